@@ -257,7 +257,7 @@ def test_the_reference_takes_the_same_arguments():
         ({"divergence": "js"}, "divergence must be one of 'jsd', 'kl', .*, got 'js'"),
         (
             {"teacher_weight": torch.ones(9, TEACHER_HIDDEN), "teacher_bias": None, "beta": 1.0},
-            "'reverse_kl' is infinite for a teacher that lacks some of the 131 tokens of the student, got 9 tokens",
+            "'reverse_kl' is infinite for a teacher that lacks some of the student's 131 tokens, got 9 tokens",
         ),
         (
             {"teacher_weight": torch.ones(9, TEACHER_HIDDEN), "teacher_bias": None, "divergence": "cosine"},

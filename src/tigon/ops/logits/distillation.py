@@ -182,9 +182,9 @@ def _distillation_kernel(
         for block in tl.range(0, blocks):
             cols = columns((blocks - 1 - block) * BLOCK_V, BLOCK_V, LANE)
             z, slope = _load(student_ptr, cols, V, logit_scale, softcap, SCALED, SOFTCAP, OTHER)
-            y, _ = _load(
+            y = _load(
                 teacher_ptr, cols, W, teacher_logit_scale, teacher_softcap, TEACHER_SCALED, TEACHER_SOFTCAP, OTHER
-            )  # fmt: skip
+            )[0]  # fmt: skip
             if KIND == "cosine":
                 losses += tl.sum(z * y, axis=1)
                 slopes += tl.sum(z * z, axis=1)
@@ -217,9 +217,9 @@ def _distillation_kernel(
         for start in tl.range(0, V, BLOCK_V):
             cols = columns(start, BLOCK_V, LANE)
             z, slope = _load(student_ptr, cols, V, logit_scale, softcap, SCALED, SOFTCAP, OTHER)
-            y, _ = _load(
+            y = _load(
                 teacher_ptr, cols, W, teacher_logit_scale, teacher_softcap, TEACHER_SCALED, TEACHER_SOFTCAP, OTHER
-            )  # fmt: skip
+            )[0]  # fmt: skip
             if KIND == "cosine":
                 dz = soft_unit * (z * ratio - y * inverse_norms)
             else:
