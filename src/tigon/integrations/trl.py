@@ -4,13 +4,14 @@
     tigon.integrations.trl.enable(memory="lean")     # before the trainer is built
     SFTTrainer(model, ...).train()
 
-TRL's trainers for language models (SFT, DPO, KTO, GRPO, RLOO, asynchronous GRPO) replace the forward of the model and
+TRL's trainers for language models (SFT, DPO, KTO, GRPO, RLOO, asynchronous GRPO, distillation) replace the forward of the model and
 compute their losses from log-probabilities. The distillation trainer computes its loss from hidden states. After
 `enable()`, both run on Tigon's ops:
 
 | trainer | products with the head |
 |---|---|
 | SFT, with the losses "nll" and "dft" | three: `linear_cross_entropy` |
+| distillation | four: `linear_distillation` |
 | distillation | four: `linear_distillation` |
 | all others | four: `linear_log_probs` |
 
