@@ -4,9 +4,9 @@
     tigon.integrations.trl.enable(memory="lean")     # before the trainer is built
     SFTTrainer(model, ...).train()
 
-TRL's trainers for language models (SFT, DPO, KTO, GRPO, RLOO, asynchronous GRPO, distillation) replace the forward of the model and
-compute their losses from log-probabilities. The distillation trainer computes its loss from hidden states. After
-`enable()`, both run on Tigon's ops:
+TRL's trainers for language models (SFT, DPO, KTO, GRPO, RLOO, asynchronous GRPO, distillation) replace the forward of
+the model and compute their losses from log-probabilities or from the logits of a teacher. After `enable()`, the forward
+that they install runs on Tigon's ops:
 
 | trainer | products with the head |
 |---|---|

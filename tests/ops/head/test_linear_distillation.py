@@ -173,11 +173,11 @@ def test_ignored_tokens_are_not_read():
     for name in ("hidden", "teacher_hidden"):
         tensors[name] = tensors[name].masked_fill(ignored[:, None], float("nan"))
     for options in ({}, {"valid_rows": False}):
-        found = run(tigon.linear_distillation, tensors, {"hard_weight": 0.5, "return_parts": True} | options)
-        gradient = found[3]
+        results = run(tigon.linear_distillation, tensors, {"hard_weight": 0.5, "return_parts": True} | options)
+        gradient = results[3]
         assert (gradient[ignored] == 0).all()
         # A product with a row of NaN is NaN, so with `valid_rows=False` the weight's gradient is.
-        assert torch.equal(found[0], expected[0])
+        assert torch.equal(results[0], expected[0])
 
 
 @pytest.mark.kernels
