@@ -51,6 +51,7 @@ if TYPE_CHECKING:
         patch,
         patched,
     )
+    from tigon.integrations.liger import install_as_liger_kernel
     from tigon.losses.modules import (
         CPOLoss,
         DPOLoss,
@@ -71,6 +72,7 @@ _NAMES_OF_HF = (
     "AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForSequenceClassification",
 )  # fmt: skip
 _LAZY = dict.fromkeys(_NAMES_OF_HF, "tigon.hf")
+_LAZY["install_as_liger_kernel"] = "tigon.integrations.liger"
 _MODULES_OF_LOSSES = (
     "CPOLoss", "DPOLoss", "GRPOLoss", "KTOLoss", "ORPOLoss", "PPOLoss", "RLOOLoss", "SimPOLoss",
 )  # fmt: skip
@@ -108,6 +110,7 @@ __all__ = [
     "geglu",
     "gelu",
     "glu_mlp",
+    "install_as_liger_kernel",
     "jsd",
     "kl_div",
     "layer_norm",
