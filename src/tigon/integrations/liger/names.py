@@ -18,7 +18,15 @@ _LAYERS = {
     )
 }  # fmt: skip
 _DIRECT = {"LigerSoftmax": "tigon:Softmax"}
-_TRANSFORMERS = _PATCHING | _LAYERS | _DIRECT
+_MLPS = {
+    name: f"{_HERE}.mlps:{name}"
+    for name in (
+        "LigerBlockSparseTop2MLP", "LigerDyT", "LigerFalconH1MLP", "LigerFalconH1SwiGLUMLP", "LigerGEGLUMLP",
+        "LigerLayerNorm", "LigerMLP", "LigerPhi3SwiGLUMLP", "LigerQwen3MoeSwiGLUMLP", "LigerReLUSquared",
+        "LigerSwiGLUMLP", "liger_rotary_pos_emb",
+    )
+}  # fmt: skip
+_TRANSFORMERS = _PATCHING | _LAYERS | _MLPS | _DIRECT
 
 # Module names of `liger_kernel` and the names that each of them serves.
 MODULES: dict[str, dict[str, str]] = {
@@ -29,6 +37,11 @@ MODULES: dict[str, dict[str, str]] = {
     "liger_kernel.transformers.cross_entropy": _LAYERS,
     "liger_kernel.transformers.fused_linear_cross_entropy": _LAYERS,
     "liger_kernel.transformers.rms_norm": _LAYERS,
+    "liger_kernel.transformers.swiglu": _MLPS,
+    "liger_kernel.transformers.geglu": _MLPS,
+    "liger_kernel.transformers.layer_norm": _MLPS,
+    "liger_kernel.transformers.rope": _MLPS,
+    "liger_kernel.chunked_loss": {},
 }
 
 # What to use in place of a name that is not served.
@@ -42,9 +55,4 @@ NOT_SERVED = {
     "LigerJSD": "use tigon.JSDLoss",
     "LigerKLDIVLoss": "use tigon.KLDivLoss",
     "LigerTVDLoss": "use tigon.TVDLoss",
-    "LigerLayerNorm": "use tigon.LayerNorm",
-    "LigerSwiGLUMLP": "use tigon.SwiGLUMLP",
-    "LigerGEGLUMLP": "use tigon.GEGLUMLP",
-    "LigerReLUSquared": "use tigon.relu2",
-    "liger_rotary_pos_emb": "use tigon.rope",
 }
