@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
-    "axolotl", "deepspeed", "experts", "liger", "lightning", "llamafactory", "megatron", "swift", "torchtitan", "trainer",
-    "trl",
+    "axolotl", "deepspeed", "experts", "liger", "lightning", "llamafactory", "megatron", "swift", "torchtitan",
+    "trainer", "trl",
     "verl",
 ]  # fmt: skip
 

@@ -74,7 +74,7 @@ def _signature(row: str) -> inspect.Signature:
     return inspect.Signature(parameters)
 
 
-def _parts(options: dict[str, Any], others: bool) -> dict[str, bool]:
+def _parts(options: dict[str, Any], others: bool) -> dict[str, Any]:
     """Translate Liger's options into those of `tigon.patch`; `others` is the value of the options that are absent."""
 
     def is_on(*names: str) -> bool:

@@ -47,8 +47,8 @@ class _Loader(Loader):
             if attribute in NOT_SERVED:
                 raise AttributeError(f"{name}.{attribute} is not served by Tigon: {NOT_SERVED[attribute]}")
             raise AttributeError(
-                f"{name}.{attribute} is not served by Tigon, which serves the names of Liger Kernel {LIGER_VERSION} "
-                f"that its page 'Coming from Liger' lists; use the function or module of tigon that computes it"
+                f"{name}.{attribute} is not served by Tigon; the served names of Liger Kernel {LIGER_VERSION} are "
+                f"tigon.integrations.liger.names.MODULES[{name!r}]; use the function or module of tigon that computes it"
             )
 
         public: dict[str, Any] = {"__version__": LIGER_VERSION, "__getattr__": find, "__all__": sorted(table)}

@@ -28,7 +28,8 @@ def to_output(result: Any) -> Any:
     """Return a loss as it is, and a `tigon.LossOutput` as Liger's output."""
     if isinstance(result, Tensor):
         return result
-    return CrossEntropyOutput(*(getattr(result, field, None) for field in CrossEntropyOutput._fields))
+    values: dict[str, Any] = {field: getattr(result, field, None) for field in CrossEntropyOutput._fields}
+    return CrossEntropyOutput(**values)
 
 
 class _Norm(nn.Module):
