@@ -48,7 +48,7 @@ class _Loader(Loader):
                 raise AttributeError(f"{name}.{attribute} is not served by Tigon: {NOT_SERVED[attribute]}")
             raise AttributeError(
                 f"{name}.{attribute} is not served by Tigon; the served names of Liger Kernel {LIGER_VERSION} are "
-                f"tigon.integrations.liger.names.MODULES[{name!r}]; use the function or module of tigon that computes it"
+                f"tigon.integrations.liger.names.MODULES[{name!r}]; use the op of tigon that computes it"
             )
 
         public: dict[str, Any] = {"__version__": LIGER_VERSION, "__getattr__": find, "__all__": sorted(table)}
