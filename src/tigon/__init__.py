@@ -52,6 +52,7 @@ if TYPE_CHECKING:
         patch,
         patched,
     )
+    from tigon.integrations.liger import install_as_liger_kernel
     from tigon.losses.distillation import DistillationLoss
     from tigon.losses.modules import (
         CPOLoss,
@@ -73,6 +74,7 @@ _NAMES_OF_HF = (
     "AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForSequenceClassification",
 )  # fmt: skip
 _LAZY = dict.fromkeys(_NAMES_OF_HF, "tigon.hf")
+_LAZY["install_as_liger_kernel"] = "tigon.integrations.liger"
 _MODULES_OF_LOSSES = (
     "CPOLoss", "DPOLoss", "GRPOLoss", "KTOLoss", "ORPOLoss", "PPOLoss", "RLOOLoss", "SimPOLoss",
 )  # fmt: skip
@@ -113,6 +115,7 @@ __all__ = [
     "geglu",
     "gelu",
     "glu_mlp",
+    "install_as_liger_kernel",
     "jsd",
     "kl_div",
     "layer_norm",

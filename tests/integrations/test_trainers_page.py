@@ -57,7 +57,7 @@ def test_the_names_on_the_page_exist():
 
 def test_each_python_snippet_compiles():
     codes = [code for language, code in SNIPPETS if language == "python"]
-    assert len(codes) == 5
+    assert len(codes) == 6
     for code in codes:
         compile(code, "trainers.md", "exec")
 

@@ -183,7 +183,7 @@ COMPUTED_BY = {
 TESTED_IN_OTHER_FILES = {
     "patch", "patched", "lean", "AutoModelForCausalLM",
     "AutoModelForImageTextToText", "AutoModelForSequenceClassification", "LossOutput", "LogProbOutput", "linear_loss",
-    "DistillationOutput", "DistillationLoss",
+    "DistillationOutput", "DistillationLoss", "install_as_liger_kernel",
     "DPOLoss", "CPOLoss", "SimPOLoss", "ORPOLoss", "KTOLoss", "GRPOLoss", "PPOLoss", "RLOOLoss",
 }  # fmt: skip
 

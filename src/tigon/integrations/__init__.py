@@ -8,6 +8,7 @@ if TYPE_CHECKING:
         axolotl,
         deepspeed,
         experts,
+        liger,
         lightning,
         llamafactory,
         megatron,
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
-    "axolotl", "deepspeed", "experts", "lightning", "llamafactory", "megatron", "swift", "torchtitan", "trainer", "trl",
+    "axolotl", "deepspeed", "experts", "liger", "lightning", "llamafactory", "megatron", "swift", "torchtitan",
+    "trainer", "trl",
     "verl",
 ]  # fmt: skip
 

@@ -1,0 +1,161 @@
+"""Liger's gated MLPs and small modules, which keep its constructors and the names of its parameters."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import tigon
+
+__all__ = [
+    "LigerBlockSparseTop2MLP", "LigerDyT", "LigerFalconH1MLP", "LigerFalconH1SwiGLUMLP", "LigerGEGLUMLP",
+    "LigerLayerNorm", "LigerMLP", "LigerPhi3SwiGLUMLP", "LigerQwen3MoeSwiGLUMLP", "LigerReLUSquared",
+    "LigerSwiGLUMLP", "liger_rotary_pos_emb",
+]  # fmt: skip
+
+
+def _check_silu(module: nn.Module, config: Any) -> None:
+    if config.hidden_act not in ("silu", "swish"):
+        name = type(module).__name__
+        raise ValueError(f"{name}: config.hidden_act must be 'silu' or 'swish', got {config.hidden_act!r}")
+
+
+class LigerGEGLUMLP(nn.Module):
+    """`down_proj(gelu_tanh(gate_proj(x)) * up_proj(x))` on `tigon.geglu`."""
+
+    def __init__(self, config: Any, intermediate_size: int | None = None) -> None:
+        super().__init__()
+        self.config, self.hidden_size = config, config.hidden_size
+        self.intermediate_size = config.intermediate_size if intermediate_size is None else intermediate_size
+        self.gate_proj = nn.Linear(self.hidden_size, self.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(self.hidden_size, self.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(self.intermediate_size, self.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the MLP of x [..., H]."""
+        down: Tensor = self.down_proj(tigon.geglu(self.gate_proj(x), self.up_proj(x), approximate="tanh"))
+        return down
+
+
+class LigerSwiGLUMLP(LigerGEGLUMLP):
+    """`down_proj(silu(gate_proj(x)) * up_proj(x))` on `tigon.swiglu`."""
+
+    def __init__(self, config: Any, intermediate_size: int | None = None) -> None:
+        _check_silu(self, config)
+        super().__init__(config, intermediate_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the MLP of x [..., H]."""
+        down: Tensor = self.down_proj(tigon.swiglu(self.gate_proj(x), self.up_proj(x)))
+        return down
+
+
+class LigerQwen3MoeSwiGLUMLP(LigerSwiGLUMLP):
+    """The gated MLP of one expert."""
+
+
+class LigerMLP(LigerSwiGLUMLP):
+    """The gated MLP, whose linear layers are called as modules."""
+
+
+class LigerFalconH1SwiGLUMLP(LigerSwiGLUMLP):
+    """The gated MLP with a multiplier of the gate and one of the result, `config.mlp_multipliers`."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        if getattr(config, "mlp_bias", False):
+            raise ValueError(f"{type(self).__name__}: config.mlp_bias must be False, got {config.mlp_bias!r}")
+        self.gate_multiplier, self.down_multiplier = config.mlp_multipliers
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the MLP of x [..., H]."""
+        product = tigon.swiglu(self.gate_proj(x) * self.gate_multiplier, self.up_proj(x))
+        down: Tensor = self.down_proj(product) * self.down_multiplier
+        return down
+
+
+class LigerFalconH1MLP(LigerFalconH1SwiGLUMLP):
+    """The same MLP under its other name."""
+
+
+class LigerPhi3SwiGLUMLP(nn.Module):
+    """The gated MLP whose gate and up projections are one linear layer `gate_up_proj`."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        _check_silu(self, config)
+        self.config, self.hidden_size, self.intermediate_size = config, config.hidden_size, config.intermediate_size
+        self.gate_up_proj = nn.Linear(self.hidden_size, 2 * self.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(self.intermediate_size, self.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the MLP of x [..., H]."""
+        down: Tensor = self.down_proj(tigon.swiglu(*self.gate_up_proj(x).chunk(2, dim=-1)))
+        return down
+
+
+class LigerBlockSparseTop2MLP(nn.Module):
+    """The gated MLP `w2(silu(w1(x)) * w3(x))`."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        _check_silu(self, config)
+        self.ffn_dim, self.hidden_dim = config.intermediate_size, config.hidden_size
+        self.w1 = nn.Linear(self.hidden_dim, self.ffn_dim, bias=False)
+        self.w2 = nn.Linear(self.ffn_dim, self.hidden_dim, bias=False)
+        self.w3 = nn.Linear(self.hidden_dim, self.ffn_dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the MLP of x [..., H]."""
+        down: Tensor = self.w2(tigon.swiglu(self.w1(x), self.w3(x)))
+        return down
+
+
+class LigerReLUSquared(nn.Module):
+    """`relu(x)^2` on `tigon.relu2`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the squared ReLU of each element."""
+        return tigon.relu2(x)
+
+
+class LigerLayerNorm(nn.Module):
+    """`tigon.layer_norm` with a bias. `impl`, `mode` and `backend` have no effect."""
+
+    def __init__(
+        self, hidden_size: int, eps: float = 1e-6, bias: bool = False, init_fn: str = "ones",
+        impl: str | None = None, mode: str | None = None, backend: str | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        if init_fn not in ("ones", "zeros"):
+            raise ValueError(f"LigerLayerNorm: init_fn must be 'ones' or 'zeros', got {init_fn!r}")
+        self.hidden_size, self.eps, self.variance_epsilon = hidden_size, eps, eps
+        self.weight = nn.Parameter(torch.ones(hidden_size) if init_fn == "ones" else torch.zeros(hidden_size))
+        self.bias = nn.Parameter(torch.randn(hidden_size) if bias else torch.zeros(hidden_size))
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Return the norm over the last dimension."""
+        return tigon.layer_norm(hidden_states, self.weight, self.bias, self.variance_epsilon)
+
+
+class LigerDyT(nn.Module):
+    """`gamma * tanh(alpha * x) + beta` (arXiv 2503.10622): a composition of torch's ops without a kernel."""
+
+    def __init__(self, hidden_size: int, beta: bool = True, init_alpha: float = 0.5) -> None:
+        super().__init__()
+        self.hidden_size, self.init_alpha = hidden_size, init_alpha
+        self.alpha = nn.Parameter(torch.ones(1) * init_alpha)
+        self.gamma = nn.Parameter(torch.ones(hidden_size))
+        self.beta = nn.Parameter(torch.zeros(hidden_size)) if beta else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the scaled tanh of x [..., H]."""
+        y = self.gamma * torch.tanh(self.alpha * x)
+        return y if self.beta is None else y + self.beta
+
+
+def liger_rotary_pos_emb(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None, unsqueeze_dim: int = 1
+) -> tuple[Tensor, Tensor | None]:
+    """Return `tigon.rope` of q and k [B, heads, T, D]. `position_ids` has no effect."""
+    return tigon.rope(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
