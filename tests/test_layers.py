@@ -24,7 +24,8 @@ FAMILIES = {
 }
 
 # These files are in the package itself and in none of its folders: the public names and the accuracy check.
-ROOT_FILES = {"__init__", "testing"}
+# `python -m tigon.as_liger` fixes the place of `as_liger`.
+ROOT_FILES = {"__init__", "as_liger", "testing"}
 
 
 def _imports_of(file: Path, within_functions: bool = True) -> list[tuple[int, str]]:

@@ -24,7 +24,6 @@ CONFIG = {
 def alias():
     tigon.install_as_liger_kernel(force=True)
     yield
-    apply.restore_types()
     uninstall()
 
 
@@ -157,7 +156,8 @@ def test_trainer_with_use_liger_kernel_trains_with_tigon(tmp_path):
 
 def test_command_runs_a_script(tmp_path):
     script = tmp_path / "script.py"
-    script.write_text("import sys, liger_kernel\nprint(liger_kernel.__version__, sys.argv[1:])")
+    (tmp_path / "sibling.py").write_text("")
+    script.write_text("import sys, liger_kernel, sibling\nprint(liger_kernel.__version__, sys.argv[1:])")
     command = [sys.executable, "-m", "tigon.as_liger", str(script), "--x"]
     result = subprocess.run(command, capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "0.8.5 ['--x']"

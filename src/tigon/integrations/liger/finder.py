@@ -119,9 +119,14 @@ def install_as_liger_kernel(force: bool = False) -> None:
 
 
 def uninstall() -> None:
-    """Stop serving `liger_kernel`, and put back the modules of the real package that `force=True` replaced."""
+    """Stop serving `liger_kernel`, and put back the modules of the real package that `force=True` replaced.
+
+    Models that are built from now on are stock, also after `apply_liger_kernel_to_<type>()`.
+    """
     if _finder not in sys.meta_path:
         return
+    if (functions := sys.modules.get("tigon.integrations.liger.apply")) is not None:
+        functions.restore_types()
     sys.meta_path.remove(_finder)
     _pop_modules()
     sys.modules.update(_real_modules)

@@ -5,7 +5,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-import tigon
+from tigon.ops.head.linear_cross_entropy import linear_cross_entropy
+from tigon.ops.logits.cross_entropy import cross_entropy
+from tigon.ops.norms.rms_norm import add_rms_norm, rms_norm
 
 __all__ = [
     "CrossEntropyOutput", "LigerCrossEntropyLoss", "LigerFusedAddRMSNorm", "LigerFusedLinearCrossEntropyLoss",
@@ -64,7 +66,7 @@ class LigerRMSNorm(_Norm):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Return the norm over the last dimension."""
-        return tigon.rms_norm(hidden_states, self.weight, **self.options)
+        return rms_norm(hidden_states, self.weight, **self.options)
 
 
 class LigerFusedAddRMSNorm(_Norm):
@@ -78,7 +80,7 @@ class LigerFusedAddRMSNorm(_Norm):
 
     def forward(self, hidden_states: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Return the norm of the sum, and the sum."""
-        return tigon.add_rms_norm(hidden_states, residual, self.weight, **self.options)
+        return add_rms_norm(hidden_states, residual, self.weight, **self.options)
 
 
 class _Loss(nn.Module):
@@ -112,7 +114,7 @@ class LigerCrossEntropyLoss(_Loss):
 
     def forward(self, _input: Tensor, target: Tensor) -> Any:
         """Return the loss, or a `CrossEntropyOutput` if more was requested."""
-        return to_output(tigon.cross_entropy(_input, target, self.weight, **self.options))
+        return to_output(cross_entropy(_input, target, self.weight, **self.options))
 
 
 class LigerFusedLinearCrossEntropyLoss(_Loss):
@@ -133,7 +135,7 @@ class LigerFusedLinearCrossEntropyLoss(_Loss):
 
     def forward(self, lin_weight: Tensor, _input: Tensor, target: Tensor, bias: Tensor | None = None) -> Any:
         """Return the loss, or a `CrossEntropyOutput` if more was requested."""
-        result = tigon.linear_cross_entropy(
+        result = linear_cross_entropy(
             _input, lin_weight, target, linear_bias=bias, weight=self.ce_weight, **self.options
         )
         return to_output(result)

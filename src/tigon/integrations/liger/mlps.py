@@ -5,7 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import tigon
+from tigon.ops.mlps.glu import geglu, swiglu
+from tigon.ops.mlps.relu2 import relu2
+from tigon.ops.norms.layer_norm import layer_norm
+from tigon.ops.rotary.rope import rope
 
 __all__ = [
     "LigerBlockSparseTop2MLP", "LigerDyT", "LigerFalconH1MLP", "LigerFalconH1SwiGLUMLP", "LigerGEGLUMLP",
@@ -33,7 +36,7 @@ class LigerGEGLUMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the MLP of x [..., H]."""
-        down: Tensor = self.down_proj(tigon.geglu(self.gate_proj(x), self.up_proj(x), approximate="tanh"))
+        down: Tensor = self.down_proj(geglu(self.gate_proj(x), self.up_proj(x), approximate="tanh"))
         return down
 
 
@@ -46,7 +49,7 @@ class LigerSwiGLUMLP(LigerGEGLUMLP):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the MLP of x [..., H]."""
-        down: Tensor = self.down_proj(tigon.swiglu(self.gate_proj(x), self.up_proj(x)))
+        down: Tensor = self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
         return down
 
 
@@ -69,7 +72,7 @@ class LigerFalconH1SwiGLUMLP(LigerSwiGLUMLP):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the MLP of x [..., H]."""
-        product = tigon.swiglu(self.gate_proj(x) * self.gate_multiplier, self.up_proj(x))
+        product = swiglu(self.gate_proj(x) * self.gate_multiplier, self.up_proj(x))
         down: Tensor = self.down_proj(product) * self.down_multiplier
         return down
 
@@ -90,7 +93,7 @@ class LigerPhi3SwiGLUMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the MLP of x [..., H]."""
-        down: Tensor = self.down_proj(tigon.swiglu(*self.gate_up_proj(x).chunk(2, dim=-1)))
+        down: Tensor = self.down_proj(swiglu(*self.gate_up_proj(x).chunk(2, dim=-1)))
         return down
 
 
@@ -107,7 +110,7 @@ class LigerBlockSparseTop2MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the MLP of x [..., H]."""
-        down: Tensor = self.w2(tigon.swiglu(self.w1(x), self.w3(x)))
+        down: Tensor = self.w2(swiglu(self.w1(x), self.w3(x)))
         return down
 
 
@@ -116,7 +119,7 @@ class LigerReLUSquared(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the squared ReLU of each element."""
-        return tigon.relu2(x)
+        return relu2(x)
 
 
 class LigerLayerNorm(nn.Module):
@@ -135,7 +138,7 @@ class LigerLayerNorm(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Return the norm over the last dimension."""
-        return tigon.layer_norm(hidden_states, self.weight, self.bias, self.variance_epsilon)
+        return layer_norm(hidden_states, self.weight, self.bias, self.variance_epsilon)
 
 
 class LigerDyT(nn.Module):
@@ -158,4 +161,4 @@ def liger_rotary_pos_emb(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None, unsqueeze_dim: int = 1
 ) -> tuple[Tensor, Tensor | None]:
     """Return `tigon.rope` of q and k [B, heads, T, D]. `position_ids` has no effect."""
-    return tigon.rope(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
+    return rope(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
