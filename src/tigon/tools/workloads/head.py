@@ -1,6 +1,9 @@
 """Workloads of the loss and the log-probabilities inside the head. Sizes: T tokens, H hidden, V vocabulary."""
 
+import functools
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -84,6 +87,19 @@ def _linear_distillation(make: InputMaker) -> Inputs:
     if make.form.get("bias"):
         teacher["teacher_bias"] = make.normal(v)
     return Inputs(tensors | teacher)
+
+
+def _call_distillation(function: Callable[..., Any], *tensors: Tensor, **options: Any) -> Any:
+    """Call the op or its reference with the tensors of `_linear_distillation`, in their order or by name."""
+    if not tensors:
+        return function(**options)
+    hidden, weight, targets, *others = tensors
+    has_bias = others[0].dim() == 1
+    bias, teacher = (others[0], others[1:]) if has_bias else (None, others)
+    is_top_k = not teacher[-1].is_floating_point()
+    names = ("log_probs", "indices") if is_top_k else ("hidden", "weight", "bias")
+    named = {f"teacher_{name}": tensor for name, tensor in zip(names, teacher, strict=False)}
+    return function(hidden, weight, targets, bias=bias, **named, **options)
 
 
 def _distillation_flops(case: Problem) -> int:
@@ -191,7 +207,8 @@ WORKLOADS = (
     ),
     Workload(
         name="linear_distillation",
-        reference=linear_distillation_reference,
+        call=_call_distillation,
+        reference=functools.partial(_call_distillation, linear_distillation_reference),
         inputs=_linear_distillation,
         legend="T x H x V",
         is_loss=True,
