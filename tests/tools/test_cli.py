@@ -65,7 +65,7 @@ def test_without_typer_main_names_the_extra_to_install(monkeypatch, capsys):
 
 MISTAKES = {
     "unknown command": (["nope"], "tigon: No such command"),
-    "unknown option": (["check", "--nope"], "tigon check: No such option: --nope"),
+    "unknown option": (["check", "--nope"], "tigon check: No such option"),
     "no model": (["plan"], "tigon plan: Missing argument"),
     "unknown model": (["inspect", "lama"], "tigon inspect: Invalid value for MODEL: must be a model type"),
     "unknown preset": (["plan", "Lama-3-8B"], "tigon plan: Invalid value for MODEL: must be one of Llama-3-8B"),
