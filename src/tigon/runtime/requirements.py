@@ -42,7 +42,7 @@ FLOORS = {
     # `tigon.integrations.trl` replaces functions of this release.
     "trl": "1.16",
     # 0.15 raises TypeError with click 8.2.
-    "typer": "0.16",
+    "typer": "0.19.2",
 }
 
 
