@@ -33,6 +33,22 @@ def test_the_navigation_has_each_page_once():
     assert sorted(pages_of(nav)) == sorted(expected)
 
 
+def test_each_combination_that_is_called_tested_names_its_test():
+    engines, _, tests = (DOCS / "compatibility.md").read_text("utf-8").partition("## The tests of each combination")
+    cells = lambda line: [cell.strip() for cell in line.strip("|").split("|")]
+    features, _, *rows = [cells(line) for line in engines.splitlines() if line.startswith("|")]
+    claimed = [
+        f"{engine}, {feature}"
+        for engine, *values in rows
+        for feature, value in zip(features[1:], values, strict=True)
+        if value == "yes"
+    ]
+    named = [cells(line) for line in tests.splitlines() if line.startswith("|")][2:]
+    assert [name.removesuffix(" (on a GPU)") for name, _, _ in named] == claimed
+    for name, path, setup in named:
+        assert setup.strip("`") in (DOCS.parent / path.strip("`")).read_text("utf-8"), name
+
+
 @pytest.mark.parametrize("page", ["quickstart.md", "losses.md"])
 def test_the_code_of_a_page_runs(page):
     blocks = re.findall(r"```python\n(.*?)```", (DOCS / page).read_text("utf-8"), re.DOTALL)
