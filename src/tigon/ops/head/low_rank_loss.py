@@ -12,10 +12,10 @@ half-precision dtype, of which the loss without the addition takes 4 (or 6, if a
     these two kernels                                                                2 + 4              = 6
     write h B^T, a += h B^T in the product, loss, read da for dh, read da for dB     2 + 2 + 4 + 2 + 2  = 12
 
-A program of the statistics kernel has some tokens and a part of the vocabulary. The last program of these tokens
-combines the parts, as `token.shards` combines shards. A program of the gradient kernel has `block_n` columns and loops
-over tokens, so B and its sum of dB stay on the chip. Its dh is a part of the sum over the columns. Writing and reading
-these parts takes 8 R / `block_n` bytes for each logit: 0.5 for R = 16 and a block of 256.
+A program of either kernel has `block_t` tokens and loops over a part of the vocabulary. In the statistics kernel, the
+program of these tokens that finishes last combines the parts, as `token.shards` combines shards. In the gradient
+kernel, h and the sum of dh stay on the chip. The dB of a block of tokens is a part of the sum over all tokens. Writing
+and reading these parts takes 8 R / `block_t` bytes for each logit: 1 for R = 16 and a block of 128.
 
 `ops/logits/token/kernels.py` has the maths of the loss, and `ops/adapters/low_rank.py` that of the terms which stand
 for h, B and, in fp16, da in the products.
@@ -48,13 +48,13 @@ __all__ = [
     "low_rank_statistics",
 ]
 
-# The largest rank for which the gradient kernel computes dh and dB. With rank 64, the parts of dh would take as many
-# bytes as reading da once more, and the sums of dB would not fit in the registers.
+# The largest rank for which the gradient kernel computes dh and dB. With rank 64, the parts of dB would take more
+# bytes than reading da twice, and the tiles would not fit in the registers.
 LARGEST_RANK_WITH_PRODUCTS = 32
 
-# The kernels compute h B^T from two terms of h and of B, without the product of both second terms. Its error is then
-# 2^-16 of |h| |B|. With one term it would be 2^-8: the error of logits with a large addition would be more than twice
-# that of eager code, which computes an fp32 product.
+# A product of two factors consists of the products of their terms i and j with i + j < ORDER. With two terms, h and B
+# are exact to 2^-17, which is far below the rounding of da. With one term they would be exact to 2^-9, and the error of
+# logits with a large addition more than twice that of eager code, which computes an fp32 product.
 ORDER = 2
 
 
@@ -65,7 +65,15 @@ class LowRankLossProblem(NamedTuple):
     """The sizes that the launch parameters of the two kernels depend on."""
 
     rank: int
-    itemsize: int  # bytes of a logit
+    # bytes of a logit
+    itemsize: int
+    # whether a soft cap, label smoothing or the entropy takes more registers
+    is_complex: bool
+
+
+def _stages(problem: LowRankLossProblem, device: Device) -> int:
+    """Return how many tiles a program loads ahead. Those of a higher rank would not fit in the shared memory."""
+    return 3 if device.async_copy and problem.rank <= 64 else 1
 
 
 @dataclass(frozen=True)
@@ -76,22 +84,23 @@ class LowRankStatisticsConfig(PartTiles, LaunchConfig):
     def heuristic(problem: LowRankLossProblem, device: Device) -> "LowRankStatisticsConfig":
         # A program reads the tile of B that belongs to each tile of logits, so it has many tokens.
         return LowRankStatisticsConfig(
-            block_t=128, block_n=64, num_warps=8, num_stages=3 if device.async_copy else 1,
+            block_t=128, block_n=64, num_warps=256 // device.warp_size, num_stages=_stages(problem, device),
             programs_per_multiprocessor=2,
         )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class LowRankGradientConfig(PartTiles, LaunchConfig):
-    """Launch parameters: a program has `block_n` classes and loops over the tiles of a part of the tokens."""
+    """Launch parameters: a program has `block_t` tokens and loops over the tiles of a part of the vocabulary."""
 
     @staticmethod
     def heuristic(problem: LowRankLossProblem, device: Device) -> "LowRankGradientConfig":
-        # Wide tiles make few parts of dh. A higher rank needs the registers for the terms of h and B.
-        is_small = rank_block(problem.rank) == 16
+        # Many tokens make few parts of dB. A tile of 256 tokens lacks registers.
+        is_wide = rank_block(problem.rank) == 16 and not problem.is_complex
         return LowRankGradientConfig(
-            block_t=64, block_n=256 if is_small else 128, num_warps=8, num_stages=2 if device.async_copy else 1,
-            programs_per_multiprocessor=8,
+            block_t=128, block_n=64 if is_wide else 32, num_warps=256 // device.warp_size,
+            num_stages=_stages(problem, device),
+            programs_per_multiprocessor=2,
         )  # fmt: skip
 
 
@@ -128,7 +137,7 @@ def _shared_arguments(logits: Tensor, terms: LowRankTerms, options: Options) -> 
     constexprs = {
         "SMOOTHING": options.label_smoothing != 0, "SCALED": options.logit_scale != 1,
         "SOFTCAP": options.softcap is not None,
-        "R": b.shape[2], "ORDER": ORDER, "H_TERMS": len(h), "B_TERMS": len(b),
+        "R": b.shape[2], "ORDER": ORDER, "H_TERMS": min(len(h), ORDER), "B_TERMS": min(len(b), ORDER),
     }  # fmt: skip
     return arguments, constexprs
 
@@ -141,7 +150,8 @@ def low_rank_statistics(
     """Return the statistics of logits + h B^T, for logits [M, V] that do not contain the addition yet."""
     (m, v), device, r = logits.shape, device_of(logits), terms.b.shape[2]
     result = empty_statistics(logits, options, wants)
-    config = LowRankStatisticsConfig.choose(LowRankLossProblem(r, logits.element_size()), device)
+    is_complex = options.softcap is not None or options.label_smoothing != 0 or wants.entropy
+    config = LowRankStatisticsConfig.choose(LowRankLossProblem(r, logits.element_size(), is_complex), device)
     blocks = cdiv(m, config.block_t)
     part_length, parts = config.divide(v, config.block_n, blocks, device)
     arguments, constexprs = _shared_arguments(logits, terms, options)
@@ -173,11 +183,12 @@ def low_rank_gradient(
     `LARGEST_RANK_WITH_PRODUCTS` at most.
     """
     (m, v), device, r = logits.shape, device_of(logits), terms.b.shape[2]
-    config = LowRankGradientConfig.choose(LowRankLossProblem(r, logits.element_size()), device)
-    blocks = cdiv(v, config.block_n)
-    part_length, parts = config.divide(m, config.block_t, blocks, device)
+    is_complex = options.softcap is not None or options.label_smoothing != 0 or upstream.entropy is not None
+    config = LowRankGradientConfig.choose(LowRankLossProblem(r, logits.element_size(), is_complex), device)
+    blocks = cdiv(m, config.block_t)
+    part_length, parts = config.divide(v, config.block_n, blocks, device)
     fp32 = lambda needed, *shape: logits.new_empty(shape, dtype=torch.float32) if needed else None
-    dh, db = fp32(needs_dh, blocks, m, r), fp32(needs_db, parts, v, r)
+    dh, db = fp32(needs_dh, parts, m, r), fp32(needs_db, blocks, v, r)
     dense = lambda x: None if x is None else x.contiguous()
     dloss = upstream.loss
     arguments, constexprs = _shared_arguments(logits, terms, options)
@@ -188,7 +199,7 @@ def low_rank_gradient(
             log_prob_ptr=saved.log_probs if options.token_scaling else None,
             entropy_ptr=None if upstream.entropy is None else saved.entropy,
             dloss_ptr=dloss, dlog_prob_ptr=dense(upstream.log_probs), dentropy_ptr=dense(upstream.entropy),
-            dh_ptr=dh, db_ptr=db, part_length=part_length,
+            dh_ptr=dh, db_ptr=db, part_length=part_length, parts=parts,
             stride_dloss=dloss.stride(0) if dloss is not None and dloss.dim() else 0, **arguments,
         ),
         **constexprs, DA_TERMS=TERMS[logits.dtype], BLOCK_T=config.block_t, BLOCK_V=config.block_n,

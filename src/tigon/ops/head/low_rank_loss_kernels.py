@@ -51,13 +51,14 @@ def low_rank_statistics_kernel(
     target = tl.load(target_ptr + rows, exists, 0)
     valid = exists & (target != ignore_index)
     inside = valid & (target >= 0) & (target < V)
+    # Comparing each column with an int64 target would take twice the instructions and registers.
+    class_t = tl.where(inside, target, -1).to(tl.int32)
     pivot = tl.zeros([BLOCK_T], tl.float32)
     if SMOOTHING:
         # The sum of differences from a number near the logits loses no digits to their common offset.
-        x, _ = transform(
-            tl.load(logits_ptr + rows * stride_logits + target, inside, 0.0), logit_scale, softcap, SCALED, SOFTCAP
-        )
-        pivot = tl.where(tl.abs(x) < float("inf"), x, 0.0)
+        a_t = tl.load(logits_ptr + rows * stride_logits + target, inside, 0.0)
+        near = transform(a_t, logit_scale, softcap, SCALED, SOFTCAP)[0]
+        pivot = tl.where(tl.abs(near) < float("inf"), near, 0.0)
 
     high = tl.full([BLOCK_T], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_T], tl.float32)
@@ -75,13 +76,13 @@ def low_rank_statistics_kernel(
             h_ptr, b_ptr, rows, cols, valid, V, stride_h, stride_h_term, stride_b_term,
             R, ORDER, H_TERMS, B_TERMS, BLOCK_T, BLOCK_V, BLOCK_R,
         )  # fmt: skip
-        x, _ = transform(a.to(tl.float32) + low, logit_scale, softcap, SCALED, SOFTCAP)
+        x = transform(a.to(tl.float32) + low, logit_scale, softcap, SCALED, SOFTCAP)[0]
         if SMOOTHING:
             difference = x - pivot[:, None]
             if weight_ptr is not None:
                 difference *= tl.load(weight_ptr + cols, cols < V, 0.0).to(tl.float32)[None, :]
             weighted += tl.sum(tl.where(is_class, difference, 0.0), axis=1)
-        x_t += tl.sum(tl.where(cols[None, :] == target[:, None], x, 0.0), axis=1)
+        x_t += tl.sum(tl.where(cols[None, :] == class_t[:, None], x, 0.0), axis=1)
         x = tl.where(is_class, x, float("-inf"))
         if predicted_ptr is not None:
             tile_high, index = tl.max(x, axis=1, return_indices=True)
@@ -118,7 +119,7 @@ def low_rank_statistics_kernel(
         weighted = tl.zeros([BLOCK_T], tl.float32)
         x_t = tl.zeros([BLOCK_T], tl.float32)
         argmax = tl.zeros([BLOCK_T], tl.float32)
-        for _ in range(0, parts):
+        for _part in range(0, parts):
             part_high = tl.load(partial_ptr, exists, 0.0, cache_modifier=".cg")
             part_total = tl.load(partial_ptr + field, exists, 1.0, cache_modifier=".cg")
             x_t += tl.load(partial_ptr + 2 * field, exists, 0.0, cache_modifier=".cg")
@@ -168,66 +169,78 @@ def low_rank_statistics_kernel(
 
 @triton.jit
 def _load_terms(pointer, stride_term, mask, NUM_TERMS: tl.constexpr):
-    """Return three tiles of terms. Tiles beyond the number of terms repeat the first one, and are never read."""
+    """Return two tiles of terms. The second one repeats the first one, and is never read, if there is only one term."""
     first = tl.load(pointer, mask, 0.0)
-    second, third = first, first
+    second = first
     if NUM_TERMS > 1:
         second = tl.load(pointer + stride_term, mask, 0.0)
-    if NUM_TERMS > 2:
-        third = tl.load(pointer + 2 * stride_term, mask, 0.0)
-    return first, second, third
+    return first, second
 
 
-@triton.jit(do_not_specialize=["M", "part_length", "stride_dloss"])
+@triton.jit(do_not_specialize=["M", "part_length", "parts", "stride_dloss"])
 def low_rank_gradient_kernel(
     logits_ptr, target_ptr, weight_ptr, scales_ptr, lse_ptr,  # [M, V], [M], [V] or None, [3], [M, 2]
     log_prob_ptr, entropy_ptr,  # [M] or None: read for token scaling, and for the gradient of the entropy
     dloss_ptr, dlog_prob_ptr, dentropy_ptr,  # [M] or None
-    h_ptr, b_ptr, dh_ptr, db_ptr,  # [S, M, R], [S, V, R] bf16, [V / BLOCK_V, M, R], [P, V, R] fp32 or None
-    M, V, part_length, stride_logits, stride_dloss, stride_h, stride_h_term, stride_b_term,
+    h_ptr, b_ptr, dh_ptr, db_ptr,  # [S, M, R], [S, V, R] bf16, [P, M, R], [M / BLOCK_T, V, R] fp32 or None
+    M, V, part_length, parts, stride_logits, stride_dloss, stride_h, stride_h_term, stride_b_term,
     ignore_index, label_smoothing, softcap, logit_scale, z_loss,
     SMOOTHING: tl.constexpr, SCALED: tl.constexpr, SOFTCAP: tl.constexpr,
     R: tl.constexpr, ORDER: tl.constexpr, H_TERMS: tl.constexpr, B_TERMS: tl.constexpr, DA_TERMS: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_R: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Overwrite a block of columns of the logits, for a part of the tokens, with the gradient, and sum dh and dB.
+    """Overwrite a part of the vocabulary of a block of tokens with the gradient, and sum dh and dB over the tiles.
 
     dh and dB need R <= BLOCK_R.
     """
-    blocks = tl.cdiv(V, BLOCK_V)
-    block = tl.program_id(0) % blocks
-    part = (tl.program_id(0) // blocks).to(tl.int64)
-    cols = block * BLOCK_V + tl.arange(0, BLOCK_V)
-    is_class = cols < V
+    part = tl.program_id(0) % parts
+    block = (tl.program_id(0) // parts).to(tl.int64)
+    rows = block * BLOCK_T + tl.arange(0, BLOCK_T)
+    exists = rows < M
+    target = tl.load(target_ptr + rows, exists, 0)
+    valid = exists & (target != ignore_index)
+    class_t = tl.where(valid & (target >= 0) & (target < V), target, -1).to(tl.int32)
     ranks = tl.arange(0, BLOCK_R)
-    scale_0, z_scale_0 = tl.load(scales_ptr), tl.load(scales_ptr + 1)
-    HOLDS_B: tl.constexpr = R <= BLOCK_R
-    b_offsets = cols.to(tl.int64)[:, None] * R + ranks[None, :]
-    b_mask = is_class[:, None] & (ranks[None, :] < R)
-    if HOLDS_B:
-        b0, b1, b2 = _load_terms(b_ptr + b_offsets, stride_b_term, b_mask, B_TERMS)
-    weights = tl.full([BLOCK_V], 1.0, tl.float32)
+    HOLDS_FACTORS: tl.constexpr = R <= BLOCK_R
+    if HOLDS_FACTORS:
+        h_offsets = rows[:, None] * stride_h + ranks[None, :]
+        h0, h1 = _load_terms(
+            h_ptr + h_offsets, stride_h_term, valid[:, None] & (ranks[None, :] < R), H_TERMS
+        )  # fmt: skip
+
+    # A masked row must not divide by zero, because its NaN would spread to dB.
+    top, total = tl.load(lse_ptr + rows * 2, valid, 0.0), tl.load(lse_ptr + rows * 2 + 1, valid, 1.0)
+    dloss = tl.full([BLOCK_T], 1.0, tl.float32)
+    if dloss_ptr is not None:
+        dloss = tl.load(dloss_ptr + rows * stride_dloss, valid, 0.0).to(tl.float32)
+    if log_prob_ptr is not None:
+        dloss *= tl.exp(tl.load(log_prob_ptr + rows, valid, 0.0))
+    scale, z_scale = dloss * tl.load(scales_ptr), dloss * tl.load(scales_ptr + 1)
+    target_factor = scale * (1.0 - label_smoothing) * target_weight(weight_ptr, target, V)
+    if dlog_prob_ptr is not None:
+        target_factor -= tl.load(dlog_prob_ptr + rows, valid, 0.0)
+    mass = target_factor + z_scale * 2.0 * z_loss * (top + tl.log(total))
     if SMOOTHING:
-        if weight_ptr is not None:
-            weights = tl.load(weight_ptr + cols, is_class, 0.0).to(tl.float32)
-        weights *= label_smoothing / V
-        mass_of_smoothing = label_smoothing / V * tl.load(scales_ptr + 2)
-    db = tl.zeros([BLOCK_V, BLOCK_R], tl.float32)
-    first = part * part_length
-    last = tl.minimum(first + part_length, M)
-    for start in tl.range(first, last, BLOCK_T, num_stages=STAGES):
-        rows = start + tl.arange(0, BLOCK_T)
-        exists = rows < last
-        target = tl.load(target_ptr + rows, exists, 0)
-        valid = exists & (target != ignore_index)
+        smoothing = scale * label_smoothing / V
+        mass += smoothing * tl.load(scales_ptr + 2)
+    per_exponential = tl.div_rn(mass, total)
+    if dentropy_ptr is not None:
+        # This is the mean of x - top.
+        mean = tl.log(total) - tl.load(entropy_ptr + rows, valid, 0.0)
+        dentropy = tl.div_rn(tl.load(dentropy_ptr + rows, valid, 0.0), total)
+
+    dh = tl.zeros([BLOCK_T, BLOCK_R], tl.float32)
+    first = tl.multiple_of(part * part_length, BLOCK_V)
+    for start in tl.range(first, tl.minimum(first + part_length, V), BLOCK_V, num_stages=STAGES):
+        cols = start + tl.arange(0, BLOCK_V)
+        is_class = cols < V
         pointers = logits_ptr + rows[:, None] * stride_logits + cols[None, :]
         inside = valid[:, None] & is_class[None, :]
         a = tl.load(pointers, inside, 0.0)
-        if HOLDS_B:
-            h_mask = valid[:, None] & (ranks[None, :] < R)
-            h0, h1, h2 = _load_terms(
-                h_ptr + rows[:, None] * stride_h + ranks[None, :], stride_h_term, h_mask, H_TERMS
-            )  # fmt: skip
+        if HOLDS_FACTORS:
+            b_offsets = cols.to(tl.int64)[:, None] * R + ranks[None, :]
+            b_mask = is_class[:, None] & (ranks[None, :] < R)
+            b0, b1 = _load_terms(b_ptr + b_offsets, stride_b_term, b_mask, B_TERMS)
             low = tl.dot(h0, tl.trans(b0))
             if ORDER > 1:
                 if B_TERMS > 1:
@@ -240,52 +253,38 @@ def low_rank_gradient_kernel(
                 R, ORDER, H_TERMS, B_TERMS, BLOCK_T, BLOCK_V, BLOCK_R,
             )  # fmt: skip
         x, slope = transform(a.to(tl.float32) + low, logit_scale, softcap, SCALED, SOFTCAP)
-
-        # Rows that are masked must not divide by zero, because their NaN would spread to dB.
-        top, total = tl.load(lse_ptr + rows * 2, valid, 0.0), tl.load(lse_ptr + rows * 2 + 1, valid, 1.0)
-        dloss = tl.full([BLOCK_T], 1.0, tl.float32)
-        if dloss_ptr is not None:
-            dloss = tl.load(dloss_ptr + rows * stride_dloss, valid, 0.0).to(tl.float32)
-        if log_prob_ptr is not None:
-            dloss *= tl.exp(tl.load(log_prob_ptr + rows, valid, 0.0))
-        scale, z_scale = dloss * scale_0, dloss * z_scale_0
-        target_factor = scale * (1.0 - label_smoothing) * target_weight(weight_ptr, target, V)
-        if dlog_prob_ptr is not None:
-            target_factor -= tl.load(dlog_prob_ptr + rows, valid, 0.0)
-        mass = target_factor + z_scale * 2.0 * z_loss * (top + tl.log(total))
-        if SMOOTHING:
-            mass += scale * mass_of_smoothing
         shifted = x - top[:, None]
-        per_exponential = tl.div_rn(mass, total)[:, None]
+        factor = per_exponential[:, None]
         if dentropy_ptr is not None:
-            # This is the mean of x - top.
-            mean = tl.log(total) - tl.load(entropy_ptr + rows, valid, 0.0)
-            dentropy = tl.div_rn(tl.load(dentropy_ptr + rows, valid, 0.0), total)[:, None]
-            per_exponential = per_exponential - dentropy * (tl.maximum(shifted, LOWEST) - mean[:, None])
-        dx = per_exponential * tl.exp2(shifted * LOG2E)
-        dx -= tl.where(cols[None, :] == target[:, None], target_factor[:, None], 0.0)
+            factor = factor - dentropy[:, None] * (tl.maximum(shifted, LOWEST) - mean[:, None])
+        dx = factor * tl.exp2(shifted * LOG2E)
+        dx -= tl.where(cols[None, :] == class_t[:, None], target_factor[:, None], 0.0)
         if SMOOTHING:
-            dx -= scale[:, None] * weights[None, :]
+            if weight_ptr is not None:
+                dx -= smoothing[:, None] * tl.load(weight_ptr + cols, is_class, 0.0).to(tl.float32)[None, :]
+            else:
+                dx -= smoothing[:, None]
         da = tl.where(inside, dx * slope, 0.0).to(logits_ptr.dtype.element_ty)
         tl.store(pointers, da, exists[:, None] & is_class[None, :])
 
+        # Tensor cores do not round the sums that they carry, so the sums of each tile start from zero.
         if dh_ptr is not None:
-            dh = tl.zeros([BLOCK_T, BLOCK_R], tl.float32)
+            sums = tl.zeros([BLOCK_T, BLOCK_R], tl.float32)
             for i in tl.static_range(DA_TERMS):
                 for j in tl.static_range(B_TERMS):
-                    if i + j < 3:
-                        b = b0 if j == 0 else (b1 if j == 1 else b2)
-                        dh = tl.dot(da if DA_TERMS == 1 else term(da, i), b, dh)
-            dh_offsets = (block.to(tl.int64) * M + rows[:, None]) * R + ranks[None, :]
-            tl.store(dh_ptr + dh_offsets, dh, exists[:, None] & (ranks[None, :] < R))
+                    if i + j < ORDER:
+                        b = b0 if j == 0 else b1
+                        sums = tl.dot(da if DA_TERMS == 1 else term(da, i), b, sums)
+            dh += sums
         if db_ptr is not None:
-            # Tensor cores do not round the sums that they carry, so the sums of each step start from zero.
-            sums = tl.zeros([BLOCK_V, BLOCK_R], tl.float32)
+            # The transposed product takes da as its second factor.
+            db = tl.zeros([BLOCK_R, BLOCK_V], tl.float32)
             for i in tl.static_range(DA_TERMS):
                 for j in tl.static_range(H_TERMS):
-                    if i + j < 3:
-                        h = h0 if j == 0 else (h1 if j == 1 else h2)
-                        sums = tl.dot(tl.trans(da if DA_TERMS == 1 else term(da, i)), h, sums)
-            db += sums
-    if db_ptr is not None:
-        tl.store(db_ptr + part * V * R + b_offsets, db, b_mask)
+                    if i + j < ORDER:
+                        h = h0 if j == 0 else h1
+                        db = tl.dot(tl.trans(h), da if DA_TERMS == 1 else term(da, i), db)
+            tl.store(db_ptr + block * V * R + b_offsets, tl.trans(db), b_mask)
+    if dh_ptr is not None:
+        dh_offsets = (part.to(tl.int64) * M + rows[:, None]) * R + ranks[None, :]
+        tl.store(dh_ptr + dh_offsets, dh, exists[:, None] & (ranks[None, :] < R))
