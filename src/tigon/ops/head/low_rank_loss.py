@@ -95,11 +95,12 @@ class LowRankGradientConfig(PartTiles, LaunchConfig):
 
     @staticmethod
     def heuristic(problem: LowRankLossProblem, device: Device) -> "LowRankGradientConfig":
-        # Many tokens make few parts of dB. A tile of 256 tokens lacks registers.
-        is_wide = rank_block(problem.rank) == 16 and not problem.is_complex
+        # Many tokens make few parts of dB. With 32 columns, two programs of a multiprocessor share its registers, and
+        # one computes while the other loads: on an H100 a thread has 128 registers, and 219 with 64 columns.
+        stages = _stages(problem, device)
         return LowRankGradientConfig(
-            block_t=128, block_n=64 if is_wide else 32, num_warps=256 // device.warp_size,
-            num_stages=_stages(problem, device),
+            block_t=64 if problem.is_complex else 128, block_n=32, num_warps=256 // device.warp_size,
+            num_stages=min(stages, 2) if problem.is_complex else stages,
             programs_per_multiprocessor=2,
         )  # fmt: skip
 

@@ -135,7 +135,7 @@ _OTHER_STEPS: dict[str, Callable[[], None]] = {
     ),
     "linear_cross_entropy valid rows": _valid_rows,
     "linear_cross_entropy 128256, adapter of rank 16": lambda: _adapted_head(128256, 16),
-    "linear_cross_entropy 128256, adapter of rank 32": lambda: _adapted_head(128256, 32, logit_scale=0.5),
+    "linear_cross_entropy 128256, adapter of rank 32": lambda: _adapted_head(128256, 32, **EVERY_TERM),
     "linear_cross_entropy 128256, adapter of rank 64": lambda: _adapted_head(128256, 64),
     "linear_cross_entropy 128256, adapter of rank 128": lambda: _adapted_head(128256, 128),
     "linear_cross_entropy 256000, adapter, every option": lambda: _adapted_head(
