@@ -67,7 +67,7 @@ def _valid_rows() -> None:
     tigon.ValidRows(torch.zeros(8, dtype=torch.int64))
 
 
-def _adapted_head(vocabulary: int, rank: int, dtype: torch.dtype = torch.bfloat16, **options: Any) -> None:
+def _adapted_head(vocabulary: int, rank: int, dtype: torch.dtype, **options: Any) -> None:
     """Run the loss of a head with an adapter."""
     x, h, b = (
         torch.zeros(shape, dtype=dtype, requires_grad=True)
@@ -134,13 +134,14 @@ _OTHER_STEPS: dict[str, Callable[[], None]] = {
         128000, 256000, token_scaling=True, **EVERY_TERM
     ),
     "linear_cross_entropy valid rows": _valid_rows,
-    "linear_cross_entropy 128256, adapter of rank 16": lambda: _adapted_head(128256, 16),
-    "linear_cross_entropy 128256, adapter of rank 32": lambda: _adapted_head(128256, 32, **EVERY_TERM),
-    "linear_cross_entropy 128256, adapter of rank 64": lambda: _adapted_head(128256, 64),
-    "linear_cross_entropy 128256, adapter of rank 128": lambda: _adapted_head(128256, 128),
+    "linear_cross_entropy 128256, adapter of rank 16": lambda: _adapted_head(128256, 16, torch.bfloat16),
+    "linear_cross_entropy 128256, adapter of rank 32": lambda: _adapted_head(128256, 32, torch.bfloat16, **EVERY_TERM),
+    "linear_cross_entropy 128256, adapter of rank 64": lambda: _adapted_head(128256, 64, torch.bfloat16),
+    "linear_cross_entropy 128256, adapter of rank 128": lambda: _adapted_head(128256, 128, torch.bfloat16),
     "linear_cross_entropy 256000, adapter, every option": lambda: _adapted_head(
         256000,
         16,
+        torch.bfloat16,
         weight=torch.ones(256000),
         reduction="none",
         token_scaling=True,
