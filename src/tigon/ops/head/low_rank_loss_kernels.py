@@ -100,18 +100,19 @@ def low_rank_statistics_kernel(
         total = total * factor + tl.sum(e, axis=1)
         high = new_high
 
+    # The sums are stored by kind, then by part, then by token.
     field = parts.to(tl.int64) * M
     partial_ptr += rows
-    own = partial_ptr + part.to(tl.int64) * M
-    tl.store(own, high, exists)
-    tl.store(own + field, total, exists)
-    tl.store(own + 2 * field, x_t, exists)
+    part_ptr = partial_ptr + part.to(tl.int64) * M
+    tl.store(part_ptr, high, exists)
+    tl.store(part_ptr + field, total, exists)
+    tl.store(part_ptr + 2 * field, x_t, exists)
     if SMOOTHING:
-        tl.store(own + 3 * field, weighted, exists)
+        tl.store(part_ptr + 3 * field, weighted, exists)
     if entropy_ptr is not None:
-        tl.store(own + 4 * field, moment, exists)
+        tl.store(part_ptr + 4 * field, moment, exists)
     if predicted_ptr is not None:
-        tl.store(own + 5 * field, best.to(tl.float32), exists)
+        tl.store(part_ptr + 5 * field, best.to(tl.float32), exists)
     if is_last(counter_ptr + block, parts):
         high = tl.full([BLOCK_T], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_T], tl.float32)
