@@ -28,9 +28,10 @@ KERNEL_TESTS := tests/ops tests/recognition/test_fused_statements.py tests/recog
 	tests/hf/test_lora_experts.py
 INTERPRETER_TESTS := $(KERNEL_TESTS) tests/memory/test_bytes.py tests/memory/test_lean.py \
 	tests/tools/plan/test_plan.py::test_saved_bytes_are_what_a_step_saves
-WORKERS := --numprocesses 2 --dist worksteal
+# One worker for each core, and at most eight: each one needs up to 2 GiB of memory.
+WORKERS := --numprocesses logical --maxprocesses 8 --dist worksteal
 
-# There are two workers for two cores, so more threads in each would only wait for each other.
+# There is a worker for each core, so more threads in each would only wait for each other.
 test test-thorough: export OMP_NUM_THREADS = 1
 
 .PHONY: demo test test-thorough test-deepspeed test-transformers test-lowest test-gpu bench models docs lint dist install clean
@@ -59,14 +60,14 @@ test-transformers:  ## test another version of transformers: make test-transform
 	grep -Ev '^(transformers|huggingface_hub|tokenizers|safetensors)==' constraints.txt > $(OTHER_VENV)/constraints.txt
 	$(OTHER_VENV)/bin/pip install --quiet --disable-pip-version-check --editable '.[dev]' \
 		'transformers==$(TRANSFORMERS)' --constraint $(OTHER_VENV)/constraints.txt
-	$(OTHER_VENV)/bin/python -m pytest $(VERSION_TESTS) --numprocesses 2 $(ARGS)
+	$(OTHER_VENV)/bin/python -m pytest $(VERSION_TESTS) $(WORKERS) $(ARGS)
 
 test-lowest:  ## test the lowest versions, on Python 3.11: make test-lowest PINS='torch==2.13.0 triton==3.7.1'
 	test -x $(LOWEST_VENV)/bin/python || $(PYTHON) -m venv $(LOWEST_VENV)
 	$(LOWEST_VENV)/bin/python tests/lowest_versions.py $(PINS) > $(LOWEST_VENV)/constraints.txt
 	$(LOWEST_VENV)/bin/pip install --quiet --disable-pip-version-check --editable '.[dev]' \
 		--constraint $(LOWEST_VENV)/constraints.txt
-	$(LOWEST_VENV)/bin/python -m pytest $(VERSION_TESTS) --numprocesses 2 $(ARGS)
+	$(LOWEST_VENV)/bin/python -m pytest $(VERSION_TESTS) $(WORKERS) $(ARGS)
 
 test-deepspeed: $(STAMP)  ## install DeepSpeed and test its ZeRO-3 on two ranks
 	$(BIN)/pip install --quiet --disable-pip-version-check 'deepspeed==$(DEEPSPEED)' --constraint constraints.txt

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import THOROUGH
+from conftest import SAMPLED, SAMPLED_IN_INTERPRETER, THOROUGH, THOROUGH_IN_INTERPRETER
 
 pytestmark = pytest.mark.no_interpreter("It launches no kernel.")
 
@@ -18,6 +18,12 @@ NAMES = set(
 @pytest.mark.parametrize("name", THOROUGH)
 def test_a_thorough_test_exists(name):
     assert name in NAMES
+
+
+@pytest.mark.parametrize("name", [*SAMPLED, *SAMPLED_IN_INTERPRETER, *THOROUGH_IN_INTERPRETER])
+def test_a_sampled_test_exists(name):
+    path, _, test = name.partition("::")
+    assert re.search(rf"^def {test}\(", (TESTS / path).read_text("utf-8"), re.M)
 
 
 def test_the_files_and_tests_of_the_makefile_exist():
