@@ -97,7 +97,12 @@ def test_predicted_tokens_are_those_of_the_sum():
             x, w, target, linear_bias=bias, low_rank=(h, b), return_predicted_tokens=True
         ).predicted_tokens
         logits = torch.nn.functional.linear(x, w, bias).double() + h.double() @ b.double().t()
-    assert torch.equal(predicted, logits.argmax(-1).where(target != -100, -1))
+    is_valid = target != -100
+    assert (predicted[~is_valid] == -1).all()
+    highest = logits[is_valid].amax(-1)
+    chosen = logits[is_valid].gather(1, predicted[is_valid][:, None])[:, 0]
+    # In torch the sum is rounded to bf16, so nearly equal logits are a tie.
+    assert (highest - chosen <= 2**-7 * highest.abs()).all()
 
 
 @pytest.mark.parametrize("target", [V, -1])
