@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 import tigon
-from tigon.ops.head.chunks import ChunkConfig
+from tigon.ops.head.chunks import ChunkConfig, ChunkProblem
 from tigon.ops.head.linear_distillation import linear_distillation_reference
 from tigon.ops.logits.distillation import DistillationConfig
+from tigon.runtime.device import EMULATED
 from tigon.runtime.tuning import tuned
 from tigon.testing import assert_accurate
 
@@ -288,3 +289,16 @@ def test_compiled_code_computes_the_same():
         run(compiled, tensors, options), run(tigon.linear_distillation, tensors, options), strict=True
     ):  # fmt: skip
         torch.testing.assert_close(a, b)
+
+
+@pytest.mark.no_interpreter("It launches no kernel.")
+def test_two_models_have_fewer_chunks_than_their_budget_allows():
+    """8192 tokens of two bf16 heads of 128256 x 4096, with the spare tokens that an fp32 dW would take."""
+    problem = ChunkProblem(128256, logit_bytes=4, device_type="cuda", has_teacher=True)
+    config = ChunkConfig.heuristic(problem, EMULATED)
+    token_bytes = 128256 * 4
+    tokens = config.chunk_tokens(8192, token_bytes, None, spare_tokens=2048)
+    assert -(-8192 // tokens) == 5
+    assert tokens * token_bytes < 0.8 * 2**30
+    # A cap of the caller has precedence.
+    assert config.chunk_tokens(8192, token_bytes, 320, spare_tokens=2048) * token_bytes <= 320 * 2**20

@@ -63,6 +63,8 @@ class ChunkProblem(NamedTuple):
     logit_bytes: int
     # "cuda", "cpu" and so on
     device_type: str
+    # whether the logits of a teacher take a part of the bytes
+    has_teacher: bool = False
 
 
 @dataclass(frozen=True)
@@ -85,8 +87,14 @@ class ChunkConfig(LaunchConfig):
     def heuristic(problem: ChunkProblem, device: Device) -> "ChunkConfig":
         # On a GPU a chunk must be so long that its products hide the traffic of W and dW: 640 MiB are 1280 tokens of a
         # vocabulary of 256000. On a CPU it must be so short that it fits in the caches.
+        # Beside the logits of a teacher it is about half as long, so fewer chunks may exceed the budget: 8192 tokens of
+        # two models with a vocabulary of 128256 take 5 chunks of 802 MiB instead of 7 of 627 MiB. Each chunk reads and
+        # writes dW, which takes 0.5 ms on an H200 if H is 4096.
         is_gpu = problem.device_type == "cuda"
-        return ChunkConfig(budget_mib=640 if is_gpu else 96, may_exceed_budget=is_gpu, max_chunks=8, tile=128)
+        return ChunkConfig(
+            budget_mib=640 if is_gpu else 96, may_exceed_budget=is_gpu,
+            max_chunks=5 if is_gpu and problem.has_teacher else 8, tile=128,
+        )  # fmt: skip
 
     def chunk_tokens(self, tokens: int, token_bytes: int, max_logits_mib: float | None, spare_tokens: int) -> int:
         """Return the number of tokens of a chunk.
@@ -235,10 +243,9 @@ def token_chunks(
         chunk_rows = part if rows is None else rows[part]
         x_chunk = select(x, chunk_rows)
         logits = buffer[: len(x_chunk)]
-        if addition is not None:
-            addition.write_logits(x_chunk, weight, bias, chunk_rows, logits)
-        else:
-            head_product(x_chunk, weight, bias, logits, fp32_products)
+        head_product(x_chunk, weight, bias, logits, fp32_products)
+        if addition is not None and not addition.is_in_loss:
+            addition.add_to_logits(chunk_rows, logits)
         yield Chunk(chunk_rows, x_chunk, select(target, chunk_rows), logits)
 
 
@@ -396,30 +403,32 @@ def linear_cross_entropy_chunks(
     addition = None
     if low_rank.h is not None:
         addition = Addition(x, low_rank, needs.dlow_h, needs.dlow_b, computes_all_rows)
+    fused_addition = addition if addition is not None and addition.is_in_loss else None
     gradients = GradientSums(x, weight, bias, computes_all_rows, dw_buffer, sums_in_fp32, needs, addition)
     all_statistics = AllStatistics(x.shape[0]) if is_first else None
     # Under autocast the weight is fp32, and so is dW.
     weight = weight.to(x.dtype)
     for chunk in token_chunks(x, weight, target, bias, addition, rows, count, tokens, config):
         chunk_upstream, chunk_saved = WHOLE_LOSS, saved
+        loss_arguments = chunk.logits, chunk.target, class_weight, scales
         if all_statistics is None:
             chunk_saved = SavedStatistics(*(select_some(values, chunk.rows) for values in saved))
             chunk_upstream = Upstream(*(select_some(values, chunk.rows) for values in upstream))
         else:
             if is_sharded:
-                part = parallel_statistics(
-                    chunk.logits, chunk.target, class_weight, scales, options, settings.wants, shard
-                )  # fmt: skip
+                part = parallel_statistics(*loss_arguments, options, settings.wants, shard)
+            elif fused_addition is not None:
+                part = fused_addition.statistics(*loss_arguments, options, settings.wants, chunk.rows)
             else:
-                part = statistics(
-                    chunk.logits, chunk.target, class_weight, scales, options, settings.wants, with_gradient=needs_any
-                )
+                part = statistics(*loss_arguments, options, settings.wants, with_gradient=needs_any)
             all_statistics.add(part, chunk.rows)
             chunk_saved = SavedStatistics(part.lse, part.log_probs, part.entropy)
-        if not is_first or (is_sharded and needs_any):
+        if fused_addition is not None and needs_any:
+            fused_addition.gradient(*loss_arguments, chunk_saved, chunk_upstream, options, chunk.rows)
+        elif not is_first or (is_sharded and needs_any):
             gradient(
-                chunk.logits, chunk.target, class_weight, scales, chunk_saved, chunk_upstream, options,
-                out=chunk.logits, shard=shard if is_sharded else None,
+                *loss_arguments, chunk_saved, chunk_upstream, options, out=chunk.logits,
+                shard=shard if is_sharded else None,
             )  # fmt: skip
         if needs_any:
             gradients.add(chunk, weight)

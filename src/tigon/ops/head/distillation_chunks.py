@@ -182,7 +182,9 @@ def distillation_chunks(
         rows, count = rows_to_compute(None, target, options.ignore_index, x.numel() * v)
     token_bytes = v * x.element_size() + _teacher_bytes(teacher, form, v)
     token_bytes += 0 if runs_kernels(x) else v * TORCH_LOGIT_BYTES
-    config = ChunkConfig.choose(ChunkProblem(v, max(1, token_bytes // v), device_kind(x)), device_of(x))
+    has_teacher = _teacher_bytes(teacher, form, v) > 0
+    problem = ChunkProblem(v, max(1, token_bytes // v), device_kind(x), has_teacher)
+    config = ChunkConfig.choose(problem, device_of(x))
     # An fp32 sum of a half-precision dW takes a buffer of its size. The logits of as many tokens may take it instead.
     may_sum_in_fp32 = needs.dw and weight.element_size() == 2
     spare_tokens = 0

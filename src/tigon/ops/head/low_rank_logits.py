@@ -2,9 +2,9 @@ r"""A low-rank addition to the logits of a head, as an adapter (LoRA) on the hea
 
     dh = dlogits B,    dB = dlogits^T h
 
-Each chunk of logits is written as h B^T first, and the product with W adds to it (beta = 1). Both gradients read the
-chunk's dlogits once more. The products are those of `tigon.ops.adapters.low_rank`, whose results are as accurate as in
-fp32; without kernels they run in torch.
+In half precision, two kernels compute the addition, the loss and both gradients from the logits of the head alone
+(`low_rank_loss`). Elsewhere torch adds h B^T to each chunk of logits, and computes dh and dB from its dlogits. With a
+larger rank than the kernels compute dh and dB for, the products of `tigon.ops.adapters.low_rank` read dlogits.
 
 Shapes: T tokens, C tokens of a chunk, V vocabulary, R ranks of all adapters.
 """
@@ -14,9 +14,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tigon.ops.adapters.low_rank import empty_hidden, expand, project, split_terms, token_sums
+from tigon.ops.adapters.low_rank import empty_hidden, project, split_terms, token_sums
+from tigon.ops.head.low_rank_loss import (
+    LARGEST_RANK_WITH_PRODUCTS,
+    LowRankProducts,
+    LowRankTerms,
+    low_rank_gradient,
+    low_rank_statistics,
+)
+from tigon.ops.logits.token.types import Options, SavedStatistics, Statistics, Upstream, Wants
 from tigon.runtime.device import runs_kernels
-from tigon.runtime.products import multiply
 
 __all__ = ["NO_ADDITION", "Addition", "LowRank"]
 
@@ -35,47 +42,60 @@ Rows = slice | Tensor
 
 
 class Addition:
-    """Adds h B^T to each chunk of logits, and collects dh and dB."""
+    """Adds h B^T to each chunk of logits, and collects dh and dB.
+
+    If `is_in_loss` is True, the logits of a chunk never contain the addition: `statistics` and `gradient` replace the
+    functions of `token.kernels`, and compute it themselves. Otherwise `add_to_logits` writes it to memory.
+    """
 
     def __init__(self, x: Tensor, low_rank: LowRank, needs_dh: bool, needs_db: bool, computes_all_rows: bool) -> None:
         assert low_rank.h is not None
         assert low_rank.b is not None
-        self.h, self.b, self.uses_kernels = low_rank.h, low_rank.b, runs_kernels(x, *low_rank)
+        self.h, self.b = low_rank.h, low_rank.b
         # fp32 has no tensor cores to gain.
-        self.uses_kernels = self.uses_kernels and x.dtype in (torch.bfloat16, torch.float16)
-        # The kernels take h as a sum of bf16 tensors [3, T, R].
-        self.h_terms = split_terms(self.h) if self.uses_kernels else None
+        self.is_in_loss = runs_kernels(x, *low_rank) and x.dtype in (torch.bfloat16, torch.float16)
+        if self.is_in_loss:
+            # The kernels take both factors as sums of bf16 tensors, [S, T, R] and [S, V, R].
+            self.h_terms, self.b_terms = _split(self.h), _split(self.b)
         empty = torch.empty_like if computes_all_rows else torch.zeros_like
         self.dh = empty(self.h, dtype=torch.promote_types(self.h.dtype, torch.float32)) if needs_dh else None
         self.db: Tensor | None = None
         self.needs_db = needs_db
 
-    def write_logits(self, x: Tensor, weight: Tensor, bias: Tensor | None, rows: Rows, logits: Tensor) -> None:
-        """Write x W^T + bias + h B^T of a chunk x [C, H] to `logits` [C, V]."""
-        if self.h_terms is not None:
-            expand(self.h_terms[:, rows], self.b, logits, bias=bias)
-            multiply(x, weight.t(), total=logits)
-            return
-        if bias is None:
-            torch.mm(x, weight.t(), out=logits)
-        else:
-            torch.addmm(bias, x, weight.t(), out=logits)
+    def add_to_logits(self, rows: Rows, logits: Tensor) -> None:
+        """Add h B^T to the logits [C, V] of a chunk."""
         logits += self.h[rows] @ self.b.t()
 
+    def statistics(
+        self, logits: Tensor, target: Tensor, weight: Tensor | None, scales: Tensor, options: Options, wants: Wants,
+        rows: Rows,
+    ) -> Statistics:  # fmt: skip
+        """Return the statistics of a chunk, as `token.kernels.statistics` does for logits that contain the addition."""
+        return low_rank_statistics(logits, target, weight, scales, self._terms(rows), options, wants)
+
+    def gradient(
+        self, logits: Tensor, target: Tensor, weight: Tensor | None, scales: Tensor, saved: SavedStatistics,
+        upstream: Upstream, options: Options, rows: Rows,
+    ) -> None:  # fmt: skip
+        """Overwrite the logits [C, V] of a chunk with dlogits, and add the parts of dh and dB that follow from them."""
+        computes_products = self.b.shape[1] <= LARGEST_RANK_WITH_PRODUCTS
+        terms, needs_dh = self._terms(rows), self.dh is not None
+        products = low_rank_gradient(
+            logits, target, weight, scales, terms, saved, upstream, options,
+            needs_dh and computes_products, self.needs_db and computes_products,
+        )  # fmt: skip
+        if not computes_products:
+            products = self._products_of(logits, terms)
+        self._add(products, rows)
+
     def add_gradients(self, dlogits: Tensor, rows: Rows) -> None:
-        """Add the part of dB, and write the rows of dh, that follow from dlogits [C, V]."""
-        if self.h_terms is not None:
-            if self.dh is not None:
-                terms = project(dlogits, [self.b.t()], empty_hidden(dlogits, len(dlogits), self.b.shape[1]))
-                self.dh[rows] = terms.sum(0, dtype=torch.float32)
-            part = token_sums(dlogits, self.h_terms[:, rows]) if self.needs_db else None
-        else:
-            cast_dlogits = dlogits.to(self.b.dtype)
-            if self.dh is not None:
-                self.dh[rows] = (cast_dlogits @ self.b).to(self.dh.dtype)
-            part = cast_dlogits.t() @ self.h[rows].to(cast_dlogits.dtype) if self.needs_db else None
-        if part is not None:
-            self.db = part if self.db is None else self.db.add_(part)
+        """Add the parts of dh and dB that follow from dlogits [C, V], unless `gradient` has added them."""
+        if self.is_in_loss:
+            return
+        cast_dlogits = dlogits.to(self.b.dtype)
+        dh = None if self.dh is None else cast_dlogits @ self.b
+        db = cast_dlogits.t() @ self.h[rows].to(cast_dlogits.dtype) if self.needs_db else None
+        self._add(LowRankProducts(dh, db), rows)
 
     def gradients(self) -> tuple[Tensor | None, Tensor | None]:
         """Return dh and dB in the dtypes of h and B. A gradient that is not needed is None."""
@@ -83,3 +103,36 @@ class Addition:
         if not self.needs_db:
             return dh, None
         return dh, torch.zeros_like(self.b) if self.db is None else self.db.to(self.b.dtype)
+
+    def _terms(self, rows: Rows) -> LowRankTerms:
+        return LowRankTerms(self.h_terms[:, rows], self.b_terms)
+
+    def _products_of(self, dlogits: Tensor, terms: LowRankTerms) -> LowRankProducts:
+        """Return dh and dB by two kernels that read dlogits [C, V]."""
+        dh, db = None, None
+        if self.dh is not None:
+            hidden = project(dlogits, [self.b.t()], empty_hidden(dlogits, len(dlogits), self.b.shape[1]))
+            dh = hidden.sum(0, dtype=torch.float32)
+        if self.needs_db:
+            db = token_sums(dlogits, _three_terms(terms.h))
+        return LowRankProducts(dh, db)
+
+    def _add(self, products: LowRankProducts, rows: Rows) -> None:
+        """Write the rows of dh, and add a part of dB."""
+        if self.dh is not None:
+            assert products.dh is not None
+            self.dh[rows] = products.dh.to(self.dh.dtype)
+        if self.needs_db:
+            assert products.db is not None
+            self.db = products.db if self.db is None else self.db.add_(products.db)
+
+
+def _split(factor: Tensor) -> Tensor:
+    """Return the bf16 terms [S, N, R] of a factor [N, R]."""
+    # As one long row, the factor is split by programs that have many elements each.
+    return split_terms(factor.reshape(1, -1)).view(-1, *factor.shape)
+
+
+def _three_terms(h: Tensor) -> Tensor:
+    """Return [3, C, R] for the terms of h, of which half-precision factors have fewer."""
+    return h if len(h) == 3 else torch.cat((h, h.new_zeros(3 - len(h), *h.shape[1:])))

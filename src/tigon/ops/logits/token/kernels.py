@@ -69,6 +69,7 @@ __all__ = [
     "empty_statistics",
     "gradient",
     "gradient_scales",
+    "option_numbers",
     "partial_statistics",
     "statistics",
 ]
@@ -329,7 +330,7 @@ def gradient_scales(
     return gradient_scales_torch(target, weight, num_items, vocabulary, ignore_index, is_mean, scales)
 
 
-def _numbers(options: Options) -> dict[str, float]:
+def option_numbers(options: Options) -> dict[str, float]:
     """Return the options that the kernels take as numbers, by the names of the kernels' parameters."""
     return {
         "ignore_index": options.ignore_index,
@@ -393,7 +394,7 @@ def statistics(
         log_prob_ptr=_unless_empty(result.log_probs), entropy_ptr=_unless_empty(result.entropy),
         mean_ptr=result.mean_logits, squares_ptr=result.log_sum_sq_probs,
         extra_target_ptr=extra_targets, extra_log_prob_ptr=result.extra_log_probs,
-        stride_logits=logits.stride(0), V=v, K=wants.extra_targets or None, **_numbers(options),
+        stride_logits=logits.stride(0), V=v, K=wants.extra_targets or None, **option_numbers(options),
     )  # fmt: skip
     launch(
         _loss_kernel, m, *arguments, TOKEN_SCALING=options.token_scaling,
@@ -440,7 +441,7 @@ def gradient(
         stride_dlogits=out.stride(0),
         V=v, K=k or None, blocks=blocks,
         vocabulary=v if shard is None else shard.vocabulary, first=None if shard is None else shard.start,
-        **_numbers(options),
+        **option_numbers(options),
     )  # fmt: skip
     launch(_gradient_kernel, m * blocks, *arguments, **constants(options, config), BLOCK_K=_extra_block(k))
     return out
