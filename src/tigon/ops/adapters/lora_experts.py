@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 
 from tigon.ops.adapters.grouped_low_rank import grouped_expand, grouped_project, grouped_sums, split_experts
+from tigon.ops.adapters.low_rank import TERMS
 from tigon.ops.experts.activation import activation_gradients
 from tigon.ops.experts.grouped_linear import grouped_linear, grouped_product, rows_of_groups
 from tigon.ops.experts.moe_mlp import ACTIVATIONS, ExpertParameters, check_activated, check_experts, moe_mlp_reference
@@ -80,40 +81,41 @@ def _weight_with_adapter(weight: Tensor, adapter: ExpertAdapter, transposed: boo
 
 
 class _Factors(NamedTuple):
-    """The bf16 terms of all adapters of one product, stacked by ranks."""
+    """The factors of all adapters of one product, stacked by ranks, in the form that the kernels read."""
 
-    # A, [terms, E, R, in].
+    # A, [E, R, in] or its terms.
     a: Tensor
-    # s B^T, [terms, E, R, out].
+    # The terms of s B^T, [terms, E, R, out].
     b: Tensor
 
 
-def _split(adapters: Sequence[ExpertAdapter]) -> _Factors | None:
-    """Return the terms of the factors, or None if there is no adapter."""
+def _split(adapters: Sequence[ExpertAdapter], terms_of_b: int = 2) -> _Factors | None:
+    """Return the factors, or None if there is no adapter. Only a product z B with B^T needs two terms of B in bf16."""
     if not adapters:
         return None
     a, *other_as = [adapter.a for adapter in adapters]
     b, *other_bs = [adapter.b.mT for adapter in adapters]
-    return _Factors(split_experts(a, other_as), split_experts(b, other_bs, [adapter.scaling for adapter in adapters]))
+    scalings = [adapter.scaling for adapter in adapters]
+    return _Factors(split_experts(a, other_as), split_experts(b, other_bs, scalings, terms_of_b))
 
 
 def _forward(
     x: Tensor, weights: Tensor, up: Tensor, down: Tensor, routing: Routing, kind: str, transposed: bool,
     up_factors: _Factors | None, down_factors: _Factors | None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """Return y [T, H], h [S, 2 I] or [S, I], and p and q [S, R], which are None without an adapter."""
-    p = q = None
+    """Return y [T, H], h [S, 2 I] or [S, I], and the terms of p and w q [S, 2, R], which are None without adapters."""
+    p = wq = None
     h = grouped_product(spread(x, routing), up if transposed else up.mT, routing.ends)
     if up_factors is not None:
-        p = grouped_project(x, up_factors.a, routing, gathers=True)
+        p, _ = grouped_project(x, up_factors.a, routing, gathers=True)
         grouped_expand(p, up_factors.b, h, routing)
     a = ACTIVATIONS[kind][0](h)
     z = grouped_product(a, down if transposed else down.mT, routing.ends)
     if down_factors is not None:
-        q = grouped_project(a, down_factors.a, routing, gathers=False)
+        q, wq = grouped_project(a, down_factors.a, routing, False, weights)
         grouped_expand(q, down_factors.b, z, routing)
     del a
-    return combine(z, weights, routing, x.dtype), h, p, q
+    return combine(z, weights, routing, x.dtype), h, p, wq
 
 
 class _Operand(NamedTuple):
@@ -121,11 +123,9 @@ class _Operand(NamedTuple):
 
     # [S, N], or [T, N] if `gathers` is True.
     z: Tensor | None
-    # The low-rank products [S, R] in fp32.
+    # The terms of the low-rank products, [S, 2, R].
     h: Tensor | None
     gathers: bool = False
-    # [T, K], which scale the rows, or None.
-    weights: Tensor | None = None
 
     def sums(self, column: int, like: Tensor, routing: Routing, factor: float = 1.0) -> Tensor:
         """Return the sums for the columns of one adapter, in the dtype and with the strides of `like` [E, r, N]."""
@@ -133,7 +133,7 @@ class _Operand(NamedTuple):
         assert self.h is not None
         # `empty_like` keeps the order of the strides, so the gradient of PEFT's B is a view of a tensor [out, r E].
         out = torch.empty_like(like)
-        return grouped_sums(self.z, self.h, column, out, routing, self.gathers, factor, self.weights)
+        return grouped_sums(self.z, self.h, column, out, routing, self.gathers, factor)
 
 
 def _factor_gradients(
@@ -171,10 +171,12 @@ class _LoRAExperts(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         x, weights = _rows(x), weights.contiguous()
         up_adapters, down_adapters = _rebuild(factors, scalings)
-        y, h, p, q = _forward(
-            x, weights, up, down, routing, kind, transposed, _split(up_adapters), _split(down_adapters)
-        )
-        ctx.save_for_backward(x, weights, up, down, h, p, q, *routing, *factors)
+        terms_of_b = TERMS[x.dtype]
+        y, h, p, wq = _forward(
+            x, weights, up, down, routing, kind, transposed,
+            _split(up_adapters, terms_of_b), _split(down_adapters, terms_of_b),
+        )  # fmt: skip
+        ctx.save_for_backward(x, weights, up, down, h, p, wq, *routing, *factors)
         ctx.kind, ctx.transposed, ctx.scalings = kind, transposed, scalings
         return y
 
@@ -182,7 +184,7 @@ class _LoRAExperts(torch.autograd.Function):
     @first_order
     @without_autocast
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weights, up, down, h, p, q, slot, order, expert, ends, *factors = ctx.saved_tensors
+        x, weights, up, down, h, p, wq, slot, order, expert, ends, *factors = ctx.saved_tensors
         routing, transposed, dy = Routing(slot, order, expert, ends), ctx.transposed, _rows(dy)
         up_adapters, down_adapters = _rebuild(factors, ctx.scalings)
         up_needs, down_needs = _rebuild(ctx.needs_input_grad[8:], ctx.scalings)
@@ -193,7 +195,7 @@ class _LoRAExperts(torch.autograd.Function):
 
         down_factors, dq = _split(down_adapters), None
         if down_factors is not None and (needs_dh or needs_weights or needs_wa):
-            dq = grouped_project(dy, down_factors.b, routing, gathers=True)
+            dq, _ = grouped_project(dy, down_factors.b, routing, gathers=True)
         if needs_dh or needs_weights:
             da = grouped_product(spread(dy, routing), down.mT if transposed else down, ends)
             if dq is not None and down_factors is not None:
@@ -205,13 +207,13 @@ class _LoRAExperts(torch.autograd.Function):
             )
         del da
         down_gradients = _factor_gradients(
-            down_adapters, down_needs, _Operand(wa, dq), _Operand(dy, q, True, weights), routing
+            down_adapters, down_needs, _Operand(wa, dq), _Operand(dy, wq, True), routing
         )
         del wa
 
         up_factors, dp = _split(up_adapters), None
         if up_factors is not None and dh is not None and (needs_x or any(need.a for need in up_needs)):
-            dp = grouped_project(dh, up_factors.b, routing, gathers=False)
+            dp, _ = grouped_project(dh, up_factors.b, routing, gathers=False)
         up_gradients = _factor_gradients(up_adapters, up_needs, _Operand(x, dp, True), _Operand(dh, p), routing)
         if needs_x:
             assert dh is not None
@@ -250,7 +252,7 @@ class _AddGroupedAdapters(torch.autograd.Function):
         (adapters, _), x = _rebuild(factors, (scalings, ())), _rows(x)
         terms = _split(adapters)
         assert terms is not None
-        p = grouped_project(x, terms.a, routing, gathers=False)
+        p, _ = grouped_project(x, terms.a, routing, gathers=False)
         grouped_expand(p, terms.b, y, routing)
         ctx.mark_dirty(y)
         ctx.save_for_backward(x, p, *routing, *factors)
@@ -266,7 +268,7 @@ class _AddGroupedAdapters(torch.autograd.Function):
         (adapters, _), (needs, _) = (_rebuild(f, (ctx.scalings, ())) for f in (factors, ctx.needs_input_grad[4:]))
         terms = _split(adapters)
         assert terms is not None
-        dp = grouped_project(rows, terms.b, routing, gathers=False)
+        dp, _ = grouped_project(rows, terms.b, routing, gathers=False)
         gradients = _factor_gradients(adapters, needs, _Operand(x, dp), _Operand(rows, p), routing)
         dx = None
         if ctx.needs_input_grad[0]:
