@@ -34,6 +34,13 @@ import torch
 from torch import Tensor
 
 from tigon.ops.adapters.grouped_low_rank import grouped_expand, grouped_project, grouped_sums, split_experts
+from tigon.ops.adapters.lora_expert_activation import (
+    LARGEST_FUSED_RANK,
+    ActivationAdapters,
+    NeededActivationGradients,
+    lora_activation_backward,
+    lora_activation_forward,
+)
 from tigon.ops.adapters.low_rank import TERMS
 from tigon.ops.experts.activation import activation_gradients
 from tigon.ops.experts.grouped_linear import grouped_linear, grouped_product, rows_of_groups
@@ -99,22 +106,41 @@ def _split(adapters: Sequence[ExpertAdapter], terms_of_b: int = 2) -> _Factors |
     return _Factors(split_experts(a, other_as), split_experts(b, other_bs, scalings, terms_of_b))
 
 
+def _is_fused(up: _Factors | None, down: _Factors | None) -> bool:
+    """Return whether the kernels of the activation compute the low-rank products beside it."""
+    ranks = [factors.a.shape[-2] for factors in (up, down) if factors is not None]
+    return bool(ranks) and max(ranks) <= LARGEST_FUSED_RANK
+
+
+def _adapters(p: Tensor | None, up: _Factors | None, down: _Factors | None) -> ActivationAdapters:
+    """Return what the kernels of the activation read."""
+    return ActivationAdapters(p, None if up is None else up.b, None if down is None else down.a)
+
+
 def _forward(
     x: Tensor, weights: Tensor, up: Tensor, down: Tensor, routing: Routing, kind: str, transposed: bool,
     up_factors: _Factors | None, down_factors: _Factors | None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """Return y [T, H], h [S, 2 I] or [S, I], and the terms of p and w q [S, 2, R], which are None without adapters."""
-    p = wq = None
+    """Return y [T, H], h [S, 2 I] or [S, I], and the terms of p and w q [S, 2, R], which are None without adapters.
+
+    If the adapter is fused with the activation, h does not contain it.
+    """
+    p = q = wq = None
     h = grouped_product(spread(x, routing), up if transposed else up.mT, routing.ends)
     if up_factors is not None:
         p, _ = grouped_project(x, up_factors.a, routing, gathers=True)
-        grouped_expand(p, up_factors.b, h, routing)
-    a = ACTIVATIONS[kind][0](h)
+    if _is_fused(up_factors, down_factors):
+        a, q, wq = lora_activation_forward(h, _adapters(p, up_factors, down_factors), weights, routing, kind)
+    else:
+        if up_factors is not None and p is not None:
+            grouped_expand(p, up_factors.b, h, routing)
+        a = ACTIVATIONS[kind][0](h)
+        if down_factors is not None:
+            q, wq = grouped_project(a, down_factors.a, routing, False, weights)
     z = grouped_product(a, down if transposed else down.mT, routing.ends)
-    if down_factors is not None:
-        q, wq = grouped_project(a, down_factors.a, routing, False, weights)
-        grouped_expand(q, down_factors.b, z, routing)
     del a
+    if down_factors is not None and q is not None:
+        grouped_expand(q, down_factors.b, z, routing)
     return combine(z, weights, routing, x.dtype), h, p, wq
 
 
@@ -191,29 +217,32 @@ class _LoRAExperts(torch.autograd.Function):
         needs_x, needs_weights = ctx.needs_input_grad[:2]
         needs_dh = needs_x or any(need.a or need.b for need in up_needs)
         needs_wa = any(need.a for need in down_needs)
-        da = dh = wa = dweights = dx = None
+        needs_dp = bool(up_adapters) and (needs_x or any(need.a for need in up_needs))
+        da = dq = dp = dh = wa = dweights = dx = None
 
-        down_factors, dq = _split(down_adapters), None
+        up_factors, down_factors = _split(up_adapters), _split(down_adapters)
+        is_fused = _is_fused(up_factors, down_factors)
         if down_factors is not None and (needs_dh or needs_weights or needs_wa):
             dq, _ = grouped_project(dy, down_factors.b, routing, gathers=True)
         if needs_dh or needs_weights:
             da = grouped_product(spread(dy, routing), down.mT if transposed else down, ends)
-            if dq is not None and down_factors is not None:
+        if is_fused and (da is not None or needs_wa):
+            needs = NeededActivationGradients(needs_dh, needs_wa, needs_weights, needs_dp)
+            adapters = _adapters(p, up_factors, down_factors)
+            dh, wa, dweights, dp = lora_activation_backward(
+                h, da, adapters, None if da is None else dq, weights, routing, ctx.kind, needs
+            )
+        elif da is not None or needs_wa:
+            if down_factors is not None and da is not None and dq is not None:
                 grouped_expand(dq, down_factors.a, da, routing)
-        del down_factors
-        if da is not None or needs_wa:
             dh, wa, dweights = activation_gradients(
                 h, da, weights, routing, ctx.kind, needs_dh, needs_wa, needs_weights
             )
-        del da
-        down_gradients = _factor_gradients(
-            down_adapters, down_needs, _Operand(wa, dq), _Operand(dy, wq, True), routing
-        )
+            if up_factors is not None and dh is not None and needs_dp:
+                dp, _ = grouped_project(dh, up_factors.b, routing, gathers=False)
+        del da, down_factors
+        down_gradients = _factor_gradients(down_adapters, down_needs, _Operand(wa, dq), _Operand(dy, wq, True), routing)
         del wa
-
-        up_factors, dp = _split(up_adapters), None
-        if up_factors is not None and dh is not None and (needs_x or any(need.a for need in up_needs)):
-            dp, _ = grouped_project(dh, up_factors.b, routing, gathers=False)
         up_gradients = _factor_gradients(up_adapters, up_needs, _Operand(x, dp, True), _Operand(dh, p), routing)
         if needs_x:
             assert dh is not None
