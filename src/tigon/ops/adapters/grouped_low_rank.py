@@ -80,7 +80,7 @@ class GroupedProjectConfig(LaunchConfig):
         # An expert has 512 rows on average at 8192 tokens, 8 choices and 128 experts, so a tile of 128 rows wastes
         # about one tile in eight.
         return GroupedProjectConfig(
-            block_t=128 if _has_room(problem, device) else 64, block_n=64,
+            block_t=128 if _has_room(problem, device) else 32, block_n=64,
             num_warps=4 if rank_block(problem.rank) <= 32 else 8, num_stages=4 if device.async_copy else 1,
         )  # fmt: skip
 
@@ -242,7 +242,8 @@ def grouped_sums(
         ),
         R=h.shape[2], COLUMN=column, RANK=rank, CHOICES=routing.slot.shape[1], GATHERS=gathers,
         Z_TERMS=TERMS[z.dtype],
-        BLOCK_T=config.block_t, BLOCK_N=config.block_n, BLOCK_R=block_r, STAGES=config.num_stages,
-        num_warps=config.num_warps,
+        BLOCK_T=config.block_t, BLOCK_N=config.block_n, BLOCK_R=block_r,
+        # Loading the tokens of the rows is a stage of its own.
+        STAGES=config.num_stages + (gathers and config.num_stages > 1), num_warps=config.num_warps,
     )  # fmt: skip
     return out
