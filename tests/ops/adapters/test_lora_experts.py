@@ -8,8 +8,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tigon
 import tigon.ops.adapters.lora_experts as lora_module
 from op_cases import DEVICE, assert_as_accurate_as_eager, one_in, outputs_and_gradients
+from tigon.ops.adapters.grouped_low_rank import GroupedExpandConfig, GroupedProjectConfig, GroupedSumConfig
+from tigon.ops.adapters.lora_expert_activation import LoRAExpertConfig
 from tigon.ops.adapters.lora_experts import ExpertAdapter, adapted_moe_mlp, lora_moe_mlp_reference
 from tigon.ops.experts.moe_mlp import ExpertParameters, moe_mlp_reference
+from tigon.runtime.tuning import tuned
 
 T, K, E, H, INNER = 40, 3, 6, 16, 24
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -96,6 +99,31 @@ def test_lora_moe_mlp_of_any_size(sizes, dtypes):
     _check(_inputs(*dtypes, rank=sizes[1], sizes=sizes[0]))
 
 
+@pytest.mark.kernels
+@pytest.mark.parametrize("activation", ["silu", "relu2"])
+def test_adapters_as_products_of_their_own(monkeypatch, activation):
+    """Adapters of a larger rank are not fused with the activation. A small rank takes less time to test."""
+    monkeypatch.setattr(lora_module, "LARGEST_FUSED_RANK", 0)
+    _check(_inputs(BF16, FP32, gated=activation != "relu2"), activation=activation)
+
+
+# Small tiles, so that each loop of a kernel makes several steps and the features have several parts.
+TILES = {
+    "project": (GroupedProjectConfig, {"block_t": 16, "block_n": 16}),
+    "expand": (GroupedExpandConfig, {"block_t": 16, "block_n": 16, "blocks": 2}),
+    "sum": (GroupedSumConfig, {"block_t": 16, "block_n": 16}),
+    "activation": (LoRAExpertConfig, {"block_t": 16, "block_n": 16}),
+}
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("tiles", TILES.values(), ids=TILES)
+def test_any_tiles(tiles):
+    config, fields = tiles
+    with tuned(config, **fields):
+        _check(_inputs(FP16, FP32, rank=3, sizes=(30, 43, 2, 40, 2)))
+
+
 INDICES = {
     "all to one expert": lambda: torch.full((T, K), 2, device=DEVICE),
     "int32": lambda: _index().int(),
@@ -171,8 +199,9 @@ def test_any_number_of_adapters(dtype, ranks, biases):
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("needed", ["x", "top_k_weights", "up_a", "up_b", "down_a", "down_b", "up_a down_b"])
-def test_only_the_gradients_that_are_needed(needed):
+@one_in(2, needed=["x", "top_k_weights", "up_a", "up_b", "down_a", "down_b", "up_a down_b"], fused_rank=[16, 0])
+def test_only_the_gradients_that_are_needed(monkeypatch, needed, fused_rank):
+    monkeypatch.setattr(lora_module, "LARGEST_FUSED_RANK", fused_rank)
     inputs = _inputs(BF16, FP32)
     run = lambda *values: tigon.lora_moe_mlp(**dict(zip(NAMES, values, strict=True)))
     leaves = [name for name, tensor in inputs.items() if tensor.requires_grad]
