@@ -58,7 +58,8 @@ class GroupedLowRankProblem(NamedTuple):
     """The sizes that the launch parameters of the three products depend on."""
 
     rank: int
-    itemsize: int  # bytes of an element of the large operand
+    # The number of bf16 terms of an element of the large operand: 1 in bf16, and 2 in fp16.
+    terms: int
 
 
 def _has_room(problem: GroupedLowRankProblem, device: Device) -> bool:
@@ -98,9 +99,10 @@ class GroupedExpandConfig(LaunchConfig):
     @staticmethod
     def heuristic(problem: GroupedLowRankProblem, device: Device) -> "GroupedExpandConfig":
         # On sm_90 with rank 16, a thread needs 92 registers with 64 features, and 184 with 128.
+        is_small = rank_block(problem.rank) <= 32 and problem.terms == 1
         return GroupedExpandConfig(
             block_t=64 if _has_room(problem, device) else 32, block_n=64, blocks=8,
-            num_warps=4 if rank_block(problem.rank) <= 32 else 8, num_stages=3 if device.async_copy else 1,
+            num_warps=4 if is_small else 8, num_stages=3 if device.async_copy else 1,
         )  # fmt: skip
 
 
@@ -115,7 +117,8 @@ class GroupedSumConfig(LaunchConfig):
 
     @staticmethod
     def heuristic(problem: GroupedLowRankProblem, device: Device) -> "GroupedSumConfig":
-        is_small, is_large_chip = rank_block(problem.rank) <= 32, device.shared_memory >= 2**17 * 1.5
+        is_small = rank_block(problem.rank) <= 32 and problem.terms == 1
+        is_large_chip = device.shared_memory >= 2**17 * 1.5
         return GroupedSumConfig(
             block_t=64 if is_large_chip else 32, block_n=128 if is_large_chip else 64,
             num_warps=4 if is_small else 8, num_stages=3 if device.async_copy else 1,
@@ -181,7 +184,7 @@ def grouped_project(
     belong to no expert are not written.
     """
     experts, r, n = a.shape[-3:]
-    config = GroupedProjectConfig.choose(GroupedLowRankProblem(r, z.element_size()), device_of(z))
+    config = GroupedProjectConfig.choose(GroupedLowRankProblem(r, TERMS[z.dtype]), device_of(z))
     block_r = rank_block(r)
     h = empty_grouped_hidden(z, len(routing.order), r)
     weighted = None if weights is None else torch.empty_like(h)
@@ -207,7 +210,7 @@ def grouped_expand(h: Tensor, b: Tensor, out: Tensor, routing: Routing) -> None:
     `out` may be a result of `grouped_mm`, which puts unused elements between rows to align them.
     """
     experts, r, n = b.shape[-3:]
-    config = GroupedExpandConfig.choose(GroupedLowRankProblem(r, out.element_size()), device_of(out))
+    config = GroupedExpandConfig.choose(GroupedLowRankProblem(r, TERMS[out.dtype]), device_of(out))
     part_length = config.block_n * config.blocks
     parts, order = cdiv(n, part_length), TERMS[out.dtype]
     launch(
@@ -232,7 +235,7 @@ def grouped_sums(
     are used.
     """
     experts, rank, n = out.shape
-    config = GroupedSumConfig.choose(GroupedLowRankProblem(rank, z.element_size()), device_of(z))
+    config = GroupedSumConfig.choose(GroupedLowRankProblem(rank, TERMS[z.dtype]), device_of(z))
     block_r = rank_block(rank)
     launch(
         grouped_sum_kernel, experts * cdiv(n, config.block_n) * cdiv(rank, block_r),
