@@ -8,9 +8,12 @@ r"""The activation of experts whose products have low-rank adapters, forward and
     (w a)[s],  dw = <da'[s], a[s]>                           as in `tigon.ops.experts.activation`
 
 As products of their own, the adapters would read and write [S, 2 I] and [S, I], and read the results of the activation
-again for q and dp. The forward saves h without its adapter, and both directions add the adapter in fp32 and do not
-round the sum. A program computes a tile of the rows of one expert, and loops over the features. Rows that belong to no
-expert of this rank are neither read nor written, and their dw is 0.
+again for q and dp. The forward saves h without its adapter. Both directions add the adapter in fp32 and do not round
+the sum. In bf16, p B_u and dq A_d are products of the first bf16 terms, because eager code rounds h' and da' to bf16.
+q and dp are sums over features, and use two terms of A_d and B_u.
+
+A program computes a tile of the rows of one expert, and loops over the features. Rows that belong to no expert of this
+rank are neither read nor written, and their dw is 0.
 
 Shapes: T tokens, K choices each, S = T K rows sorted by expert, E experts, I intermediate, R_u and R_d ranks.
 """
@@ -48,8 +51,8 @@ __all__ = [
     "lora_activation_forward",
 ]
 
-# A program holds all ranks of both adapters. More of them would not fit in the registers.
-LARGEST_FUSED_RANK = 16
+# A program holds all ranks of both adapters. With rank 32, a thread of the backward needs 184 registers on sm_90.
+LARGEST_FUSED_RANK = 32
 
 
 # --- configuration -------------------------------------------------------------------------------
