@@ -11,6 +11,7 @@ from op_cases import DEVICE, assert_as_accurate_as_eager, one_in, outputs_and_gr
 from tigon.ops.adapters.grouped_low_rank import (
     GroupedExpandConfig,
     GroupedProjectConfig,
+    GroupedSplitConfig,
     GroupedSumConfig,
     grouped_project,
     split_experts,
@@ -117,6 +118,7 @@ def test_adapters_as_products_of_their_own(monkeypatch, activation):
 
 # Small tiles, so that each loop of a kernel makes several steps and the features have several parts.
 TILES = {
+    "split": (GroupedSplitConfig, {"block_e": 1, "block_n": 16}),
     "project": (GroupedProjectConfig, {"block_t": 16, "block_n": 16}),
     "expand": (GroupedExpandConfig, {"block_t": 16, "block_n": 16, "blocks": 2}),
     "sum": (GroupedSumConfig, {"block_t": 16, "block_n": 16}),

@@ -42,6 +42,7 @@ from tigon.runtime.tuning import LaunchConfig
 __all__ = [
     "GroupedExpandConfig",
     "GroupedProjectConfig",
+    "GroupedSplitConfig",
     "GroupedSumConfig",
     "count_terms",
     "empty_grouped_hidden",
@@ -63,8 +64,8 @@ class GroupedLowRankProblem(NamedTuple):
 
 
 def _has_room(problem: GroupedLowRankProblem, device: Device) -> bool:
-    """Return whether tiles for all ranks of an adapter fit on the chip. sm_80 and sm_100 would spill registers."""
-    return rank_block(problem.rank) <= 32 or device.shared_memory >= 2**17 * 1.5
+    """Return whether a large tile for all ranks of an adapter fits in the registers. On sm_80, rank 32 does not."""
+    return rank_block(problem.rank) <= 16 or device.shared_memory >= 2**17 * 1.5
 
 
 @dataclass(frozen=True)
@@ -125,6 +126,20 @@ class GroupedSumConfig(LaunchConfig):
         )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class GroupedSplitConfig(LaunchConfig):
+    """Launch parameters of `split_experts`: a program splits one rank of `block_e` experts and `block_n` features."""
+
+    block_e: int
+    block_n: int
+    num_warps: int
+
+    @staticmethod
+    def heuristic(problem: GroupedLowRankProblem, device: Device) -> "GroupedSplitConfig":
+        # In PEFT's B the experts are adjacent, so 16 experts in fp32 are 64 bytes.
+        return GroupedSplitConfig(block_e=16, block_n=128, num_warps=4)
+
+
 # --- factors -------------------------------------------------------------------------------------
 
 
@@ -150,17 +165,17 @@ def split_experts(
             return first
     terms = 1 if is_exact else terms
     out = first.new_empty((terms, experts, sum(a.shape[1] for a in tensors), n), dtype=torch.bfloat16)
-    row, block_e, block_n = 0, 16, 128
+    row, config = 0, GroupedSplitConfig.choose(GroupedLowRankProblem(rank, TERMS[first.dtype]), device_of(first))
     for a, factor in zip(tensors, factors, strict=True):
         rank = a.shape[1]
         launch(
-            split_experts_kernel, rank * cdiv(experts, block_e) * cdiv(n, block_n),
+            split_experts_kernel, rank * cdiv(experts, config.block_e) * cdiv(n, config.block_n),
             *in_order(split_experts_kernel)(
                 a_ptr=a, out_ptr=out, E=experts, N=n, first=row,
                 stride_ae=a.stride(0), stride_ar=a.stride(1), stride_an=a.stride(2),
                 stride_rank=out.stride(2), stride_expert=out.stride(1), stride_term=out.stride(0), factor=factor,
             ),
-            RANK=rank, TERMS_=terms, BLOCK_E=block_e, BLOCK_N=block_n, num_warps=4,
+            RANK=rank, TERMS_=terms, BLOCK_E=config.block_e, BLOCK_N=config.block_n, num_warps=config.num_warps,
         )  # fmt: skip
         row += rank
     return out

@@ -61,7 +61,8 @@ LARGEST_FUSED_RANK = 32
 class LoRAExpertProblem(NamedTuple):
     """The sizes that the launch parameters depend on."""
 
-    itemsize: int
+    # The larger one of the ranks of the two products.
+    rank: int
     backward: bool
 
 
@@ -78,7 +79,11 @@ class LoRAExpertConfig(LaunchConfig):
     def heuristic(problem: LoRAExpertProblem, device: Device) -> "LoRAExpertConfig":
         # The products of the backward with B hold whole rows of B in registers. On sm_90 a thread needs 144 registers
         # with 64 rows of 32 features and 4 warps, and more than 255 with 32 rows of 64 features.
-        return LoRAExpertConfig(block_t=64, block_n=32, num_warps=4, num_stages=3 if device.async_copy else 1)
+        # On sm_80, rank 32 would spill registers with 64 rows.
+        has_room = rank_block(problem.rank) <= 16 or device.shared_memory >= 2**17 * 1.5
+        return LoRAExpertConfig(
+            block_t=64 if has_room else 32, block_n=32, num_warps=4, num_stages=3 if device.async_copy else 1
+        )
 
 
 # --- kernels -------------------------------------------------------------------------------------
@@ -233,8 +238,8 @@ class ActivationAdapters(NamedTuple):
 
 
 def _constants(h: Tensor, adapters: ActivationAdapters, kind: str, ends: Tensor, backward: bool) -> dict[str, Any]:
-    config = LoRAExpertConfig.choose(LoRAExpertProblem(h.element_size(), backward), device_of(h))
     up_r, down_r = (0 if factor is None else factor.shape[-2] for factor in (adapters.up_b, adapters.down_a))
+    config = LoRAExpertConfig.choose(LoRAExpertProblem(max(up_r, down_r), backward), device_of(h))
     up_terms, down_terms = (0 if f is None else count_terms(f) for f in (adapters.up_b, adapters.down_a))
     return {
         "UP_R": up_r,
