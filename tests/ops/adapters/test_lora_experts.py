@@ -6,10 +6,21 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tigon
-import tigon.ops.adapters.lora_experts as lora_module
+import tigon.ops.adapters.lora_expert_nodes as nodes
 from op_cases import DEVICE, assert_as_accurate_as_eager, one_in, outputs_and_gradients
+from tigon.ops.adapters.grouped_low_rank import (
+    GroupedExpandConfig,
+    GroupedProjectConfig,
+    GroupedSplitConfig,
+    GroupedSumConfig,
+    grouped_project,
+    split_experts,
+)
+from tigon.ops.adapters.lora_expert_activation import LoRAExpertConfig
 from tigon.ops.adapters.lora_experts import ExpertAdapter, adapted_moe_mlp, lora_moe_mlp_reference
 from tigon.ops.experts.moe_mlp import ExpertParameters, moe_mlp_reference
+from tigon.ops.experts.routing import route
+from tigon.runtime.tuning import tuned
 
 T, K, E, H, INNER = 40, 3, 6, 16, 24
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -86,6 +97,7 @@ SIZES = {
     "one": ((1, 8, 2, 8, 1), 1),
     "odd": ((37, 43, 5, 29, 2), 3),
     "several tiles": ((300, 150, 3, 72, 2), 16),
+    "rank 20": ((40, 24, 4, 16, 2), 20),
     "a large rank": ((40, 24, 4, 16, 2), 70),
 }
 
@@ -94,6 +106,32 @@ SIZES = {
 @one_in(2, sizes=SIZES, dtypes=[(BF16, FP32), (FP16, FP32)])
 def test_lora_moe_mlp_of_any_size(sizes, dtypes):
     _check(_inputs(*dtypes, rank=sizes[1], sizes=sizes[0]))
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("activation", ["silu", "relu2"])
+def test_adapters_as_products_of_their_own(monkeypatch, activation):
+    """Adapters of a larger rank are not fused with the activation. A small rank takes less time to test."""
+    monkeypatch.setattr(nodes, "LARGEST_FUSED_RANK", 0)
+    _check(_inputs(BF16, FP32, gated=activation != "relu2"), activation=activation)
+
+
+# Small tiles, so that each loop of a kernel makes several steps and the features have several parts.
+TILES = {
+    "split": (GroupedSplitConfig, {"block_e": 1, "block_n": 16}),
+    "project": (GroupedProjectConfig, {"block_t": 16, "block_n": 16}),
+    "expand": (GroupedExpandConfig, {"block_t": 16, "block_n": 16, "blocks": 2}),
+    "sum": (GroupedSumConfig, {"block_t": 16, "block_n": 16}),
+    "activation": (LoRAExpertConfig, {"block_t": 16, "block_n": 16}),
+}
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("tiles", TILES.values(), ids=TILES)
+def test_any_tiles(tiles):
+    config, fields = tiles
+    with tuned(config, **fields):
+        _check(_inputs(FP16, FP32, rank=3, sizes=(30, 43, 2, 40, 2)))
 
 
 INDICES = {
@@ -171,8 +209,9 @@ def test_any_number_of_adapters(dtype, ranks, biases):
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("needed", ["x", "top_k_weights", "up_a", "up_b", "down_a", "down_b", "up_a down_b"])
-def test_only_the_gradients_that_are_needed(needed):
+@one_in(2, needed=["x", "top_k_weights", "up_a", "up_b", "down_a", "down_b", "up_a down_b"], fused_rank=[16, 0])
+def test_only_the_gradients_that_are_needed(monkeypatch, needed, fused_rank):
+    monkeypatch.setattr(nodes, "LARGEST_FUSED_RANK", fused_rank)
     inputs = _inputs(BF16, FP32)
     run = lambda *values: tigon.lora_moe_mlp(**dict(zip(NAMES, values, strict=True)))
     leaves = [name for name, tensor in inputs.items() if tensor.requires_grad]
@@ -245,9 +284,9 @@ def test_gradients_of_adapters_have_their_dtype_and_strides():
 @pytest.mark.kernels
 def test_one_node_computes_frozen_experts_and_autograd_trained_ones():
     y = tigon.lora_moe_mlp(**_inputs(BF16, FP32))
-    assert type(y.grad_fn).__name__ == "_LoRAExpertsBackward"
+    assert type(y.grad_fn).__name__ == "LoRAExpertsBackward"
     assert type(tigon.lora_moe_mlp(**_inputs(BF16, FP32, trains=True)).grad_fn).__name__ == "_CombineBackward"
-    assert lora_module.ExpertAdapter._fields == ("a", "b", "scaling")
+    assert ExpertAdapter._fields == ("a", "b", "scaling")
 
 
 @pytest.mark.kernels
@@ -255,10 +294,11 @@ def test_the_factors_keep_more_than_bf16():
     """Adapters that differ by less than bf16 shows give different low-rank products."""
     inputs = _inputs(BF16, FP32)
     x, a = inputs["x"], inputs["up_a"].detach()
-    routing = lora_module.route(inputs["top_k_index"], E)
-    h = [lora_module.grouped_project(x, lora_module.split_experts(z), routing, True) for z in (a, a.bfloat16().float())]
+    routing = route(inputs["top_k_index"], E)
+    project = lambda z: grouped_project(x, split_experts(z), routing, True)[0].double().sum(1)
+    h = [project(z.float()) for z in (a, a.bfloat16())]
     rows = x.detach().double()[routing.order // K]
     exact = torch.einsum("sn,srn->sr", rows, a.double()[routing.expert.long()])
-    errors = [(each.double() - exact).abs().max().item() for each in h]
+    errors = [(each - exact).abs().max().item() for each in h]
     assert errors[0] < 2**-13 * exact.abs().max().item()
     assert errors[1] > 8 * errors[0]

@@ -1,57 +1,33 @@
-r"""The MLPs of a mixture of experts with low-rank adapters on their frozen weights, as one autograd node.
+r"""The MLPs of a mixture of experts with low-rank adapters on their weights.
 
-Each expert e has factors A_u, B_u for the first product and A_d, B_d for the second one. For the row s of the choice
-(t, k), with x[s] = x[t], dy[s] = dy[t] and the weight w = w[t, k]:
+    h[s] = x[s] U^T + s_u x[s] A_u^T B_u^T
+    y[t] = sum_k w (a[s] D^T + s_d a[s] A_d^T B_d^T),  a[s] = act(h[s])
 
-    h[s] = x[s] U^T + s_u p[s] B_u^T                  p[s] = x[s] A_u^T
-    a[s] = act(h[s])
-    z[s] = a[s] D^T + s_d q[s] B_d^T                  q[s] = a[s] A_d^T
-    y[t] = sum_k w z[s]
-
-    dq[s] = s_d dy[s] B_d                             without the weight w, like da in `moe_mlp`
-    da[s] = dy[s] D + dq[s] A_d
-    dh[s], (w a)[s], dw                               from da[s], h[s] and w: `tigon.ops.experts.activation`
-    dB_d = s_d sum_s w dy[s]^T q[s]                   dA_d = sum_s dq[s]^T (w a)[s]
-    dp[s] = s_u dh[s] B_u
-    dB_u = s_u sum_s dh[s]^T p[s]                     dA_u = sum_s dp[s]^T x[s]
-    dx[t] = sum_k dh[s] U + dp[s] A_u
+The row s belongs to the choice (t, k), with x[s] = x[t] and the weight w = w[t, k]. U, D and the factors A and B are
+those of the expert that the choice names.
 
 PEFT's code adds s B A to the weights of all experts in each forward, and backward computes the gradient of this sum,
-which has the size of the weights. Here no tensor of that size exists. The products with U and D are those of `moe_mlp`,
-`grouped_low_rank` adds the low-rank products to their results in place, and no gradient of U and D is computed. The
-node saves x, h, and p and q [S, r] in fp32, which are small.
-
-The node needs bf16 or fp16, frozen weights without biases and an activation that has a name. In any other case autograd
-differentiates the same grouped products.
+which has the size of the weights. Here no tensor of that size exists. One autograd node computes frozen experts:
+`lora_expert_nodes` has its formulas. The node needs bf16 or fp16, frozen weights without biases and an activation that
+has a name. In any other case autograd differentiates the same grouped products.
 
 Shapes: T tokens, K choices each, E experts, H hidden, I intermediate, r rank; S = T K rows.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from tigon.ops.adapters.grouped_low_rank import grouped_expand, grouped_project, grouped_sums, split_experts
-from tigon.ops.experts.activation import activation_gradients
-from tigon.ops.experts.grouped_linear import grouped_linear, grouped_product, rows_of_groups
+from tigon.ops.adapters.lora_expert_nodes import AddGroupedAdapters, ExpertAdapter, LoRAExperts
+from tigon.ops.experts.grouped_linear import grouped_linear, rows_of_groups
 from tigon.ops.experts.moe_mlp import ACTIVATIONS, ExpertParameters, check_activated, check_experts, moe_mlp_reference
 from tigon.ops.experts.routing import Routing, combine, route, spread
 from tigon.runtime import checks
-from tigon.runtime.autograd import first_order, without_autocast
 from tigon.runtime.device import PLAIN, runs_kernels
 from tigon.runtime.torch_private.autograd import has_active_transform
 
 __all__ = ["ExpertAdapter", "adapted_moe_mlp", "lora_moe_mlp", "lora_moe_mlp_reference"]
-
-
-class ExpertAdapter(NamedTuple):
-    """The adapters of one product of all experts. They add s * x[s] A[e]^T B[e]^T to the result of the product."""
-
-    a: Any  # Tensor [E, r, in]
-    b: Any  # Tensor [E, out, r]
-    scaling: float = 1.0
 
 
 # --- reference -----------------------------------------------------------------------------------
@@ -76,203 +52,7 @@ def _weight_with_adapter(weight: Tensor, adapter: ExpertAdapter, transposed: boo
     return torch.baddbmm(weight, *factors, alpha=adapter.scaling)
 
 
-# --- the node --------------------------------------------------------------------------------------
-
-
-class _Factors(NamedTuple):
-    """The bf16 terms of all adapters of one product, stacked by ranks."""
-
-    # A, [terms, E, R, in].
-    a: Tensor
-    # s B^T, [terms, E, R, out].
-    b: Tensor
-
-
-def _split(adapters: Sequence[ExpertAdapter]) -> _Factors | None:
-    """Return the terms of the factors, or None if there is no adapter."""
-    if not adapters:
-        return None
-    a, *other_as = [adapter.a for adapter in adapters]
-    b, *other_bs = [adapter.b.mT for adapter in adapters]
-    return _Factors(split_experts(a, other_as), split_experts(b, other_bs, [adapter.scaling for adapter in adapters]))
-
-
-def _forward(
-    x: Tensor, weights: Tensor, up: Tensor, down: Tensor, routing: Routing, kind: str, transposed: bool,
-    up_factors: _Factors | None, down_factors: _Factors | None,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """Return y [T, H], h [S, 2 I] or [S, I], and p and q [S, R], which are None without an adapter."""
-    p = q = None
-    h = grouped_product(spread(x, routing), up if transposed else up.mT, routing.ends)
-    if up_factors is not None:
-        p = grouped_project(x, up_factors.a, routing, gathers=True)
-        grouped_expand(p, up_factors.b, h, routing)
-    a = ACTIVATIONS[kind][0](h)
-    z = grouped_product(a, down if transposed else down.mT, routing.ends)
-    if down_factors is not None:
-        q = grouped_project(a, down_factors.a, routing, gathers=False)
-        grouped_expand(q, down_factors.b, z, routing)
-    del a
-    return combine(z, weights, routing, x.dtype), h, p, q
-
-
-class _Operand(NamedTuple):
-    """The factors of a sum over the rows of each expert."""
-
-    # [S, N], or [T, N] if `gathers` is True.
-    z: Tensor | None
-    # The low-rank products [S, R] in fp32.
-    h: Tensor | None
-    gathers: bool = False
-    # [T, K], which scale the rows, or None.
-    weights: Tensor | None = None
-
-    def sums(self, column: int, like: Tensor, routing: Routing, factor: float = 1.0) -> Tensor:
-        """Return the sums for the columns of one adapter, in the dtype and with the strides of `like` [E, r, N]."""
-        assert self.z is not None
-        assert self.h is not None
-        # `empty_like` keeps the order of the strides, so the gradient of PEFT's B is a view of a tensor [out, r E].
-        out = torch.empty_like(like)
-        return grouped_sums(self.z, self.h, column, out, routing, self.gathers, factor, self.weights)
-
-
-def _factor_gradients(
-    adapters: Sequence[ExpertAdapter], needs: Sequence[ExpertAdapter], inputs: _Operand, outputs: _Operand,
-    routing: Routing,
-) -> list[Tensor | None]:  # fmt: skip
-    """Return the gradients of A and B of each adapter of one product.
-
-    Args:
-        adapters: The adapters of the product.
-        needs: The adapters with flags in place of their tensors.
-        inputs: The input of the product and the gradients of its low-rank products.
-        outputs: The upstream gradient and the low-rank products.
-        routing: The rows of each expert.
-    """
-    gradients: list[Tensor | None] = []
-    column = 0
-    for adapter, need in zip(adapters, needs, strict=True):
-        gradients.append(inputs.sums(column, adapter.a, routing) if need.a else None)
-        gradients.append(outputs.sums(column, adapter.b.mT, routing, adapter.scaling).mT if need.b else None)
-        column += adapter.a.shape[1]
-    return gradients
-
-
-class _LoRAExperts(torch.autograd.Function):
-    """Compute y from x, the weights of the router, and the factors A and B of the adapters of both products.
-
-    `scalings` holds one tuple for the first product and one for the second one, and `factors` holds A and B in turn.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weights: Tensor, up: Tensor, down: Tensor, routing: Routing, kind: str, transposed: bool,
-        scalings: tuple[tuple[float, ...], tuple[float, ...]], *factors: Tensor,
-    ) -> Tensor:  # fmt: skip
-        x, weights = _rows(x), weights.contiguous()
-        up_adapters, down_adapters = _rebuild(factors, scalings)
-        y, h, p, q = _forward(
-            x, weights, up, down, routing, kind, transposed, _split(up_adapters), _split(down_adapters)
-        )
-        ctx.save_for_backward(x, weights, up, down, h, p, q, *routing, *factors)
-        ctx.kind, ctx.transposed, ctx.scalings = kind, transposed, scalings
-        return y
-
-    @staticmethod
-    @first_order
-    @without_autocast
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weights, up, down, h, p, q, slot, order, expert, ends, *factors = ctx.saved_tensors
-        routing, transposed, dy = Routing(slot, order, expert, ends), ctx.transposed, _rows(dy)
-        up_adapters, down_adapters = _rebuild(factors, ctx.scalings)
-        up_needs, down_needs = _rebuild(ctx.needs_input_grad[8:], ctx.scalings)
-        needs_x, needs_weights = ctx.needs_input_grad[:2]
-        needs_dh = needs_x or any(need.a or need.b for need in up_needs)
-        needs_wa = any(need.a for need in down_needs)
-        da = dh = wa = dweights = dx = None
-
-        down_factors, dq = _split(down_adapters), None
-        if down_factors is not None and (needs_dh or needs_weights or needs_wa):
-            dq = grouped_project(dy, down_factors.b, routing, gathers=True)
-        if needs_dh or needs_weights:
-            da = grouped_product(spread(dy, routing), down.mT if transposed else down, ends)
-            if dq is not None and down_factors is not None:
-                grouped_expand(dq, down_factors.a, da, routing)
-        del down_factors
-        if da is not None or needs_wa:
-            dh, wa, dweights = activation_gradients(
-                h, da, weights, routing, ctx.kind, needs_dh, needs_wa, needs_weights
-            )
-        del da
-        down_gradients = _factor_gradients(
-            down_adapters, down_needs, _Operand(wa, dq), _Operand(dy, q, True, weights), routing
-        )
-        del wa
-
-        up_factors, dp = _split(up_adapters), None
-        if up_factors is not None and dh is not None and (needs_x or any(need.a for need in up_needs)):
-            dp = grouped_project(dh, up_factors.b, routing, gathers=False)
-        up_gradients = _factor_gradients(up_adapters, up_needs, _Operand(x, dp, True), _Operand(dh, p), routing)
-        if needs_x:
-            assert dh is not None
-            rows = grouped_product(dh, up.mT if transposed else up, ends)
-            del dh
-            if up_factors is not None and dp is not None:
-                grouped_expand(dp, up_factors.a, rows, routing)
-            dx = combine(rows, None, routing, dy.dtype)
-        return dx, dweights, *(None,) * 6, *up_gradients, *down_gradients
-
-
-def _rows(x: Tensor) -> Tensor:
-    """Return x [T, H] with dense rows."""
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def _rebuild(
-    factors: Sequence[Any], scalings: tuple[tuple[float, ...], tuple[float, ...]]
-) -> tuple[list[ExpertAdapter], list[ExpertAdapter]]:
-    """Return the adapters of the first and of the second product. Flags may replace the tensors A and B."""
-    values = iter(factors)
-    up, down = ([ExpertAdapter(next(values), next(values), scaling) for scaling in group] for group in scalings)
-    return up, down
-
-
-# --- products that autograd differentiates ---------------------------------------------------------
-
-
-class _AddGroupedAdapters(torch.autograd.Function):
-    """Add the low-rank products of sorted rows x [S, N] to y [S, M], the product with the weights, in place."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, y: Tensor, routing: Routing, scalings: tuple[float, ...], *factors: Tensor
-    ) -> Tensor:
-        (adapters, _), x = _rebuild(factors, (scalings, ())), _rows(x)
-        terms = _split(adapters)
-        assert terms is not None
-        p = grouped_project(x, terms.a, routing, gathers=False)
-        grouped_expand(p, terms.b, y, routing)
-        ctx.mark_dirty(y)
-        ctx.save_for_backward(x, p, *routing, *factors)
-        ctx.scalings = scalings
-        return y
-
-    @staticmethod
-    @first_order
-    @without_autocast
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, p, slot, order, expert, ends, *factors = ctx.saved_tensors
-        routing, rows = Routing(slot, order, expert, ends), _rows(dy)
-        (adapters, _), (needs, _) = (_rebuild(f, (ctx.scalings, ())) for f in (factors, ctx.needs_input_grad[4:]))
-        terms = _split(adapters)
-        assert terms is not None
-        dp = grouped_project(rows, terms.b, routing, gathers=False)
-        gradients = _factor_gradients(adapters, needs, _Operand(x, dp), _Operand(rows, p), routing)
-        dx = None
-        if ctx.needs_input_grad[0]:
-            dx = torch.zeros_like(x)
-            grouped_expand(dp, terms.a, dx, routing)
-        return dx, dy, None, None, *gradients
+# --- dispatch ------------------------------------------------------------------------------------
 
 
 def _product(
@@ -287,7 +67,7 @@ def _product(
         return y
     factors = [tensor for adapter in adapters for tensor in (adapter.a, adapter.b)]
     if _takes_kernels(x, [x, *factors]):
-        return _AddGroupedAdapters.apply(x, y, routing, tuple(adapter.scaling for adapter in adapters), *factors)
+        return AddGroupedAdapters.apply(x, y, routing, tuple(adapter.scaling for adapter in adapters), *factors)
     total = y
     for adapter in adapters:
         sum_dtype = torch.promote_types(x.dtype, adapter.a.dtype)
@@ -340,7 +120,7 @@ def adapted_moe_mlp(
     up, down, up_bias, down_bias = parameters
     if _takes_node(x, [x, up, down, top_k_weights, *factors], parameters, activation):
         scalings = tuple(tuple(adapter.scaling for adapter in each) for each in (up_adapters, down_adapters))
-        return _LoRAExperts.apply(x, top_k_weights, up, down, routing, activation, transposed, scalings, *factors)
+        return LoRAExperts.apply(x, top_k_weights, up, down, routing, activation, transposed, scalings, *factors)
     h = _product(spread(x, routing, up.dtype), up, up_bias, up_adapters, routing, transposed)
     if isinstance(activation, str):
         h = ACTIVATIONS[activation][0](h)

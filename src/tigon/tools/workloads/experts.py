@@ -140,6 +140,7 @@ WORKLOADS = (
         ),
         compile_variants=(
             _lora_variant("2048, 8 experts per token", 2048, 128, 768, 8, 16),
+            _lora_variant("2048, 8 experts per token, rank 32", 2048, 128, 64, 8, 32),
             _lora_variant("4096, 2 experts per token, rank 64", 4096, 8, 64, 2, 64),
             _lora_variant("2048, rank 150", 2048, 4, 64, 2, 150),
             _lora_variant("2048 in fp16, 8 experts per token", 2048, 128, 64, 8, 16, torch.float16),

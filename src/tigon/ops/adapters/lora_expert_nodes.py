@@ -1,0 +1,281 @@
+r"""The autograd nodes of experts whose products have low-rank adapters.
+
+`LoRAExperts` computes all of `lora_moe_mlp` with frozen weights: for the row s of the choice (t, k) of expert e, with
+x[s] = x[t], dy[s] = dy[t] and the weight w = w[t, k]:
+
+    h[s] = x[s] U^T,  p[s] = x[s] A_u^T               h does not contain the adapter, s_u p[s] B_u^T
+    a[s] = act(h[s] + s_u p[s] B_u^T),  q[s] = a[s] A_d^T
+    z[s] = a[s] D^T + s_d q[s] B_d^T
+    y[t] = sum_k w z[s]
+
+    dq[s] = s_d dy[s] B_d                             without the weight w, like da in `moe_mlp`
+    da[s] = dy[s] D + dq[s] A_d
+    dh[s], (w a)[s], dw                               from da[s], h[s] and w: `tigon.ops.experts.activation`
+    dB_d = s_d sum_s dy[s]^T (w q)[s]                 dA_d = sum_s dq[s]^T (w a)[s]
+    dp[s] = s_u dh[s] B_u
+    dB_u = s_u sum_s dh[s]^T p[s]                     dA_u = sum_s dp[s]^T x[s]
+    dx[t] = sum_k dh[s] U + dp[s] A_u
+
+The products with U and D are those of `moe_mlp`, and no gradient of U and D is computed. Up to rank
+`LARGEST_FUSED_RANK`, `lora_expert_activation` adds the adapters around the activation when it reads h and da.
+`grouped_low_rank` computes the other low-rank products and adds them to z and to the rows of dx in place. With a larger
+rank it also adds those of h and da, so h contains the adapter then. The node saves x, h, p and w q, the last two as
+bf16 terms [S, 2, r], which are small.
+
+`AddGroupedAdapters` adds the adapters to a product that autograd differentiates.
+
+Shapes: T tokens, K choices each, E experts, H hidden, I intermediate, r rank; S = T K rows.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tigon.ops.adapters.grouped_low_rank import grouped_expand, grouped_project, grouped_sums, split_experts
+from tigon.ops.adapters.lora_expert_activation import (
+    LARGEST_FUSED_RANK,
+    ActivationAdapters,
+    NeededActivationGradients,
+    lora_activation_backward,
+    lora_activation_forward,
+)
+from tigon.ops.adapters.low_rank import TERMS
+from tigon.ops.experts.activation import activation_gradients
+from tigon.ops.experts.grouped_linear import grouped_product
+from tigon.ops.experts.moe_mlp import ACTIVATIONS
+from tigon.ops.experts.routing import Routing, combine, spread
+from tigon.runtime.autograd import first_order, without_autocast
+
+__all__ = ["AddGroupedAdapters", "ExpertAdapter", "LoRAExperts"]
+
+
+class ExpertAdapter(NamedTuple):
+    """The adapters of one product of all experts. They add s * x[s] A[e]^T B[e]^T to the result of the product."""
+
+    a: Any  # Tensor [E, r, in]
+    b: Any  # Tensor [E, out, r]
+    scaling: float = 1.0
+
+
+# --- factors and their gradients -----------------------------------------------------------------
+
+
+class _Factors(NamedTuple):
+    """The factors of all adapters of one product, stacked by ranks, in the form that the kernels read."""
+
+    # A, [E, R, in] or its terms.
+    a: Tensor
+    # The terms of s B^T, [terms, E, R, out].
+    b: Tensor
+
+
+def _split(adapters: Sequence[ExpertAdapter], terms_of_b: int = 2) -> _Factors | None:
+    """Return the factors, or None if there is no adapter. Only a product z B with B^T needs two terms of B in bf16."""
+    if not adapters:
+        return None
+    a, *other_as = [adapter.a for adapter in adapters]
+    b, *other_bs = [adapter.b.mT for adapter in adapters]
+    scalings = [adapter.scaling for adapter in adapters]
+    return _Factors(split_experts(a, other_as), split_experts(b, other_bs, scalings, terms_of_b))
+
+
+def _is_fused(up: _Factors | None, down: _Factors | None) -> bool:
+    """Return whether the kernels of the activation compute the low-rank products beside it."""
+    ranks = [factors.a.shape[-2] for factors in (up, down) if factors is not None]
+    return bool(ranks) and max(ranks) <= LARGEST_FUSED_RANK
+
+
+def _adapters(p: Tensor | None, up: _Factors | None, down: _Factors | None) -> ActivationAdapters:
+    """Return what the kernels of the activation read."""
+    return ActivationAdapters(p, None if up is None else up.b, None if down is None else down.a)
+
+
+def _forward(
+    x: Tensor, weights: Tensor, up: Tensor, down: Tensor, routing: Routing, kind: str, transposed: bool,
+    up_factors: _Factors | None, down_factors: _Factors | None,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    """Return y [T, H], h [S, 2 I] or [S, I], and the terms of p and w q [S, 2, R], which are None without adapters.
+
+    If the adapter is fused with the activation, h does not contain it.
+    """
+    p = q = wq = None
+    h = grouped_product(spread(x, routing), up if transposed else up.mT, routing.ends)
+    if up_factors is not None:
+        p, _ = grouped_project(x, up_factors.a, routing, gathers=True)
+    if _is_fused(up_factors, down_factors):
+        a, q, wq = lora_activation_forward(h, _adapters(p, up_factors, down_factors), weights, routing, kind)
+    else:
+        if up_factors is not None and p is not None:
+            grouped_expand(p, up_factors.b, h, routing)
+        a = ACTIVATIONS[kind][0](h)
+        if down_factors is not None:
+            q, wq = grouped_project(a, down_factors.a, routing, False, weights)
+    z = grouped_product(a, down if transposed else down.mT, routing.ends)
+    del a
+    if down_factors is not None and q is not None:
+        grouped_expand(q, down_factors.b, z, routing)
+    return combine(z, weights, routing, x.dtype), h, p, wq
+
+
+class _Operand(NamedTuple):
+    """The factors of a sum over the rows of each expert."""
+
+    # [S, N], or [T, N] if `gathers` is True.
+    z: Tensor | None
+    # The terms of the low-rank products, [S, 2, R].
+    h: Tensor | None
+    gathers: bool = False
+
+    def sums(self, column: int, like: Tensor, routing: Routing, factor: float = 1.0) -> Tensor:
+        """Return the sums for the columns of one adapter, in the dtype and with the strides of `like` [E, r, N]."""
+        assert self.z is not None
+        assert self.h is not None
+        # `empty_like` keeps the order of the strides, so the gradient of PEFT's B is a view of a tensor [out, r E].
+        out = torch.empty_like(like)
+        return grouped_sums(self.z, self.h, column, out, routing, self.gathers, factor)
+
+
+def _factor_gradients(
+    adapters: Sequence[ExpertAdapter], needs: Sequence[ExpertAdapter], inputs: _Operand, outputs: _Operand,
+    routing: Routing,
+) -> list[Tensor | None]:  # fmt: skip
+    """Return the gradients of A and B of each adapter of one product.
+
+    Args:
+        adapters: The adapters of the product.
+        needs: The adapters with flags in place of their tensors.
+        inputs: The input of the product and the gradients of its low-rank products.
+        outputs: The upstream gradient and the low-rank products.
+        routing: The rows of each expert.
+    """
+    gradients: list[Tensor | None] = []
+    column = 0
+    for adapter, need in zip(adapters, needs, strict=True):
+        gradients.append(inputs.sums(column, adapter.a, routing) if need.a else None)
+        gradients.append(outputs.sums(column, adapter.b.mT, routing, adapter.scaling).mT if need.b else None)
+        column += adapter.a.shape[1]
+    return gradients
+
+
+class LoRAExperts(torch.autograd.Function):
+    """Compute y from x, the weights of the router, and the factors A and B of the adapters of both products.
+
+    `scalings` holds one tuple for the first product and one for the second one, and `factors` holds A and B in turn.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weights: Tensor, up: Tensor, down: Tensor, routing: Routing, kind: str, transposed: bool,
+        scalings: tuple[tuple[float, ...], tuple[float, ...]], *factors: Tensor,
+    ) -> Tensor:  # fmt: skip
+        x, weights = _rows(x), weights.contiguous()
+        up_adapters, down_adapters = _rebuild(factors, scalings)
+        terms_of_b = TERMS[x.dtype]
+        y, h, p, wq = _forward(
+            x, weights, up, down, routing, kind, transposed,
+            _split(up_adapters, terms_of_b), _split(down_adapters, terms_of_b),
+        )  # fmt: skip
+        ctx.save_for_backward(x, weights, up, down, h, p, wq, *routing, *factors)
+        ctx.kind, ctx.transposed, ctx.scalings = kind, transposed, scalings
+        return y
+
+    @staticmethod
+    @first_order
+    @without_autocast
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weights, up, down, h, p, wq, slot, order, expert, ends, *factors = ctx.saved_tensors
+        routing, transposed, dy = Routing(slot, order, expert, ends), ctx.transposed, _rows(dy)
+        up_adapters, down_adapters = _rebuild(factors, ctx.scalings)
+        up_needs, down_needs = _rebuild(ctx.needs_input_grad[8:], ctx.scalings)
+        needs_x, needs_weights = ctx.needs_input_grad[:2]
+        needs_dh = needs_x or any(need.a or need.b for need in up_needs)
+        needs_wa = any(need.a for need in down_needs)
+        needs_dp = bool(up_adapters) and (needs_x or any(need.a for need in up_needs))
+        da = dq = dp = dh = wa = dweights = dx = None
+
+        up_factors, down_factors = _split(up_adapters), _split(down_adapters)
+        is_fused = _is_fused(up_factors, down_factors)
+        if down_factors is not None and (needs_dh or needs_weights or needs_wa):
+            dq, _ = grouped_project(dy, down_factors.b, routing, gathers=True)
+        if needs_dh or needs_weights:
+            da = grouped_product(spread(dy, routing), down.mT if transposed else down, ends)
+        if is_fused and (da is not None or needs_wa):
+            needs = NeededActivationGradients(needs_dh, needs_wa, needs_weights, needs_dp)
+            adapters = _adapters(p, up_factors, down_factors)
+            dh, wa, dweights, dp = lora_activation_backward(
+                h, da, adapters, None if da is None else dq, weights, routing, ctx.kind, needs
+            )
+        elif da is not None or needs_wa:
+            if down_factors is not None and da is not None and dq is not None:
+                grouped_expand(dq, down_factors.a, da, routing)
+            dh, wa, dweights = activation_gradients(
+                h, da, weights, routing, ctx.kind, needs_dh, needs_wa, needs_weights
+            )
+            if up_factors is not None and dh is not None and needs_dp:
+                dp, _ = grouped_project(dh, up_factors.b, routing, gathers=False)
+        del da, down_factors
+        down_gradients = _factor_gradients(down_adapters, down_needs, _Operand(wa, dq), _Operand(dy, wq, True), routing)
+        del wa
+        up_gradients = _factor_gradients(up_adapters, up_needs, _Operand(x, dp, True), _Operand(dh, p), routing)
+        if needs_x:
+            assert dh is not None
+            rows = grouped_product(dh, up.mT if transposed else up, ends)
+            del dh
+            if up_factors is not None and dp is not None:
+                grouped_expand(dp, up_factors.a, rows, routing)
+            dx = combine(rows, None, routing, dy.dtype)
+        return dx, dweights, *(None,) * 6, *up_gradients, *down_gradients
+
+
+def _rows(x: Tensor) -> Tensor:
+    """Return x [T, H] with dense rows."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _rebuild(
+    factors: Sequence[Any], scalings: tuple[tuple[float, ...], tuple[float, ...]]
+) -> tuple[list[ExpertAdapter], list[ExpertAdapter]]:
+    """Return the adapters of the first and of the second product. Flags may replace the tensors A and B."""
+    values = iter(factors)
+    up, down = ([ExpertAdapter(next(values), next(values), scaling) for scaling in group] for group in scalings)
+    return up, down
+
+
+# --- a node for products that autograd differentiates ----------------------------------------------
+
+
+class AddGroupedAdapters(torch.autograd.Function):
+    """Add the low-rank products of sorted rows x [S, N] to y [S, M], the product with the weights, in place."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, y: Tensor, routing: Routing, scalings: tuple[float, ...], *factors: Tensor
+    ) -> Tensor:
+        (adapters, _), x = _rebuild(factors, (scalings, ())), _rows(x)
+        terms = _split(adapters)
+        assert terms is not None
+        p, _ = grouped_project(x, terms.a, routing, gathers=False)
+        grouped_expand(p, terms.b, y, routing)
+        ctx.mark_dirty(y)
+        ctx.save_for_backward(x, p, *routing, *factors)
+        ctx.scalings = scalings
+        return y
+
+    @staticmethod
+    @first_order
+    @without_autocast
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, p, slot, order, expert, ends, *factors = ctx.saved_tensors
+        routing, rows = Routing(slot, order, expert, ends), _rows(dy)
+        (adapters, _), (needs, _) = (_rebuild(f, (ctx.scalings, ())) for f in (factors, ctx.needs_input_grad[4:]))
+        terms = _split(adapters)
+        assert terms is not None
+        dp, _ = grouped_project(rows, terms.b, routing, gathers=False)
+        gradients = _factor_gradients(adapters, needs, _Operand(x, dp), _Operand(rows, p), routing)
+        dx = None
+        if ctx.needs_input_grad[0]:
+            dx = torch.zeros_like(x)
+            grouped_expand(dp, terms.a, dx, routing)
+        return dx, dy, None, None, *gradients
