@@ -50,6 +50,7 @@ __all__ = [
     "grouped_project",
     "grouped_sums",
     "split_experts",
+    "spread_and_project",
 ]
 
 # --- configuration -------------------------------------------------------------------------------
@@ -189,15 +190,10 @@ def empty_grouped_hidden(like: Tensor, rows: int, rank: int) -> Tensor:
     return like.new_empty((rows, 2, rank), dtype=torch.bfloat16)
 
 
-@on_device
-def grouped_project(
-    z: Tensor, a: Tensor, routing: Routing, gathers: bool, weights: Tensor | None = None
+def _project(
+    z: Tensor, a: Tensor, routing: Routing, gathers: bool, weights: Tensor | None, copy: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the terms of h = z A^T and of w h, [S, 2, R], for the factor A. Without `weights`, w h is None.
-
-    z is [S, N], or [T, N] if `gathers` is True. w[s] is the weight of the row's choice in `weights` [T, K]. Rows that
-    belong to no expert are not written.
-    """
+    """Return the terms of z A^T and of w z A^T, and write the rows of z to `copy`."""
     experts, r, n = a.shape[-3:]
     config = GroupedProjectConfig.choose(GroupedLowRankProblem(r, TERMS[z.dtype]), device_of(z))
     block_r = rank_block(r)
@@ -207,8 +203,8 @@ def grouped_project(
     launch(
         grouped_project_kernel, tiles * cdiv(r, block_r),
         *in_order(grouped_project_kernel)(
-            z_ptr=z, a_ptr=a, out_ptr=h, weighted_ptr=weighted, order_ptr=routing.order, weights_ptr=weights,
-            ends_ptr=routing.ends, E=experts, N=n, stride_z=z.stride(0), stride_term=a.stride(0),
+            z_ptr=z, a_ptr=a, out_ptr=h, weighted_ptr=weighted, copy_ptr=copy, order_ptr=routing.order,
+            weights_ptr=weights, ends_ptr=routing.ends, E=experts, N=n, stride_z=z.stride(0), stride_term=a.stride(0),
         ),
         R=r, CHOICES=routing.slot.shape[1], GATHERS=gathers,
         Z_TERMS=TERMS[z.dtype], A_TERMS=count_terms(a), IS_SPLIT=a.dim() == 4,
@@ -216,6 +212,29 @@ def grouped_project(
         BLOCK_E=triton.next_power_of_2(experts), STAGES=config.num_stages, num_warps=config.num_warps,
     )  # fmt: skip
     return h, weighted
+
+
+@on_device
+def grouped_project(
+    z: Tensor, a: Tensor, routing: Routing, gathers: bool, weights: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Return the terms of h = z A^T and of w h, [S, 2, R], for the factor A. Without `weights`, w h is None.
+
+    z is [S, N], or [T, N] if `gathers` is True. w[s] is the weight of the row's choice in `weights` [T, K]. Rows that
+    belong to no expert are not written.
+    """
+    return _project(z, a, routing, gathers, weights, None)
+
+
+@on_device
+def spread_and_project(x: Tensor, a: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
+    """Return the rows of x [T, N], sorted by expert, [S, N], and the terms of their products with A^T, [S, 2, R].
+
+    One pass does both. Rows that belong to no expert are not written.
+    """
+    rows = x.new_empty((len(routing.order), x.shape[1]))
+    h, _ = _project(x, a, routing, True, None, rows)
+    return rows, h
 
 
 @on_device

@@ -135,8 +135,8 @@ def add_expanded(base, h, h_second, b, b_second, ORDER: tl.constexpr, B_TERMS: t
 
 @triton.jit(do_not_specialize=["E"])
 def grouped_project_kernel(
-    # [S, N] or [T, N], [E, R, N], [S, 2, R] bf16, [S, 2, R] bf16 or None, [S], [T, K] or None, [E]
-    z_ptr, a_ptr, out_ptr, weighted_ptr, order_ptr, weights_ptr, ends_ptr,
+    # [S, N] or [T, N], [E, R, N], [S, 2, R] bf16, [S, 2, R] bf16 or None, [S, N] or None, [S], [T, K] or None, [E]
+    z_ptr, a_ptr, out_ptr, weighted_ptr, copy_ptr, order_ptr, weights_ptr, ends_ptr,
     E, N, stride_z, stride_term,
     R: tl.constexpr, CHOICES: tl.constexpr, GATHERS: tl.constexpr,
     Z_TERMS: tl.constexpr, A_TERMS: tl.constexpr, IS_SPLIT: tl.constexpr,
@@ -144,7 +144,7 @@ def grouped_project_kernel(
 ):  # fmt: skip
     """Compute z A^T for a tile of the rows of one expert and a block of the columns of h, and w z A^T if it is needed.
 
-    Rows without an expert are not written.
+    If `copy` is passed, the rows of z are written to it. Rows without an expert are not written.
     """
     r_blocks: tl.constexpr = (R + BLOCK_R - 1) // BLOCK_R
     pid = tl.program_id(0)
@@ -162,7 +162,10 @@ def grouped_project_kernel(
     total = tl.zeros([BLOCK_T, BLOCK_R], tl.float32)
     for start in tl.range(0, N, BLOCK_N, num_stages=STAGES):
         cols = start + steps
-        z = tl.load(z_rows + cols, (rows < end) & (cols < N), 0.0)
+        is_inside = (rows < end) & (cols < N)
+        z = tl.load(z_rows + cols, is_inside, 0.0)
+        if copy_ptr is not None:
+            tl.store(copy_ptr + rows * N + cols, z, is_inside & (pid % r_blocks == 0))
         a, a2 = load_factor(
             a_ptr, a_rows + cols, stride_term, (ranks[:, None] < R) & (cols < N), A_TERMS, IS_SPLIT
         )  # fmt: skip

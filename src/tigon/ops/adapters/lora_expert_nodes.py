@@ -33,7 +33,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tigon.ops.adapters.grouped_low_rank import grouped_expand, grouped_project, grouped_sums, split_experts
+from tigon.ops.adapters.grouped_low_rank import (
+    grouped_expand,
+    grouped_project,
+    grouped_sums,
+    split_experts,
+    spread_and_project,
+)
 from tigon.ops.adapters.lora_expert_activation import (
     LARGEST_FUSED_RANK,
     ActivationAdapters,
@@ -101,9 +107,12 @@ def _forward(
     If the adapter is fused with the activation, h does not contain it.
     """
     p = q = wq = None
-    h = grouped_product(spread(x, routing), up if transposed else up.mT, routing.ends)
-    if up_factors is not None:
-        p, _ = grouped_project(x, up_factors.a, routing, gathers=True)
+    if up_factors is None:
+        rows = spread(x, routing)
+    else:
+        rows, p = spread_and_project(x, up_factors.a, routing)
+    h = grouped_product(rows, up if transposed else up.mT, routing.ends)
+    del rows
     if _is_fused(up_factors, down_factors):
         a, q, wq = lora_activation_forward(h, _adapters(p, up_factors, down_factors), weights, routing, kind)
     else:
@@ -197,10 +206,15 @@ class LoRAExperts(torch.autograd.Function):
 
         up_factors, down_factors = _split(up_adapters), _split(down_adapters)
         is_fused = _is_fused(up_factors, down_factors)
-        if down_factors is not None and (needs_dh or needs_weights or needs_wa):
-            dq, _ = grouped_project(dy, down_factors.b, routing, gathers=True)
         if needs_dh or needs_weights:
-            da = grouped_product(spread(dy, routing), down.mT if transposed else down, ends)
+            if down_factors is None:
+                rows = spread(dy, routing)
+            else:
+                rows, dq = spread_and_project(dy, down_factors.b, routing)
+            da = grouped_product(rows, down.mT if transposed else down, ends)
+            del rows
+        elif down_factors is not None and needs_wa:
+            dq, _ = grouped_project(dy, down_factors.b, routing, gathers=True)
         if is_fused and (da is not None or needs_wa):
             needs = NeededActivationGradients(needs_dh, needs_wa, needs_weights, needs_dp)
             adapters = _adapters(p, up_factors, down_factors)
