@@ -189,7 +189,9 @@ CHANGES = {
 CHANGES_OF_CHILDREN = {
     "another_activation": lambda m: setattr(m.first, "act", nn.SiLU()),
     "hook_on_the_first_child": lambda m: m.first.register_forward_hook(lambda mod, args, y: y * 2.0),
-    "hook_on_the_second_child": lambda m: m.second.register_forward_pre_hook(lambda mod, args: (args[0] * 2.0, args[1])),
+    "hook_on_the_second_child": lambda m: m.second.register_forward_pre_hook(
+        lambda mod, args: (args[0] * 2.0, args[1])
+    ),
     "forward_of_the_second_child": lambda m: setattr(m.second, "forward", lambda h, x: h[..., :WIDTH] + x),
     "hook_on_a_layer": lambda m: m.second.dense.register_forward_hook(lambda mod, args, y: y * 2.0),
     "method": lambda m: setattr(m, "chunk", lambda x: x * 2.0),
@@ -217,16 +219,23 @@ def test_a_later_change_is_honoured(layer, change):
     assert not is_one_op(patched)
 
 
-def test_active_dropout_runs_the_stock_statements():
-    model = make(lambda: InOneBlock(p=0.5))
-    torch.manual_seed(3)
-    expected = model(inputs())
-    tigon.patch(model)
-    torch.manual_seed(3)
-    torch.testing.assert_close(model(inputs()), expected, atol=1e-5, rtol=0)
-    assert not is_one_op(model)
-    model.eval()
-    assert is_one_op(model) == BY_KERNELS
+@pytest.mark.filterwarnings("ignore:tigon.patch")
+def test_a_layer_with_dropout_in_between_is_not_replaced():
+    assert not has_mlp(tigon.patch(make(lambda: InOneBlock(p=0.5))))
+
+
+def test_dropout_that_is_set_later_is_honoured():
+    stock, patched = make(InOneBlock), make(InOneBlock)
+    tigon.patch(patched)
+    outputs = []
+    for model in (stock, patched):
+        model.p = 0.5
+        torch.manual_seed(3)
+        outputs.append(model(inputs()))
+    torch.testing.assert_close(*outputs, atol=1e-5, rtol=0)
+    assert not is_one_op(patched)
+    patched.eval()
+    assert is_one_op(patched) == BY_KERNELS
 
 
 class ReadsTheProduct(InOneBlock):

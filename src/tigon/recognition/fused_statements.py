@@ -3,7 +3,8 @@
 There are four patterns: a sum and the norm of that sum, a norm whose input is also the residual, several linear layers
 with the same input, and two linear layers with an activation between them, in a layer that has no module for them. All
 other statements stay as their author wrote them (`tigon.recognition.rewriting`). The functions that replace the
-statements check at every call that the norm and the linear layers compute what their op computes. If one of them does not, the functions compute what the stock statements compute.
+statements check at every call that the norm, the activation and the linear layers compute what their op computes. If
+one of them does not, the functions compute what the stock statements compute.
 """
 
 import inspect

@@ -326,7 +326,7 @@ def _without_docstring(definition: ast.FunctionDef) -> list[ast.stmt]:
 
 @dataclass
 class _ChunkedMethods(ast.NodeTransformer):
-    """Replaces `apply_chunking_to_forward(self.method, ...)` by `apply_chunking_to_forward(function(self.method), ...)`."""
+    """Replaces the argument `self.method` of `apply_chunking_to_forward` by `function(self.method)`."""
 
     function: str
     methods: list[str]

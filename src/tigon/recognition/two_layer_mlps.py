@@ -6,6 +6,7 @@ replaced and whose replacement still holds, and that no dropout is active betwee
 stock code runs.
 """
 
+import ast
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -122,7 +123,10 @@ def chunked_method(method: Any) -> Any:
 
 
 def has_two_layer_mlp(module: nn.Module, forward: FunctionType) -> bool:
-    """Return True if a forward has statements that compute such an MLP, and the module's children fit the op."""
+    """Return True if a forward has statements that compute such an MLP, and the module's children fit the op.
+
+    A layer with a dropout between the activation and the second linear layer would train with the stock statements.
+    """
     try:
         definition = definition_of(forward)
     except NotReadable:
@@ -131,10 +135,16 @@ def has_two_layer_mlp(module: nn.Module, forward: FunctionType) -> bool:
     for statements in walk_blocks(definition):
         if (result := read_mlp(statements, scope)) is not None:
             mlp, _ = result
-            if _fits(_child(module, mlp.up), _child(module, mlp.activation), _child(module, mlp.down)):
+            children = [_child(module, name) for name in (mlp.up, mlp.activation, mlp.down)]
+            if not _dropout_rate(module, mlp.dropout.p) and _fits(*children):
                 return True
     methods = replace_chunked_methods(definition, "_")
     return any(_method_fits(module, getattr(type(module), name, None)) for name in methods)
+
+
+def _dropout_rate(module: nn.Module, p: ast.expr) -> Any:
+    """Return the value of the argument `p` of a dropout, which is a constant or an attribute of the module."""
+    return getattr(module, p.attr, 1.0) if isinstance(p, ast.Attribute) else getattr(p, "value", 1.0)
 
 
 def _method_fits(module: nn.Module, method: object) -> bool:
