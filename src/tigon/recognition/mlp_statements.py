@@ -163,8 +163,10 @@ def read_mlp(statements: list[ast.stmt], scope: dict) -> tuple[MLPStatements, in
         argument, target = argument or call[1], name
         children += call[0]
         if dropout is not None:
-            is_match = len(children) == 3 and len(set(children)) == 3
-            return (MLPStatements(*children, argument, dropout), index + 1) if is_match else None
+            if len(children) != 3 or len(set(children)) != 3:
+                return None
+            up, activation, down = children
+            return MLPStatements(up, activation, down, argument, dropout), index + 1
         if len(children) > 2:
             return None
     return None

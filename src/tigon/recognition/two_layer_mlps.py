@@ -155,10 +155,12 @@ def _method_fits(module: nn.Module, method: object) -> bool:
     pairs = (read_two_children(definition.body[index:], definition) for index in range(len(definition.body)))
     for pair in filter(None, pairs):
         first, second = _child(module, pair.first), _child(module, pair.second)
-        forwards = [getattr(type(child), "forward", None) for child in (first, second)]
-        if first is None or second is None or not all(isinstance(forward, FunctionType) for forward in forwards):
+        if first is None or second is None:
             continue
-        start, rest = read_activated_child(forwards[0]), remove_first_product(forwards[1])
+        first_forward, second_forward = type(first).forward, type(second).forward
+        if not (isinstance(first_forward, FunctionType) and isinstance(second_forward, FunctionType)):
+            continue
+        start, rest = read_activated_child(first_forward), remove_first_product(second_forward)
         if start is not None and rest is not None:
             return _fits(_child(first, start.up), _child(first, start.activation), _child(second, rest[0]))
     return False
