@@ -1,4 +1,4 @@
-"""Models of the BERT and BART families: the MLP of a layer is one op, and the gradients are those of the stock model."""
+"""Models of the BERT and BART families: the MLP of a layer is one op, with the gradients of the stock model."""
 
 import pytest
 import torch
@@ -6,15 +6,15 @@ import torch
 import tigon
 
 pytest.importorskip("transformers")
-from hf.same_step import assert_within_noise, make_batch, noise, step  # noqa: E402
-from hf.tiny import VOCABULARY, tiny_model  # noqa: E402
-from tigon.memory.lean import lean  # noqa: E402
-from tigon.recognition import two_layer_mlps  # noqa: E402
-from tigon.runtime.device import runs_kernels  # noqa: E402
-from tigon.tools.inspect.inspection import has_mlp_statements  # noqa: E402
+from hf.same_step import assert_within_noise, make_batch, noise, step
+from hf.tiny import VOCABULARY, tiny_model
+from tigon.memory.lean import lean
+from tigon.recognition import two_layer_mlps
+from tigon.runtime.device import runs_kernels
+from tigon.tools.inspect.inspection import has_mlp_statements
 
-# Each type writes the MLP in another way: statements of one layer (nested and separate), two children, two children with
-# a norm in the first, and two children with a norm between two statements.
+# Each type writes the MLP in another way: statements of one layer (nested and separate), two children, two children
+# with a norm in the first, and two children after a norm in the same method.
 TYPES = ["bart", "biogpt", "bert", "roberta-prelayernorm", "xlm-roberta-xl"]
 
 

@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 
 __all__ = ["ACTIVATIONS", "GROUPS", "Inspection", "has_mlp_statements", "inspect_config"]
 
-ACTIVATIONS = "activations alone"
+ACTIVATIONS = "activations"
 # The table shows these groups of parts. The report lists the parts. Libraries add adapters to a model, so no config has
 # them.
 GROUPS = {
     "norms": ("rms_norm", "layer_norm"),
     "MLPs and experts": ("glu", "mlp", "experts"),
-    # Activations between linear layers that keep their own code. They are not fused MLPs.
+    # Activations that are modules. A type that has only these has no fused MLP.
     ACTIVATIONS: ("relu2", "gelu"),
     "rope": ("rope",),
     "fused statements": ("fused_statements",),

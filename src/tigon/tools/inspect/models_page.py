@@ -31,8 +31,9 @@ every gradient with those of the stock model.
   another order, so these may differ in their last places.
 - *unchanged* names a module class that resembles this kind but keeps its own code. The number leads to the reason.
 - A dash means that no module resembles this kind.
-- *MLPs and experts* counts only whole MLPs. A type whose activations are replaced between linear layers that keep their
-  own code is counted with the *activations alone*.
+- *MLPs and experts* counts only whole MLPs. *activations* counts modules that compute an activation by itself. In a
+  type without a fused MLP these lie between linear layers that keep their own code. In the layers of other types an MLP
+  of statements reads them, and they also stand in heads.
 
 {totals}
 """
