@@ -10,6 +10,7 @@ from pathlib import Path
 
 import tigon
 from hf.tiny import TYPES, WITHOUT, tiny_model
+from tigon.tools.inspect.inspection import has_mlp_statements
 
 RECORD = Path(__file__).with_name("parts.json")
 BUILT = [name for name in TYPES if name not in WITHOUT]
@@ -22,8 +23,12 @@ def recorded_parts() -> dict[str, list[str]]:
 
 
 def replaced_parts(model_type: str) -> list[str]:
-    """Return the parts that are replaced in the tiny model of a type, in alphabetical order."""
-    return sorted({entry.part for entry in tigon.patch(tiny_model(model_type)).replaced})
+    """Return the parts that are replaced in the tiny model of a type, in alphabetical order.
+
+    An MLP whose statements one op computes counts as an MLP, although its layer is listed with the fused statements.
+    """
+    entries = tigon.patch(tiny_model(model_type)).replaced
+    return sorted({entry.part for entry in entries} | {"mlp" for entry in entries if has_mlp_statements(entry)})
 
 
 def totals(parts: dict[str, list[str]]) -> Counter[str]:

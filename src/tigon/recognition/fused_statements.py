@@ -1,9 +1,10 @@
 """Recognise statements of a forward that one op computes together.
 
-There are three patterns: a sum and the norm of that sum, a norm whose input is also the residual, and several linear
-layers with the same input. All other statements stay as their author wrote them (`tigon.recognition.rewriting`). The
-functions that replace the statements check at every call that the norm and the linear layers compute what their op
-computes. If one of them does not, the functions compute what the stock statements compute.
+There are four patterns: a sum and the norm of that sum, a norm whose input is also the residual, several linear layers
+with the same input, and two linear layers with an activation between them, in a layer that has no module for them. All
+other statements stay as their author wrote them (`tigon.recognition.rewriting`). The functions that replace the
+statements check at every call that the norm, the activation and the linear layers compute what their op computes. If
+one of them does not, the functions compute what the stock statements compute.
 """
 
 import inspect
@@ -26,6 +27,7 @@ from tigon.recognition.rewriting import ADD_NORM, NORM_WITH_RESIDUAL, PRODUCTS, 
 from tigon.recognition.source import CodeState, code_state, innermost, is_unchanged
 from tigon.recognition.standin import is_linear
 from tigon.recognition.trials import explain_none, not_recording
+from tigon.recognition.two_layer_mlps import chunked_method, compute_mlp, has_two_layer_mlp
 from tigon.runtime.device import runs_kernels
 from tigon.runtime.state.reach import explore
 
@@ -82,7 +84,7 @@ def products(x: Any, *layers: nn.Module) -> tuple[Tensor, ...] | None:
 
 def fuse_statements(function: FunctionType) -> FunctionType | str | None:
     """Return a forward whose patterns are replaced, None if it has none, or the reason why it cannot be rewritten."""
-    return rewrite(function, add_norm, norm_with_residual, products)
+    return rewrite(function, add_norm, norm_with_residual, products, compute_mlp, chunked_method)
 
 
 class FusedStatementsRecipe:
@@ -90,8 +92,10 @@ class FusedStatementsRecipe:
 
     part = "fused_statements"
 
-    def __init__(self, cls: type[nn.Module]) -> None:
+    def __init__(self, cls: type[nn.Module], has_mlp: bool = False) -> None:
         self.cls, self.stock = cls, inspect.getattr_static(cls, "forward")
+        # True if the module had an MLP that is no module of its own. Only the name of the recipe depends on it.
+        self.has_mlp = has_mlp
         # The rewritten form of each forward, and the state of the code that was rewritten.
         self.forwards: dict[Any, FunctionType | None] = {}
         self.states: dict[Any, CodeState] = {}
@@ -119,15 +123,17 @@ class FusedStatementsRecipe:
         return (forward or stock)(module, *args, **kwargs)
 
     def __reduce__(self) -> tuple:
-        return FusedStatementsRecipe, (self.cls,)
+        return FusedStatementsRecipe, (self.cls, self.has_mlp)
 
     def __str__(self) -> str:
         words = {ADD_NORM: "add + norm", NORM_WITH_RESIDUAL: "norm + residual", PRODUCTS: "products of one input"}
         forward = self.forward_for(self.stock)
         names = innermost(forward).__code__.co_freevars if forward is not None else ()
-        return ", ".join(word for name, word in words.items() if name in names)
+        return ", ".join([*["MLP"] * self.has_mlp, *(word for name, word in words.items() if name in names)])
 
 
+# The patterns that need an RMS norm, or more than one linear layer.
+OTHER_PATTERNS = frozenset((ADD_NORM, NORM_WITH_RESIDUAL, PRODUCTS))
 # The results of `_is_rms_norm`, by everything that they depend on. They are cached per norm, not per layer: the number
 # of a layer (`layer_idx`) makes each layer a kind of its own, and the norms of all layers are of one kind.
 _rms_norms: dict[tuple, bool] = {}
@@ -172,8 +178,11 @@ def recognise_fused_statements(module: nn.Module) -> FusedStatementsRecipe | str
         explain_none("its forward has no sum or residual before a norm, and no linear layers called with one input")
         return None
     with not_recording():
-        has_rms_norm = any(map(_is_rms_norm, children))
-    if not (has_projections or has_rms_norm):
+        has_op = has_projections or any(map(_is_rms_norm, children))
+        has_mlp = isinstance(function, FunctionType) and has_two_layer_mlp(module, forward)
+    if isinstance(function, FunctionType):
+        has_op = has_op and not OTHER_PATTERNS.isdisjoint(innermost(function).__code__.co_freevars)
+    if not (has_op or has_mlp):
         explain_none("its forward could be rewritten, but it has no RMS norm, and fewer than two linear layers")
         return None
-    return function if isinstance(function, str) else FusedStatementsRecipe(type(module))
+    return function if isinstance(function, str) else FusedStatementsRecipe(type(module), has_mlp)

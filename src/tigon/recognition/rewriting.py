@@ -11,6 +11,8 @@
     k = self.k(hidden).view(shape)         |   q = (p[0] if p else self.q(hidden)).view(shape)
                                            |   k = (p[1] if p else self.k(hidden)).view(shape)
 
+The statements of an MLP of two linear layers are replaced too (`tigon.recognition.mlp_statements`).
+
 All other statements of the forward stay as their author wrote them. Whether `self.norm` is a norm that an op computes
 is known only when the forward runs. If it is not, the three functions do what the original statements do. The variables
 may have other names than here. Another statement between those of a pattern prevents the rewriting.
@@ -23,12 +25,19 @@ from dataclasses import dataclass
 from types import FunctionType
 from typing import NamedTuple
 
+from tigon.recognition.mlp_statements import match_mlp, replace_chunked_methods
 from tigon.recognition.source import NotReadable, cached_by_code, compile_definition, definition_of, innermost
 
-__all__ = ["ADD_NORM", "NORM_WITH_RESIDUAL", "PRODUCTS", "child_call", "rewrite"]
+__all__ = ["ADD_NORM", "CHUNKED_METHOD", "NORM_WITH_RESIDUAL", "PRODUCTS", "TWO_LAYER_MLP", "child_call", "rewrite"]
 
-# The names by which the rewritten source calls the three functions. No forward uses such names.
-ADD_NORM, NORM_WITH_RESIDUAL, PRODUCTS = NAMES = ("_tigon_add_norm_", "_tigon_norm_with_residual_", "_tigon_products_")
+# The names by which the rewritten source calls the functions. No forward uses such names.
+ADD_NORM, NORM_WITH_RESIDUAL, PRODUCTS, TWO_LAYER_MLP, CHUNKED_METHOD = NAMES = (
+    "_tigon_add_norm_",
+    "_tigon_norm_with_residual_",
+    "_tigon_products_",
+    "_tigon_mlp_",
+    "_tigon_chunked_method_",
+)
 
 
 # --- statements ------------------------------------------------------------------------------------
@@ -222,8 +231,8 @@ def _match_products(statements: list[ast.stmt], number: int) -> _Match | None:
 class _Rewriter:
     """Rewrites the blocks of statements of a function, and counts the matches."""
 
-    def __init__(self, variables: frozenset[str], definition: ast.FunctionDef) -> None:
-        self.count, self.variables = 0, variables
+    def __init__(self, variables: frozenset[str], definition: ast.FunctionDef, scope: dict) -> None:
+        self.count, self.variables, self.scope = 0, variables, scope
         self.stock = copy.deepcopy(definition)
         # The reason why statements that resemble a match stay as they are.
         self.refusal: str | None = None
@@ -245,7 +254,8 @@ class _Rewriter:
         index = 0
         while index < len(statements):
             rest = statements[index:]
-            match = self.match_norm(rest) or _match_products(rest, self.count)
+            mlp = match_mlp(rest, self.scope, TWO_LAYER_MLP, f"{TWO_LAYER_MLP}{self.count}_")
+            match = mlp or self.match_norm(rest) or _match_products(rest, self.count)
             if match is None:
                 self.rewrite_inside(statements[index])
                 result.append(statements[index])
@@ -331,24 +341,23 @@ FRAME_READERS = frozenset(("locals", "vars", "eval", "exec", "dir", "_getframe",
 
 
 @cached_by_code
-def rewrite(
-    function: FunctionType, add_norm: Callable, norm_with_residual: Callable, products: Callable
-) -> FunctionType | str | None:
+def rewrite(function: FunctionType, *helpers: Callable) -> FunctionType | str | None:
     """Return the function with its statements rewritten, with the same globals; None if there is nothing to rewrite.
 
     A string is the reason why the function cannot be rewritten, or why statements that resemble a pattern stay as they
-    are. `add_norm`, `norm_with_residual` and `products` are the functions that the rewritten source calls.
+    are. `helpers` are the functions that the rewritten source calls, in the order of `NAMES`.
     """
     try:
         definition = definition_of(function)
-        code = innermost(function).__code__
+        inner = innermost(function)
+        code = inner.__code__
         if not FRAME_READERS.isdisjoint(code.co_names):
             raise NotReadable("reads its own frame")
-        rewriter = _Rewriter(frozenset((*code.co_varnames, *code.co_cellvars)), definition)
+        rewriter = _Rewriter(frozenset((*code.co_varnames, *code.co_cellvars)), definition, inner.__globals__)
         definition.body = rewriter.rewrite_block(definition.body)
-        if not rewriter.count:
+        methods = replace_chunked_methods(definition, CHUNKED_METHOD)
+        if not rewriter.count and not methods:
             return rewriter.refusal
-        helpers = dict(zip(NAMES, (add_norm, norm_with_residual, products), strict=True))
-        return compile_definition(definition, function, helpers)
+        return compile_definition(definition, function, dict(zip(NAMES, helpers, strict=True)))
     except NotReadable as error:
         return f"its forward {error}"

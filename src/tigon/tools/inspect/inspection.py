@@ -11,17 +11,25 @@ from tigon.tools.inspect.build import build, quietly
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["GROUPS", "Inspection", "inspect_config"]
+__all__ = ["ACTIVATIONS", "GROUPS", "Inspection", "has_mlp_statements", "inspect_config"]
 
+ACTIVATIONS = "activations"
 # The table shows these groups of parts. The report lists the parts. Libraries add adapters to a model, so no config has
 # them.
 GROUPS = {
     "norms": ("rms_norm", "layer_norm"),
-    "MLPs and experts": ("glu", "mlp", "experts", "relu2", "gelu"),
+    "MLPs and experts": ("glu", "mlp", "experts"),
+    # Activations that are modules. A type that has only these has no fused MLP.
+    ACTIVATIONS: ("relu2", "gelu"),
     "rope": ("rope",),
     "fused statements": ("fused_statements",),
     "loss": ("loss",),
 }
+
+
+def has_mlp_statements(entry: Entry) -> bool:
+    """Return True if an entry is about layers with an MLP whose statements one op computes."""
+    return entry.part == "fused_statements" and entry.replaced and "MLP" in entry.detail.split(", ")
 
 
 @dataclass(frozen=True)
@@ -37,8 +45,12 @@ class Inspection:
     others: dict[str, int]
 
     def entries(self, group: str) -> list[Entry]:
-        """Return the entries of the report whose part belongs to a group."""
-        return [entry for entry in self.report.entries if entry.part in GROUPS[group]]
+        """Return the entries of the report whose part belongs to a group.
+
+        An MLP that is no module of its own is listed with the fused statements of its layer, and it is an MLP too.
+        """
+        is_mlp = lambda entry: group == "MLPs and experts" and has_mlp_statements(entry)
+        return [entry for entry in self.report.entries if entry.part in GROUPS[group] or is_mlp(entry)]
 
     def coverage(self) -> dict[str, tuple[int, int]]:
         """Return for each group the number of replaced modules, and the number of all modules that resemble it."""
@@ -80,6 +92,7 @@ class Inspection:
         coverage = [
             f"{group} {replaced:,} of {total:,}" if total else f"{group} none recognised"
             for group, (replaced, total) in self.coverage().items()
+            if total or group != ACTIVATIONS
         ]
         console.print(f"Replaced: {escape(', '.join(coverage))}.")
         if self.head:

@@ -7,7 +7,7 @@ import tigon
 from tigon.hf.report import Entry
 from tigon.hf.transformers_private import causal_lm_types
 from tigon.tools.inspect.build import NotInspected, default_config
-from tigon.tools.inspect.inspection import GROUPS, inspect_config
+from tigon.tools.inspect.inspection import ACTIVATIONS, GROUPS, inspect_config
 
 __all__ = ["TypeRow", "make_row", "models_page", "table"]
 
@@ -31,6 +31,9 @@ every gradient with those of the stock model.
   another order, so these may differ in their last places.
 - *unchanged* names a module class that resembles this kind but keeps its own code. The number leads to the reason.
 - A dash means that no module resembles this kind.
+- *MLPs and experts* counts only whole MLPs. *activations* counts modules that compute an activation by itself. In a
+  type without a fused MLP these lie between linear layers that keep their own code. In the layers of other types an MLP
+  of statements reads them, and they also stand in heads.
 
 {totals}
 """
@@ -59,10 +62,15 @@ class TypeRow:
     unchanged: dict[str, list[tuple[str, str]]]
 
 
-def _op_name(entry: Entry) -> str:
-    """Return the op of an entry. For a loss, add what the model does to its logits."""
+def _op_names(entry: Entry, group: str) -> list[str]:
+    """Return the ops of an entry. For a loss, add what the model does to its logits."""
     name, *more = entry.detail.split(", ")
-    return ", ".join([name.removesuffix(" in the head"), *more]) if entry.part == "loss" else name
+    if entry.part == "loss":
+        return [", ".join([name.removesuffix(" in the head"), *more])]
+    if entry.part != "fused_statements":
+        return [name]
+    # The MLP among the statements of a layer is counted with the MLPs.
+    return ["mlp"] if group == "MLPs and experts" else [word for word in (name, *more) if word != "MLP"]
 
 
 def make_row(model_type: str) -> TypeRow:
@@ -76,7 +84,10 @@ def make_row(model_type: str) -> TypeRow:
     return TypeRow(
         model_type,
         inspection.model_class,
-        {group: sorted({_op_name(e) for e in entries if e.replaced}) for group, entries in groups.items()},
+        {
+            group: sorted({name for e in entries if e.replaced for name in _op_names(e, group)})
+            for group, entries in groups.items()
+        },
         {group: sorted({(e.module, e.detail) for e in entries if not e.replaced}) for group, entries in groups.items()},
     )
 
@@ -95,7 +106,8 @@ def _totals(rows: list[TypeRow], failures: dict[str, str]) -> str:
         states = [(bool(row.replaced[group]), bool(row.unchanged[group])) for row in rows]
         counts = [sum(r for r, _ in states), states.count((True, True)), states.count((False, True))]
         lines.append(f"| {group} | {' | '.join(map(str, [*counts, states.count((False, False))]))} |")
-    all_groups = sum(all(row.replaced.values()) for row in rows)
+    # A model whose MLPs are all fused has no activations left to replace.
+    all_groups = sum(all(ops for group, ops in row.replaced.items() if group != ACTIVATIONS) for row in rows)
     any_group = sum(any(row.replaced.values()) for row in rows)
     return "\n".join([*lines, "", f"All are replaced in {all_groups} types, at least one in {any_group}."])
 
