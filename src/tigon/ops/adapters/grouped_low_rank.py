@@ -81,9 +81,11 @@ class GroupedProjectConfig(LaunchConfig):
     @staticmethod
     def heuristic(problem: GroupedLowRankProblem, device: Device) -> "GroupedProjectConfig":
         # An expert has 512 rows on average at 8192 tokens, 8 choices and 128 experts, so a tile of 128 rows wastes
-        # about one tile in eight.
+        # about one tile in eight. In fp16, whose terms take registers, such a tile spills on sm_80.
+        is_large = _has_room(problem, device)
+        is_halved = problem.terms > 1 and device.arch == "sm_80"
         return GroupedProjectConfig(
-            block_t=128 if _has_room(problem, device) else 32, block_n=64,
+            block_t=(64 if is_halved else 128) if is_large else 32, block_n=64,
             num_warps=4 if rank_block(problem.rank) <= 32 else 8, num_stages=4 if device.async_copy else 1,
         )  # fmt: skip
 
