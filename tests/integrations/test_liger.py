@@ -50,41 +50,61 @@ def test_every_served_name_resolves():
     assert sum(name.startswith("apply_liger_kernel_to_") for name in served.__all__) == 45
 
 
-# The public names of liger_kernel.transformers and liger_kernel.chunked_loss 0.8.5 that are not served.
-NOT_YET_SERVED = {
-    "chunked loss with Liger's order of arguments and metrics": (
-        "LigerFusedLinearCPOLoss LigerFusedLinearDPOLoss LigerFusedLinearGRPOLoss LigerFusedLinearKTOLoss "
-        "LigerFusedLinearORPOLoss LigerFusedLinearSimPOLoss LigerFusedLinearJSDLoss "
-        "LigerFusedLinearCosineSimilarityLoss"
-    ),
-    "divergence between distributions": (
-        "LigerFusedCETVDLoss LigerFusedLinearJSD LigerFusedLinearKLDivLoss LigerJSD LigerTVDLoss LigerKLDIVLoss"
-    ),
-    "rare module": (
-        "LigerModulatedRMSNorm LigerPolyNorm LigerTiledGEGLUMLP LigerTiledSwiGLUMLP LigerMHC LigerMultiTokenAttention "
-        "LigerSparsemax LigerRMSNormForMuseGlimmer LigerRMSNormForMuseGlimmerTextCentered "
-        "LigerSwiGLUMLPForMuseGlimmer"
-    ),
-    "rotary embedding with complex frequencies": "liger_llama4_text_rotary_pos_emb liger_llama4_vision_rotary_pos_emb",
-    "helper": "is_transformers_available",
-}
+# The public names of Liger Kernel 0.8.5, besides the 45 functions `apply_liger_kernel_to_<type>`.
+TRANSFORMERS_NAMES = """
+AutoLigerKernelForCausalLM LigerBlockSparseTop2MLP LigerCrossEntropyLoss LigerDyT LigerFalconH1MLP
+LigerFalconH1SwiGLUMLP LigerFusedAddRMSNorm LigerFusedCETVDLoss LigerFusedLinearCrossEntropyLoss LigerFusedLinearJSD
+LigerFusedLinearKLDivLoss LigerGEGLUMLP LigerJSD LigerKLDIVLoss LigerLayerNorm LigerMHC LigerMLP
+LigerModulatedRMSNorm LigerMultiTokenAttention LigerPhi3SwiGLUMLP LigerPolyNorm LigerQwen3MoeSwiGLUMLP LigerRMSNorm
+LigerRMSNormForMuseGlimmer LigerRMSNormForMuseGlimmerTextCentered LigerReLUSquared LigerSoftmax LigerSparsemax
+LigerSwiGLUMLP LigerSwiGLUMLPForMuseGlimmer LigerTVDLoss LigerTiledGEGLUMLP LigerTiledSwiGLUMLP _apply_liger_kernel
+_apply_liger_kernel_to_instance is_transformers_available liger_llama4_text_rotary_pos_emb
+liger_llama4_vision_rotary_pos_emb liger_rotary_pos_emb
+"""
+CHUNKED_NAMES = """
+LigerFusedLinearCPOLoss LigerFusedLinearCosineSimilarityLoss LigerFusedLinearDPOLoss LigerFusedLinearGRPOLoss
+LigerFusedLinearJSDLoss LigerFusedLinearKTOLoss LigerFusedLinearORPOLoss LigerFusedLinearSimPOLoss
+"""
+# The names that are not served, each with its reason.
+NOT_SERVED = {"LigerMHC": "no model of transformers has its residual streams, and no op of Tigon computes them"}
 
 
-def test_names_that_are_not_served_are_refused():
-    import liger_kernel.chunked_loss as losses
-    import liger_kernel.transformers as served
+def test_all_names_but_one_are_served():
+    import liger_kernel.chunked_loss
+    import liger_kernel.transformers
 
-    for name in " ".join(NOT_YET_SERVED.values()).split():
-        for module in (served, losses):
-            with pytest.raises(AttributeError, match=f"{name} is not served by Tigon.*use "):
-                getattr(module, name)
+    names = [(liger_kernel.transformers, name) for name in TRANSFORMERS_NAMES.split()]
+    names += [(liger_kernel.chunked_loss, name) for name in CHUNKED_NAMES.split()]
+    served = [name for module, name in names if name not in NOT_SERVED and getattr(module, name).__doc__]
+    assert len(served) == len(names) - len(NOT_SERVED)
+    assert len(served) + 45 >= 0.95 * (len(names) + 45)
+    for name in NOT_SERVED:
+        with pytest.raises(AttributeError, match=f"{name} is not served by Tigon: use "):
+            getattr(liger_kernel.transformers, name)
 
 
-def test_missing_name_says_what_to_use():
+def test_missing_name_says_where_the_served_ones_are():
     import liger_kernel.chunked_loss as served
 
-    with pytest.raises(AttributeError, match=r"use tigon\.DPOLoss"):
-        _ = served.LigerFusedLinearDPOLoss
+    with pytest.raises(AttributeError, match=r"names.MODULES\['liger_kernel.chunked_loss'\]; use the op of tigon"):
+        _ = served.LigerFusedLinearPPOLoss
+
+
+def test_from_pretrained_refuses_two_losses():
+    from liger_kernel.transformers import AutoLigerKernelForCausalLM
+
+    with pytest.raises(ValueError, match="cross_entropy and fused_linear_cross_entropy, which is True by default"):
+        AutoLigerKernelForCausalLM.from_pretrained("nothing", cross_entropy=True)
+
+
+def test_the_norm_returns_the_dtype_of_its_input():
+    from liger_kernel.transformers import LigerRMSNorm
+
+    for casting_mode in ("llama", "gemma", "none"):
+        norm, x = LigerRMSNorm(8, casting_mode=casting_mode), torch.randn(3, 8, dtype=torch.bfloat16)
+        expected = x.float() / (x.float().square().mean(-1, keepdim=True) + 1e-6).sqrt()
+        assert norm(x).dtype == torch.bfloat16
+        torch.testing.assert_close(norm(x).float(), expected, rtol=2**-7, atol=0)
 
 
 def test_signatures_are_those_of_liger():

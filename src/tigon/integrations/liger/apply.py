@@ -165,7 +165,13 @@ class AutoLigerKernelForCausalLM:
         """Return the patched model. Options of Liger's apply functions are taken from the keyword arguments."""
         names = [word.removeprefix("-") for row in PARAMETERS.values() for word in row.split()]
         options = {name: kwargs.pop(name) for name in dict.fromkeys(names) if name in kwargs and name != "model"}
-        parts = _parts({"fused_linear_cross_entropy": True} | options, others=True)
+        options = {"fused_linear_cross_entropy": True} | options
+        if options.get("cross_entropy") and options["fused_linear_cross_entropy"]:
+            raise ValueError(
+                f"{cls.__name__}: cross_entropy and fused_linear_cross_entropy, which is True by default, cannot both "
+                "be True"
+            )
+        parts = _parts(options, others=True)
         return AutoModelForCausalLM.from_pretrained(
             pretrained_model_name_or_path, *model_args, patch_options=parts, **kwargs
         )

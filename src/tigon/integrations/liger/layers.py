@@ -65,8 +65,8 @@ class LigerRMSNorm(_Norm):
             self.weight = None
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """Return the norm over the last dimension."""
-        return rms_norm(hidden_states, self.weight, **self.options)
+        """Return the norm over the last dimension, in the dtype of the input."""
+        return rms_norm(hidden_states, self.weight, **self.options).to(hidden_states.dtype)
 
 
 class LigerFusedAddRMSNorm(_Norm):

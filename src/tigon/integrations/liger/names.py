@@ -17,6 +17,30 @@ _LAYERS = {
         "LigerCrossEntropyLoss", "LigerFusedAddRMSNorm", "LigerFusedLinearCrossEntropyLoss", "LigerRMSNorm",
     )
 }  # fmt: skip
+_CHUNKED = {
+    name: f"{_HERE}.losses:{name}"
+    for name in (
+        "LigerFusedLinearCPOLoss", "LigerFusedLinearCosineSimilarityLoss", "LigerFusedLinearDPOLoss",
+        "LigerFusedLinearJSDLoss", "LigerFusedLinearKTOLoss", "LigerFusedLinearORPOLoss", "LigerFusedLinearSimPOLoss",
+    )
+}  # fmt: skip
+_POLICY = {"LigerFusedLinearGRPOLoss": f"{_HERE}.policy:LigerFusedLinearGRPOLoss"}
+_DIVERGENCES = {
+    name: f"{_HERE}.divergences:{name}"
+    for name in (
+        "LigerFusedCETVDLoss", "LigerFusedLinearJSD", "LigerFusedLinearKLDivLoss", "LigerJSD", "LigerKLDIVLoss",
+        "LigerTVDLoss",
+    )
+}  # fmt: skip
+_RARE = {
+    name: f"{_HERE}.rare:{name}"
+    for name in (
+        "LigerModulatedRMSNorm", "LigerMultiTokenAttention", "LigerPolyNorm", "LigerRMSNormForMuseGlimmer",
+        "LigerRMSNormForMuseGlimmerTextCentered", "LigerSparsemax", "LigerSwiGLUMLPForMuseGlimmer",
+        "LigerTiledGEGLUMLP", "LigerTiledSwiGLUMLP", "is_transformers_available", "liger_llama4_text_rotary_pos_emb",
+        "liger_llama4_vision_rotary_pos_emb",
+    )
+}  # fmt: skip
 _DIRECT = {"LigerSoftmax": "tigon:Softmax"}
 _MLPS = {
     name: f"{_HERE}.mlps:{name}"
@@ -26,7 +50,7 @@ _MLPS = {
         "LigerSwiGLUMLP", "liger_rotary_pos_emb",
     )
 }  # fmt: skip
-_TRANSFORMERS = _PATCHING | _LAYERS | _MLPS | _DIRECT
+_TRANSFORMERS = _PATCHING | _LAYERS | _MLPS | _DIVERGENCES | _RARE | _DIRECT
 
 # Module names of `liger_kernel` and the names that each of them serves.
 MODULES: dict[str, dict[str, str]] = {
@@ -41,18 +65,25 @@ MODULES: dict[str, dict[str, str]] = {
     "liger_kernel.transformers.geglu": _MLPS,
     "liger_kernel.transformers.layer_norm": _MLPS,
     "liger_kernel.transformers.rope": _MLPS,
-    "liger_kernel.chunked_loss": {},
+    "liger_kernel.transformers.llama4_rope": _RARE,
+    "liger_kernel.transformers.jsd": _DIVERGENCES,
+    "liger_kernel.transformers.kl_div": _DIVERGENCES,
+    "liger_kernel.transformers.tvd": _DIVERGENCES,
+    "liger_kernel.transformers.fused_linear_jsd": _DIVERGENCES,
+    "liger_kernel.transformers.fused_linear_kl_div": _DIVERGENCES,
+    "liger_kernel.transformers.tiled_mlp": _RARE,
+    "liger_kernel.chunked_loss": _CHUNKED | _POLICY,
+    "liger_kernel.chunked_loss.cosine_similarity_loss": _CHUNKED,
+    "liger_kernel.chunked_loss.cpo_loss": _CHUNKED,
+    "liger_kernel.chunked_loss.dpo_loss": _CHUNKED,
+    "liger_kernel.chunked_loss.grpo_loss": _POLICY,
+    "liger_kernel.chunked_loss.jsd_loss": _CHUNKED,
+    "liger_kernel.chunked_loss.kto_loss": _CHUNKED,
+    "liger_kernel.chunked_loss.orpo_loss": _CHUNKED,
+    "liger_kernel.chunked_loss.simpo_loss": _CHUNKED,
 }
 
 # What to use in place of a name that is not served.
 NOT_SERVED = {
-    "LigerFusedLinearDPOLoss": "use tigon.DPOLoss",
-    "LigerFusedLinearCPOLoss": "use tigon.CPOLoss",
-    "LigerFusedLinearORPOLoss": "use tigon.ORPOLoss",
-    "LigerFusedLinearSimPOLoss": "use tigon.SimPOLoss",
-    "LigerFusedLinearKTOLoss": "use tigon.KTOLoss",
-    "LigerFusedLinearGRPOLoss": "use tigon.GRPOLoss",
-    "LigerJSD": "use tigon.JSDLoss",
-    "LigerKLDIVLoss": "use tigon.KLDivLoss",
-    "LigerTVDLoss": "use tigon.TVDLoss",
+    "LigerMHC": "use the layer's own residual streams in torch; Tigon has no hyper-connections",
 }
