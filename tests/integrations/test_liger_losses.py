@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tigon.integrations.liger import divergences, losses, policy, rare
+from tigon.integrations.liger import divergences, functional, losses, policy, rare
 
 pytestmark = pytest.mark.no_interpreter("tests/ops has the tests of the ops that these modules call.")
 
@@ -281,6 +281,56 @@ def test_tiles_compute_the_whole_mlp(cls, activation):
     gate, up = mlp.gate_proj(x), mlp.up_proj(x)
     act = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
     assert_same(mlp(x).square().mean(), mlp.down_proj(act * up).square().mean(), (x, mlp.gate_proj.weight))
+
+
+# --- functions -------------------------------------------------------------------------------------
+
+X, Y, ROW, P, Q = torch.randn(4, 8), torch.randn(4, 8), torch.randn(8), *torch.randn(2, 4, 8).softmax(-1)
+TOKENS, WEIGHT = torch.tensor([1, 2, -100, 0]), torch.randn(11, 8)
+RMS = X / (X.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+# The arguments of each function, and the expected result.
+FUNCTIONS = {
+    "liger_cross_entropy": ((X, TOKENS), F.cross_entropy(X, TOKENS)),
+    "liger_fused_linear_cross_entropy": ((X, WEIGHT, TOKENS), F.cross_entropy(X @ WEIGHT.T, TOKENS)),
+    "liger_fused_linear_jsd": ((X, WEIGHT, Y, WEIGHT), jsd_of(X @ WEIGHT.T, Y @ WEIGHT.T, 0.5).mean()),
+    "liger_fused_linear_kl_div": (
+        (X, WEIGHT[:8], P), F.kl_div((X @ WEIGHT[:8].T).log_softmax(-1), P, reduction="batchmean"),
+    ),
+    "liger_jsd": ((P.log(), Q.log()), jsd_of(P.log(), Q.log(), 0.5).mean()),
+    "liger_kl_div": ((P.log(), Q), F.kl_div(P.log(), Q, reduction="sum") / 32),
+    "liger_tvd": ((P, Q), 0.5 * (P - Q).abs().mean()),
+    "liger_swiglu": ((X, Y), F.silu(X) * Y),
+    "liger_geglu": ((X, Y), F.gelu(X, approximate="tanh") * Y),
+    "liger_relu_squared": ((X,), X.relu().square()),
+    "liger_softmax": ((X,), X.softmax(-1)),
+    "liger_sparsemax": ((torch.tensor([2.0, 1.5, -1.0]),), torch.tensor([0.75, 0.25, 0.0])),
+    "liger_dyt": ((X, torch.tensor(0.5), ROW, Y[0]), ROW * (0.5 * X).tanh() + Y[0]),
+    "liger_rms_norm": ((X, ROW, 1e-6, 1.0), RMS * (1 + ROW)),
+    "liger_modulated_rms_norm": ((X, ROW, Y[0], Y[1]), RMS * ROW * (1 + Y[0]) + Y[1]),
+    "liger_poly_norm": (
+        (X, ROW[:3], ROW[3]),
+        sum(ROW[3 - k] * X**k / ((X**k).square().mean(-1, keepdim=True) + 1e-6).sqrt() for k in (1, 2, 3)) + ROW[3],
+    ),
+    "liger_layer_norm": ((X, ROW, Y[0], 1e-5), F.layer_norm(X, (8,), ROW, Y[0])),
+    "liger_group_norm": ((X[..., None], ROW, Y[0], 8, 2, 1e-5), F.group_norm(X[..., None], 2, ROW, Y[0])),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_take_the_arguments_of_liger(name):
+    arguments, expected = FUNCTIONS[name]
+    torch.testing.assert_close(getattr(functional, name)(*arguments), expected)
+
+
+def test_the_functions_that_return_two_tensors():
+    normalised, total = functional.liger_fused_add_rms_norm(X, Y, ROW, 1e-6)
+    torch.testing.assert_close(total, X + Y)
+    torch.testing.assert_close(normalised, functional.liger_rms_norm(X + Y, ROW, 1e-6))
+    q, cos, sin = torch.randn(1, 2, 4, 8), X[None].cos(), X[None].sin()
+    rotated = q * cos[:, None] + torch.cat([-q[..., 4:], q[..., :4]], -1) * sin[:, None]
+    for result in functional.liger_rope(q, q, cos, sin):
+        torch.testing.assert_close(result, rotated)
+    assert len(FUNCTIONS) + 2 == len(functional.__all__)
 
 
 # --- bad input -------------------------------------------------------------------------------------

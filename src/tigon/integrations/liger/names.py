@@ -41,6 +41,15 @@ _RARE = {
         "liger_llama4_vision_rotary_pos_emb",
     )
 }  # fmt: skip
+_FUNCTIONAL = {
+    name: f"{_HERE}.functional:{name}"
+    for name in (
+        "liger_cross_entropy", "liger_dyt", "liger_fused_add_rms_norm", "liger_fused_linear_cross_entropy",
+        "liger_fused_linear_jsd", "liger_fused_linear_kl_div", "liger_geglu", "liger_group_norm", "liger_jsd",
+        "liger_kl_div", "liger_layer_norm", "liger_modulated_rms_norm", "liger_poly_norm", "liger_relu_squared",
+        "liger_rms_norm", "liger_rope", "liger_softmax", "liger_sparsemax", "liger_swiglu", "liger_tvd",
+    )
+}  # fmt: skip
 _DIRECT = {"LigerSoftmax": "tigon:Softmax"}
 _MLPS = {
     name: f"{_HERE}.mlps:{name}"
@@ -56,6 +65,7 @@ _TRANSFORMERS = _PATCHING | _LAYERS | _MLPS | _DIVERGENCES | _RARE | _DIRECT
 MODULES: dict[str, dict[str, str]] = {
     "liger_kernel": {},
     "liger_kernel.transformers": _TRANSFORMERS,
+    "liger_kernel.transformers.functional": _FUNCTIONAL,
     "liger_kernel.transformers.monkey_patch": _PATCHING,
     "liger_kernel.transformers.auto_model": _PATCHING,
     "liger_kernel.transformers.cross_entropy": _LAYERS,

@@ -20,7 +20,7 @@ __all__ = [
     "LigerModulatedRMSNorm", "LigerMultiTokenAttention", "LigerPolyNorm", "LigerRMSNormForMuseGlimmer",
     "LigerRMSNormForMuseGlimmerTextCentered", "LigerSparsemax", "LigerSwiGLUMLPForMuseGlimmer", "LigerTiledGEGLUMLP",
     "LigerTiledSwiGLUMLP", "is_transformers_available", "liger_llama4_text_rotary_pos_emb",
-    "liger_llama4_vision_rotary_pos_emb",
+    "liger_llama4_vision_rotary_pos_emb", "modulate", "poly_norm",
 ]  # fmt: skip
 
 
@@ -45,18 +45,22 @@ class LigerModulatedRMSNorm(LigerRMSNorm):
 
     def forward(self, hidden_states: Tensor, scale: Tensor, shift: Tensor | None = None) -> Tensor:  # type: ignore[override]
         """Return the modulated norm. `scale` and `shift` are [H], one row for each sequence [B, H], or [..., H]."""
-        y = super().forward(hidden_states)
-        y = y * (1 + _broadcast(self, "scale", scale, y))
-        return y if shift is None else y + _broadcast(self, "shift", shift, y)
+        return modulate(super().forward(hidden_states), scale, shift)
 
 
-def _broadcast(module: nn.Module, name: str, value: Tensor, like: Tensor) -> Tensor:
+def modulate(y: Tensor, scale: Tensor, shift: Tensor | None) -> Tensor:
+    """Return (1 + scale) * y + shift."""
+    y = y * (1 + _broadcast("scale", scale, y))
+    return y if shift is None else y + _broadcast("shift", shift, y)
+
+
+def _broadcast(name: str, value: Tensor, like: Tensor) -> Tensor:
     """Return `value` in a shape that broadcasts to `like`: each of its rows serves as many adjacent rows as needed."""
     rows, width = like.numel() // like.shape[-1], like.shape[-1]
     count = value.numel() // width
     if value.shape[-1] != width or count == 0 or rows % count:
         shapes = f"{tuple(value.shape)} and {tuple(like.shape)}"
-        raise ValueError(f"{type(module).__name__}: {name} must have a divisor of the rows of x, got {shapes}")
+        raise ValueError(f"LigerModulatedRMSNorm: {name} must have a divisor of the rows of x, got {shapes}")
     return value.reshape(count, 1, width).expand(count, rows // count, width).reshape(like.shape)
 
 
@@ -71,11 +75,15 @@ class LigerPolyNorm(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Return the norm over the last dimension, computed in fp32, in the dtype of the input."""
-        x = hidden_states.float()
-        normalise = lambda u: u * torch.rsqrt(u.square().mean(-1, keepdim=True) + self.variance_epsilon)
-        weights = self.weight.float()
-        total = weights[0] * normalise(x**3) + weights[1] * normalise(x**2) + weights[2] * normalise(x)
-        return (total + self.bias.float()).to(hidden_states.dtype)
+        return poly_norm(hidden_states, self.weight, self.bias, self.variance_epsilon)
+
+
+def poly_norm(x: Tensor, weights: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """Return w0 n(x^3) + w1 n(x^2) + w2 n(x) + b, computed in fp32, in the dtype of x."""
+    z, weights = x.float(), weights.float()
+    normalise = lambda u: u * torch.rsqrt(u.square().mean(-1, keepdim=True) + eps)
+    total = weights[0] * normalise(z**3) + weights[1] * normalise(z**2) + weights[2] * normalise(z)
+    return (total + bias.float()).to(x.dtype)
 
 
 class LigerRMSNormForMuseGlimmer(LigerRMSNorm):
