@@ -82,10 +82,12 @@ class LowRankStatisticsConfig(PartTiles, LaunchConfig):
 
     @staticmethod
     def heuristic(problem: LowRankLossProblem, device: Device) -> "LowRankStatisticsConfig":
-        # A program reads the tile of B that belongs to each tile of logits, so it has many tokens.
+        # Four programs of a multiprocessor hide each other's waits better than two with twice the tokens. The other
+        # options need more registers for each token.
+        tokens, threads, programs = (128, 256, 2) if problem.is_complex else (64, 128, 4)
         return LowRankStatisticsConfig(
-            block_t=128, block_n=64, num_warps=256 // device.warp_size, num_stages=_stages(problem, device),
-            programs_per_multiprocessor=2,
+            block_t=tokens, block_n=64, num_warps=threads // device.warp_size, num_stages=_stages(problem, device),
+            programs_per_multiprocessor=programs,
         )  # fmt: skip
 
 
@@ -95,13 +97,19 @@ class LowRankGradientConfig(PartTiles, LaunchConfig):
 
     @staticmethod
     def heuristic(problem: LowRankLossProblem, device: Device) -> "LowRankGradientConfig":
-        # Many tokens make few parts of dB. With 32 columns, two programs of a multiprocessor share its registers, and
-        # one computes while the other loads: on an H100 a thread has 128 registers, and 219 with 64 columns.
+        # Many tokens make few parts of dB. A program with a tile of 128 x 64 takes most of the registers of a
+        # multiprocessor, and is still faster than two with tiles of 128 x 32. Where the kernel needs more registers
+        # for each logit, the tiles are smaller.
         stages = _stages(problem, device)
+        if problem.is_complex:
+            tokens, columns, stages, programs = 64, 32, min(stages, 2), 2
+        elif problem.rank <= LARGEST_RANK_WITH_PRODUCTS:
+            tokens, columns, programs = 128, 64, 1
+        else:
+            tokens, columns, programs = 128, 32, 2
         return LowRankGradientConfig(
-            block_t=64 if problem.is_complex else 128, block_n=32, num_warps=256 // device.warp_size,
-            num_stages=min(stages, 2) if problem.is_complex else stages,
-            programs_per_multiprocessor=2,
+            block_t=tokens, block_n=columns, num_warps=256 // device.warp_size, num_stages=stages,
+            programs_per_multiprocessor=programs,
         )  # fmt: skip
 
 
