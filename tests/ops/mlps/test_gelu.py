@@ -50,7 +50,7 @@ def test_gelu_agrees_with_eager_code_for_nan_infinity_and_zero(approximate):
         y = function(leaf, approximate)
         results.append((y, *torch.autograd.grad(y.sum(), leaf)))
     for result, expected in zip(*results, strict=True):
-        torch.testing.assert_close(result[3:], expected[3:], rtol=1e-6, atol=1e-30)
+        torch.testing.assert_close(result[3:], expected[3:], rtol=4e-6, atol=1e-30)
         assert result[0].isnan()
 
 
