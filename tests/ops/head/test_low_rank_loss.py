@@ -1,4 +1,4 @@
-"""The loss of a head with an adapter, whose kernels add h B^T themselves and compute dh and dB.
+"""The loss of a head with an adapter, whose kernels add h B^T themselves and compute dh.
 
 Only half-precision logits take these kernels; `test_linear_cross_entropy.py` has the other tests of `low_rank`.
 """
@@ -22,17 +22,21 @@ T, H, V = 83, 16, 101
 TILES = {"block_t": 32, "block_n": 16, "num_stages": 1}
 
 
-def _inputs(dtype: torch.dtype, rank: int, factor_dtype: torch.dtype) -> tuple[list[torch.Tensor], torch.Tensor]:
+def _inputs(
+    dtype: torch.dtype, rank: int, factor_dtype: torch.dtype, vocabulary: int = V
+) -> tuple[list[torch.Tensor], torch.Tensor]:
     generator = torch.Generator().manual_seed(rank)
     dtypes = [dtype] * 3 + [factor_dtype] * 2
     tensors = [
         torch.randn(shape, generator=generator).to(DEVICE, dtype).requires_grad_()
-        for shape, dtype in zip(((T, H), (V, H), (V,), (T, rank), (V, rank)), dtypes, strict=True)
+        for shape, dtype in zip(
+            ((T, H), (vocabulary, H), (vocabulary,), (T, rank), (vocabulary, rank)), dtypes, strict=True
+        )
     ]
     x, w, bias, h, b = (each.detach().float() for each in tensors)
     # Half of the targets are likely, so that many tokens have gradients of the largest size.
     target = (x @ w.t() + bias + h @ b.t()).argmax(-1)
-    target[1::2] = torch.randint(V, (T // 2,), generator=generator).to(DEVICE)
+    target[1::2] = torch.randint(vocabulary, (T // 2,), generator=generator).to(DEVICE)
     target[2::4] = -100
     return tensors, target
 
@@ -47,11 +51,18 @@ OPTIONS = {
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-# Rank 40 has products in kernels of their own.
-@one_in(5, options=OPTIONS, dtype=DTYPES, rank=[5, 17, 40], factors={"fp32": torch.float32, "half": None})
-def test_every_option_is_as_accurate_as_eager_code(options, dtype, rank, factors):
-    tensors, target = _inputs(dtype, rank, factors or dtype)
-    weight = torch.rand(V, generator=torch.Generator().manual_seed(1)).to(DEVICE) + 0.1 if rank == 17 else None
+# Rank 40 has a kernel of its own for dh. A vocabulary of 112 consists of whole tiles, which are loaded without masks.
+@one_in(
+    5,
+    options=OPTIONS,
+    dtype=DTYPES,
+    rank=[5, 16, 17, 40],
+    factors={"fp32": torch.float32, "half": None},
+    vocabulary=[V, 112],
+)
+def test_every_option_is_as_accurate_as_eager_code(options, dtype, rank, factors, vocabulary):
+    tensors, target = _inputs(dtype, rank, factors or dtype, vocabulary)
+    weight = torch.rand(vocabulary, generator=torch.Generator().manual_seed(1)).to(DEVICE) + 0.1 if rank == 17 else None
 
     def run(function):
         def call(x, w, bias, h, b):
@@ -135,11 +146,25 @@ def test_an_addition_that_is_large_is_exact_too():
     assert_accurate(actual, eager, exact)
 
 
+@pytest.mark.parametrize("vocabulary", [V, 112])
+def test_gradients_of_masked_tokens_are_zero_for_any_logits(vocabulary):
+    (x, w, bias, h, b), target = _inputs(torch.bfloat16, 16, torch.float32, vocabulary)
+    is_masked = target == -100
+    with torch.no_grad():
+        x[is_masked] = float("inf")
+        h[is_masked] = float("nan")
+    with tuned(LowRankStatisticsConfig, **TILES), tuned(LowRankGradientConfig, **TILES):
+        tigon.linear_cross_entropy(x, w, target, linear_bias=bias, low_rank=(h, b)).backward()
+    for gradient in (x.grad, w.grad, bias.grad, h.grad, b.grad):
+        assert gradient.isfinite().all()
+    assert (h.grad[is_masked] == 0).all()
+
+
 @pytest.mark.parametrize("rank", [16, 32, 64, 128])
 @pytest.mark.parametrize("is_complex", [False, True])
 def test_tiles_of_high_ranks_and_many_options_are_smaller(rank, is_complex):
     h100 = Device(132, 32, 227 * 1024, True, "sm_90")
     problem = LowRankLossProblem(rank, 2, is_complex)
     statistics, gradient = (cls.heuristic(problem, h100) for cls in (LowRankStatisticsConfig, LowRankGradientConfig))
-    assert gradient.block_t == (64 if is_complex else 128)
+    assert gradient.block_n == (32 if is_complex or rank > 32 else 64)
     assert (statistics.num_stages == 1) == (rank > 64)

@@ -2,9 +2,10 @@ r"""A low-rank addition to the logits of a head, as an adapter (LoRA) on the hea
 
     dh = dlogits B,    dB = dlogits^T h
 
-In half precision, two kernels compute the addition, the loss and both gradients from the logits of the head alone
-(`low_rank_loss`). Elsewhere torch adds h B^T to each chunk of logits, and computes dh and dB from its dlogits. With a
-larger rank than the kernels compute dh and dB for, the products of `tigon.ops.adapters.low_rank` read dlogits.
+In half precision, two kernels compute the addition, the loss, its gradient and dh from the logits of the head alone
+(`low_rank_loss`), and one of `ops/adapters/low_rank.py` computes dB. With a larger rank than the kernels compute dh
+for, dh has a kernel of its own too. Elsewhere torch adds h B^T to each chunk of logits, and computes dh and dB from its
+dlogits.
 
 Shapes: T tokens, C tokens of a chunk, V vocabulary, R ranks of all adapters.
 """
@@ -15,13 +16,7 @@ import torch
 from torch import Tensor
 
 from tigon.ops.adapters.low_rank import empty_hidden, project, split_terms, token_sums
-from tigon.ops.head.low_rank_loss import (
-    LARGEST_RANK_WITH_PRODUCTS,
-    LowRankProducts,
-    LowRankTerms,
-    low_rank_gradient,
-    low_rank_statistics,
-)
+from tigon.ops.head.low_rank_loss import LARGEST_RANK_WITH_DH, LowRankTerms, low_rank_gradient, low_rank_statistics
 from tigon.ops.logits.token.types import Options, SavedStatistics, Statistics, Upstream, Wants
 from tigon.runtime.device import runs_kernels
 
@@ -78,15 +73,12 @@ class Addition:
         upstream: Upstream, options: Options, rows: Rows,
     ) -> None:  # fmt: skip
         """Overwrite the logits [C, V] of a chunk with dlogits, and add the parts of dh and dB that follow from them."""
-        computes_products = self.b.shape[1] <= LARGEST_RANK_WITH_PRODUCTS
-        terms, needs_dh = self._terms(rows), self.dh is not None
-        products = low_rank_gradient(
-            logits, target, weight, scales, terms, saved, upstream, options,
-            needs_dh and computes_products, self.needs_db and computes_products,
-        )  # fmt: skip
-        if not computes_products:
-            products = self._products_of(logits, terms)
-        self._add(products, rows)
+        terms, rank = self._terms(rows), self.b.shape[1]
+        dh_in_kernel = self.dh is not None and rank <= LARGEST_RANK_WITH_DH
+        dh = low_rank_gradient(logits, target, weight, scales, terms, saved, upstream, options, dh_in_kernel)
+        if self.dh is not None and not dh_in_kernel:
+            dh = project(logits, [self.b.t()], empty_hidden(logits, len(logits), rank)).sum(0, dtype=torch.float32)
+        self._add(dh, token_sums(logits, _three_terms(terms.h)) if self.needs_db else None, rows)
 
     def add_gradients(self, dlogits: Tensor, rows: Rows) -> None:
         """Add the parts of dh and dB that follow from dlogits [C, V], unless `gradient` has added them."""
@@ -95,7 +87,7 @@ class Addition:
         cast_dlogits = dlogits.to(self.b.dtype)
         dh = None if self.dh is None else cast_dlogits @ self.b
         db = cast_dlogits.t() @ self.h[rows].to(cast_dlogits.dtype) if self.needs_db else None
-        self._add(LowRankProducts(dh, db), rows)
+        self._add(dh, db, rows)
 
     def gradients(self) -> tuple[Tensor | None, Tensor | None]:
         """Return dh and dB in the dtypes of h and B. A gradient that is not needed is None."""
@@ -107,24 +99,14 @@ class Addition:
     def _terms(self, rows: Rows) -> LowRankTerms:
         return LowRankTerms(self.h_terms[:, rows], self.b_terms)
 
-    def _products_of(self, dlogits: Tensor, terms: LowRankTerms) -> LowRankProducts:
-        """Return dh and dB by two kernels that read dlogits [C, V]."""
-        dh, db = None, None
-        if self.dh is not None:
-            hidden = project(dlogits, [self.b.t()], empty_hidden(dlogits, len(dlogits), self.b.shape[1]))
-            dh = hidden.sum(0, dtype=torch.float32)
-        if self.needs_db:
-            db = token_sums(dlogits, _three_terms(terms.h))
-        return LowRankProducts(dh, db)
-
-    def _add(self, products: LowRankProducts, rows: Rows) -> None:
+    def _add(self, dh: Tensor | None, db: Tensor | None, rows: Rows) -> None:
         """Write the rows of dh, and add a part of dB."""
         if self.dh is not None:
-            assert products.dh is not None
-            self.dh[rows] = products.dh.to(self.dh.dtype)
+            assert dh is not None
+            self.dh[rows] = dh.to(self.dh.dtype)
         if self.needs_db:
-            assert products.db is not None
-            self.db = products.db if self.db is None else self.db.add_(products.db)
+            assert db is not None
+            self.db = db if self.db is None else self.db.add_(db)
 
 
 def _split(factor: Tensor) -> Tensor:

@@ -4,18 +4,23 @@ Neither kernel writes a + h B^T to memory. Each one computes the tile of h B^T t
 cores, and adds both in fp32. The result is therefore not rounded to the dtype of the logits.
 
     statistics    reads a                    max, sum of exponentials, ..., and the loss, of each token
-    gradient      reads a and writes da      da = d(loss) / d(a + h B^T),   dh = da B,   dB = da^T h
+    gradient      reads a and writes da      da = d(loss) / d(a + h B^T),   dh = da B
 
-The gradient kernel reads da from registers for both of its products. Bytes of memory traffic for each logit in a
-half-precision dtype, of which the loss without the addition takes 4 (or 6, if a row does not fit on the chip):
+The gradient kernel reads da from registers for dh. A third kernel, `token_sums` of `ops/adapters/low_rank.py`, reads da
+from memory for dB = da^T h. Bytes of memory traffic for each logit in a half-precision dtype, of which the loss without
+the addition takes 4 (or 6, if a row does not fit on the chip):
 
-    these two kernels                                                                2 + 4              = 6
+    these kernels                                                                    2 + 4 + 2          = 8
     write h B^T, a += h B^T in the product, loss, read da for dh, read da for dB     2 + 2 + 4 + 2 + 2  = 12
+
+dB in the gradient kernel would save two bytes. But each program would compute the dB of its tokens, which is a part of
+the sum over all tokens, and write it to memory. It would also need so many registers that few programs share a
+multiprocessor. On an H200, for 8192 tokens, 128256 columns and rank 16, the gradient and dB take 2.0 ms by two kernels,
+and 2.4 ms by one kernel and the sum of its parts.
 
 A program of either kernel has `block_t` tokens and loops over a part of the vocabulary. In the statistics kernel, the
 program of these tokens that finishes last combines the parts, as `token.shards` combines shards. In the gradient
-kernel, h and the sum of dh stay on the chip. The dB of a block of tokens is a part of the sum over all tokens. Writing
-and reading these parts takes 8 R / `block_t` bytes for each logit: 1 for R = 16 and a block of 128.
+kernel, h and the sum of dh stay on the chip.
 
 `ops/logits/token/kernels.py` has the maths of the loss, and `ops/adapters/low_rank.py` that of the terms which stand
 for h, B and, in fp16, da in the products.
@@ -39,18 +44,16 @@ from tigon.runtime.launch import in_order, launch, on_device
 from tigon.runtime.tuning import LaunchConfig
 
 __all__ = [
-    "LARGEST_RANK_WITH_PRODUCTS",
+    "LARGEST_RANK_WITH_DH",
     "LowRankGradientConfig",
-    "LowRankProducts",
     "LowRankStatisticsConfig",
     "LowRankTerms",
     "low_rank_gradient",
     "low_rank_statistics",
 ]
 
-# The largest rank for which the gradient kernel computes dh and dB. With rank 64, the parts of dB would take more
-# bytes than reading da twice, and the tiles would not fit in the registers.
-LARGEST_RANK_WITH_PRODUCTS = 32
+# The largest rank for which the gradient kernel computes dh. The tiles of rank 64 would not fit in the registers.
+LARGEST_RANK_WITH_DH = 32
 
 # A product of two factors consists of the products of their terms i and j with i + j < ORDER. With two terms, h and B
 # are exact to 2^-17, which is far below the rounding of da. With one term they would be exact to 2^-9, and the error of
@@ -97,19 +100,14 @@ class LowRankGradientConfig(PartTiles, LaunchConfig):
 
     @staticmethod
     def heuristic(problem: LowRankLossProblem, device: Device) -> "LowRankGradientConfig":
-        # Many tokens make few parts of dB. A program with a tile of 128 x 64 takes most of the registers of a
-        # multiprocessor, and is still faster than two with tiles of 128 x 32. Where the kernel needs more registers
-        # for each logit, the tiles are smaller.
+        # Three programs of a multiprocessor hide each other's waits. Milliseconds for 8192 tokens, 128256 columns and
+        # rank 16 on an H200: 1.35, and 1.74 with 128 tokens for each program. A loss with more intermediate values
+        # and a high rank need smaller tiles.
+        is_small = problem.is_complex or problem.rank > LARGEST_RANK_WITH_DH
         stages = _stages(problem, device)
-        if problem.is_complex:
-            tokens, columns, stages, programs = 64, 32, min(stages, 2), 2
-        elif problem.rank <= LARGEST_RANK_WITH_PRODUCTS:
-            tokens, columns, programs = 128, 64, 1
-        else:
-            tokens, columns, programs = 128, 32, 2
         return LowRankGradientConfig(
-            block_t=tokens, block_n=columns, num_warps=256 // device.warp_size, num_stages=stages,
-            programs_per_multiprocessor=programs,
+            block_t=64, block_n=32 if is_small else 64, num_warps=128 // device.warp_size,
+            num_stages=min(stages, 2) if problem.is_complex else stages, programs_per_multiprocessor=3,
         )  # fmt: skip
 
 
@@ -123,15 +121,6 @@ class LowRankTerms(NamedTuple):
     h: Tensor
     # [S, V, R], contiguous
     b: Tensor
-
-
-class LowRankProducts(NamedTuple):
-    """The gradients of the factors, both fp32, each None if it was not requested."""
-
-    # [M, R]
-    dh: Tensor | None = None
-    # [V, R]
-    db: Tensor | None = None
 
 
 def _shared_arguments(logits: Tensor, terms: LowRankTerms, options: Options) -> tuple[dict, dict]:
@@ -176,7 +165,8 @@ def low_rank_statistics(
             part_length=part_length, parts=parts, **arguments,
         ),
         **constexprs, TOKEN_SCALING=options.token_scaling, BLOCK_T=config.block_t, BLOCK_V=config.block_n,
-        BLOCK_R=rank_block(r), STAGES=config.num_stages, num_warps=config.num_warps,
+        BLOCK_R=rank_block(r), HAS_WHOLE_TILES=v % config.block_n == 0, STAGES=config.num_stages,
+        num_warps=config.num_warps,
     )  # fmt: skip
     return result
 
@@ -184,20 +174,19 @@ def low_rank_statistics(
 @on_device
 def low_rank_gradient(
     logits: Tensor, target: Tensor, weight: Tensor | None, scales: Tensor, terms: LowRankTerms,
-    saved: SavedStatistics, upstream: Upstream, options: Options, needs_dh: bool, needs_db: bool,
-) -> LowRankProducts:  # fmt: skip
+    saved: SavedStatistics, upstream: Upstream, options: Options, needs_dh: bool,
+) -> Tensor | None:  # fmt: skip
     """Overwrite logits [M, V], which do not contain h B^T, with the gradient of the loss of logits + h B^T.
 
-    `saved` holds what `token.kernels.gradient` needs. dh and dB are returned if they are needed; the rank may then be
-    `LARGEST_RANK_WITH_PRODUCTS` at most.
+    `saved` holds what `token.kernels.gradient` needs. dh [M, R] in fp32 is returned if it is needed; the rank may then
+    be `LARGEST_RANK_WITH_DH` at most.
     """
     (m, v), device, r = logits.shape, device_of(logits), terms.b.shape[2]
     is_complex = options.softcap is not None or options.label_smoothing != 0 or upstream.entropy is not None
     config = LowRankGradientConfig.choose(LowRankLossProblem(r, logits.element_size(), is_complex), device)
     blocks = cdiv(m, config.block_t)
     part_length, parts = config.divide(v, config.block_n, blocks, device)
-    fp32 = lambda needed, *shape: logits.new_empty(shape, dtype=torch.float32) if needed else None
-    dh, db = fp32(needs_dh, parts, m, r), fp32(needs_db, blocks, v, r)
+    dh = logits.new_empty((parts, m, r), dtype=torch.float32) if needs_dh else None
     dense = lambda x: None if x is None else x.contiguous()
     dloss = upstream.loss
     arguments, constexprs = _shared_arguments(logits, terms, options)
@@ -208,12 +197,11 @@ def low_rank_gradient(
             log_prob_ptr=saved.log_probs if options.token_scaling else None,
             entropy_ptr=None if upstream.entropy is None else saved.entropy,
             dloss_ptr=dloss, dlog_prob_ptr=dense(upstream.log_probs), dentropy_ptr=dense(upstream.entropy),
-            dh_ptr=dh, db_ptr=db, part_length=part_length, parts=parts,
+            dh_ptr=dh, part_length=part_length, parts=parts,
             stride_dloss=dloss.stride(0) if dloss is not None and dloss.dim() else 0, **arguments,
         ),
         **constexprs, DA_TERMS=TERMS[logits.dtype], BLOCK_T=config.block_t, BLOCK_V=config.block_n,
-        BLOCK_R=rank_block(r),
-        STAGES=config.num_stages, num_warps=config.num_warps,
+        BLOCK_R=rank_block(r), HAS_WHOLE_TILES=v % config.block_n == 0, STAGES=config.num_stages,
+        num_warps=config.num_warps,
     )  # fmt: skip
-    total = lambda x: None if x is None else x.sum(0) if len(x) > 1 else x[0]
-    return LowRankProducts(total(dh), total(db))
+    return None if dh is None else dh.sum(0) if parts > 1 else dh[0]

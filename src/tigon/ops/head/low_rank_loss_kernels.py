@@ -11,14 +11,34 @@ __all__ = ["low_rank_gradient_kernel", "low_rank_statistics_kernel"]
 
 
 @triton.jit
+def _load(pointers, mask, IS_WHOLE: tl.constexpr):
+    """Load a tile without a mask if it is whole. A mask takes instructions and registers for each element."""
+    if IS_WHOLE:
+        values = tl.load(pointers)
+    else:
+        values = tl.load(pointers, mask, 0.0)
+    return values
+
+
+@triton.jit
+def _next_target(class_t, start):
+    """Return the smallest target of the tokens that is at least `start`, or a number above every target.
+
+    A tile rarely contains one of the targets of its tokens. The kernels compare the columns with the targets only then.
+    """
+    return tl.min(tl.where(class_t >= start, class_t, 0x7FFFFFFF))
+
+
+@triton.jit
 def _low_rank_tile(
     h_ptr, b_ptr, rows, cols, row_mask, V, stride_h, stride_h_term, stride_b_term,
     R: tl.constexpr, ORDER: tl.constexpr, H_TERMS: tl.constexpr, B_TERMS: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_R: tl.constexpr, HAS_WHOLE_TILES: tl.constexpr,
 ):  # fmt: skip
     """Return a tile of h B^T in fp32, without the products of terms whose indices add up to ORDER or more."""
     total = tl.zeros([BLOCK_T, BLOCK_V], tl.float32)
     wide_cols = cols.to(tl.int64)
+    IS_WHOLE: tl.constexpr = HAS_WHOLE_TILES and R % BLOCK_R == 0
     for start in tl.static_range(0, R, BLOCK_R):
         ranks = start + tl.arange(0, BLOCK_R)
         h_mask, b_mask = row_mask[:, None] & (ranks[None, :] < R), (cols[None, :] < V) & (ranks[:, None] < R)
@@ -27,7 +47,8 @@ def _low_rank_tile(
                 h = tl.load(h_ptr + i * stride_h_term + rows[:, None] * stride_h + ranks[None, :], h_mask, 0.0)
                 for j in tl.static_range(ORDER - i):
                     if j < B_TERMS:
-                        b = tl.load(b_ptr + j * stride_b_term + wide_cols[None, :] * R + ranks[:, None], b_mask, 0.0)
+                        offsets = j * stride_b_term + wide_cols[None, :] * R + ranks[:, None]
+                        b = _load(b_ptr + offsets, b_mask, IS_WHOLE)
                         total = tl.dot(h, b, total)
     return total
 
@@ -41,9 +62,13 @@ def low_rank_statistics_kernel(
     ignore_index, label_smoothing, softcap, logit_scale, z_loss,
     SMOOTHING: tl.constexpr, SCALED: tl.constexpr, SOFTCAP: tl.constexpr, TOKEN_SCALING: tl.constexpr,
     R: tl.constexpr, ORDER: tl.constexpr, H_TERMS: tl.constexpr, B_TERMS: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_R: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_R: tl.constexpr, HAS_WHOLE_TILES: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Compute the sums of a block of tokens over a part of the vocabulary. The last program computes the statistics."""
+    """Compute the sums of a block of tokens over a part of the vocabulary. The last program computes the statistics.
+
+    HAS_WHOLE_TILES says that V is a multiple of BLOCK_V.
+    """
     part = tl.program_id(0) % parts
     block = tl.program_id(0) // parts
     rows = block.to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -68,13 +93,15 @@ def low_rank_statistics_kernel(
     best = tl.zeros([BLOCK_T], tl.int32)
     # The length of a part is a multiple of `BLOCK_V`. Triton vectorises the loads only if it knows that.
     first = tl.multiple_of(part * part_length, BLOCK_V)
+    next_target = _next_target(class_t, first)
     for start in tl.range(first, tl.minimum(first + part_length, V), BLOCK_V, num_stages=STAGES):
         cols = start + tl.arange(0, BLOCK_V)
         is_class = (cols < V)[None, :]
-        a = tl.load(logits_ptr + rows[:, None] * stride_logits + cols[None, :], valid[:, None] & is_class, 0.0)
+        mask = valid[:, None] if HAS_WHOLE_TILES else valid[:, None] & is_class
+        a = tl.load(logits_ptr + rows[:, None] * stride_logits + cols[None, :], mask, 0.0)
         low = _low_rank_tile(
             h_ptr, b_ptr, rows, cols, valid, V, stride_h, stride_h_term, stride_b_term,
-            R, ORDER, H_TERMS, B_TERMS, BLOCK_T, BLOCK_V, BLOCK_R,
+            R, ORDER, H_TERMS, B_TERMS, BLOCK_T, BLOCK_V, BLOCK_R, HAS_WHOLE_TILES,
         )  # fmt: skip
         x = transform(a.to(tl.float32) + low, logit_scale, softcap, SCALED, SOFTCAP)[0]
         if SMOOTHING:
@@ -82,8 +109,11 @@ def low_rank_statistics_kernel(
             if weight_ptr is not None:
                 difference *= tl.load(weight_ptr + cols, cols < V, 0.0).to(tl.float32)[None, :]
             weighted += tl.sum(tl.where(is_class, difference, 0.0), axis=1)
-        x_t += tl.sum(tl.where(cols[None, :] == class_t[:, None], x, 0.0), axis=1)
-        x = tl.where(is_class, x, float("-inf"))
+        if next_target < start + BLOCK_V:
+            x_t += tl.sum(tl.where(cols[None, :] == class_t[:, None], x, 0.0), axis=1)
+            next_target = _next_target(class_t, start + BLOCK_V)
+        if not HAS_WHOLE_TILES:
+            x = tl.where(is_class, x, float("-inf"))
         if predicted_ptr is not None:
             tile_high, index = tl.max(x, axis=1, return_indices=True)
             best = tl.where(tile_high > high, start + index, best)
@@ -169,12 +199,12 @@ def low_rank_statistics_kernel(
 
 
 @triton.jit
-def _load_terms(pointer, stride_term, mask, NUM_TERMS: tl.constexpr):
+def _load_terms(pointer, stride_term, mask, NUM_TERMS: tl.constexpr, IS_WHOLE: tl.constexpr):
     """Return two tiles of terms. The second one repeats the first one, and is never read, if there is only one term."""
-    first = tl.load(pointer, mask, 0.0)
+    first = _load(pointer, mask, IS_WHOLE)
     second = first
     if NUM_TERMS > 1:
-        second = tl.load(pointer + stride_term, mask, 0.0)
+        second = _load(pointer + stride_term, mask, IS_WHOLE)
     return first, second
 
 
@@ -183,16 +213,17 @@ def low_rank_gradient_kernel(
     logits_ptr, target_ptr, weight_ptr, scales_ptr, lse_ptr,  # [M, V], [M], [V] or None, [3], [M, 2]
     log_prob_ptr, entropy_ptr,  # [M] or None: read for token scaling, and for the gradient of the entropy
     dloss_ptr, dlog_prob_ptr, dentropy_ptr,  # [M] or None
-    h_ptr, b_ptr, dh_ptr, db_ptr,  # [S, M, R], [S, V, R] bf16, [P, M, R], [M / BLOCK_T, V, R] fp32 or None
+    h_ptr, b_ptr, dh_ptr,  # [S, M, R] bf16, [S, V, R] bf16, [P, M, R] fp32 or None
     M, V, part_length, parts, stride_logits, stride_dloss, stride_h, stride_h_term, stride_b_term,
     ignore_index, label_smoothing, softcap, logit_scale, z_loss,
     SMOOTHING: tl.constexpr, SCALED: tl.constexpr, SOFTCAP: tl.constexpr,
     R: tl.constexpr, ORDER: tl.constexpr, H_TERMS: tl.constexpr, B_TERMS: tl.constexpr, DA_TERMS: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_R: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_R: tl.constexpr, HAS_WHOLE_TILES: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Overwrite a part of the vocabulary of a block of tokens with the gradient, and sum dh and dB over the tiles.
+    """Overwrite a part of the vocabulary of a block of tokens with the gradient, and sum dh over the tiles.
 
-    dh and dB need R <= BLOCK_R.
+    dh needs R <= BLOCK_R. HAS_WHOLE_TILES says that V is a multiple of BLOCK_V.
     """
     part = tl.program_id(0) % parts
     block = (tl.program_id(0) // parts).to(tl.int64)
@@ -206,18 +237,20 @@ def low_rank_gradient_kernel(
     if HOLDS_FACTORS:
         h_offsets = rows[:, None] * stride_h + ranks[None, :]
         h0, h1 = _load_terms(
-            h_ptr + h_offsets, stride_h_term, valid[:, None] & (ranks[None, :] < R), H_TERMS
+            h_ptr + h_offsets, stride_h_term, valid[:, None] & (ranks[None, :] < R), H_TERMS, False
         )  # fmt: skip
 
-    # A masked row must not divide by zero, because its NaN would spread to dB.
+    # The factors of a masked row are zero, and its logits are read as zeros, so that its gradient is zero. It must not
+    # divide by zero, because 0 times infinity is NaN.
     top, total = tl.load(lse_ptr + rows * 2, valid, 0.0), tl.load(lse_ptr + rows * 2 + 1, valid, 1.0)
     dloss = tl.full([BLOCK_T], 1.0, tl.float32)
     if dloss_ptr is not None:
         dloss = tl.load(dloss_ptr + rows * stride_dloss, valid, 0.0).to(tl.float32)
     if log_prob_ptr is not None:
         dloss *= tl.exp(tl.load(log_prob_ptr + rows, valid, 0.0))
-    scale, z_scale = dloss * tl.load(scales_ptr), dloss * tl.load(scales_ptr + 1)
-    target_factor = scale * (1.0 - label_smoothing) * target_weight(weight_ptr, target, V)
+    scale = tl.where(valid, dloss * tl.load(scales_ptr), 0.0)
+    z_scale = tl.where(valid, dloss * tl.load(scales_ptr + 1), 0.0)
+    target_factor = tl.where(valid, scale * (1.0 - label_smoothing) * target_weight(weight_ptr, target, V), 0.0)
     if dlog_prob_ptr is not None:
         target_factor -= tl.load(dlog_prob_ptr + rows, valid, 0.0)
     mass = target_factor + z_scale * 2.0 * z_loss * (top + tl.log(total))
@@ -232,16 +265,18 @@ def low_rank_gradient_kernel(
 
     dh = tl.zeros([BLOCK_T, BLOCK_R], tl.float32)
     first = tl.multiple_of(part * part_length, BLOCK_V)
+    next_target = _next_target(class_t, first)
     for start in tl.range(first, tl.minimum(first + part_length, V), BLOCK_V, num_stages=STAGES):
         cols = start + tl.arange(0, BLOCK_V)
         is_class = cols < V
         pointers = logits_ptr + rows[:, None] * stride_logits + cols[None, :]
-        inside = valid[:, None] & is_class[None, :]
+        inside = valid[:, None] if HAS_WHOLE_TILES else valid[:, None] & is_class[None, :]
         a = tl.load(pointers, inside, 0.0)
         if HOLDS_FACTORS:
             b_offsets = cols.to(tl.int64)[:, None] * R + ranks[None, :]
             b_mask = is_class[:, None] & (ranks[None, :] < R)
-            b0, b1 = _load_terms(b_ptr + b_offsets, stride_b_term, b_mask, B_TERMS)
+            IS_WHOLE: tl.constexpr = HAS_WHOLE_TILES and R == BLOCK_R
+            b0, b1 = _load_terms(b_ptr + b_offsets, stride_b_term, b_mask, B_TERMS, IS_WHOLE)
             low = tl.dot(h0, tl.trans(b0))
             if ORDER > 1:
                 if B_TERMS > 1:
@@ -251,7 +286,7 @@ def low_rank_gradient_kernel(
         else:
             low = _low_rank_tile(
                 h_ptr, b_ptr, rows, cols, valid, V, stride_h, stride_h_term, stride_b_term,
-                R, ORDER, H_TERMS, B_TERMS, BLOCK_T, BLOCK_V, BLOCK_R,
+                R, ORDER, H_TERMS, B_TERMS, BLOCK_T, BLOCK_V, BLOCK_R, HAS_WHOLE_TILES,
             )  # fmt: skip
         x, slope = transform(a.to(tl.float32) + low, logit_scale, softcap, SCALED, SOFTCAP)
         shifted = x - top[:, None]
@@ -259,14 +294,19 @@ def low_rank_gradient_kernel(
         if dentropy_ptr is not None:
             factor = factor - dentropy[:, None] * (tl.maximum(shifted, LOWEST) - mean[:, None])
         dx = factor * tl.exp2(shifted * LOG2E)
-        dx -= tl.where(cols[None, :] == class_t[:, None], target_factor[:, None], 0.0)
+        if next_target < start + BLOCK_V:
+            dx -= tl.where(cols[None, :] == class_t[:, None], target_factor[:, None], 0.0)
+            next_target = _next_target(class_t, start + BLOCK_V)
         if SMOOTHING:
             if weight_ptr is not None:
                 dx -= smoothing[:, None] * tl.load(weight_ptr + cols, is_class, 0.0).to(tl.float32)[None, :]
             else:
                 dx -= smoothing[:, None]
-        da = tl.where(inside, dx * slope, 0.0).to(logits_ptr.dtype.element_ty)
-        tl.store(pointers, da, exists[:, None] & is_class[None, :])
+        dx *= slope
+        if not HAS_WHOLE_TILES:
+            dx = tl.where(is_class[None, :], dx, 0.0)
+        da = dx.to(logits_ptr.dtype.element_ty)
+        tl.store(pointers, da, exists[:, None] if HAS_WHOLE_TILES else exists[:, None] & is_class[None, :])
 
         # Tensor cores do not round the sums that they carry, so the sums of each tile start from zero.
         if dh_ptr is not None:
@@ -277,15 +317,6 @@ def low_rank_gradient_kernel(
                         b = b0 if j == 0 else b1
                         sums = tl.dot(da if DA_TERMS == 1 else term(da, i), b, sums)
             dh += sums
-        if db_ptr is not None:
-            # The transposed product takes da as its second factor.
-            db = tl.zeros([BLOCK_R, BLOCK_V], tl.float32)
-            for i in tl.static_range(DA_TERMS):
-                for j in tl.static_range(H_TERMS):
-                    if i + j < ORDER:
-                        h = h0 if j == 0 else h1
-                        db = tl.dot(tl.trans(h), da if DA_TERMS == 1 else term(da, i), db)
-            tl.store(db_ptr + block * V * R + b_offsets, tl.trans(db), b_mask)
     if dh_ptr is not None:
         dh_offsets = (part.to(tl.int64) * M + rows[:, None]) * R + ranks[None, :]
         tl.store(dh_ptr + dh_offsets, dh, exists[:, None] & (ranks[None, :] < R))
