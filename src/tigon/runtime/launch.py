@@ -14,7 +14,15 @@ from torch import Tensor, library
 
 from tigon.runtime.device import HIP, PLAIN, simulation_of
 from tigon.runtime.torch_private.operators import current_device, current_raw_stream, dispatch_modes
-from tigon.runtime.triton_private import JITFunction, has_direct_launch, has_launch_hook, positional_launch, tl, triton
+from tigon.runtime.triton_private import (
+    JITFunction,
+    TensorDescriptor,
+    has_direct_launch,
+    has_launch_hook,
+    positional_launch,
+    tl,
+    triton,
+)
 
 __all__ = ["COMPILE", "in_order", "launch", "launch_method", "launcher", "on_device", "self_check_verdict"]
 
@@ -42,8 +50,9 @@ def _key_function(kernel: JITFunction, arguments: tuple) -> Callable[..., tuple]
 
     For a tensor these are the dtype and whether it is aligned to 16 bytes (on AMD also whether it has less than 2 GiB).
     For an int these are whether it takes 64 bits and, unless the kernel does not specialise it (such as M), whether it
-    is 1 or a multiple of 16. The values of ints are not part of the key, because each batch has others. The function is
-    compiled from source, once, because small models wait for the host.
+    is 1 or a multiple of 16. The values of ints are not part of the key, because each batch has others. For a tensor
+    descriptor they are its dtype and the shape of its tiles. The function is compiled from source, once, because small
+    models wait for the host.
     """
     parts = []
     for i, value in enumerate(arguments):
@@ -51,6 +60,8 @@ def _key_function(kernel: JITFunction, arguments: tuple) -> Callable[..., tuple]
             parts.append(f"a{i} >> 31")
             if not kernel.params[i].do_not_specialize:
                 parts.append(f"a{i} == 1 or (a{i} & 15 == 0 and 16)")
+        elif TensorDescriptor is not None and type(value) is TensorDescriptor:
+            parts.append(f"a{i}.base.dtype, *a{i}.block_shape")
         elif value is not None and type(value) is not float:
             parts.append(f"a{i}.dtype, a{i}.data_ptr() & 15")
             if HIP:
@@ -70,8 +81,9 @@ def launch(kernel: JITFunction, programs: int, *arguments: Any, **constants: Any
     Args:
         kernel: The kernel.
         programs: The size of the one-dimensional grid.
-        *arguments: All arguments except the constexprs, in the order of the kernel: first a tensor, then tensors or
-            None, then ints and floats. `in_order` puts arguments that are passed by name into this order.
+        *arguments: All arguments except the constexprs, in the order of the kernel: first a tensor, then tensors,
+            tensor descriptors or None, then ints and floats. `in_order` puts arguments that are passed by name into
+            this order.
         **constants: The constexprs by name, `num_warps`, and other options of the compiler, such as `enable_fp_fusion`.
     """
     if not programs:

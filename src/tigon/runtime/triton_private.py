@@ -5,6 +5,7 @@ A comment at each name states why it is needed, the versions of Triton that it w
 changed.
 """
 
+import contextlib
 import importlib
 import types
 from pathlib import Path
@@ -22,6 +23,7 @@ else:
 __all__ = [
     "CompilerTools",
     "JITFunction",
+    "TensorDescriptor",
     "async_load",
     "block_barrier",
     "commit_group",
@@ -97,6 +99,13 @@ try:
     gluon = importlib.import_module("triton.experimental.gluon")
 except (ImportError, AttributeError):
     pass
+
+
+# A tensor descriptor is an argument from which a kernel copies tiles by the tensor memory accelerator of Hopper and
+# later chips. Seen in 3.6 and 3.7. Without it, experts with adapters add the low-rank term in a kernel of its own.
+TensorDescriptor: Any = None
+with contextlib.suppress(ImportError, AttributeError):
+    TensorDescriptor = importlib.import_module("triton.tools.tensor_descriptor").TensorDescriptor
 
 
 # --- the compiler for other chips ------------------------------------------------------------------

@@ -6,6 +6,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tigon
+import tigon.ops.adapters.grouped_low_rank_product as product
 import tigon.ops.adapters.lora_expert_nodes as nodes
 from op_cases import DEVICE, assert_as_accurate_as_eager, one_in, outputs_and_gradients
 from tigon.ops.adapters.grouped_low_rank import (
@@ -132,6 +133,29 @@ def test_any_tiles(tiles):
     config, fields = tiles
     with tuned(config, **fields):
         _check(_inputs(FP16, FP32, rank=3, sizes=(30, 43, 2, 40, 2)))
+
+
+@pytest.mark.kernels
+@one_in(2, transposed=[False, True], dtype={"bf16": BF16, "fp16": FP16}, rank=[3, 16, 20])
+def test_products_with_the_weights_add_the_adapters(transposed, dtype, rank, monkeypatch):
+    inputs = _inputs(dtype, FP32, rank=rank, sizes=(50, 48, 3, 32, 2), transposed=transposed)
+    weight = inputs["up_proj"] if transposed else inputs["up_proj"].mT
+    tiles = {"block_t": 16, "block_m": 32, "block_n": 16}
+    with tuned(product.GroupedProductConfig, **tiles):
+        if product.adds_in_product(inputs["x"], weight, inputs["up_b"].mT):
+            monkeypatch.setattr(product, "grouped_expand", None)
+        else:
+            assert torch.cuda.get_device_capability() < (9, 0)
+        _check(inputs, transposed=transposed)
+
+
+@pytest.mark.kernels
+@one_in(2, transposed=[False, True], gated=[False, True])
+def test_the_activation_adds_the_adapters_where_the_products_cannot(transposed, gated, monkeypatch):
+    monkeypatch.setattr(nodes, "adds_in_product", lambda *_: False)
+    monkeypatch.setattr(product, "adds_in_product", lambda *_: False)
+    inputs = _inputs(BF16, FP32, transposed=transposed, gated=gated)
+    _check(inputs, transposed=transposed, activation="silu" if gated else "relu2")
 
 
 INDICES = {

@@ -173,6 +173,7 @@ def _lora_expert_backward_kernel(
     weights = tl.load(weights_ptr + choices, rows < end, 0.0).to(tl.float32)
     if p_ptr is not None:
         p, p2 = load_hidden(p_ptr, rows, end, ranks[None, :], UP_R, ORDER)
+    if up_b_ptr is not None:
         b_rows = (expert.to(tl.int64) * UP_R + ranks[:, None]) * (halves * N)
     if dq_ptr is not None:
         dq, dq2 = load_hidden(dq_ptr, rows, end, ranks[None, :], DOWN_R, ORDER)
@@ -187,12 +188,14 @@ def _lora_expert_backward_kernel(
             up = tl.load(h_ptr + rows * stride_h + N + cols, inside, 0.0).to(tl.float32)
         if da_ptr is not None:
             da = tl.load(da_ptr + rows * stride_da + cols, inside, 0.0).to(tl.float32)
-        if p_ptr is not None:
+        if up_b_ptr is not None:
             b_mask = (ranks[:, None] < UP_R) & (cols < N)
             gate_b, gate_b2 = load_factor(up_b_ptr, b_rows + cols, stride_b_term, b_mask, B_TERMS, B_IS_SPLIT)
-            gate = add_expanded(gate, p, p2, gate_b, gate_b2, ORDER, B_TERMS)
             if halves == 2:
                 up_b, up_b2 = load_factor(up_b_ptr, b_rows + N + cols, stride_b_term, b_mask, B_TERMS, B_IS_SPLIT)
+        if p_ptr is not None:
+            gate = add_expanded(gate, p, p2, gate_b, gate_b2, ORDER, B_TERMS)
+            if halves == 2:
                 up = add_expanded(up, p, p2, up_b, up_b2, ORDER, B_TERMS)
         if dq_ptr is not None:
             a_mask = (ranks[:, None] < DOWN_R) & (cols < N)
@@ -230,7 +233,7 @@ def _lora_expert_backward_kernel(
 class ActivationAdapters(NamedTuple):
     """What the kernels read of the adapters. The tensors of a product without an adapter are None."""
 
-    # The terms of p [S, 2, R_u], and the factor s B_u^T [E, R_u, 2 I].
+    # The terms of p [S, 2, R_u], or None if h contains p B_u already; and the factor s B_u^T [E, R_u, 2 I].
     p: Tensor | None
     up_b: Tensor | None
     # The factor A_d [E, R_d, I].

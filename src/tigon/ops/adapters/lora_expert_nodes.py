@@ -3,7 +3,7 @@ r"""The autograd nodes of experts whose products have low-rank adapters.
 `LoRAExperts` computes all of `lora_moe_mlp` with frozen weights: for the row s of the choice (t, k) of expert e, with
 x[s] = x[t], dy[s] = dy[t] and the weight w = w[t, k]:
 
-    h[s] = x[s] U^T,  p[s] = x[s] A_u^T               h does not contain the adapter, s_u p[s] B_u^T
+    h[s] = x[s] U^T,  p[s] = x[s] A_u^T               without the adapter, s_u p[s] B_u^T
     a[s] = act(h[s] + s_u p[s] B_u^T),  q[s] = a[s] A_d^T
     z[s] = a[s] D^T + s_d q[s] B_d^T
     y[t] = sum_k w z[s]
@@ -16,11 +16,11 @@ x[s] = x[t], dy[s] = dy[t] and the weight w = w[t, k]:
     dB_u = s_u sum_s dh[s]^T p[s]                     dA_u = sum_s dp[s]^T x[s]
     dx[t] = sum_k dh[s] U + dp[s] A_u
 
-The products with U and D are those of `moe_mlp`, and no gradient of U and D is computed. Up to rank
-`LARGEST_FUSED_RANK`, `lora_expert_activation` adds the adapters around the activation when it reads h and da.
-`grouped_low_rank` computes the other low-rank products and adds them to z and to the rows of dx in place. With a larger
-rank it also adds those of h and da, so h contains the adapter then. The node saves x, h, p and w q, the last two as
-bf16 terms [S, 2, r], which are small.
+No gradient of U and D is computed. Where the chip and the rank allow it, `grouped_low_rank_product` computes each
+product with U or D together with its adapter. Elsewhere the products are those of `moe_mlp`. Then, up to rank
+`LARGEST_FUSED_RANK`, `lora_expert_activation` adds the adapters of h and da when it reads them, and `grouped_low_rank`
+adds the others in place. The activation computes q and dp up to this rank too. The node saves x, h, with its adapter or
+without it, and p and w q as bf16 terms [S, 2, r], which are small.
 
 `AddGroupedAdapters` adds the adapters to a product that autograd differentiates.
 
@@ -40,6 +40,7 @@ from tigon.ops.adapters.grouped_low_rank import (
     split_experts,
     spread_and_project,
 )
+from tigon.ops.adapters.grouped_low_rank_product import adds_in_product, grouped_low_rank_product
 from tigon.ops.adapters.lora_expert_activation import (
     LARGEST_FUSED_RANK,
     ActivationAdapters,
@@ -93,39 +94,41 @@ def _is_fused(up: _Factors | None, down: _Factors | None) -> bool:
     return bool(ranks) and max(ranks) <= LARGEST_FUSED_RANK
 
 
-def _adapters(p: Tensor | None, up: _Factors | None, down: _Factors | None) -> ActivationAdapters:
-    """Return what the kernels of the activation read."""
-    return ActivationAdapters(p, None if up is None else up.b, None if down is None else down.a)
-
-
 def _forward(
     x: Tensor, weights: Tensor, up: Tensor, down: Tensor, routing: Routing, kind: str, transposed: bool,
     up_factors: _Factors | None, down_factors: _Factors | None,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """Return y [T, H], h [S, 2 I] or [S, I], and the terms of p and w q [S, 2, R], which are None without adapters.
+) -> tuple[Tensor, Tensor, bool, Tensor | None, Tensor | None]:  # fmt: skip
+    """Return y [T, H], h [S, 2 I] or [S, I], whether h contains its adapter, and the terms of p and w q [S, 2, R].
 
-    If the adapter is fused with the activation, h does not contain it.
+    p and w q are None without adapters.
     """
     p = q = wq = None
+    up, down = (up, down) if transposed else (up.mT, down.mT)
+    is_fused, is_complete = _is_fused(up_factors, down_factors), up_factors is None
     if up_factors is None:
-        rows = spread(x, routing)
+        h = grouped_product(spread(x, routing), up, routing.ends)
     else:
         rows, p = spread_and_project(x, up_factors.a, routing)
-    h = grouped_product(rows, up if transposed else up.mT, routing.ends)
-    del rows
-    if _is_fused(up_factors, down_factors):
-        a, q, wq = lora_activation_forward(h, _adapters(p, up_factors, down_factors), weights, routing, kind)
+        is_complete = not is_fused or adds_in_product(rows, up, up_factors.b)
+        if is_complete:
+            h = grouped_low_rank_product(rows, up, p, up_factors.b, routing)
+        else:
+            h = grouped_product(rows, up, routing.ends)
+        del rows
+    if is_fused:
+        adapters = ActivationAdapters(
+            None if is_complete else p,
+            None if is_complete or up_factors is None else up_factors.b,
+            None if down_factors is None else down_factors.a,
+        )
+        a, q, wq = lora_activation_forward(h, adapters, weights, routing, kind)
     else:
-        if up_factors is not None and p is not None:
-            grouped_expand(p, up_factors.b, h, routing)
         a = ACTIVATIONS[kind][0](h)
         if down_factors is not None:
             q, wq = grouped_project(a, down_factors.a, routing, False, weights)
-    z = grouped_product(a, down if transposed else down.mT, routing.ends)
+    z = grouped_low_rank_product(a, down, q, None if down_factors is None else down_factors.b, routing)
     del a
-    if down_factors is not None and q is not None:
-        grouped_expand(q, down_factors.b, z, routing)
-    return combine(z, weights, routing, x.dtype), h, p, wq
+    return combine(z, weights, routing, x.dtype), h, is_complete, p, wq
 
 
 class _Operand(NamedTuple):
@@ -182,12 +185,12 @@ class LoRAExperts(torch.autograd.Function):
         x, weights = _rows(x), weights.contiguous()
         up_adapters, down_adapters = _rebuild(factors, scalings)
         terms_of_b = TERMS[x.dtype]
-        y, h, p, wq = _forward(
+        y, h, is_complete, p, wq = _forward(
             x, weights, up, down, routing, kind, transposed,
             _split(up_adapters, terms_of_b), _split(down_adapters, terms_of_b),
         )  # fmt: skip
         ctx.save_for_backward(x, weights, up, down, h, p, wq, *routing, *factors)
-        ctx.kind, ctx.transposed, ctx.scalings = kind, transposed, scalings
+        ctx.kind, ctx.transposed, ctx.scalings, ctx.is_complete = kind, transposed, scalings, is_complete
         return y
 
     @staticmethod
@@ -203,27 +206,36 @@ class LoRAExperts(torch.autograd.Function):
         needs_wa = any(need.a for need in down_needs)
         needs_dp = bool(up_adapters) and (needs_x or any(need.a for need in up_needs))
         da = dq = dp = dh = wa = dweights = dx = None
+        adds_dq, up, down = True, up.mT if transposed else up, down.mT if transposed else down
 
         up_factors, down_factors = _split(up_adapters), _split(down_adapters)
         is_fused = _is_fused(up_factors, down_factors)
         if needs_dh or needs_weights:
             if down_factors is None:
-                rows = spread(dy, routing)
+                da = grouped_product(spread(dy, routing), down, ends)
             else:
                 rows, dq = spread_and_project(dy, down_factors.b, routing)
-            da = grouped_product(rows, down.mT if transposed else down, ends)
-            del rows
+                # As in the forward, the activation adds the adapter if the product does not.
+                adds_dq = not is_fused or adds_in_product(rows, down, down_factors.a)
+                if adds_dq:
+                    da = grouped_low_rank_product(rows, down, dq, down_factors.a, routing)
+                else:
+                    da = grouped_product(rows, down, ends)
+                del rows
         elif down_factors is not None and needs_wa:
             dq, _ = grouped_project(dy, down_factors.b, routing, gathers=True)
         if is_fused and (da is not None or needs_wa):
             needs = NeededActivationGradients(needs_dh, needs_wa, needs_weights, needs_dp)
-            adapters = _adapters(p, up_factors, down_factors)
+            reads_b = up_factors is not None and (needs_dp or not ctx.is_complete)
+            adapters = ActivationAdapters(
+                None if ctx.is_complete else p,
+                up_factors.b if up_factors is not None and reads_b else None,
+                None if down_factors is None else down_factors.a,
+            )
             dh, wa, dweights, dp = lora_activation_backward(
-                h, da, adapters, None if da is None else dq, weights, routing, ctx.kind, needs
+                h, da, adapters, None if da is None or adds_dq else dq, weights, routing, ctx.kind, needs
             )
         elif da is not None or needs_wa:
-            if down_factors is not None and da is not None and dq is not None:
-                grouped_expand(dq, down_factors.a, da, routing)
             dh, wa, dweights = activation_gradients(
                 h, da, weights, routing, ctx.kind, needs_dh, needs_wa, needs_weights
             )
@@ -235,10 +247,8 @@ class LoRAExperts(torch.autograd.Function):
         up_gradients = _factor_gradients(up_adapters, up_needs, _Operand(x, dp, True), _Operand(dh, p), routing)
         if needs_x:
             assert dh is not None
-            rows = grouped_product(dh, up.mT if transposed else up, ends)
+            rows = grouped_low_rank_product(dh, up, dp, None if up_factors is None else up_factors.a, routing)
             del dh
-            if up_factors is not None and dp is not None:
-                grouped_expand(dp, up_factors.a, rows, routing)
             dx = combine(rows, None, routing, dy.dtype)
         return dx, dweights, *(None,) * 6, *up_gradients, *down_gradients
 

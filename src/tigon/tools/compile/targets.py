@@ -23,7 +23,7 @@ import torch
 
 from tigon.runtime import device
 from tigon.runtime.device import Device
-from tigon.runtime.triton_private import CompilerTools, JITFunction, compiler_tools, gluon, triton
+from tigon.runtime.triton_private import CompilerTools, JITFunction, TensorDescriptor, compiler_tools, gluon, triton
 
 __all__ = ["CHIPS", "Chip", "KernelResources", "Launch", "recorded", "resources"]
 
@@ -119,7 +119,10 @@ def _source(launch: Launch, tools: CompilerTools) -> Any:
         if parameter.is_constexpr or value is None or (type(value) is int and value == 1 and is_specialised):
             signature[name], constants[(index,)] = "constexpr", value
             continue
-        if isinstance(value, torch.Tensor):
+        if TensorDescriptor is not None and isinstance(value, TensorDescriptor):
+            shape = ",".join(map(str, value.block_shape))
+            signature[name], is_aligned = f"tensordesc<{TYPES[value.base.dtype]}[{shape}]>", False
+        elif isinstance(value, torch.Tensor):
             signature[name], is_aligned = f"*{TYPES[value.dtype]}", True
         elif isinstance(value, int):
             signature[name], is_aligned = "i32" if abs(value) < 2**31 else "i64", value % 16 == 0
