@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from tigon.ops.adapters.grouped_low_rank_kernels import (
+    copy_experts_kernel,
     grouped_expand_kernel,
     grouped_project_kernel,
     grouped_sum_kernel,
@@ -86,7 +87,7 @@ class GroupedProjectConfig(LaunchConfig):
         is_halved = problem.terms > 1 and device.arch == "sm_80"
         return GroupedProjectConfig(
             block_t=(64 if is_halved else 128) if is_large else 32, block_n=64,
-            num_warps=4 if rank_block(problem.rank) <= 32 else 8, num_stages=4 if device.async_copy else 1,
+            num_warps=4 if rank_block(problem.rank) <= 32 else 8, num_stages=3 if device.async_copy else 1,
         )  # fmt: skip
 
 
@@ -102,10 +103,12 @@ class GroupedExpandConfig(LaunchConfig):
 
     @staticmethod
     def heuristic(problem: GroupedLowRankProblem, device: Device) -> "GroupedExpandConfig":
-        # On sm_90 with rank 16, a thread needs 92 registers with 64 features, and 184 with 128.
+        # On sm_90 with rank 16, a thread needs 92 registers with 64 features, and 184 with 128. The larger block takes
+        # 147 us in place of 151 us on an H200.
         is_small = rank_block(problem.rank) <= 32 and problem.terms == 1
+        is_wide = rank_block(problem.rank) <= 16 and problem.terms == 1 and device.shared_memory >= 2**17 * 1.5
         return GroupedExpandConfig(
-            block_t=64 if _has_room(problem, device) else 32, block_n=64, blocks=8,
+            block_t=64 if _has_room(problem, device) else 32, block_n=128 if is_wide else 64, blocks=8,
             num_warps=4 if is_small else 8, num_stages=3 if device.async_copy else 1,
         )  # fmt: skip
 
@@ -139,8 +142,9 @@ class GroupedSplitConfig(LaunchConfig):
 
     @staticmethod
     def heuristic(problem: GroupedLowRankProblem, device: Device) -> "GroupedSplitConfig":
-        # In PEFT's B the experts are adjacent, so 16 experts in fp32 are 64 bytes.
-        return GroupedSplitConfig(block_e=16, block_n=128, num_warps=4)
+        # In PEFT's B the experts are adjacent, so 32 experts in fp32 are 128 bytes. On an H200 this takes 5.1 us where
+        # 16 experts and 128 features take 6.6 us.
+        return GroupedSplitConfig(block_e=32, block_n=64, num_warps=4)
 
 
 # --- factors -------------------------------------------------------------------------------------
@@ -271,19 +275,38 @@ def grouped_sums(
     are used.
     """
     experts, rank, n = out.shape
+    # The experts of PEFT's B are adjacent in memory. A program holds the sums of one expert, so each of its values would
+    # take a memory transaction of its own: 38 to 47 us of 85 and 109 us on an H200. A copy takes about 6 us.
+    is_scattered = min(out.stride(1), out.stride(2)) > 1 and rank > 1 and n > 1
+    sums = torch.empty_like(out, memory_format=torch.contiguous_format) if is_scattered else out
     config = GroupedSumConfig.choose(GroupedLowRankProblem(rank, TERMS[z.dtype]), device_of(z))
     block_r = rank_block(rank)
     launch(
         grouped_sum_kernel, experts * cdiv(n, config.block_n) * cdiv(rank, block_r),
         *in_order(grouped_sum_kernel)(
-            z_ptr=z, h_ptr=h, out_ptr=out, order_ptr=routing.order, ends_ptr=routing.ends,
+            z_ptr=z, h_ptr=h, out_ptr=sums, order_ptr=routing.order, ends_ptr=routing.ends,
             N=n, stride_z=z.stride(0),
-            stride_oe=out.stride(0), stride_or=out.stride(1), stride_on=out.stride(2), factor=factor,
+            stride_oe=sums.stride(0), stride_or=sums.stride(1), stride_on=sums.stride(2), factor=factor,
         ),
         R=h.shape[2], COLUMN=column, RANK=rank, CHOICES=routing.slot.shape[1], GATHERS=gathers,
         Z_TERMS=TERMS[z.dtype],
         BLOCK_T=config.block_t, BLOCK_N=config.block_n, BLOCK_R=block_r,
-        # If the rows are those of tokens, each load waits for that of its token, which takes as many stages again.
-        STAGES=2 * config.num_stages - 1 if gathers else config.num_stages, num_warps=config.num_warps,
+        STAGES=config.num_stages, num_warps=config.num_warps,
     )  # fmt: skip
+    if sums is not out:
+        _copy_experts(sums, out)
     return out
+
+
+def _copy_experts(a: Tensor, out: Tensor) -> None:
+    """Copy a [E, R, N], which is contiguous, to `out`, which has other strides."""
+    experts, rank, n = out.shape
+    config = GroupedSplitConfig.choose(GroupedLowRankProblem(rank, TERMS[out.dtype]), device_of(out))
+    launch(
+        copy_experts_kernel, rank * cdiv(experts, config.block_e) * cdiv(n, config.block_n),
+        *in_order(copy_experts_kernel)(
+            a_ptr=a, out_ptr=out, E=experts, N=n,
+            stride_oe=out.stride(0), stride_or=out.stride(1), stride_on=out.stride(2),
+        ),
+        RANK=rank, BLOCK_E=config.block_e, BLOCK_N=config.block_n, num_warps=config.num_warps,
+    )  # fmt: skip

@@ -12,6 +12,7 @@ from tigon.runtime.triton_private import tl, triton
 __all__ = [
     "add_expanded",
     "add_projected",
+    "copy_experts_kernel",
     "find_rows",
     "grouped_expand_kernel",
     "grouped_project_kernel",
@@ -43,6 +44,24 @@ def split_experts_kernel(
     out = out_ptr + experts * stride_expert + (first + rank).to(tl.int64) * stride_rank + cols
     for i in tl.static_range(TERMS_):
         tl.store(out + i * stride_term, term(a, i), mask)
+
+
+@triton.jit(do_not_specialize=["E"])
+def copy_experts_kernel(
+    a_ptr, out_ptr, E, N, stride_oe, stride_or, stride_on,  # [E, RANK, N] contiguous, [E, RANK, N] by strides
+    RANK: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Copy one rank of a block of experts and features to a tensor of other strides."""
+    e_blocks = tl.cdiv(E, BLOCK_E)
+    n_blocks = tl.cdiv(N, BLOCK_N)
+    pid = tl.program_id(0)
+    rank = (pid // n_blocks // e_blocks).to(tl.int64)
+    experts = ((pid // n_blocks % e_blocks) * BLOCK_E + tl.arange(0, BLOCK_E)).to(tl.int64)[:, None]
+    cols = ((pid % n_blocks) * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
+    mask = (experts < E) & (cols < N)
+    a = tl.load(a_ptr + (experts * RANK + rank) * N + cols, mask, 0.0)
+    out = out_ptr + experts * stride_oe + rank * stride_or + cols.to(tl.int64) * stride_on
+    tl.store(out, a, mask)
 
 
 # --- parts of kernels ----------------------------------------------------------------------------
