@@ -103,12 +103,10 @@ class GroupedExpandConfig(LaunchConfig):
 
     @staticmethod
     def heuristic(problem: GroupedLowRankProblem, device: Device) -> "GroupedExpandConfig":
-        # On sm_90 with rank 16, a thread needs 92 registers with 64 features, and 184 with 128. The larger block takes
-        # 147 us in place of 151 us on an H200.
+        # On sm_90 with rank 16, a thread needs 92 registers with 64 features, and 184 with 128.
         is_small = rank_block(problem.rank) <= 32 and problem.terms == 1
-        is_wide = rank_block(problem.rank) <= 16 and problem.terms == 1 and device.shared_memory >= 2**17 * 1.5
         return GroupedExpandConfig(
-            block_t=64 if _has_room(problem, device) else 32, block_n=128 if is_wide else 64, blocks=8,
+            block_t=64 if _has_room(problem, device) else 32, block_n=64, blocks=8,
             num_warps=4 if is_small else 8, num_stages=3 if device.async_copy else 1,
         )  # fmt: skip
 
