@@ -1,14 +1,18 @@
-"""Calls of Liger's chunked losses of alignment for a case. A loader raises `ImportError` if Liger is not installed."""
+"""Calls of the losses of alignment and distillation that Liger and TRL have, for a case.
+
+A loader raises `ImportError` if its package is not installed.
+"""
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 from torch import Tensor
 
 from tigon.tools.bench.cases import Case
-from tigon.tools.bench.peers import Run, refuse_other_options
+from tigon.tools.bench.peers import Run, Unsupported, refuse_other_options
 
-__all__ = ["LIGER"]
+__all__ = ["LIGER", "liger_linear_distillation", "trl_linear_distillation"]
 
 
 def _options(case: Case) -> dict[str, Any]:
@@ -76,6 +80,44 @@ def _grpo(case: Case) -> Run:
             ref_per_token_logps=ref_log_probs, old_per_token_logps=old_log_probs,
         )  # fmt: skip
         return (result[0],)
+
+    return run
+
+
+def liger_linear_distillation(case: Case) -> Run:
+    """Load Liger's fused Jensen-Shannon divergence of two heads."""
+    from liger_kernel.transformers import LigerFusedLinearJSD
+
+    refuse_other_options(case, "beta", "temperature")
+    beta, temperature = case.options.get("beta", 0.5), case.options.get("temperature", 1.0)
+    loss = LigerFusedLinearJSD(jsd_beta=beta, ignore_index=-100, temperature=temperature)
+
+    def run(
+        hidden: Tensor, weight: Tensor, targets: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor
+    ) -> tuple[Tensor]:
+        return (loss(hidden, weight, teacher_hidden, teacher_weight, targets),)
+
+    return run
+
+
+def trl_linear_distillation(case: Case) -> Run:
+    """Load the divergence of TRL's distillation trainer; as there, only the valid positions are computed."""
+    module = import_module("trl.trainer.distillation_trainer")
+    if not hasattr(module, "ChunkedDivergenceFunction"):
+        raise Unsupported("this version of TRL has no trl.trainer.distillation_trainer.ChunkedDivergenceFunction")
+    function = module.ChunkedDivergenceFunction
+    refuse_other_options(case, "beta", "temperature")
+    beta, temperature = case.options.get("beta", 0.5), case.options.get("temperature", 1.0)
+
+    def run(
+        hidden: Tensor, weight: Tensor, targets: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor
+    ) -> tuple[Tensor]:
+        valid = targets != -100
+        divergence, _ = function.apply(
+            hidden[valid], weight, None, teacher_hidden[valid], teacher_weight, None, beta, temperature,
+            1.0, None, 1.0, None,
+        )  # fmt: skip
+        return (divergence.sum() / valid.sum().clamp(min=1),)
 
     return run
 

@@ -1,15 +1,24 @@
-"""The floor of the loss and the log-probabilities of a head: their products alone, without the softmax between them."""
+"""The floor of losses and log-probabilities of a head: their products alone, without what is between them."""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tigon.ops.logits.distillation_reference import divergence_of_logits
 from tigon.tools.bench.cases import Case
 from tigon.tools.bench.eager import softcapped
 from tigon.tools.bench.peers import Run, refuse_other_options
 from tigon.tools.workloads import Inputs
 
-__all__ = ["log_prob_products", "loss_products", "products", "with_dlogits", "with_flat_dlogits"]
+__all__ = [
+    "distillation_products",
+    "log_prob_products",
+    "loss_products",
+    "products",
+    "with_distillation_dlogits",
+    "with_dlogits",
+    "with_flat_dlogits",
+]
 
 # This many logits are converted into their gradient at once. Each of a few fp32 temporaries is then half a GiB.
 PREPARED_ELEMENTS = 2**27
@@ -51,6 +60,50 @@ def loss_products(case: Case) -> Run:
     """Load the products of a loss of alignment: those of `products`, and the logits of a reference model, if any."""
     refuse_other_options(case)
     return _products(recomputes_logits=bool(case.flops and case.flops > 3 * _product_flops(case)))
+
+
+def with_distillation_dlogits(case: Case, inputs: Inputs) -> Inputs:
+    """Return the operands of `distillation_products`: hidden states of the valid tokens, both heads, and d(logits)."""
+    hidden, weight, targets, teacher_hidden, teacher_weight = inputs.tensors.values()
+    valid = (targets != -100).nonzero()[:, 0]
+    x, y = hidden.detach()[valid], teacher_hidden[valid]
+    tensors = {
+        "input": x.requires_grad_(hidden.requires_grad), "linear_weight": weight,
+        "teacher_hidden": y, "teacher_weight": teacher_weight,
+    }  # fmt: skip
+    if not inputs.grad_names:
+        return Inputs(tensors)
+    beta, temperature = case.options.get("beta", 0.5), case.options.get("temperature", 1.0)
+    kind = {0.0: "kl", 1.0: "reverse_kl"}.get(beta, "jsd")
+    dlogits = x.new_empty(len(x), len(weight))
+    wide, step = torch.promote_types(x.dtype, torch.float32), max(1, PREPARED_ELEMENTS // len(weight))
+    for start in range(0, len(x), step):
+        rows = slice(start, start + step)
+        logits = F.linear(x[rows].detach(), weight.detach()).requires_grad_()
+        teacher_logits = F.linear(y[rows], teacher_weight).to(wide)
+        divergence = divergence_of_logits(logits.to(wide) / temperature, teacher_logits / temperature, kind, beta)
+        dlogits[rows] = torch.autograd.grad(divergence.sum() / len(x), logits)[0]
+        del logits, teacher_logits, divergence
+    return Inputs(tensors | {"dlogits": dlogits})
+
+
+def distillation_products(case: Case) -> Run:
+    """Load the products of `linear_distillation`: those of `products`, and the logits of the teacher."""
+    refuse_other_options(case, "beta", "temperature")
+    run_student = _products(recomputes_logits=False)
+
+    @torch.no_grad()
+    def run(
+        input: Tensor, linear_weight: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor,
+        dlogits: Tensor | None = None, chunk: int = 8192,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        teacher_logits = input.new_empty(min(chunk, len(input)), len(teacher_weight))
+        for start in range(0, len(input), chunk):
+            rows = teacher_hidden[start : start + chunk]
+            torch.mm(rows, teacher_weight.t(), out=teacher_logits[: len(rows)])
+        return run_student(input, linear_weight, dlogits, chunk)
+
+    return run
 
 
 def _product_flops(case: Case) -> int:

@@ -191,6 +191,17 @@ _PEERS: dict[str, tuple[Provider, ...]] = {
             note="the matrix products alone, of the same operands: the floor",
         ),
     ),
+    "linear_distillation": (
+        _liger(alignment_peers.liger_linear_distillation),
+        Provider("trl", alignment_peers.trl_linear_distillation, needs_gpu=True),
+        Provider(
+            "products",
+            floor.distillation_products,
+            autograd=False,
+            prepare=floor.with_distillation_dlogits,
+            note="the matrix products alone, of the same operands: the floor",
+        ),
+    ),
     **{
         op: (
             _liger(load),
