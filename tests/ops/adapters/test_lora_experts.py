@@ -17,10 +17,16 @@ from tigon.ops.adapters.grouped_low_rank import (
     grouped_project,
     split_experts,
 )
-from tigon.ops.adapters.lora_expert_activation import LoRAExpertConfig
+from tigon.ops.adapters.lora_expert_activation import (
+    ActivationAdapters,
+    LoRAExpertConfig,
+    NeededActivationGradients,
+    lora_activation_backward,
+    lora_activation_forward,
+)
 from tigon.ops.adapters.lora_experts import ExpertAdapter, adapted_moe_mlp, lora_moe_mlp_reference
 from tigon.ops.experts.moe_mlp import ExpertParameters, moe_mlp_reference
-from tigon.ops.experts.routing import route
+from tigon.ops.experts.routing import Routing, route
 from tigon.runtime.tuning import tuned
 
 T, K, E, H, INNER = 40, 3, 6, 16, 24
@@ -326,3 +332,26 @@ def test_the_factors_keep_more_than_bf16():
     errors = [(each - exact).abs().max().item() for each in h]
     assert errors[0] < 2**-13 * exact.abs().max().item()
     assert errors[1] > 8 * errors[0]
+
+
+@pytest.mark.no_interpreter("It reads compiled code.")
+def test_the_activation_of_an_element_is_computed_once():
+    """The compiler must not compute it once more, in the layout of the low-rank product that reads its result."""
+    import triton
+
+    from tigon.runtime.triton_private import compiler_tools
+    from tigon.tools.compile.targets import CHIPS, _source, recorded
+
+    chip, tools = next(chip for chip in CHIPS if chip.name == "sm_90"), compiler_tools()
+    target = tools.GPUTarget(chip.backend, chip.arch, chip.device.warp_size)
+    index = torch.zeros(8, 8, dtype=torch.long)
+    routing = Routing(index, index.flatten(), index.flatten().short(), torch.zeros(E, dtype=torch.int32))
+    h, da = torch.zeros(64, 2 * 768, dtype=BF16), torch.zeros(64, 768, dtype=BF16)
+    down_a, up_b, weights = torch.zeros(E, 16, 768), torch.zeros(2, E, 16, 2 * 768, dtype=BF16), torch.zeros(8, 8)
+    needs = NeededActivationGradients(True, True, True, True)
+    with recorded(chip) as launches:
+        lora_activation_forward(h, ActivationAdapters(None, None, down_a), weights, routing, "silu")
+        lora_activation_backward(h, da, ActivationAdapters(None, up_b, None), None, weights, routing, "silu", needs)
+    for launch in launches:
+        compiled = triton.compile(_source(launch, tools), target=target, options=launch.options)
+        assert compiled.asm["ttgir"].count("math.exp ") == 1

@@ -98,6 +98,19 @@ def _activate(gate, KIND: tl.constexpr):
         return activation_and_slope(gate, KIND)
 
 
+@triton.jit
+def _separate(x, IS_NVIDIA: tl.constexpr):
+    """Return x in bf16 or fp16, without letting the compiler compute it once more in the layout of a product.
+
+    Triton on NVIDIA moves the change of layout before a product up to the loads, so all that x is computed from would
+    run twice: once for the product, and once for the store of x. It does not move it across an instruction that it
+    does not know.
+    """
+    if IS_NVIDIA:
+        x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
+    return x
+
+
 @triton.jit(do_not_specialize=["E"])
 def _lora_expert_forward_kernel(
     h_ptr, a_ptr, p_ptr, up_b_ptr,  # [S, 2 I] or [S, I], [S, I], [S, 2, R_u] or None, [E, R_u, 2 I]
@@ -106,6 +119,7 @@ def _lora_expert_forward_kernel(
     UP_R: tl.constexpr, DOWN_R: tl.constexpr, KIND: tl.constexpr, ORDER: tl.constexpr,
     B_TERMS: tl.constexpr, B_IS_SPLIT: tl.constexpr, A_TERMS: tl.constexpr, A_IS_SPLIT: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr, STAGES: tl.constexpr,
+    IS_NVIDIA: tl.constexpr,
 ):  # fmt: skip
     """Write a, q and w q for a tile of the rows of one expert."""
     expert, first, end = find_rows(ends_ptr, tl.program_id(0), E, BLOCK_T, BLOCK_E)
@@ -141,7 +155,7 @@ def _lora_expert_forward_kernel(
         if down_a_ptr is not None:
             a_mask = (ranks[:, None] < DOWN_R) & (cols < N)
             down_a, down_a2 = load_factor(down_a_ptr, down_rows + cols, stride_a_term, a_mask, A_TERMS, A_IS_SPLIT)
-            q = add_projected(q, a, down_a, down_a2, ORDER, A_TERMS)
+            q = add_projected(q, _separate(a, IS_NVIDIA), down_a, down_a2, ORDER, A_TERMS)
     if down_a_ptr is not None:
         weights = tl.load(weights_ptr + tl.load(order_ptr + rows, rows < end, 0), rows < end, 0.0).to(tl.float32)
         store_hidden(q, q_ptr, rows, end, ranks[None, :], DOWN_R)
@@ -157,6 +171,7 @@ def _lora_expert_backward_kernel(
     UP_R: tl.constexpr, DOWN_R: tl.constexpr, KIND: tl.constexpr, ORDER: tl.constexpr,
     B_TERMS: tl.constexpr, B_IS_SPLIT: tl.constexpr, A_TERMS: tl.constexpr, A_IS_SPLIT: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr, STAGES: tl.constexpr,
+    IS_NVIDIA: tl.constexpr,
 ):  # fmt: skip
     """Write dh, w a, dw and dp, each if it is needed, for a tile of the rows of one expert.
 
@@ -215,12 +230,12 @@ def _lora_expert_backward_kernel(
             dgate = dgate.to(dh_ptr.dtype.element_ty)
             tl.store(dh_rows + cols, dgate, inside)
             if dp_ptr is not None:
-                dp = add_projected(dp, dgate, gate_b, gate_b2, ORDER, B_TERMS)
+                dp = add_projected(dp, _separate(dgate, IS_NVIDIA), gate_b, gate_b2, ORDER, B_TERMS)
             if halves == 2:
                 dup = (dy * act).to(dh_ptr.dtype.element_ty)
                 tl.store(dh_rows + N + cols, dup, inside)
                 if dp_ptr is not None:
-                    dp = add_projected(dp, dup, up_b, up_b2, ORDER, B_TERMS)
+                    dp = add_projected(dp, _separate(dup, IS_NVIDIA), up_b, up_b2, ORDER, B_TERMS)
     if dweights_ptr is not None:
         tl.store(dweights_ptr + choices, dots, rows < end)
     if dp_ptr is not None:
@@ -258,6 +273,7 @@ def _constants(h: Tensor, adapters: ActivationAdapters, kind: str, ends: Tensor,
         "BLOCK_R": rank_block(max(up_r, down_r)),
         "BLOCK_E": triton.next_power_of_2(len(ends)),
         "STAGES": config.num_stages,
+        "IS_NVIDIA": device_of(h).arch.startswith("sm_"),
         "num_warps": config.num_warps,
     }
 
