@@ -44,9 +44,11 @@ _RARE = {
 _FUNCTIONAL = {
     name: f"{_HERE}.functional:{name}"
     for name in (
-        "liger_cross_entropy", "liger_dyt", "liger_fused_add_rms_norm", "liger_fused_linear_cross_entropy",
-        "liger_fused_linear_jsd", "liger_fused_linear_kl_div", "liger_geglu", "liger_group_norm", "liger_jsd",
-        "liger_kl_div", "liger_layer_norm", "liger_modulated_rms_norm", "liger_poly_norm", "liger_relu_squared",
+        "liger_attn_res", "liger_cross_entropy", "liger_dyt", "liger_fused_add_rms_norm",
+        "liger_fused_linear_cross_entropy", "liger_fused_linear_jsd", "liger_fused_linear_kl_div",
+        "liger_fused_linear_scaled_cross_entropy_tp", "liger_fused_neighborhood_attention", "liger_geglu",
+        "liger_group_norm", "liger_jsd", "liger_kl_div", "liger_layer_norm", "liger_modulated_rms_norm",
+        "liger_multi_token_attention", "liger_poly_norm", "liger_qwen2vl_mrope", "liger_relu_squared",
         "liger_rms_norm", "liger_rope", "liger_softmax", "liger_sparsemax", "liger_swiglu", "liger_tvd",
     )
 }  # fmt: skip
@@ -93,7 +95,13 @@ MODULES: dict[str, dict[str, str]] = {
     "liger_kernel.chunked_loss.simpo_loss": _CHUNKED,
 }
 
+# Hyper-connections mix several residual streams by small matrices, which no model of transformers does.
+_NO_MHC = "use the layer's own residual streams in torch; Tigon has no hyper-connections"
+
 # What to use in place of a name that is not served.
-NOT_SERVED = {
-    "LigerMHC": "use the layer's own residual streams in torch; Tigon has no hyper-connections",
-}
+NOT_SERVED = dict.fromkeys(
+    (
+        "LigerMHC", "liger_mhc_apply", "liger_mhc_coeffs", "liger_mhc_forward", "liger_mhc_post_res", "liger_mhc_pre",
+    ),
+    _NO_MHC,
+)  # fmt: skip
