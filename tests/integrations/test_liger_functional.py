@@ -1,10 +1,13 @@
 """The functions and autograd functions of the alias for Liger, against their formulas in eager torch."""
 
+import inspect
+
 import pytest
 import torch
 from torch.nn import functional as F
 
-from tigon.integrations.liger import functional
+import tigon
+from tigon.integrations.liger import autograd_functions, devices, dispatched, functional, names, uninstall
 
 pytestmark = pytest.mark.no_interpreter("tests/ops has the tests of the ops that these functions call.")
 
@@ -68,3 +71,99 @@ def test_scaled_cross_entropy_without_a_group():
     torch.testing.assert_close(entropy, -(log_p.exp() * log_p).sum(-1) * (target != -100))
     ours, theirs = (torch.autograd.grad(x.sum(), hidden, retain_graph=True)[0] for x in (nll, expected))
     torch.testing.assert_close(ours, theirs)
+
+
+def test_scaled_cross_entropy_appends_the_log_probabilities_of_further_tokens():
+    hidden, weight, target = torch.randn(6, 8), torch.randn(11, 8), torch.tensor([1, -100, 3, 4, -100, 10])
+    function = autograd_functions.LigerFusedLinearScaledCrossEntropyFunction
+    nll, selected = function.apply(hidden, weight, target, 0.7, -100, 1, False, torch.tensor([9, 2, 9]))
+    log_p = (hidden @ weight.T / 0.7).log_softmax(-1)
+    torch.testing.assert_close(nll, F.nll_loss(log_p, target, reduction="none"))
+    torch.testing.assert_close(selected, log_p[:, [9, 2, 9]] * (target != -100)[:, None])
+
+
+def test_vocab_parallel_losses_with_both_formulas_of_smoothing():
+    logits, target = torch.randn(4, 2, 10, requires_grad=True), torch.randint(10, (4, 2))
+    target[1, 0] = -100
+    log_p = logits.log_softmax(-1)
+    q = F.one_hot(target.clamp(min=0), 10)
+    # "megatron" gives no share of the smoothing to the target.
+    for formula, soft in (("pytorch", 0.9 * q + 0.1 / 10), ("megatron", 0.9 * q + 0.1 / 9 * (1 - q))):
+        expected = -(soft * log_p).sum(-1) * (target != -100)
+        module = autograd_functions.LigerVocabParallelCrossEntropy(label_smoothing=0.1, label_smoothing_formula=formula)
+        ours = module(logits, target)
+        torch.testing.assert_close(ours, expected)
+        gradients = [torch.autograd.grad(x.square().sum(), logits, retain_graph=True)[0] for x in (ours, expected)]
+        torch.testing.assert_close(*gradients)
+    apply = autograd_functions.LigerVocabParallelCEFunction.apply
+    expected = F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none").view(4, 2)
+    torch.testing.assert_close(apply(logits, target, None, -100, 0.0, "pytorch", "global"), expected)
+    with pytest.raises(ValueError, match=r"must be \[S, B, V_p\], got \(8, 10\)"):
+        apply(logits.flatten(0, 1), target.flatten(), None, -100, 0.0, "pytorch", "global")
+
+
+def test_dispatched_losses_return_four_values():
+    logits, target = torch.randn(6, 11), torch.randint(11, (6,))
+    loss, z_loss, accuracy, predicted = dispatched.cross_entropy(
+        logits, target, label_smoothing=0.1, return_predicted_tokens=True, impl="nvidia-triton", backend="cutile"
+    )
+    torch.testing.assert_close(loss, F.cross_entropy(logits, target, label_smoothing=0.1))
+    assert z_loss is None
+    assert accuracy is None
+    assert predicted.tolist() == logits.argmax(-1).tolist()
+    hidden, weight = torch.randn(6, 8), torch.randn(11, 8)
+    results = dispatched.fused_linear_cross_entropy(hidden, weight, target, reduction="sum")
+    torch.testing.assert_close(results[0], F.cross_entropy(hidden @ weight.T, target, reduction="sum"))
+    assert results[1:] == (None, None, None)
+    with pytest.raises(TypeError, match="rms_norm: impl must be a string or None, got int"):
+        dispatched.rms_norm(hidden, torch.ones(8), impl=3)
+
+
+def test_dispatched_swiglu_applies_both_multipliers():
+    a, b = torch.randn(2, 3, 8).unbind(0)
+    torch.testing.assert_close(dispatched.swiglu(a, b, 0.5, 3.0), F.silu(0.5 * a) * b * 3.0)
+    torch.testing.assert_close(autograd_functions.LigerSiLUMulFunction.apply(a, b), F.silu(a) * b)
+
+
+def test_divergences_reduce_as_liger_does_by_default():
+    log_p, q = torch.randn(3, 7).log_softmax(-1), torch.randn(3, 7).softmax(-1)
+    expected = F.kl_div(log_p, q, reduction="batchmean")
+    torch.testing.assert_close(dispatched.kl_div(log_p, q), expected)
+    torch.testing.assert_close(autograd_functions.LigerKLDivLossFunction.apply(log_p, q), expected)
+    expected = (log_p.exp() - q).abs().sum() / 2 / 3
+    torch.testing.assert_close(autograd_functions.LigerTVDLossFunction.apply(log_p.exp(), q), expected)
+
+
+def test_transformers_version_dispatch_calls_one_of_two():
+    pytest.importorskip("transformers")
+    call = lambda version: devices.transformers_version_dispatch(
+        version, dict, list, before_kwargs={"a": 1}, after_args=((3,),)
+    )
+    assert call("999.0") == {"a": 1}
+    assert call("4.0") == [3]
+
+
+@pytest.fixture
+def alias():
+    tigon.install_as_liger_kernel(force=True)
+    yield
+    uninstall()
+
+
+def test_names_of_the_other_modules_resolve(alias):
+    import liger_kernel.functional
+    import liger_kernel.ops
+    import liger_kernel.ops.vocab_parallel_cross_entropy as vocab_parallel
+    import liger_kernel.utils
+
+    for module in (liger_kernel.functional, liger_kernel.ops, liger_kernel.utils):
+        assert all(getattr(module, name).__doc__ for name in module.__all__)
+    assert set(liger_kernel.ops.__all__) == set(autograd_functions.FUNCTIONS)
+    assert len(liger_kernel.functional.__all__) == 12
+    assert vocab_parallel.LigerVocabParallelCEFunction is liger_kernel.ops.LigerVocabParallelCEFunction
+    for name, advice in names.NOT_SERVED.items():
+        with pytest.raises(AttributeError, match=f"liger_kernel.ops.{name} is not served by Tigon: ") as error:
+            getattr(liger_kernel.ops, name)
+        assert str(error.value).endswith(advice)
+    parameters = inspect.signature(liger_kernel.functional.softmax).parameters
+    assert list(parameters) == ["x", "impl", "mode", "backend"]

@@ -52,7 +52,60 @@ _FUNCTIONAL = {
         "liger_rms_norm", "liger_rope", "liger_softmax", "liger_sparsemax", "liger_swiglu", "liger_tvd",
     )
 }  # fmt: skip
-_DIRECT = {"LigerSoftmax": "tigon:Softmax"}
+_DISPATCHED = {
+    name: f"{_HERE}.dispatched:{name}"
+    for name in (
+        "cross_entropy", "fused_add_rms_norm", "fused_linear_cross_entropy", "fused_linear_jsd", "geglu", "jsd",
+        "kl_div", "layer_norm", "rms_norm", "rope", "softmax", "swiglu",
+    )
+}  # fmt: skip
+# Modules of `liger_kernel.ops` and the autograd functions that Liger defines there.
+_OPS_MODULES = {
+    "attn_res": "LigerAttnResFunction",
+    "cross_entropy": "LigerCrossEntropyFunction",
+    "dyt": "LigerDyTFunction",
+    "fused_add_rms_norm": "LigerFusedAddRMSNormFunction",
+    "fused_linear_cross_entropy": "LigerFusedLinearCrossEntropyFunction",
+    "fused_linear_jsd": "LigerFusedLinearJSDFunction",
+    "fused_linear_kl_div": "LigerFusedLinearKLDivFunction",
+    "fused_linear_scaled_cross_entropy": (
+        "LigerFusedLinearScaledCrossEntropyFunction LigerFusedLinearScaledCrossEntropyTPFunction"
+    ),
+    "fused_neighborhood_attention": "LigerFusedNeighborhoodAttentionFunction",
+    "geglu": "LigerGELUMulFunction",
+    "group_norm": "LigerGroupNormFunction",
+    "jsd": "LigerJSDFunction",
+    "kl_div": "LigerKLDivLossFunction",
+    "layer_norm": "LigerLayerNormFunction",
+    "modulated_rms_norm": "LigerModulatedRMSNormFunction",
+    "multi_token_attention": "LigerMultiTokenAttentionFunction",
+    "poly_norm": "LigerPolyNormFunction",
+    "qwen2vl_mrope": "LigerQwen2VLMRopeFunction",
+    "relu_squared": "LigerReLUSquaredFunction",
+    "rms_norm": "LigerRMSNormFunction",
+    "rope": "LigerRopeFunction",
+    "softmax": "LigerSoftmaxFunction",
+    "sparsemax": "LigerSparsemaxFunction",
+    "swiglu": "LigerSiLUMulFunction",
+    "tvd": "LigerTVDLossFunction",
+    "vocab_parallel_cross_entropy": "LigerVocabParallelCEFunction",
+}
+_OPS_BY_MODULE = {
+    module: {name: f"{_HERE}.autograd_functions:{name}" for name in names.split()}
+    for module, names in _OPS_MODULES.items()
+}
+_OPS = {name: source for table in _OPS_BY_MODULE.values() for name, source in table.items()}
+_UTILS = {
+    name: f"{_HERE}.devices:{name}"
+    for name in (
+        "get_total_gpu_memory", "infer_comm_backend", "infer_device", "is_npu_available", "is_peft_available",
+        "transformers_version_dispatch",
+    )
+}  # fmt: skip
+_DIRECT = {
+    "LigerSoftmax": "tigon:Softmax",
+    "LigerVocabParallelCrossEntropy": f"{_HERE}.autograd_functions:LigerVocabParallelCrossEntropy",
+}
 _MLPS = {
     name: f"{_HERE}.mlps:{name}"
     for name in (
@@ -66,6 +119,10 @@ _TRANSFORMERS = _PATCHING | _LAYERS | _MLPS | _DIVERGENCES | _RARE | _DIRECT
 # Module names of `liger_kernel` and the names that each of them serves.
 MODULES: dict[str, dict[str, str]] = {
     "liger_kernel": {},
+    "liger_kernel.functional": _DISPATCHED,
+    "liger_kernel.utils": _UTILS,
+    "liger_kernel.ops": _OPS,
+    **{f"liger_kernel.ops.{module}": table for module, table in _OPS_BY_MODULE.items()},
     "liger_kernel.transformers": _TRANSFORMERS,
     "liger_kernel.transformers.functional": _FUNCTIONAL,
     "liger_kernel.transformers.monkey_patch": _PATCHING,
@@ -101,7 +158,20 @@ _NO_MHC = "use the layer's own residual streams in torch; Tigon has no hyper-con
 # What to use in place of a name that is not served.
 NOT_SERVED = dict.fromkeys(
     (
-        "LigerMHC", "liger_mhc_apply", "liger_mhc_coeffs", "liger_mhc_forward", "liger_mhc_post_res", "liger_mhc_pre",
+        "LigerMHC", "LigerMHCCoeffsFunction", "LigerMHCPostResFunction", "LigerMHCPreFunction", "liger_mhc_apply",
+        "liger_mhc_coeffs", "liger_mhc_forward", "liger_mhc_post_res", "liger_mhc_pre",
     ),
     _NO_MHC,
-)  # fmt: skip
+) | {
+    "GrpoLossFunction": "use LigerFusedLinearGRPOLoss of liger_kernel.chunked_loss, or tigon.losses",
+    "LigerEmbeddingFunction": "use torch.nn.functional.embedding",
+    "LigerExperts": "use tigon.patch(model), which replaces the experts, or tigon.moe_mlp",
+    "LigerFusedCETVDFunction": "use LigerFusedCETVDLoss of liger_kernel.transformers",
+    "LigerFusedGateUpSiLUMulFunction": "use tigon.swiglu(y), which takes gate and up packed in one tensor",
+    "LigerFusedMoEFunction": "use tigon.moe_mlp",
+    "LigerLlama4RopeFunction": "use liger_llama4_text_rotary_pos_emb of liger_kernel.transformers",
+    "LigerMLPFunction": "use LigerMLP of liger_kernel.transformers, or tigon.swiglu between the linears",
+    "LigerTiledMLPFunction": "use LigerTiledSwiGLUMLP or LigerTiledGEGLUMLP of liger_kernel.transformers",
+    "apply_tiled_mlp": "use LigerTiledSwiGLUMLP or LigerTiledGEGLUMLP of liger_kernel.transformers",
+    "infer_device_arch": "use torch.cuda.get_device_capability()",
+}  # fmt: skip
