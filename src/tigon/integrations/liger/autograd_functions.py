@@ -171,7 +171,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "LigerAttnResFunction": functional.liger_attn_res,
     "LigerCrossEntropyFunction": _cross_entropy,
     "LigerDyTFunction": functional.liger_dyt,
-    "LigerFusedAddRMSNormFunction": functional.liger_fused_add_rms_norm,
+    "LigerFusedAddRMSNormFunction": dispatched.fused_add_rms_norm,
     "LigerFusedLinearCrossEntropyFunction": _fused_linear_cross_entropy,
     "LigerFusedLinearJSDFunction": _fused_linear_jsd,
     "LigerFusedLinearKLDivFunction": functional.liger_fused_linear_kl_div,

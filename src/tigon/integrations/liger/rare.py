@@ -90,10 +90,12 @@ class LigerRMSNormForMuseGlimmer(LigerRMSNorm):
     """The norm of Muse Glimmer, which may have no weight."""
 
     def __init__(
-        self, dim: int, eps: float = 1e-6, offset: float = 0.0, casting_mode: str = "gemma", init_fn: str = "ones",
-        in_place: bool = False, with_scale: bool = True,
+        self, dim: int | None = None, eps: float = 1e-6, offset: float = 0.0, casting_mode: str = "gemma",
+        init_fn: str = "ones", in_place: bool = False, with_scale: bool = True,
     ) -> None:  # fmt: skip
-        super().__init__(dim, eps, offset, casting_mode, init_fn, in_place, elementwise_affine=with_scale)
+        if dim is None and with_scale:
+            raise ValueError(f"{type(self).__name__}: dim must be the number of features if with_scale is True")
+        super().__init__(dim or 1, eps, offset, casting_mode, init_fn, in_place, elementwise_affine=with_scale)
         self.with_scale = with_scale
 
 
