@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch import nn
 
 import tigon
 from integrations import liger_signatures
-from tigon.integrations.liger import names, uninstall
+from tigon.integrations.liger import names, page, uninstall
 
 pytestmark = pytest.mark.no_interpreter("These tests compare signatures and run modules of tests/ops.")
 EMPTY = inspect.Parameter.empty
@@ -92,6 +93,14 @@ def test_every_class_and_function_is_compared():
         for name in names.MODULES[f"liger_kernel.{module}"]
     }
     assert paths <= set(liger_signatures.FUNCTIONS)
+
+
+def test_the_page_is_that_of_the_tables():
+    """Write it again by `python -m tigon.integrations.liger.page docs/liger.md`."""
+    text = (Path(__file__).parents[2] / "docs" / "liger.md").read_text("utf-8")
+    assert text == page.page()
+    missing = [name for table in names.MODULES.values() for name in table if name not in text and "apply_" not in name]
+    assert not missing
 
 
 # --- published snippets ----------------------------------------------------------------------------

@@ -24,6 +24,7 @@ def _cross_entropy(
     label_smoothing: float = 0.0, reduction: str = "mean", softcap: float | None = None, return_z_loss: bool = False,
     return_token_accuracy: bool = False, return_predicted_tokens: bool = False,
 ) -> Any:  # fmt: skip
+    """Return `tigon.cross_entropy` of logits [T, V] as four values: loss, z-loss, token accuracy, predicted tokens."""
     return dispatched.cross_entropy(
         _input, target, weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap, return_z_loss,
         return_token_accuracy, return_predicted_tokens,
@@ -37,6 +38,7 @@ def _fused_linear_cross_entropy(
     use_token_scaling: bool = False, return_token_accuracy: bool = False, return_predicted_tokens: bool = False,
     ce_impl: Any = None, ce_mode: Any = None, chunk_mem_const: int = 1,
 ) -> Any:  # fmt: skip
+    """Return `tigon.linear_cross_entropy` of hidden states [T, H] and a head [V, H] as four values."""
     return dispatched.fused_linear_cross_entropy(
         _input, weight, target, bias, ce_weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap,
         return_z_loss, accum_dtype, use_token_scaling, return_token_accuracy, return_predicted_tokens,
@@ -48,6 +50,7 @@ def _fused_linear_jsd(
     shift_labels: Tensor | None = None, jsd_beta: float = 0.5, ignore_index: int = -100, temperature: float = 1.0,
     accum_dtype: torch.dtype | None = None, jsd_impl: Any = None, jsd_mode: Any = None,
 ) -> Tensor:  # fmt: skip
+    """Return the generalised Jensen-Shannon divergence of two heads, by `tigon.linear_distillation`."""
     return functional.liger_fused_linear_jsd(
         student_input, student_weight, teacher_input, teacher_weight, shift_labels, jsd_beta, ignore_index,
         temperature, accum_dtype,
@@ -58,18 +61,21 @@ def _jsd(
     _input: Tensor, target: Tensor, shift_labels: Tensor | None = None, beta: float = 0.5, ignore_index: int = -100,
     jsd_impl: Any = None, jsd_mode: Any = None,
 ) -> Tensor:  # fmt: skip
+    """Return `tigon.jsd` of log-probabilities [N, V]."""
     return functional.liger_jsd(_input, target, shift_labels, beta, ignore_index)
 
 
 def _kl_div(
     y_pred: Tensor, y_true: Tensor, reduction: str = "batchmean", log_target: bool = False, eps: float = 1e-10
 ) -> Tensor:
+    """Return `tigon.kl_div` of log-probabilities [N, V]."""
     return functional.liger_kl_div(y_pred, y_true, reduction=reduction, log_target=log_target)
 
 
 def _tvd(
     p: Tensor, q: Tensor, shift_labels: Tensor | None = None, reduction: str = "batchmean", ignore_index: int = -100
 ) -> Tensor:
+    """Return `tigon.tvd` of probabilities [N, V]."""
     return functional.liger_tvd(p, q, shift_labels, reduction, ignore_index)
 
 
@@ -77,10 +83,12 @@ def _rms_norm(
     X: Tensor, W: Tensor | None, eps: float, offset: float = 0.0, casting_mode: str = "llama", in_place: bool = True,
     row_mode: bool | None = None,
 ) -> Tensor:  # fmt: skip
+    """Return `tigon.rms_norm` of X, in its dtype."""
     return functional.liger_rms_norm(X, W, eps, offset, casting_mode)
 
 
 def _silu_mul(a: Tensor, b: Tensor, gate_multiplier: float = 1.0, down_multiplier: float = 1.0) -> Any:
+    """Return silu(a * gate_multiplier) * b * down_multiplier, by `tigon.swiglu`."""
     return dispatched.swiglu(a, b, gate_multiplier, down_multiplier)
 
 
@@ -88,6 +96,7 @@ def _scaled_cross_entropy(
     _input: Tensor, weight: Tensor, target: Tensor, temperature: float = 1.0, ignore_index: int = -100,
     m_tiles_per_cluster: int = 1, return_entropy: bool = False, selected_token_ids: Tensor | None = None,
 ) -> Any:  # fmt: skip
+    """Return -log p(target) [T], and further values on request, by `tigon.linear_log_probs`."""
     return functional.token_nll(_input, weight, target, temperature, ignore_index, return_entropy, selected_token_ids)
 
 
@@ -95,6 +104,7 @@ def _scaled_cross_entropy_tp(
     _input: Tensor, weight: Tensor, target: Tensor, tp_group: Any, temperature: float = 1.0, ignore_index: int = -100,
     tiles_per_reduce: int = 1, return_entropy: bool = False,
 ) -> Any:  # fmt: skip
+    """Return -log p(target) [T] for a head whose rows are sharded over the group."""
     return functional.liger_fused_linear_scaled_cross_entropy_tp(
         _input, weight, target, tp_group, temperature, ignore_index, tiles_per_reduce, return_entropy
     )
@@ -104,6 +114,7 @@ def _vocab_parallel_cross_entropy(
     vocab_parallel_logits: Tensor, target: Tensor, tp_group: Any, ignore_index: int, label_smoothing: float,
     label_smoothing_formula: str, label_smoothing_mode: str,
 ) -> Tensor:  # fmt: skip
+    """Return the losses [S, B] of logits [S, B, V_p] sharded over the group, by `tigon.cross_entropy`."""
     _check_smoothing("LigerVocabParallelCEFunction", label_smoothing_formula, label_smoothing_mode)
     if vocab_parallel_logits.dim() != 3:
         raise ValueError(
@@ -199,7 +210,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 
 def _make_class(name: str, function: Callable[..., Any]) -> type:
-    return type(name, (), {"apply": staticmethod(function), "__doc__": f"`apply` is served by Tigon as {name}."})
+    return type(name, (), {"apply": staticmethod(function), "__doc__": function.__doc__})
 
 
 globals().update({name: _make_class(name, function) for name, function in FUNCTIONS.items()})
