@@ -12,7 +12,7 @@ __all__ = ["page"]
 INTRODUCTION = f"""# From Liger Kernel to Tigon, name by name
 
 `python -m tigon.integrations.liger.page docs/liger.md` writes this page from the tables of the alias; do not edit it.
-It lists the names of Liger Kernel {LIGER_VERSION} that Tigon serves under `import liger_kernel`, and what computes them.
+It lists the names of Liger Kernel {LIGER_VERSION} that Tigon serves under `import liger_kernel`, and their code.
 [Other trainers](trainers.md#scripts-written-for-liger-kernel) says how to install the alias.
 
 ```python
