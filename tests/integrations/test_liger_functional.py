@@ -1,12 +1,16 @@
 """The functions and autograd functions of the alias for Liger, against their formulas in eager torch."""
 
 import inspect
+import os
+import sys
 
 import pytest
 import torch
+from torch import distributed
 from torch.nn import functional as F
 
 import tigon
+from ranks import LIMIT, leave, run_ranks
 from tigon.integrations.liger import autograd_functions, devices, dispatched, functional, names, uninstall
 
 pytestmark = pytest.mark.no_interpreter("tests/ops has the tests of the ops that these functions call.")
@@ -167,3 +171,50 @@ def test_names_of_the_other_modules_resolve(alias):
         assert str(error.value).endswith(advice)
     parameters = inspect.signature(liger_kernel.functional.softmax).parameters
     assert list(parameters) == ["x", "impl", "mode", "backend"]
+
+
+# --- two ranks -------------------------------------------------------------------------------------
+
+
+def compare_on_a_rank(rank: int) -> None:
+    """Compare the tensor-parallel losses and their gradients with those of the whole vocabulary."""
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(6, 8, requires_grad=True), torch.randn(10, 8, requires_grad=True)
+    target, rows = torch.tensor([1, -100, 3, 4, -100, 9]), slice(5 * rank, 5 * rank + 5)
+    expected = F.nll_loss((hidden @ weight.T / 0.7).log_softmax(-1), target, reduction="none")
+    expected_gradients = torch.autograd.grad(expected.square().sum(), (hidden, weight))
+    shard = weight.detach()[rows].requires_grad_()
+    function = autograd_functions.LigerFusedLinearScaledCrossEntropyTPFunction
+    nll = function.apply(hidden, shard, target, distributed.group.WORLD, 0.7)
+    gradients = torch.autograd.grad(nll.square().sum(), (hidden, shard))
+    torch.testing.assert_close(nll, expected)
+    torch.testing.assert_close(gradients[0], expected_gradients[0])
+    torch.testing.assert_close(gradients[1], expected_gradients[1][rows])
+
+    logits, labels = torch.randn(4, 2, 10, requires_grad=True), torch.randint(10, (4, 2))
+    expected = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), label_smoothing=0.1, reduction="none")
+    columns = logits.detach()[..., rows].requires_grad_()
+    losses = autograd_functions.LigerVocabParallelCrossEntropy(label_smoothing=0.1)(
+        columns, labels, distributed.group.WORLD
+    )
+    torch.testing.assert_close(losses, expected.view(4, 2))
+    (gradient,) = torch.autograd.grad(losses.square().sum(), columns)
+    torch.testing.assert_close(gradient, torch.autograd.grad(expected.square().sum(), logits)[0][..., rows])
+    with pytest.raises(ValueError, match="'partition' gives each of the 2 ranks another loss"):
+        autograd_functions.LigerVocabParallelCEFunction.apply(
+            columns, labels, distributed.group.WORLD, -100, 0.1, "megatron", "partition"
+        )
+
+
+def test_sharded_losses_on_two_ranks():
+    for output in run_ranks(__file__):
+        assert "equal" in output, output
+
+
+if __name__ == "__main__":
+    rank = int(os.environ["RANK"])
+    store = distributed.FileStore(sys.argv[1], 2)
+    distributed.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=LIMIT)
+    compare_on_a_rank(rank)
+    print("equal")
+    leave()
