@@ -177,7 +177,13 @@ def test_trainer_with_use_liger_kernel_trains_with_tigon(tmp_path):
 def test_command_runs_a_script(tmp_path):
     script = tmp_path / "script.py"
     (tmp_path / "sibling.py").write_text("")
-    script.write_text("import sys, liger_kernel, sibling\nprint(liger_kernel.__version__, sys.argv[1:])")
+    lines = (
+        "import sys, liger_kernel.ops, liger_kernel.functional, sibling",
+        # The alias must not import transformers before a script needs it.
+        "assert liger_kernel.functional.rms_norm and 'transformers' not in sys.modules",
+        "print(liger_kernel.__version__, sys.argv[1:])",
+    )
+    script.write_text("\n".join(lines))
     command = [sys.executable, "-m", "tigon.as_liger", str(script), "--x"]
     result = subprocess.run(command, capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "0.8.5 ['--x']"

@@ -330,7 +330,8 @@ def test_the_functions_that_return_two_tensors():
     rotated = q * cos[:, None] + torch.cat([-q[..., 4:], q[..., :4]], -1) * sin[:, None]
     for result in functional.liger_rope(q, q, cos, sin):
         torch.testing.assert_close(result, rotated)
-    assert len(FUNCTIONS) + 2 == len(functional.__all__)
+    # tests/integrations/test_liger_functional.py has five more.
+    assert len(FUNCTIONS) + 2 + 5 == len(functional.__all__)
 
 
 # --- bad input -------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 Liger's options `in_place`, `eps` of the divergences, `chunk_mem_const`, `size_average` and `reduce` have no effect.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tigon.integrations.liger import divergences, layers, rare
+from tigon.ops.head.linear_log_probs import linear_log_probs
 from tigon.ops.logits.jsd import jsd
 from tigon.ops.logits.kl_div import kl_div
 from tigon.ops.logits.softmax import softmax
@@ -21,10 +23,12 @@ from tigon.ops.norms.rms_norm import add_rms_norm, rms_norm
 from tigon.ops.rotary.rope import rope
 
 __all__ = [
-    "liger_cross_entropy", "liger_dyt", "liger_fused_add_rms_norm", "liger_fused_linear_cross_entropy",
-    "liger_fused_linear_jsd", "liger_fused_linear_kl_div", "liger_geglu", "liger_group_norm", "liger_jsd",
-    "liger_kl_div", "liger_layer_norm", "liger_modulated_rms_norm", "liger_poly_norm", "liger_relu_squared",
-    "liger_rms_norm", "liger_rope", "liger_softmax", "liger_sparsemax", "liger_swiglu", "liger_tvd",
+    "liger_attn_res", "liger_cross_entropy", "liger_dyt", "liger_fused_add_rms_norm",
+    "liger_fused_linear_cross_entropy", "liger_fused_linear_jsd", "liger_fused_linear_kl_div",
+    "liger_fused_linear_scaled_cross_entropy_tp", "liger_fused_neighborhood_attention", "liger_geglu",
+    "liger_group_norm", "liger_jsd", "liger_kl_div", "liger_layer_norm", "liger_modulated_rms_norm",
+    "liger_multi_token_attention", "liger_poly_norm", "liger_qwen2vl_mrope", "liger_relu_squared", "liger_rms_norm",
+    "liger_rope", "liger_softmax", "liger_sparsemax", "liger_swiglu", "liger_tvd",
 ]  # fmt: skip
 
 
@@ -58,6 +62,42 @@ def liger_fused_linear_cross_entropy(
         use_token_scaling, return_token_accuracy, return_predicted_tokens,
     )  # fmt: skip
     return module(weight, input, target, bias)
+
+
+def token_nll(
+    hidden: Tensor, weight: Tensor, target: Tensor, temperature: float, ignore_index: int, return_entropy: bool,
+    selected_token_ids: Tensor | None = None, group: Any = None,
+) -> Any:  # fmt: skip
+    """Return -log p(target) [T], and on request the entropy [T] and the log-probabilities of K tokens [T, K], in fp32.
+
+    With a group, `weight` has the rows of this rank, and every rank has equally many.
+    """
+    ranks = 1 if group is None else group.size()
+    sharding: dict[str, Any] = {"process_group": group, "vocab_size": ranks * weight.shape[0]} if ranks > 1 else {}
+    extra_targets = None
+    if selected_token_ids is not None:
+        extra_targets = selected_token_ids.expand(target.numel(), -1)
+    result = linear_log_probs(
+        hidden, weight, target, temperature=temperature, ignore_index=ignore_index, return_entropy=return_entropy,
+        extra_targets=extra_targets, **sharding,
+    )  # fmt: skip
+    if isinstance(result, Tensor):
+        return -result
+    further = (result.entropy, result.extra_log_probs)
+    return (-result.log_probs, *(value for value in further if value is not None))
+
+
+def liger_fused_linear_scaled_cross_entropy_tp(
+    input: Tensor, weight: Tensor, target: Tensor, tp_group: Any, temperature: float = 1.0, ignore_index: int = -100,
+    tiles_per_reduce: int = 1, return_entropy: bool = False,
+) -> Any:  # fmt: skip
+    """Return -log p(target) [T], and the entropy on request, for a head whose rows are sharded over the group.
+
+    `tigon.linear_log_probs` computes them. None as the group means all ranks. `tiles_per_reduce` has no effect.
+    """
+    if tp_group is None and torch.distributed.is_available() and torch.distributed.is_initialized():
+        tp_group = torch.distributed.group.WORLD
+    return token_nll(input, weight, target, temperature, ignore_index, return_entropy, group=tp_group)
 
 
 def liger_fused_linear_jsd(
@@ -200,3 +240,61 @@ def liger_rope(
     if rotary_dim is not None and rotary_dim != cos.shape[-1]:
         raise ValueError(f"liger_rope: rotary_dim must be the size of cos, {cos.shape[-1]}, got {rotary_dim}")
     return rope(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
+
+
+def liger_qwen2vl_mrope(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, mrope_section: Sequence[int], unsqueeze_dim: int = 1
+) -> tuple[Tensor, Tensor | None]:
+    """Return q and k [B, heads, L, D] rotated by the positions of three axes, by `tigon.rope`.
+
+    `cos` and `sin` [3, B, L, D] belong to time, height and width. Of the D / 2 frequencies, `mrope_section` says how
+    many each axis has. Source: Qwen2-VL, arXiv:2409.12191, section 2.1.
+    """
+    sections, half = [int(size) for size in mrope_section], cos.shape[-1] // 2
+    if len(sections) != 3 or sum(sections) != half:
+        raise ValueError(f"liger_qwen2vl_mrope: mrope_section must be three sizes with the sum {half}, got {sections}")
+
+    def merge_axes(table: Tensor) -> Tensor:
+        parts = [part[axis % 3] for axis, part in enumerate(table.split(sections * 2, dim=-1))]
+        return torch.cat(parts, -1)  # [B, L, D]
+
+    return rope(q, k, merge_axes(cos), merge_axes(sin), unsqueeze_dim=unsqueeze_dim)
+
+
+# --- attention: compositions of torch --------------------------------------------------------------
+
+
+def liger_multi_token_attention(
+    scores: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1,
+    groups: int = 1, sparse: bool = False,
+) -> Tensor:  # fmt: skip
+    """Return the convolution of the causal attention weights of scores [B, C, L, L]. Source: arXiv:2504.00927."""
+    return rare.multi_token_attention(scores, weight, bias, stride, padding, dilation, groups, sparse)
+
+
+def liger_fused_neighborhood_attention(
+    query: Tensor, key: Tensor, value: Tensor, kernel_size: int = 7, dilation: int = 1, scale: float | None = None
+) -> Tensor:
+    """Return attention [B, heads, L, D] to the kernel_size // 2 tokens on each side at multiples of the dilation.
+
+    The neighbourhood of a token near the ends is smaller, as in Liger. Source: arXiv:2504.16922, in one dimension.
+    """
+    if kernel_size < 1 or kernel_size % 2 == 0 or dilation < 1:
+        raise ValueError(
+            "liger_fused_neighborhood_attention: kernel_size must be odd and positive, and dilation positive, got "
+            f"{kernel_size} and {dilation}"
+        )
+    positions = torch.arange(query.shape[2], device=query.device)
+    distance = (positions[:, None] - positions).abs()
+    mask = (distance <= kernel_size // 2 * dilation) & (distance % dilation == 0)
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
+
+
+def liger_attn_res(V: Tensor | Sequence[Tensor], w_query: Tensor, w_norm: Tensor, eps: float = 1e-6) -> Tensor:
+    """Return the outputs V [N, B, T, D] of N blocks, summed with the weights of an attention over the blocks.
+
+    The scores are `rms_norm(V, w_norm) @ w_query`, and the weights their softmax over N. Source: arXiv:2603.15031.
+    """
+    blocks = V if isinstance(V, Tensor) else torch.stack(list(V))
+    scores = (rms_norm(blocks, w_norm, eps=eps).float() * w_query.float()).sum(-1)  # [N, B, T]
+    return (scores.softmax(0)[..., None] * blocks.float()).sum(0).to(blocks.dtype)

@@ -158,7 +158,13 @@ class LigerDyT(nn.Module):
 
 
 def liger_rotary_pos_emb(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None, unsqueeze_dim: int = 1
-) -> tuple[Tensor, Tensor | None]:
-    """Return `tigon.rope` of q and k [B, heads, T, D]. `position_ids` has no effect."""
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None, unsqueeze_dim: int = 1,
+    rotary_dim: int | None = None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Return `tigon.rope` of q and k [B, heads, T, D]. `position_ids` has no effect.
+
+    The number of rotated features is the size of `cos`, and `rotary_dim` must be None or that size.
+    """
+    if rotary_dim is not None and rotary_dim != cos.shape[-1]:
+        raise ValueError(f"liger_rotary_pos_emb: rotary_dim must be the size of cos, {cos.shape[-1]}, got {rotary_dim}")
     return rope(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)

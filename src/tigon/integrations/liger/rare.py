@@ -90,10 +90,12 @@ class LigerRMSNormForMuseGlimmer(LigerRMSNorm):
     """The norm of Muse Glimmer, which may have no weight."""
 
     def __init__(
-        self, dim: int, eps: float = 1e-6, offset: float = 0.0, casting_mode: str = "gemma", init_fn: str = "ones",
-        in_place: bool = False, with_scale: bool = True,
+        self, dim: int | None = None, eps: float = 1e-6, offset: float = 0.0, casting_mode: str = "gemma",
+        init_fn: str = "ones", in_place: bool = False, with_scale: bool = True,
     ) -> None:  # fmt: skip
-        super().__init__(dim, eps, offset, casting_mode, init_fn, in_place, elementwise_affine=with_scale)
+        if dim is None and with_scale:
+            raise ValueError(f"{type(self).__name__}: dim must be the number of features if with_scale is True")
+        super().__init__(dim or 1, eps, offset, casting_mode, init_fn, in_place, elementwise_affine=with_scale)
         self.with_scale = with_scale
 
 
@@ -146,12 +148,22 @@ class LigerMultiTokenAttention(nn.Module):
 
     def forward(self, scores: Tensor) -> Tensor:
         """Return the mixed weights for scores [B, C, L, L]. Later tokens get the weight zero before and after."""
-        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
-        masked = scores.masked_fill(later, -1e9)
-        weights = LigerSparsemax()(masked) if self.sparse else masked.float().softmax(-1).to(scores.dtype)
-        mixed = F.conv2d(weights, self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups)
-        later = torch.ones(mixed.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
-        return mixed.masked_fill(later, 0.0)
+        return multi_token_attention(
+            scores, self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups, self.sparse
+        )
+
+
+def multi_token_attention(
+    scores: Tensor, weight: Tensor, bias: Tensor | None, stride: Any, padding: Any, dilation: Any, groups: int,
+    sparse: bool,
+) -> Tensor:  # fmt: skip
+    """Return the convolution of the causal softmax or sparsemax of scores [B, C, L, L], zero for later tokens."""
+    later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+    masked = scores.masked_fill(later, -1e9)
+    weights = LigerSparsemax()(masked) if sparse else masked.float().softmax(-1).to(scores.dtype)
+    mixed = F.conv2d(weights, weight, bias, stride, padding, dilation, groups)
+    later = torch.ones(mixed.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+    return mixed.masked_fill(later, 0.0)
 
 
 def liger_llama4_text_rotary_pos_emb(xq: Tensor, xk: Tensor, freqs_cis: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,78 @@
+"""The functions of `liger_kernel.utils` that name the device, its memory, and the installed packages."""
+
+import importlib.util
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from torch import distributed
+
+__all__ = [
+    "get_total_gpu_memory", "infer_comm_backend", "infer_device", "is_npu_available", "is_peft_available",
+    "transformers_version_dispatch",
+]  # fmt: skip
+
+
+def is_peft_available() -> bool:
+    """Return whether peft can be imported."""
+    return importlib.util.find_spec("peft") is not None
+
+
+def is_npu_available() -> bool:
+    """Return whether torch has an Ascend NPU."""
+    npu = getattr(torch, "npu", None)
+    return npu is not None and bool(npu.is_available())
+
+
+def infer_device() -> str:
+    """Return "cuda" (also for AMD), "npu", "xpu" or "cpu", the first that is available."""
+    if torch.cuda.is_available():
+        return "cuda"
+    if is_npu_available():
+        return "npu"
+    return "xpu" if torch.xpu.is_available() else "cpu"
+
+
+def infer_comm_backend() -> str:
+    """Return the name of the first backend of torch.distributed that this build of torch has.
+
+    Raises:
+        RuntimeError: This build of torch has no backend.
+    """
+    checks: dict[str, Callable[[], bool]] = {
+        "nccl": distributed.is_nccl_available,
+        "hccl": is_npu_available,
+        "xccl": distributed.is_xccl_available,
+        "mpi": distributed.is_mpi_available,
+        "gloo": distributed.is_gloo_available,
+    }
+    for name, is_available in checks.items():
+        if is_available():
+            return name
+    raise RuntimeError(f"infer_comm_backend: torch.distributed has none of {', '.join(checks)}")
+
+
+def get_total_gpu_memory() -> int:
+    """Return the memory of GPU 0 in GiB, rounded down.
+
+    Raises:
+        RuntimeError: There is no GPU.
+    """
+    device = infer_device()
+    if device == "cpu":
+        raise RuntimeError("get_total_gpu_memory: torch sees no GPU")
+    return int(getattr(torch, device).get_device_properties(0).total_memory // 1024**3)
+
+
+def transformers_version_dispatch(
+    required_version: str, before_fn: Callable[..., Any], after_fn: Callable[..., Any],
+    before_args: Sequence[Any] = (), after_args: Sequence[Any] = (), before_kwargs: Mapping[str, Any] | None = None,
+    after_kwargs: Mapping[str, Any] | None = None,
+) -> Any:  # fmt: skip
+    """Call `after_fn` if transformers has at least the required version, and `before_fn` otherwise."""
+    from packaging.version import Version
+
+    if Version(version("transformers")) < Version(required_version):
+        return before_fn(*before_args, **(before_kwargs or {}))
+    return after_fn(*after_args, **(after_kwargs or {}))

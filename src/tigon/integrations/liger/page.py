@@ -1,0 +1,92 @@
+"""Write docs/liger.md from the tables of the alias: `python -m tigon.integrations.liger.page docs/liger.md`."""
+
+import importlib
+import sys
+from pathlib import Path
+
+from tigon.integrations.liger.apply import PARAMETERS
+from tigon.integrations.liger.names import LIGER_VERSION, MODULES, NOT_SERVED
+
+__all__ = ["page"]
+
+INTRODUCTION = f"""# From Liger Kernel to Tigon, name by name
+
+`python -m tigon.integrations.liger.page docs/liger.md` writes this page from the tables of the alias; do not edit it.
+It lists the names of Liger Kernel {LIGER_VERSION} that Tigon serves under `import liger_kernel`, and their code.
+[Other trainers](trainers.md#scripts-written-for-liger-kernel) says how to install the alias.
+
+```python
+import tigon
+
+tigon.install_as_liger_kernel()
+
+from liger_kernel.transformers import apply_liger_kernel_to_llama
+
+apply_liger_kernel_to_llama()
+```
+
+New code needs no alias. `tigon.patch(model)` takes the place of every `apply_liger_kernel_to_<type>`, and the ops and
+modules are public names of `tigon`.
+
+## What differs
+
+- Names, order and defaults of parameters are Liger's. Results are Tigon's, whose accuracy the tests compare with eager
+  torch, so they differ from Liger's by rounding.
+- `impl`, `mode`, `backend`, `row_mode`, `compiled`, `chunk_size`, `chunk_mem_const`, `tiles_per_reduce`,
+  `m_tiles_per_cluster` and `eps` of divergences have no effect, because they choose among Liger's kernels or chunks.
+- `in_place` has no effect. An op never overwrites an input of the caller.
+- `apply_liger_kernel_to_<type>` patches what `tigon.patch` recognises, also where Liger has no kernel. A part that an
+  option switches off stays as transformers has it.
+- `cross_entropy=True` without the fused loss keeps the loss of transformers, because the caller then expects logits.
+- Average log-probabilities of a sequence without tokens are zero, where Liger's are NaN.
+- `rotary_dim` must be the size of `cos`, and the sizes of `mrope_section` must add up to half of the head dimension.
+- Smoothing with `label_smoothing_mode="partition"` on several ranks is refused, because each rank would have another
+  loss.
+- Classes of `liger_kernel.ops` have `apply` only. Functions of single kernels, such as `rms_norm_forward`, are not
+  served.
+"""
+
+
+def _summary(source: str) -> str:
+    """Return the first sentence of the docstring of "module:name"."""
+    module, _, name = source.partition(":")
+    text = " ".join((getattr(importlib.import_module(module), name).__doc__ or "").split("\n\n")[0].split())
+    sentence = text.split(". ")[0].rstrip(".")
+    return sentence.replace("|", "\\|") + "."
+
+
+def _apply_table() -> list[str]:
+    rows: dict[str, list[str]] = {}
+    for model_type, row in PARAMETERS.items():
+        rows.setdefault(row, []).append(model_type)
+    lines = ["| parameters besides `model` | types |", "|---|---|"]
+    for row, types in rows.items():
+        words = [word for word in row.split() if word not in ("model", "**")]
+        parameters = ", ".join(f"`{word[1:]}=False`" if word[0] == "-" else f"`{word}`" for word in words)
+        if row.endswith("**"):
+            parameters += ", further ones"
+        lines.append(f"| {parameters} | {', '.join(types)} |")
+    return lines
+
+
+def _table(names: dict[str, str]) -> list[str]:
+    rows = [f"| `{name}` | {_summary(source)} |" for name, source in sorted(names.items())]
+    return ["| name | what serves it |", "|---|---|", *rows]
+
+
+def page() -> str:
+    """Return the text of docs/liger.md."""
+    lines = [INTRODUCTION, f"## apply_liger_kernel_to_&lt;type&gt;: {len(PARAMETERS)} functions", ""]
+    lines += ["A parameter is True by default unless the table says False.", "", *_apply_table(), ""]
+    for module in ("transformers", "chunked_loss", "transformers.functional", "functional", "ops", "utils"):
+        table = MODULES[f"liger_kernel.{module}"]
+        names = {name: source for name, source in table.items() if not name.startswith("apply_liger_kernel_to_")}
+        lines += [f"## liger_kernel.{module}: {len(names)} names", "", *_table(names), ""]
+    lines += ["## Names that are not served", "", "The error of each name says what to use.", ""]
+    lines += ["| name | what to use |", "|---|---|"]
+    lines += [f"| `{name}` | {advice[0].upper()}{advice[1:]}. |" for name, advice in sorted(NOT_SERVED.items())]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).write_text(page(), "utf-8")
