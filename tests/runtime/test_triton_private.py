@@ -4,11 +4,19 @@ import inspect
 import sys
 
 import pytest
+import torch
 import triton
 
 from tigon.ops.logits import softmax
 from tigon.runtime import triton_private
-from tigon.runtime.triton_private import JITFunction, compiler_tools, has_direct_launch, has_launch_hook
+from tigon.runtime.triton_private import (
+    JITFunction,
+    TensorDescriptor,
+    compiler_tools,
+    has_direct_launch,
+    has_launch_hook,
+    has_tensor_descriptors,
+)
 
 pytestmark = pytest.mark.no_interpreter("The interpreter launches nothing through these names.")
 
@@ -21,6 +29,24 @@ def test_tested_versions_launch_directly(version):
 @pytest.mark.parametrize("version", ["3.3.1", "3.5.0", "3.8.0", "3.40.0", "4.3.4", ""])
 def test_other_versions_do_not_launch_directly(version):
     assert not has_direct_launch(version)
+
+
+@pytest.mark.parametrize("version", ["3.6.0", "3.7.1+git4bd2c1b0", "3.10.0", "4.0"])
+def test_later_versions_have_tensor_descriptors(version):
+    assert has_tensor_descriptors(version)
+
+
+@pytest.mark.parametrize("version", ["3.4.0", "3.5.1", "2.9", "not installed", ""])
+def test_other_versions_have_no_tensor_descriptors(version):
+    assert not has_tensor_descriptors(version)
+
+
+@pytest.mark.skipif(not has_tensor_descriptors(), reason="this Triton is older than 3.6")
+def test_a_descriptor_names_its_tensor_and_the_shape_of_its_tiles():
+    x = torch.zeros(32, 64, dtype=torch.bfloat16)
+    descriptor = TensorDescriptor(x, x.shape, x.stride(), [16, 32])
+    assert descriptor.base is x
+    assert descriptor.block_shape == [16, 32]
 
 
 def test_compiled_kernel_has_the_arguments_of_a_direct_launch():

@@ -7,6 +7,7 @@ changed.
 
 import contextlib
 import importlib
+import re
 import types
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,6 +33,7 @@ __all__ = [
     "gluon",
     "has_direct_launch",
     "has_launch_hook",
+    "has_tensor_descriptors",
     "positional_launch",
     "tl",
     "triton",
@@ -102,10 +104,20 @@ except (ImportError, AttributeError):
 
 
 # A tensor descriptor is an argument from which a kernel copies tiles by the tensor memory accelerator of Hopper and
-# later chips. Seen in 3.6 and 3.7. Without it, experts with adapters add the low-rank term in a kernel of its own.
+# later chips. Seen in 3.6 and 3.7; older releases launch it in another way. Without it, experts with adapters add the
+# low-rank term in a kernel of its own.
+
+
+def has_tensor_descriptors(version: str = triton.__version__) -> bool:
+    """Return whether kernels may take tensor descriptors in this Triton release."""
+    match = re.match(r"(\d+)\.(\d+)", version)
+    return match is not None and (int(match[1]), int(match[2])) >= (3, 6)
+
+
 TensorDescriptor: Any = None
-with contextlib.suppress(ImportError, AttributeError):
-    TensorDescriptor = importlib.import_module("triton.tools.tensor_descriptor").TensorDescriptor
+if has_tensor_descriptors():
+    with contextlib.suppress(ImportError, AttributeError):
+        TensorDescriptor = importlib.import_module("triton.tools.tensor_descriptor").TensorDescriptor
 
 
 # --- the compiler for other chips ------------------------------------------------------------------
