@@ -286,6 +286,60 @@ def test_the_level_checkpoint_checkpoints_the_layers(path, tmp_path):
     assert isinstance(checkpoint_function(trainer.model.model.layers[0]), LayerCheckpoint)
 
 
+@pytest.mark.parametrize("kind", ["dpo", "kto", "grpo", "rloo", "distillation"])
+def test_the_level_checkpoint_outlives_generation_and_the_reference(kind, path, tmp_path):
+    """TRL switches checkpointing off for both, and then switches on that of transformers."""
+    trl.enable(memory="checkpoint")
+    trainer = build(kind, load_model(path), tmp_path, ADAPTERS)
+    train(trainer)
+    assert isinstance(checkpoint_function(trainer.model.get_base_model().model.layers[0]), LayerCheckpoint)
+
+
+def test_a_warning_says_that_a_checkpointed_model_makes_the_level_useless(path, tmp_path):
+    """The trainer's argument is off, but the model was checkpointed before."""
+    trl.enable(memory="lean")
+    model = load_model(path)
+    model.gradient_checkpointing_enable()
+    with pytest.warns(UserWarning, match=r"checkpointed already.*so memory='lean' saves nothing more"):
+        train(build("sft", model, tmp_path))
+
+
+@pytest.mark.parametrize("loss_type", ["nll", "dft"])
+def test_a_warning_says_that_token_scaling_of_the_patch_is_not_read(loss_type, path, tmp_path, recwarn):
+    trl.enable()
+    model = load_model(path)
+    tigon.patch(model, token_scaling=True)
+    train(build("sft", model, tmp_path, loss_type=loss_type))
+    messages = [str(w.message) for w in recwarn if str(w.message).startswith("tigon")]
+    assert len(messages) == (loss_type == "nll")
+    assert all("token_scaling=True) has no effect in SFTTrainer" in message for message in messages)
+
+
+def test_a_warning_says_that_liger_replaces_modules_of_tigon(path, tmp_path, monkeypatch):
+    (tmp_path / "liger_kernel").mkdir()
+    (tmp_path / "liger_kernel" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    trl.enable(memory="lean")
+    trainer = build("sft", load_model(path), tmp_path, use_liger_kernel=True)
+    # transformers refuses this empty package, which has no version, afterwards.
+    refuses = pytest.raises((ImportError, ValueError))
+    try:
+        with refuses, pytest.warns(UserWarning, match=r"^tigon: use_liger_kernel=True lets Liger"):
+            train(trainer)
+    finally:
+        sys.modules.pop("liger_kernel", None)
+
+
+def test_the_alias_of_liger_is_no_conflict(path, tmp_path, recwarn):
+    trl.enable(memory="lean")
+    tigon.install_as_liger_kernel()
+    try:
+        train(build("sft", load_model(path), tmp_path, use_liger_kernel=True))
+    finally:
+        tigon.integrations.liger.uninstall()
+    assert not [w for w in recwarn if str(w.message).startswith("tigon")]
+
+
 def test_evaluation_has_the_metrics_of_trl(path, tmp_path, counts):
     results = []
     for is_enabled in (False, True):

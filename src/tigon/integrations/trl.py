@@ -12,28 +12,37 @@ that they install runs on Tigon's ops:
 |---|---|
 | SFT, with the losses "nll" and "dft" | three: `linear_cross_entropy` |
 | distillation | four: `linear_distillation` |
-| distillation | four: `linear_distillation` |
 | all others | four: `linear_log_probs` |
 
 `docs/trl.md` describes the levels of memory and gradient checkpointing.
 """
 
+import contextlib
 import functools
-import importlib
+import importlib.util
 import logging
 import sys
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from typing import Any, NamedTuple
 
 from torch import nn
 
 from tigon.hf.levels import LEVEL_NAMES, LEVELS, find_lean_forward, find_level
+from tigon.hf.loss_options import recorded_options
 from tigon.hf.patch import MemoryLevel, patch
+from tigon.hf.transformers_private import has_checkpoint_switch, is_switched_on, restore_switch, switch_state
 from tigon.integrations.trl_divergence import ChunkedDivergence, chunked_divergence_loss
-from tigon.integrations.trl_head import ChunkedLogProbs, SummedLoss, has_trl_forward, install_forward, loss_is_sum
+from tigon.integrations.trl_head import (
+    ChunkedLogProbs,
+    SummedLoss,
+    has_tigon_forward,
+    has_trl_forward,
+    install_forward,
+    loss_is_sum,
+)
 
 __all__ = ["disable", "enable", "is_enabled"]
 
@@ -67,6 +76,7 @@ class Names(NamedTuple):
     """The objects of TRL that are replaced."""
 
     utils: Any
+    model_utils: Any
     base_trainer: type
     sft_trainer: type
     distillation_trainer: Any
@@ -92,6 +102,7 @@ def _find_names() -> Names:
         )
     return Names(
         importlib.import_module("trl.trainer.utils"),
+        importlib.import_module("trl.models.utils"),
         importlib.import_module("trl.trainer.base_trainer")._BaseTrainer,
         importlib.import_module("trl.trainer.sft_trainer").SFTTrainer,
         importlib.import_module("trl.trainer.distillation_trainer"),
@@ -133,6 +144,8 @@ def enable(memory: MemoryLevel | str | None = None) -> None:
         return
     _state.undo = [
         *_replace_everywhere(names.utils, "add_fused_lm_head", _wrap_add_fused_lm_head),
+        *_replace_everywhere(names.model_utils, "disable_gradient_checkpointing", _wrap_block),
+        *_replace_everywhere(names.model_utils, "unwrap_model_for_generation", _wrap_block),
         _replace(names.utils, "_ChunkedLogProbFunction", ChunkedLogProbs),
         _replace(names.sft_trainer, "compute_loss", _wrap_compute_loss(names.sft_trainer.compute_loss)),  # type: ignore[attr-defined]
         _replace(names.base_trainer, "train", _wrap_train(names.base_trainer)),
@@ -208,6 +221,28 @@ def _wrap_add_fused_lm_head(original: Callable) -> Callable:
     return add_fused_lm_head
 
 
+def _wrap_block(original: Callable) -> Callable:
+    """Return a context manager of TRL, after which each layer has the same checkpointing function as before.
+
+    The trainers generate completions, and compute the log-probabilities of the reference, in blocks without gradient
+    checkpointing. At the end of a block, TRL switches on the checkpointing of transformers, which would take the place
+    of that of `memory="checkpoint"`.
+    """
+
+    @functools.wraps(original)
+    @contextlib.contextmanager
+    def block(model: nn.Module, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        states = [(module, switch_state(module)) for module in model.modules() if has_checkpoint_switch(module)]
+        try:
+            with original(model, *args, **kwargs) as value:
+                yield value
+        finally:
+            for module, state in states:
+                restore_switch(module, state)
+
+    return block
+
+
 def _patch(model: nn.Module) -> None:
     """Patch a model at the level of `enable`, if there is one."""
     if _state.memory is not None:
@@ -255,6 +290,8 @@ def _wrap_train(base_trainer: Any) -> Callable:
     def train(self: Any, *args: Any, **kwargs: Any) -> Any:
         _prepare_models(self)
         _reconcile_checkpointing(self)
+        _check_token_scaling(self)
+        _check_liger(self)
         return original(self, *args, **kwargs)
 
     return train
@@ -262,19 +299,48 @@ def _wrap_train(base_trainer: Any) -> Callable:
 
 def _reconcile_checkpointing(trainer: Any) -> None:
     """Switch off the checkpointing of a trainer if `enable` has a level; warn if it makes a lean level useless."""
-    if not trainer.args.gradient_checkpointing:
-        return
-    if _state.memory is not None:
+    if trainer.args.gradient_checkpointing and _state.memory is not None:
         trainer.args.gradient_checkpointing = False
         LOGGER.info("gradient_checkpointing is off, because the memory level is %r", _state.memory)
-        return
     level = find_lean_forward(trainer.model)
-    if level is not None:
-        names = [name for name, each in LEVELS.items() if each.lean]
-        name = next(n for n in names if (LEVELS[n].mlp, LEVELS[n].offload) == (level.mlp, level.offload))
+    if level is None:
+        return
+    names = [name for name, each in LEVELS.items() if each.lean]
+    name = next(n for n in names if (LEVELS[n].mlp, LEVELS[n].offload) == (level.mlp, level.offload))
+    if trainer.args.gradient_checkpointing:
         warnings.warn(
             f"tigon: the trainer checkpoints every layer (gradient_checkpointing=True is the default of TRL), so "
             f"memory={name!r} saves nothing more in them; pass gradient_checkpointing=False to the trainer's config, "
             f"or call tigon.integrations.trl.enable(memory={name!r})",
+            stacklevel=3,
+        )
+    elif any(map(is_switched_on, trainer.model.modules())):
+        warnings.warn(
+            f"tigon: the layers of the model are checkpointed already (by model.gradient_checkpointing_enable(), which "
+            f"peft.prepare_model_for_kbit_training calls by default), so memory={name!r} saves nothing more in them; "
+            "call model.gradient_checkpointing_disable() before train()",
+            stacklevel=3,
+        )
+
+
+def _check_token_scaling(trainer: Any) -> None:
+    """Warn if the model was patched with `token_scaling=True`, which the loss of the trainer does not read."""
+    has_weights = any(recorded_options(m).token_scaling for m in trainer.model.modules() if has_tigon_forward(m))
+    if has_weights and getattr(trainer.args, "loss_type", None) != "dft":
+        warnings.warn(
+            f"tigon: tigon.patch(token_scaling=True) has no effect in {type(trainer).__name__}, because the trainer "
+            "computes the loss from log-probabilities; SFTConfig(loss_type='dft') is the same loss",
+            stacklevel=3,
+        )
+
+
+def _check_liger(trainer: Any) -> None:
+    """Warn if the trainer lets the real Liger Kernel replace modules. Under its name, `tigon` may be served instead."""
+    spec = importlib.util.find_spec("liger_kernel") if trainer.args.use_liger_kernel else None
+    if spec is not None and spec.origin != "tigon":
+        warnings.warn(
+            "tigon: use_liger_kernel=True lets Liger Kernel replace norms, gated MLPs and rotary embeddings, also "
+            "those that tigon.patch has replaced, so Tigon's kernels and memory level are off in them; pass "
+            "use_liger_kernel=False, or call tigon.install_as_liger_kernel(force=True)",
             stacklevel=3,
         )

@@ -42,6 +42,7 @@ __all__ = [
     "SummedLoss",
     "gather",
     "gathered",
+    "has_tigon_forward",
     "has_trl_forward",
     "install_forward",
     "is_partitioned",
@@ -49,6 +50,8 @@ __all__ = [
 ]
 
 IGNORE_INDEX = -100
+# `report.why` shows this reason for the loss of a model that a trainer of TRL trains.
+REASON_TO_KEEP = "the trainer of TRL computes the loss by tigon.integrations.trl"
 # The fields of TRL's output, in the order in which its function returns them.
 FIELDS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 # The fields that `linear_cross_entropy` computes beside the loss.
@@ -314,6 +317,11 @@ def has_trl_forward(module: nn.Module) -> bool:
     return code is not None and code.co_name == "_fused_forward" and written_in(function).partition(".")[0] == "trl"
 
 
+def has_tigon_forward(module: nn.Module) -> bool:
+    """Return whether the forward of a module is the one that `install_forward` assigns, or accelerate's around it."""
+    return getattr(vars(module).get("forward"), "reason_to_keep", None) == REASON_TO_KEEP
+
+
 def install_forward(model: Any, is_enabled: Callable[[], bool]) -> None:
     """Replace the forward that TRL has just given a model.
 
@@ -331,7 +339,7 @@ def install_forward(model: Any, is_enabled: Callable[[], bool]) -> None:
 
     # The check of `tigon.patch` for a replaced forward counts this function as Tigon's own.
     vars(forward)["is_replacement"] = True
-    vars(forward)["reason_to_keep"] = "the trainer of TRL computes the loss by tigon.integrations.trl"
+    vars(forward)["reason_to_keep"] = REASON_TO_KEEP
     model.forward = types.MethodType(forward, model)
 
 
