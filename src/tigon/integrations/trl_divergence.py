@@ -6,8 +6,7 @@ KLs. The function here has the same arguments and results, and takes four produc
 tokens. `ChunkedDivergence` serves callers of TRL's `ChunkedDivergenceFunction`, which may use the divergence of each
 token in any way, and takes six.
 
-The logits of half-precision models are rounded to half precision, as those of the models' own heads. TRL keeps them in
-fp32.
+The logits of half-precision models are kept in fp32, as TRL keeps them.
 
 Shapes: B sequences of K positions, N tokens, hidden size H (of the teacher G), vocabulary V.
 """
@@ -48,7 +47,7 @@ def _distil(hidden: Tensor, head: Head, teacher_hidden: Tensor, teacher_head: He
         teacher_weight, teacher_bias = _in_dtype_of(teacher_hidden, teacher_head)
         return linear_distillation(
             hidden, weight, bias=bias, teacher_hidden=teacher_hidden, teacher_weight=teacher_weight,
-            teacher_bias=teacher_bias, return_entropy=True, **options,
+            teacher_bias=teacher_bias, return_entropy=True, fp32_logits=True, **options,
         )  # fmt: skip
 
 

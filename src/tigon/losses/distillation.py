@@ -12,7 +12,8 @@ __all__ = ["DistillationLoss"]
 # The options of `linear_distillation` that belong to the loss. The others are tensors of a call.
 _OPTIONS = (
     "divergence", "beta", "temperature", "soft_weight", "hard_weight", "softcap", "logit_scale", "teacher_softcap",
-    "teacher_logit_scale", "ignore_index", "reduction", "return_parts", "return_entropy", "max_logits_mib", "acc_dtype",
+    "teacher_logit_scale", "ignore_index", "reduction", "return_parts", "return_entropy", "fp32_logits",
+    "max_logits_mib", "acc_dtype",
 )  # fmt: skip
 
 
@@ -24,7 +25,7 @@ class DistillationLoss(nn.Module):
     Args:
         **options: The options of `linear_distillation`: `divergence`, `beta`, `temperature`, `soft_weight`,
             `hard_weight`, `softcap`, `logit_scale`, `teacher_softcap`, `teacher_logit_scale`, `ignore_index`,
-            `reduction`, `return_parts`, `return_entropy`, `max_logits_mib` and `acc_dtype`.
+            `reduction`, `return_parts`, `return_entropy`, `fp32_logits`, `max_logits_mib` and `acc_dtype`.
 
     Raises:
         ValueError: An option has another name. The module checks values when it is called.

@@ -88,6 +88,33 @@ def test_it_is_accurate(divergence, dtype):
 
 @pytest.mark.kernels
 @every_divergence
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_fp32_logits_are_not_rounded(divergence, dtype):
+    tensors = make(dtype) | {"targets": torch.tensor([3, 99, -100, 0, 130, 64], device=DEVICE)}
+    options = {"divergence": divergence, "beta": 0.3, "fp32_logits": True}
+    with tuned(ChunkConfig, tokens=4):
+        check(tensors, options)
+        check(tensors, options | TRANSFORMED | {"hard_weight": 0.1, "reduction": "none", "return_parts": True})
+
+
+@pytest.mark.kernels
+def test_rounded_logits_are_the_largest_error_of_a_close_student():
+    tensors = make(torch.bfloat16)
+    tensors["teacher_hidden"] = torch.cat(
+        (tensors["hidden"], torch.zeros_like(tensors["teacher_hidden"][:, HIDDEN:])), 1
+    )
+    tensors["teacher_bias"] = tensors["bias"] + 0.01
+    tensors["teacher_bias"][::2] -= 0.02
+    exact = run(linear_distillation_reference, tensors, {}, torch.float64)[1]
+    errors = []
+    for fp32_logits in (False, True):
+        gradient = run(tigon.linear_distillation, tensors, {"fp32_logits": fp32_logits})[1]
+        errors.append((gradient.double() - exact).norm() / exact.norm())
+    assert errors[1] < 0.1 * errors[0], errors
+
+
+@pytest.mark.kernels
+@every_divergence
 def test_every_option_together(divergence):
     options = TRANSFORMED | {
         "divergence": divergence, "soft_weight": 0.7, "hard_weight": 0.4, "reduction": "none", "return_parts": True,

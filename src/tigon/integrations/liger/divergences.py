@@ -80,7 +80,7 @@ class LigerFusedCETVDLoss(nn.Module):
 
 
 class LigerFusedLinearJSD(nn.Module):
-    """The generalised Jensen-Shannon divergence of two heads, by `tigon.linear_distillation`."""
+    """The generalised Jensen-Shannon divergence of two heads, by `tigon.linear_distillation` with fp32 logits."""
 
     def __init__(
         self, jsd_beta: float = 0.5, ignore_index: int = -100, temperature: float = 1.0,
@@ -99,7 +99,7 @@ class LigerFusedLinearJSD(nn.Module):
         loss = linear_distillation(
             student_input, student_weight, shift_labels, teacher_hidden=teacher_input, teacher_weight=teacher_weight,
             beta=self.jsd_beta, temperature=self.temperature, ignore_index=self.ignore_index,
-            acc_dtype=self.accum_dtype,
+            fp32_logits=True, acc_dtype=self.accum_dtype,
         )  # fmt: skip
         assert isinstance(loss, Tensor)
         return loss

@@ -77,13 +77,17 @@ class LoRAExpertConfig(LaunchConfig):
 
     @staticmethod
     def heuristic(problem: LoRAExpertProblem, device: Device) -> "LoRAExpertConfig":
-        # The products of the backward with B hold whole rows of B in registers. On sm_90 a thread needs 144 registers
-        # with 64 rows of 32 features and 4 warps, and more than 255 with 32 rows of 64 features.
-        # On sm_80, rank 32 would spill registers with 64 rows.
-        has_room = rank_block(problem.rank) <= 16 or device.shared_memory >= 2**17 * 1.5
-        return LoRAExpertConfig(
-            block_t=64 if has_room else 32, block_n=32, num_warps=4, num_stages=3 if device.async_copy else 1
-        )
+        # A tile holds whole rows of the factor B of its features in registers. Up to rank 16, tiles of 32 rows and 64
+        # features are the fastest on sm_90 (forward 98 us, backward 202 us at 65536 rows of 768 features; tiles of 64
+        # rows and 32 features take 151 and 258 us). They would spill registers on sm_80, and so would 64 rows with a
+        # larger rank.
+        is_small = rank_block(problem.rank) <= 16
+        has_room = device.shared_memory >= 2**17 * 1.5
+        num_stages = 3 if device.async_copy else 1
+        if is_small and has_room:
+            return LoRAExpertConfig(block_t=32, block_n=64, num_warps=4, num_stages=num_stages)
+        block_t = 64 if is_small or has_room else 32
+        return LoRAExpertConfig(block_t=block_t, block_n=32, num_warps=4, num_stages=num_stages)
 
 
 # --- kernels -------------------------------------------------------------------------------------

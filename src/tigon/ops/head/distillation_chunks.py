@@ -4,6 +4,9 @@ For each chunk, one product computes the student's logits a, and one the teacher
 `ops/logits/distillation.py` overwrites a with da. Two products compute dx = da W and dW += da^T x. A teacher that is
 given as logits, probabilities or log-probabilities needs no product.
 
+Logits of half-precision models may be kept in fp32. Their gradient is rounded to half precision for its products, and
+takes the first half of each row.
+
 Shapes: T tokens, H hidden size of the student, V its vocabulary, G hidden size of the teacher, W its vocabulary, K
 log-probabilities of each token, C tokens of a chunk.
 """
@@ -61,6 +64,8 @@ class DistillationSettings(NamedTuple):
     form: str
     needs: Needs
     sums_in_fp32: bool
+    # whether the logits of half-precision hidden states are kept in fp32
+    fp32_logits: bool
     max_logits_mib: float | None
     options: DistillationOptions
 
@@ -76,15 +81,17 @@ class DistillationResults(NamedTuple):
 class TeacherLogits:
     """The teacher's logits of one chunk at a time."""
 
-    def __init__(self, teacher: Teacher, form: str, tokens: int, vocabulary: int) -> None:
-        self.teacher, self.form, self.vocabulary = teacher, form, vocabulary
+    def __init__(self, teacher: Teacher, settings: DistillationSettings, tokens: int, vocabulary: int) -> None:
+        self.teacher, self.form, self.vocabulary = teacher, settings.form, vocabulary
+        self.fp32_logits, form = settings.fp32_logits, settings.form
         self.buffer, self.weight = None, None
         if form == "hidden":
             assert teacher.hidden is not None
             assert teacher.weight is not None
             # Under autocast the weight is fp32.
             self.weight = teacher.weight.to(teacher.hidden.dtype)
-            self.buffer = teacher.hidden.new_empty(tokens, len(teacher.weight))
+            dtype = _logits_dtype(teacher.hidden, self.fp32_logits)
+            self.buffer = teacher.hidden.new_empty(tokens, len(teacher.weight), dtype=dtype)
         elif form == "top_k":
             assert teacher.values is not None
             dtype = torch.promote_types(teacher.values.dtype, torch.float32)
@@ -99,7 +106,7 @@ class TeacherLogits:
             assert self.buffer is not None
             hidden = select(teacher.hidden, rows)
             logits = self.buffer[: len(hidden)]
-            head_product(hidden, self.weight, teacher.bias, logits)
+            head_product(hidden, self.weight, teacher.bias, logits, self.fp32_logits)
             return logits
         assert teacher.values is not None
         values = select(teacher.values, rows)
@@ -152,12 +159,16 @@ def _empty_results(
     return DistillationResults(_empty_losses(x, settings.options), Gradients(*gradients))
 
 
-def _teacher_bytes(teacher: Teacher, form: str, vocabulary: int) -> int:
+def _logits_dtype(hidden: Tensor, fp32_logits: bool) -> torch.dtype:
+    return torch.promote_types(hidden.dtype, torch.float32) if fp32_logits else hidden.dtype
+
+
+def _teacher_bytes(teacher: Teacher, form: str, vocabulary: int, fp32_logits: bool) -> int:
     """Return the bytes that the teacher's logits of one token take in buffers of this op."""
     if form == "hidden":
         assert teacher.weight is not None
         assert teacher.hidden is not None
-        return len(teacher.weight) * teacher.hidden.element_size()
+        return len(teacher.weight) * _logits_dtype(teacher.hidden, fp32_logits).itemsize
     if form == "logits":
         return 0
     return 4 * vocabulary
@@ -178,12 +189,13 @@ def distillation_chunks(
         dloss: The upstream gradients [T] or [] of the losses, or None for ones.
     """
     needs, options, v, form = settings.needs, settings.options, len(weight), settings.form
+    logits_dtype = _logits_dtype(x, settings.fp32_logits)
+    teacher_bytes = _teacher_bytes(teacher, form, v, settings.fp32_logits)
     if count < 0:
         rows, count = rows_to_compute(None, target, options.ignore_index, x.numel() * v)
-    token_bytes = v * x.element_size() + _teacher_bytes(teacher, form, v)
+    token_bytes = v * logits_dtype.itemsize + teacher_bytes
     token_bytes += 0 if runs_kernels(x) else v * TORCH_LOGIT_BYTES
-    has_teacher = _teacher_bytes(teacher, form, v) > 0
-    problem = ChunkProblem(v, max(1, token_bytes // v), device_kind(x), has_teacher)
+    problem = ChunkProblem(v, max(1, token_bytes // v), device_kind(x), teacher_bytes > 0)
     config = ChunkConfig.choose(problem, device_of(x))
     # An fp32 sum of a half-precision dW takes a buffer of its size. The logits of as many tokens may take it instead.
     may_sum_in_fp32 = needs.dw and weight.element_size() == 2
@@ -194,15 +206,17 @@ def distillation_chunks(
     sums_in_fp32 = settings.sums_in_fp32 or (may_sum_in_fp32 and count > config.max_chunks * tokens)
     gradients = GradientSums(x, weight, bias, rows is None and count > 0, None, sums_in_fp32, needs, None)
     losses = AllLosses(x, settings)
-    teacher_logits = TeacherLogits(teacher, form, min(tokens, count), v)
+    teacher_logits = TeacherLogits(teacher, settings, min(tokens, count), v)
     # Under autocast the weight is fp32, and so is dW.
     weight = weight.to(x.dtype)
-    for chunk in token_chunks(x, weight, target, bias, None, rows, count, tokens, config):
+    for chunk in token_chunks(x, weight, target, bias, None, rows, count, tokens, config, settings.fp32_logits):
+        # fp32 rows have room for twice as many half-precision numbers.
+        dlogits = chunk.logits.view(x.dtype)[:, :v] if any(needs) else None
         part = distill_rows(
             chunk.logits, teacher_logits.of(chunk.rows), chunk.target, scales, select_some(dloss, chunk.rows), options,
-            any(needs),
+            dlogits,
         )  # fmt: skip
         losses.add(part, chunk.rows)
-        if any(needs):
-            gradients.add(chunk, weight)
+        if dlogits is not None:
+            gradients.add(chunk._replace(logits=dlogits), weight)
     return DistillationResults(losses.result, gradients.finish(Shard(0, v)))

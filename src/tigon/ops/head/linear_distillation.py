@@ -82,16 +82,21 @@ def linear_distillation_reference(
     soft_weight: float = 1.0, hard_weight: float = 0.0, softcap: float | None = None, logit_scale: float = 1.0,
     teacher_softcap: float | None = None, teacher_logit_scale: float = 1.0, ignore_index: int = -100,
     reduction: DistillationReduction = "mean", num_items: Tensor | float | None = None, return_parts: bool = False,
-    return_entropy: bool = False, max_logits_mib: float | None = None, acc_dtype: torch.dtype | None = None,
-    valid_rows: ValidRows | Literal[False] | None = None,
+    return_entropy: bool = False, fp32_logits: bool = False, max_logits_mib: float | None = None,
+    acc_dtype: torch.dtype | None = None, valid_rows: ValidRows | Literal[False] | None = None,
 ) -> Tensor | DistillationOutput:  # fmt: skip
     """Compute `linear_distillation` by its eager definition with all logits, the ground truth of the tests."""
     wide = torch.promote_types(hidden.dtype, torch.float32)
-    raw = apply_to_logits(F.linear(hidden, weight, bias).to(wide), logit_scale, softcap)
+
+    def logits(x: Tensor, head: Tensor, b: Tensor | None) -> Tensor:
+        dtype = wide if fp32_logits else x.dtype
+        return F.linear(x.to(dtype), head.to(dtype), None if b is None else b.to(dtype)).to(wide)
+
+    raw = apply_to_logits(logits(hidden, weight, bias), logit_scale, softcap)
     v = raw.shape[-1]
     if teacher_hidden is not None:
         assert teacher_weight is not None
-        y = F.linear(teacher_hidden, teacher_weight, teacher_bias).to(wide)
+        y = logits(teacher_hidden, teacher_weight, teacher_bias)
     elif teacher_logits is not None:
         y = teacher_logits.to(wide)
     elif teacher_probs is not None:
@@ -216,6 +221,7 @@ def linear_distillation(
     num_items: Tensor | float | None = None,
     return_parts: bool = False,
     return_entropy: bool = False,
+    fp32_logits: bool = False,
     max_logits_mib: float | None = None,
     acc_dtype: torch.dtype | None = None,
     valid_rows: ValidRows | Literal[False] | None = None,
@@ -252,6 +258,9 @@ def linear_distillation(
         num_items: With "mean", divide the sum by this number.
         return_parts: Also return the divergence and, with `targets`, the cross entropy, without their weights.
         return_entropy: Also return the entropy of the student's probabilities at the temperature. It has no gradient.
+        fp32_logits: Keep the logits of half-precision models in fp32, as TRL and Liger do. By default they are rounded
+            as the outputs of the models' own heads are. The gradient is a difference of two close distributions, so the
+            rounding is its largest error.
         max_logits_mib: The largest memory in MiB for the logits of both models of a chunk, as in
             `linear_cross_entropy`.
         acc_dtype: As in `linear_cross_entropy`.
@@ -281,7 +290,7 @@ def linear_distillation(
     """
     op = "linear_distillation"
     checks.tensor(op, hidden=hidden, weight=weight)
-    checks.flag(op, return_parts=return_parts, return_entropy=return_entropy)
+    checks.flag(op, return_parts=return_parts, return_entropy=return_entropy, fp32_logits=fp32_logits)
     checks.choice(op, "acc_dtype", acc_dtype, (None, torch.float32))
     has_targets = targets is not None
     if targets is None:
@@ -322,7 +331,7 @@ def linear_distillation(
     scales = gradient_scales(
         target, None, as_scalar(num_items, hidden.device), v, options.ignore_index, reduction == "mean"
     )
-    settings = DistillationSettings(form, Needs(*needs), acc_dtype is not None, max_logits_mib, options)
+    settings = DistillationSettings(form, Needs(*needs), acc_dtype is not None, fp32_logits, max_logits_mib, options)
     loss, soft, hard, entropy = _LinearDistillation.apply(
         x, weight, bias, target, *teacher, scales,
         None if valid_rows is not False and torch.compiler.is_compiling() else valid_rows,

@@ -21,6 +21,9 @@ be a difference of numbers near the log-sum-exps, whose rounding of 1e-6 is as l
 has almost learnt its teacher, so they take a pass of their own. The second pass runs from the end of the row to its
 beginning, because the end of the row is still in the L2 cache.
 
+The gradient of fp32 logits may be in half precision. It takes the first half of each row: the gradient of the column j
+lies where the logit of the column j / 2 was, which the last pass has read already, or reads in the same block.
+
 The teacher may have W != V columns. Columns that it lacks have the logit -inf, and its columns from V on do too.
 
 Shapes: M tokens, V vocabulary of the student, W columns of the teacher.
@@ -74,7 +77,8 @@ class DistillationConfig(LaunchConfig):
         # multiprocessors of an H200 take 68 MB (V = 128256), so a part of them is still in its L2 cache (50 MB) in the
         # next pass. With 256 threads there are five rows on a multiprocessor, and every pass reads memory.
         has_long_rows = problem.vocabulary > 32768 and device.warp_size == 32 and not problem.is_complex
-        threads, logits_per_thread = 1024 if has_long_rows else 256, 8 if problem.is_complex else 16
+        has_few_registers = problem.is_complex or problem.itemsize == 4
+        threads, logits_per_thread = 1024 if has_long_rows else 256, 8 if has_few_registers else 16
         block_v = min(max(triton.next_power_of_2(problem.vocabulary), 64), threads * logits_per_thread)
         num_warps = max(1, block_v // (logits_per_thread * device.warp_size))
         return DistillationConfig(block_v, 16 // problem.itemsize, num_warps)
@@ -102,10 +106,11 @@ def _finite_top(top):
 
 @triton.jit(do_not_specialize=["stride_dloss"])
 def _distillation_kernel(
-    student_ptr, teacher_ptr, target_ptr, scales_ptr,  # [M, V], [M, W], [M], [3]
+    student_ptr, teacher_ptr, gradient_ptr,  # [M, V], [M, W], [M, V]: a part of the student's memory
+    target_ptr, scales_ptr,  # [M], [3]
     dloss_ptr,  # [M], [] (stride 0), or None
     loss_ptr, soft_ptr, hard_ptr, entropy_ptr,  # [M] or None, four times
-    stride_student, stride_teacher, stride_dloss, V, W,
+    stride_student, stride_teacher, stride_gradient, stride_dloss, V, W,
     ignore_index, beta, rest, temperature, soft_weight, hard_weight,
     softcap, logit_scale, hard_softcap, hard_logit_scale, teacher_softcap, teacher_logit_scale,
     KIND: tl.constexpr, HARD: tl.constexpr, TEMPERED: tl.constexpr, GRADIENT: tl.constexpr, NATIVE: tl.constexpr,
@@ -116,6 +121,7 @@ def _distillation_kernel(
     row = tl.program_id(0).to(tl.int64)
     student_ptr += row * stride_student
     teacher_ptr += row * stride_teacher
+    gradient_ptr += row * stride_gradient
     target = tl.load(target_ptr + row)
     if target == ignore_index:
         if loss_ptr is not None:
@@ -130,7 +136,7 @@ def _distillation_kernel(
             zeros = tl.zeros([BLOCK_V // LANE, LANE], tl.float32)
             for start in tl.range(0, V, BLOCK_V):
                 cols = columns(start, BLOCK_V, LANE)
-                tl.store(student_ptr + cols, zeros, mask=cols < V)
+                tl.store(gradient_ptr + cols, zeros, mask=cols < V)
         return
 
     SOFTMAX: tl.constexpr = KIND != "cosine" or entropy_ptr is not None
@@ -235,7 +241,10 @@ def _distillation_kernel(
                 dz += hard_factor * tl.exp2((hard_z - hard_top) * LOG2E)
                 if (target >= start) & (target < start + BLOCK_V):
                     dz -= tl.where(cols == target, hard_unit, 0.0)
-            tl.store(student_ptr + cols, dz * slope, mask=cols < V)
+            if gradient_ptr.dtype != student_ptr.dtype:
+                # All threads have read this block before one of them overwrites a part of it.
+                tl.debug_barrier()
+            tl.store(gradient_ptr + cols, dz * slope, mask=cols < V)
 
     soft = 1.0 - cosine if KIND == "cosine" else tl.sum(losses, axis=0)
     if loss_ptr is not None:
@@ -255,18 +264,20 @@ def _distillation_kernel(
 @on_device
 def distill_rows(
     student: Tensor, teacher: Tensor, target: Tensor, scales: Tensor, dloss: Tensor | None,
-    options: DistillationOptions, with_gradient: bool,
+    options: DistillationOptions, gradient: Tensor | None,
 ) -> RowLosses:  # fmt: skip
-    """Return the losses of all rows and, with `with_gradient`, overwrite the student's logits with their gradient.
+    """Return the losses of all rows and, with `gradient`, overwrite the student's logits with their gradient.
 
     Args:
         student, teacher: [M, V] and [M, W] logits, whose last dimensions are contiguous.
         target: [M] labels. Rows with the label `ignore_index` have losses and gradients of zero.
         scales: [3] fp32, whose first element multiplies every loss.
         dloss: The upstream gradients [M] or [], or None for ones. They multiply the gradient only.
+        gradient: [M, V], the memory of the student's logits in the dtype of the gradient, or None for the losses only.
+            For fp32 logits it may be in half precision: `student.view(dtype)[:, :V]`.
     """
     if not runs_kernels(student, teacher):
-        return distillation_torch(student, teacher, target, scales, dloss, options, with_gradient)
+        return distillation_torch(student, teacher, target, scales, dloss, options, gradient)
     (m, v), device = student.shape, device_of(student)
     w = min(teacher.shape[1], v)
     has_hard = options.has_cross_entropy
@@ -278,9 +289,11 @@ def distill_rows(
     config = DistillationConfig.choose(DistillationProblem(v, student.element_size(), is_complex), device)
     t = options.temperature
     arguments = in_order(_distillation_kernel)(
-        student_ptr=student, teacher_ptr=teacher, target_ptr=target, scales_ptr=scales, dloss_ptr=dloss,
+        student_ptr=student, teacher_ptr=teacher, gradient_ptr=student if gradient is None else gradient,
+        target_ptr=target, scales_ptr=scales, dloss_ptr=dloss,
         loss_ptr=result.loss, soft_ptr=result.soft, hard_ptr=result.hard, entropy_ptr=result.entropy,
         stride_student=student.stride(0), stride_teacher=teacher.stride(0),
+        stride_gradient=0 if gradient is None else gradient.stride(0),
         stride_dloss=0 if dloss is None or dloss.dim() == 0 else dloss.stride(0), V=v, W=w,
         ignore_index=options.ignore_index, beta=options.beta, rest=1.0 - options.beta, temperature=t,
         soft_weight=options.soft_weight, hard_weight=options.hard_weight,
@@ -290,7 +303,7 @@ def distill_rows(
     )  # fmt: skip
     launch(
         _distillation_kernel, m, *arguments,
-        KIND=options.kind, HARD=has_hard, TEMPERED=t != 1.0, GRADIENT=with_gradient,
+        KIND=options.kind, HARD=has_hard, TEMPERED=t != 1.0, GRADIENT=gradient is not None,
         NATIVE=has_native_log2(student, device),
         SCALED=options.logit_scale / t != 1.0, SOFTCAP=student_softcap is not None,
         HARD_SCALED=options.logit_scale != 1.0, TEACHER_SCALED=options.teacher_logit_scale / t != 1.0,

@@ -79,9 +79,10 @@ def _divergence_and_gradient(z: Tensor, y: Tensor, kind: str, beta: float) -> tu
 
 def distillation_torch(
     student: Tensor, teacher: Tensor, target: Tensor, scales: Tensor, dloss: Tensor | None,
-    options: DistillationOptions, with_gradient: bool,
+    options: DistillationOptions, gradient: Tensor | None,
 ) -> RowLosses:  # fmt: skip
     """Compute `distill_rows`. Autograd cannot do it, because it does not run inside of custom operators."""
+    with_gradient = gradient is not None
     v, t, valid = student.shape[-1], options.temperature, target != options.ignore_index
     dtype = torch.promote_types(torch.promote_types(student.dtype, teacher.dtype), torch.float32)
     raw = apply_to_logits(student.to(dtype), options.logit_scale, options.softcap)
@@ -109,12 +110,12 @@ def distillation_torch(
         if with_gradient:
             one_hot = torch.zeros_like(log_p).scatter_(-1, indices, 1.0)
             dz += (options.hard_weight * t) * (log_p.exp_() - one_hot)
-    if with_gradient:
+    if gradient is not None:
         upstream = scale if dloss is None else scale * dloss.to(dtype)
         if options.softcap is not None:
             dz *= 1.0 - (raw / options.softcap).square()
         dz *= (upstream * (options.logit_scale / t))[:, None]
-        student.copy_(dz.masked_fill(~valid[:, None], 0.0))
+        gradient.copy_(dz.masked_fill(~valid[:, None], 0.0))
     if not options.returns_parts:
         return RowLosses(result(loss), None, None, entropy)
     return RowLosses(result(loss), result(soft), None if hard is None else result(hard), entropy)

@@ -88,7 +88,7 @@ def liger_linear_distillation(case: Case) -> Run:
     """Load Liger's fused Jensen-Shannon divergence of two heads."""
     from liger_kernel.transformers import LigerFusedLinearJSD
 
-    refuse_other_options(case, "beta", "temperature")
+    refuse_other_options(case, "beta", "temperature", "fp32_logits")
     beta, temperature = case.options.get("beta", 0.5), case.options.get("temperature", 1.0)
     loss = LigerFusedLinearJSD(jsd_beta=beta, ignore_index=-100, temperature=temperature)
 
@@ -106,7 +106,7 @@ def trl_linear_distillation(case: Case) -> Run:
     if not hasattr(module, "ChunkedDivergenceFunction"):
         raise Unsupported("this version of TRL has no trl.trainer.distillation_trainer.ChunkedDivergenceFunction")
     function = module.ChunkedDivergenceFunction
-    refuse_other_options(case, "beta", "temperature")
+    refuse_other_options(case, "beta", "temperature", "fp32_logits")
     beta, temperature = case.options.get("beta", 0.5), case.options.get("temperature", 1.0)
 
     def run(

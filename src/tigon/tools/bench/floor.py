@@ -89,7 +89,7 @@ def with_distillation_dlogits(case: Case, inputs: Inputs) -> Inputs:
 
 def distillation_products(case: Case) -> Run:
     """Load the products of `linear_distillation`: those of `products`, and the logits of the teacher."""
-    refuse_other_options(case, "beta", "temperature")
+    refuse_other_options(case, "beta", "temperature", "fp32_logits")
     run_student = _products(recomputes_logits=False)
 
     @torch.no_grad()

@@ -232,6 +232,7 @@ WORKLOADS = (
             Variant("256000, KL with labels", (2, 16, 256000), {"divergence": "kl", "hard_weight": 0.5, **TRANSFORMED}),
             Variant("128256, reverse KL", (2, 16, 128256), {"beta": 1.0, "temperature": 2.0, "reduction": "none"}),
             Variant("128256, TVD", (2, 16, 128256), {"divergence": "tvd", "return_entropy": True}),
+            Variant("128256, fp32 logits", (2, 16, 128256), {"fp32_logits": True}),
             Variant("128256, cosine", (2, 16, 128256), {"divergence": "cosine"}),
             Variant(
                 "256000, every option",
@@ -250,6 +251,9 @@ WORKLOADS = (
             BenchShape("llama-3-8b", (8192, 4096, 128256), MORE),
             BenchShape("llama-3-8b", (8192, 4096, 128256), MORE, {"beta": 0.0}),
             BenchShape("llama-3-8b", (8192, 4096, 128256), MORE, {"beta": 1.0}),
+            # The peers keep the logits in fp32.
+            BenchShape("llama-3-8b", (8192, 4096, 128256), MORE, {"fp32_logits": True}),
+            BenchShape("llama-3-8b", (8192, 4096, 128256), MORE, {"fp32_logits": True, "beta": 0.0}),
             BenchShape("llama-3-8b", (65536, 4096, 128256), MORE),
             BenchShape("llama-3-8b", (8192, 4096, 128256), MORE, no_grad=True),
             small(1024, 128, 16384),
