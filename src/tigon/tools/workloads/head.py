@@ -195,6 +195,7 @@ WORKLOADS = (
             BenchShape("llama-3-8b", (8192, 4096, 128256), MORE, {"return_entropy": True, "temperature": 0.7}),
             BenchShape("llama-3-8b", (8192, 4096, 128256), MORE, no_grad=True),
             BenchShape("llama-3-8b", (32768, 4096, 128256), MORE),
+            BenchShape("llama-3-8b", (65536, 4096, 128256), MORE),
             BenchShape("gemma-2-2b", (8192, 2304, 256000), MORE, {"softcap": 30.0}),
             BenchShape("qwen3-1.7b", (16384, 2048, 151936), MORE),
             BenchShape("llama-3-8b", (16384, 4096, 128256), MORE, ignored=0.75),
