@@ -367,13 +367,15 @@ def test_chunks_respect_their_budget(tokens, v, mib, device, spare_tokens):
 @pytest.mark.no_interpreter("It launches no kernel.")
 def test_chunk_heuristic():
     on = lambda device: ChunkConfig.heuristic(ChunkProblem(128256, 2, device), EMULATED)
-    assert on("cuda") == ChunkConfig(budget_mib=640, may_exceed_budget=True, max_chunks=8, tile=128)
-    assert on("cpu") == on("mps") == ChunkConfig(budget_mib=96, may_exceed_budget=False, max_chunks=8, tile=128)
+    gpu, cpu = on("cuda"), on("cpu")
+    assert gpu == ChunkConfig(budget_mib=640, may_exceed_budget=True, unit_budget_mib=1024, max_chunks=8, tile=128)
+    assert cpu == ChunkConfig(budget_mib=96, may_exceed_budget=False, unit_budget_mib=96, max_chunks=8, tile=128)
+    assert on("mps") == cpu
     # 2616 tokens of 128256 bf16 logits fit in 640 MiB. 24000 tokens fit in 10 chunks, or in 8 that exceed the budget.
-    assert on("cuda").chunk_tokens(8192, 128256 * 2, None, spare_tokens=0) == 2048
-    assert on("cuda").chunk_tokens(24000, 128256 * 2, None, spare_tokens=0) == 2432
-    assert on("cuda").chunk_tokens(24000, 128256 * 2, None, spare_tokens=4096) == 3000
-    assert on("cuda").chunk_tokens(24000, 128256 * 2, 640, spare_tokens=4096) == 2432
+    assert gpu.chunk_tokens(8192, 128256 * 2, None, spare_tokens=0) == 2048
+    assert gpu.chunk_tokens(24000, 128256 * 2, None, spare_tokens=0) == 2432
+    assert gpu.chunk_tokens(24000, 128256 * 2, None, spare_tokens=4096) == 3000
+    assert gpu.chunk_tokens(24000, 128256 * 2, 640, spare_tokens=4096) == 2432
 
 
 @pytest.mark.no_interpreter("It launches no kernel.")

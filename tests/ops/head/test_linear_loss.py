@@ -11,8 +11,9 @@ import tigon
 from op_cases import DEVICE, assert_as_accurate_as_eager
 from tigon.losses import dpo_loss, grpo_loss
 from tigon.ops.head import linear_loss as module
-from tigon.ops.head.chunks import ChunkConfig
+from tigon.ops.head.chunks import ChunkConfig, ChunkProblem
 from tigon.ops.head.linear_loss import eager_linear_loss
+from tigon.runtime.device import EMULATED
 from tigon.runtime.tuning import tuned
 
 pytestmark = pytest.mark.kernels
@@ -103,6 +104,14 @@ def test_loss_and_gradients_are_as_accurate_as_eager_code(group, ignored, dtype,
         assert all((number > 0) == is_divided for number in in_parts)
         if ignored == "none" and is_divided:
             assert max(in_parts) >= 3
+
+
+@pytest.mark.no_interpreter("It launches no kernel.")
+def test_a_long_pair_may_exceed_the_budget_of_chunks():
+    """Pairs of 2 x 2048 tokens with a vocabulary of 128256, whose logits take 1002 MiB in bf16."""
+    config, token_bytes = ChunkConfig.heuristic(ChunkProblem(128256, 2, "cuda"), EMULATED), 128256 * 2
+    assert config.token_limit(16384, token_bytes, None, 0) < 4096 <= config.unit_limit(token_bytes, None) < 8192
+    assert config.unit_limit(token_bytes, 100) * token_bytes <= 100 * 2**20
 
 
 @pytest.mark.parametrize(("limit", "products"), [(1, 4), (2 * LENGTH, 3), (SEQUENCES * LENGTH, 3)])

@@ -75,6 +75,8 @@ class ChunkConfig(LaunchConfig):
     budget_mib: float
     # whether chunks may be longer than the budget allows, so that there are no more than `max_chunks`
     may_exceed_budget: bool
+    # MiB that the logits of one sequence, or of a pair, may take: of what `linear_loss` cannot divide
+    unit_budget_mib: float
     # With more chunks, the roundings of a bf16 dW add up to more than twice those of one product. dW is then summed in
     # fp32.
     max_chunks: int
@@ -92,7 +94,7 @@ class ChunkConfig(LaunchConfig):
         # writes dW, which takes 0.5 ms on an H200 if H is 4096.
         is_gpu = problem.device_type == "cuda"
         return ChunkConfig(
-            budget_mib=640 if is_gpu else 96, may_exceed_budget=is_gpu,
+            budget_mib=640 if is_gpu else 96, may_exceed_budget=is_gpu, unit_budget_mib=1024 if is_gpu else 96,
             max_chunks=5 if is_gpu and problem.has_teacher else 8, tile=128,
         )  # fmt: skip
 
@@ -121,6 +123,10 @@ class ChunkConfig(LaunchConfig):
         if max_logits_mib is None and self.may_exceed_budget and shortest <= limit + spare_tokens:
             limit = max(limit, shortest)
         return limit
+
+    def unit_limit(self, token_bytes: int, max_logits_mib: float | None) -> int:
+        """Return the largest number of tokens of a sequence or a pair whose logits are computed once."""
+        return self.tokens or max(1, int((max_logits_mib or self.unit_budget_mib) * 2**20) // token_bytes)
 
     def round_to_tiles(self, tokens: int, limit: int) -> int:
         """Return `tokens` rounded up to whole tiles, or the smaller of `tokens` and `limit` if that exceeds `limit`."""

@@ -44,6 +44,7 @@ from tigon.ops.logits.token.kernels import gradient_scales
 from tigon.ops.logits.valid_rows import ValidRows, as_targets
 from tigon.runtime import checks
 from tigon.runtime.autograd import first_order, keep_none_gradients, without_autocast
+from tigon.runtime.products import accumulates_in_fp32
 
 __all__ = ["DistillationOutput", "linear_distillation", "linear_distillation_reference"]
 
@@ -89,8 +90,17 @@ def linear_distillation_reference(
     wide = torch.promote_types(hidden.dtype, torch.float32)
 
     def logits(x: Tensor, head: Tensor, b: Tensor | None) -> Tensor:
-        dtype = wide if fp32_logits else x.dtype
-        return F.linear(x.to(dtype), head.to(dtype), None if b is None else b.to(dtype)).to(wide)
+        rounded = F.linear(x, head, b).to(wide)
+        if not fp32_logits or x.dtype == wide:
+            return rounded
+        with torch.no_grad():
+            if accumulates_in_fp32(x):
+                kept = torch.mm(x.reshape(-1, x.shape[-1]), head.t(), out_dtype=wide).view_as(rounded)
+            else:
+                kept = F.linear(x.to(wide), head.to(wide))
+            kept = kept if b is None else kept + b
+        # The gradient is that of the half-precision layer.
+        return rounded + (kept - rounded).detach()
 
     raw = apply_to_logits(logits(hidden, weight, bias), logit_scale, softcap)
     v = raw.shape[-1]

@@ -129,7 +129,8 @@ def linear_loss(
         cu_seqlens: [N + 1], int64 | int32: the boundaries of packed sequences. `loss_fn` then takes values [T], or the
             tokens of a part one after the other, and the boundaries as the keyword `cu_seqlens`. The host waits for
             them once, unless they are on the CPU or the logits of the batch fit into the budget.
-        max_logits_mib: The largest memory in MiB for the logits of a part. None means 96 on a CPU and 640 on a GPU.
+        max_logits_mib: The largest memory in MiB for the logits of a part. None means 96 on a CPU and 640 on a GPU, or
+            1024 on a GPU if a sequence or a pair would not fit otherwise.
         acc_dtype: torch.float32 sums dW over the parts in fp32. None does so for more than 8 parts. With four products
             it is that of `linear_log_probs`.
         valid_rows: As in `linear_log_probs`.
@@ -258,6 +259,11 @@ def _divide(
             return None
     units = find_units(group, shape, rows, count, limit, cu_seqlens)
     parts = divide(units, rows, limit, x.device)
+    if parts is None:
+        parts = divide(units, rows, config.unit_limit(len(weight) * logit_bytes, max_logits_mib), x.device)
+        # With more than `max_chunks` parts, the fp32 sum of dW would take memory beside these logits.
+        if parts is not None and may_sum_in_fp32 and len(parts) > config.max_chunks:
+            parts = None
     if parts is None:
         return None
     return units, parts, acc_dtype is not None or (may_sum_in_fp32 and len(parts) > config.max_chunks)

@@ -98,7 +98,7 @@ def eager_results(case: Case, inputs: Inputs) -> Results:
 
 
 def exact_results(case: Case, inputs: Inputs) -> Results:
-    """Compute the case in fp32, or in fp64 if the case or one of its gradients is in fp32.
+    """Compute the case in fp32, or in fp64 if the case, its logits or one of its gradients is in fp32.
 
     The softmax of a loss is always in fp64.
     """
@@ -112,7 +112,8 @@ def exact_results(case: Case, inputs: Inputs) -> Results:
 
 
 def _exact_dtype(case: Case) -> torch.dtype:
-    return torch.float64 if case.dtype == torch.float32 else torch.float32
+    has_fp32_logits = case.options.get("fp32_logits") or case.options.get("fp32_products")
+    return torch.float64 if case.dtype == torch.float32 or has_fp32_logits else torch.float32
 
 
 def _run_eager_code(case: Case, inputs: Inputs) -> Results:
