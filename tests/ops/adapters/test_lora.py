@@ -9,7 +9,7 @@ import tigon
 from op_cases import DEVICE, assert_as_accurate_as_eager, one_in
 from tigon.ops.adapters.lora import eager_output, lora_linear_reference, lora_linears, takes_adapters
 from tigon.ops.adapters.lora_products import draw_seeds
-from tigon.ops.adapters.low_rank import PartTiles, dropout_bits, empty_hidden, project, split_terms, token_sums
+from tigon.ops.adapters.low_rank import PartTiles, dropout_bits, empty_hidden, expand, project, split_terms, token_sums
 from tigon.ops.adapters.projection import Adapter, Projection, flatten, rebuild
 
 pytestmark = pytest.mark.kernels
@@ -264,3 +264,21 @@ def test_no_more_outputs_of_adapters_are_lost_by_rounding_than_in_eager_code():
     assert eager_change < 0.5
     assert eager_change - 0.05 <= change <= 1.25
     assert DEVICE != "cpu" or change > 0.75
+
+
+@pytest.mark.kernels
+def test_more_than_2_to_the_31_elements_of_h():
+    """The terms of h are so far apart that the offset of the third one takes 64 bits.
+
+    With addresses in 32 bits, the kernels would access memory of other tensors. Few bytes of the memory are used.
+    """
+    tokens, features, rank, stride_term = 4, 16, 4, 2**30 + 16
+    x, a = torch.randn(tokens, features, device=DEVICE).bfloat16(), torch.randn(rank, features, device=DEVICE)
+    z, b = torch.randn(tokens, features, device=DEVICE), torch.randn(features, rank, device=DEVICE)
+    memory = torch.empty(2 * stride_term + tokens * rank, dtype=torch.bfloat16, device=DEVICE)
+    results = []
+    for h in (empty_hidden(x, tokens, rank), memory.as_strided((3, tokens, rank), (stride_term, rank, 1))):
+        project(x, [a], h)
+        results.append((h.clone(), expand(h, b, torch.empty_like(z)), token_sums(z, h)))
+    for result, expected in zip(*results, strict=True):
+        assert torch.equal(result, expected)
