@@ -152,7 +152,8 @@ def project_kernel(
             x = tl.where(_load_mask(mask_ptr, stride_mask, rows, cols, inside) == 1, x, 0.0)
         a_mask = (ranks[:, None] < R) & (cols < N)
         if not IS_SPLIT:
-            a = tl.load(a_ptr + ranks[:, None] * stride_ar + cols.to(tl.int64) * stride_an, a_mask, 0.0)
+            a_offsets = ranks[:, None].to(tl.int64) * stride_ar + cols.to(tl.int64) * stride_an
+            a = tl.load(a_ptr + a_offsets, a_mask, 0.0)
         sums = tl.zeros([BLOCK_T, BLOCK_R], tl.float32)
         for j in tl.static_range(A_TERMS):
             if IS_SPLIT:
@@ -192,7 +193,8 @@ def expand_kernel(
     for start in tl.static_range(0, R, BLOCK_R):
         ranks = start + tl.arange(0, BLOCK_R)
         b_mask = (cols < N) & (ranks[:, None] < R)
-        b = tl.load(b_ptr + cols * stride_bn + ranks[:, None] * stride_br, b_mask, 0.0).to(tl.float32) * factor
+        b_offsets = cols.to(tl.int64) * stride_bn + ranks[:, None].to(tl.int64) * stride_br
+        b = tl.load(b_ptr + b_offsets, b_mask, 0.0).to(tl.float32) * factor
         for i in tl.static_range(ORDER):
             offsets = rows * stride_h + ranks[None, :]
             h = tl.load(term_of(h_ptr, i, stride_term) + offsets, (rows < T) & (ranks[None, :] < R), 0.0)
