@@ -7,9 +7,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import tigon
 from op_cases import DEVICE, assert_as_accurate_as_eager, one_in
+from tigon.ops.adapters.grouped_low_rank import split_experts
 from tigon.ops.adapters.lora import eager_output, lora_linear_reference, lora_linears, takes_adapters
 from tigon.ops.adapters.lora_products import draw_seeds
-from tigon.ops.adapters.low_rank import PartTiles, dropout_bits, empty_hidden, project, split_terms, token_sums
+from tigon.ops.adapters.low_rank import PartTiles, dropout_bits, empty_hidden, expand, project, split_terms, token_sums
 from tigon.ops.adapters.projection import Adapter, Projection, flatten, rebuild
 
 pytestmark = pytest.mark.kernels
@@ -264,3 +265,46 @@ def test_no_more_outputs_of_adapters_are_lost_by_rounding_than_in_eager_code():
     assert eager_change < 0.5
     assert eager_change - 0.05 <= change <= 1.25
     assert DEVICE != "cpu" or change > 0.75
+
+
+@pytest.mark.kernels
+def test_more_than_2_to_the_31_elements_of_h():
+    """The terms of h are so far apart that the offset of the third one takes 64 bits.
+
+    With addresses in 32 bits, the kernels would access memory of other tensors. Few bytes of the memory are used.
+    """
+    tokens, features, rank, stride_term = 4, 16, 4, 2**30 + 16
+    x, a = torch.randn(tokens, features, device=DEVICE).bfloat16(), torch.randn(rank, features, device=DEVICE)
+    z, b = torch.randn(tokens, features, device=DEVICE), torch.randn(features, rank, device=DEVICE)
+    memory = torch.empty(2 * stride_term + tokens * rank, dtype=torch.bfloat16, device=DEVICE)
+    results = []
+    for h in (empty_hidden(x, tokens, rank), memory.as_strided((3, tokens, rank), (stride_term, rank, 1))):
+        project(x, [a], h)
+        results.append((h.clone(), expand(h, b, torch.empty_like(z)), token_sums(z, h)))
+    for result, expected in zip(*results, strict=True):
+        assert torch.equal(result, expected)
+
+
+def _factor_of_large_strides(*shape: int, dim: int) -> Tensor:
+    """Return an fp16 factor whose elements along `dim` are more than 2^30 elements apart. Few bytes are used."""
+    strides = [1 if i > dim else shape[-1] for i in range(len(shape))]
+    strides[-1], strides[dim] = 1, 2**30 + 16
+    length = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    memory = torch.empty(length, dtype=torch.float16, device=DEVICE)
+    return memory.as_strided(shape, strides).copy_(torch.randn(shape))
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("dim", [0, 1], ids=["rows", "columns"])
+def test_factors_with_strides_of_more_than_2_to_the_30(dim):
+    """The offset of the third row or column takes 64 bits, in all kernels that read a factor by its strides."""
+    x = torch.randn(5, 3, device=DEVICE).half()
+    h = project(x, [torch.randn(3, 3, device=DEVICE)], empty_hidden(x, 5, 3))
+    factor, factor_of_experts = _factor_of_large_strides(3, 3, dim=dim), _factor_of_large_strides(2, 3, 3, dim=dim + 1)
+    for run, a in (
+        (lambda a: project(x, [a], empty_hidden(x, 5, 3)), factor),
+        (split_terms, factor),
+        (lambda b: expand(h, b, torch.empty_like(x)), factor),
+        (lambda a: split_experts(a, factors=[2.0]), factor_of_experts),
+    ):
+        assert torch.equal(run(a), run(a.contiguous()))

@@ -192,6 +192,23 @@ def test_no_tokens():
     assert all((gradient == 0).all() for gradient in gradients)
 
 
+@pytest.mark.parametrize("adapted", [False, True], ids=["moe_mlp", "lora_moe_mlp"])
+@pytest.mark.parametrize("trains", [False, True])
+def test_a_rank_without_experts(adapted, trains):
+    """All choices are experts of other ranks, and no memory stands before the empty list of ends."""
+    inputs = _inputs(BF16, FP32, sizes=(5, H, 2, INNER, 2), trains=trains)
+    tokens = {n: inputs[n] for n in ("x", "top_k_index", "top_k_weights")}
+    experts = {
+        n: t.detach()[:0].requires_grad_(t.requires_grad)
+        for n, t in inputs.items()
+        if n not in tokens and (adapted or n.endswith("proj"))
+    }
+    op, values = tigon.lora_moe_mlp if adapted else tigon.moe_mlp, {**tokens, **experts}
+    y, gradients = outputs_and_gradients(lambda *v: op(**dict(zip(values, v, strict=True))), list(values.values()))
+    assert y[0].shape == (5, H)
+    assert all((result == 0).all() for result in (*y, *gradients))
+
+
 def _adapters(inputs: int, outputs: int, ranks: tuple[int, ...], dtype: torch.dtype = FP32) -> list[ExpertAdapter]:
     return [
         ExpertAdapter(

@@ -36,12 +36,13 @@ def split_experts_kernel(
     e_blocks = tl.cdiv(E, BLOCK_E)
     n_blocks = tl.cdiv(N, BLOCK_N)
     pid = tl.program_id(0)
-    rank = pid // n_blocks // e_blocks
+    rank = (pid // n_blocks // e_blocks).to(tl.int64)
     experts = ((pid // n_blocks % e_blocks) * BLOCK_E + tl.arange(0, BLOCK_E)).to(tl.int64)[:, None]
     cols = ((pid % n_blocks) * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
     mask = (experts < E) & (cols < N)
-    a = tl.load(a_ptr + experts * stride_ae + rank * stride_ar + cols * stride_an, mask, 0.0).to(tl.float32) * factor
-    out = out_ptr + experts * stride_expert + (first + rank).to(tl.int64) * stride_rank + cols
+    a_offsets = experts * stride_ae + rank * stride_ar + cols.to(tl.int64) * stride_an
+    a = tl.load(a_ptr + a_offsets, mask, 0.0).to(tl.float32) * factor
+    out = out_ptr + experts * stride_expert + (first + rank) * stride_rank + cols
     for i in tl.static_range(TERMS_):
         tl.store(out + i * stride_term, term(a, i), mask)
 

@@ -1,14 +1,15 @@
 r"""The product of each row with the weight of its expert, together with a low-rank term: y[s] = x[s] W[e] + h[s] B[e].
 
-Rows are sorted by expert. `grouped_mm` of torch cannot add the low-rank term, so `grouped_expand` would read and write
-y again. Here a persistent kernel computes both. It copies tiles of x and W by the tensor memory accelerator (TMA) of
-Hopper and later chips. The low-rank term is one more product into the accumulators of a tile, before the tile is
-rounded and stored.
+Rows are sorted by expert. `grouped_mm` of torch cannot add the low-rank term, so a second kernel, `grouped_expand`,
+would have to read and write y again. The kernel of this file computes the product and the term together. It is
+persistent: the chip runs a fixed number of programs, and each of them computes many tiles. It copies tiles of x and W
+by the tensor memory accelerator (TMA) of Hopper and later chips. The low-rank term is added to the fp32 accumulators of
+a tile, before the tile is rounded and stored.
 
 On an H200, with 65536 rows, 128 experts and rank 16 in bf16, the four products of Qwen3-30B-A3B's experts take 2.16 ms
 with their low-rank terms, and those of `grouped_mm` take 2.18 ms without them.
 
-Elsewhere, `grouped_mm` and `grouped_expand` compute the same sum.
+Where the kernel does not run (`adds_in_product`), `grouped_mm` and `grouped_expand` compute the same sum.
 
 Shapes: S rows, E experts, N and M features, R ranks of all adapters of a product together.
 """
@@ -31,7 +32,7 @@ from tigon.runtime.tuning import LaunchConfig
 
 __all__ = ["GroupedProductConfig", "adds_in_product", "grouped_low_rank_product"]
 
-# The tile of B of a larger rank would not fit in the registers beside the accumulators.
+# With a larger rank, the tile of B and the accumulators would not fit in the registers together.
 LARGEST_RANK = 32
 
 
@@ -80,10 +81,11 @@ def grouped_low_rank_product_kernel(
     BLOCK_T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Compute tiles of y, each of the rows of one expert. The programs take the tiles in turn.
+    """Compute tiles of y. All rows of a tile belong to one expert. Program i of P computes the tiles i, i + P, ...
 
     If BY_ROWS, the weight of an expert is stored as [N, M], otherwise as [M, N]. ORDER is the number of terms of h and
-    of B that the precision of y needs. The tile of x may contain rows of the next expert, which are not stored.
+    of B that the precision of y needs. The tile of x may contain rows of the next expert: the rows of y that are
+    computed from them are not stored.
     """
     index = tl.arange(0, BLOCK_E)
     ends = tl.load(ends_ptr + index, index < E, 0)
@@ -135,16 +137,18 @@ def adds_in_product(x: Tensor, weight: Tensor, b: Tensor) -> bool:
     by_rows = weight.is_contiguous()
     if not by_rows and not weight.mT.is_contiguous():
         return False
-    # The copies start at multiples of 16 bytes. Tiles of a weight stored as [N, M] must end with the expert.
+    # The TMA needs addresses and strides that are multiples of 16 bytes. A tile of a weight that is stored as [N, M]
+    # must not reach into the rows of the next expert, which the TMA would read instead of zeros.
     config = _config(x, b)
     is_aligned = x.data_ptr() % 16 == weight.data_ptr() % 16 == 0 and x.stride(1) == 1 and x.stride(0) % 8 == 0
     return is_aligned and weight.shape[1] % (config.block_n if by_rows else 8) == 0 and weight.shape[2] % 8 == 0
 
 
 def _copies_by_tma(x: Tensor) -> bool:
-    """Return whether kernels for x copy tiles by the tensor memory accelerator, with room for those of this kernel.
+    """Return whether the device of x has a tensor memory accelerator, and enough shared memory for the tiles.
 
-    The interpreter emulates it. A simulation on meta tensors cannot make a descriptor, and counts `grouped_mm`.
+    The interpreter emulates it. A meta tensor has no address, which a descriptor needs, so a simulation counts the cost
+    of `grouped_mm`.
     """
     chip = device_of(x)
     if x.is_meta or not chip.arch:

@@ -7,10 +7,10 @@ r"""The activation of experts whose products have low-rank adapters, forward and
     dh[s] = w da'[s] act'(h'[s]),  dp[s] = dh[s] B_u^T
     (w a)[s],  dw = <da'[s], a[s]>                           as in `tigon.ops.experts.activation`
 
-As products of their own, the adapters would read and write [S, 2 I] and [S, I], and read the results of the activation
-again for q and dp. The forward saves h without its adapter. Both directions add the adapter in fp32 and do not round
-the sum. In bf16, p B_u and dq A_d are products of the first bf16 terms, because eager code rounds h' and da' to bf16.
-q and dp are sums over features, and use two terms of A_d and B_u.
+Separate kernels for the adapters would read and write [S, 2 I] and [S, I] once more, and would read the results of the
+activation again for q and dp. The forward saves h without its adapter. Both directions add the adapter in fp32 and do
+not round the sum. In bf16, p B_u and dq A_d are products of the first bf16 terms, because eager code rounds h' and da'
+to bf16. q and dp are sums over features, and use two terms of A_d and B_u.
 
 A program computes a tile of the rows of one expert, and loops over the features. Rows that belong to no expert of this
 rank are neither read nor written, and their dw is 0.
@@ -77,9 +77,9 @@ class LoRAExpertConfig(LaunchConfig):
 
     @staticmethod
     def heuristic(problem: LoRAExpertProblem, device: Device) -> "LoRAExpertConfig":
-        # A tile holds whole rows of the factor B of its features in registers. Up to rank 16, tiles of 32 rows and 64
-        # features are the fastest on sm_90 (forward 98 us, backward 202 us at 65536 rows of 768 features; tiles of 64
-        # rows and 32 features take 151 and 258 us). They would spill registers on sm_80, and so would 64 rows with a
+        # A program holds all ranks of B for the features of its tile in registers. Up to rank 16, tiles of 32 rows and
+        # 64 features are the fastest on sm_90 (forward 98 us, backward 202 us at 65536 rows of 768 features; tiles of
+        # 64 rows and 32 features take 151 and 258 us). They would spill registers on sm_80, and so would 64 rows with a
         # larger rank.
         is_small = rank_block(problem.rank) <= 16
         has_room = device.shared_memory >= 2**17 * 1.5
@@ -104,11 +104,11 @@ def _activate(gate, KIND: tl.constexpr):
 
 @triton.jit
 def _separate(x, IS_NVIDIA: tl.constexpr):
-    """Return x in bf16 or fp16, without letting the compiler compute it once more in the layout of a product.
+    """Return x, in bf16 or fp16, by a copy that keeps the compiler from computing x twice.
 
-    Triton on NVIDIA moves the change of layout before a product up to the loads, so all that x is computed from would
-    run twice: once for the product, and once for the store of x. It does not move it across an instruction that it
-    does not know.
+    A product needs x in another layout of registers than the store of x. On NVIDIA, Triton would convert the operands
+    of x to the layout of the product when they are loaded, and would then compute x in both layouts. It does not move a
+    conversion across inline assembly, so behind this copy it converts x itself.
     """
     if IS_NVIDIA:
         x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)

@@ -16,6 +16,7 @@ __all__ = [
     "split_kernel",
     "store_terms",
     "term",
+    "term_of",
     "token_sum_kernel",
 ]
 
@@ -27,6 +28,18 @@ def term(x, index: tl.constexpr):
     for _ in tl.static_range(index):
         rest -= rest.to(tl.bfloat16).to(tl.float32)
     return rest.to(tl.bfloat16)
+
+
+@triton.jit
+def term_of(pointer, index: tl.constexpr, stride_term):
+    """Return the pointer to term number `index` of a tensor of terms.
+
+    A multiple of the stride may take 64 bits where the stride takes 32, so the pointer is advanced by one term at a
+    time.
+    """
+    for _ in tl.static_range(index):
+        pointer += stride_term
+    return pointer
 
 
 @triton.jit(do_not_specialize=["first_end", "second_end", "rows", "blocks"])
@@ -79,7 +92,7 @@ def dropout_bits_kernel(seeds_ptr, mask_ptr, T, N, position, stride_mask, p, BLO
 def store_terms(h, out_ptr, offsets, stride_term, mask):
     """Write the three terms of h."""
     for i in tl.static_range(3):
-        tl.store(out_ptr + i * stride_term + offsets, term(h, i), mask)
+        tl.store(term_of(out_ptr, i, stride_term) + offsets, term(h, i), mask)
 
 
 @triton.jit
@@ -139,7 +152,8 @@ def project_kernel(
             x = tl.where(_load_mask(mask_ptr, stride_mask, rows, cols, inside) == 1, x, 0.0)
         a_mask = (ranks[:, None] < R) & (cols < N)
         if not IS_SPLIT:
-            a = tl.load(a_ptr + ranks[:, None] * stride_ar + cols.to(tl.int64) * stride_an, a_mask, 0.0)
+            a_offsets = ranks[:, None].to(tl.int64) * stride_ar + cols.to(tl.int64) * stride_an
+            a = tl.load(a_ptr + a_offsets, a_mask, 0.0)
         sums = tl.zeros([BLOCK_T, BLOCK_R], tl.float32)
         for j in tl.static_range(A_TERMS):
             if IS_SPLIT:
@@ -179,10 +193,11 @@ def expand_kernel(
     for start in tl.static_range(0, R, BLOCK_R):
         ranks = start + tl.arange(0, BLOCK_R)
         b_mask = (cols < N) & (ranks[:, None] < R)
-        b = tl.load(b_ptr + cols * stride_bn + ranks[:, None] * stride_br, b_mask, 0.0).to(tl.float32) * factor
+        b_offsets = cols.to(tl.int64) * stride_bn + ranks[:, None].to(tl.int64) * stride_br
+        b = tl.load(b_ptr + b_offsets, b_mask, 0.0).to(tl.float32) * factor
         for i in tl.static_range(ORDER):
-            offsets = i * stride_term + rows * stride_h + ranks[None, :]
-            h = tl.load(h_ptr + offsets, (rows < T) & (ranks[None, :] < R), 0.0)
+            offsets = rows * stride_h + ranks[None, :]
+            h = tl.load(term_of(h_ptr, i, stride_term) + offsets, (rows < T) & (ranks[None, :] < R), 0.0)
             for j in tl.static_range(ORDER - i):
                 total = tl.dot(h, term(b, j), total)
     inside = (rows < T) & (cols < N)
@@ -223,7 +238,8 @@ def token_sum_kernel(
             z = tl.where(_load_mask(mask_ptr, stride_mask, rows, cols, inside) == 1, z, 0.0)
         sums = tl.zeros([BLOCK_N, BLOCK_R], tl.float32)
         for j in tl.static_range(3):
-            h = tl.load(h_ptr + j * stride_term + rows * stride_h + ranks, (rows < last) & (ranks < R), 0.0)
+            h_rows = term_of(h_ptr, j, stride_term) + rows * stride_h
+            h = tl.load(h_rows + ranks, (rows < last) & (ranks < R), 0.0)
             for i in tl.static_range(Z_TERMS):
                 if i + j < 3:
                     sums = tl.dot(tl.trans(z if Z_TERMS == 1 else term(z, i)), h, sums)

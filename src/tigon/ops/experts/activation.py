@@ -121,7 +121,7 @@ def _gradients_kernel(
     """Compute dh, w a and dw of one row, each if it is needed."""
     row = tl.program_id(0).to(tl.int64)
     choice = tl.load(order_ptr + row)
-    features = tl.where(row < tl.load(ends_ptr + experts - 1), inner, 0)
+    features = tl.where(row < tl.load(ends_ptr + experts - 1, experts > 0, 0), inner, 0)
     weight = tl.load(weights_ptr + choice).to(tl.float32)
     gate_row = row * inner * (1 if KIND == "relu2" else 2)
     dots = tl.zeros([BLOCK], tl.float32)

@@ -129,7 +129,7 @@ def _sum_kernel(
 ):  # fmt: skip
     """Sum a block of features over the K rows of one token."""
     token, cols, mask = block_of_row(width, blocks, BLOCK)
-    present_rows = tl.load(ends_ptr + experts - 1)
+    present_rows = tl.load(ends_ptr + experts - 1, experts > 0, 0)
     y = tl.zeros([BLOCK], tl.float32)
     for k in tl.static_range(K):
         slot = tl.load(slot_ptr + token * K + k)
@@ -151,7 +151,7 @@ def _spread_kernel(
 ):  # fmt: skip
     """Write the K rows of one token, compute its K dot products, or both."""
     token = tl.program_id(0).to(tl.int64)
-    present_rows = tl.load(ends_ptr + experts - 1)
+    present_rows = tl.load(ends_ptr + experts - 1, experts > 0, 0)
     cols = tl.arange(0, BLOCK).to(tl.int64)
     x = tl.load(x_ptr + token * stride_x + cols, mask=cols < width, other=0.0).to(tl.float32)
     # Unrolling more than two choices would need too many addresses. If K is 2, unrolling both spills registers on sm_80
