@@ -14,7 +14,7 @@ import tigon
 from op_cases import DEVICE, assert_as_accurate_as_eager
 from tigon.ops.adapters import lora, lora_mlp
 from tigon.recognition.adapters import AdapterRecipe, recognise_adapters
-from tigon.recognition.dequantisation import DequantisationConfig
+from tigon.recognition.dequantisation import DequantisationConfig, WeightReader
 from tigon.recognition.replacement import find_replacement
 from tigon.runtime.tuning import tuned
 
@@ -626,6 +626,17 @@ def test_as_many_rows_are_compared_as_training_has(monkeypatch, compared_rows):
     with tuned(DequantisationConfig, min_rows=1, compared_rows=compared_rows):
         layer(torch.randn(129, INPUTS, device=DEVICE).bfloat16())
     assert bool(calls) == (compared_rows == 129)
+
+
+@pytest.mark.kernels
+def test_a_result_without_values_does_not_hold_for_the_loaded_weight():
+    reader, x = WeightReader(), torch.randn(8, INPUTS, device=DEVICE).bfloat16()
+    layer = RoundingInput(INPUTS, OUTPUTS).to("meta")
+    with tuned(DequantisationConfig, min_rows=1):
+        # Without values, the reader cannot see that the layer rounds its input.
+        assert reader.read(layer, x.to("meta")) is not None
+        layer.codes = torch.randint(-127, 127, (OUTPUTS, INPUTS), dtype=torch.int8, device=DEVICE)
+        assert reader.read(layer, x) is None
 
 
 class WithChild(Dequantisable):

@@ -211,7 +211,8 @@ class _Result(NamedTuple):
 class WeightReader:
     """Returns the dense weight of one quantised layer, after a comparison with the layer's own forward.
 
-    The comparison is repeated if a setting of the layer, the dtype of the input or that of autocast changes.
+    The comparison is repeated if a setting of the layer, the device of one of its tensors, the dtype of the input or
+    that of autocast changes.
     """
 
     def __init__(self) -> None:
@@ -249,7 +250,9 @@ class WeightReader:
 
     @staticmethod
     def _key(layer: Any, x: Tensor | TensorLike) -> tuple[Any, ...]:
-        return type(layer), _settings_of(layer), x.dtype, product_dtype(x)
+        # On the meta device there are no values to compare, so that result does not hold on another device.
+        devices = tuple(tensor.device for tensor in _stored_tensors(layer))
+        return type(layer), _settings_of(layer), devices, x.dtype, product_dtype(x)
 
     @staticmethod
     def _compare(layer: Any, dtype: torch.dtype) -> "_Result":
