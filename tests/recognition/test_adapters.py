@@ -639,6 +639,31 @@ def test_a_result_without_values_does_not_hold_for_the_loaded_weight():
         assert reader.read(layer, x) is None
 
 
+class ScalingInput(Dequantisable):
+    """A layer that multiplies its input by a buffer, which is one until a state dict is loaded."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs)
+        self.register_buffer("input_scale", torch.ones(inputs, dtype=torch.bfloat16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * self.input_scale)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("in_place", [True, False], ids=["written in place", "replaced"])
+def test_a_buffer_that_changes_leads_to_another_comparison(in_place):
+    reader, x = WeightReader(), torch.randn(8, INPUTS, device=DEVICE).bfloat16()
+    layer = ScalingInput(INPUTS, OUTPUTS).to(DEVICE)
+    with tuned(DequantisationConfig, min_rows=1):
+        assert reader.read(layer, x) is not None
+        if in_place:
+            layer.load_state_dict(layer.state_dict() | {"input_scale": torch.full((INPUTS,), 2.0)})
+        else:
+            layer.input_scale = torch.full_like(layer.input_scale, 2.0)
+        assert reader.read(layer, x) is None
+
+
 class WithChild(Dequantisable):
     """A quantised layer with a trained child, whose output is zero at first."""
 
