@@ -4,6 +4,7 @@ import contextlib
 import copy
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -662,6 +663,30 @@ def test_a_buffer_that_changes_leads_to_another_comparison(in_place):
         else:
             layer.input_scale = torch.full_like(layer.input_scale, 2.0)
         assert reader.read(layer, x) is None
+
+
+class CountingCalls(Dequantisable):
+    """A layer that writes to a buffer in each call."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
+@pytest.mark.kernels
+def test_a_layer_that_writes_to_its_buffers_is_compared_once():
+    reader, x = WeightReader(), torch.randn(8, INPUTS, device=DEVICE).bfloat16()
+    layer = CountingCalls(INPUTS, OUTPUTS).to(DEVICE)
+    compare = mock.Mock(wraps=reader._compare)
+    with tuned(DequantisationConfig, min_rows=1), mock.patch.object(reader, "_compare", compare):
+        for _ in range(3):
+            assert reader.read(layer, x) is None
+            layer(x)
+    assert compare.call_count == 1 and layer.calls == 3
 
 
 class WithChild(Dequantisable):

@@ -147,6 +147,10 @@ def _buffers_of(layer: Any) -> list[Tensor]:
     return [buffer for buffer in layer._buffers.values() if buffer is not None]
 
 
+def _versions_of(layer: Any) -> tuple[int, ...]:
+    return tuple(map(_version, _buffers_of(layer)))
+
+
 def _settings_of(layer: Any) -> tuple[Any, ...]:
     """Return the plain attributes of a layer, on which its code may depend."""
     kinds = (bool, int, float, str, torch.dtype, type(None))
@@ -211,6 +215,8 @@ class _Result(NamedTuple):
     computes_product: bool
     # whether Tigon's kernel dequantises the weight as the layer's library does
     uses_kernel: bool
+    # the versions of the layer's buffers; a buffer that is written in place has another version
+    versions: tuple[int, ...] = ()
 
 
 class WeightReader:
@@ -243,15 +249,15 @@ class WeightReader:
         if not is_same or len(self._results) > LARGEST_NUMBER_OF_RESULTS:
             self._state, self._results = state, {}
             self._buffers = [weakref.ref(each) for each in _buffers_of(layer)]
-        key = self._key(layer, x)
-        if key not in self._results:
+        key, versions = self._key(layer, x), _versions_of(layer)
+        result = self._results.get(key)
+        # A layer that computes something else keeps its forward, which may write to a buffer in each call.
+        if result is None or (result.computes_product and result.versions != versions):
             if x.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 return None
             result = self._compare(layer, x.dtype)
             # The comparison may have set attributes of the layer, such as the dtype in which it computes.
-            key = self._key(layer, x)
-            self._results[key] = result
-        result = self._results[key]
+            self._results[self._key(layer, x)] = result
         compute = _find_weight(layer, result.uses_kernel) if result.computes_product else None
         if compute is None:
             return None
@@ -268,8 +274,7 @@ class WeightReader:
     def _key(layer: Any, x: Tensor | TensorLike) -> tuple[Any, ...]:
         # On the meta device there are no values to compare, so that result does not hold on another device.
         devices = tuple(tensor.device for tensor in _stored_tensors(layer))
-        versions = tuple(map(_version, layer._buffers.values()))
-        return type(layer), _settings_of(layer), devices, versions, x.dtype, product_dtype(x)
+        return type(layer), _settings_of(layer), devices, x.dtype, product_dtype(x)
 
     @staticmethod
     def _compare(layer: Any, dtype: torch.dtype) -> "_Result":
@@ -279,7 +284,7 @@ class WeightReader:
             if compute is None or not _computes_product(layer, compute, dtype):
                 return _Result(False, False)
             with torch.no_grad():
-                return _Result(True, _kernel_agrees(layer))
+                return _Result(True, _kernel_agrees(layer), _versions_of(layer))
         except Exception as error:
             LOGGER.debug("%s cannot be dequantised: %s", type(layer).__name__, describe(error), exc_info=True)
             return _Result(False, False)
