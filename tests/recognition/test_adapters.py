@@ -686,7 +686,8 @@ def test_a_layer_that_writes_to_its_buffers_is_compared_once():
         for _ in range(3):
             assert reader.read(layer, x) is None
             layer(x)
-    assert compare.call_count == 1 and layer.calls == 3
+    assert compare.call_count == 1
+    assert layer.calls == 3
 
 
 class WithChild(Dequantisable):
