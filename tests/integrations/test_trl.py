@@ -370,6 +370,19 @@ def test_a_loss_that_is_no_sum_raises(path, tmp_path, monkeypatch):
         train(build("sft", load_model(path), tmp_path))
 
 
+def test_a_loss_that_differentiates_the_entropy_raises(path, tmp_path, monkeypatch):
+    """The gradient of the entropy is not computed in the loss of SFT, so a bonus would silently have no effect."""
+
+    def compute_loss(self, model, inputs, **_):
+        outputs = model(**inputs, fused_lm_head=True)
+        return -outputs.log_probs.sum() - 0.1 * outputs.entropy.sum()
+
+    monkeypatch.setattr(trainers.TRAINERS["sft"][0], "compute_loss", compute_loss)
+    trl.enable()
+    with pytest.raises(RuntimeError, match=r"SFTTrainer\.compute_loss differentiates the entropy"):
+        train(build("sft", load_model(path), tmp_path))
+
+
 def test_a_subclass_with_its_own_loss_has_exact_gradients(path, tmp_path):
     sft = trainers.TRAINERS["sft"][0]
 
