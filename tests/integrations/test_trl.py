@@ -304,6 +304,15 @@ def test_a_warning_says_that_a_checkpointed_model_makes_the_level_useless(path, 
         train(build("sft", model, tmp_path))
 
 
+def test_a_warning_says_that_the_checkpoints_of_fsdp_make_the_level_useless(path, tmp_path, monkeypatch):
+    trl.enable(memory="lean")
+    trainer = build("sft", load_model(path), tmp_path)
+    plugin = types.SimpleNamespace(activation_checkpointing=True)
+    monkeypatch.setattr(trainer, "accelerator", types.SimpleNamespace(state=types.SimpleNamespace(fsdp_plugin=plugin)))
+    with pytest.warns(UserWarning, match=r"^tigon: FSDP checkpoints every layer.*memory='lean' saves nothing more"):
+        trl._reconcile_checkpointing(trainer)
+
+
 @pytest.mark.parametrize("loss_type", ["nll", "dft"])
 def test_a_warning_says_that_token_scaling_of_the_patch_is_not_read(loss_type, path, tmp_path, recwarn):
     trl.enable()

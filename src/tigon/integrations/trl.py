@@ -118,7 +118,8 @@ def enable(memory: MemoryLevel | str | None = None) -> None:
     Args:
         memory: The level for the models of all trainers, one of those of `tigon.patch`. Each model is patched when its
             trainer is built, or when it trains, and gradient checkpointing of the trainer is switched off when it
-            trains, because the level decides what is saved ("checkpoint" checkpoints the layers). With None,
+            trains, because the level decides what is saved ("checkpoint" checkpoints the layers). All parts are
+            patched, also those that an earlier `tigon.patch(model, rope=False)` has left alone. With None,
             models are patched only by your calls of `tigon.patch`, and TRL's `gradient_checkpointing` argument decides.
             It is True by default. A checkpointed layer saves only its input, so "lean", "lean+mlp" and "offload" then
             save nothing more; a warning says so.
@@ -312,6 +313,12 @@ def _reconcile_checkpointing(trainer: Any) -> None:
             f"tigon: the trainer checkpoints every layer (gradient_checkpointing=True is the default of TRL), so "
             f"memory={name!r} saves nothing more in them; pass gradient_checkpointing=False to the trainer's config, "
             f"or call tigon.integrations.trl.enable(memory={name!r})",
+            stacklevel=3,
+        )
+    elif getattr(getattr(trainer.accelerator.state, "fsdp_plugin", None), "activation_checkpointing", False):
+        warnings.warn(
+            f"tigon: FSDP checkpoints every layer (activation_checkpointing of fsdp_config), so memory={name!r} saves "
+            "nothing more in them; set activation_checkpointing to false",
             stacklevel=3,
         )
     elif any(map(is_switched_on, trainer.model.modules())):
