@@ -249,6 +249,8 @@ def test_a_level_switches_off_the_checkpointing_of_the_trainer(path, tmp_path, c
     assert not trainer.model.is_gradient_checkpointing
     # A checkpointed layer would run twice.
     assert counts.levels == [True] * trainers.STEPS
+    # The user may build another trainer with the same arguments, after `disable`.
+    assert trainer.args.gradient_checkpointing
 
 
 def test_a_trainer_of_rewards_has_the_level(path, tmp_path, counts):
@@ -282,7 +284,6 @@ def test_the_level_checkpoint_checkpoints_the_layers(path, tmp_path):
     trl.enable(memory="checkpoint")
     trainer = build("sft", load_model(path), tmp_path, gradient_checkpointing=True)
     assert_same_run(train(trainer), stock)
-    assert not trainer.args.gradient_checkpointing
     assert isinstance(checkpoint_function(trainer.model.model.layers[0]), LayerCheckpoint)
 
 

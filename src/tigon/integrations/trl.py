@@ -117,7 +117,7 @@ def enable(memory: MemoryLevel | str | None = None) -> None:
 
     Args:
         memory: The level for the models of all trainers, one of those of `tigon.patch`. Each model is patched when its
-            trainer is built, or when it trains, and gradient checkpointing of the trainer is switched off when it
+            trainer is built, or when it trains, and gradient checkpointing of the trainer is switched off while it
             trains, because the level decides what is saved ("checkpoint" checkpoints the layers). All parts are
             patched, also those that an earlier `tigon.patch(model, rope=False)` has left alone. With None,
             models are patched only by your calls of `tigon.patch`, and TRL's `gradient_checkpointing` argument decides.
@@ -289,11 +289,16 @@ def _wrap_train(base_trainer: Any) -> Callable:
 
     @functools.wraps(original)
     def train(self: Any, *args: Any, **kwargs: Any) -> Any:
-        _prepare_models(self)
-        _reconcile_checkpointing(self)
-        _check_token_scaling(self)
-        _check_liger(self)
-        return original(self, *args, **kwargs)
+        # The arguments belong to the user, who may build another trainer with them.
+        is_checkpointed = self.args.gradient_checkpointing
+        try:
+            _prepare_models(self)
+            _reconcile_checkpointing(self)
+            _check_token_scaling(self)
+            _check_liger(self)
+            return original(self, *args, **kwargs)
+        finally:
+            self.args.gradient_checkpointing = is_checkpointed
 
     return train
 
