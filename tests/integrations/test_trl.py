@@ -505,6 +505,26 @@ def test_a_head_of_zero3_is_gathered_where_it_is_read(kind, gathers, path, monke
     torch.testing.assert_close(grads, expected_grads, rtol=1e-3, atol=1e-4)
 
 
+def test_the_gradient_of_the_head_stays_on_the_device(path):
+    """`activation_offloading=True` of TRL copies each saved tensor that is no parameter to the host."""
+    trl.enable()
+    model = load_model(path)
+    utils.add_fused_lm_head(model)
+    weight, tokens, saved = model.lm_head.weight, torch.arange(4, 16).view(2, 6), []
+
+    def pack(t):
+        saved.append(t)
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), trl_head.loss_is_sum("nll"):
+        log_probs = model(input_ids=tokens, labels=tokens, fused_lm_head=True).log_probs
+    assert saved
+    parameters = {p.data_ptr() for p in model.parameters()}
+    assert not [t for t in saved if t.shape == weight.shape and t.data_ptr() not in parameters]
+    log_probs.sum().backward()
+    assert weight.grad is not None
+
+
 @pytest.mark.thorough
 def test_a_head_that_fsdp2_shards_is_gathered():
     run_ranks(Path(__file__).with_name("sharded_trl.py"))
