@@ -48,6 +48,9 @@ class DistillationLoss(nn.Module):
             checks.choice("DistillationLoss", "an option", name, _OPTIONS)
         self.options = options
 
+    def extra_repr(self) -> str:
+        return ", ".join(f"{key}={value!r}" for key, value in self.options.items())
+
     def forward(
         self,
         hidden: Tensor,
