@@ -3,6 +3,9 @@
 `tigon.DistillationLoss` takes the hidden states and the heads of both models, which need not have the same width. It
 never holds the logits of the batch, and takes four products: the logits of both models, and the two gradients of the
 student. `--stock` computes the same loss from all logits of both models.
+
+The head of this example is one product. Models that scale or cap their logits (Cohere, Granite, Gemma 2) need the
+options `logit_scale` and `softcap` of the loss, and those of a teacher `teacher_logit_scale` and `teacher_softcap`.
 """
 
 import torch

@@ -3,6 +3,9 @@
 `tigon.DPOLoss` takes the hidden states and the weight of the head, and the same of the reference model. It never holds
 the logits: the loss of both models takes four products with a head, and the memory of one pair. `--stock` computes the
 same loss from the logits of the whole batch.
+
+Models that scale or cap their logits (Cohere, Granite, Gemma 2) need the options `logit_scale` and `softcap` of
+`tigon.DPOLoss`.
 """
 
 import argparse

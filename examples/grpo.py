@@ -7,6 +7,9 @@ token before them, so that a tiny model without any training learns something wi
 `tigon.GRPOLoss` takes the hidden states and the weight of the head, and never holds the logits. Each batch of
 completions trains for `--updates` steps. The log-probabilities of the policy that wrote them come from
 `tigon.linear_log_probs`. `--stock` computes the same from the logits of the whole batch.
+
+Models that scale or cap their logits (Cohere, Granite, Gemma 2) need the options `logit_scale` and `softcap` of
+`tigon.GRPOLoss`.
 """
 
 import argparse

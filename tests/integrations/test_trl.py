@@ -249,6 +249,8 @@ def test_a_level_switches_off_the_checkpointing_of_the_trainer(path, tmp_path, c
     assert not trainer.model.is_gradient_checkpointing
     # A checkpointed layer would run twice.
     assert counts.levels == [True] * trainers.STEPS
+    # The user may build another trainer with the same arguments, after `disable`.
+    assert trainer.args.gradient_checkpointing
 
 
 def test_a_trainer_of_rewards_has_the_level(path, tmp_path, counts):
@@ -282,7 +284,6 @@ def test_the_level_checkpoint_checkpoints_the_layers(path, tmp_path):
     trl.enable(memory="checkpoint")
     trainer = build("sft", load_model(path), tmp_path, gradient_checkpointing=True)
     assert_same_run(train(trainer), stock)
-    assert not trainer.args.gradient_checkpointing
     assert isinstance(checkpoint_function(trainer.model.model.layers[0]), LayerCheckpoint)
 
 
@@ -302,6 +303,15 @@ def test_a_warning_says_that_a_checkpointed_model_makes_the_level_useless(path, 
     model.gradient_checkpointing_enable()
     with pytest.warns(UserWarning, match=r"checkpointed already.*so memory='lean' saves nothing more"):
         train(build("sft", model, tmp_path))
+
+
+def test_a_warning_says_that_the_checkpoints_of_fsdp_make_the_level_useless(path, tmp_path, monkeypatch):
+    trl.enable(memory="lean")
+    trainer = build("sft", load_model(path), tmp_path)
+    plugin = types.SimpleNamespace(activation_checkpointing=True)
+    monkeypatch.setattr(trainer, "accelerator", types.SimpleNamespace(state=types.SimpleNamespace(fsdp_plugin=plugin)))
+    with pytest.warns(UserWarning, match=r"^tigon: FSDP checkpoints every layer.*memory='lean' saves nothing more"):
+        trl._reconcile_checkpointing(trainer)
 
 
 @pytest.mark.parametrize("loss_type", ["nll", "dft"])
@@ -367,6 +377,19 @@ def test_a_loss_that_is_no_sum_raises(path, tmp_path, monkeypatch):
     )
     trl.enable()
     with pytest.raises(RuntimeError, match=r"SFTTrainer\.compute_loss did not sum the log-probabilities"):
+        train(build("sft", load_model(path), tmp_path))
+
+
+def test_a_loss_that_differentiates_the_entropy_raises(path, tmp_path, monkeypatch):
+    """The gradient of the entropy is not computed in the loss of SFT, so a bonus would silently have no effect."""
+
+    def compute_loss(self, model, inputs, **_):
+        outputs = model(**inputs, fused_lm_head=True)
+        return -outputs.log_probs.sum() - 0.1 * outputs.entropy.sum()
+
+    monkeypatch.setattr(trainers.TRAINERS["sft"][0], "compute_loss", compute_loss)
+    trl.enable()
+    with pytest.raises(RuntimeError, match=r"SFTTrainer\.compute_loss differentiates the entropy"):
         train(build("sft", load_model(path), tmp_path))
 
 
@@ -480,6 +503,26 @@ def test_a_head_of_zero3_is_gathered_where_it_is_read(kind, gathers, path, monke
     expected = logits.gather(-1, batch["input_ids"][:, 1:, None]).sum()
     expected_grads = torch.autograd.grad(expected, [stock.lm_head.weight, stock.model.norm.weight])
     torch.testing.assert_close(grads, expected_grads, rtol=1e-3, atol=1e-4)
+
+
+def test_the_gradient_of_the_head_stays_on_the_device(path):
+    """`activation_offloading=True` of TRL copies each saved tensor that is no parameter to the host."""
+    trl.enable()
+    model = load_model(path)
+    utils.add_fused_lm_head(model)
+    weight, tokens, saved = model.lm_head.weight, torch.arange(4, 16).view(2, 6), []
+
+    def pack(t):
+        saved.append(t)
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), trl_head.loss_is_sum("nll"):
+        log_probs = model(input_ids=tokens, labels=tokens, fused_lm_head=True).log_probs
+    assert saved
+    parameters = {p.data_ptr() for p in model.parameters()}
+    assert not [t for t in saved if t.shape == weight.shape and t.data_ptr() not in parameters]
+    log_probs.sum().backward()
+    assert weight.grad is not None
 
 
 @pytest.mark.thorough

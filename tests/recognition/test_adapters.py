@@ -4,6 +4,7 @@ import contextlib
 import copy
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ import tigon
 from op_cases import DEVICE, assert_as_accurate_as_eager
 from tigon.ops.adapters import lora, lora_mlp
 from tigon.recognition.adapters import AdapterRecipe, recognise_adapters
-from tigon.recognition.dequantisation import DequantisationConfig
+from tigon.recognition.dequantisation import DequantisationConfig, WeightReader
 from tigon.recognition.replacement import find_replacement
 from tigon.runtime.tuning import tuned
 
@@ -626,6 +627,67 @@ def test_as_many_rows_are_compared_as_training_has(monkeypatch, compared_rows):
     with tuned(DequantisationConfig, min_rows=1, compared_rows=compared_rows):
         layer(torch.randn(129, INPUTS, device=DEVICE).bfloat16())
     assert bool(calls) == (compared_rows == 129)
+
+
+@pytest.mark.kernels
+def test_a_result_without_values_does_not_hold_for_the_loaded_weight():
+    reader, x = WeightReader(), torch.randn(8, INPUTS, device=DEVICE).bfloat16()
+    layer = RoundingInput(INPUTS, OUTPUTS).to("meta")
+    with tuned(DequantisationConfig, min_rows=1):
+        # Without values, the reader cannot see that the layer rounds its input.
+        assert reader.read(layer, x.to("meta")) is not None
+        layer.codes = torch.randint(-127, 127, (OUTPUTS, INPUTS), dtype=torch.int8, device=DEVICE)
+        assert reader.read(layer, x) is None
+
+
+class ScalingInput(Dequantisable):
+    """A layer that multiplies its input by a buffer, which is one until a state dict is loaded."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs)
+        self.register_buffer("input_scale", torch.ones(inputs, dtype=torch.bfloat16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * self.input_scale)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("in_place", [True, False], ids=["written in place", "replaced"])
+def test_a_buffer_that_changes_leads_to_another_comparison(in_place):
+    reader, x = WeightReader(), torch.randn(8, INPUTS, device=DEVICE).bfloat16()
+    layer = ScalingInput(INPUTS, OUTPUTS).to(DEVICE)
+    with tuned(DequantisationConfig, min_rows=1):
+        assert reader.read(layer, x) is not None
+        if in_place:
+            layer.load_state_dict(layer.state_dict() | {"input_scale": torch.full((INPUTS,), 2.0)})
+        else:
+            layer.input_scale = torch.full_like(layer.input_scale, 2.0)
+        assert reader.read(layer, x) is None
+
+
+class CountingCalls(Dequantisable):
+    """A layer that writes to a buffer in each call."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
+@pytest.mark.kernels
+def test_a_layer_that_writes_to_its_buffers_is_compared_once():
+    reader, x = WeightReader(), torch.randn(8, INPUTS, device=DEVICE).bfloat16()
+    layer = CountingCalls(INPUTS, OUTPUTS).to(DEVICE)
+    compare = mock.Mock(wraps=reader._compare)
+    with tuned(DequantisationConfig, min_rows=1), mock.patch.object(reader, "_compare", compare):
+        for _ in range(3):
+            assert reader.read(layer, x) is None
+            layer(x)
+    assert compare.call_count == 1
+    assert layer.calls == 3
 
 
 class WithChild(Dequantisable):

@@ -117,8 +117,9 @@ def enable(memory: MemoryLevel | str | None = None) -> None:
 
     Args:
         memory: The level for the models of all trainers, one of those of `tigon.patch`. Each model is patched when its
-            trainer is built, or when it trains, and gradient checkpointing of the trainer is switched off when it
-            trains, because the level decides what is saved ("checkpoint" checkpoints the layers). With None,
+            trainer is built, or when it trains, and gradient checkpointing of the trainer is switched off while it
+            trains, because the level decides what is saved ("checkpoint" checkpoints the layers). All parts are
+            patched, also those that an earlier `tigon.patch(model, rope=False)` has left alone. With None,
             models are patched only by your calls of `tigon.patch`, and TRL's `gradient_checkpointing` argument decides.
             It is True by default. A checkpointed layer saves only its input, so "lean", "lean+mlp" and "offload" then
             save nothing more; a warning says so.
@@ -288,11 +289,16 @@ def _wrap_train(base_trainer: Any) -> Callable:
 
     @functools.wraps(original)
     def train(self: Any, *args: Any, **kwargs: Any) -> Any:
-        _prepare_models(self)
-        _reconcile_checkpointing(self)
-        _check_token_scaling(self)
-        _check_liger(self)
-        return original(self, *args, **kwargs)
+        # The arguments belong to the user, who may build another trainer with them.
+        is_checkpointed = self.args.gradient_checkpointing
+        try:
+            _prepare_models(self)
+            _reconcile_checkpointing(self)
+            _check_token_scaling(self)
+            _check_liger(self)
+            return original(self, *args, **kwargs)
+        finally:
+            self.args.gradient_checkpointing = is_checkpointed
 
     return train
 
@@ -312,6 +318,12 @@ def _reconcile_checkpointing(trainer: Any) -> None:
             f"tigon: the trainer checkpoints every layer (gradient_checkpointing=True is the default of TRL), so "
             f"memory={name!r} saves nothing more in them; pass gradient_checkpointing=False to the trainer's config, "
             f"or call tigon.integrations.trl.enable(memory={name!r})",
+            stacklevel=3,
+        )
+    elif getattr(getattr(trainer.accelerator.state, "fsdp_plugin", None), "activation_checkpointing", False):
+        warnings.warn(
+            f"tigon: FSDP checkpoints every layer (activation_checkpointing of fsdp_config), so memory={name!r} saves "
+            "nothing more in them; set activation_checkpointing to false",
             stacklevel=3,
         )
     elif any(map(is_switched_on, trainer.model.modules())):

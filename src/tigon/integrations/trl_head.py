@@ -34,6 +34,7 @@ from tigon.ops.head.linear_cross_entropy import linear_cross_entropy
 from tigon.ops.head.linear_log_probs import LogProbOutput, linear_log_probs
 from tigon.ops.logits.valid_rows import ValidRows
 from tigon.runtime.stock import written_in
+from tigon.runtime.torch_private.autograd import saved_tensor_hooks
 from tigon.runtime.torch_private.operators import assert_on_device
 
 __all__ = [
@@ -62,6 +63,10 @@ TOLERANCE = 1e-4
 NOT_A_SUM = (
     "tigon: SFTTrainer.compute_loss did not sum the log-probabilities over all tokens as TRL's own code does, but "
     "their gradients were computed for this sum; call tigon.integrations.trl.disable()"
+)
+ENTROPY_HAS_NO_GRADIENT = (
+    "tigon: SFTTrainer.compute_loss differentiates the entropy, which TRL's own code does not do, so that its gradient "
+    "was not computed; call tigon.integrations.trl.disable()"
 )
 
 SummedLoss = Literal["nll", "dft"]
@@ -93,24 +98,33 @@ def loss_is_sum(kind: SummedLoss | None) -> Iterator[None]:
 
 
 class _SumOfLogProbs(torch.autograd.Function):
-    """Return log-probabilities whose upstream gradient reaches the loss that they belong to.
+    """Return log-probabilities whose upstream gradient reaches the loss that they belong to, and their entropy.
 
     The loss of N valid tokens is L = - 1/N sum_t w_t log p_t. The upstream gradient must be c w_t for each token, so
     dL = - c N. The mean in place of a sum keeps the gradients of fp16 models in the range of fp16.
+
+    The entropy is no part of L. In TRL it is differentiable, so backward refuses its upstream gradient.
     """
 
     @staticmethod
-    def forward(ctx: Any, mean: Tensor, log_probs: Tensor, valid: Tensor, kind: SummedLoss) -> Tensor:
+    def forward(
+        ctx: Any, mean: Tensor, log_probs: Tensor, entropy: Tensor, valid: Tensor, kind: SummedLoss
+    ) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(log_probs, valid)
         ctx.kind = kind
-        return log_probs.clone()
+        return log_probs.clone(), entropy.clone()
 
     @staticmethod
-    def backward(ctx: Any, dlog_probs: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dlog_probs: Tensor | None, dentropy: Tensor | None) -> tuple[Tensor | None, ...]:
+        if dentropy is not None:
+            raise RuntimeError(ENTROPY_HAS_NO_GRADIENT)
+        if dlog_probs is None:
+            return (None,) * 5
         log_probs, valid = ctx.saved_tensors
         weights = (log_probs.exp() if ctx.kind == "dft" else torch.ones_like(log_probs)).masked_fill(~valid, 0.0)
         if weights.numel() == 0:
-            return dlog_probs.new_zeros(()), None, None, None
+            return dlog_probs.new_zeros(()), None, None, None, None
         # The token with the largest weight has the most accurate quotient.
         largest = weights.argmax()
         weight = weights.flatten()[largest]
@@ -121,7 +135,7 @@ class _SumOfLogProbs(torch.autograd.Function):
         if is_sum.device.type in ("cpu", "cuda"):
             # On a GPU, the assertion fails inside a kernel. A comparison on the host would be a host synchronisation.
             assert_on_device(is_sum, NOT_A_SUM)
-        return -factor.where(is_sum, torch.nan) * valid.sum(), None, None, None
+        return -factor.where(is_sum, torch.nan) * valid.sum(), None, None, None, None
 
 
 # --- the weight of the head ------------------------------------------------------------------------
@@ -218,18 +232,30 @@ def _log_probs(
     return {name: getattr(result, name) for name in FIELDS}
 
 
+def _kept_by_autograd() -> AbstractContextManager:
+    """Return a context whose saved tensors stay where they are.
+
+    The loss saves the gradient of the head's weight, of one GiB for a large vocabulary, and backward reads it first.
+    The hooks of TRL's `activation_offloading=True` would copy it to the host and back.
+    """
+    if torch.compiler.is_compiling() or saved_tensor_hooks(True) is None:
+        return contextlib.nullcontext()
+    return saved_tensors_hooks(lambda t: t, lambda t: t)
+
+
 def _summed_log_probs(
     hidden: Tensor, head: Head, targets: Tensor, options: LogitOptions, kind: SummedLoss, is_shifted: bool,
     valid_rows: ValidRows | None, acc_dtype: torch.dtype | None,
 ) -> dict[str, Tensor | None]:  # fmt: skip
     """Compute TRL's outputs for a loss that is a sum of log-probabilities, with three products.
 
-    Only the log-probabilities are differentiable. Without `is_shifted` the last position of each sequence predicts
-    nothing and is left out of the outputs. `acc_dtype` is that of `linear_cross_entropy`.
+    Only the log-probabilities are differentiable, and backward raises an error for an upstream gradient of the entropy.
+    Without `is_shifted` the last position of each sequence predicts nothing and is left out of the outputs.
+    `acc_dtype` is that of `linear_cross_entropy`.
     """
     scale, softcap, temperature = options
     context, _ = _products_context(hidden, head.weight)
-    with context:
+    with context, _kept_by_autograd():
         result: Any = linear_cross_entropy(
             hidden, head.weight, targets,
             linear_bias=head.bias, reduction="mean", ignore_index=IGNORE_INDEX, token_scaling=kind == "dft",
@@ -239,9 +265,10 @@ def _summed_log_probs(
         )  # fmt: skip
     cut = (lambda x: x) if is_shifted else (lambda x: x[:, :-1])
     log_probs, valid = cut(result.log_probs.detach()), cut(targets != IGNORE_INDEX)
+    log_probs, entropy = _SumOfLogProbs.apply(result.loss, log_probs, cut(result.entropy.detach()), valid, kind)
     return dict.fromkeys(FIELDS) | {
-        "log_probs": _SumOfLogProbs.apply(result.loss, log_probs, valid, kind),
-        "entropy": cut(result.entropy.detach()),
+        "log_probs": log_probs,
+        "entropy": entropy,
         # Ignored tokens have a prediction of -1.
         "is_top1": cut(result.predicted_tokens == targets),
     }

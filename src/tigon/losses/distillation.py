@@ -20,7 +20,9 @@ _OPTIONS = (
 class DistillationLoss(nn.Module):
     """Compute `linear_distillation` as a module: the divergence of a student's head from its teacher's.
 
-    Each call computes four products with the heads: the logits of both models, and the two gradients of the student.
+    A step computes four products with the heads: the logits of both models, and the two gradients of the student. It
+    computes three if the teacher is given without its head, and the logits again in backward with `reduction="none"` or
+    in fp16.
 
     Args:
         **options: The options of `linear_distillation`: `divergence`, `beta`, `temperature`, `soft_weight`,
@@ -47,6 +49,9 @@ class DistillationLoss(nn.Module):
         for name in options:
             checks.choice("DistillationLoss", "an option", name, _OPTIONS)
         self.options = options
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{key}={value!r}" for key, value in self.options.items())
 
     def forward(
         self,

@@ -7,6 +7,7 @@ is not read from its class: the layer and the product of the weight are run on a
 
 import functools
 import logging
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -142,6 +143,14 @@ def _stored_tensors(layer: Any) -> list[Tensor]:
     return [tensor for table in (layer._parameters, layer._buffers) for tensor in table.values() if tensor is not None]
 
 
+def _buffers_of(layer: Any) -> list[Tensor]:
+    return [buffer for buffer in layer._buffers.values() if buffer is not None]
+
+
+def _versions_of(layer: Any) -> tuple[int, ...]:
+    return tuple(map(_version, _buffers_of(layer)))
+
+
 def _settings_of(layer: Any) -> tuple[Any, ...]:
     """Return the plain attributes of a layer, on which its code may depend."""
     kinds = (bool, int, float, str, torch.dtype, type(None))
@@ -206,17 +215,23 @@ class _Result(NamedTuple):
     computes_product: bool
     # whether Tigon's kernel dequantises the weight as the layer's library does
     uses_kernel: bool
+    # the versions of the layer's buffers; a buffer that is written in place has another version
+    versions: tuple[int, ...] = ()
 
 
 class WeightReader:
     """Returns the dense weight of one quantised layer, after a comparison with the layer's own forward.
 
-    The comparison is repeated if a setting of the layer, the dtype of the input or that of autocast changes.
+    The comparison is repeated if a setting of the layer, one of its buffers, the device of one of its tensors, the
+    dtype of the input or that of autocast changes.
     """
 
     def __init__(self) -> None:
         # The quantisation state that the results belong to, and the results by settings and dtypes.
         self._state: Any = None
+        # The buffers that the results belong to. A buffer may hold a factor that is 1 until a state dict is loaded. The
+        # references are weak, so that a layer that moves to another device frees its memory.
+        self._buffers: list[weakref.ref[Tensor]] = []
         self._results: dict[tuple[Any, ...], _Result] = {}
 
     def __reduce__(self) -> tuple:
@@ -230,26 +245,36 @@ class WeightReader:
         if is_trained or layer._modules or not stored or rows < _config(stored[0]).min_rows:
             return None
         state = _state_of(layer)
-        if state is not self._state or len(self._results) > LARGEST_NUMBER_OF_RESULTS:
+        is_same = state is self._state and self._has_same_buffers(layer)
+        if not is_same or len(self._results) > LARGEST_NUMBER_OF_RESULTS:
             self._state, self._results = state, {}
-        key = self._key(layer, x)
-        if key not in self._results:
+            self._buffers = [weakref.ref(each) for each in _buffers_of(layer)]
+        key, versions = self._key(layer, x), _versions_of(layer)
+        result = self._results.get(key)
+        # A layer that computes something else keeps its forward, which may write to a buffer in each call.
+        if result is None or (result.computes_product and result.versions != versions):
             if x.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 return None
             result = self._compare(layer, x.dtype)
             # The comparison may have set attributes of the layer, such as the dtype in which it computes.
-            key = self._key(layer, x)
-            self._results[key] = result
-        result = self._results[key]
+            self._results[self._key(layer, x)] = result
         compute = _find_weight(layer, result.uses_kernel) if result.computes_product else None
         if compute is None:
             return None
         shape = torch.Size((layer.out_features, layer.in_features))
         return FrozenWeight(compute, shape, product_dtype(x), stored[0].device)
 
+    def _has_same_buffers(self, layer: Any) -> bool:
+        buffers = _buffers_of(layer)
+        return len(buffers) == len(self._buffers) and all(
+            ref() is each for ref, each in zip(self._buffers, buffers, strict=True)
+        )
+
     @staticmethod
     def _key(layer: Any, x: Tensor | TensorLike) -> tuple[Any, ...]:
-        return type(layer), _settings_of(layer), x.dtype, product_dtype(x)
+        # On the meta device there are no values to compare, so that result does not hold on another device.
+        devices = tuple(tensor.device for tensor in _stored_tensors(layer))
+        return type(layer), _settings_of(layer), devices, x.dtype, product_dtype(x)
 
     @staticmethod
     def _compare(layer: Any, dtype: torch.dtype) -> "_Result":
@@ -259,7 +284,7 @@ class WeightReader:
             if compute is None or not _computes_product(layer, compute, dtype):
                 return _Result(False, False)
             with torch.no_grad():
-                return _Result(True, _kernel_agrees(layer))
+                return _Result(True, _kernel_agrees(layer), _versions_of(layer))
         except Exception as error:
             LOGGER.debug("%s cannot be dequantised: %s", type(layer).__name__, describe(error), exc_info=True)
             return _Result(False, False)

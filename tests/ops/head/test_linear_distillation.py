@@ -298,6 +298,23 @@ def test_bad_arguments_are_refused(change, message):
         tigon.linear_distillation(**{name: x.cpu() for name, x in make().items()} | change)
 
 
+@pytest.mark.parametrize("form", ["probs", "log_probs"])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"teacher_softcap": 5.0}, "teacher_softcap must be None .* got 5.0 and 1"),
+        ({"teacher_logit_scale": 2.0}, "teacher_logit_scale 1 .* got None and 2"),
+        ({"divergence": "cosine"}, "'cosine' needs the logits of the teacher, got teacher_{form}"),
+    ],
+    ids=["soft cap", "scale", "cosine"],
+)
+def test_options_of_logits_are_refused_for_probabilities(form, options, message):
+    tensors = {name: make()[name].cpu() for name in ("hidden", "weight")}
+    teacher = {f"teacher_{form}": torch.ones(TOKENS, len(tensors["weight"]))}
+    with pytest.raises(ValueError, match=message.format(form=form)):
+        tigon.linear_distillation(**tensors, **teacher, **options)
+
+
 def test_a_sharded_head_is_refused():
     class Sharded(torch.Tensor):
         placements = ()

@@ -56,7 +56,7 @@ def check_teacher(
     if values.stride(1) != 1:
         values = values.contiguous()
     if indices is None:
-        return Teacher(values=values), "probs" if name == "teacher_probs" else "logits"
+        return Teacher(values=values), name.removeprefix("teacher_")
     checks.integer(op, teacher_indices=indices)
     checks.shape(op, "teacher_indices", indices, (*leading, values.shape[1]))
     return Teacher(values=values, indices=rows(indices)), "top_k"
@@ -84,9 +84,10 @@ def distillation_options(
             checks.number(op, f"{name} / temperature", cap / temperature, 0.0, excludes_low=True)
     for name, value in (("logit_scale", logit_scale), ("teacher_logit_scale", teacher_logit_scale)):
         checks.number(op, f"{name} / temperature", value / temperature)
-    if form in ("probs", "top_k") and (teacher_softcap is not None or teacher_logit_scale != 1.0):
+    # The soft cap of log-probabilities is not the one of the logits that they were computed from.
+    if form in ("probs", "log_probs", "top_k") and (teacher_softcap is not None or teacher_logit_scale != 1.0):
         raise ValueError(
-            f"{op}: teacher_softcap must be None and teacher_logit_scale 1 for probabilities of the teacher, got "
+            f"{op}: teacher_softcap must be None and teacher_logit_scale 1 for (log-)probabilities of the teacher, got "
             f"{teacher_softcap} and {teacher_logit_scale:g}"
         )
     kind = {0.0: "kl", 1.0: "reverse_kl"}.get(beta, "jsd") if divergence == "jsd" else divergence
@@ -102,8 +103,8 @@ def distillation_options(
                 if kind == "cosine"
                 else f"{op}: divergence {kind!r} {rule} lacks some of the student's {vocabulary} tokens, got {limit}"
             )
-        if kind == "cosine" and form == "probs":
-            raise ValueError(f"{op}: divergence 'cosine' needs the logits of the teacher, got teacher_probs")
+        if kind == "cosine" and form in ("probs", "log_probs"):
+            raise ValueError(f"{op}: divergence 'cosine' needs the logits of the teacher, got teacher_{form}")
     return DistillationOptions(
         kind, beta, temperature, soft_weight, hard_weight, caps["softcap"], logit_scale, caps["teacher_softcap"],
         teacher_logit_scale, ignore_index, has_targets, return_parts, return_entropy,

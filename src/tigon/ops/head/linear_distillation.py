@@ -256,13 +256,15 @@ def linear_distillation(
         teacher_log_probs: [..., W] log-probabilities in place of them. With `teacher_indices`, [..., K] of some tokens.
             They are normalised, so all other tokens have probability 0.
         teacher_indices: [..., K] different tokens, int64 | int32. Entries outside of [0, V) are left out.
-        divergence: "jsd", "kl" (of the teacher from the student), "reverse_kl", "tvd", or "cosine" of the logits.
+        divergence: "jsd", "kl" (of the teacher from the student), "reverse_kl", "tvd", or "cosine" of the logits,
+            which a teacher of (log-)probabilities does not have.
         beta: In [0, 1], the share of the teacher in the mixture of "jsd"; 0 is "kl", and 1 is "reverse_kl".
         temperature: Divides the logits of both models after scale and soft cap, for the divergence only. Its square
             does not multiply the loss; Hinton et al. pass `soft_weight=temperature**2`.
         soft_weight, hard_weight: The factors of the divergence and of the cross entropy with `targets`.
         softcap, logit_scale: The student's logits become `softcap * tanh(logit_scale * logits / softcap)`.
-        teacher_softcap, teacher_logit_scale: The same of the teacher, for hidden states and logits.
+        teacher_softcap, teacher_logit_scale: The same of the teacher, for hidden states and logits. Probabilities and
+            log-probabilities contain them already.
         ignore_index: Tokens with this label have loss and gradients of exactly zero.
         reduction: "mean" over the tokens that are not ignored, "sum", or "none" for [...], which takes six products.
         num_items: With "mean", divide the sum by this number.
@@ -283,8 +285,8 @@ def linear_distillation(
     Raises:
         TypeError: A tensor has a wrong dtype, or an option a wrong type.
         ValueError: Shapes, dtypes or devices do not match, there is not exactly one form of the teacher, an option is
-            out of range, "reverse_kl" has a teacher with fewer tokens (it would be infinite), or a tensor is a DTensor
-            (a sharded vocabulary is not supported).
+            out of range, "reverse_kl" has a teacher with fewer tokens (it would be infinite), an option of logits is
+            given for (log-)probabilities, or a tensor is a DTensor (a sharded vocabulary is not supported).
 
     Source: Hinton et al., arXiv:1503.02531; Gu et al., "MiniLLM", arXiv:2306.08543; Agarwal et al., "GKD",
     arXiv:2306.13649; Wen et al., arXiv:2307.15190 (total variation).
@@ -341,6 +343,8 @@ def linear_distillation(
     scales = gradient_scales(
         target, None, as_scalar(num_items, hidden.device), v, options.ignore_index, reduction == "mean"
     )
+    # Log-probabilities are logits whose exponentials sum to one.
+    form = "logits" if form == "log_probs" else form
     settings = DistillationSettings(form, Needs(*needs), acc_dtype is not None, fp32_logits, max_logits_mib, options)
     loss, soft, hard, entropy = _LinearDistillation.apply(
         x, weight, bias, target, *teacher, scales,
