@@ -1,13 +1,14 @@
 """Recognise statements of a forward that one op computes together.
 
-There are four patterns: a sum and the norm of that sum, a norm whose input is also the residual, several linear layers
-with the same input, and two linear layers with an activation between them, in a layer that has no module for them. All
-other statements stay as their author wrote them (`tigon.recognition.rewriting`). The functions that replace the
+There are five patterns: a sum and the norm of that sum, a norm whose input is also the residual, several linear layers
+with the same input, two linear layers with an activation between them, in a layer that has no module for them, and the
+norms of queries and keys with the rotary embedding after them. All other statements stay as their author wrote them (`tigon.recognition.rewriting`). The functions that replace the
 statements check at every call that the norm, the activation and the linear layers compute what their op computes. If
 one of them does not, the functions compute what the stock statements compute.
 """
 
 import inspect
+from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
@@ -82,9 +83,59 @@ def products(x: Any, *layers: nn.Module) -> tuple[Tensor, ...] | None:
     return None if projections is None else compute_layers(x, projections)
 
 
+@dataclass(frozen=True)
+class _StartedNorm:
+    """A norm over the features of each head, which `norm_rope` computes."""
+
+    norm: nn.Module
+    weight: Tensor | None
+    # The options of `qk_norm_rope`.
+    options: dict[str, Any]
+
+
+def start_norm(rope: Any, norm: nn.Module, x: Any) -> tuple[Any, _StartedNorm | None]:
+    """Return x and its norm, if `norm_rope` may compute the norm together with `rope`, and norm(x) and None otherwise.
+
+    In graphs, the norm is computed at once, because the compiler fuses it.
+    """
+    is_heads = isinstance(x, Tensor) and x.dim() == 4 and hasattr(rope, "rotate_normalised")
+    if is_heads and not torch.compiler.is_compiling() and (arguments := _arguments(norm, x)) is not None:
+        weight, eps, options = arguments
+        if runs_kernels(x, weight):
+            return x, _StartedNorm(norm, weight, {"eps": eps, **options})
+    return norm(x), None
+
+
+def norm_rope(
+    rope: Any,
+    started_norms: tuple[_StartedNorm | None, ...],
+    transposed: tuple[bool, ...],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Compute the norms that `start_norm` has started, then `rope(*args, **kwargs)`, if possible in one kernel.
+
+    `rope` is None if nothing is to be rotated. `transposed` says for each tensor whether dimensions 1 and 2 were
+    exchanged since its norm was started.
+    """
+    norms = [norm for norm in started_norms if norm is not None]
+    if rope is not None and len(norms) == len(started_norms) and norms[0].options == norms[-1].options:
+        weights = [norm.weight for norm in norms]
+        if (rotated := rope.rotate_normalised(weights, norms[0].options, args, kwargs)) is not None:
+            return rotated
+    tensors = list(args)
+    for i, (started_norm, is_transposed) in enumerate(zip(started_norms, transposed, strict=True)):
+        if started_norm is not None:
+            norm, x = started_norm.norm, tensors[i]
+            tensors[i] = norm(x.transpose(1, 2)).transpose(1, 2) if is_transposed else norm(x)
+    if rope is not None:
+        return rope(*tensors, **kwargs)
+    return tensors[0] if len(tensors) == 1 else tuple(tensors)
+
+
 def fuse_statements(function: FunctionType) -> FunctionType | str | None:
     """Return a forward whose patterns are replaced, None if it has none, or the reason why it cannot be rewritten."""
-    return rewrite(function, add_norm, norm_with_residual, products, compute_mlp, chunked_method)
+    return rewrite(function, add_norm, norm_with_residual, products, compute_mlp, chunked_method, start_norm, norm_rope)
 
 
 class FusedStatementsRecipe:
