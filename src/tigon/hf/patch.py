@@ -206,6 +206,8 @@ def _decide(
             finding.reason = str(result)
         else:
             finding.recipe = recipes[module] = result if earlier_recipe is None else _join(earlier_recipe, result)
+            if isinstance(result, FusedStatementsRecipe) and isinstance(finding.recipe, RopeRecipe):
+                finding.result = finding.recipe.describe_statements(module, result, recipes)
             activations.update(_activations_of(module, result))
 
 

@@ -2,12 +2,14 @@
 
 There are five patterns: a sum and the norm of that sum, a norm whose input is also the residual, several linear layers
 with the same input, two linear layers with an activation between them, in a layer that has no module for them, and the
-norms of queries and keys with the rotary embedding after them. All other statements stay as their author wrote them (`tigon.recognition.rewriting`). The functions that replace the
-statements check at every call that the norm, the activation and the linear layers compute what their op computes. If
-one of them does not, the functions compute what the stock statements compute.
+norms of queries and keys with the rotary embedding after them. All other statements stay as their author wrote them
+(`tigon.recognition.rewriting`). The functions that replace the statements check at every call that the norm, the
+activation and the linear layers compute what their op computes. If one of them does not, the functions compute what the
+stock statements compute.
 """
 
 import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
@@ -24,7 +26,7 @@ from tigon.recognition.norm_recipes import RMSNormRecipe
 from tigon.recognition.norms import recognise_norm
 from tigon.recognition.overwriting import overwritten_inputs
 from tigon.recognition.replacement import Replacement
-from tigon.recognition.rewriting import ADD_NORM, NORM_WITH_RESIDUAL, PRODUCTS, rewrite
+from tigon.recognition.rewriting import ADD_NORM, HEAD_NORMS, NORM_ROPE, NORM_WITH_RESIDUAL, PRODUCTS, rewrite
 from tigon.recognition.source import CodeState, code_state, innermost, is_unchanged
 from tigon.recognition.standin import is_linear
 from tigon.recognition.trials import explain_none, not_recording
@@ -98,8 +100,9 @@ def start_norm(rope: Any, norm: nn.Module, x: Any) -> tuple[Any, _StartedNorm | 
 
     In graphs, the norm is computed at once, because the compiler fuses it.
     """
-    is_heads = isinstance(x, Tensor) and x.dim() == 4 and hasattr(rope, "rotate_normalised")
-    if is_heads and not torch.compiler.is_compiling() and (arguments := _arguments(norm, x)) is not None:
+    if torch.compiler.is_compiling() or not hasattr(rope, "rotate_normalised"):
+        return norm(x), None
+    if isinstance(x, Tensor) and x.dim() == 4 and (arguments := _arguments(norm, x)) is not None:
         weight, eps, options = arguments
         if runs_kernels(x, weight):
             return x, _StartedNorm(norm, weight, {"eps": eps, **options})
@@ -143,8 +146,10 @@ class FusedStatementsRecipe:
 
     part = "fused_statements"
 
-    def __init__(self, cls: type[nn.Module], has_mlp: bool = False) -> None:
+    def __init__(self, cls: type[nn.Module], has_mlp: bool = False, has_head_norms: bool = False) -> None:
         self.cls, self.stock = cls, inspect.getattr_static(cls, "forward")
+        # True if one op computes the norms of queries and keys and the rotary embedding. Only the name depends on it.
+        self.has_head_norms = has_head_norms
         # True if the module had an MLP that is no module of its own. Only the name of the recipe depends on it.
         self.has_mlp = has_mlp
         # The rewritten form of each forward, and the state of the code that was rewritten.
@@ -174,17 +179,33 @@ class FusedStatementsRecipe:
         return (forward or stock)(module, *args, **kwargs)
 
     def __reduce__(self) -> tuple:
-        return FusedStatementsRecipe, (self.cls, self.has_mlp)
+        return FusedStatementsRecipe, (self.cls, self.has_mlp, self.has_head_norms)
+
+    def with_head_norms(self, module: nn.Module, recipes: Mapping[nn.Module, Any]) -> "FusedStatementsRecipe":
+        """Return the recipe for a module whose rotary embedding is an op, which may compute norms too.
+
+        `recipes` holds the recipes of all modules of the model.
+        """
+        norms = [getattr(module, name, None) for name in self.head_norms]
+        has_recipes = (isinstance(n, nn.Module) and isinstance(recipes.get(n), RMSNormRecipe) for n in norms)
+        return FusedStatementsRecipe(self.cls, self.has_mlp, bool(norms) and all(has_recipes))
+
+    @property
+    def head_norms(self) -> tuple[str, ...]:
+        """Return the names of the children that normalise queries and keys just before their rotary embedding."""
+        forward = self.forward_for(self.stock)
+        return () if forward is None else vars(innermost(forward)).get(HEAD_NORMS, ())
 
     def __str__(self) -> str:
         words = {ADD_NORM: "add + norm", NORM_WITH_RESIDUAL: "norm + residual", PRODUCTS: "products of one input"}
         forward = self.forward_for(self.stock)
         names = innermost(forward).__code__.co_freevars if forward is not None else ()
-        return ", ".join([*["MLP"] * self.has_mlp, *(word for name, word in words.items() if name in names)])
+        fused = [word for name, word in words.items() if name in names]
+        return ", ".join(["MLP"] * self.has_mlp + fused + ["q/k norm + rope"] * self.has_head_norms)
 
 
 # The patterns that need an RMS norm, or more than one linear layer.
-OTHER_PATTERNS = frozenset((ADD_NORM, NORM_WITH_RESIDUAL, PRODUCTS))
+OTHER_PATTERNS = frozenset((ADD_NORM, NORM_WITH_RESIDUAL, PRODUCTS, NORM_ROPE))
 # The results of `_is_rms_norm`, by everything that they depend on. They are cached per norm, not per layer: the number
 # of a layer (`layer_idx`) makes each layer a kind of its own, and the norms of all layers are of one kind.
 _rms_norms: dict[tuple, bool] = {}

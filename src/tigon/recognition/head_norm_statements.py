@@ -57,7 +57,9 @@ def _transposed(value: ast.expr) -> ast.expr | None:
     if not (isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and not value.keywords):
         return None
     numbers = [each.value for each in value.args if isinstance(each, ast.Constant)]
-    return value.func.value if value.func.attr == "transpose" and numbers == [1, 2] == numbers[: len(value.args)] else None
+    return (
+        value.func.value if value.func.attr == "transpose" and numbers == [1, 2] == numbers[: len(value.args)] else None
+    )
 
 
 def _norm_call(value: ast.expr) -> ast.Call | None:
@@ -65,14 +67,16 @@ def _norm_call(value: ast.expr) -> ast.Call | None:
     if not isinstance(value, ast.Call) or value.keywords or len(value.args) != 1:
         return None
     function, argument = value.func, value.args[0]
-    is_child = isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name)
-    return value if is_child and function.value.id == "self" and not isinstance(argument, ast.Starred) else None
+    if not (isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name)):
+        return None
+    return value if function.value.id == "self" and not isinstance(argument, ast.Starred) else None
 
 
 def _is_harmless(statement: ast.stmt) -> bool:
     """Return True if a statement assigns to variables only, and calls no method whose name means a write in place."""
     if isinstance(statement, ast.If):
-        return all(map(_is_harmless, [*statement.body, *statement.orelse]))
+        has_plain_test = not any(isinstance(node, UNSUPPORTED) for node in ast.walk(statement.test))
+        return has_plain_test and all(map(_is_harmless, [*statement.body, *statement.orelse]))
     if not isinstance(statement, ast.Assign):
         return False
     for node in ast.walk(statement):
@@ -95,7 +99,9 @@ class _Rope(NamedTuple):
 
 def _match_rope(statement: ast.stmt, scope: dict[str, Any]) -> _Rope | None:
     """Return the rotary embedding that a statement computes. `scope` holds the globals of the forward."""
-    if not (isinstance(statement, ast.Assign) and len(statement.targets) == 1 and isinstance(statement.value, ast.Call)):
+    if not (
+        isinstance(statement, ast.Assign) and len(statement.targets) == 1 and isinstance(statement.value, ast.Call)
+    ):
         return None
     call, target = statement.value, statement.targets[0]
     targets = target.elts if isinstance(target, ast.Tuple) else [target]
@@ -119,9 +125,9 @@ def _match_rope(statement: ast.stmt, scope: dict[str, Any]) -> _Rope | None:
 class _Norm(NamedTuple):
     """The statement that normalises a tensor which a later statement rotates."""
 
-    # The block that contains the statement, and its index there.
+    # The block that contains the statement, and its position there.
     block: list[ast.stmt]
-    index: int
+    position: int
     # The statement of the outer block that contains this block, or the norm itself.
     outer: ast.stmt
     # The call of the norm, and whether the result is transposed in the same statement.
@@ -162,8 +168,10 @@ def _find_norm(block: list[ast.stmt], end: int, name: str, outer: ast.stmt | Non
 
 def fuse_head_norms(
     block: list[ast.stmt], scope: dict[str, Any], start: str, finish: str, number: int
-) -> list[ast.stmt] | None:
-    """Return a block whose first norms with a rotary embedding are replaced; None if it has none.
+) -> tuple[list[ast.stmt], list[str]] | None:
+    """Replace the first norms with a rotary embedding in a block. Return the new block and the names of the norms.
+
+    The result is None if the block has none.
 
     Args:
         block: Consecutive statements.
@@ -184,7 +192,9 @@ def fuse_head_norms(
             norms = [_find_norm(block, position, target) for target in rope.targets]
             found_norms = [norm for norm in norms if norm is not None]
             if len(found_norms) == len(norms):
-                return _rewrite(block, statement, branch, inner, rope, found_norms, start, finish, number)
+                children = [norm.call.func.attr for norm in found_norms if isinstance(norm.call.func, ast.Attribute)]
+                new_block = _rewrite(block, statement, branch, inner, rope, found_norms, start, finish, number)
+                return new_block, children
     return None
 
 
@@ -204,7 +214,7 @@ def _rewrite(
     replacements: dict[ast.stmt, list[ast.stmt]] = {}
     pairs = list(zip(norms, variables, rope.targets, strict=True))
     for norm, variable, target in pairs:
-        norm_statement = norm.block[norm.index]
+        norm_statement = norm.block[norm.position]
         arguments = [_load(rope.function), norm.call.func, norm.call.args[0]]
         new: list[ast.stmt] = [ast.Assign([_store([target, variable])], ast.Call(_load(start), arguments, []))]
         if norm.is_transposed_here:

@@ -33,6 +33,7 @@ from tigon.recognition.source import NotReadable, cached_by_code, compile_defini
 __all__ = [
     "ADD_NORM",
     "CHUNKED_METHOD",
+    "HEAD_NORMS",
     "NORM_ROPE",
     "NORM_WITH_RESIDUAL",
     "PRODUCTS",
@@ -51,6 +52,8 @@ ADD_NORM, NORM_WITH_RESIDUAL, PRODUCTS, TWO_LAYER_MLP, CHUNKED_METHOD, START_NOR
     "_tigon_start_norm_",
     "_tigon_norm_rope_",
 )
+# The attribute of a rewritten function that names the children which `start_norm` runs.
+HEAD_NORMS = "_tigon_head_norms_"
 
 
 # --- statements ------------------------------------------------------------------------------------
@@ -247,6 +250,7 @@ class _Rewriter:
     def __init__(self, variables: frozenset[str], definition: ast.FunctionDef, scope: dict) -> None:
         self.count, self.variables, self.scope = 0, variables, scope
         self.stock = copy.deepcopy(definition)
+        self.head_norms: list[str] = []
         # The reason why statements that resemble a match stay as they are.
         self.refusal: str | None = None
 
@@ -278,8 +282,10 @@ class _Rewriter:
             self.count += 1
             index += match.length
         # The norms come last, because the projections in their arguments must be consecutive statements above.
-        while (fused := fuse_head_norms(result, self.scope, START_NORM, NORM_ROPE, self.count)) is not None:
-            result = fused
+        scope = {name: value for name, value in self.scope.items() if name not in self.variables}
+        while (fused := fuse_head_norms(result, scope, START_NORM, NORM_ROPE, self.count)) is not None:
+            result, norms = fused
+            self.head_norms += norms
             self.count += 1
         return result
 
@@ -375,6 +381,8 @@ def rewrite(function: FunctionType, *helpers: Callable) -> FunctionType | str | 
         methods = replace_chunked_methods(definition, CHUNKED_METHOD)
         if not rewriter.count and not methods:
             return rewriter.refusal
-        return compile_definition(definition, function, dict(zip(NAMES, helpers, strict=True)))
+        result = compile_definition(definition, function, dict(zip(NAMES, helpers, strict=True)))
+        vars(innermost(result))[HEAD_NORMS] = tuple(rewriter.head_norms)
+        return result
     except NotReadable as error:
         return f"its forward {error}"

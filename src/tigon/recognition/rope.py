@@ -12,6 +12,7 @@ one name is the op. Nothing outside of the recipe changes.
 
 import inspect
 import types
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from tigon.ops.rotary.qk_norm_rope import qk_norm_rope
 from tigon.ops.rotary.rope import can_run_kernels, rotary_size
 from tigon.recognition.function_guard import FunctionGuard
-from tigon.recognition.fused_statements import fuse_statements
+from tigon.recognition.fused_statements import FusedStatementsRecipe, fuse_statements
 from tigon.recognition.rope_complex import ComplexForm, FusedComplexRope, takes_complex_table
 from tigon.recognition.rope_forms import Form, RopeCall
 from tigon.recognition.rope_function import recognise_function
@@ -206,6 +207,16 @@ class RopeRecipe:
     def with_fused_statements(self) -> "RopeRecipe":
         """Return a recipe that also fuses the statements of the forward."""
         return RopeRecipe(self.cls, self.forms, True, self.guards)
+
+    def describe_statements(
+        self, module: nn.Module, recipe: FusedStatementsRecipe, recipes: Mapping[nn.Module, Any]
+    ) -> FusedStatementsRecipe:
+        """Return the recipe of the fused statements, whose name says whether the norms of queries and keys are fused.
+
+        `recipes` holds the recipes of all modules of the model.
+        """
+        is_supported = all(isinstance(form, Form) and form.table == "halves" for _, form in self.forms)
+        return recipe.with_head_norms(module, recipes) if is_supported else recipe
 
     def __str__(self) -> str:
         return "; ".join(dict.fromkeys(str(form) for _, form in self.forms))
