@@ -86,6 +86,6 @@ def test_adapters_on_queries_and_keys_train_as_stock(calls):
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "k_proj"], init_lora_weights=False)
     stock = peft.get_peft_model(make("qwen3"), config)
     model = copy.deepcopy(stock)
-    tigon.patch(model, glu=False, loss=False, adapters=False)
+    tigon.patch(model, glu=False, loss=False)
     assert_close(step(model), step(stock))
     assert len(calls) == 2

@@ -272,6 +272,7 @@ def test_other_statements_stay(cls, calls):
     module = copy.deepcopy(stock)
     report = tigon.patch(module)
     assert not any(LABEL in e.detail for e in report.entries)
+    assert "computed by themselves: q_norm, k_norm (no rotary embedding follows" in str(report.why(""))
     assert not is_rewritten(cls)
     assert_equal_steps(module, stock)
     assert not calls

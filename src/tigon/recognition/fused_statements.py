@@ -190,6 +190,13 @@ class FusedStatementsRecipe:
         has_recipes = (isinstance(n, nn.Module) and isinstance(recipes.get(n), RMSNormRecipe) for n in norms)
         return FusedStatementsRecipe(self.cls, self.has_mlp, bool(norms) and all(has_recipes))
 
+    def explain_other_norms(self, module: nn.Module, recipes: Mapping[nn.Module, Any]) -> str:
+        """Return a sentence about the norms of the module that are not computed with its rotary embedding, or ""."""
+        fused = self.head_norms if self.has_head_norms else ()
+        others = [n for n, m in module.named_children() if n not in fused and isinstance(recipes.get(m), RMSNormRecipe)]
+        reason = "no rotary embedding follows in a form that one op computes together with a norm"
+        return f"computed by themselves: {', '.join(others)} ({reason})" if others else ""
+
     @property
     def head_norms(self) -> tuple[str, ...]:
         """Return the names of the children that normalise queries and keys just before their rotary embedding."""
