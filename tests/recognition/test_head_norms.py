@@ -181,7 +181,8 @@ class ReadBetween(Attention):
         k = self.k_norm(self.k_proj(x).view(shape)).transpose(1, 2)
         v = self.v_proj(x).view(shape).transpose(1, 2)
         scale = 1.0 + q.mean()
-        q, k = apply_rope(q, k, *tables)
+        cos, sin = tables
+        q, k = apply_rope(q, k, cos, sin)
         return self.attend(q * scale, k, v)
 
 
@@ -326,6 +327,35 @@ def test_a_norm_that_differs_runs_by_itself(change, calls):
             each.q_norm.weight.data = each.q_norm.weight.data.float()
     assert_equal_steps(module, stock)
     assert len(calls) == (BY_KERNELS and change == "weight")
+
+
+class OnlyNorms(nn.Module):
+    """An attention layer without another pattern than that of the norms."""
+
+    def __init__(self):
+        super().__init__()
+        self.q_norm, self.k_norm = Norm(), Norm()
+
+    def forward(self, q, k, tables):
+        q = self.q_norm(q)
+        k = self.k_norm(k)
+        cos, sin = tables
+        q, k = apply_rope(q, k, cos, sin)
+        return q, k
+
+
+@pytest.mark.parametrize("part", ["rms_norm", "rope", None])
+def test_the_report_lists_norms_only_if_they_are_fused(part, calls):
+    stock = make(OnlyNorms)
+    module = copy.deepcopy(stock)
+    report = tigon.patch(module, **({part: False} if part else {}))
+    details = [e.detail for e in report.entries if e.part == "fused_statements"]
+    assert details == ([] if part else [LABEL])
+    _, tables = inputs()
+    q, k = torch.randn(2, 4, 5, SIZE).to(DEVICE), torch.randn(2, 2, 5, SIZE).to(DEVICE)
+    for result, expected in zip(module(q, k, tables), stock(q, k, tables), strict=True):
+        torch.testing.assert_close(result, expected)
+    assert len(calls) == (BY_KERNELS and part is None)
 
 
 def test_a_rope_that_was_replaced_in_the_file_runs(calls, monkeypatch):

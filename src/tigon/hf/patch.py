@@ -205,10 +205,15 @@ def _decide(
         if isinstance(result, str):
             finding.reason = str(result)
         else:
-            finding.recipe = recipes[module] = result if earlier_recipe is None else _join(earlier_recipe, result)
-            if isinstance(result, FusedStatementsRecipe) and isinstance(finding.recipe, RopeRecipe):
-                finding.result = finding.recipe.describe_statements(module, result, recipes)
-                finding.note = finding.result.explain_other_norms(module, recipes)
+            recipe = result if earlier_recipe is None else _join(earlier_recipe, result)
+            if isinstance(result, FusedStatementsRecipe):
+                if isinstance(recipe, RopeRecipe):
+                    result = finding.result = recipe.describe_statements(module, result, recipes)
+                finding.note = result.explain_other_norms(module, recipes)
+                # The statements of the only pattern may be norms that no op computes with a rotary embedding.
+                if not str(result):
+                    continue
+            finding.recipe = recipes[module] = recipe
             activations.update(_activations_of(module, result))
 
 

@@ -186,8 +186,9 @@ class FusedStatementsRecipe:
 
         `recipes` holds the recipes of all modules of the model.
         """
-        norms = [getattr(module, name, None) for name in self.head_norms]
-        has_recipes = (isinstance(n, nn.Module) and isinstance(recipes.get(n), RMSNormRecipe) for n in norms)
+        # A layer that reads the keys of another layer has no norm of keys.
+        norms = [norm for name in self.head_norms if (norm := getattr(module, name, None)) is not None]
+        has_recipes = (isinstance(norm, nn.Module) and isinstance(recipes.get(norm), RMSNormRecipe) for norm in norms)
         return FusedStatementsRecipe(self.cls, self.has_mlp, bool(norms) and all(has_recipes))
 
     def explain_other_norms(self, module: nn.Module, recipes: Mapping[nn.Module, Any]) -> str:
