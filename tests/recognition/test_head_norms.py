@@ -38,6 +38,30 @@ def apply_rope_to_one(x, cos, sin, unsqueeze_dim=1):
     return x * cos + rotate_half(x) * sin
 
 
+def rope_backwards(q, k, cos, sin, unsqueeze_dim=1):
+    return apply_to_both(q, k, cos, -sin, unsqueeze_dim)
+
+
+def rope_in_fp32(q, k, cos, sin, unsqueeze_dim=1):
+    return tuple(x.to(q.dtype) for x in apply_to_both(q.float(), k.float(), cos, sin, unsqueeze_dim))
+
+
+def rope_on_a_part(q, k, cos, sin, unsqueeze_dim=1):
+    size = cos.shape[-1]
+    rotated = apply_to_both(q[..., :size], k[..., :size], cos, sin, unsqueeze_dim)
+    return tuple(torch.cat((x, rest[..., size:]), -1) for x, rest in zip(rotated, (q, k), strict=True))
+
+
+def rope_interleaved(q, k, cos, sin, unsqueeze_dim=1):
+    half = cos.shape[-1] // 2
+    cos, sin = (t[..., :half].repeat_interleave(2, -1).unsqueeze(unsqueeze_dim) for t in (cos, sin))
+    rotate = lambda x: torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
+    return q * cos + rotate(q) * sin, k * cos + rotate(k) * sin
+
+
+apply_to_both = apply_rope
+
+
 class Norm(nn.Module):
     """The norm of Qwen3, which rounds before the weight."""
 
@@ -327,6 +351,38 @@ def test_a_norm_that_differs_runs_by_itself(change, calls):
             each.q_norm.weight.data = each.q_norm.weight.data.float()
     assert_equal_steps(module, stock)
     assert len(calls) == (BY_KERNELS and change == "weight")
+
+
+@pytest.mark.parametrize("function", [rope_backwards, rope_on_a_part, rope_interleaved, rope_in_fp32])
+def test_other_rotary_embeddings(function, calls, monkeypatch):
+    monkeypatch.setitem(globals(), "apply_rope", function)
+    stock = make(Attention)
+    module = copy.deepcopy(stock)
+    tigon.patch(module)
+    x, tables = inputs()
+    if function is rope_on_a_part:
+        tables = tuple(t[..., [0, 1, 2, 3] * 2] for t in tables)
+    results = []
+    for each in (stock, module):
+        y = each(x, tables)
+        results.append([y, *torch.autograd.grad(y.square().mean(), each.parameters())])
+    for reference, result in zip(*results, strict=True):
+        torch.testing.assert_close(result, reference, atol=1e-5, rtol=1e-4)
+    assert len(calls) == BY_KERNELS
+
+
+@pytest.mark.parametrize("function", [apply_rope, rope_in_fp32])
+def test_the_dtype_is_that_of_the_stock_statements(function, calls, monkeypatch):
+    monkeypatch.setitem(globals(), "apply_rope", function)
+    stock = make(OnlyNorms, dtype=torch.float16)
+    module = copy.deepcopy(stock)
+    tigon.patch(module)
+    _, tables = inputs()
+    q, k = torch.randn(2, 4, 5, SIZE).to(DEVICE).half(), torch.randn(2, 2, 5, SIZE).to(DEVICE).half()
+    for result, expected in zip(module(q, k, tables), stock(q, k, tables), strict=True):
+        torch.testing.assert_close(result, expected, atol=5e-3, rtol=5e-3)
+    # The op returns fp32 for fp32 tables.
+    assert len(calls) == (BY_KERNELS and function is not rope_in_fp32)
 
 
 class OnlyNorms(nn.Module):
