@@ -116,7 +116,7 @@ class Finding:
     recipe: Any = None
     # Why the module keeps its forward although it resembles the part.
     reason: str = ""
-    # Why there is neither a recipe nor a reason.
+    # Why there is neither a recipe nor a reason, or what the recipe leaves out.
     note: str = ""
     # The comparisons with candidates.
     trials: Trials = field(default_factory=Trials)
@@ -129,7 +129,7 @@ class Finding:
     def outcome(self) -> Outcome:
         """Return what `report.why` says. It holds text only, because a report must not keep a model alive."""
         if self.recipe is not None:
-            return Outcome(self.part, f"replaced: {self.result}")
+            return Outcome(self.part, f"replaced: {self.result}{self.note and '; '}{self.note}")
         text = f"left alone: {self.reason}" if self.reason else self.note
         is_compared = bool(self.reason or self.trials.note)
         return Outcome(self.part, text, tuple(self.trials.lines()) if is_compared else ())
@@ -205,7 +205,15 @@ def _decide(
         if isinstance(result, str):
             finding.reason = str(result)
         else:
-            finding.recipe = recipes[module] = result if earlier_recipe is None else _join(earlier_recipe, result)
+            recipe = result if earlier_recipe is None else _join(earlier_recipe, result)
+            if isinstance(result, FusedStatementsRecipe):
+                if isinstance(recipe, RopeRecipe):
+                    result = finding.result = recipe.describe_statements(module, result, recipes)
+                finding.note = result.explain_other_norms(module, recipes)
+                # The statements of the only pattern may be norms that no op computes with a rotary embedding.
+                if not str(result):
+                    continue
+            finding.recipe = recipes[module] = recipe
             activations.update(_activations_of(module, result))
 
 

@@ -27,4 +27,5 @@ have no guard, because their settings change in training: their forward runs at 
 | `expert_adapters` | low-rank adapters on the weights of experts |
 | `rope`, `rope_function`, `rope_forms` | rotary embeddings |
 | `fused_statements`, `rewriting`, `overwriting`, `source` | statements of a forward that one op computes together |
+| `head_norm_statements` | norms of queries and keys, and the rotary embedding after them |
 """

@@ -1,13 +1,16 @@
 """Recognise statements of a forward that one op computes together.
 
-There are four patterns: a sum and the norm of that sum, a norm whose input is also the residual, several linear layers
-with the same input, and two linear layers with an activation between them, in a layer that has no module for them. All
-other statements stay as their author wrote them (`tigon.recognition.rewriting`). The functions that replace the
-statements check at every call that the norm, the activation and the linear layers compute what their op computes. If
-one of them does not, the functions compute what the stock statements compute.
+There are five patterns: a sum and the norm of that sum, a norm whose input is also the residual, several linear layers
+with the same input, two linear layers with an activation between them, in a layer that has no module for them, and the
+norms of queries and keys with the rotary embedding after them. All other statements stay as their author wrote them
+(`tigon.recognition.rewriting`). The functions that replace the statements check at every call that the norm, the
+activation and the linear layers compute what their op computes. If one of them does not, the functions compute what the
+stock statements compute.
 """
 
 import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
@@ -23,7 +26,7 @@ from tigon.recognition.norm_recipes import RMSNormRecipe
 from tigon.recognition.norms import recognise_norm
 from tigon.recognition.overwriting import overwritten_inputs
 from tigon.recognition.replacement import Replacement
-from tigon.recognition.rewriting import ADD_NORM, NORM_WITH_RESIDUAL, PRODUCTS, rewrite
+from tigon.recognition.rewriting import ADD_NORM, HEAD_NORMS, NORM_ROPE, NORM_WITH_RESIDUAL, PRODUCTS, rewrite
 from tigon.recognition.source import CodeState, code_state, innermost, is_unchanged
 from tigon.recognition.standin import is_linear
 from tigon.recognition.trials import explain_none, not_recording
@@ -82,9 +85,60 @@ def products(x: Any, *layers: nn.Module) -> tuple[Tensor, ...] | None:
     return None if projections is None else compute_layers(x, projections)
 
 
+@dataclass(frozen=True)
+class _StartedNorm:
+    """A norm over the features of each head, which `norm_rope` computes."""
+
+    norm: nn.Module
+    weight: Tensor | None
+    # The options of `qk_norm_rope`.
+    options: dict[str, Any]
+
+
+def start_norm(rope: Any, norm: nn.Module, x: Any) -> tuple[Any, _StartedNorm | None]:
+    """Return x and its norm, if `norm_rope` may compute the norm together with `rope`, and norm(x) and None otherwise.
+
+    In graphs, the norm is computed at once, because the compiler fuses it.
+    """
+    if torch.compiler.is_compiling() or not hasattr(rope, "rotate_normalised"):
+        return norm(x), None
+    if isinstance(x, Tensor) and x.dim() == 4 and (arguments := _arguments(norm, x)) is not None:
+        weight, eps, options = arguments
+        if runs_kernels(x, weight):
+            return x, _StartedNorm(norm, weight, {"eps": eps, **options})
+    return norm(x), None
+
+
+def norm_rope(
+    rope: Any,
+    started_norms: tuple[_StartedNorm | None, ...],
+    transposed: tuple[bool, ...],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Compute the norms that `start_norm` has started, then `rope(*args, **kwargs)`, if possible in one kernel.
+
+    `rope` is None if nothing is to be rotated. `transposed` says for each tensor whether dimensions 1 and 2 were
+    exchanged since its norm was started.
+    """
+    norms = [norm for norm in started_norms if norm is not None]
+    if rope is not None and len(norms) == len(started_norms) and norms[0].options == norms[-1].options:
+        weights = [norm.weight for norm in norms]
+        if (rotated := rope.rotate_normalised(weights, norms[0].options, args, kwargs)) is not None:
+            return rotated
+    tensors = list(args)
+    for i, (started_norm, is_transposed) in enumerate(zip(started_norms, transposed, strict=True)):
+        if started_norm is not None:
+            norm, x = started_norm.norm, tensors[i]
+            tensors[i] = norm(x.transpose(1, 2)).transpose(1, 2) if is_transposed else norm(x)
+    if rope is not None:
+        return rope(*tensors, **kwargs)
+    return tensors[0] if len(tensors) == 1 else tuple(tensors)
+
+
 def fuse_statements(function: FunctionType) -> FunctionType | str | None:
     """Return a forward whose patterns are replaced, None if it has none, or the reason why it cannot be rewritten."""
-    return rewrite(function, add_norm, norm_with_residual, products, compute_mlp, chunked_method)
+    return rewrite(function, add_norm, norm_with_residual, products, compute_mlp, chunked_method, start_norm, norm_rope)
 
 
 class FusedStatementsRecipe:
@@ -92,8 +146,10 @@ class FusedStatementsRecipe:
 
     part = "fused_statements"
 
-    def __init__(self, cls: type[nn.Module], has_mlp: bool = False) -> None:
+    def __init__(self, cls: type[nn.Module], has_mlp: bool = False, has_head_norms: bool = False) -> None:
         self.cls, self.stock = cls, inspect.getattr_static(cls, "forward")
+        # True if one op computes the norms of queries and keys and the rotary embedding. Only the name depends on it.
+        self.has_head_norms = has_head_norms
         # True if the module had an MLP that is no module of its own. Only the name of the recipe depends on it.
         self.has_mlp = has_mlp
         # The rewritten form of each forward, and the state of the code that was rewritten.
@@ -123,17 +179,41 @@ class FusedStatementsRecipe:
         return (forward or stock)(module, *args, **kwargs)
 
     def __reduce__(self) -> tuple:
-        return FusedStatementsRecipe, (self.cls, self.has_mlp)
+        return FusedStatementsRecipe, (self.cls, self.has_mlp, self.has_head_norms)
+
+    def with_head_norms(self, module: nn.Module, recipes: Mapping[nn.Module, Any]) -> "FusedStatementsRecipe":
+        """Return the recipe for a module whose rotary embedding is an op, which may compute norms too.
+
+        `recipes` holds the recipes of all modules of the model.
+        """
+        # A layer that reads the keys of another layer has no norm of keys.
+        norms = [norm for name in self.head_norms if (norm := getattr(module, name, None)) is not None]
+        has_recipes = (isinstance(norm, nn.Module) and isinstance(recipes.get(norm), RMSNormRecipe) for norm in norms)
+        return FusedStatementsRecipe(self.cls, self.has_mlp, bool(norms) and all(has_recipes))
+
+    def explain_other_norms(self, module: nn.Module, recipes: Mapping[nn.Module, Any]) -> str:
+        """Return a sentence about the norms of the module that are not computed with its rotary embedding, or ""."""
+        fused = self.head_norms if self.has_head_norms else ()
+        others = [n for n, m in module.named_children() if n not in fused and isinstance(recipes.get(m), RMSNormRecipe)]
+        reason = "no rotary embedding follows in a form that one op computes together with a norm"
+        return f"computed by themselves: {', '.join(others)} ({reason})" if others else ""
+
+    @property
+    def head_norms(self) -> tuple[str, ...]:
+        """Return the names of the children that normalise queries and keys just before their rotary embedding."""
+        forward = self.forward_for(self.stock)
+        return () if forward is None else vars(innermost(forward)).get(HEAD_NORMS, ())
 
     def __str__(self) -> str:
         words = {ADD_NORM: "add + norm", NORM_WITH_RESIDUAL: "norm + residual", PRODUCTS: "products of one input"}
         forward = self.forward_for(self.stock)
         names = innermost(forward).__code__.co_freevars if forward is not None else ()
-        return ", ".join([*["MLP"] * self.has_mlp, *(word for name, word in words.items() if name in names)])
+        fused = [word for name, word in words.items() if name in names]
+        return ", ".join(["MLP"] * self.has_mlp + fused + ["q/k norm + rope"] * self.has_head_norms)
 
 
 # The patterns that need an RMS norm, or more than one linear layer.
-OTHER_PATTERNS = frozenset((ADD_NORM, NORM_WITH_RESIDUAL, PRODUCTS))
+OTHER_PATTERNS = frozenset((ADD_NORM, NORM_WITH_RESIDUAL, PRODUCTS, NORM_ROPE))
 # The results of `_is_rms_norm`, by everything that they depend on. They are cached per norm, not per layer: the number
 # of a layer (`layer_idx`) makes each layer a kind of its own, and the norms of all layers are of one kind.
 _rms_norms: dict[tuple, bool] = {}

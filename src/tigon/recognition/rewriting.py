@@ -11,7 +11,8 @@
     k = self.k(hidden).view(shape)         |   q = (p[0] if p else self.q(hidden)).view(shape)
                                            |   k = (p[1] if p else self.k(hidden)).view(shape)
 
-The statements of an MLP of two linear layers are replaced too (`tigon.recognition.mlp_statements`).
+The statements of an MLP of two linear layers are replaced too (`tigon.recognition.mlp_statements`), and so are the
+norms of queries and keys with the rotary embedding after them (`tigon.recognition.head_norm_statements`).
 
 All other statements of the forward stay as their author wrote them. Whether `self.norm` is a norm that an op computes
 is known only when the forward runs. If it is not, the three functions do what the original statements do. The variables
@@ -25,19 +26,34 @@ from dataclasses import dataclass
 from types import FunctionType
 from typing import NamedTuple
 
+from tigon.recognition.head_norm_statements import fuse_head_norms
 from tigon.recognition.mlp_statements import match_mlp, replace_chunked_methods
 from tigon.recognition.source import NotReadable, cached_by_code, compile_definition, definition_of, innermost
 
-__all__ = ["ADD_NORM", "CHUNKED_METHOD", "NORM_WITH_RESIDUAL", "PRODUCTS", "TWO_LAYER_MLP", "child_call", "rewrite"]
+__all__ = [
+    "ADD_NORM",
+    "CHUNKED_METHOD",
+    "HEAD_NORMS",
+    "NORM_ROPE",
+    "NORM_WITH_RESIDUAL",
+    "PRODUCTS",
+    "TWO_LAYER_MLP",
+    "child_call",
+    "rewrite",
+]
 
 # The names by which the rewritten source calls the functions. No forward uses such names.
-ADD_NORM, NORM_WITH_RESIDUAL, PRODUCTS, TWO_LAYER_MLP, CHUNKED_METHOD = NAMES = (
+ADD_NORM, NORM_WITH_RESIDUAL, PRODUCTS, TWO_LAYER_MLP, CHUNKED_METHOD, START_NORM, NORM_ROPE = NAMES = (
     "_tigon_add_norm_",
     "_tigon_norm_with_residual_",
     "_tigon_products_",
     "_tigon_mlp_",
     "_tigon_chunked_method_",
+    "_tigon_start_norm_",
+    "_tigon_norm_rope_",
 )
+# The attribute of a rewritten function that names the children which `start_norm` runs.
+HEAD_NORMS = "_tigon_head_norms_"
 
 
 # --- statements ------------------------------------------------------------------------------------
@@ -234,6 +250,7 @@ class _Rewriter:
     def __init__(self, variables: frozenset[str], definition: ast.FunctionDef, scope: dict) -> None:
         self.count, self.variables, self.scope = 0, variables, scope
         self.stock = copy.deepcopy(definition)
+        self.head_norms: list[str] = []
         # The reason why statements that resemble a match stay as they are.
         self.refusal: str | None = None
 
@@ -264,6 +281,12 @@ class _Rewriter:
             result += match.replacement
             self.count += 1
             index += match.length
+        # The norms come last, because the projections in their arguments must be consecutive statements above.
+        scope = {name: value for name, value in self.scope.items() if name not in self.variables}
+        while (fused := fuse_head_norms(result, scope, START_NORM, NORM_ROPE, self.count)) is not None:
+            result, norms = fused
+            self.head_norms += norms
+            self.count += 1
         return result
 
     def rewrite_inside(self, statement: ast.stmt) -> None:
@@ -358,6 +381,8 @@ def rewrite(function: FunctionType, *helpers: Callable) -> FunctionType | str | 
         methods = replace_chunked_methods(definition, CHUNKED_METHOD)
         if not rewriter.count and not methods:
             return rewriter.refusal
-        return compile_definition(definition, function, dict(zip(NAMES, helpers, strict=True)))
+        result = compile_definition(definition, function, dict(zip(NAMES, helpers, strict=True)))
+        vars(innermost(result))[HEAD_NORMS] = tuple(rewriter.head_norms)
+        return result
     except NotReadable as error:
         return f"its forward {error}"

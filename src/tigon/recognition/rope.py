@@ -12,21 +12,35 @@ one name is the op. Nothing outside of the recipe changes.
 
 import inspect
 import types
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from tigon.ops.rotary.rope import rotary_size
+from tigon.ops.rotary.qk_norm_rope import qk_norm_rope
+from tigon.ops.rotary.rope import can_run_kernels, rotary_size
 from tigon.recognition.function_guard import FunctionGuard
-from tigon.recognition.fused_statements import fuse_statements
+from tigon.recognition.fused_statements import FusedStatementsRecipe, fuse_statements
 from tigon.recognition.rope_complex import ComplexForm, FusedComplexRope, takes_complex_table
 from tigon.recognition.rope_forms import Form, RopeCall
 from tigon.recognition.rope_function import recognise_function
 from tigon.recognition.source import NotReadable, code_state, innermost, is_unchanged, rebuild_wrappers
+from tigon.runtime.device import runs_kernels
 from tigon.runtime.state.bytecode import code_use
 
 __all__ = ["RopeRecipe", "recognise_rope"]
+
+
+class _RopeArguments(NamedTuple):
+    """The arguments of a rotary embedding, as the op takes them."""
+
+    inputs: list[Tensor]
+    cos: Tensor
+    sin: Tensor
+    unsqueeze_dim: int
+    # False if the stock function has no batch dimension, and one was added.
+    has_batch: bool
 
 
 class _FusedRope:
@@ -38,25 +52,74 @@ class _FusedRope:
         self.stock, self.form, self.call, self.guard = stock, form, call, guard
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if (arguments := self._read(args, kwargs)) is None:
+            return self.stock(*args, **kwargs)
+        inputs, cos, sin, unsqueeze_dim, has_batch = arguments
+        results = self.form(inputs[0], inputs[1] if len(inputs) == 2 else None, cos, sin, unsqueeze_dim)
+        q, k = (x if x is None or has_batch else x[0] for x in results)
+        return q if len(inputs) == 1 else (q, k)
+
+    def rotate_normalised(
+        self, weights: list[Tensor | None], options: dict[str, Any], args: tuple, kwargs: dict[str, Any]
+    ) -> Any:
+        """Normalise each head of the inputs and rotate it, in one kernel; None if `qk_norm_rope` cannot compute this.
+
+        `weights` are the weights of the norms, and `options` are their other options, as in `qk_norm_rope`.
+        """
+        arguments = self._read(args, kwargs)
+        if arguments is None or len(arguments.inputs) != len(weights) or not arguments.has_batch:
+            return None
+        inputs, cos, sin, unsqueeze_dim, _ = arguments
+        q, k = inputs[0], inputs[1] if len(inputs) == 2 else None
+        first, last = weights[0], weights[-1]
+        has_equal_weights = (first is None) == (last is None) and (
+            first is None or last is None or first.dtype == last.dtype
+        )
+        fits_heads = all(w is None or tuple(w.shape) == tuple(q.shape[3:]) for w in weights)
+        if not (has_equal_weights and fits_heads and q.shape[unsqueeze_dim] > 0 and q.numel() > 0):
+            return None
+        # The dtype that the norms return.
+        rounds_first = options["rounding"] == "before_weight" and first is not None
+        dtype = torch.promote_types(q.dtype, first.dtype) if rounds_first and first is not None else q.dtype
+        # The op returns the dtype to which torch promotes that dtype and cos.
+        has_dtype = self.form.result == "promoted" or torch.promote_types(dtype, cos.dtype) == dtype
+        if self.form.table != "halves" or not has_dtype or not can_run_kernels(q, k, cos, sin):
+            return None
+        if not runs_kernels(q, k, *weights):
+            return None
+        sin = -sin if self.form.flipped else sin
+        results = qk_norm_rope(
+            q,
+            k,
+            first,
+            None if k is None else last,
+            cos,
+            sin,
+            unsqueeze_dim=unsqueeze_dim,
+            layout=self.form.layout,
+            **options,
+        )
+        return results[0] if k is None else results
+
+    def _read(self, args: tuple, kwargs: dict[str, Any]) -> "_RopeArguments | None":
+        """Return the arguments for the op; None if the op does not accept the arguments of the stock function."""
         call = self.call
         arguments = {**dict(zip(call.names, args, strict=False)), **kwargs}
         values = [arguments.get(name) for name in (*call.tensors, "cos", "sin")]
         tensors = [x for x in values if isinstance(x, Tensor)]
         unsqueeze_dim = arguments.get("unsqueeze_dim", call.unsqueeze_dim or 2)
         if len(tensors) < len(values) or arguments.get("position_ids") is not None:
-            return self.stock(*args, **kwargs)
+            return None
         # A helper that the function calls may have been replaced in the file.
         if not (self._holds_for_graph() if torch.compiler.is_compiling() else self.guard.holds(self.stock)):
-            return self.stock(*args, **kwargs)
+            return None
         *inputs, cos, sin = tensors
         has_batch = cos.dim() == 3
         if not has_batch and cos.dim() == 2 and call.unsqueeze_dim is None and all(x.dim() == 3 for x in inputs):
             *inputs, cos, sin = (x[None] for x in tensors)
         if unsqueeze_dim not in (1, 2) or not self._fits(inputs, cos, sin, unsqueeze_dim):
-            return self.stock(*args, **kwargs)
-        results = self.form(inputs[0], inputs[1] if len(inputs) == 2 else None, cos, sin, unsqueeze_dim)
-        q, k = (x if x is None or has_batch else x[0] for x in results)
-        return q if len(inputs) == 1 else (q, k)
+            return None
+        return _RopeArguments(inputs, cos, sin, unsqueeze_dim, has_batch)
 
     @torch.compiler.assume_constant_result
     def _holds_for_graph(self) -> bool:
@@ -144,6 +207,16 @@ class RopeRecipe:
     def with_fused_statements(self) -> "RopeRecipe":
         """Return a recipe that also fuses the statements of the forward."""
         return RopeRecipe(self.cls, self.forms, True, self.guards)
+
+    def describe_statements(
+        self, module: nn.Module, recipe: FusedStatementsRecipe, recipes: Mapping[nn.Module, Any]
+    ) -> FusedStatementsRecipe:
+        """Return the recipe of the fused statements, whose name says whether the norms of queries and keys are fused.
+
+        `recipes` holds the recipes of all modules of the model.
+        """
+        is_supported = all(isinstance(form, Form) and form.table == "halves" for _, form in self.forms)
+        return recipe.with_head_norms(module, recipes) if is_supported else recipe
 
     def __str__(self) -> str:
         return "; ".join(dict.fromkeys(str(form) for _, form in self.forms))
