@@ -82,7 +82,8 @@ def grouped_product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 @launcher(fake=lambda x, dy, ends: x.new_empty(ends.shape[0], x.shape[1], dy.shape[1]))
 def grouped_weight_gradient(x: Tensor, dy: Tensor, ends: Tensor) -> Tensor:
     """Return [E, N, M] for x [S, N], dy [S, M] and ends [E]. It is 0 for a group without rows."""
-    if GROUPED_MM is not None and _supports_grouped_mm(x.mT, dy):
+    # CUDA refuses to launch `grouped_mm` for an empty list of groups.
+    if GROUPED_MM is not None and ends.shape[0] and _supports_grouped_mm(x.mT, dy):
         return GROUPED_MM(x.mT, dy, offs=ends)
     dweight = x.new_zeros(ends.shape[0], x.shape[1], dy.shape[1])
     for group, start, end in _groups(ends, x.shape[0]):
