@@ -5,8 +5,8 @@ are such sums once the counts of the whole batch are known by which they divide,
 counts (`part_of`). A loss that couples all sequences, such as a sort, takes four products, unless the logits of the
 whole batch fit into the budget.
 
-Shapes: N sequences, L tokens of a padded row, T packed tokens, H hidden, V vocabulary. "Tokens" in a shape means
-[N, L], or [T] with `cu_seqlens`.
+Shapes: N sequences, L tokens of a padded row, T packed tokens, H hidden, V vocabulary. Padded
+tokens are [N, L]. Packed tokens are [T], and need `cu_seqlens`.
 """
 
 import inspect

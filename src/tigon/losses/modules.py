@@ -7,8 +7,8 @@ of each module says which options need four. The logits of a whole sequence, or 
 
 A reference model takes one more product: pass its hidden states, or its log-probabilities if you have them.
 
-Shapes: N sequences, L tokens of a padded row, T packed tokens, H hidden, V vocabulary. "Tokens" in a shape means
-[N, L], or [T] with `cu_seqlens`.
+Shapes: N sequences, L tokens of a padded row, T packed tokens, H hidden, V vocabulary. Padded
+tokens are [N, L]. Packed tokens are [T], and need `cu_seqlens`.
 """
 
 import inspect
@@ -81,11 +81,12 @@ class DPOLoss(HeadLoss):
         """Return the loss and its metrics.
 
         Args:
-            hidden: Tokens, H: the hidden states of the policy. The first half of the sequences are the chosen ones.
+            hidden: [N, L, H] or [T, H]: the hidden states of the policy. The first half of the sequences are the chosen
+                ones.
             weight: [V, H] of its head.
-            targets: Tokens: the token that each hidden state predicts, `ignore_index` outside of completions.
+            targets: [N, L] or [T]: the token that each hidden state predicts, `ignore_index` outside of completions.
             ref_hidden, ref_weight, ref_bias: The same of the reference model, whose H may differ.
-            mask: Tokens, bool: the tokens of completions, if `targets` does not mark them.
+            mask: [N, L] or [T], bool: the tokens of completions, if `targets` does not mark them.
             bias: [V].
             ref_log_probs, ref_sequence_log_probs, cu_seqlens: As in `dpo_loss`.
         """
@@ -117,10 +118,11 @@ class _ReferenceFreeLoss(HeadLoss):
         """Return the loss and its metrics.
 
         Args:
-            hidden: Tokens, H: the hidden states of the policy. The first half of the sequences are the chosen ones.
+            hidden: [N, L, H] or [T, H]: the hidden states of the policy. The first half of the sequences are the chosen
+                ones.
             weight: [V, H] of its head.
-            targets: Tokens: the token that each hidden state predicts, `ignore_index` outside of completions.
-            mask: Tokens, bool: the tokens of completions, if `targets` does not mark them.
+            targets: [N, L] or [T]: the token that each hidden state predicts, `ignore_index` outside of completions.
+            mask: [N, L] or [T], bool: the tokens of completions, if `targets` does not mark them.
             bias: [V].
             cu_seqlens: [N + 1]: the boundaries of packed sequences.
         """
@@ -161,8 +163,8 @@ class ORPOLoss(_ReferenceFreeLoss):
         """Return the loss and its metrics. The arguments are those of `tigon.CPOLoss`, and `nll_mask`.
 
         Args:
-            nll_mask: Tokens, bool: the tokens of the NLL term, as in `orpo_loss`. Their `targets` are tokens, also in
-                prompts, so pass `mask` too.
+            nll_mask: [N, L] or [T], bool: the tokens of the NLL term, as in `orpo_loss`. Their `targets` are tokens,
+                also in prompts, so pass `mask` too.
         """
         tensors = {"nll_mask": nll_mask}
         return self._compute(hidden, weight, targets, bias, tensors, mask=mask, cu_seqlens=cu_seqlens)
@@ -253,13 +255,13 @@ class KTOLoss(HeadLoss):
         """Return the loss and its metrics.
 
         Args:
-            hidden: Tokens, H: the hidden states of the policy.
+            hidden: [N, L, H] or [T, H]: the hidden states of the policy.
             weight: [V, H] of its head.
-            targets: Tokens: the token that each hidden state predicts, `ignore_index` outside of completions.
+            targets: [N, L] or [T]: the token that each hidden state predicts, `ignore_index` outside of completions.
             is_desirable: [N], bool.
             ref_hidden, ref_weight, ref_bias: The same of the reference model, whose H may differ.
             kl: Without dimensions, the result of `tigon.losses.kto_kl`.
-            mask: Tokens, bool: the tokens of completions, if `targets` does not mark them.
+            mask: [N, L] or [T], bool: the tokens of completions, if `targets` does not mark them.
             bias: [V].
             ref_log_probs, ref_sequence_log_probs, cu_seqlens: As in `kto_loss`.
         """
@@ -299,13 +301,13 @@ class _PolicyLoss(HeadLoss):
         """Return the loss and its metrics.
 
         Args:
-            hidden: Tokens, H: the hidden states of the policy.
+            hidden: [N, L, H] or [T, H]: the hidden states of the policy.
             weight: [V, H] of its head.
-            targets: Tokens: the token that each hidden state predicts, `ignore_index` outside of completions.
-            advantages: [N] or tokens.
-            old_log_probs: Tokens, fp32: the log-probabilities of the policy that sampled the tokens; by default those
-                of the policy itself.
-            mask: Tokens, bool: the tokens of completions, if `targets` does not mark them.
+            targets: [N, L] or [T]: the token that each hidden state predicts, `ignore_index` outside of completions.
+            advantages: [N], [N, L] or [T].
+            old_log_probs: [N, L] or [T], fp32: the log-probabilities of the policy that sampled the tokens; by default
+                those of the policy itself.
+            mask: [N, L] or [T], bool: the tokens of completions, if `targets` does not mark them.
             bias: [V].
             cu_seqlens: [N + 1]: the boundaries of packed sequences.
             **tensors: More tensors of the function of this loss, by name: for `GRPOLoss` `ref_log_probs`,

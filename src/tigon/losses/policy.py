@@ -16,7 +16,7 @@ and the loss of a batch is
     dr_grpo (arXiv:2503.20783)                               the sum over all tokens / (N `max_completion_length`)
     luspo (arXiv:2602.05261)                                 the mean over the sequences of the sum over their tokens
 
-Shapes: N sequences, L tokens of a padded row, T packed tokens. "Tokens" in a shape means [N, L] or [T].
+Shapes: N sequences, L tokens of a padded row, T packed tokens.
 """
 
 from collections.abc import Callable

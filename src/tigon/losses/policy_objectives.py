@@ -2,7 +2,7 @@
 
 The docstring of `tigon.losses.policy` has the formulas. Ratios and advantages are values of tokens or of sequences.
 
-Shapes: N sequences, L tokens of a padded row, T packed tokens. "Tokens" in a shape means [N, L] or [T].
+Shapes: N sequences, L tokens of a padded row, T packed tokens.
 """
 
 import math

@@ -2,7 +2,7 @@
 
 No function reads a tensor on the host, and all shapes are known in advance.
 
-Shapes: N sequences, L tokens of a padded row, T packed tokens. "Tokens" in a shape means [N, L] or [T].
+Shapes: N sequences, L tokens of a padded row, T packed tokens.
 """
 
 import math

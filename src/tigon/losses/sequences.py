@@ -4,7 +4,7 @@ Tokens come in two layouts. Padded tokens are [N, L]: row n holds sequence n, an
 tokens are [T]: sequence n holds the tokens from `cu_seqlens[n]` up to `cu_seqlens[n + 1]`. No function reads the values
 of `mask` or `cu_seqlens` on the host, so all shapes are known without waiting for the GPU.
 
-Shapes: N sequences, L tokens of a padded row, T packed tokens. "Tokens" in a shape means [N, L] or [T].
+Shapes: N sequences, L tokens of a padded row, T packed tokens.
 """
 
 from typing import NamedTuple
@@ -71,7 +71,7 @@ class Sequences:
     """The tokens of N sequences: which token belongs to which sequence, and which tokens count.
 
     Args:
-        mask: Tokens [N, L] or [T], bool: the tokens that count.
+        mask: [N, L] or [T], bool: the tokens that count.
         cu_seqlens: [N + 1], int64 | int32: the boundaries of packed sequences; None for padded tokens.
         part_of: The counts of the whole batch, if these sequences are a part of it. The means of losses then divide by
             them, so that the losses of all parts add up to that of the batch. A part has no metrics.
@@ -158,8 +158,8 @@ def check_sequences(
 
     Args:
         op: The name of the function, for messages.
-        log_probs: Tokens, fp32.
-        mask: Tokens, bool.
+        log_probs: [N, L] or [T], fp32.
+        mask: [N, L] or [T], bool.
         cu_seqlens: [N + 1], int64 | int32, or None for padded tokens.
         name: The name of `log_probs`, for messages.
         part_of: The counts of the whole batch, if the tokens are a part of it.
