@@ -36,6 +36,7 @@ from tigon.ops.mlps.glu import geglu, swiglu
 from tigon.ops.mlps.glu_mlp import GEGLUMLP, SwiGLUMLP, glu_mlp
 from tigon.ops.mlps.mlp import mlp
 from tigon.ops.mlps.relu2 import ReLU2MLP, relu2
+from tigon.ops.norms.gated_rms_norm import gated_rms_norm
 from tigon.ops.norms.layer_norm import LayerNorm, layer_norm
 from tigon.ops.norms.rms_norm import RMSNorm, add_rms_norm, rms_norm
 from tigon.ops.optim.adamw import AdamW
@@ -112,6 +113,7 @@ __all__ = [
     "ValidRows",
     "add_rms_norm",
     "cross_entropy",
+    "gated_rms_norm",
     "geglu",
     "gelu",
     "glu_mlp",

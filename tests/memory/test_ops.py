@@ -71,6 +71,8 @@ CASES = {
         functools.partial(tigon.rms_norm, offset=1.0, rounding="after_weight"), "x", "w"
     ),
     "rms_norm, no weight": product_of(lambda x: tigon.rms_norm(x, None), "x"),
+    "gated_rms_norm": product_of(tigon.gated_rms_norm, "x", "x", "w"),
+    "gated_rms_norm, gate first": product_of(functools.partial(tigon.gated_rms_norm, gate_first=True), "x", "x", "w"),
     "layer_norm": product_of(tigon.layer_norm, "x", "w", "w"),
     "layer_norm, no weight": product_of(tigon.layer_norm, "x"),
     "swiglu": product_of(tigon.swiglu, "x", "x"),

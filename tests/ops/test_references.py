@@ -19,6 +19,7 @@ from tigon.ops.logits.kl_div import kl_div_reference
 from tigon.ops.logits.softmax import softmax_reference
 from tigon.ops.logits.tvd import tvd_reference
 from tigon.ops.mlps.glu import geglu_reference
+from tigon.ops.norms.gated_rms_norm import gated_rms_norm_reference
 from tigon.ops.norms.layer_norm import layer_norm_reference
 from tigon.ops.norms.rms_norm import add_rms_norm_reference, rms_norm_reference
 from tigon.ops.rotary.qk_norm_rope import qk_norm_rope_reference
@@ -68,6 +69,11 @@ OPTIONS = {
     "add_rms_norm": (
         tigon.add_rms_norm, add_rms_norm_reference, [X, X.flip(0), W],
         {"eps": 0.5, "offset": 2.0, "rounding": "after_weight"},
+    ),
+    "gated_rms_norm": (
+        tigon.gated_rms_norm, gated_rms_norm_reference, [X, X.flip(0), W],
+        {"eps": 0.5, "activation": "sigmoid", "gate_first": True, "group_size": 2, "offset": 2.0,
+         "rounding": "after_weight"},
     ),
     "layer_norm": (tigon.layer_norm, layer_norm_reference, [X, W, W.flip(0)], {"eps": 0.5}),
     "softmax": (tigon.softmax, softmax_reference, [X], {"dim": 0}),

@@ -10,7 +10,7 @@ from torch import nn
 import tigon
 from tigon.recognition.activations import recognise_relu2
 from tigon.recognition.glu import recognise_glu
-from tigon.recognition.norm_recipes import LayerNormRecipe, RMSNormRecipe
+from tigon.recognition.norm_recipes import Gate, LayerNormRecipe, RMSNormRecipe
 from tigon.recognition.norms import recognise_norm
 from tigon.recognition.rope import recognise_rope
 
@@ -42,12 +42,12 @@ def x_hat(x, eps):
     ids=["Llama", "OLMo 2", "Gemma"],
 )
 def test_the_bits_show_offset_and_rounding_of_a_norm(compute, offset, rounding):
-    assert recognise_norm(AnyNorm(compute)) == RMSNormRecipe("tiny", "scale", offset, rounding, gated=False)
+    assert recognise_norm(AnyNorm(compute)) == RMSNormRecipe("tiny", "scale", offset, rounding)
 
 
 def test_a_norm_without_weight_is_recognised():
     norm = AnyNorm(lambda x, w, eps: x_hat(x, eps).to(x.dtype), weight=False)
-    assert recognise_norm(norm) == RMSNormRecipe("tiny", None, 0.0, "before_weight", gated=False)
+    assert recognise_norm(norm) == RMSNormRecipe("tiny", None, 0.0, "before_weight")
 
 
 def test_the_rms_norm_of_torch_is_recognised():
@@ -127,23 +127,59 @@ def norm_then_gate(x, w, eps, gate):
 
 
 def gate_then_norm(x, w, eps, gate=None):
-    x = x if gate is None else x * F.silu(gate.float())
-    return w * x_hat(x, eps).to(w.dtype)
+    z = x.float() if gate is None else x.float() * F.silu(gate.float())
+    return w * x_hat(z, eps).to(x.dtype)
 
 
-def test_a_gate_after_the_norm_is_recognised():
-    norm = GatedNorm(norm_then_gate)
-    x, gate = torch.randn(3, 48, requires_grad=True), torch.randn(3, 48, requires_grad=True)
-    expected = torch.autograd.grad(norm(x, gate).square().sum(), (x, gate, norm.scale))
-    assert recognise_norm(norm) == RMSNormRecipe("tiny", "scale", 0.0, "before_weight", gated=True)
+def norm_then_sigmoid(x, w, eps, gate):
+    return (w.float() * x_hat(x, eps) * torch.sigmoid(gate.float())).to(x.dtype)
+
+
+@pytest.mark.parametrize(
+    ("compute", "rounding", "gate"),
+    [
+        (norm_then_gate, "before_weight", Gate()),
+        (norm_then_sigmoid, "after_weight", Gate("sigmoid")),
+        (gate_then_norm, "before_weight", Gate(gate_first=True)),
+    ],
+)
+def test_gated_norms_are_recognised(compute, rounding, gate):
+    norm = GatedNorm(compute)
+    inputs = torch.randn(3, 48, requires_grad=True), torch.randn(3, 48, requires_grad=True), norm.scale
+    expected = torch.autograd.grad(norm(*inputs[:2]).square().sum(), inputs)
+    assert recognise_norm(norm) == RMSNormRecipe("tiny", "scale", 0.0, rounding, gate)
     with tigon.patched(norm):
-        results = torch.autograd.grad(norm(x, gate).square().sum(), (x, gate, norm.scale))
+        results = torch.autograd.grad(norm(*inputs[:2]).square().sum(), inputs)
     for a, b in zip(results, expected, strict=True):
         torch.testing.assert_close(a, b)
 
 
-def test_a_norm_with_a_gate_before_it_is_refused():
-    assert recognise_norm(GatedNorm(gate_then_norm)) == "computes something else than rms_norm or layer_norm"
+class GroupedNorm(GatedNorm):
+    def __init__(self, size):
+        super().__init__(None)
+        self.size = size
+
+    def forward(self, signal, gate):
+        z = signal.float() * F.silu(gate.float())
+        z = x_hat(z.unflatten(-1, (-1, self.size)), self.tiny).flatten(-2)
+        return self.scale * z.to(signal.dtype)
+
+
+def test_a_gated_norm_of_groups_is_recognised_and_the_size_of_a_group_is_watched():
+    norm = GroupedNorm(12)
+    assert recognise_norm(norm) == RMSNormRecipe("tiny", "scale", 0.0, "before_weight", Gate("silu", True, 12))
+    x, gate = torch.randn(3, 48), torch.randn(3, 48)
+    with tigon.patched(norm):
+        assert torch.equal(norm(x, gate), GroupedNorm.forward(norm, x, gate))
+        norm.size = 16
+        assert torch.equal(norm(x, gate), GroupedNorm.forward(norm, x, gate))
+
+
+def test_a_norm_with_another_gate_is_refused():
+    def compute(x, w, eps, gate):
+        return (w * x_hat(x, eps).to(x.dtype) * torch.tanh(gate.float())).to(x.dtype)
+
+    assert recognise_norm(GatedNorm(compute)) == "computes something else than rms_norm or layer_norm"
 
 
 # --- layer norms ---------------------------------------------------------------------------------

@@ -418,7 +418,7 @@ def test_an_optional_argument_is_no_gate(name):
     norm = variant(Norm, forward=with_option(name))
     recipe = recognise_norm(norm)
     assert isinstance(recipe, RMSNormRecipe)
-    assert not recipe.gated
+    assert recipe.gate is None
     x, option = torch.randn(2, 48), torch.randn(2, 48)
     with tigon.patched(norm):
         assert torch.equal(norm(x, option), type(norm).forward(norm, x, option))

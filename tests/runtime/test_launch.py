@@ -137,6 +137,7 @@ STEPS = {
     "rms_norm": lambda n: _run(tigon.rms_norm, _leaf(n, 4096), _leaf(4096)),
     "rms_norm of an odd width": lambda n: _run(tigon.rms_norm, _leaf(n, 77), _leaf(77)),
     "rms_norm of wide rows": lambda n: _run(tigon.rms_norm, _leaf(n, 32768), _leaf(32768)),
+    "gated_rms_norm": lambda n: _run(tigon.gated_rms_norm, _leaf(n, 4096), _leaf(n, 4096), _leaf(4096)),
     "add_rms_norm": lambda n: _run(tigon.add_rms_norm, _leaf(2, n, 256), _leaf(2, n, 256), _leaf(256)),
     "layer_norm": lambda n: _run(tigon.layer_norm, _leaf(n, 256), _leaf(256), _leaf(256)),
     "rope": lambda n: _rotary(tigon.rope, n, False),

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tigon.ops.norms.gated_rms_norm import GateActivation
 from tigon.ops.norms.rms_norm import Rounding
 from tigon.recognition.code_facts import has_conditions
-from tigon.recognition.norm_recipes import LAYER_NORM_FORMULAS, LayerNormRecipe, NormRecipe, RMSNormRecipe, Scope
+from tigon.recognition.norm_recipes import LAYER_NORM_FORMULAS, Gate, LayerNormRecipe, NormRecipe, RMSNormRecipe, Scope
 from tigon.recognition.probes import (
     DTYPES,
     agrees,
@@ -85,19 +86,35 @@ class NormSubject:
 
 # The offsets of the weight and the roundings of RMS norms.
 _ROUNDINGS: tuple[Rounding, ...] = ("before_weight", "after_weight")
+_ACTIVATIONS: tuple[GateActivation, ...] = ("silu", "sigmoid")
 RMS_NORM_FORMS = list(itertools.product((0.0, 1.0), _ROUNDINGS))
 
 
-def norm_candidates(names: Sequence[str], epsilons: Sequence[str | float], gated: bool) -> Iterator[NormRecipe]:
-    """Yield every recipe that a module with these parameters may compute.
+def _gates(module: nn.Module, width: int) -> Iterator[Gate]:
+    """Yield the ways in which a norm of this width may use a gate. An attribute may hold the size or number of groups.
+
+    The guard of the recipe fails once such an attribute changes.
+    """
+    numbers = {value for value in vars(module).values() if type(value) is int and 1 < value < width}
+    divisors = [value for value in sorted(numbers) if width % value == 0]
+    sizes = dict.fromkeys([None, *divisors, *(width // value for value in divisors)])
+    for activation, gate_first, size in itertools.product(_ACTIVATIONS, (False, True), sizes):
+        yield Gate(activation, gate_first, size)
+
+
+def norm_candidates(
+    module: nn.Module, names: Sequence[str], epsilons: Sequence[str | float], width: int, gated: bool
+) -> Iterator[NormRecipe]:
+    """Yield every recipe that a module with these parameters, for inputs of this width, may compute.
 
     `epsilons` are the names of attributes that may hold epsilon, or values that the code may contain.
     """
+    gates: list[Gate | None] = [*_gates(module, width)] if gated else [None]
     if len(names) < 2:
         forms = RMS_NORM_FORMS if names else RMS_NORM_FORMS[:1]
         weight = names[0] if names else None
-        for eps, (offset, rounding) in itertools.product(epsilons, forms):
-            yield RMSNormRecipe(eps, weight, offset, rounding, gated)
+        for eps, (offset, rounding), gate in itertools.product(epsilons, forms, gates):
+            yield RMSNormRecipe(eps, weight, offset, rounding, gate)
     if not gated:
         pairs: list[tuple[str | None, str | None]] = [(None, None)]
         if names:

@@ -8,13 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tigon.ops.mlps.glu import swiglu
+from tigon.ops.norms.gated_rms_norm import GateActivation, gated_rms_norm, gated_rms_norm_reference
 from tigon.ops.norms.layer_norm import layer_norm, layer_norm_reference
 from tigon.ops.norms.rms_norm import rms_norm, rms_norm_reference
 from tigon.recognition.probes import DTYPES
 from tigon.runtime.device import PLAIN, runs_kernels
 
-__all__ = ["LAYER_NORM_FORMULAS", "LayerNormRecipe", "NormRecipe", "RMSNormRecipe", "Scope"]
+__all__ = ["LAYER_NORM_FORMULAS", "Gate", "LayerNormRecipe", "NormRecipe", "RMSNormRecipe", "Scope"]
 
 # This text follows the name of a recipe if the stock forward runs for calls with a second argument.
 ONE_ARGUMENT = ", in calls with one argument"
@@ -64,17 +64,27 @@ def _matches_input(gate: Any, x: Tensor) -> bool:
 
 
 @dataclass(frozen=True)
-class RMSNormRecipe:
-    """Recipe: `rms_norm` with the module's weight and epsilon, read at every call.
+class Gate:
+    """How a gated norm uses its second input: the options of `gated_rms_norm` that `rms_norm` does not have."""
 
-    A gated norm multiplies the result by silu(gate).
-    """
+    activation: GateActivation = "silu"
+    gate_first: bool = False
+    group_size: int | None = None
+
+    def __str__(self) -> str:
+        group = "" if self.group_size is None else f", groups of {self.group_size}"
+        return f", {self.activation} gate {'before' if self.gate_first else 'after'} the norm{group}"
+
+
+@dataclass(frozen=True)
+class RMSNormRecipe:
+    """Recipe: `rms_norm`, or `gated_rms_norm`, with the module's weight and epsilon, read at every call."""
 
     eps: str | float
     weight: str | None
     offset: float
     rounding: Literal["before_weight", "after_weight"]
-    gated: bool
+    gate: Gate | None = None
     scope: Scope = field(default_factory=Scope, compare=False)
     part = "rms_norm"
     choices: ClassVar[tuple[str, ...]] = ()
@@ -86,32 +96,28 @@ class RMSNormRecipe:
 
     def __call__(self, module: nn.Module, *args: Any, reference: bool = False, **kwargs: Any) -> Tensor:
         weight, eps = _resolve(module, self.weight), _resolve(module, self.eps)
-        as_recognised = len(args) == 1 + self.gated and not kwargs and _is_set(self.weight, weight, eps)
+        count = 1 if self.gate is None else 2
+        as_recognised = len(args) == count and not kwargs and _is_set(self.weight, weight, eps)
         # `tigon.recognition.symbolic` runs the reference on tensors without values.
         if not (as_recognised and (reference or self.scope.fits(module, args, weight))):
             return type(module).forward(module, *args, **kwargs)
-        y = (rms_norm_reference if reference else rms_norm)(
-            args[0], weight, eps, offset=self.offset, rounding=self.rounding
-        )
-        if not self.gated:
-            return y
-        dtype, gate = args[0].dtype, args[1]
-        if not reference and dtype == y.dtype == gate.dtype and runs_kernels(y, gate):
-            # `swiglu` computes in fp32, as the last line does.
-            return swiglu(gate, y)
-        return (y * F.silu(gate.float())).to(dtype)
+        options: dict[str, Any] = {"offset": self.offset, "rounding": self.rounding}
+        if self.gate is None:
+            return (rms_norm_reference if reference else rms_norm)(args[0], weight, eps, **options)
+        options |= vars(self.gate)
+        return (gated_rms_norm_reference if reference else gated_rms_norm)(args[0], args[1], weight, eps, **options)
 
     def arguments(self, module: nn.Module, x: Tensor) -> tuple[Tensor | None, float, dict[str, Any]] | None:
         """Return weight, epsilon and options for the op; None if the module does anything else with x."""
         weight, eps = _resolve(module, self.weight), _resolve(module, self.eps)
-        if self.gated or not (_is_set(self.weight, weight, eps) and self.scope.fits(module, (x,), weight)):
+        if self.gate is not None or not (_is_set(self.weight, weight, eps) and self.scope.fits(module, (x,), weight)):
             return None
         return weight, eps, {"offset": self.offset, "rounding": self.rounding}
 
     def __str__(self) -> str:
         offset = f", offset {self.offset:g}, rounded {self.rounding.replace('_', ' the ')}"
-        form = f"rms_norm{' without weight' if self.weight is None else offset}{', then swiglu' if self.gated else ''}"
-        return form + ONE_ARGUMENT * self.scope.takes_more
+        form = f"{'' if self.gate is None else 'gated_'}rms_norm{' without weight' if self.weight is None else offset}"
+        return form + (str(self.gate) if self.gate else "") + ONE_ARGUMENT * self.scope.takes_more
 
 
 # --- layer norms -----------------------------------------------------------------------------------

@@ -2,8 +2,8 @@
 
 A module without children, with one or two parameters of one size, is compared with every recipe of
 `tigon.recognition.norm_recipes`: RMS norms with and without an offset of the weight, with the rounding before or after
-the weight, with and without a gate, and layer norms. The name of the module's class has no effect, except for a norm
-without parameters or without an epsilon.
+the weight, with and without a gate (before or after the norm), and layer norms. The name of the module's class has no
+effect, except for a norm without parameters or without an epsilon.
 """
 
 import logging
@@ -56,8 +56,8 @@ def recognise_norm(module: nn.Module) -> NormRecipe | str | None:
         if reason := reach.reason or reach.decision:
             reasons.append(reason)
             continue
-        candidates = list(norm_candidates(list(tensors), epsilons or [1e-5, 1e-6], gated))
         widths = [*next(iter(sizes))] if sizes else _likely_widths(module, reach)
+        candidates = list(norm_candidates(module, list(tensors), epsilons or [1e-5, 1e-6], widths[0], gated))
         subjects = [NormSubject(module, tuple(tensors), width, gated) for width in widths]
         result = _find_recipe(subjects, candidates, reach)
         if not isinstance(result, str):

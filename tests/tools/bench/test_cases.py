@@ -34,6 +34,8 @@ def test_the_tag_roofline_selects_the_cases_of_the_table():
         ("rms_norm", "16384x2048"),
         ("rms_norm", "64x4096"),
         ("add_rms_norm", "16384x4096"),
+        ("gated_rms_norm", "262144x128"),
+        ("gated_rms_norm", "16384x8192"),
         ("layer_norm", "16384x4096"),
         ("rope", "4x4096x32x8x128"),
         ("qk_norm_rope", "4x4096x32x8x128"),

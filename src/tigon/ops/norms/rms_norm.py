@@ -27,6 +27,7 @@ __all__ = [
     "RMSNorm",
     "add_rms_norm",
     "add_rms_norm_reference",
+    "check_norm",
     "rms_norm",
     "rms_norm_reference",
     "rms_norm_with_residual",
@@ -41,20 +42,30 @@ Rounding = Literal["before_weight", "after_weight"]
 
 
 def rms_norm_reference(
-    x: Tensor, weight: Tensor | None, eps: float = 1e-6, *, offset: float = 0.0, rounding: Rounding = "before_weight"
+    x: Tensor,
+    weight: Tensor | None,
+    eps: float = 1e-6,
+    *,
+    offset: float = 0.0,
+    rounding: Rounding = "before_weight",
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Compute `rms_norm` in eager torch, for tests and for devices without Triton."""
+    """Compute `rms_norm` in eager torch, for tests and for devices without Triton.
+
+    The normalised value is rounded to `dtype`, by default that of x.
+    """
+    dtype = x.dtype if dtype is None else dtype
     x_hat = x if x.dtype == torch.float64 else x.float()
     x_hat = x_hat * torch.rsqrt(x_hat.pow(2).mean(-1, keepdim=True) + eps)
     if weight is None:
-        return x_hat.to(x.dtype)
+        return x_hat.to(dtype)
     if rounding == "after_weight":
-        return (x_hat * (offset + weight.to(x_hat.dtype))).to(x.dtype)
+        return (x_hat * (offset + weight.to(x_hat.dtype))).to(dtype)
     if offset:
-        return (x_hat.to(x.dtype).to(x_hat.dtype) * (offset + weight.to(x_hat.dtype))).to(
-            torch.promote_types(x.dtype, weight.dtype)
+        return (x_hat.to(dtype).to(x_hat.dtype) * (offset + weight.to(x_hat.dtype))).to(
+            torch.promote_types(dtype, weight.dtype)
         )
-    return weight * x_hat.to(x.dtype)
+    return weight * x_hat.to(dtype)
 
 
 def add_rms_norm_reference(
@@ -148,10 +159,10 @@ class _AddRMSNorm(torch.autograd.Function):
 # --- public --------------------------------------------------------------------------------------
 
 
-def _check_norm(
+def check_norm(
     op: str, x: Tensor, weight: Tensor | None, eps: float, offset: float, rounding: Rounding
 ) -> tuple[float, float]:
-    """Check the arguments that both ops share, and return eps and offset as floats."""
+    """Check the arguments that all RMS norms share, and return eps and offset as floats."""
     checks.tensor(op, x=x)
     checks.floating(op, x=x, weight=weight)
     checks.choice(op, "rounding", rounding, ("before_weight", "after_weight"))
@@ -193,7 +204,7 @@ def rms_norm(
         >>> tigon.rms_norm(x, weight).shape
         torch.Size([2, 5, 64])
     """
-    eps, offset = _check_norm("rms_norm", x, weight, eps, offset, rounding)
+    eps, offset = check_norm("rms_norm", x, weight, eps, offset, rounding)
     return _rms_norm(x, weight, eps, offset, rounding)
 
 
@@ -210,7 +221,7 @@ def rms_norm_with_residual(
     """Return `rms_norm(x, ...)`, and x for use as the residual. The norm's kernel adds both gradients of x."""
     if not runs_kernels(x, weight) or not 0 < x.shape[-1] <= MAX_FEATURES or torch.compiler.is_compiling():
         return rms_norm(x, weight, eps, offset=offset, rounding=rounding), x
-    eps, offset = _check_norm("rms_norm", x, weight, eps, offset, rounding)
+    eps, offset = check_norm("rms_norm", x, weight, eps, offset, rounding)
     y, residual = _RMSNorm.apply(x, weight, eps, offset, rounding == "before_weight", True)
     register_recomputation(y, _rms_norm, x, weight, eps, offset, rounding)
     return y, residual
@@ -256,7 +267,7 @@ def add_rms_norm(
     """
     checks.tensor("add_rms_norm", residual=residual)
     checks.floating("add_rms_norm", residual=residual)
-    eps, offset = _check_norm("add_rms_norm", x, weight, eps, offset, rounding)
+    eps, offset = check_norm("add_rms_norm", x, weight, eps, offset, rounding)
     checks.shape("add_rms_norm", "residual", residual, x.shape)
     checks.same("add_rms_norm", "device", x=x, residual=residual)
     if not runs_kernels(x, residual, weight) or not 0 < x.shape[-1] <= MAX_FEATURES:

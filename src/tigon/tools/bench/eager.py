@@ -26,13 +26,14 @@ def _widen(x: Tensor) -> Tensor:
 # --- norms and rows ------------------------------------------------------------------------------
 
 
-def _normalise(case: Case, x: Tensor, weight: Tensor) -> Tensor:
-    offset = case.options.get("offset", 0.0)
+def _normalise(case: Case, x: Tensor, weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Return the RMS norm of x, rounded to `dtype`, by default that of x."""
+    offset, dtype = case.options.get("offset", 0.0), dtype or x.dtype
     x_hat = _widen(x)
     x_hat = x_hat * torch.rsqrt(x_hat.pow(2).mean(-1, keepdim=True) + 1e-6)
     if case.options.get("rounding") == "after_weight":
-        return (x_hat * (offset + weight.to(x_hat.dtype))).to(x.dtype)
-    return (offset + weight if offset else weight) * x_hat.to(x.dtype)
+        return (x_hat * (offset + weight.to(x_hat.dtype))).to(dtype)
+    return (offset + weight if offset else weight) * x_hat.to(dtype)
 
 
 def _rms_norm(case: Case) -> Run:
@@ -43,6 +44,26 @@ def _add_rms_norm(case: Case) -> Run:
     def run(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         total = residual + x
         return _normalise(case, total, weight), total
+
+    return run
+
+
+def _gated_rms_norm(case: Case) -> Run:
+    """Return what the gated norms of Mamba 2 (gate first), Zamba 2 (groups) and Qwen3-Next compute in transformers."""
+    size = case.options.get("group_size")
+    activate = torch.sigmoid if case.options.get("activation") == "sigmoid" else F.silu
+
+    def normalise(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        if size is None:
+            return _normalise(case, x, weight, dtype)
+        return _normalise(case, x.unflatten(-1, (-1, size)), weight.view(-1, size), dtype).flatten(-2)
+
+    def run(x: Tensor, gate: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        if case.options.get("gate_first"):
+            return (normalise(_widen(x) * activate(_widen(gate)), weight, x.dtype),)
+        rounds = case.options.get("rounding") != "after_weight"
+        y = normalise(x, weight, x.dtype if rounds else _widen(x).dtype)
+        return ((y * activate(_widen(gate))).to(x.dtype),)
 
     return run
 
@@ -233,6 +254,7 @@ def _gelu(x: Tensor, approximate: str) -> Tensor:
 EAGER: dict[str, Callable[[Case], Run]] = {
     "rms_norm": _rms_norm,
     "add_rms_norm": _add_rms_norm,
+    "gated_rms_norm": _gated_rms_norm,
     "layer_norm": _layer_norm,
     "rope": _rope,
     "qk_norm_rope": _qk_norm_rope,

@@ -1,4 +1,4 @@
-"""Calls of the peers for a case: Liger, Quack, cut-cross-entropy, TRL, and torch's own fused ops.
+"""Calls of the peers for a case: Liger, Quack, flash-linear-attention, cut-cross-entropy, TRL, and torch's own fused ops.
 
 A loader imports its package and returns the call. It raises `ImportError` if the package is not installed, and
 `Unsupported` if the peer cannot compute the case.
@@ -253,6 +253,21 @@ def liger_cute(name: str) -> Callable[[Case], Run]:
         return lambda *tensors: _tuple(function(*tensors))
 
     return load
+
+
+# --- flash-linear-attention ----------------------------------------------------------------------
+
+
+def fla_gated_rms_norm(case: Case) -> Run:
+    """Load the kernel of gated delta networks (gate last), or that of Mamba 2 (groups, and either order)."""
+    from fla.modules.norm.fused_norm_gate import rms_norm_gated
+    from fla.modules.norm.layernorm_gated import rmsnorm_fn
+
+    refuse_other_options(case, "gate_first", "group_size")
+    if not case.options:
+        return lambda x, gate, weight: (rms_norm_gated(x, gate, weight, None),)
+    size, norm_first = case.options.get("group_size"), not case.options.get("gate_first", False)
+    return lambda x, gate, weight: (rmsnorm_fn(x, weight, None, gate, group_size=size, norm_before_gate=norm_first),)
 
 
 # --- Quack ---------------------------------------------------------------------------------------

@@ -135,6 +135,7 @@ _PEERS: dict[str, tuple[Provider, ...]] = {
         _cute("fused_add_rms_norm"),
         _quack(peers.quack_add_rms_norm),
     ),
+    "gated_rms_norm": (Provider("fla", peers.fla_gated_rms_norm, needs_gpu=True),),
     "layer_norm": (_liger(peers.liger_layer_norm), _cute("layer_norm")),
     # Liger's rope overwrites q, k and the upstream gradients.
     "rope": (_liger(peers.liger_rope, "q", "k", "upstream"), _quack(peers.quack_rope)),

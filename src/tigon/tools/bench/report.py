@@ -57,7 +57,7 @@ __all__ = [
 ]
 
 # The last package decides which kernels Liger runs.
-PEERS = ("unsloth", "cut-cross-entropy", "quack-kernels", "nvidia-cutlass-dsl")
+PEERS = ("unsloth", "cut-cross-entropy", "fla-core", "quack-kernels", "nvidia-cutlass-dsl")
 # The columns of the summary that are aligned to the left.
 SUMMARY_LEFT = ("case", "best peer")
 

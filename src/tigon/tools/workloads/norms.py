@@ -1,5 +1,6 @@
 """Workloads of the norms. Sizes: M rows, N features."""
 
+from tigon.ops.norms.gated_rms_norm import gated_rms_norm_reference
 from tigon.ops.norms.layer_norm import layer_norm_reference
 from tigon.ops.norms.rms_norm import add_rms_norm_reference, rms_norm_reference
 from tigon.tools.workloads.inputs import InputMaker, Inputs
@@ -7,6 +8,7 @@ from tigon.tools.workloads.workload import FIRST_ROOFLINE, MORE, ROOFLINE, Bench
 
 __all__ = ["GEMMA_NORM", "WORKLOADS"]
 
+MAMBA_NORM = {"gate_first": True}
 GEMMA_NORM = {"offset": 1.0, "rounding": "after_weight"}
 WIDTHS = (1024, 2048, 4096, 8192, 16384, 32768)
 
@@ -29,6 +31,12 @@ def _add_rms_norm(make: InputMaker) -> Inputs:
     inputs, dsum = _rms_norm(make), make.normal(*make.sizes)
     tensors = {"x": inputs.tensors["x"], "residual": residual, "weight": inputs.tensors["weight"]}
     return Inputs(tensors, (*inputs.upstream, dsum))
+
+
+def _gated_rms_norm(make: InputMaker) -> Inputs:
+    inputs, gate = _rms_norm(make), make.normal(*make.sizes).requires_grad_()
+    tensors = {"x": inputs.tensors["x"], "gate": gate, "weight": inputs.tensors["weight"]}
+    return Inputs(tensors, inputs.upstream)
 
 
 WORKLOADS = (
@@ -76,6 +84,32 @@ WORKLOADS = (
             BenchShape("qwen3-4b", (16384, 2560), MORE),
             small(512, 1024),
             *sweep((4096, n) for n in WIDTHS),
+        ),
+    ),
+    Workload(
+        name="gated_rms_norm",
+        reference=gated_rms_norm_reference,
+        inputs=_gated_rms_norm,
+        legend="M x N",
+        test_variants=(
+            Variant("", (7, 48)),
+            Variant("gate first, groups", (7, 48), MAMBA_NORM | {"group_size": 16}),
+            Variant("sigmoid after", (7, 48), {"activation": "sigmoid", "rounding": "after_weight"}),
+        ),
+        compile_variants=(
+            Variant("of heads 128", (64, 128)),
+            Variant("gate first 4096", (2, 4096), MAMBA_NORM),
+            Variant("gate first 8192", (2, 8192), MAMBA_NORM),
+            Variant("gate first, groups", (2, 8192), MAMBA_NORM | {"group_size": 1024}),
+        ),
+        # Forward reads x and the gate and writes y; backward reads both and dy and writes dx and dgate.
+        elements=lambda m, n: 8 * m * n + 3 * n,
+        bench_shapes=(
+            BenchShape("qwen3-next-80b", (262144, 128), ROOFLINE),
+            BenchShape("bamba-9b", (16384, 8192), ROOFLINE, MAMBA_NORM),
+            BenchShape("nemotron-h-8b", (16384, 8192), MORE, MAMBA_NORM | {"group_size": 1024}),
+            small(512, 1024),
+            *sweep((4096, n) for n in WIDTHS if n <= 8192),
         ),
     ),
     Workload(
