@@ -1,4 +1,4 @@
-"""Calls of the peers for a case: Liger, Quack, flash-linear-attention, cut-cross-entropy, TRL, and torch's own fused ops.
+"""Calls of the peers for a case: Liger, Quack, fla (flash-linear-attention), cut-cross-entropy, TRL, torch's fused ops.
 
 A loader imports its package and returns the call. It raises `ImportError` if the package is not installed, and
 `Unsupported` if the peer cannot compute the case.

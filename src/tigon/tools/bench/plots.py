@@ -28,8 +28,8 @@ __all__ = ["Sweep", "draw", "find_sweeps"]
 # Ito, which colour-blind people can distinguish, without their yellow, which is too pale for a line.
 COLOURS = {
     **PEER_COLOURS, "tigon": LEVELS["default"], "eager": STOCK, "torch": "#56b4e9", "liger-fp32": "#7fceb9",
-    "liger-cute": "#7fceb9", "quack": "#e69f00", "fla": "#9c6b00", "cce": "#cc79a7", "cce-exact": "#e5bcd3", "trl": "#4d3319",
-    "products": "#c9c9c9",
+    "liger-cute": "#7fceb9", "quack": "#e69f00", "fla": "#9c6b00", "cce": "#cc79a7", "cce-exact": "#e5bcd3",
+    "trl": "#4d3319", "products": "#c9c9c9",
 }  # fmt: skip
 REVISION_COLOUR = "#7a3b00"
 # The heights of a bar and of a panel of lines, in inches.
