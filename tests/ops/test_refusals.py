@@ -243,6 +243,8 @@ ACCEPTED_BY_OP: dict[tuple[str, str], set[str]] = {
     ("linear_distillation", "teacher_logit_scale"): NUMBER,
     ("add_rms_norm", "x"): FLOAT,
     ("gated_rms_norm", "x"): FLOAT,
+    ("glu_mlp", "gate_scale"): NUMBER,
+    ("glu_mlp", "output_scale"): NUMBER,
     ("gated_rms_norm", "gate"): FLOAT,
     ("gated_rms_norm", "group_size"): {"int", "None"},
     ("moe_mlp", "x"): FLOAT,

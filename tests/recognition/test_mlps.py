@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import tigon
 from tigon.recognition.activations import ActivationRecipe, recognise_relu2
 from tigon.recognition.glu import recognise_glu
 from tigon.recognition.glu_recipe import GLURecipe
@@ -45,6 +46,28 @@ class Packed(nn.Module):
 @pytest.mark.parametrize("inner", [32, 16], ids=["wide", "square"])
 def test_a_gated_mlp_is_recognised_under_any_names(act, kind, bias, inner):
     assert recognise_glu(Split(act, bias, inner=inner)) == GLURecipe(kind, "w1", "w3", "w2")
+
+
+class Scaled(Split):
+    """Falcon H1 multiplies the gate and the result by numbers that are attributes."""
+
+    def __init__(self, gate: float = 0.6, result: float = 1.75) -> None:
+        super().__init__()
+        self.gate_multiplier, self.down_multiplier = gate, result
+
+    def forward(self, x):
+        return self.w2(self.act(self.w1(x) * self.gate_multiplier) * self.w3(x)) * self.down_multiplier
+
+
+def test_factors_of_the_gate_and_of_the_result_belong_to_the_recipe():
+    mlp = Scaled()
+    assert recognise_glu(mlp) == GLURecipe("swiglu", "w1", "w3", "w2", 0.6, 1.75)
+    assert recognise_glu(Scaled(1.0, 0.5)) == GLURecipe("swiglu", "w1", "w3", "w2", 1.0, 0.5)
+    x = torch.randn(3, 16)
+    with tigon.patched(mlp):
+        assert torch.equal(mlp(x), Scaled.forward(mlp, x))
+        mlp.gate_multiplier = 0.9
+        assert torch.equal(mlp(x), Scaled.forward(mlp, x)), "a changed factor must be seen"
 
 
 def test_a_packed_mlp_that_reads_its_size_from_an_attribute_is_recognised():

@@ -1,4 +1,7 @@
-"""The recipe of a gated MLP: compute `down(act(gate(x)) * up(x))` through the children of the module, with an op."""
+"""The recipe of a gated MLP: compute `down(act(gate(x)) * up(x))` through the children of the module, with an op.
+
+Constant factors of gate(x) and of the result belong to the recipe.
+"""
 
 import functools
 from collections.abc import Callable
@@ -13,7 +16,7 @@ from tigon.ops.adapters.lora import takes_adapters
 from tigon.ops.adapters.lora_mlp import lora_glu_mlp, runs_as_one_node
 from tigon.ops.adapters.projection import Projection
 from tigon.ops.mlps.glu import geglu, geglu_reference, swiglu, swiglu_reference
-from tigon.ops.mlps.glu_mlp import glu_mlp_by_kernels, plain_weight, supports_weights
+from tigon.ops.mlps.glu_mlp import glu_mlp_by_kernels, plain_weight, scaled, supports_weights
 from tigon.recognition.adapters import cast_for_products, may_have_adapters, output_dtype, read_projection
 from tigon.recognition.deferred import TensorLike
 from tigon.runtime.device import KERNEL_DTYPES, PLAIN
@@ -73,6 +76,9 @@ class GLURecipe:
     gate: str
     up: str | None
     down: str
+    # Factors of the output of `gate`, before the activation, and of the result.
+    gate_scale: float = 1.0
+    output_scale: float = 1.0
     # Numbers of dimensions of inputs for which the module was compared with the op.
     dims: frozenset[int] = field(default=frozenset((1, 2, 3, 4)), compare=False)
     # True if the module calls `up` before `gate`. The order affects hooks and the random numbers of the children.
@@ -95,11 +101,14 @@ class GLURecipe:
                 assert isinstance(gate_weight, Tensor)
                 assert isinstance(up_weight, Tensor)
                 assert isinstance(down_weight, Tensor)
-                return glu_mlp_by_kernels(x, gate_weight, up_weight, down_weight, GATE_KINDS[self.kind].activation)
-            if None in weights and (layers := self._layers_with_adapters(module, x)) is not None:
+                kind, factors = GATE_KINDS[self.kind].activation, (self.gate_scale, self.output_scale)
+                return glu_mlp_by_kernels(x, gate_weight, up_weight, down_weight, kind, *factors)
+            is_scaled = self.gate_scale != 1.0 or self.output_scale != 1.0
+            if None in weights and not is_scaled and (layers := self._layers_with_adapters(module, x)) is not None:
                 y = lora_glu_mlp(layers.x, layers.gate, layers.up, layers.down, GATE_KINDS[self.kind].activation)
                 return y.to(layers.output_dtype)
-        return getattr(module, self.down)(call_mlp_region(self._product, module, x, reference))
+        y = getattr(module, self.down)(call_mlp_region(self._product, module, x, reference))
+        return scaled(y, self.output_scale)
 
     def _layers_with_adapters(self, module: nn.Module, x: Tensor) -> LayersWithAdapters | None:
         """Return gate, up and down if some of them have adapters, and an op computes them all."""
@@ -133,6 +142,9 @@ class GLURecipe:
         gate = call_projection(getattr(module, self.gate), x)
         if up_layer is not None and not self.up_first:
             up = call_projection(up_layer, x)
+        if self.gate_scale != 1.0 and up is None:
+            gate, up = gate.chunk(2, -1)
+        gate = scaled(gate, self.gate_scale)
         # If gate and up have different dtypes, the reference promotes as torch does.
         is_mixed = up is not None and up.dtype != gate.dtype
         return (GATE_KINDS[self.kind].reference if reference or is_mixed else GATE_KINDS[self.kind].op)(gate, up)
@@ -142,4 +154,6 @@ class GLURecipe:
         return replace(self, up_first=self.up is not None and order[0] == self.up)
 
     def __str__(self) -> str:
-        return f"{self.kind}, packed" if self.up is None else self.kind
+        factors = f", gate times {self.gate_scale:g}" if self.gate_scale != 1.0 else ""
+        factors += f", result times {self.output_scale:g}" if self.output_scale != 1.0 else ""
+        return self.kind + (", packed" if self.up is None else "") + factors

@@ -36,11 +36,11 @@ def _inputs(
     return [make(shape).to(DEVICE, dtype).requires_grad_() for shape in shapes]
 
 
-def _mlp(level: str, *inputs: Tensor, activation: str = "silu") -> Tensor:
+def _mlp(level: str, *inputs: Tensor, activation: str = "silu", **factors: float) -> Tensor:
     if level == "checkpoint":
-        return checkpoint(tigon.glu_mlp, *inputs, activation, use_reentrant=False)
+        return checkpoint(tigon.glu_mlp, *inputs, activation, **factors, use_reentrant=False)
     with contextlib.nullcontext() if level == "default" else tigon.lean(mlp=level == "lean+mlp"):
-        return tigon.glu_mlp(*inputs, activation)
+        return tigon.glu_mlp(*inputs, activation, **factors)
 
 
 def _gradients(inputs: list[Tensor], level: str, activation: str = "silu") -> list[Tensor]:
@@ -56,6 +56,32 @@ def test_glu_mlp_accuracy(level, activation, leading, dtype):
 
     run = partial(_mlp, level, activation=activation)
     assert_as_accurate_as_eager(run, reference, _inputs(*leading, dtype=dtype))
+
+
+@every_level
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_factors_of_the_gate_and_of_the_result_are_accurate(level, dtype):
+    """Falcon H1 multiplies both by numbers."""
+
+    def reference(x, gate, up, down):
+        return swiglu_reference(x @ gate.t() * 0.6, x @ up.t()) @ down.t() * -1.75
+
+    run = partial(_mlp, level, gate_scale=0.6, output_scale=-1.75)
+    assert_as_accurate_as_eager(run, reference, _inputs(3, 17, dtype=dtype))
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_kernels_of_the_gate_multiply_by_both_factors(dtype):
+    gate, up, dy = (torch.randn(5, 48, device=DEVICE).to(dtype) for _ in range(3))
+    wide = [t.float().requires_grad_() for t in (gate, up)]
+    expected = swiglu_reference(wide[0] * 0.6, wide[1]) * -1.75
+    gradients = torch.autograd.grad(expected, wide, dy.float())
+    y, dgate, dup = torch.empty_like(gate), torch.empty_like(gate), torch.empty_like(gate)
+    glu_backward_into(dy, gate, up, "silu", 0.6, -1.75, dgate, dup, y)
+    forward = glu_forward(gate, up, "silu", 0.6, -1.75)
+    for result, exact in zip((forward, y, dgate, dup), (expected, expected, *gradients), strict=True):
+        torch.testing.assert_close(result, exact.detach().to(dtype))
 
 
 @one_in(2, level=LEVELS[1:], activation=list(REFERENCES), dtype=DTYPES)
@@ -213,9 +239,10 @@ def test_gradients_overwrite_the_saved_gate_and_up(level, monkeypatch):
     """They do not if the graph is retained, or if a hook may hold the saved tensors."""
     overwrites = []
 
-    def watched(da, gate, up, kind, dgate, dup, product):
+    def watched(da, gate, up, *activation_and_results):
+        dgate, dup = activation_and_results[3:5]
         overwrites.append(dgate is gate and dup is up)
-        glu_backward_into(da, gate, up, kind, dgate, dup, product)
+        glu_backward_into(da, gate, up, *activation_and_results)
 
     monkeypatch.setattr(glu_mlp, "glu_backward_into", watched)
     inputs = _inputs(2, 9)

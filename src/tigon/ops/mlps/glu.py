@@ -7,7 +7,8 @@ r"""Gated linear units (Shazeer, arXiv:2002.05202): y = act(gate) * up.
 
     dgate = dy * up * act'(gate),  dup = dy * act(gate)
 
-s is the logistic function. The kernels compute in fp32 and round once. Shapes: M = rows, I = features.
+s is the logistic function. The kernels compute in fp32 and round once. They also serve MLPs with two constant factors,
+y = scale * act(gate_scale * gate) * up (Falcon H1). Shapes: M = rows, I = features.
 """
 
 from collections.abc import Callable
@@ -105,35 +106,37 @@ def activation_and_slope(x, KIND: tl.constexpr):
 
 @triton.jit(do_not_specialize=["blocks"])
 def _forward_kernel(
-    gate_ptr, up_ptr, y_ptr, stride_gate, stride_up, stride_y, width, blocks,  # [M, I] each
+    gate_ptr, up_ptr, y_ptr, stride_gate, stride_up, stride_y, gate_scale, scale, width, blocks,  # [M, I] each
     KIND: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute act(gate) * up for a block."""
+    """Compute scale * act(gate_scale * gate) * up for a block."""
     row, cols, mask = block_of_row(width, blocks, BLOCK)
     gate = tl.load(gate_ptr + row * stride_gate + cols, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(up_ptr + row * stride_up + cols, mask=mask, other=0.0).to(tl.float32)
-    act, _ = activation_and_slope(gate, KIND)
-    tl.store(y_ptr + row * stride_y + cols, act * up, mask=mask)
+    act, _ = activation_and_slope(gate * gate_scale, KIND)
+    tl.store(y_ptr + row * stride_y + cols, act * up * scale, mask=mask)
 
 
 @triton.jit(do_not_specialize=["blocks"])
 def _backward_kernel(
     dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, y_ptr,  # [M, I] each; y is recomputed, or None
-    stride_dy, stride_gate, stride_up, stride_dgate, stride_dup, stride_y, width, blocks,
+    stride_dy, stride_gate, stride_up, stride_dgate, stride_dup, stride_y, gate_scale, scale,
+    width, blocks,
     KIND: tl.constexpr, NEEDS_DGATE: tl.constexpr, NEEDS_DUP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Compute dgate, dup and y for a block, each if it is needed."""
     row, cols, mask = block_of_row(width, blocks, BLOCK)
     dy = tl.load(dy_ptr + row * stride_dy + cols, mask=mask, other=0.0).to(tl.float32)
     gate = tl.load(gate_ptr + row * stride_gate + cols, mask=mask, other=0.0).to(tl.float32)
-    act, slope = activation_and_slope(gate, KIND)
+    act, slope = activation_and_slope(gate * gate_scale, KIND)
+    act *= scale
     if NEEDS_DGATE or y_ptr is not None:
         up = tl.load(up_ptr + row * stride_up + cols, mask=mask, other=0.0).to(tl.float32)
     # All inputs are loaded by now, so results may overwrite them.
     if y_ptr is not None:
         tl.store(y_ptr + row * stride_y + cols, act * up, mask=mask)
     if NEEDS_DGATE:
-        tl.store(dgate_ptr + row * stride_dgate + cols, dy * up * slope, mask=mask)
+        tl.store(dgate_ptr + row * stride_dgate + cols, dy * up * (slope * gate_scale * scale), mask=mask)
     if NEEDS_DUP:
         tl.store(dup_ptr + row * stride_dup + cols, dy * act, mask=mask)
 
@@ -151,12 +154,16 @@ def _unpack_rows(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor, int, 
     return gate, up, stride_gate, stride_up
 
 
-def _launch(kernel: JITFunction, kind: str, tensors: tuple[Any, ...], strides: tuple[int, ...], **flags: bool) -> None:
+def _launch(
+    kernel: JITFunction, kind: str, tensors: tuple[Any, ...], strides: tuple[int, ...], gate_scale: float, scale: float,
+    **flags: bool,
+) -> None:  # fmt: skip
     """Run a kernel on tensors [M, I], or None, whose rows have the given strides."""
     config = GLUConfig.choose(GLUProblem(kind), device_of(tensors[0]))
     launch_blocks(
-        kernel, tensors[0].shape[-1], tensors, strides, config.block, KIND=kind, **flags, num_warps=config.num_warps
-    )
+        kernel, tensors[0].shape[-1], tensors, strides, config.block, gate_scale, scale,
+        KIND=kind, **flags, num_warps=config.num_warps,
+    )  # fmt: skip
 
 
 def _empty_forward(gate: Tensor, up: Tensor | None) -> Tensor:
@@ -165,11 +172,14 @@ def _empty_forward(gate: Tensor, up: Tensor | None) -> Tensor:
 
 
 @launcher(fake=_empty_forward)
-def glu_forward(gate: Tensor, up: Tensor | None, kind: str) -> Tensor:
-    """Return act(gate) * up [..., I] for gate and up [..., I], or for packed [gate | up] [..., 2 I] and None."""
+def glu_forward(gate: Tensor, up: Tensor | None, kind: str, gate_scale: float, scale: float) -> Tensor:
+    """Return scale * act(gate_scale * gate) * up [..., I].
+
+    `gate` and `up` are [..., I], or packed [gate | up] [..., 2 I] and None.
+    """
     y = _empty_forward(gate, up)
     gate, up, stride_gate, stride_up = _unpack_rows(gate, up)
-    _launch(_forward_kernel, kind, (gate, up, y), (stride_gate, stride_up, y.shape[-1]))
+    _launch(_forward_kernel, kind, (gate, up, y), (stride_gate, stride_up, y.shape[-1]), gate_scale, scale)
     return y
 
 
@@ -180,8 +190,9 @@ def _empty_backward(gate: Tensor, needs_dgate: bool, needs_dup: bool) -> tuple[T
 
 @launcher(fake=_empty_backward)
 def glu_backward(
-    dy: Tensor, gate: Tensor, up: Tensor | None, kind: str, needs_dgate: bool, needs_dup: bool
-) -> tuple[Tensor, Tensor]:
+    dy: Tensor, gate: Tensor, up: Tensor | None, kind: str, gate_scale: float, scale: float, needs_dgate: bool,
+    needs_dup: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return dgate and dup, from dy [..., I] and the inputs of the forward. A gradient that is not needed is empty.
 
     For a packed input, they are [dgate | dup] [..., 2 I] and an empty tensor.
@@ -197,7 +208,7 @@ def glu_backward(
         dup, stride_dup = (gradients[1], dy.shape[-1]) if needs_dup else (gate, stride_gate)
     _launch(
         _backward_kernel, kind, (dy, gate, up, dgate, dup, None),
-        (stride_dy, stride_gate, stride_up, stride_dgate, stride_dup, gate.shape[-1]),
+        (stride_dy, stride_gate, stride_up, stride_dgate, stride_dup, gate.shape[-1]), gate_scale, scale,
         NEEDS_DGATE=needs_dgate, NEEDS_DUP=is_packed or needs_dup,
     )  # fmt: skip
     return gradients
@@ -205,14 +216,16 @@ def glu_backward(
 
 @on_device
 def glu_backward_into(
-    dy: Tensor, gate: Tensor, up: Tensor, kind: str, dgate: Tensor, dup: Tensor, y: Tensor | None
-) -> None:
-    """Write dgate, dup and, if `y` is a tensor, y = act(gate) * up.
+    dy: Tensor, gate: Tensor, up: Tensor, kind: str, gate_scale: float, scale: float, dgate: Tensor, dup: Tensor,
+    y: Tensor | None,
+) -> None:  # fmt: skip
+    """Write dgate, dup and, if `y` is a tensor, y = scale * act(gate_scale * gate) * up.
 
     All tensors are contiguous [M, I]. A result may be the same tensor as dy, gate or up.
     """
     tensors = (dy, gate, up, dgate, dup, y)
-    _launch(_backward_kernel, kind, tensors, (gate.shape[-1],) * 6, NEEDS_DGATE=True, NEEDS_DUP=True)
+    strides = (gate.shape[-1],) * 6
+    _launch(_backward_kernel, kind, tensors, strides, gate_scale, scale, NEEDS_DGATE=True, NEEDS_DUP=True)
 
 
 # --- autograd ------------------------------------------------------------------------------------
@@ -223,14 +236,14 @@ class _GLU(torch.autograd.Function):
     def forward(ctx: Any, gate: Tensor, up: Tensor | None, kind: Kind) -> Tensor:
         ctx.save_for_backward(gate, up)
         ctx.kind = kind
-        return glu_forward(gate, up, kind)
+        return glu_forward(gate, up, kind, 1.0, 1.0)
 
     @staticmethod
     @first_order
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         gate, up = ctx.saved_tensors
         needs_dgate, needs_dup = ctx.needs_input_grad[:2]
-        dgate, dup = glu_backward(dy, gate, up, ctx.kind, needs_dgate, needs_dup)
+        dgate, dup = glu_backward(dy, gate, up, ctx.kind, 1.0, 1.0, needs_dgate, needs_dup)
         return dgate if needs_dgate else None, dup if needs_dup else None, None
 
 

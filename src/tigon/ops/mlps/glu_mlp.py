@@ -1,11 +1,12 @@
-r"""The gated MLP of a decoder (Shazeer, arXiv:2002.05202) as one op: y = (act(x G^T) * (x U^T)) D^T.
+r"""The gated MLP of a decoder (Shazeer, arXiv:2002.05202) as one op: y = s_y (act(s_g x G^T) * (x U^T)) D^T.
 
-    gate = x G^T,  up = x U^T,  a = act(gate) * up,  y = a D^T
+    gate = x G^T,  up = x U^T,  a = s_y * act(s_g * gate) * up,  y = a D^T
     da = dy D,  (dgate, dup) from da, gate, up: `tigon.ops.mlps.glu`
     dD = dy^T a,  dG = dgate^T x,  dU = dup^T x,  dx = dgate G + dup U
 
-The second product of dx adds to the first one, in fp32 (beta = 1). Autograd would write both and read them again. The
-tensors that are saved for backward depend on where the MLP runs:
+The factors s_g and s_y are 1 in all models but Falcon H1. The second product of dx adds to the first one, in fp32
+(beta = 1). Autograd would write both and read them again. The tensors that are saved for backward depend on where the
+MLP runs:
 
     by default                 x, gate and up. The kernel that computes dgate and dup also recomputes a: 0.05 ms for
                                each 224 MiB (H200).
@@ -59,6 +60,7 @@ __all__ = [
     "multiply_gate",
     "plain_weight",
     "save_gated",
+    "scaled",
     "supports_weights",
     "unpack_gated",
 ]
@@ -74,10 +76,17 @@ GATES = {
 
 
 def glu_mlp_reference(
-    x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor, activation: str = "silu"
-) -> Tensor:
+    x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor, activation: str = "silu", *,
+    gate_scale: float = 1.0, output_scale: float = 1.0,
+) -> Tensor:  # fmt: skip
     """Compute `glu_mlp` in eager torch, for devices without Triton and under `torch.compile`."""
-    return F.linear(GATES[activation](F.linear(x, gate_weight), F.linear(x, up_weight)), down_weight)
+    gate = scaled(F.linear(x, gate_weight), gate_scale)
+    return scaled(F.linear(GATES[activation](gate, F.linear(x, up_weight)), down_weight), output_scale)
+
+
+def scaled(x: Tensor, scale: float) -> Tensor:
+    """Return scale * x; x itself if the scale is 1."""
+    return x if scale == 1.0 else x * scale
 
 
 # --- configuration -------------------------------------------------------------------------------
@@ -121,11 +130,12 @@ def multiply_gates(x: Tensor, gate_weight: Tensor, up_weight: Tensor) -> tuple[T
 
 
 def _backward_of_activation(
-    dy: Tensor, down_weight: Tensor, gate: Tensor, up: Tensor, kind: str, dgate: Tensor, dup: Tensor, needs_down: bool
-) -> Tensor | None:
+    dy: Tensor, down_weight: Tensor, gate: Tensor, up: Tensor, activation: tuple[str, float, float], dgate: Tensor,
+    dup: Tensor, needs_down: bool,
+) -> Tensor | None:  # fmt: skip
     """Write dgate and dup [T, I], which may be the tensors gate and up, and return dD if it is needed."""
     da = multiply(dy, down_weight)
-    glu_backward_into(da, gate, up, kind, dgate, dup, da if needs_down else None)
+    glu_backward_into(da, gate, up, *activation, dgate, dup, da if needs_down else None)
     # The kernel has written a into the memory of da. Ping-pong kernels do not speed up this product.
     return torch.mm(dy.t(), da) if needs_down else None
 
@@ -224,7 +234,10 @@ def gradient_buffers(ctx: Any, gate: Tensor, up: Tensor, is_recomputed: bool) ->
 
 
 class _GLUMLP(torch.autograd.Function):
-    """Compute y from x without saving a. gate and up are saved if `saves_gates` is True."""
+    """Compute y from x without saving a. gate and up are saved if `saves_gates` is True.
+
+    `activation` holds the kind of the gate, s_g and s_y.
+    """
 
     @staticmethod
     def forward(
@@ -233,7 +246,7 @@ class _GLUMLP(torch.autograd.Function):
         gate_weight: Tensor,
         up_weight: Tensor,
         down_weight: Tensor,
-        kind: str,
+        activation: tuple[str, float, float],
         saves_gates: bool,
         is_checkpointed: bool,
     ) -> Tensor:
@@ -243,8 +256,8 @@ class _GLUMLP(torch.autograd.Function):
         gates = (gate, up) if saves_gates else (None, None)
         tensors = x if saves_x else None, gate_weight, up_weight, down_weight, *gates
         save_gated(ctx, gate, saves_gates, is_checkpointed, *tensors)
-        ctx.kind, ctx.shape = kind, x.shape
-        return linear(glu_forward(gate, up, kind).view(*x.shape[:-1], -1), down_weight)
+        ctx.activation, ctx.shape = activation, x.shape
+        return linear(glu_forward(gate, up, *activation).view(*x.shape[:-1], -1), down_weight)
 
     @staticmethod
     @first_order
@@ -260,9 +273,9 @@ class _GLUMLP(torch.autograd.Function):
         if is_recomputed:
             gate, up = multiply_gates(x, gate_weight, up_weight)
         if not any(needs):
-            return None, None, None, torch.mm(dy.t(), glu_forward(gate, up, ctx.kind)), None, None, None
+            return None, None, None, torch.mm(dy.t(), glu_forward(gate, up, *ctx.activation)), None, None, None
         dgate, dup = gradient_buffers(ctx, gate, up, is_recomputed)
-        ddown_weight = _backward_of_activation(dy, down_weight, gate, up, ctx.kind, dgate, dup, needs_down)
+        ddown_weight = _backward_of_activation(dy, down_weight, gate, up, ctx.activation, dgate, dup, needs_down)
         del gate, up
         dx, *dweights = _gradients(needs, x, dgate, dup, gate_weight, up_weight)
         return None if dx is None else dx.view(ctx.shape), *dweights, ddown_weight, None, None, None
@@ -281,7 +294,16 @@ def supports_weights(x: object, *weights: Tensor | None) -> bool:
     return all(w is not None for w in weights) and supports_products(x, *weights)
 
 
-def glu_mlp(x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor, activation: str = "silu") -> Tensor:
+def glu_mlp(
+    x: Tensor,
+    gate_weight: Tensor,
+    up_weight: Tensor,
+    down_weight: Tensor,
+    activation: str = "silu",
+    *,
+    gate_scale: float = 1.0,
+    output_scale: float = 1.0,
+) -> Tensor:
     """Return (act(x G^T) * (x U^T)) D^T, a gated MLP of three weights. All tensors get gradients.
 
     Backward recomputes act(gate) * up instead of saving it. In `tigon.lean(mlp=True)` it also recomputes gate and up.
@@ -292,12 +314,14 @@ def glu_mlp(x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tens
         up_weight: [I, H].
         down_weight: [O, I].
         activation: "silu", "gelu" or "gelu_tanh".
+        gate_scale: A factor of x G^T, before the activation (Falcon H1).
+        output_scale: A factor of the result.
 
     Returns:
         [..., O] in the dtype of x.
 
     Raises:
-        TypeError: An argument is not a floating-point tensor.
+        TypeError: An argument is not a floating-point tensor, or a factor is not a number.
         ValueError: Shapes, devices or dtypes do not fit, or `activation` is unknown.
 
     Source: Shazeer, "GLU Variants Improve Transformer", arXiv:2002.05202.
@@ -310,6 +334,8 @@ def glu_mlp(x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tens
     checks.tensor("glu_mlp", x=x, gate_weight=gate_weight, up_weight=up_weight, down_weight=down_weight)
     checks.floating("glu_mlp", x=x, gate_weight=gate_weight, up_weight=up_weight, down_weight=down_weight)
     checks.choice("glu_mlp", "activation", activation, tuple(GATES))
+    gate_scale = checks.number("glu_mlp", "gate_scale", gate_scale)
+    output_scale = checks.number("glu_mlp", "output_scale", output_scale)
     if x.dim() == 0 or gate_weight.dim() != 2 or gate_weight.shape[1] != x.shape[-1]:
         raise ValueError(
             f"glu_mlp: gate_weight must have shape [I, H] with H of x {tuple(x.shape)}, got {tuple(gate_weight.shape)}"
@@ -321,15 +347,19 @@ def glu_mlp(x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tens
         )
     checks.products("glu_mlp", x, gate_weight=gate_weight, up_weight=up_weight, down_weight=down_weight)
     if not supports_weights(x, gate_weight, up_weight, down_weight):
-        return glu_mlp_reference(x, gate_weight, up_weight, down_weight, activation)
-    return glu_mlp_by_kernels(x, gate_weight, up_weight, down_weight, activation)
+        return glu_mlp_reference(
+            x, gate_weight, up_weight, down_weight, activation, gate_scale=gate_scale, output_scale=output_scale
+        )
+    return glu_mlp_by_kernels(x, gate_weight, up_weight, down_weight, activation, gate_scale, output_scale)
 
 
 def glu_mlp_by_kernels(
-    x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor, activation: str
-) -> Tensor:
+    x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor, kind: str, gate_scale: float = 1.0,
+    output_scale: float = 1.0,
+) -> Tensor:  # fmt: skip
     """Return `glu_mlp` of checked arguments for which `supports_weights` is True."""
     is_checkpointed = in_checkpoint() and torch.is_grad_enabled()
+    activation = kind, gate_scale, output_scale
     return _GLUMLP.apply(x, gate_weight, up_weight, down_weight, activation, not recomputes_mlp(), is_checkpointed)
 
 

@@ -26,18 +26,22 @@ MAX_GROUP_SIZE = 8192
 
 
 class GatedNormProblem(NamedTuple):
-    """The size that the launch parameters of a gated norm depend on."""
+    """The sizes that the launch parameters of a gated norm depend on."""
 
     # The number of features that are normalised together, G.
     group_size: int
+    # Bytes of an element of x.
+    itemsize: int
 
 
-# The first number is the largest size of a group of a rung. The others are the warps of the forward, the warps of the
-# backward, and the programs of the backward per multiprocessor.
+# The first number is the largest size of a group of a rung. The others are the elements of a tile and the warps of the
+# forward, the same of the backward, and the programs of the backward per multiprocessor. Measured on an H200 in bf16.
 LADDER = (
-    (1024, (8, 8, 4)),
-    (4096, (8, 8, 2)),
-    (MAX_GROUP_SIZE, (16, 16, 1)),
+    (512, (2048, 4, 2048, 8, 2)),
+    (1024, (2048, 2, 1024, 4, 4)),
+    (2048, (2048, 4, 2048, 8, 2)),
+    (4096, (4096, 4, 8192, 8, 1)),
+    (MAX_GROUP_SIZE, (8192, 8, 8192, 16, 1)),
 )
 
 
@@ -45,14 +49,16 @@ LADDER = (
 class GatedNormConfig(LaunchConfig):
     """Launch parameters of the forward and the backward."""
 
-    # Rows of a tile.
-    block_m: int
     # Features of a tile.
     block_n: int
-    # Warps of a program of the forward.
+    # Rows of a tile of the forward, and warps of its program.
+    block_m: int
     num_warps: int
-    # Warps of a program of the backward.
+    # Rows of a tile of the backward, and warps of its program.
+    backward_block_m: int
     backward_warps: int
+    # Pipeline stages of the backward's loop over rows.
+    num_stages: int
     # The largest number of programs of the backward. Each program computes one partial dw of one group.
     programs: int
     # True if w stays in registers during the backward's loop. Otherwise it is loaded for every tile.
@@ -62,19 +68,23 @@ class GatedNormConfig(LaunchConfig):
     def heuristic(problem: GatedNormProblem, device: Device) -> "GatedNormConfig":
         """Return the parameters for groups of up to `MAX_GROUP_SIZE` features."""
         block_n = triton.next_power_of_2(problem.group_size)
-        num_warps, backward_warps, programs = rung(LADDER, block_n)
+        elements, num_warps, backward_elements, backward_warps, programs = rung(LADDER, block_n)
+        # The pipeline holds tiles of dy, x and the gate for each stage but the last.
+        pipeline_bytes = programs * 2 * 3 * backward_elements * problem.itemsize
         return GatedNormConfig(
-            block_m=max(1, min(16, 4096 // block_n)),
             block_n=block_n,
+            block_m=min(16, elements // block_n),
             num_warps=min(num_warps, device.max_warps),
+            backward_block_m=min(16, backward_elements // block_n),
             backward_warps=min(backward_warps, device.max_warps),
+            num_stages=3 if pipeline_bytes <= 0.6 * device.shared_memory else 1,
             programs=programs * device.multiprocessors,
-            keeps_w=block_n <= 4096,
+            keeps_w=block_n < 4096,
         )
 
     def count_programs(self, m: int, groups: int) -> int:
         """Return how many programs share the `m` rows of one group, if each gets at least two tiles."""
-        tiles, limit = cdiv(m, self.block_m), max(1, self.programs // groups)
+        tiles, limit = cdiv(m, self.backward_block_m), max(1, self.programs // groups)
         return cdiv(tiles, max(2, cdiv(tiles, limit)))
 
 
@@ -83,12 +93,21 @@ class GatedNormConfig(LaunchConfig):
 
 @triton.jit
 def _activate(gate, IS_SILU: tl.constexpr):
-    """Return act(gate) and its derivative, in fp32."""
+    """Return act(gate), and sigmoid(gate) from which `_slope` computes the derivative, in fp32."""
     sigmoid = tl.sigmoid(gate)
+    factor = sigmoid
     if IS_SILU:
-        return gate * sigmoid, sigmoid * (1.0 + gate * (1.0 - sigmoid))
-    else:
-        return sigmoid, sigmoid * (1.0 - sigmoid)
+        factor = gate * sigmoid
+    return factor, sigmoid
+
+
+@triton.jit
+def _slope(factor, sigmoid, IS_SILU: tl.constexpr):
+    """Return act'(gate) from act(gate) and sigmoid(gate)."""
+    slope = factor * (1.0 - sigmoid)
+    if IS_SILU:
+        slope += sigmoid
+    return slope
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -134,7 +153,7 @@ def _backward_kernel(
     stride_dy, stride_x, stride_gate,
     M, N, G, offset,
     IS_SILU: tl.constexpr, GATE_FIRST: tl.constexpr, KEEPS_W: tl.constexpr, EVEN: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of one group of features of the rows of a program, and its partial sum of dw."""
     groups = N // G
@@ -149,14 +168,14 @@ def _backward_kernel(
     if dw_ptr is not None:
         dw = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
 
-    for tile in range(pid, tl.cdiv(M, BLOCK_M), tl.num_programs(0) // groups):
+    for tile in tl.range(pid, tl.cdiv(M, BLOCK_M), tl.num_programs(0) // groups, num_stages=STAGES):
         rows = (tile * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
         mask = (rows < M) & inside
         dy = tl.load(dy_ptr + rows * stride_dy + cols, mask=mask, other=0.0).to(tl.float32)  # [BM, BN]
         x = tl.load(x_ptr + rows * stride_x + cols, mask=mask, other=0.0).to(tl.float32)
         gate = tl.load(gate_ptr + rows * stride_gate + cols, mask=mask, other=0.0).to(tl.float32)
         rstd = tl.load(rstd_ptr + rows * groups + group, mask=rows < M, other=0.0)  # [BM, 1]
-        factor, slope = _activate(gate, IS_SILU)
+        factor, sigmoid = _activate(gate, IS_SILU)
 
         if GATE_FIRST:
             z_hat = x * factor * rstd
@@ -173,10 +192,10 @@ def _backward_kernel(
         dz = rstd * (g - z_hat * (tl.sum(g * z_hat, axis=1, keep_dims=True) / G))
         if GATE_FIRST:
             dx = dz * factor
-            dgate = dz * x * slope
+            dgate = dz * x * _slope(factor, sigmoid, IS_SILU)
         else:
             dx = dz
-            dgate = dy * z_hat * scale * slope
+            dgate = dy * z_hat * scale * _slope(factor, sigmoid, IS_SILU)
         if dx_ptr is not None:
             tl.store(dx_ptr + rows * N + cols, dx, mask=mask)
         if dgate_ptr is not None:
@@ -215,7 +234,7 @@ def gated_norm_forward(
     """
     y, rstd = _empty_forward(x, dtype, group_size)
     m, groups = rstd.shape
-    config = GatedNormConfig.choose(GatedNormProblem(group_size), device_of(x))
+    config = GatedNormConfig.choose(GatedNormProblem(group_size, x.element_size()), device_of(x))
     x, stride_x = dense_rows(x)
     gate, stride_gate = dense_rows(gate)
     launch(
@@ -263,7 +282,7 @@ def gated_norm_backward(
     dx, dgate, dw = _empty_backward(x, gate, needs_dx, needs_dgate, dw_dtype)
     m, groups = rstd.shape
     n = x.shape[-1]
-    config = GatedNormConfig.choose(GatedNormProblem(n // groups), device_of(x))
+    config = GatedNormConfig.choose(GatedNormProblem(n // groups, x.element_size()), device_of(x))
     dy, stride_dy = dense_rows(dy)
     x, stride_x = dense_rows(x)
     gate, stride_gate = dense_rows(gate)
@@ -277,7 +296,8 @@ def gated_norm_backward(
             stride_dy=stride_dy, stride_x=stride_x, stride_gate=stride_gate, M=m, N=n, G=n // groups, offset=offset,
         ),
         IS_SILU=is_silu, GATE_FIRST=gate_first, KEEPS_W=config.keeps_w, EVEN=n // groups == config.block_n,
-        BLOCK_M=config.block_m, BLOCK_N=config.block_n, num_warps=config.backward_warps,
+        BLOCK_M=config.backward_block_m, BLOCK_N=config.block_n, STAGES=config.num_stages,
+        num_warps=config.backward_warps,
     )  # fmt: skip
     if dw is not None:
         sum_rows(dw_parts, dw)
