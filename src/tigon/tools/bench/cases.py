@@ -19,7 +19,8 @@ class Case:
     """One row of the table: an op at the shape of a model.
 
     `options` are the op's keyword arguments; `ignored` is the share of targets that are -100; `frozen` names inputs
-    that get no gradient. With `no_grad` no input gets one, and the forward pass alone is measured.
+    that get no gradient. With `no_grad` no input gets one, and the forward pass alone is measured. `skewed` is the
+    exponent of Zipf's law by which tokens choose experts.
     """
 
     op: str
@@ -30,6 +31,7 @@ class Case:
     ignored: float = 0.0
     frozen: tuple[str, ...] = ()
     no_grad: bool = False
+    skewed: float = 0.0
     dtype: torch.dtype = torch.bfloat16
 
     @property
@@ -43,6 +45,7 @@ class Case:
         words = [f"{key}={_as_word(value)}" for key, value in self.options.items()]
         words += [f"ignored={self.ignored:g}"] if self.ignored else []
         words += [f"frozen={name}" for name in self.frozen]
+        words += [f"skewed={self.skewed:g}"] if self.skewed else []
         return (*words, *(["no_grad"] if self.no_grad else []))
 
     @property
@@ -69,7 +72,12 @@ class Case:
     def make(self, device: torch.device, seed: int = 0) -> Inputs:
         """Make fresh inputs, the same for the same seed."""
         inputs = self.workload.make_inputs(
-            self.shape, self.dtype, device, seed=seed, options=self.options, form={"ignored": self.ignored}
+            self.shape,
+            self.dtype,
+            device,
+            seed=seed,
+            options=self.options,
+            form={"ignored": self.ignored, "skewed": self.skewed},
         )
         for name in inputs.grad_names if self.no_grad else self.frozen:
             inputs.tensors[name].requires_grad_(False)
@@ -89,7 +97,17 @@ def _as_word(value: object) -> str:
 def _cases() -> tuple[Case, ...]:
     """Return all cases: first those of models, then small ones for a CPU, then those that vary one size."""
     cases = [
-        Case(op, shape.model, shape.sizes, shape.tags, shape.options, shape.ignored, shape.frozen, shape.no_grad)
+        Case(
+            op,
+            shape.model,
+            shape.sizes,
+            shape.tags,
+            shape.options,
+            shape.ignored,
+            shape.frozen,
+            shape.no_grad,
+            shape.skewed,
+        )
         for op, workload in OPS.items()
         for shape in workload.bench_shapes
     ]

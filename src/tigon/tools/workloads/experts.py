@@ -22,7 +22,7 @@ def _moe_mlp(make: InputMaker) -> Inputs:
     """Make the inputs of the experts.
 
     Form: the weights of the router have the dtype `router_dtype` (that of x by default); with `biases` both projections
-    have one.
+    have one. With `skewed` the experts are drawn without replacement, expert e with the weight (e + 1)^-skewed.
     """
     t, h, experts, i, k = make.sizes
     x, upstream = make.normal(t, h), make.normal(t, h)
@@ -30,7 +30,12 @@ def _moe_mlp(make: InputMaker) -> Inputs:
     up, down = (make.normal(experts, m, n).mul_(n**-0.5) for m, n in ((width, h), (h, i)))
     if make.options.get("transposed"):
         up, down = up.mT, down.mT
-    weights, index = make.normal(t, experts, dtype=torch.float32).softmax(-1).topk(k)
+    scores = make.normal(t, experts, dtype=torch.float32)
+    if skewed := make.form.get("skewed", 0.0):
+        # The largest of log(p) + noise, with the noise of Gumbel, are draws without replacement.
+        scores = -scores.uniform_(1e-6, 1 - 1e-6, generator=make.generator).log().neg().log()
+        scores -= skewed * torch.arange(1, experts + 1, device=make.device).log()
+    weights, index = scores.softmax(-1).topk(k)
     weights = (weights / weights.sum(-1, keepdim=True)).to(make.form.get("router_dtype", x.dtype))
     tensors = {"x": x, "up_proj": up, "down_proj": down, "top_k_index": index, "top_k_weights": weights}
     if make.form.get("biases"):
@@ -117,7 +122,12 @@ WORKLOADS = (
         flops=_flops,
         bench_shapes=(
             BenchShape("qwen3-30b-a3b", (8192, 2048, 128, 768, 8), MORE),
+            BenchShape("qwen3-30b-a3b", (8192, 2048, 128, 768, 8), MORE, skewed=1.0),
             BenchShape("mixtral-8x7b", (8192, 4096, 8, 14336, 2), MORE),
+            BenchShape("gpt-oss-20b", (8192, 2880, 32, 2880, 4), MORE),
+            BenchShape("olmoe-1b-7b", (8192, 2048, 64, 1024, 8), MORE),
+            # The experts of one of eight ranks.
+            BenchShape("deepseek-v3", (8192, 7168, 32, 2048, 8), MORE),
             BenchShape("qwen3-30b-a3b-frozen", (8192, 2048, 128, 768, 8), MORE, frozen=("up_proj", "down_proj")),
             small(256, 128, 8, 64, 2),
             *sweep((t, 2048, 128, 768, 8) for t in LENGTHS),

@@ -48,7 +48,8 @@ class BenchShape:
     """The sizes of an op in a model, for the benchmark.
 
     `options` are the op's keyword arguments; `ignored` is the share of targets that are -100; `frozen` names inputs
-    that get no gradient. With `no_grad` no input gets one, and the forward pass alone is measured.
+    that get no gradient. With `no_grad` no input gets one, and the forward pass alone is measured. `skewed` is the
+    exponent of Zipf's law by which tokens choose experts: expert e has the weight (e + 1)^-skewed.
     """
 
     model: str
@@ -58,6 +59,7 @@ class BenchShape:
     ignored: float = 0.0
     frozen: tuple[str, ...] = ()
     no_grad: bool = False
+    skewed: float = 0.0
 
 
 class Problem(Protocol):
