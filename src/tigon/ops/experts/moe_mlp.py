@@ -16,7 +16,9 @@ The forward saves only x [T, H] and h = x[t] U^T + b, which is [S, 2 I] for the 
 
 Each gradient is computed only if it is needed. There are as many grouped products as with autograd, two in the forward
 and four in the backward.
-x and dy are spread again for the products of backward. If the activation is a function of the user, autograd
+x and dy are spread again for the products of backward. Llama 4 weighs the inputs of the experts instead of their
+outputs: x[t] above becomes w[t, k] x[t], and w leaves the sum. Then dw[t, k] = <x[t], dh[s] U>, and dx[t] is the sum of
+w[t, k] dh[s] U. If the activation is a function of the user, autograd
 differentiates it, and each operator of the function saves its own tensors.
 
 Shapes: T tokens, K choices each, E experts, H hidden, I intermediate; S = T K rows.
@@ -36,7 +38,7 @@ from tigon.ops.experts.grouped_linear import (
     grouped_weight_gradient,
     rows_of_groups,
 )
-from tigon.ops.experts.routing import Routing, combine, route, spread
+from tigon.ops.experts.routing import Routing, combine, dot_products, route, spread, spread_weighted
 from tigon.ops.mlps.glu import geglu, geglu_reference, swiglu, swiglu_reference
 from tigon.ops.mlps.relu2 import relu2, relu2_reference
 from tigon.runtime import checks
@@ -73,7 +75,7 @@ ACTIVATIONS: dict[str, tuple[Callable, Callable, int]] = {
 def moe_mlp_reference(
     x: Tensor, up_proj: Tensor, down_proj: Tensor, top_k_index: Tensor, top_k_weights: Tensor,
     *, up_bias: Tensor | None = None, down_bias: Tensor | None = None,
-    transposed: bool = False, activation: str | Callable[[Tensor], Tensor] = "silu",
+    transposed: bool = False, activation: str | Callable[[Tensor], Tensor] = "silu", weight_inputs: bool = False,
 ) -> Tensor:  # fmt: skip
     """Compute `moe_mlp` in eager torch, expert by expert, for tests. This waits for the device."""
     act = ACTIVATIONS[activation][1] if isinstance(activation, str) else activation
@@ -81,8 +83,11 @@ def moe_mlp_reference(
     rows = x.new_zeros(*top_k_index.shape, x.shape[1], dtype=torch.result_type(down_proj, top_k_weights))
     for e in range(up_proj.shape[0]):
         token, k = torch.where(top_k_index == e)
-        h = linear(act(linear(x[token].to(up_proj.dtype), up_proj, up_bias, e)), down_proj, down_bias, e)
-        rows = rows.index_put((token, k), h * top_k_weights[token, k, None])
+        inputs, factors = x[token], top_k_weights[token, k, None]
+        if weight_inputs:
+            inputs, factors = inputs * factors, torch.ones_like(factors)
+        h = linear(act(linear(inputs.to(up_proj.dtype), up_proj, up_bias, e)), down_proj, down_bias, e)
+        rows = rows.index_put((token, k), h * factors)
     return rows.sum(1).to(x.dtype)
 
 
@@ -134,6 +139,11 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing, t
     return y if bias is None else y.add_(bias[routing.group])
 
 
+def _inputs(x: Tensor, weights: Tensor, routing: Routing, dtype: torch.dtype, weight_inputs: bool) -> Tensor:
+    """Return the inputs of the experts [S, H]."""
+    return spread_weighted(x, weights, routing, dtype) if weight_inputs else spread(x, routing, dtype)
+
+
 def _empty_forward(
     x: Tensor, parameters: ExpertParameters, routing: Routing, transposed: bool, saves_h: bool
 ) -> tuple[Tensor, Tensor | None]:
@@ -146,17 +156,17 @@ def _empty_forward(
 @launcher(fake=_empty_forward)
 def moe_forward(
     x: Tensor, weights: Tensor, parameters: ExpertParameters, routing: Routing, kind: str, transposed: bool,
-    saves_h: bool,
+    weight_inputs: bool, saves_h: bool,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Return y [T, H] and, if backward needs it, h [S, 2 I] or [S, I]."""
     up, down, up_bias, down_bias = parameters
-    h = _product(spread(x, routing, up.dtype), up, up_bias, routing, transposed)
+    h = _product(_inputs(x, weights, routing, up.dtype, weight_inputs), up, up_bias, routing, transposed)
     a = ACTIVATIONS[kind][0](h)
     saved_h = h if saves_h else None
     del h
     z = _product(a, down, down_bias, routing, transposed)
     del a
-    return combine(z, weights, routing, x.dtype), saved_h
+    return combine(z, None if weight_inputs else weights, routing, x.dtype), saved_h
 
 
 def _empty_backward(
@@ -181,29 +191,33 @@ def _empty_backward(
 @launcher(fake=_empty_backward)
 def moe_backward(
     dy: Tensor, x: Tensor | None, h: Tensor, weights: Tensor, parameters: BackwardParameters, routing: Routing,
-    kind: str, transposed: bool, needs: NeededMoEGradients,
+    kind: str, transposed: bool, weight_inputs: bool, needs: NeededMoEGradients,
 ) -> MoEGradients:  # fmt: skip
     """Return the gradients that are needed, from dy [T, H], x [T, H] and the h that the forward saved."""
     up, down, down_bias = parameters
     ends = routing.ends
-    needs_dh = needs.x or needs.up or needs.up_bias
+    needs_dinputs = needs.x or (weight_inputs and needs.weights)
+    needs_dh = needs_dinputs or needs.up or needs.up_bias
+    # The weights that multiply the outputs of the experts.
+    output_weights = torch.ones_like(weights) if weight_inputs else weights
     gradient_of_weight = lambda inputs, doutputs: grouped_weight_gradient(
         *((inputs, doutputs) if transposed else (doutputs, inputs)), ends
     )
     dx = dup = ddown = dweights = dup_bias = ddown_bias = da = dh = wa = None
 
     rows = spread(dy, routing, h.dtype)  # [S, H]
-    if needs_dh or needs.weights:
+    needs_dweights = needs.weights and not weight_inputs
+    if needs_dh or needs_dweights:
         assert down is not None
         da = grouped_product(rows, down.mT if transposed else down, ends)  # [S, I]
     if needs.down_bias:
-        ddown_bias = group_sums(rows, ends, weights.flatten()[routing.order])
+        ddown_bias = group_sums(rows, ends, output_weights.flatten()[routing.order])
     if not needs.down:
         del rows
     if da is not None or needs.down:
         # The products with the bias are added to dw before it is rounded.
-        factors = weights if down_bias is None else weights.to(_wide_dtype(weights))
-        dh, wa, dweights = activation_gradients(h, da, factors, routing, kind, needs_dh, needs.down, needs.weights)
+        factors = output_weights if down_bias is None else output_weights.to(_wide_dtype(weights))
+        dh, wa, dweights = activation_gradients(h, da, factors, routing, kind, needs_dh, needs.down, needs_dweights)
     del da
     if dweights is not None and down_bias is not None:
         dweights = (dweights + _products_with_bias(dy, down_bias, routing)).to(weights.dtype)
@@ -214,10 +228,15 @@ def moe_backward(
         dup_bias = group_sums(dh, ends)
     if dh is not None and needs.up:
         assert x is not None
-        dup = gradient_of_weight(spread(x, routing, h.dtype), dh)
-    if dh is not None and needs.x:
+        dup = gradient_of_weight(_inputs(x, weights, routing, h.dtype, weight_inputs), dh)
+    if dh is not None and needs_dinputs:
         assert up is not None
-        dx = combine(grouped_product(dh, up.mT if transposed else up, ends), None, routing, dy.dtype)
+        dinputs = grouped_product(dh, up.mT if transposed else up, ends)  # [S, H]
+        if needs.x:
+            dx = combine(dinputs, weights if weight_inputs else None, routing, dy.dtype)
+        if weight_inputs and needs.weights:
+            assert x is not None
+            dweights = dot_products(x, dinputs, weights, routing)
     return MoEGradients(dx, dup, ddown, dweights, dup_bias, ddown_bias)
 
 
@@ -254,20 +273,21 @@ class _MoEMLP(torch.autograd.Function):
         ends: Tensor,
         kind: str,
         transposed: bool,
+        weight_inputs: bool,
     ) -> Tensor:
         parameters, routing = ExpertParameters(up, down, up_bias, down_bias), Routing(slot, order, expert, ends)
-        y, h = moe_forward(x, weights, parameters, routing, kind, transposed, True)
+        y, h = moe_forward(x, weights, parameters, routing, kind, transposed, weight_inputs, True)
         needs = NeededMoEGradients(*ctx.needs_input_grad[:6])
         ctx.save_for_backward(
-            x if needs.up else None,
+            x if needs.up or (weight_inputs and needs.weights) else None,
             h,
             weights,
-            up if needs.x else None,
+            up if needs.x or (weight_inputs and needs.weights) else None,
             down if needs.x or needs.up or needs.up_bias or needs.weights else None,
-            down_bias if needs.weights else None,
+            down_bias if needs.weights and not weight_inputs else None,
             *routing,
         )
-        ctx.kind, ctx.transposed, ctx.needs = kind, transposed, needs
+        ctx.kind, ctx.transposed, ctx.weight_inputs, ctx.needs = kind, transposed, weight_inputs, needs
         return y
 
     @staticmethod
@@ -275,9 +295,11 @@ class _MoEMLP(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, h, weights, up, down, down_bias, *routing = ctx.saved_tensors
         parameters = BackwardParameters(up, down, down_bias)
-        gradients = moe_backward(dy, x, h, weights, parameters, Routing(*routing), ctx.kind, ctx.transposed, ctx.needs)
+        gradients = moe_backward(
+            dy, x, h, weights, parameters, Routing(*routing), ctx.kind, ctx.transposed, ctx.weight_inputs, ctx.needs
+        )
         # In a compiled graph an empty tensor stands for a gradient that is not needed.
-        return *(g if needed else None for g, needed in zip(gradients, ctx.needs, strict=True)), *(None,) * 6
+        return *(g if needed else None for g, needed in zip(gradients, ctx.needs, strict=True)), *(None,) * 7
 
 
 # --- public --------------------------------------------------------------------------------------
@@ -359,6 +381,7 @@ def moe_mlp(
     down_bias: Tensor | None = None,
     transposed: bool = False,
     activation: str | Callable[[Tensor], Tensor] = "silu",
+    weight_inputs: bool = False,
 ) -> Tensor:
     """Return the weighted sum of the MLPs of K experts for each token. All tensors but the indices get gradients.
 
@@ -378,6 +401,7 @@ def moe_mlp(
         transposed: Whether the weights are [E, H, 2 I] and [E, I, H].
         activation: "silu", "gelu" or "gelu_tanh" (the gates of `swiglu` and `geglu`), "relu2" (no gate), or a function
             from [S, 2 I] to [S, I] that computes each row separately.
+        weight_inputs: Whether `top_k_weights` multiply the inputs of the experts (Llama 4) instead of their outputs.
 
     Returns:
         [T, H] in the dtype of `x`.
@@ -399,14 +423,17 @@ def moe_mlp(
     parameters = ExpertParameters(up_proj, down_proj, up_bias, down_bias)
     sizes = check_experts(op, x, parameters, top_k_index, top_k_weights, transposed, activation)
 
+    checks.flag(op, weight_inputs=weight_inputs)
     routing = route(top_k_index, sizes.experts)
     if isinstance(activation, str):
         tensors = x, up_proj, down_proj, top_k_weights, up_bias, down_bias
         if torch.is_grad_enabled() and any(p is not None and p.requires_grad for p in tensors):
-            return _MoEMLP.apply(*tensors, *routing, activation, transposed)
-        return moe_forward(x, top_k_weights, parameters, routing, activation, transposed, False)[0]
-    h = spread(x, routing, up_proj.dtype)
+            return _MoEMLP.apply(*tensors, *routing, activation, transposed, weight_inputs)
+        return moe_forward(x, top_k_weights, parameters, routing, activation, transposed, weight_inputs, False)[0]
+    h = spread(x, routing, None if weight_inputs else up_proj.dtype)
+    if weight_inputs:
+        h = (h * top_k_weights.flatten()[routing.order, None]).to(up_proj.dtype)
     h = activation(_product_with_autograd(h, up_proj, up_bias, routing, transposed))
     h = check_activated(op, h, (top_k_index.numel(), sizes.inner))
     h = _product_with_autograd(h.to(down_proj.dtype), down_proj, down_bias, routing, transposed)
-    return combine(h, top_k_weights, routing, x.dtype)
+    return combine(h, None if weight_inputs else top_k_weights, routing, x.dtype)

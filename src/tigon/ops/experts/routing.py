@@ -24,7 +24,16 @@ from tigon.runtime.rows import block_of_row, dense_rows
 from tigon.runtime.triton_private import tl, triton
 from tigon.runtime.tuning import LaunchConfig, rung
 
-__all__ = ["Routing", "combine", "combine_reference", "route", "spread", "spread_reference"]
+__all__ = [
+    "Routing",
+    "combine",
+    "combine_reference",
+    "dot_products",
+    "route",
+    "spread",
+    "spread_reference",
+    "spread_weighted",
+]
 
 
 class Routing(NamedTuple):
@@ -282,6 +291,30 @@ def spread(x: Tensor, routing: Routing, dtype: torch.dtype | None = None) -> Ten
     if runs_kernels(x) and routing.slot.numel() and x.shape[1]:
         return _Spread.apply(x, routing.slot, routing.ends, dtype or x.dtype)
     return spread_reference(x, routing, dtype)
+
+
+def spread_weighted(x: Tensor, weights: Tensor, routing: Routing, dtype: torch.dtype) -> Tensor:
+    """Return [S, H] in `dtype`: weights[t, k] * x[t] for each choice, sorted by expert, without autograd."""
+    if runs_kernels(x, weights) and routing.slot.numel() and x.shape[1]:
+        rows, _ = spread_tokens(x, None, weights, routing.slot, routing.ends, dtype, True, False)
+        assert rows is not None
+        return rows
+    rows = spread_reference(x, routing, torch.promote_types(x.dtype, weights.dtype))
+    return rows.mul_(weights.flatten()[routing.order, None]).to(dtype)
+
+
+def dot_products(x: Tensor, rows: Tensor, weights: Tensor, routing: Routing) -> Tensor:
+    """Return x[t] . rows[slot[t, k]] [T, K] for x [T, H] and rows [S, H], without autograd.
+
+    The result has the dtype and the shape of `weights`. It is 0 for the choices of experts of other ranks.
+    """
+    if runs_kernels(x, rows, weights) and routing.slot.numel() and x.shape[1]:
+        _, dot = spread_tokens(x, rows, weights, routing.slot, routing.ends, x.dtype, False, True)
+        assert dot is not None
+        return dot
+    wide_dtype = torch.promote_types(weights.dtype, torch.float32)
+    present_rows = rows.masked_fill(routing.absent, 0.0)[routing.slot].to(wide_dtype)
+    return (present_rows @ x.to(wide_dtype)[..., None])[..., 0].to(weights.dtype)
 
 
 def combine(rows: Tensor, weights: Tensor | None, routing: Routing, dtype: torch.dtype | None = None) -> Tensor:

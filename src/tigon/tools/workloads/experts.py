@@ -107,6 +107,7 @@ WORKLOADS = (
                 {"biases": True},
             ),
             Variant("without gate", (5, 16, 16, 24, 3), {"activation": "relu2"}),
+            Variant("weighted inputs", (5, 16, 16, 24, 3), {"weight_inputs": True}),
         ),
         compile_variants=(
             _variant("2048, 8 experts per token", 2048, 768, 8),
@@ -117,6 +118,7 @@ WORKLOADS = (
             _variant("1024 without gate, 6 experts per token", 1024, 1856, 6, activation="relu2"),
             _variant("4096, a custom activation, 2 experts per token", 4096, 64, 2, activation=_sigmoid_gate),
             _variant("2880, a custom activation, 4 experts per token", 2880, 64, 4, activation=_sigmoid_gate),
+            _variant("5120, weighted inputs, 1 expert per token", 5120, 64, 1, weight_inputs=True),
             _variant("10240 in fp32, 22 experts per token", 10240, 16, 22, torch.float32),
         ),
         flops=_flops,
