@@ -71,6 +71,9 @@ LAYOUTS = {
     "gelu_tanh": {"activation": "gelu_tanh"},
     "biases, no gate": {"biases": True, "activation": "relu2"},
     "biases, transposed, a function": {"biases": True, "transposed": True, "activation": _gpt_oss_gate},
+    "weighted inputs, transposed": {"weight_inputs": True, "transposed": True},
+    "weighted inputs, biases": {"weight_inputs": True, "biases": True, "activation": "gelu"},
+    "weighted inputs, a function": {"weight_inputs": True, "activation": _gpt_oss_gate},
 }
 every_layout = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 

@@ -432,7 +432,9 @@ def moe_mlp(
         return moe_forward(x, top_k_weights, parameters, routing, activation, transposed, weight_inputs, False)[0]
     h = spread(x, routing, None if weight_inputs else up_proj.dtype)
     if weight_inputs:
-        h = (h * top_k_weights.flatten()[routing.order, None]).to(up_proj.dtype)
+        # The gradients of rows that belong to no expert are undefined, and must not reach the weights.
+        factors = top_k_weights.flatten()[routing.order, None].masked_fill(routing.absent, 0.0)
+        h = (h * factors).to(up_proj.dtype)
     h = activation(_product_with_autograd(h, up_proj, up_bias, routing, transposed))
     h = check_activated(op, h, (top_k_index.numel(), sizes.inner))
     h = _product_with_autograd(h.to(down_proj.dtype), down_proj, down_bias, routing, transposed)
