@@ -2,6 +2,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import tigon
 import tigon.ops.experts.moe_mlp as moe_module
@@ -160,6 +161,42 @@ def test_moe_mlp_saves_only_the_first_product(layout):
     # The slot, the choice and the expert of each row, and the end of each expert.
     order = T * K * (8 + 8 + 2) + E * 4
     assert _saved_bytes(_call(tigon.moe_mlp, _index(), **options), tensors) == T * K * width * 4 + order
+
+
+@pytest.mark.kernels
+@every_layout
+def test_backward_overwrites_what_it_has_saved_only_if_no_one_needs_it_again(layout, monkeypatch):
+    """The gradient of h takes the memory of h, unless the graph is retained or hooks hold what was saved."""
+    tensors = [_normal(T, H), _normal(T, K), *_experts(**layout)]
+    options = {name: value for name, value in layout.items() if name != "biases"}
+    run = _call(tigon.moe_mlp, _index(), **options)
+    overwrites, gradients = [], moe_module.activation_gradients
+    monkeypatch.setattr(
+        moe_module, "activation_gradients", lambda *args: overwrites.append(args[-1]) or gradients(*args)
+    )
+    loss = run(*tensors).square().sum()
+    results = [torch.autograd.grad(loss, tensors, retain_graph=retained) for retained in (True, True, False)]
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        loss = run(*tensors).square().sum()
+    results.append(torch.autograd.grad(loss, tensors))
+    assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
+    assert overwrites == ([] if callable(layout.get("activation")) else [False, False, True, False])
+
+
+@pytest.mark.kernels
+def test_backward_through_the_second_run_of_a_checkpoint_of_experts_is_refused():
+    """The outer backward shares h of the second run, and has overwritten it."""
+    outputs = []
+
+    def region(x, weights, up, down):
+        outputs.append(tigon.moe_mlp(x, up, down, index, weights))
+        return tigon.moe_mlp(outputs[-1], up, down, index, weights)
+
+    index, tensors = _index(), [_normal(T, H), _normal(T, K), *_experts()]
+    loss = checkpoint(region, *tensors, use_reentrant=False).square().sum()
+    torch.autograd.grad(loss, tensors)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(outputs[1].sum(), tensors)
 
 
 def test_moe_mlp_saves_nothing_if_no_gradient_is_needed(monkeypatch):

@@ -160,7 +160,7 @@ def _gradients_kernel(
 
 def activation_gradients(
     h: Tensor, da: Tensor | None, weights: Tensor, routing: Routing, kind: str,
-    needs_dh: bool, needs_activation: bool, needs_dweights: bool,
+    needs_dh: bool, needs_activation: bool, needs_dweights: bool, overwrites_h: bool = False,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """Return dh, w a [S, I] and dw [T, K]. A result that is not needed is None.
 
@@ -168,14 +168,15 @@ def activation_gradients(
         h: [S, 2 I] or [S, I].
         da: [S, I], or None if only w a is needed. If `da` is a tensor, w a may overwrite it.
         weights: [T, K].
+        overwrites_h: Whether the kernel writes dh into the memory of a contiguous h. Without kernels, h is not changed.
     """
     if not runs_kernels(h, da, weights):
         return activation_gradients_reference(h, da, weights, routing, kind, needs_dh, needs_activation, needs_dweights)
     inner = h.shape[1] // (1 if kind == "relu2" else 2)
     config = ActivationConfig.choose(ActivationProblem(inner), device_of(h))
     h, da = h.contiguous(), None if da is None else da.contiguous()
-    dh = torch.empty_like(h) if needs_dh else None
-    # Each thread overwrites only elements of da that it has loaded itself.
+    dh = (h if overwrites_h else torch.empty_like(h)) if needs_dh else None
+    # Each thread overwrites only elements of h and da that it has loaded itself.
     wa = (h.new_empty(len(h), inner) if da is None else da) if needs_activation else None
     dweights = torch.empty_like(weights, memory_format=torch.contiguous_format) if needs_dweights else None
     launch(

@@ -40,9 +40,10 @@ from tigon.ops.experts.grouped_linear import (
 )
 from tigon.ops.experts.routing import Routing, combine, dot_products, route, spread, spread_weighted
 from tigon.ops.mlps.glu import geglu, geglu_reference, swiglu, swiglu_reference
+from tigon.ops.mlps.glu_mlp import check_version, save_gated
 from tigon.ops.mlps.relu2 import relu2, relu2_reference
 from tigon.runtime import checks
-from tigon.runtime.autograd import first_order
+from tigon.runtime.autograd import first_order, may_overwrite_saved
 from tigon.runtime.launch import launcher
 
 __all__ = [
@@ -191,9 +192,12 @@ def _empty_backward(
 @launcher(fake=_empty_backward)
 def moe_backward(
     dy: Tensor, x: Tensor | None, h: Tensor, weights: Tensor, parameters: BackwardParameters, routing: Routing,
-    kind: str, transposed: bool, weight_inputs: bool, needs: NeededMoEGradients,
+    kind: str, transposed: bool, weight_inputs: bool, needs: NeededMoEGradients, overwrites_h: bool,
 ) -> MoEGradients:  # fmt: skip
-    """Return the gradients that are needed, from dy [T, H], x [T, H] and the h that the forward saved."""
+    """Return the gradients that are needed, from dy [T, H], x [T, H] and the h that the forward saved.
+
+    With `overwrites_h`, the kernel writes the gradient of h into its memory.
+    """
     up, down, down_bias = parameters
     ends = routing.ends
     needs_dinputs = needs.x or (weight_inputs and needs.weights)
@@ -217,7 +221,9 @@ def moe_backward(
     if da is not None or needs.down:
         # The products with the bias are added to dw before it is rounded.
         factors = output_weights if down_bias is None else output_weights.to(_wide_dtype(weights))
-        dh, wa, dweights = activation_gradients(h, da, factors, routing, kind, needs_dh, needs.down, needs_dweights)
+        dh, wa, dweights = activation_gradients(
+            h, da, factors, routing, kind, needs_dh, needs.down, needs_dweights, overwrites_h
+        )
     del da
     if dweights is not None and down_bias is not None:
         dweights = (dweights + _products_with_bias(dy, down_bias, routing)).to(weights.dtype)
@@ -278,7 +284,7 @@ class _MoEMLP(torch.autograd.Function):
         parameters, routing = ExpertParameters(up, down, up_bias, down_bias), Routing(slot, order, expert, ends)
         y, h = moe_forward(x, weights, parameters, routing, kind, transposed, weight_inputs, True)
         needs = NeededMoEGradients(*ctx.needs_input_grad[:6])
-        ctx.save_for_backward(
+        tensors = (
             x if needs.up or (weight_inputs and needs.weights) else None,
             h,
             weights,
@@ -287,6 +293,12 @@ class _MoEMLP(torch.autograd.Function):
             down_bias if needs.weights and not weight_inputs else None,
             *routing,
         )
+        ctx.is_compiled = torch.compiler.is_compiling()
+        if ctx.is_compiled:
+            ctx.save_for_backward(*tensors)
+        else:
+            assert h is not None
+            save_gated(ctx, h, True, False, *tensors)
         ctx.kind, ctx.transposed, ctx.weight_inputs, ctx.needs = kind, transposed, weight_inputs, needs
         return y
 
@@ -294,10 +306,17 @@ class _MoEMLP(torch.autograd.Function):
     @first_order
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, h, weights, up, down, down_bias, *routing = ctx.saved_tensors
-        parameters = BackwardParameters(up, down, down_bias)
+        overwrites_h = False
+        if not ctx.is_compiled:
+            check_version("moe_mlp", ctx, h)
+            overwrites_h = ctx.may_overwrite and may_overwrite_saved(h)
+        if overwrites_h:
+            # If this backward raises an error, another attempt must not read the overwritten tensor.
+            torch.autograd.graph.increment_version(h)
         gradients = moe_backward(
-            dy, x, h, weights, parameters, Routing(*routing), ctx.kind, ctx.transposed, ctx.weight_inputs, ctx.needs
-        )
+            dy, x, h, weights, BackwardParameters(up, down, down_bias), Routing(*routing), ctx.kind, ctx.transposed,
+            ctx.weight_inputs, ctx.needs, overwrites_h,
+        )  # fmt: skip
         # In a compiled graph an empty tensor stands for a gradient that is not needed.
         return *(g if needed else None for g, needed in zip(gradients, ctx.needs, strict=True)), *(None,) * 7
 
