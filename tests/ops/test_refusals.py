@@ -245,6 +245,7 @@ ACCEPTED_BY_OP: dict[tuple[str, str], set[str]] = {
     ("gated_rms_norm", "x"): FLOAT,
     ("glu_mlp", "gate_scale"): NUMBER,
     ("glu_mlp", "output_scale"): NUMBER,
+    ("glu_mlp", "limit"): POSITIVE | OPTIONAL,
     ("gated_rms_norm", "gate"): FLOAT,
     ("gated_rms_norm", "group_size"): {"int", "None"},
     ("moe_mlp", "x"): FLOAT,

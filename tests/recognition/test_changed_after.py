@@ -97,7 +97,7 @@ def test_an_mlp_whose_activation_has_another_call_stays_stock():
 
 def test_modules_that_differ_in_a_setting_are_recognised_separately():
     first, second = MLP(), MLP()
-    second.multiplier = 0.5
+    second.p = 0.5  # a dropout that works, which no op computes
     report = tigon.patch(nn.Sequential(first, second), gelu=False)
     assert [(entry.names, entry.replaced) for entry in report.entries] == [(["0"], True), (["1"], False)]
 

@@ -70,6 +70,27 @@ def test_factors_of_the_gate_and_of_the_result_belong_to_the_recipe():
         assert torch.equal(mlp(x), Scaled.forward(mlp, x)), "a changed factor must be seen"
 
 
+class Limited(Split):
+    """DeepSeek V4 clamps gate and up."""
+
+    def __init__(self, limit: float = 0.25) -> None:
+        super().__init__()
+        self.limit = limit
+
+    def forward(self, x):
+        gate, up = self.w1(x).clamp(max=self.limit), self.w3(x).clamp(min=-self.limit, max=self.limit)
+        return self.w2(self.act(gate) * up)
+
+
+def test_a_limit_of_gate_and_up_belongs_to_the_recipe():
+    mlp, x = Limited(), torch.randn(3, 16) * 4
+    assert recognise_glu(mlp) == GLURecipe("swiglu", "w1", "w3", "w2", limit=0.25)
+    with tigon.patched(mlp):
+        assert torch.equal(mlp(x), Limited.forward(mlp, x))
+        mlp.limit = 0.125
+        assert torch.equal(mlp(x), Limited.forward(mlp, x)), "a changed limit must be seen"
+
+
 def test_a_packed_mlp_that_reads_its_size_from_an_attribute_is_recognised():
     assert recognise_glu(Packed()) == GLURecipe("swiglu", "both", None, "out")
 

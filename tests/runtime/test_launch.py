@@ -1,6 +1,7 @@
 """Launches: a compiled variant is reused for exactly the arguments that it was compiled for."""
 
 import itertools
+import math
 from dataclasses import replace
 from functools import partial
 
@@ -73,7 +74,7 @@ def test_key_does_not_depend_on_the_batch():
     kernel = glu._forward_kernel
     keys = set()
     for m in range(1, 2000):
-        arguments = (BASE, BASE, BASE, 0, 0, 0, m * 14336, m * 14)
+        arguments = (BASE, BASE, BASE, 0, 0, 0, 1.0, 1.0, math.inf, m * 14336, m * 14)
         keys.add(launch._key_function(kernel, arguments)(*arguments))
     assert len(keys) == 1
 

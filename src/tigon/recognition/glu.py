@@ -4,8 +4,8 @@
     down(silu(a) * b), a, b = gate(x)      two projections, packed
 
 The gate may be silu, gelu, or gelu in its tanh approximation. The output of the gate projection and the result may be
-multiplied by numbers (Falcon H1). The module may have other children, such as an activation
-or a dropout that changes nothing, but no other parameters.
+multiplied by numbers (Falcon H1), and gate and up may be clamped (DeepSeek V4). The module may have other children,
+such as an activation or a dropout that changes nothing, but no other parameters.
 """
 
 import itertools
@@ -78,13 +78,13 @@ def _try_wirings(
 ) -> GLURecipe | str | None:
     """Return the recipe for the first wiring that agrees, or the reason why there is none."""
     failure, has_run = DIFFERENT, False
-    # An attribute may hold a factor. The guard of the recipe fails once such an attribute changes.
-    numbers = [value for value in vars(module).values() if type(value) is float and math.isfinite(value) and value]
-    factors = list(dict.fromkeys([1.0, *numbers]))
+    # An attribute may hold a factor or a limit. The guard of the recipe fails once such an attribute changes.
+    floats = [value for value in vars(module).values() if type(value) is float and math.isfinite(value) and value]
+    factors, limits = list(dict.fromkeys([1.0, *floats])), [value for value in dict.fromkeys(floats) if value > 0]
     for wiring in possible_wirings:
         subject = GLUSubject(module, projections, wiring)
-        scales = itertools.product(GATE_KINDS, factors, factors)
-        candidates = [GLURecipe(kind, *wiring, *scale) for kind, *scale in scales]
+        forms = itertools.product(GATE_KINDS, factors, factors, [math.inf, *limits])
+        candidates = [GLURecipe(kind, *wiring, *numbers) for kind, *numbers in forms]
         try:
             with reach.preserved(), probing():
                 candidates = select_by_values(subject, candidates)

@@ -1,9 +1,10 @@
 """The recipe of a gated MLP: compute `down(act(gate(x)) * up(x))` through the children of the module, with an op.
 
-Constant factors of gate(x) and of the result belong to the recipe.
+Constant factors of gate(x) and of the result, and a limit of gate and up, belong to the recipe.
 """
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple
@@ -15,7 +16,7 @@ from tigon.memory.lean import call_mlp_region, call_projection, recomputes_mlp
 from tigon.ops.adapters.lora import takes_adapters
 from tigon.ops.adapters.lora_mlp import lora_glu_mlp, runs_as_one_node
 from tigon.ops.adapters.projection import Projection
-from tigon.ops.mlps.glu import geglu, geglu_reference, swiglu, swiglu_reference
+from tigon.ops.mlps.glu import NO_SCALING, Scaling, geglu, geglu_reference, swiglu, swiglu_reference
 from tigon.ops.mlps.glu_mlp import glu_mlp_by_kernels, plain_weight, scaled, supports_weights
 from tigon.recognition.adapters import cast_for_products, may_have_adapters, output_dtype, read_projection
 from tigon.recognition.deferred import TensorLike
@@ -79,6 +80,8 @@ class GLURecipe:
     # Factors of the output of `gate`, before the activation, and of the result.
     gate_scale: float = 1.0
     output_scale: float = 1.0
+    # The largest value of the gate, and the largest absolute value of `up`; infinity is no limit.
+    limit: float = math.inf
     # Numbers of dimensions of inputs for which the module was compared with the op.
     dims: frozenset[int] = field(default=frozenset((1, 2, 3, 4)), compare=False)
     # True if the module calls `up` before `gate`. The order affects hooks and the random numbers of the children.
@@ -101,14 +104,18 @@ class GLURecipe:
                 assert isinstance(gate_weight, Tensor)
                 assert isinstance(up_weight, Tensor)
                 assert isinstance(down_weight, Tensor)
-                kind, factors = GATE_KINDS[self.kind].activation, (self.gate_scale, self.output_scale)
-                return glu_mlp_by_kernels(x, gate_weight, up_weight, down_weight, kind, *factors)
-            is_scaled = self.gate_scale != 1.0 or self.output_scale != 1.0
-            if None in weights and not is_scaled and (layers := self._layers_with_adapters(module, x)) is not None:
+                kind = GATE_KINDS[self.kind].activation
+                return glu_mlp_by_kernels(x, gate_weight, up_weight, down_weight, kind, self._scaling)
+            has_op = None in weights and self._scaling == NO_SCALING
+            if has_op and (layers := self._layers_with_adapters(module, x)) is not None:
                 y = lora_glu_mlp(layers.x, layers.gate, layers.up, layers.down, GATE_KINDS[self.kind].activation)
                 return y.to(layers.output_dtype)
         y = getattr(module, self.down)(call_mlp_region(self._product, module, x, reference))
         return scaled(y, self.output_scale)
+
+    @property
+    def _scaling(self) -> Scaling:
+        return Scaling(self.gate_scale, self.output_scale, self.limit)
 
     def _layers_with_adapters(self, module: nn.Module, x: Tensor) -> LayersWithAdapters | None:
         """Return gate, up and down if some of them have adapters, and an op computes them all."""
@@ -142,9 +149,11 @@ class GLURecipe:
         gate = call_projection(getattr(module, self.gate), x)
         if up_layer is not None and not self.up_first:
             up = call_projection(up_layer, x)
-        if self.gate_scale != 1.0 and up is None:
-            gate, up = gate.chunk(2, -1)
-        gate = scaled(gate, self.gate_scale)
+        if self._scaling != NO_SCALING:
+            gate, up = gate.chunk(2, -1) if up is None else (gate, up)
+            gate = scaled(gate, self.gate_scale)
+            if math.isfinite(self.limit):
+                gate, up = gate.clamp(max=self.limit), up.clamp(min=-self.limit, max=self.limit)
         # If gate and up have different dtypes, the reference promotes as torch does.
         is_mixed = up is not None and up.dtype != gate.dtype
         return (GATE_KINDS[self.kind].reference if reference or is_mixed else GATE_KINDS[self.kind].op)(gate, up)
@@ -156,4 +165,5 @@ class GLURecipe:
     def __str__(self) -> str:
         factors = f", gate times {self.gate_scale:g}" if self.gate_scale != 1.0 else ""
         factors += f", result times {self.output_scale:g}" if self.output_scale != 1.0 else ""
+        factors += f", limit {self.limit:g}" if math.isfinite(self.limit) else ""
         return self.kind + (", packed" if self.up is None else "") + factors

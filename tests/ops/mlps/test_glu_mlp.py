@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import math
 from functools import partial
 
 import pytest
@@ -13,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import tigon
 from op_cases import DEVICE, DTYPES, assert_as_accurate_as_eager, one_in
 from tigon.ops.mlps import glu_mlp
-from tigon.ops.mlps.glu import geglu_reference, glu_backward_into, glu_forward, swiglu_reference
+from tigon.ops.mlps.glu import Scaling, geglu_reference, glu_backward_into, glu_forward, swiglu_reference
 from tigon.runtime.products import multiply
 from tigon.testing import assert_accurate
 
@@ -61,25 +62,27 @@ def test_glu_mlp_accuracy(level, activation, leading, dtype):
 @every_level
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_factors_of_the_gate_and_of_the_result_are_accurate(level, dtype):
-    """Falcon H1 multiplies both by numbers."""
+    """Falcon H1 multiplies both by numbers, and DeepSeek V4 limits gate and up."""
 
     def reference(x, gate, up, down):
-        return swiglu_reference(x @ gate.t() * 0.6, x @ up.t()) @ down.t() * -1.75
+        gate, up = (x @ gate.t() * 0.6).clamp(max=0.5), (x @ up.t()).clamp(-0.5, 0.5)
+        return swiglu_reference(gate, up) @ down.t() * -1.75
 
-    run = partial(_mlp, level, gate_scale=0.6, output_scale=-1.75)
+    run = partial(_mlp, level, gate_scale=0.6, output_scale=-1.75, limit=0.5)
     assert_as_accurate_as_eager(run, reference, _inputs(3, 17, dtype=dtype))
 
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_kernels_of_the_gate_multiply_by_both_factors(dtype):
+@pytest.mark.parametrize("limit", [math.inf, 0.5])
+def test_the_kernels_of_the_gate_multiply_by_both_factors_and_clamp(dtype, limit):
     gate, up, dy = (torch.randn(5, 48, device=DEVICE).to(dtype) for _ in range(3))
     wide = [t.float().requires_grad_() for t in (gate, up)]
-    expected = swiglu_reference(wide[0] * 0.6, wide[1]) * -1.75
+    expected = swiglu_reference((wide[0] * 0.6).clamp(max=limit), wide[1].clamp(-limit, limit)) * -1.75
     gradients = torch.autograd.grad(expected, wide, dy.float())
     y, dgate, dup = torch.empty_like(gate), torch.empty_like(gate), torch.empty_like(gate)
-    glu_backward_into(dy, gate, up, "silu", 0.6, -1.75, dgate, dup, y)
-    forward = glu_forward(gate, up, "silu", 0.6, -1.75)
+    glu_backward_into(dy, gate, up, "silu", Scaling(0.6, -1.75, limit), dgate, dup, y)
+    forward = glu_forward(gate, up, "silu", Scaling(0.6, -1.75, limit))
     for result, exact in zip((forward, y, dgate, dup), (expected, expected, *gradients), strict=True):
         torch.testing.assert_close(result, exact.detach().to(dtype))
 
@@ -240,7 +243,7 @@ def test_gradients_overwrite_the_saved_gate_and_up(level, monkeypatch):
     overwrites = []
 
     def watched(da, gate, up, *activation_and_results):
-        dgate, dup = activation_and_results[3:5]
+        dgate, dup = activation_and_results[2:4]
         overwrites.append(dgate is gate and dup is up)
         glu_backward_into(da, gate, up, *activation_and_results)
 

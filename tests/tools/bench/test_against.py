@@ -83,7 +83,9 @@ def test_the_operators_of_a_revision_have_their_own_namespace(imported_checkout)
     def shape_of_result(namespace):
         with FakeTensorMode():
             return (
-                getattr(torch.ops, namespace).glu_forward(torch.empty(2, 8), torch.empty(2, 8), "silu", 1.0, 1.0).shape
+                getattr(torch.ops, namespace)
+                .glu_forward(torch.empty(2, 8), torch.empty(2, 8), "silu", 1.0, 1.0, 7.0)
+                .shape
             )
 
     with find_revision("before").package():

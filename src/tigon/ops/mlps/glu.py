@@ -7,10 +7,12 @@ r"""Gated linear units (Shazeer, arXiv:2002.05202): y = act(gate) * up.
 
     dgate = dy * up * act'(gate),  dup = dy * act(gate)
 
-s is the logistic function. The kernels compute in fp32 and round once. They also serve MLPs with two constant factors,
-y = scale * act(gate_scale * gate) * up (Falcon H1). Shapes: M = rows, I = features.
+s is the logistic function. The kernels compute in fp32 and round once. They also serve MLPs with constant factors
+(Falcon H1) and with a limit (DeepSeek V4), y = s_y * act(min(s_g * gate, limit)) * max(-limit, min(up, limit)). A
+gradient is 0 where its input exceeds the limit. Shapes: M = rows, I = features.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -28,9 +30,20 @@ from tigon.runtime.rows import block_of_row, dense_rows, launch_blocks
 from tigon.runtime.triton_private import JITFunction, tl, triton
 from tigon.runtime.tuning import LaunchConfig
 
-__all__ = ["geglu", "geglu_reference", "swiglu", "swiglu_reference"]
+__all__ = ["NO_SCALING", "Scaling", "geglu", "geglu_reference", "swiglu", "swiglu_reference"]
 
 Kind = Literal["silu", "gelu", "gelu_tanh"]
+
+
+class Scaling(NamedTuple):
+    """The numbers of a scaled gate: the factors s_g and s_y, and the limit of s_g * gate and of abs(up)."""
+
+    gate: float = 1.0
+    output: float = 1.0
+    limit: float = math.inf
+
+
+NO_SCALING = Scaling()
 
 
 # --- reference -----------------------------------------------------------------------------------
@@ -104,41 +117,59 @@ def activation_and_slope(x, KIND: tl.constexpr):
     return x * gate, gate + x * (gate * rest) * slope
 
 
+@triton.jit
+def _clamp(x, limit):
+    """Return min(x, limit). NaN stays NaN, because a comparison with it is False."""
+    return tl.where(x > limit, limit, x)
+
+
 @triton.jit(do_not_specialize=["blocks"])
 def _forward_kernel(
-    gate_ptr, up_ptr, y_ptr, stride_gate, stride_up, stride_y, gate_scale, scale, width, blocks,  # [M, I] each
-    KIND: tl.constexpr, BLOCK: tl.constexpr,
+    gate_ptr, up_ptr, y_ptr, stride_gate, stride_up, stride_y, gate_scale, scale, limit,  # [M, I] each
+    width, blocks,
+    KIND: tl.constexpr, LIMITED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute scale * act(gate_scale * gate) * up for a block."""
+    """Compute y for a block."""
     row, cols, mask = block_of_row(width, blocks, BLOCK)
     gate = tl.load(gate_ptr + row * stride_gate + cols, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(up_ptr + row * stride_up + cols, mask=mask, other=0.0).to(tl.float32)
-    act, _ = activation_and_slope(gate * gate_scale, KIND)
+    gate *= gate_scale
+    if LIMITED:
+        gate, up = _clamp(gate, limit), -_clamp(-_clamp(up, limit), limit)
+    act, _ = activation_and_slope(gate, KIND)
     tl.store(y_ptr + row * stride_y + cols, act * up * scale, mask=mask)
 
 
 @triton.jit(do_not_specialize=["blocks"])
 def _backward_kernel(
     dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, y_ptr,  # [M, I] each; y is recomputed, or None
-    stride_dy, stride_gate, stride_up, stride_dgate, stride_dup, stride_y, gate_scale, scale,
+    stride_dy, stride_gate, stride_up, stride_dgate, stride_dup, stride_y, gate_scale, scale, limit,
     width, blocks,
-    KIND: tl.constexpr, NEEDS_DGATE: tl.constexpr, NEEDS_DUP: tl.constexpr, BLOCK: tl.constexpr,
+    KIND: tl.constexpr, NEEDS_DGATE: tl.constexpr, NEEDS_DUP: tl.constexpr, LIMITED: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Compute dgate, dup and y for a block, each if it is needed."""
     row, cols, mask = block_of_row(width, blocks, BLOCK)
     dy = tl.load(dy_ptr + row * stride_dy + cols, mask=mask, other=0.0).to(tl.float32)
     gate = tl.load(gate_ptr + row * stride_gate + cols, mask=mask, other=0.0).to(tl.float32)
-    act, slope = activation_and_slope(gate * gate_scale, KIND)
+    gate *= gate_scale
+    act, slope = activation_and_slope(_clamp(gate, limit) if LIMITED else gate, KIND)
     act *= scale
-    if NEEDS_DGATE or y_ptr is not None:
+    # Only a finite limit needs up for the gradient of up.
+    if NEEDS_DGATE or LIMITED or y_ptr is not None:
         up = tl.load(up_ptr + row * stride_up + cols, mask=mask, other=0.0).to(tl.float32)
+    dact = dy * act
+    if LIMITED:
+        dact = tl.where((up <= limit) & (up >= -limit), dact, 0.0)
+        slope = tl.where(gate <= limit, slope, 0.0)
+        up = -_clamp(-_clamp(up, limit), limit)
     # All inputs are loaded by now, so results may overwrite them.
     if y_ptr is not None:
         tl.store(y_ptr + row * stride_y + cols, act * up, mask=mask)
     if NEEDS_DGATE:
         tl.store(dgate_ptr + row * stride_dgate + cols, dy * up * (slope * gate_scale * scale), mask=mask)
     if NEEDS_DUP:
-        tl.store(dup_ptr + row * stride_dup + cols, dy * act, mask=mask)
+        tl.store(dup_ptr + row * stride_dup + cols, dact, mask=mask)
 
 
 # --- launchers (any strides, no autograd) --------------------------------------------------------
@@ -155,13 +186,13 @@ def _unpack_rows(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor, int, 
 
 
 def _launch(
-    kernel: JITFunction, kind: str, tensors: tuple[Any, ...], strides: tuple[int, ...], gate_scale: float, scale: float,
+    kernel: JITFunction, kind: str, tensors: tuple[Any, ...], strides: tuple[int, ...], scaling: Scaling,
     **flags: bool,
 ) -> None:  # fmt: skip
     """Run a kernel on tensors [M, I], or None, whose rows have the given strides."""
     config = GLUConfig.choose(GLUProblem(kind), device_of(tensors[0]))
     launch_blocks(
-        kernel, tensors[0].shape[-1], tensors, strides, config.block, gate_scale, scale,
+        kernel, tensors[0].shape[-1], tensors, strides, config.block, *scaling,
         KIND=kind, **flags, num_warps=config.num_warps,
     )  # fmt: skip
 
@@ -172,14 +203,21 @@ def _empty_forward(gate: Tensor, up: Tensor | None) -> Tensor:
 
 
 @launcher(fake=_empty_forward)
-def glu_forward(gate: Tensor, up: Tensor | None, kind: str, gate_scale: float, scale: float) -> Tensor:
-    """Return scale * act(gate_scale * gate) * up [..., I].
+def glu_forward(gate: Tensor, up: Tensor | None, kind: str, scaling: Scaling) -> Tensor:
+    """Return y [..., I].
 
     `gate` and `up` are [..., I], or packed [gate | up] [..., 2 I] and None.
     """
     y = _empty_forward(gate, up)
     gate, up, stride_gate, stride_up = _unpack_rows(gate, up)
-    _launch(_forward_kernel, kind, (gate, up, y), (stride_gate, stride_up, y.shape[-1]), gate_scale, scale)
+    _launch(
+        _forward_kernel,
+        kind,
+        (gate, up, y),
+        (stride_gate, stride_up, y.shape[-1]),
+        scaling,
+        LIMITED=math.isfinite(scaling.limit),
+    )
     return y
 
 
@@ -190,8 +228,7 @@ def _empty_backward(gate: Tensor, needs_dgate: bool, needs_dup: bool) -> tuple[T
 
 @launcher(fake=_empty_backward)
 def glu_backward(
-    dy: Tensor, gate: Tensor, up: Tensor | None, kind: str, gate_scale: float, scale: float, needs_dgate: bool,
-    needs_dup: bool,
+    dy: Tensor, gate: Tensor, up: Tensor | None, kind: str, scaling: Scaling, needs_dgate: bool, needs_dup: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return dgate and dup, from dy [..., I] and the inputs of the forward. A gradient that is not needed is empty.
 
@@ -208,24 +245,24 @@ def glu_backward(
         dup, stride_dup = (gradients[1], dy.shape[-1]) if needs_dup else (gate, stride_gate)
     _launch(
         _backward_kernel, kind, (dy, gate, up, dgate, dup, None),
-        (stride_dy, stride_gate, stride_up, stride_dgate, stride_dup, gate.shape[-1]), gate_scale, scale,
-        NEEDS_DGATE=needs_dgate, NEEDS_DUP=is_packed or needs_dup,
+        (stride_dy, stride_gate, stride_up, stride_dgate, stride_dup, gate.shape[-1]), scaling,
+        NEEDS_DGATE=needs_dgate, NEEDS_DUP=is_packed or needs_dup, LIMITED=math.isfinite(scaling.limit),
     )  # fmt: skip
     return gradients
 
 
 @on_device
 def glu_backward_into(
-    dy: Tensor, gate: Tensor, up: Tensor, kind: str, gate_scale: float, scale: float, dgate: Tensor, dup: Tensor,
-    y: Tensor | None,
-) -> None:  # fmt: skip
-    """Write dgate, dup and, if `y` is a tensor, y = scale * act(gate_scale * gate) * up.
+    dy: Tensor, gate: Tensor, up: Tensor, kind: str, scaling: Scaling, dgate: Tensor, dup: Tensor, y: Tensor | None
+) -> None:
+    """Write dgate, dup and, if `y` is a tensor, y.
 
     All tensors are contiguous [M, I]. A result may be the same tensor as dy, gate or up.
     """
     tensors = (dy, gate, up, dgate, dup, y)
     strides = (gate.shape[-1],) * 6
-    _launch(_backward_kernel, kind, tensors, strides, gate_scale, scale, NEEDS_DGATE=True, NEEDS_DUP=True)
+    is_limited = math.isfinite(scaling.limit)
+    _launch(_backward_kernel, kind, tensors, strides, scaling, NEEDS_DGATE=True, NEEDS_DUP=True, LIMITED=is_limited)
 
 
 # --- autograd ------------------------------------------------------------------------------------
@@ -236,14 +273,14 @@ class _GLU(torch.autograd.Function):
     def forward(ctx: Any, gate: Tensor, up: Tensor | None, kind: Kind) -> Tensor:
         ctx.save_for_backward(gate, up)
         ctx.kind = kind
-        return glu_forward(gate, up, kind, 1.0, 1.0)
+        return glu_forward(gate, up, kind, NO_SCALING)
 
     @staticmethod
     @first_order
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         gate, up = ctx.saved_tensors
         needs_dgate, needs_dup = ctx.needs_input_grad[:2]
-        dgate, dup = glu_backward(dy, gate, up, ctx.kind, 1.0, 1.0, needs_dgate, needs_dup)
+        dgate, dup = glu_backward(dy, gate, up, ctx.kind, NO_SCALING, needs_dgate, needs_dup)
         return dgate if needs_dgate else None, dup if needs_dup else None, None
 
 

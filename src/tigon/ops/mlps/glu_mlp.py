@@ -1,12 +1,13 @@
-r"""The gated MLP of a decoder (Shazeer, arXiv:2002.05202) as one op: y = s_y (act(s_g x G^T) * (x U^T)) D^T.
+r"""The gated MLP of a decoder (Shazeer, arXiv:2002.05202) as one op: y = (act(x G^T) * (x U^T)) D^T.
 
-    gate = x G^T,  up = x U^T,  a = s_y * act(s_g * gate) * up,  y = a D^T
+    gate = x G^T,  up = x U^T,  a = act(gate) * up,  y = a D^T
     da = dy D,  (dgate, dup) from da, gate, up: `tigon.ops.mlps.glu`
     dD = dy^T a,  dG = dgate^T x,  dU = dup^T x,  dx = dgate G + dup U
 
-The factors s_g and s_y are 1 in all models but Falcon H1. The second product of dx adds to the first one, in fp32
-(beta = 1). Autograd would write both and read them again. The tensors that are saved for backward depend on where the
-MLP runs:
+Falcon H1 multiplies gate and y by numbers, and DeepSeek V4 limits gate and up (`Scaling`).
+
+The second product of dx adds to the first one, in fp32 (beta = 1). Autograd would write both and read them again. The
+tensors that are saved for backward depend on where the MLP runs:
 
     by default                 x, gate and up. The kernel that computes dgate and dup also recomputes a: 0.05 ms for
                                each 224 MiB (H200).
@@ -22,6 +23,7 @@ Mistral-7B). The other products therefore use them only from `ProductConfig.min_
 Shapes: T tokens, H hidden, I intermediate.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -38,7 +40,7 @@ from tigon.memory.lean import (
     is_saved_only_by_this_op,
     recomputes_mlp,
 )
-from tigon.ops.mlps.glu import geglu, glu_backward_into, glu_forward, swiglu
+from tigon.ops.mlps.glu import NO_SCALING, Scaling, geglu, glu_backward_into, glu_forward, swiglu
 from tigon.ops.mlps.projections import check_layer, input_gradient, is_plain, linear, supports_products
 from tigon.runtime import checks
 from tigon.runtime.autograd import first_order, may_overwrite_saved, without_autocast
@@ -77,11 +79,13 @@ GATES = {
 
 def glu_mlp_reference(
     x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor, activation: str = "silu", *,
-    gate_scale: float = 1.0, output_scale: float = 1.0,
+    gate_scale: float = 1.0, output_scale: float = 1.0, limit: float | None = None,
 ) -> Tensor:  # fmt: skip
     """Compute `glu_mlp` in eager torch, for devices without Triton and under `torch.compile`."""
-    gate = scaled(F.linear(x, gate_weight), gate_scale)
-    return scaled(F.linear(GATES[activation](gate, F.linear(x, up_weight)), down_weight), output_scale)
+    gate, up = scaled(F.linear(x, gate_weight), gate_scale), F.linear(x, up_weight)
+    if limit is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
+    return scaled(F.linear(GATES[activation](gate, up), down_weight), output_scale)
 
 
 def scaled(x: Tensor, scale: float) -> Tensor:
@@ -130,7 +134,7 @@ def multiply_gates(x: Tensor, gate_weight: Tensor, up_weight: Tensor) -> tuple[T
 
 
 def _backward_of_activation(
-    dy: Tensor, down_weight: Tensor, gate: Tensor, up: Tensor, activation: tuple[str, float, float], dgate: Tensor,
+    dy: Tensor, down_weight: Tensor, gate: Tensor, up: Tensor, activation: tuple[str, Scaling], dgate: Tensor,
     dup: Tensor, needs_down: bool,
 ) -> Tensor | None:  # fmt: skip
     """Write dgate and dup [T, I], which may be the tensors gate and up, and return dD if it is needed."""
@@ -236,7 +240,7 @@ def gradient_buffers(ctx: Any, gate: Tensor, up: Tensor, is_recomputed: bool) ->
 class _GLUMLP(torch.autograd.Function):
     """Compute y from x without saving a. gate and up are saved if `saves_gates` is True.
 
-    `activation` holds the kind of the gate, s_g and s_y.
+    `activation` holds the kind of the gate, and its numbers.
     """
 
     @staticmethod
@@ -246,7 +250,7 @@ class _GLUMLP(torch.autograd.Function):
         gate_weight: Tensor,
         up_weight: Tensor,
         down_weight: Tensor,
-        activation: tuple[str, float, float],
+        activation: tuple[str, Scaling],
         saves_gates: bool,
         is_checkpointed: bool,
     ) -> Tensor:
@@ -303,6 +307,7 @@ def glu_mlp(
     *,
     gate_scale: float = 1.0,
     output_scale: float = 1.0,
+    limit: float | None = None,
 ) -> Tensor:
     """Return (act(x G^T) * (x U^T)) D^T, a gated MLP of three weights. All tensors get gradients.
 
@@ -316,13 +321,14 @@ def glu_mlp(
         activation: "silu", "gelu" or "gelu_tanh".
         gate_scale: A factor of x G^T, before the activation (Falcon H1).
         output_scale: A factor of the result.
+        limit: The largest value of the gate, and the largest absolute value of x U^T (DeepSeek V4). None is no limit.
 
     Returns:
         [..., O] in the dtype of x.
 
     Raises:
-        TypeError: An argument is not a floating-point tensor, or a factor is not a number.
-        ValueError: Shapes, devices or dtypes do not fit, or `activation` is unknown.
+        TypeError: An argument is not a floating-point tensor, or a factor or the limit is not a number.
+        ValueError: Shapes, devices or dtypes do not fit, `activation` is unknown, or `limit` is negative.
 
     Source: Shazeer, "GLU Variants Improve Transformer", arXiv:2002.05202.
 
@@ -336,6 +342,7 @@ def glu_mlp(
     checks.choice("glu_mlp", "activation", activation, tuple(GATES))
     gate_scale = checks.number("glu_mlp", "gate_scale", gate_scale)
     output_scale = checks.number("glu_mlp", "output_scale", output_scale)
+    limit = None if limit is None else checks.number("glu_mlp", "limit", limit, 0.0)
     if x.dim() == 0 or gate_weight.dim() != 2 or gate_weight.shape[1] != x.shape[-1]:
         raise ValueError(
             f"glu_mlp: gate_weight must have shape [I, H] with H of x {tuple(x.shape)}, got {tuple(gate_weight.shape)}"
@@ -348,18 +355,20 @@ def glu_mlp(
     checks.products("glu_mlp", x, gate_weight=gate_weight, up_weight=up_weight, down_weight=down_weight)
     if not supports_weights(x, gate_weight, up_weight, down_weight):
         return glu_mlp_reference(
-            x, gate_weight, up_weight, down_weight, activation, gate_scale=gate_scale, output_scale=output_scale
-        )
-    return glu_mlp_by_kernels(x, gate_weight, up_weight, down_weight, activation, gate_scale, output_scale)
+            x, gate_weight, up_weight, down_weight, activation, gate_scale=gate_scale, output_scale=output_scale,
+            limit=limit,
+        )  # fmt: skip
+    scaling = Scaling(gate_scale, output_scale, math.inf if limit is None else limit)
+    return glu_mlp_by_kernels(x, gate_weight, up_weight, down_weight, activation, scaling)
 
 
 def glu_mlp_by_kernels(
-    x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor, kind: str, gate_scale: float = 1.0,
-    output_scale: float = 1.0,
+    x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor, kind: str,
+    scaling: Scaling = NO_SCALING,
 ) -> Tensor:  # fmt: skip
     """Return `glu_mlp` of checked arguments for which `supports_weights` is True."""
     is_checkpointed = in_checkpoint() and torch.is_grad_enabled()
-    activation = kind, gate_scale, output_scale
+    activation = kind, scaling
     return _GLUMLP.apply(x, gate_weight, up_weight, down_weight, activation, not recomputes_mlp(), is_checkpointed)
 
 
