@@ -338,7 +338,7 @@ class HeadForward:
 
     fused: FusedLoss
     live = ("weight", "bias")
-    choices = ()
+    choices = searched = ()
     takes_deferred = True
 
     def __call__(self, head: Any, hidden: Tensor) -> Tensor:

@@ -27,6 +27,7 @@ from tigon.recognition.glu import recognise_glu
 from tigon.recognition.glu_recipe import GLURecipe
 from tigon.recognition.guard import install_guarded
 from tigon.recognition.kind import kind_of
+from tigon.recognition.mixtures import MixtureRecipe, recognise_mixture
 from tigon.recognition.mlp import MLPRecipe, recognise_mlp
 from tigon.recognition.norms import recognise_norm
 from tigon.recognition.replacement import find_replacement, foreign_forward, install
@@ -64,7 +65,11 @@ PARTS = {
     "mlp": Part(
         recognise_mlp, install_guarded, "an MLP without a gate has two linear children, and no other parameters"
     ),
-    "experts": Part(recognise_experts, install_guarded, "experts have the layout that transformers marks"),
+    "experts": Part(
+        lambda module: recognise_experts(module) or recognise_mixture(module),
+        install_guarded,
+        "experts have the layout that transformers marks, or lie beside a router and an MLP that all tokens share",
+    ),
     # The modules above compute their activations themselves, so these come after them.
     "relu2": Part(recognise_relu2, install_guarded, "a squared ReLU has no children, no parameters and one input"),
     "gelu": Part(recognise_gelu, install_guarded, "a GELU has no children, no parameters and one input"),
@@ -222,7 +227,9 @@ def _activations_of(module: nn.Module, recipe: Any) -> list[nn.Module]:
 
     The guard of the recipe watches them, so it would no longer hold if one of them got another forward.
     """
-    if not isinstance(recipe, (GLURecipe, MLPRecipe, ExpertsRecipe)):
+    if isinstance(recipe, MixtureRecipe):
+        module = getattr(module, recipe.experts)
+    elif not isinstance(recipe, (GLURecipe, MLPRecipe, ExpertsRecipe)):
         return []
     return [child for child in module.modules() if child is not module and has_no_tensors(child)]
 

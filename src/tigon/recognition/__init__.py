@@ -23,6 +23,7 @@ have no guard, because their settings change in training: their forward runs at 
 | `glu`, `glu_recipe`, `glu_probes` | gated MLPs |
 | `mlp`, `activations` | MLPs of two linear layers, and activations: squared ReLU and GELU |
 | `experts` | experts of a mixture |
+| `mixtures` | mixtures that run every expert on every token |
 | `adapters`, `deferred` | linear layers with low-rank adapters |
 | `expert_adapters` | low-rank adapters on the weights of experts |
 | `rope`, `rope_function`, `rope_forms` | rotary embeddings |

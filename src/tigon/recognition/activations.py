@@ -105,6 +105,7 @@ class ActivationRecipe:
     needs_contiguity: bool = field(default=False, compare=False)
     live: ClassVar[tuple[str, ...]] = ()
     choices: ClassVar[tuple[str, ...]] = ()
+    searched: ClassVar[tuple[str, ...]] = ()
 
     def __call__(self, module: nn.Module, *args: Any, reference: bool = False, **kwargs: Any) -> Tensor:
         if kwargs or len(args) != 1 or not (reference or is_plain_input(args[0], self.needs_contiguity)):

@@ -102,6 +102,7 @@ class ExpertsRecipe:
     # The implementations for which the recipe replaces the forward, because they compute the same.
     choices: tuple[str, ...]
     live: ClassVar[tuple[str, ...]] = ("_experts_implementation", "_experts_implementation_internal")
+    searched: ClassVar[tuple[str, ...]] = ()
 
     def __call__(self, module: Any, *args: Any, **kwargs: Any) -> Tensor:
         if not self.takes(module, args, kwargs):

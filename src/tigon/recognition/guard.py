@@ -24,12 +24,19 @@ __all__ = ["Guard", "install_guarded"]
 class Guard:
     """Checks that everything that a module's forward reads is as it was when the guard was constructed.
 
-    `live` names the attributes that the recipe itself reads in every call, and `choices` the keys by which the forward
-    selects from a table of functions. A copied or unpickled guard compares by value at its first call.
+    `live` names the attributes that the recipe itself reads in every call, `choices` the keys by which the forward
+    selects from a table of functions, and `searched` the children with tensors that the recipe reads instead of calling
+    them. A copied or unpickled guard compares by value at its first call.
     """
 
-    def __init__(self, module: nn.Module, live: tuple[str, ...] = (), choices: tuple[str, ...] = ()) -> None:
-        self.live, self.choices = live, choices
+    def __init__(
+        self,
+        module: nn.Module,
+        live: tuple[str, ...] = (),
+        choices: tuple[str, ...] = (),
+        searched: tuple[str, ...] = (),
+    ) -> None:
+        self.live, self.choices, self.searched = live, choices, searched
         self.fingerprint = self._read_state(module)
         self.is_unchanged = True
 
@@ -38,7 +45,7 @@ class Guard:
 
         The result is None if the state cannot be watched.
         """
-        reach = explore(module, self.live, self.choices)
+        reach = explore(module, self.live, self.choices, searched=self.searched)
         self.check = reach.check()
         self.module: Callable[[], nn.Module | None] = weakref.ref(module)
         self.places = reach.places
@@ -77,11 +84,11 @@ class Guard:
             yield id(place.value)
 
     def __reduce__(self) -> tuple:
-        return _restore_guard, (self.fingerprint, self.live, self.choices)
+        return _restore_guard, (self.fingerprint, self.live, self.choices, self.searched)
 
 
 class GuardedRecipe(Protocol):
-    """A recipe that needs a guard: `live` and `choices` are the arguments of `Guard`."""
+    """A recipe that needs a guard: its properties are the arguments of `Guard`."""
 
     @property
     def live(self) -> tuple[str, ...]: ...
@@ -90,12 +97,15 @@ class GuardedRecipe(Protocol):
     def choices(self) -> tuple[str, ...]: ...
 
     @property
+    def searched(self) -> tuple[str, ...]: ...
+
+    @property
     def __call__(self) -> Callable[..., Any]: ...
 
 
 def install_guarded(module: nn.Module, recipe: GuardedRecipe) -> Callable[[], None]:
     """Install a recipe that replaces the forward as long as the guard holds. Return a function that uninstalls it."""
-    return install(module, recipe, Guard(module, recipe.live, recipe.choices))
+    return install(module, recipe, Guard(module, recipe.live, recipe.choices, recipe.searched))
 
 
 def _never_holds(attributes: dict[str, Any], cls: type) -> bool:
@@ -106,9 +116,11 @@ def _no_module() -> None:
     return None
 
 
-def _restore_guard(fingerprint: tuple | None, live: tuple[str, ...], choices: tuple[str, ...]) -> Guard:
+def _restore_guard(
+    fingerprint: tuple | None, live: tuple[str, ...], choices: tuple[str, ...], searched: tuple[str, ...] = ()
+) -> Guard:
     """Return a guard for a copied module. It compares by value at its first call."""
     guard = object.__new__(Guard)
-    guard.fingerprint, guard.live, guard.choices = fingerprint, live, choices
+    guard.fingerprint, guard.live, guard.choices, guard.searched = fingerprint, live, choices, searched
     guard.check, guard.module, guard.places, guard.is_unchanged = _never_holds, _no_module, [], True
     return guard

@@ -123,6 +123,7 @@ class MLPRecipe:
     needs_contiguity: bool = field(default=False, compare=False)
     live: ClassVar[tuple[str, ...]] = ()
     choices: ClassVar[tuple[str, ...]] = ()
+    searched: ClassVar[tuple[str, ...]] = ()
 
     def __call__(self, module: nn.Module, *args: Any, reference: bool = False, **kwargs: Any) -> Tensor:
         fits = len(args) == 1 and not kwargs and (reference or self._fits(args[0]))

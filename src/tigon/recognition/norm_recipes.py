@@ -88,6 +88,7 @@ class RMSNormRecipe:
     scope: Scope = field(default_factory=Scope, compare=False)
     part = "rms_norm"
     choices: ClassVar[tuple[str, ...]] = ()
+    searched: ClassVar[tuple[str, ...]] = ()
 
     @property
     def live(self) -> tuple[str, ...]:
@@ -158,6 +159,7 @@ class LayerNormRecipe:
     scope: Scope = field(default_factory=Scope, compare=False)
     part = "layer_norm"
     choices: ClassVar[tuple[str, ...]] = ()
+    searched: ClassVar[tuple[str, ...]] = ()
 
     @property
     def live(self) -> tuple[str, ...]:

@@ -37,7 +37,7 @@ class ModuleSearch(ClassSearch):
     """The part of the search that visits torch modules."""
 
     def visit_module(self, module: nn.Module, path: str, owner: nn.Module | None) -> None:
-        """Visit the module itself if `owner` is None, otherwise a child without tensors or a module in a list."""
+        """Visit the module itself if `owner` is None, otherwise a child or a module in a list."""
         if isinstance(module, torch.jit.ScriptModule):
             self.reach.unwatchable.append(f"uses {path}, a scripted module, whose code is not read")
             return
@@ -107,11 +107,15 @@ class ModuleSearch(ClassSearch):
             elif any(name in attributes[table] for table in REGISTERED):
                 self.entries.append((f"{path}.{name}", "registered"))
 
+    def is_searched(self, child: nn.Module | None) -> bool:
+        """Return True for a child with tensors that the caller wants to be searched."""
+        return any(child is each for each in self.searched_children)
+
     def visit_children(self, attributes: dict[str, Any], path: str, owner: nn.Module | None) -> None:
-        """Visit the children without tensors, and watch that they stay the same objects."""
+        """Visit the children without tensors, and the searched ones. Watch that they stay the same objects."""
         for name, child in attributes["_modules"].items():
             child_path = f"{path}.{name}"
-            if owner is None and child is not None and holds_tensors(child):
+            if owner is None and child is not None and holds_tensors(child) and not self.is_searched(child):
                 self.visit_child_with_tensors(child, name, child_path)
                 continue
             self.entries.append((child_path, "child", child is None))
@@ -121,16 +125,20 @@ class ModuleSearch(ClassSearch):
                 self.describe(child, child_path)
 
     def watch_registered(self, attributes: dict[str, Any], path: str, owner: nn.Module | None) -> None:
-        """Watch that parameters and buffers that are None stay None. For a child, watch the other tensors too."""
+        """Watch that parameters and buffers that are None stay None.
+
+        The other tensors are watched too, except those of the module itself and of searched children.
+        """
+        has_fixed_tensors = owner is not None and not self.is_searched(owner)
         for table in REGISTERED[:2]:
             for name, tensor in attributes[table].items():
                 if tensor is None and name not in self.live:
                     holder = None if owner is None else attributes
                     self.reach.places.append(Place(holder, "unset", name, table, f"{path}.{name}"))
                     self.entries.append((f"{path}.{name}", "unset"))
-                elif tensor is not None and owner is not None:
+                elif tensor is not None and has_fixed_tensors:
                     self.describe(tensor, f"{path}.{name}")
-        if owner is not None:
+        if has_fixed_tensors:
             for name, value in attributes.items():
                 if isinstance(value, Tensor):
                     self.describe(value, f"{path}.{name}")

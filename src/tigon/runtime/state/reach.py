@@ -172,6 +172,7 @@ def explore(
     live: tuple[str, ...] = (),
     choices: tuple[str, ...] = (),
     inputs: int | None = None,
+    searched: tuple[str, ...] = (),
 ) -> Reach:
     """Return the state that the forward of a module, or a function, can reach.
 
@@ -180,10 +181,11 @@ def explore(
     is the number of positional arguments with which the forward is called; its other arguments have their defaults.
 
     Children that hold tensors are not searched: the recipe that replaces the forward calls them as the forward does.
+    `searched` names the exceptions: children whose parameters or settings the recipe reads.
     """
     skipped, known_uses = frozenset(("training", *live)), Uses()
     while True:
-        search = _Search(module, skipped, frozenset(choices), inputs, known_uses)
+        search = _Search(module, skipped, frozenset(choices), inputs, searched, known_uses)
         search.run()
         if known_uses.contains(search.uses):
             return search.reach

@@ -48,9 +48,17 @@ class Record:
     """
 
     def __init__(
-        self, module: Any, live: frozenset[str], choices: frozenset[str], inputs: int | None, known_uses: Uses
+        self,
+        module: Any,
+        live: frozenset[str],
+        choices: frozenset[str],
+        inputs: int | None,
+        searched: tuple[str, ...],
+        known_uses: Uses,
     ) -> None:
         self.module, self.live, self.choices, self.inputs = module, live, choices, inputs
+        # The children with tensors that are searched too.
+        self.searched_children = [module._modules[name] for name in searched]
         self.names, self.strings, self.all_names = frozenset(known_uses.names), known_uses.strings, known_uses.all_names
         self.known_uses, self.uses = known_uses, Uses(all_names=known_uses.all_names)
         self.reach = Reach()

@@ -1,0 +1,303 @@
+"""Mixtures that run every expert on every token are recognised, and `moe_mlp` runs only the chosen experts."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import tigon
+from tigon.ops.experts.moe_mlp import moe_mlp
+from tigon.recognition import mixtures
+from tigon.recognition.guard import install_guarded
+from tigon.recognition.mixtures import MixtureRecipe, recognise_mixture
+from tigon.testing import assert_accurate
+
+transformers = pytest.importorskip("transformers", "5.0")
+llama4 = pytest.importorskip("transformers.models.llama4.modeling_llama4")
+
+E, H, INNER = 6, 32, 24
+
+
+def _mixture(cls: type | None = None, dtype: torch.dtype = torch.float32, **options) -> nn.Module:
+    sizes = {"hidden_size": H, "intermediate_size": INNER, "intermediate_size_mlp": 40, "num_local_experts": E}
+    config = transformers.Llama4TextConfig(**sizes | {"num_experts_per_tok": 2} | options)
+    module = (cls or llama4.Llama4TextMoe)(config)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    return module.to(dtype).train()
+
+
+def _input(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(*(shape or (2, 11)), H, generator=generator).to(dtype).requires_grad_()
+
+
+def _patched(module: nn.Module) -> nn.Module:
+    recipe = recognise_mixture(module)
+    assert isinstance(recipe, MixtureRecipe), recipe
+    install_guarded(module, recipe)
+    return module
+
+
+def _step(module, x: Tensor, parameters=None) -> dict[str, Tensor]:
+    """Return both outputs and every gradient that exists, by name."""
+    leaves = {"x": x, **dict(parameters or module.named_parameters())}
+    leaves = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
+    y, logits = module(x)
+    loss = y.square().sum() + logits.square().sum()
+    gradients = torch.autograd.grad(loss, leaves.values(), allow_unused=True)
+    pairs = zip(leaves, gradients, strict=True)
+    return {"y": y, "logits": logits, **{name: gradient for name, gradient in pairs if gradient is not None}}
+
+
+def _assert_same(results: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 2**-17) -> None:
+    assert results.keys() == expected.keys()
+    for name, value in expected.items():
+        assert results[name].dtype == value.dtype
+        limit = tolerance * value.abs().max().item()
+        torch.testing.assert_close(results[name], value, rtol=0, atol=limit, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.fixture
+def calls(monkeypatch) -> list[int]:
+    """Return a list that grows with every call of the op."""
+    calls: list[int] = []
+    monkeypatch.setattr(mixtures, "moe_mlp", lambda *args, **options: calls.append(1) or moe_mlp(*args, **options))
+    return calls
+
+
+@pytest.mark.parametrize("shape", [(2, 11), (1, 1), (5,)], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_experts_per_tok": 1},
+        {"num_experts_per_tok": 3},
+        {"hidden_act": "gelu"},
+        {"num_local_experts": 16},
+        {"intermediate_size": H},
+        {"hidden_size": 48, "num_local_experts": 24},
+    ],
+    ids=str,
+)
+def test_outputs_and_gradients_are_the_stock_ones(options, shape, calls):
+    stock = _mixture(**options)
+    module = _patched(copy.deepcopy(stock))
+    x = _input(*shape)
+    if "hidden_size" in options:
+        x = torch.cat([x, x[..., :16]], -1).detach().requires_grad_()
+    calls.clear()
+    _assert_same(_step(module, x), _step(stock, x))
+    assert calls, "the stock forward was called"
+
+
+def test_bf16_is_as_near_to_fp32_as_the_stock_module():
+    stock = _mixture(dtype=torch.bfloat16)
+    module, x = _patched(copy.deepcopy(stock)), _input(dtype=torch.bfloat16)
+    wide = copy.deepcopy(stock).float()
+    ours, eager, exact = _step(module, x), _step(stock, x), _step(wide, x.detach().float().requires_grad_())
+    for name in exact:
+        assert_accurate(ours[name], eager[name], exact[name], msg=name)
+
+
+def test_without_tokens_all_gradients_are_zero():
+    results = _step(_patched(_mixture()), torch.empty(0, H, requires_grad=True))
+    assert results["y"].shape == (0, H)
+    assert all((gradient == 0).all() for gradient in results.values())
+
+
+def test_patch_replaces_the_mixture_and_the_shared_mlp():
+    report = tigon.patch(nn.Sequential(_mixture()))
+    assert {entry.part: entry.names for entry in report.replaced} == {"experts": ["0"], "glu": ["0.shared_expert"]}
+
+
+@pytest.mark.parametrize("frozen", ["x", "experts.gate_up_proj", "experts.down_proj", "router.weight"])
+def test_frozen_tensors_have_no_gradient_and_the_others_have_the_stock_one(frozen):
+    stock, x = _mixture(), _input()
+    module = _patched(copy.deepcopy(stock))
+    for each in (stock, module):
+        (x if frozen == "x" else each.get_parameter(frozen)).requires_grad_(False)
+    _assert_same(_step(module, x), _step(stock, x))
+
+
+# --- changes after the patch ----------------------------------------------------------------------
+
+
+def _replace_experts(module):
+    module.experts = copy.deepcopy(module.experts)
+    with torch.no_grad():
+        module.experts.down_proj.mul_(2)
+
+
+def _halve_weights(module):
+    nn.utils.parametrize.register_parametrization(module.experts, "gate_up_proj", Half())
+
+
+class Half(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight / 2
+
+
+CHANGES = {
+    "number of choices": lambda module: setattr(module.router, "top_k", 4),
+    "activation": lambda module: setattr(module.experts, "act_fn", nn.Tanh()),
+    "hook on the experts": lambda module: module.experts.register_forward_hook(lambda m, args, y: 2 * y),
+    "hook before the experts": lambda module: module.experts.register_forward_pre_hook(lambda m, args: (args[0] + 1,)),
+    "hook on the activation": lambda module: module.experts.act_fn.register_forward_hook(lambda m, args, y: 2 * y),
+    "hook on the router": lambda module: module.router.register_forward_hook(lambda m, args, y: (y[0] / 2, y[1])),
+    "forward of the experts": lambda module: setattr(module.experts, "forward", lambda x: x * 3),
+    "forward of the router": lambda module: setattr(module.router, "forward", lambda x: (x[:, :E].relu(), x[:, :E])),
+    "experts": _replace_experts,
+    "weights": _halve_weights,
+    "shared MLP": lambda module: setattr(module, "shared_expert", nn.Linear(H, H).requires_grad_(False)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
+def test_a_change_after_the_patch_has_the_effect_that_it_has_on_the_stock_module(change):
+    stock, x = _mixture(), _input()
+    module = _patched(copy.deepcopy(stock))
+    _assert_same(_step(module, x), _step(stock, x))
+    before = _step(stock, x)["y"]
+    for each in (stock, module):
+        torch.manual_seed(0)
+        change(each)
+    _assert_same(_step(module, x), _step(stock, x))
+    assert not torch.allclose(_step(stock, x)["y"], before), "the change has no effect, so the test shows nothing"
+
+
+def test_a_global_hook_sees_the_experts():
+    module, seen = _patched(_mixture()), []
+    handle = nn.modules.module.register_module_forward_hook(lambda m, args, y: seen.append(type(m).__name__))
+    try:
+        module(_input())
+    finally:
+        handle.remove()
+    assert "Llama4TextExperts" in seen
+
+
+def test_autocast_runs_the_stock_code():
+    stock, x = _mixture(), _input()
+    module = _patched(copy.deepcopy(stock))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        _assert_same(_step(module, x), _step(stock, x), tolerance=0.0)
+
+
+@pytest.mark.parametrize(
+    "duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"]
+)
+def test_a_copy_computes_with_its_own_parameters(duplicate, calls):
+    module, x = _patched(_mixture()), _input()
+    with torch.no_grad():
+        module.shared_expert.down_proj.weight.zero_()
+    other = duplicate(module)
+    with torch.no_grad():
+        other.experts.down_proj.mul_(2)
+    calls.clear()
+    torch.testing.assert_close(other(x)[0], 2 * module(x)[0])
+    assert len(calls) == 2
+
+
+# --- modules that are left alone ------------------------------------------------------------------
+
+
+class Detached(llama4.Llama4TextMoe):
+    def forward(self, hidden_states):
+        scores, logits = self.router(hidden_states.reshape(-1, self.hidden_dim))
+        x = hidden_states.reshape(-1, self.hidden_dim)
+        inputs = x.repeat(E, 1) * scores.detach().transpose(0, 1).reshape(-1, 1)
+        return self.shared_expert(x) + self.experts(inputs).reshape(E, *x.shape).sum(0), logits
+
+
+class NearlyScaled(llama4.Llama4TextMoe):
+    def forward(self, hidden_states):
+        y, logits = super().forward(hidden_states)
+        return y * 1.001, logits
+
+
+class WithoutLogits(llama4.Llama4TextMoe):
+    def forward(self, hidden_states):
+        return super().forward(hidden_states)[0]
+
+
+class OtherLogits(llama4.Llama4TextMoe):
+    def forward(self, hidden_states):
+        y, logits = super().forward(hidden_states)
+        return y, logits * 2
+
+
+class DenseScores(llama4.Llama4TextMoe):
+    def forward(self, hidden_states):
+        x = hidden_states.reshape(-1, self.hidden_dim)
+        _, logits = self.router(x)
+        inputs = x.repeat(E, 1) * logits.sigmoid().transpose(0, 1).reshape(-1, 1)
+        return self.shared_expert(x) + self.experts(inputs).reshape(E, *x.shape).sum(0), logits
+
+
+class Counting(llama4.Llama4TextMoe):
+    def forward(self, hidden_states):
+        self.calls = getattr(self, "calls", 0) + 1
+        return super().forward(hidden_states)
+
+
+class LoudRouter(llama4.Llama4TextMoe):
+    def __init__(self, config) -> None:
+        super().__init__(config)
+        self.router.__class__ = PrintingRouter
+
+
+class PrintingRouter(llama4.Llama4Router):
+    def forward(self, hidden_states):
+        self.last = hidden_states
+        return super().forward(hidden_states)
+
+
+@pytest.mark.parametrize("cls", [Detached, NearlyScaled, WithoutLogits, OtherLogits, DenseScores, Counting, LoudRouter])
+def test_mixtures_that_compute_something_else_keep_their_forward(cls):
+    assert isinstance(recognise_mixture(_mixture(cls)), str)
+
+
+def test_a_mixture_of_which_each_token_chooses_all_experts_keeps_its_forward():
+    assert isinstance(recognise_mixture(_mixture(num_experts_per_tok=E)), str)
+
+
+def test_hooks_on_the_experts_are_a_reason():
+    module = _mixture()
+    module.experts.register_forward_hook(lambda *args: None)
+    assert recognise_mixture(module) == "has hooks on experts, or their forward was replaced"
+
+
+@pytest.mark.parametrize("module", [nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3))])
+def test_another_module_gives_no_reason(module):
+    assert recognise_mixture(module) is None
+
+
+def test_recognition_reads_no_weights_and_leaves_the_random_state_alone():
+    state = torch.get_rng_state()
+    with torch.device("meta"):
+        module = llama4.Llama4TextMoe(transformers.Llama4TextConfig())
+    assert isinstance(recognise_mixture(module), MixtureRecipe)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+# --- engines --------------------------------------------------------------------------------------
+
+
+@pytest.mark.xfail(torch.__version__ < (2, 11), reason="torch.compile before 2.11 cannot trace every call of experts")
+def test_compiles_without_a_graph_break():
+    torch._dynamo.reset()
+    module = _patched(_mixture())
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    for tokens in (11, 14):
+        x = _input(2, tokens)
+        _assert_same(_step(compiled, x, module.named_parameters()), _step(module, x), 1e-5)
+
+
+def test_gradient_checkpointing_gives_the_stock_output_and_gradients():
+    stock, x = _mixture(), _input()
+    module = _patched(copy.deepcopy(stock))
+    checkpointed = lambda x: torch.utils.checkpoint.checkpoint(module, x, use_reentrant=False)
+    _assert_same(_step(checkpointed, x, module.named_parameters()), _step(stock, x))
