@@ -142,8 +142,9 @@ def parts_of(model_type: str) -> set[str]:
     """Return the parts that are replaced."""
     parts = {"rms_norm", "rope", "fused_statements", "loss"}
     parts |= set() if model_type in WITHOUT_LAYER_NORM else {"layer_norm"}
-    parts |= {"experts"} if model_type.endswith("_moe") else {"glu"}
-    parts |= {"glu"} if model_type == "glm4v_moe" else set()
+    parts |= {"experts"} if model_type.endswith("_moe") or model_type == "llama4" else set()
+    # The experts of these types have an MLP beside them that all tokens share.
+    parts |= {"glu"} if model_type in ("glm4v_moe", "llama4") or not model_type.endswith("_moe") else set()
     parts |= {"gelu"} if model_type in WITH_GELU else set()
     return parts | (set() if model_type in WITHOUT_MLP else {"mlp"})
 
