@@ -49,11 +49,12 @@ def test_each_combination_that_is_called_tested_names_its_test():
         assert setup.strip("`") in (DOCS.parent / path.strip("`")).read_text("utf-8"), name
 
 
-@pytest.mark.parametrize("page", ["quickstart.md", "losses.md"])
+@pytest.mark.parametrize("page", ["quickstart.md", "losses.md", "experts.md", "lora.md"])
 def test_the_code_of_a_page_runs(page):
     blocks = re.findall(r"```python\n(.*?)```", (DOCS / page).read_text("utf-8"), re.DOTALL)
     variables: dict[str, Any] = {}
-    for block in blocks:
+    # A quantised model is loaded from files that a script writes.
+    for block in (block for block in blocks if "from_pretrained" not in block):
         exec(block, variables)
         assert variables.get("loss", torch.zeros(())).isfinite()
-    assert "loss" in variables
+    assert "loss" in variables or page in ("experts.md", "lora.md")

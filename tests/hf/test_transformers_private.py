@@ -152,8 +152,9 @@ def test_the_attention_of_a_model_is_named(model):
     assert transformers_private.attention_of(types.SimpleNamespace(config=types.SimpleNamespace())) == "unknown"
 
 
-def test_the_experts_of_transformers_take_a_module_with_these_attributes():
-    experts = transformers_private.grouped_experts()
+@pytest.mark.parametrize("name", ["grouped_mm", "batched_mm"])
+def test_the_experts_of_transformers_take_a_module_with_these_attributes(name):
+    experts = transformers_private.experts_function(name)
     width, count = 8, 2
     weights = {"gate_up_proj": torch.ones(count, 2 * width, width), "down_proj": torch.ones(count, width, width)}
     attributes = {"has_gate": True, "has_bias": False, "is_transposed": False, "num_experts": count}
@@ -258,9 +259,11 @@ def test_the_types_are_read_from_the_public_table_without_the_private_one(monkey
 def test_missing_experts_of_transformers_are_refused_by_name(monkeypatch):
     from transformers.integrations import moe
 
-    monkeypatch.delattr(moe, "grouped_mm_experts_forward")
-    with pytest.raises(RuntimeError, match=r"has no integrations\.moe\.grouped_mm_experts_forward"):
-        transformers_private.grouped_experts()
+    with pytest.raises(RuntimeError, match=r"has no integrations\.moe\.ALL_EXPERTS_FUNCTIONS\['fast'\]"):
+        transformers_private.experts_function("fast")
+    monkeypatch.delattr(moe, "ALL_EXPERTS_FUNCTIONS")
+    with pytest.raises(RuntimeError, match=r"has no integrations\.moe\.ALL_EXPERTS_FUNCTIONS"):
+        transformers_private.experts_function("grouped_mm")
 
 
 def test_a_model_that_does_not_name_its_layers_is_refused():

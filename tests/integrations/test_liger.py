@@ -157,21 +157,28 @@ def test_falcon_mlp_applies_both_multipliers():
     torch.testing.assert_close(module(x), expected)
 
 
-def test_trainer_with_use_liger_kernel_trains_with_tigon(tmp_path):
-    losses = []
+@pytest.mark.parametrize("config", [None, {"rope": False, "fused_linear_cross_entropy": False}], ids=["", "config"])
+def test_trainer_with_use_liger_kernel_trains_with_tigon(tmp_path, config):
+    """With `prediction_loss_only`, evaluation passes `skip_logits=True` to the model, and computes the same loss."""
+    losses, evaluated = [], []
     for use_liger_kernel in (False, True):
         torch.manual_seed(0)
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**CONFIG))
         tokens = torch.arange(8) % 7
         arguments = transformers.TrainingArguments(
             str(tmp_path), max_steps=2, use_liger_kernel=use_liger_kernel, use_cpu=True, report_to=[],
-            save_strategy="no", disable_tqdm=True, seed=0,
+            save_strategy="no", disable_tqdm=True, seed=0, liger_kernel_config=config, prediction_loss_only=True,
         )  # fmt: skip
         data = [{"input_ids": tokens, "labels": tokens}] * 16
-        losses.append(transformers.Trainer(model, arguments, train_dataset=data).train().training_loss)
-    # The patched model says that its modules are patched already.
-    assert "already" in str(tigon.patch(model))
+        trainer = transformers.Trainer(model, arguments, train_dataset=data, eval_dataset=data[:2])
+        losses.append(trainer.train().training_loss)
+        evaluated.append(trainer.evaluate()["eval_loss"])
+    report = tigon.patch(model)
+    # The patched model says that its modules are patched already. Only the parts that the config left out are new.
+    assert "already" in str(report)
+    assert {entry.part for entry in report.replaced} == (set() if config is None else {"rope", "loss"})
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert evaluated[1] == pytest.approx(evaluated[0], rel=1e-5)
 
 
 def test_command_runs_a_script(tmp_path):

@@ -104,6 +104,10 @@ def test_a_callback_refuses_unknown_options(error, options, message):
         TigonCallback(**options)
 
 
+def test_a_callback_takes_a_level_with_a_number_of_layers():
+    assert TigonCallback(memory="lean+mlp:4").memory == "lean+mlp:4"
+
+
 # --- experts ---------------------------------------------------------------------------------------
 
 

@@ -29,7 +29,7 @@ __all__ = [
     "checkpoint_function",
     "checkpoint_refusal",
     "constructors",
-    "grouped_experts",
+    "experts_function",
     "has_checkpoint_switch",
     "is_checkpoint_layer",
     "is_code_of_base_class",
@@ -282,20 +282,22 @@ def attention_of(model: Any) -> str:
     return getattr(model.config, "_attn_implementation", None) or "unknown"
 
 
-def grouped_experts() -> Callable[..., Any]:
-    """Return the function that computes the experts of a mixture by grouped products: `tigon bench` compares with it.
+def experts_function(name: str) -> Callable[..., Any]:
+    """Return an implementation of the experts of a mixture, such as "grouped_mm": `tigon bench` compares with it.
 
-    It is the undocumented `transformers.integrations.moe.grouped_mm_experts_forward`. Its first argument is a module
-    with the marks of experts, which `tigon.recognition.experts` reads too.
+    It is an entry of the undocumented `transformers.integrations.moe.ALL_EXPERTS_FUNCTIONS`. Its first argument is a
+    module with the marks of experts, which `tigon.recognition.experts` reads too.
 
     Raises:
-        RuntimeError: transformers has no such function. `tigon bench` then says that this peer is not supported.
+        RuntimeError: transformers has no such implementation. `tigon bench` then says that this peer is not supported.
     """
     try:
-        from transformers.integrations.moe import grouped_mm_experts_forward
+        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
     except ImportError as error:
-        raise _missing("integrations.moe.grouped_mm_experts_forward") from error
-    return grouped_mm_experts_forward
+        raise _missing("integrations.moe.ALL_EXPERTS_FUNCTIONS") from error
+    if name not in ALL_EXPERTS_FUNCTIONS:
+        raise _missing(f"integrations.moe.ALL_EXPERTS_FUNCTIONS[{name!r}]")
+    return ALL_EXPERTS_FUNCTIONS[name]
 
 
 def layer_classes(model: Any) -> set[str]:

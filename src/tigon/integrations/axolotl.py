@@ -8,7 +8,6 @@ Written for axolotl 0.19.0, `axolotl.integrations.base.BasePlugin`.
 
 from typing import Any
 
-from tigon.hf.patch import MemoryLevel
 from tigon.integrations.frameworks import check_options, is_known_version, patch_model, require_framework
 
 require_framework("tigon.integrations.axolotl", "axolotl", "axolotl")
@@ -21,8 +20,8 @@ __all__ = ["TigonArgs", "TigonPlugin"]
 class TigonArgs(BaseModel):
     """The keys of an axolotl configuration that the plug-in reads."""
 
-    # The memory level of `tigon.patch`. None means "default".
-    tigon_memory: MemoryLevel | None = None
+    # The memory level of `tigon.patch`, such as "lean" or "lean+mlp:4". None means "default".
+    tigon_memory: str | None = None
     # The parts of `tigon.patch` to leave out, such as {"rope": false}.
     tigon_options: dict[str, bool] | None = None
 

@@ -10,7 +10,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from tigon.hf.patch import MEMORY, OPTIONS, patch
+from tigon.hf.levels import LEVEL_NAMES, find_level
+from tigon.hf.patch import OPTIONS, patch
 from tigon.hf.report import Report
 from tigon.ops.logits.cross_entropy import cross_entropy
 from tigon.runtime.requirements import require_for
@@ -77,8 +78,8 @@ def check_options(op: str, memory: Any, options: dict[str, Any]) -> None:
         TypeError: An option is unknown, or its value is not a bool.
         ValueError: `memory` is no level.
     """
-    if not isinstance(memory, str) or memory not in MEMORY:
-        raise ValueError(f"{op}: memory must be one of {', '.join(map(repr, MEMORY))}, got {memory!r}")
+    if find_level(memory) is None:
+        raise ValueError(f"{op}: memory must be one of {LEVEL_NAMES}, got {memory!r}")
     parts = [name for name in OPTIONS if name != "memory"]
     for name, value in options.items():
         if name not in parts:

@@ -40,7 +40,7 @@ class TigonCallback(Callback):
     Source: `lightning.pytorch.Callback` of lightning 2.6.6.
     """
 
-    def __init__(self, memory: MemoryLevel = "default", **options: bool) -> None:
+    def __init__(self, memory: MemoryLevel | str = "default", **options: bool) -> None:
         check_options("TigonCallback", memory, options)
         self.memory, self.options = memory, options
         # The report of the latest patch; None before `fit`, and with an unknown version of Lightning.

@@ -39,7 +39,7 @@ class TigonCallback(TrainerCallback):
         True
     """
 
-    def __init__(self, memory: MemoryLevel = "default", **options: bool) -> None:
+    def __init__(self, memory: MemoryLevel | str = "default", **options: bool) -> None:
         check_options("TigonCallback", memory, options)
         self.memory, self.options = memory, options
         # The report of the latest model that was patched.

@@ -347,6 +347,7 @@ def test_a_table_that_no_token_reads_is_no_limit():
         ("Mistral-7B", 7.242),
         ("Gemma-7B", 8.538),
         ("Gemma-2-2B", 2.614),
+        ("Qwen3-30B-A3B", 30.532),
     ],
 )
 def test_presets_have_the_public_sizes(name, billions):

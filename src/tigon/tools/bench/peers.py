@@ -57,16 +57,17 @@ def torch_linear_cross_entropy(case: Case) -> Run:
     return lambda input, linear_weight, target: (F.linear_cross_entropy(input, linear_weight, target),)
 
 
-def transformers_experts(case: Case) -> Run:
-    from tigon.hf.transformers_private import grouped_experts
+def transformers_experts(case: Case, name: str = "grouped_mm") -> Run:
+    """Return an implementation of experts by the name that the config of a transformers model has for it."""
+    from tigon.hf.transformers_private import experts_function
 
     try:
-        compute = grouped_experts()
+        compute = experts_function(name)
     except RuntimeError as error:
         raise Unsupported(str(error)) from error
     flags = {"has_gate": True, "has_bias": False, "is_transposed": False, "num_experts": case.shape[2]}
-    # transformers 5.23 reads this attribute too.
-    flags["_is_expert_parallel"] = False
+    # transformers 5.23 reads the first of these attributes too, and its call of SonicMoE reads the second one.
+    flags |= {"_is_expert_parallel": False, "config": SimpleNamespace(hidden_act="silu")}
 
     def gate(gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, -1)

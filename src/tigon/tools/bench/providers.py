@@ -115,6 +115,10 @@ def _liger(load: Callable[[Case], Run], *overwrites: str, note: str = "") -> Pro
     return Provider("liger", load, overwrites, note, needs_gpu=True)
 
 
+def _experts(name: str) -> Callable[[Case], Run]:
+    return lambda case: peers.transformers_experts(case, name)
+
+
 def _cute(function: str, *overwrites: str) -> Provider:
     return Provider("liger-cute", peers.liger_cute(function), overwrites, needs_gpu=True)
 
@@ -148,6 +152,8 @@ _PEERS: dict[str, tuple[Provider, ...]] = {
     "relu2": (_liger(peers.liger_relu2),),
     "moe_mlp": (
         Provider("grouped_mm", peers.transformers_experts, note="what transformers runs by default"),
+        Provider("batched_mm", _experts("batched_mm"), note="copies the weights of an expert for each choice"),
+        Provider("sonicmoe", _experts("sonicmoe"), needs_gpu=True),
         _liger(peers.liger_moe_mlp),
     ),
     "lora_moe_mlp": (Provider("peft", peers.peft_experts, note="W + s B A, then what transformers runs by default"),),
