@@ -49,7 +49,7 @@ def main() -> None:
     if is_known_version("llamafactory", "0.9.5", "the callback for LLaMA-Factory"):
         from tigon.integrations.trainer import TigonCallback
 
-        callbacks.append(TigonCallback(memory))  # type: ignore[arg-type]
+        callbacks.append(TigonCallback(memory))
     from llamafactory.train.tuner import run_exp
 
     run_exp(callbacks=callbacks)

@@ -14,7 +14,7 @@ not choose.
 
 import functools
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -92,8 +92,7 @@ class MixtureRecipe:
         x = args[0].reshape(-1, args[0].shape[-1])
         scores, logits = getattr(module, self.router)(x)
         weights, index = scores.topk(self.choices_per_token, dim=-1)
-        options = {"activation": self.activation, "transposed": True, "weight_inputs": True}
-        y = moe_mlp(x, up, down, index, weights, **options)
+        y = moe_mlp(x, up, down, index, weights, activation=self.activation, transposed=True, weight_inputs=True)
         return getattr(module, self.shared)(x) + y, logits
 
     def _fits(self, args: tuple, kwargs: dict[str, Any], up: Tensor, down: Tensor) -> bool:
@@ -117,7 +116,7 @@ def _find_roles(module: nn.Module) -> Roles | None:
         others = {key: other for key, other in children.items() if key != name and not has_no_tensors(other)}
         if [len(shape) for _, shape in shapes] != [3, 3] or len(others) != 2:
             continue
-        if not all(map(has_no_tensors, child._modules.values())):
+        if not all(map(has_no_tensors, child.children())):
             continue
         (up, (count, hidden, inner)), (down, down_shape) = shapes
         if inner % 2 or down_shape != (count, inner // 2, hidden):
@@ -137,7 +136,7 @@ def _small_mixture(module: nn.Module, roles: Roles, seed: int, dtype: torch.dtyp
     count, hidden, inner = _small_sizes(roles.sizes)
     new_size = dict(zip(roles.sizes, (count, hidden, inner), strict=True))
     # The code of a module reads its sizes from attributes of any name.
-    sizes = lambda m: {key: new_size[n] for key, n in vars(m).items() if type(n) is int and n in new_size}
+    sizes: Callable[[nn.Module], dict[str, Any]] = lambda m: {key: new_size[n] for key, n in vars(m).items() if type(n) is int and n in new_size}
     random = lambda i, *shape: (normal(seed + i, *shape) * shape[-2] ** -0.5).to(dtype)
     (name,) = (key for key, t in own_tensors(router).items() if t is not None)
     children = dict(module._modules) | {

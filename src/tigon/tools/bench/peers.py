@@ -65,7 +65,7 @@ def transformers_experts(case: Case, name: str = "grouped_mm") -> Run:
         compute = experts_function(name)
     except RuntimeError as error:
         raise Unsupported(str(error)) from error
-    flags = {"has_gate": True, "has_bias": False, "is_transposed": False, "num_experts": case.shape[2]}
+    flags: dict[str, Any] = {"has_gate": True, "has_bias": False, "is_transposed": False, "num_experts": case.shape[2]}
     # transformers 5.23 reads the first of these attributes too, and its call of SonicMoE reads the second one.
     flags |= {"_is_expert_parallel": False, "config": SimpleNamespace(hidden_act="silu")}
 
