@@ -136,7 +136,9 @@ def _small_mixture(module: nn.Module, roles: Roles, seed: int, dtype: torch.dtyp
     count, hidden, inner = _small_sizes(roles.sizes)
     new_size = dict(zip(roles.sizes, (count, hidden, inner), strict=True))
     # The code of a module reads its sizes from attributes of any name.
-    sizes: Callable[[nn.Module], dict[str, Any]] = lambda m: {key: new_size[n] for key, n in vars(m).items() if type(n) is int and n in new_size}
+    sizes: Callable[[nn.Module], dict[str, Any]] = lambda m: {
+        key: new_size[n] for key, n in vars(m).items() if type(n) is int and n in new_size
+    }
     random = lambda i, *shape: (normal(seed + i, *shape) * shape[-2] ** -0.5).to(dtype)
     (name,) = (key for key, t in own_tensors(router).items() if t is not None)
     children = dict(module._modules) | {
