@@ -45,7 +45,8 @@ from tigon.recognition.deferred import (
 )
 from tigon.recognition.dequantisation import WeightReader
 from tigon.recognition.expert_adapters import ExpertAdapterRecipe, recognise_expert_adapters, wrappers_of
-from tigon.recognition.replacement import Replacement, find_replacement, install, uninstall
+from tigon.recognition.fp8 import set_owners
+from tigon.recognition.replacement import find_replacement, install, installed_recipe, uninstall
 from tigon.recognition.standin import (
     BF16,
     FP16,
@@ -205,7 +206,7 @@ class BaseRecipe:
 
 def _dense_weight(base: Any, x: Tensor | TensorLike) -> FrozenWeight | None:
     """Return the weight of a quantised base layer if an op may multiply x by it; None if the layer has to be called."""
-    recipe = _recipe_of(base)
+    recipe = installed_recipe(base)
     return recipe.weight_reader.read(base, x) if isinstance(recipe, BaseRecipe) else None
 
 
@@ -221,21 +222,10 @@ def _runs_own_forwards(layer: nn.Module) -> bool:
         has_hook = has_hook or attributes["_backward_pre_hooks"] or attributes["_backward_hooks"]
         if has_hook or not has_stock_call(module):
             return False
-        if "forward" in attributes and not getattr(_recipe_of(module), "takes_deferred", False):
+        if "forward" in attributes and not getattr(installed_recipe(module), "takes_deferred", False):
             return False
         modules += module._modules.values()
     return True
-
-
-def _recipe_of(module: nn.Module) -> Any:
-    """Return the recipe that is installed on a module.
-
-    The result is None without a recipe, and also if accelerate wraps the replaced forward.
-    """
-    # The caller may pass any object that a forward calls, and a builtin function has no `__dict__`.
-    forward = getattr(module, "__dict__", {}).get("forward")
-    # The type is compared, because a wrapper of accelerate has all attributes of a replacement.
-    return forward.recipe if type(forward) is Replacement else None
 
 
 class AdapterRecipe:
@@ -292,7 +282,7 @@ def read_projection(layer: nn.Module, x: Tensor | TensorLike) -> Projection | No
     """Return the linear layer, with its adapters, that `layer(x)` computes; None if the layer has to be called."""
     if is_plain(layer):
         return Projection(layer.weight, layer.bias)
-    recipe = _recipe_of(layer)
+    recipe = installed_recipe(layer)
     if type(recipe) is not AdapterRecipe or does_more_than_forward(layer):
         return None
     result = recipe.read(layer, x)
@@ -434,6 +424,7 @@ def recipes_for(layer: nn.Module, recipe: AdapterRecipe | ExpertAdapterRecipe) -
 def install_adapters(layer: nn.Module, recipe: AdapterRecipe | ExpertAdapterRecipe) -> Callable[[], None]:
     """Install the recipes of a layer and of its base. Return a function that uninstalls them."""
     undo = [install(module, each) for module, each in recipes_for(layer, recipe).items()]
+    set_owners(layer)
 
     def restore() -> None:
         for step in undo:
