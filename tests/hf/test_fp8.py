@@ -268,7 +268,11 @@ def test_a_forward_of_other_code_stays(make):
 @pytest.mark.parametrize(
     ("options", "error_type", "message"),
     [
-        ({"fp8": "blockwise"}, ValueError, r"patch: fp8 must be one of 'tensorwise', 'rowwise' or None, got 'blockwise'"),
+        (
+            {"fp8": "blockwise"},
+            ValueError,
+            r"patch: fp8 must be one of 'tensorwise', 'rowwise' or None, got 'blockwise'",
+        ),
         ({"fp8": True}, ValueError, r"patch: fp8 must be one of 'tensorwise', 'rowwise' or None, got True"),
         ({"fp8": "rowwise", "fp8_dw": 1}, TypeError, r"patch: fp8_dw must be True or False, got 1"),
     ],
@@ -391,7 +395,9 @@ def test_a_second_patch_changes_the_recipe_and_restore_returns_to_the_first(make
     assert find_replacement(model.model.layers[0].mlp.up_proj) is None
 
 
-@pytest.mark.parametrize("copy_of", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["deepcopy", "pickle"])
+@pytest.mark.parametrize(
+    "copy_of", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["deepcopy", "pickle"]
+)
 def test_a_copy_runs_in_fp8_with_its_own_weights(make, step, batch, calls, copy_of):
     model = make()
     tigon.patch(model, fp8="rowwise")
@@ -530,7 +536,9 @@ def test_a_compiled_model_runs_in_fp8_without_a_graph_break(make, step, batch):
 def with_lora(model: nn.Module, **options) -> nn.Module:
     peft = pytest.importorskip("peft")
     torch.manual_seed(0)
-    config = peft.LoraConfig(r=8, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM", **options)
+    config = peft.LoraConfig(
+        r=8, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM", **options
+    )
     return peft.get_peft_model(model, config).train()
 
 

@@ -31,7 +31,7 @@ def train(model: nn.Module, rank: int, micro_batches: int, reduce: bool) -> list
     """Return the loss of each micro-batch. With `reduce`, this function averages the gradients of the ranks."""
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     losses = []
-    for step in range(STEPS):
+    for _ in range(STEPS):
         for i in range(micro_batches):
             # Each step has the same data, so the loss falls.
             loss = model(**batch(rank, seed=i)).loss
@@ -74,6 +74,7 @@ def make_setup(
     return setup
 
 
+# Once FSDP2 has sharded a model of the process, no weight is cached. So data-parallel models come first.
 SETUPS = {
     "DDP": make_setup(ddp, is_cached=True),
     "DDP with accumulation": make_setup(ddp, micro_batches=2, is_cached=True),

@@ -75,13 +75,13 @@ def _decoder_layers(model: nn.Module) -> list[nn.Module]:
     return max(of_transformers or of_one_class, key=_size, default=[])
 
 
-def _expert_count(module: nn.Module) -> int | None:
+def _expert_count(module: Any) -> int | None:
     """Return the number of experts in a module that holds nothing else; None for any other module."""
     if is_experts(module):
-        return int(module.num_experts)  # type: ignore[arg-type]
-    is_list = isinstance(module, nn.ModuleList) and len(module) > 1
-    has_experts = is_list and len({type(m) for m in module}) == 1 and all(_linears(m) for m in module)
-    return len(module) if has_experts else None  # type: ignore[arg-type]
+        return module.num_experts
+    if not isinstance(module, nn.ModuleList) or len(module) < 2:
+        return None
+    return len(module) if len({type(m) for m in module}) == 1 and all(_linears(m) for m in module) else None
 
 
 def _parts_of_mixtures(layer: nn.Module) -> dict[nn.Module, str]:
@@ -137,7 +137,8 @@ def _describe(device: torch.device) -> str:
     if device.type != "cuda":
         return str(device)
     major, minor = torch.cuda.get_device_capability(device)
-    return f"{torch.cuda.get_device_name(device)} of compute capability {major}.{minor} (NVIDIA GPUs have them from 8.9 on)"
+    name = torch.cuda.get_device_name(device)
+    return f"{name} of compute capability {major}.{minor} (NVIDIA GPUs have them from 8.9 on)"
 
 
 class FP8Plan:
@@ -174,7 +175,9 @@ class FP8Plan:
 
 def _describe_products(settings: FP8Settings, dtype: torch.dtype) -> str:
     """Return what the report says about a layer in FP8 whose weight has this dtype."""
-    condition = "" if dtype in FP8_DTYPES else f", under autocast or once its weight is in bf16 or fp16 (now {_name(dtype)})"
+    condition = (
+        "" if dtype in FP8_DTYPES else f", under autocast or once its weight is in bf16 or fp16 (now {_name(dtype)})"
+    )
     dw = "dX and dW" if settings.fp8_dw else "dX, but not dW"
     return f"{settings.recipe} FP8 products in forward, {dw}{condition}"
 
@@ -211,6 +214,7 @@ def plan_fp8(model: nn.Module, settings: FP8Settings | None, recipes: Mapping[nn
             continue
         plan.lines.append((name, module, reason or ""))
         plan.changed |= set() if reason else {module}
+    layer: Any
     for layer in plan.changed:
         # A CPU emulates FP8 products, and the device of a model on meta is not known yet.
         if (device := _device_of(layer)).type not in ("cpu", "meta") and not has_fp8_units(layer.weight):

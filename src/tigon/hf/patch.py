@@ -428,7 +428,12 @@ def patch(
     patched_modules = {module for module, recipe in installed_recipes.items() if recipe is not None}
     earlier_count = len(patched_modules - new_recipes.keys() - fp8_plan.changed)
     # Levels that only recompute results of Tigon's ops have no effect in a model without such ops.
-    has_ops = earlier_count or report or fp8_plan.changed or any(type(m).__module__.startswith("tigon.") for m in model.modules())
+    has_ops = (
+        earlier_count
+        or report
+        or fp8_plan.changed
+        or any(type(m).__module__.startswith("tigon.") for m in model.modules())
+    )
     level = memory if has_ops or memory in ("checkpoint", "offload") else "default"
     if reason := explain_refusal(model, level):
         raise ValueError(f"patch: memory={level!r} is not possible for this {report.model}: {reason}")

@@ -4,8 +4,8 @@ Unlike the other recipes, this one changes results: it rounds the factors of pro
 linear layer itself, so whoever calls the layer gets FP8 products. Recipes that compute several layers at once (a gated
 MLP, layers with the same input) look for it, and then quantise their common input only once.
 
-An FP8 product replaces one in bf16 or fp16, also if autocast is the reason for this dtype. A product in fp32 stays as it
-is, and so does one with a DTensor, which torch computes on several devices. A short call without gradients, as in
+An FP8 product replaces one in bf16 or fp16, also if autocast is the reason for this dtype. A product in fp32 stays as
+it is, and so does one with a DTensor, which torch computes on several devices. A short call without gradients, as in
 generation, is not computed in FP8 either, because it would take longer to quantise the weight than to multiply.
 """
 
@@ -116,8 +116,10 @@ def _fits(layer: Any, x: Any) -> bool:
     # Autocast does not exist on the meta device. The op converts its factors from any dtype.
     if not weight.is_meta and torch.is_autocast_enabled(weight.device.type):
         dtype = torch.get_autocast_dtype(weight.device.type)
+    elif x.dtype == weight.dtype:
+        dtype = weight.dtype
     else:
-        dtype = weight.dtype if x.dtype == weight.dtype else None
+        return False
     if dtype not in FP8_DTYPES:
         return False
     is_cached = not weight.requires_grad and keeps_versions(weight)

@@ -68,7 +68,7 @@ def add_fp8(names: list[str], recipes: str, fp8_dw: bool) -> list[str]:
     return result
 
 
-def apply_torchao(model: nn.Module, recipe: str, fp8_dw: bool) -> str:
+def apply_torchao(model: Any, recipe: str, fp8_dw: bool) -> str:
     """Let torchao compute the linear layers in FP8, except the head; return a description for the report.
 
     Raises:
@@ -80,10 +80,12 @@ def apply_torchao(model: nn.Module, recipe: str, fp8_dw: bool) -> str:
     head: Any = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
 
     def is_converted(module: nn.Module, name: str) -> bool:
-        is_linear = isinstance(module, nn.Linear) and module is not head
-        return is_linear and module.in_features % 16 == 0 and module.out_features % 16 == 0
+        if not isinstance(module, nn.Linear) or module is head:
+            return False
+        return module.in_features % 16 == 0 and module.out_features % 16 == 0
 
     config = Float8LinearConfig.from_recipe_name(recipe if fp8_dw else f"{recipe}_with_gw_hp")
     convert_to_float8_training(model, module_filter_fn=is_converted, config=config)
     count = sum(type(module).__name__ == "Float8Linear" for module in model.modules())
-    return f"torchao {__version__}, {count} linear layers in FP8, {recipe}{'' if fp8_dw else ', dW in bf16'}; torch.compile"
+    dw = "" if fp8_dw else ", dW in bf16"
+    return f"torchao {__version__}, {count} linear layers in FP8, {recipe}{dw}; torch.compile"

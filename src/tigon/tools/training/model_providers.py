@@ -190,7 +190,9 @@ def select(names: str | Iterable[str], checkpointing: bool = False) -> list[Mode
     known_providers[FROZEN] = ModelProvider(FROZEN, "lean", trains=False)
     known_providers[STOCK_FP32] = ModelProvider(STOCK_FP32, in_fp32=True)
     names_in_fp8 = [f"{base}-{recipe}" for base in ("tigon-fp8", TORCHAO) for recipe in FP8_RECIPES]
-    known_providers |= {name: _provider_in_fp8(name, checkpointing) for name in names_in_fp8}
+    for name in names_in_fp8:
+        if (provider_in_fp8 := _provider_in_fp8(name, checkpointing)) is not None:
+            known_providers[name] = provider_in_fp8
     chosen_providers: list[ModelProvider] = []
     for name in names:
         # A level may hold a number of layers, such as that of tigon-lean+mlp:4.

@@ -97,11 +97,12 @@ def test_the_recipes_are_those_of_the_op():
 
 
 def test_the_name_of_a_provider_in_fp8_holds_its_level_and_its_recipe():
-    names = "tigon-fp8-tensorwise,tigon-lean-fp8-rowwise-bf16-dw,tigon-lean+mlp:4-fp8-rowwise,torchao-float8-rowwise-bf16-dw"
+    names = "tigon-fp8-tensorwise,tigon-lean-fp8-rowwise-bf16-dw,tigon-lean+mlp:4-fp8-rowwise"
+    names += ",torchao-float8-rowwise-bf16-dw"
     read = [(p.level, p.fp8, p.fp8_dw, p.compiles) for p in providers.select(names)]
     assert read == [
-        ("default", "tensorwise", True, False), ("lean", "rowwise", False, False), ("lean+mlp:4", "rowwise", True, False),
-        (None, "rowwise", False, True),
+        ("default", "tensorwise", True, False), ("lean", "rowwise", False, False),
+        ("lean+mlp:4", "rowwise", True, False), (None, "rowwise", False, True),
     ]  # fmt: skip
     (provider,) = providers.select("tigon-fp8-rowwise", checkpointing=True)
     assert provider.level == "checkpoint"
@@ -111,7 +112,13 @@ def test_the_name_of_a_provider_in_fp8_holds_its_level_and_its_recipe():
 
 @pytest.mark.parametrize(
     "name",
-    ["tigon-fp8", "tigon-fp8-blockwise", "tigon-leen-fp8-rowwise", "tigon-rowwise", "torchao-float8-tensorwise-bf16-dw"],
+    [
+        "tigon-fp8",
+        "tigon-fp8-blockwise",
+        "tigon-leen-fp8-rowwise",
+        "tigon-rowwise",
+        "torchao-float8-tensorwise-bf16-dw",
+    ],
 )
 def test_other_names_in_fp8_are_refused(name):
     with pytest.raises(ValueError, match=f"must be among .*, got '{name}'"):
@@ -157,7 +164,9 @@ def test_torchao_converts_all_layers_but_the_head(monkeypatch):
     module.Float8LinearConfig = types.SimpleNamespace(from_recipe_name=lambda name: name)
     monkeypatch.setitem(sys.modules, "torchao", package)
     monkeypatch.setitem(sys.modules, "torchao.float8", module)
-    model = torch.nn.ModuleDict({"a": torch.nn.Linear(32, 16), "b": torch.nn.Linear(8, 16), "head": torch.nn.Linear(16, 64)})
+    model = torch.nn.ModuleDict(
+        {"a": torch.nn.Linear(32, 16), "b": torch.nn.Linear(8, 16), "head": torch.nn.Linear(16, 64)}
+    )
     model.get_output_embeddings = lambda: model["head"]
     (provider,) = providers.select("torchao-float8-rowwise-bf16-dw")
     description = provider.apply(model, False, "cuda")

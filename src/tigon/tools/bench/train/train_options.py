@@ -25,8 +25,9 @@ class TrainOptions:
         str,
         typer.Option(
             help="Providers, separated by commas: stock, liger, compile (also with the suffix -checkpoint), tigon, "
-            "tigon-LEVEL, tigon-fp8-RECIPE, tigon-LEVEL-fp8-RECIPE, torchao-float8-RECIPE; stock-fp32, whose losses are "
-            "a reference; with --lora also unsloth, unsloth-checkpoint, and frozen, the frozen model without adapters."
+            "tigon-LEVEL, tigon-fp8-RECIPE, tigon-LEVEL-fp8-RECIPE, torchao-float8-RECIPE; stock-fp32, whose losses "
+            "are a reference; with --lora also unsloth, unsloth-checkpoint, and frozen, the frozen model without "
+            "adapters."
         ),
     ] = "stock,liger,tigon"
     batch: Annotated[
@@ -49,8 +50,8 @@ class TrainOptions:
     fp8: Annotated[
         str | None,
         typer.Option(
-            help="Add the providers in FP8 beside those of Tigon, and torchao if it is installed: tensorwise, rowwise, or "
-            "both, separated by a comma.",
+            help="Add the providers in FP8 beside those of Tigon, and torchao if it is installed: tensorwise, rowwise, "
+            "or both, separated by a comma.",
             show_default="none",
         ),
     ] = None
