@@ -27,6 +27,7 @@ __all__ = [
     "check_options",
     "check_sizes",
     "has_fp8_units",
+    "has_units",
     "pad",
     "runs_fp8_kernels",
 ]
@@ -110,16 +111,17 @@ def check_options(op: str, recipe: object, fp8_dw: object) -> None:
     checks.flag(op, fp8_dw=fp8_dw)
 
 
-def _has_units(arch: str) -> bool:
+def has_units(arch: str) -> bool:
+    """Return whether a chip has the FP8 units that Tigon uses: "sm_89" (Ada), "sm_90" (Hopper) and later ones.
+
+    Chips of AMD have units too, some of them for other formats. Tigon has not been tested with them.
+    """
     return arch.startswith("sm_") and int(arch[3:]) >= 89
 
 
 def has_fp8_units(x: Tensor) -> bool:
-    """Return whether the device of `x` computes FP8 products: NVIDIA GPUs from Ada and Hopper on.
-
-    Chips of AMD have units too, some of them for other formats. Tigon has not been tested with them.
-    """
-    return not HIP and device_kind(x) == "cuda" and _has_units(device_of(x).arch)
+    """Return whether the FP8 units of the device of `x` compute products. Elsewhere these are emulated."""
+    return not HIP and device_kind(x) == "cuda" and has_units(device_of(x).arch)
 
 
 def runs_fp8_kernels(x: Tensor) -> bool:
@@ -128,4 +130,4 @@ def runs_fp8_kernels(x: Tensor) -> bool:
         return False
     # The interpreter and a simulated GPU may have no name.
     arch = device_of(x).arch
-    return arch == "" or _has_units(arch)
+    return arch == "" or has_units(arch)

@@ -26,8 +26,8 @@ from torch import Tensor
 
 from tigon.memory.lean import is_lean
 from tigon.ops.fp8.formats import WEIGHT_DTYPE, Factor, Fp8Options, check_options, check_sizes
-from tigon.ops.fp8.products import multiply_fp8
-from tigon.ops.fp8.quantisation import Layout, quantise
+from tigon.ops.fp8.products import emulate_fp8, multiply_fp8
+from tigon.ops.fp8.quantisation import Layout, quantise, quantise_reference
 from tigon.ops.fp8.weights import WeightCache, weight_rows, weight_transposed
 from tigon.runtime import checks
 from tigon.runtime.autograd import first_order, keep_none_gradients, without_autocast
@@ -35,6 +35,7 @@ from tigon.runtime.torch_private.operators import reshape_without_view
 
 __all__ = [
     "fp8_linear",
+    "fp8_linear_reference",
     "fp8_projections",
     "projections_by_options",
     "quantise_input",
@@ -42,6 +43,46 @@ __all__ = [
     "uses_autocast",
     "weight_gradient",
 ]
+
+
+# --- reference -----------------------------------------------------------------------------------
+
+
+class _Fp8LinearReference(torch.autograd.Function):
+    """y = Q(x) Q(W)^T [T, O] and its gradients, with each factor rounded and each product emulated in torch."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, options: Fp8Options) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.options = options
+        return emulate_fp8(_factor(x, options), _factor(weight, options), x.dtype)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
+        (x, weight), options = ctx.saved_tensors, ctx.options
+        dtype = options.dtype_of_gradients
+        dx = emulate_fp8(_factor(dy, options, dtype), _factor(weight.t(), options), x.dtype)
+        if not options.fp8_dw:
+            return dx, torch.mm(dy.t(), x).to(weight.dtype), None
+        return dx, emulate_fp8(_factor(dy.t(), options, dtype), _factor(x.t(), options), weight.dtype), None
+
+
+def _factor(x: Tensor, options: Fp8Options, dtype: torch.dtype = WEIGHT_DTYPE) -> Factor:
+    """Return a matrix as a factor of a product that sums along its rows."""
+    copies = quantise_reference(x, Layout(dtype, options.is_rowwise, True, False))
+    assert copies.rows is not None
+    assert copies.row_scale is not None
+    return Factor(copies.rows, copies.row_scale)
+
+
+def fp8_linear_reference(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, recipe: str = "tensorwise", fp8_dw: bool = True
+) -> Tensor:
+    """Compute `fp8_linear` in eager torch: the same rounding, and products in fp32."""
+    y = _Fp8LinearReference.apply(x.reshape(-1, x.shape[-1]), weight, Fp8Options(recipe, fp8_dw))
+    y = y if bias is None else y + bias
+    return y.view(*x.shape[:-1], len(weight))
 
 
 # --- parts of nodes ------------------------------------------------------------------------------

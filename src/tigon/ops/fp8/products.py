@@ -12,7 +12,7 @@ from torch import Tensor
 from tigon.ops.fp8.formats import Factor, has_fp8_units
 from tigon.runtime.torch_private.products import multiply_scaled
 
-__all__ = ["multiply_fp8"]
+__all__ = ["emulate_fp8", "multiply_fp8"]
 
 # Products with a scale for each row have results of these dtypes only.
 _ROWWISE_DTYPES = (torch.bfloat16,)
@@ -31,7 +31,7 @@ def multiply_fp8(a: Factor, b: Factor, dtype: torch.dtype, bias: Tensor | None =
         y = a.scale.new_zeros((m, b.values.shape[0]), dtype=dtype)
         return y if bias is None else y + bias.to(dtype)
     if not has_fp8_units(a.values):
-        return _emulate(a, b, dtype, bias)
+        return emulate_fp8(a, b, dtype, bias)
     out_dtype = dtype if a.scale.dim() == 1 or dtype in _ROWWISE_DTYPES else torch.bfloat16
     adds_bias = bias is not None and bias.dtype == out_dtype == dtype and dtype in _BIAS_DTYPES
     y = multiply_scaled(
@@ -41,7 +41,7 @@ def multiply_fp8(a: Factor, b: Factor, dtype: torch.dtype, bias: Tensor | None =
     return y if bias is None or adds_bias else y.add_(bias)
 
 
-def _emulate(a: Factor, b: Factor, dtype: torch.dtype, bias: Tensor | None) -> Tensor:
+def emulate_fp8(a: Factor, b: Factor, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
     """Compute `multiply_fp8` in torch, in fp64 for results in fp64 and in fp32 for all others."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     y = torch.mm(a.values.to(wide), b.values.to(wide).t())

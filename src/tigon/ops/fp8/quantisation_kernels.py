@@ -62,10 +62,13 @@ class TileConfig(LaunchConfig):
 
     @staticmethod
     def heuristic(problem: TileProblem, device: Device) -> "TileConfig":
-        """Return tiles whose transposed rows fill a cache line of 128 bytes."""
-        if problem.inputs == 3:
-            return TileConfig(block_m=128, block_k=32, num_warps=8)
-        return TileConfig(block_m=128, block_k=64, num_warps=8)
+        """Return tiles whose rows fill a line of 128 bytes, those of the transposed copies before those of inputs."""
+        if problem.inputs < 3:
+            return TileConfig(block_m=128, block_k=64, num_warps=8)
+        if problem.writes:
+            return TileConfig(128, 32, 8)
+        # Larger tiles spill when they are compiled for a B200.
+        return TileConfig(64, 64, 8) if device.arch == "sm_90" else TileConfig(16, 64, 4)
 
 
 class RowProblem(NamedTuple):
