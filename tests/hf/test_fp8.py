@@ -4,7 +4,6 @@ Most models here are smaller than the limit for the width of a layer, so the lim
 """
 
 import copy
-import math
 import pickle
 
 import pytest
@@ -13,6 +12,16 @@ from torch import nn
 
 import tigon
 from hf import same_step
+from hf.fp8_steps import (
+    BF16_ERROR,
+    GRADIENT_ERROR,
+    LOSS_ERROR,
+    assert_near,
+    error,
+    layers_in_fp8,
+    reasons,
+    with_lora,
+)
 from tigon.hf import fp8
 from tigon.hf.levels import LEVELS
 from tigon.ops.fp8.formats import RECIPES
@@ -21,14 +30,7 @@ from tigon.recognition.replacement import find_replacement
 
 transformers = pytest.importorskip("transformers")
 
-# The largest error of e4m3 is 2^-4, and that of e5m2 is 2^-3. Both are uniform, so an rms is the largest error divided
-# by sqrt(3), and less for values that are not just above a power of two. A product rounds two factors. Gradients pass
-# two layers of four products in forward and in backward, one after the other, and errors add up as random numbers do.
-GRADIENT_ERROR = math.sqrt(16 * (2.0**-8 + 2.0**-6) / 3)
-# The loss is nearly linear in errors whose mean is zero.
-LOSS_ERROR = GRADIENT_ERROR / 10
-# A model in bf16 differs from another order of its sums by about this much.
-BF16_ERROR = 2.0**-8
+pytestmark = pytest.mark.no_interpreter(reason="the interpreter computes products of bf16 wrongly")
 
 MIXTURE = {
     "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "shared_expert_intermediate_size": 48,
@@ -86,31 +88,6 @@ def quantisations(monkeypatch):
 
     monkeypatch.setattr(module, "quantise_weights", quantise_weights)
     return made
-
-
-def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    return ((actual.float() - expected.float()).norm() / expected.float().norm()).item()
-
-
-def assert_near(actual: dict, expected: dict) -> None:
-    """Assert that two steps agree up to the errors of FP8.
-
-    The gradients of vectors and of routers have few elements, or sums in which most terms cancel.
-    """
-    assert actual.keys() == expected.keys()
-    assert error(actual["loss"], expected["loss"]) < LOSS_ERROR
-    for name, value in expected.items():
-        allowed = GRADIENT_ERROR if value.dim() == 2 and min(value.shape) >= 16 else 2 * GRADIENT_ERROR
-        assert error(actual[name], value) < allowed, name
-
-
-def reasons(report) -> dict[str, str]:
-    """Return the lines of the report about FP8, by the first name of each."""
-    return {entry.names[0]: entry.detail for entry in report.entries if entry.part == "fp8" and not entry.replaced}
-
-
-def layers_in_fp8(report) -> set[str]:
-    return {name for entry in report.replaced if entry.part == "fp8" for name in entry.names}
 
 
 # --- training steps ------------------------------------------------------------------------------
@@ -516,7 +493,6 @@ def test_each_level_of_memory_gives_the_same_step(make, step, batch, level):
     assert all(torch.equal(actual[name], value) for name, value in expected.items())
 
 
-@pytest.mark.no_interpreter(reason="compiled code launches no kernel there")
 def test_a_compiled_model_runs_in_fp8_without_a_graph_break(make, step, batch):
     torch._dynamo.reset()
     model, stock = make(num_hidden_layers=1), make(num_hidden_layers=1)
@@ -531,15 +507,6 @@ def test_a_compiled_model_runs_in_fp8_without_a_graph_break(make, step, batch):
 
 
 # --- adapters ------------------------------------------------------------------------------------
-
-
-def with_lora(model: nn.Module, **options) -> nn.Module:
-    peft = pytest.importorskip("peft")
-    torch.manual_seed(0)
-    config = peft.LoraConfig(
-        r=8, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM", **options
-    )
-    return peft.get_peft_model(model, config).train()
 
 
 @pytest.mark.parametrize("patched_first", [False, True], ids=["adapters first", "patch first"])

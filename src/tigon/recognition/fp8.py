@@ -18,11 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tigon.ops.adapters.fp8_weight import Fp8Weight
+from tigon.ops.fp8.formats import Fp8Options
 from tigon.ops.fp8.fp8_glu_mlp import fp8_glu_mlp
 from tigon.ops.fp8.fp8_linear import fp8_projections
 from tigon.ops.fp8.weights import WeightCache
 from tigon.ops.mlps.projections import does_more_than_forward
-from tigon.recognition.deferred import call_deferred
+from tigon.recognition.deferred import TensorLike, call_deferred, product_dtype
 from tigon.recognition.fp8_weights import StepCache
 from tigon.recognition.replacement import installed_recipe
 from tigon.runtime.device import KERNEL_DTYPES, PLAIN
@@ -74,12 +76,19 @@ class FP8Recipe:
 
     def __call__(self, layer: Any, *args: Any, **kwargs: Any) -> Any:
         if len(args) == 1 and not kwargs and _fits(layer, args[0]):
-            # A forward that runs without values records the call of this layer, because no op for adapters computes an
-            # FP8 product.
-            if (output := call_deferred(layer, args[0], layer.out_features)) is not None:
+            # A forward that runs without values records the call of this layer, and not a product in another dtype.
+            dtype = product_dtype(args[0])
+            if (output := call_deferred(layer, args[0], layer.out_features, dtype)) is not None:
                 return output
             return _compute(args[0], [layer], self)[0]
         return type(layer).forward(layer, *args, **kwargs)
+
+    def frozen_weight(self, layer: Any, x: Tensor | TensorLike) -> Fp8Weight | None:
+        """Return the weight for an op that adds adapters to the product of x; None if the layer has to be called."""
+        if layer.weight.requires_grad or not _fits(layer, x):
+            return None
+        options = Fp8Options(self.settings.recipe, self.settings.fp8_dw)
+        return Fp8Weight(layer.weight, options, self.find_cache)
 
     def find_cache(self, weights: Sequence[Tensor]) -> WeightCache | None:
         """Return the cache for a group of weights, of which the first one is that of this layer."""
@@ -111,7 +120,7 @@ def _fits(layer: Any, x: Any) -> bool:
     weight, bias = layer.weight, layer.bias
     if type(weight) not in PLAIN or (bias is not None and type(bias) not in PLAIN):
         return False
-    if x.dim() < 2 or 0 in x.shape or x.device != weight.device or {x.dtype, weight.dtype} - {*KERNEL_DTYPES}:
+    if len(x.shape) < 2 or 0 in x.shape or x.device != weight.device or {x.dtype, weight.dtype} - {*KERNEL_DTYPES}:
         return False
     # Autocast does not exist on the meta device. The op converts its factors from any dtype.
     if not weight.is_meta and torch.is_autocast_enabled(weight.device.type):

@@ -28,7 +28,11 @@ def _randn(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
 
 def _leaves(*leading: int) -> list[Tensor]:
     """Return x, gate, up and down."""
-    tensors = _randn(*leading, HIDDEN), *(_randn(INNER, HIDDEN, seed=seed) for seed in (1, 2)), _randn(48, INNER, scale=0.2)
+    tensors = (
+        _randn(*leading, HIDDEN),
+        *(_randn(INNER, HIDDEN, seed=seed) for seed in (1, 2)),
+        _randn(48, INNER, scale=0.2),
+    )
     return [x.requires_grad_() for x in tensors]
 
 
@@ -146,7 +150,11 @@ def _saved(run) -> list[Tensor]:
 
 
 def _shapes(tensors: list[Tensor]) -> list[tuple]:
-    return sorted((str(t.dtype), tuple(t.shape)) for t in tensors if t.numel() > 1 and t.shape[0] in (16, HIDDEN) and not t.requires_grad)
+    return sorted(
+        (str(t.dtype), tuple(t.shape))
+        for t in tensors
+        if t.numel() > 1 and t.shape[0] in (16, HIDDEN) and not t.requires_grad
+    )
 
 
 @modes
