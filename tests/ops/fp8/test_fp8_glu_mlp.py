@@ -28,7 +28,8 @@ def _randn(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
 
 def _leaves(*leading: int) -> list[Tensor]:
     """Return x, gate, up and down."""
-    tensors = _randn(*leading, HIDDEN), *(_randn(INNER, HIDDEN, seed=seed) for seed in (1, 2)), _randn(48, INNER, scale=0.2)
+    gate, up = (_randn(INNER, HIDDEN, seed=seed) for seed in (1, 2))
+    tensors = _randn(*leading, HIDDEN), gate, up, _randn(48, INNER, seed=3, scale=0.2)
     return [x.requires_grad_() for x in tensors]
 
 
@@ -146,7 +147,10 @@ def _saved(run) -> list[Tensor]:
 
 
 def _shapes(tensors: list[Tensor]) -> list[tuple]:
-    return sorted((str(t.dtype), tuple(t.shape)) for t in tensors if t.numel() > 1 and t.shape[0] in (16, HIDDEN) and not t.requires_grad)
+    """Return the dtypes and shapes of gate, up and the FP8 copy of x among the saved tensors."""
+    sizes = 16, HIDDEN
+    activations = [t for t in tensors if t.dim() == 2 and t.shape[0] in sizes and not t.requires_grad]
+    return sorted((str(t.dtype), tuple(t.shape)) for t in activations)
 
 
 @modes

@@ -15,7 +15,7 @@ from tigon.ops.fp8.quantisation import (
     quantise_gated,
     quantise_reference,
 )
-from tigon.ops.fp8.quantisation_kernels import RowConfig
+from tigon.ops.fp8.quantisation_kernels import Fp8RowConfig
 from tigon.runtime.tuning import tuned
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -169,7 +169,7 @@ def test_rows_may_have_gaps(is_rowwise, dtype):
 @pytest.mark.kernels
 def test_a_row_that_is_longer_than_a_block():
     layout, x = Layout(E4M3, True, True, False), _matrix(3, 80)
-    with tuned(RowConfig, block=32):
+    with tuned(Fp8RowConfig, block=32):
         rows, _ = quantise([x], layout)
     _assert_same(rows, *quantise_reference(x, layout)[:2])
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from tigon.ops.fp8.formats import LARGEST, WEIGHT_DTYPE, Factor, pad, runs_fp8_kernels
 from tigon.ops.fp8.quantisation import Layout, Maxima, activate, quantise_reference, zero_maxima
-from tigon.ops.fp8.quantisation_kernels import TileConfig, TileProblem, magnitude_bits, scaling, store_transposed
+from tigon.ops.fp8.quantisation_kernels import Fp8TileConfig, Fp8TileProblem, magnitude_bits, scaling, store_transposed
 from tigon.ops.mlps.glu import activation_and_slope
 from tigon.runtime.device import cdiv, device_of
 from tigon.runtime.launch import launch, launcher
@@ -212,14 +212,14 @@ def quantise_gradients(gate: Tensor, up: Tensor, da: Tensor, kind: str, needs: _
     if needs.a_transposed:
         a_maxima = zero_maxima(gate, t, i, needs.layout_of_a)
     itemsize = gate.element_size()
-    config = TileConfig.choose(TileProblem(itemsize, 3, False), device)
+    config = Fp8TileConfig.choose(Fp8TileProblem(itemsize, 3, False), device)
     column_blocks = cdiv(i, config.block_k)
     launch(
         gradient_amax_kernel, cdiv(t, config.block_m) * column_blocks, da, gate, up, *maxima, a_maxima.tensor,
         a_maxima.columns, t, i, column_blocks,
         KIND=kind, BLOCK_M=config.block_m, BLOCK_K=config.block_k, num_warps=config.num_warps,
     )  # fmt: skip
-    config = TileConfig.choose(TileProblem(itemsize, 3, True), device)
+    config = Fp8TileConfig.choose(Fp8TileProblem(itemsize, 3, True), device)
     column_blocks = cdiv(i, config.block_k)
     programs = cdiv(t, config.block_m) * column_blocks
     is_tensorwise = not needs.is_rowwise

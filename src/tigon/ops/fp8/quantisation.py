@@ -32,10 +32,10 @@ from torch import Tensor
 
 from tigon.ops.fp8.formats import LARGEST, SMALLEST_AMAX, Factor, pad, runs_fp8_kernels
 from tigon.ops.fp8.quantisation_kernels import (
-    RowConfig,
-    RowProblem,
-    TileConfig,
-    TileProblem,
+    Fp8RowConfig,
+    Fp8RowProblem,
+    Fp8TileConfig,
+    Fp8TileProblem,
     amax_kernel,
     row_kernel,
     write_kernel,
@@ -162,7 +162,7 @@ def _write_rows(part: _Part, copies: Copies, layout: Layout) -> None:
     assert copies.rows is not None
     assert copies.row_scale is not None
     m, k = part.x.shape
-    config = RowConfig.choose(RowProblem(k), device_of(part.x))
+    config = Fp8RowConfig.choose(Fp8RowProblem(k), device_of(part.x))
     rows, scale = (x[part.row : part.row + m] for x in (copies.rows, copies.row_scale))
     stride_up = 0 if part.up is None else part.up.stride(0)
     launch(
@@ -184,9 +184,11 @@ def zero_maxima(like: Tensor, m: int, k: int, layout: Layout) -> Maxima:
     """Allocate the maxima of a matrix [M, K] in one tensor of zeros."""
     if not layout.is_rowwise:
         return Maxima(like.new_zeros(1, dtype=torch.int32), None, None)
-    row_count = m if layout.needs_rows else 0
-    zeros = like.new_zeros(row_count + (k if layout.needs_transposed else 0), dtype=torch.int32)
-    rows, columns = zeros[:row_count], zeros[row_count:]
+    # The columns come first. Behind the rows, their alignment would depend on the number of tokens, and Triton would
+    # compile the kernels several times.
+    column_count = k if layout.needs_transposed else 0
+    zeros = like.new_zeros(column_count + (m if layout.needs_rows else 0), dtype=torch.int32)
+    columns, rows = zeros[:column_count], zeros[column_count:]
     return Maxima(None, rows if layout.needs_rows else None, columns if layout.needs_transposed else None)
 
 
@@ -194,9 +196,14 @@ def _section(x: Tensor | None, start: int, size: int) -> Tensor | None:
     return None if x is None else x[start : start + size]
 
 
+def _choose_tiles(part: _Part, writes: bool) -> Fp8TileConfig:
+    inputs = 1 if part.up is None else 2
+    return Fp8TileConfig.choose(Fp8TileProblem(part.x.element_size(), inputs, writes), device_of(part.x))
+
+
 def _find_maxima(part: _Part, maxima: Maxima) -> None:
     m, k = part.x.shape
-    config = TileConfig.choose(TileProblem(part.x.element_size(), 1 + (part.up is not None), False), device_of(part.x))
+    config = _choose_tiles(part, False)
     column_blocks = cdiv(k, config.block_k)
     stride_up = 0 if part.up is None else part.up.stride(0)
     launch(
@@ -210,7 +217,7 @@ def _find_maxima(part: _Part, maxima: Maxima) -> None:
 def write_part(part: _Part, maxima: Maxima, copies: Copies, layout: Layout) -> None:
     """Write the copies of a part by the maxima of the whole matrix."""
     m, k = part.x.shape
-    config = TileConfig.choose(TileProblem(part.x.element_size(), 1 + (part.up is not None), True), device_of(part.x))
+    config = _choose_tiles(part, True)
     column_blocks = cdiv(k, config.block_k)
     programs = cdiv(m, config.block_m) * column_blocks
     row, column = part.row, part.column

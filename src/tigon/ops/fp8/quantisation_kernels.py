@@ -21,10 +21,10 @@ from tigon.runtime.triton_private import tl, triton
 from tigon.runtime.tuning import LaunchConfig
 
 __all__ = [
-    "RowConfig",
-    "RowProblem",
-    "TileConfig",
-    "TileProblem",
+    "Fp8RowConfig",
+    "Fp8RowProblem",
+    "Fp8TileConfig",
+    "Fp8TileProblem",
     "amax_kernel",
     "magnitude_bits",
     "row_kernel",
@@ -41,7 +41,7 @@ _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 # --- configuration -------------------------------------------------------------------------------
 
 
-class TileProblem(NamedTuple):
+class Fp8TileProblem(NamedTuple):
     """The properties that the tiles of a pass depend on."""
 
     # The bytes of an input value.
@@ -53,7 +53,7 @@ class TileProblem(NamedTuple):
 
 
 @dataclass(frozen=True)
-class TileConfig(LaunchConfig):
+class Fp8TileConfig(LaunchConfig):
     """Launch parameters. A program reads a tile of `block_m` rows and `block_k` columns."""
 
     block_m: int
@@ -61,17 +61,17 @@ class TileConfig(LaunchConfig):
     num_warps: int
 
     @staticmethod
-    def heuristic(problem: TileProblem, device: Device) -> "TileConfig":
+    def heuristic(problem: Fp8TileProblem, device: Device) -> "Fp8TileConfig":
         """Return tiles whose rows fill a line of 128 bytes, those of the transposed copies before those of inputs."""
         if problem.inputs < 3:
-            return TileConfig(block_m=128, block_k=64, num_warps=8)
+            return Fp8TileConfig(block_m=128, block_k=64, num_warps=8)
         if problem.writes:
-            return TileConfig(128, 32, 8)
+            return Fp8TileConfig(128, 32, 8)
         # Larger tiles spill when they are compiled for a B200.
-        return TileConfig(64, 64, 8) if device.arch == "sm_90" else TileConfig(16, 64, 4)
+        return Fp8TileConfig(64, 64, 8) if device.arch == "sm_90" else Fp8TileConfig(16, 64, 4)
 
 
-class RowProblem(NamedTuple):
+class Fp8RowProblem(NamedTuple):
     """The property that the launch parameters of a pass over rows depend on."""
 
     # The columns.
@@ -79,17 +79,17 @@ class RowProblem(NamedTuple):
 
 
 @dataclass(frozen=True)
-class RowConfig(LaunchConfig):
+class Fp8RowConfig(LaunchConfig):
     """Launch parameters. A program computes a row, in blocks of `block` columns."""
 
     block: int
     num_warps: int
 
     @staticmethod
-    def heuristic(problem: RowProblem, device: Device) -> "RowConfig":
+    def heuristic(problem: Fp8RowProblem, device: Device) -> "Fp8RowConfig":
         """Return a block that holds rows of up to 16384 columns in registers."""
         block = min(triton.next_power_of_2(problem.width), 16384)
-        return RowConfig(block=block, num_warps=max(1, min(16, block // 512)))
+        return Fp8RowConfig(block=block, num_warps=max(1, min(16, block // 512)))
 
 
 # --- parts of kernels ------------------------------------------------------------------------------
