@@ -30,7 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tigon.ops.fp8.formats import LARGEST, SMALLEST_AMAX, Factor, pad, runs_fp8_kernels
+from tigon.ops.fp8.formats import LARGEST, MULTIPLE, SMALLEST_AMAX, Factor, pad, runs_fp8_kernels
 from tigon.ops.fp8.quantisation_kernels import (
     Fp8RowConfig,
     Fp8RowProblem,
@@ -228,14 +228,13 @@ def write_part(part: _Part, maxima: Maxima, copies: Copies, layout: Layout) -> N
         row_amax, column_amax = _section(maxima.rows, row, m), _section(maxima.columns, column, k)
         row_scale, column_scale = _section(row_scale, row, m), _section(column_scale, column, k)
     # Only the last part has rows that the padding follows, because the other parts have a multiple of 16 rows.
-    padded_m = pad(m)
     stride_up = 0 if part.up is None else part.up.stride(0)
     launch(
         write_kernel, programs, part.x, part.up, row_amax, column_amax,
         None if rows is None else rows[row : row + m, column : column + k], row_scale,
-        None if transposed is None else transposed[column : column + k, row : row + padded_m], column_scale,
+        None if transposed is None else transposed[column : column + k, row : row + pad(m)], column_scale,
         part.x.stride(0), stride_up, 0 if rows is None else rows.stride(0),
-        0 if transposed is None else transposed.stride(0), m, padded_m, k, programs, column_blocks,
+        0 if transposed is None else transposed.stride(0), m, pad(m) // MULTIPLE, k, programs, column_blocks,
         LARGEST[layout.dtype],
         KIND=part.kind, TENSORWISE=not layout.is_rowwise, BLOCK_M=config.block_m, BLOCK_K=config.block_k,
         num_warps=config.num_warps,

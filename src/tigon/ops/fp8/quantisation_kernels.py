@@ -27,6 +27,7 @@ __all__ = [
     "Fp8TileProblem",
     "amax_kernel",
     "magnitude_bits",
+    "raise_to",
     "row_kernel",
     "scaling",
     "store_transposed",
@@ -102,6 +103,12 @@ def magnitude_bits(x):
 
 
 @triton.jit
+def raise_to(ptr, bits, mask):
+    """Raise the stored maxima to `bits`. Only the next kernel reads them, so the order of the writes is free."""
+    tl.atomic_max(ptr, bits, mask=mask, sem="relaxed")
+
+
+@triton.jit
 def scaling(bits, largest):
     """Return the factor that maps the amax to `largest`, and the scale, for the bits of an amax."""
     amax = tl.maximum(bits, _SMALLEST_BITS).to(tl.float32, bitcast=True)
@@ -137,20 +144,20 @@ def amax_kernel(
     x_offsets = rows[:, None] * stride_x + cols[None, :]
     bits = magnitude_bits(_load(x_ptr, up_ptr, x_offsets, rows[:, None] * stride_up + cols[None, :], mask, KIND))
     if tensor_ptr is not None:
-        tl.atomic_max(tensor_ptr, tl.max(tl.max(bits, 1), 0))
+        raise_to(tensor_ptr, tl.max(tl.max(bits, 1), 0), None)
     if rows_ptr is not None:
-        tl.atomic_max(rows_ptr + rows, tl.max(bits, 1), mask=row_mask)
+        raise_to(rows_ptr + rows, tl.max(bits, 1), row_mask)
     if columns_ptr is not None:
-        tl.atomic_max(columns_ptr + cols, tl.max(bits, 0), mask=col_mask)
+        raise_to(columns_ptr + cols, tl.max(bits, 0), col_mask)
 
 
-@triton.jit(do_not_specialize=["m", "padded_m", "programs", "column_blocks"])
+@triton.jit(do_not_specialize=["m", "padded_groups", "programs", "column_blocks"])
 def write_kernel(
     x_ptr, up_ptr,  # [M, K]
     row_amax_ptr, column_amax_ptr,  # [M] and [K] int32, or with TENSORWISE [1]
     row_ptr, row_scale_ptr,  # [M, K] fp8 and [M] (TENSORWISE: [1]) fp32, or None
     transposed_ptr, column_scale_ptr,  # [K, padded M] fp8 and [K] (TENSORWISE: [1]) fp32, or None
-    stride_x, stride_up, stride_row, stride_transposed, m, padded_m, k, programs, column_blocks, largest,
+    stride_x, stride_up, stride_row, stride_transposed, m, padded_groups, k, programs, column_blocks, largest,
     KIND: tl.constexpr, TENSORWISE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Write the FP8 copies of a tile, and the scales."""
@@ -183,15 +190,19 @@ def write_kernel(
             tl.store(column_scale_ptr + cols, scales, mask=col_mask & (row_block == 0))
             q = x * factors[None, :]
         # Values of rows from m on are zero.
-        store_transposed(transposed_ptr, stride_transposed, rows, cols, padded_m, k, q)
+        store_transposed(transposed_ptr, stride_transposed, rows, cols, padded_groups, k, q)
 
 
 @triton.jit
-def store_transposed(ptr, stride, rows, cols, padded_m, k, q):
-    """Store a tile [rows, cols] of fp32 values as FP8 in the transposed matrix [K, padded M]."""
+def store_transposed(ptr, stride, rows, cols, padded_groups, k, q):
+    """Store a tile [rows, cols] of fp32 values as FP8 in the transposed matrix [K, padded M].
+
+    Padded M is `padded_groups` groups of 16. From this product the compiler sees that 16 neighbours have one mask, so
+    that a thread may store 16 bytes at once.
+    """
     q = tl.trans(q.to(ptr.dtype.element_ty))
     offsets = cols[:, None].to(tl.int64) * stride + rows[None, :]
-    tl.store(ptr + offsets, q, mask=(cols < k)[:, None] & (rows < padded_m)[None, :])
+    tl.store(ptr + offsets, q, mask=(cols < k)[:, None] & (rows < padded_groups * 16)[None, :])
 
 
 @triton.jit
