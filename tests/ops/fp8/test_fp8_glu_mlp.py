@@ -19,6 +19,7 @@ recipes = pytest.mark.parametrize("recipe", RECIPES)
 modes = pytest.mark.parametrize("fp8_dw", [True, False], ids=["dW in FP8", "dW in the dtype of x"])
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
 HIDDEN, INNER = 32, 64
+same_node = pytest.mark.no_interpreter("The node is the same where kernels run, and a kernel takes seconds there.")
 
 
 def _randn(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
@@ -83,6 +84,7 @@ def test_each_gradient_depends_on_its_own_requires_grad(needs, recipe, fp8_dw):
             assert _relative_errors([next(gradients)], [gradient])[0] < 0.02
 
 
+@same_node
 @recipes
 @modes
 def test_strides_and_upstream_strides_do_not_matter(recipe, fp8_dw):
@@ -112,6 +114,7 @@ def test_without_rows_the_output_is_empty_and_gradients_are_zero(fp8_dw):
     assert all((g == 0).all() for g in torch.autograd.grad(y.sum(), leaves))
 
 
+@same_node
 @modes
 def test_a_second_backward_gives_the_same_bits_and_a_second_derivative_is_refused(fp8_dw):
     leaves = _leaves(7)
@@ -165,6 +168,7 @@ def test_it_saves_gate_up_and_one_copy_of_x(fp8_dw):
     assert _shapes(_saved(lambda: fp8_glu_mlp(*leaves, fp8_dw=fp8_dw))) == gates
 
 
+@same_node
 @recipes
 @modes
 @pytest.mark.parametrize("options", [{}, {"mlp": True}], ids=["lean", "lean mlp"])
@@ -179,8 +183,12 @@ def test_lean_has_the_same_gradients_and_saves_the_input(recipe, fp8_dw, options
 
     for a, b in zip(_step(lean_run, leaves), expected, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0)
+    saved = _saved(lambda: lean_run(*leaves))
+    assert any(t is leaves[0] for t in saved)
+    assert sum(t.shape == (7, INNER) for t in saved) == (0 if options else 2)
 
 
+@same_node
 @recipes
 @modes
 @pytest.mark.parametrize("cached", [False, True], ids=["no cache", "cache"])
