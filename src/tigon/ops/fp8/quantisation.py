@@ -87,7 +87,9 @@ def _quantise_values(x: Tensor, dtype: torch.dtype, dim: int | None) -> tuple[Te
     """Return the FP8 values of x [M, K] in fp32, and the scale of the tensor, or of the rows with dim=1."""
     amax = x.abs().amax() if dim is None else x.abs().amax(dim, keepdim=True)
     amax = amax.clamp(min=SMALLEST_AMAX)
-    return (x * (LARGEST[dtype] / amax)).to(dtype), (amax / LARGEST[dtype]).view(1 if dim is None else (-1, 1))
+    # torch would replace the division of a number or by a number by a product with a rounded inverse.
+    largest = torch.full_like(amax, LARGEST[dtype])
+    return (x * (largest / amax)).to(dtype), (amax / largest).view(1 if dim is None else (-1, 1))
 
 
 def quantise_reference(x: Tensor, layout: Layout) -> Copies:
