@@ -34,7 +34,7 @@ from tigon.ops.fp8.fp8_linear import projections_by_options
 from tigon.ops.fp8.gated_gradients import gated_gradients
 from tigon.ops.fp8.products import multiply_fp8
 from tigon.ops.fp8.quantisation import Layout, quantise, quantise_gated
-from tigon.ops.fp8.quantisation_kernels import TileConfig
+from tigon.ops.fp8.quantisation_kernels import Fp8TileConfig
 from tigon.ops.fp8.weights import WeightCache
 from tigon.ops.mlps.projections import linears
 from tigon.runtime.tuning import tuned
@@ -258,7 +258,7 @@ def time_tiles(tokens: int) -> None:
             label = f"{name[:30]} {tile[0]}x{tile[1]}, {tile[2]}"
 
             def line(label: str = label, name: str = name, tile: tuple[int, int, int] = tile) -> str:
-                with tuned(TileConfig, block_m=tile[0], block_k=tile[1], num_warps=tile[2]):
+                with tuned(Fp8TileConfig, block_m=tile[0], block_k=tile[1], num_warps=tile[2]):
                     time = milliseconds(cases[name][0], 3, 5)
                 results.setdefault("tiles", {})[label] = time
                 return f"{time:7.4f}"

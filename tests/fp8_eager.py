@@ -51,9 +51,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: str, fp8_dw: 
 ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}
 
 
-def glu_mlp(
-    x: Tensor, gate: Tensor, up: Tensor, down: Tensor, kind: str, recipe: str, fp8_dw: bool
-) -> Tensor:  # fmt: skip
+def glu_mlp(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, kind: str, recipe: str, fp8_dw: bool) -> Tensor:
     """Compute `fp8_glu_mlp` in eager code. gate and up are one layer."""
     both = linear(x, torch.cat((gate, up)), None, recipe, fp8_dw)
     g, u = both.chunk(2, -1)

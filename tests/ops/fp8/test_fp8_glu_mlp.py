@@ -19,6 +19,7 @@ recipes = pytest.mark.parametrize("recipe", RECIPES)
 modes = pytest.mark.parametrize("fp8_dw", [True, False], ids=["dW in FP8", "dW in the dtype of x"])
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
 HIDDEN, INNER = 32, 64
+same_node = pytest.mark.no_interpreter("The node is the same where kernels run, and a kernel takes seconds there.")
 
 
 def _randn(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
@@ -28,11 +29,8 @@ def _randn(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
 
 def _leaves(*leading: int) -> list[Tensor]:
     """Return x, gate, up and down."""
-    tensors = (
-        _randn(*leading, HIDDEN),
-        *(_randn(INNER, HIDDEN, seed=seed) for seed in (1, 2)),
-        _randn(48, INNER, scale=0.2),
-    )
+    gate, up = (_randn(INNER, HIDDEN, seed=seed) for seed in (1, 2))
+    tensors = _randn(*leading, HIDDEN), gate, up, _randn(48, INNER, seed=3, scale=0.2)
     return [x.requires_grad_() for x in tensors]
 
 
@@ -86,6 +84,7 @@ def test_each_gradient_depends_on_its_own_requires_grad(needs, recipe, fp8_dw):
             assert _relative_errors([next(gradients)], [gradient])[0] < 0.02
 
 
+@same_node
 @recipes
 @modes
 def test_strides_and_upstream_strides_do_not_matter(recipe, fp8_dw):
@@ -115,6 +114,7 @@ def test_without_rows_the_output_is_empty_and_gradients_are_zero(fp8_dw):
     assert all((g == 0).all() for g in torch.autograd.grad(y.sum(), leaves))
 
 
+@same_node
 @modes
 def test_a_second_backward_gives_the_same_bits_and_a_second_derivative_is_refused(fp8_dw):
     leaves = _leaves(7)
@@ -150,11 +150,10 @@ def _saved(run) -> list[Tensor]:
 
 
 def _shapes(tensors: list[Tensor]) -> list[tuple]:
-    return sorted(
-        (str(t.dtype), tuple(t.shape))
-        for t in tensors
-        if t.numel() > 1 and t.shape[0] in (16, HIDDEN) and not t.requires_grad
-    )
+    """Return the dtypes and shapes of gate, up and the FP8 copy of x among the saved tensors."""
+    sizes = 16, HIDDEN
+    activations = [t for t in tensors if t.dim() == 2 and t.shape[0] in sizes and not t.requires_grad]
+    return sorted((str(t.dtype), tuple(t.shape)) for t in activations)
 
 
 @modes
@@ -169,6 +168,7 @@ def test_it_saves_gate_up_and_one_copy_of_x(fp8_dw):
     assert _shapes(_saved(lambda: fp8_glu_mlp(*leaves, fp8_dw=fp8_dw))) == gates
 
 
+@same_node
 @recipes
 @modes
 @pytest.mark.parametrize("options", [{}, {"mlp": True}], ids=["lean", "lean mlp"])
@@ -183,8 +183,12 @@ def test_lean_has_the_same_gradients_and_saves_the_input(recipe, fp8_dw, options
 
     for a, b in zip(_step(lean_run, leaves), expected, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0)
+    saved = _saved(lambda: lean_run(*leaves))
+    assert any(t is leaves[0] for t in saved)
+    assert sum(t.shape == (7, INNER) for t in saved) == (0 if options else 2)
 
 
+@same_node
 @recipes
 @modes
 @pytest.mark.parametrize("cached", [False, True], ids=["no cache", "cache"])

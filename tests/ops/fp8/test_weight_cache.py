@@ -15,6 +15,8 @@ from tigon.ops.fp8.fp8_glu_mlp import fp8_glu_mlp
 from tigon.ops.fp8.fp8_linear import fp8_projections
 from tigon.ops.fp8.weights import WeightCache
 
+pytestmark = pytest.mark.no_interpreter("The cache launches no kernel of its own.")
+
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
 
 

@@ -20,9 +20,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tigon.ops.fp8.formats import LARGEST, WEIGHT_DTYPE, Factor, pad, runs_fp8_kernels
+from tigon.ops.fp8.formats import LARGEST, MULTIPLE, WEIGHT_DTYPE, Factor, pad, runs_fp8_kernels
 from tigon.ops.fp8.quantisation import Layout, Maxima, activate, quantise_reference, zero_maxima
-from tigon.ops.fp8.quantisation_kernels import TileConfig, TileProblem, magnitude_bits, scaling, store_transposed
+from tigon.ops.fp8.quantisation_kernels import (
+    Fp8TileConfig,
+    Fp8TileProblem,
+    magnitude_bits,
+    raise_to,
+    scaling,
+    store_transposed,
+)
 from tigon.ops.mlps.glu import activation_and_slope
 from tigon.runtime.device import cdiv, device_of
 from tigon.runtime.launch import launch, launcher
@@ -112,39 +119,39 @@ def gradient_amax_kernel(
     dgate, dup, a = _gradients(da_ptr, gate_ptr, up_ptr, rows[:, None] * k + cols[None, :], mask, KIND)
     dgate_bits, dup_bits = magnitude_bits(dgate), magnitude_bits(dup)
     if tensor_ptr is not None:
-        tl.atomic_max(tensor_ptr, tl.max(tl.max(tl.maximum(dgate_bits, dup_bits), 1), 0))
+        raise_to(tensor_ptr, tl.max(tl.max(tl.maximum(dgate_bits, dup_bits), 1), 0), None)
     if rows_ptr is not None:
-        tl.atomic_max(rows_ptr + rows, tl.max(tl.maximum(dgate_bits, dup_bits), 1), mask=row_mask)
+        raise_to(rows_ptr + rows, tl.max(tl.maximum(dgate_bits, dup_bits), 1), row_mask)
     if columns_ptr is not None:
-        tl.atomic_max(columns_ptr + cols, tl.max(dgate_bits, 0), mask=col_mask)
-        tl.atomic_max(columns_ptr + k + cols, tl.max(dup_bits, 0), mask=col_mask)
+        raise_to(columns_ptr + cols, tl.max(dgate_bits, 0), col_mask)
+        raise_to(columns_ptr + k + cols, tl.max(dup_bits, 0), col_mask)
     if a_tensor_ptr is not None:
-        tl.atomic_max(a_tensor_ptr, tl.max(tl.max(magnitude_bits(a), 1), 0))
+        raise_to(a_tensor_ptr, tl.max(tl.max(magnitude_bits(a), 1), 0), None)
     if a_columns_ptr is not None:
-        tl.atomic_max(a_columns_ptr + cols, tl.max(magnitude_bits(a), 0), mask=col_mask)
+        raise_to(a_columns_ptr + cols, tl.max(magnitude_bits(a), 0), col_mask)
 
 
 @triton.jit
 def _column_factors(amax_ptr, scale_ptr, cols, col_mask, is_first_row, pid, largest, TENSORWISE: tl.constexpr):
-    """Return the factors of columns [1, BLOCK_K], and store their scales once."""
+    """Return the factors of columns, [1, BLOCK_K], and store their scales once."""
     if TENSORWISE:
-        bits = tl.load(amax_ptr + cols * 0)
-        factors, scales = scaling(bits, largest)
-        tl.store(scale_ptr + cols * 0, scales, mask=(cols == 0) & (pid == 0))
+        factor, scale = scaling(tl.load(amax_ptr), largest)
+        tl.store(scale_ptr, scale, mask=pid == 0)
+        factors = tl.zeros_like(cols).to(tl.float32) + factor
     else:
         factors, scales = scaling(tl.load(amax_ptr + cols, mask=col_mask, other=0), largest)
         tl.store(scale_ptr + cols, scales, mask=col_mask & is_first_row)
     return factors[None, :]
 
 
-@triton.jit(do_not_specialize=["m", "padded_m", "programs", "column_blocks"])
+@triton.jit(do_not_specialize=["m", "padded_groups", "programs", "column_blocks"])
 def gradient_write_kernel(
     da_ptr, gate_ptr, up_ptr,  # [T, I]
     row_amax_ptr, column_amax_ptr, a_amax_ptr,  # int32: [T], [2 I] and [I], or with TENSORWISE [1]
     row_ptr, row_scale_ptr,  # [T, 2 I] fp8 and [T] (TENSORWISE: [1]) fp32, or None
     transposed_ptr, column_scale_ptr,  # [2 I, padded T] fp8 and [2 I] (TENSORWISE: [1]) fp32, or None
     a_ptr, a_scale_ptr,  # [I, padded T] fp8 and [I] (TENSORWISE: [1]) fp32, or None
-    stride_transposed, m, padded_m, k, programs, column_blocks, largest, a_largest,
+    stride_transposed, m, padded_groups, k, programs, column_blocks, largest, a_largest,
     KIND: tl.constexpr, TENSORWISE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Write the FP8 copies of a tile of dgate, dup and a, and the scales."""
@@ -171,7 +178,7 @@ def gradient_write_kernel(
         gate_factors = _column_factors(
             column_amax_ptr, column_scale_ptr, cols, col_mask, is_first_row, pid, largest, TENSORWISE
         )
-        store_transposed(transposed_ptr, stride_transposed, rows, cols, padded_m, k, dgate * gate_factors)
+        store_transposed(transposed_ptr, stride_transposed, rows, cols, padded_groups, k, dgate * gate_factors)
         # The rows of dup follow those of dgate. A single scale is that of both.
         if TENSORWISE:
             up_factors = gate_factors
@@ -180,10 +187,10 @@ def gradient_write_kernel(
                 column_amax_ptr + k, column_scale_ptr + k, cols, col_mask, is_first_row, pid, largest, TENSORWISE
             )
         up_ptr_of_rows = transposed_ptr + k.to(tl.int64) * stride_transposed
-        store_transposed(up_ptr_of_rows, stride_transposed, rows, cols, padded_m, k, dup * up_factors)
+        store_transposed(up_ptr_of_rows, stride_transposed, rows, cols, padded_groups, k, dup * up_factors)
     if a_ptr is not None:
         a_factors = _column_factors(a_amax_ptr, a_scale_ptr, cols, col_mask, is_first_row, pid, a_largest, TENSORWISE)
-        store_transposed(a_ptr, stride_transposed, rows, cols, padded_m, k, a * a_factors)
+        store_transposed(a_ptr, stride_transposed, rows, cols, padded_groups, k, a * a_factors)
 
 
 # --- launchers -----------------------------------------------------------------------------------
@@ -212,14 +219,14 @@ def quantise_gradients(gate: Tensor, up: Tensor, da: Tensor, kind: str, needs: _
     if needs.a_transposed:
         a_maxima = zero_maxima(gate, t, i, needs.layout_of_a)
     itemsize = gate.element_size()
-    config = TileConfig.choose(TileProblem(itemsize, 3, False), device)
+    config = Fp8TileConfig.choose(Fp8TileProblem(itemsize, 3, False), device)
     column_blocks = cdiv(i, config.block_k)
     launch(
         gradient_amax_kernel, cdiv(t, config.block_m) * column_blocks, da, gate, up, *maxima, a_maxima.tensor,
         a_maxima.columns, t, i, column_blocks,
         KIND=kind, BLOCK_M=config.block_m, BLOCK_K=config.block_k, num_warps=config.num_warps,
     )  # fmt: skip
-    config = TileConfig.choose(TileProblem(itemsize, 3, True), device)
+    config = Fp8TileConfig.choose(Fp8TileProblem(itemsize, 3, True), device)
     column_blocks = cdiv(i, config.block_k)
     programs = cdiv(t, config.block_m) * column_blocks
     is_tensorwise = not needs.is_rowwise
@@ -229,7 +236,7 @@ def quantise_gradients(gate: Tensor, up: Tensor, da: Tensor, kind: str, needs: _
     )  # fmt: skip
     launch(
         gradient_write_kernel, programs, da, gate, up, row_amax, column_amax, a_amax, *results,
-        pad(t), t, pad(t), i, programs, column_blocks, LARGEST[needs.dtype], LARGEST[WEIGHT_DTYPE],
+        pad(t), t, pad(t) // MULTIPLE, i, programs, column_blocks, LARGEST[needs.dtype], LARGEST[WEIGHT_DTYPE],
         KIND=kind, TENSORWISE=is_tensorwise, BLOCK_M=config.block_m, BLOCK_K=config.block_k,
         num_warps=config.num_warps,
     )  # fmt: skip

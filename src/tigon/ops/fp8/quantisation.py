@@ -30,12 +30,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tigon.ops.fp8.formats import LARGEST, SMALLEST_AMAX, Factor, pad, runs_fp8_kernels
+from tigon.ops.fp8.formats import LARGEST, MULTIPLE, SMALLEST_AMAX, Factor, pad, runs_fp8_kernels
 from tigon.ops.fp8.quantisation_kernels import (
-    RowConfig,
-    RowProblem,
-    TileConfig,
-    TileProblem,
+    Fp8RowConfig,
+    Fp8RowProblem,
+    Fp8TileConfig,
+    Fp8TileProblem,
     amax_kernel,
     row_kernel,
     write_kernel,
@@ -87,7 +87,9 @@ def _quantise_values(x: Tensor, dtype: torch.dtype, dim: int | None) -> tuple[Te
     """Return the FP8 values of x [M, K] in fp32, and the scale of the tensor, or of the rows with dim=1."""
     amax = x.abs().amax() if dim is None else x.abs().amax(dim, keepdim=True)
     amax = amax.clamp(min=SMALLEST_AMAX)
-    return (x * (LARGEST[dtype] / amax)).to(dtype), (amax / LARGEST[dtype]).view(1 if dim is None else (-1, 1))
+    # torch would replace the division of a number or by a number by a product with a rounded inverse.
+    largest = torch.full_like(amax, LARGEST[dtype])
+    return (x * (largest / amax)).to(dtype), (amax / largest).view(1 if dim is None else (-1, 1))
 
 
 def quantise_reference(x: Tensor, layout: Layout) -> Copies:
@@ -162,7 +164,7 @@ def _write_rows(part: _Part, copies: Copies, layout: Layout) -> None:
     assert copies.rows is not None
     assert copies.row_scale is not None
     m, k = part.x.shape
-    config = RowConfig.choose(RowProblem(k), device_of(part.x))
+    config = Fp8RowConfig.choose(Fp8RowProblem(k), device_of(part.x))
     rows, scale = (x[part.row : part.row + m] for x in (copies.rows, copies.row_scale))
     stride_up = 0 if part.up is None else part.up.stride(0)
     launch(
@@ -184,9 +186,11 @@ def zero_maxima(like: Tensor, m: int, k: int, layout: Layout) -> Maxima:
     """Allocate the maxima of a matrix [M, K] in one tensor of zeros."""
     if not layout.is_rowwise:
         return Maxima(like.new_zeros(1, dtype=torch.int32), None, None)
-    row_count = m if layout.needs_rows else 0
-    zeros = like.new_zeros(row_count + (k if layout.needs_transposed else 0), dtype=torch.int32)
-    rows, columns = zeros[:row_count], zeros[row_count:]
+    # The columns come first. Behind the rows, their alignment would depend on the number of tokens, and Triton would
+    # compile the kernels several times.
+    column_count = k if layout.needs_transposed else 0
+    zeros = like.new_zeros(column_count + (m if layout.needs_rows else 0), dtype=torch.int32)
+    columns, rows = zeros[:column_count], zeros[column_count:]
     return Maxima(None, rows if layout.needs_rows else None, columns if layout.needs_transposed else None)
 
 
@@ -194,9 +198,14 @@ def _section(x: Tensor | None, start: int, size: int) -> Tensor | None:
     return None if x is None else x[start : start + size]
 
 
+def _choose_tiles(part: _Part, writes: bool) -> Fp8TileConfig:
+    inputs = 1 if part.up is None else 2
+    return Fp8TileConfig.choose(Fp8TileProblem(part.x.element_size(), inputs, writes), device_of(part.x))
+
+
 def _find_maxima(part: _Part, maxima: Maxima) -> None:
     m, k = part.x.shape
-    config = TileConfig.choose(TileProblem(part.x.element_size(), 1 + (part.up is not None), False), device_of(part.x))
+    config = _choose_tiles(part, False)
     column_blocks = cdiv(k, config.block_k)
     stride_up = 0 if part.up is None else part.up.stride(0)
     launch(
@@ -210,7 +219,7 @@ def _find_maxima(part: _Part, maxima: Maxima) -> None:
 def write_part(part: _Part, maxima: Maxima, copies: Copies, layout: Layout) -> None:
     """Write the copies of a part by the maxima of the whole matrix."""
     m, k = part.x.shape
-    config = TileConfig.choose(TileProblem(part.x.element_size(), 1 + (part.up is not None), True), device_of(part.x))
+    config = _choose_tiles(part, True)
     column_blocks = cdiv(k, config.block_k)
     programs = cdiv(m, config.block_m) * column_blocks
     row, column = part.row, part.column
@@ -221,14 +230,13 @@ def write_part(part: _Part, maxima: Maxima, copies: Copies, layout: Layout) -> N
         row_amax, column_amax = _section(maxima.rows, row, m), _section(maxima.columns, column, k)
         row_scale, column_scale = _section(row_scale, row, m), _section(column_scale, column, k)
     # Only the last part has rows that the padding follows, because the other parts have a multiple of 16 rows.
-    padded_m = pad(m)
     stride_up = 0 if part.up is None else part.up.stride(0)
     launch(
         write_kernel, programs, part.x, part.up, row_amax, column_amax,
         None if rows is None else rows[row : row + m, column : column + k], row_scale,
-        None if transposed is None else transposed[column : column + k, row : row + padded_m], column_scale,
+        None if transposed is None else transposed[column : column + k, row : row + pad(m)], column_scale,
         part.x.stride(0), stride_up, 0 if rows is None else rows.stride(0),
-        0 if transposed is None else transposed.stride(0), m, padded_m, k, programs, column_blocks,
+        0 if transposed is None else transposed.stride(0), m, pad(m) // MULTIPLE, k, programs, column_blocks,
         LARGEST[layout.dtype],
         KIND=part.kind, TENSORWISE=not layout.is_rowwise, BLOCK_M=config.block_m, BLOCK_K=config.block_k,
         num_warps=config.num_warps,

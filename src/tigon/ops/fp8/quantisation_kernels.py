@@ -21,12 +21,13 @@ from tigon.runtime.triton_private import tl, triton
 from tigon.runtime.tuning import LaunchConfig
 
 __all__ = [
-    "RowConfig",
-    "RowProblem",
-    "TileConfig",
-    "TileProblem",
+    "Fp8RowConfig",
+    "Fp8RowProblem",
+    "Fp8TileConfig",
+    "Fp8TileProblem",
     "amax_kernel",
     "magnitude_bits",
+    "raise_to",
     "row_kernel",
     "scaling",
     "store_transposed",
@@ -41,7 +42,7 @@ _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 # --- configuration -------------------------------------------------------------------------------
 
 
-class TileProblem(NamedTuple):
+class Fp8TileProblem(NamedTuple):
     """The properties that the tiles of a pass depend on."""
 
     # The bytes of an input value.
@@ -53,7 +54,7 @@ class TileProblem(NamedTuple):
 
 
 @dataclass(frozen=True)
-class TileConfig(LaunchConfig):
+class Fp8TileConfig(LaunchConfig):
     """Launch parameters. A program reads a tile of `block_m` rows and `block_k` columns."""
 
     block_m: int
@@ -61,17 +62,17 @@ class TileConfig(LaunchConfig):
     num_warps: int
 
     @staticmethod
-    def heuristic(problem: TileProblem, device: Device) -> "TileConfig":
+    def heuristic(problem: Fp8TileProblem, device: Device) -> "Fp8TileConfig":
         """Return tiles whose rows fill a line of 128 bytes, those of the transposed copies before those of inputs."""
         if problem.inputs < 3:
-            return TileConfig(block_m=128, block_k=64, num_warps=8)
+            return Fp8TileConfig(block_m=128, block_k=64, num_warps=8)
         if problem.writes:
-            return TileConfig(128, 32, 8)
+            return Fp8TileConfig(128, 32, 8)
         # Larger tiles spill when they are compiled for a B200.
-        return TileConfig(64, 64, 8) if device.arch == "sm_90" else TileConfig(16, 64, 4)
+        return Fp8TileConfig(64, 64, 8) if device.arch == "sm_90" else Fp8TileConfig(16, 64, 4)
 
 
-class RowProblem(NamedTuple):
+class Fp8RowProblem(NamedTuple):
     """The property that the launch parameters of a pass over rows depend on."""
 
     # The columns.
@@ -79,17 +80,17 @@ class RowProblem(NamedTuple):
 
 
 @dataclass(frozen=True)
-class RowConfig(LaunchConfig):
+class Fp8RowConfig(LaunchConfig):
     """Launch parameters. A program computes a row, in blocks of `block` columns."""
 
     block: int
     num_warps: int
 
     @staticmethod
-    def heuristic(problem: RowProblem, device: Device) -> "RowConfig":
+    def heuristic(problem: Fp8RowProblem, device: Device) -> "Fp8RowConfig":
         """Return a block that holds rows of up to 16384 columns in registers."""
         block = min(triton.next_power_of_2(problem.width), 16384)
-        return RowConfig(block=block, num_warps=max(1, min(16, block // 512)))
+        return Fp8RowConfig(block=block, num_warps=max(1, min(16, block // 512)))
 
 
 # --- parts of kernels ------------------------------------------------------------------------------
@@ -99,6 +100,12 @@ class RowConfig(LaunchConfig):
 def magnitude_bits(x):
     """Return |x| for x in fp32, as an integer."""
     return x.to(tl.int32, bitcast=True) & _MAGNITUDE
+
+
+@triton.jit
+def raise_to(ptr, bits, mask):
+    """Raise the stored maxima to `bits`. Only the next kernel reads them, so the order of the writes is free."""
+    tl.atomic_max(ptr, bits, mask=mask, sem="relaxed")
 
 
 @triton.jit
@@ -137,20 +144,20 @@ def amax_kernel(
     x_offsets = rows[:, None] * stride_x + cols[None, :]
     bits = magnitude_bits(_load(x_ptr, up_ptr, x_offsets, rows[:, None] * stride_up + cols[None, :], mask, KIND))
     if tensor_ptr is not None:
-        tl.atomic_max(tensor_ptr, tl.max(tl.max(bits, 1), 0))
+        raise_to(tensor_ptr, tl.max(tl.max(bits, 1), 0), None)
     if rows_ptr is not None:
-        tl.atomic_max(rows_ptr + rows, tl.max(bits, 1), mask=row_mask)
+        raise_to(rows_ptr + rows, tl.max(bits, 1), row_mask)
     if columns_ptr is not None:
-        tl.atomic_max(columns_ptr + cols, tl.max(bits, 0), mask=col_mask)
+        raise_to(columns_ptr + cols, tl.max(bits, 0), col_mask)
 
 
-@triton.jit(do_not_specialize=["m", "padded_m", "programs", "column_blocks"])
+@triton.jit(do_not_specialize=["m", "padded_groups", "programs", "column_blocks"])
 def write_kernel(
     x_ptr, up_ptr,  # [M, K]
     row_amax_ptr, column_amax_ptr,  # [M] and [K] int32, or with TENSORWISE [1]
     row_ptr, row_scale_ptr,  # [M, K] fp8 and [M] (TENSORWISE: [1]) fp32, or None
     transposed_ptr, column_scale_ptr,  # [K, padded M] fp8 and [K] (TENSORWISE: [1]) fp32, or None
-    stride_x, stride_up, stride_row, stride_transposed, m, padded_m, k, programs, column_blocks, largest,
+    stride_x, stride_up, stride_row, stride_transposed, m, padded_groups, k, programs, column_blocks, largest,
     KIND: tl.constexpr, TENSORWISE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Write the FP8 copies of a tile, and the scales."""
@@ -183,15 +190,19 @@ def write_kernel(
             tl.store(column_scale_ptr + cols, scales, mask=col_mask & (row_block == 0))
             q = x * factors[None, :]
         # Values of rows from m on are zero.
-        store_transposed(transposed_ptr, stride_transposed, rows, cols, padded_m, k, q)
+        store_transposed(transposed_ptr, stride_transposed, rows, cols, padded_groups, k, q)
 
 
 @triton.jit
-def store_transposed(ptr, stride, rows, cols, padded_m, k, q):
-    """Store a tile [rows, cols] of fp32 values as FP8 in the transposed matrix [K, padded M]."""
+def store_transposed(ptr, stride, rows, cols, padded_groups, k, q):
+    """Store a tile [rows, cols] of fp32 values as FP8 in the transposed matrix [K, padded M].
+
+    Padded M is `padded_groups` groups of 16. From this product the compiler sees that 16 neighbours have one mask, so
+    that a thread may store 16 bytes at once.
+    """
     q = tl.trans(q.to(ptr.dtype.element_ty))
     offsets = cols[:, None].to(tl.int64) * stride + rows[None, :]
-    tl.store(ptr + offsets, q, mask=(cols < k)[:, None] & (rows < padded_m)[None, :])
+    tl.store(ptr + offsets, q, mask=(cols < k)[:, None] & (rows < padded_groups * 16)[None, :])
 
 
 @triton.jit

@@ -189,5 +189,5 @@ STEPS: dict[str, Callable[[], None]] = {
 
 
 def launches_kernels(step: str, arch: str) -> bool:
-    """Return whether a step launches kernels on a chip. FP8 ops are emulated on chips whose units Tigon does not use."""
+    """Return whether a step launches kernels on a chip. Tigon emulates FP8 on chips whose units it does not use."""
     return step.split()[0] != "fp8_linear" or has_units(arch)
