@@ -16,9 +16,11 @@ LAYERS = ("runtime", "memory", "ops", "losses", "recognition", "hf", "integratio
 FAMILIES = {
     ("head", "logits"): "the head computes the losses of logits chunk by chunk",
     ("head", "adapters"): "an adapter on the head adds to the logits of each chunk",
+    ("fp8", "mlps"): "a gated MLP in FP8 has the activations of an MLP",
     ("experts", "mlps"): "an expert is an MLP and has the same activations",
     ("rotary", "norms"): "qk_norm_rope is a norm and a rotation in one kernel",
     ("adapters", "experts"): "experts with adapters are experts, with the same routing, products and activations",
+    ("adapters", "fp8"): "the product of a frozen weight may run in FP8",
     ("adapters", "mlps"): "a projection with an adapter is a projection",
     ("adapters", "norms"): "a norm may come before a projection with an adapter",
 }

@@ -20,6 +20,7 @@ from tigon.memory.lean import lean
 from tigon.ops.adapters.lora import lora_linear
 from tigon.ops.adapters.lora_experts import lora_moe_mlp
 from tigon.ops.experts.moe_mlp import moe_mlp
+from tigon.ops.fp8.fp8_linear import fp8_linear
 from tigon.ops.head.linear_cross_entropy import LinearCrossEntropyLoss, linear_cross_entropy
 from tigon.ops.head.linear_distillation import DistillationOutput, linear_distillation
 from tigon.ops.head.linear_log_probs import LogProbOutput, linear_log_probs
@@ -113,6 +114,7 @@ __all__ = [
     "ValidRows",
     "add_rms_norm",
     "cross_entropy",
+    "fp8_linear",
     "gated_rms_norm",
     "geglu",
     "gelu",

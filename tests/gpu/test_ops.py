@@ -135,6 +135,11 @@ def _rotate(n: int, batch: int = 2, axes: int = 0, norm: tuple[int, ...] = (), *
         ),
         pytest.param(lambda n: _rotate(n, layout="interleaved"), id="rope interleaved"),
         pytest.param(lambda n: _rotate(n, axes=3, sections=(4, 6, 6)), id="rope sections"),
+        pytest.param(lambda n: tigon.fp8_linear(_random(n, 96), _random(64, 96)).sum().backward(), id="fp8_linear"),
+        pytest.param(
+            lambda n: tigon.fp8_linear(_random(n, 96), _random(64, 96), recipe="rowwise").sum().backward(),
+            id="fp8_linear rowwise",
+        ),
         pytest.param(lambda n: _rotate(n, norm=(32, 32)), id="qk_norm_rope"),
         pytest.param(lambda n: _rotate(n, norm=(4 * 32, 2 * 32)), id="qk_norm_rope over all heads"),
         pytest.param(lambda n: _rotate(n, norm=(32, 32), batch=n % 7 + 1), id="qk_norm_rope of another batch"),

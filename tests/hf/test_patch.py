@@ -17,7 +17,8 @@ from torch import nn
 
 import tigon
 from tigon.hf.levels import LEVELS
-from tigon.hf.patch import PARTS, MemoryLevel, _apply, _decide, _find, _installed_recipes
+from tigon.hf.patch import PARTS, FP8Scales, MemoryLevel, _apply, _decide, _find, _installed_recipes
+from tigon.ops.fp8.formats import RECIPES
 from tigon.testing import assert_accurate
 
 REPLACED = {"rms_norm", "glu", "rope", "fused_statements", "loss"}
@@ -431,10 +432,12 @@ def test_the_signature_names_and_documents_every_option():
     parameters = inspect.signature(tigon.patch).parameters
     options = {name: p.default for name, p in parameters.items() if p.kind is p.KEYWORD_ONLY}
     loss_options = {"token_scaling": False, "acc_dtype": None, "return_token_accuracy": False}
-    assert options == dict.fromkeys(PARTS, True) | {"memory": "default", **loss_options, "glue": None}
+    other_options = {"memory": "default", "fp8": None, "fp8_dw": True, **loss_options, "glue": None}
+    assert options == dict.fromkeys(PARTS, True) | other_options
     documented = re.findall(r"^        (\w+): ", inspect.getdoc(tigon.patch).replace("\n", "\n    "), re.MULTILINE)
     assert documented[: 1 + len(options)] == ["model", *options]
     assert set(get_args(MemoryLevel)) == set(LEVELS)
+    assert set(get_args(FP8Scales)) == set(RECIPES)
 
 
 def test_type_checkers_refuse_unknown_options():

@@ -42,10 +42,10 @@ def test_a_cpu_runs_the_reference_bit_for_bit(case: Case):
 
 
 def test_every_op_with_a_reference_has_a_case():
-    """`glu_mlp` and `mlp` are composed of products and an activation, and have tests of their own."""
+    """`glu_mlp`, `mlp` and `fp8_linear` consist of products and other ops, and have tests of their own."""
     modules = [importlib.import_module(m.name) for m in pkgutil.walk_packages(tigon.ops.__path__, "tigon.ops.")]
     ops = {op for op in tigon.__all__ if any(hasattr(module, f"{op}_reference") for module in modules)}
-    assert ops - {case.workload.name for case in CASES} == {"glu_mlp", "mlp"}
+    assert ops - {case.workload.name for case in CASES} == {"glu_mlp", "mlp", "fp8_linear"}
 
 
 def _random(*shapes: tuple[int, ...]) -> list[Tensor]:

@@ -115,6 +115,7 @@ FUNCTIONS: dict[str, dict[str, object]] = {
     "relu2": {"x": X},
     "softmax": {"x": X},
     "glu_mlp": MLP,
+    "fp8_linear": {"x": _parameter(4, 16), "weight": _parameter(32, 16), "bias": _parameter(32)},
     "mlp": {
         "x": X,
         "up_weight": _parameter(6, 8),
@@ -253,6 +254,10 @@ ACCEPTED_BY_OP: dict[tuple[str, str], set[str]] = {
     ("lora_moe_mlp", "transposed"): {"False"},
     **{("lora_moe_mlp", name): NUMBER for name in ("up_scaling", "down_scaling")},
     ("lora_linear", "bias"): OPTIONAL,
+    # 8 features are no multiple of 16.
+    ("fp8_linear", "x"): LEADING - {"tensor of 5 dimensions"},
+    ("fp8_linear", "bias"): OPTIONAL,
+    ("fp8_linear", "weight"): set(),
     ("lora_linear", "weight"): set(),
     ("moe_mlp", "transposed"): {"False"},
     ("rope", "k"): OPTIONAL | FLOAT,

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from tigon.hf.by_type import patch_type
+from tigon.hf.fp8 import check_fp8, plan_fp8
 from tigon.hf.head import watch_loss
 from tigon.hf.later_adapters import watch_children
 from tigon.hf.learn import attach, learn_loss
@@ -86,10 +87,12 @@ PARTS = {
 }
 # The parts that are activations without a gate.
 ACTIVATIONS = ("relu2", "gelu")
-OPTIONS = (*PARTS, "memory", *LOSS_OPTIONS)
+OPTIONS = (*PARTS, "memory", "fp8", "fp8_dw", *LOSS_OPTIONS)
 # The names of LEVELS.
 MemoryLevel = Literal["default", "lean", "lean+mlp", "checkpoint", "offload"]
 MEMORY: tuple[str, ...] = get_args(MemoryLevel)
+# The recipes of FP8.
+FP8Scales = Literal["rowwise", "tensorwise"]
 P = ParamSpec("P")
 
 
@@ -300,6 +303,8 @@ def patch(
     fused_statements: bool = True,
     loss: bool = True,
     memory: MemoryLevel | str = "default",
+    fp8: FP8Scales | str | None = None,
+    fp8_dw: bool = True,
     token_scaling: bool = False,
     acc_dtype: torch.dtype | None = None,
     return_token_accuracy: bool = False,
@@ -350,6 +355,12 @@ def patch(
             "offload": as "lean+mlp", and the remaining saved tensors are in pinned host memory. Modules that must not
             be called twice run once at every level. The forward of a language model's body (`model.base_model`) has the
             level too, for trainers that call the body.
+        fp8: Compute the products of the linear layers inside the repeated decoder layers in FP8, forward and backward,
+            also in evaluation. Unlike every other option, this one approximates: the factors of the products are
+            rounded to 8 bits. "tensorwise" has one scale for each tensor, and is the fastest. "rowwise" has one for
+            each row, and is more accurate. The head, routers, experts, adapters and narrow layers keep their dtype; the
+            report names them and the reasons. None is no FP8. `docs/fp8.md` has the details.
+        fp8_dw: The gradients of the weights are products in FP8 too. With False they have the dtype of the weights.
         token_scaling: The loss in the head scales the loss of each token by the detached probability of its target.
             A call of the model may also set this option and the next two. They have no effect on a call that computes
             logits; `token_scaling=True` in such a call is an error.
@@ -367,7 +378,8 @@ def patch(
     Raises:
         TypeError: `model` is no `torch.nn.Module`, or an option is unknown or of the wrong type.
         ImportError: The model comes from a transformers that is too old.
-        ValueError: `memory` is none of its choices or is not possible here, or `model` is a string but no model type.
+        ValueError: `memory` is none of its choices or is not possible here, `fp8` is no recipe or the device has no FP8
+            products, or `model` is a string but no model type.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -405,9 +417,11 @@ def patch(
     options["fused_statements"] = fused_statements and glue is not False
     loss_options = LossOptions(token_scaling, acc_dtype, return_token_accuracy)
     loss_options.check("patch")
+    fp8_settings = check_fp8(fp8, fp8_dw, memory)
     parts = [part for part in PARTS if options[part]]
     if isinstance(model, str):
-        return patch_type(model, functools.partial(patch, **options, memory=memory, **vars(loss_options)))
+        options |= {"memory": memory, "fp8": fp8, "fp8_dw": fp8_dw}
+        return patch_type(model, functools.partial(patch, **options, **vars(loss_options)))
     require_for(model)
     report, installed_recipes = Report(type(model).__name__), _installed_recipes(model)
     findings = _find(model, parts, installed_recipes)
@@ -416,16 +430,22 @@ def patch(
     for finding in filter(lambda finding: finding.is_listed, findings):
         detail = finding.reason or str(finding.result)
         report.add(finding.part, type(finding.module).__name__, not finding.reason, detail, finding.name)
-    new_modules = {finding.module for finding in findings if finding.recipe is not None}
+    new_recipes = {finding.module: finding.recipe for finding in findings if finding.recipe is not None}
+    fp8_plan = plan_fp8(model, fp8_settings, installed_recipes | new_recipes)
     patched_modules = {module for module, recipe in installed_recipes.items() if recipe is not None}
-    earlier_count = len(patched_modules - new_modules)
+    earlier_count = len(patched_modules - new_recipes.keys() - fp8_plan.changed)
     # Levels that only recompute results of Tigon's ops have no effect in a model without such ops.
-    has_ops = earlier_count or report or any(type(m).__module__.startswith("tigon.") for m in model.modules())
+    has_ops = (
+        earlier_count
+        or report
+        or fp8_plan.changed
+        or any(type(m).__module__.startswith("tigon.") for m in model.modules())
+    )
     level = memory if has_ops or memory in ("checkpoint", "offload") else "default"
     if reason := explain_refusal(model, level):
         raise ValueError(f"patch: memory={level!r} is not possible for this {report.model}: {reason}")
     # The model is changed only here, after the last error that this function can raise on purpose.
-    report.undo = _apply(findings)
+    report.undo = _apply(findings) + fp8_plan.apply(report)
     fused_models = [finding.module for finding in findings if finding.part == "loss" and finding.recipe is not None]
     report.undo += [watch_loss(module, loss_options, report.notes) for module in fused_models]
     report.undo.append(record_options(model, loss_options))

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from tigon.ops.adapters.fp8_weight import Fp8Weight
 from tigon.ops.adapters.frozen_weight import FrozenWeight
 from tigon.ops.adapters.lora import add_adapters, lora_linears, takes_adapters
 from tigon.ops.adapters.projection import Adapter, Projection
@@ -45,7 +46,8 @@ from tigon.recognition.deferred import (
 )
 from tigon.recognition.dequantisation import WeightReader
 from tigon.recognition.expert_adapters import ExpertAdapterRecipe, recognise_expert_adapters, wrappers_of
-from tigon.recognition.replacement import Replacement, find_replacement, install, uninstall
+from tigon.recognition.fp8 import FP8Recipe, set_owners
+from tigon.recognition.replacement import find_replacement, install, installed_recipe, uninstall
 from tigon.recognition.standin import (
     BF16,
     FP16,
@@ -149,7 +151,7 @@ def _to_layer(computed: Computed, x: Tensor | TensorLike) -> Projection | Adapte
     layer: Projection | AdaptedCall | None = None
     if isinstance(expression, Call) and isinstance(expression.operand, Input) and adapters:
         base = expression.module
-        weight = _dense_weight(base, x)
+        weight = _frozen_weight(base, x)
         layer = AdaptedCall(base, tuple(adapters))
         layer = layer if weight is None else Projection(weight, getattr(base, "bias", None), tuple(adapters))
     elif isinstance(expression, Product) and isinstance(expression.operand, Input):
@@ -162,7 +164,8 @@ def output_dtype(layer: Projection | AdaptedCall, x: Tensor | TensorLike) -> tor
 
     Under autocast, the product of an `nn.Linear` has the dtype of autocast. A quantised layer returns the dtype of x.
     """
-    is_linear_product = isinstance(layer, Projection) and not isinstance(layer.weight, FrozenWeight)
+    weight = layer.weight if isinstance(layer, Projection) else None
+    is_linear_product = weight is not None and (isinstance(weight, Fp8Weight) or not isinstance(weight, FrozenWeight))
     return product_dtype(x) if is_linear_product else x.dtype
 
 
@@ -203,9 +206,14 @@ class BaseRecipe:
         return type(base).forward(base, *args, **kwargs)
 
 
-def _dense_weight(base: Any, x: Tensor | TensorLike) -> FrozenWeight | None:
-    """Return the weight of a quantised base layer if an op may multiply x by it; None if the layer has to be called."""
-    recipe = _recipe_of(base)
+def _frozen_weight(base: Any, x: Tensor | TensorLike) -> FrozenWeight | None:
+    """Return the weight of a quantised base layer, or of one in FP8, if an op may multiply x by it.
+
+    The result is None if the layer has to be called.
+    """
+    recipe = installed_recipe(base)
+    if type(recipe) is FP8Recipe:
+        return recipe.frozen_weight(base, x)
     return recipe.weight_reader.read(base, x) if isinstance(recipe, BaseRecipe) else None
 
 
@@ -221,21 +229,10 @@ def _runs_own_forwards(layer: nn.Module) -> bool:
         has_hook = has_hook or attributes["_backward_pre_hooks"] or attributes["_backward_hooks"]
         if has_hook or not has_stock_call(module):
             return False
-        if "forward" in attributes and not getattr(_recipe_of(module), "takes_deferred", False):
+        if "forward" in attributes and not getattr(installed_recipe(module), "takes_deferred", False):
             return False
         modules += module._modules.values()
     return True
-
-
-def _recipe_of(module: nn.Module) -> Any:
-    """Return the recipe that is installed on a module.
-
-    The result is None without a recipe, and also if accelerate wraps the replaced forward.
-    """
-    # The caller may pass any object that a forward calls, and a builtin function has no `__dict__`.
-    forward = getattr(module, "__dict__", {}).get("forward")
-    # The type is compared, because a wrapper of accelerate has all attributes of a replacement.
-    return forward.recipe if type(forward) is Replacement else None
 
 
 class AdapterRecipe:
@@ -292,7 +289,10 @@ def read_projection(layer: nn.Module, x: Tensor | TensorLike) -> Projection | No
     """Return the linear layer, with its adapters, that `layer(x)` computes; None if the layer has to be called."""
     if is_plain(layer):
         return Projection(layer.weight, layer.bias)
-    recipe = _recipe_of(layer)
+    recipe = installed_recipe(layer)
+    if type(recipe) is FP8Recipe and not does_more_than_forward(layer):
+        weight: Any = recipe.frozen_weight(layer, x)
+        return None if weight is None else Projection(weight, getattr(layer, "bias", None))
     if type(recipe) is not AdapterRecipe or does_more_than_forward(layer):
         return None
     result = recipe.read(layer, x)
@@ -434,6 +434,7 @@ def recipes_for(layer: nn.Module, recipe: AdapterRecipe | ExpertAdapterRecipe) -
 def install_adapters(layer: nn.Module, recipe: AdapterRecipe | ExpertAdapterRecipe) -> Callable[[], None]:
     """Install the recipes of a layer and of its base. Return a function that uninstalls them."""
     undo = [install(module, each) for module, each in recipes_for(layer, recipe).items()]
+    set_owners(layer)
 
     def restore() -> None:
         for step in undo:

@@ -320,14 +320,14 @@ def product_dtype(x: Tensor | TensorLike) -> torch.dtype:
     return torch.get_autocast_dtype(device_type) if is_cast else x.dtype
 
 
-def call_deferred(module: nn.Module, x: Any, features: int) -> Any:
+def call_deferred(module: nn.Module, x: Any, features: int, dtype: torch.dtype | None = None) -> Any:
     """Return a `Deferred` for `module(x)`, without running the module, if x is a `Deferred`; otherwise None.
 
-    `features` is the size of the last dimension of the output.
+    `features` is the size of the last dimension of the output, and `dtype` its dtype. None is the dtype of x.
     """
     if type(x) is not Deferred:
         return None
-    return x._result_of(Call(x._expression, module), shape=torch.Size((*x.shape[:-1], features)))
+    return x._result_of(Call(x._expression, module), dtype=dtype, shape=torch.Size((*x.shape[:-1], features)))
 
 
 def _make_refusing_method(name: str) -> Callable:

@@ -21,6 +21,7 @@ from tigon.memory.lean import is_lean
 from tigon.ops.mlps.projections import does_more_than_forward, linears
 from tigon.ops.norms.rms_norm import add_rms_norm, rms_norm_with_residual
 from tigon.recognition.adapters import compute_layers, read_projections
+from tigon.recognition.fp8 import compute_in_fp8
 from tigon.recognition.kind import kind_of
 from tigon.recognition.norm_recipes import RMSNormRecipe
 from tigon.recognition.norms import recognise_norm
@@ -79,7 +80,7 @@ def products(x: Any, *layers: nn.Module) -> tuple[Tensor, ...] | None:
     """Return layer(x) for each layer; None if the caller has to call the layers."""
     if torch.compiler.is_compiling():
         return None
-    if (outputs := linears(x, layers)) is not None:
+    if (outputs := linears(x, layers)) is not None or (outputs := compute_in_fp8(x, layers)) is not None:
         return outputs
     projections = read_projections(x, layers)
     return None if projections is None else compute_layers(x, projections)

@@ -20,6 +20,7 @@ from tigon.ops.mlps.glu import NO_SCALING, Scaling, geglu, geglu_reference, swig
 from tigon.ops.mlps.glu_mlp import glu_mlp_by_kernels, plain_weight, scaled, supports_weights
 from tigon.recognition.adapters import cast_for_products, may_have_adapters, output_dtype, read_projection
 from tigon.recognition.deferred import TensorLike
+from tigon.recognition.fp8 import compute_mlp_in_fp8
 from tigon.runtime.device import KERNEL_DTYPES, PLAIN
 from tigon.runtime.torch_private.modules import any_global_hook
 
@@ -99,17 +100,19 @@ class GLURecipe:
             return type(module).forward(module, *args, **kwargs)
         (x,) = args
         if self.up is not None and not reference:
-            weights = [plain_weight(getattr(module, name)) for name in (self.gate, self.up, self.down)]
+            projections = [getattr(module, name) for name in (self.gate, self.up, self.down)]
+            kind, weights = GATE_KINDS[self.kind].activation, [plain_weight(layer) for layer in projections]
             if supports_weights(x, *weights):
                 gate_weight, up_weight, down_weight = weights
                 assert isinstance(gate_weight, Tensor)
                 assert isinstance(up_weight, Tensor)
                 assert isinstance(down_weight, Tensor)
-                kind = GATE_KINDS[self.kind].activation
                 return glu_mlp_by_kernels(x, gate_weight, up_weight, down_weight, kind, self._scaling)
             has_op = None in weights and self._scaling == NO_SCALING
+            if has_op and (y := compute_mlp_in_fp8(x, projections, kind)) is not None:
+                return y
             if has_op and (layers := self._layers_with_adapters(module, x)) is not None:
-                y = lora_glu_mlp(layers.x, layers.gate, layers.up, layers.down, GATE_KINDS[self.kind].activation)
+                y = lora_glu_mlp(layers.x, layers.gate, layers.up, layers.down, kind)
                 return y.to(layers.output_dtype)
         y = getattr(module, self.down)(call_mlp_region(self._product, module, x, reference))
         return scaled(y, self.output_scale)

@@ -27,6 +27,7 @@ __all__ = [
     "find_replacement",
     "foreign_forward",
     "install",
+    "installed_recipe",
     "is_changed",
     "uninstall",
     "wrapped_forward",
@@ -151,6 +152,16 @@ def find_replacement(module: nn.Module) -> Replacement | None:
             return forward
     cell = wrapped_forward(module)
     return cell.cell_contents if cell and isinstance(cell.cell_contents, Replacement) else None
+
+
+def installed_recipe(module: Any) -> Any:
+    """Return the recipe that is installed on a module; None without one, and if a wrapper has taken its place.
+
+    `module` may be any object that a forward calls. A builtin function has no `__dict__`.
+    """
+    forward = getattr(module, "__dict__", {}).get("forward")
+    # The type is compared, because a wrapper of accelerate has all attributes of a replacement.
+    return forward.recipe if type(forward) is Replacement else None
 
 
 # --- hooks and other forwards ------------------------------------------------------------------------

@@ -8,6 +8,7 @@ belongs to. Two questions about a hook may have different answers, so each row o
 - May the hook run a second time? Then backward may call its module again to recompute a projection.
 """
 
+import sys
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -23,6 +24,7 @@ __all__ = [
     "full_shape",
     "is_hook_of_deepspeed",
     "keeps_values",
+    "keeps_versions",
     "may_run_twice",
 ]
 
@@ -104,3 +106,18 @@ def full_shape(x: Tensor) -> tuple[int, ...]:
 def is_hook_of_deepspeed(hook: Callable) -> bool:
     """Return True if DeepSpeed defines a hook. It puts hooks on every module, also on those without parameters."""
     return str(getattr(hook, "__module__", "")).startswith("deepspeed.")
+
+
+def keeps_versions(parameter: Tensor) -> bool:
+    """Return True if a new version of a parameter is known to follow whenever an engine writes to it.
+
+    FSDP2 gathers values into the same memory again and again, and restores the version each time. It changes the class
+    of the modules that it shards. Nothing tells to which parameters that applies, so one such class makes the answer
+    False for all of them. During a forward of FSDP1, the attribute of the module is not the parameter itself. ZeRO-3
+    exchanges the memory of a parameter, and gives the parameter an id.
+    """
+    if type(parameter) is not nn.Parameter or parameter.is_inference() or hasattr(parameter, "ds_id"):
+        return False
+    # An engine that was never imported has sharded nothing.
+    sharded_class = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    return sharded_class is None or not sharded_class.__subclasses__()

@@ -21,6 +21,7 @@ SHAPES = {
     "rope": (2, 8, 4, 2, 16),
     "qk_norm_rope": (2, 8, 4, 2, 16),
     "moe_mlp": (32, 64, 4, 32, 2),
+    "fp8_linear": (16, 32, 64),
     "cross_entropy": (32, 512),
     "cross_entropy_inplace": (32, 512),
     "linear_cross_entropy": (32, 64, 512),

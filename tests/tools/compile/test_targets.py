@@ -6,7 +6,7 @@ import pytest
 
 import tigon
 from op_cases import INTERPRETED
-from tigon.tools.compile.steps import STEPS
+from tigon.tools.compile.steps import STEPS, launches_kernels
 
 pytestmark = pytest.mark.no_interpreter("The interpreter replaces the compiler.")
 
@@ -24,6 +24,8 @@ def _pairs() -> list:
     pairs = []
     for chip in [] if INTERPRETED else CHIPS:
         for step in STEPS:
+            if not launches_kernels(step, chip.name):
+                continue
             quick = chip.name in CHIPS_WITH_EVERY_STEP or step == WIDEST_ROW
             marks = () if quick else pytest.mark.thorough
             pairs.append(pytest.param(chip, step, id=f"{chip.name}-{step}", marks=marks))
@@ -40,6 +42,17 @@ def test_a_kernel_compiles_without_spilling(chip: "Chip", step: str):
         assert numbers["threads"] <= 1024, numbers
         assert numbers["spilled"] == 0, numbers
         assert numbers["shared"] <= chip.device.shared_memory, numbers
+
+
+@pytest.mark.parametrize("chip", ["sm_80", "gfx942"])
+def test_a_chip_without_fp8_units_gets_no_fp8_kernel(chip: str):
+    """Triton refuses e4m3 for sm_80, and gfx942 has another format of 8 bits."""
+    (target,) = (target for target in CHIPS if target.name == chip)
+    with recorded(target) as launches:
+        STEPS["fp8_linear 4096"]()
+        STEPS["fp8_linear GLU 4096"]()
+    assert not launches
+    assert not launches_kernels("fp8_linear 4096", chip)
 
 
 def test_every_kernel_of_the_package_is_launched_by_a_step():

@@ -25,9 +25,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tigon.ops.adapters.fp8_weight import Fp8Group
 from tigon.ops.adapters.frozen_weight import dense_weight
 from tigon.ops.adapters.lora_products import (
     Entry,
+    add_low_rank,
     compute_hidden,
     compute_input_gradient,
     draw_seeds,
@@ -44,6 +46,7 @@ from tigon.runtime import checks
 from tigon.runtime.autograd import first_order, keep_none_gradients, without_autocast
 from tigon.runtime.device import PLAIN, runs_kernels
 from tigon.runtime.torch_private.autograd import has_active_transform
+from tigon.runtime.torch_private.operators import reshape_without_view
 
 __all__ = [
     "adapter_hidden",
@@ -91,17 +94,26 @@ class _LoRALinears(torch.autograd.Function):
         seeds = draw_seeds(projections, x)
         entries = list_entries(projections, rows.shape[0], seeds)
         h = compute_hidden(rows, entries) if entries else None
+        fp8 = Fp8Group.of(projections, ctx.needs_input_grad[0])
+        products = {} if fp8 is None else fp8.multiply(rows)
         ys = []
         for i, projection in enumerate(projections):
+            own_entries = [entry for entry in entries if entry.projection == i]
             # The output is not a view, because a view that a node returns cannot be modified in place.
-            y = x.new_empty((*x.shape[:-1], projection.weight.shape[0]))
-            write_output(y.view(rows.shape[0], -1), rows, projection, [e for e in entries if e.projection == i], h)
+            if (product := products.pop(i, None)) is not None:
+                add_low_rank(product, projection, own_entries, h)
+                y = reshape_without_view(product, (*x.shape[:-1], product.shape[1]))
+            else:
+                y = x.new_empty((*x.shape[:-1], projection.weight.shape[0]))
+                write_output(y.view(rows.shape[0], -1), rows, projection, own_entries, h)
             ys.append(y)
+        if fp8 is not None:
+            fp8.end_forward()
         adapter_needs = [need for projection in needs for need in projection.adapters]
         needs_x = any(need.a for need in adapter_needs) or any(projection.weight for projection in needs)
         needs_h = any(need.b for need in adapter_needs)
         ctx.save_for_backward(x if needs_x else None, h if needs_h else None, seeds, *tensors)
-        ctx.constants, ctx.shape = constants, x.shape
+        ctx.constants, ctx.shape, ctx.fp8 = constants, x.shape, fp8
         keep_none_gradients(ctx)
         return tuple(ys)
 
@@ -130,7 +142,7 @@ def _node_gradients(ctx: Any, dys: Mapping[int, Tensor], tensor_needs: Sequence[
     if entries and (needs_dx or any(need.a for projection in needs for need in projection.adapters)):
         dh, dh_entries = project_gradients(dys, entries)
     gradients = layer_gradients(rows, h, dys, dh, entries, dh_entries, needs)
-    dx = compute_input_gradient(dys, projections, dh, dh_entries) if needs_dx else None
+    dx = compute_input_gradient(dys, projections, dh, dh_entries, ctx.fp8) if needs_dx else None
     return None if dx is None else dx.view(ctx.shape), flatten(gradients)[0]
 
 
@@ -178,7 +190,7 @@ class _AddAdapters(torch.autograd.Function):
             expand(h[..., entry.columns], entry.adapter.b, out_rows, entry.adapter.scaling, first_bias, adds=True)
         needs_a, needs_b = (any(getattr(need, name) for need in needs[0].adapters) for name in ("a", "b"))
         ctx.save_for_backward(x if needs_a else None, h if needs_b else None, seeds, *tensors)
-        ctx.constants, ctx.shape = constants, x.shape
+        ctx.constants, ctx.shape, ctx.fp8 = constants, x.shape, None
         return out
 
     @staticmethod

@@ -23,11 +23,13 @@ from tigon.memory.lean import (
     in_checkpoint,
     recomputes_mlp,
 )
+from tigon.ops.adapters.fp8_weight import Fp8Group
 from tigon.ops.adapters.frozen_weight import dense_weight
 from tigon.ops.adapters.lora import lora_linears, takes_adapters
 from tigon.ops.adapters.lora_glu import GLUAdapters, lora_glu_backward, lora_glu_forward
 from tigon.ops.adapters.lora_products import (
     Entry,
+    add_low_rank,
     compute_hidden,
     compute_input_gradient,
     layer_gradients,
@@ -48,6 +50,7 @@ from tigon.ops.mlps.glu_mlp import (
 )
 from tigon.runtime.autograd import first_order, without_autocast
 from tigon.runtime.products import multiply
+from tigon.runtime.torch_private.operators import reshape_without_view
 
 __all__ = ["lora_glu_mlp", "runs_as_one_node"]
 
@@ -69,9 +72,19 @@ def _glu_adapters(entries: Sequence[Entry], h: Tensor | None, down: Projection) 
     return GLUAdapters(hidden[0], hidden[1], b[0], b[1], down_a, scaling[0], scaling[1])
 
 
-def _multiply_gates(rows: Tensor, gate: Projection, up: Projection) -> tuple[Tensor, Tensor]:
+def _multiply_gates(rows: Tensor, gate: Projection, up: Projection, fp8: Fp8Group | None) -> tuple[Tensor, Tensor]:
     """Return the products of x [T, H] with the weights of gate and up, of which one is dense at a time."""
-    return multiply_gate(rows, dense_weight(gate.weight)), multiply_gate(rows, dense_weight(up.weight))
+    products = {} if fp8 is None else fp8.multiply(rows)
+    for i, layer in enumerate((gate, up)):
+        if i not in products:
+            products[i] = multiply_gate(rows, dense_weight(layer.weight))
+    return products[0], products[1]
+
+
+def _gradient_of_activation(dy: Tensor, down: Projection, fp8: Fp8Group | None) -> Tensor:
+    """Return da [T, I] for dy [T, O], without the part of the adapters."""
+    da = None if fp8 is None else fp8.input_gradient({0: dy})
+    return multiply(dy, dense_weight(down.weight)) if da is None else da
 
 
 class _LoRAGLUMLP(torch.autograd.Function):
@@ -91,14 +104,26 @@ class _LoRAGLUMLP(torch.autograd.Function):
         rows = rows_of(x)
         entries = list_entries((gate_layer, up_layer), len(rows), None)
         h = compute_hidden(rows, entries) if entries else None
-        gate, up = _multiply_gates(rows, gate_layer, up_layer)
+        fp8 = Fp8Group.of((gate_layer, up_layer), ctx.needs_input_grad[0])
+        gate, up = _multiply_gates(rows, gate_layer, up_layer, fp8)
         a, down_h = lora_glu_forward(gate, up, _glu_adapters(entries, h, down), kind)
         gates = (gate, up) if saves_gates else (None, None)
         save_gated(ctx, gate, saves_gates, is_checkpointed, x, h, down_h, *gates, *tensors)
         ctx.constants, ctx.kind, ctx.shape = constants, kind, x.shape
+        # The gradients of gate and up need da.
+        down_fp8 = Fp8Group.of((down,), any(ctx.needs_input_grad))
+        ctx.fp8, ctx.down_fp8 = fp8, down_fp8
+        down_entries = list_entries((down,), len(rows), None)
         # The output is not a view, because a view that a node returns cannot be modified in place.
-        y = x.new_empty((*x.shape[:-1], len(down.weight)))
-        write_output(y.view(len(rows), -1), a, down, list_entries((down,), len(rows), None), down_h)
+        if down_fp8 is not None:
+            product = down_fp8.multiply(a)[0]
+            add_low_rank(product, down, down_entries, down_h)
+            y = reshape_without_view(product, (*x.shape[:-1], len(down.weight)))
+        else:
+            y = x.new_empty((*x.shape[:-1], len(down.weight)))
+            write_output(y.view(len(rows), -1), a, down, down_entries, down_h)
+        for group in filter(None, (fp8, down_fp8)):
+            group.end_forward()
         return y
 
     @staticmethod
@@ -112,7 +137,7 @@ class _LoRAGLUMLP(torch.autograd.Function):
         check_version("lora_glu_mlp", ctx, gate)
         is_recomputed = gate is None
         if is_recomputed:
-            gate, up = _multiply_gates(rows, *layers)
+            gate, up = _multiply_gates(rows, layers[0], layers[1], ctx.fp8)
         down_dh, down_gradients = None, []
         for adapter, need in zip(down.adapters, down_needs.adapters, strict=True):
             down_dh = empty_hidden(dy, len(dy), len(adapter.a))
@@ -128,7 +153,7 @@ class _LoRAGLUMLP(torch.autograd.Function):
             any(adapter.a for adapter in down_needs.adapters),
         )
         sums = lora_glu_backward(
-            multiply(dy, dense_weight(down.weight)),
+            _gradient_of_activation(dy, down, ctx.down_fp8),
             gate,
             up,
             _glu_adapters(entries, h, down),
@@ -148,7 +173,7 @@ class _LoRAGLUMLP(torch.autograd.Function):
             dh, dh_entries = project_gradients(dys, entries)
         dbs = {entry.position: (sums.gate_b, sums.up_b)[entry.projection] for entry in entries}
         gradients = layer_gradients(rows, h, dys, dh, entries, dh_entries, needs, dbs)
-        dx = compute_input_gradient(dys, layers, dh, dh_entries) if ctx.needs_input_grad[0] else None
+        dx = compute_input_gradient(dys, layers, dh, dh_entries, ctx.fp8) if ctx.needs_input_grad[0] else None
         gradients.append(Projection(None, None, tuple(down_gradients)))
         return None if dx is None else dx.view(ctx.shape), *[None] * 4, *flatten(gradients)[0]
 

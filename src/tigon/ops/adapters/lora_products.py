@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tigon.ops.adapters.fp8_weight import Fp8Group
 from tigon.ops.adapters.frozen_weight import dense_weight
 from tigon.ops.adapters.low_rank import dropout_bits, empty_hidden, expand, project, token_sums
 from tigon.ops.adapters.projection import Adapter, Projection
@@ -19,6 +20,7 @@ from tigon.runtime.products import multiply
 
 __all__ = [
     "Entry",
+    "add_low_rank",
     "compute_hidden",
     "compute_input_gradient",
     "draw_seeds",
@@ -108,20 +110,29 @@ def total_bias(projection: Projection) -> Tensor | None:
     return sum(terms[1:], terms[0]).contiguous() if terms else None
 
 
+def add_low_rank(
+    y: Tensor, projection: Projection, entries: Sequence[Entry], h: Tensor | None, adds: bool = True
+) -> bool:
+    """Add the outputs of the adapters and the biases of one projection to y [T, O]; without `adds`, write them to y.
+
+    Return whether there are any. Otherwise y is not written.
+    """
+    bias = total_bias(projection)
+    for entry in entries:
+        assert h is not None
+        is_first = entry is entries[0]
+        expand(
+            h[..., entry.columns], entry.adapter.b, y, entry.adapter.scaling, bias if is_first else None,
+            adds=adds or not is_first,
+        )  # fmt: skip
+    if not entries and bias is not None:
+        y.add_(bias) if adds else y.copy_(bias.expand_as(y))
+    return bool(entries) or bias is not None
+
+
 def write_output(y: Tensor, rows: Tensor, projection: Projection, entries: Sequence[Entry], h: Tensor | None) -> None:
     """Write y [T, O] of one projection, from x [T, I] and the terms of h."""
-    bias = total_bias(projection)
-    if entries:
-        assert h is not None
-        for entry in entries:
-            is_first = entry is entries[0]
-            expand(
-                h[..., entry.columns], entry.adapter.b, y, entry.adapter.scaling, bias if is_first else None,
-                adds=not is_first,
-            )  # fmt: skip
-    elif bias is not None:
-        y.copy_(bias.expand_as(y))
-    if entries or bias is not None:
+    if add_low_rank(y, projection, entries, h, adds=False):
         multiply(rows, dense_weight(projection.weight).t(), total=y)
     else:
         torch.mm(rows, dense_weight(projection.weight).t(), out=y)
@@ -146,10 +157,17 @@ def project_gradients(dys: Mapping[int, Tensor], entries: Sequence[Entry]) -> tu
 
 
 def compute_input_gradient(
-    dys: Mapping[int, Tensor], projections: Sequence[Projection], dh: Tensor | None, entries: Sequence[Entry]
+    dys: Mapping[int, Tensor],
+    projections: Sequence[Projection],
+    dh: Tensor | None,
+    entries: Sequence[Entry],
+    fp8: Fp8Group | None = None,
 ) -> Tensor | None:
-    """Return dx [T, I], from dy_i [T, O_i], dh and the entries of dh; None if `dys` is empty."""
-    dx: Tensor | None = None
+    """Return dx [T, I], from dy_i [T, O_i], dh and the entries of dh; None if `dys` is empty.
+
+    `fp8` computes the products of the weights that are in FP8.
+    """
+    dx = None if fp8 is None else fp8.input_gradient(dys)
     for group in _groups(entries):
         assert dh is not None
         is_first = dx is None
@@ -159,7 +177,7 @@ def compute_input_gradient(
         a = stacked[0] if len(stacked) == 1 else torch.cat(stacked)
         expand(dh[..., _span(group)], a.t(), dx, group[0].factor, dropout_mask=group[0].dropout_mask, adds=not is_first)
     for i, dy in dys.items():
-        if projections[i].weight is not None:
+        if projections[i].weight is not None and (fp8 is None or i not in fp8.indices):
             dx = multiply(dy, dense_weight(projections[i].weight), total=dx)
     return dx
 

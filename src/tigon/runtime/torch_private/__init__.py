@@ -6,6 +6,7 @@
 | `autograd` | backward, saved tensors, hooks of gradients, storages, function modes |
 | `modules` | calls, hooks and copies of modules |
 | `operators` | devices, operators, optimizers, process groups, profiles |
+| `products` | matrix products in FP8 |
 | `graphs` | runs with symbolic sizes, and guards of graphs |
 
 A comment at each name states why it is needed, the versions of torch that it was seen in, and what happens without it:

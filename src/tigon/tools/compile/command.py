@@ -109,7 +109,14 @@ def resources(
     """
     cases, chips = _choose(ops, chip, out)
     console = make_console()
-    usages, interrupted = _compile_all([(case, name) for name in chips for case in cases], jobs, console)
+    from tigon.tools.compile.steps import launches_kernels
+
+    work = [(case, name) for name in chips for case in cases if launches_kernels(case, name)]
+    for name in chips:
+        emulated_ops = dict.fromkeys(case.split()[0] for case in cases if not launches_kernels(case, name))
+        if emulated_ops:
+            console.print(f"{name}: left out {', '.join(emulated_ops)}, which launches no kernel on this chip.")
+    usages, interrupted = _compile_all(work, jobs, console)
     # The kernels of a case are in the order of their launches: forward before backward.
     kernels = list(dict.fromkeys(usage.kernel for usage in usages))
     usages.sort(key=lambda usage: (cases.index(usage.case), kernels.index(usage.kernel), chips.index(usage.chip)))
@@ -171,7 +178,7 @@ def _discard_errors_at_exit() -> None:
 def _compile_all(work: list[tuple[str, str]], jobs: int | None, console: Console) -> tuple[list[Usage], bool]:
     """Compile the pairs of case and chip in other processes; return their usages and whether Ctrl-C interrupted it."""
     usages: list[Usage] = []
-    workers = min(jobs or environment.cpu_count(), len(work))
+    workers = max(1, min(jobs or environment.cpu_count(), len(work)))
     # Each process is a fresh interpreter, because a fork of a process with torch's threads may hang.
     pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=_discard_errors_at_exit)
     with Progress(

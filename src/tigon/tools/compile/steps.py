@@ -14,6 +14,8 @@ import tigon
 from tigon.ops.adapters.four_bit import FourBitWeight, QuantisedScales, dequantise
 from tigon.ops.adapters.lora_mlp import lora_glu_mlp
 from tigon.ops.adapters.projection import Adapter, Projection
+from tigon.ops.fp8.formats import has_units
+from tigon.ops.fp8.fp8_glu_mlp import fp8_glu_mlp
 from tigon.ops.head.computed_rows import CountConfig
 from tigon.ops.logits.token import kernels as token_loss
 from tigon.ops.mlps.clamped_glu import ClampedGate
@@ -23,7 +25,7 @@ from tigon.tools.workloads import WORKLOADS, Variant, Workload
 from tigon.tools.workloads.logits import EVERY_TERM
 from tigon.tools.workloads.workload import tensors_of
 
-__all__ = ["STEPS", "run_step"]
+__all__ = ["STEPS", "launches_kernels", "run_step"]
 
 CPU = torch.device("cpu")
 
@@ -128,6 +130,13 @@ def _four_bit(block: int, is_nested: bool) -> None:
     dequantise(FourBitWeight(packed, torch.zeros(16), scale_codes, block, quantised_scales, shape, torch.bfloat16))
 
 
+def _fp8_glu_mlp(hidden: int, inner: int, **options: Any) -> None:
+    """Run the gated MLP in FP8; recognition calls it, and it has no public name."""
+    shapes = (16, hidden), (inner, hidden), (inner, hidden), (hidden, inner)
+    y = fp8_glu_mlp(*[torch.zeros(shape, dtype=torch.bfloat16, requires_grad=True) for shape in shapes], **options)
+    y.backward(y.detach())
+
+
 _OTHER_STEPS: dict[str, Callable[[], None]] = {
     "cross_entropy 128256, one of 8 shards": lambda: _cross_entropy_of_a_shard(16032, 128256),
     "cross_entropy 256000, one of 2 shards, every option": lambda: _cross_entropy_of_a_shard(
@@ -153,6 +162,11 @@ _OTHER_STEPS: dict[str, Callable[[], None]] = {
     "linear_cross_entropy 256000, adapter, every option, fp16": lambda: _adapted_head(
         256000, 16, torch.float16, weight=torch.ones(256000), return_entropy=True, **EVERY_TERM
     ),
+    "fp8_linear GLU 4096": lambda: _fp8_glu_mlp(256, 4096),
+    "fp8_linear GLU 4096, rowwise": lambda: _fp8_glu_mlp(256, 4096, recipe="rowwise"),
+    "fp8_linear GLU 4096, no dW in FP8": lambda: _fp8_glu_mlp(256, 4096, fp8_dw=False),
+    "fp8_linear GLU tanh 4096": lambda: _fp8_glu_mlp(256, 4096, activation="gelu_tanh"),
+    "fp8_linear GLU gelu 14336, rowwise": lambda: _fp8_glu_mlp(256, 14336, activation="gelu", recipe="rowwise"),
     "lora_linear MLP 14336": lambda: _lora_glu_mlp(4096, 14336, 16),
     "gelu MLP 3072": lambda: _mlp(768, 3072, "gelu"),
     "gelu MLP tanh 3072": lambda: _mlp(768, 3072, "gelu_tanh"),
@@ -172,3 +186,8 @@ STEPS: dict[str, Callable[[], None]] = {
     for workload in WORKLOADS.values()
     for variant in workload.compile_variants
 } | _OTHER_STEPS
+
+
+def launches_kernels(step: str, arch: str) -> bool:
+    """Return whether a step launches kernels on a chip. Tigon emulates FP8 on chips whose units it does not use."""
+    return step.split()[0] != "fp8_linear" or has_units(arch)

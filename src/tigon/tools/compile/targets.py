@@ -62,6 +62,8 @@ TYPES = {
     torch.int64: "i64",
     torch.int32: "i32",
     torch.uint8: "u8",
+    torch.float8_e4m3fn: "fp8e4nv",
+    torch.float8_e5m2: "fp8e5",
 }
 
 

@@ -38,6 +38,9 @@ PEER_COLOURS = {
     "unsloth": "#cc79a7",
     "unsloth-checkpoint": "#e3b3ce",
 }
+# The recipes of FP8, in the colours of Tigon and of torchao.
+FP8_COLOURS = {"-tensorwise": "#7b3fa0", "-rowwise": "#b07cc6"}
+TORCHAO_COLOURS = {"#7b3fa0": "#1f4e79", "#b07cc6": "#7aa6d1"}
 MARKERS = "osD^vP*X"
 DASHES = (0, (4, 3))
 
@@ -48,6 +51,9 @@ DASHES = (0, (4, 3))
 def provider_colour(provider: str) -> str:
     """Return the colour of a provider of training, such as tigon or tigon-lean, which is also tigon:lean."""
     provider = provider.replace(":", "-")
+    colour = next((colour for name, colour in FP8_COLOURS.items() if name in provider), None)
+    if colour is not None:
+        return colour if provider.startswith("tigon") else TORCHAO_COLOURS[colour]
     level = provider.removeprefix("tigon").removeprefix("-") or "default"
     return PEER_COLOURS.get(provider) or LEVELS.get(level.partition("-")[0], "#444444")
 

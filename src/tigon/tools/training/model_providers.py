@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
 
+from tigon.tools.training.fp8_providers import FP8_RECIPES, TORCHAO, apply_torchao, read_fp8
+
 if TYPE_CHECKING:
     from tigon.hf.patch import MemoryLevel
 
@@ -52,13 +54,16 @@ class ModelProvider:
 
     If `trains` is False, all weights are frozen, and a step computes only the loss and the gradients of the inputs. No
     training with adapters can be faster. If `in_fp32` is True, the weights that were drawn in the dtype of the job are
-    converted to fp32, and all layers are checkpointed to save memory.
+    converted to fp32, and all layers are checkpointed to save memory. `fp8` is the recipe of products in FP8, or None,
+    and `fp8_dw` says whether those of dW are among them.
     """
 
     name: str
     level: str | None = None
     trains: bool = True
     in_fp32: bool = False
+    fp8: str | None = None
+    fp8_dw: bool = True
 
     @property
     def base(self) -> str:
@@ -67,7 +72,11 @@ class ModelProvider:
 
     @property
     def compiles(self) -> bool:
-        return self.base == "compile"
+        return self.base == "compile" or self.is_torchao
+
+    @property
+    def is_torchao(self) -> bool:
+        return self.level is None and self.fp8 is not None
 
     @property
     def needs_adapters(self) -> bool:
@@ -93,18 +102,27 @@ class ModelProvider:
             UnsupportedModel: the provider refuses this model.
         """
         if self.level is not None:
-            return _apply_tigon(model, self.level)
+            return _apply_tigon(model, self.level, self.fp8, self.fp8_dw)
         description = _apply_liger(model, device) if self.base == "liger" else ""
+        if self.fp8 is not None:
+            if not device.startswith("cuda"):
+                raise Missing("needs a GPU")
+            try:
+                description = apply_torchao(model, self.fp8, self.fp8_dw)
+            except ImportError as reason:
+                raise Missing(f"not installed ({reason})") from reason
         if self.checkpoints(checkpointing):
             model.gradient_checkpointing_enable({"use_reentrant": False})
         return description
 
 
-def _apply_tigon(model: nn.Module, level: str) -> str:
+def _apply_tigon(model: nn.Module, level: str, fp8: str | None, fp8_dw: bool) -> str:
     import tigon
 
+    # An earlier Tigon has no option for FP8.
+    options: dict[str, Any] = {} if fp8 is None else {"fp8": fp8, "fp8_dw": fp8_dw}
     try:
-        return str(tigon.patch(model, memory=cast("MemoryLevel", level)))
+        return str(tigon.patch(model, memory=cast("MemoryLevel", level), **options))
     except ValueError as reason:
         raise UnsupportedModel(str(reason)) from reason
 
@@ -127,18 +145,32 @@ def _apply_liger(model: Any, device: str) -> str:
 def _are_equal(a: ModelProvider, b: ModelProvider, checkpointing: bool) -> bool:
     """Return whether two providers train in the same way. With `checkpointing` the suffix of a peer has no effect."""
     if a.level is not None or b.level is not None:
-        return (a.level, a.trains) == (b.level, b.trains)
+        return (a.level, a.trains, a.fp8, a.fp8_dw) == (b.level, b.trains, b.fp8, b.fp8_dw)
     return a.base == b.base if checkpointing else a.name == b.name
 
 
 # --- names ---------------------------------------------------------------------------------------
 
 
+def _provider_in_fp8(name: str, checkpointing: bool) -> ModelProvider | None:
+    """Return the provider in FP8 with this name, or None if there is none."""
+    parts = read_fp8(name.removesuffix(CHECKPOINT) if name.startswith(TORCHAO) else name)
+    if parts is None or parts.base == TORCHAO:
+        return None if parts is None else ModelProvider(name, fp8=parts.recipe, fp8_dw=parts.fp8_dw)
+    level = parts.base.removeprefix("tigon-")
+    if parts.base == "tigon":
+        level = "checkpoint" if checkpointing else "default"
+    elif level == parts.base or not _is_level(level):
+        return None
+    return ModelProvider(name, level, fp8=parts.recipe, fp8_dw=parts.fp8_dw)
+
+
 def select(names: str | Iterable[str], checkpointing: bool = False) -> list[ModelProvider]:
     """Return the providers of `names`: stock, liger, compile, tigon, and tigon-LEVEL for any level of tigon.patch.
 
     unsloth trains only adapters. frozen is the model without adapters, patched at the level lean, whose weights are all
-    frozen. stock-fp32 is the stock model with the same weights in fp32, whose losses are a reference. stock-checkpoint,
+    frozen. stock-fp32 is the stock model with the same weights in fp32, whose losses are a reference. tigon-fp8-RECIPE,
+    tigon-LEVEL-fp8-RECIPE and torchao-float8-RECIPE compute in FP8 (`fp8_providers`). stock-checkpoint,
     liger-checkpoint, compile-checkpoint and unsloth-checkpoint use gradient checkpointing in every layer. With
     `checkpointing` all providers do; "tigon" then means its level "checkpoint".
 
@@ -157,11 +189,17 @@ def select(names: str | Iterable[str], checkpointing: bool = False) -> list[Mode
     }
     known_providers[FROZEN] = ModelProvider(FROZEN, "lean", trains=False)
     known_providers[STOCK_FP32] = ModelProvider(STOCK_FP32, in_fp32=True)
+    names_in_fp8 = [f"{base}-{recipe}" for base in ("tigon-fp8", TORCHAO) for recipe in FP8_RECIPES]
+    for name in names_in_fp8:
+        if (provider_in_fp8 := _provider_in_fp8(name, checkpointing)) is not None:
+            known_providers[name] = provider_in_fp8
     chosen_providers: list[ModelProvider] = []
     for name in names:
         # A level may hold a number of layers, such as that of tigon-lean+mlp:4.
         if name not in known_providers and _is_level(level := name.removeprefix("tigon-")) and level != name:
             known_providers[name] = ModelProvider(name, level)
+        if name not in known_providers and (provider_in_fp8 := _provider_in_fp8(name, checkpointing)) is not None:
+            known_providers[name] = provider_in_fp8
         if name not in known_providers:
             near = difflib.get_close_matches(name, known_providers, n=1)
             hint = f" (did you mean {near[0]}?)" if near else ""

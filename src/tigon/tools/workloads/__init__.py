@@ -8,13 +8,13 @@ every op at the shapes of named models. All three make the inputs by `Workload.m
 of `tigon.ops`. A new op is one entry in the file of its family.
 """
 
-from tigon.tools.workloads import adapters, divergences, experts, head, logits, losses, mlps, norms, rotary
+from tigon.tools.workloads import adapters, divergences, experts, fp8, head, logits, losses, mlps, norms, rotary
 from tigon.tools.workloads.inputs import InputMaker, Inputs
 from tigon.tools.workloads.workload import BenchShape, Variant, Workload
 
 __all__ = ["WORKLOADS", "BenchShape", "InputMaker", "Inputs", "Variant", "Workload"]
 
 # The order is that of the cases in a report of the benchmark.
-_FAMILIES = (norms, rotary, mlps, adapters, experts, logits, head, divergences, losses)
+_FAMILIES = (norms, rotary, mlps, fp8, adapters, experts, logits, head, divergences, losses)
 
 WORKLOADS: dict[str, Workload] = {workload.name: workload for family in _FAMILIES for workload in family.WORKLOADS}

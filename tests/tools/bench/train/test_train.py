@@ -7,12 +7,14 @@ import types
 from dataclasses import replace
 
 import pytest
+import torch
 import transformers
 
 from tigon.tools.bench.train import train_report as report
 from tigon.tools.bench.train.train_options import TrainOptions
 from tigon.tools.bench.train.train_plan import make_plan, model_config
 from tigon.tools.presets import PRESETS
+from tigon.tools.training import fp8_providers
 from tigon.tools.training import model_providers as providers
 from tigon.tools.training.child import worker_command
 from tigon.tools.training.job import Job
@@ -85,6 +87,98 @@ def test_liger_is_applied_with_its_defaults_and_with_checkpointing(liger, monkey
         provider.apply(model, False, "cuda")
 
 
+# --- products in FP8 -----------------------------------------------------------------------------
+
+
+def test_the_recipes_are_those_of_the_op():
+    from tigon.ops.fp8.formats import RECIPES
+
+    assert fp8_providers.FP8_RECIPES == RECIPES
+
+
+def test_the_name_of_a_provider_in_fp8_holds_its_level_and_its_recipe():
+    names = "tigon-fp8-tensorwise,tigon-lean-fp8-rowwise-bf16-dw,tigon-lean+mlp:4-fp8-rowwise"
+    names += ",torchao-float8-rowwise-bf16-dw"
+    read = [(p.level, p.fp8, p.fp8_dw, p.compiles) for p in providers.select(names)]
+    assert read == [
+        ("default", "tensorwise", True, False), ("lean", "rowwise", False, False),
+        ("lean+mlp:4", "rowwise", True, False), (None, "rowwise", False, True),
+    ]  # fmt: skip
+    (provider,) = providers.select("tigon-fp8-rowwise", checkpointing=True)
+    assert provider.level == "checkpoint"
+    (peer,) = providers.select("torchao-float8-tensorwise-checkpoint")
+    assert (peer.fp8, peer.checkpoints(False)) == ("tensorwise", True)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "tigon-fp8",
+        "tigon-fp8-blockwise",
+        "tigon-leen-fp8-rowwise",
+        "tigon-rowwise",
+        "torchao-float8-tensorwise-bf16-dw",
+    ],
+)
+def test_other_names_in_fp8_are_refused(name):
+    with pytest.raises(ValueError, match=f"must be among .*, got '{name}'"):
+        providers.select(name)
+
+
+def test_fp8_adds_a_provider_beside_each_of_tigon(monkeypatch):
+    monkeypatch.setattr(fp8_providers.importlib.util, "find_spec", lambda name: None)
+    add = fp8_providers.add_fp8
+    assert add(["stock", "tigon", "tigon-lean"], "rowwise", True) == [
+        "stock", "tigon", "tigon-fp8-rowwise", "tigon-lean", "tigon-lean-fp8-rowwise",
+    ]  # fmt: skip
+    monkeypatch.setattr(fp8_providers.importlib.util, "find_spec", lambda name: name)
+    assert add(["tigon"], "tensorwise, rowwise", False) == [
+        "tigon", "tigon-fp8-tensorwise-bf16-dw", "tigon-fp8-rowwise-bf16-dw", "torchao-float8-rowwise-bf16-dw",
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match="bench train: fp8 must be one or both of tensorwise, rowwise, got 'e4m3'"):
+        add(["tigon"], "e4m3", True)
+    with pytest.raises(ValueError, match="bench train: fp8 needs a provider of Tigon"):
+        add(["stock"], "rowwise", True)
+
+
+def test_the_patch_gets_the_options(monkeypatch):
+    import tigon
+
+    calls = []
+    monkeypatch.setattr(tigon, "patch", lambda model, **options: calls.append(options))
+    for provider in providers.select("tigon,tigon-lean-fp8-rowwise-bf16-dw"):
+        provider.apply(object(), False, "cuda")
+    assert calls == [{"memory": "default"}, {"memory": "lean", "fp8": "rowwise", "fp8_dw": False}]
+
+
+def test_torchao_converts_all_layers_but_the_head(monkeypatch):
+    def convert(model, *, module_filter_fn, config):
+        for name, module in list(model.named_modules()):
+            if module_filter_fn(module, name):
+                module.__class__ = type("Float8Linear", (torch.nn.Linear,), {})
+        model.recipe = config
+
+    package, module = types.ModuleType("torchao"), types.ModuleType("torchao.float8")
+    package.__version__ = "0.99"
+    module.convert_to_float8_training = convert
+    module.Float8LinearConfig = types.SimpleNamespace(from_recipe_name=lambda name: name)
+    monkeypatch.setitem(sys.modules, "torchao", package)
+    monkeypatch.setitem(sys.modules, "torchao.float8", module)
+    model = torch.nn.ModuleDict(
+        {"a": torch.nn.Linear(32, 16), "b": torch.nn.Linear(8, 16), "head": torch.nn.Linear(16, 64)}
+    )
+    model.get_output_embeddings = lambda: model["head"]
+    (provider,) = providers.select("torchao-float8-rowwise-bf16-dw")
+    description = provider.apply(model, False, "cuda")
+    assert description == "torchao 0.99, 1 linear layers in FP8, rowwise, dW in bf16; torch.compile"
+    assert model.recipe == "rowwise_with_gw_hp"
+    with pytest.raises(providers.Missing, match="needs a GPU"):
+        provider.apply(model, False, "cpu")
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    with pytest.raises(providers.Missing, match="not installed"):
+        provider.apply(model, False, "cuda")
+
+
 # --- the plan ------------------------------------------------------------------------------------
 
 
@@ -109,6 +203,14 @@ def test_a_plan_has_a_run_for_each_provider_and_the_reversed_one(options):
     plan = make_plan(replace(options, providers="frozen", lora=4))
     (job,) = (plan.job(run) for run in plan.runs)
     assert (job.provider, job.lora, job.qlora) == ("frozen", 4, False)
+
+
+def test_a_plan_with_fp8_has_its_providers_in_the_jobs(options, monkeypatch):
+    monkeypatch.setattr(fp8_providers.importlib.util, "find_spec", lambda name: None)
+    plan = make_plan(replace(options, fp8="tensorwise", fp8_dw=False))
+    names = ["stock", "tigon", "tigon-fp8-tensorwise-bf16-dw"]
+    assert [plan.job(run).provider for run in plan.runs] == names
+    assert [provider.name for name in names for provider in providers.select([name])] == names
 
 
 def sizes_of(search: Search) -> list[int]:

@@ -25,8 +25,9 @@ class TrainOptions:
         str,
         typer.Option(
             help="Providers, separated by commas: stock, liger, compile (also with the suffix -checkpoint), tigon, "
-            "tigon-LEVEL; stock-fp32, whose losses are a reference; with --lora also unsloth, unsloth-checkpoint, and "
-            "frozen, the frozen model without adapters."
+            "tigon-LEVEL, tigon-fp8-RECIPE, tigon-LEVEL-fp8-RECIPE, torchao-float8-RECIPE; stock-fp32, whose losses "
+            "are a reference; with --lora also unsloth, unsloth-checkpoint, and frozen, the frozen model without "
+            "adapters."
         ),
     ] = "stock,liger,tigon"
     batch: Annotated[
@@ -46,6 +47,17 @@ class TrainOptions:
     checkpointing: Annotated[
         bool, typer.Option("--checkpointing", help="Gradient checkpointing of every layer, for every provider.")
     ] = False
+    fp8: Annotated[
+        str | None,
+        typer.Option(
+            help="Add the providers in FP8 beside those of Tigon, and torchao if it is installed: tensorwise, rowwise, "
+            "or both, separated by a comma.",
+            show_default="none",
+        ),
+    ] = None
+    fp8_dw: Annotated[
+        bool, typer.Option("--fp8-dw/--no-fp8-dw", help="Whether the gradients of weights are FP8 products too.")
+    ] = True
     lora: Annotated[
         int | None, typer.Option(help="Train only low-rank adapters of this rank, on all linear layers but the head.")
     ] = None

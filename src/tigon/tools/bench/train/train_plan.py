@@ -9,6 +9,7 @@ import torch
 
 from tigon.runtime.requirements import unmet
 from tigon.tools.bench.train.train_options import TrainOptions
+from tigon.tools.training.fp8_providers import add_fp8
 from tigon.tools.training.job import Job
 from tigon.tools.training.lora import missing_packages
 from tigon.tools.training.measurement import STOCK_REVERSED
@@ -201,7 +202,9 @@ def make_plan(options: TrainOptions) -> TrainPlan:
     """
     sizes = _parse_sizes(options)
     _check(options, sizes)
-    providers = select(options.providers, options.checkpointing)
+    names = [name.strip() for name in options.providers.split(",") if name.strip()]
+    names = names if options.fp8 is None else add_fp8(names, options.fp8, options.fp8_dw)
+    providers = select(names, options.checkpointing)
     for provider in providers:
         if options.lora is None and provider.needs_adapters:
             reason = "is compared with adapters" if provider.name == FROZEN else "trains only adapters"

@@ -1,0 +1,222 @@
+"""The linear layers of a model that `tigon.patch(model, fp8=...)` lets run in FP8.
+
+These are the linear layers inside the repeated decoder layers. The layers are found by structure: they are the elements
+of one list of modules. All other linear layers keep their dtype: the head, routers, adapters, and layers that an FP8
+product cannot compute or does not speed up.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from tigon.hf.report import ModuleOutcomes, Outcome, Report
+from tigon.hf.transformers_private import is_checkpoint_layer
+from tigon.ops.fp8.formats import MULTIPLE, RECIPES, has_fp8_units
+from tigon.recognition.adapters import AdapterRecipe
+from tigon.recognition.experts import is_experts
+from tigon.recognition.fp8 import FP8_DTYPES, FP8Recipe, FP8Settings, set_owners
+from tigon.recognition.replacement import find_replacement, foreign_forward, install
+from tigon.recognition.standin import is_linear
+
+__all__ = ["FP8Plan", "check_fp8", "plan_fp8"]
+
+# The smallest I O / (I + O) of a layer from I to O features that runs in FP8. For T rows, the three products of a
+# training step save 6 T I O (1 / 700 - 1 / 1300) / 10^12 seconds on an H200, at the speeds that its products reach in
+# bf16 and in FP8. To quantise x and dy, it moves 4 T (I + O) bytes at 4 TB/s. The two are equal at 253. A square layer
+# of 512 features has 256.
+NARROWEST = 256
+
+
+def check_fp8(fp8: Any, fp8_dw: Any, memory: str) -> FP8Settings | None:
+    """Return the settings that the options of `patch` stand for; None if they request no FP8.
+
+    At the level "default", which saves what backward reads, the quantised weights are kept for backward too.
+
+    Raises:
+        TypeError: `fp8_dw` is not a bool.
+        ValueError: `fp8` is no recipe.
+    """
+    if not isinstance(fp8_dw, bool):
+        raise TypeError(f"patch: fp8_dw must be True or False, got {fp8_dw!r}")
+    if fp8 is None:
+        return None
+    if fp8 not in RECIPES:
+        raise ValueError(f"patch: fp8 must be one of {', '.join(map(repr, RECIPES))} or None, got {fp8!r}")
+    return FP8Settings(fp8, fp8_dw, keeps_copies=memory == "default")
+
+
+# --- structure -----------------------------------------------------------------------------------
+
+
+def _linears(module: nn.Module) -> list[Any]:
+    return [m for m in module.modules() if is_linear(m) and not m._modules]
+
+
+def _size(layers: Collection[nn.Module]) -> int:
+    return sum(m.in_features * m.out_features for layer in layers for m in _linears(layer))
+
+
+def _decoder_layers(model: nn.Module) -> list[nn.Module]:
+    """Return the repeated layers of a model: the elements of the list of modules with the largest linear layers.
+
+    If the model has lists of layers that transformers can checkpoint, it is one of these. Otherwise it is a list of
+    modules of one class. Each of them has several linear layers, and the lists in them, such as those of experts, are
+    smaller.
+    """
+    lists = [[*m] for m in model.modules() if isinstance(m, (nn.ModuleList, nn.Sequential)) and len(m)]
+    of_transformers = [layers for layers in lists if all(map(is_checkpoint_layer, layers))]
+    of_one_class = [
+        layers
+        for layers in lists
+        if len(layers) > 1 and len({type(m) for m in layers}) == 1 and all(len(_linears(m)) > 1 for m in layers)
+    ]
+    return max(of_transformers or of_one_class, key=_size, default=[])
+
+
+def _expert_count(module: Any) -> int | None:
+    """Return the number of experts in a module that holds nothing else; None for any other module."""
+    if is_experts(module):
+        return module.num_experts
+    if not isinstance(module, nn.ModuleList) or len(module) < 2:
+        return None
+    return len(module) if len({type(m) for m in module}) == 1 and all(_linears(m) for m in module) else None
+
+
+def _parts_of_mixtures(layer: nn.Module) -> dict[nn.Module, str]:
+    """Return the linear layers of routers and experts in a decoder layer, with the reasons why they are left alone."""
+    reasons: dict[nn.Module, str] = {}
+    for parent in layer.modules():
+        counts = {child: _expert_count(child) for child in parent._modules.values() if child is not None}
+        for experts in (child for child, count in counts.items() if count is not None):
+            for linear in _linears(experts):
+                reasons[linear] = "an expert: the number of its rows depends on the router"
+            for sibling in counts.keys() - {experts}:
+                linears = _linears(sibling)
+                if len(linears) == 1 and linears[0].out_features == counts[experts]:
+                    reasons[linears[0]] = "a router: its output selects experts"
+    return reasons
+
+
+# --- the choice ----------------------------------------------------------------------------------
+
+
+def _explain(layer: Any) -> str | None:
+    """Return why a linear layer in a decoder layer does not run in FP8, or None."""
+    if type(layer).forward is not nn.Linear.forward:
+        return "no plain nn.Linear"
+    if find_replacement(layer) is None and (reason := foreign_forward(layer)):
+        return reason
+    if layer.weight.dtype not in (*FP8_DTYPES, torch.float32):
+        return f"its weight is in {_name(layer.weight.dtype)}"
+    inputs, outputs = layer.in_features, layer.out_features
+    if inputs % MULTIPLE or outputs % MULTIPLE:
+        return f"its sizes are not multiples of {MULTIPLE} ({inputs} -> {outputs})"
+    if inputs * outputs < NARROWEST * (inputs + outputs):
+        return f"too narrow for FP8 to pay ({inputs} -> {outputs})"
+    return None
+
+
+def _adapters_of(module: Any) -> Iterator[nn.Module]:
+    """Yield the linear layers of a layer with adapters that are not its base."""
+    for linear in _linears(module):
+        if (linear.in_features, linear.out_features) != (module.in_features, module.out_features):
+            yield linear
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _device_of(layer: Any) -> torch.device:
+    return layer.weight.device
+
+
+def _describe(device: torch.device) -> str:
+    if device.type != "cuda":
+        return str(device)
+    major, minor = torch.cuda.get_device_capability(device)
+    name = torch.cuda.get_device_name(device)
+    return f"{name} of compute capability {major}.{minor} (NVIDIA GPUs have them from 8.9 on)"
+
+
+class FP8Plan:
+    """The linear layers that will run in FP8, and those that will not, with the reasons."""
+
+    def __init__(self, settings: FP8Settings | None = None) -> None:
+        self.settings = settings
+        # The layers that get a new recipe.
+        self.changed: set[nn.Module] = set()
+        # The name and the module of each line of the report, and the reason why the module is left alone, or "".
+        self.lines: list[tuple[str, Any, str]] = []
+        # The layers with low-rank adapters.
+        self.adapted: list[nn.Module] = []
+        # True if an earlier patch lets a layer run in FP8 with the same settings.
+        self.has_fp8 = False
+
+    def apply(self, report: Report) -> list[Callable[[], None]]:
+        """Install the recipes and add all lines to the report; return the functions that undo this."""
+        settings = self.settings
+        if settings is None:
+            return []
+        undo = [install(layer, FP8Recipe(settings)) for layer in self.changed]
+        for module in self.adapted:
+            set_owners(module)
+        for name, module, reason in self.lines:
+            detail = reason or _describe_products(settings, module.weight.dtype)
+            report.add("fp8", type(module).__name__, not reason, detail, name)
+            outcome = Outcome("fp8", f"{'left alone' if reason else 'replaced'}: {detail}")
+            report.outcomes.setdefault(name, ModuleOutcomes(type(module).__name__)).parts.append(outcome)
+        if all(reason for _, _, reason in self.lines) and not self.has_fp8:
+            report.notes.append(f"fp8={settings.recipe!r} has no effect, because no linear layer can run in FP8")
+        return undo
+
+
+def _describe_products(settings: FP8Settings, dtype: torch.dtype) -> str:
+    """Return what the report says about a layer in FP8 whose weight has this dtype."""
+    condition = (
+        "" if dtype in FP8_DTYPES else f", under autocast or once its weight is in bf16 or fp16 (now {_name(dtype)})"
+    )
+    dw = "dX and dW" if settings.fp8_dw else "dX, but not dW"
+    return f"{settings.recipe} FP8 products in forward, {dw}{condition}"
+
+
+def plan_fp8(model: nn.Module, settings: FP8Settings | None, recipes: Mapping[nn.Module, Any]) -> FP8Plan:
+    """Choose the linear layers that run in FP8.
+
+    Args:
+        model: The model to patch, which is not changed.
+        settings: The options of the patch; None if they request no FP8.
+        recipes: The recipes of all modules, those of this patch included.
+
+    Raises:
+        ValueError: A layer that would run in FP8 is on a device without FP8 products.
+    """
+    plan = FP8Plan(settings)
+    if settings is None:
+        return plan
+    plan.adapted = [module for module, recipe in recipes.items() if isinstance(recipe, AdapterRecipe)]
+    layers = _decoder_layers(model)
+    inside = {m for layer in layers for m in layer.modules()}
+    reasons = {m: reason for layer in layers for m, reason in _parts_of_mixtures(layer).items()}
+    for module in plan.adapted:
+        reasons |= dict.fromkeys(_adapters_of(module), "a low-rank adapter")
+    for name, module in model.named_modules():
+        if is_experts(module):
+            plan.lines.append((name, module, "experts: their products have no form in FP8 yet"))
+        if not is_linear(module) or module._modules:
+            continue
+        reason = reasons.get(module) or _explain(module) if module in inside else "not in a repeated decoder layer"
+        earlier = recipes.get(module)
+        if reason is None and isinstance(earlier, FP8Recipe) and earlier.settings == settings:
+            plan.has_fp8 = True
+            continue
+        plan.lines.append((name, module, reason or ""))
+        plan.changed |= set() if reason else {module}
+    layer: Any
+    for layer in plan.changed:
+        # A CPU emulates FP8 products, and the device of a model on meta is not known yet.
+        if (device := _device_of(layer)).type not in ("cpu", "meta") and not has_fp8_units(layer.weight):
+            raise ValueError(f"patch: fp8={settings.recipe!r} needs a GPU with FP8 units, got {_describe(device)}")
+    return plan

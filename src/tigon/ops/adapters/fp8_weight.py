@@ -1,0 +1,88 @@
+"""The frozen weights of layers with adapters whose products run in FP8: y = Q(x) Q(W)^T and dx = Q(dy) Q(W).
+
+The layers of a node that have FP8 weights form a group. They share the FP8 copy of their input, and the sum of their
+gradients of x is one product. The adapters are not part of it: their outputs are added to those of the products.
+
+Shapes: T tokens, I inputs, O outputs of a layer.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+
+from torch import Tensor
+
+from tigon.ops.adapters.frozen_weight import FrozenWeight
+from tigon.ops.adapters.projection import Projection
+from tigon.ops.fp8.formats import WEIGHT_DTYPE, Fp8Options
+from tigon.ops.fp8.products import multiply_fp8
+from tigon.ops.fp8.quantisation import Layout, quantise
+from tigon.ops.fp8.weights import Fp8Weights, WeightCache, weight_rows, weight_transposed
+
+__all__ = ["Fp8Group", "Fp8Weight"]
+
+
+class Fp8Weight(FrozenWeight):
+    """A frozen weight [O, I] whose products run in FP8.
+
+    `find_cache` returns the cache for a group of weights that begins with this one; None if each call quantises them.
+    """
+
+    def __init__(
+        self, weight: Tensor, options: Fp8Options, find_cache: Callable[[Sequence[Tensor]], WeightCache | None]
+    ) -> None:
+        super().__init__(weight.detach, weight.shape, weight.dtype, weight.device)
+        self.weight, self.options, self.find_cache = weight, options, find_cache
+
+
+class Fp8Group:
+    """The layers of a node whose weights are in FP8, and the FP8 copies of these weights."""
+
+    def __init__(self, weights: Mapping[int, Fp8Weight], needs_dx: bool) -> None:
+        first = next(iter(weights.values()))
+        # The indices of the layers in the node.
+        self.indices = tuple(weights)
+        self.options, self.dtype = first.options, first.dtype
+        self.weights = [each.weight for each in weights.values()]
+        cache = first.find_cache(self.weights)
+        self.copies: Fp8Weights | None = weight_rows(cache, "base", self.weights, self.options.is_rowwise, needs_dx)
+        self.is_cached = cache is not None
+
+    @staticmethod
+    def of(projections: Sequence[Projection], needs_dx: bool) -> "Fp8Group | None":
+        """Return the group of those projections that have FP8 weights; None if there are none."""
+        weights = {i: each.weight for i, each in enumerate(projections) if isinstance(each.weight, Fp8Weight)}
+        return Fp8Group(weights, needs_dx) if weights else None
+
+    def multiply(self, rows: Tensor) -> dict[int, Tensor]:
+        """Return the products [T, O] of x [T, I] with the weights, by the indices of the layers."""
+        options, outputs, start = self.options, {}, 0
+        x = quantise([rows], Layout(WEIGHT_DTYPE, options.is_rowwise, True, False)).rows
+        copies = self.copies or weight_rows(None, "", self.weights, options.is_rowwise, False)
+        assert x is not None
+        assert copies.rows is not None
+        for index, weight in zip(self.indices, self.weights, strict=True):
+            stop = start + len(weight)
+            outputs[index] = multiply_fp8(
+                x, copies.rows.rows(start, stop), self.dtype, is_fast=options.fast_forward
+            )  # fmt: skip
+            start = stop
+        return outputs
+
+    def end_forward(self) -> None:
+        """Free copies that are not cached. Backward makes those that it needs."""
+        self.copies = self.copies if self.is_cached else None
+
+    def input_gradient(self, dys: Mapping[int, Tensor]) -> Tensor | None:
+        """Return the sum [T, I] of the products of dy_i [T, O_i] with the weights; None if `dys` has no such layer."""
+        present = [dys[index] for index in self.indices if index in dys]
+        if not present:
+            return None
+        options = self.options
+        parts = [
+            dys[index] if index in dys else present[0].new_zeros((len(present[0]), len(weight)))
+            for index, weight in zip(self.indices, self.weights, strict=True)
+        ]
+        layout = Layout(options.dtype_of_gradients, options.is_rowwise, True, False, by_columns=True)
+        dy = quantise(parts, layout).rows
+        assert dy is not None
+        transposed = weight_transposed(self.copies, self.weights, options.is_rowwise)
+        return multiply_fp8(dy, transposed, self.dtype, is_fast=options.fast_backward)

@@ -1,0 +1,133 @@
+"""The FP8 formats, the options of an FP8 op, and the types that its parts exchange.
+
+    e4m3    4 bits of exponent, 3 of mantissa: rounds by at most 2^-4, largest value 448, smallest normal value 2^-6
+    e5m2    5 bits of exponent, 2 of mantissa: rounds by at most 2^-3, largest value 57344, smallest normal value 2^-14
+
+A recipe says which values share a scale: all values of a matrix ("tensorwise"), or those that one output of a product
+reads ("rowwise"): a row of its first factor or a column of its second one.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tigon.runtime import checks
+from tigon.runtime.device import HIP, device_kind, device_of, runs_kernels
+
+__all__ = [
+    "GRADIENT_DTYPES",
+    "LARGEST",
+    "MULTIPLE",
+    "RECIPES",
+    "SMALLEST_AMAX",
+    "WEIGHT_DTYPE",
+    "Factor",
+    "Fp8Options",
+    "check_options",
+    "check_sizes",
+    "has_fp8_units",
+    "has_units",
+    "pad",
+    "runs_fp8_kernels",
+]
+
+RECIPES = ("tensorwise", "rowwise")
+
+# The largest finite value of each format.
+LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+
+# The format of activations and weights.
+WEIGHT_DTYPE = torch.float8_e4m3fn
+
+# The format of upstream gradients, by recipe. Values that share one scale span more binary orders, which e5m2 keeps.
+GRADIENT_DTYPES = {"tensorwise": torch.float8_e5m2, "rowwise": torch.float8_e4m3fn}
+
+# The scale of a matrix whose absolute values are all smaller than this number is that of this number. The scale of a
+# matrix of zeros is therefore positive, and its inverse is finite.
+SMALLEST_AMAX = 2.0**-100
+
+# FP8 products need inner sizes and widths that are multiples of this number.
+MULTIPLE = 16
+
+
+class Fp8Options(NamedTuple):
+    """The options of an FP8 op. The last three are for measurements."""
+
+    # one of `RECIPES`
+    recipe: str = "tensorwise"
+    # whether the gradients of weights are FP8 products too; otherwise they are products in the dtype of the input
+    fp8_dw: bool = True
+    # the format of upstream gradients; None is that of `GRADIENT_DTYPES`
+    gradient_dtype: torch.dtype | None = None
+    # whether products keep fewer bits while they accumulate, which is faster on Hopper: in forward, and in backward
+    fast_forward: bool = True
+    fast_backward: bool = False
+
+    @property
+    def is_rowwise(self) -> bool:
+        return self.recipe == "rowwise"
+
+    @property
+    def dtype_of_gradients(self) -> torch.dtype:
+        return GRADIENT_DTYPES[self.recipe] if self.gradient_dtype is None else self.gradient_dtype
+
+
+class Factor(NamedTuple):
+    """An FP8 factor of a product: values [R, C], stored by rows along which the product sums, and their scale.
+
+    The scale has the shape [1], or [R, 1] with one number for each row. The matrix is `scale * values`.
+    """
+
+    values: Tensor
+    scale: Tensor
+
+    def rows(self, start: int, stop: int) -> "Factor":
+        """Return the factor of the rows from `start` to `stop`."""
+        return Factor(self.values[start:stop], self.scale if self.scale.dim() == 1 else self.scale[start:stop])
+
+
+def pad(size: int) -> int:
+    """Return the next multiple of `MULTIPLE`."""
+    return -(-size // MULTIPLE) * MULTIPLE
+
+
+def check_sizes(op: str, **weights: Tensor) -> None:
+    """Check that both sizes of each weight are multiples of 16.
+
+    Raises:
+        ValueError: A size is not. The message names the shape.
+    """
+    for name, weight in weights.items():
+        if weight.shape[0] % MULTIPLE or weight.shape[1] % MULTIPLE or not weight.numel():
+            raise ValueError(
+                f"{op}: both sizes of {name} must be positive multiples of {MULTIPLE}, got {tuple(weight.shape)}"
+            )
+
+
+def check_options(op: str, recipe: object, fp8_dw: object) -> None:
+    """Check the options that a caller passes to an op."""
+    checks.choice(op, "recipe", recipe, RECIPES)
+    checks.flag(op, fp8_dw=fp8_dw)
+
+
+def has_units(arch: str) -> bool:
+    """Return whether a chip has the FP8 units that Tigon uses: "sm_89" (Ada), "sm_90" (Hopper) and later ones.
+
+    Chips of AMD have units too, some of them for other formats. Tigon has not been tested with them.
+    """
+    return arch.startswith("sm_") and int(arch[3:]) >= 89
+
+
+def has_fp8_units(x: Tensor) -> bool:
+    """Return whether the FP8 units of the device of `x` compute products. Elsewhere these are emulated."""
+    return not HIP and device_kind(x) == "cuda" and has_units(device_of(x).arch)
+
+
+def runs_fp8_kernels(x: Tensor) -> bool:
+    """Return whether the kernels of this family run on `x`: on a GPU with FP8 units, or in the interpreter."""
+    if not runs_kernels(x):
+        return False
+    # The interpreter and a simulated GPU may have no name.
+    arch = device_of(x).arch
+    return arch == "" or has_units(arch)

@@ -1,0 +1,306 @@
+r"""Quantisation of matrices to FP8, with scales that are computed from their values.
+
+    tensorwise    s = amax(x) / largest                              q = round(x / s), x ~ s q
+    rowwise       s_m = amax(x_m.) / largest for the copy by rows, s_k = amax(x_.k) / largest for the transposed copy
+
+`largest` is 448 (e4m3) or 57344 (e5m2). A matrix may consist of several parts, side by side or one below the other. Its
+parts share scales as if the matrix existed, and are read where they are. It may also be act(gate) * up, which is never
+stored in another format.
+
+The passes, and their floors on an H200 (4.3 TB/s), for a bf16 matrix of N values:
+
+    tensorwise, one copy             amax 2 N + 2 N read + N written        5 N bytes      0.039 ms for 8192 x 4096
+    tensorwise, two copies           amax 2 N + 2 N read + 2 N written      6 N bytes      0.047 ms
+    rowwise, the copy by rows        2 N read + N written                   3 N bytes      0.023 ms
+    rowwise, the transposed copy     as tensorwise                          5 N bytes      0.039 ms
+    rowwise, two copies              as tensorwise                          6 N bytes      0.047 ms
+
+For act(gate) * up, each read counts twice. Parts of the second read come from the cache.
+
+A matrix of zeros, or one whose values are all below 2^-100, has the scale of 2^-100. NaN makes the scale NaN, and an
+infinity makes it infinite, so that the results of a product are NaN: errors are never hidden.
+
+Shapes: M rows, K columns.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tigon.ops.fp8.formats import LARGEST, MULTIPLE, SMALLEST_AMAX, Factor, pad, runs_fp8_kernels
+from tigon.ops.fp8.quantisation_kernels import (
+    Fp8RowConfig,
+    Fp8RowProblem,
+    Fp8TileConfig,
+    Fp8TileProblem,
+    amax_kernel,
+    row_kernel,
+    write_kernel,
+)
+from tigon.runtime.device import cdiv, device_of
+from tigon.runtime.launch import launch, launcher
+
+__all__ = ["Copies", "Layout", "Quantised", "activate", "quantise", "quantise_gated", "quantise_reference"]
+
+
+class Layout(NamedTuple):
+    """The copies of a matrix that are needed, and how its scales are shared."""
+
+    dtype: torch.dtype
+    is_rowwise: bool
+    needs_rows: bool
+    needs_transposed: bool
+    # True if parts are side by side, and False if they are one below the other.
+    by_columns: bool = False
+
+
+class Copies(NamedTuple):
+    """The tensors of the FP8 copies of a matrix [M, K]. A copy that is not needed is None."""
+
+    rows: Tensor | None  # [M, K] fp8
+    row_scale: Tensor | None  # [1] or [M, 1]
+    transposed: Tensor | None  # [K, padded M] fp8, zero from column M on
+    column_scale: Tensor | None  # [1] or [K, 1]
+
+
+class Quantised(NamedTuple):
+    """The FP8 copies of a matrix as factors of products. A copy that is not needed is None."""
+
+    rows: Factor | None
+    transposed: Factor | None
+
+
+def _factors(copies: Copies, layout: Layout) -> Quantised:
+    return Quantised(
+        Factor(copies.rows, copies.row_scale) if layout.needs_rows else None,  # type: ignore[arg-type]
+        Factor(copies.transposed, copies.column_scale) if layout.needs_transposed else None,  # type: ignore[arg-type]
+    )
+
+
+# --- reference -----------------------------------------------------------------------------------
+
+
+def _quantise_values(x: Tensor, dtype: torch.dtype, dim: int | None) -> tuple[Tensor, Tensor]:
+    """Return the FP8 values of x [M, K] in fp32, and the scale of the tensor, or of the rows with dim=1."""
+    amax = x.abs().amax() if dim is None else x.abs().amax(dim, keepdim=True)
+    amax = amax.clamp(min=SMALLEST_AMAX)
+    # torch would replace the division of a number or by a number by a product with a rounded inverse.
+    largest = torch.full_like(amax, LARGEST[dtype])
+    return (x * (largest / amax)).to(dtype), (amax / largest).view(1 if dim is None else (-1, 1))
+
+
+def quantise_reference(x: Tensor, layout: Layout) -> Copies:
+    """Quantise a matrix [M, K] in torch, for tests and for devices without Triton or FP8 units."""
+    x = x.detach().float()
+    dim = 1 if layout.is_rowwise else None
+    rows, row_scale = _quantise_values(x, layout.dtype, dim) if layout.needs_rows else (None, None)
+    transposed, column_scale = None, None
+    if layout.needs_transposed:
+        values, column_scale = _quantise_values(x.t(), layout.dtype, dim)
+        # Padding works on bytes, because not every version of torch pads FP8 values. The byte of zero is zero.
+        padding = (0, pad(x.shape[0]) - x.shape[0])
+        transposed = F.pad(values.contiguous().view(torch.uint8), padding).view(layout.dtype)
+    return Copies(rows, row_scale, transposed, column_scale)
+
+
+def activate(gate: Tensor, up: Tensor, kind: str) -> Tensor:
+    """Return act(gate) * up in fp32, in torch."""
+    gate, up = gate.float(), up.float()
+    if kind == "silu":
+        return F.silu(gate) * up
+    return F.gelu(gate, approximate="tanh" if kind == "gelu_tanh" else "none") * up
+
+
+# --- launchers -----------------------------------------------------------------------------------
+
+
+def _sizes(parts: Sequence[Tensor], by_columns: bool) -> tuple[int, int]:
+    """Return M and K of the matrix that consists of the parts."""
+    if by_columns:
+        return parts[0].shape[0], sum(part.shape[1] for part in parts)
+    return sum(part.shape[0] for part in parts), parts[0].shape[1]
+
+
+def empty_copies(like: Tensor, m: int, k: int, layout: Layout) -> Copies:
+    """Allocate the copies of a matrix [M, K]."""
+    scale_of = lambda size: like.new_empty((size, 1) if layout.is_rowwise else 1, dtype=torch.float32)
+    return Copies(
+        like.new_empty((m, k), dtype=layout.dtype) if layout.needs_rows else None,
+        scale_of(m) if layout.needs_rows else None,
+        like.new_empty((k, pad(m)), dtype=layout.dtype) if layout.needs_transposed else None,
+        scale_of(k) if layout.needs_transposed else None,
+    )
+
+
+def _empty_copies_of_parts(first: Tensor, others: list[Tensor], layout: Layout) -> Copies:
+    return empty_copies(first, *_sizes([first, *others], layout.by_columns), layout)
+
+
+def row_view(x: Tensor) -> Tensor:
+    """Return a matrix whose rows are contiguous: x itself, or a copy."""
+    return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
+
+
+class _Part(NamedTuple):
+    """A part of a matrix, or act(x) * up if `kind` is not empty, and the place of its first element."""
+
+    x: Tensor
+    up: Tensor | None
+    kind: str
+    row: int
+    column: int
+
+
+def _is_one_pass(parts: Sequence[_Part], layout: Layout) -> bool:
+    """Return whether each row has one part, its own scale and only one copy: a program then reads it once."""
+    return layout.is_rowwise and not layout.needs_transposed and (len(parts) == 1 or not layout.by_columns)
+
+
+def _write_rows(part: _Part, copies: Copies, layout: Layout) -> None:
+    """Write the copy by rows of a part whose rows have their own scales, in one pass."""
+    assert copies.rows is not None
+    assert copies.row_scale is not None
+    m, k = part.x.shape
+    config = Fp8RowConfig.choose(Fp8RowProblem(k), device_of(part.x))
+    rows, scale = (x[part.row : part.row + m] for x in (copies.rows, copies.row_scale))
+    stride_up = 0 if part.up is None else part.up.stride(0)
+    launch(
+        row_kernel, m, part.x, part.up, rows, scale, part.x.stride(0), stride_up, rows.stride(0), k,
+        LARGEST[layout.dtype], KIND=part.kind, FITS=k <= config.block, BLOCK=config.block,
+        num_warps=config.num_warps,
+    )  # fmt: skip
+
+
+class Maxima(NamedTuple):
+    """The bits of the largest absolute values of a matrix, int32: of the tensor, or of its rows and columns."""
+
+    tensor: Tensor | None
+    rows: Tensor | None
+    columns: Tensor | None
+
+
+def zero_maxima(like: Tensor, m: int, k: int, layout: Layout) -> Maxima:
+    """Allocate the maxima of a matrix [M, K] in one tensor of zeros."""
+    if not layout.is_rowwise:
+        return Maxima(like.new_zeros(1, dtype=torch.int32), None, None)
+    # The columns come first. Behind the rows, their alignment would depend on the number of tokens, and Triton would
+    # compile the kernels several times.
+    column_count = k if layout.needs_transposed else 0
+    zeros = like.new_zeros(column_count + (m if layout.needs_rows else 0), dtype=torch.int32)
+    columns, rows = zeros[:column_count], zeros[column_count:]
+    return Maxima(None, rows if layout.needs_rows else None, columns if layout.needs_transposed else None)
+
+
+def _section(x: Tensor | None, start: int, size: int) -> Tensor | None:
+    return None if x is None else x[start : start + size]
+
+
+def _choose_tiles(part: _Part, writes: bool) -> Fp8TileConfig:
+    inputs = 1 if part.up is None else 2
+    return Fp8TileConfig.choose(Fp8TileProblem(part.x.element_size(), inputs, writes), device_of(part.x))
+
+
+def _find_maxima(part: _Part, maxima: Maxima) -> None:
+    m, k = part.x.shape
+    config = _choose_tiles(part, False)
+    column_blocks = cdiv(k, config.block_k)
+    stride_up = 0 if part.up is None else part.up.stride(0)
+    launch(
+        amax_kernel, cdiv(m, config.block_m) * column_blocks, part.x, part.up, maxima.tensor,
+        _section(maxima.rows, part.row, m), _section(maxima.columns, part.column, k),
+        part.x.stride(0), stride_up, m, k, column_blocks,
+        KIND=part.kind, BLOCK_M=config.block_m, BLOCK_K=config.block_k, num_warps=config.num_warps,
+    )  # fmt: skip
+
+
+def write_part(part: _Part, maxima: Maxima, copies: Copies, layout: Layout) -> None:
+    """Write the copies of a part by the maxima of the whole matrix."""
+    m, k = part.x.shape
+    config = _choose_tiles(part, True)
+    column_blocks = cdiv(k, config.block_k)
+    programs = cdiv(m, config.block_m) * column_blocks
+    row, column = part.row, part.column
+    rows, transposed = copies.rows, copies.transposed
+    row_scale, column_scale = copies.row_scale, copies.column_scale
+    row_amax, column_amax = maxima.tensor, maxima.tensor
+    if layout.is_rowwise:
+        row_amax, column_amax = _section(maxima.rows, row, m), _section(maxima.columns, column, k)
+        row_scale, column_scale = _section(row_scale, row, m), _section(column_scale, column, k)
+    # Only the last part has rows that the padding follows, because the other parts have a multiple of 16 rows.
+    stride_up = 0 if part.up is None else part.up.stride(0)
+    launch(
+        write_kernel, programs, part.x, part.up, row_amax, column_amax,
+        None if rows is None else rows[row : row + m, column : column + k], row_scale,
+        None if transposed is None else transposed[column : column + k, row : row + pad(m)], column_scale,
+        part.x.stride(0), stride_up, 0 if rows is None else rows.stride(0),
+        0 if transposed is None else transposed.stride(0), m, pad(m) // MULTIPLE, k, programs, column_blocks,
+        LARGEST[layout.dtype],
+        KIND=part.kind, TENSORWISE=not layout.is_rowwise, BLOCK_M=config.block_m, BLOCK_K=config.block_k,
+        num_warps=config.num_warps,
+    )  # fmt: skip
+
+
+def _quantise(parts: list[_Part], m: int, k: int, layout: Layout) -> Copies:
+    """Return the copies of the matrix [M, K] that consists of the parts."""
+    first = parts[0].x
+    copies = empty_copies(first, m, k, layout)
+    if _is_one_pass(parts, layout):
+        for part in parts:
+            _write_rows(part, copies, layout)
+        return copies
+    maxima = zero_maxima(first, m, k, layout)
+    for part in parts:
+        _find_maxima(part, maxima)
+    for part in parts:
+        write_part(part, maxima, copies, layout)
+    return copies
+
+
+@launcher(fake=_empty_copies_of_parts)
+def quantise_parts(first: Tensor, others: list[Tensor], layout: Layout) -> Copies:
+    """Return the copies of the matrix that consists of `first` and `others`. Rows of parts may have gaps."""
+    parts, row, column = [], 0, 0
+    for x in (first, *others):
+        parts.append(_Part(row_view(x), None, "", row, column))
+        row, column = (row, column + x.shape[1]) if layout.by_columns else (row + x.shape[0], column)
+    return _quantise(parts, *_sizes([first, *others], layout.by_columns), layout)
+
+
+def _empty_copies_of_gated(gate: Tensor, layout: Layout) -> Copies:
+    m, k = gate.shape
+    return empty_copies(gate, m, k, layout)
+
+
+@launcher(fake=_empty_copies_of_gated)
+def quantise_product(gate: Tensor, up: Tensor, kind: str, layout: Layout) -> Copies:
+    """Return the copies of act(gate) * up, for contiguous gate and up [M, K]."""
+    m, k = gate.shape
+    return _quantise([_Part(gate, up, kind, 0, 0)], m, k, layout)
+
+
+# --- for the ops of this family ------------------------------------------------------------------
+
+
+def quantise(parts: Sequence[Tensor], layout: Layout) -> Quantised:
+    """Return the FP8 copies of the matrix that consists of the parts.
+
+    Parts that are one below the other have multiples of 16 rows, except the last one. Without rows the copies are
+    empty, and so are their scales.
+    """
+    if not (layout.needs_rows or layout.needs_transposed):
+        return Quantised(None, None)
+    first, *others = parts
+    if runs_fp8_kernels(first):
+        return _factors(quantise_parts(first, others, layout), layout)
+    x = torch.cat([part.float() for part in parts], int(layout.by_columns)) if others else first
+    return _factors(quantise_reference(x, layout), layout)
+
+
+def quantise_gated(gate: Tensor, up: Tensor, kind: str, layout: Layout) -> Quantised:
+    """Return the FP8 copies of act(gate) * up, for contiguous gate and up [M, K]."""
+    if runs_fp8_kernels(gate):
+        return _factors(quantise_product(gate, up, kind, layout), layout)
+    return _factors(quantise_reference(activate(gate, up, kind), layout), layout)

@@ -1,0 +1,176 @@
+"""FP8 copies of weights, which are made once and used until the weights change.
+
+Weights that multiply the same input form a group: their rows are those of one matrix [O, H], O being the sum of their
+outputs. The copy by rows serves the forward products, and the transposed copy [H, O] serves dX, which is one product
+for the whole group.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from tigon.ops.fp8.formats import WEIGHT_DTYPE, Factor
+from tigon.ops.fp8.quantisation import Layout, quantise
+
+__all__ = ["Fp8Weights", "WeightCache", "quantise_weights", "weight_rows", "weight_transposed"]
+
+
+class Fp8Weights:
+    """The FP8 copies of a group of weights. A copy that no product has needed yet is None."""
+
+    def __init__(self, rows: Factor | None, transposed: Factor | None) -> None:
+        self.rows = rows
+        self.transposed = transposed
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of the copies."""
+        return sum(x.nbytes for factor in (self.rows, self.transposed) if factor is not None for x in factor)
+
+
+def quantise_weights(
+    weights: Sequence[Tensor], is_rowwise: bool, needs_rows: bool, needs_transposed: bool
+) -> Fp8Weights:
+    """Return the FP8 copies of a group of weights [O_i, H]. Both copies come from the same passes."""
+    layout = Layout(WEIGHT_DTYPE, is_rowwise, needs_rows, needs_transposed)
+    return Fp8Weights(*quantise([weight.detach() for weight in weights], layout))
+
+
+# --- the cache -----------------------------------------------------------------------------------
+
+# The number of steps of all optimizers. FSDP and DeepSpeed write gathered weights without a change of their version,
+# but they write new values only after an optimizer has stepped.
+_step_count = 0
+
+
+def _count_step(*_: object) -> None:
+    global _step_count
+    _step_count += 1
+
+
+_has_hook = False
+
+
+def _count_steps() -> None:
+    """Count the steps of all optimizers of torch from now on."""
+    global _has_hook
+    if not _has_hook:
+        _has_hook = True
+        register_optimizer_step_post_hook(_count_step)
+
+
+class _WeightState(NamedTuple):
+    """The properties of a weight that change when its values may have changed."""
+
+    address: int
+    version: int
+    shape: torch.Size
+    dtype: torch.dtype
+    # The number of optimizer steps; -1 for a frozen weight, which no optimizer changes.
+    step: int
+
+
+def _state_of(weight: Tensor) -> _WeightState:
+    step = _step_count if weight.requires_grad else -1
+    return _WeightState(weight.data_ptr(), weight._version, weight.shape, weight.dtype, step)
+
+
+class _Entry(NamedTuple):
+    states: tuple[_WeightState, ...]
+    is_rowwise: bool
+    copies: Fp8Weights
+
+
+class WeightCache:
+    """The FP8 copies of the weights of a module, by a name for each group of weights.
+
+    A copy is used as long as the weights have the same memory and version, and no optimizer has stepped since (a frozen
+    weight does not depend on steps). Micro-batches of one step and recomputed layers therefore share it. An entry that
+    is outdated is freed before the new one is made.
+
+    The copies take one byte for each weight and direction. Do not use a cache for weights whose shards are gathered for
+    each layer: it would hold the copies of all layers at once. A write that changes neither the version of a weight
+    nor follows a step of an optimizer of torch, such as one through `weight.data`, must call `clear`.
+
+    Nothing is cached under `torch.compile`, and no trained weight while a CUDA graph is captured, because a replay must
+    quantise the weights that it finds.
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[str, _Entry] = {}
+        _count_steps()
+
+    def clear(self) -> None:
+        """Free all copies."""
+        self._entries.clear()
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of all copies."""
+        return sum(entry.copies.nbytes for entry in self._entries.values())
+
+    def __deepcopy__(self, memo: dict) -> "WeightCache":
+        # A copied module has weights of its own.
+        return WeightCache()
+
+    def __reduce__(self) -> tuple:
+        return WeightCache, ()
+
+    def find(
+        self, name: str, weights: Sequence[Tensor], is_rowwise: bool, needs_rows: bool, needs_transposed: bool
+    ) -> Fp8Weights:
+        """Return the copies of a group of weights, and make those that are needed and missing."""
+        make = functools.partial(quantise_weights, weights, is_rowwise)
+        if torch.compiler.is_compiling() or weights[0].is_meta:
+            return make(needs_rows, needs_transposed)
+        is_captured = weights[0].is_cuda and torch.cuda.is_current_stream_capturing()
+        if is_captured and any(weight.requires_grad for weight in weights):
+            return make(needs_rows, needs_transposed)
+        states = tuple(map(_state_of, weights))
+        entry = self._entries.get(name)
+        if entry is None or entry.states != states or entry.is_rowwise != is_rowwise:
+            # Free the outdated copies before the new ones are allocated.
+            self._entries.pop(name, None)
+            del entry
+            copies = make(needs_rows, needs_transposed)
+            # The memory of a captured copy belongs to the graph, and has no values before the first replay.
+            if not is_captured:
+                self._entries[name] = _Entry(states, is_rowwise, copies)
+            return copies
+        copies = entry.copies
+        lacks_rows, lacks_transposed = (
+            needs_rows and copies.rows is None,
+            needs_transposed and copies.transposed is None,
+        )
+        if lacks_rows or lacks_transposed:
+            missing = make(lacks_rows, lacks_transposed)
+            if is_captured:
+                return Fp8Weights(missing.rows or copies.rows, missing.transposed or copies.transposed)
+            copies.rows = missing.rows or copies.rows
+            copies.transposed = missing.transposed or copies.transposed
+        return copies
+
+
+# --- for the nodes of autograd ---------------------------------------------------------------------
+
+
+def weight_rows(
+    cache: WeightCache | None, name: str, weights: Sequence[Tensor], is_rowwise: bool, needs_transposed: bool
+) -> Fp8Weights:
+    """Return copies of a group of weights for the forward. Only a cache also makes the transposed copy."""
+    if cache is None:
+        return quantise_weights(weights, is_rowwise, True, False)
+    return cache.find(name, weights, is_rowwise, True, needs_transposed)
+
+
+def weight_transposed(copies: Fp8Weights | None, weights: Sequence[Tensor], is_rowwise: bool) -> Factor:
+    """Return the transposed copy of a group of weights for dX: that of the forward, or a new one."""
+    if copies is not None and copies.transposed is not None:
+        return copies.transposed
+    transposed = quantise_weights(weights, is_rowwise, False, True).transposed
+    assert transposed is not None
+    return transposed

@@ -1,0 +1,104 @@
+"""When a quantised weight may be used again in a later call.
+
+`WeightCache` compares the versions of weights. A version is not enough to be sure that a weight has the same values:
+
+- FSDP and ZeRO-3 write gathered values into a weight without a new version, so their weights are not cached
+  (`keeps_versions`). A cache would also hold the weights of all layers at once.
+- An optimizer may write through `weight.data`, which has a version of its own. Therefore the copies of a trained weight
+  serve one step only: from the first forward of the step until `weight.grad` is None again.
+- A merge of adapters into their base writes through `data` too. Therefore the copies of a frozen weight are dropped if
+  the layer with adapters has other settings or is gone.
+- A CUDA graph must contain the quantisation of a trained weight, because the weight has other values at each replay.
+"""
+
+import weakref
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from tigon.memory.lean import is_checkpoint_recomputation
+from tigon.ops.fp8.weights import WeightCache
+from tigon.runtime.engines import keeps_versions
+
+__all__ = ["StepCache"]
+
+
+class StepCache:
+    """The cache of a group of weights, which `find` returns where it is known to be correct.
+
+    With `keeps_copies`, backward uses the copies that the forward has made. Otherwise a step makes them again in
+    backward, and only a step of several backwards fills the cache, because it uses the copies more than once.
+    """
+
+    def __init__(self, keeps_copies: bool) -> None:
+        self.keeps_copies = keeps_copies
+        self.cache: WeightCache | None = None
+        # The weights that the cache belongs to, and the addresses of their values.
+        self.weights: list[weakref.ref[Tensor]] = []
+        self.addresses: list[int] = []
+        # True if gradients existed at the last forward of a step, because they accumulate over several backwards.
+        self.is_accumulating = False
+        self.owner_settings: tuple = ()
+
+    def find(self, weights: Sequence[Tensor], owner: nn.Module | None, is_orphan: bool) -> WeightCache | None:
+        """Return the cache for a call with these weights; None if the call must quantise them.
+
+        Args:
+            weights: The weights of the layers that the call computes.
+            owner: The layer with adapters whose base has the weight, or None.
+            is_orphan: True if the owner was deleted, which happens when its adapters are merged for good.
+        """
+        is_capturing = weights[0].is_cuda and torch.cuda.is_current_stream_capturing()
+        trained_weights = [weight for weight in weights if weight.requires_grad]
+        if (is_capturing and trained_weights) or not all(map(keeps_versions, weights)):
+            self.cache = None
+            return None
+        if not trained_weights:
+            return self._find_for_frozen(weights, owner, is_orphan)
+        has_gradient = any(weight.grad is not None for weight in trained_weights)
+        if is_checkpoint_recomputation() or not torch.is_grad_enabled():
+            # The second run of a checkpointed layer, and an evaluation between two backwards, are part of the step.
+            is_in_step = has_gradient or is_checkpoint_recomputation()
+            return self.cache if is_in_step and self._belongs_to(weights) else None
+        was_accumulating, self.is_accumulating = self.is_accumulating, has_gradient
+        if not has_gradient:
+            # A step has begun, and the copies of the last one are out of date.
+            self._renew(weights if self.keeps_copies or was_accumulating else None)
+        elif not self._belongs_to(weights):
+            self._renew(weights)
+        return self.cache
+
+    def _find_for_frozen(
+        self, weights: Sequence[Tensor], owner: nn.Module | None, is_orphan: bool
+    ) -> WeightCache | None:
+        settings = () if owner is None else _settings_of(owner)
+        if is_orphan or settings != self.owner_settings or not self._belongs_to(weights):
+            self._renew(weights)
+            self.owner_settings = settings
+        return self.cache
+
+    def _belongs_to(self, weights: Sequence[Tensor]) -> bool:
+        """Return whether there is a cache, and it belongs to these weights, whose values have not been moved."""
+        if self.cache is None or len(weights) != len(self.weights):
+            return False
+        is_same = all(ref() is weight for ref, weight in zip(self.weights, weights, strict=True))
+        return is_same and self.addresses == [weight.data_ptr() for weight in weights]
+
+    def _renew(self, weights: Sequence[Tensor] | None) -> None:
+        """Replace the cache by an empty one for these weights, or by None."""
+        self.cache = None if weights is None else WeightCache()
+        self.weights = [weakref.ref(weight) for weight in weights or ()]
+        self.addresses = [weight.data_ptr() for weight in weights or ()]
+
+
+def _settings_of(owner: nn.Module) -> tuple:
+    """Return the plain settings of a layer with adapters, such as the list of its merged adapters."""
+    settings: list[tuple] = []
+    is_plain = lambda value: isinstance(value, (bool, int, float, str))
+    for name, value in vars(owner).items():
+        if is_plain(value):
+            settings.append((name, value))
+        elif isinstance(value, (list, tuple)) and all(map(is_plain, value)):
+            settings.append((name, *value))
+    return tuple(settings)

@@ -1,0 +1,58 @@
+"""FP8 training as eager code computes it: each factor is rounded, and its product is computed from the rounded values.
+
+This is written independently of the package. The scale of a rowwise factor belongs to the outputs of its product, so
+both factors are rounded along the dimension that the product sums.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+GRADIENT = {"tensorwise": E5M2, "rowwise": E4M3}
+
+
+def rounded(x: Tensor, recipe: str, dim: int, dtype: torch.dtype = E4M3) -> Tensor:
+    """Return x with the rounding errors of FP8 in fp64; `dim` is the dimension that the product sums."""
+    x = x.detach().float()
+    amax = x.abs().amax(dim, keepdim=True) if recipe == "rowwise" else x.abs().amax()
+    largest = torch.finfo(dtype).max
+    return (x * (largest / amax)).to(dtype).double() * (amax / largest).double()
+
+
+class Linear(torch.autograd.Function):
+    """y = x W^T with rounded factors."""
+
+    @staticmethod
+    def forward(ctx, x, weight, recipe, fp8_dw):
+        ctx.save_for_backward(x, weight)
+        ctx.options = recipe, fp8_dw
+        return (rounded(x, recipe, 1) @ rounded(weight, recipe, 1).t()).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, dy):
+        (x, weight), (recipe, fp8_dw) = ctx.saved_tensors, ctx.options
+        dtype = GRADIENT[recipe]
+        dx = rounded(dy, recipe, 1, dtype) @ rounded(weight, recipe, 0)
+        if fp8_dw:
+            dw = rounded(dy, recipe, 0, dtype).t() @ rounded(x, recipe, 0)
+        else:
+            dw = dy.double().t() @ x.double()
+        return dx.to(x.dtype), dw.to(weight.dtype), None, None
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: str, fp8_dw: bool) -> Tensor:
+    """Compute `fp8_linear` in eager code."""
+    y = Linear.apply(x.reshape(-1, x.shape[-1]), weight, recipe, fp8_dw)
+    y = y if bias is None else y + bias
+    return y.view(*x.shape[:-1], -1)
+
+
+ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}
+
+
+def glu_mlp(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, kind: str, recipe: str, fp8_dw: bool) -> Tensor:
+    """Compute `fp8_glu_mlp` in eager code. gate and up are one layer."""
+    both = linear(x, torch.cat((gate, up)), None, recipe, fp8_dw)
+    g, u = both.chunk(2, -1)
+    return linear(ACTIVATIONS[kind](g) * u, down, None, recipe, fp8_dw)

@@ -1,0 +1,29 @@
+"""Layers with adapters whose base runs in FP8, where kernels run."""
+
+import pytest
+import torch
+
+import tigon
+from hf.fp8_steps import assert_near, layers_in_fp8, with_lora
+from tigon.hf import fp8
+from tigon.ops.adapters.fp8_weight import Fp8Group
+
+pytest.importorskip("transformers")
+
+
+@pytest.mark.kernels
+def test_the_nodes_of_adapters_compute_the_products_in_fp8(make_model, step, batch, monkeypatch):
+    """In the interpreter, products in fp16 are those of a GPU, and products in bf16 are wrong."""
+    monkeypatch.setattr(fp8, "NARROWEST", 1)
+    counts, multiply = [], Fp8Group.multiply
+    monkeypatch.setattr(
+        Fp8Group, "multiply", lambda self, rows: counts.append(len(self.weights)) or multiply(self, rows)
+    )
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    batch = {name: value.to(device) for name, value in batch.items()}
+    model, stock = (with_lora(make_model("qwen3", torch.float16, num_hidden_layers=1).to(device)) for _ in range(2))
+    report = tigon.patch(model, fp8="rowwise", loss=False, rms_norm=False, rope=False)
+    assert len(layers_in_fp8(report)) == 7
+    assert_near(step(model, batch), step(stock, batch))
+    # Query, key and value are one node, and so are the layers of the MLP, whose last one has an input of its own.
+    assert counts == [3, 1, 2, 1]

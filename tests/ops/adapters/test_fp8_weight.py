@@ -1,0 +1,125 @@
+"""Layers with adapters whose base runs in FP8: the products of `fp8_projections`, and the adapters of eager code."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import tigon
+from op_cases import DEVICE
+from tigon.ops.adapters.fp8_weight import Fp8Group, Fp8Weight
+from tigon.ops.adapters.lora import lora_linears
+from tigon.ops.adapters.lora_mlp import lora_glu_mlp, runs_as_one_node
+from tigon.ops.adapters.projection import Adapter, Projection
+from tigon.ops.fp8.formats import RECIPES, Fp8Options
+from tigon.ops.fp8.fp8_linear import fp8_projections
+from tigon.ops.fp8.weights import WeightCache
+
+pytestmark = pytest.mark.kernels
+
+HIDDEN, INNER = 48, 112
+# The interpreter computes products of bf16 wrongly.
+DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float16
+# Units in the last place, relative to the largest value. Products are rounded before the adapters are added.
+TOLERANCE = 4 * torch.finfo(DTYPE).eps
+
+
+class Layers:
+    """Weights and adapters, and the projections that the nodes take."""
+
+    def __init__(self, sizes: list[tuple[int, int, int]], recipe: str, cache: WeightCache | None = None) -> None:
+        generator = torch.Generator().manual_seed(0)
+        draw = lambda *shape: (torch.randn(shape, generator=generator) * shape[-1] ** -0.5).to(DEVICE, DTYPE)
+        self.recipe, self.find_cache = recipe, lambda weights: cache
+        self.weights = [draw(outputs, inputs) for outputs, inputs, _ in sizes]
+        self.adapters = [
+            Adapter(draw(rank, inputs).requires_grad_(), draw(outputs, rank).requires_grad_(), 0.7) if rank else None
+            for outputs, inputs, rank in sizes
+        ]
+        self.x = draw(2, 37, sizes[0][1]).mul_(4).requires_grad_()
+
+    def projections(self, in_fp8: list[bool] | None = None) -> list[Projection]:
+        options = Fp8Options(self.recipe)
+        return [
+            Projection(Fp8Weight(w, options, self.find_cache) if is_fp8 else w, None, (a,) if a else ())
+            for w, a, is_fp8 in zip(self.weights, self.adapters, in_fp8 or [True] * len(self.weights), strict=True)
+        ]
+
+    def low_rank(self, x: Tensor, i: int) -> Tensor | float:
+        a = self.adapters[i]
+        return F.linear(F.linear(x.float(), a.a.float()), a.b.float()) * a.scaling if a else 0.0
+
+    def gradients(self, outputs: tuple[Tensor, ...]) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(1)
+        dys = [torch.randn(y.shape, generator=generator).to(DEVICE, DTYPE) for y in outputs]
+        leaves = [self.x, *(t for a in self.adapters if a for t in (a.a, a.b))]
+        return list(torch.autograd.grad(outputs, leaves, dys))
+
+
+def assert_close(actual: list[Tensor], expected: list[Tensor], tolerance: float = TOLERANCE) -> None:
+    for a, b in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a.float(), b.float(), rtol=0, atol=tolerance * b.abs().max().item())
+
+
+@pytest.mark.parametrize("is_cached", [False, True], ids=["", "cached"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_layers_with_one_input_share_its_fp8_copy(recipe, is_cached):
+    """The third layer has no adapter."""
+    sizes = [(HIDDEN, HIDDEN, 5), (32, HIDDEN, 3), (32, HIDDEN, 0)]
+    layers = Layers(sizes, recipe, WeightCache() if is_cached else None)
+    outputs = lora_linears(layers.x, layers.projections())
+    products = fp8_projections(layers.x, layers.weights, [None] * 3, recipe=recipe)
+    expected = [(y.float() + layers.low_rank(layers.x, i)).to(DTYPE) for i, y in enumerate(products)]
+    assert_close(outputs, expected)
+    assert_close(layers.gradients(outputs), layers.gradients(expected))
+
+
+def test_a_layer_in_fp8_may_be_beside_one_that_is_not():
+    layers = Layers([(HIDDEN, HIDDEN, 5), (32, HIDDEN, 3)], "rowwise")
+    outputs = lora_linears(layers.x, layers.projections([True, False]))
+    first = tigon.fp8_linear(layers.x, layers.weights[0], recipe="rowwise")
+    second = F.linear(layers.x.float(), layers.weights[1].float())
+    expected = [(y.float() + layers.low_rank(layers.x, i)).to(DTYPE) for i, y in enumerate((first, second))]
+    assert_close(outputs, expected)
+    assert_close(layers.gradients(outputs), layers.gradients(expected))
+
+
+def test_an_output_that_is_not_used_has_no_gradient():
+    layers = Layers([(HIDDEN, HIDDEN, 5), (32, HIDDEN, 0)], "rowwise")
+    first, _ = lora_linears(layers.x, layers.projections())
+    product, _ = fp8_projections(layers.x, layers.weights, [None] * 2, recipe="rowwise")
+    expected = (product.float() + layers.low_rank(layers.x, 0)).to(DTYPE)
+    assert_close(layers.gradients((first,)), layers.gradients((expected,)))
+
+
+@pytest.mark.parametrize("level", ["default", "lean+mlp"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_gated_mlp_is_one_node(recipe, level):
+    layers = Layers([(INNER, HIDDEN, 5), (INNER, HIDDEN, 0), (HIDDEN, INNER, 3)], recipe)
+    projections = layers.projections()
+    assert runs_as_one_node(layers.x, projections)
+    with tigon.lean(mlp=level == "lean+mlp"):
+        y = lora_glu_mlp(layers.x, *projections)
+    gate, up = fp8_projections(layers.x, layers.weights[:2], [None] * 2, recipe=recipe)
+    gate, up = ((h.float() + layers.low_rank(layers.x, i)).to(DTYPE) for i, h in enumerate((gate, up)))
+    # The node rounds a once, as `tigon.swiglu` does.
+    a = (F.silu(gate.float()) * up.float()).to(DTYPE)
+    product = tigon.fp8_linear(a, layers.weights[2], recipe=recipe)
+    expected = (product.float() + layers.low_rank(a, 2)).to(DTYPE)
+    # A last digit of a or of dgate may change a value in FP8, which has four bits.
+    assert_close([y], [expected], tolerance=0.03)
+    assert_close(layers.gradients((y,)), layers.gradients((expected,)), tolerance=0.05)
+    exact = F.linear(F.silu(gate.float()) * up.float(), layers.weights[2].float()) + layers.low_rank(a, 2)
+    assert (y - expected).norm() < 0.3 * (y - exact).norm()
+
+
+def test_copies_that_are_not_cached_are_freed_after_the_forward():
+    layers = Layers([(HIDDEN, HIDDEN, 0)], "rowwise")
+    group = Fp8Group.of(layers.projections(), needs_dx=True)
+    group.multiply(layers.x.flatten(0, 1))
+    group.end_forward()
+    assert group.copies is None
+    layers = Layers([(HIDDEN, HIDDEN, 0)], "rowwise", WeightCache())
+    group = Fp8Group.of(layers.projections(), needs_dx=True)
+    group.end_forward()
+    assert group.copies.transposed is not None

@@ -1,0 +1,332 @@
+"""Linear layers in FP8: agreement with eager code, error bounds, gradients that are needed, and bad input."""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import fp8_eager
+import tigon
+from op_cases import DEVICE, INTERPRETED
+from tigon.ops.fp8.formats import Fp8Options
+from tigon.ops.fp8.fp8_linear import fp8_projections, projections_by_options
+
+RECIPES = ["tensorwise", "rowwise"]
+recipes = pytest.mark.parametrize("recipe", RECIPES)
+modes = pytest.mark.parametrize("fp8_dw", [True, False], ids=["dW in FP8", "dW in the dtype of x"])
+WIDTHS = 64, 32, 48
+# On a GPU the units accumulate with fewer bits, and return rows with their own scales in bf16.
+DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+TOLERANCE = {"rtol": 2e-2, "atol": 2e-2} if DEVICE == "cuda" else {"rtol": 1e-5, "atol": 1e-5}
+
+
+def _randn(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape))) * scale
+    return values.to(DEVICE, DTYPE)
+
+
+def _leaf(*shape: int, **options) -> Tensor:
+    return _randn(*shape, **options).requires_grad_()
+
+
+def _layers(hidden: int = 64) -> tuple[list[Tensor], list[Tensor | None]]:
+    weights = [_leaf(width, hidden, scale=hidden**-0.5) for width in WIDTHS]
+    return weights, [None, _leaf(WIDTHS[1]), None]
+
+
+def _upstream(outputs) -> list[Tensor]:
+    return [_randn(*y.shape, seed=5 + i) for i, y in enumerate(outputs)]
+
+
+def _results(outputs, leaves) -> list[Tensor]:
+    return [*outputs, *torch.autograd.grad(outputs, leaves, _upstream(outputs))]
+
+
+def _assert_same(actual, expected) -> None:
+    for a, b in zip(actual, expected, strict=True):
+        size = max(1.0, b.abs().max().item())
+        torch.testing.assert_close(a / size, b / size, **TOLERANCE)
+
+
+# --- values and gradients --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(16, 64), (7, 64), (2, 9, 64), (64,)], ids=str)
+@recipes
+@modes
+def test_fp8_linear_is_the_eager_code(shape, recipe, fp8_dw):
+    x, weight, bias = _leaf(*shape), _leaf(48, 64, scale=0.125), _leaf(48)
+    y = tigon.fp8_linear(x, weight, bias, recipe=recipe, fp8_dw=fp8_dw)
+    expected = fp8_eager.linear(x, weight, bias, recipe, fp8_dw)
+    assert y.shape == expected.shape == (*shape[:-1], 48)
+    _assert_same(_results([y], [x, weight, bias]), _results([expected], [x, weight, bias]))
+
+
+@recipes
+@modes
+def test_projections_are_one_layer_with_all_outputs(recipe, fp8_dw):
+    x, (weights, biases) = _leaf(3, 7, 64), _layers()
+    leaves = [x, *weights, biases[1]]
+    actual = _results(fp8_projections(x, weights, biases, recipe=recipe, fp8_dw=fp8_dw), leaves)
+    both = fp8_eager.linear(x, torch.cat(weights), None, recipe, fp8_dw)
+    outputs = [y if b is None else y + b for y, b in zip(both.split(WIDTHS, -1), biases, strict=True)]
+    _assert_same(actual, _results(outputs, leaves))
+
+
+@recipes
+def test_the_error_is_bounded_by_the_formats(recipe):
+    """A value is rounded by at most u times itself, so a product errs by at most (u_a + u_b + u_a u_b) |a| |b|.
+
+    A value below the smallest normal one errs by less than that of a value at it.
+    """
+    x, weight, dy = _randn(48, 64).double(), _randn(32, 64, scale=0.1).double(), _randn(48, 32).double()
+    leaves = [t.to(DTYPE).requires_grad_() for t in (x, weight)]
+    y = tigon.fp8_linear(*leaves, recipe=recipe)
+    gradients = torch.autograd.grad(y, leaves, dy.to(DTYPE))
+    e4m3, gradient = 2.0**-4, 2.0**-3 if recipe == "tensorwise" else 2.0**-4
+    cases = ((y, x, weight.t(), e4m3), (gradients[0], dy, weight, gradient), (gradients[1], dy.t(), x, gradient))
+    for actual, a, b, u in cases:
+        error, exact = (actual.double() - a @ b).abs(), a @ b
+        # The smallest normal values are 2^-14.8 of the largest ones in e4m3 and 2^-29.8 in e5m2.
+        tiny = 2.0**-14 * (a.abs().max() * b.abs().sum(0, keepdim=True) + b.abs().max() * a.abs().sum(1, keepdim=True))
+        rounding = exact.abs() * torch.finfo(DTYPE).eps
+        assert (error <= (u + e4m3 + u * e4m3) * (a.abs() @ b.abs()) + tiny * e4m3 + rounding).all()
+        # The errors of single values are independent, and on average half of the bound of a format.
+        assert error.norm() <= 0.5 * (u**2 + e4m3**2) ** 0.5 * exact.norm() + rounding.norm()
+
+
+def test_rowwise_scales_keep_small_rows_apart_from_large_ones():
+    x, weight = _randn(16, 64), _randn(32, 64)
+    x[3] *= 1e6
+    errors = {}
+    for recipe in RECIPES:
+        y = tigon.fp8_linear(x, weight, recipe=recipe)
+        errors[recipe] = ((y - F.linear(x, weight)).norm(dim=1) / F.linear(x, weight).norm(dim=1))[4:].max()
+    assert errors["rowwise"] < 0.06
+    assert errors["tensorwise"] > 0.3
+
+
+def test_options_for_measurements_are_used():
+    x, weight = _leaf(16, 64), _leaf(32, 64)
+    results = []
+    for dtype in (torch.float8_e5m2, torch.float8_e4m3fn):
+        (y,) = projections_by_options(x, [weight], [None], Fp8Options(gradient_dtype=dtype))
+        results.append(torch.autograd.grad(y, [x, weight], _randn(16, 32)))
+    exact = torch.autograd.grad(F.linear(x, weight), [x, weight], _randn(16, 32))
+    errors = [[(a - b).norm() for a, b in zip(result, exact, strict=True)] for result in results]
+    assert all(e4m3 < 0.8 * e5m2 for e5m2, e4m3 in zip(*errors, strict=True))
+
+
+# The interpreter multiplies by numpy, which warns of infinity times zero.
+@pytest.mark.filterwarnings("ignore:invalid value")
+@recipes
+def test_nan_and_infinity_reach_the_result(recipe):
+    for value in (float("nan"), float("inf")):
+        x, weight = _randn(16, 64), _leaf(32, 64)
+        x[5, 1] = value
+        assert not tigon.fp8_linear(x, weight, recipe=recipe)[5].isfinite().any()
+        dy = _randn(16, 32)
+        dy[2, 7] = value
+        (dw,) = torch.autograd.grad(tigon.fp8_linear(_randn(16, 64), weight, recipe=recipe), weight, dy)
+        assert not dw[7].isfinite().any()
+
+
+# --- only what is needed ---------------------------------------------------------------------------
+
+NEEDS = [needs for needs in itertools.product([False, True], repeat=3) if any(needs)]
+
+
+@pytest.mark.parametrize("needs", NEEDS, ids=str)
+@recipes
+def test_each_gradient_depends_on_its_own_requires_grad(needs, recipe):
+    leaves = _leaf(7, 64), _leaf(32, 64), _leaf(32)
+    expected = _results([tigon.fp8_linear(*leaves, recipe=recipe)], leaves)[1:]
+    for leaf, need in zip(leaves, needs, strict=True):
+        leaf.requires_grad_(need)
+    y = tigon.fp8_linear(*leaves, recipe=recipe)
+    y.backward(*_upstream([y]))
+    for leaf, need, gradient in zip(leaves, needs, expected, strict=True):
+        assert (leaf.grad is not None) == need
+        if need:
+            _assert_same([leaf.grad], [gradient])
+
+
+def _saved(run) -> list[Tensor]:
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        run()
+    return saved
+
+
+@recipes
+def test_the_saved_input_takes_one_byte_for_each_value(recipe):
+    x, weight = _leaf(16, 64), _leaf(32, 64)
+    values = lambda tensors: sorted((t.dtype, t.numel()) for t in tensors if t.numel() == x.numel())
+    key = lambda tensors: {(t.dtype, tuple(t.shape)) for t in tensors}
+    assert (torch.float8_e4m3fn, (64, 16)) in key(_saved(lambda: tigon.fp8_linear(x, weight, recipe=recipe)))
+    in_dtype = _saved(lambda: tigon.fp8_linear(x, weight, recipe=recipe, fp8_dw=False))
+    assert {t.dtype for t in in_dtype} == {DTYPE}
+    assert values(in_dtype) == [(DTYPE, x.numel())]
+    # A frozen weight saves nothing of x.
+    frozen = _saved(lambda: tigon.fp8_linear(x, weight.detach(), recipe=recipe))
+    assert [t.data_ptr() for t in frozen] == [weight.data_ptr()]
+
+
+@recipes
+def test_without_gradients_nothing_is_saved_and_the_result_is_the_same(recipe):
+    x, weight = _leaf(7, 64), _leaf(32, 64)
+    expected = tigon.fp8_linear(x, weight, recipe=recipe)
+    with torch.no_grad():
+        saved = _saved(lambda: tigon.fp8_linear(x, weight, recipe=recipe))
+        y = tigon.fp8_linear(x, weight, recipe=recipe)
+    assert not saved
+    assert not y.requires_grad
+    assert torch.equal(y, expected)
+
+
+@pytest.mark.parametrize("used", [(0,), (2,), (0, 2)], ids=str)
+@recipes
+def test_weights_of_unused_outputs_get_no_gradient(used, recipe):
+    x, (weights, biases) = _leaf(7, 64), _layers()
+    outputs = [fp8_projections(x, weights, biases, recipe=recipe)[i] for i in used]
+    gradients = torch.autograd.grad(outputs, [x, *weights, biases[1]], _upstream(outputs), allow_unused=True)
+    assert [g is not None for g in gradients] == [True, *(i in used for i in range(3)), False]
+    exact = torch.autograd.grad([F.linear(x, weights[i]) for i in used], x, _upstream(outputs))[0]
+    assert (gradients[0] - exact).norm() < 0.1 * exact.norm()
+
+
+# --- contracts of every op -------------------------------------------------------------------------
+
+VIEWS = {
+    "transposed": lambda x: x.transpose(0, 1),
+    "gaps between rows": lambda x: x[:, 1:5],
+    "one row for all": lambda x: x[:, :1].expand(-1, 6, -1),
+    "gaps between features": lambda x: torch.cat((x, x), -1).view(*x.shape, 2)[..., 0],
+}
+
+
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+@recipes
+@modes
+def test_strides_do_not_matter(view, recipe, fp8_dw):
+    x, weight = _leaf(4, 7, 64), _leaf(32, 64)
+    run = lambda x, w: _results([tigon.fp8_linear(x, w, recipe=recipe, fp8_dw=fp8_dw)], [x, weight])
+    _assert_same(run(view(x), weight.t().contiguous().t()), run(view(x).contiguous(), weight))
+
+
+@recipes
+def test_upstream_gradients_may_be_expanded_or_transposed(recipe):
+    x, weight = _leaf(8, 16, 64), _leaf(32, 64)
+    y = tigon.fp8_linear(x, weight, recipe=recipe)
+    dense = torch.full_like(y, 0.5)
+    expected = torch.autograd.grad(y, [x, weight], dense, retain_graph=True)
+    for dy in (y.new_tensor(0.5).expand(y.shape), dense.transpose(0, -1).contiguous().transpose(0, -1)):
+        _assert_same(torch.autograd.grad(y, [x, weight], dy, retain_graph=True), expected)
+
+
+@recipes
+@modes
+def test_without_rows_outputs_are_empty_and_gradients_zero(recipe, fp8_dw):
+    x, (weights, biases) = _leaf(2, 0, 64), _layers()
+    outputs = fp8_projections(x, weights, biases, recipe=recipe, fp8_dw=fp8_dw)
+    assert [y.shape for y in outputs] == [(2, 0, width) for width in WIDTHS]
+    assert all((g == 0).all() for g in torch.autograd.grad(sum(y.sum() for y in outputs), [x, *weights, biases[1]]))
+
+
+@recipes
+def test_a_second_backward_gives_the_same_bits_and_a_second_derivative_is_refused(recipe):
+    x, weight = _leaf(7, 64), _leaf(32, 64)
+    y = tigon.fp8_linear(x, weight, recipe=recipe)
+    first, second = (torch.autograd.grad(y, [x, weight], _upstream([y]), retain_graph=True) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    with pytest.raises(RuntimeError, match="Fp8Projections has no second derivative"):
+        torch.autograd.grad(y.sum(), x, create_graph=True)
+
+
+def test_outputs_may_be_written_in_place():
+    x, (weights, biases) = _leaf(7, 64), _layers()
+    outputs = [y.view(7, -1, 16).mul_(2.0) for y in fp8_projections(x, weights, biases)]
+    torch.autograd.grad(outputs, x, [torch.ones_like(y) for y in outputs])
+
+
+@pytest.mark.no_interpreter("The interpreter computes no products of bf16.")
+@recipes
+def test_autocast_has_the_dtype_and_the_values_of_a_cast_input(recipe):
+    x, weight = _leaf(7, 64).detach().float().requires_grad_(), _leaf(32, 64).detach().float().requires_grad_()
+    with torch.autocast(DEVICE, torch.bfloat16):
+        y = tigon.fp8_linear(x, weight, recipe=recipe)
+    assert y.dtype == torch.bfloat16
+    gradients = torch.autograd.grad(y, [x, weight], torch.ones_like(y))
+    assert [g.dtype for g in gradients] == [torch.float32] * 2
+    bf16 = x.detach().bfloat16()
+    exact = F.linear(bf16.double(), weight.double())
+    assert (y.double() - exact).norm() < 0.06 * exact.norm()
+
+
+@pytest.mark.thorough
+@pytest.mark.no_interpreter("The interpreter needs eager kernels.")
+@recipes
+def test_a_compiled_graph_has_no_break(recipe):
+    torch._dynamo.reset()
+    x, (weights, biases) = _leaf(7, 64), _layers()
+    run = lambda x, *weights: fp8_projections(x, weights, biases, recipe=recipe)
+    backend = "inductor" if DEVICE == "cuda" else "aot_eager"
+    compiled = torch.compile(run, fullgraph=True, backend=backend)
+    leaves = [x, *weights]
+    _assert_same(_results(compiled(*leaves), leaves), _results(run(*leaves), leaves))
+
+
+# --- bad input -------------------------------------------------------------------------------------
+
+REFUSALS = {
+    "a width that the units do not take": (
+        lambda: tigon.fp8_linear(_randn(4, 24), _randn(32, 24)),
+        r"fp8_linear: both sizes of weight must be positive multiples of 16, got \(32, 24\)",
+    ),
+    "outputs that the units do not take": (
+        lambda: fp8_projections(_randn(4, 32), [_randn(32, 32), _randn(8, 32)], [None, None]),
+        r"fp8_projections: both sizes of weights\[1\] must be positive multiples of 16, got \(8, 32\)",
+    ),
+    "a weight of other features": (
+        lambda: tigon.fp8_linear(_randn(4, 32), _randn(32, 16)),
+        r"fp8_linear: weight must have shape \[O, H\] with H of x \(4, 32\), got \(32, 16\)",
+    ),
+    "a bias of another width": (
+        lambda: tigon.fp8_linear(_randn(4, 32), _randn(48, 32), _randn(32)),
+        r"fp8_linear: bias must have shape \(48,\), got \(32,\)",
+    ),
+    "an unknown recipe": (
+        lambda: tigon.fp8_linear(_randn(4, 32), _randn(32, 32), recipe="blockwise"),
+        "fp8_linear: recipe must be one of 'tensorwise', 'rowwise', got 'blockwise'",
+    ),
+    "layers without biases": (
+        lambda: fp8_projections(_randn(4, 32), [_randn(32, 32)], []),
+        "fp8_projections: there must be one bias or None for each weight, got 1 and 0",
+    ),
+}
+
+
+@pytest.mark.parametrize(("call", "message"), REFUSALS.values(), ids=REFUSALS)
+def test_bad_input_is_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_the_interpreter_runs_the_kernels(monkeypatch):
+    """The tests above show something about kernels only if these run."""
+    from tigon.ops.fp8 import quantisation
+
+    kernels = []
+    launch = quantisation.launch
+
+    def count(kernel, *arguments, **constants):
+        kernels.append(kernel)
+        launch(kernel, *arguments, **constants)
+
+    monkeypatch.setattr(quantisation, "launch", count)
+    x, weight = _leaf(7, 64), _leaf(32, 64)
+    tigon.fp8_linear(x, weight).sum().backward()
+    # amax and copies of x, of the weight twice (rows, transposed), and of dy.
+    assert len(kernels) == (8 if INTERPRETED or DEVICE == "cuda" else 0)

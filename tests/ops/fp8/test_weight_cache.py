@@ -1,0 +1,149 @@
+"""The cache of FP8 weights: when a copy is used again, and when it is not."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import tigon
+from op_cases import DEVICE
+from tigon.ops.fp8 import weights as module
+from tigon.ops.fp8.fp8_glu_mlp import fp8_glu_mlp
+from tigon.ops.fp8.fp8_linear import fp8_projections
+from tigon.ops.fp8.weights import WeightCache
+
+pytestmark = pytest.mark.no_interpreter("The cache launches no kernel of its own.")
+
+DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+
+
+@pytest.fixture
+def quantisations(monkeypatch) -> list[tuple[bool, bool]]:
+    """Return a list that receives (rows, transposed) for each quantisation of weights."""
+    calls: list[tuple[bool, bool]] = []
+    quantise = module.quantise
+
+    def record(parts, layout):
+        calls.append((layout.needs_rows, layout.needs_transposed))
+        return quantise(parts, layout)
+
+    monkeypatch.setattr(module, "quantise", record)
+    return calls
+
+
+def _leaf(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, DTYPE).requires_grad_()
+
+
+def _run(x: Tensor, weights: list[Tensor], cache: WeightCache | None, recipe: str = "tensorwise") -> Tensor:
+    return torch.cat(fp8_projections(x, weights, [None] * len(weights), recipe=recipe, caches=cache), -1)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_results_have_the_bits_of_those_without_a_cache(recipe):
+    x, weights, cache = _leaf(7, 32), [_leaf(16, 32), _leaf(32, 32, seed=1)], WeightCache()
+    results = []
+    for chosen in (None, cache, cache):
+        y = _run(x, weights, chosen, recipe)
+        results.append([y, *torch.autograd.grad(y.sum(), [x, *weights])])
+    for others in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(others, results[0], strict=True))
+
+
+def test_micro_batches_and_recomputed_layers_share_the_copies(quantisations):
+    x, weights, cache = _leaf(7, 32), [_leaf(16, 32)], WeightCache()
+    for _ in range(3):
+        _run(x, weights, cache).sum().backward()
+        checkpoint(_run, x, weights, cache, use_reentrant=False).sum().backward()
+    assert quantisations == [(True, True)]
+    assert cache.nbytes >= 2 * 16 * 32
+    cache.clear()
+    assert cache.nbytes == 0
+
+
+def test_without_a_gradient_of_the_input_there_is_no_transposed_copy(quantisations):
+    x, weights, cache = _leaf(7, 32), [_leaf(16, 32)], WeightCache()
+    _run(x.detach(), weights, cache).sum().backward()
+    assert quantisations == [(True, False)]
+    with torch.no_grad():
+        _run(x, weights, cache)
+    _run(x, weights, cache).sum().backward()
+    assert quantisations == [(True, False), (False, True)]
+
+
+CHANGES = {
+    "a step of an optimizer": lambda w: torch.optim.SGD([w], lr=1.0).step(),
+    "a step of Tigon's optimizer": lambda w: tigon.AdamW([w], lr=1.0).step(),
+    "a write in place": lambda w: w.detach().mul_(2.0),
+    "other memory": lambda w: setattr(w, "data", w.data * 2.0),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_change_of_a_weight_is_seen(change):
+    x, weights, cache = _leaf(7, 32), [_leaf(16, 32)], WeightCache()
+    before = _run(x, weights, cache)
+    before.sum().backward()
+    change(weights[0])
+    after = _run(x, weights, cache)
+    assert not torch.equal(before, after)
+    assert torch.equal(after, _run(x, weights, None))
+
+
+def test_a_write_that_keeps_the_version_is_seen_after_a_step_of_any_optimizer():
+    """FSDP gathers the new values of weights in this way."""
+    x, weights, cache = _leaf(7, 32), [_leaf(16, 32)], WeightCache()
+    _run(x, weights, cache)
+    shard = torch.ones(3, requires_grad=True)
+    shard.grad = torch.ones(3)
+    torch.optim.SGD([shard], lr=1.0).step()
+    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(weights[0]):
+        weights[0].mul_(2.0)
+    assert torch.equal(_run(x, weights, cache), _run(x, weights, None))
+
+
+def test_frozen_weights_are_quantised_once(quantisations):
+    x, weights, cache = _leaf(7, 32), [_leaf(16, 32).detach()], WeightCache()
+    optimizer = torch.optim.SGD([x], lr=0.1)
+    for _ in range(3):
+        _run(x, weights, cache).sum().backward()
+        optimizer.step()
+    assert quantisations == [(True, True)]
+
+
+def test_another_recipe_makes_other_copies(quantisations):
+    x, weights, cache = _leaf(7, 32), [_leaf(16, 32)], WeightCache()
+    for recipe in ("tensorwise", "rowwise", "rowwise"):
+        _run(x, weights, cache, recipe)
+    assert len(quantisations) == 2
+
+
+def test_a_step_between_forward_and_backward_does_not_change_the_gradient():
+    x, weights, cache = _leaf(7, 32), [_leaf(16, 32)], WeightCache()
+    (expected,) = torch.autograd.grad(_run(x, weights, cache).sum(), x)
+    y = _run(x, weights, cache)
+    weights[0].detach().mul_(2.0)
+    _run(x, weights, cache)
+    assert torch.equal(torch.autograd.grad(y.sum(), x)[0], expected)
+
+
+def test_an_mlp_has_two_groups(quantisations):
+    leaves, cache = [_leaf(7, 32), _leaf(64, 32), _leaf(64, 32, seed=1), _leaf(32, 64, seed=2)], WeightCache()
+    results = []
+    for chosen in (None, cache, cache):
+        y = fp8_glu_mlp(*leaves, caches=chosen)
+        results.append([y, *torch.autograd.grad(y.sum(), leaves)])
+    for others in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(others, results[0], strict=True))
+    assert quantisations == [*[(True, False)] * 2, *[(False, True)] * 2, *[(True, True)] * 2]
+
+
+def test_a_copied_or_unpickled_cache_is_empty():
+    x, weights, cache = _leaf(7, 32), [_leaf(16, 32)], WeightCache()
+    _run(x, weights, cache)
+    assert cache.nbytes > 0
+    assert copy.deepcopy(cache).nbytes == 0
+    assert pickle.loads(pickle.dumps(cache)).nbytes == 0
