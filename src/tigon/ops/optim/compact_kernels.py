@@ -142,7 +142,7 @@ NAN = tl.constexpr(NAN_BITS)
 COLUMNS_OF_A_ROW = tl.constexpr(QUANT_BLOCK)
 
 
-# Adding this number rounds an fp32 number to the nearest integer, ties to even, whose low bits are then those of the sum.
+# The sum of this number and an fp32 number x is rounded to an integer. Its low bits are those of x, rounded to nearest.
 ROUNDING = tl.constexpr(12582912.0)  # 1.5 * 2^23
 
 
@@ -384,8 +384,9 @@ def _launch(
         _compact_step_kernel, tensor_of_span.numel() * config.span,
         *in_order(_compact_step_kernel)(
             rows_ptr=rows, tensor_of_span_ptr=tensor_of_span, lr_ptr=lr_ptr, factor_ptr=factor,
-            step=step, correction1=1.0 / (1.0 - beta1**step), correction2=1.0 / math.sqrt(1.0 - beta2**step), lr=lr_number, beta1=float(beta1), beta2=float(beta2),
-            complement1=1.0 - beta1, complement2=1.0 - beta2, log_beta1=log_of(beta1), log_beta2=log_of(beta2),
+            step=step, correction1=1.0 / (1.0 - beta1**step), correction2=1.0 / math.sqrt(1.0 - beta2**step),
+            lr=lr_number, beta1=float(beta1), beta2=float(beta2), complement1=1.0 - beta1, complement2=1.0 - beta2,
+            log_beta1=log_of(beta1), log_beta2=log_of(beta2),
             weight_decay=float(weight_decay), eps=float(eps),
         ),
         P=KERNEL_TYPES[kind.param_dtype], G=KERNEL_TYPES[kind.grad_dtype],

@@ -1,27 +1,33 @@
 r"""Compact formats of optimizer states: moments of 8 bits, master weights of 24 bits, and stochastic rounding.
 
-    8-bit moments, for each block of 128 values, with one fp32 scale:
-        m = sign(c) (|c| s)^2,   c in -127..127,   s = max(sqrt(|m|)) / 127
-        v = ((c + 1/2) s)^4,     c in    0..255,   s = max(sqrt(sqrt(v))) / 255.5
+8-bit moments have one fp32 scale s for each block of 128 values:
 
-The codes are uniform in a root of the value and rounded to nearest, so small values of a block keep digits that a
-linear code would lose. The update divides by sqrt(v), whose relative error is about 1 / (c + 1/2) at most. No code stands
-for a v of zero, because the update would then divide by eps alone, unless all values of the block are zero. Blocks are from Dettmers et al., "8-bit Optimizers via Block-wise Quantization"
-(arXiv:2110.02861), and roots in place of a table of codes from Gonzalez Ortiz et al., "FlashOptim" (arXiv:2602.23349),
-which takes the square root of v. With the fourth root the error of sqrt(v) is half as large where the values of a block
-differ much (0.08 against 0.16 in a simulation of 6000 steps with beta2 = 0.999 and scales of log-normal gradients).
+    m = sign(c) (|c| s)^2,   c in -127..127,   s = max(sqrt(|m|)) / 127
+    v = ((c + 1/2) s)^4,     c in    0..255,   s = max(sqrt(sqrt(v))) / 255.5
 
-    24-bit master: the fp32 number whose lowest 8 bits are zero, rounded to nearest.
-        parameter  = (bits + 0x8000) >> 16: the nearest bf16 number
-        correction = int8((bits - (parameter << 16)) >> 8), in -128..127
+The codes c are uniform in a root of the value and rounded to nearest, so small values of a block keep digits that a
+linear code would lose. The update divides by sqrt(v), whose relative error is about 1 / (c + 1/2) at most. No code
+stands for a v of zero, unless the whole block is zero: the update would divide by eps alone. Blocks are from Dettmers et
+al., "8-bit Optimizers via Block-wise Quantization" (arXiv:2110.02861). Gonzalez Ortiz et al., "FlashOptim"
+(arXiv:2602.23349), replace tables of codes by such functions, with the square root of v. With the fourth root the error
+of sqrt(v) is half as large: 8 % against 16 % of its value in a simulation of 6000 steps with beta2 = 0.999, in blocks
+of 128 gradients of log-normal scales.
 
-Ties are rounded away from zero. The difference of the two patterns of bits is exact even where the exponents differ, so both together hold all 24 bits.
-Gonzalez Ortiz et al. store a correction of 8 bits too, as a fraction of the distance between bf16 numbers.
+A 24-bit master weight is an fp32 number whose lowest 8 bits are zero, given by its bits:
 
-    Stochastic rounding: parameter = (bits + r) >> 16 with a random r in 0..65535.
+    parameter  = (bits + 0x8000) >> 16, the nearest bf16 number
+    correction = int8((bits - (parameter << 16)) >> 8), in -128..127
 
-r is a half of a word of Philox 4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011). Its counter
-is (index of the element / 8, key of the parameter, number of the step, 0), so that a run can be repeated exactly.
+fp32 is rounded to 24 bits, and these to bf16, to nearest, with ties away from zero. The correction is exact even where
+the exponents of the two numbers differ, so parameter and correction hold all 24 bits. FlashOptim stores a correction of
+8 bits too, as a fraction of the distance between bf16 numbers.
+
+Stochastic rounding takes bf16 from the upper bits of an fp32 number plus a random number:
+
+    parameter = (bits + r) >> 16, r in 0..65535
+
+r is a half of a word of Philox 4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011), whose
+counter is (index of the element / 8, key of the parameter, number of the step, 0), so a run can be repeated exactly.
 """
 
 import torch
