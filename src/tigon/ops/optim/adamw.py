@@ -136,7 +136,7 @@ class AdamW(CompactAdamW):
             return _torch_step(self, closure)
 
     def step_group(self, group: dict[str, Any], position: Any) -> None:
-        """Take the step of a group that is not one of `param_groups`, without hooks. It has its tables at `position`."""
+        """Take the step of a group that is not one of `param_groups`, without hooks. Its tables are at `position`."""
         groups, self._position = self.param_groups, position
         try:
             with torch.no_grad():

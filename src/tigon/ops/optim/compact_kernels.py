@@ -169,7 +169,8 @@ def _random_halves(start, key, step, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     group = tl.arange(0, ROWS)[:, None] * GROUPS + tl.arange(0, GROUPS)[None, :]
     group = group.to(tl.uint32) + (start // 8).to(tl.uint32)
     zero = group * 0
-    a, b, c, d = tl.philox(0, group, zero + key.to(tl.uint32), zero + step.to(tl.int32).to(tl.uint32), zero)
+    count = (zero.to(tl.float32) + step).to(tl.int32).to(tl.uint32, bitcast=True)
+    a, b, c, d = tl.philox(0, group, zero + key.to(tl.uint32), count, zero)
     # The words in their order, each with its low half first.
     low = tl.join(tl.join(a & 0xFFFF, c & 0xFFFF), tl.join(b & 0xFFFF, d & 0xFFFF))
     high = tl.join(tl.join(a >> 16, c >> 16), tl.join(b >> 16, d >> 16))
@@ -338,6 +339,9 @@ def compact_step(
     launches: dict[tuple, list[tuple[int, ...]]] = {}
     firsts: dict[tuple, Tensor] = {}
     for p, g, m, v, m_scale, v_scale, master, key, step in parameters:
+        # A rank may have no part of a parameter.
+        if not p.numel():
+            continue
         device_index, number, step_address = p.get_device(), None, 0
         if isinstance(step, Tensor) and step.get_device() == device_index and step.dtype == torch.float32:
             step_address = step.data_ptr()

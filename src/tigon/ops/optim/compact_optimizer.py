@@ -1,5 +1,6 @@
 """The part of `tigon.AdamW` that stores compact states and clips gradients: its step, and its state dicts."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -40,6 +41,9 @@ def _are_in_kernel_memory(x: CompactTensors) -> bool:
 class CompactAdamW(torch.optim.AdamW):
     """AdamW with the options `state`, `master`, `stochastic_rounding` of groups, and `max_grad_norm`."""
 
+    # A function from parameters to the norms of gradients that are known already, by the position of the parameter.
+    _known_norms: Callable[[list[Any]], dict[int, Tensor]] | None = None
+
     @property
     def grad_norm(self) -> Tensor | None:
         """The norm of all gradients in the last step with `max_grad_norm`, fp32 on the device; None before."""
@@ -79,7 +83,7 @@ class CompactAdamW(torch.optim.AdamW):
         factor = self.__dict__.get("_clip_factor")
         if factor is None:
             params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-            known_norms = self.__dict__.get("_known_norms", lambda params: {})(params)
+            known_norms = {} if self._known_norms is None else self._known_norms(params)
             tables = self.__dict__.setdefault("_norm_tables", {})
             self._grad_norm = total_norm([p.grad for p in params], tables, known_norms)
             factor = self._clip_factor = clip_factor(self._grad_norm, max_norm)

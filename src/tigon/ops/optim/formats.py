@@ -7,11 +7,12 @@ r"""Compact formats of optimizer states: moments of 8 bits, master weights of 24
 
 The codes c are uniform in a root of the value and rounded to nearest, so small values of a block keep digits that a
 linear code would lose. The update divides by sqrt(v), whose relative error is about 1 / (c + 1/2) at most. No code
-stands for a v of zero, unless the whole block is zero: the update would divide by eps alone. Blocks are from Dettmers et
-al., "8-bit Optimizers via Block-wise Quantization" (arXiv:2110.02861). Gonzalez Ortiz et al., "FlashOptim"
-(arXiv:2602.23349), replace tables of codes by such functions, with the square root of v. With the fourth root the error
-of sqrt(v) is half as large: 8 % against 16 % of its value in a simulation of 6000 steps with beta2 = 0.999, in blocks
-of 128 gradients of log-normal scales.
+stands for a v of zero, unless the whole block is zero: the update would divide by eps alone.
+
+Blocks are from Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (arXiv:2110.02861). Gonzalez Ortiz et
+al., "FlashOptim" (arXiv:2602.23349), replace tables of codes by such functions, with the square root of v. With the
+fourth root the error of sqrt(v) is half as large: 8 % against 16 % of its value in a simulation of 6000 steps with
+beta2 = 0.999, in blocks of 128 gradients of log-normal scales.
 
 A 24-bit master weight is an fp32 number whose lowest 8 bits are zero, given by its bits:
 

@@ -81,13 +81,13 @@ def _squares_kernel(
 # --- launcher ------------------------------------------------------------------------------------
 
 
-def sum_of_squares(gradients: Iterable[Tensor], device: torch.device, tables: dict[Any, TensorTable]) -> Tensor:
+def sum_of_squares(gradients: Iterable[Tensor], device: torch.device, tables: dict[tuple, TensorTable]) -> Tensor:
     """Return the sum of the squares of all gradients in fp64 on one device.
 
     Args:
         gradients: Local tensors of any dtype, shape and device.
         device: The device of the result.
-        tables: As in `adamw_step`.
+        tables: The tables of the previous call, which this call updates.
     """
     launches: dict[tuple, list[tuple[int, ...]]] = {}
     firsts: dict[tuple, Tensor] = {}
@@ -106,8 +106,7 @@ def sum_of_squares(gradients: Iterable[Tensor], device: torch.device, tables: di
     for kind, tensors in launches.items():
         first = firsts[kind]
         config = GradNormConfig.choose(GradNormProblem(first.dtype.itemsize), device_of(first))
-        key = "norm", kind
-        table = tables[key] = update_table(tables.get(key), tensors, first.device, config.block * config.span)
+        table = tables[kind] = update_table(tables.get(kind), tensors, first.device, config.block * config.span)
         sums.append(_launch(table.rows, table.tensor_of_span, first.dtype, kind[2], config).sum(dtype=torch.float64))
     sums = [x.to(device, non_blocking=True) for x in sums]
     if not sums:
@@ -145,7 +144,7 @@ def _split(g: Any) -> tuple[Tensor, tuple]:
 
 
 def total_norm(
-    gradients: Sequence[Tensor], tables: dict[Any, TensorTable], known: dict[int, Tensor] | None = None
+    gradients: Sequence[Tensor], tables: dict[int, dict[tuple, TensorTable]], known: dict[int, Tensor] | None = None
 ) -> Tensor:
     """Return the norm of all gradients in fp32, on the device of the first one.
 
@@ -153,7 +152,7 @@ def total_norm(
 
     Args:
         gradients: Tensors or DTensors.
-        tables: As in `adamw_step`.
+        tables: A dict in which the caller passes the tables of the previous call, and which this call updates.
         known: Norms of this rank's part of some gradients, by their position.
     """
     known = {} if known is None else known
@@ -168,8 +167,7 @@ def total_norm(
             unknown_parts.append(local)
     total = torch.zeros((), dtype=torch.float64, device=device)
     for position, (groups, (unknown_parts, known_norms)) in enumerate(buckets.items()):
-        bucket_tables = tables.setdefault(("norm", position), {})  # type: ignore[arg-type]
-        squares = sum_of_squares(unknown_parts, device, bucket_tables)  # type: ignore[arg-type]
+        squares = sum_of_squares(unknown_parts, device, tables.setdefault(position, {}))
         if known_norms:
             squares = squares + torch.stack(known_norms).double().square().sum().to(device, non_blocking=True)
         for group in groups:

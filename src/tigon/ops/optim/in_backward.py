@@ -1,4 +1,4 @@
-"""Work of the optimizer that takes place in backward: whole steps, so that gradients are freed, or norms of gradients."""
+"""Work of the optimizer that runs in backward: whole steps, which free the gradients, or the norms of the gradients."""
 
 import threading
 import weakref
@@ -189,6 +189,6 @@ def norm_in_backward(optimizer: AdamW) -> BackwardHooks:
     def forget() -> None:
         current = reference()
         if current is not None:
-            current.__dict__.pop("_known_norms", None)
+            current._known_norms = None
 
     return BackwardHooks(handles, forget)
