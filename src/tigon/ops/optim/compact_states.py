@@ -213,20 +213,20 @@ def _load_master(p: Tensor, saved: dict[str, Any], state: dict[str, Any]) -> Non
     """Fill the master weight of a state from a saved one of either format, if there is one.
 
     A master of the same format is copied, because the parameter may be loaded later. A master of another format is used
-    where the parameter is the rounded master.
+    where it belongs to the parameter.
     """
     for name in ("master", "correction"):
         if name in state and name in saved:
             _local(state[name]).copy_(_local(saved[name]))
             return
-    weight = master_weight(p, saved)
-    if "master" in state:
-        _local(state["master"]).copy_(weight)
-    else:
-        parameter, correction = formats.split_master(weight.reshape(-1))
-        is_same = parameter == _local(p.detach()).reshape(-1)
-        local = _local(state["correction"])
-        local.copy_(torch.where(is_same, correction, 0).view(local.shape))
+    if "master" in state and "correction" in saved:
+        weight = master_weight(p, saved)
+        # A tie was rounded away from zero. The fp32 master must be nearer to the parameter, or a step would ignore it.
+        is_tie = _local(saved["correction"]).to(p.device) == -128
+        _local(state["master"]).copy_((weight.view(torch.int32) + is_tie).view(torch.float32))
+    elif "correction" in state and "master" in saved:
+        parameter, master = _local(p.detach()).contiguous(), _local(saved["master"]).to(p.device, torch.float32)
+        _local(state["correction"]).copy_(formats.correction_of(parameter, master))
 
 
 def master_weight(p: Tensor, state: dict[str, Any]) -> Tensor:

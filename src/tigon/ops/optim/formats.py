@@ -38,6 +38,7 @@ from tigon.runtime.device import cdiv
 
 __all__ = [
     "QUANT_BLOCK",
+    "correction_of",
     "decode_signed",
     "decode_squares",
     "encode_signed",
@@ -108,6 +109,14 @@ def split_master(p: Tensor) -> tuple[Tensor, Tensor]:
     """Round p (fp32) to 24 bits, and return it as a bf16 parameter and an int8 correction."""
     bits = _finite_bits(p) + 0x80
     return ((bits + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16), (bits >> 8).to(torch.int8)
+
+
+def correction_of(parameter: Tensor, master: Tensor) -> Tensor:
+    """Return the correction of a bf16 parameter whose fp32 master was rounded in any way; 0 if it is another number."""
+    bits = ((_finite_bits(master) + 0x80) & ~0xFF).to(torch.int64)
+    difference = (bits - (parameter.view(torch.int16).to(torch.int64) << 16)) >> 8
+    # A tie may have been rounded down.
+    return torch.where(difference.abs() <= 128, difference.clamp(max=127), 0).to(torch.int8)
 
 
 def join_master(parameter: Tensor, correction: Tensor) -> Tensor:
