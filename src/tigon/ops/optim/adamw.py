@@ -88,7 +88,8 @@ class AdamW(CompactAdamW):
             checks.choice("AdamW", "an option", name, (*_FLAGS, *_CHOICES))
         options |= {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad}
         _check_options(options)
-        if max_grad_norm is not None and max_grad_norm != math.inf:
+        # An infinite limit only computes the norm.
+        if max_grad_norm is not None and not (isinstance(max_grad_norm, float) and max_grad_norm == math.inf):
             checks.number("AdamW", "max_grad_norm", max_grad_norm, 0, excludes_low=True)
         # Options that change nothing are not stored, so that the groups and the state dict are those of torch.
         compact = {"state": state, "master": master, "stochastic_rounding": stochastic_rounding}

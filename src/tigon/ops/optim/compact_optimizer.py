@@ -91,7 +91,8 @@ class CompactAdamW(torch.optim.AdamW):
 
     def _step_compactly(self, group: dict[str, Any]) -> None:
         """Take the step of a group."""
-        if group["capturable"] and torch.cuda.is_current_stream_capturing():
+        # A graph would store the addresses of the tables of this step.
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "AdamW: a CUDA graph cannot capture a step with state, master, stochastic_rounding or max_grad_norm"
             )
