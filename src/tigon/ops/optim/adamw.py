@@ -92,7 +92,7 @@ class AdamW(CompactAdamW):
         if max_grad_norm is not None and not (isinstance(max_grad_norm, float) and max_grad_norm == math.inf):
             checks.number("AdamW", "max_grad_norm", max_grad_norm, 0, excludes_low=True)
         # Options that change nothing are not stored, so that the groups and the state dict are those of torch.
-        compact = {"state": state, "master": master, "stochastic_rounding": stochastic_rounding}
+        compact: dict[str, Any] = {"state": state, "master": master, "stochastic_rounding": stochastic_rounding}
         compact = {name: x for name, x in compact.items() if x is not compact_states.OPTIONS[name]}
         if max_grad_norm is not None:
             compact["max_grad_norm"] = float(max_grad_norm)

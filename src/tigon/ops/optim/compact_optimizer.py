@@ -98,7 +98,9 @@ class CompactAdamW(torch.optim.AdamW):
             )
         keys = self._keys()
         params = [p for p in group["params"] if p.grad is not None]
-        supported, others, steps = [], [], []
+        supported: list[CompactTensors] = []
+        others: list[CompactTensors] = []
+        steps: list[Tensor] = []
         for p in params:
             if p.grad.is_sparse:
                 raise RuntimeError("AdamW: sparse gradients are not supported")

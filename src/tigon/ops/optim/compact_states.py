@@ -84,7 +84,7 @@ def _local(x: Any) -> Tensor:
     return x.to_local() if _is_sharded(x) else x
 
 
-def _is_quantised(p: Tensor, group: dict[str, Any]) -> bool:
+def _is_quantised(p: Any, group: dict[str, Any]) -> bool:
     """Return whether the moments of a parameter are codes.
 
     The scales of a sharded parameter are sharded as the parameter is, so blocks must not cross its rows.
@@ -142,17 +142,15 @@ def local_tensors(p: Any, state: dict[str, Any], key: int) -> CompactTensors:
     grad = p.grad
     if _is_sharded(p) and _is_sharded(grad) and grad.placements != p.placements:
         grad = grad.redistribute(p.device_mesh, p.placements)
-    names = ("exp_avg_code", "exp_avg_sq_code") if "exp_avg_code" in state else ("exp_avg", "exp_avg_sq")
+    suffix = "_code" if "exp_avg_code" in state else ""
+    param, m, v = _local(p.detach()), _local(state[f"exp_avg{suffix}"]), _local(state[f"exp_avg_sq{suffix}"])
+    scales = [_local(state[name]) if suffix else None for name in ("exp_avg_scale", "exp_avg_sq_scale")]
     master = state.get("master", state.get("correction"))
-    tensors = (p.detach(), grad, *(state[name] for name in names))
-    scales = (state.get("exp_avg_scale"), state.get("exp_avg_sq_scale"))
-    local = [None if x is None else _local(x) for x in (*tensors, *scales, master)]
-    for name, x in zip((*names, "master"), (*local[2:4], local[6]), strict=True):
-        if x is not None and x.shape != local[0].shape:
-            raise RuntimeError(
-                f"AdamW: the state {name} has the size {tuple(x.shape)}, but the parameter has {tuple(local[0].shape)}"
-            )
-    return CompactTensors(*local, key, state["step"])  # type: ignore[arg-type]
+    master = None if master is None else _local(master)
+    for x in (m, v, master):
+        if x is not None and x.shape != param.shape:
+            raise RuntimeError(f"AdamW: a state has the size {tuple(x.shape)}, the parameter {tuple(param.shape)}")
+    return CompactTensors(param, _local(grad), m, v, scales[0], scales[1], master, key, state["step"])
 
 
 # --- conversion ------------------------------------------------------------------------------------
