@@ -172,6 +172,24 @@ def test_the_norm_of_a_closure_is_that_of_its_gradients():
     assert optimizer.grad_norm.item() == pytest.approx(3 * 8**0.5)
 
 
+@pytest.mark.parametrize("fused", [None, True])
+def test_a_scaler_unscales_the_gradients(fused):
+    """An overflow skips the step, and a scaled loss trains as one that is not scaled."""
+    results = []
+    for scale in (None, 1024.0):
+        (p,) = make_parameters(torch.float32, SHAPES[:1])
+        optimizer = tigon.AdamW([p], **OPTIONS, state="8bit", max_grad_norm=1.0, fused=fused)
+        scaler = torch.amp.GradScaler(DEVICE, init_scale=scale or 1.0, enabled=scale is not None)
+        for value in (1.0, float("inf"), 2.0):
+            if scale is not None or value != float("inf"):
+                scaler.scale((value * p).sum()).backward()
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+        results.append(p.detach())
+    assert_equal(results[:1], results[1:])
+
+
 @pytest.mark.parametrize("layout", ["transposed", "gradient transposed"])
 def test_other_strides_take_the_reference(layout):
     options = OPTIONS | {"state": "8bit", "master": "bf16+8", "max_grad_norm": 1.0}
