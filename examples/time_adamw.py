@@ -191,10 +191,60 @@ def time_clipping(timer: Timer, optimizer: tigon.AdamW, options: dict[str, Any])
             timer.time(f"  block {block}, {num_warps} warps, span {span}", optimizer.step, optimizer)
 
 
+# --- whole training steps --------------------------------------------------------------------------
+
+# The options of the optimizer, and what else a training step does.
+TRAININGS: dict[str, tuple[dict[str, Any], str]] = {
+    "no clipping": ({}, ""),
+    "clip_grad_norm_": ({}, "clip"),
+    "max_grad_norm": ({"max_grad_norm": 1.0}, ""),
+    "max_grad_norm, norm_in_backward": ({"max_grad_norm": 1.0}, "norm_in_backward"),
+    "step_in_backward": ({}, "step_in_backward"),
+}
+
+
+def time_training(batch: int, seq: int) -> dict[str, dict[str, float]]:
+    """Time training steps of Llama-3.2-1B with random weights and "8bit, bf16+8", with each way to clip."""
+    from transformers import AutoModelForCausalLM
+
+    from tigon.tools.presets import preset_config
+
+    with torch.device("cuda"):
+        model = AutoModelForCausalLM.from_config(preset_config("Llama-3.2-1B"), dtype=torch.bfloat16)
+    tigon.patch(model)
+    ids = torch.randint(VOCABULARY, (batch, seq), device="cuda")
+    params, results = list(model.parameters()), {}
+    print(f"\nTraining steps of Llama-3.2-1B, {batch} x {seq} tokens, 8bit, bf16+8; {torch.cuda.get_device_name()}")
+    for name, (options, extra) in TRAININGS.items():
+        optimizer = tigon.AdamW(params, lr=1e-5, state="8bit", master="bf16+8", **options)
+        hooks = getattr(tigon, extra)(optimizer) if extra.endswith("in_backward") else None
+        times = []
+        for step in range(14):
+            if step == 4:
+                torch.cuda.reset_peak_memory_stats()
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+            if extra == "clip":
+                torch.nn.utils.clip_grad_norm_(params, 1.0, foreach=True)
+            optimizer.step()
+            optimizer.zero_grad()
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end))
+        if hooks is not None:
+            hooks.remove()
+        ms, peak = statistics.median(times[4:]), torch.cuda.max_memory_allocated() / 2**30
+        print(f"{name:44} {ms:8.2f} ms   peak {peak:6.2f} GiB", flush=True)
+        results[name] = {"ms": ms, "peak_gib": peak}
+    return results
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=MODELS, nargs="*", default=["Llama-3-8B", "Llama-3.2-1B"])
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--train", action="store_true", help="also time training steps with each way to clip")
     arguments = parser.parse_args()
     results = {}
     for model in arguments.model:
@@ -204,6 +254,11 @@ def main() -> None:
             print(f"{model}: {type(error).__name__}: {error}")
         if arguments.device == "cuda":
             torch.cuda.empty_cache()
+    if arguments.train:
+        try:
+            results["training"] = time_training(4, 2048)
+        except Exception as error:
+            print(f"training: {type(error).__name__}: {error}")
     if "OUT" in os.environ:
         (Path(os.environ["OUT"]) / "adamw.json").write_text(json.dumps(results, indent=1))
 

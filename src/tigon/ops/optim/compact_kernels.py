@@ -348,7 +348,10 @@ def compact_step(
         else:
             number = float(step)
         pointers = [0 if x is None else x.data_ptr() for x in (p, g, m, v, m_scale, v_scale, master)]
-        is_aligned = not (p.numel() & 15 or any(pointer & 15 for pointer in pointers))
+        bits = p.numel()
+        for pointer in pointers:
+            bits |= pointer
+        is_aligned = bits & 15 == 0
         master_dtype = None if master is None else master.dtype
         kind = device_index, p.dtype, g.dtype, m.dtype, v.dtype, master_dtype, is_aligned, number
         launches.setdefault(kind, []).append((*pointers, step_address, key, p.numel()))

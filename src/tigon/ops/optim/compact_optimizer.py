@@ -9,7 +9,7 @@ from torch import Tensor
 from tigon.ops.optim import compact_states
 from tigon.ops.optim.compact_kernels import CompactTensors, compact_reference, compact_step
 from tigon.ops.optim.grad_norm import clip_factor, total_norm
-from tigon.runtime.device import PLAIN, runs_kernels
+from tigon.runtime.device import runs_kernels
 from tigon.runtime.torch_private.operators import increment
 
 __all__ = ["CompactAdamW", "increment_steps"]
@@ -26,16 +26,11 @@ def increment_steps(steps: list[Tensor]) -> None:
 
 def _are_in_kernel_memory(x: CompactTensors) -> bool:
     """Return whether the kernel can update the local tensors of a parameter."""
-    if not runs_kernels(x.param, x.grad):
+    param, grad = x.param, x.grad
+    if not runs_kernels(param, grad) or grad.shape != param.shape:
         return False
-    device, shape = x.param.get_device(), x.param.shape
-    for y in x[:7]:
-        if y is None:
-            continue
-        is_plain = type(y) in PLAIN or not hasattr(y, "__tensor_flatten__")
-        if not (is_plain and y.is_contiguous() and y.get_device() == device):
-            return False
-    return x.grad.shape == shape
+    device = param.get_device()
+    return all(y is None or (y.is_contiguous() and y.get_device() == device) for y in x[:7])
 
 
 class CompactAdamW(torch.optim.AdamW):

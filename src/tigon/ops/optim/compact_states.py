@@ -20,7 +20,7 @@ from tigon.ops.optim import formats
 from tigon.ops.optim.compact_kernels import CompactTensors
 from tigon.ops.optim.formats import QUANT_BLOCK
 from tigon.runtime import checks
-from tigon.runtime.device import KERNEL_DTYPES, cdiv
+from tigon.runtime.device import KERNEL_DTYPES, PLAIN, cdiv
 
 __all__ = ["OPTIONS", "check_group", "create", "has_options", "in_torch_form", "load", "local_tensors", "master_weight"]
 
@@ -139,18 +139,27 @@ def create(p: Tensor, group: dict[str, Any]) -> dict[str, Any]:
 
 def local_tensors(p: Any, state: dict[str, Any], key: int) -> CompactTensors:
     """Return this rank's part of the tensors of a parameter that has a gradient."""
-    grad = p.grad
-    if _is_sharded(p) and _is_sharded(grad) and grad.placements != p.placements:
-        grad = grad.redistribute(p.device_mesh, p.placements)
-    suffix = "_code" if "exp_avg_code" in state else ""
-    param, m, v = _local(p.detach()), _local(state[f"exp_avg{suffix}"]), _local(state[f"exp_avg_sq{suffix}"])
-    scales = [_local(state[name]) if suffix else None for name in ("exp_avg_scale", "exp_avg_sq_scale")]
-    master = state.get("master", state.get("correction"))
-    master = None if master is None else _local(master)
-    for x in (m, v, master):
-        if x is not None and x.shape != param.shape:
-            raise RuntimeError(f"AdamW: a state has the size {tuple(x.shape)}, the parameter {tuple(param.shape)}")
-    return CompactTensors(param, _local(grad), m, v, scales[0], scales[1], master, key, state["step"])
+    # Small models wait for the host, so plain tensors take few calls.
+    param, grad = p, p.grad
+    if "exp_avg" in state:
+        m, v, m_scale, v_scale = state["exp_avg"], state["exp_avg_sq"], None, None
+    else:
+        m, v = state["exp_avg_code"], state["exp_avg_sq_code"]
+        m_scale, v_scale = state["exp_avg_scale"], state["exp_avg_sq_scale"]
+    master = state.get("master")
+    if master is None:
+        master = state.get("correction")
+    if type(p) not in PLAIN and _is_sharded(p):
+        if _is_sharded(grad) and grad.placements != p.placements:
+            grad = grad.redistribute(p.device_mesh, p.placements)
+        param, grad, m, v = _local(p.detach()), _local(grad), _local(m), _local(v)
+        m_scale, v_scale, master = (None if x is None else _local(x) for x in (m_scale, v_scale, master))
+    shape = param.shape
+    if not (m.shape == shape and v.shape == shape and (master is None or master.shape == shape)):
+        raise RuntimeError(
+            f"AdamW: a state of a parameter of size {tuple(shape)} has another size: {tuple(m.shape)}, {tuple(v.shape)}"
+        )
+    return CompactTensors(param, grad, m, v, m_scale, v_scale, master, key, state["step"])
 
 
 # --- conversion ------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tigon.ops.optim.adamw_kernels import TYPES, TensorTable, tensor_at, update_table
-from tigon.runtime.device import Device, device_of, runs_kernels
+from tigon.runtime.device import PLAIN, Device, device_of, runs_kernels
 from tigon.runtime.launch import in_order, launch, on_device
 from tigon.runtime.triton_private import tl, triton
 from tigon.runtime.tuning import LaunchConfig
@@ -133,7 +133,7 @@ def _launch(
 
 def _split(g: Any) -> tuple[Tensor, tuple]:
     """Return this rank's part of a gradient, and the process groups over which it is sharded."""
-    if not (hasattr(g, "to_local") and hasattr(g, "placements")):
+    if type(g) in PLAIN or not (hasattr(g, "to_local") and hasattr(g, "placements")):
         return g, ()
     if any(x.is_partial() for x in g.placements):
         from torch.distributed.tensor import Replicate
@@ -160,7 +160,9 @@ def total_norm(
     buckets: dict[tuple, tuple[list[Tensor], list[Tensor]]] = {}
     for i, g in enumerate(gradients):
         local, groups = _split(g)
-        unknown_parts, known_norms = buckets.setdefault(groups, ([], []))
+        if groups not in buckets:
+            buckets[groups] = [], []
+        unknown_parts, known_norms = buckets[groups]
         if i in known:
             known_norms.append(known[i])
         else:
