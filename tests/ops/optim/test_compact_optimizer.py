@@ -152,9 +152,13 @@ def test_a_small_norm_changes_nothing():
     for max_grad_norm in (1e6, float("inf"), 2e6):
         optimizer = tigon.AdamW(make_parameters(), **OPTIONS, state="fp32", master="fp32", max_grad_norm=max_grad_norm)
         results.append(train(optimizer))
-    results.append(train(tigon.AdamW(make_parameters(), **OPTIONS, state="fp32", master="fp32")))
     for other in results[1:]:
         assert_equal(results[0], other)
+    # The kernel without a factor is another one, which may order products and sums in another way.
+    for p, q in zip(
+        results[0], train(tigon.AdamW(make_parameters(), **OPTIONS, state="fp32", master="fp32")), strict=True
+    ):
+        torch.testing.assert_close(p, q, rtol=2.0**-7, atol=1e-6)
 
 
 def test_the_norm_of_a_closure_is_that_of_its_gradients():

