@@ -186,6 +186,7 @@ TESTED_IN_OTHER_FILES = {
     "AutoModelForImageTextToText", "AutoModelForSequenceClassification", "LossOutput", "LogProbOutput", "linear_loss",
     "DistillationOutput", "DistillationLoss", "install_as_liger_kernel",
     "DPOLoss", "CPOLoss", "SimPOLoss", "ORPOLoss", "KTOLoss", "GRPOLoss", "PPOLoss", "RLOOLoss",
+    "step_in_backward", "norm_in_backward",
 }  # fmt: skip
 
 FLAG = {"True", "False"}
@@ -232,6 +233,7 @@ ACCEPTED_BY_OP: dict[tuple[str, str], set[str]] = {
     **{(op, "target"): FLOAT for op in ("kl_div", "jsd", "tvd", "KLDivLoss", "JSDLoss", "TVDLoss")},
     **{(op, "input"): set() for op in ("linear_cross_entropy", "LinearCrossEntropyLoss")},
     **{("AdamW", name): RATE for name in ("lr", "eps", "weight_decay")},
+    ("AdamW", "max_grad_norm"): POSITIVE | OPTIONAL | {"inf"},
     **{("KLDivLoss", name): FLAG | OPTIONAL for name in ("size_average", "reduce")},
     ("KLDivLoss", "reduction"): set(),
     ("CrossEntropyLoss", "ignore_index"): {"int", "-1", "None"},

@@ -139,6 +139,27 @@ def test_optimizers_have_the_expected_state():
     assert optimizer_costs("sgd", sizes, torch.float32).state == 0
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("adamw-8bit", {"state": "8bit"}),
+        ("adamw-8bit+24", {"state": "8bit", "master": "bf16+8"}),
+        ("adamw-fp32+32", {"state": "fp32", "master": "fp32"}),
+        ("adamw-fp32", {"state": "fp32"}),
+    ],
+)
+def test_formats_of_states_have_the_size_of_the_optimizer(name, options, dtype):
+    sizes = [5001, 300]
+    parameters = [torch.nn.Parameter(torch.zeros(size, dtype=dtype)) for size in sizes]
+    optimizer = tigon.AdamW(parameters, **options)
+    for p in parameters:
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    states = [x for state in optimizer.state.values() for key, x in state.items() if key != "step"]
+    assert optimizer_costs(name, sizes, dtype).state == sum(x.nbytes for x in states)
+
+
 def test_fsdp_shards_parameters_and_gathers_layers():
     model = build_llama(num_hidden_layers=6, vocab_size=4096)
     nbytes = sum(p.nbytes for p in model.parameters())

@@ -11,11 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tigon.ops.optim import compact_states
 from tigon.ops.optim.adamw_kernels import adamw_step
+from tigon.ops.optim.compact_optimizer import CompactAdamW, increment_steps
 from tigon.runtime import checks
 from tigon.runtime.device import KERNEL_DTYPES, PLAIN, runs_kernels
 from tigon.runtime.torch_private.graphs import disable_dynamo
-from tigon.runtime.torch_private.operators import has_init_group, increment
+from tigon.runtime.torch_private.operators import has_init_group
 
 __all__ = ["AdamW"]
 
@@ -23,7 +25,7 @@ __all__ = ["AdamW"]
 _torch_step = inspect.unwrap(torch.optim.AdamW.step)
 
 
-class AdamW(torch.optim.AdamW):
+class AdamW(CompactAdamW):
     """`torch.optim.AdamW` with the same arguments, states and state dict. Its step reads and writes each tensor once.
 
     One launch of a Triton kernel updates all parameters of a group that are contiguous CUDA or ROCm tensors in fp32,
@@ -34,15 +36,31 @@ class AdamW(torch.optim.AdamW):
     `fused=False`, `amsgrad`, `differentiable`, betas as tensors, a `GradScaler` that leaves scaling to the optimizer
     (`fused=True`), and when a CUDA graph captures the step (`capturable=True`).
 
+    The options `state`, `master`, `stochastic_rounding` and `max_grad_norm` choose what is stored between steps, and
+    clip gradients. Then one kernel takes the whole step for any of these combinations, and on the CPU its reference in
+    torch does. A parameter group may have its own `state`, `master` and `stochastic_rounding`.
+
     Args:
         params, lr, betas, eps, weight_decay, amsgrad, maximize, foreach, capturable, differentiable, fused:
             The arguments of `torch.optim.AdamW`. With `fused=True` or `capturable=True` the numbers of steps are on the
             device. The host never waits for the device.
+        state: The format of both moments: "fp32", "bf16", "8bit" (codes of 8 bits with an fp32 scale for each 128
+            values; parameters of fewer than 4096 elements have fp32 moments), or None for the dtype of the parameter.
+        master: What bf16 parameters have in addition: "fp32" (master weights, also for fp16 parameters), "bf16+8" (8
+            more bits, so that parameter and state are a number of 24 bits), or None.
+        stochastic_rounding: bf16 parameters are rounded up or down at random, such that no small update is lost on
+            average. The random numbers depend only on the number of the step and the positions of the parameter and of
+            the element.
+        max_grad_norm: Scale the gradients of all groups in the step such that their common norm is at most this number,
+            as `torch.nn.utils.clip_grad_norm_` does, or None. `grad_norm` is then the norm. The gradients in memory are
+            not changed.
 
     Raises:
-        ValueError, RuntimeError, TypeError: The constructor of torch raises it, or an option has a wrong type.
+        ValueError, RuntimeError, TypeError: The constructor of torch raises it, an option has a wrong type or value, or
+            two options exclude each other.
 
-    Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization", arXiv:1711.05101.
+    Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization", arXiv:1711.05101. Dettmers et al., "8-bit
+    Optimizers via Block-wise Quantization", arXiv:2110.02861. Gonzalez Ortiz et al., "FlashOptim", arXiv:2602.23349.
 
     Example:
         >>> model = torch.nn.Linear(4, 4)
@@ -59,28 +77,78 @@ class AdamW(torch.optim.AdamW):
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
         amsgrad: bool = False,
+        *,
+        state: str | None = None,
+        master: str | None = None,
+        stochastic_rounding: bool = False,
+        max_grad_norm: float | None = None,
         **options: Any,
     ) -> None:
         for name in options:
             checks.choice("AdamW", "an option", name, (*_FLAGS, *_CHOICES))
         options |= {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad}
         _check_options(options)
+        # An infinite limit only computes the norm.
+        if max_grad_norm is not None and not (isinstance(max_grad_norm, float) and max_grad_norm == math.inf):
+            checks.number("AdamW", "max_grad_norm", max_grad_norm, 0, excludes_low=True)
+        # Options that change nothing are not stored, so that the groups and the state dict are those of torch.
+        compact: dict[str, Any] = {"state": state, "master": master, "stochastic_rounding": stochastic_rounding}
+        compact = {name: x for name, x in compact.items() if x is not compact_states.OPTIONS[name]}
+        if max_grad_norm is not None:
+            compact["max_grad_norm"] = float(max_grad_norm)
+        if compact and not has_init_group():
+            raise RuntimeError(f"AdamW: {next(iter(compact))} needs torch 2.8 to 2.13, got {torch.__version__}")
+        # Torch's constructor adds the groups, before `defaults` can have these options.
+        self._new_defaults = compact
         with _prefixed_errors():
             super().__init__(params, **options)
+        del self._new_defaults
+        self.defaults |= compact
+        if any(map(self._is_compact, self.param_groups)):
+            # A `GradScaler` then unscales the gradients itself.
+            self._step_supports_amp_scaling = False
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters with separate options; see `torch.optim.Optimizer.add_param_group`."""
+        options = self.__dict__.get("_new_defaults", self.defaults)
         if isinstance(param_group, dict):
             _check_options(param_group)
+            if "max_grad_norm" in param_group:
+                raise ValueError("AdamW: max_grad_norm must be an option of the optimizer, got a group with it")
+            for name in compact_states.OPTIONS:
+                if name in options:
+                    param_group.setdefault(name, options[name])
         with _prefixed_errors():
             super().add_param_group(param_group)
+        # Torch has turned the parameters into a list. All groups share the norm.
+        self.param_groups[-1].pop("max_grad_norm", None)
+        try:
+            compact_states.check_group(self.param_groups[-1], options.get("max_grad_norm"))
+        except (TypeError, ValueError):
+            self.param_groups.pop()
+            raise
 
     # torch.compile does not trace the step. During tracing torch calls `_init_group`, which takes a step here.
     @disable_dynamo
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take a step; see `torch.optim.Optimizer.step`."""
+        self.__dict__.pop("_clip_factor", None)
         with torch.set_grad_enabled(self.defaults["differentiable"]):
             return _torch_step(self, closure)
+
+    def step_group(self, group: dict[str, Any], position: Any) -> None:
+        """Take the step of a group that is not one of `param_groups`, without hooks. Its tables are at `position`."""
+        groups, self._position = self.param_groups, position
+        try:
+            with torch.no_grad():
+                if self._is_compact(group):
+                    self._step_compactly(group)
+                else:
+                    self.param_groups = [group]
+                    _torch_step(self)
+        finally:
+            self.param_groups = groups
+            del self._position
 
     def _init_group(
         self,
@@ -93,6 +161,9 @@ class AdamW(torch.optim.AdamW):
         steps: list[Tensor],
     ) -> bool:
         """Fill the lists as torch does, update the tensors that the kernel supports, and remove them from the lists."""
+        if self._is_compact(group):
+            self._step_compactly(group)
+            return False
         lists = (params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps)
         has_complex = super()._init_group(group, *lists)
         if self._uses_torch(group):
@@ -105,14 +176,11 @@ class AdamW(torch.optim.AdamW):
         if not supported:
             return has_complex
         counters = [steps[i] for i in supported]
-        _increment(counters)
+        increment_steps(counters)
         lr = group["lr"]
         lr = float(lr) if isinstance(lr, Tensor) and lr.is_cpu else lr
         options = group["betas"], group["eps"], group["weight_decay"], group["maximize"]
-        # Each group has its own tables. They are neither pickled nor copied, because torch's optimizers ignore other
-        # attributes there.
-        position = next(i for i, x in enumerate(self.param_groups) if x is group)
-        tables = self.__dict__.setdefault("_tables", {}).setdefault(position, {})
+        tables = self._tables_of(group)
         p, g, m, v = zip(*supported.values(), strict=True)
         adamw_step(p, g, m, v, counters, lr, *options, tables=tables)
         torch.autograd.graph.increment_version([x[i] for i in supported for x in (params, exp_avgs, exp_avg_sqs)])
@@ -208,12 +276,3 @@ def _local_tensors(param: Any, *others: Any) -> tuple[Tensor, ...] | None:
         if type(x) not in PLAIN and not _is_plain(x):
             return None
     return tensors
-
-
-def _increment(steps: list[Tensor]) -> None:
-    """Add 1 to the numbers of steps in place, with one launch for each device."""
-    steps_by_device: dict[int, list[Tensor]] = {}
-    for x in steps:
-        steps_by_device.setdefault(x.get_device(), []).append(x)
-    for group in steps_by_device.values():
-        increment(group, 1)

@@ -16,7 +16,7 @@ import math
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -87,7 +87,7 @@ class AdamWConfig(LaunchConfig):
 
 
 @triton.jit
-def _one_minus_exp(x):
+def one_minus_exp(x):
     """Return 1 - exp(x) for x <= 0 with all digits of fp32, by a series where the difference would lose digits."""
     series = 1.0 + x / 7.0 * (1.0 + x / 8.0)
     series = 1.0 + x / 4.0 * (1.0 + x / 5.0 * (1.0 + x / 6.0 * series))
@@ -109,8 +109,8 @@ def _update(
     m = tl.load(exp_avg_ptr, mask=mask).to(tl.float32)
     v = tl.load(exp_avg_sq_ptr, mask=mask).to(tl.float32)
     p = tl.load(param_ptr, mask=mask).to(tl.float32)
-    step_size = lr / _one_minus_exp(step * log_beta1)
-    scale = 1.0 / tl.sqrt(_one_minus_exp(step * log_beta2))
+    step_size = lr / one_minus_exp(step * log_beta1)
+    scale = 1.0 / tl.sqrt(one_minus_exp(step * log_beta2))
     decay = lr * weight_decay
     if MAXIMIZE:
         g = -g
@@ -125,14 +125,14 @@ def _update(
 
 
 @triton.jit
-def _block_at(address_ptr, start, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
-    """Return pointers to the block at element `start` of the tensor whose address is stored at `address_ptr`."""
+def tensor_at(address_ptr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    """Return a pointer to the tensor whose address is stored at `address_ptr`."""
     pointer = tl.load(address_ptr).to(tl.pointer_type(DTYPE))
     if ALIGNED:
         # The compiler cannot know the alignment of an address that is loaded. Without it there are no accesses of 16
         # bytes.
         pointer = tl.multiple_of(pointer, 16)
-    return pointer + start + tl.arange(0, BLOCK)
+    return pointer
 
 
 @triton.jit
@@ -153,10 +153,11 @@ def _step_kernel(
     start = (program - tl.load(row_ptr + 6) * SPAN) * BLOCK  # int64
     remaining = tl.load(row_ptr + 5) - start
     if remaining > 0:
-        param_ptr = _block_at(row_ptr, start, P, ALIGNED, BLOCK)
-        grad_ptr = _block_at(row_ptr + 1, start, G, ALIGNED, BLOCK)
-        exp_avg_ptr = _block_at(row_ptr + 2, start, M, ALIGNED, BLOCK)
-        exp_avg_sq_ptr = _block_at(row_ptr + 3, start, V, ALIGNED, BLOCK)
+        offsets = start + tl.arange(0, BLOCK)
+        param_ptr = tensor_at(row_ptr, P, ALIGNED) + offsets
+        grad_ptr = tensor_at(row_ptr + 1, G, ALIGNED) + offsets
+        exp_avg_ptr = tensor_at(row_ptr + 2, M, ALIGNED) + offsets
+        exp_avg_sq_ptr = tensor_at(row_ptr + 3, V, ALIGNED) + offsets
         if STEPS:
             step = tl.load(tl.load(row_ptr + 4).to(tl.pointer_type(tl.float32)))
         if lr_ptr is not None:
@@ -177,11 +178,6 @@ def _step_kernel(
 # --- launcher ------------------------------------------------------------------------------------
 
 
-# The tensors of one parameter: the addresses of p, g, m, v and of the step's number (0 if the launch has one number for
-# all), and N. It is a plain tuple, because small models wait for the host: 300 NamedTuples would take 0.1 ms.
-_Addresses: TypeAlias = tuple[int, int, int, int, int, int]
-
-
 class LaunchKind(NamedTuple):
     """The properties that all tensors of one launch share."""
 
@@ -200,7 +196,8 @@ class LaunchKind(NamedTuple):
 class TableKey(NamedTuple):
     """Everything that a table depends on."""
 
-    tensors: list[_Addresses]
+    # For each tensor its addresses, and N in the last place.
+    tensors: list[tuple[int, ...]]
     device: torch.device
     # Elements of a span of blocks.
     span_size: int
@@ -212,7 +209,7 @@ class TensorTable:
     """The tensors of one launch, in the memory of their device."""
 
     key: TableKey
-    # [tensors, 8] int64, as the kernel reads them.
+    # [tensors, columns] int64, as the kernel reads them: the addresses, N, the first span and the number of spans.
     rows: Tensor
     # [spans] int32: the index of the tensor of each span.
     tensor_of_span: Tensor
@@ -245,7 +242,7 @@ def adamw_step(
     """
     tables = {} if tables is None else tables
     # The fields of a `LaunchKind`, and the tensors of that launch.
-    launches: dict[tuple, list[_Addresses]] = {}
+    launches: dict[tuple, list[tuple[int, ...]]] = {}
     for p, g, m, v, step in zip(params, grads, exp_avgs, exp_avg_sqs, steps, strict=True):
         device_index, number, step_address = p.get_device(), None, 0
         if isinstance(step, Tensor) and step.get_device() == device_index and step.dtype == torch.float32:
@@ -255,6 +252,8 @@ def adamw_step(
         p_address, g_address, m_address, v_address = p.data_ptr(), g.data_ptr(), m.data_ptr(), v.data_ptr()
         is_aligned = (p_address | g_address | m_address | v_address) & 15 == 0
         kind = device_index, p.dtype, g.dtype, m.dtype, v.dtype, is_aligned, number
+        # A plain tuple, because small models wait for the host: 300 NamedTuples would take 0.1 ms. The address of the
+        # step's number is 0 if the launch has one number for all.
         addresses = p_address, g_address, m_address, v_address, step_address, p.numel()
         launches.setdefault(kind, []).append(addresses)
     for position, (fields, tensors) in enumerate(launches.items()):
@@ -263,13 +262,13 @@ def adamw_step(
         device = torch.device("cuda", index) if index >= 0 else params[0].device
         first = next(p for p in params if p.get_device() == index)
         config = AdamWConfig.choose(AdamWProblem(kind.param_dtype.itemsize), device_of(first))
-        table = tables[position] = _update_table(tables.get(position), tensors, device, config.block * config.span)
+        table = tables[position] = update_table(tables.get(position), tensors, device, config.block * config.span)
         device_lr = lr.to(device, non_blocking=True) if isinstance(lr, Tensor) else float(lr)
         _launch(table.rows, table.tensor_of_span, device_lr, betas, eps, weight_decay, maximize, kind, config)
 
 
-def _update_table(
-    previous: TensorTable | None, tensors: list[_Addresses], device: torch.device, span_size: int
+def update_table(
+    previous: TensorTable | None, tensors: list[tuple[int, ...]], device: torch.device, span_size: int
 ) -> TensorTable:
     """Return the table of these tensors for spans of `span_size` elements. It is `previous` if nothing has changed."""
     # A copy on another stream may not have ended, so the table depends on the stream.
@@ -282,13 +281,13 @@ def _update_table(
         spans = cdiv(n, span_size)
         values.extend((*addresses, first_span, spans))
         first_span += spans
-    host_rows = torch.frombuffer(values, dtype=torch.int64).view(-1, 8)
+    host_rows = torch.frombuffer(values, dtype=torch.int64).view(len(tensors), -1)
     # The host memory is pinned, so that the copy does not wait for the device. Torch keeps this memory until the copy
     # has ended.
     rows = (host_rows.pin_memory() if device.type == "cuda" else host_rows).to(device, non_blocking=True)
     if previous is not None and previous.key[1:] == key[1:] and [n for *_, n in previous.key.tensors] == lengths:
         return TensorTable(key, rows, previous.tensor_of_span)
-    return TensorTable(key, rows, torch.repeat_interleave(rows[:, 7].int(), output_size=first_span))
+    return TensorTable(key, rows, torch.repeat_interleave(rows[:, -1].int(), output_size=first_span))
 
 
 @on_device
@@ -311,7 +310,7 @@ def _launch(
         *in_order(_step_kernel)(
             rows_ptr=rows, tensor_of_span_ptr=tensor_of_span, lr_ptr=lr_ptr,
             step=kind.step or 0.0, lr=lr_number, beta1=float(beta1), beta2=float(beta2),
-            complement1=1.0 - beta1, complement2=1.0 - beta2, log_beta1=_log(beta1), log_beta2=_log(beta2),
+            complement1=1.0 - beta1, complement2=1.0 - beta2, log_beta1=log_of(beta1), log_beta2=log_of(beta2),
             weight_decay=float(weight_decay), eps=float(eps),
         ),
         P=TYPES[kind.param_dtype], G=TYPES[kind.grad_dtype],
@@ -321,6 +320,6 @@ def _launch(
     )  # fmt: skip
 
 
-def _log(beta: float) -> float:
+def log_of(beta: float) -> float:
     """Return log(beta), or -inf for 0."""
     return math.log(beta) if beta else -math.inf

@@ -178,6 +178,17 @@ _OTHER_STEPS: dict[str, Callable[[], None]] = {
     "lora_linear base of 4 bits, double quantisation": lambda: _four_bit(64, is_nested=True),
     "lora_linear base of 4 bits, blocks of 4096": lambda: _four_bit(4096, is_nested=True),
     "AdamW bf16": lambda: _adamw(4096, torch.bfloat16),
+    "AdamW 8-bit states, 24-bit masters, clipped": lambda: _adamw(
+        8192, torch.bfloat16, state="8bit", master="bf16+8", max_grad_norm=1.0
+    ),
+    "AdamW 8-bit states, fp32 masters": lambda: _adamw(8192, torch.bfloat16, state="8bit", master="fp32"),
+    "AdamW 8-bit states, stochastic rounding": lambda: _adamw(
+        8192, torch.bfloat16, state="8bit", stochastic_rounding=True
+    ),
+    "AdamW 8-bit states, an odd size": lambda: _adamw(8191, torch.bfloat16, state="8bit", master="bf16+8"),
+    "AdamW fp32 states and masters, steps on the device": lambda: _adamw(
+        8192, torch.bfloat16, state="fp32", master="fp32", fused=True
+    ),
     "AdamW fp32, the rate in a tensor": lambda: _adamw(4096, torch.float32, lr=torch.tensor(1e-3), maximize=True),
 }
 

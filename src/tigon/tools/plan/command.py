@@ -53,7 +53,13 @@ def plan(
     host_memory: Annotated[
         float, typer.Option(help="The pinned host memory in GiB for each GPU, which the level offload uses.")
     ] = 128.0,
-    optimizer: Annotated[str, typer.Option(help="adamw (fused), adamw-foreach, adamw-8bit, sgd or none.")] = "adamw",
+    optimizer: Annotated[
+        str,
+        typer.Option(
+            help="adamw (fused), adamw-foreach, sgd, none, or a format of tigon.AdamW: adamw-8bit (moments of 8 bits), "
+            "adamw-fp32, each also with master weights of 24 or 32 bits (adamw-8bit+24)."
+        ),
+    ] = "adamw",
     dtype: Annotated[
         str,
         typer.Option(

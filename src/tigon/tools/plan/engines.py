@@ -7,13 +7,25 @@ import torch
 from torch import Tensor, nn
 
 from tigon.hf.transformers_private import layer_classes
+from tigon.ops.optim.compact_states import MIN_QUANTISED
+from tigon.ops.optim.formats import QUANT_BLOCK
+from tigon.runtime.device import cdiv
 from tigon.runtime.torch_private.autograd import storage_id
 from tigon.tools.plan.ledger import Ledger
 
 __all__ = ["OPTIMIZERS", "STRATEGIES", "OptimizerCosts", "Replicated", "Sharded", "optimizer_costs"]
 
 STRATEGIES = ("single", "ddp", "fsdp")
-OPTIMIZERS = ("adamw", "adamw-foreach", "adamw-8bit", "sgd", "none")
+# Bytes of each moment, and of the master weight of a parameter that is not in fp32, in the formats of `tigon.AdamW`.
+COMPACT_OPTIMIZERS = {
+    "adamw-8bit": (1, 0),
+    "adamw-8bit+24": (1, 1),
+    "adamw-8bit+32": (1, 4),
+    "adamw-fp32": (4, 0),
+    "adamw-fp32+24": (4, 1),
+    "adamw-fp32+32": (4, 4),
+}
+OPTIMIZERS = ("adamw", "adamw-foreach", *COMPACT_OPTIMIZERS, "sgd", "none")
 
 
 @dataclass(frozen=True)
@@ -36,9 +48,15 @@ def optimizer_costs(name: str, sizes: list[int], dtype: torch.dtype) -> Optimize
     # The fused kernel reads the parameter, its gradient and two moments, and writes all of them but the gradient.
     if name == "adamw":
         return OptimizerCosts(2 * n * itemsize, 0, 7 * n * itemsize)
-    # Each moment takes one byte, and every 256 moments have one fp32 scale.
-    if name == "adamw-8bit":
-        return OptimizerCosts(2 * n + n // 32, 0, 3 * n * itemsize + 4 * n)
+    if name in COMPACT_OPTIMIZERS:
+        moment_bytes, master_bytes = COMPACT_OPTIMIZERS[name]
+        state = 0
+        for size in sizes:
+            # Codes have one fp32 scale for each block. Small parameters have fp32 moments.
+            is_quantised = moment_bytes == 1 and size >= MIN_QUANTISED
+            state += 2 * (size + 4 * cdiv(size, QUANT_BLOCK)) if is_quantised else 8 * size
+            state += master_bytes * size if dtype != torch.float32 else 0
+        return OptimizerCosts(state, 0, 3 * n * itemsize + 2 * state)
     constructors: dict[str, Callable[..., torch.optim.Optimizer]] = {
         "adamw-foreach": torch.optim.AdamW,
         "sgd": torch.optim.SGD,

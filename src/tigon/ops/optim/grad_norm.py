@@ -1,0 +1,183 @@
+r"""The norm of all gradients, in one pass over them, and the factor that clips them, without a host synchronisation.
+
+    norm = sqrt(sum of g^2 over all gradients),   factor = min(1, max_norm / (norm + 1e-6))
+
+as in `torch.nn.utils.clip_grad_norm_` (Pascanu et al., arXiv:1211.5063). Each program of the kernel sums the squares of
+one span of a gradient in fp32, in a fixed order. The partial sums are added in fp64. A sharded gradient is summed over
+the ranks that hold its shards, a replicated one is counted once.
+
+Shapes: a gradient has N elements without gaps. The pass reads 2 bytes of each in bf16.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tigon.ops.optim.adamw_kernels import TYPES, TensorTable, tensor_at, update_table
+from tigon.runtime.device import PLAIN, Device, device_of, runs_kernels
+from tigon.runtime.launch import in_order, launch, on_device
+from tigon.runtime.triton_private import tl, triton
+from tigon.runtime.tuning import LaunchConfig
+
+__all__ = ["GradNormConfig", "GradNormProblem", "clip_factor", "sum_of_squares", "total_norm"]
+
+
+# --- configuration -------------------------------------------------------------------------------
+
+
+class GradNormProblem(NamedTuple):
+    """The size that the launch parameters depend on."""
+
+    # Bytes of an element of the gradients.
+    itemsize: int
+
+
+@dataclass(frozen=True)
+class GradNormConfig(LaunchConfig):
+    """Launch parameters. A program reads `span` blocks of `block` elements."""
+
+    block: int
+    num_warps: int
+    span: int
+
+    @staticmethod
+    def heuristic(problem: GradNormProblem, device: Device) -> "GradNormConfig":
+        """Return a block of which each of 128 threads reads 16 bytes, and a span with 128 bytes for each thread."""
+        return GradNormConfig(block=4 * 32 * 16 // problem.itemsize, num_warps=4, span=8)
+
+
+# --- kernel --------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _squares_kernel(
+    # For each tensor: the address of g, N, the first span and the number of spans.
+    rows_ptr,  # [tensors, 4] int64
+    tensor_of_span_ptr,  # [spans] int32
+    out_ptr,  # [spans] fp32
+    G: tl.constexpr, ALIGNED: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Sum the squares of one span of one tensor."""
+    program = tl.program_id(0)
+    row_ptr = rows_ptr + tl.load(tensor_of_span_ptr + program) * 4
+    start = (program - tl.load(row_ptr + 2)) * (SPAN * BLOCK)  # int64
+    n = tl.load(row_ptr + 1)
+    if ALIGNED:
+        # Then the mask has one value for 16 elements, and accesses are wide.
+        n = tl.multiple_of(n, 16)
+    pointer = tensor_at(row_ptr, G, ALIGNED)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for i in tl.static_range(SPAN):
+        index = start + i * BLOCK + tl.arange(0, BLOCK)
+        g = tl.load(pointer + index, mask=index < n, other=0).to(tl.float32)
+        total += g * g
+    tl.store(out_ptr + program, tl.sum(total))
+
+
+# --- launcher ------------------------------------------------------------------------------------
+
+
+def sum_of_squares(gradients: Iterable[Tensor], device: torch.device, tables: dict[tuple, TensorTable]) -> Tensor:
+    """Return the sum of the squares of all gradients in fp64 on one device.
+
+    Args:
+        gradients: Local tensors of any dtype, shape and device.
+        device: The device of the result.
+        tables: The tables of the previous call, which this call updates.
+    """
+    launches: dict[tuple, list[tuple[int, ...]]] = {}
+    firsts: dict[tuple, Tensor] = {}
+    sums: list[Tensor] = []
+    for g in gradients:
+        if not (runs_kernels(g) and g.is_contiguous()):
+            # An fp32 sum of fp64 squares would lose digits, and could overflow.
+            dtype = torch.float64 if g.dtype in (torch.float64, torch.complex128) or g.is_cpu else torch.float32
+            norm = torch.linalg.vector_norm(torch.view_as_real(g) if g.is_complex() else g, dtype=dtype)
+            sums.append(norm.double().square())
+            continue
+        address, n = g.data_ptr(), g.numel()
+        kind = g.get_device(), g.dtype, (address | n) & 15 == 0
+        launches.setdefault(kind, []).append((address, n))
+        firsts.setdefault(kind, g)
+    for kind, tensors in launches.items():
+        first = firsts[kind]
+        config = GradNormConfig.choose(GradNormProblem(first.dtype.itemsize), device_of(first))
+        table = tables[kind] = update_table(tables.get(kind), tensors, first.device, config.block * config.span)
+        sums.append(_launch(table.rows, table.tensor_of_span, first.dtype, kind[2], config).sum(dtype=torch.float64))
+    sums = [x.to(device, non_blocking=True) for x in sums]
+    if not sums:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    return sums[0] if len(sums) == 1 else torch.stack(sums).sum()
+
+
+@on_device
+def _launch(
+    rows: Tensor, tensor_of_span: Tensor, dtype: torch.dtype, is_aligned: bool, config: GradNormConfig
+) -> Tensor:
+    """Return the sums of the squares of all spans."""
+    sums = torch.empty(tensor_of_span.numel(), dtype=torch.float32, device=rows.device)
+    launch(
+        _squares_kernel, tensor_of_span.numel(),
+        *in_order(_squares_kernel)(rows_ptr=rows, tensor_of_span_ptr=tensor_of_span, out_ptr=sums),
+        G=TYPES[dtype], ALIGNED=is_aligned, SPAN=config.span, BLOCK=config.block, num_warps=config.num_warps,
+    )  # fmt: skip
+    return sums
+
+
+# --- the norm of all ranks -------------------------------------------------------------------------
+
+
+def _split(g: Any) -> tuple[Tensor, tuple]:
+    """Return this rank's part of a gradient, and the process groups over which it is sharded."""
+    if type(g) in PLAIN or not (hasattr(g, "to_local") and hasattr(g, "placements")):
+        return g, ()
+    if any(x.is_partial() for x in g.placements):
+        from torch.distributed.tensor import Replicate
+
+        g = g.redistribute(g.device_mesh, [Replicate() if x.is_partial() else x for x in g.placements])
+    groups = tuple(g.device_mesh.get_group(i) for i, x in enumerate(g.placements) if not x.is_replicate())
+    return g.to_local(), groups
+
+
+def total_norm(
+    gradients: Sequence[Tensor], tables: dict[int, dict[tuple, TensorTable]], known: dict[int, Tensor] | None = None
+) -> Tensor:
+    """Return the norm of all gradients in fp32, on the device of the first one.
+
+    All ranks must call this function with gradients that are sharded in the same way.
+
+    Args:
+        gradients: Tensors or DTensors.
+        tables: A dict in which the caller passes the tables of the previous call, and which this call updates.
+        known: Norms of this rank's part of some gradients, by their position.
+    """
+    known = {} if known is None else known
+    device = _split(gradients[0])[0].device if gradients else torch.device("cpu")
+    buckets: dict[tuple, tuple[list[Tensor], list[Tensor]]] = {}
+    for i, g in enumerate(gradients):
+        local, groups = _split(g)
+        if groups not in buckets:
+            buckets[groups] = [], []
+        unknown_parts, known_norms = buckets[groups]
+        if i in known:
+            known_norms.append(known[i])
+        else:
+            unknown_parts.append(local)
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for position, (groups, (unknown_parts, known_norms)) in enumerate(buckets.items()):
+        squares = sum_of_squares(unknown_parts, device, tables.setdefault(position, {}))
+        if known_norms:
+            squares = squares + torch.stack(known_norms).double().square().sum().to(device, non_blocking=True)
+        for group in groups:
+            dist.all_reduce(squares, group=group)
+        total = total + squares
+    return total.sqrt().float()
+
+
+def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
+    """Return the factor of the gradients, as `torch.nn.utils.clip_grads_with_norm_` computes it."""
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0)
