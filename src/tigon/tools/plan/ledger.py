@@ -30,8 +30,8 @@ H200 = Device(multiprocessors=132, warp_size=32, shared_memory=232448, async_cop
 # The caching allocator rounds up to multiples of this many bytes.
 ALLOCATION_UNIT = 512
 
-# Operations that allocate a tensor, and neither read nor write memory.
-ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+# Operations that allocate a tensor or set its storage, and neither read nor write memory.
+ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "set_"}
 
 
 def _grouped_flops(a: Tensor, b: Tensor, *args: Any, out_val: Tensor, **kwargs: Any) -> int:
