@@ -76,7 +76,7 @@ LEVELS = {
 }
 
 
-# A level with a number N of layers: lean+mlp or checkpoint+offload in the first N, and lean or checkpoint in the others.
+# A level for the first N layers: lean+mlp, and the others are lean; or checkpoint+offload, and the others checkpoint.
 _PARTIAL = re.compile(r"(lean\+mlp|checkpoint\+offload):([1-9][0-9]*)")
 LEVEL_NAMES = ", ".join(map(repr, LEVELS)) + ", and 'lean+mlp:N' and 'checkpoint+offload:N' for a number N of layers"
 

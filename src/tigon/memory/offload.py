@@ -98,6 +98,7 @@ def _pinned_copy(source: Tensor) -> Tensor:
 def _copy_without_stream(source: Any, direction: str, device: torch.device, pages: HostPages | None) -> Any:
     """Copy on a CPU, or count a copy on a simulated device. The host memory of such a device is a meta tensor."""
     simulation = simulation_of(device)
+    copy: Any
     if direction == "out":
         copy = source.clone() if pages is None or simulation is not None else pages.copy(source)
         # Torch's allocator of pinned memory rounds up to powers of two.
@@ -123,7 +124,7 @@ def _copy(
     if stream is None:
         return _copy_without_stream(source, direction, device, pages), None
     is_out, side = direction == "out", _side_stream(device, direction)
-    copy = None if is_out else torch.empty(source.nbytes, dtype=torch.uint8, device=device)
+    copy: Any = None if is_out else torch.empty(source.nbytes, dtype=torch.uint8, device=device)
     side.wait_stream(stream)
     if pages is not None:
         # The pages may still be read for an earlier pass.

@@ -37,9 +37,9 @@ def small_tiles(monkeypatch):
 def _mlp(place: str, *inputs: Tensor, activation: str = "silu", **factors: float) -> Tensor:
     if place == "checkpoint":
         return checkpoint(tigon.glu_mlp, *inputs, activation, **factors, use_reentrant=False)
-    with tigon.lean(mlp=place == "lean+mlp"):
-        with recompute_large_mlps() if place == "last layer" else contextlib.nullcontext():
-            return tigon.glu_mlp(*inputs, activation, **factors)
+    is_last = place == "last layer"
+    with tigon.lean(mlp=not is_last), recompute_large_mlps() if is_last else contextlib.nullcontext():
+        return tigon.glu_mlp(*inputs, activation, **factors)
 
 
 def _results(place: str, inputs: list[Tensor], tile_bytes: int | None = None) -> list[Tensor]:

@@ -102,6 +102,7 @@ class _TiledGLUMLP(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, gate_weight, up_weight, down_weight = unpack_gated(ctx)
         needs_x, *needs = ctx.needs_input_grad[:4]
+        activation: tuple[str, Scaling] = ctx.activation
         x, dy = x.flatten(0, -2), dy.reshape(-1, dy.shape[-1])
         dx = torch.empty_like(x, memory_format=torch.contiguous_format) if needs_x else None
         weights = gate_weight, up_weight, down_weight
@@ -113,7 +114,7 @@ class _TiledGLUMLP(torch.autograd.Function):
             gate, up = multiply_gates(x_tile, gate_weight, up_weight)
             da = multiply(dy_tile, down_weight)
             # The kernel writes a, dgate and dup into the memory of da, gate and up.
-            glu_backward_into(da, gate, up, *ctx.activation, gate, up, None if ddown_weight is None else da)
+            glu_backward_into(da, gate, up, *activation, gate, up, None if ddown_weight is None else da)
             if ddown_weight is not None:
                 ddown_weight.add(dy_tile.t(), da)
             del da
