@@ -74,7 +74,7 @@ def deterministic():
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.parametrize("level", ["lean", "lean+mlp", "checkpoint", "offload"])
+@pytest.mark.parametrize("level", ["lean", "lean+mlp", "checkpoint", "checkpoint+offload", "offload"])
 @pytest.mark.parametrize("model_type", ["llama", "qwen3", "gemma2"])
 def test_every_level_has_the_bits_of_the_default_level(model_type, level, deterministic):
     results = []

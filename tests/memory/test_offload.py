@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import tigon
 from memory.steps import Step, assert_same_bits
 from tigon.memory import offload
-from tigon.memory.offload import OffloadConfig, Offloader, _Segment
+from tigon.memory.offload import OffloadConfig, Offloader, Segment
 from tigon.runtime.tuning import tuned
 
 # Bytes of an activation.
@@ -40,7 +40,7 @@ def record(monkeypatch) -> Iterator[Record]:
         record.copies_back += direction == "back"
         return copy(source, direction, *rest)
 
-    def watched(self: Offloader, segment: _Segment) -> None:
+    def watched(self: Offloader, segment: Segment) -> None:
         prefetch(self, segment)
         record.max_prefetched_bytes = max(record.max_prefetched_bytes, self.prefetched_bytes)
 
@@ -144,10 +144,10 @@ def test_parts_of_a_tensor_are_offloaded(record):
 
 def test_a_view_of_half_a_storage_or_more_is_copied_as_a_whole():
     whole = torch.empty(64, 16)
-    assert offload._byte_range(whole[:32]) == (0, 4096)
-    assert offload._byte_range(whole[33:40]) == (33 * 64 // 512 * 512, 40 * 64)
-    assert offload._byte_range(whole.t()) == (0, 4096)
-    assert offload._byte_range(whole.view(-1)[1000:1003]) == (4000 // 512 * 512, 4012)
+    assert offload.byte_range(whole[:32]) == (0, 4096)
+    assert offload.byte_range(whole[33:40]) == (33 * 64 // 512 * 512, 40 * 64)
+    assert offload.byte_range(whole.t()) == (0, 4096)
+    assert offload.byte_range(whole.view(-1)[1000:1003]) == (4000 // 512 * 512, 4012)
 
 
 def test_parameters_stay_on_the_device(record):

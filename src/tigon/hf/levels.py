@@ -6,7 +6,7 @@ import re
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,9 +25,11 @@ from tigon.hf.transformers_private import (
     set_checkpoint_function,
     switch_state,
 )
+from tigon.memory.layer_inputs import LayerInputs
 from tigon.memory.layers import LayerJudgement
-from tigon.memory.lean import lean
+from tigon.memory.lean import lean, recompute_large_mlps
 from tigon.recognition.replacement import exchange, find_replacement, foreign_forward, install
+from tigon.runtime.torch_private.names import NAMES_FOR_LEAN, NAMES_FOR_OFFLOAD, require_names
 
 __all__ = ["LEVELS", "LEVEL_NAMES", "LeanForward", "apply_level", "explain_refusal", "find_lean_forward", "find_level"]
 
@@ -45,7 +47,8 @@ class Level:
     mlp: bool = False
     offload: bool = False
     checkpoint: bool = False
-    # The number of layers, from the first one on, that `mlp` applies to; None for all.
+    # The number of layers, from the first one on, that `mlp` applies to, or whose inputs move to the host. None means
+    # all layers for `mlp`, and all but those whose inputs need not move for the inputs.
     layers: int | None = None
 
 
@@ -58,6 +61,12 @@ LEVELS = {
         mlp=True,
     ),
     "checkpoint": Level("checkpoint: layers{} save only their input, and backward runs them again", checkpoint=True),
+    "checkpoint+offload": Level(
+        "checkpoint+offload: layers{} save only their input, which is copied to pinned host memory until backward runs "
+        "them again",
+        checkpoint=True,
+        offload=True,
+    ),
     "offload": Level(
         "offload: like lean+mlp, and the remaining saved tensors are copied to pinned host memory until backward",
         lean=True,
@@ -67,9 +76,9 @@ LEVELS = {
 }
 
 
-# A level with a number of layers: lean+mlp in the first ones, and lean in the others.
-_PARTIAL = re.compile(r"lean\+mlp:([1-9][0-9]*)")
-LEVEL_NAMES = ", ".join(map(repr, LEVELS)) + " and 'lean+mlp:N' for a number N of layers"
+# A level for the first N layers: lean+mlp, and the others are lean; or checkpoint+offload, and the others checkpoint.
+_PARTIAL = re.compile(r"(lean\+mlp|checkpoint\+offload):([1-9][0-9]*)")
+LEVEL_NAMES = ", ".join(map(repr, LEVELS)) + ", and 'lean+mlp:N' and 'checkpoint+offload:N' for a number N of layers"
 
 
 def find_level(name: object) -> Level | None:
@@ -78,8 +87,12 @@ def find_level(name: object) -> Level | None:
         return None
     if (match := _PARTIAL.fullmatch(name)) is None:
         return LEVELS.get(name)
-    note = f"{name}: lean, and in the first {match[1]} layers also without the outputs of gate and up projections"
-    return Level(note, lean=True, mlp=True, layers=int(match[1]))
+    base, layers = match[1], int(match[2])
+    if LEVELS[base].checkpoint:
+        note = LEVELS[base].note.replace(base, name, 1).replace("which is", f"which in the first {layers} layers is")
+        return replace(LEVELS[base], note=note, layers=layers)
+    note = f"{name}: lean, and in the first {layers} layers also without the outputs of gate and up projections"
+    return replace(LEVELS[base], note=note, layers=layers)
 
 
 def _level(name: str) -> Level:
@@ -104,8 +117,8 @@ class LeanForward:
 def _find_obstacle(model: nn.Module, level: str) -> str | None:
     """Return why a model cannot have a level; None if it can."""
     options = _level(level)
-    if options.checkpoint:
-        return _explain_no_checkpoint(model)
+    if options.checkpoint and (reason := _explain_no_checkpoint(model, options)) is not None:
+        return reason
     if options.layers is not None and options.layers > (count := len(_layers(model))):
         return f"it has {count} layers"
     return _explain_no_lean(model) if options.lean else None
@@ -124,7 +137,7 @@ def apply_level(model: nn.Module, level: str) -> tuple[Callable[[], None], str]:
     options = _level(level)
     if not options.checkpoint:
         return _make_lean(model, options), options.note
-    undo, excludes_last, reasons = _switch_on(model)
+    undo, excludes_last, reasons = _switch_on(model, options)
     note = options.note.format(" except the last" if excludes_last else "")
     if reasons:
         note += f"; {len(reasons)} layers run once, because a second run might differ: {reasons[0]}"
@@ -223,6 +236,11 @@ def find_lean_forward(model: nn.Module) -> LeanForward | None:
 # Llama-3.2-1B, Qwen3-4B), and by +2 % to +14 % if the ratio is at least 8.
 LARGE_HEAD = 5
 
+_NOT_COMPILED = (
+    "memory='checkpoint+offload' does not work in a compiled model, because a graph saves its tensors itself; compile "
+    "only the layers, or use memory='checkpoint'"
+)
+
 
 def _transformers_models(module: nn.Module) -> Iterator[Any]:
     """Yield the outermost transformers models in a module. The module may itself be one of them, or contain them."""
@@ -233,7 +251,7 @@ def _transformers_models(module: nn.Module) -> Iterator[Any]:
             yield from _transformers_models(child)
 
 
-def _explain_no_checkpoint(model: nn.Module) -> str | None:
+def _explain_no_checkpoint(model: nn.Module, options: Level) -> str | None:
     """Return why the model cannot be checkpointed by its own switch; None if it can."""
     owners = list(_transformers_models(model))
     if not owners:
@@ -241,6 +259,8 @@ def _explain_no_checkpoint(model: nn.Module) -> str | None:
             "it is not a transformers model, so its layers have no switch for gradient checkpointing; "
             "call them through torch.utils.checkpoint yourself"
         )
+    if options.offload and any(is_switched_on(m) and not _layer_calls(m) for owner in owners for m in _layers(owner)):
+        return "its layers are checkpointed by other code; switch that off first (gradient_checkpointing_disable)"
     return next((reason for owner in owners if (reason := checkpoint_refusal(owner)) is not None), None)
 
 
@@ -262,37 +282,65 @@ def _last_layer(owner: Any) -> nn.Module | None:
     return last if head is None or head.numel() <= LARGE_HEAD * size else None
 
 
-def call_once(function: Callable, *args: Any) -> Any:
-    """Call a layer once, in a block of `lean`. This function takes the place of the one that checkpoints the layer."""
-    with lean():
-        return function(*args)
+class LayerCall:
+    """A function that calls a layer once, in a block of `lean`, in place of the one that checkpoints the layer.
+
+    `inputs` moves the inputs of the stack to the host, in which the layer has the number `index`. It is None if they
+    stay on the device.
+    """
+
+    def __init__(self, inputs: LayerInputs | None = None, index: int = 0) -> None:
+        self.inputs, self.index = inputs, index
+
+    def __call__(self, function: Callable, *args: Any) -> Any:
+        """Call the layer once."""
+        if self.inputs is not None:
+            self.inputs.leave_layer(self.index)
+        if torch.compiler.is_compiling():
+            with lean():
+                return function(*args)
+        # Checkpointed layers recompute gate and up of large MLPs in tiles. If this layer saved them, it would need
+        # more memory than those.
+        with lean(), recompute_large_mlps():
+            return function(*args)
 
 
-class LayerCheckpoint:
+class LayerCheckpoint(LayerCall):
     """A function that checkpoints a layer, or calls it once if a second run might differ.
 
     It takes the place of the function that the layer's switch calls. The layer may change after the patch, so each call
     compares the state that the judgement depends on.
     """
 
-    def __init__(self, layer: nn.Module) -> None:
+    def __init__(self, layer: nn.Module, inputs: LayerInputs | None = None, index: int = 0) -> None:
+        super().__init__(inputs, index)
         # The reference is weak, so that a deleted model frees its memory at once.
         self.layer = weakref.ref(layer)
         # A copied layer is judged at its first call, because it is incomplete before that.
         self.judgement: LayerJudgement | None = None
 
     def __reduce__(self) -> tuple:
-        return LayerCheckpoint, (self.layer(),)
+        return LayerCheckpoint, (self.layer(), self.inputs, self.index)
 
     def __call__(self, function: Callable, *args: Any) -> Any:
+        """Checkpoint the layer, or call it once.
+
+        Raises:
+            RuntimeError: The host has too little memory for the inputs of the layers.
+        """
         if torch.compiler.is_compiling():
+            if self.inputs is not None:
+                raise RuntimeError(_NOT_COMPILED)
             may_repeat = self._may_repeat_in_graph()
         elif may_repeat := self._may_repeat():
             layer, judgement = self.layer(), self.judgement
             assert layer is not None
             assert judgement is not None
             function = judgement.wrap_for_checkpoint(function, layer)
-        return checkpoint(function, *args, use_reentrant=False) if may_repeat else call_once(function, *args)
+        if not may_repeat:
+            return super().__call__(function, *args)
+        run = functools.partial(checkpoint, function, *args, use_reentrant=False)
+        return run() if self.inputs is None else self.inputs.call(self.index, run, args[0] if args else None)
 
     def judge(self) -> str | None:
         """Return why the layer must not run twice; None if it may."""
@@ -325,7 +373,7 @@ def _is_innermost(module: nn.Module) -> bool:
     return has_checkpoint_switch(module) and sum(map(has_checkpoint_switch, module.modules())) == 1
 
 
-def _switch_on(model: nn.Module) -> tuple[Callable[[], None], bool, list[str]]:
+def _switch_on(model: nn.Module, options: Level) -> tuple[Callable[[], None], bool, list[str]]:
     """Switch on the model's own checkpointing, without reentrant backward.
 
     A model that is checkpointed already stays unchanged.
@@ -338,29 +386,72 @@ def _switch_on(model: nn.Module) -> tuple[Callable[[], None], bool, list[str]]:
     reasons: list[str] = []
     for owner in _transformers_models(model):
         if any(map(is_switched_on, owner.modules())):
+            undo.append(_change_inputs(owner, options))
             continue
         states = [(m, switch_state(m)) for m in owner.modules() if has_checkpoint_switch(m)]
         handles = pop_input_hooks(owner)
         owner.gradient_checkpointing_enable({"use_reentrant": False})
         # Non-reentrant checkpoints need no gradients of layer inputs, so the hooks that require these are removed.
         restore_input_hooks(owner, handles)
-        checkpoints: dict[nn.Module, LayerCheckpoint] = {module: LayerCheckpoint(module) for module, _ in states}
+        last = _last_layer(owner)
+        numbers, inputs = _number_layers(owner, options, last)
+        checkpoints = {m: LayerCheckpoint(m, inputs if m in numbers else None, numbers.get(m, 0)) for m, _ in states}
         for module, layer_checkpoint in checkpoints.items():
             set_checkpoint_function(module, layer_checkpoint)
-        if (last := _last_layer(owner)) is not None:
-            set_checkpoint_function(last, call_once)
+        if last is not None:
+            set_checkpoint_function(last, LayerCall(inputs, numbers.get(last, 0)))
         for layer in (m for m in owner.modules() if _is_innermost(m)):
             if layer is not last and (reason := checkpoints[layer].judge()) is not None:
                 reasons.append(reason)
         undo += [functools.partial(_restore_switch, m, state, checkpoint_function(m)) for m, state in states]
     modules = itertools.chain.from_iterable(owner.modules() for owner in _transformers_models(model))
-    excludes_last = any(checkpoint_function(m) is call_once for m in modules)
+    excludes_last = any(type(checkpoint_function(m)) is LayerCall for m in modules)
 
     def switch_off() -> None:
         for step in undo:
             step()
 
     return switch_off, excludes_last, reasons
+
+
+def _number_layers(
+    owner: nn.Module, options: Level, last: nn.Module | None
+) -> tuple[dict[nn.Module, int], LayerInputs | None]:
+    """Return the numbers of the layers whose inputs move to the host, and the object that moves them.
+
+    `last` is the layer that is not checkpointed, if there is one. Without offload the results are empty.
+    """
+    if not options.offload:
+        return {}, None
+    require_names("memory='checkpoint+offload'", *NAMES_FOR_LEAN, *NAMES_FOR_OFFLOAD)
+    layers, inputs = _layers(owner), LayerInputs(options.layers)
+    inputs.set_layers(layers, len(layers) - (last is not None))
+    return {layer: i for i, layer in enumerate(layers)}, inputs
+
+
+def _layer_calls(model: nn.Module) -> dict[nn.Module, LayerCall]:
+    """Return the functions of this file that call a layer in a model."""
+    functions = {module: checkpoint_function(module) for module in model.modules()}
+    return {module: function for module, function in functions.items() if isinstance(function, LayerCall)}
+
+
+def _change_inputs(owner: nn.Module, options: Level) -> Callable[[], None]:
+    """Move the inputs of layers that an earlier patch checkpoints to the host, or leave them on the device.
+
+    Layers that other code checkpoints stay unchanged.
+    """
+    calls = _layer_calls(owner)
+    last = next((module for module, call in calls.items() if type(call) is LayerCall), None)
+    numbers, inputs = _number_layers(owner, options, last)
+    earlier = {call: (call.inputs, call.index) for call in calls.values()}
+    for module, call in calls.items():
+        call.inputs, call.index = inputs if module in numbers else None, numbers.get(module, 0)
+
+    def undo() -> None:
+        for call, (inputs, index) in earlier.items():
+            call.inputs, call.index = inputs, index
+
+    return undo
 
 
 def _restore_switch(module: nn.Module, state: dict[str, Any], installed_function: Callable | None) -> None:

@@ -89,7 +89,7 @@ PARTS = {
 ACTIVATIONS = ("relu2", "gelu")
 OPTIONS = (*PARTS, "memory", "fp8", "fp8_dw", *LOSS_OPTIONS)
 # The names of LEVELS.
-MemoryLevel = Literal["default", "lean", "lean+mlp", "checkpoint", "offload"]
+MemoryLevel = Literal["default", "lean", "lean+mlp", "checkpoint", "checkpoint+offload", "offload"]
 MEMORY: tuple[str, ...] = get_args(MemoryLevel)
 # The recipes of FP8.
 FP8Scales = Literal["rowwise", "tensorwise"]
@@ -352,6 +352,8 @@ def patch(
             backward recomputes them. "lean+mlp": the outputs of gate and up projections are not saved either.
             "lean+mlp:N" with a number N: this holds for the first N layers only, and the others are "lean".
             "checkpoint": each layer but the last saves only its input, by the checkpointing of transformers' models.
+            "checkpoint+offload": as "checkpoint", and these inputs are in pinned host memory, except those of the last
+            layers that stay on the GPU at no cost. "checkpoint+offload:N" moves the inputs of the first N layers only.
             "offload": as "lean+mlp", and the remaining saved tensors are in pinned host memory. Modules that must not
             be called twice run once at every level. The forward of a language model's body (`model.base_model`) has the
             level too, for trainers that call the body.
@@ -441,7 +443,7 @@ def patch(
         or fp8_plan.changed
         or any(type(m).__module__.startswith("tigon.") for m in model.modules())
     )
-    level = memory if has_ops or memory in ("checkpoint", "offload") else "default"
+    level = memory if has_ops or memory == "offload" or memory.startswith("checkpoint") else "default"
     if reason := explain_refusal(model, level):
         raise ValueError(f"patch: memory={level!r} is not possible for this {report.model}: {reason}")
     # The model is changed only here, after the last error that this function can raise on purpose.

@@ -46,6 +46,8 @@ class Block:
         self.outer = outer
         # True if the gate and up projections are recomputed too.
         self.mlp = False
+        # True if they are recomputed where the MLP is computed in tiles of tokens.
+        self.large_mlps = False
         # The object that moves the remaining saved tensors to the host, or None.
         self.offloader: Offloader | None = None
         # The entries by the storage of their tensors.

@@ -39,7 +39,9 @@ __all__ = [
     "is_lean",
     "is_saved_only_by_this_op",
     "lean",
+    "recompute_large_mlps",
     "recomputed_by_call",
+    "recomputes_large_mlp",
     "recomputes_mlp",
     "register_recomputation",
     "registers_recomputations",
@@ -80,6 +82,29 @@ def recomputes_mlp() -> bool:
     if torch.compiler.is_compiling():
         return _open_mlp_blocks > 0
     return bool(_open_mlp_blocks) and (block := _block()) is not None and block.mlp
+
+
+def recomputes_large_mlp() -> bool:
+    """Return whether backward recomputes gate and up of an MLP that is computed in tiles of tokens.
+
+    It does in a block of `lean(mlp=True)`, and in a block of `recompute_large_mlps`.
+    """
+    if not _open_blocks or torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return False
+    return (block := _block()) is not None and (block.mlp or block.large_mlps)
+
+
+@contextlib.contextmanager
+def recompute_large_mlps() -> Iterator[None]:
+    """Recompute gate and up of large MLPs in backward, in the block of `lean` that is open. It must not be a graph."""
+    if (block := _block()) is None:
+        yield
+        return
+    previous, block.large_mlps = block.large_mlps, True
+    try:
+        yield
+    finally:
+        block.large_mlps = previous
 
 
 def in_checkpoint() -> bool:

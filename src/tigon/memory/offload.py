@@ -28,11 +28,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from tigon.memory.host_pages import HostPages, PagedCopy
 from tigon.runtime.device import Device, device_of, simulation_of
 from tigon.runtime.torch_private.autograd import AccumulateGrad, CastBackward, StorageWeakRef, backward_id, storage_id
 from tigon.runtime.tuning import LaunchConfig
 
-__all__ = ["OffloadConfig", "OffloadProblem", "Offloader"]
+__all__ = [
+    "OffloadConfig",
+    "OffloadProblem",
+    "Offloader",
+    "SavedView",
+    "Segment",
+    "byte_range",
+    "can_offload",
+    "is_weight",
+    "stream_of",
+]
 
 # The allocator of the device aligns its blocks to this number of bytes.
 ALIGNMENT = 512
@@ -70,7 +81,7 @@ def can_offload(device: torch.device) -> bool:
     return device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
 
 
-def _stream(device: torch.device) -> torch.cuda.Stream | None:
+def stream_of(device: torch.device) -> torch.cuda.Stream | None:
     return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
 
@@ -79,27 +90,56 @@ def _side_stream(device: torch.device, direction: str) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def _copy(source: Tensor, direction: str, device: torch.device, stream: torch.cuda.Stream | None) -> tuple[Any, Any]:
+def _pinned_copy(source: Tensor) -> Tensor:
+    copy = torch.empty(source.shape, dtype=source.dtype, device="cpu", pin_memory=True)
+    return copy.copy_(source, non_blocking=True)
+
+
+def _copy_without_stream(source: Any, direction: str, device: torch.device, pages: HostPages | None) -> Any:
+    """Copy on a CPU, or count a copy on a simulated device. The host memory of such a device is a meta tensor."""
+    simulation = simulation_of(device)
+    copy: Any
+    if direction == "out":
+        copy = source.clone() if pages is None or simulation is not None else pages.copy(source)
+        # Torch's allocator of pinned memory rounds up to powers of two.
+        size = 1 << (copy.nbytes - 1).bit_length() if pages is None else pages.round_up(copy.nbytes)
+    else:
+        copy, size = torch.empty(source.nbytes, dtype=torch.uint8, device=device), 0
+        source.copy_to(copy) if isinstance(source, PagedCopy) else copy.copy_(source)
+    if simulation is not None:
+        simulation.count_copy(copy, size)
+    return copy
+
+
+def _copy(
+    source: Any, direction: str, device: torch.device, stream: torch.cuda.Stream | None, pages: HostPages | None = None
+) -> tuple[Any, Any]:
     """Copy bytes "out" to the host or "back" to the device on a side stream, after the work queued on `stream`.
+
+    The host memory is pages of a pool, or a pinned tensor.
 
     Returns:
         The copy, and the event that marks the end of the copy.
     """
     if stream is None:
-        copy = source.clone()
-        if (simulation := simulation_of(device)) is not None:
-            simulation.count_copy(copy, direction == "out")
-        return copy, None
-    empty = functools.partial(torch.empty, source.shape, dtype=source.dtype)
-    copy = empty(device="cpu", pin_memory=True) if direction == "out" else empty(device=device)
-    side = _side_stream(device, direction)
+        return _copy_without_stream(source, direction, device, pages), None
+    is_out, side = direction == "out", _side_stream(device, direction)
+    copy: Any = None if is_out else torch.empty(source.nbytes, dtype=torch.uint8, device=device)
     side.wait_stream(stream)
+    if pages is not None:
+        # The pages may still be read for an earlier pass.
+        side.wait_stream(_side_stream(device, "back"))
     with torch.cuda.stream(side):
-        copy.copy_(source, non_blocking=True)
+        if is_out:
+            copy = _pinned_copy(source) if pages is None else pages.copy(source)
+        elif isinstance(source, PagedCopy):
+            source.copy_to(copy)
+        else:
+            copy.copy_(source, non_blocking=True)
         return copy, side.record_event()
 
 
-def _is_weight(t: Tensor) -> bool:
+def is_weight(t: Tensor) -> bool:
     """Return whether a tensor is a parameter, a view of one, or a cast of one by autocast, which caches such casts."""
     base = t if t._base is None else t._base
     if isinstance(base, nn.Parameter) or (base.is_leaf and base.requires_grad):
@@ -108,7 +148,7 @@ def _is_weight(t: Tensor) -> bool:
     return node is not None and type(node) is CastBackward and type(node.next_functions[0][0]) is AccumulateGrad
 
 
-def _byte_range(t: Tensor) -> tuple[int, int]:
+def byte_range(t: Tensor) -> tuple[int, int]:
     """Return the bytes of its storage that a tensor needs, or the whole storage if it needs at least half of it."""
     size, whole = t.element_size(), t.untyped_storage().nbytes()
     start = t.storage_offset() * size // ALIGNMENT * ALIGNMENT
@@ -117,7 +157,7 @@ def _byte_range(t: Tensor) -> tuple[int, int]:
     return (0, whole) if 2 * (end - start) >= whole else (start, end)
 
 
-class _Segment:
+class Segment:
     """A byte range of a saved storage. `device_data` or `host_data` holds the bytes, or both do.
 
     At first only `device_data` does: it is the memory of the saved tensor. `copy_out` copies it to `host_data`, and
@@ -128,7 +168,7 @@ class _Segment:
     def __init__(self, offloader: "Offloader", t: Tensor, start: int, end: int) -> None:
         # True if the segment was copied back and no node has unpacked it yet.
         self.is_prefetched = False
-        self.host_data: Tensor | None = None
+        self.host_data: Tensor | PagedCopy | None = None
         # The event that marks the end of a copy for which the compute streams do not wait yet.
         self.event: torch.cuda.Event | None = None
         self.offloader, self.index, self.size = offloader, len(offloader.segments), end - start
@@ -138,7 +178,7 @@ class _Segment:
         # memory of the saved tensor has been freed. `device_data` is then None, or a copy from the host.
         self.alias: Tensor | None = t.detach()
         self.version = t._version
-        self.device, self.stream = t.device, _stream(t.device)
+        self.device, self.stream = t.device, stream_of(t.device)
         whole = torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage())
         self.device_data: Tensor | None = whole[start:end]
         self.start, self.was_written = start, False
@@ -150,7 +190,7 @@ class _Segment:
     def copy_out(self) -> None:
         """Start the copy to the host."""
         assert self.device_data is not None
-        self.host_data, self.event = _copy(self.device_data, "out", self.device, self.stream)
+        self.host_data, self.event = _copy(self.device_data, "out", self.device, self.stream, self.offloader.pages)
 
     def check_version(self) -> None:
         """Record whether the tensor was written after it was saved. The copy may then have other values."""
@@ -176,7 +216,7 @@ class _Segment:
         self.generation, self.users = self.generation + 1, 0
         return self.device_data
 
-    def unpack(self, view: "_SavedView") -> Tensor:
+    def unpack(self, view: "SavedView") -> Tensor:
         """Return the bytes on the device, for a node that saved `view`."""
         self.check_version()
         if self.was_written:
@@ -184,7 +224,7 @@ class _Segment:
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
                 f"[{view.dtype} {list(view.shape)}], which was being copied to the host"
             )
-        stream = _stream(self.device)
+        stream = stream_of(self.device)
         # The memory belongs to the stream of the forward pass, which might reuse it too early.
         if stream is not None and stream != self.stream:
             return _data_for_stream(self, stream)
@@ -210,7 +250,7 @@ class _Segment:
             self.wait_for_copy()
 
 
-def _data_for_stream(segment: _Segment, stream: torch.cuda.Stream) -> Tensor:
+def _data_for_stream(segment: Segment, stream: torch.cuda.Stream) -> Tensor:
     """Return the bytes for a node that runs on another stream than the forward pass. It shares no copy with others."""
     if segment.alias is not None:
         assert segment.device_data is not None
@@ -226,12 +266,12 @@ def _data_for_stream(segment: _Segment, stream: torch.cuda.Stream) -> Tensor:
     return data
 
 
-class _SavedView:
+class SavedView:
     """The object that a node saves in place of a tensor: a view of a segment."""
 
     __slots__ = ("dtype", "generation", "offset", "segment", "shape", "strides")
 
-    def __init__(self, segment: _Segment, t: Tensor) -> None:
+    def __init__(self, segment: Segment, t: Tensor) -> None:
         self.segment, self.generation, self.dtype = segment, 0, t.dtype
         self.shape, self.strides = t.shape, t.stride()
         self.offset = t.storage_offset() - segment.start // t.element_size()
@@ -253,10 +293,10 @@ class _Queue:
     """The segments that were pushed last, up to a limit of bytes. The last one stays even if it exceeds the limit."""
 
     def __init__(self) -> None:
-        self.segments: collections.deque[weakref.ref[_Segment]] = collections.deque()
+        self.segments: collections.deque[weakref.ref[Segment]] = collections.deque()
         self.size = 0
 
-    def push(self, segment: _Segment, limit: int) -> Iterator[_Segment]:
+    def push(self, segment: Segment, limit: int) -> Iterator[Segment]:
         """Append a segment, then remove and yield the first ones until the queue holds at most `limit` bytes."""
         self.segments.append(weakref.ref(segment))
         self.size += segment.size
@@ -274,10 +314,12 @@ class Offloader:
 
     def __init__(self) -> None:
         # All segments, in the order in which they were saved.
-        self.segments: list[weakref.ref[_Segment]] = []
-        self.segments_by_key: dict[tuple, weakref.ref[_Segment]] = {}
+        self.segments: list[weakref.ref[Segment]] = []
+        self.segments_by_key: dict[tuple, weakref.ref[Segment]] = {}
         # Segments whose copy has not started, and segments whose device memory is not freed yet.
         self.device_queue, self.copy_queue = _Queue(), _Queue()
+        # The pool of host memory; None takes pinned tensors of torch's allocator.
+        self.pages: HostPages | None = None
         # The compute streams of each device.
         self.streams: dict[torch.device, set] = {}
         # The size of the window, and the two largest sizes of tensors so far, smallest first. All are in bytes.
@@ -286,11 +328,11 @@ class Offloader:
         self.prefetched_bytes = 0
         self.lock = threading.RLock()
 
-    def save(self, t: Tensor) -> _SavedView | None:
+    def save(self, t: Tensor) -> SavedView | None:
         """Return what autograd saves in place of `t`; None if `t` stays on the device."""
-        if not can_offload(t.device) or t.numel() == 0 or t.dtype.is_complex or t.is_neg() or _is_weight(t):
+        if not can_offload(t.device) or t.numel() == 0 or t.dtype.is_complex or t.is_neg() or is_weight(t):
             return None
-        storage, (start, end) = t.untyped_storage(), _byte_range(t)
+        storage, (start, end) = t.untyped_storage(), byte_range(t)
         config = OffloadConfig.choose(OffloadProblem(), device_of(t))
         if end - start < config.smallest:
             return None
@@ -301,18 +343,15 @@ class Offloader:
             for known_key in ((address, 0, storage.nbytes(), version), key):
                 segment = self.segments_by_key[known_key]() if known_key in self.segments_by_key else None
                 if segment is not None and not segment.was_written:
-                    return _SavedView(segment, t)
+                    return SavedView(segment, t)
             # A tensor that is far larger than all others stays. One example is the gradient of the head: the loss
             # saves it, and its backward runs first.
             self.largest = sorted((*self.largest, end - start))[1:]
             self.window = max(self.window, config.window, config.window_tensors * self.largest[0])
             if end - start > self.window:
                 return None
-            if (stream := _stream(t.device)) is not None:
-                self.streams.setdefault(t.device, set()).add(stream)
-            segment = _Segment(self, t, start, end)
-            self.segments_by_key[key] = weakref.ref(segment)
-            self.segments.append(self.segments_by_key[key])
+            segment = self.add_segment(t, start, end)
+            self.segments_by_key[key] = self.segments[-1]
             for older in self.device_queue.push(segment, self.window // 2):
                 if older.alias is not None and older.host_data is None:
                     older.copy_out()
@@ -320,11 +359,19 @@ class Offloader:
                         # A backward pass inside the block may have freed the memory already.
                         if oldest.alias is not None:
                             oldest.free_device_data()
-            return _SavedView(segment, t)
+            return SavedView(segment, t)
 
-    def prefetch_before(self, segment: _Segment) -> None:
+    def add_segment(self, t: Tensor, start: int, end: int) -> Segment:
+        """Return a new segment for a byte range of the storage of `t`. Nothing is copied yet."""
+        if (stream := stream_of(t.device)) is not None:
+            self.streams.setdefault(t.device, set()).add(stream)
+        segment = Segment(self, t, start, end)
+        self.segments.append(weakref.ref(segment))
+        return segment
+
+    def prefetch_before(self, segment: Segment) -> None:
         """Copy back the segments that were saved before this one, because backward unpacks them next."""
-        current_backward, index, stream = backward_id(), segment.index, _stream(segment.device)
+        current_backward, index, stream = backward_id(), segment.index, stream_of(segment.device)
         if stream != segment.stream:
             return
         while self.prefetched_bytes < self.window and index > 0:

@@ -75,12 +75,14 @@ class Simulation(Protocol):
 
     # the device of meta tensors
     device: Device
+    # the number of GPUs that share the parameters and their gradients
+    shards: int
 
     def count_launch(self, arguments: tuple) -> None:
         """Count the launch of a kernel with these arguments."""
 
-    def count_copy(self, copy: Tensor, /, out: bool) -> None:
-        """Count a copy of a tensor: to the host with `out`, otherwise back from the host."""
+    def count_copy(self, copy: Tensor, /, host_bytes: int) -> None:
+        """Count a copy of a tensor: to the host, where it takes `host_bytes`, or back from the host if these are 0."""
 
 
 _simulation: Simulation | None = None

@@ -131,8 +131,10 @@ def product(a: Tensor, b: Tensor, out: Tensor, accumulate: bool = False) -> None
 
 
 @on_device
-def multiply(a: Tensor, b: Tensor, total: Tensor | None = None, min_multiplications: int | None = None) -> Tensor:
-    """Return a b, or add a b to `total` and return it.
+def multiply(
+    a: Tensor, b: Tensor, total: Tensor | None = None, min_multiplications: int | None = None, out: Tensor | None = None
+) -> Tensor:
+    """Return a b, write it to `out`, or add a b to `total` and return it. At most one of these is given.
 
     torch computes products with fewer than `min_multiplications` multiplications (None takes the limit of the config),
     and every product for which cuBLASLt proposes no ping-pong kernel.
@@ -141,9 +143,10 @@ def multiply(a: Tensor, b: Tensor, total: Tensor | None = None, min_multiplicati
     if config is not None:
         limit = config.min_multiplications if min_multiplications is None else min_multiplications
         if a.shape[0] * a.shape[1] * b.shape[1] >= limit:
-            out = a.new_empty(a.shape[0], b.shape[1]) if total is None else total
-            if _run_ping_pong(config, a, b, out, total is not None):
-                return out
+            existing = out if total is None else total
+            result = a.new_empty(a.shape[0], b.shape[1]) if existing is None else existing
+            if _run_ping_pong(config, a, b, result, total is not None):
+                return result
             # Free the buffer before torch allocates its own.
-            del out
-    return torch.mm(a, b) if total is None else torch.addmm(total, a, b, out=total)
+            del result
+    return torch.mm(a, b, out=out) if total is None else torch.addmm(total, a, b, out=total)

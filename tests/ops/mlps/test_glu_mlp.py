@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import tigon
 from op_cases import DEVICE, DTYPES, assert_as_accurate_as_eager, one_in
-from tigon.ops.mlps import glu_mlp
+from tigon.ops.mlps import gated_node, glu_mlp
 from tigon.ops.mlps.glu import Scaling, geglu_reference, glu_backward_into, glu_forward, swiglu_reference
 from tigon.runtime.products import multiply
 from tigon.testing import assert_accurate
@@ -247,7 +247,7 @@ def test_gradients_overwrite_the_saved_gate_and_up(level, monkeypatch):
         overwrites.append(dgate is gate and dup is up)
         glu_backward_into(da, gate, up, *activation_and_results)
 
-    monkeypatch.setattr(glu_mlp, "glu_backward_into", watched)
+    monkeypatch.setattr(gated_node, "glu_backward_into", watched)
     inputs = _inputs(2, 9)
     loss = _mlp(level, *inputs).sum()
     torch.autograd.grad(loss, inputs, retain_graph=True)

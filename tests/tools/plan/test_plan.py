@@ -17,7 +17,10 @@ from rich.console import Console  # noqa: E402
 
 import tigon  # noqa: E402
 from tigon.hf.patch import MEMORY  # noqa: E402
+from tigon.memory.layer_inputs import LayerInputConfig  # noqa: E402
+from tigon.ops.mlps.gated_node import GLUMLPConfig  # noqa: E402
 from tigon.runtime.device import runs_kernels  # noqa: E402
+from tigon.runtime.tuning import tuned  # noqa: E402
 from tigon.tools import cli  # noqa: E402
 from tigon.tools.inspect.build import build  # noqa: E402
 from tigon.tools.plan.engines import Replicated, Sharded, optimizer_costs  # noqa: E402
@@ -95,6 +98,48 @@ def test_each_level_saves_fewer_bytes_than_the_one_before():
     assert steps["offload"].saved_bytes < steps["lean+mlp"].saved_bytes
     work = {level: sum(w.products for w in step.work) for level, step in steps.items()}
     assert work["default"] == work["lean"] < work["lean+mlp"] < work["checkpoint"]
+
+
+def test_inputs_of_checkpointed_layers_are_on_the_host():
+    """The last of six layers runs once. The gradients of the others take less than one input."""
+    model, one = build_llama(num_hidden_layers=6), 256 * 4096 * 256 * 2
+    checkpoint, offload = (step_of(model, 256, 4096, memory=level) for level in ("checkpoint", "checkpoint+offload"))
+    assert checkpoint.host == 0
+    assert offload.host == 5 * one
+    assert checkpoint.saved_bytes - offload.saved_bytes == 5 * one
+    assert [work.to_host for work in offload.work] == [5 * one, 5 * one, 0]
+    # In a layer of five, the GPU holds its own input, and the one that is copied back ahead.
+    assert checkpoint.peak - offload.peak == pytest.approx(3 * one, rel=0.01)
+    assert step_of(model, 256, 4096, memory="checkpoint+offload:2").host == 2 * one
+
+
+@pytest.mark.parametrize("gpus", [1, 4])
+def test_inputs_stay_on_the_gpu_where_gradients_need_the_memory_later(gpus):
+    """Each GPU has the gradients of its own shards."""
+    model = build_llama(num_hidden_layers=6)
+    gradient_bytes = 5 * sum(p.nbytes for p in model.model.layers[0].parameters()) // gpus
+    tokens = 6144 // gpus
+    one = tokens * 256 * 2
+    stay = gradient_bytes // one
+    assert stay == 2
+    engine = Replicated(model, 1) if gpus == 1 else Sharded(model, gpus, torch.bfloat16)
+    with tuned(LayerInputConfig, smallest=2**18, page=2**18):
+        assert step_of(model, 1, tokens, engine=engine, memory="checkpoint+offload").host == (5 - stay) * one
+
+
+def test_large_mlps_are_computed_in_tiles():
+    """Three tensors of all tokens and features of the MLP become three of a tile."""
+    model, tokens = build_llama(num_hidden_layers=3), 2**22
+    steps = []
+    for tile_bytes in (2**32, 2**60):
+        with tuned(GLUMLPConfig, tile_bytes=tile_bytes):
+            steps.append(step_of(model, tokens // 4096, 4096, memory="checkpoint"))
+    tiled, whole = steps
+    # Without tiles, the peak of the layer is in its MLP. With tiles, it is in attention, so not all bytes are saved.
+    assert whole.peak - tiled.peak > 0.5 * 3 * tokens * model.config.intermediate_size * 2
+    work = [sum(w.products for w in step.work) for step in steps]
+    # Only the last layer computes gate and up twice, which are 2 of its products.
+    assert work[0] - work[1] == 2 * 2 * tokens * model.config.hidden_size * model.config.intermediate_size
 
 
 def test_stock_holds_the_logits():
@@ -469,12 +514,23 @@ def test_names_of_levels_are_whole_at_every_width(width, fits):
         return
     assert "…" not in output
     assert max(map(len, output.splitlines())) <= width
-    # One table of at most 80 characters, if the terminal is that wide.
-    assert len(tables) == 1 or width < 80
-    assert max(len(line.rstrip()) for table in tables for line in table) <= 80
+    # One table of at most 88 characters, if the terminal is that wide.
+    assert len(tables) == 1 or width < 88
+    assert max(len(line.rstrip()) for table in tables for line in table) <= 88
     headings = " ".join(line for table, rule in zip(tables, rules, strict=True) for line in table[:rule]).split()
     for word in ("memory=", "backward", "fits", "largest", "tokens", "step", "speed"):
         assert word in headings
+
+
+@pytest.mark.parametrize("host_memory", [1.0, 200.0])
+def test_the_output_names_the_memory_of_the_host(host_memory):
+    console = Console(width=120, file=io.StringIO(), color_system=None)
+    step = Step(1, 512, 0, 2**30, 96 * 2**30, (2**30, 2**33, 2**32), (Work(traffic=1),) * 3)
+    plans = [LevelPlan("checkpoint+offload", step, step, speed=1.0, largest_speed=1.0)]
+    print_plan(console, "Llama-3-8B", plans, PlanSettings(4096, host_memory=host_memory), has_batch=True)
+    output = console.file.getvalue()
+    assert "checkpoint+offload: 96 GiB of pinned memory per GPU at batch 1" in output
+    assert ("but the host has 1 GiB for each GPU (--host-memory)" in output) == (host_memory == 1.0)
 
 
 def test_plot_has_a_line_for_each_level(tmp_path):

@@ -14,6 +14,8 @@ tensors that are saved for backward depend on where the MLP runs:
     in `lean(mlp=True)`        x. The products of gate and up are repeated.
     in a checkpointed layer    x, gate and up, but before act(gate) and the last product are computed. The second run
                                of the layer ends with the last tensor that is saved, so it does not repeat these two.
+    for very many tokens       x. Where gate and up are not saved from forward to backward, the MLP is computed in tiles
+                               of tokens from `GLUMLPConfig.tile_bytes` on (`tigon.ops.mlps.tiled_glu_mlp`).
 
 gate and up are written by ping-pong kernels. These save 0.7 % of the time of the nine products (12.74 instead of
 12.83 ms, 8192 tokens of Llama-3-8B, H200). If the other products use them too, a step with so many tokens takes 0.9 %
@@ -25,29 +27,30 @@ Shapes: T tokens, H hidden, I intermediate.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tigon.memory.lean import (
-    call_mlp_region,
-    call_projection,
-    in_checkpoint,
-    is_checkpoint_recomputation,
-    is_saved_only_by_this_op,
-    recomputes_mlp,
+from tigon.memory.lean import call_mlp_region, call_projection, in_checkpoint, recomputes_large_mlp, recomputes_mlp
+from tigon.ops.mlps.gated_node import (
+    GLUMLPConfig,
+    GLUMLPProblem,
+    backward_of_activation,
+    check_version,
+    gradient_buffers,
+    multiply_gate,
+    multiply_gates,
+    save_gated,
+    unpack_gated,
 )
-from tigon.ops.mlps.glu import NO_SCALING, Scaling, geglu, glu_backward_into, glu_forward, swiglu
+from tigon.ops.mlps.glu import NO_SCALING, Scaling, geglu, glu_forward, swiglu
 from tigon.ops.mlps.projections import check_layer, input_gradient, is_plain, linear, supports_products
+from tigon.ops.mlps.tiled_glu_mlp import tile_rows, tiled_glu_mlp
 from tigon.runtime import checks
-from tigon.runtime.autograd import first_order, may_overwrite_saved, without_autocast
-from tigon.runtime.device import Device, device_of
+from tigon.runtime.autograd import first_order, without_autocast
 from tigon.runtime.products import multiply
-from tigon.runtime.torch_private.autograd import keeps_graph
-from tigon.runtime.tuning import LaunchConfig
 
 __all__ = [
     "GEGLUMLP",
@@ -93,55 +96,7 @@ def scaled(x: Tensor, scale: float) -> Tensor:
     return x if scale == 1.0 else x * scale
 
 
-# --- configuration -------------------------------------------------------------------------------
-
-
-class GLUMLPProblem(NamedTuple):
-    """The sizes that the choice of kernels for the products may depend on."""
-
-    # The hidden size, H.
-    hidden: int
-    # The intermediate size, I.
-    inner: int
-
-
-@dataclass(frozen=True)
-class GLUMLPConfig(LaunchConfig):
-    """The choice of kernels for the products of gate and up."""
-
-    # Products of fewer multiplications run in torch.
-    min_multiplications: int
-
-    @staticmethod
-    def heuristic(problem: GLUMLPProblem, device: Device) -> "GLUMLPConfig":
-        """Return the same limit for all sizes: products that take 0.05 ms on an H200."""
-        # A step with shorter products waits for the host.
-        return GLUMLPConfig(min_multiplications=2**34)
-
-
 # --- products ------------------------------------------------------------------------------------
-
-
-def multiply_gate(x: Tensor, weight: Tensor) -> Tensor:
-    """Return gate or up [T, I] for x [T, H] and its weight [I, H]."""
-    config = GLUMLPConfig.choose(GLUMLPProblem(x.shape[1], weight.shape[0]), device_of(x))
-    return multiply(x, weight.t(), min_multiplications=config.min_multiplications)
-
-
-def multiply_gates(x: Tensor, gate_weight: Tensor, up_weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return gate and up [T, I] for x [T, H]."""
-    return multiply_gate(x, gate_weight), multiply_gate(x, up_weight)
-
-
-def _backward_of_activation(
-    dy: Tensor, down_weight: Tensor, gate: Tensor, up: Tensor, activation: tuple[str, Scaling], dgate: Tensor,
-    dup: Tensor, needs_down: bool,
-) -> Tensor | None:  # fmt: skip
-    """Write dgate and dup [T, I], which may be the tensors gate and up, and return dD if it is needed."""
-    da = multiply(dy, down_weight)
-    glu_backward_into(da, gate, up, *activation, dgate, dup, da if needs_down else None)
-    # The kernel has written a into the memory of da. Ping-pong kernels do not speed up this product.
-    return torch.mm(dy.t(), da) if needs_down else None
 
 
 def _gradients(
@@ -156,85 +111,6 @@ def _gradients(
 
 
 # --- autograd ------------------------------------------------------------------------------------
-
-
-class _SaveEarly(torch.autograd.Function):
-    """A node whose backward never runs, and which saves tensors before the node of the MLP does.
-
-    A node saves its tensors when its forward has ended, so the node of the MLP itself could save them only at its end.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, tensors: tuple[Tensor | None, ...]) -> Tensor:
-        # The anchor requires a gradient. Without such an input autograd would create no node.
-        ctx.save_for_backward(*tensors)
-        return anchor.clone()
-
-
-def _save_early(*tensors: Tensor | None) -> Tensor:
-    """Return an empty tensor whose node has saved `tensors`.
-
-    The caller must hold the tensor, because in torch 2.11 a reference to its `grad_fn` does not keep the node alive.
-    """
-    with torch.enable_grad():
-        return _SaveEarly.apply(torch.empty(0, requires_grad=True), tensors)
-
-
-def save_gated(ctx: Any, gate: Tensor, saves_gates: bool, is_checkpointed: bool, *tensors: Tensor | None) -> None:
-    """Save the tensors of a gated MLP, among them gate and up if `saves_gates` is True.
-
-    The second run of a checkpointed layer ends with the last tensor that is saved. So with `is_checkpointed` all
-    tensors are saved now, before the last product.
-    """
-    ctx.saves_early = is_checkpointed and any(ctx.needs_input_grad)
-    if ctx.saves_early:
-        ctx.saver = _save_early(*tensors)
-    else:
-        ctx.save_for_backward(*tensors)
-    ctx.may_overwrite = is_saved_only_by_this_op()
-    # The second run of a checkpointed layer shares gate and up with the node of the first run, which may overwrite
-    # them.
-    ctx.version = gate._version if saves_gates and is_checkpoint_recomputation() else None
-
-
-def unpack_gated(ctx: Any) -> tuple[Any, ...]:
-    """Return the tensors that `save_gated` saved. As for any node, a second call needs a retained graph."""
-    if not ctx.saves_early:
-        return ctx.saved_tensors
-    if ctx.saver is None:
-        raise RuntimeError(
-            "Trying to backward through the graph a second time (glu_mlp in a checkpointed region): specify "
-            "retain_graph=True in the first"
-        )
-    tensors = ctx.saver.grad_fn.saved_tensors
-    if not keeps_graph():
-        ctx.saver = None
-    return tensors
-
-
-def check_version(op: str, ctx: Any, gate: Tensor | None) -> None:
-    """Check that no other backward has overwritten the saved gate.
-
-    Raises:
-        RuntimeError: The backward of the node with which this node shares gate and up has overwritten them.
-    """
-    if ctx.version is not None and gate is not None and gate._version != ctx.version:
-        raise RuntimeError(
-            f"{op}: gate and up of a checkpointed region that ran again have been modified by an inplace "
-            "operation: the backward of the whole region has overwritten them"
-        )
-
-
-def gradient_buffers(ctx: Any, gate: Tensor, up: Tensor, is_recomputed: bool) -> tuple[Tensor, Tensor]:
-    """Return the memory for dgate and dup. The kernel reads gate and up before it writes, so these are overwritten.
-
-    Saved tensors are not overwritten if they may be needed again.
-    """
-    if not is_recomputed and not (ctx.may_overwrite and may_overwrite_saved(gate)):
-        return torch.empty_like(gate), torch.empty_like(up)
-    # If this backward raises an error, another attempt must not read the overwritten tensors.
-    torch.autograd.graph.increment_version((gate, up))
-    return gate, up
 
 
 class _GLUMLP(torch.autograd.Function):
@@ -279,7 +155,7 @@ class _GLUMLP(torch.autograd.Function):
         if not any(needs):
             return None, None, None, torch.mm(dy.t(), glu_forward(gate, up, *ctx.activation)), None, None, None
         dgate, dup = gradient_buffers(ctx, gate, up, is_recomputed)
-        ddown_weight = _backward_of_activation(dy, down_weight, gate, up, ctx.activation, dgate, dup, needs_down)
+        ddown_weight = backward_of_activation(dy, down_weight, gate, up, ctx.activation, dgate, dup, needs_down)
         del gate, up
         dx, *dweights = _gradients(needs, x, dgate, dup, gate_weight, up_weight)
         return None if dx is None else dx.view(ctx.shape), *dweights, ddown_weight, None, None, None
@@ -369,6 +245,8 @@ def glu_mlp_by_kernels(
     """Return `glu_mlp` of checked arguments for which `supports_weights` is True."""
     is_checkpointed = in_checkpoint() and torch.is_grad_enabled()
     activation = kind, scaling
+    if (is_checkpointed or recomputes_large_mlp()) and (rows := tile_rows(x, gate_weight)):
+        return tiled_glu_mlp(x, gate_weight, up_weight, down_weight, activation, rows, is_checkpointed)
     return _GLUMLP.apply(x, gate_weight, up_weight, down_weight, activation, not recomputes_mlp(), is_checkpointed)
 
 

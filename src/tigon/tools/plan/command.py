@@ -51,7 +51,7 @@ def plan(
         ),
     ] = None,
     host_memory: Annotated[
-        float, typer.Option(help="The pinned host memory in GiB for each GPU, which the level offload uses.")
+        float, typer.Option(help="The pinned host memory in GiB for each GPU, which the levels with offload use.")
     ] = 128.0,
     optimizer: Annotated[
         str,

@@ -161,7 +161,7 @@ class Sharded:
 
     def start(self, ledger: Ledger) -> None:
         """Count the shards, and let the ledger report which parameters are read."""
-        self.ledger, self.hooks = ledger, []
+        self.ledger, self.hooks, ledger.shards = ledger, [], self.gpus
         for unit in self.units:
             ledger.add(self._shard_size(unit.parameters))
             unit.pending = len(unit.trainable)

@@ -30,8 +30,8 @@ H200 = Device(multiprocessors=132, warp_size=32, shared_memory=232448, async_cop
 # The caching allocator rounds up to multiples of this many bytes.
 ALLOCATION_UNIT = 512
 
-# Operations that allocate a tensor, and neither read nor write memory.
-ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+# Operations that allocate a tensor or set its storage, and neither read nor write memory.
+ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "set_"}
 
 
 def _grouped_flops(a: Tensor, b: Tensor, *args: Any, out_val: Tensor, **kwargs: Any) -> int:
@@ -98,11 +98,13 @@ class Ledger(DispatchMode):
         live, peak: Bytes that are alive now, and the most that were alive.
         host: Bytes of pinned memory that were allocated.
         work: The work so far.
+        shards: The number of GPUs that share the parameters and their gradients.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.device = H200
+        self.shards = 1
         self.live = self.peak = 0
         self.host = 0
         self.work = Work()
@@ -194,13 +196,13 @@ class Ledger(DispatchMode):
                 self.on_read(x)
         self.work.traffic += sum(map(_extent, tensors))
 
-    def count_copy(self, copy: Tensor, out: bool) -> None:
-        """Count a copy to the host (`out`) or back. Memory of the host is not memory of the GPU."""
+    def count_copy(self, copy: Tensor, host_bytes: int) -> None:
+        """Count a copy to the host, where it takes `host_bytes`, or back if these are 0."""
         self.work.to_host += copy.nbytes
-        if out:
+        if host_bytes:
+            # Memory of the host is not memory of the GPU.
             self.exclude(copy)
-            # Torch's allocator of pinned memory rounds up to powers of two.
-            self.host += 1 << (copy.nbytes - 1).bit_length()
+            self.host += host_bytes
 
 
 # --- attention -----------------------------------------------------------------------------------

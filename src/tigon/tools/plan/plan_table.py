@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 __all__ = ["as_json", "assumptions", "describe_adapters", "print_plan"]
 
 
-# Two spaces are between the columns, so that all of them fit a terminal of 80 characters.
+# Two spaces are between the columns, so that all of them fit a terminal of 88 characters.
 GAP = "  "
 
 
@@ -152,15 +152,27 @@ def print_plan(
     for row in rows:
         if row.reason:
             console.print(escape(f"{row.level}: {row.reason}"), style="yellow")
-    if hosts := [row.step.host for row in rows if row.step is not None and row.step.host]:
-        sizes = ", ".join(f"{host / GIB:.0f}" for host in hosts)
-        console.print(f"offload: {sizes} GiB of pinned memory per GPU at batch {settings.batch}.")
+    for sentence in _describe_host(rows, settings):
+        console.print(sentence)
     console.print(_advice(best, settings, has_batch))
     console.print(
         "Batches are per GPU. Speed is in tokens per second, relative to the default level at the given batch."
     )
     for sentence in assumptions(settings):
         console.print(sentence, style="dim")
+
+
+def _describe_host(rows: list[LevelPlan], settings: PlanSettings) -> list[str]:
+    """Return sentences about the pinned memory of each level that needs some."""
+    sentences = []
+    for row in rows:
+        if row.step is None or not row.step.host:
+            continue
+        need = f"{row.level}: {row.step.host / GIB:.0f} GiB of pinned memory per GPU at batch {settings.batch}"
+        if row.step.host > settings.host_budget:
+            need += f", but the host has {settings.host_memory:.0f} GiB for each GPU (--host-memory)"
+        sentences.append(need + ".")
+    return sentences
 
 
 def _advice(best: LevelPlan | None, settings: PlanSettings, has_batch: bool) -> str:

@@ -25,6 +25,7 @@ LEVELS = {
     "lean": "#f08c3a",
     "lean+mlp": "#a8480a",
     "checkpoint": "#5e2a06",
+    "checkpoint+offload": "#8a6d5a",
     "offload": "#f5b98a",
 }
 PEER_COLOURS = {

@@ -1,0 +1,166 @@
+"""What the nodes of gated MLPs share: the products of gate and up, and how tensors are saved for backward.
+
+Shapes: T tokens, H hidden, I intermediate.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tigon.memory.lean import is_checkpoint_recomputation, is_saved_only_by_this_op
+from tigon.ops.mlps.glu import Scaling, glu_backward_into
+from tigon.runtime.autograd import may_overwrite_saved
+from tigon.runtime.device import Device, device_of
+from tigon.runtime.products import multiply
+from tigon.runtime.torch_private.autograd import keeps_graph
+from tigon.runtime.tuning import LaunchConfig
+
+__all__ = [
+    "GLUMLPConfig",
+    "GLUMLPProblem",
+    "backward_of_activation",
+    "check_version",
+    "gradient_buffers",
+    "multiply_gate",
+    "multiply_gates",
+    "save_gated",
+    "unpack_gated",
+]
+
+
+# --- configuration -------------------------------------------------------------------------------
+
+
+class GLUMLPProblem(NamedTuple):
+    """The sizes that the choice of kernels for the products may depend on."""
+
+    # The hidden size, H.
+    hidden: int
+    # The intermediate size, I.
+    inner: int
+
+
+@dataclass(frozen=True)
+class GLUMLPConfig(LaunchConfig):
+    """The choice of kernels for the products of gate and up, and the size of tiles."""
+
+    # Products of fewer multiplications run in torch.
+    min_multiplications: int
+    # If gate, up and the gradient of their product take more bytes, and backward recomputes gate and up, the MLP is
+    # computed in tiles of tokens (`tigon.ops.mlps.tiled_glu_mlp`).
+    tile_bytes: int
+
+    @staticmethod
+    def heuristic(problem: GLUMLPProblem, device: Device) -> "GLUMLPConfig":
+        """Return the same limits for all sizes. Products of `min_multiplications` take 0.05 ms on an H200."""
+        # A step with shorter products waits for the host. A tile has 49,932 tokens of Llama-3-8B.
+        return GLUMLPConfig(min_multiplications=2**34, tile_bytes=2**32)
+
+
+# --- products ------------------------------------------------------------------------------------
+
+
+def multiply_gate(x: Tensor, weight: Tensor) -> Tensor:
+    """Return gate or up [T, I] for x [T, H] and its weight [I, H]."""
+    config = GLUMLPConfig.choose(GLUMLPProblem(x.shape[1], weight.shape[0]), device_of(x))
+    return multiply(x, weight.t(), min_multiplications=config.min_multiplications)
+
+
+def multiply_gates(x: Tensor, gate_weight: Tensor, up_weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return gate and up [T, I] for x [T, H]."""
+    return multiply_gate(x, gate_weight), multiply_gate(x, up_weight)
+
+
+def backward_of_activation(
+    dy: Tensor, down_weight: Tensor, gate: Tensor, up: Tensor, activation: tuple[str, Scaling], dgate: Tensor,
+    dup: Tensor, needs_down: bool,
+) -> Tensor | None:  # fmt: skip
+    """Write dgate and dup [T, I], which may be the tensors gate and up, and return dD if it is needed."""
+    da = multiply(dy, down_weight)
+    glu_backward_into(da, gate, up, *activation, dgate, dup, da if needs_down else None)
+    # The kernel has written a into the memory of da. Ping-pong kernels do not speed up this product.
+    return torch.mm(dy.t(), da) if needs_down else None
+
+
+# --- saved tensors --------------------------------------------------------------------------------
+
+
+class _SaveEarly(torch.autograd.Function):
+    """A node whose backward never runs, and which saves tensors before the node of the MLP does.
+
+    A node saves its tensors when its forward has ended, so the node of the MLP itself could save them only at its end.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, tensors: tuple[Tensor | None, ...]) -> Tensor:
+        # The anchor requires a gradient. Without such an input autograd would create no node.
+        ctx.save_for_backward(*tensors)
+        return anchor.clone()
+
+
+def _save_early(*tensors: Tensor | None) -> Tensor:
+    """Return an empty tensor whose node has saved `tensors`.
+
+    The caller must hold the tensor, because in torch 2.11 a reference to its `grad_fn` does not keep the node alive.
+    """
+    with torch.enable_grad():
+        return _SaveEarly.apply(torch.empty(0, requires_grad=True), tensors)
+
+
+def save_gated(ctx: Any, gate: Tensor, saves_gates: bool, is_checkpointed: bool, *tensors: Tensor | None) -> None:
+    """Save the tensors of a gated MLP, among them gate and up if `saves_gates` is True.
+
+    The second run of a checkpointed layer ends with the last tensor that is saved. So with `is_checkpointed` all
+    tensors are saved now, before the last product.
+    """
+    ctx.saves_early = is_checkpointed and any(ctx.needs_input_grad)
+    if ctx.saves_early:
+        ctx.saver = _save_early(*tensors)
+    else:
+        ctx.save_for_backward(*tensors)
+    ctx.may_overwrite = is_saved_only_by_this_op()
+    # The second run of a checkpointed layer shares gate and up with the node of the first run, which may overwrite
+    # them.
+    ctx.version = gate._version if saves_gates and is_checkpoint_recomputation() else None
+
+
+def unpack_gated(ctx: Any) -> tuple[Any, ...]:
+    """Return the tensors that `save_gated` saved. As for any node, a second call needs a retained graph."""
+    if not ctx.saves_early:
+        return ctx.saved_tensors
+    if ctx.saver is None:
+        raise RuntimeError(
+            "Trying to backward through the graph a second time (glu_mlp in a checkpointed region): specify "
+            "retain_graph=True in the first"
+        )
+    tensors = ctx.saver.grad_fn.saved_tensors
+    if not keeps_graph():
+        ctx.saver = None
+    return tensors
+
+
+def check_version(op: str, ctx: Any, gate: Tensor | None) -> None:
+    """Check that no other backward has overwritten the saved gate.
+
+    Raises:
+        RuntimeError: The backward of the node with which this node shares gate and up has overwritten them.
+    """
+    if ctx.version is not None and gate is not None and gate._version != ctx.version:
+        raise RuntimeError(
+            f"{op}: gate and up of a checkpointed region that ran again have been modified by an inplace "
+            "operation: the backward of the whole region has overwritten them"
+        )
+
+
+def gradient_buffers(ctx: Any, gate: Tensor, up: Tensor, is_recomputed: bool) -> tuple[Tensor, Tensor]:
+    """Return the memory for dgate and dup. The kernel reads gate and up before it writes, so these are overwritten.
+
+    Saved tensors are not overwritten if they may be needed again.
+    """
+    if not is_recomputed and not (ctx.may_overwrite and may_overwrite_saved(gate)):
+        return torch.empty_like(gate), torch.empty_like(up)
+    # If this backward raises an error, another attempt must not read the overwritten tensors.
+    torch.autograd.graph.increment_version((gate, up))
+    return gate, up

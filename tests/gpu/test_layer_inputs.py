@@ -1,0 +1,152 @@
+"""Inputs of checkpointed layers on the host, and MLPs in tiles, on a GPU: bits, memory, and no wait of the host."""
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+import tigon
+from gpu.test_memory import SIZE, TOKENS, deterministic, make_batch, make_model, take_step  # noqa: F401
+from memory.steps import assert_same_bits
+from tigon.memory import host_pages, layer_inputs
+from tigon.memory.layer_inputs import LayerInputConfig
+from tigon.ops.mlps.gated_node import GLUMLPConfig
+from tigon.runtime.tuning import tuned
+
+pytest.importorskip("transformers")
+
+# The bytes of the input of a layer.
+ONE = TOKENS[0] * TOKENS[1] * SIZE["hidden_size"] * 2
+PAGE = 2**20
+
+
+@pytest.fixture
+def small_inputs(monkeypatch):
+    """Move the inputs of all layers, although their gradients are larger."""
+    monkeypatch.setattr(layer_inputs, "_future_gradient_bytes", lambda layers, device: 0)
+    with tuned(LayerInputConfig, smallest=PAGE, page=PAGE):
+        yield
+
+
+def pages_of(model: nn.Module) -> host_pages.HostPages:
+    return model.model.layers[0]._gradient_checkpointing_func.inputs.pages
+
+
+@pytest.mark.parametrize("busy", [False, True], ids=["idle", "busy"])
+@pytest.mark.parametrize("model_type", ["llama", "gemma2"])
+def test_steps_have_the_bits_of_checkpoint(model_type, busy, small_inputs, deterministic):  # noqa: F811
+    """Freed memory is filled with NaN at once, so a read that comes too late would see NaN."""
+    results = []
+    for level in ("checkpoint+offload", "checkpoint"):
+        model, batch = make_model(level, model_type, num_hidden_layers=6), make_batch()
+        for step in range(3):
+            model.zero_grad()
+            # The compute stream is far behind the host.
+            if busy:
+                torch.cuda._sleep(10**8)
+            loss = model(**batch).loss
+            nan_tensors = [torch.full((ONE // 2,), torch.nan, device="cuda", dtype=torch.bfloat16) for _ in range(12)]
+            del nan_tensors
+            loss.backward(retain_graph=step == 1)
+            if step == 1:
+                loss.backward()
+        results.append([loss.detach(), *(p.grad for p in model.parameters())])
+        if level != "checkpoint":
+            assert pages_of(model).capacity == 5 * ONE
+            assert pages_of(model).is_pinned
+            assert all(page.is_pinned() for page in pages_of(model).free_pages)
+        del model, loss
+    assert_same_bits(*results)
+
+
+def peak_of(level: str, layers: int) -> int:
+    """Return the peak of a second step without what the parameters and the gradients of the layers take."""
+    model = make_model(level, attention="sdpa", num_hidden_layers=layers, vocab_size=1024)
+    tokens = torch.randint(3, 1024, (1, 65536), device="cuda")
+    take_step(model, {"input_ids": tokens, "labels": tokens})
+    peak = take_step(model, {"input_ids": tokens, "labels": tokens})[2]
+    gradients = sum(p.nbytes for p in model.model.layers.parameters())
+    del model
+    gc.collect()
+    return peak - gradients
+
+
+@pytest.mark.parametrize(("level", "least", "most"), [("checkpoint", 0.7, 1.1), ("checkpoint+offload", -1.0, 0.1)])
+def test_the_peak_does_not_grow_with_the_number_of_layers(level, least, most, small_inputs):
+    one = 65536 * SIZE["hidden_size"] * 2
+    growth = (peak_of(level, 12) - peak_of(level, 4)) / 8
+    assert least * one <= growth <= most * one
+
+
+def test_the_pool_of_pages_is_reused(small_inputs):
+    model = make_model("checkpoint+offload", attention="sdpa", num_hidden_layers=6)
+    for length in (1024, 512, 700, 1024):
+        batch = {name: tokens[:, :length].contiguous() for name, tokens in make_batch().items()}
+        take_step(model, batch)
+        torch.cuda.synchronize()
+        assert pages_of(model).capacity == 5 * ONE == len(pages_of(model).free_pages) * PAGE
+
+
+def test_a_step_never_waits_for_the_device(small_inputs):
+    model, batch = make_model("checkpoint+offload", attention="sdpa", num_hidden_layers=6), make_batch()
+    take_step(model, batch)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        model(**batch).loss.backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_pageable_memory_gives_the_same_bits(small_inputs, monkeypatch, deterministic):  # noqa: F811
+    allocate = host_pages._allocate
+
+    def refuse(nbytes: int, is_pinned: bool) -> torch.Tensor:
+        if is_pinned:
+            raise RuntimeError("out of memory")
+        return allocate(nbytes, False)
+
+    monkeypatch.setattr(host_pages, "_allocate", refuse)
+    results = []
+    for level in ("checkpoint", "checkpoint+offload"):
+        model, batch = make_model(level, num_hidden_layers=6), make_batch()
+        if level == "checkpoint":
+            take_step(model, batch)
+        else:
+            with pytest.warns(RuntimeWarning, match="pinned host memory cannot be allocated"):
+                take_step(model, batch)
+        results.append(take_step(model, batch)[0])
+        del model
+    assert_same_bits(*results)
+
+
+# --- tiles -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+def test_tiles_are_as_accurate_as_the_whole(dtype):
+    torch.manual_seed(0)
+    x = torch.randn(5000, 1024, device="cuda", dtype=dtype, requires_grad=True)
+    weights = [torch.randn(s, device="cuda", dtype=dtype) / 32 for s in ((3584, 1024), (3584, 1024), (1024, 3584))]
+    leaves, dy = [x, *(w.requires_grad_() for w in weights)], torch.randn(5000, 1024, device="cuda", dtype=dtype)
+
+    def results(tile_bytes: int) -> list[torch.Tensor]:
+        with tuned(GLUMLPConfig, tile_bytes=tile_bytes), tigon.lean(mlp=True):
+            y = tigon.glu_mlp(*leaves)
+        return [y, *torch.autograd.grad(y, leaves, dy)]
+
+    wide = [t.detach().double().requires_grad_() for t in leaves]
+    y = (nn.functional.silu(wide[0] @ wide[1].t()) * (wide[0] @ wide[2].t())) @ wide[3].t()
+    exact = [y, *torch.autograd.grad(y, wide, dy.double())]
+    tiled, whole = results(3 * 3584 * dtype.itemsize * 512), results(2**60)
+    for a, b, c in zip(tiled, whole, exact, strict=True):
+        assert (a - c).norm() <= 1.05 * (b - c).norm()
+
+
+def test_a_checkpointed_layer_holds_one_tile(small_inputs):
+    """Without tiles, gate, up and da of these tokens take 1.3 GiB."""
+    peaks = []
+    for tile_bytes in (2**27, 2**60):
+        with tuned(GLUMLPConfig, tile_bytes=tile_bytes):
+            peaks.append(peak_of("checkpoint", 3))
+    assert peaks[1] - peaks[0] >= 0.4 * 3 * 65536 * SIZE["intermediate_size"] * 2
