@@ -443,6 +443,25 @@ def test_a_level_of_memory_keeps_no_copies_unless_steps_accumulate(make, batch, 
     assert all(cache.cache is None for cache in recipe.caches.values())
 
 
+def test_checkpointed_layers_keep_no_copies(make, batch, quantisations):
+    model = make()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    tigon.patch(model, fp8="rowwise")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        train(model, batch, 1, optimizer)
+    recipes = (getattr(find_replacement(module), "recipe", None) for module in model.modules())
+    caches = [c for recipe in recipes if isinstance(recipe, recognised.FP8Recipe) for c in recipe.caches.values()]
+    assert len(caches) == 2 * 3
+    assert all(cache.cache is None for cache in caches)
+    del quantisations[:]
+    train(model, batch, 3, optimizer)
+    train(model, batch, 3, optimizer)
+    # The second step knows that it accumulates, and quantises each of eight groups once.
+    assert quantisations[-8:] == [(True, True)] * 8
+    assert len(quantisations) > 16
+
+
 @pytest.mark.parametrize(
     "write",
     [

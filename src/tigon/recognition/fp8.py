@@ -120,7 +120,9 @@ def _fits(layer: Any, x: Any) -> bool:
     weight, bias = layer.weight, layer.bias
     if type(weight) not in PLAIN or (bias is not None and type(bias) not in PLAIN):
         return False
-    if len(x.shape) < 2 or 0 in x.shape or x.device != weight.device or {x.dtype, weight.dtype} - {*KERNEL_DTYPES}:
+    if len(x.shape) < 2 or 0 in x.shape or x.device != weight.device:
+        return False
+    if x.dtype not in KERNEL_DTYPES or weight.dtype not in KERNEL_DTYPES:
         return False
     # Autocast does not exist on the meta device. The op converts its factors from any dtype.
     if not weight.is_meta and torch.is_autocast_enabled(weight.device.type):
@@ -131,8 +133,9 @@ def _fits(layer: Any, x: Any) -> bool:
         return False
     if dtype not in FP8_DTYPES:
         return False
-    is_cached = not weight.requires_grad and keeps_versions(weight)
-    return torch.is_grad_enabled() or is_cached or math.prod(x.shape[:-1]) >= FEWEST_ROWS
+    if torch.is_grad_enabled() or (not weight.requires_grad and keeps_versions(weight)):
+        return True
+    return math.prod(x.shape[:-1]) >= FEWEST_ROWS
 
 
 def _compute(x: Tensor, layers: Sequence[Any], first_recipe: FP8Recipe) -> tuple[Tensor, ...]:

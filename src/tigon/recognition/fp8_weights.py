@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from tigon.memory.lean import is_checkpoint_recomputation
+from tigon.memory.lean import in_checkpoint, is_checkpoint_recomputation
 from tigon.ops.fp8.weights import WeightCache
 from tigon.runtime.engines import keeps_versions
 
@@ -27,8 +27,9 @@ __all__ = ["StepCache"]
 class StepCache:
     """The cache of a group of weights, which `find` returns where it is known to be correct.
 
-    With `keeps_copies`, backward uses the copies that the forward has made. Otherwise a step makes them again in
-    backward, and only a step of several backwards fills the cache, because it uses the copies more than once.
+    With `keeps_copies`, backward uses the copies that the forward has made, except in checkpointed layers. Otherwise a
+    step makes them again in backward, and only a step of several backwards fills the cache, because it uses the copies
+    more than once.
     """
 
     def __init__(self, keeps_copies: bool) -> None:
@@ -63,8 +64,9 @@ class StepCache:
             return self.cache if is_in_step and self._belongs_to(weights) else None
         was_accumulating, self.is_accumulating = self.is_accumulating, has_gradient
         if not has_gradient:
-            # A step has begun, and the copies of the last one are out of date.
-            self._renew(weights if self.keeps_copies or was_accumulating else None)
+            # A step has begun, and the copies of the last one are out of date. A checkpointed layer must save little.
+            keeps_copies = self.keeps_copies and not in_checkpoint()
+            self._renew(weights if keeps_copies or was_accumulating else None)
         elif not self._belongs_to(weights):
             self._renew(weights)
         return self.cache
