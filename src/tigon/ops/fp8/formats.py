@@ -40,8 +40,9 @@ LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 # The format of activations and weights.
 WEIGHT_DTYPE = torch.float8_e4m3fn
 
-# The format of upstream gradients, by recipe. Values that share one scale span more binary orders, which e5m2 keeps.
-GRADIENT_DTYPES = {"tensorwise": torch.float8_e5m2, "rowwise": torch.float8_e4m3fn}
+# The format of upstream gradients, by recipe. With e5m2, dX and dW have errors of 5.9 % in place of 3.8 % on an H200, for
+# both recipes (`examples/time_fp8.py`).
+GRADIENT_DTYPES = {"tensorwise": torch.float8_e4m3fn, "rowwise": torch.float8_e4m3fn}
 
 # The scale of a matrix whose absolute values are all smaller than this number is that of this number. The scale of a
 # matrix of zeros is therefore positive, and its inverse is finite.
