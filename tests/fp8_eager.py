@@ -8,16 +8,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-GRADIENT = {"tensorwise": E5M2, "rowwise": E4M3}
+E4M3 = torch.float8_e4m3fn
 
 
-def rounded(x: Tensor, recipe: str, dim: int, dtype: torch.dtype = E4M3) -> Tensor:
+def rounded(x: Tensor, recipe: str, dim: int) -> Tensor:
     """Return x with the rounding errors of FP8 in fp64; `dim` is the dimension that the product sums."""
     x = x.detach().float()
     amax = x.abs().amax(dim, keepdim=True) if recipe == "rowwise" else x.abs().amax()
-    largest = torch.finfo(dtype).max
-    return (x * (largest / amax)).to(dtype).double() * (amax / largest).double()
+    largest = torch.finfo(E4M3).max
+    return (x * (largest / amax)).to(E4M3).double() * (amax / largest).double()
 
 
 class Linear(torch.autograd.Function):
@@ -32,10 +31,9 @@ class Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         (x, weight), (recipe, fp8_dw) = ctx.saved_tensors, ctx.options
-        dtype = GRADIENT[recipe]
-        dx = rounded(dy, recipe, 1, dtype) @ rounded(weight, recipe, 0)
+        dx = rounded(dy, recipe, 1) @ rounded(weight, recipe, 0)
         if fp8_dw:
-            dw = rounded(dy, recipe, 0, dtype).t() @ rounded(x, recipe, 0)
+            dw = rounded(dy, recipe, 0).t() @ rounded(x, recipe, 0)
         else:
             dw = dy.double().t() @ x.double()
         return dx.to(x.dtype), dw.to(weight.dtype), None, None

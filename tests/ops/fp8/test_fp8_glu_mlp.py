@@ -61,8 +61,8 @@ def test_it_is_as_accurate_as_eager_code(kind, leading, recipe, fp8_dw):
     eager = _step(lambda *t: fp8_eager.glu_mlp(*t, kind, recipe, fp8_dw), leaves)
     assert [x.shape for x in actual] == [x.shape for x in exact]
     for error, eager_error in zip(_relative_errors(actual, exact), _relative_errors(eager, exact), strict=True):
-        # A chain of three products in tensorwise e5m2 errs by less than twice the 7 % of one product.
-        assert error < min(1.2 * eager_error, 0.15)
+        # A chain of three products errs by about three times the 3.7 % of one product.
+        assert error < min(1.2 * eager_error, 0.13)
     # Both round the same values, so they agree much better than either agrees with the exact result.
     assert max(_relative_errors(actual, eager)) < (0.02 if DTYPE is torch.float32 else 0.1)
 

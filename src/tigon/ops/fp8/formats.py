@@ -16,7 +16,7 @@ from tigon.runtime import checks
 from tigon.runtime.device import HIP, device_kind, device_of, runs_kernels
 
 __all__ = [
-    "GRADIENT_DTYPES",
+    "GRADIENT_DTYPE",
     "LARGEST",
     "MULTIPLE",
     "RECIPES",
@@ -40,9 +40,9 @@ LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 # The format of activations and weights.
 WEIGHT_DTYPE = torch.float8_e4m3fn
 
-# The format of upstream gradients, by recipe. With e5m2, dX and dW have errors of 5.9 % in place of 3.8 % on an H200, for
-# both recipes (`examples/time_fp8.py`).
-GRADIENT_DTYPES = {"tensorwise": torch.float8_e4m3fn, "rowwise": torch.float8_e4m3fn}
+# The format of upstream gradients. With e5m2, dX and dW have errors of 5.9 % in place of 3.8 % on an H200, for both recipes
+# (`examples/time_fp8.py`).
+GRADIENT_DTYPE = torch.float8_e4m3fn
 
 # The scale of a matrix whose absolute values are all smaller than this number is that of this number. The scale of a
 # matrix of zeros is therefore positive, and its inverse is finite.
@@ -59,7 +59,7 @@ class Fp8Options(NamedTuple):
     recipe: str = "tensorwise"
     # whether the gradients of weights are FP8 products too; otherwise they are products in the dtype of the input
     fp8_dw: bool = True
-    # the format of upstream gradients; None is that of `GRADIENT_DTYPES`
+    # the format of upstream gradients; None is `GRADIENT_DTYPE`
     gradient_dtype: torch.dtype | None = None
     # whether products keep fewer bits while they accumulate, which is faster on Hopper: in forward, and in backward
     fast_forward: bool = True
@@ -71,7 +71,7 @@ class Fp8Options(NamedTuple):
 
     @property
     def dtype_of_gradients(self) -> torch.dtype:
-        return GRADIENT_DTYPES[self.recipe] if self.gradient_dtype is None else self.gradient_dtype
+        return GRADIENT_DTYPE if self.gradient_dtype is None else self.gradient_dtype
 
 
 class Factor(NamedTuple):

@@ -56,7 +56,8 @@ def _gradients_in_dtype(
     da: Tensor, gate: Tensor, up: Tensor, kind: str, dgate: Tensor, dup: Tensor, options: Fp8Options, needs_dx: bool
 ) -> Factor | None:
     """Write dgate and dup, write a into da, and return the FP8 copy of [dgate | dup] if dx needs it."""
-    if runs_kernels(gate):
+    # The kernel is no custom operator, so the compiler of a graph fuses the code of the reference.
+    if runs_kernels(gate) and not torch.compiler.is_compiling():
         glu_backward_into(da, gate, up, kind, NO_SCALING, dgate, dup, da)
     else:
         results = gated_gradients_reference(da, gate, up, kind)

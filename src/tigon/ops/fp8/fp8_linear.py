@@ -5,7 +5,7 @@ r"""Linear layers whose products run in FP8: y_i = Q(x) Q(W_i)^T + b_i, for seve
     db_i = sum_rows dy_i
 
 Q rounds a matrix to FP8 with scales that `tigon.ops.fp8.quantisation` computes from its values: e4m3 for x and W, the
-format of `GRADIENT_DTYPES` for dy. The layers share scales as one layer with all outputs would. x is quantised once,
+format of `GRADIENT_DTYPE` for dy. The layers share scales as one layer with all outputs would. x is quantised once,
 by rows for y and transposed for dW, and so is dy, by rows for dx and transposed for dW.
 
 The node saves the transposed FP8 copy of x, one byte for each value, if dW is a product in FP8. It saves x itself if dW

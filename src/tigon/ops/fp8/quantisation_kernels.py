@@ -63,13 +63,17 @@ class Fp8TileConfig(LaunchConfig):
 
     @staticmethod
     def heuristic(problem: Fp8TileProblem, device: Device) -> "Fp8TileConfig":
-        """Return tiles whose rows fill a line of 128 bytes, those of the transposed copies before those of inputs."""
+        """Return tiles whose rows fill lines of 128 bytes.
+
+        On an H200, both passes over x [8192, 4096] take 0.114 ms by tiles of 64 x 128, and 0.138 by 128 x 64. Those
+        over three inputs [8192, 14336] with rowwise scales take 0.89 ms by 64 x 64 with 4 warps, and 1.23 with 8.
+        """
         if problem.inputs < 3:
-            return Fp8TileConfig(block_m=128, block_k=64, num_warps=8)
-        if problem.writes:
-            return Fp8TileConfig(128, 32, 8)
+            return Fp8TileConfig(block_m=64, block_k=128, num_warps=8)
+        if device.arch == "sm_90":
+            return Fp8TileConfig(64, 64, 4)
         # Larger tiles spill when they are compiled for a B200.
-        return Fp8TileConfig(64, 64, 8) if device.arch == "sm_90" else Fp8TileConfig(16, 64, 4)
+        return Fp8TileConfig(128, 32, 8) if problem.writes else Fp8TileConfig(16, 64, 4)
 
 
 class Fp8RowProblem(NamedTuple):
