@@ -96,11 +96,7 @@ class FP8Recipe:
             return None
         if (cache := self.caches.get(len(weights))) is None:
             cache = self.caches[len(weights)] = StepCache(self.settings.keeps_copies)
-        owner = None if self.owner is None else self.owner()
-        is_orphan = self.owner is not None and owner is None
-        if is_orphan:
-            self.owner = None
-        return cache.find(weights, owner, is_orphan)
+        return cache.find(weights, None if self.owner is None else self.owner())
 
 
 def set_owners(layer: nn.Module) -> None:

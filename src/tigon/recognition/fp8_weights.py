@@ -40,15 +40,15 @@ class StepCache:
         self.addresses: list[int] = []
         # True if gradients existed at the last forward of a step, because they accumulate over several backwards.
         self.is_accumulating = False
-        self.owner_settings: tuple = ()
+        self.owner_settings: tuple | None = None
 
-    def find(self, weights: Sequence[Tensor], owner: nn.Module | None, is_orphan: bool) -> WeightCache | None:
+    def find(self, weights: Sequence[Tensor], owner: nn.Module | None) -> WeightCache | None:
         """Return the cache for a call with these weights; None if the call must quantise them.
 
         Args:
             weights: The weights of the layers that the call computes.
-            owner: The layer with adapters whose base has the weight, or None.
-            is_orphan: True if the owner was deleted, which happens when its adapters are merged for good.
+            owner: The layer with adapters whose base has the weight. None if there is none, or if it was deleted,
+                because its adapters were merged for good.
         """
         is_capturing = weights[0].is_cuda and torch.cuda.is_current_stream_capturing()
         trained_weights = [weight for weight in weights if weight.requires_grad]
@@ -56,7 +56,7 @@ class StepCache:
             self.cache = None
             return None
         if not trained_weights:
-            return self._find_for_frozen(weights, owner, is_orphan)
+            return self._find_for_frozen(weights, owner)
         has_gradient = any(weight.grad is not None for weight in trained_weights)
         if is_checkpoint_recomputation() or not torch.is_grad_enabled():
             # The second run of a checkpointed layer, and an evaluation between two backwards, are part of the step.
@@ -71,11 +71,9 @@ class StepCache:
             self._renew(weights)
         return self.cache
 
-    def _find_for_frozen(
-        self, weights: Sequence[Tensor], owner: nn.Module | None, is_orphan: bool
-    ) -> WeightCache | None:
-        settings = () if owner is None else _settings_of(owner)
-        if is_orphan or settings != self.owner_settings or not self._belongs_to(weights):
+    def _find_for_frozen(self, weights: Sequence[Tensor], owner: nn.Module | None) -> WeightCache | None:
+        settings = None if owner is None else _settings_of(owner)
+        if settings != self.owner_settings or not self._belongs_to(weights):
             self._renew(weights)
             self.owner_settings = settings
         return self.cache
