@@ -93,7 +93,8 @@ def compact_reference(
     )
     pairs = [(x.exp_avg, m), (x.exp_avg_sq, v)]
     if x.exp_avg_scale is not None and x.exp_avg_sq_scale is not None:
-        (m_codes, m_scale), (v_codes, v_scale) = formats.encode_signed(m), formats.encode_squares(v)
+        dithers = formats.dither(v.numel(), int(step), v.device)
+        (m_codes, m_scale), (v_codes, v_scale) = formats.encode_signed(m), formats.encode_squares(v, dithers)
         pairs = [(x.exp_avg, m_codes), (x.exp_avg_sq, v_codes)]
         pairs += [(x.exp_avg_scale, m_scale), (x.exp_avg_sq_scale, v_scale)]
     if x.master is not None and x.master.dtype == torch.int8:
@@ -140,6 +141,8 @@ class CompactConfig(LaunchConfig):
 
 NAN = tl.constexpr(NAN_BITS)
 COLUMNS_OF_A_ROW = tl.constexpr(QUANT_BLOCK)
+INDEX_FACTOR = tl.constexpr(formats.INDEX_FACTOR)
+STEP_FACTOR = tl.constexpr(formats.STEP_FACTOR)
 
 
 # The sum of this number and an fp32 number x is rounded to an integer. Its low bits are those of x, rounded to nearest.
@@ -160,6 +163,17 @@ def _inverse(x):
 def _rounded_bits(x):
     """Return x rounded to the nearest integer in the lowest byte of an int32, for |x| < 2^22."""
     return (x + ROUNDING).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _one_plus_dither(start, step, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Return 1 + u for the elements from `start` on [ROWS, COLUMNS], where u is the dither of `formats`."""
+    index = tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    count = (tl.full((1, 1), 0.0, tl.float32) + step).to(tl.int32).to(tl.uint32, bitcast=True)
+    first = start.to(tl.uint32) * INDEX_FACTOR + count * STEP_FACTOR
+    words = index.to(tl.uint32) * INDEX_FACTOR + first
+    # The upper 15 bits of a word are the first ones of a fraction, and the next bit is 1.
+    return (((words >> 9) & 0x7FFF00) | 0x3F800080).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -250,7 +264,8 @@ def _compact_step_kernel(
     if QUANTISED:
         m = m * tl.load(exp_avg_scale_ptr, mask=row_mask, other=0)
         m = m * tl.abs(m)
-        v = (v + 0.5) * tl.load(exp_avg_sq_scale_ptr, mask=row_mask, other=0)
+        scale = tl.load(exp_avg_sq_scale_ptr, mask=row_mask, other=0)
+        v = v * scale + 0.5 * scale
         v = v * v
         v = v * v
     if factor_ptr is not None:
@@ -273,7 +288,9 @@ def _compact_step_kernel(
         m = _rounded_bits(root * (127.0 * _inverse(maxima))).to(tl.int8)
         maxima = tl.max(fourth_root, 1, keep_dims=True)
         tl.store(exp_avg_sq_scale_ptr, maxima * (1.0 / 255.5), mask=row_mask)
-        v = _rounded_bits(fourth_root * (255.5 * _inverse(maxima)) - 0.5).to(tl.uint8)
+        # The code is x + u rounded down, for x in [0, 255]. That is x - 3/2 + (1 + u) rounded to nearest.
+        shifted = tl.maximum(fourth_root * (255.5 * _inverse(maxima)) - 2.0, -1.5)
+        v = _rounded_bits(shifted + _one_plus_dither(start, step, ROWS, COLUMNS)).to(tl.uint8)
     else:
         p = p - (lr * correction1) * (m / (tl.sqrt(v) * correction2 + eps))
     tl.store(exp_avg_ptr, m, mask=mask)
