@@ -9,7 +9,8 @@ import torch
 from op_cases import DEVICE
 from tigon.ops.optim import compact_kernels, formats
 from tigon.ops.optim.adamw_kernels import adamw_reference
-from tigon.ops.optim.compact_kernels import CompactConfig, CompactTensors, compact_reference, compact_step
+from tigon.ops.optim.compact_kernels import CompactConfig, compact_step
+from tigon.ops.optim.compact_reference import CompactTensors, compact_reference, start_of_step
 from tigon.runtime.tuning import tuned
 
 OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
@@ -42,7 +43,7 @@ def copied(x: CompactTensors, **changes) -> CompactTensors:
 
 def in_fp64(x: CompactTensors, factor: float = 1.0, **options) -> tuple[torch.Tensor, ...]:
     """Return p, m and v after an exact step."""
-    p, m, v = compact_kernels._master_weight(x.param, x.master), x.exp_avg, x.exp_avg_sq
+    p, m, v = start_of_step(x.param, x.master), x.exp_avg, x.exp_avg_sq
     if x.exp_avg_scale is not None:
         m, v = formats.decode_signed(m, x.exp_avg_scale), formats.decode_squares(v, x.exp_avg_sq_scale)
     g = x.grad.double() * factor
@@ -75,12 +76,12 @@ def test_a_step_is_exact_up_to_its_formats(param, state, master, runs_kernel):
     factor = torch.tensor(0.3, device=DEVICE)
     x = make(n, param, state, master)
     p, m, v = in_fp64(x, factor.item())
-    before = compact_kernels._master_weight(x.param, x.master).double()
+    before = start_of_step(x.param, x.master).double()
     if runs_kernel:
         compact_step([x], **OPTIONS, factor=factor)
     else:
         compact_reference(x, **OPTIONS, factor=factor)
-    weight = compact_kernels._master_weight(x.param, x.master).double()
+    weight = start_of_step(x.param, x.master).double()
     # A number of 24 bits has 15 bits after the first, so rounding adds at most 2^-16.
     rtol = {"bf16+8": 2.0**-16, "fp32": 2.0**-24}.get(master, torch.finfo(x.param.dtype).eps / 2)
     # The update has an error of a few units of fp32, and 8-bit moments take approximate roots.
