@@ -7,6 +7,7 @@ from tigon.ops.optim.formats import (
     QUANT_BLOCK,
     decode_signed,
     decode_squares,
+    dither,
     encode_signed,
     encode_squares,
     join_master,
@@ -69,6 +70,16 @@ def test_encoding_twice_changes_nothing():
         codes, scales = encode(x)
         again, _ = encode(decode(codes, scales))
         assert torch.equal(codes, again)
+
+
+def test_dithers_are_even_in_successive_steps_and_elements():
+    """In 64 steps, and over 64 elements, every eighth of [0, 1) occurs about eight times."""
+    dithers = torch.stack([dither(256, step, torch.device("cpu")) for step in range(1000, 1064)])
+    assert ((dithers > 0) & (dithers < 1)).all()
+    for lines in (dithers.T, dithers[:, :64]):
+        counts = torch.stack([torch.bincount((line * 8).int(), minlength=8) for line in lines])
+        assert counts.min() >= 6
+        assert counts.max() <= 10
 
 
 def test_no_values_have_no_codes():

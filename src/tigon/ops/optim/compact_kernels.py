@@ -21,90 +21,21 @@ from tigon.ops.optim import formats
 from tigon.ops.optim.adamw_kernels import (
     TYPES,
     TensorTable,
-    adamw_reference,
     log_of,
     one_minus_exp,
     tensor_at,
     update_table,
 )
+from tigon.ops.optim.compact_reference import CompactTensors
 from tigon.ops.optim.formats import NAN_BITS, QUANT_BLOCK
 from tigon.runtime.device import Device, device_of
 from tigon.runtime.launch import in_order, launch, on_device
 from tigon.runtime.triton_private import tl, triton
 from tigon.runtime.tuning import LaunchConfig
 
-__all__ = ["CompactConfig", "CompactProblem", "CompactTensors", "compact_reference", "compact_step"]
+__all__ = ["CompactConfig", "CompactProblem", "compact_step"]
 
 KERNEL_TYPES = {**TYPES, torch.int8: tl.int8, torch.uint8: tl.uint8}
-
-
-class CompactTensors(NamedTuple):
-    """The tensors of one parameter, all of N elements except the scales and the number of the step."""
-
-    param: Tensor
-    grad: Tensor
-    # fp32 | bf16 | fp16, or codes in int8 and uint8 with their scales.
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
-    exp_avg_scale: Tensor | None
-    exp_avg_sq_scale: Tensor | None
-    # An fp32 master weight, the int8 correction of a bf16 parameter, or None.
-    master: Tensor | None
-    # The key of the random numbers of this parameter.
-    key: int
-    step: Tensor | float
-
-
-# --- reference -----------------------------------------------------------------------------------
-
-
-def _master_weight(param: Tensor, master: Tensor | None) -> Tensor:
-    """Return the fp32 value that a step starts from, for flat tensors."""
-    if master is None:
-        return param.float()
-    if master.dtype == torch.int8:
-        return formats.join_master(param, master)
-    # The parameter was changed by something else if it is not the rounded master. The master then starts again from it.
-    return torch.where(master.to(param.dtype) == param, master, param.float())
-
-
-def compact_reference(
-    x: CompactTensors,
-    lr: Tensor | float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    maximize: bool = False,
-    factor: Tensor | None = None,
-    is_stochastic: bool = False,
-) -> None:
-    """Update the tensors of one parameter in place, of any shape and strides, by operations of torch in fp32."""
-    step = float(x.step)
-    param, grad = x.param.reshape(-1), x.grad.reshape(-1).float()
-    if factor is not None:
-        grad = grad * factor
-    exp_avg, exp_avg_sq = x.exp_avg.reshape(-1), x.exp_avg_sq.reshape(-1)
-    if x.exp_avg_scale is not None and x.exp_avg_sq_scale is not None:
-        exp_avg = formats.decode_signed(exp_avg, x.exp_avg_scale.reshape(-1))
-        exp_avg_sq = formats.decode_squares(exp_avg_sq, x.exp_avg_sq_scale.reshape(-1))
-    master = None if x.master is None else x.master.reshape(-1)
-    p, m, v = adamw_reference(
-        _master_weight(param, master), grad, exp_avg, exp_avg_sq, step, float(lr), betas, eps, weight_decay, maximize
-    )
-    pairs = [(x.exp_avg, m), (x.exp_avg_sq, v)]
-    if x.exp_avg_scale is not None and x.exp_avg_sq_scale is not None:
-        (m_codes, m_scale), (v_codes, v_scale) = formats.encode_signed(m), formats.encode_squares(v)
-        pairs = [(x.exp_avg, m_codes), (x.exp_avg_sq, v_codes)]
-        pairs += [(x.exp_avg_scale, m_scale), (x.exp_avg_sq_scale, v_scale)]
-    if x.master is not None and x.master.dtype == torch.int8:
-        p, correction = formats.split_master(p)
-        pairs.append((x.master, correction))
-    elif x.master is not None:
-        pairs.append((x.master, p))
-    elif is_stochastic and param.dtype == torch.bfloat16:
-        p = formats.round_stochastically(p, x.key, int(step))
-    for destination, values in (*pairs, (x.param, p)):
-        destination.copy_(values.view(destination.shape))
 
 
 # --- configuration -------------------------------------------------------------------------------
@@ -140,6 +71,8 @@ class CompactConfig(LaunchConfig):
 
 NAN = tl.constexpr(NAN_BITS)
 COLUMNS_OF_A_ROW = tl.constexpr(QUANT_BLOCK)
+INDEX_FACTOR = tl.constexpr(formats.INDEX_FACTOR)
+STEP_FACTOR = tl.constexpr(formats.STEP_FACTOR)
 
 
 # The sum of this number and an fp32 number x is rounded to an integer. Its low bits are those of x, rounded to nearest.
@@ -160,6 +93,17 @@ def _inverse(x):
 def _rounded_bits(x):
     """Return x rounded to the nearest integer in the lowest byte of an int32, for |x| < 2^22."""
     return (x + ROUNDING).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _one_plus_dither(start, step, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Return 1 + u for the elements from `start` on [ROWS, COLUMNS], where u is the dither of `formats`."""
+    index = tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    count = (tl.full((1, 1), 0.0, tl.float32) + step).to(tl.int32).to(tl.uint32, bitcast=True)
+    first = start.to(tl.uint32) * INDEX_FACTOR + count * STEP_FACTOR
+    words = index.to(tl.uint32) * INDEX_FACTOR + first
+    # The upper 15 bits of a word are the first ones of a fraction, and the next bit is 1.
+    return (((words >> 9) & 0x7FFF00) | 0x3F800080).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -250,7 +194,8 @@ def _compact_step_kernel(
     if QUANTISED:
         m = m * tl.load(exp_avg_scale_ptr, mask=row_mask, other=0)
         m = m * tl.abs(m)
-        v = (v + 0.5) * tl.load(exp_avg_sq_scale_ptr, mask=row_mask, other=0)
+        scale = tl.load(exp_avg_sq_scale_ptr, mask=row_mask, other=0)
+        v = v * scale + 0.5 * scale
         v = v * v
         v = v * v
     if factor_ptr is not None:
@@ -273,7 +218,9 @@ def _compact_step_kernel(
         m = _rounded_bits(root * (127.0 * _inverse(maxima))).to(tl.int8)
         maxima = tl.max(fourth_root, 1, keep_dims=True)
         tl.store(exp_avg_sq_scale_ptr, maxima * (1.0 / 255.5), mask=row_mask)
-        v = _rounded_bits(fourth_root * (255.5 * _inverse(maxima)) - 0.5).to(tl.uint8)
+        # The code is x + u rounded down, for x in [0, 255]. That is x - 3/2 + (1 + u) rounded to nearest.
+        shifted = tl.maximum(fourth_root * (255.5 * _inverse(maxima)) - 2.0, -1.5)
+        v = _rounded_bits(shifted + _one_plus_dither(start, step, ROWS, COLUMNS)).to(tl.uint8)
     else:
         p = p - (lr * correction1) * (m / (tl.sqrt(v) * correction2 + eps))
     tl.store(exp_avg_ptr, m, mask=mask)

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from tigon.ops.optim import compact_states
-from tigon.ops.optim.compact_kernels import CompactTensors, compact_reference, compact_step
+from tigon.ops.optim.compact_kernels import compact_step
+from tigon.ops.optim.compact_reference import CompactTensors, compact_reference
 from tigon.ops.optim.grad_norm import clip_factor, total_norm
 from tigon.runtime.device import runs_kernels
 from tigon.runtime.torch_private.operators import increment

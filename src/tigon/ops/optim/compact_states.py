@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tigon.ops.optim import formats
-from tigon.ops.optim.compact_kernels import CompactTensors
+from tigon.ops.optim.compact_reference import CompactTensors
 from tigon.ops.optim.formats import QUANT_BLOCK
 from tigon.runtime import checks
 from tigon.runtime.device import KERNEL_DTYPES, PLAIN, cdiv

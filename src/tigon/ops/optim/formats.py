@@ -5,14 +5,21 @@ r"""Compact formats of optimizer states: moments of 8 bits, master weights of 24
     m = sign(c) (|c| s)^2,   c in -127..127,   s = max(sqrt(|m|)) / 127
     v = ((c + 1/2) s)^4,     c in    0..255,   s = max(sqrt(sqrt(v))) / 255.5
 
-The codes c are uniform in a root of the value and rounded to nearest, so small values of a block keep digits that a
-linear code would lose. The update divides by sqrt(v), whose relative error is about 1 / (c + 1/2) at most. No code
-stands for a v of zero, unless the whole block is zero: the update would divide by eps alone.
+The codes c are uniform in a root of the value, so small values of a block keep digits that a linear code would lose. No
+code stands for a v of zero, unless the whole block is zero: the update would divide by eps alone.
+
+The first moment is rounded to nearest. The second one changes by less than half a step of its codes at a time, and
+would stay where it is if it were rounded to nearest. Instead a number u in [0, 1) is added to it before it is rounded
+down. The values of u in successive steps t are evenly distributed, so that on average no change is lost:
+
+    u = fractional part of (i 0.7549 + t 0.6180) for element i, in fixed point of 32 bits
+
+Such a sequence (Weyl, 1916) covers [0, 1) more evenly than random numbers, which add more noise. On a small Llama with
+beta2 = 0.999, the update differs from that of fp32 moments by 2 % to 6 % of its norm after 300 steps. With rounding to
+nearest it differs by 2 % to 10 %.
 
 Blocks are from Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (arXiv:2110.02861). Gonzalez Ortiz et
-al., "FlashOptim" (arXiv:2602.23349), replace tables of codes by such functions, with the square root of v. With the
-fourth root the error of sqrt(v) is half as large: 8 % against 16 % of its value in a simulation of 6000 steps with
-beta2 = 0.999, in blocks of 128 gradients of log-normal scales.
+al., "FlashOptim" (arXiv:2602.23349), replace tables of codes by functions such as the square root of v.
 
 A 24-bit master weight is an fp32 number whose lowest 8 bits are zero, given by its bits:
 
@@ -41,6 +48,7 @@ __all__ = [
     "correction_of",
     "decode_signed",
     "decode_squares",
+    "dither",
     "encode_signed",
     "encode_squares",
     "join_master",
@@ -52,6 +60,10 @@ __all__ = [
 
 # The number of values that share a scale. Two fp32 scales for each 128 values are 0.06 bytes a parameter.
 QUANT_BLOCK = 128
+
+# The factors of the dither: 2^32 times 0.7549 (1 / the plastic number) and 0.6180 (1 / the golden ratio).
+INDEX_FACTOR = 3242174889
+STEP_FACTOR = 2654435769
 
 # The bits of a NaN whose lowest bits are zero. A NaN of a GPU is 0x7fffffff, which rounding would turn into -0.
 NAN_BITS = 0x7FC00000
@@ -86,10 +98,21 @@ def decode_signed(codes: Tensor, scales: Tensor) -> Tensor:
     return roots * roots.abs()
 
 
-def encode_squares(v: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the uint8 codes and the scales of a second moment, v [N] in fp32, not negative."""
+def dither(n: int, step: int, device: torch.device) -> Tensor:
+    """Return the numbers u of n elements in a step: odd multiples of 2^-16."""
+    words = torch.arange(n, dtype=torch.int64, device=device) * INDEX_FACTOR + step * STEP_FACTOR
+    return (((words & 0xFFFFFFFF) >> 17).float() + 0.5) * 2.0**-15
+
+
+def encode_squares(v: Tensor, dithers: Tensor | float = 0.5) -> tuple[Tensor, Tensor]:
+    """Return the uint8 codes and the scales of a second moment, v [N] in fp32, not negative.
+
+    With 0.5 a code is the nearest one.
+    """
     scaled, scales = _scaled(v.sqrt().sqrt(), 255.5)
-    return (scaled - 0.5).round().to(torch.uint8), scales
+    codes = ((scaled - 0.5).clamp(min=0.0) + dithers).floor()
+    # The maximum of a block may be above 255.5 in its last digit.
+    return codes.clamp(max=255.0).to(torch.uint8), scales
 
 
 def decode_squares(codes: Tensor, scales: Tensor) -> Tensor:
