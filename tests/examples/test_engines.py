@@ -37,6 +37,7 @@ RUNS = {
     ),
     "FSDP2 by accelerate": ([*ACCELERATE, SHARD_ON_CPU], ["fsdp2.py"], "accelerate"),
     "ZeRO-3": ([*TORCHRUN, RANK], ["zero3.py"], "deepspeed"),
+    "sequence parallel": ([*TORCHRUN, ZERO_ON_CPU], ["sequence_parallel.py", "--memory", "checkpoint"], "deepspeed"),
     "a loop": ([*TORCHRUN, RANK], ["torchrun_loop.py"], "torch"),
 }
 

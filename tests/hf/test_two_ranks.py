@@ -7,12 +7,15 @@ import pytest
 from ranks import run_ranks
 
 # The groups, and the number of setups in each.
-GROUPS = {"sharded": 16, "parallel": 10, "head": 6, "zero": 5, "adapters": 4, "lean": 9, "lean_more": 16, "fp8": 9}
+GROUPS = {
+    "sharded": 16, "parallel": 10, "sequence": 6, "head": 6, "zero": 5, "ulysses": 5, "adapters": 4, "lean": 9,
+    "lean_more": 16, "fp8": 9,
+}  # fmt: skip
 # One launch runs several groups, because two processes take longer to start than most setups take.
 LAUNCHES = {
     "sharded and lean": ("sharded", "lean"),
-    "more ways": ("parallel", "head", "adapters", "lean_more"),
-    "zero": ("zero",),
+    "more ways": ("parallel", "sequence", "head", "adapters", "lean_more"),
+    "zero": ("zero", "ulysses"),
     "fp8": ("fp8",),
 }
 launches = [pytest.param(name, marks=pytest.mark.deepspeed) if name == "zero" else name for name in LAUNCHES]
