@@ -236,7 +236,11 @@ def test_steps_are_deterministic():
 @pytest.mark.gpu
 @pytest.mark.parametrize("master", [None, "fp32"])
 def test_fp32_states_are_within_units_of_fused_torch(master):
-    """Masters in fp32 are the parameters of torch's optimizer in fp32."""
+    """Masters in fp32 are the parameters of torch's optimizer in fp32.
+
+    On a GPU, roots and quotients err by some units in the last place. An update is at most about `lr`, so these are
+    some units of 2^-23 * lr where a parameter is small.
+    """
     n = 10_000
     x = make(n, "bf16" if master else "fp32", "fp32", master, grad="fp32")
     q = torch.nn.Parameter((x.master if master else x.param).clone())
@@ -246,7 +250,7 @@ def test_fp32_states_are_within_units_of_fused_torch(master):
     q.grad = x.grad.clone()
     optimizer.step()
     compact_step([x], **OPTIONS)
-    torch.testing.assert_close(x.master if master else x.param, q.detach(), rtol=2.4e-7, atol=2e-8)
+    torch.testing.assert_close(x.master if master else x.param, q.detach(), rtol=4 * 2.0**-23, atol=8 * 2.0**-23 * OPTIONS["lr"])
 
 
 @pytest.mark.no_interpreter("It reads compiled code.")
