@@ -250,7 +250,9 @@ def test_fp32_states_are_within_units_of_fused_torch(master):
     q.grad = x.grad.clone()
     optimizer.step()
     compact_step([x], **OPTIONS)
-    torch.testing.assert_close(x.master if master else x.param, q.detach(), rtol=4 * 2.0**-23, atol=8 * 2.0**-23 * OPTIONS["lr"])
+    torch.testing.assert_close(
+        x.master if master else x.param, q.detach(), rtol=4 * 2.0**-23, atol=8 * 2.0**-23 * OPTIONS["lr"]
+    )
 
 
 @pytest.mark.no_interpreter("It reads compiled code.")

@@ -40,8 +40,8 @@ LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 # The format of activations and weights.
 WEIGHT_DTYPE = torch.float8_e4m3fn
 
-# The format of upstream gradients. With e5m2, dX and dW have errors of 5.9 % in place of 3.8 % on an H200, for both recipes
-# (`examples/time_fp8.py`).
+# The format of upstream gradients. With e5m2, dX and dW have errors of 5.9 % in place of 3.8 % on an H200, for both
+# recipes (`examples/time_fp8.py`).
 GRADIENT_DTYPE = torch.float8_e4m3fn
 
 # The scale of a matrix whose absolute values are all smaller than this number is that of this number. The scale of a
