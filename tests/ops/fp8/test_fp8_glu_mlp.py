@@ -18,6 +18,8 @@ RECIPES = ["tensorwise", "rowwise"]
 recipes = pytest.mark.parametrize("recipe", RECIPES)
 modes = pytest.mark.parametrize("fp8_dw", [True, False], ids=["dW in FP8", "dW in the dtype of x"])
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+# On a GPU, products of bf16 may be summed in another order for another layout.
+TOLERANCE = {"rtol": 1e-2, "atol": 1e-2} if DEVICE == "cuda" else {"rtol": 1e-5, "atol": 1e-5}
 HIDDEN, INNER = 32, 64
 same_node = pytest.mark.no_interpreter("The node is the same where kernels run, and a kernel takes seconds there.")
 
@@ -94,7 +96,7 @@ def test_strides_and_upstream_strides_do_not_matter(recipe, fp8_dw):
     actual = _step(run, [view(x).requires_grad_(), *weights])
     expected = _step(run, [view(x).contiguous().requires_grad_(), *weights])
     for a, b in zip(actual, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(a, b, **TOLERANCE)
     y = run(x, *weights)
     dense = torch.full_like(y, 0.5)
     gradients = [
@@ -103,7 +105,7 @@ def test_strides_and_upstream_strides_do_not_matter(recipe, fp8_dw):
     ]
     for others in gradients[1:]:
         for a, b in zip(others, gradients[0], strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(a, b, **TOLERANCE)
 
 
 @modes
@@ -222,7 +224,7 @@ def test_a_compiled_graph_has_no_break(recipe, fp8_dw):
     leaves = _leaves(7)
     compiled = torch.compile(run, fullgraph=True, backend="inductor" if DEVICE == "cuda" else "aot_eager")
     for a, b in zip(_step(compiled, leaves), _step(run, leaves), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(a, b, **TOLERANCE)
 
 
 REFUSALS = {

@@ -111,7 +111,7 @@ def gradient_amax_kernel(
     KIND: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Raise the amax of [dgate | dup] and of a to the values of a tile."""
-    pid = tl.program_id(0)
+    pid = tl.num_programs(0) - 1 - tl.program_id(0)
     rows = (pid // column_blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = (pid % column_blocks) * BLOCK_K + tl.arange(0, BLOCK_K)
     row_mask, col_mask = rows < m, cols < k
@@ -144,18 +144,18 @@ def _column_factors(amax_ptr, scale_ptr, cols, col_mask, is_first_row, pid, larg
     return factors[None, :]
 
 
-@triton.jit(do_not_specialize=["m", "padded_groups", "programs", "column_blocks"])
+@triton.jit(do_not_specialize=["m", "padded_groups", "column_blocks"])
 def gradient_write_kernel(
     da_ptr, gate_ptr, up_ptr,  # [T, I]
     row_amax_ptr, column_amax_ptr, a_amax_ptr,  # int32: [T], [2 I] and [I], or with TENSORWISE [1]
     row_ptr, row_scale_ptr,  # [T, 2 I] fp8 and [T] (TENSORWISE: [1]) fp32, or None
     transposed_ptr, column_scale_ptr,  # [2 I, padded T] fp8 and [2 I] (TENSORWISE: [1]) fp32, or None
     a_ptr, a_scale_ptr,  # [I, padded T] fp8 and [I] (TENSORWISE: [1]) fp32, or None
-    stride_transposed, m, padded_groups, k, programs, column_blocks, largest, a_largest,
+    stride_transposed, m, padded_groups, k, column_blocks, largest, a_largest,
     KIND: tl.constexpr, TENSORWISE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Write the FP8 copies of a tile of dgate, dup and a, and the scales."""
-    pid = programs - 1 - tl.program_id(0)
+    pid = tl.program_id(0)
     row_block, column_block = pid // column_blocks, pid % column_blocks
     rows = row_block.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = column_block * BLOCK_K + tl.arange(0, BLOCK_K)
@@ -236,7 +236,7 @@ def quantise_gradients(gate: Tensor, up: Tensor, da: Tensor, kind: str, needs: _
     )  # fmt: skip
     launch(
         gradient_write_kernel, programs, da, gate, up, row_amax, column_amax, a_amax, *results,
-        pad(t), t, pad(t) // MULTIPLE, i, programs, column_blocks, LARGEST[needs.dtype], LARGEST[WEIGHT_DTYPE],
+        pad(t), t, pad(t) // MULTIPLE, i, column_blocks, LARGEST[needs.dtype], LARGEST[WEIGHT_DTYPE],
         KIND=kind, TENSORWISE=is_tensorwise, BLOCK_M=config.block_m, BLOCK_K=config.block_k,
         num_warps=config.num_warps,
     )  # fmt: skip

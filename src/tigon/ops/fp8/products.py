@@ -30,7 +30,7 @@ def multiply_fp8(a: Factor, b: Factor, dtype: torch.dtype, bias: Tensor | None =
     if m == 0 or k == 0:
         y = a.scale.new_zeros((m, b.values.shape[0]), dtype=dtype)
         return y if bias is None else y + bias.to(dtype)
-    if not has_fp8_units(a.values):
+    if not has_fp8_units(a.values) or dtype == torch.float64:
         return emulate_fp8(a, b, dtype, bias)
     out_dtype = dtype if a.scale.dim() == 1 or dtype in _ROWWISE_DTYPES else torch.bfloat16
     adds_bias = bias is not None and bias.dtype == out_dtype == dtype and dtype in _BIAS_DTYPES

@@ -236,7 +236,7 @@ def write_part(part: _Part, maxima: Maxima, copies: Copies, layout: Layout) -> N
         None if rows is None else rows[row : row + m, column : column + k], row_scale,
         None if transposed is None else transposed[column : column + k, row : row + pad(m)], column_scale,
         part.x.stride(0), stride_up, 0 if rows is None else rows.stride(0),
-        0 if transposed is None else transposed.stride(0), m, pad(m) // MULTIPLE, k, programs, column_blocks,
+        0 if transposed is None else transposed.stride(0), m, pad(m) // MULTIPLE, k, column_blocks,
         LARGEST[layout.dtype],
         KIND=part.kind, TENSORWISE=not layout.is_rowwise, BLOCK_M=config.block_m, BLOCK_K=config.block_k,
         num_warps=config.num_warps,
@@ -252,7 +252,7 @@ def _quantise(parts: list[_Part], m: int, k: int, layout: Layout) -> Copies:
             _write_rows(part, copies, layout)
         return copies
     maxima = zero_maxima(first, m, k, layout)
-    for part in parts:
+    for part in reversed(parts):
         _find_maxima(part, maxima)
     for part in parts:
         write_part(part, maxima, copies, layout)

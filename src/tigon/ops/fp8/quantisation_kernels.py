@@ -8,8 +8,8 @@ An amax is stored as the bits of an fp32 number without its sign. Integers compa
 than infinity, so an atomic maximum of integers keeps NaN. If the amax is NaN or infinite, every result of a product is
 NaN: an infinite scale times the zeros that it divides is NaN.
 
-The second pass visits the tiles in the reverse order, because the last ones that the first pass read are still in the
-cache. Shapes: M rows, K columns.
+The first pass visits the tiles in the reverse order, because the last ones that the producer of the matrix wrote are
+still in the cache. It leaves the first tiles there for the second pass. Shapes: M rows, K columns.
 """
 
 from dataclasses import dataclass
@@ -136,7 +136,7 @@ def amax_kernel(
     KIND: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Raise the amax of the tensor, or those of rows and columns, to the values of a tile."""
-    pid = tl.program_id(0)
+    pid = tl.num_programs(0) - 1 - tl.program_id(0)
     rows = (pid // column_blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = (pid % column_blocks) * BLOCK_K + tl.arange(0, BLOCK_K)
     row_mask, col_mask = rows < m, cols < k
@@ -151,17 +151,17 @@ def amax_kernel(
         raise_to(columns_ptr + cols, tl.max(bits, 0), col_mask)
 
 
-@triton.jit(do_not_specialize=["m", "padded_groups", "programs", "column_blocks"])
+@triton.jit(do_not_specialize=["m", "padded_groups", "column_blocks"])
 def write_kernel(
     x_ptr, up_ptr,  # [M, K]
     row_amax_ptr, column_amax_ptr,  # [M] and [K] int32, or with TENSORWISE [1]
     row_ptr, row_scale_ptr,  # [M, K] fp8 and [M] (TENSORWISE: [1]) fp32, or None
     transposed_ptr, column_scale_ptr,  # [K, padded M] fp8 and [K] (TENSORWISE: [1]) fp32, or None
-    stride_x, stride_up, stride_row, stride_transposed, m, padded_groups, k, programs, column_blocks, largest,
+    stride_x, stride_up, stride_row, stride_transposed, m, padded_groups, k, column_blocks, largest,
     KIND: tl.constexpr, TENSORWISE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Write the FP8 copies of a tile, and the scales."""
-    pid = programs - 1 - tl.program_id(0)
+    pid = tl.program_id(0)
     row_block, column_block = pid // column_blocks, pid % column_blocks
     rows = row_block.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = column_block * BLOCK_K + tl.arange(0, BLOCK_K)
@@ -212,7 +212,7 @@ def row_kernel(
     KIND: tl.constexpr, FITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write the FP8 copy of a row and its scale. A row that FITS in a block is read once."""
-    row = tl.program_id(0).to(tl.int64)
+    row = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)
     x_ptr, row_ptr = x_ptr + row * stride_x, row_ptr + row * stride_row
     if up_ptr is not None:
         up_ptr += row * stride_up
