@@ -24,9 +24,9 @@ __all__ = ["FP8Plan", "check_fp8", "plan_fp8"]
 
 # The smallest I O / (I + O) of a layer from I to O features that runs in FP8. For T rows, the three products of a
 # training step save 6 T I O (1 / 700 - 1 / 1300) / 10^12 seconds on an H200, at the speeds that its products reach in
-# bf16 and in FP8. To quantise x and dy, it moves 4 T (I + O) bytes at 4 TB/s. The two are equal at 253. A square layer
-# of 512 features has 256.
-NARROWEST = 256
+# bf16 and in FP8. To make both copies of x and of dy, it moves 6 T (I + O) bytes at 4.3 TB/s. The two are equal at 353.
+# A square layer of 704 features has 352.
+NARROWEST = 352
 
 
 def check_fp8(fp8: Any, fp8_dw: Any, memory: str) -> FP8Settings | None:
@@ -91,7 +91,7 @@ def _parts_of_mixtures(layer: nn.Module) -> dict[nn.Module, str]:
         counts = {child: _expert_count(child) for child in parent._modules.values() if child is not None}
         for experts in (child for child, count in counts.items() if count is not None):
             for linear in _linears(experts):
-                reasons[linear] = "an expert: the number of its rows depends on the router"
+                reasons[linear] = "an expert: the router decides how many rows it has"
             for sibling in counts.keys() - {experts}:
                 linears = _linears(sibling)
                 if len(linears) == 1 and linears[0].out_features == counts[experts]:

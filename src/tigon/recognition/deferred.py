@@ -31,6 +31,7 @@ __all__ = [
     "Call",
     "Cast",
     "Computed",
+    "Deferred",
     "Dropout",
     "Expression",
     "Input",

@@ -24,7 +24,7 @@ from tigon.ops.fp8.fp8_glu_mlp import fp8_glu_mlp
 from tigon.ops.fp8.fp8_linear import fp8_projections
 from tigon.ops.fp8.weights import WeightCache
 from tigon.ops.mlps.projections import does_more_than_forward
-from tigon.recognition.deferred import TensorLike, call_deferred, product_dtype
+from tigon.recognition.deferred import Deferred, TensorLike, call_deferred, product_dtype
 from tigon.recognition.fp8_weights import StepCache
 from tigon.recognition.replacement import installed_recipe
 from tigon.runtime.device import KERNEL_DTYPES, PLAIN
@@ -75,7 +75,7 @@ class FP8Recipe:
         return FP8Recipe, (self.settings,)
 
     def __call__(self, layer: Any, *args: Any, **kwargs: Any) -> Any:
-        if len(args) == 1 and not kwargs and _fits(layer, args[0]):
+        if len(args) == 1 and not kwargs and _takes(args[0]) and _fits(layer, args[0]):
             # A forward that runs without values records the call of this layer, and not a product in another dtype.
             dtype = product_dtype(args[0])
             if (output := call_deferred(layer, args[0], layer.out_features, dtype)) is not None:
@@ -106,10 +106,15 @@ def set_owners(layer: nn.Module) -> None:
             recipe.owner, recipe.caches = weakref.ref(layer), {}
 
 
+def _takes(x: Any) -> bool:
+    """Return whether x is a dense tensor, or a tensor without values."""
+    return type(x) is Deferred or (type(x) in PLAIN and x.layout is torch.strided and not x.is_nested)
+
+
 def _fits(layer: Any, x: Any) -> bool:
     """Return whether FP8 products may replace `F.linear(x, layer.weight, layer.bias)`.
 
-    `x` may also be a `Deferred`, which has the properties of a tensor.
+    `x` may also be a `Deferred` or a `TensorLike`, which have the properties of a tensor.
     """
     if not linears_are_stock() or type(layer).forward is not nn.Linear.forward or has_active_transform():
         return False
@@ -146,7 +151,7 @@ def _compute(x: Tensor, layers: Sequence[Any], first_recipe: FP8Recipe) -> tuple
 def _find_recipe(x: Any, layers: Sequence[nn.Module]) -> FP8Recipe | None:
     """Return the recipe of the first layer if all layers compute FP8 products of x with equal settings, or None."""
     first_recipe = installed_recipe(layers[0])
-    if type(first_recipe) is not FP8Recipe or type(x) not in PLAIN:
+    if type(first_recipe) is not FP8Recipe or not _takes(x):
         return None
     for layer in layers:
         recipe = installed_recipe(layer)

@@ -93,10 +93,12 @@ class StepCache:
 
 
 def _settings_of(owner: nn.Module) -> tuple:
-    """Return the plain settings of a layer with adapters, such as the list of its merged adapters."""
+    """Return the plain settings of a layer with adapters, such as the list of its merged adapters, but not its mode."""
     settings: list[tuple] = []
     is_plain = lambda value: isinstance(value, (bool, int, float, str))
     for name, value in vars(owner).items():
+        if name == "training":
+            continue
         if is_plain(value):
             settings.append((name, value))
         elif isinstance(value, (list, tuple)) and all(map(is_plain, value)):
