@@ -21,6 +21,7 @@ from tigon.memory.layer_inputs import LayerInputConfig
 from tigon.runtime.tuning import tuned
 
 TOKENS = 12
+future_gradient_bytes = layer_inputs._future_gradient_bytes
 
 
 def attend_by_position(
@@ -77,7 +78,10 @@ def torch_context_parallel(level: str, valid: int = TOKENS, is_sharded: bool = F
         tigon.patch(model, memory=level)
         model.set_attn_implementation("attend_by_position")
         if is_sharded:
+            whole_bytes = sum(p.nbytes for p in model.model.layers.parameters())
             model = fsdp2(model)
+            # A rank has the gradients of its shards.
+            assert future_gradient_bytes(model.model.layers, torch.device(DEVICE)) == whole_bytes / 2
         _attach_context_parallel_hooks(model)
         inputs = whole_batch(valid)
         items = (inputs["shift_labels"] != -100).sum()

@@ -279,9 +279,10 @@ def test_a_warning_says_that_checkpointing_makes_the_level_useless(path, tmp_pat
         train(build("sft", model, tmp_path, gradient_checkpointing=True))
 
 
-def test_the_level_checkpoint_checkpoints_the_layers(path, tmp_path):
+@pytest.mark.parametrize("level", ["checkpoint", "checkpoint+offload"])
+def test_the_level_checkpoint_checkpoints_the_layers(level, path, tmp_path):
     stock = run("sft", path, tmp_path)
-    trl.enable(memory="checkpoint")
+    trl.enable(memory=level)
     trainer = build("sft", load_model(path), tmp_path, gradient_checkpointing=True)
     assert_same_run(train(trainer), stock)
     assert isinstance(checkpoint_function(trainer.model.model.layers[0]), LayerCheckpoint)

@@ -59,7 +59,10 @@ def _future_gradient_bytes(layers: Iterable[nn.Module | None], device: torch.dev
     """Return the bytes of the gradients that backward allocates for these layers on this GPU."""
     parameters = [p for layer in layers if layer is not None for p in layer.parameters()]
     # A sharded parameter is a DTensor, which has a local part.
-    local = (p.to_local() if hasattr(p, "to_local") else p for p in parameters if p.requires_grad and p.grad is None)
+    with torch.no_grad():
+        local = [
+            p.to_local() if hasattr(p, "to_local") else p for p in parameters if p.requires_grad and p.grad is None
+        ]
     simulation = simulation_of(device)
     return sum(p.nbytes for p in local) // (1 if simulation is None else simulation.shards)
 
