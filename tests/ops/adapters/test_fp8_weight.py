@@ -36,7 +36,7 @@ class Layers:
             Adapter(draw(rank, inputs).requires_grad_(), draw(outputs, rank).requires_grad_(), 0.7) if rank else None
             for outputs, inputs, rank in sizes
         ]
-        self.x = draw(2, 37, sizes[0][1]).mul_(4).requires_grad_()
+        self.x = draw(1, 37, sizes[0][1]).mul_(4).requires_grad_()
 
     def projections(self, in_fp8: list[bool] | None = None) -> list[Projection]:
         options = Fp8Options(self.recipe)
@@ -92,8 +92,7 @@ def test_an_output_that_is_not_used_has_no_gradient():
     assert_close(layers.gradients((first,)), layers.gradients((expected,)))
 
 
-@pytest.mark.parametrize("level", ["default", "lean+mlp"])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(("recipe", "level"), [("tensorwise", "default"), ("rowwise", "lean+mlp")])
 def test_a_gated_mlp_is_one_node(recipe, level):
     layers = Layers([(INNER, HIDDEN, 5), (INNER, HIDDEN, 0), (HIDDEN, INNER, 3)], recipe)
     projections = layers.projections()
