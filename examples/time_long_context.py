@@ -47,7 +47,7 @@ def attend_in_window(
     return out, None
 
 
-AttentionInterface.register("flash_in_window", attend_in_window)
+AttentionInterface.register("window", attend_in_window)
 
 
 def make_model(preset: str, level: str, attention: str, **changes: Any) -> tuple[nn.Module, Any]:
@@ -146,7 +146,7 @@ def main() -> None:
         print(f"checkpoint+offload takes {ratio:.3f} times as long as checkpoint, and the losses are equal: "
               f"{rows[0]['loss'] == rows[1]['loss']}", flush=True)  # fmt: skip
     if "memory" in arguments.parts:
-        rows.append(measure("Mistral-7B", arguments.level, "flash_in_window", arguments.tokens, 1, "adamw",
+        rows.append(measure("Mistral-7B", arguments.level, "window", arguments.tokens, 1, "adamw",
                             sliding_window=4096))  # fmt: skip
     if "OUT" in os.environ:
         Path(os.environ["OUT"], "long_context.json").write_text(json.dumps(rows, indent=1))
