@@ -175,17 +175,6 @@ def time_clipping(timer: Timer, optimizer: tigon.AdamW, options: dict[str, Any])
     for block, num_warps, span in NORM_CONFIGS:
         with tuned(GradNormConfig, block=block, num_warps=num_warps, span=span):
             timer.time(f"  max_grad_norm, norm {block} x {span}, {num_warps} warps", clipping.step, clipping, 1)
-    hooks = tigon.norm_in_backward(clipping)
-
-    def run_hooks() -> None:
-        # Backward would call these hooks.
-        for p in params:
-            for hook in p._post_accumulate_grad_hooks.values():
-                hook(p)
-
-    timer.time("  norm_in_backward: the hooks alone", run_hooks, passes=1)
-    timer.time("  norm_in_backward: the step", clipping.step, clipping, prepare=run_hooks)
-    hooks.remove()
     for block, num_warps, span in CONFIGS:
         with tuned(CompactConfig, block=block, num_warps=num_warps, span=span):
             timer.time(f"  block {block}, {num_warps} warps, span {span}", optimizer.step, optimizer)
@@ -198,7 +187,6 @@ TRAININGS: dict[str, tuple[dict[str, Any], str]] = {
     "no clipping": ({}, ""),
     "clip_grad_norm_": ({}, "clip"),
     "max_grad_norm": ({"max_grad_norm": 1.0}, ""),
-    "max_grad_norm, norm_in_backward": ({"max_grad_norm": 1.0}, "norm_in_backward"),
     "step_in_backward": ({}, "step_in_backward"),
 }
 

@@ -41,7 +41,7 @@ from tigon.ops.norms.gated_rms_norm import gated_rms_norm
 from tigon.ops.norms.layer_norm import LayerNorm, layer_norm
 from tigon.ops.norms.rms_norm import RMSNorm, add_rms_norm, rms_norm
 from tigon.ops.optim.adamw import AdamW
-from tigon.ops.optim.in_backward import norm_in_backward, step_in_backward
+from tigon.ops.optim.in_backward import step_in_backward
 from tigon.ops.rotary.qk_norm_rope import qk_norm_rope
 from tigon.ops.rotary.rope import rope
 
@@ -133,7 +133,6 @@ __all__ = [
     "lora_moe_mlp",
     "mlp",
     "moe_mlp",
-    "norm_in_backward",
     "patch",
     "patched",
     "qk_norm_rope",

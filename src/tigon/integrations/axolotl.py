@@ -8,11 +8,12 @@ Written for axolotl 0.19.0, `axolotl.integrations.base.BasePlugin`.
 
 from typing import Any
 
+from tigon.hf.levels import LEVEL_NAMES, find_level
 from tigon.integrations.frameworks import check_options, is_known_version, patch_model, require_framework
 
 require_framework("tigon.integrations.axolotl", "axolotl", "axolotl")
 from axolotl.integrations.base import BasePlugin  # noqa: E402
-from pydantic import BaseModel  # noqa: E402
+from pydantic import BaseModel, field_validator  # noqa: E402
 
 __all__ = ["TigonArgs", "TigonPlugin"]
 
@@ -24,6 +25,14 @@ class TigonArgs(BaseModel):
     tigon_memory: str | None = None
     # The parts of `tigon.patch` to leave out, such as {"rope": false}.
     tigon_options: dict[str, bool] | None = None
+
+    @field_validator("tigon_memory")
+    @classmethod
+    def check_memory(cls, level: str | None) -> str | None:
+        """Refuse a name that is no level, when axolotl reads the configuration."""
+        if level is not None and find_level(level) is None:
+            raise ValueError(f"tigon_memory must be one of {LEVEL_NAMES}, got {level!r}")
+        return level
 
 
 class TigonPlugin(BasePlugin):

@@ -223,6 +223,38 @@ def test_moments_of_zero_stay_zero():
 
 
 @pytest.mark.kernels
+def test_the_largest_second_moment_of_a_block_has_the_largest_code():
+    """With the largest dither, the root of the maximum may exceed the last code by one digit. It must not wrap to 0."""
+    n, step = 4096, 11
+    dithers = formats.dither(n, step, torch.device("cpu"))
+    position = int(dithers.argmax())
+    assert dithers[position] > 1 - 2.0**-15
+    start = position // 128 * 128
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(20):
+        g = torch.zeros(n)
+        g[start : start + 128] = 1e-2 * torch.randn(128, generator=generator)
+        g[position] = 0.1 + 0.9 * torch.rand((), generator=generator)
+        zeros = [torch.zeros(n), g, torch.zeros(n, dtype=torch.int8), torch.zeros(n, dtype=torch.uint8)]
+        zeros += [torch.zeros(n // 128), torch.zeros(n // 128)]
+        x = CompactTensors(*(y.to(DEVICE) for y in zeros), None, key=0, step=float(step))
+        compact_step([x], **OPTIONS)
+        assert x.exp_avg_sq[position] == 255
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("zero", [0.0, -0.0])
+@pytest.mark.parametrize("step", [compact_step, lambda xs, **options: compact_reference(xs[0], **options)])
+def test_a_parameter_that_was_set_to_zero_stays_finite(step, zero):
+    """A negative correction of 24-bit masters would carry into the sign."""
+    x = make(512, "bf16", "fp32", "bf16+8")
+    assert (x.master < 0).any()
+    x.param.fill_(zero)
+    step([x], **OPTIONS)
+    assert x.param.isfinite().all()
+
+
+@pytest.mark.kernels
 def test_steps_are_deterministic():
     results = []
     for _ in range(2):

@@ -68,12 +68,5 @@ def test_the_factor_is_that_of_torch(max_norm, value):
     torch.testing.assert_close(gradient, p.grad, equal_nan=True)
 
 
-def test_known_norms_are_not_read_again():
-    gradients = make_gradients([3, 4])
-    norm = total_norm(gradients, {}, known={0: torch.tensor(12.0, device=DEVICE)})
-    expected = (144 + gradients[1].double().square().sum()).sqrt()
-    torch.testing.assert_close(norm.double(), expected)
-
-
 def test_no_gradients_have_the_norm_zero():
     assert total_norm([], {}).item() == 0.0

@@ -104,8 +104,11 @@ class AdamW(CompactAdamW):
             super().__init__(params, **options)
         del self._new_defaults
         self.defaults |= compact
+        self._leave_scaling_to_scaler()
+
+    def _leave_scaling_to_scaler(self) -> None:
+        """Let a `GradScaler` unscale the gradients itself if the step of a group does not."""
         if any(map(self._is_compact, self.param_groups)):
-            # A `GradScaler` then unscales the gradients itself.
             self._step_supports_amp_scaling = False
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -127,6 +130,7 @@ class AdamW(CompactAdamW):
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
+        self._leave_scaling_to_scaler()
 
     # torch.compile does not trace the step. During tracing torch calls `_init_group`, which takes a step here.
     @disable_dynamo

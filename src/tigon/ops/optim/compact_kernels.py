@@ -182,6 +182,8 @@ def _compact_step_kernel(
     v = tl.load(exp_avg_sq_ptr, mask=mask, other=0).to(tl.float32)
     if MASTER == "bf16+8":
         correction = tl.load(master_ptr, mask=mask, other=0).to(tl.int32)
+        # If something else has set a parameter to zero, a negative correction would carry into the sign: a NaN.
+        correction = tl.where((p.to(tl.int32) & 0x7FFF) == 0, tl.maximum(correction, 0), correction)
         p = ((p.to(tl.int32) << 16) + (correction << 8)).to(tl.float32, bitcast=True)
     elif STOCHASTIC:
         p = (p.to(tl.int32) << 16).to(tl.float32, bitcast=True)
@@ -218,8 +220,10 @@ def _compact_step_kernel(
         m = _rounded_bits(root * (127.0 * _inverse(maxima))).to(tl.int8)
         maxima = tl.max(fourth_root, 1, keep_dims=True)
         tl.store(exp_avg_sq_scale_ptr, maxima * (1.0 / 255.5), mask=row_mask)
-        # The code is x + u rounded down, for x in [0, 255]. That is x - 3/2 + (1 + u) rounded to nearest.
-        shifted = tl.maximum(fourth_root * (255.5 * _inverse(maxima)) - 2.0, -1.5)
+        # The code is x + u rounded down, for x in [0, 255]. That is x - 3/2 + (1 + u) rounded to nearest. The quotient
+        # of the maximum may be above 255.5 in its last digit, and the code 256 would wrap to 0.
+        shifted = fourth_root * (255.5 * _inverse(maxima)) - 2.0
+        shifted = tl.minimum(tl.maximum(shifted, -1.5), 253.5)
         v = _rounded_bits(shifted + _one_plus_dither(start, step, ROWS, COLUMNS)).to(tl.uint8)
     else:
         p = p - (lr * correction1) * (m / (tl.sqrt(v) * correction2 + eps))

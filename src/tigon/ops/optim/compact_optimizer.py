@@ -1,6 +1,6 @@
 """The part of `tigon.AdamW` that stores compact states and clips gradients: its step, and its state dicts."""
 
-from collections.abc import Callable
+import math
 from typing import Any
 
 import torch
@@ -37,9 +37,6 @@ def _are_in_kernel_memory(x: CompactTensors) -> bool:
 class CompactAdamW(torch.optim.AdamW):
     """AdamW with the options `state`, `master`, `stochastic_rounding` of groups, and `max_grad_norm`."""
 
-    # A function from parameters to the norms of gradients that are known already, by the position of the parameter.
-    _known_norms: Callable[[list[Any]], dict[int, Tensor]] | None = None
-
     @property
     def grad_norm(self) -> Tensor | None:
         """The norm of all gradients in the last step with `max_grad_norm`, fp32 on the device; None before."""
@@ -61,10 +58,10 @@ class CompactAdamW(torch.optim.AdamW):
 
     def _keys(self) -> dict[int, int]:
         """Return the position of each parameter in the optimizer, by its id."""
-        count = sum(len(group["params"]) for group in self.param_groups)
+        params = [p for group in self.param_groups for p in group["params"]]
         keys = self.__dict__.get("_param_keys")
-        if keys is None or len(keys) != count:
-            params = [p for group in self.param_groups for p in group["params"]]
+        # An engine may exchange the objects, as FSDP2 does when it shards a model.
+        if keys is None or len(keys) != len(params) or not all(id(p) in keys for p in params):
             keys = self._param_keys = {id(p): i for i, p in enumerate(params)}
         return keys
 
@@ -78,12 +75,12 @@ class CompactAdamW(torch.optim.AdamW):
             return None
         factor = self.__dict__.get("_clip_factor")
         if factor is None:
-            params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-            known_norms = {} if self._known_norms is None else self._known_norms(params)
+            params = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
             tables = self.__dict__.setdefault("_norm_tables", {})
-            self._grad_norm = total_norm([p.grad for p in params], tables, known_norms)
+            self._grad_norm = total_norm([p.grad for p in params if p.grad is not None], tables, params)
             factor = self._clip_factor = clip_factor(self._grad_norm, max_norm)
-        return factor
+        # The quotient of an infinite limit and an infinite norm would be NaN.
+        return None if max_norm == math.inf else factor
 
     def _step_compactly(self, group: dict[str, Any]) -> None:
         """Take the step of a group."""

@@ -143,7 +143,11 @@ def correction_of(parameter: Tensor, master: Tensor) -> Tensor:
 
 
 def join_master(parameter: Tensor, correction: Tensor) -> Tensor:
-    """Return the 24-bit master in fp32."""
+    """Return the 24-bit master in fp32.
+
+    If something else has set a parameter to zero, a negative correction does not count: it would carry into the sign.
+    """
+    correction = torch.where(parameter == 0, correction.clamp(min=0), correction)
     bits = (parameter.view(torch.int16).to(torch.int32) << 16) + (correction.to(torch.int32) << 8)
     return bits.view(torch.float32)
 

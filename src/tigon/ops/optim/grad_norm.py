@@ -134,47 +134,53 @@ def _launch(
 # --- the norm of all ranks -------------------------------------------------------------------------
 
 
-def _split(g: Any) -> tuple[Tensor, tuple]:
-    """Return this rank's part of a gradient, and the process groups over which it is sharded."""
-    if type(g) in PLAIN or not (hasattr(g, "to_local") and hasattr(g, "placements")):
-        return g, ()
-    if any(x.is_partial() for x in g.placements):
-        from torch.distributed.tensor import Replicate
+def _is_dtensor(x: Any) -> bool:
+    return type(x) not in PLAIN and hasattr(x, "to_local") and hasattr(x, "placements")
 
-        g = g.redistribute(g.device_mesh, [Replicate() if x.is_partial() else x for x in g.placements])
-    groups = tuple(g.device_mesh.get_group(i) for i, x in enumerate(g.placements) if not x.is_replicate())
-    return g.to_local(), groups
+
+def _reduced(g: Any) -> Any:
+    """Return a gradient whose partial sums have been added up."""
+    if not _is_dtensor(g) or not any(x.is_partial() for x in g.placements):
+        return g
+    from torch.distributed.tensor import Replicate
+
+    return g.redistribute(g.device_mesh, [Replicate() if x.is_partial() else x for x in g.placements])
+
+
+def _local(x: Any) -> Tensor:
+    """Return this rank's part of a tensor."""
+    return x.to_local() if _is_dtensor(x) else x
+
+
+def _groups(x: Any) -> tuple:
+    """Return the process groups over which a tensor is sharded."""
+    if not _is_dtensor(x):
+        return ()
+    return tuple(x.device_mesh.get_group(i) for i, placement in enumerate(x.placements) if placement.is_shard())
 
 
 def total_norm(
-    gradients: Sequence[Tensor], tables: dict[int, dict[tuple, TensorTable]], known: dict[int, Tensor] | None = None
+    gradients: Sequence[Tensor], tables: dict[int, dict[tuple, TensorTable]], parameters: Sequence[Any] = ()
 ) -> Tensor:
     """Return the norm of all gradients in fp32, on the device of the first one.
 
-    All ranks must call this function with gradients that are sharded in the same way.
+    All ranks must call this function with the same parameters. Some ranks may lack some gradients.
 
     Args:
         gradients: Tensors or DTensors.
         tables: A dict in which the caller passes the tables of the previous call, and which this call updates.
-        known: Norms of this rank's part of some gradients, by their position.
+        parameters: The parameters of all gradients, also of those that this rank does not have. Their shards decide
+            which collectives run, and in which order. They may be left out if no parameter is a DTensor.
     """
-    known = {} if known is None else known
-    device = _split(gradients[0])[0].device if gradients else torch.device("cpu")
-    buckets: dict[tuple, tuple[list[Tensor], list[Tensor]]] = {}
-    for i, g in enumerate(gradients):
-        local, groups = _split(g)
-        if groups not in buckets:
-            buckets[groups] = [], []
-        unknown_parts, known_norms = buckets[groups]
-        if i in known:
-            known_norms.append(known[i])
-        else:
-            unknown_parts.append(local)
+    first = next(iter((*gradients, *parameters)), None)
+    device = torch.device("cpu") if first is None else _local(first).device
+    parts: dict[tuple, list[Tensor]] = {_groups(p): [] for p in parameters}
+    for g in gradients:
+        reduced = _reduced(g)
+        parts.setdefault(_groups(reduced), []).append(_local(reduced))
     total = torch.zeros((), dtype=torch.float64, device=device)
-    for position, (groups, (unknown_parts, known_norms)) in enumerate(buckets.items()):
-        squares = sum_of_squares(unknown_parts, device, tables.setdefault(position, {}))
-        if known_norms:
-            squares = squares + torch.stack(known_norms).double().square().sum().to(device, non_blocking=True)
+    for position, (groups, local_parts) in enumerate(parts.items()):
+        squares = sum_of_squares(local_parts, device, tables.setdefault(position, {}))
         for group in groups:
             dist.all_reduce(squares, group=group)
         total = total + squares
