@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -40,8 +40,9 @@ DEVICE = os.environ.get("TIGON_TEST_DEVICE", "cpu")
 # Kernels on a GPU compute exponentials in another way.
 TOLERANCE = 1e-4 if DEVICE == "cuda" else 64 * same_step.EPS
 PARTS = {"rms_norm", "glu", "rope", "fused_statements", "loss"}
-# The tensor parallelism of transformers 5.23 replaces the forward of these norms, so they stay stock.
-HEAD_NORMS = ("q_norm", "k_norm")
+# transformers 5.23 replaces the forward of these modules when it shards them, so they stay stock: norms of heads in its
+# tensor parallelism, and experts in its expert parallelism.
+REPLACED_BY_TRANSFORMERS = ("q_norm", "k_norm", "experts")
 
 # The loss, and every gradient by name.
 Step = dict[str, Tensor]
@@ -63,13 +64,15 @@ def randomise(model: nn.Module) -> None:
         parameter += 0.1 * torch.randn_like(parameter)
 
 
-def patch(model: nn.Module, more_parts: Set[str] = frozenset(), **options) -> Report:
+def patch(model: nn.Module, **options) -> Report:
     """Patch a model, and assert that every part is replaced."""
-    parts = PARTS | more_parts | ({"experts"} if any(map(is_experts, model.modules())) else set())
     report = tigon.patch(model, **options)
+    has_experts = any(map(is_experts, model.modules()))
+    has_experts &= all(entry.part != "experts" for entry in report.left_alone)
+    parts = PARTS | ({"experts"} if has_experts else set())
     assert {entry.part for entry in report.replaced} == parts, report
     for entry in report.left_alone:
-        assert all(name.endswith(HEAD_NORMS) for name in entry.names), report
+        assert all(name.endswith(REPLACED_BY_TRANSFORMERS) for name in entry.names), report
         assert "(by transformers.distributed." in entry.detail, report
     return report
 
