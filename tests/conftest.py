@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from interpreter import repair_the_interpreter
+
 # torch's deterministic mode requires this setting.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -35,7 +37,7 @@ ON_GPU = torch.cuda.is_available() and not INTERPRETED
 # `make test-thorough` runs them.
 THOROUGH: dict[str, tuple[str, ...] | None] = {
     "test_two_ranks": ("more ways", "sharded and lean", "Trainer", "FSDP2 by accelerate"),
-    "test_two_ranks_give_the_results_of_stock": ("more ways", "fp8"),
+    "test_two_ranks_give_the_results_of_stock": ("more ways", "fp8", "adapters by ops"),
     "test_two_ranks_have_the_mean_loss_of_stock_on_the_text_of_both": None,
     "test_two_ranks_shard_the_model_and_have_the_losses_of_one_process": None,
     "test_two_revisions_are_measured_in_turn": None,
@@ -122,51 +124,9 @@ THOROUGH_IN_INTERPRETER = (
 )
 
 
-def _repair_the_interpreter() -> None:
-    """Let Triton's interpreter compute what compiled kernels compute, in four places where it does not in 3.7.
-
-    For the minimum or maximum of a number and NaN, the interpreter returns NaN. Compiled code returns the number, if
-    the kernel does not request that NaN propagates. The interpreter truncates fp32 to bf16, where compiled code rounds.
-    It stores bf16 values as 16-bit integers, and `dot` multiplies these integers. If fp32 is rounded up to the next
-    power of two of an FP8 format, it loses the carry; compiled code also limits values to the largest finite one.
-    """
-    import numpy
-    import triton.language as tl
-    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
-
-    cast, dot = InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot
-
-    def rounded_cast(self, x, dtype):
-        if x.dtype.scalar != tl.float32 or dtype.scalar != tl.bfloat16:
-            return cast(self, x, dtype)
-        values = torch.from_numpy(numpy.ascontiguousarray(x.data)).to(torch.bfloat16)
-        return TensorHandle(values.view(torch.int16).numpy().view(numpy.uint16).reshape(x.data.shape), tl.bfloat16)
-
-    def dot_of_values(self, a, b, *rest):
-        values = [self.cast_impl(x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b)]
-        return dot(self, *values, *rest)
-
-    convert = InterpreterBuilder.create_fp_to_fp
-    fp8_dtypes = {tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}
-
-    def rounded_fp8(self, x, dtype, rounding):
-        fp8_dtype = fp8_dtypes.get(dtype.scalar)
-        if x.dtype.scalar != tl.float32 or fp8_dtype is None:
-            return convert(self, x, dtype, rounding)
-        largest = torch.finfo(fp8_dtype).max
-        values = torch.from_numpy(numpy.ascontiguousarray(x.data)).clamp(-largest, largest).to(fp8_dtype)
-        return TensorHandle(values.view(torch.uint8).numpy().reshape(x.data.shape), dtype.scalar)
-
-    InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot = rounded_cast, dot_of_values
-    InterpreterBuilder.create_fp_to_fp = rounded_fp8
-
-    InterpreterBuilder.create_minnumf = lambda self, a, b: self.binary_op(a, b, numpy.fmin)
-    InterpreterBuilder.create_maxnumf = lambda self, a, b: self.binary_op(a, b, numpy.fmax)
-
-
 def pytest_configure(config: pytest.Config) -> None:
     if INTERPRETED:
-        _repair_the_interpreter()
+        repair_the_interpreter()
     for name, meaning in MARKERS.items():
         config.addinivalue_line("markers", f"{name}: {meaning}")
 

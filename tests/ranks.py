@@ -23,16 +23,21 @@ def leave() -> NoReturn:
     os._exit(0)
 
 
-def run_ranks(script: Path | str, *args: str, ranks: int = 2, device: str = "cpu", timeout: int = 200) -> list[str]:
+def run_ranks(
+    script: Path | str, *args: str, ranks: int = 2, device: str = "cpu", timeout: int = 200,
+    is_interpreted: bool = False,
+) -> list[str]:  # fmt: skip
     """Run `python script *args STORE` once for each rank, and return the output of each. All ranks must succeed.
 
     The script reads its rank from RANK and WORLD_SIZE, as with a launcher, and joins the other ranks by the file STORE.
     It may import from tests, and reads its device from TIGON_TEST_DEVICE. Ranks on "cpu" see no GPU. After `timeout`
-    seconds all ranks are ended, and the call fails.
+    seconds all ranks are ended, and the call fails. With `is_interpreted`, kernels run in Triton's interpreter.
     """
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TIGON_TEST_DEVICE": device}
     environment |= {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH"))))
+    if is_interpreted:
+        environment["TRITON_INTERPRET"] = "1"
     if device == "cpu":
         environment |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
     with tempfile.TemporaryDirectory() as folder:

@@ -8,8 +8,8 @@ from ranks import run_ranks
 
 # The groups, and the number of setups in each.
 GROUPS = {
-    "sharded": 16, "parallel": 10, "sequence": 6, "head": 6, "zero": 5, "ulysses": 5, "adapters": 4, "lean": 9,
-    "lean_more": 16, "fp8": 9,
+    "sharded": 20, "parallel": 15, "sequence": 6, "head": 6, "zero": 6, "ulysses": 5, "adapters": 4, "lean": 9,
+    "lean_more": 16, "fp8": 9, "adapter_ops": 4,
 }  # fmt: skip
 # One launch runs several groups, because two processes take longer to start than most setups take.
 LAUNCHES = {
@@ -17,16 +17,21 @@ LAUNCHES = {
     "more ways": ("parallel", "sequence", "head", "adapters", "lean_more"),
     "zero": ("zero", "ulysses"),
     "fp8": ("fp8",),
+    "adapters by ops": ("adapter_ops",),
 }
+# On the CPU, the kernels of this launch run in Triton's interpreter.
+INTERPRETED_LAUNCH = "adapters by ops"
 launches = [pytest.param(name, marks=pytest.mark.deepspeed) if name == "zero" else name for name in LAUNCHES]
 every_launch = pytest.mark.parametrize("launch", launches)
 
 
 def assert_same_on_two(device: str, launch: str) -> None:
     groups = LAUNCHES[launch]
-    if "adapters" in groups:
+    if {"adapters", "adapter_ops"} & {*groups}:
         pytest.importorskip("peft")
-    for output in run_ranks(Path(__file__).with_name("two_ranks.py"), *groups, device=device):
+    is_interpreted = device == "cpu" and launch == INTERPRETED_LAUNCH
+    script = Path(__file__).with_name("two_ranks.py")
+    for output in run_ranks(script, *groups, device=device, is_interpreted=is_interpreted):
         counts = {group: sum(line.startswith(f"{group}: ") for line in output.splitlines()) for group in groups}
         assert counts == {group: GROUPS[group] for group in groups}, output
 

@@ -11,12 +11,16 @@ import torch
 import torch.distributed as dist
 
 from hf.ways import DEVICE
+from interpreter import repair_the_interpreter
 from ranks import LIMIT, leave
+from tigon.runtime.device import INTERPRETED
 
 if __name__ == "__main__":
     *groups, store = sys.argv[1:]
     rank = int(os.environ["RANK"])
     torch.set_num_threads(1)
+    if INTERPRETED:
+        repair_the_interpreter()
     if DEVICE == "cuda":
         torch.cuda.set_device(rank)
     backend = "nccl" if DEVICE == "cuda" else "gloo"

@@ -1,7 +1,9 @@
 """Models and steps for the scripts that run on each rank, which have no fixtures of pytest."""
 
+import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import transformers
@@ -11,6 +13,8 @@ import tigon
 from hf import same_step
 from tigon.hf.logits import SKIPPED_LOGITS
 from tigon.hf.report import Report
+from tigon.recognition import experts
+from tigon.recognition.experts import is_experts
 
 SIZE = {
     "vocab_size": 132,
@@ -23,13 +27,22 @@ SIZE = {
     "pad_token_id": 0,
     "tie_word_embeddings": False,
 }
+# The first layer has an MLP, and the second one has experts.
+EXPERTS = {
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 48,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "mlp_only_layers": [0],
+}
 # The device of the ranks: the CPU, or "cuda" with one GPU for each rank.
 DEVICE = os.environ.get("TIGON_TEST_DEVICE", "cpu")
 # Kernels on a GPU compute exponentials in another way.
 TOLERANCE = 1e-4 if DEVICE == "cuda" else 64 * same_step.EPS
 PARTS = {"rms_norm", "glu", "rope", "fused_statements", "loss"}
-# The tensor parallelism of transformers 5.23 replaces the forward of these norms, so they stay stock.
-HEAD_NORMS = ("q_norm", "k_norm")
+# transformers 5.23 replaces the forward of these modules when it shards them, so they stay stock: norms of heads in its
+# tensor parallelism, and experts in its expert parallelism.
+REPLACED_BY_TRANSFORMERS = ("q_norm", "k_norm", "experts")
 
 # The loss, and every gradient by name.
 Step = dict[str, Tensor]
@@ -54,11 +67,37 @@ def randomise(model: nn.Module) -> None:
 def patch(model: nn.Module, **options) -> Report:
     """Patch a model, and assert that every part is replaced."""
     report = tigon.patch(model, **options)
-    assert {entry.part for entry in report.replaced} == PARTS, report
+    has_experts = any(map(is_experts, model.modules()))
+    has_experts &= all(entry.part != "experts" for entry in report.left_alone)
+    parts = PARTS | ({"experts"} if has_experts else set())
+    assert {entry.part for entry in report.replaced} == parts, report
     for entry in report.left_alone:
-        assert all(name.endswith(HEAD_NORMS) for name in entry.names), report
+        assert all(name.endswith(REPLACED_BY_TRANSFORMERS) for name in entry.names), report
         assert "(by transformers.distributed." in entry.detail, report
     return report
+
+
+@contextlib.contextmanager
+def recorded(owner: Any, name: str) -> Iterator[list[tuple]]:
+    """Yield a list to which every call of the function `owner.name` in the block adds its arguments."""
+    function, calls = getattr(owner, name), []
+    setattr(owner, name, staticmethod(lambda *args, **kwargs: calls.append(args) or function(*args, **kwargs)))
+    try:
+        yield calls
+    finally:
+        setattr(owner, name, function)
+
+
+def with_op_on_experts(setup: Callable[[int], None], count: int) -> Callable[[int], None]:
+    """Return the setup with an assertion that the op computes the experts of its models `count` times."""
+
+    def setup_with_count(rank: int) -> None:
+        with recorded(experts, "moe_mlp") as calls:
+            setup(rank)
+        # Recognition calls the op with small copies of the experts.
+        assert sum(x.shape[-1] == SIZE["hidden_size"] for x, *_ in calls) == count
+
+    return setup_with_count
 
 
 def distributed(distribute: Callable, patched: bool, patch_after: bool, **config) -> nn.Module:

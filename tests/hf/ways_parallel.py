@@ -20,25 +20,56 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface
+from transformers.distributed import DistributedConfig
 
 import tigon
-from hf.ways import DEVICE, assert_same, batch, build, distributed, patch, step
+from hf.ways import (
+    DEVICE,
+    EXPERTS,
+    assert_same,
+    batch,
+    build,
+    distributed,
+    patch,
+    step,
+    with_op_on_experts,
+)
 from tigon.runtime import device
 
 
-def by_plan(model: nn.Module) -> nn.Module:
-    """Save a model and load it with the plan of transformers, which shards its layers and its head."""
+def load(model: nn.Module, **options) -> tuple[nn.Module, set[str]]:
+    """Save a model and load it with a plan of transformers. Return it with the names of its sharded parameters."""
     folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(folder)
     if dist.get_rank() == 0:
         model.save_pretrained(folder[0])
     dist.barrier()
-    model = type(model).from_pretrained(folder[0], tp_plan="auto", attn_implementation="eager").train()
+    model = type(model).from_pretrained(folder[0], attn_implementation="eager", **options).train()
     dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(folder[0])
-    sharded_modules = {name.split(".")[-2] for name, p in model.named_parameters() if hasattr(p, "placements")}
+    return model, {name for name, p in model.named_parameters() if hasattr(p, "placements")}
+
+
+def by_plan(model: nn.Module) -> nn.Module:
+    """Load a model with the plan of transformers that shards the features of its layers and its head."""
+    model, names = load(model, tp_plan="auto")
+    sharded_modules = {name.split(".")[-2] for name in names}
     assert {"lm_head", "o_proj", "down_proj"} <= sharded_modules, sharded_modules
+    return model
+
+
+def by_experts(model: nn.Module) -> nn.Module:
+    """Load a model with the plan of transformers that gives each rank half of the experts.
+
+    The router of a rank gives choices of experts on the other rank an index behind the last expert, and the weight 0.
+    transformers 5.17 does not shard other layers then, and 5.23 does.
+    """
+    plan = DistributedConfig(tp_size=2, tp_plan="auto", enable_expert_parallel=True)
+    model, names = load(model, distributed_config=plan)
+    weights = {name: p for name, p in model.named_parameters() if ".experts." in name}
+    assert weights.keys() <= names
+    assert {p.to_local().shape[0] for p in weights.values()} == {2}
     return model
 
 
@@ -75,12 +106,17 @@ def tensor_parallel(distribute: Callable, patch_after: bool = True, **config) ->
     return setup
 
 
-def patched_by_type(rank: int) -> None:
-    """Patch a type before its models are built. They are sharded when they are loaded."""
-    report = tigon.patch("gemma2")
-    model = by_plan(build())
-    report.restore()
-    assert_same(step(model, True, **batch(0)), step(build(), False, **batch(0)))
+def patched_by_type(distribute: Callable, model_type: str, **config) -> Callable[[int], None]:
+    """Return a setup that patches a type before its models are built. They are sharded when they are loaded."""
+
+    def setup(rank: int) -> None:
+        stock = build(model_type, **config)
+        report = tigon.patch(model_type)
+        model = distribute(stock)
+        report.restore()
+        assert_same(step(model, True, **batch(0)), step(stock, False, **batch(0)))
+
+    return setup
 
 
 def no_kernel_on_dtensors(rank: int) -> None:
@@ -134,13 +170,25 @@ def context_parallel(valid: int) -> Callable[[int], None]:
 
 PHI3_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 
+# All layers have experts with biases and a clamped gate.
+GPT_OSS = {"model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2}
+# In transformers 5.23, the expert parallelism calls the stock forward of the experts by another object.
+EXPERT_CALLS = 0 if "ep_size" in DistributedConfig.__dataclass_fields__ else 1
+
 SETUPS = {
     "transformers' plan": tensor_parallel(by_plan),
     "transformers' plan, norms of heads": tensor_parallel(by_plan, model_type="qwen3"),
     "transformers' plan, packed": tensor_parallel(
         by_plan, model_type="phi3", rope_parameters=PHI3_ROPE, eos_token_id=2
     ),
-    "transformers' plan, patched by type": patched_by_type,
+    "transformers' plan, patched by type": patched_by_type(by_plan, "gemma2"),
+    "transformers' plan, experts": with_op_on_experts(tensor_parallel(by_plan, **EXPERTS), count=1),
+    "transformers' plan, experts patched by type": with_op_on_experts(patched_by_type(by_plan, **EXPERTS), count=1),
+    "expert parallel": with_op_on_experts(tensor_parallel(by_experts, **EXPERTS), EXPERT_CALLS),
+    "expert parallel, patched by type": with_op_on_experts(patched_by_type(by_experts, **EXPERTS), EXPERT_CALLS),
+    "expert parallel, biases, patched by type": with_op_on_experts(
+        patched_by_type(by_experts, **GPT_OSS), 2 * EXPERT_CALLS
+    ),
     "torch's styles": tensor_parallel(functools.partial(by_layers, local=True)),
     "torch's styles, DTensors between them": tensor_parallel(functools.partial(by_layers, local=False)),
     "torch's styles, patched before": tensor_parallel(functools.partial(by_layers, local=True), patch_after=False),

@@ -10,7 +10,17 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPr
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 
-from hf.ways import DEVICE, assert_same, batch, build, distributed, patch, step
+from hf.ways import (
+    DEVICE,
+    EXPERTS,
+    assert_same,
+    batch,
+    build,
+    distributed,
+    patch,
+    step,
+    with_op_on_experts,
+)
 
 BF16 = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)}
 
@@ -56,6 +66,17 @@ def by_accelerate(model: nn.Module) -> nn.Module:
     return model
 
 
+def experts_as_unit(model: nn.Module) -> nn.Module:
+    """Make the experts of each layer a unit of FSDP2, in which each rank has the weights of half of them."""
+    for layer in model.model.layers:
+        if hasattr(layer.mlp, "experts"):
+            fully_shard(layer.mlp.experts)
+    model = fsdp2(model)
+    sharded_dims = {p.placements[0].dim for name, p in model.named_parameters() if ".experts." in name}
+    assert sharded_dims == {0}, sharded_dims
+    return model
+
+
 def checkpointed(model: nn.Module) -> nn.Module:
     model.gradient_checkpointing_enable({"use_reentrant": False})
     return fsdp2(model)
@@ -74,6 +95,11 @@ def make_setup(distribute: Callable, patch_after: bool = False, **config) -> Cal
         assert_same(*steps)
 
     return setup
+
+
+def make_experts_setup(distribute: Callable, patch_after: bool = False) -> Callable[[int], None]:
+    """Return a setup whose models have experts in one layer. A patched model takes two steps."""
+    return with_op_on_experts(make_setup(distribute, patch_after, **EXPERTS), count=2)
 
 
 def mixed_precision(rank: int) -> None:
@@ -118,6 +144,10 @@ SETUPS = {
     "FSDP2, bf16 parameters": mixed_precision,
     "FSDP2 by accelerate": make_setup(by_accelerate),
     "FSDP2 by accelerate, tied embeddings": make_setup(by_accelerate, tie_word_embeddings=True),
+    "DDP, experts": make_experts_setup(ddp),
+    "FSDP2, experts": make_experts_setup(fsdp2),
+    "FSDP2, experts as a unit": make_experts_setup(experts_as_unit),
+    "FSDP2, experts as a unit, patched after": make_experts_setup(experts_as_unit, patch_after=True),
     "FSDP1, original parameters": make_setup(functools.partial(fsdp1, use_orig_params=True)),
     "FSDP1, original parameters, patched after": make_setup(
         functools.partial(fsdp1, use_orig_params=True), patch_after=True

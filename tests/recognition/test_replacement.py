@@ -166,6 +166,22 @@ def test_a_wrapper_around_the_forward_of_an_instance_is_foreign(layer):
     assert foreign_forward(layer) == "its forward was already replaced (by another.package)"
 
 
+def test_a_sharding_wrapper_of_transformers_calls_the_recipe_until_it_is_uninstalled(layer):
+    """Such a wrapper exchanges the parameters of a module for those of this rank while the forward runs."""
+    factory = "def make(stock):\n    def forward(x):\n        return stock(x) + 1\n    return forward\nforward = make"
+    for library, is_foreign in (("transformers.distributed", False), ("another.package", True)):
+        layer.forward = function_of_library(library, factory)(type(layer).forward.__get__(layer))
+        reason = f"its forward was already replaced (by {library})"
+        assert foreign_forward(layer) == reason
+        assert foreign_forward(layer, may_be_wrapped=True) == (reason if is_foreign else None)
+    x = torch.ones(2, 3)
+    before = layer(x)
+    undo = install(layer, lambda module, x: 10 * x)
+    assert torch.equal(layer(x), 10 * x + 1)
+    undo()
+    assert torch.equal(layer(x), before)
+
+
 @pytest.mark.parametrize("register", ["forward_hook", "full_backward_hook", "full_backward_pre_hook"])
 @pytest.mark.parametrize("partial", [False, True])
 def test_hooks_are_foreign_except_those_of_engines_that_shard(layer, register, partial):

@@ -207,7 +207,9 @@ def _decide(
         if finding.part in ACTIVATIONS and module in activations:
             finding.note = "a replaced module computes this activation itself"
             continue
-        result = (earlier_recipe is None and _read(foreign_forward, module)) or result
+        if earlier_recipe is None:
+            may_be_wrapped = isinstance(result, ExpertsRecipe)
+            result = _read(functools.partial(foreign_forward, may_be_wrapped=may_be_wrapped), module) or result
         if finding.part in ("rms_norm", "layer_norm", "adapters"):
             result = overwrite_reasons.get(module, result)
         if isinstance(result, str):

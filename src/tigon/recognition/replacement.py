@@ -197,12 +197,22 @@ def find_changing_hook(module: nn.Module) -> str | None:
     return None
 
 
-def foreign_forward(module: nn.Module) -> str | None:
+def _is_wrapped_by_transformers(module: nn.Module) -> bool:
+    """Return True if the assigned forward is a function of transformers that calls the forward of the class.
+
+    `install` then lets this function call the replacement.
+    """
+    return wrapped_forward(module) is not None and written_in(module.forward).startswith("transformers.")
+
+
+def foreign_forward(module: nn.Module, *, may_be_wrapped: bool = False) -> str | None:
     """Return a clause that says which code replaced the forward that the class was written with; None if none did.
 
     An integration of Tigon gives the clause itself, as the attribute `reason_to_keep` of the forward that it assigns.
+    With `may_be_wrapped`, a function of transformers that calls the forward of the class does not count.
     """
-    if (current := _assigned_forward(module)) is not None:
+    current = _assigned_forward(module)
+    if current is not None and not (may_be_wrapped and _is_wrapped_by_transformers(module)):
         if reason := getattr(current, "reason_to_keep", None):
             return reason
         return f"its forward was already replaced (by {written_in(current)})"
