@@ -61,7 +61,7 @@ class Fp8Options(NamedTuple):
     fp8_dw: bool = True
     # This is the format of upstream gradients. None stands for `GRADIENT_DTYPE`.
     gradient_dtype: torch.dtype | None = None
-    # If True, the products of forward, or of backward, keep fewer bits while they accumulate, which is faster on Hopper.
+    # If True, the products of forward, or of backward, keep fewer bits while they accumulate. This is faster on Hopper.
     fast_forward: bool = True
     fast_backward: bool = False
 
