@@ -133,3 +133,27 @@ def test_the_copies_of_the_weights_are_freed_at_a_level_of_memory():
         del model, report
     assert 1.9 < sizes[0] < 2.3
     assert sizes[1] < 0.2
+
+
+def test_a_graph_quantises_frozen_weights_at_each_replay():
+    model = make_model().requires_grad_(False)
+    report = tigon.patch(model, fp8="rowwise")
+    batch = make_batch()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream), torch.no_grad():
+        for _ in range(2):
+            model(**batch)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph), torch.no_grad():
+        loss = model(**batch).loss
+    # The graph must not read copies that are freed, nor those of earlier values.
+    report.clear_fp8()
+    with torch.no_grad():
+        for parameter in model.model.layers.parameters():
+            parameter.mul_(0.5)
+    graph.replay()
+    replayed = loss.clone()
+    with torch.no_grad():
+        expected = model(**batch).loss
+    assert error(replayed, expected) < BF16_ERROR / 4

@@ -16,7 +16,7 @@ from tigon.hf.transformers_private import is_checkpoint_layer
 from tigon.ops.fp8.formats import MULTIPLE, RECIPES, has_fp8_units
 from tigon.recognition.adapters import AdapterRecipe
 from tigon.recognition.experts import is_experts
-from tigon.recognition.fp8 import FP8_DTYPES, FP8Recipe, FP8Settings, set_owners
+from tigon.recognition.fp8 import FP8_DTYPES, FP8Recipe, FP8Settings, mark_bases
 from tigon.recognition.replacement import find_replacement, foreign_forward, install
 from tigon.recognition.standin import is_linear
 
@@ -162,7 +162,7 @@ class FP8Plan:
             return []
         undo = [install(layer, FP8Recipe(settings)) for layer in self.changed]
         for module in self.adapted:
-            set_owners(module)
+            mark_bases(module)
         for name, module, reason in self.lines:
             detail = reason or _describe_products(settings, module.weight.dtype)
             report.add("fp8", type(module).__name__, not reason, detail, name)

@@ -19,7 +19,7 @@ from tigon.hf.report import ModuleOutcomes, Outcome, Report
 from tigon.recognition.adapters import AdapterRecipe, recipes_for, recognise_adapters, uninstall_adapters
 from tigon.recognition.expert_adapters import ExpertAdapterRecipe
 from tigon.recognition.experts import is_experts
-from tigon.recognition.fp8 import set_owners
+from tigon.recognition.fp8 import mark_bases
 from tigon.recognition.kind import kind_of
 from tigon.recognition.replacement import exchange, find_replacement, foreign_forward, install
 from tigon.recognition.standin import is_linear
@@ -91,7 +91,7 @@ class AdapterWatch:
             for module, each in recipes_for(child, recipe).items():
                 install(module, each)
                 self.replaced_modules.add(module)
-            set_owners(child)
+            mark_bases(child)
             if (report := self.report()) is not None:
                 detail = f"{recipe}, added after the patch"
                 report.add("adapters", type(child).__name__, True, detail, name)

@@ -5,6 +5,7 @@ import functools
 import inspect
 import logging
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, Never, ParamSpec, get_args
@@ -427,7 +428,7 @@ def patch(
         options |= {"memory": memory, "fp8": fp8, "fp8_dw": fp8_dw}
         return patch_type(model, functools.partial(patch, **options, **vars(loss_options)))
     require_for(model)
-    report, installed_recipes = Report(type(model).__name__), _installed_recipes(model)
+    report, installed_recipes = Report(type(model).__name__, patched=weakref.ref(model)), _installed_recipes(model)
     findings = _find(model, parts, installed_recipes)
     _decide(findings, installed_recipes, overwritten_children(model))
     report.outcomes = _outcomes(model, findings)

@@ -2,9 +2,15 @@
 
 import dataclasses
 import difflib
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+from torch import nn
+
+from tigon.recognition.fp8 import FP8Recipe
+from tigon.recognition.replacement import find_replacement
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -75,6 +81,8 @@ class Report:
     outcomes: dict[str, ModuleOutcomes] = field(default_factory=dict, repr=False)
     # The title of the report if nothing was replaced.
     empty: str = field(default="nothing patched", repr=False)
+    # The model that was patched; None for a report about a class.
+    patched: weakref.ref[nn.Module] | None = field(default=None, repr=False, compare=False)
 
     @property
     def replaced(self) -> list[Entry]:
@@ -121,6 +129,22 @@ class Report:
         """Undo this patch exactly; a second call does nothing."""
         while self.undo:
             self.undo.pop()()
+
+    def clear_fp8(self, model: nn.Module | None = None) -> None:
+        """Free the FP8 copies of all weights; the next call of each layer makes new ones.
+
+        Call it after a write that Tigon cannot see: one through `weight.data` to a frozen weight, if no optimizer steps
+        before the next call. It also frees the memory of the copies.
+
+        Args:
+            model: A copy of the patched model, or any model with layers in FP8. None is the patched model.
+        """
+        if model is None:
+            model = None if self.patched is None else self.patched()
+        for module in () if model is None else model.modules():
+            recipe = getattr(find_replacement(module), "recipe", None)
+            if isinstance(recipe, FP8Recipe):
+                recipe.caches.clear()
 
     def add(self, part: str, module: str, replaced: bool, detail: str, name: str) -> None:
         """Add the module `name` to the entry that it belongs to."""

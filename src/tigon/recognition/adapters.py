@@ -46,7 +46,7 @@ from tigon.recognition.deferred import (
 )
 from tigon.recognition.dequantisation import WeightReader
 from tigon.recognition.expert_adapters import ExpertAdapterRecipe, recognise_expert_adapters, wrappers_of
-from tigon.recognition.fp8 import FP8Recipe, set_owners
+from tigon.recognition.fp8 import FP8Recipe, mark_bases
 from tigon.recognition.replacement import find_replacement, install, installed_recipe, uninstall
 from tigon.recognition.standin import (
     BF16,
@@ -213,7 +213,7 @@ def _frozen_weight(base: Any, x: Tensor | TensorLike) -> FrozenWeight | None:
     """
     recipe = installed_recipe(base)
     if type(recipe) is FP8Recipe:
-        return recipe.frozen_weight(base, x)
+        return recipe.frozen_weight(base, x, has_adapters=True)
     return recipe.weight_reader.read(base, x) if isinstance(recipe, BaseRecipe) else None
 
 
@@ -291,7 +291,7 @@ def read_projection(layer: nn.Module, x: Tensor | TensorLike) -> Projection | No
         return Projection(layer.weight, layer.bias)
     recipe = installed_recipe(layer)
     if type(recipe) is FP8Recipe and not does_more_than_forward(layer):
-        weight: Any = recipe.frozen_weight(layer, x)
+        weight: Any = recipe.frozen_weight(layer, x, has_adapters=False)
         return None if weight is None else Projection(weight, getattr(layer, "bias", None))
     if type(recipe) is not AdapterRecipe or does_more_than_forward(layer):
         return None
@@ -434,7 +434,7 @@ def recipes_for(layer: nn.Module, recipe: AdapterRecipe | ExpertAdapterRecipe) -
 def install_adapters(layer: nn.Module, recipe: AdapterRecipe | ExpertAdapterRecipe) -> Callable[[], None]:
     """Install the recipes of a layer and of its base. Return a function that uninstalls them."""
     undo = [install(module, each) for module, each in recipes_for(layer, recipe).items()]
-    set_owners(layer)
+    mark_bases(layer)
 
     def restore() -> None:
         for step in undo:

@@ -10,7 +10,6 @@ generation, is not computed in FP8 either, because it would take longer to quant
 """
 
 import math
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,7 +31,7 @@ from tigon.runtime.engines import keeps_versions
 from tigon.runtime.stock import linears_are_stock
 from tigon.runtime.torch_private.autograd import has_active_transform
 
-__all__ = ["FP8_DTYPES", "FP8Recipe", "FP8Settings", "compute_in_fp8", "compute_mlp_in_fp8", "set_owners"]
+__all__ = ["FP8_DTYPES", "FP8Recipe", "FP8Settings", "compute_in_fp8", "compute_mlp_in_fp8", "mark_bases"]
 
 # The dtypes of the weights and inputs that are quantised. An FP8 product would be too coarse for a layer in fp32.
 FP8_DTYPES = (torch.bfloat16, torch.float16)
@@ -59,51 +58,89 @@ class FP8Recipe:
     """Recipe of an `nn.Linear`: the same product, with its factors rounded to FP8.
 
     A copy of a layer starts without a quantised weight.
+
+    Args:
+        settings: The options of the patch.
+        is_base: The layer is, or was, the base of a layer with adapters. A merge of the adapters changes the weight
+            without a new version, so only an op that adds the adapters uses a cache. Any other call quantises.
     """
 
     # A call with a `Deferred` returns a deferred output.
     takes_deferred = True
 
-    def __init__(self, settings: FP8Settings) -> None:
+    def __init__(self, settings: FP8Settings, is_base: bool = False) -> None:
         self.settings = settings
+        self.is_base = is_base
+        # The number of calls of a base by itself, before which its adapters may have been merged.
+        self.merges = 0
         # The caches of the groups of layers of which this layer is the first one, by the number of layers.
         self.caches: dict[int, StepCache] = {}
-        # The layer with adapters whose base this layer is.
-        self.owner: weakref.ref[nn.Module] | None = None
+        # The device of the weights whose copies the caches hold.
+        self.device: torch.device | None = None
 
     def __reduce__(self) -> tuple:
-        return FP8Recipe, (self.settings,)
+        return FP8Recipe, (self.settings, self.is_base)
 
     def __call__(self, layer: Any, *args: Any, **kwargs: Any) -> Any:
-        if len(args) == 1 and not kwargs and _takes(args[0]) and _fits(layer, args[0]):
+        self.free_moved_copies(layer)
+        # A call that is only recorded may become one of an op that adds adapters.
+        has_copies = not self.is_base or (len(args) == 1 and type(args[0]) is Deferred)
+        if len(args) == 1 and not kwargs and _takes(args[0]) and _fits(layer, args[0], has_copies):
             # A forward that runs without values records the call of this layer, and not a product in another dtype.
             dtype = product_dtype(args[0])
             if (output := call_deferred(layer, args[0], layer.out_features, dtype)) is not None:
                 return output
-            return _compute(args[0], [layer], self)[0]
+            return _compute(args[0], [layer], [self])[0]
+        self.count_call()
         return type(layer).forward(layer, *args, **kwargs)
 
-    def frozen_weight(self, layer: Any, x: Tensor | TensorLike) -> Fp8Weight | None:
-        """Return the weight for an op that adds adapters to the product of x; None if the layer has to be called."""
-        if layer.weight.requires_grad or not _fits(layer, x):
+    def frozen_weight(self, layer: Any, x: Tensor | TensorLike, has_adapters: bool) -> Fp8Weight | None:
+        """Return the weight for an op that adds adapters to products of x; None if the layer has to be called.
+
+        Args:
+            layer: The layer of this recipe.
+            x: The input of the layer.
+            has_adapters: The op adds adapters of this layer, which are therefore not merged into its weight. False for
+                a layer that only has the same input as one with adapters.
+        """
+        self.free_moved_copies(layer)
+        is_cacheable = has_adapters or not self.is_base
+        if layer.weight.requires_grad or not _fits(layer, x, is_cacheable):
             return None
         options = Fp8Options(self.settings.recipe, self.settings.fp8_dw)
-        return Fp8Weight(layer.weight, options, self.find_cache)
+        find_cache = self.find_cache if is_cacheable else None
+        return Fp8Weight(layer.weight, options, find_cache, self.merges if self.is_base else None)
 
-    def find_cache(self, weights: Sequence[Tensor]) -> WeightCache | None:
-        """Return the cache for a group of weights, of which the first one is that of this layer."""
+    def find_cache(self, weights: Sequence[Tensor], merges: Sequence[int | None]) -> WeightCache | None:
+        """Return the cache for a group of weights, of which the first one is that of this layer.
+
+        Args:
+            weights: The weights of the group.
+            merges: The attributes `merges` of those recipes whose layers are bases of adapters, and None for others.
+        """
         if torch.compiler.is_compiling():
             return None
+        self.device = weights[0].device
         if (cache := self.caches.get(len(weights))) is None:
             cache = self.caches[len(weights)] = StepCache(self.settings.keeps_copies)
-        return cache.find(weights, None if self.owner is None else self.owner())
+        return cache.find(weights, merges)
+
+    def count_call(self) -> None:
+        """Count a call of a base without its adapters, which may have been merged."""
+        if self.is_base and not torch.compiler.is_compiling():
+            self.merges += 1
+
+    def free_moved_copies(self, layer: Any) -> None:
+        """Free the copies if the weight of the layer was moved to another device."""
+        if not torch.compiler.is_compiling() and self.caches and layer.weight.device != self.device:
+            self.caches.clear()
 
 
-def set_owners(layer: nn.Module) -> None:
-    """Let the layers in a layer with adapters that run in FP8 know it. It may merge its adapters into them."""
+def mark_bases(layer: nn.Module) -> None:
+    """Record in the recipes of the FP8 layers in a layer with adapters that a merge changes their weights."""
     for module in layer.modules():
         if isinstance(recipe := installed_recipe(module), FP8Recipe):
-            recipe.owner, recipe.caches = weakref.ref(layer), {}
+            recipe.is_base, recipe.caches = True, {}
 
 
 def _takes(x: Any) -> bool:
@@ -111,10 +148,13 @@ def _takes(x: Any) -> bool:
     return type(x) is Deferred or (type(x) in PLAIN and x.layout is torch.strided and not x.is_nested)
 
 
-def _fits(layer: Any, x: Any) -> bool:
+def _fits(layer: Any, x: Any, has_copies: bool) -> bool:
     """Return whether FP8 products may replace `F.linear(x, layer.weight, layer.bias)`.
 
-    `x` may also be a `Deferred` or a `TensorLike`, which have the properties of a tensor.
+    Args:
+        layer: The linear layer.
+        x: The input, which may also be a `Deferred` or a `TensorLike`, which have the properties of a tensor.
+        has_copies: The copies of a frozen weight are those of an earlier call.
     """
     if not linears_are_stock() or type(layer).forward is not nn.Linear.forward or has_active_transform():
         return False
@@ -134,48 +174,56 @@ def _fits(layer: Any, x: Any) -> bool:
         return False
     if dtype not in FP8_DTYPES:
         return False
-    if torch.is_grad_enabled() or (not weight.requires_grad and keeps_versions(weight)):
+    if torch.is_grad_enabled() or (has_copies and not weight.requires_grad and keeps_versions(weight)):
         return True
     return math.prod(x.shape[:-1]) >= FEWEST_ROWS
 
 
-def _compute(x: Tensor, layers: Sequence[Any], first_recipe: FP8Recipe) -> tuple[Tensor, ...]:
+def _compute(x: Tensor, layers: Sequence[Any], recipes: Sequence[FP8Recipe]) -> tuple[Tensor, ...]:
     """Return the outputs of linear layers with the same input and the same settings."""
-    weights, settings = [layer.weight for layer in layers], first_recipe.settings
+    weights, settings = [layer.weight for layer in layers], recipes[0].settings
     return fp8_projections(
         x, weights, [layer.bias for layer in layers], recipe=settings.recipe, fp8_dw=settings.fp8_dw,
-        caches=first_recipe.find_cache(weights),
+        caches=_find_cache(recipes, weights),
     )  # fmt: skip
 
 
-def _find_recipe(x: Any, layers: Sequence[nn.Module]) -> FP8Recipe | None:
-    """Return the recipe of the first layer if all layers compute FP8 products of x with equal settings, or None."""
-    first_recipe = installed_recipe(layers[0])
-    if type(first_recipe) is not FP8Recipe or not _takes(x):
+def _find_cache(recipes: Sequence[FP8Recipe], weights: Sequence[Tensor]) -> WeightCache | None:
+    """Return the cache for layers that are called without adapters; None if the call must quantise their weights."""
+    for recipe in recipes:
+        recipe.count_call()
+    has_base = any(recipe.is_base for recipe in recipes)
+    return None if has_base else recipes[0].find_cache(weights, [None] * len(weights))
+
+
+def _find_recipes(x: Any, layers: Sequence[nn.Module]) -> list[FP8Recipe] | None:
+    """Return the recipes of the layers if all of them compute FP8 products of x with equal settings, or None."""
+    recipes = [installed_recipe(layer) for layer in layers]
+    if type(recipes[0]) is not FP8Recipe or not _takes(x):
         return None
-    for layer in layers:
-        recipe = installed_recipe(layer)
-        if type(recipe) is not FP8Recipe or recipe.settings != first_recipe.settings:
+    for layer, recipe in zip(layers, recipes, strict=True):
+        if type(recipe) is not FP8Recipe or recipe.settings != recipes[0].settings:
             return None
-        if does_more_than_forward(layer) or not _fits(layer, x):
+        recipe.free_moved_copies(layer)
+        if does_more_than_forward(layer) or not _fits(layer, x, has_copies=not recipe.is_base):
             return None
-    return first_recipe
+    return recipes
 
 
 def compute_in_fp8(x: Any, layers: Sequence[nn.Module]) -> tuple[Tensor, ...] | None:
     """Return layer(x) for each layer, with x quantised once; None if the caller has to call the layers."""
-    recipe = _find_recipe(x, layers)
-    return None if recipe is None else _compute(x, layers, recipe)
+    recipes = _find_recipes(x, layers)
+    return None if recipes is None else _compute(x, layers, recipes)
 
 
 def compute_mlp_in_fp8(x: Any, layers: Sequence[Any], activation: str) -> Tensor | None:
     """Return the gated MLP of the layers gate, up and down as one op; None if the caller has to call the layers."""
     # The input of `down` has the rows and the dtype of x.
-    recipe = _find_recipe(x, layers)
-    if recipe is None or any(layer.bias is not None for layer in layers):
+    recipes = _find_recipes(x, layers)
+    if recipes is None or any(layer.bias is not None for layer in layers):
         return None
-    weights, settings = [layer.weight for layer in layers], recipe.settings
+    weights, settings = [layer.weight for layer in layers], recipes[0].settings
     return fp8_glu_mlp(
         x, *weights, activation=activation, recipe=settings.recipe, fp8_dw=settings.fp8_dw,
-        caches=recipe.find_cache(weights),
+        caches=_find_cache(recipes, weights),
     )  # fmt: skip

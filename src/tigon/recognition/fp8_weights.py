@@ -6,19 +6,22 @@
   (`keeps_versions`). A cache would also hold the weights of all layers at once.
 - An optimizer may write through `weight.data`, which has a version of its own. Therefore the copies of a trained weight
   serve one step only: from the first forward of the step until `weight.grad` is None again.
-- A merge of adapters into their base writes through `data` too. Therefore the copies of a frozen weight are dropped if
-  the layer with adapters has other settings or is gone.
-- A CUDA graph must contain the quantisation of a trained weight, because the weight has other values at each replay.
+- A merge of adapters into their base writes through `data` too. Therefore a base is cached only for the ops that add
+  its adapters, which are then not merged, and until it is called by itself, which is how a merged base is called.
+- Averages of trained weights are written through `data` to the frozen weights of a teacher. Therefore the copies of
+  frozen weights without adapters serve until an optimizer steps.
+- A CUDA graph must contain the quantisation of all weights: they have other values at each replay, and the graph would
+  hold the addresses of copies that may be freed.
 """
 
 import weakref
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tigon.memory.lean import in_checkpoint, is_checkpoint_recomputation
-from tigon.ops.fp8.weights import WeightCache
+from tigon.ops.fp8.weights import WeightCache, is_capturing
 from tigon.runtime.engines import keeps_versions
 
 __all__ = ["StepCache"]
@@ -40,23 +43,23 @@ class StepCache:
         self.addresses: list[int] = []
         # True if gradients existed at the last forward of a step, because they accumulate over several backwards.
         self.is_accumulating = False
-        self.owner_settings: tuple | None = None
+        # The `merges` of the weights for which the copies of frozen weights were made.
+        self.merges: tuple[int | None, ...] = ()
 
-    def find(self, weights: Sequence[Tensor], owner: nn.Module | None) -> WeightCache | None:
+    def find(self, weights: Sequence[Tensor], merges: Sequence[int | None]) -> WeightCache | None:
         """Return the cache for a call with these weights; None if the call must quantise them.
 
         Args:
             weights: The weights of the layers that the call computes.
-            owner: The layer with adapters whose base has the weight. None if there is none, or if it was deleted,
-                because its adapters were merged for good.
+            merges: For each weight, a number that is different after a merge of adapters into it; None if there are no
+                adapters.
         """
-        is_capturing = weights[0].is_cuda and torch.cuda.is_current_stream_capturing()
         trained_weights = [weight for weight in weights if weight.requires_grad]
-        if (is_capturing and trained_weights) or not all(map(keeps_versions, weights)):
+        if is_capturing(weights[0]) or not all(map(keeps_versions, weights)):
             self.cache = None
             return None
         if not trained_weights:
-            return self._find_for_frozen(weights, owner)
+            return self._find_for_frozen(weights, merges)
         has_gradient = any(weight.grad is not None for weight in trained_weights)
         if is_checkpoint_recomputation() or not torch.is_grad_enabled():
             # The second run of a checkpointed layer, and an evaluation between two backwards, are part of the step.
@@ -71,11 +74,11 @@ class StepCache:
             self._renew(weights)
         return self.cache
 
-    def _find_for_frozen(self, weights: Sequence[Tensor], owner: nn.Module | None) -> WeightCache | None:
-        settings = None if owner is None else _settings_of(owner)
-        if settings != self.owner_settings or not self._belongs_to(weights):
-            self._renew(weights)
-            self.owner_settings = settings
+    def _find_for_frozen(self, weights: Sequence[Tensor], merges: Sequence[int | None]) -> WeightCache | None:
+        if self.merges != tuple(merges) or not self._belongs_to(weights):
+            # If all weights are bases of adapters, no code but a merge is expected to change them.
+            self._renew(weights, keeps_frozen=None not in merges)
+            self.merges = tuple(merges)
         return self.cache
 
     def _belongs_to(self, weights: Sequence[Tensor]) -> bool:
@@ -85,22 +88,8 @@ class StepCache:
         is_same = all(ref() is weight for ref, weight in zip(self.weights, weights, strict=True))
         return is_same and self.addresses == [weight.data_ptr() for weight in weights]
 
-    def _renew(self, weights: Sequence[Tensor] | None) -> None:
+    def _renew(self, weights: Sequence[Tensor] | None, keeps_frozen: bool = False) -> None:
         """Replace the cache by an empty one for these weights, or by None."""
-        self.cache = None if weights is None else WeightCache()
+        self.cache = None if weights is None else WeightCache(keeps_frozen)
         self.weights = [weakref.ref(weight) for weight in weights or ()]
         self.addresses = [weight.data_ptr() for weight in weights or ()]
-
-
-def _settings_of(owner: nn.Module) -> tuple:
-    """Return the plain settings of a layer with adapters, such as the list of its merged adapters, but not its mode."""
-    settings: list[tuple] = []
-    is_plain = lambda value: isinstance(value, (bool, int, float, str))
-    for name, value in vars(owner).items():
-        if name == "training":
-            continue
-        if is_plain(value):
-            settings.append((name, value))
-        elif isinstance(value, (list, tuple)) and all(map(is_plain, value)):
-            settings.append((name, *value))
-    return tuple(settings)

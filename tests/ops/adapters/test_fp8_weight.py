@@ -30,7 +30,7 @@ class Layers:
     def __init__(self, sizes: list[tuple[int, int, int]], recipe: str, cache: WeightCache | None = None) -> None:
         generator = torch.Generator().manual_seed(0)
         draw = lambda *shape: (torch.randn(shape, generator=generator) * shape[-1] ** -0.5).to(DEVICE, DTYPE)
-        self.recipe, self.find_cache = recipe, lambda weights: cache
+        self.recipe, self.find_cache = recipe, lambda weights, merges: cache
         self.weights = [draw(outputs, inputs) for outputs, inputs, _ in sizes]
         self.adapters = [
             Adapter(draw(rank, inputs).requires_grad_(), draw(outputs, rank).requires_grad_(), 0.7) if rank else None

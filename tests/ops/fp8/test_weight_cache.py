@@ -105,13 +105,25 @@ def test_a_write_that_keeps_the_version_is_seen_after_a_step_of_any_optimizer():
     assert torch.equal(_run(x, weights, cache), _run(x, weights, None))
 
 
-def test_frozen_weights_are_quantised_once(quantisations):
-    x, weights, cache = _leaf(7, 32), [_leaf(16, 32).detach()], WeightCache()
+@pytest.mark.parametrize("keeps_frozen", [False, True])
+def test_frozen_weights_are_quantised_once_a_step_or_only_once(quantisations, keeps_frozen):
+    x, weights, cache = _leaf(7, 32), [_leaf(16, 32).detach()], WeightCache(keeps_frozen)
     optimizer = torch.optim.SGD([x], lr=0.1)
     for _ in range(3):
-        _run(x, weights, cache).sum().backward()
+        for _ in range(2):
+            _run(x, weights, cache).sum().backward()
         optimizer.step()
-    assert quantisations == [(True, True)]
+    assert quantisations == [(True, True)] * (1 if keeps_frozen else 3)
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_a_captured_graph_quantises_all_weights(quantisations, monkeypatch, is_frozen):
+    """A graph with the address of a copy would read freed memory after the copy is replaced."""
+    x, weights, cache = _leaf(7, 32), [_leaf(16, 32).requires_grad_(not is_frozen)], WeightCache()
+    _run(x, weights, cache)
+    monkeypatch.setattr(module, "is_capturing", lambda weight: True)
+    _run(x, weights, cache)
+    assert quantisations == [(True, True)] * 2
 
 
 def test_another_recipe_makes_other_copies(quantisations):
@@ -146,4 +158,5 @@ def test_a_copied_or_unpickled_cache_is_empty():
     _run(x, weights, cache)
     assert cache.nbytes > 0
     assert copy.deepcopy(cache).nbytes == 0
+    assert copy.deepcopy(WeightCache(keeps_frozen=True)).keeps_frozen
     assert pickle.loads(pickle.dumps(cache)).nbytes == 0

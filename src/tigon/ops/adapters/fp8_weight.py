@@ -19,18 +19,25 @@ from tigon.ops.fp8.weights import Fp8Weights, WeightCache, weight_rows, weight_t
 
 __all__ = ["Fp8Group", "Fp8Weight"]
 
+FindCache = Callable[[Sequence[Tensor], Sequence[int | None]], WeightCache | None]
+
 
 class Fp8Weight(FrozenWeight):
     """A frozen weight [O, I] whose products run in FP8.
 
-    `find_cache` returns the cache for a group of weights that begins with this one; None if each call quantises them.
+    Args:
+        weight: The weight.
+        options: The options of the products.
+        find_cache: `find_cache(weights, merges)` returns the cache for a group of weights that begins with this one,
+            from the weights and from their `merges`. Without this function, each call quantises the group.
+        merges: A number that is different after a merge of adapters into the weight; None if there are no adapters.
     """
 
     def __init__(
-        self, weight: Tensor, options: Fp8Options, find_cache: Callable[[Sequence[Tensor]], WeightCache | None]
+        self, weight: Tensor, options: Fp8Options, find_cache: FindCache | None, merges: int | None = None
     ) -> None:
         super().__init__(weight.detach, weight.shape, weight.dtype, weight.device)
-        self.weight, self.options, self.find_cache = weight, options, find_cache
+        self.weight, self.options, self.find_cache, self.merges = weight, options, find_cache, merges
 
 
 class Fp8Group:
@@ -42,7 +49,10 @@ class Fp8Group:
         self.indices = tuple(weights)
         self.options, self.dtype = first.options, first.dtype
         self.weights = [each.weight for each in weights.values()]
-        cache = first.find_cache(self.weights)
+        is_cacheable = all(each.find_cache is not None for each in weights.values())
+        cache = None
+        if is_cacheable and first.find_cache is not None:
+            cache = first.find_cache(self.weights, [each.merges for each in weights.values()])
         self.copies: Fp8Weights | None = weight_rows(cache, "base", self.weights, self.options.is_rowwise, needs_dx)
         self.is_cached = cache is not None
 

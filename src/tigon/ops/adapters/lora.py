@@ -87,14 +87,17 @@ class _LoRALinears(torch.autograd.Function):
     """Compute the outputs y_i of layers with the same input x, from x and the tensors of their projections."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, constants: tuple[Constants, ...], *tensors: Any) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, x: Tensor, constants: tuple[Constants, ...], records: bool, *tensors: Any
+    ) -> tuple[Tensor, ...]:
         # `needs` has the structure of `projections`. It holds True for each tensor that needs a gradient.
-        projections, needs = rebuild(tensors, constants), rebuild(ctx.needs_input_grad[2:], constants)
+        projections, needs = rebuild(tensors, constants), rebuild(ctx.needs_input_grad[3:], constants)
         rows = rows_of(x)
         seeds = draw_seeds(projections, x)
         entries = list_entries(projections, rows.shape[0], seeds)
         h = compute_hidden(rows, entries) if entries else None
-        fp8 = Fp8Group.of(projections, ctx.needs_input_grad[0])
+        # In this method gradients are off, and `needs_input_grad` does not depend on them.
+        fp8 = Fp8Group.of(projections, records and ctx.needs_input_grad[0])
         products = {} if fp8 is None else fp8.multiply(rows)
         ys = []
         for i, projection in enumerate(projections):
@@ -122,8 +125,8 @@ class _LoRALinears(torch.autograd.Function):
     @without_autocast
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
         dys = {i: rows_of(dy) for i, dy in enumerate(upstream) if dy is not None}
-        dx, gradients = _node_gradients(ctx, dys, ctx.needs_input_grad[2:])
-        return dx, None, *gradients
+        dx, gradients = _node_gradients(ctx, dys, ctx.needs_input_grad[3:])
+        return dx, None, None, *gradients
 
 
 def _node_gradients(ctx: Any, dys: Mapping[int, Tensor], tensor_needs: Sequence[bool]) -> tuple[Tensor | None, list]:
@@ -247,7 +250,7 @@ def lora_linears(x: Tensor, projections: Sequence[Projection]) -> tuple[Tensor, 
     if not takes_adapters(x, projections):
         return tuple(eager_output(x, projection) for projection in projections)
     tensors, constants = flatten(projections)
-    return _LoRALinears.apply(x, constants, *tensors)
+    return _LoRALinears.apply(x, constants, torch.is_grad_enabled(), *tensors)
 
 
 def adapter_hidden(x: Tensor, adapters: Sequence[Adapter]) -> list[Tensor]:

@@ -98,20 +98,22 @@ class _LoRAGLUMLP(torch.autograd.Function):
         kind: str,
         saves_gates: bool,
         is_checkpointed: bool,
+        records: bool,
         *tensors: Any,
     ) -> Tensor:
         gate_layer, up_layer, down = rebuild(tensors, constants)
         rows = rows_of(x)
         entries = list_entries((gate_layer, up_layer), len(rows), None)
         h = compute_hidden(rows, entries) if entries else None
-        fp8 = Fp8Group.of((gate_layer, up_layer), ctx.needs_input_grad[0])
+        # In this method gradients are off, and `needs_input_grad` does not depend on them.
+        fp8 = Fp8Group.of((gate_layer, up_layer), records and ctx.needs_input_grad[0])
         gate, up = _multiply_gates(rows, gate_layer, up_layer, fp8)
         a, down_h = lora_glu_forward(gate, up, _glu_adapters(entries, h, down), kind)
         gates = (gate, up) if saves_gates else (None, None)
         save_gated(ctx, gate, saves_gates, is_checkpointed, x, h, down_h, *gates, *tensors)
         ctx.constants, ctx.kind, ctx.shape = constants, kind, x.shape
         # The gradients of gate and up need da.
-        down_fp8 = Fp8Group.of((down,), any(ctx.needs_input_grad))
+        down_fp8 = Fp8Group.of((down,), records and any(ctx.needs_input_grad))
         ctx.fp8, ctx.down_fp8 = fp8, down_fp8
         down_entries = list_entries((down,), len(rows), None)
         # The output is not a view, because a view that a node returns cannot be modified in place.
@@ -132,7 +134,7 @@ class _LoRAGLUMLP(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         x, h, down_h, gate, up, *tensors = unpack_gated(ctx)
         *layers, down = rebuild(tensors, ctx.constants)
-        *needs, down_needs = rebuild(ctx.needs_input_grad[5:], ctx.constants)
+        *needs, down_needs = rebuild(ctx.needs_input_grad[6:], ctx.constants)
         rows, dy = rows_of(x), rows_of(dy)
         check_version("lora_glu_mlp", ctx, gate)
         is_recomputed = gate is None
@@ -175,7 +177,7 @@ class _LoRAGLUMLP(torch.autograd.Function):
         gradients = layer_gradients(rows, h, dys, dh, entries, dh_entries, needs, dbs)
         dx = compute_input_gradient(dys, layers, dh, dh_entries, ctx.fp8) if ctx.needs_input_grad[0] else None
         gradients.append(Projection(None, None, tuple(down_gradients)))
-        return None if dx is None else dx.view(ctx.shape), *[None] * 4, *flatten(gradients)[0]
+        return None if dx is None else dx.view(ctx.shape), *[None] * 5, *flatten(gradients)[0]
 
 
 # --- public --------------------------------------------------------------------------------------
@@ -208,8 +210,9 @@ def lora_glu_mlp(x: Tensor, gate: Projection, up: Projection, down: Projection, 
     """
     if runs_as_one_node(x, (gate, up, down)):
         tensors, constants = flatten((gate, up, down))
-        is_checkpointed = in_checkpoint() and torch.is_grad_enabled()
-        return _LoRAGLUMLP.apply(x, constants, activation, not recomputes_mlp(), is_checkpointed, *tensors)
+        records = torch.is_grad_enabled()
+        is_checkpointed = in_checkpoint() and records
+        return _LoRAGLUMLP.apply(x, constants, activation, not recomputes_mlp(), is_checkpointed, records, *tensors)
 
     def inner(x: Tensor) -> Tensor:
         return GATES[activation](*lora_linears(x, (gate, up)))

@@ -55,13 +55,13 @@ MULTIPLE = 16
 class Fp8Options(NamedTuple):
     """The options of an FP8 op. The last three are for measurements."""
 
-    # one of `RECIPES`
+    # The recipe is one of `RECIPES`.
     recipe: str = "tensorwise"
-    # whether the gradients of weights are FP8 products too; otherwise they are products in the dtype of the input
+    # If True, the gradients of weights are FP8 products too. Otherwise they are products in the dtype of the input.
     fp8_dw: bool = True
-    # the format of upstream gradients; None is `GRADIENT_DTYPE`
+    # This is the format of upstream gradients. None stands for `GRADIENT_DTYPE`.
     gradient_dtype: torch.dtype | None = None
-    # whether products keep fewer bits while they accumulate, which is faster on Hopper: in forward, and in backward
+    # If True, the products of forward, or of backward, keep fewer bits while they accumulate. This is faster on Hopper.
     fast_forward: bool = True
     fast_backward: bool = False
 

@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from tigon.ops.fp8.formats import WEIGHT_DTYPE, Factor
 from tigon.ops.fp8.quantisation import Layout, quantise
 
-__all__ = ["Fp8Weights", "WeightCache", "quantise_weights", "weight_rows", "weight_transposed"]
+__all__ = ["Fp8Weights", "WeightCache", "is_capturing", "quantise_weights", "weight_rows", "weight_transposed"]
 
 
 class Fp8Weights:
@@ -41,6 +41,12 @@ def quantise_weights(
 
 
 # --- the cache -----------------------------------------------------------------------------------
+
+
+def is_capturing(weight: Tensor) -> bool:
+    """Return whether a CUDA graph is captured on the current stream of the device of a weight."""
+    return weight.is_cuda and torch.cuda.is_current_stream_capturing()
+
 
 # The number of steps of all optimizers. FSDP and DeepSpeed write gathered weights without a change of their version,
 # but they write new values only after an optimizer has stepped.
@@ -70,12 +76,12 @@ class _WeightState(NamedTuple):
     version: int
     shape: torch.Size
     dtype: torch.dtype
-    # The number of optimizer steps; -1 for a frozen weight, which no optimizer changes.
+    # The number of optimizer steps; -1 for a frozen weight that does not depend on it.
     step: int
 
 
-def _state_of(weight: Tensor) -> _WeightState:
-    step = _step_count if weight.requires_grad else -1
+def _state_of(weight: Tensor, keeps_frozen: bool) -> _WeightState:
+    step = -1 if keeps_frozen and not weight.requires_grad else _step_count
     return _WeightState(weight.data_ptr(), weight._version, weight.shape, weight.dtype, step)
 
 
@@ -88,19 +94,21 @@ class _Entry(NamedTuple):
 class WeightCache:
     """The FP8 copies of the weights of a module, by a name for each group of weights.
 
-    A copy is used as long as the weights have the same memory and version, and no optimizer has stepped since (a frozen
-    weight does not depend on steps). Micro-batches of one step and recomputed layers therefore share it. An entry that
-    is outdated is freed before the new one is made.
+    A copy is used as long as the weights have the same memory and version, and no optimizer has stepped since.
+    Micro-batches of one step and recomputed layers therefore share it. An entry that is outdated is freed before the
+    new one is made. A step matters for frozen weights too, because averages of trained weights are often written to
+    them through `weight.data` after a step. With `keeps_frozen`, copies of frozen weights serve over several steps.
 
     The copies take one byte for each weight and direction. Do not use a cache for weights whose shards are gathered for
-    each layer: it would hold the copies of all layers at once. A write that changes neither the version of a weight
-    nor follows a step of an optimizer of torch, such as one through `weight.data`, must call `clear`.
+    each layer: it would hold the copies of all layers at once. After a write that the cache cannot see, such as one
+    through `weight.data`, the caller must call `clear`.
 
-    Nothing is cached under `torch.compile`, and no trained weight while a CUDA graph is captured, because a replay must
-    quantise the weights that it finds.
+    Nothing is cached under `torch.compile` and while a CUDA graph is captured. A replay must quantise the weights that
+    it finds, and a graph must not read copies that are freed later.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, keeps_frozen: bool = False) -> None:
+        self.keeps_frozen = keeps_frozen
         self._entries: dict[str, _Entry] = {}
         _count_steps()
 
@@ -115,31 +123,26 @@ class WeightCache:
 
     def __deepcopy__(self, memo: dict) -> "WeightCache":
         # A copied module has weights of its own.
-        return WeightCache()
+        return WeightCache(self.keeps_frozen)
 
     def __reduce__(self) -> tuple:
-        return WeightCache, ()
+        return WeightCache, (self.keeps_frozen,)
 
     def find(
         self, name: str, weights: Sequence[Tensor], is_rowwise: bool, needs_rows: bool, needs_transposed: bool
     ) -> Fp8Weights:
         """Return the copies of a group of weights, and make those that are needed and missing."""
         make = functools.partial(quantise_weights, weights, is_rowwise)
-        if torch.compiler.is_compiling() or weights[0].is_meta:
+        if torch.compiler.is_compiling() or weights[0].is_meta or is_capturing(weights[0]):
             return make(needs_rows, needs_transposed)
-        is_captured = weights[0].is_cuda and torch.cuda.is_current_stream_capturing()
-        if is_captured and any(weight.requires_grad for weight in weights):
-            return make(needs_rows, needs_transposed)
-        states = tuple(map(_state_of, weights))
+        states = tuple(_state_of(weight, self.keeps_frozen) for weight in weights)
         entry = self._entries.get(name)
         if entry is None or entry.states != states or entry.is_rowwise != is_rowwise:
             # Free the outdated copies before the new ones are allocated.
             self._entries.pop(name, None)
             del entry
             copies = make(needs_rows, needs_transposed)
-            # The memory of a captured copy belongs to the graph, and has no values before the first replay.
-            if not is_captured:
-                self._entries[name] = _Entry(states, is_rowwise, copies)
+            self._entries[name] = _Entry(states, is_rowwise, copies)
             return copies
         copies = entry.copies
         lacks_rows, lacks_transposed = (
@@ -148,8 +151,6 @@ class WeightCache:
         )
         if lacks_rows or lacks_transposed:
             missing = make(lacks_rows, lacks_transposed)
-            if is_captured:
-                return Fp8Weights(missing.rows or copies.rows, missing.transposed or copies.transposed)
             copies.rows = missing.rows or copies.rows
             copies.transposed = missing.transposed or copies.transposed
         return copies

@@ -1,0 +1,180 @@
+"""When the FP8 copy of a frozen weight is used again: never after a write that a training library makes."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import tigon
+from hf.fp8_steps import with_lora
+from tigon.hf import fp8
+from tigon.ops.fp8 import weights as module
+from tigon.recognition.fp8 import FP8Recipe
+from tigon.recognition.replacement import find_replacement
+
+pytest.importorskip("transformers")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture(autouse=True)
+def _any_width(monkeypatch):
+    monkeypatch.setattr(fp8, "NARROWEST", 1)
+
+
+@pytest.fixture
+def model(make_model) -> nn.Module:
+    """Return a model in fp16, whose products are right in the interpreter too."""
+    return make_model("qwen3", torch.float16, num_hidden_layers=1).to(DEVICE)
+
+
+@pytest.fixture
+def run(batch):
+    """Return run(model): the logits of one sequence."""
+    tokens = batch["input_ids"][:1].to(DEVICE)
+    return lambda model: model(input_ids=tokens).logits.detach()
+
+
+def _patch(model: nn.Module):
+    return tigon.patch(model, fp8="rowwise", loss=False, rms_norm=False, rope=False)
+
+
+def _expected(model: nn.Module, run) -> Tensor:
+    """Return the result of a model without copies: that of a copy of the model."""
+    return run(copy.deepcopy(model))
+
+
+def _recipes(model: nn.Module) -> list[FP8Recipe]:
+    found = (getattr(find_replacement(each), "recipe", None) for each in model.modules())
+    return [recipe for recipe in found if isinstance(recipe, FP8Recipe)]
+
+
+def _bytes_of_copies(model: nn.Module) -> int:
+    caches = [each.cache for recipe in _recipes(model) for each in recipe.caches.values()]
+    return sum(cache.nbytes for cache in caches if cache is not None)
+
+
+def _scale_adapters(model: nn.Module) -> None:
+    """Load other adapters with equal settings."""
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.data.mul_(-3)
+
+
+def test_another_adapter_that_is_merged_is_seen(model, run):
+    model = with_lora(model)
+    _patch(model)
+    run(model)
+    model.merge_adapter()
+    first = run(model)
+    model.unmerge_adapter()
+    _scale_adapters(model)
+    model.merge_adapter()
+    second = run(model)
+    assert not torch.equal(first, second)
+    assert torch.equal(second, _expected(model, run))
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["copy", "pickle"])
+def test_a_merge_in_a_copy_of_a_model_is_seen(model, run, duplicate):
+    model = with_lora(model)
+    _patch(model)
+    run(model)
+    twin = duplicate(model)
+    # PEFT calls the base by itself while the adapters are disabled.
+    with twin.disable_adapter():
+        run(twin)
+    twin.merge_adapter()
+    assert torch.equal(run(twin), _expected(twin, run))
+
+
+def test_a_merge_into_one_layer_of_a_group_is_seen(model, run):
+    """Query, key and value share a cache, which is that of the query."""
+    layer = model.model.layers[0].self_attn
+    _patch(model)
+    run(model.requires_grad_(False))
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=8, target_modules=["k_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    model = peft.get_peft_model(model, config)
+    run(model)
+    model = model.merge_and_unload()
+    assert model.model.layers[0].self_attn is layer
+    assert torch.equal(run(model), _expected(model, run))
+
+
+def test_the_average_of_trained_weights_is_seen_after_a_step(model, run):
+    """A teacher is a frozen model, and its weights are written through `data`."""
+    _patch(model)
+    model.requires_grad_(False)
+    first = run(model)
+    student = nn.Parameter(torch.ones(3, device=DEVICE))
+    student.grad = torch.ones_like(student)
+    torch.optim.SGD([student], lr=0.1).step()
+    for parameter in model.model.layers.parameters():
+        parameter.data.mul_(0.5)
+    second = run(model)
+    assert not torch.equal(first, second)
+    assert torch.equal(second, _expected(model, run))
+
+
+@pytest.mark.parametrize("of_copy", [False, True], ids=["", "of a copy"])
+def test_clear_fp8_makes_any_write_visible(model, run, of_copy):
+    report = _patch(model)
+    model.requires_grad_(False)
+    model = copy.deepcopy(model) if of_copy else model
+    run(model)
+    assert _bytes_of_copies(model) > 0
+    for parameter in model.model.layers.parameters():
+        parameter.data.mul_(0.5)
+    report.clear_fp8(model) if of_copy else report.clear_fp8()
+    assert _bytes_of_copies(model) == 0
+    assert torch.equal(run(model), _expected(model, run))
+
+
+def test_the_copies_of_a_model_that_was_moved_are_freed(model):
+    """On another device, a short call may keep its dtype, and groups of layers may be others."""
+    _patch(model)
+    linear = model.requires_grad_(False).model.layers[0].mlp.down_proj
+    recipe, x = find_replacement(linear).recipe, torch.randn(4, linear.in_features, device=DEVICE, dtype=torch.float16)
+    linear(x)
+    recipe.caches[3] = recipe.caches[1]
+    assert _bytes_of_copies(model) > 0
+    linear.to("meta")
+    linear(x.to("meta").float().double().half())
+    assert 3 not in recipe.caches
+    assert _bytes_of_copies(model) == 0
+
+
+@pytest.mark.kernels
+def test_the_base_of_adapters_is_quantised_once_and_again_after_a_merge(model, run, monkeypatch):
+    made, quantise = [], module.quantise_weights
+    monkeypatch.setattr(module, "quantise_weights", lambda *args: made.append(args[1:]) or quantise(*args))
+    model = with_lora(model)
+    _patch(model)
+    run(model)
+    count = len(made)
+    assert count == 4
+    parameter = nn.Parameter(torch.ones(3))
+    parameter.grad = torch.ones(3)
+    torch.optim.SGD([parameter], lr=0.1).step()
+    run(model)
+    assert len(made) == count
+    model.merge_adapter()
+    run(model)
+    model.unmerge_adapter()
+    del made[:]
+    assert torch.equal(run(model), _expected(model, run))
+    assert len(made) == 2 * count
+
+
+@pytest.mark.kernels
+def test_a_call_without_gradients_makes_no_transposed_copy(model, run, monkeypatch):
+    made, quantise = [], module.quantise_weights
+    monkeypatch.setattr(module, "quantise_weights", lambda *args: made.append(args[2:]) or quantise(*args))
+    model = with_lora(model)
+    _patch(model)
+    with torch.no_grad():
+        run(model)
+    assert set(made) == {(True, False)}
