@@ -12,13 +12,16 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import tigon
 from memory.steps import assert_same_bits
+from tigon.hf import levels
 from tigon.memory import host_pages, layer_inputs
 from tigon.memory.host_pages import HostPages, PagedCopy, available_host_bytes
 from tigon.memory.layer_inputs import LayerInputConfig, LayerInputs
 from tigon.runtime.tuning import tuned
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 
+from hf.test_vision import VISION
+from hf.tiny import tiny_config
 from hf.ways import batch, build
 from memory.test_models import step
 
@@ -123,6 +126,40 @@ def test_inputs_stay_where_gradients_need_as_much_memory_later(copies, monkeypat
         del storages[:]
         loss = model(**inputs).loss
         assert [not s.expired() for s in storages] == [False] * (LAYERS - 1) + [True]
+
+
+def model_with_vision() -> nn.Module:
+    """Return a model whose vision tower has more layers than its decoder."""
+    options = VISION["qwen2_5_vl"]
+    options = options | {"vision_config": options["vision_config"] | {"depth": 4}}
+    config = tiny_config(transformers.AutoConfig.for_model("qwen2_5_vl"), options)
+    return transformers.AutoModelForImageTextToText.from_config(config).train()
+
+
+def calls_with_inputs(model: nn.Module) -> dict[str, int]:
+    """Return the numbers of the layers whose inputs move to the host, by the names of the layers."""
+    functions = {name: getattr(m, "_gradient_checkpointing_func", None) for name, m in model.named_modules()}
+    return {name: function.index for name, function in functions.items() if getattr(function, "inputs", None)}
+
+
+def test_inputs_of_the_decoder_move_although_the_vision_tower_has_more_layers():
+    model = model_with_vision()
+    tigon.patch(model, memory="checkpoint+offload")
+    layers = model.model.language_model.layers
+    assert calls_with_inputs(model) == {f"model.language_model.layers.{i}": i for i in range(len(layers))}
+    inputs = layers[0]._gradient_checkpointing_func.inputs
+    assert inputs.checkpointed == len(layers) - 1
+    with pytest.raises(ValueError, match=f"it has {len(layers)} layers"):
+        tigon.patch(model_with_vision(), memory=f"checkpoint+offload:{len(layers) + 1}")
+
+
+def test_a_last_layer_of_another_stack_has_no_inputs(monkeypatch):
+    model = model_with_vision()
+    blocks = [*model.model.visual.blocks]
+    monkeypatch.setattr(levels, "_layers", lambda model: blocks)
+    tigon.patch(model, memory="checkpoint+offload")
+    assert calls_with_inputs(model) == {f"model.visual.blocks.{i}": i for i in range(4)}
+    assert blocks[0]._gradient_checkpointing_func.inputs.checkpointed == 4
 
 
 def test_small_inputs_stay(copies):
@@ -299,6 +336,10 @@ def test_patches_change_the_level_of_a_checkpointed_model(copies):
 def test_the_checkpointing_of_other_code_is_refused():
     model = build("llama")
     model.gradient_checkpointing_enable({"use_reentrant": False})
+    with pytest.raises(ValueError, match="layers are checkpointed by other code; switch that off first"):
+        tigon.patch(model, memory="checkpoint+offload")
+    model = model_with_vision()
+    model.model.visual.gradient_checkpointing_enable({"use_reentrant": False})
     with pytest.raises(ValueError, match="layers are checkpointed by other code; switch that off first"):
         tigon.patch(model, memory="checkpoint+offload")
 

@@ -192,10 +192,19 @@ def _make_lean(model: nn.Module, level: Level) -> Callable[[], None]:
     return restore
 
 
+def _decoder(model: Any) -> nn.Module:
+    """Return the decoder of a model, without encoders and vision towers; the model itself if it names none."""
+    return model.get_decoder() if hasattr(model, "get_decoder") else model
+
+
 def _layers(model: nn.Module) -> list[nn.Module]:
-    """Return the layers of the longest stack of decoder layers in a model."""
-    stacks = [[*module] for module in model.modules() if isinstance(module, nn.ModuleList)]
-    return max((stack for stack in stacks if all(map(is_checkpoint_layer, stack))), key=len, default=[])
+    """Return the layers of the stack with the most parameters in the decoder, or in the model if that has no stack."""
+    for place in (_decoder(model), model):
+        stacks = [[*module] for module in place.modules() if isinstance(module, nn.ModuleList) and len(module)]
+        if stacks := [stack for stack in stacks if all(map(is_checkpoint_layer, stack))]:
+            # The parameters of all stacks may be empty if an engine shards them.
+            return max(stacks, key=lambda stack: (sum(p.numel() for m in stack for p in m.parameters()), len(stack)))
+    return []
 
 
 def _make_place_lean(module: nn.Module, level: Level) -> Callable[[], None]:
@@ -259,7 +268,7 @@ def _explain_no_checkpoint(model: nn.Module, options: Level) -> str | None:
             "it is not a transformers model, so its layers have no switch for gradient checkpointing; "
             "call them through torch.utils.checkpoint yourself"
         )
-    if options.offload and any(is_switched_on(m) and not _layer_calls(m) for owner in owners for m in _layers(owner)):
+    if options.offload and any(is_switched_on(m) and not _layer_calls(m) for owner in owners for m in owner.modules()):
         return "its layers are checkpointed by other code; switch that off first (gradient_checkpointing_disable)"
     return next((reason for owner in owners if (reason := checkpoint_refusal(owner)) is not None), None)
 
@@ -273,8 +282,7 @@ def _last_layer(owner: Any) -> nn.Module | None:
     """
     if _try_lean():
         return None
-    decoder = owner.get_decoder() if hasattr(owner, "get_decoder") else owner
-    stacks = [m for m in decoder.modules() if isinstance(m, nn.ModuleList) and any(map(is_checkpoint_layer, m))]
+    stacks = [m for m in _decoder(owner).modules() if isinstance(m, nn.ModuleList) and any(map(is_checkpoint_layer, m))]
     if len(stacks) != 1 or not all(map(is_checkpoint_layer, stacks[0])):
         return None
     last, head = stacks[0][-1], getattr(owner.get_output_embeddings(), "weight", None)
@@ -399,7 +407,7 @@ def _switch_on(model: nn.Module, options: Level) -> tuple[Callable[[], None], bo
         for module, layer_checkpoint in checkpoints.items():
             set_checkpoint_function(module, layer_checkpoint)
         if last is not None:
-            set_checkpoint_function(last, LayerCall(inputs, numbers.get(last, 0)))
+            set_checkpoint_function(last, LayerCall(inputs if last in numbers else None, numbers.get(last, 0)))
         for layer in (m for m in owner.modules() if _is_innermost(m)):
             if layer is not last and (reason := checkpoints[layer].judge()) is not None:
                 reasons.append(reason)
@@ -425,7 +433,7 @@ def _number_layers(
         return {}, None
     require_names("memory='checkpoint+offload'", *NAMES_FOR_LEAN, *NAMES_FOR_OFFLOAD)
     layers, inputs = _layers(owner), LayerInputs(options.layers)
-    inputs.set_layers(layers, len(layers) - (last is not None))
+    inputs.set_layers(layers, len(layers) - (last in layers))
     return {layer: i for i, layer in enumerate(layers)}, inputs
 
 
