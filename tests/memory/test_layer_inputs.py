@@ -1,6 +1,7 @@
 """Which inputs of checkpointed layers move to the host, and when. On a CPU, pageable memory replaces the host."""
 
 import copy
+import gc
 import pickle
 import warnings
 from collections.abc import Iterator
@@ -16,9 +17,12 @@ from tigon.hf import levels
 from tigon.memory import host_pages, layer_inputs
 from tigon.memory.host_pages import HostPages, PagedCopy, available_host_bytes
 from tigon.memory.layer_inputs import LayerInputConfig, LayerInputs
+from tigon.runtime.torch_private.names import NAMES_FOR_OFFLOAD, missing
 from tigon.runtime.tuning import tuned
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
+
+import transformers
 
 from hf.test_vision import VISION
 from hf.tiny import tiny_config
@@ -96,6 +100,16 @@ def test_backward_copies_back_one_input_ahead(copies):
         hook.__module__ = "accelerate.hooks"
     step(model)
     assert counts[LAYERS - 1 :] == [2, 3, 4, 4]
+
+
+def test_backward_copies_back_no_input_while_the_one_before_is_on_the_device(copies):
+    model = make_model("checkpoint+offload:2")
+    counts = []
+    for layer in model.model.layers[:-1]:
+        layer.register_forward_pre_hook(hook := lambda *_: counts.append(copies.count("back")))
+        hook.__module__ = "accelerate.hooks"
+    step(model)
+    assert counts[LAYERS - 1 :] == [0, 1, 2, 2]
 
 
 @pytest.mark.parametrize("layers", [1, 3])
@@ -311,10 +325,42 @@ def test_copies_of_a_model_have_a_pool_of_their_own(make_copy, copies):
     functions = [layer._gradient_checkpointing_func for layer in other.model.layers]
     assert len({id(function.inputs) for function in functions}) == 1
     assert functions[0].inputs is not inputs_of(model)
-    assert [ref() for ref in functions[0].inputs.layers] == [*other.model.layers]
+    assert dict(functions[0].inputs.layers) == dict(enumerate(other.model.layers))
     del copies[:]
     assert_same_bits(step(other), expected)
     assert copies.count("out") == LAYERS - 1
+
+
+def test_a_copy_after_layers_were_removed(copies):
+    model = make_model()
+    model.model.layers = model.model.layers[:2]
+    model.config.num_hidden_layers = 2
+    gc.collect()
+    other = copy.deepcopy(model)
+    assert dict(inputs_of(other).layers) == dict(enumerate(other.model.layers))
+    assert_same_bits(step(other), step(model))
+    assert copies.count("out") == 4
+
+
+@pytest.mark.parametrize("make_copy", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))])
+def test_a_copy_of_one_layer_holds_no_other(make_copy, copies):
+    layer = make_copy(make_model().model.layers[2])
+    gc.collect()
+    assert dict(layer._gradient_checkpointing_func.inputs.layers) == {2: layer}
+    sizes = [len(pickle.dumps(m)) for m in (layer, make_model("checkpoint").model.layers[2])]
+    assert sizes[0] < 1.1 * sizes[1]
+
+
+def test_missing_names_are_refused_before_the_model_changes(monkeypatch):
+    monkeypatch.setitem(missing, NAMES_FOR_OFFLOAD[0], "torch has no such name")
+    model = build("llama")
+    for level in ("checkpoint+offload", "checkpoint+offload:1", "offload"):
+        with pytest.raises(
+            ValueError, match="torch has no such name; possible levels: 'default', 'lean', .*'checkpoint'$"
+        ):
+            tigon.patch(model, memory=level)
+        assert not model.is_gradient_checkpointing
+        assert not any("forward" in vars(module) for module in model.modules())
 
 
 def test_patches_change_the_level_of_a_checkpointed_model(copies):
