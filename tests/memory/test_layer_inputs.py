@@ -1,6 +1,7 @@
 """Which inputs of checkpointed layers move to the host, and when. On a CPU, pageable memory replaces the host."""
 
 import copy
+import gc
 import pickle
 import warnings
 from collections.abc import Iterator
@@ -12,13 +13,19 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import tigon
 from memory.steps import assert_same_bits
+from tigon.hf import levels
 from tigon.memory import host_pages, layer_inputs
 from tigon.memory.host_pages import HostPages, PagedCopy, available_host_bytes
 from tigon.memory.layer_inputs import LayerInputConfig, LayerInputs
+from tigon.runtime.torch_private.names import NAMES_FOR_OFFLOAD, missing
 from tigon.runtime.tuning import tuned
 
 pytest.importorskip("transformers")
 
+import transformers
+
+from hf.test_vision import VISION
+from hf.tiny import tiny_config
 from hf.ways import batch, build
 from memory.test_models import step
 
@@ -95,6 +102,16 @@ def test_backward_copies_back_one_input_ahead(copies):
     assert counts[LAYERS - 1 :] == [2, 3, 4, 4]
 
 
+def test_backward_copies_back_no_input_while_the_one_before_is_on_the_device(copies):
+    model = make_model("checkpoint+offload:2")
+    counts = []
+    for layer in model.model.layers[:-1]:
+        layer.register_forward_pre_hook(hook := lambda *_: counts.append(copies.count("back")))
+        hook.__module__ = "accelerate.hooks"
+    step(model)
+    assert counts[LAYERS - 1 :] == [0, 1, 2, 2]
+
+
 @pytest.mark.parametrize("layers", [1, 3])
 def test_a_number_of_layers_moves(layers, copies):
     model = make_model(f"checkpoint+offload:{layers}")
@@ -123,6 +140,40 @@ def test_inputs_stay_where_gradients_need_as_much_memory_later(copies, monkeypat
         del storages[:]
         loss = model(**inputs).loss
         assert [not s.expired() for s in storages] == [False] * (LAYERS - 1) + [True]
+
+
+def model_with_vision() -> nn.Module:
+    """Return a model whose vision tower has more layers than its decoder."""
+    options = VISION["qwen2_5_vl"]
+    options = options | {"vision_config": options["vision_config"] | {"depth": 4}}
+    config = tiny_config(transformers.AutoConfig.for_model("qwen2_5_vl"), options)
+    return transformers.AutoModelForImageTextToText.from_config(config).train()
+
+
+def calls_with_inputs(model: nn.Module) -> dict[str, int]:
+    """Return the numbers of the layers whose inputs move to the host, by the names of the layers."""
+    functions = {name: getattr(m, "_gradient_checkpointing_func", None) for name, m in model.named_modules()}
+    return {name: function.index for name, function in functions.items() if getattr(function, "inputs", None)}
+
+
+def test_inputs_of_the_decoder_move_although_the_vision_tower_has_more_layers():
+    model = model_with_vision()
+    tigon.patch(model, memory="checkpoint+offload")
+    layers = model.model.language_model.layers
+    assert calls_with_inputs(model) == {f"model.language_model.layers.{i}": i for i in range(len(layers))}
+    inputs = layers[0]._gradient_checkpointing_func.inputs
+    assert inputs.checkpointed == len(layers) - 1
+    with pytest.raises(ValueError, match=f"it has {len(layers)} layers"):
+        tigon.patch(model_with_vision(), memory=f"checkpoint+offload:{len(layers) + 1}")
+
+
+def test_a_last_layer_of_another_stack_has_no_inputs(monkeypatch):
+    model = model_with_vision()
+    blocks = [*model.model.visual.blocks]
+    monkeypatch.setattr(levels, "_layers", lambda model: blocks)
+    tigon.patch(model, memory="checkpoint+offload")
+    assert calls_with_inputs(model) == {f"model.visual.blocks.{i}": i for i in range(4)}
+    assert blocks[0]._gradient_checkpointing_func.inputs.checkpointed == 4
 
 
 def test_small_inputs_stay(copies):
@@ -274,10 +325,42 @@ def test_copies_of_a_model_have_a_pool_of_their_own(make_copy, copies):
     functions = [layer._gradient_checkpointing_func for layer in other.model.layers]
     assert len({id(function.inputs) for function in functions}) == 1
     assert functions[0].inputs is not inputs_of(model)
-    assert [ref() for ref in functions[0].inputs.layers] == [*other.model.layers]
+    assert dict(functions[0].inputs.layers) == dict(enumerate(other.model.layers))
     del copies[:]
     assert_same_bits(step(other), expected)
     assert copies.count("out") == LAYERS - 1
+
+
+def test_a_copy_after_layers_were_removed(copies):
+    model = make_model()
+    model.model.layers = model.model.layers[:2]
+    model.config.num_hidden_layers = 2
+    gc.collect()
+    other = copy.deepcopy(model)
+    assert dict(inputs_of(other).layers) == dict(enumerate(other.model.layers))
+    assert_same_bits(step(other), step(model))
+    assert copies.count("out") == 4
+
+
+@pytest.mark.parametrize("make_copy", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))])
+def test_a_copy_of_one_layer_holds_no_other(make_copy, copies):
+    layer = make_copy(make_model().model.layers[2])
+    gc.collect()
+    assert dict(layer._gradient_checkpointing_func.inputs.layers) == {2: layer}
+    sizes = [len(pickle.dumps(m)) for m in (layer, make_model("checkpoint").model.layers[2])]
+    assert sizes[0] < 1.1 * sizes[1]
+
+
+def test_missing_names_are_refused_before_the_model_changes(monkeypatch):
+    monkeypatch.setitem(missing, NAMES_FOR_OFFLOAD[0], "torch has no such name")
+    model = build("llama")
+    for level in ("checkpoint+offload", "checkpoint+offload:1", "offload"):
+        with pytest.raises(
+            ValueError, match="torch has no such name; possible levels: 'default', 'lean', .*'checkpoint'$"
+        ):
+            tigon.patch(model, memory=level)
+        assert not model.is_gradient_checkpointing
+        assert not any("forward" in vars(module) for module in model.modules())
 
 
 def test_patches_change_the_level_of_a_checkpointed_model(copies):
@@ -299,6 +382,10 @@ def test_patches_change_the_level_of_a_checkpointed_model(copies):
 def test_the_checkpointing_of_other_code_is_refused():
     model = build("llama")
     model.gradient_checkpointing_enable({"use_reentrant": False})
+    with pytest.raises(ValueError, match="layers are checkpointed by other code; switch that off first"):
+        tigon.patch(model, memory="checkpoint+offload")
+    model = model_with_vision()
+    model.model.visual.gradient_checkpointing_enable({"use_reentrant": False})
     with pytest.raises(ValueError, match="layers are checkpointed by other code; switch that off first"):
         tigon.patch(model, memory="checkpoint+offload")
 

@@ -76,7 +76,7 @@ LEVELS = {
 }
 
 
-# A level for the first N layers: lean+mlp, and the others are lean; or checkpoint+offload, and the others checkpoint.
+# These levels apply to the first N layers. The other layers have the level `lean` or `checkpoint`.
 _PARTIAL = re.compile(r"(lean\+mlp|checkpoint\+offload):([1-9][0-9]*)")
 LEVEL_NAMES = ", ".join(map(repr, LEVELS)) + ", and 'lean+mlp:N' and 'checkpoint+offload:N' for a number N of layers"
 
@@ -121,7 +121,18 @@ def _find_obstacle(model: nn.Module, level: str) -> str | None:
         return reason
     if options.layers is not None and options.layers > (count := len(_layers(model))):
         return f"it has {count} layers"
+    if options.offload and (reason := _explain_no_offload()) is not None:
+        return reason
     return _explain_no_lean(model) if options.lean else None
+
+
+def _explain_no_offload() -> str | None:
+    """Return why tensors cannot move to the host with this torch; None if they can."""
+    try:
+        require_names("copies to the host", *NAMES_FOR_LEAN, *NAMES_FOR_OFFLOAD)
+    except RuntimeError as error:
+        return str(error)
+    return None
 
 
 def explain_refusal(model: nn.Module, level: str) -> str | None:
@@ -192,10 +203,19 @@ def _make_lean(model: nn.Module, level: Level) -> Callable[[], None]:
     return restore
 
 
+def _decoder(model: Any) -> nn.Module:
+    """Return the decoder of a model, without encoders and vision towers; the model itself if it names none."""
+    return model.get_decoder() if hasattr(model, "get_decoder") else model
+
+
 def _layers(model: nn.Module) -> list[nn.Module]:
-    """Return the layers of the longest stack of decoder layers in a model."""
-    stacks = [[*module] for module in model.modules() if isinstance(module, nn.ModuleList)]
-    return max((stack for stack in stacks if all(map(is_checkpoint_layer, stack))), key=len, default=[])
+    """Return the layers of the stack with the most parameters in the decoder, or in the model if that has no stack."""
+    for place in (_decoder(model), model):
+        stacks = [[*module] for module in place.modules() if isinstance(module, nn.ModuleList) and len(module)]
+        if stacks := [stack for stack in stacks if all(map(is_checkpoint_layer, stack))]:
+            # The parameters of all stacks may be empty if an engine shards them.
+            return max(stacks, key=lambda stack: (sum(p.numel() for m in stack for p in m.parameters()), len(stack)))
+    return []
 
 
 def _make_place_lean(module: nn.Module, level: Level) -> Callable[[], None]:
@@ -259,7 +279,7 @@ def _explain_no_checkpoint(model: nn.Module, options: Level) -> str | None:
             "it is not a transformers model, so its layers have no switch for gradient checkpointing; "
             "call them through torch.utils.checkpoint yourself"
         )
-    if options.offload and any(is_switched_on(m) and not _layer_calls(m) for owner in owners for m in _layers(owner)):
+    if options.offload and any(is_switched_on(m) and not _layer_calls(m) for owner in owners for m in owner.modules()):
         return "its layers are checkpointed by other code; switch that off first (gradient_checkpointing_disable)"
     return next((reason for owner in owners if (reason := checkpoint_refusal(owner)) is not None), None)
 
@@ -273,8 +293,7 @@ def _last_layer(owner: Any) -> nn.Module | None:
     """
     if _try_lean():
         return None
-    decoder = owner.get_decoder() if hasattr(owner, "get_decoder") else owner
-    stacks = [m for m in decoder.modules() if isinstance(m, nn.ModuleList) and any(map(is_checkpoint_layer, m))]
+    stacks = [m for m in _decoder(owner).modules() if isinstance(m, nn.ModuleList) and any(map(is_checkpoint_layer, m))]
     if len(stacks) != 1 or not all(map(is_checkpoint_layer, stacks[0])):
         return None
     last, head = stacks[0][-1], getattr(owner.get_output_embeddings(), "weight", None)
@@ -289,8 +308,19 @@ class LayerCall:
     stay on the device.
     """
 
-    def __init__(self, inputs: LayerInputs | None = None, index: int = 0) -> None:
+    def __init__(self, layer: nn.Module | None, inputs: LayerInputs | None = None, index: int = 0) -> None:
+        # The reference is weak, so that a deleted model frees its memory at once.
+        self.layer: Callable[[], nn.Module | None] = (lambda: None) if layer is None else weakref.ref(layer)
+        self.set_inputs(inputs, index)
+
+    def __reduce__(self) -> tuple:
+        return type(self), (self.layer(), self.inputs, self.index)
+
+    def set_inputs(self, inputs: LayerInputs | None, index: int) -> None:
+        """Set the object that moves the input of the layer, and tell it the layer."""
         self.inputs, self.index = inputs, index
+        if inputs is not None and (layer := self.layer()) is not None:
+            inputs.layers[index] = layer
 
     def __call__(self, function: Callable, *args: Any) -> Any:
         """Call the layer once."""
@@ -312,15 +342,10 @@ class LayerCheckpoint(LayerCall):
     compares the state that the judgement depends on.
     """
 
-    def __init__(self, layer: nn.Module, inputs: LayerInputs | None = None, index: int = 0) -> None:
-        super().__init__(inputs, index)
-        # The reference is weak, so that a deleted model frees its memory at once.
-        self.layer = weakref.ref(layer)
+    def __init__(self, layer: nn.Module | None, inputs: LayerInputs | None = None, index: int = 0) -> None:
+        super().__init__(layer, inputs, index)
         # A copied layer is judged at its first call, because it is incomplete before that.
         self.judgement: LayerJudgement | None = None
-
-    def __reduce__(self) -> tuple:
-        return LayerCheckpoint, (self.layer(), self.inputs, self.index)
 
     def __call__(self, function: Callable, *args: Any) -> Any:
         """Checkpoint the layer, or call it once.
@@ -399,7 +424,7 @@ def _switch_on(model: nn.Module, options: Level) -> tuple[Callable[[], None], bo
         for module, layer_checkpoint in checkpoints.items():
             set_checkpoint_function(module, layer_checkpoint)
         if last is not None:
-            set_checkpoint_function(last, LayerCall(inputs, numbers.get(last, 0)))
+            set_checkpoint_function(last, LayerCall(last, inputs if last in numbers else None, numbers.get(last, 0)))
         for layer in (m for m in owner.modules() if _is_innermost(m)):
             if layer is not last and (reason := checkpoints[layer].judge()) is not None:
                 reasons.append(reason)
@@ -423,10 +448,8 @@ def _number_layers(
     """
     if not options.offload:
         return {}, None
-    require_names("memory='checkpoint+offload'", *NAMES_FOR_LEAN, *NAMES_FOR_OFFLOAD)
-    layers, inputs = _layers(owner), LayerInputs(options.layers)
-    inputs.set_layers(layers, len(layers) - (last is not None))
-    return {layer: i for i, layer in enumerate(layers)}, inputs
+    layers = _layers(owner)
+    return {m: i for i, m in enumerate(layers)}, LayerInputs(options.layers, len(layers) - (last in layers))
 
 
 def _layer_calls(model: nn.Module) -> dict[nn.Module, LayerCall]:
@@ -445,11 +468,11 @@ def _change_inputs(owner: nn.Module, options: Level) -> Callable[[], None]:
     numbers, inputs = _number_layers(owner, options, last)
     earlier = {call: (call.inputs, call.index) for call in calls.values()}
     for module, call in calls.items():
-        call.inputs, call.index = inputs if module in numbers else None, numbers.get(module, 0)
+        call.set_inputs(inputs if module in numbers else None, numbers.get(module, 0))
 
     def undo() -> None:
         for call, (inputs, index) in earlier.items():
-            call.inputs, call.index = inputs, index
+            call.set_inputs(inputs, index)
 
     return undo
 

@@ -355,8 +355,9 @@ def patch(
             backward recomputes them. "lean+mlp": the outputs of gate and up projections are not saved either.
             "lean+mlp:N" with a number N: this holds for the first N layers only, and the others are "lean".
             "checkpoint": each layer but the last saves only its input, by the checkpointing of transformers' models.
-            "checkpoint+offload": as "checkpoint", and these inputs are in pinned host memory, except those of the last
-            layers that stay on the GPU at no cost. "checkpoint+offload:N" moves the inputs of the first N layers only.
+            "checkpoint+offload": as "checkpoint", and these inputs are in pinned host memory. The inputs of the last
+            layers stay on the GPU if the peak memory does not grow. "checkpoint+offload:N" moves the inputs of the
+            first N layers only.
             "offload": as "lean+mlp", and the remaining saved tensors are in pinned host memory. Modules that must not
             be called twice run once at every level. The forward of a language model's body (`model.base_model`) has the
             level too, for trainers that call the body.

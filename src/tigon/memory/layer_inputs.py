@@ -10,7 +10,7 @@ input in forward, and one copy in backward.
 
 The inputs of the last layers stay on the device where that does not raise the peak of the step. Backward reaches these
 layers first, before the gradients of the other layers exist. At the end of backward all gradients exist and all inputs
-are freed, so the inputs that stay may take as many bytes as the gradients.
+are freed. The peak of the step therefore does not grow if these inputs take at most as many bytes as the gradients.
 """
 
 import weakref
@@ -33,7 +33,7 @@ __all__ = ["LayerInputConfig", "LayerInputProblem", "LayerInputs"]
 
 
 class LayerInputProblem(NamedTuple):
-    """The properties that the parameters depend on: none."""
+    """The launch parameters depend on no property of the problem."""
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,9 @@ def _config(x: Tensor) -> LayerInputConfig:
     return LayerInputConfig.choose(LayerInputProblem(), device_of(x))
 
 
-def _future_gradient_bytes(layers: Iterable[nn.Module | None], device: torch.device) -> int:
+def _future_gradient_bytes(layers: Iterable[nn.Module], device: torch.device) -> int:
     """Return the bytes of the gradients that backward allocates for these layers on this GPU."""
-    parameters = [p for layer in layers if layer is not None for p in layer.parameters()]
+    parameters = [p for layer in layers for p in layer.parameters()]
     # A sharded parameter is a DTensor, which has a local part.
     with torch.no_grad():
         local = [
@@ -89,8 +89,15 @@ class _LayerOffloader(Offloader):
                 self.copies -= 1
                 segment.copy_out()
                 self.copied = self.segments[-1]
-            # The others stay on the device. When backward unpacks one, it copies back the input before it.
+            # The others stay on the device.
             return SavedView(segment, t)
+
+    def prefetch_before(self, segment: Segment) -> None:
+        """Copy back the input before this one. If it is on the device, copy nothing: backward needs no other yet."""
+        earlier = (ref() for ref in reversed(self.segments[: segment.index]))
+        previous = next((s for s in earlier if s is not None), None)
+        if previous is not None and previous.device_data is None:
+            super().prefetch_before(segment)
 
     def free_copied(self) -> None:
         """Free the device memory of the input of the previous layer, in the order of the compute stream."""
@@ -107,29 +114,24 @@ class LayerInputs:
 
     Args:
         on_host: The number of layers, from the first one on, whose inputs move to the host. If it is None, all inputs
-            move but those of the last layers that stay at no cost.
+            move but those of the last layers that stay because the peak memory does not grow.
+        checkpointed: The number of layers, from the first one on, that may save their input here. The layers after
+            these save more than their input.
     """
 
-    def __init__(self, on_host: int | None = None) -> None:
-        self.on_host = on_host
-        self.layers: list[weakref.ref[nn.Module]] = []
-        # The number of layers that may save their input here. The layers after these save more than their input.
-        self.checkpointed = 0
+    def __init__(self, on_host: int | None = None, checkpointed: int = 0) -> None:
+        self.on_host, self.checkpointed = on_host, checkpointed
+        # The layers of the stack, by their numbers. The function that calls a layer adds the layer. A copy of a model
+        # has such functions too, so a copy of this object needs no layers, and a copied layer brings no others.
+        self.layers: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
         self.pages: HostPages | None = None
         self.offloader: _LayerOffloader | None = None
         # The number of the layer that was called last.
         self.current = -1
 
-    def set_layers(self, layers: Iterable[nn.Module], checkpointed: int) -> None:
-        """Set all layers of the stack, in the order of their calls, and how many of them are checkpointed."""
-        self.layers, self.checkpointed = [weakref.ref(layer) for layer in layers], checkpointed
-
     def __reduce__(self) -> tuple:
         # Memory and passes belong to the original. A copy of a model has a pool of its own.
-        return LayerInputs, (self.on_host,), {"layers": [ref() for ref in self.layers], "count": self.checkpointed}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.set_layers(state["layers"], state["count"])
+        return LayerInputs, (self.on_host, self.checkpointed)
 
     def call(self, index: int, function: Callable[[], Any], x: Any) -> Any:
         """Return `function()`, a checkpoint of layer `index` with the input `x`, which may move to the host."""
@@ -179,12 +181,14 @@ class LayerInputs:
         size, config = x.nbytes, _config(x)
         if self.pages is None or self.pages.page != config.page:
             self.pages = HostPages(config.page, is_pinned=x.is_cuda)
-        count = self.checkpointed
+        layers = sorted(self.layers.items())
+        # Layers may have been removed from the stack.
+        count = sum(index < self.checkpointed for index, _ in layers)
         if self.on_host is not None:
             count = min(count, self.on_host)
         else:
             # The gradients of the first layer are not among those that exist at the peak.
-            count -= min(count, _future_gradient_bytes((ref() for ref in self.layers[1:]), x.device) // size)
+            count -= min(count, _future_gradient_bytes((layer for _, layer in layers[1:]), x.device) // size)
         if not x.is_meta:
             self._reserve(self.pages, size, count)
         return _LayerOffloader(self.pages, count)
