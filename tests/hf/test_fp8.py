@@ -545,8 +545,9 @@ def test_the_base_of_a_layer_with_adapters_runs_in_fp8(make, step, batch, calls,
         assert_near(actual, expected)
         model.zero_grad()
     assert len(calls) == 2 * 14
-    # Without kernels, the base is called by itself, and each direction quantises its weight.
-    assert len(quantisations) == 2 * 2 * 14
+    # Without kernels, the base is called by itself, and each direction quantises its weight. The input of the first
+    # query, key and value needs no gradient.
+    assert len(quantisations) == 2 * (14 + 14 - 3)
     name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.default.weight"
     assert error(actual[name], expected[name]) > BF16_ERROR
 
