@@ -3,11 +3,9 @@
     # Replace norms, MLPs, rotary embeddings and the loss of any decoder of transformers.
     tigon.patch(model)
 
-This package exports the ops as functions and modules. Names that need transformers are imported when they are first
-used.
+This package exports the ops as functions and modules. Every name is imported when it is first used, so `import tigon`
+takes a few milliseconds, and only names that need transformers import transformers.
 """
-
-# ruff: noqa: E402 - The versions are checked before the imports that fail with an older torch or triton.
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -16,38 +14,12 @@ from tigon.runtime.requirements import needs_triton, require
 
 require("tigon", "torch", *(["triton"] if needs_triton() else []))
 
-from tigon.memory.lean import lean
-from tigon.ops.adapters.lora import lora_linear
-from tigon.ops.adapters.lora_experts import lora_moe_mlp
-from tigon.ops.experts.moe_mlp import moe_mlp
-from tigon.ops.fp8.fp8_linear import fp8_linear
-from tigon.ops.head.linear_cross_entropy import LinearCrossEntropyLoss, linear_cross_entropy
-from tigon.ops.head.linear_distillation import DistillationOutput, linear_distillation
-from tigon.ops.head.linear_log_probs import LogProbOutput, linear_log_probs
-from tigon.ops.head.linear_loss import linear_loss
-from tigon.ops.logits.cross_entropy import CrossEntropyLoss, cross_entropy
-from tigon.ops.logits.jsd import JSDLoss, jsd
-from tigon.ops.logits.kl_div import KLDivLoss, kl_div
-from tigon.ops.logits.loss_arguments import LossOutput
-from tigon.ops.logits.softmax import Softmax, softmax
-from tigon.ops.logits.tvd import TVDLoss, tvd
-from tigon.ops.logits.valid_rows import ValidRows
-from tigon.ops.mlps.gelu import gelu
-from tigon.ops.mlps.glu import geglu, swiglu
-from tigon.ops.mlps.glu_mlp import GEGLUMLP, SwiGLUMLP, glu_mlp
-from tigon.ops.mlps.mlp import mlp
-from tigon.ops.mlps.relu2 import ReLU2MLP, relu2
-from tigon.ops.norms.gated_rms_norm import gated_rms_norm
-from tigon.ops.norms.layer_norm import LayerNorm, layer_norm
-from tigon.ops.norms.rms_norm import RMSNorm, add_rms_norm, rms_norm
-from tigon.ops.optim.adamw import AdamW
-from tigon.ops.optim.in_backward import step_in_backward
-from tigon.ops.rotary.qk_norm_rope import qk_norm_rope
-from tigon.ops.rotary.rope import rope
-
 if TYPE_CHECKING:
     # Type checkers see the signatures of the names that are imported when they are first used.
+    from tigon import hf as hf
     from tigon import integrations as integrations
+    from tigon import losses as losses
+    from tigon import testing as testing
     from tigon.hf import (
         AutoModelForCausalLM,
         AutoModelForImageTextToText,
@@ -57,32 +29,90 @@ if TYPE_CHECKING:
     )
     from tigon.integrations.liger import install_as_liger_kernel
     from tigon.losses.distillation import DistillationLoss
-    from tigon.losses.modules import (
-        CPOLoss,
-        DPOLoss,
-        GRPOLoss,
-        KTOLoss,
-        ORPOLoss,
-        PPOLoss,
-        RLOOLoss,
-        SimPOLoss,
-    )
+    from tigon.losses.modules import CPOLoss, DPOLoss, GRPOLoss, KTOLoss, ORPOLoss, PPOLoss, RLOOLoss, SimPOLoss
+    from tigon.memory.lean import lean
+    from tigon.ops.adapters.lora import lora_linear
+    from tigon.ops.adapters.lora_experts import lora_moe_mlp
+    from tigon.ops.experts.moe_mlp import moe_mlp
+    from tigon.ops.fp8.fp8_linear import fp8_linear
+    from tigon.ops.head.linear_cross_entropy import LinearCrossEntropyLoss, linear_cross_entropy
+    from tigon.ops.head.linear_distillation import DistillationOutput, linear_distillation
+    from tigon.ops.head.linear_log_probs import LogProbOutput, linear_log_probs
+    from tigon.ops.head.linear_loss import linear_loss
+    from tigon.ops.logits.cross_entropy import CrossEntropyLoss, cross_entropy
+    from tigon.ops.logits.jsd import JSDLoss, jsd
+    from tigon.ops.logits.kl_div import KLDivLoss, kl_div
+    from tigon.ops.logits.loss_arguments import LossOutput
+    from tigon.ops.logits.softmax import Softmax, softmax
+    from tigon.ops.logits.tvd import TVDLoss, tvd
+    from tigon.ops.logits.valid_rows import ValidRows
+    from tigon.ops.mlps.gelu import gelu
+    from tigon.ops.mlps.glu import geglu, swiglu
+    from tigon.ops.mlps.glu_mlp import GEGLUMLP, SwiGLUMLP, glu_mlp
+    from tigon.ops.mlps.mlp import mlp
+    from tigon.ops.mlps.relu2 import ReLU2MLP, relu2
+    from tigon.ops.norms.gated_rms_norm import gated_rms_norm
+    from tigon.ops.norms.layer_norm import LayerNorm, layer_norm
+    from tigon.ops.norms.rms_norm import RMSNorm, add_rms_norm, rms_norm
+    from tigon.ops.optim.adamw import AdamW
+    from tigon.ops.optim.in_backward import step_in_backward
+    from tigon.ops.rotary.qk_norm_rope import qk_norm_rope
+    from tigon.ops.rotary.rope import rope
 
 __version__ = "0.1.0"
 
+_NAMES_BY_MODULE = {
+    "tigon.hf": (
+        "AutoModelForCausalLM",
+        "AutoModelForImageTextToText",
+        "AutoModelForSequenceClassification",
+        "patch",
+        "patched",
+    ),
+    "tigon.integrations.liger": ("install_as_liger_kernel",),
+    "tigon.losses.distillation": ("DistillationLoss",),
+    "tigon.losses.modules": (
+        "CPOLoss",
+        "DPOLoss",
+        "GRPOLoss",
+        "KTOLoss",
+        "ORPOLoss",
+        "PPOLoss",
+        "RLOOLoss",
+        "SimPOLoss",
+    ),
+    "tigon.memory.lean": ("lean",),
+    "tigon.ops.adapters.lora": ("lora_linear",),
+    "tigon.ops.adapters.lora_experts": ("lora_moe_mlp",),
+    "tigon.ops.experts.moe_mlp": ("moe_mlp",),
+    "tigon.ops.fp8.fp8_linear": ("fp8_linear",),
+    "tigon.ops.head.linear_cross_entropy": ("LinearCrossEntropyLoss", "linear_cross_entropy"),
+    "tigon.ops.head.linear_distillation": ("DistillationOutput", "linear_distillation"),
+    "tigon.ops.head.linear_log_probs": ("LogProbOutput", "linear_log_probs"),
+    "tigon.ops.head.linear_loss": ("linear_loss",),
+    "tigon.ops.logits.cross_entropy": ("CrossEntropyLoss", "cross_entropy"),
+    "tigon.ops.logits.jsd": ("JSDLoss", "jsd"),
+    "tigon.ops.logits.kl_div": ("KLDivLoss", "kl_div"),
+    "tigon.ops.logits.loss_arguments": ("LossOutput",),
+    "tigon.ops.logits.softmax": ("Softmax", "softmax"),
+    "tigon.ops.logits.tvd": ("TVDLoss", "tvd"),
+    "tigon.ops.logits.valid_rows": ("ValidRows",),
+    "tigon.ops.mlps.gelu": ("gelu",),
+    "tigon.ops.mlps.glu": ("geglu", "swiglu"),
+    "tigon.ops.mlps.glu_mlp": ("GEGLUMLP", "SwiGLUMLP", "glu_mlp"),
+    "tigon.ops.mlps.mlp": ("mlp",),
+    "tigon.ops.mlps.relu2": ("ReLU2MLP", "relu2"),
+    "tigon.ops.norms.gated_rms_norm": ("gated_rms_norm",),
+    "tigon.ops.norms.layer_norm": ("LayerNorm", "layer_norm"),
+    "tigon.ops.norms.rms_norm": ("RMSNorm", "add_rms_norm", "rms_norm"),
+    "tigon.ops.optim.adamw": ("AdamW",),
+    "tigon.ops.optim.in_backward": ("step_in_backward",),
+    "tigon.ops.rotary.qk_norm_rope": ("qk_norm_rope",),
+    "tigon.ops.rotary.rope": ("rope",),
+}
+_MODULES = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}
 # Modules that are imported when they are first used.
-_LAZY_MODULES = ("integrations",)
-_NAMES_OF_HF = (
-    "patch", "patched",
-    "AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForSequenceClassification",
-)  # fmt: skip
-_LAZY = dict.fromkeys(_NAMES_OF_HF, "tigon.hf")
-_LAZY["install_as_liger_kernel"] = "tigon.integrations.liger"
-_MODULES_OF_LOSSES = (
-    "CPOLoss", "DPOLoss", "GRPOLoss", "KTOLoss", "ORPOLoss", "PPOLoss", "RLOOLoss", "SimPOLoss",
-)  # fmt: skip
-_LAZY |= dict.fromkeys(_MODULES_OF_LOSSES, "tigon.losses.modules")
-_LAZY["DistillationLoss"] = "tigon.losses.distillation"
+_LAZY_MODULES = ("hf", "integrations", "losses", "testing")
 
 __all__ = [
     "GEGLUMLP",
@@ -147,11 +177,15 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        return getattr(importlib.import_module(_LAZY[name]), name)
-    if name in _LAZY_MODULES:
-        return importlib.import_module(f"tigon.{name}")
-    raise AttributeError(f"module 'tigon' has no attribute {name!r}")
+    if name in _MODULES:
+        value = getattr(importlib.import_module(_MODULES[name]), name)
+    elif name in _LAZY_MODULES:
+        value = importlib.import_module(f"tigon.{name}")
+    else:
+        raise AttributeError(f"module 'tigon' has no attribute {name!r}")
+    # Python calls this function only for names that are not in the module, so each name is looked up here once.
+    globals()[name] = value
+    return value
 
 
 def __dir__() -> list[str]:
