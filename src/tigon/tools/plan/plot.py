@@ -21,7 +21,7 @@ def draw(path: Path, name: str, plans: list[LevelPlan], settings: PlanSettings) 
 
     level_plans = sorted((row for row in plans if row.by_length), key=lambda row: row.level != STOCK)
     ticks = [step.seq for step in level_plans[0].by_length]
-    figure = figures.new_figure(7, 4.4)
+    figure = figures.new_figure(7, 4.8)
     axes = figure.add_subplot()
     for level_plan, marker in zip(level_plans, cycle(figures.MARKERS), strict=False):
         peaks = [step.peak / GIB for step in level_plan.by_length]
@@ -36,5 +36,6 @@ def draw(path: Path, name: str, plans: list[LevelPlan], settings: PlanSettings) 
     figures.headline(figure, "Peak memory of a GPU, GiB", f"{name}, batch {settings.batch} on {devices}")
     figures.clean(axes)
     axes.grid(color=figures.FAINT, linewidth=0.7)
-    axes.legend(fontsize=8, loc="upper left", ncols=2, frameon=False, labelcolor=figures.INK)
+    # Lines of long sequences leave the axes at the top, so the legend stands below them.
+    figure.legend(fontsize=8, loc="outside lower center", ncols=4, frameon=False, labelcolor=figures.INK)
     figure.savefig(path)
