@@ -86,14 +86,14 @@ def use_rms_norm(spec: Any) -> Any:
     if not is_known_version("megatron-core", TESTED, "tigon.integrations.megatron.use_rms_norm"):
         return spec
     # A layer has an identity where it has no norm. The L2 norm of queries and keys has no weight.
-    kept = (
+    other_layers = (
         importlib.import_module("megatron.core.transformer.identity_op").IdentityOp,
         importlib.import_module("megatron.core.transformer.torch_norm").L2Norm,
     )
     attention = getattr(spec.submodules.self_attention, "submodules", None)
     for submodules, names in ((spec.submodules, LAYER_NORMS), (attention, ATTENTION_NORMS)):
         for name in names:
-            if getattr(submodules, name, None) not in (None, *kept):
+            if getattr(submodules, name, None) not in (None, *other_layers):
                 setattr(submodules, name, TigonRMSNorm)
     return spec
 

@@ -348,16 +348,16 @@ def _find_sizes(module: nn.Module) -> Sizes | None:
     layers = list(_layers_of(module))
     weight = module._parameters.get("weight")
     weight_sizes = None if weight is None else (weight.shape[-1], weight.shape[0])
-    found: list[Sizes] = []
+    candidates: list[Sizes] = []
     for a, b in itertools.permutations(layers, 2):
         sizes = Sizes(a.in_features, b.out_features, a.out_features)
         if sizes.rank != b.in_features:
             continue
         other_sizes = [(layer.in_features, layer.out_features) for layer in layers if layer is not a and layer is not b]
         if sizes[:2] in (*other_sizes, weight_sizes):
-            found.append(sizes)
+            candidates.append(sizes)
     # A square base and B of one adapter have the sizes of A and B too, with a larger rank than that of the adapters.
-    return min(found, key=lambda sizes: sizes.rank, default=None)
+    return min(candidates, key=lambda sizes: sizes.rank, default=None)
 
 
 def _small_copy(

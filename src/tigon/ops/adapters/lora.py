@@ -101,14 +101,14 @@ class _LoRALinears(torch.autograd.Function):
         products = {} if fp8 is None else fp8.multiply(rows)
         ys = []
         for i, projection in enumerate(projections):
-            own_entries = [entry for entry in entries if entry.projection == i]
+            entries_of_product = [entry for entry in entries if entry.projection == i]
             # The output is not a view, because a view that a node returns cannot be modified in place.
             if (product := products.pop(i, None)) is not None:
-                add_low_rank(product, projection, own_entries, h)
+                add_low_rank(product, projection, entries_of_product, h)
                 y = reshape_without_view(product, (*x.shape[:-1], product.shape[1]))
             else:
                 y = x.new_empty((*x.shape[:-1], projection.weight.shape[0]))
-                write_output(y.view(rows.shape[0], -1), rows, projection, own_entries, h)
+                write_output(y.view(rows.shape[0], -1), rows, projection, entries_of_product, h)
             ys.append(y)
         if fp8 is not None:
             fp8.end_forward()

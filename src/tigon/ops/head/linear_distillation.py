@@ -95,12 +95,12 @@ def linear_distillation_reference(
             return rounded
         with torch.no_grad():
             if accumulates_in_fp32(x):
-                kept = torch.mm(x.reshape(-1, x.shape[-1]), head.t(), out_dtype=wide).view_as(rounded)
+                precise = torch.mm(x.reshape(-1, x.shape[-1]), head.t(), out_dtype=wide).view_as(rounded)
             else:
-                kept = F.linear(x.to(wide), head.to(wide))
-            kept = kept if b is None else kept + b
+                precise = F.linear(x.to(wide), head.to(wide))
+            precise = precise if b is None else precise + b
         # The gradient is that of the half-precision layer.
-        return rounded + (kept - rounded).detach()
+        return rounded + (precise - rounded).detach()
 
     raw = apply_to_logits(logits(hidden, weight, bias), logit_scale, softcap)
     v = raw.shape[-1]

@@ -189,7 +189,7 @@ def _differentiate(
         loss = loss_of(problem.loss_fn(*parts, *args, **_boundaries(cu_seqlens))).reshape(()) * problem.share(part)
         if not loss.requires_grad:
             return loss.detach(), [torch.zeros_like(value) for value in values]
-        found = torch.autograd.grad(loss, leaves, allow_unused=True)
+        gradients = torch.autograd.grad(loss, leaves, allow_unused=True)
     return loss.detach(), [
-        torch.zeros_like(value) if g is None else g for g, value in zip(found, values, strict=True)
+        torch.zeros_like(value) if g is None else g for g, value in zip(gradients, values, strict=True)
     ]  # fmt: skip

@@ -144,12 +144,12 @@ class CompactAdamW(torch.optim.AdamW):
             if not (any(are_compact) or has_codes) or len(groups) != len(self.param_groups):
                 return None
             groups = [dict(group) for group in groups]
-            for group, current, own_options, is_compact in zip(
+            for group, current, formats, is_compact in zip(
                 groups, self.param_groups, options, are_compact, strict=True
             ):
                 for name in compact_states.OPTIONS:
                     group.pop(name, None)
-                group.update(own_options)
+                group.update(formats)
                 if is_compact:
                     # The step of this class is neither of these implementations.
                     group["foreach"], group["fused"] = None, group.get("fused") or None
