@@ -19,6 +19,7 @@ require("tigon", "torch", *(["triton"] if needs_triton() else []))
 from tigon.memory.lean import lean
 from tigon.ops.adapters.lora import lora_linear
 from tigon.ops.adapters.lora_experts import lora_moe_mlp
+from tigon.ops.experts.load_balancing import load_balancing_loss
 from tigon.ops.experts.moe_mlp import moe_mlp
 from tigon.ops.fp8.fp8_linear import fp8_linear
 from tigon.ops.head.linear_cross_entropy import LinearCrossEntropyLoss, linear_cross_entropy
@@ -129,6 +130,7 @@ __all__ = [
     "linear_distillation",
     "linear_log_probs",
     "linear_loss",
+    "load_balancing_loss",
     "lora_linear",
     "lora_moe_mlp",
     "mlp",
