@@ -49,7 +49,8 @@ class FusedRouterLoss:
         arguments = {**dict(zip(self.names, args, strict=False)), **kwargs}
         values = [arguments.get(name) for name in self.names]
         holds = self._holds_for_graph() if torch.compiler.is_compiling() else self.guard.holds(self.stock)
-        if holds and arguments.keys() <= set(self.names) and _accepts(*values):
+        has_known_arguments = len(args) + len(kwargs) == len(arguments) and arguments.keys() <= set(self.names)
+        if holds and has_known_arguments and _accepts(*values):
             return load_balancing_loss(*values)  # type: ignore[arg-type]
         return self.stock(*args, **kwargs)
 
