@@ -98,8 +98,8 @@ def test_every_op_has_tigon_eager_code_and_compiled_code_first():
 
 
 def test_every_op_of_models_is_compared_with_liger():
-    # Liger's losses of log-probabilities do not return them. Liger has no MLPs of two layers, no gated norms, and no loss
-    # of routers.
+    # Liger's losses of log-probabilities do not return them. Liger has no MLPs of two layers, no gated norms, and no
+    # loss of routers.
     for op in EAGER.keys() - {"linear_log_probs", "gelu", "mlp", "gated_rms_norm", "load_balancing_loss"}:
         assert "liger" in [provider.name for provider in PROVIDERS[op]], op
 

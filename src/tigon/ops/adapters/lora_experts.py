@@ -174,7 +174,8 @@ def lora_moe_mlp(
 
     All tensors but the indices get gradients. If the weights of the experts are frozen, backward computes no gradient
     of them, and no tensor of their size. The op then saves `x`, the result of the first product, [T K, 2 I], and the
-    low-rank products, [T K, r]. PEFT's code rounds the factors to the dtype of the weights. Here each factor counts as
+    low-rank products, [T K, r]. In `tigon.lean(mlp=True)` it does not save the results of the first product, which
+    backward repeats. PEFT's code rounds the factors to the dtype of the weights. Here each factor counts as
     the sum of two bf16 values, which keep 16 bits. The exception is an addition to a result in bf16, such as p B^T for
     p = x A^T: this product rounds p and B to bf16, as it rounds its result.
 
