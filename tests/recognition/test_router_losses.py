@@ -159,6 +159,15 @@ def test_a_function_that_replaces_the_one_of_the_file_is_used(op_calls, monkeypa
     assert forward(model, logits) == 4.0
 
 
+def test_a_helper_that_was_replaced_is_used(op_calls, monkeypatch):
+    cls = _model_with(_router)
+    forward, logits = RouterLossForward(cls, ("loss",)), _logits()
+    forward(cls(), logits)
+    monkeypatch.setitem(globals(), "one_hot_loss", lambda *args: torch.tensor(3.0))
+    assert forward(cls(), logits) == 3.0
+    assert len(op_calls) == 1
+
+
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["copy", "pickle"])
 def test_copies_run_the_op(duplicate, op_calls):
     forward, logits = duplicate(RouterLossForward(Model, ("one_hot_loss",))), _logits()

@@ -95,21 +95,23 @@ def test_layers_may_be_a_tensor_or_a_sequence_and_may_have_different_rows():
     torch.testing.assert_close(tigon.load_balancing_loss(parts, 5, 2), tigon.load_balancing_loss(layers[0], 5, 2))
 
 
-def test_of_equal_logits_the_first_expert_is_chosen():
+ROWS = {
+    "three equal": [1.0, 1.0, 1.0, 0.0],
+    "negative zero first": [-0.0, 0.0, -1.0, 0.0],
+    "negative zero second": [0.0, -0.0, -1.0, 0.0],
+    "minus infinity": [-math.inf, 2.0, -math.inf, -math.inf],
+}
+
+
+@pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
+def test_of_equal_logits_the_first_expert_is_chosen(row):
     """Zero equals negative zero. Minus infinity is a logit like any other, below all finite ones."""
-    rows = [
-        [1.0, 1.0, 1.0, 0.0],
-        [-0.0, 0.0, -1.0, 0.0],
-        [0.0, -0.0, -1.0, 0.0],
-        [-math.inf, 2.0, -math.inf, -math.inf],
-    ]
-    for row in rows:
-        logits = torch.tensor([row], device=DEVICE)
-        p = logits.softmax(-1)[0]
-        chosen = torch.tensor([1.0, 1.0, 0.0, 0.0], device=DEVICE)
-        expected = 4 * (p * chosen).sum()
-        torch.testing.assert_close(tigon.load_balancing_loss(logits, 4, 2), expected)
-        torch.testing.assert_close(load_balancing_loss_reference(logits, 4, 2), expected)
+    # Both tokens choose the first two experts. Equal logits of one token add equal probabilities, so the second token
+    # tells them apart.
+    logits = torch.tensor([row, [3.0, 2.0, 0.0, -1.0]], device=DEVICE)
+    expected = 4 * logits.softmax(-1).mean(0)[:2].sum()
+    torch.testing.assert_close(tigon.load_balancing_loss(logits, 4, 2), expected)
+    torch.testing.assert_close(load_balancing_loss_reference(logits, 4, 2), expected)
 
 
 def test_experts_are_ranked_by_logits_that_a_softmax_in_bf16_makes_equal():

@@ -42,7 +42,7 @@ def tiny(op, **options):
 
 
 GEMMA = {"offset": 1.0, "rounding": "after_weight"}
-OPTIONS = {"geglu": {"approximate": "tanh"}, "load_balancing_loss": {"num_experts": 12, "top_k": 3}}
+OPTIONS = {"geglu": {"approximate": "tanh"}, "load_balancing_loss": {"num_experts": 24, "top_k": 3}}
 CASES = [tiny(op, **OPTIONS.get(op, {})) for op in OPS]
 CASES += [tiny(op, **GEMMA) for op in ("rms_norm", "add_rms_norm", "qk_norm_rope")]
 CASES += [

@@ -117,13 +117,16 @@ def _load_rows(logits_ptr, mask_ptr, stride, rows, experts, block, BLOCK_T: tl.c
     return z, e / total[:, None], weight, is_logit
 
 
-@triton.jit(do_not_specialize=["rows", "experts", "top_k", "blocks", "programs"])
+@triton.jit(do_not_specialize=["rows", "experts", "top_k", "blocks", "programs", "first"])
 def _sums_kernel(
     logits_ptr, mask_ptr, sums_ptr,  # [T, E], [T] fp32 or None, [programs, 2, E] fp32
-    stride, rows, experts, top_k, blocks, programs,
+    stride, rows, experts, top_k, blocks, programs, first,
     BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """Count the chosen experts, and add the probabilities, of every block of tokens of this program."""
+    """Count the chosen experts, and add the probabilities, of every block of tokens of this program.
+
+    Program 0 writes to the row `first` of the sums.
+    """
     program = tl.program_id(0)
     expert = tl.arange(0, BLOCK_E)
     counts = tl.zeros([BLOCK_T, BLOCK_E], tl.float32)
@@ -139,7 +142,7 @@ def _sums_kernel(
         for _ in range(top_k):
             keys = tl.where(keys == tl.max(keys, 1)[:, None], LOWEST, keys)
         counts += tl.where((keys == LOWEST) & is_logit, weight[:, None], 0.0)
-    sums_ptr += program.to(tl.int64) * 2 * experts
+    sums_ptr += (first + program).to(tl.int64) * 2 * experts
     tl.store(sums_ptr + expert, tl.sum(counts, 0), mask=expert < experts)
     tl.store(sums_ptr + experts + expert, tl.sum(sums, 0), mask=expert < experts)
 
@@ -188,8 +191,8 @@ def load_balancing_forward(
     for layer, n, count in zip(layers, blocks, programs, strict=True):
         rows, stride = dense_rows(layer)
         launch(
-            _sums_kernel, count, rows, mask, parts[start : start + count],
-            stride, layer.shape[0], experts, top_k, n, count,
+            _sums_kernel, count, rows, mask, parts,
+            stride, layer.shape[0], experts, top_k, n, count, start,
             BLOCK_T=config.block_t, BLOCK_E=width, num_warps=config.num_warps,
         )  # fmt: skip
         start += count

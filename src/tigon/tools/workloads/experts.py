@@ -195,7 +195,7 @@ WORKLOADS = (
         is_loss=True,
         test_variants=(
             # Gradients are differences of terms of at most E / (L T).
-            Variant("", (2, 11, 12), _routers(12, 3), term_size=0.5),
+            Variant("", (2, 11, 24), _routers(24, 3), term_size=1.0),
             Variant("with a mask", (3, 10, 16), _routers(16, 1), {"mask": True}, term_size=0.5),
         ),
         compile_variants=(
