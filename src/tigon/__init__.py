@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from tigon.memory.lean import lean
     from tigon.ops.adapters.lora import lora_linear
     from tigon.ops.adapters.lora_experts import lora_moe_mlp
+    from tigon.ops.experts.load_balancing import load_balancing_loss
     from tigon.ops.experts.moe_mlp import moe_mlp
     from tigon.ops.fp8.fp8_linear import fp8_linear
     from tigon.ops.head.linear_cross_entropy import LinearCrossEntropyLoss, linear_cross_entropy
@@ -84,6 +85,7 @@ _NAMES_BY_MODULE = {
     "tigon.memory.lean": ("lean",),
     "tigon.ops.adapters.lora": ("lora_linear",),
     "tigon.ops.adapters.lora_experts": ("lora_moe_mlp",),
+    "tigon.ops.experts.load_balancing": ("load_balancing_loss",),
     "tigon.ops.experts.moe_mlp": ("moe_mlp",),
     "tigon.ops.fp8.fp8_linear": ("fp8_linear",),
     "tigon.ops.head.linear_cross_entropy": ("LinearCrossEntropyLoss", "linear_cross_entropy"),
@@ -159,6 +161,7 @@ __all__ = [
     "linear_distillation",
     "linear_log_probs",
     "linear_loss",
+    "load_balancing_loss",
     "lora_linear",
     "lora_moe_mlp",
     "mlp",

@@ -124,6 +124,12 @@ FUNCTIONS: dict[str, dict[str, object]] = {
         "down_bias": _parameter(8),
     },
     "moe_mlp": MOE | {"up_bias": _parameter(3, 8), "down_bias": _parameter(3, 8)},
+    "load_balancing_loss": {
+        "router_logits": _parameter(4, 8),
+        "num_experts": 8,
+        "top_k": 2,
+        "attention_mask": _index(4, high=2),
+    },
     "lora_moe_mlp": MOE
     | {
         "up_a": _parameter(3, 2, 8),
@@ -253,6 +259,13 @@ ACCEPTED_BY_OP: dict[tuple[str, str], set[str]] = {
     ("gated_rms_norm", "group_size"): {"int", "None"},
     ("moe_mlp", "x"): FLOAT,
     ("lora_moe_mlp", "x"): FLOAT,
+    ("load_balancing_loss", "router_logits"): FLOAT | {"one dimension more"},
+    ("load_balancing_loss", "num_experts"): set(),
+    ("load_balancing_loss", "top_k"): {"int"},
+    # The mask holds one number for each token, in any shape and of any dtype.
+    ("load_balancing_loss", "attention_mask"): FLOAT
+    | OPTIONAL
+    | {"bool", "int16", "fp8", "one dimension more"},
     ("lora_moe_mlp", "transposed"): {"False"},
     **{("lora_moe_mlp", name): NUMBER for name in ("up_scaling", "down_scaling")},
     ("lora_linear", "bias"): OPTIONAL,
@@ -400,6 +413,14 @@ MESSAGES = {
     "a long value": (
         lambda: tigon.rope(**ROPE, sections=[7] * 1000),
         "rope: cos must have shape (3, 1 or 2, 5, R), got (1, 5, 8)",
+    ),
+    "logits of another number of experts": (
+        lambda: tigon.load_balancing_loss((LOGITS, LOGITS[:, :7]), 8, 2),
+        "load_balancing_loss: router_logits[1] must have shape (4, 8), got (4, 7)",
+    ),
+    "more experts of a token than there are": (
+        lambda: tigon.load_balancing_loss((LOGITS,), 8, 9),
+        "load_balancing_loss: top_k must be at most num_experts, which is 8, got 9",
     ),
     "an activation of another shape": (
         lambda: tigon.moe_mlp(**MOE, activation=lambda h: h),

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tigon.ops.experts.moe_mlp import ACTIVATIONS, moe_mlp
+from tigon.ops.experts.arguments import ACTIVATIONS
+from tigon.ops.experts.moe_mlp import moe_mlp
 from tigon.ops.mlps.clamped_glu import ClampedGate
 from tigon.recognition import experts
 from tigon.recognition.experts import ExpertsRecipe, recognise_experts

@@ -90,13 +90,13 @@ def test_a_rope_with_other_angles_keeps_its_function():
 
 def test_the_recipe_has_globals_of_its_own_and_the_file_keeps_its_function():
     recipe = recognise_rope(Attention())
-    assert recipe.forward.__code__ is Attention.forward.__code__
-    assert recipe.forward.__globals__["split_half"] is not split_half
+    assert recipe.exchanged.forward.__code__ is Attention.forward.__code__
+    assert recipe.exchanged.forward.__globals__["split_half"] is not split_half
     assert Attention.forward.__globals__["split_half"] is split_half
 
 
 def test_arguments_that_the_op_does_not_take_go_to_the_stock_function():
-    fused = recognise_rope(Attention()).forward.__globals__["split_half"]
+    fused = recognise_rope(Attention()).exchanged.forward.__globals__["split_half"]
     q, k, angles = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 5, 8), torch.randn(5, 8)
     for result, expected in zip(fused(q, k, angles, angles, 0), split_half(q, k, angles, angles, 0), strict=True):
         assert torch.equal(result, expected)

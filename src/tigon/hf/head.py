@@ -48,6 +48,7 @@ from tigon.ops.head.linear_cross_entropy import linear_cross_entropy
 from tigon.recognition.adapters import AdapterRecipe
 from tigon.recognition.deferred import call_deferred
 from tigon.recognition.replacement import find_changing_hook, find_replacement, foreign_forward
+from tigon.recognition.router_losses import RouterLossForward
 from tigon.recognition.standin import stand_in
 from tigon.runtime.device import PLAIN
 from tigon.runtime.stock import calls_are_stock, linears_are_stock, written_in
@@ -272,6 +273,8 @@ class CausalLMForward:
     # The notes of the report, to which a warning about a replaced loss function is added.
     notes: list[str] = field(default_factory=list)
     warns_of_replaced_loss: bool = True
+    # The forward of the class with the op for the auxiliary loss of routers, or None if it has no such loss.
+    router_losses: RouterLossForward | None = None
 
     def __call__(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         options = self.options.for_call(kwargs)
@@ -283,7 +286,7 @@ class CausalLMForward:
         outer_call, was_running = self.fused.call, self.fused.is_running
         self.fused.call, self.fused.is_running = call, True
         try:
-            outputs = type(model).forward(model, *args, **kwargs)
+            outputs = (self.router_losses or type(model).forward)(model, *args, **kwargs)
         finally:
             self.fused.call, self.fused.is_running = outer_call, was_running
         if call is None or call.loss is None:

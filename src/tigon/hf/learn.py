@@ -31,6 +31,7 @@ from tigon.recognition.replacement import (
     uninstall,
     wrapped_forward,
 )
+from tigon.recognition.router_losses import RouterLossForward, find_router_losses
 from tigon.recognition.source import innermost
 from tigon.recognition.standin import (
     BF16,
@@ -202,7 +203,8 @@ def _measure(model: nn.Module, head: str, vocabulary: int) -> tuple[float | None
 def attach(model: Any, spec: Spec) -> Callable[[], None]:
     """Install the replacements, and return the function that undoes this."""
     fused = FusedLoss(spec)
-    undo = [install(model, CausalLMForward(fused))]
+    router_losses = RouterLossForward(type(model), spec.router_losses) if spec.router_losses else None
+    undo = [install(model, CausalLMForward(fused, router_losses=router_losses))]
     undo += [install_guarded(head, HeadForward(fused)) for head in _linears(getattr(model, spec.head))]
     loss_function = LossFunction.for_model(fused, model)
     model.loss_function = loss_function
@@ -393,6 +395,7 @@ def learn_loss(model: Any) -> Spec | str | None:
                 settings=_settings(model, reach.places),
                 unknown_arguments=frozenset(_argument_names(loss_function))
                 - {"logits", "labels", "vocab_size", *LOSS_ARGUMENTS},
+                router_losses=find_router_losses(type(model)),
             )
             _verify(model, head, spec)
     except NotUnderstood as reason:

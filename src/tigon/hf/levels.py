@@ -56,7 +56,8 @@ LEVELS = {
     "default": Level(),
     "lean": Level("lean: backward recomputes the outputs of norms and gates", lean=True),
     "lean+mlp": Level(
-        "lean+mlp: backward recomputes the outputs of norms and gates, and of the gate and up projections",
+        "lean+mlp: backward recomputes the outputs of norms and gates, and of the gate and up projections of MLPs and "
+        "experts",
         lean=True,
         mlp=True,
     ),
@@ -91,7 +92,10 @@ def find_level(name: object) -> Level | None:
     if LEVELS[base].checkpoint:
         note = LEVELS[base].note.replace(base, name, 1).replace("which is", f"which in the first {layers} layers is")
         return replace(LEVELS[base], note=note, layers=layers)
-    note = f"{name}: lean, and in the first {layers} layers also without the outputs of gate and up projections"
+    note = (
+        f"{name}: lean, and in the first {layers} layers also without the outputs of gate and up projections of MLPs "
+    )
+    note += "and experts"
     return replace(LEVELS[base], note=note, layers=layers)
 
 

@@ -340,7 +340,8 @@ def patch(
             norm of this sum, a norm whose input is also the residual, and linear layers that have the same input. The
             source of the forward is rewritten for this. The stock statements run if the norm or the linear layers do
             more than the op.
-        loss: Replace the head and the loss of a causal language model. In training mode with labels, the loss is
+        loss: Replace the head and the loss of a causal language model, and the auxiliary loss that balances the experts
+            of a mixture (`load_balancing_loss`). In training mode with labels, the loss is
             computed in the head without holding the logits, and `logits` of the output raises `LogitsSkippedError` when
             it is used. `skip_logits=True` in a call of the model requests this in any mode, also for a call that has
             `shift_labels` but no `labels`; `skip_logits=False` returns logits in any mode. Evaluation, generation, and
@@ -352,7 +353,8 @@ def patch(
             an error at once.
         memory: The level that decides what is saved for backward. Results have the same bits at every level. "default":
             each op saves what its backward reads. "lean": the outputs of norms and gates are not saved either, because
-            backward recomputes them. "lean+mlp": the outputs of gate and up projections are not saved either.
+            backward recomputes them. "lean+mlp": the outputs of gate and up projections, also those of experts, are not
+            saved either.
             "lean+mlp:N" with a number N: this holds for the first N layers only, and the others are "lean".
             "checkpoint": each layer but the last saves only its input, by the checkpointing of transformers' models.
             "checkpoint+offload": as "checkpoint", and these inputs are in pinned host memory. The inputs of the last

@@ -59,6 +59,8 @@ class Spec:
     settings: Settings
     # Arguments of the model's loss that the standard loss does not have. A call with one of them runs the stock code.
     unknown_arguments: frozenset[str]
+    # The names of the functions in the forward of the model that compute `load_balancing_loss`.
+    router_losses: tuple[str, ...] = ()
 
     @property
     def marker(self) -> float:
@@ -73,6 +75,7 @@ class Spec:
     def __str__(self) -> str:
         steps = [f"scale {self.logit_scale:g}"] if self.logit_scale != 1.0 else []
         steps += [f"softcap {self.softcap:g}"] if self.softcap is not None else []
+        steps += ["load_balancing_loss"] if self.router_losses else []
         return ", ".join(["linear_cross_entropy in the head", *steps])
 
 

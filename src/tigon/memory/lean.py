@@ -223,8 +223,8 @@ def lean(*, mlp: bool = False, offload: bool = False) -> Iterator[None]:
     the graph recomputes the results. `lean` is also a decorator. A block inside another block adds its options.
 
     Args:
-        mlp: Also recompute the gate and up projections of gated MLPs, in Tigon's modules and in patched models. Two of
-            the nine products of the MLP then run twice, and the MLP saves only its input.
+        mlp: Also recompute the gate and up projections of gated MLPs, in Tigon's modules and in patched models, and of
+            the experts of `moe_mlp`. Two of the nine products then run twice, and the MLP saves only its input.
         offload: Also copy the remaining saved tensors of a GPU, of 1 MiB and more, to pinned host memory on a side
             stream. They are copied back before backward needs them. Parameters stay on the device. Nothing is copied
             on other devices, in a CUDA graph, and in a block with saved-tensor hooks around it. A saved tensor must not

@@ -27,6 +27,8 @@ have no guard, because their settings change in training: their forward runs at 
 | `adapters`, `deferred` | linear layers with low-rank adapters |
 | `expert_adapters` | low-rank adapters on the weights of experts |
 | `rope`, `rope_function`, `rope_forms` | rotary embeddings |
+| `router_losses` | the loss that balances the experts of a mixture |
+| `exchanged_functions` | runs a forward with other functions in place of globals, for the two above |
 | `fused_statements`, `rewriting`, `overwriting`, `source` | statements of a forward that one op computes together |
 | `head_norm_statements` | norms of queries and keys, and the rotary embedding after them |
 """

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from tigon.ops.adapters.lora_experts import ExpertAdapter, adapted_moe_mlp
-from tigon.ops.experts.moe_mlp import ACTIVATIONS, ExpertParameters, moe_mlp
+from tigon.ops.experts.arguments import ACTIVATIONS, ExpertParameters
+from tigon.ops.experts.moe_mlp import moe_mlp
 from tigon.ops.mlps.clamped_glu import ClampedGate
 from tigon.recognition.replacement import is_changed
 from tigon.recognition.standin import (

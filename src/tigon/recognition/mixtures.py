@@ -21,7 +21,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from tigon.ops.experts.moe_mlp import ACTIVATIONS, moe_mlp
+from tigon.ops.experts.arguments import ACTIVATIONS
+from tigon.ops.experts.moe_mlp import moe_mlp
 from tigon.recognition.replacement import is_changed
 from tigon.recognition.standin import (
     describe,

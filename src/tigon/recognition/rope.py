@@ -4,10 +4,9 @@
         ...
         q, k = apply_rotary_pos_emb(q, k, cos, sin)   # a global of the file
 
-The function is not replaced in the globals of that file, because this would change every other model of the process: on
-a GPU those models would compute other bits, because the kernel rounds once where eager code rounds three times.
-Instead, the recipe of each attention layer runs the code object of its class with a copy of the globals, in which that
-one name is the op. Nothing outside of the recipe changes.
+The recipe of each attention layer runs the forward of its class with the op in place of this function
+(`exchanged_functions`). If the globals of the file were changed, other models of the process would compute other bits,
+because the kernel rounds once where eager code rounds three times.
 """
 
 import inspect
@@ -20,14 +19,14 @@ from torch import Tensor, nn
 
 from tigon.ops.rotary.qk_norm_rope import qk_norm_rope
 from tigon.ops.rotary.rope import can_run_kernels, rotary_size
+from tigon.recognition.exchanged_functions import ForwardWithFunctions, written_globals
 from tigon.recognition.function_guard import FunctionGuard
 from tigon.recognition.fused_statements import FusedStatementsRecipe, fuse_statements
 from tigon.recognition.rope_complex import ComplexForm, FusedComplexRope, takes_complex_table
 from tigon.recognition.rope_forms import Form, RopeCall
 from tigon.recognition.rope_function import recognise_function
-from tigon.recognition.source import NotReadable, code_state, innermost, is_unchanged, rebuild_wrappers
+from tigon.recognition.source import NotReadable, innermost, rebuild_wrappers
 from tigon.runtime.device import runs_kernels
-from tigon.runtime.state.bytecode import code_use
 
 __all__ = ["RopeRecipe", "recognise_rope"]
 
@@ -156,50 +155,22 @@ class RopeRecipe:
         self.stock = inspect.getattr_static(cls, "forward")
         rewritten = fuse_statements(self.stock) if fuses_statements else None
         function = rewritten if isinstance(rewritten, types.FunctionType) else self.stock
-        stock = innermost(function)
-        self.file_globals, self.names = stock.__globals__, code_use(stock.__code__).global_names
+        file_globals = innermost(function).__globals__
         # A copy of a recipe keeps its guards, because the file may have other functions by now.
-        self.guards = guards or tuple(FunctionGuard(self.file_globals[name]) for name, _ in forms)
-        self.fused_ropes: dict[str, _FusedRope | FusedComplexRope] = {}
+        self.guards = guards or tuple(FunctionGuard(file_globals[name]) for name, _ in forms)
+        fused_ropes: dict[str, _FusedRope | FusedComplexRope] = {}
         for (name, form), guard in zip(forms, self.guards, strict=True):
-            current = self.file_globals.get(name)
+            current = file_globals.get(name)
             if isinstance(current, types.FunctionType) and guard.holds(current):
-                self.fused_ropes[name] = (
+                fused_ropes[name] = (
                     FusedComplexRope(current, form, guard)
                     if isinstance(form, ComplexForm)
                     else _FusedRope(current, form, guard)
                 )
-        self.state = code_state(self.stock)
-        scope = {**self.file_globals, **self.fused_ropes}
-        # torch.compile identifies globals by the name of their Python module. With that name, a graph that contains a
-        # stock and a patched model would use the same function for both.
-        del scope["__name__"]
-        self.scope = scope
-        inner = types.FunctionType(stock.__code__, scope, stock.__name__, stock.__defaults__, stock.__closure__)
-        inner.__kwdefaults__, inner.__module__ = stock.__kwdefaults__, stock.__module__
-        self.forward = rebuild_wrappers(function, inner)
+        self.exchanged = ForwardWithFunctions(self.stock, fused_ropes, function)
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        # The class may have another forward by now, or its forward may have other code.
-        is_stock = type(module).forward is self.stock
-        if not (is_stock and (self._refresh_for_graph() if torch.compiler.is_compiling() else self._refresh())):
-            return type(module).forward(module, *args, **kwargs)
-        return self.forward(module, *args, **kwargs)
-
-    def _refresh(self) -> bool:
-        """Copy the current globals of the file, and return True if the code of the forward is unchanged.
-
-        Another attention function or rope function may have been assigned in the file.
-        """
-        current = {name: self.file_globals[name] for name in self.names if name in self.file_globals}
-        fused = {name: rope for name, rope in self.fused_ropes.items() if current.get(name) is rope.stock}
-        self.scope.update(current | fused)
-        return is_unchanged(self.state)
-
-    @torch.compiler.assume_constant_result
-    def _refresh_for_graph(self) -> bool:
-        """Refresh once for each graph."""
-        return self._refresh()
+        return self.exchanged.forward_for(module)(module, *args, **kwargs)
 
     def __reduce__(self) -> tuple:
         return _restore_recipe, (self.cls, self.forms, self.fuses_statements, self.guards)
@@ -238,17 +209,12 @@ class StockForward:
 def _restore_recipe(*arguments: Any) -> RopeRecipe | StockForward:
     """Return the recipe of a copied module, or the stock forward if the forward of its class cannot be rebuilt."""
     forward = inspect.getattr_static(arguments[0], "forward", None)
-    if not isinstance(forward, types.FunctionType) or _written_globals(innermost(forward)):
+    if not isinstance(forward, types.FunctionType) or written_globals(innermost(forward)):
         return StockForward(arguments)
     try:
         return RopeRecipe(*arguments)
     except NotReadable:
         return StockForward(arguments)
-
-
-def _written_globals(function: types.FunctionType) -> list[str]:
-    """Return the globals that a function writes. A rebuilt forward would write them to its copy of the globals."""
-    return [target for target, _ in code_use(function.__code__).writes if target.startswith("the global")]
 
 
 def _form_of(value: object, module_name: str) -> Form | ComplexForm | str | None:
@@ -285,7 +251,7 @@ def recognise_rope(module: nn.Module) -> RopeRecipe | str | None:
             reasons.append(f"{name}: {form}")
     if not forms:
         return "; ".join(reasons) or None
-    if targets := _written_globals(forward):
+    if targets := written_globals(forward):
         return f"its forward writes {targets[0]}"
     try:
         rebuild_wrappers(stock, forward)

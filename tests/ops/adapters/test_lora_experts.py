@@ -25,7 +25,8 @@ from tigon.ops.adapters.lora_expert_activation import (
     lora_activation_forward,
 )
 from tigon.ops.adapters.lora_experts import ExpertAdapter, adapted_moe_mlp, lora_moe_mlp_reference
-from tigon.ops.experts.moe_mlp import ExpertParameters, moe_mlp_reference
+from tigon.ops.experts.arguments import ExpertParameters
+from tigon.ops.experts.moe_mlp import moe_mlp_reference
 from tigon.ops.experts.routing import Routing, route
 from tigon.runtime.tuning import tuned
 

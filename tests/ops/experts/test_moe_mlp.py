@@ -14,8 +14,9 @@ from tigon.ops.experts.activation import (
     activation_gradients,
     activation_gradients_reference,
 )
+from tigon.ops.experts.arguments import ACTIVATIONS
 from tigon.ops.experts.grouped_linear import group_sums, grouped_linear, rows_of_groups
-from tigon.ops.experts.moe_mlp import ACTIVATIONS, moe_mlp_reference
+from tigon.ops.experts.moe_mlp import moe_mlp_reference
 from tigon.ops.experts.routing import (
     RoutingConfig,
     RoutingProblem,

@@ -42,7 +42,8 @@ def tiny(op, **options):
 
 
 GEMMA = {"offset": 1.0, "rounding": "after_weight"}
-CASES = [tiny(op, **({"approximate": "tanh"} if op == "geglu" else {})) for op in OPS]
+OPTIONS = {"geglu": {"approximate": "tanh"}, "load_balancing_loss": {"num_experts": 24, "top_k": 3}}
+CASES = [tiny(op, **OPTIONS.get(op, {})) for op in OPS]
 CASES += [tiny(op, **GEMMA) for op in ("rms_norm", "add_rms_norm", "qk_norm_rope")]
 CASES += [
     tiny("rope", layout="interleaved"),
@@ -97,8 +98,9 @@ def test_every_op_has_tigon_eager_code_and_compiled_code_first():
 
 
 def test_every_op_of_models_is_compared_with_liger():
-    # Liger's losses of log-probabilities do not return them, and Liger has no MLPs of two layers and no gated norms.
-    for op in EAGER.keys() - {"linear_log_probs", "gelu", "mlp", "gated_rms_norm"}:
+    # Liger's losses of log-probabilities do not return them. Liger has no MLPs of two layers, no gated norms, and no
+    # loss of routers.
+    for op in EAGER.keys() - {"linear_log_probs", "gelu", "mlp", "gated_rms_norm", "load_balancing_loss"}:
         assert "liger" in [provider.name for provider in PROVIDERS[op]], op
 
 

@@ -106,14 +106,38 @@ def test_adapted_layers_run_as_ops(level, is_quantised, monkeypatch):
     assert nodes == {"_LoRALinears", "_LoRAGLUMLP"}
 
 
+CHOICES, INNER = 2, 96
+EXPERTS_CONFIG = transformers.Qwen3MoeConfig(
+    **SIZES | WIDTHS, head_dim=16, moe_intermediate_size=INNER, num_experts=8, num_experts_per_tok=CHOICES
+)
+
+
+@pytest.mark.parametrize("has_adapters", [False, True], ids=["full", "lora"])
+def test_the_first_product_of_experts_is_not_saved_if_it_is_recomputed(has_adapters):
+    """All layers are mixtures, so nothing else differs between the levels, except for the low-rank product p."""
+    steps, layers = {}, EXPERTS_CONFIG.num_hidden_layers
+    for level in ("lean", "lean+mlp:1", "lean+mlp"):
+        model, _ = build(EXPERTS_CONFIG, attention=None)
+        model = model.to(torch.bfloat16)
+        if has_adapters:
+            add_adapters(model, RANK, torch.float32, False)
+        steps[level] = step_of(model.train(), level)
+    rows = BATCH * SEQ * CHOICES
+    saved_sizes = [step.saved_bytes for step in steps.values()]
+    # p has two terms in bf16, and PEFT gives an adapter of gate and up twice the rank.
+    size = rows * (2 * INNER + (2 * 2 * RANK if has_adapters else 0)) * 2
+    assert [saved_sizes[0] - x for x in saved_sizes[1:]] == [size, layers * size]
+    products = [sum(work.products for work in step.work) for step in steps.values()]
+    # The plan does not count the work of low-rank kernels.
+    assert products[1] - products[0] == 2 * rows * 64 * 2 * INNER
+    assert products[2] - products[0] == layers * (products[1] - products[0])
+
+
 def test_adapters_of_experts_run_as_ops_without_the_sum_of_weights():
     """PEFT adds the products of the adapters to the weights of all experts, in a copy that backward needs."""
-    config = transformers.Qwen3MoeConfig(
-        **SIZES | WIDTHS, head_dim=16, moe_intermediate_size=96, num_experts=8, num_experts_per_tok=2
-    )
     steps = {}
     for level in ("stock", "lean"):
-        model, _ = build(config, attention=None)
+        model, _ = build(EXPERTS_CONFIG, attention=None)
         add_adapters(model.to(torch.bfloat16), RANK, torch.float32, False)
         steps[level] = step_of(model.train(), level)
     weights = 2 * 8 * 3 * 64 * 96

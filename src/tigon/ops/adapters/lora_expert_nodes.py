@@ -20,7 +20,8 @@ No gradient of U and D is computed. Where the chip and the rank allow it, `group
 product with U or D together with its adapter. Elsewhere the products are those of `moe_mlp`. Then, up to rank
 `LARGEST_FUSED_RANK`, `lora_expert_activation` adds the adapters of h and da when it reads them, and `grouped_low_rank`
 adds the others in place. The activation computes q and dp up to this rank too. The node saves x, h, with its adapter or
-without it, and p and w q as bf16 terms [S, 2, r], which are small.
+without it, and p and w q as bf16 terms [S, 2, r], which are small. In `lean(mlp=True)` it saves neither h nor p, and
+backward repeats the first product.
 
 `AddGroupedAdapters` adds the adapters to a product that autograd differentiates.
 
@@ -50,8 +51,8 @@ from tigon.ops.adapters.lora_expert_activation import (
 )
 from tigon.ops.adapters.low_rank import TERMS
 from tigon.ops.experts.activation import activation_gradients
+from tigon.ops.experts.arguments import ACTIVATIONS
 from tigon.ops.experts.grouped_linear import grouped_product
-from tigon.ops.experts.moe_mlp import ACTIVATIONS
 from tigon.ops.experts.routing import Routing, combine, spread
 from tigon.runtime.autograd import first_order, without_autocast
 
@@ -94,27 +95,40 @@ def _is_fused(up: _Factors | None, down: _Factors | None) -> bool:
     return bool(ranks) and max(ranks) <= LARGEST_FUSED_RANK
 
 
+class _FirstProduct(NamedTuple):
+    """The results of the first product."""
+
+    # [S, 2 I] or [S, I].
+    h: Tensor
+    # Whether h contains its adapter.
+    is_complete: bool
+    # The terms of p [S, 2, R], or None without an adapter.
+    p: Tensor | None
+
+
+def _first_product(
+    x: Tensor, up: Tensor, factors: _Factors | None, routing: Routing, transposed: bool, is_fused: bool
+) -> _FirstProduct:
+    """Compute the first product of the rows of x. A second call gives the same bits."""
+    up = up if transposed else up.mT
+    if factors is None:
+        return _FirstProduct(grouped_product(spread(x, routing), up, routing.ends), True, None)
+    rows, p = spread_and_project(x, factors.a, routing)
+    if not is_fused or adds_in_product(rows, up, factors.b):
+        return _FirstProduct(grouped_low_rank_product(rows, up, p, factors.b, routing), True, p)
+    return _FirstProduct(grouped_product(rows, up, routing.ends), False, p)
+
+
 def _forward(
     x: Tensor, weights: Tensor, up: Tensor, down: Tensor, routing: Routing, kind: str, transposed: bool,
     up_factors: _Factors | None, down_factors: _Factors | None,
-) -> tuple[Tensor, Tensor, bool, Tensor | None, Tensor | None]:  # fmt: skip
-    """Return y [T, H], h [S, 2 I] or [S, I], whether h contains its adapter, and the terms of p and w q [S, 2, R].
-
-    p and w q are None without adapters.
-    """
-    p = q = wq = None
-    up, down = (up, down) if transposed else (up.mT, down.mT)
-    is_fused, is_complete = _is_fused(up_factors, down_factors), up_factors is None
-    if up_factors is None:
-        h = grouped_product(spread(x, routing), up, routing.ends)
-    else:
-        rows, p = spread_and_project(x, up_factors.a, routing)
-        is_complete = not is_fused or adds_in_product(rows, up, up_factors.b)
-        if is_complete:
-            h = grouped_low_rank_product(rows, up, p, up_factors.b, routing)
-        else:
-            h = grouped_product(rows, up, routing.ends)
-        del rows
+) -> tuple[Tensor, _FirstProduct, Tensor | None]:  # fmt: skip
+    """Return y [T, H], the first product, and the terms of w q [S, 2, R], which are None without an adapter."""
+    q = wq = None
+    is_fused = _is_fused(up_factors, down_factors)
+    first = _first_product(x, up, up_factors, routing, transposed, is_fused)
+    h, is_complete, p = first
+    down = down if transposed else down.mT
     if is_fused:
         adapters = ActivationAdapters(
             None if is_complete else p,
@@ -128,7 +142,7 @@ def _forward(
             q, wq = grouped_project(a, down_factors.a, routing, False, weights)
     z = grouped_low_rank_product(a, down, q, None if down_factors is None else down_factors.b, routing)
     del a
-    return combine(z, weights, routing, x.dtype), h, is_complete, p, wq
+    return combine(z, weights, routing, x.dtype), first, wq
 
 
 class _Operand(NamedTuple):
@@ -180,16 +194,16 @@ class LoRAExperts(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weights: Tensor, up: Tensor, down: Tensor, routing: Routing, kind: str, transposed: bool,
-        scalings: tuple[tuple[float, ...], tuple[float, ...]], *factors: Tensor,
+        scalings: tuple[tuple[float, ...], tuple[float, ...]], saves_h: bool, *factors: Tensor,
     ) -> Tensor:  # fmt: skip
         x, weights = _rows(x), weights.contiguous()
         up_adapters, down_adapters = _rebuild(factors, scalings)
         terms_of_b = TERMS[x.dtype]
-        y, h, is_complete, p, wq = _forward(
+        y, (h, is_complete, p), wq = _forward(
             x, weights, up, down, routing, kind, transposed,
             _split(up_adapters, terms_of_b), _split(down_adapters, terms_of_b),
         )  # fmt: skip
-        ctx.save_for_backward(x, weights, up, down, h, p, wq, *routing, *factors)
+        ctx.save_for_backward(x, weights, up, down, *((h, p) if saves_h else (None, None)), wq, *routing, *factors)
         ctx.kind, ctx.transposed, ctx.scalings, ctx.is_complete = kind, transposed, scalings, is_complete
         return y
 
@@ -200,16 +214,20 @@ class LoRAExperts(torch.autograd.Function):
         x, weights, up, down, h, p, wq, slot, order, expert, ends, *factors = ctx.saved_tensors
         routing, transposed, dy = Routing(slot, order, expert, ends), ctx.transposed, _rows(dy)
         up_adapters, down_adapters = _rebuild(factors, ctx.scalings)
-        up_needs, down_needs = _rebuild(ctx.needs_input_grad[8:], ctx.scalings)
+        up_needs, down_needs = _rebuild(ctx.needs_input_grad[9:], ctx.scalings)
         needs_x, needs_weights = ctx.needs_input_grad[:2]
         needs_dh = needs_x or any(need.a or need.b for need in up_needs)
         needs_wa = any(need.a for need in down_needs)
         needs_dp = bool(up_adapters) and (needs_x or any(need.a for need in up_needs))
         da = dq = dp = dh = wa = dweights = dx = None
-        adds_dq, up, down = True, up.mT if transposed else up, down.mT if transposed else down
-
         up_factors, down_factors = _split(up_adapters), _split(down_adapters)
         is_fused = _is_fused(up_factors, down_factors)
+        if h is None:
+            terms = _split(up_adapters, TERMS[x.dtype])
+            h, _, p = _first_product(x, up, terms, routing, transposed, is_fused)
+            del terms
+        adds_dq, up, down = True, up.mT if transposed else up, down.mT if transposed else down
+
         if needs_dh or needs_weights:
             if down_factors is None:
                 da = grouped_product(spread(dy, routing), down, ends)
@@ -250,7 +268,7 @@ class LoRAExperts(torch.autograd.Function):
             rows = grouped_low_rank_product(dh, up, dp, None if up_factors is None else up_factors.a, routing)
             del dh
             dx = combine(rows, None, routing, dy.dtype)
-        return dx, dweights, *(None,) * 6, *up_gradients, *down_gradients
+        return dx, dweights, *(None,) * 7, *up_gradients, *down_gradients
 
 
 def _rows(x: Tensor) -> Tensor:

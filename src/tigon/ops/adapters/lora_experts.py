@@ -19,10 +19,13 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from tigon.memory.lean import recomputes_mlp, register_recomputation
 from tigon.ops.adapters.lora_expert_nodes import AddGroupedAdapters, ExpertAdapter, LoRAExperts
+from tigon.ops.experts.arguments import ACTIVATIONS, ExpertParameters, check_activated, check_experts
+from tigon.ops.experts.differentiated import RoutingMatrices, spread_rows
 from tigon.ops.experts.grouped_linear import grouped_linear, rows_of_groups
-from tigon.ops.experts.moe_mlp import ACTIVATIONS, ExpertParameters, check_activated, check_experts, moe_mlp_reference
-from tigon.ops.experts.routing import Routing, combine, route, spread
+from tigon.ops.experts.moe_mlp import moe_mlp_reference
+from tigon.ops.experts.routing import Routing, combine, route
 from tigon.runtime import checks
 from tigon.runtime.device import PLAIN, runs_kernels
 from tigon.runtime.torch_private.autograd import has_active_transform
@@ -77,6 +80,15 @@ def _product(
     return total.to(y.dtype)
 
 
+def _repeat_product(
+    x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool, scalings: tuple[float, ...], *tensors: Tensor
+) -> Tensor:
+    """Return the result of `_product` once more. `tensors` are four matrices of the routing, and A and B in turn."""
+    matrices, factors = tensors[:4], tensors[4:]
+    adapters = [ExpertAdapter(*each) for each in zip(factors[::2], factors[1::2], scalings, strict=True)]
+    return _product(x, weight, bias, adapters, RoutingMatrices(*matrices).routing(), transposed)
+
+
 def _takes_kernels(x: Tensor, tensors: Sequence[Tensor]) -> bool:
     """Return whether the low-rank kernels support x and the other tensors."""
     if torch.compiler.is_compiling() or has_active_transform():
@@ -120,8 +132,17 @@ def adapted_moe_mlp(
     up, down, up_bias, down_bias = parameters
     if _takes_node(x, [x, up, down, top_k_weights, *factors], parameters, activation):
         scalings = tuple(tuple(adapter.scaling for adapter in each) for each in (up_adapters, down_adapters))
-        return LoRAExperts.apply(x, top_k_weights, up, down, routing, activation, transposed, scalings, *factors)
-    h = _product(spread(x, routing, up.dtype), up, up_bias, up_adapters, routing, transposed)
+        saves_h = not recomputes_mlp()
+        return LoRAExperts.apply(
+            x, top_k_weights, up, down, routing, activation, transposed, scalings, saves_h, *factors
+        )
+    matrices = RoutingMatrices.of(routing)
+    rows = spread_rows(x, up.dtype, *matrices)
+    h = _product(rows, up, up_bias, up_adapters, routing, transposed)
+    if recomputes_mlp():
+        up_scalings = tuple(adapter.scaling for adapter in up_adapters)
+        up_factors = factors[: 2 * len(up_adapters)]
+        register_recomputation(h, _repeat_product, rows, up, up_bias, transposed, up_scalings, *matrices, *up_factors)
     if isinstance(activation, str):
         h = ACTIVATIONS[activation][0](h)
     else:
@@ -153,7 +174,8 @@ def lora_moe_mlp(
 
     All tensors but the indices get gradients. If the weights of the experts are frozen, backward computes no gradient
     of them, and no tensor of their size. The op then saves `x`, the result of the first product, [T K, 2 I], and the
-    low-rank products, [T K, r]. PEFT's code rounds the factors to the dtype of the weights. Here each factor counts as
+    low-rank products, [T K, r]. In `tigon.lean(mlp=True)` it does not save the results of the first product, which
+    backward repeats. PEFT's code rounds the factors to the dtype of the weights. Here each factor counts as
     the sum of two bf16 values, which keep 16 bits. The exception is an addition to a result in bf16, such as p B^T for
     p = x A^T: this product rounds p and B to bf16, as it rounds its result.
 

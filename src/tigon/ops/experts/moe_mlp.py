@@ -6,7 +6,8 @@ Rows are sorted by expert without waiting for the device, so the products of an 
 product. `tigon.ops.experts.routing` spreads the tokens and sums the results. An index of E or more is an expert of
 another rank, and adds nothing.
 
-The forward saves only x [T, H] and h = x[t] U^T + b, which is [S, 2 I] for the S = T K rows. For the row s of (t, k):
+The forward saves only x [T, H] and h = x[t] U^T + b, which is [S, 2 I] for the S = T K rows. In `lean(mlp=True)` it
+saves only x, and backward repeats the product that computes h. For the row s of (t, k):
 
     da[s] = dy[t] D                              without the weight w[t, k], because dw needs da without it
     dh[s], (w a)[s], dw[t, k]                    one pass over da[s], h[s] and w[t, k]: `tigon.ops.experts.activation`
@@ -18,8 +19,8 @@ Each gradient is computed only if it is needed. There are as many grouped produc
 and four in the backward.
 x and dy are spread again for the products of backward. Llama 4 weighs the inputs of the experts instead of their
 outputs: x[t] above becomes w[t, k] x[t], and w leaves the sum. Then dw[t, k] = <x[t], dh[s] U>, and dx[t] is the sum of
-w[t, k] dh[s] U. If the activation is a function of the user, autograd
-differentiates it, and each operator of the function saves its own tensors.
+w[t, k] dh[s] U. If the activation is a function of the user, autograd differentiates it, and each operator of the
+function saves its own tensors. `lean` then recomputes the rows of x, and `lean(mlp=True)` also h.
 
 Shapes: T tokens, K choices each, E experts, H hidden, I intermediate; S = T K rows.
 """
@@ -30,45 +31,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tigon.memory.lean import recomputes_mlp
 from tigon.ops.experts.activation import activation_gradients
-from tigon.ops.experts.grouped_linear import (
-    group_sums,
-    grouped_linear,
-    grouped_product,
-    grouped_weight_gradient,
-    rows_of_groups,
-)
+from tigon.ops.experts.arguments import ACTIVATIONS, ExpertParameters, check_activated, check_experts
+from tigon.ops.experts.differentiated import differentiated_product, first_product, product
+from tigon.ops.experts.grouped_linear import group_sums, grouped_product, grouped_weight_gradient
 from tigon.ops.experts.routing import Routing, combine, dot_products, route, spread, spread_weighted
-from tigon.ops.mlps.glu import geglu, geglu_reference, swiglu, swiglu_reference
 from tigon.ops.mlps.glu_mlp import check_version, save_gated
-from tigon.ops.mlps.relu2 import relu2, relu2_reference
 from tigon.runtime import checks
 from tigon.runtime.autograd import first_order, may_overwrite_saved
 from tigon.runtime.launch import launcher
 
-__all__ = [
-    "ACTIVATIONS",
-    "ExpertParameters",
-    "ExpertSizes",
-    "check_activated",
-    "check_experts",
-    "moe_mlp",
-    "moe_mlp_reference",
-]
-
-# For the name of each activation: the op, its reference, and the number of input features for each output feature. This
-# number is 2 if gate and up are packed as [gate | up].
-ACTIVATIONS: dict[str, tuple[Callable, Callable, int]] = {
-    "silu": (swiglu, swiglu_reference, 2),
-    "gelu": (geglu, geglu_reference, 2),
-    "gelu_tanh": (
-        lambda x: geglu(x, approximate="tanh"),
-        lambda x: geglu_reference(x, approximate="tanh"),
-        2,
-    ),
-    "relu2": (relu2, relu2_reference, 1),
-}
-
+__all__ = ["moe_mlp", "moe_mlp_reference"]
 
 # --- reference -----------------------------------------------------------------------------------
 
@@ -95,21 +69,19 @@ def moe_mlp_reference(
 # --- launchers (no autograd) ---------------------------------------------------------------------
 
 
-class ExpertParameters(NamedTuple):
-    """The parameters of all experts. The weights are [E, out, in], or [E, in, out] if they are transposed."""
-
-    up: Tensor
-    down: Tensor
-    up_bias: Tensor | None
-    down_bias: Tensor | None
-
-
 class BackwardParameters(NamedTuple):
     """The parameters that the backward reads. A parameter may be None if no needed gradient depends on it."""
 
     up: Tensor | None
     down: Tensor | None
     down_bias: Tensor | None
+
+
+class FirstParameters(NamedTuple):
+    """The parameters of the first product."""
+
+    up: Tensor
+    up_bias: Tensor | None
 
 
 class NeededMoEGradients(NamedTuple):
@@ -134,15 +106,23 @@ class MoEGradients(NamedTuple):
     down_bias: Tensor | None
 
 
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing, transposed: bool) -> Tensor:
-    """Return the product of each row of x with the weight of its expert, plus the bias, without autograd."""
-    y = grouped_product(x, weight if transposed else weight.mT, routing.ends)
-    return y if bias is None else y.add_(bias[routing.group])
-
-
 def _inputs(x: Tensor, weights: Tensor, routing: Routing, dtype: torch.dtype, weight_inputs: bool) -> Tensor:
     """Return the inputs of the experts [S, H]."""
     return spread_weighted(x, weights, routing, dtype) if weight_inputs else spread(x, routing, dtype)
+
+
+def _empty_first_product(x: Tensor, parameters: FirstParameters, routing: Routing, transposed: bool) -> Tensor:
+    """Allocate what `moe_first_product` returns."""
+    return parameters.up.new_empty(routing.order.shape[0], parameters.up.shape[2 if transposed else 1])
+
+
+@launcher(fake=_empty_first_product)
+def moe_first_product(
+    x: Tensor, weights: Tensor, parameters: FirstParameters, routing: Routing, transposed: bool, weight_inputs: bool
+) -> Tensor:
+    """Return h [S, 2 I] or [S, I], with the bits that it has in `moe_forward`."""
+    up, up_bias = parameters
+    return product(_inputs(x, weights, routing, up.dtype, weight_inputs), up, up_bias, routing, transposed)
 
 
 def _empty_forward(
@@ -161,11 +141,11 @@ def moe_forward(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Return y [T, H] and, if backward needs it, h [S, 2 I] or [S, I]."""
     up, down, up_bias, down_bias = parameters
-    h = _product(_inputs(x, weights, routing, up.dtype, weight_inputs), up, up_bias, routing, transposed)
+    h = product(_inputs(x, weights, routing, up.dtype, weight_inputs), up, up_bias, routing, transposed)
     a = ACTIVATIONS[kind][0](h)
     saved_h = h if saves_h else None
     del h
-    z = _product(a, down, down_bias, routing, transposed)
+    z = product(a, down, down_bias, routing, transposed)
     del a
     return combine(z, None if weight_inputs else weights, routing, x.dtype), saved_h
 
@@ -280,16 +260,19 @@ class _MoEMLP(torch.autograd.Function):
         kind: str,
         transposed: bool,
         weight_inputs: bool,
+        saves_h: bool,
     ) -> Tensor:
         parameters, routing = ExpertParameters(up, down, up_bias, down_bias), Routing(slot, order, expert, ends)
-        y, h = moe_forward(x, weights, parameters, routing, kind, transposed, weight_inputs, True)
+        y, h = moe_forward(x, weights, parameters, routing, kind, transposed, weight_inputs, saves_h)
         needs = NeededMoEGradients(*ctx.needs_input_grad[:6])
+        needs_dweights_of_inputs = weight_inputs and needs.weights
         tensors = (
-            x if needs.up or (weight_inputs and needs.weights) else None,
-            h,
+            x if needs.up or needs_dweights_of_inputs or not saves_h else None,
+            h if saves_h else None,
             weights,
-            up if needs.x or (weight_inputs and needs.weights) else None,
+            up if needs.x or needs_dweights_of_inputs or not saves_h else None,
             down if needs.x or needs.up or needs.up_bias or needs.weights else None,
+            None if saves_h else up_bias,
             down_bias if needs.weights and not weight_inputs else None,
             *routing,
         )
@@ -297,96 +280,34 @@ class _MoEMLP(torch.autograd.Function):
         if ctx.is_compiled:
             ctx.save_for_backward(*tensors)
         else:
-            assert h is not None
-            save_gated(ctx, h, True, False, *tensors)
+            save_gated(ctx, h, saves_h, False, *tensors)
         ctx.kind, ctx.transposed, ctx.weight_inputs, ctx.needs = kind, transposed, weight_inputs, needs
         return y
 
     @staticmethod
     @first_order
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, h, weights, up, down, down_bias, *routing = ctx.saved_tensors
-        overwrites_h = False
-        if not ctx.is_compiled:
+        x, h, weights, up, down, up_bias, down_bias, *tensors = ctx.saved_tensors
+        routing = Routing(*tensors)
+        # An operator in a compiled graph does not write to its inputs.
+        overwrites_h = not ctx.is_compiled
+        if h is None:
+            h = moe_first_product(x, weights, FirstParameters(up, up_bias), routing, ctx.transposed, ctx.weight_inputs)
+        elif overwrites_h:
             check_version("moe_mlp", ctx, h)
             overwrites_h = ctx.may_overwrite and may_overwrite_saved(h)
-        if overwrites_h:
-            # If this backward raises an error, another attempt must not read the overwritten tensor.
-            torch.autograd.graph.increment_version(h)
+            if overwrites_h:
+                # If this backward raises an error, another attempt must not read the overwritten tensor.
+                torch.autograd.graph.increment_version(h)
         gradients = moe_backward(
-            dy, x, h, weights, BackwardParameters(up, down, down_bias), Routing(*routing), ctx.kind, ctx.transposed,
+            dy, x, h, weights, BackwardParameters(up, down, down_bias), routing, ctx.kind, ctx.transposed,
             ctx.weight_inputs, ctx.needs, overwrites_h,
         )  # fmt: skip
         # In a compiled graph an empty tensor stands for a gradient that is not needed.
-        return *(g if needed else None for g, needed in zip(gradients, ctx.needs, strict=True)), *(None,) * 7
+        return *(g if needed else None for g, needed in zip(gradients, ctx.needs, strict=True)), *(None,) * 8
 
 
 # --- public --------------------------------------------------------------------------------------
-
-
-class ExpertSizes(NamedTuple):
-    """The sizes of experts: their number E, H, I, and the features of the result of the first product."""
-
-    experts: int
-    hidden: int
-    inner: int
-    width: int
-
-
-def check_experts(
-    op: str, x: Tensor, parameters: ExpertParameters, top_k_index: Tensor, top_k_weights: Tensor, transposed: bool,
-    activation: str | Callable[[Tensor], Tensor],
-) -> ExpertSizes:  # fmt: skip
-    """Refuse bad arguments of `moe_mlp` or of an op that has its arguments too. Return the sizes."""
-    up_proj, down_proj, up_bias, down_bias = parameters
-    checks.tensor(op, x=x, up_proj=up_proj, down_proj=down_proj, top_k_weights=top_k_weights)
-    checks.floating(op, x=x, up_proj=up_proj, down_proj=down_proj, top_k_weights=top_k_weights)
-    checks.floating(op, up_bias=up_bias, down_bias=down_bias)
-    checks.integer(op, top_k_index=top_k_index)
-    checks.flag(op, transposed=transposed)
-    if isinstance(activation, str):
-        checks.choice(op, "activation", activation, tuple(ACTIVATIONS))
-    elif not callable(activation):
-        raise TypeError(f"{op}: activation must be a str or a function, got {type(activation).__name__}")
-    if x.dim() != 2 or up_proj.dim() != 3 or down_proj.dim() != 3 or top_k_index.dim() != 2:
-        shapes = ", ".join(str(tuple(y.shape)) for y in (x, up_proj, down_proj, top_k_index))
-        raise ValueError(
-            f"{op}: x, up_proj, down_proj and top_k_index must be [T, H], 3-D, 3-D and [T, K], got {shapes}"
-        )
-    experts, hidden, width = up_proj.shape if transposed else up_proj.mT.shape
-    inner = (
-        width // ACTIVATIONS[activation][2] if isinstance(activation, str) else down_proj.shape[1 if transposed else 2]
-    )
-    down = (inner, hidden) if transposed else (hidden, inner)
-    checks.shape(op, "x", x, (x.shape[0], hidden))
-    checks.shape(op, "down_proj", down_proj, (experts, *down))
-    checks.shape(op, "top_k_index", top_k_index, (x.shape[0], top_k_index.shape[1]))
-    checks.shape(op, "top_k_weights", top_k_weights, top_k_index.shape)
-    if up_bias is not None:
-        checks.shape(op, "up_bias", up_bias, (experts, width))
-    if down_bias is not None:
-        checks.shape(op, "down_bias", down_bias, (experts, hidden))
-    checks.same(op, "dtype", up_proj=up_proj, down_proj=down_proj, up_bias=up_bias, down_bias=down_bias)
-    checks.same(
-        op, "device", x=x, up_proj=up_proj, down_proj=down_proj, top_k_index=top_k_index, top_k_weights=top_k_weights,
-        up_bias=up_bias, down_bias=down_bias,
-    )  # fmt: skip
-    return ExpertSizes(experts, hidden, inner, width)
-
-
-def check_activated(op: str, h: Any, shape: tuple[int, int]) -> Tensor:
-    """Return the result of an activation that the caller has passed, or refuse it."""
-    checks.tensor(op, **{"the result of activation": h})
-    checks.shape(op, "the result of activation", h, shape)
-    return h
-
-
-def _product_with_autograd(
-    x: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing, transposed: bool
-) -> Tensor:
-    """Return the same as `_product`, with autograd."""
-    y = grouped_linear(x, weight if transposed else weight.mT, routing.ends)
-    return y if bias is None else y.add_(rows_of_groups(bias, routing.group, routing.ends))
 
 
 def moe_mlp(
@@ -404,11 +325,13 @@ def moe_mlp(
 ) -> Tensor:
     """Return the weighted sum of the MLPs of K experts for each token. All tensors but the indices get gradients.
 
-    The op saves only `x` and the result of the first product, [T K, 2 I], for backward. If `activation` is a function,
-    each operator of the function also saves its own tensors. Products are in the dtype of the experts' weights, and
-    sums over experts in fp32. The host never waits for the device if the dtype is bf16, the compute capability is 8.0
-    or higher, torch is 2.10 or newer, and the sizes are multiples of 8. Otherwise each grouped product waits for the
-    sizes of the groups.
+    The op saves only `x` and the result of the first product, [T K, 2 I], for backward. In `tigon.lean(mlp=True)` it
+    saves only `x`, and backward repeats the first product. If `activation` is a function, each operator of the function
+    also saves its own tensors.
+
+    Products are in the dtype of the experts' weights, and sums over experts in fp32. The host never waits for the
+    device if the dtype is bf16, the compute capability is 8.0 or higher, torch is 2.10 or newer, and the sizes are
+    multiples of 8. Otherwise each grouped product waits for the sizes of the groups.
 
     Args:
         x: [T, H], fp32 | bf16 | fp16.
@@ -447,14 +370,10 @@ def moe_mlp(
     if isinstance(activation, str):
         tensors = x, up_proj, down_proj, top_k_weights, up_bias, down_bias
         if torch.is_grad_enabled() and any(p is not None and p.requires_grad for p in tensors):
-            return _MoEMLP.apply(*tensors, *routing, activation, transposed, weight_inputs)
+            saves_h = not recomputes_mlp()
+            return _MoEMLP.apply(*tensors, *routing, activation, transposed, weight_inputs, saves_h)
         return moe_forward(x, top_k_weights, parameters, routing, activation, transposed, weight_inputs, False)[0]
-    h = spread(x, routing, None if weight_inputs else up_proj.dtype)
-    if weight_inputs:
-        # The gradients of rows that belong to no expert are undefined, and must not reach the weights.
-        factors = top_k_weights.flatten()[routing.order, None].masked_fill(routing.absent, 0.0)
-        h = (h * factors).to(up_proj.dtype)
-    h = activation(_product_with_autograd(h, up_proj, up_bias, routing, transposed))
+    h = activation(first_product(x, top_k_weights, up_proj, up_bias, routing, transposed, weight_inputs))
     h = check_activated(op, h, (top_k_index.numel(), sizes.inner))
-    h = _product_with_autograd(h.to(down_proj.dtype), down_proj, down_bias, routing, transposed)
+    h = differentiated_product(h.to(down_proj.dtype), down_proj, down_bias, routing, transposed)
     return combine(h, None if weight_inputs else top_k_weights, routing, x.dtype)

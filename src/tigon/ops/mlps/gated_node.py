@@ -109,7 +109,9 @@ def _save_early(*tensors: Tensor | None) -> Tensor:
         return _SaveEarly.apply(torch.empty(0, requires_grad=True), tensors)
 
 
-def save_gated(ctx: Any, gate: Tensor, saves_gates: bool, is_checkpointed: bool, *tensors: Tensor | None) -> None:
+def save_gated(
+    ctx: Any, gate: Tensor | None, saves_gates: bool, is_checkpointed: bool, *tensors: Tensor | None
+) -> None:
     """Save the tensors of a gated MLP, among them gate and up if `saves_gates` is True.
 
     The second run of a checkpointed layer ends with the last tensor that is saved. So with `is_checkpointed` all
@@ -123,7 +125,8 @@ def save_gated(ctx: Any, gate: Tensor, saves_gates: bool, is_checkpointed: bool,
     ctx.may_overwrite = is_saved_only_by_this_op()
     # The second run of a checkpointed layer shares gate and up with the node of the first run, which may overwrite
     # them.
-    ctx.version = gate._version if saves_gates and is_checkpoint_recomputation() else None
+    is_shared = saves_gates and is_checkpoint_recomputation()
+    ctx.version = gate._version if is_shared and gate is not None else None
 
 
 def unpack_gated(ctx: Any) -> tuple[Any, ...]:

@@ -148,6 +148,24 @@ def _moe_mlp(case: Case) -> Run:
     return run
 
 
+def _load_balancing_loss(case: Case) -> Run:
+    """Compute `load_balancing_loss_func` of transformers 5.17, without a mask."""
+
+    def run(router_logits: Tensor) -> tuple[Tensor, ...]:
+        experts, top_k = case.options["num_experts"], case.options["top_k"]
+        counts = torch.zeros(experts, dtype=_widen(router_logits).dtype, device=router_logits.device)
+        sums, rows = torch.zeros_like(counts), 0.0
+        for layer in router_logits.unbind():
+            probabilities = F.softmax(layer, dim=-1)
+            _, chosen = torch.topk(probabilities, top_k, dim=-1)
+            counts = counts + torch.bincount(chosen.reshape(-1), minlength=experts).to(counts.dtype)
+            sums = sums + _widen(probabilities).sum(dim=0)
+            rows = rows + probabilities.shape[0]
+        return (torch.sum(counts / rows * (sums / rows)[None]) * experts,)
+
+    return run
+
+
 # --- losses --------------------------------------------------------------------------------------
 
 
@@ -263,6 +281,7 @@ EAGER: dict[str, Callable[[Case], Run]] = {
     "gelu": lambda case: lambda x: (_gelu(x, case.options.get("approximate", "none")),),
     "relu2": lambda case: lambda x: (F.relu(x).square(),),
     "moe_mlp": _moe_mlp,
+    "load_balancing_loss": _load_balancing_loss,
     "softmax": _softmax,
     "cross_entropy": _cross_entropy,
     "cross_entropy_inplace": _cross_entropy,

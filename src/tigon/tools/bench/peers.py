@@ -182,6 +182,13 @@ def liger_moe_mlp(case: Case) -> Run:
     return lambda x, up, down, index, weights: (LigerFusedMoEFunction.apply(x, up, down, index.int(), weights),)
 
 
+def transformers_load_balancing_loss(case: Case) -> Run:
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    experts, top_k = case.options["num_experts"], case.options["top_k"]
+    return lambda router_logits: (load_balancing_loss_func(router_logits.unbind(), experts, top_k),)
+
+
 def liger_softmax(case: Case) -> Run:
     from liger_kernel.ops import LigerSoftmaxFunction
 

@@ -90,6 +90,7 @@ def _compiled(op: str) -> Callable[[Case], Run]:
 _EAGER_NOTES = {
     "layer_norm": "F.layer_norm, which models call",
     "moe_mlp": "expert by expert, waiting for each",
+    "load_balancing_loss": "the code of transformers 5.17, which waits for each layer",
     "softmax": "F.softmax in fp32, then rounded",
     "cross_entropy_inplace": "writes a new gradient buffer",
 }
@@ -155,6 +156,9 @@ _PEERS: dict[str, tuple[Provider, ...]] = {
         Provider("batched_mm", _experts("batched_mm"), note="copies the weights of an expert for each choice"),
         Provider("sonicmoe", _experts("sonicmoe"), needs_gpu=True),
         _liger(peers.liger_moe_mlp),
+    ),
+    "load_balancing_loss": (
+        Provider("transformers", peers.transformers_load_balancing_loss, note="of the version that is installed"),
     ),
     "lora_moe_mlp": (Provider("peft", peers.peft_experts, note="W + s B A, then what transformers runs by default"),),
     "softmax": (

@@ -1,12 +1,13 @@
 """Workloads of mixtures of experts.
 
-Sizes: T tokens, H hidden, E experts, I intermediate, K experts of a token, r rank of the adapters.
+Sizes: L layers, T tokens, H hidden, E experts, I intermediate, K experts of a token, r rank of the adapters.
 """
 
 import torch
 from torch import Tensor
 
 from tigon.ops.adapters.lora_experts import lora_moe_mlp_reference
+from tigon.ops.experts.load_balancing import load_balancing_loss_reference
 from tigon.ops.experts.moe_mlp import moe_mlp_reference
 from tigon.tools.workloads.inputs import InputMaker, Inputs
 from tigon.tools.workloads.workload import MORE, BenchShape, Problem, Variant, Workload, small, sweep
@@ -61,6 +62,22 @@ def _lora_moe_mlp(make: InputMaker) -> Inputs:
         b = make.normal(outputs, rank, experts, dtype=wide).mul_(0.25 * rank**-0.5).permute(2, 0, 1)
         tensors |= {f"{name}_a": a.requires_grad_(), f"{name}_b": b.requires_grad_()}
     return Inputs(tensors, base.upstream)
+
+
+def _load_balancing_loss(make: InputMaker) -> Inputs:
+    """Make the logits of the routers of all layers; form: with `mask`, the last fifth of the tokens is padding."""
+    layers, t, experts = make.sizes
+    logits = make.normal(layers, t, experts).mul_(2.0)
+    tensors = {"router_logits": logits.requires_grad_()}
+    if make.form.get("mask"):
+        mask = torch.ones(t, dtype=torch.int64, device=make.device)
+        mask[t - t // 5 :] = 0
+        tensors["attention_mask"] = mask
+    return Inputs(tensors)
+
+
+def _routers(experts: int, top_k: int) -> dict[str, int]:
+    return {"num_experts": experts, "top_k": top_k}
 
 
 def _flops(case: Problem) -> int:
@@ -167,6 +184,37 @@ WORKLOADS = (
             BenchShape("mixtral-8x7b", (8192, 4096, 8, 14336, 2, 16), MORE),
             small(256, 128, 8, 64, 2, 16),
             *sweep((8192, 2048, 128, 768, 8, rank) for rank in (8, 16, 32, 64)),
+        ),
+    ),
+    Workload(
+        name="load_balancing_loss",
+        reference=load_balancing_loss_reference,
+        inputs=_load_balancing_loss,
+        legend="L x T x E",
+        rows_axis=1,
+        is_loss=True,
+        test_variants=(
+            # Gradients are differences of terms of at most E / (L T).
+            Variant("", (2, 11, 24), _routers(24, 3), term_size=1.0),
+            Variant("with a mask", (3, 10, 16), _routers(16, 1), {"mask": True}, term_size=0.5),
+        ),
+        compile_variants=(
+            Variant("128", (2, 64, 128), _routers(128, 8)),
+            Variant("128 with a mask", (2, 64, 128), _routers(128, 8), {"mask": True}),
+            Variant("8 in fp32", (2, 64, 8), _routers(8, 2), dtype=torch.float32),
+            Variant("512", (2, 64, 512), _routers(512, 10)),
+            Variant("2048 with a mask", (2, 64, 2048), _routers(2048, 4), {"mask": True}),
+            Variant("8192", (2, 4, 8192), _routers(8192, 4)),
+        ),
+        # The forward reads the logits, and the backward reads them and writes their gradients.
+        elements=lambda layers, t, e: 3 * layers * t * e,
+        bench_shapes=(
+            BenchShape("qwen3-30b-a3b", (48, 8192, 128), MORE, _routers(128, 8)),
+            BenchShape("mixtral-8x7b", (32, 8192, 8), MORE, _routers(8, 2)),
+            BenchShape("gpt-oss-20b", (24, 8192, 32), MORE, _routers(32, 4)),
+            BenchShape("qwen3-next-80b-a3b", (48, 8192, 512), MORE, _routers(512, 10)),
+            small(2, 256, 16, options=_routers(16, 2)),
+            *sweep(((48, t, 128) for t in LENGTHS), _routers(128, 8)),
         ),
     ),
 )
