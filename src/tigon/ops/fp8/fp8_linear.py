@@ -27,7 +27,7 @@ from torch import Tensor
 from tigon.memory.lean import is_lean
 from tigon.ops.fp8.formats import WEIGHT_DTYPE, Factor, Fp8Options, check_options, check_sizes
 from tigon.ops.fp8.products import emulate_fp8, multiply_fp8
-from tigon.ops.fp8.quantisation import Layout, quantise, quantise_reference
+from tigon.ops.fp8.quantisation import Layout, quantise, quantise_reference, quantise_tensor
 from tigon.ops.fp8.weights import WeightCache, weight_rows, weight_transposed
 from tigon.runtime import checks
 from tigon.runtime.autograd import first_order, keep_none_gradients, without_autocast
@@ -88,9 +88,9 @@ def fp8_linear_reference(
 # --- parts of nodes ------------------------------------------------------------------------------
 
 
-def quantise_input(rows: Tensor, options: Fp8Options, saves_transposed: bool) -> tuple[Factor, Factor | None]:
-    """Return the FP8 copy of x [T, H] by rows, and the transposed one if it is saved."""
-    copies = quantise([rows], Layout(WEIGHT_DTYPE, options.is_rowwise, True, saves_transposed))
+def quantise_input(x: Tensor, options: Fp8Options, saves_transposed: bool) -> tuple[Factor, Factor | None]:
+    """Return the FP8 copy of x [..., H] by rows, and the transposed one if it is saved."""
+    copies = quantise_tensor(x, Layout(WEIGHT_DTYPE, options.is_rowwise, True, saves_transposed))
     assert copies.rows is not None
     return copies.rows, copies.transposed
 
@@ -123,7 +123,7 @@ class _Fp8Projections(torch.autograd.Function):
         needs_dx = records and ctx.needs_input_grad[0]
         needs_dw = records and any(ctx.needs_input_grad[4::2])
         saves_x = needs_dw and (not options.fp8_dw or is_lean())
-        x_rows, x_transposed = quantise_input(x.reshape(-1, x.shape[-1]), options, needs_dw and not saves_x)
+        x_rows, x_transposed = quantise_input(x, options, needs_dw and not saves_x)
         copies = weight_rows(cache, "projections", weights, options.is_rowwise, needs_dx)
         assert copies.rows is not None
         outputs, start = [], 0
@@ -154,9 +154,8 @@ class _Fp8Projections(torch.autograd.Function):
             like.new_zeros(count, width) if dy is None else dy.reshape(-1, width)
             for dy, width in zip(upstream, widths, strict=True)
         ]
-        dy_rows, dy_transposed = quantise(
-            dys, Layout(options.dtype_of_gradients, options.is_rowwise, needs_dx, needs_dw and options.fp8_dw, True)
-        )
+        layout = Layout(options.dtype_of_gradients, options.is_rowwise, needs_dx, needs_dw and options.fp8_dw, True)
+        dy_rows, dy_transposed = quantise_tensor(like, layout) if len(dys) == 1 else quantise(dys, layout)
         dx = None
         if dy_rows is not None:
             transposed = weight_transposed(ctx.copies, weights, options.is_rowwise)
