@@ -19,21 +19,20 @@ from torch import Tensor, nn
 
 from tigon.memory.lean import is_lean
 from tigon.ops.mlps.projections import does_more_than_forward, linears
-from tigon.ops.norms.rms_norm import add_rms_norm_for, rms_norm_with_residual
+from tigon.ops.norms.rms_norm import add_rms_norm_for, rms_norm_for
 from tigon.recognition.adapters import compute_layers, read_projections
 from tigon.recognition.fp8 import compute_in_fp8
 from tigon.recognition.kind import kind_of
 from tigon.recognition.norm_recipes import RMSNormRecipe
 from tigon.recognition.norms import recognise_norm
 from tigon.recognition.overwriting import overwritten_inputs
-from tigon.recognition.replacement import Replacement
+from tigon.recognition.replacement import Replacement, requests_of
 from tigon.recognition.rewriting import ADD_NORM, HEAD_NORMS, NORM_ROPE, NORM_WITH_RESIDUAL, PRODUCTS, rewrite
 from tigon.recognition.source import CodeState, code_state, innermost, is_unchanged
 from tigon.recognition.standin import is_linear
 from tigon.recognition.trials import explain_none, not_recording
 from tigon.recognition.two_layer_mlps import chunked_method, compute_mlp, has_two_layer_mlp
 from tigon.runtime.device import runs_kernels
-from tigon.runtime.maxima import MaximaRequests
 from tigon.runtime.state.reach import explore
 
 __all__ = ["FusedStatementsRecipe", "fuse_statements", "overwritten_children", "recognise_fused_statements"]
@@ -52,18 +51,13 @@ def _arguments(norm: Any, x: Tensor) -> tuple[Tensor | None, float, dict[str, An
     return None if does_more_than_forward(norm) else recipe.arguments(norm, x)
 
 
-def _requests(norm: nn.Module) -> MaximaRequests | None:
-    """Return what the readers of the results of a patched norm need to quantise them; None if they need nothing."""
-    return norm.__dict__["forward"].requests
-
-
 def add_norm(norm: nn.Module, a: Any, b: Any) -> tuple[Any, Any]:
     """Return norm(a + b) and a + b."""
     if _is_fusible_sum(a, b) and (arguments := _arguments(norm, a)) is not None:
         weight, eps, options = arguments
         # In a lean block, the norm of a sum is recomputed only if all tensors have one dtype.
         if runs_kernels(a, b, weight) and not (is_lean() and weight is not None and weight.dtype != a.dtype):
-            return add_rms_norm_for(_requests(norm), a, b, weight, eps, **options)
+            return add_rms_norm_for(requests_of(norm), a, b, weight, eps, **options)
     total = a + b
     return norm(total), total
 
@@ -78,7 +72,7 @@ def norm_with_residual(norm: nn.Module, x: Any) -> tuple[Any, Any]:
     """Return norm(x) and x."""
     if isinstance(x, Tensor) and not torch.compiler.is_compiling() and (arguments := _arguments(norm, x)) is not None:
         weight, eps, options = arguments
-        return rms_norm_with_residual(x, weight, eps, **options, requests=_requests(norm))
+        return rms_norm_for(requests_of(norm), x, weight, eps, **options, returns_x=True)
     return norm(x), x
 
 

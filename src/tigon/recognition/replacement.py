@@ -30,6 +30,7 @@ __all__ = [
     "install",
     "installed_recipe",
     "is_changed",
+    "requests_of",
     "uninstall",
     "wrapped_forward",
     "written_in",
@@ -167,6 +168,12 @@ def installed_recipe(module: Any) -> Any:
     forward = getattr(module, "__dict__", {}).get("forward")
     # The type is compared, because a wrapper of accelerate has all attributes of a replacement.
     return forward.recipe if type(forward) is Replacement else None
+
+
+def requests_of(norm: nn.Module) -> MaximaRequests | None:
+    """Return what the readers of the results of a norm need to quantise them; None if they need nothing."""
+    replacement = vars(norm).get("forward")
+    return replacement.requests if type(replacement) is Replacement else None
 
 
 # --- hooks and other forwards ------------------------------------------------------------------------

@@ -20,11 +20,14 @@ date at its replay.
 """
 
 import weakref
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from tigon.runtime.device import is_capturing
+from tigon.runtime.torch_private.operators import current_raw_stream
 from tigon.runtime.triton_private import tl, triton
 
 __all__ = [
@@ -71,12 +74,35 @@ NO_NEEDS = MaximaNeeds()
 NO_MAXIMA = Maxima(None, None, None)
 
 
+# Zeros for maxima of tensors, by device and stream, and the places that no tensor has taken yet. Each place is used
+# once, so one fill of many zeros replaces many fills of one. A place has 16 bytes, as Triton expects of addresses.
+_zeros: dict[tuple[int, int], tuple[Tensor, Iterator[int]]] = {}
+# The number of places.
+ZEROS = 1024
+
+
+def _zero_number(like: Tensor) -> Tensor:
+    """Return a tensor [1] that holds zero, on the device of `like`, for the current stream."""
+    device = like.get_device()
+    # A replay of a graph needs a fill of its own.
+    if device < 0 or is_capturing(like):
+        return like.new_zeros(1, dtype=torch.int32)
+    key = device, current_raw_stream(device)
+    zeros, places = _zeros.get(key, (None, iter(())))
+    place = next(places, None)
+    if zeros is None or place is None:
+        zeros, places = like.new_zeros(4 * ZEROS, dtype=torch.int32), iter(range(0, 4 * ZEROS, 4))
+        place = next(places)
+        _zeros[key] = zeros, places
+    return zeros[place : place + 1]
+
+
 def zero_maxima(like: Tensor, m: int, k: int, needs: MaximaNeeds) -> Maxima:
     """Allocate the maxima of a matrix [M, K] in one tensor of zeros on the device of `like`."""
     if not any(needs):
         return NO_MAXIMA
     if needs == MaximaNeeds(tensor=True):
-        return Maxima(like.new_zeros(1, dtype=torch.int32), None, None)
+        return Maxima(_zero_number(like), None, None)
     # The rows come last. Behind them, the alignment would depend on the number of rows, and Triton would compile the
     # kernels several times. The same holds for the columns behind one number, which takes 4 places.
     sizes = [4 * needs.tensor, k * needs.columns, m * needs.rows]
@@ -157,10 +183,6 @@ class _Record(NamedTuple):
 _records: dict[int, _Record] = {}
 
 
-def _is_capturing(x: Tensor) -> bool:
-    return x.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
 def attach(x: Tensor, maxima: Maxima, request: MaximaRequest) -> None:
     """Record the maxima of x, which has just been written. Without maxima, only record whom its readers should ask."""
     # Inference tensors have no version.
@@ -173,7 +195,7 @@ def attach(x: Tensor, maxima: Maxima, request: MaximaRequest) -> None:
         if record is not None and record.ref is ref:
             _records.pop(key, None)
 
-    _records[key] = _Record(weakref.ref(x, forget), x._version, x.data_ptr(), maxima, request, _is_capturing(x))
+    _records[key] = _Record(weakref.ref(x, forget), x._version, x.data_ptr(), maxima, request, is_capturing(x))
 
 
 def _is_same_matrix(x: Tensor, base: Tensor) -> bool:
@@ -193,5 +215,5 @@ def find(x: Tensor, needs: MaximaNeeds) -> Maxima | None:
         return None
     record.request.note(needs)
     is_unchanged = x._version == record.version and x.data_ptr() == record.address
-    is_valid = is_unchanged and record.is_captured == _is_capturing(x)
+    is_valid = is_unchanged and record.is_captured == is_capturing(x)
     return record.maxima if is_valid and record.maxima.covers(needs) else None

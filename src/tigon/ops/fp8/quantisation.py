@@ -44,7 +44,16 @@ from tigon.runtime.device import cdiv, device_of
 from tigon.runtime.launch import launch, launcher
 from tigon.runtime.maxima import NO_MAXIMA, NO_NEEDS, Maxima, MaximaNeeds, find, zero_maxima
 
-__all__ = ["Copies", "Layout", "Quantised", "activate", "quantise", "quantise_gated", "quantise_reference", "quantise_tensor"]
+__all__ = [
+    "Copies",
+    "Layout",
+    "Quantised",
+    "activate",
+    "quantise",
+    "quantise_gated",
+    "quantise_reference",
+    "quantise_tensor",
+]
 
 
 class Layout(NamedTuple):

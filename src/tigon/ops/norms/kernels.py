@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tigon.ops.norms.norm_config import MAX_FEATURES, NormConfig, NormProblem
+from tigon.ops.norms.norm_config import MAX_FEATURES, NormConfig, NormProblem, holds_column_maxima
 from tigon.ops.norms.row_sums import sum_rows
 from tigon.runtime.device import cdiv, device_of
 from tigon.runtime.launch import in_order, launch, launcher, on_device
@@ -316,7 +316,8 @@ def _empty_backward(
     dz = _empty_contiguous(z, z.dtype) if needs_dz else None
     dw, db = (None if dtype is None else z.new_empty(z.shape[-1], dtype=dtype) for dtype in (dw_dtype, db_dtype))
     n = z.shape[-1]
-    return dz, dw, db, zero_maxima(z, z.numel() // n, n, needs if needs_dz else NO_NEEDS)
+    has_maxima = needs_dz and not (needs.columns and not holds_column_maxima(n))
+    return dz, dw, db, zero_maxima(z, z.numel() // n, n, needs if has_maxima else NO_NEEDS)
 
 
 @launcher(fake=_empty_backward)
@@ -336,7 +337,7 @@ def norm_backward(
     """Return dz [..., N], dw [N] and db [N] from dy, dtotal and z [..., N] and the statistics of the forward.
 
     A gradient that is not needed is None. dw and db are needed if `dw_dtype` and `db_dtype` are not None. The last
-    result holds the maxima of dz that `needs` requests.
+    result holds the maxima of dz that `needs` requests, or none if rows are too wide for them.
     """
     dz, dw, db, maxima = _empty_backward(z, needs_dz, dw_dtype, db_dtype, needs)
     n, m, device = z.shape[-1], statistics.shape[1], device_of(z)

@@ -7,7 +7,7 @@ from tigon.runtime.device import Device, cdiv
 from tigon.runtime.triton_private import triton
 from tigon.runtime.tuning import LaunchConfig, rung
 
-__all__ = ["LADDER", "MAX_FEATURES", "NormConfig", "NormProblem"]
+__all__ = ["LADDER", "MAX_FEATURES", "NormConfig", "NormProblem", "holds_column_maxima"]
 
 # Wider rows do not fit in the registers of one workgroup. The references compute them.
 MAX_FEATURES = 32768
@@ -111,3 +111,11 @@ class NormConfig(LaunchConfig):
         """
         tiles, limit = cdiv(m, self.block_m), max(1, self.programs // blocks)
         return cdiv(tiles, max(2, cdiv(tiles, limit)))
+
+
+def holds_column_maxima(features: int) -> bool:
+    """Return whether the registers of a backward also hold the maxima of the columns of dz.
+
+    Rows of 5120 features, which need masks, take more registers than rows of 8192.
+    """
+    return features <= 4096 or features == 8192

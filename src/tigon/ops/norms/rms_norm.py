@@ -31,8 +31,8 @@ __all__ = [
     "add_rms_norm_reference",
     "check_norm",
     "rms_norm",
+    "rms_norm_for",
     "rms_norm_reference",
-    "rms_norm_with_residual",
 ]
 
 # The point at which x_hat is rounded to the dtype of x: before the multiplication by the weight in Llama, after it in
@@ -243,29 +243,32 @@ def _recompute(
     return norm_forward(x, None, weight, None, eps, offset, False, round_first, needs)[0]
 
 
-def rms_norm_with_residual(
+def rms_norm_for(
+    requests: MaximaRequests | None,
     x: Tensor,
     weight: Tensor | None,
-    eps: float = 1e-6,
+    eps: float,
     *,
-    offset: float = 0.0,
-    rounding: Rounding = "before_weight",
-    requests: MaximaRequests | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Return `rms_norm(x, ...)`, and x for use as the residual. The norm's kernel adds both gradients of x.
+    offset: float,
+    rounding: Rounding,
+    returns_x: bool = False,
+) -> Any:
+    """Return `rms_norm(x, ...)`, and with `returns_x` also x for use as the residual, whose gradient dx then contains.
 
-    With `requests`, the kernels also find the maxima that the readers of the result and of its gradient need.
+    With `requests`, the kernels also find the maxima that the readers of y and dx need.
     """
     if not runs_kernels(x, weight) or not 0 < x.shape[-1] <= MAX_FEATURES or torch.compiler.is_compiling():
-        return rms_norm(x, weight, eps, offset=offset, rounding=rounding), x
+        y = rms_norm(x, weight, eps, offset=offset, rounding=rounding)
+        return (y, x) if returns_x else y
     eps, offset = check_norm("rms_norm", x, weight, eps, offset, rounding)
     needs, round_first = NO_NEEDS if requests is None else requests.result.next_needs(), rounding == "before_weight"
-    y, residual = _RMSNorm.apply(x, weight, eps, offset, round_first, True, requests, needs)
+    results = _RMSNorm.apply(x, weight, eps, offset, round_first, returns_x, requests, needs)
+    y = results[0] if returns_x else results
     if any(needs):
         register_recomputation(y, _recompute, x, weight, eps, offset, round_first, needs)
     else:
         register_recomputation(y, _rms_norm, x, weight, eps, offset, rounding)
-    return y, residual
+    return results
 
 
 def add_rms_norm(
