@@ -83,9 +83,7 @@ def test_a_frozen_weight_and_a_second_launch_for_dw(options):
     with tuned(NormConfig, **FEW, **options):
         statistics = norm_forward(z, None, weight, None, 1e-5, 0.0, False, True, NO_NEEDS)[2]
         for dw_dtype in (None, torch.float32):
-            dz, _, _, maxima = norm_backward(
-                dy, None, z, weight, statistics, 0.0, False, True, dw_dtype, None, needs
-            )
+            dz, _, _, maxima = norm_backward(dy, None, z, weight, statistics, 0.0, False, True, dw_dtype, None, needs)
             _assert_maxima(dz, maxima, needs)
         # Without dz there is nothing to find.
         *_, maxima = norm_backward(dy, None, z, weight, statistics, 0.0, False, False, torch.float32, None, needs)
@@ -118,9 +116,7 @@ def test_a_layer_norm_finds_them_too():
     with tuned(NormConfig, **FEW):
         y, _, statistics, maxima = norm_forward(x, None, weight, bias + 9, 1e-5, 0.0, True, False, needs)
         _assert_maxima(y, maxima, needs)
-        dz, _, _, maxima = norm_backward(
-            x, None, x, weight, statistics, 0.0, True, True, x.dtype, x.dtype, needs
-        )
+        dz, _, _, maxima = norm_backward(x, None, x, weight, statistics, 0.0, True, True, x.dtype, x.dtype, needs)
     _assert_maxima(dz, maxima, needs)
 
 
