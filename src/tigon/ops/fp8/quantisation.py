@@ -15,6 +15,7 @@ The passes, and their floors on an H200 (4.3 TB/s), for a bf16 matrix of N value
     rowwise, the transposed copy     as tensorwise                          5 N bytes      0.039 ms
     rowwise, two copies              as tensorwise                          6 N bytes      0.047 ms
 
+The amax pass disappears if the kernel that wrote the matrix has found the maxima (`tigon.runtime.maxima`): 2 N bytes.
 For act(gate) * up, each read counts twice. Parts of the second read come from the cache.
 
 A matrix of zeros, or one whose values are all below 2^-100, has the scale of 2^-100. NaN makes the scale NaN, and an
