@@ -20,14 +20,12 @@ date at its replay.
 """
 
 import weakref
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tigon.runtime.device import is_capturing
-from tigon.runtime.torch_private.operators import current_raw_stream
 from tigon.runtime.triton_private import tl, triton
 
 __all__ = [
@@ -74,35 +72,12 @@ NO_NEEDS = MaximaNeeds()
 NO_MAXIMA = Maxima(None, None, None)
 
 
-# Zeros for maxima of tensors, by device and stream, and the places that no tensor has taken yet. Each place is used
-# once, so one fill of many zeros replaces many fills of one. A place has 16 bytes, as Triton expects of addresses.
-_zeros: dict[tuple[int, int], tuple[Tensor, Iterator[int]]] = {}
-# The number of places.
-ZEROS = 1024
-
-
-def _zero_number(like: Tensor) -> Tensor:
-    """Return a tensor [1] that holds zero, on the device of `like`, for the current stream."""
-    device = like.get_device()
-    # A replay of a graph needs a fill of its own.
-    if device < 0 or is_capturing(like):
-        return like.new_zeros(1, dtype=torch.int32)
-    key = device, current_raw_stream(device)
-    zeros, places = _zeros.get(key, (None, iter(())))
-    place = next(places, None)
-    if zeros is None or place is None:
-        zeros, places = like.new_zeros(4 * ZEROS, dtype=torch.int32), iter(range(0, 4 * ZEROS, 4))
-        place = next(places)
-        _zeros[key] = zeros, places
-    return zeros[place : place + 1]
-
-
 def zero_maxima(like: Tensor, m: int, k: int, needs: MaximaNeeds) -> Maxima:
     """Allocate the maxima of a matrix [M, K] in one tensor of zeros on the device of `like`."""
     if not any(needs):
         return NO_MAXIMA
     if needs == MaximaNeeds(tensor=True):
-        return Maxima(_zero_number(like), None, None)
+        return Maxima(like.new_zeros(1, dtype=torch.int32), None, None)
     # The rows come last. Behind them, the alignment would depend on the number of rows, and Triton would compile the
     # kernels several times. The same holds for the columns behind one number, which takes 4 places.
     sizes = [4 * needs.tensor, k * needs.columns, m * needs.rows]
