@@ -11,7 +11,9 @@ def repair_the_interpreter() -> None:
     For the minimum or maximum of a number and NaN, the interpreter returns NaN. Compiled code returns the number, if
     the kernel does not request that NaN propagates. The interpreter truncates fp32 to bf16, where compiled code rounds.
     It stores bf16 values as 16-bit integers, and `dot` multiplies these integers. If fp32 is rounded up to the next
-    power of two of an FP8 format, it loses the carry; compiled code also limits values to the largest finite one.
+    power of two of an FP8 format, it loses the carry, and it rounds ties away from zero. Without this repair, 2 to 4 %
+    of the values of e4m3 and 4 to 6 % of those of e5m2 differ from torch. Compiled code also limits values to the
+    largest finite one.
     """
     import numpy
     import triton.language as tl

@@ -16,7 +16,7 @@ from tigon.hf.transformers_private import is_checkpoint_layer
 from tigon.ops.fp8.formats import MULTIPLE, RECIPES, has_fp8_units
 from tigon.recognition.adapters import AdapterRecipe
 from tigon.recognition.experts import is_experts
-from tigon.recognition.fp8 import FP8_DTYPES, FP8Recipe, FP8Settings, mark_bases
+from tigon.recognition.fp8 import FP8_DTYPES, FP8Recipe, FP8Settings, mark_bases, request_maxima
 from tigon.recognition.replacement import find_replacement, foreign_forward, install
 from tigon.recognition.standin import is_linear
 
@@ -152,6 +152,8 @@ class FP8Plan:
         self.lines: list[tuple[str, Any, str]] = []
         # The layers with low-rank adapters.
         self.adapted: list[nn.Module] = []
+        # The decoder layers, whose norms may find the maxima of their results for the layers that quantise them.
+        self.decoder_layers: list[nn.Module] = []
         # True if an earlier patch lets a layer run in FP8 with the same settings.
         self.has_fp8 = False
 
@@ -163,6 +165,8 @@ class FP8Plan:
         undo = [install(layer, FP8Recipe(settings)) for layer in self.changed]
         for module in self.adapted:
             mark_bases(module)
+        if self.changed:
+            undo += map(request_maxima, self.decoder_layers)
         for name, module, reason in self.lines:
             detail = reason or _describe_products(settings, module.weight.dtype)
             report.add("fp8", type(module).__name__, not reason, detail, name)
@@ -197,7 +201,7 @@ def plan_fp8(model: nn.Module, settings: FP8Settings | None, recipes: Mapping[nn
     if settings is None:
         return plan
     plan.adapted = [module for module, recipe in recipes.items() if isinstance(recipe, AdapterRecipe)]
-    layers = _decoder_layers(model)
+    plan.decoder_layers = layers = _decoder_layers(model)
     inside = {m for layer in layers for m in layer.modules()}
     reasons = {m: reason for layer in layers for m, reason in _parts_of_mixtures(layer).items()}
     for module in plan.adapted:

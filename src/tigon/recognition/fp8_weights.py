@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from tigon.memory.lean import in_checkpoint, is_checkpoint_recomputation
-from tigon.ops.fp8.weights import WeightCache, is_capturing
+from tigon.ops.fp8.weights import WeightCache
+from tigon.runtime.device import is_capturing
 from tigon.runtime.engines import keeps_versions
 
 __all__ = ["StepCache"]

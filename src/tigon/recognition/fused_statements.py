@@ -19,14 +19,14 @@ from torch import Tensor, nn
 
 from tigon.memory.lean import is_lean
 from tigon.ops.mlps.projections import does_more_than_forward, linears
-from tigon.ops.norms.rms_norm import add_rms_norm, rms_norm_with_residual
+from tigon.ops.norms.rms_norm import add_rms_norm_for, rms_norm_for
 from tigon.recognition.adapters import compute_layers, read_projections
 from tigon.recognition.fp8 import compute_in_fp8
 from tigon.recognition.kind import kind_of
 from tigon.recognition.norm_recipes import RMSNormRecipe
 from tigon.recognition.norms import recognise_norm
 from tigon.recognition.overwriting import overwritten_inputs
-from tigon.recognition.replacement import Replacement
+from tigon.recognition.replacement import Replacement, requests_of
 from tigon.recognition.rewriting import ADD_NORM, HEAD_NORMS, NORM_ROPE, NORM_WITH_RESIDUAL, PRODUCTS, rewrite
 from tigon.recognition.source import CodeState, code_state, innermost, is_unchanged
 from tigon.recognition.standin import is_linear
@@ -57,7 +57,7 @@ def add_norm(norm: nn.Module, a: Any, b: Any) -> tuple[Any, Any]:
         weight, eps, options = arguments
         # In a lean block, the norm of a sum is recomputed only if all tensors have one dtype.
         if runs_kernels(a, b, weight) and not (is_lean() and weight is not None and weight.dtype != a.dtype):
-            return add_rms_norm(a, b, weight, eps, **options)
+            return add_rms_norm_for(requests_of(norm), a, b, weight, eps, **options)
     total = a + b
     return norm(total), total
 
@@ -72,7 +72,7 @@ def norm_with_residual(norm: nn.Module, x: Any) -> tuple[Any, Any]:
     """Return norm(x) and x."""
     if isinstance(x, Tensor) and not torch.compiler.is_compiling() and (arguments := _arguments(norm, x)) is not None:
         weight, eps, options = arguments
-        return rms_norm_with_residual(x, weight, eps, **options)
+        return rms_norm_for(requests_of(norm), x, weight, eps, **options, returns_x=True)
     return norm(x), x
 
 

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from tigon.ops.norms.gated_rms_norm import GateActivation, gated_rms_norm, gated_rms_norm_reference
 from tigon.ops.norms.layer_norm import layer_norm, layer_norm_reference
-from tigon.ops.norms.rms_norm import rms_norm, rms_norm_reference
+from tigon.ops.norms.rms_norm import rms_norm, rms_norm_for, rms_norm_reference
 from tigon.recognition.probes import DTYPES
+from tigon.recognition.replacement import requests_of
 from tigon.runtime.device import PLAIN, runs_kernels
 
 __all__ = ["LAYER_NORM_FORMULAS", "Gate", "LayerNormRecipe", "NormRecipe", "RMSNormRecipe", "Scope"]
@@ -104,7 +105,9 @@ class RMSNormRecipe:
             return type(module).forward(module, *args, **kwargs)
         options: dict[str, Any] = {"offset": self.offset, "rounding": self.rounding}
         if self.gate is None:
-            return (rms_norm_reference if reference else rms_norm)(args[0], weight, eps, **options)
+            if reference or (requests := requests_of(module)) is None:
+                return (rms_norm_reference if reference else rms_norm)(args[0], weight, eps, **options)
+            return rms_norm_for(requests, args[0], weight, eps, **options)
         options |= vars(self.gate)
         return (gated_rms_norm_reference if reference else gated_rms_norm)(args[0], args[1], weight, eps, **options)
 

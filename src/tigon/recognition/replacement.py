@@ -17,6 +17,7 @@ from typing import Any
 from torch import nn
 
 from tigon.runtime.engines import FORWARD_SLOTS, WRAPPED_FORWARD, forward_slot, is_hook_of_deepspeed, keeps_values
+from tigon.runtime.maxima import MaximaRequests
 from tigon.runtime.stock import has_stock_call, origin_of, written_in
 from tigon.runtime.torch_private.modules import HOOK_TABLES, REPLICATE
 
@@ -29,6 +30,7 @@ __all__ = [
     "install",
     "installed_recipe",
     "is_changed",
+    "requests_of",
     "uninstall",
     "wrapped_forward",
     "written_in",
@@ -43,15 +45,19 @@ class Replacement:
     The reference to the module is weak, so that the memory of a deleted model is freed at once.
     """
 
-    def __init__(self, module: nn.Module, recipe: Callable | None, guard: Any = None) -> None:
+    def __init__(
+        self, module: nn.Module, recipe: Callable | None, guard: Any = None, requests: MaximaRequests | None = None
+    ) -> None:
         self.module = weakref.ref(module)
         # None after the recipe was uninstalled: a wrapper that still holds this object then runs the stock forward.
         self.recipe = recipe
         # The guard is None for a recipe that runs the code of the module's class.
         self.guard = guard
+        # What the readers of the results of a norm need to quantise them; None if no layer of the model quantises.
+        self.requests = requests
 
     def __reduce__(self) -> tuple:
-        return Replacement, (self.__self__, self.recipe, self.guard)
+        return Replacement, (self.__self__, self.recipe, self.guard, self.requests)
 
     def holds(self) -> bool:
         """Return True if the recipe may run: it is installed, and the module is as it was when it was recognised."""
@@ -80,7 +86,7 @@ class Replacement:
         replica: Any = getattr(type(self.__self__), REPLICATE)(self.__self__)
         del vars(replica)[REPLICATE]
         if vars(replica).get("forward") is self:
-            vars(replica)["forward"] = Replacement(replica, self.recipe, self.guard)
+            vars(replica)["forward"] = Replacement(replica, self.recipe, self.guard, self.requests)
         return replica
 
     # --- attributes of a bound method, which other libraries read --------------------------------------
@@ -162,6 +168,12 @@ def installed_recipe(module: Any) -> Any:
     forward = getattr(module, "__dict__", {}).get("forward")
     # The type is compared, because a wrapper of accelerate has all attributes of a replacement.
     return forward.recipe if type(forward) is Replacement else None
+
+
+def requests_of(norm: nn.Module) -> MaximaRequests | None:
+    """Return what the readers of the results of a norm need to quantise them; None if they need nothing."""
+    replacement = vars(norm).get("forward")
+    return replacement.requests if type(replacement) is Replacement else None
 
 
 # --- hooks and other forwards ------------------------------------------------------------------------

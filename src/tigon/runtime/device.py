@@ -23,6 +23,7 @@ __all__ = [
     "cdiv",
     "device_kind",
     "device_of",
+    "is_capturing",
     "runs_kernels",
     "simulated",
     "simulation_of",
@@ -123,6 +124,11 @@ def runs_kernels(x: Tensor, *others: Tensor | None) -> bool:
     ):
         return False
     return all(t is None or (t.dtype in KERNEL_DTYPES and _has_memory(t)) for t in (x, *others))
+
+
+def is_capturing(x: Tensor) -> bool:
+    """Return whether a CUDA graph is captured on the current stream of the device of a tensor."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _has_memory(x: Tensor) -> bool:

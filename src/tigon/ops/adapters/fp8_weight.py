@@ -14,7 +14,7 @@ from tigon.ops.adapters.frozen_weight import FrozenWeight
 from tigon.ops.adapters.projection import Projection
 from tigon.ops.fp8.formats import WEIGHT_DTYPE, Fp8Options
 from tigon.ops.fp8.products import multiply_fp8
-from tigon.ops.fp8.quantisation import Layout, quantise
+from tigon.ops.fp8.quantisation import Layout, quantise, quantise_tensor
 from tigon.ops.fp8.weights import Fp8Weights, WeightCache, weight_rows, weight_transposed
 
 __all__ = ["Fp8Group", "Fp8Weight"]
@@ -65,7 +65,7 @@ class Fp8Group:
     def multiply(self, rows: Tensor) -> dict[int, Tensor]:
         """Return the products [T, O] of x [T, I] with the weights, by the indices of the layers."""
         options, outputs, start = self.options, {}, 0
-        x = quantise([rows], Layout(WEIGHT_DTYPE, options.is_rowwise, True, False)).rows
+        x = quantise_tensor(rows, Layout(WEIGHT_DTYPE, options.is_rowwise, True, False)).rows
         copies = self.copies or weight_rows(None, "", self.weights, options.is_rowwise, False)
         assert x is not None
         assert copies.rows is not None
@@ -92,7 +92,7 @@ class Fp8Group:
             for index, weight in zip(self.indices, self.weights, strict=True)
         ]
         layout = Layout(options.dtype_of_gradients, options.is_rowwise, True, False, by_columns=True)
-        dy = quantise(parts, layout).rows
+        dy = (quantise(parts, layout) if len(parts) > 1 else quantise_tensor(parts[0], layout)).rows
         assert dy is not None
         transposed = weight_transposed(self.copies, self.weights, options.is_rowwise)
         return multiply_fp8(dy, transposed, self.dtype, is_fast=options.fast_backward)

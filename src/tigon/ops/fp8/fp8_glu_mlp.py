@@ -24,10 +24,10 @@ from torch import Tensor
 
 from tigon.memory.lean import in_checkpoint, is_lean, recomputes_mlp
 from tigon.ops.fp8.formats import WEIGHT_DTYPE, Factor, Fp8Options, check_options, check_sizes
-from tigon.ops.fp8.fp8_linear import quantise_input, transposed_input, uses_autocast, weight_gradient
+from tigon.ops.fp8.fp8_linear import quantise_again, quantise_input, uses_autocast, weight_gradient
 from tigon.ops.fp8.gated_gradients import gated_gradients, gated_gradients_reference
 from tigon.ops.fp8.products import multiply_fp8
-from tigon.ops.fp8.quantisation import Layout, activate, quantise, quantise_gated
+from tigon.ops.fp8.quantisation import Layout, activate, quantise, quantise_gated, quantise_tensor
 from tigon.ops.fp8.weights import WeightCache, quantise_weights, weight_rows, weight_transposed
 from tigon.ops.mlps.glu import NO_SCALING, glu_backward_into
 from tigon.ops.mlps.glu_mlp import check_version, gradient_buffers, save_gated, unpack_gated
@@ -79,7 +79,10 @@ class _Fp8GLUMLP(torch.autograd.Function):
         needs = [records and need for need in ctx.needs_input_grad[:4]]
         needs_dgates, needs_gate_weights = any(needs[:3]), any(needs[1:3])
         saves_x = not saves_gates or (needs_gate_weights and (not options.fp8_dw or is_lean()))
-        x_rows, x_transposed = quantise_input(x.reshape(-1, x.shape[-1]), options, needs_gate_weights and not saves_x)
+        x_rows, x_transposed, maxima = quantise_input(
+            x, options, needs_gate_weights and options.fp8_dw, needs_gate_weights and not saves_x
+        )
+        ctx.maxima = maxima if saves_x else None
         gates = gate_weight, up_weight
         gate_copies = weight_rows(cache, "gate and up", gates, options.is_rowwise, needs[0])
         down_copies = weight_rows(cache, "down", [down_weight], options.is_rowwise, needs_dgates)
@@ -115,14 +118,13 @@ class _Fp8GLUMLP(torch.autograd.Function):
         x = None if x is None else x.reshape(-1, ctx.shape[-1])
         is_recomputed = gate is None
         if is_recomputed:
-            assert x is not None
-            x_rows, _ = quantise_input(x, options, False)
+            x_rows = quantise_again(x, options, ctx.maxima, by_rows=True)
             copies = ctx.gate_copies or quantise_weights((gate_weight, up_weight), is_rowwise, True, False)
             assert copies.rows is not None
             gate, up = _multiply_gates(x_rows, copies.rows, ctx.dtype, options)
-        dy = dy.reshape(-1, dy.shape[-1])
         fp8_dw, dtype = options.fp8_dw, options.dtype_of_gradients
-        dy_rows, dy_transposed = quantise([dy], Layout(dtype, is_rowwise, needs_dgates, needs_down and fp8_dw))
+        dy_rows, dy_transposed = quantise_tensor(dy, Layout(dtype, is_rowwise, needs_dgates, needs_down and fp8_dw))
+        dy = dy.reshape(-1, dy.shape[-1])
         dgates, dgates_transposed, a_transposed, a, dgate, dup = None, None, None, None, None, None
         if dy_rows is None:
             if fp8_dw:
@@ -146,7 +148,9 @@ class _Fp8GLUMLP(torch.autograd.Function):
         if needs_down:
             ddown = weight_gradient(dy, a, dy_transposed, a_transposed, ctx.dtypes[2], options)
         del a, a_transposed, dy_rows, dy_transposed
-        x_transposed = None if dgates_transposed is None else transposed_input(x, values, scale, options)
+        x_transposed = None if values is None else Factor(values, scale)
+        if dgates_transposed is not None and x_transposed is None:
+            x_transposed = quantise_again(x, options, ctx.maxima, by_rows=False)
         half = ctx.inner
         if needs_gate:
             part = dgates_transposed and dgates_transposed.rows(0, half)

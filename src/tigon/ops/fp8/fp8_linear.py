@@ -18,7 +18,7 @@ Shapes: T tokens, H inputs, O outputs of a layer.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -27,10 +27,11 @@ from torch import Tensor
 from tigon.memory.lean import is_lean
 from tigon.ops.fp8.formats import WEIGHT_DTYPE, Factor, Fp8Options, check_options, check_sizes
 from tigon.ops.fp8.products import emulate_fp8, multiply_fp8
-from tigon.ops.fp8.quantisation import Layout, quantise, quantise_reference
+from tigon.ops.fp8.quantisation import Layout, quantise, quantise_reference, quantise_tensor
 from tigon.ops.fp8.weights import WeightCache, weight_rows, weight_transposed
 from tigon.runtime import checks
 from tigon.runtime.autograd import first_order, keep_none_gradients, without_autocast
+from tigon.runtime.maxima import Maxima, find
 from tigon.runtime.torch_private.operators import reshape_without_view
 
 __all__ = [
@@ -38,8 +39,8 @@ __all__ = [
     "fp8_linear_reference",
     "fp8_projections",
     "projections_by_options",
+    "quantise_again",
     "quantise_input",
-    "transposed_input",
     "uses_autocast",
     "weight_gradient",
 ]
@@ -88,21 +89,38 @@ def fp8_linear_reference(
 # --- parts of nodes ------------------------------------------------------------------------------
 
 
-def quantise_input(rows: Tensor, options: Fp8Options, saves_transposed: bool) -> tuple[Factor, Factor | None]:
-    """Return the FP8 copy of x [T, H] by rows, and the transposed one if it is saved."""
-    copies = quantise([rows], Layout(WEIGHT_DTYPE, options.is_rowwise, True, saves_transposed))
-    assert copies.rows is not None
-    return copies.rows, copies.transposed
+class QuantisedInput(NamedTuple):
+    """The FP8 copies of x [T, H], of which the transposed one exists if it is saved, and the maxima of x if known."""
+
+    rows: Factor
+    transposed: Factor | None
+    maxima: Maxima | None
 
 
-def transposed_input(x: Tensor | None, values: Tensor | None, scale: Tensor | None, options: Fp8Options) -> Factor:
-    """Return the transposed FP8 copy of x: the saved one, or a new one of the saved x [T, H]."""
-    if values is not None and scale is not None:
-        return Factor(values, scale)
+def quantise_input(x: Tensor, options: Fp8Options, needs_transposed: bool, saves_transposed: bool) -> QuantisedInput:
+    """Quantise x [..., H] for the products of forward.
+
+    Args:
+        x: The input.
+        options: The options of the op.
+        needs_transposed: True if backward needs the transposed copy. The norm that computes x then finds its maxima.
+        saves_transposed: True if the transposed copy is made here.
+    """
+    layout = Layout(WEIGHT_DTYPE, options.is_rowwise, True, needs_transposed)
+    maxima = find(x, layout.maxima_of_first_pass)
+    layout = layout._replace(needs_transposed=saves_transposed)
+    rows, transposed = quantise([x.reshape(-1, x.shape[-1])], layout, maxima)
+    assert rows is not None
+    return QuantisedInput(rows, transposed, maxima)
+
+
+def quantise_again(x: Tensor | None, options: Fp8Options, maxima: Maxima | None, by_rows: bool) -> Factor:
+    """Return the FP8 copy of the saved x [T, H] by rows, or the transposed one, in backward."""
     assert x is not None
-    transposed = quantise([x], Layout(WEIGHT_DTYPE, options.is_rowwise, False, True)).transposed
-    assert transposed is not None
-    return transposed
+    copies = quantise([x], Layout(WEIGHT_DTYPE, options.is_rowwise, by_rows, not by_rows), maxima)
+    factor = copies.rows if by_rows else copies.transposed
+    assert factor is not None
+    return factor
 
 
 def uses_autocast(x: Tensor) -> bool:
@@ -123,7 +141,8 @@ class _Fp8Projections(torch.autograd.Function):
         needs_dx = records and ctx.needs_input_grad[0]
         needs_dw = records and any(ctx.needs_input_grad[4::2])
         saves_x = needs_dw and (not options.fp8_dw or is_lean())
-        x_rows, x_transposed = quantise_input(x.reshape(-1, x.shape[-1]), options, needs_dw and not saves_x)
+        x_rows, x_transposed, maxima = quantise_input(x, options, needs_dw and options.fp8_dw, needs_dw and not saves_x)
+        ctx.maxima = maxima if saves_x else None
         copies = weight_rows(cache, "projections", weights, options.is_rowwise, needs_dx)
         assert copies.rows is not None
         outputs, start = [], 0
@@ -154,15 +173,16 @@ class _Fp8Projections(torch.autograd.Function):
             like.new_zeros(count, width) if dy is None else dy.reshape(-1, width)
             for dy, width in zip(upstream, widths, strict=True)
         ]
-        dy_rows, dy_transposed = quantise(
-            dys, Layout(options.dtype_of_gradients, options.is_rowwise, needs_dx, needs_dw and options.fp8_dw, True)
-        )
+        layout = Layout(options.dtype_of_gradients, options.is_rowwise, needs_dx, needs_dw and options.fp8_dw, True)
+        dy_rows, dy_transposed = quantise_tensor(like, layout) if len(dys) == 1 else quantise(dys, layout)
         dx = None
         if dy_rows is not None:
             transposed = weight_transposed(ctx.copies, weights, options.is_rowwise)
             dx = multiply_fp8(dy_rows, transposed, ctx.dtype, is_fast=options.fast_backward).view(ctx.shape)
         x = None if x is None else x.reshape(-1, ctx.shape[-1])
-        x_transposed = None if dy_transposed is None else transposed_input(x, values, scale, options)
+        x_transposed = None if values is None else Factor(values, scale)
+        if dy_transposed is not None and x_transposed is None:
+            x_transposed = quantise_again(x, options, ctx.maxima, by_rows=False)
         gradients: list[Tensor | None] = [None] * len(needs)
         start = 0
         for i, (dy, width) in enumerate(zip(dys, widths, strict=True)):

@@ -21,18 +21,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tigon.ops.fp8.formats import LARGEST, MULTIPLE, WEIGHT_DTYPE, Factor, pad, runs_fp8_kernels
-from tigon.ops.fp8.quantisation import Layout, Maxima, activate, quantise_reference, zero_maxima
+from tigon.ops.fp8.quantisation import Layout, activate, quantise_reference
 from tigon.ops.fp8.quantisation_kernels import (
     Fp8TileConfig,
     Fp8TileProblem,
-    magnitude_bits,
-    raise_to,
     scaling,
     store_transposed,
 )
 from tigon.ops.mlps.glu import activation_and_slope
 from tigon.runtime.device import cdiv, device_of
 from tigon.runtime.launch import launch, launcher
+from tigon.runtime.maxima import magnitude_bits, raise_to, zero_maxima
 from tigon.runtime.triton_private import tl, triton
 
 __all__ = ["GatedGradients", "gated_gradients", "gated_gradients_reference"]
@@ -213,11 +212,8 @@ def _empty_results(gate: Tensor, needs: _Needs) -> _Results:
 def quantise_gradients(gate: Tensor, up: Tensor, da: Tensor, kind: str, needs: _Needs) -> _Results:
     """Return the FP8 copies of [dgate | dup] and of a, for contiguous tensors [T, I]."""
     results, (t, i), device = _empty_results(gate, needs), gate.shape, device_of(gate)
-    maxima, a_maxima = Maxima(None, None, None), Maxima(None, None, None)
-    if needs.rows or needs.transposed:
-        maxima = zero_maxima(gate, t, 2 * i, needs.layout)
-    if needs.a_transposed:
-        a_maxima = zero_maxima(gate, t, i, needs.layout_of_a)
+    maxima = zero_maxima(gate, t, 2 * i, needs.layout.maxima)
+    a_maxima = zero_maxima(gate, t, i, needs.layout_of_a.maxima)
     itemsize = gate.element_size()
     config = Fp8TileConfig.choose(Fp8TileProblem(itemsize, 3, False), device)
     column_blocks = cdiv(i, config.block_k)

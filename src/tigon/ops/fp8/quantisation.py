@@ -15,6 +15,7 @@ The passes, and their floors on an H200 (4.3 TB/s), for a bf16 matrix of N value
     rowwise, the transposed copy     as tensorwise                          5 N bytes      0.039 ms
     rowwise, two copies              as tensorwise                          6 N bytes      0.047 ms
 
+The amax pass disappears if the kernel that wrote the matrix has found the maxima (`tigon.runtime.maxima`): 2 N bytes.
 For act(gate) * up, each read counts twice. Parts of the second read come from the cache.
 
 A matrix of zeros, or one whose values are all below 2^-100, has the scale of 2^-100. NaN makes the scale NaN, and an
@@ -42,8 +43,18 @@ from tigon.ops.fp8.quantisation_kernels import (
 )
 from tigon.runtime.device import cdiv, device_of
 from tigon.runtime.launch import launch, launcher
+from tigon.runtime.maxima import NO_MAXIMA, NO_NEEDS, Maxima, MaximaNeeds, find, zero_maxima
 
-__all__ = ["Copies", "Layout", "Quantised", "activate", "quantise", "quantise_gated", "quantise_reference"]
+__all__ = [
+    "Copies",
+    "Layout",
+    "Quantised",
+    "activate",
+    "quantise",
+    "quantise_gated",
+    "quantise_reference",
+    "quantise_tensor",
+]
 
 
 class Layout(NamedTuple):
@@ -55,6 +66,18 @@ class Layout(NamedTuple):
     needs_transposed: bool
     # True if parts are side by side, and False if they are one below the other.
     by_columns: bool = False
+
+    @property
+    def maxima(self) -> MaximaNeeds:
+        """Return the maxima of the matrix that its copies need."""
+        if self.is_rowwise:
+            return MaximaNeeds(False, self.needs_rows, self.needs_transposed)
+        return MaximaNeeds(self.needs_rows or self.needs_transposed)
+
+    @property
+    def maxima_of_first_pass(self) -> MaximaNeeds:
+        """Return the maxima that a first pass over one matrix has to find: none if it needs only rows with scales."""
+        return NO_NEEDS if self.is_rowwise and not self.needs_transposed else self.maxima
 
 
 class Copies(NamedTuple):
@@ -174,26 +197,6 @@ def _write_rows(part: _Part, copies: Copies, layout: Layout) -> None:
     )  # fmt: skip
 
 
-class Maxima(NamedTuple):
-    """The bits of the largest absolute values of a matrix, int32: of the tensor, or of its rows and columns."""
-
-    tensor: Tensor | None
-    rows: Tensor | None
-    columns: Tensor | None
-
-
-def zero_maxima(like: Tensor, m: int, k: int, layout: Layout) -> Maxima:
-    """Allocate the maxima of a matrix [M, K] in one tensor of zeros."""
-    if not layout.is_rowwise:
-        return Maxima(like.new_zeros(1, dtype=torch.int32), None, None)
-    # The columns come first. Behind the rows, their alignment would depend on the number of tokens, and Triton would
-    # compile the kernels several times.
-    column_count = k if layout.needs_transposed else 0
-    zeros = like.new_zeros(column_count + (m if layout.needs_rows else 0), dtype=torch.int32)
-    columns, rows = zeros[:column_count], zeros[column_count:]
-    return Maxima(None, rows if layout.needs_rows else None, columns if layout.needs_transposed else None)
-
-
 def _section(x: Tensor | None, start: int, size: int) -> Tensor | None:
     return None if x is None else x[start : start + size]
 
@@ -243,30 +246,34 @@ def write_part(part: _Part, maxima: Maxima, copies: Copies, layout: Layout) -> N
     )  # fmt: skip
 
 
-def _quantise(parts: list[_Part], m: int, k: int, layout: Layout) -> Copies:
-    """Return the copies of the matrix [M, K] that consists of the parts."""
+def _quantise(parts: list[_Part], m: int, k: int, layout: Layout, maxima: Maxima = NO_MAXIMA) -> Copies:
+    """Return the copies of the matrix [M, K] that consists of the parts. `maxima` holds those that are known."""
     first = parts[0].x
     copies = empty_copies(first, m, k, layout)
     if _is_one_pass(parts, layout):
         for part in parts:
             _write_rows(part, copies, layout)
         return copies
-    maxima = zero_maxima(first, m, k, layout)
-    for part in reversed(parts):
-        _find_maxima(part, maxima)
+    if not maxima.covers(layout.maxima):
+        maxima = zero_maxima(first, m, k, layout.maxima)
+        for part in reversed(parts):
+            _find_maxima(part, maxima)
     for part in parts:
         write_part(part, maxima, copies, layout)
     return copies
 
 
 @launcher(fake=_empty_copies_of_parts)
-def quantise_parts(first: Tensor, others: list[Tensor], layout: Layout) -> Copies:
-    """Return the copies of the matrix that consists of `first` and `others`. Rows of parts may have gaps."""
+def quantise_parts(first: Tensor, others: list[Tensor], layout: Layout, maxima: Maxima) -> Copies:
+    """Return the copies of the matrix that consists of `first` and `others`. Rows of parts may have gaps.
+
+    `maxima` holds the maxima of the matrix that are known. If one is missing, all that are needed are found.
+    """
     parts, row, column = [], 0, 0
     for x in (first, *others):
         parts.append(_Part(row_view(x), None, "", row, column))
         row, column = (row, column + x.shape[1]) if layout.by_columns else (row + x.shape[0], column)
-    return _quantise(parts, *_sizes([first, *others], layout.by_columns), layout)
+    return _quantise(parts, *_sizes([first, *others], layout.by_columns), layout, maxima)
 
 
 def _empty_copies_of_gated(gate: Tensor, layout: Layout) -> Copies:
@@ -284,8 +291,8 @@ def quantise_product(gate: Tensor, up: Tensor, kind: str, layout: Layout) -> Cop
 # --- for the ops of this family ------------------------------------------------------------------
 
 
-def quantise(parts: Sequence[Tensor], layout: Layout) -> Quantised:
-    """Return the FP8 copies of the matrix that consists of the parts.
+def quantise(parts: Sequence[Tensor], layout: Layout, maxima: Maxima | None = None) -> Quantised:
+    """Return the FP8 copies of the matrix that consists of the parts, of which the maxima may be known.
 
     Parts that are one below the other have multiples of 16 rows, except the last one. Without rows the copies are
     empty, and so are their scales.
@@ -294,9 +301,15 @@ def quantise(parts: Sequence[Tensor], layout: Layout) -> Quantised:
         return Quantised(None, None)
     first, *others = parts
     if runs_fp8_kernels(first):
-        return _factors(quantise_parts(first, others, layout), layout)
+        return _factors(quantise_parts(first, others, layout, maxima or NO_MAXIMA), layout)
     x = torch.cat([part.float() for part in parts], int(layout.by_columns)) if others else first
     return _factors(quantise_reference(x, layout), layout)
+
+
+def quantise_tensor(x: Tensor, layout: Layout) -> Quantised:
+    """Return the FP8 copies of x [..., K] as a matrix [M, K]. If the op that wrote x found its maxima, use them."""
+    maxima = find(x, layout.maxima_of_first_pass)
+    return quantise([x.reshape(-1, x.shape[-1])], layout, maxima)
 
 
 def quantise_gated(gate: Tensor, up: Tensor, kind: str, layout: Layout) -> Quantised:

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from tigon.ops.mlps.glu import activation_and_slope
 from tigon.runtime.device import Device
+from tigon.runtime.maxima import magnitude_bits, raise_to
 from tigon.runtime.triton_private import tl, triton
 from tigon.runtime.tuning import LaunchConfig
 
@@ -26,8 +27,6 @@ __all__ = [
     "Fp8TileConfig",
     "Fp8TileProblem",
     "amax_kernel",
-    "magnitude_bits",
-    "raise_to",
     "row_kernel",
     "scaling",
     "store_transposed",
@@ -36,7 +35,6 @@ __all__ = [
 
 # The bits of `SMALLEST_AMAX`, 2^-100.
 _SMALLEST_BITS = tl.constexpr((127 - 100) << 23)
-_MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 
 
 # --- configuration -------------------------------------------------------------------------------
@@ -98,18 +96,6 @@ class Fp8RowConfig(LaunchConfig):
 
 
 # --- parts of kernels ------------------------------------------------------------------------------
-
-
-@triton.jit
-def magnitude_bits(x):
-    """Return |x| for x in fp32, as an integer."""
-    return x.to(tl.int32, bitcast=True) & _MAGNITUDE
-
-
-@triton.jit
-def raise_to(ptr, bits, mask):
-    """Raise the stored maxima to `bits`. Only the next kernel reads them, so the order of the writes is free."""
-    tl.atomic_max(ptr, bits, mask=mask, sem="relaxed")
 
 
 @triton.jit

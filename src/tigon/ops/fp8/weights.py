@@ -15,8 +15,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from tigon.ops.fp8.formats import WEIGHT_DTYPE, Factor
 from tigon.ops.fp8.quantisation import Layout, quantise
+from tigon.runtime.device import is_capturing
 
-__all__ = ["Fp8Weights", "WeightCache", "is_capturing", "quantise_weights", "weight_rows", "weight_transposed"]
+__all__ = ["Fp8Weights", "WeightCache", "quantise_weights", "weight_rows", "weight_transposed"]
 
 
 class Fp8Weights:
@@ -41,11 +42,6 @@ def quantise_weights(
 
 
 # --- the cache -----------------------------------------------------------------------------------
-
-
-def is_capturing(weight: Tensor) -> bool:
-    """Return whether a CUDA graph is captured on the current stream of the device of a weight."""
-    return weight.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 # The number of steps of all optimizers. FSDP and DeepSpeed write gathered weights without a change of their version,

@@ -20,6 +20,8 @@ from tigon.ops.head.computed_rows import CountConfig
 from tigon.ops.logits.token import kernels as token_loss
 from tigon.ops.mlps.clamped_glu import ClampedGate
 from tigon.ops.mlps.mlp import MLPActivation
+from tigon.ops.norms.rms_norm import add_rms_norm_for, rms_norm_for
+from tigon.runtime.maxima import MaximaNeeds, MaximaRequests
 from tigon.runtime.tuning import tuned
 from tigon.tools.workloads import WORKLOADS, Variant, Workload
 from tigon.tools.workloads.logits import EVERY_TERM
@@ -137,6 +139,20 @@ def _fp8_glu_mlp(hidden: int, inner: int, **options: Any) -> None:
     y.backward(y.detach())
 
 
+def _norm_maxima(features: int, needs: MaximaNeeds) -> None:
+    """Run the norm of a sum, whose results and gradients an op in FP8 quantises."""
+    requests = MaximaRequests()
+    requests.result.note(needs)
+    requests.gradient.note(needs)
+    x, residual, weight = (
+        torch.zeros(shape, dtype=torch.bfloat16, requires_grad=True) for shape in ((16, features),) * 2 + ((features,),)
+    )
+    options: dict[str, Any] = {"offset": 0.0, "rounding": "before_weight"}
+    y, total = rms_norm_for(requests, x, weight, 1e-6, **options, returns_x=True)
+    y, total = add_rms_norm_for(requests, y, total + residual, weight, 1e-6, **options)
+    torch.autograd.backward([y, total], [y.detach(), total.detach()])
+
+
 _OTHER_STEPS: dict[str, Callable[[], None]] = {
     "cross_entropy 128256, one of 8 shards": lambda: _cross_entropy_of_a_shard(16032, 128256),
     "cross_entropy 256000, one of 2 shards, every option": lambda: _cross_entropy_of_a_shard(
@@ -167,6 +183,11 @@ _OTHER_STEPS: dict[str, Callable[[], None]] = {
     "fp8_linear GLU 4096, no dW in FP8": lambda: _fp8_glu_mlp(256, 4096, fp8_dw=False),
     "fp8_linear GLU tanh 4096": lambda: _fp8_glu_mlp(256, 4096, activation="gelu_tanh"),
     "fp8_linear GLU gelu 14336, rowwise": lambda: _fp8_glu_mlp(256, 14336, activation="gelu", recipe="rowwise"),
+    "rms_norm 4096, largest value": lambda: _norm_maxima(4096, MaximaNeeds(tensor=True)),
+    "rms_norm 5120, largest value": lambda: _norm_maxima(5120, MaximaNeeds(tensor=True)),
+    "rms_norm 2048, largest values of rows and columns": lambda: _norm_maxima(2048, MaximaNeeds(False, True, True)),
+    "rms_norm 4096, largest values of rows and columns": lambda: _norm_maxima(4096, MaximaNeeds(False, True, True)),
+    "rms_norm 8192, largest values of rows and columns": lambda: _norm_maxima(8192, MaximaNeeds(False, True, True)),
     "lora_linear MLP 14336": lambda: _lora_glu_mlp(4096, 14336, 16),
     "gelu MLP 3072": lambda: _mlp(768, 3072, "gelu"),
     "gelu MLP tanh 3072": lambda: _mlp(768, 3072, "gelu_tanh"),
