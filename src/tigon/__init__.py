@@ -42,6 +42,8 @@ from tigon.ops.norms.layer_norm import LayerNorm, layer_norm
 from tigon.ops.norms.rms_norm import RMSNorm, add_rms_norm, rms_norm
 from tigon.ops.optim.adamw import AdamW
 from tigon.ops.optim.in_backward import step_in_backward
+from tigon.ops.optim.muon import Muon
+from tigon.ops.optim.muon_groups import muon_groups
 from tigon.ops.rotary.qk_norm_rope import qk_norm_rope
 from tigon.ops.rotary.rope import rope
 
@@ -103,6 +105,7 @@ __all__ = [
     "LinearCrossEntropyLoss",
     "LogProbOutput",
     "LossOutput",
+    "Muon",
     "ORPOLoss",
     "PPOLoss",
     "RLOOLoss",
@@ -133,6 +136,7 @@ __all__ = [
     "lora_moe_mlp",
     "mlp",
     "moe_mlp",
+    "muon_groups",
     "patch",
     "patched",
     "qk_norm_rope",
