@@ -68,10 +68,12 @@ def symmetric_product_reference(a: Tensor, b: Tensor, epilogue: Epilogue) -> tup
 
 
 class SymmetricProblem(NamedTuple):
-    """The size that the launch parameters depend on."""
+    """The properties that the launch parameters depend on."""
 
     # Rows of the result.
     m: int
+    # True if all rows begin at multiples of 16 bytes.
+    is_aligned: bool
 
 
 @dataclass(frozen=True)
@@ -95,25 +97,56 @@ class SymmetricConfig(LaunchConfig):
 
         They have not been tuned for this kernel.
         """
-        has_tma = device.arch.startswith("sm_") and int(device.arch[3:]) >= 90 and device.shared_memory >= 200 * 1024
-        if has_tma and TensorDescriptor is not None:
-            block_n = 256 if problem.m >= 2048 else 128
-            return SymmetricConfig(128, block_n, 64, 8, 3, 1, 8, True)
-        if device.async_copy:
-            return SymmetricConfig(128, 128, 64, 8, 3, 1, 8, False)
-        if device.arch:
+        if not device.arch:
+            return SymmetricConfig(32, 32, 32, 4, 2, 1, 8, False)
+        if not problem.is_aligned:
+            # Each element has its own access and mask, which need registers.
+            return SymmetricConfig(64, 64, 32, 4, 3, 2, 8, False)
+        if not device.async_copy:
             return SymmetricConfig(128, 128, 32, 8, 2, 2, 8, False)
-        return SymmetricConfig(32, 32, 32, 4, 2, 1, 8, False)
+        has_tma = int(device.arch[3:]) >= 90 and device.shared_memory >= 200 * 1024 and TensorDescriptor is not None
+        return SymmetricConfig(128, 256 if has_tma and problem.m >= 2048 else 128, 64, 8, 3, 1, 8, has_tma)
 
 
 # --- kernel --------------------------------------------------------------------------------------
 
 
 @triton.jit
-def _store_both(base_ptr, value, rows, cols, M):
+def _store_both(ptr, value, rows, cols, M, is_below):
     """Store a tile [rows, cols], without what is above the diagonal, and its transpose above the diagonal."""
-    tl.store(base_ptr + rows * M + cols, value, (cols <= rows) & (rows < M))
-    tl.store(base_ptr + cols * M + rows, value, (cols < rows) & (rows < M))
+    if is_below:
+        # All elements in a row have the same mask, so that accesses are wide.
+        tl.store(ptr + (rows * M + cols), value, rows < M)
+        tl.store(ptr + (cols * M + rows), value, rows < M)
+    else:
+        tl.store(ptr + (rows * M + cols), value, (cols <= rows) & (rows < M))
+        tl.store(ptr + (cols * M + rows), value, (cols < rows) & (rows < M))
+
+
+@triton.jit
+def _halves(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Return the left and the right half of x [ROWS, COLUMNS]."""
+    return tl.split(tl.permute(tl.reshape(x, (ROWS, 2, COLUMNS // 2)), (0, 2, 1)))
+
+
+@triton.jit
+def _finish(total, c_ptr, q_ptr, d_ptr, first_row, first_col, M, scale, beta, gamma, WIDE: tl.constexpr):
+    """Compute and store one part of a tile. The pointers are those of one matrix."""
+    rows = first_row + tl.arange(0, total.shape[0])[:, None]
+    cols = first_col + tl.arange(0, total.shape[1])[None, :]
+    if WIDE:
+        rows, cols = rows.to(tl.int64), cols.to(tl.int64)
+    is_below = first_row >= first_col + total.shape[1]
+    total = total * scale
+    if d_ptr is not None:
+        # The values above the diagonal are not used.
+        d = tl.load(d_ptr + (rows * M + cols), (rows < M) & (cols < M), 0.0)
+        total += beta * d.to(tl.float32)
+    # Tiles are rounded before the transpose moves them through shared memory.
+    _store_both(c_ptr, total.to(c_ptr.dtype.element_ty), rows, cols, M, is_below)
+    if q_ptr is not None:
+        total = tl.where(rows == cols, total + gamma, total)
+        _store_both(q_ptr, total.to(q_ptr.dtype.element_ty), rows, cols, M, is_below)
 
 
 @triton.jit(do_not_specialize=["TILES", "TOTAL"])
@@ -129,6 +162,7 @@ def _symmetric_kernel(
     TMA: tl.constexpr,
     A_BY_ROWS: tl.constexpr, B_BY_ROWS: tl.constexpr,  # True if K is contiguous
     EVEN: tl.constexpr,  # True if M and K are multiples of the sides of tiles
+    WIDE: tl.constexpr,  # True if a matrix has 2^31 elements or more
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Compute the tiles i, i + P, ... of all matrices, for program i of P."""
@@ -137,8 +171,6 @@ def _symmetric_kernel(
         tile = tl.load(tile_ptr + work % TILES)
         first_row, first_col = (tile >> 16) * BLOCK_M, (tile & 0xFFFF) * BLOCK_N
         total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        rows = (first_row + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
-        cols = (first_col + tl.arange(0, BLOCK_N)).to(tl.int64)[None, :]
         if TMA:
             # Tiles at the end of a matrix may contain rows of the next one. What they contribute is not stored.
             for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
@@ -146,12 +178,18 @@ def _symmetric_kernel(
                 b = b_ptr.load([matrix * M + first_col, k]).T if B_BY_ROWS else b_ptr.load([matrix * K + k, first_col])
                 total = tl.dot(a, b, total)
         else:
+            rows, cols = first_row + tl.arange(0, BLOCK_M)[:, None], first_col + tl.arange(0, BLOCK_N)[None, :]
+            if WIDE:
+                rows, cols = rows.to(tl.int64), cols.to(tl.int64)
+            # A matrix has an int64 address, and its elements have int32 offsets, which take fewer registers.
             a_rows_ptr = a_ptr + matrix.to(tl.int64) * stride_a_b + rows * stride_a_m
             b_cols_ptr = b_ptr + matrix.to(tl.int64) * stride_b_b + cols * stride_b_m
             for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
                 inner = k + tl.arange(0, BLOCK_K)
-                a_tile_ptr = a_rows_ptr + inner.to(tl.int64)[None, :] * stride_a_k
-                b_tile_ptr = b_cols_ptr + inner.to(tl.int64)[:, None] * stride_b_k
+                if WIDE:
+                    inner = inner.to(tl.int64)
+                a_tile_ptr = a_rows_ptr + inner[None, :] * stride_a_k
+                b_tile_ptr = b_cols_ptr + inner[:, None] * stride_b_k
                 if EVEN:
                     a, b = tl.load(a_tile_ptr), tl.load(b_tile_ptr)
                 else:
@@ -161,16 +199,18 @@ def _symmetric_kernel(
         scale = alpha
         if scale_ptr is not None:
             scale = scale * tl.load(scale_ptr + matrix)
-        value = total * scale
         first = matrix.to(tl.int64) * M * M
-        if d_ptr is not None:
-            d = tl.load(d_ptr + first + rows * M + cols, (cols <= rows) & (rows < M), 0.0)
-            value += beta * d.to(tl.float32)
-        # Both tiles are rounded before the transpose moves them through shared memory.
-        _store_both(c_ptr + first, value.to(c_ptr.dtype.element_ty), rows, cols, M)
-        if q_ptr is not None:
-            value = tl.where(rows == cols, value + gamma, value)
-            _store_both(q_ptr + first, value.to(q_ptr.dtype.element_ty), rows, cols, M)
+        out_ptr = c_ptr + first
+        out_q_ptr = None if q_ptr is None else q_ptr + first
+        addend_ptr = None if d_ptr is None else d_ptr + first
+        # With all addresses of a tile at once, registers would spill.
+        left, right = _halves(total, BLOCK_M, BLOCK_N)
+        QUARTER: tl.constexpr = BLOCK_N // 4
+        for i in tl.static_range(2):
+            first_part, second_part = _halves(left if i == 0 else right, BLOCK_M, BLOCK_N // 2)
+            col = first_col + 2 * i * QUARTER
+            _finish(first_part, out_ptr, out_q_ptr, addend_ptr, first_row, col, M, scale, beta, gamma, WIDE)
+            _finish(second_part, out_ptr, out_q_ptr, addend_ptr, first_row, col + QUARTER, M, scale, beta, gamma, WIDE)
 
 
 # --- launcher ------------------------------------------------------------------------------------
@@ -187,6 +227,12 @@ def _tiles(m: int, block_m: int, block_n: int, group: int, device: torch.device)
     return values.to(device)
 
 
+def _is_aligned(x: Tensor) -> bool:
+    """Return whether the TMA can copy rows of a matrix: addresses and strides are multiples of 16 bytes."""
+    stored = x if _by_rows(x) else x.mT
+    return stored.is_contiguous() and stored.data_ptr() % 16 == 0 and stored.shape[2] * x.element_size() % 16 == 0
+
+
 def _by_rows(x: Tensor) -> bool:
     """Return whether K is contiguous."""
     return x.stride(2) == 1
@@ -194,14 +240,11 @@ def _by_rows(x: Tensor) -> bool:
 
 def _descriptor(x: Tensor, block: int, block_k: int) -> "TensorDescriptor | None":
     """Return a descriptor of tiles of `block` rows and `block_k` columns, or None if the TMA cannot copy them."""
-    batch, m, k = x.shape
-    stored = x if _by_rows(x) else x.mT
-    # The TMA needs addresses and strides that are multiples of 16 bytes. A tile of a transposed matrix must not reach
-    # into the next one in the direction in which products are summed.
-    if not stored.is_contiguous() or stored.data_ptr() % 16 or stored.shape[2] * x.element_size() % 16:
-        return None
+    batch, _, k = x.shape
+    # A tile of a transposed matrix must not reach into the next one in the direction in which products are summed.
     if not _by_rows(x) and k % block_k:
         return None
+    stored = x if _by_rows(x) else x.mT
     stored = stored.view(batch * stored.shape[1], stored.shape[2])
     tile = [block, block_k] if _by_rows(x) else [block_k, block]
     return TensorDescriptor(stored, stored.shape, stored.stride(), tile)
@@ -222,12 +265,13 @@ def symmetric_product(a: Tensor, b: Tensor, epilogue: Epilogue) -> tuple[Tensor,
 @on_device
 def _launch(a: Tensor, b: Tensor, epilogue: Epilogue) -> tuple[Tensor, Tensor | None]:
     batch, m, k = a.shape
-    config = SymmetricConfig.choose(SymmetricProblem(m), device_of(a))
+    is_aligned = _is_aligned(a) and _is_aligned(b)
+    config = SymmetricConfig.choose(SymmetricProblem(m, is_aligned), device_of(a))
     c = torch.empty(batch, m, m, dtype=epilogue.dtype, device=a.device)
     q = None if epilogue.diagonal is None else torch.empty_like(c, dtype=epilogue.diagonal_dtype)
     tiles = _tiles(m, config.block_m, config.block_n, config.group, a.device)
     a_tiles = b_tiles = None
-    if config.uses_tma:
+    if config.uses_tma and is_aligned:
         a_tiles, b_tiles = _descriptor(a, config.block_m, config.block_k), _descriptor(b, config.block_n, config.block_k)
     uses_tma = a_tiles is not None and b_tiles is not None
     total = batch * tiles.numel()
@@ -241,7 +285,7 @@ def _launch(a: Tensor, b: Tensor, epilogue: Epilogue) -> tuple[Tensor, Tensor | 
             alpha=float(epilogue.alpha), beta=float(epilogue.beta), gamma=float(epilogue.diagonal or 0.0),
         ),
         TMA=uses_tma, A_BY_ROWS=_by_rows(a), B_BY_ROWS=_by_rows(b),
-        EVEN=m % config.block_m == m % config.block_n == k % config.block_k == 0,
+        EVEN=m % config.block_m == m % config.block_n == k % config.block_k == 0, WIDE=m * max(m, k) >= 2**31,
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, STAGES=config.num_stages,
         num_warps=config.num_warps,
     )  # fmt: skip
