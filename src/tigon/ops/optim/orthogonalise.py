@@ -6,7 +6,8 @@ Muon (Jordan et al., https://kellerjordan.github.io/posts/muon, 2024) takes five
     X <- (a I + b A + c A^2) X,   A = X X^T,   (a, b, c) = (3.4445, -4.7750, 2.0315)
 
 from X / max(|X|_F, eps), which move singular values above about 0.003 to 0.7..1.2. Other coefficients, also one triple
-for each step, may be given (Amsel et al., "The Polar Express", arXiv:2505.16932). X has M <= N rows; a taller matrix is
+for each step, may be given, such as those of the Polar Express (Amsel et al., arXiv:2505.16932) with the safety factor
+of that paper. X has M <= N rows; a taller matrix is
 transposed.
 
 **The reference** is the loop of `torch.optim.Muon`: it rounds A, the polynomial and X to bf16 in every step.
@@ -25,9 +26,9 @@ Each product is symmetric, so it costs half (`symmetric_product`). Multiplicatio
 For the 224 matrices of the layers of Llama-3-8B these are 666, 472 and 321 TFLOP. At 780 TFLOP/s, the floor of the Gram
 form is 412 ms, and that of torch's loop 854 ms.
 
-**Precision.** Rounding errors of R grow with Q, so R is computed from X again after step 3, and then after every second
-step (a restart). R, Z and Q are fp16, which has three bits more than bf16 at the same speed, and needs no more range:
-|Z| < a, and |Q| < a^3. R is stored times a power of two near M, because the mean of its eigenvalues is 1 / M, and fp16
+**Precision.** Rounding errors of R grow with Q, so R is computed from X again (a restart) after step 3, then after every
+second step, and before the product of the factors a exceeds 45, as it does for the Polar Express after step 2. R, Z and
+Q are fp16, which has three bits more than bf16 at the same speed, and its range is large enough for |Q| < 45. R is stored times a power of two near M, because the mean of its eigenvalues is 1 / M, and fp16
 would lose digits below 6e-5. X stays in bf16 and is never divided by its norm: R and the result are scaled instead.
 Coefficients whose products could leave the range of fp16 are computed by the loop.
 
@@ -52,13 +53,13 @@ from torch import Tensor
 from tigon.ops.optim.symmetric_product import Epilogue, symmetric_product
 from tigon.runtime.device import runs_kernels
 
-__all__ = ["Coefficients", "gram_newton_schulz", "has_range_of_fp16", "newton_schulz_reference", "orthogonalise"]
+__all__ = ["Coefficients", "gram_newton_schulz", "has_range_of_fp16", "newton_schulz_reference", "orthogonalise", "restarts"]
 
 # (a, b, c) of each step.
 Coefficients = Sequence[tuple[float, float, float]]
 
-# The number of steps before the first restart, and between later ones.
-FIRST_STEPS, LATER_STEPS = 3, 2
+# The number of steps before the first restart, and between later ones, and the largest product of |a| in between.
+FIRST_STEPS, LATER_STEPS, LARGEST_GROWTH = 3, 2, 45.0
 
 
 def newton_schulz_reference(x: Tensor, coefficients: Coefficients, eps: float) -> Tensor:
@@ -77,9 +78,22 @@ def has_range_of_fp16(coefficients: Coefficients) -> bool:
     return all(abs(a) <= 32 and abs(b) <= 256 and abs(c) <= 256 for a, b, c in coefficients)
 
 
-def _is_restart(step: int) -> bool:
-    """Return whether R is computed from X before this step, which is counted from 0."""
-    return step >= FIRST_STEPS and (step - FIRST_STEPS) % LATER_STEPS == 0
+def restarts(coefficients: Coefficients) -> set[int]:
+    """Return the steps, counted from 0, before which R is computed from X again.
+
+    Example:
+        >>> restarts([(3.4445, -4.7750, 2.0315)] * 5)
+        {3}
+    """
+    steps: set[int] = set()
+    length, growth = 0, 1.0
+    for step, (a, _, _) in enumerate(coefficients):
+        limit = LATER_STEPS if steps else FIRST_STEPS
+        if length == limit or (length and growth * abs(a) > LARGEST_GROWTH):
+            steps.add(step)
+            length, growth = 0, 1.0
+        length, growth = length + 1, growth * abs(a)
+    return steps
 
 
 def gram_newton_schulz(x: Tensor, inverse_norms: Tensor, coefficients: Coefficients) -> Tensor:
@@ -93,11 +107,12 @@ def gram_newton_schulz(x: Tensor, inverse_norms: Tensor, coefficients: Coefficie
     s = float(2 ** min(round(math.log2(m)), 14))
     squares = inverse_norms * inverse_norms
     r = q = None
+    first_steps = restarts(coefficients)
     for step, (a, b, c) in enumerate(coefficients):
         if r is None:
             wide = x.mT if is_tall else x
             r, _ = symmetric_product(wide, wide, Epilogue(alpha=s, scales=squares))
-        is_last = step + 1 == len(coefficients) or _is_restart(step + 1)
+        is_last = step + 1 == len(coefficients) or step + 1 in first_steps
         q_dtype = torch.bfloat16 if is_last else torch.float16
         # In the first step of a segment, Q is Z + a I.
         diagonal = a if q is None else None
