@@ -195,14 +195,6 @@ def test_restarts_depend_on_the_growth():
     assert restarts([]) == set()
 
 
-@pytest.mark.no_interpreter("Matrices of this size would take minutes.")
-def test_small_elements_keep_their_digits_in_fp16():
-    """R is multiplied by its number of rows, because half of its elements would be below 6e-5, the limit of fp16."""
-    x = make_matrix(512, 512, "flat")
-    exact = exact_polar_factor(x, [TORCH] * 5)
-    assert error(gram(x, [TORCH] * 5), exact) < 0.012
-
-
 @pytest.mark.kernels
 @pytest.mark.parametrize("shape", [(16, 40), (40, 16), (17, 9), (1, 6), (6, 1), (24, 24)], ids=str)
 def test_the_kernels_orthogonalise_a_batch(shape):
