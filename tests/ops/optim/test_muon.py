@@ -1,4 +1,4 @@
-"""tigon.Muon is compared with torch.optim.Muon: trained parameters, states, state dicts, and the shards of two ranks."""
+"""tigon.Muon is compared with torch.optim.Muon: trained parameters, states, state dicts, shards of two ranks."""
 
 import copy
 import math
@@ -13,14 +13,13 @@ from op_cases import DEVICE, INTERPRETED
 from ranks import LIMIT, leave, run_ranks
 from tigon.ops.optim import muon as muon_module
 from tigon.ops.optim.muon_kernels import Matrix, MuonConfig, apply_update, compute_momentum, table_of
-from tigon.ops.optim.orthogonalise import newton_schulz_reference
 from tigon.ops.optim.symmetric_product import SymmetricConfig
 from tigon.runtime.tuning import tuned
 
 TORCH = (3.4445, -4.7750, 2.0315)
 RUNS_KERNELS = INTERPRETED or DEVICE == "cuda"
-# Tall, wide, square, no multiples of 16, one row, one column; three of them have one shape.
-SHAPES = [(24, 40), (40, 24), (17, 9), (24, 40), (1, 6), (6, 1), (24, 40), (16, 16)]
+# Wide, tall, no multiples of 16, one row, one column; three of them have one shape.
+SHAPES = [(16, 40), (40, 16), (17, 9), (16, 40), (1, 6), (6, 1), (16, 40)]
 # The older torch of the lowest versions has no Muon.
 TorchMuon = getattr(torch.optim, "Muon", None)
 needs_torch_muon = pytest.mark.skipif(TorchMuon is None, reason="torch.optim.Muon exists since torch 2.9")
@@ -71,21 +70,29 @@ TRAININGS = {
     "lr tensor": {"lr": torch.tensor(2e-2)},
     "fp16 is too small": {"ns_coefficients": (33.0, -4.0, 2.0), "ns_steps": 1},
 }
+QUICK = {("plain", torch.float32), ("no momentum", torch.bfloat16), ("two steps", torch.bfloat16)}
+
+
+# The interpreter needs seconds for each training.
+DTYPES_OF_TRAININGS = [
+    pytest.param(name, dtype, marks=pytest.mark.thorough if INTERPRETED and (name, dtype) not in QUICK else ())
+    for name in TRAININGS
+    for dtype in (torch.float32, torch.bfloat16)
+]
 
 
 @needs_torch_muon
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", TRAININGS)
+@pytest.mark.parametrize(("name", "dtype"), DTYPES_OF_TRAININGS)
 def test_muon_trains_as_torch_does(name, dtype):
     options = {"lr": 2e-2} | TRAININGS[name]
     ours, theirs = make_parameters(dtype), make_parameters(dtype)
     optimizer, expected = tigon.Muon(ours, **options), TorchMuon(theirs, **options)
-    train(optimizer, ours)
-    train(expected, theirs)
+    train(optimizer, ours, 2)
+    train(expected, theirs, 2)
     scale = 0.2 * math.sqrt(40) if "match" in name else 33.0 / 5 if "fp16" in name else 1.0
     if "other" in name or "two" in name:
         scale = 1.3
-    assert_near(ours, theirs, float(options["lr"]) * scale * 3)
+    assert_near(ours, theirs, float(options["lr"]) * scale * 2)
     for p, q in zip(ours, theirs, strict=True):
         momentum, other = optimizer.state[p]["momentum_buffer"], expected.state[q]["momentum_buffer"]
         eps = torch.finfo(dtype).eps
@@ -134,11 +141,11 @@ def test_batches_have_a_limit(monkeypatch):
     ours, theirs = make_parameters(), make_parameters()
     optimizer = tigon.Muon(ours)
     train(optimizer, ours, 1)
-    assert len(optimizer._tables[0]) == 6
-    monkeypatch.setattr(muon_module, "BATCH_BYTES", 2 * 24 * 40 * 2)
+    assert len(optimizer._tables[0]) == 5
+    monkeypatch.setattr(muon_module, "BATCH_BYTES", 2 * 16 * 40 * 2)
     other = tigon.Muon(theirs)
     train(other, theirs, 1)
-    assert len(other._tables[0]) == 7
+    assert len(other._tables[0]) == 6
     for p, q in zip(ours, theirs, strict=True):
         torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-6)
 
@@ -231,7 +238,8 @@ def test_both_passes_write_what_they_should(nesterov, offset):
         p = old.param.double() * (1 - 0.5 * 0.1) - 0.5 * 0.25 * (i + 1) * o[i].double()
         torch.testing.assert_close(matrix.param, p.float(), rtol=1e-5, atol=1e-5)
     for x in memory:
-        assert bool((x[:, :offset] == 7).all()) and bool((x[:, offset + 16 * 33 :] == 7).all())
+        assert bool((x[:, :offset] == 7).all())
+        assert bool((x[:, offset + 16 * 33 :] == 7).all())
 
 
 @pytest.mark.kernels
@@ -255,7 +263,10 @@ def test_state_dicts_are_exchanged_with_torch():
             train(before, parameters, 2)
             after = second(parameters, lr=9.0)
             after.load_state_dict(before.state_dict())
-            assert after.state_dict()["param_groups"] == TorchMuon(parameters, 1e-2, momentum=0.9).state_dict()["param_groups"]
+            assert (
+                after.state_dict()["param_groups"]
+                == TorchMuon(parameters, 1e-2, momentum=0.9).state_dict()["param_groups"]
+            )
             train(after, parameters, 2, first=2)
             results.append(parameters)
     for other in results[1:]:
@@ -312,7 +323,13 @@ def test_groups_of_a_model():
 @pytest.mark.no_interpreter("The groups do not depend on kernels.")
 def test_groups_of_models_of_transformers():
     transformers = pytest.importorskip("transformers")
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 50}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "vocab_size": 50,
+    }
     config = transformers.LlamaConfig(**sizes, num_labels=3)
     for kind, head in (
         (transformers.LlamaForCausalLM, "lm_head.weight"),
@@ -453,11 +470,15 @@ def _two_ranks(store: str) -> None:
     import os
 
     import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor import DTensor, Replicate, distribute_tensor, init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+    from interpreter import repair_the_interpreter
     from tigon.ops.optim import muon_shards
 
+    if INTERPRETED:
+        repair_the_interpreter()
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=LIMIT)
@@ -477,16 +498,18 @@ def _two_ranks(store: str) -> None:
     sharded, whole = make_model(), make_model()
     fully_shard(sharded)
     optimizers = [tigon.Muon(tigon.muon_groups(x), lr=1e-2) for x in (sharded, whole)]
-    for _ in range(3):
-        x = torch.randn(4, 8)
-        for model, optimizer in zip((sharded, whole), optimizers, strict=True):
-            model(x).square().sum().backward()
+    for _ in range(2):
+        # Gradients of backward would have a low rank here, and the orthogonalisation would amplify rounding errors.
+        for p, q in zip(sharded.parameters(), whole.parameters(), strict=True):
+            q.grad = torch.randn(q.shape)
+            p.grad = distribute_tensor(q.grad, p.device_mesh, p.placements)
+        for optimizer in optimizers:
             optimizer.step()
-            optimizer.zero_grad()
     # Of the five matrices of a step, one rank computes three and the other one two.
-    assert sum(counts) in (6, 9), counts
+    assert sum(counts) in (4, 6), counts
     for p, q in zip(sharded.parameters(), whole.parameters(), strict=True):
-        torch.testing.assert_close(p.full_tensor(), q, rtol=1e-4, atol=1e-4)
+        # An update has elements of about 4e-3. The kernels round products in fp16, so other norms change some digits.
+        torch.testing.assert_close(p.full_tensor(), q, rtol=1e-5, atol=5e-4 if INTERPRETED else 1e-5)
     momentum = optimizers[0].state[sharded[0].weight]["momentum_buffer"]
     assert isinstance(momentum, DTensor)
     mesh = init_device_mesh("cpu", (2,))
@@ -499,18 +522,15 @@ def _two_ranks(store: str) -> None:
         for x in (p, distributed):
             tigon.Muon([x]).step()
         torch.testing.assert_close(distributed.full_tensor(), p, rtol=1e-5, atol=1e-5)
-    try:
-        tigon.Muon([nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(1)]))])
-    except ValueError as error:
-        assert str(error).startswith("Muon: a DTensor must be sharded along dimension 0"), error
-        print("same")
+    columns = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(1)]))
+    with pytest.raises(ValueError, match="Muon: a DTensor must be sharded along dimension 0 .* got placements"):
+        tigon.Muon([columns])
+    print("same")
     dist.destroy_process_group()
     leave()
 
 
 if __name__ == "__main__":
     import sys
-
-    from torch.distributed.tensor import Shard
 
     _two_ranks(sys.argv[1])

@@ -227,7 +227,9 @@ def check_number(op: str, name: str, value: Any) -> None:
     if isinstance(value, Tensor):
         if value.numel() != 1 or value.is_meta or value.is_complex() or value.dtype == torch.bool:
             raise ValueError(f"{op}: {name} must be a number or one element, got {checks.format_value(value)}")
-    elif not abs(value) < math.inf or abs(value) > sys.float_info.max:
+        return
+    number: Any = value
+    if not abs(number) < math.inf or abs(number) > sys.float_info.max:
         raise ValueError(f"{op}: {name} must be finite, got {checks.format_value(value)}")
 
 

@@ -63,8 +63,8 @@ class Muon(_TorchMuon):
     orthogonalises some of them as a whole.
 
     Args:
-        params: Parameters of two dimensions, or of three dimensions [E, m, n], which are E matrices, such as the weights
-            of experts. Groups with `use_muon=False` may contain any parameters, and the options of AdamW.
+        params: Parameters of two dimensions, or of three dimensions [E, m, n], which are E matrices, such as weights of
+            experts. Groups with `use_muon=False` may contain any parameters, and the options of AdamW.
         lr: The learning rate, a number or a tensor of one element.
         weight_decay: The decoupled weight decay.
         momentum: The factor of the momentum, in [0, 1].
@@ -338,7 +338,7 @@ def _check_options(options: dict[str, Any]) -> None:
             raise TypeError(f"Muon: {name} must be a number, got {checks.format_value(value)}")
         check_number("Muon", name, value)
         # The value of a tensor would need a synchronisation with the device.
-        if not isinstance(value, Tensor) and not 0 <= value:
+        if not isinstance(value, Tensor) and value < 0:
             raise ValueError(f"Muon: {name} must not be negative, got {checks.format_value(value)}")
     if options["momentum"] > 1:
         raise ValueError(f"Muon: momentum must be in [0, 1], got {checks.format_value(options['momentum'])}")

@@ -16,7 +16,7 @@ _CONVOLUTIONS = nn.modules.conv._ConvNd
 
 def _excluded(exclude: Any) -> Iterator[Any]:
     """Yield the parameters that the caller excludes."""
-    if isinstance(exclude, (nn.Module, Tensor)) or not isinstance(exclude, Iterable):
+    if not isinstance(exclude, (list, tuple, set, Iterator)):
         raise TypeError(f"muon_groups: exclude must be a list, got {type(exclude).__name__}")
     for item in exclude:
         if isinstance(item, nn.Module):

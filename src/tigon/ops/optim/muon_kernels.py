@@ -25,8 +25,16 @@ from tigon.runtime.launch import in_order, launch, on_device
 from tigon.runtime.triton_private import tl, triton
 from tigon.runtime.tuning import LaunchConfig
 
-__all__ = ["Matrix", "MuonConfig", "MuonProblem", "apply_update", "compute_momentum",
-    "momentum_reference", "table_of", "update_reference"]
+__all__ = [
+    "Matrix",
+    "MuonConfig",
+    "MuonProblem",
+    "apply_update",
+    "compute_momentum",
+    "momentum_reference",
+    "table_of",
+    "update_reference",
+]
 
 
 class Matrix(NamedTuple):
@@ -180,7 +188,9 @@ def _config(matrix: Matrix) -> MuonConfig:
 def table_of(matrices: Sequence[Matrix], previous: TensorTable | None) -> TensorTable:
     """Return the table of both launches for matrices of one shape. It is `previous` if nothing has changed."""
     config = _config(matrices[0])
-    addresses = [(x.grad.data_ptr(), x.momentum.data_ptr(), x.param.data_ptr(), x.param.numel()) for x in matrices]
+    addresses: list[tuple[int, ...]] = [
+        (x.grad.data_ptr(), x.momentum.data_ptr(), x.param.data_ptr(), x.param.numel()) for x in matrices
+    ]
     return update_table(previous, addresses, matrices[0].param.device, config.block * config.span)
 
 

@@ -1,6 +1,6 @@
 """Orthogonalise matrices whose rows are sharded over ranks: each rank takes whole matrices, and all ranks are busy.
 
-Of B matrices, each rank holds some rows of all. It sends its rows of matrix i to the rank that computes this matrix, and
+Of B matrices, each rank holds some rows of all. It sends its rows of matrix i to the rank that computes matrix i, and
 receives the rows of its own matrices from all ranks (one all-to-all). After the orthogonalisation the rows go back in
 the same way. Each rank computes B / ranks matrices, rounded up or down, and the ranks that compute one more differ
 between batches. So each element crosses the network twice, in bf16.
@@ -64,9 +64,7 @@ def _all_to_all(out: Tensor, x: Tensor, out_sizes: list[int], sizes: list[int], 
     )
 
 
-def orthogonalise_shards(
-    x: Tensor, shard: Shard, first_owner: int, coefficients: Coefficients, eps: float
-) -> Tensor:
+def orthogonalise_shards(x: Tensor, shard: Shard, first_owner: int, coefficients: Coefficients, eps: float) -> Tensor:
     """Return this rank's rows of the polar factors, [B, local rows, columns].
 
     All ranks of the group must call this function with the same matrices in the same order.

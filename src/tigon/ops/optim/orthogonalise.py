@@ -26,12 +26,13 @@ Each product is symmetric, so it costs half (`symmetric_product`). Multiplicatio
 For the 224 matrices of the layers of Llama-3-8B these are 666, 472 and 321 TFLOP. At 780 TFLOP/s, the floor of the Gram
 form is 412 ms, and that of torch's loop 854 ms.
 
-**Precision.** Rounding errors of R grow with Q, so R is computed from X again (a restart) after step 3, then after every
-second step, and before the product of the factors a exceeds 45, as it does for the Polar Express after step 2. R, Z and
-Q are fp16, which has three bits more than bf16 at the same speed, and its range is large enough for |Q| < 45. The mean of the
-eigenvalues of R is 1 / M, and fp16 has fewer digits below 6e-5, but the terms b R and c R^2 are small beside a there: for
-[2048, 2560], a factor M in R changes the error by less than 1 %. X stays in bf16 and is never divided by its norm: R and
-the result are scaled instead. Coefficients whose products could leave the range of fp16 are computed by the loop.
+**Precision.** Rounding errors of R grow with Q, so R is computed from X again (a restart) after step 3, then after
+every second step, and before the product of the factors a exceeds 45, as it does for the Polar Express after step 2. R,
+Z and Q are fp16, which has three bits more than bf16 at the same speed and whose range is large enough for |Q| < 45.
+The mean of the eigenvalues of R is 1 / M, and fp16 has fewer digits below 6e-5, but the terms b R and c R^2 are small
+beside a there: for [2048, 2560], a factor M in R changes the error by less than 1 %. X stays in bf16 and is never
+divided by its norm: R and the result are scaled instead. Coefficients whose products could leave the range of fp16 are
+computed by the loop.
 
 The error against exact arithmetic, relative in the Frobenius norm, for [256, 896] and spectra from flat to rank 1 (the
 loop of torch, the Gram form in bf16 with a restart after step 2, as here):
@@ -53,7 +54,14 @@ from torch import Tensor
 from tigon.ops.optim.symmetric_product import Epilogue, symmetric_product
 from tigon.runtime.device import runs_kernels
 
-__all__ = ["Coefficients", "gram_newton_schulz", "has_range_of_fp16", "newton_schulz_reference", "orthogonalise", "restarts"]
+__all__ = [
+    "Coefficients",
+    "gram_newton_schulz",
+    "has_range_of_fp16",
+    "newton_schulz_reference",
+    "orthogonalise",
+    "restarts",
+]
 
 # (a, b, c) of each step.
 Coefficients = Sequence[tuple[float, float, float]]

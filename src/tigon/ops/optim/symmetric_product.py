@@ -5,8 +5,8 @@ r"""Products of matrices that are known to be symmetric: half of the multiplicat
 C is symmetric if A = B (a Gram matrix), or if A and B are polynomials of one symmetric matrix, which commute. The
 kernel computes the tiles that reach to the diagonal or below it, and writes each element below the diagonal to two
 places. So C is exactly symmetric, and one product of [M, K] and [K, M] takes M^2 K multiplications and additions
-together instead of 2 M^2 K. A row of tiles that ends at the diagonal computes a part of a tile in vain: 6 % with M = 4096
-and tiles of 128 x 256.
+together instead of 2 M^2 K. Tiles on the diagonal compute some elements in vain: 6 % with M = 4096 and tiles of
+128 x 256.
 
 Products accumulate in fp32. Each result is rounded once to its dtype.
 
@@ -78,7 +78,10 @@ class SymmetricProblem(NamedTuple):
 
 @dataclass(frozen=True)
 class SymmetricConfig(LaunchConfig):
-    """Launch parameters: a program computes tiles of `block_m` rows and `block_n` columns, `block_k` terms at a time."""
+    """Launch parameters: a program computes tiles of `block_m` rows and `block_n` columns.
+
+    It adds `block_k` terms at a time.
+    """
 
     block_m: int
     block_n: int
@@ -272,7 +275,10 @@ def _launch(a: Tensor, b: Tensor, epilogue: Epilogue) -> tuple[Tensor, Tensor | 
     tiles = _tiles(m, config.block_m, config.block_n, config.group, a.device)
     a_tiles = b_tiles = None
     if config.uses_tma and is_aligned:
-        a_tiles, b_tiles = _descriptor(a, config.block_m, config.block_k), _descriptor(b, config.block_n, config.block_k)
+        a_tiles, b_tiles = (
+            _descriptor(a, config.block_m, config.block_k),
+            _descriptor(b, config.block_n, config.block_k),
+        )
     uses_tma = a_tiles is not None and b_tiles is not None
     total = batch * tiles.numel()
     launch(
