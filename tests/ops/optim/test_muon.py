@@ -259,7 +259,8 @@ def test_state_dicts_are_exchanged_with_torch():
     for first in kinds:
         for second in kinds:
             parameters = make_parameters(shapes=[(16, 24), (24, 16)])
-            before = first(parameters, lr=1e-2, momentum=0.9)
+            group = {"params": parameters} | ({"use_muon": True} if first is tigon.Muon else {})
+            before = first([group], lr=1e-2, momentum=0.9)
             train(before, parameters, 2)
             after = second(parameters, lr=9.0)
             after.load_state_dict(before.state_dict())
