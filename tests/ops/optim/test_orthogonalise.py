@@ -107,7 +107,7 @@ def test_half_of_the_tiles_are_computed():
 def test_the_tma_is_used_where_the_chip_has_one():
     hopper = Device(132, 32, 227 * 1024, True, "sm_90")
     mi300 = Device(304, 64, 64 * 1024, False, "gfx942")
-    aligned, odd = SymmetricProblem(4096, True), SymmetricProblem(4096, False)
+    aligned, odd = SymmetricProblem(4096, 4096, True), SymmetricProblem(4096, 4096, False)
     has_descriptors = products.TensorDescriptor is not None
     assert SymmetricConfig.heuristic(aligned, hopper).uses_tma == has_descriptors
     assert not SymmetricConfig.heuristic(odd, hopper).uses_tma

@@ -72,7 +72,9 @@ class SymmetricProblem(NamedTuple):
 
     # Rows of the result.
     m: int
-    # True if all rows begin at multiples of 16 bytes.
+    # Terms of each sum.
+    k: int
+    # True if the TMA can copy tiles of both factors.
     is_aligned: bool
 
 
@@ -102,13 +104,18 @@ class SymmetricConfig(LaunchConfig):
         """
         if not device.arch:
             return SymmetricConfig(32, 32, 32, 4, 2, 1, 8, False)
-        if not problem.is_aligned:
-            # Each element has its own access and mask, which need registers.
-            return SymmetricConfig(64, 64, 32, 4, 3, 2, 8, False)
+        is_even = problem.m % 128 == 0 and problem.k % 64 == 0
+        has_tma = device.async_copy and int(device.arch[3:]) >= 90 and device.shared_memory >= 200 * 1024
+        if has_tma and TensorDescriptor is not None and problem.is_aligned and problem.m % 16 == 0:
+            # A tile of 128 x 256 at an edge would need more registers than there are.
+            block_n = 256 if problem.m >= 2048 and problem.m % 256 == 0 else 128
+            return SymmetricConfig(128, block_n, 64, 8, 3, 1, 8, True)
+        if not is_even:
+            # Each element has its own mask, which needs registers.
+            return SymmetricConfig(64, 64, 32, 4, 3 if device.async_copy else 2, 2, 8, False)
         if not device.async_copy:
             return SymmetricConfig(128, 128, 32, 8, 2, 2, 8, False)
-        has_tma = int(device.arch[3:]) >= 90 and device.shared_memory >= 200 * 1024 and TensorDescriptor is not None
-        return SymmetricConfig(128, 256 if has_tma and problem.m >= 2048 else 128, 64, 8, 3, 1, 8, has_tma)
+        return SymmetricConfig(128, 128, 64, 8, 3, 1, 8, False)
 
 
 # --- kernel --------------------------------------------------------------------------------------
@@ -231,9 +238,14 @@ def _tiles(m: int, block_m: int, block_n: int, group: int, device: torch.device)
 
 
 def _is_aligned(x: Tensor) -> bool:
-    """Return whether the TMA can copy rows of a matrix: addresses and strides are multiples of 16 bytes."""
+    """Return whether the TMA can copy tiles: addresses and strides are multiples of 16 bytes.
+
+    A tile of a transposed matrix must not reach into the next one in the direction in which products are summed.
+    """
     stored = x if _by_rows(x) else x.mT
-    return stored.is_contiguous() and stored.data_ptr() % 16 == 0 and stored.shape[2] * x.element_size() % 16 == 0
+    if not stored.is_contiguous() or stored.data_ptr() % 16 or stored.shape[2] * x.element_size() % 16:
+        return False
+    return _by_rows(x) or x.shape[2] % 64 == 0
 
 
 def _by_rows(x: Tensor) -> bool:
@@ -244,7 +256,6 @@ def _by_rows(x: Tensor) -> bool:
 def _descriptor(x: Tensor, block: int, block_k: int) -> "TensorDescriptor | None":
     """Return a descriptor of tiles of `block` rows and `block_k` columns, or None if the TMA cannot copy them."""
     batch, _, k = x.shape
-    # A tile of a transposed matrix must not reach into the next one in the direction in which products are summed.
     if not _by_rows(x) and k % block_k:
         return None
     stored = x if _by_rows(x) else x.mT
@@ -269,7 +280,7 @@ def symmetric_product(a: Tensor, b: Tensor, epilogue: Epilogue) -> tuple[Tensor,
 def _launch(a: Tensor, b: Tensor, epilogue: Epilogue) -> tuple[Tensor, Tensor | None]:
     batch, m, k = a.shape
     is_aligned = _is_aligned(a) and _is_aligned(b)
-    config = SymmetricConfig.choose(SymmetricProblem(m, is_aligned), device_of(a))
+    config = SymmetricConfig.choose(SymmetricProblem(m, k, is_aligned), device_of(a))
     c = torch.empty(batch, m, m, dtype=epilogue.dtype, device=a.device)
     q = None if epilogue.diagonal is None else torch.empty_like(c, dtype=epilogue.diagonal_dtype)
     tiles = _tiles(m, config.block_m, config.block_n, config.group, a.device)
