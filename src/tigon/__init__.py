@@ -57,6 +57,8 @@ if TYPE_CHECKING:
     from tigon.ops.norms.rms_norm import RMSNorm, add_rms_norm, rms_norm
     from tigon.ops.optim.adamw import AdamW
     from tigon.ops.optim.in_backward import step_in_backward
+    from tigon.ops.optim.muon import Muon
+    from tigon.ops.optim.muon_groups import muon_groups
     from tigon.ops.rotary.qk_norm_rope import qk_norm_rope
     from tigon.ops.rotary.rope import rope
 
@@ -109,6 +111,8 @@ _NAMES_BY_MODULE = {
     "tigon.ops.norms.rms_norm": ("RMSNorm", "add_rms_norm", "rms_norm"),
     "tigon.ops.optim.adamw": ("AdamW",),
     "tigon.ops.optim.in_backward": ("step_in_backward",),
+    "tigon.ops.optim.muon": ("Muon",),
+    "tigon.ops.optim.muon_groups": ("muon_groups",),
     "tigon.ops.rotary.qk_norm_rope": ("qk_norm_rope",),
     "tigon.ops.rotary.rope": ("rope",),
 }
@@ -135,6 +139,7 @@ __all__ = [
     "LinearCrossEntropyLoss",
     "LogProbOutput",
     "LossOutput",
+    "Muon",
     "ORPOLoss",
     "PPOLoss",
     "RLOOLoss",
@@ -166,6 +171,7 @@ __all__ = [
     "lora_moe_mlp",
     "mlp",
     "moe_mlp",
+    "muon_groups",
     "patch",
     "patched",
     "qk_norm_rope",

@@ -1,4 +1,4 @@
-"""The scripts about tigon.AdamW run on a CPU: the times of all formats, and their loss curves."""
+"""The scripts about optimizers run on a CPU: the times of all formats, their loss curves, and the times of Muon."""
 
 import json
 import runpy
@@ -33,6 +33,16 @@ def test_every_format_is_timed(tmp_path, monkeypatch, capsys, one_thread):
     # Moments and corrections are 3 bytes of each parameter. Small parameters, of which this model has many, have 9.
     parameters = results["fp32, fp32"]["states"] / 12
     assert 3 < results["8bit, bf16+8"]["states"] / parameters < 4
+
+
+def test_muon_is_timed(tmp_path, monkeypatch, capsys, one_thread):
+    monkeypatch.setenv("OUT", str(tmp_path))
+    run(monkeypatch, "time_muon.py", "--device", "cpu", "--model", "tiny")
+    results = json.loads((tmp_path / "muon.json").read_text())
+    assert "Error" not in capsys.readouterr().out
+    assert {"tigon.Muon", "(16, 32) orthogonalisation", "(64, 32) 14 of R Z, one half"} <= results.keys()
+    errors = results["(64, 32) Gaussian"]["errors"]
+    assert 0 < errors["tigon"] < 0.05
 
 
 def test_the_curves_of_formats_are_near_the_reference(tmp_path, monkeypatch, capsys, one_thread):

@@ -153,6 +153,8 @@ FUNCTIONS: dict[str, dict[str, object]] = {
     "tvd": DISTRIBUTIONS,
     "ValidRows": {"target": TARGET},
     "AdamW": {"params": [_parameter(3)]},
+    "Muon": {"params": [_parameter(3, 4)]},
+    "muon_groups": {"model": torch.nn.Linear(4, 3)},
 }
 for workload in WORKLOADS.values():
     if workload.name in set(tigon.__all__) - set(FUNCTIONS):
@@ -239,6 +241,11 @@ ACCEPTED_BY_OP: dict[tuple[str, str], set[str]] = {
     **{(op, "target"): FLOAT for op in ("kl_div", "jsd", "tvd", "KLDivLoss", "JSDLoss", "TVDLoss")},
     **{(op, "input"): set() for op in ("linear_cross_entropy", "LinearCrossEntropyLoss")},
     **{("AdamW", name): RATE for name in ("lr", "eps", "weight_decay")},
+    ("Muon", "lr"): RATE,
+    **{("Muon", name): RATE - {"scalar", "scalar of int"} for name in ("weight_decay", "eps")},
+    ("Muon", "momentum"): {"float", "int", "np.float32", "np.int64"},
+    ("Muon", "ns_steps"): {"int"},
+    ("Muon", "adjust_lr_fn"): OPTIONAL,
     ("AdamW", "max_grad_norm"): POSITIVE | OPTIONAL | {"inf"},
     **{("KLDivLoss", name): FLAG | OPTIONAL for name in ("size_average", "reduce")},
     ("KLDivLoss", "reduction"): set(),

@@ -19,7 +19,7 @@ from tigon.runtime.device import KERNEL_DTYPES, PLAIN, runs_kernels
 from tigon.runtime.torch_private.graphs import disable_dynamo
 from tigon.runtime.torch_private.operators import has_init_group
 
-__all__ = ["AdamW"]
+__all__ = ["AdamW", "check_number"]
 
 # The first instance of torch's class wraps `step`. With the wrapper, every step hook would run twice.
 _torch_step = inspect.unwrap(torch.optim.AdamW.step)
@@ -220,6 +220,19 @@ _FLAGS = ("amsgrad", "maximize", "capturable", "differentiable")
 _CHOICES = ("foreach", "fused")
 
 
+def check_number(op: str, name: str, value: Any) -> None:
+    """Check that an option of an optimizer is a finite number, or a tensor of one element."""
+    if not isinstance(value, (Real, Tensor)) or isinstance(value, bool):
+        raise TypeError(f"{op}: {name} must be a number, got {checks.format_value(value)}")
+    if isinstance(value, Tensor):
+        if value.numel() != 1 or value.is_meta or value.is_complex() or value.dtype == torch.bool:
+            raise ValueError(f"{op}: {name} must be a number or one element, got {checks.format_value(value)}")
+        return
+    number: Any = value
+    if not abs(number) < math.inf or abs(number) > sys.float_info.max:
+        raise ValueError(f"{op}: {name} must be finite, got {checks.format_value(value)}")
+
+
 def _check_options(options: dict[str, Any]) -> None:
     """Check the types of options. Torch checks the ranges, but accepts wrong types, and then fails in the first step.
 
@@ -232,14 +245,7 @@ def _check_options(options: dict[str, Any]) -> None:
             raise TypeError(f"AdamW: betas must be two numbers, got {checks.format_value(betas)}")
         numbers |= {"betas[0]": betas[0], "betas[1]": betas[1]}
     for name, value in numbers.items():
-        is_number = isinstance(value, (Real, Tensor)) and not isinstance(value, bool)
-        if not is_number:
-            raise TypeError(f"AdamW: {name} must be a number, got {checks.format_value(value)}")
-        if isinstance(value, Tensor):
-            if value.numel() != 1 or value.is_meta or value.is_complex() or value.dtype == torch.bool:
-                raise ValueError(f"AdamW: {name} must be a number or one element, got {checks.format_value(value)}")
-        elif not abs(value) < math.inf or abs(value) > sys.float_info.max:
-            raise ValueError(f"AdamW: {name} must be finite, got {checks.format_value(value)}")
+        check_number("AdamW", name, value)
     checks.flag("AdamW", **{name: options[name] for name in _FLAGS if name in options})
     checks.flag("AdamW", **{name: options[name] for name in _CHOICES if options.get(name) is not None})
 

@@ -91,6 +91,13 @@ def _adamw(n: int, dtype: torch.dtype, **options: Any) -> None:
     tigon.AdamW([parameter], **options).step()
 
 
+def _muon(rows: int, columns: int, dtype: torch.dtype = torch.bfloat16, **options: Any) -> None:
+    """Run a step of Muon for one matrix."""
+    parameter = torch.zeros(rows, columns, dtype=dtype, requires_grad=True)
+    parameter.grad = parameter.detach()
+    tigon.Muon([parameter], **options).step()
+
+
 def _lora_glu_mlp(hidden: int, inner: int, rank: int) -> None:
     """Run the MLP with adapters on its three projections; recognition calls it, and it has no public name yet."""
 
@@ -210,6 +217,10 @@ _OTHER_STEPS: dict[str, Callable[[], None]] = {
     "AdamW fp32 states and masters, steps on the device": lambda: _adamw(
         8192, torch.bfloat16, state="fp32", master="fp32", fused=True
     ),
+    "Muon 4096 x 1024": lambda: _muon(4096, 1024),
+    "Muon 1024 x 4096, fp32": lambda: _muon(1024, 4096, torch.float32, nesterov=False),
+    "Muon 2048 x 2048": lambda: _muon(2048, 2048),
+    "Muon, odd sizes": lambda: _muon(1023, 2047),
     "AdamW fp32, the rate in a tensor": lambda: _adamw(4096, torch.float32, lr=torch.tensor(1e-3), maximize=True),
 }
 

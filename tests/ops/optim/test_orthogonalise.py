@@ -1,0 +1,231 @@
+"""Products of symmetric results, and the polar factors that Muon computes by them, are compared with fp64."""
+
+import pytest
+import torch
+
+from op_cases import DEVICE
+from tigon.ops.optim import symmetric_product as products
+from tigon.ops.optim.orthogonalise import (
+    gram_newton_schulz,
+    has_range_of_fp16,
+    newton_schulz_reference,
+    orthogonalise,
+    restarts,
+)
+from tigon.ops.optim.symmetric_product import (
+    Epilogue,
+    SymmetricConfig,
+    SymmetricProblem,
+    symmetric_product,
+    symmetric_product_reference,
+)
+from tigon.runtime.device import Device
+from tigon.runtime.tuning import tuned
+
+TORCH = (3.4445, -4.7750, 2.0315)
+# The first steps of Amsel et al., which are different in each step. Their safety factor is 1.01.
+POLAR_EXPRESS = [
+    (a / 1.01, b / 1.01**3, c / 1.01**5)
+    for a, b, c in (
+        (8.2872, -23.5959, 17.3004), (4.1071, -2.9478, 0.5448), (3.9487, -2.9089, 0.5518),
+        (3.3184, -2.4885, 0.5100), (2.3007, -1.6689, 0.4188),
+    )
+]  # fmt: skip
+
+
+# --- the product -----------------------------------------------------------------------------------
+
+
+def make_matrices(batch: int, m: int, k: int, by_rows: bool, dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(m + k)
+    shape = (batch, m, k) if by_rows else (batch, k, m)
+    x = (torch.randn(shape, generator=generator) / k**0.5).to(DEVICE, dtype)
+    return x if by_rows else x.mT
+
+
+SMALL = {"block_m": 16, "block_n": 16, "block_k": 16, "num_warps": 1, "num_stages": 2, "group": 2}
+# Rows and columns are below, at and above the sides of tiles. The TMA copies rows of 16 bytes.
+SIZES = {
+    "one tile": (1, 16, 16), "odd": (2, 19, 37), "even": (2, 48, 32), "rows only": (1, 1, 5), "one column": (3, 21, 1),
+    "aligned": (2, 40, 56),
+}  # fmt: skip
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize("by_rows", [True, False], ids=["rows", "columns"])
+@pytest.mark.parametrize("uses_tma", [False, True], ids=["pointers", "TMA"])
+def test_the_kernel_computes_the_reference(size, by_rows, uses_tma):
+    if uses_tma and products.TensorDescriptor is None:
+        pytest.skip("This Triton has no tensor descriptors.")
+    batch, *_ = size
+    x = make_matrices(*size, by_rows, torch.float16)
+    addend, scales = x @ x.mT, torch.arange(1, batch + 1, device=DEVICE) * 0.5
+    epilogue = Epilogue(1.5, -0.5, addend, scales, 2.0, torch.float16, torch.bfloat16)
+    with tuned(SymmetricConfig, **SMALL, uses_tma=uses_tma):
+        c, q = symmetric_product(x, x, epilogue)
+    expected, expected_q = symmetric_product_reference(x, x, epilogue)
+    assert q.dtype == torch.bfloat16
+    torch.testing.assert_close(c, expected, rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(q, expected_q, rtol=1e-2, atol=1e-2)
+    assert torch.equal(c, c.mT)
+    assert torch.equal(q, q.mT)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("blocks", [(16, 64), (64, 16), (32, 32)], ids=str)
+def test_tiles_of_any_shape_cover_the_result(blocks):
+    x = make_matrices(1, 70, 16, True, torch.float16)
+    config = SMALL | dict(zip(("block_m", "block_n"), blocks, strict=True))
+    with tuned(SymmetricConfig, **config):
+        c, q = symmetric_product(x, x, Epilogue())
+    assert q is None
+    torch.testing.assert_close(c, symmetric_product_reference(x, x, Epilogue())[0], rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.kernels
+def test_only_the_half_below_the_diagonal_is_computed():
+    """Rounding makes products of commuting matrices slightly asymmetric. Here A B^T is not symmetric at all."""
+    a = make_matrices(2, 40, 24, True, torch.float16)
+    b = a.flip(1)
+    with tuned(SymmetricConfig, **SMALL):
+        c, _ = symmetric_product(a, b, Epilogue())
+    expected, _ = symmetric_product_reference(a, b, Epilogue())
+    torch.testing.assert_close(c, expected, rtol=2e-3, atol=2e-3)
+    assert torch.equal(c, c.mT)
+    assert not torch.allclose(c.float(), a.float() @ b.float().mT, atol=1e-2)
+
+
+def test_half_of_the_tiles_are_computed():
+    tiles = products._tiles(4096, 128, 256, 8, torch.device("cpu"))
+    pairs = {(int(x) >> 16, int(x) & 0xFFFF) for x in tiles}
+    assert len(pairs) == len(tiles) == sum(i // 2 + 1 for i in range(32))
+    # The tiles of one group of rows are consecutive.
+    assert {i for i, _ in [(int(x) >> 16, 0) for x in tiles[:20]]} == set(range(8))
+
+
+def test_the_tma_is_used_where_the_chip_has_one():
+    hopper = Device(132, 32, 227 * 1024, True, "sm_90")
+    mi300 = Device(304, 64, 64 * 1024, False, "gfx942")
+    aligned, odd = SymmetricProblem(4096, 4096, True), SymmetricProblem(4096, 4096, False)
+    has_descriptors = products.TensorDescriptor is not None
+    assert SymmetricConfig.heuristic(aligned, hopper).uses_tma == has_descriptors
+    assert not SymmetricConfig.heuristic(odd, hopper).uses_tma
+    assert not SymmetricConfig.heuristic(aligned, mi300).uses_tma
+
+
+# --- the orthogonalisation -------------------------------------------------------------------------
+
+
+def spectrum(name: str, m: int) -> torch.Tensor:
+    i = torch.arange(m, dtype=torch.float64)
+    return {
+        "flat": torch.ones(m, dtype=torch.float64),
+        "1/i": 1 / (i + 1),
+        "log-uniform": 10 ** (-8 * i / m),
+        "few large": torch.where(i < max(1, m // 64), 1.0, 1e-3),
+        "one large": torch.where(i < 1, 1.0, 1e-4),
+        "half zero": torch.where(i < m // 2, 1.0, 0.0),
+    }[name]
+
+
+def make_matrix(m: int, n: int, name: str) -> torch.Tensor:
+    """Return a matrix with these singular values in bf16."""
+    generator = torch.Generator().manual_seed(m * n)
+    if name == "Gaussian":
+        return torch.randn(m, n, generator=generator, dtype=torch.float64).bfloat16()
+    small = min(m, n)
+    left, right = (torch.linalg.qr(torch.randn(x, small, generator=generator, dtype=torch.float64))[0] for x in (m, n))
+    return ((left * spectrum(name, small)) @ right.T).bfloat16()
+
+
+def exact_polar_factor(x: torch.Tensor, coefficients) -> torch.Tensor:
+    """Return what the iterations compute without rounding: the polynomial of the singular values, in fp64."""
+    x = x.double()
+    left, values, right = torch.linalg.svd(x / x.norm(), full_matrices=False)
+    for a, b, c in coefficients:
+        values = a * values + b * values**3 + c * values**5
+    return (left * values) @ right
+
+
+def error(x: torch.Tensor, exact: torch.Tensor) -> float:
+    return ((x.double() - exact).norm() / exact.norm()).item()
+
+
+def gram(x: torch.Tensor, coefficients) -> torch.Tensor:
+    inverse_norms = 1 / x.float().norm()[None]
+    return gram_newton_schulz(x[None], inverse_norms, coefficients)[0].double() * inverse_norms.double()
+
+
+SPECTRA = ["Gaussian", "flat", "1/i", "log-uniform", "few large", "one large", "half zero"]
+
+
+@pytest.mark.no_interpreter("Matrices of this size would take minutes.")
+@pytest.mark.parametrize("shape", [(128, 448), (448, 128), (128, 128)], ids=str)
+@pytest.mark.parametrize("name", SPECTRA)
+def test_the_gram_form_is_more_accurate_than_the_loop_of_torch(name, shape):
+    """Only for a square Gaussian matrix are both errors about equal. Without restarts, three of these tests fail."""
+    x = make_matrix(*shape, name)
+    exact = exact_polar_factor(x, [TORCH] * 5)
+    ours, loop = (error(y, exact) for y in (gram(x, [TORCH] * 5), newton_schulz_reference(x, [TORCH] * 5, 1e-7)))
+    assert ours < 1.05 * loop + 2**-9
+
+
+@pytest.mark.no_interpreter("Matrices of this size would take minutes.")
+@pytest.mark.parametrize("steps", [1, 2, 3, 4, 6, 7, 10])
+@pytest.mark.parametrize("name", ["Gaussian", "log-uniform", "half zero"])
+def test_any_number_of_steps_is_stable(name, steps):
+    x = make_matrix(64, 160, name)
+    coefficients = [TORCH] * steps
+    exact = exact_polar_factor(x, coefficients)
+    ours, loop = (error(y, exact) for y in (gram(x, coefficients), newton_schulz_reference(x, coefficients, 1e-7)))
+    assert ours < 1.05 * loop + 2**-9
+
+
+@pytest.mark.no_interpreter("Matrices of this size would take minutes.")
+@pytest.mark.parametrize("name", SPECTRA)
+def test_each_step_may_have_its_coefficients(name):
+    x = make_matrix(96, 160, name)
+    exact = exact_polar_factor(x, POLAR_EXPRESS)
+    ours, loop = (error(y, exact) for y in (gram(x, POLAR_EXPRESS), newton_schulz_reference(x, POLAR_EXPRESS, 1e-7)))
+    assert ours < 1.05 * loop + 2**-9
+
+
+def test_restarts_depend_on_the_growth():
+    assert restarts([TORCH] * 10) == {3, 5, 7, 9}
+    assert restarts(POLAR_EXPRESS) == {2, 4}
+    assert restarts([(50.0, 0.0, 0.0)] * 3) == {1, 2}
+    assert restarts([(1.0, 0.0, 0.0)] * 6) == {3, 5}
+    assert restarts([]) == set()
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("shape", [(16, 40), (40, 16), (17, 9), (1, 6), (6, 1), (24, 24)], ids=str)
+def test_the_kernels_orthogonalise_a_batch(shape):
+    x = torch.stack([make_matrix(*shape, "Gaussian"), 1e-3 * make_matrix(*shape, "1/i")]).to(DEVICE)
+    before = x.clone()
+    with tuned(SymmetricConfig, **SMALL, uses_tma=False):
+        o, scales = orthogonalise(x, None, [TORCH] * 5, 1e-7)
+    assert torch.equal(x, before)
+    for y, z, scale in zip(x.cpu(), o.cpu(), scales.cpu(), strict=True):
+        exact = exact_polar_factor(y, [TORCH] * 5)
+        loop = error(newton_schulz_reference(y, [TORCH] * 5, 1e-7), exact)
+        assert error(z.double() * scale.double(), exact) < 2 * loop + 2**-7
+
+
+@pytest.mark.kernels
+def test_zeros_stay_zeros():
+    x = torch.zeros(2, 8, 24, dtype=torch.bfloat16, device=DEVICE)
+    with tuned(SymmetricConfig, **SMALL):
+        o, scales = orthogonalise(x, None, [TORCH] * 5, 1e-7)
+    assert torch.equal(o, x)
+    assert bool(scales.isfinite().all())
+
+
+@pytest.mark.parametrize("coefficients", [[], [(40.0, -1.0, 0.1)], [(3.0, 300.0, 2.0)]], ids=["none", "a", "b"])
+def test_the_loop_takes_what_fp16_may_not_hold(coefficients):
+    assert coefficients == [] or not has_range_of_fp16(coefficients)
+    x = make_matrix(8, 24, "Gaussian").to(DEVICE)
+    o, scales = orthogonalise(x[None], None, coefficients, 1e-7)
+    assert scales is None
+    assert torch.equal(o[0], newton_schulz_reference(x, coefficients, 1e-7))
