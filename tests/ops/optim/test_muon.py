@@ -147,7 +147,7 @@ def test_batches_have_a_limit(monkeypatch):
     train(other, theirs, 1)
     assert len(other._tables[0]) == 6
     for p, q in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(p, q, rtol=1e-6, atol=3e-6)
 
 
 def test_gradients_of_zero_only_decay():

@@ -213,6 +213,25 @@ def test_the_kernels_orthogonalise_a_batch(shape):
         assert error(z.double() * scale.double(), exact) < 2 * loop + 2**-7
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["Gaussian", "1/i", "half zero"])
+@pytest.mark.parametrize(
+    "shape", [(1024, 4096), (4096, 1024), (2048, 2048), (1000, 2048), (2048, 1000), (2304, 2880), (1023, 1537)], ids=str
+)
+def test_a_gpu_is_more_accurate_than_the_loop_of_torch(shape, name):
+    """The sizes take the kernels with and without the TMA, and with each size of tiles."""
+    x = make_matrix(*shape, name).to(DEVICE)
+    exact = x.double() / x.double().norm()
+    for a, b, c in [TORCH] * 5:
+        gram = exact @ exact.mT if shape[0] <= shape[1] else exact.mT @ exact
+        factor = a * torch.eye(len(gram), device=DEVICE, dtype=gram.dtype) + b * gram + c * gram @ gram
+        exact = factor @ exact if shape[0] <= shape[1] else exact @ factor
+    o, scales = orthogonalise(torch.stack([x, x, x]), None, [TORCH] * 5, 1e-7)
+    loop = error(newton_schulz_reference(x, [TORCH] * 5, 1e-7), exact)
+    for y, scale in zip(o, scales, strict=True):
+        assert error(y.double() * scale.double(), exact) < 1.1 * loop + 2**-9
+
+
 @pytest.mark.kernels
 def test_zeros_stay_zeros():
     x = torch.zeros(2, 8, 24, dtype=torch.bfloat16, device=DEVICE)

@@ -41,7 +41,7 @@ loop of torch, the Gram form in bf16 with a restart after step 2, as here):
     sigma_i ~ 1 / i     0.025  0.062  0.009
     log-uniform, 1e-4   0.070  0.152  0.016
     half zero           0.108  0.212  0.022
-    one large           0.601  0.104  0.058
+    one large           0.601  0.104  0.056
 
 Shapes: X [batch, rows, columns] bf16, contiguous.
 """
