@@ -53,7 +53,7 @@ class Replacement:
         self.recipe = recipe
         # The guard is None for a recipe that runs the code of the module's class.
         self.guard = guard
-        # What the readers of the results of a norm need to quantise them; None if no layer of the model quantises.
+        # The maxima that FP8 layers need of the results of a norm. None for other modules, and if the model has no such layers.
         self.requests = requests
 
     def __reduce__(self) -> tuple:

@@ -100,7 +100,7 @@ class _FirstProduct(NamedTuple):
 
     # [S, 2 I] or [S, I].
     h: Tensor
-    # Whether h contains its adapter.
+    # True if h contains its adapter.
     is_complete: bool
     # The terms of p [S, 2, R], or None without an adapter.
     p: Tensor | None

@@ -108,7 +108,7 @@ def _load_rows(logits_ptr, mask_ptr, stride, rows, experts, block, BLOCK_T: tl.c
     weight = tl.where(is_row, 1.0, 0.0)
     if mask_ptr is not None:
         weight = tl.load(mask_ptr + row, mask=is_row, other=0.0)
-    # What is stored outside of the mask is not read.
+    # The logits of masked tokens are not read.
     is_logit = (weight != 0.0)[:, None] & (expert < experts)[None, :]
     z = tl.load(logits_ptr + row[:, None] * stride + expert[None, :], mask=is_logit, other=-float("inf")).to(tl.float32)
     largest = tl.where(weight != 0.0, tl.max(z, 1), 0.0)

@@ -33,7 +33,7 @@ __all__ = ["Epilogue", "SymmetricConfig", "SymmetricProblem", "symmetric_product
 
 
 class Epilogue(NamedTuple):
-    """What is done with a product before it is stored, and the dtypes of the results."""
+    """The operations on a product before it is stored, and the dtypes of the results."""
 
     alpha: float = 1.0
     beta: float = 0.0
@@ -93,7 +93,7 @@ class SymmetricConfig(LaunchConfig):
     programs_per_multiprocessor: int
     # This many rows of tiles are computed together, column by column.
     group: int
-    # Whether tiles are copied by the tensor memory accelerator, where strides and addresses allow it.
+    # True if the tensor memory accelerator copies tiles, where strides and addresses allow it.
     uses_tma: bool
 
     @staticmethod
