@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from tigon import hf as hf
     from tigon import integrations as integrations
     from tigon import losses as losses
+    from tigon import memory as memory
+    from tigon import ops as ops
+    from tigon import recognition as recognition
     from tigon import testing as testing
     from tigon.hf import (
         AutoModelForCausalLM,
@@ -118,7 +121,7 @@ _NAMES_BY_MODULE = {
 }
 _MODULES = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}
 # Modules that are imported when they are first used.
-_LAZY_MODULES = ("hf", "integrations", "losses", "testing")
+_LAZY_MODULES = ("hf", "integrations", "losses", "memory", "ops", "recognition", "testing")
 
 __all__ = [
     "GEGLUMLP",

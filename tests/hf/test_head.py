@@ -104,7 +104,7 @@ def test_frozen_and_biased_heads_work_as_in_stock(pair, batch, assert_same_step,
         ("gemma2", {"final_logit_softcapping": 5.0}, "softcap 5"),
         ("gemma2", {"final_logit_softcapping": None}, "in the head"),
         ("mamba", {}, "in the head"),
-        ("mixtral", {"output_router_logits": True, "num_local_experts": 4}, "in the head"),
+        ("mixtral", {"output_router_logits": True, "num_local_experts": 4}, "load_balancing_loss"),
     ],
     ids=["scale", "divisor", "soft cap", "no soft cap", "reads the dtype of its head", "router loss"],
 )

@@ -53,7 +53,8 @@ class Replacement:
         self.recipe = recipe
         # The guard is None for a recipe that runs the code of the module's class.
         self.guard = guard
-        # The maxima that FP8 layers need of the results of a norm. None for other modules, and if the model has no such layers.
+        # The maxima that FP8 layers need of the results of a norm. None for other modules and for models without such
+        # layers.
         self.requests = requests
 
     def __reduce__(self) -> tuple:

@@ -12,11 +12,12 @@ looks for it any more.
 
 Maxima belong to one tensor object, not to its memory. A cast and a copy of the tensor have none, and of its views only
 those have them that are the same matrix, such as [B, S, H] as [B S, H]. Maxima are used only if the tensor has the
-version that it had when they were found, so a write in place removes them. (A write through `tensor.data` changes no
-version, which also holds for the tensors that autograd saves.) Autograd hands a gradient on as the same object, and
+version that it had when they were found, so a write in place removes them. (A write through
+`tensor.data`, a collective and a kernel of another library change no version, which also holds for the tensors that
+autograd saves.) Autograd hands a gradient on as the same object, and
 adds gradients in place or in another tensor, so the same rule holds for them.
-While a CUDA graph is captured, only maxima of this capture are used: those that were found before it would be out of
-date at its replay.
+While a CUDA graph is captured, only maxima of captured kernels are used: those that were found before it would be out
+of date at its replay.
 """
 
 import weakref
@@ -176,7 +177,7 @@ def attach(x: Tensor, maxima: Maxima, request: MaximaRequest) -> None:
 def _is_same_matrix(x: Tensor, base: Tensor) -> bool:
     """Return whether a view of `base` has the same rows and columns, in the same memory."""
     is_same = x.dtype == base.dtype and x.shape[-1:] == base.shape[-1:] and x.numel() == base.numel()
-    return is_same and x.is_contiguous() and base.is_contiguous()
+    return is_same and x.data_ptr() == base.data_ptr() and x.is_contiguous() and base.is_contiguous()
 
 
 def find(x: Tensor, needs: MaximaNeeds) -> Maxima | None:

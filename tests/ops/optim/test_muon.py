@@ -300,6 +300,7 @@ class TinyModel(nn.Module):
         self.convolution = nn.Conv1d(8, 8, 2)
         self.mlp = nn.Linear(8, 12)
         self.experts = nn.Parameter(torch.randn(2, 12, 8))
+        self.experts_bias = nn.Parameter(torch.randn(2, 12))
         self.frozen = nn.Parameter(torch.randn(8, 8), requires_grad=False)
         self.positions = nn.Parameter(torch.randn(1, 4, 8))
         self.head = nn.Linear(8, 10)
@@ -314,7 +315,7 @@ def test_groups_of_a_model():
     muon, decayed, vectors = tigon.muon_groups(model, exclude=[model.head], betas=(0.8, 0.9))
     assert names_of(model, muon) == {"mlp.weight", "experts"}
     assert names_of(model, decayed) == {"embed.weight", "convolution.weight", "positions", "head.weight"}
-    assert names_of(model, vectors) == {"convolution.bias", "mlp.bias", "head.bias"}
+    assert names_of(model, vectors) == {"convolution.bias", "mlp.bias", "head.bias", "experts_bias"}
     assert (muon["use_muon"], decayed["betas"], vectors["weight_decay"]) == (True, (0.8, 0.9), 0.0)
     assert "weight_decay" not in decayed
     # Parameters may be excluded by themselves.
@@ -341,6 +342,13 @@ def test_groups_of_models_of_transformers():
         assert names_of(model, decayed) == {"model.embed_tokens.weight", head}
         assert len(muon["params"]) == 7
         assert all(".norm" in name or "norm." in name for name in names_of(model, vectors))
+
+
+def test_the_state_of_another_kind_of_group_is_refused():
+    (p,) = make_parameters(shapes=[(12,)])
+    optimizer = tigon.Muon([{"params": [p], "use_muon": False}])
+    with pytest.raises(ValueError, match="Muon: a group with use_muon=False cannot load one with use_muon=True"):
+        optimizer.load_state_dict(torch.optim.AdamW([p]).state_dict())
 
 
 def test_one_optimizer_trains_both_kinds_of_groups():
@@ -514,14 +522,18 @@ def _two_ranks(store: str) -> None:
     momentum = optimizers[0].state[sharded[0].weight]["momentum_buffer"]
     assert isinstance(momentum, DTensor)
     mesh = init_device_mesh("cpu", (2,))
-    # Experts are sharded as whole matrices, and replicated matrices are whole.
-    experts, plain = make_parameters(shapes=[(3, 8, 12), (8, 12)])
-    for placement, p in ((Shard(0), experts), (Replicate(), plain)):
+    # Experts are sharded as whole matrices, and replicated matrices are whole. The ranks have different numbers of
+    # experts, on which the owner of the sharded matrix after them must not depend.
+    parameters = make_parameters(shapes=[(3, 8, 12), (8, 12), (6, 4)])
+    sharded_parameters = []
+    for placement, p in zip((Shard(0), Replicate(), Shard(0)), parameters, strict=True):
         distributed = nn.Parameter(distribute_tensor(p.detach().clone(), mesh, [placement]))
         distributed.grad = distribute_tensor(torch.ones_like(p), mesh, [placement])
         p.grad = torch.ones_like(p)
-        for x in (p, distributed):
-            tigon.Muon([x]).step()
+        sharded_parameters.append(distributed)
+    for group in (parameters, sharded_parameters):
+        tigon.Muon(group).step()
+    for distributed, p in zip(sharded_parameters, parameters, strict=True):
         torch.testing.assert_close(distributed.full_tensor(), p, rtol=1e-5, atol=1e-5)
     columns = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(1)]))
     with pytest.raises(ValueError, match="Muon: a DTensor must be sharded along dimension 0 .* got placements"):

@@ -43,7 +43,7 @@ def checkout(tmp_path_factory):
     package = root / "src" / "tigon"
     shutil.copytree(SOURCES, package, ignore=shutil.ignore_patterns("__pycache__"))
     now = (package / "__init__.py").read_text()
-    (package / "__init__.py").write_text(now + "\ndel softmax\nREVISION = 'before'\n")
+    (package / "__init__.py").write_text(now + "\ndel _MODULES['softmax']\nREVISION = 'before'\n")
     commit(root, "Before | softmax")
     git(root, "tag", "before")
     (package / "__init__.py").write_text(now)

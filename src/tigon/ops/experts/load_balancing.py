@@ -273,7 +273,7 @@ def load_balancing_loss(
     Example:
         >>> logits = torch.tensor([[2.0, 1.0, 0.0], [0.0, 0.5, 1.0]])
         >>> tigon.load_balancing_loss((logits, logits), num_experts=3, top_k=1)
-        tensor(1.1353)
+        tensor(1.0861)
     """
     layers = _check(router_logits, num_experts, top_k, attention_mask)
     mask = None if attention_mask is None else attention_mask.detach().reshape(-1).float()

@@ -142,6 +142,14 @@ class Muon(_TorchMuon):
             self.param_groups.pop()
             raise
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the state of a `tigon.Muon` with the same groups, or of a `torch.optim.Muon`."""
+        for group, loaded in zip(self.param_groups, state_dict["param_groups"], strict=False):
+            expected, value = (x.get("use_muon", True) for x in (group, loaded))
+            if value != expected:
+                raise ValueError(f"Muon: a group with use_muon={expected} cannot load one with use_muon={value}")
+        super().load_state_dict(state_dict)
+
     # torch.compile does not trace the step.
     @disable_dynamo
     @torch.no_grad()
@@ -193,7 +201,9 @@ class Muon(_TorchMuon):
         first_owner = 0
         for i, parts in enumerate(batches):
             tables[i] = _step_batch(parts, options, first_owner, tables.get(i))
-            first_owner += len(parts)
+            # The numbers of whole matrices may differ between the ranks, and no rank computes those of another one.
+            if parts[0].shard is not None:
+                first_owner += len(parts)
         torch.autograd.graph.increment_version([*params, *(self.state[p]["momentum_buffer"] for p in params)])
 
 

@@ -55,8 +55,9 @@ def muon_groups(
 
     Muon gets the parameters of two dimensions, and those of three dimensions, which stack the matrices of experts.
     AdamW gets embeddings, heads (the output embeddings and everything outside of the base model, for models of
-    transformers), convolutions, and what `exclude` contains. It also gets norms, biases and all other parameters of one
-    dimension, in a group without weight decay. Parameters that need no gradient are left out.
+    transformers), convolutions, and what `exclude` contains. It also gets norms, biases (also those of stacked experts)
+    and all other parameters of one dimension, in a group without weight decay. Parameters that need no gradient are
+    left out.
 
     The head of a model that is not from transformers cannot be recognised: pass it in `exclude`.
 
@@ -81,10 +82,12 @@ def muon_groups(
     matrices: list[Tensor] = []
     decayed: list[Tensor] = []
     vectors: list[Tensor] = []
-    for p in model.parameters():
+    for name, p in model.named_parameters():
         if not p.requires_grad:
             continue
-        if p.ndim < 2:
+        # The biases of stacked experts [E, N] have two dimensions.
+        is_bias = name.rpartition(".")[2] == "bias" or name.endswith("_bias")
+        if p.ndim < 2 or (is_bias and p.ndim == 2):
             vectors.append(p)
         elif p.ndim > 3 or (p.ndim == 3 and 1 in p.shape) or id(p) in others or not torch.is_floating_point(p):
             decayed.append(p)

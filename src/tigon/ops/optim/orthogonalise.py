@@ -68,6 +68,8 @@ Coefficients = Sequence[tuple[float, float, float]]
 
 # The number of steps before the first restart, and between later ones, and the largest product of |a| in between.
 FIRST_STEPS, LATER_STEPS, LARGEST_GROWTH = 3, 2, 45.0
+# The smallest norm by which the kernels divide.
+SMALLEST_NORM = 1e-18
 
 
 def newton_schulz_reference(x: Tensor, coefficients: Coefficients, eps: float) -> Tensor:
@@ -150,5 +152,6 @@ def orthogonalise(
         return torch.stack([newton_schulz_reference(y, coefficients, eps) for y in x]), None
     if squares is None:
         squares = torch.linalg.vector_norm(x, dim=(1, 2), dtype=torch.float32).square()
-    inverse_norms = squares.sqrt().clamp(min=eps).reciprocal()
+    # The square of the inverse of a smaller norm is infinite in fp32.
+    inverse_norms = squares.sqrt().clamp(min=max(eps, SMALLEST_NORM)).reciprocal()
     return gram_newton_schulz(x, inverse_norms, coefficients), inverse_norms

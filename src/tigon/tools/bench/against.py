@@ -110,6 +110,10 @@ def _import_copy(folder: Path, namespace: str) -> ModuleType:
             assert spec.loader is not None
             package = sys.modules["tigon"] = importlib.util.module_from_spec(spec)
             spec.loader.exec_module(package)
+            # Tigon imports an op when its name is first used. The table of modules contains the copy only until then.
+            for name, module in vars(package).get("_MODULES", {}).items():
+                if module.startswith(("tigon.ops.", "tigon.memory.")):
+                    getattr(package, name)
         return package
     finally:
         _remove_modules()

@@ -220,7 +220,7 @@ _OTHER_STEPS: dict[str, Callable[[], None]] = {
     "Muon 4096 x 1024": lambda: _muon(4096, 1024),
     "Muon 1024 x 4096, fp32": lambda: _muon(1024, 4096, torch.float32, nesterov=False),
     "Muon 2048 x 2048": lambda: _muon(2048, 2048),
-    "Muon, odd sizes": lambda: _muon(1023, 2047),
+    "Muon 1023 x 2047": lambda: _muon(1023, 2047),
     "AdamW fp32, the rate in a tensor": lambda: _adamw(4096, torch.float32, lr=torch.tensor(1e-3), maximize=True),
 }
 
