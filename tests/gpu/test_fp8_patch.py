@@ -27,7 +27,7 @@ def make_model(seed: int = 0) -> nn.Module:
         num_key_value_heads=2, head_dim=64, tie_word_embeddings=False,
     )  # fmt: skip
     torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="eager")
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
     return model.cuda().train()
 
 
