@@ -207,11 +207,11 @@ def draw(path: Path, runs: dict[str, dict[str, Any]], comparison: dict[str, Any]
     mark_limit(below, -100 * LIMIT, "")
     # The first steps fall so fast that their differences say nothing.
     late = [100 * abs(v) for values in comparison["smoothed"].values() for v in values[len(values) // 10 :]]
-    height = 1.5 * max([100 * LIMIT, *late])
+    height = 1.6 * max([100 * LIMIT, *late])
     below.set_ylim(-height, height)
     below.set_ylabel(f"loss against bf16, %\n(mean of {comparison['window']} steps)", color=INK)
     below.set_xlabel("step", color=INK)
-    below.legend(frameon=False, labelcolor=INK, fontsize=8, loc="lower right")
+    below.legend(frameon=False, labelcolor=INK, fontsize=8, loc="upper right", ncols=3)
     for axes in (above, below):
         axes.grid(axis="y", color=FAINT, linewidth=0.7)
         clean(axes)

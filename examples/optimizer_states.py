@@ -155,11 +155,18 @@ def smooth(losses: list[float]) -> np.ndarray:
     return np.convolve(losses, np.ones(window) / window, "valid")
 
 
+def describe(runs: dict[str, dict]) -> str:
+    """Return the size of the model and the number of steps for the picture."""
+    first = next(iter(runs.values()))
+    return f"{first['parameters'] / 1e6:,.0f} million parameters, {len(first['losses'])} steps"
+
+
 def plot(runs: dict[str, dict], path: Path) -> None:
     """Draw the curves, and the distance of each on other text from the reference, beside the noise of a seed."""
-    from tigon.tools.training.figures import clean, new_figure
+    from tigon.tools.training.figures import INK, clean, headline, new_figure
 
-    figure = new_figure(10, 4)
+    figure = new_figure(10, 4.6)
+    headline(figure, "Formats of AdamW's states and master weights", f"{describe(runs)}, bf16 parameters and gradients")
     left, right = figure.subplots(1, 2)
     references = {name: run for name, run in runs.items() if name.startswith(f"{REFERENCE} ")}
     first = next(iter(references.values()))
@@ -173,12 +180,12 @@ def plot(runs: dict[str, dict], path: Path) -> None:
         pairs = zip(run["evaluations"].values(), first["evaluations"].values(), strict=True)
         if run is not first:
             right.plot(points, [a - b for a, b in pairs], label=name, linewidth=1.2, marker="o", markersize=3, **style)
-    left.set_title("loss, moving average", loc="left", fontsize=10)
-    right.set_title("loss on other text minus the reference", loc="left", fontsize=10)
+    left.set_ylabel("loss, moving average", color=INK)
+    right.set_ylabel("loss on other text, minus that of the first seed in fp32", color=INK, fontsize=8)
     right.axhline(0, color="black", linewidth=0.8)
     for axes in (left, right):
         clean(axes)
-        axes.set_xlabel("step")
+        axes.set_xlabel("step", color=INK)
     left.legend(fontsize=7, frameon=False)
     figure.savefig(path)
 
