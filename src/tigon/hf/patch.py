@@ -90,7 +90,16 @@ PARTS = {
 ACTIVATIONS = ("relu2", "gelu")
 OPTIONS = (*PARTS, "memory", "fp8", "fp8_dw", *LOSS_OPTIONS)
 # The names of LEVELS.
-MemoryLevel = Literal["default", "lean", "lean+mlp", "checkpoint", "checkpoint+offload", "offload"]
+MemoryLevel = Literal[
+    "default",
+    "lean",
+    "lean+mlp",
+    "checkpoint",
+    "checkpoint+attention",
+    "checkpoint+offload",
+    "checkpoint+attention+offload",
+    "offload",
+]
 MEMORY: tuple[str, ...] = get_args(MemoryLevel)
 # The recipes of FP8.
 FP8Scales = Literal["rowwise", "tensorwise"]
