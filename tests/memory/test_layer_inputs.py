@@ -153,7 +153,7 @@ def model_with_vision() -> nn.Module:
 def calls_with_inputs(model: nn.Module) -> dict[str, int]:
     """Return the numbers of the layers whose inputs move to the host, by the names of the layers."""
     functions = {name: getattr(m, "_gradient_checkpointing_func", None) for name, m in model.named_modules()}
-    return {name: function.place.index for name, function in functions.items() if getattr(function, "inputs", None)}
+    return {name: function.place.number for name, function in functions.items() if getattr(function, "inputs", None)}
 
 
 def test_inputs_of_the_decoder_move_although_the_vision_tower_has_more_layers():

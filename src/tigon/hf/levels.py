@@ -182,7 +182,7 @@ def apply_level(model: nn.Module, level: str) -> tuple[Callable[[], None], str]:
     number = options.attention_layers
     in_layers = "" if number is None else f", in {number} of them,"
     note = options.note.format(" except the last" if excludes_last else "", in_layers)
-    if options.attention and attention_of(model) == "eager":
+    if options.attention and all(map(_is_eager, _transformers_models(model))):
         note += (
             "; no kernel computes the attention of this model, because it is eager, so backward runs all of it again"
         )
@@ -343,7 +343,7 @@ class StackPlace(NamedTuple):
     """The place of a layer in a stack, and what the layers of the stack share."""
 
     # The number of the layer.
-    index: int = 0
+    number: int = 0
     # The object that moves the inputs of the layers to the host. It is None if they stay on the device.
     inputs: LayerInputs | None = None
     # The object that says which layers save the outputs of attention. It is None if no layer does.
@@ -373,12 +373,12 @@ class LayerCall:
         """Set the place of the layer in its stack, and add the layer to the object that moves its input."""
         self.place = place
         if place.inputs is not None and (layer := self.layer()) is not None:
-            place.inputs.layers[place.index] = layer
+            place.inputs.layers[place.number] = layer
 
     def __call__(self, function: Callable, *args: Any) -> Any:
         """Call the layer once."""
         if self.inputs is not None:
-            self.inputs.leave_layer(self.place.index)
+            self.inputs.leave_layer(self.place.number)
         if torch.compiler.is_compiling():
             with lean():
                 return function(*args)
@@ -417,15 +417,15 @@ class LayerCheckpoint(LayerCall):
             function = judgement.wrap_for_checkpoint(function, layer)
         if not may_repeat:
             return super().__call__(function, *args)
-        index, inputs, attention = self.place
-        if attention is None or not attention.includes(index):
+        number, inputs, attention = self.place
+        if attention is None or not attention.includes(number):
             run = functools.partial(checkpoint, function, *args, use_reentrant=False)
         elif torch.compiler.is_compiling():
             return checkpoint(function, *args, use_reentrant=False, context_fn=attention_contexts_in_graph)
         else:
-            function = AttentionOutputs(function, attention, index, None if inputs is None else inputs.save_output)
+            function = AttentionOutputs(function, attention, number, None if inputs is None else inputs.save_output)
             run = functools.partial(checkpoint, function, *args, use_reentrant=False)
-        return run() if inputs is None else inputs.call(index, run, args[0] if args else None)
+        return run() if inputs is None else inputs.call(number, run, args[0] if args else None)
 
     def judge(self) -> str | None:
         """Return why the layer must not run twice; None if it may."""
@@ -499,6 +499,11 @@ def _switch_on(model: nn.Module, options: Level) -> tuple[Callable[[], None], bo
     return switch_off, excludes_last, reasons
 
 
+def _is_eager(owner: Any) -> bool:
+    """Return whether the decoder of a model computes attention by single operators, and not by a kernel."""
+    return attention_of(_decoder(owner)) == "eager"
+
+
 def _find_places(owner: nn.Module, options: Level, last: nn.Module | None) -> dict[nn.Module, StackPlace]:
     """Return the place of each module of a model in the stack whose inputs move, or whose attention is saved.
 
@@ -508,7 +513,10 @@ def _find_places(owner: nn.Module, options: Level, last: nn.Module | None) -> di
     layers = _layers(owner)
     checkpointed = len(layers) - (last in layers)
     inputs = LayerInputs(options.layers, checkpointed, options.attention) if options.offload else None
-    attention = LayerAttention(options.attention_layers, checkpointed) if options.attention else None
+    attention = None
+    if options.attention:
+        # The report says it if the attention is eager.
+        attention = LayerAttention(options.attention_layers, checkpointed, warns=not _is_eager(owner))
     others = LayerAttention() if options.attention and options.attention_layers is None else None
     places = {module: StackPlace(attention=others) for module in owner.modules()}
     return places | {module: StackPlace(i, inputs, attention) for i, module in enumerate(layers)}

@@ -29,7 +29,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from tigon.memory.lean import is_checkpoint_recomputation
 from tigon.memory.recomputation import PackedTensor
 from tigon.runtime.torch_private.autograd import backward_id, is_checkpoint_hook, keeps_graph, saved_tensor_hooks
-from tigon.runtime.torch_private.graphs import DispatchMode
+from tigon.runtime.torch_private.graphs import TransparentMode
 from tigon.runtime.torch_private.operators import schema_of
 
 __all__ = ["AttentionOutputs", "LayerAttention", "attention_contexts_in_graph", "find_kernel", "run_attention"]
@@ -56,10 +56,10 @@ class AttentionKernel(NamedTuple):
     def find_obstacle(self, args: tuple, kwargs: dict) -> str | None:
         """Return why the outputs of a call must not be saved; None if they may."""
         if any(_argument(place, args, kwargs) for place in self.dropout):
-            return "it has dropout"
+            return "attention has dropout"
         if any(_argument(place, args, kwargs) is not None for place in self.written):
-            return "it writes its output into a tensor of the caller"
-        return "it runs in a compiled graph" if _is_in_compiled_graph() else None
+            return "attention writes its output into a tensor of its caller"
+        return "attention runs in a compiled graph" if _is_in_compiled_graph() else None
 
 
 def _argument(place: tuple[int, str], args: tuple, kwargs: dict) -> Any:
@@ -93,19 +93,12 @@ def find_kernel(operator: Any) -> AttentionKernel | None:
 # --- one call of a layer ---------------------------------------------------------------------------
 
 
-class _Mode(DispatchMode):
-    """A block in which `run(call, operator)` makes the calls of attention kernels."""
-
-    supports_higher_order_operators = True
+class _Mode(TransparentMode):
+    """A block in which `run(operator, call)` makes the calls of attention kernels."""
 
     def __init__(self, run: Callable[[Any, Callable[[], Any]], Any], outputs: "AttentionOutputs") -> None:
         super().__init__()
         self.run, self.outputs = run, outputs
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        # Without this, torch.compile would not compile functions in the block.
-        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
@@ -156,8 +149,9 @@ class AttentionOutputs:
         if outer is not None and not is_checkpoint_hook(outer[0]):
             save = lambda t: PackedTensor(outer[0](t.detach()), outer[1])
         self.save = save
-        # One entry for each call of attention: its name, the saved objects, and the type of the results.
-        self.entries: list[tuple[Any, list, type]] = []
+        # One entry for each call of attention: its name, the saved objects, and the type of the sequence that it
+        # returns, or None if it returns one tensor.
+        self.entries: list[tuple[Any, list, Callable | None]] = []
         # The number of entries that the second run has used.
         self.position = 0
         # The reason why outputs are not saved, if there were some.
@@ -191,8 +185,9 @@ class AttentionOutputs:
     def _run(self, name: Any, call: Callable[[], Any]) -> Any:
         """Call attention and save its outputs."""
         results = call()
-        values = results if isinstance(results, (tuple, list)) else (results,)
-        self.entries.append((name, [self._pack(x) for x in values], type(results)))
+        is_sequence = isinstance(results, (tuple, list))
+        packed = [self._pack(x) for x in (results if is_sequence else (results,))]
+        self.entries.append((name, packed, type(results) if is_sequence else None))
         return results
 
     def _pack(self, x: Any) -> Any:
@@ -208,11 +203,11 @@ class AttentionOutputs:
         entry = self.entries[self.position - 1] if self.position <= len(self.entries) else None
         if entry is None or entry[0] is not name:
             return call()
-        _, packed, results_type = entry
+        _, packed, restore = entry
         if not all(map(_is_unchanged, packed)):
             return call()
         values = [_unpack(x) for x in packed]
-        return values[0] if issubclass(results_type, Tensor) else results_type(values)
+        return values[0] if restore is None else restore(values)
 
 
 def _is_unchanged(packed: Any) -> bool:
@@ -239,13 +234,13 @@ class LayerAttention:
         layers: The number of layers, up to the last checkpointed one, that save them; None for all layers. The last
             ones are chosen, because backward frees their outputs before the gradients of the others exist.
         checkpointed: The number of layers, from the first one on, that are checkpointed.
+        warns: Whether to warn if no layer saves any.
     """
 
-    def __init__(self, layers: int | None = None, checkpointed: int = 0) -> None:
-        self.layers, self.checkpointed = layers, checkpointed
+    def __init__(self, layers: int | None = None, checkpointed: int = 0, warns: bool = False) -> None:
+        self.layers, self.checkpointed, self.warns = layers, checkpointed, warns
         # Whether a layer has saved outputs in the current forward pass, and the reason why one has not.
         self.has_outputs, self.obstacle = False, ""
-        self.has_warned = False
 
     def includes(self, index: int) -> bool:
         """Return whether layer `index` saves the outputs of attention."""
@@ -257,15 +252,12 @@ class LayerAttention:
         self.obstacle = outputs.obstacle or self.obstacle
         if index < self.checkpointed - 1:
             return
-        if not self.has_outputs and not self.has_warned:
-            self.has_warned = True
-            reason = (
-                self.obstacle or "no attention kernel of torch or flash-attn runs in them (eager or flex attention)"
-            )
+        if self.warns and not self.has_outputs:
+            self.warns = False
+            reason = self.obstacle or "no attention kernel of torch or flash-attn runs in them"
             warnings.warn(
-                "tigon: the checkpointed layers save no outputs of attention, and backward runs attention again: "
-                f"{reason}",
-                stacklevel=4,
+                f"tigon: backward runs attention again, because no checkpointed layer has saved its outputs: {reason}",
+                stacklevel=2,
             )
         self.has_outputs, self.obstacle = False, ""
 
