@@ -142,7 +142,7 @@ def print_plan(
     best = recommend(rows, settings, has_batch)
     at_batch, at_largest = _columns(settings)
     table = _table(rows, at_batch + at_largest, best, console.width)
-    # The two parts need about 50 characters. In a narrower terminal, headings and numbers are cut.
+    # The two parts need up to 65 characters. In a narrower terminal, headings and numbers are cut.
     tables = [table] if table else [_table(rows, part, best, 10**4) for part in (at_batch, at_largest)]
     for table in tables:
         console.print(table)
