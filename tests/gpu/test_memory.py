@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import tigon
 from memory.steps import assert_same_bits, block, run
 from memory.test_ops import ALIVE, CASES
+from tigon.hf.patch import MEMORY
 from tigon.memory.offload import OffloadConfig
 from tigon.runtime.tuning import tuned
 
@@ -74,7 +75,7 @@ def deterministic():
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.parametrize("level", ["lean", "lean+mlp", "checkpoint", "checkpoint+offload", "offload"])
+@pytest.mark.parametrize("level", MEMORY[1:])
 @pytest.mark.parametrize("model_type", ["llama", "qwen3", "gemma2"])
 def test_every_level_has_the_bits_of_the_default_level(model_type, level, deterministic):
     results = []

@@ -56,7 +56,7 @@ def count_calls(model: nn.Module) -> list:
 
 
 # The number of runs of each projection, relative to the default level. The last of two layers is not checkpointed.
-RUNS = {"lean": 1, "checkpoint": 1.5}
+RUNS = {"lean": 1, "checkpoint": 1.5, "checkpoint+attention": 1.5}
 
 
 def make_setup(
@@ -66,6 +66,8 @@ def make_setup(
         results, counts = [], []
         for memory in (level, "default"):
             model = build(**config)
+            if "attention" in level:
+                model.set_attn_implementation("sdpa")
             if not patch_after:
                 tigon.patch(model, memory=memory)
             model = distribute(model)
@@ -112,5 +114,6 @@ SETUPS = {
     "lean+mlp, FSDP2": lean_mlp(fsdp2, model_type="llama", patch_after=True),
     "lean+mlp, FSDP2, each linear layer a unit": lean_mlp(shard_linears_separately),
     "checkpoint, FSDP2": checkpoint(fsdp2, model_type="qwen3", patch_after=True),
+    "checkpoint+attention, FSDP2": make_setup(fsdp2, level="checkpoint+attention", model_type="llama"),
     "offload, FSDP2": make_setup(fsdp2, level="offload"),
 }

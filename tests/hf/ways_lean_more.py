@@ -27,4 +27,10 @@ SETUPS = {
     "lean+mlp, tensor parallel": lean_mlp(by_plan, patch_after=True, one_batch=True, model_type="llama"),
     "checkpoint, DDP": checkpoint(ddp),
     "checkpoint, FSDP2, bf16 parameters": checkpoint(functools.partial(fsdp2, **BF16)),
+    "checkpoint+attention, FSDP1": make_setup(
+        functools.partial(fsdp1, use_orig_params=False), level="checkpoint+attention", model_type="llama"
+    ),
+    "checkpoint+attention, tensor parallel": make_setup(
+        by_plan, patch_after=True, one_batch=True, level="checkpoint+attention", model_type="llama"
+    ),
 }

@@ -57,8 +57,12 @@ def attention_alone(level: str, valid: int = TOKENS) -> Callable[[int], None]:
             results = step(model, True, **part, num_items_in_batch=items)
             for value in results.values():
                 dist.all_reduce(value)
+            function = model.model.layers[0]._gradient_checkpointing_func if "checkpoint" in level else None
             if level == "checkpoint+offload":
-                assert model.model.layers[0]._gradient_checkpointing_func.inputs.pages.capacity == 2 * 3 * 1024
+                assert function.inputs.pages.capacity == 2 * 3 * 1024
+            if level == "checkpoint+attention+offload":
+                # The output of attention has as many bytes as the input, and its log-sum-exp is small.
+                assert function.inputs.pages.capacity == 2 * 2 * 3 * 1024
         assert_same(results, one_process(valid))
 
     return setup
@@ -127,6 +131,7 @@ SETUPS = {
     "Ulysses": attention_alone("default"),
     "Ulysses, a rank without labels": attention_alone("lean+mlp", valid=5),
     "Ulysses, checkpoint+offload": attention_alone("checkpoint+offload"),
+    "Ulysses, checkpoint+attention+offload": attention_alone("checkpoint+attention+offload"),
     "Ulysses in accelerate": accelerate_with_zero3("default"),
     "Ulysses in accelerate, checkpoint": accelerate_with_zero3("checkpoint"),
 }

@@ -12,6 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import tigon
 from memory.steps import assert_same_bits
 from tigon.hf import levels
+from tigon.hf.patch import MEMORY
 from tigon.memory import lean as memory
 from tigon.memory.block import Block
 
@@ -24,7 +25,8 @@ from hf.ways import batch, build
 from memory.runs import count_runs
 from memory.test_models import saved_bytes, step
 
-LEVELS = ["default", "lean", "lean+mlp", "checkpoint", "checkpoint+offload", "offload"]
+# Without attention by a kernel, checkpoint+attention is checkpoint.
+LEVELS = [*MEMORY]
 
 
 def patched(level: str, model_type: str = "llama", change=lambda model: model, **config) -> nn.Module:

@@ -7,13 +7,14 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tigon.hf.transformers_private import (
+    attention_of,
     checkpoint_function,
     checkpoint_refusal,
     has_checkpoint_switch,
@@ -25,6 +26,7 @@ from tigon.hf.transformers_private import (
     set_checkpoint_function,
     switch_state,
 )
+from tigon.memory.attention import AttentionOutputs, LayerAttention, attention_contexts_in_graph
 from tigon.memory.layer_inputs import LayerInputs
 from tigon.memory.layers import LayerJudgement
 from tigon.memory.lean import lean, recompute_large_mlps
@@ -47,9 +49,12 @@ class Level:
     mlp: bool = False
     offload: bool = False
     checkpoint: bool = False
+    attention: bool = False
     # The number of layers, from the first one on, that `mlp` applies to, or whose inputs move to the host. None means
     # all layers for `mlp`, and all but those whose inputs need not move for the inputs.
     layers: int | None = None
+    # The number of checkpointed layers, up to the last one, that `attention` applies to. None means all.
+    attention_layers: int | None = None
 
 
 LEVELS = {
@@ -62,10 +67,23 @@ LEVELS = {
         mlp=True,
     ),
     "checkpoint": Level("checkpoint: layers{} save only their input, and backward runs them again", checkpoint=True),
+    "checkpoint+attention": Level(
+        "checkpoint+attention: layers{} save only their input and{} the outputs of attention, and backward runs the "
+        "rest of them again",
+        checkpoint=True,
+        attention=True,
+    ),
     "checkpoint+offload": Level(
         "checkpoint+offload: layers{} save only their input, which is copied to pinned host memory until backward runs "
         "them again",
         checkpoint=True,
+        offload=True,
+    ),
+    "checkpoint+attention+offload": Level(
+        "checkpoint+attention+offload: layers{} save only their input and{} the outputs of attention, which are copied "
+        "to pinned host memory until backward runs the rest of them again",
+        checkpoint=True,
+        attention=True,
         offload=True,
     ),
     "offload": Level(
@@ -77,26 +95,34 @@ LEVELS = {
 }
 
 
-# These levels apply to the first N layers. The other layers have the level `lean` or `checkpoint`.
-_PARTIAL = re.compile(r"(lean\+mlp|checkpoint\+offload):([1-9][0-9]*)")
-LEVEL_NAMES = ", ".join(map(repr, LEVELS)) + ", and 'lean+mlp:N' and 'checkpoint+offload:N' for a number N of layers"
+# A number after `mlp` or `offload` is that of the first layers that the word applies to, and one after `attention` that
+# of the last ones. The other layers have the level without this word.
+_PARTIAL = re.compile(r"lean\+mlp:([1-9][0-9]*)|checkpoint(\+attention(:[1-9][0-9]*)?)?(\+offload(:[1-9][0-9]*)?)?")
+LEVEL_NAMES = (
+    ", ".join(map(repr, LEVELS))
+    + ", and 'lean+mlp:N', 'checkpoint+attention:N', 'checkpoint+offload:N' and 'checkpoint+attention:N+offload:N' for "
+    "numbers N of layers"
+)
 
 
 def find_level(name: object) -> Level | None:
     """Return the level with this name; None if there is none."""
     if not isinstance(name, str):
         return None
-    if (match := _PARTIAL.fullmatch(name)) is None:
+    if name in LEVELS or (match := _PARTIAL.fullmatch(name)) is None:
         return LEVELS.get(name)
-    base, layers = match[1], int(match[2])
-    if LEVELS[base].checkpoint:
-        note = LEVELS[base].note.replace(base, name, 1).replace("which is", f"which in the first {layers} layers is")
-        return replace(LEVELS[base], note=note, layers=layers)
-    note = (
-        f"{name}: lean, and in the first {layers} layers also without the outputs of gate and up projections of MLPs "
-    )
-    note += "and experts"
-    return replace(LEVELS[base], note=note, layers=layers)
+    base = LEVELS[re.sub(":[0-9]+", "", name)]
+    if match[1] is not None:
+        note = (
+            f"{name}: lean, and in the first {match[1]} layers also without the outputs of gate and up projections of "
+            "MLPs and experts"
+        )
+        return replace(base, note=note, layers=int(match[1]))
+    attention_layers, layers = (int(number[1:]) if number else None for number in (match[3], match[5]))
+    note = f"{name}:{base.note.partition(':')[2]}"
+    if layers is not None:
+        note = re.sub("which (is|are)", rf"which in the first {layers} layers \1", note)
+    return replace(base, note=note, layers=layers, attention_layers=attention_layers)
 
 
 def _level(name: str) -> Level:
@@ -123,7 +149,7 @@ def _find_obstacle(model: nn.Module, level: str) -> str | None:
     options = _level(level)
     if options.checkpoint and (reason := _explain_no_checkpoint(model, options)) is not None:
         return reason
-    if options.layers is not None and options.layers > (count := len(_layers(model))):
+    if max(options.layers or 0, options.attention_layers or 0) > (count := len(_layers(model))):
         return f"it has {count} layers"
     if options.offload and (reason := _explain_no_offload()) is not None:
         return reason
@@ -153,7 +179,13 @@ def apply_level(model: nn.Module, level: str) -> tuple[Callable[[], None], str]:
     if not options.checkpoint:
         return _make_lean(model, options), options.note
     undo, excludes_last, reasons = _switch_on(model, options)
-    note = options.note.format(" except the last" if excludes_last else "")
+    number = options.attention_layers
+    in_layers = "" if number is None else f", in {number} of them,"
+    note = options.note.format(" except the last" if excludes_last else "", in_layers)
+    if options.attention and all(map(_is_eager, _transformers_models(model))):
+        note += (
+            "; no kernel computes the attention of this model, because it is eager, so backward runs all of it again"
+        )
     if reasons:
         note += f"; {len(reasons)} layers run once, because a second run might differ: {reasons[0]}"
     return undo, note
@@ -283,7 +315,9 @@ def _explain_no_checkpoint(model: nn.Module, options: Level) -> str | None:
             "it is not a transformers model, so its layers have no switch for gradient checkpointing; "
             "call them through torch.utils.checkpoint yourself"
         )
-    if options.offload and any(is_switched_on(m) and not _layer_calls(m) for owner in owners for m in owner.modules()):
+    if (options.offload or options.attention) and any(
+        is_switched_on(m) and not _layer_calls(m) for owner in owners for m in owner.modules()
+    ):
         return "its layers are checkpointed by other code; switch that off first (gradient_checkpointing_disable)"
     return next((reason for owner in owners if (reason := checkpoint_refusal(owner)) is not None), None)
 
@@ -305,31 +339,46 @@ def _last_layer(owner: Any) -> nn.Module | None:
     return last if head is None or head.numel() <= LARGE_HEAD * size else None
 
 
+class StackPlace(NamedTuple):
+    """The place of a layer in a stack, and what the layers of the stack share."""
+
+    # The number of the layer.
+    number: int = 0
+    # The object that moves the inputs of the layers to the host. It is None if they stay on the device.
+    inputs: LayerInputs | None = None
+    # The object that says which layers save the outputs of attention. It is None if no layer does.
+    attention: LayerAttention | None = None
+
+
 class LayerCall:
     """A function that calls a layer once, in a block of `lean`, in place of the one that checkpoints the layer.
 
-    `inputs` moves the inputs of the stack to the host, in which the layer has the number `index`. It is None if they
-    stay on the device.
+    `place` is the place of the layer in its stack.
     """
 
-    def __init__(self, layer: nn.Module | None, inputs: LayerInputs | None = None, index: int = 0) -> None:
+    def __init__(self, layer: nn.Module | None, place: "StackPlace | None" = None) -> None:
         # The reference is weak, so that a deleted model frees its memory at once.
         self.layer: Callable[[], nn.Module | None] = (lambda: None) if layer is None else weakref.ref(layer)
-        self.set_inputs(inputs, index)
+        self.set_place(place or StackPlace())
 
     def __reduce__(self) -> tuple:
-        return type(self), (self.layer(), self.inputs, self.index)
+        return type(self), (self.layer(), self.place)
 
-    def set_inputs(self, inputs: LayerInputs | None, index: int) -> None:
-        """Set the object that moves the input of the layer, and tell it the layer."""
-        self.inputs, self.index = inputs, index
-        if inputs is not None and (layer := self.layer()) is not None:
-            inputs.layers[index] = layer
+    @property
+    def inputs(self) -> LayerInputs | None:
+        """The object that moves the inputs of the stack to the host; None if they stay on the device."""
+        return self.place.inputs
+
+    def set_place(self, place: "StackPlace") -> None:
+        """Set the place of the layer in its stack, and add the layer to the object that moves its input."""
+        self.place = place
+        if place.inputs is not None and (layer := self.layer()) is not None:
+            place.inputs.layers[place.number] = layer
 
     def __call__(self, function: Callable, *args: Any) -> Any:
         """Call the layer once."""
         if self.inputs is not None:
-            self.inputs.leave_layer(self.index)
+            self.inputs.leave_layer(self.place.number)
         if torch.compiler.is_compiling():
             with lean():
                 return function(*args)
@@ -346,8 +395,8 @@ class LayerCheckpoint(LayerCall):
     compares the state that the judgement depends on.
     """
 
-    def __init__(self, layer: nn.Module | None, inputs: LayerInputs | None = None, index: int = 0) -> None:
-        super().__init__(layer, inputs, index)
+    def __init__(self, layer: nn.Module | None, place: "StackPlace | None" = None) -> None:
+        super().__init__(layer, place)
         # A copied layer is judged at its first call, because it is incomplete before that.
         self.judgement: LayerJudgement | None = None
 
@@ -368,8 +417,15 @@ class LayerCheckpoint(LayerCall):
             function = judgement.wrap_for_checkpoint(function, layer)
         if not may_repeat:
             return super().__call__(function, *args)
-        run = functools.partial(checkpoint, function, *args, use_reentrant=False)
-        return run() if self.inputs is None else self.inputs.call(self.index, run, args[0] if args else None)
+        number, inputs, attention = self.place
+        if attention is None or not attention.includes(number):
+            run = functools.partial(checkpoint, function, *args, use_reentrant=False)
+        elif torch.compiler.is_compiling():
+            return checkpoint(function, *args, use_reentrant=False, context_fn=attention_contexts_in_graph)
+        else:
+            function = AttentionOutputs(function, attention, number, None if inputs is None else inputs.save_output)
+            run = functools.partial(checkpoint, function, *args, use_reentrant=False)
+        return run() if inputs is None else inputs.call(number, run, args[0] if args else None)
 
     def judge(self) -> str | None:
         """Return why the layer must not run twice; None if it may."""
@@ -415,7 +471,7 @@ def _switch_on(model: nn.Module, options: Level) -> tuple[Callable[[], None], bo
     reasons: list[str] = []
     for owner in _transformers_models(model):
         if any(map(is_switched_on, owner.modules())):
-            undo.append(_change_inputs(owner, options))
+            undo.append(_change_places(owner, options))
             continue
         states = [(m, switch_state(m)) for m in owner.modules() if has_checkpoint_switch(m)]
         handles = pop_input_hooks(owner)
@@ -423,12 +479,12 @@ def _switch_on(model: nn.Module, options: Level) -> tuple[Callable[[], None], bo
         # Non-reentrant checkpoints need no gradients of layer inputs, so the hooks that require these are removed.
         restore_input_hooks(owner, handles)
         last = _last_layer(owner)
-        numbers, inputs = _number_layers(owner, options, last)
-        checkpoints = {m: LayerCheckpoint(m, inputs if m in numbers else None, numbers.get(m, 0)) for m, _ in states}
+        places = _find_places(owner, options, last)
+        checkpoints = {m: LayerCheckpoint(m, places[m]) for m, _ in states}
         for module, layer_checkpoint in checkpoints.items():
             set_checkpoint_function(module, layer_checkpoint)
         if last is not None:
-            set_checkpoint_function(last, LayerCall(last, inputs if last in numbers else None, numbers.get(last, 0)))
+            set_checkpoint_function(last, LayerCall(last, places[last]))
         for layer in (m for m in owner.modules() if _is_innermost(m)):
             if layer is not last and (reason := checkpoints[layer].judge()) is not None:
                 reasons.append(reason)
@@ -443,17 +499,27 @@ def _switch_on(model: nn.Module, options: Level) -> tuple[Callable[[], None], bo
     return switch_off, excludes_last, reasons
 
 
-def _number_layers(
-    owner: nn.Module, options: Level, last: nn.Module | None
-) -> tuple[dict[nn.Module, int], LayerInputs | None]:
-    """Return the numbers of the layers whose inputs move to the host, and the object that moves them.
+def _is_eager(owner: Any) -> bool:
+    """Return whether the decoder of a model computes attention by single operators, and not by a kernel."""
+    return attention_of(_decoder(owner)) == "eager"
 
-    `last` is the layer that is not checkpointed, if there is one. Without offload the results are empty.
+
+def _find_places(owner: nn.Module, options: Level, last: nn.Module | None) -> dict[nn.Module, StackPlace]:
+    """Return the place of each module of a model in the stack whose inputs move, or whose attention is saved.
+
+    `last` is the layer that is not checkpointed, if there is one. Layers outside of the stack save the outputs of
+    attention if the level has no number of layers.
     """
-    if not options.offload:
-        return {}, None
     layers = _layers(owner)
-    return {m: i for i, m in enumerate(layers)}, LayerInputs(options.layers, len(layers) - (last in layers))
+    checkpointed = len(layers) - (last in layers)
+    inputs = LayerInputs(options.layers, checkpointed, options.attention) if options.offload else None
+    attention = None
+    if options.attention:
+        # The report says it if the attention is eager.
+        attention = LayerAttention(options.attention_layers, checkpointed, warns=not _is_eager(owner))
+    others = LayerAttention() if options.attention and options.attention_layers is None else None
+    places = {module: StackPlace(attention=others) for module in owner.modules()}
+    return places | {module: StackPlace(i, inputs, attention) for i, module in enumerate(layers)}
 
 
 def _layer_calls(model: nn.Module) -> dict[nn.Module, LayerCall]:
@@ -462,21 +528,21 @@ def _layer_calls(model: nn.Module) -> dict[nn.Module, LayerCall]:
     return {module: function for module, function in functions.items() if isinstance(function, LayerCall)}
 
 
-def _change_inputs(owner: nn.Module, options: Level) -> Callable[[], None]:
-    """Move the inputs of layers that an earlier patch checkpoints to the host, or leave them on the device.
+def _change_places(owner: nn.Module, options: Level) -> Callable[[], None]:
+    """Change what the layers that an earlier patch checkpoints save, and where.
 
     Layers that other code checkpoints stay unchanged.
     """
     calls = _layer_calls(owner)
     last = next((module for module, call in calls.items() if type(call) is LayerCall), None)
-    numbers, inputs = _number_layers(owner, options, last)
-    earlier = {call: (call.inputs, call.index) for call in calls.values()}
+    places = _find_places(owner, options, last)
+    earlier = {call: call.place for call in calls.values()}
     for module, call in calls.items():
-        call.set_inputs(inputs if module in numbers else None, numbers.get(module, 0))
+        call.set_place(places[module])
 
     def undo() -> None:
-        for call, (inputs, index) in earlier.items():
-            call.set_inputs(inputs, index)
+        for call, place in earlier.items():
+            call.set_place(place)
 
     return undo
 

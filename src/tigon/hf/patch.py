@@ -90,7 +90,16 @@ PARTS = {
 ACTIVATIONS = ("relu2", "gelu")
 OPTIONS = (*PARTS, "memory", "fp8", "fp8_dw", *LOSS_OPTIONS)
 # The names of LEVELS.
-MemoryLevel = Literal["default", "lean", "lean+mlp", "checkpoint", "checkpoint+offload", "offload"]
+MemoryLevel = Literal[
+    "default",
+    "lean",
+    "lean+mlp",
+    "checkpoint",
+    "checkpoint+attention",
+    "checkpoint+offload",
+    "checkpoint+attention+offload",
+    "offload",
+]
 MEMORY: tuple[str, ...] = get_args(MemoryLevel)
 # The recipes of FP8.
 FP8Scales = Literal["rowwise", "tensorwise"]
@@ -357,9 +366,13 @@ def patch(
             saved either.
             "lean+mlp:N" with a number N: this holds for the first N layers only, and the others are "lean".
             "checkpoint": each layer but the last saves only its input, by the checkpointing of transformers' models.
+            "checkpoint+attention": as "checkpoint", and each of these layers also saves the outputs of its attention
+            kernel, so that backward does not run attention's forward again. "checkpoint+attention:N": the last N
+            checkpointed layers save them.
             "checkpoint+offload": as "checkpoint", and these inputs are in pinned host memory. The inputs of the last
             layers stay on the GPU if the peak memory does not grow. "checkpoint+offload:N" moves the inputs of the
-            first N layers only.
+            first N layers only. "checkpoint+attention+offload": as "checkpoint+attention", and both tensors are in
+            pinned host memory. "attention" and "offload" may each have a number.
             "offload": as "lean+mlp", and the remaining saved tensors are in pinned host memory. Modules that must not
             be called twice run once at every level. The forward of a language model's body (`model.base_model`) has the
             level too, for trainers that call the body.

@@ -23,10 +23,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from tigon.memory.host_pages import GIB, HostPages, available_host_bytes
-from tigon.memory.offload import Offloader, SavedView, Segment, byte_range, can_offload, is_weight
+from tigon.memory.offload import Offloader, SavedView, Segment, byte_range, can_offload, is_weight, stream_of
 from tigon.memory.recomputation import unpack
 from tigon.runtime.device import Device, device_of, simulation_of
-from tigon.runtime.torch_private.autograd import saved_tensor_hooks, storage_id
+from tigon.runtime.torch_private.autograd import backward_id, saved_tensor_hooks, storage_id
 from tigon.runtime.tuning import LaunchConfig
 
 __all__ = ["LayerInputConfig", "LayerInputProblem", "LayerInputs"]
@@ -68,70 +68,101 @@ def _future_gradient_bytes(layers: Iterable[nn.Module], device: torch.device) ->
 
 
 class _LayerOffloader(Offloader):
-    """The inputs of the layers in one forward pass. Backward copies back one input ahead."""
+    """The inputs of the layers in one forward pass, and their outputs of attention.
 
-    def __init__(self, pages: HostPages, copies: int) -> None:
+    Backward copies back the tensors of one layer ahead.
+    """
+
+    def __init__(self, pages: HostPages) -> None:
         super().__init__()
-        # One byte is enough for one input, because prefetching ends with the input that reaches this limit.
-        self.pages, self.window = pages, 1
-        # The number of inputs that still have to be copied to the host in this pass.
-        self.copies = copies
-        # The input of the last call, if it is being copied.
-        self.copied: weakref.ref[Segment] | None = None
+        self.pages = pages
+        # The number of the current layer, and whether its tensors move.
+        self.layer, self.moves = -1, False
+        # The number of the layer of each segment.
+        self.layers: list[int] = []
+        # The bytes of the tensors that the current layer has saved, and the segments that are being copied.
+        self.sizes: list[int] = []
+        self.copied: list[weakref.ref[Segment]] = []
+
+    def begin_layer(self, layer: int, moves: bool) -> None:
+        """Begin layer `layer`, whose tensors move to the host or stay."""
+        self.layer, self.moves, self.sizes = layer, moves, []
 
     def save(self, t: Tensor) -> SavedView | None:
-        """Return what autograd saves in place of the input of a layer; None if it is a parameter."""
+        """Return what is saved in place of a tensor of the current layer; None if it is a parameter."""
         if t.numel() == 0 or t.dtype.is_complex or t.is_neg() or is_weight(t):
             return None
         with torch.no_grad(), self.lock:
             segment = self.add_segment(t, *byte_range(t))
-            if self.copies:
-                self.copies -= 1
+            self.layers.append(self.layer)
+            self.sizes.append(segment.size)
+            if self.moves:
                 segment.copy_out()
-                self.copied = self.segments[-1]
+                self.copied.append(self.segments[-1])
             # The others stay on the device.
             return SavedView(segment, t)
 
     def prefetch_before(self, segment: Segment) -> None:
-        """Copy back the input before this one. If it is on the device, copy nothing: backward needs no other yet."""
-        earlier = (ref() for ref in reversed(self.segments[: segment.index]))
-        previous = next((s for s in earlier if s is not None), None)
-        if previous is not None and previous.device_data is None:
-            super().prefetch_before(segment)
+        """Copy back the other tensors of this layer, and those of the layer before.
+
+        If the tensors of the layer before are on the device, copy no others: backward does not need them yet.
+        """
+        if (stream := stream_of(segment.device)) != segment.stream:
+            return
+        layer, current_backward = self.layers[segment.index], backward_id()
+        living = [(self.layers[s.index], s) for ref in self.segments if (s := ref()) is not None]
+        before = max((number for number, _ in living if number < layer), default=layer)
+        same_layer, layer_before = ([s for number, s in living if number == n] for n in (layer, before))
+        for s in (*same_layer, *layer_before):
+            # A segment that all nodes have unpacked in this backward pass is not needed again.
+            is_needed = s.device_data is None and not s.was_written and s.last_backward != current_backward
+            if is_needed and s.device == segment.device and s.stream == stream:
+                s.copy_back()
+                s.is_prefetched, self.prefetched_bytes = True, self.prefetched_bytes + s.size
 
     def free_copied(self) -> None:
-        """Free the device memory of the input of the previous layer, in the order of the compute stream."""
+        """Free the device memory of the tensors of the previous layer, in the order of the compute stream."""
         with self.lock:
-            segment = None if self.copied is None else self.copied()
-            self.copied = None
-            # A backward pass inside the forward pass may have freed the memory already.
-            if segment is not None and segment.alias is not None:
-                segment.free_device_data()
+            segments, self.copied = [ref() for ref in self.copied], []
+            for segment in segments:
+                # A backward pass inside the forward pass may have freed the memory already.
+                if segment is not None and segment.alias is not None:
+                    segment.free_device_data()
 
 
 class LayerInputs:
-    """The inputs of the layers of a stack. Each forward pass begins with the first layer.
+    """The inputs of the layers of a stack, and their outputs of attention.
+
+    Each forward pass begins with the first layer.
 
     Args:
-        on_host: The number of layers, from the first one on, whose inputs move to the host. If it is None, all inputs
-            move but those of the last layers that stay because the peak memory does not grow.
+        on_host: The number of layers, from the first one on, whose tensors move to the host. If it is None, all layers
+            move theirs but the last ones, whose tensors stay because the peak memory does not grow.
         checkpointed: The number of layers, from the first one on, that may save their input here. The layers after
             these save more than their input.
+        has_outputs: Whether layers also save outputs of attention here.
     """
 
-    def __init__(self, on_host: int | None = None, checkpointed: int = 0) -> None:
-        self.on_host, self.checkpointed = on_host, checkpointed
+    def __init__(self, on_host: int | None = None, checkpointed: int = 0, has_outputs: bool = False) -> None:
+        self.on_host, self.checkpointed, self.has_outputs = on_host, checkpointed, has_outputs
         # The layers of the stack, by their numbers. The function that calls a layer adds the layer. A copy of a model
         # has such functions too, so a copy of this object needs no layers, and a copied layer brings no others.
         self.layers: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
         self.pages: HostPages | None = None
         self.offloader: _LayerOffloader | None = None
-        # The number of the layer that was called last.
-        self.current = -1
+        # The number of the layer that was called last, and whether it is running and saves its tensors here.
+        self.current, self.is_saving = -1, False
+        # These belong to the pass: the bytes of each tensor that a layer saves here, as far as they are known; the
+        # number of layers that may move their tensors; the number of those that have; and the bytes of the gradients
+        # that backward allocates later.
+        self.sizes: list[int] = []
+        self.candidates = self.moved = self.gradient_bytes = 0
+        # Whether copies to the host are only counted in this pass, because the tensors have no values.
+        self.is_simulated = False
 
     def __reduce__(self) -> tuple:
         # Memory and passes belong to the original. A copy of a model has a pool of its own.
-        return LayerInputs, (self.on_host, self.checkpointed)
+        return LayerInputs, (self.on_host, self.checkpointed, self.has_outputs)
 
     def call(self, index: int, function: Callable[[], Any], x: Any) -> Any:
         """Return `function()`, a checkpoint of layer `index` with the input `x`, which may move to the host."""
@@ -141,21 +172,40 @@ class LayerInputs:
         if self.offloader is None:
             self.offloader = self._begin(x)
         offloader, key = self.offloader, storage_id(x.untyped_storage())
+        moves = self.moved < self._count()
+        offloader.begin_layer(index, moves)
+        self.moved += moves
 
         def pack(t: Tensor) -> Any:
             is_input = type(t) is Tensor and storage_id(t.untyped_storage()) == key
             view = offloader.save(t) if is_input else None
             return view or (t if t.is_leaf else t.detach(), t._version)
 
-        with saved_tensors_hooks(pack, unpack):
-            return function()
+        self.is_saving = True
+        try:
+            with saved_tensors_hooks(pack, unpack):
+                return function()
+        finally:
+            self.is_saving = False
+
+    def save_output(self, t: Tensor) -> SavedView | None:
+        """Return what is saved in place of an output of attention in the current layer; None to save the tensor."""
+        is_large = self.is_saving and type(t) is Tensor and t.nbytes >= _config(t).smallest
+        return self.offloader.save(t) if is_large and self.offloader is not None else None
 
     def leave_layer(self, index: int) -> None:
-        """End the previous layer: free its input if that was copied. Layer `index` is called next."""
+        """End the previous layer: free its tensors that were copied. Layer `index` is called next.
+
+        Raises:
+            RuntimeError: The host has too little memory for the outputs of attention.
+        """
         if self.offloader is not None:
             self.offloader.free_copied()
             if index <= self.current:
                 self.offloader = None
+            elif sum(self.offloader.sizes) > sum(self.sizes):
+                self.sizes = self.offloader.sizes
+                self._reserve()
         self.current = index
 
     def _moves(self, x: Any) -> bool:
@@ -178,32 +228,61 @@ class LayerInputs:
         Raises:
             RuntimeError: The host has too little memory.
         """
-        size, config = x.nbytes, _config(x)
+        config = _config(x)
         if self.pages is None or self.pages.page != config.page:
             self.pages = HostPages(config.page, is_pinned=x.is_cuda)
         layers = sorted(self.layers.items())
         # Layers may have been removed from the stack.
-        count = sum(index < self.checkpointed for index, _ in layers)
-        if self.on_host is not None:
-            count = min(count, self.on_host)
-        else:
-            # The gradients of the first layer are not among those that exist at the peak.
-            count -= min(count, _future_gradient_bytes((layer for _, layer in layers[1:]), x.device) // size)
-        if not x.is_meta:
-            self._reserve(self.pages, size, count)
-        return _LayerOffloader(self.pages, count)
+        self.candidates = sum(index < self.checkpointed for index, _ in layers)
+        # The gradients of the first layer are not among those that exist at the peak.
+        self.gradient_bytes = _future_gradient_bytes((layer for _, layer in layers[1:]), x.device)
+        self.sizes, self.moved, self.is_simulated = [x.nbytes], 0, x.is_meta
+        self._reserve()
+        return _LayerOffloader(self.pages)
 
-    def _reserve(self, pages: HostPages, size: int, count: int) -> None:
-        """Let the pool grow for `count` inputs of `size` bytes."""
-        missing = pages.missing_bytes(size, count)
+    def _count(self) -> int:
+        """Return the number of layers that move their tensors in this pass."""
+        if self.on_host is not None:
+            return min(self.candidates, self.on_host)
+        # The output of attention has about the size of the input.
+        expected = self.sizes[0] if self.has_outputs and len(self.sizes) == 1 else 0
+        return self.candidates - min(self.candidates, self.gradient_bytes // (sum(self.sizes) + expected))
+
+    def _reserve(self) -> None:
+        """Let the pool grow for the known tensors of each layer that has not moved its tensors yet.
+
+        Raises:
+            RuntimeError: The host has too little memory.
+        """
+        pages, count = self.pages, self._count() - self.moved
+        if pages is None or self.is_simulated or count <= 0:
+            return
+        first, *others = map(pages.round_up, self.sizes)
+        missing = pages.missing_bytes(first + sum(others), count)
         available = available_host_bytes() if missing else None
         if available is not None and missing > available:
-            fitting = (count * pages.round_up(size) - missing + available) // pages.round_up(size)
-            hint = f"memory='checkpoint+offload:{fitting}' moves {fitting} of them, or u" if fitting > 0 else "U"
-            raise RuntimeError(
-                f"tigon: memory='checkpoint+offload' needs {count * pages.round_up(size) / GIB:.1f} GiB of host memory "
-                f"for the inputs of {count} layers, {missing / GIB:.1f} GiB more than it has, and "
-                f"{available / GIB:.1f} GiB are available. {hint}se shorter sequences or a smaller batch; "
-                "`tigon plan` shows what fits"
+            raise RuntimeError(self._describe_shortage(first, sum(others), count, missing, available))
+        pages.reserve(first + sum(others), count)
+
+    def _describe_shortage(self, inputs: int, outputs: int, count: int, missing: int, available: int) -> str:
+        """Return the message of the error for too little host memory. The bytes are those of one layer."""
+        level, tensors, size = "checkpoint+offload", "inputs", inputs
+        if outputs:
+            level, tensors, size = (
+                "checkpoint+attention+offload",
+                "inputs and the outputs of attention",
+                inputs + outputs,
             )
-        pages.reserve(size, count)
+        usable = count * size - missing + available
+        if not outputs:
+            fitting = usable // inputs
+            advice = f"memory='checkpoint+offload:{fitting}' moves {fitting} of them, or u" if fitting > 0 else "U"
+        else:
+            # The layers that stay on the device, and the one that has just run, save their outputs in any case.
+            fitting = self.candidates - count + max(0, usable - count * inputs) // outputs
+            advice = f"memory='checkpoint+attention:{fitting}+offload' saves the outputs of {fitting} layers, or u"
+        return (
+            f"tigon: memory='{level}' needs {count * size / GIB:.1f} GiB of host memory for the {tensors} of {count} "
+            f"layers, {missing / GIB:.1f} GiB more than it has, and {available / GIB:.1f} GiB are available. "
+            f"{advice}se shorter sequences or a smaller batch; `tigon plan` shows what fits"
+        )

@@ -277,6 +277,12 @@ class SavedView:
         self.offset = t.storage_offset() - segment.start // t.element_size()
         segment.savers += 1
 
+    @property
+    def is_unchanged(self) -> bool:
+        """Whether the tensor has not been written in place since it was saved."""
+        self.segment.check_version()
+        return not self.segment.was_written
+
     def unpack(self) -> Tensor:
         """Return the tensor on the device, and prefetch the tensors that were saved before it."""
         segment, offloader = self.segment, self.segment.offloader

@@ -12,6 +12,20 @@ from tigon.runtime.torch_private import graphs
 pytestmark = pytest.mark.no_interpreter("The test launches no kernel.")
 
 
+@pytest.mark.parametrize(("base", "graph_count"), [(graphs.TransparentMode, 1), (graphs.DispatchMode, 0)])
+def test_functions_are_compiled_in_a_transparent_mode(base, graph_count):
+    class Watch(base):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounter()
+    with Watch():
+        assert torch.compile(lambda x: x.sin() + 1, backend=counter)(torch.zeros(3)).tolist() == [1.0] * 3
+    assert counter.frame_count == graph_count
+    torch._dynamo.reset()
+
+
 def test_a_mode_sees_operators_on_symbolic_sizes():
     tools, operators = graphs.symbolic_tools(), []
 

@@ -54,11 +54,18 @@ def bytes_of_layer(**options):
 # --- bytes -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("memory", "units"), [("default", 13.5), ("lean", 11.5), ("checkpoint", 1.0)])
+@pytest.mark.parametrize(
+    ("memory", "units"), [("default", 13.5), ("lean", 11.5), ("checkpoint", 1.0), ("checkpoint+attention", 2.0)]
+)
 def test_a_layer_saves_the_expected_bytes(memory, units):
     fp32 = 4 * BATCH * SEQ
     # A layer also saves one fp32 number for each row of attention and of its two norms. Lean copies the norms' weights.
-    row_statistics = {"default": (4 + 2) * fp32, "lean": (4 + 2) * fp32 + 2 * 512, "checkpoint": 0}[memory]
+    row_statistics = {
+        "default": (4 + 2) * fp32,
+        "lean": (4 + 2) * fp32 + 2 * 512,
+        "checkpoint": 0,
+        "checkpoint+attention": 4 * fp32,
+    }[memory]
     assert bytes_of_layer(memory=memory) == units * UNIT + row_statistics
 
 
@@ -86,6 +93,28 @@ def test_saved_bytes_are_what_a_step_saves(memory):
     assert planned_step.saved_bytes == pytest.approx(actual, rel=0.05)
 
 
+def test_saved_outputs_of_attention_are_what_a_step_saves():
+    """On the CPU too, the kernel of attention returns its output and one fp32 number for each row."""
+    sizes = {"num_hidden_layers": 3, "hidden_size": 64, "intermediate_size": 224, "vocab_size": 128}
+    tokens, actual, planned = torch.randint(128, (2, 64)), [], []
+    for memory in ("checkpoint", "checkpoint+attention"):
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**SIZES, **sizes})).train()
+        saved_tensors = {}
+
+        def pack(x, saved_tensors=saved_tensors):
+            saved_tensors[x.untyped_storage()._cdata] = x
+            return x
+
+        with (
+            tigon.patched(model, memory=memory),
+            torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x),
+        ):
+            model(input_ids=tokens, labels=tokens)
+        actual.append(sum(x.untyped_storage().nbytes() for x in saved_tensors.values()))
+        planned.append(step_of(build_llama(torch.float32, **sizes), 2, 64, memory=memory).saved_bytes)
+    assert planned[1] - planned[0] == actual[1] - actual[0] == 2 * 2 * 64 * (64 + 4) * 4
+
+
 def test_each_level_saves_fewer_bytes_than_the_one_before():
     # The last layer of a checkpointed model is not checkpointed, so the model has several.
     model = build_llama(num_hidden_layers=6)
@@ -97,7 +126,12 @@ def test_each_level_saves_fewer_bytes_than_the_one_before():
     assert steps["offload"].host > 0 == steps["lean"].host
     assert steps["offload"].saved_bytes < steps["lean+mlp"].saved_bytes
     work = {level: sum(w.products for w in step.work) for level, step in steps.items()}
-    assert work["default"] == work["lean"] < work["lean+mlp"] < work["checkpoint"]
+    assert work["default"] == work["lean"] < work["lean+mlp"] < work["checkpoint"] == work["checkpoint+attention"]
+    attention = {level: sum(w.attention for w in step.work) for level, step in steps.items()}
+    # Backward has five products where the forward pass has two, and the last of six layers runs once.
+    assert attention["checkpoint"] == attention["default"] * (7 + 2 * 5 / 6) / 7
+    assert attention["checkpoint+attention"] == attention["checkpoint+attention+offload"] == attention["default"]
+    assert steps["checkpoint"].saved_bytes < steps["checkpoint+attention"].saved_bytes < steps["lean+mlp"].saved_bytes
 
 
 def test_inputs_of_checkpointed_layers_are_on_the_host():
@@ -111,6 +145,20 @@ def test_inputs_of_checkpointed_layers_are_on_the_host():
     # In a layer of five, the GPU holds its own input, and the one that is copied back ahead.
     assert checkpoint.peak - offload.peak == pytest.approx(3 * one, rel=0.01)
     assert step_of(model, 256, 4096, memory="checkpoint+offload:2").host == 2 * one
+
+
+def test_outputs_of_attention_are_on_the_host():
+    """Each of 4 heads has one fp32 number for a token. Pages have 16 MiB."""
+    model, one, rows = build_llama(num_hidden_layers=6), 256 * 4096 * 256 * 2, 256 * 4096 * 4 * 4
+    step = step_of(model, 256, 4096, memory="checkpoint+attention+offload")
+    assert step.host == 5 * (2 * one + rows)
+    assert [work.to_host for work in step.work] == [step.host, step.host, 0]
+    assert step_of(model, 256, 4096, memory="checkpoint+attention:2+offload").host == 5 * one + 2 * (one + rows)
+    assert step_of(model, 256, 4096, memory="checkpoint+attention:2+offload:1").host == one
+    inputs_alone = step_of(model, 256, 4096, memory="checkpoint+offload")
+    assert step.saved_bytes == inputs_alone.saved_bytes
+    # The GPU holds the outputs of one more layer, which are copied back ahead.
+    assert step.peak - inputs_alone.peak == pytest.approx(one + rows, rel=0.01)
 
 
 @pytest.mark.parametrize("gpus", [1, 4])
@@ -498,9 +546,9 @@ def _plans(fits):
 
 
 @pytest.mark.parametrize("fits", [True, False], ids=["fits", "does not fit"])
-@pytest.mark.parametrize("width", [40, 60, 72, 80, 100, 140])
+@pytest.mark.parametrize("width", [40, 66, 72, 80, 100, 140])
 def test_names_of_levels_are_whole_at_every_width(width, fits):
-    """A user copies them into `memory=`. From 60 columns on, headings and numbers are whole too."""
+    """A user copies them into `memory=`. From 66 columns on, headings and numbers are whole too."""
     console = Console(width=width, file=io.StringIO(), color_system=None)
     settings = PlanSettings(131072, gpus=8, batch=1)
     print_plan(console, "Llama-3-8B", _plans(fits), settings, has_batch=False)
@@ -510,13 +558,13 @@ def test_names_of_levels_are_whole_at_every_width(width, fits):
     rules = [next(i for i, line in enumerate(table) if line.startswith("──")) for table in tables]
     names = {line.split()[0] for table, rule in zip(tables, rules, strict=True) for line in table[rule + 1 :]}
     assert names == {"stock", *MEMORY}
-    if width < 60:
+    if width < 66:
         return
     assert "…" not in output
     assert max(map(len, output.splitlines())) <= width
-    # One table of at most 88 characters, if the terminal is that wide.
-    assert len(tables) == 1 or width < 88
-    assert max(len(line.rstrip()) for table in tables for line in table) <= 88
+    # One table of at most 97 characters, if the terminal is that wide.
+    assert len(tables) == 1 or width < 97
+    assert max(len(line.rstrip()) for table in tables for line in table) <= 97
     headings = " ".join(line for table, rule in zip(tables, rules, strict=True) for line in table[:rule]).split()
     for word in ("memory=", "backward", "fits", "largest", "tokens", "step", "speed"):
         assert word in headings

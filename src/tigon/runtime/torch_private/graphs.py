@@ -12,6 +12,7 @@ __all__ = [
     "DYNAMO_ERRORS",
     "DispatchMode",
     "SymbolicTools",
+    "TransparentMode",
     "add_lambda_guard",
     "changed_objects",
     "disable_dynamo",
@@ -31,6 +32,24 @@ try:
     from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
 except ImportError:
     DispatchMode = object  # type: ignore[assignment, misc]
+
+
+class TransparentMode(DispatchMode):
+    """A mode that sees every operator, and in which torch.compile goes on to compile functions.
+
+    In other modes, torch.compile runs functions without compiling them. Torch asks the first method for this from 2.9
+    on, and the second one before. Higher-order operators reach the mode; torch 2.8 refuses them in any mode.
+    """
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        return not hasattr(DispatchMode, "ignore_compile_internals")
 
 
 class SymbolicTools(NamedTuple):

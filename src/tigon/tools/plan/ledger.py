@@ -6,6 +6,7 @@ counted by the formulas of torch. The buffers of Tigon's kernels are allocated, 
 """
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import astuple, dataclass
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 
+from tigon.memory.attention import run_attention
 from tigon.runtime.device import Device, simulated
 from tigon.runtime.torch_private.autograd import DisableTorchFunction, storage_id
 from tigon.runtime.torch_private.graphs import DispatchMode
@@ -252,20 +254,25 @@ class _Attention(TorchFunctionMode):
         return _FusedAttention.apply(query, key, value, attn_mask, self.ledger, flops // 2 if is_causal else flops)
 
 
+def _attend(query: Tensor, value: Tensor, ledger: Ledger, flops: int) -> tuple[Tensor, Tensor]:
+    """Count a call of a kernel. Return its output and one fp32 number per row."""
+    has_query_shape = query.shape[-1] == value.shape[-1]
+    like_out = query if has_query_shape else query[..., :1].expand(query.shape[:-1] + value.shape[-1:])
+    ledger.work.attention += flops
+    # The output has the memory layout of the queries.
+    return torch.empty_like(like_out), query.new_empty(query.shape[:-1], dtype=torch.float32)
+
+
 class _FusedAttention(torch.autograd.Function):
     """Save queries, keys, values, the output and one fp32 number per row, as the kernels of cuDNN and flash do."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
         query, key, value, mask, ledger, flops = inputs
-        has_query_shape = query.shape[-1] == value.shape[-1]
-        like_out = query if has_query_shape else query[..., :1].expand(query.shape[:-1] + value.shape[-1:])
-        # The output has the memory layout of the queries.
-        out = torch.empty_like(like_out)
-        lse = query.new_empty(query.shape[:-1], dtype=torch.float32)
+        # In the second run of a checkpointed layer, this returns the outputs that the first run has saved.
+        out, lse = run_attention(_FusedAttention, functools.partial(_attend, query, value, ledger, flops))
         ctx.save_for_backward(query, key, value, mask, out, lse)
         ctx.ledger, ctx.flops = ledger, flops
-        ledger.work.attention += flops
         return out
 
     @staticmethod

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 __all__ = ["as_json", "assumptions", "describe_adapters", "print_plan"]
 
 
-# Two spaces are between the columns, so that all of them fit a terminal of 88 characters.
+# Two spaces are between the columns, so that all of them fit a terminal of 97 characters.
 GAP = "  "
 
 
@@ -81,7 +81,7 @@ def _columns(settings: PlanSettings) -> tuple[list[_Column], list[_Column]]:
 
     at_batch: list[_Column] = [
         (f"GiB at\nbatch {settings.batch}", lambda row: _size(row.step)),
-        ("saved for\nbackward", saved_size),
+        ("GiB for\nbackward", saved_size),
         ("fits", lambda row: "yes" if row.fits(settings) else "[red]no[/]"),
         ("speed", lambda row: f"{row.speed:.2f}"),
     ]
@@ -142,7 +142,7 @@ def print_plan(
     best = recommend(rows, settings, has_batch)
     at_batch, at_largest = _columns(settings)
     table = _table(rows, at_batch + at_largest, best, console.width)
-    # The two parts need about 50 characters. In a narrower terminal, headings and numbers are cut.
+    # The two parts need up to 65 characters. In a narrower terminal, headings and numbers are cut.
     tables = [table] if table else [_table(rows, part, best, 10**4) for part in (at_batch, at_largest)]
     for table in tables:
         console.print(table)

@@ -25,6 +25,8 @@ LEVELS = {
     "lean": "#f08c3a",
     "lean+mlp": "#a8480a",
     "checkpoint": "#5e2a06",
+    "checkpoint+attention": "#c8a415",
+    "checkpoint+attention+offload": "#e0cf7d",
     "checkpoint+offload": "#8a6d5a",
     "offload": "#f5b98a",
 }
@@ -42,7 +44,7 @@ PEER_COLOURS = {
 # The recipes of FP8, in the colours of Tigon and of torchao.
 FP8_COLOURS = {"-tensorwise": "#7b3fa0", "-rowwise": "#b07cc6"}
 TORCHAO_COLOURS = {"#7b3fa0": "#1f4e79", "#b07cc6": "#7aa6d1"}
-MARKERS = "osD^vP*X"
+MARKERS = "osD^vP*Xp"
 DASHES = (0, (4, 3))
 
 

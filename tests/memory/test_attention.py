@@ -1,0 +1,667 @@
+"""Checkpointed layers that save the outputs of attention: the kernel runs once, and all values keep their bits.
+
+On a CPU, `scaled_dot_product_attention` calls a kernel of its own, so these tests run what a GPU runs.
+"""
+
+import copy
+import gc
+import pickle
+import types
+import warnings
+import weakref
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import tigon
+from memory.steps import assert_same_bits
+from tigon.hf import levels
+from tigon.hf.levels import find_level
+from tigon.memory import host_pages, layer_inputs
+from tigon.memory.attention import AttentionOutputs, LayerAttention, find_kernel, run_attention
+from tigon.memory.host_pages import HostPages, PagedCopy
+from tigon.memory.layer_inputs import LayerInputConfig
+from tigon.runtime.torch_private.autograd import engine_run_backward
+from tigon.runtime.tuning import tuned
+
+pytest.importorskip("transformers")
+
+from transformers import AttentionInterface
+
+from hf.test_ways_adapters import with_lora
+from hf.ways import batch, build
+from memory.test_models import saved_bytes, step
+
+LAYERS, TOKENS, HEADS, WIDTH = 4, 24, 4, 64
+# The bytes of the output of attention and of its log-sum-exp, in fp32.
+OUTPUT, LSE = TOKENS * WIDTH * 4, TOKENS * HEADS * 4
+KERNEL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+
+
+class CallWatch(TorchDispatchMode):
+    """A block that counts the calls of the attention kernel, in backward too, and watches their outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+        self.outputs: list[StorageWeakRef] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        results = func(*args, **(kwargs or {}))
+        if func is KERNEL:
+            self.calls += 1
+            self.outputs += [StorageWeakRef(x.untyped_storage()) for x in results]
+        return results
+
+    def alive(self) -> list[bool]:
+        """Return whether the memory of each output is still allocated."""
+        return [not storage.expired() for storage in self.outputs]
+
+
+def backward(loss: Tensor, keep_graph: bool = False) -> None:
+    """Run backward inside the active modes, which `loss.backward()` would exit."""
+    engine_run_backward(
+        (loss,), (torch.ones_like(loss),), keep_graph, False, (), allow_unreachable=True, accumulate_grad=True
+    )
+
+
+def make_model(level: str, model_type: str = "llama", attention: str = "sdpa", change=lambda m: m, **config):
+    model = build(model_type, **{"num_hidden_layers": LAYERS, "use_cache": False} | config)
+    model.set_attn_implementation(attention)
+    tigon.patch(model, memory=level)
+    torch.manual_seed(1)
+    return change(model)
+
+
+def count_calls(model: nn.Module, seed: int = 0) -> int:
+    """Return how often a step calls the attention kernel."""
+    with CallWatch() as watch:
+        backward(model(**batch(seed)).loss)
+    model.zero_grad()
+    return watch.calls
+
+
+@pytest.fixture
+def copies(monkeypatch) -> Iterator[list[tuple[str, int]]]:
+    """Move tensors of tiny layers on a CPU. Return a list of all copies: "out" or "back", and their bytes."""
+    monkeypatch.setattr(layer_inputs, "can_offload", lambda device: True)
+    # The gradients of tiny layers are larger than their inputs.
+    monkeypatch.setattr(layer_inputs, "_future_gradient_bytes", lambda layers, device: 0)
+    directions: list[tuple[str, int]] = []
+    copy_out, copy_back = HostPages.copy, PagedCopy.copy_to
+    monkeypatch.setattr(HostPages, "copy", lambda *a: (directions.append(("out", a[1].nbytes)), copy_out(*a))[1])
+    monkeypatch.setattr(PagedCopy, "copy_to", lambda *a: (directions.append(("back", a[0].nbytes)), copy_back(*a))[1])
+    # The log-sum-exp takes 384 bytes.
+    with tuned(LayerInputConfig, smallest=256, page=1024):
+        yield directions
+
+
+# --- calls and bits --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("level", "repeated"),
+    [
+        ("default", 0),
+        ("checkpoint", 3),
+        ("checkpoint+attention", 0),
+        ("checkpoint+attention:2", 1),
+        ("checkpoint+attention:4", 0),
+        ("checkpoint+attention+offload", 0),
+        ("checkpoint+attention:1+offload", 2),
+        ("checkpoint+attention:1+offload:2", 2),
+    ],
+)
+def test_backward_calls_attention_again_only_in_layers_without_saved_outputs(level, repeated):
+    """The last of four layers runs once at every level."""
+    assert count_calls(make_model(level)) == LAYERS + repeated
+
+
+@pytest.mark.parametrize("level", ["checkpoint+attention", "checkpoint+attention+offload"])
+@pytest.mark.parametrize("model_type", ["llama", "qwen3", "olmo2", "phi3", "gpt2", "mixtral"])
+def test_steps_have_the_bits_of_other_levels(model_type, level, copies):
+    """GPT-2 has dropout outside of attention, and the second run of a layer draws the same random numbers."""
+    options = {"attn_pdrop": 0.0} if model_type == "gpt2" else {}
+    expected = [step(make_model(other, model_type, **options)) for other in ("default", "checkpoint")]
+    assert_same_bits(*expected)
+    model = make_model(level, model_type, **options)
+    assert_same_bits(step(model), expected[0])
+    assert count_calls(model) == len(levels._layers(model))
+
+
+def test_the_last_layers_save_outputs():
+    model, layers = make_model("checkpoint+attention:2"), []
+    for i, layer in enumerate(model.model.layers):
+        hook = lambda *_, i=i: layers.append((i, watch.calls))
+        # A layer with a hook that no engine wrote is not checkpointed.
+        hook.__module__ = "accelerate.hooks"
+        layer.self_attn.register_forward_pre_hook(hook)
+    with CallWatch() as watch:
+        backward(model(**batch(0)).loss)
+    assert layers[LAYERS:] == [(2, 4), (1, 4), (0, 4)]
+    assert watch.calls == 5
+
+
+def test_layers_without_attention_run_again_as_before():
+    """Three of four layers of Qwen3-Next have linear attention. The second layer has a kernel's attention here."""
+    options = {
+        "linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+        "num_experts": 0, "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"],
+    }  # fmt: skip
+    model = make_model("checkpoint+attention", "qwen3_next", **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        actual = step(model)
+    assert_same_bits(actual, step(make_model("default", "qwen3_next", **options)))
+    assert [
+        count_calls(make_model(level, "qwen3_next", **options)) for level in ("checkpoint", "checkpoint+attention")
+    ] == [3, 2]
+
+
+# --- memory ----------------------------------------------------------------------------------------
+
+
+def test_outputs_of_attention_are_the_only_further_bytes():
+    sizes = {level: saved_bytes(make_model(level)) for level in ("checkpoint", "checkpoint+attention")}
+    assert sizes["checkpoint+attention"] - sizes["checkpoint"] == (LAYERS - 1) * (OUTPUT + LSE)
+    one = saved_bytes(make_model("checkpoint+attention:1"))
+    assert one - sizes["checkpoint"] == OUTPUT + LSE
+
+
+def test_the_backward_of_attention_frees_its_outputs():
+    """The gradient of a projection before attention is computed after the backward of attention."""
+    model, alive = make_model("checkpoint+attention"), []
+    for layer in model.model.layers:
+        layer.self_attn.v_proj.weight.register_hook(lambda _: alive.append(sum(watch.alive())))
+    with CallWatch() as watch:
+        loss = model(**batch(0)).loss
+        assert watch.alive() == [True] * 2 * LAYERS
+        backward(loss)
+    assert alive == [6, 4, 2, 0]
+
+
+@pytest.mark.parametrize("level", ["checkpoint+attention", "checkpoint+attention+offload"])
+def test_a_forward_pass_without_backward_frees_its_outputs(level, copies):
+    model = make_model(level)
+    gc.disable()
+    try:
+        with CallWatch() as watch:
+            loss = model(**batch(0)).loss
+        del loss
+        assert watch.alive() == [False] * 2 * LAYERS
+    finally:
+        gc.enable()
+
+
+def test_no_outputs_are_saved_without_gradients():
+    model = make_model("checkpoint+attention")
+    with CallWatch() as watch, torch.no_grad():
+        output = model(**batch(0))
+        assert watch.alive() == [False] * 2 * LAYERS, output.loss
+
+
+def test_saved_tensor_hooks_around_the_model_receive_the_outputs():
+    model, packed = make_model("checkpoint+attention"), []
+    hooks = torch.autograd.graph.saved_tensors_hooks(
+        lambda t: packed.append(t.shape) or t.clone(), lambda t: packed.append("unpacked") or t
+    )
+    with hooks:
+        loss = model(**batch(0)).loss
+    outputs = [shape for shape in packed if tuple(shape[1:]) in ((HEADS, TOKENS // 2, WIDTH // HEADS),)]
+    assert len(outputs) >= LAYERS - 1
+    loss.backward()
+    expected = step(make_model("default"))
+    assert_same_bits([loss.detach(), *(p.grad for p in model.parameters())], expected)
+
+
+# --- copies to the host ----------------------------------------------------------------------------
+
+
+def test_outputs_move_to_the_host_with_the_inputs(copies):
+    model = make_model("checkpoint+attention+offload")
+    with CallWatch() as watch:
+        loss = model(**batch(0)).loss
+        # The last layer runs once.
+        assert watch.alive() == [False] * 2 * (LAYERS - 1) + [True] * 2
+        sizes = [OUTPUT, OUTPUT, LSE] * (LAYERS - 1)
+        assert copies == [("out", size) for size in sizes]
+        backward(loss)
+    assert sorted(copies[len(sizes) :]) == sorted(("back", size) for size in sizes)
+    assert watch.calls == LAYERS
+    inputs = model.model.layers[0]._gradient_checkpointing_func.inputs
+    assert inputs.pages.capacity == (LAYERS - 1) * (6 + 6 + 1) * 1024
+    assert len(inputs.pages.free_pages) * 1024 == inputs.pages.capacity
+    # The next step takes the same pages.
+    step(model)
+    assert inputs.pages.capacity == (LAYERS - 1) * (6 + 6 + 1) * 1024
+
+
+def test_backward_copies_back_the_tensors_of_one_layer_ahead(copies):
+    model, counts = make_model("checkpoint+attention+offload"), []
+    for layer in model.model.layers[:-1]:
+        layer.register_forward_pre_hook(hook := lambda *_: counts.append(sum(c[0] == "back" for c in copies)))
+        hook.__module__ = "accelerate.hooks"
+    step(model)
+    assert counts[LAYERS - 1 :] == [6, 9, 9]
+
+
+@pytest.mark.parametrize(
+    ("level", "moved"),
+    [
+        ("checkpoint+attention+offload:1", [OUTPUT, OUTPUT, LSE]),
+        ("checkpoint+attention:1+offload", [OUTPUT, OUTPUT, OUTPUT, OUTPUT, LSE]),
+        ("checkpoint+attention:1+offload:2", [OUTPUT, OUTPUT]),
+    ],
+)
+def test_numbers_of_layers_move(level, moved, copies):
+    model = make_model(level)
+    assert_same_bits(step(model), step(make_model("default")))
+    assert copies[: len(moved)] == [("out", size) for size in moved]
+    assert sorted(copies[len(moved) :]) == sorted(("back", size) for size in moved)
+
+
+def test_small_outputs_stay_on_the_device(copies):
+    with tuned(LayerInputConfig, smallest=512, page=1024), CallWatch() as watch:
+        loss = make_model("checkpoint+attention+offload")(**batch(0)).loss
+        assert watch.alive() == [False, True] * (LAYERS - 1) + [True] * 2, loss
+
+
+def test_inputs_and_outputs_stay_where_gradients_need_as_much_memory_later(copies, monkeypatch):
+    """The gradients take less than the tensors of two layers."""
+    monkeypatch.setattr(layer_inputs, "_future_gradient_bytes", lambda layers, device: 2 * (2 * OUTPUT + LSE) - 1)
+    step(make_model("checkpoint+attention+offload"))
+    assert len(copies) == 2 * 3 * (LAYERS - 2)
+
+
+@pytest.mark.parametrize(
+    ("pages", "message"),
+    [
+        # The inputs of three layers take 18 pages, and the outputs of each layer take 7.
+        (17, r"memory='checkpoint\+offload' needs .* for the inputs of 3 layers"),
+        (26, r"outputs of attention of 2 layers, .*'checkpoint\+attention:1\+offload' saves the outputs of 1 layers"),
+        (33, r"outputs of attention of 2 layers, .*'checkpoint\+attention:2\+offload' saves the outputs of 2 layers"),
+    ],
+)
+def test_too_little_host_memory_is_an_error(pages, message, copies, monkeypatch):
+    model = make_model("checkpoint+attention+offload")
+    inputs = model.model.layers[0]._gradient_checkpointing_func.inputs
+    capacity = lambda: 0 if inputs.pages is None else inputs.pages.capacity
+    monkeypatch.setattr(layer_inputs, "available_host_bytes", lambda: pages * 1024 - capacity())
+    with pytest.raises(RuntimeError, match=message):
+        model(**batch(0))
+    monkeypatch.setattr(layer_inputs, "available_host_bytes", host_pages.available_host_bytes)
+    assert_same_bits(step(model), step(make_model("default")))
+    if pages > 18:
+        fitting = make_model(f"checkpoint+attention:{(pages - 18) // 7}+offload")
+        step(fitting)
+        assert fitting.model.layers[0]._gradient_checkpointing_func.inputs.pages.capacity <= pages * 1024
+
+
+# --- graphs ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", ["checkpoint+attention", "checkpoint+attention+offload"])
+def test_a_second_backward_uses_the_outputs_again(level, copies):
+    results = []
+    for memory in (level, "default"):
+        model = make_model(memory)
+        with CallWatch() as watch:
+            loss = model(**batch(0)).loss
+            backward(loss, keep_graph=True)
+            backward(loss)
+        assert watch.calls == LAYERS
+        results.append([p.grad for p in model.parameters()])
+    assert_same_bits(*results)
+
+
+@pytest.mark.parametrize("level", ["checkpoint+attention", "checkpoint+attention+offload"])
+def test_two_forward_passes_before_one_backward(level, copies):
+    results = []
+    for memory in (level, "default"):
+        model = make_model(memory)
+        with CallWatch() as watch:
+            backward(model(**batch(0)).loss + model(**batch(1)).loss)
+        assert watch.calls == 2 * LAYERS
+        results.append([p.grad for p in model.parameters()])
+    assert_same_bits(*results)
+
+
+@pytest.mark.parametrize("level", ["checkpoint+attention", "checkpoint+attention+offload"])
+def test_gradients_accumulate(level, copies):
+    results = []
+    for memory in (level, "default"):
+        model = make_model(memory)
+        for seed in range(3):
+            model(**batch(seed)).loss.backward()
+        results.append([p.grad for p in model.parameters()])
+    assert_same_bits(*results)
+
+
+@pytest.mark.parametrize("level", ["checkpoint+attention", "checkpoint+attention+offload"])
+def test_autocast(level, copies):
+    results = []
+    for memory in (level, "default"):
+        model = make_model(memory)
+        with CallWatch() as watch, torch.autocast("cpu", torch.bfloat16):
+            loss = model(**batch(0)).loss
+            backward(loss)
+        assert watch.calls == LAYERS
+        results.append([loss.detach(), *(p.grad for p in model.parameters())])
+    assert_same_bits(*results)
+
+
+@pytest.mark.parametrize("level", ["checkpoint+attention", "checkpoint+attention+offload"])
+def test_adapters(level, copies):
+    """The base is frozen, and adapters have dropout after attention: the second run draws the same random numbers."""
+    results, calls = [], []
+    for memory in (level, "default"):
+        model = make_model(memory, change=lambda m: with_lora(m, lora_dropout=0.3))
+        torch.manual_seed(2)
+        results.append(step(model))
+        calls.append(count_calls(model))
+    assert_same_bits(*results)
+    assert calls == [LAYERS, LAYERS]
+
+
+class Failure(Exception):
+    pass
+
+
+@pytest.mark.parametrize("level", ["checkpoint+attention", "checkpoint+attention+offload"])
+def test_a_step_after_an_error_in_backward(level, copies):
+    model = make_model(level)
+
+    def fail(gradient: Tensor) -> None:
+        raise Failure
+
+    handle = model.model.layers[1].self_attn.o_proj.weight.register_hook(fail)
+    loss = model(**batch(0)).loss
+    with pytest.raises(Failure):
+        loss.backward()
+    handle.remove()
+    del loss
+    model.zero_grad()
+    assert_same_bits(step(model), step(make_model("default")))
+
+
+def test_an_error_in_the_second_run_of_a_layer_ends_its_block():
+    model = make_model("checkpoint+attention")
+    loss = model(**batch(0)).loss
+    original = model.model.layers[1].mlp.forward
+    model.model.layers[1].mlp.forward = types.MethodType(lambda self, x: 1 / 0, model.model.layers[1].mlp)
+    with pytest.raises((RuntimeError, ZeroDivisionError)):
+        loss.backward()
+    model.model.layers[1].mlp.forward = original
+    assert torch._C._len_torch_dispatch_stack() == 0
+    assert run_attention("name", lambda: 3) == 3
+
+
+def test_a_gradient_inside_the_layer_may_be_computed_first():
+    """The first backward frees the outputs, and the second one computes them again."""
+    results = []
+    for memory in ("checkpoint+attention", "default"):
+        model = make_model(memory)
+        loss = model(**batch(0)).loss
+        head = torch.autograd.grad(loss, model.lm_head.weight, retain_graph=True)
+        loss.backward()
+        results.append([*head, *(p.grad for p in model.parameters())])
+    assert_same_bits(*results)
+
+
+# --- attention that is not saved -------------------------------------------------------------------
+
+
+def test_eager_attention_runs_again_and_the_report_says_so():
+    model = build("llama", num_hidden_layers=LAYERS)
+    report = tigon.patch(model, memory="checkpoint+attention")
+    assert "no kernel computes the attention of this model, because it is eager, so backward runs" in report.notes[0]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert_same_bits(step(model), step(make_model("default", attention="eager")))
+    assert "eager" not in tigon.patch(make_model("default"), memory="checkpoint+attention").notes[0]
+
+
+def test_attention_without_a_kernel_warns_once():
+    """With dropout, torch computes attention on a CPU by single operators."""
+    model = make_model("checkpoint+attention", attention_dropout=0.3)
+    expected = make_model("default", attention_dropout=0.3)
+    torch.manual_seed(3)
+    with pytest.warns(UserWarning, match="backward runs attention again, .* no attention kernel of torch") as record:
+        actual = step(model)
+    torch.manual_seed(3)
+    assert_same_bits(actual, step(expected))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(model)
+    assert len([w for w in record if "attention" in str(w.message)]) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "dropout"),
+    [
+        ("_scaled_dot_product_flash_attention", 3),
+        ("_scaled_dot_product_efficient_attention", 5),
+        ("_scaled_dot_product_cudnn_attention", 5),
+        ("_scaled_dot_product_fused_attention_overrideable", 4),
+        ("_scaled_dot_product_flash_attention_for_cpu", 3),
+        ("_flash_attention_forward", 7),
+    ],
+)
+def test_outputs_of_kernels_with_dropout_are_not_saved(name, dropout):
+    kernel = find_kernel(getattr(torch.ops.aten, name).default)
+    args = [None] * dropout
+    assert kernel.find_obstacle((*args, 0.0), {}) is None
+    assert kernel.find_obstacle((*args, 0.1), {}) == "attention has dropout"
+    assert kernel.find_obstacle(tuple(args), {"dropout_p": 0.1}) == "attention has dropout"
+    assert kernel.find_obstacle(tuple(args), {}) is None
+
+
+def test_kernels_of_packages_are_recognised():
+    library = torch.library.Library("tigon_test_flash_attn_3", "DEF")
+    library.define("fwd(Tensor q, Tensor(a!)? out_=None, float dropout_p=0.0) -> (Tensor, Tensor)")
+    library.define("varlen_fwd(Tensor q) -> Tensor[]")
+    library.define("bwd(Tensor q) -> Tensor[]")
+    library.define("fwd_kvcache(Tensor q) -> Tensor[]")
+    operators = torch.ops.tigon_test_flash_attn_3
+    kernel = find_kernel(operators.fwd.default)
+    assert kernel.find_obstacle((1,), {}) is None
+    assert kernel.find_obstacle((1, 2), {}) == "attention writes its output into a tensor of its caller"
+    assert find_kernel(operators.varlen_fwd.default) is not None
+    for other in (operators.bwd.default, operators.fwd_kvcache.default, torch.ops.aten.mm.default):
+        assert find_kernel(other) is None
+    backward_names = [n for n in dir(torch.ops.aten) if "attention_backward" in n]
+    assert not [n for n in backward_names if find_kernel(getattr(torch.ops.aten, n).default)]
+
+
+def counting(call) -> tuple:
+    calls = []
+    return calls, lambda: (calls.append(1), call())[1]
+
+
+@pytest.mark.parametrize("is_written", [False, True])
+def test_outputs_that_were_written_in_place_are_computed_again(is_written):
+    x = torch.randn(4, requires_grad=True)
+    calls, attend = counting(lambda: (x.detach() * 3,))
+
+    def layer(x: Tensor) -> Tensor:
+        (y,) = run_attention("attention", attend)
+        return ((y.add_(1) if is_written else y + 1) * x).sin()
+
+    outputs = AttentionOutputs(layer, LayerAttention(), 0)
+    torch.utils.checkpoint.checkpoint(outputs, x, use_reentrant=False).sum().backward()
+    assert len(calls) == 1 + is_written
+    expected = x.detach().requires_grad_()
+    ((expected.detach() * 3 + 1) * expected).sin().sum().backward()
+    assert_same_bits([x.grad], [expected.grad])
+
+
+def test_another_kernel_in_the_second_run_is_called():
+    x, names = torch.randn(4, requires_grad=True), iter(("a", "b", "b"))
+    calls, attend = counting(lambda: (x.detach() * 3,))
+
+    def layer(x: Tensor) -> Tensor:
+        return run_attention(next(names), attend)[0] * x
+
+    outputs = AttentionOutputs(layer, LayerAttention(), 0)
+    torch.utils.checkpoint.checkpoint(outputs, x, use_reentrant=False).sum().backward()
+    assert len(calls) == 2
+
+
+def attend_outside_of_torch(module, query, key, value, attention_mask, **unused):
+    return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True).transpose(1, 2), None
+
+
+def test_registered_functions_are_recognised():
+    AttentionInterface.register("tigon_test", attend_outside_of_torch)
+    model = make_model("checkpoint+attention", attention="tigon_test")
+    assert count_calls(model) == LAYERS
+
+
+# --- compiled models -------------------------------------------------------------------------------
+
+
+def count_in_profile(call) -> tuple[list, int]:
+    """Return the results of a call, and how often it called the kernel. Modes would prevent compilation."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        results = call()
+    return results, sum(e.count for e in profile.key_averages() if e.key == KERNEL.name().partition(".")[0])
+
+
+@pytest.mark.parametrize(("level", "calls"), [("checkpoint", 2 * LAYERS - 1), ("checkpoint+attention", LAYERS)])
+def test_the_graph_of_a_model_saves_the_outputs(level, calls):
+    torch._dynamo.reset()
+    model = make_model(level)
+    compiled = torch.compile(model, backend="aot_eager_decomp_partition", fullgraph=True)
+
+    def run() -> list:
+        model.zero_grad()
+        loss = compiled(**batch(0)).loss
+        loss.backward()
+        return [loss.detach(), *(p.grad for p in model.parameters())]
+
+    run()
+    results, count = count_in_profile(run)
+    assert count == calls
+    for a, b in zip(results, step(make_model("default")), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    torch._dynamo.reset()
+
+
+def test_compiled_layers_run_attention_again_and_warn():
+    """Their graphs are compiled, although the layers run in a mode."""
+    results = []
+    for level in ("checkpoint+attention", "checkpoint"):
+        torch._dynamo.reset()
+        graphs = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+        model = make_model(level)
+        for layer in model.model.layers:
+            layer.compile(backend=graphs, fullgraph=True)
+        if level == "checkpoint+attention":
+            with pytest.warns(UserWarning, match="has saved its outputs: attention runs in a compiled graph"):
+                step(model)
+        results.append(step(model))
+        assert graphs.frame_count >= 1
+    assert_same_bits(*results)
+    torch._dynamo.reset()
+
+
+def test_a_compiled_model_refuses_offload():
+    torch._dynamo.reset()
+    with pytest.raises(RuntimeError, match="does not work in a compiled model"):
+        torch.compile(make_model("checkpoint+attention+offload"), backend="eager", fullgraph=True)(**batch(0))
+    torch._dynamo.reset()
+
+
+# --- patches ---------------------------------------------------------------------------------------
+
+
+def test_a_second_patch_changes_the_level_and_restore_changes_it_back():
+    model = make_model("checkpoint")
+    report = tigon.patch(model, memory="checkpoint+attention")
+    assert count_calls(model) == LAYERS
+    inner = tigon.patch(model, memory="checkpoint+attention:1")
+    assert count_calls(model) == LAYERS + 2
+    inner.restore()
+    assert count_calls(model) == LAYERS
+    report.restore()
+    assert count_calls(model) == 2 * LAYERS - 1
+
+
+def test_restore_leaves_nothing():
+    model = build("llama", num_hidden_layers=LAYERS)
+    before = {name: dict(vars(m)) for name, m in model.named_modules()}
+    tigon.patch(model, memory="checkpoint+attention+offload").restore()
+    for name, module in model.named_modules():
+        assert vars(module).keys() == before[name].keys(), name
+
+
+@pytest.mark.parametrize("level", ["checkpoint+attention:2", "checkpoint+attention+offload"])
+def test_copies_of_a_model_save_outputs_too(level, copies):
+    model = make_model(level)
+    step(model)
+    expected = count_calls(model)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert count_calls(other) == expected
+        assert_same_bits(step(other), step(model))
+
+
+def test_a_deleted_model_frees_its_memory():
+    gc.disable()
+    try:
+        model = make_model("checkpoint+attention")
+        step(model)
+        ref = weakref.ref(model.model.layers[0])
+        gc.collect()
+        del model
+        gc.collect()
+        assert ref() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize(
+    ("name", "attention_layers", "layers"),
+    [
+        ("checkpoint+attention", None, None),
+        ("checkpoint+attention:3", 3, None),
+        ("checkpoint+attention+offload", None, None),
+        ("checkpoint+attention+offload:5", None, 5),
+        ("checkpoint+attention:3+offload:5", 3, 5),
+    ],
+)
+def test_names_of_levels(name, attention_layers, layers):
+    level = find_level(name)
+    assert level.attention
+    assert level.checkpoint
+    assert level.offload == ("offload" in name)
+    assert (level.attention_layers, level.layers) == (attention_layers, layers)
+    assert level.note.startswith(f"{name}: layers")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["checkpoint+attention:0", "checkpoint:2", "checkpoint+offload+attention", "attention", "lean+attention",
+     "checkpoint+attention+attention", "checkpoint+attention:", "checkpoint+attention:2:3"],
+)  # fmt: skip
+def test_other_names_are_refused(name):
+    assert find_level(name) is None
+    with pytest.raises(ValueError, match=r"'checkpoint\+attention:N'.*, got"):
+        tigon.patch(build("llama"), memory=name)
+
+
+def test_more_layers_than_the_model_has_are_refused():
+    with pytest.raises(ValueError, match="it has 2 layers"):
+        tigon.patch(build("llama"), memory="checkpoint+attention:3")
+
+
+def test_the_report_names_the_numbers():
+    note = tigon.patch(build("llama"), memory="checkpoint+attention:1+offload:2").notes[0]
+    assert note.startswith(
+        "checkpoint+attention:1+offload:2: layers except the last save only their input and, in 1 of them, the outputs "
+        "of attention, which in the first 2 layers are copied to pinned host memory"
+    )
