@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from interpreter import repair_the_interpreter
+from interpreter import repair_the_interpreter, speed_up_the_interpreter
 
 # torch's deterministic mode requires this setting.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -127,6 +127,7 @@ THOROUGH_IN_INTERPRETER = (
 def pytest_configure(config: pytest.Config) -> None:
     if INTERPRETED:
         repair_the_interpreter()
+        speed_up_the_interpreter()
     for name, meaning in MARKERS.items():
         config.addinivalue_line("markers", f"{name}: {meaning}")
 
