@@ -15,15 +15,18 @@ import torch
 from torch import nn
 
 import tigon
+from hf.copies import copy_of_patched
 from tigon.hf.logits import SKIPPED_LOGITS
 from tigon.recognition.replacement import find_replacement
 
 
 @pytest.fixture
-def patched(make_model):
+def patched(make_model, may_copy):
     """Return patched(model_type, **config): it builds a patched model."""
 
     def make(*args, loss: bool = True, **config) -> nn.Module:
+        if may_copy and loss:
+            return copy_of_patched(make_model, *args, **config)
         model = make_model(*args, **config)
         assert tigon.patch(model, loss=loss)
         return model

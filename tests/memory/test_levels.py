@@ -19,6 +19,7 @@ pytest.importorskip("transformers")
 
 import transformers
 
+from hf.copies import copy_of_patched
 from hf.test_ways_adapters import exchange, to_4bit, with_lora
 from hf.ways import batch, build
 from memory.runs import count_runs
@@ -28,8 +29,7 @@ LEVELS = ["default", "lean", "lean+mlp", "checkpoint", "checkpoint+offload", "of
 
 
 def patched(level: str, model_type: str = "llama", change=lambda model: model, **config) -> nn.Module:
-    model = build(model_type, **config)
-    tigon.patch(model, memory=level)
+    model = copy_of_patched(build, model_type, memory=level, **config)
     torch.manual_seed(1)
     return change(model)
 
