@@ -1,4 +1,5 @@
 import collections
+import gc
 import importlib.util
 import os
 from pathlib import Path
@@ -55,7 +56,6 @@ THOROUGH: dict[str, tuple[str, ...] | None] = {
 SAMPLED = {
     "examples/test_lora.py::test_the_losses_are_those_of_stock_and_the_adapter_can_be_loaded": 2,
     "hf/test_all_types.py::test_loss_and_gradients_are_stock_and_restore_is_exact": 2,
-    "hf/test_all_types.py::test_replaced_parts_agree_with_the_record": 4,
     "hf/test_lifecycle.py::test_a_copy_is_patched_and_uses_its_own_parameters": 3,
     "hf/test_lifecycle.py::test_gradient_checkpointing_gives_the_results_of_stock": 3,
     "hf/test_lora_experts.py::test_the_next_call_follows_a_change": 3,
@@ -181,6 +181,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if deselected:
         config.hook.pytest_deselected(items=deselected)
         items[:] = [item for item in items if runs_here(item)]
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Exempt everything that the collection has created from garbage collection.
+
+    These objects stay until the process ends. With them, each `gc.collect()` of a test or of Tigon takes 0.5 s.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

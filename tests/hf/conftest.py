@@ -48,7 +48,7 @@ def _one_thread(one_thread):
     pass
 
 
-# Every other type has a setting that the patch treats specially. Tigon treats Mistral like Llama, and Gemma like Gemma 2
+# The settings of every other type have a meaning for the patch. It treats Mistral like Llama, and Gemma like Gemma 2
 # without soft caps; test_all_types.py trains both.
 @pytest.fixture(params=[name for name in CONFIGS if name not in ("mistral", "gemma")])
 def model_type(request) -> str:
