@@ -66,7 +66,6 @@ SAMPLED = {
     "hf/test_fp8.py::test_loss_and_gradients_are_near_those_of_bf16": 3,
     "hf/test_loss_changed_after.py::test_another_loss_is_used": 5,
     "hf/test_patch.py::test_each_part_alone_is_stock": 2,
-    "hf/test_patch.py::test_every_module_has_the_bits_of_stock": 2,
     "hf/test_settings_changed_after.py::test_a_change_of_an_unwatched_value_raises": 3,
     "hf/test_settings_changed_after.py::test_a_setting_changed_after_the_patch_is_used": 3,
     "hf/test_settings_changed_after.py::test_rounding_is_not_taken_for_a_change": 3,
