@@ -1,8 +1,12 @@
-"""Let Triton's interpreter compute what compiled kernels compute."""
+"""Let Triton's interpreter compute what compiled kernels compute, in half of the time."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
 
 import torch
 
-__all__ = ["repair_the_interpreter"]
+__all__ = ["repair_the_interpreter", "speed_up_the_interpreter"]
 
 
 def repair_the_interpreter() -> None:
@@ -47,3 +51,39 @@ def repair_the_interpreter() -> None:
 
     InterpreterBuilder.create_minnumf = lambda self, a, b: self.binary_op(a, b, numpy.fmin)
     InterpreterBuilder.create_maxnumf = lambda self, a, b: self.binary_op(a, b, numpy.fmax)
+
+
+def speed_up_the_interpreter() -> None:
+    """Make parts of the interpreter of Triton 3.7 faster; the results stay the same.
+
+    Before every launch, and before every call of a device function such as `tl.sum`, the interpreter searches the
+    modules of `triton.language` for functions to replace, which takes 0.6 ms. Here it does so once for each module
+    whose kernels it runs. The replacements stay, because a process of the tests either interprets or compiles kernels.
+    The dtype in numpy of each dtype of Triton is looked up in a dict that is made only once. The interpreter also
+    computes every operation on integers again in int64, and then drops the result, because its option `debug` is off.
+    After a launch, it copies the storage of every tensor to the device, which for a tensor on the CPU is a copy of all
+    of its memory to the same place.
+    """
+    import numpy
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    patch_language, find_numpy_dtype = interpreter._patch_lang, functools.cache(interpreter._get_np_dtype)
+    patched_modules, pointer_dtype = set(), numpy.dtype(numpy.uint64)
+
+    def patch_language_once(fn: Callable) -> "interpreter._LangPatchScope":
+        if fn.__module__ not in patched_modules:
+            patched_modules.add(fn.__module__)
+            patch_language(fn)
+        return interpreter._LangPatchScope()
+
+    def numpy_dtype(dtype: tl.dtype) -> numpy.dtype:
+        # A block has the dtype of its elements. Pointers have no hash.
+        scalar = dtype.scalar
+        return pointer_dtype if isinstance(scalar, tl.pointer_type) else find_numpy_dtype(scalar)
+
+    interpreter.GridExecutor._restore_args_dev = lambda *args: None
+    interpreter._patch_lang, interpreter._get_np_dtype = patch_language_once, numpy_dtype
+    interpreter.interpreter_builder.options = dataclasses.replace(
+        interpreter.interpreter_builder.options, sanitize_overflow=False
+    )

@@ -15,15 +15,18 @@ import torch
 from torch import nn
 
 import tigon
+from hf.copies import copy_of_patched
 from tigon.hf.logits import SKIPPED_LOGITS
 from tigon.recognition.replacement import find_replacement
 
 
 @pytest.fixture
-def patched(make_model):
+def patched(make_model, may_copy):
     """Return patched(model_type, **config): it builds a patched model."""
 
     def make(*args, loss: bool = True, **config) -> nn.Module:
+        if may_copy and loss:
+            return copy_of_patched(make_model, *args, **config)
         model = make_model(*args, **config)
         assert tigon.patch(model, loss=loss)
         return model
@@ -163,7 +166,7 @@ def test_a_compiled_function_distinguishes_stock_and_patched_models(patched, mak
 
 def test_a_compiled_model_with_checkpointing_and_a_soft_cap_works(patched, make_model, batch, step):
     torch._dynamo.reset()
-    model, stock = patched("gemma2"), make_model("gemma2")
+    model, stock = patched("gemma2", num_hidden_layers=1), make_model("gemma2", num_hidden_layers=1)
     model.gradient_checkpointing_enable({"use_reentrant": False})
     batch = {**batch, "use_cache": False}
     actual, expected = step(torch.compile(model, fullgraph=True, backend="aot_eager"), batch), step(stock, batch)
@@ -172,7 +175,7 @@ def test_a_compiled_model_with_checkpointing_and_a_soft_cap_works(patched, make_
 
 def test_a_model_can_be_compiled_before_the_patch(make_model, batch):
     torch._dynamo.reset()
-    model = make_model()
+    model = make_model(num_hidden_layers=1)
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     stock = compiled(**batch)
     with tigon.patched(compiled):

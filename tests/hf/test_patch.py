@@ -507,11 +507,6 @@ def run_python(code: str, *arguments: str, **variables: str) -> str:
     return process.stdout
 
 
-def test_importing_tigon_imports_no_transformers():
-    code = "import sys, tigon, tigon.hf; tigon.patch, tigon.patched; print('transformers' in sys.modules)"
-    assert run_python(code) == "False\n"
-
-
 def test_a_missing_extra_is_named():
     code = """
 import sys

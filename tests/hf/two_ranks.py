@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from hf.ways import DEVICE
-from interpreter import repair_the_interpreter
+from interpreter import repair_the_interpreter, speed_up_the_interpreter
 from ranks import LIMIT, leave
 from tigon.runtime.device import INTERPRETED
 
@@ -21,6 +21,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     if INTERPRETED:
         repair_the_interpreter()
+        speed_up_the_interpreter()
     if DEVICE == "cuda":
         torch.cuda.set_device(rank)
     backend = "nccl" if DEVICE == "cuda" else "gloo"

@@ -24,6 +24,7 @@ pytest.importorskip("transformers")
 
 import transformers
 
+from hf.copies import copy_of_patched
 from hf.test_vision import VISION
 from hf.tiny import tiny_config
 from hf.ways import batch, build
@@ -49,9 +50,7 @@ def copies(monkeypatch) -> Iterator[list[str]]:
 
 
 def make_model(level: str = "checkpoint+offload", model_type: str = "llama", layers: int = LAYERS) -> nn.Module:
-    model = build(model_type, num_hidden_layers=layers)
-    tigon.patch(model, memory=level)
-    return model
+    return copy_of_patched(build, model_type, memory=level, num_hidden_layers=layers)
 
 
 def inputs_of(model: nn.Module) -> LayerInputs:

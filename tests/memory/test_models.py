@@ -15,6 +15,7 @@ from memory.steps import assert_same_bits
 
 pytest.importorskip("transformers")
 
+from hf.copies import copy_of_patched
 from hf.test_ways_adapters import exchange, to_4bit, to_8bit, with_lora
 from hf.test_ways_empty_weights import add_engine_hooks, empty_weights
 from hf.test_ways_empty_weights import step as step_without_weights
@@ -48,12 +49,8 @@ def saved_bytes(model: nn.Module, **inputs) -> int:
 
 def pair(model_type: str = "llama", change=lambda model: model, **config) -> tuple[nn.Module, nn.Module]:
     """Return a lean model and one of the default level, both patched and with the same parameters."""
-    models = []
-    for memory in ("lean", "default"):
-        model = build(model_type, **config)
-        tigon.patch(model, memory=memory)
-        models.append(change(model))
-    return tuple(models)
+    models = (copy_of_patched(build, model_type, memory=memory, **config) for memory in ("lean", "default"))
+    return tuple(map(change, models))
 
 
 def assert_lean(lean: nn.Module, default: nn.Module, least: float = 0.1, **inputs) -> None:

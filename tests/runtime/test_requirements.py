@@ -198,9 +198,11 @@ except ImportError as error:
     assert output.endswith(" needs transformers: pip install 'tigon[hf]'\n")
 
 
-def test_patching_does_not_import_transformers():
+def test_importing_and_patching_do_not_import_transformers():
     code = """
-import sys, torch, tigon
+import sys, torch, tigon, tigon.hf
+tigon.patch, tigon.patched
+assert "transformers" not in sys.modules
 tigon.patch(torch.nn.Sequential(torch.nn.RMSNorm(8), torch.nn.Linear(8, 8)))
 assert "transformers" not in sys.modules
 """

@@ -276,7 +276,7 @@ def test_more_than_2_to_the_31_elements_of_h():
     tokens, features, rank, stride_term = 4, 16, 4, 2**30 + 16
     x, a = torch.randn(tokens, features, device=DEVICE).bfloat16(), torch.randn(rank, features, device=DEVICE)
     z, b = torch.randn(tokens, features, device=DEVICE), torch.randn(features, rank, device=DEVICE)
-    memory = torch.empty(2 * stride_term + tokens * rank, dtype=torch.bfloat16, device=DEVICE)
+    memory = _untouched(2 * stride_term + tokens * rank, torch.bfloat16)
     results = []
     for h in (empty_hidden(x, tokens, rank), memory.as_strided((3, tokens, rank), (stride_term, rank, 1))):
         project(x, [a], h)
@@ -285,12 +285,20 @@ def test_more_than_2_to_the_31_elements_of_h():
         assert torch.equal(result, expected)
 
 
+def _untouched(length: int, dtype: torch.dtype) -> Tensor:
+    """Return memory that is not filled with NaN: only the pages that a test writes take time and memory."""
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    memory = torch.empty(length, dtype=dtype, device=DEVICE)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    return memory
+
+
 def _factor_of_large_strides(*shape: int, dim: int) -> Tensor:
     """Return an fp16 factor whose elements along `dim` are more than 2^30 elements apart. Few bytes are used."""
     strides = [1 if i > dim else shape[-1] for i in range(len(shape))]
     strides[-1], strides[dim] = 1, 2**30 + 16
     length = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-    memory = torch.empty(length, dtype=torch.float16, device=DEVICE)
+    memory = _untouched(length, torch.float16)
     return memory.as_strided(shape, strides).copy_(torch.randn(shape))
 
 

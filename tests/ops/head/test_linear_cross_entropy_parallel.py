@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from interpreter import speed_up_the_interpreter
 from ranks import LIMIT, leave, run_ranks
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
@@ -475,6 +476,8 @@ def _checks(ranks: int) -> list[Callable[[], None]]:
 
 
 if __name__ == "__main__":
+    if INTERPRETED:
+        speed_up_the_interpreter()
     rank, ranks, store = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), sys.argv[1]
     torch.set_num_threads(1)
     # In this mode, memory that was not written holds NaN.

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from interpreter import speed_up_the_interpreter
 from ranks import LIMIT, leave, run_ranks
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
@@ -133,6 +134,8 @@ def refusals() -> None:
 CHECKS = [each_option, everything_returned, refusals] + ([] if INTERPRETED else [compiled])
 
 if __name__ == "__main__":
+    if INTERPRETED:
+        speed_up_the_interpreter()
     dist.init_process_group(
         "gloo", store=dist.FileStore(sys.argv[1], int(os.environ["WORLD_SIZE"])), rank=int(os.environ["RANK"]),
         world_size=int(os.environ["WORLD_SIZE"]), timeout=LIMIT,

@@ -483,11 +483,12 @@ def _two_ranks(store: str) -> None:
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-    from interpreter import repair_the_interpreter
+    from interpreter import repair_the_interpreter, speed_up_the_interpreter
     from tigon.ops.optim import muon_shards
 
     if INTERPRETED:
         repair_the_interpreter()
+        speed_up_the_interpreter()
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=LIMIT)

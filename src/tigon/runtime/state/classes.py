@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from tigon.runtime.state.known_names import IMPURE, PROBED, TRUSTED
-from tigon.runtime.state.objects import defines, names_of_fields, package_of, slots_of, special_methods
+from tigon.runtime.state.objects import defined_names, names_of_fields, package_of, slots_of, special_methods
 from tigon.runtime.state.places import Place
 from tigon.runtime.state.record import Record
 
@@ -55,10 +55,11 @@ class ClassSearch(Record):
         bases = [base for base in cls.__mro__ if package_of(base.__module__) not in TRUSTED]
         if issubclass(cls, nn.Module):
             bases = [base for base in cls.__mro__ if base not in nn.Module.__mro__]
+        defined = set().union(*map(vars, bases))
         for name in names:
-            definers = [base for base in bases if name in vars(base)]
-            if not definers:
+            if name not in defined:
                 continue
+            definers = [base for base in bases if name in vars(base)]
             value = vars(definers[0])[name]
             # Read the attribute by normal lookup. A classmethod gives a new object at each lookup, so its stored
             # value is watched.
@@ -103,7 +104,8 @@ class ClassSearch(Record):
         self.visit_class_attributes(kind, sorted({*missing, *special} - slots), path, value)
         self.self_holds_inputs = previous
         if hasattr(value, "__dict__"):
-            self.watch_absence(attributes, [n for n in missing if defines(kind, n) or n in self.uses.optional], path)
+            may_appear = defined_names(kind) | self.uses.optional
+            self.watch_absence(attributes, [n for n in missing if n in may_appear], path)
             self.reach.places += [
                 Place(value, "undefined", n, None, f"{path}.{n}")
                 for n in missing

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from tigon.runtime.engines import WRAPPER_ATTRIBUTES, is_hook_of_deepspeed
 from tigon.runtime.state.classes import ClassSearch
 from tigon.runtime.state.known_names import TRUSTED
-from tigon.runtime.state.objects import bases_of_torch, defines, has_attribute, holds_tensors, package_of
+from tigon.runtime.state.objects import bases_of_torch, defined_names, has_attribute, holds_tensors, package_of
 from tigon.runtime.state.places import REGISTERED, Place
 from tigon.runtime.torch_private.modules import CALL_IMPL, HOOK_TABLES, INSTANCE_CALLS, MODULE_ATTRIBUTES, REPLICATE
 
@@ -73,8 +73,8 @@ class ModuleSearch(ClassSearch):
         special = {"forward", "__call__", "__getattr__", "__getattribute__", CALL_IMPL}
         self.visit_class_attributes(kind, sorted(names | special), path, owner)
         # Names that the code assigns, but that are not set yet, are watched as absent too.
-        may_appear = lambda name: name in self.stored_names or defines(kind, name, nn.Module.__mro__)
-        absent_names = list(filter(may_appear, sorted(names - skipped)))
+        may_appear = self.stored_names | defined_names(kind, nn.Module.__mro__)
+        absent_names = sorted((names - skipped) & may_appear)
         self.watch_absence(attributes, absent_names, path, owner=None if owner is None else "dict")
 
     def watch_call(self, module: nn.Module, path: str) -> None:
@@ -152,7 +152,7 @@ class ModuleSearch(ClassSearch):
         if name in self.known_uses.type_tested_names:
             self.reach.unprobed_reads.append(f"reads the type of {path}, or of a value computed by it")
         settings = {n for n in attributes.keys() - ignored_names if self.all_names or n in self.names}
-        class_names = {n for n in self.names - ignored_names if defines(type(child), n, bases_of_torch(type(child)))}
+        class_names = (self.names - ignored_names) & defined_names(type(child), bases_of_torch(type(child)))
         for each in sorted(settings | class_names):
             if not isinstance(attributes.get(each), Tensor):
                 self.reach.unprobed_reads.append(f"may read {path}.{each}, an attribute of a child with weights")

@@ -21,7 +21,7 @@ from tigon.runtime.stock import is_linear_of_zero
 
 __all__ = [
     "bases_of_torch",
-    "defines",
+    "defined_names",
     "find_impure_statement",
     "has_attribute",
     "holds_tensors",
@@ -104,9 +104,9 @@ def stable_repr(value: Any) -> str:
 # --- classes ---------------------------------------------------------------------------------------
 
 
-def defines(cls: type, name: str, ignored_bases: tuple[type, ...] = (object,)) -> bool:
-    """Return True if a class or one of its bases defines a name."""
-    return any(name in vars(base) for base in cls.__mro__ if base not in ignored_bases)
+def defined_names(cls: type, ignored_bases: tuple[type, ...] = (object,)) -> set[str]:
+    """Return the names that a class or one of its bases defines."""
+    return set().union(*(vars(base) for base in cls.__mro__ if base not in ignored_bases))
 
 
 def bases_of_torch(cls: type) -> tuple[type, ...]:

@@ -44,16 +44,16 @@ class _Search(FunctionSearch, ModuleSearch, ContainerSearch):
             self.visit_module(self.module, "self", None)
         else:
             self.entries.append(self.describe(self.module, getattr(self.module, "__name__", "it")))
+        containers = [(path, path.rpartition(".")[2].partition("[")[0], each) for path, each in self.container_paths]
         for method, location, names in self.item_writes:
             # `x[i] = y` and `x += y` usually write to a local tensor. They count as writes only if the function names a
             # reachable container.
-            container_paths = [
+            paths = (
                 path
-                for path, container in self.container_paths
-                if hasattr(container, method)
-                and (not method.startswith("__") or path.rpartition(".")[2].partition("[")[0] in names)
-            ]
-            if path := next(iter(container_paths), None):
+                for path, last_name, container in containers
+                if (last_name in names or not method.startswith("__")) and hasattr(container, method)
+            )
+            if path := next(paths, None):
                 self.reach.writes.append(f"may write to {path}, by {method} {location}")
         self.reach.writes += self.writes_to_tensors()
         # A check of the width does not count if the product with a weight of the module raises an error as well for an
