@@ -270,9 +270,9 @@ def test_steps_are_deterministic():
 def test_fp32_states_are_within_units_of_fused_torch(master):
     """Masters in fp32 are the parameters of torch's optimizer in fp32.
 
-    On a GPU, a root errs by one unit in the last place and a quotient by two. With the roundings of the moments and of the
-    products, the updates of both sides differ by at most eight. The first moment is a sum of two terms, whose rounding
-    errors are relative to the terms, also where these cancel.
+    On a GPU, a root errs by one unit in the last place and a quotient by two. With the roundings of the moments and
+    of the products, the updates of both sides differ by at most eight. The first moment is a sum of two terms, whose
+    rounding errors are relative to the terms, also where these cancel.
     """
     n = 10_000
     x = make(n, "bf16" if master else "fp32", "fp32", master, grad="fp32")
