@@ -82,8 +82,8 @@ def test_each_gradient_depends_on_its_own_requires_grad(needs, recipe, fp8_dw):
     gradients = iter(_step(run, leaves)[1:])
     for need, gradient in zip(needs, expected, strict=True):
         if need:
-            # In one case dgate and dup are rounded to the dtype before they are quantised, which moves some values to the
-            # next FP8 number. The error must be smaller than that of the quantisation itself, which is 0.037.
+            # In one case dgate and dup are rounded to the dtype before they are quantised, which moves some values to
+            # the next FP8 number. The error must be smaller than that of the quantisation itself, which is 0.037.
             assert _relative_errors([next(gradients)], [gradient])[0] < 0.03
 
 
