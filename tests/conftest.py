@@ -111,7 +111,6 @@ SAMPLED_IN_INTERPRETER = {
     "hf/test_lora.py::test_a_language_model_runs_its_adapters_by_ops_in_either_order": 2,
     "hf/test_lora.py::test_variants_of_lora_compute_what_stock_computes": 2,
     "hf/test_lora_experts.py::test_a_step_is_that_of_the_stock_model": 3,
-    "hf/test_lora_experts.py::test_levels_of_memory": 4,
     "hf/test_lora_experts.py::test_the_experts_are_as_accurate_as_with_peft": 3,
     "hf/test_lora_experts.py::test_the_next_call_follows_a_change": 11,
     "memory/test_lean.py::test_results_that_were_written_before_they_are_saved_stay_saved": 3,
@@ -139,6 +138,7 @@ THOROUGH_IN_INTERPRETER = (
     "hf/test_lora_experts.py::test_a_method_that_changes_after_the_patch_runs",
     "hf/test_lora_experts.py::test_another_layout_of_the_factors_is_left_alone",
     "hf/test_lora_experts.py::test_hooks_of_the_experts_run",
+    "hf/test_lora_experts.py::test_levels_of_memory",
     "hf/test_lora_experts.py::test_other_parameters_are_left_alone",
     "hf/test_lora_experts.py::test_the_patch_may_come_first",
 )
