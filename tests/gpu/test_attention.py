@@ -75,6 +75,15 @@ def test_steps_have_the_bits_of_checkpoint(level, busy, small_inputs, determinis
     assert_same_bits(results[1], results[2])
 
 
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
+def test_a_kernel_without_dropout_draws_no_random_numbers(backend):
+    q, k, v = (torch.randn(2, 4, 128, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    state = torch.cuda.get_rng_state()
+    with sdpa_kernel(backend):
+        torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    assert torch.equal(torch.cuda.get_rng_state(), state)
+
+
 def test_random_numbers_after_attention_are_the_same_in_both_runs(deterministic):  # noqa: F811
     """Without dropout in attention, its kernels draw no random numbers. GPT-2 has dropout after it."""
     options = {"attn_pdrop": 0.0, "n_positions": 1024, "hidden_size": 256, "num_attention_heads": 4}

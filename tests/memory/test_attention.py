@@ -3,6 +3,7 @@
 On a CPU, `scaled_dot_product_attention` calls a kernel of its own, so these tests run what a GPU runs.
 """
 
+import contextlib
 import copy
 import gc
 import pickle
@@ -13,6 +14,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+import torch._dynamo.testing
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -461,21 +463,41 @@ def test_outputs_of_kernels_with_dropout_are_not_saved(name, dropout):
     assert kernel.find_obstacle(tuple(args), {}) is None
 
 
-def test_kernels_of_packages_are_recognised():
-    library = torch.library.Library("tigon_test_flash_attn_3", "DEF")
-    library.define("fwd(Tensor q, Tensor(a!)? out_=None, float dropout_p=0.0) -> (Tensor, Tensor)")
-    library.define("varlen_fwd(Tensor q) -> Tensor[]")
-    library.define("bwd(Tensor q) -> Tensor[]")
-    library.define("fwd_kvcache(Tensor q) -> Tensor[]")
-    operators = torch.ops.tigon_test_flash_attn_3
-    kernel = find_kernel(operators.fwd.default)
-    assert kernel.find_obstacle((1,), {}) is None
-    assert kernel.find_obstacle((1, 2), {}) == "attention writes its output into a tensor of its caller"
-    assert find_kernel(operators.varlen_fwd.default) is not None
-    for other in (operators.bwd.default, operators.fwd_kvcache.default, torch.ops.aten.mm.default):
-        assert find_kernel(other) is None
+# The schemas of flash-attn 2.7, of its third version, and of its builds on the hub, whose q is declared as written.
+PACKAGES = {
+    "tigon_test_flash_attn": ("_flash_attn_forward", "Tensor q, Tensor k, Tensor v, float dropout_p, float scale"),
+    "tigon_test_flash_attn_3": ("fwd", "Tensor q, Tensor k, Tensor v, Tensor(out_!)? out_=None"),
+    "_tigon_test_flash_attn2": (
+        "varlen_fwd", "Tensor! q, Tensor k, Tensor v, Tensor(out_!)? out_, Tensor? slopes, float p_dropout=0.0"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_kernels_of_packages_are_recognised(package):
+    library = torch.library.Library(package, "DEF")
+    name, arguments = PACKAGES[package]
+    library.define(f"{name}({arguments}) -> Tensor[]")
+    for other in ("bwd", "fwd_kvcache", "layer_norm_fwd", "_flash_attn_backward"):
+        library.define(f"{other}({arguments}) -> Tensor[]")
+    operators, q = getattr(torch.ops, package), torch.ones(1)
+    kernel = find_kernel(getattr(operators, name).default)
+    assert kernel.find_obstacle((q, q, q), {}) is None
+    if "out_!" in arguments:
+        expected = "attention writes its output into a tensor of its caller"
+        assert kernel.find_obstacle((q, q, q, q), {}) == kernel.find_obstacle((q, q, q), {"out_": q}) == expected
+    if "dropout" in arguments:
+        options = {"dropout_p": 0.1, "p_dropout": 0.1}
+        assert kernel.find_obstacle((q, q, q), options) == "attention has dropout"
+    for other in ("bwd", "fwd_kvcache", "layer_norm_fwd", "_flash_attn_backward"):
+        assert find_kernel(getattr(operators, other).default) is None
+
+
+def test_other_operators_are_no_attention():
     backward_names = [n for n in dir(torch.ops.aten) if "attention_backward" in n]
-    assert not [n for n in backward_names if find_kernel(getattr(torch.ops.aten, n).default)]
+    operators = [torch.ops.aten.mm.default, *(getattr(torch.ops.aten, n).default for n in backward_names)]
+    assert backward_names
+    assert not list(filter(find_kernel, operators))
 
 
 def counting(call) -> tuple:
@@ -514,6 +536,64 @@ def test_another_kernel_in_the_second_run_is_called():
 
 def attend_outside_of_torch(module, query, key, value, attention_mask, **unused):
     return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True).transpose(1, 2), None
+
+
+def attend_and_scale_in_place(module, query, key, value, attention_mask, **unused):
+    y = attend_outside_of_torch(module, query, key, value, attention_mask)[0]
+    # Autograd allows this if no node has saved y.
+    return (y * 0.5 if y.requires_grad else y.mul_(0.5)), None
+
+
+class ThroughHooks(torch.autograd.graph.saved_tensors_hooks):
+    """Hooks that return each tensor in another object."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda tensor: [tensor], lambda packed: packed[0])
+
+
+@pytest.mark.parametrize("hooks", [contextlib.nullcontext, ThroughHooks], ids=["no hooks", "hooks"])
+@pytest.mark.parametrize("level", ["checkpoint+attention", "checkpoint+attention+offload"])
+def test_outputs_of_a_kernel_that_are_written_in_place_are_computed_again(level, hooks):
+    AttentionInterface.register("tigon_test", attend_and_scale_in_place)
+    results = []
+    for memory in ("default", level):
+        model = make_model(memory, attention="tigon_test")
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("mlp" in name)
+        with tuned(LayerInputConfig, smallest=256, page=1024):
+            with hooks() if memory == level else contextlib.nullcontext():
+                loss = model(**batch(0)).loss
+            loss.backward(retain_graph=True)
+            loss.backward()
+        results.append([loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
+    assert_same_bits(*results)
+
+
+class AttentionWithCache:
+    """A function of attention that computes a tensor in its first call only, by attention."""
+
+    def __init__(self, has_gradients: bool) -> None:
+        self.has_gradients, self.cache = has_gradients, None
+
+    def __call__(self, module, query, key, value, attention_mask, **unused):
+        if self.cache is None:
+            q, k, v = (x.detach() + 1 for x in (query, key, value))
+            with torch.set_grad_enabled(self.has_gradients):
+                self.cache = attend_outside_of_torch(module, q, k, v, attention_mask)[0]
+        y = attend_outside_of_torch(module, query, key, value, attention_mask)[0]
+        return y + self.cache, None
+
+
+@pytest.mark.parametrize("has_gradients", [False, True])
+def test_a_call_that_only_the_first_run_makes_is_not_taken_for_another(has_gradients):
+    results = []
+    for memory in ("checkpoint", "checkpoint+attention"):
+        AttentionInterface.register("tigon_test", AttentionWithCache(has_gradients))
+        model = make_model(memory, attention="tigon_test")
+        loss = model(**batch(0)).loss
+        loss.backward()
+        results.append([loss.detach(), *(p.grad for p in model.parameters())])
+    assert_same_bits(*results)
 
 
 def test_registered_functions_are_recognised():

@@ -24,7 +24,6 @@ pytest.importorskip("transformers")
 
 import transformers
 
-from hf.copies import copy_of_patched
 from hf.test_vision import VISION
 from hf.tiny import tiny_config
 from hf.ways import batch, build
@@ -50,7 +49,9 @@ def copies(monkeypatch) -> Iterator[list[str]]:
 
 
 def make_model(level: str = "checkpoint+offload", model_type: str = "llama", layers: int = LAYERS) -> nn.Module:
-    return copy_of_patched(build, model_type, memory=level, num_hidden_layers=layers)
+    model = build(model_type, num_hidden_layers=layers)
+    tigon.patch(model, memory=level)
+    return model
 
 
 def inputs_of(model: nn.Module) -> LayerInputs:

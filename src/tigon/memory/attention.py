@@ -7,8 +7,10 @@
                 run has computed.
     afterwards  The mode forgets the outputs at the end of the second run. The node frees them.
 
-A second run never depends on the saved outputs. If they are missing, or were written in place, the kernel runs again,
-with the same bits. The outputs of a kernel with dropout are not saved: without its call, the random numbers that the
+A call of the second run gets the saved outputs of the call with the same number in the first run, if the kernels and
+the forms of their arguments (shape, strides, dtype, options) are the same. Otherwise, or if the outputs were written in
+place, the kernel runs again, with the same bits. Calls without gradients, such as those that compute a cached tensor
+once, have no number. The outputs of a kernel with dropout are not saved: without its call, the random numbers that the
 rest of the layer draws would differ.
 
 The mode costs the host 8 us for each operator of the layer, in each run, on a slow core.
@@ -28,8 +30,14 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from tigon.memory.lean import is_checkpoint_recomputation
 from tigon.memory.recomputation import PackedTensor
-from tigon.runtime.torch_private.autograd import backward_id, is_checkpoint_hook, keeps_graph, saved_tensor_hooks
-from tigon.runtime.torch_private.graphs import TransparentMode
+from tigon.runtime.torch_private.autograd import (
+    backward_id,
+    is_checkpoint_hook,
+    keeps_graph,
+    saved_tensor_hooks,
+    shared_versions,
+)
+from tigon.runtime.torch_private.graphs import CALLER_OF_GRAPHS, TransparentMode
 from tigon.runtime.torch_private.operators import schema_of
 
 __all__ = ["AttentionOutputs", "LayerAttention", "attention_contexts_in_graph", "find_kernel", "run_attention"]
@@ -40,24 +48,26 @@ _ATTENTION = re.compile(
     r"aten::_scaled_dot_product_(flash|efficient|cudnn|fused)_attention(_for_cpu|_overrideable)?"
     r"|aten::_(flash|efficient|cudnn)_attention_forward"
     r"|torch_attn::_varlen_attn(_out)?"
-    r"|\w*flash_attn\w*::\w*(fwd|forward)"
+    r"|\w*flash_attn\w*::(_flash_attn_|mha_)?(varlen_)?(fwd|forward)"
     r"|xformers_flash::flash_fwd|xformers\w*::efficient_attention_forward\w*"
 )
-# The module whose functions call a compiled graph.
-_COMPILED_CALLER = "torch._functorch._aot_autograd."
+# Some packages declare that a kernel writes these arguments, although it only reads them.
+_READ_ARGUMENTS = frozenset({"q", "k", "v", "query", "key", "value"})
 
 
 class AttentionKernel(NamedTuple):
-    """What the schema of an attention kernel says: the positions of some arguments, and their names."""
+    """The positions and the names of some arguments of an attention kernel, from its schema."""
 
+    # The probability of dropout.
     dropout: tuple[tuple[int, str], ...]
-    written: tuple[tuple[int, str], ...]
+    # The tensors that the caller may pass for the results.
+    results: tuple[tuple[int, str], ...]
 
     def find_obstacle(self, args: tuple, kwargs: dict) -> str | None:
         """Return why the outputs of a call must not be saved; None if they may."""
         if any(_argument(place, args, kwargs) for place in self.dropout):
             return "attention has dropout"
-        if any(_argument(place, args, kwargs) is not None for place in self.written):
+        if any(_argument(place, args, kwargs) is not None for place in self.results):
             return "attention writes its output into a tensor of its caller"
         return "attention runs in a compiled graph" if _is_in_compiled_graph() else None
 
@@ -72,7 +82,7 @@ def _is_in_compiled_graph() -> bool:
     frame: Any = sys._getframe(1)
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
-        if name.startswith(_COMPILED_CALLER):
+        if name.startswith(CALLER_OF_GRAPHS):
             return True
         frame = None if frame.f_code is AttentionOutputs.__call__.__code__ else frame.f_back
     return False
@@ -86,17 +96,30 @@ def find_kernel(operator: Any) -> AttentionKernel | None:
         return None
     places = [(i, argument) for i, argument in enumerate(schema.arguments)]
     dropout = tuple((i, a.name) for i, a in places if a.name in ("dropout_p", "p_dropout", "p", "dropout"))
-    written = tuple((i, a.name) for i, a in places if a.alias_info is not None and a.alias_info.is_write)
-    return AttentionKernel(dropout, written)
+    results = tuple(
+        (i, a.name)
+        for i, a in places
+        if a.alias_info is not None and a.alias_info.is_write and a.name not in _READ_ARGUMENTS
+    )
+    return AttentionKernel(dropout, results)
+
+
+def _form(value: Any) -> Any:
+    """Return what must be the same in both runs of a layer: the form of a tensor, and the value of an option."""
+    if isinstance(value, Tensor):
+        return value.shape, value.stride(), value.dtype, value.device, value.requires_grad
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_form, value))
+    return value if isinstance(value, (bool, int, float, str, type(None))) else type(value)
 
 
 # --- one call of a layer ---------------------------------------------------------------------------
 
 
 class _Mode(TransparentMode):
-    """A block in which `run(operator, call)` makes the calls of attention kernels."""
+    """A block in which `run(name, call, may_save)` makes the calls of attention kernels."""
 
-    def __init__(self, run: Callable[[Any, Callable[[], Any]], Any], outputs: "AttentionOutputs") -> None:
+    def __init__(self, run: Callable[[Any, Callable[[], Any], bool], Any], outputs: "AttentionOutputs") -> None:
         super().__init__()
         self.run, self.outputs = run, outputs
 
@@ -105,10 +128,13 @@ class _Mode(TransparentMode):
         kernel = find_kernel(func)
         if kernel is None:
             return func(*args, **kwargs)
-        if (obstacle := kernel.find_obstacle(args, kwargs)) is not None:
+        obstacle = kernel.find_obstacle(args, kwargs)
+        if obstacle is not None:
             self.outputs.obstacle = obstacle
+        if not torch.is_grad_enabled():
             return func(*args, **kwargs)
-        return self.run(func, functools.partial(func, *args, **kwargs))
+        name = func, _form(args), tuple((key, _form(value)) for key, value in kwargs.items())
+        return self.run(name, functools.partial(func, *args, **kwargs), obstacle is None)
 
 
 class _Block(threading.local):
@@ -124,10 +150,10 @@ def run_attention(name: Any, call: Callable[[], Any]) -> Any:
     """Return `call()`, or the saved results of the first run. For attention that is no operator of torch.
 
     Args:
-        name: An object that both runs of a layer pass for the same attention.
+        name: A value that both runs of a layer pass for the same attention. Values are compared by ==.
         call: The function that computes a tuple of tensors. It draws no random numbers.
     """
-    return call() if _block.mode is None else _block.mode.run(name, call)
+    return call() if _block.mode is None else _block.mode.run(name, call, True)
 
 
 class AttentionOutputs:
@@ -147,11 +173,10 @@ class AttentionOutputs:
         outer = saved_tensor_hooks(True)
         # Saved-tensor hooks around the layer receive these tensors too, as they do without a checkpoint.
         if outer is not None and not is_checkpoint_hook(outer[0]):
-            save = lambda t: PackedTensor(outer[0](t.detach()), outer[1])
+            save = lambda t: PackedTensor(outer[0](t), outer[1])
         self.save = save
-        # One entry for each call of attention: its name, the saved objects, and the type of the sequence that it
-        # returns, or None if it returns one tensor.
-        self.entries: list[tuple[Any, list, Callable | None]] = []
+        # One entry for each call of attention in the first run; None for a call whose outputs are not saved.
+        self.entries: list[_Entry | None] = []
         # The number of entries that the second run has used.
         self.position = 0
         # The reason why outputs are not saved, if there were some.
@@ -162,7 +187,7 @@ class AttentionOutputs:
         if is_checkpoint_recomputation():
             self.position = 0
             try:
-                return self._call(self._repeat, args) if self.entries else self.function(*args)
+                return self._call(self._repeat, args) if any(self.entries) else self.function(*args)
             finally:
                 if backward_id() != -1 and not keeps_graph():
                     self.entries = []
@@ -170,6 +195,7 @@ class AttentionOutputs:
             return self.function(*args)
         self.entries = []
         results = self._call(self._run, args)
+        self.entries = [entry if entry is None or entry.end_first_run() else None for entry in self.entries]
         self.layers.end_layer(self.index, self)
         return results
 
@@ -182,46 +208,74 @@ class AttentionOutputs:
         finally:
             _block.mode = outer
 
-    def _run(self, name: Any, call: Callable[[], Any]) -> Any:
-        """Call attention and save its outputs."""
+    def _run(self, name: Any, call: Callable[[], Any], may_save: bool) -> Any:
+        """Call attention, and save its outputs if `may_save` is True."""
         results = call()
-        is_sequence = isinstance(results, (tuple, list))
-        packed = [self._pack(x) for x in (results if is_sequence else (results,))]
-        self.entries.append((name, packed, type(results) if is_sequence else None))
+        self.entries.append(_Entry(name, results, self.save) if may_save else None)
         return results
 
-    def _pack(self, x: Any) -> Any:
-        if not isinstance(x, Tensor):
-            return x
-        view = None if self.save is None or type(x) is not Tensor else self.save(x)
-        # The results of an operator get their autograd node later, so the alias has none.
-        return (x.detach(), x._version) if view is None else view
-
-    def _repeat(self, name: Any, call: Callable[[], Any]) -> Any:
+    def _repeat(self, name: Any, call: Callable[[], Any], may_save: bool) -> Any:
         """Return the saved outputs, or call attention if there are none."""
         self.position += 1
         entry = self.entries[self.position - 1] if self.position <= len(self.entries) else None
-        if entry is None or entry[0] is not name:
+        if entry is None or not may_save or entry.name != name or not entry.is_unchanged():
             return call()
-        _, packed, restore = entry
-        if not all(map(_is_unchanged, packed)):
-            return call()
-        values = [_unpack(x) for x in packed]
-        return values[0] if restore is None else restore(values)
+        return entry.results()
 
 
-def _is_unchanged(packed: Any) -> bool:
-    """Return whether a saved tensor has not been written in place."""
-    if isinstance(packed, tuple):
-        return packed[0]._version == packed[1]
-    return getattr(packed, "is_unchanged", True)
+class _Entry:
+    """The saved outputs of one call of attention.
 
+    Args:
+        name: The operator and the form of its arguments.
+        results: The tensor, or the sequence of tensors and other values, that the call has returned.
+        save: A function that returns an object to save in place of a tensor, with a method `unpack`; None to save the
+            tensor itself.
+    """
 
-def _unpack(packed: Any) -> Any:
-    """Return a new alias of a saved tensor, because the caller adds its autograd node to it."""
-    if isinstance(packed, tuple):
-        return packed[0].detach()
-    return packed.unpack().detach() if hasattr(packed, "unpack") else packed
+    def __init__(self, name: Any, results: Any, save: Callable[[Tensor], Any] | None) -> None:
+        self.name = name
+        # The type of a sequence of results. It is None for one tensor.
+        self.sequence = type(results) if isinstance(results, (tuple, list)) else None
+        values = list(results) if self.sequence is not None else [results]
+        # The results of an operator get their autograd node later, so the aliases have none.
+        with shared_versions():
+            aliases = [x.detach() if isinstance(x, Tensor) else None for x in values]
+            self.replacements = [
+                None if save is None or alias is None or type(x) is not Tensor else save(alias)
+                for x, alias in zip(values, aliases, strict=True)
+            ]
+        self.values: list = [x if alias is None else None for x, alias in zip(values, aliases, strict=True)]
+        # Autograd counts the writes to a tensor in its version, which an alias shares.
+        self.aliases: list[tuple[Tensor, int] | None] = [
+            None if alias is None else (alias, alias._version) for alias in aliases
+        ]
+
+    def end_first_run(self) -> bool:
+        """Free the tensors that have a replacement. Return whether no output was written in place before that."""
+        if not self.is_unchanged():
+            return False
+        pairs = zip(self.aliases, self.replacements, strict=True)
+        self.aliases = [alias if replacement is None else None for alias, replacement in pairs]
+        return True
+
+    def is_unchanged(self) -> bool:
+        """Return whether no output was written in place since it was saved."""
+        return all(alias is None or alias[0]._version == alias[1] for alias in self.aliases) and all(
+            getattr(replacement, "is_unchanged", True) for replacement in self.replacements
+        )
+
+    def results(self) -> Any:
+        """Return new aliases of the outputs, because the caller adds its autograd node to them."""
+        with shared_versions():
+            values = [self._result(i) for i in range(len(self.values))]
+        return values[0] if self.sequence is None else self.sequence(values)
+
+    def _result(self, i: int) -> Any:
+        alias, replacement = self.aliases[i], self.replacements[i]
+        if replacement is not None:
+            return replacement.unpack().detach()
+        return self.values[i] if alias is None else alias[0].detach()
 
 
 # --- the layers of a stack -------------------------------------------------------------------------
@@ -248,7 +302,7 @@ class LayerAttention:
 
     def end_layer(self, index: int, outputs: AttentionOutputs) -> None:
         """Note whether a layer has saved outputs. After the last layer, warn once if no layer has."""
-        self.has_outputs = self.has_outputs or bool(outputs.entries)
+        self.has_outputs = self.has_outputs or any(outputs.entries)
         self.obstacle = outputs.obstacle or self.obstacle
         if index < self.checkpointed - 1:
             return

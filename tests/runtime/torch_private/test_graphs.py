@@ -5,6 +5,7 @@ import weakref
 
 import pytest
 import torch
+import torch._dynamo.testing
 
 from runtime.torch_private.layers import Layer
 from tigon.runtime.torch_private import graphs

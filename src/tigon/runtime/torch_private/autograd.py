@@ -27,6 +27,7 @@ __all__ = [
     "is_recompute_hook",
     "keeps_graph",
     "saved_tensor_hooks",
+    "shared_versions",
     "storage_id",
 ]
 
@@ -49,6 +50,18 @@ _foreign_hooks = (lambda tensor: tensor, lambda tensor: tensor)
 saved_tensor_hooks: Callable[[bool], tuple[Callable, Callable] | None] = find(
     "_C._autograd._top_saved_tensors_default_hooks", lambda ignored: _foreign_hooks
 )
+
+
+_exclude_key: Callable[[Any, bool], Any] = find("_C._SetExcludeDispatchKeyGuard")
+
+
+def shared_versions() -> Any:
+    """Return a block in which `x.detach()` shares the version of `x`, also in the handler of a dispatch mode.
+
+    A handler runs without the dispatch key that gives a view the version counter of its base. Torch's checkpoint does
+    the same where it saves the results of operators. Seen in 2.8 to 2.13. Without it: a RuntimeError.
+    """
+    return _exclude_key(torch._C.DispatchKey.ADInplaceOrView, False)
 
 
 def _pack_hook_name(owner: str) -> str | None:

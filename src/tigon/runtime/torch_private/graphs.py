@@ -9,6 +9,7 @@ import torch
 from tigon.runtime.torch_private.operators import schema_of
 
 __all__ = [
+    "CALLER_OF_GRAPHS",
     "DYNAMO_ERRORS",
     "DispatchMode",
     "SymbolicTools",
@@ -32,6 +33,10 @@ try:
     from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
 except ImportError:
     DispatchMode = object  # type: ignore[assignment, misc]
+
+
+# The first part of the names of the modules whose functions call a compiled graph.
+CALLER_OF_GRAPHS = "torch._functorch._aot_autograd."
 
 
 class TransparentMode(DispatchMode):
