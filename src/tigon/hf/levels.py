@@ -95,8 +95,8 @@ LEVELS = {
 }
 
 
-# A number after `mlp` or `offload` is that of the first layers that the word applies to, and one after `attention` that
-# of the last ones. The other layers have the level without this word.
+# A number after `mlp` or `offload` says to how many layers the word applies, from the first layer on. A number after
+# `attention` says it of the last layers. The other layers have the level without this word.
 _PARTIAL = re.compile(r"lean\+mlp:([1-9][0-9]*)|checkpoint(\+attention(:[1-9][0-9]*)?)?(\+offload(:[1-9][0-9]*)?)?")
 LEVEL_NAMES = (
     ", ".join(map(repr, LEVELS))
@@ -515,7 +515,7 @@ def _find_places(owner: nn.Module, options: Level, last: nn.Module | None) -> di
     inputs = LayerInputs(options.layers, checkpointed, options.attention) if options.offload else None
     attention = None
     if options.attention:
-        # The report says it if the attention is eager.
+        # The report has a line about eager attention, so no warning follows.
         attention = LayerAttention(options.attention_layers, checkpointed, warns=not _is_eager(owner))
     others = LayerAttention() if options.attention and options.attention_layers is None else None
     places = {module: StackPlace(attention=others) for module in owner.modules()}

@@ -279,7 +279,7 @@ class SavedView:
 
     @property
     def is_unchanged(self) -> bool:
-        """Whether the tensor has not been written in place since it was saved."""
+        """True if the tensor has not been written in place since it was saved."""
         self.segment.check_version()
         return not self.segment.was_written
 
