@@ -60,6 +60,7 @@ THOROUGH: dict[str, tuple[str, ...] | None] = {
 SAMPLED = {
     "examples/test_lora.py::test_the_losses_are_those_of_stock_and_the_adapter_can_be_loaded": 2,
     "hf/test_all_types.py::test_loss_and_gradients_are_stock_and_restore_is_exact": 2,
+    "hf/test_all_types.py::test_replaced_parts_agree_with_the_record": 4,
     "hf/test_by_type.py::test_the_model_is_equal_to_one_that_is_patched_directly": 2,
     "hf/test_fp8.py::test_each_level_of_memory_gives_the_same_step": 2,
     "hf/test_fp8.py::test_loss_and_gradients_are_near_those_of_bf16": 3,
