@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import tigon
-from gpu.test_memory import SIZE, TOKENS, deterministic, make_batch, make_model, take_step  # noqa: F401
+from gpu.test_memory import SIZE, TOKENS, assert_no_wait, deterministic, make_batch, make_model, take_step  # noqa: F401
 from memory.steps import assert_same_bits
 from tigon.memory import host_pages, layer_inputs
 from tigon.memory.layer_inputs import LayerInputConfig
@@ -91,11 +91,7 @@ def test_the_pool_of_pages_is_reused(small_inputs):
 def test_a_step_never_waits_for_the_device(small_inputs):
     model, batch = make_model("checkpoint+offload", attention="sdpa", num_hidden_layers=6), make_batch()
     take_step(model, batch)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        model(**batch).loss.backward()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    assert_no_wait(model, batch)
 
 
 def test_pageable_memory_gives_the_same_bits(small_inputs, monkeypatch, deterministic):  # noqa: F811

@@ -75,6 +75,15 @@ def deterministic():
     torch.use_deterministic_algorithms(False)
 
 
+def assert_no_wait(model: nn.Module, batch: dict[str, Tensor]) -> None:
+    """Assert that the host does not wait for the device in forward and backward."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        model(**batch).loss.backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 @pytest.mark.parametrize("level", MEMORY[1:])
 @pytest.mark.parametrize("model_type", ["llama", "qwen3", "gemma2"])
 def test_every_level_has_the_bits_of_the_default_level(model_type, level, deterministic):
@@ -142,11 +151,7 @@ def test_offload_moves_the_saved_tensors_to_the_host(small_window):
 def test_offload_never_makes_the_host_wait(small_window):
     model, batch = make_model("offload", attention="sdpa"), make_batch()
     take_step(model, batch)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        model(**batch).loss.backward()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    assert_no_wait(model, batch)
 
 
 def test_pinned_memory_is_reused(small_window):
@@ -276,11 +281,7 @@ def test_a_copy_of_the_weight_gives_the_same_bits(n, op):
 def test_lean_never_waits_for_the_device():
     model, batch = make_model("lean", attention="sdpa"), make_batch()
     take_step(model, batch)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        model(**batch).loss.backward()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    assert_no_wait(model, batch)
 
 
 def test_a_captured_lean_step_is_replayed_on_other_values():

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import tigon
 from hf.tiny import TYPES, WITHOUT, tiny_model
-from tigon.hf.report import Report
 from tigon.tools.inspect.inspection import has_mlp_statements
 
 RECORD = Path(__file__).with_name("parts.json")
@@ -23,18 +22,13 @@ def recorded_parts() -> dict[str, list[str]]:
     return json.loads(RECORD.read_text(encoding="utf-8"))
 
 
-def parts_of(report: Report) -> list[str]:
-    """Return the parts that are replaced by a report, in alphabetical order.
+def replaced_parts(model_type: str) -> list[str]:
+    """Return the parts that are replaced in the tiny model of a type, in alphabetical order.
 
     An MLP whose statements one op computes counts as an MLP, although its layer is listed with the fused statements.
     """
-    entries = report.replaced
+    entries = tigon.patch(tiny_model(model_type)).replaced
     return sorted({entry.part for entry in entries} | {"mlp" for entry in entries if has_mlp_statements(entry)})
-
-
-def replaced_parts(model_type: str) -> list[str]:
-    """Return the parts that are replaced in the tiny model of a type."""
-    return parts_of(tigon.patch(tiny_model(model_type)))
 
 
 def totals(parts: dict[str, list[str]]) -> Counter[str]:

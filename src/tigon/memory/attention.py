@@ -293,7 +293,8 @@ class LayerAttention:
 
     def __init__(self, layers: int | None = None, checkpointed: int = 0, warns: bool = False) -> None:
         self.layers, self.checkpointed, self.warns = layers, checkpointed, warns
-        # Whether a layer has saved outputs in the current forward pass, and the reason why one has not.
+        # `has_outputs` is True if a layer has saved outputs in the current forward pass. `obstacle` is the reason why
+        # one has not.
         self.has_outputs, self.obstacle = False, ""
 
     def includes(self, index: int) -> bool:

@@ -157,7 +157,7 @@ class LayerInputs:
         # that backward allocates later.
         self.sizes: list[int] = []
         self.candidates = self.moved = self.gradient_bytes = 0
-        # Whether copies to the host are only counted in this pass, because the tensors have no values.
+        # True if this pass only counts the copies to the host, because its tensors have no values.
         self.is_simulated = False
 
     def __reduce__(self) -> tuple:
