@@ -17,6 +17,7 @@ from tigon.runtime.torch_private.operators import current_device, current_raw_st
 from tigon.runtime.triton_private import (
     JITFunction,
     TensorDescriptor,
+    TileDescriptor,
     has_direct_launch,
     has_launch_hook,
     positional_launch,
@@ -32,6 +33,9 @@ Function = TypeVar("Function", bound=Callable)
 
 # Options of a launch that passes no others. By default Triton 3.10 does not fuse products and sums.
 COMPILE = {"enable_fp_fusion": True}
+
+# The types of tensor descriptors. The layout of a tile follows from its dtype and shape.
+DESCRIPTORS = tuple(descriptor for descriptor in (TensorDescriptor, TileDescriptor) if descriptor is not None)
 
 # Variants that may be launched directly. A key holds everything by which Triton chooses a variant. A value holds the
 # launcher, its first arguments and the values of the constexprs. It also holds the kernel, because the key has the id
@@ -60,7 +64,7 @@ def _key_function(kernel: JITFunction, arguments: tuple) -> Callable[..., tuple]
             parts.append(f"a{i} >> 31")
             if not kernel.params[i].do_not_specialize:
                 parts.append(f"a{i} == 1 or (a{i} & 15 == 0 and 16)")
-        elif TensorDescriptor is not None and type(value) is TensorDescriptor:
+        elif type(value) in DESCRIPTORS:
             parts.append(f"a{i}.base.dtype, *a{i}.block_shape")
         elif value is not None and type(value) is not float:
             parts.append(f"a{i}.dtype, a{i}.data_ptr() & 15")

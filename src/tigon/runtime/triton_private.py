@@ -25,6 +25,7 @@ __all__ = [
     "CompilerTools",
     "JITFunction",
     "TensorDescriptor",
+    "TileDescriptor",
     "async_load",
     "block_barrier",
     "commit_group",
@@ -34,6 +35,7 @@ __all__ = [
     "has_direct_launch",
     "has_launch_hook",
     "has_tensor_descriptors",
+    "hopper",
     "positional_launch",
     "tl",
     "triton",
@@ -101,6 +103,20 @@ try:
     gluon = importlib.import_module("triton.experimental.gluon")
 except (ImportError, AttributeError):
     pass
+
+
+# The instructions of Hopper in Gluon: products of tiles in shared memory, copies by the tensor memory accelerator, and
+# barriers that count arrivals. The kernels of `ops/experts/tile_kernels.py` need them, and descriptors with the layout
+# of the tiles in shared memory. Seen in 3.6 and 3.7. In other releases, `hopper` is None, and experts multiply by
+# `grouped_mm` of torch.
+hopper: Any = None
+TileDescriptor: Any = None
+if gluon is not None and re.match(r"3\.[67]\.", triton.__version__):
+    try:
+        TileDescriptor = importlib.import_module("triton.experimental.gluon.nvidia.hopper").TensorDescriptor
+        hopper = importlib.import_module("triton.experimental.gluon.language.nvidia.hopper")
+    except (ImportError, AttributeError):
+        hopper = None
 
 
 # A tensor descriptor is an argument from which a kernel copies tiles by the tensor memory accelerator of Hopper and

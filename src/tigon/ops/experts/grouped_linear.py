@@ -2,7 +2,8 @@ r"""Products of each row with the matrix of its group: y[s] = x[s] W[g(s)]. Rows
 
     dx[s] = dy[s] W[g(s)]^T,    dW[g] = sum over its rows x[s]^T dy[s]
 
-The products run in `grouped_mm` of torch if it supports them. Otherwise they run in a loop over the groups, for which
+On Hopper the products run in kernels of Tigon (`tigon.ops.experts.tiled_products`), elsewhere in `grouped_mm` of torch
+if it supports them. Otherwise they run in a loop over the groups, for which
 the host waits until the GPU has computed the sizes of the groups. Rows beyond the last group are not computed, neither
 in y nor in dx: their values are undefined.
 
@@ -19,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tigon.ops.experts.tiled_products import tiled_product, tiled_weight_gradient, tiles_gradient, tiles_product
 from tigon.runtime.autograd import first_order
 from tigon.runtime.launch import launcher
 
@@ -71,6 +73,8 @@ def _groups(ends: Tensor, rows: int) -> list[tuple[int, int, int]]:
 @launcher(fake=lambda x, weight: x.new_empty(x.shape[0], weight.shape[2]))
 def grouped_product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """Return [S, M] for x [S, N], weight [E, N, M] and the end of each group, ends [E]."""
+    if tiles_product(x, weight):
+        return tiled_product(x, weight, ends)
     if GROUPED_MM is not None and _supports_grouped_mm(x, weight):
         return GROUPED_MM(x, weight, offs=ends)
     y = x.new_zeros(x.shape[0], weight.shape[2])
@@ -82,6 +86,8 @@ def grouped_product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 @launcher(fake=lambda x, dy, ends: x.new_empty(ends.shape[0], x.shape[1], dy.shape[1]))
 def grouped_weight_gradient(x: Tensor, dy: Tensor, ends: Tensor) -> Tensor:
     """Return [E, N, M] for x [S, N], dy [S, M] and ends [E]. It is 0 for a group without rows."""
+    if tiles_gradient(x, dy) and ends.shape[0]:
+        return tiled_weight_gradient(x, dy, ends)
     # CUDA refuses to launch `grouped_mm` for an empty list of groups.
     if GROUPED_MM is not None and ends.shape[0] and _supports_grouped_mm(x.mT, dy):
         return GROUPED_MM(x.mT, dy, offs=ends)

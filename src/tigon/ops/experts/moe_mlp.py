@@ -37,6 +37,7 @@ from tigon.ops.experts.arguments import ACTIVATIONS, ExpertParameters, check_act
 from tigon.ops.experts.differentiated import differentiated_product, first_product, product
 from tigon.ops.experts.grouped_linear import group_sums, grouped_product, grouped_weight_gradient
 from tigon.ops.experts.routing import Routing, combine, dot_products, route, spread, spread_weighted
+from tigon.ops.experts.tiled_products import gates_in_product, tiled_gated_product
 from tigon.ops.mlps.glu_mlp import check_version, save_gated
 from tigon.runtime import checks
 from tigon.runtime.autograd import first_order, may_overwrite_saved
@@ -141,10 +142,16 @@ def moe_forward(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Return y [T, H] and, if backward needs it, h [S, 2 I] or [S, I]."""
     up, down, up_bias, down_bias = parameters
-    h = product(_inputs(x, weights, routing, up.dtype, weight_inputs), up, up_bias, routing, transposed)
-    a = ACTIVATIONS[kind][0](h)
-    saved_h = h if saves_h else None
-    del h
+    inputs = _inputs(x, weights, routing, up.dtype, weight_inputs)
+    up_factor = up if transposed else up.mT
+    if up_bias is None and gates_in_product(inputs, up_factor, kind):
+        saved_h, a = tiled_gated_product(inputs, up_factor, routing.ends, kind, saves_h)
+    else:
+        h = product(inputs, up, up_bias, routing, transposed)
+        a = ACTIVATIONS[kind][0](h)
+        saved_h = h if saves_h else None
+        del h
+    del inputs
     z = product(a, down, down_bias, routing, transposed)
     del a
     return combine(z, None if weight_inputs else weights, routing, x.dtype), saved_h
