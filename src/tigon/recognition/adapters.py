@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from tigon.ops.adapters.fp8_weight import Fp8Weight
 from tigon.ops.adapters.frozen_weight import FrozenWeight
-from tigon.ops.adapters.lora import add_adapters, lora_linears, takes_adapters
+from tigon.ops.adapters.lora import add_adapters, lora_node, takes_adapters
 from tigon.ops.adapters.projection import Adapter, Projection
 from tigon.ops.mlps.projections import does_more_than_forward, is_plain
 from tigon.recognition.adapter_memo import LayerMemo, key_of
@@ -135,7 +135,7 @@ def compute_layers(x: Tensor, layers: Sequence[Projection]) -> tuple[Tensor, ...
     operand = cast_for_products(x)
     if not takes_adapters(operand, layers):
         return None
-    outputs = lora_linears(operand, layers)
+    outputs = lora_node(operand, layers)
     return tuple(y.to(output_dtype(layer, x)) for y, layer in zip(outputs, layers, strict=True))
 
 

@@ -6,6 +6,7 @@ found it. For a forward that reads this attribute and a global `act`, the expres
     lambda attributes, cls: attributes['scale'] is v0 and o1['act'] is v1
 """
 
+import collections
 import contextlib
 import ctypes
 import functools
@@ -242,6 +243,9 @@ def _condition_source(place: Place, number: int) -> str:
     """
     holder = "attributes" if place.owner is None else f"o{number}"
     value = f"v{number}"
+    if place.how == "length" and place.value == 0 and type(place.owner) in (dict, list, collections.OrderedDict):
+        # This takes half the time of a comparison, and a module has four tables of hooks, which are empty.
+        return f"not {holder}"
     if place.how in ("item", "entry"):
         key = repr(place.name) if is_simple(place.name) else f"n{number}"
         return f"{holder}[{key}] is {value}" if place.how == "item" else f"entry({holder}, {key}) is {value}"
