@@ -20,6 +20,7 @@ writes to a container, if the container is different after the run. A run is rem
 state have executed the same code, have computed the same layer, and have left the state unchanged.
 """
 
+import logging
 import sys
 import types
 from collections.abc import Callable
@@ -45,6 +46,8 @@ from tigon.runtime.torch_private.modules import HOOK_TABLES, INSTANCE_CALLS
 from tigon.runtime.torch_private.operators import function_modes
 
 __all__ = ["CallKey", "LayerMemo", "key_of"]
+
+LOGGER = logging.getLogger("tigon")
 
 # Reading the code that a run has executed takes about as long as 70 runs. So it is read only if the layer has been run
 # some times, and a layer whose state changes again and again, as under FSDP, is read a few times and then never again.
@@ -279,21 +282,22 @@ class LayerMemo:
             if is_same and entry.holds(module):
                 entry.is_confirmed = True
             else:
-                self._give_up()
+                self.entries.remove(entry)
+                self._count_failure()
         elif layer is None or not layer.projection.adapters:
             # A call without adapters is no reason to read the code.
             self.runs = 0
         else:
             self.explorations, self.runs = self.explorations + 1, 0
             if (entry := _make_entry(module, key, layer, observation, self.base_recipes)) is None:
-                self._give_up()
+                self._count_failure()
             else:
                 self.entries = [entry, *self.entries][:MOST_ENTRIES]
         return computed
 
-    def _give_up(self) -> None:
-        """Run the forward at every call from now on."""
-        self.entries, self.explorations = [], MOST_EXPLORATIONS
+    def _count_failure(self) -> None:
+        """Give up after the second failure. One may be an accident: a destructor may run while a run is observed."""
+        self.explorations += MOST_EXPLORATIONS // 2
 
 
 def _make_entry(
@@ -304,7 +308,11 @@ def _make_entry(
     parameters = {id(parameter) for parameter in module.parameters()}
     if not all(id(tensor) in parameters for tensor in tensors):
         return None
-    reach = explore(module, inputs=1, executed=frozenset(observation.foreign_codes))
+    try:
+        reach = explore(module, inputs=1, executed=frozenset(observation.foreign_codes))
+    except Exception:
+        LOGGER.debug("the state that %s reads cannot be searched", type(module).__name__, exc_info=True)
+        return None
     places = _places_of(module, layer.base, base_recipes, reach.names)
     if places is None or not _only_reads(reach) or not observation.foreign_codes <= {*codes_of(reach)}:
         return None

@@ -2,10 +2,11 @@
 
 The settings of such a layer change while it trains: another adapter becomes active, all of them are disabled or merged,
 or the scaling is set again. Therefore a replaced layer has no guard that compares its settings with those at the time
-of the patch. Instead, every call first runs the layer's own forward on a tensor without values
-(`recognition.deferred`). This run records which products with which tensors the call consists of. If they are those of
-a linear layer with adapters, an op computes them. If not, the recorded operations are carried out one by one. If the
-forward does something that cannot be recorded, it runs again, on the real tensor.
+of the patch. Instead, a call first runs the layer's own forward on a tensor without values (`recognition.deferred`).
+This run records which products with which tensors the call consists of. If they are those of a linear layer with
+adapters, an op computes them. If not, the recorded operations are carried out one by one. If the forward does something
+that cannot be recorded, it runs again, on the real tensor. A call that finds everything that the forward reads as an
+earlier call has left it recalls the layer that this call has recorded (`recognition.adapter_memo`).
 
 When a layer is recognised, the forward of a small copy runs on a real tensor and on a tensor without values. The
 outputs and gradients of the real run must be those of the recorded products.
