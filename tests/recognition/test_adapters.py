@@ -14,9 +14,11 @@ from torch import Tensor, nn
 import tigon
 from op_cases import DEVICE, assert_as_accurate_as_eager
 from tigon.ops.adapters import lora, lora_mlp
+from tigon.recognition.adapter_memo import RUNS_BEFORE_EXPLORATION
 from tigon.recognition.adapters import AdapterRecipe, recognise_adapters
 from tigon.recognition.dequantisation import DequantisationConfig, WeightReader
 from tigon.recognition.replacement import find_replacement
+from tigon.runtime.device import runs_kernels
 from tigon.runtime.tuning import tuned
 
 INPUTS, OUTPUTS, RANK = 48, 64, 4
@@ -267,7 +269,10 @@ def test_a_change_after_the_patch_applies_at_the_next_call(change):
     stock, x = copy.deepcopy(layer), input_for(layer)
     tigon.patch(layer)
     assert_same(layer, stock, x)
-    before = layer(x)
+    # The layer recalls what its forward has computed in earlier calls (`recognition.adapter_memo`).
+    for _ in range(RUNS_BEFORE_EXPLORATION + 2):
+        before = layer(x)
+    assert (find_replacement(layer).recipe.recall(layer, x) is not None) == runs_kernels(x)
     for each in (layer, stock):
         torch.manual_seed(2)
         CHANGES[change](each)

@@ -14,8 +14,9 @@ the order of their sums. Comparisons are recorded (`trials`), so that the report
 Probes cannot show everything, so the code of the forward is read as well (`tigon.runtime.state`, `code_facts`,
 `symbolic`). A guard compares in every call whatever the forward reads besides tensors (`guard`, `function_guard`,
 `graph_guard`). While the guard holds, `replacement` lets the recipe run instead of the forward. Layers with adapters
-have no guard, because their settings change in training: their forward runs at every call on a tensor without values
-(`deferred`), which shows what the call computes.
+have no guard, because their settings change in training: their forward runs on a tensor without values (`deferred`),
+which shows what the call computes. A call in a state in which the forward has run before recalls this result
+(`adapter_memo`).
 
 | file | what it recognises |
 |------|--------------------|
@@ -24,7 +25,7 @@ have no guard, because their settings change in training: their forward runs at 
 | `mlp`, `activations` | MLPs of two linear layers, and activations: squared ReLU and GELU |
 | `experts` | experts of a mixture |
 | `mixtures` | mixtures that run every expert on every token |
-| `adapters`, `deferred` | linear layers with low-rank adapters |
+| `adapters`, `deferred`, `recorded_layers`, `adapter_memo` | linear layers with low-rank adapters |
 | `expert_adapters` | low-rank adapters on the weights of experts |
 | `rope`, `rope_function`, `rope_forms` | rotary embeddings |
 | `router_losses` | the loss that balances the experts of a mixture |

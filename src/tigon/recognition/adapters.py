@@ -2,10 +2,11 @@
 
 The settings of such a layer change while it trains: another adapter becomes active, all of them are disabled or merged,
 or the scaling is set again. Therefore a replaced layer has no guard that compares its settings with those at the time
-of the patch. Instead, every call first runs the layer's own forward on a tensor without values
-(`recognition.deferred`). This run records which products with which tensors the call consists of. If they are those of
-a linear layer with adapters, an op computes them. If not, the recorded operations are carried out one by one. If the
-forward does something that cannot be recorded, it runs again, on the real tensor.
+of the patch. Instead, a call first runs the layer's own forward on a tensor without values (`recognition.deferred`).
+This run records which products with which tensors the call consists of. If they are those of a linear layer with
+adapters, an op computes them. If not, the recorded operations are carried out one by one. If the forward does something
+that cannot be recorded, it runs again, on the real tensor. A call that finds everything that the forward reads as an
+earlier call has left it recalls the layer that this call has recorded (`recognition.adapter_memo`).
 
 When a layer is recognised, the forward of a small copy runs on a real tensor and on a tensor without values. The
 outputs and gradients of the real run must be those of the recorded products.
@@ -22,21 +23,14 @@ from torch import Tensor, nn
 
 from tigon.ops.adapters.fp8_weight import Fp8Weight
 from tigon.ops.adapters.frozen_weight import FrozenWeight
-from tigon.ops.adapters.lora import add_adapters, lora_linears, takes_adapters
+from tigon.ops.adapters.lora import add_adapters, lora_node, takes_adapters
 from tigon.ops.adapters.projection import Adapter, Projection
 from tigon.ops.mlps.projections import does_more_than_forward, is_plain
+from tigon.recognition.adapter_memo import LayerMemo, key_of
 from tigon.recognition.code_facts import assigns_attributes
 from tigon.recognition.deferred import (
-    Call,
-    Cast,
     Computed,
-    Dropout,
-    Expression,
-    Input,
-    Product,
     Refusal,
-    Scaled,
-    Sum,
     TensorLike,
     call_deferred,
     defer,
@@ -47,7 +41,8 @@ from tigon.recognition.deferred import (
 from tigon.recognition.dequantisation import WeightReader
 from tigon.recognition.expert_adapters import ExpertAdapterRecipe, recognise_expert_adapters, wrappers_of
 from tigon.recognition.fp8 import FP8Recipe, mark_bases
-from tigon.recognition.replacement import find_replacement, install, installed_recipe, uninstall
+from tigon.recognition.recorded_layers import RecordedLayer, read_layer
+from tigon.recognition.replacement import Replacement, find_replacement, install, installed_recipe, uninstall
 from tigon.recognition.standin import (
     BF16,
     FP16,
@@ -92,39 +87,7 @@ DIFFERENT = "computes something else than a linear layer with low-rank adapters"
 SMALL_INPUT, SMALL_OUTPUT, LARGEST_OTHER = 24, 40, 8
 
 
-# --- from an expression to a projection --------------------------------------------------------------
-
-
-def _dtype_after_casts(expression: Expression, dtype: torch.dtype) -> torch.dtype | None:
-    """Return the dtype of an expression that only casts the input, and keeps its values; None for any other expression.
-
-    `dtype` is the dtype of the input.
-    """
-    if isinstance(expression, Input):
-        return dtype
-    if not isinstance(expression, Cast):
-        return None
-    source, target = _dtype_after_casts(expression.operand, dtype), expression.dtype
-    return target if source is not None and torch.promote_types(source, target) == target else None
-
-
-def _read_adapter(expression: Expression, dtype: torch.dtype) -> Adapter | None:
-    """Return the adapter if an expression computes scaling * (dropout(x) A^T B^T + bias), and None otherwise.
-
-    `dtype` is the dtype of the input x.
-    """
-    scaling = 1.0
-    if isinstance(expression, Scaled):
-        scaling, expression = expression.factor, expression.operand
-    # The last product is the one with B. Its operand is the product of dropout(x) with A.
-    inner = expression.operand if isinstance(expression, Product) else None
-    if not isinstance(expression, Product) or not isinstance(inner, Product) or inner.bias is not None:
-        return None
-    operand = inner.operand
-    dropout, x = (operand.probability, operand.operand) if isinstance(operand, Dropout) else (0.0, operand)
-    if _dtype_after_casts(x, dtype) is None:
-        return None
-    return Adapter(inner.weight, expression.weight, scaling, expression.bias, dropout)
+# --- what a forward computes -------------------------------------------------------------------------
 
 
 class AdaptedCall(NamedTuple):
@@ -134,29 +97,23 @@ class AdaptedCall(NamedTuple):
     adapters: tuple[Adapter, ...]
 
 
+def _resolve(recorded: RecordedLayer, x: Tensor | TensorLike) -> Projection | AdaptedCall | None:
+    """Return a layer, with the weight of its base if an op may multiply x by it.
+
+    The result is None if the output of this layer would have another dtype than that of the recorded one.
+    """
+    layer: Projection | AdaptedCall = recorded.projection
+    if (base := recorded.base) is not None:
+        weight, adapters = _frozen_weight(base, x), recorded.projection.adapters
+        layer = AdaptedCall(base, adapters)
+        layer = layer if weight is None else Projection(weight, getattr(base, "bias", None), adapters)
+    return layer if recorded.dtype == output_dtype(layer, x) else None
+
+
 def _to_layer(computed: Computed, x: Tensor | TensorLike) -> Projection | AdaptedCall | None:
     """Return the linear layer with adapters that a forward applied to x; None if it computed something else."""
-    expression, output = computed
-    # If the layer is in bf16 and the adapter in fp32, the adapter or the sum is cast to the dtype of the layer.
-    without_cast = lambda term: term.operand if isinstance(term, Cast) and term.dtype == output.dtype else term
-    expression = without_cast(expression)
-    adapters: list[Adapter] = []
-    # The forward adds one adapter after the other, so the last adapter is the second operand of the outermost sum.
-    while isinstance(expression, Sum):
-        adapter = _read_adapter(without_cast(expression.second), x.dtype)
-        if adapter is None:
-            return None
-        adapters.insert(0, adapter)
-        expression = expression.first
-    layer: Projection | AdaptedCall | None = None
-    if isinstance(expression, Call) and isinstance(expression.operand, Input) and adapters:
-        base = expression.module
-        weight = _frozen_weight(base, x)
-        layer = AdaptedCall(base, tuple(adapters))
-        layer = layer if weight is None else Projection(weight, getattr(base, "bias", None), tuple(adapters))
-    elif isinstance(expression, Product) and isinstance(expression.operand, Input):
-        layer = Projection(expression.weight, expression.bias, tuple(adapters))
-    return layer if layer is not None and output.dtype == output_dtype(layer, x) else None
+    recorded = read_layer(computed, x)
+    return None if recorded is None else _resolve(recorded, x)
 
 
 def output_dtype(layer: Projection | AdaptedCall, x: Tensor | TensorLike) -> torch.dtype:
@@ -179,7 +136,7 @@ def compute_layers(x: Tensor, layers: Sequence[Projection]) -> tuple[Tensor, ...
     operand = cast_for_products(x)
     if not takes_adapters(operand, layers):
         return None
-    outputs = lora_linears(operand, layers)
+    outputs = lora_node(operand, layers)
     return tuple(y.to(output_dtype(layer, x)) for y, layer in zip(outputs, layers, strict=True))
 
 
@@ -247,33 +204,62 @@ class AdapterRecipe:
         computed = defer(functools.partial(type(layer).forward, layer), x)
         return None if isinstance(computed, Refusal) else computed
 
+    def recall(self, layer: nn.Module, x: Tensor | TensorLike) -> Projection | AdaptedCall | None:
+        """Return the layer that the forward has computed in an earlier call and in the same state; None if unknown."""
+        memo, key = _memo_of(self, layer), key_of(x)
+        recorded = None if memo is None or key is None else memo.find(layer, key)
+        return None if recorded is None else _resolve(recorded, x)
+
+    def run(self, layer: nn.Module, x: Tensor | TensorLike) -> Computed | None:
+        """Return what `record` returns, and let later calls recall it."""
+        memo, key = _memo_of(self, layer), key_of(x)
+        if memo is None or key is None:
+            return self.record(layer, x)
+        return memo.run(layer, key, x, functools.partial(self.record, layer, x))
+
     def read(self, layer: nn.Module, x: Tensor | TensorLike) -> Projection | AdaptedCall | None:
         """Return the linear layer with adapters that a layer's forward applies to x; None for any other forward."""
-        computed = self.record(layer, x)
+        if (recalled := self.recall(layer, x)) is not None:
+            return recalled
+        computed = self.run(layer, x)
         return None if computed is None else _to_layer(computed, x)
 
     def __call__(self, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
         output = None
         if len(args) == 1 and not kwargs and _may_defer(args[0]):
-            computed = self.record(layer, args[0])
-            output = None if computed is None else self._compute(args[0], computed)
+            (x,) = args
+            recalled = self.recall(layer, x)
+            output = None if recalled is None else self._compute(x, recalled)
+            if output is None and (computed := self.run(layer, x)) is not None:
+                output = self._compute(x, _to_layer(computed, x))
+                # The forward has run once, so its code, which may count or log, does not run again. But the code may
+                # depend on the dtype of a called module's output, which was a guess.
+                if output is None and not has_call(computed.expression):
+                    output = evaluate(computed.expression, x)
         return type(layer).forward(layer, *args, **kwargs) if output is None else output
 
-    def _compute(self, x: Tensor, computed: Computed) -> Tensor | None:
-        """Return what a forward computes from x, or None if only the forward itself can compute it."""
-        layer = _to_layer(computed, x)
+    def _compute(self, x: Tensor, layer: Projection | AdaptedCall | None) -> Tensor | None:
+        """Return the output of a layer for x by an op; None if no op computes it."""
         if isinstance(layer, AdaptedCall):
             if not takes_adapters(x, [Projection(None, None, layer.adapters)]):
                 return None
             return add_adapters(x, layer.base(x), layer.adapters)
         if layer is not None and layer.adapters and (outputs := compute_layers(x, [layer])) is not None:
             return outputs[0]
-        # The forward has run once, so its code, which may count or log, does not run again. But the code may depend on
-        # the dtype of a called module's output, which was a guess.
-        return None if has_call(computed.expression) else evaluate(computed.expression, x)
+        return None
 
     def __str__(self) -> str:
         return "low-rank adapters"
+
+
+def _memo_of(recipe: AdapterRecipe, layer: nn.Module) -> LayerMemo | None:
+    """Return the memo of a layer; None if the recipe is not installed on it, or reads more than the layer."""
+    replacement = layer.__dict__.get("forward")
+    if type(recipe) is not AdapterRecipe or type(replacement) is not Replacement:
+        return None
+    if replacement.memo is None:
+        replacement.memo = LayerMemo((FP8Recipe, BaseRecipe))
+    return replacement.memo
 
 
 def _may_defer(x: Any) -> bool:

@@ -14,7 +14,7 @@ from tigon.runtime.state.decisions import is_condition
 from tigon.runtime.state.known_names import WITHOUT_SIZES
 from tigon.runtime.state.places import Reach
 
-__all__ = ["assigns_attributes", "has_conditions", "largest_number", "may_see_sizes"]
+__all__ = ["assigns_attributes", "codes_of", "has_conditions", "largest_number", "may_see_sizes"]
 
 # Instructions that may reveal the size of a tensor contain one of these words.
 SIZE_INSTRUCTIONS = ("SUBSCR", "SLICE", "UNPACK", "ITER", "COMPARE", "CONTAINS", "CALL_FUNCTION_EX", "MATCH", "IMPORT")
@@ -24,7 +24,7 @@ CONDITIONS = ("COMPARE_OP", "IS_OP", "CONTAINS_OP", "UNARY_NOT")
 MODES = frozenset(("training", "requires_grad", "is_grad_enabled", "set_grad_enabled", "is_inference"))
 
 
-def _codes(reach: Reach) -> list[types.CodeType]:
+def codes_of(reach: Reach) -> list[types.CodeType]:
     """Return the code of every function that `explore` has read, and of the functions that they define."""
     codes = [place.value for place in reach.places if isinstance(place.value, types.CodeType)]
     for code in codes:
@@ -34,7 +34,7 @@ def _codes(reach: Reach) -> list[types.CodeType]:
 
 def has_conditions(reach: Reach) -> bool:
     """Return True if the code may compute one thing for one kind of input and another thing for another kind."""
-    return bool(MODES & reach.names) or any(map(_has_condition, _codes(reach)))
+    return bool(MODES & reach.names) or any(map(_has_condition, codes_of(reach)))
 
 
 def may_see_sizes(reach: Reach, module: nn.Module) -> bool:
@@ -44,7 +44,7 @@ def may_see_sizes(reach: Reach, module: nn.Module) -> bool:
     model's author are harmless, because `explore` has read the code of these functions too. A name that torch or Python
     also uses is not harmless.
     """
-    codes = _codes(reach)
+    codes = codes_of(reach)
     names_of_author = {code.co_name for code in codes}
     for each in module.modules():
         names_of_author.update(vars(each), each._parameters, each._buffers, each._modules)
@@ -82,7 +82,7 @@ def assigns_attributes(function: Callable) -> bool:
 
 def largest_number(reach: Reach) -> int:
     """Return the largest integer that the code contains or that its settings hold."""
-    numbers = [n for code in _codes(reach) for constant in code.co_consts for n in _integers(constant)]
+    numbers = [n for code in codes_of(reach) for constant in code.co_consts for n in _integers(constant)]
     numbers += [n for place in reach.places for n in _integers(place.value)]
     return max(numbers, default=0)
 

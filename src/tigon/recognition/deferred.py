@@ -44,6 +44,7 @@ __all__ = [
     "defer",
     "evaluate",
     "has_call",
+    "modes_of",
     "product_dtype",
 ]
 
@@ -179,7 +180,7 @@ class _Recording:
         return _CannotDefer(reason)
 
 
-def _modes(device_type: str) -> tuple:
+def modes_of(device_type: str) -> tuple:
     """Return the modes of torch that change gradients and dtypes of operations on a type of device."""
     autocast = (
         device_type != "meta" and torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type)
@@ -212,7 +213,7 @@ class Deferred:
         recording, properties = self._recording, self._properties
         # `evaluate` computes the whole expression in the modes in which the forward was called. If the forward enters
         # another mode, such as `torch.no_grad`, gradients would flow where the forward stops them.
-        if _modes(properties.device.type) != recording.modes:
+        if modes_of(properties.device.type) != recording.modes:
             raise recording.refuse("changes the mode of gradients or of autocast")
         if shape is not None or dtype is not None:
             properties = TensorLike(shape or properties.shape, dtype or properties.dtype, properties.device)
@@ -358,7 +359,7 @@ def defer(run: Callable[[Any], Any], x: Tensor | TensorLike) -> Computed | Refus
         run: A function of one tensor, such as the forward of a module.
         x: The tensor, or its shape, dtype and device.
     """
-    recording = _Recording(_modes(x.device.type))
+    recording = _Recording(modes_of(x.device.type))
     try:
         result = run(Deferred(recording, Input(), TensorLike(x.shape, x.dtype, x.device)))
     except _CannotDefer:

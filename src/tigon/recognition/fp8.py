@@ -80,6 +80,7 @@ class FP8Recipe:
 
     def __init__(self, settings: FP8Settings, is_base: bool = False) -> None:
         self.settings = settings
+        self.options = Fp8Options(settings.recipe, settings.fp8_dw)
         self.is_base = is_base
         # The number of calls of a base by itself, before which its adapters may have been merged.
         self.merges = 0
@@ -117,9 +118,8 @@ class FP8Recipe:
         is_cacheable = has_adapters or not self.is_base
         if layer.weight.requires_grad or not _fits(layer, x, is_cacheable):
             return None
-        options = Fp8Options(self.settings.recipe, self.settings.fp8_dw)
         find_cache = self.find_cache if is_cacheable else None
-        return Fp8Weight(layer.weight, options, find_cache, self.merges if self.is_base else None)
+        return Fp8Weight(layer.weight, self.options, find_cache, self.merges if self.is_base else None)
 
     def find_cache(self, weights: Sequence[Tensor], merges: Sequence[int | None]) -> WeightCache | None:
         """Return the cache for a group of weights, of which the first one is that of this layer.

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from tigon.memory.lean import call_mlp_region, call_projection, recomputes_mlp
 from tigon.ops.adapters.lora import takes_adapters
-from tigon.ops.adapters.lora_mlp import lora_glu_mlp, runs_as_one_node
+from tigon.ops.adapters.lora_mlp import has_one_node, lora_glu_mlp, lora_glu_mlp_node
 from tigon.ops.adapters.projection import Projection
 from tigon.ops.mlps.glu import NO_SCALING, Scaling, geglu, geglu_reference, swiglu, swiglu_reference
 from tigon.ops.mlps.glu_mlp import glu_mlp_by_kernels, plain_weight, scaled, supports_weights
@@ -65,6 +65,8 @@ class LayersWithAdapters(NamedTuple):
     up: Projection
     down: Projection
     output_dtype: torch.dtype
+    # True if one node of autograd computes the MLP.
+    is_one_node: bool
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,10 @@ class GLURecipe:
             if has_op and (y := compute_mlp_in_fp8(x, projections, kind)) is not None:
                 return y
             if has_op and (layers := self._layers_with_adapters(module, x)) is not None:
-                y = lora_glu_mlp(layers.x, layers.gate, layers.up, layers.down, kind)
+                if layers.is_one_node:
+                    y = lora_glu_mlp_node(layers.x, (layers.gate, layers.up, layers.down), kind)
+                else:
+                    y = lora_glu_mlp(layers.x, layers.gate, layers.up, layers.down, kind)
                 return y.to(layers.output_dtype)
         y = getattr(module, self.down)(call_mlp_region(self._product, module, x, reference))
         return scaled(y, self.output_scale)
@@ -138,9 +143,9 @@ class GLURecipe:
         if down is None or not any(each.adapters for each in projections) or not takes_adapters(operand, projections):
             return None
         # With `lean(mlp=True)`, an MLP of several autograd nodes takes the path that recomputes gate and up one by one.
-        if not runs_as_one_node(operand, projections) and recomputes_mlp():
+        if not (is_one_node := has_one_node(projections)) and recomputes_mlp():
             return None
-        return LayersWithAdapters(operand, gate, up, down, output_dtype(down, inner))
+        return LayersWithAdapters(operand, gate, up, down, output_dtype(down, inner), is_one_node)
 
     def _fits(self, x: Any) -> bool:
         """Return True if recognition compared the module with the op for an input of this kind."""

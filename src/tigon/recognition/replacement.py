@@ -56,6 +56,9 @@ class Replacement:
         # The maxima that FP8 layers need of the results of a norm. None for other modules and for models without such
         # layers.
         self.requests = requests
+        # The results of earlier calls of a layer with adapters (`recognition.adapter_memo`). A copy of the layer has
+        # other tensors, so it begins without a memo.
+        self.memo: Any = None
 
     def __reduce__(self) -> tuple:
         return Replacement, (self.__self__, self.recipe, self.guard, self.requests)

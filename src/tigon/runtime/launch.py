@@ -38,8 +38,8 @@ COMPILE = {"enable_fp_fusion": True}
 DESCRIPTORS = tuple(descriptor for descriptor in (TensorDescriptor, TileDescriptor) if descriptor is not None)
 
 # Variants that may be launched directly. A key holds everything by which Triton chooses a variant. A value holds the
-# launcher, its first arguments and the values of the constexprs. It also holds the kernel, because the key has the id
-# of the kernel, and the compiled variant, because Triton may unload one that nobody refers to.
+# launcher, its first arguments and the values of the constexprs. It also holds the kernel, by whose id the function in
+# the key is found, and the compiled variant, because Triton may unload one that nobody refers to.
 _variants: dict[tuple, tuple] = {}
 
 # The verdict of the self-check of direct launches on each device.
@@ -104,7 +104,8 @@ def launch(kernel: JITFunction, programs: int, *arguments: Any, **constants: Any
     key_function = _key_functions.get(kinds)
     if key_function is None:
         key_function = _key_functions[kinds] = _key_function(kernel, arguments)
-    key = (kinds, device, key_function(*arguments), *constants, *constants.values())
+    # There is one function for each kernel and types of arguments, so it stands for them.
+    key = (key_function, device, key_function(*arguments), *constants, *constants.values())
     variant = _variants.get(key)
     if variant is None:
         compiled = kernel[(programs,)](*arguments, **COMPILE | constants)

@@ -23,6 +23,14 @@ def test_dispatch_modes_are_counted():
         assert operators.dispatch_modes() == 1
 
 
+def test_function_modes_are_counted():
+    from torch.overrides import TorchFunctionMode
+
+    assert operators.function_modes() == 0
+    with TorchFunctionMode():
+        assert operators.function_modes() == 1
+
+
 def test_reshaped_tensor_is_no_view():
     x = torch.ones(6)
     y = operators.reshape_without_view(x, (2, 3))
@@ -125,12 +133,16 @@ def test_operators_and_namespaces_have_the_known_types():
 # --- a torch without the names ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["_cuda_getCurrentRawStream", "_cuda_getDevice", "_len_torch_dispatch_stack"])
+MODES = "_len_torch_dispatch_stack", "_len_torch_function_stack"
+
+
+@pytest.mark.parametrize("name", ["_cuda_getCurrentRawStream", "_cuda_getDevice", *MODES])
 def test_public_function_replaces_a_missing_one(monkeypatch, import_again, name):
     monkeypatch.delattr(torch._C, name, raising=False)
     module = import_again(operators)
     assert names.missing == {}
-    assert module.dispatch_modes() == (1 if name == "_len_torch_dispatch_stack" else 0)
+    assert module.dispatch_modes() == (1 if name == MODES[0] else 0)
+    assert module.function_modes() == (1 if name == MODES[1] else 0)
 
 
 def test_no_assertion_runs_on_the_device_if_torch_has_none(monkeypatch, import_again):

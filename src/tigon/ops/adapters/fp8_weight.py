@@ -70,10 +70,9 @@ class Fp8Group:
         assert x is not None
         assert copies.rows is not None
         for index, weight in zip(self.indices, self.weights, strict=True):
-            stop = start + len(weight)
-            outputs[index] = multiply_fp8(
-                x, copies.rows.rows(start, stop), self.dtype, is_fast=options.fast_forward
-            )  # fmt: skip
+            stop = start + weight.shape[0]
+            factor = copies.rows if len(self.weights) == 1 else copies.rows.rows(start, stop)
+            outputs[index] = multiply_fp8(x, factor, self.dtype, is_fast=options.fast_forward)
             start = stop
         return outputs
 

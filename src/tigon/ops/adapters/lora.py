@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tigon.ops.adapters.fp8_weight import Fp8Group
-from tigon.ops.adapters.frozen_weight import dense_weight
+from tigon.ops.adapters.frozen_weight import FrozenWeight, dense_weight
 from tigon.ops.adapters.lora_products import (
     Entry,
     add_low_rank,
@@ -44,7 +44,7 @@ from tigon.ops.adapters.low_rank import expand, split_terms
 from tigon.ops.adapters.projection import Adapter, Constants, Projection, flatten, rebuild
 from tigon.runtime import checks
 from tigon.runtime.autograd import first_order, keep_none_gradients, without_autocast
-from tigon.runtime.device import PLAIN, runs_kernels
+from tigon.runtime.device import KERNEL_DTYPES, PLAIN, runs_kernels
 from tigon.runtime.torch_private.autograd import has_active_transform
 from tigon.runtime.torch_private.operators import reshape_without_view
 
@@ -55,6 +55,7 @@ __all__ = [
     "lora_linear",
     "lora_linear_reference",
     "lora_linears",
+    "lora_node",
     "takes_adapters",
 ]
 
@@ -213,26 +214,36 @@ def takes_adapters(x: object, projections: Sequence[Projection]) -> bool:
     A model in fp32 runs in eager code, because it would gain nothing from tensor cores, and eager products are more
     accurate. Under autocast, x and the weights must have the dtype of autocast, which eager products would have too.
     """
-    tensors, constants = flatten(projections)
-    tensors = [tensor for tensor in tensors if tensor is not None]
-    frozen_weights = [each.frozen_weight for each in constants if each.frozen_weight is not None]
     if type(x) not in PLAIN or torch.compiler.is_compiling() or has_active_transform():
         return False
     assert isinstance(x, Tensor)
-    # A subclass may compute another product, and the kernels read dense memory.
-    if any(type(tensor) not in PLAIN or tensor.layout is not torch.strided for tensor in tensors):
-        return False
     # The node saves x, where eager code saves a copy of x in the dtype of A. Autograd saves no inference tensor.
     if x.is_inference() and torch.is_grad_enabled():
         return False
-    if any(each.device != x.device for each in (*tensors, *frozen_weights)) or not runs_kernels(x, *tensors):
+    dtype, device = x.dtype, x.device
+    if dtype == torch.float32 or not runs_kernels(x) or x.dim() < 2 or x.numel() == 0:
         return False
-    if x.dtype == torch.float32 or any(p.weight is not None and p.weight.dtype != x.dtype for p in projections):
+    if not x.is_meta and torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type) != dtype:
         return False
-    is_autocast = not x.is_meta and torch.is_autocast_enabled(x.device.type)
-    if is_autocast and torch.get_autocast_dtype(x.device.type) != x.dtype:
-        return False
-    return x.dim() > 1 and x.numel() > 0 and all(tensor.numel() > 0 for tensor in tensors)
+    for weight, bias, adapters in projections:
+        if weight is not None and (weight.dtype != dtype or weight.device != device):
+            return False
+        tensors = [bias] if isinstance(weight, FrozenWeight) else [weight, bias]
+        for adapter in adapters:
+            tensors += [adapter.a, adapter.b, adapter.bias]
+        for tensor in tensors:
+            if tensor is not None and not _is_operand(tensor, device):
+                return False
+    return True
+
+
+def _is_operand(tensor: Any, device: torch.device) -> bool:
+    """Return whether kernels read a tensor, which must be on the device of x.
+
+    A subclass of `Tensor` may compute another product, and the kernels read dense memory.
+    """
+    is_dense = type(tensor) in PLAIN and tensor.layout is torch.strided and tensor.numel() > 0
+    return is_dense and tensor.dtype in KERNEL_DTYPES and tensor.device == device
 
 
 def lora_linears(x: Tensor, projections: Sequence[Projection]) -> tuple[Tensor, ...]:
@@ -249,6 +260,11 @@ def lora_linears(x: Tensor, projections: Sequence[Projection]) -> tuple[Tensor, 
     """
     if not takes_adapters(x, projections):
         return tuple(eager_output(x, projection) for projection in projections)
+    return lora_node(x, projections)
+
+
+def lora_node(x: Tensor, projections: Sequence[Projection]) -> tuple[Tensor, ...]:
+    """Return the same as `lora_linears` by one node. The caller knows that `takes_adapters` is True."""
     tensors, constants = flatten(projections)
     return _LoRALinears.apply(x, constants, torch.is_grad_enabled(), *tensors)
 

@@ -52,7 +52,7 @@ from tigon.runtime.autograd import first_order, without_autocast
 from tigon.runtime.products import multiply
 from tigon.runtime.torch_private.operators import reshape_without_view
 
-__all__ = ["lora_glu_mlp", "runs_as_one_node"]
+__all__ = ["has_one_node", "lora_glu_mlp", "lora_glu_mlp_node", "runs_as_one_node"]
 
 # The largest rank for which the values of a tile fit in the registers of the kernels.
 LARGEST_RANK = 16
@@ -183,16 +183,31 @@ class _LoRAGLUMLP(torch.autograd.Function):
 # --- public --------------------------------------------------------------------------------------
 
 
-def runs_as_one_node(x: object, layers: Sequence[Projection]) -> bool:
-    """Return whether one node can compute the MLP. The module docstring names the cases that it does not support."""
+def has_one_node(layers: Sequence[Projection]) -> bool:
+    """Return whether one node can compute the MLP of layers for which `takes_adapters` is True.
+
+    The module docstring names the cases that it does not support.
+    """
     adapters = [adapter for layer in layers for adapter in layer.adapters]
     return (
         bool(adapters)
         and all(len(layer.adapters) <= 1 and layer.bias is None and not layer.weight.requires_grad for layer in layers)
         and all(a.bias is None and a.dropout == 0.0 and len(a.a) <= LARGEST_RANK for a in adapters)
         and layers[0].weight.shape == layers[1].weight.shape
-        and takes_adapters(x, layers)
     )
+
+
+def runs_as_one_node(x: object, layers: Sequence[Projection]) -> bool:
+    """Return whether one node computes the MLP for the input x."""
+    return has_one_node(layers) and takes_adapters(x, layers)
+
+
+def lora_glu_mlp_node(x: Tensor, layers: Sequence[Projection], activation: str) -> Tensor:
+    """Return the same as `lora_glu_mlp` by one node. The caller knows that `runs_as_one_node` is True."""
+    tensors, constants = flatten(layers)
+    records = torch.is_grad_enabled()
+    is_checkpointed = in_checkpoint() and records
+    return _LoRAGLUMLP.apply(x, constants, activation, not recomputes_mlp(), is_checkpointed, records, *tensors)
 
 
 def lora_glu_mlp(x: Tensor, gate: Projection, up: Projection, down: Projection, activation: str = "silu") -> Tensor:
@@ -209,10 +224,7 @@ def lora_glu_mlp(x: Tensor, gate: Projection, up: Projection, down: Projection, 
         [..., O] in the dtype of x.
     """
     if runs_as_one_node(x, (gate, up, down)):
-        tensors, constants = flatten((gate, up, down))
-        records = torch.is_grad_enabled()
-        is_checkpointed = in_checkpoint() and records
-        return _LoRAGLUMLP.apply(x, constants, activation, not recomputes_mlp(), is_checkpointed, records, *tensors)
+        return lora_glu_mlp_node(x, (gate, up, down), activation)
 
     def inner(x: Tensor) -> Tensor:
         return GATES[activation](*lora_linears(x, (gate, up)))

@@ -7,6 +7,7 @@ A recipe says which values share a scale: all values of a matrix ("tensorwise"),
 reads ("rowwise"): a row of its first factor or a column of its second one.
 """
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -112,6 +113,7 @@ def check_options(op: str, recipe: object, fp8_dw: object) -> None:
     checks.flag(op, fp8_dw=fp8_dw)
 
 
+@functools.cache
 def has_units(arch: str) -> bool:
     """Return whether a chip has the FP8 units that Tigon uses: "sm_89" (Ada), "sm_90" (Hopper) and later ones.
 

@@ -60,7 +60,8 @@ class FunctionSearch(Record):
         number, is_new = self.number(function)
         if is_new:
             if not is_trusted_function(function):
-                self.visit_function(function, path)
+                if self.executed is None or function.__code__ in self.executed:
+                    self.visit_function(function, path)
             else:
                 self.refuse_impure_torch(function.__name__, path)
                 self.visit_trusted_function(function, path)

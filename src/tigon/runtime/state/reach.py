@@ -54,7 +54,8 @@ class _Search(FunctionSearch, ModuleSearch, ContainerSearch):
                 if (last_name in names or not method.startswith("__")) and hasattr(container, method)
             )
             if path := next(paths, None):
-                self.reach.writes.append(f"may write to {path}, by {method} {location}")
+                self.reach.container_writes.append(f"may write to {path}, by {method} {location}")
+        self.reach.writes += self.reach.container_writes
         self.reach.writes += self.writes_to_tensors()
         # A check of the width does not count if the product with a weight of the module raises an error as well for an
         # input of another width.
@@ -173,6 +174,7 @@ def explore(
     choices: tuple[str, ...] = (),
     inputs: int | None = None,
     searched: tuple[str, ...] = (),
+    executed: frozenset[types.CodeType] | None = None,
 ) -> Reach:
     """Return the state that the forward of a module, or a function, can reach.
 
@@ -182,10 +184,13 @@ def explore(
 
     Children that hold tensors are not searched: the recipe that replaces the forward calls them as the forward does.
     `searched` names the exceptions: children whose parameters or settings the recipe reads.
+
+    With `executed`, the search reads only functions with this code. It is the code that one call has run. Every later
+    call that finds the same state runs the same code, so the state that other functions read does not matter to it.
     """
     skipped, known_uses = frozenset(("training", *live)), Uses()
     while True:
-        search = _Search(module, skipped, frozenset(choices), inputs, searched, known_uses)
+        search = _Search(module, skipped, frozenset(choices), inputs, searched, known_uses, executed)
         search.run()
         if known_uses.contains(search.uses):
             return search.reach

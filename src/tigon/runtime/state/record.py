@@ -55,11 +55,14 @@ class Record:
         inputs: int | None,
         searched: tuple[str, ...],
         known_uses: Uses,
+        executed: frozenset[types.CodeType] | None = None,
     ) -> None:
         self.module, self.live, self.choices, self.inputs = module, live, choices, inputs
         # The children with tensors that are searched too.
         self.searched_children = [module._modules[name] for name in searched]
         self.names, self.strings, self.all_names = frozenset(known_uses.names), known_uses.strings, known_uses.all_names
+        # The code that the search reads. None stands for the code of every function that it finds.
+        self.executed = executed
         self.known_uses, self.uses = known_uses, Uses(all_names=known_uses.all_names)
         self.reach = Reach()
         # The parts of the fingerprint. It is a tuple that compares the state by value.

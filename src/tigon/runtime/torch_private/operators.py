@@ -18,6 +18,7 @@ __all__ = [
     "current_device",
     "current_raw_stream",
     "dispatch_modes",
+    "function_modes",
     "grouped_mm",
     "has_init_group",
     "increment",
@@ -49,6 +50,10 @@ current_device: Callable[[], int] = getattr(_C, "_cuda_getDevice", torch.cuda.cu
 # The number of active dispatch modes, which count, fake or cache the operators of torch. cuBLASLt and the self-check of
 # launches do not run inside them. Seen in 2.8 to 2.13. Without it: 1, so cuBLASLt is not used and no launch is direct.
 dispatch_modes: Callable[[], int] = getattr(_C, "_len_torch_dispatch_stack", lambda: 1)
+
+# The number of active function modes, which see and may replace each call of a function of torch. While there is one,
+# the forward of a layer with adapters runs at every call. Seen in 2.8 to 2.13. Without it: 1, so it always does.
+function_modes: Callable[[], int] = getattr(_C, "_len_torch_function_stack", lambda: 1)
 
 # Assert a tensor on its device, without a host synchronisation. Seen in 2.8 to 2.13. Without it: no assertion, so a
 # loss whose logits were changed is NaN, as on devices without assertions in kernels.
