@@ -68,11 +68,10 @@ class Fp8Group:
         x = quantise_tensor(rows, Layout(WEIGHT_DTYPE, options.is_rowwise, True, False)).rows
         copies = self.copies or weight_rows(None, "", self.weights, options.is_rowwise, False)
         assert x is not None
-        assert copies.rows is not None
         for index, weight in zip(self.indices, self.weights, strict=True):
             stop = start + len(weight)
             outputs[index] = multiply_fp8(
-                x, copies.rows.rows(start, stop), self.dtype, is_fast=options.fast_forward
+                x, copies.rows_of(start, stop), self.dtype, is_fast=options.fast_forward
             )  # fmt: skip
             start = stop
         return outputs
