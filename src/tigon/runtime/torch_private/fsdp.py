@@ -25,7 +25,7 @@ Unit = Any
 _UNIT_NAMES = "fsdp_params", "modules", "is_sharded", "_all_gather_result", "_use_post_forward_mesh"
 _PARAMETER_NAMES = (
     *("all_gather_outputs", "unsharded_accumulated_grad", "_unsharded_inner_tensors", "_init_extensions"),
-    *("sharded_param", "offload_to_cpu", "is_dtensor", "mp_policy", "_module_info"),
+    *("_sharded_local_tensor", "sharded_param", "offload_to_cpu", "is_dtensor", "mp_policy", "_module_info"),
 )
 
 
@@ -79,9 +79,11 @@ def find_parameters(unit: Unit) -> Iterator[tuple[nn.Module, str, Any]]:
 
 
 def local_shard(parameter: Any) -> Tensor:
-    """Return the tensor object that FSDP2 asks for its extension functions: the shard of this rank, without padding."""
-    with torch.no_grad():
-        return parameter.sharded_param.to_local()
+    """Return the tensor object that FSDP2 asks for its extension functions: the shard of this rank, without padding.
+
+    `DTensor.to_local` may return another object with the same memory.
+    """
+    return parameter._sharded_local_tensor
 
 
 def gathered_dtype(parameter: Any) -> torch.dtype:
