@@ -2,22 +2,25 @@
 
 import functools
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 from torch import nn
 
 from tigon.hf.report import Report
+from tigon.recognition.adapters import AdapterRecipe
 from tigon.recognition.fp8 import FP8Recipe, end_gather
 from tigon.recognition.fp8_gather import GatheredUnit, find_refusal
 from tigon.recognition.fp8_groups import find_groups
 from tigon.recognition.replacement import installed_recipe
+from tigon.recognition.standin import is_linear
 from tigon.runtime.torch_private import fsdp
 
 __all__ = ["gather_in_fp8"]
 
 PART = "fp8_gather"
 COUNTED = "weights gathered in FP8"
+READ = "the adapters around it may read its values, because no op computes them"
 
 
 def gather_in_fp8(model: nn.Module) -> Report:
@@ -42,7 +45,8 @@ def gather_in_fp8(model: nn.Module) -> Report:
     Returns:
         A report. `print(report)` shows which weights are gathered in FP8, and why the others are not. Weights keep
         their dtype if they are offloaded to the host, shared by several modules or distributed by tensor parallelism,
-        if `reshard_after_forward` is a number, or if they would be gathered in fp32. `report.restore()` undoes this
+        if `reshard_after_forward` is a number, if they would be gathered in fp32, and if they are the base of adapters
+        that no op computes, such as DoRA, which reads the values of its base. `report.restore()` undoes this
         function, and so does `restore` of the report of `patch`; call it between two steps.
 
     Raises:
@@ -98,7 +102,7 @@ def gather_in_fp8(model: nn.Module) -> Report:
     for layer in names:
         end_gather(layer)
     report = Report(type(model).__name__, empty=f"0 {COUNTED}", patched=weakref.ref(model), counted=COUNTED)
-    gathered_units = _plan(units, names, find_groups(model), report)
+    gathered_units = _plan(units, names, _find_read_weights(model), find_groups(model), report)
     if not report:
         reasons = "; ".join(f"{entry.detail} ({entry.count:,} weights)" for entry in report.left_alone)
         raise ValueError(f"gather_in_fp8: no weight can be gathered in FP8: {reasons}")
@@ -108,14 +112,27 @@ def gather_in_fp8(model: nn.Module) -> Report:
     return report
 
 
+def _find_read_weights(model: nn.Module) -> set[nn.Module]:
+    """Return the bases of adapters that no op computes. The code of such adapters may read the values of the base."""
+    bases = set()
+    parent: Any
+    for parent in model.modules():
+        sizes = getattr(parent, "in_features", None), getattr(parent, "out_features", None)
+        if None not in sizes and not isinstance(installed_recipe(parent), (AdapterRecipe, FP8Recipe)):
+            bases |= {m for m in parent.modules() if is_linear(m) and (m.in_features, m.out_features) == sizes}
+    return bases
+
+
 def _plan(
-    units: Sequence[fsdp.Unit], names: Mapping[nn.Module, str], groups: Sequence[Sequence[nn.Module]], report: Report
-) -> list[GatheredUnit]:
+    units: Sequence[fsdp.Unit], names: Mapping[nn.Module, str], read_weights: Set[nn.Module],
+    groups: Sequence[Sequence[nn.Module]], report: Report,
+) -> list[GatheredUnit]:  # fmt: skip
     """Choose the weights that are gathered in FP8, and add all to the report.
 
     Args:
         units: The units of FSDP2 in the model.
         names: The names of the layers in FP8.
+        read_weights: Layers whose weights other code may read.
         groups: The layers whose weights share a scale.
         report: The report.
     """
@@ -127,7 +144,7 @@ def _plan(
         members: dict[Any, list[tuple[nn.Module, Any]]] = {}
         for layer, name, parameter in fsdp.find_parameters(unit):
             if layer in names and name == "weight":
-                reasons[layer] = find_refusal(unit, parameter) or ""
+                reasons[layer] = READ if layer in read_weights else find_refusal(unit, parameter) or ""
                 if not reasons[layer]:
                     members.setdefault(group_of.get(layer, layer), []).append((layer, parameter))
         if members:

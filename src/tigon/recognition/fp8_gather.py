@@ -14,6 +14,7 @@ for the norm of gradients. The two functions are attributes of the local tensors
 `load_state_dict(assign=True)` exchange these tensors, so a hook before each forward sets the attributes again.
 """
 
+import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -30,6 +31,9 @@ from tigon.recognition.replacement import installed_recipe
 from tigon.runtime.torch_private import fsdp
 
 __all__ = ["GatheredUnit", "find_refusal"]
+
+# The numbers of units, which tell apart weights whose scales come from different all-reduces.
+_numbers = itertools.count()
 
 PRE_GATHER, POST_GATHER = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 
@@ -99,7 +103,7 @@ class _WeightGather:
             # The scale was allocated on the stream on which the shards are copied.
             scale.record_stream(torch.cuda.current_stream(scale.device))
         if out is None:
-            return GatheredWeight.make(values, scale, (self.unit, self.group), param_dtype), ()
+            return GatheredWeight.make(values, scale, (self.unit.number, self.group), param_dtype), ()
         assert isinstance(out, GatheredWeight)
         out.contents.values, out.contents.scale = values, scale
         return None
@@ -116,6 +120,7 @@ class GatheredUnit:
 
     def __init__(self, unit: fsdp.Unit, groups: Sequence[Sequence[tuple[nn.Module, Any]]]) -> None:
         self.unit = weakref.ref(unit)
+        self.number = next(_numbers)
         self.group_count = len(groups)
         # The shards in FP8 of an all-gather that FSDP2 is preparing.
         self.rounded: dict[_WeightGather, Factor] = {}
