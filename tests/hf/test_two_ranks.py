@@ -9,14 +9,14 @@ from ranks import run_ranks
 # The groups, and the number of setups in each.
 GROUPS = {
     "sharded": 20, "parallel": 15, "sequence": 6, "head": 6, "zero": 6, "ulysses": 6, "adapters": 4, "lean": 10,
-    "lean_more": 18, "fp8": 9, "adapter_ops": 4,
+    "lean_more": 18, "fp8": 9, "fp8_gather": 13, "adapter_ops": 5,
 }  # fmt: skip
 # One launch runs several groups, because two processes take longer to start than most setups take.
 LAUNCHES = {
     "sharded and lean": ("sharded", "lean"),
     "more ways": ("parallel", "sequence", "head", "adapters", "lean_more"),
     "zero": ("zero", "ulysses"),
-    "fp8": ("fp8",),
+    "fp8": ("fp8", "fp8_gather"),
     "adapters by ops": ("adapter_ops",),
 }
 # On the CPU, the kernels of this launch run in Triton's interpreter.
