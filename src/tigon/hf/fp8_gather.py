@@ -72,7 +72,7 @@ def gather_in_fp8(model: nn.Module) -> Report:
         ...     _ = fully_shard(layer)
         >>> _ = fully_shard(model)
         >>> print(tigon.gather_in_fp8(model))
-        LlamaForCausalLM: 7 weights gathered in FP8
+        FSDPLlamaForCausalLM: 7 weights gathered in FP8
         part        module  count  now
         ----------  ------  -----  -----------------------------------
         fp8_gather  Linear  7      gathered in e4m3, 1 byte each value

@@ -65,8 +65,10 @@ def quantise_weights(
     """
     if any(isinstance(weight, GatheredWeight) for weight in weights):
         if is_rowwise or not share_scale(weights):
-            raise ValueError("fp8: weights that were gathered in FP8 have one scale, and only layers that share it"
-                             " can be one product")
+            raise ValueError(
+                "fp8: weights that were gathered in FP8 have one scale each or for a group, so the recipe must be "
+                '"tensorwise", and only layers that share a scale can be one product'
+            )
         return _GatheredCopies([weight for weight in weights if isinstance(weight, GatheredWeight)], needs_transposed)
     layout = Layout(WEIGHT_DTYPE, is_rowwise, needs_rows, needs_transposed)
     return Fp8Weights(*quantise([weight.detach() for weight in weights], layout))
