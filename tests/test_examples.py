@@ -21,7 +21,9 @@ OBJECTS = [
 SHARDS = tigon.gather_in_fp8
 
 
-@pytest.mark.parametrize("public", [each for each in OBJECTS if each is not SHARDS], ids=lambda public: public.__qualname__)
+@pytest.mark.parametrize(
+    "public", [each for each in OBJECTS if each is not SHARDS], ids=lambda public: public.__qualname__
+)
 def test_example_prints_its_result(public):
     if public in (tigon.patch, tigon.patched) or public.__name__.startswith("AutoModel"):
         pytest.importorskip("transformers")

@@ -16,7 +16,7 @@ for the norm of gradients. The two functions are attributes of the local tensors
 
 import itertools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from tigon.ops.fp8.formats import WEIGHT_DTYPE, Factor
 from tigon.ops.fp8.gathered_weights import GatheredWeight
 from tigon.ops.fp8.shards import find_maxima, maximum_of, round_shard
-from tigon.recognition.fp8 import FP8_DTYPES, FP8Recipe
+from tigon.recognition.fp8 import FP8_DTYPES
 from tigon.recognition.replacement import installed_recipe
 from tigon.runtime.torch_private import fsdp
 
@@ -142,7 +142,7 @@ class GatheredUnit:
         self.hooks = [self.watch(module) for module in dict.fromkeys((*unit.modules, model))]
 
     def watch(self, module: nn.Module) -> Any:
-        """Let a forward of a module attach the functions again, before FSDP2 looks for them; return the hook's handle."""
+        """Let each forward of a module attach the functions before FSDP2 looks for them. Return the hook's handle."""
         return module.register_forward_pre_hook(_AttachAgain(self), prepend=True)
 
     def attach(self) -> None:
@@ -165,6 +165,7 @@ class GatheredUnit:
     def _reshard(self) -> fsdp.Unit:
         """Free the gathered weights of the unit, and return the unit."""
         unit = self.unit()
+        assert unit is not None
         for module in unit.modules:
             module.reshard()
         return unit
@@ -183,7 +184,9 @@ class GatheredUnit:
         shards = [gather.shard() if dtype is None else gather.shard().to(dtype) for gather in gathers]
         for shard in shards:
             if shard.dtype not in FP8_DTYPES:
-                raise ValueError(f"tigon.gather_in_fp8: a weight cannot be gathered in FP8: {_describe_dtype(shard.dtype)}")
+                raise ValueError(
+                    f"tigon.gather_in_fp8: a weight cannot be gathered in FP8: {_describe_dtype(shard.dtype)}"
+                )
         groups: list[list[Tensor]] = [[] for _ in range(self.group_count)]
         for gather, shard in zip(gathers, shards, strict=True):
             groups[gather.group].append(shard)

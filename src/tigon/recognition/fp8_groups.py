@@ -64,7 +64,7 @@ def _group_of(layers: Sequence[Any], with_same_input: Sequence[Any]) -> list[nn.
 
 
 def find_groups(model: nn.Module) -> list[list[nn.Module]]:
-    """Return the groups of two or more layers in FP8 whose weights share a scale. Each layer is in one group at most."""
+    """Return the groups of two or more layers in FP8 whose weights share a scale. No layer is in two groups."""
     groups, seen = [], set()
     for layers, with_same_input in _calls(model):
         group = [layer for layer in _group_of(layers, with_same_input) if layer not in seen]

@@ -18,7 +18,13 @@ from tigon.ops.adapters.lora_mlp import lora_glu_mlp, runs_as_one_node
 from tigon.ops.adapters.projection import Projection
 from tigon.ops.mlps.glu import NO_SCALING, Scaling, geglu, geglu_reference, swiglu, swiglu_reference
 from tigon.ops.mlps.glu_mlp import glu_mlp_by_kernels, plain_weight, scaled, supports_weights
-from tigon.recognition.adapters import cast_for_products, may_be_one_product, may_have_adapters, output_dtype, read_projection
+from tigon.recognition.adapters import (
+    cast_for_products,
+    may_be_one_product,
+    may_have_adapters,
+    output_dtype,
+    read_projection,
+)
 from tigon.recognition.deferred import TensorLike
 from tigon.recognition.fp8 import compute_mlp_in_fp8
 from tigon.runtime.device import KERNEL_DTYPES, PLAIN

@@ -62,7 +62,9 @@ def test_no_name_is_missing():
     assert operators.has_init_group()
 
 
-@pytest.mark.parametrize("part", [autograd, fsdp, graphs, modules, operators], ids=lambda part: part.__name__.split(".")[-1])
+@pytest.mark.parametrize(
+    "part", [autograd, fsdp, graphs, modules, operators], ids=lambda part: part.__name__.split(".")[-1]
+)
 def test_every_name_of_a_part_exists(part):
     assert [name for name in part.__all__ if getattr(part, name, None) is None] == []
 

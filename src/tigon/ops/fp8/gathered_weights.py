@@ -74,7 +74,7 @@ class GatheredWeight(Tensor):
         """Return the rounded weight as a plain tensor."""
         return (self.contents.values.float() * self.contents.scale).to(self.dtype)
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"GatheredWeight({tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple]:
@@ -103,7 +103,7 @@ class GatheredWeight(Tensor):
             return function(*args, **kwargs or {})
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, operator: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
@@ -112,8 +112,8 @@ class GatheredWeight(Tensor):
             return GatheredWeight(weight.contents, weight.dtype)
         if is_in_place(operator):
             raise RuntimeError(
-                f"tigon.gather_in_fp8: {operator} would write to a weight that is gathered in FP8; write to the sharded "
-                "parameter, or call report.restore() of the report of tigon.gather_in_fp8"
+                f"tigon.gather_in_fp8: {operator} would write to a weight that is gathered in FP8; write to the "
+                "sharded parameter, or call restore() of the report of tigon.gather_in_fp8"
             )
         return operator(*map(_dequantise_in, args), **{name: _dequantise_in(value) for name, value in kwargs.items()})
 

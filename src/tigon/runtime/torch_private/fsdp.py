@@ -46,12 +46,15 @@ def find_units(model: nn.Module) -> list[Unit]:
     """
     # An engine that was never imported has sharded nothing.
     sharded_class = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    if sharded_class is None:
+        return []
     units: dict[int, Unit] = {}
-    for module in model.modules() if sharded_class is not None else ():
+    module: Any
+    for module in model.modules():
         if not isinstance(module, sharded_class):
             continue
         _require(module, ("_get_fsdp_state",))
-        state = module._get_fsdp_state()  # type: ignore[operator]
+        state = module._get_fsdp_state()
         # Versions before 2.12 have one unit for each state.
         groups = getattr(state, "_fsdp_param_groups", None)
         groups = [getattr(state, "_fsdp_param_group", None)] if groups is None else groups

@@ -211,7 +211,8 @@ def make_plan(options: TrainOptions) -> TrainPlan:
             raise ValueError(f"bench train: the provider {provider.name} {reason}: it needs --lora, got none")
         if options.gpus < 2 and provider.fp8_gather:
             raise ValueError(
-                f"bench train: the provider {provider.name} gathers shards: it needs --gpus 2 or more, got {options.gpus}"
+                f"bench train: the provider {provider.name} gathers shards: it needs --gpus 2 or more, "
+                f"got {options.gpus}"
             )
     runs = [ProviderRun(provider.name, provider) for provider in providers]
     if options.curves:
