@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         AutoModelForCausalLM,
         AutoModelForImageTextToText,
         AutoModelForSequenceClassification,
+        gather_in_fp8,
         patch,
         patched,
     )
@@ -72,6 +73,7 @@ _NAMES_BY_MODULE = {
         "AutoModelForCausalLM",
         "AutoModelForImageTextToText",
         "AutoModelForSequenceClassification",
+        "gather_in_fp8",
         "patch",
         "patched",
     ),
@@ -157,6 +159,7 @@ __all__ = [
     "cross_entropy",
     "fp8_linear",
     "gated_rms_norm",
+    "gather_in_fp8",
     "geglu",
     "gelu",
     "glu_mlp",

@@ -17,7 +17,7 @@ from tigon.runtime.device import INTERPRETED
 
 if __name__ == "__main__":
     *groups, store = sys.argv[1:]
-    rank = int(os.environ["RANK"])
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
     if INTERPRETED:
         repair_the_interpreter()
@@ -25,7 +25,7 @@ if __name__ == "__main__":
     if DEVICE == "cuda":
         torch.cuda.set_device(rank)
     backend = "nccl" if DEVICE == "cuda" else "gloo"
-    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=2, timeout=LIMIT)
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=LIMIT)
     for group in groups:
         for name, setup in importlib.import_module(f"hf.ways_{group}").SETUPS.items():
             setup(rank)

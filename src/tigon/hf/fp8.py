@@ -5,6 +5,7 @@ of one list of modules. All other linear layers keep their dtype: the head, rout
 product cannot compute or does not speed up.
 """
 
+import functools
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
@@ -16,7 +17,7 @@ from tigon.hf.transformers_private import is_checkpoint_layer
 from tigon.ops.fp8.formats import MULTIPLE, RECIPES, has_fp8_units
 from tigon.recognition.adapters import AdapterRecipe
 from tigon.recognition.experts import is_experts
-from tigon.recognition.fp8 import FP8_DTYPES, FP8Recipe, FP8Settings, mark_bases, request_maxima
+from tigon.recognition.fp8 import FP8_DTYPES, FP8Recipe, FP8Settings, end_gather, mark_bases, request_maxima
 from tigon.recognition.replacement import find_replacement, foreign_forward, install
 from tigon.recognition.standin import is_linear
 
@@ -162,11 +163,16 @@ class FP8Plan:
         settings = self.settings
         if settings is None:
             return []
-        undo = [install(layer, FP8Recipe(settings)) for layer in self.changed]
+        undo = []
+        for layer in self.changed:
+            # The weight may be gathered in FP8 for an earlier recipe.
+            end_gather(layer)
+            undo.append(install(layer, FP8Recipe(settings)))
         for module in self.adapted:
             mark_bases(module)
         if self.changed:
             undo += map(request_maxima, self.decoder_layers)
+            undo += [functools.partial(end_gather, layer) for layer in self.changed]
         for name, module, reason in self.lines:
             detail = reason or _describe_products(settings, module.weight.dtype)
             report.add("fp8", type(module).__name__, not reason, detail, name)

@@ -22,7 +22,7 @@ __all__ = ["Entry", "ModuleOutcomes", "Outcome", "Report"]
 class Entry:
     """Modules of one class that were replaced by the same recipe, or left alone for the same reason."""
 
-    # A key of `tigon.hf.patch.PARTS`.
+    # A key of `tigon.hf.patch.PARTS`, "fp8" or "fp8_gather".
     part: str
     # The name of the class.
     module: str
@@ -81,6 +81,8 @@ class Report:
     outcomes: dict[str, ModuleOutcomes] = field(default_factory=dict, repr=False)
     # The title of the report if nothing was replaced.
     empty: str = field(default="nothing patched", repr=False)
+    # The words after the number of replaced modules in the title.
+    counted: str = field(default="modules patched", repr=False)
     # The model that was patched; None for a report about a class.
     patched: weakref.ref[nn.Module] | None = field(default=None, repr=False, compare=False)
 
@@ -165,7 +167,7 @@ class Report:
         return [(e.part, e.module, f"{e.count:,}", describe(e)) for e in [*self.replaced, *self.left_alone]]
 
     def _title(self) -> str:
-        return f"{self.model}: {f'{len(self):,} modules patched' if self else self.empty}"
+        return f"{self.model}: {f'{len(self):,} {self.counted}' if self else self.empty}"
 
     def __str__(self) -> str:
         rows = [COLUMNS, *self._rows()]

@@ -21,6 +21,7 @@ from tigon.ops.adapters.fp8_weight import Fp8Weight
 from tigon.ops.fp8.formats import Fp8Options
 from tigon.ops.fp8.fp8_glu_mlp import fp8_glu_mlp
 from tigon.ops.fp8.fp8_linear import fp8_projections
+from tigon.ops.fp8.gathered_weights import GatheredWeight, share_scale
 from tigon.ops.fp8.weights import WeightCache
 from tigon.ops.mlps.projections import does_more_than_forward
 from tigon.recognition.deferred import Deferred, TensorLike, call_deferred, product_dtype
@@ -39,6 +40,7 @@ __all__ = [
     "FP8Settings",
     "compute_in_fp8",
     "compute_mlp_in_fp8",
+    "end_gather",
     "mark_bases",
     "request_maxima",
 ]
@@ -88,6 +90,8 @@ class FP8Recipe:
         self.caches: dict[int, StepCache] = {}
         # The device of the weights whose copies the caches hold.
         self.device: torch.device | None = None
+        # Lets FSDP2 gather the weight of a layer in its dtype again; None if it does so.
+        self.end_gather: Callable[[nn.Module], None] | None = None
 
     def __reduce__(self) -> tuple:
         return FP8Recipe, (self.settings, self.is_base)
@@ -146,6 +150,14 @@ class FP8Recipe:
             self.caches.clear()
 
 
+def end_gather(layer: nn.Module) -> None:
+    """Let FSDP2 gather the weight of a layer in its dtype again, if it gathers it in FP8."""
+    recipe = getattr(find_replacement(layer), "recipe", None)
+    if isinstance(recipe, FP8Recipe) and recipe.end_gather is not None:
+        end, recipe.end_gather = recipe.end_gather, None
+        end(layer)
+
+
 def mark_bases(layer: nn.Module) -> None:
     """Record in the recipes of the FP8 layers in a layer with adapters that a merge changes their weights."""
     for module in layer.modules():
@@ -186,7 +198,8 @@ def _fits(layer: Any, x: Any, has_copies: bool) -> bool:
     if not linears_are_stock() or type(layer).forward is not nn.Linear.forward or has_active_transform():
         return False
     weight, bias = layer.weight, layer.bias
-    if type(weight) not in PLAIN or (bias is not None and type(bias) not in PLAIN):
+    is_gathered = type(weight) is GatheredWeight
+    if not (is_gathered or type(weight) in PLAIN) or (bias is not None and type(bias) not in PLAIN):
         return False
     if len(x.shape) < 2 or 0 in x.shape or x.device != weight.device:
         return False
@@ -201,7 +214,8 @@ def _fits(layer: Any, x: Any, has_copies: bool) -> bool:
         return False
     if dtype not in FP8_DTYPES:
         return False
-    if torch.is_grad_enabled() or (has_copies and not weight.requires_grad and keeps_versions(weight)):
+    # A weight that was gathered in FP8 needs no rounding, and has no other values.
+    if is_gathered or torch.is_grad_enabled() or (has_copies and not weight.requires_grad and keeps_versions(weight)):
         return True
     return math.prod(x.shape[:-1]) >= FEWEST_ROWS
 
@@ -237,10 +251,12 @@ def _find_recipes(x: Any, layers: Sequence[nn.Module]) -> list[FP8Recipe] | None
     return recipes
 
 
-def compute_in_fp8(x: Any, layers: Sequence[nn.Module]) -> tuple[Tensor, ...] | None:
+def compute_in_fp8(x: Any, layers: Sequence[Any]) -> tuple[Tensor, ...] | None:
     """Return layer(x) for each layer, with x quantised once; None if the caller has to call the layers."""
     recipes = _find_recipes(x, layers)
-    return None if recipes is None else _compute(x, layers, recipes)
+    if recipes is None or not share_scale([layer.weight for layer in layers]):
+        return None
+    return _compute(x, layers, recipes)
 
 
 def compute_mlp_in_fp8(x: Any, layers: Sequence[Any], activation: str) -> Tensor | None:
@@ -250,6 +266,8 @@ def compute_mlp_in_fp8(x: Any, layers: Sequence[Any], activation: str) -> Tensor
     if recipes is None or any(layer.bias is not None for layer in layers):
         return None
     weights, settings = [layer.weight for layer in layers], recipes[0].settings
+    if not share_scale(weights[:2]):
+        return None
     return fp8_glu_mlp(
         x, *weights, activation=activation, recipe=settings.recipe, fp8_dw=settings.fp8_dw,
         caches=_find_cache(recipes, weights),

@@ -27,7 +27,15 @@ from tigon.recognition.norm_recipes import RMSNormRecipe
 from tigon.recognition.norms import recognise_norm
 from tigon.recognition.overwriting import overwritten_inputs
 from tigon.recognition.replacement import Replacement, requests_of
-from tigon.recognition.rewriting import ADD_NORM, HEAD_NORMS, NORM_ROPE, NORM_WITH_RESIDUAL, PRODUCTS, rewrite
+from tigon.recognition.rewriting import (
+    ADD_NORM,
+    HEAD_NORMS,
+    NORM_ROPE,
+    NORM_WITH_RESIDUAL,
+    PRODUCT_GROUPS,
+    PRODUCTS,
+    rewrite,
+)
 from tigon.recognition.source import CodeState, code_state, innermost, is_unchanged
 from tigon.recognition.standin import is_linear
 from tigon.recognition.trials import explain_none, not_recording
@@ -204,6 +212,12 @@ class FusedStatementsRecipe:
         """Return the names of the children that normalise queries and keys just before their rotary embedding."""
         forward = self.forward_for(self.stock)
         return () if forward is None else vars(innermost(forward)).get(HEAD_NORMS, ())
+
+    @property
+    def product_groups(self) -> tuple[tuple[str, ...], ...]:
+        """Return the names of the children of each group of layers that are called together with the same input."""
+        forward = self.forward_for(self.stock)
+        return () if forward is None else vars(innermost(forward)).get(PRODUCT_GROUPS, ())
 
     def __str__(self) -> str:
         words = {ADD_NORM: "add + norm", NORM_WITH_RESIDUAL: "norm + residual", PRODUCTS: "products of one input"}

@@ -18,7 +18,13 @@ from tigon.ops.adapters.lora_mlp import has_one_node, lora_glu_mlp, lora_glu_mlp
 from tigon.ops.adapters.projection import Projection
 from tigon.ops.mlps.glu import NO_SCALING, Scaling, geglu, geglu_reference, swiglu, swiglu_reference
 from tigon.ops.mlps.glu_mlp import glu_mlp_by_kernels, plain_weight, scaled, supports_weights
-from tigon.recognition.adapters import cast_for_products, may_have_adapters, output_dtype, read_projection
+from tigon.recognition.adapters import (
+    cast_for_products,
+    may_be_one_product,
+    may_have_adapters,
+    output_dtype,
+    read_projection,
+)
 from tigon.recognition.deferred import TensorLike
 from tigon.recognition.fp8 import compute_mlp_in_fp8
 from tigon.runtime.device import KERNEL_DTYPES, PLAIN
@@ -109,8 +115,8 @@ class GLURecipe:
                 assert isinstance(gate_weight, Tensor)
                 assert isinstance(up_weight, Tensor)
                 assert isinstance(down_weight, Tensor)
-                return glu_mlp_by_kernels(x, gate_weight, up_weight, down_weight, kind, self._scaling)
-            has_op = None in weights and self._scaling == NO_SCALING
+                return glu_mlp_by_kernels(x, gate_weight, up_weight, down_weight, kind, self.scaling)
+            has_op = None in weights and self.scaling == NO_SCALING
             if has_op and (y := compute_mlp_in_fp8(x, projections, kind)) is not None:
                 return y
             if has_op and (layers := self._layers_with_adapters(module, x)) is not None:
@@ -123,7 +129,7 @@ class GLURecipe:
         return scaled(y, self.output_scale)
 
     @property
-    def _scaling(self) -> Scaling:
+    def scaling(self) -> Scaling:
         return Scaling(self.gate_scale, self.output_scale, self.limit)
 
     def _layers_with_adapters(self, module: nn.Module, x: Tensor) -> LayersWithAdapters | None:
@@ -133,7 +139,7 @@ class GLURecipe:
         if not may_have_adapters(x, layers):
             return None
         gate, up = (read_projection(layer, x) for layer in layers[:2])
-        if gate is None or up is None:
+        if gate is None or up is None or not may_be_one_product((gate, up)):
             return None
         dtype = torch.promote_types(output_dtype(gate, x), output_dtype(up, x))
         inner = TensorLike(torch.Size((*x.shape[:-1], len(gate.weight))), dtype, x.device)
@@ -158,7 +164,7 @@ class GLURecipe:
         gate = call_projection(getattr(module, self.gate), x)
         if up_layer is not None and not self.up_first:
             up = call_projection(up_layer, x)
-        if self._scaling != NO_SCALING:
+        if self.scaling != NO_SCALING:
             gate, up = gate.chunk(2, -1) if up is None else (gate, up)
             gate = scaled(gate, self.gate_scale)
             if math.isfinite(self.limit):

@@ -37,6 +37,7 @@ __all__ = [
     "NORM_ROPE",
     "NORM_WITH_RESIDUAL",
     "PRODUCTS",
+    "PRODUCT_GROUPS",
     "TWO_LAYER_MLP",
     "child_call",
     "rewrite",
@@ -54,6 +55,8 @@ ADD_NORM, NORM_WITH_RESIDUAL, PRODUCTS, TWO_LAYER_MLP, CHUNKED_METHOD, START_NOR
 )
 # The attribute of a rewritten function that names the children which `start_norm` runs.
 HEAD_NORMS = "_tigon_head_norms_"
+# The attribute of a rewritten function that names the children of each call of `products`.
+PRODUCT_GROUPS = "_tigon_product_groups_"
 
 
 # --- statements ------------------------------------------------------------------------------------
@@ -138,6 +141,8 @@ class _Match(NamedTuple):
     # For a norm: the name of the child, and the variables that hold its input or the residual afterwards.
     norm: str = ""
     residuals: frozenset[str] = frozenset()
+    # For linear layers with the same input: the names of the children.
+    layers: tuple[str, ...] = ()
 
 
 def _match_norm(statements: list[ast.stmt], variables: frozenset[str]) -> _Match | None:
@@ -241,7 +246,8 @@ def _match_products(statements: list[ast.stmt], number: int) -> _Match | None:
     transformer = _ProductCalls(argument, products)
     new_statements = [transformer.visit(statement) for statement in statements[:count]]
     fused_call = ast.Call(_name(PRODUCTS), [_name(argument), *map(_attribute, transformer.children)], [])
-    return _Match(count, [ast.copy_location(_assign([products], fused_call), statements[0]), *new_statements])
+    new_statements.insert(0, ast.copy_location(_assign([products], fused_call), statements[0]))
+    return _Match(count, new_statements, layers=tuple(transformer.children))
 
 
 class _Rewriter:
@@ -251,6 +257,7 @@ class _Rewriter:
         self.count, self.variables, self.scope = 0, variables, scope
         self.stock = copy.deepcopy(definition)
         self.head_norms: list[str] = []
+        self.product_groups: list[tuple[str, ...]] = []
         # The reason why statements that resemble a match stay as they are.
         self.refusal: str | None = None
 
@@ -279,6 +286,8 @@ class _Rewriter:
                 index += 1
                 continue
             result += match.replacement
+            if isinstance(match, _Match) and match.layers:
+                self.product_groups.append(match.layers)
             self.count += 1
             index += match.length
         # The norms come last, because the projections in their arguments must be consecutive statements above.
@@ -383,6 +392,7 @@ def rewrite(function: FunctionType, *helpers: Callable) -> FunctionType | str | 
             return rewriter.refusal
         result = compile_definition(definition, function, dict(zip(NAMES, helpers, strict=True)))
         vars(innermost(result))[HEAD_NORMS] = tuple(rewriter.head_norms)
+        vars(innermost(result))[PRODUCT_GROUPS] = tuple(rewriter.product_groups)
         return result
     except NotReadable as error:
         return f"its forward {error}"

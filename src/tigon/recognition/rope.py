@@ -22,6 +22,7 @@ from tigon.ops.rotary.rope import can_run_kernels, rotary_size
 from tigon.recognition.exchanged_functions import ForwardWithFunctions, written_globals
 from tigon.recognition.function_guard import FunctionGuard
 from tigon.recognition.fused_statements import FusedStatementsRecipe, fuse_statements
+from tigon.recognition.rewriting import PRODUCT_GROUPS
 from tigon.recognition.rope_complex import ComplexForm, FusedComplexRope, takes_complex_table
 from tigon.recognition.rope_forms import Form, RopeCall
 from tigon.recognition.rope_function import recognise_function
@@ -156,6 +157,8 @@ class RopeRecipe:
         rewritten = fuse_statements(self.stock) if fuses_statements else None
         function = rewritten if isinstance(rewritten, types.FunctionType) else self.stock
         file_globals = innermost(function).__globals__
+        # The names of the children of each group of layers that are called together with the same input.
+        self.product_groups: tuple[tuple[str, ...], ...] = vars(innermost(function)).get(PRODUCT_GROUPS, ())
         # A copy of a recipe keeps its guards, because the file may have other functions by now.
         self.guards = guards or tuple(FunctionGuard(file_globals[name]) for name, _ in forms)
         fused_ropes: dict[str, _FusedRope | FusedComplexRope] = {}

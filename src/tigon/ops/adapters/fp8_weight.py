@@ -68,10 +68,9 @@ class Fp8Group:
         x = quantise_tensor(rows, Layout(WEIGHT_DTYPE, options.is_rowwise, True, False)).rows
         copies = self.copies or weight_rows(None, "", self.weights, options.is_rowwise, False)
         assert x is not None
-        assert copies.rows is not None
         for index, weight in zip(self.indices, self.weights, strict=True):
             stop = start + weight.shape[0]
-            factor = copies.rows if len(self.weights) == 1 else copies.rows.rows(start, stop)
+            factor = copies.rows_of(start, stop)
             outputs[index] = multiply_fp8(x, factor, self.dtype, is_fast=options.fast_forward)
             start = stop
         return outputs

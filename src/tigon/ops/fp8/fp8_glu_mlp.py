@@ -28,7 +28,7 @@ from tigon.ops.fp8.fp8_linear import quantise_again, quantise_input, uses_autoca
 from tigon.ops.fp8.gated_gradients import gated_gradients, gated_gradients_reference
 from tigon.ops.fp8.products import multiply_fp8
 from tigon.ops.fp8.quantisation import Layout, activate, quantise, quantise_gated, quantise_tensor
-from tigon.ops.fp8.weights import WeightCache, quantise_weights, weight_rows, weight_transposed
+from tigon.ops.fp8.weights import Fp8Weights, WeightCache, quantise_weights, weight_rows, weight_transposed
 from tigon.ops.mlps.glu import NO_SCALING, glu_backward_into
 from tigon.ops.mlps.glu_mlp import check_version, gradient_buffers, save_gated, unpack_gated
 from tigon.runtime import checks
@@ -44,10 +44,11 @@ KINDS = ("silu", "gelu", "gelu_tanh")
 # --- products ------------------------------------------------------------------------------------
 
 
-def _multiply_gates(x: Factor, weights: Factor, dtype: torch.dtype, options: Fp8Options) -> tuple[Tensor, Tensor]:
-    """Return gate and up [T, I] for x and the weights [2 I, H]."""
-    total = weights.values.shape[0]
-    halves = weights.rows(0, total // 2), weights.rows(total // 2, total)
+def _multiply_gates(
+    x: Factor, weights: Fp8Weights, inner: int, dtype: torch.dtype, options: Fp8Options
+) -> tuple[Tensor, Tensor]:
+    """Return gate and up [T, I] for x and the weights [2 I, H], I being `inner`."""
+    halves = weights.rows_of(0, inner), weights.rows_of(inner, 2 * inner)
     gate, up = (multiply_fp8(x, half, dtype, is_fast=options.fast_forward) for half in halves)
     return gate, up
 
@@ -86,9 +87,7 @@ class _Fp8GLUMLP(torch.autograd.Function):
         gates = gate_weight, up_weight
         gate_copies = weight_rows(cache, "gate and up", gates, options.is_rowwise, needs[0])
         down_copies = weight_rows(cache, "down", [down_weight], options.is_rowwise, needs_dgates)
-        assert gate_copies.rows is not None
-        assert down_copies.rows is not None
-        gate, up = _multiply_gates(x_rows, gate_copies.rows, x.dtype, options)
+        gate, up = _multiply_gates(x_rows, gate_copies, len(gate_weight), x.dtype, options)
         ctx.kind, ctx.options, ctx.shape, ctx.dtype, ctx.inner = kind, options, x.shape, x.dtype, len(gate_weight)
         ctx.dtypes = [weight.dtype for weight in (gate_weight, up_weight, down_weight)]
         ctx.gate_copies = gate_copies if cache is not None else None
@@ -102,7 +101,7 @@ class _Fp8GLUMLP(torch.autograd.Function):
             save_gated(ctx, gate, saves_gates, is_checkpointed, *tensors)
         a = quantise_gated(gate, up, kind, Layout(WEIGHT_DTYPE, options.is_rowwise, True, False)).rows
         assert a is not None
-        y = multiply_fp8(a, down_copies.rows, x.dtype, is_fast=options.fast_forward)
+        y = multiply_fp8(a, down_copies.rows_of(0, len(down_weight)), x.dtype, is_fast=options.fast_forward)
         return reshape_without_view(y, (*x.shape[:-1], len(down_weight)))
 
     @staticmethod
@@ -120,8 +119,7 @@ class _Fp8GLUMLP(torch.autograd.Function):
         if is_recomputed:
             x_rows = quantise_again(x, options, ctx.maxima, by_rows=True)
             copies = ctx.gate_copies or quantise_weights((gate_weight, up_weight), is_rowwise, True, False)
-            assert copies.rows is not None
-            gate, up = _multiply_gates(x_rows, copies.rows, ctx.dtype, options)
+            gate, up = _multiply_gates(x_rows, copies, ctx.inner, ctx.dtype, options)
         fp8_dw, dtype = options.fp8_dw, options.dtype_of_gradients
         dy_rows, dy_transposed = quantise_tensor(dy, Layout(dtype, is_rowwise, needs_dgates, needs_down and fp8_dw))
         dy = dy.reshape(-1, dy.shape[-1])

@@ -144,11 +144,10 @@ class _Fp8Projections(torch.autograd.Function):
         x_rows, x_transposed, maxima = quantise_input(x, options, needs_dw and options.fp8_dw, needs_dw and not saves_x)
         ctx.maxima = maxima if saves_x else None
         copies = weight_rows(cache, "projections", weights, options.is_rowwise, needs_dx)
-        assert copies.rows is not None
         outputs, start = [], 0
         for weight, bias in zip(weights, biases, strict=True):
             stop = start + len(weight)
-            y = multiply_fp8(x_rows, copies.rows.rows(start, stop), x.dtype, bias, options.fast_forward)
+            y = multiply_fp8(x_rows, copies.rows_of(start, stop), x.dtype, bias, options.fast_forward)
             outputs.append(reshape_without_view(y, (*x.shape[:-1], len(weight))))
             start = stop
         ctx.copies = copies if copies.transposed is not None else None

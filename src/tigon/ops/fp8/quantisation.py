@@ -42,7 +42,7 @@ from tigon.ops.fp8.quantisation_kernels import (
     write_kernel,
 )
 from tigon.runtime.device import cdiv, device_of
-from tigon.runtime.launch import launch, launcher
+from tigon.runtime.launch import launch, launcher, on_device
 from tigon.runtime.maxima import NO_MAXIMA, NO_NEEDS, Maxima, MaximaNeeds, find, zero_maxima
 
 __all__ = [
@@ -50,8 +50,10 @@ __all__ = [
     "Layout",
     "Quantised",
     "activate",
+    "find_tensor_maximum",
     "quantise",
     "quantise_gated",
+    "quantise_parts",
     "quantise_reference",
     "quantise_tensor",
 ]
@@ -106,23 +108,29 @@ def _factors(copies: Copies, layout: Layout) -> Quantised:
 # --- reference -----------------------------------------------------------------------------------
 
 
-def _quantise_values(x: Tensor, dtype: torch.dtype, dim: int | None) -> tuple[Tensor, Tensor]:
+def _quantise_values(
+    x: Tensor, dtype: torch.dtype, dim: int | None, amax: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Return the FP8 values of x [M, K] in fp32, and the scale of the tensor, or of the rows with dim=1."""
-    amax = x.abs().amax() if dim is None else x.abs().amax(dim, keepdim=True)
+    if amax is None:
+        amax = x.abs().amax() if dim is None else x.abs().amax(dim, keepdim=True)
     amax = amax.clamp(min=SMALLEST_AMAX)
     # torch would replace the division of a number or by a number by a product with a rounded inverse.
     largest = torch.full_like(amax, LARGEST[dtype])
     return (x * (largest / amax)).to(dtype), (amax / largest).view(1 if dim is None else (-1, 1))
 
 
-def quantise_reference(x: Tensor, layout: Layout) -> Copies:
-    """Quantise a matrix [M, K] in torch, for tests and for devices without Triton or FP8 units."""
+def quantise_reference(x: Tensor, layout: Layout, amax: Tensor | None = None) -> Copies:
+    """Quantise a matrix [M, K] in torch, for tests and for devices without Triton or FP8 units.
+
+    `amax`, an fp32 scalar, is the largest absolute value of a larger tensor that x is a part of, for one scale only.
+    """
     x = x.detach().float()
     dim = 1 if layout.is_rowwise else None
-    rows, row_scale = _quantise_values(x, layout.dtype, dim) if layout.needs_rows else (None, None)
+    rows, row_scale = _quantise_values(x, layout.dtype, dim, amax) if layout.needs_rows else (None, None)
     transposed, column_scale = None, None
     if layout.needs_transposed:
-        values, column_scale = _quantise_values(x.t(), layout.dtype, dim)
+        values, column_scale = _quantise_values(x.t(), layout.dtype, dim, amax)
         # Padding works on bytes, because not every version of torch pads FP8 values. The byte of zero is zero.
         padding = (0, pad(x.shape[0]) - x.shape[0])
         transposed = F.pad(values.contiguous().view(torch.uint8), padding).view(layout.dtype)
@@ -217,6 +225,12 @@ def _find_maxima(part: _Part, maxima: Maxima) -> None:
         part.x.stride(0), stride_up, m, k, column_blocks,
         KIND=part.kind, BLOCK_M=config.block_m, BLOCK_K=config.block_k, num_warps=config.num_warps,
     )  # fmt: skip
+
+
+@on_device
+def find_tensor_maximum(x: Tensor, maximum: Tensor) -> None:
+    """Raise `maximum` [1], the bits of an fp32 number in int32, to the largest absolute value of x [M, K]."""
+    _find_maxima(_Part(row_view(x), None, "", 0, 0), Maxima(maximum, None, None))
 
 
 def write_part(part: _Part, maxima: Maxima, copies: Copies, layout: Layout) -> None:

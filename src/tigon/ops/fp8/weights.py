@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from tigon.ops.fp8.formats import WEIGHT_DTYPE, Factor
+from tigon.ops.fp8.gathered_weights import GatheredWeight, share_scale, transpose_weights
 from tigon.ops.fp8.quantisation import Layout, quantise
 from tigon.runtime.device import is_capturing
 
@@ -27,16 +28,49 @@ class Fp8Weights:
         self.rows = rows
         self.transposed = transposed
 
+    def rows_of(self, start: int, stop: int) -> Factor:
+        """Return the rows from `start` to `stop`, which are those of one weight, of the copy by rows."""
+        assert self.rows is not None
+        is_whole = start == 0 and stop == self.rows.values.shape[0]
+        return self.rows if is_whole else self.rows.rows(start, stop)
+
     @property
     def nbytes(self) -> int:
         """Return the bytes of the copies."""
         return sum(x.nbytes for factor in (self.rows, self.transposed) if factor is not None for x in factor)
 
 
+class _GatheredCopies(Fp8Weights):
+    """The FP8 copies of weights that were gathered in FP8. The copy by rows is what was gathered."""
+
+    def __init__(self, weights: Sequence[GatheredWeight], needs_transposed: bool) -> None:
+        super().__init__(None, transpose_weights(weights) if needs_transposed else None)
+        self.factors = [weight.factor for weight in weights]
+
+    def rows_of(self, start: int, stop: int) -> Factor:
+        for factor in self.factors:
+            count = len(factor.values)
+            if start < count:
+                return factor.rows(start, stop)
+            start, stop = start - count, stop - count
+        raise IndexError(f"there are no rows from {start} on")
+
+
 def quantise_weights(
     weights: Sequence[Tensor], is_rowwise: bool, needs_rows: bool, needs_transposed: bool
 ) -> Fp8Weights:
-    """Return the FP8 copies of a group of weights [O_i, H]. Both copies come from the same passes."""
+    """Return the FP8 copies of a group of weights [O_i, H]. Both copies come from the same passes.
+
+    Raises:
+        ValueError: Weights that were gathered in FP8 have scales that the group cannot use.
+    """
+    if any(isinstance(weight, GatheredWeight) for weight in weights):
+        if is_rowwise or not share_scale(weights):
+            raise ValueError(
+                "fp8: weights that were gathered in FP8 have one scale each or for a group, so the recipe must be "
+                '"tensorwise", and only layers that share a scale can be one product'
+            )
+        return _GatheredCopies([weight for weight in weights if isinstance(weight, GatheredWeight)], needs_transposed)
     layout = Layout(WEIGHT_DTYPE, is_rowwise, needs_rows, needs_transposed)
     return Fp8Weights(*quantise([weight.detach() for weight in weights], layout))
 

@@ -7,6 +7,7 @@
 | `modules` | calls, hooks and copies of modules |
 | `operators` | devices, operators, optimizers, process groups, profiles |
 | `products` | matrix products in FP8 |
+| `fsdp` | the units of FSDP2, and how their parameters are gathered |
 | `graphs` | runs with symbolic sizes, and guards of graphs |
 
 A comment at each name states why it is needed, the versions of torch that it was seen in, and what happens without it:

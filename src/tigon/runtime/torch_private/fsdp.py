@@ -1,0 +1,125 @@
+"""Private names of torch about FSDP2: which parameters a unit gathers, and the buffers that it gathers them into.
+
+FSDP2 asks the local tensor of a sharded parameter for two functions, `fsdp_pre_all_gather` and `fsdp_post_all_gather`.
+If the tensor has them, as attributes or as methods, the first one returns what is gathered, and the second one makes
+the gathered parameter of it. These two names are the extension point of FSDP2. FSDP2 reads them when it gathers a
+parameter for the first time, and keeps the buffers from then on. To add or remove the functions later, the buffers have
+to be dropped, for which torch has no public function.
+
+All names were seen in 2.13. Without one of them, `tigon.gather_in_fp8` refuses to run with one clear error.
+"""
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["Unit", "find_parameters", "find_units", "gathered_dtype", "local_shard", "renew", "why_not_extensible"]
+
+# A unit of FSDP2: the parameters that one all-gather collects. Its class, `FSDPParamGroup`, is private.
+Unit = Any
+
+# The attributes of a unit and of one of its parameters that this file reads.
+_UNIT_NAMES = "fsdp_params", "modules", "is_sharded", "_all_gather_result", "_use_post_forward_mesh"
+_PARAMETER_NAMES = (
+    *("all_gather_outputs", "unsharded_accumulated_grad", "_unsharded_inner_tensors", "_init_extensions"),
+    *("_sharded_local_tensor", "sharded_param", "offload_to_cpu", "is_dtensor", "mp_policy", "_module_info"),
+)
+
+
+def _require(owner: Any, names: tuple[str, ...]) -> None:
+    for name in names:
+        if not hasattr(owner, name):
+            raise RuntimeError(
+                f"torch {torch.__version__} has no {type(owner).__name__}.{name}, which tigon.gather_in_fp8 needs; "
+                "docs/versions.md lists the versions that work"
+            )
+
+
+def find_units(model: nn.Module) -> list[Unit]:
+    """Return the units of all modules of a model that `fully_shard` has sharded, in the order of the modules.
+
+    Raises:
+        RuntimeError: This torch lacks one of the names.
+    """
+    # An engine that was never imported has sharded nothing.
+    sharded_class = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    if sharded_class is None:
+        return []
+    units: dict[int, Unit] = {}
+    module: Any
+    for module in model.modules():
+        if not isinstance(module, sharded_class):
+            continue
+        _require(module, ("_get_fsdp_state",))
+        state = module._get_fsdp_state()
+        # Versions before 2.12 have one unit for each state.
+        groups = getattr(state, "_fsdp_param_groups", None)
+        groups = [getattr(state, "_fsdp_param_group", None)] if groups is None else groups
+        for unit in groups:
+            if unit is not None:
+                _require(unit, _UNIT_NAMES)
+                # Several modules may share a state.
+                units.setdefault(id(unit), unit)
+    for unit in units.values():
+        for parameter in unit.fsdp_params[:1]:
+            _require(parameter, _PARAMETER_NAMES)
+    return [*units.values()]
+
+
+def find_parameters(unit: Unit) -> Iterator[tuple[nn.Module, str, Any]]:
+    """Yield a module, the name in this module, and FSDP2's record of each parameter of a unit.
+
+    A parameter that several modules share is yielded for each of them.
+    """
+    for parameter in unit.fsdp_params:
+        info = parameter._module_info
+        yield info.module, info.param_name, parameter
+        for module, name in zip(info.shared_modules, info.shared_param_names, strict=True):
+            yield module, name, parameter
+
+
+def local_shard(parameter: Any) -> Tensor:
+    """Return the tensor object that FSDP2 asks for its extension functions: the shard of this rank, without padding.
+
+    `DTensor.to_local` may return another object with the same memory.
+    """
+    return parameter._sharded_local_tensor
+
+
+def gathered_dtype(parameter: Any) -> torch.dtype:
+    """Return the dtype that a gathered parameter has in forward."""
+    return parameter.mp_policy.param_dtype or parameter.sharded_param.dtype
+
+
+def why_not_extensible(unit: Unit, parameter: Any) -> str | None:
+    """Return why the extension functions cannot gather a parameter, or None if they can."""
+    if parameter.is_dtensor:
+        return "tensor parallelism computes its products"
+    if parameter.offload_to_cpu:
+        return "its shard is in the memory of the host (CPUOffloadPolicy)"
+    if unit._use_post_forward_mesh:
+        return "it is resharded to some of the ranks after forward (reshard_after_forward is a number)"
+    if parameter._module_info.shared_modules:
+        return "several modules share it"
+    return None
+
+
+def renew(unit: Unit, parameter: Any) -> None:
+    """Let FSDP2 look for the extension functions of a parameter again, and drop the buffers that it gathered into.
+
+    A gradient that is not reduced yet, because gradients accumulate over several backwards, is kept.
+
+    Raises:
+        RuntimeError: The parameter is gathered at this moment.
+    """
+    if not unit.is_sharded or unit._all_gather_result is not None:
+        raise RuntimeError("tigon.gather_in_fp8: weights are gathered at this moment; call it between two steps")
+    if (gathered := getattr(parameter, "_unsharded_param", None)) is not None:
+        if parameter.unsharded_accumulated_grad is None:
+            parameter.unsharded_accumulated_grad = gathered.grad
+        del parameter._unsharded_param
+    parameter.all_gather_outputs, parameter._unsharded_inner_tensors = [], []
+    parameter._init_extensions()
