@@ -2,7 +2,8 @@
 
 Weights that multiply the same input form a group: their rows are those of one matrix [O, H], O being the sum of their
 outputs. The copy by rows serves the forward products, and the transposed copy [H, O] serves dX, which is one product
-for the whole group.
+for the whole group. A stack of weights [E, R, C], such as those of experts, is a group of its own
+(`tigon.ops.fp8.stacks`).
 """
 
 import functools
@@ -15,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from tigon.ops.fp8.formats import WEIGHT_DTYPE, Factor
 from tigon.ops.fp8.quantisation import Layout, quantise
+from tigon.ops.fp8.stacks import quantise_stack
 from tigon.runtime.device import is_capturing
 
 __all__ = ["Fp8Weights", "WeightCache", "quantise_weights", "weight_rows", "weight_transposed"]
@@ -36,7 +38,10 @@ class Fp8Weights:
 def quantise_weights(
     weights: Sequence[Tensor], is_rowwise: bool, needs_rows: bool, needs_transposed: bool
 ) -> Fp8Weights:
-    """Return the FP8 copies of a group of weights [O_i, H]. Both copies come from the same passes."""
+    """Return the FP8 copies of a group of weights [O_i, H], whose copies come from the same passes, or of one stack."""
+    if weights[0].dim() == 3:
+        (stack,) = weights
+        return Fp8Weights(*quantise_stack(stack, needs_rows, needs_transposed))
     layout = Layout(WEIGHT_DTYPE, is_rowwise, needs_rows, needs_transposed)
     return Fp8Weights(*quantise([weight.detach() for weight in weights], layout))
 
@@ -123,6 +128,14 @@ class WeightCache:
 
     def __reduce__(self) -> tuple:
         return WeightCache, (self.keeps_frozen,)
+
+    def holds(self, name: str, weight: Tensor, needs_rows: bool, needs_transposed: bool) -> bool:
+        """Return whether `find` has the copies of a single weight that are needed, and makes none."""
+        entry = self._entries.get(name)
+        if entry is None or entry.states != (_state_of(weight, self.keeps_frozen),):
+            return False
+        copies = entry.copies
+        return not (needs_rows and copies.rows is None) and not (needs_transposed and copies.transposed is None)
 
     def find(
         self, name: str, weights: Sequence[Tensor], is_rowwise: bool, needs_rows: bool, needs_transposed: bool
