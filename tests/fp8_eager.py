@@ -54,3 +54,23 @@ def glu_mlp(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, kind: str, recipe
     both = linear(x, torch.cat((gate, up)), None, recipe, fp8_dw)
     g, u = both.chunk(2, -1)
     return linear(ACTIVATIONS[kind](g) * u, down, None, recipe, fp8_dw)
+
+
+def experts(
+    x: Tensor, up: Tensor, down: Tensor, index: Tensor, weights: Tensor, up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None, transposed: bool = False, activation: str = "silu",
+) -> Tensor:  # fmt: skip
+    """Compute experts in FP8 in eager code: each expert is two rowwise layers whose dW are not in FP8."""
+    act = {"relu2": lambda h: F.relu(h).square()}.get(activation) or (
+        lambda h: ACTIVATIONS[activation](h.chunk(2, -1)[0]) * h.chunk(2, -1)[1]
+    )
+    rows = x.new_zeros(*index.shape, x.shape[1])
+    for e in range(len(up)):
+        token, k = torch.where(index == e)
+        first, second = (w[e].t() if transposed else w[e] for w in (up, down))
+        biases = [None if b is None else b[e] for b in (up_bias, down_bias)]
+        if len(token):
+            h = linear(x[token], first, biases[0], "rowwise", False)
+            z = linear(act(h), second, biases[1], "rowwise", False)
+            rows = rows.index_put((token, k), z * weights[token, k, None])
+    return rows.sum(1).to(x.dtype)
