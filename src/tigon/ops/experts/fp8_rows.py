@@ -49,9 +49,12 @@ def quantise_spread_kernel(
     x_ptr, weights_ptr, slot_ptr, ends_ptr,  # [T, H], [T, K] or None, [T, K], [E]
     row_ptr, scale_ptr,  # [S, H] fp8, [S] fp32
     stride_x, width, experts, largest,
-    K: tl.constexpr, FITS: tl.constexpr, BLOCK: tl.constexpr,
+    K: tl.constexpr, CHOICES: tl.constexpr, FITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the K rows of one token and their scales. A token that FITS in a block is read once."""
+    """Write the K rows of one token and their scales. A token that FITS in a block is read once.
+
+    CHOICES is the next power of two of K.
+    """
     token = tl.program_id(0).to(tl.int64)
     x_ptr += token * stride_x
     present_rows = tl.load(ends_ptr + experts - 1, experts > 0, 0)
@@ -63,16 +66,18 @@ def quantise_spread_kernel(
             later = tl.load(x_ptr + start + cols, mask=start + cols < width, other=0.0).to(tl.float32)
             block_bits = tl.maximum(block_bits, magnitude_bits(later))
     factor, scale = scaling(tl.max(block_bits, 0), largest)
-    for k in tl.range(0, K):
-        slot = tl.load(slot_ptr + token * K + k)
-        weight = tl.load(weights_ptr + token * K + k).to(tl.float32) if weights_ptr is not None else 1.0
-        tl.store(scale_ptr + slot, scale * weight, mask=slot < present_rows)
+    ks = tl.arange(0, CHOICES)
+    slots = tl.load(slot_ptr + token * K + ks, mask=ks < K, other=0)
+    if weights_ptr is not None:
+        scale *= tl.load(weights_ptr + token * K + ks, mask=ks < K, other=0.0).to(tl.float32)
+    tl.store(scale_ptr + slots, scale, mask=(ks < K) & (slots < present_rows))
     for start in range(0, width, BLOCK):
         block_cols = start + cols
         if not FITS:
             x = tl.load(x_ptr + block_cols, mask=block_cols < width, other=0.0).to(tl.float32)
         q = (x * factor).to(row_ptr.dtype.element_ty)
-        for k in tl.range(0, K):
+        # Unrolling all choices would need too many addresses.
+        for k in tl.range(0, K, loop_unroll_factor=2 if K > 2 else 1):
             slot = tl.load(slot_ptr + token * K + k)
             features = tl.where(slot < present_rows, width, 0)
             tl.store(row_ptr + slot * width + block_cols, q, mask=block_cols < features)
@@ -88,13 +93,14 @@ def quantise_and_spread(x: Tensor, weights: Tensor | None, routing: Routing) -> 
     """
     if not runs_fp8_kernels(x):
         return quantise_and_spread_reference(x, weights, routing)
-    rows, width = routing.order.shape[0], x.shape[1]
+    rows, width, choices = routing.order.shape[0], x.shape[1], routing.slot.shape[1]
     factor = Factor(x.new_empty((rows, width), dtype=WEIGHT_DTYPE), x.new_empty((rows, 1), dtype=torch.float32))
     x, stride = dense_rows(x)
     config = Fp8RowConfig.choose(Fp8RowProblem(width), device_of(x))
     launch(
         quantise_spread_kernel, x.shape[0], x, None if weights is None else weights.contiguous(), routing.slot,
         routing.ends, factor.values, factor.scale, stride, width, routing.ends.shape[0], LARGEST[WEIGHT_DTYPE],
-        K=routing.slot.shape[1], FITS=width <= config.block, BLOCK=config.block, num_warps=config.num_warps,
+        K=choices, CHOICES=triton.next_power_of_2(choices), FITS=width <= config.block, BLOCK=config.block,
+        num_warps=config.num_warps,
     )  # fmt: skip
     return factor
