@@ -15,6 +15,8 @@ def rounded(x: Tensor, recipe: str, dim: int) -> Tensor:
     """Return x with the rounding errors of FP8 in fp64; `dim` is the dimension that the product sums."""
     x = x.detach().float()
     amax = x.abs().amax(dim, keepdim=True) if recipe == "rowwise" else x.abs().amax()
+    # A row of zeros has no scale. Tokens without a label have such gradients.
+    amax = amax.clamp(min=2.0**-100)
     largest = torch.finfo(E4M3).max
     return (x * (largest / amax)).to(E4M3).double() * (amax / largest).double()
 
@@ -64,7 +66,7 @@ def experts(
     act = {"relu2": lambda h: F.relu(h).square()}.get(activation) or (
         lambda h: ACTIVATIONS[activation](h.chunk(2, -1)[0]) * h.chunk(2, -1)[1]
     )
-    rows = x.new_zeros(*index.shape, x.shape[1])
+    rows = x.new_zeros(*index.shape, x.shape[1], dtype=torch.promote_types(x.dtype, weights.dtype))
     for e in range(len(up)):
         token, k = torch.where(index == e)
         first, second = (w[e].t() if transposed else w[e] for w in (up, down))

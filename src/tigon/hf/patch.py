@@ -454,7 +454,7 @@ def patch(
     new_recipes = {finding.module: finding.recipe for finding in findings if finding.recipe is not None}
     fp8_plan = plan_fp8(model, fp8_settings, installed_recipes | new_recipes)
     patched_modules = {module for module, recipe in installed_recipes.items() if recipe is not None}
-    earlier_count = len(patched_modules - new_recipes.keys() - fp8_plan.changed)
+    earlier_count = len(patched_modules - new_recipes.keys() - fp8_plan.changed.keys())
     # Levels that only recompute results of Tigon's ops have no effect in a model without such ops.
     has_ops = (
         earlier_count
