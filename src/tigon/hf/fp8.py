@@ -21,6 +21,7 @@ from tigon.recognition.expert_adapters import ExpertAdapterRecipe, wrappers_of
 from tigon.recognition.experts import ExpertsRecipe, is_experts, parameter_names
 from tigon.recognition.fp8 import FP8_DTYPES, FP8Recipe, FP8Settings, copies_of, mark_bases, request_maxima
 from tigon.recognition.fp8_experts import FEWEST_ROWS, FP8Experts, explain_experts
+from tigon.recognition.mixtures import MixtureRecipe
 from tigon.recognition.replacement import find_replacement, foreign_forward, install
 from tigon.recognition.standin import is_linear
 
@@ -128,6 +129,11 @@ def _explain_experts(experts: Any, recipe: Any) -> str | None:
         return "experts that moe_mlp does not compute"
     reason = explain_experts(_expert_weights(experts))
     return None if reason is None else f"experts: {reason}"
+
+
+def _explain_mixture() -> str:
+    """Return why the experts of a mixture that one recipe replaces do not run in FP8."""
+    return "experts whose inputs are multiplied by the weights of the router"
 
 
 def _expert_weights(experts: Any) -> list[Any]:
@@ -238,7 +244,10 @@ def plan_fp8(model: nn.Module, settings: FP8Settings | None, recipes: Mapping[nn
     linears: list[Any] = []
     for name, module in model.named_modules():
         earlier = recipes.get(module)
-        if is_experts(module):
+        explain: Callable[[], str | None]
+        if isinstance(earlier, MixtureRecipe):
+            explain = _explain_mixture
+        elif is_experts(module):
             explain = functools.partial(_explain_experts, module, earlier)
         elif is_linear(module) and not module._modules:
             explain = functools.partial(_explain, module)

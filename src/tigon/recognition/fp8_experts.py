@@ -26,10 +26,10 @@ from tigon.runtime.torch_private.autograd import has_active_transform
 __all__ = ["FEWEST_ROWS", "FP8Experts", "explain_experts"]
 
 # A call has at least this number of rows for each expert, or quantised weights of an earlier call. This is calculated:
-# an H200 moves 6 to 8 bytes to quantise a weight for both directions, which takes 1.4 to 1.9 ps at 4.3 TB/s. For each
-# row of an expert, the products of a training step save 2.8 to 3.2 fs for each weight in FP8 (measured for
-# gpt-oss-20b, Mixtral-8x7B and Qwen3-30B-A3B on an H100). The two are equal at 440 to 660 rows.
-FEWEST_ROWS = 512
+# a GPU moves 6 to 8 bytes to quantise a weight for both directions, which takes 1.4 to 1.9 ps at the 4.3 TB/s of an
+# H200. For each row of an expert, the products of a training step save 2.7 to 3.0 fs for each weight in FP8 (measured
+# on an H100 for Qwen3-30B-A3B without da, gpt-oss-20b and Mixtral-8x7B). The two are equal at 470 to 690 rows.
+FEWEST_ROWS = 640
 
 
 def explain_experts(weights: list[Tensor]) -> str | None:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tigon.ops.experts.fp8_products import find_copy, fp8_row_product
+from tigon.ops.experts.fp8_products import find_copy, fp8_row_product, quantise_rows
 from tigon.ops.experts.grouped_linear import grouped_weight_gradient
 from tigon.ops.fp8.weights import WeightCache
 from tigon.runtime.autograd import first_order
@@ -32,7 +32,7 @@ def fp8_product(x: Tensor, weight: Tensor, ends: Tensor, transposed: bool, sourc
     """Return `fp8_grouped_linear` without autograd."""
     by_rows = not transposed
     copy = find_copy(source.cache, source.name, weight, by_rows)
-    return fp8_row_product(x, weight, copy, ends, by_rows)
+    return fp8_row_product(quantise_rows(x), weight, copy, ends, by_rows)
 
 
 class _Fp8GroupedLinear(torch.autograd.Function):

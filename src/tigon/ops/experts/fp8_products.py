@@ -33,9 +33,10 @@ __all__ = [
     "WeightCopy",
     "find_copies",
     "find_copy",
-    "fp8_activated_product",
     "fp8_row_product",
     "fp8_token_product",
+    "quantise_activated",
+    "quantise_rows",
 ]
 
 _ROWS = Layout(WEIGHT_DTYPE, True, True, False)
@@ -94,8 +95,20 @@ def _factor(weight: Tensor, copy: WeightCopy, by_rows: bool) -> Factor:
     return factor
 
 
-def _rows(x: Tensor) -> Factor:
+def quantise_rows(x: Tensor) -> Factor:
+    """Return the FP8 rows of x [S, M]."""
     rows = quantise([x], _ROWS).rows
+    assert rows is not None
+    return rows
+
+
+def quantise_activated(h: Tensor, kind: str) -> Factor:
+    """Return the FP8 rows of act(h) [S, I], for the result h of the first product."""
+    run, _, width = ACTIVATIONS[kind]
+    if width == 1:
+        return quantise_rows(run(h))
+    gate, up = h.chunk(2, -1)
+    rows = quantise_gated(gate, up, kind, _ROWS).rows
     assert rows is not None
     return rows
 
@@ -103,7 +116,7 @@ def _rows(x: Tensor) -> Factor:
 # --- products (no autograd) ----------------------------------------------------------------------
 
 
-# In all of these, `by_rows` says that the product sums along the last dimension of the weight, and the result has the
+# In both of these, `by_rows` says that the product sums along the last dimension of the weight, and the result has the
 # dtype of the weight.
 
 
@@ -118,19 +131,6 @@ def fp8_token_product(
     return multiply_groups(rows, _factor(weight, copy, by_rows), routing.ends, weight.dtype)
 
 
-def fp8_row_product(x: Tensor, weight: Tensor, copy: WeightCopy, ends: Tensor, by_rows: bool) -> Tensor:
-    """Return the products [S, N] of rows x [S, M] with the weights of their experts."""
-    return multiply_groups(_rows(x), _factor(weight, copy, by_rows), ends, weight.dtype)
-
-
-def fp8_activated_product(
-    h: Tensor, kind: str, weight: Tensor, copy: WeightCopy, ends: Tensor, by_rows: bool
-) -> Tensor:
-    """Return the products [S, H] of act(h), for the result h of the first product, with the weights of the experts."""
-    run, _, width = ACTIVATIONS[kind]
-    if width == 1:
-        rows = _rows(run(h))
-    else:
-        gate, up = h.chunk(2, -1)
-        rows = quantise_gated(gate, up, kind, _ROWS).rows  # type: ignore[assignment]
+def fp8_row_product(rows: Factor, weight: Tensor, copy: WeightCopy, ends: Tensor, by_rows: bool) -> Tensor:
+    """Return the products [S, N] of the FP8 rows [S, M] with the weights of their experts."""
     return multiply_groups(rows, _factor(weight, copy, by_rows), ends, weight.dtype)

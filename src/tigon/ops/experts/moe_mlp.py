@@ -42,9 +42,10 @@ from tigon.ops.experts.fp8_grouped_linear import Fp8Source
 from tigon.ops.experts.fp8_products import (
     ExpertCopies,
     find_copies,
-    fp8_activated_product,
     fp8_row_product,
     fp8_token_product,
+    quantise_activated,
+    quantise_rows,
 )
 from tigon.ops.experts.grouped_linear import group_sums, grouped_product, grouped_weight_gradient
 from tigon.ops.experts.routing import Routing, combine, dot_products, route, spread, spread_weighted
@@ -161,9 +162,11 @@ def moe_forward(
     h = moe_first_product(x, weights, FirstParameters(up, up_bias), routing, transposed, weight_inputs, copies)
     saved_h = h if saves_h else None
     if copies.in_fp8:
-        z = fp8_activated_product(h, kind, down, copies.down, routing.ends, by_rows=not transposed)
-        z = add_bias(z, down_bias, routing)
+        rows = quantise_activated(h, kind)
         del h
+        z = fp8_row_product(rows, down, copies.down, routing.ends, by_rows=not transposed)
+        z = add_bias(z, down_bias, routing)
+        del rows
     else:
         a = ACTIVATIONS[kind][0](h)
         del h
@@ -245,7 +248,7 @@ def moe_backward(
     if dh is not None and needs_dinputs:
         assert up is not None
         if copies.in_fp8:
-            dinputs = fp8_row_product(dh, up, copies.up, ends, by_rows=transposed)  # [S, H]
+            dinputs = fp8_row_product(quantise_rows(dh), up, copies.up, ends, by_rows=transposed)  # [S, H]
         else:
             dinputs = grouped_product(dh, up.mT if transposed else up, ends)
         if needs.x:
