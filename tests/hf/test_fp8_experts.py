@@ -152,9 +152,7 @@ def test_the_report_names_the_experts_and_the_reasons(make, monkeypatch):
     assert reasons(tigon.patch(make(), fp8="rowwise", experts=False))[name] == "experts that moe_mlp does not compute"
     monkeypatch.setattr(recognised, "_has_products", lambda weight: False)
     other_gpu = reasons(tigon.patch(make(), fp8="rowwise"))
-    assert (
-        other_gpu[name] == "experts: torch has grouped products in FP8 only for GPUs of compute capability 9.0"
-    )
+    assert other_gpu[name] == "experts: torch has grouped products in FP8 only for GPUs of compute capability 9.0"
 
 
 def test_the_limit_is_that_of_the_measured_models(monkeypatch):

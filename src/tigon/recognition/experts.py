@@ -124,7 +124,8 @@ class ExpertsRecipe:
                 x, parameters, index, router_weights, adapted.up, adapted.down, activation, transposed
             )
         if self.fp8 is not None:
-            y = self.fp8.compute(args[0], parameters, *args[1:], transposed, activation)
+            x, index, router_weights = args
+            y = self.fp8.compute(x, parameters, index, router_weights, transposed, activation)
             if y is not None:
                 return y
         return moe_mlp(

@@ -1,5 +1,6 @@
-r"""A product of rows with the weights of their experts in FP8 that autograd differentiates: y[s] = Q(x)[s] Q(W)[g(s)]^T.
+r"""A product of rows with the weights of their experts in FP8, which autograd differentiates.
 
+    y[s] = Q(x)[s] Q(W)[g(s)]^T
     dx[s] = Q(dy)[s] Q(W)[g(s)],    dW[g] = sum over its rows dy[s]^T x[s]       in the dtype of W, without Q
 
 This is the form of `grouped_linear` for experts whose activation is a function of the user. It saves x in the dtype of
@@ -52,13 +53,12 @@ class _Fp8GroupedLinear(torch.autograd.Function):
         dx = None if weight is None else fp8_product(dy, weight, ends, not ctx.transposed, ctx.source)
         dweight = None
         if x is not None:
-            dweight = grouped_weight_gradient(*((x, dy) if ctx.transposed else (dy, x)), ends)
+            first, second = (x, dy) if ctx.transposed else (dy, x)
+            dweight = grouped_weight_gradient(first, second, ends)
         return dx, dweight, None, None, None, None
 
 
-def fp8_grouped_linear(
-    x: Tensor, weight: Tensor, ends: Tensor, transposed: bool, source: Fp8Source
-) -> Tensor:
+def fp8_grouped_linear(x: Tensor, weight: Tensor, ends: Tensor, transposed: bool, source: Fp8Source) -> Tensor:
     """Return [S, M] for x [S, N] and weight [E, M, N], or [E, N, M] if `transposed`, of one dtype.
 
     `ends` [E] int32 is one past the last row of each group. The sizes of the weight are multiples of 16.

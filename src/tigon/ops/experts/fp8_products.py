@@ -16,7 +16,6 @@ Shapes: T tokens, K choices each, S = T K rows, E experts, H hidden, I intermedi
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from tigon.ops.experts.arguments import ACTIVATIONS
