@@ -15,6 +15,8 @@ def rounded(x: Tensor, recipe: str, dim: int) -> Tensor:
     """Return x with the rounding errors of FP8 in fp64; `dim` is the dimension that the product sums."""
     x = x.detach().float()
     amax = x.abs().amax(dim, keepdim=True) if recipe == "rowwise" else x.abs().amax()
+    # A row of zeros has no scale. Tokens without a label have such gradients.
+    amax = amax.clamp(min=2.0**-100)
     largest = torch.finfo(E4M3).max
     return (x * (largest / amax)).to(E4M3).double() * (amax / largest).double()
 
@@ -54,3 +56,23 @@ def glu_mlp(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, kind: str, recipe
     both = linear(x, torch.cat((gate, up)), None, recipe, fp8_dw)
     g, u = both.chunk(2, -1)
     return linear(ACTIVATIONS[kind](g) * u, down, None, recipe, fp8_dw)
+
+
+def experts(
+    x: Tensor, up: Tensor, down: Tensor, index: Tensor, weights: Tensor, up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None, transposed: bool = False, activation: str = "silu",
+) -> Tensor:  # fmt: skip
+    """Compute experts in FP8 in eager code: each expert is two rowwise layers whose dW are not in FP8."""
+    act = {"relu2": lambda h: F.relu(h).square()}.get(activation) or (
+        lambda h: ACTIVATIONS[activation](h.chunk(2, -1)[0]) * h.chunk(2, -1)[1]
+    )
+    rows = x.new_zeros(*index.shape, x.shape[1], dtype=torch.promote_types(x.dtype, weights.dtype))
+    for e in range(len(up)):
+        token, k = torch.where(index == e)
+        first, second = (w[e].t() if transposed else w[e] for w in (up, down))
+        biases = [None if b is None else b[e] for b in (up_bias, down_bias)]
+        if len(token):
+            h = linear(x[token], first, biases[0], "rowwise", False)
+            z = linear(act(h), second, biases[1], "rowwise", False)
+            rows = rows.index_put((token, k), z * weights[token, k, None])
+    return rows.sum(1).to(x.dtype)

@@ -17,6 +17,7 @@ FAMILIES = {
     ("head", "logits"): "the head computes the losses of logits chunk by chunk",
     ("head", "adapters"): "an adapter on the head adds to the logits of each chunk",
     ("fp8", "mlps"): "a gated MLP in FP8 has the activations of an MLP",
+    ("experts", "fp8"): "the products of experts may run in FP8",
     ("experts", "mlps"): "an expert is an MLP and has the same activations",
     ("rotary", "norms"): "qk_norm_rope is a norm and a rotation in one kernel",
     ("adapters", "experts"): "experts with adapters are experts, with the same routing, products and activations",

@@ -37,8 +37,17 @@ def reasons(report) -> dict[str, str]:
     return {entry.names[0]: entry.detail for entry in report.entries if entry.part == "fp8" and not entry.replaced}
 
 
-def layers_in_fp8(report) -> set[str]:
+def _names_in_fp8(report) -> set[str]:
     return {name for entry in report.replaced if entry.part == "fp8" for name in entry.names}
+
+
+def layers_in_fp8(report) -> set[str]:
+    """Return the names of the linear layers that run in FP8."""
+    return {name for name in _names_in_fp8(report) if not name.endswith("experts")}
+
+
+def experts_in_fp8(report) -> set[str]:
+    return {name for name in _names_in_fp8(report) if name.endswith("experts")}
 
 
 def with_lora(model: nn.Module, **options) -> nn.Module:

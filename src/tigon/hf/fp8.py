@@ -1,12 +1,13 @@
-"""The linear layers of a model that `tigon.patch(model, fp8=...)` lets run in FP8.
+"""The linear layers and the experts of a model that `tigon.patch(model, fp8=...)` lets run in FP8.
 
-These are the linear layers inside the repeated decoder layers. The layers are found by structure: they are the elements
-of one list of modules. All other linear layers keep their dtype: the head, routers, adapters, and layers that an FP8
-product cannot compute or does not speed up.
+These are those inside the repeated decoder layers. The decoder layers are found by structure: they are the elements of
+one list of modules. All other linear layers keep their dtype: the head, routers, adapters, and layers that an FP8
+product cannot compute or does not speed up. Experts run in FP8 if `moe_mlp` computes them.
 """
 
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,8 +17,19 @@ from tigon.hf.report import ModuleOutcomes, Outcome, Report
 from tigon.hf.transformers_private import is_checkpoint_layer
 from tigon.ops.fp8.formats import MULTIPLE, RECIPES, has_fp8_units
 from tigon.recognition.adapters import AdapterRecipe
-from tigon.recognition.experts import is_experts
-from tigon.recognition.fp8 import FP8_DTYPES, FP8Recipe, FP8Settings, end_gather, mark_bases, request_maxima
+from tigon.recognition.expert_adapters import ExpertAdapterRecipe, wrappers_of
+from tigon.recognition.experts import ExpertsRecipe, is_experts, parameter_names
+from tigon.recognition.fp8 import (
+    FP8_DTYPES,
+    FP8Recipe,
+    FP8Settings,
+    copies_of,
+    end_gather,
+    mark_bases,
+    request_maxima,
+)
+from tigon.recognition.fp8_experts import FEWEST_ROWS, FP8Experts, explain_experts
+from tigon.recognition.mixtures import MixtureRecipe
 from tigon.recognition.replacement import find_replacement, foreign_forward, install
 from tigon.recognition.standin import is_linear
 
@@ -119,6 +131,24 @@ def _explain(layer: Any) -> str | None:
     return None
 
 
+def _explain_experts(experts: Any, recipe: Any) -> str | None:
+    """Return why a module of experts in a decoder layer does not run in FP8, or None."""
+    if not isinstance(recipe, ExpertsRecipe):
+        return "experts that moe_mlp does not compute"
+    reason = explain_experts(_expert_weights(experts))
+    return None if reason is None else f"experts: {reason}"
+
+
+def _explain_mixture() -> str:
+    """Return why the experts of a mixture that one recipe replaces do not run in FP8."""
+    return "experts whose inputs are multiplied by the weights of the router"
+
+
+def _expert_weights(experts: Any) -> list[Any]:
+    """Return the weights of both products."""
+    return [getattr(experts, name) for name in parameter_names(experts)[:2]]
+
+
 def _adapters_of(module: Any) -> Iterator[nn.Module]:
     """Yield the linear layers of a layer with adapters that are not its base."""
     for linear in _linears(module):
@@ -147,15 +177,15 @@ class FP8Plan:
 
     def __init__(self, settings: FP8Settings | None = None) -> None:
         self.settings = settings
-        # The layers that get a new recipe.
-        self.changed: set[nn.Module] = set()
+        # The layers and experts that get a new recipe, and these recipes.
+        self.changed: dict[nn.Module, Any] = {}
         # The name and the module of each line of the report, and the reason why the module is left alone, or "".
         self.lines: list[tuple[str, Any, str]] = []
         # The layers with low-rank adapters.
         self.adapted: list[nn.Module] = []
         # The decoder layers, whose norms may find the maxima of their results for the layers that quantise them.
         self.decoder_layers: list[nn.Module] = []
-        # True if an earlier patch lets a layer run in FP8 with the same settings.
+        # True if an earlier patch lets a layer or experts run in FP8 with the same settings.
         self.has_fp8 = False
 
     def apply(self, report: Report) -> list[Callable[[], None]]:
@@ -164,23 +194,32 @@ class FP8Plan:
         if settings is None:
             return []
         undo = []
-        for layer in self.changed:
+        for module, recipe in self.changed.items():
             # The weight may be gathered in FP8 for an earlier recipe.
-            end_gather(layer)
-            undo.append(install(layer, FP8Recipe(settings)))
+            end_gather(module)
+            undo.append(install(module, recipe))
         for module in self.adapted:
             mark_bases(module)
         if self.changed:
             undo += map(request_maxima, self.decoder_layers)
             undo += [functools.partial(end_gather, layer) for layer in self.changed]
         for name, module, reason in self.lines:
-            detail = reason or _describe_products(settings, module.weight.dtype)
+            detail = reason or _describe_module(settings, module)
             report.add("fp8", type(module).__name__, not reason, detail, name)
             outcome = Outcome("fp8", f"{'left alone' if reason else 'replaced'}: {detail}")
             report.outcomes.setdefault(name, ModuleOutcomes(type(module).__name__)).parts.append(outcome)
         if all(reason for _, _, reason in self.lines) and not self.has_fp8:
             report.notes.append(f"fp8={settings.recipe!r} has no effect, because no linear layer can run in FP8")
         return undo
+
+
+def _describe_module(settings: FP8Settings, module: Any) -> str:
+    """Return what the report says about a layer or experts in FP8."""
+    if not is_experts(module):
+        return _describe_products(settings, module.weight.dtype)
+    dtype = _expert_weights(module)[0].dtype
+    condition = "" if dtype in FP8_DTYPES else f", once their weights are in bf16 or fp16 (now {_name(dtype)})"
+    return f"rowwise FP8 products in forward and dX, but not dW, from {FEWEST_ROWS} rows for each expert on{condition}"
 
 
 def _describe_products(settings: FP8Settings, dtype: torch.dtype) -> str:
@@ -193,7 +232,7 @@ def _describe_products(settings: FP8Settings, dtype: torch.dtype) -> str:
 
 
 def plan_fp8(model: nn.Module, settings: FP8Settings | None, recipes: Mapping[nn.Module, Any]) -> FP8Plan:
-    """Choose the linear layers that run in FP8.
+    """Choose the linear layers and the experts that run in FP8.
 
     Args:
         model: The model to patch, which is not changed.
@@ -212,20 +251,33 @@ def plan_fp8(model: nn.Module, settings: FP8Settings | None, recipes: Mapping[nn
     reasons = {m: reason for layer in layers for m, reason in _parts_of_mixtures(layer).items()}
     for module in plan.adapted:
         reasons |= dict.fromkeys(_adapters_of(module), "a low-rank adapter")
+    for module, recipe in recipes.items():
+        if isinstance(recipe, ExpertAdapterRecipe):
+            reasons[wrappers_of(module)[1]] = "experts with adapters"
+    linears: list[Any] = []
     for name, module in model.named_modules():
-        if is_experts(module):
-            plan.lines.append((name, module, "experts: their products have no form in FP8 yet"))
-        if not is_linear(module) or module._modules:
-            continue
-        reason = reasons.get(module) or _explain(module) if module in inside else "not in a repeated decoder layer"
         earlier = recipes.get(module)
-        if reason is None and isinstance(earlier, FP8Recipe) and earlier.settings == settings:
+        explain: Callable[[], str | None]
+        if isinstance(earlier, MixtureRecipe):
+            explain = _explain_mixture
+        elif is_experts(module):
+            explain = functools.partial(_explain_experts, module, earlier)
+        elif is_linear(module) and not module._modules:
+            explain = functools.partial(_explain, module)
+        else:
+            continue
+        reason = reasons.get(module) or explain() if module in inside else "not in a repeated decoder layer"
+        earlier_copies = copies_of(earlier)
+        if reason is None and earlier_copies is not None and earlier_copies.settings == settings:
             plan.has_fp8 = True
             continue
         plan.lines.append((name, module, reason or ""))
-        plan.changed |= set() if reason else {module}
-    layer: Any
-    for layer in plan.changed:
+        if reason is None and isinstance(earlier, ExpertsRecipe):
+            plan.changed[module] = replace(earlier, fp8=FP8Experts(settings))
+        elif reason is None:
+            plan.changed[module] = FP8Recipe(settings)
+            linears.append(module)
+    for layer in linears:
         # A CPU emulates FP8 products, and the device of a model on meta is not known yet.
         if (device := _device_of(layer)).type not in ("cpu", "meta") and not has_fp8_units(layer.weight):
             raise ValueError(f"patch: fp8={settings.recipe!r} needs a GPU with FP8 units, got {_describe(device)}")

@@ -379,9 +379,11 @@ def patch(
         fp8: Compute the products of the linear layers inside the repeated decoder layers in FP8, forward and backward,
             also in evaluation. Unlike every other option, this one approximates: the factors of the products are
             rounded to 8 bits. "tensorwise" has one scale for each tensor, and is the fastest. "rowwise" has one for
-            each row, and is more accurate. The head, routers, experts, adapters and narrow layers keep their dtype; the
-            report names them and the reasons. None is no FP8. `docs/fp8.md` has the details.
-        fp8_dw: The gradients of the weights are products in FP8 too. With False they have the dtype of the weights.
+            each row, and is more accurate. Experts of a mixture always have one for each row. The head, routers,
+            adapters, narrow layers and experts with few rows keep their dtype; the report names them and the reasons.
+            None is no FP8. `docs/fp8.md` has the details.
+        fp8_dw: The gradients of the weights are products in FP8 too. With False they have the dtype of the weights, as
+            those of experts always do.
         token_scaling: The loss in the head scales the loss of each token by the detached probability of its target.
             A call of the model may also set this option and the next two. They have no effect on a call that computes
             logits; `token_scaling=True` in such a call is an error.
@@ -454,7 +456,7 @@ def patch(
     new_recipes = {finding.module: finding.recipe for finding in findings if finding.recipe is not None}
     fp8_plan = plan_fp8(model, fp8_settings, installed_recipes | new_recipes)
     patched_modules = {module for module, recipe in installed_recipes.items() if recipe is not None}
-    earlier_count = len(patched_modules - new_recipes.keys() - fp8_plan.changed)
+    earlier_count = len(patched_modules - new_recipes.keys() - fp8_plan.changed.keys())
     # Levels that only recompute results of Tigon's ops have no effect in a model without such ops.
     has_ops = (
         earlier_count

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from tigon.recognition.fp8 import FP8Recipe
+from tigon.recognition.fp8 import copies_of
 from tigon.recognition.replacement import find_replacement
 
 if TYPE_CHECKING:
@@ -144,9 +144,9 @@ class Report:
         if model is None:
             model = None if self.patched is None else self.patched()
         for module in () if model is None else model.modules():
-            recipe = getattr(find_replacement(module), "recipe", None)
-            if isinstance(recipe, FP8Recipe):
-                recipe.caches.clear()
+            copies = copies_of(getattr(find_replacement(module), "recipe", None))
+            if copies is not None:
+                copies.clear()
 
     def add(self, part: str, module: str, replaced: bool, detail: str, name: str) -> None:
         """Add the module `name` to the entry that it belongs to."""

@@ -12,7 +12,7 @@ import itertools
 import logging
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -23,6 +23,7 @@ from tigon.ops.adapters.lora_experts import ExpertAdapter, adapted_moe_mlp
 from tigon.ops.experts.arguments import ACTIVATIONS, ExpertParameters
 from tigon.ops.experts.moe_mlp import moe_mlp
 from tigon.ops.mlps.clamped_glu import ClampedGate
+from tigon.recognition.fp8_experts import FP8Experts
 from tigon.recognition.replacement import is_changed
 from tigon.recognition.standin import (
     describe,
@@ -102,6 +103,8 @@ class ExpertsRecipe:
     activation: str | ClampedGate | None
     # The implementations for which the recipe replaces the forward, because they compute the same.
     choices: tuple[str, ...]
+    # The decision which calls run in FP8; None if none does. Each module has its own.
+    fp8: FP8Experts | None = field(default=None, compare=False)
     live: ClassVar[tuple[str, ...]] = ("_experts_implementation", "_experts_implementation_internal")
     searched: ClassVar[tuple[str, ...]] = ()
 
@@ -111,18 +114,24 @@ class ExpertsRecipe:
         weights = [getattr(module, name) for name in parameter_names(module)]
         activation = self.activation or (module._apply_gate if module.has_gate else module.act_fn)
         transposed: bool = module.is_transposed
+        up, down, *biases = weights
+        parameters = ExpertParameters(up, down, *(biases or (None, None)))
         adapted = None if torch.compiler.is_compiling() else with_adapters.current()
         if adapted is not None and adapted.experts is module:
             adapted.was_used = True
-            up, down, *biases = weights
-            up_bias, down_bias = biases or (None, None)
-            parameters = ExpertParameters(up, down, up_bias, down_bias)
             x, index, router_weights = args
             return adapted_moe_mlp(
                 x, parameters, index, router_weights, adapted.up, adapted.down, activation, transposed
             )
-        options = dict(zip(("up_bias", "down_bias"), weights[2:], strict=False)) | {"transposed": transposed}
-        return moe_mlp(args[0], *weights[:2], *args[1:], activation=activation, **options)
+        if self.fp8 is not None:
+            x, index, router_weights = args
+            y = self.fp8.compute(x, parameters, index, router_weights, transposed, activation)
+            if y is not None:
+                return y
+        return moe_mlp(
+            args[0], up, down, *args[1:], up_bias=parameters.up_bias, down_bias=parameters.down_bias,
+            transposed=transposed, activation=activation,
+        )  # fmt: skip
 
     def takes(self, module: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
         """Return True if the op computes what the module computes of these arguments."""

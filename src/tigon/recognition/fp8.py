@@ -40,6 +40,7 @@ __all__ = [
     "FP8Settings",
     "compute_in_fp8",
     "compute_mlp_in_fp8",
+    "copies_of",
     "end_gather",
     "mark_bases",
     "request_maxima",
@@ -139,6 +140,14 @@ class FP8Recipe:
             cache = self.caches[len(weights)] = StepCache(self.settings.keeps_copies)
         return cache.find(weights, merges)
 
+    def mark_base(self) -> None:
+        """Record that the layer is the base of adapters, whose merge changes the weight without a new version."""
+        self.is_base, self.caches = True, {}
+
+    def clear(self) -> None:
+        """Free all copies."""
+        self.caches.clear()
+
     def count_call(self) -> None:
         """Count a call of a base without its adapters, which may have been merged."""
         if self.is_base and not torch.compiler.is_compiling():
@@ -148,6 +157,11 @@ class FP8Recipe:
         """Free the copies if the weight of the layer was moved to another device."""
         if not torch.compiler.is_compiling() and self.caches and layer.weight.device != self.device:
             self.caches.clear()
+
+
+def copies_of(recipe: Any) -> Any:
+    """Return the object that holds the FP8 copies of a recipe: an `FP8Recipe`, an `FP8Experts`, or None."""
+    return recipe if isinstance(recipe, FP8Recipe) else getattr(recipe, "fp8", None)
 
 
 def end_gather(layer: nn.Module) -> None:
@@ -161,8 +175,8 @@ def end_gather(layer: nn.Module) -> None:
 def mark_bases(layer: nn.Module) -> None:
     """Record in the recipes of the FP8 layers in a layer with adapters that a merge changes their weights."""
     for module in layer.modules():
-        if isinstance(recipe := installed_recipe(module), FP8Recipe):
-            recipe.is_base, recipe.caches = True, {}
+        if (copies := copies_of(installed_recipe(module))) is not None:
+            copies.mark_base()
 
 
 def request_maxima(layer: nn.Module) -> Callable[[], None]:

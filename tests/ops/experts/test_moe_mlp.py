@@ -5,6 +5,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import tigon
+import tigon.ops.experts.moe_launchers as launchers_module
 import tigon.ops.experts.moe_mlp as moe_module
 import tigon.ops.experts.routing as routing_module
 from op_cases import DEVICE, DTYPES, assert_as_accurate_as_eager, one_in, outputs_and_gradients
@@ -171,9 +172,9 @@ def test_backward_overwrites_what_it_has_saved_only_if_no_one_needs_it_again(lay
     tensors = [_normal(T, H), _normal(T, K), *_experts(**layout)]
     options = {name: value for name, value in layout.items() if name != "biases"}
     run = _call(tigon.moe_mlp, _index(), **options)
-    overwrites, gradients = [], moe_module.activation_gradients
+    overwrites, gradients = [], launchers_module.activation_gradients
     monkeypatch.setattr(
-        moe_module, "activation_gradients", lambda *args: overwrites.append(args[-1]) or gradients(*args)
+        launchers_module, "activation_gradients", lambda *args: overwrites.append(args[-1]) or gradients(*args)
     )
     loss = run(*tensors).square().sum()
     results = [torch.autograd.grad(loss, tensors, retain_graph=retained) for retained in (True, True, False)]
@@ -246,7 +247,7 @@ def test_moe_mlp_computes_only_the_gradients_that_are_needed(needed, expected, m
         ("products", "grouped_product"), ("weights", "grouped_weight_gradient"), ("weights", "group_sums"),
         ("spreads", "spread"),
     ):  # fmt: skip
-        monkeypatch.setattr(moe_module, part, counted(name, getattr(moe_module, part)))
+        monkeypatch.setattr(launchers_module, part, counted(name, getattr(launchers_module, part)))
     upstream = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y)
     gradients = torch.autograd.grad(y, [x for x in some if x.requires_grad], upstream)
     assert counts == expected

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from tigon.memory.lean import recomputed_by_call, recomputes_mlp, register_recomputation
+from tigon.ops.experts.fp8_grouped_linear import Fp8Source, fp8_grouped_linear, fp8_product
 from tigon.ops.experts.grouped_linear import grouped_linear, grouped_product, rows_of_groups
 from tigon.ops.experts.routing import Routing, spread
 
-__all__ = ["RoutingMatrices", "differentiated_product", "first_product", "product", "spread_rows"]
+__all__ = ["RoutingMatrices", "add_bias", "differentiated_product", "first_product", "product", "spread_rows"]
 
 
 class RoutingMatrices(NamedTuple):
@@ -44,26 +45,38 @@ def spread_rows(x: Tensor, dtype: torch.dtype | None, *matrices: Tensor) -> Tens
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing, transposed: bool) -> Tensor:
     """Return the product of each row of x with the weight of its expert, plus the bias, without autograd."""
-    y = grouped_product(x, weight if transposed else weight.mT, routing.ends)
+    return add_bias(grouped_product(x, weight if transposed else weight.mT, routing.ends), bias, routing)
+
+
+def add_bias(y: Tensor, bias: Tensor | None, routing: Routing) -> Tensor:
+    """Add the bias [E, M] of its expert to each row of y [S, M], in place. None stands for no bias."""
     return y if bias is None else y.add_(bias[routing.group])
 
 
 def differentiated_product(
-    x: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing, transposed: bool
+    x: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing, transposed: bool, fp8: Fp8Source | None = None
 ) -> Tensor:
-    """Return the same as `product`, with autograd."""
-    y = grouped_linear(x, weight if transposed else weight.mT, routing.ends)
+    """Return the same as `product`, with autograd. The product runs in FP8 if `fp8` is not None."""
+    if fp8 is None:
+        y = grouped_linear(x, weight if transposed else weight.mT, routing.ends)
+    else:
+        y = fp8_grouped_linear(x, weight, routing.ends, transposed, fp8)
     return y if bias is None else y.add_(rows_of_groups(bias, routing.group, routing.ends))
 
 
-def _repeat_product(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool, *matrices: Tensor) -> Tensor:
+def _repeat_product(
+    x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool, fp8: Fp8Source | None, *matrices: Tensor
+) -> Tensor:
     """Return the result of `differentiated_product` once more."""
-    return product(x, weight, bias, RoutingMatrices(*matrices).routing(), transposed)
+    routing = RoutingMatrices(*matrices).routing()
+    if fp8 is None:
+        return product(x, weight, bias, routing, transposed)
+    return add_bias(fp8_product(x, weight, routing.ends, transposed, fp8), bias, routing)
 
 
 def first_product(
     x: Tensor, weights: Tensor, up: Tensor, up_bias: Tensor | None, routing: Routing, transposed: bool,
-    weight_inputs: bool,
+    weight_inputs: bool, fp8: Fp8Source | None = None,
 ) -> Tensor:  # fmt: skip
     """Return the first product [S, 2 I] or [S, I], with autograd. A block of `lean(mlp=True)` recomputes it."""
     matrices = RoutingMatrices.of(routing)
@@ -72,8 +85,8 @@ def first_product(
         # The gradients of rows that belong to no expert are undefined, and must not reach the weights.
         factors = weights.flatten()[routing.order, None].masked_fill(routing.absent, 0.0)
         inputs = (inputs * factors).to(up.dtype)
-    h = differentiated_product(inputs, up, up_bias, routing, transposed)
+    h = differentiated_product(inputs, up, up_bias, routing, transposed, fp8)
     # The weighted inputs [S, H] would be saved in place of h, which would save little or nothing.
     if recomputes_mlp() and not weight_inputs:
-        register_recomputation(h, _repeat_product, inputs, up, up_bias, transposed, *matrices)
+        register_recomputation(h, _repeat_product, inputs, up, up_bias, transposed, fp8, *matrices)
     return h

@@ -22,28 +22,39 @@ outputs: x[t] above becomes w[t, k] x[t], and w leaves the sum. Then dw[t, k] = 
 w[t, k] dh[s] U. If the activation is a function of the user, autograd differentiates it, and each operator of the
 function saves its own tensors. `lean` then recomputes the rows of x, and `lean(mlp=True)` also h.
 
+With `moe_mlp_in_fp8`, the products h, a D^T, dy D and dh U round their factors to FP8
+(`tigon.ops.experts.fp8_products`). The op saves the same tensors.
+
 Shapes: T tokens, K choices each, E experts, H hidden, I intermediate; S = T K rows.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tigon.memory.lean import recomputes_mlp
-from tigon.ops.experts.activation import activation_gradients
 from tigon.ops.experts.arguments import ACTIVATIONS, ExpertParameters, check_activated, check_experts
-from tigon.ops.experts.differentiated import differentiated_product, first_product, product
-from tigon.ops.experts.grouped_linear import group_sums, grouped_product, grouped_weight_gradient
-from tigon.ops.experts.routing import Routing, combine, dot_products, route, spread, spread_weighted
-from tigon.ops.experts.tiled_products import gates_in_product, tiled_gated_product
+from tigon.ops.experts.differentiated import differentiated_product, first_product
+from tigon.ops.experts.fp8_grouped_linear import Fp8Source
+from tigon.ops.experts.fp8_products import find_copies
+from tigon.ops.experts.moe_launchers import (
+    BackwardParameters,
+    FirstParameters,
+    NeededMoEGradients,
+    moe_backward,
+    moe_first_product,
+    moe_forward,
+)
+from tigon.ops.experts.routing import Routing, combine, route
+from tigon.ops.fp8.formats import check_sizes
+from tigon.ops.fp8.weights import WeightCache
 from tigon.ops.mlps.glu_mlp import check_version, save_gated
 from tigon.runtime import checks
 from tigon.runtime.autograd import first_order, may_overwrite_saved
-from tigon.runtime.launch import launcher
 
-__all__ = ["moe_mlp", "moe_mlp_reference"]
+__all__ = ["moe_mlp", "moe_mlp_in_fp8", "moe_mlp_reference"]
 
 # --- reference -----------------------------------------------------------------------------------
 
@@ -67,186 +78,6 @@ def moe_mlp_reference(
     return rows.sum(1).to(x.dtype)
 
 
-# --- launchers (no autograd) ---------------------------------------------------------------------
-
-
-class BackwardParameters(NamedTuple):
-    """The parameters that the backward reads. A parameter may be None if no needed gradient depends on it."""
-
-    up: Tensor | None
-    down: Tensor | None
-    down_bias: Tensor | None
-
-
-class FirstParameters(NamedTuple):
-    """The parameters of the first product."""
-
-    up: Tensor
-    up_bias: Tensor | None
-
-
-class NeededMoEGradients(NamedTuple):
-    """True for each gradient that the backward computes."""
-
-    x: bool
-    up: bool
-    down: bool
-    weights: bool
-    up_bias: bool
-    down_bias: bool
-
-
-class MoEGradients(NamedTuple):
-    """The gradients of `moe_forward`. A gradient that is not needed is None."""
-
-    x: Tensor | None
-    up: Tensor | None
-    down: Tensor | None
-    weights: Tensor | None
-    up_bias: Tensor | None
-    down_bias: Tensor | None
-
-
-def _inputs(x: Tensor, weights: Tensor, routing: Routing, dtype: torch.dtype, weight_inputs: bool) -> Tensor:
-    """Return the inputs of the experts [S, H]."""
-    return spread_weighted(x, weights, routing, dtype) if weight_inputs else spread(x, routing, dtype)
-
-
-def _empty_first_product(x: Tensor, parameters: FirstParameters, routing: Routing, transposed: bool) -> Tensor:
-    """Allocate what `moe_first_product` returns."""
-    return parameters.up.new_empty(routing.order.shape[0], parameters.up.shape[2 if transposed else 1])
-
-
-@launcher(fake=_empty_first_product)
-def moe_first_product(
-    x: Tensor, weights: Tensor, parameters: FirstParameters, routing: Routing, transposed: bool, weight_inputs: bool
-) -> Tensor:
-    """Return h [S, 2 I] or [S, I], with the bits that it has in `moe_forward`."""
-    up, up_bias = parameters
-    return product(_inputs(x, weights, routing, up.dtype, weight_inputs), up, up_bias, routing, transposed)
-
-
-def _empty_forward(
-    x: Tensor, parameters: ExpertParameters, routing: Routing, transposed: bool, saves_h: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Allocate what `moe_forward` returns."""
-    up = parameters.up
-    h = up.new_empty(routing.order.shape[0], up.shape[2 if transposed else 1]) if saves_h else None
-    return x.new_empty(x.shape), h
-
-
-@launcher(fake=_empty_forward)
-def moe_forward(
-    x: Tensor, weights: Tensor, parameters: ExpertParameters, routing: Routing, kind: str, transposed: bool,
-    weight_inputs: bool, saves_h: bool,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Return y [T, H] and, if backward needs it, h [S, 2 I] or [S, I]."""
-    up, down, up_bias, down_bias = parameters
-    inputs = _inputs(x, weights, routing, up.dtype, weight_inputs)
-    up_factor = up if transposed else up.mT
-    if up_bias is None and gates_in_product(inputs, up_factor, kind):
-        saved_h, a = tiled_gated_product(inputs, up_factor, routing.ends, kind, saves_h)
-    else:
-        h = product(inputs, up, up_bias, routing, transposed)
-        a = ACTIVATIONS[kind][0](h)
-        saved_h = h if saves_h else None
-        del h
-    del inputs
-    z = product(a, down, down_bias, routing, transposed)
-    del a
-    return combine(z, None if weight_inputs else weights, routing, x.dtype), saved_h
-
-
-def _empty_backward(
-    dy: Tensor, h: Tensor, weights: Tensor, routing: Routing, kind: str, transposed: bool, needs: NeededMoEGradients
-) -> MoEGradients:
-    """Allocate what `moe_backward` returns."""
-    (experts,), hidden, width = routing.ends.shape, dy.shape[1], h.shape[1]
-    inner = width // ACTIVATIONS[kind][2]
-    up_shape, down_shape = (width, hidden), (hidden, inner)
-    if transposed:
-        up_shape, down_shape = up_shape[::-1], down_shape[::-1]
-    return MoEGradients(
-        x=dy.new_empty(dy.shape) if needs.x else None,
-        up=h.new_empty(experts, *up_shape) if needs.up else None,
-        down=h.new_empty(experts, *down_shape) if needs.down else None,
-        weights=torch.empty_like(weights, memory_format=torch.contiguous_format) if needs.weights else None,
-        up_bias=h.new_empty(experts, width) if needs.up_bias else None,
-        down_bias=h.new_empty(experts, hidden) if needs.down_bias else None,
-    )
-
-
-@launcher(fake=_empty_backward)
-def moe_backward(
-    dy: Tensor, x: Tensor | None, h: Tensor, weights: Tensor, parameters: BackwardParameters, routing: Routing,
-    kind: str, transposed: bool, weight_inputs: bool, needs: NeededMoEGradients, overwrites_h: bool,
-) -> MoEGradients:  # fmt: skip
-    """Return the gradients that are needed, from dy [T, H], x [T, H] and the h that the forward saved.
-
-    With `overwrites_h`, the kernel writes the gradient of h into its memory.
-    """
-    up, down, down_bias = parameters
-    ends = routing.ends
-    needs_dinputs = needs.x or (weight_inputs and needs.weights)
-    needs_dh = needs_dinputs or needs.up or needs.up_bias
-    # The weights that multiply the outputs of the experts.
-    output_weights = torch.ones_like(weights) if weight_inputs else weights
-    gradient_of_weight = lambda inputs, doutputs: grouped_weight_gradient(
-        *((inputs, doutputs) if transposed else (doutputs, inputs)), ends
-    )
-    dx = dup = ddown = dweights = dup_bias = ddown_bias = da = dh = wa = None
-
-    rows = spread(dy, routing, h.dtype)  # [S, H]
-    needs_dweights = needs.weights and not weight_inputs
-    if needs_dh or needs_dweights:
-        assert down is not None
-        da = grouped_product(rows, down.mT if transposed else down, ends)  # [S, I]
-    if needs.down_bias:
-        ddown_bias = group_sums(rows, ends, output_weights.flatten()[routing.order])
-    if not needs.down:
-        del rows
-    if da is not None or needs.down:
-        # The products with the bias are added to dw before it is rounded.
-        factors = output_weights if down_bias is None else output_weights.to(_wide_dtype(weights))
-        dh, wa, dweights = activation_gradients(
-            h, da, factors, routing, kind, needs_dh, needs.down, needs_dweights, overwrites_h
-        )
-    del da
-    if dweights is not None and down_bias is not None:
-        dweights = (dweights + _products_with_bias(dy, down_bias, routing)).to(weights.dtype)
-    if wa is not None:
-        ddown = gradient_of_weight(wa, rows)
-        del rows, wa
-    if dh is not None and needs.up_bias:
-        dup_bias = group_sums(dh, ends)
-    if dh is not None and needs.up:
-        assert x is not None
-        dup = gradient_of_weight(_inputs(x, weights, routing, h.dtype, weight_inputs), dh)
-    if dh is not None and needs_dinputs:
-        assert up is not None
-        dinputs = grouped_product(dh, up.mT if transposed else up, ends)  # [S, H]
-        if needs.x:
-            dx = combine(dinputs, weights if weight_inputs else None, routing, dy.dtype)
-        if weight_inputs and needs.weights:
-            assert x is not None
-            dweights = dot_products(x, dinputs, weights, routing)
-    return MoEGradients(dx, dup, ddown, dweights, dup_bias, ddown_bias)
-
-
-def _wide_dtype(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
-
-
-def _products_with_bias(dy: Tensor, bias: Tensor, routing: Routing) -> Tensor:
-    """Return dy[t] . bias[e] [T, K] for each choice, from dy [T, H] and bias [E, H]; 0 for experts of other ranks."""
-    wide_dtype = _wide_dtype(bias)
-    products = dy.new_empty(dy.shape[0], bias.shape[0], dtype=wide_dtype)
-    # Autocast would round the result of a product without `out`.
-    torch.mm(dy.to(wide_dtype), bias.to(wide_dtype).T, out=products)
-    absent = routing.slot >= routing.ends[-1]
-    return products.gather(1, routing.group[routing.slot]).masked_fill(absent, 0.0)
-
-
 # --- autograd ------------------------------------------------------------------------------------
 
 
@@ -268,9 +99,12 @@ class _MoEMLP(torch.autograd.Function):
         transposed: bool,
         weight_inputs: bool,
         saves_h: bool,
+        in_fp8: bool,
+        cache: WeightCache | None,
     ) -> Tensor:
         parameters, routing = ExpertParameters(up, down, up_bias, down_bias), Routing(slot, order, expert, ends)
-        y, h = moe_forward(x, weights, parameters, routing, kind, transposed, weight_inputs, saves_h)
+        copies = find_copies(in_fp8, cache, up, down, by_rows=not transposed)
+        y, h = moe_forward(x, weights, parameters, routing, kind, transposed, weight_inputs, saves_h, copies)
         needs = NeededMoEGradients(*ctx.needs_input_grad[:6])
         needs_dweights_of_inputs = weight_inputs and needs.weights
         tensors = (
@@ -289,6 +123,7 @@ class _MoEMLP(torch.autograd.Function):
         else:
             save_gated(ctx, h, saves_h, False, *tensors)
         ctx.kind, ctx.transposed, ctx.weight_inputs, ctx.needs = kind, transposed, weight_inputs, needs
+        ctx.in_fp8, ctx.cache = in_fp8, cache
         return y
 
     @staticmethod
@@ -299,19 +134,24 @@ class _MoEMLP(torch.autograd.Function):
         # An operator in a compiled graph does not write to its inputs.
         overwrites_h = not ctx.is_compiled
         if h is None:
-            h = moe_first_product(x, weights, FirstParameters(up, up_bias), routing, ctx.transposed, ctx.weight_inputs)
+            copies = find_copies(ctx.in_fp8, ctx.cache, up, None, by_rows=not ctx.transposed)
+            h = moe_first_product(
+                x, weights, FirstParameters(up, up_bias), routing, ctx.transposed, ctx.weight_inputs, copies
+            )
         elif overwrites_h:
             check_version("moe_mlp", ctx, h)
             overwrites_h = ctx.may_overwrite and may_overwrite_saved(h)
             if overwrites_h:
                 # If this backward raises an error, another attempt must not read the overwritten tensor.
                 torch.autograd.graph.increment_version(h)
+        needs_dinputs = ctx.needs.x or (ctx.weight_inputs and ctx.needs.weights)
+        copies = find_copies(ctx.in_fp8, ctx.cache, up if needs_dinputs else None, down, by_rows=ctx.transposed)
         gradients = moe_backward(
             dy, x, h, weights, BackwardParameters(up, down, down_bias), routing, ctx.kind, ctx.transposed,
-            ctx.weight_inputs, ctx.needs, overwrites_h,
+            ctx.weight_inputs, ctx.needs, overwrites_h, copies,
         )  # fmt: skip
         # In a compiled graph an empty tensor stands for a gradient that is not needed.
-        return *(g if needed else None for g, needed in zip(gradients, ctx.needs, strict=True)), *(None,) * 8
+        return *(g if needed else None for g, needed in zip(gradients, ctx.needs, strict=True)), *(None,) * 10
 
 
 # --- public --------------------------------------------------------------------------------------
@@ -368,19 +208,64 @@ def moe_mlp(
         >>> tigon.moe_mlp(x, up, down, index, weights).shape
         torch.Size([5, 8])
     """
-    op = "moe_mlp"
     parameters = ExpertParameters(up_proj, down_proj, up_bias, down_bias)
-    sizes = check_experts(op, x, parameters, top_k_index, top_k_weights, transposed, activation)
+    return _run(
+        "moe_mlp", x, parameters, top_k_index, top_k_weights, transposed, activation, weight_inputs, False, None
+    )
 
+
+def moe_mlp_in_fp8(
+    x: Tensor, parameters: ExpertParameters, top_k_index: Tensor, top_k_weights: Tensor, *, transposed: bool = False,
+    activation: str | Callable[[Tensor], Tensor] = "silu", weight_inputs: bool = False,
+    cache: WeightCache | None = None,
+) -> Tensor:  # fmt: skip
+    """Return `moe_mlp` with its forward products and those of dX in FP8, and the gradients of the weights as they are.
+
+    The factors of these products are rounded with a scale for each row. H, I and the width of the first product are
+    multiples of 16. A device on which torch has no grouped FP8 products emulates them, and the host waits for it.
+
+    Args:
+        x: See `moe_mlp`.
+        parameters: The weights and biases of the experts.
+        top_k_index, top_k_weights, transposed, activation, weight_inputs: See `moe_mlp`.
+        cache: The FP8 copies of the weights "up" and "down", which belong to these weights only. Without a cache, each
+            product makes its copy and frees it.
+
+    Raises:
+        TypeError, ValueError: See `moe_mlp`. A size is no multiple of 16.
+    """
+    cache = None if torch.compiler.is_compiling() else cache
+    return _run(
+        "moe_mlp_in_fp8", x, parameters, top_k_index, top_k_weights, transposed, activation, weight_inputs, True, cache
+    )
+
+
+def _run(
+    op: str, x: Tensor, parameters: ExpertParameters, top_k_index: Tensor, top_k_weights: Tensor, transposed: bool,
+    activation: str | Callable[[Tensor], Tensor], weight_inputs: bool, in_fp8: bool, cache: WeightCache | None,
+) -> Tensor:  # fmt: skip
+    """Return `moe_mlp`, or `moe_mlp_in_fp8` if `in_fp8` is True."""
+    sizes = check_experts(op, x, parameters, top_k_index, top_k_weights, transposed, activation)
     checks.flag(op, weight_inputs=weight_inputs)
     routing = route(top_k_index, sizes.experts)
+    up, down, up_bias, down_bias = parameters
+    # Without rows or experts there is nothing to quantise.
+    in_fp8 = in_fp8 and top_k_index.numel() > 0 and sizes.experts > 0
+    if in_fp8:
+        check_sizes(op, up_proj=up[0], down_proj=down[0])
     if isinstance(activation, str):
-        tensors = x, up_proj, down_proj, top_k_weights, up_bias, down_bias
+        tensors = x, up, down, top_k_weights, up_bias, down_bias
         if torch.is_grad_enabled() and any(p is not None and p.requires_grad for p in tensors):
             saves_h = not recomputes_mlp()
-            return _MoEMLP.apply(*tensors, *routing, activation, transposed, weight_inputs, saves_h)
-        return moe_forward(x, top_k_weights, parameters, routing, activation, transposed, weight_inputs, False)[0]
-    h = activation(first_product(x, top_k_weights, up_proj, up_bias, routing, transposed, weight_inputs))
+            return _MoEMLP.apply(
+                *tensors, *routing, activation, transposed, weight_inputs, saves_h, in_fp8, cache
+            )  # fmt: skip
+        copies = find_copies(in_fp8, cache, up, down, by_rows=not transposed)
+        return moe_forward(
+            x, top_k_weights, parameters, routing, activation, transposed, weight_inputs, False, copies
+        )[0]  # fmt: skip
+    up_fp8, down_fp8 = (Fp8Source(name, cache) if in_fp8 else None for name in ("up", "down"))
+    h = activation(first_product(x, top_k_weights, up, up_bias, routing, transposed, weight_inputs, up_fp8))
     h = check_activated(op, h, (top_k_index.numel(), sizes.inner))
-    h = differentiated_product(h.to(down_proj.dtype), down_proj, down_bias, routing, transposed)
+    h = differentiated_product(h.to(down.dtype), down, down_bias, routing, transposed, down_fp8)
     return combine(h, None if weight_inputs else top_k_weights, routing, x.dtype)

@@ -297,7 +297,7 @@ def _empty_copies_of_gated(gate: Tensor, layout: Layout) -> Copies:
 
 @launcher(fake=_empty_copies_of_gated)
 def quantise_product(gate: Tensor, up: Tensor, kind: str, layout: Layout) -> Copies:
-    """Return the copies of act(gate) * up, for contiguous gate and up [M, K]."""
+    """Return the copies of act(gate) * up, for gate and up [M, K] whose rows are contiguous."""
     m, k = gate.shape
     return _quantise([_Part(gate, up, kind, 0, 0)], m, k, layout)
 
@@ -327,7 +327,7 @@ def quantise_tensor(x: Tensor, layout: Layout) -> Quantised:
 
 
 def quantise_gated(gate: Tensor, up: Tensor, kind: str, layout: Layout) -> Quantised:
-    """Return the FP8 copies of act(gate) * up, for contiguous gate and up [M, K]."""
+    """Return the FP8 copies of act(gate) * up, for gate and up [M, K] whose rows are contiguous."""
     if runs_fp8_kernels(gate):
         return _factors(quantise_product(gate, up, kind, layout), layout)
     return _factors(quantise_reference(activate(gate, up, kind), layout), layout)

@@ -2,7 +2,8 @@
 
 Weights that multiply the same input form a group: their rows are those of one matrix [O, H], O being the sum of their
 outputs. The copy by rows serves the forward products, and the transposed copy [H, O] serves dX, which is one product
-for the whole group.
+for the whole group. A stack of weights [E, R, C], such as those of experts, is a group of its own
+(`tigon.ops.fp8.stacks`).
 """
 
 import functools
@@ -16,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from tigon.ops.fp8.formats import WEIGHT_DTYPE, Factor
 from tigon.ops.fp8.gathered_weights import GatheredWeight, share_scale, transpose_weights
 from tigon.ops.fp8.quantisation import Layout, quantise
+from tigon.ops.fp8.stacks import quantise_stack
 from tigon.runtime.device import is_capturing
 
 __all__ = ["Fp8Weights", "WeightCache", "quantise_weights", "weight_rows", "weight_transposed"]
@@ -59,7 +61,7 @@ class _GatheredCopies(Fp8Weights):
 def quantise_weights(
     weights: Sequence[Tensor], is_rowwise: bool, needs_rows: bool, needs_transposed: bool
 ) -> Fp8Weights:
-    """Return the FP8 copies of a group of weights [O_i, H]. Both copies come from the same passes.
+    """Return the FP8 copies of a group of weights [O_i, H], whose copies come from the same passes, or of one stack.
 
     Raises:
         ValueError: Weights that were gathered in FP8 have scales that the group cannot use.
@@ -71,6 +73,9 @@ def quantise_weights(
                 '"tensorwise", and only layers that share a scale can be one product'
             )
         return _GatheredCopies([weight for weight in weights if isinstance(weight, GatheredWeight)], needs_transposed)
+    if weights[0].dim() == 3:
+        (stack,) = weights
+        return Fp8Weights(*quantise_stack(stack, needs_rows, needs_transposed))
     layout = Layout(WEIGHT_DTYPE, is_rowwise, needs_rows, needs_transposed)
     return Fp8Weights(*quantise([weight.detach() for weight in weights], layout))
 
@@ -157,6 +162,14 @@ class WeightCache:
 
     def __reduce__(self) -> tuple:
         return WeightCache, (self.keeps_frozen,)
+
+    def holds(self, name: str, weight: Tensor, needs_rows: bool, needs_transposed: bool) -> bool:
+        """Return whether `find` has the copies of a single weight that are needed, and makes none."""
+        entry = self._entries.get(name)
+        if entry is None or entry.states != (_state_of(weight, self.keeps_frozen),):
+            return False
+        copies = entry.copies
+        return not (needs_rows and copies.rows is None) and not (needs_transposed and copies.transposed is None)
 
     def find(
         self, name: str, weights: Sequence[Tensor], is_rowwise: bool, needs_rows: bool, needs_transposed: bool

@@ -14,6 +14,8 @@ import tigon
 from tigon.ops.adapters.four_bit import FourBitWeight, QuantisedScales, dequantise
 from tigon.ops.adapters.lora_mlp import lora_glu_mlp
 from tigon.ops.adapters.projection import Adapter, Projection
+from tigon.ops.experts.arguments import ExpertParameters
+from tigon.ops.experts.moe_mlp import moe_mlp_in_fp8
 from tigon.ops.fp8.formats import has_units
 from tigon.ops.fp8.fp8_glu_mlp import fp8_glu_mlp
 from tigon.ops.head.computed_rows import CountConfig
@@ -146,6 +148,16 @@ def _fp8_glu_mlp(hidden: int, inner: int, **options: Any) -> None:
     y.backward(y.detach())
 
 
+def _fp8_experts(hidden: int, inner: int, choices: int, **options: Any) -> None:
+    """Run experts in FP8; recognition calls them, and they have no public name."""
+    width = inner if options.get("activation") == "relu2" else 2 * inner
+    shapes = (2, hidden), (choices, width, hidden), (choices, hidden, inner)
+    x, up, down = (torch.zeros(shape, dtype=torch.bfloat16, requires_grad=True) for shape in shapes)
+    index, weights = torch.zeros(2, choices, dtype=torch.int64), torch.zeros(2, choices, requires_grad=True)
+    y = moe_mlp_in_fp8(x, ExpertParameters(up, down, None, None), index, weights, **options)
+    y.backward(y.detach())
+
+
 def _norm_maxima(features: int, needs: MaximaNeeds) -> None:
     """Run the norm of a sum, whose results and gradients an op in FP8 quantises."""
     requests = MaximaRequests()
@@ -190,6 +202,12 @@ _OTHER_STEPS: dict[str, Callable[[], None]] = {
     "fp8_linear GLU 4096, no dW in FP8": lambda: _fp8_glu_mlp(256, 4096, fp8_dw=False),
     "fp8_linear GLU tanh 4096": lambda: _fp8_glu_mlp(256, 4096, activation="gelu_tanh"),
     "fp8_linear GLU gelu 14336, rowwise": lambda: _fp8_glu_mlp(256, 14336, activation="gelu", recipe="rowwise"),
+    "fp8_linear experts 2048, 8 per token": lambda: _fp8_experts(2048, 768, 8),
+    "fp8_linear experts 4096, 2 per token": lambda: _fp8_experts(4096, 64, 2),
+    "fp8_linear experts 7168, gelu": lambda: _fp8_experts(7168, 64, 8, activation="gelu"),
+    "fp8_linear experts 2880, gelu_tanh": lambda: _fp8_experts(2880, 2880, 4, activation="gelu_tanh"),
+    "fp8_linear experts 1024 without gate": lambda: _fp8_experts(1024, 1856, 6, activation="relu2"),
+    "fp8_linear experts 5120, weighted inputs": lambda: _fp8_experts(5120, 64, 1, weight_inputs=True),
     "rms_norm 4096, largest value": lambda: _norm_maxima(4096, MaximaNeeds(tensor=True)),
     "rms_norm 5120, largest value": lambda: _norm_maxima(5120, MaximaNeeds(tensor=True)),
     "rms_norm 2048, largest values of rows and columns": lambda: _norm_maxima(2048, MaximaNeeds(False, True, True)),

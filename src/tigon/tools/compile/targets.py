@@ -23,7 +23,15 @@ import torch
 
 from tigon.runtime import device
 from tigon.runtime.device import Device
-from tigon.runtime.triton_private import CompilerTools, JITFunction, TensorDescriptor, compiler_tools, gluon, triton
+from tigon.runtime.triton_private import (
+    CompilerTools,
+    JITFunction,
+    TensorDescriptor,
+    TileDescriptor,
+    compiler_tools,
+    gluon,
+    triton,
+)
 
 __all__ = ["CHIPS", "Chip", "KernelResources", "Launch", "recorded", "resources"]
 
@@ -124,6 +132,10 @@ def _source(launch: Launch, tools: CompilerTools) -> Any:
         if TensorDescriptor is not None and isinstance(value, TensorDescriptor):
             shape = ",".join(map(str, value.block_shape))
             signature[name], is_aligned = f"tensordesc<{TYPES[value.base.dtype]}[{shape}]>", False
+        elif TileDescriptor is not None and isinstance(value, TileDescriptor):
+            shape = ", ".join(map(str, value.block_shape))
+            signature[name] = f"tensordesc<{TYPES[value.base.dtype]}[{shape}],{value.layout!r}>"
+            is_aligned = False
         elif isinstance(value, torch.Tensor):
             signature[name], is_aligned = f"*{TYPES[value.dtype]}", True
         elif isinstance(value, int):

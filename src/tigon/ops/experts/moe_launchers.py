@@ -1,0 +1,244 @@
+"""The launchers of `moe_mlp`: its forward, its first product and its backward, without autograd.
+
+`tigon.ops.experts.moe_mlp` has the formulas. With `ExpertCopies.in_fp8`, the two products of forward, and those of
+backward that are gradients of rows, run in FP8.
+
+Shapes: T tokens, K choices each, E experts, H hidden, I intermediate; S = T K rows.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tigon.ops.experts.activation import activation_gradients
+from tigon.ops.experts.arguments import ACTIVATIONS, ExpertParameters
+from tigon.ops.experts.differentiated import add_bias, product
+from tigon.ops.experts.fp8_products import (
+    ExpertCopies,
+    fp8_row_product,
+    fp8_token_product,
+    quantise_activated,
+    quantise_rows,
+)
+from tigon.ops.experts.grouped_linear import group_sums, grouped_product, grouped_weight_gradient
+from tigon.ops.experts.routing import Routing, combine, dot_products, spread, spread_weighted
+from tigon.ops.experts.tiled_products import gates_in_product, tiled_gated_product
+from tigon.runtime.launch import launcher
+
+__all__ = [
+    "BackwardParameters",
+    "FirstParameters",
+    "MoEGradients",
+    "NeededMoEGradients",
+    "moe_backward",
+    "moe_first_product",
+    "moe_forward",
+]
+
+
+class BackwardParameters(NamedTuple):
+    """The parameters that the backward reads. A parameter may be None if no needed gradient depends on it."""
+
+    up: Tensor | None
+    down: Tensor | None
+    down_bias: Tensor | None
+
+
+class FirstParameters(NamedTuple):
+    """The parameters of the first product."""
+
+    up: Tensor
+    up_bias: Tensor | None
+
+
+class NeededMoEGradients(NamedTuple):
+    """True for each gradient that the backward computes."""
+
+    x: bool
+    up: bool
+    down: bool
+    weights: bool
+    up_bias: bool
+    down_bias: bool
+
+
+class MoEGradients(NamedTuple):
+    """The gradients of `moe_forward`. A gradient that is not needed is None."""
+
+    x: Tensor | None
+    up: Tensor | None
+    down: Tensor | None
+    weights: Tensor | None
+    up_bias: Tensor | None
+    down_bias: Tensor | None
+
+
+def _inputs(x: Tensor, weights: Tensor, routing: Routing, dtype: torch.dtype, weight_inputs: bool) -> Tensor:
+    """Return the inputs of the experts [S, H]."""
+    return spread_weighted(x, weights, routing, dtype) if weight_inputs else spread(x, routing, dtype)
+
+
+def _empty_first_product(x: Tensor, parameters: FirstParameters, routing: Routing, transposed: bool) -> Tensor:
+    """Allocate what `moe_first_product` returns."""
+    return parameters.up.new_empty(routing.order.shape[0], parameters.up.shape[2 if transposed else 1])
+
+
+@launcher(fake=_empty_first_product)
+def moe_first_product(
+    x: Tensor, weights: Tensor, parameters: FirstParameters, routing: Routing, transposed: bool, weight_inputs: bool,
+    copies: ExpertCopies,
+) -> Tensor:  # fmt: skip
+    """Return h [S, 2 I] or [S, I], with the bits that it has in `moe_forward`."""
+    up, up_bias = parameters
+    if not copies.in_fp8:
+        return product(_inputs(x, weights, routing, up.dtype, weight_inputs), up, up_bias, routing, transposed)
+    h = fp8_token_product(x, weights if weight_inputs else None, up, copies.up, routing, by_rows=not transposed)
+    return add_bias(h, up_bias, routing)
+
+
+def _empty_forward(
+    x: Tensor, parameters: ExpertParameters, routing: Routing, transposed: bool, saves_h: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Allocate what `moe_forward` returns."""
+    up = parameters.up
+    h = up.new_empty(routing.order.shape[0], up.shape[2 if transposed else 1]) if saves_h else None
+    return x.new_empty(x.shape), h
+
+
+def _activated(
+    x: Tensor, weights: Tensor, parameters: FirstParameters, routing: Routing, kind: str, transposed: bool,
+    weight_inputs: bool, needs_h: bool,
+) -> tuple[Tensor | None, Tensor]:  # fmt: skip
+    """Return h [S, 2 I] or [S, I] if it is needed, and its activation [S, I]."""
+    up, up_bias = parameters
+    inputs, factor = _inputs(x, weights, routing, up.dtype, weight_inputs), up if transposed else up.mT
+    if up_bias is None and gates_in_product(inputs, factor, kind):
+        return tiled_gated_product(inputs, factor, routing.ends, kind, needs_h)
+    h = product(inputs, up, up_bias, routing, transposed)
+    del inputs
+    return h if needs_h else None, ACTIVATIONS[kind][0](h)
+
+
+@launcher(fake=_empty_forward)
+def moe_forward(
+    x: Tensor, weights: Tensor, parameters: ExpertParameters, routing: Routing, kind: str, transposed: bool,
+    weight_inputs: bool, saves_h: bool, copies: ExpertCopies,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Return y [T, H] and, if backward needs it, h [S, 2 I] or [S, I]."""
+    up, down, up_bias, down_bias = parameters
+    if copies.in_fp8:
+        h = moe_first_product(x, weights, FirstParameters(up, up_bias), routing, transposed, weight_inputs, copies)
+        rows = quantise_activated(h, kind)
+        saved_h = h if saves_h else None
+        del h
+        z = fp8_row_product(rows, down, copies.down, routing.ends, by_rows=not transposed)
+        z = add_bias(z, down_bias, routing)
+        del rows
+    else:
+        saved_h, a = _activated(
+            x, weights, FirstParameters(up, up_bias), routing, kind, transposed, weight_inputs, saves_h
+        )
+        z = product(a, down, down_bias, routing, transposed)
+        del a
+    return combine(z, None if weight_inputs else weights, routing, x.dtype), saved_h
+
+
+def _empty_backward(
+    dy: Tensor, h: Tensor, weights: Tensor, routing: Routing, kind: str, transposed: bool, needs: NeededMoEGradients
+) -> MoEGradients:
+    """Allocate what `moe_backward` returns."""
+    (experts,), hidden, width = routing.ends.shape, dy.shape[1], h.shape[1]
+    inner = width // ACTIVATIONS[kind][2]
+    up_shape, down_shape = (width, hidden), (hidden, inner)
+    if transposed:
+        up_shape, down_shape = up_shape[::-1], down_shape[::-1]
+    return MoEGradients(
+        x=dy.new_empty(dy.shape) if needs.x else None,
+        up=h.new_empty(experts, *up_shape) if needs.up else None,
+        down=h.new_empty(experts, *down_shape) if needs.down else None,
+        weights=torch.empty_like(weights, memory_format=torch.contiguous_format) if needs.weights else None,
+        up_bias=h.new_empty(experts, width) if needs.up_bias else None,
+        down_bias=h.new_empty(experts, hidden) if needs.down_bias else None,
+    )
+
+
+@launcher(fake=_empty_backward)
+def moe_backward(
+    dy: Tensor, x: Tensor | None, h: Tensor, weights: Tensor, parameters: BackwardParameters, routing: Routing,
+    kind: str, transposed: bool, weight_inputs: bool, needs: NeededMoEGradients, overwrites_h: bool,
+    copies: ExpertCopies,
+) -> MoEGradients:  # fmt: skip
+    """Return the gradients that are needed, from dy [T, H], x [T, H] and the h that the forward saved.
+
+    With `overwrites_h`, the kernel writes the gradient of h into its memory.
+    """
+    up, down, down_bias = parameters
+    ends = routing.ends
+    needs_dinputs = needs.x or (weight_inputs and needs.weights)
+    needs_dh = needs_dinputs or needs.up or needs.up_bias
+    # The weights that multiply the outputs of the experts.
+    output_weights = torch.ones_like(weights) if weight_inputs else weights
+    gradient_of_weight = lambda inputs, doutputs: grouped_weight_gradient(
+        *((inputs, doutputs) if transposed else (doutputs, inputs)), ends
+    )
+    dx = dup = ddown = dweights = dup_bias = ddown_bias = da = dh = wa = rows = None
+
+    needs_dweights = needs.weights and not weight_inputs
+    if copies.in_fp8 and (needs_dh or needs_dweights):
+        assert down is not None
+        da = fp8_token_product(dy, None, down, copies.down, routing, by_rows=transposed)  # [S, I]
+    if not copies.in_fp8 or needs.down or needs.down_bias:
+        rows = spread(dy, routing, h.dtype)  # [S, H]
+    if not copies.in_fp8 and (needs_dh or needs_dweights):
+        assert rows is not None
+        assert down is not None
+        da = grouped_product(rows, down.mT if transposed else down, ends)  # [S, I]
+    if needs.down_bias:
+        assert rows is not None
+        ddown_bias = group_sums(rows, ends, output_weights.flatten()[routing.order])
+    if not needs.down:
+        rows = None
+    if da is not None or needs.down:
+        # The products with the bias are added to dw before it is rounded.
+        factors = output_weights if down_bias is None else output_weights.to(_wide_dtype(weights))
+        dh, wa, dweights = activation_gradients(
+            h, da, factors, routing, kind, needs_dh, needs.down, needs_dweights, overwrites_h
+        )
+    del da
+    if dweights is not None and down_bias is not None:
+        dweights = (dweights + _products_with_bias(dy, down_bias, routing)).to(weights.dtype)
+    if wa is not None:
+        ddown = gradient_of_weight(wa, rows)
+        rows = wa = None
+    if dh is not None and needs.up_bias:
+        dup_bias = group_sums(dh, ends)
+    if dh is not None and needs.up:
+        assert x is not None
+        dup = gradient_of_weight(_inputs(x, weights, routing, h.dtype, weight_inputs), dh)
+    if dh is not None and needs_dinputs:
+        assert up is not None
+        if copies.in_fp8:
+            dinputs = fp8_row_product(quantise_rows(dh), up, copies.up, ends, by_rows=transposed)  # [S, H]
+        else:
+            dinputs = grouped_product(dh, up.mT if transposed else up, ends)
+        if needs.x:
+            dx = combine(dinputs, weights if weight_inputs else None, routing, dy.dtype)
+        if weight_inputs and needs.weights:
+            assert x is not None
+            dweights = dot_products(x, dinputs, weights, routing)
+    return MoEGradients(dx, dup, ddown, dweights, dup_bias, ddown_bias)
+
+
+def _wide_dtype(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _products_with_bias(dy: Tensor, bias: Tensor, routing: Routing) -> Tensor:
+    """Return dy[t] . bias[e] [T, K] for each choice, from dy [T, H] and bias [E, H]; 0 for experts of other ranks."""
+    wide_dtype = _wide_dtype(bias)
+    products = dy.new_empty(dy.shape[0], bias.shape[0], dtype=wide_dtype)
+    # Autocast would round the result of a product without `out`.
+    torch.mm(dy.to(wide_dtype), bias.to(wide_dtype).T, out=products)
+    absent = routing.slot >= routing.ends[-1]
+    return products.gather(1, routing.group[routing.slot]).masked_fill(absent, 0.0)

@@ -1,0 +1,140 @@
+r"""FP8 copies of a stack of weights W [E, R, C], such as those of experts, with the scales of rowwise products.
+
+    rows          q[e, r, c] = round(W[e, r, c] / s[e, r]),  s[e, r] = max_c |W[e, r, c]| / 448       [E, R, C]
+    transposed    q[e, c, r] = round(W[e, r, c] / s[e, c]),  s[e, c] = max_r |W[e, r, c]| / 448       [E, C, R]
+
+A product sums along the last dimension of a copy. A weight that is stored as [E, out, in] needs the copy by rows in
+forward and the transposed one for dX, and a weight that is stored as [E, in, out] needs them the other way round.
+
+The copy by rows is that of a matrix [E R, C]: it moves 3 bytes for each bf16 value. A program of the transposed copy
+reads a strip of columns of one matrix twice, first for the scales and then for the values. It moves 5 bytes for each
+value, less those that the second read finds in the cache: this read starts where the first one ended.
+
+Shapes: E matrices of R rows and C columns.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tigon.ops.fp8.formats import LARGEST, MULTIPLE, WEIGHT_DTYPE, Factor, runs_fp8_kernels
+from tigon.ops.fp8.quantisation import Layout, Quantised, quantise, quantise_reference
+from tigon.ops.fp8.quantisation_kernels import scaling, store_transposed
+from tigon.runtime.device import Device, cdiv, device_of
+from tigon.runtime.launch import launch, launcher
+from tigon.runtime.maxima import magnitude_bits
+from tigon.runtime.triton_private import tl, triton
+from tigon.runtime.tuning import LaunchConfig
+
+__all__ = ["Fp8StripConfig", "Fp8StripProblem", "quantise_stack", "quantise_stack_reference"]
+
+
+# --- reference -----------------------------------------------------------------------------------
+
+
+def quantise_stack_reference(x: Tensor, is_transposed: bool) -> Factor:
+    """Return the copy of a stack [E, R, C] by rows or the transposed one, in torch."""
+    x = x.mT if is_transposed else x
+    copies = quantise_reference(x.reshape(-1, x.shape[2]), Layout(WEIGHT_DTYPE, True, True, False))
+    assert copies.rows is not None
+    assert copies.row_scale is not None
+    return Factor(copies.rows.view(x.shape), copies.row_scale.view(x.shape[:2]))
+
+
+# --- configuration -------------------------------------------------------------------------------
+
+
+class Fp8StripProblem(NamedTuple):
+    """The properties that the strips of the transposed copy depend on."""
+
+    # The rows of a matrix.
+    rows: int
+
+
+@dataclass(frozen=True)
+class Fp8StripConfig(LaunchConfig):
+    """Launch parameters. A program reads strips of `block_k` columns, `block_m` rows at a time."""
+
+    block_m: int
+    block_k: int
+    num_warps: int
+
+    @staticmethod
+    def heuristic(problem: Fp8StripProblem, device: Device) -> "Fp8StripConfig":
+        """Return tiles that read and write whole lines of 128 bytes. They have not been tuned on a GPU."""
+        return Fp8StripConfig(block_m=128, block_k=64, num_warps=8)
+
+
+# --- kernels -------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["strips"])
+def strip_kernel(
+    x_ptr, transposed_ptr, scale_ptr,  # [E, R, C], [E, C, R] fp8, [E, C] fp32
+    groups, k, strips, largest,
+    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Write the transposed copy and the scales of a strip of columns of one matrix, which has 16 `groups` rows."""
+    pid = tl.program_id(0)
+    matrix, m = (pid // strips).to(tl.int64), groups * 16
+    x_ptr += matrix * m * k
+    transposed_ptr += matrix * m * k
+    cols = (pid % strips) * BLOCK_K + tl.arange(0, BLOCK_K)
+    bits = tl.zeros([BLOCK_M, BLOCK_K], tl.int32)
+    for start in range(0, m, BLOCK_M):
+        rows = start + tl.arange(0, BLOCK_M).to(tl.int64)
+        mask = (rows < m)[:, None] & (cols < k)[None, :]
+        x = tl.load(x_ptr + rows[:, None] * k + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        bits = tl.maximum(bits, magnitude_bits(x))
+    factors, scales = scaling(tl.max(bits, 0), largest)
+    tl.store(scale_ptr + matrix * k + cols, scales, mask=cols < k)
+    blocks = tl.cdiv(m, BLOCK_M)
+    for block in range(0, blocks):
+        # The last rows that the first loop has read are still in the cache.
+        rows = (blocks - 1 - block) * BLOCK_M + tl.arange(0, BLOCK_M).to(tl.int64)
+        mask = (rows < m)[:, None] & (cols < k)[None, :]
+        x = tl.load(x_ptr + rows[:, None] * k + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        store_transposed(transposed_ptr, m, rows, cols, groups, k, x * factors[None, :])
+
+
+# --- launcher ------------------------------------------------------------------------------------
+
+
+def _empty_transposed(x: Tensor) -> Factor:
+    experts, rows, columns = x.shape
+    return Factor(
+        x.new_empty((experts, columns, rows), dtype=WEIGHT_DTYPE),
+        x.new_empty((experts, columns), dtype=torch.float32),
+    )
+
+
+@launcher(fake=_empty_transposed)
+def quantise_transposed_stack(x: Tensor) -> Factor:
+    """Return the transposed copy of a contiguous stack [E, R, C] whose sizes are multiples of 16."""
+    experts, rows, columns = x.shape
+    copy = _empty_transposed(x)
+    config = Fp8StripConfig.choose(Fp8StripProblem(rows), device_of(x))
+    strips = cdiv(columns, config.block_k)
+    launch(
+        strip_kernel, experts * strips, x, copy.values, copy.scale, rows // MULTIPLE, columns, strips,
+        LARGEST[WEIGHT_DTYPE],
+        BLOCK_M=config.block_m, BLOCK_K=config.block_k, num_warps=config.num_warps,
+    )  # fmt: skip
+    return copy
+
+
+# --- for the ops of experts ----------------------------------------------------------------------
+
+
+def quantise_stack(x: Tensor, needs_rows: bool, needs_transposed: bool) -> Quantised:
+    """Return the copies of a stack [E, R, C] whose sizes are multiples of 16. A copy that is not needed is None."""
+    x = x.detach().contiguous()
+    if not runs_fp8_kernels(x):
+        copy = lambda needed, is_transposed: quantise_stack_reference(x, is_transposed) if needed else None
+        return Quantised(copy(needs_rows, False), copy(needs_transposed, True))
+    rows = quantise([x.view(-1, x.shape[2])], Layout(WEIGHT_DTYPE, True, needs_rows, False)).rows
+    if rows is not None:
+        rows = Factor(rows.values.view(x.shape), rows.scale.view(x.shape[:2]))
+    return Quantised(rows, quantise_transposed_stack(x) if needs_transposed else None)

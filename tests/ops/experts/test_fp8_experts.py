@@ -1,0 +1,375 @@
+"""Experts in FP8: agreement with eager code, the bound of their errors, absent experts, and what they save."""
+
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import fp8_eager
+import tigon
+import tigon.ops.experts.moe_mlp as moe_module
+from op_cases import DEVICE, one_in
+from tigon.ops.experts import fp8_products
+from tigon.ops.experts.arguments import ExpertParameters
+from tigon.ops.experts.fp8_rows import quantise_and_spread, quantise_and_spread_reference
+from tigon.ops.experts.moe_mlp import moe_mlp_in_fp8, moe_mlp_reference
+from tigon.ops.experts.routing import route
+from tigon.ops.fp8.grouped_products import emulate_groups, multiply_groups
+from tigon.ops.fp8.quantisation_kernels import Fp8RowConfig
+from tigon.ops.fp8.stacks import quantise_stack, quantise_stack_reference
+from tigon.ops.fp8.weights import WeightCache
+from tigon.runtime.tuning import tuned
+
+# torch has no grouped products in FP8 for other chips, so a GPU of another kind emulates them like a CPU.
+DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+TOLERANCE = {"rtol": 1e-2, "atol": 1e-2} if DEVICE == "cuda" else {"rtol": 1e-5, "atol": 1e-5}
+T, K, E, H, INNER = 21, 2, 5, 32, 48
+same_node = pytest.mark.no_interpreter("The node is the same where kernels run, and a kernel takes seconds there.")
+
+
+def _normal(*shape: int, seed: int = 0, scale: float = 1.0, dtype: torch.dtype = DTYPE) -> Tensor:
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return (torch.randn(shape, generator=generator) * scale).to(DEVICE, dtype)
+
+
+def _index(tokens: int = T, choices: int = K, experts: int = E) -> Tensor:
+    generator = torch.Generator().manual_seed(tokens)
+    return torch.stack([torch.randperm(experts, generator=generator)[:choices] for _ in range(tokens)]).to(DEVICE)
+
+
+def _leaves(tokens: int = T, biases: bool = False, transposed: bool = False, activation: object = "silu") -> dict:
+    width = INNER if activation == "relu2" else 2 * INNER
+    shapes = {"up": (E, width, H), "down": (E, H, INNER)}
+    shapes = {name: (s[0], s[2], s[1]) if transposed else s for name, s in shapes.items()}
+    tensors = {name: _normal(*s, seed=i, scale=0.2) for i, (name, s) in enumerate(shapes.items())}
+    tensors |= {"x": _normal(tokens, H), "weights": _normal(tokens, K).sigmoid()}
+    if biases:
+        tensors |= {"up_bias": _normal(E, width), "down_bias": _normal(E, H)}
+    return {name: x.requires_grad_() for name, x in tensors.items()}
+
+
+def _run(leaves: dict, index: Tensor, cache: WeightCache | None = None, **options) -> Tensor:
+    parameters = ExpertParameters(*(leaves.get(name) for name in ("up", "down", "up_bias", "down_bias")))
+    return moe_mlp_in_fp8(leaves["x"], parameters, index, leaves["weights"], cache=cache, **options)
+
+
+def _positional(function):
+    """Return a function with the signature of `_run` for one with the signature of `moe_mlp`."""
+
+    def run(leaves: dict, index: Tensor, **options) -> Tensor:
+        biases = {name: leaves[name] for name in ("up_bias", "down_bias") if name in leaves}
+        return function(leaves["x"], leaves["up"], leaves["down"], index, leaves["weights"], **biases, **options)
+
+    return run
+
+
+def _step(run, leaves: dict, index: Tensor, **options) -> dict[str, Tensor]:
+    """Return y and the gradients of the leaves that need one."""
+    y = run(leaves, index, **options)
+    needed = {name: x for name, x in leaves.items() if x.requires_grad}
+    upstream = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y)
+    return {"y": y} | dict(zip(needed, torch.autograd.grad(y, list(needed.values()), upstream), strict=True))
+
+
+def _errors(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
+    assert actual.keys() == expected.keys()
+    difference = lambda a, b: ((a.double() - b.double()).norm() / b.double().norm()).item()
+    return {name: difference(actual[name], value) for name, value in expected.items()}
+
+
+def _wide(leaves: dict) -> dict:
+    return {name: x.detach().double().requires_grad_() for name, x in leaves.items()}
+
+
+def _gate(h: Tensor) -> Tensor:
+    """Compute a clamped gate like that of GPT-OSS, whose gate and up alternate."""
+    gate, up = h[..., ::2].clamp(max=7.0), h[..., 1::2].clamp(-7.0, 7.0)
+    return (up + 1) * gate * torch.sigmoid(1.702 * gate)
+
+
+LAYOUTS = {
+    "plain": {},
+    "transposed, biases": {"transposed": True, "biases": True},
+    "gelu": {"activation": "gelu", "biases": True},
+    "gelu_tanh, transposed": {"activation": "gelu_tanh", "transposed": True},
+    "no gate": {"activation": "relu2"},
+    "a function, transposed, biases": {"activation": _gate, "transposed": True, "biases": True},
+    "a function": {"activation": _gate},
+}
+every_layout = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+
+
+def _options(layout: dict) -> dict:
+    return {name: value for name, value in layout.items() if name != "biases"}
+
+
+# --- values and gradients ------------------------------------------------------------------------
+
+
+@every_layout
+def test_it_is_as_accurate_as_eager_code(layout):
+    leaves, index, options = _leaves(**layout), _index(), _options(layout)
+    exact = _step(_positional(moe_mlp_reference), _wide(leaves), index, **options)
+    actual = _step(_run, leaves, index, **options)
+    errors = _errors(actual, exact)
+    # A chain of three products errs by about three times the 3.7 % of one product.
+    assert max(errors.values()) < 0.13
+    # The bias of the last product is added after it.
+    assert "down_bias" not in errors or errors["down_bias"] < 2**-7
+    if not callable(layout.get("activation")):
+        eager = _step(_positional(fp8_eager.experts), leaves, index, **options)
+        for name, error in _errors(eager, exact).items():
+            assert errors[name] < 1.3 * error + 2**-7, name
+        # Both round the same values, except for the gradient of the router's weights: that of eager code is the product
+        # of dy with the rounded result of the second product.
+        agreement = _errors(actual, eager)
+        assert agreement.pop("weights") < 0.1
+        assert max(agreement.values()) < (0.02 if DTYPE is torch.float32 else 0.1)
+
+
+@same_node
+@every_layout
+def test_the_products_of_forward_and_of_dx_are_in_fp8_and_those_of_dw_are_not(layout, monkeypatch):
+    """dD = sum dy^T (w a) is exact up to the error of `a`, which comes from the first product."""
+    counts = []
+    multiply = fp8_products.multiply_groups
+    monkeypatch.setattr(fp8_products, "multiply_groups", lambda *args: counts.append(args[3]) or multiply(*args))
+    leaves, index = _leaves(**layout), _index()
+    _step(_run, leaves, index, **_options(layout))
+    assert counts == [DTYPE] * 4
+    # Values that e4m3 holds exactly are not rounded: then everything is as accurate as in the dtype of the weights.
+    signs = lambda x, scale=1.0: (x.detach().sign() * scale).requires_grad_()
+    leaves |= {"x": signs(leaves["x"]), "up": signs(leaves["up"], 0.25)}
+    exact = _step(_positional(moe_mlp_reference), _wide(leaves), index, **_options(layout))
+    errors = _errors(_step(_run, leaves, index, **_options(layout)), exact)
+    assert errors["down"] < (1e-5 if DTYPE is torch.float32 else 0.01)
+
+
+ABSENT = {"E": E, "more": E + 7, "negative": -1, "most": 2**40}
+
+
+@one_in(2, layout=LAYOUTS, absent=ABSENT)
+def test_experts_of_other_ranks_add_nothing(layout, absent):
+    """Nothing writes their rows, so the values in that memory must not change results or gradients."""
+    leaves, options = _leaves(**layout), _options(layout)
+    index = _index()
+    index[1::2, 1], index[4] = absent, absent
+    exact = _step(_positional(moe_mlp_reference), _wide(leaves), index, **options)
+    actual = _step(_run, leaves, index, **options)
+    assert max(_errors(actual, exact).values()) < 0.13
+    assert (actual["y"][4] == 0).all()
+    assert (actual["weights"][4] == 0).all()
+
+
+INDICES = {
+    "all to one expert": lambda: torch.full((T, K), 2, device=DEVICE),
+    "one token": lambda: _index(1),
+    "int32": lambda: _index().int(),
+}
+
+
+@pytest.mark.parametrize("index", INDICES.values(), ids=INDICES)
+def test_experts_without_rows(index):
+    index = index()
+    leaves = _leaves(len(index), biases=True)
+    actual = _step(_run, leaves, index)
+    errors = _errors(actual, _step(_positional(moe_mlp_reference), _wide(leaves), index))
+    # The gradient of the router's weights has two numbers for one token, and the terms of a dot product may cancel.
+    assert errors.pop("weights") < 0.26
+    assert max(errors.values()) < 0.13
+    unused = [e for e in range(E) if not (index == e).any()]
+    assert (actual["up"][unused] == 0).all()
+    assert (actual["down"][unused] == 0).all()
+
+
+@every_layout
+def test_without_tokens_the_output_is_empty_and_gradients_are_zero(layout):
+    leaves = _leaves(0, **layout)
+    results = _step(_run, leaves, torch.empty(0, K, dtype=torch.int64, device=DEVICE), **_options(layout))
+    assert results["y"].shape == (0, H)
+    assert all((gradient == 0).all() for gradient in results.values())
+
+
+@same_node
+@pytest.mark.parametrize("layout", [{}, {"transposed": True}, {"activation": _gate}], ids=["plain", "transposed", "f"])
+def test_each_gradient_depends_on_its_own_requires_grad(layout):
+    leaves, index = _leaves(**layout, biases=True), _index()
+    expected = _step(_run, leaves, index, **layout)
+    for needed in ({"x"}, {"weights"}, {"up"}, {"down"}, {"up_bias"}, {"down_bias"}, {"x", "weights"}, {"up", "down"}):
+        for name, leaf in leaves.items():
+            leaf.requires_grad_(name in needed)
+        for name, value in _step(_run, leaves, index, **layout).items():
+            torch.testing.assert_close(value, expected[name], **TOLERANCE)
+
+
+@same_node
+def test_weighted_inputs_scale_the_rows_without_a_second_rounding():
+    leaves, index = _leaves(), _index()
+    exact = _step(_positional(moe_mlp_reference), _wide(leaves), index, weight_inputs=True)
+    assert max(_errors(_step(_run, leaves, index, weight_inputs=True), exact).values()) < 0.13
+
+
+# --- the parts -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(3, 16, 48), (2, 144, 80), (1, 272, 16)], ids=str)
+def test_copies_of_a_stack_are_those_of_its_matrices(shape):
+    weight = _normal(*shape) * _normal(shape[0], 1, shape[2], seed=1).exp()
+    weight[0, :, 3] = 0.0
+    rows, transposed = quantise_stack(weight, True, True)
+    for e, matrix in enumerate(weight.float()):
+        for actual, source in ((rows, matrix), (transposed, matrix.t())):
+            expected = fp8_eager.rounded(source, "rowwise", 1)
+            values = actual.values[e].double() * actual.scale[e][:, None].double()
+            torch.testing.assert_close(values, expected, rtol=1e-6, atol=0)
+    for actual, is_transposed in ((rows, False), (transposed, True)):
+        expected = quantise_stack_reference(weight, is_transposed)
+        assert torch.equal(actual.values.view(torch.uint8), expected.values.view(torch.uint8))
+        assert torch.equal(actual.scale, expected.scale)
+    assert quantise_stack(weight, True, False).transposed is None
+    assert quantise_stack(weight.mT, False, True).transposed.values.shape == shape
+
+
+@pytest.mark.parametrize("block", [None, 16], ids=["in one block", "in several blocks"])
+@pytest.mark.parametrize("is_weighted", [False, True], ids=["tokens", "weighted tokens"])
+def test_tokens_are_quantised_before_they_are_spread(is_weighted, block):
+    index = _index()
+    index[3, 0] = E
+    routing, x = route(index, E), _normal(T, H)
+    weights = _normal(T, K) if is_weighted else None
+    expected = quantise_and_spread_reference(x, weights, routing)
+    with tuned(Fp8RowConfig, **({"block": block} if block else {})):
+        actual = quantise_and_spread(x, weights, routing)
+    present = T * K - 1
+    assert torch.equal(actual.values[:present].view(torch.uint8), expected.values[:present].view(torch.uint8))
+    assert torch.equal(actual.scale[:present], expected.scale[:present])
+
+
+def test_products_of_groups_are_those_of_their_matrices():
+    index = _index()
+    index[0] = E
+    routing = route(index, E)
+    rows = quantise_and_spread(_normal(T, H), None, routing)
+    weights = quantise_stack(_normal(E, INNER, H), True, False).rows
+    y = multiply_groups(rows, weights, routing.ends, DTYPE)
+    wide = lambda factor: factor.values.double() * factor.scale.double().view(*factor.values.shape[:-1], 1)
+    expected = (wide(rows)[:, None] @ wide(weights)[routing.group].mT)[:, 0]
+    present = T * K - K
+    torch.testing.assert_close(y[:present].double(), expected[:present], rtol=2**-6, atol=2**-6)
+    assert emulate_groups(rows, weights, routing.ends.to("meta"), DTYPE).shape == (T * K, INNER)
+
+
+# --- memory --------------------------------------------------------------------------------------
+
+
+def _saved_bytes(run, leaves: dict) -> int:
+    storages = {}
+    record = lambda t: storages.update({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()}) or t
+    with torch.autograd.graph.saved_tensors_hooks(record, lambda t: t):
+        run(leaves, _index())
+    return sum(size for start, size in storages.items() if start not in {t.data_ptr() for t in leaves.values()})
+
+
+@same_node
+def test_it_saves_what_experts_in_the_dtype_of_the_weights_save():
+    leaves = _leaves()
+    for options in (None, {}, {"mlp": True}):
+        sizes = []
+        for run in (_run, _positional(tigon.moe_mlp)):
+            with tigon.lean(**options) if options is not None else torch.enable_grad():
+                sizes.append(_saved_bytes(run, leaves))
+        assert sizes[0] == sizes[1]
+
+
+@same_node
+@every_layout
+@pytest.mark.parametrize("options", [{}, {"mlp": True}, None], ids=["lean", "lean mlp", "checkpoint"])
+def test_recomputation_gives_the_same_bits(layout, options):
+    leaves, index = _leaves(**layout), _index()
+    run = functools.partial(_run, **_options(layout))
+    expected = _step(run, leaves, index)
+
+    def recomputing_run(leaves: dict, index: Tensor) -> Tensor:
+        if options is None:
+            return checkpoint(run, leaves, index, use_reentrant=False)
+        with tigon.lean(**options):
+            return run(leaves, index)
+
+    for cache in (None, WeightCache()):
+        run = functools.partial(_run, cache=cache, **_options(layout))
+        for name, value in _step(recomputing_run, leaves, index).items():
+            assert torch.equal(value, expected[name]), name
+
+
+@same_node
+@every_layout
+def test_a_cache_makes_each_copy_once_for_a_step(layout, monkeypatch):
+    from tigon.ops.fp8 import weights as weights_module
+
+    copies, quantise = [], weights_module.quantise_stack
+    monkeypatch.setattr(weights_module, "quantise_stack", lambda *args: copies.append(args[1:]) or quantise(*args))
+    leaves, index, cache = _leaves(**layout), _index(), WeightCache()
+    run = functools.partial(_run, **_options(layout))
+    expected = _step(run, leaves, index)
+    by_rows = not layout.get("transposed", False)
+    directions = [(by_rows, not by_rows)] * 2 + [(not by_rows, by_rows)] * 2
+    assert copies == directions
+    copies.clear()
+    for _ in range(3):
+        for name, value in _step(run, leaves, index, cache=cache).items():
+            assert torch.equal(value, expected[name]), name
+    assert copies == directions
+    assert cache.holds("up", leaves["up"], True, True)
+    assert cache.nbytes == sum(2 * leaves[name].numel() for name in ("up", "down")) + 4 * E * sum(
+        size for name in ("up", "down") for size in leaves[name].shape[1:]
+    )
+    with torch.no_grad():
+        leaves["up"].mul_(-1.5)
+    assert not cache.holds("up", leaves["up"], True, False)
+    assert cache.holds("down", leaves["down"], True, True)
+    for name, value in _step(run, leaves, index, cache=cache).items():
+        assert torch.equal(value, _step(run, leaves, index)[name]), name
+
+
+def test_nothing_is_saved_if_no_gradient_is_needed(monkeypatch):
+    saved, launcher = [], moe_module.moe_forward
+    monkeypatch.setattr(moe_module, "moe_forward", lambda *args: saved.append(launcher(*args)[1]) or launcher(*args))
+    with torch.no_grad():
+        _run(_leaves(), _index())
+    assert saved == [None]
+
+
+# --- compiled code and bad input -----------------------------------------------------------------
+
+
+@pytest.mark.no_interpreter("The interpreter needs eager kernels.")
+@pytest.mark.parametrize("layout", [{}, {"transposed": True, "biases": True}, {"activation": F.silu}], ids=str)
+def test_a_compiled_graph_has_no_break(layout):
+    torch._dynamo.reset()
+    if callable(layout.get("activation")):
+        layout = {"activation": lambda h: F.silu(h[:, :INNER]) * h[:, INNER:]}
+    leaves, index, options = _leaves(**layout), _index(), _options(layout)
+    compiled = torch.compile(
+        lambda leaves, index: _run(leaves, index, **options), fullgraph=True,
+        backend="inductor" if DEVICE == "cuda" else "aot_eager",
+    )  # fmt: skip
+    expected = _step(_run, leaves, index, **options)
+    for name, value in _step(compiled, leaves, index).items():
+        torch.testing.assert_close(value, expected[name], **TOLERANCE)
+
+
+def test_sizes_that_the_units_do_not_take_are_refused():
+    parameters = ExpertParameters(_normal(E, 2 * 24, H), _normal(E, H, 24), None, None)
+    message = r"moe_mlp_in_fp8: both sizes of down_proj must be positive multiples of 16, got \(32, 24\)"
+    with pytest.raises(ValueError, match=message):
+        moe_mlp_in_fp8(_normal(T, H), parameters, _index(), _normal(T, K))
+
+
+@same_node
+def test_a_second_derivative_is_refused():
+    leaves = _leaves()
+    with pytest.raises(RuntimeError, match="has no second derivative"):
+        torch.autograd.grad(_run(leaves, _index()).sum(), list(leaves.values()), create_graph=True)
