@@ -6,7 +6,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpu.test_layer_inputs import ONE, PAGE, pages_of, peak_of, small_inputs  # noqa: F401
-from gpu.test_memory import SIZE, TOKENS, assert_no_wait, deterministic, make_batch, make_model, take_step  # noqa: F401
+from gpu.test_memory import SIZE, TOKENS, assert_no_wait, make_batch, make_model, take_step
 from memory.steps import assert_same_bits
 from tigon.memory.attention import find_kernel
 from tigon.runtime.torch_private.autograd import engine_run_backward
@@ -16,6 +16,14 @@ pytest.importorskip("transformers")
 LAYERS = 4
 BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
 LEVELS = ["checkpoint+attention", "checkpoint+attention+offload"]
+
+
+@pytest.fixture
+def deterministic():
+    """Make all kernels deterministic. With `warn_only`, the backward of Flash Attention adds in any order."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 class CallCounter(TorchDispatchMode):
@@ -84,7 +92,7 @@ def test_a_kernel_without_dropout_draws_no_random_numbers(backend):
     assert torch.equal(torch.cuda.get_rng_state(), state)
 
 
-def test_random_numbers_after_attention_are_the_same_in_both_runs(deterministic):  # noqa: F811
+def test_random_numbers_after_attention_are_the_same_in_both_runs(deterministic):
     """Without dropout in attention, its kernels draw no random numbers. GPT-2 has dropout after it."""
     options = {"attn_pdrop": 0.0, "n_positions": 1024, "hidden_size": 256, "num_attention_heads": 4}
     results = []
@@ -97,7 +105,7 @@ def test_random_numbers_after_attention_are_the_same_in_both_runs(deterministic)
     assert_same_bits(results[1], results[2])
 
 
-def test_attention_with_dropout_runs_again(deterministic):  # noqa: F811
+def test_attention_with_dropout_runs_again(deterministic):
     results = []
     for memory in ("checkpoint+attention", "default"):
         model, batch = (
