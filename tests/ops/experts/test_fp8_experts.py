@@ -346,7 +346,11 @@ def test_nothing_is_saved_if_no_gradient_is_needed(monkeypatch):
 
 
 @pytest.mark.no_interpreter("The interpreter needs eager kernels.")
-@pytest.mark.parametrize("layout", [{}, {"transposed": True, "biases": True}, {"activation": F.silu}], ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    [{}, {"transposed": True, "biases": True}, {"activation": F.silu}],
+    ids=["packed", "transposed, biases", "function"],
+)
 def test_a_compiled_graph_has_no_break(layout):
     torch._dynamo.reset()
     if callable(layout.get("activation")):

@@ -61,10 +61,10 @@ def test_kernels_are_compiled_at_the_shapes_of_the_benchmark(case):
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({"spilled": 8}, "spills"),
+        ({"spilled": 24}, "spills"),
         ({"threads": 2048}, "more than 1024 threads"),
         ({"shared": 10**6}, "more than 232448 bytes of shared memory"),
-        ({"spilled": 8, "threads": 2048}, "spills, more than 1024 threads"),
+        ({"spilled": 24, "threads": 2048}, "spills, more than 1024 threads"),
         (ValueError("no such\ninstruction"), "does not compile: ValueError: no such\ninstruction"),
     ],
 )

@@ -32,9 +32,6 @@ __all__ = ["Usage", "compile_case", "resources"]
 
 # The limit of a workgroup, for both vendors.
 MAX_THREADS = 1024
-# The bytes of stack that a thread may use on NVIDIA: up to four registers that are written before a long loop and read
-# after it cost nothing that can be measured.
-ALLOWED_STACK = 16
 
 
 @dataclass(frozen=True)
@@ -88,7 +85,7 @@ def _problem(numbers: "KernelResources", chip: "Chip") -> str:
     """Return the reasons why a kernel must not ship, or ""."""
     problems = []
     shared_limit = chip.device.shared_memory
-    if numbers["spilled"] > (ALLOWED_STACK if chip.backend == "cuda" else 0):
+    if numbers["spilled"] > chip.allowed_spills:
         problems.append("spills")
     if numbers["threads"] > MAX_THREADS:
         problems.append(f"more than {MAX_THREADS} threads")
