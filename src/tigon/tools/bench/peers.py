@@ -6,6 +6,7 @@ A loader imports its package and returns the call. It raises `ImportError` if th
 
 from collections.abc import Callable
 from importlib import import_module
+from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
@@ -76,6 +77,32 @@ def transformers_experts(case: Case, name: str = "grouped_mm") -> Run:
     def run(x: Tensor, up_proj: Tensor, down_proj: Tensor, index: Tensor, weights: Tensor) -> tuple[Tensor, ...]:
         module = SimpleNamespace(gate_up_proj=up_proj, down_proj=down_proj, _apply_gate=gate, **flags)
         return (compute(module, x, index, weights),)
+
+    return run
+
+
+def sonicmoe_experts(case: Case) -> Run:
+    """Return SonicMoE: of the package sonic-moe if it is installed, otherwise as transformers loads it.
+
+    The package tries many configurations of each product at the first call, which takes minutes.
+    """
+    if find_spec("sonicmoe") is None:
+        return transformers_experts(case, "sonicmoe")
+    from sonicmoe import moe_general_routing_inputs
+    from sonicmoe.enums import ActivationType
+
+    refuse_other_options(case)
+
+    def run(x: Tensor, up_proj: Tensor, down_proj: Tensor, index: Tensor, weights: Tensor) -> tuple[Tensor, ...]:
+        choices = index.shape[1]
+        tokens = torch.arange(len(x), dtype=torch.int32, device=x.device).repeat_interleave(choices)
+        # The weights have their dimensions in another order, and `concat_layout` says that gate and up are packed.
+        y, _ = moe_general_routing_inputs(
+            x, weights.flatten().to(x.dtype), tokens, index.flatten().int(), up_proj.permute(1, 2, 0), None,
+            down_proj.permute(1, 2, 0), None, E=len(up_proj), stream_id=None, activation_type=ActivationType.SWIGLU,
+            is_inference_mode_enabled=False, concat_layout=True,
+        )  # fmt: skip
+        return (y,)
 
     return run
 

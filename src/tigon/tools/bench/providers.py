@@ -154,7 +154,7 @@ _PEERS: dict[str, tuple[Provider, ...]] = {
     "moe_mlp": (
         Provider("grouped_mm", peers.transformers_experts, note="what transformers runs by default"),
         Provider("batched_mm", _experts("batched_mm"), note="copies the weights of an expert for each choice"),
-        Provider("sonicmoe", _experts("sonicmoe"), needs_gpu=True),
+        Provider("sonicmoe", peers.sonicmoe_experts, needs_gpu=True, note="chooses among configurations at first use"),
         _liger(peers.liger_moe_mlp),
     ),
     "load_balancing_loss": (
