@@ -50,8 +50,8 @@ class Chip:
     def allowed_spills(self) -> int:
         """The largest `KernelResources.spilled` with which a kernel ships.
 
-        On NVIDIA, these are four registers of a thread: the compiler writes them before a long loop and reads them after
-        it, which costs nothing that can be measured.
+        On NVIDIA, these are four registers of a thread: the compiler writes them before a long loop and reads them
+        after it, which costs nothing that can be measured.
         """
         return 16 if self.backend == "cuda" else 0
 
