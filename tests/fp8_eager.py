@@ -17,7 +17,9 @@ def rounded(x: Tensor, recipe: str, dim: int) -> Tensor:
     amax = x.abs().amax(dim, keepdim=True) if recipe == "rowwise" else x.abs().amax()
     # A row of zeros has no scale. Tokens without a label have such gradients.
     amax = amax.clamp(min=2.0**-100)
-    largest = torch.finfo(E4M3).max
+    # torch computes a number divided by a tensor as a product with the rounded inverse, which moves values that lie
+    # between two FP8 numbers, as many products of bf16 values do. The division of two tensors is rounded once.
+    largest = torch.full_like(amax, torch.finfo(E4M3).max)
     return (x * (largest / amax)).to(E4M3).double() * (amax / largest).double()
 
 

@@ -1,7 +1,8 @@
 """Experts whose forward products and products of dX run in FP8, because the user of `tigon.patch` requested it.
 
 The recipe of experts holds an `FP8Experts`, which decides for each call whether its products run in FP8. They do if the
-experts have enough rows, or if the quantised weights of an earlier call still serve (`tigon.recognition.fp8_weights`).
+experts have enough rows to pay for the quantisation of the weights, or if the quantised weights of an earlier call
+still serve (`tigon.recognition.fp8_weights`).
 
 A mixture has many weights for each token that an expert sees, and often most weights of the model. Their copies are
 therefore made in each direction and freed after the product, at every level of memory. Only micro-batches of one step,
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tigon.memory.lean import in_checkpoint
 from tigon.ops.experts.arguments import ExpertParameters
 from tigon.ops.experts.moe_mlp import moe_mlp_in_fp8
 from tigon.ops.fp8.formats import MULTIPLE
@@ -25,11 +27,12 @@ from tigon.runtime.torch_private.autograd import has_active_transform
 
 __all__ = ["FEWEST_ROWS", "FP8Experts", "explain_experts"]
 
-# A call has at least this number of rows for each expert, or quantised weights of an earlier call. This is calculated:
-# a GPU moves 6 to 8 bytes to quantise a weight for both directions, which takes 1.4 to 1.9 ps at the 4.3 TB/s of an
-# H200. For each row of an expert, the products of a training step save 2.7 to 3.0 fs for each weight in FP8 (measured
-# on an H100 for Qwen3-30B-A3B without da, gpt-oss-20b and Mixtral-8x7B). The two are equal at 470 to 690 rows.
-FEWEST_ROWS = 640
+# A call that quantises the weights has at least this number of rows for each expert. Forward and backward of trained
+# experts, with 8192 tokens on an H100, took 5.531 ms in FP8 and 4.237 in bf16 for Qwen3-30B-A3B (512 rows), 9.875 and
+# 9.518 for gpt-oss-20b (1024 rows), and 26.457 and 26.745 for Mixtral-8x7B (2048 rows): FP8 breaks even there. With the
+# copies of an earlier call it took 4.001, 7.864 and 21.214 ms, so such a call needs no number of rows.
+# Two micro-batches of gpt-oss-20b that share copies take 17.7 ms by these numbers, and 19.0 in bf16.
+FEWEST_ROWS = 2048
 
 
 def explain_experts(weights: list[Tensor]) -> str | None:
@@ -89,7 +92,8 @@ class FP8Experts:
         if has_active_transform() or explain_experts([up, down]) is not None:
             return None
         cache = self._find_cache(up, down)
-        if index.numel() < FEWEST_ROWS * len(up) and not self._holds_copies(cache, up, down, transposed):
+        shared_rows = index.numel() * self._count_calls(cache, up, down)
+        if shared_rows < FEWEST_ROWS * len(up) and not self._holds_copies(cache, up, down, transposed):
             return None
         return moe_mlp_in_fp8(
             x, parameters, index, router_weights, transposed=transposed, activation=activation, cache=cache
@@ -100,6 +104,15 @@ class FP8Experts:
         if torch.compiler.is_compiling() or up.is_meta or self.is_base:
             return None
         return self.copies.find([up, down], [None, None])
+
+    def _count_calls(self, cache: WeightCache | None, up: Tensor, down: Tensor) -> int:
+        """Return how many calls are sure to share the copies: two in a step of several backwards, otherwise one.
+
+        Trained experts have a cache only in such a step. In a checkpoint, both runs of a call must decide alike, and a
+        second forward before the backward takes the cache away, so a checkpointed call counts alone.
+        """
+        is_trained = up.requires_grad or down.requires_grad
+        return 2 if cache is not None and is_trained and not in_checkpoint() else 1
 
     def _holds_copies(self, cache: WeightCache | None, up: Tensor, down: Tensor, transposed: bool) -> bool:
         """Return whether the cache holds all copies that the call and its backward need."""

@@ -18,6 +18,7 @@ from tigon.ops.experts.fp8_rows import quantise_and_spread, quantise_and_spread_
 from tigon.ops.experts.moe_mlp import moe_mlp_in_fp8, moe_mlp_reference
 from tigon.ops.experts.routing import route
 from tigon.ops.fp8.grouped_products import emulate_groups, multiply_groups
+from tigon.ops.fp8.quantisation import Layout, quantise
 from tigon.ops.fp8.quantisation_kernels import Fp8RowConfig
 from tigon.ops.fp8.stacks import quantise_stack, quantise_stack_reference
 from tigon.ops.fp8.weights import WeightCache
@@ -27,6 +28,7 @@ from tigon.runtime.tuning import tuned
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
 TOLERANCE = {"rtol": 1e-2, "atol": 1e-2} if DEVICE == "cuda" else {"rtol": 1e-5, "atol": 1e-5}
 T, K, E, H, INNER = 21, 2, 5, 32, 48
+E4M3 = torch.float8_e4m3fn
 same_node = pytest.mark.no_interpreter("The node is the same where kernels run, and a kernel takes seconds there.")
 
 
@@ -215,17 +217,21 @@ def test_weighted_inputs_scale_the_rows_without_a_second_rounding():
 # --- the parts -----------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("shape", [(3, 16, 48), (2, 144, 80), (1, 272, 16)], ids=str)
-def test_copies_of_a_stack_are_those_of_its_matrices(shape):
-    weight = _normal(*shape) * _normal(shape[0], 1, shape[2], seed=1).exp()
+def test_copies_of_a_stack_are_those_of_its_matrices(shape, dtype):
+    """In bf16, many quotients of a value and its scale lie between two FP8 numbers."""
+    weight = _normal(*shape, dtype=dtype) * _normal(shape[0], 1, shape[2], seed=1, dtype=dtype).exp()
     weight[0, :, 3] = 0.0
-    rows, transposed = quantise_stack(weight, True, True)
-    for e, matrix in enumerate(weight.float()):
-        for actual, source in ((rows, matrix), (transposed, matrix.t())):
-            expected = fp8_eager.rounded(source, "rowwise", 1)
+    copies = quantise_stack(weight, True, True)
+    for e, matrix in enumerate(weight):
+        factors = quantise([matrix], Layout(E4M3, True, True, True))
+        for actual, factor, source in zip(copies, factors, (matrix, matrix.t()), strict=True):
+            assert torch.equal(actual.values[e].view(torch.uint8), factor.values.view(torch.uint8))
+            assert torch.equal(actual.scale[e], factor.scale.view(-1))
             values = actual.values[e].double() * actual.scale[e][:, None].double()
-            torch.testing.assert_close(values, expected, rtol=1e-6, atol=0)
-    for actual, is_transposed in ((rows, False), (transposed, True)):
+            torch.testing.assert_close(values, fp8_eager.rounded(source, "rowwise", 1), rtol=1e-6, atol=0)
+    for actual, is_transposed in zip(copies, (False, True), strict=True):
         expected = quantise_stack_reference(weight, is_transposed)
         assert torch.equal(actual.values.view(torch.uint8), expected.values.view(torch.uint8))
         assert torch.equal(actual.scale, expected.scale)
@@ -361,7 +367,14 @@ def test_a_compiled_graph_has_no_break(layout):
         backend="inductor" if DEVICE == "cuda" else "aot_eager",
     )  # fmt: skip
     expected = _step(_run, leaves, index, **options)
-    for name, value in _step(compiled, leaves, index).items():
+    actual = _step(compiled, leaves, index)
+    if DEVICE == "cuda" and callable(layout.get("activation")):
+        # Inductor keeps fp32 between the operations of the function, which eager code rounds to bf16, so some values
+        # are rounded to the next FP8 number. Rounding errs by at most 2^-4, and each result depends on one such
+        # factor. Products in bf16 would differ by about 2^-4 too, so the bound is half of it.
+        assert max(_errors(actual, expected).values()) < 2**-5
+        return
+    for name, value in actual.items():
         torch.testing.assert_close(value, expected[name], **TOLERANCE)
 
 
