@@ -10,11 +10,13 @@ import torch
 
 import tigon
 from op_cases import CASES, INTERPRETED, Case
+from tigon.ops.experts import tile_kernels, tiled_products
 from tigon.ops.logits import softmax
 from tigon.ops.mlps import glu
 from tigon.ops.norms import kernels as norm
 from tigon.ops.rotary import rope
 from tigon.runtime import launch
+from tigon.runtime.triton_private import TensorDescriptor, hopper
 
 pytestmark = pytest.mark.no_interpreter("The interpreter compiles no variants.")
 
@@ -50,6 +52,7 @@ class _Huge(torch.Tensor):
 
 BASE = torch.zeros(64, dtype=torch.bfloat16)
 TENSORS = [None, BASE, BASE[1:], BASE[8:], BASE[:0], BASE.float(), BASE.half(), BASE.as_subclass(_Huge)]
+DTYPES = [torch.bfloat16, torch.float16]
 INTS = [-100, -16, -1, 0, 1, 2, 15, 16, 17, 4096, 2**31 - 16, 2**31 - 1, 2**31, 2**31 + 1, 2**33, 2**33 + 3]
 
 
@@ -85,6 +88,32 @@ def test_key_depends_on_which_tensors_are_none():
         arguments = (BASE, None, BASE, *absent)
         keys.add((*map(type, arguments), launch._key_function(norm._forward_kernel, arguments)(*arguments)))
     assert len(keys) == 8
+
+
+def _descriptors(x: torch.Tensor, rows: int, columns: int) -> list:
+    """Return a descriptor of tiles [rows, columns] of x for each language of kernels.
+
+    In a further one for Gluon, the tile is a part of a larger tile in shared memory.
+    """
+    descriptors = [TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns])]
+    if hopper is not None:
+        descriptors += [tiled_products._tiles(x, rows, columns, stored) for stored in (rows, max(256, rows))]
+    return descriptors
+
+
+@pytest.mark.skipif(TensorDescriptor is None, reason="this Triton is older than 3.6")
+def test_key_depends_on_dtype_and_shape_of_the_tiles_of_a_descriptor():
+    """The matrix from which the tiles are copied has other sizes in each batch, so they are not part of the key."""
+    kernel, variants = softmax._forward_kernel, {}
+    shapes = [(64, 64), (128, 64), (256, 64), (64, 256), (16, 32)]
+    for dtype, shape, matrix in itertools.product(DTYPES, shapes, [(48, 320), (1000, 320), (1, 8)]):
+        for descriptor in _descriptors(torch.zeros(matrix, dtype=dtype), *shape):
+            arguments = BASE, descriptor
+            key = (type(descriptor), launch._key_function(kernel, arguments)(*arguments))
+            variant = _specialised(kernel, arguments, CUDABackend)
+            assert variants.setdefault(key, variant) == variant, (dtype, shape)
+    languages = 1 if hopper is None else 2
+    assert len(variants) == len(set(variants.values())) == len(DTYPES) * len(shapes) * languages
 
 
 # --- arguments by name ----------------------------------------------------------------------------
@@ -163,6 +192,26 @@ def _step_of(case: Case, n: int) -> None:
     run_step(case.workload, replace(case.variant, sizes=tuple(sizes)))
 
 
+def _experts(n: int) -> None:
+    """Run forward and backward of experts whose products are those of `tile_kernels` on Hopper."""
+    up, down = _leaf(4, 128, 64), _leaf(4, 64, 64)
+    index, weights = torch.arange(2 * n).view(n, 2) % 4, torch.ones(n, 2)
+    _run(lambda x, up, down: tigon.moe_mlp(x, up, down, index, weights), _leaf(n, 64), up, down)
+
+
+def _variants(step, n: int, chip) -> set:
+    """Return what Triton would compile for the launches of a step with `n` rows, tokens or positions."""
+    with recorded(chip) as launches:
+        step(n)
+    variants = set()
+    for each in launches:
+        constants = {p.name: each.arguments[p.name] for p in each.kernel.params if p.is_constexpr}
+        positional = [each.arguments[p.name] for p in each.kernel.params if not p.is_constexpr]
+        specialised = _specialised(each.kernel, positional, CUDABackend)
+        variants.add((each.kernel.__name__, specialised, *constants.items(), *each.options.items()))
+    return variants
+
+
 @pytest.mark.parametrize(
     "step",
     [
@@ -171,17 +220,15 @@ def _step_of(case: Case, n: int) -> None:
     ],
 )
 def test_another_number_of_tokens_compiles_nothing(step):
-    def variants(n: int) -> set:
-        with recorded(CHIPS[0]) as launches:
-            step(n)
-        variants_of_step = set()
-        for each in launches:
-            constants = {p.name: each.arguments[p.name] for p in each.kernel.params if p.is_constexpr}
-            positional = [each.arguments[p.name] for p in each.kernel.params if not p.is_constexpr]
-            specialised = _specialised(each.kernel, positional, CUDABackend)
-            variants_of_step.add((each.kernel.__name__, specialised, *constants.items(), *each.options.items()))
-        return variants_of_step
-
-    expected = variants(48)
+    expected = _variants(step, 48, CHIPS[0])
     for n in (47, 16, 1, 33, 400):
-        assert variants(n) == expected
+        assert _variants(step, n, CHIPS[0]) == expected
+
+
+@pytest.mark.skipif(hopper is None, reason="this Triton is neither 3.6 nor 3.7")
+def test_another_number_of_tokens_compiles_no_kernel_of_tiles():
+    expected = _variants(_experts, 48, CHIPS[1])
+    kernels = {tile_kernels.row_blocks_kernel, tile_kernels.product_kernel, tile_kernels.weight_gradient_kernel}
+    assert {kernel.__name__ for kernel in kernels} <= {name for name, *_ in expected}
+    for n in (47, 16, 1, 33, 400):
+        assert _variants(_experts, n, CHIPS[1]) == expected

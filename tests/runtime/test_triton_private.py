@@ -12,10 +12,14 @@ from tigon.runtime import triton_private
 from tigon.runtime.triton_private import (
     JITFunction,
     TensorDescriptor,
+    TileDescriptor,
     compiler_tools,
+    gl,
     has_direct_launch,
+    has_hopper_instructions,
     has_launch_hook,
     has_tensor_descriptors,
+    hopper,
 )
 
 pytestmark = pytest.mark.no_interpreter("The interpreter launches nothing through these names.")
@@ -47,6 +51,55 @@ def test_a_descriptor_names_its_tensor_and_the_shape_of_its_tiles():
     descriptor = TensorDescriptor(x, x.shape, x.stride(), [16, 32])
     assert descriptor.base is x
     assert descriptor.block_shape == [16, 32]
+
+
+@pytest.mark.parametrize("version", ["3.6.0", "3.7.1", "3.7.1+git4bd2c1b0", "3.7"])
+def test_tested_versions_have_the_instructions_of_hopper(version):
+    assert has_hopper_instructions(version)
+
+
+@pytest.mark.parametrize("version", ["3.4.0", "3.5.1", "3.8.0", "3.60.0", "3.10.0", "4.3.6", "not installed", ""])
+def test_other_versions_have_no_instructions_of_hopper(version):
+    assert not has_hopper_instructions(version)
+
+
+needs_hopper = pytest.mark.skipif(not has_hopper_instructions(), reason="this Triton is neither 3.6 nor 3.7")
+
+# How many arguments the kernels of tiles pass by position, and the names of the others.
+TILE_FUNCTIONS = {
+    "mbarrier.init": (1, ["count"]),
+    "mbarrier.wait": (2, []),
+    "mbarrier.arrive": (1, []),
+    "mbarrier.expect": (2, []),
+    "mbarrier.MBarrierLayout": (0, []),
+    "tma.async_copy_global_to_shared": (4, []),
+    "tma.async_copy_shared_to_global": (3, []),
+    "tma.store_wait": (0, ["pendings"]),
+    "warpgroup_mma": (3, ["use_acc", "is_async"]),
+    "warpgroup_mma_wait": (0, ["num_outstanding", "deps"]),
+    "fence_async_shared": (0, []),
+}
+
+
+@needs_hopper
+@pytest.mark.parametrize("name", TILE_FUNCTIONS)
+def test_the_instructions_of_hopper_take_the_arguments_of_the_kernels(name):
+    function = hopper
+    for part in name.split("."):
+        function = getattr(function, part)
+    count, names = TILE_FUNCTIONS[name]
+    inspect.signature(function).bind(*[None] * count, **dict.fromkeys(names))
+
+
+@needs_hopper
+def test_the_descriptor_of_a_tile_names_its_tensor_its_shape_and_its_layout():
+    x = torch.zeros(32, 64, dtype=torch.bfloat16)
+    layout = gl.NVMMASharedLayout.get_default_for([16, 64], gl.bfloat16)
+    # 64 values of two bytes are one line of 128 bytes, the widest one whose parts the layout permutes.
+    assert (layout.swizzle_byte_width, layout.transposed) == (128, False)
+    descriptor = TileDescriptor(x, list(x.shape), list(x.stride()), [16, 64], layout)
+    assert descriptor.base is x
+    assert (descriptor.block_shape, descriptor.layout) == ([16, 64], layout)
 
 
 def test_compiled_kernel_has_the_arguments_of_a_direct_launch():

@@ -33,6 +33,7 @@ __all__ = [
     "gl",
     "gluon",
     "has_direct_launch",
+    "has_hopper_instructions",
     "has_launch_hook",
     "has_tensor_descriptors",
     "hopper",
@@ -55,7 +56,12 @@ LAUNCHES_TESTED = ("3.4", "3.6", "3.7")
 
 def has_direct_launch(version: str = triton.__version__) -> bool:
     """Return whether `positional_launch` may replace `kernel[grid]` in this Triton release."""
-    return any(version == release or version.startswith(f"{release}.") for release in LAUNCHES_TESTED)
+    return _is_one_of(LAUNCHES_TESTED, version)
+
+
+def _is_one_of(releases: tuple[str, ...], version: str) -> bool:
+    """Return whether the version is one of the releases, such as "3.7", or a patch of it, such as "3.7.1"."""
+    return any(version == release or version.startswith(f"{release}.") for release in releases)
 
 
 def positional_launch(compiled: Any) -> tuple:
@@ -107,11 +113,19 @@ except (ImportError, AttributeError):
 
 # The instructions of Hopper in Gluon: products of tiles in shared memory, copies by the tensor memory accelerator, and
 # barriers that count arrivals. The kernels of `ops/experts/tile_kernels.py` need them, and descriptors with the layout
-# of the tiles in shared memory. Seen in 3.6 and 3.7. In other releases, `hopper` is None, and experts multiply by
-# `grouped_mm` of torch.
+# of the tiles in shared memory. Seen in the releases of `HOPPER_TESTED`. In other releases, `hopper` is None, and
+# experts multiply by `grouped_mm` of torch.
+HOPPER_TESTED = ("3.6", "3.7")
+
+
+def has_hopper_instructions(version: str = triton.__version__) -> bool:
+    """Return whether the kernels that use `hopper` were tested in this Triton release."""
+    return _is_one_of(HOPPER_TESTED, version)
+
+
 hopper: Any = None
 TileDescriptor: Any = None
-if gluon is not None and re.match(r"3\.[67]\.", triton.__version__):
+if gluon is not None and has_hopper_instructions():
     try:
         TileDescriptor = importlib.import_module("triton.experimental.gluon.nvidia.hopper").TensorDescriptor
         hopper = importlib.import_module("triton.experimental.gluon.language.nvidia.hopper")
