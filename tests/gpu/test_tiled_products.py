@@ -131,8 +131,8 @@ def test_products_with_weights_stored_by_rows_have_the_same_bits(shape, dtype, p
 @every_dtype
 @pytest.mark.parametrize(
     "shape",
-    [(UNEVEN, 72, 128), (UNEVEN, 200, 256), (UNEVEN, 128, 384), (MANY_TILES, 520, 1408)],
-    ids=["half a tile", "full tiles", "one tile and a half", "several tiles of a program"],
+    [(UNEVEN, 72, 256), (UNEVEN, 200, 512), (UNEVEN, 128, 768), (MANY_TILES, 520, 1536)],
+    ids=["one column", "two columns", "three columns", "several tiles of a program"],
 )
 def test_gated_products_have_the_bits_of_the_product_and_of_swiglu(shape, dtype, poisoned):
     """A tile has 128 columns of gate and of up. Whether h is stored does not matter."""
@@ -181,7 +181,7 @@ def test_three_hundred_experts_of_few_rows():
 @pytest.mark.parametrize("sizes", [UNEVEN, (*UNEVEN, 192), (300, 64)], ids=["5 rows", "192 rows", "64 rows"])
 def test_rows_of_no_expert_are_not_written(sizes, poisoned):
     """The memory of the results is NaN, and all factors are finite. The last expert with rows has so many."""
-    factors = _factors(sizes, 128, 384, BF16)
+    factors = _factors(sizes, 128, 512, BF16)
     x, weight, ends = factors.x, factors.weight, factors.ends
     h, a = tiled_gated_product(x, weight, ends, "silu", True)
     results = {
@@ -195,7 +195,7 @@ def test_rows_of_no_expert_are_not_written(sizes, poisoned):
         assert result[factors.count :].isnan().all(), name
 
 
-@pytest.mark.parametrize("shape", [(UNEVEN, 128, 384), (MANY_TILES, 576, 1408)], ids=["few tiles", "many tiles"])
+@pytest.mark.parametrize("shape", [(UNEVEN, 128, 512), (MANY_TILES, 576, 1536)], ids=["few tiles", "many tiles"])
 def test_values_of_one_expert_do_not_reach_the_others(shape):
     """Its rows and its weight are NaN. The results of the others have the same bits as without them."""
     factors = _factors(*shape, BF16)
@@ -227,7 +227,7 @@ def test_values_of_one_expert_do_not_reach_the_others(shape):
 @every_dtype
 def test_every_repetition_has_the_same_bits(dtype):
     """The second run starts when the multiprocessors still run the first one."""
-    factors = _factors(MANY_TILES, 512, 1408, dtype)
+    factors = _factors(MANY_TILES, 512, 1536, dtype)
 
     def run() -> list[Tensor]:
         x, weight, dy, ends, _ = factors

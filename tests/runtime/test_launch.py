@@ -10,7 +10,9 @@ import torch
 
 import tigon
 from op_cases import CASES, INTERPRETED, Case
-from tigon.ops.experts import tile_kernels, tiled_products
+from tigon.ops.experts import tiled_products
+from tigon.ops.experts.tile_gradient import weight_gradient_kernel
+from tigon.ops.experts.tile_product import product_kernel, row_blocks_kernel
 from tigon.ops.logits import softmax
 from tigon.ops.mlps import glu
 from tigon.ops.norms import kernels as norm
@@ -193,7 +195,7 @@ def _step_of(case: Case, n: int) -> None:
 
 
 def _experts(n: int) -> None:
-    """Run forward and backward of experts whose products are those of `tile_kernels` on Hopper."""
+    """Run forward and backward of experts whose products are those of `tiled_products` on Hopper."""
     up, down = _leaf(4, 128, 64), _leaf(4, 64, 64)
     index, weights = torch.arange(2 * n).view(n, 2) % 4, torch.ones(n, 2)
     _run(lambda x, up, down: tigon.moe_mlp(x, up, down, index, weights), _leaf(n, 64), up, down)
@@ -228,7 +230,7 @@ def test_another_number_of_tokens_compiles_nothing(step):
 @pytest.mark.skipif(hopper is None, reason="this Triton is neither 3.6 nor 3.7")
 def test_another_number_of_tokens_compiles_no_kernel_of_tiles():
     expected = _variants(_experts, 48, CHIPS[1])
-    kernels = {tile_kernels.row_blocks_kernel, tile_kernels.product_kernel, tile_kernels.weight_gradient_kernel}
+    kernels = {row_blocks_kernel, product_kernel, weight_gradient_kernel}
     assert {kernel.__name__ for kernel in kernels} <= {name for name, *_ in expected}
     for n in (47, 16, 1, 33, 400):
         assert _variants(_experts, n, CHIPS[1]) == expected

@@ -112,7 +112,7 @@ except (ImportError, AttributeError):
 
 
 # The instructions of Hopper in Gluon: products of tiles in shared memory, copies by the tensor memory accelerator, and
-# barriers that count arrivals. The kernels of `ops/experts/tile_kernels.py` need them, and descriptors with the layout
+# barriers that count arrivals. The kernels of `ops/experts/tile_product.py` need them, and descriptors with the layout
 # of the tiles in shared memory. Seen in the releases of `HOPPER_TESTED`. In other releases, `hopper` is None, and
 # experts multiply by `grouped_mm` of torch.
 HOPPER_TESTED = ("3.6", "3.7")

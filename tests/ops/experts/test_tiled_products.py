@@ -101,7 +101,12 @@ CHANGES: dict[str, tuple[Callable[[], dict], set[str]]] = {
     "N = 56": (lambda: _factors(n=56), {"product", "gated"}),
     "M = 264": (lambda: _factors(m=264), {"product", "gradient"}),
     "M = 260": (lambda: _factors(m=260), set()),
-    "M = 384": (lambda: _factors(m=384), {"product", "gated", "gradient"}),
+    "M = 384": (lambda: _factors(m=384), {"product", "gradient"}),
+    "M = 512": (lambda: _factors(m=512), {"product", "gated", "gradient"}),
+    "one row with another stride": (
+        lambda: _factors(s=1) | {"x": torch.zeros(128, dtype=BF16).as_strided((1, 128), (1, 1))},
+        set(),
+    ),
     "M = 320": (lambda: _factors(m=320), {"product", "gradient"}),
     "weights by rows": (lambda: _by_rows(128), {"product", "gradient"}),
     "weights by rows, N = 72": (lambda: _by_rows(72), {"gradient"}),
@@ -152,7 +157,7 @@ TILE_KERNELS = "product_kernel", "weight_gradient_kernel"
 
 def _launches(backward: bool = True, biases: bool = False, **options) -> list[Launch]:
     """Return what a step of `moe_mlp` launches on Hopper."""
-    hidden, inner, experts, tokens, choices = 64, 192, 4, 16, 2
+    hidden, inner, experts, tokens, choices = 64, 256, 4, 16, 2
     leaf = lambda *shape: torch.zeros(shape, dtype=BF16, requires_grad=backward)
     shapes = [(experts, 2 * inner, hidden), (experts, hidden, inner)]
     if options.get("transposed"):

@@ -1,4 +1,6 @@
-"""Grouped products of experts on Hopper: where the kernels of `tile_kernels` run, and their launches (no autograd).
+"""Grouped products of experts on Hopper: where their kernels run, and how they are launched (no autograd).
+
+The kernels are those of `tile_product` and `tile_gradient`.
 
 On an H100, the six products of Qwen3-30B-A3B's experts take 3.41 ms with 8192 tokens in bf16, and 3.80 by `grouped_mm`
 of torch. The sums are in the same order, so the results have the same bits. Elsewhere
@@ -10,9 +12,10 @@ Shapes: S rows, E experts, N and M features, I intermediate features.
 import torch
 from torch import Tensor
 
-from tigon.ops.experts import tile_kernels
-from tigon.ops.experts.tile_kernels import COLUMNS, GROUPS, ROWS, STEP, row_blocks_kernel
-from tigon.runtime.device import Device, cdiv, device_of
+from tigon.ops.experts import tile_results
+from tigon.ops.experts.tile_gradient import weight_gradient_kernel
+from tigon.ops.experts.tile_product import product_kernel, row_blocks_kernel
+from tigon.runtime.device import PLAIN, Device, cdiv, device_of
 from tigon.runtime.launch import in_order, launch
 from tigon.runtime.triton_private import TileDescriptor, gl, hopper, triton
 
@@ -25,8 +28,8 @@ __all__ = [
     "tiles_product",
 ]
 
-# The rows of a block.
-BLOCK_ROWS = GROUPS * ROWS
+ROWS, COLUMNS, STEP = tile_results.ROWS.value, tile_results.COLUMNS.value, tile_results.STEP.value
+BLOCK_ROWS = tile_results.BLOCK_ROWS.value
 # The copies in flight. Each stage takes 56 KB of shared memory.
 STAGES = 3
 # The shared memory that a program needs: the stages, 48 KB for results that wait to be stored, and the barriers.
@@ -44,15 +47,20 @@ def _is_hopper(device: Device) -> bool:
 
 
 def _is_tileable(x: Tensor) -> bool:
-    """Return whether the TMA copies tiles of a matrix whose rows follow one another."""
-    return x.is_contiguous() and x.shape[-1] % 8 == 0 and x.data_ptr() % 16 == 0
+    """Return whether the TMA copies tiles of a matrix, or of matrices, whose rows follow one another."""
+    columns = x.shape[-1]
+    # `is_contiguous` ignores the strides of dimensions of size 1, which the TMA reads.
+    return x.is_contiguous() and x.stride(-2) == columns and columns % 8 == 0 and x.data_ptr() % 16 == 0
 
 
 def _runs_on(*tensors: Tensor) -> bool:
+    """Return whether the kernels run on tensors of these types and on their device."""
     x = tensors[0]
     if hopper is None or x.is_meta or x.dtype not in DTYPES or torch.compiler.is_compiling():
         return False
-    return all(t.dtype == x.dtype and t.numel() > 0 for t in tensors) and _is_hopper(device_of(x))
+    # A DTensor, for example, has no address.
+    has_memory = all(type(t) in PLAIN and t.dtype == x.dtype and t.numel() > 0 for t in tensors)
+    return has_memory and _is_hopper(device_of(x))
 
 
 def tiles_product(x: Tensor, weight: Tensor) -> bool:
@@ -65,13 +73,9 @@ def tiles_product(x: Tensor, weight: Tensor) -> bool:
 
 def gates_in_product(x: Tensor, weight: Tensor, kind: str) -> bool:
     """Return whether `tiled_gated_product` computes the product with weight [E, N, 2 I] and the activation."""
-    return (
-        kind == "silu"
-        and _runs_on(x, weight)
-        and _is_tileable(x)
-        and _is_tileable(weight.mT)
-        and weight.shape[2] % (2 * STEP) == 0
-    )
+    # A tile has as many columns of gate as of up.
+    fits = kind == "silu" and weight.shape[2] % COLUMNS == 0
+    return fits and _runs_on(x, weight) and _is_tileable(x) and _is_tileable(weight.mT)
 
 
 def tiles_gradient(x: Tensor, dy: Tensor) -> bool:
@@ -121,8 +125,8 @@ def _launch_product(
     # The last block of an expert has fewer rows. With 132 programs, a multiple of 3, some programs would get only last
     # blocks if each expert has three blocks, and others none.
     launch(
-        tile_kernels.product_kernel, min(most_tiles, device_of(x).multiprocessors - 1),
-        *in_order(tile_kernels.product_kernel)(
+        product_kernel, min(most_tiles, device_of(x).multiprocessors - 1),
+        *in_order(product_kernel)(
             blocks_ptr=blocks, y_ptr=y, a_ptr=a, x_tiles=_tiles(x, ROWS, STEP), weight_tiles=weight_tiles,
             y_tiles=None if y is None else _tiles(y, ROWS, STEP), a_tiles=None if a is None else _tiles(a, ROWS, STEP),
             columns=columns, N=n, M=m, inner=inner,
@@ -156,8 +160,8 @@ def tiled_weight_gradient(x: Tensor, dy: Tensor, ends: Tensor) -> Tensor:
     rows, columns = cdiv(n, BLOCK_ROWS), cdiv(m, COLUMNS)
     tiles = experts * rows * columns
     launch(
-        tile_kernels.weight_gradient_kernel, min(tiles, device_of(x).multiprocessors),
-        *in_order(tile_kernels.weight_gradient_kernel)(
+        weight_gradient_kernel, min(tiles, device_of(x).multiprocessors),
+        *in_order(weight_gradient_kernel)(
             dweight_ptr=dweight, ends_ptr=ends, x_tiles=_tiles(x, STEP, ROWS), dy_tiles=_tiles(dy, STEP, COLUMNS),
             dweight_tiles=_tiles(dweight.view(experts * n, m), ROWS, STEP), tiles=tiles, rows=rows, columns=columns,
             N=n, M=m,
