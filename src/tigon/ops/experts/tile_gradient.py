@@ -43,9 +43,9 @@ if gluon is not None and hopper is not None:
         x_tiles, dy_tiles, x_smem, dy_smem, ready, empty, ends_ptr, tiles, rows, columns, copies,
         ROWS_FIRST: gl.constexpr, STAGES: gl.constexpr,
     ):  # fmt: skip
-        """Start the copies of one step. `copies` is (steps, tile, row, end row, tile row, tile column) of the next one.
+        """Start the copies of one step, and return the description of the step after it.
 
-        Return that of the step after it.
+        `copies` describes the step: (its number, tile, row, end row, tile row, tile column).
         """
         step, tile, row, end_row, tile_row, tile_column = copies
         # An expert without rows has no steps.

@@ -4,14 +4,15 @@ r"""The kernel of the grouped products of experts on Hopper, in Gluon: tiles of 
     gated product      the same, and a = act(gate) * up, where y[s] = [gate | up]
 
 Hopper multiplies tiles that lie in shared memory, and all multiprocessors read them from the L2 cache. A tile of
-192 x 256 reads 22 % fewer bytes for each operation than one of 128 x 256, the largest that Triton offers. Its fp32 sums
+192 x 256 reads 22 % fewer bytes for each operation than one of 128 x 256, the largest outside of Gluon. Its fp32 sums
 take three quarters of all registers, so three groups of four warps share it: each one sums 64 x 256. Gluon lets each
 group run its own code (`warp_specialize`).
 
-The first group also starts the copies, by the tensor memory accelerator (TMA). Copies for STAGES steps are in flight.
-`ready[i]` completes when the tiles of stage i have arrived, and `empty[i]` when all groups have multiplied them. The
-copies of a program's next tile start before the results of its last one are stored. A group of which no row belongs to
-the expert does not multiply, so the rows of an expert are rounded up to a multiple of 64.
+The first group also starts the copies, by the tensor memory accelerator (TMA). Of STAGES stages, one is multiplied
+while the others are filled. `ready[i]` completes when the tiles of stage i have arrived, and `empty[i]` when all
+groups have multiplied them. The copies of a program's next tile start before the results of its current one are
+stored. A group of which no row belongs to the expert does not multiply, so an expert costs the time of its rows
+rounded up to a multiple of 64.
 
 Shapes: S rows, E experts, N and M features, I intermediate features. A step sums STEP features.
 """
@@ -42,8 +43,8 @@ product_kernel: Any = None
 def row_blocks_kernel(ends_ptr, blocks_ptr, E, BLOCK_ROWS: tl.constexpr, BLOCK_E: tl.constexpr):  # [E], [B, 4]
     """List the blocks of BLOCK_ROWS rows of all experts. Program e writes those of expert e.
 
-    blocks[0, 0] is their number. blocks[1 + i] is the expert of block i, its first row and the end of its rows, and its
-    first block.
+    blocks[0, 0] is their number, and B - 1 is the largest possible one. blocks[1 + i] is for block i: the expert, the
+    expert's first row, the end of the expert's rows, and the expert's first block.
     """
     expert = tl.program_id(0)
     index = tl.arange(0, BLOCK_E)
@@ -125,9 +126,9 @@ if gluon is not None and hopper is not None:
         x_tiles, weight_tiles, x_smem, weight_smem, ready, empty, blocks_ptr, tiles, columns, N, M, inner, copies,
         GATED: gl.constexpr, BY_ROWS: gl.constexpr, STAGES: gl.constexpr,
     ):  # fmt: skip
-        """Start the copies of one step. `copies` is (steps, tile, feature, expert, first row, column) of the next one.
+        """Start the copies of one step, and return the description of the step after it.
 
-        Return that of the step after it.
+        `copies` describes the step: (its number, tile, feature, expert, first row, column).
         """
         step, tile, k, expert, first_row, column = copies
         if tile < tiles:

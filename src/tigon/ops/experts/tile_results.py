@@ -2,7 +2,7 @@
 
 A tile has GROUPS x ROWS rows and COLUMNS columns. Each group of four warps holds the sums of ROWS rows in its
 registers, and stores them in parts of 64 x 64. It writes a part to a buffer in shared memory, from which the tensor
-memory accelerator (TMA) copies it to memory. If some of the rows do not belong to the expert, the warps copy the others
+memory accelerator (TMA) copies it to memory. If only some of the rows belong to the expert, the warps copy these rows
 themselves.
 """
 
@@ -12,7 +12,7 @@ from tigon.runtime.triton_private import gl, gluon, hopper, tl
 
 __all__ = ["BLOCK_ROWS", "COLUMNS", "GROUPS", "ROWS", "STEP", "STEP_BYTES", "halves", "store", "store_results"]
 
-# The groups of warps, the rows of a group, the rows and the columns of a tile, and what a step of a product sums.
+# The groups of warps, the rows of a group, the columns of a tile, and the features or rows that a step sums.
 GROUPS, ROWS, COLUMNS, STEP = tl.constexpr(3), tl.constexpr(64), tl.constexpr(256), tl.constexpr(64)
 BLOCK_ROWS = tl.constexpr(GROUPS.value * ROWS.value)
 # The bytes of both factors of a step.
@@ -32,9 +32,10 @@ if gluon is not None and hopper is not None:
 
     @gluon.jit
     def store(y_ptr, y_tiles, buffers, y, tile_row, rows, col, columns, IS_WHOLE: gl.constexpr, BUFFER: gl.constexpr):
-        """Store the first `rows` rows of y [64, 64] at column `col` of y_ptr, or of y_tiles and its row `tile_row`.
+        """Store the first `rows` rows of y [64, 64] from column `col` on.
 
-        If IS_WHOLE, all rows are stored, by the TMA. It reads them from one of two buffers, which take turns.
+        If IS_WHOLE, the TMA stores all rows, as those of y_tiles from `tile_row` on. It reads them from one of two
+        buffers, which take turns. Otherwise the warps store them, as the first rows of y_ptr.
         """
         buffer = buffers.index(BUFFER)
         if IS_WHOLE:

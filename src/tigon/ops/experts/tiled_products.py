@@ -3,8 +3,8 @@
 The kernels are those of `tile_product` and `tile_gradient`.
 
 On an H100, the six products of Qwen3-30B-A3B's experts take 3.41 ms with 8192 tokens in bf16, and 3.80 by `grouped_mm`
-of torch. The sums are in the same order, so the results have the same bits. Elsewhere
-`tigon.ops.experts.grouped_linear` calls `grouped_mm`.
+of torch. In all measured sizes the results have the same bits. Elsewhere `tigon.ops.experts.grouped_linear` calls
+`grouped_mm`.
 
 Shapes: S rows, E experts, N and M features, I intermediate features.
 """
@@ -30,7 +30,7 @@ __all__ = [
 
 ROWS, COLUMNS, STEP = tile_results.ROWS.value, tile_results.COLUMNS.value, tile_results.STEP.value
 BLOCK_ROWS = tile_results.BLOCK_ROWS.value
-# The copies in flight. Each stage takes 56 KB of shared memory.
+# One stage is multiplied while the others are filled. Each stage takes 56 KB of shared memory.
 STAGES = 3
 # The shared memory that a program needs: the stages, 48 KB for results that wait to be stored, and the barriers.
 SHARED_BYTES = 217 * 1024
@@ -47,7 +47,7 @@ def _is_hopper(device: Device) -> bool:
 
 
 def _is_tileable(x: Tensor) -> bool:
-    """Return whether the TMA copies tiles of a matrix, or of matrices, whose rows follow one another."""
+    """Return whether the TMA can copy tiles of x, one matrix or a stack of them, without gaps between rows."""
     columns = x.shape[-1]
     # `is_contiguous` ignores the strides of dimensions of size 1, which the TMA reads.
     return x.is_contiguous() and x.stride(-2) == columns and columns % 8 == 0 and x.data_ptr() % 16 == 0
@@ -87,9 +87,9 @@ def tiles_gradient(x: Tensor, dy: Tensor) -> bool:
 
 
 def _tiles(x: Tensor, rows: int, columns: int, stored_rows: int | None = None) -> object:
-    """Return the descriptor of tiles of a matrix, which lie in shared memory as the products read them.
+    """Return the descriptor of tiles [rows, columns] of x, with the layout in shared memory that the products read.
 
-    `stored_rows` is the number of rows of the tile in shared memory of which a copy fills `rows`.
+    `stored_rows` is the number of rows of the whole tile, if one copy fills only `rows` of them.
     """
     dtype = getattr(gl, DTYPES[x.dtype])
     layout = gl.NVMMASharedLayout.get_default_for([stored_rows or rows, columns], dtype)
