@@ -2,12 +2,12 @@
 
 For each model and number of tokens:
 
-    op          forward + backward with all gradients, TFLOP/s of the six products, and the peak above the inputs. In
-                FP8 each call quantises the weights, as the only micro-batch of a step does; "cached" is a further
-                micro-batch; "frozen" has no gradients of the weights.
+    op          forward + backward with all gradients, TFLOP/s of the six products (four if frozen), and the peak above
+                inputs and gradients. In FP8 each call quantises the weights, as the only micro-batch of a step does;
+                "cached" is a further micro-batch; "frozen" has no gradients of the weights.
     products    each grouped product alone, in bf16 and in FP8
-    passes      each pass that only exists for FP8 or replaces one in bf16, with its bandwidth: bytes over the time. For
-                the strips of weights these are 3 bytes for each value, as if the second read came from the cache.
+    passes      each pass that only exists for FP8 or replaces one in bf16, with its bandwidth: bytes over the time. The
+                transposed copy reads its weight twice; the bandwidth counts one read (3 bytes for each value).
     errors      relative errors of y and all gradients against fp32, for 2048 tokens
 
 A case that fails prints its error, and the script goes on. All numbers are also written to
@@ -76,7 +76,7 @@ def attempt(table: str, name: str, run: Callable[[], str]) -> None:
 
 
 def milliseconds(run: Callable[[], Any], rounds: int = 5, calls: int = 4) -> float:
-    """Return the median of the rounds, of the mean time of a call in a round."""
+    """Return the median over rounds of the mean time of a call."""
     if not HAS_GPU:
         start_s = time.perf_counter()
         run()

@@ -28,9 +28,9 @@ def gather_in_fp8(model: nn.Module) -> Report:
 
     Each rank rounds its shard to e4m3 before the all-gather, with the scale of the whole weight, which takes one small
     all-reduce for each unit of FSDP2. The products of forward and of the gradient of the input read the gathered
-    values. The results have the same bits as without this function: `tigon.patch(model, fp8="tensorwise")` gathers the
-    weights in bf16 and then rounds them in the same way, on every rank. Parameters, gradients, optimizer states and
-    checkpoints keep their dtype.
+    values. Losses and gradients of eager training have the same bits as without this function; docs/fp8.md names the
+    exceptions. (Without it, FSDP2 gathers the weights in bf16, and every rank rounds them in the same way.) Parameters,
+    gradients, optimizer states and checkpoints keep their dtype.
 
     Call it after `tigon.patch(model, fp8="tensorwise")` and after `fully_shard`, in any order of these two. It changes
     the sharded tensors that `fully_shard` makes, so it cannot be an option of `patch`, which usually comes first. All
@@ -54,7 +54,8 @@ def gather_in_fp8(model: nn.Module) -> Report:
         ValueError: No module of the model is sharded by FSDP2, no layer runs in FP8, a layer has the recipe "rowwise",
             or no weight can be gathered in FP8. The scales of "rowwise" for the gradient of the input belong to
             columns, so the values that were rounded for the forward cannot serve it.
-        RuntimeError: A forward or a backward is running, or this torch has another FSDP2 than the known ones.
+        RuntimeError: A forward or a backward is running, or this torch lacks one of the private names of FSDP2 that
+            this function reads. The error contains the missing name, such as `FSDPParamGroup._all_gather_result`.
 
     Example:
         >>> import tempfile

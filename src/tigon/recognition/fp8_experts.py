@@ -53,7 +53,7 @@ def _has_products(weight: Tensor) -> bool:
 
 
 class FP8Experts:
-    """The decision of one module of experts, for each call, whether its products run in FP8, and their copies.
+    """Decides for each call of one module of experts whether its products run in FP8, and keeps the weights' copies.
 
     A copy of the module starts without quantised weights.
 
@@ -100,7 +100,7 @@ class FP8Experts:
         )
 
     def _find_cache(self, up: Tensor, down: Tensor) -> WeightCache | None:
-        """Return the cache for a call with these weights; None if the call must quantise them."""
+        """Return the cache for a call with these weights; None if the call keeps no copies."""
         if torch.compiler.is_compiling() or up.is_meta or self.is_base:
             return None
         return self.copies.find([up, down], [None, None])

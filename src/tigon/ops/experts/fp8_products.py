@@ -1,15 +1,16 @@
 r"""The products of experts that run in FP8: those of forward and those that are gradients of rows.
 
-    h = Q(x) Q(U)^T,  z = Q(a) Q(D)^T        a = act(h) is computed where it is quantised, unless it has no gate
+    h = Q(x) Q(U)^T,  z = Q(a) Q(D)^T        a = act(h)
     da = Q(dy) Q(D),  dx = Q(dh) Q(U)
 
 Q rounds each row of a first factor with a scale of its own, and each output of a weight (`tigon.ops.fp8.stacks`). x and
 dy are quantised before they are spread to the rows of their experts (`tigon.ops.experts.fp8_rows`). dh exists in the
-dtype of the weights too, because dU is a product in this dtype, and a separate pass quantises it.
+dtype of the weights too, because dU is a product in this dtype, and a separate pass quantises it. One kernel computes
+and quantises act(gate) * up. Without a gate, these are two kernels.
 
-The gradients of the weights stay in the dtype of the weights: with the few hundred rows that an expert has, their
-grouped products are no faster in FP8 (see docs/fp8.md). They sum over tokens, so both factors would have to be
-quantised along the tokens of each expert.
+The gradients of the weights stay in the dtype of the weights: their grouped products save at most 16 % in FP8, without
+the time to quantise (docs/fp8.md). They sum over tokens, so both factors would have to be quantised along the tokens of
+each expert.
 
 Shapes: T tokens, K choices each, S = T K rows, E experts, H hidden, I intermediate.
 """
@@ -76,8 +77,8 @@ def find_copies(
 ) -> ExpertCopies:
     """Return the copies for one direction. The cache makes those that are missing; without it, the products do.
 
-    A weight is None if no product in FP8 reads it. The copies of a weight that sums along its last dimension are those
-    `by_rows`.
+    A weight is None if no product in FP8 reads it. `by_rows`: the products sum along the last dimension of the stored
+    weights.
     """
     if not in_fp8:
         return IN_DTYPE
@@ -115,18 +116,18 @@ def quantise_activated(h: Tensor, kind: str) -> Factor:
 # --- products (no autograd) ----------------------------------------------------------------------
 
 
-# In both of these, `by_rows` says that the product sums along the last dimension of the weight, and the result has the
+# In both functions, `by_rows` means: the product sums along the last dimension of the stored weight. The result has the
 # dtype of the weight.
 
 
 def fp8_token_product(
-    x: Tensor, weights: Tensor | None, weight: Tensor, copy: WeightCopy, routing: Routing, by_rows: bool
+    x: Tensor, router_weights: Tensor | None, weight: Tensor, copy: WeightCopy, routing: Routing, by_rows: bool
 ) -> Tensor:
     """Return the products [S, N] of the tokens x [T, M] with the weights of their experts.
 
-    If weights [T, K] is not None, the tokens are multiplied by them.
+    If router_weights [T, K] is not None, they scale the tokens.
     """
-    rows = quantise_and_spread(x, weights, routing)
+    rows = quantise_and_spread(x, router_weights, routing)
     return multiply_groups(rows, _factor(weight, copy, by_rows), routing.ends, weight.dtype)
 
 

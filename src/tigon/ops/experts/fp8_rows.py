@@ -3,8 +3,8 @@ r"""Tokens that are quantised to FP8 and copied to the rows of their experts, in
     q[slot[t, k]] = round(x[t] / s[t]),    scale[slot[t, k]] = s[t] w[t, k],    s[t] = max_h |x[t, h]| / 448
 
 The weights w of the router are left out unless they multiply the inputs of the experts. They only change the scale, so
-they add no rounding. A program reads a token once and writes one byte for each value of its K rows. Rows of experts of
-other ranks are not written.
+they add no rounding. A program reads its token once, or twice if it does not fit in a block, and writes one byte for
+each value of its K rows. Rows of experts of other ranks are not written.
 
 Shapes: T tokens, K choices each, S = T K rows, E experts, H features.
 """

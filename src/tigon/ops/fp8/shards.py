@@ -3,8 +3,8 @@
     amax_r = max |w_r|        amax = max over ranks of amax_r, by one all-reduce for many weights
     q_r = round(w_r * (448 / amax)),  scale = amax / 448
 
-The maxima are the bits of fp32 numbers, as integers. Integers compare as such numbers do, and NaN is larger than
-infinity, so an all-reduce of integers keeps NaN, which one of floating-point numbers may drop.
+The maxima are stored as the bits of fp32 numbers: for numbers >= 0, these integers have the same order. As an integer,
+NaN is larger than infinity, so an all-reduce of integers keeps NaN, which one of floating-point numbers may drop.
 
 Shapes: G groups of weights that share a scale.
 """
@@ -20,16 +20,16 @@ from tigon.runtime.maxima import Maxima
 
 __all__ = ["find_maxima", "maximum_of", "round_shard"]
 
-# The places of the maximum of each group. The kernels are compiled for addresses that are multiples of 16 bytes.
-_PLACES = 4
+# The int32 elements for each group: 16 bytes, because the kernels expect aligned addresses.
+_ELEMENTS = 4
 
 
 def find_maxima(groups: Sequence[Sequence[Tensor]], device: torch.device) -> Tensor:
-    """Return the largest absolute values [4 G] of groups of shards, as bits in int32, at the places 4 i.
+    """Return the largest absolute values [4 G] of groups of shards, as bits in int32: that of group i is element 4 i.
 
     A shard has the shape [rows, columns], and may have no rows.
     """
-    maxima = torch.zeros(_PLACES * len(groups), dtype=torch.int32, device=device)
+    maxima = torch.zeros(_ELEMENTS * len(groups), dtype=torch.int32, device=device)
     for index, shards in enumerate(groups):
         maximum = maximum_of(maxima, index)
         for shard in shards:
@@ -42,7 +42,7 @@ def find_maxima(groups: Sequence[Sequence[Tensor]], device: torch.device) -> Ten
 
 def maximum_of(maxima: Tensor, index: int) -> Tensor:
     """Return the maximum [1] of one group."""
-    return maxima[_PLACES * index : _PLACES * index + 1]
+    return maxima[_ELEMENTS * index : _ELEMENTS * index + 1]
 
 
 def round_shard(shard: Tensor, maximum: Tensor) -> Factor:
