@@ -9,7 +9,7 @@ from ranks import run_ranks
 # The groups, and the number of setups in each.
 GROUPS = {
     "sharded": 20, "parallel": 15, "sequence": 6, "head": 6, "zero": 6, "ulysses": 6, "adapters": 4, "lean": 10,
-    "lean_more": 18, "fp8": 9, "fp8_gather": 13, "adapter_ops": 6,
+    "lean_more": 18, "fp8": 9, "fp8_gather": 16, "adapter_ops": 6,
 }  # fmt: skip
 # One launch runs several groups, because two processes take longer to start than most setups take.
 LAUNCHES = {

@@ -5,6 +5,7 @@ all gradients and the gradients. It also counts the bytes that a rank gives to t
 """
 
 import contextlib
+import copy
 import functools
 import io
 import os
@@ -205,6 +206,114 @@ def states(rank: int) -> None:
     assert torch.equal(model(**batch(rank)).loss, loss)
 
 
+def assign_clones(model: nn.Module) -> None:
+    model.load_state_dict({name: x.clone() for name, x in model.state_dict().items()}, assign=True)
+
+
+def convert_twice(model: nn.Module) -> None:
+    model.float().bfloat16()
+
+
+def exchange_shards(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter._local_tensor = parameter._local_tensor.clone()
+
+
+def exchanged(rank: int) -> None:
+    """Assert that `unshard` gathers in FP8 what the parameters hold, also if their tensors were exchanged before."""
+
+    def assert_gathered(layer: nn.Module, exact: Tensor) -> None:
+        weight = layer.mlp.up_proj.weight
+        assert type(weight) is GatheredWeight
+        assert 0 < (weight.dequantise() - exact).abs().max() < 0.05 * exact.abs().max()
+
+    for exchange in (assign_clones, convert_twice, exchange_shards):
+        model = make_model(True)
+        layer = model.model.layers[0]
+        exact, size = full(layer.mlp.up_proj.weight), expected_bytes(layer, in_fp8=True)
+        losses = []
+        # FSDP2 makes its buffers in the first turn.
+        for _ in range(2):
+            exchange(model)
+            with gathered_bytes() as sizes:
+                layer.unshard()
+            assert sizes == [size]
+            assert_gathered(layer, exact)
+            losses.append(model(**batch(rank)).loss)
+            model.reshard()
+            layer.reshard()
+        assert torch.equal(*losses)
+    # An all-gather that has begun is completed, whatever happens to the tensors meanwhile.
+    handle = layer.unshard(async_op=True)
+    assign_clones(model)
+    handle.wait()
+    assert_gathered(layer, exact)
+    assert torch.equal(model(**batch(rank)).loss, losses[0])
+
+
+def ended_too_early(rank: int) -> None:
+    """Assert that `restore` during an all-gather raises an error and changes nothing, and that it works later."""
+    model = make_model(False)
+    report = tigon.gather_in_fp8(model)
+    expected = model(**batch(rank)).loss
+    model.reshard()
+    handles = [layer.unshard(async_op=True) for layer in model.model.layers]
+    with pytest.raises(RuntimeError, match="weights are gathered at this moment"):
+        report.restore()
+    for handle in handles:
+        handle.wait()
+    assert torch.equal(model(**batch(rank)).loss, expected)
+    report.restore()
+    with gathered_bytes() as sizes:
+        assert torch.equal(model(**batch(rank)).loss, expected)
+    assert sizes.count(expected_bytes(model.model.layers[0], in_fp8=False)) == len(model.model.layers)
+
+
+def copies(rank: int) -> None:
+    """Assert that parameters are copied and saved as without the gather, and that FSDP2 gathers what was loaded."""
+    model = make_model(True)
+    expected = model(**batch(rank)).loss
+    model.reshard()
+    optimizer = torch.optim.AdamW(model.parameters())
+    copied = copy.deepcopy(optimizer).param_groups[0]["params"]
+    state = model.state_dict(keep_vars=True)
+    names = [name for name, _ in model.named_parameters()]
+    kinds = {
+        "copied": {name: copy.deepcopy(x) for name, x in state.items()},
+        "copied by the optimizer": dict(zip(names, copied, strict=True)),
+        "saved": loaded(state),
+        "saved in a list": dict(zip(names, loaded([*model.parameters()]), strict=True)),
+    }
+    for kind, parameters in kinds.items():
+        for name in names:
+            local = parameters[name].to_local()
+            attributes = vars(parameters[name]._local_tensor)
+            assert (type(local), local.dtype, attributes) == (Tensor, torch.bfloat16, {}), kind
+    for gathers in (False, True):
+        other = make_model(gathers)
+        # FSDP2 has made no buffers when the first tensors are loaded.
+        for kind, parameters in kinds.items():
+            # The values have to come from the tensors that are loaded.
+            with torch.no_grad():
+                for parameter in other.parameters():
+                    parameter.zero_()
+            clones = {name: copy.deepcopy(parameters[name]) for name in names}
+            other.load_state_dict({**state, **clones}, assign=True)
+            with gathered_bytes() as sizes:
+                assert torch.equal(other(**batch(rank)).loss, expected), kind
+            layers = other.model.layers
+            assert sizes.count(expected_bytes(layers[0], gathers)) == len(layers)
+            other.reshard()
+
+
+def loaded(value: Any) -> Any:
+    """Return what `torch.load` makes of a value that was saved."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
 def saved(state: dict[str, Any]) -> bytes:
     buffer = io.BytesIO()
     torch.save({name: x.to_local() for name, x in state.items()}, buffer)
@@ -288,6 +397,9 @@ SETUPS = {
     "replicas": replicated,
     "restored": restored,
     "states": states,
+    "exchanged tensors": exchanged,
+    "ended too early": ended_too_early,
+    "copies": copies,
     "evaluation and NaN": evaluated,
     "other code": other_reads,
     "refusals": refused,

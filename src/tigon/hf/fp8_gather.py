@@ -108,7 +108,7 @@ def gather_in_fp8(model: nn.Module) -> Report:
         reasons = "; ".join(f"{entry.detail} ({entry.count:,} weights)" for entry in report.left_alone)
         raise ValueError(f"gather_in_fp8: no weight can be gathered in FP8: {reasons}")
     for unit in gathered_units:
-        unit.start(model)
+        unit.start()
     report.undo += [functools.partial(end_gather, layer) for layer in names]
     return report
 

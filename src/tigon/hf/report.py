@@ -128,9 +128,10 @@ class Report:
         return "\n".join(lines)
 
     def restore(self) -> None:
-        """Undo this patch exactly; a second call does nothing."""
+        """Undo this patch exactly; a second call does nothing. After an error, a call continues where it happened."""
         while self.undo:
-            self.undo.pop()()
+            self.undo[-1]()
+            self.undo.pop()
 
     def clear_fp8(self, model: nn.Module | None = None) -> None:
         """Free the FP8 copies of all weights; the next call of each layer makes new ones.

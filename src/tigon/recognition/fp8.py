@@ -168,8 +168,8 @@ def end_gather(layer: nn.Module) -> None:
     """Let FSDP2 gather the weight of a layer in its dtype again, if it gathers it in FP8."""
     recipe = getattr(find_replacement(layer), "recipe", None)
     if isinstance(recipe, FP8Recipe) and recipe.end_gather is not None:
-        end, recipe.end_gather = recipe.end_gather, None
-        end(layer)
+        recipe.end_gather(layer)
+        recipe.end_gather = None
 
 
 def mark_bases(layer: nn.Module) -> None:

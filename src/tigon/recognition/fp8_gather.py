@@ -10,13 +10,15 @@ them is about to be gathered. It is repeated for every all-gather, so that a sca
 all ranks take part in the same collectives whatever happens on one of them.
 
 The parameters themselves stay as they are: plain sharded tensors in their dtype, for the optimizer, for checkpoints and
-for the norm of gradients. The two functions are attributes of the local tensors. `model.to` and
-`load_state_dict(assign=True)` exchange these tensors, so a hook before each forward sets the attributes again.
+for the norm of gradients. The two functions are attributes of the local tensors only while FSDP2 gathers them. So
+tensors that `model.to` or `load_state_dict(assign=True)` has exchanged have the functions too, and copies and pickles
+of parameters never have them.
 """
 
+import contextlib
 import itertools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -66,18 +68,15 @@ class _WeightGather:
         """Return the tensor that FSDP2 asks for the two functions."""
         return fsdp.local_shard(self.parameter())
 
-    def attach(self) -> None:
-        """Set the two functions, if the tensor does not have them."""
-        shard: Any = self.shard()
-        if getattr(shard, PRE_GATHER, None) != self.fsdp_pre_all_gather:
-            setattr(shard, PRE_GATHER, self.fsdp_pre_all_gather)
-            setattr(shard, POST_GATHER, self.fsdp_post_all_gather)
-
-    def detach(self) -> None:
-        """Remove the two functions."""
+    @contextlib.contextmanager
+    def attached(self) -> Iterator[None]:
+        """Let the tensor have the two functions in this block."""
         attributes = vars(self.shard())
-        attributes.pop(PRE_GATHER, None)
-        attributes.pop(POST_GATHER, None)
+        attributes[PRE_GATHER], attributes[POST_GATHER] = self.fsdp_pre_all_gather, self.fsdp_post_all_gather
+        try:
+            yield
+        finally:
+            del attributes[PRE_GATHER], attributes[POST_GATHER]
 
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: torch.Size, outer_stride: tuple, module: nn.Module, mp_policy: Any
@@ -128,39 +127,41 @@ class GatheredUnit:
         for index, group in enumerate(groups):
             for layer, parameter in group:
                 self.gathers[layer] = _WeightGather(self, parameter, index)
-        self.hooks: list[Any] = []
+        # Lets FSDP2 gather the unit as before.
+        self.stop: Callable[[], None] | None = None
 
-    # --- attributes and hooks ------------------------------------------------------------------------
+    # --- start and end -------------------------------------------------------------------------------
 
-    def start(self, model: nn.Module) -> None:
-        """Gather the weights in FP8 from now on. The model's forward may let FSDP2 gather units in advance."""
+    def start(self) -> None:
+        """Gather the weights in FP8 from now on."""
         unit = self._reshard()
-        for layer, gather in self.gathers.items():
-            gather.attach()
-            fsdp.renew(unit, gather.parameter())
+        with self.attached():
+            for gather in self.gathers.values():
+                fsdp.renew(unit, gather.parameter())
+        self.stop = fsdp.surround_gathers(unit, self.attached)
+        for layer in self.gathers:
             installed_recipe(layer).end_gather = self.end_for
-        self.hooks = [self.watch(module) for module in dict.fromkeys((*unit.modules, model))]
 
-    def watch(self, module: nn.Module) -> Any:
-        """Let each forward of a module attach the functions before FSDP2 looks for them. Return the hook's handle."""
-        return module.register_forward_pre_hook(_AttachAgain(self), prepend=True)
-
-    def attach(self) -> None:
-        """Set the functions of tensors that were exchanged since the last forward."""
-        for gather in self.gathers.values():
-            gather.attach()
+    @contextlib.contextmanager
+    def attached(self) -> Iterator[None]:
+        """Let the shards have their functions in this block, in which FSDP2 gathers them."""
+        # An error may have ended an earlier all-gather before it took all shards.
+        self.rounded.clear()
+        with contextlib.ExitStack() as stack:
+            for gather in self.gathers.values():
+                stack.enter_context(gather.attached())
+            yield
 
     def end_for(self, layer: nn.Module) -> None:
         """Gather the weight of a layer in its dtype from now on."""
-        gather = self.gathers.pop(layer, None)
+        gather = self.gathers.get(layer)
         if gather is None or gather.parameter() is None or self.unit() is None:
             return
-        unit = self._reshard()
-        gather.detach()
-        fsdp.renew(unit, gather.parameter())
-        if not self.gathers:
-            for hook in self.hooks:
-                hook.remove()
+        # An error here leaves the weight gathered in FP8.
+        fsdp.renew(self._reshard(), gather.parameter())
+        del self.gathers[layer]
+        if not self.gathers and self.stop is not None:
+            self.stop()
 
     def _reshard(self) -> fsdp.Unit:
         """Free the gathered weights of the unit, and return the unit."""
@@ -196,14 +197,3 @@ class GatheredUnit:
             gather: round_shard(shard, maximum_of(maxima, gather.group))
             for gather, shard in zip(gathers, shards, strict=True)
         }
-
-
-class _AttachAgain:
-    """The hook before a forward. It keeps neither the model nor its weights alive."""
-
-    def __init__(self, unit: GatheredUnit) -> None:
-        self.unit = weakref.ref(unit)
-
-    def __call__(self, module: nn.Module, args: tuple) -> None:
-        if not torch.compiler.is_compiling() and (unit := self.unit()) is not None:
-            unit.attach()

@@ -54,8 +54,6 @@ HOOK_ORIGINS = (
     # NEFTune adds noise to the outputs of its module, usually the embedding of tokens.
     HookOrigin("transformers.integrations.neftune", keeps_values=False, may_run_twice=False),
     HookOrigin("transformers.integrations.", keeps_values=True, may_run_twice=True),
-    # Before a unit of FSDP2 gathers its weights, this hook checks how they are gathered.
-    HookOrigin("tigon.recognition.fp8_gather", keeps_values=True, may_run_twice=True),
     # These hooks collect the outputs of layers (`output_hidden_states`), and have no effect after the model's call. A
     # replaced forward may not compute the output that they collect.
     HookOrigin("transformers.utils.output_capturing", keeps_values=False, may_run_twice=True),

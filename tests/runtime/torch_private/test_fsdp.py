@@ -13,7 +13,7 @@ pytestmark = pytest.mark.no_interpreter("The test launches no kernel.")
 
 # FSDP2 changes what other tests of a process see, so the model is sharded in a process of its own.
 SHARDED = """
-import tempfile
+import contextlib, tempfile
 import torch, torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -54,6 +54,42 @@ shard.fsdp_pre_all_gather = lambda mesh, size, stride, module, policy: ((shard.d
 shard.fsdp_post_all_gather = lambda outputs, data, dtype, *, out=None: (2 * outputs[0].float(), ())
 fsdp.renew(unit, parameter)
 assert torch.equal(model(x), 2 * y)
+
+# The functions are needed only inside of the context, whoever begins the all-gather.
+model.reshard()
+fsdp.renew(unit, parameter)
+functions, log = dict(vars(shard)), []
+vars(shard).clear()
+
+@contextlib.contextmanager
+def attached():
+    vars(shard).update(functions)
+    log.append("attached")
+    yield
+    vars(shard).clear()
+
+earlier = unit.unshard
+unit.unshard = lambda *args, **options: (log.append("earlier"), earlier(*args, **options))[1]
+replacement = unit.unshard
+end = fsdp.surround_gathers(unit, attached)
+shard.fill_(1)
+model.unshard(async_op=True).wait()
+assert log == ["attached", "earlier", "attached"]
+assert torch.equal(model.weight, torch.full((4, 4), 2.0)) and not vars(shard)
+model.reshard()
+end()
+assert unit.unshard is replacement and "wait_for_unshard" not in vars(unit)
+
+# A wrapper that is put around later stays, and has no effect of ours.
+end, log[:] = fsdp.surround_gathers(unit, attached), []
+ours = unit.unshard
+unit.unshard = lambda *args, **options: (log.append("later"), ours(*args, **options))[1]
+later = unit.unshard
+end()
+assert unit.unshard is later
+fsdp.renew(unit, parameter)
+assert torch.equal(model(x), torch.full((2, 4), 4.0))
+assert log == ["later", "earlier"]
 dist.destroy_process_group()
 print("passed")
 """

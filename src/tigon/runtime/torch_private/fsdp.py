@@ -6,23 +6,44 @@ the gathered parameter of it. These two names are the extension point of FSDP2. 
 parameter for the first time, and keeps the buffers from then on. To add or remove the functions later, the buffers have
 to be dropped, for which torch has no public function.
 
+FSDP2 reads the functions in two methods of a unit: `unshard` begins an all-gather, and `wait_for_unshard` ends it. A
+forward, a backward, a prefetch and a call of `unshard` by the user all call these two.
+
 All names were seen in 2.13. Without one of them, `tigon.gather_in_fp8` refuses to run with one clear error.
 """
 
+import contextlib
 import sys
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Unit", "find_parameters", "find_units", "gathered_dtype", "local_shard", "renew", "why_not_extensible"]
+__all__ = [
+    "Unit",
+    "find_parameters",
+    "find_units",
+    "gathered_dtype",
+    "local_shard",
+    "renew",
+    "surround_gathers",
+    "why_not_extensible",
+]
 
 # A unit of FSDP2: the parameters that one all-gather collects. Its class, `FSDPParamGroup`, is private.
 Unit = Any
+# A function that returns the context in which a method runs.
+Context = Callable[[], contextlib.AbstractContextManager]
 
+# The methods of a unit in which FSDP2 reads the extension functions of its parameters.
+_GATHER_METHODS = "unshard", "wait_for_unshard"
 # The attributes of a unit and of one of its parameters that this file reads.
-_UNIT_NAMES = "fsdp_params", "modules", "is_sharded", "_all_gather_result", "_use_post_forward_mesh"
+_UNIT_NAMES = (
+    *("fsdp_params", "modules", "is_sharded", "_all_gather_result", "_use_post_forward_mesh"),
+    *_GATHER_METHODS,
+)
 _PARAMETER_NAMES = (
     *("all_gather_outputs", "unsharded_accumulated_grad", "_unsharded_inner_tensors", "_init_extensions"),
     *("_sharded_local_tensor", "sharded_param", "offload_to_cpu", "is_dtensor", "mp_policy", "_module_info"),
@@ -123,3 +144,50 @@ def renew(unit: Unit, parameter: Any) -> None:
         del parameter._unsharded_param
     parameter.all_gather_outputs, parameter._unsharded_inner_tensors = [], []
     parameter._init_extensions()
+
+
+class _SurroundedMethod:
+    """A method of a unit that runs in a context. It keeps no strong reference to the unit, which holds it."""
+
+    def __init__(self, unit: Unit, name: str, make_context: Context) -> None:
+        self.unit, self.name, self.make_context = weakref.ref(unit), name, make_context
+        # What another library has put in the place of the method of the class.
+        self.replacement: Callable | None = vars(unit).get(name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        unit = self.unit()
+        method = self.replacement or getattr(type(unit), self.name).__get__(unit)
+        with self.make_context():
+            return method(*args, **kwargs)
+
+    def remove(self) -> None:
+        """Put back what was there before. A wrapper that was put around this one meanwhile stays, and calls it."""
+        self.make_context = contextlib.nullcontext
+        unit = self.unit()
+        if unit is None or vars(unit).get(self.name) is not self:
+            return
+        if self.replacement is None:
+            delattr(unit, self.name)
+        else:
+            setattr(unit, self.name, self.replacement)
+
+
+def surround_gathers(unit: Unit, make_context: Context) -> Callable[[], None]:
+    """Run everything in which FSDP2 reads the extension functions of a unit in a context.
+
+    Args:
+        unit: The unit.
+        make_context: Returns the context. It is called when an all-gather begins, and again when its result is needed.
+
+    Returns:
+        A function that ends this.
+    """
+    methods = [_SurroundedMethod(unit, name, make_context) for name in _GATHER_METHODS]
+    for method in methods:
+        setattr(unit, method.name, method)
+
+    def end() -> None:
+        for method in methods:
+            method.remove()
+
+    return end
