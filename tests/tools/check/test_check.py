@@ -37,7 +37,8 @@ def test_all_holds_on_a_cpu(run, tmp_path):
     assert document["running"] == ""
     assert {outcome["group"] for outcome in document["outcomes"] if outcome["part"] == "ops"} == {"relu2"}
     assert document["environment"]["torch"]
-    assert all(len(line) <= 80 for line in result.output.splitlines() if str(file) not in line)
+    # The last line has the name of the processor, which may be long.
+    assert all(len(line) <= 80 for line in result.output.splitlines()[:-1] if str(file) not in line)
 
 
 def wrong(x):
