@@ -5,12 +5,15 @@ It returns an activation that reads the setting, and a function that changes the
 
 import collections
 import dataclasses
+import enum
 import functools
 import types
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from recognition import modules
 from recognition.modules import MLP, variant
 
 SCALE = 1.0
@@ -228,6 +231,45 @@ def by_class(mlp):
     return lambda self, x: F.silu(x), lambda m: setattr(m, "__class__", variant("Other", act=lambda self, x: F.gelu(x)))
 
 
+def by_global_that_hides_a_builtin(mlp):
+    return lambda self, x: F.silu(x) * max(1.0, 0.5), lambda m: globals().update(max=lambda *numbers: 2.0)
+
+
+def by_missing_attribute_of_torch(mlp):
+    return lambda self, x: F.silu(x) * getattr(torch, "gain", 1.0), lambda m: setattr(torch, "gain", 2.0)
+
+
+def by_attribute_of_torch(mlp):
+    torch.gain = 1.0
+    return lambda self, x: F.silu(x) * getattr(torch, "gain", 3.0), lambda m: setattr(torch, "gain", 2.0)
+
+
+def by_function_in_torch(mlp):
+    torch.gain = lambda: SCALE
+    return lambda self, x: F.silu(x) * getattr(torch, "gain", None)(), lambda m: globals().update(SCALE=2.0)
+
+
+def by_missing_attribute_of_a_python_module(mlp):
+    return lambda self, x: F.silu(x) * getattr(modules, "gain", 1.0), lambda m: setattr(modules, "gain", 2.0)
+
+
+GIVEN = types.SimpleNamespace(scale=1.0)
+
+
+def gain_of_given() -> float:
+    return getattr(GIVEN, "gain", 1.0)
+
+
+def by_missing_attribute_that_a_later_function_reads(mlp):
+    """The search visits the object before it reads the function that names the attribute."""
+    return lambda self, x: F.silu(x) * GIVEN.scale * gain_of_given(), lambda m: setattr(GIVEN, "gain", 2.0)
+
+
+def by_value_of_a_member(mlp):
+    member = enum.Enum("Gains", {"PLAIN": 1.0}).PLAIN
+    return lambda self, x: F.silu(x) * member.value, lambda m: setattr(member, "_value_", 2.0)
+
+
 CHANGES = [
     *(by_function, by_partial, by_callable_object, by_config, by_config_in_a_variable, by_another_config, by_getattr),
     *(
@@ -242,7 +284,14 @@ CHANGES = [
     *(by_method_of_the_instance, by_method_of_the_class, by_method_of_the_base, by_global, by_global_function),
     *(by_code_of_a_function, by_function_of_torch, by_cell, by_default, by_child, by_forward_of_the_childs_class),
     *(by_computed_name, by_name_in_an_attribute, by_user_dict, by_chain_map, by_comparison, by_class),
-    *(by_property_of_the_metaclass, by_lookup_of_the_metaclass),
+    *(by_property_of_the_metaclass, by_lookup_of_the_metaclass, by_global_that_hides_a_builtin),
+    *(
+        by_missing_attribute_of_torch,
+        by_attribute_of_torch,
+        by_function_in_torch,
+        by_missing_attribute_of_a_python_module,
+    ),
+    *(by_missing_attribute_that_a_later_function_reads, by_value_of_a_member),
 ]
 
 

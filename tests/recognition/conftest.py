@@ -1,9 +1,10 @@
 """Fixtures for the tests of recognition."""
 
 import pytest
+import torch
 import torch.nn.functional as F
 
-from recognition import changes
+from recognition import changes, modules
 from recognition.modules import MLP
 
 
@@ -17,3 +18,5 @@ def undo_changes(monkeypatch):
     code = changes.ACTIVATION.__code__
     yield
     changes.ACTIVATION.__code__ = code
+    for owner, name in ((changes, "max"), (torch, "gain"), (modules, "gain"), (changes.GIVEN, "gain")):
+        vars(owner).pop(name, None)

@@ -1,6 +1,7 @@
 """A layer with adapters recalls an earlier run only while nothing that its forward reads has changed."""
 
 import copy
+import functools
 import gc
 import importlib
 import random
@@ -21,6 +22,7 @@ from tigon.ops.adapters.projection import Projection
 from tigon.recognition import adapter_memo
 from tigon.recognition.adapters import AdapterRecipe
 from tigon.recognition.replacement import installed_recipe
+from tigon.runtime.state import reach
 
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.no_interpreter("The test launches no kernel.")
@@ -273,6 +275,51 @@ class RunsUnknownCode(Adapted):
         return importlib.import_module(__name__).scale_elsewhere()
 
 
+SETTINGS = {"scale": 2.0}
+
+
+@functools.cache
+def cached_scale() -> float:
+    return SETTINGS["scale"]
+
+
+class Owner:
+    def scale(self) -> float:
+        return SETTINGS["scale"]
+
+
+cached_method = functools.lru_cache(Owner().scale)
+
+
+class ReadsCache(Adapted):
+    def scale(self, name: str) -> float:
+        return cached_scale()
+
+
+class ReadsCachedMethod(Adapted):
+    def scale(self, name: str) -> float:
+        return cached_method()
+
+
+class ReadsFlag(Adapted):
+    def scale(self, name: str) -> float:
+        return 3.0 if torch.backends.cudnn.benchmark else 2.0
+
+
+class ReadsFlagOfDynamo(Adapted):
+    def scale(self, name: str) -> float:
+        return float(torch._dynamo.config.recompile_limit)
+
+
+class ReadsFlagOfAnAttribute(Adapted):
+    def __init__(self) -> None:
+        super().__init__()
+        self.backend = torch.backends.mkldnn
+
+    def scale(self, name: str) -> float:
+        return 3.0 if self.backend.enabled else 2.0
+
+
 def scale_elsewhere() -> float:
     return float(len(COUNTS) + 1)
 
@@ -325,7 +372,8 @@ class Prints(Adapted):
 
 
 OTHERS = [Counts, CountsInAnAttribute, StoresAnAttribute, RunsUnknownCode, ReadsValues, ReadsGradient, ReadsShape]
-OTHERS += [DrawsNumber, ReadsMode, Prints]
+OTHERS += [DrawsNumber, ReadsMode, Prints, ReadsCache, ReadsCachedMethod, ReadsFlag]
+OTHERS += [ReadsFlagOfDynamo, ReadsFlagOfAnAttribute]
 
 
 @pytest.mark.parametrize("cls", OTHERS)
@@ -334,6 +382,43 @@ def test_a_forward_that_does_more_than_read_its_settings_runs_at_every_call(cls)
     for _ in range(12):
         call(layer)
         assert recall(layer) is None
+
+
+class ReadsNames(Adapted):
+    """It reads a global and attributes of Python modules that may be missing."""
+
+    def scale(self, name: str) -> float:
+        try:
+            return GAIN  # type: ignore[name-defined]
+        except NameError:
+            return max(1.0, 2.0) * getattr(torch, "gain", 1.0) * getattr(peft, "gain", 1.0)
+
+
+@pytest.mark.parametrize(
+    ("names", "name", "value"),
+    [
+        (globals(), "GAIN", 9.0),
+        (globals(), "max", min),
+        (vars(torch), "gain", 3.0),
+        (vars(peft), "gain", 3.0),
+    ],
+    ids=["a global", "a builtin", "an attribute of torch", "an attribute of PEFT"],
+)
+def test_a_name_that_appears_is_used(monkeypatch, names, name, value):
+    layer = make(ReadsNames)
+    warm_up(layer)
+    monkeypatch.setitem(names, name, value)
+    assert recall(layer) is None
+    assert_stock(layer)
+
+
+def test_a_cache_in_a_decorator_of_torch_is_found():
+    decorated = torch.no_grad()(cached_scale)
+
+    def function() -> float:
+        return decorated()
+
+    assert "a cache" in reach.explore(function, executed=frozenset((function.__code__,))).unwatchable[0]
 
 
 def test_the_code_of_a_counting_forward_runs_at_every_call():
@@ -424,6 +509,68 @@ def test_a_layer_and_its_removed_adapters_are_freed(without_collector):
     del layer
     assert layer_ref() is None
     assert removed[0]() is removed[1]() is None
+
+
+def test_a_replaced_base_layer_and_a_deleted_adapter_are_freed_at_the_next_call(without_collector):
+    layer, adapted = make(), make_peft()
+    warm_up(layer)
+    warm_up(adapted)
+    removed = weakref.ref(layer.base.weight), weakref.ref(adapted.lora_A["default"].weight)
+    layer.base = nn.Linear(INPUTS, OUTPUTS)
+    adapted.set_adapter("second")
+    adapted.delete_adapter("default")
+    call(layer)
+    call(adapted)
+    assert removed[0]() is removed[1]() is None
+
+
+def test_an_observed_run_that_differs_forgets_its_own_state_only(monkeypatch):
+    layer, first, second = make(), ["first"], ["second"]
+    for layer.active in (first, second):
+        for _ in range(adapter_memo.RUNS_BEFORE_EXPLORATION + 1):
+            call(layer)
+    memo = layer.__dict__["forward"].memo
+    remaining = memo.entries[0]
+    assert len(memo.entries) == 2
+    layer.active = first
+    # A destructor, for example, may run code in an observed run.
+    record = AdapterRecipe.record
+    monkeypatch.setattr(AdapterRecipe, "record", lambda *args: run_code() or record(*args))
+    assert_stock(layer)
+    assert memo.entries == [remaining]
+
+
+def run_code() -> None:
+    """Stand for code that runs by accident."""
+
+
+def test_a_state_that_another_thread_has_forgotten_raises_no_error(monkeypatch):
+    layer = make()
+    for _ in range(adapter_memo.RUNS_BEFORE_EXPLORATION + 1):
+        call(layer)
+    memo, record = layer.__dict__["forward"].memo, AdapterRecipe.record
+    assert len(memo.entries) == 1
+
+    def record_with_another_thread(*args: Any) -> Any:
+        run_code()
+        memo.entries = []
+        return record(*args)
+
+    monkeypatch.setattr(AdapterRecipe, "record", record_with_another_thread)
+    assert_stock(layer)
+
+
+def test_the_second_layer_of_a_class_is_searched_in_one_pass(monkeypatch):
+    passes, run = [], reach._Search.run
+    monkeypatch.setattr(reach._Search, "run", lambda search: passes.append(search.module) or run(search))
+    cls = type("Adapted", (Adapted,), {})
+    layers = make(cls), make(cls)
+    for layer in layers:
+        passes.clear()
+        warm_up(layer)
+    assert len(passes) == 1
+    layers[1].scaling["first"] = 3.0
+    assert_stock(layers[1])
 
 
 def test_a_copy_computes_with_its_own_tensors():

@@ -8,6 +8,7 @@ import types
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -332,6 +333,15 @@ def writes_globals(self, y):
     return y
 
 
+def reads_a_flag_of_torch(self, y):
+    return y * 2 if torch.backends.mkldnn.enabled else y
+
+
+def reads_a_flag_by_a_variable(self, y):
+    backends = torch.backends
+    return y * 2 if backends.cudnn.benchmark else y
+
+
 def changes_the_mode(self, y):
     torch._C._set_grad_enabled(torch.is_grad_enabled())
     return y
@@ -353,6 +363,8 @@ HIDDEN = {
     "a mode": enters_by_hand,
     "a mode of torch": changes_the_mode,
     "an operator of quantized": lambda self, y: y * (1.0 if torch.ops.quantized else 2.0),
+    "a flag of torch": reads_a_flag_of_torch,
+    "a flag of torch by a variable": reads_a_flag_by_a_variable,
     "an event": lambda self, y: (self.event, y)[1],
 }
 
@@ -508,13 +520,21 @@ def matches(self, x):
     return self.down(gate * self.up(x))
 
 
+def with_names_of_torch(self, x):
+    """Torch has a special Python module `config`, a logger `log` and a namespace `classes` too."""
+    scale = self.config.scale * len(self.classes) * (0.5 if self.log is dist.ReduceOp else 1.0)
+    return self.down(F.silu(self.gate(x)) * self.up(x)) * scale
+
+
 ORDINARY = [raises_by_a_variable, globals()["asserts"], with_default, with_flag, with_keywords, matches]
+ORDINARY += [with_names_of_torch]
 
 
 @pytest.mark.parametrize("forward", ORDINARY, ids=lambda f: f.__name__)
 def test_ordinary_checks_options_and_settings_are_no_decisions(forward):
     mlp = make_variant(forward=forward)
     mlp.width, mlp.kind = 16, "silu"
+    mlp.config, mlp.classes = types.SimpleNamespace(scale=0.5), [1, 2]
     assert patch(mlp)
 
 

@@ -13,6 +13,10 @@ reads the attributes `config` and `scale` of the module, `name` of the config, t
 this dict, and the code of the function in that entry. `explore(module)` returns all of these places, and the reasons
 why they would not be enough: an assignment to an attribute, a random number generator, a condition on the input.
 
+Two changes are not noticed. `register` of an abstract base class changes the result of `isinstance`. `cache_clear` lets
+a cached function return another value if its cache was filled before the search, in another state. With the argument
+`executed`, `explore` refuses caches.
+
 | file           | its job |
 |----------------|---|
 | `instructions` | follows the stack through the bytecode: which instructions compute a value, which call receives it |

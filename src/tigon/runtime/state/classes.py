@@ -1,6 +1,7 @@
 """Search what a class and an object with attributes reach: attributes, methods, properties and special methods."""
 
 import contextlib
+import enum
 import types
 from typing import Any
 
@@ -92,6 +93,9 @@ class ClassSearch(Record):
         # A config of transformers may store an attribute under another name.
         if isinstance(aliases, dict):
             names = sorted({*names, *(aliases[n] for n in self.names & aliases.keys() if aliases[n] in attributes)})
+        if isinstance(value, enum.Enum):
+            # The property `value` reads this attribute.
+            names = sorted({*names, "_value_"})
         for name in names:
             self.watch(attributes, "item", name, attributes[name], f"{path}.{name}")
         missing = sorted(self.names - attributes.keys() - self.live)
@@ -104,12 +108,12 @@ class ClassSearch(Record):
         self.visit_class_attributes(kind, sorted({*missing, *special} - slots), path, value)
         self.self_holds_inputs = previous
         if hasattr(value, "__dict__"):
-            may_appear = defined_names(kind) | self.uses.optional
+            may_appear = defined_names(kind) | self.known_uses.optional
             self.watch_absence(attributes, [n for n in missing if n in may_appear], path)
             self.reach.places += [
                 Place(value, "undefined", n, None, f"{path}.{n}")
                 for n in missing
-                if n in self.uses.optional and not hasattr(kind, n)
+                if n in self.known_uses.optional and not hasattr(kind, n)
             ]
 
     def may_call(self, kind: type, name: str) -> bool:

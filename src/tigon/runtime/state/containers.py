@@ -9,8 +9,14 @@ from torch import Tensor
 
 from tigon.runtime.state.classes import ClassSearch
 from tigon.runtime.state.known_names import IMPURE, TRUSTED
-from tigon.runtime.state.objects import find_impure_statement, is_table_of_functions, package_of, stable_repr
-from tigon.runtime.state.places import MAX_PLACES, Place, bits_of
+from tigon.runtime.state.objects import (
+    find_impure_statement,
+    is_table_of_functions,
+    is_trusted_function,
+    package_of,
+    stable_repr,
+)
+from tigon.runtime.state.places import MAX_PLACES, Place, bits_of, is_simple
 from tigon.runtime.torch_private.operators import NAMESPACE_TYPES, OPERATOR_TYPES, operator_namespaces
 
 __all__ = ["CONTAINERS", "ContainerSearch"]
@@ -30,6 +36,40 @@ CONSTANTS_OF_TORCH: tuple[type, ...] = (
     torch.qscheme,
     *OPERATOR_TYPES,
 )
+
+
+def _may_be_setting(value: Any) -> bool:
+    """Return True if an attribute of a trusted Python module is a value of the user, or a module that may hold one.
+
+    An object that torch or Python itself put there does not count, because its name may be that of another attribute.
+    """
+    if isinstance(value, types.ModuleType):
+        # `torch.classes` has an attribute of every name.
+        return package_of(value.__name__) in TRUSTED and value is not torch.classes
+    if is_simple(value) or isinstance(value, (*CONTAINERS, tuple)):
+        return True
+    return package_of(type(value).__module__) not in TRUSTED | IMPURE
+
+
+def _is_function_of_user(value: Any) -> bool:
+    return isinstance(value, types.FunctionType) and not is_trusted_function(value)
+
+
+def _has_flag(module: types.ModuleType, name: str) -> bool:
+    """Return True if a trusted Python module computes the value of an attribute, and it is no function or class.
+
+    Examples are `torch.backends.cudnn.benchmark` and the attributes of `torch._dynamo.config`.
+    """
+    if name in vars(module) or hasattr(types.ModuleType, name):
+        return False
+    try:
+        value = getattr(module, name)
+    except AttributeError:
+        return False
+    except Exception:
+        # Some flags of torch raise an error if they contradict each other.
+        return True
+    return not isinstance(value, (types.ModuleType, type)) and not callable(value)
 
 
 class ContainerSearch(ClassSearch):
@@ -88,16 +128,29 @@ class ContainerSearch(ClassSearch):
         self.entries.append((path, str(tensor.dtype), tuple(tensor.shape), bits[2]))
 
     def visit_python_module(self, module: types.ModuleType, path: str) -> None:
-        """Watch the names of a Python module that the code loads, unless its package only computes."""
+        """Watch the names of a Python module that the code loads.
+
+        If its package only computes, its functions and classes count only where a chain of names leads to them.
+        """
         if package_of(module.__name__) in IMPURE or module.__name__.startswith("numpy.random"):
             self.reach.unwatchable.append(f"uses {module.__name__}, which does more than compute from its inputs")
             return
         if isinstance(module, NAMESPACE_TYPES):
             self.visit_operators(module, path)
-        if package_of(module.__name__) in TRUSTED:
             return
-        for name in sorted(self.names & vars(module).keys()):
-            self.watch(vars(module), "item", name, vars(module)[name], f"{path}.{name}")
+        is_trusted = package_of(module.__name__) in TRUSTED
+        if is_trusted and type(module) is not types.ModuleType:
+            flags = sorted(name for name in self.names if _has_flag(module, name))
+            self.reach.unwatchable += [f"reads {path}.{name}, a flag that cannot be watched" for name in flags]
+        attributes = vars(module)
+        optional = self.known_uses.optional
+        for name in sorted(self.names & attributes.keys()):
+            if not is_trusted:
+                self.watch(attributes, "item", name, attributes[name], f"{path}.{name}")
+            elif _may_be_setting(attributes[name]) or (name in optional and _is_function_of_user(attributes[name])):
+                self.watch_link(attributes, name, f"{path}.{name}")
+        for name in sorted(optional - attributes.keys()):
+            self.watch_missing_link(attributes, name, f"{path}.{name}")
 
     def visit_operators(self, operators: Any, path: str) -> None:
         """Refuse `torch.ops` with a namespace that is not torch's own."""

@@ -24,7 +24,7 @@ from tigon.runtime.state.known_names import (
     TRUSTED,
     WRITING_OPERATORS,
 )
-from tigon.runtime.state.objects import is_filled, is_trusted_function, package_of
+from tigon.runtime.state.objects import is_cache, is_filled, is_trusted_function, package_of
 from tigon.runtime.state.record import Record
 
 __all__ = ["FunctionSearch"]
@@ -77,7 +77,7 @@ class FunctionSearch(Record):
         values = [cell.cell_contents for cell in function.__closure__ or () if is_filled(cell)]
         values += [*(function.__defaults__ or ()), *vars(function).values()]
         for value in values:
-            if isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
+            if isinstance(value, (types.FunctionType, types.MethodType, functools.partial)) or is_cache(value):
                 self.entries.append((path, "holds", self.describe(value, f"{path}.__wrapped__")))
         # For the forward of a torch module, watch the torch functions that it calls.
         if function.__name__ == "forward":
@@ -208,8 +208,11 @@ class FunctionSearch(Record):
                 self.watch(function.__globals__, "item", name, function.__globals__[name], name)
                 for chain in sorted(chain for chain in use.chains if chain[0] == name):
                     self.visit_chain(function.__globals__[name], chain)
-            elif hasattr(builtins, name) and name in IMPURE_BUILTINS:
+                continue
+            if hasattr(builtins, name) and name in IMPURE_BUILTINS:
                 self.reach.writes.append(f"calls {name} {locate(function.__code__.co_firstlineno)}")
+            # A global may appear later, and may hide a builtin.
+            self.watch_missing_link(function.__globals__, name, name)
 
     def visit_chain(self, value: Any, chain: tuple[str, ...]) -> None:
         """Watch each attribute in a chain such as `torch.nn.functional.silu`.
@@ -218,9 +221,14 @@ class FunctionSearch(Record):
         """
         for i, name in enumerate(chain[1:], 1):
             is_module = isinstance(value, types.ModuleType) and package_of(value.__name__) in TRUSTED
-            if not is_module or name not in vars(value):
+            if not is_module:
                 return
-            if (id(value), name) not in self.links:
-                self.links.add((id(value), name))
-                self.watch(vars(value), "item", name, vars(value)[name], ".".join(chain[: i + 1]))
+            path = ".".join(chain[: i + 1])
+            if name not in vars(value):
+                # The module may be imported or the attribute may be set later. Modules of other types may compute
+                # the attribute, and `visit_python_module` refuses it.
+                if type(value) is types.ModuleType:
+                    self.watch_missing_link(vars(value), name, path)
+                return
+            self.watch_link(vars(value), name, path)
             value = vars(value)[name]

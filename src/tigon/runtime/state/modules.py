@@ -101,7 +101,7 @@ class ModuleSearch(ClassSearch):
         """Watch that attributes which may be missing, and are missing now, do not appear."""
         attributes = vars(module)
         holder = None if owner is None else attributes
-        for name in sorted(self.uses.optional - attributes.keys() - skipped):
+        for name in sorted(self.known_uses.optional - attributes.keys() - skipped):
             if name.isidentifier() and not has_attribute(module, name):
                 self.reach.places += _places_of_absence(holder, owner, name, path)
             elif any(name in attributes[table] for table in REGISTERED):

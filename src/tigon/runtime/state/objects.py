@@ -4,6 +4,7 @@ The search for reachable state (`tigon.runtime.state.reach`) uses these function
 another object, except `holds_tensors`, which visits the descendants of a module.
 """
 
+import functools
 import inspect
 import itertools
 import re
@@ -25,6 +26,7 @@ __all__ = [
     "find_impure_statement",
     "has_attribute",
     "holds_tensors",
+    "is_cache",
     "is_filled",
     "is_table_of_functions",
     "is_trusted_function",
@@ -36,6 +38,9 @@ __all__ = [
     "special_methods",
     "stable_repr",
 ]
+
+
+_CACHE_TYPE = type(functools.cache(len))
 
 
 def package_of(name: str | None) -> str:
@@ -56,13 +61,21 @@ def is_trusted_function(function: types.FunctionType) -> bool:
 
 
 def is_wrapper(value: Any) -> bool:
-    """Return True if a value is not a Python function but wraps a user's function, as `functools.lru_cache` does.
+    """Return True if a value is not a Python function but wraps code of the user, as `functools.lru_cache` does.
 
     Wrappers of transformers do not count, because they only check the versions of packages.
     """
     # The `__getattr__` of a user's object does not run.
     wrapped = inspect.getattr_static(value, "__wrapped__", None)
-    return isinstance(wrapped, types.FunctionType) and package_of(wrapped.__module__) not in TRUSTED | {"transformers"}
+    if not isinstance(wrapped, types.FunctionType):
+        # A cache may wrap a bound method or a callable object.
+        return is_cache(value)
+    return package_of(wrapped.__module__) not in TRUSTED | {"transformers"}
+
+
+def is_cache(value: Any) -> bool:
+    """Return True for a function that `functools.cache` or `functools.lru_cache` has made."""
+    return isinstance(value, _CACHE_TYPE)
 
 
 def is_filled(cell: types.CellType) -> bool:

@@ -13,6 +13,7 @@ import collections
 import functools
 import operator
 import types
+import weakref
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from tigon.runtime.state.containers import CONTAINERS, ContainerSearch
 from tigon.runtime.state.functions import FunctionSearch
 from tigon.runtime.state.known_names import IMPURE, TRUSTED
 from tigon.runtime.state.modules import ModuleSearch
-from tigon.runtime.state.objects import holds_tensors, is_wrapper, names_of_tensors, package_of, stable_repr
+from tigon.runtime.state.objects import holds_tensors, is_cache, is_wrapper, names_of_tensors, package_of, stable_repr
 from tigon.runtime.state.places import Reach, is_simple
 from tigon.runtime.state.record import Uses
 
@@ -33,6 +34,11 @@ VIEWS: tuple[type, ...] = (types.MappingProxyType, type({}.keys()), type({}.valu
 # A function that loads one of these attributes may reach the parameters of the module without naming them.
 WAYS_TO_PARAMETERS = {"data", "parameters", "named_parameters", "buffers", "named_buffers", "state_dict"}
 WAYS_TO_PARAMETERS |= {"get_parameter", "get_buffer", "_parameters", "_buffers"}
+
+
+# The names that the executed code of the last searched layer of each class uses. A model has many layers of one class,
+# which run the same code, so a search that begins with these names has to be made once and not five times.
+_USES_OF_CLASSES: weakref.WeakKeyDictionary[type, tuple[frozenset[types.CodeType], Uses]] = weakref.WeakKeyDictionary()
 
 
 class _Search(FunctionSearch, ModuleSearch, ContainerSearch):
@@ -147,6 +153,9 @@ class _Search(FunctionSearch, ModuleSearch, ContainerSearch):
             self.reach.unwatchable.append(f"uses {path}, a {kind.__name__}, whose state cannot be watched")
         elif is_wrapper(value):
             wrapped = value.__wrapped__
+            if self.executed is not None and is_cache(value):
+                # The code of the function need not have run, and the cache may be cleared.
+                self.reach.unwatchable.append(f"uses {path}, a cache, whose results cannot be watched")
             self.entries.append((path, "holds", self.describe(wrapped, f"{path}.__wrapped__")))
         elif package == "torch":
             self.visit_object_of_torch(value, path)
@@ -189,9 +198,14 @@ def explore(
     call that finds the same state runs the same code, so the state that other functions read does not matter to it.
     """
     skipped, known_uses = frozenset(("training", *live)), Uses()
+    if executed is not None:
+        codes, uses = _USES_OF_CLASSES.get(type(module), (None, known_uses))
+        known_uses = uses if codes == executed else known_uses
     while True:
         search = _Search(module, skipped, frozenset(choices), inputs, searched, known_uses, executed)
         search.run()
         if known_uses.contains(search.uses):
+            if executed is not None:
+                _USES_OF_CLASSES[type(module)] = executed, search.uses
             return search.reach
         known_uses = known_uses.union(search.uses)

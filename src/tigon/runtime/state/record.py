@@ -88,7 +88,8 @@ class Record:
         self.catches_exceptions = False
         # True while the search visits a class whose objects the code may construct from inputs.
         self.self_holds_inputs = False
-        # Attributes of trusted Python modules that are watched already, as (id of the Python module, name).
+        # Attributes of trusted Python modules, and missing names of any Python module, that are watched already, as
+        # (id of the `__dict__` of the Python module, name).
         self.links: set[tuple[int, str]] = set()
 
     def describe(self, value: Any, path: str) -> Any:
@@ -100,6 +101,18 @@ class Record:
         description = self.describe(value, path)
         self.entries.append((path, how, description))
         self.reach.places.append(Place(owner, how, name, value, path))
+
+    def watch_link(self, attributes: dict[str, Any], name: str, path: str) -> None:
+        """Watch a name in the `__dict__` of a Python module once, from however many functions it is read."""
+        if (id(attributes), name) not in self.links:
+            self.links.add((id(attributes), name))
+            self.watch(attributes, "item", name, attributes[name], path)
+
+    def watch_missing_link(self, attributes: dict[str, Any], name: str, path: str) -> None:
+        """Watch once that a name does not appear in the `__dict__` of a Python module."""
+        if (id(attributes), name) not in self.links:
+            self.links.add((id(attributes), name))
+            self.reach.places.append(Place(attributes, "absent", name, None, path))
 
     def watch_absence(self, attributes: dict[str, Any], names: list[str], path: str, owner: Any = "dict") -> None:
         """Watch that names which a class defines do not appear in the `__dict__` of an instance.
