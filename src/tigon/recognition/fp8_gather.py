@@ -57,7 +57,7 @@ def _describe_dtype(dtype: torch.dtype) -> str:
 
 
 class _WeightGather:
-    """The extension functions of one weight, and the weight's place among those that share its scale."""
+    """The extension functions of one weight, and the index of the group of weights that share its scale."""
 
     def __init__(self, unit: "GatheredUnit", parameter: Any, group: int) -> None:
         # A strong reference would be a cycle through a tensor, which would delay the release of its memory.
