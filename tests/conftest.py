@@ -37,7 +37,7 @@ ON_GPU = torch.cuda.is_available() and not INTERPRETED
 # `make test` leaves out these tests, or these cases of parametrised tests, because each takes many seconds.
 # `make test-thorough` runs them.
 THOROUGH: dict[str, tuple[str, ...] | None] = {
-    "test_two_ranks": ("more ways", "sharded and lean", "Trainer", "FSDP2 by accelerate"),
+    "test_two_ranks": ("more ways", "sharded", "Trainer", "FSDP2 by accelerate"),
     "test_two_ranks_give_the_results_of_stock": ("more ways", "fp8", "adapters by ops"),
     "test_two_ranks_have_the_mean_loss_of_stock_on_the_text_of_both": None,
     "test_two_ranks_shard_the_model_and_have_the_losses_of_one_process": None,

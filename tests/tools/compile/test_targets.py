@@ -70,8 +70,11 @@ def test_every_kernel_of_the_package_is_launched_by_a_step():
         if isinstance(f, JITFunction) and n.endswith("_kernel")
     }
     launched_kernels = set()
-    # An A100 has no tensor memory accelerator, and an H100 has one.
-    for chip, step in itertools.product(CHIPS[:2], STEPS.values()):
+    a100, h100, *_ = CHIPS
+    # An A100 has no tensor memory accelerator, so a few steps launch other kernels there than on an H100.
+    for chip, step in itertools.product((h100, a100), STEPS.values()):
+        if chip is a100 and launched_kernels == kernels:
+            break
         with recorded(chip) as launches:
             step()
         launched_kernels |= {(launch.kernel.fn.__module__, launch.kernel.__name__) for launch in launches}
