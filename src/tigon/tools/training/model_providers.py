@@ -1,10 +1,11 @@
 """The providers: each changes a stock model before the training."""
 
 import difflib
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
 from torch import nn
 
 from tigon.tools.training.fp8_providers import FP8_RECIPES, TORCHAO, apply_torchao, read_fp8
@@ -17,6 +18,8 @@ __all__ = ["FROZEN", "STOCK_FP32", "UNSLOTH", "Missing", "ModelProvider", "Unsup
 # This peer loads the model itself, and trains only adapters.
 UNSLOTH = "unsloth"
 PEERS = ("stock", "liger", "compile", UNSLOTH)
+# This suffix of the name of a provider of Tigon means that `tigon.AdamW` keeps the moments in 8 bits.
+ADAMW_8BIT = "-adamw8bit"
 # This suffix of a peer's name means that all its layers are checkpointed.
 CHECKPOINT = "-checkpoint"
 # The name of the floor of training with adapters.
@@ -55,7 +58,8 @@ class ModelProvider:
     If `trains` is False, all weights are frozen, and a step computes only the loss and the gradients of the inputs. No
     training with adapters can be faster. If `in_fp32` is True, the weights that were drawn in the dtype of the job are
     converted to fp32, and all layers are checkpointed to save memory. `fp8` is the recipe of products in FP8, or None,
-    `fp8_dw` says whether those of dW are among them, and `fp8_gather` whether FSDP2 gathers the weights in FP8.
+    `fp8_dw` says whether those of dW are among them, and `fp8_gather` whether FSDP2 gathers the weights in FP8. If
+    `adamw_8bit` is True, the optimizer is `tigon.AdamW(state="8bit")` instead of torch's AdamW.
     """
 
     name: str
@@ -65,6 +69,7 @@ class ModelProvider:
     fp8: str | None = None
     fp8_dw: bool = True
     fp8_gather: bool = False
+    adamw_8bit: bool = False
 
     @property
     def base(self) -> str:
@@ -92,6 +97,18 @@ class ModelProvider:
     def checkpoints(self, checkpointing: bool) -> bool:
         """Return whether a peer checkpoints its layers; `checkpointing` requests it from every provider."""
         return checkpointing or self.base != self.name or self.in_fp32
+
+    def make_optimizer(self, parameters: Sequence[nn.Parameter], lr: float) -> torch.optim.Optimizer:
+        """Return the AdamW that trains the parameters: torch's fused one, or that of Tigon with moments in 8 bits."""
+        if not self.adamw_8bit:
+            return torch.optim.AdamW(parameters, lr=lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+        import tigon
+
+        return tigon.AdamW(parameters, lr=lr, betas=(0.9, 0.95), weight_decay=0.1, state="8bit")
+
+    def moment_bytes(self, parameter: torch.Tensor) -> int:
+        """Return the bytes of both moments of a large parameter, without the scales of those in 8 bits."""
+        return 2 * (parameter.numel() if self.adamw_8bit else parameter.nbytes)
 
     def apply(self, model: Any, checkpointing: bool, device: str) -> str:
         """Change a model of transformers in place, before it is sharded; return a description for the report.
@@ -161,7 +178,7 @@ def _apply_liger(model: Any, device: str) -> str:
 def _are_equal(a: ModelProvider, b: ModelProvider, checkpointing: bool) -> bool:
     """Return whether two providers train in the same way. With `checkpointing` the suffix of a peer has no effect."""
     if a.level is not None or b.level is not None:
-        options_of = lambda p: (p.level, p.trains, p.fp8, p.fp8_dw, p.fp8_gather)
+        options_of = lambda p: (p.level, p.trains, p.fp8, p.fp8_dw, p.fp8_gather, p.adamw_8bit)
         return options_of(a) == options_of(b)
     return a.base == b.base if checkpointing else a.name == b.name
 
@@ -188,9 +205,9 @@ def select(names: str | Iterable[str], checkpointing: bool = False) -> list[Mode
     unsloth trains only adapters. frozen is the model without adapters, patched at the level lean, whose weights are all
     frozen. stock-fp32 is the stock model with the same weights in fp32, whose losses are a reference. tigon-fp8-RECIPE,
     tigon-LEVEL-fp8-RECIPE and torchao-float8-RECIPE compute in FP8, and tigon-fp8-tensorwise-gather also gathers
-    weights in FP8 (`fp8_providers`). stock-checkpoint,
-    liger-checkpoint, compile-checkpoint and unsloth-checkpoint use gradient checkpointing in every layer. With
-    `checkpointing` all providers do; "tigon" then means its level "checkpoint".
+    weights in FP8 (`fp8_providers`). With the suffix -adamw8bit, a provider of Tigon trains with `tigon.AdamW`, whose
+    moments take 8 bits. stock-checkpoint, liger-checkpoint, compile-checkpoint and unsloth-checkpoint use gradient
+    checkpointing in every layer. With `checkpointing` all providers do; "tigon" then means its level "checkpoint".
 
     Raises:
         ValueError: a name is unknown, is named twice, or means another level than `checkpointing` requires.
@@ -213,6 +230,9 @@ def select(names: str | Iterable[str], checkpointing: bool = False) -> list[Mode
             known_providers[name] = provider_in_fp8
     chosen_providers: list[ModelProvider] = []
     for name in names:
+        if (base := name.removesuffix(ADAMW_8BIT)) != name and name.startswith("tigon"):
+            (provider,) = select([base], checkpointing)
+            known_providers[name] = replace(provider, name=name, adamw_8bit=True)
         # A level may hold a number of layers, such as that of tigon-lean+mlp:4.
         if name not in known_providers and _is_level(level := name.removeprefix("tigon-")) and level != name:
             known_providers[name] = ModelProvider(name, level)

@@ -145,9 +145,7 @@ class Trainer(Rank):
             draw_adapters(model, job.seed)
         # An optimizer must have a parameter.
         trained_parameters = [p for p in model.parameters() if p.requires_grad] or [nn.Parameter(torch.zeros(1))]
-        self.optimizer = torch.optim.AdamW(
-            trained_parameters, lr=job.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True
-        )
+        self.optimizer = self.provider.make_optimizer(trained_parameters, job.lr)
         if job.ranks > 1:
             from tigon.tools.training.models import shard
 
@@ -157,7 +155,7 @@ class Trainer(Rank):
         shards = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
         rank_parameters = sum(p.numel() for p in shards)
         # Parameters, and the two moments of AdamW for those that are trained.
-        state_bytes = sum(p.nbytes * (3 if p.requires_grad else 1) for p in shards)
+        state_bytes = sum(p.nbytes + (self.provider.moment_bytes(p) if p.requires_grad else 0) for p in shards)
         if job.continues:
             state_bytes = create_states(model, self.optimizer, torch.arange(8, device=self.device)[None])
             self.free()

@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 
+import tigon
 from tigon.tools.bench.train import train_report as report
 from tigon.tools.bench.train.train_options import TrainOptions
 from tigon.tools.bench.train.train_plan import make_plan, model_config
@@ -110,6 +111,29 @@ def test_the_name_of_a_provider_in_fp8_holds_its_level_and_its_recipe():
     assert provider.level == "checkpoint"
     (peer,) = providers.select("torchao-float8-tensorwise-checkpoint")
     assert (peer.fp8, peer.checkpoints(False)) == ("tensorwise", True)
+
+
+def test_the_suffix_of_the_optimizer_changes_only_the_optimizer():
+    names = ["tigon", "tigon-adamw8bit", "tigon-lean-adamw8bit", "tigon-lean-fp8-rowwise-adamw8bit"]
+    chosen = providers.select(names)
+    assert [(p.name, p.level, p.fp8, p.adamw_8bit) for p in chosen] == [
+        (names[0], "default", None, False), (names[1], "default", None, True),
+        (names[2], "lean", None, True), (names[3], "lean", "rowwise", True),
+    ]  # fmt: skip
+    weight = torch.nn.Parameter(torch.zeros(128, 64))
+    weight.grad = torch.ones_like(weight)
+    plain, small = (p.make_optimizer([weight], 0.1) for p in chosen[:2])
+    assert (type(plain), type(small)) == (torch.optim.AdamW, tigon.AdamW)
+    for provider, optimizer in zip(chosen, (plain, small), strict=False):
+        optimizer.step()
+        moments = [x for x in optimizer.state[weight].values() if torch.is_tensor(x) and x.numel() >= weight.numel()]
+        assert sum(x.nbytes for x in moments) == provider.moment_bytes(weight)
+
+
+@pytest.mark.parametrize("name", ["stock-adamw8bit", "tigon-leen-adamw8bit", "tigon-adamw4bit"])
+def test_other_optimizers_are_refused(name):
+    with pytest.raises(ValueError, match="must be among"):
+        providers.select(name)
 
 
 @pytest.mark.parametrize(

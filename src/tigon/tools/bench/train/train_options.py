@@ -25,9 +25,9 @@ class TrainOptions:
         str,
         typer.Option(
             help="Providers, separated by commas: stock, liger, compile (also with the suffix -checkpoint), tigon, "
-            "tigon-LEVEL, tigon-fp8-RECIPE, tigon-LEVEL-fp8-RECIPE, torchao-float8-RECIPE; stock-fp32, whose losses "
-            "are a reference; with --lora also unsloth, unsloth-checkpoint, and frozen, the frozen model without "
-            "adapters."
+            "tigon-LEVEL, tigon-fp8-RECIPE, tigon-LEVEL-fp8-RECIPE, torchao-float8-RECIPE; each of Tigon also with the "
+            "suffix -adamw8bit, which keeps the moments in 8 bits; stock-fp32, whose losses are a reference; with "
+            "--lora also unsloth, unsloth-checkpoint, and frozen, the frozen model without adapters."
         ),
     ] = "stock,liger,tigon"
     batch: Annotated[
