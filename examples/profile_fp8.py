@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 import transformers
+from timing import attempt, results
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -52,18 +53,6 @@ KINDS = {
     "optimizer": ("adam", "multi_tensor"),
     "fills and copies": ("fill", "memset", "memcpy", "copy"),
 }
-
-results: dict[str, Any] = {}
-
-
-def attempt(table: str, name: str, run: Callable[[], str]) -> None:
-    """Print a line of a table, or the error of its case."""
-    try:
-        text = run()
-    except Exception as error:
-        text = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        results.setdefault(table, {})[name] = {"error": text}
-    print(f"  {name:34} {text}", flush=True)
 
 
 # --- passes ----------------------------------------------------------------------------------------

@@ -18,13 +18,13 @@ script takes about two minutes.
 import argparse
 import json
 import os
-import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from timing import attempt, milliseconds, results
 from torch import Tensor, nn
 
 import tigon
@@ -47,34 +47,6 @@ SHAPES = {
     "q": (HIDDEN, HIDDEN), "k": (HIDDEN, KEY), "v": (HIDDEN, KEY), "o": (HIDDEN, HIDDEN),
     "gate": (HIDDEN, INNER), "up": (HIDDEN, INNER), "down": (INNER, HIDDEN),
 }  # fmt: skip
-
-results: dict[str, Any] = {}
-
-
-def attempt(table: str, name: str, run: Callable[[], str]) -> None:
-    """Print a line of a table, or the error of its case."""
-    try:
-        text = run()
-    except Exception as error:
-        text = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        results.setdefault(table, {})[name] = {"error": text}
-    print(f"  {name:44} {text}", flush=True)
-
-
-def milliseconds(run: Callable[[], Any], rounds: int = 7, calls: int = 5) -> float:
-    """Return the median of the rounds, of the mean time of a call in a round."""
-    for _ in range(2):
-        run()
-    times = []
-    for _ in range(rounds):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(calls):
-            run()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / calls)
-    return statistics.median(times)
 
 
 def randn(*shape: int, scale: float = 1.0) -> Tensor:

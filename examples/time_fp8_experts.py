@@ -17,13 +17,12 @@ A case that fails prints its error, and the script goes on. All numbers are also
 import argparse
 import json
 import os
-import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from timing import attempt, milliseconds, results
 from torch import Tensor
 
 import tigon
@@ -61,38 +60,6 @@ MODELS = {
 }
 if not HAS_GPU:
     MODELS = {name: Experts(64, 4, 48, 2, each.is_gpt_oss) for name, each in MODELS.items()}
-
-results: dict[str, Any] = {}
-
-
-def attempt(table: str, name: str, run: Callable[[], str]) -> None:
-    """Print a line of a table, or the error of its case."""
-    try:
-        text = run()
-    except Exception as error:
-        text = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        results.setdefault(table, {})[name] = {"error": text}
-    print(f"  {name:44} {text}", flush=True)
-
-
-def milliseconds(run: Callable[[], Any], rounds: int = 5, calls: int = 4) -> float:
-    """Return the median over rounds of the mean time of a call."""
-    if not HAS_GPU:
-        start_s = time.perf_counter()
-        run()
-        return (time.perf_counter() - start_s) * 1e3
-    for _ in range(2):
-        run()
-    times = []
-    for _ in range(rounds):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(calls):
-            run()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / calls)
-    return statistics.median(times)
 
 
 def randn(*shape: int, scale: float = 1.0) -> Tensor:
@@ -149,7 +116,7 @@ def time_op(case: Case) -> None:
             leaf.requires_grad_(not (is_frozen and leaf.dim() == 3))
         needed = [leaf for leaf in case.leaves if leaf.requires_grad]
         step = lambda: torch.autograd.grad(run(*case.leaves, **options), needed, case.dy)
-        duration = milliseconds(step)
+        duration = milliseconds(step, 5, 4)
         peak = 0.0
         if HAS_GPU:
             torch.cuda.reset_peak_memory_stats()
@@ -188,10 +155,10 @@ def time_products(case: Case) -> None:
 
         def line(name: str = name, weight: Tensor = weight) -> str:
             x = randn(rows, weight.shape[2])
-            bf16 = milliseconds(lambda: grouped_product(x, weight.mT, ends))
+            bf16 = milliseconds(lambda: grouped_product(x, weight.mT, ends), 5, 4)
             factor, copy = quantise_rows(x), quantise_stack(weight, True, False).rows
             assert copy is not None
-            fp8 = milliseconds(lambda: multiply_groups(factor, copy, ends, BF16))
+            fp8 = milliseconds(lambda: multiply_groups(factor, copy, ends, BF16), 5, 4)
             results.setdefault(f"products, {case.name}", {})[name] = {"bf16": bf16, "FP8": fp8}
             return f"{bf16:8.3f} {fp8:8.3f}"
 
@@ -200,7 +167,7 @@ def time_products(case: Case) -> None:
 
         def gradient_line(name: str = name, weight: Tensor = weight) -> str:
             dy, x = (randn(rows, size) for size in weight.shape[1:])
-            bf16 = milliseconds(lambda: grouped_weight_gradient(dy, x, ends))
+            bf16 = milliseconds(lambda: grouped_weight_gradient(dy, x, ends), 5, 4)
             results.setdefault(f"products, {case.name}", {})[name] = {"bf16": bf16}
             return f"{bf16:8.3f}"
 
@@ -234,7 +201,7 @@ def time_passes(case: Case, times_strips: bool) -> None:
     }
 
     def line(name: str, run: Callable[[], Any], nbytes: int) -> str:
-        duration = milliseconds(run)
+        duration = milliseconds(run, 5, 4)
         rate = nbytes / duration / 1e6
         results.setdefault(f"passes, {case.name}", {})[name] = {"ms": duration, "GB/s": rate}
         return f"{duration:8.3f} {rate:7.0f}"

@@ -1,6 +1,6 @@
 """Tests of FP8 ops that need a GPU: the units against the emulation, waits, CUDA graphs, large addresses, memory."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -123,15 +123,8 @@ def test_an_op_never_waits_for_the_device(recipe, fp8_dw):
         torch.cuda.set_sync_debug_mode("default")
 
 
-@recipes
-@modes
-def test_a_replayed_graph_reads_the_weights_that_it_finds(recipe, fp8_dw):
-    leaves, cache = _mlp(), WeightCache()
-
-    def step() -> list[Tensor]:
-        y = fp8_glu_mlp(*leaves, recipe=recipe, fp8_dw=fp8_dw, caches=cache)
-        return [y, *torch.autograd.grad(y, leaves, torch.ones_like(y))]
-
+def _replay_with_other_values(step: Callable[[], list[Tensor]], leaves: Sequence[Tensor]) -> list[Tensor]:
+    """Capture a step in a CUDA graph, change the leaves, and return the results of a replay."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for _ in range(2):
@@ -145,6 +138,20 @@ def test_a_replayed_graph_reads_the_weights_that_it_finds(recipe, fp8_dw):
             leaf.mul_(-1.5)
     graph.replay()
     torch.cuda.synchronize()
+    # The memory of the captured results belongs to the graph, which ends here.
+    return [result.clone() for result in captured]
+
+
+@recipes
+@modes
+def test_a_replayed_graph_reads_the_weights_that_it_finds(recipe, fp8_dw):
+    leaves, cache = _mlp(), WeightCache()
+
+    def step() -> list[Tensor]:
+        y = fp8_glu_mlp(*leaves, recipe=recipe, fp8_dw=fp8_dw, caches=cache)
+        return [y, *torch.autograd.grad(y, leaves, torch.ones_like(y))]
+
+    captured = _replay_with_other_values(step, leaves)
     for a, b in zip(captured, step(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-2)
 
@@ -305,18 +312,6 @@ def test_a_replayed_graph_of_experts_reads_the_weights_that_it_finds():
         y = run(moe_mlp_in_fp8)
         return [y, *torch.autograd.grad(y, leaves, torch.ones_like(y))]
 
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
-    with torch.no_grad():
-        for leaf in leaves[:3]:
-            leaf.mul_(-1.5)
-    graph.replay()
-    torch.cuda.synchronize()
+    captured = _replay_with_other_values(step, leaves[:3])
     for a, b in zip(captured, step(), strict=True):
         assert _relative_error(a, b) < 0.01

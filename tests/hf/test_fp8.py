@@ -17,6 +17,7 @@ from hf.fp8_steps import (
     GRADIENT_ERROR,
     LOSS_ERROR,
     assert_near,
+    assert_written_weights_are_quantised_again,
     error,
     layers_in_fp8,
     reasons,
@@ -472,16 +473,7 @@ def test_checkpointed_layers_keep_no_copies(make, batch, quantisations):
 )
 def test_an_optimizer_of_plain_tensor_code_is_noticed(make, batch, write):
     """A write through `data` does not change the version of a parameter."""
-    model, twin = make(), make()
-    tigon.patch(model, fp8="rowwise")
-    tigon.patch(twin, fp8="rowwise")
-    for _ in range(2):
-        model(**batch).loss.backward()
-    for parameter in model.parameters():
-        write(parameter)
-        parameter.grad = None
-    twin.load_state_dict(model.state_dict())
-    assert torch.equal(model(**batch).loss, twin(**batch).loss)
+    assert_written_weights_are_quantised_again(make, batch, write, steps=1)
 
 
 def test_frozen_weights_are_quantised_once(make, batch, quantisations):

@@ -15,7 +15,15 @@ from torch import nn
 import fp8_eager
 import tigon
 from hf import same_step
-from hf.fp8_steps import BF16_ERROR, assert_near, error, experts_in_fp8, layers_in_fp8, reasons
+from hf.fp8_steps import (
+    BF16_ERROR,
+    assert_near,
+    assert_written_weights_are_quantised_again,
+    error,
+    experts_in_fp8,
+    layers_in_fp8,
+    reasons,
+)
 from tigon.hf.levels import LEVELS
 from tigon.ops.fp8.formats import RECIPES
 from tigon.recognition import fp8_experts as recognised
@@ -312,17 +320,7 @@ def test_copies_are_made_in_each_direction_unless_steps_accumulate(make, batch, 
 )
 def test_weights_that_an_optimizer_changes_are_quantised_again(make, batch, write):
     """A write through `data` does not change the version of a parameter."""
-    model, twin = make(), make()
-    tigon.patch(model, fp8="rowwise")
-    tigon.patch(twin, fp8="rowwise")
-    for _ in range(2):
-        for _ in range(2):
-            model(**batch).loss.backward()
-        for parameter in model.parameters():
-            write(parameter)
-            parameter.grad = None
-    twin.load_state_dict(model.state_dict())
-    assert torch.equal(model(**batch).loss, twin(**batch).loss)
+    assert_written_weights_are_quantised_again(make, batch, write, steps=2)
 
 
 def test_frozen_weights_are_quantised_once_and_clear_fp8_frees_the_copies(make, batch, quantisations):

@@ -53,7 +53,7 @@ NO_COPY = WeightCopy(None, None)
 
 
 class ExpertCopies(NamedTuple):
-    """Whether the products of a call run in FP8, and the copies of the weights that exist already."""
+    """Says whether the products of a call run in FP8, and holds the copies of the weights that exist already."""
 
     in_fp8: bool
     up: WeightCopy

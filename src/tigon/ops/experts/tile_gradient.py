@@ -39,14 +39,13 @@ if gluon is not None and hopper is not None:
         return expert, start, gl.load(ends_ptr + expert), tile_row, tile_column
 
     @gluon.jit
-    def _copy_rows(
-        x_tiles, dy_tiles, x_smem, dy_smem, ready, empty, ends_ptr, tiles, rows, columns, copies,
-        ROWS_FIRST: gl.constexpr, STAGES: gl.constexpr,
-    ):  # fmt: skip
+    def _copy_rows(pipeline, copies, ROWS_FIRST: gl.constexpr, STAGES: gl.constexpr):
         """Start the copies of one step, and return the description of the step after it.
 
-        `copies` describes the step: (its number, tile, row, end row, tile row, tile column).
+        `pipeline` has the descriptors, the stages and the tiles. `copies` describes the step: (its number, tile, row,
+        end row, tile row, tile column).
         """
+        x_tiles, dy_tiles, x_smem, dy_smem, ready, empty, ends_ptr, tiles, rows, columns = pipeline
         step, tile, row, end_row, tile_row, tile_column = copies
         # An expert without rows has no steps.
         while (tile < tiles) & (row >= end_row):
@@ -88,16 +87,14 @@ if gluon is not None and hopper is not None:
         step = 0
         clears = 0
         first_tile = gl.program_id(0)
+        pipeline = x_tiles, dy_tiles, x_smem, dy_smem, ready, empty, ends_ptr, tiles, rows, columns
         copies = (0, first_tile, 0, 0, 0, 0)
         if GROUP == 0:
             if first_tile < tiles:
                 _, row, end_row, tile_row, tile_column = _find_expert(ends_ptr, first_tile, rows, columns, ROWS_FIRST)
                 copies = (0, first_tile, row, end_row, tile_row, tile_column)
             for _ in range(STAGES):
-                copies = _copy_rows(
-                    x_tiles, dy_tiles, x_smem, dy_smem, ready, empty, ends_ptr, tiles, rows, columns,
-                    copies, ROWS_FIRST, STAGES,
-                )  # fmt: skip
+                copies = _copy_rows(pipeline, copies, ROWS_FIRST, STAGES)
         for tile in range(first_tile, tiles, gl.num_programs(0)):
             expert, start, end_row, tile_row, tile_column = _find_expert(ends_ptr, tile, rows, columns, ROWS_FIRST)
             first_feature = tile_row * BLOCK_ROWS + GROUP * ROWS
@@ -110,9 +107,9 @@ if gluon is not None and hopper is not None:
                     # The last rows of the tiles belong to the next expert, or to none. A group clears them in its own
                     # tile of x, and in a part of the tile of dy.
                     _clear_rows(x, end_row - row)
-                    _clear_rows(dy.slice(GROUP * 64, 64, dim=1), end_row - row)
+                    _clear_rows(dy.slice(GROUP * ROWS, ROWS, dim=1), end_row - row)
                     if GROUP == 0:
-                        _clear_rows(dy.slice(192, 64, dim=1), end_row - row)
+                        _clear_rows(dy.slice(BLOCK_ROWS, COLUMNS - BLOCK_ROWS, dim=1), end_row - row)
                     hopper.fence_async_shared()
                     hopper.mbarrier.arrive(cleared)
                     hopper.mbarrier.wait(cleared, clears & 1)
@@ -123,19 +120,13 @@ if gluon is not None and hopper is not None:
                 if row > start:
                     hopper.mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES))
                     if GROUP == 0:
-                        copies = _copy_rows(
-                            x_tiles, dy_tiles, x_smem, dy_smem, ready, empty, ends_ptr, tiles, rows, columns,
-                    copies, ROWS_FIRST, STAGES,
-                        )  # fmt: skip
+                        copies = _copy_rows(pipeline, copies, ROWS_FIRST, STAGES)
                 step += 1
             total = hopper.warpgroup_mma_wait(num_outstanding=0, deps=(total,))
             if start < end_row:
                 hopper.mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES))
                 if GROUP == 0:
-                    copies = _copy_rows(
-                        x_tiles, dy_tiles, x_smem, dy_smem, ready, empty, ends_ptr, tiles, rows, columns,
-                    copies, ROWS_FIRST, STAGES,
-                    )  # fmt: skip
+                    copies = _copy_rows(pipeline, copies, ROWS_FIRST, STAGES)
             dweight = total.to(dweight_ptr.dtype.element_ty)
             expert_ptr = dweight_ptr + expert.to(gl.int64) * N * M
             store_results(

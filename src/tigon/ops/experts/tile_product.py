@@ -122,14 +122,13 @@ if gluon is not None and hopper is not None:
         return gl.load(row), start + place % count * BLOCK_ROWS, end_row, place // count
 
     @gluon.jit
-    def _copy_step(
-        x_tiles, weight_tiles, x_smem, weight_smem, ready, empty, blocks_ptr, tiles, columns, N, M, inner, copies,
-        GATED: gl.constexpr, BY_ROWS: gl.constexpr, STAGES: gl.constexpr,
-    ):  # fmt: skip
+    def _copy_step(pipeline, copies, GATED: gl.constexpr, BY_ROWS: gl.constexpr, STAGES: gl.constexpr):
         """Start the copies of one step, and return the description of the step after it.
 
-        `copies` describes the step: (its number, tile, feature, expert, first row, column).
+        `pipeline` has the descriptors, the stages and the list of tiles. `copies` describes the step: (its number,
+        tile, feature, expert, first row, column).
         """
+        x_tiles, weight_tiles, x_smem, weight_smem, ready, empty, blocks_ptr, tiles, columns, N, M, inner = pipeline
         step, tile, k, expert, first_row, column = copies
         if tile < tiles:
             stage = step % STAGES
@@ -170,16 +169,14 @@ if gluon is not None and hopper is not None:
         tiles = gl.load(blocks_ptr) * columns
         step = 0
         first_tile = gl.program_id(0)
+        pipeline = x_tiles, weight_tiles, x_smem, weight_smem, ready, empty, blocks_ptr, tiles, columns, N, M, inner
         copies = (0, first_tile, 0, 0, 0, 0)
         if GROUP == 0:
             if first_tile < tiles:
                 expert, first_row, _, column = _find_block(blocks_ptr, first_tile, columns)
                 copies = (0, first_tile, 0, expert, first_row, column)
             for _ in range(STAGES):
-                copies = _copy_step(
-                    x_tiles, weight_tiles, x_smem, weight_smem, ready, empty, blocks_ptr, tiles, columns, N, M, inner,
-                    copies, GATED, BY_ROWS, STAGES,
-                )  # fmt: skip
+                copies = _copy_step(pipeline, copies, GATED, BY_ROWS, STAGES)
         for tile in range(first_tile, tiles, gl.num_programs(0)):
             _, block_row, end_row, column = _find_block(blocks_ptr, tile, columns)
             first_row = block_row + GROUP * ROWS
@@ -199,18 +196,12 @@ if gluon is not None and hopper is not None:
                     if k > 0:
                         hopper.mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES))
                         if GROUP == 0:
-                            copies = _copy_step(
-                                x_tiles, weight_tiles, x_smem, weight_smem, ready, empty, blocks_ptr, tiles, columns,
-                                N, M, inner, copies, GATED, BY_ROWS, STAGES,
-                            )  # fmt: skip
+                            copies = _copy_step(pipeline, copies, GATED, BY_ROWS, STAGES)
                     step += 1
                 total = hopper.warpgroup_mma_wait(num_outstanding=0, deps=(total,))
                 hopper.mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES))
                 if GROUP == 0:
-                    copies = _copy_step(
-                        x_tiles, weight_tiles, x_smem, weight_smem, ready, empty, blocks_ptr, tiles, columns, N, M,
-                        inner, copies, GATED, BY_ROWS, STAGES,
-                    )  # fmt: skip
+                    copies = _copy_step(pipeline, copies, GATED, BY_ROWS, STAGES)
                 y = total.to(x_tiles.dtype)
                 if GATED:
                     _store_gated(

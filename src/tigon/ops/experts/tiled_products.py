@@ -32,8 +32,8 @@ ROWS, COLUMNS, STEP = tile_results.ROWS.value, tile_results.COLUMNS.value, tile_
 BLOCK_ROWS = tile_results.BLOCK_ROWS.value
 # One stage is multiplied while the others are filled. Each stage takes 56 KB of shared memory.
 STAGES = 3
-# The shared memory that a program needs: the stages, 48 KB for results that wait to be stored, and the barriers.
-SHARED_BYTES = 217 * 1024
+# The shared memory that a program needs: the stages, two buffers of results for each group, and 1 KB for the barriers.
+SHARED_BYTES = STAGES * tile_results.STEP_BYTES.value + 2 * BLOCK_ROWS * STEP * 2 + 1024
 # The dtypes that the kernels multiply, by the names that Gluon gives them.
 DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
@@ -112,7 +112,7 @@ def _launch_product(
 ) -> None:
     """Launch the kernel of products, which writes y or the gated product."""
     experts, n, m = weight.shape
-    by_rows = weight.is_contiguous() and not weight.mT.is_contiguous()
+    by_rows = not _is_tileable(weight.mT)
     blocks = _row_blocks(ends, x.shape[0])
     inner = m // 2
     columns = cdiv(inner, COLUMNS // 2) if kind else cdiv(m, COLUMNS)

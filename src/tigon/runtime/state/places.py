@@ -97,7 +97,7 @@ class Reach:
     places: list[Place] = field(default_factory=list)
     # Reasons why a call may change something that outlives it: an assignment to an attribute, a log entry.
     writes: list[str] = field(default_factory=list)
-    # Those reasons among `writes` that are writes to reachable containers, all of whose elements are in `places`.
+    # The part of `writes` that changes only reachable containers, whose elements are all in `places`.
     container_writes: list[str] = field(default_factory=list)
     # Objects whose changes cannot be noticed by a comparison: generators of random numbers, iterators, files.
     unwatchable: list[str] = field(default_factory=list)

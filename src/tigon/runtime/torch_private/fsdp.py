@@ -151,7 +151,7 @@ class _SurroundedMethod:
 
     def __init__(self, unit: Unit, name: str, make_context: Context) -> None:
         self.unit, self.name, self.make_context = weakref.ref(unit), name, make_context
-        # What another library has put in the place of the method of the class.
+        # Another library may have put its own function in the place of the method of the class.
         self.replacement: Callable | None = vars(unit).get(name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
