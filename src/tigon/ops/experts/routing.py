@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tigon.ops.experts.choice_order import order_choices, orders_choices
 from tigon.runtime.autograd import first_order
 from tigon.runtime.device import Device, cdiv, device_of, runs_kernels
 from tigon.runtime.launch import launch, launcher
@@ -61,6 +62,9 @@ class Routing(NamedTuple):
 
 def route(top_k_index: Tensor, num_experts: int) -> Routing:
     """Sort the choices of top_k_index [T, K] by expert. The rows of one expert stay in the order of the tokens."""
+    if orders_choices(top_k_index, num_experts):
+        slot, order, expert, ends = order_choices(top_k_index, num_experts)
+        return Routing(slot.view(top_k_index.shape), order, expert, ends)
     # The remainder of -1 is E. All indices of absent experts become E, and therefore come last.
     index = top_k_index.reshape(-1).long().clamp(-1, num_experts).remainder(num_experts + 1)
     # A radix sort makes one pass for each byte of its keys, so the keys are small integers.

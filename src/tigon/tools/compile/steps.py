@@ -15,6 +15,7 @@ from tigon.ops.adapters.four_bit import FourBitWeight, QuantisedScales, dequanti
 from tigon.ops.adapters.lora_mlp import lora_glu_mlp
 from tigon.ops.adapters.projection import Adapter, Projection
 from tigon.ops.experts.arguments import ExpertParameters
+from tigon.ops.experts.choice_order import order_choices
 from tigon.ops.experts.moe_mlp import moe_mlp_in_fp8
 from tigon.ops.fp8.formats import has_units
 from tigon.ops.fp8.fp8_glu_mlp import fp8_glu_mlp
@@ -128,6 +129,11 @@ def _clamped_glu(gate: ClampedGate, inner: int) -> None:
     y.backward(y.detach())
 
 
+def _choice_order(experts: int) -> None:
+    """Sort the choices of tokens by expert. On CPU tensors, torch sorts them."""
+    order_choices(torch.zeros(2, 8, dtype=torch.int64), experts)
+
+
 def _four_bit(block: int, is_nested: bool) -> None:
     """Dequantise a weight of 4 bits; recognition calls it for layers of bitsandbytes."""
     rows, columns = 2, 8192
@@ -220,6 +226,9 @@ _OTHER_STEPS: dict[str, Callable[[], None]] = {
     "gelu MLP squared ReLU 16384": lambda: _mlp(4096, 16384, "relu2"),
     "moe_mlp clamped gate, interleaved 2880": lambda: _clamped_glu(ClampedGate(7.0, 1.702, 1.0, True), 2880),
     "moe_mlp clamped gate 2048": lambda: _clamped_glu(ClampedGate(10.0), 2048),
+    "moe_mlp order of choices, 8 experts": lambda: _choice_order(8),
+    "moe_mlp order of choices, 128 experts": lambda: _choice_order(128),
+    "moe_mlp order of choices, 512 experts": lambda: _choice_order(512),
     "lora_linear base of 4 bits": lambda: _four_bit(64, is_nested=False),
     "lora_linear base of 4 bits, double quantisation": lambda: _four_bit(64, is_nested=True),
     "lora_linear base of 4 bits, blocks of 4096": lambda: _four_bit(4096, is_nested=True),

@@ -1,0 +1,140 @@
+r"""The order of the choices of all tokens by expert: a counting sort in three kernels.
+
+    count    the choices of each expert in each block of BLOCK choices
+    scan     the sums of these counts over the blocks before each block, and one past the last row of each expert
+    place    row = first row of the expert + its choices in earlier blocks + its earlier choices in this block
+
+A block of choices is sorted in registers by the keys (expert, place in the block), so its choices of one expert follow
+one another, in their order. The radix sort of torch, and the operations around it, take ten kernels.
+
+Shapes: S choices, E experts, B blocks.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tigon.runtime.device import HAS_TRITON, PLAIN, cdiv
+from tigon.runtime.launch import launch, launcher
+from tigon.runtime.triton_private import tl, triton
+
+__all__ = ["MOST_EXPERTS", "ChoiceOrder", "order_choices", "orders_choices"]
+
+# The kernels hold the counts of all experts in registers.
+MOST_EXPERTS = 1023
+# The choices of a block.
+BLOCK = 1024
+# `scan` adds tiles of this many counts.
+SCANNED = 8192
+
+
+class ChoiceOrder(NamedTuple):
+    """The sorted choices. An absent expert, one of another rank, comes last."""
+
+    # [S] int64: the row of each choice.
+    slot: Tensor
+    # [S] int64: the choice of each row.
+    order: Tensor
+    # [S] int16: the expert of each row; E for an absent one.
+    expert: Tensor
+    # [E] int32: one past the last row of each expert.
+    ends: Tensor
+
+
+# --- kernels -------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _load_experts(index_ptr, choices, S, E):
+    """Return the experts of choices in int32: E for those that are absent, and for choices from S on."""
+    index = tl.load(index_ptr + choices, mask=choices < S, other=-1).to(tl.int64)
+    return tl.where((index >= 0) & (index < E), index, E).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["S", "E"])
+def _count_kernel(index_ptr, counts_ptr, S, E, BINS: tl.constexpr, BLOCK: tl.constexpr):  # [S], [B, BINS] int32
+    """Count the choices of each expert in a block."""
+    block = tl.program_id(0)
+    experts = _load_experts(index_ptr, block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK), S, E)
+    tl.store(counts_ptr + block * BINS + tl.arange(0, BINS), tl.histogram(experts, BINS))
+
+
+@triton.jit(do_not_specialize=["blocks", "E"])
+def _scan_kernel(
+    counts_ptr, earlier_ptr, ends_ptr,  # [B, BINS] int32 both, [E] int32
+    blocks, E, BINS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Write the choices of each expert in the blocks before each block, and one past the last row of each expert."""
+    bins = tl.arange(0, BINS)
+    total = tl.zeros([BINS], tl.int32)
+    for start in range(0, blocks, TILE):
+        rows = start + tl.arange(0, TILE)[:, None]
+        offsets = rows * BINS + bins[None, :]
+        counts = tl.load(counts_ptr + offsets, mask=rows < blocks, other=0)
+        sums = tl.cumsum(counts, 0) + total[None, :]
+        tl.store(earlier_ptr + offsets, sums - counts, mask=rows < blocks)
+        total += tl.sum(counts, 0)
+    tl.store(ends_ptr + bins, tl.cumsum(total, 0), mask=bins < E)
+
+
+@triton.jit(do_not_specialize=["S", "E"])
+def _place_kernel(
+    index_ptr, counts_ptr, earlier_ptr, ends_ptr,  # [S], [B, BINS] int32 both, [E] int32
+    slot_ptr, order_ptr, expert_ptr,  # [S] each
+    S, E, BINS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write the rows of the choices of a block."""
+    block = tl.program_id(0)
+    first = block.to(tl.int64) * BLOCK
+    place = tl.arange(0, BLOCK)
+    keys = tl.sort(_load_experts(index_ptr, first + place, S, E) * BLOCK + place)
+    expert, choice = keys // BLOCK, first + keys % BLOCK
+    # Of `expert`, the block has `place - before` earlier choices.
+    bins = tl.arange(0, BINS)
+    counts = tl.load(counts_ptr + block * BINS + bins)
+    before = tl.gather(tl.cumsum(counts, 0) - counts, expert, 0)
+    start = tl.load(ends_ptr + expert - 1, mask=expert > 0, other=0)
+    row = start.to(tl.int64) + tl.load(earlier_ptr + block * BINS + expert) + (place - before)
+    inside = choice < S
+    tl.store(slot_ptr + choice, row, mask=inside)
+    tl.store(order_ptr + row, choice, mask=inside)
+    tl.store(expert_ptr + row, expert, mask=inside)
+
+
+# --- launcher ------------------------------------------------------------------------------------
+
+
+def orders_choices(index: Tensor, experts: int) -> bool:
+    """Return whether `order_choices` sorts the choices: on a GPU, where the order of torch takes many small kernels.
+
+    In the interpreter a sort takes seconds.
+    """
+    is_on_gpu = HAS_TRITON and index.is_cuda and type(index) in PLAIN
+    return is_on_gpu and 0 < experts <= MOST_EXPERTS and 0 < index.numel() < 2**31
+
+
+def _empty_order(index: Tensor, experts: int) -> ChoiceOrder:
+    """Allocate what `order_choices` returns."""
+    empty = lambda size, dtype: index.new_empty(size, dtype=dtype)
+    size = index.numel()
+    return ChoiceOrder(
+        empty(size, torch.int64), empty(size, torch.int64), empty(size, torch.int16), empty(experts, torch.int32)
+    )
+
+
+@launcher(fake=_empty_order)
+def order_choices(index: Tensor, experts: int) -> ChoiceOrder:
+    """Sort the choices `index` by expert, for 1 to MOST_EXPERTS experts. Choices of one expert stay in their order."""
+    index, order = index.contiguous(), _empty_order(index, experts)
+    size, bins = index.numel(), triton.next_power_of_2(experts + 1)
+    blocks = cdiv(size, BLOCK)
+    counts, earlier = index.new_empty(2, blocks, bins, dtype=torch.int32)
+    launch(_count_kernel, blocks, index, counts, size, experts, BINS=bins, BLOCK=BLOCK, num_warps=4)
+    tile = SCANNED // bins
+    launch(_scan_kernel, 1, counts, earlier, order.ends, blocks, experts, BINS=bins, TILE=tile, num_warps=8)
+    launch(
+        _place_kernel, blocks, index, counts, earlier, order.ends, order.slot, order.order, order.expert, size, experts,
+        BINS=bins, BLOCK=BLOCK, num_warps=4,
+    )  # fmt: skip
+    return order

@@ -1,0 +1,53 @@
+"""The order of the choices by expert: that of a stable sort, for every number of experts, on kernels and in torch."""
+
+import pytest
+import torch
+
+from op_cases import DEVICE
+from tigon.ops.experts.choice_order import BLOCK, MOST_EXPERTS, order_choices, orders_choices
+
+CASES = {
+    "one choice": (1, 1, torch.int64),
+    "half a block": (BLOCK // 2, 5, torch.int64),
+    "three blocks": (2 * BLOCK + 300, 128, torch.int32),
+    "a power of two": (BLOCK + 1, 64, torch.int16),
+    "the most experts": (BLOCK + 700, MOST_EXPERTS, torch.int64),
+}
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize(("size", "experts", "dtype"), CASES.values(), ids=CASES)
+def test_choices_have_the_order_of_a_stable_sort(size, experts, dtype, poisoned):
+    """Absent experts have an index below 0, or of E or more. They come last."""
+    generator = torch.Generator().manual_seed(size)
+    index = torch.randint(-2, experts + 3, (size,), generator=generator, dtype=dtype)
+    present = torch.where((index >= 0) & (index < experts), index, experts).long()
+    expert, order = present.sort(stable=True)
+    slot = torch.empty_like(order).scatter_(0, order, torch.arange(size))
+    ends = present.bincount(minlength=experts + 1)[:experts].cumsum(0)
+    # Every second number belongs to another tensor.
+    strided = torch.stack([index, torch.full_like(index, experts - 1)], 1).to(DEVICE)[:, 0]
+    result = order_choices(strided, experts)
+    assert result.order.tolist() == order.tolist()
+    assert result.slot.tolist() == slot.tolist()
+    assert result.expert.tolist() == expert.tolist()
+    assert result.ends.tolist() == ends.tolist()
+
+
+@pytest.mark.kernels
+def test_choices_of_one_expert_keep_their_order_over_many_blocks():
+    """`scan` adds the counts of more blocks than one of its tiles has."""
+    size = 9 * BLOCK
+    result = order_choices(torch.full((size,), 1000, device=DEVICE), 1001)
+    assert torch.equal(result.order, torch.arange(size, device=DEVICE))
+    assert torch.equal(result.slot, result.order)
+    assert result.ends.tolist() == [0] * 1000 + [size]
+
+
+@pytest.mark.no_interpreter("It launches no kernel.")
+def test_the_kernels_run_on_a_gpu_only():
+    index = torch.zeros(4, 2, dtype=torch.int64, device=DEVICE)
+    assert orders_choices(index, 4) == index.is_cuda
+    assert not orders_choices(index[:0], 4)
+    assert not orders_choices(index, 0)
+    assert not orders_choices(index, MOST_EXPERTS + 1)
