@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from op_cases import DEVICE
+from tigon.ops.experts import choice_order
 from tigon.ops.experts.choice_order import BLOCK, MOST_EXPERTS, order_choices, orders_choices
 
 CASES = {
@@ -35,8 +36,9 @@ def test_choices_have_the_order_of_a_stable_sort(size, experts, dtype, poisoned)
 
 
 @pytest.mark.kernels
-def test_choices_of_one_expert_keep_their_order_over_many_blocks():
+def test_choices_of_one_expert_keep_their_order_over_many_blocks(monkeypatch):
     """`scan` adds the counts of more blocks than one of its tiles has."""
+    monkeypatch.setattr(choice_order, "TILE", 4)
     size = 9 * BLOCK
     result = order_choices(torch.full((size,), 1000, device=DEVICE), 1001)
     assert torch.equal(result.order, torch.arange(size, device=DEVICE))

@@ -1,7 +1,7 @@
 r"""The order of the choices of all tokens by expert: a counting sort in three kernels.
 
     count    the choices of each expert in each block of BLOCK choices
-    scan     the sums of these counts over the blocks before each block, and one past the last row of each expert
+    scan     the sums of these counts over the blocks before each block, and over all blocks
     place    row = first row of the expert + its choices in earlier blocks + its earlier choices in this block
 
 A block of choices is sorted in registers by the keys (expert, place in the block), so its choices of one expert follow
@@ -24,9 +24,9 @@ __all__ = ["MOST_EXPERTS", "ChoiceOrder", "order_choices", "orders_choices"]
 # The kernels hold the counts of all experts in registers.
 MOST_EXPERTS = 1023
 # The choices of a block.
-BLOCK = 1024
-# `scan` adds tiles of this many counts.
-SCANNED = 8192
+BLOCK = 512
+# A program of `scan` adds the counts of at most PART experts, for TILE blocks at a time.
+PART, TILE = 32, 128
 
 
 class ChoiceOrder(NamedTuple):
@@ -60,14 +60,14 @@ def _count_kernel(index_ptr, counts_ptr, S, E, BINS: tl.constexpr, BLOCK: tl.con
     tl.store(counts_ptr + block * BINS + tl.arange(0, BINS), tl.histogram(experts, BINS))
 
 
-@triton.jit(do_not_specialize=["blocks", "E"])
+@triton.jit(do_not_specialize=["blocks"])
 def _scan_kernel(
-    counts_ptr, earlier_ptr, ends_ptr,  # [B, BINS] int32 both, [E] int32
-    blocks, E, BINS: tl.constexpr, TILE: tl.constexpr,
+    counts_ptr, earlier_ptr, totals_ptr,  # [B, BINS] int32 both, [BINS] int32
+    blocks, BINS: tl.constexpr, PART: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Write the choices of each expert in the blocks before each block, and one past the last row of each expert."""
-    bins = tl.arange(0, BINS)
-    total = tl.zeros([BINS], tl.int32)
+    """Write the choices of PART experts in the blocks before each block, and in all blocks."""
+    bins = tl.program_id(0) * PART + tl.arange(0, PART)
+    total = tl.zeros([PART], tl.int32)
     for start in range(0, blocks, TILE):
         rows = start + tl.arange(0, TILE)[:, None]
         offsets = rows * BINS + bins[None, :]
@@ -75,27 +75,30 @@ def _scan_kernel(
         sums = tl.cumsum(counts, 0) + total[None, :]
         tl.store(earlier_ptr + offsets, sums - counts, mask=rows < blocks)
         total += tl.sum(counts, 0)
-    tl.store(ends_ptr + bins, tl.cumsum(total, 0), mask=bins < E)
+    tl.store(totals_ptr + bins, total)
 
 
 @triton.jit(do_not_specialize=["S", "E"])
 def _place_kernel(
-    index_ptr, counts_ptr, earlier_ptr, ends_ptr,  # [S], [B, BINS] int32 both, [E] int32
-    slot_ptr, order_ptr, expert_ptr,  # [S] each
+    index_ptr, counts_ptr, earlier_ptr, totals_ptr,  # [S], [B, BINS] int32 both, [BINS] int32
+    slot_ptr, order_ptr, expert_ptr, ends_ptr,  # [S] each, [E]
     S, E, BINS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the rows of the choices of a block."""
+    """Write the rows of the choices of a block. The first program also writes one past the last row of each expert."""
     block = tl.program_id(0)
+    bins = tl.arange(0, BINS)
+    totals = tl.load(totals_ptr + bins)
+    ends = tl.cumsum(totals, 0)
+    tl.store(ends_ptr + bins, ends, mask=(bins < E) & (block == 0))
     first = block.to(tl.int64) * BLOCK
     place = tl.arange(0, BLOCK)
     keys = tl.sort(_load_experts(index_ptr, first + place, S, E) * BLOCK + place)
     expert, choice = keys // BLOCK, first + keys % BLOCK
-    # Of `expert`, the block has `place - before` earlier choices.
-    bins = tl.arange(0, BINS)
+    # An expert's choices of this block begin in `row_of_first`, and in the sorted block behind those of other experts.
     counts = tl.load(counts_ptr + block * BINS + bins)
-    before = tl.gather(tl.cumsum(counts, 0) - counts, expert, 0)
-    start = tl.load(ends_ptr + expert - 1, mask=expert > 0, other=0)
-    row = start.to(tl.int64) + tl.load(earlier_ptr + block * BINS + expert) + (place - before)
+    row_of_first = ends - totals + tl.load(earlier_ptr + block * BINS + bins)
+    place_of_first = tl.cumsum(counts, 0) - counts
+    row = place + tl.gather(row_of_first - place_of_first, expert, 0)
     inside = choice < S
     tl.store(slot_ptr + choice, row, mask=inside)
     tl.store(order_ptr + row, choice, mask=inside)
@@ -130,11 +133,12 @@ def order_choices(index: Tensor, experts: int) -> ChoiceOrder:
     size, bins = index.numel(), triton.next_power_of_2(experts + 1)
     blocks = cdiv(size, BLOCK)
     counts, earlier = index.new_empty(2, blocks, bins, dtype=torch.int32)
+    totals = index.new_empty(bins, dtype=torch.int32)
     launch(_count_kernel, blocks, index, counts, size, experts, BINS=bins, BLOCK=BLOCK, num_warps=4)
-    tile = SCANNED // bins
-    launch(_scan_kernel, 1, counts, earlier, order.ends, blocks, experts, BINS=bins, TILE=tile, num_warps=8)
+    part = min(PART, bins)
+    launch(_scan_kernel, bins // part, counts, earlier, totals, blocks, BINS=bins, PART=part, TILE=TILE, num_warps=4)
     launch(
-        _place_kernel, blocks, index, counts, earlier, order.ends, order.slot, order.order, order.expert, size, experts,
-        BINS=bins, BLOCK=BLOCK, num_warps=4,
+        _place_kernel, blocks, index, counts, earlier, totals, order.slot, order.order, order.expert, order.ends,
+        size, experts, BINS=bins, BLOCK=BLOCK, num_warps=4,
     )  # fmt: skip
     return order

@@ -64,6 +64,7 @@ def _run(console: "Console", plan: "TrainPlan", folder: Path) -> int:
     from tigon.tools.bench.train import train_report as report
     from tigon.tools.bench.train.train_runs import BenchSession, train_rounds
     from tigon.tools.training.measurement import Measurement, compare_with_stock
+    from tigon.tools.training.model_providers import ADAMW_8BIT
 
     start_time, options = time.perf_counter(), plan.options
     plan.config.to_json_file(folder / "config.json", use_diff=False)
@@ -75,7 +76,11 @@ def _run(console: "Console", plan: "TrainPlan", folder: Path) -> int:
     }  # fmt: skip
     del settings["out"]
     console.print(f"[bold]{escape(title)}[/], {escape(str(machine['name']))}")
-    console.print(f"Text: {escape(plan.text)}, {plan.tokens.count:,} tokens. AdamW, fused. {report.legend(machine)}\n")
+    optimizer = "AdamW, fused"
+    if any(run.name.endswith(ADAMW_8BIT) for run in plan.runs):
+        optimizer += f"; tigon.AdamW with moments in 8 bits for providers with the suffix {ADAMW_8BIT}"
+    text = f"{escape(plan.text)}, {plan.tokens.count:,} tokens"
+    console.print(f"Text: {text}. {optimizer}. {report.legend(machine)}\n")
     with Progress(
         SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=console, transient=True
     ) as progress:
