@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 import transformers
-from timing import attempt, results
+from timing import attempt, mean_milliseconds, results
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -67,15 +67,7 @@ def graph_milliseconds(run: Callable[[], Any], calls: int = 20) -> float:
     with torch.cuda.graph(graph):
         for _ in range(calls):
             run()
-    times = []
-    for _ in range(5):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / calls)
-    return statistics.median(times)
+    return statistics.median(mean_milliseconds(graph.replay, 1) for _ in range(5)) / calls
 
 
 def time_passes(tokens: int) -> None:

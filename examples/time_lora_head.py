@@ -9,6 +9,7 @@ import statistics
 from collections.abc import Callable
 
 import torch
+from timing import mean_milliseconds
 from torch import Tensor
 
 import tigon
@@ -49,13 +50,7 @@ def main() -> None:
             leaf.grad = None
 
     def milliseconds(loss: Callable[[], Tensor]) -> float:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(CALLS):
-            step(loss)
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end) / CALLS
+        return mean_milliseconds(lambda: step(loss), CALLS)
 
     def peak_gib(loss: Callable[[], Tensor]) -> float:
         torch.cuda.reset_peak_memory_stats()

@@ -7,6 +7,7 @@ events. The script prints medians, and their ratios to the call without options.
 import statistics
 
 import torch
+from timing import mean_milliseconds
 
 import tigon
 from tigon.tools.bench.cases import Case
@@ -44,13 +45,7 @@ def main() -> None:
     def milliseconds(name: str) -> float:
         for _ in range(2):
             step(name)
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(4):
-            step(name)
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end) / 4
+        return mean_milliseconds(lambda: step(name), 4)
 
     times: dict[str, list[float]] = {name: [] for name in options}
     for _ in range(4):

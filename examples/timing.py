@@ -1,4 +1,4 @@
-"""Lines of tables and times of calls, for the scripts that measure FP8."""
+"""Times of calls, and lines of tables, for the scripts that measure on a GPU."""
 
 import statistics
 import time
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["attempt", "milliseconds", "results"]
+__all__ = ["attempt", "mean_milliseconds", "milliseconds", "results"]
 
 # What a script has measured, by table and by line.
 results: dict[str, Any] = {}
@@ -23,6 +23,17 @@ def attempt(table: str, name: str, run: Callable[[], str]) -> None:
     print(f"  {name:44} {text}", flush=True)
 
 
+def mean_milliseconds(run: Callable[[], Any], calls: int) -> float:
+    """Return the mean time of a call, over some calls in a row on a GPU."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(calls):
+        run()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / calls
+
+
 def milliseconds(run: Callable[[], Any], rounds: int = 7, calls: int = 5) -> float:
     """Return the median over rounds of the mean time of a call; without a GPU, the time of one call."""
     if not torch.cuda.is_available():
@@ -31,13 +42,4 @@ def milliseconds(run: Callable[[], Any], rounds: int = 7, calls: int = 5) -> flo
         return (time.perf_counter() - start_s) * 1e3
     for _ in range(2):
         run()
-    times = []
-    for _ in range(rounds):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(calls):
-            run()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / calls)
-    return statistics.median(times)
+    return statistics.median(mean_milliseconds(run, calls) for _ in range(rounds))
