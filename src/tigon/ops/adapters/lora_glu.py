@@ -16,7 +16,8 @@ and dA are sums over tokens, so a program of the backward kernel computes a bloc
 The last program of a block adds the sums of its parts, as in `low_rank`.
 
 An FP8 product with one scale for a matrix needs the largest |a|, or the largest of |dgate| and |dup| together. The
-kernels find them if they are needed, so that no pass reads 2 T I bytes of a, or 4 T I of dgate and dup, for this number.
+kernels find it if it is needed, so that no pass reads the 2 T I bytes of a, or the 4 T I of dgate and dup, for one
+number.
 
 Shapes: T tokens, I intermediate features, r rank of one adapter (at most 16).
 """
