@@ -11,6 +11,7 @@ from tigon.ops.adapters.fp8_weight import Fp8Group, Fp8Weight
 from tigon.ops.adapters.lora import lora_linears
 from tigon.ops.adapters.lora_mlp import lora_glu_mlp, runs_as_one_node
 from tigon.ops.adapters.projection import Adapter, Projection
+from tigon.ops.fp8 import quantisation
 from tigon.ops.fp8.formats import RECIPES, Fp8Options
 from tigon.ops.fp8.fp8_linear import fp8_projections
 from tigon.ops.fp8.weights import WeightCache
@@ -110,6 +111,39 @@ def test_a_gated_mlp_is_one_node(recipe, level):
     assert_close(layers.gradients((y,)), layers.gradients((expected,)), tolerance=0.05)
     exact = F.linear(F.silu(gate.float()) * up.float(), layers.weights[2].float()) + layers.low_rank(a, 2)
     assert (y - expected).norm() < 0.3 * (y - exact).norm()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "in_fp8", "passes", "passes_before"),
+    [
+        pytest.param("tensorwise", [True, True, True], 0, 3, id="tensorwise"),
+        # The kernel finds the maximum of dgate and dup together, and dgate alone is quantised.
+        pytest.param("tensorwise", [True, False, True], 1, 2, id="up is not in FP8"),
+        # A pass over a row of a finds its maximum and quantises it.
+        pytest.param("rowwise", [True, True, True], 2, 2, id="rowwise"),
+    ],
+)
+def test_a_gated_mlp_has_no_pass_for_the_maxima_of_what_its_kernels_write(
+    monkeypatch, recipe, in_fp8, passes, passes_before
+):
+    """The tensors [37, INNER] that are quantised are a, dgate and dup."""
+    shapes, find_maxima = [], quantisation._find_maxima
+    monkeypatch.setattr(quantisation, "_find_maxima", lambda part, maxima: (
+        shapes.append(tuple(part.x.shape)), find_maxima(part, maxima)
+    ))  # fmt: skip
+    results = []
+    for count in (passes, passes_before):
+        layers = Layers([(INNER, HIDDEN, 5), (INNER, HIDDEN, 4), (HIDDEN, INNER, 3)], recipe)
+        shapes.clear()
+        projections = layers.projections(in_fp8)
+        y = lora_glu_mlp(layers.x, *projections)
+        results.append([y, *layers.gradients((y,))])
+        assert shapes.count((37, INNER)) == count
+        is_unused = recipe == "rowwise" or count == passes_before
+        assert (Fp8Group.of(projections[2:], needs_dx=True).zero_maximum(y) is None) == is_unused
+        monkeypatch.setattr(Fp8Group, "zero_maximum", lambda group, like: None)
+    for actual, expected in zip(*results, strict=True):
+        assert torch.equal(actual, expected)
 
 
 def test_copies_that_are_not_cached_are_freed_after_the_forward():

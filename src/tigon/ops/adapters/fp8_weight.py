@@ -3,19 +3,24 @@
 The layers of a node that have FP8 weights form a group. They share the FP8 copy of their input, and the sum of their
 gradients of x is one product. The adapters are not part of it: their outputs are added to those of the products.
 
+If all values of x, or of the gradients, have one scale, a kernel of the node that writes them may also find their
+largest absolute value. Otherwise a pass over them finds it.
+
 Shapes: T tokens, I inputs, O outputs of a layer.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from tigon.ops.adapters.frozen_weight import FrozenWeight
 from tigon.ops.adapters.projection import Projection
-from tigon.ops.fp8.formats import WEIGHT_DTYPE, Fp8Options
+from tigon.ops.fp8.formats import WEIGHT_DTYPE, Fp8Options, runs_fp8_kernels
 from tigon.ops.fp8.products import multiply_fp8
 from tigon.ops.fp8.quantisation import Layout, quantise, quantise_tensor
 from tigon.ops.fp8.weights import Fp8Weights, WeightCache, weight_rows, weight_transposed
+from tigon.runtime.maxima import Maxima
 
 __all__ = ["Fp8Group", "Fp8Weight"]
 
@@ -40,6 +45,10 @@ class Fp8Weight(FrozenWeight):
         self.weight, self.options, self.find_cache, self.merges = weight, options, find_cache, merges
 
 
+def _maxima(maximum: Tensor | None) -> Maxima | None:
+    return None if maximum is None else Maxima(maximum, None, None)
+
+
 class Fp8Group:
     """The layers of a node whose weights are in FP8, and the FP8 copies of these weights."""
 
@@ -62,10 +71,24 @@ class Fp8Group:
         weights = {i: each.weight for i, each in enumerate(projections) if isinstance(each.weight, Fp8Weight)}
         return Fp8Group(weights, needs_dx) if weights else None
 
-    def multiply(self, rows: Tensor) -> dict[int, Tensor]:
-        """Return the products [T, O] of x [T, I] with the weights, by the indices of the layers."""
+    def zero_maximum(self, like: Tensor) -> Tensor | None:
+        """Return a zero [1] int32, which a kernel raises to the largest |x|, or that of all gradients of the group.
+
+        `multiply` and `input_gradient` take the maximum. The result is None if they have no use for it: rows have their
+        own scales, or no kernel quantises on the device of `like`.
+        """
+        if self.options.is_rowwise or not runs_fp8_kernels(like):
+            return None
+        return like.new_zeros(1, dtype=torch.int32)
+
+    def multiply(self, rows: Tensor, maximum: Tensor | None = None) -> dict[int, Tensor]:
+        """Return the products [T, O] of x [T, I] with the weights, by the indices of the layers.
+
+        `maximum` holds the bits of the largest |x|, if a kernel of the node has found it.
+        """
         options, outputs, start = self.options, {}, 0
-        x = quantise_tensor(rows, Layout(WEIGHT_DTYPE, options.is_rowwise, True, False)).rows
+        layout = Layout(WEIGHT_DTYPE, options.is_rowwise, True, False)
+        x = quantise_tensor(rows, layout, _maxima(maximum)).rows
         copies = self.copies or weight_rows(None, "", self.weights, options.is_rowwise, False)
         assert x is not None
         for index, weight in zip(self.indices, self.weights, strict=True):
@@ -79,18 +102,24 @@ class Fp8Group:
         """Free copies that are not cached. Backward makes those that it needs."""
         self.copies = self.copies if self.is_cached else None
 
-    def input_gradient(self, dys: Mapping[int, Tensor]) -> Tensor | None:
-        """Return the sum [T, I] of the products of dy_i [T, O_i] with the weights; None if `dys` has no such layer."""
+    def input_gradient(self, dys: Mapping[int, Tensor], maximum: Tensor | None = None) -> Tensor | None:
+        """Return the sum [T, I] of the products of dy_i [T, O_i] with the weights; None if `dys` has no such layer.
+
+        `maximum` holds the bits of the largest |dy_i| of the group, if a kernel of the node has found it.
+        """
         present = [dys[index] for index in self.indices if index in dys]
         if not present:
             return None
-        options = self.options
+        options, maxima = self.options, _maxima(maximum)
         parts = [
             dys[index] if index in dys else present[0].new_zeros((len(present[0]), len(weight)))
             for index, weight in zip(self.indices, self.weights, strict=True)
         ]
         layout = Layout(options.dtype_of_gradients, options.is_rowwise, True, False, by_columns=True)
-        dy = (quantise(parts, layout) if len(parts) > 1 else quantise_tensor(parts[0], layout)).rows
+        if len(parts) > 1:
+            dy = quantise(parts, layout, maxima).rows
+        else:
+            dy = quantise_tensor(parts[0], layout, maxima).rows
         assert dy is not None
         transposed = weight_transposed(self.copies, self.weights, options.is_rowwise)
         return multiply_fp8(dy, transposed, self.dtype, is_fast=options.fast_backward)

@@ -15,6 +15,10 @@ h_d is a sum over features, so a program of the forward kernel computes a block 
 and dA are sums over tokens, so a program of the backward kernel computes a block of features and a part of the tokens.
 The last program of a block adds the sums of its parts, as in `low_rank`.
 
+An FP8 product with one scale for a matrix needs the largest |a|, or the largest of |dgate| and |dup| together. The
+kernels find it if it is needed, so that no pass reads the 2 T I bytes of a, or the 4 T I of dgate and dup, for one
+number.
+
 Shapes: T tokens, I intermediate features, r rank of one adapter (at most 16).
 """
 
@@ -30,6 +34,7 @@ from tigon.ops.mlps.glu import activation_and_slope
 from tigon.runtime.counters import zero_counters
 from tigon.runtime.device import Device, cdiv, device_of
 from tigon.runtime.launch import in_order, launch, on_device
+from tigon.runtime.maxima import magnitude_bits, raise_to
 from tigon.runtime.triton_private import tl, triton
 from tigon.runtime.tuning import LaunchConfig
 
@@ -117,6 +122,7 @@ def _add_sums(total, z, h, h_second, ORDER: tl.constexpr):
 @triton.jit(do_not_specialize=["T", "part_length", "parts"])
 def _lora_glu_forward_kernel(
     gate_ptr, up_ptr, a_ptr,  # [T, N] each
+    maximum_ptr,  # [1] int32, the bits of the largest |a|, or None
     gate_h_ptr, up_h_ptr, gate_b_ptr, up_b_ptr,  # [3, T, r] bf16 or None, [N, r] or None
     # [r, N] or None, [parts, T, r] fp32, an int32 for each block of tokens, [3, T, r] bf16
     down_a_ptr, sum_ptr, counter_ptr, down_h_ptr,
@@ -137,6 +143,10 @@ def _lora_glu_forward_kernel(
     if up_h_ptr is not None:
         up_h, up_h2 = _load_terms(up_h_ptr, stride_term, rows * stride_h + ranks, (rows < T) & (ranks < UP_R), ORDER)
     down_h = tl.zeros([BLOCK_T, BLOCK_R], tl.float32)
+    # There is a maximum for each row, because those of all elements would take so many registers that a multiprocessor
+    # of an H200 runs one program at a time in place of two.
+    if maximum_ptr is not None:
+        row_bits = tl.zeros([BLOCK_T, 1], tl.int32)
     # The length of a part is a multiple of `BLOCK_N`. Triton vectorises the loads only if it knows that.
     first = tl.multiple_of(part * part_length, BLOCK_N)
     for start in tl.range(first, tl.minimum(first + part_length, N), BLOCK_N, num_stages=STAGES):
@@ -157,12 +167,17 @@ def _lora_glu_forward_kernel(
         act, _ = activation_and_slope(gate.to(tl.float32), KIND)
         a = (act * up.to(tl.float32)).to(a_ptr.dtype.element_ty)
         tl.store(a_ptr + offsets, a, inside)
+        if maximum_ptr is not None:
+            bits = tl.where(inside, magnitude_bits(a.to(tl.float32)), 0)
+            row_bits = tl.maximum(row_bits, tl.max(bits, axis=1, keep_dims=True))
         if down_a_ptr is not None:
             down_ranks = tl.arange(0, BLOCK_R)[:, None]
             down_a = tl.load(down_a_ptr + down_ranks * N + cols, (down_ranks < DOWN_R) & (cols < N), 0.0)
             down_a, down_a2 = _split(down_a, 1.0, ORDER)
             # Elements outside of `a` add nothing, because `down_a` is zero there, and gate and up are finite.
             down_h = _add_sums(down_h, tl.trans(a), tl.trans(down_a), tl.trans(down_a2), ORDER)
+    if maximum_ptr is not None:
+        raise_to(maximum_ptr, tl.max(tl.max(row_bits, 1), 0), None)
     if down_a_ptr is not None:
         mask = (rows < T) & (ranks < DOWN_R)
         offsets = rows * DOWN_R + ranks
@@ -176,6 +191,7 @@ def _lora_glu_forward_kernel(
 @triton.jit(do_not_specialize=["T", "part_length", "parts"])
 def _lora_glu_backward_kernel(
     da_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr,  # [T, N] each
+    maximum_ptr,  # [1] int32, the bits of the largest |dgate| or |dup|, or None
     gate_h_ptr, up_h_ptr, gate_b_ptr, up_b_ptr,  # [3, T, r] bf16 or None, [N, r] or None
     down_dh_ptr, down_a_ptr,  # [3, T, r] bf16 or None, [r, N] or None
     # [N, r] fp32 or None, the third [r, N]; [parts, N * (all ranks)] fp32; an int32 for each block of features
@@ -209,6 +225,8 @@ def _lora_glu_backward_kernel(
     gate_db = tl.zeros([BLOCK_N, BLOCK_R], tl.float32)
     up_db = tl.zeros([BLOCK_N, BLOCK_R], tl.float32)
     down_da = tl.zeros([BLOCK_N, BLOCK_R], tl.float32)
+    if maximum_ptr is not None:
+        half_bits = tl.zeros([BLOCK_T // 2, BLOCK_N], tl.int32)
     steps = tl.arange(0, BLOCK_T)[:, None]
     first = part.to(tl.int64) * part_length
     for start in tl.range(first, tl.minimum(first + part_length, T), BLOCK_T, num_stages=STAGES):
@@ -238,6 +256,12 @@ def _lora_glu_backward_kernel(
         dup = (da.to(tl.float32) * act).to(dup_ptr.dtype.element_ty)
         tl.store(dgate_ptr + offsets, dgate, inside)
         tl.store(dup_ptr + offsets, dup, inside)
+        if maximum_ptr is not None:
+            bits = tl.maximum(magnitude_bits(dgate.to(tl.float32)), magnitude_bits(dup.to(tl.float32)))
+            # A thread holds the same columns of both halves of the rows. The maximum over them exchanges no values and
+            # takes half of the registers that one for each element would take.
+            halves = tl.reshape(tl.where(inside, bits, 0), [2, BLOCK_T // 2, BLOCK_N])
+            half_bits = tl.maximum(half_bits, tl.max(halves, axis=0))
         # Rows beyond T add nothing, because h and dh are zero there, and the other factor is finite.
         if gate_db_ptr is not None:
             gate_db = _add_sums(gate_db, dgate, gate_h, gate_h2, ORDER)
@@ -246,6 +270,8 @@ def _lora_glu_backward_kernel(
         if down_da_ptr is not None:
             a = (act * up.to(tl.float32)).to(dgate_ptr.dtype.element_ty)
             down_da = _add_sums(down_da, a, down_dh, down_dh2, ORDER)
+    if maximum_ptr is not None:
+        raise_to(maximum_ptr, tl.max(tl.max(half_bits, 1), 0), None)
     # The sums of a part lie one after the other: those of gate, those of up, and those of down.
     up_sums = N * GATE_R
     down_sums = up_sums + N * UP_R
@@ -319,9 +345,12 @@ def _constants(x: Tensor, adapters: GLUAdapters, kind: str, config: LoRAGLUConfi
 
 @on_device
 def lora_glu_forward(
-    gate: Tensor, up: Tensor, adapters: GLUAdapters, kind: str
+    gate: Tensor, up: Tensor, adapters: GLUAdapters, kind: str, maximum: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Return a [T, I] and the terms of h_d [3, T, r], from gate and up [T, I]. h_d is None if down has no adapter."""
+    """Return a [T, I] and the terms of h_d [3, T, r], from gate and up [T, I]. h_d is None if down has no adapter.
+
+    If `maximum` [1], the bits of an fp32 number in int32, is passed, raise it to the largest absolute value of a.
+    """
     t, i = gate.shape
     device = device_of(gate)
     config = LoRAGLUConfig.choose(LoRAGLUProblem(max(adapters.ranks), gate.element_size(), False), device)
@@ -333,7 +362,7 @@ def lora_glu_forward(
     launch(
         _lora_glu_forward_kernel, blocks * parts,
         *in_order(_lora_glu_forward_kernel)(
-            gate_ptr=gate, up_ptr=up, a_ptr=a, gate_h_ptr=adapters.gate_h, up_h_ptr=adapters.up_h,
+            gate_ptr=gate, up_ptr=up, a_ptr=a, maximum_ptr=maximum, gate_h_ptr=adapters.gate_h, up_h_ptr=adapters.up_h,
             gate_b_ptr=adapters.gate_b, up_b_ptr=adapters.up_b, down_a_ptr=adapters.down_a,
             sum_ptr=None if down_h is None else gate.new_empty((parts, t, down_r), dtype=torch.float32),
             counter_ptr=zero_counters(gate, blocks), down_h_ptr=down_h,
@@ -357,12 +386,13 @@ class GLUGradients(NamedTuple):
 @on_device
 def lora_glu_backward(
     da: Tensor, gate: Tensor, up: Tensor, adapters: GLUAdapters, down_dh: Tensor | None, kind: str,
-    dgate: Tensor, dup: Tensor, needs: tuple[bool, bool, bool],
+    dgate: Tensor, dup: Tensor, needs: tuple[bool, bool, bool], maximum: Tensor | None = None,
 ) -> GLUGradients:  # fmt: skip
     """Write dgate and dup [T, I], which may be the tensors gate and up, and return the gradients of B_g, B_u and A_d.
 
     da [T, I] is the gradient of a through the base product of down. `down_dh` [3, T, r] holds the terms of the gradient
-    of h_d. `needs` says which of the gradients of B_g, B_u and A_d are needed.
+    of h_d. `needs` says which of the gradients of B_g, B_u and A_d are needed. If `maximum` [1], the bits of an fp32
+    number in int32, is passed, raise it to the largest absolute value of dgate and dup.
     """
     t, i = gate.shape
     device = device_of(gate)
@@ -379,7 +409,7 @@ def lora_glu_backward(
     launch(
         _lora_glu_backward_kernel, blocks * parts,
         *in_order(_lora_glu_backward_kernel)(
-            da_ptr=da, gate_ptr=gate, up_ptr=up, dgate_ptr=dgate, dup_ptr=dup,
+            da_ptr=da, gate_ptr=gate, up_ptr=up, dgate_ptr=dgate, dup_ptr=dup, maximum_ptr=maximum,
             gate_h_ptr=adapters.gate_h, up_h_ptr=adapters.up_h, gate_b_ptr=adapters.gate_b, up_b_ptr=adapters.up_b,
             down_dh_ptr=down_dh, down_a_ptr=adapters.down_a, gate_db_ptr=gate_db, up_db_ptr=up_db, down_da_ptr=down_da,
             sum_ptr=gate.new_empty((parts, i * sum(adapters.ranks)), dtype=torch.float32),

@@ -9,6 +9,9 @@ be frozen, as they are in fine-tuning with adapters. In other cases (a base weig
 dropout, several adapters of one projection, a rank above 16) `lora_linears` and the op of the activation compute the
 MLP.
 
+If the weights are in FP8 with one scale for a matrix, the kernels that write a, dgate and dup also find the largest
+absolute values by which they are quantised. No other pass reads them for that.
+
 Shapes: T tokens, H hidden, I intermediate, r rank.
 """
 
@@ -72,6 +75,11 @@ def _glu_adapters(entries: Sequence[Entry], h: Tensor | None, down: Projection) 
     return GLUAdapters(hidden[0], hidden[1], b[0], b[1], down_a, scaling[0], scaling[1])
 
 
+def _zero_maximum(fp8: Fp8Group | None, layers: int, like: Tensor) -> Tensor | None:
+    """Return the maximum that a kernel finds for a group, or None if the group does not need it or has fewer layers."""
+    return fp8.zero_maximum(like) if fp8 is not None and len(fp8.indices) == layers else None
+
+
 def _multiply_gates(rows: Tensor, gate: Projection, up: Projection, fp8: Fp8Group | None) -> tuple[Tensor, Tensor]:
     """Return the products of x [T, H] with the weights of gate and up, of which one is dense at a time."""
     products = {} if fp8 is None else fp8.multiply(rows)
@@ -108,17 +116,18 @@ class _LoRAGLUMLP(torch.autograd.Function):
         # In this method gradients are off, and `needs_input_grad` does not depend on them.
         fp8 = Fp8Group.of((gate_layer, up_layer), records and ctx.needs_input_grad[0])
         gate, up = _multiply_gates(rows, gate_layer, up_layer, fp8)
-        a, down_h = lora_glu_forward(gate, up, _glu_adapters(entries, h, down), kind)
+        # The gradients of gate and up need da.
+        down_fp8 = Fp8Group.of((down,), records and any(ctx.needs_input_grad))
+        maximum = _zero_maximum(down_fp8, 1, gate)
+        a, down_h = lora_glu_forward(gate, up, _glu_adapters(entries, h, down), kind, maximum)
         gates = (gate, up) if saves_gates else (None, None)
         save_gated(ctx, gate, saves_gates, is_checkpointed, x, h, down_h, *gates, *tensors)
         ctx.constants, ctx.kind, ctx.shape = constants, kind, x.shape
-        # The gradients of gate and up need da.
-        down_fp8 = Fp8Group.of((down,), records and any(ctx.needs_input_grad))
         ctx.fp8, ctx.down_fp8 = fp8, down_fp8
         down_entries = list_entries((down,), len(rows), None)
         # The output is not a view, because a view that a node returns cannot be modified in place.
         if down_fp8 is not None:
-            product = down_fp8.multiply(a)[0]
+            product = down_fp8.multiply(a, maximum)[0]
             add_low_rank(product, down, down_entries, down_h)
             y = reshape_without_view(product, (*x.shape[:-1], len(down.weight)))
         else:
@@ -154,6 +163,8 @@ class _LoRAGLUMLP(torch.autograd.Function):
             any(adapter.b for adapter in needs[1].adapters),
             any(adapter.a for adapter in down_needs.adapters),
         )
+        needs_dx = ctx.needs_input_grad[0]
+        maximum = _zero_maximum(ctx.fp8, 2, gate) if needs_dx else None
         sums = lora_glu_backward(
             _gradient_of_activation(dy, down, ctx.down_fp8),
             gate,
@@ -164,6 +175,7 @@ class _LoRAGLUMLP(torch.autograd.Function):
             dgate,
             dup,
             flags,
+            maximum,
         )
         del gate, up
         if sums.down_a is not None:
@@ -171,11 +183,11 @@ class _LoRAGLUMLP(torch.autograd.Function):
         dys = {0: dgate, 1: dup}
         dh: Tensor | None = None
         dh_entries: list[Entry] = []
-        if entries and (ctx.needs_input_grad[0] or any(adapter.a for need in needs for adapter in need.adapters)):
+        if entries and (needs_dx or any(adapter.a for need in needs for adapter in need.adapters)):
             dh, dh_entries = project_gradients(dys, entries)
         dbs = {entry.position: (sums.gate_b, sums.up_b)[entry.projection] for entry in entries}
         gradients = layer_gradients(rows, h, dys, dh, entries, dh_entries, needs, dbs)
-        dx = compute_input_gradient(dys, layers, dh, dh_entries, ctx.fp8) if ctx.needs_input_grad[0] else None
+        dx = compute_input_gradient(dys, layers, dh, dh_entries, ctx.fp8, maximum) if needs_dx else None
         gradients.append(Projection(None, None, tuple(down_gradients)))
         return None if dx is None else dx.view(ctx.shape), *[None] * 5, *flatten(gradients)[0]
 

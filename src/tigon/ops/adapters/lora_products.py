@@ -162,12 +162,13 @@ def compute_input_gradient(
     dh: Tensor | None,
     entries: Sequence[Entry],
     fp8: Fp8Group | None = None,
+    maximum: Tensor | None = None,
 ) -> Tensor | None:
     """Return dx [T, I], from dy_i [T, O_i], dh and the entries of dh; None if `dys` is empty.
 
-    `fp8` computes the products of the weights that are in FP8.
+    `fp8` computes the products of the weights that are in FP8, by the `maximum` of their dy_i if it is known.
     """
-    dx = None if fp8 is None else fp8.input_gradient(dys)
+    dx = None if fp8 is None else fp8.input_gradient(dys, maximum)
     for group in _groups(entries):
         assert dh is not None
         is_first = dx is None

@@ -320,9 +320,13 @@ def quantise(parts: Sequence[Tensor], layout: Layout, maxima: Maxima | None = No
     return _factors(quantise_reference(x, layout), layout)
 
 
-def quantise_tensor(x: Tensor, layout: Layout) -> Quantised:
-    """Return the FP8 copies of x [..., K] as a matrix [M, K]. If the op that wrote x found its maxima, use them."""
-    maxima = find(x, layout.maxima_of_first_pass)
+def quantise_tensor(x: Tensor, layout: Layout, maxima: Maxima | None = None) -> Quantised:
+    """Return the FP8 copies of x [..., K] as a matrix [M, K].
+
+    If the caller knows the maxima of x, or if the op that wrote x found them, use them.
+    """
+    if maxima is None:
+        maxima = find(x, layout.maxima_of_first_pass)
     return quantise([x.reshape(-1, x.shape[-1])], layout, maxima)
 
 

@@ -12,12 +12,13 @@ import torch
 
 import tigon
 from tigon.ops.adapters.four_bit import FourBitWeight, QuantisedScales, dequantise
+from tigon.ops.adapters.fp8_weight import Fp8Weight
 from tigon.ops.adapters.lora_mlp import lora_glu_mlp
 from tigon.ops.adapters.projection import Adapter, Projection
 from tigon.ops.experts.arguments import ExpertParameters
 from tigon.ops.experts.choice_order import order_choices
 from tigon.ops.experts.moe_mlp import moe_mlp_in_fp8
-from tigon.ops.fp8.formats import has_units
+from tigon.ops.fp8.formats import Fp8Options, has_units
 from tigon.ops.fp8.fp8_glu_mlp import fp8_glu_mlp
 from tigon.ops.head.computed_rows import CountConfig
 from tigon.ops.logits.token import kernels as token_loss
@@ -101,12 +102,16 @@ def _muon(rows: int, columns: int, dtype: torch.dtype = torch.bfloat16, **option
     tigon.Muon([parameter], **options).step()
 
 
-def _lora_glu_mlp(hidden: int, inner: int, rank: int) -> None:
-    """Run the MLP with adapters on its three projections; recognition calls it, and it has no public name yet."""
+def _lora_glu_mlp(hidden: int, inner: int, rank: int, options: Fp8Options | None = None) -> None:
+    """Run the MLP with adapters on its three projections; recognition calls it, and it has no public name yet.
+
+    With `options`, the weights are in FP8.
+    """
 
     def projection(outputs: int, inputs: int) -> Projection:
         a, b = torch.zeros(rank, inputs, requires_grad=True), torch.zeros(outputs, rank, requires_grad=True)
-        return Projection(torch.zeros(outputs, inputs, dtype=torch.bfloat16), adapters=(Adapter(a, b),))
+        weight = torch.zeros(outputs, inputs, dtype=torch.bfloat16)
+        return Projection(weight if options is None else Fp8Weight(weight, options, None), adapters=(Adapter(a, b),))
 
     gate, up, down = projection(inner, hidden), projection(inner, hidden), projection(hidden, inner)
     y = lora_glu_mlp(torch.zeros(2, hidden, dtype=torch.bfloat16, requires_grad=True), gate, up, down)
@@ -220,6 +225,7 @@ _OTHER_STEPS: dict[str, Callable[[], None]] = {
     "rms_norm 4096, largest values of rows and columns": lambda: _norm_maxima(4096, MaximaNeeds(False, True, True)),
     "rms_norm 8192, largest values of rows and columns": lambda: _norm_maxima(8192, MaximaNeeds(False, True, True)),
     "lora_linear MLP 14336": lambda: _lora_glu_mlp(4096, 14336, 16),
+    "lora_linear MLP 14336, base in FP8": lambda: _lora_glu_mlp(256, 14336, 16, Fp8Options()),
     "gelu MLP 3072": lambda: _mlp(768, 3072, "gelu"),
     "gelu MLP tanh 3072": lambda: _mlp(768, 3072, "gelu_tanh"),
     "gelu MLP sigmoid 4096": lambda: _mlp(1024, 4096, "gelu_sigmoid"),
