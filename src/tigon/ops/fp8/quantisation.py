@@ -15,7 +15,8 @@ The passes, and their floors on an H200 (4.3 TB/s), for a bf16 matrix of N value
     rowwise, the transposed copy     as tensorwise                          5 N bytes      0.039 ms
     rowwise, two copies              as tensorwise                          6 N bytes      0.047 ms
 
-The amax pass disappears if the kernel that wrote the matrix has found the maxima (`tigon.runtime.maxima`): 2 N bytes.
+The amax pass disappears if the kernel that wrote the matrix has found the maxima: 2 N bytes. A norm hands them on by
+`tigon.runtime.maxima`, and the kernels of `tigon.ops.adapters.lora_glu` in their own node.
 For act(gate) * up, each read counts twice. Parts of the second read come from the cache.
 
 A matrix of zeros, or one whose values are all below 2^-100, has the scale of 2^-100. NaN makes the scale NaN, and an
@@ -233,8 +234,8 @@ def find_tensor_maximum(x: Tensor, maximum: Tensor) -> None:
     _find_maxima(_Part(row_view(x), None, "", 0, 0), Maxima(maximum, None, None))
 
 
-def write_part(part: _Part, maxima: Maxima, copies: Copies, layout: Layout) -> None:
-    """Write the copies of a part by the maxima of the whole matrix."""
+def write_part(part: _Part, maxima: Maxima, copies: Copies, layout: Layout, is_reversed: bool = False) -> None:
+    """Write the copies of a part by the maxima of the whole matrix, in the reverse order if the end of it is cached."""
     m, k = part.x.shape
     config = _choose_tiles(part, True)
     column_blocks = cdiv(k, config.block_k)
@@ -255,7 +256,7 @@ def write_part(part: _Part, maxima: Maxima, copies: Copies, layout: Layout) -> N
         part.x.stride(0), stride_up, 0 if rows is None else rows.stride(0),
         0 if transposed is None else transposed.stride(0), m, pad(m) // MULTIPLE, k, column_blocks,
         LARGEST[layout.dtype],
-        KIND=part.kind, TENSORWISE=not layout.is_rowwise, BLOCK_M=config.block_m, BLOCK_K=config.block_k,
+        KIND=part.kind, TENSORWISE=not layout.is_rowwise, REVERSED=is_reversed, BLOCK_M=config.block_m, BLOCK_K=config.block_k,
         num_warps=config.num_warps,
     )  # fmt: skip
 
@@ -268,10 +269,13 @@ def _quantise(parts: list[_Part], m: int, k: int, layout: Layout, maxima: Maxima
         for part in parts:
             _write_rows(part, copies, layout)
         return copies
-    if not maxima.covers(layout.maxima):
-        maxima = zero_maxima(first, m, k, layout.maxima)
+    if maxima.covers(layout.maxima):
         for part in reversed(parts):
-            _find_maxima(part, maxima)
+            write_part(part, maxima, copies, layout, is_reversed=True)
+        return copies
+    maxima = zero_maxima(first, m, k, layout.maxima)
+    for part in reversed(parts):
+        _find_maxima(part, maxima)
     for part in parts:
         write_part(part, maxima, copies, layout)
     return copies

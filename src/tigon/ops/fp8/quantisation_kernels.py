@@ -9,7 +9,8 @@ than infinity, so an atomic maximum of integers keeps NaN. If the amax is NaN or
 NaN: an infinite scale times the zeros that it divides is NaN.
 
 The first pass visits the tiles in the reverse order, because the last ones that the producer of the matrix wrote are
-still in the cache. It leaves the first tiles there for the second pass. Shapes: M rows, K columns.
+still in the cache. It leaves the first tiles there for the second pass. If the producer has found the maxima, the
+second pass comes first, and visits the tiles in the reverse order itself. Shapes: M rows, K columns.
 """
 
 from dataclasses import dataclass
@@ -148,10 +149,12 @@ def write_kernel(
     row_ptr, row_scale_ptr,  # [M, K] fp8 and [M] (TENSORWISE: [1]) fp32, or None
     transposed_ptr, column_scale_ptr,  # [K, padded M] fp8 and [K] (TENSORWISE: [1]) fp32, or None
     stride_x, stride_up, stride_row, stride_transposed, m, padded_groups, k, column_blocks, largest,
-    KIND: tl.constexpr, TENSORWISE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+    KIND: tl.constexpr, TENSORWISE: tl.constexpr, REVERSED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Write the FP8 copies of a tile, and the scales."""
+    """Write the FP8 copies of a tile, and the scales. If REVERSED, the first programs compute the last tiles."""
     pid = tl.program_id(0)
+    if REVERSED:
+        pid = tl.num_programs(0) - 1 - pid
     row_block, column_block = pid // column_blocks, pid % column_blocks
     rows = row_block.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = column_block * BLOCK_K + tl.arange(0, BLOCK_K)
