@@ -54,8 +54,10 @@ def _check(h: Tensor, dh: Tensor, value: float, place: int | None) -> None:
         results.append([a, dgate, dup])
     assert all(torch.equal(x.view(torch.int16), y.view(torch.int16)) for x, y in zip(*results, strict=True))
     for maximum, tensors in zip(maxima, ([a], [dgate, dup]), strict=True):
-        assert maximum.item() == max(int(x.float().abs().view(torch.int32).max()) for x in tensors)
         largest = maximum.view(torch.float32).item()
+        # Devices write NaN with different bits.
+        if not math.isnan(value):
+            assert maximum.item() == max(int(x.float().abs().view(torch.int32).max()) for x in tensors)
         assert (math.isnan(largest), math.isinf(largest)) == (math.isnan(value), math.isinf(value))
 
 
