@@ -135,7 +135,7 @@ def test_experts_accept_few_tokens(tokens):
 
 
 def test_experts_have_the_same_bits_in_every_run():
-    """The kernels have no atomics. Stock adds the gradients of a token's choices in no fixed order."""
+    """Floating-point sums have a fixed order. Stock adds the gradients of a token's choices in no fixed order."""
     module, inputs = _patched(_experts()), _inputs()
     first, second = _step(module, inputs), _step(module, inputs)
     assert all(torch.equal(first[name], second[name]) for name in first)

@@ -109,9 +109,10 @@ def test_a_gated_mlp_is_one_node(recipe, level):
     # A last digit of a or of dgate may change a value in FP8, which has four bits.
     assert_close([y], [expected], tolerance=0.03)
     assert_close(layers.gradients((y,)), layers.gradients((expected,)), tolerance=0.05)
-    # In bf16 more values of a change in FP8, but fewer than by the quantisation itself.
+    # In bf16, which runs on a GPU only, rounding changes more of the values of a in FP8.
+    limit = 1.0 if DEVICE == "cuda" else 0.3
     exact = F.linear(F.silu(gate.float()) * up.float(), layers.weights[2].float()) + layers.low_rank(a, 2)
-    assert (y - expected).norm() < (y - exact).norm()
+    assert (y - expected).norm() < limit * (y - exact).norm()
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ def _check(h: Tensor, dh: Tensor, value: float, place: int | None) -> None:
     weight = torch.full((INNER, RANK), 1 + 2.0**-9, device=DEVICE)
     adapters = GLUAdapters(h, h, weight, weight, weight.t().contiguous(), 0.1, 0.1)
     gate, up, da = (_positive(TOKENS, INNER).to(DTYPE) for _ in range(3))
-    # By these factors the largest value in backward is one of dup if it is in the first token, and otherwise of dgate.
+    # With these factors, dup holds the largest value in the first half of the tokens, and dgate in the second half.
     up[: TOKENS // 2] /= 16
     up[TOKENS // 2 :] *= 4
     up_with_value = up.clone()

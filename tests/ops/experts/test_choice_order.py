@@ -1,17 +1,18 @@
-"""The order of the choices by expert: that of a stable sort, for every number of experts, on kernels and in torch."""
+"""The kernels sort choices as a stable sort by expert does."""
 
 import pytest
 import torch
 
 from op_cases import DEVICE
-from tigon.ops.experts import choice_order
-from tigon.ops.experts.choice_order import BLOCK, MOST_EXPERTS, order_choices, orders_choices
+from tigon.ops.experts import choice_order, routing
+from tigon.ops.experts.choice_order import BLOCK, MOST_EXPERTS, has_order_kernels, order_choices
 
 CASES = {
     "one choice": (1, 1, torch.int64),
     "half a block": (BLOCK // 2, 5, torch.int64),
     "three blocks": (2 * BLOCK + 300, 128, torch.int32),
     "a power of two": (BLOCK + 1, 64, torch.int16),
+    "bytes": (100, 300, torch.uint8),
     "the most experts": (BLOCK + 700, MOST_EXPERTS, torch.int64),
 }
 
@@ -21,14 +22,17 @@ CASES = {
 def test_choices_have_the_order_of_a_stable_sort(size, experts, dtype, poisoned):
     """Absent experts have an index below 0, or of E or more. They come last."""
     generator = torch.Generator().manual_seed(size)
-    index = torch.randint(-2, experts + 3, (size,), generator=generator, dtype=dtype)
-    present = torch.where((index >= 0) & (index < experts), index, experts).long()
+    first, end = (0, 256) if dtype == torch.uint8 else (-2, experts + 3)
+    index = torch.randint(first, end, (size,), generator=generator, dtype=dtype)
+    wide = index.long()
+    present = torch.where((wide >= 0) & (wide < experts), wide, experts)
     expert, order = present.sort(stable=True)
     slot = torch.empty_like(order).scatter_(0, order, torch.arange(size))
     ends = present.bincount(minlength=experts + 1)[:experts].cumsum(0)
     # Every second number belongs to another tensor.
-    strided = torch.stack([index, torch.full_like(index, experts - 1)], 1).to(DEVICE)[:, 0]
+    strided = torch.stack([index, torch.zeros_like(index)], 1).to(DEVICE)[:, 0]
     result = order_choices(strided, experts)
+    assert [x.dtype for x in result] == [torch.int64, torch.int64, torch.int16, torch.int32]
     assert result.order.tolist() == order.tolist()
     assert result.slot.tolist() == slot.tolist()
     assert result.expert.tolist() == expert.tolist()
@@ -46,10 +50,28 @@ def test_choices_of_one_expert_keep_their_order_over_many_blocks(monkeypatch):
     assert result.ends.tolist() == [0] * 1000 + [size]
 
 
+@pytest.mark.kernels
+def test_route_gives_the_same_with_kernels_and_with_torch(monkeypatch):
+    index = torch.tensor([[2, 0], [3, 2], [-1, 5]], device=DEVICE)
+    results = []
+    for uses_kernels in (True, False):
+        monkeypatch.setattr(routing, "has_order_kernels", lambda *args, uses=uses_kernels: uses)
+        results.append(routing.route(index, 4))
+    for actual, expected in zip(*results, strict=True):
+        assert actual.dtype == expected.dtype
+        assert torch.equal(actual, expected)
+
+
+@pytest.mark.kernels
+def test_a_compiled_graph_may_have_the_kernels():
+    index = torch.tensor([[2, 0], [3, 2], [-1, 5]], device=DEVICE)
+    torch.library.opcheck(torch.ops.tigon.order_choices.default, (index, 4))
+
+
 @pytest.mark.no_interpreter("It launches no kernel.")
 def test_the_kernels_run_on_a_gpu_only():
     index = torch.zeros(4, 2, dtype=torch.int64, device=DEVICE)
-    assert orders_choices(index, 4) == index.is_cuda
-    assert not orders_choices(index[:0], 4)
-    assert not orders_choices(index, 0)
-    assert not orders_choices(index, MOST_EXPERTS + 1)
+    assert has_order_kernels(index, 4) == index.is_cuda
+    assert not has_order_kernels(index[:0], 4)
+    assert not has_order_kernels(index, 0)
+    assert not has_order_kernels(index, MOST_EXPERTS + 1)

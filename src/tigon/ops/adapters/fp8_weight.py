@@ -72,10 +72,10 @@ class Fp8Group:
         return Fp8Group(weights, needs_dx) if weights else None
 
     def zero_maximum(self, like: Tensor) -> Tensor | None:
-        """Return a zero [1] int32, which a kernel raises to the largest |x|, or that of all gradients of the group.
+        """Return a zero [1] int32 for a kernel to raise to the largest value of what the group quantises next.
 
-        `multiply` and `input_gradient` take the maximum. The result is None if they have no use for it: rows have their
-        own scales, or no kernel quantises on the device of `like`.
+        That is the largest |x| for `multiply`, and the largest |dy_i| of all layers for `input_gradient`. The result is
+        None if rows have scales of their own, or if no kernel quantises on the device of `like`.
         """
         if self.options.is_rowwise or not runs_fp8_kernels(like):
             return None

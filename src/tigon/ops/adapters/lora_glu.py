@@ -143,8 +143,8 @@ def _lora_glu_forward_kernel(
     if up_h_ptr is not None:
         up_h, up_h2 = _load_terms(up_h_ptr, stride_term, rows * stride_h + ranks, (rows < T) & (ranks < UP_R), ORDER)
     down_h = tl.zeros([BLOCK_T, BLOCK_R], tl.float32)
-    # There is a maximum for each row, because those of all elements would take so many registers that a multiprocessor
-    # of an H200 runs one program at a time in place of two.
+    # Keep one maximum for each row. One for each element would need so many registers that a multiprocessor of an H200
+    # runs one program instead of two.
     if maximum_ptr is not None:
         row_bits = tl.zeros([BLOCK_T, 1], tl.int32)
     # The length of a part is a multiple of `BLOCK_N`. Triton vectorises the loads only if it knows that.
@@ -258,8 +258,8 @@ def _lora_glu_backward_kernel(
         tl.store(dup_ptr + offsets, dup, inside)
         if maximum_ptr is not None:
             bits = tl.maximum(magnitude_bits(dgate.to(tl.float32)), magnitude_bits(dup.to(tl.float32)))
-            # A thread holds the same columns of both halves of the rows. The maximum over them exchanges no values and
-            # takes half of the registers that one for each element would take.
+            # In a tile of 16 rows, a thread holds the same columns of both halves of the rows. The maximum over them
+            # therefore exchanges no values, and takes half of the registers that one for each element would take.
             halves = tl.reshape(tl.where(inside, bits, 0), [2, BLOCK_T // 2, BLOCK_N])
             half_bits = tl.maximum(half_bits, tl.max(halves, axis=0))
         # Rows beyond T add nothing, because h and dh are zero there, and the other factor is finite.

@@ -10,7 +10,7 @@ dropout, several adapters of one projection, a rank above 16) `lora_linears` and
 MLP.
 
 If the weights are in FP8 with one scale for a matrix, the kernels that write a, dgate and dup also find the largest
-absolute values by which they are quantised. No other pass reads them for that.
+absolute values by which they are quantised. These tensors are then not read once more for their scales.
 
 Shapes: T tokens, H hidden, I intermediate, r rank.
 """
@@ -76,7 +76,10 @@ def _glu_adapters(entries: Sequence[Entry], h: Tensor | None, down: Projection) 
 
 
 def _zero_maximum(fp8: Fp8Group | None, layers: int, like: Tensor) -> Tensor | None:
-    """Return the maximum that a kernel finds for a group, or None if the group does not need it or has fewer layers."""
+    """Return a zero maximum for a kernel to raise.
+
+    It is None if a layer of the node is not in FP8, or if rows have scales of their own.
+    """
     return fp8.zero_maximum(like) if fp8 is not None and len(fp8.indices) == layers else None
 
 

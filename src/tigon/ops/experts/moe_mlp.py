@@ -3,8 +3,8 @@ r"""The MLPs of a mixture of experts (Shazeer et al., arXiv:1701.06538). Each to
     y[t] = sum_k w[t, k] * act(x[t] U[e]^T + b[e]) D[e]^T + c[e],    e = index[t, k]
 
 Rows are sorted by expert without waiting for the device, so the products of an expert are one block of a grouped
-product. `tigon.ops.experts.routing` spreads the tokens and sums the results. An index of E or more is an expert of
-another rank, and adds nothing.
+product. `tigon.ops.experts.routing` spreads the tokens and sums the results. An index below 0, or of
+E or more, is an expert of another rank, and adds nothing.
 
 The forward saves only x [T, H] and h = x[t] U^T + b, which is [S, 2 I] for the S = T K rows. In `lean(mlp=True)` it
 saves only x, and backward repeats the product that computes h. For the row s of (t, k):

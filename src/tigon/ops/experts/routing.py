@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tigon.ops.experts.choice_order import order_choices, orders_choices
+from tigon.ops.experts.choice_order import has_order_kernels, order_choices
 from tigon.runtime.autograd import first_order
 from tigon.runtime.device import Device, cdiv, device_of, runs_kernels
 from tigon.runtime.launch import launch, launcher
@@ -62,7 +62,7 @@ class Routing(NamedTuple):
 
 def route(top_k_index: Tensor, num_experts: int) -> Routing:
     """Sort the choices of top_k_index [T, K] by expert. The rows of one expert stay in the order of the tokens."""
-    if orders_choices(top_k_index, num_experts):
+    if has_order_kernels(top_k_index, num_experts):
         slot, order, expert, ends = order_choices(top_k_index, num_experts)
         return Routing(slot.view(top_k_index.shape), order, expert, ends)
     # The remainder of -1 is E. All indices of absent experts become E, and therefore come last.

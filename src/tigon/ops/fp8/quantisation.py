@@ -15,8 +15,8 @@ The passes, and their floors on an H200 (4.3 TB/s), for a bf16 matrix of N value
     rowwise, the transposed copy     as tensorwise                          5 N bytes      0.039 ms
     rowwise, two copies              as tensorwise                          6 N bytes      0.047 ms
 
-The amax pass disappears if the kernel that wrote the matrix has found the maxima: 2 N bytes. A norm hands them on by
-`tigon.runtime.maxima`, and the kernels of `tigon.ops.adapters.lora_glu` in their own node.
+If the kernel that wrote the matrix has found the maxima, the amax pass and its 2 N bytes disappear. Norms pass their
+maxima through `tigon.runtime.maxima`, and the kernels of `tigon.ops.adapters.lora_glu` pass theirs within their node.
 For act(gate) * up, each read counts twice. Parts of the second read come from the cache.
 
 A matrix of zeros, or one whose values are all below 2^-100, has the scale of 2^-100. NaN makes the scale NaN, and an
@@ -235,7 +235,10 @@ def find_tensor_maximum(x: Tensor, maximum: Tensor) -> None:
 
 
 def write_part(part: _Part, maxima: Maxima, copies: Copies, layout: Layout, is_reversed: bool = False) -> None:
-    """Write the copies of a part by the maxima of the whole matrix, in the reverse order if the end of it is cached."""
+    """Write the copies of a part, scaled by the maxima of the whole matrix.
+
+    With `is_reversed`, start at the last tile, which the producer of the matrix wrote last.
+    """
     m, k = part.x.shape
     config = _choose_tiles(part, True)
     column_blocks = cdiv(k, config.block_k)
@@ -256,8 +259,8 @@ def write_part(part: _Part, maxima: Maxima, copies: Copies, layout: Layout, is_r
         part.x.stride(0), stride_up, 0 if rows is None else rows.stride(0),
         0 if transposed is None else transposed.stride(0), m, pad(m) // MULTIPLE, k, column_blocks,
         LARGEST[layout.dtype],
-        KIND=part.kind, TENSORWISE=not layout.is_rowwise, REVERSED=is_reversed, BLOCK_M=config.block_m, BLOCK_K=config.block_k,
-        num_warps=config.num_warps,
+        KIND=part.kind, TENSORWISE=not layout.is_rowwise, REVERSED=is_reversed, BLOCK_M=config.block_m,
+        BLOCK_K=config.block_k, num_warps=config.num_warps,
     )  # fmt: skip
 
 

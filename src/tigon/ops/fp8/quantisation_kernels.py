@@ -9,8 +9,8 @@ than infinity, so an atomic maximum of integers keeps NaN. If the amax is NaN or
 NaN: an infinite scale times the zeros that it divides is NaN.
 
 The first pass visits the tiles in the reverse order, because the last ones that the producer of the matrix wrote are
-still in the cache. It leaves the first tiles there for the second pass. If the producer has found the maxima, the
-second pass comes first, and visits the tiles in the reverse order itself. Shapes: M rows, K columns.
+still in the cache. It leaves the first tiles there for the second pass. If the producer has found the maxima, there is
+no first pass, and the pass that writes the copies visits the tiles in the reverse order. Shapes: M rows, K columns.
 """
 
 from dataclasses import dataclass

@@ -135,7 +135,7 @@ def _clamped_glu(gate: ClampedGate, inner: int) -> None:
 
 
 def _choice_order(experts: int) -> None:
-    """Sort the choices of tokens by expert. On CPU tensors, torch sorts them."""
+    """Call the kernels that sort choices directly, because `route` sorts CPU tensors by torch."""
     order_choices(torch.zeros(2, 8, dtype=torch.int64), experts)
 
 

@@ -130,6 +130,22 @@ def test_the_suffix_of_the_optimizer_changes_only_the_optimizer():
         assert sum(x.nbytes for x in moments) == provider.moment_bytes(weight)
 
 
+@pytest.mark.parametrize(
+    ("names", "sentence"),
+    [
+        ("stock,tigon", "Optimizer: torch's AdamW, fused."),
+        ("tigon-adamw8bit", "Optimizer: tigon.AdamW with moments in 8 bits."),
+        (
+            "tigon-adamw8bit,stock",
+            "Optimizer: torch's AdamW, fused; tigon.AdamW with moments in 8 bits for providers with the suffix "
+            "-adamw8bit.",
+        ),
+    ],
+)
+def test_the_report_names_the_optimizers(names, sentence):
+    assert report.name_optimizers(providers.select(names)) == sentence
+
+
 @pytest.mark.parametrize("name", ["stock-adamw8bit", "tigon-leen-adamw8bit", "tigon-adamw4bit"])
 def test_other_optimizers_are_refused(name):
     with pytest.raises(ValueError, match="must be among"):
@@ -380,7 +396,7 @@ def test_losses_agree_if_they_are_as_near_to_fp32_as_those_of_stock():
     assert curves["tigon"].agrees is True
     assert curves["tigon"].error == pytest.approx(0.05 / 3**0.5)
     assert curves["tigon-lean"].agrees is False
-    settings = {"title": "a model", "sweep": None, "interrupted": False}
+    settings = {"title": "a model", "sweep": None, "interrupted": False, "optimizers": "Optimizer: one."}
     text = report.markdown(list(rows.values()), {"type": "cpu", "name": "a CPU"}, settings)
     assert "rms from fp32" in text
     (line,) = [line for line in text.splitlines() if line.startswith("| tigon-lean") and line.endswith("no |")]
@@ -403,7 +419,7 @@ def test_the_report_of_a_sweep_has_all_rows_and_the_largest_sizes(tmp_path):
         make_row("liger", [], [], "missing"),
     ]  # fmt: skip
     machine = {"type": "cuda", "name": "a GPU", "memory_gib": 4.5}
-    settings = {"title": "a model", "sweep": "seq", "interrupted": False}
+    settings = {"title": "a model", "sweep": "seq", "interrupted": False, "optimizers": "Optimizer: one."}
     text = report.markdown(rows, machine, settings)
     lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
     assert lines[2][:3] == ["stock", "2", "512"]

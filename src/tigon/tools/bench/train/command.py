@@ -64,7 +64,6 @@ def _run(console: "Console", plan: "TrainPlan", folder: Path) -> int:
     from tigon.tools.bench.train import train_report as report
     from tigon.tools.bench.train.train_runs import BenchSession, train_rounds
     from tigon.tools.training.measurement import Measurement, compare_with_stock
-    from tigon.tools.training.model_providers import ADAMW_8BIT
 
     start_time, options = time.perf_counter(), plan.options
     plan.config.to_json_file(folder / "config.json", use_diff=False)
@@ -73,14 +72,12 @@ def _run(console: "Console", plan: "TrainPlan", folder: Path) -> int:
         **asdict(options), "title": title, "dtype": plan.dtype, "steps": plan.steps, "warmup": plan.warmup,
         "runs": [run.name for run in plan.runs], "text": plan.text, "text_tokens": plan.tokens.count,
         "bpe_entries": plan.tokens.entries, "interrupted": False,
+        "optimizers": report.name_optimizers(run.provider for run in plan.runs),
     }  # fmt: skip
     del settings["out"]
     console.print(f"[bold]{escape(title)}[/], {escape(str(machine['name']))}")
-    optimizer = "AdamW, fused"
-    if any(run.name.endswith(ADAMW_8BIT) for run in plan.runs):
-        optimizer += f"; tigon.AdamW with moments in 8 bits for providers with the suffix {ADAMW_8BIT}"
     text = f"{escape(plan.text)}, {plan.tokens.count:,} tokens"
-    console.print(f"Text: {text}. {optimizer}. {report.legend(machine)}\n")
+    console.print(f"Text: {text}. {settings['optimizers']} {report.legend(machine)}\n")
     with Progress(
         SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=console, transient=True
     ) as progress:

@@ -16,7 +16,7 @@ a cross where memory ran out. loss.png has the losses of one size.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -36,15 +36,25 @@ from tigon.tools.training.measurement import (
     compare_with_stock,
     loss_differences,
 )
-from tigon.tools.training.model_providers import STOCK_FP32
+from tigon.tools.training.model_providers import ADAMW_8BIT, STOCK_FP32, ModelProvider
 
-__all__ = ["curve_table", "legend", "markdown", "plot", "sentence", "table", "write_report"]
+__all__ = ["curve_table", "legend", "markdown", "name_optimizers", "plot", "sentence", "table", "write_report"]
 
 # --- tables --------------------------------------------------------------------------------------
 
 # The columns that are aligned to the left.
 LEFT = ("provider", "note", "within")
 Value = Callable[[Measurement], float | None]
+
+
+def name_optimizers(providers: Iterable[ModelProvider]) -> str:
+    """Return a sentence that names the optimizers of the providers."""
+    names = [
+        "tigon.AdamW with moments in 8 bits" if in_8_bits else "torch's AdamW, fused"
+        for in_8_bits in sorted({provider.adamw_8bit for provider in providers})
+    ]
+    end = f" for providers with the suffix {ADAMW_8BIT}" if len(names) > 1 else ""
+    return f"Optimizer: {'; '.join(names)}{end}."
 
 
 def legend(machine: dict[str, Any]) -> str:
@@ -56,8 +66,8 @@ def legend(machine: dict[str, Any]) -> str:
         else "parameters, optimizer states and the growth of the process"
     )
     return (
-        "One step: forward, backward, AdamW, zero_grad. ms: median of the timed steps, in brackets their quartiles; "
-        f"host ms: until the calls return; tokens/s: of all ranks; peak and reserved GiB: {memory}."
+        "One step: forward, backward, optimizer, zero_grad. ms: median of the timed steps, in brackets their "
+        f"quartiles; host ms: until the calls return; tokens/s: of all ranks; peak and reserved GiB: {memory}."
     )
 
 
@@ -178,7 +188,7 @@ def markdown(rows: Sequence[Measurement], machine: dict[str, Any], settings: dic
     if settings["interrupted"]:
         lines += ["Interrupted: these are the sizes that were done.", ""]
     titles, cells = _cells(rows)
-    lines += [legend(machine), "", *markdown_table(titles, cells, LEFT), ""]
+    lines += [f"{settings['optimizers']} {legend(machine)}", "", *markdown_table(titles, cells, LEFT), ""]
     if settings["sweep"]:
         size_name = {"seq": "length", "batch": "batch"}[settings["sweep"]]
         cells = _largest_cells(rows, settings["sweep"])
