@@ -1,5 +1,7 @@
 """The largest absolute values of a tensor, which the kernel that writes the tensor finds for an op that quantises it.
 
+The maxima of a matrix are that of all values, those of its rows, and those of its columns. Kernels call each an amax.
+
 An op that quantises a tensor with scales of its values needs their maxima before it writes anything, so it reads the
 tensor twice. If the kernel that writes the tensor also finds the maxima, one of the two reads disappears:
 

@@ -109,24 +109,24 @@ def test_a_gated_mlp_is_one_node(recipe, level):
     # A last digit of a or of dgate may change a value in FP8, which has four bits.
     assert_close([y], [expected], tolerance=0.03)
     assert_close(layers.gradients((y,)), layers.gradients((expected,)), tolerance=0.05)
-    # In bf16, which runs on a GPU only, rounding changes more of the values of a in FP8.
+    # In bf16, which runs on a GPU only, rounding changes more of the FP8 values of `a`.
     limit = 1.0 if DEVICE == "cuda" else 0.3
     exact = F.linear(F.silu(gate.float()) * up.float(), layers.weights[2].float()) + layers.low_rank(a, 2)
     assert (y - expected).norm() < limit * (y - exact).norm()
 
 
 @pytest.mark.parametrize(
-    ("recipe", "in_fp8", "passes", "passes_before"),
+    ("recipe", "in_fp8", "passes", "passes_without_maximum"),
     [
         pytest.param("tensorwise", [True, True, True], 0, 3, id="tensorwise"),
         # The kernel finds the maximum of dgate and dup together, and dgate alone is quantised.
         pytest.param("tensorwise", [True, False, True], 1, 2, id="up is not in FP8"),
-        # A pass over a row of a finds its maximum and quantises it.
+        # A pass over a row of `a` finds its maximum and quantises it.
         pytest.param("rowwise", [True, True, True], 2, 2, id="rowwise"),
     ],
 )
 def test_a_gated_mlp_has_no_pass_for_the_maxima_of_what_its_kernels_write(
-    monkeypatch, recipe, in_fp8, passes, passes_before
+    monkeypatch, recipe, in_fp8, passes, passes_without_maximum
 ):
     """The tensors [37, INNER] that are quantised are a, dgate and dup."""
     shapes, find_maxima = [], quantisation._find_maxima
@@ -134,14 +134,14 @@ def test_a_gated_mlp_has_no_pass_for_the_maxima_of_what_its_kernels_write(
         shapes.append(tuple(part.x.shape)), find_maxima(part, maxima)
     ))  # fmt: skip
     results = []
-    for count in (passes, passes_before):
+    for count in (passes, passes_without_maximum):
         layers = Layers([(INNER, HIDDEN, 5), (INNER, HIDDEN, 4), (HIDDEN, INNER, 3)], recipe)
         shapes.clear()
         projections = layers.projections(in_fp8)
         y = lora_glu_mlp(layers.x, *projections)
         results.append([y, *layers.gradients((y,))])
         assert shapes.count((37, INNER)) == count
-        is_unused = recipe == "rowwise" or count == passes_before
+        is_unused = recipe == "rowwise" or count == passes_without_maximum
         assert (Fp8Group.of(projections[2:], needs_dx=True).zero_maximum(y) is None) == is_unused
         monkeypatch.setattr(Fp8Group, "zero_maximum", lambda group, like: None)
     for actual, expected in zip(*results, strict=True):

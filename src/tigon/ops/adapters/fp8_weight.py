@@ -1,10 +1,11 @@
 """The frozen weights of layers with adapters whose products run in FP8: y = Q(x) Q(W)^T and dx = Q(dy) Q(W).
 
-The layers of a node that have FP8 weights form a group. They share the FP8 copy of their input, and the sum of their
-gradients of x is one product. The adapters are not part of it: their outputs are added to those of the products.
+The layers of a node that have FP8 weights and the same input form a group. They share the FP8 copy of their input, and
+the sum of their gradients of x is one product. The adapters are not part of it: their outputs are added to those of the
+products.
 
-If all values of x, or of the gradients, have one scale, a kernel of the node that writes them may also find their
-largest absolute value. Otherwise a pass over them finds it.
+With tensorwise scales, the kernel that writes x, or the gradients, may also find their largest absolute value and pass
+it as `maximum`. Without it, a pass over these tensors finds what their scales need.
 
 Shapes: T tokens, I inputs, O outputs of a layer.
 """
@@ -72,10 +73,11 @@ class Fp8Group:
         return Fp8Group(weights, needs_dx) if weights else None
 
     def zero_maximum(self, like: Tensor) -> Tensor | None:
-        """Return a zero [1] int32 for a kernel to raise to the largest value of what the group quantises next.
+        """Return a zero [1] int32, in which a kernel collects the bits of the largest absolute value.
 
-        That is the largest |x| for `multiply`, and the largest |dy_i| of all layers for `input_gradient`. The result is
-        None if rows have scales of their own, or if no kernel quantises on the device of `like`.
+        A kernel that writes x raises it to the largest |x| for `multiply`. A kernel that writes the gradients raises it
+        to the largest |dy_i| of all layers for `input_gradient`. The result is None if rows have scales of their own,
+        or if no kernel quantises on the device of `like`.
         """
         if self.options.is_rowwise or not runs_fp8_kernels(like):
             return None

@@ -15,9 +15,8 @@ h_d is a sum over features, so a program of the forward kernel computes a block 
 and dA are sums over tokens, so a program of the backward kernel computes a block of features and a part of the tokens.
 The last program of a block adds the sums of its parts, as in `low_rank`.
 
-An FP8 product with one scale for a matrix needs the largest |a|, or the largest of |dgate| and |dup| together. The
-kernels find it if it is needed, so that no pass reads the 2 T I bytes of a, or the 4 T I of dgate and dup, for one
-number.
+An FP8 product with one scale for a matrix needs the largest |a|, and in backward the largest of |dgate| and |dup|
+together. The kernels find it on request, which saves a pass that reads 2 T I bytes, and 4 T I in backward.
 
 Shapes: T tokens, I intermediate features, r rank of one adapter (at most 16).
 """
@@ -143,8 +142,8 @@ def _lora_glu_forward_kernel(
     if up_h_ptr is not None:
         up_h, up_h2 = _load_terms(up_h_ptr, stride_term, rows * stride_h + ranks, (rows < T) & (ranks < UP_R), ORDER)
     down_h = tl.zeros([BLOCK_T, BLOCK_R], tl.float32)
-    # Keep one maximum for each row. One for each element would need so many registers that a multiprocessor of an H200
-    # runs one program instead of two.
+    # Keep one maximum for each row of a tile. One for each element of it would need so many registers that a
+    # multiprocessor of an H200 runs one program instead of two.
     if maximum_ptr is not None:
         row_bits = tl.zeros([BLOCK_T, 1], tl.int32)
     # The length of a part is a multiple of `BLOCK_N`. Triton vectorises the loads only if it knows that.
@@ -258,8 +257,8 @@ def _lora_glu_backward_kernel(
         tl.store(dup_ptr + offsets, dup, inside)
         if maximum_ptr is not None:
             bits = tl.maximum(magnitude_bits(dgate.to(tl.float32)), magnitude_bits(dup.to(tl.float32)))
-            # In a tile of 16 rows, a thread holds the same columns of both halves of the rows. The maximum over them
-            # therefore exchanges no values, and takes half of the registers that one for each element would take.
+            # In a tile of 16 rows, a thread holds the same columns of both halves of the rows. The maximum over the
+            # halves needs no exchange between threads, and takes half as many registers as one for each element.
             halves = tl.reshape(tl.where(inside, bits, 0), [2, BLOCK_T // 2, BLOCK_N])
             half_bits = tl.maximum(half_bits, tl.max(halves, axis=0))
         # Rows beyond T add nothing, because h and dh are zero there, and the other factor is finite.
@@ -349,7 +348,7 @@ def lora_glu_forward(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Return a [T, I] and the terms of h_d [3, T, r], from gate and up [T, I]. h_d is None if down has no adapter.
 
-    If `maximum` [1], the bits of an fp32 number in int32, is passed, raise it to the largest absolute value of a.
+    `maximum` [1] int32 holds the bits of an fp32 number. If it is passed, the kernel raises it to the largest |a|.
     """
     t, i = gate.shape
     device = device_of(gate)
@@ -391,8 +390,8 @@ def lora_glu_backward(
     """Write dgate and dup [T, I], which may be the tensors gate and up, and return the gradients of B_g, B_u and A_d.
 
     da [T, I] is the gradient of a through the base product of down. `down_dh` [3, T, r] holds the terms of the gradient
-    of h_d. `needs` says which of the gradients of B_g, B_u and A_d are needed. If `maximum` [1], the bits of an fp32
-    number in int32, is passed, raise it to the largest absolute value of dgate and dup.
+    of h_d. `needs` says which of the gradients of B_g, B_u and A_d are needed. `maximum` [1] int32 holds the bits of an
+    fp32 number. If it is passed, the kernel raises it to the largest of |dgate| and |dup|.
     """
     t, i = gate.shape
     device = device_of(gate)

@@ -10,7 +10,7 @@ dropout, several adapters of one projection, a rank above 16) `lora_linears` and
 MLP.
 
 If the weights are in FP8 with one scale for a matrix, the kernels that write a, dgate and dup also find the largest
-absolute values by which they are quantised. These tensors are then not read once more for their scales.
+absolute values for the scales, so no second read of these tensors is needed.
 
 Shapes: T tokens, H hidden, I intermediate, r rank.
 """
@@ -75,12 +75,12 @@ def _glu_adapters(entries: Sequence[Entry], h: Tensor | None, down: Projection) 
     return GLUAdapters(hidden[0], hidden[1], b[0], b[1], down_a, scaling[0], scaling[1])
 
 
-def _zero_maximum(fp8: Fp8Group | None, layers: int, like: Tensor) -> Tensor | None:
-    """Return a zero maximum for a kernel to raise.
+def _zero_maximum(fp8: Fp8Group | None, layer_count: int, like: Tensor) -> Tensor | None:
+    """Return a zero maximum for the kernel that writes what `layer_count` layers quantise.
 
-    It is None if a layer of the node is not in FP8, or if rows have scales of their own.
+    It is None if one of these layers is not in FP8, or if rows have scales of their own.
     """
-    return fp8.zero_maximum(like) if fp8 is not None and len(fp8.indices) == layers else None
+    return fp8.zero_maximum(like) if fp8 is not None and len(fp8.indices) == layer_count else None
 
 
 def _multiply_gates(rows: Tensor, gate: Projection, up: Projection, fp8: Fp8Group | None) -> tuple[Tensor, Tensor]:

@@ -1,14 +1,15 @@
 r"""The order of the choices of all tokens by expert: a counting sort in three kernels.
 
     count    the choices of each expert in each block of BLOCK choices
-    scan     the sums of these counts over the blocks before each block, and over all blocks
+    scan     for each block, the choices of each expert in earlier blocks; and their number in all blocks
     place    row = first row of the expert + its choices in earlier blocks + its earlier choices in this block
 
-A block of choices is sorted in registers by the keys (expert, place in the block), so its choices of one expert follow
-one another, in their order. On an H200, the three kernels take 10 us for 65,536 choices of 128 experts. The radix sort
-of torch and the operations around it take about 45 us in 17 launches.
+The choices of a block are sorted in registers by (expert, position in the block), so those of one expert are adjacent
+and keep their order. On an H200, the three kernels take 10 us for 65,536 choices of 128 experts. The radix sort of torch
+and the operations around it take about 45 us in 17 launches.
 
-Shapes: S choices, E experts, B blocks.
+Shapes: S choices, E experts, B blocks. A block has BINS counts: one for each expert, one for absent experts, and zeros
+up to a power of two.
 """
 
 from typing import NamedTuple
@@ -22,7 +23,7 @@ from tigon.runtime.triton_private import tl, triton
 
 __all__ = ["MOST_EXPERTS", "ChoiceOrder", "has_order_kernels", "order_choices"]
 
-# The kernels hold the counts of all experts in registers.
+# A program holds at most 1024 counts in registers, one of which is for absent experts.
 MOST_EXPERTS = 1023
 # The choices of a block.
 BLOCK = 512
@@ -56,7 +57,7 @@ def _load_experts(index_ptr, choices, S, E):
 
 @triton.jit(do_not_specialize=["S", "E"])
 def _count_kernel(index_ptr, counts_ptr, S, E, BINS: tl.constexpr, BLOCK: tl.constexpr):  # [S], [B, BINS] int32
-    """Count the choices of each expert in a block."""
+    """Write how many choices of a block each expert has."""
     block = tl.program_id(0).to(tl.int64)
     experts = _load_experts(index_ptr, block * BLOCK + tl.arange(0, BLOCK), S, E)
     tl.store(counts_ptr + block * BINS + tl.arange(0, BINS), tl.histogram(experts, BINS))
@@ -67,7 +68,7 @@ def _scan_kernel(
     counts_ptr, earlier_counts_ptr, totals_ptr,  # [B, BINS] int32 both, [BINS] int32
     blocks, BINS: tl.constexpr, PART: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Write the choices of PART experts in the blocks before each block, and in all blocks."""
+    """Write how many choices each of PART experts has in the blocks before each block, and in all blocks."""
     bins = tl.program_id(0) * PART + tl.arange(0, PART)
     total = tl.zeros([PART], tl.int32)
     for start in range(0, blocks, TILE):
@@ -93,14 +94,14 @@ def _place_kernel(
     ends = tl.cumsum(totals, 0)
     tl.store(ends_ptr + bins, ends, mask=(bins < E) & (block == 0))
     first = block * BLOCK
-    place = tl.arange(0, BLOCK)
-    keys = tl.sort(_load_experts(index_ptr, first + place, S, E) * BLOCK + place)
+    position = tl.arange(0, BLOCK)
+    keys = tl.sort(_load_experts(index_ptr, first + position, S, E) * BLOCK + position)
     expert, choice = keys // BLOCK, first + keys % BLOCK
-    # In the sorted block, the choices of an expert begin at `place_of_first`. Their rows begin at `row_of_first`.
+    # In the sorted block, the choices of an expert begin at `first_position`. Their rows begin at `first_row`.
     counts = tl.load(counts_ptr + block * BINS + bins)
-    row_of_first = ends - totals + tl.load(earlier_counts_ptr + block * BINS + bins)
-    place_of_first = tl.cumsum(counts, 0) - counts
-    row = place + tl.gather(row_of_first - place_of_first, expert, 0)
+    first_row = ends - totals + tl.load(earlier_counts_ptr + block * BINS + bins)
+    first_position = tl.cumsum(counts, 0) - counts
+    row = position + tl.gather(first_row - first_position, expert, 0)
     inside = choice < S
     tl.store(slot_ptr + choice, row, mask=inside)
     tl.store(order_ptr + row, choice, mask=inside)
@@ -111,9 +112,10 @@ def _place_kernel(
 
 
 def has_order_kernels(index: Tensor, experts: int) -> bool:
-    """Return whether the kernels sort these choices. They do on a GPU.
+    """Return whether the kernels sort these choices.
 
-    The interpreter is excluded, because `tl.sort` takes seconds there.
+    They do on a GPU, for 1 to MOST_EXPERTS experts and fewer than 2^31 choices. The interpreter is excluded, because
+    `tl.sort` takes seconds there. `route` sorts all others by operations of torch.
     """
     is_on_gpu = HAS_TRITON and index.is_cuda and type(index) in PLAIN
     return is_on_gpu and 0 < experts <= MOST_EXPERTS and 0 < index.numel() < 2**31
@@ -132,10 +134,11 @@ def _empty_order(index: Tensor, experts: int) -> ChoiceOrder:
 def order_choices(index: Tensor, experts: int) -> ChoiceOrder:
     """Sort the choices `index` by expert. Choices of one expert stay in their order.
 
-    There are one choice or more, and 1 to MOST_EXPERTS experts.
+    `index` must not be empty, and `experts` must be from 1 to MOST_EXPERTS.
     """
-    index, order = index.contiguous(), _empty_order(index, experts)
-    # With fewer bins, the alignment of `earlier_counts` would depend on the number of blocks.
+    index, result = index.contiguous(), _empty_order(index, experts)
+    # Four bins or more keep `earlier_counts` aligned to 16 bytes for every number of blocks. Otherwise Triton would
+    # compile a second variant.
     size, bins = index.numel(), max(4, triton.next_power_of_2(experts + 1))
     blocks = cdiv(size, BLOCK)
     counts, earlier_counts = index.new_empty(2, blocks, bins, dtype=torch.int32)
@@ -146,7 +149,7 @@ def order_choices(index: Tensor, experts: int) -> ChoiceOrder:
         _scan_kernel, bins // part, counts, earlier_counts, totals, blocks, BINS=bins, PART=part, TILE=TILE, num_warps=4
     )
     launch(
-        _place_kernel, blocks, index, counts, earlier_counts, totals, order.slot, order.order, order.expert, order.ends,
-        size, experts, BINS=bins, BLOCK=BLOCK, num_warps=4,
+        _place_kernel, blocks, index, counts, earlier_counts, totals,
+        result.slot, result.order, result.expert, result.ends, size, experts, BINS=bins, BLOCK=BLOCK, num_warps=4,
     )  # fmt: skip
-    return order
+    return result

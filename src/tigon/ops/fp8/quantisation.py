@@ -16,8 +16,8 @@ The passes, and their floors on an H200 (4.3 TB/s), for a bf16 matrix of N value
     rowwise, two copies              as tensorwise                          6 N bytes      0.047 ms
 
 If the kernel that wrote the matrix has found the maxima, the amax pass and its 2 N bytes disappear. Norms pass their
-maxima through `tigon.runtime.maxima`, and the kernels of `tigon.ops.adapters.lora_glu` pass theirs within their node.
-For act(gate) * up, each read counts twice. Parts of the second read come from the cache.
+maxima through `tigon.runtime.maxima`, and the MLP of `tigon.ops.adapters.lora_mlp` passes its own as an argument.
+`quantise_gated` reads gate and up, so each of its reads counts twice. Parts of the second read come from the cache.
 
 A matrix of zeros, or one whose values are all below 2^-100, has the scale of 2^-100. NaN makes the scale NaN, and an
 infinity makes it infinite, so that the results of a product are NaN: errors are never hidden.
@@ -313,7 +313,7 @@ def quantise_product(gate: Tensor, up: Tensor, kind: str, layout: Layout) -> Cop
 
 
 def quantise(parts: Sequence[Tensor], layout: Layout, maxima: Maxima | None = None) -> Quantised:
-    """Return the FP8 copies of the matrix that consists of the parts, of which the maxima may be known.
+    """Return the FP8 copies of the matrix that consists of the parts. `maxima` holds its maxima if they are known.
 
     Parts that are one below the other have multiples of 16 rows, except the last one. Without rows the copies are
     empty, and so are their scales.

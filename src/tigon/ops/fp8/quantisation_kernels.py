@@ -8,9 +8,9 @@ An amax is stored as the bits of an fp32 number without its sign. Integers compa
 than infinity, so an atomic maximum of integers keeps NaN. If the amax is NaN or infinite, every result of a product is
 NaN: an infinite scale times the zeros that it divides is NaN.
 
-The first pass visits the tiles in the reverse order, because the last ones that the producer of the matrix wrote are
-still in the cache. It leaves the first tiles there for the second pass. If the producer has found the maxima, there is
-no first pass, and the pass that writes the copies visits the tiles in the reverse order. Shapes: M rows, K columns.
+The first pass over the matrix begins with the last tiles, because those that the producer of the matrix wrote last are
+still in the cache. This is the amax pass, which leaves the first tiles in the cache for the second pass. If the
+producer has found the maxima, it is the pass that writes the copies. Shapes: M rows, K columns.
 """
 
 from dataclasses import dataclass
