@@ -5,8 +5,8 @@ r"""The order of the choices of all tokens by expert: a counting sort in three k
     place    row = first row of the expert + its choices in earlier blocks + its earlier choices in this block
 
 The choices of a block are sorted in registers by (expert, position in the block), so those of one expert are adjacent
-and keep their order. On an H200, the three kernels take 10 us for 65,536 choices of 128 experts. The radix sort of torch
-and the operations around it take about 45 us in 17 launches.
+and keep their order. On an H200, the three kernels take 10 us for 65,536 choices of 128 experts. The radix sort of
+torch and the operations around it take about 45 us in 17 launches.
 
 Shapes: S choices, E experts, B blocks. A block has BINS counts: one for each expert, one for absent experts, and zeros
 up to a power of two.
