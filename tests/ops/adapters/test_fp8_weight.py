@@ -148,6 +148,35 @@ def test_a_gated_mlp_has_no_pass_for_the_maxima_of_what_its_kernels_write(
         assert torch.equal(actual, expected)
 
 
+@pytest.mark.parametrize(
+    ("ranks", "in_fp8", "passes"),
+    [
+        pytest.param([5, 3], [True, True], 0, id="all layers"),
+        # The kernels read no gradient of a layer without an adapter.
+        pytest.param([5, 0], [True, True], 2, id="a layer without an adapter"),
+        pytest.param([5, 3], [False, True], 0, id="a layer that is not in FP8"),
+        pytest.param([0, 0], [True, True], 3, id="no adapters"),
+    ],
+)
+def test_low_rank_products_find_the_maxima_of_what_they_read(monkeypatch, ranks, in_fp8, passes):
+    """x and the gradients of both layers are quantised, of which the first has larger values."""
+    heights, find_maxima = [], quantisation._find_maxima
+    monkeypatch.setattr(quantisation, "_find_maxima", lambda part, maxima: (
+        heights.append(len(part.x)), find_maxima(part, maxima)
+    ))  # fmt: skip
+    results = []
+    for uses_maximum in (True, False):
+        layers = Layers([(HIDDEN, HIDDEN, ranks[0]), (32, HIDDEN, ranks[1])], "tensorwise")
+        heights.clear()
+        first, second = lora_linears(layers.x, layers.projections(in_fp8))
+        results.append([first, second, *layers.gradients((8 * first, second))])
+        # The weights have another number of rows.
+        assert heights.count(37) == (passes if uses_maximum else 1 + sum(in_fp8))
+        monkeypatch.setattr(Fp8Group, "zero_maximum", lambda group, like: None)
+    for actual, expected in zip(*results, strict=True):
+        assert torch.equal(actual, expected)
+
+
 def test_copies_that_are_not_cached_are_freed_after_the_forward():
     layers = Layers([(HIDDEN, HIDDEN, 0)], "rowwise")
     group = Fp8Group.of(layers.projections(), needs_dx=True)

@@ -10,7 +10,7 @@ it as `maximum`. Without it, a pass over these tensors finds what their scales n
 Shapes: T tokens, I inputs, O outputs of a layer.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from tigon.ops.fp8.formats import WEIGHT_DTYPE, Fp8Options, runs_fp8_kernels
 from tigon.ops.fp8.products import multiply_fp8
 from tigon.ops.fp8.quantisation import Layout, quantise, quantise_tensor
 from tigon.ops.fp8.weights import Fp8Weights, WeightCache, weight_rows, weight_transposed
-from tigon.runtime.maxima import Maxima
+from tigon.runtime.maxima import Maxima, MaximaNeeds, find
 
 __all__ = ["Fp8Group", "Fp8Weight"]
 
@@ -82,6 +82,22 @@ class Fp8Group:
         if self.options.is_rowwise or not runs_fp8_kernels(like):
             return None
         return like.new_zeros(1, dtype=torch.int32)
+
+    def missing_maximum(self, x: Tensor) -> Tensor | None:
+        """Return `zero_maximum` for a kernel that reads x [T, I]; None if the op that wrote x has found its maxima."""
+        is_known = not self.options.is_rowwise and find(x, MaximaNeeds(tensor=True)) is not None
+        return None if is_known else self.zero_maximum(x)
+
+    def missing_gradient_maximum(self, dys: Mapping[int, Tensor], read: Collection[int]) -> Tensor | None:
+        """Return `zero_maximum` for kernels that read the gradients dy_i of the layers `read`.
+
+        The result is None if they do not read all gradients of the group, or if the maxima of its only one are known.
+        """
+        present = [index for index in self.indices if index in dys]
+        if not present or not all(index in read for index in present):
+            return None
+        first = dys[present[0]]
+        return self.missing_maximum(first) if len(self.indices) == 1 else self.zero_maximum(first)
 
     def multiply(self, rows: Tensor, maximum: Tensor | None = None) -> dict[int, Tensor]:
         """Return the products [T, O] of x [T, I] with the weights, by the indices of the layers.

@@ -96,10 +96,12 @@ class _LoRALinears(torch.autograd.Function):
         rows = rows_of(x)
         seeds = draw_seeds(projections, x)
         entries = list_entries(projections, rows.shape[0], seeds)
-        h = compute_hidden(rows, entries) if entries else None
         # In this method gradients are off, and `needs_input_grad` does not depend on them.
         fp8 = Fp8Group.of(projections, records and ctx.needs_input_grad[0])
-        products = {} if fp8 is None else fp8.multiply(rows)
+        # The kernel of the first low-rank product reads x, so it also finds its maximum.
+        maximum = fp8.missing_maximum(rows) if fp8 is not None and entries else None
+        h = compute_hidden(rows, entries, maximum) if entries else None
+        products = {} if fp8 is None else fp8.multiply(rows, maximum)
         ys = []
         for i, projection in enumerate(projections):
             entries_of_product = [entry for entry in entries if entry.projection == i]
@@ -143,10 +145,13 @@ def _node_gradients(ctx: Any, dys: Mapping[int, Tensor], tensor_needs: Sequence[
     entries = list_entries(projections, next(iter(dys.values())).shape[0], seeds)
     dh: Tensor | None = None
     dh_entries: list[Entry] = []
+    maximum: Tensor | None = None
     if entries and (needs_dx or any(need.a for projection in needs for need in projection.adapters)):
-        dh, dh_entries = project_gradients(dys, entries)
+        if needs_dx and ctx.fp8 is not None:
+            maximum = ctx.fp8.missing_gradient_maximum(dys, {entry.projection for entry in entries})
+        dh, dh_entries = project_gradients(dys, entries, ctx.fp8, maximum)
     gradients = layer_gradients(rows, h, dys, dh, entries, dh_entries, needs)
-    dx = compute_input_gradient(dys, projections, dh, dh_entries, ctx.fp8) if needs_dx else None
+    dx = compute_input_gradient(dys, projections, dh, dh_entries, ctx.fp8, maximum) if needs_dx else None
     return None if dx is None else dx.view(ctx.shape), flatten(gradients)[0]
 
 

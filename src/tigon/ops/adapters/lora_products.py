@@ -93,12 +93,14 @@ def _span(group: Sequence[Entry]) -> slice:
     return slice(group[0].columns.start, group[-1].columns.stop)
 
 
-def compute_hidden(rows: Tensor, entries: Sequence[Entry]) -> Tensor:
-    """Return the terms of h [3, T, R] for x [T, I]."""
+def compute_hidden(rows: Tensor, entries: Sequence[Entry], maximum: Tensor | None = None) -> Tensor:
+    """Return the terms of h [3, T, R] for x [T, I]. If `maximum` is passed, raise it to the largest |x|."""
     h = empty_hidden(rows, rows.shape[0], entries[-1].columns.stop)
     for group in _groups(entries):
         tensors = [entry.adapter.a for entry in group]
-        project(rows, tensors, h[..., _span(group)], group[0].factor, group[0].dropout_mask)
+        # Each group reads all of x.
+        maximum_of_group = maximum if group[0] is entries[0] else None
+        project(rows, tensors, h[..., _span(group)], group[0].factor, group[0].dropout_mask, maximum_of_group)
     return h
 
 
@@ -138,11 +140,13 @@ def write_output(y: Tensor, rows: Tensor, projection: Projection, entries: Seque
         torch.mm(rows, dense_weight(projection.weight).t(), out=y)
 
 
-def project_gradients(dys: Mapping[int, Tensor], entries: Sequence[Entry]) -> tuple[Tensor, list[Entry]]:
+def project_gradients(
+    dys: Mapping[int, Tensor], entries: Sequence[Entry], fp8: Fp8Group | None = None, maximum: Tensor | None = None
+) -> tuple[Tensor, list[Entry]]:
     """Return the terms of dh [3, T, R] for the upstream gradients dy_i [T, O_i], and the entries of dh.
 
     dh has columns only for the adapters of projections in `dys`. The entries are those of these adapters, with their
-    columns of dh.
+    columns of dh. If `maximum` is passed, raise it to the largest |dy_i| of the layers of `fp8`.
     """
     first, dh_entries = 0, []
     some_dy = next(iter(dys.values()))
@@ -152,7 +156,11 @@ def project_gradients(dys: Mapping[int, Tensor], entries: Sequence[Entry]) -> tu
             first += entry.adapter.a.shape[0]
     dh = empty_hidden(some_dy, some_dy.shape[0], first)
     for entry in dh_entries:
-        project(dys[entry.projection], [entry.adapter.b.t()], dh[..., entry.columns], entry.adapter.scaling)
+        in_fp8 = fp8 is not None and entry.projection in fp8.indices
+        project(
+            dys[entry.projection], [entry.adapter.b.t()], dh[..., entry.columns], entry.adapter.scaling,
+            maximum=maximum if in_fp8 else None,
+        )  # fmt: skip
     return dh, dh_entries
 
 

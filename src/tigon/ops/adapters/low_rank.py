@@ -207,12 +207,14 @@ def empty_hidden(x: Tensor, tokens: int, rank: int) -> Tensor:
 
 @on_device
 def project(
-    x: Tensor, tensors: Sequence[Tensor], out: Tensor, factor: float = 1.0, dropout_mask: Tensor | None = None
-) -> Tensor:
+    x: Tensor, tensors: Sequence[Tensor], out: Tensor, factor: float = 1.0, dropout_mask: Tensor | None = None,
+    maximum: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Write the terms of h = factor * x A^T to `out` [3, T, R], and return `out`.
 
     `out` may be some columns of a wider tensor. The rows of x [T, N] are dense, and `dropout_mask` [T, N / 8] masks x.
-    A [R, N] is the stack of `tensors` [r, N] of any strides.
+    A [R, N] is the stack of `tensors` [r, N] of any strides. `maximum` [1] int32 holds the bits of an fp32 number. If
+    it is passed, the kernel raises it to the largest |x|.
     """
     t, n = x.shape
     is_split = len(tensors) > 1 or tensors[0].shape[0] > LARGEST_RANK_TO_SPLIT or tensors[0].dtype == torch.bfloat16
@@ -227,7 +229,7 @@ def project(
         project_kernel, blocks * parts,
         *in_order(project_kernel)(
             x_ptr=x, a_ptr=a, sum_ptr=x.new_empty((parts, t, r), dtype=torch.float32),
-            counter_ptr=zero_counters(x, blocks), out_ptr=out, mask_ptr=dropout_mask,
+            counter_ptr=zero_counters(x, blocks), out_ptr=out, mask_ptr=dropout_mask, maximum_ptr=maximum,
             T=t, N=n, part_length=part_length, parts=parts, stride_x=x.stride(0),
             stride_ar=a.stride(-2), stride_an=a.stride(-1), stride_part=t * r,
             stride_mask=0 if dropout_mask is None else dropout_mask.stride(0),
