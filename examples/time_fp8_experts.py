@@ -27,11 +27,12 @@ from torch import Tensor
 
 import tigon
 from tigon.ops.experts.arguments import ExpertParameters
+from tigon.ops.experts.choice_order import route
 from tigon.ops.experts.fp8_products import quantise_activated, quantise_rows
 from tigon.ops.experts.fp8_rows import quantise_and_spread
 from tigon.ops.experts.grouped_linear import grouped_product, grouped_weight_gradient
 from tigon.ops.experts.moe_mlp import moe_mlp_in_fp8, moe_mlp_reference
-from tigon.ops.experts.routing import route, spread
+from tigon.ops.experts.routing import spread
 from tigon.ops.fp8.grouped_products import multiply_groups
 from tigon.ops.fp8.stacks import Fp8StripConfig, quantise_stack
 from tigon.ops.fp8.weights import WeightCache

@@ -9,7 +9,7 @@ import torch
 
 __all__ = ["attempt", "mean_milliseconds", "milliseconds", "results"]
 
-# What a script has measured, by table and by line.
+# The measurements of a script: results[table][line].
 results: dict[str, Any] = {}
 
 

@@ -8,9 +8,9 @@ from torch import Tensor
 
 import tigon
 from tigon.ops.experts.arguments import ExpertParameters
+from tigon.ops.experts.choice_order import route
 from tigon.ops.experts.fp8_rows import quantise_and_spread, quantise_and_spread_reference
 from tigon.ops.experts.moe_mlp import moe_mlp_in_fp8, moe_mlp_reference
-from tigon.ops.experts.routing import route
 from tigon.ops.fp8 import grouped_products
 from tigon.ops.fp8.formats import Factor, has_units
 from tigon.ops.fp8.fp8_glu_mlp import fp8_glu_mlp

@@ -42,6 +42,7 @@ __all__ = [
     "find",
     "magnitude_bits",
     "raise_to",
+    "raise_to_largest",
     "zero_maxima",
 ]
 
@@ -103,6 +104,12 @@ def magnitude_bits(x):
 def raise_to(ptr, bits, mask):
     """Raise the stored maxima to `bits`. Only the next kernel reads them, so the order of the writes is free."""
     tl.atomic_max(ptr, bits, mask=mask, sem="relaxed")
+
+
+@triton.jit
+def raise_to_largest(ptr, bits):
+    """Raise one stored maximum to the largest of a tile of bits."""
+    raise_to(ptr, tl.max(tl.max(bits, 1), 0), None)
 
 
 # --- producers and readers -------------------------------------------------------------------------

@@ -26,8 +26,8 @@ from tigon.ops.adapters.lora_expert_activation import (
 )
 from tigon.ops.adapters.lora_experts import ExpertAdapter, adapted_moe_mlp, lora_moe_mlp_reference
 from tigon.ops.experts.arguments import ExpertParameters
+from tigon.ops.experts.choice_order import Routing, route
 from tigon.ops.experts.moe_mlp import moe_mlp_reference
-from tigon.ops.experts.routing import Routing, route
 from tigon.runtime.tuning import tuned
 
 T, K, E, H, INNER = 40, 3, 6, 16, 24

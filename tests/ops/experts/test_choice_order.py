@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from op_cases import DEVICE
-from tigon.ops.experts import choice_order, routing
+from tigon.ops.experts import choice_order
 from tigon.ops.experts.choice_order import BLOCK, MOST_EXPERTS, has_order_kernels, order_choices
 
 CASES = {
@@ -55,8 +55,8 @@ def test_route_gives_the_same_with_kernels_and_with_torch(monkeypatch):
     index = torch.tensor([[2, 0], [3, 2], [-1, 5]], device=DEVICE)
     results = []
     for uses_kernels in (True, False):
-        monkeypatch.setattr(routing, "has_order_kernels", lambda *args, uses=uses_kernels: uses)
-        results.append(routing.route(index, 4))
+        monkeypatch.setattr(choice_order, "has_order_kernels", lambda *args, uses=uses_kernels: uses)
+        results.append(choice_order.route(index, 4))
     for actual, expected in zip(*results, strict=True):
         assert actual.dtype == expected.dtype
         assert torch.equal(actual, expected)

@@ -16,6 +16,7 @@ from tigon.ops.experts.activation import (
     activation_gradients_reference,
 )
 from tigon.ops.experts.arguments import ACTIVATIONS
+from tigon.ops.experts.choice_order import route
 from tigon.ops.experts.grouped_linear import group_sums, grouped_linear, rows_of_groups
 from tigon.ops.experts.moe_mlp import moe_mlp_reference
 from tigon.ops.experts.routing import (
@@ -23,7 +24,6 @@ from tigon.ops.experts.routing import (
     RoutingProblem,
     combine,
     combine_reference,
-    route,
     spread,
     spread_reference,
 )

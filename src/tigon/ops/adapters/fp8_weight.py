@@ -12,7 +12,6 @@ Shapes: T tokens, I inputs, O outputs of a layer.
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-import torch
 from torch import Tensor
 
 from tigon.ops.adapters.frozen_weight import FrozenWeight
@@ -21,7 +20,7 @@ from tigon.ops.fp8.formats import WEIGHT_DTYPE, Fp8Options, runs_fp8_kernels
 from tigon.ops.fp8.products import multiply_fp8
 from tigon.ops.fp8.quantisation import Layout, quantise, quantise_tensor
 from tigon.ops.fp8.weights import Fp8Weights, WeightCache, weight_rows, weight_transposed
-from tigon.runtime.maxima import Maxima, MaximaNeeds, find
+from tigon.runtime.maxima import Maxima, MaximaNeeds, find, zero_maxima
 
 __all__ = ["Fp8Group", "Fp8Weight"]
 
@@ -81,7 +80,7 @@ class Fp8Group:
         """
         if self.options.is_rowwise or not runs_fp8_kernels(like):
             return None
-        return like.new_zeros(1, dtype=torch.int32)
+        return zero_maxima(like, 0, 0, MaximaNeeds(tensor=True)).tensor
 
     def missing_maximum(self, x: Tensor) -> Tensor | None:
         """Return `zero_maximum` for a kernel that reads x [T, I]; None if the op that wrote x has found its maxima."""

@@ -34,7 +34,7 @@ from tigon.ops.adapters.grouped_low_rank_kernels import (
     split_experts_kernel,
 )
 from tigon.ops.adapters.low_rank import LARGEST_RANK_TO_SPLIT, TERMS, rank_block
-from tigon.ops.experts.routing import Routing
+from tigon.ops.experts.choice_order import Routing
 from tigon.runtime.device import Device, cdiv, device_of
 from tigon.runtime.launch import in_order, launch, on_device
 from tigon.runtime.triton_private import triton

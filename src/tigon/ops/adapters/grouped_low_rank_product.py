@@ -23,8 +23,8 @@ from torch import Tensor
 from tigon.ops.adapters.grouped_low_rank import count_terms, grouped_expand
 from tigon.ops.adapters.grouped_low_rank_kernels import add_expanded, load_factor, load_hidden
 from tigon.ops.adapters.low_rank import TERMS, rank_block
+from tigon.ops.experts.choice_order import Routing
 from tigon.ops.experts.grouped_linear import grouped_product
-from tigon.ops.experts.routing import Routing
 from tigon.runtime.device import Device, cdiv, device_of, runs_kernels
 from tigon.runtime.launch import in_order, launch, on_device
 from tigon.runtime.triton_private import TensorDescriptor, tl, triton

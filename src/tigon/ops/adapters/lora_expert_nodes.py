@@ -52,8 +52,9 @@ from tigon.ops.adapters.lora_expert_activation import (
 from tigon.ops.adapters.low_rank import TERMS
 from tigon.ops.experts.activation import activation_gradients
 from tigon.ops.experts.arguments import ACTIVATIONS
+from tigon.ops.experts.choice_order import Routing
 from tigon.ops.experts.grouped_linear import grouped_product
-from tigon.ops.experts.routing import Routing, combine, spread
+from tigon.ops.experts.routing import combine, spread
 from tigon.runtime.autograd import first_order, without_autocast
 
 __all__ = ["AddGroupedAdapters", "ExpertAdapter", "LoRAExperts"]

@@ -22,10 +22,11 @@ from torch import Tensor
 from tigon.memory.lean import recomputes_mlp, register_recomputation
 from tigon.ops.adapters.lora_expert_nodes import AddGroupedAdapters, ExpertAdapter, LoRAExperts
 from tigon.ops.experts.arguments import ACTIVATIONS, ExpertParameters, check_activated, check_experts
+from tigon.ops.experts.choice_order import Routing, route
 from tigon.ops.experts.differentiated import RoutingMatrices, spread_rows
 from tigon.ops.experts.grouped_linear import grouped_linear, rows_of_groups
 from tigon.ops.experts.moe_mlp import moe_mlp_reference
-from tigon.ops.experts.routing import Routing, combine, route
+from tigon.ops.experts.routing import combine
 from tigon.runtime import checks
 from tigon.runtime.device import PLAIN, runs_kernels
 from tigon.runtime.torch_private.autograd import has_active_transform

@@ -33,7 +33,7 @@ from tigon.ops.mlps.glu import activation_and_slope
 from tigon.runtime.counters import zero_counters
 from tigon.runtime.device import Device, cdiv, device_of
 from tigon.runtime.launch import in_order, launch, on_device
-from tigon.runtime.maxima import magnitude_bits, raise_to
+from tigon.runtime.maxima import magnitude_bits, raise_to_largest
 from tigon.runtime.triton_private import tl, triton
 from tigon.runtime.tuning import LaunchConfig
 
@@ -176,7 +176,7 @@ def _lora_glu_forward_kernel(
             # Elements outside of `a` add nothing, because `down_a` is zero there, and gate and up are finite.
             down_h = _add_sums(down_h, tl.trans(a), tl.trans(down_a), tl.trans(down_a2), ORDER)
     if maximum_ptr is not None:
-        raise_to(maximum_ptr, tl.max(tl.max(row_bits, 1), 0), None)
+        raise_to_largest(maximum_ptr, row_bits)
     if down_a_ptr is not None:
         mask = (rows < T) & (ranks < DOWN_R)
         offsets = rows * DOWN_R + ranks
@@ -270,7 +270,7 @@ def _lora_glu_backward_kernel(
             a = (act * up.to(tl.float32)).to(dgate_ptr.dtype.element_ty)
             down_da = _add_sums(down_da, a, down_dh, down_dh2, ORDER)
     if maximum_ptr is not None:
-        raise_to(maximum_ptr, tl.max(tl.max(half_bits, 1), 0), None)
+        raise_to_largest(maximum_ptr, half_bits)
     # The sums of a part lie one after the other: those of gate, those of up, and those of down.
     up_sums = N * GATE_R
     down_sums = up_sums + N * UP_R

@@ -5,7 +5,7 @@ Other kernels that add the sums of parts use `is_last` and `add_parts` too.
 Shapes: T tokens, N features, R rank (the sum of the ranks if several adapters share a product), S terms.
 """
 
-from tigon.runtime.maxima import magnitude_bits, raise_to
+from tigon.runtime.maxima import magnitude_bits, raise_to_largest
 from tigon.runtime.triton_private import tl, triton
 
 __all__ = [
@@ -171,7 +171,7 @@ def project_kernel(
                     sums = tl.dot(x if X_TERMS == 1 else term(x, i), tl.trans(a_term), sums)
         total += sums * factor
     if maximum_ptr is not None:
-        raise_to(maximum_ptr, tl.max(tl.max(row_bits, 1), 0), None)
+        raise_to_largest(maximum_ptr, row_bits)
     mask = (rows < T) & (ranks[None, :] < R)
     # A single part is stored and read again too, so that few tokens need no other variant of this kernel.
     offsets = rows * R + ranks[None, :]

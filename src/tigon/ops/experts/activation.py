@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tigon.ops.experts.routing import Routing
+from tigon.ops.experts.choice_order import Routing
 from tigon.ops.mlps.glu import activation_and_slope
 from tigon.runtime.device import Device, device_of, runs_kernels
 from tigon.runtime.launch import launch

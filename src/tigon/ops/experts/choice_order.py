@@ -21,7 +21,7 @@ from tigon.runtime.device import HAS_TRITON, PLAIN, cdiv
 from tigon.runtime.launch import launch, launcher
 from tigon.runtime.triton_private import tl, triton
 
-__all__ = ["MOST_EXPERTS", "ChoiceOrder", "has_order_kernels", "order_choices"]
+__all__ = ["MOST_EXPERTS", "Routing", "has_order_kernels", "order_choices", "route"]
 
 # A program holds at most 1024 counts in registers, one of which is for absent experts.
 MOST_EXPERTS = 1023
@@ -31,17 +31,27 @@ BLOCK = 512
 PART, TILE = 32, 128
 
 
-class ChoiceOrder(NamedTuple):
-    """The sorted choices. Choices of absent experts, which belong to other ranks, come last."""
+class Routing(NamedTuple):
+    """The rows of each token, as `route` computes them."""
 
-    # [S] int64: the row of each choice.
+    # [T, K] int64: the row of each choice.
     slot: Tensor
-    # [S] int64: the choice of each row.
+    # [S] int64: the choice (t K + k) of each row.
     order: Tensor
-    # [S] int16: the expert of each row; E for an absent one.
+    # [S]: the expert of each row, in ascending order.
     expert: Tensor
     # [E] int32: one past the last row of each expert.
     ends: Tensor
+
+    @property
+    def absent(self) -> Tensor:
+        """[S, 1] bool: True for rows that belong to no expert of this rank."""
+        return (self.expert >= self.ends.shape[0])[:, None]
+
+    @property
+    def group(self) -> Tensor:
+        """[S] int64: the expert of each row, and the last expert for rows that belong to no expert of this rank."""
+        return self.expert.clamp(max=self.ends.shape[0] - 1).long()
 
 
 # --- kernels -------------------------------------------------------------------------------------
@@ -121,22 +131,22 @@ def has_order_kernels(index: Tensor, experts: int) -> bool:
     return is_on_gpu and 0 < experts <= MOST_EXPERTS and 0 < index.numel() < 2**31
 
 
-def _empty_order(index: Tensor, experts: int) -> ChoiceOrder:
+def _empty_routing(index: Tensor, experts: int) -> Routing:
     """Allocate what `order_choices` returns."""
-    empty = lambda size, dtype: index.new_empty(size, dtype=dtype)
+    empty = lambda shape, dtype: index.new_empty(shape, dtype=dtype)
     size = index.numel()
-    return ChoiceOrder(
-        empty(size, torch.int64), empty(size, torch.int64), empty(size, torch.int16), empty(experts, torch.int32)
+    return Routing(
+        empty(index.shape, torch.int64), empty(size, torch.int64), empty(size, torch.int16), empty(experts, torch.int32)
     )
 
 
-@launcher(fake=_empty_order)
-def order_choices(index: Tensor, experts: int) -> ChoiceOrder:
+@launcher(fake=_empty_routing)
+def order_choices(index: Tensor, experts: int) -> Routing:
     """Sort the choices `index` by expert. Choices of one expert stay in their order.
 
     `index` must not be empty, and `experts` must be from 1 to MOST_EXPERTS.
     """
-    index, result = index.contiguous(), _empty_order(index, experts)
+    index, result = index.contiguous(), _empty_routing(index, experts)
     # Four bins or more keep `earlier_counts` aligned to 16 bytes for every number of blocks. Otherwise Triton would
     # compile a second variant.
     size, bins = index.numel(), max(4, triton.next_power_of_2(experts + 1))
@@ -153,3 +163,21 @@ def order_choices(index: Tensor, experts: int) -> ChoiceOrder:
         result.slot, result.order, result.expert, result.ends, size, experts, BINS=bins, BLOCK=BLOCK, num_warps=4,
     )  # fmt: skip
     return result
+
+
+# --- for `moe_mlp`, which checks the arguments ------------------------------------------------------
+
+
+def route(top_k_index: Tensor, num_experts: int) -> Routing:
+    """Sort the choices of top_k_index [T, K] by expert. The rows of one expert stay in the order of the tokens."""
+    if has_order_kernels(top_k_index, num_experts):
+        return order_choices(top_k_index, num_experts)
+    # The remainder of -1 is E. All indices of absent experts become E, and therefore come last.
+    index = top_k_index.reshape(-1).long().clamp(-1, num_experts).remainder(num_experts + 1)
+    # A radix sort makes one pass for each byte of its keys, so the keys are small integers.
+    keys = index.to(torch.int16 if num_experts < 2**15 else torch.int32)
+    expert, order = keys.sort(stable=True)
+    slot = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
+    experts = torch.arange(num_experts, dtype=expert.dtype, device=order.device)
+    ends = torch.searchsorted(expert, experts, right=True, out_int32=True)
+    return Routing(slot.view(top_k_index.shape), order, expert, ends)

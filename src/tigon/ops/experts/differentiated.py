@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from tigon.memory.lean import recomputed_by_call, recomputes_mlp, register_recomputation
+from tigon.ops.experts.choice_order import Routing
 from tigon.ops.experts.fp8_grouped_linear import Fp8Source, fp8_grouped_linear, fp8_product
 from tigon.ops.experts.grouped_linear import grouped_linear, grouped_product, rows_of_groups
-from tigon.ops.experts.routing import Routing, spread
+from tigon.ops.experts.routing import spread
 
 __all__ = ["RoutingMatrices", "add_bias", "differentiated_product", "first_product", "product", "spread_rows"]
 

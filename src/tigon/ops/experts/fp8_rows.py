@@ -12,7 +12,7 @@ Shapes: T tokens, K choices each, S = T K rows, E experts, H features.
 import torch
 from torch import Tensor
 
-from tigon.ops.experts.routing import Routing
+from tigon.ops.experts.choice_order import Routing
 from tigon.ops.fp8.formats import LARGEST, WEIGHT_DTYPE, Factor, runs_fp8_kernels
 from tigon.ops.fp8.quantisation import Layout, quantise_reference
 from tigon.ops.fp8.quantisation_kernels import Fp8RowConfig, Fp8RowProblem, scaling

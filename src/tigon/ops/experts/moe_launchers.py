@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tigon.ops.experts.activation import activation_gradients
 from tigon.ops.experts.arguments import ACTIVATIONS, ExpertParameters
+from tigon.ops.experts.choice_order import Routing
 from tigon.ops.experts.differentiated import add_bias, product
 from tigon.ops.experts.fp8_products import (
     ExpertCopies,
@@ -22,7 +23,7 @@ from tigon.ops.experts.fp8_products import (
     quantise_rows,
 )
 from tigon.ops.experts.grouped_linear import group_sums, grouped_product, grouped_weight_gradient
-from tigon.ops.experts.routing import Routing, combine, dot_products, spread, spread_weighted
+from tigon.ops.experts.routing import combine, dot_products, spread, spread_weighted
 from tigon.ops.experts.tiled_products import gates_in_product, tiled_gated_product
 from tigon.runtime.launch import launcher
 

@@ -3,8 +3,8 @@ r"""The MLPs of a mixture of experts (Shazeer et al., arXiv:1701.06538). Each to
     y[t] = sum_k w[t, k] * act(x[t] U[e]^T + b[e]) D[e]^T + c[e],    e = index[t, k]
 
 Rows are sorted by expert without waiting for the device, so the products of an expert are one block of a grouped
-product. `tigon.ops.experts.routing` spreads the tokens and sums the results. An index below 0, or of
-E or more, is an expert of another rank, and adds nothing.
+product. `tigon.ops.experts.routing` spreads the tokens and sums the results. An index below 0, or of E or more, is an
+expert of another rank, and adds nothing.
 
 The forward saves only x [T, H] and h = x[t] U^T + b, which is [S, 2 I] for the S = T K rows. In `lean(mlp=True)` it
 saves only x, and backward repeats the product that computes h. For the row s of (t, k):
@@ -36,6 +36,7 @@ from torch import Tensor
 
 from tigon.memory.lean import recomputes_mlp
 from tigon.ops.experts.arguments import ACTIVATIONS, ExpertParameters, check_activated, check_experts
+from tigon.ops.experts.choice_order import Routing, route
 from tigon.ops.experts.differentiated import differentiated_product, first_product
 from tigon.ops.experts.fp8_grouped_linear import Fp8Source
 from tigon.ops.experts.fp8_products import find_copies
@@ -47,7 +48,7 @@ from tigon.ops.experts.moe_launchers import (
     moe_first_product,
     moe_forward,
 )
-from tigon.ops.experts.routing import Routing, combine, route
+from tigon.ops.experts.routing import combine
 from tigon.ops.fp8.formats import check_sizes
 from tigon.ops.fp8.weights import WeightCache
 from tigon.ops.mlps.glu_mlp import check_version, save_gated

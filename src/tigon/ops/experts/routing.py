@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tigon.ops.experts.choice_order import has_order_kernels, order_choices
+from tigon.ops.experts.choice_order import Routing
 from tigon.runtime.autograd import first_order
 from tigon.runtime.device import Device, cdiv, device_of, runs_kernels
 from tigon.runtime.launch import launch, launcher
@@ -26,54 +26,13 @@ from tigon.runtime.triton_private import tl, triton
 from tigon.runtime.tuning import LaunchConfig, rung
 
 __all__ = [
-    "Routing",
     "combine",
     "combine_reference",
     "dot_products",
-    "route",
     "spread",
     "spread_reference",
     "spread_weighted",
 ]
-
-
-class Routing(NamedTuple):
-    """The rows of each token, as `route` computes them."""
-
-    # [T, K] int64: the row of each choice.
-    slot: Tensor
-    # [S] int64: the choice (t K + k) of each row.
-    order: Tensor
-    # [S]: the expert of each row, in ascending order.
-    expert: Tensor
-    # [E] int32: one past the last row of each expert.
-    ends: Tensor
-
-    @property
-    def absent(self) -> Tensor:
-        """[S, 1] bool: True for rows that belong to no expert of this rank."""
-        return (self.expert >= self.ends.shape[0])[:, None]
-
-    @property
-    def group(self) -> Tensor:
-        """[S] int64: the expert of each row, and the last expert for rows that belong to no expert of this rank."""
-        return self.expert.clamp(max=self.ends.shape[0] - 1).long()
-
-
-def route(top_k_index: Tensor, num_experts: int) -> Routing:
-    """Sort the choices of top_k_index [T, K] by expert. The rows of one expert stay in the order of the tokens."""
-    if has_order_kernels(top_k_index, num_experts):
-        slot, order, expert, ends = order_choices(top_k_index, num_experts)
-        return Routing(slot.view(top_k_index.shape), order, expert, ends)
-    # The remainder of -1 is E. All indices of absent experts become E, and therefore come last.
-    index = top_k_index.reshape(-1).long().clamp(-1, num_experts).remainder(num_experts + 1)
-    # A radix sort makes one pass for each byte of its keys, so the keys are small integers.
-    keys = index.to(torch.int16 if num_experts < 2**15 else torch.int32)
-    expert, order = keys.sort(stable=True)
-    slot = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
-    experts = torch.arange(num_experts, dtype=expert.dtype, device=order.device)
-    ends = torch.searchsorted(expert, experts, right=True, out_int32=True)
-    return Routing(slot.view(top_k_index.shape), order, expert, ends)
 
 
 # --- reference -----------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ from tigon.ops.fp8.quantisation_kernels import (
 from tigon.ops.mlps.glu import activation_and_slope
 from tigon.runtime.device import cdiv, device_of
 from tigon.runtime.launch import launch, launcher
-from tigon.runtime.maxima import magnitude_bits, raise_to, zero_maxima
+from tigon.runtime.maxima import magnitude_bits, raise_to, raise_to_largest, zero_maxima
 from tigon.runtime.triton_private import tl, triton
 
 __all__ = ["GatedGradients", "gated_gradients", "gated_gradients_reference"]
@@ -118,14 +118,14 @@ def gradient_amax_kernel(
     dgate, dup, a = _gradients(da_ptr, gate_ptr, up_ptr, rows[:, None] * k + cols[None, :], mask, KIND)
     dgate_bits, dup_bits = magnitude_bits(dgate), magnitude_bits(dup)
     if tensor_ptr is not None:
-        raise_to(tensor_ptr, tl.max(tl.max(tl.maximum(dgate_bits, dup_bits), 1), 0), None)
+        raise_to_largest(tensor_ptr, tl.maximum(dgate_bits, dup_bits))
     if rows_ptr is not None:
         raise_to(rows_ptr + rows, tl.max(tl.maximum(dgate_bits, dup_bits), 1), row_mask)
     if columns_ptr is not None:
         raise_to(columns_ptr + cols, tl.max(dgate_bits, 0), col_mask)
         raise_to(columns_ptr + k + cols, tl.max(dup_bits, 0), col_mask)
     if a_tensor_ptr is not None:
-        raise_to(a_tensor_ptr, tl.max(tl.max(magnitude_bits(a), 1), 0), None)
+        raise_to_largest(a_tensor_ptr, magnitude_bits(a))
     if a_columns_ptr is not None:
         raise_to(a_columns_ptr + cols, tl.max(magnitude_bits(a), 0), col_mask)
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from tigon.ops.mlps.glu import activation_and_slope
 from tigon.runtime.device import Device
-from tigon.runtime.maxima import magnitude_bits, raise_to
+from tigon.runtime.maxima import magnitude_bits, raise_to, raise_to_largest
 from tigon.runtime.triton_private import tl, triton
 from tigon.runtime.tuning import LaunchConfig
 
@@ -135,7 +135,7 @@ def amax_kernel(
     x_offsets = rows[:, None] * stride_x + cols[None, :]
     bits = magnitude_bits(_load(x_ptr, up_ptr, x_offsets, rows[:, None] * stride_up + cols[None, :], mask, KIND))
     if tensor_ptr is not None:
-        raise_to(tensor_ptr, tl.max(tl.max(bits, 1), 0), None)
+        raise_to_largest(tensor_ptr, bits)
     if rows_ptr is not None:
         raise_to(rows_ptr + rows, tl.max(bits, 1), row_mask)
     if columns_ptr is not None:

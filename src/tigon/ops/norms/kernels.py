@@ -25,7 +25,16 @@ from tigon.ops.norms.norm_config import MAX_FEATURES, NormConfig, NormProblem, h
 from tigon.ops.norms.row_sums import sum_rows
 from tigon.runtime.device import cdiv, device_of
 from tigon.runtime.launch import in_order, launch, launcher, on_device
-from tigon.runtime.maxima import NO_MAXIMA, NO_NEEDS, Maxima, MaximaNeeds, magnitude_bits, raise_to, zero_maxima
+from tigon.runtime.maxima import (
+    NO_MAXIMA,
+    NO_NEEDS,
+    Maxima,
+    MaximaNeeds,
+    magnitude_bits,
+    raise_to,
+    raise_to_largest,
+    zero_maxima,
+)
 from tigon.runtime.rows import dense_rows
 from tigon.runtime.triton_private import tl, triton
 
@@ -113,7 +122,7 @@ def _forward_kernel(
             bits = tl.maximum(bits, tile_bits)
         raise_to(column_max_ptr + cols, tl.max(bits, axis=0, keep_dims=True), inside)
     if tensor_max_ptr is not None:
-        raise_to(tensor_max_ptr, tl.max(tl.max(bits, 1), 0), None)
+        raise_to_largest(tensor_max_ptr, bits)
 
 
 @triton.jit
@@ -201,7 +210,7 @@ def _backward_kernel(
                     column_bits = tl.maximum(column_bits, bits)
 
     if tensor_max_ptr is not None:
-        raise_to(tensor_max_ptr, tl.max(tl.max(tensor_bits, 1), 0), None)
+        raise_to_largest(tensor_max_ptr, tensor_bits)
     if column_max_ptr is not None:
         raise_to(column_max_ptr + cols, tl.max(column_bits, axis=0, keep_dims=True), inside)
     if dw_ptr is not None:
