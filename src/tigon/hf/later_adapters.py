@@ -21,7 +21,7 @@ from tigon.recognition.expert_adapters import ExpertAdapterRecipe
 from tigon.recognition.experts import is_experts
 from tigon.recognition.fp8 import mark_bases
 from tigon.recognition.kind import kind_of
-from tigon.recognition.replacement import exchange, find_replacement, foreign_forward, install
+from tigon.recognition.replacement import exchange, find_replacement, foreign_forward, install, installed_recipe
 from tigon.recognition.standin import is_linear
 
 __all__ = ["watch_children"]
@@ -128,9 +128,11 @@ def watch_children(model: nn.Module, report: Report, root: nn.Module) -> Callabl
 
 
 def _watch_body(body: nn.Module, report: Report, root: nn.Module) -> Callable[[], None]:
-    descendants = {*body.modules()}
+    # Nobody adds adapters to the parts of a layer that has adapters already.
+    adapted_layers = [module for module in body.modules() if isinstance(installed_recipe(module), AdapterRecipe)]
+    watched = {*body.modules()} - {part for layer in adapted_layers for part in layer.modules()}
     # The names are those in the model that was patched, as everywhere in its report.
-    named_modules = [(name, module) for name, module in root.named_modules() if module in descendants]
+    named_modules = [(name, module) for name, module in root.named_modules() if module in watched]
     parents = [
         _Parent(name, module) for name, module in named_modules if any(map(_may_get_adapters, module.children()))
     ]

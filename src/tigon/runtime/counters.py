@@ -1,31 +1,69 @@
-"""Counters in the memory of a device, by which the programs of a launch find out which of them finishes last."""
+"""Zeros in the memory of a device: counters of finished programs, and numbers that kernels raise to a maximum.
+
+Both are allocated for many launches at once, because to allocate and clear memory takes the host longer than a launch.
+"""
 
 import torch
 from torch import Tensor
 
 from tigon.runtime.torch_private.operators import current_raw_stream, dispatch_modes
 
-__all__ = ["zero_counters"]
+__all__ = ["zero_counters", "zero_number"]
 
-# The counters of each stream, by the device and the number of the stream.
-_counters: dict[tuple[int, int], Tensor] = {}
+# The counters of the default stream, by the device.
+_counters: dict[int, Tensor] = {}
+
+# Numbers that are still to be used on the default stream, by the device.
+_numbers: dict[int, list[Tensor]] = {}
+
+# How many numbers are allocated together. A step of a model of 8 billion parameters with adapters takes about 300.
+NUMBERS = 1024
+
+
+def _may_keep(x: Tensor) -> bool:
+    """Return whether zeros on the device of x may outlive the call that allocates them.
+
+    A CUDA graph may run on any stream, and has memory of its own. torch runs the calls before the capture of
+    `torch.compile(mode="reduce-overhead")` in that memory too, on a stream of its own, and raises an error if anything
+    in it is kept. Therefore only zeros of the default stream are kept.
+    """
+    index = x.get_device()
+    return (
+        index >= 0
+        and current_raw_stream(index) == 0
+        and not dispatch_modes()
+        and not torch.cuda.is_current_stream_capturing()
+    )
 
 
 def zero_counters(x: Tensor, count: int) -> Tensor:
     """Return at least `count` counters int32 on the device of x, all of which are zero when the next kernel starts.
 
-    The kernel that gets them has to leave them at zero. The same counters are returned for each launch on a stream,
-    because the kernels of one stream run one after another. A CUDA graph may run on any stream, so a launch that is
-    captured gets counters of its own.
+    The kernel that gets them has to leave them at zero. The same counters are returned for each launch on the default
+    stream, because the kernels of one stream run one after another. On other streams, each launch has its own.
     """
-    index = x.get_device()
-    may_keep = index >= 0 and not dispatch_modes() and not torch.cuda.is_current_stream_capturing()
-    if not may_keep:
+    if not _may_keep(x):
         return x.new_zeros(count, dtype=torch.int32)
-    key = index, current_raw_stream(index)
-    counters = _counters.get(key)
+    index = x.get_device()
+    counters = _counters.get(index)
     if counters is None or len(counters) < count:
         # An inference tensor could not be used outside of inference mode.
         with torch.inference_mode(False):
-            counters = _counters[key] = torch.zeros(max(4096, 2 * count), dtype=torch.int32, device=x.device)
+            counters = _counters[index] = torch.zeros(max(4096, 2 * count), dtype=torch.int32, device=x.device)
     return counters
+
+
+def zero_number(x: Tensor) -> Tensor:
+    """Return a zero [1] int32 on the device of x, which no other call returns."""
+    if torch.compiler.is_compiling() or not _may_keep(x):
+        return x.new_zeros(1, dtype=torch.int32)
+    index = x.get_device()
+    try:
+        return _numbers[index].pop()
+    except (KeyError, IndexError):
+        # Each number is aligned to 16 bytes. Triton would compile another variant of a kernel for other addresses.
+        with torch.inference_mode(False):
+            numbers = torch.zeros((NUMBERS, 4), dtype=torch.int32, device=x.device)
+        first, *others = numbers[:, :1].unbind()
+        _numbers[index] = others
+        return first

@@ -123,7 +123,11 @@ def runs_kernels(x: Tensor, *others: Tensor | None) -> bool:
         or (_simulation is not None and x.is_meta)
     ):
         return False
-    return all(t is None or (t.dtype in KERNEL_DTYPES and _has_memory(t)) for t in (x, *others))
+    # A loop takes half the time of `all`, and small models wait for the host.
+    for t in (x, *others):
+        if t is not None and (t.dtype not in KERNEL_DTYPES or not (type(t) in PLAIN or _has_memory(t))):
+            return False
+    return True
 
 
 def is_capturing(x: Tensor) -> bool:
@@ -132,7 +136,8 @@ def is_capturing(x: Tensor) -> bool:
 
 
 def _has_memory(x: Tensor) -> bool:
-    return type(x) in PLAIN or not hasattr(x, "__tensor_flatten__") or hasattr(x, "trigger_wait")
+    """Return whether a tensor of another class than `PLAIN` has memory of its own."""
+    return not hasattr(x, "__tensor_flatten__") or hasattr(x, "trigger_wait")
 
 
 @functools.cache

@@ -28,6 +28,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tigon.runtime.counters import zero_number
 from tigon.runtime.device import is_capturing
 from tigon.runtime.triton_private import tl, triton
 
@@ -81,7 +82,7 @@ def zero_maxima(like: Tensor, m: int, k: int, needs: MaximaNeeds) -> Maxima:
     if not any(needs):
         return NO_MAXIMA
     if needs == MaximaNeeds(tensor=True):
-        return Maxima(like.new_zeros(1, dtype=torch.int32), None, None)
+        return Maxima(zero_number(like), None, None)
     # The rows come last. Behind them, the alignment would depend on the number of rows, and Triton would compile the
     # kernels several times. The same holds for the columns behind one number, which takes 4 places.
     sizes = [4 * needs.tensor, k * needs.columns, m * needs.rows]

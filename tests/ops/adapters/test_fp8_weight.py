@@ -7,6 +7,8 @@ from torch import Tensor
 
 import tigon
 from op_cases import DEVICE
+from tigon.ops.adapters import fp8_operand
+from tigon.ops.adapters.fp8_operand import Fp8Operand
 from tigon.ops.adapters.fp8_weight import Fp8Group, Fp8Weight
 from tigon.ops.adapters.lora import lora_linears
 from tigon.ops.adapters.lora_mlp import lora_glu_mlp, runs_as_one_node
@@ -15,6 +17,7 @@ from tigon.ops.fp8 import quantisation
 from tigon.ops.fp8.formats import RECIPES, Fp8Options
 from tigon.ops.fp8.fp8_linear import fp8_projections
 from tigon.ops.fp8.weights import WeightCache
+from tigon.runtime.maxima import Maxima
 
 pytestmark = pytest.mark.kernels
 
@@ -119,8 +122,9 @@ def test_a_gated_mlp_is_one_node(recipe, level):
     ("recipe", "in_fp8", "passes", "passes_without_maximum"),
     [
         pytest.param("tensorwise", [True, True, True], 0, 3, id="tensorwise"),
-        # The kernel finds the maximum of dgate and dup together, and dgate alone is quantised.
-        pytest.param("tensorwise", [True, False, True], 1, 2, id="up is not in FP8"),
+        # The kernel finds the maximum of dgate and dup together, and dgate alone is quantised. The product with B of
+        # gate finds its maximum.
+        pytest.param("tensorwise", [True, False, True], 0, 2, id="up is not in FP8"),
         # A pass over a row of `a` finds its maximum and quantises it.
         pytest.param("rowwise", [True, True, True], 2, 2, id="rowwise"),
     ],
@@ -144,6 +148,7 @@ def test_a_gated_mlp_has_no_pass_for_the_maxima_of_what_its_kernels_write(
         is_unused = recipe == "rowwise" or count == passes_without_maximum
         assert (Fp8Group.of(projections[2:], needs_dx=True).zero_maximum(y) is None) == is_unused
         monkeypatch.setattr(Fp8Group, "zero_maximum", lambda group, like: None)
+        monkeypatch.setattr(Fp8Operand, "first_passes", lambda operand, read: dict.fromkeys(read))
     for actual, expected in zip(*results, strict=True):
         assert torch.equal(actual, expected)
 
@@ -172,7 +177,38 @@ def test_low_rank_products_find_the_maxima_of_what_they_read(monkeypatch, ranks,
         results.append([first, second, *layers.gradients((8 * first, second))])
         # The weights have another number of rows.
         assert heights.count(37) == (passes if uses_maximum else 1 + sum(in_fp8))
-        monkeypatch.setattr(Fp8Group, "zero_maximum", lambda group, like: None)
+        monkeypatch.setattr(Fp8Operand, "first_passes", lambda operand, read: dict.fromkeys(read))
+    for actual, expected in zip(*results, strict=True):
+        assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "copies"),
+    [
+        # x is [37, HIDDEN], the gradients of gate and up are [37, INNER], and so is a, which no low-rank product reads.
+        pytest.param([5, 4, 3], [(37, INNER)], id="all layers"),
+        # The kernels read no gradient of a layer without an adapter, so neither part is copied by them.
+        pytest.param([5, 0, 3], [(37, INNER)] * 3, id="a layer without an adapter"),
+    ],
+)
+def test_low_rank_products_write_the_copies_of_what_they_read(monkeypatch, ranks, copies):
+    """The maxima of x, of dgate and dup, and of dy are known when the low-rank products read them."""
+    written, write_part = [], quantisation.write_part
+    monkeypatch.setattr(quantisation, "write_part", lambda part, *args, **options: (
+        written.append(tuple(part.x.shape)), write_part(part, *args, **options)
+    ))  # fmt: skip
+    # All tensors of this test that are quantised have maxima, as those that a norm writes.
+    find = lambda x, needs: Maxima(x.detach().float().abs().amax().view(1).view(torch.int32), None, None)
+    monkeypatch.setattr(fp8_operand, "find", find)
+    results = []
+    for writes in (True, False):
+        layers = Layers(list(zip([INNER, INNER, HIDDEN], [HIDDEN, HIDDEN, INNER], ranks, strict=True)), "tensorwise")
+        written.clear()
+        y = lora_glu_mlp(layers.x, *layers.projections())
+        results.append([y, *layers.gradients((y,))])
+        if writes:
+            assert [shape for shape in written if shape[0] == 37] == copies
+        monkeypatch.setattr(Fp8Operand, "first_passes", lambda operand, read: dict.fromkeys(read))
     for actual, expected in zip(*results, strict=True):
         assert torch.equal(actual, expected)
 
@@ -180,7 +216,7 @@ def test_low_rank_products_find_the_maxima_of_what_they_read(monkeypatch, ranks,
 def test_copies_that_are_not_cached_are_freed_after_the_forward():
     layers = Layers([(HIDDEN, HIDDEN, 0)], "rowwise")
     group = Fp8Group.of(layers.projections(), needs_dx=True)
-    group.multiply(layers.x.flatten(0, 1))
+    group.multiply(group.operand(layers.x.flatten(0, 1)))
     group.end_forward()
     assert group.copies is None
     layers = Layers([(HIDDEN, HIDDEN, 0)], "rowwise", WeightCache())

@@ -5,22 +5,23 @@ the sum of their gradients of x is one product. The adapters are not part of it:
 products.
 
 With tensorwise scales, the kernel that writes x, or the gradients, may also find their largest absolute value and pass
-it as `maximum`. Without it, a pass over these tensors finds what their scales need.
+it as `maximum`. Kernels that read them may do the pass that is missing (`fp8_operand`).
 
 Shapes: T tokens, I inputs, O outputs of a layer.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 
+from tigon.ops.adapters.fp8_operand import Fp8Operand, known_maximum
 from tigon.ops.adapters.frozen_weight import FrozenWeight
 from tigon.ops.adapters.projection import Projection
 from tigon.ops.fp8.formats import WEIGHT_DTYPE, Fp8Options, runs_fp8_kernels
 from tigon.ops.fp8.products import multiply_fp8
-from tigon.ops.fp8.quantisation import Layout, quantise, quantise_tensor
+from tigon.ops.fp8.quantisation import Layout
 from tigon.ops.fp8.weights import Fp8Weights, WeightCache, weight_rows, weight_transposed
-from tigon.runtime.maxima import Maxima, MaximaNeeds, find, zero_maxima
+from tigon.runtime.maxima import MaximaNeeds, zero_maxima
 
 __all__ = ["Fp8Group", "Fp8Weight"]
 
@@ -43,10 +44,6 @@ class Fp8Weight(FrozenWeight):
     ) -> None:
         super().__init__(weight.detach, weight.shape, weight.dtype, weight.device)
         self.weight, self.options, self.find_cache, self.merges = weight, options, find_cache, merges
-
-
-def _maxima(maximum: Tensor | None) -> Maxima | None:
-    return None if maximum is None else Maxima(maximum, None, None)
 
 
 class Fp8Group:
@@ -74,44 +71,30 @@ class Fp8Group:
     def zero_maximum(self, like: Tensor) -> Tensor | None:
         """Return a zero [1] int32, in which a kernel collects the bits of the largest absolute value.
 
-        A kernel that writes x raises it to the largest |x| for `multiply`. A kernel that writes the gradients raises it
-        to the largest |dy_i| of all layers for `input_gradient`. The result is None if rows have scales of their own,
+        A kernel that writes x raises it to the largest |x| for `operand`. A kernel that writes the gradients raises it
+        to the largest |dy_i| of all layers for `operand_of_gradients`. The result is None if rows have scales of their own,
         or if no kernel quantises on the device of `like`.
         """
         if self.options.is_rowwise or not runs_fp8_kernels(like):
             return None
         return zero_maxima(like, 0, 0, MaximaNeeds(tensor=True)).tensor
 
-    def missing_maximum(self, x: Tensor) -> Tensor | None:
-        """Return `zero_maximum` for a kernel that reads x [T, I]; None if the op that wrote x has found its maxima."""
-        is_known = not self.options.is_rowwise and find(x, MaximaNeeds(tensor=True)) is not None
-        return None if is_known else self.zero_maximum(x)
-
-    def missing_gradient_maximum(self, dys: Mapping[int, Tensor], read: Collection[int]) -> Tensor | None:
-        """Return `zero_maximum` for kernels that read the gradients dy_i of the layers `read`.
-
-        The result is None if they do not read all gradients of the group, or if the maxima of its only one are known.
-        """
-        present = [index for index in self.indices if index in dys]
-        if not present or not all(index in read for index in present):
-            return None
-        first = dys[present[0]]
-        return self.missing_maximum(first) if len(self.indices) == 1 else self.zero_maximum(first)
-
-    def multiply(self, rows: Tensor, maximum: Tensor | None = None) -> dict[int, Tensor]:
-        """Return the products [T, O] of x [T, I] with the weights, by the indices of the layers.
+    def operand(self, x: Tensor, maximum: Tensor | None = None) -> Fp8Operand:
+        """Return x [T, I] as the operand of `multiply`.
 
         `maximum` holds the bits of the largest |x|, if a kernel of the node has found it.
         """
-        options, outputs, start = self.options, {}, 0
-        layout = Layout(WEIGHT_DTYPE, options.is_rowwise, True, False)
-        x = quantise_tensor(rows, layout, _maxima(maximum)).rows
-        copies = self.copies or weight_rows(None, "", self.weights, options.is_rowwise, False)
-        assert x is not None
+        layout = Layout(WEIGHT_DTYPE, self.options.is_rowwise, True, False)
+        return Fp8Operand({0: x}, layout, known_maximum(x, layout) if maximum is None else maximum)
+
+    def multiply(self, x: Fp8Operand) -> dict[int, Tensor]:
+        """Return the products [T, O] of x [T, I] with the weights, by the indices of the layers."""
+        outputs, start, factor = {}, 0, x.factor()
+        copies = self.copies or weight_rows(None, "", self.weights, self.options.is_rowwise, False)
         for index, weight in zip(self.indices, self.weights, strict=True):
             stop = start + weight.shape[0]
-            factor = copies.rows_of(start, stop)
-            outputs[index] = multiply_fp8(x, factor, self.dtype, is_fast=options.fast_forward)
+            rows = copies.rows_of(start, stop)
+            outputs[index] = multiply_fp8(factor, rows, self.dtype, is_fast=self.options.fast_forward)
             start = stop
         return outputs
 
@@ -119,24 +102,25 @@ class Fp8Group:
         """Free copies that are not cached. Backward makes those that it needs."""
         self.copies = self.copies if self.is_cached else None
 
-    def input_gradient(self, dys: Mapping[int, Tensor], maximum: Tensor | None = None) -> Tensor | None:
-        """Return the sum [T, I] of the products of dy_i [T, O_i] with the weights; None if `dys` has no such layer.
+    def operand_of_gradients(self, dys: Mapping[int, Tensor], maximum: Tensor | None = None) -> Fp8Operand | None:
+        """Return the gradients dy_i [T, O_i], side by side, as the operand of `input_gradient`.
 
-        `maximum` holds the bits of the largest |dy_i| of the group, if a kernel of the node has found it.
+        The result is None if `dys` has none of a layer of the group. `maximum` holds the bits of the largest |dy_i| of
+        the group, if a kernel of the node has found it.
         """
-        present = [dys[index] for index in self.indices if index in dys]
-        if not present:
+        some_dy = next((dys[index] for index in self.indices if index in dys), None)
+        if some_dy is None:
             return None
-        options, maxima = self.options, _maxima(maximum)
-        parts = [
-            dys[index] if index in dys else present[0].new_zeros((len(present[0]), len(weight)))
+        parts = {
+            index: dys[index] if index in dys else some_dy.new_zeros((len(some_dy), len(weight)))
             for index, weight in zip(self.indices, self.weights, strict=True)
-        ]
-        layout = Layout(options.dtype_of_gradients, options.is_rowwise, True, False, by_columns=True)
-        if len(parts) > 1:
-            dy = quantise(parts, layout, maxima).rows
-        else:
-            dy = quantise_tensor(parts[0], layout, maxima).rows
-        assert dy is not None
-        transposed = weight_transposed(self.copies, self.weights, options.is_rowwise)
-        return multiply_fp8(dy, transposed, self.dtype, is_fast=options.fast_backward)
+        }
+        layout = Layout(self.options.dtype_of_gradients, self.options.is_rowwise, True, False, by_columns=True)
+        if maximum is None and len(parts) == 1:
+            maximum = known_maximum(some_dy, layout)
+        return Fp8Operand(parts, layout, maximum)
+
+    def input_gradient(self, dys: Fp8Operand) -> Tensor:
+        """Return the sum [T, I] of the products of the gradients with the weights."""
+        transposed = weight_transposed(self.copies, self.weights, self.options.is_rowwise)
+        return multiply_fp8(dys.factor(), transposed, self.dtype, is_fast=self.options.fast_backward)

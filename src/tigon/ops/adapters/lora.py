@@ -98,10 +98,9 @@ class _LoRALinears(torch.autograd.Function):
         entries = list_entries(projections, rows.shape[0], seeds)
         # In this method gradients are off, and `needs_input_grad` does not depend on them.
         fp8 = Fp8Group.of(projections, records and ctx.needs_input_grad[0])
-        # The kernel of the first low-rank product reads x, so it also finds its maximum.
-        maximum = fp8.missing_maximum(rows) if fp8 is not None and entries else None
-        h = compute_hidden(rows, entries, maximum) if entries else None
-        products = {} if fp8 is None else fp8.multiply(rows, maximum)
+        operand = None if fp8 is None else fp8.operand(rows)
+        h = compute_hidden(rows, entries, operand) if entries else None
+        products = {} if fp8 is None or operand is None else fp8.multiply(operand)
         ys = []
         for i, projection in enumerate(projections):
             entries_of_product = [entry for entry in entries if entry.projection == i]
@@ -145,13 +144,11 @@ def _node_gradients(ctx: Any, dys: Mapping[int, Tensor], tensor_needs: Sequence[
     entries = list_entries(projections, next(iter(dys.values())).shape[0], seeds)
     dh: Tensor | None = None
     dh_entries: list[Entry] = []
-    maximum: Tensor | None = None
+    operand = ctx.fp8.operand_of_gradients(dys) if needs_dx and ctx.fp8 is not None else None
     if entries and (needs_dx or any(need.a for projection in needs for need in projection.adapters)):
-        if needs_dx and ctx.fp8 is not None:
-            maximum = ctx.fp8.missing_gradient_maximum(dys, {entry.projection for entry in entries})
-        dh, dh_entries = project_gradients(dys, entries, ctx.fp8, maximum)
+        dh, dh_entries = project_gradients(dys, entries, operand)
     gradients = layer_gradients(rows, h, dys, dh, entries, dh_entries, needs)
-    dx = compute_input_gradient(dys, projections, dh, dh_entries, ctx.fp8, maximum) if needs_dx else None
+    dx = compute_input_gradient(dys, projections, dh, dh_entries, ctx.fp8, operand) if needs_dx else None
     return None if dx is None else dx.view(ctx.shape), flatten(gradients)[0]
 
 

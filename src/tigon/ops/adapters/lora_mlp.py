@@ -26,6 +26,7 @@ from tigon.memory.lean import (
     in_checkpoint,
     recomputes_mlp,
 )
+from tigon.ops.adapters.fp8_operand import Fp8Operand
 from tigon.ops.adapters.fp8_weight import Fp8Group
 from tigon.ops.adapters.frozen_weight import dense_weight
 from tigon.ops.adapters.lora import lora_linears, takes_adapters
@@ -83,19 +84,27 @@ def _zero_maximum(fp8: Fp8Group | None, layer_count: int, like: Tensor) -> Tenso
     return fp8.zero_maximum(like) if fp8 is not None and len(fp8.indices) == layer_count else None
 
 
-def _multiply_gates(rows: Tensor, gate: Projection, up: Projection, fp8: Fp8Group | None) -> tuple[Tensor, Tensor]:
-    """Return the products of x [T, H] with the weights of gate and up, of which one is dense at a time."""
-    products = {} if fp8 is None else fp8.multiply(rows)
+def _multiply_gates(
+    rows: Tensor, gate: Projection, up: Projection, fp8: Fp8Group | None, operand: Fp8Operand | None
+) -> tuple[Tensor, Tensor]:
+    """Return the products of x [T, H] with the weights of gate and up, of which one is dense at a time.
+
+    `operand` is x as the operand of products in FP8, if there are any.
+    """
+    products = {} if fp8 is None or operand is None else fp8.multiply(operand)
     for i, layer in enumerate((gate, up)):
         if i not in products:
             products[i] = multiply_gate(rows, dense_weight(layer.weight))
     return products[0], products[1]
 
 
-def _gradient_of_activation(dy: Tensor, down: Projection, fp8: Fp8Group | None) -> Tensor:
-    """Return da [T, I] for dy [T, O], without the part of the adapters."""
-    da = None if fp8 is None else fp8.input_gradient({0: dy})
-    return multiply(dy, dense_weight(down.weight)) if da is None else da
+def _gradient_of_activation(
+    dy: Tensor, down: Projection, fp8: Fp8Group | None, operand: Fp8Operand | None
+) -> Tensor:
+    """Return da [T, I] for dy [T, O], without the part of the adapters. `operand` is dy for a product in FP8."""
+    if fp8 is not None and operand is not None:
+        return fp8.input_gradient(operand)
+    return multiply(dy, dense_weight(down.weight))
 
 
 class _LoRAGLUMLP(torch.autograd.Function):
@@ -115,10 +124,11 @@ class _LoRAGLUMLP(torch.autograd.Function):
         gate_layer, up_layer, down = rebuild(tensors, constants)
         rows = rows_of(x)
         entries = list_entries((gate_layer, up_layer), len(rows), None)
-        h = compute_hidden(rows, entries) if entries else None
         # In this method gradients are off, and `needs_input_grad` does not depend on them.
         fp8 = Fp8Group.of((gate_layer, up_layer), records and ctx.needs_input_grad[0])
-        gate, up = _multiply_gates(rows, gate_layer, up_layer, fp8)
+        operand = None if fp8 is None else fp8.operand(rows)
+        h = compute_hidden(rows, entries, operand) if entries else None
+        gate, up = _multiply_gates(rows, gate_layer, up_layer, fp8, operand)
         # The gradients of gate and up need da.
         down_fp8 = Fp8Group.of((down,), records and any(ctx.needs_input_grad))
         maximum = _zero_maximum(down_fp8, 1, gate)
@@ -130,7 +140,7 @@ class _LoRAGLUMLP(torch.autograd.Function):
         down_entries = list_entries((down,), len(rows), None)
         # The output is not a view, because a view that a node returns cannot be modified in place.
         if down_fp8 is not None:
-            product = down_fp8.multiply(a, maximum)[0]
+            product = down_fp8.multiply(down_fp8.operand(a, maximum))[0]
             add_low_rank(product, down, down_entries, down_h)
             y = reshape_without_view(product, (*x.shape[:-1], len(down.weight)))
         else:
@@ -151,11 +161,14 @@ class _LoRAGLUMLP(torch.autograd.Function):
         check_version("lora_glu_mlp", ctx, gate)
         is_recomputed = gate is None
         if is_recomputed:
-            gate, up = _multiply_gates(rows, layers[0], layers[1], ctx.fp8)
+            operand = None if ctx.fp8 is None else ctx.fp8.operand(rows)
+            gate, up = _multiply_gates(rows, layers[0], layers[1], ctx.fp8, operand)
         down_dh, down_gradients = None, []
+        down_operand = None if ctx.down_fp8 is None else ctx.down_fp8.operand_of_gradients({0: dy})
         for adapter, need in zip(down.adapters, down_needs.adapters, strict=True):
             down_dh = empty_hidden(dy, len(dy), len(adapter.a))
-            project(dy, [adapter.b.t()], down_dh, adapter.scaling)
+            first_pass = None if down_operand is None else down_operand.first_passes((0,))[0]
+            project(dy, [adapter.b.t()], down_dh, adapter.scaling, first_pass=first_pass)
             db = token_sums(dy, down_h, adapter.scaling).to(adapter.b.dtype) if need.b else None
             down_gradients.append(Adapter(None, db))
         dgate, dup = gradient_buffers(ctx, gate, up, is_recomputed)
@@ -169,7 +182,7 @@ class _LoRAGLUMLP(torch.autograd.Function):
         needs_dx = ctx.needs_input_grad[0]
         maximum = _zero_maximum(ctx.fp8, 2, gate) if needs_dx else None
         sums = lora_glu_backward(
-            _gradient_of_activation(dy, down, ctx.down_fp8),
+            _gradient_of_activation(dy, down, ctx.down_fp8, down_operand),
             gate,
             up,
             _glu_adapters(entries, h, down),
@@ -184,13 +197,14 @@ class _LoRAGLUMLP(torch.autograd.Function):
         if sums.down_a is not None:
             down_gradients[0] = down_gradients[0]._replace(a=sums.down_a.to(down.adapters[0].a.dtype))
         dys = {0: dgate, 1: dup}
+        operand = ctx.fp8.operand_of_gradients(dys, maximum) if needs_dx and ctx.fp8 is not None else None
         dh: Tensor | None = None
         dh_entries: list[Entry] = []
         if entries and (needs_dx or any(adapter.a for need in needs for adapter in need.adapters)):
-            dh, dh_entries = project_gradients(dys, entries)
+            dh, dh_entries = project_gradients(dys, entries, operand)
         dbs = {entry.position: (sums.gate_b, sums.up_b)[entry.projection] for entry in entries}
         gradients = layer_gradients(rows, h, dys, dh, entries, dh_entries, needs, dbs)
-        dx = compute_input_gradient(dys, layers, dh, dh_entries, ctx.fp8, maximum) if needs_dx else None
+        dx = compute_input_gradient(dys, layers, dh, dh_entries, ctx.fp8, operand) if needs_dx else None
         gradients.append(Projection(None, None, tuple(down_gradients)))
         return None if dx is None else dx.view(ctx.shape), *[None] * 5, *flatten(gradients)[0]
 

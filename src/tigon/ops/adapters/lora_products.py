@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tigon.ops.adapters.fp8_operand import Fp8Operand
 from tigon.ops.adapters.fp8_weight import Fp8Group
 from tigon.ops.adapters.frozen_weight import dense_weight
 from tigon.ops.adapters.low_rank import dropout_bits, empty_hidden, expand, project, token_sums
@@ -93,14 +94,15 @@ def _span(group: Sequence[Entry]) -> slice:
     return slice(group[0].columns.start, group[-1].columns.stop)
 
 
-def compute_hidden(rows: Tensor, entries: Sequence[Entry], maximum: Tensor | None = None) -> Tensor:
-    """Return the terms of h [3, T, R] for x [T, I]. If `maximum` is passed, raise it to the largest |x|."""
+def compute_hidden(rows: Tensor, entries: Sequence[Entry], operand: Fp8Operand | None = None) -> Tensor:
+    """Return the terms of h [3, T, R] for x [T, I], which is also the `operand` of products in FP8 if it is passed."""
+    first_pass = None if operand is None else operand.first_passes((0,))[0]
     h = empty_hidden(rows, rows.shape[0], entries[-1].columns.stop)
     for group in _groups(entries):
         tensors = [entry.adapter.a for entry in group]
+        project(rows, tensors, h[..., _span(group)], group[0].factor, group[0].dropout_mask, first_pass)
         # Each group reads all of x.
-        maximum_of_group = maximum if group[0] is entries[0] else None
-        project(rows, tensors, h[..., _span(group)], group[0].factor, group[0].dropout_mask, maximum_of_group)
+        first_pass = None
     return h
 
 
@@ -141,12 +143,12 @@ def write_output(y: Tensor, rows: Tensor, projection: Projection, entries: Seque
 
 
 def project_gradients(
-    dys: Mapping[int, Tensor], entries: Sequence[Entry], fp8: Fp8Group | None = None, maximum: Tensor | None = None
+    dys: Mapping[int, Tensor], entries: Sequence[Entry], operand: Fp8Operand | None = None
 ) -> tuple[Tensor, list[Entry]]:
     """Return the terms of dh [3, T, R] for the upstream gradients dy_i [T, O_i], and the entries of dh.
 
     dh has columns only for the adapters of projections in `dys`. The entries are those of these adapters, with their
-    columns of dh. If `maximum` is passed, raise it to the largest |dy_i| of the layers of `fp8`.
+    columns of dh. `operand` consists of the gradients of the layers in FP8.
     """
     first, dh_entries = 0, []
     some_dy = next(iter(dys.values()))
@@ -155,11 +157,12 @@ def project_gradients(
             dh_entries.append(entry._replace(columns=slice(first, first + entry.adapter.a.shape[0])))
             first += entry.adapter.a.shape[0]
     dh = empty_hidden(some_dy, some_dy.shape[0], first)
+    first_passes = {} if operand is None else operand.first_passes([entry.projection for entry in dh_entries])
     for entry in dh_entries:
-        in_fp8 = fp8 is not None and entry.projection in fp8.indices
         project(
             dys[entry.projection], [entry.adapter.b.t()], dh[..., entry.columns], entry.adapter.scaling,
-            maximum=maximum if in_fp8 else None,
+            # Each adapter of a layer reads its whole gradient.
+            first_pass=first_passes.pop(entry.projection, None),
         )  # fmt: skip
     return dh, dh_entries
 
@@ -170,14 +173,13 @@ def compute_input_gradient(
     dh: Tensor | None,
     entries: Sequence[Entry],
     fp8: Fp8Group | None = None,
-    maximum: Tensor | None = None,
+    operand: Fp8Operand | None = None,
 ) -> Tensor | None:
     """Return dx [T, I], from dy_i [T, O_i], dh and the entries of dh; None if `dys` is empty.
 
-    `fp8` computes the products of the weights that are in FP8. `maximum` holds the largest of their |dy_i| if a kernel
-    has found it.
+    `fp8` computes the products of the weights that are in FP8. `operand` consists of their dy_i, if there are any.
     """
-    dx = None if fp8 is None else fp8.input_gradient(dys, maximum)
+    dx = None if fp8 is None or operand is None else fp8.input_gradient(operand)
     for group in _groups(entries):
         assert dh is not None
         is_first = dx is None

@@ -41,6 +41,7 @@ from tigon.ops.adapters.low_rank_kernels import (
     split_kernel,
     token_sum_kernel,
 )
+from tigon.ops.fp8.formats import LARGEST, FirstPass
 from tigon.runtime.counters import zero_counters
 from tigon.runtime.device import Device, cdiv, device_of
 from tigon.runtime.launch import in_order, launch, on_device
@@ -114,10 +115,9 @@ class ProjectConfig(PartTiles, LaunchConfig):
         # registers or shared memory than the chip has. Microseconds for 8192 tokens in bf16 on an H200: 27 (rank 16)
         # and 38 (rank 48; 51 with 128 tokens and 4 stages) with 4096 features, and 69 with 14336 features (rank 16).
         is_small = rank_block(problem.rank) <= 32
-        stages = 4 if is_small else 3
         return ProjectConfig(
-            block_t=128 if is_small else 64, block_n=128 // problem.itemsize, num_warps=4,
-            num_stages=stages if device.async_copy else 1, programs_per_multiprocessor=2,
+            block_t=64, block_n=(256 if is_small else 128) // problem.itemsize, num_warps=4,
+            num_stages=3 if device.async_copy else 1, programs_per_multiprocessor=2,
         )  # fmt: skip
 
 
@@ -208,13 +208,13 @@ def empty_hidden(x: Tensor, tokens: int, rank: int) -> Tensor:
 @on_device
 def project(
     x: Tensor, tensors: Sequence[Tensor], out: Tensor, factor: float = 1.0, dropout_mask: Tensor | None = None,
-    maximum: Tensor | None = None,
+    first_pass: FirstPass | None = None,
 ) -> Tensor:  # fmt: skip
     """Write the terms of h = factor * x A^T to `out` [3, T, R], and return `out`.
 
     `out` may be some columns of a wider tensor. The rows of x [T, N] are dense, and `dropout_mask` [T, N / 8] masks x.
-    A [R, N] is the stack of `tensors` [r, N] of any strides. `maximum` [1] int32 holds the bits of an fp32 number. If
-    it is passed, the kernel raises it to the largest |x|.
+    A [R, N] is the stack of `tensors` [r, N] of any strides. `first_pass` says what the kernel does for the FP8 copy of
+    x.
     """
     t, n = x.shape
     is_split = len(tensors) > 1 or tensors[0].shape[0] > LARGEST_RANK_TO_SPLIT or tensors[0].dtype == torch.bfloat16
@@ -225,15 +225,19 @@ def project(
     block_r = rank_block(r)
     blocks = cdiv(t, config.block_t) * cdiv(r, block_r)
     part_length, parts = config.divide(n, config.block_n, blocks, device)
+    maximum, copy = (None, None) if first_pass is None else first_pass
+    values, scale = (None, None) if copy is None else copy
     launch(
         project_kernel, blocks * parts,
         *in_order(project_kernel)(
             x_ptr=x, a_ptr=a, sum_ptr=x.new_empty((parts, t, r), dtype=torch.float32),
             counter_ptr=zero_counters(x, blocks), out_ptr=out, mask_ptr=dropout_mask, maximum_ptr=maximum,
+            copy_ptr=values, scale_ptr=scale,
             T=t, N=n, part_length=part_length, parts=parts, stride_x=x.stride(0),
             stride_ar=a.stride(-2), stride_an=a.stride(-1), stride_part=t * r,
             stride_mask=0 if dropout_mask is None else dropout_mask.stride(0),
-            stride_out=out.stride(1), stride_term=out.stride(0), factor=factor,
+            stride_out=out.stride(1), stride_term=out.stride(0), stride_copy=0 if values is None else values.stride(0),
+            factor=factor, largest=0.0 if values is None else LARGEST[values.dtype],
         ),
         R=r, X_TERMS=TERMS[x.dtype], A_TERMS=a.shape[0] if is_split else TERMS[a.dtype], IS_SPLIT=is_split,
         BLOCK_T=config.block_t, BLOCK_N=config.block_n, BLOCK_R=block_r, STAGES=config.num_stages,

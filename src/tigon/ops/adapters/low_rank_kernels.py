@@ -5,6 +5,7 @@ Other kernels that add the sums of parts use `is_last` and `add_parts` too.
 Shapes: T tokens, N features, R rank (the sum of the ranks if several adapters share a product), S terms.
 """
 
+from tigon.ops.fp8.quantisation_kernels import scaling
 from tigon.runtime.maxima import magnitude_bits, raise_to_largest
 from tigon.runtime.triton_private import tl, triton
 
@@ -125,16 +126,18 @@ def add_parts(sum_ptr, offsets, stride_part, parts, mask, UNROLL: tl.constexpr =
 @triton.jit(do_not_specialize=["T", "part_length", "parts", "stride_part"])
 def project_kernel(
     # [T, N], [R, N] by strides or [S, R, N] bf16, [parts, T, R] fp32, an int32 for each tile, [3, T, R] bf16,
-    # [T, N / 8] uint8 or None, [1] int32 or None
-    x_ptr, a_ptr, sum_ptr, counter_ptr, out_ptr, mask_ptr, maximum_ptr,
-    T, N, part_length, parts, stride_x, stride_ar, stride_an, stride_part, stride_mask, stride_out, stride_term, factor,
+    # [T, N / 8] uint8 or None, [1] int32 or None, [T, N] fp8 or None, [1] fp32 or None
+    x_ptr, a_ptr, sum_ptr, counter_ptr, out_ptr, mask_ptr, maximum_ptr, copy_ptr, scale_ptr,
+    T, N, part_length, parts, stride_x, stride_ar, stride_an, stride_part, stride_mask, stride_out, stride_term,
+    stride_copy, factor, largest,
     R: tl.constexpr, X_TERMS: tl.constexpr, A_TERMS: tl.constexpr, IS_SPLIT: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Compute factor * x A^T over the features of a part, for a block of tokens and a block of the columns of h.
 
-    If IS_SPLIT, `a` holds the terms of A. Otherwise it holds A itself. The maximum, the bits of an fp32 number, is
-    raised to the largest |x| before dropout.
+    If IS_SPLIT, `a` holds the terms of A. Otherwise it holds A itself. The maximum is the bits of an fp32 number. It is
+    raised to the largest |x| before dropout, unless there is a copy. Then it is known, and x before dropout is written
+    to the copy in FP8, whose largest value is `largest`.
     """
     r_blocks: tl.constexpr = (R + BLOCK_R - 1) // BLOCK_R
     pid = tl.program_id(0)
@@ -146,13 +149,20 @@ def project_kernel(
     # The length of a part is a multiple of `BLOCK_N`. Triton vectorises the loads only if it knows that.
     first = tl.multiple_of(part * part_length, BLOCK_N)
     total = tl.zeros([BLOCK_T, BLOCK_R], tl.float32)
-    if maximum_ptr is not None:
+    if copy_ptr is not None:
+        copy_factor, scale = scaling(tl.load(maximum_ptr), largest)
+        tl.store(scale_ptr, scale, mask=pid == 0)
+    elif maximum_ptr is not None:
         row_bits = tl.zeros([BLOCK_T, 1], tl.int32)
     for start in tl.range(first, tl.minimum(first + part_length, N), BLOCK_N, num_stages=STAGES):
         cols = start + steps
         inside = (rows < T) & (cols < N)
         x = tl.load(x_ptr + rows * stride_x + cols, inside, 0.0)
-        if maximum_ptr is not None:
+        if copy_ptr is not None:
+            # The programs of several blocks of columns read the same values.
+            q = (x.to(tl.float32) * copy_factor).to(copy_ptr.dtype.element_ty)
+            tl.store(copy_ptr + rows * stride_copy + cols, q, inside & (pid % r_blocks == 0))
+        elif maximum_ptr is not None:
             row_bits = tl.maximum(row_bits, tl.max(magnitude_bits(x.to(tl.float32)), axis=1, keep_dims=True))
         if mask_ptr is not None:
             x = tl.where(_load_mask(mask_ptr, stride_mask, rows, cols, inside) == 1, x, 0.0)
@@ -170,7 +180,7 @@ def project_kernel(
                 if i + j < 3:
                     sums = tl.dot(x if X_TERMS == 1 else term(x, i), tl.trans(a_term), sums)
         total += sums * factor
-    if maximum_ptr is not None:
+    if copy_ptr is None and maximum_ptr is not None:
         raise_to_largest(maximum_ptr, row_bits)
     mask = (rows < T) & (ranks[None, :] < R)
     # A single part is stored and read again too, so that few tokens need no other variant of this kernel.

@@ -24,6 +24,7 @@ __all__ = [
     "SMALLEST_AMAX",
     "WEIGHT_DTYPE",
     "Factor",
+    "FirstPass",
     "Fp8Options",
     "check_options",
     "check_sizes",
@@ -87,6 +88,18 @@ class Factor(NamedTuple):
     def rows(self, start: int, stop: int) -> "Factor":
         """Return the factor of the rows from `start` to `stop`."""
         return Factor(self.values[start:stop], self.scale if self.scale.dim() == 1 else self.scale[start:stop])
+
+
+class FirstPass(NamedTuple):
+    """What a kernel that reads a matrix for a product of its own does for the FP8 copy of the matrix.
+
+    `maximum` [1] holds the bits of an fp32 number, in int32. Without `copy`, the kernel raises it to the largest
+    absolute value that it reads. With `copy`, it is known to be that of the whole matrix, and the kernel writes the
+    values of the copy and their scale.
+    """
+
+    maximum: Tensor
+    copy: Factor | None = None
 
 
 def pad(size: int) -> int:

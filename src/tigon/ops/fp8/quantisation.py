@@ -207,7 +207,14 @@ def _write_rows(part: _Part, copies: Copies, layout: Layout) -> None:
 
 
 def _section(x: Tensor | None, start: int, size: int) -> Tensor | None:
-    return None if x is None else x[start : start + size]
+    return x if x is None or len(x) == size else x[start : start + size]
+
+
+def _window(copy: Tensor | None, row: int, column: int, m: int, k: int) -> Tensor | None:
+    """Return the window [m, k] of a copy that begins at a row and a column. A whole copy is returned as it is."""
+    if copy is None or copy.shape == (m, k):
+        return copy
+    return copy[row : row + m, column : column + k]
 
 
 def _choose_tiles(part: _Part, writes: bool) -> Fp8TileConfig:
@@ -254,8 +261,8 @@ def write_part(part: _Part, maxima: Maxima, copies: Copies, layout: Layout, is_r
     stride_up = 0 if part.up is None else part.up.stride(0)
     launch(
         write_kernel, programs, part.x, part.up, row_amax, column_amax,
-        None if rows is None else rows[row : row + m, column : column + k], row_scale,
-        None if transposed is None else transposed[column : column + k, row : row + pad(m)], column_scale,
+        _window(copies.rows, row, column, m, k), row_scale,
+        _window(copies.transposed, column, row, k, pad(m)), column_scale,
         part.x.stride(0), stride_up, 0 if rows is None else rows.stride(0),
         0 if transposed is None else transposed.stride(0), m, pad(m) // MULTIPLE, k, column_blocks,
         LARGEST[layout.dtype],
@@ -327,14 +334,9 @@ def quantise(parts: Sequence[Tensor], layout: Layout, maxima: Maxima | None = No
     return _factors(quantise_reference(x, layout), layout)
 
 
-def quantise_tensor(x: Tensor, layout: Layout, maxima: Maxima | None = None) -> Quantised:
-    """Return the FP8 copies of x [..., K] as a matrix [M, K].
-
-    If the caller knows the maxima of x, or if the op that wrote x found them, use them.
-    """
-    if maxima is None:
-        maxima = find(x, layout.maxima_of_first_pass)
-    return quantise([x.reshape(-1, x.shape[-1])], layout, maxima)
+def quantise_tensor(x: Tensor, layout: Layout) -> Quantised:
+    """Return the FP8 copies of x [..., K] as a matrix [M, K], with its maxima if the op that wrote x has found them."""
+    return quantise([x.reshape(-1, x.shape[-1])], layout, find(x, layout.maxima_of_first_pass))
 
 
 def quantise_gated(gate: Tensor, up: Tensor, kind: str, layout: Layout) -> Quantised:
