@@ -1,9 +1,11 @@
-"""Direct launches on a GPU: the self-check passes with every tested Triton, and a capture postpones it."""
+"""Launches on a GPU: the self-check of direct launches, which a capture postpones, and the zeros that kernels use."""
 
 import torch
+from torch import Tensor
 
 import tigon
-from tigon.runtime import launch
+from tigon.ops.adapters.low_rank import empty_hidden, project
+from tigon.runtime import counters, launch
 from tigon.runtime.triton_private import has_direct_launch
 
 
@@ -27,3 +29,22 @@ def test_the_self_check_waits_for_the_end_of_a_capture(monkeypatch):
     assert torch.equal(y, expected)
     assert torch.equal(tigon.rms_norm(x, weight), expected)
     assert launch._verdicts == ({x.get_device(): True} if has_direct_launch() else {})
+
+
+@torch.library.custom_op("tigon_tests::low_rank_product", mutates_args=())
+def _low_rank_product(x: Tensor, a: Tensor) -> Tensor:
+    """Run a kernel that counts its programs inside an operator, which the compiler does not look into."""
+    return project(x, [a], empty_hidden(x, len(x), len(a))).contiguous()
+
+
+_low_rank_product.register_fake(lambda x, a: x.new_empty((3, len(x), len(a))))
+
+
+def test_a_compiled_graph_keeps_no_zeros_in_its_memory(monkeypatch):
+    """Before the capture, torch runs the function in the memory of the graph, and raises if a tensor is kept there."""
+    monkeypatch.setattr(counters, "_counters", {})
+    x, a = torch.randn(300, 640, device="cuda").bfloat16(), torch.randn(16, 640, device="cuda").bfloat16()
+    expected = 2 * _low_rank_product(x, a)
+    function = torch.compile(lambda x, a: 2 * _low_rank_product(x, a), mode="reduce-overhead")
+    for _ in range(4):
+        assert torch.equal(function(x, a), expected)

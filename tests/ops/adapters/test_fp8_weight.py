@@ -216,7 +216,7 @@ def test_low_rank_products_write_the_copies_of_what_they_read(monkeypatch, ranks
 def test_copies_that_are_not_cached_are_freed_after_the_forward():
     layers = Layers([(HIDDEN, HIDDEN, 0)], "rowwise")
     group = Fp8Group.of(layers.projections(), needs_dx=True)
-    group.multiply(group.operand(layers.x.flatten(0, 1)))
+    list(group.multiply(group.operand(layers.x.flatten(0, 1))))
     group.end_forward()
     assert group.copies is None
     layers = Layers([(HIDDEN, HIDDEN, 0)], "rowwise", WeightCache())

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from tigon.ops.fp8.formats import Factor, FirstPass, runs_fp8_kernels
 from tigon.ops.fp8.quantisation import Layout, quantise
-from tigon.runtime.maxima import Maxima, MaximaNeeds, find, zero_maxima
+from tigon.runtime.counters import zero_number
+from tigon.runtime.maxima import Maxima, find
 
 __all__ = ["Fp8Operand", "known_maximum"]
 
@@ -49,8 +50,7 @@ class Fp8Operand:
         if self.layout.is_rowwise or not all(index in read for index in self.parts) or not runs_fp8_kernels(first):
             return nothing
         if self.maximum is None:
-            self.maximum = zero_maxima(first, 0, 0, MaximaNeeds(tensor=True)).tensor
-            assert self.maximum is not None
+            self.maximum = zero_number(first)
             return nothing | dict.fromkeys(self.parts, FirstPass(self.maximum))
         widths = [part.shape[1] for part in self.parts.values()]
         values = first.new_empty((len(first), sum(widths)), dtype=self.layout.dtype)

@@ -10,7 +10,7 @@ it as `maximum`. Kernels that read them may do the pass that is missing (`fp8_op
 Shapes: T tokens, I inputs, O outputs of a layer.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from torch import Tensor
 
@@ -21,7 +21,7 @@ from tigon.ops.fp8.formats import WEIGHT_DTYPE, Fp8Options, runs_fp8_kernels
 from tigon.ops.fp8.products import multiply_fp8
 from tigon.ops.fp8.quantisation import Layout
 from tigon.ops.fp8.weights import Fp8Weights, WeightCache, weight_rows, weight_transposed
-from tigon.runtime.maxima import MaximaNeeds, zero_maxima
+from tigon.runtime.counters import zero_number
 
 __all__ = ["Fp8Group", "Fp8Weight"]
 
@@ -72,12 +72,10 @@ class Fp8Group:
         """Return a zero [1] int32, in which a kernel collects the bits of the largest absolute value.
 
         A kernel that writes x raises it to the largest |x| for `operand`. A kernel that writes the gradients raises it
-        to the largest |dy_i| of all layers for `operand_of_gradients`. The result is None if rows have scales of their own,
-        or if no kernel quantises on the device of `like`.
+        to the largest |dy_i| of all layers for `operand_of_gradients`. The result is None if rows have scales of their
+        own, or if no kernel quantises on the device of `like`.
         """
-        if self.options.is_rowwise or not runs_fp8_kernels(like):
-            return None
-        return zero_maxima(like, 0, 0, MaximaNeeds(tensor=True)).tensor
+        return None if self.options.is_rowwise or not runs_fp8_kernels(like) else zero_number(like)
 
     def operand(self, x: Tensor, maximum: Tensor | None = None) -> Fp8Operand:
         """Return x [T, I] as the operand of `multiply`.
@@ -87,16 +85,17 @@ class Fp8Group:
         layout = Layout(WEIGHT_DTYPE, self.options.is_rowwise, True, False)
         return Fp8Operand({0: x}, layout, known_maximum(x, layout) if maximum is None else maximum)
 
-    def multiply(self, x: Fp8Operand) -> dict[int, Tensor]:
-        """Return the products [T, O] of x [T, I] with the weights, by the indices of the layers."""
-        outputs, start, factor = {}, 0, x.factor()
+    def multiply(self, x: Fp8Operand) -> Iterator[Tensor]:
+        """Yield the products [T, O] of x [T, I] with the weights, in the order of `indices`.
+
+        A product is computed when it is requested, so that it is still in the cache when the adapters add to it.
+        """
+        start, factor = 0, x.factor()
         copies = self.copies or weight_rows(None, "", self.weights, self.options.is_rowwise, False)
-        for index, weight in zip(self.indices, self.weights, strict=True):
+        for weight in self.weights:
             stop = start + weight.shape[0]
-            rows = copies.rows_of(start, stop)
-            outputs[index] = multiply_fp8(factor, rows, self.dtype, is_fast=self.options.fast_forward)
+            yield multiply_fp8(factor, copies.rows_of(start, stop), self.dtype, is_fast=self.options.fast_forward)
             start = stop
-        return outputs
 
     def end_forward(self) -> None:
         """Free copies that are not cached. Backward makes those that it needs."""

@@ -100,12 +100,14 @@ class _LoRALinears(torch.autograd.Function):
         fp8 = Fp8Group.of(projections, records and ctx.needs_input_grad[0])
         operand = None if fp8 is None else fp8.operand(rows)
         h = compute_hidden(rows, entries, operand) if entries else None
-        products = {} if fp8 is None or operand is None else fp8.multiply(operand)
+        products = fp8.multiply(operand) if fp8 is not None and operand is not None else iter(())
+        in_fp8 = () if fp8 is None else fp8.indices
         ys = []
         for i, projection in enumerate(projections):
             entries_of_product = [entry for entry in entries if entry.projection == i]
             # The output is not a view, because a view that a node returns cannot be modified in place.
-            if (product := products.pop(i, None)) is not None:
+            if i in in_fp8:
+                product = next(products)
                 add_low_rank(product, projection, entries_of_product, h)
                 y = reshape_without_view(product, (*x.shape[:-1], product.shape[1]))
             else:

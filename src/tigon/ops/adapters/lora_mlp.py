@@ -91,16 +91,16 @@ def _multiply_gates(
 
     `operand` is x as the operand of products in FP8, if there are any.
     """
-    products = {} if fp8 is None or operand is None else fp8.multiply(operand)
+    products: dict[int, Tensor] = {}
+    if fp8 is not None and operand is not None:
+        products.update(zip(fp8.indices, fp8.multiply(operand), strict=True))
     for i, layer in enumerate((gate, up)):
         if i not in products:
             products[i] = multiply_gate(rows, dense_weight(layer.weight))
     return products[0], products[1]
 
 
-def _gradient_of_activation(
-    dy: Tensor, down: Projection, fp8: Fp8Group | None, operand: Fp8Operand | None
-) -> Tensor:
+def _gradient_of_activation(dy: Tensor, down: Projection, fp8: Fp8Group | None, operand: Fp8Operand | None) -> Tensor:
     """Return da [T, I] for dy [T, O], without the part of the adapters. `operand` is dy for a product in FP8."""
     if fp8 is not None and operand is not None:
         return fp8.input_gradient(operand)
@@ -140,7 +140,7 @@ class _LoRAGLUMLP(torch.autograd.Function):
         down_entries = list_entries((down,), len(rows), None)
         # The output is not a view, because a view that a node returns cannot be modified in place.
         if down_fp8 is not None:
-            product = down_fp8.multiply(down_fp8.operand(a, maximum))[0]
+            (product,) = down_fp8.multiply(down_fp8.operand(a, maximum))
             add_low_rank(product, down, down_entries, down_h)
             y = reshape_without_view(product, (*x.shape[:-1], len(down.weight)))
         else:

@@ -111,9 +111,10 @@ class ProjectConfig(PartTiles, LaunchConfig):
 
     @staticmethod
     def heuristic(problem: LowRankProblem, device: Device) -> "ProjectConfig":
-        # Each program reads its part of A, so it computes many tokens, unless the tiles of a large rank need more
-        # registers or shared memory than the chip has. Microseconds for 8192 tokens in bf16 on an H200: 27 (rank 16)
-        # and 38 (rank 48; 51 with 128 tokens and 4 stages) with 4096 features, and 69 with 14336 features (rank 16).
+        # Tiles of a large rank with more features would need more registers and shared memory than the chip has.
+        # Microseconds for 8192 tokens in bf16 on an H200 (in brackets with an FP8 copy of x, which the kernel writes):
+        # 29 (34) for rank 16 and 38 (45) for rank 48 with 4096 features, 68 (100) and 83 (122) with 14336 features.
+        # With tiles of 128 tokens and 64 features and 4 stages, rank 16 took 31 (37) and 72 (109).
         is_small = rank_block(problem.rank) <= 32
         return ProjectConfig(
             block_t=64, block_n=(256 if is_small else 128) // problem.itemsize, num_warps=4,

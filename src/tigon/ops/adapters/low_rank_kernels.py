@@ -201,10 +201,13 @@ def expand_kernel(
 ):  # fmt: skip
     """Write factor * h B^T + bias to a tile of `out`, or add it to the tile if ADDS is True.
 
-    ORDER is the number of terms of h and of B that the precision of `out` needs.
+    ORDER is the number of terms of h and of B that the precision of `out` needs. If ADDS, the first programs compute
+    the last tiles, which the kernel that wrote `out` has left in the cache.
     """
     n_blocks = tl.cdiv(N, BLOCK_N)
     pid = tl.program_id(0)
+    if ADDS:
+        pid = tl.num_programs(0) - 1 - pid
     rows = ((pid // n_blocks).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T))[:, None]
     cols = ((pid % n_blocks) * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
     total = tl.zeros([BLOCK_T, BLOCK_N], tl.float32)
