@@ -111,14 +111,14 @@ class ProjectConfig(PartTiles, LaunchConfig):
 
     @staticmethod
     def heuristic(problem: LowRankProblem, device: Device) -> "ProjectConfig":
-        # Tiles of a large rank with more features would need more registers and shared memory than the chip has.
-        # Microseconds for 8192 tokens in bf16 on an H200 (in brackets with an FP8 copy of x, which the kernel writes):
-        # 29 (34) for rank 16 and 38 (45) for rank 48 with 4096 features, 68 (100) and 83 (122) with 14336 features.
-        # With tiles of 128 tokens and 64 features and 4 stages, rank 16 took 31 (37) and 72 (109).
-        is_small = rank_block(problem.rank) <= 32
+        # The sums of tensor cores over more than 64 features of bf16 are less accurate than those of fp32. Microseconds
+        # for 8192 tokens in bf16 on an H200 (in brackets with an FP8 copy of x, which the kernel writes): 29 (35) for
+        # rank 16 and 38 (45) for rank 48 with 4096 features, 70 (102) and 82 (122) with 14336 features. With tiles of
+        # 128 tokens, rank 16 took 31 (37) and 72 (109).
+        stages = 4 if rank_block(problem.rank) <= 32 else 3
         return ProjectConfig(
-            block_t=64, block_n=(256 if is_small else 128) // problem.itemsize, num_warps=4,
-            num_stages=3 if device.async_copy else 1, programs_per_multiprocessor=2,
+            block_t=64, block_n=128 // problem.itemsize, num_warps=4,
+            num_stages=stages if device.async_copy else 1, programs_per_multiprocessor=2,
         )  # fmt: skip
 
 
