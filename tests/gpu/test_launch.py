@@ -5,6 +5,7 @@ from torch import Tensor
 
 import tigon
 from tigon.ops.adapters.low_rank import empty_hidden, project
+from tigon.ops.fp8.formats import FusedPass
 from tigon.runtime import counters, launch
 from tigon.runtime.triton_private import has_direct_launch
 
@@ -33,8 +34,9 @@ def test_the_self_check_waits_for_the_end_of_a_capture(monkeypatch):
 
 @torch.library.custom_op("tigon_tests::low_rank_product", mutates_args=())
 def _low_rank_product(x: Tensor, a: Tensor) -> Tensor:
-    """Run a kernel that counts its programs inside an operator, which the compiler does not look into."""
-    return project(x, [a], empty_hidden(x, len(x), len(a))).contiguous()
+    """Run a kernel that counts its programs and finds a maximum, in an operator that the compiler does not trace."""
+    maximum = FusedPass(counters.zero_number(x))
+    return project(x, [a], empty_hidden(x, len(x), len(a)), fused_pass=maximum).contiguous()
 
 
 _low_rank_product.register_fake(lambda x, a: x.new_empty((3, len(x), len(a))))
@@ -42,9 +44,12 @@ _low_rank_product.register_fake(lambda x, a: x.new_empty((3, len(x), len(a))))
 
 def test_a_compiled_graph_keeps_no_zeros_in_its_memory(monkeypatch):
     """Before the capture, torch runs the function in the memory of the graph, and raises if a tensor is kept there."""
-    monkeypatch.setattr(counters, "_counters", {})
     x, a = torch.randn(300, 640, device="cuda").bfloat16(), torch.randn(16, 640, device="cuda").bfloat16()
     expected = 2 * _low_rank_product(x, a)
+    for name in ("_counters", "_numbers"):
+        monkeypatch.setattr(counters, name, {})
     function = torch.compile(lambda x, a: 2 * _low_rank_product(x, a), mode="reduce-overhead")
     for _ in range(4):
         assert torch.equal(function(x, a), expected)
+    assert not counters._counters
+    assert not counters._numbers

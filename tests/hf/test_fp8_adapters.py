@@ -6,7 +6,7 @@ import torch
 import tigon
 from hf.fp8_steps import assert_near, layers_in_fp8, with_lora
 from tigon.hf import fp8
-from tigon.ops.adapters.fp8_weight import Fp8Group
+from tigon.ops.adapters.fp8_weight import Fp8Operand
 
 pytest.importorskip("transformers")
 
@@ -15,10 +15,8 @@ pytest.importorskip("transformers")
 def test_the_nodes_of_adapters_compute_the_products_in_fp8(make_model, step, batch, monkeypatch):
     """In the interpreter, products in fp16 are those of a GPU, and products in bf16 are wrong."""
     monkeypatch.setattr(fp8, "NARROWEST", 1)
-    counts, multiply = [], Fp8Group.multiply
-    monkeypatch.setattr(
-        Fp8Group, "multiply", lambda self, rows: counts.append(len(self.weights)) or multiply(self, rows)
-    )
+    counts, products = [], Fp8Operand.products
+    monkeypatch.setattr(Fp8Operand, "products", lambda self: counts.append(len(self.group.weights)) or products(self))
     device = "cuda" if torch.cuda.is_available() else "cpu"
     # The interpreter is slow, so one sequence is enough.
     batch = {name: value[:1].to(device) for name, value in batch.items()}

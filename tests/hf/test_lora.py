@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import tigon
 from op_cases import DEVICE
+from tigon.hf.later_adapters import AdapterWatch
 from tigon.ops.adapters import lora
 from tigon.ops.adapters.four_bit import FourBitWeight, dequantise
 from tigon.recognition import dequantisation
@@ -475,6 +476,16 @@ def test_later_adapters_are_freed_when_they_are_removed(llama):
     assert [weight() for weight in weights] == [None, None]
     report.restore()
     assert not any(find_replacement(module) for module in model.modules())
+
+
+def test_the_parts_of_a_layer_with_adapters_are_not_watched(llama):
+    """A model of 8 billion parameters has 672 modules in its layers with adapters, and 64 that may get new ones."""
+    model = with_lora(llama())
+    tigon.patch(model)
+    replacements = [find_replacement(module) for module in model.modules()]
+    (watch,) = [each.recipe for each in replacements if each is not None and type(each.recipe) is AdapterWatch]
+    names = {parent.name.rpartition(".")[2] for parent in watch.parents}
+    assert {"self_attn", "mlp"} <= names <= {"self_attn", "mlp", "model"}
 
 
 def test_a_deleted_model_is_freed_at_once(llama):

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tigon.runtime.engines import keeps_versions
 from tigon.runtime.torch_private.operators import current_raw_stream
 
 __all__ = ["PackedTensor", "Recomputation", "SavedResult", "cast", "unpack"]
@@ -28,7 +27,6 @@ class Recomputation:
 
     The constructor copies tensors of one dimension, which are the parameters of norms. Engines that shard a model free
     these parameters between forward and backward, and gather them only for the backward of the module that holds them.
-    Frozen parameters that no engine shards are not copied, because nothing writes to them between the two.
     """
 
     __slots__ = (
@@ -46,7 +44,7 @@ class Recomputation:
         self.saved_args: dict[int, Any] | None = None
         for i, x in enumerate(args):
             if isinstance(x, Tensor):
-                if x.dim() > 1 or (not x.requires_grad and keeps_versions(x)):
+                if x.dim() > 1:
                     self.arg_versions[i], self.args[i] = (x, x._version), None
                 else:
                     self.args[i] = x.detach().clone()

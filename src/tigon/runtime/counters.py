@@ -1,6 +1,7 @@
 """Zeros in the memory of a device: counters of finished programs, and numbers that kernels raise to a maximum.
 
-Both are allocated for many launches at once, because to allocate and clear memory takes the host longer than a launch.
+On the default stream, both are allocated for many launches at once. On other streams, each launch allocates its own,
+which takes the host 10 us more (measured on the host of an H200).
 """
 
 import torch
@@ -13,7 +14,7 @@ __all__ = ["zero_counters", "zero_number"]
 # The counters of the default stream, by the device.
 _counters: dict[int, Tensor] = {}
 
-# Numbers that are still to be used on the default stream, by the device.
+# Zeros of the default stream that no call has returned yet, by the device.
 _numbers: dict[int, list[Tensor]] = {}
 
 # How many numbers are allocated together. A step of a model of 8 billion parameters with adapters takes about 300.
@@ -23,9 +24,9 @@ NUMBERS = 1024
 def _may_keep(x: Tensor) -> bool:
     """Return whether zeros on the device of x may outlive the call that allocates them.
 
-    A CUDA graph may run on any stream, and has memory of its own. torch runs the calls before the capture of
-    `torch.compile(mode="reduce-overhead")` in that memory too, on a stream of its own, and raises an error if anything
-    in it is kept. Therefore only zeros of the default stream are kept.
+    A CUDA graph may run on any stream, and has a memory pool of its own. Before torch captures the graph of a function
+    that was compiled with `mode="reduce-overhead"`, it runs the function on a side stream, in the pool of the graph. It
+    raises an error if a tensor in this pool outlives the run. Therefore only zeros of the default stream are kept.
     """
     index = x.get_device()
     return (
@@ -54,7 +55,10 @@ def zero_counters(x: Tensor, count: int) -> Tensor:
 
 
 def zero_number(x: Tensor) -> Tensor:
-    """Return a zero [1] int32 on the device of x, which no other call returns."""
+    """Return a zero [1] int32 on the device of x, which no other call returns.
+
+    Functions that are compiled call it too, and `zero_counters` is called only by functions that launch kernels.
+    """
     if torch.compiler.is_compiling() or not _may_keep(x):
         return x.new_zeros(1, dtype=torch.int32)
     index = x.get_device()

@@ -7,9 +7,8 @@ from torch import Tensor
 
 import tigon
 from op_cases import DEVICE
-from tigon.ops.adapters import fp8_operand
-from tigon.ops.adapters.fp8_operand import Fp8Operand
-from tigon.ops.adapters.fp8_weight import Fp8Group, Fp8Weight
+from tigon.ops.adapters import fp8_weight
+from tigon.ops.adapters.fp8_weight import Fp8Group, Fp8Operand, Fp8Weight
 from tigon.ops.adapters.lora import lora_linears
 from tigon.ops.adapters.lora_mlp import lora_glu_mlp, runs_as_one_node
 from tigon.ops.adapters.projection import Adapter, Projection
@@ -57,7 +56,8 @@ class Layers:
         generator = torch.Generator().manual_seed(1)
         dys = [torch.randn(y.shape, generator=generator).to(DEVICE, DTYPE) for y in outputs]
         leaves = [self.x, *(t for a in self.adapters if a for t in (a.a, a.b))]
-        return list(torch.autograd.grad(outputs, leaves, dys))
+        gradients = torch.autograd.grad(outputs, leaves, dys, allow_unused=True)
+        return [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, gradients, strict=True)]
 
 
 def assert_close(actual: list[Tensor], expected: list[Tensor], tolerance: float = TOLERANCE) -> None:
@@ -88,10 +88,12 @@ def test_a_layer_in_fp8_may_be_beside_one_that_is_not():
     assert_close(layers.gradients(outputs), layers.gradients(expected))
 
 
-def test_an_output_that_is_not_used_has_no_gradient():
-    layers = Layers([(HIDDEN, HIDDEN, 5), (32, HIDDEN, 0)], "rowwise")
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("rank", [0, 3])
+def test_an_output_that_is_not_used_has_no_gradient(recipe, rank):
+    layers = Layers([(HIDDEN, HIDDEN, 5), (32, HIDDEN, rank)], recipe)
     first, _ = lora_linears(layers.x, layers.projections())
-    product, _ = fp8_projections(layers.x, layers.weights, [None] * 2, recipe="rowwise")
+    product, _ = fp8_projections(layers.x, layers.weights, [None] * 2, recipe=recipe)
     expected = (product.float() + layers.low_rank(layers.x, 0)).to(DTYPE)
     assert_close(layers.gradients((first,)), layers.gradients((expected,)))
 
@@ -122,8 +124,7 @@ def test_a_gated_mlp_is_one_node(recipe, level):
     ("recipe", "in_fp8", "passes", "passes_without_maximum"),
     [
         pytest.param("tensorwise", [True, True, True], 0, 3, id="tensorwise"),
-        # The kernel finds the maximum of dgate and dup together, and dgate alone is quantised. The product with B of
-        # gate finds its maximum.
+        # The kernel would find one maximum of dgate and dup, so the product of dgate with B finds that of dgate.
         pytest.param("tensorwise", [True, False, True], 0, 2, id="up is not in FP8"),
         # A pass over a row of `a` finds its maximum and quantises it.
         pytest.param("rowwise", [True, True, True], 2, 2, id="rowwise"),
@@ -148,7 +149,7 @@ def test_a_gated_mlp_has_no_pass_for_the_maxima_of_what_its_kernels_write(
         is_unused = recipe == "rowwise" or count == passes_without_maximum
         assert (Fp8Group.of(projections[2:], needs_dx=True).zero_maximum(y) is None) == is_unused
         monkeypatch.setattr(Fp8Group, "zero_maximum", lambda group, like: None)
-        monkeypatch.setattr(Fp8Operand, "first_passes", lambda operand, read: dict.fromkeys(read))
+        monkeypatch.setattr(Fp8Operand, "fused_passes", lambda operand, read_indices: {})
     for actual, expected in zip(*results, strict=True):
         assert torch.equal(actual, expected)
 
@@ -177,7 +178,7 @@ def test_low_rank_products_find_the_maxima_of_what_they_read(monkeypatch, ranks,
         results.append([first, second, *layers.gradients((8 * first, second))])
         # The weights have another number of rows.
         assert heights.count(37) == (passes if uses_maximum else 1 + sum(in_fp8))
-        monkeypatch.setattr(Fp8Operand, "first_passes", lambda operand, read: dict.fromkeys(read))
+        monkeypatch.setattr(Fp8Operand, "fused_passes", lambda operand, read_indices: {})
     for actual, expected in zip(*results, strict=True):
         assert torch.equal(actual, expected)
 
@@ -199,7 +200,7 @@ def test_low_rank_products_write_the_copies_of_what_they_read(monkeypatch, ranks
     ))  # fmt: skip
     # All tensors of this test that are quantised have maxima, as those that a norm writes.
     find = lambda x, needs: Maxima(x.detach().float().abs().amax().view(1).view(torch.int32), None, None)
-    monkeypatch.setattr(fp8_operand, "find", find)
+    monkeypatch.setattr(fp8_weight, "find", find)
     results = []
     for writes in (True, False):
         layers = Layers(list(zip([INNER, INNER, HIDDEN], [HIDDEN, HIDDEN, INNER], ranks, strict=True)), "tensorwise")
@@ -208,7 +209,31 @@ def test_low_rank_products_write_the_copies_of_what_they_read(monkeypatch, ranks
         results.append([y, *layers.gradients((y,))])
         if writes:
             assert [shape for shape in written if shape[0] == 37] == copies
-        monkeypatch.setattr(Fp8Operand, "first_passes", lambda operand, read: dict.fromkeys(read))
+        monkeypatch.setattr(Fp8Operand, "fused_passes", lambda operand, read_indices: {})
+    for actual, expected in zip(*results, strict=True):
+        assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize("is_known", [False, True], ids=["", "known maxima"])
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_several_adapters_and_dropout_do_each_pass_once(monkeypatch, dropout, is_known):
+    """The copy holds the values before dropout, and the results are those of separate passes."""
+    if is_known:
+        find = lambda x, needs: Maxima(x.detach().float().abs().amax().view(1).view(torch.int32), None, None)
+        monkeypatch.setattr(fp8_weight, "find", find)
+    results = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        layers = Layers([(HIDDEN, HIDDEN, 5), (32, HIDDEN, 3)], "tensorwise")
+        projections = [
+            layer._replace(adapters=tuple(adapter._replace(dropout=dropout) for adapter in 2 * layer.adapters))
+            for layer in layers.projections()
+        ]
+        outputs = lora_linears(layers.x, projections)
+        results.append(
+            [*outputs, *layers.gradients(outputs), *layers.gradients(lora_linears(layers.x, projections)[:1])]
+        )
+        monkeypatch.setattr(Fp8Operand, "fused_passes", lambda operand, read_indices: {})
     for actual, expected in zip(*results, strict=True):
         assert torch.equal(actual, expected)
 
@@ -216,7 +241,7 @@ def test_low_rank_products_write_the_copies_of_what_they_read(monkeypatch, ranks
 def test_copies_that_are_not_cached_are_freed_after_the_forward():
     layers = Layers([(HIDDEN, HIDDEN, 0)], "rowwise")
     group = Fp8Group.of(layers.projections(), needs_dx=True)
-    list(group.multiply(group.operand(layers.x.flatten(0, 1))))
+    list(group.operand(layers.x.flatten(0, 1)).products())
     group.end_forward()
     assert group.copies is None
     layers = Layers([(HIDDEN, HIDDEN, 0)], "rowwise", WeightCache())

@@ -12,7 +12,7 @@ from tigon.ops.adapters.lora import eager_output, lora_linear_reference, lora_li
 from tigon.ops.adapters.lora_products import draw_seeds
 from tigon.ops.adapters.low_rank import PartTiles, dropout_bits, empty_hidden, expand, project, split_terms, token_sums
 from tigon.ops.adapters.projection import Adapter, Projection, flatten, rebuild
-from tigon.ops.fp8.formats import WEIGHT_DTYPE, Factor, FirstPass
+from tigon.ops.fp8.formats import WEIGHT_DTYPE, Factor, FusedPass
 from tigon.ops.fp8.quantisation import Layout, quantise
 from tigon.runtime.maxima import Maxima
 
@@ -224,13 +224,13 @@ def test_the_product_that_reads_x_finds_its_maximum_or_writes_its_copy(rank, fea
         mask = dropout_bits(torch.tensor([1], device=DEVICE), 0, 300, features, 0.5)
     expected = project(x, [a], h, 2.0, mask).clone()
     maximum = torch.zeros(1, dtype=torch.int32, device=DEVICE)
-    assert torch.equal(project(x, [a], h, 2.0, mask, FirstPass(maximum)), expected)
+    assert torch.equal(project(x, [a], h, 2.0, mask, FusedPass(maximum)), expected)
     assert maximum.view(torch.float32).item() == x.abs().max().item()
     copy = quantise([x], Layout(WEIGHT_DTYPE, False, True, False), Maxima(maximum, None, None)).rows
     # The copy is a part of a wider matrix, whose other columns are not written.
     matrix = torch.full((300, 3 * features), 7.0, device=DEVICE).to(WEIGHT_DTYPE)
     values, scale = matrix[:, features : 2 * features], torch.zeros(1, device=DEVICE)
-    assert torch.equal(project(x, [a], h, 2.0, mask, FirstPass(maximum, Factor(values, scale))), expected)
+    assert torch.equal(project(x, [a], h, 2.0, mask, FusedPass(maximum, Factor(values, scale))), expected)
     assert torch.equal(scale, copy.scale)
     as_bytes = lambda z: z.contiguous().view(torch.uint8)
     assert torch.equal(as_bytes(values), as_bytes(copy.values))

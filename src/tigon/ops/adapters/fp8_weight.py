@@ -5,25 +5,27 @@ the sum of their gradients of x is one product. The adapters are not part of it:
 products.
 
 With tensorwise scales, the kernel that writes x, or the gradients, may also find their largest absolute value and pass
-it as `maximum`. Kernels that read them may do the pass that is missing (`fp8_operand`).
+it as `maximum`. Kernels that read them for a low-rank product can also find the maximum or write the copy: if the
+maximum is known, they write the FP8 copy, and otherwise they find the maximum, and a later pass writes the copy.
 
 Shapes: T tokens, I inputs, O outputs of a layer.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
+import torch
 from torch import Tensor
 
-from tigon.ops.adapters.fp8_operand import Fp8Operand, known_maximum
 from tigon.ops.adapters.frozen_weight import FrozenWeight
 from tigon.ops.adapters.projection import Projection
-from tigon.ops.fp8.formats import WEIGHT_DTYPE, Fp8Options, runs_fp8_kernels
+from tigon.ops.fp8.formats import WEIGHT_DTYPE, Factor, Fp8Options, FusedPass, runs_fp8_kernels
 from tigon.ops.fp8.products import multiply_fp8
-from tigon.ops.fp8.quantisation import Layout
+from tigon.ops.fp8.quantisation import Layout, quantise
 from tigon.ops.fp8.weights import Fp8Weights, WeightCache, weight_rows, weight_transposed
 from tigon.runtime.counters import zero_number
+from tigon.runtime.maxima import Maxima, find
 
-__all__ = ["Fp8Group", "Fp8Weight"]
+__all__ = ["Fp8Group", "Fp8Operand", "Fp8Weight"]
 
 FindCache = Callable[[Sequence[Tensor], Sequence[int | None]], WeightCache | None]
 
@@ -77,49 +79,107 @@ class Fp8Group:
         """
         return None if self.options.is_rowwise or not runs_fp8_kernels(like) else zero_number(like)
 
-    def operand(self, x: Tensor, maximum: Tensor | None = None) -> Fp8Operand:
-        """Return x [T, I] as the operand of `multiply`.
+    def operand(self, x: Tensor, maximum: Tensor | None = None) -> "Fp8Operand":
+        """Return x [T, I] as the operand of the products of the layers.
 
         `maximum` holds the bits of the largest |x|, if a kernel of the node has found it.
         """
-        layout = Layout(WEIGHT_DTYPE, self.options.is_rowwise, True, False)
-        return Fp8Operand({0: x}, layout, known_maximum(x, layout) if maximum is None else maximum)
+        return Fp8Operand(self, {0: x}, Layout(WEIGHT_DTYPE, self.options.is_rowwise, True, False), maximum)
 
-    def multiply(self, x: Fp8Operand) -> Iterator[Tensor]:
-        """Yield the products [T, O] of x [T, I] with the weights, in the order of `indices`.
+    def operand_of_gradients(self, dys: Mapping[int, Tensor], maximum: Tensor | None = None) -> "Fp8Operand | None":
+        """Return the gradients dy_i [T, O_i], side by side, as the operand of dX; None if `dys` has none of the group.
 
-        A product is computed when it is requested, so that it is still in the cache when the adapters add to it.
+        `maximum` holds the bits of the largest |dy_i| of the group, if a kernel of the node has found it.
         """
-        start, factor = 0, x.factor()
-        copies = self.copies or weight_rows(None, "", self.weights, self.options.is_rowwise, False)
-        for weight in self.weights:
-            stop = start + weight.shape[0]
-            yield multiply_fp8(factor, copies.rows_of(start, stop), self.dtype, is_fast=self.options.fast_forward)
-            start = stop
+        present = {index: dys[index] for index in self.indices if index in dys}
+        layout = Layout(self.options.dtype_of_gradients, self.options.is_rowwise, True, False, by_columns=True)
+        return Fp8Operand(self, present, layout, maximum) if present else None
 
     def end_forward(self) -> None:
         """Free copies that are not cached. Backward makes those that it needs."""
         self.copies = self.copies if self.is_cached else None
 
-    def operand_of_gradients(self, dys: Mapping[int, Tensor], maximum: Tensor | None = None) -> Fp8Operand | None:
-        """Return the gradients dy_i [T, O_i], side by side, as the operand of `input_gradient`.
 
-        The result is None if `dys` has none of a layer of the group. `maximum` holds the bits of the largest |dy_i| of
-        the group, if a kernel of the node has found it.
-        """
-        some_dy = next((dys[index] for index in self.indices if index in dys), None)
-        if some_dy is None:
-            return None
-        parts = {
-            index: dys[index] if index in dys else some_dy.new_zeros((len(some_dy), len(weight)))
-            for index, weight in zip(self.indices, self.weights, strict=True)
-        }
-        layout = Layout(self.options.dtype_of_gradients, self.options.is_rowwise, True, False, by_columns=True)
+class Fp8Operand:
+    """The operand of the products of a group: x [T, I], or the gradients [T, O_i], which lie side by side.
+
+    Args:
+        group: The layers.
+        parts: The gradients by the indices of their layers, of which some may be missing, or x with the key 0.
+        layout: The format and the scales of the FP8 copy.
+        maximum: The bits [1] of the largest absolute value of all parts in int32, if a kernel of the node has found it.
+    """
+
+    def __init__(self, group: Fp8Group, parts: Mapping[int, Tensor], layout: Layout, maximum: Tensor | None) -> None:
+        self.group, self.parts, self.layout = group, parts, layout
         if maximum is None and len(parts) == 1:
-            maximum = known_maximum(some_dy, layout)
-        return Fp8Operand(parts, layout, maximum)
+            # The op that wrote the part may have found it.
+            maxima = find(next(iter(parts.values())), layout.maxima_of_first_pass)
+            maximum = None if maxima is None else maxima.tensor
+        self.maximum = maximum
+        self.copy: Factor | None = None
+        self.has_passes = False
 
-    def input_gradient(self, dys: Fp8Operand) -> Tensor:
-        """Return the sum [T, I] of the products of the gradients with the weights."""
-        transposed = weight_transposed(self.copies, self.weights, self.options.is_rowwise)
-        return multiply_fp8(dys.factor(), transposed, self.dtype, is_fast=self.options.fast_backward)
+    def fused_passes(self, read_indices: Collection[int]) -> dict[int, FusedPass]:
+        """Return the passes that kernels which read these parts must also do, by the index of the part.
+
+        For each part of the result, exactly one kernel must do its pass before the products are computed. The result is
+        empty if the kernels have nothing to do: if rows have scales of their own, or if a part of the operand is
+        missing or is not read.
+        """
+        assert not self.has_passes, "each operand has its passes done once"
+        some_part = next(iter(self.parts.values()))
+        is_whole = not self.layout.by_columns or len(self.parts) == len(self.group.indices)
+        if self.layout.is_rowwise or not is_whole or not all(index in read_indices for index in self.parts):
+            return {}
+        if not runs_fp8_kernels(some_part):
+            return {}
+        self.has_passes = True
+        if self.maximum is None:
+            self.maximum = zero_number(some_part)
+            return dict.fromkeys(self.parts, FusedPass(self.maximum))
+        widths = [part.shape[1] for part in self.parts.values()]
+        values = some_part.new_empty((len(some_part), sum(widths)), dtype=self.layout.dtype)
+        scale = some_part.new_empty(1, dtype=torch.float32)
+        self.copy = Factor(values, scale)
+        windows = values.split(widths, 1) if len(widths) > 1 else (values,)
+        passes = (FusedPass(self.maximum, Factor(window, scale)) for window in windows)
+        return dict(zip(self.parts, passes, strict=True))
+
+    def _take_copy(self) -> Factor:
+        """Return the FP8 copy, which is then freed with the result."""
+        copy, self.copy = self.copy, None
+        if copy is None:
+            maxima = None if self.maximum is None else Maxima(self.maximum, None, None)
+            copy = quantise(self._all_parts(), self.layout, maxima).rows
+        assert copy is not None
+        return copy
+
+    def _all_parts(self) -> list[Tensor]:
+        """Return x, or the gradients of all layers of the group. Those that are missing are zero."""
+        some_part = next(iter(self.parts.values()))
+        if not self.layout.by_columns:
+            return [some_part]
+        return [
+            self.parts[index] if index in self.parts else some_part.new_zeros((len(some_part), len(weight)))
+            for index, weight in zip(self.group.indices, self.group.weights, strict=True)
+        ]
+
+    def products(self) -> Iterator[tuple[int, Tensor]]:
+        """Yield the index of each layer of the group and the product [T, O] of x with its weight.
+
+        Each product is computed only when it is requested. It is then still in the cache when adapters are added to it.
+        """
+        group, start, factor = self.group, 0, self._take_copy()
+        copies = group.copies or weight_rows(None, "", group.weights, group.options.is_rowwise, False)
+        for index, weight in zip(group.indices, group.weights, strict=True):
+            stop = start + weight.shape[0]
+            rows = copies.rows_of(start, stop)
+            yield index, multiply_fp8(factor, rows, group.dtype, is_fast=group.options.fast_forward)
+            start = stop
+
+    def input_gradient(self) -> Tensor:
+        """Return the sum [T, I] of the products of the gradients with the weights of the group."""
+        group = self.group
+        transposed = weight_transposed(group.copies, group.weights, group.options.is_rowwise)
+        return multiply_fp8(self._take_copy(), transposed, group.dtype, is_fast=group.options.fast_backward)

@@ -100,14 +100,15 @@ class _LoRALinears(torch.autograd.Function):
         fp8 = Fp8Group.of(projections, records and ctx.needs_input_grad[0])
         operand = None if fp8 is None else fp8.operand(rows)
         h = compute_hidden(rows, entries, operand) if entries else None
-        products = fp8.multiply(operand) if fp8 is not None and operand is not None else iter(())
-        in_fp8 = () if fp8 is None else fp8.indices
+        products = iter(()) if operand is None else operand.products()
+        fp8_indices = () if fp8 is None else fp8.indices
         ys = []
         for i, projection in enumerate(projections):
             entries_of_product = [entry for entry in entries if entry.projection == i]
             # The output is not a view, because a view that a node returns cannot be modified in place.
-            if i in in_fp8:
-                product = next(products)
+            if i in fp8_indices:
+                index, product = next(products)
+                assert index == i
                 add_low_rank(product, projection, entries_of_product, h)
                 y = reshape_without_view(product, (*x.shape[:-1], product.shape[1]))
             else:
@@ -150,7 +151,7 @@ def _node_gradients(ctx: Any, dys: Mapping[int, Tensor], tensor_needs: Sequence[
     if entries and (needs_dx or any(need.a for projection in needs for need in projection.adapters)):
         dh, dh_entries = project_gradients(dys, entries, operand)
     gradients = layer_gradients(rows, h, dys, dh, entries, dh_entries, needs)
-    dx = compute_input_gradient(dys, projections, dh, dh_entries, ctx.fp8, operand) if needs_dx else None
+    dx = compute_input_gradient(dys, projections, dh, dh_entries, operand) if needs_dx else None
     return None if dx is None else dx.view(ctx.shape), flatten(gradients)[0]
 
 

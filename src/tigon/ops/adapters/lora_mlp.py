@@ -26,8 +26,7 @@ from tigon.memory.lean import (
     in_checkpoint,
     recomputes_mlp,
 )
-from tigon.ops.adapters.fp8_operand import Fp8Operand
-from tigon.ops.adapters.fp8_weight import Fp8Group
+from tigon.ops.adapters.fp8_weight import Fp8Group, Fp8Operand
 from tigon.ops.adapters.frozen_weight import dense_weight
 from tigon.ops.adapters.lora import lora_linears, takes_adapters
 from tigon.ops.adapters.lora_glu import GLUAdapters, lora_glu_backward, lora_glu_forward
@@ -85,26 +84,25 @@ def _zero_maximum(fp8: Fp8Group | None, layer_count: int, like: Tensor) -> Tenso
 
 
 def _multiply_gates(
-    rows: Tensor, gate: Projection, up: Projection, fp8: Fp8Group | None, operand: Fp8Operand | None
+    rows: Tensor, gate: Projection, up: Projection, operand: Fp8Operand | None
 ) -> tuple[Tensor, Tensor]:
     """Return the products of x [T, H] with the weights of gate and up, of which one is dense at a time.
 
     `operand` is x as the operand of products in FP8, if there are any.
     """
-    products: dict[int, Tensor] = {}
-    if fp8 is not None and operand is not None:
-        products.update(zip(fp8.indices, fp8.multiply(operand), strict=True))
+    products = {} if operand is None else dict(operand.products())
     for i, layer in enumerate((gate, up)):
         if i not in products:
             products[i] = multiply_gate(rows, dense_weight(layer.weight))
     return products[0], products[1]
 
 
-def _gradient_of_activation(dy: Tensor, down: Projection, fp8: Fp8Group | None, operand: Fp8Operand | None) -> Tensor:
-    """Return da [T, I] for dy [T, O], without the part of the adapters. `operand` is dy for a product in FP8."""
-    if fp8 is not None and operand is not None:
-        return fp8.input_gradient(operand)
-    return multiply(dy, dense_weight(down.weight))
+def _gradient_of_activation(dy: Tensor, down: Projection, operand: Fp8Operand | None) -> Tensor:
+    """Return da [T, I] for dy [T, O], without the part of the adapters.
+
+    `operand` holds dy if the weight of down is in FP8, and is None otherwise.
+    """
+    return multiply(dy, dense_weight(down.weight)) if operand is None else operand.input_gradient()
 
 
 class _LoRAGLUMLP(torch.autograd.Function):
@@ -128,7 +126,7 @@ class _LoRAGLUMLP(torch.autograd.Function):
         fp8 = Fp8Group.of((gate_layer, up_layer), records and ctx.needs_input_grad[0])
         operand = None if fp8 is None else fp8.operand(rows)
         h = compute_hidden(rows, entries, operand) if entries else None
-        gate, up = _multiply_gates(rows, gate_layer, up_layer, fp8, operand)
+        gate, up = _multiply_gates(rows, gate_layer, up_layer, operand)
         # The gradients of gate and up need da.
         down_fp8 = Fp8Group.of((down,), records and any(ctx.needs_input_grad))
         maximum = _zero_maximum(down_fp8, 1, gate)
@@ -140,7 +138,7 @@ class _LoRAGLUMLP(torch.autograd.Function):
         down_entries = list_entries((down,), len(rows), None)
         # The output is not a view, because a view that a node returns cannot be modified in place.
         if down_fp8 is not None:
-            (product,) = down_fp8.multiply(down_fp8.operand(a, maximum))
+            ((_, product),) = down_fp8.operand(a, maximum).products()
             add_low_rank(product, down, down_entries, down_h)
             y = reshape_without_view(product, (*x.shape[:-1], len(down.weight)))
         else:
@@ -162,13 +160,13 @@ class _LoRAGLUMLP(torch.autograd.Function):
         is_recomputed = gate is None
         if is_recomputed:
             operand = None if ctx.fp8 is None else ctx.fp8.operand(rows)
-            gate, up = _multiply_gates(rows, layers[0], layers[1], ctx.fp8, operand)
+            gate, up = _multiply_gates(rows, layers[0], layers[1], operand)
         down_dh, down_gradients = None, []
         down_operand = None if ctx.down_fp8 is None else ctx.down_fp8.operand_of_gradients({0: dy})
+        fused_passes = {} if down_operand is None or not down.adapters else down_operand.fused_passes((0,))
         for adapter, need in zip(down.adapters, down_needs.adapters, strict=True):
             down_dh = empty_hidden(dy, len(dy), len(adapter.a))
-            first_pass = None if down_operand is None else down_operand.first_passes((0,))[0]
-            project(dy, [adapter.b.t()], down_dh, adapter.scaling, first_pass=first_pass)
+            project(dy, [adapter.b.t()], down_dh, adapter.scaling, fused_pass=fused_passes.pop(0, None))
             db = token_sums(dy, down_h, adapter.scaling).to(adapter.b.dtype) if need.b else None
             down_gradients.append(Adapter(None, db))
         dgate, dup = gradient_buffers(ctx, gate, up, is_recomputed)
@@ -182,7 +180,7 @@ class _LoRAGLUMLP(torch.autograd.Function):
         needs_dx = ctx.needs_input_grad[0]
         maximum = _zero_maximum(ctx.fp8, 2, gate) if needs_dx else None
         sums = lora_glu_backward(
-            _gradient_of_activation(dy, down, ctx.down_fp8, down_operand),
+            _gradient_of_activation(dy, down, down_operand),
             gate,
             up,
             _glu_adapters(entries, h, down),
@@ -204,7 +202,7 @@ class _LoRAGLUMLP(torch.autograd.Function):
             dh, dh_entries = project_gradients(dys, entries, operand)
         dbs = {entry.position: (sums.gate_b, sums.up_b)[entry.projection] for entry in entries}
         gradients = layer_gradients(rows, h, dys, dh, entries, dh_entries, needs, dbs)
-        dx = compute_input_gradient(dys, layers, dh, dh_entries, ctx.fp8, operand) if needs_dx else None
+        dx = compute_input_gradient(dys, layers, dh, dh_entries, operand) if needs_dx else None
         gradients.append(Projection(None, None, tuple(down_gradients)))
         return None if dx is None else dx.view(ctx.shape), *[None] * 5, *flatten(gradients)[0]
 

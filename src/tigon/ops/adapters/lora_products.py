@@ -12,8 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tigon.ops.adapters.fp8_operand import Fp8Operand
-from tigon.ops.adapters.fp8_weight import Fp8Group
+from tigon.ops.adapters.fp8_weight import Fp8Operand
 from tigon.ops.adapters.frozen_weight import dense_weight
 from tigon.ops.adapters.low_rank import dropout_bits, empty_hidden, expand, project, token_sums
 from tigon.ops.adapters.projection import Adapter, Projection
@@ -95,14 +94,18 @@ def _span(group: Sequence[Entry]) -> slice:
 
 
 def compute_hidden(rows: Tensor, entries: Sequence[Entry], operand: Fp8Operand | None = None) -> Tensor:
-    """Return the terms of h [3, T, R] for x [T, I], which is also the `operand` of products in FP8 if it is passed."""
-    first_pass = None if operand is None else operand.first_passes((0,))[0]
+    """Return the terms of h [3, T, R] for x [T, I].
+
+    If FP8 products read x too, `operand` is x as their operand. The kernels then also find its maximum or write its FP8
+    copy, so this function has to be called before the products are computed.
+    """
+    fused_pass = None if operand is None else operand.fused_passes((0,)).get(0)
     h = empty_hidden(rows, rows.shape[0], entries[-1].columns.stop)
     for group in _groups(entries):
         tensors = [entry.adapter.a for entry in group]
-        project(rows, tensors, h[..., _span(group)], group[0].factor, group[0].dropout_mask, first_pass)
-        # Each group reads all of x.
-        first_pass = None
+        project(rows, tensors, h[..., _span(group)], group[0].factor, group[0].dropout_mask, fused_pass)
+        # Only the first group does the pass, because it reads all of x.
+        fused_pass = None
     return h
 
 
@@ -148,7 +151,8 @@ def project_gradients(
     """Return the terms of dh [3, T, R] for the upstream gradients dy_i [T, O_i], and the entries of dh.
 
     dh has columns only for the adapters of projections in `dys`. The entries are those of these adapters, with their
-    columns of dh. `operand` consists of the gradients of the layers in FP8.
+    columns of dh. `operand` holds the gradients of the layers in FP8, if there are any. The kernels also find its
+    maximum or write its FP8 copy, so this function has to be called before `operand.input_gradient`.
     """
     first, dh_entries = 0, []
     some_dy = next(iter(dys.values()))
@@ -157,12 +161,12 @@ def project_gradients(
             dh_entries.append(entry._replace(columns=slice(first, first + entry.adapter.a.shape[0])))
             first += entry.adapter.a.shape[0]
     dh = empty_hidden(some_dy, some_dy.shape[0], first)
-    first_passes = {} if operand is None else operand.first_passes([entry.projection for entry in dh_entries])
+    fused_passes = {} if operand is None else operand.fused_passes([entry.projection for entry in dh_entries])
     for entry in dh_entries:
         project(
             dys[entry.projection], [entry.adapter.b.t()], dh[..., entry.columns], entry.adapter.scaling,
-            # Each adapter of a layer reads its whole gradient.
-            first_pass=first_passes.pop(entry.projection, None),
+            # Only the layer's first adapter does the pass, because it reads the whole gradient.
+            fused_pass=fused_passes.pop(entry.projection, None),
         )  # fmt: skip
     return dh, dh_entries
 
@@ -172,14 +176,13 @@ def compute_input_gradient(
     projections: Sequence[Projection],
     dh: Tensor | None,
     entries: Sequence[Entry],
-    fp8: Fp8Group | None = None,
     operand: Fp8Operand | None = None,
 ) -> Tensor | None:
     """Return dx [T, I], from dy_i [T, O_i], dh and the entries of dh; None if `dys` is empty.
 
-    `fp8` computes the products of the weights that are in FP8. `operand` consists of their dy_i, if there are any.
+    `operand` holds the dy_i of the layers in FP8, if there are any.
     """
-    dx = None if fp8 is None or operand is None else fp8.input_gradient(operand)
+    dx = None if operand is None else operand.input_gradient()
     for group in _groups(entries):
         assert dh is not None
         is_first = dx is None
@@ -189,7 +192,7 @@ def compute_input_gradient(
         a = stacked[0] if len(stacked) == 1 else torch.cat(stacked)
         expand(dh[..., _span(group)], a.t(), dx, group[0].factor, dropout_mask=group[0].dropout_mask, adds=not is_first)
     for i, dy in dys.items():
-        if projections[i].weight is not None and (fp8 is None or i not in fp8.indices):
+        if projections[i].weight is not None and (operand is None or i not in operand.parts):
             dx = multiply(dy, dense_weight(projections[i].weight), total=dx)
     return dx
 

@@ -41,7 +41,7 @@ from tigon.ops.adapters.low_rank_kernels import (
     split_kernel,
     token_sum_kernel,
 )
-from tigon.ops.fp8.formats import LARGEST, FirstPass
+from tigon.ops.fp8.formats import LARGEST, FusedPass
 from tigon.runtime.counters import zero_counters
 from tigon.runtime.device import Device, cdiv, device_of
 from tigon.runtime.launch import in_order, launch, on_device
@@ -111,10 +111,10 @@ class ProjectConfig(PartTiles, LaunchConfig):
 
     @staticmethod
     def heuristic(problem: LowRankProblem, device: Device) -> "ProjectConfig":
-        # The sums of tensor cores over more than 64 features of bf16 are less accurate than those of fp32. Microseconds
-        # for 8192 tokens in bf16 on an H200 (in brackets with an FP8 copy of x, which the kernel writes): 29 (35) for
-        # rank 16 and 38 (45) for rank 48 with 4096 features, 70 (102) and 82 (122) with 14336 features. With tiles of
-        # 128 tokens, rank 16 took 31 (37) and 72 (109).
+        # A tile has 64 features in bf16, because tensor cores lose accuracy compared with fp32 if they sum more of them
+        # in one step. Microseconds for 8192 tokens in bf16 on an H200, all in one run: 29 for rank 16 with 4096
+        # features and 71 with 14336; with tiles of 128 tokens, 31 and 72. If the kernel writes an FP8 copy of x too: 35
+        # and 103; with tiles of 128 tokens, 37 and 109. A pass that only writes the copy takes 30 and 87.
         stages = 4 if rank_block(problem.rank) <= 32 else 3
         return ProjectConfig(
             block_t=64, block_n=128 // problem.itemsize, num_warps=4,
@@ -209,13 +209,13 @@ def empty_hidden(x: Tensor, tokens: int, rank: int) -> Tensor:
 @on_device
 def project(
     x: Tensor, tensors: Sequence[Tensor], out: Tensor, factor: float = 1.0, dropout_mask: Tensor | None = None,
-    first_pass: FirstPass | None = None,
+    fused_pass: FusedPass | None = None,
 ) -> Tensor:  # fmt: skip
     """Write the terms of h = factor * x A^T to `out` [3, T, R], and return `out`.
 
     `out` may be some columns of a wider tensor. The rows of x [T, N] are dense, and `dropout_mask` [T, N / 8] masks x.
-    A [R, N] is the stack of `tensors` [r, N] of any strides. `first_pass` says what the kernel does for the FP8 copy of
-    x.
+    A [R, N] is the stack of `tensors` [r, N] of any strides. `fused_pass` is the part of the quantisation of x that
+    the kernel does too.
     """
     t, n = x.shape
     is_split = len(tensors) > 1 or tensors[0].shape[0] > LARGEST_RANK_TO_SPLIT or tensors[0].dtype == torch.bfloat16
@@ -226,7 +226,7 @@ def project(
     block_r = rank_block(r)
     blocks = cdiv(t, config.block_t) * cdiv(r, block_r)
     part_length, parts = config.divide(n, config.block_n, blocks, device)
-    maximum, copy = (None, None) if first_pass is None else first_pass
+    maximum, copy = (None, None) if fused_pass is None else fused_pass
     values, scale = (None, None) if copy is None else copy
     launch(
         project_kernel, blocks * parts,

@@ -5,7 +5,7 @@ Other kernels that add the sums of parts use `is_last` and `add_parts` too.
 Shapes: T tokens, N features, R rank (the sum of the ranks if several adapters share a product), S terms.
 """
 
-from tigon.ops.fp8.quantisation_kernels import scaling
+from tigon.ops.fp8.quantisation_kernels import tensorwise_factor
 from tigon.runtime.maxima import magnitude_bits, raise_to_largest
 from tigon.runtime.triton_private import tl, triton
 
@@ -135,9 +135,9 @@ def project_kernel(
 ):  # fmt: skip
     """Compute factor * x A^T over the features of a part, for a block of tokens and a block of the columns of h.
 
-    If IS_SPLIT, `a` holds the terms of A. Otherwise it holds A itself. The maximum is the bits of an fp32 number. It is
-    raised to the largest |x| before dropout, unless there is a copy. Then it is known, and x before dropout is written
-    to the copy in FP8, whose largest value is `largest`.
+    If IS_SPLIT, `a` holds the terms of A. Otherwise it holds A itself. The maximum is the bits of an fp32 number.
+    Without a copy, the kernel raises the maximum to the largest |x|. With a copy, the maximum is an input, and the
+    kernel writes x to the copy in FP8. Both use x before dropout. `largest` is the largest value of the FP8 format.
     """
     r_blocks: tl.constexpr = (R + BLOCK_R - 1) // BLOCK_R
     pid = tl.program_id(0)
@@ -150,8 +150,7 @@ def project_kernel(
     first = tl.multiple_of(part * part_length, BLOCK_N)
     total = tl.zeros([BLOCK_T, BLOCK_R], tl.float32)
     if copy_ptr is not None:
-        copy_factor, scale = scaling(tl.load(maximum_ptr), largest)
-        tl.store(scale_ptr, scale, mask=pid == 0)
+        copy_factor = tensorwise_factor(maximum_ptr, scale_ptr, largest, pid == 0)
     elif maximum_ptr is not None:
         row_bits = tl.zeros([BLOCK_T, 1], tl.int32)
     for start in tl.range(first, tl.minimum(first + part_length, N), BLOCK_N, num_stages=STAGES):
@@ -159,7 +158,7 @@ def project_kernel(
         inside = (rows < T) & (cols < N)
         x = tl.load(x_ptr + rows * stride_x + cols, inside, 0.0)
         if copy_ptr is not None:
-            # The programs of several blocks of columns read the same values.
+            # Programs for other columns of h read the same x, so only those of the first block write the copy.
             q = (x.to(tl.float32) * copy_factor).to(copy_ptr.dtype.element_ty)
             tl.store(copy_ptr + rows * stride_copy + cols, q, inside & (pid % r_blocks == 0))
         elif maximum_ptr is not None:
@@ -201,8 +200,8 @@ def expand_kernel(
 ):  # fmt: skip
     """Write factor * h B^T + bias to a tile of `out`, or add it to the tile if ADDS is True.
 
-    ORDER is the number of terms of h and of B that the precision of `out` needs. If ADDS, the first programs compute
-    the last tiles, which the kernel that wrote `out` has left in the cache.
+    ORDER is the number of terms of h and of B that the precision of `out` needs. If ADDS, the tiles are computed in
+    reverse order, because the last tiles that were written to `out` are still in the cache.
     """
     n_blocks = tl.cdiv(N, BLOCK_N)
     pid = tl.program_id(0)

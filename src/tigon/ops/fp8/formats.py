@@ -24,8 +24,8 @@ __all__ = [
     "SMALLEST_AMAX",
     "WEIGHT_DTYPE",
     "Factor",
-    "FirstPass",
     "Fp8Options",
+    "FusedPass",
     "check_options",
     "check_sizes",
     "has_fp8_units",
@@ -90,12 +90,12 @@ class Factor(NamedTuple):
         return Factor(self.values[start:stop], self.scale if self.scale.dim() == 1 else self.scale[start:stop])
 
 
-class FirstPass(NamedTuple):
-    """What a kernel that reads a matrix for a product of its own does for the FP8 copy of the matrix.
+class FusedPass(NamedTuple):
+    """The part of a quantisation that a kernel does while it reads a matrix for another product.
 
     `maximum` [1] holds the bits of an fp32 number, in int32. Without `copy`, the kernel raises it to the largest
-    absolute value that it reads. With `copy`, it is known to be that of the whole matrix, and the kernel writes the
-    values of the copy and their scale.
+    absolute value that it reads. With `copy`, `maximum` already holds the largest absolute value of the whole matrix,
+    and the kernel writes the values of the copy and their scale.
     """
 
     maximum: Tensor

@@ -31,6 +31,7 @@ __all__ = [
     "row_kernel",
     "scaling",
     "store_transposed",
+    "tensorwise_factor",
     "write_kernel",
 ]
 
@@ -107,6 +108,14 @@ def scaling(bits, largest):
 
 
 @triton.jit
+def tensorwise_factor(amax_ptr, scale_ptr, largest, is_first):
+    """Return the factor that maps the amax [1] of a matrix to `largest`. If `is_first`, store the scale [1]."""
+    factor, scale = scaling(tl.load(amax_ptr), largest)
+    tl.store(scale_ptr, scale, mask=is_first)
+    return factor
+
+
+@triton.jit
 def _load(x_ptr, up_ptr, x_offsets, up_offsets, mask, KIND: tl.constexpr):
     """Return the values of the matrix in fp32: x, or act(x) * up."""
     x = tl.load(x_ptr + x_offsets, mask=mask, other=0.0).to(tl.float32)
@@ -164,9 +173,7 @@ def write_kernel(
     x = _load(x_ptr, up_ptr, x_offsets, rows[:, None] * stride_up + cols[None, :], mask, KIND)
     if row_ptr is not None:
         if TENSORWISE:
-            factor, scale = scaling(tl.load(row_amax_ptr), largest)
-            tl.store(row_scale_ptr, scale, mask=pid == 0)
-            q = x * factor
+            q = x * tensorwise_factor(row_amax_ptr, row_scale_ptr, largest, pid == 0)
         else:
             factors, scales = scaling(tl.load(row_amax_ptr + rows, mask=row_mask, other=0), largest)
             tl.store(row_scale_ptr + rows, scales, mask=row_mask & (column_block == 0))
@@ -175,9 +182,7 @@ def write_kernel(
         tl.store(row_ptr + rows[:, None] * stride_row + cols[None, :], q, mask=mask)
     if transposed_ptr is not None:
         if TENSORWISE:
-            factor, scale = scaling(tl.load(column_amax_ptr), largest)
-            tl.store(column_scale_ptr, scale, mask=pid == 0)
-            q = x * factor
+            q = x * tensorwise_factor(column_amax_ptr, column_scale_ptr, largest, pid == 0)
         else:
             factors, scales = scaling(tl.load(column_amax_ptr + cols, mask=col_mask, other=0), largest)
             tl.store(column_scale_ptr + cols, scales, mask=col_mask & (row_block == 0))
