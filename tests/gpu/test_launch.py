@@ -43,7 +43,7 @@ _low_rank_product.register_fake(lambda x, a: x.new_empty((3, len(x), len(a))))
 
 
 def test_a_compiled_graph_keeps_no_zeros_in_its_memory(monkeypatch):
-    """Before the capture, torch runs the function in the memory of the graph, and raises if a tensor is kept there."""
+    """Before the capture, torch runs the function in the memory pool of the graph. No tensor may outlive this run."""
     x, a = torch.randn(300, 640, device="cuda").bfloat16(), torch.randn(16, 640, device="cuda").bfloat16()
     expected = 2 * _low_rank_product(x, a)
     for name in ("_counters", "_numbers"):

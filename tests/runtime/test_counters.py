@@ -1,4 +1,4 @@
-"""Tests of zeros that many launches share. Tensors of the CPU replace those of a GPU."""
+"""Tests of counters and numbers that are allocated in advance. CPU tensors stand for those of a GPU."""
 
 import pytest
 import torch

@@ -128,8 +128,8 @@ def watch_children(model: nn.Module, report: Report, root: nn.Module) -> Callabl
 
 
 def _watch_body(body: nn.Module, report: Report, root: nn.Module) -> Callable[[], None]:
-    # Do not watch the parts of a layer with adapters. Further adapters are added to the layer itself, and its new parts
-    # are plain linear layers.
+    # Do not watch linear layers with adapters, nor their submodules. A further adapter only adds plain linear layers
+    # inside such a layer, and these need no recipe.
     adapted_layers = [module for module in body.modules() if isinstance(installed_recipe(module), AdapterRecipe)]
     watched = {*body.modules()} - {part for layer in adapted_layers for part in layer.modules()}
     # The names are those in the model that was patched, as everywhere in its report.

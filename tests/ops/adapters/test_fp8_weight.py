@@ -124,7 +124,7 @@ def test_a_gated_mlp_is_one_node(recipe, level):
     ("recipe", "in_fp8", "passes", "passes_without_maximum"),
     [
         pytest.param("tensorwise", [True, True, True], 0, 3, id="tensorwise"),
-        # The kernel would find one maximum of dgate and dup, so the product of dgate with B finds that of dgate.
+        # The gated kernel can only find one maximum of both dgate and dup. The product with B finds that of dgate.
         pytest.param("tensorwise", [True, False, True], 0, 2, id="up is not in FP8"),
         # A pass over a row of `a` finds its maximum and quantises it.
         pytest.param("rowwise", [True, True, True], 2, 2, id="rowwise"),
@@ -198,7 +198,7 @@ def test_low_rank_products_write_the_copies_of_what_they_read(monkeypatch, ranks
     monkeypatch.setattr(quantisation, "write_part", lambda part, *args, **options: (
         written.append(tuple(part.x.shape)), write_part(part, *args, **options)
     ))  # fmt: skip
-    # All tensors of this test that are quantised have maxima, as those that a norm writes.
+    # The test pretends that the op that wrote each tensor has found its maximum, as norms do.
     find = lambda x, needs: Maxima(x.detach().float().abs().amax().view(1).view(torch.int32), None, None)
     monkeypatch.setattr(fp8_weight, "find", find)
     results = []

@@ -4,9 +4,9 @@ The layers of a node that have FP8 weights and the same input form a group. They
 the sum of their gradients of x is one product. The adapters are not part of it: their outputs are added to those of the
 products.
 
-With tensorwise scales, the kernel that writes x, or the gradients, may also find their largest absolute value and pass
-it as `maximum`. Kernels that read them for a low-rank product can also find the maximum or write the copy: if the
-maximum is known, they write the FP8 copy, and otherwise they find the maximum, and a later pass writes the copy.
+With tensorwise scales, the kernel that writes x or the gradients may find their largest absolute value, which the node
+passes as `maximum`. If it is known, the kernel of a low-rank product, which reads the tensor anyway, writes the FP8
+copy. If it is not known, this kernel finds it, and a separate pass writes the copy.
 
 Shapes: T tokens, I inputs, O outputs of a layer.
 """
@@ -101,7 +101,7 @@ class Fp8Group:
 
 
 class Fp8Operand:
-    """The operand of the products of a group: x [T, I], or the gradients [T, O_i], which lie side by side.
+    """One side of the FP8 products of a group, not yet quantised: x [T, I], or the gradients [T, O_i] side by side.
 
     Args:
         group: The layers.
@@ -121,11 +121,11 @@ class Fp8Operand:
         self.has_passes = False
 
     def fused_passes(self, read_indices: Collection[int]) -> dict[int, FusedPass]:
-        """Return the passes that kernels which read these parts must also do, by the index of the part.
+        """Return the fused passes for the kernels that read the parts `read_indices`, by the index of the part.
 
-        For each part of the result, exactly one kernel must do its pass before the products are computed. The result is
-        empty if the kernels have nothing to do: if rows have scales of their own, or if a part of the operand is
-        missing or is not read.
+        Exactly one kernel must do the pass of each index before the products are computed. The result is empty if rows
+        have scales of their own, if the device runs no FP8 kernels, if a gradient of the group is missing, or if a part
+        is not read.
         """
         assert not self.has_passes, "each operand has its passes done once"
         some_part = next(iter(self.parts.values()))
@@ -147,7 +147,7 @@ class Fp8Operand:
         return dict(zip(self.parts, passes, strict=True))
 
     def _take_copy(self) -> Factor:
-        """Return the FP8 copy, which is then freed with the result."""
+        """Return the FP8 copy, and quantise the parts if no kernel has written it. The operand does not keep it."""
         copy, self.copy = self.copy, None
         if copy is None:
             maxima = None if self.maximum is None else Maxima(self.maximum, None, None)
@@ -168,14 +168,15 @@ class Fp8Operand:
     def products(self) -> Iterator[tuple[int, Tensor]]:
         """Yield the index of each layer of the group and the product [T, O] of x with its weight.
 
-        Each product is computed only when it is requested. It is then still in the cache when adapters are added to it.
+        Each product is computed when it is requested. If the caller adds the outputs of the adapters at once, the
+        product is still in the L2 cache.
         """
-        group, start, factor = self.group, 0, self._take_copy()
+        group, start, copy = self.group, 0, self._take_copy()
         copies = group.copies or weight_rows(None, "", group.weights, group.options.is_rowwise, False)
         for index, weight in zip(group.indices, group.weights, strict=True):
             stop = start + weight.shape[0]
             rows = copies.rows_of(start, stop)
-            yield index, multiply_fp8(factor, rows, group.dtype, is_fast=group.options.fast_forward)
+            yield index, multiply_fp8(copy, rows, group.dtype, is_fast=group.options.fast_forward)
             start = stop
 
     def input_gradient(self) -> Tensor:

@@ -96,8 +96,8 @@ def _span(group: Sequence[Entry]) -> slice:
 def compute_hidden(rows: Tensor, entries: Sequence[Entry], operand: Fp8Operand | None = None) -> Tensor:
     """Return the terms of h [3, T, R] for x [T, I].
 
-    If FP8 products read x too, `operand` is x as their operand. The kernels then also find its maximum or write its FP8
-    copy, so this function has to be called before the products are computed.
+    If FP8 products read x too, `operand` is x as their operand. The kernels do its fused passes, if any, so this
+    function must be called before `operand.products`.
     """
     fused_pass = None if operand is None else operand.fused_passes((0,)).get(0)
     h = empty_hidden(rows, rows.shape[0], entries[-1].columns.stop)
@@ -151,8 +151,8 @@ def project_gradients(
     """Return the terms of dh [3, T, R] for the upstream gradients dy_i [T, O_i], and the entries of dh.
 
     dh has columns only for the adapters of projections in `dys`. The entries are those of these adapters, with their
-    columns of dh. `operand` holds the gradients of the layers in FP8, if there are any. The kernels also find its
-    maximum or write its FP8 copy, so this function has to be called before `operand.input_gradient`.
+    columns of dh. `operand` holds the gradients of the layers whose weights are in FP8, or is None if there are none.
+    The kernels do its fused passes, if any, so this function must be called before `operand.input_gradient`.
     """
     first, dh_entries = 0, []
     some_dy = next(iter(dys.values()))
@@ -180,7 +180,7 @@ def compute_input_gradient(
 ) -> Tensor | None:
     """Return dx [T, I], from dy_i [T, O_i], dh and the entries of dh; None if `dys` is empty.
 
-    `operand` holds the dy_i of the layers in FP8, if there are any.
+    `operand` holds the dy_i of the layers whose weights are in FP8, or is None if there are none.
     """
     dx = None if operand is None else operand.input_gradient()
     for group in _groups(entries):

@@ -64,8 +64,9 @@ __all__ = [
 # The number of bf16 terms that represent a value exactly: 8, 11 and 24 bits of mantissa, 8 bits a term.
 TERMS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
 
-# The largest rank of an A that `project` splits when it reads it. On an H200, 8192 tokens of 4096 features take 27 us
-# with rank 16, and 25 us with terms that were split before, which takes 3 us more. With rank 48 they take 49 and 37 us.
+# The largest rank of an A that `project` splits when it reads it. On an H200, with tiles of 128 tokens (now 64), 8192
+# tokens of 4096 features took 27 us with rank 16, and 25 us with terms that were split before, which took 3 us more.
+# With rank 48 they took 49 and 37 us.
 LARGEST_RANK_TO_SPLIT = 16
 
 
@@ -214,8 +215,8 @@ def project(
     """Write the terms of h = factor * x A^T to `out` [3, T, R], and return `out`.
 
     `out` may be some columns of a wider tensor. The rows of x [T, N] are dense, and `dropout_mask` [T, N / 8] masks x.
-    A [R, N] is the stack of `tensors` [r, N] of any strides. `fused_pass` is the part of the quantisation of x that
-    the kernel does too.
+    A [R, N] is the stack of `tensors` [r, N] of any strides. `fused_pass` is a pass of the quantisation of x that
+    this kernel also does.
     """
     t, n = x.shape
     is_split = len(tensors) > 1 or tensors[0].shape[0] > LARGEST_RANK_TO_SPLIT or tensors[0].dtype == torch.bfloat16

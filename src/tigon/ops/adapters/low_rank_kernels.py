@@ -137,7 +137,7 @@ def project_kernel(
 
     If IS_SPLIT, `a` holds the terms of A. Otherwise it holds A itself. The maximum is the bits of an fp32 number.
     Without a copy, the kernel raises the maximum to the largest |x|. With a copy, the maximum is an input, and the
-    kernel writes x to the copy in FP8. Both use x before dropout. `largest` is the largest value of the FP8 format.
+    kernel writes x to the copy in FP8. Both use x before dropout. `largest` is the largest number of the FP8 format.
     """
     r_blocks: tl.constexpr = (R + BLOCK_R - 1) // BLOCK_R
     pid = tl.program_id(0)
@@ -158,7 +158,7 @@ def project_kernel(
         inside = (rows < T) & (cols < N)
         x = tl.load(x_ptr + rows * stride_x + cols, inside, 0.0)
         if copy_ptr is not None:
-            # Programs for other columns of h read the same x, so only those of the first block write the copy.
+            # All blocks of columns of h read the same x. Only the programs of the first such block write the copy.
             q = (x.to(tl.float32) * copy_factor).to(copy_ptr.dtype.element_ty)
             tl.store(copy_ptr + rows * stride_copy + cols, q, inside & (pid % r_blocks == 0))
         elif maximum_ptr is not None:
@@ -201,7 +201,7 @@ def expand_kernel(
     """Write factor * h B^T + bias to a tile of `out`, or add it to the tile if ADDS is True.
 
     ORDER is the number of terms of h and of B that the precision of `out` needs. If ADDS, the tiles are computed in
-    reverse order, because the last tiles that were written to `out` are still in the cache.
+    reverse order, because the last tiles that were written to `out` are still in the L2 cache.
     """
     n_blocks = tl.cdiv(N, BLOCK_N)
     pid = tl.program_id(0)

@@ -91,7 +91,7 @@ class Factor(NamedTuple):
 
 
 class FusedPass(NamedTuple):
-    """The part of a quantisation that a kernel does while it reads a matrix for another product.
+    """A pass of a quantisation that a kernel does while it reads the matrix for another product.
 
     `maximum` [1] holds the bits of an fp32 number, in int32. Without `copy`, the kernel raises it to the largest
     absolute value that it reads. With `copy`, `maximum` already holds the largest absolute value of the whole matrix,

@@ -15,8 +15,8 @@ The passes, and their floors on an H200 (4.3 TB/s), for a bf16 matrix of N value
     rowwise, the transposed copy     as tensorwise                          5 N bytes      0.039 ms
     rowwise, two copies              as tensorwise                          6 N bytes      0.047 ms
 
-If the kernel that wrote the matrix has found the maxima, the amax pass and its 2 N bytes disappear. Norms pass their
-maxima through `tigon.runtime.maxima`, and the MLP of `tigon.ops.adapters.lora_mlp` passes its own as an argument.
+If another kernel that writes or reads the matrix has found the maxima, the amax pass and its 2 N bytes disappear. Norms
+pass their maxima through `tigon.runtime.maxima`, and the nodes of `tigon.ops.adapters` pass their own as an argument.
 `quantise_gated` reads gate and up, so each of its reads counts twice. Parts of the second read come from the cache.
 
 A matrix of zeros, or one whose values are all below 2^-100, has the scale of 2^-100. NaN makes the scale NaN, and an
@@ -338,7 +338,10 @@ def quantise(parts: Sequence[Tensor], layout: Layout, maxima: Maxima | None = No
 
 
 def quantise_tensor(x: Tensor, layout: Layout) -> Quantised:
-    """Return the FP8 copies of x [..., K] as a matrix [M, K], with its maxima if the op that wrote x has found them."""
+    """Return the FP8 copies of x [..., K] as a matrix [M, K].
+
+    If the op that wrote x has found its maxima, no pass finds them again.
+    """
     return quantise([x.reshape(-1, x.shape[-1])], layout, find(x, layout.maxima_of_first_pass))
 
 
