@@ -27,6 +27,7 @@ from tigon.ops.fp8.quantisation_kernels import (
     Fp8TileProblem,
     scaling,
     store_transposed,
+    tensorwise_factor,
 )
 from tigon.ops.mlps.glu import activation_and_slope
 from tigon.runtime.device import cdiv, device_of
@@ -134,9 +135,7 @@ def gradient_amax_kernel(
 def _column_factors(amax_ptr, scale_ptr, cols, col_mask, is_first_row, pid, largest, TENSORWISE: tl.constexpr):
     """Return the factors of columns, [1, BLOCK_K], and store their scales once."""
     if TENSORWISE:
-        factor, scale = scaling(tl.load(amax_ptr), largest)
-        tl.store(scale_ptr, scale, mask=pid == 0)
-        factors = tl.zeros_like(cols).to(tl.float32) + factor
+        factors = tl.zeros_like(cols).to(tl.float32) + tensorwise_factor(amax_ptr, scale_ptr, largest, pid == 0)
     else:
         factors, scales = scaling(tl.load(amax_ptr + cols, mask=col_mask, other=0), largest)
         tl.store(scale_ptr + cols, scales, mask=col_mask & is_first_row)
@@ -164,8 +163,7 @@ def gradient_write_kernel(
     is_first_row = row_block == 0
     if row_ptr is not None:
         if TENSORWISE:
-            factors, scale = scaling(tl.load(row_amax_ptr), largest)
-            tl.store(row_scale_ptr, scale, mask=pid == 0)
+            factors = tensorwise_factor(row_amax_ptr, row_scale_ptr, largest, pid == 0)
         else:
             row_factors, scales = scaling(tl.load(row_amax_ptr + rows, mask=row_mask, other=0), largest)
             tl.store(row_scale_ptr + rows, scales, mask=row_mask & (column_block == 0))
