@@ -14,7 +14,7 @@ import functools
 import operator
 import types
 import weakref
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -36,9 +36,20 @@ WAYS_TO_PARAMETERS = {"data", "parameters", "named_parameters", "buffers", "name
 WAYS_TO_PARAMETERS |= {"get_parameter", "get_buffer", "_parameters", "_buffers"}
 
 
-# The names that the executed code of the last searched layer of each class uses. A model has many layers of one class,
-# which run the same code, so a search that begins with these names has to be made once and not five times.
-_USES_OF_CLASSES: weakref.WeakKeyDictionary[type, tuple[frozenset[types.CodeType], Uses]] = weakref.WeakKeyDictionary()
+class _Result(NamedTuple):
+    """What one pass has found, and the names that it knew before."""
+
+    known_uses: Uses
+    reach: Reach
+    # The code that the pass has read, and the names that this code uses.
+    codes: frozenset[types.CodeType]
+    uses: Uses
+
+
+# The last result for each class of modules and for each function, without its reach, by the options of the search.
+# A model has many layers of one class, and most of them reach the same code. If a search begins with the names that the
+# last one knew, one pass finds everything. Otherwise there are up to ten passes.
+_LAST_RESULTS: weakref.WeakKeyDictionary[Any, dict[tuple, _Result]] = weakref.WeakKeyDictionary()
 
 
 class _Search(FunctionSearch, ModuleSearch, ContainerSearch):
@@ -197,15 +208,25 @@ def explore(
     With `executed`, the search reads only functions with this code. It is the code that one call has run. Every later
     call that finds the same state runs the same code, so the state that other functions read does not matter to it.
     """
-    skipped, known_uses = frozenset(("training", *live)), Uses()
-    if executed is not None:
-        codes, uses = _USES_OF_CLASSES.get(type(module), (None, known_uses))
-        known_uses = uses if codes == executed else known_uses
-    while True:
+    skipped = frozenset(("training", *live))
+    options = skipped, frozenset(choices), inputs, searched
+
+    def run_pass(known_uses: Uses) -> _Result:
         search = _Search(module, skipped, frozenset(choices), inputs, searched, known_uses, executed)
         search.run()
-        if known_uses.contains(search.uses):
-            if executed is not None:
-                _USES_OF_CLASSES[type(module)] = executed, search.uses
-            return search.reach
-        known_uses = known_uses.union(search.uses)
+        codes = frozenset(function.__code__ for function in search.functions)
+        return _Result(known_uses, search.reach, codes, search.uses)
+
+    last_results = _LAST_RESULTS.setdefault(module if isinstance(module, types.FunctionType) else type(module), {})
+    if options in last_results:
+        last = last_results[options]
+        result = run_pass(last.known_uses)
+        # If the code or the names differ, this module may not reach all of the code that used the known names.
+        if (result.codes, result.uses) == (last.codes, last.uses):
+            return result.reach
+    result = run_pass(Uses())
+    while not result.known_uses.contains(result.uses):
+        result = run_pass(result.known_uses.union(result.uses))
+    # The reach refers to the module.
+    last_results[options] = result._replace(reach=Reach())
+    return result.reach
