@@ -93,10 +93,10 @@ def speed_up_the_interpreter() -> None:
 def _share_shapes() -> None:
     """Let all blocks with the same sizes share the objects that describe their shape.
 
-    For every block that it computes, the interpreter makes a type and a tensor, and each of them makes an object for
-    every size. For small blocks this takes longer than the arithmetic. If two blocks share their shape, the interpreter
-    also need not compare the sizes to find that no block has to be broadcast, and a block that already has the
-    requested dtype is not cast.
+    For every block that it computes, the interpreter creates a type and a tensor, and each of them creates an object
+    for every size. For small blocks this takes longer than the arithmetic. If two blocks share their shape, the
+    interpreter also need not compare the sizes to find that neither has to be broadcast. Equal dtypes are mostly one
+    object, so a cast that changes nothing is recognised without a comparison of names.
     """
     from triton.language import core
     from triton.language.semantic import TritonSemantic
@@ -104,30 +104,30 @@ def _share_shapes() -> None:
     make_type, make_tensor = core.block_type.__init__, core.tensor.__init__
     broadcast, cast = TritonSemantic.broadcast_impl_value, TritonSemantic.cast
     # By the sizes: the shape and the number of elements of a type, and those of a tensor.
-    of_types: dict[tuple[int, ...], tuple] = {}
-    of_tensors: dict[tuple[int, ...], tuple] = {}
+    shapes_of_types: dict[tuple[int, ...], tuple] = {}
+    shapes_of_tensors: dict[tuple[int, ...], tuple] = {}
 
     def init_type(self, element_ty, shape):
         sizes = tuple(size.value if isinstance(size, core.constexpr) else size for size in shape)
-        if sizes not in of_types:
+        if sizes not in shapes_of_types:
             make_type(self, element_ty, shape)
-            of_types[sizes] = self.shape, self.numel
-        self.shape, self.numel = of_types[sizes]
+            shapes_of_types[sizes] = self.shape, self.numel
+        self.shape, self.numel = shapes_of_types[sizes]
         self.element_ty, self.name = element_ty, f"<{sizes}, {element_ty}>"
 
     def init_tensor(self, handle, type):
         sizes = tuple(type.shape) if type.is_block() else ()
-        if sizes not in of_tensors:
+        if sizes not in shapes_of_tensors:
             make_tensor(self, handle, type)
-            of_tensors[sizes] = self.shape, self.numel
+            shapes_of_tensors[sizes] = self.shape, self.numel
         self.handle, self.type, self.dtype = handle, type, type.scalar
-        self.shape, self.numel = of_tensors[sizes]
+        self.shape, self.numel = shapes_of_tensors[sizes]
 
-    def broadcast_different_shapes(self, lhs, rhs):
+    def broadcast_if_needed(self, lhs, rhs):
         return (lhs, rhs) if lhs.shape is rhs.shape else broadcast(self, lhs, rhs)
 
-    def cast_to_another_dtype(self, block, dtype, *rounding):
-        return block if block.dtype is dtype else cast(self, block, dtype, *rounding)
+    def cast_if_needed(self, value, dtype, *rounding):
+        return value if value.dtype is dtype else cast(self, value, dtype, *rounding)
 
     core.block_type.__init__, core.tensor.__init__ = init_type, init_tensor
-    TritonSemantic.broadcast_impl_value, TritonSemantic.cast = broadcast_different_shapes, cast_to_another_dtype
+    TritonSemantic.broadcast_impl_value, TritonSemantic.cast = broadcast_if_needed, cast_if_needed

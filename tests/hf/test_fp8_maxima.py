@@ -20,7 +20,7 @@ pytestmark = pytest.mark.kernels
 DEVICE = "cpu" if INTERPRETED or not torch.cuda.is_available() else "cuda"
 DTYPE = torch.float16 if DEVICE == "cpu" else torch.bfloat16
 TOKENS, HIDDEN = 9, 64
-# The functions of the module that launch the passes.
+# The names of the functions in `tigon.ops.fp8.quantisation` that launch a pass.
 FIND_MAXIMA, WRITE_COPIES = "_find_maxima", "write_part"
 CONFIG = {"head_dim": 16, "attention_bias": False, "mlp_bias": False}
 

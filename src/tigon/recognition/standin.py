@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from tigon.recognition.trials import record
 from tigon.runtime.engines import WRAPPER_ATTRIBUTES
+from tigon.runtime.torch_private.operators import function_modes
 
 __all__ = [
     "BF16",
@@ -61,8 +62,9 @@ def probing() -> Iterator[None]:
     threads, dtype = torch.get_num_threads(), torch.get_default_dtype()
     random_state, numpy_random = random.getstate(), sys.modules.get("numpy.random")
     numpy_state = None if numpy_random is None else numpy_random.get_state()
-    # Within this context every function of torch takes twice as long, so it is left out if it changes nothing.
-    on_cpu = contextlib.nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
+    # Within a device context, every function of torch takes twice as long. Where the CPU is the default and no mode is
+    # active, the context would change nothing.
+    is_on_cpu = not function_modes() and torch.empty(0).device.type == "cpu"
     # More than one thread makes tensors this small six times slower on a busy machine.
     torch.set_num_threads(1)
     with (
@@ -70,7 +72,7 @@ def probing() -> Iterator[None]:
         torch.random.fork_rng(devices=[]),
         torch.inference_mode(False),
         torch.no_grad(),
-        on_cpu,
+        contextlib.nullcontext() if is_on_cpu else torch.device("cpu"),
         torch.autocast("cpu", enabled=False),
         warnings.catch_warnings(),
     ):

@@ -6,7 +6,8 @@ library that only compute, and does not read their code. The result is a `Reach`
 
 The search is by name, so it finds more places than a call reads, and never fewer: if the code loads an attribute
 `scale` of anything, then `scale` is watched on every object that the code can reach. A function that is found late may
-load further names, so the search is repeated until it finds none.
+load further names, so the search is repeated until it finds none. It begins with the names that the last search of the
+same class has found. Their result is accepted only if the module reaches the same code.
 """
 
 import collections
@@ -37,7 +38,7 @@ WAYS_TO_PARAMETERS |= {"get_parameter", "get_buffer", "_parameters", "_buffers"}
 
 
 class _Result(NamedTuple):
-    """What one pass has found, and the names that it knew before."""
+    """The results of one pass, and the names that it began with."""
 
     known_uses: Uses
     reach: Reach
@@ -45,10 +46,17 @@ class _Result(NamedTuple):
     codes: frozenset[types.CodeType]
     uses: Uses
 
+    def is_independent(self) -> bool:
+        """Return True if the pass began with exactly the names that its code uses, or if the module is refused anyway.
 
-# The last result for each class of modules and for each function, without its reach, by the options of the search.
-# A model has many layers of one class, and most of them reach the same code. If a search begins with the names that the
-# last one knew, one pass finds everything. Otherwise there are up to ten passes.
+        With other names, the places would depend on the modules that were searched before.
+        """
+        return self.known_uses == self.uses or self.reach.reason is not None
+
+
+# For each class of modules, or each function, and each set of options, this holds the last result of a search from the
+# start. Most layers of a class reach the same code, so one pass that begins with the names of that result usually finds
+# everything. A search from the start takes up to ten passes.
 _LAST_RESULTS: weakref.WeakKeyDictionary[Any, dict[tuple, _Result]] = weakref.WeakKeyDictionary()
 
 
@@ -218,15 +226,19 @@ def explore(
         return _Result(known_uses, search.reach, codes, search.uses)
 
     last_results = _LAST_RESULTS.setdefault(module if isinstance(module, types.FunctionType) else type(module), {})
-    if options in last_results:
-        last = last_results[options]
+    if (last := last_results.get(options)) is not None:
         result = run_pass(last.known_uses)
-        # If the code or the names differ, this module may not reach all of the code that used the known names.
-        if (result.codes, result.uses) == (last.codes, last.uses):
+        # If other code is reached, the module may not reach all of the code that used the known names.
+        if (result.codes, result.uses) == (last.codes, last.uses) and result.is_independent():
             return result.reach
     result = run_pass(Uses())
     while not result.known_uses.contains(result.uses):
         result = run_pass(result.known_uses.union(result.uses))
-    # The reach refers to the module.
+    if result.known_uses != result.uses:
+        # An early pass knows few strings, so it may read a table of functions as a whole. Then it finds names that the
+        # last pass no longer needs.
+        narrow_result = run_pass(result.uses)
+        result = narrow_result if narrow_result.uses == result.uses else result
+    # The reach would keep the objects that it refers to in memory.
     last_results[options] = result._replace(reach=Reach())
     return result.reach

@@ -63,7 +63,7 @@ class Record:
         self.names, self.strings, self.all_names = frozenset(known_uses.names), known_uses.strings, known_uses.all_names
         # The code that the search reads. None stands for the code of every function that it finds.
         self.executed = executed
-        self.known_uses, self.uses = known_uses, Uses(all_names=known_uses.all_names)
+        self.known_uses, self.uses = known_uses, Uses()
         self.reach = Reach()
         # The parts of the fingerprint. It is a tuple that compares the state by value.
         self.entries: list[tuple] = []

@@ -53,7 +53,8 @@ current_device: Callable[[], int] = getattr(_C, "_cuda_getDevice", torch.cuda.cu
 dispatch_modes: Callable[[], int] = getattr(_C, "_len_torch_dispatch_stack", lambda: 1)
 
 # The number of active function modes, which see and may replace each call of a function of torch. While there is one,
-# the forward of a layer with adapters runs at every call. Seen in 2.8 to 2.13. Without it: 1, so it always does.
+# the forward of a layer with adapters runs at every call, and probes run within a device context. Seen in 2.8 to 2.13.
+# Without it: 1, so this is always so.
 function_modes: Callable[[], int] = getattr(_C, "_len_torch_function_stack", lambda: 1)
 
 # Assert a tensor on its device, without a host synchronisation. Seen in 2.8 to 2.13. Without it: no assertion, so a
