@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 import tigon
+from fp8_passes import FIND_MAXIMA, WRITE_COPIES, record_passes
 from hf.fp8_steps import with_lora
 from tigon.hf import fp8
-from tigon.ops.fp8 import quantisation as module
 from tigon.recognition.replacement import find_replacement
 from tigon.runtime.device import INTERPRETED
 
@@ -20,8 +20,6 @@ pytestmark = pytest.mark.kernels
 DEVICE = "cpu" if INTERPRETED or not torch.cuda.is_available() else "cuda"
 DTYPE = torch.float16 if DEVICE == "cpu" else torch.bfloat16
 TOKENS, HIDDEN = 9, 64
-# The names of the functions in `tigon.ops.fp8.quantisation` that launch a pass.
-FIND_MAXIMA, WRITE_COPIES = "_find_maxima", "write_part"
 CONFIG = {"head_dim": 16, "attention_bias": False, "mlp_bias": False}
 
 
@@ -34,22 +32,9 @@ def _any_width(monkeypatch):
 def count_passes(monkeypatch):
     """Return a function that runs a function and counts the passes over matrices [TOKENS, HIDDEN].
 
-    By default it counts the passes that find maxima, and with `WRITE_COPIES` those that write FP8 copies. Passes that
-    kernels of adapters do while they read the matrix are not counted.
+    By default it counts the passes that find maxima, and with `WRITE_COPIES` those that write FP8 copies.
     """
-    shapes: dict[str, list[tuple[int, ...]]] = {FIND_MAXIMA: [], WRITE_COPIES: []}
-
-    def watch(name):
-        run_pass = getattr(module, name)
-
-        def watched(part, *args, **options):
-            shapes[name].append(tuple(part.x.shape))
-            return run_pass(part, *args, **options)
-
-        monkeypatch.setattr(module, name, watched)
-
-    for name in shapes:
-        watch(name)
+    shapes = {name: record_passes(monkeypatch, name) for name in (FIND_MAXIMA, WRITE_COPIES)}
 
     def count(run, name=FIND_MAXIMA):
         shapes[name].clear()

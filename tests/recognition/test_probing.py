@@ -5,6 +5,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from tigon.recognition.standin import probing
+from tigon.runtime.torch_private.operators import function_modes
 
 pytestmark = pytest.mark.no_interpreter("The test launches no kernel.")
 
@@ -26,7 +27,7 @@ def assert_probes_are_on_cpu() -> None:
 
 def test_without_a_mode_no_context_is_needed():
     with probing():
-        assert torch.overrides._len_torch_function_stack() == 0
+        assert function_modes() == 0
     assert_probes_are_on_cpu()
 
 

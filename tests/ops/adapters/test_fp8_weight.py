@@ -6,13 +6,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import tigon
+from fp8_passes import FIND_MAXIMA, WRITE_COPIES, record_passes
 from op_cases import DEVICE
 from tigon.ops.adapters import fp8_weight
 from tigon.ops.adapters.fp8_weight import Fp8Group, Fp8Operand, Fp8Weight
 from tigon.ops.adapters.lora import lora_linears
 from tigon.ops.adapters.lora_mlp import lora_glu_mlp, runs_as_one_node
 from tigon.ops.adapters.projection import Adapter, Projection
-from tigon.ops.fp8 import quantisation
 from tigon.ops.fp8.formats import RECIPES, Fp8Options
 from tigon.ops.fp8.fp8_linear import fp8_projections
 from tigon.ops.fp8.weights import WeightCache
@@ -134,10 +134,7 @@ def test_a_gated_mlp_has_no_pass_for_the_maxima_of_what_its_kernels_write(
     monkeypatch, recipe, in_fp8, passes, passes_without_maximum
 ):
     """The tensors [37, INNER] that are quantised are a, dgate and dup."""
-    shapes, find_maxima = [], quantisation._find_maxima
-    monkeypatch.setattr(quantisation, "_find_maxima", lambda part, maxima: (
-        shapes.append(tuple(part.x.shape)), find_maxima(part, maxima)
-    ))  # fmt: skip
+    shapes = record_passes(monkeypatch, FIND_MAXIMA)
     results = []
     for count in (passes, passes_without_maximum):
         layers = Layers([(INNER, HIDDEN, 5), (INNER, HIDDEN, 4), (HIDDEN, INNER, 3)], recipe)
@@ -166,18 +163,15 @@ def test_a_gated_mlp_has_no_pass_for_the_maxima_of_what_its_kernels_write(
 )
 def test_low_rank_products_find_the_maxima_of_what_they_read(monkeypatch, ranks, in_fp8, passes):
     """x and the gradients of both layers are quantised, of which the first has larger values."""
-    heights, find_maxima = [], quantisation._find_maxima
-    monkeypatch.setattr(quantisation, "_find_maxima", lambda part, maxima: (
-        heights.append(len(part.x)), find_maxima(part, maxima)
-    ))  # fmt: skip
+    shapes = record_passes(monkeypatch, FIND_MAXIMA)
     results = []
     for uses_maximum in (True, False):
         layers = Layers([(HIDDEN, HIDDEN, ranks[0]), (32, HIDDEN, ranks[1])], "tensorwise")
-        heights.clear()
+        shapes.clear()
         first, second = lora_linears(layers.x, layers.projections(in_fp8))
         results.append([first, second, *layers.gradients((8 * first, second))])
         # The weights have another number of rows.
-        assert heights.count(37) == (passes if uses_maximum else 1 + sum(in_fp8))
+        assert [rows for rows, _ in shapes].count(37) == (passes if uses_maximum else 1 + sum(in_fp8))
         monkeypatch.setattr(Fp8Operand, "fused_passes", lambda operand, read_indices: {})
     for actual, expected in zip(*results, strict=True):
         assert torch.equal(actual, expected)
@@ -194,10 +188,7 @@ def test_low_rank_products_find_the_maxima_of_what_they_read(monkeypatch, ranks,
 )
 def test_low_rank_products_write_the_copies_of_what_they_read(monkeypatch, ranks, copies):
     """The maxima of x, of dgate and dup, and of dy are known when the low-rank products read them."""
-    written, write_part = [], quantisation.write_part
-    monkeypatch.setattr(quantisation, "write_part", lambda part, *args, **options: (
-        written.append(tuple(part.x.shape)), write_part(part, *args, **options)
-    ))  # fmt: skip
+    written = record_passes(monkeypatch, WRITE_COPIES)
     # The test pretends that the op that wrote each tensor has found its maximum, as norms do.
     find = lambda x, needs: Maxima(x.detach().float().abs().amax().view(1).view(torch.int32), None, None)
     monkeypatch.setattr(fp8_weight, "find", find)

@@ -1,6 +1,6 @@
 """Norms find the maxima of what FP8 ops quantise: the same bits as without them, by fewer passes."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 
 import pytest
@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import tigon
+from fp8_passes import FIND_MAXIMA, record_passes
 from op_cases import DEVICE
-from tigon.ops.fp8 import quantisation as module
 from tigon.ops.fp8.fp8_glu_mlp import fp8_glu_mlp
 from tigon.ops.fp8.fp8_linear import fp8_projections
 from tigon.ops.fp8.quantisation import Layout, quantise, quantise_reference, quantise_tensor
@@ -25,16 +25,9 @@ TOKENS, HIDDEN, INNER = 7, 32, 64
 
 
 @pytest.fixture
-def passes(monkeypatch) -> Iterator[list[tuple[int, ...]]]:
+def passes(monkeypatch) -> list[tuple[int, ...]]:
     """Return a list to which each pass that finds the maxima of a matrix adds its shape."""
-    shapes, find_maxima = [], module._find_maxima
-
-    def count(part, maxima):
-        shapes.append(tuple(part.x.shape))
-        return find_maxima(part, maxima)
-
-    monkeypatch.setattr(module, "_find_maxima", count)
-    return shapes
+    return record_passes(monkeypatch, FIND_MAXIMA)
 
 
 def _randn(*shape: int, seed: int = 0) -> Tensor:

@@ -216,11 +216,10 @@ def explore(
     With `executed`, the search reads only functions with this code. It is the code that one call has run. Every later
     call that finds the same state runs the same code, so the state that other functions read does not matter to it.
     """
-    skipped = frozenset(("training", *live))
-    options = skipped, frozenset(choices), inputs, searched
+    options = frozenset(("training", *live)), frozenset(choices), inputs, searched
 
     def run_pass(known_uses: Uses) -> _Result:
-        search = _Search(module, skipped, frozenset(choices), inputs, searched, known_uses, executed)
+        search = _Search(module, *options, known_uses, executed)
         search.run()
         codes = frozenset(function.__code__ for function in search.functions)
         return _Result(known_uses, search.reach, codes, search.uses)
