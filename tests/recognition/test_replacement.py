@@ -4,6 +4,7 @@ import copy
 import functools
 import gc
 import importlib.metadata
+import inspect
 import pickle
 import types
 
@@ -77,6 +78,73 @@ def test_compiled_regions_call_the_compiled_copy():
     assert copied.forward(X) is copied
 
 
+# --- modules as arguments ------------------------------------------------------------------------
+
+
+class Sum(nn.Module):
+    """A module whose forward takes another module first."""
+
+    def __init__(self, number: float) -> None:
+        super().__init__()
+        self.number = nn.Parameter(torch.tensor(number))
+
+    def forward(self, other: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return self.number * x + other.number
+
+
+def ten_sums(module: nn.Module, *args: object) -> torch.Tensor:
+    return 10 * type(module).forward(module, *args)
+
+
+DUPLICATES = {"itself": lambda m: m, "deepcopy": copy.deepcopy, "pickle": lambda m: pickle.loads(pickle.dumps(m))}
+WAYS_TO_CALL = {
+    "call": lambda m: m,
+    "forward": lambda m: m.forward,
+    "partial": lambda m: functools.partial(m.forward),
+    "function": lambda m: functools.partial(m.forward.__func__, m),
+    "bound again": lambda m: types.MethodType(m.forward.__func__, m),
+    "compiled": lambda m: torch.compile(m, backend="eager", fullgraph=True),
+}
+
+
+@pytest.mark.parametrize("duplicate", DUPLICATES.values(), ids=DUPLICATES)
+@pytest.mark.parametrize("way", WAYS_TO_CALL.values(), ids=WAYS_TO_CALL)
+@pytest.mark.parametrize("other", ["stock", "patched", "itself"])
+def test_a_module_as_the_first_argument_is_an_argument(duplicate, way, other):
+    torch._dynamo.reset()
+    module = Sum(2.0)
+    install(module, ten_sums)
+    module, argument = duplicate(module), Sum(3.0)
+    if other == "patched":
+        install(argument, ten_sums)
+    argument = module if other == "itself" else argument
+    assert torch.equal(way(module)(argument, X), 10 * (2 * X + argument.number))
+
+
+def test_the_forward_of_a_class_runs_the_code_of_the_class_for_any_module():
+    module = Sum(2.0)
+    install(module, ten_sums)
+    assert torch.equal(type(module).forward(module, Sum(3.0), X), 2 * X + 3)
+
+
+def test_the_function_of_a_forward_runs_the_recipe_for_the_module_that_it_gets(layer):
+    other = zero_parameters(copy.deepcopy(layer))
+    install(layer, twice)
+    other.forward = types.MethodType(layer.forward.__func__, other)
+    assert not other(X).any()
+    assert_reads_own_weight(layer)
+
+
+def test_a_module_that_a_forward_does_not_take_raises_the_error_of_stock(layer):
+    other = nn.Linear(3, 2)
+    with pytest.raises(TypeError) as stock:
+        layer(other)
+    install(layer, lambda module, x: type(module).forward(module, x))
+    with pytest.raises(TypeError) as ours:
+        layer(other)
+    assert str(ours.value) == str(stock.value)
+
+
 # --- replicas ------------------------------------------------------------------------------------
 
 
@@ -115,6 +183,22 @@ def test_replicating_leaves_nothing_in_the_state_dict(layer):
 
 
 # --- what other code reads -----------------------------------------------------------------------
+
+
+class Decorated(nn.Module):
+    @functools.wraps(Sum.forward)
+    def forward(self, *args, **kwargs):
+        return Sum.forward(self, *args, **kwargs)
+
+
+@pytest.mark.parametrize("duplicate", DUPLICATES.values(), ids=DUPLICATES)
+@pytest.mark.parametrize("cls", [lambda: nn.Linear(3, 2), lambda: Sum(2.0), Decorated], ids=["torch", "own", "wrapped"])
+def test_the_signature_and_the_source_of_a_forward_are_those_of_stock(duplicate, cls):
+    stock, module = cls(), cls()
+    install(module, ten_sums)
+    module = duplicate(module)
+    for ask in (inspect.signature, inspect.getsource, inspect.getsourcelines):
+        assert ask(module.forward) == ask(stock.forward), ask.__name__
 
 
 def test_torch_export_gives_the_output_of_the_replaced_forward(layer):

@@ -40,9 +40,13 @@ __all__ = [
 class Replacement:
     """The forward that computes `recipe(module, *args, **kwargs)`.
 
-    This is a plain object that refers to its module. `copy.deepcopy` and `pickle` of the module treat it as a part of
-    the module's state, so the forward of a copy reads the parameters of the copy. A bound method could not be pickled.
-    The reference to the module is weak, so that the memory of a deleted model is freed at once.
+    This object stands for a bound method. A call runs for the module that it is bound to, whatever the arguments are: a
+    forward may take another module as its first argument. Code that binds the forward to another module uses
+    `__func__`, as for any method.
+
+    `copy.deepcopy` and `pickle` of the module treat this object as a part of the module's state, so the forward of a
+    copy reads the parameters of the copy. A real bound method could not be pickled. The reference to the module is
+    weak, so that the memory of a deleted model is freed at once.
     """
 
     def __init__(
@@ -75,12 +79,7 @@ class Replacement:
         return recipe(module, *args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        module = self.__self__
-        # accelerate's `unwrap_model` binds the replacement to its module, as a method, and the module comes first.
-        # The type is checked, because `isinstance` reads `__class__`, which a `Deferred` refuses.
-        if args and issubclass(type(args[0]), nn.Module):
-            module, args = args[0], args[1:]
-        return self.run(module, args, kwargs)
+        return self.run(self.__self__, args, kwargs)
 
     def replicate(self) -> nn.Module:
         """Return a replica of the module for `nn.DataParallel`, which copies the attributes of the module.
@@ -115,9 +114,14 @@ class Replacement:
         return forward
 
     @property
+    def __wrapped__(self) -> Callable:
+        """Return the stock forward as a bound method, whose source `inspect.getsource` reads."""
+        return type(self.__self__).forward.__get__(self.__self__)
+
+    @property
     def __code__(self) -> CodeType:
         """Return the code of the stock forward, from which `torch.export` reads the name of the file."""
-        return inspect.unwrap(type(self.__self__).forward).__code__
+        return inspect.unwrap(self.__wrapped__).__code__
 
     @property
     def __globals__(self) -> dict[str, Any]:
@@ -130,7 +134,7 @@ class Replacement:
     @property
     def __signature__(self) -> inspect.Signature:
         """Return the signature of the stock forward, from which the Trainer and `generate` read the arguments."""
-        return inspect.signature(type(self.__self__).forward.__get__(self.__self__))
+        return inspect.signature(self.__wrapped__)
 
 
 # --- the attribute that holds a forward --------------------------------------------------------------
