@@ -33,6 +33,7 @@ from tigon.ops.head.computed_rows import find_rows
 from tigon.ops.head.linear_cross_entropy import linear_cross_entropy
 from tigon.ops.head.linear_log_probs import LogProbOutput, linear_log_probs
 from tigon.ops.logits.valid_rows import ValidRows
+from tigon.runtime.autograd import without_autocast
 from tigon.runtime.stock import written_in
 from tigon.runtime.torch_private.autograd import saved_tensor_hooks
 from tigon.runtime.torch_private.operators import assert_on_device
@@ -116,6 +117,7 @@ class _SumOfLogProbs(torch.autograd.Function):
         return log_probs.clone(), entropy.clone()
 
     @staticmethod
+    @without_autocast
     def backward(ctx: Any, dlog_probs: Tensor | None, dentropy: Tensor | None) -> tuple[Tensor | None, ...]:
         if dentropy is not None:
             raise RuntimeError(ENTROPY_HAS_NO_GRADIENT)

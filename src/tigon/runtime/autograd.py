@@ -9,41 +9,52 @@ from torch import Tensor
 
 from tigon.runtime.torch_private.autograd import keeps_graph
 
-__all__ = ["first_order", "keep_none_gradients", "may_overwrite_saved", "without_autocast"]
+__all__ = ["first_order", "halves", "keep_none_gradients", "may_overwrite_saved", "without_autocast"]
+
+
+def without_autocast(function: Callable) -> Callable:
+    """Decorate a function of tensors, such as the backward of an autograd function: autocast is off while it runs.
+
+    Its operations then have the dtypes of its tensors. This matters for a backward pass that the caller runs in a block
+    of autocast, and for operators such as `torch.cat`, which refuse fp16 tensors under autocast to bf16.
+    """
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        device_type = next((x.device.type for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), "meta")
+        if device_type == "meta" or not torch.is_autocast_enabled(device_type):
+            return function(*args, **kwargs)
+        with torch.autocast(device_type, enabled=False):
+            return function(*args, **kwargs)
+
+    return call
 
 
 def first_order(backward: Callable) -> Callable:
     """Decorate the backward of an autograd function that has no second derivative, and refuse `create_graph=True`.
 
     torch's `once_differentiable` raises only if the upstream gradient itself needs a gradient. With it, a penalty on
-    the gradient of a plain loss would be a constant, without any error.
+    the gradient of a plain loss would be a constant, without any error. Autocast is off while the backward runs.
     """
+    run = without_autocast(backward)
 
     @functools.wraps(backward)
     def call(ctx: Any, *gradients: Tensor | None) -> Any:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             name = type(ctx).__name__.strip("_").removesuffix("Backward")
             raise RuntimeError(f"tigon: {name} has no second derivative, so it refuses create_graph=True")
-        return backward(ctx, *gradients)
+        return run(ctx, *gradients)
 
     return call
 
 
-def without_autocast(backward: Callable) -> Callable:
-    """Decorate the backward of an autograd function, and switch autocast off while it runs.
+def halves(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the two halves of the last dimension of x, for eager code that autograd differentiates.
 
-    Its products then have the dtypes of the saved tensors, also if the caller runs backward in a block of autocast.
+    The backward of `chunk` joins the gradients by `torch.cat`, which refuses fp16 tensors under autocast to bf16.
     """
-
-    @functools.wraps(backward)
-    def call(ctx: Any, *gradients: Tensor | None) -> Any:
-        device_type = next((x.device.type for x in gradients if x is not None), "meta")
-        if device_type == "meta" or not torch.is_autocast_enabled(device_type):
-            return backward(ctx, *gradients)
-        with torch.autocast(device_type, enabled=False):
-            return backward(ctx, *gradients)
-
-    return call
+    middle = x.shape[-1] // 2
+    return x[..., :middle], x[..., middle:]
 
 
 def may_overwrite_saved(x: Tensor) -> bool:

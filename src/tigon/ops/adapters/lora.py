@@ -43,7 +43,7 @@ from tigon.ops.adapters.lora_products import (
 from tigon.ops.adapters.low_rank import expand, split_terms
 from tigon.ops.adapters.projection import Adapter, Constants, Projection, flatten, rebuild
 from tigon.runtime import checks
-from tigon.runtime.autograd import first_order, keep_none_gradients, without_autocast
+from tigon.runtime.autograd import first_order, keep_none_gradients
 from tigon.runtime.device import KERNEL_DTYPES, PLAIN, runs_kernels
 from tigon.runtime.torch_private.autograd import has_active_transform
 from tigon.runtime.torch_private.operators import reshape_without_view
@@ -127,7 +127,6 @@ class _LoRALinears(torch.autograd.Function):
 
     @staticmethod
     @first_order
-    @without_autocast
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
         dys = {i: rows_of(dy) for i, dy in enumerate(upstream) if dy is not None}
         dx, gradients = _node_gradients(ctx, dys, ctx.needs_input_grad[3:])
@@ -169,7 +168,6 @@ class _Hidden(torch.autograd.Function):
 
     @staticmethod
     @first_order
-    @without_autocast
     def backward(ctx: Any, dh: Tensor) -> tuple[Any, ...]:
         x, seeds, *tensors = ctx.saved_tensors
         projections, needs = rebuild(tensors, ctx.constants), rebuild(ctx.needs_input_grad[2:], ctx.constants)
@@ -204,7 +202,6 @@ class _AddAdapters(torch.autograd.Function):
 
     @staticmethod
     @first_order
-    @without_autocast
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         dx, gradients = _node_gradients(ctx, {0: rows_of(dy)}, ctx.needs_input_grad[3:])
         return dx, dy, None, *gradients

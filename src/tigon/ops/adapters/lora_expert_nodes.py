@@ -55,7 +55,7 @@ from tigon.ops.experts.arguments import ACTIVATIONS
 from tigon.ops.experts.choice_order import Routing
 from tigon.ops.experts.grouped_linear import grouped_product
 from tigon.ops.experts.routing import combine, spread
-from tigon.runtime.autograd import first_order, without_autocast
+from tigon.runtime.autograd import first_order
 
 __all__ = ["AddGroupedAdapters", "ExpertAdapter", "LoRAExperts"]
 
@@ -210,7 +210,6 @@ class LoRAExperts(torch.autograd.Function):
 
     @staticmethod
     @first_order
-    @without_autocast
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weights, up, down, h, p, wq, slot, order, expert, ends, *factors = ctx.saved_tensors
         routing, transposed, dy = Routing(slot, order, expert, ends), ctx.transposed, _rows(dy)
@@ -308,7 +307,6 @@ class AddGroupedAdapters(torch.autograd.Function):
 
     @staticmethod
     @first_order
-    @without_autocast
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, p, slot, order, expert, ends, *factors = ctx.saved_tensors
         routing, rows = Routing(slot, order, expert, ends), _rows(dy)

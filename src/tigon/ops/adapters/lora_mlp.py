@@ -51,7 +51,7 @@ from tigon.ops.mlps.glu_mlp import (
     save_gated,
     unpack_gated,
 )
-from tigon.runtime.autograd import first_order, without_autocast
+from tigon.runtime.autograd import first_order
 from tigon.runtime.products import multiply
 from tigon.runtime.torch_private.operators import reshape_without_view
 
@@ -150,7 +150,6 @@ class _LoRAGLUMLP(torch.autograd.Function):
 
     @staticmethod
     @first_order
-    @without_autocast
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         x, h, down_h, gate, up, *tensors = unpack_gated(ctx)
         *layers, down = rebuild(tensors, ctx.constants)

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tigon.ops.experts.tiled_products import tiled_product, tiled_weight_gradient, tiles_gradient, tiles_product
-from tigon.runtime.autograd import first_order
+from tigon.runtime.autograd import first_order, without_autocast
 from tigon.runtime.launch import launcher
 
 __all__ = ["group_sums", "grouped_linear", "grouped_product", "grouped_weight_gradient", "rows_of_groups"]
@@ -129,6 +129,7 @@ class _GroupedLinear(torch.autograd.Function):
         return grouped_product(x, weight, ends)
 
     @staticmethod
+    @without_autocast
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, weight, ends = ctx.saved_tensors
         dx = None if weight is None else _GroupedLinear.apply(dy, weight.mT, ends)
@@ -142,6 +143,7 @@ class _GroupedWeightGradient(torch.autograd.Function):
         return grouped_weight_gradient(x, dy, ends)
 
     @staticmethod
+    @without_autocast
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, dy, ends = ctx.saved_tensors
         dx = None if dy is None else _GroupedLinear.apply(dy, upstream.mT, ends)

@@ -40,7 +40,7 @@ def load_balancing_loss_reference(
     router_logits: Tensor | Sequence[Tensor], num_experts: int, top_k: int, attention_mask: Tensor | None = None
 ) -> Tensor:
     """Compute `load_balancing_loss` in eager torch, layer by layer, for tests and for devices without Triton."""
-    layers = _layers(router_logits)
+    layers, attention_mask = _as_layers(router_logits, attention_mask)
     wide = torch.promote_types(layers[0].dtype, torch.float32)
     mask = None if attention_mask is None else attention_mask.reshape(-1).to(wide)
     counts, sums, total = (layers[0].new_zeros(n, dtype=wide) for n in (num_experts, num_experts, 1))
@@ -56,11 +56,15 @@ def load_balancing_loss_reference(
     return (counts * sums * scale).sum()
 
 
-def _layers(router_logits: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Return the logits [T, E] of each layer."""
-    if isinstance(router_logits, Tensor):
-        return (router_logits,) if router_logits.dim() == 2 else router_logits.unbind()
-    return tuple(router_logits)
+def _as_layers(
+    router_logits: Tensor | Sequence[Tensor], attention_mask: Tensor | None
+) -> tuple[tuple[Tensor, ...], Tensor | None]:
+    """Return the logits of each layer, and the mask. One tensor is one layer with the tokens of all layers."""
+    if not isinstance(router_logits, Tensor):
+        return tuple(router_logits), attention_mask
+    if attention_mask is not None and router_logits.dim() == 3:
+        attention_mask = attention_mask.reshape(-1).repeat(len(router_logits))
+    return (router_logits.flatten(0, -2),), attention_mask
 
 
 # --- configuration -------------------------------------------------------------------------------
@@ -275,7 +279,8 @@ def load_balancing_loss(
         >>> tigon.load_balancing_loss((logits, logits), num_experts=3, top_k=1)
         tensor(1.0861)
     """
-    layers = _check(router_logits, num_experts, top_k, attention_mask)
+    _check(router_logits, num_experts, top_k, attention_mask)
+    layers, attention_mask = _as_layers(router_logits, attention_mask)
     mask = None if attention_mask is None else attention_mask.detach().reshape(-1).float()
     fits = num_experts <= LARGEST_ROW and any(layer.shape[0] for layer in layers)
     if not (fits and all(map(runs_kernels, layers))):
@@ -283,8 +288,8 @@ def load_balancing_loss(
     return _LoadBalancing.apply(mask, top_k, *layers)
 
 
-def _check(router_logits: Any, num_experts: Any, top_k: Any, attention_mask: Any) -> tuple[Tensor, ...]:
-    """Refuse bad arguments. Return the logits of each layer."""
+def _check(router_logits: Any, num_experts: Any, top_k: Any, attention_mask: Any) -> None:
+    """Refuse bad arguments."""
     op = "load_balancing_loss"
     checks.size(op, "num_experts", num_experts)
     checks.size(op, "top_k", top_k)
@@ -292,7 +297,9 @@ def _check(router_logits: Any, num_experts: Any, top_k: Any, attention_mask: Any
         raise TypeError(f"{op}: router_logits must be a Tensor or a tuple of them, got {type(router_logits).__name__}")
     if isinstance(router_logits, Tensor) and router_logits.dim() not in (2, 3):
         raise ValueError(f"{op}: router_logits must be [T, E] or [L, T, E], got shape {tuple(router_logits.shape)}")
-    layers = _layers(router_logits)
+    layers = router_logits
+    if isinstance(router_logits, Tensor):
+        layers = (router_logits,) if router_logits.dim() == 2 else router_logits.detach().unbind()
     if not layers:
         raise ValueError(f"{op}: router_logits must have at least one layer, got none")
     if top_k > num_experts:
@@ -311,4 +318,3 @@ def _check(router_logits: Any, num_experts: Any, top_k: Any, attention_mask: Any
             raise ValueError(f"{op}: {name} must have shape ({expected}, {num_experts}), got {tuple(layer.shape)}")
     names = {f"router_logits[{i}]": layer for i, layer in enumerate(layers)}
     checks.same(op, "device", **names, attention_mask=attention_mask)
-    return layers

@@ -32,7 +32,7 @@ from tigon.ops.fp8.weights import Fp8Weights, WeightCache, quantise_weights, wei
 from tigon.ops.mlps.glu import NO_SCALING, glu_backward_into
 from tigon.ops.mlps.glu_mlp import check_version, gradient_buffers, save_gated, unpack_gated
 from tigon.runtime import checks
-from tigon.runtime.autograd import first_order, without_autocast
+from tigon.runtime.autograd import first_order
 from tigon.runtime.device import runs_kernels
 from tigon.runtime.torch_private.operators import reshape_without_view
 
@@ -106,7 +106,6 @@ class _Fp8GLUMLP(torch.autograd.Function):
 
     @staticmethod
     @first_order
-    @without_autocast
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         options, kind, is_rowwise = ctx.options, ctx.kind, ctx.options.is_rowwise
         x, values, scale, gate_weight, up_weight, down_weight, gate, up = unpack_gated(ctx)

@@ -30,7 +30,7 @@ from tigon.ops.fp8.products import emulate_fp8, multiply_fp8
 from tigon.ops.fp8.quantisation import Layout, quantise, quantise_reference, quantise_tensor
 from tigon.ops.fp8.weights import WeightCache, weight_rows, weight_transposed
 from tigon.runtime import checks
-from tigon.runtime.autograd import first_order, keep_none_gradients, without_autocast
+from tigon.runtime.autograd import first_order, keep_none_gradients
 from tigon.runtime.maxima import Maxima, find
 from tigon.runtime.torch_private.operators import reshape_without_view
 
@@ -160,7 +160,6 @@ class _Fp8Projections(torch.autograd.Function):
 
     @staticmethod
     @first_order
-    @without_autocast
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         options, widths = ctx.options, ctx.widths
         x, values, scale, *weights = ctx.saved_tensors

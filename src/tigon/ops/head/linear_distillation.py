@@ -43,7 +43,7 @@ from tigon.ops.logits.rescale import rescaled
 from tigon.ops.logits.token.kernels import gradient_scales
 from tigon.ops.logits.valid_rows import ValidRows, as_targets
 from tigon.runtime import checks
-from tigon.runtime.autograd import first_order, keep_none_gradients, without_autocast
+from tigon.runtime.autograd import first_order, keep_none_gradients
 from tigon.runtime.products import accumulates_in_fp32
 
 __all__ = ["DistillationOutput", "linear_distillation", "linear_distillation_reference"]
@@ -183,7 +183,6 @@ class _LinearDistillation(torch.autograd.Function):
 
     @staticmethod
     @first_order
-    @without_autocast
     def backward(ctx: Any, dloss: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         settings, saved = ctx.settings, ctx.saved_tensors
         if dloss is None:

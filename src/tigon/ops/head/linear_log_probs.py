@@ -28,7 +28,7 @@ from tigon.ops.logits.token.kernels import Options, SavedStatistics, Upstream, W
 from tigon.ops.logits.valid_rows import ValidRows, as_targets
 from tigon.ops.logits.vocab_parallel import largest_shard, local_parts, shard_of
 from tigon.runtime import checks
-from tigon.runtime.autograd import first_order, keep_none_gradients, without_autocast
+from tigon.runtime.autograd import first_order, keep_none_gradients
 
 __all__ = [
     "LogProbOutput",
@@ -131,7 +131,6 @@ class _LinearLogProbs(torch.autograd.Function):
 
     @staticmethod
     @first_order
-    @without_autocast
     def backward(
         ctx: Any, dlog_probs: Tensor | None, dentropy: Tensor | None, dextra: Tensor | None, *_: None
     ) -> tuple[Tensor | None, ...]:

@@ -111,7 +111,7 @@ class LinearLoss(torch.autograd.Function):
         options, vocabulary = problem.options, len(weight)
         scales = gradient_scales(target, None, None, vocabulary, options.ignore_index, False)
         wants = Wants(False, False, True, problem.with_entropy, False, problem.with_sum_sq_probs)
-        log_probs = torch.zeros(len(x), dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+        log_probs = torch.zeros(len(x), dtype=torch.float32, device=x.device)
         entropy = torch.zeros_like(log_probs) if problem.with_entropy else None
         log_sum_sq_probs = torch.zeros_like(log_probs) if problem.with_sum_sq_probs else None
         values = [log_probs] if entropy is None else [log_probs, entropy]

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tigon.memory.lean import recomputed_by_call
-from tigon.runtime.autograd import first_order
+from tigon.runtime.autograd import first_order, halves
 from tigon.runtime.device import Device, device_of, runs_kernels
 from tigon.runtime.launch import launch, launcher
 from tigon.runtime.rows import block_of_row
@@ -45,7 +45,7 @@ class ClampedGate:
 
     def reference(self, h: Tensor) -> Tensor:
         """Compute the gate in eager torch, for recognition and for devices without Triton."""
-        gate, up = (h[..., ::2], h[..., 1::2]) if self.is_interleaved else h.chunk(2, -1)
+        gate, up = (h[..., ::2], h[..., 1::2]) if self.is_interleaved else halves(h)
         gate, up = gate.clamp(max=self.limit), up.clamp(min=-self.limit, max=self.limit)
         act = F.silu(gate) if self.alpha is None else gate * torch.sigmoid(gate * self.alpha)
         return act * (up + self.offset if self.offset else up)

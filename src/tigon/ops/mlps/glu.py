@@ -23,7 +23,7 @@ from torch import Tensor
 
 from tigon.memory.lean import recomputed_by_call
 from tigon.runtime import checks
-from tigon.runtime.autograd import first_order
+from tigon.runtime.autograd import first_order, halves
 from tigon.runtime.device import Device, device_of, runs_kernels
 from tigon.runtime.launch import launcher, on_device
 from tigon.runtime.rows import block_of_row, dense_rows, launch_blocks
@@ -51,9 +51,7 @@ NO_SCALING = Scaling()
 
 def _unpack(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return gate and up. Without `up`, `gate` holds both, packed as [gate | up]."""
-    if up is None:
-        gate, up = gate.chunk(2, -1)
-    return gate, up
+    return halves(gate) if up is None else (gate, up)
 
 
 def swiglu_reference(gate: Tensor, up: Tensor | None = None) -> Tensor:

@@ -49,7 +49,7 @@ from tigon.ops.mlps.glu import NO_SCALING, Scaling, geglu, glu_forward, swiglu
 from tigon.ops.mlps.projections import check_layer, input_gradient, is_plain, linear, supports_products
 from tigon.ops.mlps.tiled_glu_mlp import tile_rows, tiled_glu_mlp
 from tigon.runtime import checks
-from tigon.runtime.autograd import first_order, without_autocast
+from tigon.runtime.autograd import first_order
 from tigon.runtime.products import multiply
 
 __all__ = [
@@ -141,7 +141,6 @@ class _GLUMLP(torch.autograd.Function):
 
     @staticmethod
     @first_order
-    @without_autocast
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, gate_weight, up_weight, down_weight, gate, up = unpack_gated(ctx)
         *needs, needs_down = ctx.needs_input_grad[:4]

@@ -30,7 +30,7 @@ from tigon.ops.mlps.glu_mlp import check_version, save_gated, unpack_gated
 from tigon.ops.mlps.projections import linear, supports_products
 from tigon.ops.mlps.relu2 import relu2, relu2_reference
 from tigon.runtime import checks
-from tigon.runtime.autograd import first_order, may_overwrite_saved, without_autocast
+from tigon.runtime.autograd import first_order, may_overwrite_saved
 from tigon.runtime.products import multiply
 
 __all__ = ["MLPActivation", "activate", "mlp", "mlp_by_kernels", "mlp_reference", "supports_mlp"]
@@ -100,7 +100,6 @@ class _MLP(torch.autograd.Function):
 
     @staticmethod
     @first_order
-    @without_autocast
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, up_weight, down_weight, up_bias, h = unpack_gated(ctx)
         needs_x, needs_up, needs_down, needs_up_bias, needs_down_bias = ctx.needs_input_grad[:5]

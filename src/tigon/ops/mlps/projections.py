@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from tigon.runtime import checks
-from tigon.runtime.autograd import first_order, keep_none_gradients, without_autocast
+from tigon.runtime.autograd import first_order, keep_none_gradients
 from tigon.runtime.device import PLAIN, runs_kernels
 from tigon.runtime.products import multiply
 from tigon.runtime.stock import has_stock_call, linears_are_stock
@@ -62,7 +62,6 @@ class _Linears(torch.autograd.Function):
 
     @staticmethod
     @first_order
-    @without_autocast
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
         if x is not None:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from tigon.ops.mlps.gated_node import GLUMLPConfig, GLUMLPProblem, multiply_gates, save_gated, unpack_gated
 from tigon.ops.mlps.glu import Scaling, glu_backward_into, glu_forward
-from tigon.runtime.autograd import first_order, without_autocast
+from tigon.runtime.autograd import first_order
 from tigon.runtime.device import cdiv, device_of
 from tigon.runtime.products import accumulates_in_fp32, multiply, product
 
@@ -98,7 +98,6 @@ class _TiledGLUMLP(torch.autograd.Function):
 
     @staticmethod
     @first_order
-    @without_autocast
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, gate_weight, up_weight, down_weight = unpack_gated(ctx)
         needs_x, *needs = ctx.needs_input_grad[:4]

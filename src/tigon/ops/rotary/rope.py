@@ -17,6 +17,7 @@ code does not rely on that.
 Shapes: B batch, S sequence, Hq and Hk heads of queries and keys, D head size, R rotary features.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -41,7 +42,7 @@ from tigon.ops.rotary.heads import (
     with_equal_strides,
 )
 from tigon.runtime import checks
-from tigon.runtime.autograd import first_order, keep_none_gradients
+from tigon.runtime.autograd import first_order, halves, keep_none_gradients, without_autocast
 from tigon.runtime.device import Device, device_of, runs_kernels
 from tigon.runtime.launch import in_order, launch, launcher
 from tigon.runtime.triton_private import tl, triton
@@ -68,7 +69,8 @@ def rotary_size(table: Tensor, kind: str) -> int:
 
 def _pick_axes(table: Tensor, sections: Sequence[int]) -> Tensor:
     """Pick [B, S, R] from a table [3, B, S, R]: the sections of each half come from axes 0, 1, 2, 0 and so on."""
-    parts = table.split((*sections, *sections), -1)
+    ends = itertools.accumulate((*sections, *sections), initial=0)
+    parts = [table[..., start:end] for start, end in itertools.pairwise(ends)]
     return torch.cat([part[i % len(sections) % 3] for i, part in enumerate(parts)], -1)
 
 
@@ -76,7 +78,7 @@ def _both_angles(table: Tensor, layout: Layout, kind: Table) -> tuple[Tensor, Te
     """Return the part of a table for the first feature of each pair, and the part for the second feature."""
     if kind == "pairs":
         return table[..., ::2], table[..., 1::2]
-    first, second = (table, table) if kind == "once" else table.chunk(2, -1)
+    first, second = (table, table) if kind == "once" else halves(table)
     return first, first if PAIRED[layout][0] else second
 
 
@@ -88,7 +90,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout, kind: Table) ->
     )
     r = rotary_size(cos, kind)
     x, unrotated = x[..., :r], x[..., r:]
-    x1, x2 = (x[..., ::2], x[..., 1::2]) if x_paired else x.chunk(2, -1)
+    x1, x2 = (x[..., ::2], x[..., 1::2]) if x_paired else halves(x)
     cos, sin = (join(*_both_angles(table, layout, kind)) for table in (cos, sin))
     if x_paired != y_paired:
         x = join(x1, x2)
@@ -96,6 +98,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout, kind: Table) ->
     return torch.cat((rotated, unrotated), -1) if unrotated.shape[-1] else rotated
 
 
+@without_autocast
 def rope_reference(
     q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, *, unsqueeze_dim: int = 1, layout: Layout = "split_half",
     sections: Sequence[int] | None = None, table: Table = "halves", dtype: torch.dtype | None = None,
