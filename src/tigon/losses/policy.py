@@ -26,15 +26,16 @@ from torch import Tensor
 
 from tigon.losses.policy_objectives import (
     GammaWeight,
+    Objective,
+    PolicyTokens,
     check_clip,
     check_entropy,
     clip_metrics,
     mean_of_means,
     mean_of_sums,
-    sapo,
     with_entropy,
 )
-from tigon.losses.policy_terms import KL_ESTIMATORS, entropy_threshold, kl_estimate, on_policy
+from tigon.losses.policy_terms import KL_ESTIMATORS, entropy_threshold, on_policy
 from tigon.losses.sequences import (
     BatchCounts,
     Metrics,
@@ -42,7 +43,6 @@ from tigon.losses.sequences import (
     bounded_exp,
     check_per_sequence,
     check_sequences,
-    mean,
 )
 from tigon.runtime import checks
 
@@ -200,13 +200,21 @@ def grpo_loss(
         raise ValueError(f"{op}: ref_log_probs must be a tensor if beta is {beta:g}, got None")
     checks.choice(op, "kl_estimator", kl_estimator, KL_ESTIMATORS)
     checks.flag(op, use_bias_correction_kl=use_bias_correction_kl)
-    temperature_pos = checks.number(op, "sapo_temperature_pos", sapo_temperature_pos, 0.0, excludes_low=True)
-    temperature_neg = checks.number(op, "sapo_temperature_neg", sapo_temperature_neg, 0.0, excludes_low=True)
-    gamma_weight = GammaWeight(
-        k_pos=checks.number(op, "vespo_k_pos", vespo_k_pos, 0.0),
-        lambda_pos=checks.number(op, "vespo_lambda_pos", vespo_lambda_pos, 0.0),
-        k_neg=checks.number(op, "vespo_k_neg", vespo_k_neg, 0.0),
-        lambda_neg=checks.number(op, "vespo_lambda_neg", vespo_lambda_neg, 0.0),
+    objective = Objective(
+        loss_type=loss_type,
+        is_sequence_level=level == "sequence",
+        clip=clip,
+        beta=beta,
+        kl_estimator=kl_estimator,
+        use_bias_correction_kl=use_bias_correction_kl,
+        temperature_pos=checks.number(op, "sapo_temperature_pos", sapo_temperature_pos, 0.0, excludes_low=True),
+        temperature_neg=checks.number(op, "sapo_temperature_neg", sapo_temperature_neg, 0.0, excludes_low=True),
+        gamma_weight=GammaWeight(
+            k_pos=checks.number(op, "vespo_k_pos", vespo_k_pos, 0.0),
+            lambda_pos=checks.number(op, "vespo_lambda_pos", vespo_lambda_pos, 0.0),
+            k_neg=checks.number(op, "vespo_k_neg", vespo_k_neg, 0.0),
+            lambda_neg=checks.number(op, "vespo_lambda_neg", vespo_lambda_neg, 0.0),
+        ),
     )
     coefficient = check_entropy(op, entropy, entropy_coef, sequences)
     quantile = checks.number(op, "top_entropy_quantile", top_entropy_quantile, 0.0, 1.0)
@@ -222,88 +230,44 @@ def grpo_loss(
             f"{op}: part_of must be None if tokens are selected by the entropies of the whole batch; pass "
             "top_entropy_threshold, and an entropy_coef of 0"
         )
+    sampling_ratio = None
     if importance_sampling_ratio is not None:
         sampling_ratio = _check_sampling_ratio(op, importance_sampling_ratio, sequences, loss_type)
     if off_policy_mask_threshold is not None:
         off_policy_mask_threshold = checks.number(op, "off_policy_mask_threshold", off_policy_mask_threshold)
     divisor = _check_divisor(op, loss_type, sequences, num_items_in_batch, max_completion_length)
 
-    # Values of tokens that do not count are zero from here on: in backward, even zero times NaN would be NaN.
-    advantages = advantages.detach().to(log_probs.dtype)
-    advantages = advantages if advantages_per_sequence else sequences.masked(advantages)
-    log_probs = sequences.masked(log_probs)
-    old_log_probs = log_probs.detach() if old_log_probs is None else sequences.masked(old_log_probs.detach())
-    log_ratio = log_probs - old_log_probs
-    # The ratios and the advantages are both values of sequences, or both values of tokens.
-    by_sequence = advantages_per_sequence and (level == "sequence" or loss_type == "vespo")
-    advantage = sequences.expand(advantages) if advantages_per_sequence and not by_sequence else advantages
-
-    def to_tokens(values: Tensor) -> Tensor:
-        return sequences.expand(values) if by_sequence else values
-
-    if level == "sequence":
-        sequence_ratio = bounded_exp(sequences.mean(log_ratio))
-        token_ratio = sequences.expand(sequence_ratio)
-        ratio = sequence_ratio if by_sequence else token_ratio
-    else:
-        ratio = token_ratio = bounded_exp(log_ratio)
-    metrics: Metrics = {}
-    if loss_type == "cispo":
-        losses = to_tokens(-ratio.detach().clamp(max=clip.high) * advantage) * log_probs
-        if sequences.has_metrics:
-            is_clipped = ((ratio.detach() > clip.high) & (advantage > 0)).to(log_probs.dtype)
-            metrics["cispo_clip_ratio"] = mean(is_clipped) if by_sequence else sequences.token_mean(is_clipped)
-    elif loss_type == "vespo":
-        log_weight = gamma_weight.log_ratios(
-            sequences, log_ratio.detach(), None if importance_sampling_ratio is None else sampling_ratio
-        )
-        weight = gamma_weight.weights(log_weight if by_sequence else sequences.expand(log_weight), advantage)
-        losses = to_tokens(-weight * advantage) * log_probs
-        if sequences.has_metrics:
-            metrics["vespo/phi_seq_mean"] = mean(weight) if by_sequence else sequences.token_mean(weight)
-    elif loss_type == "sapo":
-        losses = to_tokens(sapo(ratio, advantage, temperature_pos, temperature_neg))
-    else:
-        losses = to_tokens(clip.loss(ratio, advantage))
-        if sequences.has_metrics:
-            low, high = clip.is_clipped(ratio, advantage)
-            metrics |= clip_metrics(sequences, low, high, log_probs.dtype, by_sequence)
-
+    tokens = PolicyTokens.of(
+        sequences, log_probs, advantages, advantages_per_sequence, old_log_probs, ref_log_probs, sampling_ratio
+    )
+    is_kept = None
     if off_policy_mask_threshold is not None:
-        sampled = old_log_probs if sampling_log_probs is None else sampling_log_probs
+        sampled = tokens.old_log_probs if sampling_log_probs is None else sampling_log_probs
         is_kept = on_policy(
-            sequences, log_probs, sampled, advantages, advantages_per_sequence, off_policy_mask_threshold
+            sequences, tokens.log_probs, sampled, tokens.advantages, advantages_per_sequence, off_policy_mask_threshold
         )  # fmt: skip
-        losses = torch.where(sequences.expand(is_kept) if advantages_per_sequence else is_kept, losses, 0.0)
+        is_kept = sequences.expand(is_kept) if advantages_per_sequence else is_kept
     selected = None
     if entropy is not None and selects_tokens:
         if top_entropy_threshold is None:
             top_entropy_threshold = entropy_threshold(entropy, sequences.mask, quantile)
         selected = entropy.detach() >= top_entropy_threshold
-        losses = torch.where(selected, losses, 0.0)
-    if importance_sampling_ratio is not None and loss_type != "vespo":
-        losses = losses * sampling_ratio
-    if beta and ref_log_probs is not None:
-        divergence = kl_estimate(log_probs, sequences.masked(ref_log_probs.detach()), kl_estimator)
-        if use_bias_correction_kl:
-            divergence = divergence * token_ratio
-        losses = losses + beta * divergence
-        if sequences.has_metrics:
-            metrics["kl"] = sequences.token_mean(divergence.detach())
+        is_kept = selected if is_kept is None else is_kept & selected
+    losses = objective.losses(tokens, is_kept)
     reduce = GRPO_LOSSES[loss_type]
-    loss = sequences.masked(losses).sum() / divisor if reduce is None else reduce(sequences, losses)
-    loss, shared_metrics = with_entropy(loss, sequences, entropy, coefficient, selected)
-    return loss, metrics | shared_metrics
+    total = sequences.masked(losses.losses).sum() / divisor if reduce is None else reduce(sequences, losses.losses)
+    loss, shared_metrics = with_entropy(total, sequences, entropy, coefficient, selected)
+    return loss, losses.metrics | shared_metrics
 
 
 def _check_sampling_ratio(op: str, ratio: Tensor, sequences: Sequences, loss_type: str) -> Tensor:
-    """Return the importance ratios of the sampling engine without a gradient, as values of tokens."""
+    """Return the importance ratios of the sampling engine as values of tokens."""
     if loss_type == "vespo":
         checks.tensor(op, importance_sampling_ratio=ratio)
         checks.shape(op, "importance_sampling_ratio", ratio, sequences.mask.shape)
     if check_per_sequence(op, "importance_sampling_ratio", ratio, sequences, or_tokens=True) and loss_type != "vespo":
-        return sequences.expand(ratio.detach())
-    return torch.where(sequences.mask, ratio.detach(), 1.0)
+        return sequences.expand(ratio)
+    return ratio
 
 
 def _check_divisor(
@@ -458,8 +422,8 @@ def ppo_loss(
     clip = check_clip(op, epsilon, epsilon_high, delta)
     coefficient = check_entropy(op, entropy, entropy_coef, sequences)
 
-    advantages = advantages.detach().to(log_probs.dtype)
-    advantages = sequences.expand(advantages) if per_sequence else sequences.masked(advantages)
+    advantages = sequences.neutral(advantages.detach().to(log_probs.dtype), per_sequence)
+    advantages = sequences.expand(advantages) if per_sequence else advantages
     log_ratio = sequences.masked(log_probs - (log_probs if old_log_probs is None else old_log_probs).detach())
     ratio = bounded_exp(log_ratio)
     loss = sequences.token_mean(clip.loss(ratio, advantages))

@@ -7,24 +7,27 @@ Shapes: N sequences, L tokens of a padded row, T packed tokens.
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tigon.losses.policy_terms import extremum
-from tigon.losses.sequences import Metrics, Sequences, mean
+from tigon.losses.policy_terms import extremum, kl_estimate
+from tigon.losses.sequences import Metrics, Sequences, bounded_exp, mean
 from tigon.runtime import checks
 
 __all__ = [
     "Clip",
     "GammaWeight",
+    "Objective",
+    "PolicyTokens",
+    "TokenLosses",
     "check_clip",
     "check_entropy",
     "choose",
     "clip_metrics",
     "mean_of_means",
     "mean_of_sums",
-    "sapo",
     "with_entropy",
 ]
 
@@ -86,7 +89,7 @@ class GammaWeight:
         return (decay + k * log_weight - decay * log_weight.exp()).exp()
 
 
-def sapo(ratio: Tensor, advantages: Tensor, temperature_pos: float, temperature_neg: float) -> Tensor:
+def _sapo(ratio: Tensor, advantages: Tensor, temperature_pos: float, temperature_neg: float) -> Tensor:
     """Return -(4 / t) sigmoid(t (r - 1)) A."""
     temperature = choose(advantages > 0, temperature_pos, temperature_neg, ratio.dtype)
     return -4 / temperature * (temperature * (ratio - 1)).sigmoid() * advantages
@@ -100,6 +103,115 @@ def mean_of_means(sequences: Sequences, values: Tensor) -> Tensor:
 def mean_of_sums(sequences: Sequences, values: Tensor) -> Tensor:
     """Return the mean over the sequences of the sum over their tokens."""
     return sequences.sequence_mean(sequences.sum(values))
+
+
+class PolicyTokens(NamedTuple):
+    """The arguments of a loss, in which the values of tokens and of sequences that do not count are neutral."""
+
+    sequences: Sequences
+    log_probs: Tensor
+    old_log_probs: Tensor
+    ref_log_probs: Tensor | None
+    # [N] or values of tokens
+    advantages: Tensor
+    advantages_per_sequence: bool
+    # the importance ratios of the sampling engine, as values of tokens
+    sampling_ratio: Tensor | None
+
+    @staticmethod
+    def of(
+        sequences: Sequences, log_probs: Tensor, advantages: Tensor, advantages_per_sequence: bool,
+        old_log_probs: Tensor | None, ref_log_probs: Tensor | None, sampling_ratio: Tensor | None,
+    ) -> "PolicyTokens":  # fmt: skip
+        """Replace what does not count: in backward, even zero times NaN would be NaN."""
+        log_probs = sequences.masked(log_probs)
+        return PolicyTokens(
+            sequences,
+            log_probs,
+            log_probs.detach() if old_log_probs is None else sequences.masked(old_log_probs.detach()),
+            None if ref_log_probs is None else sequences.masked(ref_log_probs.detach()),
+            sequences.neutral(advantages.detach().to(log_probs.dtype), advantages_per_sequence),
+            advantages_per_sequence,
+            None if sampling_ratio is None else torch.where(sequences.mask, sampling_ratio.detach(), 1.0),
+        )
+
+
+class TokenLosses(NamedTuple):
+    """The losses of tokens, and what the metrics need. Values at tokens that do not count are finite, but arbitrary."""
+
+    losses: Tensor
+    # beta is not multiplied in. None if beta is 0.
+    divergence: Tensor | None
+    # True where a bound removes the gradient, as values of tokens or of sequences. None for types without clipping.
+    is_clipped: Tensor | None
+    metrics: Metrics
+
+
+@dataclass(frozen=True)
+class Objective:
+    """The loss of a token of GRPO and its variants. The docstring of `tigon.losses.policy` has the formulas."""
+
+    loss_type: str
+    is_sequence_level: bool
+    clip: Clip
+    beta: float
+    kl_estimator: str
+    use_bias_correction_kl: bool
+    temperature_pos: float
+    temperature_neg: float
+    gamma_weight: GammaWeight
+
+    def losses(self, tokens: PolicyTokens, is_kept: Tensor | None = None) -> TokenLosses:
+        """Return the losses of tokens. Where `is_kept` is False, only the KL divergence remains."""
+        sequences, log_probs, dtype = tokens.sequences, tokens.log_probs, tokens.log_probs.dtype
+        log_ratio = log_probs - tokens.old_log_probs
+        # The ratios and the advantages are both values of sequences, or both values of tokens.
+        by_sequence = tokens.advantages_per_sequence and (self.is_sequence_level or self.loss_type == "vespo")
+        advantage = tokens.advantages
+        if tokens.advantages_per_sequence and not by_sequence:
+            advantage = sequences.expand(advantage)
+        to_tokens = sequences.expand if by_sequence else lambda values: values
+        average = mean if by_sequence else sequences.token_mean
+        if self.is_sequence_level:
+            sequence_ratio = bounded_exp(sequences.mean(log_ratio))
+            token_ratio = sequences.expand(sequence_ratio)
+            ratio = sequence_ratio if by_sequence else token_ratio
+        else:
+            ratio = token_ratio = bounded_exp(log_ratio)
+        metrics: Metrics = {}
+        is_clipped = None
+        if self.loss_type == "cispo":
+            losses = to_tokens(-ratio.detach().clamp(max=self.clip.high) * advantage) * log_probs
+            is_clipped = (ratio.detach() > self.clip.high) & (advantage > 0)
+            if sequences.has_metrics:
+                metrics["cispo_clip_ratio"] = average(is_clipped.to(dtype))
+        elif self.loss_type == "vespo":
+            log_weight = self.gamma_weight.log_ratios(sequences, log_ratio.detach(), tokens.sampling_ratio)
+            weight = self.gamma_weight.weights(log_weight if by_sequence else sequences.expand(log_weight), advantage)
+            losses = to_tokens(-weight * advantage) * log_probs
+            if sequences.has_metrics:
+                metrics["vespo/phi_seq_mean"] = average(weight)
+        elif self.loss_type == "sapo":
+            losses = to_tokens(_sapo(ratio, advantage, self.temperature_pos, self.temperature_neg))
+        else:
+            losses = to_tokens(self.clip.loss(ratio, advantage))
+            low, high = self.clip.is_clipped(ratio, advantage)
+            is_clipped = low | high
+            if sequences.has_metrics:
+                metrics |= clip_metrics(sequences, low, high, dtype, by_sequence)
+        if is_kept is not None:
+            losses = torch.where(is_kept, losses, 0.0)
+        if tokens.sampling_ratio is not None and self.loss_type != "vespo":
+            losses = losses * tokens.sampling_ratio
+        divergence = None
+        if self.beta and tokens.ref_log_probs is not None:
+            divergence = kl_estimate(log_probs, tokens.ref_log_probs, self.kl_estimator)
+            if self.use_bias_correction_kl:
+                divergence = divergence * token_ratio
+            losses = losses + self.beta * divergence
+            if sequences.has_metrics:
+                metrics["kl"] = sequences.token_mean(divergence.detach())
+        return TokenLosses(losses, divergence, is_clipped, metrics)
 
 
 # --- parts that the losses share -----------------------------------------------------------------

@@ -102,6 +102,10 @@ class Sequences:
         """Return `values` with zeros at the tokens that do not count, whatever is stored there, even NaN."""
         return torch.where(self.mask, values, 0.0)
 
+    def neutral(self, values: Tensor, per_sequence: bool = True) -> Tensor:
+        """Return values [N] with zeros at sequences without tokens, or values of tokens as `masked` does."""
+        return torch.where(self.lengths > 0, values, 0.0) if per_sequence else self.masked(values)
+
     def sum(self, values: Tensor) -> Tensor:
         """Return the sums [N] of the values of each sequence. The sum of no tokens is zero."""
         return self._sum(self.masked(values))

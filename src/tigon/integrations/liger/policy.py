@@ -1,41 +1,30 @@
-"""GRPO with Liger's order of arguments and results, on `tigon.linear_loss`. `tigon.GRPOLoss` has more options.
+"""GRPO with Liger's order of arguments and results, on `tigon.GRPOLoss` and `tigon.losses.grpo_loss`.
+
+Values at masked tokens have no effect, also in "luspo", whose mean in Liger has them too.
 
 Shapes: N sequences, L tokens each, H features, V vocabulary.
 """
 
-import math
-from typing import Any, NamedTuple
+import warnings
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tigon.losses.modules import GRPOLoss
+from tigon.losses.policy import grpo_loss
+from tigon.losses.policy_objectives import GammaWeight, Objective, PolicyTokens, check_clip
+from tigon.losses.sequences import Metrics, Sequences
 from tigon.ops.head.linear_log_probs import linear_log_probs
-from tigon.ops.head.linear_loss import linear_loss
+from tigon.ops.logits.cross_entropy import cross_entropy
 
-__all__ = ["LigerFusedLinearGRPOLoss"]
+__all__ = ["LigerFusedLinearGRPOLoss", "fused_selective_log_softmax", "get_gamma_weights", "triton_grpo_loss"]
 
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
+TYPES_WITHOUT_CLIPPING = ("cispo", "sapo", "vespo")
 # Tokens with this target are outside of completions.
 IGNORED = -100
-# The bounds of log-ratios before an exponential.
-LARGEST_LOG_RATIO, SMALLEST_LOG_RATIO = 20.0, math.log(1e-8)
-
-
-class _Part(NamedTuple):
-    """The values of some sequences."""
-
-    # [N, L] in fp32.
-    log_probs: Tensor
-    # [N, L] in fp32, one inside of completions and zero elsewhere.
-    mask: Tensor
-    # [N, 1].
-    advantages: Tensor
-    # [N, L] each.
-    old_log_probs: Tensor
-    ref_log_probs: Tensor
-    # [N, L] or [N, 1], or None.
-    rollout_ratio: Tensor | None
 
 
 class LigerFusedLinearGRPOLoss(nn.Module):
@@ -57,22 +46,21 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         for option, value in positive.items():
             if value <= 0:
                 raise ValueError(f"{name}: {option} must be above 0, got {value}")
-        if loss_type not in LOSS_TYPES:
-            raise ValueError(f"{name}: loss_type must be one of {', '.join(LOSS_TYPES)}, got {loss_type!r}")
+        if loss_type == "dr_grpo" and max_completion_length is None:
+            raise ValueError(f"{name}: dr_grpo needs max_completion_length, got None")
+        _check_loss_type(name, loss_type)
         if importance_sampling_level not in ("token", "sequence"):
             raise ValueError(
                 f"{name}: importance_sampling_level must be token or sequence, got {importance_sampling_level!r}"
             )
-        if importance_sampling_level == "sequence" and loss_type in ("cispo", "sapo", "vespo"):
-            raise ValueError(f"{name}: {loss_type} needs importance_sampling_level='token', got 'sequence'")
-        if loss_type == "dr_grpo" and max_completion_length is None:
-            raise ValueError(f"{name}: dr_grpo needs max_completion_length, got None")
         self.beta, self.use_ref_model, self.loss_type, self.temperature = beta, use_ref_model, loss_type, temperature
         self.epsilon_low, self.epsilon_high, self.delta = epsilon_low, epsilon_high, delta
         self.max_completion_length, self.importance_sampling_level = max_completion_length, importance_sampling_level
-        self.sapo_temperatures = sapo_temperature_pos, sapo_temperature_neg
+        self.sapo_temperature_pos, self.sapo_temperature_neg = sapo_temperature_pos, sapo_temperature_neg
         self.use_bias_correction_kl = use_bias_correction_kl
-        self.vespo = (vespo_k_pos, vespo_lambda_pos), (vespo_k_neg, vespo_lambda_neg)
+        self.vespo_k_pos, self.vespo_lambda_pos = vespo_k_pos, vespo_lambda_pos
+        self.vespo_k_neg, self.vespo_lambda_neg = vespo_k_neg, vespo_lambda_neg
+        self._loss: tuple[dict[str, Any], GRPOLoss] | None = None
 
     def forward(
         self, _input: Tensor, lin_weight: Tensor, selected_token_ids: Tensor, attention_mask: Tensor,
@@ -82,114 +70,206 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         num_items_in_batch: Tensor | float | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
         """Return the loss; and the mean KL divergence, unless beta is 0, and the share of clipped tokens."""
-        mask = attention_mask.float()
-        # The loss of "luspo" counts the tokens outside of completions too, as those of Liger and TRL do.
-        is_ignored = (mask == 0) & (self.loss_type != "luspo")
-        targets = torch.where(is_ignored, IGNORED, selected_token_ids)
-        if self.use_ref_model and self.beta != 0.0 and ref_per_token_logps is None:
+        name, mask = type(self).__name__, attention_mask != 0
+        _check_level(name, self.loss_type, self.importance_sampling_level)
+        targets = torch.where(mask, selected_token_ids, IGNORED)
+        ref = ref_per_token_logps if self.use_ref_model else None
+        if ref is not None and ref_input is not None:
+            warnings.warn(
+                f"{name}: ref_input is ignored, because the log-probabilities of the reference are given. "
+                "Using ref_per_token_logps.",
+                stacklevel=2,
+            )
+        if self.use_ref_model and self.beta != 0.0 and ref is None:
             if ref_input is None or ref_weight is None:
-                raise ValueError(
-                    f"{type(self).__name__}: use_ref_model=True needs ref_per_token_logps, or ref_input and ref_weight"
-                )
+                raise ValueError(f"{name}: use_ref_model=True needs ref_per_token_logps, or ref_input and ref_weight")
             with torch.no_grad():
-                values = linear_log_probs(
+                log_probs = linear_log_probs(
                     ref_input, ref_weight, targets, bias=ref_bias, temperature=self.temperature, ignore_index=IGNORED
                 )
-            assert isinstance(values, Tensor)
-            ref_per_token_logps = values
-        divisor, tokens = self._divisor(mask, num_items_in_batch), mask.sum().clamp(min=1.0)
-        rollout_ratio = vllm_is_ratio
-        if rollout_ratio is not None and rollout_ratio.dim() == 1:
-            rollout_ratio = rollout_ratio[:, None]
-
-        def loss_of_part(
-            log_probs: Tensor, mask: Tensor, advantages: Tensor, old: Tensor | None, ref: Tensor | None,
-            ratio: Tensor | None,
-        ) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
-            same = log_probs.detach()
-            old, ref = (same if x is None else x.float() for x in (old, ref))
-            part = _Part(log_probs, mask, advantages[:, None].float(), old, ref, ratio)
-            losses, kl, is_clipped = self._token_losses(part)
-            metrics = [] if kl is None else [(kl.detach() * mask).sum() / tokens]
-            metrics.append((is_clipped * mask).sum() / tokens)
-            return self._sum(losses, mask) / divisor, tuple(metrics)
-
-        return linear_loss(
-            _input, lin_weight, targets, loss_of_part, mask, advantages, old_per_token_logps, ref_per_token_logps,
-            rollout_ratio, group="sequence", reduction="sum", bias=bias, temperature=self.temperature,
-            ignore_index=IGNORED,
+            assert isinstance(log_probs, Tensor)
+            ref = log_probs
+        ratio = _ratio_of_tokens(name, vllm_is_ratio, mask, self.loss_type)
+        loss, metrics = self._module(ref is not None)(
+            _input, lin_weight, targets, _of_tokens(advantages, mask), _cast(old_per_token_logps, _input),
+            bias=bias, ref_log_probs=_cast(ref, _input), importance_sampling_ratio=ratio,
+            num_items_in_batch=_divisor(self.loss_type, mask, num_items_in_batch),
         )  # fmt: skip
+        return loss, _metrics_of_liger(loss, metrics, self.beta)
 
-    def _token_losses(self, part: _Part) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Return the losses of all tokens [N, L], the KL divergences or None, and which ratios are clipped."""
-        log_ratio = part.log_probs - part.old_log_probs
-        if self.importance_sampling_level == "sequence":
-            log_ratio = ((log_ratio * part.mask).sum(-1) / part.mask.sum(-1).clamp(min=1.0))[:, None]
-        ratio, advantages = log_ratio.exp(), part.advantages
-        is_clipped = torch.zeros_like(part.mask, dtype=torch.bool)
-        if self.loss_type == "cispo":
-            is_clipped = (ratio > self.epsilon_high) & (advantages > 0)
-            losses = -ratio.clamp(max=self.epsilon_high).detach() * advantages * part.log_probs
-        elif self.loss_type == "sapo":
-            up, down = (torch.sigmoid(t * (ratio - 1)) * (4 / t) for t in self.sapo_temperatures)
-            losses = -torch.where(advantages > 0, up, down) * advantages
-        elif self.loss_type == "vespo":
-            losses = -self._vespo_weights(part) * advantages * part.log_probs
-        else:
-            low, high = 1 - self.epsilon_low, 1 + self.epsilon_high
-            is_clipped = ((ratio < low) & (advantages < 0)) | ((ratio > high) & (advantages > 0))
-            limited = ratio if self.delta is None else ratio.clamp(max=self.delta)
-            losses = -torch.min(limited * advantages, ratio.clamp(low, high) * advantages)
-        if part.rollout_ratio is not None and self.loss_type != "vespo":
-            losses = losses * part.rollout_ratio
-        kl = None
-        if self.beta != 0.0:
-            difference = part.ref_log_probs - part.log_probs
-            kl = difference.exp() - difference - 1.0
-            if self.use_bias_correction_kl:
-                kl = kl * ratio
-            losses = losses + self.beta * kl
-        return losses, kl, is_clipped.expand_as(part.mask)
+    def _module(self, has_reference: bool) -> GRPOLoss:
+        """Return the loss for the current values of the attributes."""
+        options = _options(
+            self.loss_type, self.importance_sampling_level, self.epsilon_low, self.epsilon_high, self.delta,
+            self.beta if has_reference else 0.0, self.use_bias_correction_kl, self.max_completion_length,
+            sapo_temperature_pos=self.sapo_temperature_pos, sapo_temperature_neg=self.sapo_temperature_neg,
+            vespo_k_pos=self.vespo_k_pos, vespo_lambda_pos=self.vespo_lambda_pos, vespo_k_neg=self.vespo_k_neg,
+            vespo_lambda_neg=self.vespo_lambda_neg, temperature=self.temperature,
+        )  # fmt: skip
+        if self._loss is None or self._loss[0] != options:
+            self._loss = dict(options), GRPOLoss(**options)
+        return self._loss[1]
 
-    @torch.no_grad()
-    def _vespo_weights(self, part: _Part) -> Tensor:
-        """Return exp(lambda + k log w - lambda w) [N, 1] for the ratio w of each sequence."""
-        largest, smallest = LARGEST_LOG_RATIO, SMALLEST_LOG_RATIO
-        log_ratio = (part.log_probs - part.old_log_probs).clamp(-largest, largest)
-        log_w = (log_ratio * part.mask).sum(-1, keepdim=True)
-        if part.rollout_ratio is not None:
-            log_w = log_w + part.rollout_ratio.log().clamp(smallest, largest).sum(-1, keepdim=True)
-        log_w = log_w.clamp(smallest, largest)
-        (k_up, rate_up), (k_down, rate_down) = self.vespo
-        is_up = part.advantages >= 0
-        k = torch.where(is_up, k_up, k_down)
-        rate = torch.where(is_up, rate_up, rate_down).clamp(min=1e-4)
-        weights = torch.exp(rate + k * log_w - rate * log_w.exp())
-        return weights.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
 
-    def _sum(self, losses: Tensor, mask: Tensor) -> Tensor:
-        """Return the sum of the losses, weighted as the loss type says."""
-        lengths = mask.sum(-1, keepdim=True)
-        if self.loss_type in ("grpo", "sapo"):
-            return ((losses * mask).sum(-1, keepdim=True) / lengths.clamp(min=1.0)).sum()
-        if self.loss_type == "luspo":
-            return (losses * lengths).sum() / losses.shape[1]
-        return (losses * mask).sum()
+def triton_grpo_loss(
+    logits: Tensor, old_logp: Tensor | None, ref_logp: Tensor | None, completion_ids: Tensor, advantages: Tensor,
+    completion_mask: Tensor | None = None, temperature: float = 0.9, beta: float = 0.04, eps_low: float = 0.2,
+    eps_high: float = 0.4, inplace: bool = True, loss_type: str = "dapo", max_completion_length: int | None = None,
+    importance_sampling_level: str = "token", reduce: bool = False, sapo_temperature_pos: float = 1.0,
+    sapo_temperature_neg: float = 1.05, vllm_is_ratio: Tensor | None = None, delta: float | None = None,
+    use_bias_correction_kl: bool = False, num_items_in_batch: Tensor | float | None = None, vespo_k_pos: float = 2.0,
+    vespo_lambda_pos: float = 3.0, vespo_k_neg: float = 3.0, vespo_lambda_neg: float = 2.0,
+) -> tuple:  # fmt: skip
+    """Return GRPO of logits [N, L + 1, V], whose last row of each sequence predicts no token.
 
-    def _divisor(self, mask: Tensor, num_items: Any) -> Tensor | float:
-        """Return the divisor of the sum over the batch."""
-        if self.loss_type in ("grpo", "sapo", "luspo"):
-            return float(len(mask))
-        if self.loss_type == "dr_grpo":
-            assert self.max_completion_length is not None
-            return float(len(mask) * self.max_completion_length)
-        if self.loss_type == "bnpo":
-            return mask.sum().clamp(min=1.0)
-        is_distributed = dist.is_available() and dist.is_initialized()
-        if num_items is not None:
-            count = torch.as_tensor(num_items, dtype=torch.float32, device=mask.device)
-        else:
-            count = mask.sum()
-            if is_distributed:
-                dist.all_reduce(count)
-        return (count / (dist.get_world_size() if is_distributed else 1)).clamp(min=1.0)
+    With `reduce` the result is the loss and Liger's metrics; otherwise the losses, the KL divergences (None if beta is
+    0) and which ratios are clipped, [N, L] each, with zeros at masked tokens. `inplace` has no effect.
+    """
+    op = "triton_grpo_loss"
+    _check_loss_type(op, loss_type)
+    _check_level(op, loss_type, importance_sampling_level)
+    if beta != 0.0 and ref_logp is None:
+        raise ValueError(f"{op}: ref_logp must be a tensor if beta is {beta:g}, got None")
+    mask = torch.ones_like(completion_ids, dtype=torch.bool) if completion_mask is None else completion_mask != 0
+    log_probs = _log_probs_of_logits(logits, completion_ids, mask, temperature)
+    weights = {
+        "sapo_temperature_pos": sapo_temperature_pos, "sapo_temperature_neg": sapo_temperature_neg,
+        "vespo_k_pos": vespo_k_pos, "vespo_lambda_pos": vespo_lambda_pos, "vespo_k_neg": vespo_k_neg,
+        "vespo_lambda_neg": vespo_lambda_neg,
+    }  # fmt: skip
+    options = _options(
+        loss_type, importance_sampling_level, eps_low, eps_high, delta, beta, use_bias_correction_kl,
+        max_completion_length or mask.shape[1], **weights,
+    )  # fmt: skip
+    advantages, ratio = _of_tokens(advantages, mask), _ratio_of_tokens(op, vllm_is_ratio, mask, loss_type)
+    old, ref = _cast(old_logp, logits), _cast(ref_logp, logits)
+    if reduce:
+        loss, metrics = grpo_loss(
+            log_probs, advantages, mask, old, ref, importance_sampling_ratio=ratio,
+            num_items_in_batch=_divisor(loss_type, mask, num_items_in_batch), **options,
+        )  # fmt: skip
+        return loss, list(_metrics_of_liger(loss, metrics, beta))
+    sequences = Sequences(mask, None)
+    objective = Objective(
+        loss_type, importance_sampling_level == "sequence", check_clip(op, eps_low, eps_high, options.get("delta")),
+        beta, "k3", use_bias_correction_kl, sapo_temperature_pos, sapo_temperature_neg,
+        GammaWeight(vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg),
+    )  # fmt: skip
+    tokens = objective.losses(PolicyTokens.of(sequences, log_probs, advantages, False, old, ref, ratio))
+    is_clipped = torch.zeros_like(mask) if tokens.is_clipped is None else tokens.is_clipped & mask
+    divergence = None if tokens.divergence is None else sequences.masked(tokens.divergence)
+    return sequences.masked(tokens.losses), divergence, is_clipped.to(log_probs.dtype)
+
+
+@torch.no_grad()
+def fused_selective_log_softmax(
+    logits: Tensor, input_ids: Tensor, temperature: float = 0.9, mask: Tensor | None = None
+) -> Tensor:
+    """Return the log-probabilities [N, L] of the last L tokens for logits [N, L + 1, V], without gradients."""
+    length = logits.shape[1] - 1
+    ids = input_ids[:, -length:]
+    return _log_probs_of_logits(logits, ids, None if mask is None else mask[:, -length:] != 0, temperature)
+
+
+@torch.no_grad()
+def get_gamma_weights(
+    advantages: Tensor, log_ratio_per_token: Tensor, mask: Tensor, importance_sampling_ratio: Tensor | None = None,
+    k_pos: float = 2.0, lambda_pos: float = 3.0, k_neg: float = 3.0, lambda_neg: float = 2.0,
+) -> Tensor:  # fmt: skip
+    """Return the weights [N, 1] of VESPO for advantages [N] and log-ratios [N, L]."""
+    sequences, gamma = Sequences(mask != 0, None), GammaWeight(k_pos, lambda_pos, k_neg, lambda_neg)
+    ratio = _ratio_of_tokens("get_gamma_weights", importance_sampling_ratio, sequences.mask, "vespo")
+    ratio = None if ratio is None else torch.where(sequences.mask, ratio, 1.0)
+    return gamma.weights(gamma.log_ratios(sequences, log_ratio_per_token, ratio), advantages)[:, None]
+
+
+# --- between the arguments of Liger and those of Tigon ---------------------------------------------
+
+
+def _check_loss_type(name: str, loss_type: str) -> None:
+    if loss_type not in LOSS_TYPES:
+        raise ValueError(f"{name}: loss_type must be one of {', '.join(LOSS_TYPES)}, got {loss_type!r}")
+
+
+def _check_level(name: str, loss_type: str, level: str) -> None:
+    if level == "sequence" and loss_type in TYPES_WITHOUT_CLIPPING:
+        raise ValueError(
+            f"{name}: Sequence-level importance sampling is not supported for loss_type {loss_type!r}; pass "
+            "importance_sampling_level='token', got 'sequence'"
+        )
+
+
+def _options(
+    loss_type: str, level: str, low: float, high: float, delta: float | None, beta: float,
+    use_bias_correction_kl: bool, max_completion_length: int | None, **others: float,
+) -> dict[str, Any]:  # fmt: skip
+    """Return the options of `tigon.losses.grpo_loss`, without those that Liger ignores for this type."""
+    return others | {
+        "loss_type": loss_type, "importance_sampling_level": level, "epsilon": low, "epsilon_high": high,
+        "delta": None if loss_type in TYPES_WITHOUT_CLIPPING else delta, "beta": beta,
+        "use_bias_correction_kl": use_bias_correction_kl,
+        "max_completion_length": max_completion_length if loss_type == "dr_grpo" else None,
+    }  # fmt: skip
+
+
+def _cast(values: Tensor | None, like: Tensor) -> Tensor | None:
+    """Return the values in the dtype that log-probabilities have for hidden states or logits `like`."""
+    return None if values is None else values.to(torch.promote_types(like.dtype, torch.float32))
+
+
+def _of_tokens(advantages: Tensor, mask: Tensor) -> Tensor:
+    """Return advantages [N] as values [N, L] of tokens, so that metrics are means over the tokens."""
+    advantages = advantages.to(torch.promote_types(advantages.dtype, torch.float32))
+    return advantages[:, None].expand(mask.shape) if advantages.dim() == 1 else advantages
+
+
+def _ratio_of_tokens(name: str, ratio: Tensor | None, mask: Tensor, loss_type: str) -> Tensor | None:
+    """Return ratios [N], [N, 1] or [N, L] of the sampling engine as values [N, L] of tokens."""
+    if ratio is None:
+        return None
+    shape, sequences = tuple(mask.shape), len(mask)
+    if tuple(ratio.shape) not in ((sequences,), (sequences, 1), shape):
+        raise ValueError(
+            f"{name}: vllm_is_ratio must have shape {(sequences,)}, {(sequences, 1)} or {shape}, got "
+            f"{tuple(ratio.shape)}"
+        )
+    ratio = ratio.float()
+    if tuple(ratio.shape) == shape:
+        return ratio
+    ratio = ratio.view(sequences, 1)
+    if loss_type != "vespo":
+        return ratio.expand(shape)
+    # "vespo" multiplies the ratios of all tokens. The first token that counts gets the ratio of the sequence.
+    return torch.where(mask & (mask.cumsum(-1) == 1), ratio, 1.0)
+
+
+def _divisor(loss_type: str, mask: Tensor, num_items: Any) -> Tensor | None:
+    """Return the divisor of the sum over the batch, or None for a type that has another."""
+    return compute_dapo_normalizer(mask, num_items) if loss_type in ("dapo", "cispo", "vespo") else None
+
+
+def compute_dapo_normalizer(attention_mask: Tensor, num_items_in_batch: Tensor | float | None = None) -> Tensor:
+    """Return the number of tokens of the batch on all ranks, divided by the number of ranks, and at least 1."""
+    is_distributed = dist.is_available() and dist.is_initialized()
+    if num_items_in_batch is not None:
+        count = torch.as_tensor(num_items_in_batch, dtype=torch.float32, device=attention_mask.device)
+    else:
+        count = attention_mask.sum(dtype=torch.float32)
+        if is_distributed:
+            dist.all_reduce(count)
+    return (count / (dist.get_world_size() if is_distributed else 1)).clamp(min=1.0)
+
+
+def _metrics_of_liger(loss: Tensor, metrics: Metrics, beta: float) -> tuple[Tensor, ...]:
+    """Return the mean KL divergence, unless beta is 0, and the share of clipped tokens."""
+    zero = torch.zeros_like(loss.detach())
+    is_clipped = metrics.get("clip_ratio/region_mean", metrics.get("cispo_clip_ratio", zero))
+    return (is_clipped,) if beta == 0.0 else (metrics.get("kl", zero), is_clipped)
+
+
+def _log_probs_of_logits(logits: Tensor, ids: Tensor, mask: Tensor | None, temperature: float) -> Tensor:
+    """Return the log-probabilities [N, L] of tokens, zero at masked tokens, for logits [N, L + 1, V]."""
+    targets = ids if mask is None else torch.where(mask, ids, IGNORED)
+    return -cross_entropy(
+        logits[:, :-1], targets, reduction="none", logit_scale=1.0 / temperature, ignore_index=IGNORED
+    )
