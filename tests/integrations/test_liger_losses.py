@@ -85,7 +85,7 @@ def test_the_targets_of_the_likelihood_of_orpo_may_have_more_tokens(head):
     assert len(metrics) == 9
 
 
-@pytest.mark.parametrize("loss_type", losses.DPO_LOSSES)
+@pytest.mark.parametrize("loss_type", losses.DPO_TYPES)
 def test_dpo_with_a_reference_model(loss_type, head):
     hidden, weight, bias, targets = head
     ref_hidden, ref_weight = torch.randn(N, L, 8), torch.randn(V, 8)
@@ -340,8 +340,8 @@ def test_the_functions_that_return_two_tensors():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: losses.LigerFusedLinearDPOLoss(loss_type="ipo"), "loss_type must be one of sigmoid.*got 'ipo'"),
-        (lambda: losses.LigerFusedLinearDPOLoss(loss_type="exo_pair"), "label_smoothing must be above 0"),
+        (lambda: losses.LigerFusedLinearDPOLoss(loss_type="ipo"), "it must be one of sigmoid.*got 'ipo'"),
+        (lambda: losses.LigerFusedLinearDPOLoss(loss_type="exo_pair"), "label_smoothing must be > 0"),
         (lambda: losses.LigerFusedLinearCPOLoss()(torch.ones(3, 2), torch.ones(3, 1, 2), torch.ones(3, 1).long()),
          "number of sequences must be even, got 3"),
         (lambda: losses.LigerFusedLinearDPOLoss()(torch.ones(3, 2), torch.ones(2, 1, 2), torch.ones(2, 1).long()),
