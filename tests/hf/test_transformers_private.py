@@ -297,3 +297,11 @@ def test_no_other_file_uses_these_names():
     without_comments = lambda file: re.sub(r"#.*", "", file.read_text())
     users = [file.name for file in files if pattern.search(without_comments(file))]
     assert users == ["transformers_private.py"]
+
+
+def test_the_functions_that_build_masks():
+    masks = pytest.importorskip("transformers.masking_utils")
+    names = "create_causal_mask", "create_sliding_window_causal_mask", "create_chunked_causal_mask"
+    assert all(transformers_private.builds_mask(getattr(masks, name)) for name in names)
+    others = masks.find_packed_sequence_indices, masks.create_bidirectional_mask, reason_for_stock_loss, len, None
+    assert not any(map(transformers_private.builds_mask, others))

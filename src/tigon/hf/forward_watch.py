@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from tigon.hf.positions import known_positions
+from tigon.hf.positions import NumberingForward
 from tigon.recognition.replacement import Replacement, exchange, find_replacement, foreign_forward, install
 from tigon.runtime.stock import written_in
 
@@ -61,10 +61,7 @@ def describe_bypass(what: str, model: nn.Module, origin: str) -> str:
 
 
 class WatchedBody:
-    """Recipe for the body of a model: it checks the forward of the model, then runs the body's earlier forward.
-
-    The earlier forward runs in a block of `known_positions`.
-    """
+    """Recipe for the body of a model: it checks the forward of the model, then runs the body's earlier forward."""
 
     def __init__(
         self, model: nn.Module | None, state: ForwardState | None, notes: list[str], inner: Callable | None
@@ -73,6 +70,8 @@ class WatchedBody:
         self.model: weakref.ref[nn.Module] | None = None if model is None else weakref.ref(model)
         # The notes of the report, to which the warning is added.
         self.state, self.notes, self.inner = state, notes, inner
+        # The forward of the body's class, once it has been called.
+        self.numbering: NumberingForward | None = None
 
     def __reduce__(self) -> tuple:
         return WatchedBody, (None, None, [], self.inner)
@@ -80,8 +79,16 @@ class WatchedBody:
     def __call__(self, body: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if self.model is not None and not torch.compiler.is_compiling() and body.training and torch.is_grad_enabled():
             self.check_model(self.model())
-        with known_positions(body, args, kwargs):
-            return (self.inner or type(body).forward)(body, *args, **kwargs)
+        return (self.inner or self.find_forward(body, args, kwargs))(body, *args, **kwargs)
+
+    def find_forward(self, body: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Callable:
+        """Return the forward of the body's class, in the form for these arguments."""
+        stock = type(body).forward
+        if torch.compiler.is_compiling():
+            return stock
+        if self.numbering is None or self.numbering.stock is not stock:
+            self.numbering = NumberingForward(stock)
+        return self.numbering.for_call(body, args, kwargs)
 
     def check_model(self, model: nn.Module | None) -> None:
         """Warn once if the model has another forward. None stands for a model that was deleted."""

@@ -522,6 +522,6 @@ Example:
     >>> tokens = torch.tensor([[1, 2, 3, 4]])
     >>> with tigon.patched(model) as report:
     ...     model(input_ids=tokens, labels=tokens).loss.backward()
-    >>> [(entry.part, entry.module) for entry in report.replaced]
+    ...     print([(entry.part, entry.module) for entry in report.replaced])
     [('loss', 'LlamaForCausalLM')]
 """

@@ -6,97 +6,95 @@ itself, and nothing can be packed. transformers asks nevertheless, on the device
 waits at the start of every forward, until the device has finished the step before, so it can never prepare a step while
 the device still computes the last one. Models with small layers then wait for the host in each forward.
 
-`known_positions` encloses the call of a body. `find_packed_sequence_indices`, the function of transformers, then
-returns its answer without asking, but only if the forward of this body calls it, and if the source of the forward shows
-that it numbers the tokens itself.
+The functions of transformers that build a mask do not ask if they get no positions:
+
+    position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device).unsqueeze(0)
+    causal_mask = create_causal_mask(..., position_ids=position_ids)   # asks
+
+If the source of a body's forward shows that it assigns nothing but these numbers, the forward runs with functions in
+their place that pass no positions (`tigon.recognition.exchanged_functions`). No module of transformers is changed.
 """
 
 import ast
-import contextlib
-import functools
-import inspect
-import sys
-import textwrap
-import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tigon.hf.transformers_private import replace_packing_check
+from tigon.hf.transformers_private import builds_mask
+from tigon.recognition.exchanged_functions import ForwardWithFunctions, written_globals
+from tigon.recognition.source import NotReadable, definition_of, innermost
+from tigon.runtime.state.bytecode import code_use
 
-__all__ = ["known_positions"]
+__all__ = ["NumberingForward"]
 
 # The expressions that forwards of transformers assign to `position_ids`, if the caller passes none.
 _COUNT = "torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device)"
 _COUNTS = {f"{_COUNT} + past_seen_tokens", f"{_COUNT}.unsqueeze(0)"}
 _VIEWS = {"position_ids.unsqueeze(0)"}
-# The functions of transformers that call `find_packed_sequence_indices` for a forward are at most this many.
-_MOST_CALLERS = 6
-
-_calls = threading.local()
 
 
-@functools.cache
-def _code_of_counting_forward(forward: Callable) -> types.CodeType | None:
-    """Return the code of a forward that assigns nothing but 0, 1, 2, ... to `position_ids`; None for another one."""
-    function = inspect.unwrap(forward)
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-    except (OSError, TypeError, SyntaxError):
-        return None
-    stores = [
-        node for node in ast.walk(tree)
-        if isinstance(node, ast.Name) and node.id == "position_ids" and isinstance(node.ctx, ast.Store)
-    ]  # fmt: skip
+def _numbers_tokens(definition: ast.FunctionDef) -> bool:
+    """Return True if a forward assigns nothing but 0, 1, 2, ... to `position_ids`, and passes no other positions."""
+    nodes = [*ast.walk(definition)]
+    stores = [n for n in nodes if isinstance(n, ast.Name) and n.id == "position_ids" and isinstance(n.ctx, ast.Store)]
     texts = [
-        ast.unparse(node.value) for node in ast.walk(tree)
+        ast.unparse(node.value) for node in nodes
         if isinstance(node, ast.Assign) and [ast.unparse(target) for target in node.targets] == ["position_ids"]
     ]  # fmt: skip
+    passed = [node.value for node in nodes if isinstance(node, ast.keyword) and node.arg == "position_ids"]
+    for node in nodes:
+        if isinstance(node, ast.Dict):
+            passed += [v for k, v in zip(node.keys, node.values, strict=True) if _is_text(k, "position_ids")]
     # A loop or the assignment of a tuple would store the name too, without such a statement.
     is_known = len(stores) == len(texts) and {*texts} <= _COUNTS | _VIEWS and not _COUNTS.isdisjoint(texts)
-    return getattr(function, "__code__", None) if is_known else None
+    return is_known and all(isinstance(value, ast.Name) and value.id == "position_ids" for value in passed)
 
 
-def _is_called_by(code: types.CodeType, body: nn.Module) -> bool:
-    """Return whether one of the next callers of the caller of this function is the method of a body with this code."""
-    frame: types.FrameType | None = sys._getframe(2)
-    for _ in range(_MOST_CALLERS):
-        frame = None if frame is None else frame.f_back
-        if frame is not None and frame.f_code is code:
-            # A hook may call another model of the same class.
-            return frame.f_locals.get("self") is body
-    return False
+def _is_text(node: ast.expr | None, text: str) -> bool:
+    return isinstance(node, ast.Constant) and node.value == text
 
 
-def _answer_if_known(original: Callable[[Tensor], Tensor | None]) -> Callable[[Tensor], Tensor | None]:
-    """Return a function that answers like `find_packed_sequence_indices`, and does not ask where it need not."""
+class _MaskWithoutPositions:
+    """Takes the place of a function that builds a mask. It passes no positions."""
 
-    @functools.wraps(original)
-    def find(position_ids: Tensor) -> Tensor | None:
-        call = getattr(_calls, "call", None)
-        # In a graph, transformers keeps the question.
-        is_plain = type(position_ids) is Tensor and not torch.compiler.is_compiling()
-        if call is not None and is_plain and not torch.jit.is_tracing() and _is_called_by(call[0], call[1]):
-            return None
-        return original(position_ids)
+    def __init__(self, stock: types.FunctionType) -> None:
+        self.stock = stock
 
-    return find
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # Fake tensors and proxies belong to a graph. In a graph, transformers keeps the question.
+        if type(kwargs.get("position_ids")) is Tensor:
+            kwargs["position_ids"] = None
+        return self.stock(*args, **kwargs)
 
 
-@contextlib.contextmanager
-def known_positions(body: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Iterator[None]:
-    """Enclose a call of the forward of a model's body, which may number its tokens itself."""
-    has_none = len(args) <= 1 and all(kwargs.get(name) is None for name in ("position_ids", "attention_mask"))
-    code = None
-    if has_none and not torch.compiler.is_compiling():
-        code = _code_of_counting_forward(type(body).forward)
-        replace_packing_check(_answer_if_known)
-    # A call inside another one may pass positions.
-    outer, _calls.call = getattr(_calls, "call", None), None if code is None else (code, body)
+class NumberingForward:
+    """The forward of a body's class. A call without positions and mask does not ask whether its batch is packed."""
+
+    def __init__(self, stock: Callable) -> None:
+        self.stock, self.exchanged = stock, _exchange(stock)
+
+    def for_call(self, body: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Callable:
+        """Return the function that computes the forward of the body for these arguments."""
+        has_positions = len(args) > 1 or any(
+            kwargs.get(name) is not None for name in ("position_ids", "attention_mask")
+        )
+        if self.exchanged is None or has_positions or torch.jit.is_tracing():
+            return self.stock
+        return self.exchanged.forward_for(body)
+
+
+def _exchange(stock: Callable) -> ForwardWithFunctions | None:
+    """Return a forward that passes no positions to functions that build masks; None if it needs them."""
     try:
-        yield
-    finally:
-        _calls.call = outer
+        if not isinstance(stock, types.FunctionType) or not _numbers_tokens(definition_of(stock)):
+            return None
+        function = innermost(stock)
+        # A forward may call these functions in a lambda.
+        named = {name: function.__globals__.get(name) for name in code_use(function.__code__).global_names}
+        masks = {name: _MaskWithoutPositions(value) for name, value in named.items() if builds_mask(value)}
+        return ForwardWithFunctions(stock, masks) if masks and not written_globals(function) else None
+    except NotReadable:
+        return None

@@ -5,7 +5,7 @@ import difflib
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from torch import nn
 
@@ -59,7 +59,8 @@ class ModuleOutcomes:
 class Report:
     """The outcome of `tigon.patch`.
 
-    `bool(report)` is True if a module was replaced, and `len(report)` is the number of replaced modules.
+    `bool(report)` is True if a module was replaced, and `len(report)` is the number of replaced modules. After
+    `report.restore()` they are False and 0, the lists of entries and notes are empty, and the title says so.
 
     Example:
         >>> report = tigon.patch(torch.nn.Sequential(torch.nn.LayerNorm(8), torch.nn.Linear(8, 8)))
@@ -71,6 +72,8 @@ class Report:
         ----------  ---------  -----  ----------
         layer_norm  LayerNorm  1      layer_norm
         >>> report.restore()
+        >>> print(report)
+        Sequential: restored, 1 modules patched before
     """
 
     model: str
@@ -85,6 +88,8 @@ class Report:
     counted: str = field(default="modules patched", repr=False)
     # The model that was patched; None for a report about a class.
     patched: weakref.ref[nn.Module] | None = field(default=None, repr=False, compare=False)
+    # The progress of `restore`: "" before it, "interrupted" after an error in it, "restored" after it.
+    state: Literal["", "interrupted", "restored"] = ""
 
     @property
     def replaced(self) -> list[Entry]:
@@ -121,17 +126,25 @@ class Report:
         if not module.parts:
             lines.append("no part was tried: the module was patched before, or no part was requested")
         width = max([len(outcome.part) for outcome in module.parts], default=0)
+        before = "before restore(): " if self.state == "restored" else ""
         for outcome in module.parts:
-            texts = [outcome.text, *outcome.lines]
+            texts = [f"{before}{outcome.text}", *outcome.lines]
             names = [outcome.part, *[""] * len(outcome.lines)]
             lines += [f"{part:<{width}}  {text}" for part, text in zip(names, texts, strict=True)]
         return "\n".join(lines)
 
     def restore(self) -> None:
         """Undo this patch exactly; a second call does nothing. After an error, a call continues where it happened."""
+        if not self.undo:
+            return
+        self.state = "interrupted"
         while self.undo:
             self.undo[-1]()
             self.undo.pop()
+        self.empty = f"restored, {len(self):,} {self.counted} before"
+        # New lists, because the report of a model may share its lists with that of a model type.
+        self.state, self.entries = "restored", []
+        self.notes = ["models that were built before stay patched"] if self.patched is None else []
 
     def clear_fp8(self, model: nn.Module | None = None) -> None:
         """Free the FP8 copies of all weights; the next call of each layer makes new ones.
@@ -168,7 +181,8 @@ class Report:
         return [(e.part, e.module, f"{e.count:,}", describe(e)) for e in [*self.replaced, *self.left_alone]]
 
     def _title(self) -> str:
-        return f"{self.model}: {f'{len(self):,} {self.counted}' if self else self.empty}"
+        suffix = ", but restore() stopped at an error: call it again" if self.state == "interrupted" else ""
+        return f"{self.model}: {f'{len(self):,} {self.counted}' if self else self.empty}{suffix}"
 
     def __str__(self) -> str:
         rows = [COLUMNS, *self._rows()]

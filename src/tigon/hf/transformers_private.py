@@ -25,6 +25,7 @@ LOGGER = logging.getLogger("tigon")
 __all__ = [
     "attention_of",
     "auto_class_has",
+    "builds_mask",
     "causal_lm_types",
     "checkpoint_function",
     "checkpoint_refusal",
@@ -39,7 +40,6 @@ __all__ = [
     "loss_type",
     "model_mappings",
     "pop_input_hooks",
-    "replace_packing_check",
     "restore_input_hooks",
     "restore_switch",
     "set_checkpoint_function",
@@ -193,19 +193,16 @@ def is_checkpoint_layer(module: nn.Module) -> bool:
 # --- packed sequences ------------------------------------------------------------------------------
 
 
-def replace_packing_check(make: Callable[[Callable], Callable]) -> None:
-    """Replace the function that decides whether a batch is packed by `make(function)`, unless that was done before.
+def builds_mask(function: Any) -> bool:
+    """Return True for a function of transformers that builds an attention mask, with or without positions.
 
-    The function is `masking_utils.find_packed_sequence_indices`. It makes the host wait for the device. Without it,
-    nothing is replaced.
+    Such a function is in `masking_utils`. It infers from its argument `position_ids` whether a batch is packed, and
+    makes the host wait for the device. Without this module, the result is always False, and the host waits.
     """
-    import transformers.masking_utils as masks
-
-    function = getattr(masks, "find_packed_sequence_indices", None)
-    if function is not None and not hasattr(function, "is_replacement"):
-        replacement = make(function)
-        vars(replacement)["is_replacement"] = True
-        vars(masks)["find_packed_sequence_indices"] = replacement
+    if not isinstance(function, types.FunctionType) or function.__module__ != "transformers.masking_utils":
+        return False
+    parameter = inspect.signature(function).parameters.get("position_ids")
+    return parameter is not None and parameter.default is None
 
 
 # --- classes and types of models -------------------------------------------------------------------
