@@ -40,6 +40,8 @@ RUNS = {
     "sequence parallel": ([*TORCHRUN, ZERO_ON_CPU], ["sequence_parallel.py", "--memory", "checkpoint"], "deepspeed"),
     "a loop": ([*TORCHRUN, RANK], ["torchrun_loop.py"], "torch"),
 }
+# `make test` runs the shortest example alone, because two ranks take many seconds.
+MARKS = {"deepspeed": pytest.mark.deepspeed, "accelerate": pytest.mark.thorough, "torch": ()}
 
 
 @pytest.fixture(scope="module")
@@ -122,10 +124,7 @@ def run(launcher: list[str], command: list[str], folder: Path) -> str:
     return output
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=pytest.mark.deepspeed) if run[2] == "deepspeed" else name for name, run in RUNS.items()],
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS[run[2]]) for name, run in RUNS.items()])
 def test_two_ranks(name, folder, stock):
     launcher, command, library = RUNS[name]
     pytest.importorskip(library)

@@ -41,6 +41,7 @@ def run(monkeypatch, folder: Path, *words: str) -> int:
 
 
 @pytest.mark.parametrize("quantised", [False, True], ids=["LoRA", "QLoRA"])
+@pytest.mark.sampled(2)
 def test_the_losses_are_those_of_stock_and_the_adapter_can_be_loaded(quantised, tmp_path, monkeypatch, capsys):
     if quantised:
         pytest.importorskip("bitsandbytes")

@@ -83,6 +83,7 @@ def test_the_loss_is_that_of_the_paper(stage):
         assert model(ids).item() == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.thorough
 def test_two_ranks_have_the_mean_loss_of_stock_on_the_text_of_both(tmp_path, monkeypatch):
     import compare
     import measure

@@ -1,4 +1,4 @@
-"""Record the parts that `tigon.patch` replaces in the tiny model of every decoder type.
+"""Record the recipes that `tigon.patch` installs in the tiny model of every decoder type, and its reasons for the rest.
 
 `make models` writes the record, parts.json. The test of each type compares its model with the record, and the numbers
 in README.md and docs/patching.md are compared with its totals, so no test builds every type to count.
@@ -10,39 +10,53 @@ from pathlib import Path
 
 import tigon
 from hf.tiny import TYPES, WITHOUT, tiny_model
-from tigon.tools.inspect.inspection import has_mlp_statements
 
 RECORD = Path(__file__).with_name("parts.json")
 BUILT = [name for name in TYPES if name not in WITHOUT]
 FUSED_MLPS = {"glu", "mlp", "experts"}
+# What the tiny model of one type shows: "replaced" lists each part with its recipe, as "glu: swiglu", and "left alone"
+# lists each part with its reason.
+Kinds = dict[str, list[str]]
 
 
-def recorded_parts() -> dict[str, list[str]]:
-    """Return the parts by model type, as they were when the record was written."""
+def recorded_kinds() -> dict[str, Kinds]:
+    """Return the kinds of recipes and reasons by model type, as they were when the record was written."""
     return json.loads(RECORD.read_text(encoding="utf-8"))
 
 
-def replaced_parts(model_type: str) -> list[str]:
-    """Return the parts that are replaced in the tiny model of a type, in alphabetical order.
+def shown_kinds(model_type: str) -> Kinds:
+    """Return the kinds of recipes and reasons in the tiny model of a type, in alphabetical order.
+
+    Parentheses in a reason hold the names of attributes and the lines of a file, so they are no part of its kind.
+    """
+    report = tigon.patch(tiny_model(model_type))
+    return {
+        "replaced": sorted({f"{entry.part}: {entry.detail}" for entry in report.replaced}),
+        "left alone": sorted({f"{entry.part}: {entry.detail.partition(' (')[0]}" for entry in report.left_alone}),
+    }
+
+
+def parts_of(kinds: Kinds) -> set[str]:
+    """Return the parts that are replaced.
 
     An MLP whose statements one op computes counts as an MLP, although its layer is listed with the fused statements.
     """
-    entries = tigon.patch(tiny_model(model_type)).replaced
-    return sorted({entry.part for entry in entries} | {"mlp" for entry in entries if has_mlp_statements(entry)})
+    recipes = [kind.split(": ", 1) for kind in kinds["replaced"]]
+    has_mlp = any(part == "fused_statements" and "MLP" in recipe.split(", ") for part, recipe in recipes)
+    return {part for part, _ in recipes} | ({"mlp"} if has_mlp else set())
 
 
-def totals(parts: dict[str, list[str]]) -> Counter[str]:
+def totals() -> Counter[str]:
     """Count the types that have each part, those with a fused MLP or experts, and those with all four kinds."""
     counts: Counter[str] = Counter()
-    for names in map(set, parts.values()):
-        has_mlp = bool(names & FUSED_MLPS)
-        counts.update(names)
+    for parts in map(parts_of, recorded_kinds().values()):
+        has_mlp = bool(parts & FUSED_MLPS)
+        counts.update(parts)
         counts["mlp or experts"] += has_mlp
-        counts["all four"] += has_mlp and {"rms_norm", "rope", "loss"} <= names
+        counts["all four"] += has_mlp and {"rms_norm", "rope", "loss"} <= parts
     return counts
 
 
 if __name__ == "__main__":
-    lines = [f"  {json.dumps(name)}: {json.dumps(replaced_parts(name))}" for name in BUILT]
-    RECORD.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
-    print(RECORD, dict(totals(recorded_parts())))
+    RECORD.write_text(json.dumps({name: shown_kinds(name) for name in BUILT}, indent=1) + "\n", encoding="utf-8")
+    print(RECORD, dict(totals()))

@@ -74,6 +74,7 @@ def test_every_constructor_returns_a_patched_model(patch_type, build):
     assert patched(build()) == patched(direct) != set()
 
 
+@pytest.mark.sampled(2)
 def test_the_model_is_equal_to_one_that_is_patched_directly(patch_type, make_model, model_type, batch, step):
     direct = make_model(model_type)
     tigon.patch(direct)

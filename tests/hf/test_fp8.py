@@ -97,6 +97,7 @@ def quantisations(monkeypatch):
 @pytest.mark.parametrize("fp8_dw", [True, False], ids=["dW in FP8", "dW in bf16"])
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("model_type", ["llama", "qwen3", "phi3", "qwen2_moe"])
+@pytest.mark.sampled(3)
 def test_loss_and_gradients_are_near_those_of_bf16(make, step, batch, model_type, recipe, fp8_dw):
     config = MIXTURE if model_type == "qwen2_moe" else {}
     model, stock = make(model_type, **config), make(model_type, **config)
@@ -495,6 +496,7 @@ def test_frozen_weights_are_quantised_once(make, batch, quantisations):
 
 
 @pytest.mark.parametrize("level", [level for level in LEVELS if level != "default"])
+@pytest.mark.sampled(2)
 def test_each_level_of_memory_gives_the_same_step(make, step, batch, level):
     model, other = make(), make()
     tigon.patch(model, fp8="rowwise")
@@ -503,6 +505,7 @@ def test_each_level_of_memory_gives_the_same_step(make, step, batch, level):
     assert all(torch.equal(actual[name], value) for name, value in expected.items())
 
 
+@pytest.mark.thorough
 def test_a_compiled_model_runs_in_fp8_without_a_graph_break(make, step, batch):
     torch._dynamo.reset()
     model, stock = make(num_hidden_layers=1), make(num_hidden_layers=1)

@@ -108,6 +108,7 @@ def test_frozen_and_biased_heads_work_as_in_stock(pair, batch, assert_same_step,
     ],
     ids=["scale", "divisor", "soft cap", "no soft cap", "reads the dtype of its head", "router loss"],
 )
+@pytest.mark.sampled(2)
 def test_scales_soft_caps_and_router_losses_work_as_in_stock(
     pair, make_model, batch, assert_same_step, model_type, config, detail
 ):

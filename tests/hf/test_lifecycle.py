@@ -55,6 +55,7 @@ def save_and_load(model: nn.Module) -> nn.Module:
     [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model)), save_and_load],
     ids=["deepcopy", "pickle", "torch.save"],
 )
+@pytest.mark.sampled(3)
 def test_a_copy_is_patched_and_uses_its_own_parameters(patched, model_type, batch, step, duplicate):
     model = patched(model_type)
     before = step(model, batch)
@@ -130,6 +131,7 @@ def test_tied_weights_stay_tied(patched):
 
 
 @pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
+@pytest.mark.sampled(3)
 def test_gradient_checkpointing_gives_the_results_of_stock(
     patched, make_model, model_type, batch, assert_same_step, reentrant
 ):
@@ -141,7 +143,7 @@ def test_gradient_checkpointing_gives_the_results_of_stock(
     assert_same_step(model, stock, batch)
 
 
-@pytest.mark.parametrize("first", ["stock", "patched"])
+@pytest.mark.parametrize("first", [pytest.param("stock", marks=pytest.mark.thorough), "patched"])
 def test_a_compiled_function_distinguishes_stock_and_patched_models(patched, make_model, batch, monkeypatch, first):
     torch._dynamo.reset()
     models = {"stock": make_model(), "patched": patched(loss=False)}
@@ -164,6 +166,7 @@ def test_a_compiled_function_distinguishes_stock_and_patched_models(patched, mak
         compiled(batch["input_ids"])
 
 
+@pytest.mark.thorough
 def test_a_compiled_model_with_checkpointing_and_a_soft_cap_works(patched, make_model, batch, step):
     torch._dynamo.reset()
     model, stock = patched("gemma2", num_hidden_layers=1), make_model("gemma2", num_hidden_layers=1)

@@ -193,6 +193,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], list[str]]] = {
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.sampled(in_interpreter=2)
 def test_variants_of_lora_compute_what_stock_computes(variant, nodes):
     options, expected = VARIANTS[variant]
     stock = build(**options)
@@ -436,6 +437,7 @@ def with_lora(model: nn.Module) -> nn.Module:
 
 @pytest.mark.parametrize("order", ["adapters first", "patch first"])
 @pytest.mark.parametrize("memory", ["default", "lean+mlp"])
+@pytest.mark.sampled(in_interpreter=2)
 def test_a_language_model_runs_its_adapters_by_ops_in_either_order(llama, nodes, order, memory):
     stock, model = with_lora(llama()), llama()
     report = tigon.patch(model, memory=memory) if order == "patch first" else None

@@ -97,6 +97,7 @@ def wrapper_of(model: nn.Module) -> Any:
 
 
 @pytest.mark.parametrize("model_type", TYPES)
+@pytest.mark.sampled(in_interpreter=3)
 def test_a_step_is_that_of_the_stock_model(model_type, calls, monkeypatch):
     stock = build(model_type)
     model = copy.deepcopy(stock)
@@ -121,6 +122,7 @@ def test_a_step_is_that_of_the_stock_model(model_type, calls, monkeypatch):
 @pytest.mark.kernels
 @pytest.mark.parametrize("model_type", TYPES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.sampled(in_interpreter=5)
 def test_the_experts_are_as_accurate_as_with_peft(model_type, dtype, calls):
     """The adapters are in fp32. Each error is compared with that of PEFT, both against the same experts in fp64."""
     model = build(model_type, dtype)
@@ -150,6 +152,7 @@ def test_the_experts_are_as_accurate_as_with_peft(model_type, dtype, calls):
         assert errors[1] <= 1.1 * errors[0], (i, errors)
 
 
+@pytest.mark.thorough_in_interpreter
 def test_the_patch_may_come_first(calls):
     model = tiny_model("qwen3_moe").to(DEVICE)
     stock = adapt(copy.deepcopy(model))
@@ -165,6 +168,7 @@ def test_the_patch_may_come_first(calls):
 
 
 @pytest.mark.parametrize("memory", ["lean", "lean+mlp", "checkpoint", "offload"])
+@pytest.mark.thorough_in_interpreter
 def test_levels_of_memory(memory, calls):
     stock = build()
     model = copy.deepcopy(stock)
@@ -234,6 +238,7 @@ CHANGES: dict[str, tuple[Callable, set | None]] = {
 
 
 @pytest.mark.parametrize(("change", "expected"), CHANGES.values(), ids=CHANGES)
+@pytest.mark.sampled(3, in_interpreter=11)
 def test_the_next_call_follows_a_change(change, expected, calls):
     stock = build()
     model = copy.deepcopy(stock)
@@ -254,6 +259,7 @@ def test_dropout_is_refused_by_peft():
 # --- what is left alone ----------------------------------------------------------------------------
 
 
+@pytest.mark.thorough_in_interpreter
 def test_another_layout_of_the_factors_is_left_alone(monkeypatch):
     """A version of PEFT that computes something else from A and B keeps its forward, and the report says why."""
     from peft.tuners.lora.layer import ParamWrapper
@@ -268,6 +274,7 @@ def test_another_layout_of_the_factors_is_left_alone(monkeypatch):
     assert "computes something else than experts with low-rank adapters" in str(report)
 
 
+@pytest.mark.thorough_in_interpreter
 def test_a_method_that_changes_after_the_patch_runs(monkeypatch, calls):
     from peft.tuners.lora.layer import ParamWrapper
 
@@ -280,6 +287,7 @@ def test_a_method_that_changes_after_the_patch_runs(monkeypatch, calls):
     assert not calls
 
 
+@pytest.mark.thorough_in_interpreter
 def test_hooks_of_the_experts_run(calls):
     model = build()
     tigon.patch(model)
@@ -290,6 +298,7 @@ def test_hooks_of_the_experts_run(calls):
     assert calls
 
 
+@pytest.mark.thorough_in_interpreter
 def test_a_hook_that_lets_the_stock_experts_run_loses_no_adapter(calls):
     """The wrapper has read the adapters by then, and the recipe of the experts does not run."""
     stock = build()
@@ -302,6 +311,7 @@ def test_a_hook_that_lets_the_stock_experts_run_loses_no_adapter(calls):
     assert not calls
 
 
+@pytest.mark.thorough_in_interpreter
 def test_a_copy_of_a_patched_model_reads_its_own_adapters(calls):
     model = build()
     tigon.patch(model)
@@ -317,6 +327,7 @@ def test_a_copy_of_a_patched_model_reads_its_own_adapters(calls):
     assert calls == [(1, 1)]
 
 
+@pytest.mark.thorough_in_interpreter
 def test_other_parameters_are_left_alone():
     """PEFT treats the biases of all experts as one matrix."""
     model = build("gpt_oss", target_parameters=["mlp.experts.gate_up_proj_bias"])

@@ -117,6 +117,7 @@ def pickled(model):
     ],
 )
 @pytest.mark.parametrize("change", CHANGES, ids=lambda f: f.__name__)
+@pytest.mark.sampled(5)
 def test_another_loss_is_used(pair, batch, assert_same_step, monkeypatch, change, duplicate, when):
     model, stock = pair()
     expected = stock(**batch).loss
@@ -175,6 +176,7 @@ def test_the_model_chooses_its_loss_after_restore(make_model, batch, monkeypatch
     assert "_loss_function" not in vars(model)
 
 
+@pytest.mark.thorough
 def test_a_compiled_model_uses_another_loss_type(pair, batch, monkeypatch):
     torch._dynamo.reset()
     model, stock = pair(num_hidden_layers=1)

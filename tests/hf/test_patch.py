@@ -75,6 +75,7 @@ def test_loss_and_every_gradient_are_stock(make_model, model_type, batch, assert
 
 
 @pytest.mark.parametrize("part", sorted(REPLACED))
+@pytest.mark.sampled(2)
 def test_each_part_alone_is_stock(make_model, model_type, batch, step, assert_same_step, clone, part):
     model = make_model(model_type)
     stock = clone(model)
@@ -135,7 +136,9 @@ for model_type in sys.argv[1:]:
 """
 
 
-@pytest.mark.parametrize("interpreted_type", ["gemma2", "qwen3", "phi3"])
+@pytest.mark.parametrize(
+    "interpreted_type", ["gemma2", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("qwen3", "phi3"))]
+)
 def test_the_kernels_train_as_stock_in_the_interpreter(interpreted_type):
     assert run_python(INTERPRETED, interpreted_type, TRITON_INTERPRET="1").split() == [interpreted_type]
 
@@ -225,6 +228,7 @@ def test_patches_are_undone_in_any_order(make_model, batch, step, first):
 # --- anywhere, at any time -----------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 def test_recognition_needs_no_weights(make_model, model_type):
     model = make_model(model_type)
     expected = str(tigon.patch(model))

@@ -122,6 +122,7 @@ def test_a_type_of_models_runs_the_op(routed, op_calls):
     assert len(op_calls) == 1
 
 
+@pytest.mark.thorough
 def test_a_mixture_compiles_without_a_graph_break(routed):
     """The function of transformers counts tokens by `bincount`, which breaks the graph."""
     model = tiny_model("mixtral")

@@ -52,6 +52,7 @@ def pickled(model):
 @pytest.mark.filterwarnings("ignore:tigon. .* was changed")
 @pytest.mark.parametrize("duplicate", [same, copy.deepcopy, pickled])
 @pytest.mark.parametrize(("model_type", "config", "change"), CASES.values(), ids=CASES)
+@pytest.mark.sampled(3)
 def test_a_setting_changed_after_the_patch_is_used(
     pair, batch, assert_same_step, model_type, config, change, duplicate
 ):
@@ -90,6 +91,7 @@ def test_settings_that_the_forward_does_not_read_are_ignored(pair, batch):
     assert is_fused(model(**batch))
 
 
+@pytest.mark.thorough
 def test_a_compiled_model_reads_settings_too(pair, batch, assert_same_step):
     torch._dynamo.reset()
     model, stock = pair("gemma2", num_hidden_layers=1)
@@ -117,6 +119,7 @@ UNWATCHED = {
 
 @pytest.mark.parametrize("scale", [1.0001, 0.9999, 1.004, 2.0])
 @pytest.mark.parametrize("process", UNWATCHED.values(), ids=UNWATCHED)
+@pytest.mark.sampled(3)
 def test_a_change_of_an_unwatched_value_raises(make_model, batch, monkeypatch, process, scale):
     model = make_model()
 
@@ -144,6 +147,7 @@ def test_a_change_of_an_unwatched_value_raises(make_model, batch, monkeypatch, p
     ("model_type", "name"),
     [("gemma2", "final_logit_softcapping"), ("cohere", "logit_scale"), ("granite", "logits_scaling")],
 )
+@pytest.mark.sampled(3)
 def test_rounding_is_not_taken_for_a_change(make_model, batch, monkeypatch, model_type, name, value, dtype):
     """Rounding errors of fp32 raise no error, and neither does a cast that an engine may add to the head."""
     model = make_model(model_type, **{name: value})

@@ -21,7 +21,13 @@ LAUNCHES = {
 }
 # On the CPU, the kernels of this launch run in Triton's interpreter.
 INTERPRETED_LAUNCH = "adapters by ops"
-launches = [pytest.param(name, marks=pytest.mark.deepspeed) if name == "zero" else name for name in LAUNCHES]
+MARKS = {
+    "zero": pytest.mark.deepspeed,
+    "more ways": pytest.mark.thorough,
+    "fp8": pytest.mark.thorough,
+    "adapters by ops": pytest.mark.thorough,
+}
+launches = [pytest.param(name, marks=MARKS.get(name, ())) for name in LAUNCHES]
 every_launch = pytest.mark.parametrize("launch", launches)
 
 

@@ -84,6 +84,7 @@ def patch(model: nn.Module, *, has_adapters: bool = False) -> None:
 
 @pytest.mark.parametrize("weights", OTHER_WEIGHTS)
 @pytest.mark.parametrize("order", ["patch first", "weights first"])
+@pytest.mark.sampled(3)
 def test_quantised_and_wrapped_weights_give_the_results_of_stock(
     make_model, batch, assert_same_step, model_type, weights, order
 ):
@@ -99,6 +100,7 @@ def test_quantised_and_wrapped_weights_give_the_results_of_stock(
 
 @pytest.mark.parametrize("weights", ["full", "4 bit", "8 bit"])
 @pytest.mark.parametrize("order", ["patch first", "adapters first"])
+@pytest.mark.sampled(3)
 def test_adapters_on_every_layer_give_the_results_of_stock(
     make_model, batch, assert_same_step, model_type, weights, order
 ):

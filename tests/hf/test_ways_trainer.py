@@ -45,6 +45,7 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.sampled(2)
 def test_the_trainer_gives_the_results_of_stock(make_model, rows, tmp_path, setting):
     """Train four steps, and evaluate with logits."""
     from transformers import Trainer, TrainingArguments, default_data_collator

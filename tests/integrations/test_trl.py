@@ -101,6 +101,7 @@ def run(kind, path, folder, peft_config=None, prepare=lambda model: None, **opti
 
 @pytest.mark.parametrize("peft_config", [None, ADAPTERS], ids=["full", "LoRA"])
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.sampled(5)
 def test_every_trainer_trains_as_without_tigon(kind, peft_config, path, tmp_path, counts):
     stock = run(kind, path, tmp_path, peft_config)
     trl.enable(memory="lean")
@@ -130,6 +131,7 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.sampled(2)
 def test_options_of_trainers_have_their_meaning(name, path, tmp_path, counts):
     kind, options = OPTIONS[name]
     stock = run(kind, path, tmp_path, **options)
@@ -153,6 +155,7 @@ def test_autocast_computes_products_in_bf16(kind, path, tmp_path):
 
 @pytest.mark.parametrize("kind", ["sft", "dpo"])
 @pytest.mark.parametrize("model_type", ["gemma2", "cohere"])
+@pytest.mark.sampled(3)
 def test_soft_caps_and_scales_are_those_of_the_model(kind, model_type, tmp_path):
     path = save_model(tmp_path / "model", model_type)
     stock = run(kind, path, tmp_path)
@@ -219,6 +222,7 @@ def test_without_enable_the_level_is_at_work_and_one_warning_names_enable(path, 
 @pytest.mark.parametrize("memory", [None, "lean"])
 @pytest.mark.parametrize("peft_config", [None, ADAPTERS], ids=["full", "LoRA"])
 @pytest.mark.parametrize("kind", ["sft", "dpo"])
+@pytest.mark.sampled(5)
 def test_trainers_that_were_built_before_use_tigon(kind, peft_config, memory, path, tmp_path, counts):
     stock = run(kind, path, tmp_path, peft_config)
     trainer = build(kind, load_model(path), tmp_path, peft_config)
@@ -280,6 +284,7 @@ def test_a_warning_says_that_checkpointing_makes_the_level_useless(path, tmp_pat
 
 
 @pytest.mark.parametrize("level", ["checkpoint", "checkpoint+offload"])
+@pytest.mark.sampled(2)
 def test_the_level_checkpoint_checkpoints_the_layers(level, path, tmp_path):
     stock = run("sft", path, tmp_path)
     trl.enable(memory=level)
@@ -289,6 +294,7 @@ def test_the_level_checkpoint_checkpoints_the_layers(level, path, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["dpo", "kto", "grpo", "rloo", "distillation"])
+@pytest.mark.sampled(2)
 def test_the_level_checkpoint_outlives_generation_and_the_reference(kind, path, tmp_path):
     """TRL switches checkpointing off for both, and then switches on that of transformers."""
     trl.enable(memory="checkpoint")

@@ -28,6 +28,7 @@ DIFFERENTIABLE = [call for call in CALLS if not call.stops_gradient]
 
 @pytest.mark.parametrize("call", DIFFERENTIABLE, ids=lambda call: call.name)
 @pytest.mark.parametrize("shape", [(2, 1), (6, 9), (8, 33)], ids=str)
+@pytest.mark.sampled(4)
 def test_the_gradient_is_the_derivative(call, shape):
     arguments = call.arguments(tokens(*shape, dtype=torch.float64))
     name = next(iter(arguments))

@@ -126,6 +126,7 @@ def test_backward_calls_attention_again_only_in_layers_without_saved_outputs(lev
 
 @pytest.mark.parametrize("level", ["checkpoint+attention", "checkpoint+attention+offload"])
 @pytest.mark.parametrize("model_type", ["llama", "qwen3", "olmo2", "phi3", "gpt2", "mixtral"])
+@pytest.mark.sampled(5)
 def test_steps_have_the_bits_of_other_levels(model_type, level, copies):
     """GPT-2 has dropout outside of attention, and the second run of a layer draws the same random numbers."""
     options = {"attn_pdrop": 0.0} if model_type == "gpt2" else {}
@@ -149,6 +150,7 @@ def test_the_last_layers_save_outputs():
     assert watch.calls == 5
 
 
+@pytest.mark.thorough
 def test_layers_without_attention_run_again_as_before():
     """Three of four layers of Qwen3-Next have linear attention. The second layer has a kernel's attention here."""
     options = {
@@ -632,6 +634,7 @@ def test_the_graph_of_a_model_saves_the_outputs(level, calls):
     torch._dynamo.reset()
 
 
+@pytest.mark.thorough
 def test_compiled_layers_run_attention_again_and_warn():
     """Their graphs are compiled, although the layers run in a mode."""
     results = []

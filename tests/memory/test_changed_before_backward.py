@@ -118,6 +118,7 @@ IDS = [change.__name__ for _, change in CASES]
 
 
 @pytest.mark.parametrize(("adapters", "change"), CASES, ids=IDS)
+@pytest.mark.sampled(3)
 def test_a_change_between_forward_and_backward_is_refused(adapters, change):
     model = make_model(adapters)
     tigon.patch(model, memory=LEVEL)

@@ -228,6 +228,7 @@ def test_layers_run_once_with_a_hook_of_all_modules():
     assert called_modules.count(gates(model)[0]) == 1
 
 
+@pytest.mark.thorough
 def test_a_compiled_layer_that_was_hooked_after_the_patch_runs_once():
     torch._dynamo.reset()
     model, stock = build("llama", use_cache=False), build("llama", use_cache=False)

@@ -70,6 +70,7 @@ def watch_inputs(model: nn.Module) -> list[StorageWeakRef]:
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen3", "gemma2", "olmo2"])
+@pytest.mark.sampled(2)
 def test_steps_have_the_bits_of_checkpoint(model_type, copies):
     model, expected = make_model(model_type=model_type), make_model("checkpoint", model_type)
     for seed in range(2):

@@ -217,6 +217,7 @@ def write(y: Tensor) -> None:
     ids=["without gradient", "detached", "a view", "with gradient"],
 )
 @pytest.mark.parametrize("alias", [lambda y: y, lambda y: y.data], ids=["itself", "data"])
+@pytest.mark.sampled(in_interpreter=3)
 def test_results_that_were_written_before_they_are_saved_stay_saved(change, alias):
     """Otherwise backward would recompute the values from before the write."""
 

@@ -51,6 +51,7 @@ def calls(monkeypatch) -> list[bool]:
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen3", "gemma2", "phi3"])
+@pytest.mark.sampled(2)
 def test_every_level_saves_less_with_the_same_bits(model_type):
     """lean+mlp does not save gate and up of two layers for 24 tokens. On a CPU nothing is offloaded."""
     models = {level: patched(level, model_type) for level in LEVELS}
@@ -265,7 +266,14 @@ def compiled():
     return functools.cache(run)
 
 
-@pytest.mark.parametrize(("level", "most"), [("lean", 0.9), ("lean+mlp", 0.8), ("checkpoint", 0.8)])
+@pytest.mark.parametrize(
+    ("level", "most"),
+    [
+        ("lean", 0.9),
+        pytest.param("lean+mlp", 0.8, marks=pytest.mark.thorough),
+        pytest.param("checkpoint", 0.8, marks=pytest.mark.thorough),
+    ],
+)
 def test_compiled(compiled, level, most):
     results, size = compiled(level)
     expected, default = compiled("default")

@@ -61,6 +61,7 @@ def assert_lean(lean: nn.Module, default: nn.Module, least: float = 0.1, **input
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("model_type", TYPES)
+@pytest.mark.sampled(5)
 def test_models_save_less(model_type, dtype):
     """On a CPU the references save intermediate results: all those of squared ReLUs, and fp32 copies of bf16.
 
@@ -153,6 +154,7 @@ def test_weights_may_be_gathered_for_their_module_only():
     assert_same_bits(list(actual.values()), list(expected.values()))
 
 
+@pytest.mark.thorough
 def test_a_compiled_model_with_norms_of_heads_saves_less():
     """test_levels.py compiles a Llama."""
     results, sizes = [], []

@@ -56,6 +56,7 @@ def test_a_second_backward_gives_the_same_gradients(case: Case):
 
 
 @every_case
+@pytest.mark.sampled(in_interpreter=2)
 def test_only_the_inputs_that_need_a_gradient_get_one(case: Case):
     full = outputs_and_gradients(case.run, case.inputs())[1]
     for i in range(len(full)):
@@ -68,6 +69,7 @@ def test_only_the_inputs_that_need_a_gradient_get_one(case: Case):
 
 
 @every_case
+@pytest.mark.sampled(in_interpreter=3)
 def test_without_gradients_the_outputs_are_the_same(case: Case):
     tensors = case.inputs()
     expected, _ = outputs_and_gradients(case.run, tensors)
@@ -114,6 +116,7 @@ def _strided(x: torch.Tensor, step: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("step", [1, 2], ids=["gaps between rows", "gaps between elements"])
 @every_case
+@pytest.mark.sampled(in_interpreter=3)
 def test_strides_of_the_inputs_do_not_matter(case: Case, step: int):
     tensors = case.inputs()
     strided = [_strided(x, step) for x in tensors]
@@ -123,6 +126,7 @@ def test_strides_of_the_inputs_do_not_matter(case: Case, step: int):
 
 
 @every_case
+@pytest.mark.sampled(in_interpreter=3)
 def test_upstream_gradients_may_be_expanded_or_transposed(case: Case):
     tensors = case.inputs()
     outputs = as_list(case.run(*tensors))
@@ -164,6 +168,7 @@ def test_an_op_compiles_without_a_graph_break(case: Case):
 
 
 @every_case
+@pytest.mark.sampled(in_interpreter=3)
 def test_results_are_the_same_from_run_to_run(case: Case):
     first, second = (outputs_and_gradients(case.run, case.inputs()) for _ in range(2))
     for a, b in zip([*first[0], *first[1]], [*second[0], *second[1]], strict=True):

@@ -113,6 +113,7 @@ PROBED_CONDITIONS = {
 
 
 @pytest.mark.parametrize("act", PROBED_CONDITIONS.values(), ids=PROBED_CONDITIONS)
+@pytest.mark.sampled(2)
 def test_a_condition_on_probed_properties_and_settings_is_no_decision(act):
     assert tigon.patch(nn.ModuleList([variant("Settled", act=act)()]))
 

@@ -21,6 +21,7 @@ def guard_of(module: nn.Module) -> Guard:
 
 @pytest.mark.parametrize("add_setting", CHANGES, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("is_copied", [False, True], ids=["the module", "a copy"])
+@pytest.mark.sampled(2)
 def test_a_setting_that_changes_after_the_patch_is_used(add_setting, is_copied, undo_changes):
     mlp, x = MLP(), torch.randn(2, 8, 16)
     mlp.__class__ = variant("Settings")

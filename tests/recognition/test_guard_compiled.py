@@ -53,6 +53,7 @@ COMPILED += [
 
 
 @pytest.mark.parametrize(("add_setting", "backend"), COMPILED)
+@pytest.mark.sampled(4)
 def test_a_compiled_module_is_compiled_again_after_a_change(add_setting, backend, undo_changes):
     before, after, expected = compiled_outputs(add_setting, backend)
     assert not torch.equal(expected, before), "the change changes nothing"

@@ -251,6 +251,7 @@ EPSILONS = {
 
 @pytest.mark.parametrize("epsilon", EPSILONS.values(), ids=EPSILONS)
 @pytest.mark.parametrize("eps", [0.0, 0.25])
+@pytest.mark.sampled(2)
 def test_an_epsilon_that_the_module_modifies_has_its_stock_effect(epsilon, eps):
     norm, x = variant(Norm, epsilon=epsilon), torch.randn(4, 48) * 1e-3
     x[0] = 0
@@ -413,7 +414,7 @@ def with_option(name: str):
     return types.FunctionType(scope["forward"].__code__, scope, "forward", (None,))
 
 
-@pytest.mark.parametrize("name", ["residual", "shift", "position_ids"])
+@pytest.mark.parametrize("name", ["residual", pytest.param("shift", marks=pytest.mark.thorough), "position_ids"])
 def test_an_optional_argument_is_no_gate(name):
     norm = variant(Norm, forward=with_option(name))
     recipe = recognise_norm(norm)

@@ -202,6 +202,7 @@ def test_a_constructor_that_writes_to_its_own_object_is_no_write():
 
 @pytest.mark.parametrize("kind", ["parameter", "buffer", "missing"])
 @pytest.mark.parametrize("copied", [False, True], ids=["the module", "a copy"])
+@pytest.mark.sampled(2)
 def test_a_tensor_that_is_set_later_is_used(kind, copied):
     def finish(self, y):
         shift = getattr(self, "shift", None)
@@ -531,6 +532,7 @@ ORDINARY += [with_names_of_torch]
 
 
 @pytest.mark.parametrize("forward", ORDINARY, ids=lambda f: f.__name__)
+@pytest.mark.sampled(2)
 def test_ordinary_checks_options_and_settings_are_no_decisions(forward):
     mlp = make_variant(forward=forward)
     mlp.width, mlp.kind = 16, "silu"

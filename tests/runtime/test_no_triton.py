@@ -89,6 +89,7 @@ except SystemExit as end:
 @pytest.mark.parametrize(
     ("code", "package"), [(OPS, "torch"), (MODEL, "transformers"), (TOOLS, "typer")], ids=["ops", "model", "tools"]
 )
+@pytest.mark.sampled(3)
 def test_tigon_works_without_triton(code, package):
     pytest.importorskip(package)
     process = subprocess.run(

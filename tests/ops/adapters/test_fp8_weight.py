@@ -207,6 +207,7 @@ def test_low_rank_products_write_the_copies_of_what_they_read(monkeypatch, ranks
 
 @pytest.mark.parametrize("is_known", [False, True], ids=["", "known maxima"])
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.sampled(in_interpreter=3)
 def test_several_adapters_and_dropout_do_each_pass_once(monkeypatch, dropout, is_known):
     """The copy holds the values before dropout, and the results are those of separate passes."""
     if is_known:

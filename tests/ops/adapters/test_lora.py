@@ -57,6 +57,7 @@ def _check(x: Tensor, projections: list[Projection]) -> None:
 
 
 @one_in(2, shape=SHAPES, dtypes=DTYPE_PAIRS, bias=[False, True])
+@pytest.mark.sampled(in_interpreter=2)
 def test_lora_linear_is_as_accurate_as_eager(shape, dtypes, bias):
     (tokens, inputs, outputs, rank), (dtype, adapter_dtype) = shape, dtypes
     x = _leaf(1, tokens, inputs, dtype=dtype, seed=1)
@@ -215,6 +216,7 @@ def test_parts_are_added_by_the_last_program(parts, monkeypatch):
 @pytest.mark.parametrize("features", [640, 72])
 @pytest.mark.parametrize("rank", [9, 70])
 @pytest.mark.parametrize("drops", [False, True], ids=["", "dropout"])
+@pytest.mark.sampled(in_interpreter=3)
 def test_the_product_that_reads_x_finds_its_maximum_or_writes_its_copy(rank, features, drops):
     """The copy has the bits of the pass that only writes a copy, and the values before dropout."""
     x = torch.randn(300, 2 * features, device=DEVICE).bfloat16()[:, features:]

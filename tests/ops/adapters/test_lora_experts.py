@@ -95,6 +95,7 @@ LAYOUTS = {
 
 
 @one_in(2, layout=LAYOUTS, dtypes=DTYPE_PAIRS, trains=[False, True])
+@pytest.mark.sampled(in_interpreter=3)
 def test_lora_moe_mlp_is_as_accurate_as_peft(layout, dtypes, trains):
     gated, transposed = layout.get("activation") != "relu2", layout.get("transposed", False)
     _check(_inputs(*dtypes, transposed=transposed, gated=gated, trains=trains), **layout)
@@ -224,6 +225,7 @@ def _adapters(inputs: int, outputs: int, ranks: tuple[int, ...], dtype: torch.dt
 @pytest.mark.parametrize("biases", [False, True], ids=["", "biases"])
 @pytest.mark.parametrize("ranks", [((2, 5), (3,)), ((), (4, 1)), ((4,), ()), ((), ())], ids=str)
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+@pytest.mark.sampled(in_interpreter=3)
 def test_any_number_of_adapters(dtype, ranks, biases):
     """The result is that of experts whose weights contain the adapters, here in fp64."""
     inputs = _inputs(dtype, FP32)
@@ -258,6 +260,7 @@ def test_any_number_of_adapters(dtype, ranks, biases):
 
 @pytest.mark.kernels
 @one_in(2, needed=["x", "top_k_weights", "up_a", "up_b", "down_a", "down_b", "up_a down_b"], fused_rank=[16, 0])
+@pytest.mark.sampled(in_interpreter=2)
 def test_only_the_gradients_that_are_needed(monkeypatch, needed, fused_rank):
     monkeypatch.setattr(nodes, "LARGEST_FUSED_RANK", fused_rank)
     inputs = _inputs(BF16, FP32)

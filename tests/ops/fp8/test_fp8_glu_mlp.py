@@ -53,6 +53,7 @@ def _relative_errors(actual: list[Tensor], exact: list[Tensor]) -> list[float]:
 @pytest.mark.parametrize("leading", [(7,), (2, 17)], ids=str)
 @recipes
 @modes
+@pytest.mark.sampled(in_interpreter=5)
 def test_it_is_as_accurate_as_eager_code(kind, leading, recipe, fp8_dw):
     """The two differ where an intermediate result lies between two FP8 values, so their errors are compared."""
     leaves = _leaves(*leading)
@@ -73,6 +74,7 @@ NEEDS = [needs for needs in itertools.product([False, True], repeat=4) if any(ne
 @pytest.mark.parametrize("needs", NEEDS, ids=str)
 @recipes
 @modes
+@pytest.mark.sampled(in_interpreter=11)
 def test_each_gradient_depends_on_its_own_requires_grad(needs, recipe, fp8_dw):
     run = lambda *t: fp8_glu_mlp(*t, recipe=recipe, fp8_dw=fp8_dw)
     leaves = _leaves(7)

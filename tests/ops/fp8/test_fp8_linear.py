@@ -140,6 +140,7 @@ NEEDS = [needs for needs in itertools.product([False, True], repeat=3) if any(ne
 
 @pytest.mark.parametrize("needs", NEEDS, ids=str)
 @recipes
+@pytest.mark.sampled(in_interpreter=5)
 def test_each_gradient_depends_on_its_own_requires_grad(needs, recipe):
     leaves = _leaf(7, 64), _leaf(32, 64), _leaf(32)
     expected = _results([tigon.fp8_linear(*leaves, recipe=recipe)], leaves)[1:]
@@ -210,6 +211,7 @@ VIEWS = {
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
 @recipes
 @modes
+@pytest.mark.sampled(in_interpreter=3)
 def test_strides_do_not_matter(view, recipe, fp8_dw):
     x, weight = _leaf(4, 7, 64), _leaf(32, 64)
     run = lambda x, w: _results([tigon.fp8_linear(x, w, recipe=recipe, fp8_dw=fp8_dw)], [x, weight])

@@ -6,6 +6,7 @@ As a script, this file runs one rank: python test_linear_log_probs_parallel.py S
 import os
 import sys
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -25,6 +26,7 @@ OPTIONS = {
 }  # fmt: skip
 
 
+@pytest.mark.thorough_in_interpreter
 def test_a_sharded_head_has_the_results_of_the_whole_head():
     for output in run_ranks(__file__):
         assert output.splitlines()[-1] == "all options passed", output

@@ -89,6 +89,7 @@ def in_parts(monkeypatch):
 @pytest.mark.parametrize("ignored", ["none", "some", "all"])
 @pytest.mark.parametrize("group", LOSSES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
+@pytest.mark.sampled(in_interpreter=2)
 def test_loss_and_gradients_are_as_accurate_as_eager_code(group, ignored, dtype, in_parts):
     loss_fn, args = LOSSES[group]
     hidden, weight, bias, targets = make(dtype, ignored)

@@ -469,6 +469,7 @@ def test_a_captured_step_is_refused(monkeypatch):
 # --- two ranks -------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough_in_interpreter
 def test_two_ranks_train_as_one(tmp_path):
     """FSDP2 shards matrices whose rows are no multiple of 2; one has a single row. The ranks share their work."""
     for output in run_ranks(__file__, device="cpu"):

@@ -50,6 +50,7 @@ SIZES = {
 
 @pytest.mark.kernels
 @one_in(3, sizes=SIZES, dtype=DTYPES, layout=LAYOUTS, weights=["each", "together"])
+@pytest.mark.sampled(in_interpreter=3)
 def test_qk_norm_rope_accuracy(sizes, dtype, layout, weights):
     inputs = _inputs(*sizes, dtype=dtype, weights=weights)
     assert_as_accurate_as_eager(*_both(layout=layout), inputs)

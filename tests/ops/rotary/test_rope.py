@@ -48,6 +48,7 @@ SIZES = {
 
 @pytest.mark.kernels
 @one_in(2, sizes=SIZES, dtype=DTYPES, memory_order=["BHSD", "BSHD"], layout=LAYOUTS)
+@pytest.mark.sampled(in_interpreter=2)
 def test_rope_accuracy(sizes, dtype, memory_order, layout):
     assert_as_accurate_as_eager(*_both(layout=layout), _inputs(*sizes, dtype=dtype, memory_order=memory_order))
 

@@ -139,6 +139,7 @@ def bench(checkout, *arguments):
     return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=checkout.parent)
 
 
+@pytest.mark.thorough
 def test_two_revisions_are_measured_in_turn(checkout, tmp_path):
     out = tmp_path / "out"
     result = bench(checkout, "--ops", "rms_norm,softmax", "--against", "before", "--out", str(out))

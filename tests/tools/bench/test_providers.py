@@ -113,7 +113,9 @@ def test_an_op_without_eager_code_is_compared_with_its_reference(monkeypatch):
     assert verdict_of(case, tigon_provider("relu2")).wrong == ""
 
 
-@pytest.mark.parametrize("case", [tiny("jsd"), tiny("rope")], ids=lambda case: case.op)
+@pytest.mark.parametrize(
+    "case", [pytest.param(tiny("jsd"), marks=pytest.mark.thorough), tiny("rope")], ids=lambda case: case.op
+)
 def test_compiled_code_agrees(case):
     compile_provider = next(provider for provider in PROVIDERS[case.op] if provider.name == "compile")
     assert verdict_of(case, compile_provider).error < 0.03

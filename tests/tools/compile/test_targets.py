@@ -33,6 +33,7 @@ def _pairs() -> list:
 
 
 @pytest.mark.parametrize(("chip", "step"), _pairs())
+@pytest.mark.sampled(3)
 def test_a_kernel_compiles_without_spilling(chip: "Chip", step: str):
     with recorded(chip) as launches:
         STEPS[step]()

@@ -297,6 +297,7 @@ qwen3_moe seed_oss zamba"""
 
 
 @pytest.mark.parametrize("model_type", TYPES_TO_COMPARE.split())
+@pytest.mark.sampled(8)
 def test_the_page_is_up_to_date(model_type):
     page_text()
     page = table([make_row(model_type)])

@@ -105,6 +105,7 @@ def train(job: Job) -> tuple[list[float], dict[str, Any]]:
 
 
 @pytest.mark.parametrize("qlora", [False, True])
+@pytest.mark.sampled(2)
 def test_each_provider_trains_the_same_adapters(tmp_path, qlora):
     if qlora:
         pytest.importorskip("bitsandbytes")

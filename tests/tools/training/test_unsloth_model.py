@@ -83,6 +83,7 @@ def make_trainer(folder: Path, provider: str, events: list[dict[str, Any]], **se
     return Trainer(job, 0, lambda event, **fields: events.append(fields))
 
 
+@pytest.mark.thorough
 def test_unsloth_trains_the_weights_and_adapters_of_stock(tmp_path, unsloth):
     losses, events = [], []
     for provider in ("stock", "unsloth"):

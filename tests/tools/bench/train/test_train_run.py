@@ -137,6 +137,7 @@ def test_losses_agree_and_all_files_are_written(run, threads, tmp_path):
     assert "| liger | 2 | 48 | - |" in markdown
 
 
+@pytest.mark.thorough
 def test_losses_outside_of_the_noise_fail_the_command(run, threads, monkeypatch):
     def zero_half_of_the_tokens(job, ids):
         if job.provider == "tigon":
@@ -191,6 +192,7 @@ def terminate():
 
 
 @pytest.mark.parametrize("end", [press_ctrl_c, terminate])
+@pytest.mark.sampled(2)
 def test_an_interrupted_command_keeps_its_measurements(run, threads, monkeypatch, tmp_path, end):
     class InterruptedChild(child.Child):
         def next_event(self):
@@ -229,6 +231,7 @@ def test_a_missing_package_is_named(run, monkeypatch):
     assert "tigon bench train needs tokenizers: pip install 'tigon[demo]'" in output
 
 
+@pytest.mark.thorough
 def test_two_ranks_shard_the_model_and_have_the_losses_of_one_process(run, request, tmp_path):
     """Under torchrun and FSDP2 each process has half of the parameters."""
     pytest.importorskip("accelerate")
