@@ -20,7 +20,9 @@ from tigon.hf.later_adapters import watch_children
 from tigon.hf.learn import attach, learn_loss
 from tigon.hf.levels import LEVEL_NAMES, apply_level, explain_refusal, find_level
 from tigon.hf.loss_options import LOSS_OPTIONS, LossOptions, record_options
+from tigon.hf.packing import watch_packing
 from tigon.hf.report import ModuleOutcomes, Outcome, Report
+from tigon.hf.transformers_private import dropped_heads
 from tigon.recognition.activations import recognise_gelu, recognise_relu2
 from tigon.recognition.adapters import install_adapters, recognise_adapters
 from tigon.recognition.experts import ExpertsRecipe, recognise_experts
@@ -476,6 +478,12 @@ def patch(
         undo, note = apply_level(model, level)
         report.undo.append(undo)
         report.notes.append(note)
+    report.undo.append(watch_packing(model, report.notes))
+    if heads := dropped_heads(model):
+        report.notes.append(
+            "transformers does not load heads of multi-token prediction, so they are neither trained nor saved "
+            f"(weights of the checkpoint that match {', '.join(heads)})"
+        )
     if adapters and report:
         report.undo += [watch_children(module, report, model) for module in fused_models or [model]]
     if earlier_count:

@@ -2,7 +2,7 @@
 
 Each function states which name it uses, why, and what happens if the installed transformers does not have the name:
 Tigon uses a slower method, or raises an error that says which name is missing. All names exist in transformers 5.13 to
-5.23. `tests/hf/test_transformers_private.py` compares the result of each function with a known result. If a new version
+5.24. `tests/hf/test_transformers_private.py` compares the result of each function with a known result. If a new version
 of transformers lacks a name, the test of this name fails.
 
 `tigon.recognition.experts` reads further names, because no module of `recognition` imports `hf`: the marks of experts
@@ -14,6 +14,7 @@ Nothing here imports transformers before a function is called.
 
 import inspect
 import logging
+import re
 import types
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -30,10 +31,12 @@ __all__ = [
     "checkpoint_function",
     "checkpoint_refusal",
     "constructors",
+    "dropped_heads",
     "experts_function",
     "has_checkpoint_switch",
     "is_checkpoint_layer",
     "is_code_of_base_class",
+    "is_stateful",
     "is_switched_on",
     "layer_classes",
     "loss_slot",
@@ -295,6 +298,31 @@ def experts_function(name: str) -> Callable[..., Any]:
     if name not in ALL_EXPERTS_FUNCTIONS:
         raise _missing(f"integrations.moe.ALL_EXPERTS_FUNCTIONS[{name!r}]")
     return ALL_EXPERTS_FUNCTIONS[name]
+
+
+def dropped_heads(model: Any) -> list[str]:
+    """Return the patterns of the checkpoint's weights that transformers drops because they predict further tokens.
+
+    `_keys_to_ignore_on_load_unexpected` lists patterns of names that a checkpoint may have beside those of the model.
+    The heads of multi-token prediction are those with "mtp" in their name, and a layer after the last one. Without the
+    attribute, the list is empty, and the report has no line about these heads.
+    """
+    config = getattr(model, "config", None)
+    count = getattr(
+        config.get_text_config() if hasattr(config, "get_text_config") else config, "num_hidden_layers", None
+    )
+    # The names of the layer after the last one, for models with one body and for models with a body of text.
+    names = [f"model.layers.{count}.x", f"model.language_model.layers.{count}.x"]
+    patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    return [p for p in patterns if "mtp" in p or any(re.search(p, name) for name in names)]
+
+
+def is_stateful(model: Any) -> bool:
+    """Return True if transformers marks a model as one whose layers have a state, by the attribute `_is_stateful`.
+
+    Without the attribute, the report does not warn of packed samples in models whose layers have no convolution.
+    """
+    return bool(getattr(model, "_is_stateful", False))
 
 
 def layer_classes(model: Any) -> set[str]:

@@ -1,0 +1,115 @@
+"""Packed samples in recurrent layers: which layers of a model have a state, and a warning in training.
+
+A row is packed if it holds several samples, whose positions each begin at zero. Attention separates the samples by its
+mask. A recurrent layer (Mamba, Gated DeltaNet, a short convolution) must set its state back at the first token of each
+sample. Without the kernels of other packages, the layers of transformers up to 5.23 do not, so the end of one sample
+changes the results of the next one. Tigon leaves these layers as they are.
+"""
+
+import inspect
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tigon.hf.transformers_private import is_stateful, layer_classes
+
+# The values of `config.layer_types` that stand for layers with a state.
+RECURRENT_TYPES = {"linear_attention", "conv", "mamba", "recurrent"}
+
+
+def is_short_convolution(module: nn.Module) -> bool:
+    """Return True for a convolution over time that treats each channel by itself, as recurrent layers contain."""
+    return isinstance(module, nn.Conv1d) and 1 < module.groups == module.in_channels and module.kernel_size[0] > 1
+
+
+def recurrent_layers(model: nn.Module) -> dict[nn.Module, str]:
+    """Return the modules whose results at one token depend on a state, by module, with the names of their classes.
+
+    These are the modules inside the model's layers that hold a short convolution. In a model without any, they are the
+    layers that `config.layer_types` calls recurrent, or all layers of a model that transformers marks as stateful.
+    """
+    names = layer_classes(model) if hasattr(model, "_no_split_modules") else set()
+    layers = [module for module in model.modules() if type(module).__name__ in names]
+    modules = [module for layer in layers for module in layer.modules()]
+    mixers = [module for module in modules if any(map(is_short_convolution, module.children()))]
+    if not mixers:
+        config = getattr(model, "config", None)
+        text_config = config.get_text_config() if hasattr(config, "get_text_config") else None
+        types = getattr(text_config, "layer_types", None) or ()
+        if len(types) == len(layers):
+            mixers = [layer for layer, name in zip(layers, types, strict=True) if name in RECURRENT_TYPES]
+        if not mixers and is_stateful(model):
+            mixers = layers
+    return {module: type(module).__name__ for module in mixers}
+
+
+class PackingWarning:
+    """A forward pre-hook that warns once, at the first packed batch of training.
+
+    The hook does not wait for a batch that the GPU has yet to compute: positions on a GPU are checked in one call, and
+    the next call reads the result. It is an object of a class, because a model is pickled together with its hooks.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.text: str | None = text
+        self.earlier_result: Tensor | None = None
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.text is None or torch.compiler.is_compiling() or not (module.training and torch.is_grad_enabled()):
+            return
+        if self._is_packed(kwargs):
+            text, self.text, self.earlier_result = self.text, None, None
+            warnings.warn(f"tigon: {text}", stacklevel=2)
+
+    def _is_packed(self, kwargs: dict[str, Any]) -> bool:
+        """Return True if the arguments of a call give the boundaries of samples."""
+        if any(value is not None and ("cu_seq" in name or "seq_idx" in name) for name, value in kwargs.items()):
+            return True
+        positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
+        # The positions of a padded batch may fall at the end of the padding.
+        if not isinstance(positions, Tensor) or (isinstance(mask, Tensor) and mask.dim() == 2):
+            return False
+        result = (positions[..., 1:] < positions[..., :-1]).any()
+        if result.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return False
+        if result.device.type != "cpu":
+            result, self.earlier_result = self.earlier_result, result
+        return result is not None and bool(result)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"text": self.text, "earlier_result": None}
+
+
+def watch_packing(model: nn.Module, notes: list[str]) -> Callable[[], None]:
+    """Add a note about recurrent layers to a report, and warn at the first packed batch that such a model trains on.
+
+    Returns:
+        The function that removes the hook.
+    """
+    layers = recurrent_layers(model)
+    has_hook = any(isinstance(hook, PackingWarning) for m in model.modules() for hook in m._forward_pre_hooks.values())
+    if not layers or has_hook:
+        return lambda: None
+    listed = ", ".join(f"{count} {name}" for name, count in Counter(layers.values()).items())
+    text = (
+        f"packed samples are not independent in this model: the state of its recurrent layers ({listed}) carries over "
+        'from one sample to the next; docs/patching.md says more under "Packed samples"'
+    )
+    notes.append(text)
+    bodies = [module for module in model.modules() if _is_body(module) and layers.keys() <= set(module.modules())]
+    handles = [body.register_forward_pre_hook(PackingWarning(text), with_kwargs=True) for body in bodies[-1:]]
+
+    def undo() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return undo
+
+
+def _is_body(module: nn.Module) -> bool:
+    """Return True if the forward of a module takes tokens."""
+    return "input_ids" in inspect.signature(type(module).forward).parameters
