@@ -105,6 +105,57 @@ def test_a_write_that_keeps_the_version_is_seen_after_a_step_of_any_optimizer():
     assert torch.equal(_run(x, weights, cache), _run(x, weights, None))
 
 
+def _write_unseen(weight: Tensor) -> None:
+    """Write a weight as FSDP writes a gathered weight."""
+    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(weight):
+        weight.mul_(2.0)
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("calls_step", [False, True])
+def test_a_write_that_keeps_the_version_is_seen_after_steps_in_backward(passes, calls_step):
+    """The shards step in backward, and FSDP gathers their new values later."""
+    x, weights, cache = _leaf(7, 32), [_leaf(16, 32)], WeightCache()
+    shards = [torch.ones(3, requires_grad=True) for _ in range(2)]
+    optimizer = tigon.AdamW(shards, lr=1.0)
+    hooks = tigon.step_in_backward(optimizer)
+    for _ in range(passes):
+        (_run(x, weights, cache).sum() + sum(shard.sum() for shard in shards)).backward()
+        assert all(shard.grad is None for shard in shards)
+        if calls_step:
+            optimizer.step()
+        _write_unseen(weights[0])
+        assert torch.equal(_run(x, weights, cache), _run(x, weights, None))
+    hooks.remove()
+
+
+def test_a_write_that_keeps_the_version_is_seen_inside_of_the_next_backward():
+    """A layer that is recomputed runs its forward in backward."""
+    x, weights, cache, outputs = _leaf(7, 32), [_leaf(16, 32)], WeightCache(), []
+    shard = torch.ones(3, requires_grad=True)
+    optimizer = tigon.AdamW([shard], lr=1.0)
+    hooks = tigon.step_in_backward(optimizer)
+    _run(x, weights, cache)
+    shard.sum().backward()
+    _write_unseen(weights[0])
+    x.register_hook(lambda dx: outputs.append(_run(x, weights, cache)))
+    x.sum().backward()
+    assert torch.equal(outputs[0], _run(x, weights, None))
+    hooks.remove()
+
+
+def test_a_layer_that_is_recomputed_uses_its_copies_while_others_step_in_backward(quantisations):
+    x, weights, cache = _leaf(7, 32), [_leaf(16, 32)], WeightCache()
+    scale = torch.ones((), requires_grad=True)
+    optimizer = tigon.AdamW([scale], lr=1.0)
+    hooks = tigon.step_in_backward(optimizer)
+    for steps in (1, 2):
+        # The scale steps before the layer is recomputed.
+        (scale * checkpoint(_run, x, weights, cache, use_reentrant=False)).sum().backward()
+        assert quantisations == [(True, True)] * steps
+    hooks.remove()
+
+
 @pytest.mark.parametrize("keeps_frozen", [False, True])
 def test_frozen_weights_are_quantised_once_a_step_or_only_once(quantisations, keeps_frozen):
     x, weights, cache = _leaf(7, 32), [_leaf(16, 32).detach()], WeightCache(keeps_frozen)

@@ -12,13 +12,13 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from tigon.ops.fp8.formats import WEIGHT_DTYPE, Factor
 from tigon.ops.fp8.gathered_weights import GatheredWeight, share_scale, transpose_weights
 from tigon.ops.fp8.quantisation import Layout, quantise
 from tigon.ops.fp8.stacks import quantise_stack
 from tigon.runtime.device import is_capturing
+from tigon.runtime.optimizer_steps import count_steps, step_count
 
 __all__ = ["Fp8Weights", "WeightCache", "quantise_weights", "weight_rows", "weight_transposed"]
 
@@ -83,27 +83,6 @@ def quantise_weights(
 # --- the cache -----------------------------------------------------------------------------------
 
 
-# The number of steps of all optimizers. FSDP and DeepSpeed write gathered weights without a change of their version,
-# but they write new values only after an optimizer has stepped.
-_step_count = 0
-
-
-def _count_step(*_: object) -> None:
-    global _step_count
-    _step_count += 1
-
-
-_has_hook = False
-
-
-def _count_steps() -> None:
-    """Count the steps of all optimizers of torch from now on."""
-    global _has_hook
-    if not _has_hook:
-        _has_hook = True
-        register_optimizer_step_post_hook(_count_step)
-
-
 class _WeightState(NamedTuple):
     """The properties of a weight that change when its values may have changed."""
 
@@ -116,7 +95,7 @@ class _WeightState(NamedTuple):
 
 
 def _state_of(weight: Tensor, keeps_frozen: bool) -> _WeightState:
-    step = -1 if keeps_frozen and not weight.requires_grad else _step_count
+    step = -1 if keeps_frozen and not weight.requires_grad else step_count()
     return _WeightState(weight.data_ptr(), weight._version, weight.shape, weight.dtype, step)
 
 
@@ -145,7 +124,7 @@ class WeightCache:
     def __init__(self, keeps_frozen: bool = False) -> None:
         self.keeps_frozen = keeps_frozen
         self._entries: dict[str, _Entry] = {}
-        _count_steps()
+        count_steps()
 
     def clear(self) -> None:
         """Free all copies."""

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from tigon.ops.optim.adamw import AdamW
 from tigon.runtime import checks
+from tigon.runtime.optimizer_steps import count_step_in_backward
 
 __all__ = ["BackwardHooks", "step_in_backward"]
 
@@ -107,6 +108,7 @@ def step_in_backward(
             with lock:
                 view.update(current.param_groups[group_index], params=[p])
                 current.step_group(view, ("in backward", position))
+                count_step_in_backward()
             p.grad = None
 
         return take_step
