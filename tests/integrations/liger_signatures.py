@@ -33,6 +33,73 @@ APPLY = {
 
 # The parameters of `__init__` and of `forward` of each class, without self.
 CLASSES = {
+    "LigerExperts": (
+        "config",
+        "hidden_states top_k_index top_k_weights",
+    ),
+    "LigerFusedNeighborhoodAttention": (
+        "hidden_size num_heads kernel_size=7 dilation=1 bias=True dropout=0.0 scale=None",
+        "hidden_states attention_mask=None",
+    ),
+    "LigerFusedNeighborhoodAttentionLayer": (
+        ("hidden_size num_heads kernel_size=7 dilation=1 bias=True dropout=0.0 layer_norm_eps=1e-05 scale=None"),
+        "hidden_states attention_mask=None",
+    ),
+    "LigerGEGLUMLPForGemma4": (
+        "config layer_idx=None",
+        "x",
+    ),
+    "LigerGroupNorm": (
+        "num_channels num_groups eps=1e-06 bias=False init_fn='ones'",
+        "hidden_states",
+    ),
+    "LigerHunyuanV1SwiGLUMLP": (
+        "config layer_idx=None is_shared_mlp=False",
+        "x",
+    ),
+    "LigerMegatronCrossEntropy": (
+        (
+            "ignore_index=-100 label_smoothing=0.0 reduction='none' label_smoothing_formula='megatron' "
+            "label_smoothing_mode='partition'"
+        ),
+        "vocab_parallel_logits target tp_group=None",
+    ),
+    "LigerMegatronRMSNorm": (
+        ("config hidden_size eps=1e-05 persist_layer_norm=False zero_centered_gamma=False normalization='RMSNorm'"),
+        "x",
+    ),
+    "LigerMegatronSwiGLU": (
+        "fallback_impl=None in_place=False",
+        "input bias=None fp8_input_store=False cpu_offload_input=False",
+    ),
+    "LigerRMSNormForGemma": (
+        "hidden_size eps=1e-06 offset=1.0 casting_mode='gemma' init_fn='zeros' in_place=True row_mode=None",
+        "hidden_states",
+    ),
+    "LigerRMSNormForGemma2": (
+        "hidden_size eps=1e-06 offset=1.0 casting_mode='gemma' init_fn='zeros' in_place=False row_mode=None",
+        "hidden_states",
+    ),
+    "LigerRMSNormForGemma3": (
+        "dim eps=1e-06 offset=1.0 casting_mode='gemma' init_fn='zeros' in_place=False",
+        "hidden_states",
+    ),
+    "LigerRMSNormForGemma4": (
+        "dim eps=1e-06 offset=0.0 casting_mode='gemma' init_fn='ones' in_place=False with_scale=True",
+        "hidden_states",
+    ),
+    "LigerRMSNormForGlm4": (
+        "hidden_size eps=1e-06 offset=0.0 casting_mode='llama' init_fn='ones' in_place=False row_mode=None",
+        "hidden_states",
+    ),
+    "LigerRMSNormForOlmo2": (
+        "hidden_size eps=1e-06 offset=0.0 casting_mode='llama' init_fn='ones' in_place=False row_mode=None",
+        "hidden_states",
+    ),
+    "LigerRMSNormForQwen3Next": (
+        "hidden_size eps=1e-06 offset=1.0 casting_mode='gemma' init_fn='zeros' in_place=False row_mode=None",
+        "hidden_states",
+    ),
     "LigerBlockSparseTop2MLP": (
         "config",
         "x",
@@ -237,6 +304,12 @@ CLASSES = {
 
 # The parameters of the functions of a module, by the module and the name.
 FUNCTIONS = {
+    "transformers.qwen2vl_mrope.liger_multimodal_rotary_pos_emb": "q k cos sin mrope_section unsqueeze_dim=1",
+    "transformers.rope.liger_rotary_pos_emb": "q k cos sin position_ids=None unsqueeze_dim=1 rotary_dim=None",
+    "transformers.rope.liger_rotary_pos_emb_gpt_oss": "q k cos sin",
+    "transformers.rope.liger_rotary_pos_emb_vision": "q k cos sin",
+    "megatron.apply_liger_kernel_to_megatron": "rms_norm=True cross_entropy=False swiglu=False",
+    "utils.infer_device_arch": "device_id=0",
     "transformers.functional.liger_cross_entropy": (
         "input target weight=None size_average=None ignore_index=-100 reduce=None reduction='mean' "
         "label_smoothing=0.0 lse_square_scale=0.0 softcap=None return_z_loss=False return_token_accuracy=False "
@@ -333,6 +406,11 @@ FUNCTIONS = {
 
 # The parameters of `apply` of the classes of liger_kernel.ops.
 OPS = {
+    "LigerEmbeddingFunction": "embeddings indices",
+    "LigerFusedCETVDFunction": "student_logits teacher_logits target ignore_index=-100",
+    "LigerFusedGateUpSiLUMulFunction": "y in_place=False",
+    "LigerFusedMoEFunction": "x gate_up_proj down_proj top_k_index top_k_weights",
+    "LigerLlama4RopeFunction": "q k freqs_cis BLOCK_SIZE=None",
     "LigerAttnResFunction": "V_stacked w_query w_norm eps",
     "LigerCrossEntropyFunction": (
         "_input target weight ignore_index=-100 lse_square_scale=0.0 label_smoothing=0.0 reduction='mean' "

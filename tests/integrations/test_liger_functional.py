@@ -102,7 +102,7 @@ def test_vocab_parallel_losses_with_both_formulas_of_smoothing():
     apply = autograd_functions.LigerVocabParallelCEFunction.apply
     expected = F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none").view(4, 2)
     torch.testing.assert_close(apply(logits, target, None, -100, 0.0, "pytorch", "global"), expected)
-    with pytest.raises(ValueError, match=r"must be \[S, B, V_p\], got \(8, 10\)"):
+    with pytest.raises(ValueError, match=r"must be 3-D, \[S, B, V_p\], got \(8, 10\)"):
         apply(logits.flatten(0, 1), target.flatten(), None, -100, 0.0, "pytorch", "global")
 
 

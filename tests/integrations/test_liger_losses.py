@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tigon.integrations.liger import divergences, functional, losses, policy, rare
+from tigon.integrations.liger import divergences, functional, losses, norms, policy, rare
 
 pytestmark = pytest.mark.no_interpreter("tests/ops has the tests of the ops that these modules call.")
 
@@ -230,7 +230,7 @@ def test_distillation_of_a_head(head):
 def test_norms():
     x, weight = torch.randn(2, 3, 8), torch.randn(8)
     normalised = x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
-    modulated = rare.LigerModulatedRMSNorm(8)
+    modulated = norms.LigerModulatedRMSNorm(8)
     modulated.weight.data = weight
     scale, shift = torch.randn(2, 8), torch.randn(2, 8)
     expected = normalised * weight * (1 + scale[:, None]) + shift[:, None]
@@ -240,8 +240,8 @@ def test_norms():
     polynomial = rare.LigerPolyNorm()
     powers = [x**k / ((x**k).square().mean(-1, keepdim=True) + 1e-6).sqrt() for k in (3, 2, 1)]
     torch.testing.assert_close(polynomial(x), sum(powers) / 3 + 1)
-    torch.testing.assert_close(rare.LigerRMSNormForMuseGlimmer(8, with_scale=False)(x), normalised)
-    torch.testing.assert_close(rare.LigerRMSNormForMuseGlimmerTextCentered(8)(x), normalised)
+    torch.testing.assert_close(norms.LigerRMSNormForMuseGlimmer(8, with_scale=False)(x), normalised)
+    torch.testing.assert_close(norms.LigerRMSNormForMuseGlimmerTextCentered(8)(x), normalised)
 
 
 def test_sparsemax_is_the_nearest_point_of_the_simplex():
@@ -326,12 +326,13 @@ def test_the_functions_that_return_two_tensors():
     normalised, total = functional.liger_fused_add_rms_norm(X, Y, ROW, 1e-6)
     torch.testing.assert_close(total, X + Y)
     torch.testing.assert_close(normalised, functional.liger_rms_norm(X + Y, ROW, 1e-6))
-    q, cos, sin = torch.randn(1, 2, 4, 8), X[None].cos(), X[None].sin()
+    q, angles = torch.randn(1, 2, 4, 8), torch.cat((X[None, :, :4], X[None, :, :4]), -1)
+    cos, sin = angles.cos(), angles.sin()
     rotated = q * cos[:, None] + torch.cat([-q[..., 4:], q[..., :4]], -1) * sin[:, None]
     for result in functional.liger_rope(q, q, cos, sin):
         torch.testing.assert_close(result, rotated)
-    # tests/integrations/test_liger_functional.py has five more.
-    assert len(FUNCTIONS) + 2 + 5 == len(functional.__all__)
+    # test_liger_functional.py has five more, and test_liger_names.py the four further functions for rotary embeddings.
+    assert len(FUNCTIONS) + 2 + 5 + 4 == len(functional.__all__)
 
 
 # --- bad input -------------------------------------------------------------------------------------

@@ -15,7 +15,10 @@ from tigon.hf.auto import AutoModelForCausalLM
 from tigon.hf.patch import patch
 from tigon.hf.report import Report
 
-__all__ = ["APPLY", "AutoLigerKernelForCausalLM", "_apply_liger_kernel", "_apply_liger_kernel_to_instance"]
+__all__ = [
+    "APPLY", "MODEL_TYPE_TO_APPLY_LIGER_FN", "AutoLigerKernelForCausalLM", "_apply_liger_kernel",
+    "_apply_liger_kernel_to_instance",
+]  # fmt: skip
 
 _HEAD = "-cross_entropy fused_linear_cross_entropy"
 _SWIGLU = f"rope {_HEAD} rms_norm swiglu model"
@@ -127,6 +130,10 @@ def _make_apply(model_type: str, row: str) -> Callable[..., None]:
 APPLY = {f"apply_liger_kernel_to_{name}": _make_apply(name, row) for name, row in PARAMETERS.items()}
 globals().update(APPLY)
 
+# The function of each type that Liger knows.
+MODEL_TYPE_TO_APPLY_LIGER_FN = {name: APPLY[f"apply_liger_kernel_to_{name}"] for name in PARAMETERS}
+MODEL_TYPE_TO_APPLY_LIGER_FN |= {name: MODEL_TYPE_TO_APPLY_LIGER_FN[same] for name, same in SAME_FUNCTION.items()}
+
 
 def restore_types() -> None:
     """Stop patching the models that are built from now on."""
@@ -136,8 +143,7 @@ def restore_types() -> None:
 
 def _apply_function(model_type: str) -> Callable[..., None]:
     """Return the function of a type. A type that Liger does not know has the parameters of Llama."""
-    known_type = SAME_FUNCTION.get(model_type, model_type)
-    return APPLY.get(f"apply_liger_kernel_to_{known_type}") or _make_apply(model_type, _SWIGLU)
+    return MODEL_TYPE_TO_APPLY_LIGER_FN.get(model_type) or _make_apply(model_type, _SWIGLU)
 
 
 def _known_options(function: Callable[..., None], options: dict[str, Any]) -> dict[str, Any]:

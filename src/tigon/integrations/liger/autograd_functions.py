@@ -7,11 +7,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tigon.integrations.frameworks import token_losses
-from tigon.integrations.liger import dispatched, functional
+from tigon.integrations.liger import dispatched, divergences, functional, rare
+from tigon.ops.experts.moe_mlp import moe_mlp
 from tigon.ops.logits.cross_entropy import cross_entropy as tigon_cross_entropy
+from tigon.ops.mlps.glu import swiglu
 
 __all__ = ["FUNCTIONS", "LigerVocabParallelCrossEntropy"]
 
@@ -87,6 +90,38 @@ def _rms_norm(
     return functional.liger_rms_norm(X, W, eps, offset, casting_mode)
 
 
+def _fused_ce_tvd(
+    student_logits: Tensor, teacher_logits: Tensor, target: Tensor, ignore_index: int = -100
+) -> tuple[Tensor, Tensor]:
+    """Return the cross entropy and the total variation distance of each token, from logits [N, V]."""
+    losses: tuple[Tensor, Tensor] = divergences.LigerFusedCETVDLoss(ignore_index)(
+        student_logits, teacher_logits, target
+    )
+    return losses
+
+
+def _fused_moe(
+    x: Tensor, gate_up_proj: Tensor, down_proj: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """Return `tigon.moe_mlp` of x [T, H] for the K experts of each token."""
+    return moe_mlp(x, gate_up_proj, down_proj, top_k_index, top_k_weights)
+
+
+def _gate_up_silu_mul(y: Tensor, in_place: bool = False) -> Tensor:
+    """Return silu(gate) * up for y = [gate | up], by `tigon.swiglu`."""
+    return swiglu(y)
+
+
+def _embedding(embeddings: Tensor, indices: Tensor) -> Tensor:
+    """Return the rows of embeddings [V, H] at the indices, a call of torch."""
+    return F.embedding(indices, embeddings)
+
+
+def _llama4_rope(q: Tensor, k: Tensor, freqs_cis: Tensor, BLOCK_SIZE: int | None = None) -> tuple[Tensor, Tensor]:
+    """Return q and k [B, L, heads, D], whose adjacent pairs are multiplied by complex numbers."""
+    return rare.liger_llama4_text_rotary_pos_emb(q, k, freqs_cis)
+
+
 def _silu_mul(a: Tensor, b: Tensor, gate_multiplier: float = 1.0, down_multiplier: float = 1.0) -> Any:
     """Return silu(a * gate_multiplier) * b * down_multiplier, by `tigon.swiglu`."""
     return dispatched.swiglu(a, b, gate_multiplier, down_multiplier)
@@ -118,7 +153,7 @@ def _vocab_parallel_cross_entropy(
     _check_smoothing("LigerVocabParallelCEFunction", label_smoothing_formula, label_smoothing_mode)
     if vocab_parallel_logits.dim() != 3:
         raise ValueError(
-            "LigerVocabParallelCEFunction: vocab_parallel_logits must be [S, B, V_p], got "
+            "LigerVocabParallelCEFunction: vocab_parallel_logits must be 3-D, [S, B, V_p], got "
             f"{tuple(vocab_parallel_logits.shape)}"
         )
     ranks = 1 if tp_group is None else tp_group.size()
@@ -175,6 +210,11 @@ class LigerVocabParallelCrossEntropy(nn.Module):
             self.label_smoothing_formula, self.label_smoothing_mode,
         )  # fmt: skip
 
+    def extra_repr(self) -> str:
+        """Return the options that `print` shows."""
+        names = ("ignore_index", "label_smoothing", "reduction", "label_smoothing_formula", "label_smoothing_mode")
+        return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
+
 
 # --- the table -------------------------------------------------------------------------------------
 
@@ -182,18 +222,23 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "LigerAttnResFunction": functional.liger_attn_res,
     "LigerCrossEntropyFunction": _cross_entropy,
     "LigerDyTFunction": functional.liger_dyt,
+    "LigerEmbeddingFunction": _embedding,
     "LigerFusedAddRMSNormFunction": dispatched.fused_add_rms_norm,
+    "LigerFusedCETVDFunction": _fused_ce_tvd,
+    "LigerFusedGateUpSiLUMulFunction": _gate_up_silu_mul,
     "LigerFusedLinearCrossEntropyFunction": _fused_linear_cross_entropy,
     "LigerFusedLinearJSDFunction": _fused_linear_jsd,
     "LigerFusedLinearKLDivFunction": functional.liger_fused_linear_kl_div,
     "LigerFusedLinearScaledCrossEntropyFunction": _scaled_cross_entropy,
     "LigerFusedLinearScaledCrossEntropyTPFunction": _scaled_cross_entropy_tp,
+    "LigerFusedMoEFunction": _fused_moe,
     "LigerFusedNeighborhoodAttentionFunction": functional.liger_fused_neighborhood_attention,
     "LigerGELUMulFunction": functional.liger_geglu,
     "LigerGroupNormFunction": functional.liger_group_norm,
     "LigerJSDFunction": _jsd,
     "LigerKLDivLossFunction": _kl_div,
     "LigerLayerNormFunction": functional.liger_layer_norm,
+    "LigerLlama4RopeFunction": _llama4_rope,
     "LigerModulatedRMSNormFunction": functional.liger_modulated_rms_norm,
     "LigerMultiTokenAttentionFunction": functional.liger_multi_token_attention,
     "LigerPolyNormFunction": functional.liger_poly_norm,

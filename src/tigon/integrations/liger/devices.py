@@ -1,5 +1,6 @@
 """The functions of `liger_kernel.utils` that name the device, its memory, and the installed packages."""
 
+import functools
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
@@ -9,8 +10,8 @@ import torch
 from torch import distributed
 
 __all__ = [
-    "get_total_gpu_memory", "infer_comm_backend", "infer_device", "is_npu_available", "is_peft_available",
-    "transformers_version_dispatch",
+    "get_total_gpu_memory", "infer_comm_backend", "infer_device", "infer_device_arch", "is_npu_available",
+    "is_peft_available", "transformers_version_dispatch",
 ]  # fmt: skip
 
 
@@ -32,6 +33,38 @@ def infer_device() -> str:
     if is_npu_available():
         return "npu"
     return "xpu" if torch.xpu.is_available() else "cpu"
+
+
+# The names of Liger for generations of GPUs.
+_NVIDIA = {
+    (7, 0): "volta_turing", (7, 5): "volta_turing", (8, 0): "ampere_ada", (8, 6): "ampere_ada", (8, 9): "ampere_ada",
+    (9, 0): "hopper", (10, 0): "blackwell", (10, 3): "blackwell_ultra", (12, 0): "blackwell_consumer",
+}  # fmt: skip
+_AMD = {
+    "gfx908": "cdna", "gfx90a": "cdna2", "gfx940": "cdna3", "gfx941": "cdna3", "gfx942": "cdna3", "gfx1100": "rdna3",
+    "gfx1101": "rdna3", "gfx1102": "rdna3",
+}  # fmt: skip
+_OTHER = {
+    "xpu": {"max": "pvc", "pvc": "pvc", "ponte": "pvc", "arc": "arc", "battlemage": "arc", "alchemist": "arc"},
+    "npu": {"910": "ascend910", "310": "ascend310"},
+}
+
+
+@functools.cache
+def infer_device_arch(device_id: int = 0) -> str:
+    """Return Liger's name for the generation of a GPU, such as "hopper", or the name of the device."""
+    device = infer_device()
+    try:
+        if device == "cuda" and torch.version.hip is None:
+            capability = torch.cuda.get_device_capability(device_id)
+            return _NVIDIA.get(capability, "sm_{}{}".format(*capability))
+        if device == "cuda":
+            target = torch.cuda.get_device_properties(device_id).gcnArchName.split(":")[0]
+            return _AMD.get(target, target)
+        name = getattr(torch, device).get_device_properties(device_id).name.lower()
+        return next((arch for part, arch in _OTHER[device].items() if part in name), device)
+    except Exception:
+        return device
 
 
 def infer_comm_backend() -> str:

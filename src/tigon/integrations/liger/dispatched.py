@@ -95,8 +95,8 @@ def geglu(a: Tensor, b: Tensor) -> Tensor:
 @_accept_kernel_options
 def rope(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None, unsqueeze_dim: int = 1
-) -> tuple[Tensor, Tensor | None]:
-    """Return `tigon.rope` of q and k [B, heads, L, D]. `position_ids` has no effect."""
+) -> tuple[Tensor, Tensor]:
+    """Return `tigon.rope` of q and k [B, heads, L, D], each in its dtype. `position_ids` has no effect."""
     return functional.liger_rope(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
 
 

@@ -1,5 +1,6 @@
 """The import finder that serves `liger_kernel` and answers `importlib.metadata` for the distribution liger-kernel."""
 
+import dis
 import importlib
 import sys
 from collections.abc import Iterator, Sequence
@@ -10,11 +11,31 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from tigon.integrations.liger.names import LIGER_VERSION, MODULES, NOT_SERVED
+from tigon.integrations.liger.names import LIGER_VERSION, MODULES, NOT_SERVED, NOT_SERVED_MODULES
 
 __all__ = ["install_as_liger_kernel", "uninstall"]
 
 ROOT = "liger_kernel"
+_IMPORT_FROM = dis.opmap["IMPORT_FROM"]
+
+
+def _missing_name(module: str, attribute: str) -> Exception:
+    """Return the error of a name that is not served. Its message says what to use.
+
+    Python replaces an AttributeError in `from module import name` by a sentence of its own, but not an ImportError.
+    `hasattr`, which needs an AttributeError, never runs that instruction.
+    """
+    default = (
+        f"the served names of Liger Kernel {LIGER_VERSION} are tigon.integrations.liger.names.MODULES[{module!r}]; use "
+        "the op of tigon that computes it"
+    )
+    advice = NOT_SERVED.get(attribute) or NOT_SERVED_MODULES.get(f"{module}.{attribute}".removeprefix(f"{ROOT}."))
+    message = f"{module}.{attribute} is not served by Tigon" + (f": {advice}" if advice else f"; {default}")
+    # The caller of `find`, the `__getattr__` of the module.
+    caller = sys._getframe(2)
+    if caller.f_lasti >= 0 and caller.f_code.co_code[caller.f_lasti] == _IMPORT_FROM:
+        return ImportError(message, name=module)
+    return AttributeError(message)
 
 
 class _Distribution(Distribution):
@@ -44,15 +65,10 @@ class _Loader(Loader):
                 value = getattr(importlib.import_module(source), member)
                 setattr(module, attribute, value)
                 return value
-            if attribute in NOT_SERVED:
-                raise AttributeError(f"{name}.{attribute} is not served by Tigon: {NOT_SERVED[attribute]}")
-            raise AttributeError(
-                f"{name}.{attribute} is not served by Tigon; the served names of Liger Kernel {LIGER_VERSION} are "
-                f"tigon.integrations.liger.names.MODULES[{name!r}]; use the op of tigon that computes it"
-            )
+            raise _missing_name(name, attribute)
 
-        public: dict[str, Any] = {"__version__": LIGER_VERSION, "__getattr__": find, "__all__": sorted(table)}
-        vars(module).update(public)
+        public = sorted(table)
+        vars(module).update(__version__=LIGER_VERSION, __getattr__=find, __all__=public, __dir__=lambda: public)
         module.__doc__ = f"Tigon under the name {name}."
 
 
@@ -63,6 +79,9 @@ class _Finder(DistributionFinder):
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         if fullname not in MODULES:
+            for prefix, advice in NOT_SERVED_MODULES.items():
+                if f"{fullname}.".startswith(f"{ROOT}.{prefix}."):
+                    raise ModuleNotFoundError(f"{fullname} is not served by Tigon: {advice}", name=fullname)
             return None
         is_package = any(name.startswith(f"{fullname}.") for name in MODULES)
         return ModuleSpec(fullname, _Loader(), origin="tigon", is_package=is_package)
@@ -127,6 +146,8 @@ def uninstall() -> None:
         return
     if (functions := sys.modules.get("tigon.integrations.liger.apply")) is not None:
         functions.restore_types()
+    if (functions := sys.modules.get("tigon.integrations.liger.megatron")) is not None:
+        functions.restore_megatron()
     sys.meta_path.remove(_finder)
     _pop_modules()
     sys.modules.update(_real_modules)

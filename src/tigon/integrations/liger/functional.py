@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tigon.integrations.liger import divergences, layers, rare
+from tigon.integrations.liger import divergences, layers, norms, rare
 from tigon.ops.head.linear_log_probs import linear_log_probs
 from tigon.ops.logits.jsd import jsd
 from tigon.ops.logits.kl_div import kl_div
@@ -27,8 +27,9 @@ __all__ = [
     "liger_fused_linear_cross_entropy", "liger_fused_linear_jsd", "liger_fused_linear_kl_div",
     "liger_fused_linear_scaled_cross_entropy_tp", "liger_fused_neighborhood_attention", "liger_geglu",
     "liger_group_norm", "liger_jsd", "liger_kl_div", "liger_layer_norm", "liger_modulated_rms_norm",
-    "liger_multi_token_attention", "liger_poly_norm", "liger_qwen2vl_mrope", "liger_relu_squared", "liger_rms_norm",
-    "liger_rope", "liger_softmax", "liger_sparsemax", "liger_swiglu", "liger_tvd",
+    "liger_multi_token_attention", "liger_multimodal_rotary_pos_emb", "liger_poly_norm", "liger_qwen2vl_mrope",
+    "liger_relu_squared", "liger_rms_norm", "liger_rope", "liger_rotary_pos_emb", "liger_rotary_pos_emb_gpt_oss",
+    "liger_rotary_pos_emb_vision", "liger_softmax", "liger_sparsemax", "liger_swiglu", "liger_tvd",
 ]  # fmt: skip
 
 
@@ -208,7 +209,7 @@ def liger_modulated_rms_norm(
     casting_mode: str = "llama", in_place: bool = True,
 ) -> Tensor:  # fmt: skip
     """Return (1 + scale) * norm(X) + shift."""
-    return rare.modulate(liger_rms_norm(X, W, eps, offset, casting_mode), scale, shift)
+    return norms.modulate(liger_rms_norm(X, W, eps, offset, casting_mode), scale, shift)
 
 
 def liger_poly_norm(X: Tensor, W: Tensor, B: Tensor, eps: float = 1e-6, in_place: bool = True) -> Tensor:
@@ -232,19 +233,58 @@ def liger_group_norm(
 # --- rotary embedding ------------------------------------------------------------------------------
 
 
+def _halve(table: Tensor, half: int, unsqueeze_dim: int) -> Tensor:
+    """Return the first `half` columns of a table of cosines or sines in the shape [B | 1, L, half].
+
+    Tables are [L, R], [B | 1, L, R], or have a dimension of size one for the heads too.
+    """
+    if table.dim() == 4:
+        table = table.squeeze(unsqueeze_dim if table.shape[unsqueeze_dim] == 1 else 1)
+    return (table[None] if table.dim() == 2 else table)[..., :half]
+
+
 def liger_rope(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None, unsqueeze_dim: int = 1,
     rotary_dim: int | None = None,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Return `tigon.rope` of q and k. `position_ids` has no effect, and `rotary_dim` is that of `cos`."""
-    if rotary_dim is not None and rotary_dim != cos.shape[-1]:
-        raise ValueError(f"liger_rope: rotary_dim must be the size of cos, {cos.shape[-1]}, got {rotary_dim}")
-    return rope(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return `tigon.rope` of q and k [B, heads, L, D], each in its dtype. `position_ids` has no effect.
+
+    The first `rotary_dim` features are rotated: as many as `cos` has columns by default. Liger reads the first half of
+    the columns, and feature i is rotated with feature i + rotary_dim // 2. A last feature without a partner is copied.
+    """
+    size, columns = q.shape[-1], cos.shape[-1]
+    if rotary_dim is None:
+        rotary_dim = min(columns, size)
+    elif rotary_dim % 2 or not 0 < rotary_dim <= min(size, 2 * columns):
+        raise ValueError(
+            f"liger_rope: rotary_dim must be even, positive and at most the head size {size} and twice the {columns} "
+            f"columns of cos, got {rotary_dim}"
+        )
+    cos, sin = (_halve(table, rotary_dim // 2, unsqueeze_dim) for table in (cos, sin))
+    q_out, k_out = rope(
+        q, k, cos, sin, unsqueeze_dim=unsqueeze_dim, table="once", dtype=torch.promote_types(q.dtype, k.dtype)
+    )
+    assert k_out is not None
+    return q_out.to(q.dtype), k_out.to(k.dtype)
+
+
+liger_rotary_pos_emb = liger_rope
+
+
+def liger_rotary_pos_emb_gpt_oss(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Return q and k with all features rotated, for tables [B, L, D / 2] that hold each frequency once."""
+    return liger_rope(q, k, cos, sin, rotary_dim=q.shape[-1])
+
+
+def liger_rotary_pos_emb_vision(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Return q and k [L, heads, D], rotated by tables [L, D] of a vision tower."""
+    q_out, k_out = liger_rope(q[None], k[None], cos, sin, unsqueeze_dim=2)
+    return q_out[0], k_out[0]
 
 
 def liger_qwen2vl_mrope(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, mrope_section: Sequence[int], unsqueeze_dim: int = 1
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor]:
     """Return q and k [B, heads, L, D] rotated by the positions of three axes, by `tigon.rope`.
 
     `cos` and `sin` [3, B, L, D] belong to time, height and width. Of the D / 2 frequencies, `mrope_section` says how
@@ -258,7 +298,10 @@ def liger_qwen2vl_mrope(
         parts = [part[axis % 3] for axis, part in enumerate(table.split(sections * 2, dim=-1))]
         return torch.cat(parts, -1)  # [B, L, D]
 
-    return rope(q, k, merge_axes(cos), merge_axes(sin), unsqueeze_dim=unsqueeze_dim)
+    return liger_rope(q, k, merge_axes(cos), merge_axes(sin), unsqueeze_dim=unsqueeze_dim)
+
+
+liger_multimodal_rotary_pos_emb = liger_qwen2vl_mrope
 
 
 # --- attention: compositions of torch --------------------------------------------------------------
@@ -279,15 +322,7 @@ def liger_fused_neighborhood_attention(
 
     The neighbourhood of a token near the ends is smaller, as in Liger. Source: arXiv:2504.16922, in one dimension.
     """
-    if kernel_size < 1 or kernel_size % 2 == 0 or dilation < 1:
-        raise ValueError(
-            "liger_fused_neighborhood_attention: kernel_size must be odd and positive, and dilation positive, got "
-            f"{kernel_size} and {dilation}"
-        )
-    positions = torch.arange(query.shape[2], device=query.device)
-    distance = (positions[:, None] - positions).abs()
-    mask = (distance <= kernel_size // 2 * dilation) & (distance % dilation == 0)
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
+    return rare.neighborhood_attention(query, key, value, kernel_size, dilation, scale)
 
 
 def liger_attn_res(V: Tensor | Sequence[Tensor], w_query: Tensor, w_norm: Tensor, eps: float = 1e-6) -> Tensor:

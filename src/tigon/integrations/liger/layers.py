@@ -26,12 +26,27 @@ class CrossEntropyOutput(NamedTuple):
     predicted_tokens: Tensor | None = None
 
 
-def to_output(result: Any) -> Any:
-    """Return a loss as it is, and a `tigon.LossOutput` as Liger's output."""
+def to_output(result: Any, dtype: torch.dtype, z_loss_dtype: torch.dtype) -> Any:
+    """Return a loss in a dtype, and a `tigon.LossOutput` as Liger's output with the loss and z-loss in both dtypes."""
     if isinstance(result, Tensor):
-        return result
+        return result.to(dtype)
     values: dict[str, Any] = {field: getattr(result, field, None) for field in CrossEntropyOutput._fields}
+    values["loss"] = result.loss.to(dtype)
+    if values["z_loss"] is not None:
+        values["z_loss"] = values["z_loss"].to(z_loss_dtype)
     return CrossEntropyOutput(**values)
+
+
+def _check_targets(target: Tensor, ignore_index: int, v: int) -> None:
+    """Raise the error that programs written for Liger expect of a target that is no class."""
+    if torch.compiler.is_compiling() or (target.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return
+    is_wrong = (target != ignore_index) & ((target < 0) | (target >= v))
+    if bool(is_wrong.any()):
+        wrong = target[is_wrong][0].item()
+        raise AssertionError(
+            f"LigerCrossEntropyLoss: target {wrong} is out of bounds; it must be {ignore_index} or in [0, {v})"
+        )
 
 
 class _Norm(nn.Module):
@@ -99,7 +114,7 @@ class _Loss(nn.Module):
 
 
 class LigerCrossEntropyLoss(_Loss):
-    """`tigon.cross_entropy` of logits [T, V] and targets [T]."""
+    """`tigon.cross_entropy` of logits [T, V] and targets [T], rounded to the dtype of the logits."""
 
     def __init__(
         self, weight: Tensor | None = None, ignore_index: int = -100, lse_square_scale: float = 0.0,
@@ -113,8 +128,15 @@ class LigerCrossEntropyLoss(_Loss):
         self.weight = weight
 
     def forward(self, _input: Tensor, target: Tensor) -> Any:
-        """Return the loss, or a `CrossEntropyOutput` if more was requested."""
-        return to_output(cross_entropy(_input, target, self.weight, **self.options))
+        """Return the loss, or a `CrossEntropyOutput` if more was requested.
+
+        Raises:
+            AssertionError: A target is neither a class nor `ignore_index`. As in Liger, the check waits for the device.
+                Inside a CUDA graph and in compiled code there is none, and the loss of that target is NaN.
+        """
+        result = cross_entropy(_input, target, self.weight, **self.options)
+        _check_targets(target, self.options["ignore_index"], _input.shape[-1])
+        return to_output(result, _input.dtype, _input.dtype)
 
 
 class LigerFusedLinearCrossEntropyLoss(_Loss):
@@ -138,4 +160,5 @@ class LigerFusedLinearCrossEntropyLoss(_Loss):
         result = linear_cross_entropy(
             _input, lin_weight, target, linear_bias=bias, weight=self.ce_weight, **self.options
         )
-        return to_output(result)
+        # Liger sums this loss in fp32, and its z-loss in the dtype of the hidden states.
+        return to_output(result, torch.float32, _input.dtype)

@@ -5,15 +5,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tigon.ops.experts.moe_mlp import moe_mlp
 from tigon.ops.mlps.glu import geglu, swiglu
 from tigon.ops.mlps.relu2 import relu2
 from tigon.ops.norms.layer_norm import layer_norm
-from tigon.ops.rotary.rope import rope
 
 __all__ = [
-    "LigerBlockSparseTop2MLP", "LigerDyT", "LigerFalconH1MLP", "LigerFalconH1SwiGLUMLP", "LigerGEGLUMLP",
-    "LigerLayerNorm", "LigerMLP", "LigerPhi3SwiGLUMLP", "LigerQwen3MoeSwiGLUMLP", "LigerReLUSquared",
-    "LigerSwiGLUMLP", "liger_rotary_pos_emb",
+    "LigerBlockSparseTop2MLP", "LigerDyT", "LigerExperts", "LigerFalconH1MLP", "LigerFalconH1SwiGLUMLP",
+    "LigerGEGLUMLP", "LigerGEGLUMLPForGemma4", "LigerHunyuanV1SwiGLUMLP", "LigerLayerNorm", "LigerMLP",
+    "LigerPhi3SwiGLUMLP", "LigerQwen3MoeSwiGLUMLP", "LigerReLUSquared", "LigerSwiGLUMLP",
 ]  # fmt: skip
 
 
@@ -59,6 +59,25 @@ class LigerQwen3MoeSwiGLUMLP(LigerSwiGLUMLP):
 
 class LigerMLP(LigerSwiGLUMLP):
     """The gated MLP, whose linear layers are called as modules."""
+
+
+class LigerHunyuanV1SwiGLUMLP(LigerSwiGLUMLP):
+    """The gated MLP of Hunyuan. Its further arguments change nothing."""
+
+    def __init__(self, config: Any, layer_idx: int | None = None, is_shared_mlp: bool = False) -> None:
+        super().__init__(config)
+        self.layer_idx = layer_idx
+
+
+class LigerGEGLUMLPForGemma4(LigerGEGLUMLP):
+    """The gated MLP of Gemma 4, which may be twice as wide in the layers that share keys and values."""
+
+    def __init__(self, config: Any, layer_idx: int | None = None) -> None:
+        shared = getattr(config, "num_kv_shared_layers", 0)
+        first_shared = getattr(config, "num_hidden_layers", 0) - shared
+        is_wide = getattr(config, "use_double_wide_mlp", False) and shared > 0
+        factor = 2 if is_wide and layer_idx is not None and layer_idx >= first_shared else 1
+        super().__init__(config, factor * config.intermediate_size)
 
 
 class LigerFalconH1SwiGLUMLP(LigerSwiGLUMLP):
@@ -114,6 +133,26 @@ class LigerBlockSparseTop2MLP(nn.Module):
         return down
 
 
+class LigerExperts(nn.Module):
+    """The experts of a sparse MLP on `tigon.moe_mlp`, with `gate_up_proj` [E, 2 I, H] and `down_proj` [E, H, I]."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        _check_silu(self, config)
+        names = ("num_experts", "num_local_experts", "n_routed_experts")
+        self.num_experts = next(getattr(config, name) for name in names if hasattr(config, name))
+        self.hidden_dim = config.hidden_size
+        self.intermediate_dim = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
+        self.gate_up_proj = nn.Parameter(torch.empty(self.num_experts, 2 * self.intermediate_dim, self.hidden_dim))
+        self.down_proj = nn.Parameter(torch.empty(self.num_experts, self.hidden_dim, self.intermediate_dim))
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Return the weighted sum of K experts for each token of x [..., H]. Indices and weights are [..., K]."""
+        rows = (x.reshape(-1, x.shape[-1]) for x in (top_k_index, top_k_weights))
+        y = moe_mlp(hidden_states.reshape(-1, self.hidden_dim), self.gate_up_proj, self.down_proj, *rows)
+        return y.view(hidden_states.shape)
+
+
 class LigerReLUSquared(nn.Module):
     """`relu(x)^2` on `tigon.relu2`."""
 
@@ -155,16 +194,3 @@ class LigerDyT(nn.Module):
         """Return the scaled tanh of x [..., H]."""
         y = self.gamma * torch.tanh(self.alpha * x)
         return y if self.beta is None else y + self.beta
-
-
-def liger_rotary_pos_emb(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None, unsqueeze_dim: int = 1,
-    rotary_dim: int | None = None,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Return `tigon.rope` of q and k [B, heads, T, D]. `position_ids` has no effect.
-
-    The number of rotated features is the size of `cos`, and `rotary_dim` must be None or that size.
-    """
-    if rotary_dim is not None and rotary_dim != cos.shape[-1]:
-        raise ValueError(f"liger_rotary_pos_emb: rotary_dim must be the size of cos, {cos.shape[-1]}, got {rotary_dim}")
-    return rope(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)

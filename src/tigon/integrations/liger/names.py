@@ -2,7 +2,7 @@
 
 from tigon.integrations.liger.apply import APPLY
 
-__all__ = ["LIGER_VERSION", "MODULES", "NOT_SERVED"]
+__all__ = ["FURTHER_TRANSFORMERS", "LIGER_VERSION", "MODULES", "NOT_SERVED", "NOT_SERVED_MODULES"]
 
 LIGER_VERSION = "0.8.5"
 
@@ -17,6 +17,10 @@ _LAYERS = {
         "LigerCrossEntropyLoss", "LigerFusedAddRMSNorm", "LigerFusedLinearCrossEntropyLoss", "LigerRMSNorm",
     )
 }  # fmt: skip
+_NORMS = {
+    name: f"{_HERE}.norms:{name}"
+    for name in ("LigerModulatedRMSNorm", "LigerRMSNormForMuseGlimmer", "LigerRMSNormForMuseGlimmerTextCentered")
+}
 _CHUNKED = {
     name: f"{_HERE}.losses:{name}"
     for name in (
@@ -35,8 +39,7 @@ _DIVERGENCES = {
 _RARE = {
     name: f"{_HERE}.rare:{name}"
     for name in (
-        "LigerModulatedRMSNorm", "LigerMultiTokenAttention", "LigerPolyNorm", "LigerRMSNormForMuseGlimmer",
-        "LigerRMSNormForMuseGlimmerTextCentered", "LigerSparsemax", "LigerSwiGLUMLPForMuseGlimmer",
+        "LigerMultiTokenAttention", "LigerPolyNorm", "LigerSparsemax", "LigerSwiGLUMLPForMuseGlimmer",
         "LigerTiledGEGLUMLP", "LigerTiledSwiGLUMLP", "is_transformers_available", "liger_llama4_text_rotary_pos_emb",
         "liger_llama4_vision_rotary_pos_emb",
     )
@@ -51,7 +54,7 @@ _FUNCTIONAL = {
         "liger_multi_token_attention", "liger_poly_norm", "liger_qwen2vl_mrope", "liger_relu_squared",
         "liger_rms_norm", "liger_rope", "liger_softmax", "liger_sparsemax", "liger_swiglu", "liger_tvd",
     )
-}  # fmt: skip
+} | {"CrossEntropyOutput": f"{_HERE}.layers:CrossEntropyOutput"}  # fmt: skip
 _DISPATCHED = {
     name: f"{_HERE}.dispatched:{name}"
     for name in (
@@ -64,19 +67,23 @@ _OPS_MODULES = {
     "attn_res": "LigerAttnResFunction",
     "cross_entropy": "LigerCrossEntropyFunction",
     "dyt": "LigerDyTFunction",
+    "experimental.embedding": "LigerEmbeddingFunction",
     "fused_add_rms_norm": "LigerFusedAddRMSNormFunction",
+    "fused_ce_tvd": "LigerFusedCETVDFunction",
     "fused_linear_cross_entropy": "LigerFusedLinearCrossEntropyFunction",
     "fused_linear_jsd": "LigerFusedLinearJSDFunction",
     "fused_linear_kl_div": "LigerFusedLinearKLDivFunction",
     "fused_linear_scaled_cross_entropy": (
         "LigerFusedLinearScaledCrossEntropyFunction LigerFusedLinearScaledCrossEntropyTPFunction"
     ),
+    "fused_moe": "LigerFusedMoEFunction",
     "fused_neighborhood_attention": "LigerFusedNeighborhoodAttentionFunction",
     "geglu": "LigerGELUMulFunction",
     "group_norm": "LigerGroupNormFunction",
     "jsd": "LigerJSDFunction",
     "kl_div": "LigerKLDivLossFunction",
     "layer_norm": "LigerLayerNormFunction",
+    "llama4_rope": "LigerLlama4RopeFunction",
     "modulated_rms_norm": "LigerModulatedRMSNormFunction",
     "multi_token_attention": "LigerMultiTokenAttentionFunction",
     "poly_norm": "LigerPolyNormFunction",
@@ -86,7 +93,7 @@ _OPS_MODULES = {
     "rope": "LigerRopeFunction",
     "softmax": "LigerSoftmaxFunction",
     "sparsemax": "LigerSparsemaxFunction",
-    "swiglu": "LigerSiLUMulFunction",
+    "swiglu": "LigerFusedGateUpSiLUMulFunction LigerSiLUMulFunction",
     "tvd": "LigerTVDLossFunction",
     "vocab_parallel_cross_entropy": "LigerVocabParallelCEFunction",
 }
@@ -98,8 +105,8 @@ _OPS = {name: source for table in _OPS_BY_MODULE.values() for name, source in ta
 _UTILS = {
     name: f"{_HERE}.devices:{name}"
     for name in (
-        "get_total_gpu_memory", "infer_comm_backend", "infer_device", "is_npu_available", "is_peft_available",
-        "transformers_version_dispatch",
+        "get_total_gpu_memory", "infer_comm_backend", "infer_device", "infer_device_arch", "is_npu_available",
+        "is_peft_available", "transformers_version_dispatch",
     )
 }  # fmt: skip
 _DIRECT = {
@@ -109,12 +116,41 @@ _DIRECT = {
 _MLPS = {
     name: f"{_HERE}.mlps:{name}"
     for name in (
-        "LigerBlockSparseTop2MLP", "LigerDyT", "LigerFalconH1MLP", "LigerFalconH1SwiGLUMLP", "LigerGEGLUMLP",
-        "LigerLayerNorm", "LigerMLP", "LigerPhi3SwiGLUMLP", "LigerQwen3MoeSwiGLUMLP", "LigerReLUSquared",
-        "LigerSwiGLUMLP", "liger_rotary_pos_emb",
+        "LigerBlockSparseTop2MLP", "LigerDyT", "LigerExperts", "LigerFalconH1MLP", "LigerFalconH1SwiGLUMLP",
+        "LigerGEGLUMLP", "LigerLayerNorm", "LigerMLP", "LigerPhi3SwiGLUMLP", "LigerQwen3MoeSwiGLUMLP",
+        "LigerReLUSquared", "LigerSwiGLUMLP",
+    )
+} | {"liger_rotary_pos_emb": f"{_HERE}.functional:liger_rotary_pos_emb"}  # fmt: skip
+_TRANSFORMERS = _PATCHING | _LAYERS | _NORMS | _MLPS | _DIVERGENCES | _RARE | _DIRECT
+# Names that Liger defines in a module of `liger_kernel.transformers` but does not export from the package.
+FURTHER_TRANSFORMERS = {
+    name: f"{_HERE}.{module}:{name}"
+    for module, names in {
+        "apply": "MODEL_TYPE_TO_APPLY_LIGER_FN",
+        "functional": "liger_multimodal_rotary_pos_emb liger_rotary_pos_emb_gpt_oss liger_rotary_pos_emb_vision",
+        "mlps": "LigerGEGLUMLPForGemma4 LigerHunyuanV1SwiGLUMLP",
+        "norms": (
+            "LigerGroupNorm LigerRMSNormForGemma LigerRMSNormForGemma2 LigerRMSNormForGemma3 LigerRMSNormForGemma4 "
+            "LigerRMSNormForGlm4 LigerRMSNormForOlmo2 LigerRMSNormForQwen3Next"
+        ),
+        "rare": "LigerFusedNeighborhoodAttention LigerFusedNeighborhoodAttentionLayer",
+    }.items()
+    for name in names.split()
+} | {"LigerEmbedding": "torch.nn:Embedding", "CrossEntropyOutput": f"{_HERE}.layers:CrossEntropyOutput"}
+# Liger spreads its classes over these modules. Each of them serves the names of all.
+_TRANSFORMERS_MODULES = (
+    "auto_model cross_entropy dyt experimental experimental.embedding fused_add_rms_norm fused_ce_tvd "
+    "fused_linear_cross_entropy fused_linear_jsd fused_linear_kl_div fused_neighborhood_attention geglu group_norm jsd "
+    "kl_div layer_norm llama4_rope mlp modulated_rms_norm monkey_patch multi_token_attention poly_norm qwen2vl_mrope "
+    "relu_squared rms_norm rope softmax sparsemax swiglu tiled_mlp trainer_integration tvd "
+    "vocab_parallel_cross_entropy"
+)
+_MEGATRON = {
+    name: f"{_HERE}.megatron:{name}"
+    for name in (
+        "LigerMegatronCrossEntropy", "LigerMegatronRMSNorm", "LigerMegatronSwiGLU", "apply_liger_kernel_to_megatron",
     )
 }  # fmt: skip
-_TRANSFORMERS = _PATCHING | _LAYERS | _MLPS | _DIVERGENCES | _RARE | _DIRECT
 
 # Module names of `liger_kernel` and the names that each of them serves.
 MODULES: dict[str, dict[str, str]] = {
@@ -122,25 +158,18 @@ MODULES: dict[str, dict[str, str]] = {
     "liger_kernel.functional": _DISPATCHED,
     "liger_kernel.utils": _UTILS,
     "liger_kernel.ops": _OPS,
+    "liger_kernel.ops.experimental": {},
+    "liger_kernel.ops.mlp": {},
+    "liger_kernel.ops.tiled_mlp": {},
     **{f"liger_kernel.ops.{module}": table for module, table in _OPS_BY_MODULE.items()},
     "liger_kernel.transformers": _TRANSFORMERS,
     "liger_kernel.transformers.functional": _FUNCTIONAL,
-    "liger_kernel.transformers.monkey_patch": _PATCHING,
-    "liger_kernel.transformers.auto_model": _PATCHING,
-    "liger_kernel.transformers.cross_entropy": _LAYERS,
-    "liger_kernel.transformers.fused_linear_cross_entropy": _LAYERS,
-    "liger_kernel.transformers.rms_norm": _LAYERS,
-    "liger_kernel.transformers.swiglu": _MLPS,
-    "liger_kernel.transformers.geglu": _MLPS,
-    "liger_kernel.transformers.layer_norm": _MLPS,
-    "liger_kernel.transformers.rope": _MLPS,
-    "liger_kernel.transformers.llama4_rope": _RARE,
-    "liger_kernel.transformers.jsd": _DIVERGENCES,
-    "liger_kernel.transformers.kl_div": _DIVERGENCES,
-    "liger_kernel.transformers.tvd": _DIVERGENCES,
-    "liger_kernel.transformers.fused_linear_jsd": _DIVERGENCES,
-    "liger_kernel.transformers.fused_linear_kl_div": _DIVERGENCES,
-    "liger_kernel.transformers.tiled_mlp": _RARE,
+    **{
+        f"liger_kernel.transformers.{module}": _TRANSFORMERS | FURTHER_TRANSFORMERS | _OPS
+        for module in _TRANSFORMERS_MODULES.split()
+    },
+    "liger_kernel.megatron": _MEGATRON,
+    **{f"liger_kernel.megatron.{name}": _MEGATRON for name in ("cross_entropy", "monkey_patch", "rms_norm", "swiglu")},
     "liger_kernel.chunked_loss": _CHUNKED | _POLICY,
     "liger_kernel.chunked_loss.cosine_similarity_loss": _CHUNKED,
     "liger_kernel.chunked_loss.cpo_loss": _CHUNKED,
@@ -164,14 +193,27 @@ NOT_SERVED = dict.fromkeys(
     _NO_MHC,
 ) | {
     "GrpoLossFunction": "use LigerFusedLinearGRPOLoss of liger_kernel.chunked_loss, or tigon.losses",
-    "LigerEmbeddingFunction": "use torch.nn.functional.embedding",
-    "LigerExperts": "use tigon.patch(model), which replaces the experts, or tigon.moe_mlp",
-    "LigerFusedCETVDFunction": "use LigerFusedCETVDLoss of liger_kernel.transformers",
-    "LigerFusedGateUpSiLUMulFunction": "use tigon.swiglu(y), which takes gate and up packed in one tensor",
-    "LigerFusedMoEFunction": "use tigon.moe_mlp",
-    "LigerLlama4RopeFunction": "use liger_llama4_text_rotary_pos_emb of liger_kernel.transformers",
     "LigerMLPFunction": "use LigerMLP of liger_kernel.transformers, or tigon.swiglu between the linears",
     "LigerTiledMLPFunction": "use LigerTiledSwiGLUMLP or LigerTiledGEGLUMLP of liger_kernel.transformers",
     "apply_tiled_mlp": "use LigerTiledSwiGLUMLP or LigerTiledGEGLUMLP of liger_kernel.transformers",
-    "infer_device_arch": "use torch.cuda.get_device_capability()",
+}  # fmt: skip
+
+# Modules whose import fails, and what to use in their place.
+_ONE_BACKEND = "use liger_kernel.functional, whose ops run on Tigon's kernels without a choice of back ends"
+NOT_SERVED_MODULES = dict.fromkeys(
+    ("backends", "ops.backends", "ops.cute", "ops.cutedsl", "ops.cutile", "transformers.moe"), _ONE_BACKEND
+) | {
+    "env_report": "use `tigon env`",
+    "ops.experimental.mm_int8int2": "use torch.matmul; Tigon has no product of int8 and int2",
+    "ops.mhc": _NO_MHC,
+    **dict.fromkeys(
+        ("ops._nvidia_shared", "ops.configure", "ops.fused_moe_kernels", "ops.utils"),
+        "use the ops of tigon; Tigon has no kernels under this name",
+    ),
+    "testing": "use tigon.testing",
+    "transformers.fsdp": "use tigon.patch(model), which works with FSDP",
+    "transformers.mhc": _NO_MHC,
+    "transformers.model": "use tigon.patch(model), which needs no forward of its own for each type",
+    "transformers.trainer": "use trl's ORPOTrainer on a model that tigon.patch has patched",
+    "triton": "use tigon; Tigon does not change triton",
 }  # fmt: skip

@@ -5,9 +5,12 @@ import sys
 from pathlib import Path
 
 from tigon.integrations.liger.apply import PARAMETERS
-from tigon.integrations.liger.names import LIGER_VERSION, MODULES, NOT_SERVED
+from tigon.integrations.liger.names import FURTHER_TRANSFORMERS, LIGER_VERSION, MODULES, NOT_SERVED, NOT_SERVED_MODULES
 
 __all__ = ["page"]
+
+# The counts of one run on a GPU: tests that pass, that fail, that need a name which is not served, that are skipped.
+LIGER_TESTS = "NOT YET MEASURED: fill in the counts and the reasons of the failures."
 
 INTRODUCTION = f"""# From Liger Kernel to Tigon, name by name
 
@@ -32,6 +35,11 @@ modules are public names of `tigon`.
 
 - Names, order and defaults of parameters are Liger's. Results are Tigon's, whose accuracy the tests compare with eager
   torch, so they differ from Liger's by rounding.
+- Results have Liger's dtypes. A cross entropy and its z-loss have the dtype of the logits, `LigerModulatedRMSNorm` and
+  rotated queries and keys that of their input, and the loss of a head is in fp32. `tigon.cross_entropy` returns fp32.
+- `LigerCrossEntropyLoss` raises an AssertionError for a target that is no class, as Liger does, and waits for the
+  device to find it. Every other loss is NaN for such a target and does not wait. Liger's loss of sharded logits is
+  finite there.
 - `impl`, `mode`, `backend`, `row_mode`, `compiled`, `chunk_size`, `chunk_mem_const`, `tiles_per_reduce`,
   `m_tiles_per_cluster` and `eps` of divergences have no effect, because they choose among Liger's kernels or chunks.
 - `in_place` has no effect. An op never overwrites an input of the caller.
@@ -39,11 +47,20 @@ modules are public names of `tigon`.
   option switches off stays as transformers has it.
 - `cross_entropy=True` without the fused loss keeps the loss of transformers, because the caller then expects logits.
 - Average log-probabilities of a sequence without tokens are zero, where Liger's are NaN.
-- `rotary_dim` must be the size of `cos`, and the sizes of `mrope_section` must add up to half of the head dimension.
+- Tables of `liger_rotary_pos_emb` are [L, R], [1 | B, L, R] or [1 | B, 1, L, R], and only the first half of their
+  columns is read. A last feature without a partner is copied.
+- The sizes of `mrope_section` must add up to half of the head dimension.
 - Smoothing with `label_smoothing_mode="partition"` on several ranks is refused, because each rank would have another
   loss.
 - Classes of `liger_kernel.ops` have `apply` only. Functions of single kernels, such as `rms_norm_forward`, are not
   served.
+- A module below `liger_kernel.transformers` serves the names of all of them. An object that a program puts in place of
+  a served name is not used by the other names, except `LigerMegatronCrossEntropy`.
+- `apply_liger_kernel_to_megatron` is undone by `tigon.integrations.liger.uninstall()`.
+
+## Liger's own tests
+
+The tests of Liger Kernel {LIGER_VERSION} import `liger_kernel` and run through the alias. {LIGER_TESTS}
 """
 
 
@@ -78,13 +95,18 @@ def page() -> str:
     """Return the text of docs/liger.md."""
     lines = [INTRODUCTION, f"## apply_liger_kernel_to_&lt;type&gt;: {len(PARAMETERS)} functions", ""]
     lines += ["A parameter is True by default unless the table says False.", "", *_apply_table(), ""]
-    for module in ("transformers", "chunked_loss", "transformers.functional", "functional", "ops", "utils"):
+    for module in ("transformers", "chunked_loss", "transformers.functional", "functional", "ops", "megatron", "utils"):
         table = MODULES[f"liger_kernel.{module}"]
         names = {name: source for name, source in table.items() if not name.startswith("apply_liger_kernel_to_")}
         lines += [f"## liger_kernel.{module}: {len(names)} names", "", *_table(names), ""]
+    lines += [f"## Modules of liger_kernel.transformers: {len(FURTHER_TRANSFORMERS)} further names", ""]
+    lines += [*_table(FURTHER_TRANSFORMERS), ""]
     lines += ["## Names that are not served", "", "The error of each name says what to use.", ""]
     lines += ["| name | what to use |", "|---|---|"]
-    lines += [f"| `{name}` | {advice[0].upper()}{advice[1:]}. |" for name, advice in sorted(NOT_SERVED.items())]
+    modules = {f"liger_kernel.{name}": advice for name, advice in NOT_SERVED_MODULES.items()}
+    lines += [
+        f"| `{name}` | {advice[0].upper()}{advice[1:]}. |" for name, advice in sorted((NOT_SERVED | modules).items())
+    ]
     return "\n".join(lines) + "\n"
 
 

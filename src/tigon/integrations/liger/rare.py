@@ -13,14 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tigon.integrations.liger.layers import LigerRMSNorm
 from tigon.integrations.liger.mlps import LigerGEGLUMLP, LigerSwiGLUMLP
 
 __all__ = [
-    "LigerModulatedRMSNorm", "LigerMultiTokenAttention", "LigerPolyNorm", "LigerRMSNormForMuseGlimmer",
-    "LigerRMSNormForMuseGlimmerTextCentered", "LigerSparsemax", "LigerSwiGLUMLPForMuseGlimmer", "LigerTiledGEGLUMLP",
-    "LigerTiledSwiGLUMLP", "is_transformers_available", "liger_llama4_text_rotary_pos_emb",
-    "liger_llama4_vision_rotary_pos_emb", "modulate", "poly_norm",
+    "LigerFusedNeighborhoodAttention", "LigerFusedNeighborhoodAttentionLayer", "LigerMultiTokenAttention",
+    "LigerPolyNorm", "LigerSparsemax", "LigerSwiGLUMLPForMuseGlimmer", "LigerTiledGEGLUMLP", "LigerTiledSwiGLUMLP",
+    "is_transformers_available", "liger_llama4_text_rotary_pos_emb", "liger_llama4_vision_rotary_pos_emb",
+    "neighborhood_attention", "poly_norm",
 ]  # fmt: skip
 
 
@@ -30,38 +29,6 @@ def is_transformers_available() -> bool:
 
 
 # --- norms -----------------------------------------------------------------------------------------
-
-
-class LigerModulatedRMSNorm(LigerRMSNorm):
-    """(1 + scale) * norm(x) + shift, as in diffusion transformers (Peebles and Xie, arXiv:2212.09748)."""
-
-    def __init__(
-        self, hidden_size: int, eps: float = 1e-6, offset: float = 0.0, casting_mode: str = "llama",
-        init_fn: str = "ones", in_place: bool = True, elementwise_affine: bool = True,
-    ) -> None:  # fmt: skip
-        super().__init__(
-            hidden_size, eps, offset, casting_mode, init_fn, in_place, elementwise_affine=elementwise_affine
-        )
-
-    def forward(self, hidden_states: Tensor, scale: Tensor, shift: Tensor | None = None) -> Tensor:  # type: ignore[override]
-        """Return the modulated norm. `scale` and `shift` are [H], one row for each sequence [B, H], or [..., H]."""
-        return modulate(super().forward(hidden_states), scale, shift)
-
-
-def modulate(y: Tensor, scale: Tensor, shift: Tensor | None) -> Tensor:
-    """Return (1 + scale) * y + shift."""
-    y = y * (1 + _broadcast("scale", scale, y))
-    return y if shift is None else y + _broadcast("shift", shift, y)
-
-
-def _broadcast(name: str, value: Tensor, like: Tensor) -> Tensor:
-    """Return `value` in a shape that broadcasts to `like`: each of its rows serves as many adjacent rows as needed."""
-    rows, width = like.numel() // like.shape[-1], like.shape[-1]
-    count = value.numel() // width
-    if value.shape[-1] != width or count == 0 or rows % count:
-        shapes = f"{tuple(value.shape)} and {tuple(like.shape)}"
-        raise ValueError(f"LigerModulatedRMSNorm: {name} must have a divisor of the rows of x, got {shapes}")
-    return value.reshape(count, 1, width).expand(count, rows // count, width).reshape(like.shape)
 
 
 class LigerPolyNorm(nn.Module):
@@ -84,29 +51,6 @@ def poly_norm(x: Tensor, weights: Tensor, bias: Tensor, eps: float) -> Tensor:
     normalise = lambda u: u * torch.rsqrt(u.square().mean(-1, keepdim=True) + eps)
     total = weights[0] * normalise(z**3) + weights[1] * normalise(z**2) + weights[2] * normalise(z)
     return (total + bias.float()).to(x.dtype)
-
-
-class LigerRMSNormForMuseGlimmer(LigerRMSNorm):
-    """The norm of Muse Glimmer, which may have no weight."""
-
-    def __init__(
-        self, dim: int | None = None, eps: float = 1e-6, offset: float = 0.0, casting_mode: str = "gemma",
-        init_fn: str = "ones", in_place: bool = False, with_scale: bool = True,
-    ) -> None:  # fmt: skip
-        if dim is None and with_scale:
-            raise ValueError(f"{type(self).__name__}: dim must be the number of features if with_scale is True")
-        super().__init__(dim or 1, eps, offset, casting_mode, init_fn, in_place, elementwise_affine=with_scale)
-        self.with_scale = with_scale
-
-
-class LigerRMSNormForMuseGlimmerTextCentered(LigerRMSNorm):
-    """The norm of Muse Glimmer whose weight is an offset from one."""
-
-    def __init__(
-        self, hidden_size: int, eps: float = 1e-6, offset: float = 1.0, casting_mode: str = "gemma",
-        init_fn: str = "zeros", in_place: bool = False, row_mode: bool | None = None,
-    ) -> None:  # fmt: skip
-        super().__init__(hidden_size, eps, offset, casting_mode, init_fn, in_place, row_mode)
 
 
 # --- attention -------------------------------------------------------------------------------------
@@ -164,6 +108,78 @@ def multi_token_attention(
     mixed = F.conv2d(weights, weight, bias, stride, padding, dilation, groups)
     later = torch.ones(mixed.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
     return mixed.masked_fill(later, 0.0)
+
+
+def neighborhood_attention(
+    query: Tensor, key: Tensor, value: Tensor, kernel_size: int, dilation: int, scale: float | None
+) -> Tensor:
+    """Return attention [B, heads, L, D] to the kernel_size // 2 tokens on each side at multiples of the dilation."""
+    if kernel_size < 1 or kernel_size % 2 == 0 or dilation < 1:
+        raise ValueError(
+            "liger_fused_neighborhood_attention: kernel_size must be odd and positive, and dilation positive, got "
+            f"{kernel_size} and {dilation}"
+        )
+    positions = torch.arange(query.shape[2], device=query.device)
+    distance = (positions[:, None] - positions).abs()
+    mask = (distance <= kernel_size // 2 * dilation) & (distance % dilation == 0)
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
+
+
+class LigerFusedNeighborhoodAttention(nn.Module):
+    """Attention of each token to its neighbours, with projections of queries, keys, values and the result."""
+
+    def __init__(
+        self, hidden_size: int, num_heads: int, kernel_size: int = 7, dilation: int = 1, bias: bool = True,
+        dropout: float = 0.0, scale: float | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        name = type(self).__name__
+        if hidden_size % num_heads:
+            raise ValueError(f"{name}: hidden_size must be divisible by num_heads {num_heads}, got {hidden_size}")
+        if kernel_size <= 0:
+            raise ValueError(f"{name}: kernel_size must be positive, got {kernel_size}")
+        if kernel_size % 2 == 0:
+            raise ValueError(f"{name}: kernel_size must be odd, got {kernel_size}")
+        if dilation < 1:
+            raise ValueError(f"{name}: dilation must be positive, got {dilation}")
+        self.hidden_size, self.num_heads, self.head_dim = hidden_size, num_heads, hidden_size // num_heads
+        self.kernel_size, self.dilation, self.dropout_p = kernel_size, dilation, dropout
+        self.scale = 1.0 / math.sqrt(self.head_dim) if scale is None else scale
+        self.q_proj = nn.Linear(hidden_size, hidden_size, bias=bias)
+        self.k_proj = nn.Linear(hidden_size, hidden_size, bias=bias)
+        self.v_proj = nn.Linear(hidden_size, hidden_size, bias=bias)
+        self.out_proj = nn.Linear(hidden_size, hidden_size, bias=bias)
+        self.dropout = nn.Dropout(dropout) if dropout > 0.0 else None
+
+    def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        """Return the attention of x [B, L, H]. A mask is refused, as in Liger."""
+        if attention_mask is not None:
+            raise NotImplementedError(f"{type(self).__name__}: attention_mask must be None")
+        split = lambda x: x.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
+        q, k, v = (split(linear(hidden_states)) for linear in (self.q_proj, self.k_proj, self.v_proj))
+        y = neighborhood_attention(q, k, v, self.kernel_size, self.dilation, self.scale).transpose(1, 2).flatten(2)
+        result: Tensor = self.out_proj(y if self.dropout is None else self.dropout(y))
+        return result
+
+
+class LigerFusedNeighborhoodAttentionLayer(nn.Module):
+    """A layer norm, `LigerFusedNeighborhoodAttention` and the residual connection around both."""
+
+    def __init__(
+        self, hidden_size: int, num_heads: int, kernel_size: int = 7, dilation: int = 1, bias: bool = True,
+        dropout: float = 0.0, layer_norm_eps: float = 1e-5, scale: float | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.attention = LigerFusedNeighborhoodAttention(
+            hidden_size, num_heads, kernel_size, dilation, bias, dropout, scale
+        )
+        self.layer_norm = nn.LayerNorm(hidden_size, eps=layer_norm_eps)
+        self.dropout = nn.Dropout(dropout) if dropout > 0.0 else None
+
+    def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        """Return x + attention(layer_norm(x)) for x [B, L, H]."""
+        y = self.attention(self.layer_norm(hidden_states), attention_mask)
+        return hidden_states + (y if self.dropout is None else self.dropout(y))
 
 
 def liger_llama4_text_rotary_pos_emb(xq: Tensor, xk: Tensor, freqs_cis: Tensor) -> tuple[Tensor, Tensor]:
