@@ -48,6 +48,20 @@ def _one_thread(one_thread):
     pass
 
 
+@pytest.fixture
+def fresh_accelerate():
+    """Reset the state of accelerate, which belongs to the process."""
+    accelerate = pytest.importorskip("accelerate")
+
+    def reset() -> None:
+        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+        accelerate.state.GradientState._reset_state()
+
+    reset()
+    yield
+    reset()
+
+
 # The settings of every other type have a meaning for the patch. It treats Mistral like Llama, and Gemma like Gemma 2
 # without soft caps; test_all_types.py trains both.
 @pytest.fixture(params=[name for name in CONFIGS if name not in ("mistral", "gemma")])

@@ -10,13 +10,8 @@ accelerate = pytest.importorskip("accelerate")
 
 
 @pytest.fixture(autouse=True)
-def _fresh_state():
-    """Reset the state of accelerate, which belongs to the process."""
-    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
-    accelerate.state.GradientState._reset_state()
-    yield
-    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
-    accelerate.state.GradientState._reset_state()
+def _fresh_state(fresh_accelerate):
+    pass
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from torch import nn
 from tigon.recognition.replacement import foreign_forward
 from tigon.runtime.engines import (
     HOOK_ORIGINS,
+    ORIGINAL_FORWARD,
     WRAPPED_FORWARD,
     WRAPPER_ATTRIBUTES,
     forward_slot,
@@ -102,14 +103,17 @@ def test_the_hook_of_neftune_is_known_to_change_values():
 
 def test_accelerate_sets_the_known_attributes():
     hooks = pytest.importorskip("accelerate.hooks")
+    accelerate = pytest.importorskip("accelerate")
     layer = nn.Linear(4, 4)
     before = vars(layer).keys() | {"forward"}
     assert forward_slot(layer) == "forward"
     forward = layer.forward
     hooks.add_hook_to_module(layer, hooks.ModelHook())
-    assert vars(layer).keys() - before == set(WRAPPER_ATTRIBUTES)
+    assert vars(layer).keys() - before == set(WRAPPER_ATTRIBUTES) - {ORIGINAL_FORWARD}
     assert forward_slot(layer) == WRAPPED_FORWARD
     assert getattr(layer, forward_slot(layer)) == forward
+    accelerate.Accelerator(mixed_precision="bf16", cpu=True).prepare(layer)
+    assert vars(layer).keys() - before == {*WRAPPER_ATTRIBUTES, "_is_accelerate_prepared"}
 
 
 def test_a_wrapper_with_other_attributes_counts_as_a_replaced_forward(monkeypatch):

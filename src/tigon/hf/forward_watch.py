@@ -7,7 +7,6 @@ patched model checks at each call in training that the patched forward of its mo
 the model.
 """
 
-import functools
 import warnings
 import weakref
 from collections.abc import Callable
@@ -17,7 +16,14 @@ import torch
 from torch import nn
 
 from tigon.hf.positions import NumberingForward
-from tigon.recognition.replacement import Replacement, exchange, find_replacement, foreign_forward, install
+from tigon.recognition.replacement import (
+    Replacement,
+    exchange,
+    find_replacement,
+    foreign_forward,
+    install,
+    wrapped_functions,
+)
 from tigon.runtime.stock import written_in
 
 __all__ = ["describe_bypass", "watch_forward"]
@@ -27,18 +33,6 @@ class ForwardState(Protocol):
     """The part of `FusedLoss` that shows whether the patched forward of the model is running in this thread."""
 
     is_running: bool
-
-
-def _leads_to_replacement(function: Any) -> bool:
-    """Return whether a forward is a replacement or wraps one. accelerate wraps and binds forwards."""
-    for _ in range(8):
-        if isinstance(function, Replacement) or hasattr(function, "is_replacement"):
-            return True
-        if isinstance(function, functools.partial):
-            function = function.func
-        else:
-            function = getattr(function, "__wrapped__", None) or getattr(function, "__func__", None)
-    return False
 
 
 def describe_bypass(what: str, model: nn.Module, origin: str) -> str:
@@ -99,7 +93,8 @@ class WatchedBody:
         is_running = self.state is not None and self.state.is_running
         if isinstance(forward, Replacement) or is_running:
             return
-        if find_replacement(model) is not None or _leads_to_replacement(forward):
+        # The attribute marks a forward of Tigon's integration of TRL, and wrappers that accelerate puts around it.
+        if find_replacement(model) is not None or any(hasattr(f, "is_replacement") for f in wrapped_functions(forward)):
             return
         self.model = None
         message = describe_bypass("the forward", model, "" if forward is None else written_in(forward))

@@ -10,13 +10,13 @@ deleting the attribute restores the stock module:
 import functools
 import inspect
 import weakref
-from collections.abc import Callable
-from types import CellType, CodeType, FunctionType
+from collections.abc import Callable, Iterator
+from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any
 
 from torch import nn
 
-from tigon.runtime.engines import FORWARD_SLOTS, WRAPPED_FORWARD, forward_slot, is_hook_of_deepspeed, keeps_values
+from tigon.runtime.engines import FORWARD_SLOTS, ORIGINAL_FORWARD, forward_slot, is_hook_of_deepspeed, keeps_values
 from tigon.runtime.maxima import MaximaRequests
 from tigon.runtime.stock import has_stock_call, origin_of, written_in
 from tigon.runtime.torch_private.modules import HOOK_TABLES, REPLICATE
@@ -30,9 +30,11 @@ __all__ = [
     "install",
     "installed_recipe",
     "is_changed",
+    "leads_to_replacement",
     "requests_of",
     "uninstall",
     "wrapped_forward",
+    "wrapped_functions",
     "written_in",
 ]
 
@@ -65,7 +67,16 @@ class Replacement:
         self.memo: Any = None
 
     def __reduce__(self) -> tuple:
-        return Replacement, (self.__self__, self.recipe, self.guard, self.requests)
+        return _restore_replacement, (self.__self__, self.recipe, self.guard, self.requests)
+
+    def __eq__(self, other: object) -> bool:
+        """Return True for this object, and for the function in `__func__`.
+
+        accelerate unwraps the forward of a prepared model down to the function that equals the forward at `prepare`.
+        """
+        return self is other or _is_unbound(other)
+
+    __hash__ = object.__hash__
 
     def holds(self) -> bool:
         """Return True if the recipe may run: it is installed, and the module is as it was when it was recognised."""
@@ -106,22 +117,15 @@ class Replacement:
     @property
     def __func__(self) -> Callable:
         """Return `forward(module, ...)` for any module of the class. accelerate binds it to modules that it wraps."""
+        return _unbound_forward(type(self.__self__))
 
-        def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            return self.run(module, args, kwargs)
-
-        vars(forward).update(is_replacement=True, __signature__=inspect.signature(type(self.__self__).forward))
-        return forward
-
-    @property
-    def __wrapped__(self) -> Callable:
-        """Return the stock forward as a bound method, whose source `inspect.getsource` reads."""
-        return type(self.__self__).forward.__get__(self.__self__)
+    # accelerate unwraps forwards down to the function that it binds. `inspect.getsource` goes on to the stock forward.
+    __wrapped__ = __func__
 
     @property
     def __code__(self) -> CodeType:
         """Return the code of the stock forward, from which `torch.export` reads the name of the file."""
-        return inspect.unwrap(self.__wrapped__).__code__
+        return inspect.unwrap(type(self.__self__).forward).__code__
 
     @property
     def __globals__(self) -> dict[str, Any]:
@@ -134,10 +138,66 @@ class Replacement:
     @property
     def __signature__(self) -> inspect.Signature:
         """Return the signature of the stock forward, from which the Trainer and `generate` read the arguments."""
-        return inspect.signature(self.__wrapped__)
+        return inspect.signature(type(self.__self__).forward.__get__(self.__self__))
+
+
+def _unbound_forward(cls: type[nn.Module]) -> Callable:
+    """Return `forward(module, ...)`, which runs the replacement that is installed on the module, or the class's code.
+
+    A library may wrap this function. A deep copy of the module has the same wrapper, but its own replacement, and a
+    restored module has none. Therefore the function keeps no replacement and looks it up on the module at each call.
+    """
+
+    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        replacement = getattr(vars(module).get(REPLICATE), "__self__", None)
+        if type(replacement) is Replacement:
+            return replacement.run(module, args, kwargs)
+        return type(module).forward(module, *args, **kwargs)
+
+    # A library that unwraps the forward of a restored module arrives at the forward of the class.
+    vars(forward).update(is_replacement=True, __wrapped__=cls.forward)
+    return forward
+
+
+_UNBOUND_CODE = next(constant for constant in _unbound_forward.__code__.co_consts if isinstance(constant, CodeType))
+
+
+def _is_unbound(function: object) -> bool:
+    """Return True for a function that `_unbound_forward` has made. A wrapper with its attributes has other code."""
+    return type(function) is FunctionType and function.__code__ is _UNBOUND_CODE
+
+
+def _restore_replacement(module: nn.Module, *state: Any) -> Replacement:
+    """Return the replacement of a copied module, and assign it if the attributes of the copy are not set yet.
+
+    pickle stores a bound method by its name. accelerate binds forwards, and pickle looks the name "forward" up on the
+    copy before it sets the attributes of the copy.
+    """
+    replacement = Replacement(module, *state)
+    if replacement.recipe is not None:
+        vars(module).setdefault("forward", replacement)
+    return replacement
 
 
 # --- the attribute that holds a forward --------------------------------------------------------------
+
+
+def wrapped_functions(function: Any) -> Iterator[Any]:
+    """Yield a forward and the functions inside it: of a method, of `functools.wraps`, of a partial.
+
+    The last one is a replacement or a function in `__func__` of one, if Tigon has replaced the forward.
+    """
+    for _ in range(16):
+        yield function
+        if function is None or isinstance(function, Replacement) or _is_unbound(function):
+            return
+        names = ("__func__", "__wrapped__", "func")
+        function = next((inner for name in names if (inner := getattr(function, name, None)) is not None), None)
+
+
+def leads_to_replacement(function: Any) -> bool:
+    """Return True if a forward is a replacement, or a method, a partial or a wrapper around one."""
+    return any(isinstance(f, Replacement) or _is_unbound(f) for f in wrapped_functions(function))
 
 
 def wrapped_forward(module: nn.Module) -> CellType | None:
@@ -152,6 +212,23 @@ def wrapped_forward(module: nn.Module) -> CellType | None:
     return next((cell for cell in cells if is_forward(cell.cell_contents)), None)
 
 
+def _mixed_precision_wrapper(module: nn.Module) -> FunctionType | None:
+    """Return the function that calls the forward of the class, if accelerate wraps it only for mixed precision."""
+    for function in wrapped_functions(vars(module).get("forward")):
+        code = function if hasattr(function, "__globals__") else type(function)
+        if not written_in(code).startswith(("accelerate.utils.operations", "torch.amp.")):
+            return None
+        if isinstance(function, FunctionType) and vars(function).get("__wrapped__") is type(module).forward:
+            return function
+    return None
+
+
+def _replacement_of(module: nn.Module) -> Replacement | None:
+    """Return the replacement that the functions in `__func__` of replacements run for a module, if it is its own."""
+    replacement = getattr(vars(module).get(REPLICATE), "__self__", None)
+    return replacement if isinstance(replacement, Replacement) and replacement.module() is module else None
+
+
 def find_replacement(module: nn.Module) -> Replacement | None:
     """Return the replacement that is installed on a module, also if accelerate or tensor parallelism wraps it."""
     attributes = vars(module)
@@ -164,6 +241,8 @@ def find_replacement(module: nn.Module) -> Replacement | None:
     for slot in FORWARD_SLOTS:
         if isinstance(forward := attributes.get(slot), Replacement):
             return forward
+    if any(leads_to_replacement(attributes[slot]) for slot in FORWARD_SLOTS if slot in attributes):
+        return _replacement_of(module)
     cell = wrapped_forward(module)
     return cell.cell_contents if cell and isinstance(cell.cell_contents, Replacement) else None
 
@@ -229,9 +308,13 @@ def foreign_forward(module: nn.Module, *, may_be_wrapped: bool = False) -> str |
     """Return a clause that says which code replaced the forward that the class was written with; None if none did.
 
     An integration of Tigon gives the clause itself, as the attribute `reason_to_keep` of the forward that it assigns.
-    With `may_be_wrapped`, a function of transformers that calls the forward of the class does not count.
+    With `may_be_wrapped`, a function of transformers that calls the forward of the class does not count. A wrapper
+    of accelerate for mixed precision never counts, nor does one around a replacement that was uninstalled.
     """
     current = _assigned_forward(module)
+    is_restored = not isinstance(current, Replacement) and leads_to_replacement(current)
+    if is_restored or _mixed_precision_wrapper(module) is not None:
+        current = None
     if current is not None and not (may_be_wrapped and _is_wrapped_by_transformers(module)):
         if reason := getattr(current, "reason_to_keep", None):
             return reason
@@ -257,13 +340,27 @@ def install(module: nn.Module, recipe: Callable, guard: Any = None) -> Callable[
     """
     if (installed := find_replacement(module)) is not None:
         return exchange(installed, recipe)
-    replacement = Replacement(module, recipe, guard)
+    replacement, attributes, slot = Replacement(module, recipe, guard), vars(module), forward_slot(module)
+    # pickle restores attributes in their order, and the forward of accelerate needs the replacement.
+    attributes[REPLICATE] = replacement.replicate
     if (cell := wrapped_forward(module)) is not None:
         cell.cell_contents = replacement
     else:
-        vars(module)[forward_slot(module)] = replacement
-    vars(module)[REPLICATE] = replacement.replicate
+        if (wrapper := _mixed_precision_wrapper(module)) is not None:
+            _bind_wrapper(wrapper, replacement.__func__)
+        assigned = attributes.pop(slot, None)
+        attributes[slot] = assigned if leads_to_replacement(assigned) else replacement
+    if ORIGINAL_FORWARD in attributes:
+        attributes[ORIGINAL_FORWARD] = replacement
     return functools.partial(uninstall, module, replacement)
+
+
+def _bind_wrapper(wrapper: FunctionType, forward: Callable) -> None:
+    """Let a wrapper call `forward` in place of the function that it wraps."""
+    for cell in wrapper.__closure__ or ():
+        if cell.cell_contents is vars(wrapper)["__wrapped__"]:
+            cell.cell_contents = forward
+    vars(wrapper)["__wrapped__"] = forward
 
 
 def exchange(replacement: Replacement, recipe: Callable) -> Callable[[], None]:
@@ -286,7 +383,9 @@ def uninstall(module: nn.Module, replacement: Replacement) -> None:
         del attributes[REPLICATE]
     if cell is not None and cell.cell_contents is replacement:
         cell.cell_contents = stock
-    elif attributes.get("forward") is replacement:
-        del attributes["forward"]
-    elif attributes.get(WRAPPED_FORWARD) is replacement:
-        attributes[WRAPPED_FORWARD] = stock
+    for slot in (*FORWARD_SLOTS, ORIGINAL_FORWARD):
+        forward = attributes.get(slot)
+        # accelerate binds the function in `__func__` of the replacement to the module.
+        if forward is replacement or (isinstance(forward, MethodType) and _is_unbound(forward.__func__)):
+            del attributes[slot]
+            attributes.update({} if slot == "forward" else {slot: stock})

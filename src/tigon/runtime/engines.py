@@ -18,6 +18,7 @@ from tigon.runtime.stock import origin_of
 
 __all__ = [
     "FORWARD_SLOTS",
+    "ORIGINAL_FORWARD",
     "WRAPPED_FORWARD",
     "WRAPPER_ATTRIBUTES",
     "forward_slot",
@@ -59,10 +60,10 @@ HOOK_ORIGINS = (
     HookOrigin("transformers.utils.output_capturing", keeps_values=False, may_run_twice=True),
 )
 
-# The attributes that accelerate's `add_hook_to_module` sets on a module: the hook, and the forward that it wraps. Seen
-# in accelerate 1.14 and 1.15. An accelerate with other names counts as a library that has replaced the forward of the
-# module, so the module stays stock.
-WRAPPER_ATTRIBUTES = WRAPPER_HOOK, WRAPPED_FORWARD = "_hf_hook", "_old_forward"
+# The attributes that accelerate sets on a module. `add_hook_to_module` sets the hook, and the forward that it wraps.
+# `Accelerator.prepare` stores the forward that it wraps for mixed precision. Seen in accelerate 1.14 and 1.15. An
+# accelerate with other names counts as a library that has replaced the forward, so the module stays stock.
+WRAPPER_ATTRIBUTES = WRAPPER_HOOK, WRAPPED_FORWARD, ORIGINAL_FORWARD = "_hf_hook", "_old_forward", "_original_forward"
 # The attributes that may hold the forward that the author of the module wrote, or one that replaces it.
 FORWARD_SLOTS = "forward", WRAPPED_FORWARD
 

@@ -1,0 +1,168 @@
+"""accelerate wraps the forward of a patched model; copies, restore and a second patch still find the right one."""
+
+import copy
+import io
+import math
+import pickle
+
+import pytest
+import torch
+
+import tigon
+from tigon.hf.logits import SKIPPED_LOGITS
+
+accelerate = pytest.importorskip("accelerate")
+
+
+@pytest.fixture(autouse=True)
+def _fresh_state(fresh_accelerate):
+    pass
+
+
+@pytest.fixture
+def accelerator(request, monkeypatch):
+    """Return an accelerator for mixed precision on the CPU, in bf16 unless a test is parametrised."""
+    # accelerate has no fp16 on the CPU, because it has no scaler there. Autocast of torch has.
+    accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
+    monkeypatch.setattr(type(accelerator.state), "mixed_precision", getattr(request, "param", "bf16"))
+    return accelerator
+
+
+def prepare(accelerator, model):
+    return accelerator.prepare(model)
+
+
+def unwrap(accelerator, model):
+    return accelerator.unwrap_model(accelerator.prepare(model), keep_fp32_wrapper=False)
+
+
+def keep_wrapper(accelerator, model):
+    return accelerator.unwrap_model(accelerator.prepare(model), keep_fp32_wrapper=True)
+
+
+def extract(accelerator, model):
+    return accelerate.utils.extract_model_from_parallel(accelerator.prepare(model), keep_fp32_wrapper=False)
+
+
+def prepare_again(accelerator, model):
+    return unwrap(accelerator, unwrap(accelerator, model))
+
+
+def save_and_load(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    return torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+
+
+in_both_precisions = pytest.mark.parametrize("accelerator", ["bf16", "fp16"], indirect=True)
+every_way = pytest.mark.parametrize("way", [prepare, unwrap, keep_wrapper, extract, prepare_again])
+every_copy = pytest.mark.parametrize(
+    "duplicate",
+    [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), save_and_load],
+    ids=["deepcopy", "pickle", "torch.save"],
+)
+
+
+def is_fused(model, batch) -> bool:
+    return model(**batch).logits is SKIPPED_LOGITS
+
+
+def held_forwards(model) -> dict:
+    """Return the attributes of a model that hold a forward."""
+    names = ("forward", "_original_forward", "_replicate_for_data_parallel")
+    return {name: value for name, value in vars(model).items() if name in names}
+
+
+@in_both_precisions
+@every_way
+def test_restore_gives_the_forward_back_and_a_second_patch_fuses_the_loss(make_model, batch, accelerator, way):
+    expected = held_forwards(way(accelerator, make_model()))
+    model = make_model()
+    report = tigon.patch(model)
+    model = way(accelerator, model)
+    assert is_fused(model, batch)
+    report.restore()
+    assert not is_fused(model, batch)
+    held = held_forwards(model)
+    assert held.keys() <= expected.keys()
+    # accelerate leaves its wrapper, or a bound forward of the class.
+    assert all("tigon" not in getattr(value.__func__, "__module__", "") for value in held.values())
+    assert tigon.patch(model)
+    assert is_fused(model, batch)
+
+
+@every_copy
+@pytest.mark.parametrize("way", [prepare, unwrap, keep_wrapper])
+def test_a_copy_keeps_its_fused_loss_when_the_original_is_restored(make_model, batch, accelerator, way, duplicate):
+    model = make_model()
+    report = tigon.patch(model)
+    model = way(accelerator, model)
+    other = duplicate(model)
+    report.restore()
+    assert is_fused(other, batch)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    assert other(**batch).loss.item() == pytest.approx(math.log(other.config.vocab_size))
+    assert not is_fused(model, batch)
+    # accelerate takes its wrapper off the copy.
+    assert is_fused(accelerator.unwrap_model(other, keep_fp32_wrapper=False), batch)
+
+
+def test_restore_before_unwrap_leaves_what_accelerate_leaves_in_a_stock_model(make_model, batch, accelerator):
+    model, stock = make_model(), unwrap(accelerator, make_model())
+    report = tigon.patch(model)
+    accelerator.prepare(model)
+    report.restore()
+    model = accelerator.unwrap_model(model, keep_fp32_wrapper=False)
+    assert held_forwards(model).keys() == held_forwards(stock).keys() == {"forward"}
+    assert model.forward.__func__ is stock.forward.__func__
+
+
+def test_a_second_patch_of_a_prepared_model_survives_pickle_and_unwrap(make_model, batch, accelerator):
+    model = make_model()
+    report = tigon.patch(model)
+    accelerator.prepare(model)
+    report.restore()
+    report = tigon.patch(model, memory="lean")
+    other = pickle.loads(pickle.dumps(model))
+    for each in (other, model):
+        assert is_fused(each, batch)
+        assert is_fused(accelerator.unwrap_model(each, keep_fp32_wrapper=False), batch)
+    report.restore()
+    assert not held_forwards(model)
+
+
+@pytest.mark.parametrize("keeps_wrapper", [True, False])
+def test_a_prepared_model_can_be_patched(make_model, batch, accelerator, keeps_wrapper):
+    """The loss has the values of a model that was patched before accelerate prepared it."""
+    model, first = make_model(), make_model()
+    unpatched = copy.deepcopy(accelerator.prepare(model))
+    report = tigon.patch(model)
+    assert not report.left_alone
+    assert is_fused(model, batch)
+    tigon.patch(first)
+    assert torch.equal(model(**batch).loss, accelerator.prepare(first)(**batch).loss)
+    # The copy was made before the patch, and has the same wrapper.
+    assert not is_fused(unpatched, batch)
+    model = accelerator.unwrap_model(model, keep_fp32_wrapper=keeps_wrapper)
+    assert is_fused(model, batch)
+    assert is_fused(pickle.loads(pickle.dumps(model)), batch)
+    report.restore()
+    assert not is_fused(model, batch)
+    assert held_forwards(model).keys() == ({"forward", "_original_forward"} if keeps_wrapper else set())
+
+
+def test_another_wrapper_around_the_forward_stays_foreign(make_model, batch, accelerator):
+    """It may compute anything."""
+    model = accelerator.prepare(make_model())
+    inner = model.forward.__func__
+
+    def forward(self, *args, **kwargs):
+        return inner(self, *args, **kwargs)
+
+    forward.__wrapped__ = inner
+    model.forward = forward.__get__(model)
+    (entry,) = [entry for entry in tigon.patch(model).left_alone if entry.part == "loss"]
+    assert "its forward was already replaced" in entry.detail
+    assert not is_fused(model, batch)
