@@ -1,6 +1,8 @@
 """Norms are recognised by what they compute, whatever their names. Other modules keep their forward, with a reason."""
 
+import itertools
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -263,3 +265,118 @@ def test_the_reason_names_the_library_that_replaced_a_forward(replace):
     with pytest.warns(UserWarning, match="nothing was replaced"):
         (entry,) = tigon.patch(norm).left_alone
     assert "already replaced (by" in entry.detail
+
+
+# --- epsilon -------------------------------------------------------------------------------------
+
+
+def with_epsilon(expression: str, **attributes: Any) -> nn.Module:
+    """Return an RMS norm in whose forward this expression gives epsilon, with attributes that have its value or not."""
+    source = f"""
+class Norm(nn.Module):
+    def forward(self, x):
+        dtype, epsilon = x.dtype, {expression}
+        x = x.float()
+        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + epsilon)).to(dtype)
+"""
+    scope: dict[str, Any] = {"torch": torch, "nn": nn, "__name__": __name__}
+    exec(source, scope)
+    norm = scope["Norm"]()
+    norm.weight = nn.Parameter(torch.rand(48) + 0.5)
+    vars(norm).update(attributes)
+    return norm
+
+
+TWO = {"other": 1e-6, "eps": 1e-6}
+# The expression for epsilon, the attributes, and the attribute (or number) that the recipe takes for epsilon.
+EPSILONS: dict[str, tuple[str, dict[str, Any], str | float]] = {
+    "not read": ("self.eps", TWO, "eps"),
+    "two that are not read": ("self.eps", {"a": 1e-6, **TWO, "z": 1e-6}, "eps"),
+    "in a branch": ("self.other if self.flag else self.eps", {**TWO, "flag": False}, "eps"),
+    "without effect": ("self.eps + 0 * self.other", TWO, "eps"),
+    "by its name": ("getattr(self, 'eps')", TWO, "eps"),
+    "in the dict": ("vars(self)['eps']", TWO, "eps"),
+    "constant": ("1e-6", TWO, 1e-6),
+    "in a list": ("self.numbers[0]", {"numbers": [1e-6], "other": 1e-6}, 1e-6),
+    "constant in one mode": ("self.eps if self.training else 1e-6", {"eps": 1e-6}, "eps"),
+    "constant in half precision": ("self.eps if x.dtype == torch.float32 else 1e-6", {"eps": 1e-6}, "eps"),
+    "constant for gradients": ("1e-6 if x.requires_grad else self.eps", {"eps": 1e-6}, "eps"),
+}
+
+
+def assert_changes_have_their_stock_effect(norm: nn.Module, attributes: dict[str, Any]) -> None:
+    """Change each attribute, and compare the patched norm with its class for every kind of input."""
+    dtypes, shapes = (torch.float32, torch.bfloat16), ((3, 48), (2, 3, 48))
+    for name, old in attributes.items():
+        for value in (0.5, 1e-9):
+            setattr(norm, name, [value] if isinstance(old, list) else value)
+            for training, dtype, shape, needs_grad in itertools.product((True, False), dtypes, shapes, (True, False)):
+                x = (1e-3 * torch.randn(shape)).to(dtype).requires_grad_(needs_grad)
+                norm.train(training)
+                assert torch.equal(norm(x), type(norm).forward(norm, x)), (name, value, training, dtype, needs_grad)
+        setattr(norm, name, old)
+
+
+@pytest.mark.parametrize(("expression", "attributes", "eps"), EPSILONS.values(), ids=EPSILONS)
+def test_epsilon_is_the_attribute_that_the_forward_reads(expression, attributes, eps):
+    norm = with_epsilon(expression, **attributes)
+    recipe = recognise_norm(norm)
+    assert isinstance(recipe, RMSNormRecipe), recipe
+    assert recipe.eps == eps
+    tigon.patch(norm)
+    assert_changes_have_their_stock_effect(norm, attributes)
+
+
+UNDECIDED = {
+    "larger": "max(self.eps, self.other)",
+    "smaller": "min(self.eps, self.other)",
+    "mean": "(self.eps + self.other) / 2",
+    "mode": "self.other if self.training else self.eps",
+    "dtype": "self.eps if x.dtype == torch.float32 else self.other",
+    "dimensions": "self.eps if x.dim() == 3 else self.other",
+    "gradients": "self.eps if x.requires_grad else self.other",
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*nothing was replaced")
+@pytest.mark.parametrize("expression", UNDECIDED.values(), ids=UNDECIDED)
+def test_a_norm_that_reads_two_epsilons_of_one_value_is_left_alone_with_a_reason(expression):
+    model = nn.Sequential(with_epsilon(expression, **TWO))
+    report = tigon.patch(model)
+    assert not report.replaced
+    assert "its epsilon may be eps and other, which have the same value" in str(report.why("0"))
+    assert_changes_have_their_stock_effect(model[0], TWO)
+
+
+class CallsTorch(nn.LayerNorm):
+    def forward(self, x):
+        return super().forward(x)
+
+
+class CallsTorchInTraining(nn.LayerNorm):
+    def forward(self, x):
+        if self.training:
+            return super().forward(x)
+        return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, 1e-5)
+
+
+class CallsFunction(nn.LayerNorm):
+    """A layer norm that does not read the epsilon of its base class."""
+
+    def forward(self, x):
+        return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, 1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:.*nothing was replaced")
+@pytest.mark.parametrize(
+    ("cls", "eps"), [(CallsTorch, "eps"), (CallsFunction, 1e-5), (CallsTorchInTraining, None)], ids=lambda v: str(v)
+)
+def test_epsilon_that_only_code_of_torch_may_read(cls, eps):
+    norm = cls(48)
+    recipe = recognise_norm(norm)
+    assert (recipe.eps if isinstance(recipe, LayerNormRecipe) else None) == eps
+    tigon.patch(norm)
+    with torch.no_grad():
+        for norm.eps, training in itertools.product((0.5, 1e-9), (True, False)):
+            x = 1e-3 * torch.randn(3, 48)
+            torch.testing.assert_close(norm.train(training)(x), cls.forward(norm, x))

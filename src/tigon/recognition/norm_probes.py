@@ -41,7 +41,7 @@ from tigon.recognition.standin import (
 from tigon.recognition.trials import not_recording
 from tigon.runtime.state.places import Reach
 
-__all__ = ["NormSubject", "confirm", "norm_candidates", "select_by_dims", "select_by_values"]
+__all__ = ["NormSubject", "confirm", "norm_candidates", "select_by_dims", "select_by_epsilon", "select_by_values"]
 
 LOGGER = logging.getLogger("tigon")
 
@@ -199,6 +199,35 @@ def select_by_dims(subject: NormSubject, candidates: list[NormRecipe]) -> tuple[
     return select_equal(candidates, twin, inputs, y), frozenset((1, 2, 3, 4))
 
 
+def select_by_epsilon(subject: NormSubject, candidates: list[NormRecipe]) -> list[NormRecipe]:
+    """Return the candidates that agree when each attribute that may hold epsilon has another value.
+
+    Attributes that have the value of epsilon, and that the forward reads, cannot be told apart otherwise. If the
+    forward reads several of them, as one for training and one for evaluation, no candidate agrees.
+    """
+    names = sorted({candidate.eps for candidate in candidates if isinstance(candidate.eps, str)})
+    if len(names) > 1:
+        candidates = [each for each in candidates if all(_agrees_with_others(each, subject, name) for name in names)]
+    return candidates
+
+
+def _agrees_with_others(recipe: NormRecipe, subject: NormSubject, name: str) -> bool:
+    """Compare with other values of the attribute `name`, in every combination of mode, dtypes, shapes and gradients.
+
+    The pairs of dtypes for which the recipe differs anyway do not count. Calls with these run the stock forward.
+    """
+
+    def inputs(dtype: torch.dtype, *shape: int) -> list[Tensor]:
+        x, *gate = subject.inputs(dtype, *shape)
+        # Rows of this size show a change of epsilon in both directions.
+        return [x * 1e-3, *gate]
+
+    pairs = _agreeing_pairs(recipe, subject)
+    subjects = [functools.partial(subject, **{name: eps}) for eps in (1e-12, 0.5)]
+    with not_recording():
+        return all(agrees_in_all_combinations(recipe, each, inputs, pairs) for each in subjects)
+
+
 # --- comparisons of one candidate in other circumstances ---------------------------------------------
 
 
@@ -219,7 +248,14 @@ def confirm(recipe: NormRecipe, subject: NormSubject, dims: frozenset[int], reac
     if not recipe.weight:
         weight_dtypes = dict.fromkeys(DTYPES, (None,))
     shape = "normalized_shape" if getattr(module, "normalized_shape", None) == (subject.width,) else None
-    live_eps = _uses_eps_unchanged(recipe, subject)
+    live_eps = not has_conditions(reach) and _uses_eps_unchanged(recipe, subject)
+    if isinstance(recipe.eps, str) and not live_eps and recipe.eps not in reach.own_settings:
+        # No guard watches an attribute that only code of torch may read.
+        constant = replace(recipe, eps=getattr(module, recipe.eps))
+        agreeing = (each for each in (recipe, constant) if _agrees_with_others(each, subject, str(recipe.eps)))
+        if (agreeing_recipe := next(agreeing, None)) is None:
+            return None
+        recipe, live_eps = agreeing_recipe, True
     return replace(recipe, scope=Scope(dims, weight_dtypes, not accepts_strides, shape, live_eps))
 
 

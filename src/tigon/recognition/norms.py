@@ -12,10 +12,19 @@ from dataclasses import replace
 from torch import nn
 
 from tigon.recognition.code_facts import largest_number
-from tigon.recognition.norm_probes import NormSubject, confirm, norm_candidates, select_by_dims, select_by_values
+from tigon.recognition.norm_probes import (
+    NormSubject,
+    confirm,
+    norm_candidates,
+    select_by_dims,
+    select_by_epsilon,
+    select_by_values,
+)
 from tigon.recognition.norm_recipes import NormRecipe
 from tigon.recognition.standin import WritesTensor, accepts_inputs, describe, own_tensors, probing
 from tigon.runtime.engines import full_shape
+from tigon.runtime.state.bytecode import code_use
+from tigon.runtime.state.objects import bases_of_torch
 from tigon.runtime.state.places import Reach
 from tigon.runtime.state.reach import explore
 
@@ -57,7 +66,10 @@ def recognise_norm(module: nn.Module) -> NormRecipe | str | None:
             reasons.append(reason)
             continue
         widths = [*next(iter(sizes))] if sizes else _likely_widths(module, reach)
-        candidates = list(norm_candidates(module, list(tensors), epsilons or [1e-5, 1e-6], widths[0], gated))
+        # An attribute that the forward does not read may have the value of epsilon by chance.
+        read_names = reach.own_settings | _names_in_torch(type(module))
+        read_epsilons = [name for name in epsilons if name in read_names] or [1e-5, 1e-6]
+        candidates = list(norm_candidates(module, list(tensors), read_epsilons, widths[0], gated))
         subjects = [NormSubject(module, tuple(tensors), width, gated) for width in widths]
         result = _find_recipe(subjects, candidates, reach)
         if not isinstance(result, str):
@@ -65,6 +77,12 @@ def recognise_norm(module: nn.Module) -> NormRecipe | str | None:
             return replace(result, scope=replace(result.scope, takes_more=takes_more))
         reasons.append(result)
     return reasons[0]
+
+
+def _names_in_torch(cls: type[nn.Module]) -> set[str]:
+    """Return the names of the attributes that forwards of torch among those of a class load. `explore` trusts them."""
+    codes = [getattr(vars(base).get("forward"), "__code__", None) for base in bases_of_torch(cls)]
+    return {name for code in codes if code is not None for name in code_use(code).attributes}
 
 
 def _likely_widths(module: nn.Module, reach: Reach) -> list[int]:
@@ -100,11 +118,15 @@ def _find_recipe(subjects: list[NormSubject], candidates: list[NormRecipe], reac
         return failure
     try:
         with reach.preserved(), probing():
+            fitting, candidates = candidates, select_by_epsilon(last[0], candidates)
             results = (confirm(candidate, *last, reach) for candidate in candidates)
             result = next((result for result in results if result is not None), None)
     except Exception as error:
         LOGGER.debug("%s cannot be compared with a norm", class_name, exc_info=True)
         return f"cannot be run by itself ({describe(error)})"
+    if fitting and not candidates and not reach.reason:
+        names = " and ".join(sorted({str(candidate.eps) for candidate in fitting}))
+        return f"its epsilon may be {names}, which have the same value, and changes of them do not show which one it is"
     if result is None or reach.reason:
         return reach.reason or "computes something else than rms_norm or layer_norm"
     return result

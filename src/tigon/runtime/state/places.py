@@ -145,6 +145,11 @@ class Reach:
         """
         return f"its forward {self.decisions[0]}" if self.decisions else None
 
+    @property
+    def own_settings(self) -> set[str]:
+        """Return the names of the attributes of the module itself that the code may read, except tensors."""
+        return {place.name for place in self.places if place.owner is None and place.how == "item"}
+
     def checker(self) -> Callable[[], bool]:
         """Return a function that returns True as long as every place holds its recorded value.
 
