@@ -1,5 +1,6 @@
 """The functions of `transformers_private` return known results, and without a private name Tigon raises an error."""
 
+import inspect
 import itertools
 import re
 import types
@@ -76,11 +77,6 @@ def test_the_function_of_the_switch_calls_every_checkpointed_layer(model):
     assert all(map(transformers_private.is_checkpoint_layer, layers))
     assert not transformers_private.is_checkpoint_layer(model.lm_head)
     states = [transformers_private.switch_state(layer) for layer in layers]
-    handles = transformers_private.pop_input_hooks(model)
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    transformers_private.restore_input_hooks(model, handles)
-    assert not model.get_input_embeddings()._forward_hooks
-    assert all(map(transformers_private.is_switched_on, layers))
     calls = []
 
     def call(function, *args):
@@ -88,9 +84,14 @@ def test_the_function_of_the_switch_calls_every_checkpointed_layer(model):
         return function(*args)
 
     for layer in layers:
-        assert transformers_private.checkpoint_function(layer) is not None
-        transformers_private.set_checkpoint_function(layer, call)
-    model(input_ids=torch.tensor([[1, 2, 3]]), use_cache=False)
+        transformers_private.set_switch(layer, call, True)
+        assert transformers_private.checkpoint_function(layer) is call
+    inputs = {"input_ids": torch.tensor([[1, 2, 3]]), "use_cache": False}
+    model(**inputs)
+    assert len(calls) == len(layers)
+    with torch.no_grad():
+        assert all(map(transformers_private.is_switched_on, layers))
+        model(**inputs)
     assert len(calls) == len(layers)
     for layer, state in zip(layers, states, strict=True):
         transformers_private.restore_switch(layer, state)
@@ -98,16 +99,39 @@ def test_the_function_of_the_switch_calls_every_checkpointed_layer(model):
     assert not any(map(transformers_private.is_switched_on, layers))
 
 
-def test_input_hooks_of_the_user_survive(model):
-    model.enable_input_require_grads()
-    hooks = list(model.get_input_embeddings()._forward_hooks)
-    handles = transformers_private.pop_input_hooks(model)
-    assert handles
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    transformers_private.restore_input_hooks(model, handles)
-    assert list(model.get_input_embeddings()._forward_hooks) == hooks
-    model.disable_input_require_grads()
-    assert not model.get_input_embeddings()._forward_hooks
+@pytest.mark.parametrize(
+    ("arguments", "settings"),
+    [
+        ({}, {}),
+        ({"gradient_checkpointing_kwargs": {"use_reentrant": False}}, {}),
+        ({"gradient_checkpointing_kwargs": {"use_reentrant": True}}, {"use_reentrant": True}),
+        ({"gradient_checkpointing_kwargs": {"preserve_rng_state": False}}, {"preserve_rng_state": False}),
+        ({"every_n_layers": 2}, {"every_n_layers": 2}),
+        ({"offload": True}, {"offload": True}),
+    ],
+    ids=str,
+)
+def test_an_installed_setter_gets_the_settings_of_a_call(model, arguments, settings):
+    parameters = inspect.signature(model.gradient_checkpointing_enable).parameters
+    if not arguments.keys() <= parameters.keys():
+        pytest.skip("this transformers has no such argument")
+    assert transformers_private.has_switch_setter(model)
+    assert not transformers_private.has_switch_setter(model.lm_head)
+    calls = []
+
+    def setter(enable=True, *args, **kwargs):
+        calls.append((enable, transformers_private.checkpoint_settings(*args, **kwargs)))
+        transformers_private.call_switch_setter(model, enable, *args, **kwargs)
+
+    transformers_private.replace_switch_setter(model, setter)
+    assert transformers_private.installed_switch_setter(model) is setter
+    model.gradient_checkpointing_enable(**arguments)
+    assert transformers_private.is_switched_on(model.model.layers[0])
+    model.gradient_checkpointing_disable()
+    assert calls == [(True, settings), (False, {})]
+    assert not any(map(transformers_private.is_switched_on, model.model.layers))
+    transformers_private.replace_switch_setter(model, None)
+    assert transformers_private.installed_switch_setter(model) is None
 
 
 @pytest.mark.parametrize("name", transformers_private.constructors())
@@ -203,14 +227,8 @@ def test_a_slot_of_another_name_is_found_and_restored(model, monkeypatch):
     assert "another_name" not in vars(model)
 
 
-@pytest.mark.parametrize(
-    ("method", "name"),
-    [
-        ("_set_gradient_checkpointing", "_gradient_checkpointing_func"),
-        ("enable_input_require_grads", "_require_grads_hooks"),
-    ],
-)
-def test_checkpointing_is_refused_by_name_if_the_model_has_another_switch(model, monkeypatch, method, name):
+def test_checkpointing_is_refused_by_name_if_the_model_has_another_switch(model, monkeypatch):
+    method, name = "_set_gradient_checkpointing", "_gradient_checkpointing_func"
     monkeypatch.setattr(transformers.PreTrainedModel, method, lambda self, *args, **kwargs: None)
     with pytest.raises(ValueError, match=f"memory='checkpoint' .*transformers .* has no {name} in PreTrainedModel"):
         tigon.patch(model, memory="checkpoint")
@@ -278,7 +296,6 @@ def test_no_other_file_uses_these_names():
     """A private name in another file would raise an error there that does not say which name is missing, and why."""
     names = (
         "_gradient_checkpointing_func",
-        "_require_grads_hook",
         "_set_gradient_checkpointing",
         "GradientCheckpointingLayer",
         r"\b_loss_function\b",

@@ -25,7 +25,7 @@ from integrations import trainers
 from integrations.trainers import build, load_model, save_model, train
 from ranks import run_ranks
 from tigon.hf import loss_options
-from tigon.hf.levels import LayerCheckpoint
+from tigon.hf.layer_checkpoint import LayerCheckpoint
 from tigon.hf.transformers_private import checkpoint_function
 from tigon.integrations import trl, trl_divergence, trl_head
 from tigon.memory.lean import is_lean
@@ -308,7 +308,9 @@ def test_a_warning_says_that_a_checkpointed_model_makes_the_level_useless(path, 
     trl.enable(memory="lean")
     model = load_model(path)
     model.gradient_checkpointing_enable()
-    with pytest.warns(UserWarning, match=r"checkpointed already.*so memory='lean' saves nothing more"):
+    with pytest.warns(
+        UserWarning, match=r"layers of LlamaForCausalLM are checkpointed .*so memory='lean' saves nothing more"
+    ):
         train(build("sft", model, tmp_path))
 
 

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tigon
 from memory.steps import assert_same_bits
-from tigon.hf import levels
+from tigon.hf import checkpoints
 from tigon.hf.levels import find_level
 from tigon.memory import host_pages, layer_inputs
 from tigon.memory.attention import AttentionOutputs, LayerAttention, find_kernel, run_attention
@@ -134,7 +134,7 @@ def test_steps_have_the_bits_of_other_levels(model_type, level, copies):
     assert_same_bits(*expected)
     model = make_model(level, model_type, **options)
     assert_same_bits(step(model), expected[0])
-    assert count_calls(model) == len(levels._layers(model))
+    assert count_calls(model) == len(checkpoints.decoder_layers(model))
 
 
 def test_the_last_layers_save_outputs():

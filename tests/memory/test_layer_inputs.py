@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import tigon
 from memory.steps import assert_same_bits
-from tigon.hf import levels
+from tigon.hf import checkpoints
 from tigon.memory import host_pages, layer_inputs
 from tigon.memory.host_pages import HostPages, PagedCopy, available_host_bytes
 from tigon.memory.layer_inputs import LayerInputConfig, LayerInputs
@@ -171,7 +171,7 @@ def test_inputs_of_the_decoder_move_although_the_vision_tower_has_more_layers():
 def test_a_last_layer_of_another_stack_has_no_inputs(monkeypatch):
     model = model_with_vision()
     blocks = [*model.model.visual.blocks]
-    monkeypatch.setattr(levels, "_layers", lambda model: blocks)
+    monkeypatch.setattr(checkpoints, "decoder_layers", lambda model: blocks)
     tigon.patch(model, memory="checkpoint+offload")
     assert calls_with_inputs(model) == {f"model.visual.blocks.{i}": i for i in range(4)}
     assert blocks[0]._gradient_checkpointing_func.inputs.checkpointed == 4
@@ -379,17 +379,6 @@ def test_patches_change_the_level_of_a_checkpointed_model(copies):
     report.restore()
     step(model)
     assert copies.count("out") == 2 * (LAYERS - 1)
-
-
-def test_the_checkpointing_of_other_code_is_refused():
-    model = build("llama")
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    with pytest.raises(ValueError, match="layers are checkpointed by other code; switch that off first"):
-        tigon.patch(model, memory="checkpoint+offload")
-    model = model_with_vision()
-    model.model.visual.gradient_checkpointing_enable({"use_reentrant": False})
-    with pytest.raises(ValueError, match="layers are checkpointed by other code; switch that off first"):
-        tigon.patch(model, memory="checkpoint+offload")
 
 
 def test_more_layers_than_the_model_has_are_refused():

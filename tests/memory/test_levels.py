@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import tigon
 from memory.steps import assert_same_bits
-from tigon.hf import levels
+from tigon.hf.layer_checkpoint import LayerCall
 from tigon.hf.patch import MEMORY
 from tigon.memory import lean as memory
 from tigon.memory.block import Block
@@ -374,7 +374,7 @@ def test_checkpointed_layers_may_be_compiled_one_by_one():
 def list_checkpointed(model: nn.Module) -> list[bool]:
     """Return an item for each layer that supports checkpointing: True if the layer runs twice."""
     layers = [m for m in model.modules() if hasattr(m, "_gradient_checkpointing_func") and "Layer" in type(m).__name__]
-    return [type(layer._gradient_checkpointing_func) is not levels.LayerCall for layer in layers]
+    return [type(layer._gradient_checkpointing_func) is not LayerCall for layer in layers]
 
 
 def test_the_last_layer_runs_twice_if_it_is_small_or_not_unique():
@@ -393,7 +393,7 @@ def test_the_last_layer_of_the_decoder_runs_once():
     model = transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes)).train()
     tigon.patch(model, memory="checkpoint")
     blocks = [*model.encoder.block, *model.decoder.block]
-    runs_once = [type(block._gradient_checkpointing_func) is levels.LayerCall for block in blocks]
+    runs_once = [type(block._gradient_checkpointing_func) is LayerCall for block in blocks]
     assert runs_once == [False, False, False, True]
 
 

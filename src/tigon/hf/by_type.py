@@ -78,10 +78,10 @@ class ConstructorPatch:
                 # Only the entries are copied: the new report's `undo` would keep the model alive.
                 latest, report = self.patch(model), self.report
                 report.model = f"every new {self.config.model_type}, the last a {latest.model}"
-                report.empty, report.entries, report.notes = latest.empty, latest.entries, latest.notes
+                report.empty, report.entries, report.outcomes = latest.empty, latest.entries, latest.outcomes
                 # The model may add warnings to its notes later.
+                report.take_notes(latest)
                 report.notes.insert(0, NOTE)
-                report.outcomes = latest.outcomes
             return result
 
         wrapper: Any = classmethod(build) if isinstance(stock, classmethod) else build
@@ -114,7 +114,8 @@ def patch_type(model_type: str, patch: Callable[[nn.Module], Report]) -> Report:
         raise ValueError(
             f"patch: {model_type!r} is built as a part of other models only; patch the types of those models"
         )
-    report.empty, report.notes = "none built yet", [NOTE]
+    report.empty = "none built yet"
+    report.notes.append(NOTE)
     ACTIVE.add(model_type)
     report.undo = [constructor_patch.wrap(cls, name) for cls in classes for name in names]
     report.undo.append(functools.partial(ACTIVE.discard, model_type))

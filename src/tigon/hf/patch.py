@@ -18,7 +18,7 @@ from tigon.hf.fp8 import check_fp8, plan_fp8
 from tigon.hf.head import watch_loss
 from tigon.hf.later_adapters import watch_children
 from tigon.hf.learn import attach, learn_loss
-from tigon.hf.levels import LEVEL_NAMES, apply_level, explain_refusal, find_level
+from tigon.hf.levels import LEVEL_NAMES, apply_level, describe_level, explain_refusal, find_level
 from tigon.hf.loss_options import LOSS_OPTIONS, LossOptions, record_options
 from tigon.hf.packing import watch_packing
 from tigon.hf.report import ModuleOutcomes, Outcome, Report
@@ -475,9 +475,8 @@ def patch(
     report.undo += [watch_loss(module, loss_options, report.notes) for module in fused_models]
     report.undo.append(record_options(model, loss_options))
     if level != "default":
-        undo, note = apply_level(model, level)
-        report.undo.append(undo)
-        report.notes.append(note)
+        report.undo += apply_level(model, level)
+    report.describe_level = functools.partial(describe_level, weakref.ref(model), level)
     report.undo.append(watch_packing(model, report.notes))
     if heads := dropped_heads(model):
         report.notes.append(

@@ -78,7 +78,7 @@ class Report:
 
     model: str
     entries: list[Entry] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+    _notes: list[str] = field(default_factory=list)
     undo: list[Callable[[], None]] = field(default_factory=list, repr=False)
     # The texts of `why`, by the name of the module.
     outcomes: dict[str, ModuleOutcomes] = field(default_factory=dict, repr=False)
@@ -88,6 +88,10 @@ class Report:
     counted: str = field(default="modules patched", repr=False)
     # The model that was patched; None for a report about a class.
     patched: weakref.ref[nn.Module] | None = field(default=None, repr=False, compare=False)
+    # The function that returns the note about the memory level that the model has now, or None for the default level.
+    describe_level: Callable[[], str | None] | None = field(default=None, repr=False, compare=False)
+    # The latest result of this function.
+    _level_note: str | None = field(default=None, repr=False, compare=False)
     # The progress of `restore`: "" before it, "interrupted" after an error in it, "restored" after it.
     state: Literal["", "interrupted", "restored"] = ""
 
@@ -100,6 +104,16 @@ class Report:
     def left_alone(self) -> list[Entry]:
         """The entries of modules that resemble what an op computes, but keep their own code."""
         return [entry for entry in self.entries if not entry.replaced]
+
+    @property
+    def notes(self) -> list[str]:
+        """The sentences below the table. That about the memory level says what the model has when this is read."""
+        if self.describe_level is not None:
+            note = self.describe_level()
+            i = len(self._notes) if self._level_note is None else self._notes.index(self._level_note)
+            self._notes[i : i + (self._level_note is not None)] = [] if note is None else [note]
+            self._level_note = note
+        return self._notes
 
     def why(self, name: str) -> str:
         """Say for any module of the model which parts were tried, and why each of them replaces it or does not.
@@ -143,8 +157,8 @@ class Report:
             self.undo.pop()
         self.empty = f"restored, {len(self):,} {self.counted} before"
         # New lists, because the report of a model may share its lists with that of a model type.
-        self.state, self.entries = "restored", []
-        self.notes = ["models that were built before stay patched"] if self.patched is None else []
+        self.state, self.entries, self.describe_level = "restored", [], None
+        self._notes = ["models that were built before stay patched"] if self.patched is None else []
 
     def clear_fp8(self, model: nn.Module | None = None) -> None:
         """Free the FP8 copies of all weights; the next call of each layer makes new ones.
@@ -169,6 +183,10 @@ class Report:
         if entry is new:
             self.entries.append(new)
         entry.names.append(name)
+
+    def take_notes(self, other: "Report") -> None:
+        """Show the notes of another report from now on."""
+        self._notes, self._level_note, self.describe_level = other.notes, other._level_note, other.describe_level
 
     def __len__(self) -> int:
         return sum(entry.count for entry in self.replaced)

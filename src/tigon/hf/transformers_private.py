@@ -17,23 +17,31 @@ import logging
 import re
 import types
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 LOGGER = logging.getLogger("tigon")
 
 __all__ = [
+    "OnWithGradients",
     "attention_of",
     "auto_class_has",
     "builds_mask",
+    "call_switch_setter",
     "causal_lm_types",
     "checkpoint_function",
     "checkpoint_refusal",
+    "checkpoint_settings",
     "constructors",
     "dropped_heads",
     "experts_function",
     "has_checkpoint_switch",
+    "has_switch_setter",
+    "installed_switch_setter",
     "is_checkpoint_layer",
     "is_code_of_base_class",
     "is_stateful",
@@ -42,10 +50,9 @@ __all__ = [
     "loss_slot",
     "loss_type",
     "model_mappings",
-    "pop_input_hooks",
-    "restore_input_hooks",
+    "replace_switch_setter",
     "restore_switch",
-    "set_checkpoint_function",
+    "set_switch",
     "switch_state",
 ]
 
@@ -112,8 +119,19 @@ def loss_type(model: nn.Module) -> str | None:
 # A model or layer that can be checkpointed has the first attribute, which is True while checkpointing is switched on.
 # The second attribute is the function that calls the layer.
 _SWITCH = "gradient_checkpointing", "_gradient_checkpointing_func"
-# `gradient_checkpointing_enable` registers hooks on the input embeddings, and stores their handles in these attributes.
-_INPUT_HOOKS = "_require_grads_hooks", "_require_grads_hook"
+# The method that sets both attributes of all modules in a model.
+_SETTER = "_set_gradient_checkpointing"
+
+
+@dataclass(frozen=True)
+class OnWithGradients:
+    """The value of a switch that is on while gradients are computed, and off in `torch.no_grad()`.
+
+    Without gradients there is nothing to recompute, and a layer that is not checkpointed keeps its cache.
+    """
+
+    def __bool__(self) -> bool:
+        return torch.is_grad_enabled()
 
 
 def checkpoint_refusal(model: nn.Module) -> str | None:
@@ -123,18 +141,13 @@ def checkpoint_refusal(model: nn.Module) -> str | None:
         return f"{name} does not support gradient checkpointing (supports_gradient_checkpointing is False)"
     if not any(map(has_checkpoint_switch, model.modules())):
         return f"no layer of {name} has the switch {_SWITCH[0]}"
-    setter = getattr(model, "_set_gradient_checkpointing", None)
-    if setter is None:
-        return str(_missing("PreTrainedModel._set_gradient_checkpointing"))
-    if "value" in inspect.signature(setter).parameters:
-        return f"the method _set_gradient_checkpointing of {name} takes no function for checkpointing"
+    if not hasattr(model, _SETTER):
+        return str(_missing(f"PreTrainedModel.{_SETTER}"))
+    if not has_switch_setter(model):
+        return f"the method {_SETTER} of {name} takes no function for checkpointing"
     # Without the second name, a layer would be checkpointed even if a second run of it might differ.
-    if not _uses(type(model), "_set_gradient_checkpointing", _SWITCH[1]):
-        return str(_missing(f"{_SWITCH[1]} in PreTrainedModel._set_gradient_checkpointing"))
-    # Without these names, hooks would stay on the embeddings after `report.restore()`.
-    method = "enable_input_require_grads"
-    if hasattr(model, method) and not any(_uses(type(model), method, name) for name in _INPUT_HOOKS):
-        return str(_missing(f"{_INPUT_HOOKS[0]} in PreTrainedModel.{method}"))
+    if not _uses(type(model), _SETTER, _SWITCH[1]):
+        return str(_missing(f"{_SWITCH[1]} in PreTrainedModel.{_SETTER}"))
     return None
 
 
@@ -144,8 +157,9 @@ def has_checkpoint_switch(module: nn.Module) -> bool:
 
 
 def is_switched_on(module: nn.Module) -> bool:
-    """Return whether a module is checkpointed now."""
-    return bool(getattr(module, _SWITCH[0], False))
+    """Return whether a module is checkpointed now, or is while gradients are computed."""
+    value = getattr(module, _SWITCH[0], False)
+    return isinstance(value, OnWithGradients) or bool(value)
 
 
 def checkpoint_function(module: nn.Module) -> Callable | None:
@@ -153,8 +167,9 @@ def checkpoint_function(module: nn.Module) -> Callable | None:
     return getattr(module, _SWITCH[1], None)
 
 
-def set_checkpoint_function(module: nn.Module, function: Callable) -> None:
-    """Set the function that calls a checkpointed module."""
+def set_switch(module: nn.Module, function: Callable, on: bool) -> None:
+    """Let a function call a module while gradients are computed; if `on` is False, the module runs as usual."""
+    setattr(module, _SWITCH[0], OnWithGradients() if on else False)
     setattr(module, _SWITCH[1], function)
 
 
@@ -170,18 +185,50 @@ def restore_switch(module: nn.Module, state: dict[str, Any]) -> None:
     vars(module).update(state)
 
 
-def pop_input_hooks(model: nn.Module) -> dict[str, Any]:
-    """Remove the handles of input hooks from the attributes of a model and return them. The hooks stay registered."""
-    return {name: vars(model).pop(name) for name in _INPUT_HOOKS if name in vars(model)}
+def has_switch_setter(model: nn.Module) -> bool:
+    """Return whether the class of a model has the method that sets the switches of its modules.
+
+    Without it, a memory level is lost when `gradient_checkpointing_enable` is called; the report says so. The method
+    has another signature in old code of models on the hub.
+    """
+    setter = getattr(type(model), _SETTER, None)
+    return setter is not None and "value" not in inspect.signature(setter).parameters
 
 
-def restore_input_hooks(model: nn.Module, handles: dict[str, Any]) -> None:
-    """Remove the input hooks that were registered since `pop_input_hooks`, and restore its handles."""
-    latest = pop_input_hooks(model)
-    single = [latest[_INPUT_HOOKS[1]]] if _INPUT_HOOKS[1] in latest else []
-    for handle in latest.get(_INPUT_HOOKS[0], single):
-        handle.remove()
-    vars(model).update(handles)
+def call_switch_setter(model: nn.Module, *args: Any, **kwargs: Any) -> None:
+    """Set the switches of all modules in a model by the method of its class."""
+    getattr(type(model), _SETTER)(model, *args, **kwargs)
+
+
+def installed_switch_setter(model: nn.Module) -> Callable | None:
+    """Return the function that takes the place of the method of a model's class; None if there is none."""
+    return vars(model).get(_SETTER)
+
+
+def replace_switch_setter(model: nn.Module, setter: Callable | None) -> None:
+    """Put a function in the place of the method of a model's class, or take it out."""
+    vars(model).pop(_SETTER, None)
+    if setter is not None:
+        vars(model)[_SETTER] = setter
+
+
+def checkpoint_settings(
+    gradient_checkpointing_func: Callable | None = None, every_n_layers: int = 1, **others: Any
+) -> dict[str, Any]:
+    """Return the settings of `gradient_checkpointing_enable` that its call of the method above differs in.
+
+    The arguments are those of the method without the first. The function is a `functools.partial` of
+    `torch.utils.checkpoint.checkpoint`, with the keywords of the user.
+    """
+    settings = dict(getattr(gradient_checkpointing_func, "keywords", {}))
+    if settings.get("use_reentrant") is False:
+        del settings["use_reentrant"]
+    function = getattr(gradient_checkpointing_func, "func", gradient_checkpointing_func)
+    if getattr(function, "__qualname__", "").startswith("PreTrainedModel.gradient_checkpointing_enable."):
+        settings["offload"] = True
+    elif function is not None and function is not checkpoint:
+        settings["gradient_checkpointing_func"] = function
+    return settings | ({} if every_n_layers == 1 else {"every_n_layers": every_n_layers}) | others
 
 
 def is_checkpoint_layer(module: nn.Module) -> bool:

@@ -17,23 +17,21 @@ that they install runs on Tigon's ops:
 `docs/trl.md` describes the levels of memory and gradient checkpointing.
 """
 
-import contextlib
 import functools
 import importlib.util
 import logging
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib import metadata
 from typing import Any, NamedTuple
 
 from torch import nn
 
-from tigon.hf.levels import LEVEL_NAMES, LEVELS, find_lean_forward, find_level
+from tigon.hf.levels import LEVEL_NAMES, find_lean_level, find_level
 from tigon.hf.loss_options import recorded_options
 from tigon.hf.patch import MemoryLevel, patch
-from tigon.hf.transformers_private import has_checkpoint_switch, is_switched_on, restore_switch, switch_state
 from tigon.integrations.trl_divergence import ChunkedDivergence, chunked_divergence_loss
 from tigon.integrations.trl_head import (
     ChunkedLogProbs,
@@ -76,7 +74,6 @@ class Names(NamedTuple):
     """The objects of TRL that are replaced."""
 
     utils: Any
-    model_utils: Any
     base_trainer: type
     sft_trainer: type
     distillation_trainer: Any
@@ -102,7 +99,6 @@ def _find_names() -> Names:
         )
     return Names(
         importlib.import_module("trl.trainer.utils"),
-        importlib.import_module("trl.models.utils"),
         importlib.import_module("trl.trainer.base_trainer")._BaseTrainer,
         importlib.import_module("trl.trainer.sft_trainer").SFTTrainer,
         importlib.import_module("trl.trainer.distillation_trainer"),
@@ -145,8 +141,6 @@ def enable(memory: MemoryLevel | str | None = None) -> None:
         return
     _state.undo = [
         *_replace_everywhere(names.utils, "add_fused_lm_head", _wrap_add_fused_lm_head),
-        *_replace_everywhere(names.model_utils, "disable_gradient_checkpointing", _wrap_block),
-        *_replace_everywhere(names.model_utils, "unwrap_model_for_generation", _wrap_block),
         _replace(names.utils, "_ChunkedLogProbFunction", ChunkedLogProbs),
         _replace(names.sft_trainer, "compute_loss", _wrap_compute_loss(names.sft_trainer.compute_loss)),  # type: ignore[attr-defined]
         _replace(names.base_trainer, "train", _wrap_train(names.base_trainer)),
@@ -222,28 +216,6 @@ def _wrap_add_fused_lm_head(original: Callable) -> Callable:
     return add_fused_lm_head
 
 
-def _wrap_block(original: Callable) -> Callable:
-    """Return a context manager of TRL, after which each layer has the same checkpointing function as before.
-
-    The trainers generate completions, and compute the log-probabilities of the reference, in blocks without gradient
-    checkpointing. At the end of a block, TRL switches on the checkpointing of transformers, which would take the place
-    of that of `memory="checkpoint"`.
-    """
-
-    @functools.wraps(original)
-    @contextlib.contextmanager
-    def block(model: nn.Module, *args: Any, **kwargs: Any) -> Iterator[Any]:
-        states = [(module, switch_state(module)) for module in model.modules() if has_checkpoint_switch(module)]
-        try:
-            with original(model, *args, **kwargs) as value:
-                yield value
-        finally:
-            for module, state in states:
-                restore_switch(module, state)
-
-    return block
-
-
 def _patch(model: nn.Module) -> None:
     """Patch a model at the level of `enable`, if there is one."""
     if _state.memory is not None:
@@ -304,33 +276,16 @@ def _wrap_train(base_trainer: Any) -> Callable:
 
 
 def _reconcile_checkpointing(trainer: Any) -> None:
-    """Switch off the checkpointing of a trainer if `enable` has a level; warn if it makes a lean level useless."""
+    """Switch off the checkpointing of a trainer if `enable` has a level; warn if FSDP makes a lean level useless."""
     if trainer.args.gradient_checkpointing and _state.memory is not None:
         trainer.args.gradient_checkpointing = False
         LOGGER.info("gradient_checkpointing is off, because the memory level is %r", _state.memory)
-    level = find_lean_forward(trainer.model)
-    if level is None:
-        return
-    names = [name for name, each in LEVELS.items() if each.lean]
-    name = next(n for n in names if (LEVELS[n].mlp, LEVELS[n].offload) == (level.mlp, level.offload))
-    if trainer.args.gradient_checkpointing:
+    level = find_lean_level(trainer.model)
+    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    if level is not None and getattr(plugin, "activation_checkpointing", False):
         warnings.warn(
-            f"tigon: the trainer checkpoints every layer (gradient_checkpointing=True is the default of TRL), so "
-            f"memory={name!r} saves nothing more in them; pass gradient_checkpointing=False to the trainer's config, "
-            f"or call tigon.integrations.trl.enable(memory={name!r})",
-            stacklevel=3,
-        )
-    elif getattr(getattr(trainer.accelerator.state, "fsdp_plugin", None), "activation_checkpointing", False):
-        warnings.warn(
-            f"tigon: FSDP checkpoints every layer (activation_checkpointing of fsdp_config), so memory={name!r} saves "
-            "nothing more in them; set activation_checkpointing to false",
-            stacklevel=3,
-        )
-    elif any(map(is_switched_on, trainer.model.modules())):
-        warnings.warn(
-            f"tigon: the layers of the model are checkpointed already (by model.gradient_checkpointing_enable(), which "
-            f"peft.prepare_model_for_kbit_training calls by default), so memory={name!r} saves nothing more in them; "
-            "call model.gradient_checkpointing_disable() before train()",
+            f"tigon: FSDP checkpoints every layer (activation_checkpointing of fsdp_config), so memory={level.name!r} "
+            "saves nothing more in them; set activation_checkpointing to false",
             stacklevel=3,
         )
 

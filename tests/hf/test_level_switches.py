@@ -1,0 +1,415 @@
+"""A model keeps its memory level when other code switches checkpointing, and its tokens are those of stock."""
+
+import copy
+import gc
+import pickle
+import warnings
+import weakref
+
+import pytest
+import torch
+
+import tigon
+from memory.runs import count_runs
+from tigon.hf.layer_checkpoint import LayerCall
+from tigon.hf.levels import LEVELS
+from tigon.hf.transformers_private import (
+    checkpoint_function,
+    has_checkpoint_switch,
+    installed_switch_setter,
+    is_switched_on,
+)
+from tigon.memory.lean import is_lean, recomputes_mlp
+from tigon.recognition.replacement import find_replacement
+
+transformers = pytest.importorskip("transformers")
+
+CHECKPOINTS = [*(name for name, level in LEVELS.items() if level.checkpoint), "checkpoint+attention:1+offload:1"]
+LAYERS = 3
+
+
+def runs_of_layers(model, batch) -> list[int]:
+    """Return how often each layer runs in a training step."""
+    counts = [count_runs(layer) for layer in layers_of(model)]
+    model(**batch).loss.backward()
+    return [len(count) for count in counts]
+
+
+def layers_of(model):
+    return next(m for m in model.modules() if isinstance(m, torch.nn.ModuleList))
+
+
+def level_line(report) -> str:
+    """Return the line of the printed report that is about the memory level; "" without one."""
+    notes = [line.removeprefix("note: ") for line in str(report).splitlines() if line.startswith("note: ")]
+    return next((note for note in notes if "checkpoint" in note or "lean" in note), "")
+
+
+# --- without gradients -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("memory", CHECKPOINTS)
+def test_generation_in_training_mode_gives_the_tokens_of_stock(make_model, batch, memory):
+    options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+    tokens = batch["input_ids"][:1]
+    for model_type in ("llama", "gemma2") if memory == "checkpoint" else ("llama",):
+        model = make_model(model_type)
+        expected = model.generate(tokens, **options)
+        tigon.patch(model, memory=memory)
+        assert torch.equal(model.generate(tokens, **options), expected)
+        model.gradient_checkpointing_enable()
+        model(**batch).loss.backward()
+        assert torch.equal(model.generate(tokens, **options), expected)
+
+
+@pytest.mark.parametrize("without_gradients", [torch.no_grad, torch.inference_mode])
+def test_a_loop_without_gradients_has_its_cache_in_training_mode(make_model, batch, without_gradients):
+    model, tokens = make_model(), batch["input_ids"]
+    tigon.patch(model, memory="checkpoint")
+    with without_gradients():
+        expected = model(tokens).logits[:, -1]
+        first = model(tokens[:, :-2])
+        assert first.past_key_values.get_seq_length() == tokens.shape[1] - 2
+        logits = model(tokens[:, -2:], past_key_values=first.past_key_values).logits[:, -1]
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+    assert runs_of_layers(model, batch) == [2, 1]
+
+
+def test_a_filled_cache_is_refused_where_layers_would_ignore_it(make_model, batch):
+    model, tokens = make_model(), batch["input_ids"]
+    report = tigon.patch(model, memory="checkpoint")
+    with torch.no_grad():
+        cache = model(tokens[:, :5]).past_key_values
+    with pytest.raises(ValueError, match="memory='checkpoint': past_key_values must hold no tokens .*, got 5 tokens"):
+        model(tokens[:, 5:], past_key_values=cache)
+    model.eval()(tokens[:, 5:], past_key_values=copy.deepcopy(cache))
+    model.train().gradient_checkpointing_disable()
+    model(tokens[:, 5:], past_key_values=copy.deepcopy(cache))
+    report.restore()
+    model(tokens[:, 5:], past_key_values=copy.deepcopy(cache))
+
+
+# --- switches --------------------------------------------------------------------------------------
+
+
+def with_adapters(model):
+    peft = pytest.importorskip("peft")
+    return peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules="all-linear"))
+
+
+def prepare_for_kbit_training(model):
+    peft = pytest.importorskip("peft")
+    model.is_loaded_in_4bit = True
+    peft.prepare_model_for_kbit_training(model)
+    for p in model.parameters():
+        p.requires_grad_()
+
+
+def train_one_step(model, batch, folder, **options):
+    options = transformers.TrainingArguments(
+        str(folder), max_steps=1, learning_rate=0.0, report_to=[], use_cpu=True, disable_tqdm=True, save_strategy="no",
+        gradient_checkpointing=True, **options,
+    )  # fmt: skip
+    rows = [{name: value[0] for name, value in batch.items()}] * 2
+    transformers.Trainer(model, options, train_dataset=rows).train()
+    model.zero_grad()
+
+
+# Each function switches checkpointing on, after the patch.
+WAYS = {
+    "enable": lambda model, *_: model.gradient_checkpointing_enable(),
+    "enable of the body": lambda model, *_: model.model.gradient_checkpointing_enable(),
+    "enable with adapters": lambda model, *_: with_adapters(model).gradient_checkpointing_enable(
+        {"use_reentrant": False}
+    ),
+    "a Trainer": train_one_step,
+    "prepare_model_for_kbit_training": lambda model, *_: prepare_for_kbit_training(model),
+}
+
+
+@pytest.mark.parametrize(
+    ("memory", "way"),
+    [*((memory, "enable") for memory in CHECKPOINTS), *(("checkpoint", way) for way in WAYS if way != "enable")],
+)
+def test_a_level_stays_when_checkpointing_is_switched_on(make_model, batch, tmp_path, memory, way):
+    pytest.importorskip("accelerate")
+    model = make_model(num_hidden_layers=LAYERS)
+    report = tigon.patch(model, memory=memory)
+    expected, line = runs_of_layers(model, batch), level_line(report)
+    assert expected == [2] * (LAYERS - 1) + [1]
+    assert line.startswith(f"{memory}: layers except the last save only their input")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="tigon")
+        model.gradient_checkpointing_disable()
+        WAYS[way](model, batch, tmp_path)
+    assert runs_of_layers(model, batch) == expected
+    assert level_line(report) == line
+    places = {checkpoint_function(layer).place.level for layer in model.model.layers}
+    assert places == {memory}
+
+
+def test_gradients_stay_those_of_stock(make_model, batch, assert_same_step):
+    model = make_model(num_hidden_layers=LAYERS)
+    tigon.patch(model, memory="checkpoint+attention")
+    for change in (model.gradient_checkpointing_enable, model.gradient_checkpointing_disable, lambda: None):
+        change()
+        assert_same_step(model, make_model(num_hidden_layers=LAYERS), batch)
+
+
+def test_disable_switches_a_level_off_and_the_report_says_so(make_model, batch):
+    model = make_model(num_hidden_layers=LAYERS)
+    report = tigon.patch(model, memory="checkpoint")
+    line = level_line(report)
+    model.gradient_checkpointing_disable()
+    assert not model.is_gradient_checkpointing
+    assert runs_of_layers(model, batch) == [1] * LAYERS
+    assert level_line(report) == (
+        "memory='checkpoint' of this patch is off; gradient_checkpointing_enable() switches it on"
+    )
+    model.gradient_checkpointing_enable()
+    assert model.is_gradient_checkpointing
+    assert level_line(report) == line
+    # Other code sets the switches without the methods of transformers.
+    for layer in model.model.layers:
+        layer._gradient_checkpointing_func = torch.utils.checkpoint.checkpoint
+    assert level_line(report).startswith(f"transformers checkpoints {LAYERS} layers")
+    assert "memory='checkpoint' of this patch is off" in level_line(report)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "setting"),
+    [
+        ({"gradient_checkpointing_kwargs": {"use_reentrant": True}}, "use_reentrant=True"),
+        ({"every_n_layers": 2}, "every_n_layers=2"),
+        ({"offload": True}, "offload=True"),
+    ],
+    ids=str,
+)
+def test_a_warning_names_the_settings_that_a_level_ignores(make_model, batch, arguments, setting):
+    model = make_model(num_hidden_layers=LAYERS)
+    tigon.patch(model, memory="checkpoint")
+    with pytest.warns(UserWarning, match=f"'checkpoint' checkpoints the layers .*: {setting} is ignored") as caught:
+        model.gradient_checkpointing_enable(**arguments)
+    assert [warning.filename for warning in caught if "is ignored" in str(warning.message)] != []
+    assert runs_of_layers(model, batch) == [2] * (LAYERS - 1) + [1]
+
+
+def enable(model):
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+
+
+def disable(model):
+    model.gradient_checkpointing_disable()
+
+
+def patch(model, memory="checkpoint"):
+    return tigon.patch(model, memory=memory)
+
+
+def switches_of(model) -> list:
+    """Return the state of every switch in a model: whether it is on, and the function that it calls."""
+    modules = [(name, m) for name, m in model.named_modules() if has_checkpoint_switch(m)]
+    functions = [getattr(checkpoint_function(m), "func", checkpoint_function(m)) for _, m in modules]
+    states = [(name, m.gradient_checkpointing, f) for (name, m), f in zip(modules, functions, strict=True)]
+    return [*states, *(name for name, m in model.named_modules() if installed_switch_setter(m) or find_replacement(m))]
+
+
+@pytest.mark.filterwarnings("ignore:tigon")
+@pytest.mark.parametrize("memory", ["checkpoint+attention+offload", "lean+mlp:1"])
+@pytest.mark.parametrize(
+    "calls",
+    [
+        [patch],
+        [patch, enable],
+        [patch, disable],
+        [enable, patch],
+        [enable, patch, disable],
+        [enable, patch, disable, enable],
+        [enable, disable, patch],
+        [patch, disable, enable],
+    ],
+    ids=lambda calls: ", ".join(call.__name__ for call in calls),
+)
+def test_restore_brings_the_switches_of_stock_back(make_model, calls, memory):
+    """The stock model has got the same calls of transformers."""
+    model, stock = make_model(), make_model()
+    for call in calls:
+        if call is patch:
+            report = tigon.patch(model, memory=memory)
+        else:
+            call(model), call(stock)
+    report.restore()
+    assert switches_of(model) == switches_of(stock)
+    for call in (enable, disable, enable):
+        call(model), call(stock)
+        assert switches_of(model) == switches_of(stock)
+
+
+def test_a_level_replaces_the_checkpointing_of_transformers(make_model, batch):
+    for memory in ("checkpoint", "checkpoint+attention+offload"):
+        model = make_model(num_hidden_layers=LAYERS)
+        enable(model)
+        report = tigon.patch(model, memory=memory)
+        assert runs_of_layers(model, batch) == [2] * (LAYERS - 1) + [1]
+        assert level_line(report).startswith(f"{memory}: layers except the last")
+        report.restore()
+        assert runs_of_layers(model, batch) == [2] * LAYERS
+
+
+@pytest.mark.parametrize("memory", ["lean", "lean+mlp:1", "offload"])
+def test_checkpointing_with_a_level_of_lean_is_said(make_model, batch, memory):
+    model = make_model()
+    report = tigon.patch(model, memory=memory)
+    message = f"so memory='{memory}' saves nothing more in them".replace("+", "[+]")
+    with pytest.warns(UserWarning, match=message):
+        enable(model)
+    assert level_line(report).startswith(f"{memory}: ")
+    assert "transformers checkpoints 2 layers (gradient_checkpointing_enable), so memory=" in level_line(report)
+    assert runs_of_layers(model, batch) == [2, 2]
+    disable(model)
+    assert "transformers checkpoints" not in level_line(report)
+    report.restore()
+    enable(model)
+    with pytest.warns(UserWarning, match=message):
+        report = tigon.patch(model, memory=memory)
+    assert "transformers checkpoints 2 layers" in level_line(report)
+
+
+def test_checkpointing_at_the_default_level_is_that_of_transformers(make_model, batch, assert_same_step):
+    model = make_model()
+    report = tigon.patch(model)
+    assert level_line(report) == ""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        enable(model)
+    assert level_line(report) == "transformers checkpoints 2 layers (gradient_checkpointing_enable)"
+    assert_same_step(model, make_model(), batch)
+    disable(model)
+    assert level_line(report) == ""
+
+
+# --- several patches -------------------------------------------------------------------------------
+
+
+def blocks_of(model, batch) -> tuple[list[int], list[bool], bool]:
+    """Return how often layers run, whether the first runs in `lean` and recomputes its MLP, and the state of heads."""
+    blocks = []
+    hook = model.model.layers[0].register_forward_pre_hook(lambda *_: blocks.append((is_lean(), recomputes_mlp())))
+    model(**batch)
+    hook.remove()
+    counts = runs_of_layers(model, batch)
+    return counts, *blocks[0]
+
+
+@pytest.mark.filterwarnings("ignore:tigon")
+@pytest.mark.parametrize(
+    "names", [["checkpoint", "lean+mlp"], ["lean+mlp", "checkpoint"], ["lean+mlp:1", "checkpoint"]]
+)
+def test_a_second_patch_changes_the_level(make_model, batch, names):
+    models = {name: make_model() for name in names}
+    reports = {name: tigon.patch(model, memory=name) for name, model in models.items()}
+    alone = {name: blocks_of(model, batch) for name, model in models.items()}
+    first, second = names
+    model, report = models[first], reports[first]
+    later = tigon.patch(model, memory=second)
+    assert blocks_of(model, batch) == alone[second]
+    assert level_line(later) == level_line(reports[second])
+    assert level_line(report) == (
+        f"{level_line(later)}; memory={first!r} of this patch is off, because the level has changed"
+    )
+    later.restore()
+    assert blocks_of(model, batch) == alone[first]
+    assert level_line(report).startswith(f"{first}: ")
+    report.restore()
+    assert switches_of(model) == switches_of(make_model())
+
+
+def test_a_second_patch_without_a_level_reports_the_first(make_model):
+    model = make_model()
+    first = tigon.patch(model, memory="checkpoint")
+    second = tigon.patch(model)
+    assert level_line(second) == level_line(first)
+    disable(model)
+    assert level_line(second) == ""
+    third = tigon.patch(model, memory="checkpoint")
+    assert is_switched_on(model.model.layers[0])
+    third.restore()
+    assert not is_switched_on(model.model.layers[0])
+
+
+# --- copies ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_keeps_its_own_level(make_model, batch, duplicate):
+    model = make_model(num_hidden_layers=LAYERS)
+    tigon.patch(model, memory="checkpoint")
+    copied = duplicate(model)
+    disable(model)
+    copied.gradient_checkpointing_enable()
+    assert runs_of_layers(copied, batch) == [2] * (LAYERS - 1) + [1]
+    assert runs_of_layers(model, batch) == [1] * LAYERS
+    disable(copied)
+    assert runs_of_layers(copied, batch) == [1] * LAYERS
+
+
+def test_a_model_with_a_level_is_in_no_reference_cycle(make_model):
+    model = make_model()
+    tigon.patch(model, memory="checkpoint")
+    model.gradient_checkpointing_enable()
+    reference = weakref.ref(model)
+    gc.disable()
+    try:
+        del model
+        assert reference() is None
+    finally:
+        gc.enable()
+
+
+# --- packed rows -----------------------------------------------------------------------------------
+
+PACKED = torch.cat([torch.arange(5), torch.arange(6)]).expand(3, -1)
+
+
+def call_with_names(model, tokens, **options):
+    return model(tokens, position_ids=PACKED, labels=tokens, **options)
+
+
+def call_in_order(model, tokens, **options):
+    return model(tokens, None, PACKED, labels=tokens, **options)
+
+
+def call_with_embeddings(model, tokens, **options):
+    embeddings = model.get_input_embeddings()(tokens)
+    return model(inputs_embeds=embeddings, position_ids=PACKED, labels=tokens, **options)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "call"),
+    [
+        ("llama", call_with_names),
+        ("llama", call_in_order),
+        ("qwen3", call_with_embeddings),
+        ("gemma2", call_with_names),
+    ],
+)
+def test_packed_rows_have_the_loss_of_stock_at_every_level(make_model, batch, model_type, call):
+    """Without a mask, transformers looks for packed documents only if there is no cache."""
+    tokens, stock = batch["input_ids"], make_model(model_type)
+    expected = {use_cache: call(stock, tokens, use_cache=use_cache).loss for use_cache in (True, False, None)}
+    assert expected[True] == expected[None]
+    assert (expected[True] - expected[False]).abs() > 1e-3
+    for memory in ("lean", "checkpoint", "checkpoint+attention"):
+        model = make_model(model_type)
+        tigon.patch(model, memory=memory)
+        for use_cache, loss in expected.items():
+            torch.testing.assert_close(call(model, tokens, use_cache=use_cache).loss, loss, rtol=1e-5, atol=1e-5)
+
+
+def test_the_forward_of_the_body_returns_as_it_was(make_model):
+    model = make_model()
+    report = tigon.patch(model, memory="checkpoint", loss=False)
+    assert find_replacement(model.model) is not None
+    report.restore()
+    assert find_replacement(model.model) is None
+    assert not any(isinstance(checkpoint_function(m), LayerCall) for m in model.modules())
