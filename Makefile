@@ -86,7 +86,7 @@ models: $(STAMP)  ## write docs/models.md and tests/hf/parts.json: what is repla
 	PYTHONPATH=tests $(BIN)/python -m hf.parts
 
 docs: $(STAMP)  ## build the site of the documentation into `site/`; warnings are errors
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import transformers
 from torch import Tensor
 
-from tigon.tools.presets import PRESETS, preset_config
+from tigon.tools.presets import find_preset
 from tigon.tools.training.text import MIN_VOCAB, batches, read_text, tokenise
 
 TINY = {
@@ -42,9 +42,10 @@ def build_model(name: str | None, device: torch.device | None = None) -> transfo
 
     Random weights are the same on every rank. They are created on `device` if one is given; the model must fit there.
     """
-    if name is not None and name not in PRESETS:
+    preset = {"model_type": "llama", **TINY} if name is None else find_preset(name)
+    if preset is None:
         return transformers.AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
-    config = transformers.LlamaConfig(**TINY) if name is None else preset_config(name)
+    config = transformers.AutoConfig.for_model(**preset)
     torch.manual_seed(0)
     with device or contextlib.nullcontext():
         return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)

@@ -1,7 +1,9 @@
-"""Each command in README and docs exists: its options are known, and the files that it names are in the repository.
+"""Each command in README and docs is right, and runs in a test or says that it needs a GPU or the network.
 
-Most of these commands need a GPU or the network, so they are not run here. `make demo`, `make test`, the examples and
-the commands of `tigon` have tests of their own.
+Of every command, the options are known, and the files that it names are in the repository. A command without a remark
+such as `# needs a GPU` is covered on a machine without a GPU and without the network: a command of `tigon` is called up
+to the moment at which its work begins (tests of their own run the work), a target of `make` is run by CI, and a test
+runs the script.
 """
 
 import contextlib
@@ -9,23 +11,76 @@ import re
 import shlex
 import tomllib
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
+from command_work import begin_work
+
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "examples" / "README.md", *sorted(ROOT.glob("docs/*.md"))]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "examples/README.md", "examples/medusa/README.md")),
+    *sorted(ROOT.glob("docs/*.md")),
+]
 # Programs of other packages. Their options are not checked.
 OTHER_PROGRAMS = {"accelerate", "axolotl", "cd", "deepspeed", "echo", "git", "swift", "torchrun", "trl"}
 OTHER_MODULES = {"pytest", "verl.trainer.main_ppo"}
+# In a block of commands, the remark is a comment. A comment alone on its line is about all commands below it.
+NEEDS = re.compile(r"\bneeds (?:a GPU|the network)\b")
+# A command inside a sentence: the paragraph or the row of a table says that it is about GPUs or the network.
+NEEDS_IN_A_PARAGRAPH = re.compile(r"GPU|H100|H200|network|on the hub")
 
 
-def _commands() -> list[tuple[str, str]]:
-    """Return the page and the text of each command in the bash blocks of all pages."""
+# The tests of commands that neither CI nor a test calls by name.
+TESTS = {
+    "make models": ("tests/tools/inspect/test_inspect.py", "models_page()"),
+    "python -m tigon.integrations.liger.page docs/liger.md": (
+        "tests/integrations/test_liger_signatures.py",
+        "page.page()",
+    ),
+}
+
+
+class Command(NamedTuple):
+    page: str
+    text: str
+    # The page says that the command needs a GPU or the network.
+    has_remark: bool
+
+
+def _blocks(text: str) -> list[str]:
+    return [body for _, body in re.findall(r"```(bash|sh|console)\n(.*?)```", text, re.DOTALL)]
+
+
+def _commands() -> list[Command]:
+    """Return each command in the bash blocks of all pages."""
     commands = []
     for page in PAGES:
-        for block in re.findall(r"```(?:bash|sh|console)\n(.*?)```", page.read_text("utf-8"), re.DOTALL):
-            commands += [(page.name, line) for line in block.replace("\\\n", " ").splitlines() if line.strip()]
+        for block in _blocks(page.read_text("utf-8")):
+            remark_above = False
+            for line in filter(str.strip, block.replace("\\\n", " ").splitlines()):
+                remark = bool(NEEDS.search(line.partition("#")[2]))
+                if line.strip().startswith("#"):
+                    remark_above |= remark
+                # A line may consist of options that a trainer's command gets.
+                elif not line.startswith("--"):
+                    commands.append(Command(page.name, line.strip(), remark or remark_above))
     return commands
+
+
+def _inline_commands() -> list[Command]:
+    """Return each command inside a sentence that has arguments and no placeholders."""
+    commands = []
+    for page in PAGES:
+        text = re.sub(r"```.*?```", "", page.read_text("utf-8"), flags=re.DOTALL)
+        for paragraph in re.split(r"\n\n|\n(?=[|-] )|\n(?=\|)", text):
+            found = re.findall(r"`((?:tigon|make|python|torchrun|accelerate launch) [^`]+)`", paragraph)
+            remark = bool(NEEDS_IN_A_PARAGRAPH.search(paragraph))
+            for command in (" ".join(command.split()) for command in found):
+                is_name = re.fullmatch(r"tigon [a-z]+( train)?", command)
+                if not is_name and not re.search(r"\.\.\.|\b[A-Z]+\b(?![=/.])|<version>", command):
+                    commands.append(Command(page.name, command, remark))
+    return list(dict.fromkeys(commands))
 
 
 def _words(command: str) -> list[str]:
@@ -70,12 +125,8 @@ def _check_pip(words: list[str]) -> None:
             assert set(match[1].split(",")) <= extras.keys()
 
 
-@pytest.mark.parametrize(("page", "command"), _commands(), ids=lambda text: text.strip()[:60])
-def test_the_command_exists(page, command):
-    words = _words(command)
-    # A line may consist of a comment, or of options that a trainer's command gets.
-    if not words or words[0].startswith("--"):
-        return
+def _check(words: list[str]) -> None:
+    """Check the options of a command, and the files that it names."""
     program, *arguments = words
     if program in ("python", "python3") and arguments[:1] == ["-m"]:
         file = ROOT / "src" / arguments[1].replace(".", "/")
@@ -92,3 +143,67 @@ def test_the_command_exists(page, command):
         assert program in OTHER_PROGRAMS, f"{program} is not known to this test"
         files = [word for word in arguments if word.startswith("examples/")]
         assert [name for name in files if not (ROOT / name).exists()] == []
+
+
+def _is_covered(words: list[str], monkeypatch, folder: Path) -> bool:
+    """Return True if a test or CI runs a command on a machine without a GPU."""
+    program, *arguments = words
+    if shlex.join(words) in TESTS:
+        test, name = TESTS[shlex.join(words)]
+        return name in (ROOT / test).read_text("utf-8")
+    if program == "tigon":
+        (folder / "docs").mkdir()
+        return begin_work(shlex.join(words), monkeypatch, folder) in (None, 0)
+    if program == "make":
+        workflows = [*ROOT.glob(".github/workflows/*.yml"), ROOT / ".ci" / "run"]
+        text = "\n".join(path.read_text("utf-8") for path in workflows if path.name != "publish.yml")
+        return all(re.search(rf"\b{word}(?![\w-])", text) for word in arguments if "=" not in word)
+    if arguments[:2] == ["-m", "pytest"]:
+        return all((ROOT / word).exists() for word in arguments if word.startswith("tests"))
+    scripts = [word for word in arguments if re.fullmatch(r"examples/.*\.py", word)]
+    tests = "\n".join(path.read_text("utf-8") for path in (ROOT / "tests" / "examples").glob("*.py"))
+    return bool(scripts) and all(re.search(rf"\b{Path(script).stem}\b", tests) for script in scripts)
+
+
+@pytest.mark.parametrize("command", _commands(), ids=lambda command: command.text[:60])
+def test_the_command_is_right_and_is_covered_or_names_its_needs(command, monkeypatch, tmp_path):
+    words = _words(command.text)
+    _check(words)
+    assert command.has_remark or _is_covered(words, monkeypatch, tmp_path), (
+        f"{command.page}: no test runs {command.text!r}, and no comment says that it needs a GPU or the network"
+    )
+
+
+@pytest.mark.parametrize("command", _inline_commands(), ids=lambda command: command.text[:60])
+def test_the_command_in_a_sentence_is_right_and_is_covered_or_names_its_needs(command, monkeypatch, tmp_path):
+    words = _words(command.text)
+    _check(words)
+    assert command.has_remark or _is_covered(words, monkeypatch, tmp_path), (
+        f"{command.page}: no test runs {command.text!r}, and its paragraph names neither a GPU nor the network"
+    )
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_are_in_bash_blocks(page):
+    """Only these are checked. The lines of other blocks are code or output."""
+    others = re.sub(r"```(?:bash|sh|console|python)\n.*?```", "", page.read_text("utf-8"), flags=re.DOTALL)
+    blocks = re.findall(r"```\w*\n(.*?)```", others, re.DOTALL)
+    lines = [line for block in blocks for line in block.splitlines()]
+    assert [line for line in lines if re.match(r"\$? ?(?:tigon (?=[a-z])|pip install|make |python3? )", line)] == []
+
+
+@pytest.mark.parametrize(
+    ("command", "covered"),
+    [
+        ("tigon inspect Llama-3-8B", True),
+        ("tigon inspect no-such-model", False),
+        ("tigon plan llama --seq 0", False),
+        ("make test", True),
+        ("make bench", False),
+        ("python examples/trainer.py", True),
+        ("python examples/time_fp8.py", False),
+        ("pip install '.[hf]'", False),
+    ],
+)
+def test_what_counts_as_covered(command, covered, monkeypatch, tmp_path):
+    assert _is_covered(_words(command), monkeypatch, tmp_path) == covered

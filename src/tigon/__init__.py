@@ -28,9 +28,10 @@ if TYPE_CHECKING:
         AutoModelForImageTextToText,
         AutoModelForSequenceClassification,
         gather_in_fp8,
-        patch,
-        patched,
     )
+
+    # `tigon.hf.patch` is a module too, and the pages of the reference would describe the module.
+    from tigon.hf.patch import patch, patched
     from tigon.integrations.liger import install_as_liger_kernel
     from tigon.losses.distillation import DistillationLoss
     from tigon.losses.modules import CPOLoss, DPOLoss, GRPOLoss, KTOLoss, ORPOLoss, PPOLoss, RLOOLoss, SimPOLoss

@@ -521,4 +521,4 @@ try:
 except ImportError as error:
     print(error)
 """
-    assert "pip install 'tigon[hf]'" in run_python(code)
+    assert "pip install '.[hf]' in a checkout of Tigon" in run_python(code)

@@ -12,7 +12,7 @@ from packaging.specifiers import SpecifierSet
 
 import tigon
 from lowest_versions import PROJECT, floors
-from tigon.runtime.requirements import FLOORS, _release, require, unmet
+from tigon.runtime.requirements import FLOORS, _release, install_command, require, unmet
 
 ROOT = Path(__file__).parents[2]
 CONSTRAINTS = (ROOT / "constraints.txt").read_text()
@@ -141,7 +141,7 @@ def test_import_refuses_old_packages_in_one_error(versions, message):
 
 
 OLD_TRANSFORMERS = re.escape(
-    f" needs transformers {FLOORS['transformers']} or later (5.9.0 is installed): pip install 'tigon[hf]'"
+    f" needs transformers {FLOORS['transformers']} or later (5.9.0 is installed): {install_command('hf')}"
 )
 
 
@@ -182,7 +182,7 @@ def test_models_of_old_transformers_are_refused(old_transformers):
 
 @pytest.mark.parametrize(
     "call",
-    ['tigon.patch("llama")', "tigon.AutoModelForCausalLM.from_config(None)", 'preset_config("Llama-3-8B")'],
+    ['tigon.patch("llama")', "tigon.AutoModelForCausalLM.from_config(None)", 'find_config("Llama-3-8B")'],
 )
 @pytest.mark.sampled(3)
 def test_error_without_transformers_names_the_extra(call):
@@ -190,14 +190,14 @@ def test_error_without_transformers_names_the_extra(call):
 import sys
 sys.modules["transformers"] = None
 import tigon
-from tigon.tools.presets import preset_config
+from tigon.tools.inspect.build import find_config
 try:
     {call}
 except ImportError as error:
     print(error)
 """
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert output.endswith(" needs transformers: pip install 'tigon[hf]'\n")
+    assert output.endswith(" needs transformers: pip install '.[hf]' in a checkout of Tigon\n")
 
 
 def test_importing_and_patching_do_not_import_transformers():
@@ -220,7 +220,9 @@ def test_package_without_a_version_is_accepted(monkeypatch):
 def test_error_names_only_old_packages(monkeypatch):
     rich = pytest.importorskip("rich")
     monkeypatch.setattr(rich, "__version__", "12.9", raising=False)
-    with pytest.raises(ImportError, match=r"^a test needs rich 13 or later \(12\.9 is .*: pip install 'tigon\[cli\]'$"):
+    with pytest.raises(
+        ImportError, match=r"^a test needs rich 13 or later \(12\.9 is .*: pip install '\.\[cli\]' in a"
+    ):
         require("a test", "torch", "rich", extra="cli")
 
 

@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from command_work import begin_work
+from tigon import __version__
+from tigon.runtime.requirements import install_command
 from tigon.tools import cli
 from tigon.tools.environment import environment
 
@@ -23,6 +26,11 @@ def test_help_names_every_command(run):
     result = run("--help")
     assert result.exit_code == 0
     assert all(name in result.output for name in ("demo", "inspect", "bench", "check", "resources", "env"))
+
+
+def test_the_version_is_printed(run):
+    result = run("--version")
+    assert (result.exit_code, result.output) == (0, f"tigon {__version__}\n")
 
 
 def test_env_prints_versions_and_devices(run):
@@ -53,22 +61,22 @@ def test_a_missing_extra_is_named(run, command, monkeypatch):
     monkeypatch.setitem(sys.modules, absent, None)  # The import fails as if the package were not installed.
     result = run(command.name)
     assert result.exit_code == 2
-    assert result.output == f"tigon {command.name} needs {absent}: pip install 'tigon[{command.name}]'\n"
+    assert result.output == f"tigon {command.name} needs {absent}: {install_command(command.name)}\n"
 
 
 def test_without_typer_main_names_the_extra_to_install(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "typer", None)
     with pytest.raises(SystemExit, match="^2$"):
         cli.main()
-    assert capsys.readouterr().err == "tigon: the command line needs typer: pip install 'tigon[cli]'\n"
+    assert capsys.readouterr().err == f"tigon: the command line needs typer: {install_command('cli')}\n"
 
 
 MISTAKES = {
     "unknown command": (["nope"], "tigon: No such command"),
     "unknown option": (["check", "--nope"], "tigon check: No such option"),
     "no model": (["plan"], "tigon plan: Missing argument"),
-    "unknown model": (["inspect", "lama"], "tigon inspect: Invalid value for MODEL: must be a model type"),
-    "unknown preset": (["plan", "Lama-3-8B"], "tigon plan: Invalid value for MODEL: must be one of Llama-3-8B"),
+    "unknown model": (["inspect", "lama"], "tigon inspect: Invalid value for MODEL: must be a preset"),
+    "unknown preset": (["plan", "Lama-3-8B"], "tigon plan: Invalid value for MODEL: must be a preset (Llama-3-8B, "),
     "word for a number": (["plan", "llama", "--seq", "many"], "tigon plan: Invalid value for '--seq'"),
     "negative number": (["plan", "llama", "--seq", "-4"], "tigon plan: Invalid value for --seq: must be"),
     "no batch": (["plan", "llama", "--batch", "0"], "tigon plan: Invalid value for --batch: must be"),
@@ -94,6 +102,38 @@ def test_a_mistake_is_one_line_and_exit_code_2(arguments, beginning, monkeypatch
     assert "Traceback" not in captured.out
 
 
+@pytest.mark.parametrize("width", [40, 80, 133])
+def test_a_terminal_gets_a_mistake_that_breaks_at_spaces(width, monkeypatch, capsys):
+    """Names with hyphens and words that are longer than a line stay whole, so that they can be copied."""
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    message = f"must be a preset (Llama-3-8B, Llama-3.2-1B, Qwen3-30B-A3B, Mistral-7B), got '/nowhere/{'x' * 150}' " * 2
+    with pytest.raises(SystemExit, match="^2$"):
+        cli._fail(message)
+    lines = capsys.readouterr().err.splitlines()
+    assert " ".join(lines) == message.strip()
+    assert all(len(line) <= width or " " not in line for line in lines)
+
+
+def test_a_file_gets_a_line_for_each_stage_on_standard_error(capsys):
+    with cli.show_progress("Building") as show:
+        show("Counting [1 of 2]")
+    assert capsys.readouterr() == ("", "Building ...\nCounting [1 of 2] ...\n")
+
+
+def test_a_terminal_sees_the_current_stage_on_standard_error(capsys, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with cli.show_progress("Building") as show:
+        show("Counting [1 of 2]")
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "Counting [1 of 2]" in captured.err
+
+
+# --- examples of --help and names of models --------------------------------------------------------
+
+
 @pytest.mark.parametrize("command", [*cli._COMMANDS, *cli._TWO_WORD_COMMANDS], ids=lambda command: command.name)
 def test_help_has_examples_that_parse(run, command, monkeypatch):
     """Every option of an example is an option of the command, and every example is in the help."""
@@ -105,6 +145,46 @@ def test_help_has_examples_that_parse(run, command, monkeypatch):
     for example in command.examples:
         assert example in output
         assert all(word in output for word in example.split() if word.startswith("--"))
+
+
+EXAMPLES = [example for command in [*cli._COMMANDS, *cli._TWO_WORD_COMMANDS] for example in command.examples]
+
+
+@pytest.mark.parametrize("example", [*EXAMPLES, "tigon env --json"])
+def test_an_example_begins_its_work(example, monkeypatch, tmp_path):
+    """Its arguments are accepted on a machine without a GPU and without the network. Some examples end in seconds."""
+    pytest.importorskip("transformers")
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("peft")
+    assert begin_work(example, monkeypatch, tmp_path) in (None, 0)
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("example", [example for example in EXAMPLES if example.startswith("tigon plan")])
+def test_an_example_of_plan_finds_a_level_that_fits(run, example):
+    pytest.importorskip("peft")
+    assert run(*example.split()[1:]).exit_code == 0
+
+
+# The demo trains models of a size of its own, so it takes only the type of a preset.
+@pytest.mark.parametrize("name", ["Llama-3-8B", "gemma-2-2b", "tiny"])
+@pytest.mark.parametrize(
+    "command", ["inspect", "plan", "bench train --device cpu --model", "demo --device cpu --model-type"]
+)
+def test_every_command_takes_a_preset_in_any_case(command, name, monkeypatch, tmp_path):
+    pytest.importorskip("transformers")
+    assert begin_work(f"tigon {command} {name}", monkeypatch, tmp_path) in (None, 0)
+
+
+def test_a_folder_in_the_current_one_is_not_a_preset_of_its_name(monkeypatch, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    from tigon.tools.inspect.build import find_config
+
+    monkeypatch.chdir(tmp_path)
+    assert find_config("Tiny").vocab_size == 1024
+    transformers.LlamaConfig(vocab_size=77).save_pretrained("Tiny")
+    assert find_config("Tiny").vocab_size == 77
 
 
 def test_env_prints_json(run):

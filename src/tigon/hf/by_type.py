@@ -25,19 +25,19 @@ ACTIVE: set[str] = set()
 NOTE = "models of this type are patched when they are built, until restore(); models built before that stay patched"
 
 
-def config_class(model_type: str, rule: str) -> Any:
+def config_class(model_type: str, rule: str, hint: str = "") -> Any:
     """Return the config class of a model type.
 
     Raises:
         ImportError: transformers is missing or too old.
-        ValueError: transformers has no such type. The message consists of `rule` and the nearest names.
+        ValueError: transformers has no such type. The message consists of `rule`, the nearest names and `hint`.
     """
     require(f"the model type {model_type!r}", "transformers", extra="hf")
     from transformers import CONFIG_MAPPING, __version__
 
     if model_type not in CONFIG_MAPPING:
         nearest = ", ".join(difflib.get_close_matches(model_type.lower(), CONFIG_MAPPING.keys(), cutoff=0.0))
-        raise ValueError(f"{rule}, got {model_type!r}; nearest types of transformers {__version__}: {nearest}")
+        raise ValueError(f"{rule}, got {model_type!r}; nearest types of transformers {__version__}: {nearest}{hint}")
     return CONFIG_MAPPING[model_type]
 
 

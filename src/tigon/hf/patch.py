@@ -106,6 +106,7 @@ MEMORY: tuple[str, ...] = get_args(MemoryLevel)
 # The recipes of FP8.
 FP8Scales = Literal["rowwise", "tensorwise"]
 P = ParamSpec("P")
+Context = contextlib.AbstractContextManager[Report]
 
 
 def _check_options(parts: dict[str, Any], memory: Any, unknown: Iterable[str]) -> None:
@@ -494,41 +495,44 @@ def patch(
     return report
 
 
-def _for_a_block(patch: Callable[P, Report]) -> Callable[P, contextlib.AbstractContextManager[Report]]:
-    """Return a context manager that takes the arguments of `patch`, yields its report and restores the model."""
+def _takes_the_arguments_of(
+    patch: Callable[P, Report],
+) -> Callable[[Callable[..., Context]], Callable[P, Context]]:
+    """Return a decorator that gives the signature of `patch` to a function that passes all arguments to it."""
 
-    @contextlib.contextmanager
-    def patched(*args: P.args, **kwargs: P.kwargs) -> Iterator[Report]:
-        report = patch(*args, **kwargs)
-        try:
-            yield report
-        finally:
-            report.restore()
+    def decorate(function: Callable[..., Context]) -> Callable[P, Context]:
+        signature = inspect.signature(patch).replace(return_annotation=Context)
+        vars(function)["__signature__"] = signature
+        return function
 
-    signature = inspect.signature(patch)
-    vars(patched)["__signature__"] = signature.replace(return_annotation=contextlib.AbstractContextManager[Report])
-    patched.__qualname__ = "patched"
-    return patched
+    return decorate
 
 
-patched = _for_a_block(patch)
-patched.__doc__ = """Patch a model for the length of a `with` block. The arguments are those of `patch`.
+@_takes_the_arguments_of(patch)
+@contextlib.contextmanager
+def patched(*args: Any, **kwargs: Any) -> Iterator[Report]:
+    """Patch a model for the length of a `with` block. The arguments are those of `patch`.
 
-With a model type, every model that is built in the block is patched, and stays patched after it.
+    With a model type, every model that is built in the block is patched, and stays patched after it.
 
-Returns:
-    A context manager. It yields the report, and calls `report.restore()` at the end of the block.
+    Returns:
+        A context manager. It yields the report, and calls `report.restore()` at the end of the block.
 
-Example:
-    >>> from transformers import LlamaConfig, LlamaForCausalLM
-    >>> config = LlamaConfig(
-    ...     vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2
-    ... )
-    >>> with tigon.patched("llama", loss=False):
-    ...     model = LlamaForCausalLM(config)
-    >>> tokens = torch.tensor([[1, 2, 3, 4]])
-    >>> with tigon.patched(model) as report:
-    ...     model(input_ids=tokens, labels=tokens).loss.backward()
-    ...     print([(entry.part, entry.module) for entry in report.replaced])
-    [('loss', 'LlamaForCausalLM')]
-"""
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> config = LlamaConfig(
+        ...     vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2
+        ... )
+        >>> with tigon.patched("llama", loss=False):
+        ...     model = LlamaForCausalLM(config)
+        >>> tokens = torch.tensor([[1, 2, 3, 4]])
+        >>> with tigon.patched(model) as report:
+        ...     model(input_ids=tokens, labels=tokens).loss.backward()
+        ...     print([(entry.part, entry.module) for entry in report.replaced])
+        [('loss', 'LlamaForCausalLM')]
+    """
+    report = patch(*args, **kwargs)
+    try:
+        yield report
+    finally:
+        report.restore()

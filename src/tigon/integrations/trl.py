@@ -41,6 +41,7 @@ from tigon.integrations.trl_head import (
     install_forward,
     loss_is_sum,
 )
+from tigon.runtime.requirements import install_command
 
 __all__ = ["disable", "enable", "is_enabled"]
 
@@ -90,7 +91,7 @@ def _find_names() -> Names:
     except metadata.PackageNotFoundError:
         raise ImportError(
             f"tigon.integrations.trl.enable needs trl {KNOWN_VERSIONS[-1]}, but trl is not installed: "
-            "pip install 'tigon[trl]'"
+            f"{install_command('trl')}"
         ) from None
     if version not in KNOWN_VERSIONS:
         raise ImportError(

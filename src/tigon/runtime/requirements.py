@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["FLOORS", "needs_triton", "require", "require_for", "unmet"]
+__all__ = ["FLOORS", "install_command", "needs_triton", "require", "require_for", "unmet"]
 
 FLOORS = {
     # 2.7 has no `_top_saved_tensors_default_hooks`, which `tigon.lean` reads. In 2.6 `AdamW._init_group` takes other
@@ -70,10 +70,20 @@ def _installed_version(package: str) -> str | None:
         return getattr(importlib.import_module(package), "__version__", "")
 
 
+def install_command(extra: str) -> str:
+    """Return the command that installs Tigon with an extra. No package index has Tigon, so pip reads a checkout.
+
+    >>> install_command("trl")
+    "pip install '.[trl]' in a checkout of Tigon"
+    """
+    return f"pip install '.[{extra}]' in a checkout of Tigon"
+
+
 def unmet(*packages: str, extra: str | None = None) -> str:
     """Return which packages are missing or too old and how to install them, or "" if none is.
 
-    The text follows a subject: "needs rich, typer 0.16 or later (0.12.5 is installed): pip install 'tigon[cli]'".
+    The text follows a subject: "needs typer 0.19.2 or later (0.12.5 is installed): pip install '.[cli]' in a checkout
+    of Tigon".
 
     Args:
         packages: Names in `FLOORS`.
@@ -91,8 +101,8 @@ def unmet(*packages: str, extra: str | None = None) -> str:
         targets.append(f"'{package}>={floor}'")
     if not phrases:
         return ""
-    target = f"'tigon[{extra}]'" if extra else " ".join(targets)
-    return f"needs {', '.join(phrases)}: pip install {target}"
+    command = install_command(extra) if extra else f"pip install {' '.join(targets)}"
+    return f"needs {', '.join(phrases)}: {command}"
 
 
 def needs_triton() -> bool:

@@ -9,9 +9,11 @@ import itertools
 import json
 import os
 import re
+import shutil
 import signal
 import sys
 import tempfile
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -35,6 +37,7 @@ __all__ = [
     "pick_device",
     "pick_folder",
     "say_written",
+    "show_progress",
     "write_file",
 ]
 
@@ -77,13 +80,13 @@ _COMMANDS = (
         "inspect",
         "Show what tigon.patch replaces in a model, without its weights.",
         needs=("transformers",),
-        examples=("tigon inspect llama", "tigon inspect Qwen/Qwen3-8B --json qwen3.json"),
+        examples=("tigon inspect Llama-3-8B", "tigon inspect llama --json llama.json"),
     ),
     _Command(
         "plan",
         "Show how much memory each memory level needs, and which batch fits.",
         needs=("transformers",),
-        examples=("tigon plan Llama-3-8B --seq 4096 --gpus 4", "tigon plan qwen3 --gpu-memory 24 --lora 16"),
+        examples=("tigon plan Llama-3-8B --seq 4096 --gpus 4", "tigon plan Qwen3-4B --gpu-memory 24 --lora 16"),
     ),
     _Command(
         "bench",
@@ -110,7 +113,7 @@ _TWO_WORD_COMMANDS = (
         needs=_TRAINING_PACKAGES,
         module="tigon.tools.bench.train.command",
         extra="demo",
-        examples=("tigon bench train --device cpu", "tigon bench train --help"),
+        examples=("tigon bench train --model tiny --device cpu --batch 2 --seq 128", "tigon bench train --help"),
     ),
 )
 # This variable is set while a shell asks for the words that complete a command.
@@ -141,8 +144,15 @@ def _sigterm_interrupts() -> Iterator[None]:
 
 
 def _fail(message: str) -> NoReturn:
-    """Print a message in one line, and end with the exit code for mistakes of the user."""
-    print(" ".join(message.split()), file=sys.stderr)
+    """Print a message, and end with the exit code for mistakes of the user.
+
+    A terminal breaks the message at spaces. A file or a pipe gets it in one line.
+    """
+    line = " ".join(message.split())
+    if sys.stderr.isatty():
+        width = shutil.get_terminal_size().columns
+        line = textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False)
+    print(line, file=sys.stderr)
     sys.exit(USER_MISTAKE)
 
 
@@ -193,6 +203,21 @@ def app() -> "typer.Typer":
         pretty_exceptions_enable=False,
     )
 
+    def print_version(requested: bool) -> None:
+        if requested:
+            from tigon import __version__
+
+            typer.echo(f"tigon {__version__}")
+            raise typer.Exit
+
+    @application.callback()
+    def _(
+        version: Annotated[
+            bool, typer.Option("--version", callback=print_version, is_eager=True, help="Print the version.")
+        ] = False,
+    ) -> None:
+        pass
+
     def add(command: _Command) -> None:
         # The parser of the command gets all arguments after its name, --help among them.
         settings = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
@@ -239,6 +264,27 @@ def make_console() -> "Console":
     from rich.console import Console
 
     return Console(highlight=False, width=None if sys.stdout.isatty() else 140)
+
+
+@contextlib.contextmanager
+def show_progress(text: str) -> Iterator[Callable[[str], None]]:
+    """Show on standard error what a block does, and yield a function that shows its next stage.
+
+    A terminal shows the current stage and the seconds since the block began, until the block ends. A file or a pipe
+    gets a line for each stage.
+    """
+    if not sys.stderr.isatty():
+        say = lambda stage: print(f"{stage} ...", file=sys.stderr, flush=True)
+        say(text)
+        yield say
+        return
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(text, total=None)
+        yield lambda stage: progress.update(task, description=stage)
 
 
 def pick_device(name: str, others: tuple[str, ...] = ()) -> str:

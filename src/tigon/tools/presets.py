@@ -1,14 +1,14 @@
-"""Configs of well-known decoders by name, with their public sizes. Neither a network nor weights are needed."""
+"""Configs of well-known decoders by name, with their public sizes, and of a tiny one. They need no network."""
 
-import difflib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from tigon.runtime.requirements import require
+__all__ = ["MODEL_HELP", "PRESETS", "find_preset"]
 
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
-
-__all__ = ["PRESETS", "preset_config"]
+# The help of every option that takes a model.
+MODEL_HELP = (
+    "A preset (Llama-3-8B, ..., tiny), a model type (its defaults), a repository of the hub (owner/name), a folder, or "
+    "a config.json."
+)
 
 
 def _rope(theta: float, **scaling: Any) -> dict[str, Any]:
@@ -163,26 +163,25 @@ PRESETS: dict[str, dict[str, Any]] = {
         "eos_token_id": 1,
         "pad_token_id": 0,
     },
+    "tiny": {
+        "model_type": "llama",
+        "vocab_size": 1024,
+        "hidden_size": 64,
+        "intermediate_size": 176,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": False,
+    },
 }
 
 
-def preset_config(name: str) -> "PretrainedConfig":
-    """Return a new config of the decoder that has this name, in upper or lower case. This needs transformers.
+def find_preset(name: str) -> dict[str, Any] | None:
+    """Return the fields of the config of a preset, or None. Upper and lower case are the same.
 
-    Raises:
-        ImportError: transformers is missing or too old.
-        ValueError: There is no such preset. The message names the nearest ones.
+    `tigon.tools.inspect.build.find_config` makes configs of them.
 
-    Example:
-        >>> preset_config("Llama-3-8B").hidden_size
-        4096
+    >>> find_preset("llama-3-8b")["hidden_size"], find_preset("llama")
+    (4096, None)
     """
-    require("tigon.tools.presets.preset_config", "transformers", extra="hf")
-    from transformers import AutoConfig
-
-    names = {preset.lower(): preset for preset in PRESETS}
-    if name.lower() not in names:
-        near = [names[key] for key in difflib.get_close_matches(name.lower(), names)]
-        hint = f" (did you mean {' or '.join(near)}?)" if near else ""
-        raise ValueError(f"preset_config: name must be one of {', '.join(PRESETS)}, got {name!r}{hint}")
-    return AutoConfig.for_model(**PRESETS[names[name.lower()]])
+    return next((fields for preset, fields in PRESETS.items() if preset.lower() == name.lower()), None)

@@ -62,7 +62,11 @@ def test_a_run_writes_json_markdown_and_pictures(run, tmp_path):
     assert output.index("Summary") < output.index("Report in")
 
     assert report["schema"] == 1
-    assert report["machine"]["type"] == "cpu"
+    assert (report["machine"]["type"], report["machine"]["runs_kernels"]) == ("cpu", False)
+    says_references = "no kernels run here: the rows of Tigon are its references in torch"
+    assert says_references in report["machine"]["name"]
+    assert says_references in " ".join(output.split())
+    assert says_references in (out / "bench.md").read_text()
     assert report["versions"]["torch"] == torch.__version__
     assert report["roofline"]["bytes_per_second"] > 0
     tigon_rows = rows_of(report, provider="tigon")
@@ -216,7 +220,7 @@ def test_a_missing_extra_is_named(tmp_path):
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path)
     assert result.returncode == 2
-    assert "tigon bench needs matplotlib: pip install 'tigon[bench]'" in result.stderr
+    assert "tigon bench needs matplotlib: pip install '.[bench]' in a checkout of Tigon" in result.stderr
 
 
 def test_a_provider_that_overwrites_the_shared_inputs_is_refused(run, monkeypatch):

@@ -122,7 +122,7 @@ def test_models_are_skipped_without_transformers(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "transformers", None)
     outcomes = list(model_checks.check_models(CPU, Clock(100.0), 1.0))
     assert {outcome.status for outcome in outcomes} == {"skipped"}
-    assert "pip install 'tigon[hf]'" in outcomes[0].note
+    assert "pip install '.[hf]' in a checkout of Tigon" in outcomes[0].note
 
 
 def test_a_fast_path_that_does_not_exist_here_is_skipped_with_its_reason():

@@ -180,8 +180,13 @@ def message_of(result) -> str:
 
 def test_an_unknown_type_is_refused_with_the_nearest_types(run):
     message = message_of(run("lama"))
-    assert "must be a model type, owner/name on the hub, or a file or folder that exists, got 'lama'" in message
+    assert "), a model type, owner/name on the hub, or a file or folder that exists, got 'lama'" in message
     assert f"; nearest types of transformers {transformers.__version__}: llama" in message
+
+
+@pytest.mark.parametrize(("name", "nearest"), [("Lama-3-8B", "Llama-3-8B"), ("qwen2-8b", "Qwen2-7B"), ("tine", "tiny")])
+def test_an_unknown_name_is_refused_with_the_nearest_presets(run, name, nearest):
+    assert re.search(rf"got '{name}'; nearest types .*; nearest presets: {nearest}", message_of(run(name)))
 
 
 @pytest.mark.parametrize("model", ["./nowhere", "/nowhere/at/all", "a/b/c", "config.json"])

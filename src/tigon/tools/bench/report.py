@@ -4,7 +4,8 @@
 
     schema      1
     versions    {package: version}, with that of Python
-    machine     type "cpu" or "cuda", name, and the properties that matter: threads or multiprocessors, memory, L2 cache
+    machine     type "cpu" or "cuda", name, runs_kernels, and the properties that matter: threads or multiprocessors,
+                memory, L2 cache. Without kernels, Tigon's rows are its references in torch, and the name says so.
     roofline    bytes_per_second, flops_per_second: as measured before the cases
     settings    rounds, quick, interrupted, cases (names), seconds; with --against its ref, commit, title and provider
     rows        a list of `runner.BenchRow`, one for each provider of each case, in the order in which they ran
@@ -40,6 +41,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from tigon.runtime.device import runs_kernels
 from tigon.tools import environment, output
 from tigon.tools.bench.cases import OPS
 from tigon.tools.bench.measure import Roofline
@@ -61,6 +63,7 @@ PEERS = ("unsloth", "cut-cross-entropy", "fla-core", "quack-kernels", "nvidia-cu
 # The columns of the summary that are aligned to the left.
 SUMMARY_LEFT = ("case", "best peer")
 
+NO_KERNELS = " (no kernels run here: the rows of Tigon are its references in torch)"
 _LEGEND = (
     "Forward + backward, medians. Kernel ms: the sum over the GPU kernels; host ms: until the call returns; wall ms: "
     "until the device is done; peak MiB: above the inputs; % roofline: floor / time (it exceeds 100 where an op reads "
@@ -90,18 +93,25 @@ def versions() -> dict[str, str]:
 
 
 def describe_machine(device: torch.device) -> dict[str, object]:
-    """Return the name of the device and the properties on which the results depend."""
+    """Return the name of the device and the properties on which the results depend.
+
+    The name is in the title of each table and picture, so it says if no kernels run on the device.
+    """
+    has_kernels = runs_kernels(torch.empty(1, device=device))
+    note = "" if has_kernels else NO_KERNELS
     if device.type != "cuda":
         return {
             "type": "cpu",
-            "name": environment.cpu_name(),
+            "name": environment.cpu_name() + note,
+            "runs_kernels": has_kernels,
             "threads": torch.get_num_threads(),
             "system": platform.system(),
         }
     properties = torch.cuda.get_device_properties(device)
     return {
         "type": "cuda",
-        "name": properties.name,
+        "name": properties.name + note,
+        "runs_kernels": has_kernels,
         "memory_gib": round(properties.total_memory / 2**30, 1),
         "multiprocessors": properties.multi_processor_count,
         "l2_mib": round(getattr(properties, "L2_cache_size", 0) / 2**20, 1),

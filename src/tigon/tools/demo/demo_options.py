@@ -16,7 +16,11 @@ class DemoOptions:
     """The options of the command line. None stands for the value of the device's preset."""
 
     model_type: Annotated[
-        str, typer.Option(help="Decoder to train: llama, qwen3, gemma2, mistral, phi3, qwen2, gemma, ...")
+        str,
+        typer.Option(
+            help="Type of the decoder to train, in the shape of the demo: llama, qwen3, gemma2, mistral, phi3, qwen2, "
+            "gemma, ..., or a preset (Llama-3-8B, ...) of this type."
+        ),
     ] = "llama"
     steps: Annotated[int | None, typer.Option(help="Training steps of each run.", show_default="by device")] = None
     batch: Annotated[int | None, typer.Option(help="Sequences a step.", show_default="by device")] = None

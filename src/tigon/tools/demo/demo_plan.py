@@ -11,6 +11,7 @@ from tigon.tools.cli import pick_device
 from tigon.tools.demo.demo_presets import DEMO_PRESETS, DemoPreset, build_model, demo_config
 from tigon.tools.demo.demo_report import TOLERANCE
 from tigon.tools.demo.demo_runs import DemoRun
+from tigon.tools.presets import find_preset
 from tigon.tools.training.job import Job
 from tigon.tools.training.models import config_fields
 from tigon.tools.training.text import MIN_VOCAB, Corpus, Tokens, cache_folder, read_text, tokenise
@@ -97,7 +98,8 @@ def make_plan(options: "DemoOptions") -> DemoPlan:
     Raises:
         typer.BadParameter: the message names the option, the rule and the value.
     """
-    model_type, memory, seed = options.model_type, options.memory, options.seed
+    memory, seed = options.memory, options.seed
+    model_type = (find_preset(options.model_type) or {"model_type": options.model_type})["model_type"]
     device = pick_device(options.device)
     preset = _pick_preset(device, options)
     if not 0 <= seed < 2**64:

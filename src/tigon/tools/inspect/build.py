@@ -1,6 +1,7 @@
 """Build a model on the meta device from a name. No weight is downloaded or allocated, and no random state changes."""
 
 import contextlib
+import difflib
 import logging
 import textwrap
 import warnings
@@ -14,13 +15,15 @@ from torch import nn
 from tigon.hf.by_type import config_class
 from tigon.hf.transformers_private import auto_class_has
 from tigon.runtime.requirements import require
-from tigon.tools.presets import PRESETS, preset_config
+from tigon.tools.presets import PRESETS, find_preset
 
-__all__ = ["NotInspected", "build", "default_config", "find_config", "find_preset", "quietly"]
+__all__ = ["NotInspected", "build", "default_config", "find_config", "quietly"]
 
 # These are auto classes of transformers. The class that trains the whole model with its loss comes first.
 AUTO_CLASSES = ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForSeq2SeqLM", "AutoModel")
-MODEL_RULE = "must be a model type, owner/name on the hub, or a file or folder that exists"
+MODEL_RULE = (
+    f"must be a preset ({', '.join(PRESETS)}), a model type, owner/name on the hub, or a file or folder that exists"
+)
 
 
 class NotInspected(ValueError):
@@ -62,7 +65,9 @@ def default_config(model_type: str) -> Any:
         NotInspected: The class has no defaults.
         ValueError: There is no such type. The message names the nearest ones.
     """
-    cls = config_class(model_type, MODEL_RULE)
+    presets = {name.lower(): name for name in PRESETS}
+    nearest = [presets[name] for name in difflib.get_close_matches(model_type.lower(), presets)]
+    cls = config_class(model_type, MODEL_RULE, f"; nearest presets: {', '.join(nearest)}" if nearest else "")
     try:
         with quietly():
             config = cls()
@@ -77,17 +82,24 @@ def default_config(model_type: str) -> Any:
 
 
 def find_config(model: str, *, trust_remote_code: bool = False) -> Any:
-    """Return the config of a file, a folder with a config.json, a model type (its defaults), or a repository.
+    """Return the config that a name stands for. Every command that takes a model finds it here.
 
     Args:
-        model: The path, the model type, or the name of the repository on the hub (owner/name).
+        model: A file, a folder with a config.json, a preset, a model type (its defaults), or the name of a repository
+            on the hub (owner/name). If a name is several of these, the first one counts.
         trust_remote_code: Whether code of the repository may run.
 
     Raises:
+        ImportError: transformers is missing or too old.
         NotInspected: `model` is none of these, or its config cannot be read.
-        ValueError: `model` has no slash and is no model type. The message names the nearest types.
+        ValueError: `model` has no slash and is neither a preset nor a model type. The message names the nearest ones.
+
+    Example:
+        >>> from tigon.tools.inspect.build import find_config
+        >>> find_config("Llama-3-8B").hidden_size
+        4096
     """
-    require("tigon.tools.inspect", "transformers", extra="inspect")
+    require("tigon.tools.inspect", "transformers", extra="hf")
     from transformers import AutoConfig, PretrainedConfig
 
     path = Path(model).expanduser()
@@ -98,6 +110,8 @@ def find_config(model: str, *, trust_remote_code: bool = False) -> Any:
         path.is_absolute() or model.startswith(".") or model.count("/") > 1 or model.endswith(".json")
     ):
         raise NotInspected(f"must be a file or folder that exists, got {model!r}")
+    if not is_local and (preset := find_preset(model)) is not None:
+        return AutoConfig.for_model(**preset)
     if not is_local and "/" not in model:
         return default_config(model)
     source = str(path) if is_local else model
@@ -113,29 +127,6 @@ def find_config(model: str, *, trust_remote_code: bool = False) -> Any:
             model_type = PretrainedConfig.get_config_dict(source)[0]["model_type"]
             config_class(model_type, f"the model_type of {model} must be one of transformers")
         raise NotInspected(f"the config of {model!r} cannot be read ({_one_line(error)})") from error
-
-
-def find_preset(model: str, choices: str, *, trust_remote_code: bool = False) -> Any:
-    """Return the config of a preset, or else the config that `find_config` returns.
-
-    Args:
-        model: The name of a preset, or an argument of `find_config`.
-        choices: The choices that the error message names, such as "one of A, B".
-        trust_remote_code: Whether code of the repository may run.
-
-    Raises:
-        NotInspected: The error of `find_config`.
-        ValueError: `model` is neither a preset nor a model type: "must be {choices}; or it ...".
-    """
-    if model.lower() in (name.lower() for name in PRESETS):
-        return preset_config(model)
-    try:
-        return find_config(model, trust_remote_code=trust_remote_code)
-    # NotInspected is a ValueError too, but its message is complete.
-    except NotInspected:
-        raise
-    except ValueError as error:
-        raise ValueError(f"must be {choices}; or it {error}") from error
 
 
 def build(config: Any, *, trust_remote_code: bool = False, attention: str | None = "eager") -> tuple[nn.Module, str]:

@@ -6,7 +6,8 @@ from typing import Annotated
 
 import typer
 
-from tigon.tools.cli import INTERRUPTED, check_file, make_console, say_written, write_file
+from tigon.tools.cli import INTERRUPTED, check_file, make_console, say_written, show_progress, write_file
+from tigon.tools.presets import MODEL_HELP
 
 __all__ = ["inspect"]
 
@@ -14,9 +15,7 @@ __all__ = ["inspect"]
 def inspect(
     model: Annotated[
         str | None,
-        typer.Argument(
-            help="A repository of the hub (owner/name), a folder, a config.json, or a model type (its defaults)."
-        ),
+        typer.Argument(help=MODEL_HELP),
     ] = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Also write the results, with the names of all modules, to this file.")
@@ -50,7 +49,7 @@ def inspect(
         if model is None:
             from tigon.tools.inspect.models_page import models_page
 
-            with console.status("Building every model on meta"):
+            with show_progress("Building every model on meta"):
                 page = models_page()
             if out is None:
                 typer.echo(page)

@@ -7,7 +7,8 @@ from typing import Annotated, Any
 import typer
 
 from tigon.runtime.requirements import unmet
-from tigon.tools.cli import INTERRUPTED, check_file, make_console, say_written, write_file
+from tigon.tools.cli import INTERRUPTED, check_file, make_console, say_written, show_progress, write_file
+from tigon.tools.presets import MODEL_HELP
 
 __all__ = ["plan"]
 
@@ -26,10 +27,7 @@ def _gpu_memory() -> float:
 def plan(
     model: Annotated[
         str,
-        typer.Argument(
-            help="A preset (Llama-3-8B, ...), or what tigon inspect accepts: a repository of the hub (owner/name), a "
-            "folder, a config.json, or a model type."
-        ),
+        typer.Argument(help=MODEL_HELP),
     ],
     seq: Annotated[int, typer.Option(help="The tokens in a sequence.")] = 4096,
     batch: Annotated[
@@ -95,10 +93,9 @@ def plan(
 
     The exit code is 0, or 1 if no level fits, 2 for bad input, and 130 after Ctrl-C.
     """
-    from tigon.tools.inspect.build import find_preset
+    from tigon.tools.inspect.build import find_config
     from tigon.tools.plan.plan_table import as_json, print_plan
     from tigon.tools.plan.planner import PlanSettings, TooLong, recommend
-    from tigon.tools.presets import PRESETS
 
     console = make_console()
     if plot is not None:
@@ -128,8 +125,8 @@ def plan(
         raise typer.BadParameter(message, param_hint="--" + name.replace("_", "-")) from error
     try:
         try:
-            config = find_preset(model, f"one of {', '.join(PRESETS)}", trust_remote_code=trust_remote_code)
-            plans = _plan_levels(config, settings, trust_remote_code, plot is not None, console)
+            config = find_config(model, trust_remote_code=trust_remote_code)
+            plans = _plan_levels(config, settings, trust_remote_code, plot is not None)
         except TooLong as error:
             raise typer.BadParameter(str(error), param_hint="--seq") from error
         except ValueError as error:
@@ -176,14 +173,15 @@ def _check_plot(path: Path) -> None:
         raise typer.BadParameter(f"must end in .png, .svg or .pdf, got {str(path)!r}", param_hint="--plot")
 
 
-def _plan_levels(config: Any, settings: Any, trust_remote_code: bool, has_plot: bool, console: Any) -> list:
-    """Plan all levels, and show which are done. A plot needs steps of several lengths."""
+def _plan_levels(config: Any, settings: Any, trust_remote_code: bool, has_plot: bool) -> list:
+    """Plan all levels, and show which one is counted. A plot needs steps of several lengths."""
     from tigon.tools.plan import planner
     from tigon.tools.plan.plot import lengths
 
     plans, plot_lengths = [], lengths(settings.seq) if has_plot else ()
-    with console.status("Building the model on meta") as status:
-        for level_plan in planner.plan(config, settings, trust_remote_code=trust_remote_code, lengths=plot_lengths):
+    with show_progress("Building the model on meta") as show:
+        for level_plan in planner.plan(
+            config, settings, trust_remote_code=trust_remote_code, lengths=plot_lengths, show=show
+        ):
             plans.append(level_plan)
-            status.update(f"Levels: {', '.join(level_plan.level for level_plan in plans)} ...")
     return plans

@@ -253,6 +253,7 @@ def plan(
     levels: tuple[str, ...] = (STOCK, *MEMORY),
     lengths: tuple[int, ...] = (),
     search: bool = True,
+    show: Callable[[str], None] = lambda stage: None,
 ) -> Iterator[LevelPlan]:
     """Yield the plan of each level. The model is built on meta, without weights and without a GPU.
 
@@ -264,6 +265,7 @@ def plan(
         lengths: Further lengths of sequences at which a step is counted, for `LevelPlan.by_length`. Lengths beyond the
             positions of the model are omitted.
         search: Whether to search for the largest batch.
+        show: A function that gets a sentence about each stage before it begins.
 
     Raises:
         TooLong: The model has a table of positions that ends before the sequence does.
@@ -271,9 +273,9 @@ def plan(
         ImportError: The settings have adapters, and PEFT is missing.
 
     Example:
-        >>> from tigon.tools.presets import preset_config
+        >>> from tigon.tools.inspect.build import find_config
         >>> settings = PlanSettings(seq=4096, batch=2)
-        >>> (lean,) = plan(preset_config("Llama-3.2-1B"), settings, levels=("lean",), search=False)
+        >>> (lean,) = plan(find_config("Llama-3.2-1B"), settings, levels=("lean",), search=False)
         >>> lean.fits(settings)
         True
     """
@@ -337,7 +339,14 @@ def plan(
     # The default level is first, because the others are compared with it. Stock is last, so that the parts of the model
     # are recognised once and stay patched for all levels.
     order = ("default", *MEMORY, *levels, STOCK)
-    for level in sorted(levels, key=lambda level: len(order) if level == STOCK else order.index(level)):
+    order_key = lambda level: len(order) if level == STOCK else order.index(level)
+    for number, level in enumerate(sorted(levels, key=order_key), start=1):
+        if level != STOCK and patch_report is None:
+            show("Patching the model, to find its parts")
+            with quietly():
+                patch_report = tigon.patch(model)
+        what = "stock model" if level == STOCK else f"level {level}"
+        show(f"Counting the memory of steps: {what} ({number} of {len(levels)})")
         if level == STOCK:
             if patch_report is not None:
                 patch_report.restore()
@@ -345,7 +354,6 @@ def plan(
         else:
             try:
                 with quietly():
-                    patch_report = tigon.patch(model) if patch_report is None else patch_report
                     report = tigon.patch(model, memory=cast(MemoryLevel, level))
             except ValueError as error:
                 yield LevelPlan(level, reason=str(error))

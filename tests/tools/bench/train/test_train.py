@@ -280,7 +280,7 @@ def test_a_sweep_ends_where_the_text_ends(options):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model": "llame"}, "model must be tiny, Llama-3-8B, .* got 'llame'"),
+        ({"model": "llame"}, "model must be a preset .Llama-3-8B, .* got 'llame'"),
         ({"model": "t5"}, "must be a causal language model, got 't5'"),
         ({"layers": 3}, "layers must be between 1 and 2, the number of the model's layers, got 3"),
         ({"batch": 0}, "batch must be at least 1, got 0"),

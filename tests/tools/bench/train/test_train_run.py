@@ -228,7 +228,7 @@ def test_a_refused_option_writes_nothing(run):
 def test_a_missing_package_is_named(run, monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     _, output, _ = run()
-    assert "tigon bench train needs tokenizers: pip install 'tigon[demo]'" in output
+    assert "tigon bench train needs tokenizers: pip install '.[demo]' in a checkout of Tigon" in output
 
 
 @pytest.mark.thorough

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from tigon.tools.presets import MODEL_HELP
 from tigon.tools.training.program import DeviceOption, SeedOption, TextOption
 
 __all__ = ["TrainOptions"]
@@ -17,9 +18,7 @@ class TrainOptions:
 
     model: Annotated[
         str,
-        typer.Option(
-            help="A preset such as Llama-3-8B, tiny, a model type, a config.json or its folder, or a name on the hub."
-        ),
+        typer.Option(help=MODEL_HELP),
     ] = "Llama-3.2-1B"
     providers: Annotated[
         str,

@@ -30,11 +30,6 @@ MAX_ENTRIES = 32_000
 # The longest sequence that a sweep tries if memory does not run out before.
 MAX_TOKENS = 2**21
 
-TINY = {
-    "model_type": "llama", "vocab_size": 1024, "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False,
-}  # fmt: skip
-
 
 @dataclass(frozen=True)
 class ProviderRun:
@@ -86,7 +81,7 @@ class TrainPlan:
 
 
 def model_config(model: str, layers: int | None = None) -> "PretrainedConfig":
-    """Return the config of a preset, of `tiny`, or of a model that `tigon inspect` accepts, with its first `layers`.
+    """Return the config of a model that every command accepts, with its first `layers`.
 
     Raises:
         ValueError: there is no such model, transformers has no causal language model for it, or it has fewer layers.
@@ -94,21 +89,15 @@ def model_config(model: str, layers: int | None = None) -> "PretrainedConfig":
     >>> model_config("Llama-3-8B", layers=2).num_hidden_layers
     2
     """
-    from transformers import AutoConfig
-
     from tigon.hf.transformers_private import auto_class_has
-    from tigon.tools.inspect.build import NotInspected, find_preset
-    from tigon.tools.presets import PRESETS
+    from tigon.tools.inspect.build import NotInspected, find_config
 
-    if model.lower() == "tiny":
-        config = AutoConfig.for_model(**TINY)
-    else:
-        try:
-            config = find_preset(model, f"tiny, {', '.join(PRESETS)}")
-        except NotInspected as reason:
-            raise ValueError(f"bench train: model: {reason}") from reason
-        except ValueError as reason:
-            raise ValueError(f"bench train: model {reason}") from reason
+    try:
+        config = find_config(model)
+    except NotInspected as reason:
+        raise ValueError(f"bench train: model: {reason}") from reason
+    except ValueError as reason:
+        raise ValueError(f"bench train: model {reason}") from reason
     if not auto_class_has("AutoModelForCausalLM", type(config)):
         raise ValueError(f"bench train: model must be a causal language model, got {model!r} ({config.model_type})")
     return config if layers is None else _shorten(config, layers)

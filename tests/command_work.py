@@ -1,0 +1,49 @@
+"""Call a command of `tigon` as a shell does, up to the moment at which its work begins.
+
+By then all arguments were accepted, the model, the text, the cases and the providers were found, and the output can be
+written. The work itself takes minutes. Other tests of each command run it with smaller arguments.
+"""
+
+import importlib
+import shlex
+
+from tigon.tools import cli
+
+# The function with which the work of each command begins. Those of inspect (a model) and env take seconds, so they run.
+WORK = {
+    "inspect --all": "tigon.tools.inspect.models_page.models_page",
+    "demo": "tigon.tools.demo.demo_plan.tokenise",
+    "plan": "tigon.tools.plan.planner.plan",
+    "bench": "tigon.tools.bench.session._run",
+    "bench train": "tigon.tools.bench.train.train_plan.tokenise",
+    "check": "tigon.tools.check.session.run_checks",
+    "resources": "tigon.tools.compile.command._compile_all",
+}
+
+
+class WorkBegins(BaseException):
+    """The work of the command would begin now."""
+
+
+def begin_work(command: str, monkeypatch, folder) -> int | None:
+    """Call a command in a folder. Return None if its work begins, and otherwise its exit code."""
+    from typer.testing import CliRunner
+
+    def begin(*arguments, **options):
+        raise WorkBegins
+
+    program, *words = shlex.split(command)
+    assert program == "tigon"
+    monkeypatch.chdir(folder)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    for place in WORK.values():
+        module, _, name = place.rpartition(".")
+        monkeypatch.setattr(importlib.import_module(module), name, begin)
+    try:
+        result = CliRunner().invoke(cli.app(), words)
+    # The runner catches only subclasses of Exception.
+    except WorkBegins:
+        return None
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code
