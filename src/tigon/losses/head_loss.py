@@ -1,22 +1,21 @@
 """What the modules of losses share: they compute a function of log-probabilities from hidden states and a head.
 
-A loss that is a sum over its sequences or pairs takes three products with the head (`tigon.linear_loss`). Most losses
-are such sums once the counts of the whole batch are known by which they divide, so each part of the batch gets these
-counts (`part_of`). A loss that couples all sequences, such as a sort, takes four products, unless the logits of the
-whole batch fit into the budget.
+A loss that is a sum over its sequences or pairs takes three products with the head (`tigon.linear_loss`), as most
+losses do. A loss that couples all sequences, such as a sort, takes four products, unless the logits of the whole batch
+fit into the budget.
 
 Shapes: N sequences, L tokens of a padded row, T packed tokens, H hidden, V vocabulary. Padded
 tokens are [N, L]. Packed tokens are [T], and need `cu_seqlens`.
 """
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from tigon.losses.sequences import BatchCounts, Metrics, batch_counts
+from tigon.losses.sequences import Metrics
 from tigon.ops.head.computed_rows import find_rows
 from tigon.ops.head.linear_log_probs import check_head_arguments, linear_log_probs
 from tigon.ops.head.linear_loss import linear_loss
@@ -39,7 +38,7 @@ class HeadLoss(nn.Module):
 
     # A function of log-probabilities, of `mask` and of further tensors by name.
     function: Callable[..., tuple[Tensor, Metrics]]
-    # The sequences that the loss needs at once, if the counts of the batch are known.
+    # The units over which the loss is a sum.
     group: Literal["sequence", "pair"] = "sequence"
 
     def __init__(self, **options: Any) -> None:
@@ -93,13 +92,15 @@ class HeadLoss(nn.Module):
                 tensors["ref_log_probs"] = linear_log_probs(
                     ref_hidden, ref_weight, targets, bias=ref_bias, valid_rows=valid_rows, **self.head_options
                 )
-        adds_up = self._adds_up(tensors)
-        counts = self._counts(tensors, cu_seqlens) if adds_up else None
+
+        def loss_fn(log_probs: Tensor, *values: Tensor, **boundaries: Tensor) -> tuple[Tensor, Metrics]:
+            named = dict(zip(outputs, values, strict=True))
+            return type(self).function(log_probs, **named, **tensors, **boundaries, **self.options)
+
         return linear_loss(
-            hidden, weight, targets, self._loss_of_part(tensors, cu_seqlens, outputs, counts), *tensors.values(),
-            group=self.group if adds_up else "batch", reduction="sum", bias=bias, with_entropy=with_entropy,
-            with_sum_sq_probs=with_sum_sq_probs, cu_seqlens=cu_seqlens, valid_rows=valid_rows, **self.head_options,
-            **self.sum_options,
+            hidden, weight, targets, loss_fn, group=self.group if self._adds_up(tensors) else "batch", bias=bias,
+            with_entropy=with_entropy, with_sum_sq_probs=with_sum_sq_probs, cu_seqlens=cu_seqlens,
+            valid_rows=valid_rows, **self.head_options, **self.sum_options,
         )  # fmt: skip
 
     def _masked(
@@ -163,33 +164,6 @@ class HeadLoss(nn.Module):
         with torch.no_grad():
             type(self).function(**arguments, **self.options)
         self._checked_arguments = signature
-
-    def _counts(self, tensors: dict[str, Any], cu_seqlens: Tensor | None) -> BatchCounts:
-        """Return the counts of the batch."""
-        counts = batch_counts(tensors["mask"], cu_seqlens)
-        if "nll_mask" not in tensors:
-            return counts
-        return counts._replace(chosen_tokens=batch_counts(tensors["nll_mask"], cu_seqlens).chosen_tokens)
-
-    def _loss_of_part(
-        self, tensors: dict[str, Any], cu_seqlens: Tensor | None, outputs: list[str], counts: BatchCounts | None
-    ) -> Callable[..., tuple[Tensor, Metrics]]:
-        """Return the function that `linear_loss` calls with parts of the batch, which have no metrics, and with all."""
-        names, whole = [*outputs, *tensors], (tensors["mask"].shape, None if cu_seqlens is None else len(cu_seqlens))
-
-        def loss_of_part(
-            log_probs: Tensor, *values: Any, cu_seqlens: Tensor | None = None
-        ) -> tuple[Tensor, Metrics]:  # fmt: skip
-            arguments: Iterator[Any] = iter(values)
-            named = dict(zip(names, arguments, strict=True))
-            size = named["mask"].shape, None if cu_seqlens is None else len(cu_seqlens)
-            if cu_seqlens is not None:
-                named["cu_seqlens"] = cu_seqlens
-            if counts is not None and size != whole:
-                named["part_of"] = counts
-            return type(self).function(log_probs, **named, **self.options)
-
-        return loss_of_part
 
 
 def _signature(value: object) -> object:

@@ -1,11 +1,12 @@
 """`linear_loss`: three products if the loss is a sum over parts of the batch, and four otherwise."""
 
 import itertools
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import tigon
 from op_cases import DEVICE, assert_as_accurate_as_eager
@@ -68,18 +69,18 @@ def make(dtype: torch.dtype = torch.float32, ignored: str = "some") -> tuple[Ten
 
 
 def loss_of(result: Any) -> Tensor:
-    return result[0] if isinstance(result, tuple) else result
+    return result[0] if isinstance(result, (tuple, list)) else result
 
 
 @pytest.fixture
 def in_parts(monkeypatch):
-    """Limit parts to a few tokens, and record the number of parts of each call."""
+    """Record the number of parts of each call, and 0 for a call with four products."""
     numbers: list[int] = []
     divide = module._divide
 
     def spy(*args: Any) -> Any:
         result = divide(*args)
-        numbers.append(0 if result is None else len(result[1]))
+        numbers.append(0 if result is None else max(1, len(result.rows)))
         return result
 
     monkeypatch.setattr(module, "_divide", spy)
@@ -184,8 +185,7 @@ def test_the_entropy_reaches_the_loss_and_gets_gradients():
 
 @pytest.mark.parametrize("ignored", ["none", "some"])
 @pytest.mark.parametrize("group", ["sequence", "pair"])
-def test_packed_sequences_are_cut_with_their_boundaries_and_arguments(group, ignored, in_parts):
-    """The arguments have one value for each token, for each sequence, and (if there are pairs) for each pair."""
+def test_packed_sequences_may_leave_tokens_out(group, ignored, in_parts):
     hidden, weight, bias, targets = make(ignored=ignored)
     hidden, targets = hidden.detach().flatten(0, 1).requires_grad_(), targets.flatten()
     # The first two tokens and the last token belong to no sequence, and one sequence is empty.
@@ -207,13 +207,21 @@ def test_packed_sequences_are_cut_with_their_boundaries_and_arguments(group, ign
     with tuned(ChunkConfig, tokens=21):
         assert_as_accurate_as_eager(call(tigon.linear_loss), call(eager_linear_loss), [hidden, weight, bias], loss=True)
     assert in_parts[0] >= 2
-    # The shape of an argument does not say whether it belongs to tokens or to sequences.
+
+
+@pytest.mark.parametrize("bounds", [[0], [0, 0, 1, 3, 4, 6, 6], [1, 4, 5], [0, 5, 2, 6], [0, 3, 9]], ids=str)
+def test_any_boundaries_give_the_loss_of_eager_code(bounds):
+    """The function decides what boundaries mean, also those that leave tokens out, decrease or exceed the tokens."""
+    hidden, weight, bias, _ = make()
+    hidden, targets = hidden.detach().flatten(0, 1)[:6].requires_grad_(), torch.arange(6, device=DEVICE)
+    call = lambda function: (
+        lambda hidden, weight, bias: function(
+            hidden, weight, targets, lambda x, y, cu_seqlens: (x * y).sum(), values(6), group="sequence", bias=bias,
+            cu_seqlens=torch.tensor(bounds, device=DEVICE),
+        )
+    )  # fmt: skip
     with tuned(ChunkConfig, tokens=4):
-        tigon.linear_loss(
-            hidden[:6], weight, targets[:6] * 0, lambda x, y, cu_seqlens: (x * y).mean(), values(6), group="sequence",
-            cu_seqlens=torch.tensor([0, 0, 1, 3, 4, 6, 6], device=DEVICE),
-        )  # fmt: skip
-    assert in_parts[-1] == 0
+        assert_as_accurate_as_eager(call(tigon.linear_loss), call(eager_linear_loss), [hidden, weight, bias], loss=True)
 
 
 def test_a_second_backward_and_a_scaled_loss():
@@ -245,16 +253,164 @@ def test_the_losses_of_this_package_can_be_divided():
         torch.testing.assert_close(*results, rtol=2e-5, atol=1e-6)
 
 
-@pytest.mark.skipif(DEVICE != "cpu", reason="a failed assertion on the GPU ends the process")
-def test_a_loss_that_is_no_mean_over_its_units_fails():
-    hidden, weight, _, targets = make()
-    with tuned(ChunkConfig, tokens=2 * LENGTH), pytest.raises(RuntimeError, match="do not add up"):
-        tigon.linear_loss(hidden, weight, targets, batch_loss, group="sequence")
-    # The sum over sequences is not their mean.
-    with tuned(ChunkConfig, tokens=2 * LENGTH), pytest.raises(RuntimeError, match="do not add up"):
-        tigon.linear_loss(hidden, weight, targets, lambda x: x.exp().sum(), group="sequence")
+# --- functions of every kind -------------------------------------------------------------------------
+
+ADVANTAGES, MASK = values(SEQUENCES), values(SEQUENCES, LENGTH, seed=9) > -0.5
+
+
+class LossAndSums(NamedTuple):
+    loss: Tensor
+    sums: Tensor
+
+
+def drops_tokens(log_probs: Tensor) -> Tensor:
+    return -torch.nn.functional.dropout(log_probs, 0.5).mean()
+
+
+def adds_noise(log_probs: Tensor) -> Tensor:
+    return -(log_probs + torch.randn_like(log_probs)).exp().sum()
+
+
+# Functions that are sums over their sequences, with their dtype and their shape.
+SUMS = {
+    "a sum": lambda x: x.exp().sum(),
+    "a mean": lambda x: x.exp().mean(),
+    "a sum, divided by the tokens of the batch": lambda x: -(x * MASK).sum() / MASK.sum(),
+    "a weighted sum of sequences": lambda x: (ADVANTAGES * x.sum(-1)).sum() / ADVANTAGES.abs().sum(),
+    "one element": lambda x: x.exp().sum().reshape(1, 1),
+    "in fp64": lambda x: x.double().exp().mean(),
+    "with infinities at a probability of one": lambda x: -(x - torch.log1p(-x.exp().clamp(max=1 - 1e-6))).mean(),
+    "a list": lambda x: [x.exp().sum(), "a metric"],
+    "a named tuple": lambda x: LossAndSums(x.exp().sum(), x.detach().sum(-1)),
+    "dropout": drops_tokens,
+    "noise": adds_noise,
+    "random signs of sequences": lambda x: (x.sum(-1) * torch.randint(2, (len(x),), device=x.device)).sum(),
+}
+
+
+@pytest.mark.parametrize("tokens", [LENGTH, 2 * LENGTH, SEQUENCES * LENGTH], ids=["6 parts", "3 parts", "1 part"])
+@pytest.mark.parametrize("name", SUMS)
+def test_a_loss_that_is_any_sum_over_its_sequences_is_right(name, tokens, in_parts):
+    results = []
+    for function in (eager_linear_loss, tigon.linear_loss):
+        hidden, weight, _, targets = make(ignored="none")
+        torch.manual_seed(5)
+        with tuned(ChunkConfig, tokens=tokens):
+            result = function(hidden, weight, targets, SUMS[name], group="sequence")
+        # The random state afterwards is that after one call.
+        results.append((result, torch.autograd.grad(loss_of(result), [hidden, weight]), torch.rand(2, device=DEVICE)))
+    (expected, expected_gradients, expected_random), (actual, gradients, random) = results
+    assert in_parts == [SEQUENCES * LENGTH // tokens]
+    assert type(actual) is type(expected)
+    assert (loss_of(actual).dtype, loss_of(actual).shape) == (loss_of(expected).dtype, loss_of(expected).shape)
+    torch.testing.assert_close(loss_of(actual), loss_of(expected))
+    torch.testing.assert_close(gradients, expected_gradients, rtol=2e-5, atol=1e-6)
+    assert torch.equal(random, expected_random)
+
+
+@pytest.mark.parametrize(("group", "tokens"), [("batch", LENGTH), ("sequence", LENGTH - 1)])
+def test_random_numbers_are_drawn_once_with_four_products(group, tokens):
+    results = []
+    for function in (eager_linear_loss, tigon.linear_loss):
+        hidden, weight, _, targets = make()
+        torch.manual_seed(5)
+        with tuned(ChunkConfig, tokens=tokens):
+            loss = function(hidden, weight, targets, adds_noise, group=group)
+        results.append((loss, *torch.autograd.grad(loss, [hidden, weight]), torch.rand(2, device=DEVICE)))
+    torch.testing.assert_close(*results, rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("group", "parts"), [("sequence", 3), ("pair", 3), ("token", 4), ("batch", 1)])
+def test_the_function_takes_the_whole_batch_once_for_each_part(group, parts):
+    hidden, weight, _, targets = make(ignored="none")
+    shapes = []
+
+    def loss_fn(log_probs: Tensor, advantages: Tensor) -> Tensor:
+        shapes.append((log_probs.shape, advantages.shape))
+        return (log_probs * advantages).sum()
+
+    with tuned(ChunkConfig, tokens=2 * LENGTH - 2 * (group == "token")):
+        tigon.linear_loss(hidden, weight, targets, loss_fn, values(SEQUENCES, LENGTH), group=group)
+    shape = (SEQUENCES * LENGTH,) if group == "token" else (SEQUENCES, LENGTH)
+    assert shapes == [(shape, shape)] * parts
+
+
+NO_SUMS = {
+    "a function of the mean": batch_loss,
+    "a product of sequences": lambda x: x.mean(-1).prod(),
+    "relative to the mean of the batch": lambda x: (x * (x - x.mean()).detach()).sum(),
+    "relative to the next sequence": lambda x: (x * x.detach().roll(1, 0)).sum(),
+    "the logarithm of a sum": lambda x: x.logsumexp((0, 1)),
+    "random numbers of its own generator": lambda x: (x * torch.rand(x.shape, generator=GENERATOR).to(x)).sum(),
+}
+GENERATOR = torch.Generator().manual_seed(0)
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="on a GPU the next call raises the error")
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("name", NO_SUMS)
+def test_a_loss_that_is_no_sum_over_its_units_is_refused(name, reduction):
+    hidden, weight, _, targets = make(ignored="none")
+    with (
+        tuned(ChunkConfig, tokens=2 * LENGTH),
+        pytest.raises(ValueError, match="linear_loss: the loss of loss_fn must"),
+    ):
+        tigon.linear_loss(hidden, weight, targets, NO_SUMS[name], group="sequence", reduction=reduction)
+    # In one part, any function is right.
+    tigon.linear_loss(hidden, weight, targets, NO_SUMS[name], group="sequence", reduction=reduction)
+
+
+@pytest.mark.gpu
+def test_a_gpu_makes_a_loss_that_is_no_sum_nan_and_works_on():
+    hidden, weight, _, targets = make(ignored="none")
+    call = lambda loss_fn: tigon.linear_loss(hidden, weight, targets, loss_fn, group="sequence")
     with tuned(ChunkConfig, tokens=2 * LENGTH):
-        tigon.linear_loss(hidden, weight, targets, lambda x: x.exp().sum(), group="sequence", reduction="sum")
+        loss = call(batch_loss)
+        assert loss.isnan()
+        assert all(g.isnan().all() for g in torch.autograd.grad(loss, [hidden, weight]))
+        with pytest.raises(ValueError, match="linear_loss: the loss of loss_fn must be a sum"):
+            call(lambda x: x.sum())
+        assert call(lambda x: x.sum()).isfinite()
+        with pytest.raises(ValueError, match="linear_loss: loss_fn must return"):
+            call(lambda x: x)
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("group", ["sequence", "batch"])
+@pytest.mark.parametrize("target", [-1, VOCABULARY, 2**31 - 1])
+def test_a_target_outside_of_the_vocabulary_makes_its_log_probability_nan(target, group):
+    hidden, weight, _, targets = make(ignored="none")
+    targets[2, 1] = target
+    seen = []
+
+    def loss_fn(log_probs: Tensor) -> Tensor:
+        seen.append(log_probs.detach().clone())
+        return log_probs.sum()
+
+    with tuned(ChunkConfig, tokens=2 * LENGTH):
+        assert tigon.linear_loss(hidden, weight, targets, loss_fn, group=group).isnan()
+    assert seen[-1].isnan().nonzero().tolist() == [[2, 1]]
+
+
+@pytest.mark.parametrize("shape", [(SEQUENCES + 1, LENGTH), (SEQUENCES, LENGTH + 1), (SEQUENCES, LENGTH - 1)], ids=str)
+def test_arguments_of_wrong_lengths_are_refused_by_torch(shape):
+    hidden, weight, _, targets = make()
+    with tuned(ChunkConfig, tokens=2 * LENGTH), pytest.raises(RuntimeError, match="must match the size"):
+        tigon.linear_loss(hidden, weight, targets, lambda x, y: (x * y).sum(), values(*shape), group="sequence")
+
+
+def test_a_checkpointed_loss_has_the_gradients_of_one_that_is_not():
+    results = []
+    for is_checkpointed in (False, True):
+        hidden, weight, _, targets = make()
+        call = lambda hidden, weight, targets=targets: tigon.linear_loss(
+            hidden, weight, targets, drops_tokens, group="sequence"
+        )
+        torch.manual_seed(5)
+        with tuned(ChunkConfig, tokens=2 * LENGTH):
+            loss = checkpoint(call, hidden, weight, use_reentrant=False) if is_checkpointed else call(hidden, weight)
+            results.append((loss, *torch.autograd.grad(loss, [hidden, weight])))
+    torch.testing.assert_close(*results)
 
 
 @pytest.mark.parametrize("seed", [0, 13])

@@ -2,9 +2,9 @@ r"""Any loss of log-probabilities under a language model's head, without holding
 
     loss = f(log p_1, ..., log p_T),     log p_t = log softmax(x_t W^T)[target_t]
 
-f is a function in plain torch. Autograd differentiates it only on the vector of log-probabilities. A loss that is the
-mean (or the sum) of the losses of its sequences takes three products. For each part of the batch, whose logits fit into
-the budget, forward computes
+f is a function in plain torch. Autograd differentiates it only on the vector of log-probabilities. A loss that is a sum
+(or a mean) over its sequences takes three products. For each part of the batch, whose logits fit into the budget,
+forward computes
 
     logits   = x W^T                                 one product
     log p    = log_softmax(logits)[targets]          one kernel
@@ -12,15 +12,15 @@ the budget, forward computes
     dlogits  = g_t ([j = target_t] - p_tj)           one kernel, over the logits
     dx = dlogits W,   dW += dlogits^T x              two products
 
-and backward multiplies dx and dW by the upstream gradient of the loss. After the last part f is called once more, with
-the log-probabilities of the whole batch, and returns the loss and its metrics. If a part would not fit, or if the loss
-is no sum over parts, `linear_log_probs` computes all log-probabilities first, and the logits again in backward: four
-products.
+and backward multiplies dx and dW by the upstream gradient of the loss. f always takes the log-probabilities of the
+whole batch, with placeholders for those of later parts, on which g does not depend. The call for the last part returns
+the loss and its metrics. If a part would not fit, or if the loss is no sum over parts, `linear_log_probs` computes all
+log-probabilities first, and the logits again in backward: four products.
 
 Shapes: T tokens (all leading dimensions of the targets), N sequences of L tokens, H hidden, V vocabulary.
 """
 
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -35,12 +35,19 @@ from tigon.ops.head.linear_log_probs import (
     linear_log_probs,
     log_prob_options,
 )
-from tigon.ops.head.linear_loss_gradients import LinearLoss, LossFunction, LossProblem, call_on_batch, loss_of
-from tigon.ops.head.linear_loss_parts import Group, Part, Units, divide, find_units
+from tigon.ops.head.linear_loss_gradients import (
+    LinearLoss,
+    LossFunction,
+    LossProblem,
+    call_on_batch,
+    compute_loss,
+    loss_of,
+)
+from tigon.ops.head.linear_loss_parts import Group, divide, find_units
+from tigon.ops.head.low_rank_logits import Rows
 from tigon.ops.logits.valid_rows import ValidRows, as_targets
 from tigon.runtime import checks
 from tigon.runtime.device import device_kind, device_of, runs_kernels
-from tigon.runtime.torch_private.operators import assert_on_device
 
 __all__ = ["eager_linear_loss", "linear_loss"]
 
@@ -96,14 +103,18 @@ def linear_loss(
 ) -> Any:
     """Return `loss_fn(log_probs, *args)` for the log-probabilities of `targets` under a language model's head.
 
-    `loss_fn` is a function in plain torch. With `group`, you promise that the loss of the batch is the mean (or the
-    sum) of the losses of its tokens, sequences or pairs. Forward and backward then take three products with the head.
-    Without this promise, or if the logits of one unit exceed the budget, they take four. A call without gradients takes
-    one. Only the logits of one part of the batch exist at a time.
+    `loss_fn` is a function in plain torch. With `group`, you promise that the loss of the batch is a sum over its
+    tokens, sequences or pairs, such as their mean. Forward and backward then take three products with the head. Without
+    this promise, or if the logits of one unit exceed the budget, they take four. A call without gradients takes one.
+    Only the logits of one part of the batch exist at a time.
 
-    `loss_fn` is called for each part of the batch with gradients, and once for the whole batch, whose loss and metrics
-    are returned. It must therefore be a function of its arguments, without side effects or random numbers. If the
-    losses of the parts do not add up to that of the batch, an assertion on the device fails.
+    `loss_fn` always takes the whole batch, and is called once for each part. Before the last call, valid tokens of
+    later parts have a log-probability of -1 and an entropy of 1. Each call begins with the same random state of torch,
+    so `loss_fn` may draw random numbers: loss and gradients belong to the same numbers, and the state afterwards is
+    that after one call. Other side effects happen once for each part.
+
+    If the gradients of a call show that the promise does not hold, a ValueError is raised on a CPU. On a GPU, where the
+    host does not wait for the result, the loss and all gradients are NaN, and the next call raises the error.
 
     Args:
         hidden: [..., H] hidden states, fp32 | bf16 | fp16.
@@ -112,23 +123,21 @@ def linear_loss(
             `cu_seqlens`.
         loss_fn: Takes the log-probabilities in fp32, with `with_entropy` also the entropies, and `args`. It returns a
             tensor with one element, or a pair of it and anything else, such as a dict of metrics.
-        *args: More arguments of `loss_fn`. For a part, tensors are cut along their first dimension: [N, ...] by
-            sequences, with the group "pair" also [N / 2, ...] by pairs, with `cu_seqlens` also [T, ...] by tokens, and
-            with the group "token" tensors that begin with the dimensions of `targets`. All other arguments are passed
-            as they are. Tensors may need gradients.
-        group: The units whose losses add up. "token": log-probabilities are [T]. "sequence": they are [N, L]. "pair":
-            they are [N, L], where the first half are the chosen sequences and the second half the rejected ones; a
-            part has some pairs in the same order. "batch": the loss needs the whole batch at once.
-        reduction: "mean" if the loss is the mean over its units, or "sum" if it is their sum.
+        *args: More arguments of `loss_fn`. Tensors may need gradients.
+        group: The units over which the loss is a sum, and the shape in which `loss_fn` takes the tokens. "token":
+            log-probabilities are [T], and so are arguments that begin with the dimensions of `targets`. "sequence":
+            they are [N, L]. "pair": they are [N, L], where the first half are the chosen sequences and the second half
+            the rejected ones. "batch": they have the shape of `targets`, and the loss needs the whole batch at once.
+        reduction: "mean" or "sum". Both compute what `loss_fn` returns.
         bias: [V].
         temperature, softcap, logit_scale, ignore_index: As in `linear_log_probs`. Ignored tokens have a log-probability
             and an entropy of zero, whatever the loss does with them, and get no gradient.
         with_entropy: Pass the entropies of the tokens after their log-probabilities.
         with_sum_sq_probs: Pass, after these, the logarithm of the sum of the squared probabilities of each token (WPO),
             which has no gradient.
-        cu_seqlens: [N + 1], int64 | int32: the boundaries of packed sequences. `loss_fn` then takes values [T], or the
-            tokens of a part one after the other, and the boundaries as the keyword `cu_seqlens`. The host waits for
-            them once, unless they are on the CPU or the logits of the batch fit into the budget.
+        cu_seqlens: [N + 1], int64 | int32: the boundaries of packed sequences. `loss_fn` then takes values [T], and the
+            boundaries as the keyword `cu_seqlens`. The host waits for them once, unless they are on the CPU or the
+            logits of the batch fit into the budget.
         max_logits_mib: The largest memory in MiB for the logits of a part. None means 96 on a CPU and 640 on a GPU, or
             1024 on a GPU if a sequence or a pair would not fit otherwise.
         acc_dtype: torch.float32 sums dW over the parts in fp32. None does so for more than 8 parts. With four products
@@ -137,12 +146,12 @@ def linear_loss(
         process_group, vocab_size: As in `linear_log_probs`. There are four products.
 
     Returns:
-        What `loss_fn` returns for the whole batch.
+        What `loss_fn` returns for the whole batch. Only its loss has gradients of `hidden`, `weight` and `bias`.
 
     Raises:
         TypeError: `loss_fn` is not callable, or an argument has a wrong type.
-        ValueError: Shapes, dtypes or devices do not match, an option is out of range, or `loss_fn` returns something
-            else than a tensor with one element.
+        ValueError: Shapes, dtypes or devices do not match, an option is out of range, `loss_fn` returns something else
+            than a tensor with one element, or its loss is no sum over the units of `group`.
 
     Source: gradients in the forward pass and chunks, Hsu et al., "Liger Kernel", arXiv:2410.10989.
 
@@ -183,20 +192,21 @@ def linear_loss(
         x, target = products_hidden.reshape(-1, hidden.shape[-1]), as_targets(targets, options.ignore_index)
         rows, count = rows_to_compute(valid_rows, target, options.ignore_index, x.numel() * len(weight))
         may_wait = valid_rows is not False and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
-        division = _divide(
+        parts = _divide(
             x, weight, targets.shape, group, rows, count, cu_seqlens, may_wait, max_logits_mib, acc_dtype, needs
         )
-        if division is not None:
-            units, parts, sums_in_fp32 = division
-            covers_all = units.bounds[0] == 0 and units.bounds[-1] == len(x)
+        if parts is not None:
+            _raise_earlier_verdict()
             problem = LossProblem(
-                loss_fn, args, targets.shape, units, parts, reduction == "mean", with_entropy, with_sum_sq_probs,
-                cu_seqlens, options, needs, sums_in_fp32, rows is None and count > 0 and covers_all,
+                lambda values: call_on_batch(
+                    loss_fn, [each.view(targets.shape) for each in values], args, targets.shape, group, cu_seqlens
+                ),
+                parts.rows, with_entropy, with_sum_sq_probs, options, needs, parts.sums_in_fp32,
+                rows is None and count > 0,
             )  # fmt: skip
-            zero, *outputs, total, tolerance = LinearLoss.apply(x, weight, products_bias, target, problem)
-            values = [each.view(targets.shape) for each in outputs if each is not None]
-            result = call_on_batch(loss_fn, values, args, targets.shape, group, cu_seqlens)
-            return _finish(result, zero, total, tolerance, len(parts))
+            result, gradients, is_sum = compute_loss(x, weight, products_bias, target, problem)
+            zero = LinearLoss.apply(x, weight, products_bias, *gradients[:3])
+            return _finish(result, zero, is_sum, group)
     result = linear_log_probs(
         hidden, weight, targets, bias=bias, temperature=temperature, softcap=softcap, logit_scale=logit_scale,
         ignore_index=ignore_index, return_entropy=with_entropy, return_sum_sq_probs=with_sum_sq_probs,
@@ -234,29 +244,30 @@ def _check_sequences(op: str, targets: Tensor, group: Group, cu_seqlens: Tensor 
         )
 
 
+class _Parts(NamedTuple):
+    # The rows of each part.
+    rows: list[Rows]
+    # Whether dW is summed in fp32.
+    sums_in_fp32: bool
+
+
 def _divide(
     x: Tensor, weight: Tensor, shape: torch.Size, group: Group, rows: Tensor | None, count: int,
     cu_seqlens: Tensor | None, may_wait: bool, max_logits_mib: float | None, acc_dtype: torch.dtype | None,
     needs: Needs,
-) -> tuple[Units, list[Part], bool] | None:  # fmt: skip
-    """Return the units, the parts, and whether dW is summed in fp32.
-
-    Return None if a unit exceeds the budget, or if the division of packed tokens is not known.
-    """
+) -> _Parts | None:  # fmt: skip
+    """Return the parts of a batch; None if a unit exceeds the budget, or if its size is not known."""
     # Without kernels, a part takes two fp32 values per logit in addition to the logit itself.
     logit_bytes = x.element_size() + (0 if runs_kernels(x) else 8)
     config = ChunkConfig.choose(ChunkProblem(len(weight), logit_bytes, device_kind(x)), device_of(x))
     may_sum_in_fp32 = needs.dw and weight.element_size() == 2
     spare_tokens = x.shape[1] if may_sum_in_fp32 and acc_dtype is None else 0
     limit = config.token_limit(count, len(weight) * logit_bytes, max_logits_mib, spare_tokens)
-    if count <= limit and group != "token":
+    if count <= limit:
         # One part needs no division.
         group = "batch"
-    if cu_seqlens is not None and group != "batch":
-        sequences = len(cu_seqlens) - 1
-        # With as many tokens as sequences or pairs, the shape of an argument does not say which of them it belongs to.
-        if (not may_wait and cu_seqlens.is_cuda) or shape[0] in (sequences, sequences // 2):
-            return None
+    if group != "batch" and cu_seqlens is not None and cu_seqlens.is_cuda and not may_wait:
+        return None
     units = find_units(group, shape, rows, count, limit, cu_seqlens)
     parts = divide(units, rows, limit, x.device)
     if parts is None:
@@ -266,19 +277,49 @@ def _divide(
             parts = None
     if parts is None:
         return None
-    return units, parts, acc_dtype is not None or (may_sum_in_fp32 and len(parts) > config.max_chunks)
+    return _Parts(parts, acc_dtype is not None or (may_sum_in_fp32 and len(parts) > config.max_chunks))
 
 
-def _finish(result: Any, zero: Tensor, total: Tensor, tolerance: Tensor, parts: int) -> Any:
-    """Return the result of the function for the whole batch, whose loss gets the gradients of `zero`."""
+# --- the promise -----------------------------------------------------------------------------------
+
+# Whether the loss of an earlier call was a sum, in pinned memory, the event after which it is there, and the group.
+_verdict: tuple[Tensor, torch.cuda.Event, Group] | None = None
+
+
+def _finish(result: Any, zero: Tensor, is_sum: Tensor | None, group: Group) -> Any:
+    """Return the result of the loss function, whose loss gets the gradients of `zero`.
+
+    The loss and the gradients are NaN if `is_sum` is False.
+    """
+    global _verdict
     loss = loss_of(result)
-    if parts > 1:
-        whole = loss.detach().double().reshape(())
-        # A loss that is NaN or infinite shows in the loss curve.
-        assert_on_device(
-            ((whole - total).abs() <= tolerance + 1e-9) | ~whole.isfinite(),
-            "linear_loss: the losses of the parts do not add up to the loss of the batch: loss_fn is not a mean (or, "
-            'with reduction="sum", a sum) over the units of `group`',
-        )
     loss = loss + zero.to(loss.dtype)
-    return (loss, *result[1:]) if isinstance(result, (tuple, list)) else loss
+    if is_sum is not None:
+        if is_sum.device.type == "cpu" and not is_sum:
+            raise _no_sum(group)
+        if is_sum.is_cuda and not torch.cuda.is_current_stream_capturing():
+            host_value, event = torch.empty((), dtype=torch.bool, device="cpu", pin_memory=True), torch.cuda.Event()
+            host_value.copy_(is_sum, non_blocking=True)
+            event.record()
+            _verdict = host_value, event, group
+        loss = loss * torch.where(is_sum, 1.0, torch.nan).to(loss.dtype)
+    if not isinstance(result, (tuple, list)):
+        return loss
+    values = (loss, *result[1:])
+    return type(result)(*values) if hasattr(result, "_fields") else type(result)(values)
+
+
+def _raise_earlier_verdict() -> None:
+    """Raise an error if the loss of an earlier call on a GPU was no sum, as far as that is known without waiting."""
+    global _verdict
+    if _verdict is not None and not torch.cuda.is_current_stream_capturing() and _verdict[1].query():
+        (is_sum, _, group), _verdict = _verdict, None
+        if not is_sum:
+            raise _no_sum(group)
+
+
+def _no_sum(group: Group) -> ValueError:
+    return ValueError(
+        f"linear_loss: the loss of loss_fn must be a sum over the units of group={group!r}, got one whose gradients "
+        "for a unit change with the values of other units, or from call to call; group='batch' takes any loss"
+    )

@@ -1,6 +1,11 @@
-"""The calls of a loss function of `linear_loss` for parts of a batch, and the gradients that follow from them.
+"""The calls of a loss function of `linear_loss`, and the gradients that follow from them.
 
-Shapes: T tokens, N sequences, H hidden, V vocabulary.
+The function is always called with all tokens of the batch, once for each part. At the call for part k, the values of
+parts 1 to k are known, and the values of later parts are placeholders. If the loss is a sum over the parts, the
+gradient of part k does not depend on the other parts. At the last call all values are known, so it returns the loss
+itself, and its gradients show whether those of the earlier calls were right.
+
+Shapes: T tokens, H hidden, V vocabulary.
 """
 
 from collections.abc import Callable
@@ -9,8 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tigon.ops.head.chunks import Chunk, GradientSums, Needs, head_product, select
-from tigon.ops.head.linear_loss_parts import Group, Part, Units, select_arguments, select_boundaries, select_units
+from tigon.ops.head.chunks import Chunk, Gradients, GradientSums, Needs, head_product, select
+from tigon.ops.head.linear_loss_parts import Group
+from tigon.ops.head.low_rank_logits import Rows
 from tigon.ops.logits.rescale import rescaled
 from tigon.ops.logits.token.kernels import (
     Options,
@@ -22,17 +28,18 @@ from tigon.ops.logits.token.kernels import (
     gradient_scales,
     statistics,
 )
-from tigon.runtime.autograd import first_order, keep_none_gradients
+from tigon.runtime.autograd import first_order, keep_none_gradients, without_autocast
 
-__all__ = ["LinearLoss", "LossFunction", "LossProblem", "call_on_batch", "loss_of"]
+__all__ = ["LinearLoss", "LossFunction", "LossProblem", "LossResult", "call_on_batch", "compute_loss", "loss_of"]
 
 LossFunction = Callable[..., Any]
 
-# The loss of the batch may differ from the sum of the losses of its parts by rounding only. The first bound is relative
-# to the sum of their absolute values. The losses of the tokens may cancel: the advantages of a group of completions sum
-# to zero, so on-policy losses are rounding errors. The second bound is therefore relative to the size of their terms,
-# the sum over the tokens of |df / d log p| max(1, |log p|), of which rounding errors are about 1e-7.
-LARGEST_DIFFERENCE, LARGEST_ROUNDING = 1e-3, 1e-5
+# The gradient of a token may differ between two calls by this share of the largest gradient. The values on which it
+# depends are the same in both calls, so the difference is the rounding error of sums whose order varies, about 1e-6.
+LARGEST_DIFFERENCE = 1e-4
+
+# The values of tokens that are not computed yet. At a log-probability of 0, the logarithm of 1 - p would be infinite.
+PLACEHOLDERS = {"log_probs": -1.0, "entropy": 1.0, "log_sum_sq_probs": -1.0}
 
 
 # --- the calls of the loss function -----------------------------------------------------------------
@@ -47,12 +54,7 @@ def call_on_batch(
         values = [value.reshape(-1) for value in values]
         is_tokens = lambda x: isinstance(x, Tensor) and x.dim() and x.shape[: len(shape)] == shape
         args = tuple(arg.flatten(0, len(shape) - 1) if is_tokens(arg) else arg for arg in args)
-    return loss_fn(*values, *args, **_boundaries(cu_seqlens))
-
-
-def _boundaries(cu_seqlens: Tensor | None) -> dict[str, Tensor]:
-    """Return the keyword arguments of the function: the boundaries of packed sequences, if there are any."""
-    return {} if cu_seqlens is None else {"cu_seqlens": cu_seqlens}
+    return loss_fn(*values, *args, **({} if cu_seqlens is None else {"cu_seqlens": cu_seqlens}))
 
 
 def loss_of(result: Any) -> Tensor:
@@ -66,130 +68,153 @@ def loss_of(result: Any) -> Tensor:
     return loss
 
 
-# --- autograd ------------------------------------------------------------------------------------
+def _differentiate(
+    call: Callable[[list[Tensor]], Any], values: list[Tensor], constants: list[Tensor], is_last: bool
+) -> tuple[Any, list[Tensor]]:
+    """Return the result of the function, and the gradients of its loss for `values`.
+
+    The graph of the last result stays, because arguments of the function may need gradients.
+    """
+    with torch.enable_grad():
+        leaves = [value.detach().requires_grad_() for value in values]
+        result = call([*leaves, *constants])
+        loss = loss_of(result)
+        if not loss.requires_grad:
+            return result, [torch.zeros_like(value) for value in values]
+        gradients = _gradients(loss.reshape(()), leaves, retain_graph=is_last, allow_unused=True)
+    return result, [torch.zeros_like(x) if g is None else g for g, x in zip(gradients, values, strict=True)]
+
+
+_gradients = without_autocast(torch.autograd.grad)
+
+
+def _random_state(device: torch.device) -> Callable[[], None]:
+    """Return a function that sets the random state of the CPU and of the device to that of now.
+
+    The state of the GPU cannot be read while a CUDA graph is captured.
+    """
+    state, gpu_state = torch.get_rng_state(), None
+    if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+        gpu_state = torch.cuda.get_rng_state(device)
+
+    def restore() -> None:
+        torch.set_rng_state(state)
+        if gpu_state is not None:
+            torch.cuda.set_rng_state(gpu_state, device)
+
+    return restore
+
+
+# --- the parts -----------------------------------------------------------------------------------
 
 
 class LossProblem(NamedTuple):
     """Everything that a call requests, except the tensors that get gradients."""
 
-    loss_fn: LossFunction
-    args: tuple
-    # of the targets
-    shape: torch.Size
-    units: Units
-    parts: list[Part]
-    is_mean: bool
+    # This calls the loss function with values [T] of all tokens.
+    call: Callable[[list[Tensor]], Any]
+    # The rows of each part.
+    parts: list[Rows]
     with_entropy: bool
     with_sum_sq_probs: bool
-    cu_seqlens: Tensor | None
     options: Options
     needs: Needs
     sums_in_fp32: bool
     computes_all_rows: bool
 
-    def share(self, part: Part) -> float:
-        """Return the factor of the loss of a part in the loss of the batch."""
-        if not self.is_mean or self.units.group == "batch":
-            return 1.0
-        if self.units.group != "token":
-            return (part.last - part.first) / self.units.number
-        bounds = self.units.bounds
-        return (bounds[part.last] - bounds[part.first]) / self.shape.numel()
+
+class LossResult(NamedTuple):
+    """The results of `compute_loss`."""
+
+    # what the loss function returned for the whole batch
+    result: Any
+    gradients: Gradients
+    # [], bool: whether the loss is a sum over the parts; None if there is only one part
+    is_sum: Tensor | None
 
 
-class LinearLoss(torch.autograd.Function):
-    """Return a zero whose gradient is that of the loss, the statistics of all tokens, and the sum of the losses.
-
-    The last output is the largest difference of this sum from the loss of the batch that rounding explains.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, problem: LossProblem
-    ) -> tuple[Tensor | None, ...]:
-        keep_none_gradients(ctx)
-        options, vocabulary = problem.options, len(weight)
-        scales = gradient_scales(target, None, None, vocabulary, options.ignore_index, False)
-        wants = Wants(False, False, True, problem.with_entropy, False, problem.with_sum_sq_probs)
-        log_probs = torch.zeros(len(x), dtype=torch.float32, device=x.device)
-        entropy = torch.zeros_like(log_probs) if problem.with_entropy else None
-        log_sum_sq_probs = torch.zeros_like(log_probs) if problem.with_sum_sq_probs else None
-        values = [log_probs] if entropy is None else [log_probs, entropy]
-        constants = [] if log_sum_sq_probs is None else [log_sum_sq_probs]
-        sums = GradientSums(
-            x, weight, bias, problem.computes_all_rows, None, problem.sums_in_fp32, problem.needs, None
+@torch.no_grad()
+def compute_loss(
+    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, problem: LossProblem
+) -> LossResult:  # fmt: skip
+    """Return the result of the loss function, and the gradients of x [T, H], weight [V, H] and bias [V]."""
+    options, vocabulary, parts = problem.options, len(weight), problem.parts
+    scales = gradient_scales(target, None, None, vocabulary, options.ignore_index, False)
+    wants = Wants(False, False, True, problem.with_entropy, False, problem.with_sum_sq_probs)
+    names = ["log_probs", *["entropy"] * problem.with_entropy, *["log_sum_sq_probs"] * problem.with_sum_sq_probs]
+    all_values = {name: torch.zeros(len(x), dtype=torch.float32, device=x.device) for name in names}
+    is_valid, restore_random_state = None, None
+    if len(parts) > 1:
+        is_valid, restore_random_state = target != options.ignore_index, _random_state(x.device)
+        for name, values in all_values.items():
+            values.masked_fill_(is_valid, PLACEHOLDERS[name])
+    constants = [all_values[name] for name in names if name == "log_sum_sq_probs"]
+    values = [all_values[name] for name in names if name != "log_sum_sq_probs"]
+    used_gradients = [torch.zeros_like(value) for value in values]
+    sums = GradientSums(
+        x, weight, bias, problem.computes_all_rows, None, problem.sums_in_fp32, problem.needs, None
+    )  # fmt: skip
+    # Under autocast the weight is fp32.
+    weight = weight.to(x.dtype)
+    buffer = x.new_empty(max(map(_length, parts), default=0), vocabulary)
+    if not parts:
+        result, _ = _differentiate(problem.call, values, constants, True)
+    for i, rows in enumerate(parts):
+        x_part, target_part = select(x, rows), select(target, rows)
+        logits = buffer[: len(x_part)]
+        head_product(x_part, weight, bias, logits)
+        part = statistics(logits, target_part, None, scales, options, wants)
+        for name, whole in all_values.items():
+            whole[rows] = getattr(part, name)
+        if i and restore_random_state is not None:
+            restore_random_state()
+        result, gradients = _differentiate(problem.call, values, constants, i == len(parts) - 1)
+        upstream = [select(dvalue, rows).float() for dvalue in gradients]
+        for used, dvalue in zip(used_gradients, upstream, strict=True):
+            used[rows] = dvalue
+        gradient(
+            logits, target_part, None, scales, SavedStatistics(part.lse, part.log_probs, part.entropy),
+            Upstream(part.lse.new_zeros(()), *upstream), options, logits, Shard(0, vocabulary),
         )  # fmt: skip
-        weight = weight.to(x.dtype)
-        longest = max((_length(part.rows) for part in problem.parts), default=0)
-        buffer = x.new_empty(longest, vocabulary)
-        losses = []
-        # The size of the terms of the loss.
-        terms = log_probs.new_zeros(())
-        for part in problem.parts:
-            if not _length(part.rows):
-                losses.append(_differentiate(problem, part, values, constants)[0])
-                continue
-            x_part, target_part = select(x, part.rows), select(target, part.rows)
-            logits = buffer[: len(x_part)]
-            head_product(x_part, weight, bias, logits)
-            result = statistics(logits, target_part, None, scales, options, wants)
-            for total, name in zip(values, ("log_probs", "entropy"), strict=False):
-                total[part.rows] = getattr(result, name)
-            for total in constants:
-                assert result.log_sum_sq_probs is not None
-                total[part.rows] = result.log_sum_sq_probs
-            loss, part_gradients = _differentiate(problem, part, values, constants)
-            losses.append(loss)
-            upstream = [select(dvalue, part.rows) for dvalue in part_gradients]
-            for dvalue, value in zip(upstream, values, strict=True):
-                terms += (dvalue * select(value, part.rows).abs().clamp(min=1)).abs().sum()
-            gradient(
-                logits, target_part, None, scales, SavedStatistics(result.lse, result.log_probs, result.entropy),
-                Upstream(log_probs.new_zeros(()), *upstream), options, logits, Shard(0, vocabulary),
-            )  # fmt: skip
-            sums.add(Chunk(part.rows, x_part, target_part, logits), weight)
-        del buffer
-        gradients = sums.finish(Shard(0, vocabulary))
-        needs = problem.needs
-        ctx.save_for_backward(*(g if need else None for g, need in zip(gradients[:3], needs[:3], strict=True)))
-        total = torch.stack(losses).double() if losses else log_probs.new_zeros(1)
-        tolerance = LARGEST_DIFFERENCE * total.abs().sum() + LARGEST_ROUNDING * terms
-        outputs = log_probs, entropy, log_sum_sq_probs, total.sum(), tolerance
-        ctx.mark_non_differentiable(*(each for each in outputs if each is not None))
-        return log_probs.new_zeros(()), *outputs
-
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, dloss: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-        gradients = ctx.saved_tensors
-        if dloss is None:
-            return (None,) * 5
-        scaled = lambda g: rescaled(g if g.dim() == 2 else g[None], dloss).view(g.shape)
-        return *(None if g is None else scaled(g) for g in gradients), None, None
+        sums.add(Chunk(rows, x_part, target_part, logits), weight)
+    is_sum = None if is_valid is None else _agree(used_gradients, gradients, is_valid)
+    return LossResult(result, sums.finish(Shard(0, vocabulary)), is_sum)
 
 
-def _length(rows: slice | Tensor) -> int:
+def _length(rows: Rows) -> int:
     return rows.stop - rows.start if isinstance(rows, slice) else len(rows)
 
 
-def _differentiate(
-    problem: LossProblem, part: Part, values: list[Tensor], constants: list[Tensor]
-) -> tuple[Tensor, list[Tensor]]:
-    """Return the share of a part in the loss, and its gradients for all tokens' values, which are zero elsewhere.
+def _agree(used_gradients: list[Tensor], gradients: list[Tensor], is_valid: Tensor) -> Tensor:
+    """Return whether the gradients of all valid tokens are those that were used. Others may be infinite or NaN."""
+    agreements = []
+    for used, exact in zip(used_gradients, gradients, strict=True):
+        is_compared = is_valid & exact.isfinite()
+        limit = LARGEST_DIFFERENCE * exact.where(is_compared, 0.0).abs().amax()
+        agreements.append((((used - exact).abs() <= limit) | ~is_compared).all())
+    return torch.stack(agreements).all()
 
-    `constants` are values of all tokens that get no gradient.
-    """
-    units, args = problem.units, select_arguments(problem.args, problem.shape, problem.units, part)
-    cu_seqlens = None if problem.cu_seqlens is None else select_boundaries(problem.cu_seqlens, units, part)
-    with torch.enable_grad():
-        leaves = [value.detach().requires_grad_() for value in values]
-        parts = [select_units(value, units, part) for value in (*leaves, *constants)]
-        if units.group == "batch":
-            parts = [each.view(problem.shape) for each in parts]
-        loss = loss_of(problem.loss_fn(*parts, *args, **_boundaries(cu_seqlens))).reshape(()) * problem.share(part)
-        if not loss.requires_grad:
-            return loss.detach(), [torch.zeros_like(value) for value in values]
-        gradients = torch.autograd.grad(loss, leaves, allow_unused=True)
-    return loss.detach(), [
-        torch.zeros_like(value) if g is None else g for g, value in zip(gradients, values, strict=True)
-    ]  # fmt: skip
+
+# --- autograd ------------------------------------------------------------------------------------
+
+
+class LinearLoss(torch.autograd.Function):
+    """Return a zero whose gradients for x, weight and bias are the given ones."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, dx: Tensor | None, dw: Tensor | None,
+        db: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        keep_none_gradients(ctx)
+        ctx.save_for_backward(dx, dw, db)
+        return x.new_zeros((), dtype=torch.float32)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, dloss: Tensor | None) -> tuple[Tensor | None, ...]:
+        gradients = ctx.saved_tensors
+        if dloss is None:
+            return (None,) * 6
+        scaled = lambda g: rescaled(g if g.dim() == 2 else g[None], dloss).view(g.shape)
+        return *(None if g is None else scaled(g) for g in gradients), None, None, None
