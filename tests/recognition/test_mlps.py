@@ -1,5 +1,7 @@
 """MLPs are recognised by what they compute, whatever the names of their children. Other modules keep their forward."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,6 +11,7 @@ import tigon
 from tigon.recognition.activations import ActivationRecipe, recognise_relu2
 from tigon.recognition.glu import recognise_glu
 from tigon.recognition.glu_recipe import GLURecipe
+from tigon.recognition.mlp import MLPRecipe, recognise_mlp
 
 
 class Split(nn.Module):
@@ -93,6 +96,67 @@ def test_a_limit_of_gate_and_up_belongs_to_the_recipe():
 
 def test_a_packed_mlp_that_reads_its_size_from_an_attribute_is_recognised():
     assert recognise_glu(Packed()) == GLURecipe("swiglu", "both", None, "out")
+
+
+class FlatRows(Split):
+    """Holds its sizes as attributes, and settings that have the value of a size. The forward reads some of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden, self.inner, self.version, self.unread = 16, 32, 16, 32
+
+    def forward(self, x):
+        y = super().forward(x.reshape(-1, self.hidden)).reshape(x.shape)
+        return -y if self.version == 16 else y
+
+
+class Versioned(Split):
+    def __init__(self) -> None:
+        super().__init__()
+        self.version = 32
+
+    def forward(self, x):
+        return super().forward(x) * (2.0 if self.version == 32 else 1.0)
+
+
+class VersionedPacked(Packed):
+    def __init__(self) -> None:
+        super().__init__()
+        self.version = self.inner
+
+    def forward(self, x):
+        return super().forward(x) if self.version != 32 else super().forward(x.flip(-1))
+
+
+class VersionedTwoLayers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.version = nn.Linear(16, 32), nn.Linear(32, 16), 16
+
+    def forward(self, x):
+        y = self.down(F.gelu(self.up(x)))
+        return y + 1.0 if self.version == 16 else y
+
+
+@pytest.mark.filterwarnings("ignore:.*nothing was re")
+@pytest.mark.parametrize("cls", [FlatRows, Versioned, VersionedPacked, VersionedTwoLayers])
+def test_a_setting_with_the_value_of_a_size_keeps_its_value_in_a_probe(cls):
+    """A stand-in with other sizes must not change a setting that has the value of a size by chance."""
+    module = cls()
+    stock, x = copy.deepcopy(module), torch.randn(2, 3, 16)
+    tigon.patch(nn.ModuleList([module]))
+    assert not isinstance(recognise_glu(module) or recognise_mlp(module), (GLURecipe, MLPRecipe))
+    torch.testing.assert_close(module(x), stock(x))
+
+
+@pytest.mark.parametrize("version", [15, 17])
+def test_sizes_that_a_forward_reads_do_not_keep_an_mlp_from_being_recognised(version):
+    class Flat(FlatRows):
+        def forward(self, x):
+            y = Split.forward(self, x.reshape(-1, self.hidden)).view(*x.shape[:-1], self.hidden)
+            return -y if self.version == version else y
+
+    assert recognise_glu(Flat()) == GLURecipe("swiglu", "w1", "w3", "w2")
 
 
 def test_children_of_other_classes_need_only_the_attributes_for_their_sizes():

@@ -9,7 +9,7 @@ import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
+from typing import Any, ClassVar, NamedTuple, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -131,6 +131,8 @@ class GLUSubject:
     widths: Widths = DEFAULT_WIDTHS
     # How many times the width of the product the output of a first layer without an up projection has.
     factor: int = 2
+    # The names of the attributes that hold a size, which stand-ins change. None stands for all that may hold one.
+    size_names: frozenset[str] | None = None
 
     def __call__(self, dtype: torch.dtype = FP32, training: bool = True) -> nn.Module:
         return self.stand_in(dtype, 77, training)
@@ -138,7 +140,7 @@ class GLUSubject:
     def stand_in(self, dtype: torch.dtype, seed: int, training: bool | None = None) -> nn.Module:
         """Return a copy of the module with small children of the same wiring.
 
-        Attributes that hold a size of the original hold the small size. By default, odd seeds are in training mode.
+        Attributes in `size_names` hold the small size. By default, odd seeds are in training mode.
         """
         gate, down = self.projections[self.wiring.gate], self.projections[self.wiring.down]
         real_hidden, real_inner, real_out = gate.in_features, down.in_features, down.out_features
@@ -159,7 +161,29 @@ class GLUSubject:
         small = {real_out: out, 2 * real_inner: 2 * inner, real_inner: inner, real_hidden: hidden}
         attributes = vars(self.module).items()
         small_sizes = {name: small[value] for name, value in attributes if type(value) is int and value in small}
+        if self.size_names is not None:
+            small_sizes = {name: size for name, size in small_sizes.items() if name in self.size_names}
         return stand_in(self.module, {}, children, training=training, **small_sizes)
+
+    def with_size_names(self, reach: Reach) -> Self:
+        """Return a subject that knows which attributes hold a size.
+
+        Another setting may have the value of a size by chance, and must keep it. An attribute holds a size if the
+        forward reads it, and raises an error in a stand-in where this attribute alone has its original value.
+        """
+        names = {name for name in reach.own_settings if type(vars(self.module).get(name)) is int}
+        size_names = frozenset(name for name in names if not replace(self, size_names=frozenset(names - {name})).runs())
+        return replace(self, size_names=size_names)
+
+    def runs(self) -> bool:
+        """Return True if a stand-in accepts its inputs."""
+        twin = self()
+        try:
+            type(twin).forward(twin, *self.inputs(FP32, 2, 4))
+        except Exception:
+            LOGGER.debug("a stand-in of %s refuses its inputs", type(self.module).__name__, exc_info=True)
+            return False
+        return True
 
     def inputs(self, dtype: torch.dtype, *shape: int) -> list[Tensor]:
         """Return the input with these leading dimensions."""
