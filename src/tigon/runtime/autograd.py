@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tigon.runtime.torch_private.autograd import keeps_graph
+from tigon.runtime.torch_private.autograd import is_any_autocast_enabled, keeps_graph
 
 __all__ = ["first_order", "halves", "keep_none_gradients", "may_overwrite_saved", "without_autocast"]
 
@@ -21,6 +21,8 @@ def without_autocast(function: Callable) -> Callable:
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling() and not is_any_autocast_enabled():
+            return function(*args, **kwargs)
         device_type = next((x.device.type for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), "meta")
         if device_type == "meta" or not torch.is_autocast_enabled(device_type):
             return function(*args, **kwargs)

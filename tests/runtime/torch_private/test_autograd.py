@@ -48,6 +48,14 @@ def test_each_backward_has_a_number():
     assert results[0] != results[1]
 
 
+def test_autocast_is_seen(monkeypatch, import_again):
+    assert not autograd.is_any_autocast_enabled()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert autograd.is_any_autocast_enabled()
+    monkeypatch.delattr(torch._C, "_is_any_autocast_enabled")
+    assert import_again(autograd).is_any_autocast_enabled() is True
+
+
 def test_innermost_saved_tensor_hooks_are_returned():
     assert autograd.saved_tensor_hooks(True) is None
     pack, unpack = (lambda x: x), (lambda x: x)

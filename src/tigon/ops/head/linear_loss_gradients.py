@@ -146,8 +146,8 @@ def compute_loss(
     is_valid, restore_random_state = None, None
     if len(parts) > 1:
         is_valid, restore_random_state = target != options.ignore_index, _random_state(x.device)
-        for name, values in all_values.items():
-            values.masked_fill_(is_valid, PLACEHOLDERS[name])
+        for name, whole in all_values.items():
+            whole.masked_fill_(is_valid, PLACEHOLDERS[name])
     constants = [all_values[name] for name in names if name == "log_sum_sq_probs"]
     values = [all_values[name] for name in names if name != "log_sum_sq_probs"]
     used_gradients = [torch.zeros_like(value) for value in values]
