@@ -310,6 +310,10 @@ FUNCTIONS = {
     "transformers.rope.liger_rotary_pos_emb_vision": "q k cos sin",
     "megatron.apply_liger_kernel_to_megatron": "rms_norm=True cross_entropy=False swiglu=False",
     "utils.infer_device_arch": "device_id=0",
+    "utils._infer_amd_arch": "device_id",
+    "utils._infer_npu_arch": "device_id",
+    "utils._infer_nvidia_arch": "device_id",
+    "utils._infer_xpu_arch": "device_id",
     "transformers.functional.liger_cross_entropy": (
         "input target weight=None size_average=None ignore_index=-100 reduce=None reduction='mean' "
         "label_smoothing=0.0 lse_square_scale=0.0 softcap=None return_z_loss=False return_token_accuracy=False "

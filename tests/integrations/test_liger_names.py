@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import tigon
-from tigon.integrations.liger import devices, names, uninstall
+from tigon.integrations.liger import names, uninstall
 
 pytestmark = pytest.mark.no_interpreter("tests/ops has the tests of the ops that these functions call.")
 HALF = [torch.bfloat16, torch.float16]
@@ -107,10 +107,43 @@ def test_the_map_of_types_decides_which_function_patches(monkeypatch):
     assert calls == [(False, None), (True, model)]
 
 
+@pytest.mark.parametrize("from_disk", [False, True])
+def test_the_automatic_class_calls_a_function_that_the_program_has_put_into_the_map(monkeypatch, tmp_path, from_disk):
+    transformers = pytest.importorskip("transformers")
+    from liger_kernel.transformers import AutoLigerKernelForCausalLM
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    config = transformers.LlamaConfig(num_attention_heads=2, **sizes)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+
+    def build(**options):
+        if from_disk:
+            return AutoLigerKernelForCausalLM.from_pretrained(str(tmp_path), **options)
+        return AutoLigerKernelForCausalLM.from_config(config, **options)
+
+    assert "already" in str(tigon.patch(build(rope=False, attn_implementation="eager")))
+    calls = []
+    monkeypatch.setitem(MODEL_TYPE_TO_APPLY_LIGER_FN, "llama", lambda rope=True, model=None: calls.append(rope))
+    model = build(rope=False, attn_implementation="eager")
+    assert calls == [False]
+    assert model.config._attn_implementation == "eager"
+    assert "already" not in str(tigon.patch(model))
+
+
+def test_a_type_that_nobody_knows_is_logged(caplog):
+    from liger_kernel.transformers import _apply_liger_kernel
+
+    pytest.importorskip("transformers")
+    _apply_liger_kernel("no_such_type")
+    assert "model_type must be a model type, got 'no_such_type'" in caplog.text
+
+
 def test_architectures_have_the_names_of_liger(monkeypatch):
+    import liger_kernel.utils
     from liger_kernel.utils import infer_device_arch
 
-    monkeypatch.setattr(devices, "infer_device", lambda: "cuda")
+    monkeypatch.setattr(liger_kernel.utils, "infer_device", lambda: "cuda")
     monkeypatch.setattr(torch.version, "hip", None)
     for capability, name in {(9, 0): "hopper", (8, 7): "sm_87", (10, 3): "blackwell_ultra"}.items():
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, capability=capability: capability)
@@ -121,6 +154,9 @@ def test_architectures_have_the_names_of_liger(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     infer_device_arch.cache_clear()
     assert infer_device_arch() == "cdna3"
+    properties.name = "Intel(R) Data Center GPU Max 1550"
+    monkeypatch.setattr(torch.xpu, "get_device_properties", lambda device: properties)
+    assert liger_kernel.utils._infer_xpu_arch(0) == "pvc"
     infer_device_arch.cache_clear()
 
 

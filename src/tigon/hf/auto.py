@@ -17,24 +17,25 @@ class _PatchedAutoModel:
     auto_class: ClassVar[str]
 
     @classmethod
-    def _build(
-        cls, constructor: str, args: tuple, kwargs: dict[str, Any], patch_options: dict[str, Any] | None
-    ) -> nn.Module:
+    def _build(cls, constructor: str, args: tuple, kwargs: dict[str, Any], patch_options: dict[str, Any] | None) -> Any:
         """Call a constructor of the auto class of transformers, and patch the model."""
         require(f"tigon.{cls.auto_class}", "transformers", extra="hf")
         import transformers
 
-        model = getattr(getattr(transformers, cls.auto_class), constructor)(*args, **kwargs)
-        patch(model, **(patch_options or {}))
-        return model
+        result = getattr(getattr(transformers, cls.auto_class), constructor)(*args, **kwargs)
+        # `from_pretrained(..., output_loading_info=True)` returns the model and a report of the weights.
+        model = result[0] if isinstance(result, tuple) else result
+        if isinstance(model, nn.Module):
+            patch(model, **(patch_options or {}))
+        return result
 
     @classmethod
-    def from_pretrained(cls, *args: Any, patch_options: dict[str, Any] | None = None, **kwargs: Any) -> nn.Module:
+    def from_pretrained(cls, *args: Any, patch_options: dict[str, Any] | None = None, **kwargs: Any) -> Any:
         """Return the patched model of `from_pretrained(*args, **kwargs)` of the class of the same name."""
         return cls._build("from_pretrained", args, kwargs, patch_options)
 
     @classmethod
-    def from_config(cls, *args: Any, patch_options: dict[str, Any] | None = None, **kwargs: Any) -> nn.Module:
+    def from_config(cls, *args: Any, patch_options: dict[str, Any] | None = None, **kwargs: Any) -> Any:
         """Return the patched model of `from_config(*args, **kwargs)` of the class of the same name."""
         return cls._build("from_config", args, kwargs, patch_options)
 

@@ -6,12 +6,14 @@ then expects logits.
 """
 
 import inspect
+import logging
 from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
 from tigon.hf.auto import AutoModelForCausalLM
+from tigon.hf.by_type import config_class
 from tigon.hf.patch import patch
 from tigon.hf.report import Report
 
@@ -60,6 +62,8 @@ SAME_FUNCTION = {
     "qwen2_5_vl_text": "qwen2_5_vl", "qwen3_5_text": "qwen3_5", "qwen3_5_moe_text": "qwen3_5_moe",
     "qwen3_vl_text": "qwen3_vl", "qwen3_vl_moe_text": "qwen3_vl_moe",
 }  # fmt: skip
+
+logger = logging.getLogger(__name__)
 
 # The patches of model types that are in force. A second call replaces the first one's options.
 _reports: dict[str, Report] = {}
@@ -130,9 +134,10 @@ def _make_apply(model_type: str, row: str) -> Callable[..., None]:
 APPLY = {f"apply_liger_kernel_to_{name}": _make_apply(name, row) for name, row in PARAMETERS.items()}
 globals().update(APPLY)
 
-# The function of each type that Liger knows.
+# The function of each type that Liger knows. A program may put functions of its own into the map.
 MODEL_TYPE_TO_APPLY_LIGER_FN = {name: APPLY[f"apply_liger_kernel_to_{name}"] for name in PARAMETERS}
 MODEL_TYPE_TO_APPLY_LIGER_FN |= {name: MODEL_TYPE_TO_APPLY_LIGER_FN[same] for name, same in SAME_FUNCTION.items()}
+_SERVED = dict(MODEL_TYPE_TO_APPLY_LIGER_FN)
 
 
 def restore_types() -> None:
@@ -151,10 +156,20 @@ def _known_options(function: Callable[..., None], options: dict[str, Any]) -> di
 
 
 def _apply_liger_kernel(model_type: str, **kwargs: Any) -> None:
-    """Patch every model of the type that is built from now on. Options that its function lacks are ignored."""
-    if model_type:
-        function = _apply_function(model_type)
-        function(**_known_options(function, kwargs))
+    """Patch every model of the type that is built from now on. Options that its function lacks are ignored.
+
+    As in Liger, a type that neither the map of types nor transformers knows is only logged.
+    """
+    if not model_type:
+        return
+    if model_type not in MODEL_TYPE_TO_APPLY_LIGER_FN:
+        try:
+            config_class(model_type, "_apply_liger_kernel patches nothing: model_type must be a model type")
+        except ValueError as error:
+            logger.warning("%s", error)
+            return
+    function = _apply_function(model_type)
+    function(**_known_options(function, kwargs))
 
 
 def _apply_liger_kernel_to_instance(model: nn.Module, **kwargs: Any) -> None:
@@ -163,12 +178,51 @@ def _apply_liger_kernel_to_instance(model: nn.Module, **kwargs: Any) -> None:
     function(model=model, **_known_options(function, kwargs))
 
 
+def _own_functions() -> dict[Any, Callable[..., Any]]:
+    """Return the functions that a program has put into the map of types."""
+    return {name: function for name, function in MODEL_TYPE_TO_APPLY_LIGER_FN.items() if _SERVED.get(name) != function}
+
+
+def _call_own(function: Callable[..., Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Call a function of the program with its options, and return the other keyword arguments."""
+    options = _known_options(function, kwargs)
+    function(**options)
+    return {name: value for name, value in kwargs.items() if name not in options}
+
+
 class AutoLigerKernelForCausalLM:
     """Builds models as `transformers.AutoModelForCausalLM` does, and patches them."""
 
     @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path: Any, *model_args: Any, **kwargs: Any) -> nn.Module:
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *model_args: Any, **kwargs: Any) -> Any:
         """Return the patched model. Options of Liger's apply functions are taken from the keyword arguments."""
+        if _own_functions():
+            import transformers
+
+            config = transformers.AutoConfig.from_pretrained(pretrained_model_name_or_path, **kwargs)
+            if (function := _own_functions().get(config.model_type)) is not None:
+                kwargs = _call_own(function, kwargs)
+                return transformers.AutoModelForCausalLM.from_pretrained(
+                    pretrained_model_name_or_path, *model_args, **kwargs
+                )
+        parts = cls._pop_parts(kwargs)
+        return AutoModelForCausalLM.from_pretrained(
+            pretrained_model_name_or_path, *model_args, patch_options=parts, **kwargs
+        )
+
+    @classmethod
+    def from_config(cls, config: Any, **kwargs: Any) -> Any:
+        """Return the patched model. Options of Liger's apply functions are taken from the keyword arguments."""
+        if (function := _own_functions().get(getattr(config, "model_type", None))) is not None:
+            import transformers
+
+            return transformers.AutoModelForCausalLM.from_config(config, **_call_own(function, kwargs))
+        parts = cls._pop_parts(kwargs)
+        return AutoModelForCausalLM.from_config(config, patch_options=parts, **kwargs)
+
+    @classmethod
+    def _pop_parts(cls, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Take Liger's options out of keyword arguments, and return those of `tigon.patch`."""
         names = [word.removeprefix("-") for row in PARAMETERS.values() for word in row.split()]
         options = {name: kwargs.pop(name) for name in dict.fromkeys(names) if name in kwargs and name != "model"}
         options = {"fused_linear_cross_entropy": True} | options
@@ -177,7 +231,4 @@ class AutoLigerKernelForCausalLM:
                 f"{cls.__name__}: cross_entropy and fused_linear_cross_entropy, which is True by default, cannot both "
                 "be True"
             )
-        parts = _parts(options, others=True)
-        return AutoModelForCausalLM.from_pretrained(
-            pretrained_model_name_or_path, *model_args, patch_options=parts, **kwargs
-        )
+        return _parts(options, others=True)

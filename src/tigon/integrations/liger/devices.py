@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from typing import Any
@@ -10,8 +11,9 @@ import torch
 from torch import distributed
 
 __all__ = [
-    "get_total_gpu_memory", "infer_comm_backend", "infer_device", "infer_device_arch", "is_npu_available",
-    "is_peft_available", "transformers_version_dispatch",
+    "_infer_amd_arch", "_infer_npu_arch", "_infer_nvidia_arch", "_infer_xpu_arch", "get_total_gpu_memory",
+    "infer_comm_backend", "infer_device", "infer_device_arch", "is_npu_available", "is_peft_available",
+    "transformers_version_dispatch",
 ]  # fmt: skip
 
 
@@ -50,21 +52,45 @@ _OTHER = {
 }
 
 
+def _infer_nvidia_arch(device_id: int) -> str:
+    """Return the name of an NVIDIA GPU's generation, or "sm_" and its compute capability."""
+    capability = torch.cuda.get_device_capability(device_id)
+    return _NVIDIA.get(capability, "sm_{}{}".format(*capability))
+
+
+def _infer_amd_arch(device_id: int) -> str:
+    """Return the name of an AMD GPU's generation, or its target such as "gfx1200"."""
+    target: str = getattr(torch.cuda.get_device_properties(device_id), "gcnArchName", "").split(":")[0]
+    return _AMD.get(target, target or "cuda")
+
+
+def _infer_xpu_arch(device_id: int) -> str:
+    """Return "pvc" or "arc" for GPUs of Intel, or "xpu"."""
+    return _by_name("xpu", device_id)
+
+
+def _infer_npu_arch(device_id: int) -> str:
+    """Return "ascend910" or "ascend310", or "npu"."""
+    return _by_name("npu", device_id)
+
+
+def _by_name(kind: str, device_id: int) -> str:
+    name = getattr(torch, kind).get_device_properties(device_id).name.lower()
+    return next((arch for part, arch in _OTHER[kind].items() if part in name), kind)
+
+
 @functools.cache
 def infer_device_arch(device_id: int = 0) -> str:
     """Return Liger's name for the generation of a GPU, such as "hopper", or the name of the device."""
-    device = infer_device()
+    # A program may have put functions of its own into Liger's module.
+    functions = sys.modules.get("liger_kernel.utils") or sys.modules[__name__]
+    device: str = functions.infer_device()
+    maker = ("amd" if torch.version.hip else "nvidia") if device == "cuda" else device
     try:
-        if device == "cuda" and torch.version.hip is None:
-            capability = torch.cuda.get_device_capability(device_id)
-            return _NVIDIA.get(capability, "sm_{}{}".format(*capability))
-        if device == "cuda":
-            target = torch.cuda.get_device_properties(device_id).gcnArchName.split(":")[0]
-            return _AMD.get(target, target)
-        name = getattr(torch, device).get_device_properties(device_id).name.lower()
-        return next((arch for part, arch in _OTHER[device].items() if part in name), device)
+        arch: str = getattr(functions, f"_infer_{maker}_arch")(device_id)
     except Exception:
         return device
+    return arch
 
 
 def infer_comm_backend() -> str:

@@ -105,8 +105,9 @@ _OPS = {name: source for table in _OPS_BY_MODULE.values() for name, source in ta
 _UTILS = {
     name: f"{_HERE}.devices:{name}"
     for name in (
-        "get_total_gpu_memory", "infer_comm_backend", "infer_device", "infer_device_arch", "is_npu_available",
-        "is_peft_available", "transformers_version_dispatch",
+        "_infer_amd_arch", "_infer_npu_arch", "_infer_nvidia_arch", "_infer_xpu_arch", "get_total_gpu_memory",
+        "infer_comm_backend", "infer_device", "infer_device_arch", "is_npu_available", "is_peft_available",
+        "transformers_version_dispatch",
     )
 }  # fmt: skip
 _DIRECT = {
