@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tigon.hf.transformers_private import is_stateful, layer_classes
+from tigon.hf.transformers_private import is_stateful, layer_classes, text_config
 
 # The values of `config.layer_types` that stand for layers with a state.
 RECURRENT_TYPES = {"linear_attention", "conv", "mamba", "recurrent"}
@@ -37,9 +37,7 @@ def recurrent_layers(model: nn.Module) -> dict[nn.Module, str]:
     modules = [module for layer in layers for module in layer.modules()]
     mixers = [module for module in modules if any(map(is_short_convolution, module.children()))]
     if not mixers:
-        config = getattr(model, "config", None)
-        text_config = config.get_text_config() if hasattr(config, "get_text_config") else None
-        types = getattr(text_config, "layer_types", None) or ()
+        types = getattr(text_config(model), "layer_types", None) or ()
         if len(types) == len(layers):
             mixers = [layer for layer, name in zip(layers, types, strict=True) if name in RECURRENT_TYPES]
         if not mixers and is_stateful(model):
@@ -74,11 +72,12 @@ class PackingWarning:
         if not isinstance(positions, Tensor) or (isinstance(mask, Tensor) and mask.dim() == 2):
             return False
         result = (positions[..., 1:] < positions[..., :-1]).any()
+        if result.device.type == "cpu":
+            return bool(result)
         if result.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return False
-        if result.device.type != "cpu":
-            result, self.earlier_result = self.earlier_result, result
-        return result is not None and bool(result)
+        earlier_result, self.earlier_result = self.earlier_result, result
+        return earlier_result is not None and bool(earlier_result)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"text": self.text, "earlier_result": None}

@@ -54,6 +54,7 @@ __all__ = [
     "restore_switch",
     "set_switch",
     "switch_state",
+    "text_config",
 ]
 
 
@@ -370,6 +371,12 @@ def is_stateful(model: Any) -> bool:
     Without the attribute, the report does not warn of packed samples in models whose layers have no convolution.
     """
     return bool(getattr(model, "_is_stateful", False))
+
+
+def text_config(model: Any) -> Any:
+    """Return the config of a model's text part, by `config.get_text_config`. Without it, return the config itself."""
+    config: Any = getattr(model, "config", None)
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
 def layer_classes(model: Any) -> set[str]:
