@@ -25,8 +25,6 @@ own forward with a stand-in body and head, and compares the fused loss with the 
 Shapes: B sequences of S tokens, hidden size H, vocabulary V.
 """
 
-import copy
-import logging
 import threading
 import warnings
 from collections.abc import Callable
@@ -39,73 +37,28 @@ from torch import Tensor, nn
 
 from tigon.hf.adapted_head import AdaptedHeadForward, find_adapted_head
 from tigon.hf.forward_watch import describe_bypass, watch_forward
+from tigon.hf.linear_heads import adopt_heads, called_head, head_size
 from tigon.hf.logits import SKIPPED_LOGITS, as_placeholder, is_placeholder
 from tigon.hf.loss_function import LossFunction
 from tigon.hf.loss_options import LossOptions, with_token_accuracy
 from tigon.hf.spec import IGNORE_INDEX, Spec, changed_setting, settings_check
 from tigon.ops.head.computed_rows import find_rows
 from tigon.ops.head.linear_cross_entropy import linear_cross_entropy
-from tigon.recognition.adapters import AdapterRecipe
-from tigon.recognition.deferred import call_deferred
-from tigon.recognition.replacement import find_changing_hook, find_replacement, foreign_forward
+from tigon.recognition.deferred import Deferred, call_deferred
+from tigon.recognition.replacement import find_changing_hook, find_replacement
 from tigon.recognition.router_losses import RouterLossForward
-from tigon.recognition.standin import stand_in
 from tigon.runtime.device import PLAIN
 from tigon.runtime.stock import calls_are_stock, linears_are_stock, written_in
 from tigon.runtime.torch_private.autograd import has_active_transform
-from tigon.runtime.torch_private.modules import MODULE_ATTRIBUTES, any_global_hook, is_replica
+from tigon.runtime.torch_private.modules import any_global_hook, is_replica
 
 __all__ = [
     "CausalLMForward",
     "FusedLoss",
     "HeadForward",
-    "called_head",
     "is_sharded_by_rows",
     "watch_loss",
 ]
-
-LOGGER = logging.getLogger("tigon")
-
-
-class _HeadCall:
-    """The output of a head inside a stand-in of its wrapper: the head and its argument."""
-
-    def __init__(self, head: nn.Module, argument: object) -> None:
-        self.head, self.argument = head, argument
-
-
-def called_head(module: nn.Module, is_head: Callable[[nn.Module], bool]) -> nn.Module | None:
-    """Return the head if a call of `module` only calls this head; None if it does more.
-
-    The head may be `module` itself. It may also be inside a wrapper of an adapter library, which chooses in every call
-    between the head and its copies. This choice is read from a run of the wrapper's forward on a stand-in argument.
-    """
-    if is_head(module):
-        return module
-    if not module._modules or torch.compiler.is_compiling():
-        return None
-
-    def twin(m: nn.Module) -> Any:
-        if is_head(m):
-            return lambda x: _HeadCall(m, x)
-        containers = {
-            k: copy.copy(v) for k, v in vars(m).items() if type(v) in (list, dict, set) and k not in MODULE_ATTRIBUTES
-        }
-        children: dict[str, Any] = {name: child and twin(child) for name, child in m._modules.items()}
-        return stand_in(m, {}, children, **containers)
-
-    argument, replacement = object(), find_replacement(module)
-    # A layer with adapters runs its own forward if none of them is active.
-    runs_own_forward = replacement is not None and isinstance(replacement.recipe, AdapterRecipe)
-    try:
-        result = (
-            None if not runs_own_forward and foreign_forward(module) else type(module).forward(twin(module), argument)
-        )
-    except Exception:
-        # The wrapper computes something, so it does more than call the head.
-        LOGGER.debug("the wrapper %s of a head does more than call it", type(module).__name__, exc_info=True)
-        return None
-    return result.head if type(result) is _HeadCall and result.argument is argument else None
 
 
 def is_sharded_by_rows(x: Any, *head: Any) -> bool:
@@ -129,6 +82,8 @@ class LossCall:
     head: Any
     # The layer with adapters that computes the loss in place of the head, or None.
     layer: Any
+    # The number of rows of the head's weight.
+    vocabulary: int
     labels: Tensor  # [B, S]
     shift_labels: Tensor | None
     num_items: Tensor | float | None
@@ -174,7 +129,7 @@ class FusedLoss(threading.local):
     is_running: bool = False
 
     def __post_init__(self) -> None:
-        self._has_settings = settings_check(self.spec.settings)
+        self._has_settings = settings_check(self.spec.settings, self.spec.vocabulary_settings)
 
     def __reduce__(self) -> tuple:
         return FusedLoss, (self.spec,)
@@ -198,15 +153,30 @@ class FusedLoss(threading.local):
             return False
         return linears_are_stock() and replacement.holds()
 
-    def changed_setting(self, model: nn.Module) -> str | None:
-        """Return the first setting whose value has changed, or None."""
+    def changed_setting(self, model: nn.Module, head: Any, vocabulary: int) -> str | None:
+        """Return the first setting that differs from its recorded value, or from the size of the head, or None."""
+        # Nothing else shows whether the weight is a shard, whose logits a hook gathers.
+        if not self.spec.vocabulary_settings and head.out_features != vocabulary:
+            return "the size of the head"
         if not torch.compiler.is_compiling():
             try:
-                if self._has_settings(model):
+                if self._has_settings(model, vocabulary):
                     return None
             except (KeyError, AttributeError):
                 pass
-        return changed_setting(model, self.spec.settings)
+        sizes = tuple((path, vocabulary) for path in self.spec.vocabulary_settings)
+        return changed_setting(model, (*self.spec.settings, *sizes))
+
+    def find_head(self, child: nn.Module) -> tuple[Any, Any]:
+        """Return the layer that computes the logits, and the layer with adapters around it or None; None without one.
+
+        Args:
+            child: The child of the model that was the recognised head, or what has taken its place.
+        """
+        head = called_head(child, self.is_head)
+        if head is None and not torch.compiler.is_compiling() and adopt_heads(child, HeadForward(self)):
+            head = called_head(child, self.is_head)
+        return (head, None) if head is not None else (find_adapted_head(child, self), child)
 
     def begin(
         self, model: nn.Module, args: tuple, kwargs: dict[str, Any], loss_options: LossOptions
@@ -229,25 +199,21 @@ class FusedLoss(threading.local):
         # torch.func and forward-mode derivatives, which work only on torch's own operators.
         if not self.is_shared_by(loss_function) or has_active_transform():
             return None
-        if (change := loss_function.find_change(model) or self.changed_setting(model)) is not None:
+        child = getattr(model, spec.head)
+        head, layer, vocabulary, features = None, None, 0, 0
+        if (change := loss_function.find_change(model)) is None:
+            if not (find_changing_hook(child) or any_global_hook() or not calls_are_stock(child)):
+                head, layer = self.find_head(child)
+            if head is None:
+                change = "the head"
+            else:
+                vocabulary, features = head_size(head)
+                change = self.changed_setting(model, head, vocabulary)
+        if change is not None:
             if not torch.compiler.is_compiling():
                 name = type(model).__name__
                 warnings.warn(
                     f"tigon: {change} of {name} was changed, so the stock code computes the loss", stacklevel=3
-                )
-            return None
-        child = getattr(model, spec.head)
-        may_change_logits = find_changing_hook(child) or any_global_hook() or not calls_are_stock(child)
-        # The head may have been replaced since the patch, by resized embeddings or an adapter.
-        head: Any = called_head(child, self.is_head)
-        layer = None
-        if head is None and not may_change_logits:
-            layer, head = child, find_adapted_head(child, self)
-        if head is None or may_change_logits:
-            if not torch.compiler.is_compiling():
-                name = type(model).__name__
-                warnings.warn(
-                    f"tigon: the head of {name} was changed, so the stock code computes the loss", stacklevel=3
                 )
             return None
         options = {name: arguments[name] for name in spec.forwarded_options if name in arguments}
@@ -256,9 +222,11 @@ class FusedLoss(threading.local):
         if any(name in arguments for name in spec.unknown_arguments) or not (is_number or num_items is None):
             return None
         # An engine may gather the weight of the head later, so its shape cannot be read here.
-        multiplications = labels.numel() * spec.vocabulary * head.in_features
+        multiplications = labels.numel() * vocabulary * features
         ignore_index, shift_labels = options.get("ignore_index", IGNORE_INDEX), options.get("shift_labels")
-        return LossCall(head, layer, labels, shift_labels, num_items, ignore_index, multiplications, loss_options)
+        return LossCall(
+            head, layer, vocabulary, labels, shift_labels, num_items, ignore_index, multiplications, loss_options
+        )
 
 
 @dataclass(eq=False)
@@ -346,8 +314,8 @@ class HeadForward:
 
     def __call__(self, head: Any, hidden: Tensor) -> Tensor:
         """Return the placeholder of a fused call, or logits. The head is a module that computes a linear layer."""
-        if (output := call_deferred(head, hidden, self.fused.spec.vocabulary)) is not None:
-            return output
+        if type(hidden) is Deferred:
+            return call_deferred(head, hidden, head_size(head)[0])
         call = self.fused.call
         output = self.compute_loss(head, hidden) if call is not None and call.layer is None else None
         return type(head).forward(head, hidden) if output is None else output
@@ -365,7 +333,7 @@ class HeadForward:
             or call.loss is not None
             or hidden.shape[:-1] != call.targets.shape
             # A shard of the weight gives only a part of the logits.
-            or weight.shape != (spec.vocabulary, hidden.shape[-1])
+            or weight.shape != (call.vocabulary, hidden.shape[-1])
             # The weight may be a DTensor with other placements, or quantised.
             or not (is_sharded or type(weight) in PLAIN)
             or (is_sharded and low_rank is not None)
@@ -402,7 +370,7 @@ class HeadForward:
         outer = torch.full_like(marker, spec.marker if detects_anomalies else torch.nan)
         placeholder = torch.cat((outer, marker, outer), -1)
         if not is_sharded:
-            return as_placeholder(placeholder, (*hidden.shape[:-1], spec.vocabulary))
+            return as_placeholder(placeholder, (*hidden.shape[:-1], call.vocabulary))
         # The output has the placements that logits would have.
         dtensor: Any = hidden
         return type(weight).from_local(placeholder, dtensor.device_mesh, dtensor.placements, run_check=False)

@@ -8,7 +8,6 @@ the size of the real vocabulary, so that code which reads single entries is noti
 import contextlib
 import functools
 import inspect
-import itertools
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tigon.hf.head import CausalLMForward, FusedLoss, HeadForward, called_head
+from tigon.hf.head import CausalLMForward, FusedLoss, HeadForward
+from tigon.hf.linear_heads import called_head, computes_linear, head_size, leaves_of, linear_heads
 from tigon.hf.logits import SKIPPED_LOGITS, LogitsSkippedError
 from tigon.hf.loss_function import LossFunction
 from tigon.hf.spec import LOSS_ARGUMENTS, NUMBERS, Settings, Spec, loss_arguments, read_setting
@@ -34,16 +34,12 @@ from tigon.recognition.replacement import (
 from tigon.recognition.router_losses import RouterLossForward, find_router_losses
 from tigon.recognition.source import innermost
 from tigon.recognition.standin import (
-    BF16,
-    FP32,
     describe,
     gradients,
     has_no_tensors,
-    is_linear,
     normal,
     own_tensors,
     probing,
-    same_bits,
     same_gradients,
     stand_in,
 )
@@ -204,15 +200,15 @@ def attach(model: Any, spec: Spec) -> Callable[[], None]:
     """Install the replacements, and return the function that undoes this."""
     fused = FusedLoss(spec)
     router_losses = RouterLossForward(type(model), spec.router_losses) if spec.router_losses else None
-    undo = [install(model, CausalLMForward(fused, router_losses=router_losses))]
-    undo += [install_guarded(head, HeadForward(fused)) for head in _linears(getattr(model, spec.head))]
+    undo = install(model, CausalLMForward(fused, router_losses=router_losses))
+    for head in linear_heads(getattr(model, spec.head)):
+        install_guarded(head, HeadForward(fused))
     loss_function = LossFunction.for_model(fused, model)
     model.loss_function = loss_function
 
     def restore() -> None:
-        for step in undo:
-            step()
-        # An adapter library may have copied the head, or put a layer with adapters around it.
+        undo()
+        # The head, its copies and layers around it. Later calls may have replaced others than this function did.
         for module in model.modules():
             replacement = find_replacement(module)
             if replacement is not None and fused.is_shared_by(replacement.recipe):
@@ -228,21 +224,17 @@ def _run_loss(twin: nn.Module, results: list[Any], **kwargs: Any) -> Tensor:
     return results[0].loss
 
 
-def _leaves(head: Any, x: Tensor) -> list[Tensor]:
-    """Return the tensors that a linear head computes its output from: its input, weight and bias."""
-    return [x, head.weight] if head.bias is None else [x, head.weight, head.bias]
-
-
 def _verify(model: nn.Module, head: nn.Module, spec: Spec) -> None:
     """Raise NotUnderstood if the fused loss of a stand-in of the model differs from its stock loss in one case.
 
     One case is a call with labels alone. Each other case adds one of the options that the model passes to its loss.
     """
-    labels, shifted_labels = _labels(spec.vocabulary, 5), _labels(spec.vocabulary, 6)
+    vocabulary, _ = head_size(head)
+    labels, shifted_labels = _labels(vocabulary, 5), _labels(vocabulary, 6)
     cases: list[dict[str, Any]] = [{}, {"num_items_in_batch": 3}, {"num_items_in_batch": torch.tensor(3)}]
     cases += [{"shift_labels": shifted_labels}, {"ignore_index": int(labels[0, 1])}]
-    weight = normal(7, spec.vocabulary, FEATURES) * 20
-    tensors = {"weight": weight} | ({} if head.bias is None else {"bias": normal(8, spec.vocabulary)})
+    weight = normal(7, vocabulary, FEATURES) * 20
+    tensors = {"weight": weight} | ({} if head.bias is None else {"bias": normal(8, vocabulary)})
     for case in cases:
         if not case.keys() <= spec.forwarded_options:
             continue
@@ -255,7 +247,7 @@ def _verify(model: nn.Module, head: nn.Module, spec: Spec) -> None:
                 attach(twin, spec)
             results: list[Any] = []
             run = functools.partial(_run_loss, twin, results, labels=targets, **case)
-            outcomes.append((gradients(run, _leaves(layer, hidden)), results[0].loss.detach()))
+            outcomes.append((gradients(run, leaves_of(layer, hidden)), results[0].loss.detach()))
         if results[0].logits is not SKIPPED_LOGITS:
             raise NotUnderstood("its output has logits that cannot be replaced")
         (stock_gradients, expected), (our_gradients, loss) = outcomes
@@ -266,34 +258,6 @@ def _verify(model: nn.Module, head: nn.Module, spec: Spec) -> None:
             )
         if not same_gradients(our_gradients, stock_gradients):
             raise NotUnderstood("the gradients of its loss are not those of the standard loss")
-
-
-def _computes_linear(head: nn.Module) -> bool:
-    """Return whether the head computes x W^T + b from its parameters `weight` and `bias`, and the gradients of this."""
-    if head._modules or set(own_tensors(head)) != {"weight", "bias"}:
-        return False
-    if not is_linear(head):
-        return False
-    linear = lambda module, x: nn.functional.linear(x, module.weight, module.bias)
-    for dtype, training in itertools.product((FP32, BF16), (True, False)):
-        tensors = {"weight": normal(0, 7, 3, dtype=dtype)}
-        tensors |= {} if head.bias is None else {"bias": normal(1, 7, dtype=dtype)}
-        outcomes = []
-        for forward in (type(head).forward, linear):
-            twin, x = stand_in(head, tensors, training=training), normal(2, 2, 5, 3, dtype=dtype)
-            run = functools.partial(forward, twin, x)
-            outcomes.append((run(), gradients(run, _leaves(twin, x))))
-        (y, head_gradients), (expected, linear_gradients) = outcomes
-        if not same_bits(y, expected) or not same_gradients(head_gradients, linear_gradients):
-            return False
-    return True
-
-
-def _linears(head: nn.Module) -> list[nn.Module]:
-    """Return the head itself, or the largest linear layers inside a wrapper, which are the head and its copies."""
-    size = lambda m: (getattr(m, "out_features", None), getattr(m, "in_features", None))
-    leaves = [m for m in head.modules() if not m._modules and all(type(n) is int for n in size(m))]
-    return [m for m in leaves if size(m) == max(map(size, leaves))] if head._modules else [head]
 
 
 def _argument_names(function: Callable) -> list[str]:
@@ -354,7 +318,7 @@ def learn_loss(model: Any) -> Spec | str | None:
         return str(error)
     if (name := next((name for name, child in model._modules.items() if child is head), None)) is None:
         return "its head is not a direct child of the model"
-    heads = _linears(head)
+    heads = linear_heads(head)
     linear_head = called_head(head, lambda m: m in heads)
     if linear_head is None and len(heads) == 1 and isinstance(recognise_adapters(head), AdapterRecipe):
         linear_head = heads[0]
@@ -379,20 +343,23 @@ def learn_loss(model: Any) -> Spec | str | None:
     try:
         reach = explore(model)
         with reach.preserved(), probing():
-            if others := [layer for layer in heads if not _computes_linear(layer)]:
+            if others := [layer for layer in heads if not computes_linear(layer)]:
                 return f"its head ({type(others[0]).__name__}) is not a plain linear layer"
             if not (type(head.weight) in PLAIN or hasattr(head.weight, "placements")):
                 return f"the weight of its head is a {type(head.weight).__name__}"
-            softcap, scale, forwarded_options = _measure(model, name, head.out_features)
+            vocabulary, _ = head_size(head)
+            softcap, scale, forwarded_options = _measure(model, name, vocabulary)
+            settings = _settings(model, reach.places)
+            is_vocabulary = lambda path, value: path[-1] == "vocab_size" and value == vocabulary
             spec = Spec(
                 head=name,
-                vocabulary=head.out_features,
                 softcap=softcap,
                 logit_scale=scale,
                 positional_arguments=tuple(_argument_names(type(model).forward)[1:]),
                 forwarded_options=forwarded_options,
                 loss_type=loss_type(model),
-                settings=_settings(model, reach.places),
+                settings=tuple(setting for setting in settings if not is_vocabulary(*setting)),
+                vocabulary_settings=tuple(setting[0] for setting in settings if is_vocabulary(*setting)),
                 unknown_arguments=frozenset(_argument_names(loss_function))
                 - {"logits", "labels", "vocab_size", *LOSS_ARGUMENTS},
                 router_losses=find_router_losses(type(model)),

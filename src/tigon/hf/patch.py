@@ -15,7 +15,7 @@ from torch import nn
 
 from tigon.hf.by_type import patch_type
 from tigon.hf.fp8 import check_fp8, plan_fp8
-from tigon.hf.head import watch_loss
+from tigon.hf.head import CausalLMForward, watch_loss
 from tigon.hf.later_adapters import watch_children
 from tigon.hf.learn import attach, learn_loss
 from tigon.hf.levels import LEVEL_NAMES, apply_level, describe_level, explain_refusal, find_level
@@ -475,6 +475,10 @@ def patch(
     fused_models = [finding.module for finding in findings if finding.part == "loss" and finding.recipe is not None]
     report.undo += [watch_loss(module, loss_options, report.notes) for module in fused_models]
     report.undo.append(record_options(model, loss_options))
+    for module, recipe in installed_recipes.items():
+        if isinstance(recipe, CausalLMForward):
+            # The head may have been resized since the earlier patch. Compiled code cannot replace its forward.
+            recipe.fused.find_head(getattr(module, recipe.fused.spec.head))
     if level != "default":
         report.undo += apply_level(model, level)
     report.describe_level = functools.partial(describe_level, weakref.ref(model), level)

@@ -46,7 +46,6 @@ class Spec:
 
     # The name, among the model's children, of the head or of an adapter's wrapper around it.
     head: str
-    vocabulary: int
     softcap: float | None
     logit_scale: float
     # The arguments of the model's forward that a caller may pass by position.
@@ -57,6 +56,8 @@ class Spec:
     loss_type: str | None
     # The numbers that the model's forward reads.
     settings: Settings
+    # The paths of the settings that are the size of the vocabulary, which is that of the head's weight in every call.
+    vocabulary_settings: tuple[tuple[str, ...], ...]
     # Arguments of the model's loss that the standard loss does not have. A call with one of them runs the stock code.
     unknown_arguments: frozenset[str]
     # The names of the functions in the forward of the model that compute `load_balancing_loss`.
@@ -96,16 +97,18 @@ def changed_setting(model: nn.Module, settings: Settings) -> str | None:
     return None
 
 
-def settings_check(settings: Settings) -> Callable[[nn.Module], bool]:
-    """Return a function that checks, in a fraction of a microsecond, whether all settings are the recorded objects.
+def settings_check(
+    settings: Settings, vocabulary_settings: tuple[tuple[str, ...], ...]
+) -> Callable[[nn.Module, int], bool]:
+    """Return a function of a model and the size of its head that checks, in a fraction of a microsecond, all settings.
 
-    It reads the `__dict__` of objects, because a config class has slow code for attribute access. If it returns False
-    or raises KeyError or AttributeError, `changed_setting` must decide.
+    The settings must be the recorded objects, and those of the vocabulary must equal the size of the head. It reads the
+    `__dict__` of objects, because a config class has slow code for attribute access. If it returns False or raises
+    KeyError or AttributeError, `changed_setting` must decide.
     """
-    conditions = []
-    for i, (path, _) in enumerate(settings):
-        value = functools.reduce(lambda owner, name: f"look({owner}, '__dict__')[{name!r}]", path, "model")
-        conditions.append(f"{value} is v{i}")
+    read = lambda path: functools.reduce(lambda owner, name: f"look({owner}, '__dict__')[{name!r}]", path, "model")
+    conditions = [f"{read(path)} is v{i}" for i, (path, _) in enumerate(settings)]
+    conditions += [f"{read(path)} == size" for path in vocabulary_settings]
     names = ", ".join(["look", *(f"v{i}" for i in range(len(settings)))])
-    source = f"lambda {names}: lambda model: {' and '.join(conditions) or 'True'}"
+    source = f"lambda {names}: lambda model, size: {' and '.join(conditions) or 'True'}"
     return compile_expression(source)(object.__getattribute__, *(value for _, value in settings))
