@@ -355,10 +355,7 @@ def dropped_heads(model: Any) -> list[str]:
     The heads of multi-token prediction are those with "mtp" in their name, and a layer after the last one. Without the
     attribute, the list is empty, and the report has no line about these heads.
     """
-    config = getattr(model, "config", None)
-    count = getattr(
-        config.get_text_config() if hasattr(config, "get_text_config") else config, "num_hidden_layers", None
-    )
+    count = getattr(text_config(model), "num_hidden_layers", None)
     # The names of the layer after the last one, for models with one body and for models with a body of text.
     names = [f"model.layers.{count}.x", f"model.language_model.layers.{count}.x"]
     patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
