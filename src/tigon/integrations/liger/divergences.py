@@ -26,8 +26,9 @@ class LigerJSD(nn.Module):
         self.beta, self.ignore_index = beta, ignore_index
 
     def forward(self, log_q: Tensor, log_p: Tensor, shift_labels: Tensor | None = None) -> Tensor:
-        """Return the mean over the tokens whose label is not `ignore_index`."""
-        return jsd(log_q, log_p, beta=self.beta, labels=shift_labels, ignore_index=self.ignore_index)
+        """Return the mean over the tokens whose label is not `ignore_index`, in the dtype of `log_q`."""
+        loss = jsd(log_q, log_p, beta=self.beta, labels=shift_labels, ignore_index=self.ignore_index)
+        return loss.to(log_q.dtype)
 
 
 class LigerKLDIVLoss(nn.KLDivLoss):

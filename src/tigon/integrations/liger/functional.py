@@ -124,8 +124,8 @@ def liger_fused_linear_kl_div(
 def liger_jsd(
     input: Tensor, target: Tensor, shift_labels: Tensor | None = None, beta: float = 0.5, ignore_index: int = -100
 ) -> Tensor:
-    """Return `tigon.jsd` of log-probabilities [N, V]."""
-    return jsd(input, target, beta=beta, labels=shift_labels, ignore_index=ignore_index)
+    """Return `tigon.jsd` of log-probabilities [N, V], in the dtype of `input`."""
+    return jsd(input, target, beta=beta, labels=shift_labels, ignore_index=ignore_index).to(input.dtype)
 
 
 def liger_kl_div(

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tigon.integrations.liger.pairs import mean_logits, pair_loss, reference_log_probs, sequence_values
+from tigon.integrations.liger.pairs import pair_loss, reference_log_probs, sequence_values, sum_logits
 from tigon.losses import cpo_loss, dpo_loss, kto_loss, orpo_loss, sequence_log_probs
-from tigon.losses.sequences import BatchCounts, batch_counts
 from tigon.ops.head.linear_distillation import DistillationOutput, linear_distillation
 from tigon.ops.head.linear_loss import linear_loss
 
@@ -70,10 +69,12 @@ def _reference_free(
 ) -> tuple:
     """Return the results of CPO, or of SimPO with averages, by `tigon.losses.cpo_loss`."""
 
-    def loss(log_probs: Tensor, mask: Tensor, _: Tensor, __: None, part_of: BatchCounts | None) -> tuple[Tensor]:
+    mask = target != module.ignore_index
+
+    def loss(log_probs: Tensor) -> tuple[Tensor]:
         return cpo_loss(
             log_probs, mask, beta=module.beta, loss_type="simpo" if averages else "sigmoid", cpo_alpha=0.0,
-            label_smoothing=module.label_smoothing, simpo_gamma=gamma, part_of=part_of,
+            label_smoothing=module.label_smoothing, simpo_gamma=gamma,
         )[:1]  # fmt: skip
 
     total, (*metrics, rewards, _) = pair_loss(
@@ -102,14 +103,12 @@ class LigerFusedLinearORPOLoss(nn.Module):
         The negative log-likelihood is that of `nll_target`, if it is given, over the chosen sequences.
         """
 
-        def loss(
-            log_probs: Tensor, mask: Tensor, nll_mask: Tensor, _: None, part_of: BatchCounts | None
-        ) -> tuple[Tensor, ...]:
+        mask = target != self.ignore_index
+
+        def loss(log_probs: Tensor) -> tuple[Tensor, ...]:
             # `pair_loss` adds the likelihood.
-            total, metrics = orpo_loss(
-                log_probs, mask, beta=self.beta, nll_mask=torch.zeros_like(mask), part_of=part_of
-            )
-            return total, *(metrics[name] for name in ("log_odds_ratio", "log_odds_chosen") if name in metrics)
+            total, metrics = orpo_loss(log_probs, mask, beta=self.beta, nll_mask=torch.zeros_like(mask))
+            return total, metrics["log_odds_ratio"], metrics["log_odds_chosen"]
 
         total, (*metrics, rewards, ratios) = pair_loss(
             type(self).__name__, _input, lin_weight, target, bias, loss, ignore_index=self.ignore_index,
@@ -151,13 +150,13 @@ class LigerFusedLinearDPOLoss(nn.Module):
         if self.use_ref_model:
             reference = reference_log_probs(name, ref_input, ref_weight, ref_bias, target, self.ignore_index, averages)
 
-        def loss(
-            log_probs: Tensor, mask: Tensor, _: Tensor, reference: Tensor | None, part_of: BatchCounts | None
-        ) -> tuple[Tensor]:
+        mask = target != self.ignore_index
+
+        def loss(log_probs: Tensor) -> tuple[Tensor]:
             return dpo_loss(
                 sequence_values(log_probs, mask, averages), mask, beta=self.beta, loss_type=self.loss_type,
                 label_smoothing=self.label_smoothing if self.loss_type in ("exo_pair", "robust") else 0.0,
-                discopop_tau=self.discopop_tau, ref_sequence_log_probs=reference, part_of=part_of,
+                discopop_tau=self.discopop_tau, ref_sequence_log_probs=reference,
             )[:1]  # fmt: skip
 
         total, (*metrics, rewards, _) = pair_loss(
@@ -195,33 +194,22 @@ class LigerFusedLinearKTOLoss(nn.Module):
         if self.use_ref_model:
             reference = reference_log_probs(name, ref_input, ref_weight, ref_bias, target, self.ignore_index, averages)
         # The loss subtracts both from the log-probability. Liger takes a negative divergence too.
-        baseline, counts = reference if kl is None else reference + kl, batch_counts(mask)
+        baseline = reference if kl is None else reference + kl
 
-        def loss_of_part(log_probs: Tensor, mask: Tensor, labels: Tensor, baseline: Tensor) -> tuple[Tensor, Tensor]:
+        def loss_of_batch(log_probs: Tensor) -> tuple[Tensor, Tensor]:
             values = sequence_values(log_probs, mask, averages)
-            part_of = None if len(log_probs) == len(target) else counts
-            loss = kto_loss(
-                values, mask, labels, beta=self.beta, ref_sequence_log_probs=baseline, part_of=part_of
-            )[0]  # fmt: skip
+            loss, _ = kto_loss(values, mask, labels, beta=self.beta, ref_sequence_log_probs=baseline)
             return loss, sequence_log_probs(log_probs.detach(), mask, average=averages)
 
         loss, values = linear_loss(
-            _input, lin_weight, target, loss_of_part, mask, labels, baseline, group="sequence", reduction="sum",
-            bias=bias, ignore_index=self.ignore_index,
-        )  # fmt: skip
+            _input, lin_weight, target, loss_of_batch, group="sequence", bias=bias, ignore_index=self.ignore_index
+        )
         rewards, kinds = self.beta * (values - reference), (labels, ~labels)
         return loss, (
             *((values * kind).sum() for kind in kinds),
-            *(_sum_logits(_input[kind], lin_weight, bias) for kind in kinds),
+            *(sum_logits(_input[kind], lin_weight, bias) for kind in kinds),
             *((rewards * kind).sum() for kind in kinds),
         )
-
-
-def _sum_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return the sum of all logits [N, L, V]."""
-    if hidden.numel() == 0:
-        return hidden.new_zeros((), dtype=torch.float32)
-    return mean_logits(hidden, weight, bias) * (hidden.shape[0] * hidden.shape[1] * weight.shape[0])
 
 
 # --- distillation ----------------------------------------------------------------------------------

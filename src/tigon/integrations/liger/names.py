@@ -2,7 +2,14 @@
 
 from tigon.integrations.liger.apply import APPLY
 
-__all__ = ["FURTHER_TRANSFORMERS", "LIGER_VERSION", "MODULES", "NOT_SERVED", "NOT_SERVED_MODULES"]
+__all__ = [
+    "FURTHER_CHUNKED_LOSS",
+    "FURTHER_TRANSFORMERS",
+    "LIGER_VERSION",
+    "MODULES",
+    "NOT_SERVED",
+    "NOT_SERVED_MODULES",
+]
 
 LIGER_VERSION = "0.8.5"
 
@@ -29,6 +36,30 @@ _CHUNKED = {
     )
 }  # fmt: skip
 _POLICY = {"LigerFusedLinearGRPOLoss": f"{_HERE}.policy:LigerFusedLinearGRPOLoss"}
+_LOSS_FUNCTIONS = {
+    name: f"{_HERE}.loss_functions:{name}"
+    for name in (
+        *(
+            f"LigerFusedLinear{loss}Function"
+            for loss in ["CPO", "CosineSimilarity", "DPO", "GRPO", "JSD", "KTO", "ORPO", "SimPO"]
+        ),
+        *(f"liger_fused_linear_{loss}" for loss in ["cosine", "cpo", "dpo", "grpo", "jsd", "kto", "orpo", "simpo"]),
+    )
+}
+_LOSS_BASES = {
+    f"LigerFusedLinear{name}Base": f"{_HERE}.loss_bases:LigerFusedLinear{name}Base"
+    for name in ("Distillation", "PPO", "Preference", "UnpairedPreference")
+}
+_POLICY_FUNCTIONS = {
+    name: f"{_HERE}.policy:{name}" for name in ("fused_selective_log_softmax", "get_gamma_weights", "triton_grpo_loss")
+}
+# Names that Liger defines in a module of `liger_kernel.chunked_loss` but does not export from the package.
+FURTHER_CHUNKED_LOSS = _LOSS_FUNCTIONS | _LOSS_BASES | _POLICY_FUNCTIONS
+# Liger spreads its classes over these modules. Each of them serves all names.
+_CHUNKED_MODULES = (
+    "cosine_similarity_loss cpo_loss dpo_loss functional fused_linear_distillation fused_linear_ppo "
+    "fused_linear_preference fused_linear_unpaired_preference grpo_loss jsd_loss kto_loss orpo_loss simpo_loss"
+)
 _DIVERGENCES = {
     name: f"{_HERE}.divergences:{name}"
     for name in (
@@ -172,14 +203,11 @@ MODULES: dict[str, dict[str, str]] = {
     "liger_kernel.megatron": _MEGATRON,
     **{f"liger_kernel.megatron.{name}": _MEGATRON for name in ("cross_entropy", "monkey_patch", "rms_norm", "swiglu")},
     "liger_kernel.chunked_loss": _CHUNKED | _POLICY,
-    "liger_kernel.chunked_loss.cosine_similarity_loss": _CHUNKED,
-    "liger_kernel.chunked_loss.cpo_loss": _CHUNKED,
-    "liger_kernel.chunked_loss.dpo_loss": _CHUNKED,
-    "liger_kernel.chunked_loss.grpo_loss": _POLICY,
-    "liger_kernel.chunked_loss.jsd_loss": _CHUNKED,
-    "liger_kernel.chunked_loss.kto_loss": _CHUNKED,
-    "liger_kernel.chunked_loss.orpo_loss": _CHUNKED,
-    "liger_kernel.chunked_loss.simpo_loss": _CHUNKED,
+    **{
+        f"liger_kernel.chunked_loss.{module}": _CHUNKED | _POLICY | FURTHER_CHUNKED_LOSS
+        for module in _CHUNKED_MODULES.split()
+    },
+    **dict.fromkeys(("liger_kernel.ops.grpo_loss", "liger_kernel.transformers.grpo_loss"), _POLICY_FUNCTIONS),
 }
 
 # Hyper-connections mix several residual streams by small matrices, which no model of transformers does.
@@ -193,7 +221,7 @@ NOT_SERVED = dict.fromkeys(
     ),
     _NO_MHC,
 ) | {
-    "GrpoLossFunction": "use LigerFusedLinearGRPOLoss of liger_kernel.chunked_loss, or tigon.losses",
+    "GrpoLossFunction": "use triton_grpo_loss of liger_kernel.transformers.grpo_loss, or tigon.losses",
     "LigerMLPFunction": "use LigerMLP of liger_kernel.transformers, or tigon.swiglu between the linears",
     "LigerTiledMLPFunction": "use LigerTiledSwiGLUMLP or LigerTiledGEGLUMLP of liger_kernel.transformers",
     "apply_tiled_mlp": "use LigerTiledSwiGLUMLP or LigerTiledGEGLUMLP of liger_kernel.transformers",

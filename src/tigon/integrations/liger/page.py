@@ -5,7 +5,14 @@ import sys
 from pathlib import Path
 
 from tigon.integrations.liger.apply import PARAMETERS
-from tigon.integrations.liger.names import FURTHER_TRANSFORMERS, LIGER_VERSION, MODULES, NOT_SERVED, NOT_SERVED_MODULES
+from tigon.integrations.liger.names import (
+    FURTHER_CHUNKED_LOSS,
+    FURTHER_TRANSFORMERS,
+    LIGER_VERSION,
+    MODULES,
+    NOT_SERVED,
+    NOT_SERVED_MODULES,
+)
 
 __all__ = ["page"]
 
@@ -50,6 +57,13 @@ modules are public names of `tigon`.
 - Tables of `liger_rotary_pos_emb` are [L, R], [1 | B, L, R] or [1 | B, 1, L, R], and only the first half of their
   columns is read. A last feature without a partner is copied.
 - The sizes of `mrope_section` must add up to half of the head dimension.
+- Values at masked tokens have no effect on a loss. Liger's `luspo` averages over masked tokens too, and multiplies an
+  exponential of their log-probabilities by zero, which is NaN if it is infinite.
+- `liger_kernel.chunked_loss.functional` and the modules of `liger_kernel.chunked_loss` also serve the
+  `LigerFusedLinear<Loss>Function` classes and their bases. A subclass with a loss of its own derives from a base; the
+  functions themselves refuse subclasses. `triton_grpo_loss`, `fused_selective_log_softmax` and `get_gamma_weights` are
+  in the modules named `grpo_loss`. `inplace` has no effect.
+- A hard loss of distillation is part of the fused kernel: it does not call `torch.nn.functional.nll_loss`.
 - Smoothing with `label_smoothing_mode="partition"` on several ranks is refused, because each rank would have another
   loss.
 - Classes of `liger_kernel.ops` have `apply` only. Functions of single kernels, such as `rms_norm_forward`, are not
@@ -99,8 +113,8 @@ def page() -> str:
         table = MODULES[f"liger_kernel.{module}"]
         names = {name: source for name, source in table.items() if not name.startswith("apply_liger_kernel_to_")}
         lines += [f"## liger_kernel.{module}: {len(names)} names", "", *_table(names), ""]
-    lines += [f"## Modules of liger_kernel.transformers: {len(FURTHER_TRANSFORMERS)} further names", ""]
-    lines += [*_table(FURTHER_TRANSFORMERS), ""]
+    for module, table in {"transformers": FURTHER_TRANSFORMERS, "chunked_loss": FURTHER_CHUNKED_LOSS}.items():
+        lines += [f"## Modules of liger_kernel.{module}: {len(table)} further names", "", *_table(table), ""]
     lines += ["## Names that are not served", "", "The error of each name says what to use.", ""]
     lines += ["| name | what to use |", "|---|---|"]
     modules = {f"liger_kernel.{name}": advice for name, advice in NOT_SERVED_MODULES.items()}

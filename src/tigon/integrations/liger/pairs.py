@@ -11,15 +11,14 @@ import torch
 from torch import Tensor
 
 from tigon.losses import dpo_loss, sequence_log_probs
-from tigon.losses.sequences import BatchCounts, batch_counts, half
+from tigon.losses.sequences import half
 from tigon.ops.head.linear_log_probs import linear_log_probs
 from tigon.ops.head.linear_loss import linear_loss
 
-__all__ = ["PairLoss", "mean_logits", "pair_loss", "reference_log_probs", "sequence_values"]
+__all__ = ["PairLoss", "pair_loss", "reference_log_probs", "sequence_values", "sum_logits"]
 
-# From log-probabilities [N, L], the mask, that of the likelihood, the reference's log-probabilities [N] and the counts
-# of the batch: the loss, and further values. `part_of` is None for the whole batch.
-PairLoss = Callable[[Tensor, Tensor, Tensor, Tensor | None, BatchCounts | None], tuple[Tensor, ...]]
+# The loss of pairs, and further values, from log-probabilities [N, L].
+PairLoss = Callable[[Tensor], tuple[Tensor, ...]]
 
 
 def sequence_values(log_probs: Tensor, mask: Tensor, averages: bool) -> Tensor:
@@ -27,12 +26,19 @@ def sequence_values(log_probs: Tensor, mask: Tensor, averages: bool) -> Tensor:
     return log_probs / mask.sum(-1, keepdim=True).clamp(min=1) if averages else log_probs
 
 
-def mean_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _mean_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return the mean of all logits [N, L, V]: the mean hidden state times the mean row of the head."""
     with torch.no_grad():
         tokens = hidden.mean((0, 1), dtype=torch.float32)
         mean = tokens @ weight.mean(0, dtype=torch.float32)
         return mean if bias is None else mean + bias.mean(dtype=torch.float32)
+
+
+def sum_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return the sum of all logits [N, L, V]."""
+    if hidden.numel() == 0:
+        return hidden.new_zeros((), dtype=torch.float32)
+    return _mean_logits(hidden, weight, bias) * (hidden.shape[0] * hidden.shape[1] * weight.shape[0])
 
 
 def reference_log_probs(
@@ -58,7 +64,7 @@ def pair_loss(
     Args:
         name: The name of the class, for messages.
         hidden, weight, target, bias: [N, L, H], [V, H], [N, L], [V].
-        loss: The loss of pairs.
+        loss: The loss of pairs, and further values, from the log-probabilities of `target`.
         averages: The log-probability of a sequence is the average over its tokens, not the sum.
         beta: The factor of the rewards, which are metrics.
         reference: [N], the log-probabilities of the sequences under the reference model.
@@ -66,32 +72,28 @@ def pair_loss(
         with_nll: Compute the negative log-likelihood of the chosen sequences.
         adds_up: The loss of the batch is the sum of the losses of its pairs.
     """
-    pairs = len(target) // 2
+    pairs, length = len(target) // 2, target.shape[1]
     if len(target) % 2:
         raise ValueError(f"{name}: the number of sequences must be even, got {len(target)}")
-    logits = [mean_logits(part, weight, bias) for part in (hidden[:pairs], hidden[pairs:])]
+    logits = [_mean_logits(part, weight, bias) for part in (hidden[:pairs], hidden[pairs:])]
     mask = nll_mask = target != ignore_index
     if nll_target is not None and with_nll:
         hidden, target, mask, nll_mask = _add_targets(hidden, target, nll_target, ignore_index)
-    counts = batch_counts(mask)._replace(chosen_tokens=batch_counts(nll_mask).chosen_tokens)
 
-    def loss_of_part(
-        log_probs: Tensor, mask: Tensor, nll_mask: Tensor, reference: Tensor | None
-    ) -> tuple[Tensor, tuple[Any, ...]]:
-        part_of = None if len(log_probs) == len(target) else counts
-        total, *values = loss(log_probs, mask, nll_mask, reference, part_of)
+    def loss_of_batch(log_probs: Tensor) -> tuple[Tensor, tuple[Any, ...]]:
+        total, *values = loss(log_probs[:, :length])
         nll = log_probs.new_zeros(())
         if with_nll:
             # This type of `dpo_loss` is the likelihood alone.
-            nll = dpo_loss(log_probs, nll_mask, loss_type="sft", part_of=part_of)[0]
+            nll = dpo_loss(log_probs, nll_mask, loss_type="sft")[0]
             total = total + alpha * nll
         sequences = sequence_log_probs(log_probs.detach(), mask, average=averages)
         rewards = beta * (sequences if reference is None else sequences - reference)
         return total, (*half(sequences), nll.detach(), half(rewards), values)
 
     total, (chosen, rejected, nll, rewards, values) = linear_loss(
-        hidden, weight, target, loss_of_part, mask, nll_mask, reference, group="pair" if adds_up else "batch",
-        reduction="sum", bias=bias, ignore_index=ignore_index,
+        hidden, weight, target, loss_of_batch, group="pair" if adds_up else "batch", bias=bias,
+        ignore_index=ignore_index,
     )  # fmt: skip
     return total, (chosen, rejected, *logits, nll, rewards, values)
 

@@ -89,7 +89,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
                 )
             assert isinstance(log_probs, Tensor)
             ref = log_probs
-        ratio = _ratio_of_tokens(name, vllm_is_ratio, mask, self.loss_type)
+        ratio = ratio_of_tokens(name, vllm_is_ratio, mask, self.loss_type)
         loss, metrics = self._module(ref is not None)(
             _input, lin_weight, targets, _of_tokens(advantages, mask), _cast(old_per_token_logps, _input),
             bias=bias, ref_log_probs=_cast(ref, _input), importance_sampling_ratio=ratio,
@@ -141,7 +141,7 @@ def triton_grpo_loss(
         loss_type, importance_sampling_level, eps_low, eps_high, delta, beta, use_bias_correction_kl,
         max_completion_length or mask.shape[1], **weights,
     )  # fmt: skip
-    advantages, ratio = _of_tokens(advantages, mask), _ratio_of_tokens(op, vllm_is_ratio, mask, loss_type)
+    advantages, ratio = _of_tokens(advantages, mask), ratio_of_tokens(op, vllm_is_ratio, mask, loss_type)
     old, ref = _cast(old_logp, logits), _cast(ref_logp, logits)
     if reduce:
         loss, metrics = grpo_loss(
@@ -178,7 +178,7 @@ def get_gamma_weights(
 ) -> Tensor:  # fmt: skip
     """Return the weights [N, 1] of VESPO for advantages [N] and log-ratios [N, L]."""
     sequences, gamma = Sequences(mask != 0, None), GammaWeight(k_pos, lambda_pos, k_neg, lambda_neg)
-    ratio = _ratio_of_tokens("get_gamma_weights", importance_sampling_ratio, sequences.mask, "vespo")
+    ratio = ratio_of_tokens("get_gamma_weights", importance_sampling_ratio, sequences.mask, "vespo")
     ratio = None if ratio is None else torch.where(sequences.mask, ratio, 1.0)
     return gamma.weights(gamma.log_ratios(sequences, log_ratio_per_token, ratio), advantages)[:, None]
 
@@ -223,7 +223,7 @@ def _of_tokens(advantages: Tensor, mask: Tensor) -> Tensor:
     return advantages[:, None].expand(mask.shape) if advantages.dim() == 1 else advantages
 
 
-def _ratio_of_tokens(name: str, ratio: Tensor | None, mask: Tensor, loss_type: str) -> Tensor | None:
+def ratio_of_tokens(name: str, ratio: Tensor | None, mask: Tensor, loss_type: str) -> Tensor | None:
     """Return ratios [N], [N, 1] or [N, L] of the sampling engine as values [N, L] of tokens."""
     if ratio is None:
         return None

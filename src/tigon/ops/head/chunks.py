@@ -48,6 +48,7 @@ __all__ = [
     "select",
     "select_some",
     "token_chunks",
+    "without_ignored",
 ]
 
 
@@ -215,6 +216,14 @@ def select(x: Tensor, rows: Rows) -> Tensor:
 def select_some(x: Tensor | None, rows: Rows) -> Tensor | None:
     """Return the rows of x, or x itself if it is None, empty, or one value for all rows."""
     return x if x is None or x.dim() == 0 or len(x) == 0 else select(x, rows)
+
+
+def without_ignored(x: Tensor, target: Tensor, ignore_index: int) -> Tensor:
+    """Return the hidden states [C, H] of a chunk, with zeros for ignored tokens.
+
+    Their d(logits) are zero, but zero times a hidden state that is infinite or NaN would be NaN in dW.
+    """
+    return x.masked_fill((target == ignore_index)[:, None], 0.0)
 
 
 class Chunk(NamedTuple):

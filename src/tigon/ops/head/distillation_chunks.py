@@ -26,6 +26,7 @@ from tigon.ops.head.chunks import (
     select,
     select_some,
     token_chunks,
+    without_ignored,
 )
 from tigon.ops.head.computed_rows import rows_to_compute
 from tigon.ops.head.low_rank_logits import Rows
@@ -218,5 +219,9 @@ def distillation_chunks(
         )  # fmt: skip
         losses.add(part, chunk.rows)
         if dlogits is not None:
-            gradients.add(chunk._replace(logits=dlogits), weight)
+            if not x.is_cuda:
+                # The bf16 products of oneDNN read beyond the ends of rows, where halves of fp32 numbers may be NaN.
+                dlogits = dlogits.contiguous()
+            hidden = without_ignored(chunk.x, chunk.target, options.ignore_index) if rows is None else chunk.x
+            gradients.add(chunk._replace(x=hidden, logits=dlogits), weight)
     return DistillationResults(losses.result, gradients.finish(Shard(0, v)))

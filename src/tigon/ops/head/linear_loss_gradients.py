@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tigon.ops.head.chunks import Chunk, Gradients, GradientSums, Needs, head_product, select
+from tigon.ops.head.chunks import Chunk, Gradients, GradientSums, Needs, head_product, select, without_ignored
 from tigon.ops.head.linear_loss_parts import Group
 from tigon.ops.head.low_rank_logits import Rows
 from tigon.ops.logits.rescale import rescaled
@@ -160,7 +160,8 @@ def compute_loss(
     if not parts:
         result, _ = _differentiate(problem.call, values, constants, True)
     for i, rows in enumerate(parts):
-        x_part, target_part = select(x, rows), select(target, rows)
+        target_part = select(target, rows)
+        x_part = without_ignored(select(x, rows), target_part, options.ignore_index)
         logits = buffer[: len(x_part)]
         head_product(x_part, weight, bias, logits)
         part = statistics(logits, target_part, None, scales, options, wants)

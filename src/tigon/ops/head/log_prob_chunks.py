@@ -31,7 +31,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tigon.ops.head.chunks import AllStatistics, ChunkConfig, ChunkProblem, LossSettings, select_some, token_chunks
+from tigon.ops.head.chunks import (
+    AllStatistics,
+    ChunkConfig,
+    ChunkProblem,
+    LossSettings,
+    select_some,
+    token_chunks,
+    without_ignored,
+)
 from tigon.ops.head.computed_rows import rows_to_compute
 from tigon.ops.head.weight_gradient import WeightGradient, product_in_fp32
 from tigon.ops.logits.token.kernels import (
@@ -224,6 +232,8 @@ def log_prob_gradients(
         upstream_block = Upstream(*(pick(values) for values in upstream))
         assert x_block is not None
         assert target_block is not None
+        if rows is None and dw is not None:
+            x_block = without_ignored(x_block, target_block, options.ignore_index)
         n = len(x_block)
         buffer = x.new_empty(n * min(columns, v), dtype=logits_dtype)
         dx_sum = x.new_zeros(n, h, dtype=wide) if needs.dx and v == 0 else None
