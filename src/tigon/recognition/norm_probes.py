@@ -223,7 +223,8 @@ def _agrees_with_others(recipe: NormRecipe, subject: NormSubject, name: str) -> 
         return [x * 1e-3, *gate]
 
     pairs = _agreeing_pairs(recipe, subject)
-    subjects = [functools.partial(subject, **{name: eps}) for eps in (1e-12, 0.5)]
+    changes: list[dict[str, Any]] = [{name: eps} for eps in (1e-12, 0.5)]
+    subjects = [functools.partial(subject, **change) for change in changes]
     with not_recording():
         return all(agrees_in_all_combinations(recipe, each, inputs, pairs) for each in subjects)
 

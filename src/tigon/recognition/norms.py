@@ -68,7 +68,8 @@ def recognise_norm(module: nn.Module) -> NormRecipe | str | None:
         widths = [*next(iter(sizes))] if sizes else _likely_widths(module, reach)
         # An attribute that the forward does not read may have the value of epsilon by chance.
         read_names = reach.own_settings | _names_in_torch(type(module))
-        read_epsilons = [name for name in epsilons if name in read_names] or [1e-5, 1e-6]
+        read_epsilons: list[str | float] = [name for name in epsilons if name in read_names]
+        read_epsilons = read_epsilons or [1e-5, 1e-6]
         candidates = list(norm_candidates(module, list(tensors), read_epsilons, widths[0], gated))
         subjects = [NormSubject(module, tuple(tensors), width, gated) for width in widths]
         result = _find_recipe(subjects, candidates, reach)
