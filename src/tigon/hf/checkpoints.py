@@ -160,7 +160,7 @@ def _set_switches(calls: dict[nn.Module, LayerCall], *, on: bool) -> Callable[[]
         for module, call in calls.items():
             # Other code may have taken the switch since.
             if checkpoint_function(module) is call:
-                set_switch(module, call, earlier[module])
+                set_switch(module, calls[module], earlier[module])
 
     return undo
 
@@ -181,7 +181,7 @@ def _install_calls(owner: nn.Module, level: "Level") -> Callable[[], None]:
     def undo() -> None:
         for module, call in calls.items():
             if checkpoint_function(module) is call:
-                restore_switch(module, call.stock_state)
+                restore_switch(module, calls[module].stock_state)
 
     return undo
 

@@ -206,8 +206,7 @@ def describe_level(reference: Callable[[], nn.Module | None], requested: str) ->
             f"{level.name}: {_describe_checkpoints(model, level, calls)}{f'; {off} layers are off' * bool(off)}"
         )
     if others := _layers_checkpointed_by_others(model):
-        is_useless = level is not None and level.lean
-        consequence = f", so memory={level.name!r} saves nothing more in them" if is_useless else ""
+        consequence = f", so memory={level.name!r} saves nothing more in them" if level and level.lean else ""
         texts.append(f"transformers checkpoints {others} layers (gradient_checkpointing_enable){consequence}")
     if requested != "default" and (level is None or level.name != requested):
         reason = "" if level is None else ", because the level has changed"
