@@ -34,6 +34,16 @@ def test_finder_answers_metadata_and_find_spec():
     assert "liger_kernel" not in sys.modules
 
 
+def test_transformers_looks_for_the_package_again():
+    """transformers caches the answer, which would otherwise outlive the alias, or be older than it."""
+    available = transformers.utils.import_utils.is_liger_kernel_available
+    assert available()
+    uninstall()
+    assert not available()
+    tigon.install_as_liger_kernel(force=True)
+    assert available()
+
+
 def test_real_package_is_refused(tmp_path, monkeypatch):
     uninstall()
     (tmp_path / "liger_kernel").mkdir()

@@ -4,7 +4,7 @@ import re
 import warnings
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -33,7 +33,8 @@ from tigon.hf.transformers_private import (
     set_switch,
     switch_state,
 )
-from tigon.memory.lean import lean
+from tigon.memory.lean import lean, share_reachable_states
+from tigon.memory.repeating import ReachableStates
 from tigon.recognition.replacement import exchange, find_replacement, foreign_forward, install
 from tigon.runtime.torch_private.names import NAMES_FOR_LEAN, NAMES_FOR_OFFLOAD, require_names
 
@@ -249,12 +250,19 @@ class LeanForward:
 
     inner: Callable | None
     level: Level
+    # The snapshots of the state that projections read. They are freed with the model.
+    reachable_states: ReachableStates = field(default_factory=weakref.WeakKeyDictionary, repr=False)
+
+    def __reduce__(self) -> tuple:
+        return LeanForward, (self.inner, self.level)
 
     def __call__(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         function = self.inner or type(model).forward
         if not self.level.lean:
             return function(model, *args, **kwargs)
         with lean(mlp=self.level.mlp, offload=self.level.offload):
+            if self.level.mlp:
+                share_reachable_states(self.reachable_states)
             return function(model, *args, **kwargs)
 
 

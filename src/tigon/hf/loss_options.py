@@ -5,7 +5,6 @@ all calls. Their meaning is that of `tigon.linear_cross_entropy`.
 """
 
 import dataclasses
-import functools
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -90,14 +89,21 @@ def recorded_options(model: nn.Module) -> LossOptions:
 LOSS_OPTIONS = tuple(field.name for field in dataclasses.fields(LossOptions))
 
 
-@functools.cache
+# The attribute of the classes that `_class_with_accuracy` makes.
+_MARK = "_is_made_by_tigon"
+
+
 def _class_with_accuracy(cls: type) -> type:
     """Return the subclass of an output class of transformers that has the field `token_accuracy`.
 
-    Engines take outputs apart and build them again from their fields, so a plain attribute would be lost.
+    Engines take outputs apart and build them again from their fields, so a plain attribute would be lost. transformers
+    registers each class of outputs in `torch.utils._pytree` for good, so one subclass serves all models.
     """
+    if (known := next((each for each in cls.__subclasses__() if _MARK in vars(each)), None)) is not None:
+        return known
+    fields = [("token_accuracy", Tensor | None, None)]
     return dataclasses.make_dataclass(
-        cls.__name__, [("token_accuracy", Tensor | None, None)], bases=(cls,), namespace={"__module__": cls.__module__}
+        cls.__name__, fields, bases=(cls,), namespace={"__module__": cls.__module__, _MARK: True}
     )
 
 

@@ -93,8 +93,8 @@ def _exchange(stock: Callable) -> ForwardWithFunctions | None:
             return None
         function = innermost(stock)
         # A forward may call these functions in a lambda.
-        named = {name: function.__globals__.get(name) for name in code_use(function.__code__).global_names}
-        masks = {name: _MaskWithoutPositions(value) for name, value in named.items() if builds_mask(value)}
+        scope, names = function.__globals__, code_use(function.__code__).global_names
+        masks = {name: _MaskWithoutPositions(scope[name]) for name in names if builds_mask(scope.get(name))}
         return ForwardWithFunctions(stock, masks) if masks and not written_globals(function) else None
     except NotReadable:
         return None

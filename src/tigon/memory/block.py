@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from tigon.memory.offload import Offloader
 from tigon.memory.recomputation import PackedTensor, Recomputation, SavedResult, cast
-from tigon.memory.repeating import CallWatch, RepeatedCall
+from tigon.memory.repeating import CallWatch, ReachableStates, RepeatedCall
 from tigon.runtime.torch_private.autograd import CastBackward, storage_id
 
 __all__ = ["Block"]
@@ -50,6 +50,8 @@ class Block:
         self.large_mlps = False
         # The object that moves the remaining saved tensors to the host, or None.
         self.offloader: Offloader | None = None
+        # The snapshots of the state that projections read. Blocks of one model share them.
+        self.reachable_states: ReachableStates = weakref.WeakKeyDictionary()
         # The entries by the storage of their tensors.
         self.by_storage: dict[int, _Entry] = {}
         # The entries by the autograd node that computed their tensors. Casts of a tensor are recognised by this node.
@@ -82,7 +84,7 @@ class Block:
 
         Otherwise, or if the call has side effects, the result is saved for backward.
         """
-        watch = CallWatch.of(module, x)
+        watch = CallWatch.of(module, x, self.reachable_states)
         y = module(x)
         if watch is None or type(y) is not Tensor or not watch.may_repeat(x):
             return y

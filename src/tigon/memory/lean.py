@@ -28,6 +28,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from tigon.memory.block import Block
 from tigon.memory.offload import Offloader
 from tigon.memory.recomputation import unpack
+from tigon.memory.repeating import ReachableStates
 from tigon.runtime.torch_private.autograd import is_checkpoint_hook, is_recompute_hook, saved_tensor_hooks
 from tigon.runtime.torch_private.names import NAMES_FOR_LEAN, NAMES_FOR_OFFLOAD, require_names
 
@@ -45,6 +46,7 @@ __all__ = [
     "recomputes_mlp",
     "register_recomputation",
     "registers_recomputations",
+    "share_reachable_states",
 ]
 
 # The number of open blocks of `lean` in all threads.
@@ -105,6 +107,12 @@ def recompute_large_mlps() -> Iterator[None]:
         yield
     finally:
         block.large_mlps = previous
+
+
+def share_reachable_states(states: ReachableStates) -> None:
+    """Let the block of `lean` that is open use the snapshots of earlier blocks. Calls of one model have equal ones."""
+    if not torch.compiler.is_compiling() and (block := _block()) is not None:
+        block.reachable_states = states
 
 
 def in_checkpoint() -> bool:

@@ -7,11 +7,10 @@ read. It raises an error in place of the second call if any of that state has ch
 merged or replaced, a weight, a hook or a setting.
 """
 
-import functools
 import weakref
 from collections.abc import Iterator
 from types import CodeType, FunctionType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +20,9 @@ from tigon.runtime.state.places import is_simple
 from tigon.runtime.state.reach import explore
 from tigon.runtime.stock import calls_are_stock, has_stock_call, linears_are_stock, origin_of
 from tigon.runtime.torch_private.modules import MODULE_ATTRIBUTES, any_global_hook
+from tigon.runtime.weak_cache import cached_weakly
 
-__all__ = ["REPEATABLE_PACKAGES", "CallWatch", "RepeatedCall", "find_unrepeatable_hook"]
+__all__ = ["REPEATABLE_PACKAGES", "CallWatch", "ReachableStates", "RepeatedCall", "find_unrepeatable_hook"]
 
 # Packages whose layers, quantised layers and adapters give the same values at every call, except for effects of torch's
 # random numbers and of buffers, which `CallWatch` compares.
@@ -85,7 +85,7 @@ def _is_same_state(before: tuple, after: tuple | None) -> bool:
     return generator_before == generator_after
 
 
-class _ReachableState:
+class ReachableState:
     """A snapshot of the Python state that a call of a module and of its children can reach."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -102,14 +102,16 @@ class _ReachableState:
             return False
 
 
-_reachable_states: "weakref.WeakKeyDictionary[nn.Module, _ReachableState]" = weakref.WeakKeyDictionary()
+# A snapshot may refer to its module: a setting of a module may refer back to it. Such an entry is never freed, so a
+# cache must belong to an object that is freed with the model.
+ReachableStates: TypeAlias = "weakref.WeakKeyDictionary[nn.Module, ReachableState]"
 
 
-def _read_reachable_state(module: nn.Module) -> _ReachableState:
+def _read_reachable_state(module: nn.Module, earlier_states: ReachableStates) -> ReachableState:
     """Return a snapshot of the state that a call of the module can reach now."""
-    state = _reachable_states.get(module)
+    state = earlier_states.get(module)
     if state is None or not state.is_unchanged():
-        state = _reachable_states[module] = _ReachableState(module)
+        state = earlier_states[module] = ReachableState(module)
     return state
 
 
@@ -118,16 +120,19 @@ class CallWatch:
 
     __slots__ = ("module", "reachable_state", "state")
 
-    def __init__(self, module: nn.Module, state: tuple, reachable_state: _ReachableState | None) -> None:
+    def __init__(self, module: nn.Module, state: tuple, reachable_state: ReachableState | None) -> None:
         self.module, self.state, self.reachable_state = module, state, reachable_state
 
     @staticmethod
-    def of(module: nn.Module, x: Any) -> "CallWatch | None":
-        """Return a watch that starts before `module(x)`; None if backward must not repeat that call."""
+    def of(module: nn.Module, x: Any, earlier_states: ReachableStates) -> "CallWatch | None":
+        """Return a watch that starts before `module(x)`; None if backward must not repeat that call.
+
+        `earlier_states` holds the snapshots of earlier calls.
+        """
         state = None if type(x) is not Tensor or _may_run_other_code(module) else _read_call_state(module, x)
         if state is None:
             return None
-        return CallWatch(module, state, None if _is_plain(module) else _read_reachable_state(module))
+        return CallWatch(module, state, None if _is_plain(module) else _read_reachable_state(module, earlier_states))
 
     def may_repeat(self, x: Tensor) -> bool:
         """Return whether the call, which has ended, changed none of the watched state."""
@@ -146,7 +151,7 @@ def _code_names(code: CodeType) -> Iterator[str]:
             yield from _code_names(constant)
 
 
-@functools.cache
+@cached_weakly
 def _setting_names(cls: type[nn.Module]) -> tuple[frozenset[str], frozenset[str]]:
     """Return the names in the code of a module's class and of its bases, without the names that every module has.
 

@@ -2,7 +2,6 @@
 
 import builtins
 import dis
-import functools
 import inspect
 import types
 from collections.abc import Callable, Iterator
@@ -13,6 +12,7 @@ from torch import nn
 from tigon.runtime.state.decisions import is_condition
 from tigon.runtime.state.known_names import WITHOUT_SIZES
 from tigon.runtime.state.places import Reach
+from tigon.runtime.weak_cache import cached_weakly
 
 __all__ = ["assigns_attributes", "codes_of", "has_conditions", "largest_number", "may_see_sizes"]
 
@@ -57,7 +57,7 @@ def _is_of_torch(name: str) -> bool:
     return any(hasattr(owner, name) for owner in (torch.Tensor, torch, torch.nn.functional, builtins))
 
 
-@functools.cache
+@cached_weakly
 def _names(code: types.CodeType) -> frozenset[str]:
     """Return the names that a code object loads, and its instructions that may reveal the size of a tensor."""
     operations = {instruction.opname for instruction in dis.get_instructions(code)}
@@ -66,7 +66,7 @@ def _names(code: types.CodeType) -> frozenset[str]:
     return frozenset(code.co_names) | size_operations | nested
 
 
-@functools.cache
+@cached_weakly
 def _has_condition(code: types.CodeType) -> bool:
     """Return True if a code object computes a condition or jumps on one."""
     instructions = list(dis.get_instructions(code))

@@ -36,12 +36,13 @@ from tigon.recognition.rewriting import (
     PRODUCTS,
     rewrite,
 )
-from tigon.recognition.source import CodeState, code_state, innermost, is_unchanged
+from tigon.recognition.source import CodeState, Rewritten, cached_by_code, code_state, innermost, is_unchanged
 from tigon.recognition.standin import is_linear
 from tigon.recognition.trials import explain_none, not_recording
 from tigon.recognition.two_layer_mlps import chunked_method, compute_mlp, has_two_layer_mlp
 from tigon.runtime.device import runs_kernels
 from tigon.runtime.state.reach import explore
+from tigon.runtime.weak_cache import cached_weakly, weak_key
 
 __all__ = ["FusedStatementsRecipe", "fuse_statements", "overwritten_children", "recognise_fused_statements"]
 
@@ -145,9 +146,15 @@ def norm_rope(
     return tensors[0] if len(tensors) == 1 else tuple(tensors)
 
 
+@cached_by_code
+def _fuse(function: FunctionType) -> Rewritten | str | None:
+    return rewrite(function, add_norm, norm_with_residual, products, compute_mlp, chunked_method, start_norm, norm_rope)
+
+
 def fuse_statements(function: FunctionType) -> FunctionType | str | None:
     """Return a forward whose patterns are replaced, None if it has none, or the reason why it cannot be rewritten."""
-    return rewrite(function, add_norm, norm_with_residual, products, compute_mlp, chunked_method, start_norm, norm_rope)
+    result = _fuse(function)
+    return result.build(function) if isinstance(result, Rewritten) else result
 
 
 class FusedStatementsRecipe:
@@ -229,17 +236,24 @@ class FusedStatementsRecipe:
 
 # The patterns that need an RMS norm, or more than one linear layer.
 OTHER_PATTERNS = frozenset((ADD_NORM, NORM_WITH_RESIDUAL, PRODUCTS, NORM_ROPE))
-# The results of `_is_rms_norm`, by everything that they depend on. They are cached per norm, not per layer: the number
-# of a layer (`layer_idx`) makes each layer a kind of its own, and the norms of all layers are of one kind.
-_rms_norms: dict[tuple, bool] = {}
+
+
+@cached_weakly
+def _results_of(cls: type[nn.Module]) -> dict[tuple, bool]:
+    """Return the results of `_is_rms_norm` for modules of a class, by everything that they depend on.
+
+    They are cached per norm, not per layer: the number of a layer (`layer_idx`) makes each layer a kind of its own, and
+    the norms of all layers are of one kind.
+    """
+    return {}
 
 
 def _is_rms_norm(module: nn.Module) -> bool:
     """Return True if recognition replaces a module by `rms_norm`."""
-    key = kind_of(module), explore(module).fingerprint
-    if key not in _rms_norms:
-        _rms_norms[key] = isinstance(recognise_norm(module), RMSNormRecipe)
-    return _rms_norms[key]
+    results, key = _results_of(type(module)), (weak_key(kind_of(module)), explore(module).fingerprint)
+    if key not in results:
+        results[key] = isinstance(recognise_norm(module), RMSNormRecipe)
+    return results[key]
 
 
 def overwritten_children(model: nn.Module) -> dict[nn.Module, str]:

@@ -83,7 +83,7 @@ def add_guard_of_object(guard: Any) -> bool:
 
 
 # Dynamo drops a second guard that has the same source and the same function.
-@functools.cache
+@functools.lru_cache(maxsize=1024)
 def _make_comparison(fingerprint: tuple) -> Callable[[Any, Any], None]:
     return functools.partial(_add_comparison, fingerprint=fingerprint)
 

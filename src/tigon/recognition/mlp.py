@@ -5,7 +5,6 @@ and other children without parameters, such as the activation. A layer may be an
 by a transposed weight, as `Conv1D` of transformers does.
 """
 
-import functools
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -36,6 +35,7 @@ from tigon.recognition.standin import (
 from tigon.recognition.trials import current_trials, explain_none, recording
 from tigon.runtime.state.reach import explore
 from tigon.runtime.torch_private.modules import any_global_hook
+from tigon.runtime.weak_cache import cached_weakly
 
 __all__ = ["MLPRecipe", "recognise_mlp"]
 
@@ -56,11 +56,11 @@ def _is_transposed_linear(layer: nn.Module) -> bool:
     attributes = {name: value for name, value in vars(layer).items() if type(value) is int}
     is_named = set(attributes) == {"nf", "nx"} and (attributes["nx"], attributes["nf"]) == sizes
     cls: Any = type(layer)
-    return is_named and _multiplies_transposed(cls, cls.forward)
+    return is_named and _multiplies_transposed(cls.forward, cls)
 
 
-@functools.cache
-def _multiplies_transposed(cls: Any, forward: object) -> bool:
+@cached_weakly
+def _multiplies_transposed(forward: Any, cls: Any) -> bool:
     """Return True if the forward of a class computes x W + b, with the bits of `torch.addmm`."""
     layer = object.__new__(cls)
     nn.Module.__init__(layer)

@@ -30,7 +30,14 @@ from typing import NamedTuple
 
 import torch.nn.functional as F
 
-from tigon.recognition.source import NotReadable, cached_by_code, compile_definition, definition_of, innermost
+from tigon.recognition.source import (
+    NotReadable,
+    Rewritten,
+    cached_by_code,
+    compile_definition,
+    definition_of,
+    innermost,
+)
 
 __all__ = [
     "ActivatedChild",
@@ -290,7 +297,7 @@ def read_activated_child(forward: FunctionType) -> ActivatedChild | None:
 
 
 @cached_by_code
-def remove_first_product(forward: FunctionType) -> tuple[str, FunctionType] | None:
+def remove_first_product(forward: FunctionType) -> tuple[str, Rewritten] | None:
     """Return a child and the rest of a forward, if the forward begins with `h = self.child(h)`; None otherwise.
 
     `h` is the first argument of the forward. The rest takes the result of the child in its place.

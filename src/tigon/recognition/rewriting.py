@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 from tigon.recognition.head_norm_statements import fuse_head_norms
 from tigon.recognition.mlp_statements import match_mlp, replace_chunked_methods
-from tigon.recognition.source import NotReadable, cached_by_code, compile_definition, definition_of, innermost
+from tigon.recognition.source import NotReadable, Rewritten, compile_definition, definition_of, innermost
 
 __all__ = [
     "ADD_NORM",
@@ -372,9 +372,8 @@ def _is_function_of_torch(function: ast.expr) -> bool:
 FRAME_READERS = frozenset(("locals", "vars", "eval", "exec", "dir", "_getframe", "currentframe"))
 
 
-@cached_by_code
-def rewrite(function: FunctionType, *helpers: Callable) -> FunctionType | str | None:
-    """Return the function with its statements rewritten, with the same globals; None if there is nothing to rewrite.
+def rewrite(function: FunctionType, *helpers: Callable) -> Rewritten | str | None:
+    """Return the code of the function with its statements rewritten; None if there is nothing to rewrite.
 
     A string is the reason why the function cannot be rewritten, or why statements that resemble a pattern stay as they
     are. `helpers` are the functions that the rewritten source calls, in the order of `NAMES`.
@@ -391,8 +390,9 @@ def rewrite(function: FunctionType, *helpers: Callable) -> FunctionType | str | 
         if not rewriter.count and not methods:
             return rewriter.refusal
         result = compile_definition(definition, function, dict(zip(NAMES, helpers, strict=True)))
-        vars(innermost(result))[HEAD_NORMS] = tuple(rewriter.head_norms)
-        vars(innermost(result))[PRODUCT_GROUPS] = tuple(rewriter.product_groups)
+        result.attributes[HEAD_NORMS] = tuple(rewriter.head_norms)
+        result.attributes[PRODUCT_GROUPS] = tuple(rewriter.product_groups)
+        result.build(function)
         return result
     except NotReadable as error:
         return f"its forward {error}"

@@ -7,7 +7,6 @@ A function such as
 runs on random queries, keys and tables, in several dtypes, and must reproduce the bits of one of the forms.
 """
 
-import functools
 import itertools
 import logging
 import types
@@ -21,6 +20,7 @@ from tigon.recognition.rope_forms import FORMS, Form, RopeCall
 from tigon.recognition.standin import describe, gradients, normal, probing, same_bits, same_gradients
 from tigon.recognition.trials import Trials, current_trials, not_recording, record, recording
 from tigon.runtime.state.reach import explore
+from tigon.runtime.weak_cache import cached_weakly
 
 __all__ = ["recognise_function"]
 
@@ -48,7 +48,7 @@ def recognise_function(function: types.FunctionType) -> Form | ComplexForm | str
     return reach.reason or form
 
 
-@functools.cache
+@cached_weakly
 def _recognise(function: types.FunctionType, state: tuple) -> tuple[Form | ComplexForm | str | None, Trials]:
     """Return the form of a function and the comparisons that found it. `state` is the fingerprint of its reach."""
     with recording() as trials:

@@ -27,6 +27,7 @@ from tigon.recognition.standin import gradients, normal, probing, same_gradients
 from tigon.runtime.device import KERNEL_DTYPES, PLAIN
 from tigon.runtime.state.reach import explore
 from tigon.runtime.torch_private.autograd import has_active_transform
+from tigon.runtime.weak_cache import cached_weakly
 
 __all__ = ["RouterLossForward", "find_router_losses"]
 
@@ -152,7 +153,7 @@ def _computes_op(function: object) -> bool:
     return agrees and not reach.reason
 
 
-@functools.cache
+@cached_weakly
 def _compare(function: types.FunctionType, state: tuple) -> bool:
     """Compare a function with the op. `state` is the fingerprint of its reach."""
     try:

@@ -13,12 +13,15 @@ import functools
 import itertools
 import linecache
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from types import CellType, CodeType, FunctionType
 from typing import Any, TypeVar, cast
+from weakref import WeakKeyDictionary
 
 __all__ = [
     "CodeState",
     "NotReadable",
+    "Rewritten",
     "cached_by_code",
     "code_state",
     "compile_definition",
@@ -75,18 +78,18 @@ def is_unchanged(state: CodeState) -> bool:
 
 
 def cached_by_code(compute: Cached) -> Cached:
-    """Cache the results of a function whose first argument is a function, until that argument has other code.
+    """Cache the results of a function whose first argument is a function, until that one has other code or is freed.
 
-    The attribute `cache_clear` of the decorated function empties the cache.
+    A result must not refer to that function. It may be a `Rewritten`. The attribute `cache_clear` of the decorated
+    function empties the cache.
     """
-    results: dict[tuple, tuple[CodeState, Any]] = {}
+    results: WeakKeyDictionary[FunctionType, tuple[tuple[CodeType, ...], Any]] = WeakKeyDictionary()
 
     @functools.wraps(compute)
-    def look_up(function: FunctionType, *args: object) -> Any:
-        key = function, *args
-        entry = results.get(key)
-        if entry is None or not is_unchanged(entry[0]):
-            entry = results[key] = code_state(function), compute(function, *args)
+    def look_up(function: FunctionType) -> Any:
+        codes = tuple(each.__code__ for each in _chain(function))
+        if (entry := results.get(function)) is None or entry[0] != codes:
+            entry = results[function] = codes, compute(function)
         return entry[1]
 
     vars(look_up)["cache_clear"] = results.clear
@@ -198,10 +201,34 @@ def _clone(node: Any) -> Any:
     return ast.copy_location(type(node)(**fields), node) if hasattr(node, "lineno") else type(node)(**fields)
 
 
-def compile_definition(
-    definition: ast.FunctionDef, function: FunctionType, helpers: dict[str, Callable]
-) -> FunctionType:
-    """Return `function` with its innermost function replaced by this definition; globals and closure stay the same.
+@dataclass(frozen=True)
+class Rewritten:
+    """The code that takes the place of the innermost function of a function. It does not refer to that function."""
+
+    code: CodeType
+    # The additional functions that the code calls, by name.
+    helpers: dict[str, Callable]
+    # The attributes of the new innermost function.
+    attributes: dict[str, Any] = field(default_factory=dict)
+
+    def build(self, function: FunctionType) -> FunctionType:
+        """Return `function` with this code in its innermost function; globals, closure and defaults stay the same.
+
+        Raises:
+            NotReadable: A wrapper of the function does not hold the function that it wraps.
+        """
+        inner = innermost(function)
+        cells = dict(zip(inner.__code__.co_freevars, inner.__closure__ or (), strict=True))
+        closure = tuple(
+            CellType(self.helpers[name]) if name in self.helpers else cells[name] for name in self.code.co_freevars
+        )
+        result = _copy_with(inner, self.code, inner.__globals__, closure)
+        vars(result).update(self.attributes)
+        return rebuild_wrappers(function, result)
+
+
+def compile_definition(definition: ast.FunctionDef, function: FunctionType, helpers: dict[str, Callable]) -> Rewritten:
+    """Return the code of this definition, which is to take the place of the innermost function of `function`.
 
     `helpers` holds the additional functions that the definition calls, by name. They become part of its closure.
     """
@@ -230,6 +257,4 @@ def compile_definition(
         for each in _codes(compile(module, inner.__code__.co_filename, "exec", dont_inherit=True))
         if each.co_name == definition.name
     )
-    cells = dict(zip(inner.__code__.co_freevars, inner.__closure__ or (), strict=True))
-    closure = tuple(CellType(helpers[name]) if name in helpers else cells[name] for name in code.co_freevars)
-    return rebuild_wrappers(function, _copy_with(inner, code, inner.__globals__, closure))
+    return Rewritten(code, helpers)

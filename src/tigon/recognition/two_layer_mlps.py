@@ -26,7 +26,14 @@ from tigon.recognition.mlp_statements import (
     walk_blocks,
 )
 from tigon.recognition.replacement import Replacement, is_changed
-from tigon.recognition.source import NotReadable, cached_by_code, compile_definition, definition_of, innermost
+from tigon.recognition.source import (
+    NotReadable,
+    Rewritten,
+    cached_by_code,
+    compile_definition,
+    definition_of,
+    innermost,
+)
 from tigon.recognition.standin import is_linear
 
 __all__ = ["chunked_method", "compute_mlp", "has_two_layer_mlp"]
@@ -77,7 +84,7 @@ def _compute_two_children(first: Any, second: Any, x: Any, other: Any) -> Any:
     rest = remove_first_product(forwards[1]) if are_functions else None
     if start is None or rest is None:
         return second(first(x), other)
-    child, function = rest
+    child, rewritten = rest
     activation, down = getattr(first, start.activation), getattr(second, child)
     if _activation_of(activation) is None:
         return second(first(x), other)
@@ -88,12 +95,12 @@ def _compute_two_children(first: Any, second: Any, x: Any, other: Any) -> Any:
     y = compute_mlp(up, activation, down, h)
     # The children that ran already must not run twice, because they may have hooks.
     y = down(activation(up(h))) if y is None else y
-    return function(second, y, other)
+    return rewritten.build(forwards[1])(second, y, other)
 
 
 @cached_by_code
-def _rewrite_method(method: FunctionType) -> FunctionType | None:
-    """Return a method in which one call computes the two children of an MLP; None if it has no such statements."""
+def _rewrite_method(method: FunctionType) -> Rewritten | None:
+    """Return the code of a method in which one call computes the two children of an MLP; None without such children."""
     try:
         definition = definition_of(method)
         if innermost(method) is not method or definition.decorator_list:
@@ -115,8 +122,8 @@ def chunked_method(method: Any) -> Any:
         return method
     if torch.compiler.is_compiling() or not isinstance(method.__self__, nn.Module):
         return method
-    function = _rewrite_method(method.__func__)
-    return method if function is None else MethodType(function, method.__self__)
+    rewritten = _rewrite_method(method.__func__)
+    return method if rewritten is None else MethodType(rewritten.build(method.__func__), method.__self__)
 
 
 # --- recognition -------------------------------------------------------------------------------------

@@ -102,6 +102,12 @@ def _pop_modules() -> dict[str, ModuleType]:
     return {name: sys.modules.pop(name) for name in names}
 
 
+def _forget_answers() -> None:
+    """Let transformers look for `liger_kernel` again. It caches whether the package is available."""
+    utils = sys.modules.get("transformers.utils.import_utils")
+    getattr(getattr(utils, "is_liger_kernel_available", None), "cache_clear", lambda: None)()
+
+
 def install_as_liger_kernel(force: bool = False) -> None:
     """Serve `import liger_kernel` from Tigon in this process, until `tigon.integrations.liger.uninstall()`.
 
@@ -135,6 +141,7 @@ def install_as_liger_kernel(force: bool = False) -> None:
         )
     _real_modules.update(_pop_modules())
     sys.meta_path.insert(0, _finder)
+    _forget_answers()
 
 
 def uninstall() -> None:
@@ -152,3 +159,4 @@ def uninstall() -> None:
     _pop_modules()
     sys.modules.update(_real_modules)
     _real_modules.clear()
+    _forget_answers()

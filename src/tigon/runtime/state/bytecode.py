@@ -12,7 +12,6 @@ it returns the global name `torch`, the attributes `calls`, `nn`, `functional`, 
 """
 
 import dis
-import functools
 import hashlib
 import types
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ from tigon.runtime.state.instructions import (
     names_of,
 )
 from tigon.runtime.state.known_names import MODE_SETTERS, MUTATORS, SETTERS
+from tigon.runtime.weak_cache import cached_weakly
 
 __all__ = ["UNDERSTANDS_BYTECODE", "CodeUse", "code_use", "digest"]
 
@@ -205,7 +205,7 @@ class _CodeReader:
         )
 
 
-@functools.cache
+@cached_weakly
 def code_use(code: types.CodeType) -> CodeUse:
     """Read the bytecode of a function and of the functions that it defines."""
     return _CodeReader(code).read()
@@ -374,7 +374,7 @@ def _understands_bytecode() -> bool:
 UNDERSTANDS_BYTECODE = _understands_bytecode()
 
 
-@functools.cache
+@cached_weakly
 def digest(code: types.CodeType) -> str:
     """Return a hash of what a code object does, the same in every process of one Python version."""
     parts = [code.co_code, repr((code.co_names, code.co_varnames, code.co_freevars)).encode()]

@@ -15,7 +15,6 @@ only the first condition is a decision, because `n` depends on `x`.
 """
 
 import dis
-import functools
 import itertools
 import types
 from typing import NamedTuple
@@ -32,6 +31,7 @@ from tigon.runtime.state.instructions import (
     names_of,
 )
 from tigon.runtime.state.known_names import PROBED, PROBED_FUNCTIONS
+from tigon.runtime.weak_cache import cached_weakly
 
 __all__ = ["FunctionInputs", "dependent_variables", "find_decisions", "is_condition"]
 
@@ -206,7 +206,7 @@ def _leads_to_check(steps: list[dis.Instruction], side: int, index: int) -> bool
 # --- decisions -------------------------------------------------------------------------------------
 
 
-@functools.cache
+@cached_weakly
 def find_decisions(code: types.CodeType, inputs: FunctionInputs) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the lines of the decisions of a function, and of the checks in it.
 

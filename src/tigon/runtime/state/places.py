@@ -235,7 +235,7 @@ def _same_items(a: dict, b: dict) -> bool:
     return a.keys() == b.keys() and all(a[key] is b[key] for key in a)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1024)
 def compile_expression(source: str) -> Callable:
     """Return the value of an expression. The modules of one kind have the same expression, which is compiled once."""
     return eval(source)
