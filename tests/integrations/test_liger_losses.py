@@ -195,6 +195,18 @@ def test_divergences_of_distributions(labels):
         assert_same(torch.stack(both).sum(), torch.stack(terms).sum(), (student,))
 
 
+@pytest.mark.parametrize("label", [-1, 11, 2**31])
+def test_a_label_outside_of_the_vocabulary_makes_the_losses_of_its_token_nan(label):
+    student, teacher, labels = torch.randn(6, 11, requires_grad=True), torch.randn(6, 11), LABELS.clone()
+    expected, distances = divergences.LigerFusedCETVDLoss()(student, teacher, labels)
+    labels[1] = label
+    losses, others = divergences.LigerFusedCETVDLoss()(student, teacher, labels)
+    assert losses.isnan().nonzero().tolist() == [[1]]
+    assert torch.equal(losses.where(labels != label, 0), expected.where(labels != label, 0))
+    assert torch.equal(others.where(labels != label, 0), distances.where(labels != label, 0))
+    assert torch.autograd.grad(losses.sum(), student)[0].isnan().any(-1).nonzero().tolist() == [[1]]
+
+
 @pytest.mark.parametrize("reduction", ["batchmean", "sum", "mean"])
 @pytest.mark.filterwarnings("ignore:reduction. 'mean' divides")
 def test_kl_divergences(reduction):
@@ -243,6 +255,14 @@ def test_norms():
     torch.testing.assert_close(polynomial(x), sum(powers) / 3 + 1)
     torch.testing.assert_close(norms.LigerRMSNormForMuseGlimmer(8, with_scale=False)(x), normalised)
     torch.testing.assert_close(norms.LigerRMSNormForMuseGlimmerTextCentered(8)(x), normalised)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_sparsemax_of_a_row_without_a_nearest_point_is_nan(value, dim):
+    x = torch.tensor([[1.0, 0.5, -1.0], [0.0, value, 0.0]])
+    y = rare.LigerSparsemax(dim)(x if dim else x.T)
+    assert (y if dim else y.T).isnan().any(-1).tolist() == [False, True]
 
 
 def test_sparsemax_is_the_nearest_point_of_the_simplex():

@@ -8,8 +8,9 @@ Three places of the instance change, and no model's forward is copied:
 - `model.loss_function` (`tigon.hf.loss_function`) returns that loss, tied to the placeholder, so that the head's output
   stays in the graph. The middle element of the placeholder, the marker, has a known value. The model processes it like
   a logit, so its value in the loss function shows whether the model still does exactly what it did when it was patched.
-  If the value differs, an assertion fails on the placeholder's device. Any other computation from the logits raises an
-  error at once (`tigon.hf.logits`). An engine may convert the placeholder to a plain tensor, which raises no error.
+  If the value differs, the call raises an error. On a GPU, for which the host does not wait, the loss is NaN, and a
+  later call raises the error (`tigon.runtime.late_checks`). Any other computation from the logits raises an error at
+  once (`tigon.hf.logits`). An engine may convert the placeholder to a plain tensor, which raises no error.
   Therefore the outer elements are NaN, so that such a computation gives NaN.
 
 Before each fused call, the host compares the numbers that the model's forward reads (a soft cap, a scale) with those

@@ -361,8 +361,8 @@ def patch(
             loss. While the head has another adapter, or a hook that changes its output, the stock code computes the
             loss, with a warning. The same happens if a setting that scales or caps the logits has changed (another soft
             cap in the config). If anything else changes how the model scales or caps them (a global), the call raises a
-            `RuntimeError`, or an assertion fails on the GPU. If the model computes anything else from them, it raises
-            an error at once.
+            `RuntimeError`. On a GPU, its loss and its gradients are NaN, and a later fused call raises the error. If
+            the model computes anything else from them, it raises an error at once.
         memory: The level that decides what is saved for backward. Results have the same bits at every level. "default":
             each op saves what its backward reads. "lean": the outputs of norms and gates are not saved either, because
             backward recomputes them. "lean+mlp": the outputs of gate and up projections, also those of experts, are not

@@ -34,9 +34,9 @@ from tigon.ops.head.linear_cross_entropy import linear_cross_entropy
 from tigon.ops.head.linear_log_probs import LogProbOutput, linear_log_probs
 from tigon.ops.logits.valid_rows import ValidRows
 from tigon.runtime.autograd import without_autocast
+from tigon.runtime.late_checks import check_later, raise_earlier
 from tigon.runtime.stock import written_in
 from tigon.runtime.torch_private.autograd import saved_tensor_hooks
-from tigon.runtime.torch_private.operators import assert_on_device
 
 __all__ = [
     "ChunkedLogProbs",
@@ -60,7 +60,6 @@ FIELDS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 LOSS_FIELDS = {"log_probs", "entropy", "is_top1"}
 # The relative difference from which the upstream gradient counts as another loss.
 TOLERANCE = 1e-4
-# CUDA accepts messages of up to 254 characters.
 NOT_A_SUM = (
     "tigon: SFTTrainer.compute_loss did not sum the log-probabilities over all tokens as TRL's own code does, but "
     "their gradients were computed for this sum; call tigon.integrations.trl.disable()"
@@ -134,10 +133,8 @@ class _SumOfLogProbs(torch.autograd.Function):
         is_sum = (dlog_probs - factor * weights).abs() <= TOLERANCE * (factor * weights).abs()
         # Infinite and NaN gradients, which a trainer with a loss scale expects, are passed on as they are.
         is_sum = (is_sum | ~valid | ~dlog_probs.isfinite()).all()
-        if is_sum.device.type in ("cpu", "cuda"):
-            # On a GPU, the assertion fails inside a kernel. A comparison on the host would be a host synchronisation.
-            assert_on_device(is_sum, NOT_A_SUM)
-        return -factor.where(is_sum, torch.nan) * valid.sum(), None, None, None, None
+        factor = factor * check_later(is_sum, "RuntimeError", NOT_A_SUM).to(factor.dtype)
+        return -factor * valid.sum(), None, None, None, None
 
 
 # --- the weight of the head ------------------------------------------------------------------------
@@ -255,6 +252,8 @@ def _summed_log_probs(
     Without `is_shifted` the last position of each sequence predicts nothing and is left out of the outputs.
     `acc_dtype` is that of `linear_cross_entropy`.
     """
+    if not torch.compiler.is_compiling():
+        raise_earlier()
     scale, softcap, temperature = options
     context, _ = _products_context(hidden, head.weight)
     with context, _kept_by_autograd():

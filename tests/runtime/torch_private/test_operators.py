@@ -39,12 +39,6 @@ def test_reshaped_tensor_is_no_view():
     assert y.data_ptr() == x.data_ptr()
 
 
-def test_an_assertion_on_the_device_raises_its_message():
-    operators.assert_on_device(torch.tensor(True), "the message")
-    with pytest.raises(RuntimeError, match="the message"):
-        operators.assert_on_device(torch.tensor(False), "the message")
-
-
 def test_operators_that_write_to_an_argument_are_recognised():
     assert operators.is_in_place(torch.ops.aten.add_.Tensor)
     assert not operators.is_in_place(torch.ops.aten.add.Tensor)
@@ -143,11 +137,6 @@ def test_public_function_replaces_a_missing_one(monkeypatch, import_again, name)
     assert names.missing == {}
     assert module.dispatch_modes() == (1 if name == MODES[0] else 0)
     assert module.function_modes() == (1 if name == MODES[1] else 0)
-
-
-def test_no_assertion_runs_on_the_device_if_torch_has_none(monkeypatch, import_again):
-    monkeypatch.delattr(torch, "_assert_async")
-    assert import_again(operators).assert_on_device(torch.tensor(False), "the message") is None
 
 
 def test_the_bench_refuses_to_measure_a_gpu_that_cannot_sleep(monkeypatch, import_again):

@@ -4,10 +4,10 @@ Shapes: N tokens, V vocabulary, H features.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tigon.ops.head.linear_distillation import linear_distillation
+from tigon.ops.logits.cross_entropy import cross_entropy
 from tigon.ops.logits.jsd import jsd
 from tigon.ops.logits.kl_div import kl_div
 from tigon.ops.logits.tvd import tvd
@@ -70,14 +70,12 @@ class LigerFusedCETVDLoss(nn.Module):
             raise ValueError(f"{name}: student_logits and teacher_logits must have one shape [N, V], got {shapes}")
         if target.shape != student_logits.shape[:1]:
             raise ValueError(f"{name}: target must have shape ({len(student_logits)},), got {tuple(target.shape)}")
-        cross_entropy = F.cross_entropy(
-            student_logits.float(), target, ignore_index=self.ignore_index, reduction="none"
-        )
+        losses = cross_entropy(student_logits, target, ignore_index=self.ignore_index, reduction="none")
         distances = tvd(
             student_logits, teacher_logits.detach(), reduction="none", from_logits=True, labels=target,
             ignore_index=self.ignore_index,
         )  # fmt: skip
-        return cross_entropy, distances.sum(-1)
+        return losses, distances.sum(-1)
 
 
 class LigerFusedLinearJSD(nn.Module):

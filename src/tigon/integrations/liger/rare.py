@@ -71,7 +71,8 @@ class LigerSparsemax(nn.Module):
         shape[self.dim] = -1
         counts = torch.arange(1, z.shape[self.dim] + 1, device=z.device, dtype=z.dtype).view(shape)
         sums = ordered.cumsum(self.dim)
-        size = (1 + counts * ordered > sums).sum(self.dim, keepdim=True)
+        # A row with NaN or infinity has a size of zero, and results of NaN.
+        size = (1 + counts * ordered > sums).sum(self.dim, keepdim=True).clamp(min=1)
         tau = (sums.gather(self.dim, size - 1) - 1) / size
         return (z - tau).clamp(min=0).to(x.dtype)
 

@@ -48,10 +48,15 @@ from tigon.ops.head.low_rank_logits import Rows
 from tigon.ops.logits.valid_rows import ValidRows, as_targets
 from tigon.runtime import checks
 from tigon.runtime.device import device_kind, device_of, runs_kernels
+from tigon.runtime.late_checks import check_later, raise_earlier
 
 __all__ = ["eager_linear_loss", "linear_loss"]
 
 GROUPS = ("token", "sequence", "pair", "batch")
+NO_SUM = (
+    "linear_loss: the loss of loss_fn must be a sum over the units of group={group!r}, got one whose gradients for a "
+    "unit change with the values of other units, or from call to call; group='batch' takes any loss"
+)
 
 # --- reference -----------------------------------------------------------------------------------
 
@@ -67,7 +72,9 @@ def eager_linear_loss(
     z = logits.to(torch.promote_types(logits.dtype, torch.float32)) * logit_scale
     z = (z if softcap is None else softcap * torch.tanh(z / softcap)) / temperature
     log_p, is_valid = z.log_softmax(-1), targets != ignore_index
-    log_probs = log_p.gather(-1, targets.where(is_valid, 0)[..., None])[..., 0].where(is_valid, 0.0)
+    is_inside = (targets >= 0) & (targets < len(weight))
+    log_probs = log_p.gather(-1, targets.where(is_inside, 0).long()[..., None])[..., 0]
+    log_probs = log_probs.where(is_inside, torch.nan).where(is_valid, 0.0)
     values = [log_probs]
     if with_entropy:
         values.append(-(log_p.exp() * log_p).sum(-1).where(is_valid, 0.0))
@@ -114,7 +121,7 @@ def linear_loss(
     that after one call. Other side effects happen once for each part.
 
     If the gradients of a call show that the promise does not hold, a ValueError is raised on a CPU. On a GPU, where the
-    host does not wait for the result, the loss and all gradients are NaN, and the next call raises the error.
+    host does not wait for the result, the loss and all gradients are NaN, and a later call raises the error.
 
     Args:
         hidden: [..., H] hidden states, fp32 | bf16 | fp16.
@@ -196,7 +203,7 @@ def linear_loss(
             x, weight, targets.shape, group, rows, count, cu_seqlens, may_wait, max_logits_mib, acc_dtype, needs
         )
         if parts is not None:
-            _raise_earlier_verdict()
+            raise_earlier()
             problem = LossProblem(
                 lambda values: call_on_batch(
                     loss_fn, [each.view(targets.shape) for each in values], args, targets.shape, group, cu_seqlens
@@ -280,46 +287,16 @@ def _divide(
     return _Parts(parts, acc_dtype is not None or (may_sum_in_fp32 and len(parts) > config.max_chunks))
 
 
-# --- the promise -----------------------------------------------------------------------------------
-
-# Whether the loss of an earlier call was a sum, in pinned memory, the event after which it is there, and the group.
-_verdict: tuple[Tensor, torch.cuda.Event, Group] | None = None
-
-
 def _finish(result: Any, zero: Tensor, is_sum: Tensor | None, group: Group) -> Any:
     """Return the result of the loss function, whose loss gets the gradients of `zero`.
 
     The loss and the gradients are NaN if `is_sum` is False.
     """
-    global _verdict
     loss = loss_of(result)
     loss = loss + zero.to(loss.dtype)
     if is_sum is not None:
-        if is_sum.device.type == "cpu" and not is_sum:
-            raise _no_sum(group)
-        if is_sum.is_cuda and not torch.cuda.is_current_stream_capturing():
-            host_value, event = torch.empty((), dtype=torch.bool, device="cpu", pin_memory=True), torch.cuda.Event()
-            host_value.copy_(is_sum, non_blocking=True)
-            event.record()
-            _verdict = host_value, event, group
-        loss = loss * torch.where(is_sum, 1.0, torch.nan).to(loss.dtype)
+        loss = loss * check_later(is_sum, "ValueError", NO_SUM.format(group=group)).to(loss.dtype)
     if not isinstance(result, (tuple, list)):
         return loss
     values = (loss, *result[1:])
     return type(result)(*values) if hasattr(result, "_fields") else type(result)(values)
-
-
-def _raise_earlier_verdict() -> None:
-    """Raise an error if the loss of an earlier call on a GPU was no sum, as far as that is known without waiting."""
-    global _verdict
-    if _verdict is not None and not torch.cuda.is_current_stream_capturing() and _verdict[1].query():
-        (is_sum, _, group), _verdict = _verdict, None
-        if not is_sum:
-            raise _no_sum(group)
-
-
-def _no_sum(group: Group) -> ValueError:
-    return ValueError(
-        f"linear_loss: the loss of loss_fn must be a sum over the units of group={group!r}, got one whose gradients "
-        "for a unit change with the values of other units, or from call to call; group='batch' takes any loss"
-    )

@@ -14,7 +14,6 @@ __all__ = [
     "NAMESPACE_TYPES",
     "OPERATOR_TYPES",
     "MemoryEvent",
-    "assert_on_device",
     "current_device",
     "current_raw_stream",
     "dispatch_modes",
@@ -56,10 +55,6 @@ dispatch_modes: Callable[[], int] = getattr(_C, "_len_torch_dispatch_stack", lam
 # the forward of a layer with adapters runs at every call, and probes run within a device context. Seen in 2.8 to 2.13.
 # Without it: 1, so this is always so.
 function_modes: Callable[[], int] = getattr(_C, "_len_torch_function_stack", lambda: 1)
-
-# Assert a tensor on its device, without a host synchronisation. Seen in 2.8 to 2.13. Without it: no assertion, so a
-# loss whose logits were changed is NaN, as on devices without assertions in kernels.
-assert_on_device: Callable[[Tensor, str], Any] = getattr(torch, "_assert_async", lambda condition, message: None)
 
 # Let the current stream wait for a number of clock cycles of the GPU. `tigon bench` marks its calls in a profile by
 # this kernel, and gives the host time to queue a call. Seen in 2.8 to 2.13. Without it, `tigon bench` refuses to

@@ -1,0 +1,72 @@
+"""Checks of values on a GPU, for which the host does not wait and which do not end the process's use of the GPU.
+
+An assertion in a kernel destroys the CUDA context: every later operation of the process fails. A comparison on the host
+makes it wait. `check_later` does neither: the caller multiplies its loss or gradient by the result, which is NaN if the
+check fails, and a later call raises the error.
+"""
+
+import builtins
+import collections
+import threading
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tigon.runtime.device import is_capturing
+from tigon.runtime.launch import launcher
+
+__all__ = ["check_later", "raise_earlier"]
+
+
+class _Check(NamedTuple):
+    # [], bool, in pinned memory
+    holds: Tensor
+    # After this event, the value is in `holds`.
+    copied: torch.cuda.Event
+    error: str
+    message: str
+
+
+# The checks whose values were not on the host at the last call, oldest first. The replicas of `nn.DataParallel` call
+# the functions of this module in several threads.
+_pending: collections.deque[_Check] = collections.deque()
+_lock = threading.Lock()
+
+
+@launcher(fake=lambda holds: holds.new_empty((), dtype=torch.float32))
+def check_later(holds: Tensor, error: str, message: str) -> Tensor:
+    """Return 1.0 if `holds` [], bool, is true, and NaN if it is false, in fp32.
+
+    If it is false, a call on a CPU raises the error. On a GPU, the first call of a function of this module that finds
+    the value on the host raises it. While a CUDA graph is captured, and on other devices, NaN is all that is left.
+
+    Args:
+        holds: The result of the check.
+        error: The name of a built-in exception.
+        message: The message of the exception.
+    """
+    raise_earlier()
+    # A fake tensor has no value.
+    if type(holds) is Tensor and holds.device.type == "cpu" and not holds:
+        raise getattr(builtins, error)(message)
+    if holds.is_cuda and not is_capturing(holds):
+        host_value = torch.empty((), dtype=torch.bool, device="cpu", pin_memory=True)
+        host_value.copy_(holds, non_blocking=True)
+        copied = torch.cuda.Event()
+        copied.record()
+        _pending.append(_Check(host_value, copied, error, message))
+    return torch.where(holds, 1.0, torch.nan)
+
+
+def raise_earlier() -> None:
+    """Raise the error of an earlier check on a GPU that failed, as far as its value is known without waiting."""
+    if not _pending or torch.cuda.is_current_stream_capturing():
+        return
+    with _lock:
+        while _pending and _pending[0].copied.query():
+            check = _pending.popleft()
+            if not check.holds:
+                raise getattr(builtins, check.error)(
+                    f"{check.message} (an earlier call on a GPU found this; its loss or its gradients are NaN)"
+                )
