@@ -317,3 +317,26 @@ def test_vespo_multiplies_the_ratio_of_a_sequence_once(shape):
     k, rate = torch.where(advantages >= 0, 2.0, 3.0), torch.where(advantages >= 0, 3.0, 2.0)
     expected = (rate + k * total - rate * total.exp()).exp()[:, None]
     torch.testing.assert_close(policy.get_gamma_weights(advantages, log_ratio, mask, ratio), expected)
+
+
+@pytest.mark.parametrize("loss_type", policy.LOSS_TYPES)
+def test_the_losses_of_tokens_reduce_to_the_loss_of_the_batch(loss_type):
+    logits, ids, mask = torch.randn(N, L + 1, V), torch.randint(V, (N, L)), torch.ones(N, L, dtype=torch.long)
+    mask[1, 3:], mask[2] = 0, 0
+    arguments = logits, -torch.rand(N, L), -torch.rand(N, L), ids, torch.randn(N), mask
+    tokens = policy.triton_grpo_loss(*arguments, loss_type=loss_type)[0]
+    loss = policy.triton_grpo_loss(*arguments, loss_type=loss_type, reduce=True)[0]
+    torch.testing.assert_close(policy.reduce_grpo_loss(tokens, mask, loss_type, None), loss)
+
+
+def test_options_of_other_types_are_ignored():
+    values, mask, advantages = head(), torch.ones(N, L), torch.randn(N)
+    tokens = values["target"].clamp(min=0)
+    arguments = values["x"], values["w"], tokens, mask, advantages
+    losses_of = [
+        policy.LigerFusedLinearGRPOLoss(beta=0.0, loss_type="bnpo", **options)(*arguments)[0]
+        for options in ({}, {"sapo_temperature_neg": False, "vespo_k_pos": -1.0, "temperature": True})
+    ]
+    torch.testing.assert_close(*losses_of)
+    with pytest.raises(ValueError, match="sapo_temperature_neg must be above 0"):
+        policy.LigerFusedLinearGRPOLoss(loss_type="sapo", sapo_temperature_neg=0.0)

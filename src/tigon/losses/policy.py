@@ -46,10 +46,18 @@ from tigon.losses.sequences import (
 )
 from tigon.runtime import checks
 
-__all__ = ["GRPO_LOSSES", "grpo_loss", "ppo_loss", "ppo_value_loss", "rloo_loss"]
+__all__ = [
+    "GRPO_LOSSES",
+    "check_divisor",
+    "grpo_loss",
+    "ppo_loss",
+    "ppo_value_loss",
+    "reduce_losses",
+    "rloo_loss",
+]
 
 
-# How the losses of the tokens make the loss of the batch. None stands for the sum, divided by `_check_divisor`.
+# How the losses of the tokens make the loss of the batch. None stands for the sum, divided by `check_divisor`.
 GRPO_LOSSES: dict[str, Callable[[Sequences, Tensor], Tensor] | None] = {
     "grpo": mean_of_means,
     "bnpo": Sequences.token_mean,
@@ -235,7 +243,7 @@ def grpo_loss(
         sampling_ratio = _check_sampling_ratio(op, importance_sampling_ratio, sequences, loss_type)
     if off_policy_mask_threshold is not None:
         off_policy_mask_threshold = checks.number(op, "off_policy_mask_threshold", off_policy_mask_threshold)
-    divisor = _check_divisor(op, loss_type, sequences, num_items_in_batch, max_completion_length)
+    divisor = check_divisor(op, loss_type, sequences, num_items_in_batch, max_completion_length)
 
     tokens = PolicyTokens.of(
         sequences, log_probs, advantages, advantages_per_sequence, old_log_probs, ref_log_probs, sampling_ratio
@@ -254,8 +262,7 @@ def grpo_loss(
         selected = entropy.detach() >= top_entropy_threshold
         is_kept = selected if is_kept is None else is_kept & selected
     losses = objective.losses(tokens, is_kept)
-    reduce = GRPO_LOSSES[loss_type]
-    total = sequences.masked(losses.losses).sum() / divisor if reduce is None else reduce(sequences, losses.losses)
+    total = reduce_losses(sequences, losses.losses, loss_type, divisor)
     loss, shared_metrics = with_entropy(total, sequences, entropy, coefficient, selected)
     return loss, losses.metrics | shared_metrics
 
@@ -270,7 +277,13 @@ def _check_sampling_ratio(op: str, ratio: Tensor, sequences: Sequences, loss_typ
     return ratio
 
 
-def _check_divisor(
+def reduce_losses(sequences: Sequences, losses: Tensor, loss_type: str, divisor: Tensor | float) -> Tensor:
+    """Return the loss of the batch from those of the tokens."""
+    reduce = GRPO_LOSSES[loss_type]
+    return sequences.masked(losses).sum() / divisor if reduce is None else reduce(sequences, losses)
+
+
+def check_divisor(
     op: str, loss_type: str, sequences: Sequences, num_items_in_batch: object, max_completion_length: object
 ) -> Tensor | float:
     """Return the divisor of a type whose loss is the sum over all tokens."""

@@ -67,7 +67,9 @@ class LigerFusedCETVDLoss(nn.Module):
         name = type(self).__name__
         if student_logits.dim() != 2 or student_logits.shape != teacher_logits.shape:
             shapes = f"{tuple(student_logits.shape)} and {tuple(teacher_logits.shape)}"
-            raise ValueError(f"{name}: student_logits and teacher_logits must have one shape [N, V], got {shapes}")
+            raise ValueError(
+                f"{name}: student_logits and teacher_logits must be 2D and of the same shape, got {shapes}"
+            )
         if target.shape != student_logits.shape[:1]:
             raise ValueError(f"{name}: target must have shape ({len(student_logits)},), got {tuple(target.shape)}")
         losses = cross_entropy(student_logits, target, ignore_index=self.ignore_index, reduction="none")
@@ -114,7 +116,7 @@ class LigerFusedLinearKLDivLoss(nn.Module):
         super().__init__()
         _check_temperature(self, temperature)
         if reduction not in ("batchmean", "mean", "sum"):
-            raise ValueError(f"{type(self).__name__}: reduction must be batchmean, mean or sum, got {reduction!r}")
+            raise ValueError(f"{type(self).__name__}: reduction must be one of batchmean, mean, sum, got {reduction!r}")
         self.reduction, self.ignore_index, self.temperature = reduction, ignore_index, temperature
         self.eps, self.accum_dtype = eps, accum_dtype
 

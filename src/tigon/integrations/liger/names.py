@@ -51,7 +51,8 @@ _LOSS_BASES = {
     for name in ("Distillation", "PPO", "Preference", "UnpairedPreference")
 }
 _POLICY_FUNCTIONS = {
-    name: f"{_HERE}.policy:{name}" for name in ("fused_selective_log_softmax", "get_gamma_weights", "triton_grpo_loss")
+    name: f"{_HERE}.policy:{name.removeprefix('_')}"
+    for name in ("_reduce_grpo_loss", "fused_selective_log_softmax", "get_gamma_weights", "triton_grpo_loss")
 }
 # Names that Liger defines in a module of `liger_kernel.chunked_loss` but does not export from the package.
 FURTHER_CHUNKED_LOSS = _LOSS_FUNCTIONS | _LOSS_BASES | _POLICY_FUNCTIONS

@@ -13,13 +13,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tigon.losses.modules import GRPOLoss
-from tigon.losses.policy import grpo_loss
+from tigon.losses.policy import check_divisor, grpo_loss, reduce_losses
 from tigon.losses.policy_objectives import GammaWeight, Objective, PolicyTokens, check_clip
 from tigon.losses.sequences import Metrics, Sequences
 from tigon.ops.head.linear_log_probs import linear_log_probs
 from tigon.ops.logits.cross_entropy import cross_entropy
 
-__all__ = ["LigerFusedLinearGRPOLoss", "fused_selective_log_softmax", "get_gamma_weights", "triton_grpo_loss"]
+__all__ = [
+    "LigerFusedLinearGRPOLoss", "compute_dapo_normalizer", "fused_selective_log_softmax", "get_gamma_weights",
+    "ratio_of_tokens", "reduce_grpo_loss", "triton_grpo_loss",
+]  # fmt: skip
 
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
 TYPES_WITHOUT_CLIPPING = ("cispo", "sapo", "vespo")
@@ -40,7 +43,9 @@ class LigerFusedLinearGRPOLoss(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         name = type(self).__name__
-        positive = {"sapo_temperature_pos": sapo_temperature_pos, "sapo_temperature_neg": sapo_temperature_neg}
+        positive: dict[str, float] = {}
+        if loss_type == "sapo":
+            positive = {"sapo_temperature_pos": sapo_temperature_pos, "sapo_temperature_neg": sapo_temperature_neg}
         if delta is not None:
             positive["delta"] = delta
         for option, value in positive.items():
@@ -85,7 +90,12 @@ class LigerFusedLinearGRPOLoss(nn.Module):
                 raise ValueError(f"{name}: use_ref_model=True needs ref_per_token_logps, or ref_input and ref_weight")
             with torch.no_grad():
                 log_probs = linear_log_probs(
-                    ref_input, ref_weight, targets, bias=ref_bias, temperature=self.temperature, ignore_index=IGNORED
+                    ref_input,
+                    ref_weight,
+                    targets,
+                    bias=ref_bias,
+                    temperature=float(self.temperature),
+                    ignore_index=IGNORED,
                 )
             assert isinstance(log_probs, Tensor)
             ref = log_probs
@@ -104,7 +114,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
             self.beta if has_reference else 0.0, self.use_bias_correction_kl, self.max_completion_length,
             sapo_temperature_pos=self.sapo_temperature_pos, sapo_temperature_neg=self.sapo_temperature_neg,
             vespo_k_pos=self.vespo_k_pos, vespo_lambda_pos=self.vespo_lambda_pos, vespo_k_neg=self.vespo_k_neg,
-            vespo_lambda_neg=self.vespo_lambda_neg, temperature=self.temperature,
+            vespo_lambda_neg=self.vespo_lambda_neg, temperature=float(self.temperature),
         )  # fmt: skip
         if self._loss is None or self._loss[0] != options:
             self._loss = dict(options), GRPOLoss(**options)
@@ -161,6 +171,22 @@ def triton_grpo_loss(
     return sequences.masked(tokens.losses), divergence, is_clipped.to(log_probs.dtype)
 
 
+def reduce_grpo_loss(
+    per_token_loss: Tensor, completion_mask: Tensor | None, loss_type: str, max_completion_length: int | None,
+    num_items_in_batch: Tensor | float | None = None,
+) -> Tensor:  # fmt: skip
+    """Return the loss of the batch from losses [N, L] of tokens."""
+    op = "_reduce_grpo_loss"
+    _check_loss_type(op, loss_type)
+    mask = torch.ones_like(per_token_loss, dtype=torch.bool) if completion_mask is None else completion_mask != 0
+    sequences, length = Sequences(mask, None), max_completion_length or mask.shape[1]
+    divisor = check_divisor(
+        op, loss_type, sequences, _divisor(loss_type, mask, num_items_in_batch),
+        length if loss_type == "dr_grpo" else None,
+    )  # fmt: skip
+    return reduce_losses(sequences, per_token_loss, loss_type, divisor)
+
+
 @torch.no_grad()
 def fused_selective_log_softmax(
     logits: Tensor, input_ids: Tensor, temperature: float = 0.9, mask: Tensor | None = None
@@ -204,7 +230,8 @@ def _options(
     use_bias_correction_kl: bool, max_completion_length: int | None, **others: float,
 ) -> dict[str, Any]:  # fmt: skip
     """Return the options of `tigon.losses.grpo_loss`, without those that Liger ignores for this type."""
-    return others | {
+    used = {name: value for name, value in others.items() if name.partition("_")[0] in (loss_type, "temperature")}
+    return used | {
         "loss_type": loss_type, "importance_sampling_level": level, "epsilon": low, "epsilon_high": high,
         "delta": None if loss_type in TYPES_WITHOUT_CLIPPING else delta, "beta": beta,
         "use_bias_correction_kl": use_bias_correction_kl,
