@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import tigon
 from tigon.ops.head.chunks import ChunkConfig, ChunkProblem
@@ -346,3 +347,34 @@ def test_two_models_have_fewer_chunks_than_their_budget_allows():
     assert tokens * token_bytes < 0.8 * 2**30
     # A cap of the caller has precedence.
     assert config.chunk_tokens(8192, token_bytes, 320, spare_tokens=2048) * token_bytes <= 320 * 2**20
+
+
+class _DenseOperands(TorchDispatchMode):
+    """Asserts that no product has an operand with gaps between its rows: oneDNN may read numbers in the gaps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.products = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function in (torch.ops.aten.mm.out, torch.ops.aten.mm.default, torch.ops.aten.addmm.out):
+            for x in args:
+                assert x.dim() < 2 or x.is_contiguous() or x.t().is_contiguous(), (function, x.shape, x.stride())
+            self.products += 1
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("v", [50, 64])
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.no_interpreter("It checks the products on a CPU without kernels.")
+def test_products_of_fp32_logits_on_a_cpu_have_no_gaps(dtype, v, with_bias):
+    x, weight = torch.randn(40, 16, dtype=dtype).requires_grad_(), torch.randn(v, 16, dtype=dtype).requires_grad_()
+    bias = torch.randn(v, dtype=dtype).requires_grad_() if with_bias else None
+    with _DenseOperands() as mode:
+        loss = tigon.linear_distillation(
+            x, weight, torch.randint(v, (40,)), bias=bias, teacher_hidden=torch.randn(40, 8, dtype=dtype),
+            teacher_weight=torch.randn(v, 8, dtype=dtype), fp32_logits=True,
+        )  # fmt: skip
+        loss.backward()
+    assert mode.products >= 2

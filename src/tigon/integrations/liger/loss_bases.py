@@ -301,10 +301,13 @@ class LigerFusedLinearDistillationBase(_LossBase):
             with torch.enable_grad():
                 chunk = student_input[part], student_weight, student_bias
                 leaves = [
-                    None if x is None else x.detach().requires_grad_(sum_ is not None)
-                    for x, sum_ in zip(chunk, gradients, strict=True)
+                    None if x is None else x.detach().requires_grad_(total is not None)
+                    for x, total in zip(chunk, gradients, strict=True)
                 ]
-                logits = F.linear(*leaves)
+                hidden, weight, bias = leaves
+                assert hidden is not None
+                assert weight is not None
+                logits = F.linear(hidden, weight, bias)
                 student = logits / temperature
                 # A larger, padded vocabulary of the teacher has logits of zero in the student.
                 student = F.pad(student, (0, max(0, teacher.shape[-1] - student.shape[-1])))

@@ -42,7 +42,7 @@ class LigerFusedLinearCPOFunction(_Final, LigerFusedLinearPreferenceBase):
     """CPO of hidden states and a head; see `LigerFusedLinearCPOLoss`."""
 
     @staticmethod
-    def apply(  # type: ignore[override]
+    def apply(
         _input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, ignore_index: int = -100,
         beta: float = 0.1, alpha: float = 1.0, label_smoothing: float = 0.0, compute_nll_loss: bool = True,
         compiled: bool = True, average_log_prob: bool = False, chunk_size: int = 1,
@@ -58,7 +58,7 @@ class LigerFusedLinearSimPOFunction(_Final, LigerFusedLinearPreferenceBase):
     """SimPO of hidden states and a head; see `LigerFusedLinearSimPOLoss`."""
 
     @staticmethod
-    def apply(  # type: ignore[override]
+    def apply(
         _input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, ignore_index: int = -100,
         beta: float = 0.1, alpha: float = 1.0, label_smoothing: float = 0.0, compute_nll_loss: bool = False,
         compiled: bool = True, gamma: float = 0.5, chunk_size: int = 1,
@@ -74,7 +74,7 @@ class LigerFusedLinearORPOFunction(_Final, LigerFusedLinearPreferenceBase):
     """ORPO of hidden states and a head; see `LigerFusedLinearORPOLoss`."""
 
     @staticmethod
-    def apply(  # type: ignore[override]
+    def apply(
         _input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, ignore_index: int = -100,
         beta: float = 0.1, compute_nll_loss: bool = True, nll_target: Tensor | None = None, compiled: bool = True,
         chunk_size: int = 1,
@@ -88,7 +88,7 @@ class LigerFusedLinearDPOFunction(_Final, LigerFusedLinearPreferenceBase):
     """DPO of hidden states and a head; see `LigerFusedLinearDPOLoss`."""
 
     @staticmethod
-    def apply(  # type: ignore[override]
+    def apply(
         _input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, ref_input: Tensor | None = None,
         ref_weight: Tensor | None = None, ref_bias: Tensor | None = None, ignore_index: int = -100, beta: float = 0.1,
         compute_nll_loss: bool = False, compiled: bool = True, use_ref_model: bool = True,
@@ -107,7 +107,7 @@ class LigerFusedLinearKTOFunction(_Final, LigerFusedLinearUnpairedPreferenceBase
     """KTO of hidden states and a head; see `LigerFusedLinearKTOLoss`."""
 
     @staticmethod
-    def apply(  # type: ignore[override]
+    def apply(
         _input: Tensor, weight: Tensor, target: Tensor, preference_labels: Tensor, bias: Tensor | None = None,
         ref_input: Tensor | None = None, ref_weight: Tensor | None = None, ref_bias: Tensor | None = None,
         kl: Tensor | None = None, ignore_index: int = -100, beta: float = 0.1, compiled: bool = True,
@@ -122,7 +122,7 @@ class LigerFusedLinearGRPOFunction(_Final, LigerFusedLinearPPOBase):
     """GRPO of hidden states and a head; see `LigerFusedLinearGRPOLoss`."""
 
     @staticmethod
-    def apply(  # type: ignore[override]
+    def apply(
         _input: Tensor, weight: Tensor, selected_token_ids: Tensor, attention_mask: Tensor, advantages: Tensor,
         bias: Tensor | None = None, ref_per_token_logps: Tensor | None = None,
         old_per_token_logps: Tensor | None = None, ref_input: Tensor | None = None, ref_weight: Tensor | None = None,
@@ -152,7 +152,7 @@ class _Distillation(LigerFusedLinearDistillationBase):
     module: Any
 
     @classmethod
-    def apply(  # type: ignore[override]
+    def apply(
         cls, student_input: Tensor, student_weight: Tensor, teacher_input: Tensor, teacher_weight: Tensor,
         true_labels: Tensor, student_bias: Tensor | None = None, teacher_bias: Tensor | None = None,
         weight_hard_loss: float = 0.5, weight_soft_loss: float = 0.5, beta: float = 0.5, ignore_index: int = -100,

@@ -297,6 +297,8 @@ def _metrics_of_liger(loss: Tensor, metrics: Metrics, beta: float) -> tuple[Tens
 def _log_probs_of_logits(logits: Tensor, ids: Tensor, mask: Tensor | None, temperature: float) -> Tensor:
     """Return the log-probabilities [N, L] of tokens, zero at masked tokens, for logits [N, L + 1, V]."""
     targets = ids if mask is None else torch.where(mask, ids, IGNORED)
-    return -cross_entropy(
+    losses = cross_entropy(
         logits[:, :-1], targets, reduction="none", logit_scale=1.0 / temperature, ignore_index=IGNORED
     )
+    assert isinstance(losses, Tensor)
+    return -losses
