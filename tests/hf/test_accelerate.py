@@ -109,6 +109,15 @@ def test_a_copy_keeps_its_fused_loss_when_the_original_is_restored(make_model, b
     assert is_fused(accelerator.unwrap_model(other, keep_fp32_wrapper=False), batch)
 
 
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, save_and_load], ids=["deepcopy", "torch.save"])
+def test_a_copy_that_accelerate_prepares_can_be_saved(make_model, batch, accelerator, duplicate):
+    model = make_model()
+    tigon.patch(model)
+    model = save_and_load(accelerator.prepare(duplicate(model)))
+    assert is_fused(model, batch)
+    assert is_fused(save_and_load(unwrap(accelerator, model)), batch)
+
+
 def test_restore_before_unwrap_leaves_what_accelerate_leaves_in_a_stock_model(make_model, batch, accelerator):
     model, stock = make_model(), unwrap(accelerator, make_model())
     report = tigon.patch(model)

@@ -175,6 +175,8 @@ def _restore_replacement(module: nn.Module, *state: Any) -> Replacement:
     """
     replacement = Replacement(module, *state)
     if replacement.recipe is not None:
+        # The order is that of `install`, for a copy of the copy.
+        vars(module).setdefault(REPLICATE, replacement.replicate)
         vars(module).setdefault("forward", replacement)
     return replacement
 
