@@ -83,8 +83,8 @@ def assert_as_eager(
     """Check that the error of each result is at most twice that of eager code, plus four units in the last place.
 
     The unit is that of the least precise dtype of the calculation, and of the largest value of the result. The kernels
-    compute fp64 tensors in fp32, so the error of eager code is that in fp32 there. A scalar is a loss, a sum of terms of
-    order one that may cancel, so its unit is that of 1.
+    compute fp64 tensors in fp32, so the error of eager code is that in fp32 there. A scalar is a loss, a sum of terms
+    of order one that may cancel, so its unit is that of 1.
 
     Args:
         widens: True for eager code with an operator that autocast on a GPU computes in fp32. The op keeps its dtype.

@@ -99,7 +99,8 @@ def _class_with_accuracy(cls: type) -> type:
     Engines take outputs apart and build them again from their fields, so a plain attribute would be lost. transformers
     registers each class of outputs in `torch.utils._pytree` for good, so one subclass serves all models.
     """
-    if (known := next((each for each in cls.__subclasses__() if _MARK in vars(each)), None)) is not None:
+    subclasses: list[type] = cls.__subclasses__()
+    if (known := next((each for each in subclasses if _MARK in vars(each)), None)) is not None:
         return known
     fields = [("token_accuracy", Tensor | None, None)]
     return dataclasses.make_dataclass(

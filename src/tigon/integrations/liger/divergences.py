@@ -3,6 +3,8 @@
 Shapes: N tokens, V vocabulary, H features.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -72,7 +74,7 @@ class LigerFusedCETVDLoss(nn.Module):
             )
         if target.shape != student_logits.shape[:1]:
             raise ValueError(f"{name}: target must have shape ({len(student_logits)},), got {tuple(target.shape)}")
-        losses = cross_entropy(student_logits, target, ignore_index=self.ignore_index, reduction="none")
+        losses: Any = cross_entropy(student_logits, target, ignore_index=self.ignore_index, reduction="none")
         distances = tvd(
             student_logits, teacher_logits.detach(), reduction="none", from_logits=True, labels=target,
             ignore_index=self.ignore_index,
