@@ -75,9 +75,8 @@ _NAMES_BY_MODULE = {
         "AutoModelForImageTextToText",
         "AutoModelForSequenceClassification",
         "gather_in_fp8",
-        "patch",
-        "patched",
     ),
+    "tigon.hf.patch": ("patch", "patched"),
     "tigon.integrations.liger": ("install_as_liger_kernel",),
     "tigon.losses.distillation": ("DistillationLoss",),
     "tigon.losses.modules": (

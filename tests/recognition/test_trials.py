@@ -188,4 +188,4 @@ def test_the_report_of_a_model_type_explains_the_last_model():
     )
     with tigon.patched("llama") as report:
         transformers.AutoModelForCausalLM.from_config(config)
-    assert "glu               replaced: swiglu" in report.why("model.layers.0.mlp")
+        assert "glu               replaced: swiglu" in report.why("model.layers.0.mlp")

@@ -42,8 +42,9 @@ def head_size(head: Any) -> tuple[int, int]:
     The attributes of the layer hold them if the weight is quantised or sharded. They may differ from the weight: PEFT
     exchanges the two in the layer whose weight it ties to a trained embedding.
     """
-    weight = head.weight
-    shape = full_shape(weight)
+    # ZeRO-3 gathers a weight that is read by its attribute.
+    weight = head._parameters.get("weight")
+    shape = () if weight is None else full_shape(weight)
     if len(shape) == 2 and 0 not in shape and weight.is_floating_point():
         return shape[0], shape[1]
     return head.out_features, head.in_features

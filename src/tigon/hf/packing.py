@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tigon.hf.transformers_private import is_stateful, layer_classes, text_config
+from tigon.hf.transformers_private import is_code_of_base_class, is_stateful, layer_classes, text_config
 
 # The values of `config.layer_types` that stand for layers with a state.
 RECURRENT_TYPES = {"linear_attention", "conv", "mamba", "recurrent"}
@@ -32,7 +32,7 @@ def recurrent_layers(model: nn.Module) -> dict[nn.Module, str]:
     These are the modules inside the model's layers that hold a short convolution. In a model without any, they are the
     layers that `config.layer_types` calls recurrent, or all layers of a model that transformers marks as stateful.
     """
-    names = layer_classes(model) if hasattr(model, "_no_split_modules") else set()
+    names = layer_classes(model) if any(map(is_code_of_base_class, type(model).__mro__)) else set()
     layers = [module for module in model.modules() if type(module).__name__ in names]
     modules = [module for layer in layers for module in layer.modules()]
     mixers = [module for module in modules if any(map(is_short_convolution, module.children()))]

@@ -87,7 +87,7 @@ def _try_wirings(
         candidates = [GLURecipe(kind, *wiring, *numbers) for kind, *numbers in forms]
         try:
             with reach.preserved(), probing():
-                subject = subject.with_size_names(reach)
+                subject = subject.with_size_names()
                 candidates = select_by_values(subject, candidates)
                 candidates, dims = select_by_dims(subject, candidates)
                 results = [confirm(replace(candidate, dims=dims), subject, reach) for candidate in candidates[:1]]

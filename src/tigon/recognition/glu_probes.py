@@ -165,13 +165,13 @@ class GLUSubject:
             small_sizes = {name: size for name, size in small_sizes.items() if name in self.size_names}
         return stand_in(self.module, {}, children, training=training, **small_sizes)
 
-    def with_size_names(self, reach: Reach) -> Self:
+    def with_size_names(self) -> Self:
         """Return a subject that knows which attributes hold a size.
 
         Another setting may have the value of a size by chance, and must keep it. An attribute holds a size if the
-        forward reads it, and raises an error in a stand-in where this attribute alone has its original value.
+        forward raises an error in a stand-in where this attribute alone has its original value.
         """
-        names = {name for name in reach.own_settings if type(vars(self.module).get(name)) is int}
+        names = {name for name, value in vars(self.module).items() if type(value) is int}
         size_names = frozenset(name for name in names if not replace(self, size_names=frozenset(names - {name})).runs())
         return replace(self, size_names=size_names)
 

@@ -251,7 +251,7 @@ def recognise_mlp(module: nn.Module) -> MLPRecipe | str | None:
         with recording(current_trials()) as trials:
             try:
                 with reach.preserved(), probing():
-                    subject = subject.with_size_names(reach)
+                    subject = subject.with_size_names()
                     matches = select_by_values(subject, candidates)
                     matches, dims = select_by_dims(subject, matches)
                     if matches:
