@@ -80,7 +80,7 @@ def test_a_filled_cache_is_refused_where_layers_would_ignore_it(make_model, batc
     report = tigon.patch(model, memory="checkpoint")
     with torch.no_grad():
         cache = model(tokens[:, :5]).past_key_values
-    with pytest.raises(ValueError, match="memory='checkpoint': past_key_values must hold no tokens .*, got 5 tokens"):
+    with pytest.raises(ValueError, match="memory='checkpoint': .* must hold no tokens .*, got 5 tokens"):
         model(tokens[:, 5:], past_key_values=cache)
     model.eval()(tokens[:, 5:], past_key_values=copy.deepcopy(cache))
     model.train().gradient_checkpointing_disable()
@@ -281,6 +281,8 @@ def test_checkpointing_at_the_default_level_is_that_of_transformers(make_model, 
     assert level_line(report) == ""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        # transformers 5.24 gives the method another name.
+        warnings.filterwarnings("ignore", "`gradient_checkpointing_enable` is deprecated")
         enable(model)
     assert level_line(report) == "transformers checkpoints 2 layers (gradient_checkpointing_enable)"
     assert_same_step(model, make_model(), batch)

@@ -285,7 +285,7 @@ def test_hooks_of_accelerate_and_patches_do_not_remove_each_other(make_model, ba
     assert_same_step(model, stock, batch)
 
 
-def test_a_model_unwrapped_from_mixed_precision_stays_patched(make_model, batch, hooks):
+def test_a_model_unwrapped_from_mixed_precision_stays_patched(make_model, batch, fresh_accelerate):
     from accelerate import Accelerator
 
     accelerator = Accelerator(mixed_precision="bf16", cpu=True)

@@ -182,8 +182,8 @@ def test_the_experts_of_transformers_take_a_module_with_these_attributes(name):
     width, count = 8, 2
     weights = {"gate_up_proj": torch.ones(count, 2 * width, width), "down_proj": torch.ones(count, width, width)}
     attributes = {"has_gate": True, "has_bias": False, "is_transposed": False, "num_experts": count}
-    # transformers 5.23 reads this one too.
-    attributes["_is_expert_parallel"] = False
+    # transformers 5.23 reads the first of these too, and 5.24 the second one.
+    attributes |= {"_is_expert_parallel": False, "has_post_expert_norm": False}
     module = types.SimpleNamespace(_apply_gate=lambda x: x.chunk(2, -1)[0], **weights, **attributes)
     index, scores = torch.tensor([[0], [1], [1]]), torch.ones(3, 1)
     assert torch.equal(experts(module, torch.ones(3, width), index, scores), torch.full((3, width), float(width**2)))

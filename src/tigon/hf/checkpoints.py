@@ -230,11 +230,16 @@ def _change_places(owner: nn.Module, level: "Level") -> Callable[[], None]:
 # --- calls of the body -----------------------------------------------------------------------------
 
 
+# The names of the argument that holds the cache: up to transformers 5.23, and from 5.24 on, which accepts both.
+CACHE_NAMES = "past_key_values", "cache"
+
+
 def _is_body(module: nn.Module) -> bool:
     """Return whether a module calls checkpointed layers, and creates their cache and their mask."""
     if not has_checkpoint_switch(module) or is_checkpoint_layer(module):
         return False
-    return {"attention_mask", "position_ids", "past_key_values"} <= {*inspect.signature(module.forward).parameters}
+    names = {*inspect.signature(module.forward).parameters}
+    return {"attention_mask", "position_ids"} <= names and not names.isdisjoint(CACHE_NAMES)
 
 
 @dataclass(eq=False)
@@ -264,10 +269,11 @@ class CheckpointedBody:
     def _without_cache(self, body: Any, args: tuple, kwargs: dict[str, Any], level: str) -> tuple[tuple, dict]:
         values = dict(zip(self.names, args, strict=False)) | kwargs
         get = values.get
-        cache, use_cache = get("past_key_values"), get("use_cache")
+        name = next((name for name in CACHE_NAMES if get(name) is not None), "")
+        cache, use_cache = get(name), get("use_cache")
         if cache is not None and hasattr(cache, "get_seq_length") and cache.get_seq_length() > 0:
             raise ValueError(
-                f"tigon: memory={level!r}: past_key_values must hold no tokens in training with gradients, got "
+                f"tigon: memory={level!r}: {name} must hold no tokens in training with gradients, got "
                 f"{cache.get_seq_length()} tokens, which checkpointed layers ignore; call the model in "
                 "torch.no_grad(), or use memory='lean'"
             )

@@ -225,7 +225,8 @@ def checkpoint_settings(
     if settings.get("use_reentrant") is False:
         del settings["use_reentrant"]
     function = getattr(gradient_checkpointing_func, "func", gradient_checkpointing_func)
-    if getattr(function, "__qualname__", "").startswith("PreTrainedModel.gradient_checkpointing_enable."):
+    # The function of `offload=True` is local to a method, whose name differs between versions.
+    if getattr(function, "__qualname__", "").startswith("PreTrainedModel."):
         settings["offload"] = True
     elif function is not None and function is not checkpoint:
         settings["gradient_checkpointing_func"] = function

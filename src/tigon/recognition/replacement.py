@@ -321,14 +321,21 @@ def foreign_forward(module: nn.Module, *, may_be_wrapped: bool = False) -> str |
         if reason := getattr(current, "reason_to_keep", None):
             return reason
         return f"its forward was already replaced (by {written_in(current)})"
-    owner: Any = next(cls for cls in type(module).__mro__ if "forward" in vars(cls))
-    function, known_packages = owner.forward, {owner.__module__.partition(".")[0], "torch", "transformers"}
-    # Decorators of the author's package, of torch and of transformers belong to the forward.
-    while hasattr(function, "__wrapped__") and written_in(function).partition(".")[0] in known_packages:
-        function = function.__wrapped__
+    owner, *bases = (cls for cls in type(module).__mro__ if "forward" in vars(cls))
+    function = _undecorated_forward(owner)
+    # transformers decorates the forward of a class once more for the subclass that FSDP2 makes of it.
+    owner = next((base for base in bases if _undecorated_forward(base) is function), owner)
     if (origin := written_in(function)) != owner.__module__:
         return f"the forward of its class was already replaced (by {origin})"
     return None
+
+
+def _undecorated_forward(cls: Any) -> Any:
+    """Return the forward of a class behind the decorators of its author's package, of torch and of transformers."""
+    function, packages = cls.forward, {cls.__module__.partition(".")[0], "torch", "transformers"}
+    while hasattr(function, "__wrapped__") and written_in(function).partition(".")[0] in packages:
+        function = function.__wrapped__
+    return function
 
 
 # --- install and uninstall ---------------------------------------------------------------------------
