@@ -145,6 +145,14 @@ def head_cases(mask: Tensor) -> Iterator[Case]:
         for budget in (None, 1):
             loss = without_mask(tigon.linear_loss, max_logits_mib=budget, **options)
             yield Case(f"linear_loss {group} {budget}", loss, ignored, leaves)
+    for reduction in ("mean", "none"):
+        entropies = lambda reduction=reduction, **x: tigon.linear_cross_entropy(
+            x["hidden"], x["weight"], x["targets"], linear_bias=x["bias"], reduction=reduction,
+            low_rank=(x["h"], x["b"]) if "h" in x else None,
+        ).sum()  # fmt: skip
+        factors = {"h": normal("h", *shape, 3), "b": normal("b", V, 3)}
+        yield Case(f"linear_cross_entropy {reduction}", entropies, ignored, leaves)
+        yield Case(f"linear_cross_entropy {reduction} low_rank", entropies, ignored | factors, (*leaves, *factors))
     squares = lambda **arguments: tigon.linear_log_probs(**arguments).square().sum()
     yield Case("linear_log_probs", without_mask(squares), ignored, leaves)
 

@@ -223,7 +223,7 @@ def without_ignored(x: Tensor, target: Tensor, ignore_index: int) -> Tensor:
 
     Their d(logits) are zero, but zero times a hidden state that is infinite or NaN would be NaN in dW.
     """
-    return x.masked_fill((target == ignore_index)[:, None], 0.0)
+    return x.where((target != ignore_index)[:, None], 0.0)
 
 
 class Chunk(NamedTuple):
@@ -417,6 +417,8 @@ def linear_cross_entropy_chunks(
     computes_all_rows = rows is None and count > 0
     addition = None
     if low_rank.h is not None:
+        if rows is None and needs.dlow_b:
+            low_rank = low_rank._replace(h=without_ignored(low_rank.h, target, options.ignore_index))
         addition = Addition(x, low_rank, needs.dlow_h, needs.dlow_b, computes_all_rows)
     fused_addition = addition if addition is not None and addition.is_in_loss else None
     gradients = GradientSums(x, weight, bias, computes_all_rows, dw_buffer, sums_in_fp32, needs, addition)
@@ -445,6 +447,8 @@ def linear_cross_entropy_chunks(
                 *loss_arguments, chunk_saved, chunk_upstream, options, out=chunk.logits,
                 shard=shard if is_sharded else None,
             )  # fmt: skip
+        if rows is None and needs.dw:
+            chunk = chunk._replace(x=without_ignored(chunk.x, chunk.target, options.ignore_index))
         if needs_any:
             gradients.add(chunk, weight)
     result = ChunkStatistics() if all_statistics is None else _as_chunk_statistics(all_statistics.finish(x, settings))
