@@ -1,7 +1,8 @@
 """Call a command of `tigon` as a shell does, up to the moment at which its work begins.
 
-By then all arguments were accepted, the model, the text, the cases and the providers were found, and the output can be
-written. The work itself takes minutes. Other tests of each command run it with smaller arguments.
+By then, the command has accepted all arguments, has found the model, the text, the cases and the providers, and has
+checked that it can write its output. The work itself takes minutes. Other tests of each command run it with smaller
+arguments.
 """
 
 import importlib
@@ -9,7 +10,7 @@ import shlex
 
 from tigon.tools import cli
 
-# The function with which the work of each command begins. Those of inspect (a model) and env take seconds, so they run.
+# The function with which the work of each command begins. `inspect MODEL` and `env` take seconds, so they run in full.
 WORK = {
     "inspect --all": "tigon.tools.inspect.models_page.models_page",
     "demo": "tigon.tools.demo.demo_plan.tokenise",

@@ -1,9 +1,8 @@
-"""Each command in README and docs is right, and runs in a test or says that it needs a GPU or the network.
+"""Each command in README and docs is right. A test runs it, or the page says that it needs a GPU or the network.
 
-Of every command, the options are known, and the files that it names are in the repository. A command without a remark
-such as `# needs a GPU` is covered on a machine without a GPU and without the network: a command of `tigon` is called up
-to the moment at which its work begins (tests of their own run the work), a target of `make` is run by CI, and a test
-runs the script.
+Every command has only options that exist, and names only files of the repository. A command without a remark such as
+`# needs a GPU` must work on a machine without a GPU and without the network. A command of `tigon` is called up to the
+moment at which its work begins; other tests run the work. CI runs each target of `make`, and a test runs each script.
 """
 
 import contextlib

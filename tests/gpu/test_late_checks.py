@@ -1,4 +1,4 @@
-"""No failed check and no index of a caller ends the process's use of the GPU: results are NaN, and the GPU works on."""
+"""After a failed check or a wrong index of the caller, results are NaN, and the process can still use the GPU."""
 
 import math
 
@@ -33,7 +33,7 @@ def test_a_failed_check_is_nan_and_a_later_call_raises():
     assert _check(True) == 1.0
 
 
-def test_no_check_is_lost_or_waited_for_while_the_gpu_is_busy():
+def test_a_busy_gpu_loses_no_check_and_the_host_does_not_wait():
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -146,7 +146,7 @@ LOSSES = {
 @pytest.mark.parametrize("target", [-1, V, 2**31 - 1])
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_target_outside_of_the_vocabulary_makes_the_loss_nan(name, target, dtype):
-    """Losses of fp64 tensors run on torch's functions, whose `gather` and `scatter` assert their indices on a GPU."""
+    """Losses of fp64 tensors run torch's `gather` and `scatter`, which assert on a GPU that their indices are valid."""
     x = torch.randn(T, H, device="cuda", dtype=dtype, requires_grad=True)
     weight = torch.randn(V, H, device="cuda", dtype=dtype, requires_grad=True)
     targets = torch.arange(T, device="cuda")

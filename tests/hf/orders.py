@@ -1,4 +1,4 @@
-"""Steps that change a model, in any order, and their outcome: where the loss is computed, and whether it is stock's.
+"""Steps that change a model, in any order, and their outcome: which code computes the loss, and its value.
 
 `docs/patching.md` has the table of the outcomes, and test_orders.py compares the two.
 """
@@ -100,7 +100,7 @@ def run(steps: list[str], *, is_patched: bool) -> tuple[float, bool]:
     """Run steps on a new model; return the loss of a call after them, and whether it was computed in the head."""
     model, report = build(), None
     if is_patched and steps[0] == "patch" and "restore" not in steps:
-        # A copy of a patched model is patched, and is made much faster.
+        # A copy of a patched model is patched too. Copying is much faster than patching.
         model, steps = copy.deepcopy(patched()), steps[1:]
     for step in steps:
         torch.manual_seed(1)

@@ -163,7 +163,7 @@ def test_a_prepared_model_can_be_patched(make_model, batch, accelerator, keeps_w
 
 
 def test_another_wrapper_around_the_forward_stays_foreign(make_model, batch, accelerator):
-    """It may compute anything."""
+    """Tigon does not know what another wrapper computes."""
     model = accelerator.prepare(make_model())
     inner = model.forward.__func__
 

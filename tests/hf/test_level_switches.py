@@ -188,9 +188,9 @@ def test_disable_switches_a_level_off_and_the_report_says_so(make_model, batch):
 def test_a_warning_names_the_settings_that_a_level_ignores(make_model, batch, arguments, setting):
     model = make_model(num_hidden_layers=LAYERS)
     tigon.patch(model, memory="checkpoint")
-    with pytest.warns(UserWarning, match=f"'checkpoint' checkpoints the layers .*: {setting} is ignored") as caught:
+    with pytest.warns(UserWarning, match=f"'checkpoint' .* ignores these settings: {setting}") as caught:
         model.gradient_checkpointing_enable(**arguments)
-    assert [warning.filename for warning in caught if "is ignored" in str(warning.message)] != []
+    assert [warning.filename for warning in caught if "ignores these settings" in str(warning.message)] != []
     assert runs_of_layers(model, batch) == [2] * (LAYERS - 1) + [1]
 
 
@@ -231,7 +231,7 @@ def switches_of(model) -> list:
     ids=lambda calls: ", ".join(call.__name__ for call in calls),
 )
 def test_restore_brings_the_switches_of_stock_back(make_model, calls, memory):
-    """The stock model has got the same calls of transformers."""
+    """Compare with a stock model after the same calls of transformers."""
     model, stock = make_model(), make_model()
     for call in calls:
         if call is patch:
@@ -257,10 +257,10 @@ def test_a_level_replaces_the_checkpointing_of_transformers(make_model, batch):
 
 
 @pytest.mark.parametrize("memory", ["lean", "lean+mlp:1", "offload"])
-def test_checkpointing_with_a_level_of_lean_is_said(make_model, batch, memory):
+def test_checkpointing_with_a_level_of_lean_warns(make_model, batch, memory):
     model = make_model()
     report = tigon.patch(model, memory=memory)
-    message = f"so memory='{memory}' saves nothing more in them".replace("+", "[+]")
+    message = f"so memory='{memory}' has no effect in them".replace("+", "[+]")
     with pytest.warns(UserWarning, match=message):
         enable(model)
     assert level_line(report).startswith(f"{memory}: ")
@@ -294,7 +294,7 @@ def test_checkpointing_at_the_default_level_is_that_of_transformers(make_model, 
 
 
 def blocks_of(model, batch) -> tuple[list[int], list[bool], bool]:
-    """Return how often layers run, whether the first runs in `lean` and recomputes its MLP, and the state of heads."""
+    """Return how often each layer runs, and whether the first one runs in `lean` and recomputes its MLP."""
     blocks = []
     hook = model.model.layers[0].register_forward_pre_hook(lambda *_: blocks.append((is_lean(), recomputes_mlp())))
     model(**batch)
@@ -408,7 +408,7 @@ def test_packed_rows_have_the_loss_of_stock_at_every_level(make_model, batch, mo
             torch.testing.assert_close(call(model, tokens, use_cache=use_cache).loss, loss, rtol=1e-5, atol=1e-5)
 
 
-def test_the_forward_of_the_body_returns_as_it_was(make_model):
+def test_restore_gives_the_body_its_stock_forward_back(make_model):
     model = make_model()
     report = tigon.patch(model, memory="checkpoint", loss=False)
     assert find_replacement(model.model) is not None

@@ -22,7 +22,8 @@ def layers_that_recompute(model, batch):
 def test_the_first_layers_recompute_their_projections(make_model, batch, assert_same_step):
     model = make_model(num_hidden_layers=3)
     report = tigon.patch(model, memory="lean+mlp:2")
-    assert "lean+mlp:2: lean, and in the first 2 layers" in str(report)
+    assert "lean+mlp:2: backward recomputes" in str(report)
+    assert "in the first 2 layers also those of the gate and up projections" in str(report)
     assert layers_that_recompute(model, batch) == [True, True, False]
     assert_same_step(model, make_model(num_hidden_layers=3), batch)
     report.restore()

@@ -16,7 +16,7 @@ transformers = pytest.importorskip("transformers")
 
 
 class Distiller(nn.Module):
-    """A model that is no transformers model, and takes its teacher with every call."""
+    """A model that is not a transformers model, and whose first argument is its teacher."""
 
     def __init__(self, student: nn.Module) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class Norm(nn.Module):
 
 
 class Layer(nn.Module):
-    """A layer whose statements are fused, and that takes another layer, which it calls, first."""
+    """A layer with fused statements. Its first argument is another layer, which it calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,8 +110,8 @@ def test_a_layer_with_fused_statements_may_take_another_layer_first():
 
 
 @pytest.mark.parametrize("name", ["", "model", "model.layers.0", "model.layers.0.mlp", "model.norm", "lm_head"])
-def test_no_replaced_forward_takes_a_module_for_its_owner(make_model, name):
-    """A module that takes tensors refuses a module with the error of its own code."""
+def test_no_replaced_forward_runs_for_a_module_among_its_arguments(make_model, name):
+    """A module that expects a tensor raises the same error for a module as the stock module does."""
     model, stock = make_model(), make_model()
     tigon.patch(model, memory="lean+mlp:1")
     module, stock_module = model.get_submodule(name), stock.get_submodule(name)

@@ -1,4 +1,4 @@
-"""Every cell of the table of orders in docs/patching.md is what happens."""
+"""The table of orders in docs/patching.md is right in every cell."""
 
 from pathlib import Path
 
@@ -37,7 +37,7 @@ def test_the_table_has_every_order_of_two_steps():
 
 @pytest.fixture
 def one_rank(tmp_path):
-    """A process group of one rank: FSDP2 has hooks and DTensors as on many."""
+    """Start a process group of one rank, in which FSDP2 has the same hooks and DTensors as on many ranks."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     yield
     dist.destroy_process_group()

@@ -114,13 +114,13 @@ HEADS = {"qwen3_next": "^mtp.*", "deepseek_v4": r"(^|\.)mtp\..*", "mimo_v2_flash
 
 
 @pytest.mark.parametrize("model_type", [name for name in HEADS if name in BUILT])
-def test_heads_that_are_not_loaded_have_a_line(model_type):
+def test_the_report_names_heads_that_are_not_loaded(model_type):
     report = tigon.patch(tiny_model(model_type))
     (note,) = [note for note in report.notes if "multi-token prediction" in note]
     assert HEADS[model_type] in note
 
 
-def test_a_layer_after_the_last_one_is_such_a_head():
+def test_a_layer_after_the_last_one_is_a_head_that_is_not_loaded():
     model = tiny_model("deepseek_v3")
     assert not any("multi-token" in note for note in tigon.patch(model).notes)
     model = tiny_model("deepseek_v3")

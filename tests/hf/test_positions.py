@@ -87,7 +87,7 @@ def transformers_globals(model):
 
 @pytest.mark.parametrize("model_type", TYPES)
 def test_no_module_of_transformers_is_changed(make_model, batch, model_type):
-    """Neither during a call, where another thread may run a stock model, nor after it, also if the call fails."""
+    """This holds during a call, because another thread may run a stock model, and after it, also if the call fails."""
     model = make_model(model_type)
     before = transformers_globals(model)
     report = tigon.patch(model)
@@ -133,7 +133,7 @@ def test_a_forward_that_is_assigned_to_the_class_runs(make_model, batch, monkeyp
     assert calls == [model.base_model]
 
 
-def test_a_copy_of_a_model_reads_nothing(make_model, batch):
+def test_a_copy_of_a_model_causes_no_host_synchronisation(make_model, batch):
     model = make_model()
     tigon.patch(model)
     model.base_model(batch["input_ids"], use_cache=False)
@@ -201,5 +201,5 @@ def forward_of_lambdas(self, inputs_embeds, position_ids=None):
 
 
 @pytest.mark.parametrize("forward", [forward_of_count, forward_of_lambdas], ids=lambda forward: forward.__name__)
-def test_a_forward_that_counts_is_known(forward):
+def test_a_forward_that_numbers_its_tokens_is_recognised(forward):
     assert NumberingForward(forward).exchanged is not None

@@ -90,14 +90,14 @@ def test_a_copy_of_a_resized_model_is_fused(make_model, assert_fused_as_stock):
     report = tigon.patch(model)
     resize(model, "larger")
     resize(stock, "larger")
-    # No call has met the new head yet.
+    # The new head has not been called yet.
     other = copy.deepcopy(model)
     report.restore()
     assert_fused_as_stock(other, stock, "larger")
 
 
 def test_a_second_patch_prepares_a_resized_head_for_compiled_code(make_model, batch):
-    """Compiled code cannot replace a forward."""
+    """A compiled call cannot replace the forward of the new head."""
     model = make_model()
     tigon.patch(model)
     resize(model, "larger")
@@ -107,8 +107,8 @@ def test_a_second_patch_prepares_a_resized_head_for_compiled_code(make_model, ba
     assert outputs.logits is SKIPPED_LOGITS
 
 
-def test_resize_lets_the_old_head_go(make_model, batch):
-    """The report does not keep the weight of the head that was exchanged."""
+def test_resize_frees_the_old_head(make_model, batch):
+    """The report must not keep the weight of the old head in memory."""
     model = make_model()
     report = tigon.patch(model)
     fused(model, batch)

@@ -164,7 +164,7 @@ def prepare(family, model):
 
 def train(model):
     tokens = torch.randint(3, 100, (2, 8), generator=torch.Generator().manual_seed(0))
-    # Without a cache and a mask, transformers asks whether the batch is packed.
+    # Without a cache and a mask, transformers checks whether the batch is packed.
     model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
     with torch.no_grad():
         model.eval()(input_ids=tokens)
@@ -345,7 +345,8 @@ def test_restore_leaves_every_attribute_and_global_as_before(family):
         now = vars(owner)
         # torch fills some globals, which are None, when they are first used.
         changed = [key for key, value in before.items() if value is not None and now.get(key, owner) is not value]
-        assert changed == [], owner
+        # torch counts with this global how often it begins to describe tensors for fake tensors.
+        assert [key for key in changed if key != "DESCRIBER_NEXT_ID"] == [], owner
         # A module of Python may have been imported by the patch.
         assert [key for key in now.keys() - before.keys() if not isinstance(now[key], types.ModuleType)] == [], owner
         # An earlier test may have left an object there.

@@ -279,7 +279,7 @@ def test_a_warning_says_that_checkpointing_makes_the_level_useless(path, tmp_pat
     trl.enable()
     model = load_model(path)
     tigon.patch(model, memory="lean")
-    with pytest.warns(UserWarning, match=r"so memory='lean' saves nothing more.*enable\(memory='lean'\)"):
+    with pytest.warns(UserWarning, match=r"so memory='lean' has no effect.*enable\(memory='lean'\)"):
         train(build("sft", model, tmp_path, gradient_checkpointing=True))
 
 
@@ -309,7 +309,7 @@ def test_a_warning_says_that_a_checkpointed_model_makes_the_level_useless(path, 
     model = load_model(path)
     model.gradient_checkpointing_enable()
     with pytest.warns(
-        UserWarning, match=r"layers of LlamaForCausalLM are checkpointed .*so memory='lean' saves nothing more"
+        UserWarning, match=r"layers of LlamaForCausalLM are checkpointed .*so memory='lean' has no effect"
     ):
         train(build("sft", model, tmp_path))
 
@@ -319,7 +319,7 @@ def test_a_warning_says_that_the_checkpoints_of_fsdp_make_the_level_useless(path
     trainer = build("sft", load_model(path), tmp_path)
     plugin = types.SimpleNamespace(activation_checkpointing=True)
     monkeypatch.setattr(trainer, "accelerator", types.SimpleNamespace(state=types.SimpleNamespace(fsdp_plugin=plugin)))
-    with pytest.warns(UserWarning, match=r"^tigon: FSDP checkpoints every layer.*memory='lean' saves nothing more"):
+    with pytest.warns(UserWarning, match=r"^tigon: FSDP checkpoints all layers.*memory='lean' has no effect"):
         trl._reconcile_checkpointing(trainer)
 
 

@@ -1,4 +1,4 @@
-"""No loss depends on the values at masked positions: of Tigon's functions, of its heads, and of the alias for Liger."""
+"""No loss of Tigon or of its alias for Liger depends on the values at masked positions."""
 
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple

@@ -271,7 +271,7 @@ def test_the_reason_names_the_library_that_replaced_a_forward(replace):
 
 
 def with_epsilon(expression: str, **attributes: Any) -> nn.Module:
-    """Return an RMS norm in whose forward this expression gives epsilon, with attributes that have its value or not."""
+    """Return an RMS norm whose forward computes epsilon by this expression, and which has these attributes."""
     source = f"""
 class Norm(nn.Module):
     def forward(self, x):

@@ -22,7 +22,7 @@ class Event:
 
 @pytest.fixture
 def pending(monkeypatch):
-    """Return a function that adds a check of a GPU to those whose values were not on the host yet."""
+    """Return a function that adds a check to those whose values have not reached the host."""
     checks = late_checks._pending
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     yield lambda holds, is_done=True, error="RuntimeError", message="the rule": checks.append(
@@ -55,7 +55,7 @@ def test_the_operator_is_registered_correctly():
     torch.library.opcheck(torch.ops.tigon.check_later.default, (torch.tensor(True), "ValueError", "the rule"))
 
 
-def test_a_failed_check_raises_once_its_value_is_there(pending):
+def test_a_failed_check_raises_once_its_value_has_reached_the_host(pending):
     pending(True)
     pending(False)
     pending(False, error="ValueError", message="another rule")
@@ -68,7 +68,7 @@ def test_a_failed_check_raises_once_its_value_is_there(pending):
     assert len(late_checks._pending) == 1
 
 
-def test_no_value_is_read_before_it_is_there(pending):
+def test_no_value_is_read_before_it_has_reached_the_host(pending):
     pending(False, is_done=False)
     pending(False)
     raise_earlier()

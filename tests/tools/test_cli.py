@@ -152,7 +152,7 @@ EXAMPLES = [example for command in [*cli._COMMANDS, *cli._TWO_WORD_COMMANDS] for
 
 @pytest.mark.parametrize("example", [*EXAMPLES, "tigon env --json"])
 def test_an_example_begins_its_work(example, monkeypatch, tmp_path):
-    """Its arguments are accepted on a machine without a GPU and without the network. Some examples end in seconds."""
+    """A machine without a GPU and without the network accepts its arguments. Some examples end within seconds."""
     pytest.importorskip("transformers")
     pytest.importorskip("matplotlib")
     pytest.importorskip("peft")

@@ -1,8 +1,8 @@
-"""Checkpointed layers of transformers' models: the switches of the layers call the functions of a memory level.
+"""Checkpointed layers of transformers' models: the switch of each layer calls a function of the memory level.
 
 The switches are on only while gradients are computed. A checkpointed layer gets no cache, so `generate` would otherwise
-choose each token without those before it. `gradient_checkpointing_enable()` and `gradient_checkpointing_disable()` of a
-model with such a level switch the level on and off.
+choose each token without the tokens before it. If a model has a level that checkpoints, its methods
+`gradient_checkpointing_enable()` and `gradient_checkpointing_disable()` switch this level on and off.
 """
 
 import inspect
@@ -125,13 +125,13 @@ def _last_layer(owner: Any) -> nn.Module | None:
 
 
 def layer_calls(model: nn.Module) -> dict[nn.Module, LayerCall]:
-    """Return the functions of the level that the switches of a model call, by the module of the switch."""
+    """Return the functions of a level that call the layers of a model, by the module that has the switch."""
     functions = {module: checkpoint_function(module) for module in model.modules()}
     return {module: function for module, function in functions.items() if isinstance(function, LayerCall)}
 
 
 def switch_on(model: nn.Module, level: "Level") -> Callable[[], None]:
-    """Checkpoint the layers of a model at a level, also if they are checkpointed already; return how to undo this."""
+    """Checkpoint the layers of a model at a level, in place of other checkpoints; return the function to undo this."""
     undo: list[Callable[[], None]] = []
     for owner in transformers_models(model):
         undo.append(_change_places(owner, level) if layer_calls(owner) else _install_calls(owner, level))
@@ -158,7 +158,7 @@ def _set_switches(calls: dict[nn.Module, LayerCall], *, on: bool) -> Callable[[]
 
     def undo() -> None:
         for module, call in calls.items():
-            # Other code may have taken the switch since.
+            # Other code may have set another function since.
             if checkpoint_function(module) is call:
                 set_switch(module, calls[module], earlier[module])
 
@@ -166,7 +166,7 @@ def _set_switches(calls: dict[nn.Module, LayerCall], *, on: bool) -> Callable[[]
 
 
 def _install_calls(owner: nn.Module, level: "Level") -> Callable[[], None]:
-    """Let the switches of a model call functions of this level. Backward is not reentrant."""
+    """Let the switches of a model call functions of this level, which use non-reentrant checkpoints."""
     last = _last_layer(owner)
     places = _find_places(owner, level, last)
     modules = [module for module in owner.modules() if has_checkpoint_switch(module)]
@@ -192,10 +192,11 @@ def is_innermost(module: nn.Module) -> bool:
 
 
 def _find_places(owner: nn.Module, level: "Level", last: nn.Module | None) -> dict[nn.Module, StackPlace]:
-    """Return the place of each module of a model in the stack whose inputs move, or whose attention is saved.
+    """Return the place of each module of a model in the stack of decoder layers.
 
-    `last` is the layer that is not checkpointed, if there is one. Layers outside of the stack save the outputs of
-    attention if the level has no number of layers.
+    `last` is the layer that is not checkpointed, if there is one. The level moves the inputs of the layers in the stack
+    to the host, or saves the outputs of their attention. Layers outside of the stack save the outputs of attention too,
+    unless the level limits this to a number of layers.
     """
     layers = decoder_layers(owner)
     checkpointed = len(layers) - (last in layers)
@@ -210,7 +211,7 @@ def _find_places(owner: nn.Module, level: "Level", last: nn.Module | None) -> di
 
 
 def _change_places(owner: nn.Module, level: "Level") -> Callable[[], None]:
-    """Change what the layers that an earlier patch checkpoints save, and where, and switch these checkpoints on."""
+    """Give the checkpoints of an earlier patch another level, and switch them on; return the function to undo this."""
     calls = layer_calls(owner)
     last = next((module for module, call in calls.items() if type(call) is LayerCall), None)
     places = _find_places(owner, level, last)
@@ -230,7 +231,8 @@ def _change_places(owner: nn.Module, level: "Level") -> Callable[[], None]:
 # --- calls of the body -----------------------------------------------------------------------------
 
 
-# The names of the argument that holds the cache: up to transformers 5.23, and from 5.24 on, which accepts both.
+# The names of the argument that holds the cache. The first one is used up to transformers 5.23, and the second one from
+# 5.24 on, which also accepts the first one.
 CACHE_NAMES = "past_key_values", "cache"
 
 
@@ -244,11 +246,11 @@ def _is_body(module: nn.Module) -> bool:
 
 @dataclass(eq=False)
 class CheckpointedBody:
-    """Recipe for a body with checkpointed layers: without its cache, it computes what it would compute with it.
+    """Recipe for a body with checkpointed layers: it has no cache, but computes the same values as with a cache.
 
-    transformers ignores the cache of checkpointed layers. It takes positions that begin again in a row for packed
-    documents if there is neither a cache nor a mask, so the mask of attention would depend on the memory level. A mask
-    of ones is passed where the stock model has a cache.
+    transformers drops the cache of checkpointed layers. If a call has neither a cache nor a mask, transformers treats
+    positions that begin again within a row as the start of another document, so the attention mask would depend on the
+    memory level. If the stock model has a cache in such a call, this recipe passes a mask of ones.
     """
 
     # The names of the positional arguments.
@@ -259,7 +261,7 @@ class CheckpointedBody:
         """Call the body.
 
         Raises:
-            ValueError: The call has a cache with tokens, which the layers would ignore.
+            ValueError: The cache of the call holds tokens, which the layers would ignore.
         """
         call = checkpoint_function(body)
         if isinstance(call, LayerCall) and is_switched_on(body) and body.training and torch.is_grad_enabled():
@@ -289,7 +291,7 @@ class CheckpointedBody:
 
 
 def _install_body(body: nn.Module) -> Callable[[], None]:
-    """Give a body the recipe above, unless other code has replaced its forward."""
+    """Install `CheckpointedBody` on a body, unless other code has replaced its forward."""
     names = [
         name
         for name, each in inspect.signature(body.forward).parameters.items()

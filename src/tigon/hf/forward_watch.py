@@ -64,7 +64,7 @@ class WatchedBody:
         self.model: weakref.ref[nn.Module] | None = None if model is None else weakref.ref(model)
         # The notes of the report, to which the warning is added.
         self.state, self.notes, self.inner = state, notes, inner
-        # The forward of the body's class, once it has been called.
+        # The forward of the body's class. The first call sets it.
         self.numbering: NumberingForward | None = None
 
     def __reduce__(self) -> tuple:
@@ -76,7 +76,7 @@ class WatchedBody:
         return (self.inner or self.find_forward(body, args, kwargs))(body, *args, **kwargs)
 
     def find_forward(self, body: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Callable:
-        """Return the forward of the body's class, in the form for these arguments."""
+        """Return the forward of the body's class, or a variant that computes the same for these arguments."""
         stock = type(body).forward
         if torch.compiler.is_compiling():
             return stock
@@ -93,7 +93,7 @@ class WatchedBody:
         is_running = self.state is not None and self.state.is_running
         if isinstance(forward, Replacement) or is_running:
             return
-        # The attribute marks a forward of Tigon's integration of TRL, and wrappers that accelerate puts around it.
+        # Tigon's integration of TRL sets this attribute on its forward, and wrappers of accelerate copy it.
         if find_replacement(model) is not None or any(hasattr(f, "is_replacement") for f in wrapped_functions(forward)):
             return
         self.model = None

@@ -8,9 +8,9 @@ Three places of the instance change, and no model's forward is copied:
 - `model.loss_function` (`tigon.hf.loss_function`) returns that loss, tied to the placeholder, so that the head's output
   stays in the graph. The middle element of the placeholder, the marker, has a known value. The model processes it like
   a logit, so its value in the loss function shows whether the model still does exactly what it did when it was patched.
-  If the value differs, the call raises an error. On a GPU, for which the host does not wait, the loss is NaN, and a
-  later call raises the error (`tigon.runtime.late_checks`). Any other computation from the logits raises an error at
-  once (`tigon.hf.logits`). An engine may convert the placeholder to a plain tensor, which raises no error.
+  If the value differs, the call raises an error. On a GPU, the host does not wait for this comparison: the loss is NaN,
+  and a later call raises the error (`tigon.runtime.late_checks`). Any other computation from the logits raises an error
+  at once (`tigon.hf.logits`). An engine may convert the placeholder to a plain tensor, which raises no error.
   Therefore the outer elements are NaN, so that such a computation gives NaN.
 
 Before each fused call, the host compares the numbers that the model's forward reads (a soft cap, a scale) with those
@@ -155,8 +155,13 @@ class FusedLoss(threading.local):
         return linears_are_stock() and replacement.holds()
 
     def changed_setting(self, model: nn.Module, head: Any, vocabulary: int) -> str | None:
-        """Return the first setting that differs from its recorded value, or from the size of the head, or None."""
-        # Nothing else shows whether the weight is a shard, whose logits a hook gathers.
+        """Return the first setting that has changed, or None.
+
+        A setting has changed if it differs from its recorded value. The size of the vocabulary among the settings has
+        changed if it differs from the size of the head.
+        """
+        # The weight may be a shard, whose logits a hook gathers. If no setting holds the size of the vocabulary, only
+        # this comparison detects the shard.
         if not self.spec.vocabulary_settings and head.out_features != vocabulary:
             return "the size of the head"
         if not torch.compiler.is_compiling():
@@ -169,10 +174,12 @@ class FusedLoss(threading.local):
         return changed_setting(model, (*self.spec.settings, *sizes))
 
     def find_head(self, child: nn.Module) -> tuple[Any, Any]:
-        """Return the layer that computes the logits, and the layer with adapters around it or None; None without one.
+        """Return the linear layer that computes the logits, and the layer with adapters around it.
+
+        The second value is None if there are no adapters. The first one is None if no such linear layer is found.
 
         Args:
-            child: The child of the model that was the recognised head, or what has taken its place.
+            child: The child of the model that is its head now. Other code may have replaced the recognised head.
         """
         head = called_head(child, self.is_head)
         if head is None and not torch.compiler.is_compiling() and adopt_heads(child, HeadForward(self)):

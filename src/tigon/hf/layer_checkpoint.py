@@ -37,7 +37,7 @@ class StackPlace(NamedTuple):
 
 
 class LayerCall:
-    """A function that calls a layer once, in a block of `lean`, in place of the one that checkpoints the layer.
+    """A function that calls a layer once, in a block of `lean`, and replaces the function that checkpoints the layer.
 
     `place` is the place of the layer in its stack.
     """

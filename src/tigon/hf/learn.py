@@ -208,7 +208,8 @@ def attach(model: Any, spec: Spec) -> Callable[[], None]:
 
     def restore() -> None:
         undo()
-        # The head, its copies and layers around it. Later calls may have replaced others than this function did.
+        # Calls after this patch may have installed the recipe on more layers: on a new head, on copies of the head and
+        # on layers around it.
         for module in model.modules():
             replacement = find_replacement(module)
             if replacement is not None and fused.is_shared_by(replacement.recipe):

@@ -132,8 +132,8 @@ def find_level(name: object) -> Level | None:
     base = LEVELS[re.sub(":[0-9]+", "", name)]
     if match[1] is not None:
         note = (
-            f"lean, and in the first {match[1]} layers also without the outputs of gate and up projections of MLPs and "
-            "experts"
+            f"backward recomputes the outputs of norms and gates, and in the first {match[1]} layers also those of the "
+            "gate and up projections of MLPs and experts"
         )
         return replace(base, name=name, note=note, layers=int(match[1]))
     attention_layers, layers = (int(number[1:]) if number else None for number in (match[3], match[5]))
@@ -179,7 +179,7 @@ def explain_refusal(model: nn.Module, level: str) -> str | None:
 
 
 def apply_level(model: nn.Module, level: str) -> list[Callable[[], None]]:
-    """Apply a level that is possible for this model, in place of an earlier one; return the functions that undo it."""
+    """Apply a possible level to a model, in place of an earlier level; return the functions that undo this."""
     options = _level(level)
     undo = [_watch_switches(model), switch_on(model, options) if options.checkpoint else switch_off(model)]
     undo.append(_make_lean(model, options))
@@ -189,11 +189,14 @@ def apply_level(model: nn.Module, level: str) -> list[Callable[[], None]]:
 
 
 def describe_level(reference: Callable[[], nn.Module | None], requested: str) -> str | None:
-    """Return the sentence of a report about what the layers of a model save now; None if it is the default level.
+    """Return the note of a report that says what the layers of a model save now.
+
+    It is None if the model has the default level and nothing checkpoints its layers, or if the model was deleted.
 
     Args:
-        reference: A weak reference to the model. For a deleted model there is no sentence.
-        requested: The name of the level that the patch was asked for. The sentence says so if it is not in force.
+        reference: A weak reference to the model.
+        requested: The name of the level that the call of `patch` requested. If another level is in force, the note says
+            so.
     """
     if (model := reference()) is None:
         return None
@@ -207,7 +210,7 @@ def describe_level(reference: Callable[[], nn.Module | None], requested: str) ->
             f"{level.name}: {_describe_checkpoints(model, level, calls)}{f'; {off} layers are off' * bool(off)}"
         )
     if others := _layers_checkpointed_by_others(model):
-        consequence = f", so memory={level.name!r} saves nothing more in them" if level and level.lean else ""
+        consequence = f", so memory={level.name!r} has no effect in them" if level and level.lean else ""
         texts.append(f"transformers checkpoints {others} layers (gradient_checkpointing_enable){consequence}")
     if requested != "default" and (level is None or level.name != requested):
         reason = "" if level is None else ", because the level has changed"
@@ -223,7 +226,7 @@ def _layers_checkpointed_by_others(model: nn.Module) -> int:
 
 
 def _describe_checkpoints(model: nn.Module, level: Level, calls: list[LayerCall]) -> str:
-    """Return the note of a level. The calls are those of its checkpointed layers."""
+    """Return the note of a level. `calls` are the functions that call the checkpointed layers of the model."""
     excludes_last = any(type(call) is LayerCall for call in calls)
     number = level.attention_layers
     in_layers = "" if number is None else f", in {number} of them,"
@@ -245,7 +248,7 @@ def _describe_checkpoints(model: nn.Module, level: Level, calls: list[LayerCall]
 class LeanForward:
     """Recipe that runs the forward of the module's class, or another recipe, in a block of `lean`.
 
-    There is no block if the level is none of `lean`, because a later patch has changed it.
+    If a later patch has set a level without `lean`, it runs without this block.
     """
 
     inner: Callable | None
@@ -264,16 +267,6 @@ class LeanForward:
             if self.level.mlp:
                 share_reachable_states(self.reachable_states)
             return function(model, *args, **kwargs)
-
-
-def _try_lean() -> str | None:
-    """Enter a block of `lean`. Return the message of the error that it raises; None if it raises none."""
-    try:
-        with lean():
-            return None
-    # torch raises this error where saved-tensor hooks are forbidden.
-    except RuntimeError as error:
-        return str(error)
 
 
 def _lean_places(model: nn.Module) -> list[nn.Module]:
@@ -295,7 +288,7 @@ def _explain_no_lean(model: nn.Module) -> str | None:
 def _make_lean(model: nn.Module, level: Level) -> Callable[[], None]:
     """Let the forwards of the model and its bodies, which may be replacements already, run in a block of `lean`.
 
-    If the level is none of `lean`, the blocks of an earlier patch end.
+    If the level does not use `lean`, the blocks of an earlier patch are switched off.
     """
     plain_level = replace(level, mlp=level.mlp and level.layers is None)
     undo = [_make_place_lean(place, plain_level) for place in _lean_places(model) if level.lean or _has_block(place)]
@@ -343,22 +336,22 @@ def _find_lean_recipe(recipe: Any) -> LeanForward | None:
 
 
 def find_lean_level(model: nn.Module) -> Level | None:
-    """Return the level of `lean` that a model or a module in it has; None if there is none."""
+    """Return the level with `lean` that a model, or a module in it, has; None if it has no such level."""
     replacements = (find_replacement(module) for module in model.modules())
     recipes = (_find_lean_recipe(replacement.recipe) for replacement in replacements if replacement is not None)
     return next((recipe.level for recipe in recipes if recipe is not None and recipe.level.lean), None)
 
 
 def warn_of_useless_level(model: nn.Module, stacklevel: int) -> None:
-    """Warn if other code checkpoints the layers of a model whose level is one of `lean`."""
+    """Warn if other code checkpoints the layers of a model whose level uses `lean`."""
     level, count = find_lean_level(model), _layers_checkpointed_by_others(model)
     if level is not None and count:
         warnings.warn(
             f"tigon: {count} layers of {type(model).__name__} are checkpointed (by gradient_checkpointing_enable, "
             "which trainers with gradient_checkpointing=True and peft.prepare_model_for_kbit_training call), so "
-            f"memory={level.name!r} saves nothing more in them; pass gradient_checkpointing=False, or call "
-            f"model.gradient_checkpointing_disable(). With TRL, tigon.integrations.trl.enable(memory={level.name!r}) "
-            "switches it off",
+            f"memory={level.name!r} has no effect in them; pass gradient_checkpointing=False, or call "
+            "model.gradient_checkpointing_disable(). With TRL, "
+            f"tigon.integrations.trl.enable(memory={level.name!r}) switches checkpointing off",
             stacklevel=stacklevel,
         )
 
@@ -367,10 +360,10 @@ def warn_of_useless_level(model: nn.Module, stacklevel: int) -> None:
 
 
 class LevelSwitch:
-    """The method by which transformers sets the switches of a model, for a model with a memory level.
+    """Replaces the method by which transformers sets the switches of a model, for a model with a memory level.
 
-    Checkpoints of a level are switched on and off. If the level is one of `lean`, the layers are checkpointed by
-    transformers, and a warning says what this means for the level.
+    If the level checkpoints layers, its own checkpoints are switched on or off. If the level uses `lean`, transformers
+    checkpoints the layers, and a warning says that the level has no effect in them.
     """
 
     def __init__(self, model: nn.Module | None) -> None:
@@ -384,7 +377,7 @@ class LevelSwitch:
         """Set the switches of all modules in the model, as the method of its class does."""
         if (model := self.model()) is None:
             raise ReferenceError(
-                "tigon: the model that this one was copied from by copy.copy was deleted; use copy.deepcopy"
+                "tigon: this model is a shallow copy (copy.copy) of a model that was deleted; use copy.deepcopy"
             )
         calls = layer_calls(model)
         call_switch_setter(model, enable, *args, **kwargs)
@@ -396,16 +389,16 @@ class LevelSwitch:
         settings = ", ".join(f"{name}={value!r}" for name, value in checkpoint_settings(*args, **kwargs).items())
         if calls and settings:
             level = next(iter(calls.values())).place.level
-            message = (
-                f"the memory level {level!r} checkpoints the layers and has no such setting: {settings} is ignored"
+            warnings.warn(
+                f"tigon: the memory level {level!r} checkpoints the layers and ignores these settings: {settings}",
+                stacklevel=3,
             )
-            warnings.warn(f"tigon: {message}", stacklevel=3)
         elif not calls:
             warn_of_useless_level(model, stacklevel=4)
 
 
 def _watch_switches(model: nn.Module) -> Callable[[], None]:
-    """Let the models in a module keep their level when checkpointing is switched on or off; return how to undo this."""
+    """Let the models in a module keep their level when checkpointing is switched; return the function to undo this."""
     models = [module for owner in transformers_models(model) for module in owner.modules() if has_switch_setter(module)]
     for each in models:
         # A model and a copy of it by `copy.copy` have the same attributes.

@@ -1,7 +1,7 @@
 """The linear layer that computes the logits of a causal language model: the head itself, or one inside a wrapper.
 
-An adapter library wraps the head and copies of it, and `resize_token_embeddings` exchanges the head for a larger or
-smaller one. The size of the vocabulary is therefore read from the weight of the layer that a call uses.
+An adapter library may put the head and copies of it into a wrapper, and `resize_token_embeddings` replaces the head by
+a larger or smaller one. Each call therefore reads the size of the vocabulary from the weight of the layer that it uses.
 """
 
 import copy
@@ -37,12 +37,13 @@ LOGGER = logging.getLogger("tigon")
 
 
 def head_size(head: Any) -> tuple[int, int]:
-    """Return the size of the vocabulary and the hidden size, which are those of the head's weight.
+    """Return the size of the vocabulary and the hidden size.
 
-    The attributes of the layer hold them if the weight is quantised or sharded. They may differ from the weight: PEFT
-    exchanges the two in the layer whose weight it ties to a trained embedding.
+    They are the sizes of the head's weight. If it has no such shape, because it is quantised or an engine has flattened
+    it, they are `out_features` and `in_features` of the layer. Otherwise these attributes may be wrong: PEFT swaps them
+    in a head whose weight it ties to a trained embedding.
     """
-    # ZeRO-3 gathers a weight that is read by its attribute.
+    # `head.weight` would make ZeRO-3 gather the weight.
     weight = head._parameters.get("weight")
     shape = () if weight is None else full_shape(weight)
     if len(shape) == 2 and 0 not in shape and weight.is_floating_point():
@@ -84,9 +85,9 @@ def computes_linear(head: nn.Module) -> bool:
 
 
 def adopt_heads(head: nn.Module, recipe: GuardedRecipe) -> bool:
-    """Install the recipe on linear layers that were put into the place of the recognised head; return whether any was.
+    """Install the recipe on linear layers that replace the recognised head; return whether there was such a layer.
 
-    Only layers of torch's class are adopted. transformers and PEFT make such layers.
+    Only layers of the class `nn.Linear` are accepted. transformers and PEFT create such layers.
     """
     layers = [m for m in linear_heads(head) if type(m) is nn.Linear and find_replacement(m) is None]
     layers = [m for m in layers if not foreign_forward(m)]

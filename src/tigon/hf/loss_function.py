@@ -144,7 +144,7 @@ class LossFunction:
             )
         marker = logits[..., 1]
         change = marker.detach().float() / self.fused.spec.marker_at_loss - 1.0
-        # Weights that are NaN make the marker NaN, and the loss too.
+        # If weights are NaN, the marker is NaN. This is no error: the loss is NaN anyway.
         factor = check_later(~(change.abs() > tolerance).any(), "RuntimeError", LOGITS_CHANGED)
         # The added term is zero. It keeps the head's output in the graph, because hooks on it gather sharded weights.
         return call.loss * factor + 0.0 * marker.sum()

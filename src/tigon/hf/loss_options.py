@@ -89,7 +89,7 @@ def recorded_options(model: nn.Module) -> LossOptions:
 LOSS_OPTIONS = tuple(field.name for field in dataclasses.fields(LossOptions))
 
 
-# The attribute of the classes that `_class_with_accuracy` makes.
+# The attribute that marks the classes that `_class_with_accuracy` creates.
 _MARK = "_is_made_by_tigon"
 
 
@@ -97,7 +97,7 @@ def _class_with_accuracy(cls: type) -> type:
     """Return the subclass of an output class of transformers that has the field `token_accuracy`.
 
     Engines take outputs apart and build them again from their fields, so a plain attribute would be lost. transformers
-    registers each class of outputs in `torch.utils._pytree` for good, so one subclass serves all models.
+    registers each class of outputs in `torch.utils._pytree` and never removes it, so all models share one subclass.
     """
     subclasses: list[type] = cls.__subclasses__()
     if (known := next((each for each in subclasses if _MARK in vars(each)), None)) is not None:

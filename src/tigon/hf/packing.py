@@ -1,9 +1,9 @@
 """Packed samples in recurrent layers: which layers of a model have a state, and a warning in training.
 
 A row is packed if it holds several samples, whose positions each begin at zero. Attention separates the samples by its
-mask. A recurrent layer (Mamba, Gated DeltaNet, a short convolution) must set its state back at the first token of each
-sample. Without the kernels of other packages, the layers of transformers up to 5.23 do not, so the end of one sample
-changes the results of the next one. Tigon leaves these layers as they are.
+mask. A recurrent layer (Mamba, Gated DeltaNet, a short convolution) must reset its state at the first token of each
+sample. Without the kernels of other packages, the layers of transformers up to 5.23 do not reset it, so the end of one
+sample changes the results of the next one. Tigon leaves these layers as they are.
 """
 
 import inspect
@@ -22,15 +22,16 @@ RECURRENT_TYPES = {"linear_attention", "conv", "mamba", "recurrent"}
 
 
 def is_short_convolution(module: nn.Module) -> bool:
-    """Return True for a convolution over time that treats each channel by itself, as recurrent layers contain."""
+    """Return True for a depthwise convolution over time with a kernel of more than one token."""
     return isinstance(module, nn.Conv1d) and 1 < module.groups == module.in_channels and module.kernel_size[0] > 1
 
 
 def recurrent_layers(model: nn.Module) -> dict[nn.Module, str]:
-    """Return the modules whose results at one token depend on a state, by module, with the names of their classes.
+    """Return the modules that carry a state from token to token, with the names of their classes.
 
-    These are the modules inside the model's layers that hold a short convolution. In a model without any, they are the
-    layers that `config.layer_types` calls recurrent, or all layers of a model that transformers marks as stateful.
+    These are the modules inside the model's layers that have a short convolution as a child. If there are none, they
+    are the layers that `config.layer_types` names as recurrent, or all layers if transformers marks the model as
+    stateful.
     """
     names = layer_classes(model) if any(map(is_code_of_base_class, type(model).__mro__)) else set()
     layers = [module for module in model.modules() if type(module).__name__ in names]
@@ -48,8 +49,9 @@ def recurrent_layers(model: nn.Module) -> dict[nn.Module, str]:
 class PackingWarning:
     """A forward pre-hook that warns once, at the first packed batch of training.
 
-    The hook does not wait for a batch that the GPU has yet to compute: positions on a GPU are checked in one call, and
-    the next call reads the result. It is an object of a class, because a model is pickled together with its hooks.
+    The check of positions on a GPU is queued in one call, and the next call reads its result, so a call waits only for
+    the work that was queued before it. The hook is an object and not a closure, because a model is pickled together
+    with its hooks.
     """
 
     def __init__(self, text: str) -> None:
@@ -64,11 +66,11 @@ class PackingWarning:
             warnings.warn(f"tigon: {text}", stacklevel=2)
 
     def _is_packed(self, kwargs: dict[str, Any]) -> bool:
-        """Return True if the arguments of a call give the boundaries of samples."""
+        """Return True if the arguments show that this batch, or an earlier batch on a GPU, is packed."""
         if any(value is not None and ("cu_seq" in name or "seq_idx" in name) for name, value in kwargs.items()):
             return True
         positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
-        # The positions of a padded batch may fall at the end of the padding.
+        # In a padded batch, positions may also decrease at the end of the padding.
         if not isinstance(positions, Tensor) or (isinstance(mask, Tensor) and mask.dim() == 2):
             return False
         result = (positions[..., 1:] < positions[..., :-1]).any()

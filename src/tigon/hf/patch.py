@@ -477,7 +477,8 @@ def patch(
     report.undo.append(record_options(model, loss_options))
     for module, recipe in installed_recipes.items():
         if isinstance(recipe, CausalLMForward):
-            # The head may have been resized since the earlier patch. Compiled code cannot replace its forward.
+            # The head may have been resized since the earlier patch. Its forward is replaced now, because a compiled
+            # call cannot replace it.
             recipe.fused.find_head(getattr(module, recipe.fused.spec.head))
     if level != "default":
         report.undo += apply_level(model, level)
@@ -502,7 +503,7 @@ def patch(
 def _takes_the_arguments_of(
     patch: Callable[P, Report],
 ) -> Callable[[Callable[..., Context]], Callable[P, Context]]:
-    """Return a decorator that gives the signature of `patch` to a function that passes all arguments to it."""
+    """Return a decorator that gives the signature of `patch` to a function that passes all its arguments to `patch`."""
 
     def decorate(function: Callable[..., Context]) -> Callable[P, Context]:
         signature = inspect.signature(patch).replace(return_annotation=Context)

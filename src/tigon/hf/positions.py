@@ -1,18 +1,20 @@
-"""Spare a forward the question whether its batch is packed, where the answer is known.
+"""Avoid the host synchronisation by which transformers checks whether a batch is packed, if it cannot be packed.
 
 transformers infers from the positions of the tokens whether several sequences are packed into one row: then a position
 is not its predecessor plus one. If a caller passes neither positions nor a mask, the body of a model numbers the tokens
-itself, and nothing can be packed. transformers asks nevertheless, on the device, and the host waits for the answer. It
-waits at the start of every forward, until the device has finished the step before, so it can never prepare a step while
-the device still computes the last one. Models with small layers then wait for the host in each forward.
+itself, and nothing can be packed. transformers nevertheless compares the positions on the device, and the host waits
+for the result. It waits at the start of every forward, until the device has finished the previous step, so it can never
+prepare a step while the device still computes the previous one. In each forward of a model with small layers, the
+device then waits for the host.
 
-The functions of transformers that build a mask do not ask if they get no positions:
+The functions of transformers that build a mask compare only positions that are passed to them:
 
     position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device).unsqueeze(0)
-    causal_mask = create_causal_mask(..., position_ids=position_ids)   # asks
+    causal_mask = create_causal_mask(..., position_ids=position_ids)   # compares, and the host waits
 
-If the source of a body's forward shows that it assigns nothing but these numbers, the forward runs with functions in
-their place that pass no positions (`tigon.recognition.exchanged_functions`). No module of transformers is changed.
+If the source of a body's forward shows that it assigns nothing but these numbers to `position_ids`, the forward runs
+with replacements of these functions that pass no positions (`tigon.recognition.exchanged_functions`). No module of
+transformers is changed.
 """
 
 import ast
@@ -58,20 +60,20 @@ def _is_text(node: ast.expr | None, text: str) -> bool:
 
 
 class _MaskWithoutPositions:
-    """Takes the place of a function that builds a mask. It passes no positions."""
+    """Replaces a function that builds a mask, and calls it without positions."""
 
     def __init__(self, stock: types.FunctionType) -> None:
         self.stock = stock
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # Fake tensors and proxies belong to a graph. In a graph, transformers keeps the question.
+        # Fake tensors and proxies belong to a graph, which contains the comparison of transformers.
         if type(kwargs.get("position_ids")) is Tensor:
             kwargs["position_ids"] = None
         return self.stock(*args, **kwargs)
 
 
 class NumberingForward:
-    """The forward of a body's class. A call without positions and mask does not ask whether its batch is packed."""
+    """The forward of a body's class. A call without positions and mask does not check whether its batch is packed."""
 
     def __init__(self, stock: Callable) -> None:
         self.stock, self.exchanged = stock, _exchange(stock)
@@ -87,7 +89,7 @@ class NumberingForward:
 
 
 def _exchange(stock: Callable) -> ForwardWithFunctions | None:
-    """Return a forward that passes no positions to functions that build masks; None if it needs them."""
+    """Return a variant of a forward that passes no positions to functions that build masks; None if that may differ."""
     try:
         if not isinstance(stock, types.FunctionType) or not _numbers_tokens(definition_of(stock)):
             return None

@@ -60,7 +60,8 @@ class Report:
     """The outcome of `tigon.patch`.
 
     `bool(report)` is True if a module was replaced, and `len(report)` is the number of replaced modules. After
-    `report.restore()` they are False and 0, the lists of entries and notes are empty, and the title says so.
+    `report.restore()`, they are False and 0, the list of entries is empty, and the title says that the patch was
+    undone.
 
     Example:
         >>> report = tigon.patch(torch.nn.Sequential(torch.nn.LayerNorm(8), torch.nn.Linear(8, 8)))
@@ -88,7 +89,7 @@ class Report:
     counted: str = field(default="modules patched", repr=False)
     # The model that was patched; None for a report about a class.
     patched: weakref.ref[nn.Module] | None = field(default=None, repr=False, compare=False)
-    # The function that returns the note about the memory level that the model has now, or None for the default level.
+    # A function that returns the note about the memory level that the model has now, or None if there is no note.
     describe_level: Callable[[], str | None] | None = field(default=None, repr=False, compare=False)
     # The latest result of this function.
     _level_note: str | None = field(default=None, repr=False, compare=False)
@@ -107,7 +108,7 @@ class Report:
 
     @property
     def notes(self) -> list[str]:
-        """The sentences below the table. That about the memory level says what the model has when this is read."""
+        """The sentences below the table. The note about the memory level is computed anew each time they are read."""
         if self.describe_level is not None:
             note = self.describe_level()
             i = len(self._notes) if self._level_note is None else self._notes.index(self._level_note)
@@ -185,7 +186,7 @@ class Report:
         entry.names.append(name)
 
     def take_notes(self, other: "Report") -> None:
-        """Show the notes of another report from now on."""
+        """Share the notes of another report."""
         self._notes, self._level_note, self.describe_level = other.notes, other._level_note, other.describe_level
 
     def __len__(self) -> int:

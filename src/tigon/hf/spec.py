@@ -56,7 +56,7 @@ class Spec:
     loss_type: str | None
     # The numbers that the model's forward reads.
     settings: Settings
-    # The paths of the settings that are the size of the vocabulary, which is that of the head's weight in every call.
+    # The paths of the settings that hold the size of the vocabulary. They must equal the size of the head in each call.
     vocabulary_settings: tuple[tuple[str, ...], ...]
     # Arguments of the model's loss that the standard loss does not have. A call with one of them runs the stock code.
     unknown_arguments: frozenset[str]
@@ -100,11 +100,12 @@ def changed_setting(model: nn.Module, settings: Settings) -> str | None:
 def settings_check(
     settings: Settings, vocabulary_settings: tuple[tuple[str, ...], ...]
 ) -> Callable[[nn.Module, int], bool]:
-    """Return a function of a model and the size of its head that checks, in a fraction of a microsecond, all settings.
+    """Return a function that checks all settings of a model in a fraction of a microsecond.
 
-    The settings must be the recorded objects, and those of the vocabulary must equal the size of the head. It reads the
-    `__dict__` of objects, because a config class has slow code for attribute access. If it returns False or raises
-    KeyError or AttributeError, `changed_setting` must decide.
+    The function takes the model and the size of the vocabulary of its head. It returns True if the settings are the
+    recorded objects, and if those in `vocabulary_settings` equal the size. It reads the `__dict__` of objects, because
+    a config class has slow code for attribute access. If it returns False or raises KeyError or AttributeError,
+    `changed_setting` must decide.
     """
     read = lambda path: functools.reduce(lambda owner, name: f"look({owner}, '__dict__')[{name!r}]", path, "model")
     conditions = [f"{read(path)} is v{i}" for i, (path, _) in enumerate(settings)]

@@ -126,9 +126,9 @@ _SETTER = "_set_gradient_checkpointing"
 
 @dataclass(frozen=True)
 class OnWithGradients:
-    """The value of a switch that is on while gradients are computed, and off in `torch.no_grad()`.
+    """A value for a switch. It is true while gradients are computed, and false in `torch.no_grad()`.
 
-    Without gradients there is nothing to recompute, and a layer that is not checkpointed keeps its cache.
+    Without gradients there is nothing to recompute, and a layer that is not checkpointed can use its cache.
     """
 
     def __bool__(self) -> bool:
@@ -158,7 +158,7 @@ def has_checkpoint_switch(module: nn.Module) -> bool:
 
 
 def is_switched_on(module: nn.Module) -> bool:
-    """Return whether a module is checkpointed now, or is while gradients are computed."""
+    """Return whether a module is checkpointed while gradients are computed."""
     value = getattr(module, _SWITCH[0], False)
     return isinstance(value, OnWithGradients) or bool(value)
 
@@ -169,7 +169,7 @@ def checkpoint_function(module: nn.Module) -> Callable | None:
 
 
 def set_switch(module: nn.Module, function: Callable, on: bool) -> None:
-    """Let a function call a module while gradients are computed; if `on` is False, the module runs as usual."""
+    """Let a function call the module while gradients are computed. If `on` is False, the module is called directly."""
     setattr(module, _SWITCH[0], OnWithGradients() if on else False)
     setattr(module, _SWITCH[1], function)
 
@@ -202,12 +202,12 @@ def call_switch_setter(model: nn.Module, *args: Any, **kwargs: Any) -> None:
 
 
 def installed_switch_setter(model: nn.Module) -> Callable | None:
-    """Return the function that takes the place of the method of a model's class; None if there is none."""
+    """Return the function that replaces the method of the class on a model; None if the model has none."""
     return vars(model).get(_SETTER)
 
 
 def replace_switch_setter(model: nn.Module, setter: Callable | None) -> None:
-    """Put a function in the place of the method of a model's class, or take it out."""
+    """Replace the method of the class on a model by a function. None removes the earlier replacement."""
     vars(model).pop(_SETTER, None)
     if setter is not None:
         vars(model)[_SETTER] = setter
@@ -216,10 +216,11 @@ def replace_switch_setter(model: nn.Module, setter: Callable | None) -> None:
 def checkpoint_settings(
     gradient_checkpointing_func: Callable | None = None, every_n_layers: int = 1, **others: Any
 ) -> dict[str, Any]:
-    """Return the settings of `gradient_checkpointing_enable` that its call of the method above differs in.
+    """Return the arguments of a call of `gradient_checkpointing_enable` that a memory level ignores, by name.
 
-    The arguments are those of the method without the first. The function is a `functools.partial` of
-    `torch.utils.checkpoint.checkpoint`, with the keywords of the user.
+    The arguments are those that `gradient_checkpointing_enable` passes to the method that sets the switches, without
+    the first one. `gradient_checkpointing_func` is a `functools.partial` of `torch.utils.checkpoint.checkpoint` with
+    the keywords of the user.
     """
     settings = dict(getattr(gradient_checkpointing_func, "keywords", {}))
     if settings.get("use_reentrant") is False:
@@ -246,10 +247,10 @@ def is_checkpoint_layer(module: nn.Module) -> bool:
 
 
 def builds_mask(function: Any) -> bool:
-    """Return True for a function of transformers that builds an attention mask, with or without positions.
+    """Return True for a function of transformers that builds an attention mask and has an optional `position_ids`.
 
-    Such a function is in `masking_utils`. It infers from its argument `position_ids` whether a batch is packed, and
-    makes the host wait for the device. Without this module, the result is always False, and the host waits.
+    Such a function is in `masking_utils`. It infers from `position_ids` whether a batch is packed, for which the host
+    waits for the device. If transformers has no such module, the result is always False, and the host waits.
     """
     if not isinstance(function, types.FunctionType) or function.__module__ != "transformers.masking_utils":
         return False
@@ -350,11 +351,11 @@ def experts_function(name: str) -> Callable[..., Any]:
 
 
 def dropped_heads(model: Any) -> list[str]:
-    """Return the patterns of the checkpoint's weights that transformers drops because they predict further tokens.
+    """Return the patterns that match the weights of heads of multi-token prediction, which transformers does not load.
 
-    `_keys_to_ignore_on_load_unexpected` lists patterns of names that a checkpoint may have beside those of the model.
-    The heads of multi-token prediction are those with "mtp" in their name, and a layer after the last one. Without the
-    attribute, the list is empty, and the report has no line about these heads.
+    `_keys_to_ignore_on_load_unexpected` lists patterns for names of weights that a checkpoint may have in addition to
+    those of the model. A pattern belongs to a head of multi-token prediction if it contains "mtp", or if it matches a
+    layer after the last one. Without the attribute, the list is empty, and the report has no line about these heads.
     """
     count = getattr(text_config(model), "num_hidden_layers", None)
     # The names of the layer after the last one, for models with one body and for models with a body of text.

@@ -119,7 +119,7 @@ def enable(memory: MemoryLevel | str | None = None) -> None:
             patched, also those that an earlier `tigon.patch(model, rope=False)` has left alone. With None,
             models are patched only by your calls of `tigon.patch`, and TRL's `gradient_checkpointing` argument decides.
             It is True by default. A checkpointed layer saves only its input, so "lean", "lean+mlp" and "offload" then
-            save nothing more; a warning says so.
+            have no effect in it; a warning says so.
 
     Raises:
         ImportError: TRL is not installed, or this version of TRL is not known; the message names both versions.
@@ -277,7 +277,7 @@ def _wrap_train(base_trainer: Any) -> Callable:
 
 
 def _reconcile_checkpointing(trainer: Any) -> None:
-    """Switch off the checkpointing of a trainer if `enable` has a level; warn if FSDP makes a lean level useless."""
+    """Switch off the checkpointing of a trainer if `enable` has a level. Warn if a level has no effect under FSDP."""
     if trainer.args.gradient_checkpointing and _state.memory is not None:
         trainer.args.gradient_checkpointing = False
         LOGGER.info("gradient_checkpointing is off, because the memory level is %r", _state.memory)
@@ -285,8 +285,8 @@ def _reconcile_checkpointing(trainer: Any) -> None:
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
     if level is not None and getattr(plugin, "activation_checkpointing", False):
         warnings.warn(
-            f"tigon: FSDP checkpoints every layer (activation_checkpointing of fsdp_config), so memory={level.name!r} "
-            "saves nothing more in them; set activation_checkpointing to false",
+            f"tigon: FSDP checkpoints all layers (activation_checkpointing of fsdp_config), so memory={level.name!r} "
+            "has no effect in them; set activation_checkpointing to false",
             stacklevel=3,
         )
 

@@ -1,8 +1,8 @@
-"""What the modules of losses share: they compute a function of log-probabilities from hidden states and a head.
+"""The base class of the loss modules: each computes a function of log-probabilities from hidden states and a head.
 
-A loss that is a sum over its sequences or pairs takes three products with the head (`tigon.linear_loss`), as most
-losses do. A loss that couples all sequences, such as a sort, takes four products, unless the logits of the whole batch
-fit into the budget.
+Most losses are sums over their sequences or pairs, and take three products with the head (`tigon.linear_loss`). A loss
+that couples all sequences, for example by a sort, takes four products, unless the logits of the whole batch fit into
+the budget.
 
 Shapes: N sequences, L tokens of a padded row, T packed tokens, H hidden, V vocabulary. Padded
 tokens are [N, L]. Packed tokens are [T], and need `cu_seqlens`.

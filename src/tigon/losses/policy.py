@@ -57,7 +57,8 @@ __all__ = [
 ]
 
 
-# How the losses of the tokens make the loss of the batch. None stands for the sum, divided by `check_divisor`.
+# The function that reduces the losses of the tokens to the loss of the batch. None stands for their sum, divided by the
+# result of `check_divisor`.
 GRPO_LOSSES: dict[str, Callable[[Sequences, Tensor], Tensor] | None] = {
     "grpo": mean_of_means,
     "bnpo": Sequences.token_mean,
@@ -278,7 +279,7 @@ def _check_sampling_ratio(op: str, ratio: Tensor, sequences: Sequences, loss_typ
 
 
 def reduce_losses(sequences: Sequences, losses: Tensor, loss_type: str, divisor: Tensor | float) -> Tensor:
-    """Return the loss of the batch from those of the tokens."""
+    """Reduce the losses of the tokens to the loss of the batch."""
     reduce = GRPO_LOSSES[loss_type]
     return sequences.masked(losses).sum() / divisor if reduce is None else reduce(sequences, losses)
 

@@ -106,16 +106,16 @@ def mean_of_sums(sequences: Sequences, values: Tensor) -> Tensor:
 
 
 class PolicyTokens(NamedTuple):
-    """The arguments of a loss, in which the values of tokens and of sequences that do not count are neutral."""
+    """The arguments of a loss. Values of masked tokens and of empty sequences are zero, and their ratios are one."""
 
     sequences: Sequences
     log_probs: Tensor
     old_log_probs: Tensor
     ref_log_probs: Tensor | None
-    # [N] or values of tokens
+    # These are [N], or values of tokens.
     advantages: Tensor
     advantages_per_sequence: bool
-    # the importance ratios of the sampling engine, as values of tokens
+    # The importance ratios of the sampling engine, as values of tokens.
     sampling_ratio: Tensor | None
 
     @staticmethod
@@ -123,7 +123,7 @@ class PolicyTokens(NamedTuple):
         sequences: Sequences, log_probs: Tensor, advantages: Tensor, advantages_per_sequence: bool,
         old_log_probs: Tensor | None, ref_log_probs: Tensor | None, sampling_ratio: Tensor | None,
     ) -> "PolicyTokens":  # fmt: skip
-        """Replace what does not count: in backward, even zero times NaN would be NaN."""
+        """Replace the values that do not count, because in backward even zero times NaN would be NaN."""
         log_probs = sequences.masked(log_probs)
         return PolicyTokens(
             sequences,
@@ -137,19 +137,19 @@ class PolicyTokens(NamedTuple):
 
 
 class TokenLosses(NamedTuple):
-    """The losses of tokens, and what the metrics need. Values at tokens that do not count are finite, but arbitrary."""
+    """The losses of tokens, and values for the metrics. Those of masked tokens are finite, but have no meaning."""
 
     losses: Tensor
-    # beta is not multiplied in. None if beta is 0.
+    # The KL divergence of each token, not multiplied by beta. It is None if beta is 0.
     divergence: Tensor | None
-    # True where a bound removes the gradient, as values of tokens or of sequences. None for types without clipping.
+    # True where a bound removes the gradient: values of tokens or of sequences. It is None for types without clipping.
     is_clipped: Tensor | None
     metrics: Metrics
 
 
 @dataclass(frozen=True)
 class Objective:
-    """The loss of a token of GRPO and its variants. The docstring of `tigon.losses.policy` has the formulas."""
+    """The options of the loss of a token in GRPO and its variants. `tigon.losses.policy` gives the formulas."""
 
     loss_type: str
     is_sequence_level: bool

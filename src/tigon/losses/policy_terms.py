@@ -117,7 +117,7 @@ def entropy_threshold(entropy: Tensor, mask: Tensor, quantile: float) -> Tensor:
     ordered = torch.cat((ordered, ordered.new_full((1,), math.inf)))
     last = (mask.sum() - 1).clamp(min=0)
     rank = (1 - quantile) * last.to(ordered.dtype)
-    # A rank of more than 2^24 is rounded, perhaps to a larger one.
+    # fp32 rounds ranks above 2^24, perhaps upwards.
     below = rank.floor().to(torch.int64).minimum(last)
     low = ordered.index_select(0, below.view(1)).view(())
     high = ordered.index_select(0, (below + 1).minimum(last).view(1)).view(())

@@ -103,7 +103,7 @@ class Sequences:
         return torch.where(self.mask, values, 0.0)
 
     def neutral(self, values: Tensor, per_sequence: bool = True) -> Tensor:
-        """Return values [N] with zeros at sequences without tokens, or values of tokens as `masked` does."""
+        """Return values [N] with zeros for sequences without tokens. Values of tokens are returned as by `masked`."""
         return torch.where(self.lengths > 0, values, 0.0) if per_sequence else self.masked(values)
 
     def sum(self, values: Tensor) -> Tensor:

@@ -110,7 +110,7 @@ def recompute_large_mlps() -> Iterator[None]:
 
 
 def share_reachable_states(states: ReachableStates) -> None:
-    """Let the block of `lean` that is open use the snapshots of earlier blocks. Calls of one model have equal ones."""
+    """Let the open block of `lean` reuse the snapshots of earlier blocks: the calls of one model have equal ones."""
     if not torch.compiler.is_compiling() and (block := _block()) is not None:
         block.reachable_states = states
 

@@ -102,8 +102,8 @@ class ReachableState:
             return False
 
 
-# A snapshot may refer to its module: a setting of a module may refer back to it. Such an entry is never freed, so a
-# cache must belong to an object that is freed with the model.
+# The snapshots by module. A snapshot refers to the settings of its module, and a setting may refer back to the module.
+# The weak key of such an entry never expires, so the dictionary must belong to an object that is freed with the model.
 ReachableStates: TypeAlias = "weakref.WeakKeyDictionary[nn.Module, ReachableState]"
 
 

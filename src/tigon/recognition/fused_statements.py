@@ -240,10 +240,10 @@ OTHER_PATTERNS = frozenset((ADD_NORM, NORM_WITH_RESIDUAL, PRODUCTS, NORM_ROPE))
 
 @cached_weakly
 def _results_of(cls: type[nn.Module]) -> dict[tuple, bool]:
-    """Return the results of `_is_rms_norm` for modules of a class, by everything that they depend on.
+    """Return the cached results of `_is_rms_norm` for modules of a class, by everything that they depend on.
 
-    They are cached per norm, not per layer: the number of a layer (`layer_idx`) makes each layer a kind of its own, and
-    the norms of all layers are of one kind.
+    Results are cached for norms and not for layers, because the number of a layer (`layer_idx`) makes each layer a kind
+    of its own, while the norms of all layers are of one kind.
     """
     return {}
 

@@ -131,7 +131,8 @@ class GLUSubject:
     widths: Widths = DEFAULT_WIDTHS
     # How many times the width of the product the output of a first layer without an up projection has.
     factor: int = 2
-    # The names of the attributes that hold a size, which stand-ins change. None stands for all that may hold one.
+    # The names of the attributes that hold a size, which is smaller in stand-ins. None stands for all attributes whose
+    # value is one of the sizes.
     size_names: frozenset[str] | None = None
 
     def __call__(self, dtype: torch.dtype = FP32, training: bool = True) -> nn.Module:
@@ -168,8 +169,8 @@ class GLUSubject:
     def with_size_names(self) -> Self:
         """Return a subject that knows which attributes hold a size.
 
-        Another setting may have the value of a size by chance, and must keep it. An attribute holds a size if the
-        forward raises an error in a stand-in where this attribute alone has its original value.
+        Another setting may have the value of a size by chance, and must keep it in stand-ins. An attribute counts as a
+        size if the forward of a stand-in raises an error when only this attribute keeps its original value.
         """
         names = {name for name, value in vars(self.module).items() if type(value) is int}
         size_names = frozenset(name for name in names if not replace(self, size_names=frozenset(names - {name})).runs())

@@ -200,10 +200,10 @@ def select_by_dims(subject: NormSubject, candidates: list[NormRecipe]) -> tuple[
 
 
 def select_by_epsilon(subject: NormSubject, candidates: list[NormRecipe]) -> list[NormRecipe]:
-    """Return the candidates that agree when each attribute that may hold epsilon has another value.
+    """Return the candidates that also agree with the forward after a change of each attribute that may be epsilon.
 
-    Attributes that have the value of epsilon, and that the forward reads, cannot be told apart otherwise. If the
-    forward reads several of them, as one for training and one for evaluation, no candidate agrees.
+    If several attributes that the forward reads have the same value, only such changes show which of them is epsilon.
+    If several of them are, for example one in training and one in evaluation, no candidate agrees.
     """
     names = sorted({candidate.eps for candidate in candidates if isinstance(candidate.eps, str)})
     if len(names) > 1:
@@ -212,14 +212,15 @@ def select_by_epsilon(subject: NormSubject, candidates: list[NormRecipe]) -> lis
 
 
 def _agrees_with_others(recipe: NormRecipe, subject: NormSubject, name: str) -> bool:
-    """Compare with other values of the attribute `name`, in every combination of mode, dtypes, shapes and gradients.
+    """Return whether a recipe agrees with the forward when the attribute `name` has other values.
 
-    The pairs of dtypes for which the recipe differs anyway do not count. Calls with these run the stock forward.
+    All modes, shapes and gradients are compared. Pairs of dtypes for which the recipe differs in any case are left out,
+    because calls with them run the stock forward.
     """
 
     def inputs(dtype: torch.dtype, *shape: int) -> list[Tensor]:
         x, *gate = subject.inputs(dtype, *shape)
-        # Rows of this size show a change of epsilon in both directions.
+        # The squares of these values are near the usual epsilons, so a larger and a smaller epsilon change the result.
         return [x * 1e-3, *gate]
 
     pairs = _agreeing_pairs(recipe, subject)
@@ -251,7 +252,7 @@ def confirm(recipe: NormRecipe, subject: NormSubject, dims: frozenset[int], reac
     shape = "normalized_shape" if getattr(module, "normalized_shape", None) == (subject.width,) else None
     live_eps = not has_conditions(reach) and _uses_eps_unchanged(recipe, subject)
     if isinstance(recipe.eps, str) and not live_eps and recipe.eps not in reach.own_settings:
-        # No guard watches an attribute that only code of torch may read.
+        # Only code of torch may read this attribute, so no guard watches it.
         constant = replace(recipe, eps=getattr(module, recipe.eps))
         agreeing = (each for each in (recipe, constant) if _agrees_with_others(each, subject, str(recipe.eps)))
         if (agreeing_recipe := next(agreeing, None)) is None:

@@ -81,7 +81,7 @@ def recognise_norm(module: nn.Module) -> NormRecipe | str | None:
 
 
 def _names_in_torch(cls: type[nn.Module]) -> set[str]:
-    """Return the names of the attributes that forwards of torch among those of a class load. `explore` trusts them."""
+    """Return the names of attributes that torch's forwards in the bases of a class read. `explore` skips this code."""
     codes = [getattr(vars(base).get("forward"), "__code__", None) for base in bases_of_torch(cls)]
     return {name for code in codes if code is not None for name in code_use(code).attributes}
 
@@ -127,7 +127,7 @@ def _find_recipe(subjects: list[NormSubject], candidates: list[NormRecipe], reac
         return f"cannot be run by itself ({describe(error)})"
     if fitting and not candidates and not reach.reason:
         names = " and ".join(sorted({str(candidate.eps) for candidate in fitting}))
-        return f"its epsilon may be {names}, which have the same value, and changes of them do not show which one it is"
+        return f"its epsilon may be {names}, which have the same value, and changing each does not show which one it is"
     if result is None or reach.reason:
         return reach.reason or "computes something else than rms_norm or layer_norm"
     return result

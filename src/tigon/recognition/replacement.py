@@ -42,9 +42,8 @@ __all__ = [
 class Replacement:
     """The forward that computes `recipe(module, *args, **kwargs)`.
 
-    This object stands for a bound method. A call runs for the module that it is bound to, whatever the arguments are: a
-    forward may take another module as its first argument. Code that binds the forward to another module uses
-    `__func__`, as for any method.
+    This object behaves like a bound method. A call always runs for the module that it is bound to, also if the first
+    argument is another module. To bind the forward to another module, use `__func__`, as with any method.
 
     `copy.deepcopy` and `pickle` of the module treat this object as a part of the module's state, so the forward of a
     copy reads the parameters of the copy. A real bound method could not be pickled. The reference to the module is
@@ -70,9 +69,10 @@ class Replacement:
         return _restore_replacement, (self.__self__, self.recipe, self.guard, self.requests)
 
     def __eq__(self, other: object) -> bool:
-        """Return True for this object, and for the function in `__func__`.
+        """Return True for this object, and for any function that `__func__` of a replacement returns.
 
-        accelerate unwraps the forward of a prepared model down to the function that equals the forward at `prepare`.
+        accelerate stores the forward of a model at `prepare`, and `unwrap_model` unwraps the later forward until it
+        finds a function that equals the stored one.
         """
         return self is other or _is_unbound(other)
 
@@ -119,7 +119,8 @@ class Replacement:
         """Return `forward(module, ...)` for any module of the class. accelerate binds it to modules that it wraps."""
         return _unbound_forward(type(self.__self__))
 
-    # accelerate unwraps forwards down to the function that it binds. `inspect.getsource` goes on to the stock forward.
+    # accelerate unwraps a forward down to this function and binds it. `inspect.getsource` unwraps further, down to the
+    # stock forward.
     __wrapped__ = __func__
 
     @property
@@ -142,10 +143,10 @@ class Replacement:
 
 
 def _unbound_forward(cls: type[nn.Module]) -> Callable:
-    """Return `forward(module, ...)`, which runs the replacement that is installed on the module, or the class's code.
+    """Return `forward(module, ...)`, which runs the replacement of the module, or the forward of its class without one.
 
     A library may wrap this function. A deep copy of the module has the same wrapper, but its own replacement, and a
-    restored module has none. Therefore the function keeps no replacement and looks it up on the module at each call.
+    restored module has none. Each call therefore looks the replacement up on the module.
     """
 
     def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -163,7 +164,7 @@ _UNBOUND_CODE = next(constant for constant in _unbound_forward.__code__.co_const
 
 
 def _is_unbound(function: object) -> bool:
-    """Return True for a function that `_unbound_forward` has made. A wrapper with its attributes has other code."""
+    """Return True for a result of `_unbound_forward`. A wrapper that has copied its attributes has other code."""
     return type(function) is FunctionType and function.__code__ is _UNBOUND_CODE
 
 
@@ -185,9 +186,9 @@ def _restore_replacement(module: nn.Module, *state: Any) -> Replacement:
 
 
 def wrapped_functions(function: Any) -> Iterator[Any]:
-    """Yield a forward and the functions inside it: of a method, of `functools.wraps`, of a partial.
+    """Yield a forward, and then, one after the other, the functions inside methods, partials and wrappers.
 
-    The last one is a replacement or a function in `__func__` of one, if Tigon has replaced the forward.
+    If Tigon has replaced the forward, the last one is a replacement, or the `__func__` of a replacement.
     """
     for _ in range(16):
         yield function
@@ -215,7 +216,7 @@ def wrapped_forward(module: nn.Module) -> CellType | None:
 
 
 def _mixed_precision_wrapper(module: nn.Module) -> FunctionType | None:
-    """Return the function that calls the forward of the class, if accelerate wraps it only for mixed precision."""
+    """Return the wrapper that calls the forward of the class, if all wrappers are those of mixed precision."""
     for function in wrapped_functions(vars(module).get("forward")):
         code = function if hasattr(function, "__globals__") else type(function)
         if not written_in(code).startswith(("accelerate.utils.operations", "torch.amp.")):
@@ -226,7 +227,7 @@ def _mixed_precision_wrapper(module: nn.Module) -> FunctionType | None:
 
 
 def _replacement_of(module: nn.Module) -> Replacement | None:
-    """Return the replacement that the functions in `__func__` of replacements run for a module, if it is its own."""
+    """Return the replacement that the results of `__func__` run for a module; None if it belongs to another module."""
     replacement = getattr(vars(module).get(REPLICATE), "__self__", None)
     return replacement if isinstance(replacement, Replacement) and replacement.module() is module else None
 
@@ -311,7 +312,7 @@ def foreign_forward(module: nn.Module, *, may_be_wrapped: bool = False) -> str |
 
     An integration of Tigon gives the clause itself, as the attribute `reason_to_keep` of the forward that it assigns.
     With `may_be_wrapped`, a function of transformers that calls the forward of the class does not count. A wrapper
-    of accelerate for mixed precision never counts, nor does one around a replacement that was uninstalled.
+    of accelerate for mixed precision never counts, and neither does a wrapper around an uninstalled replacement.
     """
     current = _assigned_forward(module)
     is_restored = not isinstance(current, Replacement) and leads_to_replacement(current)
@@ -350,7 +351,7 @@ def install(module: nn.Module, recipe: Callable, guard: Any = None) -> Callable[
     if (installed := find_replacement(module)) is not None:
         return exchange(installed, recipe)
     replacement, attributes, slot = Replacement(module, recipe, guard), vars(module), forward_slot(module)
-    # pickle restores attributes in their order, and the forward of accelerate needs the replacement.
+    # pickle restores attributes in this order, and the forward that accelerate has assigned needs the replacement.
     attributes[REPLICATE] = replacement.replicate
     if (cell := wrapped_forward(module)) is not None:
         cell.cell_contents = replacement

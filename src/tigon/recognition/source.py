@@ -78,9 +78,9 @@ def is_unchanged(state: CodeState) -> bool:
 
 
 def cached_by_code(compute: Cached) -> Cached:
-    """Cache the results of a function whose first argument is a function, until that one has other code or is freed.
+    """Cache the results of a function of a function, until its argument has other code or is freed.
 
-    A result must not refer to that function. It may be a `Rewritten`. The attribute `cache_clear` of the decorated
+    A result must not refer to the argument; it may be a `Rewritten`. The attribute `cache_clear` of the decorated
     function empties the cache.
     """
     results: WeakKeyDictionary[FunctionType, tuple[tuple[CodeType, ...], Any]] = WeakKeyDictionary()
@@ -203,7 +203,7 @@ def _clone(node: Any) -> Any:
 
 @dataclass(frozen=True)
 class Rewritten:
-    """The code that takes the place of the innermost function of a function. It does not refer to that function."""
+    """The code that replaces the innermost function of a function. It does not refer to that function."""
 
     code: CodeType
     # The additional functions that the code calls, by name.
@@ -228,7 +228,7 @@ class Rewritten:
 
 
 def compile_definition(definition: ast.FunctionDef, function: FunctionType, helpers: dict[str, Callable]) -> Rewritten:
-    """Return the code of this definition, which is to take the place of the innermost function of `function`.
+    """Return the code of this definition, which replaces the innermost function of `function`.
 
     `helpers` holds the additional functions that the definition calls, by name. They become part of its closure.
     """

@@ -15,8 +15,8 @@ __all__ = ["first_order", "halves", "keep_none_gradients", "may_overwrite_saved"
 def without_autocast(function: Callable) -> Callable:
     """Decorate a function of tensors, such as the backward of an autograd function: autocast is off while it runs.
 
-    Its operations then have the dtypes of its tensors. This matters for a backward pass that the caller runs in a block
-    of autocast, and for operators such as `torch.cat`, which refuse fp16 tensors under autocast to bf16.
+    Its operations then compute in the dtypes of its tensors. This matters if the caller runs the backward pass in a
+    block of autocast, and for operators such as `torch.cat`, which refuse fp16 tensors under autocast to bf16.
     """
 
     @functools.wraps(function)
@@ -51,7 +51,7 @@ def first_order(backward: Callable) -> Callable:
 
 
 def halves(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the two halves of the last dimension of x, for eager code that autograd differentiates.
+    """Return the two halves of x along its last dimension. Use this in place of `chunk` in eager code with gradients.
 
     The backward of `chunk` joins the gradients by `torch.cat`, which refuses fp16 tensors under autocast to bf16.
     """

@@ -60,9 +60,10 @@ HOOK_ORIGINS = (
     HookOrigin("transformers.utils.output_capturing", keeps_values=False, may_run_twice=True),
 )
 
-# The attributes that accelerate sets on a module. `add_hook_to_module` sets the hook, and the forward that it wraps.
-# `Accelerator.prepare` stores the forward that it wraps for mixed precision. Seen in accelerate 1.14 and 1.15. An
-# accelerate with other names counts as a library that has replaced the forward, so the module stays stock.
+# The attributes that accelerate sets on a module. `add_hook_to_module` sets the first two: the hook, and the forward
+# that it wraps. `Accelerator.prepare` sets the third: the forward that it wraps for mixed precision. Seen in accelerate
+# 1.14 and 1.15. A version of accelerate with other names counts as a library that has replaced the forward, so the
+# module stays stock.
 WRAPPER_ATTRIBUTES = WRAPPER_HOOK, WRAPPED_FORWARD, ORIGINAL_FORWARD = "_hf_hook", "_old_forward", "_original_forward"
 # The attributes that may hold the forward that the author of the module wrote, or one that replaces it.
 FORWARD_SLOTS = "forward", WRAPPED_FORWARD

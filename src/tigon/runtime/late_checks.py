@@ -1,8 +1,8 @@
-"""Checks of values on a GPU, for which the host does not wait and which do not end the process's use of the GPU.
+"""Checks of values on a GPU. The host does not wait for them, and the process can use the GPU after a failed check.
 
-An assertion in a kernel destroys the CUDA context: every later operation of the process fails. A comparison on the host
-makes it wait. `check_later` does neither: the caller multiplies its loss or gradient by the result, which is NaN if the
-check fails, and a later call raises the error.
+After a failed assertion in a kernel, every later CUDA call of the process fails. A comparison on the host is a host
+synchronisation. `check_later` avoids both: the caller multiplies its loss or gradient by the result, which is NaN if
+the check fails, and a later call raises the error.
 """
 
 import builtins
@@ -22,15 +22,15 @@ __all__ = ["check_later", "raise_earlier"]
 class _Check(NamedTuple):
     # [], bool, in pinned memory
     holds: Tensor
-    # After this event, the value is in `holds`.
+    # When this event has completed, `holds` has its value.
     copied: torch.cuda.Event
     error: str
     message: str
 
 
-# The checks whose values were not on the host at the last call, oldest first. The replicas of `nn.DataParallel` call
-# the functions of this module in several threads.
+# The checks whose values have not been read yet, oldest first.
 _pending: collections.deque[_Check] = collections.deque()
+# The replicas of `nn.DataParallel` call the functions of this module in several threads.
 _lock = threading.Lock()
 
 
@@ -38,8 +38,9 @@ _lock = threading.Lock()
 def check_later(holds: Tensor, error: str, message: str) -> Tensor:
     """Return 1.0 if `holds` [], bool, is true, and NaN if it is false, in fp32.
 
-    If it is false, a call on a CPU raises the error. On a GPU, the first call of a function of this module that finds
-    the value on the host raises it. While a CUDA graph is captured, and on other devices, NaN is all that is left.
+    If it is false, a call on a CPU raises the error. On a GPU, a later call of a function of this module raises it, the
+    first one for which the value has reached the host. While a CUDA graph is captured, and on other devices, the only
+    sign of a failed check is NaN.
 
     Args:
         holds: The result of the check.
@@ -60,7 +61,7 @@ def check_later(holds: Tensor, error: str, message: str) -> Tensor:
 
 
 def raise_earlier() -> None:
-    """Raise the error of an earlier check on a GPU that failed, as far as its value is known without waiting."""
+    """Raise the error of a failed earlier check on a GPU if its value has reached the host. This never waits."""
     if not _pending or torch.cuda.is_current_stream_capturing():
         return
     with _lock:

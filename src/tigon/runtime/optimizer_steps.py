@@ -1,7 +1,7 @@
 """The number of steps that the optimizers of this process have taken.
 
-FSDP and DeepSpeed write gathered weights without a change of their version, but they write new values only after an
-optimizer has stepped. A value that was computed from weights is therefore outdated if this number has changed.
+FSDP and DeepSpeed write gathered weights without changing the version of the tensor, but they write new values only
+after an optimizer has stepped. A value that was computed from weights is therefore outdated if this number has changed.
 """
 
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -11,7 +11,7 @@ from tigon.runtime.torch_private.autograd import backward_id
 __all__ = ["count_step_in_backward", "count_steps", "step_count"]
 
 _count = 0
-# The backward pass in which parameters have stepped since the number was last raised, or None.
+# The id of a backward pass in which parameters have stepped, and which is not counted yet. It is None otherwise.
 _stepping_backward: int | None = None
 _has_hook = False
 
@@ -30,10 +30,10 @@ def count_steps() -> None:
 
 
 def count_step_in_backward() -> None:
-    """Count a step of one parameter that the running backward pass takes, without the hooks of its optimizer.
+    """Count the step that one parameter takes inside the running backward pass, which calls no hooks of the optimizer.
 
-    All steps of a backward pass count as one, and only after it. The copies of weights that the pass itself still needs
-    stay in use, because a parameter steps when nothing in this pass needs its old value.
+    All steps of a backward pass count as one step, which is counted after the pass. The pass may therefore go on using
+    copies of its weights: a parameter steps only when this pass no longer needs its old value.
     """
     global _stepping_backward
     step_count()

@@ -71,7 +71,7 @@ def _installed_version(package: str) -> str | None:
 
 
 def install_command(extra: str) -> str:
-    """Return the command that installs Tigon with an extra. No package index has Tigon, so pip reads a checkout.
+    """Return the command that installs Tigon with an extra from a checkout, because Tigon is not on a package index.
 
     >>> install_command("trl")
     "pip install '.[trl]' in a checkout of Tigon"

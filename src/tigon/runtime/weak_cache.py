@@ -1,7 +1,7 @@
 """Cache results about a class, a function or a code object for as long as that object lives.
 
-`functools.cache` keeps its arguments for ever. A process that builds many models, each with classes of its own, would
-therefore keep all of these classes, and everything that they refer to.
+`functools.cache` never frees its arguments. A process that builds many models, each with its own classes, would
+therefore keep all of these classes in memory, and everything that they refer to.
 """
 
 import functools
@@ -17,7 +17,7 @@ _WEAK = type, types.FunctionType, types.CodeType
 
 
 def weak_key(value: Any) -> Any:
-    """Return a value that is equal for equal arguments, and refers weakly to the classes and functions in a tuple."""
+    """Return a key that is equal for equal values and refers only weakly to their classes, functions and code."""
     if isinstance(value, tuple):
         return tuple(map(weak_key, value))
     return weakref.ref(value) if isinstance(value, _WEAK) else value
@@ -26,7 +26,7 @@ def weak_key(value: Any) -> Any:
 def cached_weakly(compute: Cached) -> Cached:
     """Cache the results of a function until its first argument, a class, a function or a code object, is freed.
 
-    A result must not refer to that object: such a result would never be freed. The attribute `cache_clear` of the
+    A result must not refer to that object, because it would then never be freed. The attribute `cache_clear` of the
     decorated function empties the cache.
     """
     results: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()

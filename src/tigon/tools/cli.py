@@ -146,7 +146,7 @@ def _sigterm_interrupts() -> Iterator[None]:
 def _fail(message: str) -> NoReturn:
     """Print a message, and end with the exit code for mistakes of the user.
 
-    A terminal breaks the message at spaces. A file or a pipe gets it in one line.
+    For a terminal, lines break at spaces. A file or a pipe gets the message in one line.
     """
     line = " ".join(message.split())
     if sys.stderr.isatty():
@@ -268,10 +268,10 @@ def make_console() -> "Console":
 
 @contextlib.contextmanager
 def show_progress(text: str) -> Iterator[Callable[[str], None]]:
-    """Show on standard error what a block does, and yield a function that shows its next stage.
+    """Show the progress of a block on standard error, and yield a function that shows the text of the next stage.
 
-    A terminal shows the current stage and the seconds since the block began, until the block ends. A file or a pipe
-    gets a line for each stage.
+    A terminal shows the current stage and the time since the block began, until the block ends. A file or a pipe gets
+    a line for each stage.
     """
     if not sys.stderr.isatty():
         say = lambda stage: print(f"{stage} ...", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Configs of well-known decoders by name, with their public sizes, and of a tiny one. They need no network."""
+"""Configs of well-known decoders with their public sizes, and of a tiny decoder, by name. They need no network."""
 
 from typing import Any
 
@@ -177,9 +177,9 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def find_preset(name: str) -> dict[str, Any] | None:
-    """Return the fields of the config of a preset, or None. Upper and lower case are the same.
+    """Return the fields of the config of a preset, or None if there is no such preset. Case does not matter.
 
-    `tigon.tools.inspect.build.find_config` makes configs of them.
+    `tigon.tools.inspect.build.find_config` creates a config from these fields.
 
     >>> find_preset("llama-3-8b")["hidden_size"], find_preset("llama")
     (4096, None)

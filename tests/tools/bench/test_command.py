@@ -63,7 +63,7 @@ def test_a_run_writes_json_markdown_and_pictures(run, tmp_path):
 
     assert report["schema"] == 1
     assert (report["machine"]["type"], report["machine"]["runs_kernels"]) == ("cpu", False)
-    says_references = "no kernels run here: the rows of Tigon are its references in torch"
+    says_references = "no kernels run here: the rows of Tigon measure its references in torch"
     assert says_references in report["machine"]["name"]
     assert says_references in " ".join(output.split())
     assert says_references in (out / "bench.md").read_text()

@@ -220,7 +220,8 @@ def distillation_chunks(
         losses.add(part, chunk.rows)
         if dlogits is not None:
             if not x.is_cuda:
-                # The bf16 products of oneDNN read beyond the ends of rows, where halves of fp32 numbers may be NaN.
+                # The bf16 products of oneDNN read beyond the ends of rows. Between rows that are not contiguous, they
+                # would find parts of fp32 numbers, which may be NaN in bf16.
                 dlogits = dlogits.contiguous()
             hidden = without_ignored(chunk.x, chunk.target, options.ignore_index) if rows is None else chunk.x
             gradients.add(chunk._replace(x=hidden, logits=dlogits), weight)

@@ -13,9 +13,9 @@ forward computes
     dx = dlogits W,   dW += dlogits^T x              two products
 
 and backward multiplies dx and dW by the upstream gradient of the loss. f always takes the log-probabilities of the
-whole batch, with placeholders for those of later parts, on which g does not depend. The call for the last part returns
-the loss and its metrics. If a part would not fit, or if the loss is no sum over parts, `linear_log_probs` computes all
-log-probabilities first, and the logits again in backward: four products.
+whole batch. Those of later parts are placeholders, on which the g of this part does not depend. The call for the last
+part returns the loss and its metrics. If a unit does not fit into the budget, or if the loss is no sum over units,
+`linear_log_probs` computes all log-probabilities first, and the logits again in backward: four products.
 
 Shapes: T tokens (all leading dimensions of the targets), N sequences of L tokens, H hidden, V vocabulary.
 """
@@ -54,8 +54,8 @@ __all__ = ["eager_linear_loss", "linear_loss"]
 
 GROUPS = ("token", "sequence", "pair", "batch")
 NO_SUM = (
-    "linear_loss: the loss of loss_fn must be a sum over the units of group={group!r}, got one whose gradients for a "
-    "unit change with the values of other units, or from call to call; group='batch' takes any loss"
+    "linear_loss: the loss of loss_fn must be a sum over the units of group={group!r}, got a loss whose gradients for "
+    "one unit depend on the values of other units, or change from call to call; group='batch' accepts any loss"
 )
 
 # --- reference -----------------------------------------------------------------------------------
@@ -117,11 +117,11 @@ def linear_loss(
 
     `loss_fn` always takes the whole batch, and is called once for each part. Before the last call, valid tokens of
     later parts have a log-probability of -1 and an entropy of 1. Each call begins with the same random state of torch,
-    so `loss_fn` may draw random numbers: loss and gradients belong to the same numbers, and the state afterwards is
-    that after one call. Other side effects happen once for each part.
+    so `loss_fn` may draw random numbers: all calls draw the same ones, and the state afterwards is the one after a
+    single call. Other side effects happen once for each part.
 
-    If the gradients of a call show that the promise does not hold, a ValueError is raised on a CPU. On a GPU, where the
-    host does not wait for the result, the loss and all gradients are NaN, and a later call raises the error.
+    If the gradients of a call show that the promise does not hold, a ValueError is raised on a CPU. On a GPU, the host
+    does not wait for this check: the loss and all gradients are NaN, and a later call raises the error.
 
     Args:
         hidden: [..., H] hidden states, fp32 | bf16 | fp16.
@@ -135,7 +135,7 @@ def linear_loss(
             log-probabilities are [T], and so are arguments that begin with the dimensions of `targets`. "sequence":
             they are [N, L]. "pair": they are [N, L], where the first half are the chosen sequences and the second half
             the rejected ones. "batch": they have the shape of `targets`, and the loss needs the whole batch at once.
-        reduction: "mean" or "sum". Both compute what `loss_fn` returns.
+        reduction: "mean" or "sum". This has no effect: the loss is always the one that `loss_fn` returns.
         bias: [V].
         temperature, softcap, logit_scale, ignore_index: As in `linear_log_probs`. Ignored tokens have a log-probability
             and an entropy of zero, whatever the loss does with them, and get no gradient.
@@ -252,6 +252,8 @@ def _check_sequences(op: str, targets: Tensor, group: Group, cu_seqlens: Tensor 
 
 
 class _Parts(NamedTuple):
+    """The division of a batch into parts."""
+
     # The rows of each part.
     rows: list[Rows]
     # Whether dW is summed in fp32.
@@ -263,7 +265,7 @@ def _divide(
     cu_seqlens: Tensor | None, may_wait: bool, max_logits_mib: float | None, acc_dtype: torch.dtype | None,
     needs: Needs,
 ) -> _Parts | None:  # fmt: skip
-    """Return the parts of a batch; None if a unit exceeds the budget, or if its size is not known."""
+    """Return the parts of a batch; None if a unit exceeds the budget, or if the host must not wait for the sizes."""
     # Without kernels, a part takes two fp32 values per logit in addition to the logit itself.
     logit_bytes = x.element_size() + (0 if runs_kernels(x) else 8)
     config = ChunkConfig.choose(ChunkProblem(len(weight), logit_bytes, device_kind(x)), device_of(x))

@@ -34,11 +34,11 @@ __all__ = ["LinearLoss", "LossFunction", "LossProblem", "LossResult", "call_on_b
 
 LossFunction = Callable[..., Any]
 
-# The gradient of a token may differ between two calls by this share of the largest gradient. The values on which it
-# depends are the same in both calls, so the difference is the rounding error of sums whose order varies, about 1e-6.
+# The gradient of a token may differ between two calls by this fraction of the largest gradient. The values on which it
+# depends are the same in both calls, so only the order of sums may differ, whose rounding errors are about 1e-6.
 LARGEST_DIFFERENCE = 1e-4
 
-# The values of tokens that are not computed yet. At a log-probability of 0, the logarithm of 1 - p would be infinite.
+# The values of tokens that are not computed yet. A log-probability of 0 would make log(1 - p) infinite.
 PLACEHOLDERS = {"log_probs": -1.0, "entropy": 1.0, "log_sum_sq_probs": -1.0}
 
 
@@ -73,7 +73,7 @@ def _differentiate(
 ) -> tuple[Any, list[Tensor]]:
     """Return the result of the function, and the gradients of its loss for `values`.
 
-    The graph of the last result stays, because arguments of the function may need gradients.
+    The graph of the last call is kept, because arguments of the function may need gradients.
     """
     with torch.enable_grad():
         leaves = [value.detach().requires_grad_() for value in values]
@@ -89,7 +89,7 @@ _gradients = without_autocast(torch.autograd.grad)
 
 
 def _random_state(device: torch.device) -> Callable[[], None]:
-    """Return a function that sets the random state of the CPU and of the device to that of now.
+    """Return a function that restores the current random state of the CPU and of the device.
 
     The state of the GPU cannot be read while a CUDA graph is captured.
     """
@@ -111,7 +111,7 @@ def _random_state(device: torch.device) -> Callable[[], None]:
 class LossProblem(NamedTuple):
     """Everything that a call requests, except the tensors that get gradients."""
 
-    # This calls the loss function with values [T] of all tokens.
+    # A function that calls the loss function with values [T] of all tokens.
     call: Callable[[list[Tensor]], Any]
     # The rows of each part.
     parts: list[Rows]
@@ -126,10 +126,10 @@ class LossProblem(NamedTuple):
 class LossResult(NamedTuple):
     """The results of `compute_loss`."""
 
-    # what the loss function returned for the whole batch
+    # The value that the loss function returned for the whole batch.
     result: Any
     gradients: Gradients
-    # [], bool: whether the loss is a sum over the parts; None if there is only one part
+    # [], bool: True if the loss is a sum over the parts. It is None if there is only one part.
     is_sum: Tensor | None
 
 
@@ -187,7 +187,7 @@ def _length(rows: Rows) -> int:
 
 
 def _agree(used_gradients: list[Tensor], gradients: list[Tensor], is_valid: Tensor) -> Tensor:
-    """Return whether the gradients of all valid tokens are those that were used. Others may be infinite or NaN."""
+    """Return whether the gradients that were used are those of the last call, for all valid tokens with finite ones."""
     agreements = []
     for used, exact in zip(used_gradients, gradients, strict=True):
         is_compared = is_valid & exact.isfinite()
@@ -200,7 +200,7 @@ def _agree(used_gradients: list[Tensor], gradients: list[Tensor], is_valid: Tens
 
 
 class LinearLoss(torch.autograd.Function):
-    """Return a zero whose gradients for x, weight and bias are the given ones."""
+    """Return a zero that has the gradients dx, dw and db for x, weight and bias."""
 
     @staticmethod
     def forward(

@@ -1,7 +1,7 @@
 """The division of a batch into parts, for each of which `linear_loss` computes the logits once.
 
-A unit is what must stay in one part, because its loss couples its tokens: a block of tokens, a sequence, or a pair of
-sequences. A part has one or more units in a row, and its logits fit into the budget.
+A unit is a set of tokens that must stay in one part: a sequence or a pair of sequences, whose loss couples its tokens,
+or a block of tokens. A part has one or more consecutive units, and its logits fit into the budget.
 
 Shapes: T tokens, N sequences of L tokens each (or packed ones of any length), P = N / 2 pairs: sequences 0..P-1 are the
 chosen ones, P..N-1 the rejected ones.
@@ -46,8 +46,8 @@ def find_units(
         rows: The indices of the computed tokens, in order; None if all are computed.
         count: The number of computed tokens.
         token_limit: The largest number of computed tokens of a part.
-        cu_seqlens: [N + 1], the boundaries of packed sequences, or None. Tokens before the first sequence count to it,
-            and those after the last one to that.
+        cu_seqlens: [N + 1], the boundaries of packed sequences, or None. Tokens before the first sequence belong to its
+            unit, and tokens after the last sequence belong to the unit of that sequence.
     """
     tokens = shape.numel()
     if group == "batch" or not tokens:
@@ -64,7 +64,7 @@ def find_units(
         if rows is not None:
             offsets = torch.searchsorted(rows, torch.tensor(offsets, device=rows.device)).tolist()
     if len(offsets) == 1 or offsets != sorted(offsets):
-        # There is no sequence, or boundaries that decrease.
+        # There is no sequence, or the boundaries decrease.
         return Units("batch", [count], [0, count])
     offsets[0], offsets[-1] = 0, count
     sizes = [last - first for first, last in itertools.pairwise(offsets)]

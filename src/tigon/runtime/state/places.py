@@ -147,7 +147,7 @@ class Reach:
 
     @property
     def own_settings(self) -> set[str]:
-        """Return the names of the attributes of the module itself that the code may read, except tensors."""
+        """Return the names of the module's own attributes that the code may read, except those that hold tensors."""
         return {place.name for place in self.places if place.owner is None and place.how == "item"}
 
     def checker(self) -> Callable[[], bool]:

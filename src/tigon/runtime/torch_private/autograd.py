@@ -44,8 +44,8 @@ keeps_graph: Callable[[], bool] = getattr(_C._autograd, "_get_current_graph_task
 # `tigon.lean(offload=True)` refuse to run.
 backward_id: Callable[[], int] = find("_C._current_graph_task_id")
 
-# True in a block of autocast for any device. Small models wait for the host, and this call takes a tenth of the time
-# that the search for the device of a tensor takes. Seen in 2.8 to 2.13. Without it: that search.
+# True in a block of autocast for any device. This call takes a tenth of the time of the search for a tensor's device,
+# which matters for small models, whose steps are bound by the host. Seen in 2.8 to 2.13. Without it: that search.
 is_any_autocast_enabled: Callable[[], bool] = getattr(_C, "_is_any_autocast_enabled", lambda: True)
 
 # The innermost hooks of `torch.autograd.graph.saved_tensors_hooks` in this thread, as (pack, unpack), or None. The

@@ -5,7 +5,8 @@
     schema      1
     versions    {package: version}, with that of Python
     machine     type "cpu" or "cuda", name, runs_kernels, and the properties that matter: threads or multiprocessors,
-                memory, L2 cache. Without kernels, Tigon's rows are its references in torch, and the name says so.
+                memory, L2 cache. If no kernels run, the rows of Tigon measure its references in torch, as the name
+                says.
     roofline    bytes_per_second, flops_per_second: as measured before the cases
     settings    rounds, quick, interrupted, cases (names), seconds; with --against its ref, commit, title and provider
     rows        a list of `runner.BenchRow`, one for each provider of each case, in the order in which they ran
@@ -63,7 +64,7 @@ PEERS = ("unsloth", "cut-cross-entropy", "fla-core", "quack-kernels", "nvidia-cu
 # The columns of the summary that are aligned to the left.
 SUMMARY_LEFT = ("case", "best peer")
 
-NO_KERNELS = " (no kernels run here: the rows of Tigon are its references in torch)"
+NO_KERNELS = " (no kernels run here: the rows of Tigon measure its references in torch)"
 _LEGEND = (
     "Forward + backward, medians. Kernel ms: the sum over the GPU kernels; host ms: until the call returns; wall ms: "
     "until the device is done; peak MiB: above the inputs; % roofline: floor / time (it exceeds 100 where an op reads "

@@ -67,8 +67,8 @@ def _introduce(console: "Console", plan: "DemoPlan") -> None:
     job, corpus, tokens = plan.first.job, plan.corpus, plan.tokens
     preset = plan.first.preset
     console.print(
-        f"[bold]{plan.model_class}[/], {plan.parameters / 1e6:,.1f}M parameters in the shape of the demo, random "
-        f"weights, {preset.dtype}, on {escape(device_name(job.device))}"
+        f"[bold]{plan.model_class}[/], {plan.parameters / 1e6:,.1f}M parameters (sizes of the demo), random weights, "
+        f"{preset.dtype}, on {escape(device_name(job.device))}"
     )
     excerpt = f", its first {corpus.characters / 1e6:.0f} MB" if corpus.is_truncated else ""
     cache_note = ", cached" if tokens.is_cached else ""

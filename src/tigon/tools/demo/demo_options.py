@@ -18,8 +18,8 @@ class DemoOptions:
     model_type: Annotated[
         str,
         typer.Option(
-            help="Type of the decoder to train, in the shape of the demo: llama, qwen3, gemma2, mistral, phi3, qwen2, "
-            "gemma, ..., or a preset (Llama-3-8B, ...) of this type."
+            help="Type of the decoder to train: llama, qwen3, gemma2, mistral, phi3, qwen2, gemma, ..., or a preset "
+            "(Llama-3-8B, ...), which stands for its type. The demo sets all sizes."
         ),
     ] = "llama"
     steps: Annotated[int | None, typer.Option(help="Training steps of each run.", show_default="by device")] = None

@@ -82,11 +82,11 @@ def default_config(model_type: str) -> Any:
 
 
 def find_config(model: str, *, trust_remote_code: bool = False) -> Any:
-    """Return the config that a name stands for. Every command that takes a model finds it here.
+    """Return the config for the name of a model. All commands that load a config by name use this function.
 
     Args:
         model: A file, a folder with a config.json, a preset, a model type (its defaults), or the name of a repository
-            on the hub (owner/name). If a name is several of these, the first one counts.
+            on the hub (owner/name). If a name matches several of these, the first one is used.
         trust_remote_code: Whether code of the repository may run.
 
     Raises:

@@ -174,7 +174,7 @@ def _check_plot(path: Path) -> None:
 
 
 def _plan_levels(config: Any, settings: Any, trust_remote_code: bool, has_plot: bool) -> list:
-    """Plan all levels, and show which one is counted. A plot needs steps of several lengths."""
+    """Plan all levels, and show the current stage. A plot needs steps at several lengths of the sequence."""
     from tigon.tools.plan import planner
     from tigon.tools.plan.plot import lengths
 

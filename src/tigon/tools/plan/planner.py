@@ -265,7 +265,7 @@ def plan(
         lengths: Further lengths of sequences at which a step is counted, for `LevelPlan.by_length`. Lengths beyond the
             positions of the model are omitted.
         search: Whether to search for the largest batch.
-        show: A function that gets a sentence about each stage before it begins.
+        show: A function that is called with a text about each stage before the stage begins.
 
     Raises:
         TooLong: The model has a table of positions that ends before the sequence does.

@@ -81,7 +81,7 @@ class TrainPlan:
 
 
 def model_config(model: str, layers: int | None = None) -> "PretrainedConfig":
-    """Return the config of a model that every command accepts, with its first `layers`.
+    """Return the config that `find_config` finds for a name, with only the first `layers` layers.
 
     Raises:
         ValueError: there is no such model, transformers has no causal language model for it, or it has fewer layers.
