@@ -57,6 +57,13 @@ CLASSES = {
         "config layer_idx=None is_shared_mlp=False",
         "x",
     ),
+    "LigerMHC": (
+        (
+            "layer hc c tmax=20 rms_eps=1e-06 pre_eps=0.0 sinkhorn_eps=1e-06 post_mult=2.0 phi_dtype=torch.float16 "
+            "allow_fp32=False"
+        ),
+        "x",
+    ),
     "LigerMegatronCrossEntropy": (
         (
             "ignore_index=-100 label_smoothing=0.0 reduction='none' label_smoothing_formula='megatron' "
@@ -304,6 +311,17 @@ CLASSES = {
 
 # The parameters of the functions of a module, by the module and the name.
 FUNCTIONS = {
+    "transformers.functional.liger_mhc_apply": "x f_out h_pre h_post h_res return_x_in=False",
+    "transformers.functional.liger_mhc_coeffs": (
+        "x phi b alpha_pre alpha_post alpha_res allow_fp32=False tmax=20 rms_eps=1e-06 pre_eps=0.0 sinkhorn_eps=1e-06 "
+        "post_mult=2.0"
+    ),
+    "transformers.functional.liger_mhc_forward": (
+        "x layer phi b alpha_pre alpha_post alpha_res allow_fp32=False tmax=20 rms_eps=1e-06 pre_eps=0.0 "
+        "sinkhorn_eps=1e-06 post_mult=2.0 return_coeffs=False"
+    ),
+    "transformers.functional.liger_mhc_post_res": "x f_out h_post h_res",
+    "transformers.functional.liger_mhc_pre": "x h_pre",
     "transformers.qwen2vl_mrope.liger_multimodal_rotary_pos_emb": "q k cos sin mrope_section unsqueeze_dim=1",
     "transformers.rope.liger_rotary_pos_emb": "q k cos sin position_ids=None unsqueeze_dim=1 rotary_dim=None",
     "transformers.rope.liger_rotary_pos_emb_gpt_oss": "q k cos sin",
@@ -410,6 +428,11 @@ FUNCTIONS = {
 
 # The parameters of `apply` of the classes of liger_kernel.ops.
 OPS = {
+    "LigerMHCCoeffsFunction": (
+        "x phi b alpha_pre alpha_post alpha_res allow_fp32 tmax rms_eps pre_eps sinkhorn_eps post_mult"
+    ),
+    "LigerMHCPostResFunction": "x f_out h_post h_res",
+    "LigerMHCPreFunction": "x h_pre",
     "LigerEmbeddingFunction": "embeddings indices",
     "LigerFusedCETVDFunction": "student_logits teacher_logits target ignore_index=-100",
     "LigerFusedGateUpSiLUMulFunction": "y in_place=False",

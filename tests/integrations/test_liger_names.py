@@ -40,7 +40,12 @@ liger_kernel.transformers.trainer_integration: _apply_liger_kernel
 liger_kernel.transformers.experimental.embedding: LigerEmbedding
 liger_kernel.ops: LigerFusedMoEFunction LigerLlama4RopeFunction
 liger_kernel.ops.fused_ce_tvd: LigerFusedCETVDFunction
-liger_kernel.ops.swiglu: LigerFusedGateUpSiLUMulFunction LigerSiLUMulFunction
+liger_kernel.ops.fused_moe: LigerFusedMoEFunction compute_routing_metadata
+liger_kernel.ops.mhc: LigerMHCCoeffsFunction LigerMHCPreFunction LigerMHCPostResFunction
+liger_kernel.transformers.mhc: LigerMHC
+liger_kernel.transformers.functional: liger_mhc_coeffs liger_mhc_forward
+liger_kernel.ops.swiglu: LigerFusedGateUpSiLUMulFunction LigerSiLUMulFunction _should_tile infer_device_arch
+liger_kernel.chunked_loss.fused_linear_ppo: LigerFusedLinearPPOBase _ChunkedSelectiveLogProbFunction
 liger_kernel.megatron.rms_norm: LigerMegatronRMSNorm
 liger_kernel.utils: infer_device_arch
 """
@@ -63,7 +68,7 @@ def test_names_of_modules_can_be_imported(line):
 @pytest.mark.parametrize(
     ("module", "name", "advice"),
     [
-        ("liger_kernel.transformers", "LigerMHC", "use the layer's own residual streams"),
+        ("liger_kernel.ops.grpo_loss", "GrpoLossFunction", "use triton_grpo_loss"),
         ("liger_kernel.ops.tiled_mlp", "apply_tiled_mlp", "use LigerTiledSwiGLUMLP"),
         ("liger_kernel.transformers.rope", "no_such_name", "use the op of tigon that computes it"),
         ("liger_kernel.utils", "no_such_name", "use the op of tigon that computes it"),
@@ -81,10 +86,10 @@ def test_the_import_of_an_absent_name_says_what_to_use(module, name, advice):
 def test_an_absent_name_is_an_attribute_error_outside_of_an_import():
     import liger_kernel.transformers.rope as module
 
-    assert not hasattr(module, "LigerMHC")
+    assert not hasattr(module, "apply_tiled_mlp")
     assert getattr(module, "no_such_name", None) is None
-    with pytest.raises(AttributeError, match="use the layer's own residual streams"):
-        _ = module.LigerMHC
+    with pytest.raises(AttributeError, match="use LigerTiledSwiGLUMLP"):
+        _ = module.apply_tiled_mlp
     assert importlib.util.find_spec("liger_kernel.no_such_module") is None
     # `dir` names what `inspect.getmembers` and completion look for, without importing it.
     assert "liger_rotary_pos_emb" in dir(module)

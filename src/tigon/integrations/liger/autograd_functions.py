@@ -11,12 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tigon.integrations.frameworks import token_losses
-from tigon.integrations.liger import dispatched, divergences, functional, rare
+from tigon.integrations.liger import dispatched, divergences, functional, hyper_connections, rare
+from tigon.ops.experts.choice_order import route
 from tigon.ops.experts.moe_mlp import moe_mlp
 from tigon.ops.logits.cross_entropy import cross_entropy as tigon_cross_entropy
 from tigon.ops.mlps.glu import swiglu
 
-__all__ = ["FUNCTIONS", "LigerVocabParallelCrossEntropy"]
+__all__ = ["FUNCTIONS", "LigerVocabParallelCrossEntropy", "compute_routing_metadata"]
 
 
 # --- functions whose arguments differ from those of `liger_kernel.transformers.functional` ---------
@@ -105,6 +106,36 @@ def _fused_moe(
 ) -> Tensor:
     """Return `tigon.moe_mlp` of x [T, H] for the K experts of each token."""
     return moe_mlp(x, gate_up_proj, down_proj, top_k_index, top_k_weights)
+
+
+def compute_routing_metadata(topk_indices: Tensor, E: int, block_m_token: int = 64) -> tuple[Tensor, ...]:
+    """Return the rows of the choices [T, K] sorted by expert, all in int32.
+
+    Returns:
+        the number of rows [E] of each expert, and the first row of each and the end [E + 1]; the token [T K] and the
+        choice [T K] of each row, and the row [T K] of each choice; the first row and the expert of each tile of
+        `block_m_token` rows.
+    """
+    routing = route(topk_indices, E)
+    starts = F.pad(routing.ends, (1, 0))
+    counts = starts.diff()
+    tiles = (counts + block_m_token - 1) // block_m_token
+    expert = torch.arange(E, device=starts.device).repeat_interleave(tiles)
+    tile = torch.arange(len(expert), device=starts.device) - (tiles.cumsum(0) - tiles)[expert]
+    token = routing.order // topk_indices.shape[1]
+    rows = token, routing.order, routing.slot.flatten(), starts[expert] + tile * block_m_token, expert
+    return counts, starts, *(row.int() for row in rows)
+
+
+def _mhc_coeffs(
+    x: Tensor, phi: Tensor, b: Tensor, alpha_pre: Tensor, alpha_post: Tensor, alpha_res: Tensor, allow_fp32: bool,
+    tmax: int, rms_eps: float, pre_eps: float, sinkhorn_eps: float, post_mult: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return the coefficients of hyper-connections in fp32; see `LigerMHC`."""
+    return hyper_connections.liger_mhc_coeffs(
+        x, phi, b, alpha_pre, alpha_post, alpha_res, allow_fp32=allow_fp32, tmax=tmax, rms_eps=rms_eps,
+        pre_eps=pre_eps, sinkhorn_eps=sinkhorn_eps, post_mult=post_mult,
+    )  # fmt: skip
 
 
 def _gate_up_silu_mul(y: Tensor, in_place: bool = False) -> Tensor:
@@ -239,6 +270,9 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "LigerKLDivLossFunction": _kl_div,
     "LigerLayerNormFunction": functional.liger_layer_norm,
     "LigerLlama4RopeFunction": _llama4_rope,
+    "LigerMHCCoeffsFunction": _mhc_coeffs,
+    "LigerMHCPostResFunction": hyper_connections.liger_mhc_post_res,
+    "LigerMHCPreFunction": hyper_connections.liger_mhc_pre,
     "LigerModulatedRMSNormFunction": functional.liger_modulated_rms_norm,
     "LigerMultiTokenAttentionFunction": functional.liger_multi_token_attention,
     "LigerPolyNormFunction": functional.liger_poly_norm,

@@ -13,7 +13,7 @@ from torch import distributed
 __all__ = [
     "_infer_amd_arch", "_infer_npu_arch", "_infer_nvidia_arch", "_infer_xpu_arch", "get_total_gpu_memory",
     "infer_comm_backend", "infer_device", "infer_device_arch", "is_npu_available", "is_peft_available",
-    "transformers_version_dispatch",
+    "should_tile", "transformers_version_dispatch",
 ]  # fmt: skip
 
 
@@ -91,6 +91,12 @@ def infer_device_arch(device_id: int = 0) -> str:
     except Exception:
         return device
     return arch
+
+
+def should_tile(n_cols: int) -> bool:
+    """Return whether Liger's SwiGLU divides rows of this size into tiles. `tigon.swiglu` has one kernel for all."""
+    functions = sys.modules.get("liger_kernel.ops.swiglu") or sys.modules[__name__]
+    return n_cols > 8192 and bool(functions.infer_device_arch().startswith("blackwell"))
 
 
 def infer_comm_backend() -> str:

@@ -8,8 +8,9 @@ Shapes: N sequences, of which the first half are the chosen ones if they are pai
 V vocabulary.
 """
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +25,7 @@ from tigon.ops.head.linear_loss import linear_loss
 
 __all__ = [
     "LigerFusedLinearDistillationBase", "LigerFusedLinearPPOBase", "LigerFusedLinearPreferenceBase",
-    "LigerFusedLinearUnpairedPreferenceBase",
+    "LigerFusedLinearUnpairedPreferenceBase", "_ChunkedSelectiveLogProbFunction", "_selective_logprob_backward",
 ]  # fmt: skip
 
 # More arguments than any `forward` of a subclass has. torch ignores surplus gradients that are None.
@@ -185,6 +186,55 @@ class LigerFusedLinearUnpairedPreferenceBase(_LossBase):
             )  # fmt: skip
 
         return _with_gradients(cls, ctx, (_input, weight, bias), compute)
+
+
+class _ChunkedSelectiveLogProbFunction(torch.autograd.Function):
+    """Log-probabilities [T] of the targets by `tigon.linear_log_probs`. Backward calls Liger's function by its name."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, temperature: float,
+        vocab_chunk_size: int,
+    ) -> Tensor:  # fmt: skip
+        """Return the log-probabilities. `vocab_chunk_size` has no effect."""
+        ctx.save_for_backward(hidden, weight, targets, bias)
+        ctx.temperature, ctx.vocab_chunk_size = temperature, vocab_chunk_size
+        return LigerFusedLinearPPOBase.chunk_forward(hidden, weight, targets, bias, temperature)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of the hidden states, and those that are needed of the weight and the bias."""
+        hidden, weight, targets, bias = ctx.saved_tensors
+        # A program may have put a function of its own into Liger's module.
+        functions = sys.modules.get("liger_kernel.chunked_loss.fused_linear_ppo") or sys.modules[__name__]
+        dhidden, dweight, dbias = functions._selective_logprob_backward(
+            hidden=hidden, weight=weight, targets=targets, bias=bias, log_z=None, grad_logprobs=grad_output[0],
+            temperature=ctx.temperature, vocab_chunk_size=ctx.vocab_chunk_size,
+            compute_grad_weight=ctx.needs_input_grad[1], compute_grad_bias=ctx.needs_input_grad[3],
+        )  # fmt: skip
+        return dhidden, dweight, None, dbias, None, None
+
+
+def _selective_logprob_backward(
+    hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, log_z: Tensor | None, grad_logprobs: Tensor,
+    temperature: float, vocab_chunk_size: int, compute_grad_weight: bool = True, compute_grad_bias: bool = True,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Return the gradients of the hidden states, the weight and the bias; None for those that are not computed.
+
+    `log_z` and `vocab_chunk_size` have no effect: `tigon.linear_log_probs` computes the log-probabilities again.
+    """
+    needed = True, compute_grad_weight, compute_grad_bias and bias is not None
+    with torch.enable_grad():
+        leaves = [
+            None if x is None else x.detach().requires_grad_(is_needed)
+            for x, is_needed in zip((hidden, weight, bias), needed, strict=True)
+        ]
+        log_probs = LigerFusedLinearPPOBase.chunk_forward(
+            cast(Tensor, leaves[0]), cast(Tensor, leaves[1]), targets, leaves[2], temperature
+        )
+        computed = [x for x in leaves if x is not None and x.requires_grad]
+        gradients = iter(torch.autograd.grad(log_probs, computed, grad_logprobs))
+    return tuple(next(gradients) if is_needed else None for is_needed in needed)
 
 
 class LigerFusedLinearPPOBase(_LossBase):

@@ -4,6 +4,7 @@ from tigon.integrations.liger.apply import APPLY
 
 __all__ = [
     "FURTHER_CHUNKED_LOSS",
+    "FURTHER_OPS",
     "FURTHER_TRANSFORMERS",
     "LIGER_VERSION",
     "MODULES",
@@ -49,7 +50,7 @@ _LOSS_FUNCTIONS = {
 _LOSS_BASES = {
     f"LigerFusedLinear{name}Base": f"{_HERE}.loss_bases:LigerFusedLinear{name}Base"
     for name in ("Distillation", "PPO", "Preference", "UnpairedPreference")
-}
+} | {name: f"{_HERE}.loss_bases:{name}" for name in ("_ChunkedSelectiveLogProbFunction", "_selective_logprob_backward")}
 _POLICY_FUNCTIONS = {
     name: f"{_HERE}.policy:{name.removeprefix('_')}"
     for name in ("_reduce_grpo_loss", "fused_selective_log_softmax", "get_gamma_weights", "triton_grpo_loss")
@@ -116,6 +117,7 @@ _OPS_MODULES = {
     "kl_div": "LigerKLDivLossFunction",
     "layer_norm": "LigerLayerNormFunction",
     "llama4_rope": "LigerLlama4RopeFunction",
+    "mhc": "LigerMHCCoeffsFunction LigerMHCPostResFunction LigerMHCPreFunction",
     "modulated_rms_norm": "LigerModulatedRMSNormFunction",
     "multi_token_attention": "LigerMultiTokenAttentionFunction",
     "poly_norm": "LigerPolyNormFunction",
@@ -134,6 +136,13 @@ _OPS_BY_MODULE = {
     for module, names in _OPS_MODULES.items()
 }
 _OPS = {name: source for table in _OPS_BY_MODULE.values() for name, source in table.items()}
+# Names of a module of `liger_kernel.ops` that are no autograd functions.
+FURTHER_OPS = {
+    "fused_moe": {"compute_routing_metadata": f"{_HERE}.autograd_functions:compute_routing_metadata"},
+    "swiglu": {
+        "_should_tile": f"{_HERE}.devices:should_tile", "infer_device_arch": f"{_HERE}.devices:infer_device_arch",
+    },
+}  # fmt: skip
 _UTILS = {
     name: f"{_HERE}.devices:{name}"
     for name in (
@@ -142,7 +151,12 @@ _UTILS = {
         "transformers_version_dispatch",
     )
 }  # fmt: skip
+_MHC_FUNCTIONS = {
+    f"liger_mhc_{name}": f"{_HERE}.hyper_connections:liger_mhc_{name}"
+    for name in ("apply", "coeffs", "forward", "post_res", "pre")
+}
 _DIRECT = {
+    "LigerMHC": f"{_HERE}.hyper_connections:LigerMHC",
     "LigerSoftmax": "tigon:Softmax",
     "LigerVocabParallelCrossEntropy": f"{_HERE}.autograd_functions:LigerVocabParallelCrossEntropy",
 }
@@ -174,8 +188,8 @@ FURTHER_TRANSFORMERS = {
 _TRANSFORMERS_MODULES = (
     "auto_model cross_entropy dyt experimental experimental.embedding fused_add_rms_norm fused_ce_tvd "
     "fused_linear_cross_entropy fused_linear_jsd fused_linear_kl_div fused_neighborhood_attention geglu group_norm jsd "
-    "kl_div layer_norm llama4_rope mlp modulated_rms_norm monkey_patch multi_token_attention poly_norm qwen2vl_mrope "
-    "relu_squared rms_norm rope softmax sparsemax swiglu tiled_mlp trainer_integration tvd "
+    "kl_div layer_norm llama4_rope mhc mlp modulated_rms_norm monkey_patch multi_token_attention poly_norm "
+    "qwen2vl_mrope relu_squared rms_norm rope softmax sparsemax swiglu tiled_mlp trainer_integration tvd "
     "vocab_parallel_cross_entropy"
 )
 _MEGATRON = {
@@ -194,9 +208,9 @@ MODULES: dict[str, dict[str, str]] = {
     "liger_kernel.ops.experimental": {},
     "liger_kernel.ops.mlp": {},
     "liger_kernel.ops.tiled_mlp": {},
-    **{f"liger_kernel.ops.{module}": table for module, table in _OPS_BY_MODULE.items()},
+    **{f"liger_kernel.ops.{module}": table | FURTHER_OPS.get(module, {}) for module, table in _OPS_BY_MODULE.items()},
     "liger_kernel.transformers": _TRANSFORMERS,
-    "liger_kernel.transformers.functional": _FUNCTIONAL,
+    "liger_kernel.transformers.functional": _FUNCTIONAL | _MHC_FUNCTIONS,
     **{
         f"liger_kernel.transformers.{module}": _TRANSFORMERS | FURTHER_TRANSFORMERS | _OPS
         for module in _TRANSFORMERS_MODULES.split()
@@ -211,22 +225,13 @@ MODULES: dict[str, dict[str, str]] = {
     **dict.fromkeys(("liger_kernel.ops.grpo_loss", "liger_kernel.transformers.grpo_loss"), _POLICY_FUNCTIONS),
 }
 
-# Hyper-connections mix several residual streams by small matrices, which no model of transformers does.
-_NO_MHC = "use the layer's own residual streams in torch; Tigon has no hyper-connections"
-
 # What to use in place of a name that is not served.
-NOT_SERVED = dict.fromkeys(
-    (
-        "LigerMHC", "LigerMHCCoeffsFunction", "LigerMHCPostResFunction", "LigerMHCPreFunction", "liger_mhc_apply",
-        "liger_mhc_coeffs", "liger_mhc_forward", "liger_mhc_post_res", "liger_mhc_pre",
-    ),
-    _NO_MHC,
-) | {
+NOT_SERVED = {
     "GrpoLossFunction": "use triton_grpo_loss of liger_kernel.transformers.grpo_loss, or tigon.losses",
     "LigerMLPFunction": "use LigerMLP of liger_kernel.transformers, or tigon.swiglu between the linears",
     "LigerTiledMLPFunction": "use LigerTiledSwiGLUMLP or LigerTiledGEGLUMLP of liger_kernel.transformers",
     "apply_tiled_mlp": "use LigerTiledSwiGLUMLP or LigerTiledGEGLUMLP of liger_kernel.transformers",
-}  # fmt: skip
+}
 
 # Modules whose import fails, and what to use in their place.
 _ONE_BACKEND = "use liger_kernel.functional, whose ops run on Tigon's kernels without a choice of back ends"
@@ -235,14 +240,12 @@ NOT_SERVED_MODULES = dict.fromkeys(
 ) | {
     "env_report": "use `tigon env`",
     "ops.experimental.mm_int8int2": "use torch.matmul; Tigon has no product of int8 and int2",
-    "ops.mhc": _NO_MHC,
     **dict.fromkeys(
         ("ops._nvidia_shared", "ops.configure", "ops.fused_moe_kernels", "ops.utils"),
         "use the ops of tigon; Tigon has no kernels under this name",
     ),
     "testing": "use tigon.testing",
     "transformers.fsdp": "use tigon.patch(model), which works with FSDP",
-    "transformers.mhc": _NO_MHC,
     "transformers.model": "use tigon.patch(model), which needs no forward of its own for each type",
     "transformers.trainer": "use trl's ORPOTrainer on a model that tigon.patch has patched",
     "triton": "use tigon; Tigon does not change triton",

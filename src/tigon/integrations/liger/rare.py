@@ -136,13 +136,13 @@ class LigerFusedNeighborhoodAttention(nn.Module):
         super().__init__()
         name = type(self).__name__
         if hidden_size % num_heads:
-            raise ValueError(f"{name}: hidden_size must be divisible by num_heads {num_heads}, got {hidden_size}")
+            raise ValueError(f"{name}: hidden_size {hidden_size} must be divisible by num_heads {num_heads}")
         if kernel_size <= 0:
-            raise ValueError(f"{name}: kernel_size must be positive, got {kernel_size}")
+            raise ValueError(f"{name}: kernel_size {kernel_size} must be positive")
         if kernel_size % 2 == 0:
-            raise ValueError(f"{name}: kernel_size must be odd, got {kernel_size}")
+            raise ValueError(f"{name}: kernel_size {kernel_size} must be odd")
         if dilation < 1:
-            raise ValueError(f"{name}: dilation must be positive, got {dilation}")
+            raise ValueError(f"{name}: dilation {dilation} must be positive")
         self.hidden_size, self.num_heads, self.head_dim = hidden_size, num_heads, hidden_size // num_heads
         self.kernel_size, self.dilation, self.dropout_p = kernel_size, dilation, dropout
         self.scale = 1.0 / math.sqrt(self.head_dim) if scale is None else scale
@@ -155,7 +155,9 @@ class LigerFusedNeighborhoodAttention(nn.Module):
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """Return the attention of x [B, L, H]. A mask is refused, as in Liger."""
         if attention_mask is not None:
-            raise NotImplementedError(f"{type(self).__name__}: attention_mask must be None")
+            raise NotImplementedError(
+                f"{type(self).__name__}: Attention mask is not yet supported; attention_mask must be None"
+            )
         split = lambda x: x.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
         q, k, v = (split(linear(hidden_states)) for linear in (self.q_proj, self.k_proj, self.v_proj))
         y = neighborhood_attention(q, k, v, self.kernel_size, self.dilation, self.scale).transpose(1, 2).flatten(2)
