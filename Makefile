@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 # `make test-transformers` installs this version of transformers into its own venv, by default the newest tested one.
-TRANSFORMERS ?= 5.23.0
+TRANSFORMERS ?= 5.24.0
 DEEPSPEED ?= 0.19.8
 OTHER_VENV := .venv-transformers-$(TRANSFORMERS)
 
@@ -56,7 +56,7 @@ test-thorough: $(STAMP)  ## run the thorough tests: more sizes, chips, models, e
 	$(BIN)/python -m pytest tests --ignore tests/gpu -m thorough $(WORKERS) $(ARGS)
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest $(INTERPRETER_TESTS) -m thorough $(WORKERS) $(ARGS)
 
-test-transformers:  ## test another version of transformers: make test-transformers TRANSFORMERS=5.23.0
+test-transformers:  ## test another version of transformers: make test-transformers TRANSFORMERS=5.24.0
 	test -x $(OTHER_VENV)/bin/python || $(PYTHON) -m venv $(OTHER_VENV)
 	grep -Ev '^(transformers|huggingface_hub|tokenizers|safetensors)==' constraints.txt > $(OTHER_VENV)/constraints.txt
 	$(OTHER_VENV)/bin/pip install --quiet --disable-pip-version-check --editable '.[dev]' \

@@ -164,3 +164,21 @@ def test_sparsemax_of_a_row_without_a_nearest_point_is_nan(value):
     x = torch.tensor([[1.0, 0.5], [0.0, value]], device="cuda")
     assert rare.LigerSparsemax()(x).isnan().any(-1).tolist() == [False, True]
     torch.cuda.synchronize()
+
+
+def test_packed_positions_warn_without_a_host_synchronisation():
+    from tigon.hf.packing import PackingWarning
+
+    hook, module = PackingWarning("packed"), torch.nn.Identity().train()
+    positions = torch.tensor([[0, 1, 2, 0, 1]], device="cuda")
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        torch.cuda._sleep(200_000_000)
+        for _ in range(3):
+            hook(module, (), {"position_ids": positions})
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    with pytest.warns(UserWarning, match="packed"):
+        hook(module, (), {"position_ids": positions})

@@ -26,7 +26,7 @@ def pending(monkeypatch):
     checks = late_checks._pending
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     yield lambda holds, is_done=True, error="RuntimeError", message="the rule": checks.append(
-        late_checks._Check(torch.tensor(holds), Event(is_done), error, message)
+        late_checks._Check(late_checks.LateFlag(torch.tensor(holds), Event(is_done)), error, message)
     )
     checks.clear()
 

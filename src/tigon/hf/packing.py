@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from tigon.hf.transformers_private import is_code_of_base_class, is_stateful, layer_classes, text_config
+from tigon.runtime.device import is_capturing
+from tigon.runtime.late_checks import LateFlag
 
 # The values of `config.layer_types` that stand for layers with a state.
 RECURRENT_TYPES = {"linear_attention", "conv", "mamba", "recurrent"}
@@ -46,17 +48,21 @@ def recurrent_layers(model: nn.Module) -> dict[nn.Module, str]:
     return {module: type(module).__name__ for module in mixers}
 
 
+def _begin_again(positions: Tensor) -> Tensor:
+    """Return, as a tensor [], bool, whether positions decrease within a row."""
+    return (positions[..., 1:] < positions[..., :-1]).any()
+
+
 class PackingWarning:
     """A forward pre-hook that warns once, at the first packed batch of training.
 
-    The check of positions on a GPU is queued in one call, and the next call reads its result, so a call waits only for
-    the work that was queued before it. The hook is an object and not a closure, because a model is pickled together
-    with its hooks.
+    No call waits for a GPU: positions there are checked in one call, and a later call reads the result. The hook is an
+    object and not a closure, because a model is pickled together with its hooks.
     """
 
     def __init__(self, text: str) -> None:
         self.text: str | None = text
-        self.earlier_result: Tensor | None = None
+        self.earlier_result: LateFlag | None = None
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.text is None or torch.compiler.is_compiling() or not (module.training and torch.is_grad_enabled()):
@@ -73,12 +79,11 @@ class PackingWarning:
         # In a padded batch, positions may also decrease at the end of the padding.
         if not isinstance(positions, Tensor) or (isinstance(mask, Tensor) and mask.dim() == 2):
             return False
-        result = (positions[..., 1:] < positions[..., :-1]).any()
-        if result.device.type == "cpu":
-            return bool(result)
-        if result.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if not positions.is_cuda:
+            return positions.device.type == "cpu" and bool(_begin_again(positions))
+        if is_capturing(positions) or (self.earlier_result is not None and not self.earlier_result.is_known()):
             return False
-        earlier_result, self.earlier_result = self.earlier_result, result
+        earlier_result, self.earlier_result = self.earlier_result, LateFlag.copy(_begin_again(positions))
         return earlier_result is not None and bool(earlier_result)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -8,7 +8,7 @@ the check fails, and a later call raises the error.
 import builtins
 import collections
 import threading
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -16,14 +16,36 @@ from torch import Tensor
 from tigon.runtime.device import is_capturing
 from tigon.runtime.launch import launcher
 
-__all__ = ["check_later", "raise_earlier"]
+__all__ = ["LateFlag", "check_later", "raise_earlier"]
+
+
+class LateFlag(NamedTuple):
+    """A flag of the GPU, which is copied to the host without a host synchronisation."""
+
+    # [], bool, in pinned memory
+    value: Tensor
+    # When this event has completed, `value` has the flag's value.
+    copied: torch.cuda.Event
+
+    @classmethod
+    def copy(cls, flag: Tensor) -> Self:
+        """Start the copy of a tensor [], bool, on a GPU."""
+        value = torch.empty((), dtype=torch.bool, device="cpu", pin_memory=True)
+        value.copy_(flag, non_blocking=True)
+        copied = torch.cuda.Event()
+        copied.record()
+        return cls(value, copied)
+
+    def is_known(self) -> bool:
+        """Return whether the value has reached the host."""
+        return self.copied.query()
+
+    def __bool__(self) -> bool:
+        return bool(self.value)
 
 
 class _Check(NamedTuple):
-    # [], bool, in pinned memory
-    holds: Tensor
-    # When this event has completed, `holds` has its value.
-    copied: torch.cuda.Event
+    holds: LateFlag
     error: str
     message: str
 
@@ -52,11 +74,7 @@ def check_later(holds: Tensor, error: str, message: str) -> Tensor:
     if type(holds) is Tensor and holds.device.type == "cpu" and not holds:
         raise getattr(builtins, error)(message)
     if holds.is_cuda and not is_capturing(holds):
-        host_value = torch.empty((), dtype=torch.bool, device="cpu", pin_memory=True)
-        host_value.copy_(holds, non_blocking=True)
-        copied = torch.cuda.Event()
-        copied.record()
-        _pending.append(_Check(host_value, copied, error, message))
+        _pending.append(_Check(LateFlag.copy(holds), error, message))
     return torch.where(holds, 1.0, torch.nan)
 
 
@@ -65,7 +83,7 @@ def raise_earlier() -> None:
     if not _pending or torch.cuda.is_current_stream_capturing():
         return
     with _lock:
-        while _pending and _pending[0].copied.query():
+        while _pending and _pending[0].holds.is_known():
             check = _pending.popleft()
             if not check.holds:
                 raise getattr(builtins, check.error)(
