@@ -267,6 +267,11 @@ def drops_tokens(log_probs: Tensor) -> Tensor:
     return -torch.nn.functional.dropout(log_probs, 0.5).mean()
 
 
+def writes_in_place(log_probs: Tensor) -> Tensor:
+    log_probs.detach().sub_(0.5)
+    return log_probs.mul_(2.0).exp().sum()
+
+
 def adds_noise(log_probs: Tensor) -> Tensor:
     return -(log_probs + torch.randn_like(log_probs)).exp().sum()
 
@@ -284,6 +289,7 @@ SUMS = {
     "a named tuple": lambda x: LossAndSums(x.exp().sum(), x.detach().sum(-1)),
     "dropout": drops_tokens,
     "noise": adds_noise,
+    "written in place": writes_in_place,
     "random signs of sequences": lambda x: (x.sum(-1) * torch.randint(2, (len(x),), device=x.device)).sum(),
 }
 
@@ -309,13 +315,14 @@ def test_a_loss_that_is_any_sum_over_its_sequences_is_right(name, tokens, in_par
 
 
 @pytest.mark.parametrize(("group", "tokens"), [("batch", LENGTH), ("sequence", LENGTH - 1)])
-def test_random_numbers_are_drawn_once_with_four_products(group, tokens):
+@pytest.mark.parametrize("loss_fn", [adds_noise, writes_in_place])
+def test_side_effects_happen_once_with_four_products(loss_fn, group, tokens):
     results = []
     for function in (eager_linear_loss, tigon.linear_loss):
         hidden, weight, _, targets = make()
         torch.manual_seed(5)
         with tuned(ChunkConfig, tokens=tokens):
-            loss = function(hidden, weight, targets, adds_noise, group=group)
+            loss = function(hidden, weight, targets, loss_fn, group=group)
         results.append((loss, *torch.autograd.grad(loss, [hidden, weight]), torch.rand(2, device=DEVICE)))
     torch.testing.assert_close(*results, rtol=2e-5, atol=1e-6)
 

@@ -50,6 +50,8 @@ def call_on_batch(
     cu_seqlens: Tensor | None,
 ) -> Any:  # fmt: skip
     """Call the function with values of all tokens. With the group "token", tensors of tokens have one dimension."""
+    # The function may write to its arguments in place, but later calls and backward need the values.
+    values = [value.clone() for value in values]
     if group == "token":
         values = [value.reshape(-1) for value in values]
         is_tokens = lambda x: isinstance(x, Tensor) and x.dim() and x.shape[: len(shape)] == shape
