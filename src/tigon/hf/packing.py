@@ -50,6 +50,9 @@ def recurrent_layers(model: nn.Module) -> dict[nn.Module, str]:
 
 def _begin_again(positions: Tensor) -> Tensor:
     """Return, as a tensor [], bool, whether positions decrease within a row."""
+    if positions.dim() == 3:
+        # Of the axes of M-RoPE, only the first one, of time or of the text, never decreases within an image.
+        positions = positions[0]
     return (positions[..., 1:] < positions[..., :-1]).any()
 
 
@@ -97,8 +100,7 @@ def watch_packing(model: nn.Module, notes: list[str]) -> Callable[[], None]:
         The function that removes the hook.
     """
     layers = recurrent_layers(model)
-    has_hook = any(isinstance(hook, PackingWarning) for m in model.modules() for hook in m._forward_pre_hooks.values())
-    if not layers or has_hook:
+    if not layers:
         return lambda: None
     listed = ", ".join(f"{count} {name}" for name, count in Counter(layers.values()).items())
     text = (
@@ -106,6 +108,8 @@ def watch_packing(model: nn.Module, notes: list[str]) -> Callable[[], None]:
         'from one sample to the next; docs/patching.md says more under "Packed samples"'
     )
     notes.append(text)
+    if any(isinstance(hook, PackingWarning) for m in model.modules() for hook in m._forward_pre_hooks.values()):
+        return lambda: None
     bodies = [module for module in model.modules() if _is_body(module) and layers.keys() <= set(module.modules())]
     handles = [body.register_forward_pre_hook(PackingWarning(text), with_kwargs=True) for body in bodies[-1:]]
 
