@@ -75,7 +75,8 @@ def check_later(holds: Tensor, error: str, message: str) -> Tensor:
         raise getattr(builtins, error)(message)
     if holds.is_cuda and not is_capturing(holds):
         _pending.append(_Check(LateFlag.copy(holds), error, message))
-    return torch.where(holds, 1.0, torch.nan)
+    # Without a cast, the dtype of two numbers is the default dtype of torch.
+    return torch.where(holds, 1.0, torch.nan).float()
 
 
 def raise_earlier() -> None:
