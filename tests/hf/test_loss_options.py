@@ -32,6 +32,22 @@ def test_token_scaling_and_accuracy_follow_their_formulas(scored, from_call):
     outputs.loss.backward()
 
 
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("with_accuracy", [True, False])
+def test_predicted_tokens_are_those_of_the_logits(make_model, batch, training, with_accuracy):
+    model = make_model()
+    logits, targets = model(**{**batch, "labels": None}).logits, batch["labels"].roll(-1, 1)
+    targets[:, -1] = -100
+    tigon.patch(model)
+    options = {"return_predicted_tokens": True, "return_token_accuracy": with_accuracy, "skip_logits": True}
+    outputs = model.train(training)(**batch, **options)
+    assert torch.equal(outputs.predicted_tokens, logits.argmax(-1).masked_fill(targets == -100, -1))
+    assert (outputs.token_accuracy is not None) == with_accuracy
+    assert not hasattr(model(**batch), "predicted_tokens")
+    with pytest.raises(TypeError, match="model: return_predicted_tokens must be .*got 1"):
+        model(**batch, return_predicted_tokens=1)
+
+
 def test_an_option_of_one_call_does_not_stay(scored):
     model, batch, log_p, _ = scored
     tigon.patch(model)

@@ -41,7 +41,7 @@ from tigon.hf.forward_watch import describe_bypass, watch_forward
 from tigon.hf.linear_heads import adopt_heads, called_head, head_size
 from tigon.hf.logits import SKIPPED_LOGITS, as_placeholder, is_placeholder
 from tigon.hf.loss_function import LossFunction
-from tigon.hf.loss_options import LossOptions, with_token_accuracy
+from tigon.hf.loss_options import LossOptions, with_predictions
 from tigon.hf.spec import IGNORE_INDEX, Spec, changed_setting, settings_check
 from tigon.ops.head.computed_rows import find_rows
 from tigon.ops.head.linear_cross_entropy import linear_cross_entropy
@@ -93,7 +93,8 @@ class LossCall:
     multiplications: int
     options: LossOptions
     loss: Tensor | None = None
-    token_accuracy: Tensor | None = None
+    # The values that the options of the call request: `token_accuracy`, `predicted_tokens`.
+    predictions: dict[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.find_targets()
@@ -267,8 +268,7 @@ class CausalLMForward:
             self.fused.call, self.fused.is_running = outer_call, was_running
         if call is None or call.loss is None:
             return outputs
-        if call.token_accuracy is not None:
-            outputs = with_token_accuracy(outputs, call.token_accuracy)
+        outputs = with_predictions(outputs, call.predictions)
         # nn.DataParallel gathers the outputs of its replicas, and accepts only tensors and None.
         no_logits = None if is_replica(model) else SKIPPED_LOGITS
         if isinstance(outputs, tuple):
@@ -366,10 +366,12 @@ class HeadForward:
             token_scaling=call.options.token_scaling,
             acc_dtype=call.options.acc_dtype,
             return_token_accuracy=call.options.return_token_accuracy,
+            return_predicted_tokens=call.options.return_predicted_tokens,
         )
-        loss, call.token_accuracy = (
-            (result, None) if isinstance(result, Tensor) else (result.loss, result.token_accuracy)
-        )
+        loss = result if isinstance(result, Tensor) else result.loss
+        if not isinstance(result, Tensor):
+            predictions = {"token_accuracy": result.token_accuracy, "predicted_tokens": result.predicted_tokens}
+            call.predictions = {name: value for name, value in predictions.items() if value is not None}
         call.loss = loss
         # The marker is in the graph of the loss. FSDP2 does not work well with outputs that are views.
         marker = loss.new_full((1, 1, 1), spec.marker) + 0.0 * loss

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from tigon.runtime import checks
 
-__all__ = ["LossOptions", "record_options", "recorded_options", "with_token_accuracy"]
+__all__ = ["LossOptions", "record_options", "recorded_options", "with_predictions"]
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,15 @@ class LossOptions:
     acc_dtype: torch.dtype | None = None
     # Add the share of valid tokens whose largest logit is the target's to the output of the model.
     return_token_accuracy: bool = False
+    # Add the argmax of the logits [B, S] to the output of the model, with -1 for ignored targets.
+    return_predicted_tokens: bool = False
 
     def check(self, op: str) -> None:
         """Raise TypeError or ValueError for a wrong value. The message begins with `op`."""
-        checks.flag(op, token_scaling=self.token_scaling, return_token_accuracy=self.return_token_accuracy)
+        checks.flag(
+            op, token_scaling=self.token_scaling, return_token_accuracy=self.return_token_accuracy,
+            return_predicted_tokens=self.return_predicted_tokens,
+        )  # fmt: skip
         checks.choice(op, "acc_dtype", self.acc_dtype, (None, torch.float32))
 
     def for_call(self, kwargs: dict[str, Any]) -> "LossOptions":
@@ -89,12 +94,12 @@ def recorded_options(model: nn.Module) -> LossOptions:
 LOSS_OPTIONS = tuple(field.name for field in dataclasses.fields(LossOptions))
 
 
-# The attribute that marks the classes that `_class_with_accuracy` creates.
+# The attribute that marks the classes that `_class_with_predictions` creates.
 _MARK = "_is_made_by_tigon"
 
 
-def _class_with_accuracy(cls: type) -> type:
-    """Return the subclass of an output class of transformers that has the field `token_accuracy`.
+def _class_with_predictions(cls: type) -> type:
+    """Return the subclass of an output class of transformers that has `token_accuracy` and `predicted_tokens`.
 
     Engines take outputs apart and build them again from their fields, so a plain attribute would be lost. transformers
     registers each class of outputs in `torch.utils._pytree` and never removes it, so all models share one subclass.
@@ -102,25 +107,25 @@ def _class_with_accuracy(cls: type) -> type:
     subclasses: list[type] = cls.__subclasses__()
     if (known := next((each for each in subclasses if _MARK in vars(each)), None)) is not None:
         return known
-    fields = [("token_accuracy", Tensor | None, None)]
+    fields = [(name, Tensor | None, None) for name in ("token_accuracy", "predicted_tokens")]
     return dataclasses.make_dataclass(
         cls.__name__, fields, bases=(cls,), namespace={"__module__": cls.__module__, _MARK: True}
     )
 
 
-def with_token_accuracy(outputs: Any, accuracy: Tensor) -> Any:
-    """Add `token_accuracy` to the output of a model, which is changed in place, and return it.
+def with_predictions(outputs: Any, predictions: dict[str, Tensor]) -> Any:
+    """Add `token_accuracy` and `predicted_tokens` to the output of a model, which is changed in place, and return it.
 
     A tuple stays as it is, because its length has a meaning for callers.
     """
-    if isinstance(outputs, tuple):
+    if isinstance(outputs, tuple) or not predictions:
         return outputs
     if dataclasses.is_dataclass(type(outputs)) and isinstance(outputs, dict):
-        outputs.__class__ = _class_with_accuracy(type(outputs))
-        # The class has the field now, so this adds an item and an attribute.
-        outputs["token_accuracy"] = accuracy
-    elif isinstance(outputs, dict):
-        outputs["token_accuracy"] = accuracy
-    else:
-        outputs.token_accuracy = accuracy
+        outputs.__class__ = _class_with_predictions(type(outputs))
+    for name, value in predictions.items():
+        # The class of an output of transformers has the field now, so an item is an attribute too.
+        if isinstance(outputs, dict):
+            outputs[name] = value
+        else:
+            setattr(outputs, name, value)
     return outputs

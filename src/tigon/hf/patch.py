@@ -323,6 +323,7 @@ def patch(
     token_scaling: bool = False,
     acc_dtype: torch.dtype | None = None,
     return_token_accuracy: bool = False,
+    return_predicted_tokens: bool = False,
     glue: bool | None = None,
     **unknown: Never,
 ) -> Report:
@@ -388,11 +389,13 @@ def patch(
         fp8_dw: The gradients of the weights are products in FP8 too. With False they have the dtype of the weights, as
             those of experts always do.
         token_scaling: The loss in the head scales the loss of each token by the detached probability of its target.
-            A call of the model may also set this option and the next two. They have no effect on a call that computes
+            A call of the model may also set this option and the next three. They have no effect on a call that computes
             logits; `token_scaling=True` in such a call is an error.
         acc_dtype: torch.float32 sums the gradient of the head's weight in fp32, as in `linear_cross_entropy`.
         return_token_accuracy: The output of the model has the field `token_accuracy`, an fp32 scalar: the share of
             valid tokens whose largest logit is that of the target.
+        return_predicted_tokens: The output of the model has the field `predicted_tokens` [B, S]: the token of the
+            largest logit at each position, and -1 where the target is ignored.
         glue: The old name of `fused_statements`. This part is left out if one of the two is False.
 
     Returns:
@@ -441,7 +444,7 @@ def patch(
     }
     _check_options(options if glue is None else options | {"glue": glue}, memory, unknown)
     options["fused_statements"] = fused_statements and glue is not False
-    loss_options = LossOptions(token_scaling, acc_dtype, return_token_accuracy)
+    loss_options = LossOptions(token_scaling, acc_dtype, return_token_accuracy, return_predicted_tokens)
     loss_options.check("patch")
     fp8_settings = check_fp8(fp8, fp8_dw, memory)
     parts = [part for part in PARTS if options[part]]
