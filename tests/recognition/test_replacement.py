@@ -202,6 +202,7 @@ def test_the_signature_and_the_source_of_a_forward_are_those_of_stock(duplicate,
     module = duplicate(module)
     for ask in (inspect.signature, inspect.getsource, inspect.getsourcelines):
         assert ask(module.forward) == ask(stock.forward), ask.__name__
+    assert module.forward.__name__ == stock.forward.__name__
 
 
 def test_torch_export_gives_the_output_of_the_replaced_forward(layer):

@@ -114,6 +114,9 @@ class Replacement:
             )
         return module
 
+    # Every bound method has a name.
+    __name__ = "forward"
+
     @property
     def __func__(self) -> Callable:
         """Return `forward(module, ...)` for any module of the class. accelerate binds it to modules that it wraps."""
