@@ -326,6 +326,15 @@ def test_a_second_patch_changes_the_level(make_model, batch, names):
     assert switches_of(model) == switches_of(make_model())
 
 
+def test_the_notes_of_a_report_may_be_removed(make_model):
+    model = make_model()
+    report = tigon.patch(model, memory="checkpoint")
+    report.notes.clear()
+    assert str(report).count("note: checkpoint: ") == 1
+    model.gradient_checkpointing_disable()
+    assert [note for note in report.notes if "checkpoint" in note] == report.notes[-1:]
+
+
 def test_a_second_patch_without_a_level_reports_the_first(make_model):
     model = make_model()
     first = tigon.patch(model, memory="checkpoint")

@@ -111,8 +111,9 @@ class Report:
         """The sentences below the table. The note about the memory level is computed anew each time they are read."""
         if self.describe_level is not None:
             note = self.describe_level()
-            i = len(self._notes) if self._level_note is None else self._notes.index(self._level_note)
-            self._notes[i : i + (self._level_note is not None)] = [] if note is None else [note]
+            # Behind the last note, the slice is empty.
+            i = next((i for i, text in enumerate(self._notes) if text == self._level_note), len(self._notes))
+            self._notes[i : i + 1] = [] if note is None else [note]
             self._level_note = note
         return self._notes
 
