@@ -99,6 +99,11 @@ def function_cases(mask: Tensor) -> Iterator[Case]:
     yield case("simpo_loss", first(losses.simpo_loss))
     kto = first(losses.kto_loss, is_desirable=torch.tensor([True, False, True, False]))
     yield case("kto_loss", kto, ref_log_probs=ref)
+    # A sequence without tokens has a sum of zero.
+    for loss_type in ("sigmoid", "aot"):
+        loss = first(losses.dpo_loss, loss_type=loss_type)
+        yield case(f"dpo_loss {loss_type} of sums", loss, ref_sequence_log_probs=normal("sums", N))
+    yield case("kto_loss of sums", kto, ref_sequence_log_probs=normal("sums", N))
 
 
 # --- Tigon's losses of hidden states -----------------------------------------------------------------

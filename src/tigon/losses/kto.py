@@ -133,7 +133,9 @@ def kto_loss(
     undesirable_weight = checks.number(op, "undesirable_weight", undesirable_weight, 0.0)
 
     log_sums = sequences.sum(log_probs)
-    ref_sums = torch.zeros_like(log_sums) if ref_sequence_log_probs is None else ref_sequence_log_probs
+    ref_sums = torch.zeros_like(log_sums)
+    if ref_sequence_log_probs is not None:
+        ref_sums = sequences.neutral(ref_sequence_log_probs)
     if ref_log_probs is not None:
         ref_sums = sequences.sum(ref_log_probs)
     ratios = log_sums - ref_sums.detach()

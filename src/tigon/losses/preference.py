@@ -347,7 +347,7 @@ def dpo_loss(
         )
 
     sums = _limited(sequences, log_probs, ld_alpha)
-    ref_sums = torch.zeros_like(sums) if ref_sequence_log_probs is None else ref_sequence_log_probs
+    ref_sums = torch.zeros_like(sums) if ref_sequence_log_probs is None else sequences.neutral(ref_sequence_log_probs)
     if ref_log_probs is not None:
         ref_sums = _limited(sequences, ref_log_probs, ld_alpha)
     ratios = sums - ref_sums.detach()
