@@ -322,7 +322,7 @@ def sizes_of_caches():
                 if isinstance(each, (dict, list, set, weakref.WeakKeyDictionary, weakref.WeakSet)):
                     inner = [len(v) for v in each.values() if isinstance(v, dict)] if hasattr(each, "values") else []
                     sizes[name, key] = len(each), sum(inner)
-                elif hasattr(each, "cache_info") and not isinstance(each, type):
+                elif callable(getattr(each, "cache_info", None)) and not isinstance(each, type):
                     sizes[name, key] = each.cache_info().currsize
     return sizes
 
