@@ -19,72 +19,63 @@ __all__ = ["page"]
 
 # --- Liger's own tests: every number of the section is here ------------------------------------------
 
-NOT_MEASURED = "NOT YET MEASURED"
-# The device and the versions of the run, and the number of tests with each outcome.
+# The number of tests with each outcome.
 LIGER_TESTS = {
-    "run": NOT_MEASURED,
-    "pass": NOT_MEASURED,
-    "are skipped": NOT_MEASURED,
-    "fail": NOT_MEASURED,
-    "need a name that is not served": NOT_MEASURED,
+    "pass": 3710,
+    "are skipped by their own conditions": 996,
+    "fail": 40,
+    "need a name that is not served": 51,
 }
 # The tests that fail: what they are, their number, and the reason.
 LIGER_FAILURES = (
     (
-        "`luspo` in both files `test_grpo_loss.py`",
-        NOT_MEASURED,
+        "`luspo` in `test_grpo_loss.py`",
+        9,
         "The KL divergence at masked tokens is part of Liger's mean. Here values at masked tokens change nothing.",
     ),
     (
         "`hard_loss_computed_only_when_used` in `test_cosine_loss.py` and `test_jsd_loss.py`",
-        NOT_MEASURED,
+        4,
         "They count calls of `torch.nn.functional.nll_loss`. The hard loss is part of the fused kernel.",
     ),
     (
-        "`test_muse_glimmer.py`",
-        NOT_MEASURED,
-        "A patched module keeps its class, so it has no `offset` and its name is not `LigerRMSNorm`. `logits` of a "
-        "call that skips them is an object that raises `LogitsSkippedError`, not None. The output has "
-        "`token_accuracy` only if it is requested. The values agree.",
-    ),
-    (
         "`test_monkey_patch.py`: the source of a patched forward, the class of a patched module",
-        NOT_MEASURED,
+        17,
         "A patched module keeps its class, and `inspect.getsource` shows the forward of transformers, which Tigon's "
         "forward computes. No function of a module of transformers is replaced by `liger_rope`.",
     ),
     (
         "`out_of_bounds_target` in `megatron/test_cross_entropy.py`",
-        NOT_MEASURED,
+        2,
         "The loss of a target outside of the vocabulary is NaN. Liger's is finite.",
     ),
     (
         "`test_in_place` in `megatron/test_swiglu.py`",
-        NOT_MEASURED,
+        2,
         "They require that backward overwrites the input of the caller, and that a second backward raises. Here "
         "`in_place` has no effect.",
     ),
     (
         "`test_geglu.py` in bf16",
-        NOT_MEASURED,
+        2,
         "`tigon.geglu` rounds once. The eager reference also rounds gelu(a) to bf16, and the test allows 1 % of values "
         "whose terms cancel.",
     ),
     (
         "`test_modulated_rms_norm.py` in bf16 without casts",
-        NOT_MEASURED,
+        2,
         "One value of the weight's gradient is compared with an eager reference in bf16, whose largest error is twice "
         "that of Tigon (0.37 and 0.19, from fp64).",
     ),
     (
         "`skip_logits_true_without_labels` in `test_llama4.py`",
-        NOT_MEASURED,
+        1,
         "A call without labels returns logits. transformers' Trainer makes such calls for a loss function of its own, "
         "and needs the logits.",
     ),
     (
         "`misaligned_intermediate_size` in `test_mlp.py`",
-        NOT_MEASURED,
+        1,
         "The test expects an error for a size that Liger's kernel does not support. Tigon computes it.",
     ),
 )
@@ -92,13 +83,13 @@ LIGER_FAILURES = (
 LIGER_MISSING = (
     (
         "`lce_forward` and the other forwards of `liger_kernel.transformers.model`",
-        NOT_MEASURED,
+        48,
         "Tigon has no forward for each type. The tests compare the source of a patched forward with that of these.",
     ),
     (
-        "`liger_cross_entropy_kernel`, `_sparsemax_forward_kernel`, `_swiglu_dispatch`",
-        NOT_MEASURED,
-        "Tigon has no kernels with these arguments, and no choice among back ends.",
+        "`liger_cross_entropy_kernel`, `liger_kernel.ops.utils`, `_patch_rms_norm_module`",
+        3,
+        "Tigon has no kernels with these arguments, and changes no module in place.",
     ),
 )
 
@@ -164,6 +155,10 @@ with a placeholder of the name, so that only the tests that use it need it. Two 
 execute files of Liger's source: `test_fused_linear_scaled_cross_entropy.py` and
 `test_fused_linear_selected_log_probs.py`. The other folders test Liger's choice of back ends and its kernels for each
 of them, its cache for Triton and the training of whole models.
+
+The run of 2026-11-27 used one H100, torch 2.11, triton 3.6 and transformers 5.17. It ended, for lack of time, after
+4,760 tests. Of those that it did not reach, 37 of `test_monkey_patch.py` ran on a CPU and are counted too. About 570
+are not counted, among them the 7 of `test_muse_glimmer.py`.
 """
 
 
@@ -202,8 +197,8 @@ def _table(names: dict[str, str]) -> list[str]:
 
 def _liger_tests() -> list[str]:
     """Return the tables of the outcomes of Liger's tests."""
-    lines = [f"The run: {LIGER_TESTS['run']}.", "", "| tests that | number |", "|---|---|"]
-    lines += [f"| {outcome} | {count} |" for outcome, count in LIGER_TESTS.items() if outcome != "run"]
+    lines = ["| tests that | number |", "|---|---|"]
+    lines += [f"| {outcome} | {count:,} |" for outcome, count in LIGER_TESTS.items()]
     for title, rows in {"tests that fail": LIGER_FAILURES, "names that tests need": LIGER_MISSING}.items():
         lines += ["", f"| {title} | number of tests | reason |", "|---|---|---|"]
         lines += [f"| {tests} | {count} | {reason} |" for tests, count, reason in rows]
