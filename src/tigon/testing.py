@@ -3,8 +3,6 @@
 import torch
 from torch import Tensor
 
-__all__ = ["assert_accurate"]
-
 # The allowed error of a single value, in units in the last place, in addition to twice the error of eager code.
 ULPS = 2.0
 # The allowed root mean square of the errors, in the same units, for this many values or more.

@@ -18,8 +18,6 @@ from tigon.recognition.adapters import AdaptedCall, AdapterRecipe, recognise_ada
 from tigon.recognition.deferred import TensorLike
 from tigon.recognition.replacement import exchange, find_replacement, foreign_forward, install
 
-__all__ = ["AdaptedHeadForward", "find_adapted_head"]
-
 
 class LossState(Protocol):
     """The part of `FusedLoss`, the state that the replacements share, that a layer around the head uses."""

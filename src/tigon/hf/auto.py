@@ -7,8 +7,6 @@ from torch import nn
 from tigon.hf.patch import patch
 from tigon.runtime.requirements import require
 
-__all__ = ["AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForSequenceClassification"]
-
 
 class _PatchedAutoModel:
     """Calls the constructors of one auto class of transformers, and patches their models."""

@@ -18,8 +18,6 @@ from tigon.hf.report import Report
 from tigon.hf.transformers_private import constructors, model_mappings
 from tigon.runtime.requirements import require
 
-__all__ = ["config_class", "patch_type"]
-
 # The model types that are patched now.
 ACTIVE: set[str] = set()
 NOTE = "models of this type are patched when they are built, until restore(); models built before that stay patched"

@@ -33,18 +33,6 @@ from tigon.recognition.replacement import exchange, find_replacement, foreign_fo
 if TYPE_CHECKING:
     from tigon.hf.levels import Level
 
-__all__ = [
-    "decoder_layers",
-    "explain_no_checkpoint",
-    "explain_no_lean_block",
-    "is_eager",
-    "is_innermost",
-    "layer_calls",
-    "switch_off",
-    "switch_on",
-    "transformers_models",
-]
-
 # A head is large if the ratio of its parameters to those of a layer exceeds this number. According to `tigon plan`, the
 # peak memory of a step changes by -2 % to +2 % if the last layer runs once and the ratio is at most 5 (Llama-3-8B,
 # Llama-3.2-1B, Qwen3-4B), and by +2 % to +14 % if the ratio is at least 8.

@@ -26,8 +26,6 @@ from tigon.recognition.replacement import (
 )
 from tigon.runtime.stock import written_in
 
-__all__ = ["describe_bypass", "watch_forward"]
-
 
 class ForwardState(Protocol):
     """The part of `FusedLoss` that shows whether the patched forward of the model is running in this thread."""

@@ -33,8 +33,6 @@ from tigon.recognition.mixtures import MixtureRecipe
 from tigon.recognition.replacement import find_replacement, foreign_forward, install
 from tigon.recognition.standin import is_linear
 
-__all__ = ["FP8Plan", "check_fp8", "plan_fp8"]
-
 # The smallest I O / (I + O) of a layer from I to O features that runs in FP8. For T rows, the three products of a
 # training step save 6 T I O (1 / 700 - 1 / 1300) / 10^12 seconds on an H200, at the speeds that its products reach in
 # bf16 and in FP8. To make both copies of x and of dy, it moves 6 T (I + O) bytes at 4.3 TB/s. The two are equal at 353.

@@ -16,8 +16,6 @@ from tigon.recognition.replacement import installed_recipe
 from tigon.recognition.standin import is_linear
 from tigon.runtime.torch_private import fsdp
 
-__all__ = ["gather_in_fp8"]
-
 PART = "fp8_gather"
 COUNTED = "weights gathered in FP8"
 READ = "the adapters around it may read its values, because no op computes them"

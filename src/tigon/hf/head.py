@@ -53,14 +53,6 @@ from tigon.runtime.stock import calls_are_stock, linears_are_stock, written_in
 from tigon.runtime.torch_private.autograd import has_active_transform
 from tigon.runtime.torch_private.modules import any_global_hook, is_replica
 
-__all__ = [
-    "CausalLMForward",
-    "FusedLoss",
-    "HeadForward",
-    "is_sharded_by_rows",
-    "watch_loss",
-]
-
 
 def is_sharded_by_rows(x: Any, *head: Any) -> bool:
     """Return whether tensor parallelism has sharded a head by rows over one mesh on which `x` is replicated.

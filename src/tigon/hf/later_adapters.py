@@ -24,8 +24,6 @@ from tigon.recognition.kind import kind_of
 from tigon.recognition.replacement import exchange, find_replacement, foreign_forward, install, installed_recipe
 from tigon.recognition.standin import is_linear
 
-__all__ = ["watch_children"]
-
 LOGGER = logging.getLogger("tigon")
 
 

@@ -15,8 +15,6 @@ from tigon.memory.layer_inputs import LayerInputs
 from tigon.memory.layers import LayerJudgement
 from tigon.memory.lean import lean, recompute_large_mlps
 
-__all__ = ["LayerCall", "LayerCheckpoint", "StackPlace"]
-
 _NOT_COMPILED = (
     "memory='checkpoint+offload' does not work in a compiled model, because a graph saves its tensors itself; compile "
     "only the layers, or use memory='checkpoint'"

@@ -50,8 +50,6 @@ from tigon.runtime.state.reach import explore
 from tigon.runtime.stock import calls_are_stock, written_in
 from tigon.runtime.torch_private.names import NAMES_FOR_LOSS, require_names
 
-__all__ = ["attach", "learn_loss"]
-
 LOGGER = logging.getLogger("tigon")
 
 BATCH, LENGTH, FEATURES = 2, 5, 4

@@ -38,17 +38,6 @@ from tigon.memory.repeating import ReachableStates
 from tigon.recognition.replacement import exchange, find_replacement, foreign_forward, install
 from tigon.runtime.torch_private.names import NAMES_FOR_LEAN, NAMES_FOR_OFFLOAD, require_names
 
-__all__ = [
-    "LEVELS",
-    "LEVEL_NAMES",
-    "LeanForward",
-    "apply_level",
-    "describe_level",
-    "explain_refusal",
-    "find_lean_level",
-    "find_level",
-]
-
 
 @dataclass(frozen=True)
 class Level:

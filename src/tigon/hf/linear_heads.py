@@ -31,8 +31,6 @@ from tigon.recognition.standin import (
 from tigon.runtime.engines import full_shape
 from tigon.runtime.torch_private.modules import MODULE_ATTRIBUTES
 
-__all__ = ["adopt_heads", "called_head", "computes_linear", "head_size", "leaves_of", "linear_heads"]
-
 LOGGER = logging.getLogger("tigon")
 
 

@@ -13,18 +13,6 @@ from torch import Tensor
 from tigon.runtime.engines import keeps_values
 from tigon.runtime.torch_private.autograd import DisableTorchFunctionSubclass
 
-__all__ = [
-    "PLACEHOLDER_SHAPE",
-    "SKIPPED_LOGITS",
-    "LogitsSkippedError",
-    "Placeholder",
-    "SkippedLogits",
-    "as_placeholder",
-    "as_tensor",
-    "is_exact",
-    "is_placeholder",
-]
-
 PLACEHOLDER_SHAPE = (1, 1, 3)
 
 

@@ -17,8 +17,6 @@ from tigon.hf.transformers_private import loss_slot, loss_type
 from tigon.recognition.function_guard import FunctionGuard
 from tigon.runtime.late_checks import check_later
 
-__all__ = ["LossFunction"]
-
 # The allowed relative errors of the marker in the loss function, in fp32 and after a cast. A few operations in fp32
 # cause an error of 1e-6, and a cast to bf16 causes 0.004.
 FP32_TOLERANCE, CAST_TOLERANCE = 2e-5, 0.01

@@ -15,8 +15,6 @@ from torch import Tensor, nn
 
 from tigon.runtime import checks
 
-__all__ = ["LossOptions", "record_options", "recorded_options", "with_predictions"]
-
 
 @dataclass(frozen=True)
 class LossOptions:

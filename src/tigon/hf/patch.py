@@ -40,8 +40,6 @@ from tigon.recognition.standin import describe, has_no_tensors
 from tigon.recognition.trials import Trials, recording
 from tigon.runtime.requirements import require_for
 
-__all__ = ["patch", "patched"]
-
 LOGGER = logging.getLogger("tigon")
 
 

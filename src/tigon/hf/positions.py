@@ -30,8 +30,6 @@ from tigon.recognition.exchanged_functions import ForwardWithFunctions, written_
 from tigon.recognition.source import NotReadable, definition_of, innermost
 from tigon.runtime.state.bytecode import code_use
 
-__all__ = ["NumberingForward"]
-
 # The expressions that forwards of transformers assign to `position_ids`, if the caller passes none.
 _COUNT = "torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device)"
 _COUNTS = {f"{_COUNT} + past_seen_tokens", f"{_COUNT}.unsqueeze(0)"}

@@ -15,8 +15,6 @@ from tigon.recognition.replacement import find_replacement
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["Entry", "ModuleOutcomes", "Outcome", "Report"]
-
 
 @dataclass
 class Entry:

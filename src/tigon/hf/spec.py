@@ -13,18 +13,6 @@ from torch import nn
 
 from tigon.runtime.state.places import compile_expression
 
-__all__ = [
-    "IGNORE_INDEX",
-    "LOSS_ARGUMENTS",
-    "NUMBERS",
-    "Settings",
-    "Spec",
-    "changed_setting",
-    "loss_arguments",
-    "read_setting",
-    "settings_check",
-]
-
 # The options that the standard loss reads. It ignores all others, and so does the fused loss.
 LOSS_ARGUMENTS = ("num_items_in_batch", "ignore_index", "shift_labels")
 # The default of the standard loss.

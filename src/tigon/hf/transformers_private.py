@@ -26,37 +26,6 @@ from torch.utils.checkpoint import checkpoint
 
 LOGGER = logging.getLogger("tigon")
 
-__all__ = [
-    "OnWithGradients",
-    "attention_of",
-    "auto_class_has",
-    "builds_mask",
-    "call_switch_setter",
-    "causal_lm_types",
-    "checkpoint_function",
-    "checkpoint_refusal",
-    "checkpoint_settings",
-    "constructors",
-    "dropped_heads",
-    "experts_function",
-    "has_checkpoint_switch",
-    "has_switch_setter",
-    "installed_switch_setter",
-    "is_checkpoint_layer",
-    "is_code_of_base_class",
-    "is_stateful",
-    "is_switched_on",
-    "layer_classes",
-    "loss_slot",
-    "loss_type",
-    "model_mappings",
-    "replace_switch_setter",
-    "restore_switch",
-    "set_switch",
-    "switch_state",
-    "text_config",
-]
-
 
 def _missing(name: str) -> RuntimeError:
     """Return the error for a name that the installed transformers does not have."""

@@ -7,8 +7,6 @@ from torch import Tensor, nn
 from tigon.ops.head.linear_distillation import DistillationOutput, linear_distillation
 from tigon.runtime import checks
 
-__all__ = ["DistillationLoss"]
-
 # The options of `linear_distillation` that belong to the loss. The others are tensors of a call.
 _OPTIONS = (
     "divergence", "beta", "temperature", "soft_weight", "hard_weight", "softcap", "logit_scale", "teacher_softcap",

@@ -21,8 +21,6 @@ from tigon.ops.head.linear_log_probs import check_head_arguments, linear_log_pro
 from tigon.ops.head.linear_loss import linear_loss
 from tigon.runtime import checks
 
-__all__ = ["TENSORS", "HeadLoss"]
-
 # The options of the head and of the engine, which each constructor takes.
 _HEAD_OPTIONS = ("temperature", "softcap", "logit_scale", "ignore_index", "process_group", "vocab_size")
 _SUM_OPTIONS = ("max_logits_mib", "acc_dtype")

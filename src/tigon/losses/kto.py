@@ -17,8 +17,6 @@ from torch import Tensor
 from tigon.losses.sequences import BatchCounts, Metrics, check_labels, check_per_sequence, check_sequences, mean
 from tigon.runtime import checks
 
-__all__ = ["kto_kl", "kto_loss"]
-
 
 def kto_kl(
     log_probs: Tensor, mask: Tensor, ref_log_probs: Tensor | None = None, *, cu_seqlens: Tensor | None = None

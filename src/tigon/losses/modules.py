@@ -24,17 +24,6 @@ from tigon.losses.reference_free import cpo_loss, orpo_loss, simpo_loss
 from tigon.losses.sequences import Metrics
 from tigon.runtime import checks
 
-__all__ = [
-    "CPOLoss",
-    "DPOLoss",
-    "GRPOLoss",
-    "KTOLoss",
-    "ORPOLoss",
-    "PPOLoss",
-    "RLOOLoss",
-    "SimPOLoss",
-]
-
 
 class DPOLoss(HeadLoss):
     """DPO and its variants: `tigon.losses.dpo_loss` on hidden states and a head.

@@ -46,17 +46,6 @@ from tigon.losses.sequences import (
 )
 from tigon.runtime import checks
 
-__all__ = [
-    "GRPO_LOSSES",
-    "check_divisor",
-    "grpo_loss",
-    "ppo_loss",
-    "ppo_value_loss",
-    "reduce_losses",
-    "rloo_loss",
-]
-
-
 # The function that reduces the losses of the tokens to the loss of the batch. None stands for their sum, divided by the
 # result of `check_divisor`.
 GRPO_LOSSES: dict[str, Callable[[Sequences, Tensor], Tensor] | None] = {

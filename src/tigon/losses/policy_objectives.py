@@ -16,22 +16,6 @@ from tigon.losses.policy_terms import extremum, kl_estimate
 from tigon.losses.sequences import Metrics, Sequences, bounded_exp, mean
 from tigon.runtime import checks
 
-__all__ = [
-    "Clip",
-    "GammaWeight",
-    "Objective",
-    "PolicyTokens",
-    "TokenLosses",
-    "check_clip",
-    "check_entropy",
-    "choose",
-    "clip_metrics",
-    "mean_of_means",
-    "mean_of_sums",
-    "with_entropy",
-]
-
-
 # --- objectives ----------------------------------------------------------------------------------
 
 

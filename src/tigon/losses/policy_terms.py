@@ -20,15 +20,6 @@ from tigon.losses.sequences import (
 )
 from tigon.runtime import checks
 
-__all__ = [
-    "IMPORTANCE_SAMPLING_MODES",
-    "KL_ESTIMATORS",
-    "entropy_threshold",
-    "importance_sampling_ratio",
-    "kl_estimate",
-    "off_policy_mask",
-]
-
 KL_ESTIMATORS = ("k1", "k2", "k3")
 IMPORTANCE_SAMPLING_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 

@@ -50,16 +50,6 @@ from tigon.losses.sequences import (
 )
 from tigon.runtime import checks
 
-__all__ = [
-    "DPO_LOSSES",
-    "bradley_terry_loss",
-    "dpo_adds_up",
-    "dpo_loss",
-    "pair_metrics",
-    "preference_token_metrics",
-    "smoothed",
-]
-
 F_DIVERGENCES = ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")
 # These losses see h only in the difference d, where the unknown normaliser of h cancels. The others need reverse KL.
 _LOSSES_OF_DIFFERENCE = ("sigmoid", "hinge", "ipo", "sigmoid_norm", "exo_pair", "robust", "discopop", "sft")

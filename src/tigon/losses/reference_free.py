@@ -33,8 +33,6 @@ from tigon.losses.sequences import (
 )
 from tigon.runtime import checks
 
-__all__ = ["cpo_loss", "orpo_loss", "simpo_loss"]
-
 CPO_TYPES = ("sigmoid", "hinge", "ipo", "simpo", "alphapo")
 
 

@@ -14,22 +14,6 @@ from torch import Tensor
 
 from tigon.runtime import checks
 
-__all__ = [
-    "BatchCounts",
-    "Metrics",
-    "Sequences",
-    "batch_counts",
-    "bounded_exp",
-    "check_labels",
-    "check_pairs",
-    "check_per_sequence",
-    "check_sequences",
-    "chosen_nll",
-    "half",
-    "mean",
-    "sequence_log_probs",
-]
-
 # The metrics of a loss: detached tensors without dimensions, by the names that TRL logs.
 Metrics = dict[str, Tensor]
 

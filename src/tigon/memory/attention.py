@@ -40,8 +40,6 @@ from tigon.runtime.torch_private.autograd import (
 from tigon.runtime.torch_private.graphs import CALLER_OF_GRAPHS, TransparentMode
 from tigon.runtime.torch_private.operators import schema_of
 
-__all__ = ["AttentionOutputs", "LayerAttention", "attention_contexts_in_graph", "find_kernel", "run_attention"]
-
 # The operators of torch, and of the packages flash-attn and xformers and their builds on the hub, that compute
 # attention. Each returns the output first, and the log-sum-exp that its backward needs.
 _ATTENTION = re.compile(

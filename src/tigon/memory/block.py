@@ -12,8 +12,6 @@ from tigon.memory.recomputation import PackedTensor, Recomputation, SavedResult,
 from tigon.memory.repeating import CallWatch, ReachableStates, RepeatedCall
 from tigon.runtime.torch_private.autograd import CastBackward, storage_id
 
-__all__ = ["Block"]
-
 
 class _Entry:
     """A live tensor, its version, and the source of its values.

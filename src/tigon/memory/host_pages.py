@@ -20,8 +20,6 @@ from torch import Tensor
 
 from tigon.runtime.device import cdiv
 
-__all__ = ["HostPages", "PagedCopy", "available_host_bytes"]
-
 GIB = 2**30
 
 

@@ -29,8 +29,6 @@ from tigon.runtime.device import Device, device_of, simulation_of
 from tigon.runtime.torch_private.autograd import backward_id, saved_tensor_hooks, storage_id
 from tigon.runtime.tuning import LaunchConfig
 
-__all__ = ["LayerInputConfig", "LayerInputProblem", "LayerInputs"]
-
 
 class LayerInputProblem(NamedTuple):
     """The launch parameters depend on no property of the problem."""

@@ -22,8 +22,6 @@ from tigon.runtime.state.reach import explore
 from tigon.runtime.stock import written_in
 from tigon.runtime.torch_private.modules import any_global_hook
 
-__all__ = ["LayerJudgement"]
-
 
 def _weak_reference(forward: Any) -> Any:
     """Return a weak reference to a forward, or the forward itself if it supports none.

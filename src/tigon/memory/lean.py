@@ -32,23 +32,6 @@ from tigon.memory.repeating import ReachableStates
 from tigon.runtime.torch_private.autograd import is_checkpoint_hook, is_recompute_hook, saved_tensor_hooks
 from tigon.runtime.torch_private.names import NAMES_FOR_LEAN, NAMES_FOR_OFFLOAD, require_names
 
-__all__ = [
-    "call_mlp_region",
-    "call_projection",
-    "in_checkpoint",
-    "is_checkpoint_recomputation",
-    "is_lean",
-    "is_saved_only_by_this_op",
-    "lean",
-    "recompute_large_mlps",
-    "recomputed_by_call",
-    "recomputes_large_mlp",
-    "recomputes_mlp",
-    "register_recomputation",
-    "registers_recomputations",
-    "share_reachable_states",
-]
-
 # The number of open blocks of `lean` in all threads.
 _open_blocks = 0
 # The number of those with `mlp=True`.

@@ -33,18 +33,6 @@ from tigon.runtime.device import Device, device_of, simulation_of
 from tigon.runtime.torch_private.autograd import AccumulateGrad, CastBackward, StorageWeakRef, backward_id, storage_id
 from tigon.runtime.tuning import LaunchConfig
 
-__all__ = [
-    "OffloadConfig",
-    "OffloadProblem",
-    "Offloader",
-    "SavedView",
-    "Segment",
-    "byte_range",
-    "can_offload",
-    "is_weight",
-    "stream_of",
-]
-
 # The allocator of the device aligns its blocks to this number of bytes.
 ALIGNMENT = 512
 

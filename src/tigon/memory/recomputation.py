@@ -8,8 +8,6 @@ from torch import Tensor
 
 from tigon.runtime.torch_private.operators import current_raw_stream
 
-__all__ = ["PackedTensor", "Recomputation", "SavedResult", "cast", "unpack"]
-
 
 def _stream(device: torch.device) -> int:
     return current_raw_stream(device.index) if device.type == "cuda" else 0

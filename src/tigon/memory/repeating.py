@@ -22,8 +22,6 @@ from tigon.runtime.stock import calls_are_stock, has_stock_call, linears_are_sto
 from tigon.runtime.torch_private.modules import MODULE_ATTRIBUTES, any_global_hook
 from tigon.runtime.weak_cache import cached_weakly
 
-__all__ = ["REPEATABLE_PACKAGES", "CallWatch", "ReachableStates", "RepeatedCall", "find_unrepeatable_hook"]
-
 # Packages whose layers, quantised layers and adapters give the same values at every call, except for effects of torch's
 # random numbers and of buffers, which `CallWatch` compares.
 REPEATABLE_PACKAGES = frozenset(

@@ -48,8 +48,6 @@ from tigon.runtime.state.places import Reach
 from tigon.runtime.state.reach import explore
 from tigon.runtime.stock import has_stock_call
 
-__all__ = ["FORMULAS", "ActivationRecipe", "recognise_gelu", "recognise_relu2"]
-
 LOGGER = logging.getLogger("tigon")
 
 SQUARE_ROOT = math.sqrt(2.0 / math.pi)

@@ -51,8 +51,6 @@ from tigon.runtime.stock import linears_are_stock
 from tigon.runtime.torch_private.modules import HOOK_TABLES, INSTANCE_CALLS
 from tigon.runtime.torch_private.operators import function_modes
 
-__all__ = ["CallKey", "LayerMemo", "key_of"]
-
 LOGGER = logging.getLogger("tigon")
 
 # Reading the code that a run has executed takes 2 ms, as long as 25 runs, and 8 ms for the first layer of a class

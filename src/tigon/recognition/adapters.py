@@ -65,22 +65,6 @@ from tigon.runtime.state.reach import explore
 from tigon.runtime.stock import has_stock_call, linears_are_stock
 from tigon.runtime.torch_private.modules import any_global_hook
 
-__all__ = [
-    "AdaptedCall",
-    "AdapterRecipe",
-    "cast_for_products",
-    "compute_layers",
-    "install_adapters",
-    "may_be_one_product",
-    "may_have_adapters",
-    "output_dtype",
-    "read_projection",
-    "read_projections",
-    "recipes_for",
-    "recognise_adapters",
-    "uninstall_adapters",
-]
-
 LOGGER = logging.getLogger("tigon")
 
 DIFFERENT = "computes something else than a linear layer with low-rank adapters"

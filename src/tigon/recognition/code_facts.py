@@ -14,8 +14,6 @@ from tigon.runtime.state.known_names import WITHOUT_SIZES
 from tigon.runtime.state.places import Reach
 from tigon.runtime.weak_cache import cached_weakly
 
-__all__ = ["assigns_attributes", "codes_of", "has_conditions", "largest_number", "may_see_sizes"]
-
 # Instructions that may reveal the size of a tensor contain one of these words.
 SIZE_INSTRUCTIONS = ("SUBSCR", "SLICE", "UNPACK", "ITER", "COMPARE", "CONTAINS", "CALL_FUNCTION_EX", "MATCH", "IMPORT")
 # Instructions that compute a condition.

@@ -27,27 +27,6 @@ from torch import Tensor, nn
 
 from tigon.runtime.torch_private.operators import native_linear
 
-__all__ = [
-    "Call",
-    "Cast",
-    "Computed",
-    "Deferred",
-    "Dropout",
-    "Expression",
-    "Input",
-    "Product",
-    "Refusal",
-    "Scaled",
-    "Sum",
-    "TensorLike",
-    "call_deferred",
-    "defer",
-    "evaluate",
-    "has_call",
-    "modes_of",
-    "product_dtype",
-]
-
 
 class TensorLike(NamedTuple):
     """The properties of a tensor that code may read without its values."""

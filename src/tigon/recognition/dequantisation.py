@@ -24,8 +24,6 @@ from tigon.recognition.standin import describe
 from tigon.runtime.device import PLAIN, Device, device_of, runs_kernels
 from tigon.runtime.tuning import LaunchConfig
 
-__all__ = ["DequantisationConfig", "WeightReader"]
-
 LOGGER = logging.getLogger("tigon")
 
 # The different rows of the input on which a layer and the product of its weight are compared.

@@ -19,8 +19,6 @@ from torch import nn
 from tigon.recognition.source import code_state, innermost, is_unchanged, rebuild_wrappers
 from tigon.runtime.state.bytecode import code_use
 
-__all__ = ["ExchangedFunction", "ForwardWithFunctions", "written_globals"]
-
 
 class ExchangedFunction(Protocol):
     """A function that takes the place of `stock`."""

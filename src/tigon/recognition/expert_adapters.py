@@ -38,8 +38,6 @@ from tigon.recognition.standin import describe, gradients, normal, probing, rand
 from tigon.recognition.trials import record
 from tigon.runtime.device import PLAIN
 
-__all__ = ["ExpertAdapterRecipe", "read_adapters", "recognise_expert_adapters", "wrappers_of"]
-
 LOGGER = logging.getLogger("tigon")
 
 # The methods of a wrapper that its forward calls. If one of them is replaced later, the stock forward runs.

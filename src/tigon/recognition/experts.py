@@ -40,16 +40,6 @@ from tigon.recognition.trials import record
 from tigon.runtime.device import KERNEL_DTYPES, PLAIN
 from tigon.runtime.state.reach import explore
 
-__all__ = [
-    "AdaptedWeights",
-    "ExpertsRecipe",
-    "is_experts",
-    "parameter_names",
-    "recognise_experts",
-    "small_experts",
-    "with_adapters",
-]
-
 LOGGER = logging.getLogger("tigon")
 
 # The implementations of transformers that compute what `moe_mlp` computes.

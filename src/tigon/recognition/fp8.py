@@ -34,18 +34,6 @@ from tigon.runtime.maxima import MaximaRequests
 from tigon.runtime.stock import linears_are_stock
 from tigon.runtime.torch_private.autograd import has_active_transform
 
-__all__ = [
-    "FP8_DTYPES",
-    "FP8Recipe",
-    "FP8Settings",
-    "compute_in_fp8",
-    "compute_mlp_in_fp8",
-    "copies_of",
-    "end_gather",
-    "mark_bases",
-    "request_maxima",
-]
-
 # The dtypes of the weights and inputs that are quantised. An FP8 product would be too coarse for a layer in fp32.
 FP8_DTYPES = (torch.bfloat16, torch.float16)
 

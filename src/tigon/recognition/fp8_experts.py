@@ -25,8 +25,6 @@ from tigon.recognition.fp8_weights import StepCache
 from tigon.runtime.device import KERNEL_DTYPES, PLAIN
 from tigon.runtime.torch_private.autograd import has_active_transform
 
-__all__ = ["FEWEST_ROWS", "FP8Experts", "explain_experts"]
-
 # A call that quantises the weights has at least this number of rows for each expert. Forward and backward of trained
 # experts, with 8192 tokens on an H100, took 5.531 ms in FP8 and 4.237 in bf16 for Qwen3-30B-A3B (512 rows), 9.875 and
 # 9.518 for gpt-oss-20b (1024 rows), and 26.457 and 26.745 for Mixtral-8x7B (2048 rows): FP8 breaks even there. With the

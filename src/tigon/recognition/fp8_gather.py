@@ -32,8 +32,6 @@ from tigon.recognition.fp8 import FP8_DTYPES
 from tigon.recognition.replacement import installed_recipe
 from tigon.runtime.torch_private import fsdp
 
-__all__ = ["GatheredUnit", "find_refusal"]
-
 # The numbers of units, which tell apart weights whose scales come from different all-reduces.
 _numbers = itertools.count()
 

@@ -21,8 +21,6 @@ from tigon.recognition.replacement import find_replacement, installed_recipe
 from tigon.recognition.rope import RopeRecipe
 from tigon.runtime.device import runs_kernels
 
-__all__ = ["find_groups"]
-
 
 def _calls(model: nn.Module) -> Iterator[tuple[list[Any], list[Any]]]:
     """Yield the layers of each call that may compute several layers in FP8, and those of them with the same input."""

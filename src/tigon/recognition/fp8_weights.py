@@ -25,8 +25,6 @@ from tigon.ops.fp8.weights import WeightCache
 from tigon.runtime.device import is_capturing
 from tigon.runtime.engines import keeps_versions
 
-__all__ = ["StepCache"]
-
 
 class StepCache:
     """The cache of a group of weights, which `find` returns where it is known to be correct.

@@ -3,10 +3,9 @@
 from collections.abc import Callable
 from typing import Any
 
-from tigon.recognition.graph_guard import add_guard_of_object, is_tracing
+from tigon.recognition.graph_guard import add_guard_of_object
 from tigon.runtime.state.reach import explore
-
-__all__ = ["FunctionGuard"]
+from tigon.runtime.torch_private.graphs import is_tracing
 
 
 class FunctionGuard:

@@ -44,8 +44,6 @@ from tigon.runtime.device import runs_kernels
 from tigon.runtime.state.reach import explore
 from tigon.runtime.weak_cache import cached_weakly, weak_key
 
-__all__ = ["FusedStatementsRecipe", "fuse_statements", "overwritten_children", "recognise_fused_statements"]
-
 
 def _arguments(norm: Any, x: Tensor) -> tuple[Tensor | None, float, dict[str, Any]] | None:
     """Return weight, epsilon and options for the op of a patched norm; None if the op cannot compute the norm of x.

@@ -39,8 +39,6 @@ from tigon.recognition.standin import (
 from tigon.runtime.state.places import Reach
 from tigon.runtime.state.reach import explore
 
-__all__ = ["recognise_glu"]
-
 LOGGER = logging.getLogger("tigon")
 
 

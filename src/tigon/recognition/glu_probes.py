@@ -38,8 +38,6 @@ from tigon.recognition.standin import (
 )
 from tigon.runtime.state.places import Reach, is_simple
 
-__all__ = ["DIFFERENT", "GLUSubject", "Wiring", "confirm", "select_by_dims", "select_by_values", "wirings"]
-
 LOGGER = logging.getLogger("tigon")
 
 DIFFERENT = "computes something else than silu, gelu or gelu-tanh gates"

@@ -30,8 +30,6 @@ from tigon.recognition.fp8 import compute_mlp_in_fp8
 from tigon.runtime.device import KERNEL_DTYPES, PLAIN
 from tigon.runtime.torch_private.modules import any_global_hook
 
-__all__ = ["GATE_KINDS", "GLURecipe", "Gate", "is_plain_input"]
-
 
 class Gate(NamedTuple):
     """An activation with a gate: the op, its reference, and its name in `glu_mlp`."""

@@ -20,12 +20,9 @@ from tigon.runtime.torch_private.graphs import (
     changed_objects,
     global_source,
     install_guard,
-    is_tracing,
     load_comptime,
     locals_of_caller,
 )
-
-__all__ = ["add_guard_of_object", "guard_holds", "is_tracing"]
 
 # Dynamo knows this object by its identity, so it is a global of the code that Dynamo traces.
 comptime = load_comptime()

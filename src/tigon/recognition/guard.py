@@ -18,8 +18,6 @@ from tigon.recognition.graph_guard import guard_holds
 from tigon.recognition.replacement import install
 from tigon.runtime.state.reach import explore
 
-__all__ = ["Guard", "install_guarded"]
-
 
 class Guard:
     """Checks that everything that a module's forward reads is as it was when the guard was constructed.

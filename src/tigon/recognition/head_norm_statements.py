@@ -20,8 +20,6 @@ import ast
 from types import FunctionType
 from typing import Any, NamedTuple
 
-__all__ = ["fuse_head_norms"]
-
 # Expressions that assign a variable or leave the function.
 UNSUPPORTED = ast.NamedExpr, ast.Await, ast.Yield, ast.YieldFrom
 

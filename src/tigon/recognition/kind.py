@@ -10,8 +10,6 @@ from tigon.recognition.standin import own_tensors
 from tigon.runtime.engines import full_shape
 from tigon.runtime.state.modules import MODULE_STATE
 
-__all__ = ["kind_of"]
-
 
 def kind_of(module: nn.Module) -> tuple:
     """Return everything that recognition depends on. A model with many layers has few kinds."""

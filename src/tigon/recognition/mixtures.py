@@ -42,8 +42,6 @@ from tigon.runtime.engines import full_shape
 from tigon.runtime.state.reach import explore
 from tigon.runtime.torch_private.modules import any_global_hook
 
-__all__ = ["MixtureRecipe", "recognise_mixture"]
-
 LOGGER = logging.getLogger("tigon")
 
 # The sizes of a stand-in: its tokens, and the most experts, hidden features and intermediate features.

@@ -37,8 +37,6 @@ from tigon.runtime.state.reach import explore
 from tigon.runtime.torch_private.modules import any_global_hook
 from tigon.runtime.weak_cache import cached_weakly
 
-__all__ = ["MLPRecipe", "recognise_mlp"]
-
 LOGGER = logging.getLogger("tigon")
 
 DIFFERENT = "computes something else than two linear layers with a GELU or a squared ReLU in between"

@@ -39,19 +39,6 @@ from tigon.recognition.source import (
     innermost,
 )
 
-__all__ = [
-    "ActivatedChild",
-    "DropoutStatement",
-    "MLPMatch",
-    "MLPStatements",
-    "match_mlp",
-    "match_two_children",
-    "read_activated_child",
-    "remove_first_product",
-    "replace_chunked_methods",
-    "walk_blocks",
-]
-
 # The function of transformers that calls a method of a layer on chunks of the tokens. It is found by this name, and a
 # function of this name that does something else still receives a method that computes the same.
 CHUNKED_CALL = "apply_chunking_to_forward"

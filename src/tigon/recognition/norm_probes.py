@@ -41,8 +41,6 @@ from tigon.recognition.standin import (
 from tigon.recognition.trials import not_recording
 from tigon.runtime.state.places import Reach
 
-__all__ = ["NormSubject", "confirm", "norm_candidates", "select_by_dims", "select_by_epsilon", "select_by_values"]
-
 LOGGER = logging.getLogger("tigon")
 
 # Pairs of a dtype of the input and a dtype of the weights. A norm without weights has None.

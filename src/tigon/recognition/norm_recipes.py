@@ -15,8 +15,6 @@ from tigon.recognition.probes import DTYPES
 from tigon.recognition.replacement import requests_of
 from tigon.runtime.device import PLAIN, runs_kernels
 
-__all__ = ["LAYER_NORM_FORMULAS", "Gate", "LayerNormRecipe", "NormRecipe", "RMSNormRecipe", "Scope"]
-
 # This text follows the name of a recipe if the stock forward runs for calls with a second argument.
 ONE_ARGUMENT = ", in calls with one argument"
 

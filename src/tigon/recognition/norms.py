@@ -28,8 +28,6 @@ from tigon.runtime.state.objects import bases_of_torch
 from tigon.runtime.state.places import Reach
 from tigon.runtime.state.reach import explore
 
-__all__ = ["recognise_norm"]
-
 LOGGER = logging.getLogger("tigon")
 
 

@@ -13,8 +13,6 @@ from types import FunctionType
 from tigon.recognition.rewriting import child_call
 from tigon.recognition.source import NotReadable, cached_by_code, definition_of
 
-__all__ = ["overwritten_inputs"]
-
 
 class _AliasTracker:
     """Tracks which variables hold the same tensor, and which tensors are written in place after a child read them.

@@ -20,15 +20,6 @@ from tigon.recognition.symbolic import find_size_use
 from tigon.recognition.trials import record
 from tigon.runtime.state.places import Reach
 
-__all__ = [
-    "DTYPES",
-    "agrees",
-    "agrees_in_all_combinations",
-    "agrees_in_circumstances",
-    "explain_limits",
-    "runs_without_contiguity",
-]
-
 LOGGER = logging.getLogger("tigon")
 
 DTYPES = (FP32, BF16, FP16)

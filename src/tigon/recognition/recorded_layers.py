@@ -19,8 +19,6 @@ from tigon.recognition.deferred import (
     TensorLike,
 )
 
-__all__ = ["RecordedLayer", "read_layer"]
-
 
 class RecordedLayer(NamedTuple):
     """A linear layer with adapters, as a forward has computed it."""

@@ -21,23 +21,6 @@ from tigon.runtime.maxima import MaximaRequests
 from tigon.runtime.stock import has_stock_call, origin_of, written_in
 from tigon.runtime.torch_private.modules import HOOK_TABLES, REPLICATE
 
-__all__ = [
-    "Replacement",
-    "exchange",
-    "find_changing_hook",
-    "find_replacement",
-    "foreign_forward",
-    "install",
-    "installed_recipe",
-    "is_changed",
-    "leads_to_replacement",
-    "requests_of",
-    "uninstall",
-    "wrapped_forward",
-    "wrapped_functions",
-    "written_in",
-]
-
 
 class Replacement:
     """The forward that computes `recipe(module, *args, **kwargs)`.

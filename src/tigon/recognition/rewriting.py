@@ -30,19 +30,6 @@ from tigon.recognition.head_norm_statements import fuse_head_norms
 from tigon.recognition.mlp_statements import match_mlp, replace_chunked_methods
 from tigon.recognition.source import NotReadable, Rewritten, compile_definition, definition_of, innermost
 
-__all__ = [
-    "ADD_NORM",
-    "CHUNKED_METHOD",
-    "HEAD_NORMS",
-    "NORM_ROPE",
-    "NORM_WITH_RESIDUAL",
-    "PRODUCTS",
-    "PRODUCT_GROUPS",
-    "TWO_LAYER_MLP",
-    "child_call",
-    "rewrite",
-]
-
 # The names by which the rewritten source calls the functions. No forward uses such names.
 ADD_NORM, NORM_WITH_RESIDUAL, PRODUCTS, TWO_LAYER_MLP, CHUNKED_METHOD, START_NORM, NORM_ROPE = NAMES = (
     "_tigon_add_norm_",

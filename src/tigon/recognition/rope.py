@@ -29,8 +29,6 @@ from tigon.recognition.rope_function import recognise_function
 from tigon.recognition.source import NotReadable, innermost, rebuild_wrappers
 from tigon.runtime.device import runs_kernels
 
-__all__ = ["RopeRecipe", "recognise_rope"]
-
 
 class _RopeArguments(NamedTuple):
     """The arguments of a rotary embedding, as the op takes them."""

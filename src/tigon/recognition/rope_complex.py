@@ -24,8 +24,6 @@ from tigon.recognition.standin import gradients, normal, probing, same_bits, sam
 from tigon.recognition.trials import record
 from tigon.runtime.device import KERNEL_DTYPES, PLAIN, runs_kernels
 
-__all__ = ["ComplexForm", "FusedComplexRope", "find_complex_form", "takes_complex_table"]
-
 LOGGER = logging.getLogger("tigon")
 
 # The names of the table. A function with another name is not compared.

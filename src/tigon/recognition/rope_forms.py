@@ -11,8 +11,6 @@ from torch import Tensor
 from tigon.ops.rotary.rope import Layout, Table, rope, rope_reference
 from tigon.runtime.device import runs_kernels
 
-__all__ = ["FORMS", "Form", "RopeCall"]
-
 # The dtype of the result. "promoted": the dtype to which torch promotes q and cos. "cast": the dtype of q. "fp32": the
 # dtype of q, and the computation is in fp32.
 ResultDtype = Literal["promoted", "cast", "fp32"]

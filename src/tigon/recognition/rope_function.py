@@ -22,8 +22,6 @@ from tigon.recognition.trials import Trials, current_trials, not_recording, reco
 from tigon.runtime.state.reach import explore
 from tigon.runtime.weak_cache import cached_weakly
 
-__all__ = ["recognise_function"]
-
 LOGGER = logging.getLogger("tigon")
 
 # The number of features of a head, and the numbers of heads of queries and of keys.

@@ -29,8 +29,6 @@ from tigon.runtime.state.reach import explore
 from tigon.runtime.torch_private.autograd import has_active_transform
 from tigon.runtime.weak_cache import cached_weakly
 
-__all__ = ["RouterLossForward", "find_router_losses"]
-
 LOGGER = logging.getLogger("tigon")
 
 # The arguments after the logits.

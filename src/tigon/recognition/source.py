@@ -18,20 +18,6 @@ from types import CellType, CodeType, FunctionType
 from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary
 
-__all__ = [
-    "CodeState",
-    "NotReadable",
-    "Rewritten",
-    "cached_by_code",
-    "code_state",
-    "compile_definition",
-    "definition_of",
-    "innermost",
-    "is_unchanged",
-    "rebuild_wrappers",
-]
-
-
 Cached = TypeVar("Cached", bound=Callable)
 # Python 3.12 and later need this field of classes and functions. Older versions ignore it.
 NO_TYPE_PARAMETERS: dict[str, Any] = {"type_params": []}

@@ -23,30 +23,6 @@ from tigon.recognition.trials import record
 from tigon.runtime.engines import WRAPPER_ATTRIBUTES
 from tigon.runtime.torch_private.operators import function_modes
 
-__all__ = [
-    "BF16",
-    "FP16",
-    "FP32",
-    "WritesTensor",
-    "accepts_inputs",
-    "copy_in_mode",
-    "describe",
-    "gradients",
-    "has_no_tensors",
-    "is_linear",
-    "normal",
-    "own_tensors",
-    "probing",
-    "random_linear",
-    "run_forward",
-    "same_bits",
-    "same_gradients",
-    "select_equal",
-    "select_equal_gradients",
-    "stand_in",
-    "unusual_values",
-]
-
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 
 # Numbers that code compares values with.

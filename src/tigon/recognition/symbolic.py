@@ -16,8 +16,6 @@ from torch import Tensor
 from tigon.runtime.torch_private.graphs import DispatchMode, SymbolicTools, symbolic_tools
 from tigon.runtime.torch_private.operators import schema_of
 
-__all__ = ["find_size_use"]
-
 LOGGER = logging.getLogger("tigon")
 
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)

@@ -23,8 +23,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Mismatch", "Trials", "current_trials", "explain_none", "not_recording", "record", "recording"]
-
 
 @dataclass(frozen=True)
 class Mismatch:

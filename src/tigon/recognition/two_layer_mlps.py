@@ -36,8 +36,6 @@ from tigon.recognition.source import (
 )
 from tigon.recognition.standin import is_linear
 
-__all__ = ["chunked_method", "compute_mlp", "has_two_layer_mlp"]
-
 # The name by which the rewritten source calls `_compute_two_children`. No forward uses such a name.
 TWO_CHILDREN = "_tigon_two_children_"
 

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from tigon.runtime.torch_private.autograd import is_any_autocast_enabled, keeps_graph
 
-__all__ = ["first_order", "halves", "keep_none_gradients", "may_overwrite_saved", "without_autocast"]
-
 
 def without_autocast(function: Callable) -> Callable:
     """Decorate a function of tensors, such as the backward of an autograd function: autocast is off while it runs.

@@ -8,25 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = [
-    "choice",
-    "features",
-    "flag",
-    "floating",
-    "floating_dtype",
-    "format_value",
-    "ignore_index",
-    "integer",
-    "mlp_module",
-    "norm_module",
-    "number",
-    "products",
-    "same",
-    "shape",
-    "size",
-    "tensor",
-]
-
 _FLOATING = (torch.bfloat16, torch.float32, torch.float16, torch.float64)
 _SMALLEST, _LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 # The number of characters that a message shows of a value.

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from tigon.runtime.torch_private.operators import current_raw_stream, dispatch_modes
 
-__all__ = ["zero_counters", "zero_number"]
-
 # The counters of the default stream, by the device.
 _counters: dict[int, Tensor] = {}
 

@@ -21,8 +21,6 @@ from torch import Tensor
 from tigon.runtime.device import HIP
 from tigon.runtime.torch_private.operators import current_raw_stream
 
-__all__ = ["MatrixLayout", "Plan", "PlanProblem", "plan", "state"]
-
 # --- names and values of cublasLt.h ----------------------------------------------------------------
 
 MATMUL_DESC_TRANSA, MATMUL_DESC_TRANSB = 3, 4

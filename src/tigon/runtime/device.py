@@ -11,24 +11,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-__all__ = [
-    "EMULATED",
-    "HAS_TRITON",
-    "HIP",
-    "INTERPRETED",
-    "KERNEL_DTYPES",
-    "PLAIN",
-    "Device",
-    "Simulation",
-    "cdiv",
-    "device_kind",
-    "device_of",
-    "is_capturing",
-    "runs_kernels",
-    "simulated",
-    "simulation_of",
-]
-
 # macOS and Windows have no Triton, so no kernel runs there.
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 

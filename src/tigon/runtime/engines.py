@@ -16,19 +16,6 @@ from torch import Tensor, nn
 
 from tigon.runtime.stock import origin_of
 
-__all__ = [
-    "FORWARD_SLOTS",
-    "ORIGINAL_FORWARD",
-    "WRAPPED_FORWARD",
-    "WRAPPER_ATTRIBUTES",
-    "forward_slot",
-    "full_shape",
-    "is_hook_of_deepspeed",
-    "keeps_values",
-    "keeps_versions",
-    "may_run_twice",
-]
-
 
 class HookOrigin(NamedTuple):
     """The hooks of Python modules whose names begin with `prefix`."""

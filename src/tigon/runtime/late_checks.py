@@ -16,8 +16,6 @@ from torch import Tensor
 from tigon.runtime.device import is_capturing
 from tigon.runtime.launch import launcher
 
-__all__ = ["LateFlag", "check_later", "raise_earlier"]
-
 
 class LateFlag(NamedTuple):
     """A flag of the GPU, which is copied to the host without a host synchronisation."""

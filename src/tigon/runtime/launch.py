@@ -25,8 +25,6 @@ from tigon.runtime.triton_private import (
     triton,
 )
 
-__all__ = ["COMPILE", "in_order", "launch", "launch_method", "launcher", "on_device", "self_check_verdict"]
-
 _log = logging.getLogger("tigon")
 
 Function = TypeVar("Function", bound=Callable)

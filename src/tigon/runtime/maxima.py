@@ -32,21 +32,6 @@ from tigon.runtime.counters import zero_number
 from tigon.runtime.device import is_capturing
 from tigon.runtime.triton_private import tl, triton
 
-__all__ = [
-    "NO_MAXIMA",
-    "NO_NEEDS",
-    "Maxima",
-    "MaximaNeeds",
-    "MaximaRequest",
-    "MaximaRequests",
-    "attach",
-    "find",
-    "magnitude_bits",
-    "raise_to",
-    "raise_to_largest",
-    "zero_maxima",
-]
-
 # A producer stops to find maxima after this number of results whose maxima nobody has looked for.
 PATIENCE = 8
 

@@ -9,8 +9,6 @@ import inspect
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-__all__ = ["JITFunction", "tl", "triton"]
-
 
 class JITFunction:
     """A kernel that cannot run. It has the attributes of a kernel of Triton that Tigon reads."""

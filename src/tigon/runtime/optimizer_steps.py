@@ -8,8 +8,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from tigon.runtime.torch_private.autograd import backward_id
 
-__all__ = ["count_step_in_backward", "count_steps", "step_count"]
-
 _count = 0
 # The id of a backward pass in which parameters have stepped, and which is not counted yet. It is None otherwise.
 _stepping_backward: int | None = None

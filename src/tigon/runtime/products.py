@@ -25,9 +25,6 @@ from tigon.runtime.launch import on_device
 from tigon.runtime.torch_private.operators import dispatch_modes
 from tigon.runtime.tuning import LaunchConfig
 
-__all__ = ["ProductConfig", "ProductProblem", "accumulates_in_fp32", "multiply", "product"]
-
-
 # --- configuration -------------------------------------------------------------------------------
 
 

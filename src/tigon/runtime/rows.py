@@ -12,8 +12,6 @@ from tigon.runtime.device import cdiv
 from tigon.runtime.launch import launch
 from tigon.runtime.triton_private import JITFunction, tl, triton
 
-__all__ = ["block_of_row", "dense_rows", "in_memory_order", "launch_blocks"]
-
 
 def dense_rows(x: Tensor) -> tuple[Tensor, int]:
     """Return a tensor with the rows of x [..., N] and a dense last dimension, and the stride of its rows.

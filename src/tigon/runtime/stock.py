@@ -14,15 +14,6 @@ from torch import nn
 from tigon.runtime.torch_private.modules import CALL_IMPL, COMPILED_CALL_IMPL, call_impl
 from tigon.runtime.torch_private.operators import native_linear
 
-__all__ = [
-    "calls_are_stock",
-    "has_stock_call",
-    "is_linear_of_zero",
-    "linears_are_stock",
-    "origin_of",
-    "written_in",
-]
-
 
 def origin_of(function: Callable) -> str:
     """Return the `__module__` of a function, or of the function in a `partial`, or else of the object's class."""

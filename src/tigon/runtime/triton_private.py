@@ -19,29 +19,9 @@ if HAS_TRITON:
     import triton.language as tl
     from triton.runtime.jit import JITFunction
 else:
-    from tigon.runtime.no_triton import JITFunction, tl, triton
-
-__all__ = [
-    "CompilerTools",
-    "JITFunction",
-    "TensorDescriptor",
-    "TileDescriptor",
-    "async_load",
-    "block_barrier",
-    "commit_group",
-    "compiler_tools",
-    "gl",
-    "gluon",
-    "has_direct_launch",
-    "has_hopper_instructions",
-    "has_launch_hook",
-    "has_tensor_descriptors",
-    "hopper",
-    "positional_launch",
-    "tl",
-    "triton",
-    "wait_group",
-]
+    from tigon.runtime.no_triton import JITFunction as JITFunction
+    from tigon.runtime.no_triton import tl as tl
+    from tigon.runtime.no_triton import triton
 
 # Every file of kernels imports `triton` and `tl` from here, because macOS and Windows have no Triton.
 #

@@ -12,8 +12,6 @@ from typing import Any, ClassVar, Self, TypeVar
 
 from tigon.runtime.device import Device
 
-__all__ = ["LaunchConfig", "rung", "tuned"]
-
 Value = TypeVar("Value")
 
 # Fields that replace those of the heuristic's choice, by the class of the config.

@@ -10,8 +10,6 @@ import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
-__all__ = ["cached_weakly", "weak_key"]
-
 Cached = TypeVar("Cached", bound=Callable)
 _WEAK = type, types.FunctionType, types.CodeType
 

@@ -27,20 +27,6 @@ if TYPE_CHECKING:
     import typer
     from rich.console import Console
 
-__all__ = [
-    "INTERRUPTED",
-    "app",
-    "check_file",
-    "main",
-    "make_console",
-    "make_folder",
-    "pick_device",
-    "pick_folder",
-    "say_written",
-    "show_progress",
-    "write_file",
-]
-
 # The exit code after Ctrl-C is the one that shells use, and so is that for a mistake of the user.
 INTERRUPTED, USER_MISTAKE = 130, 2
 

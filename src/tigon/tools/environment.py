@@ -11,8 +11,6 @@ import torch
 from tigon.runtime import cublaslt
 from tigon.runtime.launch import launch_method
 
-__all__ = ["cpu_name", "device_name", "environment", "versions"]
-
 _PACKAGES = ("tigon", "torch", "triton", "transformers", "tokenizers", "accelerate", "peft", "trl", "liger-kernel")
 
 

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["console_table", "format_number", "markdown_table", "write_json"]
-
 
 def format_number(value: float | None) -> str:
     """Format a number with three or more significant digits and without an exponent.

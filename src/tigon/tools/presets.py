@@ -2,8 +2,6 @@
 
 from typing import Any
 
-__all__ = ["MODEL_HELP", "PRESETS", "find_preset"]
-
 # The help of every option that takes a model.
 MODEL_HELP = (
     "A preset (Llama-3-8B, ..., tiny), a model type (its defaults), a repository of the hub (owner/name), a folder, or "

@@ -11,12 +11,11 @@ from tigon.ops.logits.token.kernels import (
     Statistics,
     Upstream,
     Wants,
-    combined_statistics,
     gradient,
     gradient_scales,
-    partial_statistics,
     statistics,
 )
+from tigon.ops.logits.token.shards import combined_statistics, partial_statistics
 
 # The column counts of the shards. A block of the kernels has 2048 columns. The first entry has only one shard.
 V = 5000

@@ -25,8 +25,6 @@ from tigon.runtime.launch import launch, on_device
 from tigon.runtime.triton_private import tl, triton
 from tigon.runtime.tuning import LaunchConfig
 
-__all__ = ["FourBitConfig", "FourBitWeight", "QuantisedScales", "dequantise", "dequantise_reference"]
-
 
 class QuantisedScales(NamedTuple):
     """What double quantisation replaces the scales with, except their codes."""

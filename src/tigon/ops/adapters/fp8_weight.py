@@ -25,8 +25,6 @@ from tigon.ops.fp8.weights import Fp8Weights, WeightCache, weight_rows, weight_t
 from tigon.runtime.counters import zero_number
 from tigon.runtime.maxima import Maxima, find
 
-__all__ = ["Fp8Group", "Fp8Operand", "Fp8Weight"]
-
 FindCache = Callable[[Sequence[Tensor], Sequence[int | None]], WeightCache | None]
 
 

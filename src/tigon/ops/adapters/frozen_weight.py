@@ -5,8 +5,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-__all__ = ["FrozenWeight", "dense_weight"]
-
 
 class FrozenWeight:
     """A weight [O, I] that gets no gradient. Forward computes it for one product, and backward computes it again."""

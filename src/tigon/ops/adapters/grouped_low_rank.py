@@ -40,20 +40,6 @@ from tigon.runtime.launch import in_order, launch, on_device
 from tigon.runtime.triton_private import triton
 from tigon.runtime.tuning import LaunchConfig
 
-__all__ = [
-    "GroupedExpandConfig",
-    "GroupedProjectConfig",
-    "GroupedSplitConfig",
-    "GroupedSumConfig",
-    "count_terms",
-    "empty_grouped_hidden",
-    "grouped_expand",
-    "grouped_project",
-    "grouped_sums",
-    "split_experts",
-    "spread_and_project",
-]
-
 # --- configuration -------------------------------------------------------------------------------
 
 

@@ -9,20 +9,6 @@ Shapes: S rows, E experts, N features, R ranks of all adapters of a product toge
 from tigon.ops.adapters.low_rank_kernels import term
 from tigon.runtime.triton_private import tl, triton
 
-__all__ = [
-    "add_expanded",
-    "add_projected",
-    "copy_experts_kernel",
-    "find_rows",
-    "grouped_expand_kernel",
-    "grouped_project_kernel",
-    "grouped_sum_kernel",
-    "load_factor",
-    "load_hidden",
-    "split_experts_kernel",
-    "store_hidden",
-]
-
 
 @triton.jit(do_not_specialize=["E", "first"])
 def split_experts_kernel(

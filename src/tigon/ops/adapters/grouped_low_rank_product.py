@@ -30,8 +30,6 @@ from tigon.runtime.launch import in_order, launch, on_device
 from tigon.runtime.triton_private import TensorDescriptor, tl, triton
 from tigon.runtime.tuning import LaunchConfig
 
-__all__ = ["GroupedProductConfig", "adds_in_product", "grouped_low_rank_product"]
-
 # With a larger rank, the tile of B and the accumulators would not fit in the registers together.
 LARGEST_RANK = 32
 

@@ -48,18 +48,6 @@ from tigon.runtime.device import KERNEL_DTYPES, PLAIN, runs_kernels
 from tigon.runtime.torch_private.autograd import has_active_transform
 from tigon.runtime.torch_private.operators import reshape_without_view
 
-__all__ = [
-    "adapter_hidden",
-    "add_adapters",
-    "eager_output",
-    "lora_linear",
-    "lora_linear_reference",
-    "lora_linears",
-    "lora_node",
-    "takes_adapters",
-]
-
-
 # --- reference -----------------------------------------------------------------------------------
 
 

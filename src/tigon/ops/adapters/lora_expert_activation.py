@@ -41,16 +41,6 @@ from tigon.runtime.launch import in_order, launch, on_device
 from tigon.runtime.triton_private import tl, triton
 from tigon.runtime.tuning import LaunchConfig
 
-__all__ = [
-    "LARGEST_FUSED_RANK",
-    "ActivationAdapters",
-    "ActivationGradients",
-    "LoRAExpertConfig",
-    "NeededActivationGradients",
-    "lora_activation_backward",
-    "lora_activation_forward",
-]
-
 # A program holds all ranks of both adapters. With rank 32, a thread of the backward needs 184 registers on sm_90.
 LARGEST_FUSED_RANK = 32
 

@@ -57,8 +57,6 @@ from tigon.ops.experts.grouped_linear import grouped_product
 from tigon.ops.experts.routing import combine, spread
 from tigon.runtime.autograd import first_order
 
-__all__ = ["AddGroupedAdapters", "ExpertAdapter", "LoRAExperts"]
-
 
 class ExpertAdapter(NamedTuple):
     """The adapters of one product of all experts. They add s * x[s] A[e]^T B[e]^T to the result of the product."""

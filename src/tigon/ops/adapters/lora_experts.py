@@ -31,9 +31,6 @@ from tigon.runtime import checks
 from tigon.runtime.device import PLAIN, runs_kernels
 from tigon.runtime.torch_private.autograd import has_active_transform
 
-__all__ = ["ExpertAdapter", "adapted_moe_mlp", "lora_moe_mlp", "lora_moe_mlp_reference"]
-
-
 # --- reference -----------------------------------------------------------------------------------
 
 

@@ -37,9 +37,6 @@ from tigon.runtime.maxima import magnitude_bits, raise_to_largest
 from tigon.runtime.triton_private import tl, triton
 from tigon.runtime.tuning import LaunchConfig
 
-__all__ = ["LoRAGLUConfig", "lora_glu_backward", "lora_glu_forward"]
-
-
 # --- configuration -------------------------------------------------------------------------------
 
 

@@ -43,19 +43,11 @@ from tigon.ops.adapters.lora_products import (
 )
 from tigon.ops.adapters.low_rank import empty_hidden, project, token_sums
 from tigon.ops.adapters.projection import Adapter, Constants, Projection, flatten, rebuild
-from tigon.ops.mlps.glu_mlp import (
-    GATES,
-    check_version,
-    gradient_buffers,
-    multiply_gate,
-    save_gated,
-    unpack_gated,
-)
+from tigon.ops.mlps.gated_node import check_version, multiply_gate
+from tigon.ops.mlps.glu_mlp import GATES, gradient_buffers, save_gated, unpack_gated
 from tigon.runtime.autograd import first_order
 from tigon.runtime.products import multiply
 from tigon.runtime.torch_private.operators import reshape_without_view
-
-__all__ = ["has_one_node", "lora_glu_mlp", "lora_glu_mlp_node", "runs_as_one_node"]
 
 # The largest rank for which the values of a tile fit in the registers of the kernels.
 LARGEST_RANK = 16

@@ -18,20 +18,6 @@ from tigon.ops.adapters.low_rank import dropout_bits, empty_hidden, expand, proj
 from tigon.ops.adapters.projection import Adapter, Projection
 from tigon.runtime.products import multiply
 
-__all__ = [
-    "Entry",
-    "add_low_rank",
-    "compute_hidden",
-    "compute_input_gradient",
-    "draw_seeds",
-    "layer_gradients",
-    "list_entries",
-    "project_gradients",
-    "rows_of",
-    "total_bias",
-    "write_output",
-]
-
 
 class Entry(NamedTuple):
     """One adapter of an autograd node, and its columns in the tensors of the node."""

@@ -47,20 +47,6 @@ from tigon.runtime.device import Device, cdiv, device_of
 from tigon.runtime.launch import in_order, launch, on_device
 from tigon.runtime.tuning import LaunchConfig
 
-__all__ = [
-    "ExpandConfig",
-    "PartTiles",
-    "ProjectConfig",
-    "TokenSumConfig",
-    "dropout_bits",
-    "empty_hidden",
-    "expand",
-    "project",
-    "rank_block",
-    "split_terms",
-    "token_sums",
-]
-
 # The number of bf16 terms that represent a value exactly: 8, 11 and 24 bits of mantissa, 8 bits a term.
 TERMS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
 

@@ -9,19 +9,6 @@ from tigon.ops.fp8.quantisation_kernels import tensorwise_factor
 from tigon.runtime.maxima import magnitude_bits, raise_to_largest
 from tigon.runtime.triton_private import tl, triton
 
-__all__ = [
-    "add_parts",
-    "dropout_bits_kernel",
-    "expand_kernel",
-    "is_last",
-    "project_kernel",
-    "split_kernel",
-    "store_terms",
-    "term",
-    "term_of",
-    "token_sum_kernel",
-]
-
 
 @triton.jit
 def term(x, index: tl.constexpr):

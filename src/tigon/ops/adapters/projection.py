@@ -8,8 +8,6 @@ from typing import Any, NamedTuple
 
 from tigon.ops.adapters.frozen_weight import FrozenWeight
 
-__all__ = ["Adapter", "Constants", "Projection", "flatten", "rebuild"]
-
 
 class Adapter(NamedTuple):
     """One adapter, which adds s * (dropout(x) A^T B^T + bias) to the output of a linear layer."""

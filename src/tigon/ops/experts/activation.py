@@ -30,8 +30,6 @@ from tigon.runtime.launch import launch
 from tigon.runtime.triton_private import tl, triton
 from tigon.runtime.tuning import LaunchConfig, rung
 
-__all__ = ["activation_gradients", "activation_gradients_reference"]
-
 # The reference converts this many elements to fp32 at a time.
 REFERENCE_CHUNK = 2**20
 

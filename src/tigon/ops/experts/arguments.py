@@ -12,8 +12,6 @@ from tigon.ops.mlps.glu import geglu, geglu_reference, swiglu, swiglu_reference
 from tigon.ops.mlps.relu2 import relu2, relu2_reference
 from tigon.runtime import checks
 
-__all__ = ["ACTIVATIONS", "ExpertParameters", "ExpertSizes", "check_activated", "check_experts"]
-
 # For the name of each activation: the op, its reference, and the number of input features for each output feature. This
 # number is 2 if gate and up are packed as [gate | up].
 ACTIVATIONS: dict[str, tuple[Callable, Callable, int]] = {

@@ -21,8 +21,6 @@ from tigon.runtime.device import HAS_TRITON, PLAIN, cdiv
 from tigon.runtime.launch import launch, launcher
 from tigon.runtime.triton_private import tl, triton
 
-__all__ = ["MOST_EXPERTS", "Routing", "has_order_kernels", "order_choices", "route"]
-
 # A program holds at most 1024 counts in registers, one of which is for absent experts.
 MOST_EXPERTS = 1023
 # The choices of a block.

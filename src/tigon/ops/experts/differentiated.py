@@ -17,8 +17,6 @@ from tigon.ops.experts.fp8_grouped_linear import Fp8Source, fp8_grouped_linear, 
 from tigon.ops.experts.grouped_linear import grouped_linear, grouped_product, rows_of_groups
 from tigon.ops.experts.routing import spread
 
-__all__ = ["RoutingMatrices", "add_bias", "differentiated_product", "first_product", "product", "spread_rows"]
-
 
 class RoutingMatrices(NamedTuple):
     """A routing as tensors of two dimensions, except for `ends`. A recomputation copies tensors of one dimension."""

@@ -19,8 +19,6 @@ from tigon.ops.experts.grouped_linear import grouped_weight_gradient
 from tigon.ops.fp8.weights import WeightCache
 from tigon.runtime.autograd import first_order
 
-__all__ = ["Fp8Source", "fp8_grouped_linear", "fp8_product"]
-
 
 class Fp8Source(NamedTuple):
     """The source of the FP8 copies of a weight: its name in a cache, or no cache if each product makes its copy."""

@@ -27,18 +27,6 @@ from tigon.ops.fp8.grouped_products import multiply_groups
 from tigon.ops.fp8.quantisation import Layout, quantise, quantise_gated
 from tigon.ops.fp8.weights import WeightCache, quantise_weights
 
-__all__ = [
-    "IN_DTYPE",
-    "ExpertCopies",
-    "WeightCopy",
-    "find_copies",
-    "find_copy",
-    "fp8_row_product",
-    "fp8_token_product",
-    "quantise_activated",
-    "quantise_rows",
-]
-
 _ROWS = Layout(WEIGHT_DTYPE, True, True, False)
 
 

@@ -22,9 +22,6 @@ from tigon.runtime.maxima import magnitude_bits
 from tigon.runtime.rows import dense_rows
 from tigon.runtime.triton_private import tl, triton
 
-__all__ = ["quantise_and_spread", "quantise_and_spread_reference"]
-
-
 # --- reference -----------------------------------------------------------------------------------
 
 

@@ -24,8 +24,6 @@ from tigon.ops.experts.tiled_products import tiled_product, tiled_weight_gradien
 from tigon.runtime.autograd import first_order, without_autocast
 from tigon.runtime.launch import launcher
 
-__all__ = ["group_sums", "grouped_linear", "grouped_product", "grouped_weight_gradient", "rows_of_groups"]
-
 # torch has this function since version 2.10.
 GROUPED_MM: Callable[..., Tensor] | None = getattr(F, "grouped_mm", None)
 

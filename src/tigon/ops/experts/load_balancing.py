@@ -30,9 +30,6 @@ from tigon.runtime.rows import dense_rows
 from tigon.runtime.triton_private import tl, triton
 from tigon.runtime.tuning import LaunchConfig
 
-__all__ = ["LoadBalancingConfig", "LoadBalancingProblem", "load_balancing_loss", "load_balancing_loss_reference"]
-
-
 # --- reference -----------------------------------------------------------------------------------
 
 

@@ -27,16 +27,6 @@ from tigon.ops.experts.routing import combine, dot_products, spread, spread_weig
 from tigon.ops.experts.tiled_products import gates_in_product, tiled_gated_product
 from tigon.runtime.launch import launcher
 
-__all__ = [
-    "BackwardParameters",
-    "FirstParameters",
-    "MoEGradients",
-    "NeededMoEGradients",
-    "moe_backward",
-    "moe_first_product",
-    "moe_forward",
-]
-
 
 class BackwardParameters(NamedTuple):
     """The parameters that the backward reads. A parameter may be None if no needed gradient depends on it."""

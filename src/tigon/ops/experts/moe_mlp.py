@@ -51,11 +51,10 @@ from tigon.ops.experts.moe_launchers import (
 from tigon.ops.experts.routing import combine
 from tigon.ops.fp8.formats import check_sizes
 from tigon.ops.fp8.weights import WeightCache
-from tigon.ops.mlps.glu_mlp import check_version, save_gated
+from tigon.ops.mlps.gated_node import check_version
+from tigon.ops.mlps.glu_mlp import save_gated
 from tigon.runtime import checks
 from tigon.runtime.autograd import first_order, may_overwrite_saved
-
-__all__ = ["moe_mlp", "moe_mlp_in_fp8", "moe_mlp_reference"]
 
 # --- reference -----------------------------------------------------------------------------------
 

@@ -25,16 +25,6 @@ from tigon.runtime.rows import block_of_row, dense_rows
 from tigon.runtime.triton_private import tl, triton
 from tigon.runtime.tuning import LaunchConfig, rung
 
-__all__ = [
-    "combine",
-    "combine_reference",
-    "dot_products",
-    "spread",
-    "spread_reference",
-    "spread_weighted",
-]
-
-
 # --- reference -----------------------------------------------------------------------------------
 
 

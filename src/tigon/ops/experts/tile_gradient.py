@@ -16,8 +16,6 @@ from typing import Any
 from tigon.ops.experts.tile_results import BLOCK_ROWS, COLUMNS, GROUPS, ROWS, STEP, STEP_BYTES, store_results
 from tigon.runtime.triton_private import gl, gluon, hopper
 
-__all__ = ["weight_gradient_kernel"]
-
 # Without Gluon this kernel does not exist.
 weight_gradient_kernel: Any = None
 

@@ -33,8 +33,6 @@ from tigon.ops.experts.tile_results import (
 from tigon.ops.mlps.glu import activation_and_slope
 from tigon.runtime.triton_private import gl, gluon, hopper, tl, triton
 
-__all__ = ["product_kernel", "row_blocks_kernel"]
-
 # Without Gluon this kernel does not exist.
 product_kernel: Any = None
 

@@ -10,8 +10,6 @@ from typing import Any
 
 from tigon.runtime.triton_private import gl, gluon, hopper, tl
 
-__all__ = ["BLOCK_ROWS", "COLUMNS", "GROUPS", "ROWS", "STEP", "STEP_BYTES", "halves", "store", "store_results"]
-
 # The groups of warps, the rows of a group, the columns of a tile, and the features or rows that a step sums.
 GROUPS, ROWS, COLUMNS, STEP = tl.constexpr(3), tl.constexpr(64), tl.constexpr(256), tl.constexpr(64)
 BLOCK_ROWS = tl.constexpr(GROUPS.value * ROWS.value)

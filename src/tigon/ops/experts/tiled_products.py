@@ -19,15 +19,6 @@ from tigon.runtime.device import PLAIN, Device, cdiv, device_of
 from tigon.runtime.launch import in_order, launch
 from tigon.runtime.triton_private import TileDescriptor, gl, hopper, triton
 
-__all__ = [
-    "gates_in_product",
-    "tiled_gated_product",
-    "tiled_product",
-    "tiled_weight_gradient",
-    "tiles_gradient",
-    "tiles_product",
-]
-
 ROWS, COLUMNS, STEP = tile_results.ROWS.value, tile_results.COLUMNS.value, tile_results.STEP.value
 BLOCK_ROWS = tile_results.BLOCK_ROWS.value
 # One stage is multiplied while the others are filled. Each stage takes 56 KB of shared memory.

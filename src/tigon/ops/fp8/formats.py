@@ -16,24 +16,6 @@ from torch import Tensor
 from tigon.runtime import checks
 from tigon.runtime.device import HIP, device_kind, device_of, runs_kernels
 
-__all__ = [
-    "GRADIENT_DTYPE",
-    "LARGEST",
-    "MULTIPLE",
-    "RECIPES",
-    "SMALLEST_AMAX",
-    "WEIGHT_DTYPE",
-    "Factor",
-    "Fp8Options",
-    "FusedPass",
-    "check_options",
-    "check_sizes",
-    "has_fp8_units",
-    "has_units",
-    "pad",
-    "runs_fp8_kernels",
-]
-
 RECIPES = ("tensorwise", "rowwise")
 
 # The largest finite value of each format.

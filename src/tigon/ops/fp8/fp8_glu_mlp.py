@@ -29,14 +29,13 @@ from tigon.ops.fp8.gated_gradients import gated_gradients, gated_gradients_refer
 from tigon.ops.fp8.products import multiply_fp8
 from tigon.ops.fp8.quantisation import Layout, activate, quantise, quantise_gated, quantise_tensor
 from tigon.ops.fp8.weights import Fp8Weights, WeightCache, quantise_weights, weight_rows, weight_transposed
+from tigon.ops.mlps.gated_node import check_version
 from tigon.ops.mlps.glu import NO_SCALING, glu_backward_into
-from tigon.ops.mlps.glu_mlp import check_version, gradient_buffers, save_gated, unpack_gated
+from tigon.ops.mlps.glu_mlp import gradient_buffers, save_gated, unpack_gated
 from tigon.runtime import checks
 from tigon.runtime.autograd import first_order
 from tigon.runtime.device import runs_kernels
 from tigon.runtime.torch_private.operators import reshape_without_view
-
-__all__ = ["fp8_glu_mlp", "glu_mlp_by_options"]
 
 KINDS = ("silu", "gelu", "gelu_tanh")
 

@@ -34,18 +34,6 @@ from tigon.runtime.autograd import first_order, keep_none_gradients
 from tigon.runtime.maxima import Maxima, find
 from tigon.runtime.torch_private.operators import reshape_without_view
 
-__all__ = [
-    "fp8_linear",
-    "fp8_linear_reference",
-    "fp8_projections",
-    "projections_by_options",
-    "quantise_again",
-    "quantise_input",
-    "uses_autocast",
-    "weight_gradient",
-]
-
-
 # --- reference -----------------------------------------------------------------------------------
 
 

@@ -35,8 +35,6 @@ from tigon.runtime.launch import launch, launcher
 from tigon.runtime.maxima import magnitude_bits, raise_to, raise_to_largest, zero_maxima
 from tigon.runtime.triton_private import tl, triton
 
-__all__ = ["GatedGradients", "gated_gradients", "gated_gradients_reference"]
-
 
 class GatedGradients(NamedTuple):
     """The FP8 copies of [dgate | dup] and of a. A copy that is not needed is None."""

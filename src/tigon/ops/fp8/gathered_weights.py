@@ -25,8 +25,6 @@ from tigon.runtime.maxima import Maxima
 from tigon.runtime.torch_private.autograd import DisableTorchFunctionSubclass
 from tigon.runtime.torch_private.operators import is_in_place, make_wrapper
 
-__all__ = ["GatheredWeight", "share_scale", "transpose_weights"]
-
 
 class _Contents:
     """The FP8 values of a gathered weight. FSDP2 frees and fills their memory again and again."""

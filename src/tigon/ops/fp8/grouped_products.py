@@ -14,8 +14,6 @@ from tigon.runtime.device import device_of
 from tigon.runtime.launch import launcher
 from tigon.runtime.torch_private.products import multiply_scaled_groups
 
-__all__ = ["emulate_groups", "has_grouped_units", "multiply_groups"]
-
 
 def has_grouped_units(x: Tensor) -> bool:
     """Return whether torch computes grouped FP8 products on the device of `x`: only on GPUs of Hopper's generation."""

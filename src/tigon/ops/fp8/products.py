@@ -12,8 +12,6 @@ from torch import Tensor
 from tigon.ops.fp8.formats import Factor, has_fp8_units
 from tigon.runtime.torch_private.products import multiply_scaled
 
-__all__ = ["emulate_fp8", "multiply_fp8"]
-
 # Products with a scale for each row have results of these dtypes only.
 _ROWWISE_DTYPES = (torch.bfloat16,)
 # The units add a bias in these dtypes only.

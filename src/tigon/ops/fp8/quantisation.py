@@ -46,19 +46,6 @@ from tigon.runtime.device import cdiv, device_of
 from tigon.runtime.launch import launch, launcher, on_device
 from tigon.runtime.maxima import NO_MAXIMA, NO_NEEDS, Maxima, MaximaNeeds, find, zero_maxima
 
-__all__ = [
-    "Copies",
-    "Layout",
-    "Quantised",
-    "activate",
-    "find_tensor_maximum",
-    "quantise",
-    "quantise_gated",
-    "quantise_parts",
-    "quantise_reference",
-    "quantise_tensor",
-]
-
 
 class Layout(NamedTuple):
     """The copies of a matrix that are needed, and how its scales are shared."""

@@ -22,19 +22,6 @@ from tigon.runtime.maxima import magnitude_bits, raise_to, raise_to_largest
 from tigon.runtime.triton_private import tl, triton
 from tigon.runtime.tuning import LaunchConfig
 
-__all__ = [
-    "Fp8RowConfig",
-    "Fp8RowProblem",
-    "Fp8TileConfig",
-    "Fp8TileProblem",
-    "amax_kernel",
-    "row_kernel",
-    "scaling",
-    "store_transposed",
-    "tensorwise_factor",
-    "write_kernel",
-]
-
 # The bits of `SMALLEST_AMAX`, 2^-100.
 _SMALLEST_BITS = tl.constexpr((127 - 100) << 23)
 

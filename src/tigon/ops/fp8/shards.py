@@ -18,8 +18,6 @@ from tigon.ops.fp8.formats import WEIGHT_DTYPE, Factor, runs_fp8_kernels
 from tigon.ops.fp8.quantisation import Layout, find_tensor_maximum, quantise_parts, quantise_reference
 from tigon.runtime.maxima import Maxima
 
-__all__ = ["find_maxima", "maximum_of", "round_shard"]
-
 # The int32 elements for each group: 16 bytes, because the kernels expect aligned addresses.
 _ELEMENTS = 4
 

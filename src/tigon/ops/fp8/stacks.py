@@ -28,9 +28,6 @@ from tigon.runtime.maxima import magnitude_bits
 from tigon.runtime.triton_private import tl, triton
 from tigon.runtime.tuning import LaunchConfig
 
-__all__ = ["Fp8StripConfig", "Fp8StripProblem", "quantise_stack", "quantise_stack_reference"]
-
-
 # --- reference -----------------------------------------------------------------------------------
 
 

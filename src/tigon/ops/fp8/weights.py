@@ -20,8 +20,6 @@ from tigon.ops.fp8.stacks import quantise_stack
 from tigon.runtime.device import is_capturing
 from tigon.runtime.optimizer_steps import count_steps, step_count
 
-__all__ = ["Fp8Weights", "WeightCache", "quantise_weights", "weight_rows", "weight_transposed"]
-
 
 class Fp8Weights:
     """The FP8 copies of a group of weights. A copy that no product has needed yet is None."""

@@ -15,8 +15,6 @@ from tigon.ops.logits.rescale import rescale
 from tigon.runtime import checks
 from tigon.runtime.torch_private.autograd import backward_id, has_gradient_hooks
 
-__all__ = ["AccumulatedGradient", "accumulated_gradient"]
-
 # A sample of a buffer has this many rows and columns, approximately.
 SAMPLE_SIZE = 64
 

@@ -33,25 +33,6 @@ from tigon.runtime.launch import launcher
 from tigon.runtime.products import product
 from tigon.runtime.tuning import LaunchConfig
 
-__all__ = [
-    "NOTHING_SAVED",
-    "NO_NEEDS",
-    "AllStatistics",
-    "ChunkConfig",
-    "ChunkProblem",
-    "GradientSums",
-    "Gradients",
-    "LossSettings",
-    "Needs",
-    "head_product",
-    "linear_cross_entropy_chunks",
-    "select",
-    "select_some",
-    "token_chunks",
-    "without_ignored",
-]
-
-
 # --- configuration -------------------------------------------------------------------------------
 
 

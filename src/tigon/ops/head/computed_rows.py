@@ -10,9 +10,6 @@ from tigon.ops.logits.valid_rows import ValidRows
 from tigon.runtime.device import Device, device_of
 from tigon.runtime.tuning import LaunchConfig
 
-__all__ = ["CountConfig", "CountProblem", "find_rows", "rows_to_compute"]
-
-
 # --- configuration -------------------------------------------------------------------------------
 
 

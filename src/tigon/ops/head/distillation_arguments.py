@@ -9,8 +9,6 @@ from tigon.ops.head.distillation_chunks import Teacher
 from tigon.ops.logits.distillation_types import DistillationOptions
 from tigon.runtime import checks
 
-__all__ = ["DistillationReduction", "Divergence", "check_teacher", "distillation_options"]
-
 DistillationReduction = Literal["mean", "sum", "none"]
 Divergence = Literal["jsd", "kl", "reverse_kl", "tvd", "cosine"]
 

@@ -36,8 +36,6 @@ from tigon.ops.logits.token.kernels import Shard
 from tigon.runtime.device import device_kind, device_of, runs_kernels
 from tigon.runtime.launch import launcher
 
-__all__ = ["DistillationResults", "DistillationSettings", "Teacher", "distillation_chunks"]
-
 # Bytes that a logit takes in addition to itself where no kernel runs: about ten fp32 values per logit exist at a time.
 TORCH_LOGIT_BYTES = 40
 # A dense row of log-probabilities has this many columns more than the vocabulary. The entries of the top K whose index

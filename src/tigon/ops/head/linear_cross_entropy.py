@@ -55,9 +55,6 @@ from tigon.ops.logits.vocab_parallel import largest_shard, local_parts, shard_of
 from tigon.runtime import checks
 from tigon.runtime.autograd import first_order, keep_none_gradients
 
-__all__ = ["LinearCrossEntropyLoss", "linear_cross_entropy", "linear_cross_entropy_reference"]
-
-
 # --- reference -----------------------------------------------------------------------------------
 
 

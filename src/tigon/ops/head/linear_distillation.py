@@ -46,8 +46,6 @@ from tigon.runtime import checks
 from tigon.runtime.autograd import first_order, keep_none_gradients
 from tigon.runtime.products import accumulates_in_fp32
 
-__all__ = ["DistillationOutput", "linear_distillation", "linear_distillation_reference"]
-
 
 class DistillationOutput(NamedTuple):
     """The loss of distillation and the further results that were requested. The fields of other results are None.

@@ -30,16 +30,6 @@ from tigon.ops.logits.vocab_parallel import largest_shard, local_parts, shard_of
 from tigon.runtime import checks
 from tigon.runtime.autograd import first_order, keep_none_gradients
 
-__all__ = [
-    "LogProbOutput",
-    "cast_for_products",
-    "check_head_arguments",
-    "check_valid_rows",
-    "linear_log_probs",
-    "linear_log_probs_reference",
-    "log_prob_options",
-]
-
 
 class LogProbOutput(NamedTuple):
     """The log-probabilities and the further results that were requested. The fields of other results are None.

@@ -50,8 +50,6 @@ from tigon.runtime import checks
 from tigon.runtime.device import device_kind, device_of, runs_kernels
 from tigon.runtime.late_checks import check_later, raise_earlier
 
-__all__ = ["eager_linear_loss", "linear_loss"]
-
 GROUPS = ("token", "sequence", "pair", "batch")
 NO_SUM = (
     "linear_loss: the loss of loss_fn must be a sum over the units of group={group!r}, got a loss whose gradients for "

@@ -30,8 +30,6 @@ from tigon.ops.logits.token.kernels import (
 )
 from tigon.runtime.autograd import first_order, keep_none_gradients, without_autocast
 
-__all__ = ["LinearLoss", "LossFunction", "LossProblem", "LossResult", "call_on_batch", "compute_loss", "loss_of"]
-
 LossFunction = Callable[..., Any]
 
 # The gradient of a token may differ between two calls by this fraction of the largest gradient. The values on which it

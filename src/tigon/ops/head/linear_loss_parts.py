@@ -15,8 +15,6 @@ from torch import Tensor
 
 from tigon.ops.head.low_rank_logits import Rows
 
-__all__ = ["Group", "Units", "divide", "find_units"]
-
 Group = Literal["token", "sequence", "pair", "batch"]
 
 

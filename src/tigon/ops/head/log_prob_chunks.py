@@ -57,9 +57,6 @@ from tigon.runtime.launch import launcher
 from tigon.runtime.products import product
 from tigon.runtime.tuning import LaunchConfig
 
-__all__ = ["LogProbGradients", "SlabConfig", "SlabProblem", "log_prob_gradients", "log_prob_statistics"]
-
-
 # --- configuration -------------------------------------------------------------------------------
 
 

@@ -20,8 +20,6 @@ from tigon.ops.head.low_rank_loss import LARGEST_RANK_WITH_DH, LowRankTerms, low
 from tigon.ops.logits.token.types import Options, SavedStatistics, Statistics, Upstream, Wants
 from tigon.runtime.device import runs_kernels
 
-__all__ = ["NO_ADDITION", "Addition", "LowRank"]
-
 
 class LowRank(NamedTuple):
     """The two factors of a product that is added to the logits, both None if nothing is added."""

@@ -43,15 +43,6 @@ from tigon.runtime.device import Device, cdiv, device_of
 from tigon.runtime.launch import in_order, launch, on_device
 from tigon.runtime.tuning import LaunchConfig
 
-__all__ = [
-    "LARGEST_RANK_WITH_DH",
-    "LowRankGradientConfig",
-    "LowRankStatisticsConfig",
-    "LowRankTerms",
-    "low_rank_gradient",
-    "low_rank_statistics",
-]
-
 # The largest rank for which the gradient kernel computes dh. The tiles of rank 64 would not fit in the registers.
 LARGEST_RANK_WITH_DH = 32
 

@@ -7,8 +7,6 @@ from tigon.ops.adapters.low_rank_kernels import is_last, term
 from tigon.ops.logits.token.maths import LOG2E, LOWEST, target_weight, transform
 from tigon.runtime.triton_private import tl, triton
 
-__all__ = ["low_rank_gradient_kernel", "low_rank_statistics_kernel"]
-
 
 @triton.jit
 def _load(pointers, mask, IS_WHOLE: tl.constexpr):

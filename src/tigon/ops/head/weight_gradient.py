@@ -21,9 +21,6 @@ from tigon.runtime.device import Device, cdiv, device_of
 from tigon.runtime.products import accumulates_in_fp32, product
 from tigon.runtime.tuning import LaunchConfig
 
-__all__ = ["WeightGradient", "WeightGradientConfig", "WeightGradientProblem", "product_in_fp32"]
-
-
 # --- configuration -------------------------------------------------------------------------------
 
 

@@ -43,13 +43,6 @@ from tigon.runtime import checks
 from tigon.runtime.autograd import first_order, keep_none_gradients
 from tigon.runtime.launch import launcher
 
-__all__ = [
-    "CrossEntropyLoss",
-    "cross_entropy",
-    "cross_entropy_reference",
-    "log_probs_and_entropy_reference",
-]
-
 # --- reference -----------------------------------------------------------------------------------
 
 

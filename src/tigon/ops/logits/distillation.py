@@ -45,9 +45,6 @@ from tigon.runtime.launch import in_order, launch, on_device
 from tigon.runtime.triton_private import tl, triton
 from tigon.runtime.tuning import LaunchConfig
 
-__all__ = ["DistillationConfig", "DistillationProblem", "distill_rows"]
-
-
 # --- configuration -------------------------------------------------------------------------------
 
 

@@ -8,8 +8,6 @@ from torch import Tensor
 from tigon.ops.logits.distillation_types import DistillationOptions, RowLosses
 from tigon.ops.logits.divergence_reference import relative_entropy
 
-__all__ = ["apply_to_logits", "distillation_torch", "divergence_of_logits", "match_vocabulary"]
-
 
 def apply_to_logits(logits: Tensor, logit_scale: float, softcap: float | None) -> Tensor:
     """Return the logits after the scale and the soft cap, in this order."""

@@ -4,8 +4,6 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-__all__ = ["DistillationOptions", "RowLosses"]
-
 
 class DistillationOptions(NamedTuple):
     """The options of the loss of distillation. `distillation` has the maths."""

@@ -20,9 +20,6 @@ from tigon.runtime.autograd import first_order
 from tigon.runtime.device import runs_kernels
 from tigon.runtime.rows import dense_rows
 
-__all__ = ["divergence"]
-
-
 # --- autograd ------------------------------------------------------------------------------------
 
 

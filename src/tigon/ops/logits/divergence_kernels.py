@@ -42,17 +42,6 @@ from tigon.runtime.launch import in_order, launch, launcher
 from tigon.runtime.triton_private import tl, triton
 from tigon.runtime.tuning import LaunchConfig
 
-__all__ = [
-    "DivergenceConfig",
-    "DivergenceOptions",
-    "DivergenceProblem",
-    "SavedDivergence",
-    "divergence_backward",
-    "divergence_element",
-    "divergence_forward",
-    "has_native_log2",
-]
-
 # This number replaces -inf in differences. Its exponential is zero.
 LOWEST = tl.constexpr(-1e4)
 PROPAGATE_NAN = tl.constexpr(tl.PropagateNan.ALL)

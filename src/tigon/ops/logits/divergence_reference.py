@@ -5,8 +5,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-__all__ = ["DivergenceReduction", "divisor", "prepare_distributions", "reduce_losses", "relative_entropy"]
-
 DivergenceReduction = Literal["batchmean", "mean", "sum", "none"]
 
 

@@ -21,9 +21,6 @@ from tigon.ops.logits.divergence_reference import (
 )
 from tigon.runtime import checks
 
-__all__ = ["JSDLoss", "jsd", "jsd_reference"]
-
-
 # --- reference -----------------------------------------------------------------------------------
 
 

@@ -17,9 +17,6 @@ from tigon.ops.logits.divergence_reference import (
 )
 from tigon.runtime import checks
 
-__all__ = ["KLDivLoss", "kl_div", "kl_div_reference"]
-
-
 # --- reference -----------------------------------------------------------------------------------
 
 

@@ -9,16 +9,6 @@ from tigon.ops.logits.token.kernels import Options
 from tigon.ops.logits.valid_rows import as_targets
 from tigon.runtime import checks
 
-__all__ = [
-    "RESULT_OPTIONS",
-    "LossOutput",
-    "Reduction",
-    "as_scalar",
-    "check_loss_arguments",
-    "loss_options",
-    "loss_output",
-]
-
 Reduction = Literal["none", "mean", "sum"]
 
 # The options that request further results.

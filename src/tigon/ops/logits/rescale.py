@@ -18,9 +18,6 @@ from tigon.runtime.torch_private.autograd import keeps_graph
 from tigon.runtime.triton_private import tl, triton
 from tigon.runtime.tuning import LaunchConfig
 
-__all__ = ["RescaleConfig", "RescaleProblem", "rescale", "rescaled"]
-
-
 # --- configuration -------------------------------------------------------------------------------
 
 

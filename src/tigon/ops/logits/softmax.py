@@ -26,8 +26,6 @@ from tigon.runtime.rows import dense_rows
 from tigon.runtime.triton_private import tl, triton
 from tigon.runtime.tuning import LaunchConfig, rung
 
-__all__ = ["Softmax", "softmax", "softmax_reference"]
-
 # The kernels compute columns as 32-bit ints, also those of a block that ends beyond the row. The reference computes
 # wider rows.
 MAX_FEATURES = 2**30

@@ -11,9 +11,6 @@ from tigon.ops.logits.divergence import divergence
 from tigon.ops.logits.divergence_reference import DivergenceReduction, prepare_distributions, reduce_losses
 from tigon.runtime import checks
 
-__all__ = ["TVDLoss", "tvd", "tvd_reference"]
-
-
 # --- reference -----------------------------------------------------------------------------------
 
 

@@ -19,9 +19,6 @@ from tigon.runtime.launch import launch, on_device
 from tigon.runtime.triton_private import tl, triton
 from tigon.runtime.tuning import LaunchConfig
 
-__all__ = ["ValidRows", "ValidRowsConfig", "ValidRowsProblem", "as_targets"]
-
-
 # --- configuration -------------------------------------------------------------------------------
 
 

@@ -16,12 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tigon.ops.logits.token.kernels import Options, Shard, Statistics, Wants, combined_statistics, partial_statistics
+from tigon.ops.logits.token.kernels import Options, Shard, Statistics, Wants
+from tigon.ops.logits.token.shards import combined_statistics, partial_statistics
 from tigon.runtime import checks
 from tigon.runtime.device import cdiv
 from tigon.runtime.torch_private.operators import process_group_of
-
-__all__ = ["largest_shard", "local_parts", "parallel_statistics", "shard_of", "sum_over_ranks"]
 
 
 def _rows_per_rank(vocabulary: int, ranks: int) -> int:

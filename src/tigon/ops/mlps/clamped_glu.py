@@ -26,8 +26,6 @@ from tigon.runtime.rows import block_of_row
 from tigon.runtime.triton_private import JITFunction, tl, triton
 from tigon.runtime.tuning import LaunchConfig
 
-__all__ = ["ClampedGLUConfig", "ClampedGate"]
-
 
 @dataclass(frozen=True)
 class ClampedGate:

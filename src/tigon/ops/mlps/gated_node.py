@@ -17,19 +17,6 @@ from tigon.runtime.products import multiply
 from tigon.runtime.torch_private.autograd import keeps_graph
 from tigon.runtime.tuning import LaunchConfig
 
-__all__ = [
-    "GLUMLPConfig",
-    "GLUMLPProblem",
-    "backward_of_activation",
-    "check_version",
-    "gradient_buffers",
-    "multiply_gate",
-    "multiply_gates",
-    "save_gated",
-    "unpack_gated",
-]
-
-
 # --- configuration -------------------------------------------------------------------------------
 
 

@@ -29,8 +29,6 @@ from tigon.runtime.rows import block_of_row, dense_rows, in_memory_order, launch
 from tigon.runtime.triton_private import JITFunction, tl, triton
 from tigon.runtime.tuning import LaunchConfig
 
-__all__ = ["activation_backward_into", "activation_forward", "gelu", "gelu_reference"]
-
 # The kinds of the kernels, by the name of the approximation.
 KINDS = {"none": "gelu", "tanh": "gelu_tanh", "sigmoid": "gelu_sigmoid"}
 

@@ -30,8 +30,6 @@ from tigon.runtime.rows import block_of_row, dense_rows, launch_blocks
 from tigon.runtime.triton_private import JITFunction, tl, triton
 from tigon.runtime.tuning import LaunchConfig
 
-__all__ = ["NO_SCALING", "Scaling", "geglu", "geglu_reference", "swiglu", "swiglu_reference"]
-
 Kind = Literal["silu", "gelu", "gelu_tanh"]
 
 

@@ -35,12 +35,9 @@ from torch import Tensor, nn
 
 from tigon.memory.lean import call_mlp_region, call_projection, in_checkpoint, recomputes_large_mlp, recomputes_mlp
 from tigon.ops.mlps.gated_node import (
-    GLUMLPConfig,
-    GLUMLPProblem,
     backward_of_activation,
     check_version,
     gradient_buffers,
-    multiply_gate,
     multiply_gates,
     save_gated,
     unpack_gated,
@@ -51,24 +48,6 @@ from tigon.ops.mlps.tiled_glu_mlp import tile_rows, tiled_glu_mlp
 from tigon.runtime import checks
 from tigon.runtime.autograd import first_order
 from tigon.runtime.products import multiply
-
-__all__ = [
-    "GEGLUMLP",
-    "GLUMLPConfig",
-    "GLUMLPProblem",
-    "SwiGLUMLP",
-    "check_version",
-    "glu_mlp",
-    "glu_mlp_by_kernels",
-    "glu_mlp_reference",
-    "gradient_buffers",
-    "multiply_gate",
-    "plain_weight",
-    "save_gated",
-    "scaled",
-    "supports_weights",
-    "unpack_gated",
-]
 
 GATES = {
     "silu": swiglu,

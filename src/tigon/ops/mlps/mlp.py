@@ -25,15 +25,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tigon.memory.lean import in_checkpoint, recomputes_mlp
+from tigon.ops.mlps.gated_node import check_version
 from tigon.ops.mlps.gelu import activation_backward_into, activation_forward, gelu, gelu_reference
-from tigon.ops.mlps.glu_mlp import check_version, save_gated, unpack_gated
+from tigon.ops.mlps.glu_mlp import save_gated, unpack_gated
 from tigon.ops.mlps.projections import linear, supports_products
 from tigon.ops.mlps.relu2 import relu2, relu2_reference
 from tigon.runtime import checks
 from tigon.runtime.autograd import first_order, may_overwrite_saved
 from tigon.runtime.products import multiply
-
-__all__ = ["MLPActivation", "activate", "mlp", "mlp_by_kernels", "mlp_reference", "supports_mlp"]
 
 MLPActivation = Literal["gelu", "gelu_tanh", "gelu_sigmoid", "relu2"]
 # The approximation of `tigon.gelu` by the name of the activation.

@@ -23,16 +23,6 @@ from tigon.runtime.stock import has_stock_call, linears_are_stock
 from tigon.runtime.torch_private.modules import HOOK_TABLES, any_global_hook
 from tigon.runtime.torch_private.operators import reshape_without_view
 
-__all__ = [
-    "check_layer",
-    "does_more_than_forward",
-    "input_gradient",
-    "is_plain",
-    "linear",
-    "linears",
-    "supports_products",
-]
-
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return `F.linear` as a tensor that is not a view. A view that a node returns cannot be modified in place."""

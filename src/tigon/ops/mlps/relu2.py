@@ -22,9 +22,6 @@ from tigon.runtime.rows import block_of_row, dense_rows, in_memory_order, launch
 from tigon.runtime.triton_private import JITFunction, tl, triton
 from tigon.runtime.tuning import LaunchConfig
 
-__all__ = ["ReLU2MLP", "relu2", "relu2_reference"]
-
-
 # --- reference -----------------------------------------------------------------------------------
 
 

@@ -27,8 +27,6 @@ from tigon.runtime.autograd import first_order
 from tigon.runtime.device import cdiv, device_of
 from tigon.runtime.products import accumulates_in_fp32, multiply, product
 
-__all__ = ["tile_rows", "tiled_glu_mlp"]
-
 # The number of rows of a tile is a multiple of this number, so that the products of all tiles but the last are aligned.
 ALIGNMENT = 256
 

@@ -27,8 +27,6 @@ from tigon.runtime import checks
 from tigon.runtime.autograd import first_order
 from tigon.runtime.device import runs_kernels
 
-__all__ = ["GateActivation", "gated_rms_norm", "gated_rms_norm_reference"]
-
 GateActivation = Literal["silu", "sigmoid"]
 
 

@@ -16,8 +16,6 @@ from tigon.runtime.rows import dense_rows
 from tigon.runtime.triton_private import tl, triton
 from tigon.runtime.tuning import LaunchConfig, rung
 
-__all__ = ["MAX_GROUP_SIZE", "GatedNormConfig", "GatedNormProblem", "gated_norm_backward", "gated_norm_forward"]
-
 # The backward keeps three rows and a sum in registers. Wider groups do not fit, so the reference computes them.
 MAX_GROUP_SIZE = 8192
 

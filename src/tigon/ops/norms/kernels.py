@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tigon.ops.norms.norm_config import MAX_FEATURES, NormConfig, NormProblem, holds_column_maxima
+from tigon.ops.norms.norm_config import NormConfig, NormProblem, holds_column_maxima
 from tigon.ops.norms.row_sums import sum_rows
 from tigon.runtime.device import cdiv, device_of
 from tigon.runtime.launch import in_order, launch, launcher, on_device
@@ -37,8 +37,6 @@ from tigon.runtime.maxima import (
 )
 from tigon.runtime.rows import dense_rows
 from tigon.runtime.triton_private import tl, triton
-
-__all__ = ["MAX_FEATURES", "NormConfig", "NormProblem", "norm_backward", "norm_forward", "recompute_norm"]
 
 # --- kernels -------------------------------------------------------------------------------------
 

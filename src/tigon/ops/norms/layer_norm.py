@@ -19,14 +19,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tigon.memory.lean import recomputed_by_call
-from tigon.ops.norms.kernels import MAX_FEATURES, norm_backward, norm_forward
+from tigon.ops.norms.kernels import norm_backward, norm_forward
+from tigon.ops.norms.norm_config import MAX_FEATURES
 from tigon.runtime import checks
 from tigon.runtime.autograd import first_order
 from tigon.runtime.device import runs_kernels
 from tigon.runtime.maxima import NO_NEEDS
-
-__all__ = ["LayerNorm", "layer_norm", "layer_norm_reference"]
-
 
 # --- reference -----------------------------------------------------------------------------------
 

@@ -7,8 +7,6 @@ from tigon.runtime.device import Device, cdiv
 from tigon.runtime.triton_private import triton
 from tigon.runtime.tuning import LaunchConfig, rung
 
-__all__ = ["LADDER", "MAX_FEATURES", "NormConfig", "NormProblem", "holds_column_maxima"]
-
 # Wider rows do not fit in the registers of one workgroup. The references compute them.
 MAX_FEATURES = 32768
 # The bytes that the registers of one workgroup hold at most.

@@ -18,22 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from tigon.memory.lean import recomputed_by_call, register_recomputation, registers_recomputations
-from tigon.ops.norms.kernels import MAX_FEATURES, norm_backward, norm_forward, recompute_norm
+from tigon.ops.norms.kernels import norm_backward, norm_forward, recompute_norm
+from tigon.ops.norms.norm_config import MAX_FEATURES
 from tigon.runtime import checks
 from tigon.runtime.autograd import first_order, keep_none_gradients
 from tigon.runtime.device import runs_kernels
 from tigon.runtime.maxima import NO_NEEDS, MaximaNeeds, MaximaRequests, attach
-
-__all__ = [
-    "RMSNorm",
-    "add_rms_norm",
-    "add_rms_norm_for",
-    "add_rms_norm_reference",
-    "check_norm",
-    "rms_norm",
-    "rms_norm_for",
-    "rms_norm_reference",
-]
 
 # The point at which x_hat is rounded to the dtype of x: before the multiplication by the weight in Llama, after it in
 # Gemma and OLMo 2.

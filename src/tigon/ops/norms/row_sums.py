@@ -13,9 +13,6 @@ from tigon.runtime.launch import launch
 from tigon.runtime.triton_private import tl, triton
 from tigon.runtime.tuning import LaunchConfig
 
-__all__ = ["SumConfig", "SumProblem", "sum_rows"]
-
-
 # --- configuration -------------------------------------------------------------------------------
 
 

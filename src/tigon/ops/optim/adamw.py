@@ -19,8 +19,6 @@ from tigon.runtime.device import KERNEL_DTYPES, PLAIN, runs_kernels
 from tigon.runtime.torch_private.graphs import disable_dynamo
 from tigon.runtime.torch_private.operators import has_init_group
 
-__all__ = ["AdamW", "check_number"]
-
 # The first instance of torch's class wraps `step`. With the wrapper, every step hook would run twice.
 _torch_step = inspect.unwrap(torch.optim.AdamW.step)
 

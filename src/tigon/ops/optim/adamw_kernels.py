@@ -27,8 +27,6 @@ from tigon.runtime.torch_private.operators import current_raw_stream
 from tigon.runtime.triton_private import tl, triton
 from tigon.runtime.tuning import LaunchConfig
 
-__all__ = ["AdamWConfig", "AdamWProblem", "TensorTable", "adamw_reference", "adamw_step"]
-
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 

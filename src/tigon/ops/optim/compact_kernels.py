@@ -33,8 +33,6 @@ from tigon.runtime.launch import in_order, launch, on_device
 from tigon.runtime.triton_private import tl, triton
 from tigon.runtime.tuning import LaunchConfig
 
-__all__ = ["CompactConfig", "CompactProblem", "compact_step"]
-
 KERNEL_TYPES = {**TYPES, torch.int8: tl.int8, torch.uint8: tl.uint8}
 
 

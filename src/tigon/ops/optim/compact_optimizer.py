@@ -13,8 +13,6 @@ from tigon.ops.optim.grad_norm import clip_factor, total_norm
 from tigon.runtime.device import runs_kernels
 from tigon.runtime.torch_private.operators import increment
 
-__all__ = ["CompactAdamW", "increment_steps"]
-
 
 def increment_steps(steps: list[Tensor]) -> None:
     """Add 1 to the numbers of steps in place, with one launch for each device."""

@@ -8,8 +8,6 @@ from torch import Tensor
 from tigon.ops.optim import formats
 from tigon.ops.optim.adamw_kernels import adamw_reference
 
-__all__ = ["CompactTensors", "compact_reference", "start_of_step"]
-
 
 class CompactTensors(NamedTuple):
     """The tensors of one parameter, all of N elements except the scales and the number of the step."""

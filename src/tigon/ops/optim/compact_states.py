@@ -22,8 +22,6 @@ from tigon.ops.optim.formats import QUANT_BLOCK
 from tigon.runtime import checks
 from tigon.runtime.device import KERNEL_DTYPES, PLAIN, cdiv
 
-__all__ = ["OPTIONS", "check_group", "create", "has_options", "in_torch_form", "load", "local_tensors", "master_weight"]
-
 STATES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # The options of a group, with the values that change nothing.
 OPTIONS: dict[str, Any] = {"state": None, "master": None, "stochastic_rounding": False}

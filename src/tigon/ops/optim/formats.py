@@ -43,21 +43,6 @@ from torch import Tensor
 
 from tigon.runtime.device import cdiv
 
-__all__ = [
-    "QUANT_BLOCK",
-    "correction_of",
-    "decode_signed",
-    "decode_squares",
-    "dither",
-    "encode_signed",
-    "encode_squares",
-    "join_master",
-    "philox",
-    "random_halves",
-    "round_stochastically",
-    "split_master",
-]
-
 # The number of values that share a scale. Two fp32 scales for each 128 values are 0.06 bytes a parameter.
 QUANT_BLOCK = 128
 

@@ -23,9 +23,6 @@ from tigon.runtime.launch import in_order, launch, on_device
 from tigon.runtime.triton_private import tl, triton
 from tigon.runtime.tuning import LaunchConfig
 
-__all__ = ["GradNormConfig", "GradNormProblem", "clip_factor", "sum_of_squares", "total_norm"]
-
-
 # --- configuration -------------------------------------------------------------------------------
 
 

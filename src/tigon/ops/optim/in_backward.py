@@ -11,8 +11,6 @@ from tigon.ops.optim.adamw import AdamW
 from tigon.runtime import checks
 from tigon.runtime.optimizer_steps import count_step_in_backward
 
-__all__ = ["BackwardHooks", "step_in_backward"]
-
 
 class BackwardHooks:
     """The hooks of parameters that `step_in_backward` has registered."""

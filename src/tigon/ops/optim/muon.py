@@ -26,8 +26,6 @@ from tigon.runtime import checks
 from tigon.runtime.device import cdiv, runs_kernels
 from tigon.runtime.torch_private.graphs import disable_dynamo
 
-__all__ = ["Muon"]
-
 # The largest size of the input of one orthogonalisation, which is a batch of matrices of one shape. A batch has a few
 # buffers of this size. A single matrix may be larger.
 BATCH_BYTES = 2**29

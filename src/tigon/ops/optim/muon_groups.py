@@ -8,8 +8,6 @@ from torch import Tensor, nn
 
 from tigon.runtime import checks
 
-__all__ = ["muon_groups"]
-
 # The weights of convolutions have three dimensions or more, but their matrices are not those of `x @ weight.T`.
 _CONVOLUTIONS = nn.modules.conv._ConvNd
 

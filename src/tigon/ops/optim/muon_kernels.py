@@ -25,17 +25,6 @@ from tigon.runtime.launch import in_order, launch, on_device
 from tigon.runtime.triton_private import tl, triton
 from tigon.runtime.tuning import LaunchConfig
 
-__all__ = [
-    "Matrix",
-    "MuonConfig",
-    "MuonProblem",
-    "apply_update",
-    "compute_momentum",
-    "momentum_reference",
-    "table_of",
-    "update_reference",
-]
-
 
 class Matrix(NamedTuple):
     """A parameter or a part of one, its gradient and its momentum, [rows, columns]."""

@@ -15,8 +15,6 @@ from torch import Tensor
 from tigon.ops.optim.orthogonalise import Coefficients, orthogonalise
 from tigon.runtime.device import PLAIN, cdiv
 
-__all__ = ["Shard", "is_dtensor", "local_part", "orthogonalise_shards", "shard_of"]
-
 
 class Shard(NamedTuple):
     """The whole matrix that a rank holds some rows of."""

@@ -54,15 +54,6 @@ from torch import Tensor
 from tigon.ops.optim.symmetric_product import Epilogue, symmetric_product
 from tigon.runtime.device import runs_kernels
 
-__all__ = [
-    "Coefficients",
-    "gram_newton_schulz",
-    "has_range_of_fp16",
-    "newton_schulz_reference",
-    "orthogonalise",
-    "restarts",
-]
-
 # (a, b, c) of each step.
 Coefficients = Sequence[tuple[float, float, float]]
 

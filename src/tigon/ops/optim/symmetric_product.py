@@ -29,8 +29,6 @@ from tigon.runtime.launch import in_order, launch, on_device
 from tigon.runtime.triton_private import TensorDescriptor, tl, triton
 from tigon.runtime.tuning import LaunchConfig
 
-__all__ = ["Epilogue", "SymmetricConfig", "SymmetricProblem", "symmetric_product", "symmetric_product_reference"]
-
 
 class Epilogue(NamedTuple):
     """The operations on a product before it is stored, and the dtypes of the results."""

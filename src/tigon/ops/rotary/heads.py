@@ -12,22 +12,6 @@ from torch import Tensor
 
 from tigon.runtime.triton_private import tl, triton
 
-__all__ = [
-    "PAIRED",
-    "RotaryOptions",
-    "allocate_output",
-    "dense_features",
-    "head_strides",
-    "load_angles",
-    "load_heads",
-    "pack_axes",
-    "rotate_pairs",
-    "store_heads",
-    "table_strides",
-    "tile_constants",
-    "with_equal_strides",
-]
-
 # Two flags for each layout, the first one for x and the second one for y. A flag is True if the two features of a pair
 # are neighbours in memory.
 PAIRED = {"split_half": (False, False), "interleaved": (True, True), "deinterleaved": (True, False)}

@@ -36,9 +36,6 @@ from tigon.runtime.autograd import first_order, keep_none_gradients
 from tigon.runtime.device import runs_kernels
 from tigon.runtime.triton_private import triton
 
-__all__ = ["qk_norm_rope", "qk_norm_rope_reference"]
-
-
 # --- reference -----------------------------------------------------------------------------------
 
 

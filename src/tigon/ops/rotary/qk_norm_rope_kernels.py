@@ -39,16 +39,6 @@ from tigon.runtime.launch import in_order, launch, launcher
 from tigon.runtime.triton_private import tl, triton
 from tigon.runtime.tuning import LaunchConfig, rung
 
-__all__ = [
-    "HeadInputs",
-    "HeadNormOptions",
-    "NeededHeadGradients",
-    "QKNormRopeConfig",
-    "QKNormRopeProblem",
-    "qk_norm_rope_backward",
-    "qk_norm_rope_forward",
-]
-
 # The largest number of features of a token that are normalised together. More features do not fit in the registers of
 # one workgroup.
 MAX_FEATURES_TOGETHER = 32768

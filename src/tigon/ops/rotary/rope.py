@@ -48,8 +48,6 @@ from tigon.runtime.launch import in_order, launch, launcher
 from tigon.runtime.triton_private import tl, triton
 from tigon.runtime.tuning import LaunchConfig
 
-__all__ = ["rope", "rope_reference"]
-
 Layout = Literal["split_half", "interleaved", "deinterleaved"]
 Table = Literal["halves", "once", "pairs"]
 

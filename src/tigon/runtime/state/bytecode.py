@@ -31,8 +31,6 @@ from tigon.runtime.state.instructions import (
 from tigon.runtime.state.known_names import MODE_SETTERS, MUTATORS, SETTERS
 from tigon.runtime.weak_cache import cached_weakly
 
-__all__ = ["UNDERSTANDS_BYTECODE", "CodeUse", "code_use", "digest"]
-
 # Functions whose second argument names an attribute.
 GETTERS = frozenset(("getattr", "hasattr", "attrgetter", "delattr", "setattr"))
 # The methods of the operators that change their left side in place.

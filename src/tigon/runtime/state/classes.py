@@ -13,8 +13,6 @@ from tigon.runtime.state.objects import defined_names, names_of_fields, package_
 from tigon.runtime.state.places import Place
 from tigon.runtime.state.record import Record
 
-__all__ = ["ClassSearch"]
-
 # These special methods of an object run only if the code applies the operation (see `CodeUse.operations`) to an object.
 TRIGGERS = {
     **dict.fromkeys(("__init__", "__new__", "__post_init__", "__replace__"), "construct"),

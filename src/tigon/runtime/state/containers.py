@@ -19,8 +19,6 @@ from tigon.runtime.state.objects import (
 from tigon.runtime.state.places import MAX_PLACES, Place, bits_of, is_simple
 from tigon.runtime.torch_private.operators import NAMESPACE_TYPES, OPERATOR_TYPES, operator_namespaces
 
-__all__ = ["CONTAINERS", "ContainerSearch"]
-
 CONTAINERS = (list, dict, set, collections.deque)
 # The namespaces of torch's own operators.
 TORCH_NAMESPACES = {"aten", "prims"}

@@ -33,8 +33,6 @@ from tigon.runtime.state.instructions import (
 from tigon.runtime.state.known_names import PROBED, PROBED_FUNCTIONS
 from tigon.runtime.weak_cache import cached_weakly
 
-__all__ = ["FunctionInputs", "dependent_variables", "find_decisions", "is_condition"]
-
 # Instructions that build the message of an exception begin with one of these names.
 MESSAGE_STEPS = (
     "LOAD_",

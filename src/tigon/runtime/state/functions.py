@@ -27,8 +27,6 @@ from tigon.runtime.state.known_names import (
 from tigon.runtime.state.objects import is_cache, is_filled, is_trusted_function, package_of
 from tigon.runtime.state.record import Record
 
-__all__ = ["FunctionSearch"]
-
 # A forward that reaches more functions is refused, because each function takes time to read and to compare.
 MAX_FUNCTIONS = 64
 # The code of these packages, except for the models of transformers, does not change what a module computes.

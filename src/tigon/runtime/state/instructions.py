@@ -10,19 +10,6 @@ import dis
 import types
 from typing import Any
 
-__all__ = [
-    "call_arguments",
-    "enters_block",
-    "find_operand",
-    "handlers",
-    "is_call_with_constant",
-    "is_jump",
-    "is_load",
-    "is_variable",
-    "line_of",
-    "names_of",
-]
-
 # The first instruction of a call, which removes the arguments from the stack.
 FIRST_OF_CALL = "PRECALL" if "PRECALL" in dis.opmap else "CALL"
 # Instructions after which the next one does not run.

@@ -3,23 +3,6 @@
 `tigon.runtime.state.bytecode` and `tigon.runtime.state.reach` look these names up when they read the code of a forward.
 """
 
-__all__ = [
-    "FACTS_OF_TENSORS",
-    "IMPURE",
-    "IMPURE_BUILTINS",
-    "IMPURE_TORCH",
-    "MODES",
-    "MODE_SETTERS",
-    "MUTATORS",
-    "NEVER_CALLED",
-    "PROBED",
-    "PROBED_FUNCTIONS",
-    "SETTERS",
-    "TRUSTED",
-    "WITHOUT_SIZES",
-    "WRITING_OPERATORS",
-]
-
 
 def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())

@@ -13,8 +13,6 @@ from tigon.runtime.state.objects import bases_of_torch, defined_names, has_attri
 from tigon.runtime.state.places import REGISTERED, Place
 from tigon.runtime.torch_private.modules import CALL_IMPL, HOOK_TABLES, INSTANCE_CALLS, MODULE_ATTRIBUTES, REPLICATE
 
-__all__ = ["MODULE_STATE", "ModuleSearch"]
-
 # Attributes that every module has, and attributes that accelerate's hooks and Tigon add. They are not settings.
 MODULE_STATE = {*MODULE_ATTRIBUTES, "forward", *WRAPPER_ATTRIBUTES, REPLICATE}
 

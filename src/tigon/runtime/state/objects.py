@@ -20,26 +20,6 @@ from tigon.runtime.state.known_names import NEVER_CALLED, TRUSTED
 from tigon.runtime.state.places import REGISTERED
 from tigon.runtime.stock import is_linear_of_zero
 
-__all__ = [
-    "bases_of_torch",
-    "defined_names",
-    "find_impure_statement",
-    "has_attribute",
-    "holds_tensors",
-    "is_cache",
-    "is_filled",
-    "is_table_of_functions",
-    "is_trusted_function",
-    "is_wrapper",
-    "names_of_fields",
-    "names_of_tensors",
-    "package_of",
-    "slots_of",
-    "special_methods",
-    "stable_repr",
-]
-
-
 _CACHE_TYPE = type(functools.cache(len))
 
 

@@ -19,8 +19,6 @@ from torch import Tensor
 
 from tigon.runtime.state.bytecode import UNDERSTANDS_BYTECODE
 
-__all__ = ["MAX_PLACES", "REGISTERED", "Place", "Reach", "bits_of", "build_check", "compile_expression", "is_simple"]
-
 # Types whose values are immutable.
 SIMPLE_TYPES: frozenset[type] = frozenset(
     (

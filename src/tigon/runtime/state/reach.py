@@ -28,8 +28,6 @@ from tigon.runtime.state.objects import holds_tensors, is_cache, is_wrapper, nam
 from tigon.runtime.state.places import Reach, is_simple
 from tigon.runtime.state.record import Uses
 
-__all__ = ["explore"]
-
 # Views of dicts. Their entries cannot be compared.
 VIEWS: tuple[type, ...] = (types.MappingProxyType, type({}.keys()), type({}.values()), type({}.items()))
 # A function that loads one of these attributes may reach the parameters of the module without naming them.

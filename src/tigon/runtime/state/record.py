@@ -11,8 +11,6 @@ from typing import Any
 
 from tigon.runtime.state.places import Place, Reach
 
-__all__ = ["Record", "Uses"]
-
 
 @dataclass
 class Uses:

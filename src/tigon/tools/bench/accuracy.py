@@ -21,17 +21,6 @@ from tigon.tools.bench.eager import SUMMED, head_logits, token_results
 from tigon.tools.bench.providers import Provider, Run, eager_code
 from tigon.tools.workloads import Inputs
 
-__all__ = [
-    "BoundProvider",
-    "Errors",
-    "Results",
-    "Verdict",
-    "eager_results",
-    "exact_results",
-    "judge",
-    "typical_loss_error",
-]
-
 # The key of a tensor is "output 0" or "gradient of x".
 Results = dict[str, Tensor]
 

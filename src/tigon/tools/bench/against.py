@@ -21,8 +21,6 @@ from torch import library
 
 import tigon
 
-__all__ = ["Revision", "find_revision"]
-
 PACKAGE = Path(tigon.__file__).resolve().parent
 
 

@@ -12,8 +12,6 @@ from torch import Tensor
 from tigon.tools.bench.cases import Case
 from tigon.tools.bench.peers import Run, Unsupported, refuse_other_options
 
-__all__ = ["LIGER", "liger_linear_distillation", "trl_linear_distillation"]
-
 
 def _options(case: Case) -> dict[str, Any]:
     refuse_other_options(case)

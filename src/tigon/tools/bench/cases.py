@@ -8,8 +8,6 @@ import torch
 
 from tigon.tools.workloads import WORKLOADS, Inputs, Workload
 
-__all__ = ["CASES", "OPS", "Case", "has_tag", "select", "split_words"]
-
 # The ops that are measured. An op is measured if its workload has shapes for the benchmark.
 OPS: dict[str, Workload] = {name: workload for name, workload in WORKLOADS.items() if workload.bench_shapes}
 

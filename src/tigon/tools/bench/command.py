@@ -5,8 +5,6 @@ from typing import Annotated
 
 import typer
 
-__all__ = ["bench"]
-
 
 def bench(
     ops: Annotated[str | None, typer.Option(help="Ops to measure, separated by commas; all by default.")] = None,

@@ -13,8 +13,6 @@ from torch import Tensor
 if TYPE_CHECKING:
     from tigon.tools.bench.cases import Case
 
-__all__ = ["EAGER", "SUMMED", "head_logits", "softcapped", "token_results"]
-
 Run = Callable[..., tuple[Tensor, ...]]
 
 

@@ -10,16 +10,6 @@ from tigon.tools.bench.eager import softcapped
 from tigon.tools.bench.peers import Run, refuse_other_options
 from tigon.tools.workloads import Inputs
 
-__all__ = [
-    "distillation_products",
-    "log_prob_products",
-    "loss_products",
-    "products",
-    "with_distillation_dlogits",
-    "with_dlogits",
-    "with_flat_dlogits",
-]
-
 # This many logits are converted into their gradient at once. Each of a few fp32 temporaries is then half a GiB.
 PREPARED_ELEMENTS = 2**27
 

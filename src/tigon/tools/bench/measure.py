@@ -26,8 +26,6 @@ from torch.profiler import ProfilerActivity, profile
 from tigon.runtime.torch_private.operators import memory_events, sleep_on_device
 from tigon.tools.bench.accuracy import BoundProvider
 
-__all__ = ["Meter", "Roofline", "Samples", "make_meter"]
-
 # The most calls of a provider in one round.
 MOST_CALLS = 20
 

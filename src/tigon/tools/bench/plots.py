@@ -22,8 +22,6 @@ from tigon.tools.bench.runner import BenchRow
 from tigon.tools.output import format_number
 from tigon.tools.training.figures import LEVELS, PEER_COLOURS, STOCK
 
-__all__ = ["Sweep", "draw", "find_sweeps"]
-
 # A provider has the same colour in every picture, and that of Tigon is the strongest. The hues are those of Okabe and
 # Ito, which colour-blind people can distinguish, without their yellow, which is too pale for a line.
 COLOURS = {

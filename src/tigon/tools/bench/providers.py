@@ -24,8 +24,6 @@ from tigon.tools.bench.peers import Run, Unsupported
 from tigon.tools.workloads import Inputs
 from tigon.tools.workloads.workload import tensors_of
 
-__all__ = ["PROVIDERS", "Provider", "Run", "Unsupported", "eager_code", "select", "tigon_provider"]
-
 
 @dataclass(frozen=True)
 class Provider:

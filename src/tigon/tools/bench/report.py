@@ -49,16 +49,6 @@ from tigon.tools.bench.measure import Roofline
 from tigon.tools.bench.runner import BenchRow
 from tigon.tools.output import console_table, format_number, markdown_table
 
-__all__ = [
-    "describe_machine",
-    "legend",
-    "markdown",
-    "summary_table",
-    "terminal_table",
-    "versions",
-    "write_json",
-]
-
 # The last package decides which kernels Liger runs.
 PEERS = ("unsloth", "cut-cross-entropy", "fla-core", "quack-kernels", "nvidia-cutlass-dsl")
 # The columns of the summary that are aligned to the left.

@@ -27,8 +27,6 @@ from tigon.tools.bench.measure import Meter, Roofline, Samples
 from tigon.tools.bench.providers import Provider, Run, Unsupported
 from tigon.tools.workloads import Inputs
 
-__all__ = ["BenchRow", "run_case"]
-
 # A function that receives a description of the current step.
 ShowStep = Callable[[str], None]
 Result = TypeVar("Result")

@@ -18,8 +18,6 @@ from tigon.tools.bench.measure import make_meter
 from tigon.tools.bench.runner import BenchRow, run_case
 from tigon.tools.cli import INTERRUPTED, make_console, make_folder, pick_device, pick_folder
 
-__all__ = ["session"]
-
 
 def session(
     ops: str | None, cases: str | None, provider_names: str | None, against: str | None, rounds: int | None,

@@ -14,8 +14,6 @@ from tigon.tools.check.speed import OpSpeed
 from tigon.tools.environment import environment
 from tigon.tools.output import console_table, format_number
 
-__all__ = ["CheckReport", "last_line", "outcome_table", "print_failures", "speed_table"]
-
 SCHEMA = 1
 
 

@@ -7,8 +7,6 @@ import typer
 
 from tigon.tools.cli import check_file, pick_device
 
-__all__ = ["check"]
-
 
 def check(
     device: Annotated[

@@ -18,8 +18,6 @@ from tigon.runtime.triton_private import gluon
 from tigon.testing import assert_accurate
 from tigon.tools.check.outcome import CheckOutcome, NotChecked, run_check
 
-__all__ = ["CHECKS", "check_fast_paths"]
-
 PART = "fast paths"
 
 

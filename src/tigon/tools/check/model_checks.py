@@ -16,8 +16,6 @@ import tigon
 from tigon.runtime.requirements import unmet
 from tigon.tools.check.outcome import CheckOutcome, Clock, run_check
 
-__all__ = ["EPS", "LEVELS", "MODEL_TYPES", "check_models", "make_batch", "noise", "step"]
-
 PART = "models"
 EPS = torch.finfo(torch.float32).eps
 VOCABULARY = 131

@@ -14,8 +14,6 @@ from tigon.tools.check.outcome import CheckOutcome, Clock, run_check
 from tigon.tools.workloads import WORKLOADS, Variant
 from tigon.tools.workloads.variant_case import VariantCase, assert_as_accurate_as_eager
 
-__all__ = ["OpCheck", "check_ops", "op_checks"]
-
 PART = "ops"
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 

@@ -5,8 +5,6 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-__all__ = ["LONGEST_NOTE", "CheckOutcome", "Clock", "NotChecked", "run_check"]
-
 Status = Literal["passed", "failed", "skipped"]
 # A message of the oracle has about 200 characters, and an error of a compiler may have thousands.
 LONGEST_NOTE = 600

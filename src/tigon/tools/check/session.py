@@ -22,8 +22,6 @@ from tigon.tools.output import write_json
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["PARTS", "SOMETHING_FAILED", "run_checks"]
-
 SOMETHING_FAILED = 1
 # The parts in their order, and the share of the time after which a part skips the rest of its checks. Compiling the
 # kernels of the ops takes most of the time.

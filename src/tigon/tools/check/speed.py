@@ -15,8 +15,6 @@ from tigon.tools.bench.measure import Roofline, make_meter
 from tigon.tools.bench.runner import BenchRow, run_case
 from tigon.tools.check.outcome import LONGEST_NOTE, CheckOutcome, Clock
 
-__all__ = ["OpSpeed", "measure_speed", "speed_cases"]
-
 PART = "speed"
 # These take about 0.2 ms and 3 ms on an H200, and ten times as long on a small card. Exact results take far longer.
 MOST_BYTES, MOST_FLOPS = 2**30, 2 * 10**12

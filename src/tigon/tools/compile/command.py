@@ -28,8 +28,6 @@ from tigon.tools.output import markdown_table
 if TYPE_CHECKING:
     from tigon.tools.compile.targets import Chip, KernelResources
 
-__all__ = ["Usage", "compile_case", "resources"]
-
 # The limit of a workgroup, for both vendors.
 MAX_THREADS = 1024
 

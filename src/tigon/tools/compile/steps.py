@@ -23,6 +23,7 @@ from tigon.ops.fp8.formats import Fp8Options, has_units
 from tigon.ops.fp8.fp8_glu_mlp import fp8_glu_mlp
 from tigon.ops.head.computed_rows import CountConfig
 from tigon.ops.logits.token import kernels as token_loss
+from tigon.ops.logits.token.shards import partial_statistics
 from tigon.ops.mlps.clamped_glu import ClampedGate
 from tigon.ops.mlps.mlp import MLPActivation
 from tigon.ops.norms.rms_norm import add_rms_norm_for, rms_norm_for
@@ -31,8 +32,6 @@ from tigon.runtime.tuning import tuned
 from tigon.tools.workloads import WORKLOADS, Variant, Workload
 from tigon.tools.workloads.logits import EVERY_TERM
 from tigon.tools.workloads.workload import tensors_of
-
-__all__ = ["STEPS", "launches_kernels", "run_step"]
 
 CPU = torch.device("cpu")
 
@@ -64,7 +63,7 @@ def _cross_entropy_of_a_shard(v: int, vocabulary: int, **options: Any) -> None:
     shard = token_loss.Shard(v, vocabulary)
     weight, wants = torch.ones(vocabulary) if options else None, token_loss.Wants(*[bool(options)] * 4)
     loss_options = token_loss.Options(**options)
-    token_loss.partial_statistics(logits, target, weight, loss_options, shard, wants)
+    partial_statistics(logits, target, weight, loss_options, shard, wants)
     statistics = token_loss.empty_statistics(logits, loss_options, wants)
     upstream = token_loss.Upstream(None, statistics.log_probs, statistics.entropy) if options else token_loss.Upstream()
     divisors = statistics.loss.new_ones(3)

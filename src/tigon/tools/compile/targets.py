@@ -33,8 +33,6 @@ from tigon.runtime.triton_private import (
     triton,
 )
 
-__all__ = ["CHIPS", "Chip", "KernelResources", "Launch", "recorded", "resources"]
-
 
 @dataclass(frozen=True)
 class Chip:

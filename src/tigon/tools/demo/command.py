@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from tigon.tools.demo.demo_plan import DemoPlan
     from tigon.tools.demo.demo_report import DemoComparison
 
-__all__ = ["demo"]
-
 # These are exit codes. The exit code for bad input is 2.
 CURVES_DIFFER, RUN_FAILED = 1, 3
 

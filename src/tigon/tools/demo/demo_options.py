@@ -8,8 +8,6 @@ import typer
 
 from tigon.tools.training.program import DeviceOption, SeedOption, TextOption
 
-__all__ = ["DemoOptions"]
-
 
 @dataclass(frozen=True)
 class DemoOptions:

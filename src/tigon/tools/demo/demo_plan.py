@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from tigon.hf.patch import MemoryLevel
     from tigon.tools.demo.demo_options import DemoOptions
 
-__all__ = ["DemoPlan", "make_job", "make_plan"]
-
 
 @dataclass(frozen=True)
 class DemoPlan:

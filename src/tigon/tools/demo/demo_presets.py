@@ -8,8 +8,6 @@ from tigon.tools.training.models import random_model
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-__all__ = ["DEMO_PRESETS", "DemoPreset", "build_model", "demo_config", "warmup_steps"]
-
 
 @dataclass(frozen=True)
 class Shape:

@@ -19,11 +19,6 @@ from tigon.tools.training.job import Job
 from tigon.tools.training.measurement import loss_differences
 from tigon.tools.training.text import Corpus, Tokens
 
-__all__ = [
-    "TOLERANCE", "DemoComparison", "Tolerance", "compare", "memory_sentence", "plot_loss", "plot_speed_memory",
-    "print_table", "write_report",
-]  # fmt: skip
-
 COLOURS = (provider_colour("stock"), provider_colour("tigon"))
 # These facts of a run's model are in report.json.
 FACTS = ("event", "parameters", "state_bytes", "attention", "threads")

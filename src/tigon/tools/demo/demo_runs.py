@@ -14,8 +14,6 @@ from tigon.tools.training.measurement import Measurement
 from tigon.tools.training.search import Search
 from tigon.tools.training.turns import AllRunsEnd, TrainingRun, train_groups
 
-__all__ = ["DemoRun", "train_runs"]
-
 # The number of progress lines of a run where there is no terminal.
 PROGRESS_LINES = 6
 

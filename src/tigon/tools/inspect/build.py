@@ -17,8 +17,6 @@ from tigon.hf.transformers_private import auto_class_has
 from tigon.runtime.requirements import require
 from tigon.tools.presets import PRESETS, find_preset
 
-__all__ = ["NotInspected", "build", "default_config", "find_config", "quietly"]
-
 # These are auto classes of transformers. The class that trains the whole model with its loss comes first.
 AUTO_CLASSES = ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForSeq2SeqLM", "AutoModel")
 MODEL_RULE = (

@@ -9,8 +9,6 @@ import typer
 from tigon.tools.cli import INTERRUPTED, check_file, make_console, say_written, show_progress, write_file
 from tigon.tools.presets import MODEL_HELP
 
-__all__ = ["inspect"]
-
 
 def inspect(
     model: Annotated[

@@ -11,8 +11,6 @@ from tigon.tools.inspect.build import build, quietly
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["ACTIVATIONS", "GROUPS", "Inspection", "has_mlp_statements", "inspect_config"]
-
 ACTIVATIONS = "activations"
 # The table shows these groups of parts. The report lists the parts. Libraries add adapters to a model, so no config has
 # them.

@@ -9,8 +9,6 @@ from tigon.hf.transformers_private import causal_lm_types
 from tigon.tools.inspect.build import NotInspected, default_config
 from tigon.tools.inspect.inspection import ACTIVATIONS, GROUPS, inspect_config
 
-__all__ = ["TypeRow", "make_row", "models_page", "table"]
-
 INTRODUCTION = """\
 # What `tigon.patch` replaces, by model type
 

@@ -9,8 +9,6 @@ from torch import Tensor, nn
 from tigon.runtime.device import simulation_of
 from tigon.runtime.requirements import require
 
-__all__ = ["FourBitLinear", "add_adapters"]
-
 # nf4 with double quantisation has one 8-bit scale for this many weights, and one fp32 scale for this many 8-bit scales.
 WEIGHTS_PER_SCALE, SCALES_PER_SCALE = 64, 256
 

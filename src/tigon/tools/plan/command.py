@@ -10,8 +10,6 @@ from tigon.runtime.requirements import unmet
 from tigon.tools.cli import INTERRUPTED, check_file, make_console, say_written, show_progress, write_file
 from tigon.tools.presets import MODEL_HELP
 
-__all__ = ["plan"]
-
 H200_GIB = 139.8
 # The exit code if no level fits.
 NOTHING_FITS = 1

@@ -13,8 +13,6 @@ from tigon.runtime.device import cdiv
 from tigon.runtime.torch_private.autograd import storage_id
 from tigon.tools.plan.ledger import Ledger
 
-__all__ = ["OPTIMIZERS", "STRATEGIES", "OptimizerCosts", "Replicated", "Sharded", "optimizer_costs"]
-
 STRATEGIES = ("single", "ddp", "fsdp")
 # Bytes of each moment, and of the master weight of a parameter that is not in fp32, in the formats of `tigon.AdamW`.
 COMPACT_OPTIMIZERS = {

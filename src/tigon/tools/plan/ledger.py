@@ -25,8 +25,6 @@ from tigon.runtime.torch_private.autograd import DisableTorchFunction, storage_i
 from tigon.runtime.torch_private.graphs import DispatchMode
 from tigon.runtime.torch_private.operators import grouped_mm, is_in_place, read_scalar
 
-__all__ = ["H200", "Ledger", "Work"]
-
 H200 = Device(multiprocessors=132, warp_size=32, shared_memory=232448, async_copy=True, arch="sm_90")
 
 # The caching allocator rounds up to multiples of this many bytes.

@@ -12,9 +12,6 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-__all__ = ["as_json", "assumptions", "describe_adapters", "print_plan"]
-
-
 # Two spaces are between the columns, so that all of them fit a terminal of 97 characters.
 GAP = "  "
 

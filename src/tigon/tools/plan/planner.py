@@ -18,19 +18,6 @@ from tigon.tools.plan.ledger import Work
 from tigon.tools.plan.positions import find_position_table
 from tigon.tools.plan.step import Step, count_step
 
-__all__ = [
-    "DTYPES",
-    "STOCK",
-    "LevelPlan",
-    "NotPlanned",
-    "PlanSettings",
-    "Rates",
-    "TooLong",
-    "plan",
-    "recommend",
-    "seconds",
-]
-
 GIB = 2**30
 # The model without Tigon is planned like a further level.
 STOCK = "stock"

@@ -5,8 +5,6 @@ from pathlib import Path
 
 from tigon.tools.plan.planner import GIB, STOCK, LevelPlan, PlanSettings
 
-__all__ = ["draw", "lengths"]
-
 SHORTEST_SEQUENCE = 128
 
 

@@ -14,8 +14,6 @@ from torch import nn
 from tigon.tools.inspect.build import quietly
 from tigon.tools.plan.ledger import Ledger
 
-__all__ = ["PositionTable", "configured_positions", "find_position_table"]
-
 CONFIG_NAMES = ("max_position_embeddings", "max_target_positions", "n_positions", "n_ctx", "max_seq_len")
 # A table may have up to this many rows more than positions. The table of OPT has two more.
 MAX_EXTRA_ROWS = 16

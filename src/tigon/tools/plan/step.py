@@ -11,8 +11,6 @@ from tigon.runtime.torch_private.names import NAMES_FOR_PLAN, require_names
 from tigon.tools.plan.engines import OptimizerCosts, Replicated, Sharded
 from tigon.tools.plan.ledger import Ledger, Work
 
-__all__ = ["Step", "count_step"]
-
 
 @dataclass(frozen=True)
 class Step:

@@ -14,8 +14,6 @@ from typing import Any, NoReturn, Protocol
 import torch
 import torch.distributed as dist
 
-__all__ = ["Rank", "WriteEvent", "answer", "answer_points", "describe_error", "is_out_of_memory"]
-
 # After a point that failed, a process trains another point only if its memory is at most this multiple of its memory
 # before the failed point.
 MEMORY_AFTER_FAILURE = 1.02

@@ -20,8 +20,6 @@ from typing import Any
 from tigon.tools.environment import cpu_count
 from tigon.tools.training.job import RankJob
 
-__all__ = ["Child", "ChildFailed", "Event", "Worker", "worker_command"]
-
 Event = dict[str, Any]
 WORKER = ("-m", "tigon.tools.training.worker")
 # These events do not answer a point.

@@ -11,11 +11,6 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
-__all__ = [
-    "FAINT", "INK", "LEVELS", "MARKERS", "PEER_COLOURS", "STOCK", "Bar", "Curve", "Panel", "SweepLine", "clean",
-    "draw_losses", "draw_panels", "headline", "mark_limit", "new_figure", "provider_colour", "sweep_lines",
-]  # fmt: skip
-
 INK, MUTED, FAINT, WARNING = "#22262b", "#6b7280", "#d9dce1", "#c0392b"
 
 # The levels of memory are shades of one colour.

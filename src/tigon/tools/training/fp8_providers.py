@@ -13,8 +13,6 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-__all__ = ["FP8_RECIPES", "TORCHAO", "FP8Name", "add_fp8", "apply_torchao", "read_fp8"]
-
 FP8_RECIPES = ("tensorwise", "rowwise")
 TORCHAO = "torchao-float8"
 # This suffix means that the gradients of weights are no FP8 products.

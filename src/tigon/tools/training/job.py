@@ -4,8 +4,6 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
-__all__ = ["Job", "Point", "RankJob"]
-
 
 class Record:
     """Base of dataclasses that are written as a JSON object and read from one. JSON has the types of all fields."""

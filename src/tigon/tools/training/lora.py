@@ -9,8 +9,6 @@ from torch import nn
 from tigon.recognition.experts import is_experts, parameter_names
 from tigon.runtime.requirements import unmet
 
-__all__ = ["add_adapters", "draw_adapters", "expert_parameters", "freeze", "missing_packages", "quantise"]
-
 
 def missing_packages(quantises: bool) -> str:
     """Return a message with the packages for adapters that are missing and how to install them; "" if none is."""

@@ -9,17 +9,6 @@ from typing import Any
 from tigon.tools.training.child import Event
 from tigon.tools.training.model_providers import STOCK_FP32
 
-__all__ = [
-    "NOISE_FACTOR",
-    "REFERENCES",
-    "SLACK",
-    "STOCK_REVERSED",
-    "LossComparison",
-    "Measurement",
-    "compare_with_stock",
-    "loss_differences",
-]
-
 # The factor is three, because the noise of a single run is random, and because a patched model rounds differently in
 # every layer, whereas reversed sequences do not change the forward pass of a sequence. The slack is for losses that
 # agree to their last digits.

@@ -13,18 +13,6 @@ from tigon.tools.training.fp8_providers import FP8_RECIPES, TORCHAO, apply_torch
 if TYPE_CHECKING:
     from tigon.hf.patch import MemoryLevel
 
-__all__ = [
-    "ADAMW_8BIT",
-    "FROZEN",
-    "STOCK_FP32",
-    "UNSLOTH",
-    "Missing",
-    "ModelProvider",
-    "UnsupportedModel",
-    "levels",
-    "select",
-]
-
 # This peer loads the model itself, and trains only adapters.
 UNSLOTH = "unsloth"
 PEERS = ("stock", "liger", "compile", UNSLOTH)

@@ -9,8 +9,6 @@ from torch import nn
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-__all__ = ["config_fields", "random_model", "read_config", "shard"]
-
 
 def config_fields(config: "PretrainedConfig") -> dict[str, Any]:
     """Return the fields of a config as JSON values."""

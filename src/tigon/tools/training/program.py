@@ -13,8 +13,6 @@ from tigon.tools.cli import INTERRUPTED, make_console, make_folder, pick_folder
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["DeviceOption", "SeedOption", "TextOption", "run_program", "takes_options"]
-
 Plan = TypeVar("Plan")
 TextOption = Annotated[
     Path | None,

@@ -8,8 +8,6 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["ResidentMemory"]
-
 
 def _status_bytes(field: str) -> int | None:
     """Return a size that Linux reports for this process, or None on other systems."""

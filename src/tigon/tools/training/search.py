@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["Search"]
-
 
 @dataclass
 class Search:

@@ -20,8 +20,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["MIN_VOCAB", "Corpus", "Tokens", "batches", "cache_folder", "read_text", "tokenise"]
-
 # Text beyond this limit is not read. Tokenising 12 MB of Python with 128256 entries took 11 s on 2 busy cores, and time
 # grows with the text, so the limit means less than 20 s. The longest preset reads 250 thousand tokens, about 1 MB.
 MAX_CHARACTERS = 20_000_000

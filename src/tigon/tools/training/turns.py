@@ -13,8 +13,6 @@ from tigon.tools.training.child import Event, Worker
 from tigon.tools.training.job import RankJob
 from tigon.tools.training.search import Search
 
-__all__ = ["AllRunsEnd", "TrainingRun", "train_groups", "train_in_turns"]
-
 
 class AllRunsEnd(Exception):
     """A run failed in such a way that no other run should continue."""

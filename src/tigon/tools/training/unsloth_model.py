@@ -17,8 +17,6 @@ import torch
 
 from tigon.tools.training.model_providers import Missing, UnsupportedModel
 
-__all__ = ["MODEL_TYPES", "allow_length", "import_unsloth", "load_with_adapters"]
-
 # The model types that Unsloth trains with its fused kernels. It compiles all others with torch.compile.
 MODEL_TYPES = ("llama", "mistral", "gemma", "gemma2", "qwen2", "qwen3")
 

@@ -35,8 +35,6 @@ from tigon.tools.training.models import random_model, read_config
 from tigon.tools.training.resident import ResidentMemory
 from tigon.tools.training.text import batches
 
-__all__ = ["Trainer", "create_states", "main", "serve"]
-
 LR_WARMUP_STEPS = 4
 # At least this many steps are timed, even if less time is left.
 LEAST_STEPS = 3

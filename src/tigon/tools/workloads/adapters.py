@@ -6,8 +6,6 @@ from tigon.ops.adapters.lora import lora_linear_reference
 from tigon.tools.workloads.inputs import InputMaker, Inputs
 from tigon.tools.workloads.workload import MORE, BenchShape, Problem, Variant, Workload, small, sweep
 
-__all__ = ["WORKLOADS"]
-
 
 def _layer(make: InputMaker) -> Inputs:
     """Make x, a frozen weight, and an adapter in fp32, the dtype of PEFT's adapters of a model in half precision.

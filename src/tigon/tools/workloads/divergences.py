@@ -13,8 +13,6 @@ from tigon.tools.workloads.inputs import InputMaker, Inputs
 from tigon.tools.workloads.logits import IGNORED, VOCABULARIES
 from tigon.tools.workloads.workload import MORE, ROOFLINE, BenchShape, Variant, Workload, small, sweep
 
-__all__ = ["WORKLOADS"]
-
 # The distance of a student's logits from its teacher's; their divergence is then a fraction of a nat.
 DISTANCE = 0.7
 

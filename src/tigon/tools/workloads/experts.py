@@ -12,8 +12,6 @@ from tigon.ops.experts.moe_mlp import moe_mlp_reference
 from tigon.tools.workloads.inputs import InputMaker, Inputs
 from tigon.tools.workloads.workload import MORE, BenchShape, Problem, Variant, Workload, small, sweep
 
-__all__ = ["WORKLOADS"]
-
 LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768)
 # Routers compute their weights in fp32.
 FP32_ROUTER = {"router_dtype": torch.float32}

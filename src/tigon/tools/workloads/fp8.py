@@ -4,8 +4,6 @@ from tigon.ops.fp8.fp8_linear import fp8_linear_reference
 from tigon.tools.workloads.inputs import InputMaker, Inputs
 from tigon.tools.workloads.workload import MORE, BenchShape, Problem, Variant, Workload, small, sweep
 
-__all__ = ["WORKLOADS"]
-
 ROWWISE = {"recipe": "rowwise"}
 
 

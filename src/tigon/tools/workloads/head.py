@@ -15,8 +15,6 @@ from tigon.tools.workloads.inputs import SPREAD, InputMaker, Inputs
 from tigon.tools.workloads.logits import IGNORED, TOKEN_OUTPUTS
 from tigon.tools.workloads.workload import MORE, BenchShape, Problem, Variant, Workload, small, sweep
 
-__all__ = ["WORKLOADS", "head_inputs"]
-
 LINEAR, FIRST_LINEAR, MORE_LINEAR = ("linear",), ("first-light", "linear"), ("more", "linear")
 LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768)
 FP32_SUM = {"acc_dtype": torch.float32}

@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["InputMaker", "Inputs", "rows"]
-
 # The logits of a trained model are N(0, SPREAD^2) over the vocabulary, and the logit of the right token is far above
 # them, by a random amount. On average it equals the log-sum-exp of the other logits, so the losses are between about 0
 # and several nats.

@@ -19,8 +19,6 @@ from tigon.tools.workloads.workload import (
     sweep,
 )
 
-__all__ = ["EVERY_TERM", "IGNORED", "VOCABULARIES", "WORKLOADS"]
-
 WIDTHS = (1024, 2048, 4096, 8192, 16384, 32768)
 VOCABULARIES = (32000, 50304, 128256, 151936, 256000)
 

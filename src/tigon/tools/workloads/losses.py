@@ -12,8 +12,6 @@ from tigon.tools.workloads.head import head_inputs
 from tigon.tools.workloads.inputs import InputMaker, Inputs
 from tigon.tools.workloads.workload import MORE, BenchShape, Problem, Workload, small, sweep
 
-__all__ = ["WORKLOADS"]
-
 MODEL = (4096, 128256)
 LENGTHS = (256, 512, 1024, 2048, 4096)
 REFERENCE_MODEL = ("ref_hidden", "ref_weight")

@@ -6,8 +6,6 @@ from tigon.ops.mlps.relu2 import relu2_reference
 from tigon.tools.workloads.inputs import InputMaker, Inputs, rows
 from tigon.tools.workloads.workload import FIRST_ROOFLINE, MORE, BenchShape, Variant, Workload, small, sweep
 
-__all__ = ["WORKLOADS"]
-
 WIDTHS = (2048, 4096, 8192, 14336, 28672)
 TANH = {"approximate": "tanh"}
 

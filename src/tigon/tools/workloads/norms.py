@@ -6,8 +6,6 @@ from tigon.ops.norms.rms_norm import add_rms_norm_reference, rms_norm_reference
 from tigon.tools.workloads.inputs import InputMaker, Inputs
 from tigon.tools.workloads.workload import FIRST_ROOFLINE, MORE, ROOFLINE, BenchShape, Variant, Workload, small, sweep
 
-__all__ = ["GEMMA_NORM", "WORKLOADS"]
-
 MAMBA_NORM = {"gate_first": True}
 GEMMA_NORM = {"offset": 1.0, "rounding": "after_weight"}
 WIDTHS = (1024, 2048, 4096, 8192, 16384, 32768)

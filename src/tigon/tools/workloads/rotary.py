@@ -9,8 +9,6 @@ from tigon.tools.workloads.inputs import InputMaker, Inputs
 from tigon.tools.workloads.norms import GEMMA_NORM
 from tigon.tools.workloads.workload import FIRST_ROOFLINE, MORE, ROOFLINE, BenchShape, Variant, Workload, small, sweep
 
-__all__ = ["WORKLOADS"]
-
 LEGEND = "B x S x Hq x Hk x D"
 LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768)
 

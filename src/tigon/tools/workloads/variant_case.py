@@ -14,8 +14,6 @@ from torch import Tensor
 from tigon.testing import assert_accurate
 from tigon.tools.workloads.workload import Variant, Workload, tensors_of
 
-__all__ = ["VariantCase", "as_list", "assert_as_accurate_as_eager", "outputs_and_gradients"]
-
 AnyCase = TypeVar("AnyCase", bound="VariantCase")
 
 

@@ -13,11 +13,6 @@ from torch import Tensor
 import tigon
 from tigon.tools.workloads.inputs import InputMaker, Inputs
 
-__all__ = [
-    "FIRST_LIGHT", "FIRST_ROOFLINE", "MORE", "ROOFLINE",
-    "BenchShape", "Problem", "Variant", "Workload", "small", "sweep", "tensors_of",
-]  # fmt: skip
-
 # The shapes with the tags `first-light` and `roofline` are measured by default. docs/performance.md describes the
 # shapes with the tag `roofline`, and docs/linear_cross_entropy.md those with the tag `linear`.
 FIRST_LIGHT, ROOFLINE, FIRST_ROOFLINE = ("first-light",), ("roofline",), ("first-light", "roofline")

@@ -38,7 +38,6 @@ from tigon.ops.logits.token.maths import LOG2E, LOWEST, target_weight, transform
 from tigon.ops.logits.token.reference import gradient_scales_torch, gradient_torch, statistics_torch
 from tigon.ops.logits.token.row import RowConfig, RowProblem, can_read_once, row_losses
 from tigon.ops.logits.token.scan import ScanConfig, ScanProblem, columns, constants, scan
-from tigon.ops.logits.token.shards import combined_statistics, partial_statistics
 from tigon.ops.logits.token.types import (
     LOSS_ALONE,
     WHOLE_LOSS,
@@ -53,27 +52,6 @@ from tigon.runtime.device import Device, cdiv, device_of, runs_kernels
 from tigon.runtime.launch import in_order, launch, launcher, on_device
 from tigon.runtime.triton_private import tl, triton
 from tigon.runtime.tuning import LaunchConfig
-
-__all__ = [
-    "LOSS_ALONE",
-    "WHOLE_LOSS",
-    "Options",
-    "SavedStatistics",
-    "ScalesConfig",
-    "ScalesProblem",
-    "Shard",
-    "Statistics",
-    "Upstream",
-    "Wants",
-    "combined_statistics",
-    "empty_statistics",
-    "gradient",
-    "gradient_scales",
-    "option_numbers",
-    "partial_statistics",
-    "statistics",
-]
-
 
 # --- configuration -------------------------------------------------------------------------------
 

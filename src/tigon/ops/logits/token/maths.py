@@ -3,8 +3,6 @@
 from tigon.ops.logits.token import reference
 from tigon.runtime.triton_private import tl, triton
 
-__all__ = ["LN2", "LOG2E", "LOWEST", "target_weight", "transform"]
-
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 LOWEST = tl.constexpr(reference.LOWEST)

@@ -11,17 +11,6 @@ from torch import Tensor
 
 from tigon.ops.logits.token.types import WHOLE_LOSS, Options, SavedStatistics, Shard, Statistics, Upstream, Wants
 
-__all__ = [
-    "LOWEST",
-    "Sums",
-    "extra_logits_torch",
-    "gradient_scales_torch",
-    "gradient_torch",
-    "statistics_of",
-    "statistics_torch",
-    "sums_torch",
-]
-
 # This number replaces -inf where a logit is multiplied by its exponential, so that the product is zero.
 LOWEST = -1e4
 

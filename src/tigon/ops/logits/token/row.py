@@ -29,9 +29,6 @@ from tigon.runtime.launch import in_order, launch
 from tigon.runtime.triton_private import async_load, block_barrier, commit_group, gl, gluon, wait_group
 from tigon.runtime.tuning import LaunchConfig
 
-__all__ = ["RowConfig", "RowProblem", "can_read_once", "row_losses"]
-
-
 # --- configuration -------------------------------------------------------------------------------
 
 # Bytes of shared memory that a program needs in addition to its slots: for reductions and for the driver.

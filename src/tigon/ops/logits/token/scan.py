@@ -17,9 +17,6 @@ from tigon.runtime.device import Device
 from tigon.runtime.triton_private import tl, triton
 from tigon.runtime.tuning import LaunchConfig
 
-__all__ = ["ScanConfig", "ScanProblem", "columns", "constants", "scan"]
-
-
 # --- configuration -------------------------------------------------------------------------------
 
 

@@ -24,9 +24,6 @@ from tigon.runtime.device import device_of, runs_kernels
 from tigon.runtime.launch import in_order, launch, on_device
 from tigon.runtime.triton_private import tl, triton
 
-__all__ = ["combined_statistics", "partial_statistics"]
-
-
 # --- kernel --------------------------------------------------------------------------------------
 
 

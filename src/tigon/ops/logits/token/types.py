@@ -7,8 +7,6 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-__all__ = ["LOSS_ALONE", "WHOLE_LOSS", "Options", "SavedStatistics", "Shard", "Statistics", "Upstream", "Wants"]
-
 
 class Options(NamedTuple):
     """The options of the loss of a token."""

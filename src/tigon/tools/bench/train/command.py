@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from tigon.tools.bench.train.train_plan import TrainPlan
 
-__all__ = ["train"]
-
 
 @takes_options
 def train(options: TrainOptions) -> None:

@@ -9,8 +9,6 @@ import typer
 from tigon.tools.presets import MODEL_HELP
 from tigon.tools.training.program import DeviceOption, SeedOption, TextOption
 
-__all__ = ["TrainOptions"]
-
 
 @dataclass(frozen=True)
 class TrainOptions:

@@ -21,8 +21,6 @@ from tigon.tools.training.text import MIN_VOCAB, Tokens, read_text, tokenise
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-__all__ = ["SWEEPS", "ProviderRun", "TrainPlan", "make_plan", "model_config"]
-
 SWEEPS = ("seq", "batch")
 DTYPES = ("bfloat16", "float32")
 # The largest number of entries of the BPE. More would take long to train, and a model's speed does not depend on them.

@@ -38,8 +38,6 @@ from tigon.tools.training.measurement import (
 )
 from tigon.tools.training.model_providers import ADAMW_8BIT, STOCK_FP32, ModelProvider
 
-__all__ = ["curve_table", "legend", "markdown", "name_optimizers", "plot", "sentence", "table", "write_report"]
-
 # --- tables --------------------------------------------------------------------------------------
 
 # The columns that are aligned to the left.

@@ -13,8 +13,6 @@ from tigon.tools.training.measurement import Measurement
 from tigon.tools.training.search import Search
 from tigon.tools.training.turns import TrainingRun, train_groups
 
-__all__ = ["BenchSession", "train_rounds"]
-
 
 @dataclass
 class BenchSession:
