@@ -73,7 +73,7 @@ test-lowest:  ## test the lowest versions, on Python 3.11: make test-lowest PINS
 test-deepspeed: $(STAMP)  ## install DeepSpeed and test its ZeRO-3 on two ranks
 	$(BIN)/pip install --quiet --disable-pip-version-check 'deepspeed==$(DEEPSPEED)' --constraint constraints.txt
 	$(BIN)/python -m pytest tests/runtime/test_engines.py tests/hf/test_two_ranks.py \
-		tests/examples/test_engines.py tests/integrations/test_layer_plugins.py -m deepspeed $(ARGS)
+		tests/examples/test_engines.py tests/integrations/test_deepspeed.py -m deepspeed $(ARGS)
 
 test-gpu: $(STAMP)  ## run the tests of the ops and those that need a GPU
 	$(BIN)/python -m pytest $(KERNEL_TESTS) tests/gpu $(ARGS)

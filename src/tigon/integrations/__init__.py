@@ -4,26 +4,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tigon.integrations import (
-        axolotl,
-        deepspeed,
-        experts,
-        liger,
-        lightning,
-        llamafactory,
-        megatron,
-        swift,
-        torchtitan,
-        trainer,
-        trl,
-        verl,
-    )
+    from tigon.integrations import deepspeed, experts, liger, trainer, trl
 
-__all__ = [
-    "axolotl", "deepspeed", "experts", "liger", "lightning", "llamafactory", "megatron", "swift", "torchtitan",
-    "trainer", "trl",
-    "verl",
-]  # fmt: skip
+__all__ = ["deepspeed", "experts", "liger", "trainer", "trl"]
 
 
 def __getattr__(name: str) -> Any:

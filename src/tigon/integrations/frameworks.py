@@ -1,6 +1,6 @@
 """What the integrations share: the checks of versions, the patch of a model with its report, and replaced functions."""
 
-import importlib.util
+import importlib
 import logging
 import sys
 import warnings
@@ -16,9 +16,7 @@ from tigon.hf.report import Report
 from tigon.ops.logits.cross_entropy import cross_entropy
 from tigon.runtime.requirements import require_for
 
-__all__ = [
-    "check_options", "is_known_version", "patch_model", "replace_function", "require_framework", "token_losses",
-]  # fmt: skip
+__all__ = ["check_options", "is_known_version", "patch_model", "replace_function", "token_losses"]
 
 LOGGER = logging.getLogger("tigon")
 
@@ -35,30 +33,15 @@ def _warn_once(message: str) -> None:
         warnings.warn(message, stacklevel=4)
 
 
-def require_framework(user: str, module: str, package: str) -> None:
-    """Refuse the import of an integration if its framework is not installed.
-
-    Args:
-        user: The subject of the message, such as "tigon.integrations.lightning".
-        module: The top-level module of the framework, such as "lightning".
-        package: The name of the distribution, which pip installs.
-
-    Raises:
-        ImportError: There is no such module.
-    """
-    if module not in sys.modules and importlib.util.find_spec(module) is None:
-        raise ImportError(f"{user} needs {package}: pip install {package}", name=module)
-
-
 def is_known_version(package: str, tested: str, feature: str) -> bool:
     """Return whether the installed release of a package has the minor version that an integration was written for.
 
     If it has another one, warn once that the feature is off, and name both versions.
 
     Args:
-        package: The name of the distribution, such as "ms-swift".
-        tested: The version whose code was read, such as "4.6.0".
-        feature: What is off with another version, as a subject: "the callback 'tigon'".
+        package: The name of the distribution, such as "deepspeed".
+        tested: The version whose code was read, such as "0.19.8".
+        feature: What is off with another version, as a subject: "the loss of DeepSpeed".
     """
     try:
         version = metadata.version(package)

@@ -1,4 +1,4 @@
-"""The names of `liger_kernel.megatron`, on Tigon's ops. `tigon.integrations.megatron` is the way of new code.
+"""The names of `liger_kernel.megatron`, on Tigon's ops.
 
 Importing this module imports nothing of Megatron-Core.
 
