@@ -27,7 +27,6 @@ if TYPE_CHECKING:
         AutoModelForCausalLM,
         AutoModelForImageTextToText,
         AutoModelForSequenceClassification,
-        gather_in_fp8,
     )
 
     # `tigon.hf.patch` is a module too, and the pages of the reference would describe the module.
@@ -74,7 +73,6 @@ _NAMES_BY_MODULE = {
         "AutoModelForCausalLM",
         "AutoModelForImageTextToText",
         "AutoModelForSequenceClassification",
-        "gather_in_fp8",
     ),
     "tigon.hf.patch": ("patch", "patched"),
     "tigon.integrations.liger": ("install_as_liger_kernel",),
@@ -159,7 +157,6 @@ __all__ = [
     "cross_entropy",
     "fp8_linear",
     "gated_rms_norm",
-    "gather_in_fp8",
     "geglu",
     "gelu",
     "glu_mlp",

@@ -437,7 +437,7 @@ def test_the_signature_names_and_documents_every_option():
     options = {name: p.default for name, p in parameters.items() if p.kind is p.KEYWORD_ONLY}
     loss_options = {"token_scaling": False, "acc_dtype": None, "return_token_accuracy": False}
     loss_options |= {"return_predicted_tokens": False}
-    other_options = {"memory": "default", "fp8": None, "fp8_dw": True, **loss_options, "glue": None}
+    other_options = {"memory": "default", "fp8": None, "fp8_dw": True, **loss_options}
     assert options == dict.fromkeys(PARTS, True) | other_options
     documented = re.findall(r"^        (\w+): ", inspect.getdoc(tigon.patch).replace("\n", "\n    "), re.MULTILINE)
     assert documented[: 1 + len(options)] == ["model", *options]
@@ -448,21 +448,6 @@ def test_the_signature_names_and_documents_every_option():
 def test_type_checkers_refuse_unknown_options():
     """No value has the type Never. At run time an unknown option raises an error that lists all options."""
     assert inspect.signature(tigon.patch).parameters["unknown"].annotation is Never
-
-
-def test_the_old_name_of_fused_statements_works(make_model):
-    for options in (
-        {"glue": False},
-        {"glue": False, "fused_statements": True},
-        {"glue": True, "fused_statements": False},
-    ):
-        with tigon.patched(make_model(), **options) as report:
-            assert {entry.part for entry in report.replaced} == REPLACED - {"fused_statements"}
-    assert {entry.part for entry in tigon.patch(make_model(), glue=True).replaced} == REPLACED
-    with pytest.raises(TypeError, match="glue must be True or False, got 'no'"):
-        tigon.patch(make_model(), glue="no")
-    with pytest.raises(TypeError, match="fused_statements must be True or False, got 'no'"):
-        tigon.patch(make_model(), fused_statements="no", glue=True)
 
 
 def test_patched_has_the_arguments_of_patch():

@@ -108,15 +108,6 @@ def test_the_report_of_a_restored_type_says_which_models_stay_patched(make_model
         second.restore()
 
 
-def test_a_report_of_weights_gathered_in_fp8_has_the_same_states():
-    from tigon.hf.report import Report
-
-    report = Report("Tiny", counted="weights gathered in FP8", undo=[lambda: None], patched=lambda: None)
-    report.add("fp8_gather", "Linear", True, "rowwise", "a")
-    report.restore()
-    assert str(report) == "Tiny: restored, 1 weights gathered in FP8 before"
-
-
 # --- the state of the process --------------------------------------------------------------------
 
 

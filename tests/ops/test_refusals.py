@@ -194,7 +194,7 @@ TESTED_IN_OTHER_FILES = {
     "AutoModelForImageTextToText", "AutoModelForSequenceClassification", "LossOutput", "LogProbOutput", "linear_loss",
     "DistillationOutput", "DistillationLoss", "install_as_liger_kernel",
     "DPOLoss", "CPOLoss", "SimPOLoss", "ORPOLoss", "KTOLoss", "GRPOLoss", "PPOLoss", "RLOOLoss",
-    "gather_in_fp8", "step_in_backward",
+    "step_in_backward",
 }  # fmt: skip
 
 FLAG = {"True", "False"}

@@ -4,7 +4,6 @@ Nothing here imports transformers before a model is built with an auto class.
 """
 
 from tigon.hf.auto import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification
-from tigon.hf.fp8_gather import gather_in_fp8
 from tigon.hf.patch import patch, patched
 from tigon.hf.report import Entry, Report
 
@@ -14,7 +13,6 @@ __all__ = [
     "AutoModelForSequenceClassification",
     "Entry",
     "Report",
-    "gather_in_fp8",
     "patch",
     "patched",
 ]

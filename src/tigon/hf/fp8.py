@@ -24,7 +24,6 @@ from tigon.recognition.fp8 import (
     FP8Recipe,
     FP8Settings,
     copies_of,
-    end_gather,
     mark_bases,
     request_maxima,
 )
@@ -193,14 +192,11 @@ class FP8Plan:
             return []
         undo = []
         for module, recipe in self.changed.items():
-            # The weight may be gathered in FP8 for an earlier recipe.
-            end_gather(module)
             undo.append(install(module, recipe))
         for module in self.adapted:
             mark_bases(module)
         if self.changed:
             undo += map(request_maxima, self.decoder_layers)
-            undo += [functools.partial(end_gather, layer) for layer in self.changed]
         for name, module, reason in self.lines:
             detail = reason or _describe_module(settings, module)
             report.add("fp8", type(module).__name__, not reason, detail, name)

@@ -322,7 +322,6 @@ def patch(
     acc_dtype: torch.dtype | None = None,
     return_token_accuracy: bool = False,
     return_predicted_tokens: bool = False,
-    glue: bool | None = None,
     **unknown: Never,
 ) -> Report:
     """Replace the modules of this instance that compute, bit for bit, what an op of Tigon computes.
@@ -394,7 +393,6 @@ def patch(
             valid tokens whose largest logit is that of the target.
         return_predicted_tokens: The output of the model has the field `predicted_tokens` [B, S]: the token of the
             largest logit at each position, and -1 where the target is ignored.
-        glue: The old name of `fused_statements`. This part is left out if one of the two is False.
 
     Returns:
         A report: `print(report)` shows what was replaced, what was left alone and why; `report.why(name)` says for any
@@ -440,8 +438,7 @@ def patch(
         "fused_statements": fused_statements,
         "loss": loss,
     }
-    _check_options(options if glue is None else options | {"glue": glue}, memory, unknown)
-    options["fused_statements"] = fused_statements and glue is not False
+    _check_options(options, memory, unknown)
     loss_options = LossOptions(token_scaling, acc_dtype, return_token_accuracy, return_predicted_tokens)
     loss_options.check("patch")
     fp8_settings = check_fp8(fp8, fp8_dw, memory)

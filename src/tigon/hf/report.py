@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class Entry:
     """Modules of one class that were replaced by the same recipe, or left alone for the same reason."""
 
-    # A key of `tigon.hf.patch.PARTS`, "fp8" or "fp8_gather".
+    # A key of `tigon.hf.patch.PARTS`, or "fp8".
     part: str
     # The name of the class.
     module: str
@@ -83,8 +83,6 @@ class Report:
     outcomes: dict[str, ModuleOutcomes] = field(default_factory=dict, repr=False)
     # The title of the report if nothing was replaced.
     empty: str = field(default="nothing patched", repr=False)
-    # The words after the number of replaced modules in the title.
-    counted: str = field(default="modules patched", repr=False)
     # The model that was patched; None for a report about a class.
     patched: weakref.ref[nn.Module] | None = field(default=None, repr=False, compare=False)
     # A function that returns the note about the memory level that the model has now, or None if there is no note.
@@ -155,7 +153,7 @@ class Report:
         while self.undo:
             self.undo[-1]()
             self.undo.pop()
-        self.empty = f"restored, {len(self):,} {self.counted} before"
+        self.empty = f"restored, {len(self):,} modules patched before"
         # New lists, because the report of a model may share its lists with that of a model type.
         self.state, self.entries, self.describe_level = "restored", [], None
         self._notes = ["models that were built before stay patched"] if self.patched is None else []
@@ -200,7 +198,7 @@ class Report:
 
     def _title(self) -> str:
         suffix = ", but restore() stopped at an error: call it again" if self.state == "interrupted" else ""
-        return f"{self.model}: {f'{len(self):,} {self.counted}' if self else self.empty}{suffix}"
+        return f"{self.model}: {f'{len(self):,} modules patched' if self else self.empty}{suffix}"
 
     def __str__(self) -> str:
         rows = [COLUMNS, *self._rows()]

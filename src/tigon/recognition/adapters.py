@@ -25,7 +25,6 @@ from tigon.ops.adapters.fp8_weight import Fp8Weight
 from tigon.ops.adapters.frozen_weight import FrozenWeight
 from tigon.ops.adapters.lora import add_adapters, lora_node, takes_adapters
 from tigon.ops.adapters.projection import Adapter, Projection
-from tigon.ops.fp8.gathered_weights import share_scale
 from tigon.ops.mlps.projections import does_more_than_forward, is_plain
 from tigon.recognition.adapter_memo import LayerMemo, key_of
 from tigon.recognition.code_facts import assigns_attributes
@@ -117,16 +116,10 @@ def cast_for_products(x: Tensor) -> Tensor:
     return x.to(product_dtype(x))
 
 
-def may_be_one_product(layers: Sequence[Projection]) -> bool:
-    """Return whether the weights in FP8, among those of layers with the same input, have scales for one product."""
-    weights = [layer.weight.weight for layer in layers if isinstance(layer.weight, Fp8Weight)]
-    return not weights or share_scale(weights)
-
-
 def compute_layers(x: Tensor, layers: Sequence[Projection]) -> tuple[Tensor, ...] | None:
     """Return the outputs of linear layers with adapters and with the same input, or None if no op computes them."""
     operand = cast_for_products(x)
-    if not takes_adapters(operand, layers) or not may_be_one_product(layers):
+    if not takes_adapters(operand, layers):
         return None
     outputs = lora_node(operand, layers)
     return tuple(y.to(output_dtype(layer, x)) for y, layer in zip(outputs, layers, strict=True))

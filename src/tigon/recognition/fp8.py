@@ -21,7 +21,6 @@ from tigon.ops.adapters.fp8_weight import Fp8Weight
 from tigon.ops.fp8.formats import Fp8Options
 from tigon.ops.fp8.fp8_glu_mlp import fp8_glu_mlp
 from tigon.ops.fp8.fp8_linear import fp8_projections
-from tigon.ops.fp8.gathered_weights import GatheredWeight, share_scale
 from tigon.ops.fp8.weights import WeightCache
 from tigon.ops.mlps.projections import does_more_than_forward
 from tigon.recognition.deferred import Deferred, TensorLike, call_deferred, product_dtype
@@ -79,8 +78,6 @@ class FP8Recipe:
         self.caches: dict[int, StepCache] = {}
         # The device of the weights whose copies the caches hold.
         self.device: torch.device | None = None
-        # Lets FSDP2 gather the weight of a layer in its dtype again; None if it does so.
-        self.end_gather: Callable[[nn.Module], None] | None = None
 
     def __reduce__(self) -> tuple:
         return FP8Recipe, (self.settings, self.is_base)
@@ -152,14 +149,6 @@ def copies_of(recipe: Any) -> Any:
     return recipe if isinstance(recipe, FP8Recipe) else getattr(recipe, "fp8", None)
 
 
-def end_gather(layer: nn.Module) -> None:
-    """Let FSDP2 gather the weight of a layer in its dtype again, if it gathers it in FP8."""
-    recipe = getattr(find_replacement(layer), "recipe", None)
-    if isinstance(recipe, FP8Recipe) and recipe.end_gather is not None:
-        recipe.end_gather(layer)
-        recipe.end_gather = None
-
-
 def mark_bases(layer: nn.Module) -> None:
     """Record in the recipes of the FP8 layers in a layer with adapters that a merge changes their weights."""
     for module in layer.modules():
@@ -200,8 +189,7 @@ def _fits(layer: Any, x: Any, has_copies: bool) -> bool:
     if not linears_are_stock() or type(layer).forward is not nn.Linear.forward or has_active_transform():
         return False
     weight, bias = layer.weight, layer.bias
-    is_gathered = type(weight) is GatheredWeight
-    if not (is_gathered or type(weight) in PLAIN) or (bias is not None and type(bias) not in PLAIN):
+    if type(weight) not in PLAIN or (bias is not None and type(bias) not in PLAIN):
         return False
     if len(x.shape) < 2 or 0 in x.shape or x.device != weight.device:
         return False
@@ -216,8 +204,7 @@ def _fits(layer: Any, x: Any, has_copies: bool) -> bool:
         return False
     if dtype not in FP8_DTYPES:
         return False
-    # A weight that was gathered in FP8 needs no rounding, and has no other values.
-    if is_gathered or torch.is_grad_enabled() or (has_copies and not weight.requires_grad and keeps_versions(weight)):
+    if torch.is_grad_enabled() or (has_copies and not weight.requires_grad and keeps_versions(weight)):
         return True
     return math.prod(x.shape[:-1]) >= FEWEST_ROWS
 
@@ -256,9 +243,7 @@ def _find_recipes(x: Any, layers: Sequence[nn.Module]) -> list[FP8Recipe] | None
 def compute_in_fp8(x: Any, layers: Sequence[Any]) -> tuple[Tensor, ...] | None:
     """Return layer(x) for each layer, with x quantised once; None if the caller has to call the layers."""
     recipes = _find_recipes(x, layers)
-    if recipes is None or not share_scale([layer.weight for layer in layers]):
-        return None
-    return _compute(x, layers, recipes)
+    return None if recipes is None else _compute(x, layers, recipes)
 
 
 def compute_mlp_in_fp8(x: Any, layers: Sequence[Any], activation: str) -> Tensor | None:
@@ -268,8 +253,6 @@ def compute_mlp_in_fp8(x: Any, layers: Sequence[Any], activation: str) -> Tensor
     if recipes is None or any(layer.bias is not None for layer in layers):
         return None
     weights, settings = [layer.weight for layer in layers], recipes[0].settings
-    if not share_scale(weights[:2]):
-        return None
     return fp8_glu_mlp(
         x, *weights, activation=activation, recipe=settings.recipe, fp8_dw=settings.fp8_dw,
         caches=_find_cache(recipes, weights),

@@ -20,7 +20,6 @@ from tigon.ops.mlps.glu import NO_SCALING, Scaling, geglu, geglu_reference, swig
 from tigon.ops.mlps.glu_mlp import glu_mlp_by_kernels, plain_weight, scaled, supports_weights
 from tigon.recognition.adapters import (
     cast_for_products,
-    may_be_one_product,
     may_have_adapters,
     output_dtype,
     read_projection,
@@ -137,7 +136,7 @@ class GLURecipe:
         if not may_have_adapters(x, layers):
             return None
         gate, up = (read_projection(layer, x) for layer in layers[:2])
-        if gate is None or up is None or not may_be_one_product((gate, up)):
+        if gate is None or up is None:
             return None
         dtype = torch.promote_types(output_dtype(gate, x), output_dtype(up, x))
         inner = TensorLike(torch.Size((*x.shape[:-1], len(gate.weight))), dtype, x.device)

@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 
 import tigon
-from tigon.runtime.torch_private import autograd, fsdp, graphs, modules, names, operators
+from tigon.runtime.torch_private import autograd, graphs, modules, names, operators
 
 pytestmark = pytest.mark.no_interpreter("The test launches no kernel.")
 
@@ -36,9 +36,6 @@ PRIVATE_NAMES = {
         "_is_replica",
         r"\b_schema\b",
         "kineto_results",
-        "_fsdp_state",
-        "_fsdp_param",
-        "_sharded_local_tensor",
     ),
     "runtime/triton_private.py": (
         r"triton\.(runtime|knobs|compiler|backends|experimental)",
@@ -62,9 +59,7 @@ def test_no_name_is_missing():
     assert operators.has_init_group()
 
 
-@pytest.mark.parametrize(
-    "part", [autograd, fsdp, graphs, modules, operators], ids=lambda part: part.__name__.split(".")[-1]
-)
+@pytest.mark.parametrize("part", [autograd, graphs, modules, operators], ids=lambda part: part.__name__.split(".")[-1])
 def test_every_name_of_a_part_exists(part):
     assert [name for name in part.__all__ if getattr(part, name, None) is None] == []
 

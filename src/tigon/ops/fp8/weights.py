@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from tigon.ops.fp8.formats import WEIGHT_DTYPE, Factor
-from tigon.ops.fp8.gathered_weights import GatheredWeight, share_scale, transpose_weights
 from tigon.ops.fp8.quantisation import Layout, quantise
 from tigon.ops.fp8.stacks import quantise_stack
 from tigon.runtime.device import is_capturing
@@ -40,37 +39,10 @@ class Fp8Weights:
         return sum(x.nbytes for factor in (self.rows, self.transposed) if factor is not None for x in factor)
 
 
-class _GatheredCopies(Fp8Weights):
-    """The FP8 copies of weights that were gathered in FP8. The copy by rows is what was gathered."""
-
-    def __init__(self, weights: Sequence[GatheredWeight], needs_transposed: bool) -> None:
-        super().__init__(None, transpose_weights(weights) if needs_transposed else None)
-        self.factors = [weight.factor for weight in weights]
-
-    def rows_of(self, start: int, stop: int) -> Factor:
-        for factor in self.factors:
-            count = len(factor.values)
-            if start < count:
-                return factor.rows(start, stop)
-            start, stop = start - count, stop - count
-        raise IndexError(f"there are no rows from {start} on")
-
-
 def quantise_weights(
     weights: Sequence[Tensor], is_rowwise: bool, needs_rows: bool, needs_transposed: bool
 ) -> Fp8Weights:
-    """Return the FP8 copies of a group of weights [O_i, H], whose copies come from the same passes, or of one stack.
-
-    Raises:
-        ValueError: Weights that were gathered in FP8 have scales that the group cannot use.
-    """
-    if any(isinstance(weight, GatheredWeight) for weight in weights):
-        if is_rowwise or not share_scale(weights):
-            raise ValueError(
-                "fp8: weights that were gathered in FP8 have one scale each or for a group, so the recipe must be "
-                '"tensorwise", and only layers that share a scale can be one product'
-            )
-        return _GatheredCopies([weight for weight in weights if isinstance(weight, GatheredWeight)], needs_transposed)
+    """Return the FP8 copies of a group of weights [O_i, H], whose copies come from the same passes, or of one stack."""
     if weights[0].dim() == 3:
         (stack,) = weights
         return Fp8Weights(*quantise_stack(stack, needs_rows, needs_transposed))

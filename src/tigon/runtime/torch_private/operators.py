@@ -22,7 +22,6 @@ __all__ = [
     "has_init_group",
     "increment",
     "is_in_place",
-    "make_wrapper",
     "memory_events",
     "native_linear",
     "operator_namespaces",
@@ -111,12 +110,6 @@ def operator_namespaces() -> frozenset[str] | None:
     names = getattr(_C, "_dispatch_get_all_op_names", None)
     return None if names is None else frozenset(name.partition("::")[0] for name in names())
 
-
-# --- subclasses of tensors ---------------------------------------------------------------------------
-
-# Make a tensor of a subclass that has a shape, a dtype and a device, but no memory: `make_wrapper(cls, shape,
-# dtype=..., device=...)`. Seen in 2.8 to 2.13. Without it, `tigon.gather_in_fp8` refuses to run.
-make_wrapper: Callable[..., Any] = find("Tensor._make_wrapper_subclass")
 
 # --- optimizers and process groups -----------------------------------------------------------------
 

@@ -3,8 +3,7 @@
     tigon-fp8-RECIPE, tigon-LEVEL-fp8-RECIPE        `tigon.patch(model, memory=LEVEL, fp8=RECIPE)`
     torchao-float8-RECIPE                           `torchao.float8`, compiled by torch
 
-The suffix -bf16-dw keeps the gradients of weights in bf16. The suffix -gather, for Tigon's tensorwise recipe on several
-GPUs, lets FSDP2 gather the weights in FP8 (`tigon.gather_in_fp8`).
+The suffix -bf16-dw keeps the gradients of weights in bf16.
 """
 
 import importlib.util
@@ -17,9 +16,7 @@ FP8_RECIPES = ("tensorwise", "rowwise")
 TORCHAO = "torchao-float8"
 # This suffix means that the gradients of weights are no FP8 products.
 BF16_DW = "-bf16-dw"
-# This suffix means that FSDP2 gathers the weights in FP8.
-GATHER = "-gather"
-_NAME = re.compile(rf"(?P<base>.+?)-(?P<recipe>{'|'.join(FP8_RECIPES)})(?P<dw>{BF16_DW})?(?P<gather>{GATHER})?")
+_NAME = re.compile(rf"(?P<base>.+?)-(?P<recipe>{'|'.join(FP8_RECIPES)})(?P<dw>{BF16_DW})?")
 
 
 class FP8Name(NamedTuple):
@@ -29,24 +26,22 @@ class FP8Name(NamedTuple):
     base: str
     recipe: str
     fp8_dw: bool
-    gathers: bool
 
 
 def read_fp8(name: str) -> FP8Name | None:
     """Return the parts of a name; None if it is not the name of a provider in FP8.
 
     >>> read_fp8("tigon-lean-fp8-rowwise")
-    FP8Name(base='tigon-lean', recipe='rowwise', fp8_dw=True, gathers=False)
+    FP8Name(base='tigon-lean', recipe='rowwise', fp8_dw=True)
     """
     if (match := _NAME.fullmatch(name)) is None:
         return None
-    name_parts = FP8Name(match["base"].removesuffix("-fp8"), match["recipe"], not match["dw"], bool(match["gather"]))
+    name_parts = FP8Name(match["base"].removesuffix("-fp8"), match["recipe"], not match["dw"])
     if match["base"] == TORCHAO:
         # torchao has no such recipe for tensorwise scales.
         has_recipe = name_parts.fp8_dw or name_parts.recipe == "rowwise"
-        return name_parts if has_recipe and not name_parts.gathers else None
-    has_recipe = name_parts.recipe == "tensorwise" or not name_parts.gathers
-    return name_parts if match["base"].endswith("-fp8") and has_recipe else None
+        return name_parts if has_recipe else None
+    return name_parts if match["base"].endswith("-fp8") else None
 
 
 def add_fp8(names: list[str], recipes: str, fp8_dw: bool) -> list[str]:

@@ -56,8 +56,8 @@ class ModelProvider:
     If `trains` is False, all weights are frozen, and a step computes only the loss and the gradients of the inputs. No
     training with adapters can be faster. If `in_fp32` is True, the weights that were drawn in the dtype of the job are
     converted to fp32, and all layers are checkpointed to save memory. `fp8` is the recipe of products in FP8, or None,
-    `fp8_dw` says whether those of dW are among them, and `fp8_gather` whether FSDP2 gathers the weights in FP8. If
-    `adamw_8bit` is True, the optimizer is `tigon.AdamW(state="8bit")` instead of torch's AdamW.
+    and `fp8_dw` says whether those of dW are among them. If `adamw_8bit` is True, the optimizer is
+    `tigon.AdamW(state="8bit")` instead of torch's AdamW.
     """
 
     name: str
@@ -66,7 +66,6 @@ class ModelProvider:
     in_fp32: bool = False
     fp8: str | None = None
     fp8_dw: bool = True
-    fp8_gather: bool = False
     adamw_8bit: bool = False
 
     @property
@@ -131,21 +130,6 @@ class ModelProvider:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         return description
 
-    def apply_to_shards(self, model: Any) -> str:
-        """Change a model that FSDP2 has sharded; return a description for the report, or "".
-
-        Raises:
-            UnsupportedModel: no weight of this model can be gathered in FP8.
-        """
-        if not self.fp8_gather:
-            return ""
-        import tigon
-
-        try:
-            return str(tigon.gather_in_fp8(model))
-        except ValueError as reason:
-            raise UnsupportedModel(str(reason)) from reason
-
 
 def _apply_tigon(model: nn.Module, level: str, fp8: str | None, fp8_dw: bool) -> str:
     import tigon
@@ -176,7 +160,7 @@ def _apply_liger(model: Any, device: str) -> str:
 def _are_equal(a: ModelProvider, b: ModelProvider, checkpointing: bool) -> bool:
     """Return whether two providers train in the same way. With `checkpointing` the suffix of a peer has no effect."""
     if a.level is not None or b.level is not None:
-        options_of = lambda p: (p.level, p.trains, p.fp8, p.fp8_dw, p.fp8_gather, p.adamw_8bit)
+        options_of = lambda p: (p.level, p.trains, p.fp8, p.fp8_dw, p.adamw_8bit)
         return options_of(a) == options_of(b)
     return a.base == b.base if checkpointing else a.name == b.name
 
@@ -194,7 +178,7 @@ def _provider_in_fp8(name: str, checkpointing: bool) -> ModelProvider | None:
         level = "checkpoint" if checkpointing else "default"
     elif level == parts.base or not _is_level(level):
         return None
-    return ModelProvider(name, level, fp8=parts.recipe, fp8_dw=parts.fp8_dw, fp8_gather=parts.gathers)
+    return ModelProvider(name, level, fp8=parts.recipe, fp8_dw=parts.fp8_dw)
 
 
 def select(names: str | Iterable[str], checkpointing: bool = False) -> list[ModelProvider]:
@@ -202,10 +186,10 @@ def select(names: str | Iterable[str], checkpointing: bool = False) -> list[Mode
 
     unsloth trains only adapters. frozen is the model without adapters, patched at the level lean, whose weights are all
     frozen. stock-fp32 is the stock model with the same weights in fp32, whose losses are a reference. tigon-fp8-RECIPE,
-    tigon-LEVEL-fp8-RECIPE and torchao-float8-RECIPE compute in FP8, and tigon-fp8-tensorwise-gather also gathers
-    weights in FP8 (`fp8_providers`). With the suffix -adamw8bit, a provider of Tigon trains with `tigon.AdamW`, whose
-    moments take 8 bits. stock-checkpoint, liger-checkpoint, compile-checkpoint and unsloth-checkpoint use gradient
-    checkpointing in every layer. With `checkpointing` all providers do; "tigon" then means its level "checkpoint".
+    tigon-LEVEL-fp8-RECIPE and torchao-float8-RECIPE compute in FP8 (`fp8_providers`). With the suffix -adamw8bit, a
+    provider of Tigon trains with `tigon.AdamW`, whose moments take 8 bits. stock-checkpoint, liger-checkpoint,
+    compile-checkpoint and unsloth-checkpoint use gradient checkpointing in every layer. With `checkpointing` all
+    providers do; "tigon" then means its level "checkpoint".
 
     Raises:
         ValueError: a name is unknown, is named twice, or means another level than `checkpointing` requires.

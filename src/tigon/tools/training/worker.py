@@ -148,7 +148,6 @@ class Trainer(Rank):
             from tigon.tools.training.models import shard
 
             model, self.optimizer = shard(model, self.optimizer)
-            description = "\n".join(filter(None, (description, self.provider.apply_to_shards(model))))
         self.model: Callable[..., Any] = torch.compile(model) if self.provider.compiles else model
         shards = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
         rank_parameters = sum(p.numel() for p in shards)

@@ -105,8 +105,6 @@ def test_the_name_of_a_provider_in_fp8_holds_its_level_and_its_recipe():
         ("default", "tensorwise", True, False), ("lean", "rowwise", False, False),
         ("lean+mlp:4", "rowwise", True, False), (None, "rowwise", False, True),
     ]  # fmt: skip
-    gathers = [p.fp8_gather for p in providers.select("tigon-fp8-tensorwise,tigon-lean-fp8-tensorwise-bf16-dw-gather")]
-    assert gathers == [False, True]
     (provider,) = providers.select("tigon-fp8-rowwise", checkpointing=True)
     assert provider.level == "checkpoint"
     (peer,) = providers.select("torchao-float8-tensorwise-checkpoint")
@@ -160,8 +158,6 @@ def test_other_optimizers_are_refused(name):
         "tigon-leen-fp8-rowwise",
         "tigon-rowwise",
         "torchao-float8-tensorwise-bf16-dw",
-        "torchao-float8-tensorwise-gather",
-        "tigon-fp8-rowwise-gather",
     ],
 )
 def test_other_names_in_fp8_are_refused(name):
@@ -301,7 +297,6 @@ def test_a_sweep_ends_where_the_text_ends(options):
         ({"qlora": True}, "qlora needs the rank of its adapters: name it with --lora, got none"),
         ({"lora": 4, "gpus": 2, "device": "cpu"}, "gpus must be 1 with lora, whose model is not sharded, got 2"),
         ({"providers": "stock,frozen"}, "the provider frozen is compared with adapters: it needs --lora, got none"),
-        ({"providers": "tigon-fp8-tensorwise-gather"}, "gathers shards: it needs --gpus 2 or more, got 1"),
         ({"providers": "unsloth-checkpoint"}, "the provider unsloth-checkpoint trains only adapters: it needs --lora"),
         ({"model": "./nowhere"}, "bench train: model: must be a file or folder that exists, got './nowhere'"),
     ],

@@ -196,11 +196,6 @@ def make_plan(options: TrainOptions) -> TrainPlan:
         if options.lora is None and provider.needs_adapters:
             reason = "is compared with adapters" if provider.name == FROZEN else "trains only adapters"
             raise ValueError(f"bench train: the provider {provider.name} {reason}: it needs --lora, got none")
-        if options.gpus < 2 and provider.fp8_gather:
-            raise ValueError(
-                f"bench train: the provider {provider.name} gathers shards: it needs --gpus 2 or more, "
-                f"got {options.gpus}"
-            )
     runs = [ProviderRun(provider.name, provider) for provider in providers]
     if options.curves:
         stock = next((run for run in runs if run.name == "stock"), None)
