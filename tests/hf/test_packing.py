@@ -96,16 +96,18 @@ def hooks(model) -> int:
     return sum(isinstance(hook, PackingWarning) for m in model.modules() for hook in m._forward_pre_hooks.values())
 
 
-def test_copies_warn_and_restore_removes_the_hook():
+def test_copies_warn_and_the_last_restore_removes_the_hook():
     model = tiny_model("qwen3_next").train()
     report = tigon.patch(model)
     assert hooks(model) == 1
     again = tigon.patch(model, memory="lean")
     assert any(note.startswith("packed samples") for note in again.notes)
-    assert hooks(model) == 1
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert warnings_of_packing(lambda other=other: train(other, **PACKED["positions"])) == 1
     report.restore()
+    assert hooks(model) == 1
+    assert warnings_of_packing(lambda: train(model, **PACKED["positions"])) == 1
+    again.restore()
     assert hooks(model) == 0
 
 

@@ -108,10 +108,11 @@ def watch_packing(model: nn.Module, notes: list[str]) -> Callable[[], None]:
         'from one sample to the next; docs/patching.md says more under "Packed samples"'
     )
     notes.append(text)
-    if any(isinstance(hook, PackingWarning) for m in model.modules() for hook in m._forward_pre_hooks.values()):
-        return lambda: None
+    hooks = (hook for module in model.modules() for hook in module._forward_pre_hooks.values())
+    # The hook of an earlier patch is installed once more, so that it stays when one of the two patches is undone.
+    hook = next((hook for hook in hooks if isinstance(hook, PackingWarning)), PackingWarning(text))
     bodies = [module for module in model.modules() if _is_body(module) and layers.keys() <= set(module.modules())]
-    handles = [body.register_forward_pre_hook(PackingWarning(text), with_kwargs=True) for body in bodies[-1:]]
+    handles = [body.register_forward_pre_hook(hook, with_kwargs=True) for body in bodies[-1:]]
 
     def undo() -> None:
         for handle in handles:
