@@ -13,8 +13,8 @@ from torch import Tensor
 import tigon
 from tigon.tools.workloads.inputs import InputMaker, Inputs
 
-# The shapes with the tags `first-light` and `roofline` are measured by default. docs/performance.md describes the
-# shapes with the tag `roofline`, and docs/linear_cross_entropy.md those with the tag `linear`.
+# The shapes with the tags `first-light` and `roofline` are measured by default. docs/performance.md has the
+# results of the tag `roofline`, and docs/linear_cross_entropy.md names the tag `linear`.
 FIRST_LIGHT, ROOFLINE, FIRST_ROOFLINE = ("first-light",), ("roofline",), ("first-light", "roofline")
 MORE = ("more",)
 
