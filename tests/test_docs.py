@@ -112,7 +112,9 @@ def test_each_combination_that_is_called_tested_names_its_test():
         assert setup.strip("`") in (DOCS.parent / path.strip("`")).read_text("utf-8"), name
 
 
-@pytest.mark.parametrize("page", ["quickstart.md", "losses.md", "experts.md", "linear_cross_entropy.md", "lora.md"])
+@pytest.mark.parametrize(
+    "page", ["quickstart.md", "losses.md", "experts.md", "linear_cross_entropy.md", "lora.md", "optimizer.md"]
+)
 def test_the_code_of_a_page_runs(page):
     blocks = re.findall(r"```python\n(.*?)```", (DOCS / page).read_text("utf-8"), re.DOTALL)
     variables: dict[str, Any] = {}
