@@ -14,17 +14,12 @@ from torch.nn import functional as F
 import tigon
 from tigon.integrations.liger import apply, uninstall
 
+pytestmark = pytest.mark.usefixtures("alias")
+
 transformers = pytest.importorskip("transformers")
 CONFIG = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def alias():
-    tigon.install_as_liger_kernel(force=True)
-    yield
-    uninstall()
 
 
 def test_finder_answers_metadata_and_find_spec():

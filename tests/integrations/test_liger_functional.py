@@ -9,9 +9,8 @@ import torch
 from torch import distributed
 from torch.nn import functional as F
 
-import tigon
 from ranks import LIMIT, leave, run_ranks
-from tigon.integrations.liger import autograd_functions, devices, dispatched, functional, names, uninstall
+from tigon.integrations.liger import autograd_functions, devices, dispatched, functional, names
 
 pytestmark = pytest.mark.no_interpreter("tests/ops has the tests of the ops that these functions call.")
 
@@ -145,13 +144,6 @@ def test_transformers_version_dispatch_calls_one_of_two():
     )
     assert call("999.0") == {"a": 1}
     assert call("4.0") == [3]
-
-
-@pytest.fixture
-def alias():
-    tigon.install_as_liger_kernel(force=True)
-    yield
-    uninstall()
 
 
 def test_names_of_the_other_modules_resolve(alias):

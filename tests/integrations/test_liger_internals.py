@@ -4,18 +4,12 @@ import pytest
 import torch
 from torch import nn
 
-import tigon
-from tigon.integrations.liger import autograd_functions, hyper_connections, loss_bases, uninstall
+from tigon.integrations.liger import autograd_functions, hyper_connections, loss_bases
 
-pytestmark = pytest.mark.no_interpreter("tests/ops has the tests of the ops that these functions call.")
-
-
-@pytest.fixture(autouse=True)
-def alias():
-    torch.manual_seed(0)
-    tigon.install_as_liger_kernel(force=True)
-    yield
-    uninstall()
+pytestmark = [
+    pytest.mark.usefixtures("alias"),
+    pytest.mark.no_interpreter("tests/ops has the tests of the ops that these functions call."),
+]
 
 
 # --- hyper-connections ----------------------------------------------------------------------------

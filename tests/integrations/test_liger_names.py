@@ -11,18 +11,13 @@ from torch import nn
 from torch.nn import functional as F
 
 import tigon
-from tigon.integrations.liger import names, uninstall
+from tigon.integrations.liger import names
 
-pytestmark = pytest.mark.no_interpreter("tests/ops has the tests of the ops that these functions call.")
+pytestmark = [
+    pytest.mark.usefixtures("alias"),
+    pytest.mark.no_interpreter("tests/ops has the tests of the ops that these functions call."),
+]
 HALF = [torch.bfloat16, torch.float16]
-
-
-@pytest.fixture(autouse=True)
-def alias():
-    torch.manual_seed(0)
-    tigon.install_as_liger_kernel(force=True)
-    yield
-    uninstall()
 
 
 # --- names -----------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from torch import nn
 
 import tigon
 from integrations import liger_signatures
-from tigon.integrations.liger import names, page, uninstall
+from tigon.integrations.liger import names, page
 
 pytestmark = pytest.mark.no_interpreter("These tests compare signatures and run modules of tests/ops.")
 EMPTY = inspect.Parameter.empty
@@ -110,13 +110,6 @@ def test_the_page_is_that_of_the_tables():
 
 
 # --- published snippets ----------------------------------------------------------------------------
-
-
-@pytest.fixture
-def alias():
-    tigon.install_as_liger_kernel(force=True)
-    yield
-    uninstall()
 
 
 def test_snippet_of_the_automatic_class(alias, tmp_path):

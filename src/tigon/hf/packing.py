@@ -51,7 +51,7 @@ def recurrent_layers(model: nn.Module) -> dict[nn.Module, str]:
 def _begin_again(positions: Tensor) -> Tensor:
     """Return, as a tensor [], bool, whether positions decrease within a row."""
     if positions.dim() == 3:
-        # Of the axes of M-RoPE, only the first one, of time or of the text, never decreases within an image.
+        # M-RoPE has three axes of positions. Within an image, only those of the first axis never decrease.
         positions = positions[0]
     return (positions[..., 1:] < positions[..., :-1]).any()
 
