@@ -9,7 +9,7 @@ from gpu.test_layer_inputs import ONE, PAGE, pages_of, peak_of, small_inputs  # 
 from gpu.test_memory import SIZE, TOKENS, assert_no_wait, make_batch, make_model, take_step
 from memory.steps import assert_same_bits
 from tigon.memory.attention import find_kernel
-from tigon.runtime.torch_private.autograd import engine_run_backward
+from tigon.runtime.compat.autograd import engine_run_backward
 
 pytest.importorskip("transformers")
 

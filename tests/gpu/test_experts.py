@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import tigon
-from tigon.recognition.experts import recognise_experts
-from tigon.recognition.guard import install_guarded
+from tigon.recognition.guards.guard import install_guarded
+from tigon.recognition.parts.experts import recognise_experts
 from tigon.testing import assert_accurate
 
 modeling = pytest.importorskip("transformers.models.qwen3_moe.modeling_qwen3_moe")

@@ -7,7 +7,7 @@ import tigon
 from tigon.ops.adapters.low_rank import empty_hidden, project
 from tigon.ops.fp8.formats import FusedPass
 from tigon.runtime import counters, launch
-from tigon.runtime.triton_private import has_direct_launch
+from tigon.runtime.compat.triton import has_direct_launch
 
 
 def test_the_self_check_passes():

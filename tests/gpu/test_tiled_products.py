@@ -20,7 +20,7 @@ from tigon.ops.experts.tiled_products import (
     tiles_product,
 )
 from tigon.ops.mlps.glu import NO_SCALING, glu_forward, swiglu_reference
-from tigon.runtime.triton_private import hopper
+from tigon.runtime.compat.triton import hopper
 from tigon.testing import assert_accurate
 
 pytestmark = [

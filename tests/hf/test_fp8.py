@@ -26,7 +26,7 @@ from hf.fp8_steps import (
 from tigon.hf import fp8
 from tigon.hf.levels import LEVELS
 from tigon.ops.fp8.formats import RECIPES
-from tigon.recognition import fp8 as recognised
+from tigon.recognition.parts import fp8 as recognised
 from tigon.recognition.replacement import find_replacement
 
 transformers = pytest.importorskip("transformers")

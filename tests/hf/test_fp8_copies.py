@@ -11,7 +11,7 @@ import tigon
 from hf.fp8_steps import with_lora
 from tigon.hf import fp8
 from tigon.ops.fp8 import weights as module
-from tigon.recognition.fp8 import FP8Recipe
+from tigon.recognition.parts.fp8 import FP8Recipe
 from tigon.recognition.replacement import find_replacement
 
 pytest.importorskip("transformers")

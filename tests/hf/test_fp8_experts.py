@@ -26,7 +26,7 @@ from hf.fp8_steps import (
 )
 from tigon.hf.levels import LEVELS
 from tigon.ops.fp8.formats import RECIPES
-from tigon.recognition import fp8_experts as recognised
+from tigon.recognition.parts import fp8_experts as recognised
 from tigon.recognition.replacement import find_replacement
 
 pytest.importorskip("transformers")

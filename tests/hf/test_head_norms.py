@@ -12,7 +12,7 @@ from torch import nn
 import tigon
 from hf.tiny import tiny_model
 from op_cases import DEVICE
-from tigon.recognition import rope as rope_recognition
+from tigon.recognition.parts import rope as rope_recognition
 
 pytestmark = pytest.mark.kernels
 

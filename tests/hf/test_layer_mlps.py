@@ -9,7 +9,7 @@ pytest.importorskip("transformers")
 from hf.same_step import assert_within_noise, make_batch, noise, step
 from hf.tiny import VOCABULARY, tiny_model
 from tigon.memory.lean import lean
-from tigon.recognition import two_layer_mlps
+from tigon.recognition.parts import two_layer_mlps
 from tigon.runtime.device import runs_kernels
 from tigon.tools.inspect.inspection import has_mlp_statements
 

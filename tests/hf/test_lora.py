@@ -15,9 +15,9 @@ from op_cases import DEVICE
 from tigon.hf.later_adapters import AdapterWatch
 from tigon.ops.adapters import lora
 from tigon.ops.adapters.four_bit import FourBitWeight, dequantise
-from tigon.recognition import dequantisation
-from tigon.recognition.dequantisation import DequantisationConfig
-from tigon.recognition.kind import kind_of
+from tigon.recognition.parts import dequantisation
+from tigon.recognition.parts.dequantisation import DequantisationConfig
+from tigon.recognition.probing.kind import kind_of
 from tigon.recognition.replacement import find_replacement
 from tigon.runtime.tuning import tuned
 

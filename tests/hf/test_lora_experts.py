@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 import tigon
-import tigon.recognition.experts as experts_module
+import tigon.recognition.parts.experts as experts_module
 from hf.tiny import tiny_model
 from op_cases import DEVICE
-from tigon.recognition.expert_adapters import ExpertAdapterRecipe, recognise_expert_adapters
+from tigon.recognition.parts.expert_adapters import ExpertAdapterRecipe, recognise_expert_adapters
 from tigon.recognition.replacement import find_replacement
 
 peft = pytest.importorskip("peft")

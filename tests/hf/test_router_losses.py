@@ -22,9 +22,9 @@ DETAIL = "linear_cross_entropy in the head, load_balancing_loss"
 @pytest.fixture
 def op_calls(monkeypatch) -> list:
     """Return the list to which each call of the op adds its arguments."""
-    recorded, op = [], tigon.recognition.router_losses.load_balancing_loss
+    recorded, op = [], tigon.recognition.parts.router_losses.load_balancing_loss
     monkeypatch.setattr(
-        tigon.recognition.router_losses, "load_balancing_loss", lambda *args: recorded.append(args) or op(*args)
+        tigon.recognition.parts.router_losses, "load_balancing_loss", lambda *args: recorded.append(args) or op(*args)
     )
     return recorded
 

@@ -12,7 +12,7 @@ from torch import nn
 
 import tigon
 from tigon.hf import transformers_private
-from tigon.recognition.experts import recognise_experts
+from tigon.recognition.parts.experts import recognise_experts
 
 transformers = pytest.importorskip("transformers")
 

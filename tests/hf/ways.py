@@ -13,8 +13,8 @@ import tigon
 from hf import same_step
 from tigon.hf.logits import SKIPPED_LOGITS
 from tigon.hf.report import Report
-from tigon.recognition import experts
-from tigon.recognition.experts import is_experts
+from tigon.recognition.parts import experts
+from tigon.recognition.parts.experts import is_experts
 
 SIZE = {
     "vocab_size": 132,

@@ -14,7 +14,7 @@ import tigon
 from hf.ways import batch, build
 from hf.ways_sharded import BF16, checkpointed, ddp, fsdp1, fsdp2
 from tigon.hf import fp8
-from tigon.recognition.fp8 import FP8Recipe
+from tigon.recognition.parts.fp8 import FP8Recipe
 from tigon.recognition.replacement import find_replacement
 
 # The layers of the test are narrower than those that FP8 pays for.

@@ -28,7 +28,7 @@ from tigon.memory import host_pages, layer_inputs
 from tigon.memory.attention import AttentionOutputs, LayerAttention, find_kernel, run_attention
 from tigon.memory.host_pages import HostPages, PagedCopy
 from tigon.memory.layer_inputs import LayerInputConfig
-from tigon.runtime.torch_private.autograd import engine_run_backward
+from tigon.runtime.compat.autograd import engine_run_backward
 from tigon.runtime.tuning import tuned
 
 pytest.importorskip("transformers")

@@ -17,7 +17,7 @@ from tigon.hf import checkpoints
 from tigon.memory import host_pages, layer_inputs
 from tigon.memory.host_pages import HostPages, PagedCopy, available_host_bytes
 from tigon.memory.layer_inputs import LayerInputConfig, LayerInputs
-from tigon.runtime.torch_private.names import NAMES_FOR_OFFLOAD, missing
+from tigon.runtime.compat.names import NAMES_FOR_OFFLOAD, missing
 from tigon.runtime.tuning import tuned
 
 pytest.importorskip("transformers")

@@ -19,8 +19,8 @@ from torch.overrides import TorchFunctionMode
 import tigon
 from tigon.ops.adapters.lora import eager_output
 from tigon.ops.adapters.projection import Projection
-from tigon.recognition import adapter_memo
-from tigon.recognition.adapters import AdapterRecipe
+from tigon.recognition.parts import adapter_memo
+from tigon.recognition.parts.adapters import AdapterRecipe
 from tigon.recognition.replacement import installed_recipe
 from tigon.runtime.state import reach
 

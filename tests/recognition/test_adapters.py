@@ -14,9 +14,9 @@ from torch import Tensor, nn
 import tigon
 from op_cases import DEVICE, assert_as_accurate_as_eager
 from tigon.ops.adapters import lora, lora_mlp
-from tigon.recognition.adapter_memo import RUNS_BEFORE_EXPLORATION
-from tigon.recognition.adapters import AdapterRecipe, recognise_adapters
-from tigon.recognition.dequantisation import DequantisationConfig, WeightReader
+from tigon.recognition.parts.adapter_memo import RUNS_BEFORE_EXPLORATION
+from tigon.recognition.parts.adapters import AdapterRecipe, recognise_adapters
+from tigon.recognition.parts.dequantisation import DequantisationConfig, WeightReader
 from tigon.recognition.replacement import find_replacement
 from tigon.runtime.device import runs_kernels
 from tigon.runtime.tuning import tuned

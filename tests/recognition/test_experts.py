@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from tigon.ops.experts.arguments import ACTIVATIONS
 from tigon.ops.experts.moe_mlp import moe_mlp
 from tigon.ops.mlps.clamped_glu import ClampedGate
-from tigon.recognition import experts
-from tigon.recognition.experts import ExpertsRecipe, recognise_experts
-from tigon.recognition.guard import install_guarded
+from tigon.recognition.guards.guard import install_guarded
+from tigon.recognition.parts import experts
+from tigon.recognition.parts.experts import ExpertsRecipe, recognise_experts
 from tigon.runtime.requirements import _release
 from tigon.testing import assert_accurate
 

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 import tigon
 from op_cases import DEVICE
-from tigon.recognition import fused_statements
-from tigon.recognition.fused_statements import fuse_statements
 from tigon.recognition.replacement import find_replacement
-from tigon.recognition.rewriting import ADD_NORM, NORM_WITH_RESIDUAL, PRODUCTS
+from tigon.recognition.rewriting import fused_statements
+from tigon.recognition.rewriting.fused_statements import fuse_statements
+from tigon.recognition.rewriting.rewriting import ADD_NORM, NORM_WITH_RESIDUAL, PRODUCTS
 from tigon.runtime.device import runs_kernels
 from tigon.testing import assert_accurate
 

@@ -12,7 +12,7 @@ import tigon
 from recognition import changes
 from recognition.changes import CHANGES, Pickled
 from recognition.modules import MLP, variant
-from tigon.recognition.guard import Guard
+from tigon.recognition.guards.guard import Guard
 
 
 def guard_of(module: nn.Module) -> Guard:

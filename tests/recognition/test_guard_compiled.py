@@ -148,6 +148,6 @@ def test_graphs_are_stock_where_dynamo_has_other_internals(monkeypatch, undo_cha
     def fail(*_):
         raise AttributeError
 
-    monkeypatch.setattr("tigon.recognition.graph_guard.install_guard", fail)
+    monkeypatch.setattr("tigon.recognition.guards.graph_guard.install_guard", fail)
     _, after, expected = compiled_outputs(by_list, "eager", fullgraph=True)
     torch.testing.assert_close(after, expected, rtol=0, atol=0)

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 import tigon
 from op_cases import DEVICE
-from tigon.recognition import rope as rope_recognition
-from tigon.recognition.fused_statements import fuse_statements
-from tigon.recognition.rewriting import NORM_ROPE
+from tigon.recognition.parts import rope as rope_recognition
+from tigon.recognition.rewriting.fused_statements import fuse_statements
+from tigon.recognition.rewriting.rewriting import NORM_ROPE
 from tigon.runtime.device import runs_kernels
 from tigon.testing import assert_accurate
 

@@ -6,11 +6,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tigon
-from tigon.recognition.activations import ActivationRecipe, recognise_relu2
-from tigon.recognition.glu import recognise_glu
-from tigon.recognition.norm_recipes import LayerNormRecipe, RMSNormRecipe
-from tigon.recognition.norms import recognise_norm
-from tigon.recognition.rope import recognise_rope
+from tigon.recognition.parts.activations import ActivationRecipe, recognise_relu2
+from tigon.recognition.parts.glu import recognise_glu
+from tigon.recognition.parts.norm_recipes import LayerNormRecipe, RMSNormRecipe
+from tigon.recognition.parts.norms import recognise_norm
+from tigon.recognition.parts.rope import recognise_rope
 
 
 class MLP(nn.Module):

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 import tigon
 from tigon.ops.experts.moe_mlp import moe_mlp
-from tigon.recognition import mixtures
-from tigon.recognition.guard import install_guarded
-from tigon.recognition.mixtures import MixtureRecipe, recognise_mixture
+from tigon.recognition.guards.guard import install_guarded
+from tigon.recognition.parts import mixtures
+from tigon.recognition.parts.mixtures import MixtureRecipe, recognise_mixture
 from tigon.testing import assert_accurate
 
 transformers = pytest.importorskip("transformers", "5.0")

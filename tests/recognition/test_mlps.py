@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import tigon
-from tigon.recognition.activations import ActivationRecipe, recognise_relu2
-from tigon.recognition.glu import recognise_glu
-from tigon.recognition.glu_recipe import GLURecipe
-from tigon.recognition.mlp import MLPRecipe, recognise_mlp
+from tigon.recognition.parts.activations import ActivationRecipe, recognise_relu2
+from tigon.recognition.parts.glu import recognise_glu
+from tigon.recognition.parts.glu_recipe import GLURecipe
+from tigon.recognition.parts.mlp import MLPRecipe, recognise_mlp
 
 
 class Split(nn.Module):

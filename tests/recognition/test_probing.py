@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from tigon.recognition.standin import probing
-from tigon.runtime.torch_private.operators import function_modes
+from tigon.recognition.probing.standin import probing
+from tigon.runtime.compat.operators import function_modes
 
 pytestmark = pytest.mark.no_interpreter("The test launches no kernel.")
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from tigon.recognition.function_guard import FunctionGuard
-from tigon.recognition.rope import recognise_rope
-from tigon.recognition.rope_complex import ComplexForm, FusedComplexRope
-from tigon.recognition.rope_forms import FORMS
-from tigon.recognition.rope_function import recognise_function
+from tigon.recognition.guards.function_guard import FunctionGuard
+from tigon.recognition.parts.rope import recognise_rope
+from tigon.recognition.parts.rope_complex import ComplexForm, FusedComplexRope
+from tigon.recognition.parts.rope_forms import FORMS
+from tigon.recognition.parts.rope_function import recognise_function
 
 
 def split_half(q, k, cos, sin, unsqueeze_dim=1):

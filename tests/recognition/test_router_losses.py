@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tigon
-from tigon.recognition.router_losses import RouterLossForward, find_router_losses
+from tigon.recognition.parts.router_losses import RouterLossForward, find_router_losses
 
 pytestmark = pytest.mark.no_interpreter("It calls no kernel.")
 
@@ -112,9 +112,9 @@ def test_anything_else_keeps_its_function(function):
 @pytest.fixture
 def op_calls(monkeypatch) -> list:
     """Return the list to which each call of the op adds its arguments."""
-    recorded, op = [], tigon.recognition.router_losses.load_balancing_loss
+    recorded, op = [], tigon.recognition.parts.router_losses.load_balancing_loss
     monkeypatch.setattr(
-        tigon.recognition.router_losses, "load_balancing_loss", lambda *args: recorded.append(args) or op(*args)
+        tigon.recognition.parts.router_losses, "load_balancing_loss", lambda *args: recorded.append(args) or op(*args)
     )
     return recorded
 

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import tigon
-from tigon.recognition.fused_statements import fuse_statements
-from tigon.recognition.source import innermost
+from tigon.recognition.rewriting.fused_statements import fuse_statements
+from tigon.recognition.rewriting.source import innermost
 
 FILE = """
 import torch
@@ -183,9 +183,11 @@ class Hidden(Decorated):
 
 def count_norms_with_residual(monkeypatch) -> list[int]:
     """Return a list that grows whenever the rewritten statements of a norm and its residual run."""
-    calls, stock = [], tigon.recognition.fused_statements.norm_with_residual
+    calls, stock = [], tigon.recognition.rewriting.fused_statements.norm_with_residual
     monkeypatch.setattr(
-        tigon.recognition.fused_statements, "norm_with_residual", lambda *args: calls.append(1) or stock(*args)
+        tigon.recognition.rewriting.fused_statements,
+        "norm_with_residual",
+        lambda *args: calls.append(1) or stock(*args),
     )
     return calls
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 import tigon
 from tigon.hf.patch import PARTS
-from tigon.recognition.activations import recognise_relu2
-from tigon.recognition.trials import record, recording
+from tigon.recognition.parts.activations import recognise_relu2
+from tigon.recognition.probing.trials import record, recording
 
 pytestmark = pytest.mark.filterwarnings("ignore:tigon.patch")
 

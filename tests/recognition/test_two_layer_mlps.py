@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tigon
-from tigon.recognition.activations import ActivationRecipe, recognise_gelu
-from tigon.recognition.mlp import MLPRecipe, recognise_mlp
+from tigon.recognition.parts.activations import ActivationRecipe, recognise_gelu
+from tigon.recognition.parts.mlp import MLPRecipe, recognise_mlp
 
 
 class Transposed(nn.Module):

@@ -18,7 +18,7 @@ from tigon.ops.mlps import glu
 from tigon.ops.norms import kernels as norm
 from tigon.ops.rotary import rope
 from tigon.runtime import launch
-from tigon.runtime.triton_private import TensorDescriptor, hopper
+from tigon.runtime.compat.triton import TensorDescriptor, hopper
 
 pytestmark = pytest.mark.no_interpreter("The interpreter compiles no variants.")
 

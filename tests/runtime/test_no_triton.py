@@ -113,7 +113,7 @@ def test_only_one_file_imports_triton():
         if re.search(r"^(import triton|from triton)\b", file.read_text("utf-8"), re.MULTILINE)
     ]
     assert importing == []
-    private = (PACKAGE / "runtime/triton_private.py").read_text("utf-8")
+    private = (PACKAGE / "runtime/compat/triton.py").read_text("utf-8")
     assert len(re.findall(r"^    (?:import|from) triton", private, re.MULTILINE)) == 3
 
 

@@ -6,7 +6,7 @@ import weakref
 import pytest
 from torch import nn
 
-from tigon.recognition.guard import Guard
+from tigon.recognition.guards.guard import Guard
 from tigon.runtime.state import reach
 from tigon.runtime.state.reach import explore
 

@@ -3,7 +3,7 @@
 The layer with the adapters calls the head, and adds the products of the adapters to its logits. In a fused call, the
 layer computes the loss instead, by `linear_cross_entropy`: the adapters become the low-rank addition to the logits, and
 the weight of the head may be trained or frozen. Every call reads which adapters are active
-(`tigon.recognition.adapters`).
+(`tigon.recognition.parts.adapters`).
 """
 
 from collections.abc import Sequence
@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from tigon.ops.adapters.lora import adapter_hidden
 from tigon.ops.adapters.projection import Adapter
-from tigon.recognition.adapters import AdaptedCall, AdapterRecipe, recognise_adapters
-from tigon.recognition.deferred import TensorLike
+from tigon.recognition.parts.adapters import AdaptedCall, AdapterRecipe, recognise_adapters
+from tigon.recognition.probing.deferred import TensorLike
 from tigon.recognition.replacement import exchange, find_replacement, foreign_forward, install
 
 

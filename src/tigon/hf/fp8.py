@@ -16,10 +16,10 @@ from torch import nn
 from tigon.hf.report import ModuleOutcomes, Outcome, Report
 from tigon.hf.transformers_private import is_checkpoint_layer
 from tigon.ops.fp8.formats import MULTIPLE, RECIPES, has_fp8_units
-from tigon.recognition.adapters import AdapterRecipe
-from tigon.recognition.expert_adapters import ExpertAdapterRecipe, wrappers_of
-from tigon.recognition.experts import ExpertsRecipe, is_experts, parameter_names
-from tigon.recognition.fp8 import (
+from tigon.recognition.parts.adapters import AdapterRecipe
+from tigon.recognition.parts.expert_adapters import ExpertAdapterRecipe, wrappers_of
+from tigon.recognition.parts.experts import ExpertsRecipe, is_experts, parameter_names
+from tigon.recognition.parts.fp8 import (
     FP8_DTYPES,
     FP8Recipe,
     FP8Settings,
@@ -27,10 +27,10 @@ from tigon.recognition.fp8 import (
     mark_bases,
     request_maxima,
 )
-from tigon.recognition.fp8_experts import FEWEST_ROWS, FP8Experts, explain_experts
-from tigon.recognition.mixtures import MixtureRecipe
+from tigon.recognition.parts.fp8_experts import FEWEST_ROWS, FP8Experts, explain_experts
+from tigon.recognition.parts.mixtures import MixtureRecipe
+from tigon.recognition.probing.standin import is_linear
 from tigon.recognition.replacement import find_replacement, foreign_forward, install
-from tigon.recognition.standin import is_linear
 
 # The smallest I O / (I + O) of a layer from I to O features that runs in FP8. For T rows, the three products of a
 # training step save 6 T I O (1 / 700 - 1 / 1300) / 10^12 seconds on an H200, at the speeds that its products reach in

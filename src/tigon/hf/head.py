@@ -45,13 +45,13 @@ from tigon.hf.loss_options import LossOptions, with_predictions
 from tigon.hf.spec import IGNORE_INDEX, Spec, changed_setting, settings_check
 from tigon.ops.head.computed_rows import find_rows
 from tigon.ops.head.linear_cross_entropy import linear_cross_entropy
-from tigon.recognition.deferred import Deferred, call_deferred
+from tigon.recognition.parts.router_losses import RouterLossForward
+from tigon.recognition.probing.deferred import Deferred, call_deferred
 from tigon.recognition.replacement import find_changing_hook, find_replacement
-from tigon.recognition.router_losses import RouterLossForward
+from tigon.runtime.compat.autograd import has_active_transform
+from tigon.runtime.compat.modules import any_global_hook, is_replica
 from tigon.runtime.device import PLAIN
 from tigon.runtime.stock import calls_are_stock, linears_are_stock, written_in
-from tigon.runtime.torch_private.autograd import has_active_transform
-from tigon.runtime.torch_private.modules import any_global_hook, is_replica
 
 
 def is_sharded_by_rows(x: Any, *head: Any) -> bool:

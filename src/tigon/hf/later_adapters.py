@@ -16,13 +16,13 @@ import torch
 from torch import nn
 
 from tigon.hf.report import ModuleOutcomes, Outcome, Report
-from tigon.recognition.adapters import AdapterRecipe, recipes_for, recognise_adapters, uninstall_adapters
-from tigon.recognition.expert_adapters import ExpertAdapterRecipe
-from tigon.recognition.experts import is_experts
-from tigon.recognition.fp8 import mark_bases
-from tigon.recognition.kind import kind_of
+from tigon.recognition.parts.adapters import AdapterRecipe, recipes_for, recognise_adapters, uninstall_adapters
+from tigon.recognition.parts.expert_adapters import ExpertAdapterRecipe
+from tigon.recognition.parts.experts import is_experts
+from tigon.recognition.parts.fp8 import mark_bases
+from tigon.recognition.probing.kind import kind_of
+from tigon.recognition.probing.standin import is_linear
 from tigon.recognition.replacement import exchange, find_replacement, foreign_forward, install, installed_recipe
-from tigon.recognition.standin import is_linear
 
 LOGGER = logging.getLogger("tigon")
 

@@ -21,19 +21,10 @@ from tigon.hf.logits import SKIPPED_LOGITS, LogitsSkippedError
 from tigon.hf.loss_function import LossFunction
 from tigon.hf.spec import LOSS_ARGUMENTS, NUMBERS, Settings, Spec, loss_arguments, read_setting
 from tigon.hf.transformers_private import is_code_of_base_class, loss_slot, loss_type
-from tigon.recognition.adapters import AdapterRecipe, recognise_adapters
-from tigon.recognition.guard import install_guarded
-from tigon.recognition.replacement import (
-    find_changing_hook,
-    find_replacement,
-    foreign_forward,
-    install,
-    uninstall,
-    wrapped_forward,
-)
-from tigon.recognition.router_losses import RouterLossForward, find_router_losses
-from tigon.recognition.source import innermost
-from tigon.recognition.standin import (
+from tigon.recognition.guards.guard import install_guarded
+from tigon.recognition.parts.adapters import AdapterRecipe, recognise_adapters
+from tigon.recognition.parts.router_losses import RouterLossForward, find_router_losses
+from tigon.recognition.probing.standin import (
     describe,
     gradients,
     has_no_tensors,
@@ -43,12 +34,21 @@ from tigon.recognition.standin import (
     same_gradients,
     stand_in,
 )
+from tigon.recognition.replacement import (
+    find_changing_hook,
+    find_replacement,
+    foreign_forward,
+    install,
+    uninstall,
+    wrapped_forward,
+)
+from tigon.recognition.rewriting.source import innermost
+from tigon.runtime.compat.names import NAMES_FOR_LOSS, require_names
 from tigon.runtime.device import PLAIN
 from tigon.runtime.state.bytecode import code_use
 from tigon.runtime.state.places import Place
 from tigon.runtime.state.reach import explore
 from tigon.runtime.stock import calls_are_stock, written_in
-from tigon.runtime.torch_private.names import NAMES_FOR_LOSS, require_names
 
 LOGGER = logging.getLogger("tigon")
 

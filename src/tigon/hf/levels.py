@@ -36,7 +36,7 @@ from tigon.hf.transformers_private import (
 from tigon.memory.lean import lean, share_reachable_states
 from tigon.memory.repeating import ReachableStates
 from tigon.recognition.replacement import exchange, find_replacement, foreign_forward, install
-from tigon.runtime.torch_private.names import NAMES_FOR_LEAN, NAMES_FOR_OFFLOAD, require_names
+from tigon.runtime.compat.names import NAMES_FOR_LEAN, NAMES_FOR_OFFLOAD, require_names
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tigon.recognition.adapters import AdapterRecipe
-from tigon.recognition.guard import GuardedRecipe, install_guarded
-from tigon.recognition.replacement import find_replacement, foreign_forward
-from tigon.recognition.standin import (
+from tigon.recognition.guards.guard import GuardedRecipe, install_guarded
+from tigon.recognition.parts.adapters import AdapterRecipe
+from tigon.recognition.probing.standin import (
     BF16,
     FP32,
     gradients,
@@ -28,8 +27,9 @@ from tigon.recognition.standin import (
     same_gradients,
     stand_in,
 )
+from tigon.recognition.replacement import find_replacement, foreign_forward
+from tigon.runtime.compat.modules import MODULE_ATTRIBUTES
 from tigon.runtime.engines import full_shape
-from tigon.runtime.torch_private.modules import MODULE_ATTRIBUTES
 
 LOGGER = logging.getLogger("tigon")
 

@@ -10,8 +10,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from tigon.runtime.compat.autograd import DisableTorchFunctionSubclass
 from tigon.runtime.engines import keeps_values
-from tigon.runtime.torch_private.autograd import DisableTorchFunctionSubclass
 
 PLACEHOLDER_SHAPE = (1, 1, 3)
 

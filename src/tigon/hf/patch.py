@@ -23,21 +23,25 @@ from tigon.hf.loss_options import LOSS_OPTIONS, LossOptions, record_options
 from tigon.hf.packing import watch_packing
 from tigon.hf.report import ModuleOutcomes, Outcome, Report
 from tigon.hf.transformers_private import dropped_heads
-from tigon.recognition.activations import recognise_gelu, recognise_relu2
-from tigon.recognition.adapters import install_adapters, recognise_adapters
-from tigon.recognition.experts import ExpertsRecipe, recognise_experts
-from tigon.recognition.fused_statements import FusedStatementsRecipe, overwritten_children, recognise_fused_statements
-from tigon.recognition.glu import recognise_glu
-from tigon.recognition.glu_recipe import GLURecipe
-from tigon.recognition.guard import install_guarded
-from tigon.recognition.kind import kind_of
-from tigon.recognition.mixtures import MixtureRecipe, recognise_mixture
-from tigon.recognition.mlp import MLPRecipe, recognise_mlp
-from tigon.recognition.norms import recognise_norm
+from tigon.recognition.guards.guard import install_guarded
+from tigon.recognition.parts.activations import recognise_gelu, recognise_relu2
+from tigon.recognition.parts.adapters import install_adapters, recognise_adapters
+from tigon.recognition.parts.experts import ExpertsRecipe, recognise_experts
+from tigon.recognition.parts.glu import recognise_glu
+from tigon.recognition.parts.glu_recipe import GLURecipe
+from tigon.recognition.parts.mixtures import MixtureRecipe, recognise_mixture
+from tigon.recognition.parts.mlp import MLPRecipe, recognise_mlp
+from tigon.recognition.parts.norms import recognise_norm
+from tigon.recognition.parts.rope import RopeRecipe, recognise_rope
+from tigon.recognition.probing.kind import kind_of
+from tigon.recognition.probing.standin import describe, has_no_tensors
+from tigon.recognition.probing.trials import Trials, recording
 from tigon.recognition.replacement import find_replacement, foreign_forward, install
-from tigon.recognition.rope import RopeRecipe, recognise_rope
-from tigon.recognition.standin import describe, has_no_tensors
-from tigon.recognition.trials import Trials, recording
+from tigon.recognition.rewriting.fused_statements import (
+    FusedStatementsRecipe,
+    overwritten_children,
+    recognise_fused_statements,
+)
 from tigon.runtime.requirements import require_for
 
 LOGGER = logging.getLogger("tigon")

@@ -13,8 +13,8 @@ The functions of transformers that build a mask compare only positions that are 
     causal_mask = create_causal_mask(..., position_ids=position_ids)   # compares, and the host waits
 
 If the source of a body's forward shows that it assigns nothing but these numbers to `position_ids`, the forward runs
-with replacements of these functions that pass no positions (`tigon.recognition.exchanged_functions`). No module of
-transformers is changed.
+with replacements of these functions that pass no positions (`tigon.recognition.probing.exchanged_functions`). No module
+of transformers is changed.
 """
 
 import ast
@@ -26,8 +26,8 @@ import torch
 from torch import Tensor, nn
 
 from tigon.hf.transformers_private import builds_mask
-from tigon.recognition.exchanged_functions import ForwardWithFunctions, written_globals
-from tigon.recognition.source import NotReadable, definition_of, innermost
+from tigon.recognition.probing.exchanged_functions import ForwardWithFunctions, written_globals
+from tigon.recognition.rewriting.source import NotReadable, definition_of, innermost
 from tigon.runtime.state.bytecode import code_use
 
 # The expressions that forwards of transformers assign to `position_ids`, if the caller passes none.

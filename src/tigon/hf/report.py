@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from torch import nn
 
-from tigon.recognition.fp8 import copies_of
+from tigon.recognition.parts.fp8 import copies_of
 from tigon.recognition.replacement import find_replacement
 
 if TYPE_CHECKING:

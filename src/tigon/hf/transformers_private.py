@@ -5,8 +5,8 @@ Tigon uses a slower method, or raises an error that says which name is missing. 
 5.24. `tests/hf/test_transformers_private.py` compares the result of each function with a known result. If a new version
 of transformers lacks a name, the test of this name fails.
 
-`tigon.recognition.experts` reads further names, because no module of `recognition` imports `hf`: the marks of experts
-(`has_gate`, `has_bias`, `is_transposed`, `_apply_gate`) and the setting `_experts_implementation` of configs. Experts
+`tigon.recognition.parts.experts` reads further names, because no module of `recognition` imports `hf`: the marks of
+experts (`has_gate`, `has_bias`, `is_transposed`, `_apply_gate`) and the setting `_experts_implementation` of configs. Experts
 without one of them stay stock. The same file tests these names.
 
 Nothing here imports transformers before a function is called.
@@ -305,7 +305,7 @@ def experts_function(name: str) -> Callable[..., Any]:
     """Return an implementation of the experts of a mixture, such as "grouped_mm": `tigon bench` compares with it.
 
     It is an entry of the undocumented `transformers.integrations.moe.ALL_EXPERTS_FUNCTIONS`. Its first argument is a
-    module with the marks of experts, which `tigon.recognition.experts` reads too.
+    module with the marks of experts, which `tigon.recognition.parts.experts` reads too.
 
     Raises:
         RuntimeError: transformers has no such implementation. `tigon bench` then says that this peer is not supported.

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from tigon.ops.experts.moe_mlp import moe_mlp
-from tigon.recognition.experts import parameter_names
+from tigon.recognition.parts.experts import parameter_names
 from tigon.runtime.requirements import require
 
 __all__ = ["compute_experts", "register"]

@@ -34,9 +34,9 @@ from tigon.ops.head.linear_cross_entropy import linear_cross_entropy
 from tigon.ops.head.linear_log_probs import LogProbOutput, linear_log_probs
 from tigon.ops.logits.valid_rows import ValidRows
 from tigon.runtime.autograd import without_autocast
+from tigon.runtime.compat.autograd import saved_tensor_hooks
 from tigon.runtime.late_checks import check_later, raise_earlier
 from tigon.runtime.stock import written_in
-from tigon.runtime.torch_private.autograd import saved_tensor_hooks
 
 __all__ = [
     "ChunkedLogProbs",

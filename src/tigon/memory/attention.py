@@ -30,15 +30,15 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from tigon.memory.lean import is_checkpoint_recomputation
 from tigon.memory.recomputation import PackedTensor
-from tigon.runtime.torch_private.autograd import (
+from tigon.runtime.compat.autograd import (
     backward_id,
     is_checkpoint_hook,
     keeps_graph,
     saved_tensor_hooks,
     shared_versions,
 )
-from tigon.runtime.torch_private.graphs import CALLER_OF_GRAPHS, TransparentMode
-from tigon.runtime.torch_private.operators import schema_of
+from tigon.runtime.compat.graphs import CALLER_OF_GRAPHS, TransparentMode
+from tigon.runtime.compat.operators import schema_of
 
 # The operators of torch, and of the packages flash-attn and xformers and their builds on the hub, that compute
 # attention. Each returns the output first, and the log-sum-exp that its backward needs.

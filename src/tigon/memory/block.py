@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from tigon.memory.offload import Offloader
 from tigon.memory.recomputation import PackedTensor, Recomputation, SavedResult, cast
 from tigon.memory.repeating import CallWatch, ReachableStates, RepeatedCall
-from tigon.runtime.torch_private.autograd import CastBackward, storage_id
+from tigon.runtime.compat.autograd import CastBackward, storage_id
 
 
 class _Entry:

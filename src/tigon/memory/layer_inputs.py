@@ -25,8 +25,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from tigon.memory.host_pages import GIB, HostPages, available_host_bytes
 from tigon.memory.offload import Offloader, SavedView, Segment, byte_range, can_offload, is_weight, stream_of
 from tigon.memory.recomputation import unpack
+from tigon.runtime.compat.autograd import backward_id, saved_tensor_hooks, storage_id
 from tigon.runtime.device import Device, device_of, simulation_of
-from tigon.runtime.torch_private.autograd import backward_id, saved_tensor_hooks, storage_id
 from tigon.runtime.tuning import LaunchConfig
 
 

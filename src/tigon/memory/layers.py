@@ -16,11 +16,11 @@ from torch import nn
 
 from tigon.memory.lean import is_checkpoint_recomputation
 from tigon.memory.repeating import REPEATABLE_PACKAGES, find_unrepeatable_hook
+from tigon.runtime.compat.modules import any_global_hook
 from tigon.runtime.engines import FORWARD_SLOTS
 from tigon.runtime.state.places import Reach
 from tigon.runtime.state.reach import explore
 from tigon.runtime.stock import written_in
-from tigon.runtime.torch_private.modules import any_global_hook
 
 
 def _weak_reference(forward: Any) -> Any:

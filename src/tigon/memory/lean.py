@@ -29,8 +29,8 @@ from tigon.memory.block import Block
 from tigon.memory.offload import Offloader
 from tigon.memory.recomputation import unpack
 from tigon.memory.repeating import ReachableStates
-from tigon.runtime.torch_private.autograd import is_checkpoint_hook, is_recompute_hook, saved_tensor_hooks
-from tigon.runtime.torch_private.names import NAMES_FOR_LEAN, NAMES_FOR_OFFLOAD, require_names
+from tigon.runtime.compat.autograd import is_checkpoint_hook, is_recompute_hook, saved_tensor_hooks
+from tigon.runtime.compat.names import NAMES_FOR_LEAN, NAMES_FOR_OFFLOAD, require_names
 
 # The number of open blocks of `lean` in all threads.
 _open_blocks = 0

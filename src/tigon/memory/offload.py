@@ -29,8 +29,8 @@ import torch
 from torch import Tensor, nn
 
 from tigon.memory.host_pages import HostPages, PagedCopy
+from tigon.runtime.compat.autograd import AccumulateGrad, CastBackward, StorageWeakRef, backward_id, storage_id
 from tigon.runtime.device import Device, device_of, simulation_of
-from tigon.runtime.torch_private.autograd import AccumulateGrad, CastBackward, StorageWeakRef, backward_id, storage_id
 from tigon.runtime.tuning import LaunchConfig
 
 # The allocator of the device aligns its blocks to this number of bytes.

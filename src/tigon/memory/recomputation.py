@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tigon.runtime.torch_private.operators import current_raw_stream
+from tigon.runtime.compat.operators import current_raw_stream
 
 
 def _stream(device: torch.device) -> int:

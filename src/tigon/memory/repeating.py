@@ -15,11 +15,11 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from tigon.runtime.compat.modules import MODULE_ATTRIBUTES, any_global_hook
 from tigon.runtime.engines import may_run_twice
 from tigon.runtime.state.places import is_simple
 from tigon.runtime.state.reach import explore
 from tigon.runtime.stock import calls_are_stock, has_stock_call, linears_are_stock, origin_of
-from tigon.runtime.torch_private.modules import MODULE_ATTRIBUTES, any_global_hook
 from tigon.runtime.weak_cache import cached_weakly
 
 # Packages whose layers, quantised layers and adapters give the same values at every call, except for effects of torch's

@@ -18,18 +18,11 @@ have no guard, because their settings change in training: their forward runs on 
 which shows what the call computes. A call in a state in which the forward has run before recalls this result
 (`adapter_memo`).
 
-| file | what it recognises |
-|------|--------------------|
-| `norms`, `norm_recipes`, `norm_probes` | RMS norms and layer norms |
-| `glu`, `glu_recipe`, `glu_probes` | gated MLPs |
-| `mlp`, `activations` | MLPs of two linear layers, and activations: squared ReLU and GELU |
-| `experts` | experts of a mixture |
-| `mixtures` | mixtures that run every expert on every token |
-| `adapters`, `deferred`, `recorded_layers`, `adapter_memo` | linear layers with low-rank adapters |
-| `expert_adapters` | low-rank adapters on the weights of experts |
-| `rope`, `rope_function`, `rope_forms` | rotary embeddings |
-| `router_losses` | the loss that balances the experts of a mixture |
-| `exchanged_functions` | runs a forward with other functions in place of globals, for the two above |
-| `fused_statements`, `rewriting`, `overwriting`, `source` | statements of a forward that one op computes together |
-| `head_norm_statements` | norms of queries and keys, and the rotary embedding after them |
+| folder | its job |
+|--------|---------|
+| `probing` | runs stand-ins of modules on probes, and compares the results with those of candidates |
+| `guards` | checks in every call that a replaced module or function is still what was recognised |
+| `rewriting` | finds statements of a forward that one op computes together, and rewrites the source |
+| `parts` | the recognisers and recipes: norms, MLPs, experts, rotary embeddings, adapters, FP8 |
+| `replacement` | gives one module another forward, and takes it out again |
 """

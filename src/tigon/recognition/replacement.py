@@ -16,10 +16,10 @@ from typing import Any
 
 from torch import nn
 
+from tigon.runtime.compat.modules import HOOK_TABLES, REPLICATE
 from tigon.runtime.engines import FORWARD_SLOTS, ORIGINAL_FORWARD, forward_slot, is_hook_of_deepspeed, keeps_values
 from tigon.runtime.maxima import MaximaRequests
 from tigon.runtime.stock import has_stock_call, origin_of, written_in
-from tigon.runtime.torch_private.modules import HOOK_TABLES, REPLICATE
 
 
 class Replacement:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tigon.runtime.torch_private.autograd import is_any_autocast_enabled, keeps_graph
+from tigon.runtime.compat.autograd import is_any_autocast_enabled, keeps_graph
 
 
 def without_autocast(function: Callable) -> Callable:

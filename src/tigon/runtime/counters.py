@@ -7,7 +7,7 @@ each call allocates zeros of its own, which takes the host 10 us more (measured 
 import torch
 from torch import Tensor
 
-from tigon.runtime.torch_private.operators import current_raw_stream, dispatch_modes
+from tigon.runtime.compat.operators import current_raw_stream, dispatch_modes
 
 # The counters of the default stream, by the device.
 _counters: dict[int, Tensor] = {}

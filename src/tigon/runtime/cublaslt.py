@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tigon.runtime.compat.operators import current_raw_stream
 from tigon.runtime.device import HIP
-from tigon.runtime.torch_private.operators import current_raw_stream
 
 # --- names and values of cublasLt.h ----------------------------------------------------------------
 

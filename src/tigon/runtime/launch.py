@@ -12,9 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, library
 
-from tigon.runtime.device import HIP, PLAIN, simulation_of
-from tigon.runtime.torch_private.operators import current_device, current_raw_stream, dispatch_modes
-from tigon.runtime.triton_private import (
+from tigon.runtime.compat.operators import current_device, current_raw_stream, dispatch_modes
+from tigon.runtime.compat.triton import (
     JITFunction,
     TensorDescriptor,
     TileDescriptor,
@@ -24,6 +23,7 @@ from tigon.runtime.triton_private import (
     tl,
     triton,
 )
+from tigon.runtime.device import HIP, PLAIN, simulation_of
 
 _log = logging.getLogger("tigon")
 

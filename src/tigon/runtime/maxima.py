@@ -28,9 +28,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tigon.runtime.compat.triton import tl, triton
 from tigon.runtime.counters import zero_number
 from tigon.runtime.device import is_capturing
-from tigon.runtime.triton_private import tl, triton
 
 # A producer stops to find maxima after this number of results whose maxima nobody has looked for.
 PATIENCE = 8

@@ -6,7 +6,7 @@ after an optimizer has stepped. A value that was computed from weights is theref
 
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from tigon.runtime.torch_private.autograd import backward_id
+from tigon.runtime.compat.autograd import backward_id
 
 _count = 0
 # The id of a backward pass in which parameters have stepped, and which is not counted yet. It is None otherwise.

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from tigon.runtime import cublaslt
+from tigon.runtime.compat.operators import dispatch_modes
 from tigon.runtime.device import Device, device_kind, device_of
 from tigon.runtime.launch import on_device
-from tigon.runtime.torch_private.operators import dispatch_modes
 from tigon.runtime.tuning import LaunchConfig
 
 # --- configuration -------------------------------------------------------------------------------

@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
+from tigon.runtime.compat.triton import JITFunction, tl, triton
 from tigon.runtime.device import cdiv
 from tigon.runtime.launch import launch
-from tigon.runtime.triton_private import JITFunction, tl, triton
 
 
 def dense_rows(x: Tensor) -> tuple[Tensor, int]:

@@ -11,8 +11,8 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from tigon.runtime.torch_private.modules import CALL_IMPL, COMPILED_CALL_IMPL, call_impl
-from tigon.runtime.torch_private.operators import native_linear
+from tigon.runtime.compat.modules import CALL_IMPL, COMPILED_CALL_IMPL, call_impl
+from tigon.runtime.compat.operators import native_linear
 
 
 def origin_of(function: Callable) -> str:
@@ -66,7 +66,7 @@ def has_stock_call(module: nn.Module) -> bool:
     """Return True if a call of the module runs its hooks and its forward, and nothing else.
 
     This is False if `__call__` or `_call_impl` of its class is not that of torch, or if one of `INSTANCE_CALLS` of
-    `torch_private.modules` was assigned to the module.
+    `compat.modules` was assigned to the module.
     """
     cls, attributes = type(module), module.__dict__
     is_stock = cls.__call__ is _CALL and getattr(cls, CALL_IMPL, None) is _CALL_IMPL

@@ -22,8 +22,8 @@ from tigon.ops.experts.tiled_products import (
     tiles_product,
 )
 from tigon.runtime import device
+from tigon.runtime.compat.triton import hopper
 from tigon.runtime.device import cdiv
-from tigon.runtime.triton_private import hopper
 from tigon.tools.compile.targets import CHIPS, Launch, recorded, resources
 
 BF16, FP16 = torch.bfloat16, torch.float16

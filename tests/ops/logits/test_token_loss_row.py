@@ -5,8 +5,8 @@ import torch
 
 from tigon.ops.logits.token.row import RowConfig, RowProblem, can_read_once
 from tigon.ops.logits.token.types import LOSS_ALONE, Options, Wants
+from tigon.runtime.compat.triton import gluon
 from tigon.runtime.device import Device
-from tigon.runtime.triton_private import gluon
 
 HOPPER = Device(132, 32, 227 * 1024, async_copy=True)
 AMPERE = Device(108, 32, 163 * 1024, async_copy=True)

@@ -298,7 +298,7 @@ def test_aligned_memory_is_accessed_in_wide_words():
     """Each thread accesses 8 elements at once: 16 bytes of bf16 and 8 bytes of codes."""
     import triton
 
-    from tigon.runtime.triton_private import compiler_tools
+    from tigon.runtime.compat.triton import compiler_tools
     from tigon.tools.compile.targets import CHIPS, _source, recorded
 
     tools, chip = compiler_tools(), CHIPS[1]

@@ -13,7 +13,7 @@ typer_testing = pytest.importorskip("typer.testing")
 
 import tigon  # noqa: E402
 from tigon.ops.adapters import lora, lora_mlp  # noqa: E402
-from tigon.recognition.dequantisation import DequantisationConfig  # noqa: E402
+from tigon.recognition.parts.dequantisation import DequantisationConfig  # noqa: E402
 from tigon.runtime.tuning import tuned  # noqa: E402
 from tigon.tools import cli  # noqa: E402
 from tigon.tools.inspect.build import build  # noqa: E402

@@ -20,9 +20,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tigon.runtime.compat.triton import tl, triton
 from tigon.runtime.device import Device, cdiv, device_of
 from tigon.runtime.launch import launch, on_device
-from tigon.runtime.triton_private import tl, triton
 from tigon.runtime.tuning import LaunchConfig
 
 

@@ -35,9 +35,9 @@ from tigon.ops.adapters.grouped_low_rank_kernels import (
 )
 from tigon.ops.adapters.low_rank import LARGEST_RANK_TO_SPLIT, TERMS, rank_block
 from tigon.ops.experts.choice_order import Routing
+from tigon.runtime.compat.triton import triton
 from tigon.runtime.device import Device, cdiv, device_of
 from tigon.runtime.launch import in_order, launch, on_device
-from tigon.runtime.triton_private import triton
 from tigon.runtime.tuning import LaunchConfig
 
 # --- configuration -------------------------------------------------------------------------------

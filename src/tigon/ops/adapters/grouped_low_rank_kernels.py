@@ -7,7 +7,7 @@ Shapes: S rows, E experts, N features, R ranks of all adapters of a product toge
 """
 
 from tigon.ops.adapters.low_rank_kernels import term
-from tigon.runtime.triton_private import tl, triton
+from tigon.runtime.compat.triton import tl, triton
 
 
 @triton.jit(do_not_specialize=["E", "first"])

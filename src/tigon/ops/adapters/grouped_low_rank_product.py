@@ -25,9 +25,9 @@ from tigon.ops.adapters.grouped_low_rank_kernels import add_expanded, load_facto
 from tigon.ops.adapters.low_rank import TERMS, rank_block
 from tigon.ops.experts.choice_order import Routing
 from tigon.ops.experts.grouped_linear import grouped_product
+from tigon.runtime.compat.triton import TensorDescriptor, tl, triton
 from tigon.runtime.device import Device, cdiv, device_of, runs_kernels
 from tigon.runtime.launch import in_order, launch, on_device
-from tigon.runtime.triton_private import TensorDescriptor, tl, triton
 from tigon.runtime.tuning import LaunchConfig
 
 # With a larger rank, the tile of B and the accumulators would not fit in the registers together.

@@ -44,9 +44,9 @@ from tigon.ops.adapters.low_rank import expand, split_terms
 from tigon.ops.adapters.projection import Adapter, Constants, Projection, flatten, rebuild
 from tigon.runtime import checks
 from tigon.runtime.autograd import first_order, keep_none_gradients
+from tigon.runtime.compat.autograd import has_active_transform
+from tigon.runtime.compat.operators import reshape_without_view
 from tigon.runtime.device import KERNEL_DTYPES, PLAIN, runs_kernels
-from tigon.runtime.torch_private.autograd import has_active_transform
-from tigon.runtime.torch_private.operators import reshape_without_view
 
 # --- reference -----------------------------------------------------------------------------------
 

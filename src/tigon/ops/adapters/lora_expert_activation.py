@@ -36,9 +36,9 @@ from tigon.ops.adapters.grouped_low_rank_kernels import (
 from tigon.ops.adapters.low_rank import TERMS, rank_block
 from tigon.ops.experts.choice_order import Routing
 from tigon.ops.mlps.glu import activation_and_slope
+from tigon.runtime.compat.triton import tl, triton
 from tigon.runtime.device import Device, cdiv, device_of
 from tigon.runtime.launch import in_order, launch, on_device
-from tigon.runtime.triton_private import tl, triton
 from tigon.runtime.tuning import LaunchConfig
 
 # A program holds all ranks of both adapters. With rank 32, a thread of the backward needs 184 registers on sm_90.

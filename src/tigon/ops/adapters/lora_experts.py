@@ -28,8 +28,8 @@ from tigon.ops.experts.grouped_linear import grouped_linear, rows_of_groups
 from tigon.ops.experts.moe_mlp import moe_mlp_reference
 from tigon.ops.experts.routing import combine
 from tigon.runtime import checks
+from tigon.runtime.compat.autograd import has_active_transform
 from tigon.runtime.device import PLAIN, runs_kernels
-from tigon.runtime.torch_private.autograd import has_active_transform
 
 # --- reference -----------------------------------------------------------------------------------
 

@@ -46,8 +46,8 @@ from tigon.ops.adapters.projection import Adapter, Constants, Projection, flatte
 from tigon.ops.mlps.gated_node import check_version, multiply_gate
 from tigon.ops.mlps.glu_mlp import GATES, gradient_buffers, save_gated, unpack_gated
 from tigon.runtime.autograd import first_order
+from tigon.runtime.compat.operators import reshape_without_view
 from tigon.runtime.products import multiply
-from tigon.runtime.torch_private.operators import reshape_without_view
 
 # The largest rank for which the values of a tile fit in the registers of the kernels.
 LARGEST_RANK = 16

@@ -6,8 +6,8 @@ Shapes: T tokens, N features, R rank (the sum of the ranks if several adapters s
 """
 
 from tigon.ops.fp8.quantisation_kernels import tensorwise_factor
+from tigon.runtime.compat.triton import tl, triton
 from tigon.runtime.maxima import magnitude_bits, raise_to_largest
-from tigon.runtime.triton_private import tl, triton
 
 
 @triton.jit

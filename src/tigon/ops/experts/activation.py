@@ -25,9 +25,9 @@ from torch import Tensor
 
 from tigon.ops.experts.choice_order import Routing
 from tigon.ops.mlps.glu import activation_and_slope
+from tigon.runtime.compat.triton import tl, triton
 from tigon.runtime.device import Device, device_of, runs_kernels
 from tigon.runtime.launch import launch
-from tigon.runtime.triton_private import tl, triton
 from tigon.runtime.tuning import LaunchConfig, rung
 
 # The reference converts this many elements to fp32 at a time.

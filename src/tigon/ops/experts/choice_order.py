@@ -17,9 +17,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tigon.runtime.compat.triton import tl, triton
 from tigon.runtime.device import HAS_TRITON, PLAIN, cdiv
 from tigon.runtime.launch import launch, launcher
-from tigon.runtime.triton_private import tl, triton
 
 # A program holds at most 1024 counts in registers, one of which is for absent experts.
 MOST_EXPERTS = 1023

@@ -24,10 +24,10 @@ from torch import Tensor
 
 from tigon.runtime import checks
 from tigon.runtime.autograd import first_order
+from tigon.runtime.compat.triton import tl, triton
 from tigon.runtime.device import Device, cdiv, device_of, runs_kernels
 from tigon.runtime.launch import launch, launcher
 from tigon.runtime.rows import dense_rows
-from tigon.runtime.triton_private import tl, triton
 from tigon.runtime.tuning import LaunchConfig
 
 # --- reference -----------------------------------------------------------------------------------

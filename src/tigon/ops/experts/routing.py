@@ -19,10 +19,10 @@ from torch import Tensor
 
 from tigon.ops.experts.choice_order import Routing
 from tigon.runtime.autograd import first_order
+from tigon.runtime.compat.triton import tl, triton
 from tigon.runtime.device import Device, cdiv, device_of, runs_kernels
 from tigon.runtime.launch import launch, launcher
 from tigon.runtime.rows import block_of_row, dense_rows
-from tigon.runtime.triton_private import tl, triton
 from tigon.runtime.tuning import LaunchConfig, rung
 
 # --- reference -----------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ Shapes: S rows, E experts, N and M features.
 from typing import Any
 
 from tigon.ops.experts.tile_results import BLOCK_ROWS, COLUMNS, GROUPS, ROWS, STEP, STEP_BYTES, store_results
-from tigon.runtime.triton_private import gl, gluon, hopper
+from tigon.runtime.compat.triton import gl, gluon, hopper
 
 # Without Gluon this kernel does not exist.
 weight_gradient_kernel: Any = None

@@ -31,7 +31,7 @@ from tigon.ops.experts.tile_results import (
     store_results,
 )
 from tigon.ops.mlps.glu import activation_and_slope
-from tigon.runtime.triton_private import gl, gluon, hopper, tl, triton
+from tigon.runtime.compat.triton import gl, gluon, hopper, tl, triton
 
 # Without Gluon this kernel does not exist.
 product_kernel: Any = None

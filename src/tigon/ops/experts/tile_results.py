@@ -8,7 +8,7 @@ themselves.
 
 from typing import Any
 
-from tigon.runtime.triton_private import gl, gluon, hopper, tl
+from tigon.runtime.compat.triton import gl, gluon, hopper, tl
 
 # The groups of warps, the rows of a group, the columns of a tile, and the features or rows that a step sums.
 GROUPS, ROWS, COLUMNS, STEP = tl.constexpr(3), tl.constexpr(64), tl.constexpr(256), tl.constexpr(64)

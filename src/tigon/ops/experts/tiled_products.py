@@ -15,9 +15,9 @@ from torch import Tensor
 from tigon.ops.experts import tile_results
 from tigon.ops.experts.tile_gradient import weight_gradient_kernel
 from tigon.ops.experts.tile_product import product_kernel, row_blocks_kernel
+from tigon.runtime.compat.triton import TileDescriptor, gl, hopper, triton
 from tigon.runtime.device import PLAIN, Device, cdiv, device_of
 from tigon.runtime.launch import in_order, launch
-from tigon.runtime.triton_private import TileDescriptor, gl, hopper, triton
 
 ROWS, COLUMNS, STEP = tile_results.ROWS.value, tile_results.COLUMNS.value, tile_results.STEP.value
 BLOCK_ROWS = tile_results.BLOCK_ROWS.value

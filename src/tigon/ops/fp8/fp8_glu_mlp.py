@@ -34,8 +34,8 @@ from tigon.ops.mlps.glu import NO_SCALING, glu_backward_into
 from tigon.ops.mlps.glu_mlp import gradient_buffers, save_gated, unpack_gated
 from tigon.runtime import checks
 from tigon.runtime.autograd import first_order
+from tigon.runtime.compat.operators import reshape_without_view
 from tigon.runtime.device import runs_kernels
-from tigon.runtime.torch_private.operators import reshape_without_view
 
 KINDS = ("silu", "gelu", "gelu_tanh")
 

@@ -31,8 +31,8 @@ from tigon.ops.fp8.quantisation import Layout, quantise, quantise_reference, qua
 from tigon.ops.fp8.weights import WeightCache, weight_rows, weight_transposed
 from tigon.runtime import checks
 from tigon.runtime.autograd import first_order, keep_none_gradients
+from tigon.runtime.compat.operators import reshape_without_view
 from tigon.runtime.maxima import Maxima, find
-from tigon.runtime.torch_private.operators import reshape_without_view
 
 # --- reference -----------------------------------------------------------------------------------
 

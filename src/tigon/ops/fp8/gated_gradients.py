@@ -30,10 +30,10 @@ from tigon.ops.fp8.quantisation_kernels import (
     tensorwise_factor,
 )
 from tigon.ops.mlps.glu import activation_and_slope
+from tigon.runtime.compat.triton import tl, triton
 from tigon.runtime.device import cdiv, device_of
 from tigon.runtime.launch import launch, launcher
 from tigon.runtime.maxima import magnitude_bits, raise_to, raise_to_largest, zero_maxima
-from tigon.runtime.triton_private import tl, triton
 
 
 class GatedGradients(NamedTuple):

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from tigon.ops.fp8.formats import Factor, has_fp8_units
+from tigon.runtime.compat.products import multiply_scaled_groups
 from tigon.runtime.device import device_of
 from tigon.runtime.launch import launcher
-from tigon.runtime.torch_private.products import multiply_scaled_groups
 
 
 def has_grouped_units(x: Tensor) -> bool:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tigon.ops.fp8.formats import Factor, has_fp8_units
-from tigon.runtime.torch_private.products import multiply_scaled
+from tigon.runtime.compat.products import multiply_scaled
 
 # Products with a scale for each row have results of these dtypes only.
 _ROWWISE_DTYPES = (torch.bfloat16,)

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from tigon.ops.mlps.glu import activation_and_slope
+from tigon.runtime.compat.triton import tl, triton
 from tigon.runtime.device import Device
 from tigon.runtime.maxima import magnitude_bits, raise_to, raise_to_largest
-from tigon.runtime.triton_private import tl, triton
 from tigon.runtime.tuning import LaunchConfig
 
 # The bits of `SMALLEST_AMAX`, 2^-100.

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tigon.ops.logits.rescale import rescale
 from tigon.runtime import checks
-from tigon.runtime.torch_private.autograd import backward_id, has_gradient_hooks
+from tigon.runtime.compat.autograd import backward_id, has_gradient_hooks
 
 # A sample of a buffer has this many rows and columns, approximately.
 SAMPLE_SIZE = 64

@@ -5,7 +5,7 @@ Shapes: M tokens of a chunk, V vocabulary, R rank, S terms, P parts.
 
 from tigon.ops.adapters.low_rank_kernels import is_last, term
 from tigon.ops.logits.token.maths import LOG2E, LOWEST, target_weight, transform
-from tigon.runtime.triton_private import tl, triton
+from tigon.runtime.compat.triton import tl, triton
 
 
 @triton.jit

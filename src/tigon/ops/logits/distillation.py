@@ -40,9 +40,9 @@ from tigon.ops.logits.distillation_types import DistillationOptions, RowLosses
 from tigon.ops.logits.divergence_kernels import divergence_element, has_native_log2
 from tigon.ops.logits.token.maths import LOG2E, transform
 from tigon.ops.logits.token.scan import columns, scan
+from tigon.runtime.compat.triton import tl, triton
 from tigon.runtime.device import Device, device_of, runs_kernels
 from tigon.runtime.launch import in_order, launch, on_device
-from tigon.runtime.triton_private import tl, triton
 from tigon.runtime.tuning import LaunchConfig
 
 # --- configuration -------------------------------------------------------------------------------

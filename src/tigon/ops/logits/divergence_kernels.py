@@ -37,9 +37,9 @@ from torch import Tensor
 
 from tigon.ops.logits.token.kernels import Options, statistics
 from tigon.ops.logits.token.maths import LN2, LOG2E
+from tigon.runtime.compat.triton import tl, triton
 from tigon.runtime.device import HIP, INTERPRETED, Device, cdiv, device_of
 from tigon.runtime.launch import in_order, launch, launcher
-from tigon.runtime.triton_private import tl, triton
 from tigon.runtime.tuning import LaunchConfig
 
 # This number replaces -inf in differences. Its exponential is zero.

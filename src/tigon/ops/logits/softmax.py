@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from tigon.ops.logits.token.maths import LOG2E
 from tigon.runtime import checks
 from tigon.runtime.autograd import first_order
+from tigon.runtime.compat.triton import tl, triton
 from tigon.runtime.device import Device, cdiv, device_of, runs_kernels
 from tigon.runtime.launch import launch, launcher
 from tigon.runtime.rows import dense_rows
-from tigon.runtime.triton_private import tl, triton
 from tigon.runtime.tuning import LaunchConfig, rung
 
 # The kernels compute columns as 32-bit ints, also those of a block that ends beyond the row. The reference computes

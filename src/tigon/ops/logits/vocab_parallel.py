@@ -19,8 +19,8 @@ from torch import Tensor
 from tigon.ops.logits.token.kernels import Options, Shard, Statistics, Wants
 from tigon.ops.logits.token.shards import combined_statistics, partial_statistics
 from tigon.runtime import checks
+from tigon.runtime.compat.operators import process_group_of
 from tigon.runtime.device import cdiv
-from tigon.runtime.torch_private.operators import process_group_of
 
 
 def _rows_per_rank(vocabulary: int, ranks: int) -> int:

@@ -12,9 +12,9 @@ from torch import Tensor
 from tigon.memory.lean import is_checkpoint_recomputation, is_saved_only_by_this_op
 from tigon.ops.mlps.glu import Scaling, glu_backward_into
 from tigon.runtime.autograd import may_overwrite_saved
+from tigon.runtime.compat.autograd import keeps_graph
 from tigon.runtime.device import Device, device_of
 from tigon.runtime.products import multiply
-from tigon.runtime.torch_private.autograd import keeps_graph
 from tigon.runtime.tuning import LaunchConfig
 
 # --- configuration -------------------------------------------------------------------------------

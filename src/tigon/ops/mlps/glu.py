@@ -24,10 +24,10 @@ from torch import Tensor
 from tigon.memory.lean import recomputed_by_call
 from tigon.runtime import checks
 from tigon.runtime.autograd import first_order, halves
+from tigon.runtime.compat.triton import JITFunction, tl, triton
 from tigon.runtime.device import Device, device_of, runs_kernels
 from tigon.runtime.launch import launcher, on_device
 from tigon.runtime.rows import block_of_row, dense_rows, launch_blocks
-from tigon.runtime.triton_private import JITFunction, tl, triton
 from tigon.runtime.tuning import LaunchConfig
 
 Kind = Literal["silu", "gelu", "gelu_tanh"]

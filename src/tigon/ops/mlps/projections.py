@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 from tigon.runtime import checks
 from tigon.runtime.autograd import first_order, keep_none_gradients
+from tigon.runtime.compat.modules import HOOK_TABLES, any_global_hook
+from tigon.runtime.compat.operators import reshape_without_view
 from tigon.runtime.device import PLAIN, runs_kernels
 from tigon.runtime.products import multiply
 from tigon.runtime.stock import has_stock_call, linears_are_stock
-from tigon.runtime.torch_private.modules import HOOK_TABLES, any_global_hook
-from tigon.runtime.torch_private.operators import reshape_without_view
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -16,10 +16,10 @@ from tigon.memory.lean import recomputed_by_call
 from tigon.ops.mlps.projections import check_layer
 from tigon.runtime import checks
 from tigon.runtime.autograd import first_order
+from tigon.runtime.compat.triton import JITFunction, tl, triton
 from tigon.runtime.device import Device, device_of, runs_kernels
 from tigon.runtime.launch import launcher
 from tigon.runtime.rows import block_of_row, dense_rows, in_memory_order, launch_blocks
-from tigon.runtime.triton_private import JITFunction, tl, triton
 from tigon.runtime.tuning import LaunchConfig
 
 # --- reference -----------------------------------------------------------------------------------

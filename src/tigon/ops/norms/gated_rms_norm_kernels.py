@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from tigon.ops.norms.row_sums import sum_rows
+from tigon.runtime.compat.triton import tl, triton
 from tigon.runtime.device import Device, cdiv, device_of
 from tigon.runtime.launch import in_order, launch, launcher
 from tigon.runtime.rows import dense_rows
-from tigon.runtime.triton_private import tl, triton
 from tigon.runtime.tuning import LaunchConfig, rung
 
 # The backward keeps three rows and a sum in registers. Wider groups do not fit, so the reference computes them.

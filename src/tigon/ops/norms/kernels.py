@@ -23,6 +23,7 @@ from torch import Tensor
 
 from tigon.ops.norms.norm_config import NormConfig, NormProblem, holds_column_maxima
 from tigon.ops.norms.row_sums import sum_rows
+from tigon.runtime.compat.triton import tl, triton
 from tigon.runtime.device import cdiv, device_of
 from tigon.runtime.launch import in_order, launch, launcher, on_device
 from tigon.runtime.maxima import (
@@ -36,7 +37,6 @@ from tigon.runtime.maxima import (
     zero_maxima,
 )
 from tigon.runtime.rows import dense_rows
-from tigon.runtime.triton_private import tl, triton
 
 # --- kernels -------------------------------------------------------------------------------------
 

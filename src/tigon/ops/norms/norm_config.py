@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from tigon.runtime.compat.triton import triton
 from tigon.runtime.device import Device, cdiv
-from tigon.runtime.triton_private import triton
 from tigon.runtime.tuning import LaunchConfig, rung
 
 # Wider rows do not fit in the registers of one workgroup. The references compute them.

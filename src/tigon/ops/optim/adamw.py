@@ -15,9 +15,9 @@ from tigon.ops.optim import compact_states
 from tigon.ops.optim.adamw_kernels import adamw_step
 from tigon.ops.optim.compact_optimizer import CompactAdamW, increment_steps
 from tigon.runtime import checks
+from tigon.runtime.compat.graphs import disable_dynamo
+from tigon.runtime.compat.operators import has_init_group
 from tigon.runtime.device import KERNEL_DTYPES, PLAIN, runs_kernels
-from tigon.runtime.torch_private.graphs import disable_dynamo
-from tigon.runtime.torch_private.operators import has_init_group
 
 # The first instance of torch's class wraps `step`. With the wrapper, every step hook would run twice.
 _torch_step = inspect.unwrap(torch.optim.AdamW.step)

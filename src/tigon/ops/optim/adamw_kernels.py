@@ -21,10 +21,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tigon.runtime.compat.operators import current_raw_stream
+from tigon.runtime.compat.triton import tl, triton
 from tigon.runtime.device import Device, cdiv, device_of
 from tigon.runtime.launch import in_order, launch, on_device
-from tigon.runtime.torch_private.operators import current_raw_stream
-from tigon.runtime.triton_private import tl, triton
 from tigon.runtime.tuning import LaunchConfig
 
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}

@@ -28,9 +28,9 @@ from tigon.ops.optim.adamw_kernels import (
 )
 from tigon.ops.optim.compact_reference import CompactTensors
 from tigon.ops.optim.formats import NAN_BITS, QUANT_BLOCK
+from tigon.runtime.compat.triton import tl, triton
 from tigon.runtime.device import Device, device_of
 from tigon.runtime.launch import in_order, launch, on_device
-from tigon.runtime.triton_private import tl, triton
 from tigon.runtime.tuning import LaunchConfig
 
 KERNEL_TYPES = {**TYPES, torch.int8: tl.int8, torch.uint8: tl.uint8}

@@ -10,8 +10,8 @@ from tigon.ops.optim import compact_states
 from tigon.ops.optim.compact_kernels import compact_step
 from tigon.ops.optim.compact_reference import CompactTensors, compact_reference
 from tigon.ops.optim.grad_norm import clip_factor, total_norm
+from tigon.runtime.compat.operators import increment
 from tigon.runtime.device import runs_kernels
-from tigon.runtime.torch_private.operators import increment
 
 
 def increment_steps(steps: list[Tensor]) -> None:

@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tigon.ops.optim.adamw_kernels import TYPES, TensorTable, tensor_at, update_table
+from tigon.runtime.compat.triton import tl, triton
 from tigon.runtime.device import PLAIN, Device, device_of, runs_kernels
 from tigon.runtime.launch import in_order, launch, on_device
-from tigon.runtime.triton_private import tl, triton
 from tigon.runtime.tuning import LaunchConfig
 
 # --- configuration -------------------------------------------------------------------------------

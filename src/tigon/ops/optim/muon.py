@@ -23,8 +23,8 @@ from tigon.ops.optim.muon_kernels import (
 from tigon.ops.optim.muon_shards import Shard, is_dtensor, local_part, orthogonalise_shards, shard_of
 from tigon.ops.optim.orthogonalise import Coefficients, orthogonalise
 from tigon.runtime import checks
+from tigon.runtime.compat.graphs import disable_dynamo
 from tigon.runtime.device import cdiv, runs_kernels
-from tigon.runtime.torch_private.graphs import disable_dynamo
 
 # The largest size of the input of one orthogonalisation, which is a batch of matrices of one shape. A batch has a few
 # buffers of this size. A single matrix may be larger.

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from tigon.ops.optim.adamw_kernels import TYPES, TensorTable, tensor_at, update_table
+from tigon.runtime.compat.triton import tl, triton
 from tigon.runtime.device import Device, device_of
 from tigon.runtime.launch import in_order, launch, on_device
-from tigon.runtime.triton_private import tl, triton
 from tigon.runtime.tuning import LaunchConfig
 
 

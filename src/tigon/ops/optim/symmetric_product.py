@@ -24,9 +24,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tigon.runtime.compat.triton import TensorDescriptor, tl, triton
 from tigon.runtime.device import Device, cdiv, device_of, runs_kernels
 from tigon.runtime.launch import in_order, launch, on_device
-from tigon.runtime.triton_private import TensorDescriptor, tl, triton
 from tigon.runtime.tuning import LaunchConfig
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple, overload
 import torch
 from torch import Tensor
 
-from tigon.runtime.triton_private import tl, triton
+from tigon.runtime.compat.triton import tl, triton
 
 # Two flags for each layout, the first one for x and the second one for y. A flag is True if the two features of a pair
 # are neighbours in memory.

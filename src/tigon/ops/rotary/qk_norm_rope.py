@@ -33,8 +33,8 @@ from tigon.ops.rotary.qk_norm_rope_kernels import (
 from tigon.ops.rotary.rope import Layout, axes_of, can_run_kernels, check_rope, rope_reference
 from tigon.runtime import checks
 from tigon.runtime.autograd import first_order, keep_none_gradients
+from tigon.runtime.compat.triton import triton
 from tigon.runtime.device import runs_kernels
-from tigon.runtime.triton_private import triton
 
 # --- reference -----------------------------------------------------------------------------------
 

@@ -34,9 +34,9 @@ from tigon.ops.rotary.heads import (
     table_strides,
     tile_constants,
 )
+from tigon.runtime.compat.triton import tl, triton
 from tigon.runtime.device import Device, cdiv, device_of
 from tigon.runtime.launch import in_order, launch, launcher
-from tigon.runtime.triton_private import tl, triton
 from tigon.runtime.tuning import LaunchConfig, rung
 
 # The largest number of features of a token that are normalised together. More features do not fit in the registers of

@@ -43,9 +43,9 @@ from tigon.ops.rotary.heads import (
 )
 from tigon.runtime import checks
 from tigon.runtime.autograd import first_order, halves, keep_none_gradients, without_autocast
+from tigon.runtime.compat.triton import tl, triton
 from tigon.runtime.device import Device, device_of, runs_kernels
 from tigon.runtime.launch import in_order, launch, launcher
-from tigon.runtime.triton_private import tl, triton
 from tigon.runtime.tuning import LaunchConfig
 
 Layout = Literal["split_half", "interleaved", "deinterleaved"]

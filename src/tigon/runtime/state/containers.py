@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tigon.runtime.compat.operators import NAMESPACE_TYPES, OPERATOR_TYPES, operator_namespaces
 from tigon.runtime.state.classes import ClassSearch
 from tigon.runtime.state.known_names import IMPURE, TRUSTED
 from tigon.runtime.state.objects import (
@@ -17,7 +18,6 @@ from tigon.runtime.state.objects import (
     stable_repr,
 )
 from tigon.runtime.state.places import MAX_PLACES, Place, bits_of, is_simple
-from tigon.runtime.torch_private.operators import NAMESPACE_TYPES, OPERATOR_TYPES, operator_namespaces
 
 CONTAINERS = (list, dict, set, collections.deque)
 # The namespaces of torch's own operators.

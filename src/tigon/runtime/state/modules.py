@@ -6,12 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tigon.runtime.compat.modules import CALL_IMPL, HOOK_TABLES, INSTANCE_CALLS, MODULE_ATTRIBUTES, REPLICATE
 from tigon.runtime.engines import WRAPPER_ATTRIBUTES, is_hook_of_deepspeed
 from tigon.runtime.state.classes import ClassSearch
 from tigon.runtime.state.known_names import TRUSTED
 from tigon.runtime.state.objects import bases_of_torch, defined_names, has_attribute, holds_tensors, package_of
 from tigon.runtime.state.places import REGISTERED, Place
-from tigon.runtime.torch_private.modules import CALL_IMPL, HOOK_TABLES, INSTANCE_CALLS, MODULE_ATTRIBUTES, REPLICATE
 
 # Attributes that every module has, and attributes that accelerate's hooks and Tigon add. They are not settings.
 MODULE_STATE = {*MODULE_ATTRIBUTES, "forward", *WRAPPER_ATTRIBUTES, REPLICATE}

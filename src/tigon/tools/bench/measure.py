@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from tigon.runtime.torch_private.operators import memory_events, sleep_on_device
+from tigon.runtime.compat.operators import memory_events, sleep_on_device
 from tigon.tools.bench.accuracy import BoundProvider
 
 # The most calls of a provider in one round.

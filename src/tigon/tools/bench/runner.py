@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import torch
 
-from tigon.runtime.torch_private.graphs import reset_compiler
+from tigon.runtime.compat.graphs import reset_compiler
 from tigon.tools.bench.accuracy import (
     BoundProvider,
     Errors,

@@ -13,8 +13,8 @@ from torch import Tensor
 
 import tigon
 from tigon.runtime import cublaslt, launch, products
+from tigon.runtime.compat.triton import gluon
 from tigon.runtime.device import device_of, runs_kernels
-from tigon.runtime.triton_private import gluon
 from tigon.testing import assert_accurate
 from tigon.tools.check.outcome import CheckOutcome, NotChecked, run_check
 

@@ -22,8 +22,7 @@ from unittest.mock import patch
 import torch
 
 from tigon.runtime import device
-from tigon.runtime.device import Device
-from tigon.runtime.triton_private import (
+from tigon.runtime.compat.triton import (
     CompilerTools,
     JITFunction,
     TensorDescriptor,
@@ -32,6 +31,7 @@ from tigon.runtime.triton_private import (
     gluon,
     triton,
 )
+from tigon.runtime.device import Device
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from tigon.hf.transformers_private import layer_classes
 from tigon.ops.optim.compact_states import MIN_QUANTISED
 from tigon.ops.optim.formats import QUANT_BLOCK
+from tigon.runtime.compat.autograd import storage_id
 from tigon.runtime.device import cdiv
-from tigon.runtime.torch_private.autograd import storage_id
 from tigon.tools.plan.ledger import Ledger
 
 STRATEGIES = ("single", "ddp", "fsdp")

@@ -20,10 +20,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 
 from tigon.memory.attention import run_attention
+from tigon.runtime.compat.autograd import DisableTorchFunction, storage_id
+from tigon.runtime.compat.graphs import DispatchMode
+from tigon.runtime.compat.operators import grouped_mm, is_in_place, read_scalar
 from tigon.runtime.device import Device, simulated
-from tigon.runtime.torch_private.autograd import DisableTorchFunction, storage_id
-from tigon.runtime.torch_private.graphs import DispatchMode
-from tigon.runtime.torch_private.operators import grouped_mm, is_in_place, read_scalar
 
 H200 = Device(multiprocessors=132, warp_size=32, shared_memory=232448, async_copy=True, arch="sm_90")
 

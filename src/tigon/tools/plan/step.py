@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from tigon.runtime.torch_private.autograd import engine_run_backward
-from tigon.runtime.torch_private.names import NAMES_FOR_PLAN, require_names
+from tigon.runtime.compat.autograd import engine_run_backward
+from tigon.runtime.compat.names import NAMES_FOR_PLAN, require_names
 from tigon.tools.plan.engines import OptimizerCosts, Replicated, Sharded
 from tigon.tools.plan.ledger import Ledger, Work
 

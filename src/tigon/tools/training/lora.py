@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tigon.recognition.experts import is_experts, parameter_names
+from tigon.recognition.parts.experts import is_experts, parameter_names
 from tigon.runtime.requirements import unmet
 
 

@@ -48,9 +48,9 @@ from tigon.ops.logits.token.types import (
     Upstream,
     Wants,
 )
+from tigon.runtime.compat.triton import tl, triton
 from tigon.runtime.device import Device, cdiv, device_of, runs_kernels
 from tigon.runtime.launch import in_order, launch, launcher, on_device
-from tigon.runtime.triton_private import tl, triton
 from tigon.runtime.tuning import LaunchConfig
 
 # --- configuration -------------------------------------------------------------------------------

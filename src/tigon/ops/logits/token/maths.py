@@ -1,7 +1,7 @@
 """The functions that the kernels of a token's loss share. Triton and Gluon can both call them."""
 
 from tigon.ops.logits.token import reference
-from tigon.runtime.triton_private import tl, triton
+from tigon.runtime.compat.triton import tl, triton
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)

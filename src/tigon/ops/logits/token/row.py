@@ -24,9 +24,9 @@ from torch import Tensor
 
 from tigon.ops.logits.token.maths import LN2, LOG2E, target_weight, transform
 from tigon.ops.logits.token.types import Options, Statistics, Wants
+from tigon.runtime.compat.triton import async_load, block_barrier, commit_group, gl, gluon, wait_group
 from tigon.runtime.device import Device, cdiv
 from tigon.runtime.launch import in_order, launch
-from tigon.runtime.triton_private import async_load, block_barrier, commit_group, gl, gluon, wait_group
 from tigon.runtime.tuning import LaunchConfig
 
 # --- configuration -------------------------------------------------------------------------------

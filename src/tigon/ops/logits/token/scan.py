@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 from tigon.ops.logits.token.maths import LOG2E, LOWEST, transform
 from tigon.ops.logits.token.types import Options
+from tigon.runtime.compat.triton import tl, triton
 from tigon.runtime.device import Device
-from tigon.runtime.triton_private import tl, triton
 from tigon.runtime.tuning import LaunchConfig
 
 # --- configuration -------------------------------------------------------------------------------

@@ -20,9 +20,9 @@ from tigon.ops.logits.token.maths import transform
 from tigon.ops.logits.token.reference import LOWEST, Sums, extra_logits_torch, statistics_of, sums_torch
 from tigon.ops.logits.token.scan import ScanConfig, ScanProblem, constants, scan
 from tigon.ops.logits.token.types import Options, Shard, Statistics, Wants
+from tigon.runtime.compat.triton import tl, triton
 from tigon.runtime.device import device_of, runs_kernels
 from tigon.runtime.launch import in_order, launch, on_device
-from tigon.runtime.triton_private import tl, triton
 
 # --- kernel --------------------------------------------------------------------------------------
 

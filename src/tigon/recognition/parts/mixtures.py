@@ -1,0 +1,237 @@
+"""Recognise mixtures of experts that run every expert on every token, as Llama 4 does in transformers.
+
+Such a module has three children. The router returns the scores of all experts [T, E], which are zero for the experts
+that a token does not choose, and its logits. The experts hold their weights as two tensors, [E, H, 2 I] and [E, I, H].
+The third child is an MLP that all tokens share. With E experts the module computes
+
+    y = shared(x) + sum_e expert_e(score[:, e] * x)
+
+An expert without bias computes zero from zeros, so only the K experts with a score contribute. `moe_mlp` computes only
+these: with 16 experts, of which each token chooses one, that is a sixteenth of the work. The difference to the stock
+module is the order of the sums, and that an infinite or NaN value of x does not reach the experts that its token does
+not choose.
+"""
+
+import functools
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from tigon.ops.experts.arguments import ACTIVATIONS
+from tigon.ops.experts.moe_mlp import moe_mlp
+from tigon.recognition.probing.standin import (
+    describe,
+    gradients,
+    has_no_tensors,
+    normal,
+    own_tensors,
+    probing,
+    random_linear,
+    run_forward,
+    same_gradients,
+    stand_in,
+)
+from tigon.recognition.probing.trials import record
+from tigon.recognition.replacement import is_changed
+from tigon.runtime.compat.modules import any_global_hook
+from tigon.runtime.device import KERNEL_DTYPES, PLAIN
+from tigon.runtime.engines import full_shape
+from tigon.runtime.state.reach import explore
+
+LOGGER = logging.getLogger("tigon")
+
+# The sizes of a stand-in: its tokens, and the most experts, hidden features and intermediate features.
+TOKENS, EXPERTS, HIDDEN, INNER = 17, 12, 24, 40
+
+
+@dataclass(frozen=True)
+class Roles:
+    """The names of the children and parameters of a mixture, and its sizes."""
+
+    router: str
+    experts: str
+    shared: str
+    # The weights of the experts, [E, H, 2 I] and [E, I, H].
+    up: str
+    down: str
+    # The numbers of experts, of hidden features and of intermediate features.
+    sizes: tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class MixtureRecipe:
+    """Recipe: `moe_mlp` on the experts that each token chooses, plus the child that all tokens share."""
+
+    router: str
+    experts: str
+    shared: str
+    up: str
+    down: str
+    # The number of experts that each token chooses.
+    choices_per_token: int
+    activation: str
+    live: ClassVar[tuple[str, ...]] = ()
+    choices: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def searched(self) -> tuple[str, ...]:
+        """Return the children whose settings the guard compares: the recipe depends on them."""
+        return self.router, self.experts
+
+    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        experts = getattr(module, self.experts)
+        up, down = getattr(experts, self.up), getattr(experts, self.down)
+        # A global module hook would see a call of the experts, and the op makes no such call.
+        if not self._fits(args, kwargs, up, down) or any_global_hook():
+            return type(module).forward(module, *args, **kwargs)
+        x = args[0].reshape(-1, args[0].shape[-1])
+        scores, logits = getattr(module, self.router)(x)
+        weights, index = scores.topk(self.choices_per_token, dim=-1)
+        y = moe_mlp(x, up, down, index, weights, activation=self.activation, transposed=True, weight_inputs=True)
+        return getattr(module, self.shared)(x) + y, logits
+
+    def _fits(self, args: tuple, kwargs: dict[str, Any], up: Tensor, down: Tensor) -> bool:
+        """Return True if the op computes what the module computes of these arguments."""
+        if len(args) != 1 or kwargs or torch.is_autocast_enabled(up.device.type):
+            return False
+        tensors = x, _, _ = args[0], up, down
+        is_plain = all(type(t) in PLAIN and t.dtype == up.dtype in KERNEL_DTYPES for t in tensors)
+        # The weights of other engines, such as ZeRO-3, are gathered only while the experts are called.
+        return is_plain and x.dim() >= 2 and up.dim() == down.dim() == 3 and x.shape[-1] == up.shape[1]
+
+    def __str__(self) -> str:
+        return f"moe_mlp, {self.activation}, weights multiply the inputs"
+
+
+def _find_roles(module: nn.Module) -> Roles | None:
+    """Find the three children by the shapes of their tensors. Return None if the module has no such children."""
+    children = {name: child for name, child in module._modules.items() if child is not None}
+    for name, child in children.items():
+        shapes = [(key, full_shape(t)) for key, t in own_tensors(child).items() if t is not None]
+        others = {key: other for key, other in children.items() if key != name and not has_no_tensors(other)}
+        if [len(shape) for _, shape in shapes] != [3, 3] or len(others) != 2:
+            continue
+        if not all(map(has_no_tensors, child.children())):
+            continue
+        (up, (count, hidden, inner)), (down, down_shape) = shapes
+        if inner % 2 or down_shape != (count, inner // 2, hidden):
+            continue
+        for router, shared in (tuple(others), tuple(others)[::-1]):
+            tensors = [t for t in own_tensors(others[router]).values() if t is not None]
+            if not any(others[router].children()) and [full_shape(t) for t in tensors] == [(count, hidden)]:
+                return Roles(router, name, shared, up, down, (count, hidden, inner // 2))
+    return None
+
+
+def _small_mixture(module: nn.Module, roles: Roles, seed: int, dtype: torch.dtype) -> nn.Module:
+    """Return a copy of the module with small children. A linear layer stands for the child that all tokens share."""
+    router, experts = module._modules[roles.router], module._modules[roles.experts]
+    assert router is not None
+    assert experts is not None
+    count, hidden, inner = _small_sizes(roles.sizes)
+    new_size = dict(zip(roles.sizes, (count, hidden, inner), strict=True))
+    # The code of a module reads its sizes from attributes of any name.
+    sizes: Callable[[nn.Module], dict[str, Any]] = lambda m: {
+        key: new_size[n] for key, n in vars(m).items() if type(n) is int and n in new_size
+    }
+    random = lambda i, *shape: (normal(seed + i, *shape) * shape[-2] ** -0.5).to(dtype)
+    (name,) = (key for key, t in own_tensors(router).items() if t is not None)
+    children = dict(module._modules) | {
+        roles.router: stand_in(router, {name: random(0, count, hidden)}, **sizes(router)),
+        roles.experts: stand_in(
+            experts, {roles.up: random(1, count, hidden, 2 * inner), roles.down: random(2, count, inner, hidden)},
+            **sizes(experts),
+        ),
+        roles.shared: random_linear(seed + 3, hidden, hidden, dtype, bias=False),
+    }  # fmt: skip
+    return stand_in(module, {}, children, **sizes(module))
+
+
+def _small_sizes(sizes: tuple[int, int, int]) -> tuple[int, int, int]:
+    """Return the sizes of a stand-in. Equal sizes stay equal."""
+    count, hidden, inner = sizes
+    return min(count, EXPERTS), HIDDEN, HIDDEN if inner == hidden else INNER
+
+
+def _count_choices(module: nn.Module, roles: Roles) -> int | None:
+    """Return the number of experts that a token chooses; None if all experts have a score, or the number varies."""
+    counts = set()
+    for seed, scale in enumerate((0.1, 1.0, 8.0)):
+        twin = _small_mixture(module, roles, 100 * seed, torch.float32)
+        x = normal(100 * seed + 50, TOKENS, HIDDEN) * scale
+        scores, _ = twin._modules[roles.router](x)  # type: ignore[misc]
+        counts.update((scores != 0).sum(1).tolist())
+    (number, *others) = counts
+    return None if others or number >= _small_sizes(roles.sizes)[0] else number
+
+
+def _candidates(module: nn.Module, roles: Roles) -> Iterator[MixtureRecipe]:
+    """Yield the recipes that may compute what the module computes, one for each activation of the op."""
+    number = _count_choices(module, roles)
+    for activation, (_, _, width) in ACTIVATIONS.items():
+        if number is not None and width == 2:
+            names = roles.router, roles.experts, roles.shared, roles.up, roles.down
+            yield MixtureRecipe(*names, number, activation)
+
+
+def _largest_error(results: tuple[Tensor, Tensor], exact: tuple[Tensor, Tensor]) -> float:
+    """Return the largest difference of the first results, relative to the largest exact value."""
+    y, z = results[0].double(), exact[0].double()
+    return float((y - z).abs().max() / z.abs().max()) if y.shape == z.shape else float("inf")
+
+
+def _reproduces(recipe: MixtureRecipe, module: nn.Module, roles: Roles) -> bool:
+    """Return True if the recipe computes what the module computes.
+
+    In fp32 only the order of sums may differ. In bf16 the recipe must be as near to fp32 as the module is.
+    """
+    for seed, shape in ((10, (TOKENS, HIDDEN)), (20, (2, TOKENS, HIDDEN)), (30, (1, 1, HIDDEN))):
+        twin = _small_mixture(module, roles, seed, torch.bfloat16)
+        wide = _small_mixture(module, roles, seed, torch.float32)
+        with torch.no_grad():
+            for p, q in zip(wide.parameters(), twin.parameters(), strict=True):
+                p.copy_(q)
+        x = normal(seed + 5, *shape).bfloat16()
+        stock, ours = run_forward(twin, x), recipe(twin, x)
+        exact, ours_in_fp32 = run_forward(wide, x.float()), recipe(wide, x.float())
+        has_form = type(exact) is tuple and len(exact) == 2 and torch.equal(exact[1], ours_in_fp32[1])
+        has_form = has_form and stock[0].dtype == ours[0].dtype and torch.equal(stock[1], ours[1])
+        stock_error, our_error = (_largest_error(y, exact) for y in (stock, ours))
+        is_near = our_error <= 2 * stock_error + 2**-8 and stock_error < 0.1
+        reproduces = has_form and is_near and _largest_error(ours_in_fp32, exact) < 1e-5
+        if not record(reproduces, recipe, twin, [x], ours[0], stock[0]):
+            return False
+        leaves = [x.float(), *wide.parameters()]
+        run = lambda f, leaves=leaves, wide=wide: gradients(functools.partial(f, wide, leaves[0]), leaves)
+        stock_gradients, our_gradients = run(type(module).forward), run(recipe)
+        reproduces = same_gradients(our_gradients, stock_gradients)
+        if not record(reproduces, recipe, wide, [x], our_gradients, stock_gradients, mode="gradients"):
+            return False
+    return True
+
+
+def recognise_mixture(module: nn.Module) -> MixtureRecipe | str | None:
+    """Recognise a mixture that runs every expert on every token.
+
+    Return a recipe, the reason why such a module keeps its forward, or None for another module.
+    """
+    if (roles := _find_roles(module)) is None:
+        return None
+    experts = module._modules[roles.experts]
+    if experts is None or any(map(is_changed, experts.modules())):
+        return f"has hooks on {roles.experts}, or their forward was replaced"
+    if (reach := explore(module, searched=(roles.router, roles.experts))).reason:
+        return reach.reason
+    try:
+        with reach.preserved(), probing():
+            recipe = next((c for c in _candidates(module, roles) if _reproduces(c, module, roles)), None)
+    except Exception as error:
+        LOGGER.debug("%s cannot be run as a mixture", type(module).__name__, exc_info=True)
+        return f"cannot be run by itself ({describe(error)})"
+    if reach.reason:
+        return reach.reason
+    return recipe or "computes something else than moe_mlp with weighted inputs"

@@ -1,0 +1,206 @@
+"""Recipes of norms: compute what a recognised RMS norm or layer norm computes, with its weight and its epsilon."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tigon.ops.norms.gated_rms_norm import GateActivation, gated_rms_norm, gated_rms_norm_reference
+from tigon.ops.norms.layer_norm import layer_norm, layer_norm_reference
+from tigon.ops.norms.rms_norm import rms_norm, rms_norm_for, rms_norm_reference
+from tigon.recognition.probing.probes import DTYPES
+from tigon.recognition.replacement import requests_of
+from tigon.runtime.device import PLAIN, runs_kernels
+
+# This text follows the name of a recipe if the stock forward runs for calls with a second argument.
+ONE_ARGUMENT = ", in calls with one argument"
+
+
+@dataclass(frozen=True)
+class Scope:
+    """The inputs for which recognition compared a module with the op. The stock forward runs for all other inputs."""
+
+    dims: frozenset[int] = frozenset((1, 2, 3, 4))
+    # Dtypes of the weight for each dtype of the input. None stands for a norm without weight.
+    weight_dtypes: dict[torch.dtype, tuple[torch.dtype | None, ...]] = field(
+        default_factory=lambda: dict.fromkeys(DTYPES, (None, *DTYPES))
+    )
+    # True if the recipe takes contiguous inputs only. The stock forward runs for all others.
+    needs_contiguity: bool = False
+    # An attribute that must stay equal to the shape of the weight, such as `normalized_shape`.
+    shape: str | None = None
+    # True if the recipe reads epsilon in every call. Otherwise the guard fails once epsilon changes.
+    live_eps: bool = True
+    # True if the module accepts a second argument too. The stock forward runs for calls with two arguments.
+    takes_more: bool = False
+
+    def fits(self, module: nn.Module, args: tuple, weight: Tensor | None) -> bool:
+        """Return True if recognition compared the module with the op for arguments of this kind."""
+        x = args[0]
+        if type(x) not in PLAIN or x.dim() not in self.dims or x.layout is not torch.strided or x.is_nested:
+            return False
+        if weight is None:
+            if None not in self.weight_dtypes.get(x.dtype, ()):
+                return False
+        elif (
+            weight.dtype not in self.weight_dtypes.get(x.dtype, ())
+            or weight.device != x.device
+            or weight.shape != x.shape[-1:]
+        ):
+            return False
+        if self.shape is not None and getattr(module, self.shape, None) != x.shape[-1:]:
+            return False
+        return not (self.needs_contiguity and not x.is_contiguous()) and (len(args) == 1 or _matches_input(args[1], x))
+
+
+def _matches_input(gate: Any, x: Tensor) -> bool:
+    """Return True if a gate is a plain tensor with the dtype, the number of dimensions and the device of the input."""
+    is_plain = type(gate) in PLAIN and gate.layout is torch.strided and not gate.is_nested
+    return is_plain and gate.dtype is x.dtype and gate.dim() == x.dim() and gate.device == x.device
+
+
+@dataclass(frozen=True)
+class Gate:
+    """How a gated norm uses its second input: the options of `gated_rms_norm` that `rms_norm` does not have."""
+
+    activation: GateActivation = "silu"
+    gate_first: bool = False
+    group_size: int | None = None
+
+    def __str__(self) -> str:
+        group = "" if self.group_size is None else f", groups of {self.group_size}"
+        return f", {self.activation} gate {'before' if self.gate_first else 'after'} the norm{group}"
+
+
+@dataclass(frozen=True)
+class RMSNormRecipe:
+    """Recipe: `rms_norm`, or `gated_rms_norm`, with the module's weight and epsilon, read at every call."""
+
+    eps: str | float
+    weight: str | None
+    offset: float
+    rounding: Literal["before_weight", "after_weight"]
+    gate: Gate | None = None
+    scope: Scope = field(default_factory=Scope, compare=False)
+    part = "rms_norm"
+    choices: ClassVar[tuple[str, ...]] = ()
+    searched: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def live(self) -> tuple[str, ...]:
+        """Return the names of the attributes that the recipe reads in every call."""
+        return _live_names(self.weight, self.eps if self.scope.live_eps else None)
+
+    def __call__(self, module: nn.Module, *args: Any, reference: bool = False, **kwargs: Any) -> Tensor:
+        weight, eps = _resolve(module, self.weight), _resolve(module, self.eps)
+        count = 1 if self.gate is None else 2
+        as_recognised = len(args) == count and not kwargs and _is_set(self.weight, weight, eps)
+        # `tigon.recognition.probing.symbolic` runs the reference on tensors without values.
+        if not (as_recognised and (reference or self.scope.fits(module, args, weight))):
+            return type(module).forward(module, *args, **kwargs)
+        options: dict[str, Any] = {"offset": self.offset, "rounding": self.rounding}
+        if self.gate is None:
+            if reference or (requests := requests_of(module)) is None:
+                return (rms_norm_reference if reference else rms_norm)(args[0], weight, eps, **options)
+            return rms_norm_for(requests, args[0], weight, eps, **options)
+        options |= vars(self.gate)
+        return (gated_rms_norm_reference if reference else gated_rms_norm)(args[0], args[1], weight, eps, **options)
+
+    def arguments(self, module: nn.Module, x: Tensor) -> tuple[Tensor | None, float, dict[str, Any]] | None:
+        """Return weight, epsilon and options for the op; None if the module does anything else with x."""
+        weight, eps = _resolve(module, self.weight), _resolve(module, self.eps)
+        if self.gate is not None or not (_is_set(self.weight, weight, eps) and self.scope.fits(module, (x,), weight)):
+            return None
+        return weight, eps, {"offset": self.offset, "rounding": self.rounding}
+
+    def __str__(self) -> str:
+        offset = f", offset {self.offset:g}, rounded {self.rounding.replace('_', ' the ')}"
+        form = f"{'' if self.gate is None else 'gated_'}rms_norm{' without weight' if self.weight is None else offset}"
+        return form + (str(self.gate) if self.gate else "") + ONE_ARGUMENT * self.scope.takes_more
+
+
+# --- layer norms -----------------------------------------------------------------------------------
+
+# Modules compute a layer norm by several formulas that round once, but differ in the last bit. These functions and the
+# reference of the op are the candidates.
+
+
+def _layer_norm_in_fp32(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    weight, bias = (None if t is None else t.float() for t in (weight, bias))
+    return layer_norm_reference(x.float(), weight, bias, eps).to(x.dtype)
+
+
+def _layer_norm_mixed(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    # On the CPU, torch's function also accepts a bf16 input with fp32 weights.
+    return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+
+
+def _layer_norm_in_steps(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    y = x.float() - x.float().mean(-1, keepdim=True)
+    y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + eps)
+    y = y if weight is None else weight.float() * y
+    return (y if bias is None else y + bias.float()).to(x.dtype)
+
+
+LAYER_NORM_FORMULAS = (layer_norm_reference, _layer_norm_mixed, _layer_norm_in_fp32, _layer_norm_in_steps)
+
+
+@dataclass(frozen=True)
+class LayerNormRecipe:
+    """Recipe: `layer_norm` with the module's weight, bias and epsilon, read at every call."""
+
+    eps: str | float
+    weight: str | None
+    bias: str | None
+    # The reference that gives the bits of the module.
+    formula: Callable
+    scope: Scope = field(default_factory=Scope, compare=False)
+    part = "layer_norm"
+    choices: ClassVar[tuple[str, ...]] = ()
+    searched: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def live(self) -> tuple[str, ...]:
+        """Return the names of the attributes that the recipe reads in every call."""
+        return _live_names(self.weight, self.bias, self.eps if self.scope.live_eps else None)
+
+    def __call__(self, module: nn.Module, *args: Any, reference: bool = False, **kwargs: Any) -> Tensor:
+        weight, bias, eps = [_resolve(module, name) for name in (self.weight, self.bias, self.eps)]
+        as_recognised = len(args) == 1 and not kwargs and _is_set(self.weight, weight, eps)
+        as_recognised = as_recognised and (self.bias is None) == (bias is None)
+        if not (as_recognised and (reference or self.scope.fits(module, args, weight))):
+            return type(module).forward(module, *args, **kwargs)
+        # Without kernels, torch's layer norm sums the gradient of a bf16 weight in bf16. A module that computes in fp32
+        # therefore keeps its formula there.
+        has_other_formula = self.formula is not layer_norm_reference
+        uses_formula = reference or (has_other_formula and not runs_kernels(args[0], weight, bias))
+        return (self.formula if uses_formula else layer_norm)(args[0], weight, bias, eps)
+
+    def __str__(self) -> str:
+        without = [name for name in ("weight", "bias") if getattr(self, name) is None]
+        form = f"layer_norm without {' and '.join(without)}" if without else "layer_norm"
+        return form + ONE_ARGUMENT * self.scope.takes_more
+
+
+NormRecipe = RMSNormRecipe | LayerNormRecipe
+
+
+# --- attributes of a module --------------------------------------------------------------------------
+
+
+def _resolve(module: nn.Module, name: str | float | None) -> Any:
+    """Return the attribute with this name. A number or None stands for itself."""
+    return getattr(module, name) if isinstance(name, str) else name
+
+
+def _is_set(name: str | None, weight: Tensor | None, eps: Any) -> bool:
+    """Return True if epsilon is a number, and the module has a weight if and only if the recipe names one."""
+    return (name is None) == (weight is None) and type(eps) in (float, int)
+
+
+def _live_names(*names: str | float | None) -> tuple[str, ...]:
+    """Return those of the values that are names of attributes."""
+    return tuple(name for name in names if isinstance(name, str))

@@ -1,0 +1,261 @@
+"""Recognise rotary embeddings: a function of the module's file, which the forward of an attention layer calls.
+
+    def forward(self, hidden, position_embeddings):
+        ...
+        q, k = apply_rotary_pos_emb(q, k, cos, sin)   # a global of the file
+
+The recipe of each attention layer runs the forward of its class with the op in place of this function
+(`exchanged_functions`). If the globals of the file were changed, other models of the process would compute other bits,
+because the kernel rounds once where eager code rounds three times.
+"""
+
+import inspect
+import types
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from tigon.ops.rotary.qk_norm_rope import qk_norm_rope
+from tigon.ops.rotary.rope import can_run_kernels, rotary_size
+from tigon.recognition.guards.function_guard import FunctionGuard
+from tigon.recognition.parts.rope_complex import ComplexForm, FusedComplexRope, takes_complex_table
+from tigon.recognition.parts.rope_forms import Form, RopeCall
+from tigon.recognition.parts.rope_function import recognise_function
+from tigon.recognition.probing.exchanged_functions import ForwardWithFunctions, written_globals
+from tigon.recognition.rewriting.fused_statements import FusedStatementsRecipe, fuse_statements
+from tigon.recognition.rewriting.rewriting import PRODUCT_GROUPS
+from tigon.recognition.rewriting.source import NotReadable, innermost, rebuild_wrappers
+from tigon.runtime.device import runs_kernels
+
+
+class _RopeArguments(NamedTuple):
+    """The arguments of a rotary embedding, as the op takes them."""
+
+    inputs: list[Tensor]
+    cos: Tensor
+    sin: Tensor
+    unsqueeze_dim: int
+    # False if the stock function has no batch dimension, and one was added.
+    has_batch: bool
+
+
+class _FusedRope:
+    """Takes the place of the stock function. It runs the op where the op accepts the arguments, else this function."""
+
+    def __init__(self, stock: types.FunctionType, form: Form, guard: FunctionGuard) -> None:
+        call = RopeCall.of(stock)
+        assert call is not None, "recognition found a form, so the function has the arguments of a rotary embedding"
+        self.stock, self.form, self.call, self.guard = stock, form, call, guard
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if (arguments := self._read(args, kwargs)) is None:
+            return self.stock(*args, **kwargs)
+        inputs, cos, sin, unsqueeze_dim, has_batch = arguments
+        results = self.form(inputs[0], inputs[1] if len(inputs) == 2 else None, cos, sin, unsqueeze_dim)
+        q, k = (x if x is None or has_batch else x[0] for x in results)
+        return q if len(inputs) == 1 else (q, k)
+
+    def rotate_normalised(
+        self, weights: list[Tensor | None], options: dict[str, Any], args: tuple, kwargs: dict[str, Any]
+    ) -> Any:
+        """Normalise each head of the inputs and rotate it, in one kernel; None if `qk_norm_rope` cannot compute this.
+
+        `weights` are the weights of the norms, and `options` are their other options, as in `qk_norm_rope`.
+        """
+        arguments = self._read(args, kwargs)
+        if arguments is None or len(arguments.inputs) != len(weights) or not arguments.has_batch:
+            return None
+        inputs, cos, sin, unsqueeze_dim, _ = arguments
+        q, k = inputs[0], inputs[1] if len(inputs) == 2 else None
+        first, last = weights[0], weights[-1]
+        has_equal_weights = (first is None) == (last is None) and (
+            first is None or last is None or first.dtype == last.dtype
+        )
+        fits_heads = all(w is None or tuple(w.shape) == tuple(q.shape[3:]) for w in weights)
+        if not (has_equal_weights and fits_heads and q.shape[unsqueeze_dim] > 0 and q.numel() > 0):
+            return None
+        # The dtype that the norms return.
+        rounds_first = options["rounding"] == "before_weight" and first is not None
+        dtype = torch.promote_types(q.dtype, first.dtype) if rounds_first and first is not None else q.dtype
+        # The op returns the dtype to which torch promotes that dtype and cos.
+        has_dtype = self.form.result == "promoted" or torch.promote_types(dtype, cos.dtype) == dtype
+        if self.form.table != "halves" or not has_dtype or not can_run_kernels(q, k, cos, sin):
+            return None
+        if not runs_kernels(q, k, *weights):
+            return None
+        sin = -sin if self.form.flipped else sin
+        results = qk_norm_rope(
+            q,
+            k,
+            first,
+            None if k is None else last,
+            cos,
+            sin,
+            unsqueeze_dim=unsqueeze_dim,
+            layout=self.form.layout,
+            **options,
+        )
+        return results[0] if k is None else results
+
+    def _read(self, args: tuple, kwargs: dict[str, Any]) -> "_RopeArguments | None":
+        """Return the arguments for the op; None if the op does not accept the arguments of the stock function."""
+        call = self.call
+        arguments = {**dict(zip(call.names, args, strict=False)), **kwargs}
+        values = [arguments.get(name) for name in (*call.tensors, "cos", "sin")]
+        tensors = [x for x in values if isinstance(x, Tensor)]
+        unsqueeze_dim = arguments.get("unsqueeze_dim", call.unsqueeze_dim or 2)
+        if len(tensors) < len(values) or arguments.get("position_ids") is not None:
+            return None
+        # A helper that the function calls may have been replaced in the file.
+        if not (self._holds_for_graph() if torch.compiler.is_compiling() else self.guard.holds(self.stock)):
+            return None
+        *inputs, cos, sin = tensors
+        has_batch = cos.dim() == 3
+        if not has_batch and cos.dim() == 2 and call.unsqueeze_dim is None and all(x.dim() == 3 for x in inputs):
+            *inputs, cos, sin = (x[None] for x in tensors)
+        if unsqueeze_dim not in (1, 2) or not self._fits(inputs, cos, sin, unsqueeze_dim):
+            return None
+        return _RopeArguments(inputs, cos, sin, unsqueeze_dim, has_batch)
+
+    @torch.compiler.assume_constant_result
+    def _holds_for_graph(self) -> bool:
+        """Compare the function once for each graph."""
+        return self.guard.holds(self.stock)
+
+    def _fits(self, inputs: list[Tensor], cos: Tensor, sin: Tensor, unsqueeze_dim: int) -> bool:
+        """Return True if the op accepts these shapes. The stock function accepts all shapes that broadcast."""
+        if cos.dim() != 3 or any(x.dim() != 4 for x in inputs) or (cos.shape, cos.dtype) != (sin.shape, sin.dtype):
+            return False
+        q, width = inputs[0], rotary_size(cos, self.form.table)
+        batch, length, size = q.shape[0], q.shape[3 - unsqueeze_dim], q.shape[3]
+        sizes = ((x.shape[0], x.shape[3 - unsqueeze_dim], x.shape[3], x.dtype) for x in inputs)
+        has_equal_sizes = all(each == (batch, length, size, q.dtype) for each in sizes)
+        fits_head = width == size or (self.form.partial and width < size)
+        fits_table = width % 2 == 0 and cos.shape[0] in (1, batch) and cos.shape[1] == length
+        return has_equal_sizes and fits_head and fits_table
+
+
+class RopeRecipe:
+    """The stock forward of an attention class, with other rope functions and perhaps with fused statements.
+
+    `forms` holds the name of each rope function among the globals of the file, and the form that computes it.
+    """
+
+    def __init__(
+        self,
+        cls: type[nn.Module],
+        forms: tuple[tuple[str, Form | ComplexForm], ...],
+        fuses_statements: bool = False,
+        guards: tuple[FunctionGuard, ...] | None = None,
+    ) -> None:
+        self.cls, self.forms, self.fuses_statements = cls, forms, fuses_statements
+        self.stock = inspect.getattr_static(cls, "forward")
+        rewritten = fuse_statements(self.stock) if fuses_statements else None
+        function = rewritten if isinstance(rewritten, types.FunctionType) else self.stock
+        file_globals = innermost(function).__globals__
+        # The names of the children of each group of layers that are called together with the same input.
+        self.product_groups: tuple[tuple[str, ...], ...] = vars(innermost(function)).get(PRODUCT_GROUPS, ())
+        # A copy of a recipe keeps its guards, because the file may have other functions by now.
+        self.guards = guards or tuple(FunctionGuard(file_globals[name]) for name, _ in forms)
+        fused_ropes: dict[str, _FusedRope | FusedComplexRope] = {}
+        for (name, form), guard in zip(forms, self.guards, strict=True):
+            current = file_globals.get(name)
+            if isinstance(current, types.FunctionType) and guard.holds(current):
+                fused_ropes[name] = (
+                    FusedComplexRope(current, form, guard)
+                    if isinstance(form, ComplexForm)
+                    else _FusedRope(current, form, guard)
+                )
+        self.exchanged = ForwardWithFunctions(self.stock, fused_ropes, function)
+
+    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return self.exchanged.forward_for(module)(module, *args, **kwargs)
+
+    def __reduce__(self) -> tuple:
+        return _restore_recipe, (self.cls, self.forms, self.fuses_statements, self.guards)
+
+    def with_fused_statements(self) -> "RopeRecipe":
+        """Return a recipe that also fuses the statements of the forward."""
+        return RopeRecipe(self.cls, self.forms, True, self.guards)
+
+    def describe_statements(
+        self, module: nn.Module, recipe: FusedStatementsRecipe, recipes: Mapping[nn.Module, Any]
+    ) -> FusedStatementsRecipe:
+        """Return the recipe of the fused statements, whose name says whether the norms of queries and keys are fused.
+
+        `recipes` holds the recipes of all modules of the model.
+        """
+        is_supported = all(isinstance(form, Form) and form.table == "halves" for _, form in self.forms)
+        return recipe.with_head_norms(module, recipes) if is_supported else recipe
+
+    def __str__(self) -> str:
+        return "; ".join(dict.fromkeys(str(form) for _, form in self.forms))
+
+
+class StockForward:
+    """The forward of a module's class, in place of a recipe that cannot be built in this process."""
+
+    def __init__(self, arguments: tuple) -> None:
+        self.arguments = arguments
+
+    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return type(module).forward(module, *args, **kwargs)
+
+    def __reduce__(self) -> tuple:
+        return _restore_recipe, self.arguments
+
+
+def _restore_recipe(*arguments: Any) -> RopeRecipe | StockForward:
+    """Return the recipe of a copied module, or the stock forward if the forward of its class cannot be rebuilt."""
+    forward = inspect.getattr_static(arguments[0], "forward", None)
+    if not isinstance(forward, types.FunctionType) or written_globals(innermost(forward)):
+        return StockForward(arguments)
+    try:
+        return RopeRecipe(*arguments)
+    except NotReadable:
+        return StockForward(arguments)
+
+
+def _form_of(value: object, module_name: str) -> Form | ComplexForm | str | None:
+    """Return the form of a global that a forward names, a reason, or None if it is no rope function.
+
+    `module_name` is the name of the Python module that contains the forward.
+    """
+    if not isinstance(value, types.FunctionType):
+        return None
+    if not {"cos", "sin"} <= inspect.signature(value).parameters.keys() and not takes_complex_table(value):
+        return None
+    origin = inspect.unwrap(value).__module__ or ""
+    if origin.split(".")[0] not in (module_name.split(".")[0], "transformers"):
+        return f"was already replaced (by {origin})"
+    return recognise_function(value) or "has other arguments than queries, keys, cos and sin"
+
+
+def recognise_rope(module: nn.Module) -> RopeRecipe | str | None:
+    """Recognise a module whose forward calls a function of `cos` and `sin` that computes what `rope` computes.
+
+    Return a recipe, the reason why such a module keeps its forward, or None for another module.
+    """
+    stock = inspect.getattr_static(type(module), "forward", None)
+    if not isinstance(stock, types.FunctionType):
+        return None
+    forward = innermost(stock)
+    forms: list[tuple[str, Form | ComplexForm]] = []
+    reasons: list[str] = []
+    for name in forward.__code__.co_names:
+        form = _form_of(forward.__globals__.get(name), forward.__module__)
+        if isinstance(form, (Form, ComplexForm)):
+            forms.append((name, form))
+        elif form:
+            reasons.append(f"{name}: {form}")
+    if not forms:
+        return "; ".join(reasons) or None
+    if targets := written_globals(forward):
+        return f"its forward writes {targets[0]}"
+    try:
+        rebuild_wrappers(stock, forward)
+    except NotReadable as error:
+        return f"its forward {error}"
+    return RopeRecipe(type(module), tuple(forms))

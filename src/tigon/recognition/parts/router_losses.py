@@ -1,0 +1,190 @@
+"""Recognise the loss that balances experts: a function of the module's file, which the forward of a model calls.
+
+    def forward(self, ...):
+        ...
+        aux_loss = load_balancing_loss_func(outputs.router_logits, self.num_experts, self.top_k, attention_mask)
+
+A function with these arguments runs on random logits, with and without a mask, and must agree with the op. In fp32 only
+the order of sums may differ. In bf16 the op must be as near to the exact loss as the function is. The function runs
+instead of the op for any other arguments.
+"""
+
+import functools
+import inspect
+import itertools
+import logging
+import types
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tigon.ops.experts.load_balancing import load_balancing_loss, load_balancing_loss_reference
+from tigon.recognition.guards.function_guard import FunctionGuard
+from tigon.recognition.probing.exchanged_functions import ForwardWithFunctions, written_globals
+from tigon.recognition.probing.standin import gradients, normal, probing, same_gradients
+from tigon.recognition.rewriting.source import NotReadable, innermost
+from tigon.runtime.compat.autograd import has_active_transform
+from tigon.runtime.device import KERNEL_DTYPES, PLAIN
+from tigon.runtime.state.reach import explore
+from tigon.runtime.weak_cache import cached_weakly
+
+LOGGER = logging.getLogger("tigon")
+
+# The arguments after the logits.
+ARGUMENTS = ("num_experts", "top_k", "attention_mask")
+# The sizes of the logits that a function is compared on: layers, sequences, their length, and experts.
+LAYERS, BATCH, LENGTH, EXPERTS = 3, 2, 9, 7
+
+
+class FusedRouterLoss:
+    """Takes the place of the stock function. It runs the op where the op accepts the arguments, else this function."""
+
+    def __init__(self, stock: types.FunctionType, guard: FunctionGuard) -> None:
+        self.stock, self.guard = stock, guard
+        self.names = tuple(inspect.signature(stock).parameters)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        arguments = {**dict(zip(self.names, args, strict=False)), **kwargs}
+        values = [arguments.get(name) for name in self.names]
+        holds = self._holds_for_graph() if torch.compiler.is_compiling() else self.guard.holds(self.stock)
+        has_known_arguments = len(args) + len(kwargs) == len(arguments) and arguments.keys() <= set(self.names)
+        if holds and has_known_arguments and _accepts(*values):
+            return load_balancing_loss(*values)  # type: ignore[arg-type]
+        return self.stock(*args, **kwargs)
+
+    @torch.compiler.assume_constant_result
+    def _holds_for_graph(self) -> bool:
+        """Compare the function once for each graph."""
+        return self.guard.holds(self.stock)
+
+
+def _accepts(logits: Any, num_experts: Any, top_k: Any, mask: Any) -> bool:
+    """Return True if the op computes what the function computes of these arguments."""
+    if not (type(logits) is tuple and logits and type(num_experts) is int and type(top_k) is int):
+        return False
+    if has_active_transform() or not 0 < top_k <= num_experts:
+        return False
+    for layer in logits:
+        if type(layer) not in PLAIN or layer.dtype not in KERNEL_DTYPES or layer.device != logits[0].device:
+            return False
+        if layer.dim() != 2 or layer.shape[1] != num_experts:
+            return False
+    if mask is None:
+        return True
+    is_mask = type(mask) in PLAIN and mask.dim() == 2 and not mask.requires_grad and not mask.is_complex()
+    return is_mask and all(layer.shape[0] == mask.numel() and layer.device == mask.device for layer in logits)
+
+
+class RouterLossForward:
+    """The stock forward of a class of models, with the op in place of functions that compute the loss of routers.
+
+    `names` are the names of these functions among the globals of the file.
+    """
+
+    def __init__(
+        self, cls: type[nn.Module], names: tuple[str, ...], guards: tuple[FunctionGuard, ...] | None = None
+    ) -> None:
+        stock = inspect.getattr_static(cls, "forward")
+        file_globals = innermost(stock).__globals__
+        # A copy of a forward keeps its guards, because the file may have other functions by now.
+        self.guards = guards or tuple(FunctionGuard(file_globals[name]) for name in names)
+        functions = {}
+        for name, guard in zip(names, self.guards, strict=True):
+            current = file_globals.get(name)
+            if isinstance(current, types.FunctionType) and guard.holds(current):
+                functions[name] = FusedRouterLoss(current, guard)
+        self.cls, self.names, self.exchanged = cls, names, ForwardWithFunctions(stock, functions)
+
+    def __call__(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return self.exchanged.forward_for(model)(model, *args, **kwargs)
+
+    def __reduce__(self) -> tuple:
+        return _restore_forward, (self.cls, self.names, self.guards)
+
+
+def _restore_forward(
+    cls: type[nn.Module], names: tuple[str, ...], guards: tuple[FunctionGuard, ...]
+) -> RouterLossForward | None:
+    """Return the forward of a copied model; None if the forward of its class cannot be rebuilt in this process."""
+    return (
+        RouterLossForward(cls, names, guards)
+        if _is_exchangeable(inspect.getattr_static(cls, "forward", None))
+        else None
+    )
+
+
+def _is_exchangeable(forward: Any) -> bool:
+    """Return True if a forward can run with other functions."""
+    if not isinstance(forward, types.FunctionType) or written_globals(innermost(forward)):
+        return False
+    try:
+        ForwardWithFunctions(forward, {})
+    except NotReadable:
+        return False
+    return True
+
+
+def find_router_losses(cls: type[nn.Module]) -> tuple[str, ...]:
+    """Return the names of the functions in the forward of a class that compute what the op computes."""
+    forward = inspect.getattr_static(cls, "forward", None)
+    if not _is_exchangeable(forward):
+        return ()
+    function = innermost(forward)
+    candidates = {name: function.__globals__.get(name) for name in function.__code__.co_names}
+    return tuple(name for name, value in candidates.items() if _computes_op(value))
+
+
+def _computes_op(function: object) -> bool:
+    """Return True if a global that a forward names computes what the op computes."""
+    if not isinstance(function, types.FunctionType):
+        return False
+    parameters = tuple(inspect.signature(function).parameters)
+    if len(parameters) != 1 + len(ARGUMENTS) or parameters[1:] != ARGUMENTS:
+        return False
+    reach = explore(function)
+    if reach.reason:
+        LOGGER.debug("%s is not replaced: %s", function.__qualname__, reach.reason)
+        return False
+    with reach.preserved():
+        agrees = _compare(function, reach.fingerprint)
+    return agrees and not reach.reason
+
+
+@cached_weakly
+def _compare(function: types.FunctionType, state: tuple) -> bool:
+    """Compare a function with the op. `state` is the fingerprint of its reach."""
+    try:
+        with probing():
+            return all(_agrees(function, *case) for case in _cases())
+    except Exception:
+        LOGGER.debug("%s cannot be run by itself", function.__qualname__, exc_info=True)
+        return False
+
+
+def _cases() -> list[tuple[int, int, Tensor | None]]:
+    """Return the number of layers, the number of chosen experts, and the mask of each comparison."""
+    padding = torch.ones(BATCH, LENGTH, dtype=torch.int64, device="cpu")
+    padding[1, -3:] = 0
+    masks = (None, padding, normal(3, BATCH, LENGTH).abs())
+    return list(itertools.product((1, LAYERS), (1, 2), masks))
+
+
+def _agrees(function: types.FunctionType, layers: int, top_k: int, mask: Tensor | None) -> bool:
+    """Return True if a function has the losses and the gradients of the op."""
+    for seed, dtype in enumerate((torch.float32, torch.bfloat16)):
+        logits = tuple(normal(10 * seed + i, BATCH * LENGTH, EXPERTS, dtype=dtype) * 2 for i in range(layers))
+        run = lambda f, x: f(x, EXPERTS, top_k, mask)
+        stock, ours = (run(f, logits) for f in (function, load_balancing_loss))
+        exact = run(load_balancing_loss_reference, tuple(x.double() for x in logits))
+        if not isinstance(stock, Tensor) or (stock.dtype, stock.shape) != (ours.dtype, ours.shape):
+            return False
+        stock_error, our_error = ((y.double() - exact).abs() / exact for y in (stock, ours))
+        # A softmax in bf16 makes some logits equal, and `topk` may choose any of them.
+        if not (our_error < 1e-5 and stock_error < (1e-5 if dtype == torch.float32 else 0.2)):
+            return False
+    logits = tuple(normal(30 + i, BATCH * LENGTH, EXPERTS) * 2 for i in range(layers))
+    stock_gradients, our_gradients = (
+        gradients(functools.partial(run, f, logits), list(logits)) for f in (function, load_balancing_loss)
+    )
+    return same_gradients(our_gradients, stock_gradients)

@@ -1,0 +1,1 @@
+"""Run stand-ins of modules on probes, and compare the results with those of candidates."""

@@ -1,0 +1,48 @@
+"""Group modules into kinds, so that recognition runs once for each kind: modules of one kind compute the same."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from tigon.recognition.probing.standin import own_tensors
+from tigon.recognition.replacement import is_changed
+from tigon.runtime.engines import full_shape
+from tigon.runtime.state.modules import MODULE_STATE
+
+
+def kind_of(module: nn.Module) -> tuple:
+    """Return everything that recognition depends on. A model with many layers has few kinds."""
+    settings = [(name, value) for name, value in vars(module).items() if name not in MODULE_STATE]
+    if type(module).__module__.startswith("peft."):
+        settings = [(name, _without_name(value)) for name, value in settings]
+    attributes = tuple((name, _describe(value)) for name, value in settings)
+    tensors = own_tensors(module).items()
+    shapes = tuple((k, None if t is None else full_shape(t)) for k, t in tensors)
+    children = tuple((k, None if child is None else kind_of(child)) for k, child in module._modules.items())
+    return type(module), attributes, shapes, children, is_changed(module)
+
+
+def _without_name(arguments: Any) -> Any:
+    """Return the arguments of the constructor of a layer of PEFT without the name of the layer.
+
+    PEFT stores these arguments in the layer. Its forward does not read the name, which would make each layer a kind of
+    its own.
+    """
+    if type(arguments) is not dict:
+        return arguments
+    return {key: value for key, value in arguments.items() if key != "target_name"}
+
+
+def _describe(value: Any) -> tuple:
+    """Return the type of a value, and the value itself if it is simple or a container of simple values, else its id.
+
+    The type is included, because 1 and True are equal.
+    """
+    if isinstance(value, (int, float, str, bool, type(None), torch.device, torch.dtype)):
+        return type(value), value
+    if type(value) in (list, tuple):
+        return type(value), tuple(map(_describe, value))
+    if type(value) is dict:
+        return type(value), tuple((_describe(key), _describe(item)) for key, item in value.items())
+    return type(value), id(value)

@@ -1,0 +1,248 @@
+"""Compare a candidate with a forward in other modes, layouts and devices, and with special upstream gradients.
+
+A *subject* is a function `subject(dtype, training=True)` that returns a fresh stand-in with parameters of that dtype.
+The forward and the candidate run on their own stand-ins, so that a forward that changes its module cannot influence the
+candidate. `inputs(dtype, *shape)` returns the inputs with these leading dimensions.
+"""
+
+import functools
+import itertools
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tigon.recognition.guards.code_facts import has_conditions, may_see_sizes
+from tigon.recognition.probing.standin import BF16, FP16, FP32, describe, normal, same_values
+from tigon.recognition.probing.symbolic import find_size_use
+from tigon.recognition.probing.trials import record
+from tigon.runtime.state.places import Reach
+
+LOGGER = logging.getLogger("tigon")
+
+DTYPES = (FP32, BF16, FP16)
+# The largest difference of gradients, relative to the largest value of a row.
+TOLERANCE = {FP32: 1e-3, BF16: 0.1, FP16: 0.1}
+# One leading shape for each number of dimensions that a recipe accepts.
+SHAPES = ((), (8,), (2, 4), (2, 2, 2))
+# Sizes of 0 and 1, which a run with symbolic sizes does not cover.
+SMALL_SHAPES = ((1,), (1, 1), (2, 0), (1, 3), (3, 1), (2, 1, 3))
+
+Subject = Callable[..., nn.Module]
+ProbeInputs = Callable[..., list[Tensor]]
+
+
+def agrees(
+    candidate: Callable,
+    make: Callable[[], nn.Module],
+    inputs: Sequence[Tensor],
+    *,
+    needs_grad: bool = False,
+    has_special_upstream: bool = False,
+    compares_values: bool = True,
+    must_run: bool = False,
+) -> bool | None:
+    """Return True if a candidate computes what the forward computes, and None if the forward raises an exception.
+
+    `make` returns a fresh stand-in. The forward and the candidate get one each. With `needs_grad`, gradients are
+    compared too. With `has_special_upstream`, the upstream gradient holds NaN and infinities. Without
+    `compares_values`, only the type, dtype, shape and layout of the output are compared. With `must_run`, the record of
+    comparisons counts an exception of the forward as a mismatch.
+    """
+    words = ["special"] * has_special_upstream + ["gradients"] * needs_grad
+    mode = " ".join(words + ["properties of the output"] * (not compares_values))
+    stock, copy = make(), make()
+    try:
+        stock_run = functools.partial(type(stock).forward, stock)
+        expected = _results(stock, stock_run, inputs, needs_grad, has_special_upstream)
+    except Exception as error:
+        LOGGER.debug("the forward of %s refuses a probe", type(stock).__name__, exc_info=True)
+        if must_run:
+            text = f"its forward raises {describe(error)}"
+            record(False, candidate, stock, inputs, None, None, mode=mode, text=text)
+        return None
+    try:
+        run = functools.partial(candidate, copy, reference=True)
+        results = _results(copy, run, inputs, needs_grad, has_special_upstream)
+    except Exception as error:
+        text = f"the candidate raises {describe(error)}"
+        record(False, candidate, stock, inputs, None, None, mode=mode, text=text)
+        LOGGER.debug("%s refuses a probe that %s accepts", candidate, type(stock).__name__, exc_info=True)
+        return False
+    if not _same_output(results[0], expected[0], compares_values):
+        return record(False, candidate, stock, inputs, results[0], expected[0], mode=mode)
+    is_same = _same_gradients(results[1:], expected[1:])
+    return record(is_same, candidate, stock, inputs, results[1:], expected[1:], mode=mode)
+
+
+def _results(
+    twin: nn.Module, run: Callable, inputs: Sequence[Tensor], needs_grad: bool, has_special_upstream: bool
+) -> list:
+    """Return an output and, with `needs_grad`, the gradients of the inputs and of the parameters."""
+    leaves = [x.detach().clone().requires_grad_(needs_grad or x.requires_grad) for x in inputs]
+    if not needs_grad:
+        return [run(*leaves)]
+    parameters = [p.requires_grad_() for m in twin.modules() for p in m._parameters.values() if p is not None]
+    with torch.enable_grad():
+        y = run(*leaves)
+    if not (isinstance(y, Tensor) and y.requires_grad):
+        return [y]
+    dy = _upstream(y, has_special_upstream)
+    return [y, *torch.autograd.grad(y, [*leaves, *parameters], dy, allow_unused=True)]
+
+
+def _upstream(y: Tensor, is_special: bool) -> Tensor:
+    """Return an upstream gradient. A special one has rows of very different sizes, NaN and infinities."""
+    dy = normal(9, *y.shape, dtype=y.dtype)
+    if is_special:
+        for i, row in enumerate(dy.view(-1, dy.shape[-1])):
+            row *= (1.0, 1e-3, 1e4, 1.0, 1e8, 1.0, 0.0, 1.0)[i % 8]
+            if i % 8 in (3, 5, 7):
+                row[i % len(row)] = {3: torch.nan, 5: torch.inf, 7: -torch.inf}[i % 8]
+    return dy
+
+
+def _same_output(a: Any, b: Any, compares_values: bool) -> bool:
+    """Return True if two outputs are tensors of one type with the same values and properties."""
+    if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
+        return False
+    properties = lambda t: (type(t), t.dtype, t.device, t.shape, t.layout, t.requires_grad, getattr(t, "names", None))
+    if properties(a) != properties(b) or _strides(a) != _strides(b):
+        return False
+    return a.is_meta or not compares_values or same_values(a.detach(), b.detach())
+
+
+def _strides(x: Tensor) -> list[int]:
+    """Return the strides of dimensions with several elements. The strides of other dimensions have no effect."""
+    return [stride for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1 and x.numel()]
+
+
+def _same_gradients(ours: Sequence[Tensor | None], stock: Sequence[Tensor | None]) -> bool:
+    return len(ours) == len(stock) and all(map(_same_gradient, ours, stock))
+
+
+def _same_gradient(a: Tensor | None, b: Tensor | None) -> bool:
+    """Return True if both gradients are None, or the same rows are finite and differ at most by rounding."""
+    if a is None or b is None:
+        return a is b
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    tolerance = TOLERANCE[a.dtype]
+    a, b = (t.double().reshape(-1, t.shape[-1]) for t in (a, b))
+    is_finite = b.isfinite().all(-1)
+    difference, bound = (a - b).abs().amax(-1), tolerance * b.abs().amax(-1)
+    return torch.equal(a.isfinite().all(-1), is_finite) and bool((~is_finite | (difference <= bound)).all())
+
+
+def agrees_in_circumstances(candidate: Callable, subject: Subject, inputs: ProbeInputs) -> bool:
+    """Compare special gradients, small sizes, autocast, no_grad for inputs that require gradients, and devices."""
+    in_fp32 = functools.partial(subject, FP32)
+    x, x_bf16 = inputs(FP32, 2, 4), inputs(BF16, 2, 4)
+    in_bf16 = functools.partial(subject, BF16)
+    runs_and_agrees = functools.partial(agrees, candidate, must_run=True)
+    results = [
+        runs_and_agrees(in_fp32, inputs(FP32, 4, 4), needs_grad=True, has_special_upstream=True) is True,
+        runs_and_agrees(in_bf16, inputs(BF16, 4, 4), needs_grad=True, has_special_upstream=True) is True,
+        # Under `no_grad`, the output must not require gradients although the inputs do.
+        runs_and_agrees(in_fp32, [t.clone().requires_grad_() for t in x]) is True,
+    ]
+    results += [agrees(candidate, in_fp32, inputs(FP32, *shape)) is not False for shape in SMALL_SHAPES]
+    with torch.autocast("cpu", BF16):
+        results += [agrees(candidate, in_fp32, each) is not False for each in (x, x_bf16)]
+    on_meta = lambda training=True: _to_meta(subject(FP32, training))
+    results += [
+        runs_and_agrees(on_meta, [t.to("meta") for t in x]) is True,
+        # A forward that moves its input gives an output on another device. `F.linear` of tensors on different devices
+        # raises no error, and its values are undefined.
+        agrees(candidate, on_meta, x, compares_values=False) is not False,
+        agrees(candidate, in_fp32, [t.to("meta") for t in x], compares_values=False) is not False,
+    ]
+    return all(results)
+
+
+def _to_meta(twin: nn.Module) -> nn.Module:
+    """Move the parameters of a stand-in to the meta device."""
+    for module in twin.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[name] = nn.Parameter(parameter.detach().to("meta"), requires_grad=False)
+    return twin
+
+
+def agrees_in_all_combinations(
+    candidate: Callable, subject: Subject, inputs: ProbeInputs, pairs: Sequence[tuple[torch.dtype, torch.dtype | None]]
+) -> bool:
+    """Compare in every combination of mode, dtypes, number of dimensions and gradients.
+
+    A condition in the forward may depend on several of them at once.
+    """
+    for training, (dtype, weight_dtype), shape in itertools.product((True, False), pairs, SHAPES):
+        make, x = functools.partial(subject, weight_dtype, training), inputs(dtype, *shape)
+        if any(agrees(candidate, make, x, needs_grad=needs_grad) is False for needs_grad in (False, True)):
+            return False
+    return True
+
+
+def runs_without_contiguity(candidate: Callable, subject: Subject, inputs: ProbeInputs) -> bool:
+    """Return True if the candidate reproduces a forward for an input that is not contiguous.
+
+    A forward may refuse such an input, as `view` does, or copy it first, which changes the order of sums.
+    """
+    x = [t.transpose(0, 1) for t in inputs(FP32, 3, 4)]
+    stock = subject(FP32)
+    try:
+        expected = type(stock).forward(stock, *x)
+        return same_values(candidate(subject(FP32), *x, reference=True), expected)
+    except Exception:
+        LOGGER.debug("%s refuses an input that is not contiguous", type(stock).__name__, exc_info=True)
+        return False
+
+
+def explain_limits(
+    candidate: Callable,
+    subject: Subject,
+    inputs: ProbeInputs,
+    module: nn.Module,
+    reach: Reach,
+    pairs: Sequence[tuple[torch.dtype, torch.dtype | None]] | None = None,
+    dims: Iterable[int] = (),
+) -> str | None:
+    """Return why a forward may compute something else for other tensors or other batch sizes, or None.
+
+    `reach` is the code that the forward of `module` may run. The run with symbolic sizes is in training mode, in fp32,
+    with three dimensions. If `pairs` is given and the code has conditions, it runs in both modes with every combination
+    of `pairs` (the dtypes of the input and of the weights) and `dims` (numbers of dimensions).
+    """
+    if reason := _explain_reads_of_input(subject(), inputs(FP32, 2, 4)):
+        return reason
+    if not may_see_sizes(reach, module):
+        return None
+    modes: tuple[bool, ...] = True, False
+    if pairs is None or not has_conditions(reach):
+        modes, pairs, dims = (True,), ((FP32, FP32),), (3,)
+    for training, (dtype, weight_dtype), dim in itertools.product(modes, pairs, sorted(set(dims) - {1})):
+        twin = subject(weight_dtype, training)
+        reference = functools.partial(candidate, twin, reference=True)
+        tensors = tuple(inputs(dtype, *[2] * (dim - 1)))
+        if reason := find_size_use(functools.partial(type(twin).forward, twin), reference, tensors):
+            return reason
+    return None
+
+
+def _explain_reads_of_input(twin: nn.Module, inputs: Sequence[Tensor]) -> str | None:
+    """Return a reason if a forward looks for an attribute of its input that plain tensors do not have, or None."""
+    names: list[str] = []
+
+    class Recorder(Tensor):
+        def __getattr__(self, name: str) -> Any:
+            names.append(name)
+            raise AttributeError(name)
+
+    try:
+        type(twin).forward(twin, *(x.as_subclass(Recorder) for x in inputs))
+    except Exception:
+        LOGGER.debug("the forward of %s refuses a tensor that records reads", type(twin).__name__, exc_info=True)
+    missing = next((name for name in names if not name.startswith("__")), None)
+    return missing and f"its forward reads .{missing} of its input, which only some tensors have"

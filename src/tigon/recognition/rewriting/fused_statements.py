@@ -1,0 +1,295 @@
+"""Recognise statements of a forward that one op computes together.
+
+There are five patterns: a sum and the norm of that sum, a norm whose input is also the residual, several linear layers
+with the same input, two linear layers with an activation between them, in a layer that has no module for them, and the
+norms of queries and keys with the rotary embedding after them. All other statements stay as their author wrote them
+(`tigon.recognition.rewriting.rewriting`). The functions that replace the statements check at every call that the norm,
+the activation and the linear layers compute what their op computes. If one of them does not, the functions compute what the
+stock statements compute.
+"""
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tigon.memory.lean import is_lean
+from tigon.ops.mlps.projections import does_more_than_forward, linears
+from tigon.ops.norms.rms_norm import add_rms_norm_for, rms_norm_for
+from tigon.recognition.parts.adapters import compute_layers, read_projections
+from tigon.recognition.parts.fp8 import compute_in_fp8
+from tigon.recognition.parts.norm_recipes import RMSNormRecipe
+from tigon.recognition.parts.norms import recognise_norm
+from tigon.recognition.parts.two_layer_mlps import chunked_method, compute_mlp, has_two_layer_mlp
+from tigon.recognition.probing.kind import kind_of
+from tigon.recognition.probing.standin import is_linear
+from tigon.recognition.probing.trials import explain_none, not_recording
+from tigon.recognition.replacement import Replacement, requests_of
+from tigon.recognition.rewriting.overwriting import overwritten_inputs
+from tigon.recognition.rewriting.rewriting import (
+    ADD_NORM,
+    HEAD_NORMS,
+    NORM_ROPE,
+    NORM_WITH_RESIDUAL,
+    PRODUCT_GROUPS,
+    PRODUCTS,
+    rewrite,
+)
+from tigon.recognition.rewriting.source import CodeState, Rewritten, cached_by_code, code_state, innermost, is_unchanged
+from tigon.runtime.device import runs_kernels
+from tigon.runtime.state.reach import explore
+from tigon.runtime.weak_cache import cached_weakly, weak_key
+
+
+def _arguments(norm: Any, x: Tensor) -> tuple[Tensor | None, float, dict[str, Any]] | None:
+    """Return weight, epsilon and options for the op of a patched norm; None if the op cannot compute the norm of x.
+
+    A norm with hooks is not computed by the op. `norm` may also be a method or a function, because the forward may call
+    any attribute.
+    """
+    forward = getattr(norm, "__dict__", {}).get("forward")
+    # The type is compared, because a wrapper of accelerate has all attributes of a replacement.
+    if type(forward) is not Replacement or type(recipe := forward.recipe) is not RMSNormRecipe or not forward.holds():
+        return None
+    return None if does_more_than_forward(norm) else recipe.arguments(norm, x)
+
+
+def add_norm(norm: nn.Module, a: Any, b: Any) -> tuple[Any, Any]:
+    """Return norm(a + b) and a + b."""
+    if _is_fusible_sum(a, b) and (arguments := _arguments(norm, a)) is not None:
+        weight, eps, options = arguments
+        # In a lean block, the norm of a sum is recomputed only if all tensors have one dtype.
+        if runs_kernels(a, b, weight) and not (is_lean() and weight is not None and weight.dtype != a.dtype):
+            return add_rms_norm_for(requests_of(norm), a, b, weight, eps, **options)
+    total = a + b
+    return norm(total), total
+
+
+def _is_fusible_sum(a: Any, b: Any) -> bool:
+    """Return True if a kernel may add two tensors. In graphs it may not, because the compiler fuses sums itself."""
+    is_plain = isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape and a.dtype == b.dtype
+    return is_plain and a.device == b.device and not torch.compiler.is_compiling()
+
+
+def norm_with_residual(norm: nn.Module, x: Any) -> tuple[Any, Any]:
+    """Return norm(x) and x."""
+    if isinstance(x, Tensor) and not torch.compiler.is_compiling() and (arguments := _arguments(norm, x)) is not None:
+        weight, eps, options = arguments
+        return rms_norm_for(requests_of(norm), x, weight, eps, **options, returns_x=True)
+    return norm(x), x
+
+
+def products(x: Any, *layers: nn.Module) -> tuple[Tensor, ...] | None:
+    """Return layer(x) for each layer; None if the caller has to call the layers."""
+    if torch.compiler.is_compiling():
+        return None
+    if (outputs := linears(x, layers)) is not None or (outputs := compute_in_fp8(x, layers)) is not None:
+        return outputs
+    projections = read_projections(x, layers)
+    return None if projections is None else compute_layers(x, projections)
+
+
+@dataclass(frozen=True)
+class _StartedNorm:
+    """A norm over the features of each head, which `norm_rope` computes."""
+
+    norm: nn.Module
+    weight: Tensor | None
+    # The options of `qk_norm_rope`.
+    options: dict[str, Any]
+
+
+def start_norm(rope: Any, norm: nn.Module, x: Any) -> tuple[Any, _StartedNorm | None]:
+    """Return x and its norm, if `norm_rope` may compute the norm together with `rope`, and norm(x) and None otherwise.
+
+    In graphs, the norm is computed at once, because the compiler fuses it.
+    """
+    if torch.compiler.is_compiling() or not hasattr(rope, "rotate_normalised"):
+        return norm(x), None
+    if isinstance(x, Tensor) and x.dim() == 4 and (arguments := _arguments(norm, x)) is not None:
+        weight, eps, options = arguments
+        if runs_kernels(x, weight):
+            return x, _StartedNorm(norm, weight, {"eps": eps, **options})
+    return norm(x), None
+
+
+def norm_rope(
+    rope: Any,
+    started_norms: tuple[_StartedNorm | None, ...],
+    transposed: tuple[bool, ...],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Compute the norms that `start_norm` has started, then `rope(*args, **kwargs)`, if possible in one kernel.
+
+    `rope` is None if nothing is to be rotated. `transposed` says for each tensor whether dimensions 1 and 2 were
+    exchanged since its norm was started.
+    """
+    norms = [norm for norm in started_norms if norm is not None]
+    if rope is not None and len(norms) == len(started_norms) and norms[0].options == norms[-1].options:
+        weights = [norm.weight for norm in norms]
+        if (rotated := rope.rotate_normalised(weights, norms[0].options, args, kwargs)) is not None:
+            return rotated
+    tensors = list(args)
+    for i, (started_norm, is_transposed) in enumerate(zip(started_norms, transposed, strict=True)):
+        if started_norm is not None:
+            norm, x = started_norm.norm, tensors[i]
+            tensors[i] = norm(x.transpose(1, 2)).transpose(1, 2) if is_transposed else norm(x)
+    if rope is not None:
+        return rope(*tensors, **kwargs)
+    return tensors[0] if len(tensors) == 1 else tuple(tensors)
+
+
+@cached_by_code
+def _fuse(function: FunctionType) -> Rewritten | str | None:
+    return rewrite(function, add_norm, norm_with_residual, products, compute_mlp, chunked_method, start_norm, norm_rope)
+
+
+def fuse_statements(function: FunctionType) -> FunctionType | str | None:
+    """Return a forward whose patterns are replaced, None if it has none, or the reason why it cannot be rewritten."""
+    result = _fuse(function)
+    return result.build(function) if isinstance(result, Rewritten) else result
+
+
+class FusedStatementsRecipe:
+    """Recipe: the stock forward of a class, with its statements fused."""
+
+    part = "fused_statements"
+
+    def __init__(self, cls: type[nn.Module], has_mlp: bool = False, has_head_norms: bool = False) -> None:
+        self.cls, self.stock = cls, inspect.getattr_static(cls, "forward")
+        # True if one op computes the norms of queries and keys and the rotary embedding. Only the name depends on it.
+        self.has_head_norms = has_head_norms
+        # True if the module had an MLP that is no module of its own. Only the name of the recipe depends on it.
+        self.has_mlp = has_mlp
+        # The rewritten form of each forward, and the state of the code that was rewritten.
+        self.forwards: dict[Any, FunctionType | None] = {}
+        self.states: dict[Any, CodeState] = {}
+
+    def forward_for(self, forward: Any) -> FunctionType | None:
+        """Return the rewritten form of `forward`, if it is the stock forward, or the stock forward in more wrappers.
+
+        FSDP2 gives a layer a subclass of its class, whose forward transformers wraps once more. The result is None for
+        any other forward. It is None too if the model was unpickled where the class has another source.
+        """
+        if forward not in self.forwards:
+            are_functions = isinstance(forward, FunctionType) and isinstance(self.stock, FunctionType)
+            is_stock = are_functions and innermost(forward) is innermost(self.stock)
+            result = fuse_statements(forward) if is_stock else None
+            self.forwards[forward] = result if isinstance(result, FunctionType) else None
+            self.states[forward] = code_state(forward) if is_stock else ()
+        # A debugger may give a function other code. The rewritten form then belongs to the old code and must not run.
+        return self.forwards[forward] if is_unchanged(self.states[forward]) else None
+
+    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # The class may have another forward by now.
+        stock = type(module).forward
+        # A compiler fuses statements itself.
+        forward = None if torch.compiler.is_compiling() else self.forward_for(stock)
+        return (forward or stock)(module, *args, **kwargs)
+
+    def __reduce__(self) -> tuple:
+        return FusedStatementsRecipe, (self.cls, self.has_mlp, self.has_head_norms)
+
+    def with_head_norms(self, module: nn.Module, recipes: Mapping[nn.Module, Any]) -> "FusedStatementsRecipe":
+        """Return the recipe for a module whose rotary embedding is an op, which may compute norms too.
+
+        `recipes` holds the recipes of all modules of the model.
+        """
+        # A layer that reads the keys of another layer has no norm of keys.
+        norms = [norm for name in self.head_norms if (norm := getattr(module, name, None)) is not None]
+        has_recipes = (isinstance(norm, nn.Module) and isinstance(recipes.get(norm), RMSNormRecipe) for norm in norms)
+        return FusedStatementsRecipe(self.cls, self.has_mlp, bool(norms) and all(has_recipes))
+
+    def explain_other_norms(self, module: nn.Module, recipes: Mapping[nn.Module, Any]) -> str:
+        """Return a sentence about the norms of the module that are not computed with its rotary embedding, or ""."""
+        fused = self.head_norms if self.has_head_norms else ()
+        others = [n for n, m in module.named_children() if n not in fused and isinstance(recipes.get(m), RMSNormRecipe)]
+        reason = "no rotary embedding follows in a form that one op computes together with a norm"
+        return f"computed by themselves: {', '.join(others)} ({reason})" if others else ""
+
+    @property
+    def head_norms(self) -> tuple[str, ...]:
+        """Return the names of the children that normalise queries and keys just before their rotary embedding."""
+        forward = self.forward_for(self.stock)
+        return () if forward is None else vars(innermost(forward)).get(HEAD_NORMS, ())
+
+    @property
+    def product_groups(self) -> tuple[tuple[str, ...], ...]:
+        """Return the names of the children of each group of layers that are called together with the same input."""
+        forward = self.forward_for(self.stock)
+        return () if forward is None else vars(innermost(forward)).get(PRODUCT_GROUPS, ())
+
+    def __str__(self) -> str:
+        words = {ADD_NORM: "add + norm", NORM_WITH_RESIDUAL: "norm + residual", PRODUCTS: "products of one input"}
+        forward = self.forward_for(self.stock)
+        names = innermost(forward).__code__.co_freevars if forward is not None else ()
+        fused = [word for name, word in words.items() if name in names]
+        return ", ".join(["MLP"] * self.has_mlp + fused + ["q/k norm + rope"] * self.has_head_norms)
+
+
+# The patterns that need an RMS norm, or more than one linear layer.
+OTHER_PATTERNS = frozenset((ADD_NORM, NORM_WITH_RESIDUAL, PRODUCTS, NORM_ROPE))
+
+
+@cached_weakly
+def _results_of(cls: type[nn.Module]) -> dict[tuple, bool]:
+    """Return the cached results of `_is_rms_norm` for modules of a class, by everything that they depend on.
+
+    Results are cached for norms and not for layers, because the number of a layer (`layer_idx`) makes each layer a kind
+    of its own, while the norms of all layers are of one kind.
+    """
+    return {}
+
+
+def _is_rms_norm(module: nn.Module) -> bool:
+    """Return True if recognition replaces a module by `rms_norm`."""
+    results, key = _results_of(type(module)), (weak_key(kind_of(module)), explore(module).fingerprint)
+    if key not in results:
+        results[key] = isinstance(recognise_norm(module), RMSNormRecipe)
+    return results[key]
+
+
+def overwritten_children(model: nn.Module) -> dict[nn.Module, str]:
+    """Return the children whose input is written in place after they have run, with the reason to keep their forward.
+
+    A norm in half precision and an fp32 adapter save an fp32 copy of their input for backward. Their ops save the input
+    itself, which must not change until then.
+    """
+    reasons: dict[nn.Module, str] = {}
+    for module in model.modules():
+        forward = inspect.getattr_static(type(module), "forward", None)
+        if module._modules and isinstance(forward, FunctionType):
+            for name, line in overwritten_inputs(forward).items():
+                if isinstance(child := getattr(module, name, None), nn.Module):
+                    reasons[child] = f"its input is changed in place afterwards ({type(module).__name__}, line {line})"
+    return reasons
+
+
+def recognise_fused_statements(module: nn.Module) -> FusedStatementsRecipe | str | None:
+    """Recognise a module that adds to a residual before it calls a norm, or calls several linear layers with one input.
+
+    Return a recipe, the reason why the forward of such a module cannot be rewritten, or None for another module.
+    """
+    forward = inspect.getattr_static(type(module), "forward", None)
+    children = [child for child in module._modules.values() if child is not None]
+    if len(children) < 2 or not isinstance(forward, FunctionType):
+        return None
+    function = fuse_statements(forward)
+    has_projections = sum(is_linear(child) for child in children) > 1
+    if function is None:
+        explain_none("its forward has no sum or residual before a norm, and no linear layers called with one input")
+        return None
+    with not_recording():
+        has_op = has_projections or any(map(_is_rms_norm, children))
+        has_mlp = isinstance(function, FunctionType) and has_two_layer_mlp(module, forward)
+    if isinstance(function, FunctionType):
+        has_op = has_op and not OTHER_PATTERNS.isdisjoint(innermost(function).__code__.co_freevars)
+    if not (has_op or has_mlp):
+        explain_none("its forward could be rewritten, but it has no RMS norm, and fewer than two linear layers")
+        return None
+    return function if isinstance(function, str) else FusedStatementsRecipe(type(module), has_mlp)

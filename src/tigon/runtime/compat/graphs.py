@@ -1,0 +1,189 @@
+"""Private names of torch about graphs: runs with symbolic sizes, and guards of the graphs of `torch.compile`."""
+
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from tigon.runtime.compat.operators import schema_of
+
+__all__ = [
+    "CALLER_OF_GRAPHS",
+    "DYNAMO_ERRORS",
+    "DispatchMode",
+    "SymbolicTools",
+    "TransparentMode",
+    "add_lambda_guard",
+    "changed_objects",
+    "disable_dynamo",
+    "global_source",
+    "install_guard",
+    "is_tracing",
+    "load_comptime",
+    "locals_of_caller",
+    "reset_compiler",
+    "symbolic_tools",
+]
+
+# --- runs with symbolic sizes ------------------------------------------------------------------------
+
+# The base class of modes that see every operator. Seen in 2.8 to 2.13. Without it: `symbolic_tools` raises an error.
+try:
+    from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
+except ImportError:
+    DispatchMode = object  # type: ignore[assignment, misc]
+
+
+# The first part of the names of the modules whose functions call a compiled graph.
+CALLER_OF_GRAPHS = "torch._functorch._aot_autograd."
+
+
+class TransparentMode(DispatchMode):
+    """A mode that sees every operator, and in which torch.compile goes on to compile functions.
+
+    In other modes, torch.compile runs functions without compiling them. Torch asks the first method for this from 2.9
+    on, and the second one before. Higher-order operators reach the mode; torch 2.8 refuses them in any mode.
+    """
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        return not hasattr(DispatchMode, "ignore_compile_internals")
+
+
+class SymbolicTools(NamedTuple):
+    """The names of torch with which a forward runs on tensors without values, whose sizes are symbols."""
+
+    ShapeEnv: Any
+    FakeTensorMode: Any
+    StatelessSymbolicContext: Any
+    DimDynamic: Any
+    enable_python_dispatcher: Any
+
+
+def symbolic_tools() -> SymbolicTools:
+    """Import the names for runs with symbolic sizes. They take a second to import, so they are imported when needed.
+
+    Seen in 2.8 to 2.13. Without them, a module whose code can read the size of a tensor stays stock, and the report
+    shows this error.
+
+    Raises:
+        RuntimeError: This torch lacks one of the names.
+    """
+    try:
+        from torch._dispatch.python import enable_python_dispatcher
+        from torch._subclasses.fake_tensor import FakeTensorMode
+        from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+    except ImportError as error:
+        raise RuntimeError(f"torch {torch.__version__} cannot run symbolic sizes ({error})") from error
+    if DispatchMode is object:
+        raise RuntimeError(f"torch {torch.__version__} has no torch.utils._python_dispatch.TorchDispatchMode")
+    if schema_of(torch.ops.aten.add.Tensor) is None:
+        raise RuntimeError(f"the operators of torch {torch.__version__} have no _schema")
+    return SymbolicTools(ShapeEnv, FakeTensorMode, StatelessSymbolicContext, DimDynamic, enable_python_dispatcher)
+
+
+# --- guards of graphs --------------------------------------------------------------------------------
+
+# Keep `torch.compile` out of a method. Unlike `torch.compiler.disable` it does not import Dynamo, which takes seconds,
+# before the method is called. Seen in 2.8 to 2.13. Without it: the public function.
+disable_dynamo: Callable[[Callable], Callable] = getattr(torch, "_disable_dynamo", torch.compiler.disable)
+
+# Dynamo, the tracer of torch.compile, guards only what it traces. Tigon adds one guard to a graph, by the names below,
+# all seen in 2.8 to 2.13. If one of them is missing or takes other arguments, the graph contains the stock forward,
+# which Dynamo guards itself.
+
+# The errors that these names raise in a torch that lacks one of them, or in which it takes other arguments.
+DYNAMO_ERRORS = (AttributeError, ImportError, KeyError, TypeError)
+
+
+def reset_compiler() -> None:
+    """Forget all graphs that `torch.compile` has made in this process.
+
+    `torch.compiler.reset` would import Dynamo, which takes seconds, so it is called only if Dynamo is imported already.
+    If Dynamo has another name, the graphs are kept: they hold memory, and count toward the limit of recompilations.
+    """
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
+
+
+def _run_nothing(function: Callable[[Any], None]) -> None:
+    """Take the place of `comptime` in a torch without it."""
+
+
+def load_comptime() -> Callable[[Callable[[Any], None]], None]:
+    """Return Dynamo's `comptime`: a call of it in traced code runs a function while Dynamo traces.
+
+    This imports Dynamo, which takes seconds.
+    """
+    try:
+        from torch._dynamo.comptime import comptime
+    except ImportError:
+        return _run_nothing
+    return comptime
+
+
+try:
+    from torch._guards import TracingContext as _TracingContext
+except ImportError:
+    _TracingContext = None  # type: ignore[assignment, misc]
+
+
+def is_tracing() -> bool:
+    """Return True in Python code that Dynamo runs, instead of tracing it, while it traces a graph.
+
+    Without the private class, the answer is that of the public `torch.compiler.is_compiling`.
+    """
+    if _TracingContext is None:
+        return torch.compiler.is_compiling()
+    return _TracingContext.try_get() is not None
+
+
+def locals_of_caller(context: Any, *names: str) -> tuple[Any, list[Any]]:
+    """Return the traced frame that called the function with the `comptime` call, and Dynamo's variables of these names.
+
+    The attribute `value` of a variable is the real object, and `source` says how the graph reaches this object.
+    """
+    frame = context._i_will_not_complain_if_bc_breaks_InstructionTranslator().parent
+    return frame, [frame.symbolic_locals[name].realize() for name in names]
+
+
+def changed_objects(frame: Any) -> tuple[set[int], bool]:
+    """Return the ids of the objects that the traced code has changed so far, and whether it has changed a global.
+
+    Dynamo keeps objects that exist already under their ids, and assignments to globals under ids of its own.
+    """
+    effects = frame.output.side_effects
+    changed = {key: variable for key, variable in effects.id_to_variable.items() if effects.is_modified(variable)}
+    return set(changed), any(type(variable).__name__ == "NewGlobalVariable" for variable in changed.values())
+
+
+def global_source(prefix: str, value: Any) -> Any:
+    """Give an object a name among the globals of the graph that Dynamo traces now, and return Dynamo's source of it."""
+    from torch._dynamo.source import GlobalSource
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    return GlobalSource(InstructionTranslator.current_tx().output.install_global_by_id(prefix, value))
+
+
+def install_guard(source: Any, creator: Callable[[Any, Any], None]) -> None:
+    """Add a guard to the graph that Dynamo traces now. Dynamo calls `creator(builder, guard)` once it is complete."""
+    from torch._dynamo.guards import install_guard
+
+    install_guard(source.make_guard(creator))
+
+
+def add_lambda_guard(builder: Any, guard: Any, is_unchanged: Callable[[Any], bool], text: str) -> None:
+    """Let the guards of a graph call a function of the guarded object. `text` names the guard in Dynamo's logs."""
+    manager, words = builder.get_guard_manager(guard), [f"{text} ({guard.name})"]
+    try:
+        manager.add_lambda_guard(is_unchanged, words, guard.user_stack)
+    except TypeError:
+        # torch before 2.10 has no third argument.
+        manager.add_lambda_guard(is_unchanged, words)

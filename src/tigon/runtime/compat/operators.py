@@ -1,0 +1,173 @@
+"""Private names of torch about devices, operators, optimizers, process groups and profiles."""
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tigon.runtime.compat.names import find
+
+__all__ = [
+    "NAMESPACE_TYPES",
+    "OPERATOR_TYPES",
+    "MemoryEvent",
+    "current_device",
+    "current_raw_stream",
+    "dispatch_modes",
+    "function_modes",
+    "grouped_mm",
+    "has_init_group",
+    "increment",
+    "is_in_place",
+    "memory_events",
+    "native_linear",
+    "operator_namespaces",
+    "process_group_of",
+    "read_scalar",
+    "reshape_without_view",
+    "schema_of",
+    "sleep_on_device",
+]
+
+_C = torch._C
+
+# --- the device ------------------------------------------------------------------------------------
+
+# The number of the current stream of a device: every launch needs it, and a `torch.cuda.Stream` object takes 1 us.
+# Seen in 2.8 to 2.13, in builds with CUDA. Without it: the object.
+current_raw_stream: Callable[[int], int] = getattr(
+    _C, "_cuda_getCurrentRawStream", lambda device: torch.cuda.current_stream(device).cuda_stream
+)
+
+# The current device, without the lazy initialisation of `torch.cuda.current_device`. Called only with a CUDA tensor at
+# hand. Seen in 2.8 to 2.13, in builds with CUDA. Without it: the public function.
+current_device: Callable[[], int] = getattr(_C, "_cuda_getDevice", torch.cuda.current_device)
+
+# The number of active dispatch modes, which count, fake or cache the operators of torch. cuBLASLt and the self-check of
+# launches do not run inside them. Seen in 2.8 to 2.13. Without it: 1, so cuBLASLt is not used and no launch is direct.
+dispatch_modes: Callable[[], int] = getattr(_C, "_len_torch_dispatch_stack", lambda: 1)
+
+# The number of active function modes, which see and may replace each call of a function of torch. While there is one,
+# the forward of a layer with adapters runs at every call, and probes run within a device context. Seen in 2.8 to 2.13.
+# Without it: 1, so this is always so.
+function_modes: Callable[[], int] = getattr(_C, "_len_torch_function_stack", lambda: 1)
+
+# Let the current stream wait for a number of clock cycles of the GPU. `tigon bench` marks its calls in a profile by
+# this kernel, and gives the host time to queue a call. Seen in 2.8 to 2.13. Without it, `tigon bench` refuses to
+# measure a GPU.
+sleep_on_device: Callable[[int], Any] = find("cuda._sleep")
+
+# --- operators -------------------------------------------------------------------------------------
+
+
+def schema_of(operator: Any) -> Any:
+    """Return the schema of an operator of torch, which names its arguments and their types; None if it has none.
+
+    Higher-order operators have none. The attribute `_schema` was seen in 2.8 to 2.13. Without it, `symbolic_tools`
+    refuses to run, and `tigon plan` counts more traffic.
+    """
+    return getattr(operator, "_schema", None)
+
+
+def is_in_place(operator: Any) -> bool:
+    """Return whether an operator of torch, such as `torch.ops.aten.add_.Tensor`, writes to one of its arguments.
+
+    An operator without a schema counts as one that writes.
+    """
+    return getattr(schema_of(operator), "is_mutable", True)
+
+
+# Operators that `tigon plan` counts in a special way, or None: the matrix products of groups, and the copy of one value
+# to the host. Seen in 2.8 to 2.13. Without them: the products are counted as traffic, and a model that reads such a
+# value cannot be planned.
+grouped_mm: Any = getattr(torch.ops.aten, "_grouped_mm", None)
+read_scalar: Any = getattr(torch.ops.aten, "_local_scalar_dense", None)
+
+# A reshape without a copy whose result autograd does not treat as a view, because a view that a node returns together
+# with other outputs may not be overwritten. Seen in 2.8 to 2.13. Without it: a copy.
+reshape_without_view: Callable[..., Tensor] = getattr(
+    torch.ops.aten, "_unsafe_view", lambda x, shape: x.view(shape).clone()
+)
+
+# The built-in function behind `F.linear`. A comparison with it shows whether a library has replaced `F.linear`. Seen in
+# 2.8 to 2.13. Without it: `F.linear` counts as replaced, so projections are called one by one.
+native_linear: Any = getattr(getattr(_C, "_nn", None), "linear", None)
+
+# The types of `torch.ops`, of a namespace in it, of an operator and of one of its overloads. They are taken from
+# values, because their names, `torch._ops.OpOverload` among them, are private.
+NAMESPACE_TYPES = type(torch.ops), type(torch.ops.aten)
+OPERATOR_TYPES = type(torch.ops.aten.add), type(torch.ops.aten.add.Tensor)
+
+
+def operator_namespaces() -> frozenset[str] | None:
+    """Return the namespaces of all registered operators, such as "aten".
+
+    Seen in 2.8 to 2.13. Without the private function, return None: a forward that uses `torch.ops` then stays stock.
+    """
+    names = getattr(_C, "_dispatch_get_all_op_names", None)
+    return None if names is None else frozenset(name.partition("::")[0] for name in names())
+
+
+# --- optimizers and process groups -----------------------------------------------------------------
+
+
+def has_init_group() -> bool:
+    """Return whether `torch.optim.AdamW` fills six lists in `_init_group`, where Tigon's step takes place.
+
+    Seen in 2.8 to 2.13; 2.6 has other parameters. Otherwise `tigon.AdamW` is torch's optimizer.
+    """
+    lists = ["params_with_grad", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "state_steps"]
+    method = getattr(torch.optim.AdamW, "_init_group", None)
+    return method is not None and list(inspect.signature(method).parameters) == ["self", "group", *lists]
+
+
+def _increment_one_by_one(tensors: list[Tensor], value: float) -> None:
+    for x in tensors:
+        x.add_(value)
+
+
+# Add a number to many tensors in few launches. Seen in 2.8 to 2.13. Without it: one launch for each tensor.
+increment: Callable[[list[Tensor], float], Any] = getattr(torch, "_foreach_add_", _increment_one_by_one)
+
+
+def process_group_of(name: str) -> Any:
+    """Return the process group with a name. Operators take the name, because a group cannot be their argument.
+
+    Seen in 2.8 to 2.13. Without it, a loss whose vocabulary is sharded refuses to run.
+    """
+    return _resolve(name)
+
+
+_resolve: Any = find("distributed.distributed_c10d._resolve_process_group") if dist.is_available() else None
+
+
+# --- profiles --------------------------------------------------------------------------------------
+
+
+class MemoryEvent(NamedTuple):
+    """An allocation, or with a negative size the release of one."""
+
+    time_ns: int
+    nbytes: int
+
+
+def memory_events(profiler: Any) -> Iterator[MemoryEvent]:
+    """Yield the changes of memory that a `torch.profiler.profile` with `profile_memory=True` has recorded, unordered.
+
+    The public results sum these changes by operator. The single events are in `profiler.profiler.kineto_results`, seen
+    in 2.8 to 2.13.
+
+    Raises:
+        RuntimeError: This torch keeps its events in another place. `tigon bench` then reports an error for each case.
+    """
+    try:
+        events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+        yield from [MemoryEvent(event.start_ns(), event.nbytes()) for event in events]
+    except AttributeError as error:
+        raise RuntimeError(
+            f"torch {torch.__version__} has no profiler.kineto_results with memory events, which Tigon needs here "
+            f"({error}); docs/versions.md lists the versions that work"
+        ) from error

@@ -1,0 +1,179 @@
+"""The private names of torch about operators give known answers, and Tigon works, or refuses clearly, without them."""
+
+import subprocess
+import sys
+import types
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
+
+from tigon.runtime.compat import names, operators
+from tigon.runtime.state.reach import explore
+
+pytestmark = pytest.mark.no_interpreter("The test launches no kernel.")
+
+
+def test_dispatch_modes_are_counted():
+    from torch.utils.flop_counter import FlopCounterMode
+
+    assert operators.dispatch_modes() == 0
+    with FlopCounterMode(display=False):
+        assert operators.dispatch_modes() == 1
+
+
+def test_function_modes_are_counted():
+    from torch.overrides import TorchFunctionMode
+
+    assert operators.function_modes() == 0
+    with TorchFunctionMode():
+        assert operators.function_modes() == 1
+
+
+def test_reshaped_tensor_is_no_view():
+    x = torch.ones(6)
+    y = operators.reshape_without_view(x, (2, 3))
+    assert y.shape == (2, 3)
+    assert y._base is None
+    assert y.data_ptr() == x.data_ptr()
+
+
+def test_operators_that_write_to_an_argument_are_recognised():
+    assert operators.is_in_place(torch.ops.aten.add_.Tensor)
+    assert not operators.is_in_place(torch.ops.aten.add.Tensor)
+    assert operators.is_in_place(torch.ops.higher_order.cond), "an operator without a schema counts as one that writes"
+
+
+def test_the_schema_of_an_operator_names_its_arguments():
+    schema = operators.schema_of(torch.ops.aten.mul.Scalar)
+    assert schema.name == "aten::mul"
+    assert [(argument.name, str(argument.type)) for argument in schema.arguments] == [
+        ("self", "Tensor"),
+        ("other", "number"),
+    ]
+    assert operators.schema_of(torch.ops.higher_order.cond) is None
+
+
+def test_a_profile_lists_the_changes_of_memory():
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        x = torch.empty(1024)
+        del x
+    sizes = [event.nbytes for event in sorted(operators.memory_events(profiler), key=lambda event: event.time_ns)]
+    assert sizes == [4096, -4096]
+
+
+def test_the_gpu_sleeps_for_a_number_of_cycles():
+    if not torch.cuda.is_available():
+        pytest.skip("The test needs a GPU.")
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    operators.sleep_on_device(4_000_000)
+    stop.record()
+    torch.cuda.synchronize()
+    assert start.elapsed_time(stop) > 0.5
+
+
+def test_the_process_group_of_a_name_is_found(tmp_path):
+    if not dist.is_available() or dist.is_initialized():
+        pytest.skip("The test needs a process group of its own.")
+    dist.init_process_group("gloo", rank=0, world_size=1, init_method=f"file://{tmp_path}/store")
+    try:
+        assert operators.process_group_of(dist.group.WORLD.group_name) is dist.group.WORLD
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_read_of_one_value_is_an_operator():
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    calls = []
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            calls.append(function)
+            return function(*args, **(kwargs or {}))
+
+    with Mode():
+        torch.ones(1).item()
+    assert operators.read_scalar.default in calls
+
+
+def test_products_of_groups_are_an_operator():
+    a, b = torch.ones(4, 16, dtype=torch.bfloat16), torch.ones(2, 16, 8, dtype=torch.bfloat16)
+    ends = torch.tensor([2, 4], dtype=torch.int32)
+    assert operators.grouped_mm(a, b, ends).shape == (4, 8)
+
+
+def test_many_tensors_are_incremented():
+    for increment in (operators.increment, operators._increment_one_by_one):
+        tensors = [torch.zeros(2), torch.ones(3)]
+        increment(tensors, 1)
+        assert [x.tolist() for x in tensors] == [[1.0, 1.0], [2.0, 2.0, 2.0]]
+
+
+def test_the_native_linear_is_that_of_functional():
+    assert torch.nn.functional.linear is operators.native_linear
+
+
+def test_operators_and_namespaces_have_the_known_types():
+    assert isinstance(torch.ops.aten.mul, operators.OPERATOR_TYPES)
+    assert isinstance(torch.ops.aten.mul.Tensor, operators.OPERATOR_TYPES)
+    assert isinstance(torch.ops.prims, operators.NAMESPACE_TYPES)
+    assert not isinstance(torch.nn, operators.NAMESPACE_TYPES)
+    assert operators.operator_namespaces() >= {"aten", "prims"}
+
+
+# --- a torch without the names ---------------------------------------------------------------------
+
+
+MODES = "_len_torch_dispatch_stack", "_len_torch_function_stack"
+
+
+@pytest.mark.parametrize("name", ["_cuda_getCurrentRawStream", "_cuda_getDevice", *MODES])
+def test_public_function_replaces_a_missing_one(monkeypatch, import_again, name):
+    monkeypatch.delattr(torch._C, name, raising=False)
+    module = import_again(operators)
+    assert names.missing == {}
+    assert module.dispatch_modes() == (1 if name == MODES[0] else 0)
+    assert module.function_modes() == (1 if name == MODES[1] else 0)
+
+
+def test_the_bench_refuses_to_measure_a_gpu_that_cannot_sleep(monkeypatch, import_again):
+    monkeypatch.delattr(torch.cuda, "_sleep")
+    with pytest.raises(RuntimeError, match=r"has no torch\.cuda\._sleep, which Tigon needs here"):
+        import_again(operators).sleep_on_device(1)
+
+
+def test_a_profile_without_events_is_refused_by_name():
+    profiler = types.SimpleNamespace(profiler=types.SimpleNamespace())
+    with pytest.raises(RuntimeError, match=r"has no profiler\.kineto_results with memory events"):
+        list(operators.memory_events(profiler))
+
+
+def test_torch_computes_the_step_if_init_group_differs():
+    """`tigon.AdamW` decides at import, so another process changes torch before the import."""
+    program = """
+import torch
+stock = torch.optim.AdamW._init_group
+torch.optim.AdamW._init_group = lambda self, group, *lists: stock(self, group, *lists)
+import tigon
+assert "_init_group" not in vars(tigon.AdamW)
+weights = [torch.ones(3, requires_grad=True) for _ in range(2)]
+for cls, w in zip((tigon.AdamW, torch.optim.AdamW), weights):
+    (w * w).sum().backward()
+    cls([w], lr=0.1).step()
+assert torch.equal(*weights)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_torch_ops_keep_a_forward_stock_if_their_namespaces_are_unknown(monkeypatch):
+    monkeypatch.delattr(torch._C, "_dispatch_get_all_op_names")
+    assert operators.operator_namespaces() is None
+    reach = explore(_uses_operators)
+    assert "whose namespaces this torch does not list" in reach.reason
+
+
+def _uses_operators(x):
+    return torch.ops.aten.mul(x, 2)

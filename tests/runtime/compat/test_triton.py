@@ -1,0 +1,163 @@
+"""The private names of Triton give the known answers, and Tigon works without them as the file says."""
+
+import inspect
+import sys
+
+import pytest
+import torch
+import triton
+
+from tigon.ops.logits import softmax
+from tigon.runtime.compat import triton as triton_private
+from tigon.runtime.compat.triton import (
+    JITFunction,
+    TensorDescriptor,
+    TileDescriptor,
+    compiler_tools,
+    gl,
+    has_direct_launch,
+    has_hopper_instructions,
+    has_launch_hook,
+    has_tensor_descriptors,
+    hopper,
+)
+
+pytestmark = pytest.mark.no_interpreter("The interpreter launches nothing through these names.")
+
+
+@pytest.mark.parametrize("version", ["3.4.0", "3.6.0", "3.7.1", "3.7.1+git4bd2c1b0", "3.4"])
+def test_tested_versions_launch_directly(version):
+    assert has_direct_launch(version)
+
+
+@pytest.mark.parametrize("version", ["3.3.1", "3.5.0", "3.8.0", "3.40.0", "4.3.4", ""])
+def test_other_versions_do_not_launch_directly(version):
+    assert not has_direct_launch(version)
+
+
+@pytest.mark.parametrize("version", ["3.6.0", "3.7.1+git4bd2c1b0", "3.10.0", "4.0"])
+def test_later_versions_have_tensor_descriptors(version):
+    assert has_tensor_descriptors(version)
+
+
+@pytest.mark.parametrize("version", ["3.4.0", "3.5.1", "2.9", "not installed", ""])
+def test_other_versions_have_no_tensor_descriptors(version):
+    assert not has_tensor_descriptors(version)
+
+
+@pytest.mark.skipif(not has_tensor_descriptors(), reason="this Triton is older than 3.6")
+def test_a_descriptor_names_its_tensor_and_the_shape_of_its_tiles():
+    x = torch.zeros(32, 64, dtype=torch.bfloat16)
+    descriptor = TensorDescriptor(x, x.shape, x.stride(), [16, 32])
+    assert descriptor.base is x
+    assert descriptor.block_shape == [16, 32]
+
+
+@pytest.mark.parametrize("version", ["3.6.0", "3.7.1", "3.7.1+git4bd2c1b0", "3.7"])
+def test_tested_versions_have_the_instructions_of_hopper(version):
+    assert has_hopper_instructions(version)
+
+
+@pytest.mark.parametrize("version", ["3.4.0", "3.5.1", "3.8.0", "3.60.0", "3.10.0", "4.3.6", "not installed", ""])
+def test_other_versions_have_no_instructions_of_hopper(version):
+    assert not has_hopper_instructions(version)
+
+
+needs_hopper = pytest.mark.skipif(not has_hopper_instructions(), reason="this Triton is neither 3.6 nor 3.7")
+
+# How many arguments the kernels of tiles pass by position, and the names of the others.
+TILE_FUNCTIONS = {
+    "mbarrier.init": (1, ["count"]),
+    "mbarrier.wait": (2, []),
+    "mbarrier.arrive": (1, []),
+    "mbarrier.expect": (2, []),
+    "mbarrier.MBarrierLayout": (0, []),
+    "tma.async_copy_global_to_shared": (4, []),
+    "tma.async_copy_shared_to_global": (3, []),
+    "tma.store_wait": (0, ["pendings"]),
+    "warpgroup_mma": (3, ["use_acc", "is_async"]),
+    "warpgroup_mma_wait": (0, ["num_outstanding", "deps"]),
+    "fence_async_shared": (0, []),
+}
+
+
+@needs_hopper
+@pytest.mark.parametrize("name", TILE_FUNCTIONS)
+def test_the_instructions_of_hopper_take_the_arguments_of_the_kernels(name):
+    function = hopper
+    for part in name.split("."):
+        function = getattr(function, part)
+    count, names = TILE_FUNCTIONS[name]
+    inspect.signature(function).bind(*[None] * count, **dict.fromkeys(names))
+
+
+@needs_hopper
+def test_the_descriptor_of_a_tile_names_its_tensor_its_shape_and_its_layout():
+    x = torch.zeros(32, 64, dtype=torch.bfloat16)
+    layout = gl.NVMMASharedLayout.get_default_for([16, 64], gl.bfloat16)
+    # 64 values of two bytes are one line of 128 bytes, the widest one whose parts the layout permutes.
+    assert (layout.swizzle_byte_width, layout.transposed) == (128, False)
+    descriptor = TileDescriptor(x, list(x.shape), list(x.stride()), [16, 64], layout)
+    assert descriptor.base is x
+    assert (descriptor.block_shape, descriptor.layout) == ([16, 64], layout)
+
+
+def test_compiled_kernel_has_the_arguments_of_a_direct_launch():
+    compiled = triton.compiler.CompiledKernel
+    assert isinstance(compiled.run, property)
+    codes = [function.__code__ for function in vars(compiled).values() if hasattr(function, "__code__")]
+    names = {name for code in codes for name in code.co_names}
+    assert {"function", "packed_metadata"} <= names
+
+
+def test_kernel_has_the_attributes_of_the_key():
+    kernel = softmax._forward_kernel
+    assert isinstance(kernel, JITFunction)
+    assert kernel.arg_names[0] == "x_ptr"
+    assert [p.do_not_specialize for p in kernel.params if p.name in ("stride_x", "M")] == [False, True]
+
+
+@pytest.mark.parametrize("which", ["launch_enter_hook", "launch_exit_hook"])
+def test_hooks_of_a_profiler_are_noticed(which):
+    assert not has_launch_hook()
+    hook = lambda metadata: None
+    chain = getattr(triton.knobs.runtime, which)
+    if hasattr(chain, "add"):
+        chain.add(hook)
+        assert has_launch_hook()
+        chain.remove(hook)
+    else:
+        setattr(triton.knobs.runtime, which, hook)
+        assert has_launch_hook()
+        setattr(triton.knobs.runtime, which, None)
+    assert not has_launch_hook()
+
+
+def test_the_compiler_has_the_sources_and_targets_that_resources_are_read_with():
+    tools = compiler_tools()
+    target = tools.GPUTarget("hip", "gfx942", 64)
+    assert (target.backend, target.arch, target.warp_size) == ("hip", "gfx942", 64)
+    assert {"fn", "signature", "constexprs", "attrs"} <= inspect.signature(tools.ASTSource).parameters.keys()
+    assert (tools.GluonASTSource is None) == (triton_private.gluon is None)
+    assert softmax._forward_kernel.is_gluon() is False
+
+
+@pytest.mark.parametrize(
+    ("module", "name"), [("triton.backends.compiler", "GPUTarget"), ("triton.compiler", "ASTSource")]
+)
+def test_resources_are_refused_by_name_if_the_compiler_differs(monkeypatch, module, name):
+    monkeypatch.delattr(sys.modules[module], name)
+    with pytest.raises(RuntimeError, match=f"triton .* has another compiler than Tigon needs here .*{name}"):
+        compiler_tools()
+
+
+def test_missing_hooks_count_as_none(monkeypatch):
+    import importlib.util
+
+    monkeypatch.setattr(triton, "knobs", None)
+    spec = importlib.util.spec_from_file_location(
+        "triton_private_without", sys.modules[triton_private.__name__].__file__
+    )
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert not module.has_launch_hook()
