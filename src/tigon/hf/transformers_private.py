@@ -6,8 +6,8 @@ Tigon uses a slower method, or raises an error that says which name is missing. 
 of transformers lacks a name, the test of this name fails.
 
 `tigon.recognition.parts.experts` reads further names, because no module of `recognition` imports `hf`: the marks of
-experts (`has_gate`, `has_bias`, `is_transposed`, `_apply_gate`) and the setting `_experts_implementation` of configs. Experts
-without one of them stay stock. The same file tests these names.
+experts (`has_gate`, `has_bias`, `is_transposed`, `_apply_gate`) and the setting `_experts_implementation` of configs.
+Experts without one of them stay stock. The same file tests these names.
 
 Nothing here imports transformers before a function is called.
 """

@@ -2,8 +2,8 @@
 
 A module without children, with one or two parameters of one size, is compared with every recipe of
 `tigon.recognition.parts.norm_recipes`: RMS norms with and without an offset of the weight, with the rounding before or
-after the weight, with and without a gate (before or after the norm), and layer norms. The name of the module's class has no
-effect, except for a norm without parameters or without an epsilon.
+after the weight, with and without a gate (before or after the norm), and layer norms. The name of the module's class
+has no effect, except for a norm without parameters or without an epsilon.
 """
 
 import logging

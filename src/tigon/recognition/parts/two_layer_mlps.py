@@ -1,9 +1,9 @@
 """Compute an MLP of two linear layers whose parts are children of a layer, or of two children of a layer.
 
 `tigon.recognition.rewriting.mlp_statements` finds the statements in the source of a forward, and these functions take
-their place. Each checks at every call that the linear layers are plain, that the activation is one that `tigon.patch` has
-replaced and whose replacement still holds, and that no dropout is active between them. If any of that is not so, the
-stock code runs.
+their place. Each checks at every call that the linear layers are plain, that the activation is one that `tigon.patch`
+has replaced and whose replacement still holds, and that no dropout is active between them. If any of that is not so,
+the stock code runs.
 """
 
 import ast

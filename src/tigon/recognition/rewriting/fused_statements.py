@@ -4,8 +4,8 @@ There are five patterns: a sum and the norm of that sum, a norm whose input is a
 with the same input, two linear layers with an activation between them, in a layer that has no module for them, and the
 norms of queries and keys with the rotary embedding after them. All other statements stay as their author wrote them
 (`tigon.recognition.rewriting.rewriting`). The functions that replace the statements check at every call that the norm,
-the activation and the linear layers compute what their op computes. If one of them does not, the functions compute what the
-stock statements compute.
+the activation and the linear layers compute what their op computes. If one of them does not, the functions compute what
+the stock statements compute.
 """
 
 import inspect

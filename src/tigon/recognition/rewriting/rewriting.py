@@ -11,8 +11,9 @@
     k = self.k(hidden).view(shape)         |   q = (p[0] if p else self.q(hidden)).view(shape)
                                            |   k = (p[1] if p else self.k(hidden)).view(shape)
 
-The statements of an MLP of two linear layers are replaced too (`tigon.recognition.rewriting.mlp_statements`), and so are
-the norms of queries and keys with the rotary embedding after them (`tigon.recognition.rewriting.head_norm_statements`).
+The statements of an MLP of two linear layers are replaced too (`tigon.recognition.rewriting.mlp_statements`), and so
+are the norms of queries and keys with the rotary embedding after them
+(`tigon.recognition.rewriting.head_norm_statements`).
 
 All other statements of the forward stay as their author wrote them. Whether `self.norm` is a norm that an op computes
 is known only when the forward runs. If it is not, the three functions do what the original statements do. The variables
