@@ -1,17 +1,14 @@
 """Show what quantisation costs in a step of Llama-3-8B in FP8: `python examples/profile_fp8.py` (one H200).
 
-The norms find the largest values of what the linear layers quantise ("fused"), or each of these tensors is read once
-more ("separate"). The tables are:
+The tables are:
 
-    passes    a norm and the quantisation of its result, forward and backward, both ways, without the time of the host,
-              and whether both ways write the same bits
-    steps     the milliseconds of a training step, in bf16 and for each recipe both ways
+    steps     the milliseconds of a training step, in bf16 and for each recipe
     kernels   the milliseconds of the GPU in a step, by kind of kernel, and the kernels of the quantisation one by one
 
 "only for FP8" is the time of the quantisation, and the time of the norms, the gated activations and the fills beyond
-that of the step in bf16: the quantisation replaces the gated activations, and the norms do more work if they are fused.
+that of the step in bf16, because the quantisation replaces the gated activations.
 A case that fails prints its error, and the script goes on. It writes all numbers to `$OUT/profile_fp8.json`, and takes
-about 80 seconds and 90 GiB. With `--layers 8` it takes a third of both.
+about 60 seconds and 90 GiB. With `--layers 8` it takes a third of both.
 """
 
 import argparse
@@ -25,20 +22,15 @@ from typing import Any
 
 import torch
 import transformers
-from timing import attempt, mean_milliseconds, results
+from timing import attempt, results
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import tigon
-from tigon.ops.fp8.formats import RECIPES, WEIGHT_DTYPE
-from tigon.ops.fp8.quantisation import Layout, quantise
-from tigon.ops.norms.kernels import norm_backward, norm_forward
-from tigon.recognition.replacement import Replacement, find_replacement
-from tigon.runtime.maxima import NO_NEEDS
+from tigon.ops.fp8.formats import RECIPES
 
 BF16 = torch.bfloat16
 HIDDEN = 4096
-WAYS = ("fused", "separate")
 
 # The kinds of kernels that differ between bf16 and FP8 because of the quantisation.
 OF_QUANTISATION = ("quantisation", "norms and gates", "fills and copies")
@@ -55,62 +47,6 @@ KINDS = {
 }
 
 
-# --- passes ----------------------------------------------------------------------------------------
-
-
-def graph_milliseconds(run: Callable[[], Any], calls: int = 20) -> float:
-    """Return the time of a call in a CUDA graph of several calls, which needs no time of the host."""
-    for _ in range(2):
-        run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(calls):
-            run()
-    return statistics.median(mean_milliseconds(graph.replay, 1) for _ in range(5)) / calls
-
-
-def time_passes(tokens: int) -> None:
-    print(f"passes, {tokens} x {HIDDEN}: ms of norm alone, of quantisation alone, of both fused, of both separate")
-    x, residual, dy = (torch.randn(tokens, HIDDEN, device="cuda", dtype=BF16) for _ in range(3))
-    weight = torch.randn(HIDDEN, device="cuda", dtype=BF16)
-    statistics_of_x = norm_forward(x, None, weight, None, 1e-5, 0.0, False, True, NO_NEEDS)[2]
-
-    def forward(needs: Any) -> tuple[Any, ...]:
-        return norm_forward(x, residual, weight, None, 1e-5, 0.0, False, True, needs)
-
-    def backward(needs: Any) -> tuple[Any, ...]:
-        return norm_backward(dy, residual, x, weight, statistics_of_x, 0.0, False, True, BF16, None, needs)
-
-    def line(name: str, norm: Callable[[Any], tuple[Any, ...]], layout: Layout) -> str:
-        def run(is_fused: bool) -> Any:
-            y, *_, maxima = norm(layout.maxima if is_fused else NO_NEEDS)
-            return quantise([y], layout, maxima if is_fused else None)
-
-        y = norm(NO_NEEDS)[0]
-        cases = (lambda: norm(NO_NEEDS), lambda: quantise([y], layout), lambda: run(True), lambda: run(False))
-        times = [graph_milliseconds(case) for case in cases]
-        results.setdefault("passes", {})[name] = times
-        return " ".join(f"{t:7.4f}" for t in times) + f"   saves {times[3] - times[2]:7.4f}   {same_bits(norm, layout)}"
-
-    for recipe in RECIPES:
-        layout = Layout(WEIGHT_DTYPE, recipe == "rowwise", True, True)
-        for direction, norm in (("forward", forward), ("backward", backward)):
-            name = f"{recipe}, {direction}"
-            attempt("passes", name, lambda name=name, norm=norm, layout=layout: line(name, norm, layout))
-
-
-def same_bits(norm: Callable[[Any], tuple[Any, ...]], layout: Layout) -> str:
-    *fused, maxima = norm(layout.maxima)
-    *separate, _ = norm(NO_NEEDS)
-    are_equal = all(a is b or torch.equal(a, b) for a, b in zip(fused, separate, strict=True))
-    pairs = zip(quantise([fused[0]], layout, maxima), quantise([separate[0]], layout), strict=True)
-    for a, b in pairs:
-        are_equal = are_equal and torch.equal(a.values.view(torch.uint8), b.values.view(torch.uint8))
-        are_equal = are_equal and torch.equal(a.scale, b.scale)
-    return "same bits" if are_equal else "OTHER BITS"
-
-
 # --- steps -----------------------------------------------------------------------------------------
 
 
@@ -122,12 +58,6 @@ def make_model(layers: int, tokens: int) -> nn.Module:
     torch.manual_seed(0)
     with torch.device("cuda"):
         return transformers.AutoModelForCausalLM.from_config(config, dtype=BF16).train()
-
-
-def norms_with_requests(model: nn.Module) -> dict[Replacement, Any]:
-    """Return the replacements whose norms find maxima, with what these know about their readers."""
-    replacements = [each for each in map(find_replacement, model.modules()) if each is not None]
-    return {each: each.requests for each in replacements if each.requests is not None}
 
 
 def kernels_of(run: Callable[[], Any]) -> dict[str, tuple[float, int]]:
@@ -189,19 +119,14 @@ def time_steps(layers: int, batch: int, seq: int) -> None:
                     lines.append(f"      {kernel[:40]:40} {milliseconds:7.2f} ms {count:5} calls")
         return "\n".join(lines)
 
-    def run(name: str, way: str = "", **options: Any) -> None:
+    def run(name: str, **options: Any) -> None:
         report = tigon.patch(model, **options)
-        requests = norms_with_requests(model)
-        if way == "separate":
-            for each in requests:
-                each.requests = None
         attempt("steps", name, lambda: line(name))
         report.restore()
 
     run("bf16")
     for recipe in RECIPES:
-        for way in WAYS:
-            run(f"{recipe}, {way}", way, fp8=recipe)
+        run(recipe, fp8=recipe)
 
 
 def main() -> None:
@@ -212,7 +137,6 @@ def main() -> None:
     arguments = parser.parse_args()
     start = time.perf_counter()
     print(torch.cuda.get_device_name(), "torch", torch.__version__)
-    time_passes(arguments.batch * arguments.seq)
     attempt("steps", "all", lambda: time_steps(arguments.layers, arguments.batch, arguments.seq) or "done")
     folder = Path(os.environ.get("OUT", "."))
     (folder / "profile_fp8.json").write_text(json.dumps(results, indent=1) + "\n")

@@ -25,7 +25,6 @@ from tigon.recognition.parts.fp8 import (
     FP8Settings,
     copies_of,
     mark_bases,
-    request_maxima,
 )
 from tigon.recognition.parts.fp8_experts import FEWEST_ROWS, FP8Experts, explain_experts
 from tigon.recognition.parts.mixtures import MixtureRecipe
@@ -180,8 +179,6 @@ class FP8Plan:
         self.lines: list[tuple[str, Any, str]] = []
         # The layers with low-rank adapters.
         self.adapted: list[nn.Module] = []
-        # The decoder layers, whose norms may find the maxima of their results for the layers that quantise them.
-        self.decoder_layers: list[nn.Module] = []
         # True if an earlier patch lets a layer or experts run in FP8 with the same settings.
         self.has_fp8 = False
 
@@ -195,8 +192,6 @@ class FP8Plan:
             undo.append(install(module, recipe))
         for module in self.adapted:
             mark_bases(module)
-        if self.changed:
-            undo += map(request_maxima, self.decoder_layers)
         for name, module, reason in self.lines:
             detail = reason or _describe_module(settings, module)
             report.add("fp8", type(module).__name__, not reason, detail, name)
@@ -240,7 +235,7 @@ def plan_fp8(model: nn.Module, settings: FP8Settings | None, recipes: Mapping[nn
     if settings is None:
         return plan
     plan.adapted = [module for module, recipe in recipes.items() if isinstance(recipe, AdapterRecipe)]
-    plan.decoder_layers = layers = _decoder_layers(model)
+    layers = _decoder_layers(model)
     inside = {m for layer in layers for m in layer.modules()}
     reasons = {m: reason for layer in layers for m, reason in _parts_of_mixtures(layer).items()}
     for module in plan.adapted:

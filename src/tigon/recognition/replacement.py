@@ -18,7 +18,6 @@ from torch import nn
 
 from tigon.runtime.compat.modules import HOOK_TABLES, REPLICATE
 from tigon.runtime.engines import FORWARD_SLOTS, ORIGINAL_FORWARD, forward_slot, is_hook_of_deepspeed, keeps_values
-from tigon.runtime.maxima import MaximaRequests
 from tigon.runtime.stock import has_stock_call, origin_of, written_in
 
 
@@ -33,23 +32,18 @@ class Replacement:
     weak, so that the memory of a deleted model is freed at once.
     """
 
-    def __init__(
-        self, module: nn.Module, recipe: Callable | None, guard: Any = None, requests: MaximaRequests | None = None
-    ) -> None:
+    def __init__(self, module: nn.Module, recipe: Callable | None, guard: Any = None) -> None:
         self.module = weakref.ref(module)
         # None after the recipe was uninstalled: a wrapper that still holds this object then runs the stock forward.
         self.recipe = recipe
         # The guard is None for a recipe that runs the code of the module's class.
         self.guard = guard
-        # The maxima that FP8 layers need of the results of a norm. None for other modules and for models without such
-        # layers.
-        self.requests = requests
         # The results of earlier calls of a layer with adapters (`recognition.adapter_memo`). A copy of the layer has
         # other tensors, so it begins without a memo.
         self.memo: Any = None
 
     def __reduce__(self) -> tuple:
-        return _restore_replacement, (self.__self__, self.recipe, self.guard, self.requests)
+        return _restore_replacement, (self.__self__, self.recipe, self.guard)
 
     def __eq__(self, other: object) -> bool:
         """Return True for this object, and for any function that `__func__` of a replacement returns.
@@ -83,7 +77,7 @@ class Replacement:
         replica: Any = getattr(type(self.__self__), REPLICATE)(self.__self__)
         del vars(replica)[REPLICATE]
         if vars(replica).get("forward") is self:
-            vars(replica)["forward"] = Replacement(replica, self.recipe, self.guard, self.requests)
+            vars(replica)["forward"] = Replacement(replica, self.recipe, self.guard)
         return replica
 
     # --- attributes of a bound method, which other libraries read --------------------------------------
@@ -244,12 +238,6 @@ def installed_recipe(module: Any) -> Any:
     forward = getattr(module, "__dict__", {}).get("forward")
     # The type is compared, because a wrapper of accelerate has all attributes of a replacement.
     return forward.recipe if type(forward) is Replacement else None
-
-
-def requests_of(norm: nn.Module) -> MaximaRequests | None:
-    """Return what the readers of the results of a norm need to quantise them; None if they need nothing."""
-    replacement = vars(norm).get("forward")
-    return replacement.requests if type(replacement) is Replacement else None
 
 
 # --- hooks and other forwards ------------------------------------------------------------------------

@@ -14,7 +14,6 @@ from tigon.ops.adapters.low_rank import PartTiles, dropout_bits, empty_hidden, e
 from tigon.ops.adapters.projection import Adapter, Projection, flatten, rebuild
 from tigon.ops.fp8.formats import WEIGHT_DTYPE, Factor, FusedPass
 from tigon.ops.fp8.quantisation import Layout, quantise
-from tigon.runtime.maxima import Maxima
 
 pytestmark = pytest.mark.kernels
 
@@ -228,7 +227,7 @@ def test_the_product_that_reads_x_finds_its_maximum_or_writes_its_copy(rank, fea
     maximum = torch.zeros(1, dtype=torch.int32, device=DEVICE)
     assert torch.equal(project(x, [a], h, 2.0, mask, FusedPass(maximum)), expected)
     assert maximum.view(torch.float32).item() == x.abs().max().item()
-    copy = quantise([x], Layout(WEIGHT_DTYPE, False, True, False), Maxima(maximum, None, None)).rows
+    copy = quantise([x], Layout(WEIGHT_DTYPE, False, True, False), maximum).rows
     # The copy is a part of a wider matrix, whose other columns are not written.
     matrix = torch.full((300, 3 * features), 7.0, device=DEVICE).to(WEIGHT_DTYPE)
     values, scale = matrix[:, features : 2 * features], torch.zeros(1, device=DEVICE)

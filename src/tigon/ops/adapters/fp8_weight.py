@@ -23,7 +23,6 @@ from tigon.ops.fp8.products import multiply_fp8
 from tigon.ops.fp8.quantisation import Layout, quantise
 from tigon.ops.fp8.weights import Fp8Weights, WeightCache, weight_rows, weight_transposed
 from tigon.runtime.counters import zero_number
-from tigon.runtime.maxima import Maxima, find
 
 FindCache = Callable[[Sequence[Tensor], Sequence[int | None]], WeightCache | None]
 
@@ -110,10 +109,6 @@ class Fp8Operand:
 
     def __init__(self, group: Fp8Group, parts: Mapping[int, Tensor], layout: Layout, maximum: Tensor | None) -> None:
         self.group, self.parts, self.layout = group, parts, layout
-        if maximum is None and len(parts) == 1:
-            # The op that wrote the part may have found it.
-            maxima = find(next(iter(parts.values())), layout.maxima_of_first_pass)
-            maximum = None if maxima is None else maxima.tensor
         self.maximum = maximum
         self.copy: Factor | None = None
         self.has_passes = False
@@ -148,8 +143,7 @@ class Fp8Operand:
         """Return the FP8 copy, and quantise the parts if no kernel has written it. The operand does not keep it."""
         copy, self.copy = self.copy, None
         if copy is None:
-            maxima = None if self.maximum is None else Maxima(self.maximum, None, None)
-            copy = quantise(self._all_parts(), self.layout, maxima).rows
+            copy = quantise(self._all_parts(), self.layout, self.maximum).rows
         assert copy is not None
         return copy
 

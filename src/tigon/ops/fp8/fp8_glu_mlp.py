@@ -79,10 +79,7 @@ class _Fp8GLUMLP(torch.autograd.Function):
         needs = [records and need for need in ctx.needs_input_grad[:4]]
         needs_dgates, needs_gate_weights = any(needs[:3]), any(needs[1:3])
         saves_x = not saves_gates or (needs_gate_weights and (not options.fp8_dw or is_lean()))
-        x_rows, x_transposed, maxima = quantise_input(
-            x, options, needs_gate_weights and options.fp8_dw, needs_gate_weights and not saves_x
-        )
-        ctx.maxima = maxima if saves_x else None
+        x_rows, x_transposed = quantise_input(x, options, needs_gate_weights and not saves_x)
         gates = gate_weight, up_weight
         gate_copies = weight_rows(cache, "gate and up", gates, options.is_rowwise, needs[0])
         down_copies = weight_rows(cache, "down", [down_weight], options.is_rowwise, needs_dgates)
@@ -115,7 +112,7 @@ class _Fp8GLUMLP(torch.autograd.Function):
         x = None if x is None else x.reshape(-1, ctx.shape[-1])
         is_recomputed = gate is None
         if is_recomputed:
-            x_rows = quantise_again(x, options, ctx.maxima, by_rows=True)
+            x_rows = quantise_again(x, options, by_rows=True)
             copies = ctx.gate_copies or quantise_weights((gate_weight, up_weight), is_rowwise, True, False)
             gate, up = _multiply_gates(x_rows, copies, ctx.inner, ctx.dtype, options)
         fp8_dw, dtype = options.fp8_dw, options.dtype_of_gradients
@@ -146,7 +143,7 @@ class _Fp8GLUMLP(torch.autograd.Function):
         del a, a_transposed, dy_rows, dy_transposed
         x_transposed = None if values is None else Factor(values, scale)
         if dgates_transposed is not None and x_transposed is None:
-            x_transposed = quantise_again(x, options, ctx.maxima, by_rows=False)
+            x_transposed = quantise_again(x, options, by_rows=False)
         half = ctx.inner
         if needs_gate:
             part = dgates_transposed and dgates_transposed.rows(0, half)

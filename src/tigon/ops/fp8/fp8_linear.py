@@ -18,7 +18,7 @@ Shapes: T tokens, H inputs, O outputs of a layer.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -32,7 +32,6 @@ from tigon.ops.fp8.weights import WeightCache, weight_rows, weight_transposed
 from tigon.runtime import checks
 from tigon.runtime.autograd import first_order, keep_none_gradients
 from tigon.runtime.compat.operators import reshape_without_view
-from tigon.runtime.maxima import Maxima, find
 
 # --- reference -----------------------------------------------------------------------------------
 
@@ -77,35 +76,17 @@ def fp8_linear_reference(
 # --- parts of nodes ------------------------------------------------------------------------------
 
 
-class QuantisedInput(NamedTuple):
-    """The FP8 copies of x [T, H], of which the transposed one exists if it is saved, and the maxima of x if known."""
-
-    rows: Factor
-    transposed: Factor | None
-    maxima: Maxima | None
-
-
-def quantise_input(x: Tensor, options: Fp8Options, needs_transposed: bool, saves_transposed: bool) -> QuantisedInput:
-    """Quantise x [..., H] for the products of forward.
-
-    Args:
-        x: The input.
-        options: The options of the op.
-        needs_transposed: True if backward needs the transposed copy. The norm that computes x then finds its maxima.
-        saves_transposed: True if the transposed copy is made here.
-    """
-    layout = Layout(WEIGHT_DTYPE, options.is_rowwise, True, needs_transposed)
-    maxima = find(x, layout.maxima_of_first_pass)
-    layout = layout._replace(needs_transposed=saves_transposed)
-    rows, transposed = quantise([x.reshape(-1, x.shape[-1])], layout, maxima)
+def quantise_input(x: Tensor, options: Fp8Options, saves_transposed: bool) -> tuple[Factor, Factor | None]:
+    """Return the FP8 copy of x [..., H] by rows for the products of forward, and the transposed one if it is saved."""
+    rows, transposed = quantise_tensor(x, Layout(WEIGHT_DTYPE, options.is_rowwise, True, saves_transposed))
     assert rows is not None
-    return QuantisedInput(rows, transposed, maxima)
+    return rows, transposed
 
 
-def quantise_again(x: Tensor | None, options: Fp8Options, maxima: Maxima | None, by_rows: bool) -> Factor:
+def quantise_again(x: Tensor | None, options: Fp8Options, by_rows: bool) -> Factor:
     """Return the FP8 copy of the saved x [T, H] by rows, or the transposed one, in backward."""
     assert x is not None
-    copies = quantise([x], Layout(WEIGHT_DTYPE, options.is_rowwise, by_rows, not by_rows), maxima)
+    copies = quantise([x], Layout(WEIGHT_DTYPE, options.is_rowwise, by_rows, not by_rows))
     factor = copies.rows if by_rows else copies.transposed
     assert factor is not None
     return factor
@@ -129,8 +110,7 @@ class _Fp8Projections(torch.autograd.Function):
         needs_dx = records and ctx.needs_input_grad[0]
         needs_dw = records and any(ctx.needs_input_grad[4::2])
         saves_x = needs_dw and (not options.fp8_dw or is_lean())
-        x_rows, x_transposed, maxima = quantise_input(x, options, needs_dw and options.fp8_dw, needs_dw and not saves_x)
-        ctx.maxima = maxima if saves_x else None
+        x_rows, x_transposed = quantise_input(x, options, needs_dw and not saves_x)
         copies = weight_rows(cache, "projections", weights, options.is_rowwise, needs_dx)
         outputs, start = [], 0
         for weight, bias in zip(weights, biases, strict=True):
@@ -168,7 +148,7 @@ class _Fp8Projections(torch.autograd.Function):
         x = None if x is None else x.reshape(-1, ctx.shape[-1])
         x_transposed = None if values is None else Factor(values, scale)
         if dy_transposed is not None and x_transposed is None:
-            x_transposed = quantise_again(x, options, ctx.maxima, by_rows=False)
+            x_transposed = quantise_again(x, options, by_rows=False)
         gradients: list[Tensor | None] = [None] * len(needs)
         start = 0
         for i, (dy, width) in enumerate(zip(dys, widths, strict=True)):

@@ -15,8 +15,8 @@ The passes, and their floors on an H200 (4.3 TB/s), for a bf16 matrix of N value
     rowwise, the transposed copy     as tensorwise                          5 N bytes      0.039 ms
     rowwise, two copies              as tensorwise                          6 N bytes      0.047 ms
 
-If another kernel that writes or reads the matrix has found the maxima, the amax pass and its 2 N bytes disappear. Norms
-pass their maxima through `tigon.runtime.maxima`, and the nodes of `tigon.ops.adapters` pass their own as an argument.
+If another kernel that writes or reads the matrix has found the one maximum of a tensorwise scale, the amax pass and its
+2 N bytes disappear. The nodes of `tigon.ops.adapters` pass it as an argument.
 `quantise_gated` reads gate and up, so each of its reads counts twice. Parts of the second read come from the cache.
 
 A matrix of zeros, or one whose values are all below 2^-100, has the scale of 2^-100. NaN makes the scale NaN, and an
@@ -33,6 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tigon.ops.fp8.formats import LARGEST, MULTIPLE, SMALLEST_AMAX, Factor, pad, runs_fp8_kernels
+from tigon.ops.fp8.maxima import Maxima, MaximaNeeds, zero_maxima
 from tigon.ops.fp8.quantisation_kernels import (
     Fp8RowConfig,
     Fp8RowProblem,
@@ -44,7 +45,6 @@ from tigon.ops.fp8.quantisation_kernels import (
 )
 from tigon.runtime.device import cdiv, device_of
 from tigon.runtime.launch import launch, launcher, on_device
-from tigon.runtime.maxima import NO_MAXIMA, NO_NEEDS, Maxima, MaximaNeeds, find, zero_maxima
 
 
 class Layout(NamedTuple):
@@ -63,11 +63,6 @@ class Layout(NamedTuple):
         if self.is_rowwise:
             return MaximaNeeds(False, self.needs_rows, self.needs_transposed)
         return MaximaNeeds(self.needs_rows or self.needs_transposed)
-
-    @property
-    def maxima_of_first_pass(self) -> MaximaNeeds:
-        """Return the maxima that a first pass over one matrix has to find: none if it needs only rows with scales."""
-        return NO_NEEDS if self.is_rowwise and not self.needs_transposed else self.maxima
 
 
 class Copies(NamedTuple):
@@ -261,17 +256,17 @@ def write_part(part: _Part, maxima: Maxima, copies: Copies, layout: Layout, is_r
     )  # fmt: skip
 
 
-def _quantise(parts: list[_Part], m: int, k: int, layout: Layout, maxima: Maxima = NO_MAXIMA) -> Copies:
-    """Return the copies of the matrix [M, K] that consists of the parts. `maxima` holds those that are known."""
+def _quantise(parts: list[_Part], m: int, k: int, layout: Layout, maximum: Tensor | None = None) -> Copies:
+    """Return the copies of the matrix [M, K] that consists of the parts, as `quantise_parts` does."""
     first = parts[0].x
     copies = empty_copies(first, m, k, layout)
     if _is_one_pass(parts, layout):
         for part in parts:
             _write_rows(part, copies, layout)
         return copies
-    if maxima.covers(layout.maxima):
+    if maximum is not None:
         for part in reversed(parts):
-            write_part(part, maxima, copies, layout, is_reversed=True)
+            write_part(part, Maxima(maximum, None, None), copies, layout, is_reversed=True)
         return copies
     maxima = zero_maxima(first, m, k, layout.maxima)
     for part in reversed(parts):
@@ -282,16 +277,16 @@ def _quantise(parts: list[_Part], m: int, k: int, layout: Layout, maxima: Maxima
 
 
 @launcher(fake=_empty_copies_of_parts)
-def quantise_parts(first: Tensor, others: list[Tensor], layout: Layout, maxima: Maxima) -> Copies:
+def quantise_parts(first: Tensor, others: list[Tensor], layout: Layout, maximum: Tensor | None) -> Copies:
     """Return the copies of the matrix that consists of `first` and `others`. Rows of parts may have gaps.
 
-    `maxima` holds the maxima of the matrix that are known. If one is missing, all that are needed are found.
+    `maximum` [1] holds the bits of the largest absolute value for a tensorwise scale, or None if it is not known.
     """
     parts, row, column = [], 0, 0
     for x in (first, *others):
         parts.append(_Part(row_view(x), None, "", row, column))
         row, column = (row, column + x.shape[1]) if layout.by_columns else (row + x.shape[0], column)
-    return _quantise(parts, *_sizes([first, *others], layout.by_columns), layout, maxima)
+    return _quantise(parts, *_sizes([first, *others], layout.by_columns), layout, maximum)
 
 
 def _empty_copies_of_gated(gate: Tensor, layout: Layout) -> Copies:
@@ -309,8 +304,8 @@ def quantise_product(gate: Tensor, up: Tensor, kind: str, layout: Layout) -> Cop
 # --- for the ops of this family ------------------------------------------------------------------
 
 
-def quantise(parts: Sequence[Tensor], layout: Layout, maxima: Maxima | None = None) -> Quantised:
-    """Return the FP8 copies of the matrix that consists of the parts. `maxima` holds its maxima if they are known.
+def quantise(parts: Sequence[Tensor], layout: Layout, maximum: Tensor | None = None) -> Quantised:
+    """Return the FP8 copies of the matrix that consists of the parts. `maximum` is that of `quantise_parts`.
 
     Parts that are one below the other have multiples of 16 rows, except the last one. Without rows the copies are
     empty, and so are their scales.
@@ -319,17 +314,14 @@ def quantise(parts: Sequence[Tensor], layout: Layout, maxima: Maxima | None = No
         return Quantised(None, None)
     first, *others = parts
     if runs_fp8_kernels(first):
-        return _factors(quantise_parts(first, others, layout, maxima or NO_MAXIMA), layout)
+        return _factors(quantise_parts(first, others, layout, maximum), layout)
     x = torch.cat([part.float() for part in parts], int(layout.by_columns)) if others else first
     return _factors(quantise_reference(x, layout), layout)
 
 
 def quantise_tensor(x: Tensor, layout: Layout) -> Quantised:
-    """Return the FP8 copies of x [..., K] as a matrix [M, K].
-
-    If the op that wrote x has found its maxima, no pass finds them again.
-    """
-    return quantise([x.reshape(-1, x.shape[-1])], layout, find(x, layout.maxima_of_first_pass))
+    """Return the FP8 copies of x [..., K] as a matrix [M, K]."""
+    return quantise([x.reshape(-1, x.shape[-1])], layout)
 
 
 def quantise_gated(gate: Tensor, up: Tensor, kind: str, layout: Layout) -> Quantised:

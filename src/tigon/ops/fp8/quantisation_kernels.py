@@ -10,16 +10,16 @@ NaN: an infinite scale times the zeros that it divides is NaN.
 
 The first pass over the matrix begins with the last tiles, because those that the producer of the matrix wrote last are
 still in the cache. This is the amax pass, which leaves the first tiles in the cache for the second pass. If the
-producer has found the maxima, it is the pass that writes the copies. Shapes: M rows, K columns.
+maxima are known, it is the pass that writes the copies. Shapes: M rows, K columns.
 """
 
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from tigon.ops.fp8.maxima import magnitude_bits, raise_to, raise_to_largest
 from tigon.ops.mlps.glu import activation_and_slope
 from tigon.runtime.compat.triton import tl, triton
 from tigon.runtime.device import Device
-from tigon.runtime.maxima import magnitude_bits, raise_to, raise_to_largest
 from tigon.runtime.tuning import LaunchConfig
 
 # The bits of `SMALLEST_AMAX`, 2^-100.

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from tigon.ops.fp8.formats import WEIGHT_DTYPE, Factor, runs_fp8_kernels
 from tigon.ops.fp8.quantisation import Layout, find_tensor_maximum, quantise_parts, quantise_reference
-from tigon.runtime.maxima import Maxima
 
 # The int32 elements for each group: 16 bytes, because the kernels expect aligned addresses.
 _ELEMENTS = 4
@@ -47,7 +46,7 @@ def round_shard(shard: Tensor, maximum: Tensor) -> Factor:
     """Return a shard [rows, columns] in e4m3, and the scale [1] of the weight with this maximum."""
     layout = Layout(WEIGHT_DTYPE, False, True, False)
     if runs_fp8_kernels(shard):
-        copies = quantise_parts(shard, [], layout, Maxima(maximum, None, None))
+        copies = quantise_parts(shard, [], layout, maximum)
     else:
         copies = quantise_reference(shard, layout, maximum.view(torch.float32)[0])
     assert copies.rows is not None

@@ -9,10 +9,6 @@ r"""The kernels of the norms over the last dimension: RMS and layer norm, with a
 `dtotal` is the upstream gradient of z, which exists if the op returns z too. dz is the gradient of both x and the
 residual. RMS norms have no term mean_features(g).
 
-The kernels also find the largest absolute values of y, or of dz, if an op that reads them needs these to quantise them
-(`tigon.runtime.maxima`). They are those of the rounded values. Maxima of columns would take an atomic write for each
-value of a tile of rows, so the programs of such a forward loop over many tiles, as those of the backward do.
-
 Shapes: M = rows (all leading dimensions), N = features, P = programs of the backward.
 """
 
@@ -21,34 +17,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tigon.ops.norms.norm_config import NormConfig, NormProblem, holds_column_maxima
+from tigon.ops.norms.norm_config import NormConfig, NormProblem
 from tigon.ops.norms.row_sums import sum_rows
 from tigon.runtime.compat.triton import tl, triton
 from tigon.runtime.device import cdiv, device_of
 from tigon.runtime.launch import in_order, launch, launcher, on_device
-from tigon.runtime.maxima import (
-    NO_MAXIMA,
-    NO_NEEDS,
-    Maxima,
-    MaximaNeeds,
-    magnitude_bits,
-    raise_to,
-    raise_to_largest,
-    zero_maxima,
-)
 from tigon.runtime.rows import dense_rows
 
 # --- kernels -------------------------------------------------------------------------------------
 
 
-@triton.jit
-def _normalise(
-    x_ptr, residual_ptr, w_ptr, b_ptr, y_ptr, total_ptr, statistics_ptr, row_max_ptr,  # as in `_forward_kernel`
-    stride_x, stride_residual, rows, cols, inside,
+@triton.jit(do_not_specialize=["M"])
+def _forward_kernel(
+    x_ptr, residual_ptr, w_ptr, b_ptr,  # [M, N], [M, N] or None, [N] or None, [N] or None
+    y_ptr, total_ptr, statistics_ptr,  # [M, N], [M, N] or None, fp32: rstd [M] and, if CENTRED, mean [M]
+    stride_x, stride_residual,
     M, N, eps, offset,
-    CENTRED: tl.constexpr, ROUND_FIRST: tl.constexpr, READS_RSTD: tl.constexpr, FINDS_MAXIMA: tl.constexpr,
+    CENTRED: tl.constexpr, ROUND_FIRST: tl.constexpr, READS_RSTD: tl.constexpr, EVEN: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Normalise a tile of rows. If FINDS_MAXIMA is True, return the bits of |y|, rounded as it is stored."""
+    """Normalise a tile of rows. If READS_RSTD is True, rstd is an input instead of a result.
+
+    If EVEN is True, the tile has exactly N columns, so the columns need no mask.
+    """
+    cols = tl.arange(0, BLOCK_N)[None, :]
+    inside = EVEN | (cols < N)
+    rows = (tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
     mask = (rows < M) & inside
     z = tl.load(x_ptr + rows * stride_x + cols, mask=mask, other=0.0)  # [BM, BN]
     if residual_ptr is not None:
@@ -74,53 +68,7 @@ def _normalise(
         y *= offset + tl.load(w_ptr + cols, mask=inside, other=0.0).to(tl.float32)
     if b_ptr is not None:
         y += tl.load(b_ptr + cols, mask=inside, other=0.0).to(tl.float32)
-    y = y.to(y_ptr.dtype.element_ty)
-    tl.store(y_ptr + rows * N + cols, y, mask=mask)
-    if FINDS_MAXIMA:
-        bits = tl.where(mask, magnitude_bits(y.to(tl.float32)), 0)
-        if row_max_ptr is not None:
-            tl.store(row_max_ptr + rows, tl.max(bits, axis=1, keep_dims=True), mask=rows < M)
-        return bits
-    else:
-        return 0
-
-
-@triton.jit(do_not_specialize=["M"])
-def _forward_kernel(
-    x_ptr, residual_ptr, w_ptr, b_ptr,  # [M, N], [M, N] or None, [N] or None, [N] or None
-    y_ptr, total_ptr, statistics_ptr,  # [M, N], [M, N] or None, fp32: rstd [M] and, if CENTRED, mean [M]
-    tensor_max_ptr, row_max_ptr, column_max_ptr,  # int32 [1], [M] and [N], or None
-    stride_x, stride_residual,
-    M, N, eps, offset,
-    CENTRED: tl.constexpr, ROUND_FIRST: tl.constexpr, READS_RSTD: tl.constexpr, EVEN: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """Normalise a tile of rows. If READS_RSTD is True, rstd is an input instead of a result.
-
-    If EVEN is True, the tile has exactly N columns, so the columns need no mask. For maxima of columns, a program
-    normalises several tiles.
-    """
-    cols = tl.arange(0, BLOCK_N)[None, :]
-    inside = EVEN | (cols < N)
-    finds_maxima: tl.constexpr = tensor_max_ptr is not None or row_max_ptr is not None or column_max_ptr is not None
-    if column_max_ptr is None:
-        rows = (tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
-        bits = _normalise(
-            x_ptr, residual_ptr, w_ptr, b_ptr, y_ptr, total_ptr, statistics_ptr, row_max_ptr, stride_x,
-            stride_residual, rows, cols, inside, M, N, eps, offset, CENTRED, ROUND_FIRST, READS_RSTD, finds_maxima,
-        )  # fmt: skip
-    else:
-        bits = tl.zeros([BLOCK_M, BLOCK_N], tl.int32)
-        for tile in tl.range(tl.program_id(0).to(tl.int64), tl.cdiv(M, BLOCK_M), tl.num_programs(0), num_stages=STAGES):
-            rows = (tile * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
-            tile_bits = _normalise(
-                x_ptr, residual_ptr, w_ptr, b_ptr, y_ptr, total_ptr, statistics_ptr, row_max_ptr, stride_x,
-                stride_residual, rows, cols, inside, M, N, eps, offset, CENTRED, ROUND_FIRST, READS_RSTD, finds_maxima,
-            )  # fmt: skip
-            bits = tl.maximum(bits, tile_bits)
-        raise_to(column_max_ptr + cols, tl.max(bits, axis=0, keep_dims=True), inside)
-    if tensor_max_ptr is not None:
-        raise_to_largest(tensor_max_ptr, bits)
+    tl.store(y_ptr + rows * N + cols, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -139,13 +87,12 @@ def _backward_kernel(
     dy_ptr, dtotal_ptr, z_ptr, w_ptr,  # [M, N], [M, N] or None, [M, N], [N] or None
     statistics_ptr,  # fp32: rstd [M] and, if CENTRED, mean [M]
     dz_ptr, dw_ptr, db_ptr,  # [M, N], [P, N] fp32, [P, N] fp32; None if not needed
-    tensor_max_ptr, row_max_ptr, column_max_ptr,  # int32 [1], [M] and [N], the maxima of dz, or None
     stride_dy, stride_dtotal, stride_z,
     M, N, offset,
     CENTRED: tl.constexpr, KEEPS_W: tl.constexpr, KEEPS_ROW: tl.constexpr, EVEN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Compute dz of the rows of a program and its maxima, and partial sums of dw and db."""
+    """Compute dz of the rows of a program, and partial sums of dw and db."""
     # The number of blocks of columns. It is one if dz is computed, because dz needs sums over whole rows.
     blocks = tl.cdiv(N, BLOCK_N)
     pid = (tl.program_id(0) // blocks).to(tl.int64)
@@ -159,10 +106,6 @@ def _backward_kernel(
         dw = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     if db_ptr is not None:
         db = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    if tensor_max_ptr is not None:
-        tensor_bits = tl.zeros([BLOCK_M, 1], tl.int32)
-    if column_max_ptr is not None:
-        column_bits = tl.zeros([BLOCK_M, BLOCK_N], tl.int32)
 
     for tile in tl.range(pid, tl.cdiv(M, BLOCK_M), tl.num_programs(0) // blocks, num_stages=STAGES):
         rows = (tile * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
@@ -196,21 +139,8 @@ def _backward_kernel(
             dz = rstd * (g - shift - z_hat * slope)
             if dtotal_ptr is not None:
                 dz += tl.load(dtotal_ptr + rows * stride_dtotal + cols, mask=mask, other=0.0).to(tl.float32)
-            dz = dz.to(dz_ptr.dtype.element_ty)
-            tl.store(dz_ptr + rows * N + cols, dz, mask=mask)
-            if tensor_max_ptr is not None or row_max_ptr is not None or column_max_ptr is not None:
-                bits = tl.where(mask, magnitude_bits(dz.to(tl.float32)), 0)
-                if tensor_max_ptr is not None:
-                    tensor_bits = tl.maximum(tensor_bits, tl.max(bits, axis=1, keep_dims=True))
-                if row_max_ptr is not None:
-                    tl.store(row_max_ptr + rows, tl.max(bits, axis=1, keep_dims=True), mask=rows < M)
-                if column_max_ptr is not None:
-                    column_bits = tl.maximum(column_bits, bits)
+            tl.store(dz_ptr + rows * N + cols, dz.to(dz_ptr.dtype.element_ty), mask=mask)
 
-    if tensor_max_ptr is not None:
-        raise_to_largest(tensor_max_ptr, tensor_bits)
-    if column_max_ptr is not None:
-        raise_to(column_max_ptr + cols, tl.max(column_bits, axis=0, keep_dims=True), inside)
     if dw_ptr is not None:
         tl.store(dw_ptr + pid * N + cols, tl.sum(dw, axis=0, keep_dims=True), mask=inside)
     if db_ptr is not None:
@@ -225,8 +155,8 @@ def _empty_contiguous(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _empty_forward(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, centred: bool, round_first: bool, needs: MaximaNeeds
-) -> tuple[Tensor, Any, Tensor, Maxima]:
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, centred: bool, round_first: bool
+) -> tuple[Tensor, Any, Tensor]:
     """Allocate what `norm_forward` returns. The second result is None without a residual."""
     dtype, total = x.dtype, None
     if residual is not None:
@@ -234,43 +164,30 @@ def _empty_forward(
         total = _empty_contiguous(x, dtype)
     if round_first and weight is not None:
         dtype = torch.promote_types(dtype, weight.dtype)
-    y, n = _empty_contiguous(x, dtype), x.shape[-1]
-    m = x.numel() // n
-    statistics = x.new_empty((2 if centred else 1, m), dtype=torch.float32)
-    return y, total, statistics, zero_maxima(x, m, n, needs)
-
-
-def _maxima_arguments(maxima: Maxima) -> dict[str, Tensor | None]:
-    """Return the arguments of the kernels for the maxima, by name."""
-    return {"tensor_max_ptr": maxima.tensor, "row_max_ptr": maxima.rows, "column_max_ptr": maxima.columns}
+    statistics = x.new_empty((2 if centred else 1, x.numel() // x.shape[-1]), dtype=torch.float32)
+    return _empty_contiguous(x, dtype), total, statistics
 
 
 def _run_forward(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, y: Tensor, total: Tensor | None,
-    statistics: Tensor, maxima: Maxima, eps: float, offset: float, centred: bool, round_first: bool, reads_rstd: bool,
+    statistics: Tensor, eps: float, offset: float, centred: bool, round_first: bool, reads_rstd: bool,
 ) -> None:  # fmt: skip
-    """Write y, x + residual, the statistics and the maxima of y.
-
-    With `reads_rstd`, the statistics are an input instead of a result.
-    """
+    """Write y, x + residual and the statistics. With `reads_rstd`, the statistics are an input instead of a result."""
     n, m = x.shape[-1], statistics.shape[1]
     config = NormConfig.choose(NormProblem(n, x.element_size()), device_of(x))
-    programs, num_stages = cdiv(m, config.block_m), 1
-    if maxima.columns is not None:
-        programs, num_stages = min(programs, config.forward_programs), config.num_stages
     x, stride_x = dense_rows(x)
     residual, stride_residual = (None, 0) if residual is None else dense_rows(residual)
     launch(
-        _forward_kernel, programs,
+        _forward_kernel, cdiv(m, config.block_m),
         *in_order(_forward_kernel)(
             x_ptr=x, residual_ptr=residual,
             w_ptr=weight if weight is None else weight.contiguous(),
             b_ptr=bias if bias is None else bias.contiguous(),
-            y_ptr=y, total_ptr=total, statistics_ptr=statistics, **_maxima_arguments(maxima),
+            y_ptr=y, total_ptr=total, statistics_ptr=statistics,
             stride_x=stride_x, stride_residual=stride_residual, M=m, N=n, eps=eps, offset=offset,
         ),
         CENTRED=centred, ROUND_FIRST=round_first, READS_RSTD=reads_rstd, EVEN=n == config.block_n,
-        BLOCK_M=config.block_m, BLOCK_N=config.block_n, STAGES=num_stages, num_warps=config.num_warps,
+        BLOCK_M=config.block_m, BLOCK_N=config.block_n, num_warps=config.num_warps,
     )  # fmt: skip
 
 
@@ -284,24 +201,19 @@ def norm_forward(
     offset: float,
     centred: bool,
     round_first: bool,
-    needs: MaximaNeeds,
-) -> tuple[Tensor, Tensor, Tensor, Maxima]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Normalise x, or x + residual, both [..., N], with weight and bias [N].
 
     Args:
         round_first: z_hat is rounded to the dtype of z before the weight multiplies it, and y has the common dtype of
             z and the weight.
-        needs: The maxima of y that are needed.
 
     Returns:
-        y [..., N]; x + residual [..., N], or None without a residual; [1 or 2, M] fp32: rstd and, if centred, the mean;
-        the maxima.
+        y [..., N]; x + residual [..., N], or None without a residual; [1 or 2, M] fp32: rstd and, if centred, the mean.
     """
-    y, total, statistics, maxima = _empty_forward(x, residual, weight, centred, round_first, needs)
-    _run_forward(
-        x, residual, weight, bias, y, total, statistics, maxima, eps, offset, centred, round_first, reads_rstd=False
-    )
-    return y, total, statistics, maxima
+    y, total, statistics = _empty_forward(x, residual, weight, centred, round_first)
+    _run_forward(x, residual, weight, bias, y, total, statistics, eps, offset, centred, round_first, reads_rstd=False)
+    return y, total, statistics
 
 
 @on_device
@@ -311,20 +223,18 @@ def recompute_norm(z: Tensor, weight: Tensor | None, statistics: Tensor, offset:
     rstd is not recomputed, because a variant of the kernel without a residual may sum the features of a row in another
     order and round rstd differently. Centred norms are not supported.
     """
-    y, _, _, maxima = _empty_forward(z, None, weight, False, round_first, NO_NEEDS)
-    _run_forward(z, None, weight, None, y, None, statistics, maxima, 0.0, offset, False, round_first, reads_rstd=True)
+    y, _, _ = _empty_forward(z, None, weight, False, round_first)
+    _run_forward(z, None, weight, None, y, None, statistics, 0.0, offset, False, round_first, reads_rstd=True)
     return y
 
 
 def _empty_backward(
-    z: Tensor, needs_dz: bool, dw_dtype: torch.dtype | None, db_dtype: torch.dtype | None, needs: MaximaNeeds
-) -> tuple[Any, Any, Any, Maxima]:
-    """Allocate the gradients and the maxima that are needed. The others are None."""
+    z: Tensor, needs_dz: bool, dw_dtype: torch.dtype | None, db_dtype: torch.dtype | None
+) -> tuple[Any, Any, Any]:
+    """Allocate the gradients that are needed. The others are None."""
     dz = _empty_contiguous(z, z.dtype) if needs_dz else None
     dw, db = (None if dtype is None else z.new_empty(z.shape[-1], dtype=dtype) for dtype in (dw_dtype, db_dtype))
-    n = z.shape[-1]
-    has_maxima = needs_dz and not (needs.columns and not holds_column_maxima(n))
-    return dz, dw, db, zero_maxima(z, z.numel() // n, n, needs if has_maxima else NO_NEEDS)
+    return dz, dw, db
 
 
 @launcher(fake=_empty_backward)
@@ -339,14 +249,12 @@ def norm_backward(
     needs_dz: bool,
     dw_dtype: torch.dtype | None,
     db_dtype: torch.dtype | None,
-    needs: MaximaNeeds,
-) -> tuple[Tensor, Tensor, Tensor, Maxima]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return dz [..., N], dw [N] and db [N] from dy, dtotal and z [..., N] and the statistics of the forward.
 
-    A gradient that is not needed is None. dw and db are needed if `dw_dtype` and `db_dtype` are not None. The last
-    result holds the maxima of dz that `needs` requests, or none if rows are too wide for them.
+    A gradient that is not needed is None. dw and db are needed if `dw_dtype` and `db_dtype` are not None.
     """
-    dz, dw, db, maxima = _empty_backward(z, needs_dz, dw_dtype, db_dtype, needs)
+    dz, dw, db = _empty_backward(z, needs_dz, dw_dtype, db_dtype)
     n, m, device = z.shape[-1], statistics.shape[1], device_of(z)
     loads, sums = 2 if dtotal is None else 3, (dw is not None) + (db is not None)
     config = NormConfig.choose(NormProblem(n, z.element_size(), loads, sums), device)
@@ -361,7 +269,6 @@ def norm_backward(
             *in_order(_backward_kernel)(
                 dy_ptr=dy, dtotal_ptr=dtotal, z_ptr=z, w_ptr=weight, statistics_ptr=statistics,
                 dz_ptr=dz, dw_ptr=dw_parts, db_ptr=db_parts,
-                **_maxima_arguments(NO_MAXIMA if dz is None else maxima),
                 stride_dy=stride_dy, stride_dtotal=stride_dtotal, stride_z=stride_z, M=m, N=n, offset=offset,
             ),
             CENTRED=centred, KEEPS_W=config.keeps_w, KEEPS_ROW=config.keeps_row, EVEN=n % config.block_n == 0,
@@ -383,4 +290,4 @@ def norm_backward(
             sum_rows(dw_parts, dw, db_parts, db)
         elif db_parts is not None:
             sum_rows(db_parts, db)
-    return dz, dw, db, maxima
+    return dz, dw, db

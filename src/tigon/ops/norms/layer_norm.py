@@ -24,7 +24,6 @@ from tigon.ops.norms.norm_config import MAX_FEATURES
 from tigon.runtime import checks
 from tigon.runtime.autograd import first_order
 from tigon.runtime.device import runs_kernels
-from tigon.runtime.maxima import NO_NEEDS
 
 # --- reference -----------------------------------------------------------------------------------
 
@@ -45,7 +44,7 @@ def layer_norm_reference(
 class _LayerNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-        y, _, statistics, _ = norm_forward(x, None, weight, bias, eps, 0.0, True, False, NO_NEEDS)
+        y, _, statistics = norm_forward(x, None, weight, bias, eps, 0.0, True, False)
         ctx.save_for_backward(x, weight, statistics)
         ctx.bias_dtype = None if bias is None else bias.dtype
         return y
@@ -56,7 +55,7 @@ class _LayerNorm(torch.autograd.Function):
         x, weight, statistics = ctx.saved_tensors
         needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
         dtypes = weight.dtype if needs_dw else None, ctx.bias_dtype if needs_db else None
-        dx, dw, db, _ = norm_backward(dy, None, x, weight, statistics, 0.0, True, needs_dx, *dtypes, NO_NEEDS)
+        dx, dw, db = norm_backward(dy, None, x, weight, statistics, 0.0, True, needs_dx, *dtypes)
         return dx if needs_dx else None, dw if needs_dw else None, db if needs_db else None, None
 
 

@@ -96,11 +96,6 @@ class NormConfig(LaunchConfig):
             splits=not fits(2),
         )
 
-    @property
-    def forward_programs(self) -> int:
-        """Return the largest number of programs of a forward that loops over rows: as many warps as the backward."""
-        return self.programs * max(1, self.backward_warps // self.num_warps)
-
     def count_programs(self, m: int, blocks: int = 1) -> int:
         """Return how many programs share `m` rows, if `blocks` programs share each row.
 
@@ -109,11 +104,3 @@ class NormConfig(LaunchConfig):
         """
         tiles, limit = cdiv(m, self.block_m), max(1, self.programs // blocks)
         return cdiv(tiles, max(2, cdiv(tiles, limit)))
-
-
-def holds_column_maxima(features: int) -> bool:
-    """Return whether the registers of a backward also hold the maxima of the columns of dz.
-
-    Rows of 5120 features, which need masks, take more registers than rows of 8192.
-    """
-    return features <= 4096 or features == 8192

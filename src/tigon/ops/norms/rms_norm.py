@@ -23,7 +23,6 @@ from tigon.ops.norms.norm_config import MAX_FEATURES
 from tigon.runtime import checks
 from tigon.runtime.autograd import first_order, keep_none_gradients
 from tigon.runtime.device import runs_kernels
-from tigon.runtime.maxima import NO_NEEDS, MaximaNeeds, MaximaRequests, attach
 
 # The point at which x_hat is rounded to the dtype of x: before the multiplication by the weight in Llama, after it in
 # Gemma and OLMo 2.
@@ -82,14 +81,11 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, eps: float, offset: float, round_first: bool, returns_x: bool,
-        requests: MaximaRequests | None, needs: MaximaNeeds,
-    ) -> Any:  # fmt: skip
-        y, _, statistics, maxima = norm_forward(x, None, weight, None, eps, offset, False, round_first, needs)
+        ctx: Any, x: Tensor, weight: Tensor | None, eps: float, offset: float, round_first: bool, returns_x: bool
+    ) -> Any:
+        y, _, statistics = norm_forward(x, None, weight, None, eps, offset, False, round_first)
         ctx.save_for_backward(x, weight, statistics)
-        ctx.offset, ctx.requests = offset, requests
-        if requests is not None:
-            attach(y, maxima, requests.result)
+        ctx.offset = offset
         if not returns_x:
             return y
         keep_none_gradients(ctx)
@@ -104,24 +100,18 @@ class _RMSNorm(torch.autograd.Function):
         x, weight, statistics = ctx.saved_tensors
         needs_dx, needs_dw = ctx.needs_input_grad[:2]
         if dy is None:
-            return dresidual, *(None,) * 7
-        dx, dw = _gradients(ctx, dy, dresidual, x, weight, statistics, needs_dx, needs_dw)
-        return dx, dw, *(None,) * 6
+            return dresidual, *(None,) * 5
+        dx, dw = _gradients(ctx.offset, dy, dresidual, x, weight, statistics, needs_dx, needs_dw)
+        return dx, dw, *(None,) * 4
 
 
 def _gradients(
-    ctx: Any, dy: Tensor, dtotal: Tensor | None, z: Tensor, weight: Tensor | None, statistics: Tensor, needs_dz: bool,
-    needs_dw: bool,
+    offset: float, dy: Tensor, dtotal: Tensor | None, z: Tensor, weight: Tensor | None, statistics: Tensor,
+    needs_dz: bool, needs_dw: bool,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-    """Return dz and dw, or None for one that is not needed. dz has the maxima that its readers need."""
-    requests: MaximaRequests | None = ctx.requests
+    """Return dz and dw, or None for one that is not needed."""
     dw_dtype = weight.dtype if needs_dw and weight is not None else None
-    needs = NO_NEEDS if requests is None or not needs_dz else requests.gradient.next_needs()
-    dz, dw, _, maxima = norm_backward(
-        dy, dtotal, z, weight, statistics, ctx.offset, False, needs_dz, dw_dtype, None, needs
-    )
-    if requests is not None and needs_dz:
-        attach(dz, maxima, requests.gradient)
+    dz, dw, _ = norm_backward(dy, dtotal, z, weight, statistics, offset, False, needs_dz, dw_dtype, None)
     return dz if needs_dz else None, dw if needs_dw else None
 
 
@@ -136,14 +126,10 @@ class _AddRMSNorm(torch.autograd.Function):
         offset: float,
         round_first: bool,
         returns_statistics: bool,
-        requests: MaximaRequests | None,
-        needs: MaximaNeeds,
     ) -> tuple[Tensor, ...]:
-        y, total, statistics, maxima = norm_forward(x, residual, weight, None, eps, offset, False, round_first, needs)
+        y, total, statistics = norm_forward(x, residual, weight, None, eps, offset, False, round_first)
         ctx.save_for_backward(total, weight, statistics)
-        ctx.offset, ctx.dtypes, ctx.requests = offset, (x.dtype, residual.dtype), requests
-        if requests is not None:
-            attach(y, maxima, requests.result)
+        ctx.offset, ctx.dtypes = offset, (x.dtype, residual.dtype)
         keep_none_gradients(ctx)
         if not returns_statistics:
             return y, total
@@ -159,12 +145,12 @@ class _AddRMSNorm(torch.autograd.Function):
         *needs, needs_dw = ctx.needs_input_grad[:3]
         dz, dw = dtotal, None
         if dy is not None:
-            dz, dw = _gradients(ctx, dy, dtotal, total, weight, statistics, any(needs), needs_dw)
+            dz, dw = _gradients(ctx.offset, dy, dtotal, total, weight, statistics, any(needs), needs_dw)
         # Both inputs get the same tensor, as the inputs of a sum do in eager code.
         dx, dresidual = (
             dz.to(dtype) if needed and dz is not None else None for needed, dtype in zip(needs, ctx.dtypes, strict=True)
         )
-        return dx, dresidual, dw, *(None,) * 6
+        return dx, dresidual, dw, *(None,) * 4
 
 
 # --- public --------------------------------------------------------------------------------------
@@ -223,42 +209,19 @@ def rms_norm(
 def _rms_norm(x: Tensor, weight: Tensor | None, eps: float, offset: float, rounding: Rounding) -> Tensor:
     if not runs_kernels(x, weight) or not 0 < x.shape[-1] <= MAX_FEATURES:
         return rms_norm_reference(x, weight, eps, offset=offset, rounding=rounding)
-    return _RMSNorm.apply(x, weight, eps, offset, rounding == "before_weight", False, None, NO_NEEDS)
+    return _RMSNorm.apply(x, weight, eps, offset, rounding == "before_weight", False)
 
 
-def _recompute(
-    x: Tensor, weight: Tensor | None, eps: float, offset: float, round_first: bool, needs: MaximaNeeds
-) -> Tensor:
-    """Return y again, by the variant of the kernel that computed it, because another one may sum in another order."""
-    return norm_forward(x, None, weight, None, eps, offset, False, round_first, needs)[0]
-
-
-def rms_norm_for(
-    requests: MaximaRequests | None,
-    x: Tensor,
-    weight: Tensor | None,
-    eps: float,
-    *,
-    offset: float,
-    rounding: Rounding,
-    returns_x: bool = False,
-) -> Any:
-    """Return `rms_norm(x, ...)`, and with `returns_x` also x for use as the residual, whose gradient dx then contains.
-
-    With `requests`, the kernels also find the maxima that the readers of y and dx need.
-    """
+def rms_norm_with_input(
+    x: Tensor, weight: Tensor | None, eps: float, *, offset: float, rounding: Rounding
+) -> tuple[Tensor, Tensor]:
+    """Return `rms_norm(x, ...)`, and x for use as the residual, whose gradient dx then contains."""
     if not runs_kernels(x, weight) or not 0 < x.shape[-1] <= MAX_FEATURES or torch.compiler.is_compiling():
-        y = rms_norm(x, weight, eps, offset=offset, rounding=rounding)
-        return (y, x) if returns_x else y
+        return rms_norm(x, weight, eps, offset=offset, rounding=rounding), x
     eps, offset = check_norm("rms_norm", x, weight, eps, offset, rounding)
-    needs, round_first = NO_NEEDS if requests is None else requests.result.next_needs(), rounding == "before_weight"
-    results = _RMSNorm.apply(x, weight, eps, offset, round_first, returns_x, requests, needs)
-    y = results[0] if returns_x else results
-    if any(needs):
-        register_recomputation(y, _recompute, x, weight, eps, offset, round_first, needs)
-    else:
-        register_recomputation(y, _rms_norm, x, weight, eps, offset, rounding)
-    return results
+    y, residual = _RMSNorm.apply(x, weight, eps, offset, rounding == "before_weight", True)
+    register_recomputation(y, _rms_norm, x, weight, eps, offset, rounding)
+    return y, residual
 
 
 def add_rms_norm(
@@ -299,20 +262,6 @@ def add_rms_norm(
         >>> torch.equal(total, x + residual)
         True
     """
-    return add_rms_norm_for(None, x, residual, weight, eps, offset=offset, rounding=rounding)
-
-
-def add_rms_norm_for(
-    requests: MaximaRequests | None,
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor | None,
-    eps: float,
-    *,
-    offset: float,
-    rounding: Rounding,
-) -> tuple[Tensor, Tensor]:
-    """Return `add_rms_norm`. The kernels also find the maxima that the readers of y and of dz need."""
     checks.tensor("add_rms_norm", residual=residual)
     checks.floating("add_rms_norm", residual=residual)
     eps, offset = check_norm("add_rms_norm", x, weight, eps, offset, rounding)
@@ -325,11 +274,10 @@ def add_rms_norm_for(
     round_first = rounding == "before_weight"
     # If the weight has another dtype than the sum, Triton may choose another layout, and so another order of summation.
     has_other_dtype = weight is not None and weight.dtype != torch.promote_types(x.dtype, residual.dtype)
-    needs = NO_NEEDS if requests is None else requests.result.next_needs()
     arguments = x, residual, weight, eps, offset, round_first
     if has_other_dtype or not registers_recomputations():
-        return _AddRMSNorm.apply(*arguments, False, requests, needs)
-    y, total, statistics = _AddRMSNorm.apply(*arguments, True, requests, needs)
+        return _AddRMSNorm.apply(*arguments, False)
+    y, total, statistics = _AddRMSNorm.apply(*arguments, True)
     register_recomputation(y, recompute_norm, total, weight, statistics, offset, round_first)
     return y, total
 

@@ -10,7 +10,7 @@ generation, is not computed in FP8 either, because it would take longer to quant
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,13 +24,11 @@ from tigon.ops.fp8.fp8_linear import fp8_projections
 from tigon.ops.fp8.weights import WeightCache
 from tigon.ops.mlps.projections import does_more_than_forward
 from tigon.recognition.parts.fp8_weights import StepCache
-from tigon.recognition.parts.norm_recipes import RMSNormRecipe
 from tigon.recognition.probing.deferred import Deferred, TensorLike, call_deferred, product_dtype
-from tigon.recognition.replacement import find_replacement, installed_recipe
+from tigon.recognition.replacement import installed_recipe
 from tigon.runtime.compat.autograd import has_active_transform
 from tigon.runtime.device import KERNEL_DTYPES, PLAIN
 from tigon.runtime.engines import keeps_versions
-from tigon.runtime.maxima import MaximaRequests
 from tigon.runtime.stock import linears_are_stock
 
 # The dtypes of the weights and inputs that are quantised. An FP8 product would be too coarse for a layer in fp32.
@@ -154,23 +152,6 @@ def mark_bases(layer: nn.Module) -> None:
     for module in layer.modules():
         if (copies := copies_of(installed_recipe(module))) is not None:
             copies.mark_base()
-
-
-def request_maxima(layer: nn.Module) -> Callable[[], None]:
-    """Let the RMS norms in a decoder layer find the maxima that layers in FP8 need. Return a function that undoes it.
-
-    Whether a norm finds them depends on who reads its result (`tigon.runtime.maxima`).
-    """
-    replacements = map(find_replacement, layer.modules())
-    norms = [each for each in replacements if each is not None and isinstance(each.recipe, RMSNormRecipe)]
-    for each in norms:
-        each.requests = MaximaRequests()
-
-    def undo() -> None:
-        for each in norms:
-            each.requests = None
-
-    return undo
 
 
 def _takes(x: Any) -> bool:

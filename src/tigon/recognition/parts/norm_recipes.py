@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 from tigon.ops.norms.gated_rms_norm import GateActivation, gated_rms_norm, gated_rms_norm_reference
 from tigon.ops.norms.layer_norm import layer_norm, layer_norm_reference
-from tigon.ops.norms.rms_norm import rms_norm, rms_norm_for, rms_norm_reference
+from tigon.ops.norms.rms_norm import rms_norm, rms_norm_reference
 from tigon.recognition.probing.probes import DTYPES
-from tigon.recognition.replacement import requests_of
 from tigon.runtime.device import PLAIN, runs_kernels
 
 # This text follows the name of a recipe if the stock forward runs for calls with a second argument.
@@ -103,9 +102,7 @@ class RMSNormRecipe:
             return type(module).forward(module, *args, **kwargs)
         options: dict[str, Any] = {"offset": self.offset, "rounding": self.rounding}
         if self.gate is None:
-            if reference or (requests := requests_of(module)) is None:
-                return (rms_norm_reference if reference else rms_norm)(args[0], weight, eps, **options)
-            return rms_norm_for(requests, args[0], weight, eps, **options)
+            return (rms_norm_reference if reference else rms_norm)(args[0], weight, eps, **options)
         options |= vars(self.gate)
         return (gated_rms_norm_reference if reference else gated_rms_norm)(args[0], args[1], weight, eps, **options)
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from tigon.memory.lean import is_lean
 from tigon.ops.mlps.projections import does_more_than_forward, linears
-from tigon.ops.norms.rms_norm import add_rms_norm_for, rms_norm_for
+from tigon.ops.norms.rms_norm import add_rms_norm, rms_norm_with_input
 from tigon.recognition.parts.adapters import compute_layers, read_projections
 from tigon.recognition.parts.fp8 import compute_in_fp8
 from tigon.recognition.parts.norm_recipes import RMSNormRecipe
@@ -28,7 +28,7 @@ from tigon.recognition.parts.two_layer_mlps import chunked_method, compute_mlp, 
 from tigon.recognition.probing.kind import kind_of
 from tigon.recognition.probing.standin import is_linear
 from tigon.recognition.probing.trials import explain_none, not_recording
-from tigon.recognition.replacement import Replacement, requests_of
+from tigon.recognition.replacement import Replacement
 from tigon.recognition.rewriting.overwriting import overwritten_inputs
 from tigon.recognition.rewriting.rewriting import (
     ADD_NORM,
@@ -64,7 +64,7 @@ def add_norm(norm: nn.Module, a: Any, b: Any) -> tuple[Any, Any]:
         weight, eps, options = arguments
         # In a lean block, the norm of a sum is recomputed only if all tensors have one dtype.
         if runs_kernels(a, b, weight) and not (is_lean() and weight is not None and weight.dtype != a.dtype):
-            return add_rms_norm_for(requests_of(norm), a, b, weight, eps, **options)
+            return add_rms_norm(a, b, weight, eps, **options)
     total = a + b
     return norm(total), total
 
@@ -79,7 +79,7 @@ def norm_with_residual(norm: nn.Module, x: Any) -> tuple[Any, Any]:
     """Return norm(x) and x."""
     if isinstance(x, Tensor) and not torch.compiler.is_compiling() and (arguments := _arguments(norm, x)) is not None:
         weight, eps, options = arguments
-        return rms_norm_for(requests_of(norm), x, weight, eps, **options, returns_x=True)
+        return rms_norm_with_input(x, weight, eps, **options)
     return norm(x), x
 
 

@@ -26,8 +26,6 @@ from tigon.ops.logits.token import kernels as token_loss
 from tigon.ops.logits.token.shards import partial_statistics
 from tigon.ops.mlps.clamped_glu import ClampedGate
 from tigon.ops.mlps.mlp import MLPActivation
-from tigon.ops.norms.rms_norm import add_rms_norm_for, rms_norm_for
-from tigon.runtime.maxima import MaximaNeeds, MaximaRequests
 from tigon.runtime.tuning import tuned
 from tigon.tools.workloads import WORKLOADS, Variant, Workload
 from tigon.tools.workloads.logits import EVERY_TERM
@@ -178,20 +176,6 @@ def _fp8_experts(hidden: int, inner: int, choices: int, **options: Any) -> None:
     y.backward(y.detach())
 
 
-def _norm_maxima(features: int, needs: MaximaNeeds) -> None:
-    """Run the norm of a sum, whose results and gradients an op in FP8 quantises."""
-    requests = MaximaRequests()
-    requests.result.note(needs)
-    requests.gradient.note(needs)
-    x, residual, weight = (
-        torch.zeros(shape, dtype=torch.bfloat16, requires_grad=True) for shape in ((16, features),) * 2 + ((features,),)
-    )
-    options: dict[str, Any] = {"offset": 0.0, "rounding": "before_weight"}
-    y, total = rms_norm_for(requests, x, weight, 1e-6, **options, returns_x=True)
-    y, total = add_rms_norm_for(requests, y, total + residual, weight, 1e-6, **options)
-    torch.autograd.backward([y, total], [y.detach(), total.detach()])
-
-
 _OTHER_STEPS: dict[str, Callable[[], None]] = {
     "cross_entropy 128256, one of 8 shards": lambda: _cross_entropy_of_a_shard(16032, 128256),
     "cross_entropy 256000, one of 2 shards, every option": lambda: _cross_entropy_of_a_shard(
@@ -228,11 +212,6 @@ _OTHER_STEPS: dict[str, Callable[[], None]] = {
     "fp8_linear experts 2880, gelu_tanh": lambda: _fp8_experts(2880, 2880, 4, activation="gelu_tanh"),
     "fp8_linear experts 1024 without gate": lambda: _fp8_experts(1024, 1856, 6, activation="relu2"),
     "fp8_linear experts 5120, weighted inputs": lambda: _fp8_experts(5120, 64, 1, weight_inputs=True),
-    "rms_norm 4096, largest value": lambda: _norm_maxima(4096, MaximaNeeds(tensor=True)),
-    "rms_norm 5120, largest value": lambda: _norm_maxima(5120, MaximaNeeds(tensor=True)),
-    "rms_norm 2048, largest values of rows and columns": lambda: _norm_maxima(2048, MaximaNeeds(False, True, True)),
-    "rms_norm 4096, largest values of rows and columns": lambda: _norm_maxima(4096, MaximaNeeds(False, True, True)),
-    "rms_norm 8192, largest values of rows and columns": lambda: _norm_maxima(8192, MaximaNeeds(False, True, True)),
     "lora_linear MLP 14336": lambda: _lora_glu_mlp(4096, 14336, 16),
     "lora_linear 4096, base in FP8": _lora_linear_in_fp8,
     "lora_linear MLP 14336, base in FP8": lambda: _lora_glu_mlp(256, 14336, 16, Fp8Options()),
