@@ -24,8 +24,7 @@ VERSION_TESTS = tests/runtime/test_requirements.py tests/tools/test_cli.py tests
 
 # KERNEL_TESTS run the kernels on a GPU or in Triton's interpreter. INTERPRETER_TESTS also have tests that run only in
 # the interpreter.
-KERNEL_TESTS := tests/ops tests/recognition/test_fused_statements.py tests/recognition/test_mlp_statements.py \
-	tests/recognition/test_adapters.py tests/hf/test_layer_mlps.py \
+KERNEL_TESTS := tests/ops tests/recognition/test_fused_statements.py tests/recognition/test_adapters.py \
 	tests/hf/test_lora.py tests/hf/test_lora_experts.py
 INTERPRETER_TESTS := $(KERNEL_TESTS) tests/memory/test_bytes.py tests/memory/test_lean.py \
 	tests/tools/plan/test_plan.py::test_saved_bytes_are_what_a_step_saves

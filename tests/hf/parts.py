@@ -37,13 +37,8 @@ def shown_kinds(model_type: str) -> Kinds:
 
 
 def parts_of(kinds: Kinds) -> set[str]:
-    """Return the parts that are replaced.
-
-    An MLP whose statements one op computes counts as an MLP, although its layer is listed with the fused statements.
-    """
-    recipes = [kind.split(": ", 1) for kind in kinds["replaced"]]
-    has_mlp = any(part == "fused_statements" and "MLP" in recipe.split(", ") for part, recipe in recipes)
-    return {part for part, _ in recipes} | ({"mlp"} if has_mlp else set())
+    """Return the parts that are replaced."""
+    return {kind.partition(": ")[0] for kind in kinds["replaced"]}
 
 
 def totals() -> Counter[str]:

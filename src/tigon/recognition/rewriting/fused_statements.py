@@ -1,11 +1,10 @@
 """Recognise statements of a forward that one op computes together.
 
-There are five patterns: a sum and the norm of that sum, a norm whose input is also the residual, several linear layers
-with the same input, two linear layers with an activation between them, in a layer that has no module for them, and the
-norms of queries and keys with the rotary embedding after them. All other statements stay as their author wrote them
-(`tigon.recognition.rewriting.rewriting`). The functions that replace the statements check at every call that the norm,
-the activation and the linear layers compute what their op computes. If one of them does not, the functions compute what
-the stock statements compute.
+There are four patterns: a sum and the norm of that sum, a norm whose input is also the residual, several linear layers
+with the same input, and the norms of queries and keys with the rotary embedding after them. All other statements stay
+as their author wrote them (`tigon.recognition.rewriting.rewriting`). The functions that replace the statements check at
+every call that the norm and the linear layers compute what their op computes. If one of them does not, the functions
+compute what the stock statements compute.
 """
 
 import inspect
@@ -24,7 +23,6 @@ from tigon.recognition.parts.adapters import compute_layers, read_projections
 from tigon.recognition.parts.fp8 import compute_in_fp8
 from tigon.recognition.parts.norm_recipes import RMSNormRecipe
 from tigon.recognition.parts.norms import recognise_norm
-from tigon.recognition.parts.two_layer_mlps import chunked_method, compute_mlp, has_two_layer_mlp
 from tigon.recognition.probing.kind import kind_of
 from tigon.recognition.probing.standin import is_linear
 from tigon.recognition.probing.trials import explain_none, not_recording
@@ -33,7 +31,6 @@ from tigon.recognition.rewriting.overwriting import overwritten_inputs
 from tigon.recognition.rewriting.rewriting import (
     ADD_NORM,
     HEAD_NORMS,
-    NORM_ROPE,
     NORM_WITH_RESIDUAL,
     PRODUCT_GROUPS,
     PRODUCTS,
@@ -146,7 +143,7 @@ def norm_rope(
 
 @cached_by_code
 def _fuse(function: FunctionType) -> Rewritten | str | None:
-    return rewrite(function, add_norm, norm_with_residual, products, compute_mlp, chunked_method, start_norm, norm_rope)
+    return rewrite(function, add_norm, norm_with_residual, products, start_norm, norm_rope)
 
 
 def fuse_statements(function: FunctionType) -> FunctionType | str | None:
@@ -160,12 +157,10 @@ class FusedStatementsRecipe:
 
     part = "fused_statements"
 
-    def __init__(self, cls: type[nn.Module], has_mlp: bool = False, has_head_norms: bool = False) -> None:
+    def __init__(self, cls: type[nn.Module], has_head_norms: bool = False) -> None:
         self.cls, self.stock = cls, inspect.getattr_static(cls, "forward")
         # True if one op computes the norms of queries and keys and the rotary embedding. Only the name depends on it.
         self.has_head_norms = has_head_norms
-        # True if the module had an MLP that is no module of its own. Only the name of the recipe depends on it.
-        self.has_mlp = has_mlp
         # The rewritten form of each forward, and the state of the code that was rewritten.
         self.forwards: dict[Any, FunctionType | None] = {}
         self.states: dict[Any, CodeState] = {}
@@ -193,7 +188,7 @@ class FusedStatementsRecipe:
         return (forward or stock)(module, *args, **kwargs)
 
     def __reduce__(self) -> tuple:
-        return FusedStatementsRecipe, (self.cls, self.has_mlp, self.has_head_norms)
+        return FusedStatementsRecipe, (self.cls, self.has_head_norms)
 
     def with_head_norms(self, module: nn.Module, recipes: Mapping[nn.Module, Any]) -> "FusedStatementsRecipe":
         """Return the recipe for a module whose rotary embedding is an op, which may compute norms too.
@@ -203,7 +198,7 @@ class FusedStatementsRecipe:
         # A layer that reads the keys of another layer has no norm of keys.
         norms = [norm for name in self.head_norms if (norm := getattr(module, name, None)) is not None]
         has_recipes = (isinstance(norm, nn.Module) and isinstance(recipes.get(norm), RMSNormRecipe) for norm in norms)
-        return FusedStatementsRecipe(self.cls, self.has_mlp, bool(norms) and all(has_recipes))
+        return FusedStatementsRecipe(self.cls, bool(norms) and all(has_recipes))
 
     def explain_other_norms(self, module: nn.Module, recipes: Mapping[nn.Module, Any]) -> str:
         """Return a sentence about the norms of the module that are not computed with its rotary embedding, or ""."""
@@ -229,11 +224,7 @@ class FusedStatementsRecipe:
         forward = self.forward_for(self.stock)
         names = innermost(forward).__code__.co_freevars if forward is not None else ()
         fused = [word for name, word in words.items() if name in names]
-        return ", ".join(["MLP"] * self.has_mlp + fused + ["q/k norm + rope"] * self.has_head_norms)
-
-
-# The patterns that need an RMS norm, or more than one linear layer.
-OTHER_PATTERNS = frozenset((ADD_NORM, NORM_WITH_RESIDUAL, PRODUCTS, NORM_ROPE))
+        return ", ".join(fused + ["q/k norm + rope"] * self.has_head_norms)
 
 
 @cached_weakly
@@ -286,10 +277,7 @@ def recognise_fused_statements(module: nn.Module) -> FusedStatementsRecipe | str
         return None
     with not_recording():
         has_op = has_projections or any(map(_is_rms_norm, children))
-        has_mlp = isinstance(function, FunctionType) and has_two_layer_mlp(module, forward)
-    if isinstance(function, FunctionType):
-        has_op = has_op and not OTHER_PATTERNS.isdisjoint(innermost(function).__code__.co_freevars)
-    if not (has_op or has_mlp):
+    if not has_op:
         explain_none("its forward could be rewritten, but it has no RMS norm, and fewer than two linear layers")
         return None
-    return function if isinstance(function, str) else FusedStatementsRecipe(type(module), has_mlp)
+    return function if isinstance(function, str) else FusedStatementsRecipe(type(module))

@@ -11,8 +11,7 @@
     k = self.k(hidden).view(shape)         |   q = (p[0] if p else self.q(hidden)).view(shape)
                                            |   k = (p[1] if p else self.k(hidden)).view(shape)
 
-The statements of an MLP of two linear layers are replaced too (`tigon.recognition.rewriting.mlp_statements`), and so
-are the norms of queries and keys with the rotary embedding after them
+The norms of queries and keys with the rotary embedding after them are replaced too
 (`tigon.recognition.rewriting.head_norm_statements`).
 
 All other statements of the forward stay as their author wrote them. Whether `self.norm` is a norm that an op computes
@@ -28,16 +27,13 @@ from types import FunctionType
 from typing import NamedTuple
 
 from tigon.recognition.rewriting.head_norm_statements import fuse_head_norms
-from tigon.recognition.rewriting.mlp_statements import match_mlp, replace_chunked_methods
 from tigon.recognition.rewriting.source import NotReadable, Rewritten, compile_definition, definition_of, innermost
 
 # The names by which the rewritten source calls the functions. No forward uses such names.
-ADD_NORM, NORM_WITH_RESIDUAL, PRODUCTS, TWO_LAYER_MLP, CHUNKED_METHOD, START_NORM, NORM_ROPE = NAMES = (
+ADD_NORM, NORM_WITH_RESIDUAL, PRODUCTS, START_NORM, NORM_ROPE = NAMES = (
     "_tigon_add_norm_",
     "_tigon_norm_with_residual_",
     "_tigon_products_",
-    "_tigon_mlp_",
-    "_tigon_chunked_method_",
     "_tigon_start_norm_",
     "_tigon_norm_rope_",
 )
@@ -266,15 +262,14 @@ class _Rewriter:
         index = 0
         while index < len(statements):
             rest = statements[index:]
-            mlp = match_mlp(rest, self.scope, TWO_LAYER_MLP, f"{TWO_LAYER_MLP}{self.count}_")
-            match = mlp or self.match_norm(rest) or _match_products(rest, self.count)
+            match = self.match_norm(rest) or _match_products(rest, self.count)
             if match is None:
                 self.rewrite_inside(statements[index])
                 result.append(statements[index])
                 index += 1
                 continue
             result += match.replacement
-            if isinstance(match, _Match) and match.layers:
+            if match.layers:
                 self.product_groups.append(match.layers)
             self.count += 1
             index += match.length
@@ -374,8 +369,7 @@ def rewrite(function: FunctionType, *helpers: Callable) -> Rewritten | str | Non
             raise NotReadable("reads its own frame")
         rewriter = _Rewriter(frozenset((*code.co_varnames, *code.co_cellvars)), definition, inner.__globals__)
         definition.body = rewriter.rewrite_block(definition.body)
-        methods = replace_chunked_methods(definition, CHUNKED_METHOD)
-        if not rewriter.count and not methods:
+        if not rewriter.count:
             return rewriter.refusal
         result = compile_definition(definition, function, dict(zip(NAMES, helpers, strict=True)))
         result.attributes[HEAD_NORMS] = tuple(rewriter.head_norms)

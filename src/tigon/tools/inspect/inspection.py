@@ -25,11 +25,6 @@ GROUPS = {
 }
 
 
-def has_mlp_statements(entry: Entry) -> bool:
-    """Return True if an entry is about layers with an MLP whose statements one op computes."""
-    return entry.part == "fused_statements" and entry.replaced and "MLP" in entry.detail.split(", ")
-
-
 @dataclass(frozen=True)
 class Inspection:
     """The result of patching a model on the meta device."""
@@ -43,12 +38,8 @@ class Inspection:
     others: dict[str, int]
 
     def entries(self, group: str) -> list[Entry]:
-        """Return the entries of the report whose part belongs to a group.
-
-        An MLP that is no module of its own is listed with the fused statements of its layer, and it is an MLP too.
-        """
-        is_mlp = lambda entry: group == "MLPs and experts" and has_mlp_statements(entry)
-        return [entry for entry in self.report.entries if entry.part in GROUPS[group] or is_mlp(entry)]
+        """Return the entries of the report whose part belongs to a group."""
+        return [entry for entry in self.report.entries if entry.part in GROUPS[group]]
 
     def coverage(self) -> dict[str, tuple[int, int]]:
         """Return for each group the number of replaced modules, and the number of all modules that resemble it."""
