@@ -1,7 +1,7 @@
 """Write docs/liger.md from the tables of the alias: `python -m tigon.integrations.liger.page docs/liger.md`."""
 
-import importlib
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 from tigon.integrations.liger.apply import PARAMETERS
@@ -14,8 +14,6 @@ from tigon.integrations.liger.names import (
     NOT_SERVED,
     NOT_SERVED_MODULES,
 )
-
-__all__ = ["page"]
 
 # --- Liger's own tests: every number of the section is here ------------------------------------------
 
@@ -93,11 +91,12 @@ LIGER_MISSING = (
     ),
 )
 
-INTRODUCTION = f"""# From Liger Kernel to Tigon, name by name
+INTRODUCTION = f"""# From Liger Kernel
 
 `python -m tigon.integrations.liger.page docs/liger.md` writes this page from the tables of the alias; do not edit it.
-It lists the names of Liger Kernel {LIGER_VERSION} that Tigon serves under `import liger_kernel`, and their code.
-[Other trainers](trainers.md#scripts-written-for-liger-kernel) says how to install the alias.
+
+With the alias, a script that was written for Liger Kernel {LIGER_VERSION} runs on Tigon, and `use_liger_kernel=True` of
+a trainer trains with `tigon.patch`:
 
 ```python
 import tigon
@@ -109,52 +108,50 @@ from liger_kernel.transformers import apply_liger_kernel_to_llama
 apply_liger_kernel_to_llama()
 ```
 
-New code needs no alias. `tigon.patch(model)` takes the place of every `apply_liger_kernel_to_<type>`, and the ops and
+For a script that must not be changed, use `python -m tigon.as_liger SCRIPT ...`, and below a launcher `torchrun ... -m
+tigon.as_liger SCRIPT ...`. No environment variable turns the alias on. Liger Kernel must not be installed in the same
+environment, unless `force=True`. `tigon.integrations.liger.uninstall()` undoes the alias.
+
+New code needs no alias: `tigon.patch(model)` takes the place of every `apply_liger_kernel_to_<type>`, and the ops and
 modules are public names of `tigon`.
 
 ## What differs
 
-- Names, order and defaults of parameters are Liger's. Results are Tigon's, whose accuracy the tests compare with eager
-  torch, so they differ from Liger's by rounding.
-- Results have Liger's dtypes. A cross entropy and its z-loss have the dtype of the logits, `LigerModulatedRMSNorm` and
-  rotated queries and keys that of their input, and the loss of a head is in fp32. `tigon.cross_entropy` returns fp32.
+- Names, order and defaults of parameters are Liger's, and so are the dtypes of results: a cross entropy and its z-loss
+  have the dtype of the logits, and the loss of a head is in fp32. Values differ from Liger's by rounding.
+- `apply_liger_kernel_to_<type>` patches what `tigon.patch` recognises, also where Liger has no kernel. A part that an
+  option switches off stays as transformers has it. `cross_entropy=True` without the fused loss keeps the loss of
+  transformers, because the caller then expects logits.
+- Options that choose among Liger's kernels or chunks have no effect: `impl`, `mode`, `backend`, `row_mode`, `compiled`,
+  `chunk_size`, `chunk_mem_const`, `tiles_per_reduce`, `m_tiles_per_cluster`, and `eps` of divergences. `in_place` and
+  `inplace` have no effect either: an op never overwrites an input of the caller.
 - `LigerCrossEntropyLoss` raises an AssertionError for a target that is no class, as Liger does, and waits for the
   device to find it. Every other loss is NaN for such a target and does not wait. Liger's loss of sharded logits is
   finite there.
-- `impl`, `mode`, `backend`, `row_mode`, `compiled`, `chunk_size`, `chunk_mem_const`, `tiles_per_reduce`,
-  `m_tiles_per_cluster` and `eps` of divergences have no effect, because they choose among Liger's kernels or chunks.
-- `in_place` has no effect. An op never overwrites an input of the caller.
-- `apply_liger_kernel_to_<type>` patches what `tigon.patch` recognises, also where Liger has no kernel. A part that an
-  option switches off stays as transformers has it.
-- `cross_entropy=True` without the fused loss keeps the loss of transformers, because the caller then expects logits.
+- Values at masked tokens have no effect on a loss. Liger's `luspo` averages over masked tokens too, and is NaN if an
+  exponential of their log-probabilities is infinite.
 - Average log-probabilities of a sequence without tokens are zero, where Liger's are NaN.
-- Tables of `liger_rotary_pos_emb` are [L, R], [1 | B, L, R] or [1 | B, 1, L, R], and only the first half of their
-  columns is read. A last feature without a partner is copied.
-- The sizes of `mrope_section` must add up to half of the head dimension.
-- Values at masked tokens have no effect on a loss. Liger's `luspo` averages over masked tokens too, and multiplies an
-  exponential of their log-probabilities by zero, which is NaN if it is infinite.
-- `liger_kernel.chunked_loss.functional` and the modules of `liger_kernel.chunked_loss` also serve the
-  `LigerFusedLinear<Loss>Function` classes and their bases. A subclass with a loss of its own derives from a base; the
-  functions themselves refuse subclasses. `triton_grpo_loss`, `fused_selective_log_softmax` and `get_gamma_weights` are
-  in the modules named `grpo_loss`. `inplace` has no effect.
-- A hard loss of distillation is part of the fused kernel: it does not call `torch.nn.functional.nll_loss`.
+- A hard loss of distillation does not call `torch.nn.functional.nll_loss`.
 - `skip_logits=True` without labels returns logits. Liger raises a ValueError.
+- Tables of `liger_rotary_pos_emb` are [L, R], [1 | B, L, R] or [1 | B, 1, L, R], and only the first half of their
+  columns is read. A last feature without a partner is copied. The sizes of `mrope_section` must add up to half of the
+  head dimension.
 - Smoothing with `label_smoothing_mode="partition"` on several ranks is refused, because each rank would have another
   loss.
+- Rare modules, such as `LigerPolyNorm`, `LigerSparsemax`, `LigerMHC` and the tiled MLPs, are compositions of torch
+  without kernels of their own.
 - Classes of `liger_kernel.ops` have `apply` only. Functions of single kernels, such as `rms_norm_forward`, are not
-  served.
+  served. A subclass with a chunked loss of its own derives from a base; the `LigerFusedLinear<Loss>Function` classes
+  refuse subclasses.
 - A module below `liger_kernel.transformers` serves the names of all of them. An object that a program puts in place of
   a served name is not used by the other names, except `LigerMegatronCrossEntropy`.
-- `apply_liger_kernel_to_megatron` is undone by `tigon.integrations.liger.uninstall()`.
 
 ## Liger's own tests
 
-The tests of Liger Kernel {LIGER_VERSION} import `liger_kernel` and run through the alias without a change. Counted are
-the folders `chunked_loss`, `megatron` and `transformers`. A test file whose head imports a name that is not served runs
-with a placeholder of the name, so that only the tests that use it need it. Two files are not counted, because they
-execute files of Liger's source: `test_fused_linear_scaled_cross_entropy.py` and
-`test_fused_linear_selected_log_probs.py`. The other folders test Liger's choice of back ends and its kernels for each
-of them, its cache for Triton and the training of whole models.
+The tests of Liger Kernel {LIGER_VERSION} in the folders `chunked_loss`, `megatron` and `transformers` import
+`liger_kernel` and run through the alias without a change. If the head of a test file imports a name that is not served,
+a placeholder takes its place. `test_fused_linear_scaled_cross_entropy.py` and `test_fused_linear_selected_log_probs.py`
+are not counted, because they execute files of Liger's source. The other folders test Liger's choice of kernels.
 
 The run of 2026-11-27 used one H100, torch 2.11, triton 3.6 and transformers 5.17. It ended, for lack of time, after
 4,760 tests. Of those that it did not reach, 37 of `test_monkey_patch.py` ran on a CPU and are counted too. About 570
@@ -162,67 +159,37 @@ are not counted, among them the 7 of `test_muse_glimmer.py`.
 """
 
 
-# Sentences about objects whose docstring is that of a builtin class.
-DESCRIPTIONS = {"MODEL_TYPE_TO_APPLY_LIGER_FN": "The function of each model type, which a program may replace."}
-
-
-def _summary(source: str) -> str:
-    """Return the first sentence of the docstring of "module:name"."""
-    module, _, name = source.partition(":")
-    if name in DESCRIPTIONS:
-        return DESCRIPTIONS[name]
-    text = " ".join((getattr(importlib.import_module(module), name).__doc__ or "").split("\n\n")[0].split())
-    sentence = text.split(". ")[0].rstrip(".")
-    return sentence.replace("|", "\\|") + "."
-
-
-def _apply_table() -> list[str]:
-    rows: dict[str, list[str]] = {}
-    for model_type, row in PARAMETERS.items():
-        rows.setdefault(row, []).append(model_type)
-    lines = ["| parameters besides `model` | types |", "|---|---|"]
-    for row, types in rows.items():
-        words = [word for word in row.split() if word not in ("model", "**")]
-        parameters = ", ".join(f"`{word[1:]}=False`" if word[0] == "-" else f"`{word}`" for word in words)
-        if row.endswith("**"):
-            parameters += ", further ones"
-        lines.append(f"| {parameters} | {', '.join(types)} |")
-    return lines
-
-
-def _table(names: dict[str, str]) -> list[str]:
-    rows = [f"| `{name}` | {_summary(source)} |" for name, source in sorted(names.items())]
-    return ["| name | what serves it |", "|---|---|", *rows]
-
-
 def _liger_tests() -> list[str]:
     """Return the tables of the outcomes of Liger's tests."""
-    lines = ["| tests that | number |", "|---|---|"]
-    lines += [f"| {outcome} | {count:,} |" for outcome, count in LIGER_TESTS.items()]
-    for title, rows in {"tests that fail": LIGER_FAILURES, "names that tests need": LIGER_MISSING}.items():
-        lines += ["", f"| {title} | number of tests | reason |", "|---|---|---|"]
-        lines += [f"| {tests} | {count} | {reason} |" for tests, count, reason in rows]
-    return [*lines, ""]
+    outcomes = ", ".join(f"{count:,} {outcome}" for outcome, count in LIGER_TESTS.items())
+    lines = [f"Of these tests, {outcomes}:", "", "| tests | number | reason |", "|---|---|---|"]
+    lines += [f"| {tests} | {count} | {reason} |" for tests, count, reason in LIGER_FAILURES]
+    missing = [f"| need {names} | {count} | {reason} |" for names, count, reason in LIGER_MISSING]
+    return [*lines, *missing, ""]
+
+
+def _names(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in sorted(names))
 
 
 def page() -> str:
     """Return the text of docs/liger.md."""
-    lines = [INTRODUCTION, *_liger_tests(), f"## apply_liger_kernel_to_&lt;type&gt;: {len(PARAMETERS)} functions", ""]
-    lines += ["A parameter is True by default unless the table says False.", "", *_apply_table(), ""]
-    for module in ("transformers", "chunked_loss", "transformers.functional", "functional", "ops", "megatron", "utils"):
-        table = MODULES[f"liger_kernel.{module}"]
-        names = {name: source for name, source in table.items() if not name.startswith("apply_liger_kernel_to_")}
-        lines += [f"## liger_kernel.{module}: {len(names)} names", "", *_table(names), ""]
-    for module, table in {"transformers": FURTHER_TRANSFORMERS, "chunked_loss": FURTHER_CHUNKED_LOSS}.items():
-        lines += [f"## Modules of liger_kernel.{module}: {len(table)} further names", "", *_table(table), ""]
-    further_ops = {name: source for table in FURTHER_OPS.values() for name, source in table.items()}
-    lines += [f"## Modules of liger_kernel.ops: {len(further_ops)} further names", "", *_table(further_ops), ""]
-    lines += ["## Names that are not served", "", "The error of each name says what to use.", ""]
-    lines += ["| name | what to use |", "|---|---|"]
-    modules = {f"liger_kernel.{name}": advice for name, advice in NOT_SERVED_MODULES.items()}
+    types = ", ".join(PARAMETERS)
+    lines = [INTRODUCTION, *_liger_tests(), "## The names that are served", ""]
     lines += [
-        f"| `{name}` | {advice[0].upper()}{advice[1:]}. |" for name, advice in sorted((NOT_SERVED | modules).items())
+        "The docstring of an object says which op of Tigon computes it.",
+        "",
+        f"- **`apply_liger_kernel_to_<type>`** for {len(PARAMETERS)} types: {types}.",
     ]
+    for module in ("transformers", "chunked_loss", "transformers.functional", "functional", "ops", "megatron", "utils"):
+        names = [name for name in MODULES[f"liger_kernel.{module}"] if not name.startswith("apply_liger_kernel_to_")]
+        lines.append(f"- **`liger_kernel.{module}`**: {_names(names)}.")
+    further = FURTHER_TRANSFORMERS | FURTHER_CHUNKED_LOSS
+    for table in FURTHER_OPS.values():
+        further |= table
+    lines.append(f"- **In modules of these packages**: {_names(further)}.")
+    missing = [*NOT_SERVED, *(f"liger_kernel.{name}" for name in NOT_SERVED_MODULES)]
+    lines += ["", "Any other name raises an error. For these names, the error says what to use:", f"{_names(missing)}."]
     return "\n".join(lines) + "\n"
 
 
