@@ -21,9 +21,6 @@ from typing import Any
 import torch
 
 import tigon
-from tigon.ops.optim.compact_kernels import CompactConfig
-from tigon.ops.optim.grad_norm import GradNormConfig
-from tigon.runtime.tuning import tuned
 
 # Hidden size, size of the MLP, layers, width of the keys. Both have a vocabulary of 128256; the smaller one uses the
 # matrix of its embedding as the head.
@@ -39,9 +36,6 @@ FORMATS: dict[str, dict[str, Any]] = {
     "fp32, bf16+8": {"state": "fp32", "master": "bf16+8"},
     "fp32, fp32": {"state": "fp32", "master": "fp32"},
 }
-# Block, warps and span of launches that are timed for "8bit, bf16+8", and for the norm.
-CONFIGS = [(1024, 4, 8), (1024, 8, 8), (1024, 2, 8), (2048, 4, 8), (2048, 8, 8), (2048, 4, 4), (4096, 8, 4)]
-NORM_CONFIGS = [(1024, 4, 8), (1024, 4, 16), (2048, 8, 8), (1024, 4, 4)]
 VOCABULARY = 128256
 
 
@@ -164,7 +158,7 @@ def time_model(model: str, device: str) -> dict[str, dict[str, float]]:
 
 
 def time_clipping(timer: Timer, optimizer: tigon.AdamW, options: dict[str, Any]) -> None:
-    """Time clipping with one format, and launch parameters without and with it."""
+    """Time clipping with one format."""
     params = timer.params
     clipping = tigon.AdamW(params, **OPTIONS, **options, max_grad_norm=1.0)
     clipping.state = optimizer.state
@@ -172,12 +166,6 @@ def time_clipping(timer: Timer, optimizer: tigon.AdamW, options: dict[str, Any])
     timer.time(
         "  and clip_grad_norm_", lambda: (torch.nn.utils.clip_grad_norm_(params, 1.0), optimizer.step()), optimizer, 3
     )
-    for block, num_warps, span in NORM_CONFIGS:
-        with tuned(GradNormConfig, block=block, num_warps=num_warps, span=span):
-            timer.time(f"  max_grad_norm, norm {block} x {span}, {num_warps} warps", clipping.step, clipping, 1)
-    for block, num_warps, span in CONFIGS:
-        with tuned(CompactConfig, block=block, num_warps=num_warps, span=span):
-            timer.time(f"  block {block}, {num_warps} warps, span {span}", optimizer.step, optimizer)
 
 
 # --- whole training steps --------------------------------------------------------------------------

@@ -8,10 +8,19 @@ import torch
 
 from op_cases import DEVICE, DTYPES
 from tigon.ops.optim import adamw_kernels as adamw
-from tigon.ops.optim.adamw_kernels import AdamWConfig, AdamWProblem, adamw_reference, adamw_step
-from tigon.runtime.device import EMULATED
-from tigon.runtime.tuning import tuned
+from tigon.ops.optim import tensor_table
+from tigon.ops.optim.adamw_kernels import adamw_step
+from tigon.ops.optim.adamw_reference import AdamWOptions, AdamWTensors, adamw_reference
 from tigon.testing import assert_accurate
+
+STEP = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+
+
+def take_step(p, g, m, v, steps, tables=None, **options) -> None:
+    """Take a step of parameters without compact states."""
+    parameters = [AdamWTensors(*x, None, None, None, 0, step) for *x, step in zip(p, g, m, v, steps, strict=True)]
+    adamw_step(parameters, AdamWOptions(**(STEP | options)), tables=tables)
+
 
 # --- maths ---------------------------------------------------------------------------------------
 
@@ -22,15 +31,15 @@ from tigon.testing import assert_accurate
 @pytest.mark.parametrize("tensors", [False, True], ids=["numbers", "tensors"])
 def test_a_step_rounds_once(dtype, step, tensors):
     """Each result is the one in fp64 rounded to its dtype, up to the error of fp32."""
-    n = 2 * AdamWConfig.heuristic(AdamWProblem(dtype.itemsize), EMULATED).block + 5
+    n = 2 * tensor_table.block_size(dtype.itemsize) + 5
     generator = torch.Generator().manual_seed(step)
     p, g, m = (torch.randn(n, generator=generator).to(DEVICE, dtype) for _ in range(3))
     v = torch.rand(n, generator=generator).to(DEVICE, dtype)
     numbers = (step, 1e-2)
     options = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1, "maximize": step == 7}
-    exact = adamw_reference(*(x.double() for x in (p, g, m, v)), *numbers, **options)
+    exact = adamw_reference(*(x.double() for x in (p, g, m, v)), step, lr=1e-2, **options)
     step_and_lr = [torch.tensor(x, dtype=torch.float32, device=DEVICE) for x in numbers] if tensors else numbers
-    adamw_step([p], [g], [m], [v], [step_and_lr[0]], step_and_lr[1], **options)
+    take_step([p], [g], [m], [v], [step_and_lr[0]], lr=step_and_lr[1], **options)
     for name, result, expected in zip("pmv", (p, m, v), exact, strict=True):
         assert_accurate(result, expected.to(dtype), expected, smallest=0.1, msg=name)
         # fp32 has more digits, so only ties are rounded to another value.
@@ -47,7 +56,7 @@ def test_bias_corrections_lose_no_digits(beta):
         # This is the value of m and of v after the previous steps.
         moment = 1 - beta ** (step - 1)
         m, v = (torch.full((4,), moment, device=DEVICE) for _ in range(2))
-        adamw_step([p], [g], [m], [v], [step], 1.0, (beta, beta), 1e-12, 0.0)
+        take_step([p], [g], [m], [v], [step], lr=1.0, betas=(beta, beta), eps=1e-12, weight_decay=0.0)
         torch.testing.assert_close(p, torch.full_like(p, -1.0), rtol=2e-6, atol=0.0)
 
 
@@ -57,15 +66,15 @@ def test_decay_is_rounded_once():
     p = torch.linspace(1, 2, 1000, device=DEVICE)
     exact = (p.double() * (1 - 1e-4)).float()
     g, m, v = (torch.zeros_like(p) for _ in range(3))
-    adamw_step([p], [g], [m], [v], [1], 1e-3, (0.9, 0.999), 1e-8, 0.1)
+    take_step([p], [g], [m], [v], [1], lr=1e-3)
     assert (p == exact).float().mean() > 0.99
 
 
 @pytest.mark.kernels
 def test_a_step_writes_nothing_outside_of_its_tensors():
-    n = AdamWConfig.heuristic(AdamWProblem(4), EMULATED).block + 3
+    n = tensor_table.block_size(4) + 3
     base = [torch.full((n + 2,), 7.0, device=DEVICE) for _ in range(4)]
-    adamw_step(*([x[1:-1]] for x in base), [1], 1e-2, (0.9, 0.999), 1e-8, 0.1)
+    take_step(*([x[1:-1]] for x in base), [1])
     for x in base:
         assert x[0] == x[-1] == 7.0
     # Only the gradient is unchanged.
@@ -94,13 +103,10 @@ def _count_launches(run) -> int:
     return launches.call_count
 
 
-STEP = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
-
-
 @pytest.fixture
 def small_blocks():
-    """Use short blocks, so that small tensors have several, and spans of several blocks."""
-    with tuned(AdamWConfig, block=16, num_warps=1, span=4):
+    """Use blocks of 128 elements in fp32, so that small tensors have several, and spans of two blocks."""
+    with patch.object(tensor_table, "BLOCK_BYTES", 512), patch.object(adamw, "SPAN", 2):
         yield
 
 
@@ -108,12 +114,12 @@ def small_blocks():
 @pytest.mark.usefixtures("small_blocks")
 def test_one_launch_finds_all_tensors():
     """The lengths are just below, at and above those of a block and of a span. Some are zero."""
-    sizes = [1, 15, 16, 17, 0, 63, 64, 65, 0, 0, 200, 3]
+    sizes = [1, 127, 128, 129, 0, 255, 256, 257, 0, 0, 800, 3]
     tensors = _tensors(sizes)
     steps = [float(1 + i) for i in range(len(sizes))]
     exact = [adamw_reference(*x, step, **STEP) for *x, step in zip(*tensors, steps, strict=True)]
     steps = [torch.tensor(x, device=DEVICE) for x in steps]
-    assert _count_launches(lambda: adamw_step(*tensors, steps, **STEP)) == 1
+    assert _count_launches(lambda: take_step(*tensors, steps)) == 1
     for x, expected in zip(zip(*tensors, strict=True), exact, strict=True):
         for result, y in zip((x[0], x[2], x[3]), expected, strict=True):
             torch.testing.assert_close(result, y, rtol=2e-6, atol=2e-6)
@@ -135,7 +141,7 @@ def test_tensors_of_different_kinds_take_different_launches():
     tensors = [[y for x, _ in kinds for y in x[i]] for i in range(4)]
     steps = [number for _, numbers in kinds for number in numbers]
     exact = [adamw_reference(*x, step, **STEP) for *x, step in zip(*tensors, steps, strict=True)]
-    assert _count_launches(lambda: adamw_step(*tensors, steps, **STEP)) == len(kinds)
+    assert _count_launches(lambda: take_step(*tensors, steps)) == len(kinds)
     for x, expected in zip(zip(*tensors, strict=True), exact, strict=True):
         for result, y in zip((x[0], x[2], x[3]), expected, strict=True):
             torch.testing.assert_close(result, y.to(result.dtype), rtol=4 * torch.finfo(result.dtype).eps, atol=2e-6)
@@ -147,8 +153,8 @@ def test_tensors_of_different_kinds_take_different_launches():
 @pytest.mark.kernels
 @pytest.mark.usefixtures("small_blocks")
 def test_the_table_is_copied_only_if_an_address_changed():
-    (p, g, m, v), tables = _tensors([100, 40]), {}
-    run_step = lambda g: adamw_step(p, g, m, v, [1, 1], **STEP, tables=tables)
+    (p, g, m, v), tables = _tensors([300, 40]), {}
+    run_step = lambda g: take_step(p, g, m, v, [1, 1], tables)
     # The default device must not matter.
     with torch.device("meta"):
         run_step(g)
@@ -163,7 +169,7 @@ def test_the_table_is_copied_only_if_an_address_changed():
     assert tables[0].tensor_of_span is first.tensor_of_span
     p, copies, m, v = ([x[0], x[1][:30]] for x in (p, copies, m, v))
     run_step(copies)
-    assert tables[0].rows[:, 5].tolist() == [100, 30]
+    assert tables[0].rows[:, 9].tolist() == [300, 30]
     assert tables[0].tensor_of_span.tolist() == [0, 0, 1]
 
 
@@ -179,7 +185,7 @@ def test_aligned_memory_is_accessed_16_bytes_at_a_time():
     for offset in (0, 1):
         with recorded(chip) as launches:
             cpu = [[torch.zeros(2048, dtype=torch.bfloat16)[offset:]] for _ in range(4)]
-            adamw_step(*cpu, [1], **STEP)
+            take_step(*cpu, [1])
         compiled = triton.compile(_source(launches[0], tools), target=target, options=launches[0].options)
         counts.append([compiled.asm["ptx"].count(f"{access}.global.v4.b32") for access in ("ld", "st")])
     assert counts == [[4, 3], [0, 0]]

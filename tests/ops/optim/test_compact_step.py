@@ -7,17 +7,15 @@ import pytest
 import torch
 
 from op_cases import DEVICE
-from tigon.ops.optim import compact_kernels, formats
-from tigon.ops.optim.adamw_kernels import adamw_reference
-from tigon.ops.optim.compact_kernels import CompactConfig, compact_step
-from tigon.ops.optim.compact_reference import CompactTensors, compact_reference, start_of_step
-from tigon.runtime.tuning import tuned
+from tigon.ops.optim import adamw_kernels, formats, tensor_table
+from tigon.ops.optim.adamw_kernels import adamw_step
+from tigon.ops.optim.adamw_reference import AdamWOptions, AdamWTensors, adamw_reference, start_of_step, step_reference
 
 OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
 FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def make(n: int, param: str, state: str, master: str | None, grad: str | None = None, seed: int = 0) -> CompactTensors:
+def make(n: int, param: str, state: str, master: str | None, grad: str | None = None, seed: int = 0) -> AdamWTensors:
     """Return the tensors of a parameter after some steps."""
     generator = torch.Generator().manual_seed(seed)
     p, g, m = (torch.randn(n, generator=generator) for _ in range(3))
@@ -34,14 +32,22 @@ def make(n: int, param: str, state: str, master: str | None, grad: str | None = 
     elif master == "bf16+8":
         p, weight = formats.split_master(p)
     tensors = (p.to(dtype), g.to(FLOATS[grad or param]), m, v, m_scale, v_scale, weight)
-    return CompactTensors(*(x if x is None else x.to(DEVICE) for x in tensors), key=3, step=7.0)
+    return AdamWTensors(*(x if x is None else x.to(DEVICE) for x in tensors), key=3, step=7.0)
 
 
-def copied(x: CompactTensors, **changes) -> CompactTensors:
-    return CompactTensors(*(y.clone() if isinstance(y, torch.Tensor) else y for y in x))._replace(**changes)
+def compact_step(tensors: list[AdamWTensors], **options) -> None:
+    adamw_step(tensors, AdamWOptions(**options))
 
 
-def in_fp64(x: CompactTensors, factor: float = 1.0, **options) -> tuple[torch.Tensor, ...]:
+def compact_reference(x: AdamWTensors, **options) -> None:
+    step_reference(x, AdamWOptions(**options))
+
+
+def copied(x: AdamWTensors, **changes) -> AdamWTensors:
+    return AdamWTensors(*(y.clone() if isinstance(y, torch.Tensor) else y for y in x))._replace(**changes)
+
+
+def in_fp64(x: AdamWTensors, factor: float = 1.0, **options) -> tuple[torch.Tensor, ...]:
     """Return p, m and v after an exact step."""
     p, m, v = start_of_step(x.param, x.master), x.exp_avg, x.exp_avg_sq
     if x.exp_avg_scale is not None:
@@ -50,7 +56,7 @@ def in_fp64(x: CompactTensors, factor: float = 1.0, **options) -> tuple[torch.Te
     return adamw_reference(p.double(), g, m.double(), v.double(), float(x.step), **(OPTIONS | options))
 
 
-def assert_codes_are_near(x: CompactTensors, m: torch.Tensor, v: torch.Tensor) -> None:
+def assert_codes_are_near(x: AdamWTensors, m: torch.Tensor, v: torch.Tensor) -> None:
     """Compare codes with exact moments: half a step for m, which is rounded to nearest, and one step for v."""
     for codes, scale, exact, power, steps in (
         (x.exp_avg, x.exp_avg_scale, m, 0.5, 0.501),
@@ -124,7 +130,7 @@ def test_second_moments_lose_no_slow_change_on_average(runs_kernel):
     g = torch.zeros(n, device=DEVICE)
     v_codes[::128], g[::128] = 255, v_scale * 255.5**1
     g[::128] = (v_scale * 255.5) ** 2
-    x = CompactTensors(torch.zeros(n, device=DEVICE), g, m_codes, v_codes, m_scale, v_scale, None, 0, 1.0)
+    x = AdamWTensors(torch.zeros(n, device=DEVICE), g, m_codes, v_codes, m_scale, v_scale, None, 0, 1.0)
     start = formats.decode_squares(v_codes, v_scale)
     for step in range(1, steps + 1):
         options = OPTIONS | {"betas": (0.9, 0.99)}
@@ -166,8 +172,9 @@ def test_one_launch_updates_all_tensors_of_a_kind_and_nothing_else(offset):
     """The lengths are just below, at and above those of a block and of a span. Memory around them keeps its values."""
     sizes = [1, 255, 256, 257, 0, 1024, 1025, 16]
     with (
-        tuned(CompactConfig, block=256, num_warps=1, span=2),
-        patch.object(compact_kernels, "launch", wraps=compact_kernels.launch) as launches,
+        patch.object(tensor_table, "BLOCK_BYTES", 512),
+        patch.object(adamw_kernels, "SPAN", 2),
+        patch.object(adamw_kernels, "launch", wraps=adamw_kernels.launch) as launches,
     ):
         tensors, bases = [], []
         for i, n in enumerate(sizes):
@@ -176,7 +183,7 @@ def test_one_launch_updates_all_tensors_of_a_kind_and_nothing_else(offset):
             for whole, y in zip(base, x[:7], strict=True):
                 whole[offset : offset + y.numel()] = y
             views = [whole[offset : offset + y.numel()] for whole, y in zip(base, x[:7], strict=True)]
-            tensors.append(CompactTensors(*views, key=i, step=7.0))
+            tensors.append(AdamWTensors(*views, key=i, step=7.0))
             bases.append(base)
         expected = [copied(x) for x in tensors]
         compact_step(tensors, **OPTIONS)
@@ -237,7 +244,7 @@ def test_the_largest_second_moment_of_a_block_has_the_largest_code():
         g[position] = 0.1 + 0.9 * torch.rand((), generator=generator)
         zeros = [torch.zeros(n), g, torch.zeros(n, dtype=torch.int8), torch.zeros(n, dtype=torch.uint8)]
         zeros += [torch.zeros(n // 128), torch.zeros(n // 128)]
-        x = CompactTensors(*(y.to(DEVICE) for y in zeros), None, key=0, step=float(step))
+        x = AdamWTensors(*(y.to(DEVICE) for y in zeros), None, key=0, step=float(step))
         compact_step([x], **OPTIONS)
         assert x.exp_avg_sq[position] == 255
 
@@ -303,7 +310,7 @@ def test_aligned_memory_is_accessed_in_wide_words():
 
     tools, chip = compiler_tools(), CHIPS[1]
     target = tools.GPUTarget(chip.backend, chip.arch, chip.device.warp_size)
-    x = CompactTensors(*(None if y is None else y.cpu() for y in make(2048, "bf16", "8bit", "bf16+8")[:7]), 0, 1.0)
+    x = AdamWTensors(*(None if y is None else y.cpu() for y in make(2048, "bf16", "8bit", "bf16+8")[:7]), 0, 1.0)
     with recorded(chip) as launches:
         compact_step([x], **OPTIONS)
     ptx = triton.compile(_source(launches[0], tools), target=target, options=launches[0].options).asm["ptx"]

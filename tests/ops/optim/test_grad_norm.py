@@ -7,9 +7,8 @@ import torch
 from torch import nn
 
 from op_cases import DEVICE
-from tigon.ops.optim import grad_norm
-from tigon.ops.optim.grad_norm import GradNormConfig, clip_factor, sum_of_squares, total_norm
-from tigon.runtime.tuning import tuned
+from tigon.ops.optim import grad_norm, tensor_table
+from tigon.ops.optim.grad_norm import clip_factor, sum_of_squares, total_norm
 
 DEVICE_OF_SUM = torch.device(DEVICE)
 
@@ -27,7 +26,8 @@ def test_the_sum_of_squares_is_exact_to_fp32(dtype):
     exact = sum(g.double().square().sum() for g in gradients)
     tables = {}
     with (
-        tuned(GradNormConfig, block=64, num_warps=1, span=2),
+        patch.object(tensor_table, "BLOCK_BYTES", 64 * dtype.itemsize),
+        patch.object(grad_norm, "SPAN", 2),
         patch.object(grad_norm, "launch", wraps=grad_norm.launch) as launches,
     ):
         total = sum_of_squares(gradients, DEVICE_OF_SUM, tables)

@@ -3,6 +3,7 @@
 import copy
 import math
 import pickle
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ import tigon
 from op_cases import DEVICE, INTERPRETED
 from ranks import LIMIT, leave, run_ranks
 from tigon.ops.optim import muon as muon_module
-from tigon.ops.optim.muon_kernels import Matrix, MuonConfig, apply_update, compute_momentum, table_of
+from tigon.ops.optim import muon_kernels, tensor_table
+from tigon.ops.optim.muon_kernels import Matrix, apply_update, compute_momentum, table_of
 from tigon.ops.optim.symmetric_product import SymmetricConfig
 from tigon.runtime.tuning import tuned
 
@@ -29,7 +31,10 @@ if DEVICE == "cpu":
     @pytest.fixture(autouse=True)
     def small_blocks():
         """Use small blocks, because the interpreter computes one after the other."""
-        with tuned(SymmetricConfig, block_m=32, block_n=32, block_k=32), tuned(MuonConfig, block=256, num_warps=1):
+        with (
+            tuned(SymmetricConfig, block_m=32, block_n=32, block_k=32),
+            patch.object(tensor_table, "BLOCK_BYTES", 1024),
+        ):
             yield
 
 
@@ -222,7 +227,7 @@ def test_both_passes_write_what_they_should(nesterov, offset):
             x.copy_(torch.randn(16, 33, generator=generator))
         matrices.append(Matrix(*views))
     before = [Matrix(*(x.clone() for x in matrix)) for matrix in matrices]
-    with tuned(MuonConfig, block=64, num_warps=1, span=2):
+    with patch.object(tensor_table, "BLOCK_BYTES", 256), patch.object(muon_kernels, "SPAN", 2):
         table = table_of(matrices, None)
         assert table_of(matrices, table) is table
         u, squares = compute_momentum(matrices, 0.9, nesterov, table)

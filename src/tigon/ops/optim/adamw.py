@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tigon.ops.optim import compact_states
 from tigon.ops.optim.adamw_kernels import adamw_step
+from tigon.ops.optim.adamw_reference import AdamWOptions, AdamWTensors
 from tigon.ops.optim.compact_optimizer import CompactAdamW, increment_steps
 from tigon.runtime import checks
 from tigon.runtime.compat.graphs import disable_dynamo
@@ -177,14 +178,13 @@ class AdamW(CompactAdamW):
                 supported[i] = local_tensors
         if not supported:
             return has_complex
-        counters = [steps[i] for i in supported]
-        increment_steps(counters)
+        increment_steps([steps[i] for i in supported])
         lr = group["lr"]
         lr = float(lr) if isinstance(lr, Tensor) and lr.is_cpu else lr
-        options = group["betas"], group["eps"], group["weight_decay"], group["maximize"]
-        tables = self._tables_of(group)
-        p, g, m, v = zip(*supported.values(), strict=True)
-        adamw_step(p, g, m, v, counters, lr, *options, tables=tables)
+        options = AdamWOptions(lr, group["betas"], group["eps"], group["weight_decay"], group["maximize"])
+        plain = (None, None, None, 0)
+        parameters = [AdamWTensors._make((*x, *plain, steps[i])) for i, x in supported.items()]
+        adamw_step(parameters, options, tables=self._tables_of(group))
         torch.autograd.graph.increment_version([x[i] for i in supported for x in (params, exp_avgs, exp_avg_sqs)])
         others = [i for i in range(len(params)) if i not in supported]
         for x in lists:

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from tigon.ops.optim import compact_states
-from tigon.ops.optim.compact_kernels import compact_step
-from tigon.ops.optim.compact_reference import CompactTensors, compact_reference
+from tigon.ops.optim.adamw_kernels import adamw_step
+from tigon.ops.optim.adamw_reference import AdamWOptions, AdamWTensors, step_reference
 from tigon.ops.optim.grad_norm import clip_factor, total_norm
 from tigon.runtime.compat.operators import increment
 from tigon.runtime.device import runs_kernels
@@ -23,7 +23,7 @@ def increment_steps(steps: list[Tensor]) -> None:
         increment(group, 1)
 
 
-def _are_in_kernel_memory(x: CompactTensors) -> bool:
+def _are_in_kernel_memory(x: AdamWTensors) -> bool:
     """Return whether the kernel can update the local tensors of a parameter."""
     param, grad = x.param, x.grad
     if not runs_kernels(param, grad) or grad.shape != param.shape:
@@ -89,8 +89,8 @@ class CompactAdamW(torch.optim.AdamW):
             )
         keys = self._keys()
         params = [p for p in group["params"] if p.grad is not None]
-        supported: list[CompactTensors] = []
-        others: list[CompactTensors] = []
+        supported: list[AdamWTensors] = []
+        others: list[AdamWTensors] = []
         steps: list[Tensor] = []
         for p in params:
             if p.grad.is_sparse:
@@ -108,20 +108,13 @@ class CompactAdamW(torch.optim.AdamW):
         increment_steps(steps)
         lr = group["lr"]
         lr = float(lr) if isinstance(lr, Tensor) and lr.is_cpu else lr
-        options = {
-            "lr": lr,
-            "betas": group["betas"],
-            "eps": group["eps"],
-            "weight_decay": group["weight_decay"],
-            "maximize": group["maximize"],
-            "factor": factor,
-            "is_stochastic": group.get("stochastic_rounding", False),
-        }
+        numbers = group["betas"], group["eps"], group["weight_decay"], group["maximize"]
+        options = AdamWOptions(lr, *numbers, factor, group.get("stochastic_rounding", False))
         if supported:
-            compact_step(supported, **options, tables=self._tables_of(group))
+            adamw_step(supported, options, tables=self._tables_of(group))
             torch.autograd.graph.increment_version(params)
         for x in others:
-            compact_reference(x, **options)
+            step_reference(x, options)
 
     # --- state dicts ---------------------------------------------------------------------------------
 

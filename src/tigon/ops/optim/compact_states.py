@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from tigon.ops.optim import formats
-from tigon.ops.optim.compact_reference import CompactTensors
+from tigon.ops.optim.adamw_reference import AdamWTensors
+from tigon.ops.optim.dtensors import is_dtensor, local_part
 from tigon.ops.optim.formats import QUANT_BLOCK
 from tigon.runtime import checks
-from tigon.runtime.device import KERNEL_DTYPES, PLAIN, cdiv
+from tigon.runtime.device import KERNEL_DTYPES, cdiv
 
 STATES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # The options of a group, with the values that change nothing.
@@ -72,16 +73,6 @@ def check_group(group: dict[str, Any], max_grad_norm: float | None) -> None:
 # --- tensors of a parameter ------------------------------------------------------------------------
 
 
-def _is_sharded(x: Any) -> bool:
-    """Return whether a tensor is a DTensor."""
-    return hasattr(x, "to_local") and hasattr(x, "placements")
-
-
-def _local(x: Any) -> Tensor:
-    """Return this rank's part of a tensor."""
-    return x.to_local() if _is_sharded(x) else x
-
-
 def _is_quantised(p: Any, group: dict[str, Any]) -> bool:
     """Return whether the moments of a parameter are codes.
 
@@ -89,7 +80,7 @@ def _is_quantised(p: Any, group: dict[str, Any]) -> bool:
     """
     if group.get("state") != "8bit" or p.numel() < MIN_QUANTISED:
         return False
-    if not _is_sharded(p):
+    if not is_dtensor(p):
         return True
     are_rows = all(x.is_replicate() or x.is_shard(0) for x in p.placements)
     return are_rows and p.dim() > 1 and (p.numel() // p.shape[0]) % QUANT_BLOCK == 0
@@ -97,8 +88,8 @@ def _is_quantised(p: Any, group: dict[str, Any]) -> bool:
 
 def _scale_like(p: Any) -> Tensor:
     """Return the scales of a quantised parameter, which are zero."""
-    local = _local(p)
-    if not _is_sharded(p):
+    local = local_part(p)
+    if not is_dtensor(p):
         return torch.zeros(cdiv(p.numel(), QUANT_BLOCK), dtype=torch.float32, device=p.device)
     from torch.distributed.tensor import DTensor
 
@@ -135,7 +126,7 @@ def create(p: Tensor, group: dict[str, Any]) -> dict[str, Any]:
     return state
 
 
-def local_tensors(p: Any, state: dict[str, Any], key: int) -> CompactTensors:
+def local_tensors(p: Any, state: dict[str, Any], key: int) -> AdamWTensors:
     """Return this rank's part of the tensors of a parameter that has a gradient."""
     # Small models wait for the host, so plain tensors take few calls.
     param, grad = p, p.grad
@@ -147,17 +138,17 @@ def local_tensors(p: Any, state: dict[str, Any], key: int) -> CompactTensors:
     master = state.get("master")
     if master is None:
         master = state.get("correction")
-    if type(p) not in PLAIN and _is_sharded(p):
-        if _is_sharded(grad) and grad.placements != p.placements:
+    if is_dtensor(p):
+        if is_dtensor(grad) and grad.placements != p.placements:
             grad = grad.redistribute(p.device_mesh, p.placements)
-        param, grad, m, v = _local(p.detach()), _local(grad), _local(m), _local(v)
-        m_scale, v_scale, master = (None if x is None else _local(x) for x in (m_scale, v_scale, master))
+        param, grad, m, v = local_part(p.detach()), local_part(grad), local_part(m), local_part(v)
+        m_scale, v_scale, master = (None if x is None else local_part(x) for x in (m_scale, v_scale, master))
     shape = param.shape
     if not (m.shape == shape and v.shape == shape and (master is None or master.shape == shape)):
         raise RuntimeError(
             f"AdamW: a state of a parameter of size {tuple(shape)} has another size: {tuple(m.shape)}, {tuple(v.shape)}"
         )
-    return CompactTensors(param, grad, m, v, m_scale, v_scale, master, key, state["step"])
+    return AdamWTensors(param, grad, m, v, m_scale, v_scale, master, key, state["step"])
 
 
 # --- conversion ------------------------------------------------------------------------------------
@@ -165,7 +156,7 @@ def local_tensors(p: Any, state: dict[str, Any], key: int) -> CompactTensors:
 
 def _wrap(local: Tensor, like: Any) -> Tensor:
     """Return a local tensor as a tensor that is sharded as `like` is."""
-    if not _is_sharded(like):
+    if not is_dtensor(like):
         return local
     from torch.distributed.tensor import DTensor
 
@@ -176,10 +167,10 @@ def _wrap(local: Tensor, like: Any) -> Tensor:
 def _moments(p: Tensor, state: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """Return this rank's part of both moments in fp32, from a state of any format."""
     if "exp_avg_code" not in state:
-        m, v = (_local(state[name]).to(p.device, torch.float32) for name in ("exp_avg", "exp_avg_sq"))
+        m, v = (local_part(state[name]).to(p.device, torch.float32) for name in ("exp_avg", "exp_avg_sq"))
         return m, v
-    codes = [_local(state[f"{name}_code"]).to(p.device) for name in ("exp_avg", "exp_avg_sq")]
-    scales = [_local(state[f"{name}_scale"]).to(p.device).reshape(-1) for name in ("exp_avg", "exp_avg_sq")]
+    codes = [local_part(state[f"{name}_code"]).to(p.device) for name in ("exp_avg", "exp_avg_sq")]
+    scales = [local_part(state[f"{name}_scale"]).to(p.device).reshape(-1) for name in ("exp_avg", "exp_avg_sq")]
     m = formats.decode_signed(codes[0].reshape(-1), scales[0]).view(codes[0].shape)
     v = formats.decode_squares(codes[1].reshape(-1), scales[1]).view(codes[1].shape)
     return m, v
@@ -195,7 +186,7 @@ def load(p: Tensor, saved: dict[str, Any], group: dict[str, Any]) -> dict[str, A
     has_same_codes = "exp_avg_code" in saved and "exp_avg_code" in state
     if has_same_codes:
         for name in ("exp_avg_code", "exp_avg_scale", "exp_avg_sq_code", "exp_avg_sq_scale"):
-            _local(state[name]).copy_(_local(saved[name]))
+            local_part(state[name]).copy_(local_part(saved[name]))
     elif "exp_avg" in saved or "exp_avg_code" in saved:
         m, v = _moments(p, saved)
         if "exp_avg_code" in state:
@@ -203,12 +194,12 @@ def load(p: Tensor, saved: dict[str, Any], group: dict[str, Any]) -> dict[str, A
                 "exp_avg": formats.encode_signed(m.reshape(-1)),
                 "exp_avg_sq": formats.encode_squares(v.reshape(-1)),
             }.items():
-                local_codes, local_scale = _local(state[f"{name}_code"]), _local(state[f"{name}_scale"])
+                local_codes, local_scale = local_part(state[f"{name}_code"]), local_part(state[f"{name}_scale"])
                 local_codes.copy_(codes.view(local_codes.shape))
                 local_scale.copy_(scale.view(local_scale.shape))
         else:
-            _local(state["exp_avg"]).copy_(m)
-            _local(state["exp_avg_sq"]).copy_(v)
+            local_part(state["exp_avg"]).copy_(m)
+            local_part(state["exp_avg_sq"]).copy_(v)
     if "master" in state or "correction" in state:
         _load_master(p, saved, state)
     return state
@@ -222,26 +213,26 @@ def _load_master(p: Tensor, saved: dict[str, Any], state: dict[str, Any]) -> Non
     """
     for name in ("master", "correction"):
         if name in state and name in saved:
-            _local(state[name]).copy_(_local(saved[name]))
+            local_part(state[name]).copy_(local_part(saved[name]))
             return
     if "master" in state and "correction" in saved:
         weight = master_weight(p, saved)
         # A tie was rounded away from zero. The fp32 master must be nearer to the parameter, or a step would ignore it.
-        is_tie = _local(saved["correction"]).to(p.device) == -128
-        _local(state["master"]).copy_((weight.view(torch.int32) + is_tie).view(torch.float32))
+        is_tie = local_part(saved["correction"]).to(p.device) == -128
+        local_part(state["master"]).copy_((weight.view(torch.int32) + is_tie).view(torch.float32))
     elif "correction" in state and "master" in saved:
-        parameter, master = _local(p.detach()).contiguous(), _local(saved["master"]).to(p.device, torch.float32)
-        _local(state["correction"]).copy_(formats.correction_of(parameter, master))
+        parameter, master = local_part(p.detach()).contiguous(), local_part(saved["master"]).to(p.device, torch.float32)
+        local_part(state["correction"]).copy_(formats.correction_of(parameter, master))
 
 
 def master_weight(p: Tensor, state: dict[str, Any]) -> Tensor:
     """Return this rank's part of a parameter in fp32, with the digits that its state adds."""
-    local = _local(p.detach())
+    local = local_part(p.detach())
     if "master" in state:
-        master = _local(state["master"]).to(p.device, torch.float32)
+        master = local_part(state["master"]).to(p.device, torch.float32)
         return torch.where(master.to(p.dtype) == local, master, local.float())
     if "correction" in state:
-        correction = _local(state["correction"]).to(p.device)
+        correction = local_part(state["correction"]).to(p.device)
         return formats.join_master(local.reshape(-1), correction.reshape(-1)).view(local.shape)
     return local.to(torch.float32, copy=True)
 

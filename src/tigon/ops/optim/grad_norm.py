@@ -10,44 +10,21 @@ Shapes: a gradient has N elements without gaps. The pass reads 2 bytes of each i
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tigon.ops.optim.adamw_kernels import TYPES, TensorTable, tensor_at, update_table
+from tigon.ops.optim.dtensors import is_dtensor, local_part
+from tigon.ops.optim.tensor_table import NUM_WARPS, TYPES, TensorTable, block_size, tensor_at, update_table
 from tigon.runtime.compat.triton import tl, triton
-from tigon.runtime.device import PLAIN, Device, device_of, runs_kernels
+from tigon.runtime.device import runs_kernels
 from tigon.runtime.launch import in_order, launch, on_device
-from tigon.runtime.tuning import LaunchConfig
 
-# --- configuration -------------------------------------------------------------------------------
-
-
-class GradNormProblem(NamedTuple):
-    """The size that the launch parameters depend on."""
-
-    # Bytes of an element of the gradients.
-    itemsize: int
-
-
-@dataclass(frozen=True)
-class GradNormConfig(LaunchConfig):
-    """Launch parameters. A program reads `span` blocks of `block` elements."""
-
-    block: int
-    num_warps: int
-    span: int
-
-    @staticmethod
-    def heuristic(problem: GradNormProblem, device: Device) -> "GradNormConfig":
-        """Return a block of which each of 128 threads reads 16 bytes, and a span with 256 bytes for each thread.
-
-        On an H200, the norm then adds 3.1 ms to a step of Llama-3-8B. It adds 3.4 ms with half the span.
-        """
-        return GradNormConfig(block=4 * 32 * 16 // problem.itemsize, num_warps=4, span=16)
+# A program reads this many blocks, 256 bytes for each thread. On an H200, the norm then adds 3.1 ms to a step of
+# Llama-3-8B. It adds 3.4 ms with half the span.
+SPAN = 16
 
 
 # --- kernel --------------------------------------------------------------------------------------
@@ -105,9 +82,9 @@ def sum_of_squares(gradients: Iterable[Tensor], device: torch.device, tables: di
         firsts.setdefault(kind, g)
     for kind, tensors in launches.items():
         first = firsts[kind]
-        config = GradNormConfig.choose(GradNormProblem(first.dtype.itemsize), device_of(first))
-        table = tables[kind] = update_table(tables.get(kind), tensors, first.device, config.block * config.span)
-        sums.append(_launch(table.rows, table.tensor_of_span, first.dtype, kind[2], config).sum(dtype=torch.float64))
+        block = block_size(first.dtype.itemsize)
+        table = tables[kind] = update_table(tables.get(kind), tensors, first.device, block * SPAN)
+        sums.append(_launch(table.rows, table.tensor_of_span, first.dtype, kind[2], block).sum(dtype=torch.float64))
     sums = [x.to(device, non_blocking=True) for x in sums]
     if not sums:
         return torch.zeros((), dtype=torch.float64, device=device)
@@ -115,15 +92,13 @@ def sum_of_squares(gradients: Iterable[Tensor], device: torch.device, tables: di
 
 
 @on_device
-def _launch(
-    rows: Tensor, tensor_of_span: Tensor, dtype: torch.dtype, is_aligned: bool, config: GradNormConfig
-) -> Tensor:
+def _launch(rows: Tensor, tensor_of_span: Tensor, dtype: torch.dtype, is_aligned: bool, block: int) -> Tensor:
     """Return the sums of the squares of all spans."""
     sums = torch.empty(tensor_of_span.numel(), dtype=torch.float32, device=rows.device)
     launch(
         _squares_kernel, tensor_of_span.numel(),
         *in_order(_squares_kernel)(rows_ptr=rows, tensor_of_span_ptr=tensor_of_span, out_ptr=sums),
-        G=TYPES[dtype], ALIGNED=is_aligned, SPAN=config.span, BLOCK=config.block, num_warps=config.num_warps,
+        G=TYPES[dtype], ALIGNED=is_aligned, SPAN=SPAN, BLOCK=block, num_warps=NUM_WARPS,
     )  # fmt: skip
     return sums
 
@@ -131,27 +106,18 @@ def _launch(
 # --- the norm of all ranks -------------------------------------------------------------------------
 
 
-def _is_dtensor(x: Any) -> bool:
-    return type(x) not in PLAIN and hasattr(x, "to_local") and hasattr(x, "placements")
-
-
 def _reduced(g: Any) -> Any:
     """Return a gradient whose partial sums have been added up."""
-    if not _is_dtensor(g) or not any(x.is_partial() for x in g.placements):
+    if not is_dtensor(g) or not any(x.is_partial() for x in g.placements):
         return g
     from torch.distributed.tensor import Replicate
 
     return g.redistribute(g.device_mesh, [Replicate() if x.is_partial() else x for x in g.placements])
 
 
-def _local(x: Any) -> Tensor:
-    """Return this rank's part of a tensor."""
-    return x.to_local() if _is_dtensor(x) else x
-
-
 def _groups(x: Any) -> tuple:
     """Return the process groups over which a tensor is sharded."""
-    if not _is_dtensor(x):
+    if not is_dtensor(x):
         return ()
     return tuple(x.device_mesh.get_group(i) for i, placement in enumerate(x.placements) if placement.is_shard())
 
@@ -170,11 +136,11 @@ def total_norm(
             which collectives run, and in which order. They may be left out if no parameter is a DTensor.
     """
     first = next(iter((*gradients, *parameters)), None)
-    device = torch.device("cpu") if first is None else _local(first).device
+    device = torch.device("cpu") if first is None else local_part(first).device
     parts: dict[tuple, list[Tensor]] = {_groups(p): [] for p in parameters}
     for g in gradients:
         reduced = _reduced(g)
-        parts.setdefault(_groups(reduced), []).append(_local(reduced))
+        parts.setdefault(_groups(reduced), []).append(local_part(reduced))
     total = torch.zeros((), dtype=torch.float64, device=device)
     for position, (groups, local_parts) in enumerate(parts.items()):
         squares = sum_of_squares(local_parts, device, tables.setdefault(position, {}))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tigon.ops.optim import compact_states
 from tigon.ops.optim.adamw import AdamW, check_number
-from tigon.ops.optim.adamw_kernels import TensorTable
+from tigon.ops.optim.dtensors import is_dtensor, local_part
 from tigon.ops.optim.muon_kernels import (
     Matrix,
     apply_update,
@@ -20,8 +20,9 @@ from tigon.ops.optim.muon_kernels import (
     table_of,
     update_reference,
 )
-from tigon.ops.optim.muon_shards import Shard, is_dtensor, local_part, orthogonalise_shards, shard_of
+from tigon.ops.optim.muon_shards import Shard, orthogonalise_shards, shard_of
 from tigon.ops.optim.orthogonalise import Coefficients, orthogonalise
+from tigon.ops.optim.tensor_table import TensorTable
 from tigon.runtime import checks
 from tigon.runtime.compat.graphs import disable_dynamo
 from tigon.runtime.device import cdiv, runs_kernels
@@ -237,7 +238,7 @@ def _parts(p: Any, momentum: Any) -> list[_Part]:
     shard, shape = shard_of(p), (p.shape[-2], p.shape[-1])
     if not p.numel():
         return []
-    tensors = [local_part(x) for x in (p, grad, momentum)]
+    tensors = [local_part(x).detach() for x in (p, grad, momentum)]
     if p.ndim == 2:
         return [_Part(Matrix(*tensors), shard, shape)]
     return [_Part(Matrix(*matrices), None, shape) for matrices in zip(*(x.unbind() for x in tensors), strict=True)]

@@ -13,17 +13,14 @@ One launch finds all matrices through a table of their addresses.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tigon.ops.optim.adamw_kernels import TYPES, TensorTable, tensor_at, update_table
+from tigon.ops.optim.tensor_table import NUM_WARPS, TYPES, TensorTable, block_size, tensor_at, update_table
 from tigon.runtime.compat.triton import tl, triton
-from tigon.runtime.device import Device, device_of
 from tigon.runtime.launch import in_order, launch, on_device
-from tigon.runtime.tuning import LaunchConfig
 
 
 class Matrix(NamedTuple):
@@ -53,28 +50,8 @@ def update_reference(param: Tensor, o: Tensor, lr: Tensor | float, ratio: float,
         param.add_(o, alpha=-lr * ratio)
 
 
-# --- configuration -------------------------------------------------------------------------------
-
-
-class MuonProblem(NamedTuple):
-    """The size that the launch parameters depend on."""
-
-    # Bytes of an element of the parameters.
-    itemsize: int
-
-
-@dataclass(frozen=True)
-class MuonConfig(LaunchConfig):
-    """Launch parameters of both passes. A program computes `span` blocks of `block` elements."""
-
-    block: int
-    num_warps: int
-    span: int
-
-    @staticmethod
-    def heuristic(problem: MuonProblem, device: Device) -> "MuonConfig":
-        """Return a block of which each of 128 threads accesses 16 bytes. It has not been tuned."""
-        return MuonConfig(block=4 * 32 * 16 // problem.itemsize, num_warps=4, span=4)
+# A program computes this many blocks. It has not been tuned.
+SPAN = 4
 
 
 # --- kernels -------------------------------------------------------------------------------------
@@ -170,17 +147,16 @@ def _are_aligned(matrices: Sequence[Matrix]) -> bool:
     return bits & 15 == 0
 
 
-def _config(matrix: Matrix) -> MuonConfig:
-    return MuonConfig.choose(MuonProblem(matrix.param.dtype.itemsize), device_of(matrix.param))
+def _block(param: Tensor) -> int:
+    return block_size(param.dtype.itemsize)
 
 
 def table_of(matrices: Sequence[Matrix], previous: TensorTable | None) -> TensorTable:
     """Return the table of both launches for matrices of one shape. It is `previous` if nothing has changed."""
-    config = _config(matrices[0])
     addresses: list[tuple[int, ...]] = [
         (x.grad.data_ptr(), x.momentum.data_ptr(), x.param.data_ptr(), x.param.numel()) for x in matrices
     ]
-    return update_table(previous, addresses, matrices[0].param.device, config.block * config.span)
+    return update_table(previous, addresses, matrices[0].param.device, _block(matrices[0].param) * SPAN)
 
 
 def compute_momentum(
@@ -197,7 +173,7 @@ def compute_momentum(
 def _momentum(
     first: Tensor, matrices: Sequence[Matrix], momentum: float, nesterov: bool, table: TensorTable
 ) -> tuple[Tensor, Tensor]:
-    matrix, config = matrices[0], _config(matrices[0])
+    matrix = matrices[0]
     u = torch.empty(len(matrices), *first.shape, dtype=torch.bfloat16, device=first.device)
     spans = table.tensor_of_span.numel()
     squares = torch.empty(spans, dtype=torch.float32, device=first.device)
@@ -208,7 +184,7 @@ def _momentum(
             momentum=float(momentum), complement=1.0 - momentum,
         ),
         G=TYPES[matrix.grad.dtype], M=TYPES[matrix.momentum.dtype], ALIGNED=_are_aligned(matrices), NESTEROV=nesterov,
-        SPAN=config.span, BLOCK=config.block, num_warps=config.num_warps,
+        SPAN=SPAN, BLOCK=_block(first), num_warps=NUM_WARPS,
     )  # fmt: skip
     return u, squares.view(len(matrices), -1).sum(1)
 
@@ -237,7 +213,6 @@ def _update(
     weight_decay: float,
     table: TensorTable,
 ) -> None:
-    config = _config(matrices[0])
     lr_ptr, lr_number = (lr, 0.0) if isinstance(lr, Tensor) else (None, lr)
     launch(
         _update_kernel, table.tensor_of_span.numel(),
@@ -246,5 +221,5 @@ def _update(
             lr=float(lr_number), ratio=float(ratio), weight_decay=float(weight_decay),
         ),
         P=TYPES[first.dtype], ALIGNED=_are_aligned(matrices),
-        SPAN=config.span, BLOCK=config.block, num_warps=config.num_warps,
+        SPAN=SPAN, BLOCK=_block(first), num_warps=NUM_WARPS,
     )  # fmt: skip

@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tigon.ops.optim.dtensors import is_dtensor
 from tigon.ops.optim.orthogonalise import Coefficients, orthogonalise
-from tigon.runtime.device import PLAIN, cdiv
+from tigon.runtime.device import cdiv
 
 
 class Shard(NamedTuple):
@@ -21,16 +22,6 @@ class Shard(NamedTuple):
 
     rows: int
     process_group: Any
-
-
-def is_dtensor(x: Any) -> bool:
-    """Return whether a tensor is a DTensor."""
-    return type(x) not in PLAIN and hasattr(x, "to_local") and hasattr(x, "placements")
-
-
-def local_part(x: Any) -> Tensor:
-    """Return this rank's part of a tensor, which shares its memory, without a graph."""
-    return (x.to_local() if is_dtensor(x) else x).detach()
 
 
 def shard_of(p: Any) -> Shard | None:

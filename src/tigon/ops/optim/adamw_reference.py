@@ -1,15 +1,15 @@
-"""The tensors of a parameter with compact states, and one step of AdamW on them by operations of torch."""
+"""The tensors and the options of a step of AdamW, and the step by operations of torch."""
 
+import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tigon.ops.optim import formats
-from tigon.ops.optim.adamw_kernels import adamw_reference
 
 
-class CompactTensors(NamedTuple):
+class AdamWTensors(NamedTuple):
     """The tensors of one parameter, all of N elements except the scales and the number of the step."""
 
     param: Tensor
@@ -26,6 +26,43 @@ class CompactTensors(NamedTuple):
     step: Tensor | float
 
 
+class AdamWOptions(NamedTuple):
+    """The options of a step. `lr` is a number, or a tensor of one element in any dtype."""
+
+    lr: Tensor | float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    maximize: bool = False
+    # [] fp32, a factor of all gradients.
+    factor: Tensor | None = None
+    # True if bf16 parameters without a master weight are rounded stochastically.
+    is_stochastic: bool = False
+
+
+def adamw_reference(
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    step: float,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    maximize: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return p, m and v after step number `step`, in fp32, or in fp64 if p is in fp64. Tests compare with it."""
+    wide_dtype = torch.promote_types(param.dtype, torch.float32)
+    p, g, m, v = (x.to(wide_dtype) for x in (param, grad, exp_avg, exp_avg_sq))
+    g = -g if maximize else g
+    m = betas[0] * m + (1 - betas[0]) * g
+    v = betas[1] * v + (1 - betas[1]) * g * g
+    denominator = v.sqrt() / math.sqrt(1 - betas[1] ** step) + eps
+    return p - lr * weight_decay * p - lr / (1 - betas[0] ** step) * m / denominator, m, v
+
+
 def start_of_step(param: Tensor, master: Tensor | None) -> Tensor:
     """Return the fp32 value that a step starts from, for flat tensors."""
     if master is None:
@@ -36,29 +73,22 @@ def start_of_step(param: Tensor, master: Tensor | None) -> Tensor:
     return torch.where(master.to(param.dtype) == param, master, param.float())
 
 
-def compact_reference(
-    x: CompactTensors,
-    lr: Tensor | float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    maximize: bool = False,
-    factor: Tensor | None = None,
-    is_stochastic: bool = False,
-) -> None:
+def step_reference(x: AdamWTensors, options: AdamWOptions) -> None:
     """Update the tensors of one parameter in place, of any shape and strides, by operations of torch in fp32."""
     step = float(x.step)
     param, grad = x.param.reshape(-1), x.grad.reshape(-1).float()
-    if factor is not None:
-        grad = grad * factor
+    if options.factor is not None:
+        grad = grad * options.factor
     exp_avg, exp_avg_sq = x.exp_avg.reshape(-1), x.exp_avg_sq.reshape(-1)
     if x.exp_avg_scale is not None and x.exp_avg_sq_scale is not None:
         exp_avg = formats.decode_signed(exp_avg, x.exp_avg_scale.reshape(-1))
         exp_avg_sq = formats.decode_squares(exp_avg_sq, x.exp_avg_sq_scale.reshape(-1))
     master = None if x.master is None else x.master.reshape(-1)
     p, m, v = adamw_reference(
-        start_of_step(param, master), grad, exp_avg, exp_avg_sq, step, float(lr), betas, eps, weight_decay, maximize
-    )
+        start_of_step(param, master), grad, exp_avg, exp_avg_sq, step,
+        lr=float(options.lr), betas=options.betas, eps=options.eps, weight_decay=options.weight_decay,
+        maximize=options.maximize,
+    )  # fmt: skip
     pairs = [(x.exp_avg, m), (x.exp_avg_sq, v)]
     if x.exp_avg_scale is not None and x.exp_avg_sq_scale is not None:
         dithers = formats.dither(v.numel(), int(step), v.device)
@@ -70,7 +100,7 @@ def compact_reference(
         pairs.append((x.master, correction))
     elif x.master is not None:
         pairs.append((x.master, p))
-    elif is_stochastic and param.dtype == torch.bfloat16:
+    elif options.is_stochastic and param.dtype == torch.bfloat16:
         p = formats.round_stochastically(p, x.key, int(step))
     for destination, values in (*pairs, (x.param, p)):
         destination.copy_(values.view(destination.shape))
