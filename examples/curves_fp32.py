@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 import tigon
-from tigon.hf.patch import PARTS
+from tigon.hf.parts import PARTS
 
 SIZES = {
     "small": {"hidden": 1024, "inter": 2048, "layers": 4, "heads": 16, "kv": 4, "head": 64, "vocab": 4096},

@@ -111,13 +111,13 @@ def test_the_patch_runs_after_the_constructor_has_restored_all_modes(saved_model
     states = []
     module = sys.modules["tigon.hf.patch"]
 
-    def patch(model: nn.Module, **options) -> tigon.hf.Report:
+    def patch_instance(model: nn.Module, **options) -> tigon.hf.Report:
         devices = {tensor.device.type for tensor in (torch.empty(0), *model.parameters())}
         states.append((devices, torch.get_default_dtype(), model.lm_head.weight is model.model.embed_tokens.weight))
         return original(model, **options)
 
-    original = module.patch
-    monkeypatch.setattr(module, "patch", patch)
+    original = module._patch_instance
+    monkeypatch.setattr(module, "_patch_instance", patch_instance)
     patch_type("llama")
     if build == "from_pretrained":
         transformers.AutoModelForCausalLM.from_pretrained(saved_model, dtype=torch.bfloat16)

@@ -9,7 +9,7 @@ import tigon
 from hf.same_step import assert_within_noise, noise, step
 from hf.tiny import tiny_config, tiny_model
 from tigon.hf.logits import SKIPPED_LOGITS
-from tigon.hf.patch import PARTS
+from tigon.hf.parts import PARTS
 
 
 def patch_loss(model) -> str:

@@ -17,7 +17,9 @@ from torch import nn
 
 import tigon
 from tigon.hf.levels import LEVELS
-from tigon.hf.patch import PARTS, FP8Scales, MemoryLevel, _apply, _decide, _find, _installed_recipes
+from tigon.hf.parts import PARTS
+from tigon.hf.patch import FP8Scales, MemoryLevel
+from tigon.hf.search import Search
 from tigon.ops.fp8.formats import RECIPES
 from tigon.testing import assert_accurate
 
@@ -393,16 +395,14 @@ def test_errors_of_recognition_are_logged_with_their_traceback(caplog):
 
 def test_only_apply_changes_the_model(make_model):
     model = make_model("gemma2")
-    installed = _installed_recipes(model)
-    findings = _find(model, list(PARTS), installed)
-    assert not any(finding.is_listed for finding in findings)
-    _decide(findings, installed, {})
-    assert {finding.part for finding in findings if finding.recipe is not None} == REPLACED
-    assert set(installed.values()) == {None}
+    search = Search(model, PARTS)
+    assert not any(finding.is_listed for finding in search.findings)
+    search.decide()
+    assert {finding.part for finding in search.findings if finding.recipe is not None} == REPLACED
+    assert set(search.installed.values()) == {None}
     assert not any("forward" in vars(m) for m in model.modules())
-    undo = _apply(findings)
-    replaced_modules = {finding.module for finding in findings if finding.recipe is not None}
-    assert {m for m in model.modules() if "forward" in vars(m)} - replaced_modules == {model.lm_head}
+    undo = search.install()
+    assert {m for m in model.modules() if "forward" in vars(m)} - search.new_recipes.keys() == {model.lm_head}
     for step in reversed(undo):
         step()
     assert not any("forward" in vars(m) for m in model.modules())

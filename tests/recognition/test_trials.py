@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tigon
-from tigon.hf.patch import PARTS
+from tigon.hf.parts import PARTS
 from tigon.recognition.parts.activations import recognise_relu2
 from tigon.recognition.probing.trials import record, recording
 

@@ -28,7 +28,7 @@ Shapes: B sequences of S tokens, hidden size H, vocabulary V.
 
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -301,6 +301,19 @@ def watch_loss(model: nn.Module, options: LossOptions, notes: list[str]) -> Call
     forward: Any = replacement.recipe
     forward.options, forward.notes = options, notes
     return watch_forward(model, forward.fused, notes)
+
+
+def find_resized_heads(recipes: Mapping[nn.Module, Any]) -> None:
+    """Replace the forward of each head that was resized since its model was patched.
+
+    A compiled call of the model cannot do this.
+
+    Args:
+        recipes: The recipe of every module of a model.
+    """
+    for module, recipe in recipes.items():
+        if isinstance(recipe, CausalLMForward):
+            recipe.fused.find_head(getattr(module, recipe.fused.spec.head))
 
 
 @dataclass(eq=False)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class Entry:
     """Modules of one class that were replaced by the same recipe, or left alone for the same reason."""
 
-    # A key of `tigon.hf.patch.PARTS`, or "fp8".
+    # A key of `tigon.hf.parts.PARTS`, or "fp8".
     part: str
     # The name of the class.
     module: str

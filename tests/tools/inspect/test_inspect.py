@@ -11,7 +11,7 @@ transformers = pytest.importorskip("transformers")
 typer_testing = pytest.importorskip("typer.testing")
 
 from hf.tiny import TYPES, WITHOUT  # noqa: E402
-from tigon.hf.patch import PARTS  # noqa: E402
+from tigon.hf.parts import PARTS  # noqa: E402
 from tigon.hf.transformers_private import causal_lm_types  # noqa: E402
 from tigon.tools import cli  # noqa: E402
 from tigon.tools.inspect.build import build, default_config, find_config  # noqa: E402

@@ -1,0 +1,71 @@
+"""The table of the parts that `tigon.patch` replaces: how each is recognised and installed."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from tigon.hf.learn import attach, learn_loss
+from tigon.recognition.guards.guard import install_guarded
+from tigon.recognition.parts.activations import recognise_gelu, recognise_relu2
+from tigon.recognition.parts.adapters import install_adapters, recognise_adapters
+from tigon.recognition.parts.experts import recognise_experts
+from tigon.recognition.parts.glu import recognise_glu
+from tigon.recognition.parts.mixtures import recognise_mixture
+from tigon.recognition.parts.mlp import recognise_mlp
+from tigon.recognition.parts.norms import recognise_norm
+from tigon.recognition.parts.rope import recognise_rope
+from tigon.recognition.replacement import install
+from tigon.recognition.rewriting.fused_statements import recognise_fused_statements
+
+
+@dataclass(frozen=True)
+class Part:
+    """How modules of one part are recognised and replaced."""
+
+    # The function that returns a recipe, the reason why a module of this kind has none, or None for another kind.
+    recognise: Callable[[nn.Module], Any]
+    # The function that installs the recipe and returns the function that undoes this.
+    install: Callable[[nn.Module, Any], Callable[[], None]]
+    # The condition for a comparison with the op. `report.why` shows this text for a module that does not meet it.
+    condition: str
+    # True if the op saves its input for backward, where the stock module in half precision saves a copy of it. If the
+    # input is changed in place after the module has run, the module then keeps its forward.
+    saves_input: bool = False
+
+
+NORM_CONDITION = (
+    'a norm has no children, one or two inputs, and an epsilon beside its weight or "norm" in the name of its class'
+)
+PARTS = {
+    "rms_norm": Part(recognise_norm, install_guarded, NORM_CONDITION, saves_input=True),
+    "layer_norm": Part(recognise_norm, install_guarded, NORM_CONDITION, saves_input=True),
+    "glu": Part(
+        recognise_glu, install_guarded, "a gated MLP has two or three linear children whose sizes fit gate, up and down"
+    ),
+    "mlp": Part(
+        recognise_mlp, install_guarded, "an MLP without a gate has two linear children, and no other parameters"
+    ),
+    "experts": Part(
+        lambda module: recognise_experts(module) or recognise_mixture(module),
+        install_guarded,
+        "experts have the layout that transformers marks, or lie beside a router and an MLP that all tokens share",
+    ),
+    # The modules above compute their activations themselves, so these come after them.
+    "relu2": Part(recognise_relu2, install_guarded, "a squared ReLU has no children, no parameters and one input"),
+    "gelu": Part(recognise_gelu, install_guarded, "a GELU has no children, no parameters and one input"),
+    "adapters": Part(
+        recognise_adapters,
+        install_adapters,
+        "a layer with adapters has linear layers A (inputs to rank), B (rank to outputs) and base (inputs to outputs)",
+        saves_input=True,
+    ),
+    "rope": Part(recognise_rope, install, "its forward names no function of cos and sin"),
+    "fused_statements": Part(
+        recognise_fused_statements, install, "the module has fewer than two children, or no forward of its own"
+    ),
+    "loss": Part(learn_loss, attach, "a causal language model has output embeddings and a loss function"),
+}
+# The parts that are activations without a gate.
+ACTIVATIONS = ("relu2", "gelu")

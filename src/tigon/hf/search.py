@@ -1,0 +1,224 @@
+"""Find the modules of a model that each part can replace, and decide which recipe every module gets."""
+
+import functools
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from tigon.hf.parts import ACTIVATIONS, PARTS
+from tigon.hf.report import ModuleOutcomes, Outcome, Report
+from tigon.recognition.parts.experts import ExpertsRecipe
+from tigon.recognition.parts.glu_recipe import GLURecipe
+from tigon.recognition.parts.mixtures import MixtureRecipe
+from tigon.recognition.parts.mlp import MLPRecipe
+from tigon.recognition.parts.rope import RopeRecipe
+from tigon.recognition.probing.kind import kind_of
+from tigon.recognition.probing.standin import describe, has_no_tensors
+from tigon.recognition.probing.trials import Trials, recording
+from tigon.recognition.replacement import find_replacement, foreign_forward
+from tigon.recognition.rewriting.fused_statements import FusedStatementsRecipe, overwritten_children
+
+LOGGER = logging.getLogger("tigon")
+
+# Recipes of these classes run the code of a module's class. One recipe of each class can be joined into one recipe.
+JOINABLE_RECIPES = RopeRecipe, FusedStatementsRecipe
+
+
+@dataclass
+class Finding:
+    """The result of recognition for one module and one part, and the decision about it."""
+
+    part: str
+    name: str
+    module: nn.Module
+    # What the recogniser of the part returned.
+    result: Any
+    # The recipe to install. It also does what an earlier recipe for the module does.
+    recipe: Any = None
+    # Why the module keeps its forward although it resembles the part.
+    reason: str = ""
+    # Why there is neither a recipe nor a reason, or what the recipe leaves out.
+    note: str = ""
+    # The comparisons with candidates.
+    trials: Trials = field(default_factory=Trials)
+
+    @property
+    def is_listed(self) -> bool:
+        """True if the report lists the module, because it is replaced or because it resembles the part."""
+        return self.recipe is not None or bool(self.reason)
+
+    def outcome(self) -> Outcome:
+        """Return what `report.why` says. It holds text only, because a report must not keep a model alive."""
+        if self.recipe is not None:
+            return Outcome(self.part, f"replaced: {self.result}{self.note and '; '}{self.note}")
+        text = f"left alone: {self.reason}" if self.reason else self.note
+        is_compared = bool(self.reason or self.trials.note)
+        return Outcome(self.part, text, tuple(self.trials.lines()) if is_compared else ())
+
+
+class Search:
+    """The modules of a model that the requested parts can replace. Nothing of the model is changed.
+
+    Args:
+        model: The model.
+        parts: Names of parts, in the order of `PARTS`.
+    """
+
+    def __init__(self, model: nn.Module, parts: Iterable[str]) -> None:
+        # The recipe that each module has from an earlier patch, or None.
+        self.installed = {module: getattr(find_replacement(module), "recipe", None) for module in model.modules()}
+        self.recipes = dict(self.installed)
+        self.classes = {name: type(module).__name__ for name, module in model.named_modules()}
+        # Norms and adapters among the modules whose input is changed in place after they have run, with the reason.
+        self.overwrite_reasons = overwritten_children(model)
+        self.findings = self._find(model, parts)
+
+    @property
+    def new_recipes(self) -> dict[nn.Module, Any]:
+        """Return the recipes to install. A module with two findings has one recipe, which does the work of both."""
+        return {finding.module: finding.recipe for finding in self.findings if finding.recipe is not None}
+
+    def _find(self, model: nn.Module, parts: Iterable[str]) -> list[Finding]:
+        """Try every part on every module that may get another recipe. Modules of one kind are tried once."""
+        replaceable = (*JOINABLE_RECIPES, type(None))
+        modules = [(name, m) for name, m in model.named_modules() if isinstance(self.installed[m], replaceable)]
+        kinds = {module: _kind_or_itself(module) for _, module in modules}
+        results: dict[tuple, tuple[Any, Trials]] = {}
+        # Modules that raised an error when they were read. Only the first error of a module is reported.
+        unreadable_modules: set[nn.Module] = set()
+        findings = []
+        for part in parts:
+            recognise = PARTS[part].recognise
+            for name, module in modules:
+                if (key := (recognise, kinds[module])) not in results:
+                    with recording() as trials:
+                        result = _read(recognise, module)
+                    is_repeated = isinstance(result, _Unreadable) and module in unreadable_modules
+                    unreadable_modules |= {module} if isinstance(result, _Unreadable) else set()
+                    results[key] = None if is_repeated else result, trials
+                result, trials = results[key]
+                findings.append(Finding(part, name, module, result, trials=trials))
+        return findings
+
+    def decide(self) -> None:
+        """Decide for each finding whether its module is replaced.
+
+        If it is, set the recipe of the finding. If it is not, but the module resembles the part, set the reason.
+        """
+        activations = {child for module, recipe in self.recipes.items() for child in _activations_of(module, recipe)}
+        # The first part of each recogniser. One function may recognise several parts.
+        first_parts: dict[Callable, str] = {}
+        for finding in self.findings:
+            first_part = first_parts.setdefault(PARTS[finding.part].recognise, finding.part)
+            finding.note = self._explain_other_part(finding, first_part)
+            if not finding.note and finding.part in ACTIVATIONS and finding.module in activations:
+                finding.note = "a replaced module computes this activation itself"
+            if not finding.note:
+                self._choose_recipe(finding)
+                activations.update(_activations_of(finding.module, finding.recipe))
+
+    def _explain_other_part(self, finding: Finding, first_part: str) -> str:
+        """Return why a module is not of the part of a finding, or "" if it may be.
+
+        Args:
+            finding: The finding.
+            first_part: The first of the parts that its recogniser recognises.
+        """
+        result, earlier_recipe = finding.result, self.recipes[finding.module]
+        if result is None and first_part == finding.part:
+            note = finding.trials.note
+            return f"not replaced: {note}" if note else f"not tried: {PARTS[finding.part].condition}"
+        # A recipe belongs to one part. The reason why there is no recipe is reported for the first part only.
+        reported_part = first_part if isinstance(result, str) else getattr(result, "part", finding.part)
+        if result is None or reported_part != finding.part:
+            return f"see {first_part if result is None else reported_part}"
+        if earlier_recipe is not None and _join(earlier_recipe, result) is None:
+            return "another part replaces the forward of this module"
+        return ""
+
+    def _choose_recipe(self, finding: Finding) -> None:
+        """Set the recipe of a finding, or the reason why the module keeps its forward."""
+        module, result, earlier_recipe = finding.module, finding.result, self.recipes[finding.module]
+        if earlier_recipe is None:
+            may_be_wrapped = isinstance(result, ExpertsRecipe)
+            result = _read(functools.partial(foreign_forward, may_be_wrapped=may_be_wrapped), module) or result
+        if PARTS[finding.part].saves_input:
+            result = self.overwrite_reasons.get(module, result)
+        if isinstance(result, str):
+            finding.reason = str(result)
+            return
+        recipe = result if earlier_recipe is None else _join(earlier_recipe, result)
+        if isinstance(result, FusedStatementsRecipe):
+            if isinstance(recipe, RopeRecipe):
+                result = finding.result = recipe.describe_statements(module, result, self.recipes)
+            finding.note = result.explain_other_norms(module, self.recipes)
+            # The statements of the only pattern may be norms that no op computes with a rotary embedding.
+            if not str(result):
+                return
+        finding.recipe = self.recipes[module] = recipe
+
+    def install(self) -> list[Callable[[], None]]:
+        """Install the recipes of the findings. Return the functions that undo this."""
+        last_findings = {finding.module: finding for finding in self.findings if finding.recipe is not None}
+        return [PARTS[finding.part].install(module, finding.recipe) for module, finding in last_findings.items()]
+
+    def write(self, report: Report) -> None:
+        """Add the findings to a report, and what `report.why` says about every module."""
+        outcomes = {name: ModuleOutcomes(class_name) for name, class_name in self.classes.items()}
+        # Equal outcomes are stored once, because modules of one kind have the same text.
+        unique_outcomes: dict[Outcome, Outcome] = {}
+        for finding in self.findings:
+            outcome = finding.outcome()
+            outcomes[finding.name].parts.append(unique_outcomes.setdefault(outcome, outcome))
+            if finding.is_listed:
+                detail = finding.reason or str(finding.result)
+                report.add(finding.part, type(finding.module).__name__, not finding.reason, detail, finding.name)
+        report.outcomes = outcomes
+
+
+def _activations_of(module: nn.Module, recipe: Any) -> list[nn.Module]:
+    """Return the children whose work the recipe of a module does: those without parameters.
+
+    The guard of the recipe watches them, so it would no longer hold if one of them got another forward.
+    """
+    if isinstance(recipe, MixtureRecipe):
+        module = getattr(module, recipe.experts)
+    elif not isinstance(recipe, (GLURecipe, MLPRecipe, ExpertsRecipe)):
+        return []
+    return [child for child in module.modules() if child is not module and has_no_tensors(child)]
+
+
+def _join(earlier_recipe: Any, recipe: Any) -> RopeRecipe | None:
+    """Return one recipe that does what two recipes for one module do; None if they cannot be joined."""
+    recipes = earlier_recipe, recipe
+    ropes = [r for r in recipes if isinstance(r, RopeRecipe) and not r.fuses_statements]
+    can_join = len(ropes) == 1 and any(isinstance(r, FusedStatementsRecipe) for r in recipes)
+    return ropes[0].with_fused_statements() if can_join else None
+
+
+def _kind_or_itself(module: nn.Module) -> Any:
+    """Return the kind of a module. A module whose state cannot be read is its own kind."""
+    try:
+        return kind_of(module)
+    except Exception:
+        LOGGER.debug("the state of a %s cannot be read", type(module).__name__, exc_info=True)
+        return module
+
+
+class _Unreadable(str):
+    """The reason of a module that raises an error when it is read."""
+
+
+def _read(recognise: Callable[[nn.Module], Any], module: nn.Module) -> Any:
+    """Return what a recogniser returns, or the error that a module raises when it is read, as a reason.
+
+    Attributes of a module may be objects of any class, and these may raise anything.
+    """
+    try:
+        return recognise(module)
+    except Exception as error:
+        LOGGER.debug("a %s cannot be read", type(module).__name__, exc_info=True)
+        return _Unreadable(f"cannot be read ({describe(error)})")
