@@ -19,7 +19,7 @@ PART ?=
 TYPES := afmoe deepseek_v3 falcon gemma2 gemma3_text glm4_moe gpt2 gpt_oss granitemoe llama llama4_text mamba mixtral \
 	olmo2 phi3 qwen3 qwen3_next
 TRAINING_TESTS := $(TYPES:%='tests/hf/test_all_types.py::test_loss_and_gradients_are_stock_and_restore_is_exact[%]')
-VERSION_TESTS = tests/runtime/test_requirements.py tests/tools/test_cli.py tests/tools/bench/test_plots.py tests/recognition \
+VERSION_TESTS = tests/runtime/test_requirements.py tests/cli/test_cli.py tests/benchmarks/ops/test_plots.py tests/recognition \
 	$(if $(PART),tests/hf/test_patch.py tests/hf/test_by_type.py $(TRAINING_TESTS),tests/hf)
 
 # KERNEL_TESTS run the kernels on a GPU or in Triton's interpreter. INTERPRETER_TESTS also have tests that run only in
@@ -27,7 +27,7 @@ VERSION_TESTS = tests/runtime/test_requirements.py tests/tools/test_cli.py tests
 KERNEL_TESTS := tests/ops tests/recognition/test_fused_statements.py tests/recognition/test_adapters.py \
 	tests/hf/test_lora.py tests/hf/test_lora_experts.py
 INTERPRETER_TESTS := $(KERNEL_TESTS) tests/memory/test_bytes.py tests/memory/test_lean.py \
-	tests/tools/plan/test_plan.py::test_saved_bytes_are_what_a_step_saves
+	tests/cli/plan/test_plan.py::test_saved_bytes_are_what_a_step_saves
 # One worker for each core, and at most eight: each one needs up to 2 GiB of memory.
 WORKERS := --numprocesses logical --maxprocesses 8 --dist worksteal
 
@@ -45,7 +45,7 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $(STAMP)
 
 demo: $(STAMP)  ## train a Llama twice, stock and patched, and plot both
-	$(BIN)/tigon demo $(ARGS)
+	$(BIN)/python -m benchmarks demo $(ARGS)
 
 test: $(STAMP)  ## run all tests that need no GPU, except the thorough ones
 	$(BIN)/python -m pytest tests --ignore tests/gpu -m 'not thorough' $(WORKERS) $(ARGS)
@@ -78,7 +78,7 @@ test-gpu: $(STAMP)  ## run the tests of the ops and those that need a GPU
 	$(BIN)/python -m pytest $(KERNEL_TESTS) tests/gpu $(ARGS)
 
 bench: $(STAMP)  ## time every op against its peers
-	$(BIN)/tigon bench $(ARGS)
+	$(BIN)/python -m benchmarks ops $(ARGS)
 
 models: $(STAMP)  ## write docs/models.md and tests/hf/parts.json: what is replaced in every model type
 	$(BIN)/tigon inspect --all --out docs/models.md

@@ -17,6 +17,7 @@ It writes a JSON file for each run, fp8_loss.json with the comparison, and fp8_l
 import argparse
 import json
 import math
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,11 @@ from torch import Tensor, nn
 
 import tigon
 from tigon.hf import fp8
-from tigon.tools.training.text import MIN_VOCAB, read_text, tokenise
+
+# `benchmarks` is a folder of the repository, and not a part of the installed package.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.training.text import MIN_VOCAB, read_text, tokenise
 
 SIZES = {
     # The layers of Llama 3.2 1B: 973 million parameters, and 65 million in the embeddings.
@@ -183,7 +188,7 @@ def compare(runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 def draw(path: Path, runs: dict[str, dict[str, Any]], comparison: dict[str, Any]) -> None:
     """Draw the losses, and below them the smoothed differences from bf16 with the band of the noise."""
-    from tigon.tools.training.figures import FAINT, INK, MUTED, STOCK, clean, headline, mark_limit, new_figure
+    from benchmarks.training.figures import FAINT, INK, MUTED, STOCK, clean, headline, mark_limit, new_figure
 
     reference = runs[REFERENCE]
     steps = range(1, reference["steps"] + 1)

@@ -10,6 +10,7 @@ The line that matters is `tigon.patch(model, memory="lean")`; the rest is the sa
 
 import json
 import random
+import sys
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -32,10 +33,14 @@ from transformers import (
 )
 
 import tigon
-from tigon.tools.demo.demo_report import TOLERANCE
-from tigon.tools.training.figures import INK, Curve, draw_losses, provider_colour
-from tigon.tools.training.measurement import loss_differences
-from tigon.tools.training.program import takes_options
+
+# `benchmarks` is a folder of the repository, and not a part of the installed package.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.demo.demo_report import TOLERANCE
+from benchmarks.training.figures import INK, Curve, draw_losses, provider_colour
+from benchmarks.training.measurement import loss_differences
+from benchmarks.training.program import takes_options
 
 IGNORED = -100
 EXAMPLES = 512
@@ -235,7 +240,7 @@ def train(
 
 
 def write_losses(folder: Path, losses: dict[str, list[float]], options: Options, dtype: str) -> bool:
-    """Write loss.json and loss.png; return False if two runs differ by more than the tolerance of `tigon demo`."""
+    """Write loss.json and loss.png; return False if two runs differ by more than the tolerance of `benchmarks.demo`."""
     report = {"options": asdict(options), "dtype": dtype, "losses": losses}
     curves, differences, tolerances, agree = [], [], [], True
     if "stock" in losses:

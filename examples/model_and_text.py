@@ -5,6 +5,7 @@ import contextlib
 import gc
 import os
 import resource
+import sys
 import time
 from pathlib import Path
 
@@ -13,8 +14,12 @@ import torch.distributed as dist
 import transformers
 from torch import Tensor
 
-from tigon.tools.presets import find_preset
-from tigon.tools.training.text import MIN_VOCAB, batches, read_text, tokenise
+from tigon.cli.presets import find_preset
+
+# `benchmarks` is a folder of the repository, and not a part of the installed package.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.training.text import MIN_VOCAB, batches, read_text, tokenise
 
 TINY = {
     "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "num_attention_heads": 4,

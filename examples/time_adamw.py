@@ -183,7 +183,7 @@ def time_training(batch: int, seq: int) -> dict[str, dict[str, float]]:
     """Time training steps of Llama-3.2-1B with random weights and "8bit, bf16+8", with each way to clip."""
     from transformers import AutoModelForCausalLM
 
-    from tigon.tools.inspect.build import find_config
+    from tigon.cli.inspect.build import find_config
 
     with torch.device("cuda"):
         model = AutoModelForCausalLM.from_config(find_config("Llama-3.2-1B"), dtype=torch.bfloat16)

@@ -33,8 +33,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 import tigon
-from tigon.tools.plan.planner import PlanSettings, plan
-from tigon.tools.presets import PRESETS
+from tigon.cli.plan.planner import PlanSettings, plan
+from tigon.cli.presets import PRESETS
 
 GIB = 2**30
 

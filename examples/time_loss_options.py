@@ -5,12 +5,18 @@ events. The script prints medians, and their ratios to the call without options.
 """
 
 import statistics
+import sys
+from pathlib import Path
 
 import torch
 from timing import mean_milliseconds
 
 import tigon
-from tigon.tools.bench.cases import Case
+
+# `benchmarks` is a folder of the repository, and not a part of the installed package.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.ops.cases import Case
 
 T, H, V = 8192, 4096, 128256
 

@@ -1,4 +1,4 @@
-"""Call a command of `tigon` as a shell does, up to the moment at which its work begins.
+"""Call a command of `tigon`, or of `python -m benchmarks`, as a shell does, up to the moment at which its work begins.
 
 By then, the command has accepted all arguments, has found the model, the text, the cases and the providers, and has
 checked that it can write its output. The work itself takes minutes. Other tests of each command run it with smaller
@@ -8,17 +8,18 @@ arguments.
 import importlib
 import shlex
 
-from tigon.tools import cli
+from benchmarks.__main__ import app as benchmarks_app
+from tigon.cli.main import app as tigon_app
 
 # The function with which the work of each command begins. `inspect MODEL` and `env` take seconds, so they run in full.
 WORK = {
-    "inspect --all": "tigon.tools.inspect.models_page.models_page",
-    "demo": "tigon.tools.demo.demo_plan.tokenise",
-    "plan": "tigon.tools.plan.planner.plan",
-    "bench": "tigon.tools.bench.session._run",
-    "bench train": "tigon.tools.bench.train.train_plan.tokenise",
-    "check": "tigon.tools.check.session.run_checks",
-    "resources": "tigon.tools.compile.command._compile_all",
+    "inspect --all": "tigon.cli.inspect.models_page.models_page",
+    "benchmarks demo": "benchmarks.demo.demo_plan.tokenise",
+    "plan": "tigon.cli.plan.planner.plan",
+    "benchmarks ops": "benchmarks.ops.session._run",
+    "benchmarks train": "benchmarks.train.train_plan.tokenise",
+    "check": "tigon.cli.check.session.run_checks",
+    "benchmarks resources": "benchmarks.compile.command._compile_all",
 }
 
 
@@ -33,15 +34,15 @@ def begin_work(command: str, monkeypatch, folder) -> int | None:
     def begin(*arguments, **options):
         raise WorkBegins
 
-    program, *words = shlex.split(command)
-    assert program == "tigon"
+    program, *words = shlex.split(command.removeprefix("python -m "))
+    app = {"tigon": tigon_app, "benchmarks": benchmarks_app}[program]()
     monkeypatch.chdir(folder)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     for place in WORK.values():
         module, _, name = place.rpartition(".")
         monkeypatch.setattr(importlib.import_module(module), name, begin)
     try:
-        result = CliRunner().invoke(cli.app(), words)
+        result = CliRunner().invoke(app, words)
     # The runner catches only subclasses of Exception.
     except WorkBegins:
         return None

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 import tigon
-from tigon.tools.workloads import WORKLOADS
-from tigon.tools.workloads.variant_case import (
+from benchmarks.workloads import WORKLOADS
+from benchmarks.workloads.variant_case import (
     VariantCase,
     as_list,
     assert_as_accurate_as_eager,

@@ -6,6 +6,7 @@ moment at which its work begins; other tests run the work. CI runs each target o
 """
 
 import contextlib
+import importlib
 import re
 import shlex
 import tomllib
@@ -23,6 +24,7 @@ PAGES = [
 ]
 # Programs of other packages. Their options are not checked.
 OTHER_PROGRAMS = {"accelerate", "axolotl", "cd", "deepspeed", "echo", "git", "swift", "torchrun", "trl"}
+BENCHMARKS = ["python", "-m", "benchmarks"]
 OTHER_MODULES = {"pytest", "verl.trainer.main_ppo"}
 # In a block of commands, the remark is a comment. A comment alone on its line is about all commands below it.
 NEEDS = re.compile(r"\bneeds (?:a GPU|the network)\b")
@@ -32,7 +34,7 @@ NEEDS_IN_A_PARAGRAPH = re.compile(r"GPU|H100|H200|network|on the hub")
 
 # The tests of commands that neither CI nor a test calls by name.
 TESTS = {
-    "make models": ("tests/tools/inspect/test_inspect.py", "models_page()"),
+    "make models": ("tests/cli/inspect/test_inspect.py", "models_page()"),
     "python -m tigon.integrations.liger.page docs/liger.md": (
         "tests/integrations/test_liger_signatures.py",
         "page.page()",
@@ -76,7 +78,7 @@ def _inline_commands() -> list[Command]:
             found = re.findall(r"`((?:tigon|make|python|torchrun|accelerate launch) [^`]+)`", paragraph)
             remark = bool(NEEDS_IN_A_PARAGRAPH.search(paragraph))
             for command in (" ".join(command.split()) for command in found):
-                is_name = re.fullmatch(r"tigon [a-z]+( train)?", command)
+                is_name = re.fullmatch(r"(tigon|python -m benchmarks) [a-z]+", command)
                 if not is_name and not re.search(r"\.\.\.|\b[A-Z]+\b(?![=/.])|<version>", command):
                     commands.append(Command(page.name, command, remark))
     return list(dict.fromkeys(commands))
@@ -90,12 +92,10 @@ def _words(command: str) -> list[str]:
     return words
 
 
-def _check_tigon(words: list[str]) -> None:
-    """Parse the arguments of a command of `tigon` as the command line does, without running it."""
+def _check_typer(module: str, words: list[str]) -> None:
+    """Parse the arguments of a command of a program as its command line does, without running it."""
     typer = pytest.importorskip("typer")
-    from tigon.tools.cli import app
-
-    command = typer.main.get_command(app())
+    command = typer.main.get_command(importlib.import_module(module).app())
     while words and hasattr(command, "commands") and words[0] in command.commands:
         command = command.commands[words.pop(0)]
     # `--help` and the like end the command.
@@ -127,13 +127,15 @@ def _check_pip(words: list[str]) -> None:
 def _check(words: list[str]) -> None:
     """Check the options of a command, and the files that it names."""
     program, *arguments = words
-    if program in ("python", "python3") and arguments[:1] == ["-m"]:
+    if words[:3] == BENCHMARKS:
+        _check_typer("benchmarks.__main__", words[3:])
+    elif program in ("python", "python3") and arguments[:1] == ["-m"]:
         file = ROOT / "src" / arguments[1].replace(".", "/")
         assert arguments[1] in OTHER_MODULES or file.with_suffix(".py").is_file()
     elif program in ("python", "python3"):
         _check_script(arguments)
     elif program == "tigon":
-        _check_tigon(arguments)
+        _check_typer("tigon.cli.main", arguments)
     elif program == "make":
         _check_make(arguments)
     elif program == "pip":
@@ -150,7 +152,7 @@ def _is_covered(words: list[str], monkeypatch, folder: Path) -> bool:
     if shlex.join(words) in TESTS:
         test, name = TESTS[shlex.join(words)]
         return name in (ROOT / test).read_text("utf-8")
-    if program == "tigon":
+    if program == "tigon" or words[:3] == BENCHMARKS:
         (folder / "docs").mkdir()
         return begin_work(shlex.join(words), monkeypatch, folder) in (None, 0)
     if program == "make":

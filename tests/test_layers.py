@@ -1,4 +1,4 @@
-"""Imports run one way, from the tools down to the runtime. Few families of ops import another family."""
+"""Imports run one way, from the command line down to the runtime. Few families of ops import another family."""
 
 import ast
 from pathlib import Path
@@ -10,7 +10,7 @@ import tigon
 PACKAGE = Path(tigon.__file__).parent
 
 # Each folder may import those before it. The folders up to `ops` need neither transformers nor a GPU.
-LAYERS = ("runtime", "memory", "ops", "losses", "recognition", "hf", "integrations", "tools")
+LAYERS = ("runtime", "memory", "ops", "losses", "recognition", "hf", "integrations", "cli")
 
 # The families of ops that may import another one, and the reasons.
 FAMILIES = {
@@ -38,7 +38,7 @@ def _imports_of(file: Path, within_functions: bool = True) -> list[tuple[int, st
     imports = []
     for node in nodes:
         if isinstance(node, ast.ImportFrom) and node.module and node.module.partition(".")[0] == "tigon":
-            # `from tigon.tools import environment` may name a module.
+            # `from tigon.cli import environment` may name a module.
             imports += [(node.lineno, f"{node.module}.{alias.name}") for alias in node.names]
         elif isinstance(node, ast.Import):
             imports += [(node.lineno, alias.name) for alias in node.names if alias.name.partition(".")[0] == "tigon"]
@@ -62,8 +62,8 @@ def test_a_file_imports_only_from_its_own_and_lower_folders(file):
             assert (rest[0], parts[1]) in FAMILIES, f"line {line}: ops/{rest[0]} imports {name}"
 
 
-@pytest.mark.parametrize("layer", LAYERS[: LAYERS.index("tools")])
-def test_only_the_tools_import_the_public_names(layer):
+@pytest.mark.parametrize("layer", LAYERS[: LAYERS.index("cli")])
+def test_only_the_command_line_imports_the_public_names(layer):
     """A file of the package that imports `tigon` itself would be part of an import circle."""
     for file in (PACKAGE / layer).rglob("*.py"):
         public = [line for line, name in _imports_of(file) if name.count(".") == 0 or not _is_module(name)]

@@ -21,11 +21,15 @@ import torch
 from measure import MedusaJob
 from report import measured_results, write_report
 
+from tigon.cli.output import write_json
 from tigon.hf.levels import LEVELS
-from tigon.tools.output import write_json
-from tigon.tools.training.child import Event, Worker
-from tigon.tools.training.search import Search
-from tigon.tools.training.turns import TrainingRun, train_in_turns
+
+# `benchmarks` is a folder of the repository, and not a part of the installed package.
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.training.child import Event, Worker
+from benchmarks.training.search import Search
+from benchmarks.training.turns import TrainingRun, train_in_turns
 
 VARIANTS = ("stock", "stock:checkpoint", "tigon", *(f"tigon:{level}" for level in LEVELS))
 

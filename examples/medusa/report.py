@@ -1,10 +1,15 @@
 """The report: medusa.md, and a picture for each stage and number of heads."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
-from tigon.tools.output import markdown_table
-from tigon.tools.training import figures
+from tigon.cli.output import markdown_table
+
+# `benchmarks` is a folder of the repository, and not a part of the installed package.
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.training import figures
 
 GIB = 2**30
 LEFT = ("stage", "heads", "variant", "against")

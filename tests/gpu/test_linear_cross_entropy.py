@@ -13,9 +13,9 @@ from torch import Tensor
 import tigon
 import tigon.runtime.cublaslt as cublaslt
 import tigon.runtime.products as products
+from benchmarks.workloads import WORKLOADS
 from op_cases import assert_as_accurate_as_eager
 from tigon.ops.head.linear_cross_entropy import linear_cross_entropy_reference
-from tigon.tools.workloads import WORKLOADS
 
 BF16 = torch.bfloat16
 MIB = 2**20

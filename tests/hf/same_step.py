@@ -8,7 +8,7 @@ are moved by about one unit in the last place, and the change of its gradients i
 import torch
 from torch import Tensor
 
-from tigon.tools.check.model_checks import EPS, make_batch, noise, step
+from tigon.cli.check.model_checks import EPS, make_batch, noise, step
 
 __all__ = ["EPS", "assert_same", "assert_within_noise", "make_batch", "noise", "step"]
 

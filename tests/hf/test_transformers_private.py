@@ -310,7 +310,7 @@ def test_no_other_file_uses_these_names():
     )
     pattern = re.compile("|".join(names))
     source = Path(transformers_private.__file__).parents[1]
-    files = itertools.chain.from_iterable((source / folder).rglob("*.py") for folder in ("hf", "tools"))
+    files = itertools.chain.from_iterable((source / folder).rglob("*.py") for folder in ("hf", "cli"))
     without_comments = lambda file: re.sub(r"#.*", "", file.read_text())
     users = [file.name for file in files if pattern.search(without_comments(file))]
     assert users == ["transformers_private.py"]

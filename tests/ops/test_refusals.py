@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 import tigon
+from benchmarks.workloads import WORKLOADS
 from op_cases import DEVICE
-from tigon.tools.workloads import WORKLOADS
 
 pytestmark = pytest.mark.no_interpreter("Every check precedes the choice of a kernel.")
 

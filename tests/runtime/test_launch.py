@@ -27,8 +27,8 @@ if not INTERPRETED:
     from triton.backends.amd.compiler import HIPBackend
     from triton.backends.nvidia.compiler import CUDABackend
 
-    from tigon.tools.compile.steps import run_step
-    from tigon.tools.compile.targets import CHIPS, recorded
+    from benchmarks.compile.steps import run_step
+    from benchmarks.compile.targets import CHIPS, recorded
 
     BACKENDS = [CUDABackend, HIPBackend]
 else:

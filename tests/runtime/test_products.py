@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from benchmarks.compile.targets import CHIPS
 from tigon.runtime import cublaslt, products
 from tigon.runtime.products import ProductConfig, ProductProblem, multiply
 from tigon.runtime.tuning import tuned
-from tigon.tools.compile.targets import CHIPS
 
 pytestmark = pytest.mark.no_interpreter("It launches no kernel.")
 

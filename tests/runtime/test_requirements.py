@@ -190,7 +190,7 @@ def test_error_without_transformers_names_the_extra(call):
 import sys
 sys.modules["transformers"] = None
 import tigon
-from tigon.tools.inspect.build import find_config
+from tigon.cli.inspect.build import find_config
 try:
     {call}
 except ImportError as error:

@@ -8,9 +8,9 @@ from typing import NamedTuple
 import pytest
 
 import tigon.ops
+from benchmarks.compile.targets import CHIPS
 from tigon.runtime.device import EMULATED, Device
 from tigon.runtime.tuning import LaunchConfig, rung, tuned
-from tigon.tools.compile.targets import CHIPS
 
 pytestmark = pytest.mark.no_interpreter("It launches no kernel.")
 

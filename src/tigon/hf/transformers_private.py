@@ -302,13 +302,13 @@ def attention_of(model: Any) -> str:
 
 
 def experts_function(name: str) -> Callable[..., Any]:
-    """Return an implementation of the experts of a mixture, such as "grouped_mm": `tigon bench` compares with it.
+    """Return an implementation of the experts of a mixture, such as "grouped_mm": `benchmarks.ops` compares with it.
 
     It is an entry of the undocumented `transformers.integrations.moe.ALL_EXPERTS_FUNCTIONS`. Its first argument is a
     module with the marks of experts, which `tigon.recognition.parts.experts` reads too.
 
     Raises:
-        RuntimeError: transformers has no such implementation. `tigon bench` then says that this peer is not supported.
+        RuntimeError: transformers has no such implementation. `benchmarks.ops` then reports an unsupported peer.
     """
     try:
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import tigon
+from benchmarks.compile.targets import CHIPS, Launch, recorded, resources
 from op_cases import DEVICE
 from tigon.ops.experts import grouped_linear, tiled_products
 from tigon.ops.experts.tiled_products import (
@@ -24,7 +25,6 @@ from tigon.ops.experts.tiled_products import (
 from tigon.runtime import device
 from tigon.runtime.compat.triton import hopper
 from tigon.runtime.device import cdiv
-from tigon.tools.compile.targets import CHIPS, Launch, recorded, resources
 
 BF16, FP16 = torch.bfloat16, torch.float16
 (HOPPER,) = (chip for chip in CHIPS if chip.name == "sm_90")

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 import tigon
+from benchmarks.workloads import WORKLOADS
 from op_cases import DEVICE, INTERPRETED, assert_as_accurate_as_eager, one_in, outputs_and_gradients
 from tigon.ops.head.chunks import ChunkConfig, ChunkProblem
 from tigon.ops.head.computed_rows import CountConfig, CountProblem
@@ -13,7 +14,6 @@ from tigon.ops.head.weight_gradient import WeightGradientConfig
 from tigon.runtime.device import EMULATED
 from tigon.runtime.tuning import tuned
 from tigon.testing import assert_accurate
-from tigon.tools.workloads import WORKLOADS
 
 OPTIONS = {
     "plain": {},

@@ -177,8 +177,8 @@ def test_the_table_is_copied_only_if_an_address_changed():
 def test_aligned_memory_is_accessed_16_bytes_at_a_time():
     import triton
 
+    from benchmarks.compile.targets import CHIPS, _source, recorded
     from tigon.runtime.compat.triton import compiler_tools
-    from tigon.tools.compile.targets import CHIPS, _source, recorded
 
     tools, chip, counts = compiler_tools(), CHIPS[1], []
     target = tools.GPUTarget(chip.backend, chip.arch, chip.device.warp_size)

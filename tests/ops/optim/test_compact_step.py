@@ -305,8 +305,8 @@ def test_aligned_memory_is_accessed_in_wide_words():
     """Each thread accesses 8 elements at once: 16 bytes of bf16 and 8 bytes of codes."""
     import triton
 
+    from benchmarks.compile.targets import CHIPS, _source, recorded
     from tigon.runtime.compat.triton import compiler_tools
-    from tigon.tools.compile.targets import CHIPS, _source, recorded
 
     tools, chip = compiler_tools(), CHIPS[1]
     target = tools.GPUTarget(chip.backend, chip.arch, chip.device.warp_size)

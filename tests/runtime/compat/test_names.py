@@ -67,8 +67,8 @@ def test_every_name_of_a_part_exists(part):
 @pytest.mark.parametrize("path", names.NAMES_FOR_PLAN)
 def test_the_plan_is_refused_by_name_if_a_name_is_missing(monkeypatch, path):
     monkeypatch.setattr(names, "missing", {path: f"torch has no torch.{path}"})
-    from tigon.tools.plan.engines import OptimizerCosts, Replicated
-    from tigon.tools.plan.step import count_step
+    from tigon.cli.plan.engines import OptimizerCosts, Replicated
+    from tigon.cli.plan.step import count_step
 
     model = nn.Linear(1, 1)
     with pytest.raises(RuntimeError, match=f"tigon plan: torch has no torch.{path}"):

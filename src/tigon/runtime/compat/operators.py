@@ -55,8 +55,8 @@ dispatch_modes: Callable[[], int] = getattr(_C, "_len_torch_dispatch_stack", lam
 # Without it: 1, so this is always so.
 function_modes: Callable[[], int] = getattr(_C, "_len_torch_function_stack", lambda: 1)
 
-# Let the current stream wait for a number of clock cycles of the GPU. `tigon bench` marks its calls in a profile by
-# this kernel, and gives the host time to queue a call. Seen in 2.8 to 2.13. Without it, `tigon bench` refuses to
+# Let the current stream wait for a number of clock cycles of the GPU. `benchmarks.ops` marks its calls in a profile by
+# this kernel, and gives the host time to queue a call. Seen in 2.8 to 2.13. Without it, `benchmarks.ops` refuses to
 # measure a GPU.
 sleep_on_device: Callable[[int], Any] = find("cuda._sleep")
 
@@ -161,7 +161,7 @@ def memory_events(profiler: Any) -> Iterator[MemoryEvent]:
     in 2.8 to 2.13.
 
     Raises:
-        RuntimeError: This torch keeps its events in another place. `tigon bench` then reports an error for each case.
+        RuntimeError: This torch keeps its events in another place. `benchmarks.ops` then reports errors.
     """
     try:
         events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]

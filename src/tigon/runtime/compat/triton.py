@@ -25,9 +25,9 @@ else:
 
 # Every file of kernels imports `triton` and `tl` from here, because macOS and Windows have no Triton.
 #
-# `JITFunction` is the class of kernels: annotations name it, and `tigon resources` replaces its `run`. Its attributes
-# `params` (with `do_not_specialize`) and `arg_names` give the key of a direct launch. Seen in 3.4 to 3.9. Without the
-# class, `import tigon` raises an ImportError that names it.
+# `JITFunction` is the class of kernels: annotations name it, and `benchmarks.compile` replaces its `run`. Its
+# attributes `params` (with `do_not_specialize`) and `arg_names` give the key of a direct launch. Seen in 3.4 to 3.9.
+# Without the class, `import tigon` raises an ImportError that names it.
 
 # The releases whose launchers were called as `positional_launch` describes: Triton may change the order of these
 # arguments in any release, and a launcher in C does not check them.
@@ -134,7 +134,7 @@ if has_tensor_descriptors():
 
 
 class CompilerTools(NamedTuple):
-    """The names of Triton with which `tigon resources` compiles a kernel for a chip that this machine does not have."""
+    """The names of Triton with which `benchmarks.compile` compiles kernels for other chips."""
 
     GPUTarget: Any
     ASTSource: Any
@@ -148,7 +148,7 @@ def compiler_tools() -> CompilerTools:
     """Import the names of Triton's compiler. Seen in 3.4 to 3.9.
 
     Raises:
-        RuntimeError: This Triton lacks one of the names. `tigon resources` then compiles nothing.
+        RuntimeError: This Triton lacks one of the names. `benchmarks.compile` then compiles nothing.
     """
     try:
         compiler = importlib.import_module("triton.backends.compiler")

@@ -1,0 +1,28 @@
+"""The command line of the benchmarks: `python -m benchmarks ops | train | demo | resources`, in the repository."""
+
+import typer
+
+from benchmarks.compile.command import resources
+from benchmarks.demo.command import demo
+from benchmarks.ops.command import bench
+from benchmarks.train.command import train
+from tigon.cli.main import run_application, sigterm_interrupts
+
+
+def app() -> typer.Typer:
+    """Return the command line as a typer application."""
+    application = typer.Typer(
+        help="Measure the ops and the training of Tigon, and compile its kernels.",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+    )
+    application.command("ops")(sigterm_interrupts()(bench))
+    application.command("train")(sigterm_interrupts()(train))
+    application.command("demo")(sigterm_interrupts()(demo))
+    application.command("resources")(sigterm_interrupts()(resources))
+    return application
+
+
+if __name__ == "__main__":
+    run_application(app(), None, "python -m benchmarks")

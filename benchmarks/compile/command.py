@@ -1,0 +1,229 @@
+"""`benchmarks.compile` compiles every kernel for every chip and prints the resources that it needs. It needs no GPU.
+
+The steps are those of the tests. The command fails if a kernel spills registers to memory or does not fit.
+"""
+
+import atexit
+import json
+import multiprocessing
+import os
+from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from benchmarks.ops.cases import split_words
+from tigon.cli import environment
+from tigon.cli.main import INTERRUPTED, check_file, make_console, say_written, write_file
+from tigon.cli.output import markdown_table
+from tigon.runtime.device import HAS_TRITON
+
+if TYPE_CHECKING:
+    from benchmarks.compile.targets import Chip, KernelResources
+
+# The limit of a workgroup, for both vendors.
+MAX_THREADS = 1024
+
+
+@dataclass(frozen=True)
+class Usage:
+    """The resources that one kernel of one case needs on one chip.
+
+    `threads` and `shared` bytes are those of a workgroup, and `registers` those of a thread. `spilled` counts bytes of
+    stack per thread on NVIDIA and registers on AMD. `problem` is the reason why the kernel must not ship, or "".
+    """
+
+    kernel: str
+    case: str
+    chip: str
+    threads: int = 0
+    registers: int = 0
+    spilled: int = 0
+    shared: int = 0
+    problem: str = ""
+
+
+def compile_case(case: str, chip_name: str) -> list[Usage]:
+    """Compile each kernel of a case for a chip once."""
+    from benchmarks.compile.steps import STEPS
+    from benchmarks.compile.targets import CHIPS, recorded
+    from benchmarks.compile.targets import resources as resources_of
+
+    chip = next(chip for chip in CHIPS if chip.name == chip_name)
+    # A dict keeps the order of the kernels and holds each kernel once.
+    usages: dict[Usage, None] = {}
+    with recorded(chip) as launches:
+        try:
+            STEPS[case]()
+        except Exception as error:
+            usages[Usage("-", case, chip.name, problem=f"does not run: {type(error).__name__}: {error}")] = None
+    for launch in launches:
+        kernel = f"{launch.kernel.fn.__module__.rpartition('.')[2]}.{launch.kernel.__name__}"
+        try:
+            numbers = resources_of(launch, chip)
+        except Exception as error:
+            usage = Usage(kernel, case, chip.name, problem=f"does not compile: {type(error).__name__}: {error}")
+        else:
+            usage = Usage(
+                kernel, case, chip.name, numbers["threads"], numbers["registers"], numbers["spilled"],
+                numbers["shared"], _problem(numbers, chip),
+            )  # fmt: skip
+        usages[usage] = None
+    return list(usages)
+
+
+def _problem(numbers: "KernelResources", chip: "Chip") -> str:
+    """Return the reasons why a kernel must not ship, or ""."""
+    problems = []
+    shared_limit = chip.device.shared_memory
+    if numbers["spilled"] > chip.allowed_spills:
+        problems.append("spills")
+    if numbers["threads"] > MAX_THREADS:
+        problems.append(f"more than {MAX_THREADS} threads")
+    if numbers["shared"] > shared_limit:
+        problems.append(f"more than {shared_limit} bytes of shared memory")
+    return ", ".join(problems)
+
+
+# --- the command ---------------------------------------------------------------------------------
+
+
+def resources(
+    ops: Annotated[str | None, typer.Option(help="Ops to compile, separated by commas; all by default.")] = None,
+    chip: Annotated[str | None, typer.Option(help="Chips, separated by commas; all by default.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Also write the table to this file, .md or .json.")] = None,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Number of compilers.", show_default="one per core")] = None,
+) -> None:
+    """Compile every kernel for every chip, and print the registers, spills and shared memory that it needs.
+
+    The command needs no GPU. Exit code: 0; 1 if a kernel spills, does not fit or does not compile; 2 for bad input; 130
+    after Ctrl-C.
+    """
+    cases, chips = _choose(ops, chip, out)
+    console = make_console()
+    from benchmarks.compile.steps import launches_kernels
+
+    work = [(case, name) for name in chips for case in cases if launches_kernels(case, name)]
+    for name in chips:
+        emulated_ops = dict.fromkeys(case.split()[0] for case in cases if not launches_kernels(case, name))
+        if emulated_ops:
+            console.print(f"{name}: left out {', '.join(emulated_ops)}, which launches no kernel on this chip.")
+    usages, interrupted = _compile_all(work, jobs, console)
+    # The kernels of a case are in the order of their launches: forward before backward.
+    kernels = list(dict.fromkeys(usage.kernel for usage in usages))
+    usages.sort(key=lambda usage: (cases.index(usage.case), kernels.index(usage.kernel), chips.index(usage.chip)))
+    console.print(_table(usages))
+    for usage in usages:
+        if usage.problem:
+            text = f"{usage.kernel}, {usage.case}, {usage.chip}: {usage.problem}"
+            console.print(text, style="bold red", markup=False, soft_wrap=True)
+    problem_count = sum(bool(usage.problem) for usage in usages)
+    console.print(f"{len(usages)} kernels compiled, {problem_count} with a problem.")
+    if out is not None:
+        write_file(out, _json(usages) if out.suffix == ".json" else _markdown(usages), "--out")
+        say_written(console, out)
+    if interrupted or problem_count:
+        raise typer.Exit(INTERRUPTED if interrupted else 1)
+
+
+def _choose(ops: str | None, chip: str | None, out: Path | None) -> tuple[list[str], list[str]]:
+    """Return the cases and chips that the options name.
+
+    Raises:
+        typer.BadParameter: an option is wrong. The message names the rule and the value.
+    """
+    if os.environ.get("TRITON_INTERPRET", "0") == "1":
+        raise typer.BadParameter(
+            "resources: TRITON_INTERPRET must not be set, because the interpreter compiles nothing"
+        )
+    if not HAS_TRITON:
+        raise typer.BadParameter("resources: triton compiles the kernels, and is not installed")
+    from benchmarks.compile.steps import STEPS
+    from benchmarks.compile.targets import CHIPS
+
+    op_of = lambda case: case.split()[0]
+    ops_to_compile = _select(ops, list(dict.fromkeys(map(op_of, STEPS))), "--ops")
+    chips = _select(chip, [chip.name for chip in CHIPS], "--chip")
+    if out is not None and (out.suffix not in (".md", ".json") or not out.absolute().parent.is_dir()):
+        raise typer.BadParameter(
+            f"must be a .md or .json file in a folder that exists, got {str(out)!r}", param_hint="--out"
+        )
+    if out is not None:
+        check_file(out, "--out")
+    return [case for case in STEPS if op_of(case) in ops_to_compile], chips
+
+
+def _select(text: str | None, names: list[str], option: str) -> list[str]:
+    """Return the names that an option lists, or all if it lists none."""
+    words = split_words(text)
+    for word in words:
+        if word not in names:
+            raise typer.BadParameter(f"must be among {', '.join(names)}, got {word!r}", param_hint=option)
+    return [name for name in names if name in words] if words else names
+
+
+def _discard_errors_at_exit() -> None:
+    """Discard the standard error of a compiling process at its end, where Triton's bindings list leaked objects."""
+    atexit.register(lambda: os.dup2(os.open(os.devnull, os.O_WRONLY), 2))
+
+
+def _compile_all(work: list[tuple[str, str]], jobs: int | None, console: Console) -> tuple[list[Usage], bool]:
+    """Compile the pairs of case and chip in other processes; return their usages and whether Ctrl-C interrupted it."""
+    usages: list[Usage] = []
+    workers = max(1, min(jobs or environment.cpu_count(), len(work)))
+    # Each process is a fresh interpreter, because a fork of a process with torch's threads may hang.
+    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=_discard_errors_at_exit)
+    with Progress(
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+        console=console, transient=True,
+    ) as progress:  # fmt: skip
+        task = progress.add_task("compiling", total=len(work))
+        try:
+            results = pool.map(compile_case, *zip(*work, strict=True))
+            for (case, chip), case_usages in zip(work, results, strict=True):
+                usages += case_usages
+                progress.update(task, advance=1, description=f"{chip}: {case}")
+        except KeyboardInterrupt:
+            pool.shutdown(wait=False, cancel_futures=True)
+            return usages, True
+    pool.shutdown()
+    return usages, False
+
+
+# --- tables --------------------------------------------------------------------------------------
+
+_TITLES = ("kernel", "case", "chip", "threads", "registers", "spilled", "shared bytes")
+
+
+def _cells(usage: Usage) -> list[str]:
+    numbers = (usage.threads, usage.registers, usage.spilled, usage.shared)
+    return [usage.kernel, usage.case, usage.chip, *(f"{n:,}" if usage.threads else "-" for n in numbers)]
+
+
+def _table(usages: Iterable[Usage]) -> Table:
+    table = Table(box=box.SIMPLE, show_edge=False, pad_edge=False)
+    for i, title in enumerate(_TITLES):
+        table.add_column(title, justify="right" if i > 2 else "left", overflow="fold")
+    for usage in usages:
+        table.add_row(*_cells(usage), style="bold red" if usage.problem else "")
+    return table
+
+
+def _markdown(usages: Iterable[Usage]) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in environment.versions().items())
+    cells = [[*_cells(usage), " ".join(usage.problem.split())] for usage in usages]
+    table = markdown_table((*_TITLES, "problem"), cells, left=(*_TITLES[:3], "problem"))
+    about = f"Compiled with {versions}. Spilled: bytes per thread on NVIDIA, registers on AMD."
+    return "\n".join(["# python -m benchmarks resources", "", about, "", *table]) + "\n"
+
+
+def _json(usages: Iterable[Usage]) -> str:
+    document = {"schema": 1, "versions": environment.versions(), "rows": [asdict(usage) for usage in usages]}
+    return json.dumps(document, indent=1) + "\n"

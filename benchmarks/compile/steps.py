@@ -1,0 +1,258 @@
+"""The steps whose kernels are compiled: forward and backward of every op, at the sizes of current models.
+
+The number of rows does not matter to a compiler, so a step has few. The name of a step begins with that of its op.
+`benchmarks.compile` and the tests compile the kernels of every step for every chip.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+import tigon
+from benchmarks.workloads import WORKLOADS, Variant, Workload
+from benchmarks.workloads.logits import EVERY_TERM
+from benchmarks.workloads.workload import tensors_of
+from tigon.ops.adapters.four_bit import FourBitWeight, QuantisedScales, dequantise
+from tigon.ops.adapters.fp8_weight import Fp8Weight
+from tigon.ops.adapters.lora import lora_linears
+from tigon.ops.adapters.lora_mlp import lora_glu_mlp
+from tigon.ops.adapters.projection import Adapter, Projection
+from tigon.ops.experts.arguments import ExpertParameters
+from tigon.ops.experts.choice_order import order_choices
+from tigon.ops.experts.moe_mlp import moe_mlp_in_fp8
+from tigon.ops.fp8.formats import Fp8Options, has_units
+from tigon.ops.fp8.fp8_glu_mlp import fp8_glu_mlp
+from tigon.ops.head.computed_rows import CountConfig
+from tigon.ops.logits.token import kernels as token_loss
+from tigon.ops.logits.token.shards import partial_statistics
+from tigon.ops.mlps.clamped_glu import ClampedGate
+from tigon.ops.mlps.mlp import MLPActivation
+from tigon.runtime.tuning import tuned
+
+CPU = torch.device("cpu")
+
+
+def run_step(workload: Workload, variant: Variant) -> None:
+    """Run forward and backward of a variant on zeros."""
+    options = variant.options
+    inputs = workload.make_inputs(
+        variant.sizes, variant.dtype, CPU, seed=None, options=options, form=variant.form
+    ).tensors
+    function = workload.function_in()
+    assert function is not None, workload.name
+    # If launches are only recorded, no kernel counts the ignored tokens. Which kernels `linear_cross_entropy` launches
+    # would then depend on memory that nothing has written.
+    with tuned(CountConfig, min_multiplications=2**62):
+        outputs = [y for y in tensors_of(function(**inputs, **options)) if y.requires_grad]
+        torch.autograd.backward(outputs, [y.detach() for y in outputs])
+
+
+# --- steps that no workload can express ----------------------------------------------------------
+
+
+def _cross_entropy_of_a_shard(v: int, vocabulary: int, **options: Any) -> None:
+    """Run the kernels of a rank that holds `v` columns of the vocabulary; with options, also every output.
+
+    Only `linear_cross_entropy` with a process group launches them, and its step would need several processes.
+    """
+    logits, target = torch.zeros(2, v, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.int64)
+    shard = token_loss.Shard(v, vocabulary)
+    weight, wants = torch.ones(vocabulary) if options else None, token_loss.Wants(*[bool(options)] * 4)
+    loss_options = token_loss.Options(**options)
+    partial_statistics(logits, target, weight, loss_options, shard, wants)
+    statistics = token_loss.empty_statistics(logits, loss_options, wants)
+    upstream = token_loss.Upstream(None, statistics.log_probs, statistics.entropy) if options else token_loss.Upstream()
+    divisors = statistics.loss.new_ones(3)
+    token_loss.gradient(logits, target, weight, divisors, statistics, upstream, loss_options, logits, shard)
+
+
+def _valid_rows() -> None:
+    """Count the rows of `linear_cross_entropy` that have a label; it is not differentiable."""
+    tigon.ValidRows(torch.zeros(8, dtype=torch.int64))
+
+
+def _adapted_head(vocabulary: int, rank: int, dtype: torch.dtype, **options: Any) -> None:
+    """Run the loss of a head with an adapter."""
+    x, h, b = (
+        torch.zeros(shape, dtype=dtype, requires_grad=True)
+        for shape, dtype in (((2, 16), dtype), ((2, rank), torch.float32), ((vocabulary, rank), torch.float32))
+    )
+    weight, target = torch.zeros(vocabulary, 16, dtype=dtype), torch.zeros(2, dtype=torch.int64)
+    with tuned(CountConfig, min_multiplications=2**62):
+        results = tensors_of(tigon.linear_cross_entropy(x, weight, target, low_rank=(h, b), **options))
+        outputs = [y for y in results if y.requires_grad]
+        torch.autograd.backward(outputs, [y.detach() for y in outputs])
+
+
+def _adamw(n: int, dtype: torch.dtype, **options: Any) -> None:
+    """Run a step of the optimizer, which is not a function of tensors."""
+    parameter = torch.zeros(n, dtype=dtype, requires_grad=True)
+    parameter.grad = parameter.detach()
+    tigon.AdamW([parameter], **options).step()
+
+
+def _muon(rows: int, columns: int, dtype: torch.dtype = torch.bfloat16, **options: Any) -> None:
+    """Run a step of Muon for one matrix."""
+    parameter = torch.zeros(rows, columns, dtype=dtype, requires_grad=True)
+    parameter.grad = parameter.detach()
+    tigon.Muon([parameter], **options).step()
+
+
+def _lora_linear_in_fp8() -> None:
+    """Run a layer with an adapter whose weight is in FP8; recognition calls it, and it has no public name."""
+    a, b = torch.zeros(16, 4096, requires_grad=True), torch.zeros(256, 16, requires_grad=True)
+    weight = Fp8Weight(torch.zeros(256, 4096, dtype=torch.bfloat16), Fp8Options(), None)
+    x = torch.zeros(16, 4096, dtype=torch.bfloat16, requires_grad=True)
+    (y,) = lora_linears(x, [Projection(weight, None, (Adapter(a, b, 1.0),))])
+    y.backward(y.detach())
+
+
+def _lora_glu_mlp(hidden: int, inner: int, rank: int, options: Fp8Options | None = None) -> None:
+    """Run the MLP with adapters on its three projections; recognition calls it, and it has no public name yet.
+
+    With `options`, the weights are in FP8.
+    """
+
+    def projection(outputs: int, inputs: int) -> Projection:
+        a, b = torch.zeros(rank, inputs, requires_grad=True), torch.zeros(outputs, rank, requires_grad=True)
+        weight = torch.zeros(outputs, inputs, dtype=torch.bfloat16)
+        return Projection(weight if options is None else Fp8Weight(weight, options, None), adapters=(Adapter(a, b),))
+
+    gate, up, down = projection(inner, hidden), projection(inner, hidden), projection(hidden, inner)
+    y = lora_glu_mlp(torch.zeros(2, hidden, dtype=torch.bfloat16, requires_grad=True), gate, up, down)
+    y.backward(y.detach())
+
+
+def _mlp(hidden: int, inner: int, activation: MLPActivation) -> None:
+    """Run an MLP without a gate. Its kernels are those of `gelu`, but its backward also recomputes the activation."""
+    x, up, down = (
+        torch.zeros(shape, dtype=torch.bfloat16, requires_grad=True)
+        for shape in ((2, hidden), (inner, hidden), (hidden, inner))
+    )
+    y = tigon.mlp(x, up, down, activation=activation)
+    y.backward(y.detach())
+
+
+def _clamped_glu(gate: ClampedGate, inner: int) -> None:
+    """Run the gate of GPT-OSS or DeepSeek V4; recognition calls it for their experts, and it has no public name."""
+    y = gate(torch.zeros(2, 2 * inner, dtype=torch.bfloat16, requires_grad=True))
+    y.backward(y.detach())
+
+
+def _choice_order(experts: int) -> None:
+    """Call the kernels that sort choices directly, because `route` sorts CPU tensors by torch."""
+    order_choices(torch.zeros(2, 8, dtype=torch.int64), experts)
+
+
+def _four_bit(block: int, is_nested: bool) -> None:
+    """Dequantise a weight of 4 bits; recognition calls it for layers of bitsandbytes."""
+    rows, columns = 2, 8192
+    scales = rows * columns // block
+    quantised_scales = None
+    if is_nested:
+        quantised_scales = QuantisedScales(torch.zeros(256), torch.zeros(-(-scales // 256)), torch.zeros(()), 256)
+    scale_codes = torch.zeros(scales, dtype=torch.uint8 if is_nested else torch.float32)
+    packed = torch.zeros(rows * columns // 2, dtype=torch.uint8)
+    shape = torch.Size((rows, columns))
+    dequantise(FourBitWeight(packed, torch.zeros(16), scale_codes, block, quantised_scales, shape, torch.bfloat16))
+
+
+def _fp8_glu_mlp(hidden: int, inner: int, **options: Any) -> None:
+    """Run the gated MLP in FP8; recognition calls it, and it has no public name."""
+    shapes = (16, hidden), (inner, hidden), (inner, hidden), (hidden, inner)
+    y = fp8_glu_mlp(*[torch.zeros(shape, dtype=torch.bfloat16, requires_grad=True) for shape in shapes], **options)
+    y.backward(y.detach())
+
+
+def _fp8_experts(hidden: int, inner: int, choices: int, **options: Any) -> None:
+    """Run experts in FP8; recognition calls them, and they have no public name."""
+    width = inner if options.get("activation") == "relu2" else 2 * inner
+    shapes = (2, hidden), (choices, width, hidden), (choices, hidden, inner)
+    x, up, down = (torch.zeros(shape, dtype=torch.bfloat16, requires_grad=True) for shape in shapes)
+    index, weights = torch.zeros(2, choices, dtype=torch.int64), torch.zeros(2, choices, requires_grad=True)
+    y = moe_mlp_in_fp8(x, ExpertParameters(up, down, None, None), index, weights, **options)
+    y.backward(y.detach())
+
+
+_OTHER_STEPS: dict[str, Callable[[], None]] = {
+    "cross_entropy 128256, one of 8 shards": lambda: _cross_entropy_of_a_shard(16032, 128256),
+    "cross_entropy 256000, one of 2 shards, every option": lambda: _cross_entropy_of_a_shard(
+        128000, 256000, token_scaling=True, **EVERY_TERM
+    ),
+    "linear_cross_entropy valid rows": _valid_rows,
+    "linear_cross_entropy 128256, adapter of rank 16": lambda: _adapted_head(128256, 16, torch.bfloat16),
+    "linear_cross_entropy 128256, adapter of rank 32": lambda: _adapted_head(128256, 32, torch.bfloat16, **EVERY_TERM),
+    "linear_cross_entropy 128256, adapter of rank 64": lambda: _adapted_head(128256, 64, torch.bfloat16),
+    "linear_cross_entropy 128256, adapter of rank 128": lambda: _adapted_head(128256, 128, torch.bfloat16),
+    "linear_cross_entropy 256000, adapter, every option": lambda: _adapted_head(
+        256000,
+        16,
+        torch.bfloat16,
+        weight=torch.ones(256000),
+        reduction="none",
+        token_scaling=True,
+        return_entropy=True,
+        return_log_probs=True,
+        return_predicted_tokens=True,
+        **EVERY_TERM,
+    ),
+    "linear_cross_entropy 256000, adapter, every option, fp16": lambda: _adapted_head(
+        256000, 16, torch.float16, weight=torch.ones(256000), return_entropy=True, **EVERY_TERM
+    ),
+    "fp8_linear GLU 4096": lambda: _fp8_glu_mlp(256, 4096),
+    "fp8_linear GLU 4096, rowwise": lambda: _fp8_glu_mlp(256, 4096, recipe="rowwise"),
+    "fp8_linear GLU 4096, no dW in FP8": lambda: _fp8_glu_mlp(256, 4096, fp8_dw=False),
+    "fp8_linear GLU tanh 4096": lambda: _fp8_glu_mlp(256, 4096, activation="gelu_tanh"),
+    "fp8_linear GLU gelu 14336, rowwise": lambda: _fp8_glu_mlp(256, 14336, activation="gelu", recipe="rowwise"),
+    "fp8_linear experts 2048, 8 per token": lambda: _fp8_experts(2048, 768, 8),
+    "fp8_linear experts 4096, 2 per token": lambda: _fp8_experts(4096, 64, 2),
+    "fp8_linear experts 7168, gelu": lambda: _fp8_experts(7168, 64, 8, activation="gelu"),
+    "fp8_linear experts 2880, gelu_tanh": lambda: _fp8_experts(2880, 2880, 4, activation="gelu_tanh"),
+    "fp8_linear experts 1024 without gate": lambda: _fp8_experts(1024, 1856, 6, activation="relu2"),
+    "fp8_linear experts 5120, weighted inputs": lambda: _fp8_experts(5120, 64, 1, weight_inputs=True),
+    "lora_linear MLP 14336": lambda: _lora_glu_mlp(4096, 14336, 16),
+    "lora_linear 4096, base in FP8": _lora_linear_in_fp8,
+    "lora_linear MLP 14336, base in FP8": lambda: _lora_glu_mlp(256, 14336, 16, Fp8Options()),
+    "gelu MLP 3072": lambda: _mlp(768, 3072, "gelu"),
+    "gelu MLP tanh 3072": lambda: _mlp(768, 3072, "gelu_tanh"),
+    "gelu MLP sigmoid 4096": lambda: _mlp(1024, 4096, "gelu_sigmoid"),
+    "gelu MLP squared ReLU 16384": lambda: _mlp(4096, 16384, "relu2"),
+    "moe_mlp clamped gate, interleaved 2880": lambda: _clamped_glu(ClampedGate(7.0, 1.702, 1.0, True), 2880),
+    "moe_mlp clamped gate 2048": lambda: _clamped_glu(ClampedGate(10.0), 2048),
+    "moe_mlp order of choices, 8 experts": lambda: _choice_order(8),
+    "moe_mlp order of choices, 128 experts": lambda: _choice_order(128),
+    "moe_mlp order of choices, 512 experts": lambda: _choice_order(512),
+    "lora_linear base of 4 bits": lambda: _four_bit(64, is_nested=False),
+    "lora_linear base of 4 bits, double quantisation": lambda: _four_bit(64, is_nested=True),
+    "lora_linear base of 4 bits, blocks of 4096": lambda: _four_bit(4096, is_nested=True),
+    "AdamW bf16": lambda: _adamw(4096, torch.bfloat16),
+    "AdamW 8-bit states, 24-bit masters, clipped": lambda: _adamw(
+        8192, torch.bfloat16, state="8bit", master="bf16+8", max_grad_norm=1.0
+    ),
+    "AdamW 8-bit states, fp32 masters": lambda: _adamw(8192, torch.bfloat16, state="8bit", master="fp32"),
+    "AdamW 8-bit states, stochastic rounding": lambda: _adamw(
+        8192, torch.bfloat16, state="8bit", stochastic_rounding=True
+    ),
+    "AdamW 8-bit states, an odd size": lambda: _adamw(8191, torch.bfloat16, state="8bit", master="bf16+8"),
+    "AdamW fp32 states and masters, steps on the device": lambda: _adamw(
+        8192, torch.bfloat16, state="fp32", master="fp32", fused=True
+    ),
+    "Muon 4096 x 1024": lambda: _muon(4096, 1024),
+    "Muon 1024 x 4096, fp32": lambda: _muon(1024, 4096, torch.float32, nesterov=False),
+    "Muon 2048 x 2048": lambda: _muon(2048, 2048),
+    "Muon 1023 x 2047": lambda: _muon(1023, 2047),
+    "AdamW fp32, the rate in a tensor": lambda: _adamw(4096, torch.float32, lr=torch.tensor(1e-3), maximize=True),
+}
+
+STEPS: dict[str, Callable[[], None]] = {
+    f"{workload.name} {variant.name}": partial(run_step, workload, variant)
+    for workload in WORKLOADS.values()
+    for variant in workload.compile_variants
+} | _OTHER_STEPS
+
+
+def launches_kernels(step: str, arch: str) -> bool:
+    """Return whether a step launches kernels on a chip. Tigon emulates FP8 on chips whose units it does not use."""
+    return step.split()[0] != "fp8_linear" or has_units(arch)

@@ -1,0 +1,257 @@
+"""The check of a provider: its outputs and gradients are compared with an exact result, and eager code sets the limit.
+
+|actual - exact| <= 2 |eager - exact| + 2 units in the last place          (`tigon.testing.assert_accurate`)
+
+The units are those of the dtype of eager code, so a loss in half precision gets no larger tolerance.
+
+The verdict also has the relative error of every output and gradient, |x - exact| / |exact| in the 2-norm, and its ratio
+to the error of eager code.
+"""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.ops.cases import Case
+from benchmarks.ops.eager import SUMMED, head_logits, token_results
+from benchmarks.ops.providers import Provider, Run, eager_code
+from benchmarks.workloads import Inputs
+from tigon.testing import assert_accurate
+
+# The key of a tensor is "output 0" or "gradient of x".
+Results = dict[str, Tensor]
+
+# The exact reference holds this many logits at once. Each of its half a dozen fp64 temporaries is then 1 GiB.
+REFERENCE_ELEMENTS = 2**27
+# The oracle judges this many elements at once. It holds about ten fp64 copies of them.
+JUDGED_ELEMENTS = 2**26
+
+
+class BoundProvider:
+    """A provider with its inputs. A call runs forward and backward, or forward alone if no input needs a gradient.
+
+    The tensors that the provider overwrites are copies, which `restore` resets.
+    """
+
+    def __init__(self, provider: Provider, run: Run, inputs: Inputs) -> None:
+        self._provider, self._run, self._pristine = provider, run, inputs
+        self._inputs = inputs.map(lambda name, x: x.clone() if name in provider.overwrites else x)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Return the size of the gradients that a call returns."""
+        return self._inputs.gradient_bytes
+
+    def restore(self) -> None:
+        """Reset the tensors that a call has overwritten."""
+        with torch.no_grad():
+            for name in self._provider.overwrites:
+                if name == "upstream":
+                    for copy, source in zip(self._inputs.upstream, self._pristine.upstream, strict=True):
+                        copy.copy_(source)
+                else:
+                    self._inputs.tensors[name].copy_(self._pristine.tensors[name])
+
+    def __call__(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """Return the outputs, and the gradients of the inputs that need one."""
+        inputs = self._inputs
+        leaves = [inputs.tensors[name] for name in inputs.grad_names]
+        with torch.set_grad_enabled(bool(leaves)):
+            outputs = self._run(*inputs.tensors.values())
+        if not self._provider.autograd:
+            return (), outputs
+        if not leaves:
+            return outputs, ()
+        # .backward() may copy a gradient into .grad, which does not happen to the gradient of an activation in a model.
+        differentiable = outputs[: len(inputs.upstream) or 1]
+        return outputs, torch.autograd.grad(differentiable, leaves, inputs.upstream or None)
+
+    def results(self) -> Results:
+        """Return the outputs and gradients of one call by name."""
+        outputs, gradients = self()
+        outputs_by_name = {f"output {i}": output.detach() for i, output in enumerate(outputs)}
+        return outputs_by_name | {
+            f"gradient of {n}": g for n, g in zip(self._inputs.grad_names, gradients, strict=True)
+        }
+
+
+# --- references ----------------------------------------------------------------------------------
+
+
+def eager_results(case: Case, inputs: Inputs) -> Results:
+    """Return the results of eager code in the dtype of the case. Its error sets the limit."""
+    return _run_eager_code(case, inputs)
+
+
+def exact_results(case: Case, inputs: Inputs) -> Results:
+    """Compute the case in fp32, or in fp64 if the case, its logits or one of its gradients is in fp32.
+
+    The softmax of a loss is always in fp64.
+    """
+    if case.op == "linear_cross_entropy":
+        return _exact_linear_cross_entropy(case, inputs)
+    if case.op in SUMMED:
+        return _exact_loss(case, inputs)
+    has_fp32_gradient = any(inputs.tensors[name].dtype == torch.float32 for name in inputs.grad_names)
+    dtype = torch.float64 if has_fp32_gradient else _exact_dtype(case)
+    return _run_eager_code(case, inputs.map(lambda _, x: x.to(dtype) if x.is_floating_point() else x))
+
+
+def _exact_dtype(case: Case) -> torch.dtype:
+    has_fp32_logits = case.options.get("fp32_logits") or case.options.get("fp32_products")
+    return torch.float64 if case.dtype == torch.float32 or has_fp32_logits else torch.float32
+
+
+def _run_eager_code(case: Case, inputs: Inputs) -> Results:
+    provider = Provider("eager", eager_code(case.op))
+    return BoundProvider(provider, provider.load(case), inputs).results()
+
+
+def _chunks(rows: int, vocabulary: int) -> list[slice]:
+    size = max(1, REFERENCE_ELEMENTS // vocabulary)
+    return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
+
+
+def _exact_loss(case: Case, inputs: Inputs) -> Results:
+    input, target = inputs.tensors["input"].detach(), inputs.tensors["target"]
+    is_distribution = target.is_floating_point()
+    gradient = torch.empty_like(input, dtype=_exact_dtype(case))
+    loss = torch.zeros((), dtype=torch.float64, device=input.device)
+    count = len(target) if is_distribution else (target >= 0).sum()
+    for rows in _chunks(*input.shape):
+        chunk = input[rows].double().requires_grad_()
+        part = SUMMED[case.op](case, chunk, target[rows].double() if is_distribution else target[rows]) / count
+        gradient[rows] = torch.autograd.grad(part, chunk)[0]
+        loss = loss + part.detach()
+    return {"output 0": loss, "gradient of input": gradient}
+
+
+def _exact_linear_cross_entropy(case: Case, inputs: Inputs) -> Results:
+    x, weight, target = inputs.tensors["input"], inputs.tensors["linear_weight"], inputs.tensors["target"]
+    wide_weight = weight.detach().to(_exact_dtype(case)).requires_grad_(weight.requires_grad)
+    gradients = {
+        name: torch.zeros_like(inputs.tensors[name], dtype=_exact_dtype(case), requires_grad=False)
+        for name in inputs.grad_names
+    }
+    loss, count = torch.zeros((), dtype=torch.float64, device=x.device), (target >= 0).sum()
+    token_parts = []
+    for rows in _chunks(x.shape[0], weight.shape[0]):
+        chunk = x[rows].detach().to(_exact_dtype(case)).requires_grad_(x.requires_grad)
+        logits = head_logits(chunk, wide_weight, case.options.get("softcap")).double()
+        part = F.cross_entropy(logits, target[rows], reduction="sum") / count
+        token_parts.append(token_results(case.options, logits, target[rows]))
+        del logits
+        leaves = {"input": chunk, "linear_weight": wide_weight}
+        parts = torch.autograd.grad(part, [leaves[name] for name in inputs.grad_names]) if inputs.grad_names else ()
+        for name, gradient in zip(inputs.grad_names, parts, strict=True):
+            if name == "input":
+                gradients[name][rows] = gradient
+            else:
+                gradients[name] += gradient
+        loss = loss + part.detach()
+    outputs = {f"output {i}": torch.cat(parts) for i, parts in enumerate(zip(*token_parts, strict=True), 1)}
+    return {"output 0": loss} | outputs | {f"gradient of {name}": gradient for name, gradient in gradients.items()}
+
+
+@torch.no_grad()
+def typical_loss_error(case: Case, inputs: Inputs) -> float:
+    """Return the standard error of a mean loss whose logits were rounded, with independent errors of the tokens.
+
+    It is 0 for ops that round no logits.
+    """
+    if case.op != "linear_cross_entropy":
+        return 0.0
+    x, weight, target = (inputs.tensors[name].detach() for name in ("input", "linear_weight", "target"))
+    wide_weight, softcap = weight.to(_exact_dtype(case)), case.options.get("softcap")
+    total = torch.zeros((), dtype=_exact_dtype(case), device=x.device)
+    for rows in _chunks(x.shape[0], weight.shape[0]):
+        rounded_logits = head_logits(x[rows], weight, softcap)
+        exact = head_logits(x[rows].to(_exact_dtype(case)), wide_weight, softcap)
+        losses = [
+            F.cross_entropy(z.to(_exact_dtype(case)), target[rows], reduction="none") for z in (rounded_logits, exact)
+        ]
+        total = total + (losses[0] - losses[1]).square().sum()
+    return ((total**0.5) / (target >= 0).sum()).item()
+
+
+# --- verdict -------------------------------------------------------------------------------------
+
+
+class Errors(NamedTuple):
+    """The relative errors |x - exact| / |exact| of one tensor: that of the provider and that of eager code."""
+
+    error: float
+    eager_error: float
+
+    @property
+    def ratio(self) -> float:
+        """Return the ratio of the two errors, NaN if eager code is exact."""
+        return self.error / self.eager_error if self.eager_error else float("nan")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The result of the check.
+
+    `wrong` is the reason why the provider is wrong, or "". `error` and `eager_error` belong to the worst tensor, and
+    `errors` has those of each tensor by name.
+    """
+
+    wrong: str
+    error: float = float("nan")
+    eager_error: float = float("nan")
+    errors: dict[str, Errors] = field(default_factory=dict)
+
+
+def judge(actual: Results, eager: Results, exact: Results, typical: float = 0.0) -> Verdict:
+    """Compare every output and gradient, and name the first that breaks the rule.
+
+    Eager code can compute a single number exactly by chance, and then its error sets no useful limit. For a loss, the
+    error of eager code therefore counts as at least `typical` in the ratios, and as at least twice `typical` in the
+    rule. `typical` is the standard error of the loss of eager code.
+    """
+    wrong = ""
+    errors: dict[str, Errors] = {}
+    limits: dict[str, Errors] = {}
+    for name, exact_value in exact.items():
+        if name not in actual:
+            return Verdict(f"{name}: missing")
+        value, eager_value = actual[name], eager[name]
+        if value.shape != exact_value.shape:
+            return Verdict(f"{name}: shape {tuple(value.shape)} for {tuple(exact_value.shape)}")
+        error, eager_error = _relative_error(value, exact_value), _relative_error(eager_value, exact_value)
+        least_error = 0.0
+        if typical and exact_value.dim() == 0:
+            least_error = typical / exact_value.abs().item()
+            distance = max(abs(eager_value.item() - exact_value.item()), 2 * typical)
+            eager_value = (exact_value + distance).to(eager_value.dtype)
+        errors[name] = Errors(error, max(eager_error, least_error))
+        limits[name] = Errors(error, max(eager_error, 2 * least_error))
+        common = torch.promote_types(value.dtype, eager_value.dtype)
+        wrong = wrong or _first_error(name, value.to(common), eager_value.to(common), exact_value)
+    # A NaN compares as neither larger nor smaller, so the key puts it first.
+    worst = max(limits.values(), key=lambda pair: (pair.error != pair.error, pair.error))
+    return Verdict(wrong, *worst, errors)
+
+
+def _first_error(name: str, actual: Tensor, eager: Tensor, exact: Tensor) -> str:
+    try:
+        if exact.dim() == 0:
+            assert_accurate(actual, eager, exact, smallest=1.0, msg=name)
+        elif exact.numel() <= JUDGED_ELEMENTS:
+            assert_accurate(actual, eager, exact, msg=name)
+        else:
+            parts = [x.reshape(-1).split(JUDGED_ELEMENTS) for x in (actual, eager, exact)]
+            for i, (a, b, c) in enumerate(zip(*parts, strict=True)):
+                assert_accurate(a, b, c, msg=f"{name}, elements from {i * JUDGED_ELEMENTS}")
+    except AssertionError as problem:
+        return " ".join(str(problem).split())
+    return ""
+
+
+def _relative_error(actual: Tensor, exact: Tensor) -> float:
+    distance = torch.linalg.vector_norm(actual.to(exact.dtype) - exact)
+    return (distance / torch.linalg.vector_norm(exact)).item()

@@ -1,0 +1,264 @@
+"""The providers of each op: Tigon, eager Hugging Face code, torch.compile of it, torch's fused op, and other packages.
+
+A provider is loaded for a case and then called with the case's tensors in order; it returns a tuple of outputs. Loading
+raises `ImportError` if a package is not installed and `Unsupported` if the provider cannot compute the case. Both
+become a line in the report and never end the run.
+
+An op that `eager` does not have is compared with its reference in torch, and an op without peers with eager code alone.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+
+import tigon
+from benchmarks.ops import alignment_peers, floor, peers
+from benchmarks.ops.cases import OPS, Case, split_words
+from benchmarks.ops.eager import EAGER
+from benchmarks.ops.peers import Run, Unsupported
+from benchmarks.workloads import Inputs
+from benchmarks.workloads.workload import tensors_of
+
+
+@dataclass(frozen=True)
+class Provider:
+    """One implementation of an op.
+
+    `overwrites` names the tensors that a call overwrites. Each call gets copies of them, which are written outside the
+    measured part. With `autograd` False the call computes its gradients itself and returns them, and the benchmark does
+    not check their values. `prepare` computes the arguments of a call from the case's inputs; it runs once for each
+    round, outside the measured part. A provider that is `on_request` is measured only if the user names it.
+    """
+
+    name: str
+    load: Callable[[Case], Run]
+    overwrites: tuple[str, ...] = ()
+    note: str = ""
+    autograd: bool = True
+    needs_gpu: bool = False
+    on_request: bool = False
+    prepare: Callable[[Case, Inputs], Inputs] = lambda case, inputs: inputs
+
+
+# --- Tigon, eager, torch.compile -----------------------------------------------------------------
+
+
+def tigon_provider(op: str, package: ModuleType = tigon, name: str = "tigon") -> Provider:
+    """Return the provider of the op in `package`, which is this revision of Tigon or another one."""
+    workload = OPS[op]
+
+    def load(case: Case) -> Run:
+        function = workload.function_in(package)
+        if function is None:
+            raise Unsupported(f"no {workload.function or op} in this revision")
+        if workload.call is not None:
+            return _with_options(functools.partial(workload.call, function), case)
+        if package is not tigon:
+            unknown = [option for option in case.options if option not in inspect.signature(function).parameters]
+            if unknown:
+                raise Unsupported(f"no {', '.join(unknown)} in this revision")
+        return _with_options(function, case)
+
+    return Provider(name, load, workload.overwrites)
+
+
+def _with_options(function: Callable[..., Any], case: Case) -> Run:
+    options = {**case.options, **case.workload.bench_options}
+    return lambda *tensors: tensors_of(function(*tensors, **options))
+
+
+def eager_code(op: str) -> Callable[[Case], Run]:
+    """Return the loader of the code that models run for the op, or of its reference if `eager` does not have it."""
+    return EAGER.get(op) or (lambda case: _with_options(case.workload.reference, case))
+
+
+def _compiled(op: str) -> Callable[[Case], Run]:
+    # Eager code loops over the experts, and a loop over experts is not one graph.
+    graphs = {"moe_mlp": peers.transformers_experts, "lora_moe_mlp": peers.peft_experts}
+    load = graphs.get(op) or eager_code(op)
+    return lambda case: torch.compile(load(case), dynamic=False)
+
+
+# These notes describe eager code that a reader would not expect.
+_EAGER_NOTES = {
+    "layer_norm": "F.layer_norm, which models call",
+    "moe_mlp": "expert by expert, waiting for each",
+    "load_balancing_loss": "the code of transformers 5.17, which waits for each layer",
+    "softmax": "F.softmax in fp32, then rounded",
+    "cross_entropy_inplace": "writes a new gradient buffer",
+}
+
+
+def _common(op: str) -> tuple[Provider, ...]:
+    note = _EAGER_NOTES.get(op, "" if op in EAGER else "the reference of the op")
+    return (
+        tigon_provider(op),
+        Provider("eager", eager_code(op), note=note),
+        Provider("compile", _compiled(op), note=note),
+    )
+
+
+# --- peers ---------------------------------------------------------------------------------------
+
+
+def _torch(load: Callable[[Case], Run], note: str) -> Provider:
+    return Provider("torch", load, note=note)
+
+
+def _liger(load: Callable[[Case], Run], *overwrites: str, note: str = "") -> Provider:
+    return Provider("liger", load, overwrites, note, needs_gpu=True)
+
+
+def _experts(name: str) -> Callable[[Case], Run]:
+    return lambda case: peers.transformers_experts(case, name)
+
+
+def _cute(function: str, *overwrites: str) -> Provider:
+    return Provider("liger-cute", peers.liger_cute(function), overwrites, needs_gpu=True)
+
+
+def _quack(load: Callable[[Case], Run], *overwrites: str, note: str = "") -> Provider:
+    return Provider("quack", load, overwrites, note, needs_gpu=True)
+
+
+_PEERS: dict[str, tuple[Provider, ...]] = {
+    "rms_norm": (
+        _torch(peers.torch_rms_norm, "F.rms_norm"),
+        _liger(peers.liger_rms_norm),
+        _cute("rms_norm"),
+        _quack(peers.quack_rms_norm),
+    ),
+    "add_rms_norm": (
+        _liger(peers.liger_add_rms_norm),
+        _cute("fused_add_rms_norm"),
+        _quack(peers.quack_add_rms_norm),
+    ),
+    "gated_rms_norm": (Provider("fla", peers.fla_gated_rms_norm, needs_gpu=True),),
+    "layer_norm": (_liger(peers.liger_layer_norm), _cute("layer_norm")),
+    # Liger's rope overwrites q, k and the upstream gradients.
+    "rope": (_liger(peers.liger_rope, "q", "k", "upstream"), _quack(peers.quack_rope)),
+    "qk_norm_rope": (
+        _liger(peers.liger_qk_norm_rope, "upstream", note="its norm of each head, then its rope"),
+        _quack(peers.quack_qk_norm_rope),
+    ),
+    "swiglu": (_liger(peers.liger_swiglu, "gate", "up"), _cute("swiglu", "gate", "up")),
+    "geglu": (_liger(peers.liger_geglu, "gate", "up"), _cute("geglu", "gate", "up")),
+    "relu2": (_liger(peers.liger_relu2),),
+    "moe_mlp": (
+        Provider("grouped_mm", peers.transformers_experts, note="what transformers runs by default"),
+        Provider("batched_mm", _experts("batched_mm"), note="copies the weights of an expert for each choice"),
+        Provider("sonicmoe", peers.sonicmoe_experts, needs_gpu=True, note="chooses among configurations at first use"),
+        _liger(peers.liger_moe_mlp),
+    ),
+    "load_balancing_loss": (
+        Provider("transformers", peers.transformers_load_balancing_loss, note="of the version that is installed"),
+    ),
+    "lora_moe_mlp": (Provider("peft", peers.peft_experts, note="W + s B A, then what transformers runs by default"),),
+    "softmax": (
+        _torch(peers.torch_softmax, "F.softmax"),
+        _liger(peers.liger_softmax),
+        _cute("softmax"),
+        _quack(peers.quack_softmax),
+    ),
+    "cross_entropy": (
+        _torch(peers.torch_cross_entropy, "loss in bf16"),
+        _liger(peers.liger_cross_entropy(copy=True), note="in place on a clone of the logits"),
+        _quack(peers.quack_cross_entropy(inplace=False)),
+    ),
+    "cross_entropy_inplace": (
+        _liger(peers.liger_cross_entropy(copy=False), "input"),
+        _quack(peers.quack_cross_entropy(inplace=True), "input"),
+    ),
+    "linear_cross_entropy": (
+        _torch(peers.torch_linear_cross_entropy, "F.linear_cross_entropy"),
+        _liger(peers.liger_linear_cross_entropy(None)),
+        Provider("liger-fp32", peers.liger_linear_cross_entropy(torch.float32), needs_gpu=True, on_request=True),
+        Provider("cce", peers.cce(exact=False), needs_gpu=True, note="skips small gradients"),
+        Provider("cce-exact", peers.cce(exact=True), needs_gpu=True, on_request=True),
+        _quack(peers.quack_linear_cross_entropy, note="chunks of 4096 tokens, of 8192 where H is 4096"),
+        Provider("trl", peers.trl_linear_cross_entropy, needs_gpu=True, note="four products"),
+        Provider(
+            "products",
+            floor.products,
+            autograd=False,
+            prepare=floor.with_dlogits,
+            note="the matrix products alone, of the same operands: the floor",
+        ),
+    ),
+    "linear_log_probs": (
+        Provider("trl", peers.trl_linear_log_probs, needs_gpu=True),
+        Provider(
+            "products",
+            floor.log_prob_products,
+            autograd=False,
+            prepare=floor.with_dlogits,
+            note="the matrix products alone, of the same operands: the floor",
+        ),
+    ),
+    "linear_distillation": (
+        _liger(alignment_peers.liger_linear_distillation),
+        Provider("trl", alignment_peers.trl_linear_distillation, needs_gpu=True),
+        Provider(
+            "products",
+            floor.distillation_products,
+            autograd=False,
+            prepare=floor.with_distillation_dlogits,
+            note="the matrix products alone, of the same operands: the floor",
+        ),
+    ),
+    **{
+        op: (
+            _liger(load),
+            Provider(
+                "products",
+                floor.loss_products,
+                autograd=False,
+                prepare=floor.with_flat_dlogits,
+                note="the matrix products alone, with that of the reference model: the floor",
+            ),
+        )
+        for op, load in alignment_peers.LIGER.items()
+    },
+    "kl_div": (
+        _torch(peers.torch_kl_div, "F.kl_div, loss in bf16"),
+        _liger(peers.liger_kl_div),
+        _cute("kl_div"),
+    ),
+    "jsd": (_liger(peers.liger_jsd),),
+    "tvd": (_liger(peers.liger_tvd),),
+}
+
+PROVIDERS: dict[str, tuple[Provider, ...]] = {op: (*_common(op), *_PEERS.get(op, ())) for op in OPS}
+
+
+def select(op: str, words: str | None) -> list[Provider]:
+    """Return the providers of `op` that `words` names, in the form of the option `--providers`.
+
+    None stands for all that are not on request, "a,b" for a and b alone, and "-a" for all but a.
+
+    Raises:
+        ValueError: no op has a provider of this name.
+
+    Example:
+        >>> [provider.name for provider in select("rope", "-compile")]
+        ['tigon', 'eager', 'liger', 'quack']
+    """
+    names = {provider.name for row in PROVIDERS.values() for provider in row}
+    for word in split_words(words):
+        if word.removeprefix("-") not in names:
+            raise ValueError(
+                f"bench: providers must be among {', '.join(sorted(names))} (-NAME excludes one), got {word!r}"
+            )
+    excluded_names = {word[1:] for word in split_words(words) if word.startswith("-")}
+    included_names = {word for word in split_words(words) if not word.startswith("-")}
+    return [
+        provider
+        for provider in PROVIDERS[op]
+        if provider.name not in excluded_names
+        and (provider.name in included_names if included_names else not provider.on_request)
+    ]

@@ -1,0 +1,296 @@
+"""The report of a run: JSON with all results, Markdown tables, and tables for the terminal.
+
+`bench.json` is one object:
+
+    schema      1
+    versions    {package: version}, with that of Python
+    machine     type "cpu" or "cuda", name, runs_kernels, and the properties that matter: threads or multiprocessors,
+                memory, L2 cache. If no kernels run, the rows of Tigon measure its references in torch, as the name
+                says.
+    roofline    bytes_per_second, flops_per_second: as measured before the cases
+    settings    rounds, quick, interrupted, cases (names), seconds; with --against its ref, commit, title and provider
+    rows        a list of `runner.BenchRow`, one for each provider of each case, in the order in which they ran
+
+A row has these fields. A field that was not measured is null.
+
+    case, op, family, model, shape, dtype, provider
+    status      "ok", "missing", "unsupported", "wrong", "error" or "out of memory"; note says more
+    kernel_ms, wall_ms, host_ms     medians of the lists samples.kernel, .wall and .host; a CPU has wall time only
+    kernel_source                   "profiler" or "events", which timed the kernels
+    peak_mib                        above the inputs
+    bytes or flops                  the least that a kernel must move or compute
+    floor_ms, percent_of_roofline   the time in which the machine could do it, and its share of the measured time
+    accurate                        the result of the check
+    error, eager_error              the errors of the worst tensor of the check
+    errors      {"output 0" | "gradient of input" | ...: {error, eager_error, ratio}}; eager_error is at least the
+                standard error of a mean over rounded logits
+
+Where flops are the bound, products_ratio is the time (of kernels; on a CPU, wall time) divided by that of the provider
+"products" in the same run, and peak_above_gradients_mib is peak_mib less the gradients that the call returns.
+"""
+
+import contextlib
+import importlib.metadata
+import platform
+from collections.abc import Callable, Iterable
+from itertools import groupby
+from pathlib import Path
+
+import torch
+from rich import box
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from benchmarks.ops.cases import OPS
+from benchmarks.ops.measure import Roofline
+from benchmarks.ops.runner import BenchRow
+from tigon.cli import environment, output
+from tigon.cli.output import console_table, format_number, markdown_table
+from tigon.runtime.device import runs_kernels
+
+# The last package decides which kernels Liger runs.
+PEERS = ("unsloth", "cut-cross-entropy", "fla-core", "quack-kernels", "nvidia-cutlass-dsl")
+# The columns of the summary that are aligned to the left.
+SUMMARY_LEFT = ("case", "best peer")
+
+NO_KERNELS = " (no kernels run here: the rows of Tigon measure its references in torch)"
+_LEGEND = (
+    "Forward + backward, medians. Kernel ms: the sum over the GPU kernels; host ms: until the call returns; wall ms: "
+    "until the device is done; peak MiB: above the inputs; % roofline: floor / time (it exceeds 100 where an op reads "
+    "more than it writes, because a copy, the roofline, reads and writes as much); error: |x - exact| / |exact| of "
+    "the worst output or gradient, in brackets that of eager code."
+)
+_PRODUCTS_LEGEND = (
+    " x products: time divided by that of the bare products of the valid rows in the same run; peak MiB above "
+    "gradients: the peak less the gradients themselves; error x eager: the error divided by that of eager code, for "
+    "the loss, dX and dW; no_grad: forward alone."
+)
+
+
+def legend(products: bool) -> str:
+    """Return the meaning of the columns; with `products` also of those for ops whose bound is matrix products."""
+    return _LEGEND + _PRODUCTS_LEGEND * products
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of the packages that can change a result."""
+    # torch's own version has the build, as in 2.11.0+cu130.
+    package_versions = environment.versions() | {"torch": torch.__version__}
+    for package in PEERS:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            package_versions[package] = importlib.metadata.version(package)
+    return package_versions
+
+
+def describe_machine(device: torch.device) -> dict[str, object]:
+    """Return the name of the device and the properties on which the results depend.
+
+    The name is in the title of each table and picture, so it says if no kernels run on the device.
+    """
+    has_kernels = runs_kernels(torch.empty(1, device=device))
+    note = "" if has_kernels else NO_KERNELS
+    if device.type != "cuda":
+        return {
+            "type": "cpu",
+            "name": environment.cpu_name() + note,
+            "runs_kernels": has_kernels,
+            "threads": torch.get_num_threads(),
+            "system": platform.system(),
+        }
+    properties = torch.cuda.get_device_properties(device)
+    return {
+        "type": "cuda",
+        "name": properties.name + note,
+        "runs_kernels": has_kernels,
+        "memory_gib": round(properties.total_memory / 2**30, 1),
+        "multiprocessors": properties.multi_processor_count,
+        "l2_mib": round(getattr(properties, "L2_cache_size", 0) / 2**20, 1),
+        "runtime": f"CUDA {torch.version.cuda}" if torch.version.hip is None else f"ROCm {torch.version.hip}",
+    }
+
+
+def write_json(path: Path, rows: Iterable[BenchRow], roofline: Roofline, machine: dict, settings: dict) -> None:
+    """Write all results as JSON, with every sample."""
+    document = {
+        "schema": 1,
+        "versions": versions(),
+        "machine": machine,
+        "roofline": {
+            "bytes_per_second": roofline.bytes_per_second,
+            "flops_per_second": roofline.flops_per_second,
+        },
+        "settings": settings,
+        "rows": [row.as_dict() for row in rows],
+    }
+    output.write_json(path, document)
+
+
+# --- tables --------------------------------------------------------------------------------------
+
+
+def _percent(row: BenchRow) -> str:
+    return "-" if row.percent_of_roofline is None else f"{row.percent_of_roofline:.0f}"
+
+
+def _error(row: BenchRow) -> str:
+    return "-" if row.error is None or row.eager_error is None else f"{row.error:.1e} ({row.eager_error:.1e})"
+
+
+def _products_ratio(row: BenchRow) -> str:
+    return "" if row.products_ratio is None else f"{row.products_ratio:.3f}"
+
+
+def _above_gradients(row: BenchRow) -> str:
+    return "" if row.peak_above_gradients_mib is None else format_number(row.peak_above_gradients_mib)
+
+
+def _error_ratios(row: BenchRow) -> str:
+    names = ("output 0", "gradient of input", "gradient of linear_weight")
+    ratios = [row.errors.get(name, {}).get("ratio") for name in names]
+    return ", ".join("-" if ratio is None else f"{ratio:.3f}" for ratio in ratios) if row.errors else ""
+
+
+def _note(row: BenchRow) -> str:
+    parts = [] if row.status == "ok" else [row.status]
+    parts += [row.note] if row.note else []
+    parts += ["kernel time from events"] if row.kernel_source == "events" else []
+    return ": ".join(parts[:2]) + "".join(f"; {part}" for part in parts[2:])
+
+
+# A column is its title and the function that returns the text of a cell.
+Column = tuple[str, Callable[[BenchRow], str]]
+_TIMES: tuple[Column, ...] = (
+    ("kernel ms", lambda row: format_number(row.kernel_ms)),
+    ("wall ms", lambda row: format_number(row.wall_ms)),
+    ("host ms", lambda row: format_number(row.host_ms)),
+)
+_MEMORY: Column = ("peak MiB", lambda row: format_number(row.peak_mib))
+_ROOFLINE: Column = ("% roofline", _percent)
+_ERROR: Column = ("error (eager's)", _error)
+_NOTE: Column = ("note", _note)
+# These columns appear where matrix products are the bound.
+_PRODUCTS_RATIO: Column = ("x products", _products_ratio)
+_ABOVE_GRADIENTS: Column = ("peak MiB above gradients", _above_gradients)
+_ERROR_RATIOS: Column = ("error x eager: loss, dX, dW", _error_ratios)
+
+
+def _columns(rows: list[BenchRow]) -> tuple[Column, ...]:
+    """Return the columns of the table of one case."""
+    times = _TIMES if any(row.kernel_ms is not None for row in rows) else _TIMES[1:2]
+    if not rows[0].flops:
+        return (*times, _MEMORY, _ROOFLINE, _ERROR, _NOTE)
+    return (*times, _PRODUCTS_RATIO, _MEMORY, _ABOVE_GRADIENTS, _ROOFLINE, _ERROR, _ERROR_RATIOS, _NOTE)
+
+
+def _title(row: BenchRow) -> str:
+    bound = "memory" if row.bytes else "products"
+    work = f"{row.bytes / 1e9:.3g} GB" if row.bytes else f"{(row.flops or 0) / 1e12:.3g} TFLOP"
+    return f"{row.case} ({OPS[row.op].legend}, {row.dtype}): floor {format_number(row.floor_ms)} ms by {bound}, {work}"
+
+
+def _by_case(rows: Iterable[BenchRow]) -> Iterable[tuple[str, list[BenchRow]]]:
+    return ((case, list(group)) for case, group in groupby(rows, key=lambda row: row.case))
+
+
+# --- summary -------------------------------------------------------------------------------------
+
+
+def _speed_up(other: BenchRow | None, tigon: BenchRow) -> str:
+    return f"{other.time_ms / tigon.time_ms:.2f}x" if other and other.time_ms and tigon.time_ms else "-"
+
+
+def _time(row: BenchRow | None) -> str:
+    return format_number(row.time_ms if row else None)
+
+
+def _fastest_peer(group: list[BenchRow]) -> BenchRow | None:
+    peers = [row for row in group if row.is_peer and row.status == "ok" and row.time_ms]
+    return min(peers, key=lambda row: row.time_ms or 0.0, default=None)
+
+
+def _row_of(name: str, group: list[BenchRow]) -> BenchRow | None:
+    return next((row for row in group if row.provider == name and row.status == "ok"), None)
+
+
+def _summary(rows: list[BenchRow]) -> tuple[list[str], list[list[str]]]:
+    """Return titles and cells: each case is a line about Tigon, and empty columns are left out."""
+    revision = next((row.provider for row in rows if row.provider.startswith("tigon@")), "")
+    titles = ["case", "tigon ms", "% roofline", "best peer", "its ms", "speed-up", "liger ms", "speed-up over liger"]
+    titles += ["host ms (liger's)", f"{revision} ms", f"speed-up over {revision}"]
+    titles += [title for title, _ in (_PRODUCTS_RATIO, _ABOVE_GRADIENTS, _ERROR_RATIOS)]
+    lines = []
+    for case, group in _by_case(rows):
+        tigon = next((row for row in group if row.provider == "tigon"), None)
+        if tigon is None:
+            continue
+        best, liger, other = _fastest_peer(group), _row_of("liger", group), _row_of(revision, group)
+        liger_host = format_number(liger.host_ms if liger else None)
+        lines.append([
+            case, _time(tigon) if tigon.status == "ok" else tigon.status, _percent(tigon),
+            "-" if best is None else best.provider + (" (inaccurate)" if best.accurate is False else ""),
+            _time(best), _speed_up(best, tigon), _time(liger), _speed_up(liger, tigon),
+            "-" if tigon.host_ms is None else f"{format_number(tigon.host_ms)} ({liger_host})",
+            _time(other), _speed_up(other, tigon),
+            *(cell(tigon) or "-" for _, cell in (_PRODUCTS_RATIO, _ABOVE_GRADIENTS, _ERROR_RATIOS)),
+        ])  # fmt: skip
+    columns = [i for i in range(len(titles)) if any(line[i] != "-" for line in lines)]
+    return [titles[i] for i in columns], [[line[i] for i in columns] for line in lines]
+
+
+def summary_table(rows: list[BenchRow]) -> Table:
+    """Return the summary for the terminal, which is not as wide as a page."""
+    titles, lines = _summary(rows)
+    if _ERROR_RATIOS[0] in titles:
+        titles, lines = titles[:-1], [line[:-1] for line in lines]
+    return console_table(titles, lines, SUMMARY_LEFT, "Summary")
+
+
+# --- the report ----------------------------------------------------------------------------------
+
+
+def markdown(rows: list[BenchRow], roofline: Roofline, machine: dict, settings: dict) -> str:
+    """Return the report as Markdown: the machine, a summary, and one table for each case."""
+    against = settings.get("against")
+    lines = [
+        "# python -m benchmarks ops",
+        "",
+        f"{machine['name']}; " + ", ".join(f"{name} {version}" for name, version in versions().items()),
+        "",
+        f"Roofline measured first: {roofline.bytes_per_second / 1e9:,.0f} GB/s (copy, read + written), "
+        f"{roofline.flops_per_second / 1e12:.3g} TFLOP/s (bf16 product).",
+        "",
+    ]
+    if against:
+        lines += [f"{against['provider']} is {against['commit'][:12]} ({against['title']}).", ""]
+    titles, cells = _summary(rows)
+    if cells:
+        lines += ["## Summary", "", *markdown_table(titles, cells, SUMMARY_LEFT), ""]
+    lines += ["## Cases", "", legend(any(row.flops for row in rows))]
+    for _, group in _by_case(rows):
+        columns = _columns(group)
+        titles = ["provider", *(title for title, _ in columns)]
+        cells = [[row.provider, *(cell(row) for _, cell in columns)] for row in group]
+        lines += ["", f"### {_title(group[0])}", "", *markdown_table(titles, cells, ("provider", "note"))]
+    return "\n".join(lines) + "\n"
+
+
+def terminal_table(rows: list[BenchRow]) -> Group:
+    """Return a table of the rows of one case for the terminal, with the notes below it."""
+    # Notes are long, so they follow the table.
+    columns = _columns(rows)[:-1]
+    measured_rows = [row for row in rows if row.status == "ok"]
+    best = min((row.time_ms for row in measured_rows if row.time_ms and row.provider != "products"), default=None)
+    table = Table("provider", box=box.SIMPLE, show_edge=False, pad_edge=False)
+    for title, _ in columns:
+        table.add_column(title, justify="right", no_wrap=True)
+    for row in measured_rows:
+        style = "bold green" if row.time_ms == best and row.provider != "products" else ""
+        table.add_row(row.provider, *(cell(row) for _, cell in columns), style=style)
+    notes = [(row, f"{row.provider}: {_note(row)}") for row in rows if _note(row)]
+    return Group(
+        Text(_title(rows[0]), style="bold"),
+        table,
+        *(Text(note, style="bold red" if row.failed else "dim") for row, note in notes),
+        "",
+    )

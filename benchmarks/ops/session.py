@@ -1,0 +1,141 @@
+"""One run of `benchmarks.ops`: options select cases, cases give rows, and rows are written to the report."""
+
+import contextlib
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from benchmarks.ops import cases as case_table
+from benchmarks.ops import plots, providers, report
+from benchmarks.ops.against import Revision, find_revision
+from benchmarks.ops.cases import Case
+from benchmarks.ops.measure import make_meter
+from benchmarks.ops.runner import BenchRow, run_case
+from tigon.cli.main import INTERRUPTED, make_console, make_folder, pick_device, pick_folder
+
+
+def session(
+    ops: str | None, cases: str | None, provider_names: str | None, against: str | None, rounds: int | None,
+    device: str, quick: bool, out: Path | None, list_cases: bool,
+) -> int:  # fmt: skip
+    """Run with the options of the command line, and return the exit code.
+
+    Raises:
+        typer.BadParameter: an option is wrong. The message names the rule and the value, and nothing has run.
+    """
+    console = make_console()
+    target = _select_device(pick_device(device))
+    try:
+        revision = None if against is None else find_revision(against)
+        selected_cases = case_table.select(ops, cases or ("first-light,roofline" if target.type == "cuda" else "small"))
+        # With --against, other providers run only if --providers names them.
+        names = provider_names or ("tigon" if revision else None)
+        providers_of = {case.op: providers.select(case.op, names) for case in selected_cases}
+        selected_cases = [case for case in selected_cases if providers_of[case.op]]
+        if not selected_cases:
+            raise ValueError(f"bench: none of the ops chosen has a provider among {provider_names!r}")
+    except ValueError as problem:
+        raise typer.BadParameter(str(problem)) from problem
+    if list_cases:
+        for case in selected_cases:
+            console.print(f"{case.name}  [dim]{', '.join(case.tags)}[/dim]", soft_wrap=True)
+        return 0
+    rounds = rounds or (1 if quick else 3)
+    settings: dict[str, Any] = {
+        "rounds": rounds,
+        "quick": quick,
+        "interrupted": False,
+        "cases": [case.name for case in selected_cases],
+    }
+    folder = pick_folder(out, "bench_")
+    with contextlib.ExitStack() as stack:
+        if revision:
+            settings["against"] = _add_revision(revision, providers_of, stack)
+        make_folder(folder)
+        rows = _run(selected_cases, providers_of, target, settings, folder, console)
+    failed_rows = [row for row in rows if row.failed]
+    for row in failed_rows:
+        console.print(f"{row.case}: tigon: {row.status}: {row.note}", style="bold red", markup=False, soft_wrap=True)
+    return INTERRUPTED if settings["interrupted"] else int(bool(failed_rows))
+
+
+def _add_revision(
+    revision: Revision, providers_of: dict[str, list[providers.Provider]], stack: contextlib.ExitStack
+) -> dict[str, str]:
+    """Import the revision until `stack` closes, add it as a provider, and return its entry of the report.
+
+    The provider stands after Tigon, or first if Tigon is not measured.
+    """
+    try:
+        package = stack.enter_context(revision.package())
+    except Exception as problem:
+        raise typer.BadParameter(f"bench: --against {revision.ref} cannot be imported: {problem!r}") from problem
+    for op, row in providers_of.items():
+        row.insert(1 if row[0].name == "tigon" else 0, providers.tigon_provider(op, package, revision.name))
+    return {"ref": revision.ref, "commit": revision.commit, "title": revision.title, "provider": revision.name}
+
+
+def _select_device(name: str) -> torch.device:
+    """Return the device of that name. A GPU becomes the current one, which profiler, markers and peers use."""
+    if name == "cpu":
+        return torch.device(name)
+    device = torch.device("cuda", torch.device(name).index or 0)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _run(
+    cases: list[Case],
+    providers_of: dict[str, list[providers.Provider]],
+    device: torch.device,
+    settings: dict[str, Any],
+    folder: Path,
+    console: Console,
+) -> list[BenchRow]:
+    """Measure and print case by case, and write the report. After Ctrl-C the report has the cases that are done."""
+    start = time.perf_counter()
+    meter, machine = make_meter(device), report.describe_machine(device)
+    rows: list[BenchRow] = []
+    if settings["quick"]:
+        meter.busy_ms /= 10
+    with Progress(
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+        console=console, transient=True, auto_refresh=False,
+    ) as progress:  # fmt: skip
+        # There is no automatic refresh, because a thread that draws would disturb host times.
+        task = progress.add_task("roofline", total=len(cases))
+        roofline = meter.roofline()
+        progress.console.print(
+            f"{machine['name']}: {roofline.bytes_per_second / 1e9:,.0f} GB/s copied, "
+            f"{roofline.flops_per_second / 1e12:.3g} TFLOP/s in bf16 products\n"
+            f"{report.legend(any(case.flops for case in cases))}\n"
+        )
+        try:
+            for case in cases:
+
+                def show_step(text: str, name: str = case.name) -> None:
+                    progress.update(task, description=f"{name}: {text}", refresh=True)
+
+                case_rows = run_case(case, providers_of[case.op], meter, roofline, settings["rounds"], show_step)
+                rows += case_rows
+                progress.advance(task)
+                if case_rows:
+                    progress.console.print(report.terminal_table(case_rows))
+                report.write_json(folder / "bench.json", rows, roofline, machine, settings)
+        except KeyboardInterrupt:
+            settings["interrupted"] = True
+            progress.console.print("[bold yellow]Interrupted[/]: the report has the cases that were completed.")
+    settings["seconds"] = round(time.perf_counter() - start, 1)
+    report.write_json(folder / "bench.json", rows, roofline, machine, settings)
+    (folder / "bench.md").write_text(report.markdown(rows, roofline, machine, settings))
+    pictures = plots.draw(rows, folder, str(machine["name"]))
+    if len(settings["cases"]) > 1 or "against" in settings:
+        console.print(report.summary_table(rows))
+    names = ", ".join(["bench.json", "bench.md", *(picture.name for picture in pictures)])
+    console.print(f"{settings['seconds']:.0f} s. Report in {folder}: {names}", soft_wrap=True)
+    return rows

@@ -1,0 +1,174 @@
+"""The measurements of a run at one size of a step, and the comparison of its losses with another run's."""
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from benchmarks.training.child import Event
+from benchmarks.training.model_providers import STOCK_FP32
+
+# The factor is three, because the noise of a single run is random, and because a patched model rounds differently in
+# every layer, whereas reversed sequences do not change the forward pass of a sequence. The slack is for losses that
+# agree to their last digits.
+NOISE_FACTOR, SLACK = 3.0, 1e-4
+
+# The name of the runs of stock whose batches are reversed.
+STOCK_REVERSED = "stock-reversed"
+# Runs that serve as a reference for the losses of others, and are no competitors.
+REFERENCES = (STOCK_REVERSED, STOCK_FP32)
+
+
+@dataclass
+class Measurement:
+    """The steps of one provider at one size.
+
+    `status` is "ok", "out of memory", "missing" (not installed, no GPU), "unsupported" (the provider refuses the
+    model), "error" or "skipped" (no time left); `note` gives details. `seconds` and `host_seconds` have an entry for
+    each timed step, `losses` for each step. `allocated` and `reserved` are peaks in bytes, of the rank that has the
+    highest.
+    """
+
+    provider: str
+    batch: int
+    seq: int
+    gpus: int = 1
+    status: str = "ok"
+    note: str = ""
+    seconds: list[float] = field(default_factory=list)
+    host_seconds: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    allocated: int | None = None
+    reserved: int | None = None
+
+    @property
+    def ok(self) -> bool:
+        return self.status == "ok" and bool(self.seconds)
+
+    @property
+    def tokens(self) -> int:
+        """Return the tokens of a step on all ranks."""
+        return self.batch * self.seq * self.gpus
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Return the median seconds of the timed steps."""
+        return statistics.median(self.seconds) if self.seconds else None
+
+    @property
+    def median_host_seconds(self) -> float | None:
+        """Return the median time in seconds until the calls of a step return."""
+        return statistics.median(self.host_seconds) if self.host_seconds else None
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        return self.tokens / self.step_seconds if self.step_seconds else None
+
+    @property
+    def spread(self) -> tuple[float, float] | None:
+        """Return the first and the third quartile of the timed steps."""
+        if len(self.seconds) < 2:
+            return None
+        low, _, high = statistics.quantiles(self.seconds, n=4, method="inclusive")
+        return low, high
+
+    @property
+    def failed(self) -> bool:
+        """Return True if the command must end with exit code 1."""
+        return self.status == "error" and self.provider.startswith("tigon")
+
+    def add(self, event: Event) -> None:
+        """Add the steps of a worker's event "point". Peaks are the highest of all points."""
+        self.seconds += event["seconds"]
+        self.host_seconds += event["host_seconds"]
+        self.losses += event["losses"]
+        for name in ("allocated", "reserved"):
+            values = [value for value in (getattr(self, name), event[name]) if value is not None]
+            setattr(self, name, max(values, default=None))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return all fields and medians for JSON."""
+        fields = asdict(self)
+        samples = {name: fields.pop(name) for name in ("seconds", "host_seconds")}
+        medians = {
+            "tokens_per_step": self.tokens, "step_seconds": self.step_seconds, "quartiles": self.spread,
+            "median_host_seconds": self.median_host_seconds, "tokens_per_second": self.tokens_per_second,
+        }  # fmt: skip
+        return {**fields, **medians, "samples": samples}
+
+
+# --- losses --------------------------------------------------------------------------------------
+
+
+def loss_differences(losses: Sequence[float], reference: Sequence[float], relative: bool = False) -> list[float]:
+    """Return |loss - reference| for each step that both have; infinite where one of the two is not finite.
+
+    With `relative`, divide by the reference, or by 1 where the reference is smaller. A loss is a difference of logits
+    and rounds as they do, so a loss near zero has few correct digits, or none.
+    """
+    return [
+        abs(a - b) / (max(abs(b), 1.0) if relative else 1.0) if math.isfinite(a) and math.isfinite(b) else math.inf
+        for a, b in zip(losses, reference, strict=False)
+    ]
+
+
+@dataclass(frozen=True)
+class LossComparison:
+    """The largest and the root-mean-square difference of a run's losses from stock's.
+
+    `noise` and `noise_rms` are the same differences of stock with the sequences of each batch reversed; None if that
+    run is missing, and then there is no verdict. `error` and `stock_error` are the root-mean-square differences of the
+    run and of stock from the losses of the same model in fp32; None if that run is missing.
+    """
+
+    steps: int
+    largest: float
+    rms: float
+    first_loss: float
+    last_loss: float
+    noise: float | None = None
+    noise_rms: float | None = None
+    error: float | None = None
+    stock_error: float | None = None
+
+    @property
+    def agrees(self) -> bool | None:
+        """Return whether the run is as near to stock as the noise allows, or as near to fp32 as stock is."""
+        if self.noise_rms is None:
+            return None
+        if self.rms <= NOISE_FACTOR * self.noise_rms + SLACK:
+            return True
+        if self.error is None or self.stock_error is None or not math.isfinite(self.error + self.stock_error):
+            return False
+        return self.error <= self.stock_error + SLACK
+
+
+def _largest_and_rms(differences: Sequence[float]) -> tuple[float, float]:
+    return max(differences), math.sqrt(sum(value * value for value in differences) / len(differences))
+
+
+def compare_with_stock(measurements: Iterable[Measurement]) -> dict[str, LossComparison]:
+    """Compare every run that has losses with stock at the first size of both; {} without stock."""
+    first: dict[str, Measurement] = {}
+    for measurement in measurements:
+        if measurement.losses:
+            first.setdefault(measurement.provider, measurement)
+    stock = first.pop("stock", None)
+    if stock is None:
+        return {}
+    runs = {name: run for name, run in first.items() if (run.batch, run.seq) == (stock.batch, stock.seq)}
+    differences = {name: loss_differences(run.losses, stock.losses) for name, run in runs.items()}
+    noise = _largest_and_rms(differences[STOCK_REVERSED]) if STOCK_REVERSED in runs else (None, None)
+    exact_run = runs.get(STOCK_FP32)
+
+    def error(run: Measurement) -> float | None:
+        return None if exact_run is None else _largest_and_rms(loss_differences(run.losses, exact_run.losses))[1]
+
+    return {
+        name: LossComparison(
+            len(differences[name]), *_largest_and_rms(differences[name]), run.losses[0], run.losses[-1],
+            noise[0], noise[1], error(run), error(stock),
+        )
+        for name, run in runs.items()
+    }  # fmt: skip

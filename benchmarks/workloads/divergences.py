@@ -1,0 +1,141 @@
+"""Workloads of the divergences between a student and its teacher. Sizes: T tokens, V vocabulary."""
+
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from benchmarks.workloads.inputs import InputMaker, Inputs
+from benchmarks.workloads.logits import IGNORED, VOCABULARIES
+from benchmarks.workloads.workload import MORE, ROOFLINE, BenchShape, Variant, Workload, small, sweep
+from tigon.ops.logits.jsd import jsd_reference
+from tigon.ops.logits.kl_div import kl_div_reference
+from tigon.ops.logits.tvd import tvd_reference
+
+# The distance of a student's logits from its teacher's; their divergence is then a fraction of a nat.
+DISTANCE = 0.7
+
+Scale = Literal["logits", "log_probs", "probs"]
+LABELLED = IGNORED | {"labels": True}
+
+
+def _distributions(student_scale: Scale, teacher_scale: Scale) -> Callable[[InputMaker], Inputs]:
+    """Return the function that makes a student's and its teacher's distributions over the vocabulary.
+
+    The option `from_logits` makes both logits, and `log_target` makes the teacher's log-probabilities. Form: with
+    `labels` also the labels of the tokens.
+    """
+
+    def make_inputs(make: InputMaker) -> Inputs:
+        t, v = make.sizes
+        targets = make.targets(t, v)
+        teacher = make.logits(t, v, targets)
+        student = make.normal(t, v).mul_(DISTANCE).add_(teacher)
+        scales = student_scale, "log_probs" if make.options.get("log_target") else teacher_scale
+        if make.options.get("from_logits"):
+            scales = "logits", "logits"
+        input, target = (_on_scale(scale, logits) for scale, logits in zip(scales, (student, teacher), strict=True))
+        labels = {"labels": targets} if make.form.get("labels") else {}
+        return Inputs({"input": input.requires_grad_(), "target": target, **labels})
+
+    return make_inputs
+
+
+def _on_scale(scale: Scale, logits: Tensor) -> Tensor:
+    if scale == "logits":
+        return logits
+    convert = torch.log_softmax if scale == "log_probs" else torch.softmax
+    return convert(logits, -1, dtype=torch.promote_types(logits.dtype, torch.float32)).to(logits.dtype)
+
+
+def _elements(t: int, v: int) -> int:
+    """Return the elements of both distributions, read once, and of one gradient, written once."""
+    return 3 * t * v
+
+
+WORKLOADS = (
+    Workload(
+        name="kl_div",
+        reference=kl_div_reference,
+        inputs=_distributions("log_probs", "probs"),
+        legend="T x V",
+        is_loss=True,
+        test_variants=(
+            Variant("", (7, 100), {"log_target": True}, LABELLED),
+            Variant("none", (7, 100), {"log_target": True, "reduction": "none"}, LABELLED),
+            Variant("logits", (7, 100), {"from_logits": True, "temperature": 2.0}, LABELLED),
+        ),
+        compile_variants=(
+            Variant("128256", (2, 128256), {"log_target": True}),
+            Variant("32000 of probabilities", (2, 32000)),
+            Variant("32000 from logits", (2, 32000), {"from_logits": True}),
+        ),
+        family="divergence",
+        bench_options={"reduction": "batchmean"},
+        elements=_elements,
+        bench_shapes=(
+            BenchShape("llama-3-8b", (4096, 128256), ROOFLINE),
+            BenchShape("llama-3-8b", (4096, 128256), MORE, {"log_target": True}),
+            small(256, 16384),
+            *sweep((2048, v) for v in VOCABULARIES),
+        ),
+    ),
+    Workload(
+        name="jsd",
+        reference=jsd_reference,
+        inputs=_distributions("log_probs", "log_probs"),
+        legend="T x V",
+        is_loss=True,
+        # From logits the gradient is a difference of entropies.
+        test_variants=(
+            Variant("", (7, 100), {"beta": 0.1}, LABELLED),
+            Variant("logits", (7, 100), {"from_logits": True, "reduction": "sum"}, LABELLED, term_size=1.0),
+            Variant(
+                "logits none",
+                (7, 100),
+                {"from_logits": True, "temperature": 0.7, "reduction": "none"},
+                LABELLED,
+                term_size=1.0,
+            ),
+            Variant("reverse", (7, 100), {"beta": 1.0, "reduction": "mean"}, LABELLED),
+        ),
+        compile_variants=(
+            Variant("128256", (2, 128256), {"beta": 0.1}),
+            Variant("32000 with labels", (2, 32000), form={"labels": True}),
+            Variant("128256 from logits", (2, 128256), {"from_logits": True, "temperature": 2.0}),
+            Variant("32000 from logits, elementwise", (2, 32000), {"from_logits": True, "reduction": "none"}),
+            Variant("128256, the reverse KL", (2, 128256), {"beta": 1.0}),
+        ),
+        family="divergence",
+        elements=_elements,
+        bench_shapes=(
+            BenchShape("llama-3-8b", (4096, 128256), ROOFLINE),
+            BenchShape("llama-3-8b", (4096, 128256), MORE, {"from_logits": True}),
+            small(256, 16384),
+            *sweep((2048, v) for v in VOCABULARIES),
+        ),
+    ),
+    Workload(
+        name="tvd",
+        reference=tvd_reference,
+        inputs=_distributions("probs", "probs"),
+        legend="T x V",
+        is_loss=True,
+        test_variants=(
+            Variant("", (7, 100), form=LABELLED),
+            Variant("logits", (7, 100), {"from_logits": True}, LABELLED),
+        ),
+        compile_variants=(
+            Variant("128256", (2, 128256)),
+            Variant("32000 from logits", (2, 32000), {"from_logits": True}),
+        ),
+        family="divergence",
+        elements=_elements,
+        bench_shapes=(
+            BenchShape("llama-3-8b", (4096, 128256), MORE),
+            small(256, 16384),
+            *sweep((2048, v) for v in VOCABULARIES),
+        ),
+    ),
+)

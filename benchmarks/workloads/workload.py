@@ -1,0 +1,147 @@
+"""The types of the table of workloads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+import tigon
+from benchmarks.workloads.inputs import InputMaker, Inputs
+
+# The shapes with the tags `first-light` and `roofline` are measured by default. docs/performance.md has the
+# results of the tag `roofline`, and docs/linear_cross_entropy.md names the tag `linear`.
+FIRST_LIGHT, ROOFLINE, FIRST_ROOFLINE = ("first-light",), ("roofline",), ("first-light", "roofline")
+MORE = ("more",)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """An op with some options at some sizes, for the tests or for the compiler.
+
+    Its full name is that of the op followed by `name`. `form` says what the inputs look like beyond sizes and options.
+    An option that has the name of a tensor, as in `{"weight": None}`, replaces this tensor.
+    """
+
+    name: str
+    sizes: tuple[int, ...]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    form: Mapping[str, Any] = field(default_factory=dict)
+    # The compiler compiles for this dtype; the tests try several.
+    dtype: torch.dtype = torch.bfloat16
+    # The gradients of this variant are differences of terms of this size. The tests allow an error in units of the last
+    # place of this size.
+    term_size: float = 0.0
+
+
+@dataclass(frozen=True)
+class BenchShape:
+    """The sizes of an op in a model, for the benchmark.
+
+    `options` are the op's keyword arguments; `ignored` is the share of targets that are -100; `frozen` names inputs
+    that get no gradient. With `no_grad` no input gets one, and the forward pass alone is measured. `skewed` is the
+    exponent of Zipf's law by which tokens choose experts: expert e has the weight (e + 1)^-skewed.
+    """
+
+    model: str
+    sizes: tuple[int, ...]
+    tags: tuple[str, ...] = FIRST_LIGHT
+    options: Mapping[str, Any] = field(default_factory=dict)
+    ignored: float = 0.0
+    frozen: tuple[str, ...] = ()
+    no_grad: bool = False
+    skewed: float = 0.0
+
+
+class Problem(Protocol):
+    """The properties of a case of the benchmark on which its work depends."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def ignored(self) -> float: ...
+    @property
+    def frozen(self) -> tuple[str, ...]: ...
+    @property
+    def no_grad(self) -> bool: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """One op: how it is called, its reference, its inputs, and its sizes for tests, compiler and benchmark."""
+
+    # `name` is the name in the benchmark. The function in `tigon` has this name too, unless `function` is another one.
+    name: str
+    function: str = ""
+    # Without `call`, the op is called with the tensors and the options. `call` takes the function, the tensors and the
+    # options, for modules, whose constructor takes the options.
+    call: Callable[..., Any] | None = None
+    # The reference is the definition in torch, with the signature of the op.
+    reference: Callable[..., Any]
+    # This function makes the inputs from sizes. `legend` names the sizes, as in "T x I".
+    inputs: Callable[[InputMaker], Inputs]
+    legend: str
+    # This is the index of the size that can be halved or zero: rows, tokens or the sequence.
+    rows_axis: int = 0
+
+    # The contract tests run these. The tolerance of a loss is in units of the last place of 1, or of larger values.
+    # An op that `has_cpu_code` does not run its reference on a CPU.
+    test_variants: tuple[Variant, ...] = ()
+    is_loss: bool = False
+    # These arguments may have any shape, such as that of a scalar or of an empty tensor, and any dtype.
+    any_shape: tuple[str, ...] = ()
+    has_cpu_code: bool = False
+
+    # The compiler compiles these.
+    compile_variants: tuple[Variant, ...] = ()
+
+    # The benchmark measures these. Ops of one `family` share a picture. One of `elements` and `flops` gives the floor:
+    # the elements that memory must move once, forward and backward, or the operations that matrix products must do.
+    bench_shapes: tuple[BenchShape, ...] = ()
+    family: str = ""
+    elements: Callable[..., int] | None = None
+    flops: Callable[[Problem], int] | None = None
+    # The benchmark calls the op with these options and those of a shape, and such a call overwrites these inputs.
+    bench_options: Mapping[str, Any] = field(default_factory=dict)
+    overwrites: tuple[str, ...] = ()
+
+    def function_in(self, package: ModuleType = tigon) -> Callable[..., Any] | None:
+        """Return the op of this Tigon or of another revision, or None if that has no such op."""
+        return getattr(package, self.function or self.name, None)
+
+    def make_inputs(
+        self,
+        sizes: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        seed: int | None = 0,
+        options: Mapping[str, Any] | None = None,
+        form: Mapping[str, Any] | None = None,
+    ) -> Inputs:
+        """Make the inputs for these sizes: the same for the same seed, zeros for a seed of None."""
+        generator = None if seed is None else torch.Generator(device).manual_seed(seed)
+        inputs = self.inputs(InputMaker(sizes, dtype, device, generator, options or {}, form or {}))
+        for name in options or {}:
+            inputs.tensors.pop(name, None)
+        return inputs
+
+
+def tensors_of(result: Any) -> tuple[Tensor, ...]:
+    """Return the outputs of an op: a tensor, or a tuple in which None stands for an output that was not requested."""
+    outputs = result if isinstance(result, tuple) else (result,)
+    return tuple(output for output in outputs if output is not None)
+
+
+def small(*sizes: int, **properties: Any) -> BenchShape:
+    """Return sizes so small that a CPU measures them quickly."""
+    return BenchShape("small", sizes, ("small",), **properties)
+
+
+def sweep(sizes: Iterable[tuple[int, ...]], options: Mapping[str, Any] | None = None) -> tuple[BenchShape, ...]:
+    """Return shapes that differ in one size: the points of a picture of speed and memory over this size."""
+    return tuple(BenchShape("sweep", point, ("sweep",), options or {}) for point in sizes)

@@ -1,0 +1,72 @@
+"""The command `tigon inspect`: its options and its output. The modules that it needs are imported when it is called."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tigon.cli.main import INTERRUPTED, check_file, make_console, say_written, show_progress, write_file
+from tigon.cli.presets import MODEL_HELP
+
+
+def inspect(
+    model: Annotated[
+        str | None,
+        typer.Argument(help=MODEL_HELP),
+    ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Also write the results, with the names of all modules, to this file.")
+    ] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Allow code of the repository to run.")
+    ] = False,
+    all_types: Annotated[
+        bool, typer.Option("--all", help="Inspect every type of causal language model, and print a Markdown page.")
+    ] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="Write the page of --all to this file.", show_default="printed")
+    ] = None,
+) -> None:
+    """Show which modules of a model tigon.patch replaces, which ones keep their code, and why.
+
+    The model is built from its config alone, on the meta device. Only the config is downloaded, and a model of any size
+    takes seconds.
+
+    The exit code is 0, or 2 for bad input, and 130 after Ctrl-C.
+    """
+    if all_types == (model is not None):
+        raise typer.BadParameter("give either MODEL or --all")
+    if (out is not None and not all_types) or (json_file is not None and all_types):
+        raise typer.BadParameter("--out goes with --all, --json with MODEL")
+    for path, option in ((json_file, "--json"), (out, "--out")):
+        if path is not None:
+            check_file(path, option)
+    console = make_console()
+    try:
+        if model is None:
+            from tigon.cli.inspect.models_page import models_page
+
+            with show_progress("Building every model on meta"):
+                page = models_page()
+            if out is None:
+                typer.echo(page)
+            else:
+                write_file(out, page, "--out")
+                say_written(console, out)
+            return
+        from tigon.cli.inspect.build import find_config
+        from tigon.cli.inspect.inspection import inspect_config
+
+        try:
+            config = find_config(model, trust_remote_code=trust_remote_code)
+            inspection = inspect_config(config, trust_remote_code=trust_remote_code)
+        except ValueError as error:
+            raise typer.BadParameter(str(error), param_hint="MODEL") from error
+        inspection.print(console)
+        if json_file is not None:
+            write_file(json_file, json.dumps(inspection.as_json(), indent=1) + "\n", "--json")
+            say_written(console, json_file)
+    except KeyboardInterrupt:
+        console.print("[bold yellow]Interrupted[/]")
+        raise typer.Exit(INTERRUPTED) from None

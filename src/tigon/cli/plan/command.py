@@ -1,0 +1,185 @@
+"""The command `tigon plan`: its options and its output. The modules that it needs are imported when it is called."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from tigon.cli.main import INTERRUPTED, check_file, make_console, say_written, show_progress, write_file
+from tigon.cli.presets import MODEL_HELP
+from tigon.runtime.requirements import unmet
+
+H200_GIB = 139.8
+# The exit code if no level fits.
+NOTHING_FITS = 1
+
+
+def _gpu_memory() -> float:
+    """Return the GiB of the GPU of this machine, or of an H200 if there is none."""
+    import torch
+
+    return torch.cuda.get_device_properties(0).total_memory / 2**30 if torch.cuda.is_available() else H200_GIB
+
+
+def plan(
+    model: Annotated[
+        str,
+        typer.Argument(help=MODEL_HELP),
+    ],
+    seq: Annotated[int, typer.Option(help="The tokens in a sequence.")] = 4096,
+    batch: Annotated[
+        int | None,
+        typer.Option(
+            help="The sequences of each GPU in a step.", show_default="1; levels are judged at their largest batch"
+        ),
+    ] = None,
+    gpus: Annotated[int, typer.Option(help="The number of GPUs, in one host.")] = 1,
+    gpu_memory: Annotated[
+        float | None,
+        typer.Option(help="The memory of a GPU in GiB.", show_default="those of this GPU, or 139.8: an H200"),
+    ] = None,
+    reserve: Annotated[
+        float | None,
+        typer.Option(
+            help="The memory of a GPU in GiB that is not available to tensors.",
+            show_default="5 % and 1 GiB, or 2 GiB with several GPUs",
+        ),
+    ] = None,
+    host_memory: Annotated[
+        float, typer.Option(help="The pinned host memory in GiB for each GPU, which the levels with offload use.")
+    ] = 128.0,
+    optimizer: Annotated[
+        str,
+        typer.Option(
+            help="adamw (fused), adamw-foreach, sgd, none, or a format of tigon.AdamW: adamw-8bit (moments of 8 bits), "
+            "adamw-fp32, each also with master weights of 24 or 32 bits (adamw-8bit+24)."
+        ),
+    ] = "adamw",
+    dtype: Annotated[
+        str,
+        typer.Option(
+            help="bf16, fp16, fp32, or mixed: arithmetic in bf16; shards, gradients and states in fp32 (fsdp)."
+        ),
+    ] = "bf16",
+    strategy: Annotated[
+        str | None, typer.Option(help="single, ddp or fsdp (FSDP2).", show_default="single; fsdp with several GPUs")
+    ] = None,
+    lora: Annotated[
+        int | None,
+        typer.Option(
+            help="Train only adapters (LoRA) of this rank, on all linear layers but the head (needs peft).",
+            show_default="train all parameters",
+        ),
+    ] = None,
+    qlora: Annotated[
+        bool, typer.Option("--qlora", help="With --lora: the layers with adapters have weights of 4 bits (nf4).")
+    ] = False,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Also write the whole plan to this file.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Plot memory by the length of a sequence to this file (needs matplotlib).")
+    ] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Allow code of the repository to run.")
+    ] = False,
+) -> None:
+    """Show how much GPU memory a training step needs at each memory level, and the largest batch that fits.
+
+    The model is built from its config alone, on the meta device. A step runs there at every level, and the bytes that
+    are alive at each moment are counted, so neither a GPU nor weights are needed. The speed is an estimate from the
+    arithmetic and the memory traffic of the step.
+
+    The exit code is 0, or 1 if no level fits, 2 for bad input, and 130 after Ctrl-C.
+    """
+    from tigon.cli.inspect.build import find_config
+    from tigon.cli.plan.plan_table import as_json, print_plan
+    from tigon.cli.plan.planner import PlanSettings, TooLong, recommend
+
+    console = make_console()
+    if plot is not None:
+        _check_plot(plot)
+    if lora is not None and (message := unmet("peft")):
+        raise typer.BadParameter(message, param_hint="--lora")
+    for path, option in ((json_file, "--json"), (plot, "--plot")):
+        if path is not None:
+            check_file(path, option)
+    try:
+        settings = PlanSettings(
+            seq=seq,
+            batch=1 if batch is None else batch,
+            gpus=gpus,
+            gpu_memory=_gpu_memory() if gpu_memory is None else gpu_memory,
+            host_memory=host_memory,
+            reserve=reserve,
+            optimizer=optimizer,
+            dtype=dtype,
+            strategy=strategy,
+            lora=lora,
+            qlora=qlora,
+        )
+    except ValueError as error:
+        # The message begins with the name of the setting.
+        name, _, message = str(error).partition(" ")
+        raise typer.BadParameter(message, param_hint="--" + name.replace("_", "-")) from error
+    try:
+        try:
+            config = find_config(model, trust_remote_code=trust_remote_code)
+            plans = _plan_levels(config, settings, trust_remote_code, plot is not None)
+        except TooLong as error:
+            raise typer.BadParameter(str(error), param_hint="--seq") from error
+        except ValueError as error:
+            raise typer.BadParameter(str(error), param_hint="MODEL") from error
+        notes = _notes(config, settings)
+        print_plan(console, model, plans, settings, batch is not None, notes)
+        if plot is not None:
+            from tigon.cli.plan.plot import draw
+
+            write_file(plot, lambda path: draw(path, model, plans, settings), "--plot")
+            say_written(console, plot)
+        if json_file is not None:
+            text = json.dumps(as_json(model, plans, settings, batch is not None, notes), indent=1) + "\n"
+            write_file(json_file, text, "--json")
+            say_written(console, json_file)
+    except KeyboardInterrupt:
+        console.print("[bold yellow]Interrupted[/]")
+        raise typer.Exit(INTERRUPTED) from None
+    if recommend(plans, settings, batch is not None) is None:
+        raise typer.Exit(NOTHING_FITS)
+
+
+def _notes(config: Any, settings: Any) -> list[str]:
+    """Return sentences about these settings: what is trained, and what may be a mistake."""
+    from tigon.cli.plan.plan_table import describe_adapters
+    from tigon.cli.plan.positions import configured_positions
+
+    notes = describe_adapters(settings)
+    positions = configured_positions(config)
+    if positions is None or settings.seq <= positions:
+        return notes
+    return [
+        *notes,
+        f"The config names {positions:,} positions. The model computes the positions beyond these too, but was not "
+        "trained for them; see its scaling of the rotary embedding.",
+    ]
+
+
+def _check_plot(path: Path) -> None:
+    """Refuse a plot that cannot be drawn, before anything is computed."""
+    if message := unmet("matplotlib"):
+        raise typer.BadParameter(message, param_hint="--plot")
+    if path.suffix not in (".png", ".svg", ".pdf"):
+        raise typer.BadParameter(f"must end in .png, .svg or .pdf, got {str(path)!r}", param_hint="--plot")
+
+
+def _plan_levels(config: Any, settings: Any, trust_remote_code: bool, has_plot: bool) -> list:
+    """Plan all levels, and show the current stage. A plot needs steps at several lengths of the sequence."""
+    from tigon.cli.plan import planner
+    from tigon.cli.plan.plot import lengths
+
+    plans, plot_lengths = [], lengths(settings.seq) if has_plot else ()
+    with show_progress("Building the model on meta") as show:
+        for level_plan in planner.plan(
+            config, settings, trust_remote_code=trust_remote_code, lengths=plot_lengths, show=show
+        ):
+            plans.append(level_plan)
+    return plans

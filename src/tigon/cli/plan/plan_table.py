@@ -1,0 +1,231 @@
+"""Print a plan as a table, or return it as JSON."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import tigon
+from tigon.cli.plan.planner import DTYPES, GIB, STOCK, LevelPlan, PlanSettings, recommend, seconds
+from tigon.cli.plan.step import Step
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+# Two spaces are between the columns, so that all of them fit a terminal of 97 characters.
+GAP = "  "
+
+
+def assumptions(settings: PlanSettings) -> list[str]:
+    """Return the assumptions behind the numbers, as sentences."""
+    rates = settings.rates
+    products = rates.products_fp32 if settings.dtype == "fp32" else rates.products
+    sentences = [
+        "Memory: bytes of tensors at the peak of a step that is not the first one. No token is padding. Attention runs "
+        "a fused kernel if the model calls that of torch. "
+        f"{settings.reserved_gib:.1f} of {settings.gpu_memory:.1f} GiB are reserved for CUDA, NCCL and gaps in the "
+        "allocator's memory.",
+        f"Speed: matrix products at {products / 1e12:.0f} TFLOP/s, attention at {rates.attention / 1e12:.0f} TFLOP/s, "
+        f"all other operations at {rates.traffic / 1e12:.1f} TB/s, and {rates.host / 1e9:.0f} GB/s to the host, as in "
+        "long steps on an H200. Small models wait for the host instead.",
+    ]
+    if settings.gpus > 1:
+        sentences.append(f"GPUs exchange {rates.link / 1e9:.0f} GB/s in each direction while they compute.")
+    if settings.engine == "fsdp":
+        sentences.append(
+            "FSDP2 has the units of accelerate: each layer, the embedding, and the last norm with the head."
+        )
+    return sentences
+
+
+def describe_adapters(settings: PlanSettings) -> list[str]:
+    """Return sentences about the adapters that are trained; none if all parameters are."""
+    if settings.lora is None:
+        return []
+    sentences = [
+        f"Only adapters (LoRA) of rank {settings.lora} are trained. All linear layers but the head have one, in fp32. "
+        "The other parameters are frozen: they have no gradients and no optimizer state."
+    ]
+    if settings.qlora:
+        sentences.append(
+            "The weights of the layers with adapters take 4 bits (nf4 with double quantisation). Forward and backward "
+            "each dequantise them once."
+        )
+    return sentences
+
+
+def _size(step: Step | None) -> str:
+    """Return the GiB of a step for a cell of the table."""
+    return "-" if step is None else f"{step.peak / GIB:.1f}"
+
+
+# A column of the table: its heading, and a function that returns the cell of a level.
+_Column = tuple[str, Callable[[LevelPlan], str]]
+
+
+def _columns(settings: PlanSettings) -> tuple[list[_Column], list[_Column]]:
+    """Return the columns about the batch of the settings, and those about the largest batch of each level.
+
+    A row without a step has no cells; see `_table`.
+    """
+
+    def of_largest(text: Callable[[Step], str], missing: str = "-") -> Callable[[LevelPlan], str]:
+        return lambda row: missing if row.largest is None else text(row.largest)
+
+    def saved_size(row: LevelPlan) -> str:
+        assert row.step is not None
+        return f"{row.step.saved_bytes / GIB:.1f}"
+
+    at_batch: list[_Column] = [
+        (f"GiB at\nbatch {settings.batch}", lambda row: _size(row.step)),
+        ("GiB for\nbackward", saved_size),
+        ("fits", lambda row: "yes" if row.fits(settings) else "[red]no[/]"),
+        ("speed", lambda row: f"{row.speed:.2f}"),
+    ]
+    at_largest: list[_Column] = [
+        ("largest\nbatch", of_largest(lambda step: f"{step.batch:,}", missing="[red]none[/]")),
+        ("GiB", of_largest(_size)),
+        ("tokens\na step", of_largest(lambda step: f"{step.batch * step.seq * settings.gpus:,}")),
+        ("speed", lambda row: f"{row.largest_speed:.2f}" if row.largest else "-"),
+    ]
+    return at_batch, at_largest
+
+
+def _table(rows: list[LevelPlan], columns: list[_Column], best: LevelPlan | None, width: int) -> "Table | None":
+    """Return a table with a row for each level, and the recommended level in bold; None if it exceeds the width."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    cells = {row.level: [cell(row) for _, cell in columns] for row in rows if row.step is not None}
+    # The width of each column is that of its widest line. A user copies the name of a level into `memory=`.
+    widths = [max(len("memory="), *(len(row.level) for row in rows))]
+    for i, (heading, _) in enumerate(columns):
+        lines = [*heading.split("\n"), *(Text.from_markup(row[i]).plain for row in cells.values())]
+        widths.append(max(map(len, lines)))
+    if sum(widths) + len(GAP) * len(columns) > width:
+        return None
+    # The divider of this box is one of the two spaces between columns.
+    table = Table(box=box.SIMPLE, show_edge=False, pad_edge=False, padding=(0, len(GAP) - 1, 0, 0))
+    # In a terminal that is narrower than the table, the name of a level stays whole.
+    table.add_column("memory=", no_wrap=True, min_width=widths[0])
+    for column_width, (heading, _) in zip(widths[1:], columns, strict=True):
+        table.add_column(heading, justify="right", width=column_width)
+    for row in sorted(rows, key=lambda row: row.level != STOCK):
+        if row.step is None:
+            table.add_row(row.level, "-", style="dim")
+            continue
+        level = f"[bold]{row.level}[/]" if row is best else row.level
+        table.add_row(level, *cells[row.level])
+    return table
+
+
+def print_plan(
+    console: "Console",
+    name: str,
+    rows: list[LevelPlan],
+    settings: PlanSettings,
+    has_batch: bool,
+    notes: list[str] | None = None,
+) -> None:
+    """Print the table, the recommended level and the assumptions. A narrow terminal gets the table in two parts."""
+    from rich.markup import escape
+
+    engine = f"{settings.gpus} GPUs by {settings.engine}" if settings.gpus > 1 else f"1 GPU, {settings.engine}"
+    title = f"[bold]{escape(name)}[/], {settings.seq:,} tokens a sequence, {engine}, {settings.dtype}"
+    if settings.lora is not None:
+        title += f", {'QLoRA' if settings.qlora else 'LoRA'} of rank {settings.lora}"
+    console.print(f"{title}, {settings.optimizer}, {settings.gpu_memory:.1f} GiB per GPU\n")
+    best = recommend(rows, settings, has_batch)
+    at_batch, at_largest = _columns(settings)
+    table = _table(rows, at_batch + at_largest, best, console.width)
+    # The two parts need up to 65 characters. In a narrower terminal, headings and numbers are cut.
+    tables = [table] if table else [_table(rows, part, best, 10**4) for part in (at_batch, at_largest)]
+    for table in tables:
+        console.print(table)
+        console.print()
+    for note in notes or ():
+        console.print(escape(note), style="yellow")
+    for row in rows:
+        if row.reason:
+            console.print(escape(f"{row.level}: {row.reason}"), style="yellow")
+    for sentence in _describe_host(rows, settings):
+        console.print(sentence)
+    console.print(_advice(best, settings, has_batch))
+    console.print(
+        "Batches are per GPU. Speed is in tokens per second, relative to the default level at the given batch."
+    )
+    for sentence in assumptions(settings):
+        console.print(sentence, style="dim")
+
+
+def _describe_host(rows: list[LevelPlan], settings: PlanSettings) -> list[str]:
+    """Return sentences about the pinned memory of each level that needs some."""
+    sentences = []
+    for row in rows:
+        if row.step is None or not row.step.host:
+            continue
+        need = f"{row.level}: {row.step.host / GIB:.0f} GiB of pinned memory per GPU at batch {settings.batch}"
+        if row.step.host > settings.host_budget:
+            need += f", but the host has {settings.host_memory:.0f} GiB for each GPU (--host-memory)"
+        sentences.append(need + ".")
+    return sentences
+
+
+def _advice(best: LevelPlan | None, settings: PlanSettings, has_batch: bool) -> str:
+    """Return the sentence about the recommended level, or about what to try if no level fits."""
+    if best is None:
+        subject = f"batch {settings.batch}" if has_batch else "even one sequence"
+        return f"[bold red]No level fits {subject}[/]: use more GPUs with fsdp, a shorter sequence or a smaller batch."
+    batch = settings.batch if has_batch or best.largest is None else best.largest.batch
+    choice = f"[bold green]Use tigon.patch(model, memory={best.level!r})[/] with batch {batch} per GPU"
+    return f"{choice}: this is the fastest level that fits."
+
+
+def _step_json(step: Step | None, settings: PlanSettings) -> dict[str, Any] | None:
+    """Return a step as values that `json` can write."""
+    if step is None:
+        return None
+    stages = ("forward", "backward", "update")
+    return {
+        "batch": step.batch,
+        "peak_bytes": step.peak,
+        "fixed_bytes": step.fixed,
+        "kept_bytes": step.saved_bytes,
+        "host_bytes": step.host,
+        "fits": settings.load(step) <= 1.0,
+        "seconds": seconds(step, settings),
+        "tokens_a_second": step.batch * step.seq * settings.gpus / seconds(step, settings),
+        "peaks": dict(zip(stages, step.peaks, strict=True)),
+        "work": {stage: dataclasses.asdict(work) for stage, work in zip(stages, step.work, strict=True)},
+    }
+
+
+def as_json(
+    name: str, rows: list[LevelPlan], settings: PlanSettings, has_batch: bool, notes: list[str] | None = None
+) -> dict[str, Any]:
+    """Return the whole plan as values that `json` can write."""
+    import torch
+    import transformers
+
+    best = recommend(rows, settings, has_batch)
+    arithmetic_dtype, stored_dtype = DTYPES[settings.dtype]
+    return {
+        "model": name,
+        "settings": {**dataclasses.asdict(settings), "strategy": settings.engine, "budget_bytes": settings.budget},
+        "dtypes": {"arithmetic": str(arithmetic_dtype), "stored": str(stored_dtype)},
+        "recommended": best and best.level,
+        "levels": {
+            row.level: {
+                "at_batch": _step_json(row.step, settings),
+                "largest": _step_json(row.largest, settings),
+                "relative_speed": row.speed,
+                "relative_speed_of_largest": row.largest_speed,
+                "reason": row.reason,
+            }
+            for row in rows
+        },
+        "notes": notes or [],
+        "assumptions": assumptions(settings),
+        "versions": {"tigon": tigon.__version__, "torch": torch.__version__, "transformers": transformers.__version__},
+    }

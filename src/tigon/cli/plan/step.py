@@ -1,0 +1,79 @@
+"""Count one training step of a model on meta: bytes at each stage, arithmetic and memory traffic."""
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from tigon.cli.plan.engines import OptimizerCosts, Replicated, Sharded
+from tigon.cli.plan.ledger import Ledger, Work
+from tigon.runtime.compat.autograd import engine_run_backward
+from tigon.runtime.compat.names import NAMES_FOR_PLAN, require_names
+
+
+@dataclass(frozen=True)
+class Step:
+    """The memory and the work of one step on one GPU.
+
+    Attributes:
+        batch, seq: Number of sequences, and of tokens in each.
+        fixed: Bytes that are alive between steps: parameters, state of the optimizer, buffers.
+        saved_bytes: Bytes that the forward pass saves for backward.
+        host: Bytes of pinned host memory that the forward pass fills.
+        peaks: The most bytes alive in the forward pass, in backward and in the optimizer's step, `fixed` included.
+        work: Arithmetic and traffic of the forward pass, of backward and of the optimizer's step.
+    """
+
+    batch: int
+    seq: int
+    fixed: int
+    saved_bytes: int
+    host: int
+    peaks: tuple[int, int, int]
+    work: tuple[Work, Work, Work]
+
+    @property
+    def peak(self) -> int:
+        """Return the most bytes alive at any moment, as `torch.cuda.max_memory_allocated` counts them."""
+        return max(self.peaks)
+
+
+def _backward(loss: Tensor) -> None:
+    """Run backward inside the modes of the ledger, where layers are recomputed. `loss.backward()` exits the modes."""
+    one = torch.ones_like(loss)
+    engine_run_backward((loss,), (one,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+def count_step(model: nn.Module, engine: Replicated | Sharded, optimizer: OptimizerCosts, batch: int, seq: int) -> Step:
+    """Count a step of `batch` sequences of `seq` tokens on each GPU. The optimizer's state exists already.
+
+    Gradients are None before the step and after it. The model is on meta and in training mode.
+
+    Raises:
+        RuntimeError: torch lacks a private name that counting needs.
+    """
+    require_names("tigon plan", *NAMES_FOR_PLAN)
+    with Ledger() as ledger:
+        engine.start(ledger)
+        for buffer in model.buffers():
+            ledger.count(buffer)
+        ledger.add(optimizer.state)
+        fixed, ledger.peak = ledger.live, ledger.live
+        try:
+            tokens = torch.empty(batch, seq, dtype=torch.int64, device="meta")
+            loss = model(input_ids=tokens, labels=tokens).loss
+            saved_bytes, forward_peak, forward_work = ledger.live - fixed, ledger.peak, dataclasses.replace(ledger.work)
+            ledger.peak = ledger.live
+            _backward(loss)
+            backward_peak, backward_work = ledger.peak, ledger.work.minus(forward_work)
+        finally:
+            engine.finish(ledger)
+            # The gradients are still alive here.
+            update_peak = ledger.live + optimizer.temporary
+            for p in model.parameters():
+                p.grad = None
+    forward_work.exchanged, backward_work.exchanged = engine.exchanged
+    peaks = forward_peak, backward_peak, update_peak
+    work = forward_work, backward_work, Work(traffic=optimizer.traffic)
+    return Step(batch, seq, fixed, saved_bytes, ledger.host, peaks, work)

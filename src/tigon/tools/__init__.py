@@ -1,1 +1,0 @@
-"""The command line: demo, benchmarks, plan, inspection, and compilation for chips that this machine does not have."""

@@ -1,0 +1,137 @@
+"""`benchmarks.compile` compiles kernels for a chip, writes a table of resources, and fails if they need too much."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from benchmarks.__main__ import app
+from benchmarks.compile import command as resources
+from benchmarks.compile.command import Usage, compile_case
+from benchmarks.compile.steps import STEPS
+from benchmarks.ops.cases import CASES
+from benchmarks.workloads import WORKLOADS
+from tigon.cli.main import INTERRUPTED
+
+
+@pytest.fixture
+def run(monkeypatch):
+    """Return a function that runs the command and returns its exit code and its output on one line."""
+    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+
+    def call(*arguments):
+        result = CliRunner().invoke(app(), ["resources", *arguments])
+        return result.exit_code, " ".join(result.output.replace("│", " ").split())
+
+    return call
+
+
+def test_one_op_is_compiled_for_one_chip(run, tmp_path):
+    code, output = run("--ops", "swiglu", "--chip", "sm_90", "--out", str(tmp_path / "table.json"))
+    assert code == 0, output
+    assert "kernel case chip threads registers spilled shared bytes" in output
+    assert "with a problem" in output
+    document = json.loads((tmp_path / "table.json").read_text())
+    assert document["versions"]["triton"]
+    rows = document["rows"]
+    assert {row["chip"] for row in rows} == {"sm_90"}
+    assert [row["kernel"] for row in rows] == ["glu._forward_kernel", "glu._backward_kernel"]
+    for row in rows:
+        assert row["case"].split()[0] == "swiglu"
+        assert 32 <= row["threads"] <= 1024
+        assert 8 <= row["registers"] <= 255
+        assert (row["spilled"], row["problem"]) == (0, "")
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if "roofline" in c.tags], ids=lambda case: case.name)
+def test_kernels_are_compiled_at_the_shapes_of_the_benchmark(case):
+    """All sizes but the batch and the number of rows or tokens are the same."""
+    workload = case.workload
+    options = {**case.options, **workload.bench_options}
+    variants = WORKLOADS[workload.function or workload.name].compile_variants
+    first = workload.rows_axis + 1
+    compiled_shapes = [(variant.sizes[first:], dict(variant.options)) for variant in variants]
+    if case.op in ("kl_div", "jsd"):
+        # How a loss is summed and the weight of each side change no kernel.
+        assert case.shape[first:] in [sizes for sizes, _ in compiled_shapes]
+    else:
+        assert (case.shape[first:], options) in compiled_shapes
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"spilled": 24}, "spills"),
+        ({"threads": 2048}, "more than 1024 threads"),
+        ({"shared": 10**6}, "more than 232448 bytes of shared memory"),
+        ({"spilled": 24, "threads": 2048}, "spills, more than 1024 threads"),
+        (ValueError("no such\ninstruction"), "does not compile: ValueError: no such\ninstruction"),
+    ],
+)
+def test_the_reason_why_a_kernel_must_not_ship_is_named(monkeypatch, change, problem):
+    def resources_of(launch, chip):
+        if isinstance(change, Exception):
+            raise change
+        return {"kernel": "k", "threads": 128, "registers": 32, "spilled": 0, "shared": 64} | change
+
+    monkeypatch.setattr("benchmarks.compile.targets.resources", resources_of)
+    usages = compile_case("swiglu 14336", "sm_90")
+    assert [usage.problem for usage in usages] == [problem] * 2
+    assert usages[0].kernel == "glu._forward_kernel"
+
+
+def test_an_op_that_raises_is_a_line_of_the_table(monkeypatch):
+    def raising():
+        raise ValueError("not for this chip")
+
+    monkeypatch.setitem(STEPS, "swiglu 14336", raising)
+    (usage,) = compile_case("swiglu 14336", "sm_90")
+    assert usage.problem == "does not run: ValueError: not for this chip"
+
+
+def test_a_problem_fails_the_command_and_is_in_the_table(run, monkeypatch, tmp_path):
+    usages = [
+        Usage("rms_norm._forward_kernel", "rms_norm 4096", "gfx90a", 256, 512, 12, 64, problem="spills"),
+        Usage("rms_norm._forward_kernel", "rms_norm 4096", "sm_80", problem="does not compile: E: a |\nb"),
+    ]
+    monkeypatch.setattr(resources, "_compile_all", lambda work, jobs, console: (list(usages), False))
+    code, output = run("--out", str(tmp_path / "table.md"))
+    assert code == 1
+    assert "rms_norm._forward_kernel, rms_norm 4096, gfx90a: spills" in output
+    assert "2 kernels compiled, 2 with a problem." in output
+    table = [line for line in (tmp_path / "table.md").read_text().splitlines() if line.startswith("|")]
+    assert (
+        table[2]
+        == "| rms_norm._forward_kernel | rms_norm 4096 | sm_80 | - | - | - | - | does not compile: E: a \\| b |"
+    )
+    assert table[3] == "| rms_norm._forward_kernel | rms_norm 4096 | gfx90a | 256 | 512 | 12 | 64 | spills |"
+
+
+def test_ctrl_c_ends_the_command_with_its_exit_code(run, monkeypatch):
+    monkeypatch.setattr(resources, "_compile_all", lambda work, jobs, console: ([], True))
+    assert run()[0] == INTERRUPTED
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--ops", "rms_norm,sofmax"], "--ops: must be among rms_norm"),
+        (["--ops", "sofmax"], "got 'sofmax'"),
+        (["--chip", "sm_1"], "--chip: must be among sm_80, sm_90, sm_100, gfx90a, gfx942, gfx950, got 'sm_1'"),
+        (["--out", "table.txt"], "--out: must be a .md or .json file in a folder that exists, got 'table.txt'"),
+        (["--out", "no/such/folder.md"], "--out: must be a .md or .json file"),
+        (["--jobs", "0"], "--jobs"),
+    ],
+)
+def test_bad_options_are_refused(run, arguments, message):
+    code, output = run(*arguments)
+    assert code == 2
+    assert message in output
+
+
+def test_the_interpreter_is_refused(run, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    code, output = run()
+    assert code == 2
+    assert "resources: TRITON_INTERPRET must not be set" in output

@@ -1,0 +1,96 @@
+"""Every kernel compiles for every chip without spilling registers, and fits into a workgroup."""
+
+import itertools
+
+import pytest
+
+import tigon
+from benchmarks.compile.steps import STEPS, launches_kernels
+from op_cases import INTERPRETED
+
+pytestmark = pytest.mark.no_interpreter("The interpreter replaces the compiler.")
+
+if not INTERPRETED:
+    from benchmarks.compile.targets import CHIPS, Chip, recorded, resources
+
+
+# `make test` compiles half of the steps for two chips, one of each vendor, and the step with the widest row for the
+# others. `make test-thorough` compiles the rest.
+CHIPS_WITH_EVERY_STEP = ("sm_90", "gfx942")
+WIDEST_ROW = "rms_norm 16384"
+
+
+def _pairs() -> list:
+    pairs = []
+    for chip in [] if INTERPRETED else CHIPS:
+        for step in STEPS:
+            if not launches_kernels(step, chip.name):
+                continue
+            quick = chip.name in CHIPS_WITH_EVERY_STEP or step == WIDEST_ROW
+            marks = () if quick else pytest.mark.thorough
+            pairs.append(pytest.param(chip, step, id=f"{chip.name}-{step}", marks=marks))
+    return pairs
+
+
+@pytest.mark.parametrize(("chip", "step"), _pairs())
+@pytest.mark.sampled(3)
+def test_a_kernel_compiles_without_spilling(chip: "Chip", step: str):
+    with recorded(chip) as launches:
+        STEPS[step]()
+    assert launches
+    for launch in launches:
+        numbers = resources(launch, chip)
+        assert numbers["threads"] <= 1024, numbers
+        assert numbers["spilled"] <= chip.allowed_spills, numbers
+        assert numbers["shared"] <= chip.device.shared_memory, numbers
+
+
+@pytest.mark.parametrize("chip", ["sm_80", "gfx942"])
+def test_a_chip_without_fp8_units_gets_no_fp8_kernel(chip: str):
+    """Triton refuses e4m3 for sm_80, and gfx942 has another format of 8 bits."""
+    (target,) = (target for target in CHIPS if target.name == chip)
+    with recorded(target) as launches:
+        STEPS["fp8_linear 4096"]()
+        STEPS["fp8_linear GLU 4096"]()
+    assert not launches
+    assert not launches_kernels("fp8_linear 4096", chip)
+
+
+def test_every_kernel_of_the_package_is_launched_by_a_step():
+    import importlib
+    import pkgutil
+
+    from triton.runtime.jit import JITFunction
+
+    modules = [importlib.import_module(m.name) for m in pkgutil.walk_packages(tigon.ops.__path__, "tigon.ops.")]
+    kernels = {
+        # Another module may import a kernel from the file that defines it.
+        (f.fn.__module__, n)
+        for m in modules
+        for n, f in vars(m).items()
+        if isinstance(f, JITFunction) and n.endswith("_kernel")
+    }
+    launched_kernels = set()
+    a100, h100, *_ = CHIPS
+    # An A100 has no tensor memory accelerator, so a few steps launch other kernels there than on an H100.
+    for chip, step in itertools.product((h100, a100), STEPS.values()):
+        if chip is a100 and launched_kernels == kernels:
+            break
+        with recorded(chip) as launches:
+            step()
+        launched_kernels |= {(launch.kernel.fn.__module__, launch.kernel.__name__) for launch in launches}
+    assert all(isinstance(getattr(importlib.import_module(m), n), JITFunction) for m, n in kernels)
+    assert kernels == launched_kernels
+
+
+def test_the_name_of_a_step_begins_with_its_op():
+    assert {name.split()[0] for name in STEPS} <= set(tigon.__all__)
+
+
+def test_a_spill_is_found():
+    """The registers of one warp cannot hold a row of 16384 features."""
+    chip = CHIPS[1]
+    with recorded(chip) as launches:
+        STEPS["rms_norm 16384"]()
+    launches[0].options["num_warps"] = 1
+    assert resources(launches[0], chip)["spilled"] > 0

@@ -1,0 +1,222 @@
+"""The table of cases: the least work of each op follows its formula, and the inputs are like those of training."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from benchmarks.ops.cases import CASES, OPS, Case, has_tag, select
+from benchmarks.ops.providers import eager_code
+
+CPU = torch.device("cpu")
+by_name = {case.name: case for case in CASES}
+
+
+def test_every_op_has_a_floor_by_memory_or_by_products():
+    assert all((workload.elements is None) != (workload.flops is None) for workload in OPS.values())
+
+
+def test_names_of_cases_are_unique():
+    assert len(by_name) == len(CASES)
+
+
+def test_every_op_has_a_small_case_a_case_of_a_model_and_a_sweep():
+    ops_with = lambda *tags: {case.op for case in CASES if set(tags) & set(case.tags)}
+    assert ops_with("small") == ops_with("sweep") == ops_with("first-light", "roofline", "more") == set(OPS)
+
+
+def test_the_tag_roofline_selects_the_cases_of_the_table():
+    assert [(case.op, "x".join(map(str, case.shape))) for case in CASES if "roofline" in case.tags] == [
+        ("rms_norm", "16384x4096"),
+        ("rms_norm", "8192x8192"),
+        ("rms_norm", "4096x16384"),
+        ("rms_norm", "16384x2048"),
+        ("rms_norm", "64x4096"),
+        ("add_rms_norm", "16384x4096"),
+        ("gated_rms_norm", "262144x128"),
+        ("gated_rms_norm", "16384x8192"),
+        ("layer_norm", "16384x4096"),
+        ("rope", "4x4096x32x8x128"),
+        ("qk_norm_rope", "4x4096x32x8x128"),
+        ("swiglu", "16384x14336"),
+        ("geglu", "16384x14336"),
+        ("softmax", "16384x4096"),
+        ("cross_entropy_inplace", "8192x128256"),
+        ("cross_entropy_inplace", "8192x32000"),
+        ("cross_entropy", "8192x128256"),
+        ("kl_div", "4096x128256"),
+        ("jsd", "4096x128256"),
+    ]
+    assert [case.shape for case in CASES if "host" in case.tags] == [(64, 4096)]
+
+
+def test_the_tag_linear_selects_the_cases_of_the_table():
+    assert [case.name.removeprefix("linear_cross_entropy/") for case in CASES if "linear" in case.tags] == [
+        "llama-3-8b/8192x4096x128256",
+        "llama-3-8b/32768x4096x128256",
+        "gemma-2-2b/8192x2304x256000",
+        "qwen3-1.7b/16384x2048x151936",
+        "llama-3-8b/1024x4096x128256",
+        "llama-3-8b/2048x4096x128256",
+        "llama-3-8b/16384x4096x128256/ignored=0.75",
+        "llama-3-8b/8192x4096x128256/frozen=linear_weight",
+        "llama-3-8b/8192x4096x128256/no_grad",
+        "llama-3-8b/8192x4096x128256/acc_dtype=float32",
+        "qwen3-1.7b/16384x2048x151936/acc_dtype=float32",
+        "llama-3-8b/8192x4096x128256/return_log_probs=True/return_entropy=True",
+    ]
+    assert has_tag("linear_cross_entropy/llama-3-8b/8192x4096x128256/no_grad", "linear")
+    assert not has_tag("rope/llama-3-8b/4x4096x32x8x128", "linear")
+
+
+def test_every_option_of_a_linear_case_has_a_small_case():
+    extras = lambda tag: {case.extras for case in CASES if case.op == "linear_cross_entropy" and tag in case.tags}
+    assert extras("linear") == extras("small")
+
+
+# The floors are milliseconds for reading and writing each tensor once at 4.3 TB/s.
+@pytest.mark.parametrize(
+    ("name", "floor"),
+    [
+        ("rms_norm/llama-3-8b/16384x4096", 0.157),
+        ("rms_norm/llama-3-70b/8192x8192", 0.157),
+        ("rms_norm/llama-3.1-405b/4096x16384", 0.157),
+        ("rms_norm/llama-3.2-1b/16384x2048", 0.078),
+        ("rope/llama-3-8b/4x4096x32x8x128", 0.157),
+        ("swiglu/llama-3-8b/16384x14336", 0.874),
+        ("geglu/gemma-2-9b/16384x14336/approximate=tanh", 0.874),
+        ("cross_entropy_inplace/llama-3-8b/8192x128256", 0.978),
+        ("cross_entropy/llama-2-7b/8192x32000", 0.244),
+        ("add_rms_norm/llama-3-8b/16384x4096", 0.250),
+        ("layer_norm/gpt-j-6b/16384x4096", 0.156),
+        ("qk_norm_rope/qwen3-8b/4x4096x32x8x128", 0.196),
+        ("softmax/llama-3-8b/16384x4096", 0.156),
+        ("relu2/minitron-8b/16384x16384", 0.624),
+        ("kl_div/llama-3-8b/4096x128256", 0.733),
+        ("jsd/llama-3-8b/4096x128256", 0.733),
+        ("tvd/llama-3-8b/4096x128256", 0.733),
+    ],
+)
+def test_the_floor_by_memory_counts_each_tensor_once(name, floor):
+    assert by_name[name].bytes / 4.3e12 * 1e3 == pytest.approx(floor, abs=1.5e-3)
+    assert by_name[name].flops is None
+
+
+def test_the_floor_by_products_counts_only_needed_products():
+    whole = by_name["linear_cross_entropy/llama-3-8b/8192x4096x128256"]
+    assert whole.flops == 6 * 8192 * 4096 * 128256
+    assert whole.bytes is None
+    frozen = by_name["linear_cross_entropy/llama-3-8b/8192x4096x128256/frozen=linear_weight"]
+    assert frozen.flops == 4 * 8192 * 4096 * 128256
+    assert by_name[f"{whole.name}/no_grad"].flops == 2 * 8192 * 4096 * 128256
+    assert by_name[f"{whole.name}/acc_dtype=float32"].flops == whole.flops
+    ignored = by_name["linear_cross_entropy/llama-3-8b/16384x4096x128256/ignored=0.75"]
+    assert ignored.flops == 6 * 4096 * 4096 * 128256
+
+
+def test_the_floor_of_experts_counts_six_products_of_each_size():
+    case = by_name["moe_mlp/qwen3-30b-a3b/8192x2048x128x768x8"]
+    assert case.flops == 3 * 6 * 8192 * 8 * 2048 * 768
+    assert case.bytes is None
+
+
+def test_inputs_leave_the_global_generator_alone_and_repeat():
+    case = Case("rms_norm", "tiny", (4, 8))
+    state = torch.random.get_rng_state()
+    first, again, other = case.make(CPU), case.make(CPU), case.make(CPU, seed=1)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert torch.equal(first.tensors["x"], again.tensors["x"])
+    assert not torch.equal(first.tensors["x"], other.tensors["x"])
+
+
+def test_the_heads_of_rope_and_their_gradients_are_transposed_views():
+    inputs = Case("rope", "tiny", (2, 8, 4, 2, 16)).make(CPU)
+    assert inputs.tensors["q"].shape == (2, 4, 8, 16)
+    assert inputs.tensors["k"].shape == (2, 2, 8, 16)
+    assert inputs.tensors["cos"].shape == (1, 8, 16)
+    for tensor in (inputs.tensors["q"], inputs.tensors["k"], *inputs.upstream):
+        assert tensor.transpose(1, 2).is_contiguous()
+    copy = inputs.map(lambda name, x: x.clone())
+    assert copy.tensors["q"].stride() == inputs.tensors["q"].stride()
+
+
+@pytest.mark.parametrize("op", ["cross_entropy", "linear_cross_entropy"])
+def test_logits_are_as_peaked_as_those_of_a_trained_model(op):
+    shape = (512, 8192) if op == "cross_entropy" else (512, 64, 8192)
+    tensors = Case(op, "tiny", shape).make(CPU).tensors
+    logits = tensors["input"] if op == "cross_entropy" else F.linear(tensors["input"], tensors["linear_weight"])
+    losses = F.cross_entropy(logits.detach().float(), tensors["target"], reduction="none")
+    assert 1.0 < losses.mean() < 0.5 * math.log(8192)
+    # Some tokens are certain.
+    assert (losses < 0.2).float().mean() > 0.05
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if "small" in case.tags], ids=lambda case: case.name)
+def test_inputs_need_gradients_and_each_output_has_an_upstream_gradient(case):
+    inputs = case.make(CPU)
+    assert bool(inputs.grad_names) is not case.no_grad
+    assert next(iter(inputs.tensors.values())).dtype == case.dtype
+    for tensor in (*inputs.tensors.values(), *inputs.upstream):
+        assert not tensor.is_floating_point() or tensor.isfinite().all()
+    outputs = eager_code(case.op)(case)(*inputs.tensors.values())
+    shapes = [gradient.shape for gradient in inputs.upstream]
+    if not shapes:
+        # Without upstream gradients the first output is a scalar loss, which results for each token follow.
+        shapes = [torch.Size([])] + [(case.shape[0],)] * sum(name.startswith("return_") for name in case.options)
+    assert [output.shape for output in outputs] == shapes
+
+
+@pytest.mark.parametrize("op", ["kl_div", "jsd", "tvd"])
+def test_a_student_is_near_its_teacher(op):
+    case = Case(op, "tiny", (64, 4096), dtype=torch.float32)
+    input, target = case.make(CPU).tensors.values()
+    student, teacher = (x if op == "tvd" or (op == "kl_div" and x is target) else x.exp() for x in (input, target))
+    for probabilities in (student, teacher):
+        assert (probabilities.sum(-1) - 1).abs().max() < 1e-4
+    assert 0.01 < (student - teacher).abs().sum(-1).mean() / 2 < 0.5
+
+
+def test_options_select_logits_and_log_targets():
+    logits = Case("jsd", "tiny", (8, 64), options={"from_logits": True}).make(CPU).tensors["target"]
+    assert logits.max() > 0
+    log_target = Case("kl_div", "tiny", (8, 64), options={"log_target": True}).make(CPU).tensors["target"]
+    assert log_target.max() <= 0
+
+
+def test_a_case_may_ignore_targets_and_freeze_inputs():
+    case = Case("linear_cross_entropy", "tiny", (64, 8, 32), ignored=0.75, frozen=("linear_weight",))
+    inputs = case.make(CPU)
+    assert (inputs.tensors["target"] == -100).sum() == 48
+    assert inputs.grad_names == ("input",)
+    assert inputs.gradient_bytes == 64 * 8 * 2
+
+
+def test_no_input_needs_a_gradient_in_a_case_without_gradients():
+    case = Case("linear_cross_entropy", "tiny", (64, 8, 32), no_grad=True)
+    assert case.name == "linear_cross_entropy/tiny/64x8x32/no_grad"
+    assert case.make(CPU).grad_names == ()
+    assert case.make(CPU).gradient_bytes == 0
+
+
+def test_smaller_halves_only_the_rows():
+    assert Case("linear_cross_entropy", "tiny", (64, 8, 32)).smaller().shape == (32, 8, 32)
+    assert Case("rope", "tiny", (2, 8, 4, 2, 16)).smaller().shape == (2, 4, 4, 2, 16)
+
+
+def test_select_matches_tags_and_parts_of_names():
+    assert all("small" in case.tags for case in select(None, "small"))
+    assert [case.model for case in select("rms_norm", "405b")] == ["llama-3.1-405b"]
+    assert len(select(None, "all")) == len(CASES)
+
+
+@pytest.mark.parametrize(
+    ("ops", "cases", "message"),
+    [
+        ("sofmax", "all", "bench: ops must be among rms_norm.*got 'sofmax'"),
+        (None, "nowhere", "bench: cases must match.*got 'nowhere'"),
+    ],
+)
+def test_select_refuses_an_unknown_op_or_case(ops, cases, message):
+    with pytest.raises(ValueError, match=message):
+        select(ops, cases)

@@ -1,0 +1,392 @@
+"""Eager code equals that of Hugging Face models bit for bit, and every provider that runs on a CPU passes the check."""
+
+import sys
+from dataclasses import replace
+from functools import partial
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks.ops import floor
+from benchmarks.ops.accuracy import BoundProvider, Errors, eager_results, exact_results, judge, typical_loss_error
+from benchmarks.ops.cases import OPS, Case
+from benchmarks.ops.eager import EAGER, SUMMED
+from benchmarks.ops.providers import PROVIDERS, Provider, Unsupported, eager_code, select, tigon_provider
+
+CPU = torch.device("cpu")
+SHAPES = {
+    "rope": (2, 8, 4, 2, 16),
+    "qk_norm_rope": (2, 8, 4, 2, 16),
+    "moe_mlp": (32, 64, 4, 32, 2),
+    "fp8_linear": (16, 32, 64),
+    "cross_entropy": (32, 512),
+    "cross_entropy_inplace": (32, 512),
+    "linear_cross_entropy": (32, 64, 512),
+    **dict.fromkeys(("dpo_loss", "orpo_loss", "simpo_loss", "kto_loss", "grpo_loss"), (4, 8, 64, 512)),
+    "kl_div": (32, 512),
+    "jsd": (32, 512),
+    "tvd": (32, 512),
+}
+
+
+def tiny(op, **options):
+    """Return a small case of an op; an op that `SHAPES` does not have takes two sizes, or those of its first test."""
+    workload = OPS[op]
+    if op in SHAPES:
+        return Case(op, "tiny", SHAPES[op], options=options)
+    default = (16, 64) if len(workload.legend.split(" x ")) == 2 else workload.test_variants[0].sizes
+    return Case(op, "tiny", default, options=options)
+
+
+GEMMA = {"offset": 1.0, "rounding": "after_weight"}
+OPTIONS = {"geglu": {"approximate": "tanh"}, "load_balancing_loss": {"num_experts": 24, "top_k": 3}}
+CASES = [tiny(op, **OPTIONS.get(op, {})) for op in OPS]
+CASES += [tiny(op, **GEMMA) for op in ("rms_norm", "add_rms_norm", "qk_norm_rope")]
+CASES += [
+    tiny("rope", layout="interleaved"),
+    tiny("rope", layout="deinterleaved"),
+    tiny("rope", sections=(4, 2, 2)),
+    tiny("kl_div", log_target=True),
+    tiny("jsd", from_logits=True),
+    tiny("jsd", beta=0.2),
+    tiny("linear_cross_entropy", softcap=30.0),
+    replace(tiny("linear_cross_entropy"), ignored=0.5, frozen=("linear_weight",)),
+    replace(tiny("linear_cross_entropy"), frozen=("input",)),
+    replace(tiny("linear_cross_entropy"), no_grad=True),
+    tiny("linear_cross_entropy", acc_dtype=torch.float32),
+    replace(tiny("linear_cross_entropy", return_log_probs=True, return_entropy=True), ignored=0.25),
+]
+CASES += [replace(case, dtype=torch.float32, model="tiny-fp32") for case in CASES]
+
+# The providers that run on a CPU.
+ON_A_CPU = [
+    (case, provider)
+    for case in CASES
+    for provider in PROVIDERS[case.op]
+    if not provider.needs_gpu and provider.autograd and provider.name != "compile"
+]
+
+
+def verdict_of(case, provider):
+    inputs = case.make(CPU)
+    exact, eager = exact_results(case, inputs), eager_results(case, inputs)
+    results = BoundProvider(provider, provider.load(case), inputs).results()
+    return judge(results, eager, exact, typical_loss_error(case, inputs))
+
+
+@pytest.mark.parametrize(("case", "provider"), ON_A_CPU, ids=lambda value: value.name)
+def test_a_provider_agrees_with_the_exact_result(case, provider):
+    try:
+        verdict = verdict_of(case, provider)
+    except Unsupported as reason:
+        assert provider.name == "torch"
+        pytest.skip(str(reason))
+    # The fused ops of torch are less accurate, and only their distance is limited.
+    if provider.name != "torch":
+        assert verdict.wrong == ""
+    assert 0 <= verdict.error < 0.03
+
+
+def test_every_op_has_tigon_eager_code_and_compiled_code_first():
+    for op, row in PROVIDERS.items():
+        names = [provider.name for provider in row]
+        assert names[:3] == ["tigon", "eager", "compile"], op
+        assert len(set(names)) == len(names), op
+
+
+def test_every_op_of_models_is_compared_with_liger():
+    # Liger's losses of log-probabilities do not return them. Liger has no MLPs of two layers, no gated norms, and no
+    # loss of routers.
+    for op in EAGER.keys() - {"linear_log_probs", "gelu", "mlp", "gated_rms_norm", "load_balancing_loss"}:
+        assert "liger" in [provider.name for provider in PROVIDERS[op]], op
+
+
+def test_an_op_without_eager_code_is_compared_with_its_reference(monkeypatch):
+    monkeypatch.delitem(EAGER, "relu2")
+    case = tiny("relu2")
+    inputs = case.make(CPU)
+    (output,) = eager_code("relu2")(case)(inputs.tensors["x"])
+    assert torch.equal(output, OPS["relu2"].reference(inputs.tensors["x"]))
+    assert verdict_of(case, tigon_provider("relu2")).wrong == ""
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(tiny("jsd"), marks=pytest.mark.thorough), tiny("rope")], ids=lambda case: case.op
+)
+def test_compiled_code_agrees(case):
+    compile_provider = next(provider for provider in PROVIDERS[case.op] if provider.name == "compile")
+    assert verdict_of(case, compile_provider).error < 0.03
+
+
+@pytest.mark.parametrize("judged_at_once", [2**20, 24])
+def test_a_wrong_gradient_is_named(monkeypatch, judged_at_once):
+    case = Case("rms_norm", "tiny", (16, 64))
+    inputs = case.make(CPU)
+    exact = exact_results(case, inputs)
+    eager = eager_results(case, inputs)
+    monkeypatch.setattr("benchmarks.ops.accuracy.JUDGED_ELEMENTS", judged_at_once)
+    assert judge(eager, eager, exact).wrong == ""
+    for wrong_gradient in (eager["gradient of weight"] * 1.1, torch.full_like(eager["gradient of weight"], torch.nan)):
+        assert "gradient of weight" in judge(eager | {"gradient of weight": wrong_gradient}, eager, exact).wrong
+
+
+def test_a_loss_in_half_precision_is_judged_by_the_units_of_fp32():
+    case = tiny("cross_entropy")
+    inputs = case.make(CPU)
+    exact = exact_results(case, inputs)
+    eager = eager_results(case, inputs)
+    assert eager["output 0"].dtype == torch.float32
+    assert judge(eager | {"output 0": exact["output 0"].bfloat16()}, eager, exact).wrong.startswith("output 0")
+
+
+def test_exact_losses_agree_with_fp64_autograd(monkeypatch):
+    # The chunks have 10 rows, and the last one has 2.
+    monkeypatch.setattr("benchmarks.ops.accuracy.REFERENCE_ELEMENTS", 512 * 10)
+    token_outputs = {"return_log_probs": True, "return_entropy": True}
+    for op in (*SUMMED, "linear_cross_entropy"):
+        case = replace(tiny(op, **(token_outputs if op == "linear_cross_entropy" else {})), ignored=0.25)
+        inputs = case.make(CPU)
+        wide = inputs.map(lambda _, x: x.double() if x.is_floating_point() else x)
+        eager = Provider("eager", EAGER[op])
+        exact, expected = exact_results(case, inputs), BoundProvider(eager, eager.load(case), wide).results()
+        assert exact.keys() == expected.keys()
+        for name, value in exact.items():
+            torch.testing.assert_close(value.double(), expected[name].double(), rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_loss_that_eager_code_gets_right_by_luck_sets_no_limit(seed):
+    case = Case("linear_cross_entropy", "tiny", (32, 64, 512), options={"softcap": 30.0})
+    inputs = case.make(CPU, seed)
+    exact, typical = exact_results(case, inputs), typical_loss_error(case, inputs)
+    # The error of logits near 10 in bf16 is at most 0.02, and the loss averages 32 tokens.
+    assert 5e-5 < typical < 5e-3
+    lucky = exact | {"output 0": exact["output 0"].float()}
+    off = lambda error: exact | {"output 0": (exact["output 0"] + error).float()}
+    assert judge(off(3 * typical), lucky, exact, typical).wrong == ""
+    assert judge(off(6 * typical), lucky, exact, typical).wrong.startswith("output 0")
+    assert judge(off(3 * typical), lucky, exact).wrong.startswith("output 0")
+    assert judge(off(3 * typical), lucky, exact, typical).errors["output 0"].ratio == pytest.approx(3, rel=0.1)
+    assert judge(off(3 * typical), off(6 * typical), exact, typical).errors["output 0"].ratio == pytest.approx(0.5, 0.1)
+
+
+def test_the_verdict_has_the_error_ratio_of_each_tensor():
+    case = tiny("linear_cross_entropy")
+    inputs = case.make(CPU)
+    exact, eager = exact_results(case, inputs), eager_results(case, inputs)
+    verdict = judge(eager, eager, exact)
+    assert list(verdict.errors) == ["output 0", "gradient of input", "gradient of linear_weight"]
+    assert [errors.ratio for errors in verdict.errors.values()] == [1.0] * 3
+    name = "gradient of linear_weight"
+    worse = (exact[name] + 1.5 * (eager[name].float() - exact[name])).float()
+    errors = judge(eager | {name: worse}, eager, exact).errors
+    assert errors[name].ratio == pytest.approx(1.5, rel=1e-3)
+    assert errors["gradient of input"].ratio == 1.0
+    assert Errors(1e-3, 0.0).ratio != Errors(1e-3, 0.0).ratio  # NaN
+    del eager[name]
+    assert judge(eager, eager | {name: worse}, exact).wrong == "gradient of linear_weight: missing"
+
+
+def test_a_revision_without_an_option_does_not_support_its_case():
+    def linear_cross_entropy(input, linear_weight, target, *, softcap=None):
+        return F.cross_entropy(F.linear(input, linear_weight).float(), target)
+
+    older = tigon_provider(
+        "linear_cross_entropy", SimpleNamespace(linear_cross_entropy=linear_cross_entropy), "tigon@x"
+    )
+    older.load(tiny("linear_cross_entropy", softcap=30.0))
+    with pytest.raises(Unsupported, match="no acc_dtype in this revision"):
+        older.load(tiny("linear_cross_entropy", acc_dtype=torch.float32))
+
+
+# --- the bare products ---
+
+LINEAR = [case for case in CASES if case.op == "linear_cross_entropy"]
+
+
+@pytest.mark.parametrize("chunk", [8192, 10])
+@pytest.mark.parametrize("elements", [2**27, 512 * 7])
+@pytest.mark.parametrize("case", LINEAR, ids=lambda case: case.name)
+def test_products_multiply_what_the_loss_multiplies(monkeypatch, case, elements, chunk):
+    """The products return the gradients of the loss for the valid rows."""
+    monkeypatch.setattr(floor, "PREPARED_ELEMENTS", elements)
+    products, inputs = PROVIDERS[case.op][-1], case.make(CPU)
+    assert products.name == "products"
+    run = partial(products.load(case), chunk=chunk)
+    bound = BoundProvider(products, run, products.prepare(case, inputs))
+    _, gradients = bound()
+    assert bound.gradient_bytes == sum(gradient.nbytes for gradient in gradients)
+    assert len(gradients) == len(inputs.grad_names)
+    exact, eager = exact_results(case, inputs), eager_results(case, inputs)
+    valid = inputs.tensors["target"] >= 0
+    for name, gradient in zip(inputs.grad_names, gradients, strict=True):
+        assert gradient.dtype == case.dtype
+        exact_gradient, eager_gradient = exact[f"gradient of {name}"], eager[f"gradient of {name}"]
+        if name == "input":
+            exact_gradient, eager_gradient = exact_gradient[valid], eager_gradient[valid]
+        errors = judge({name: gradient}, {name: eager_gradient}, {name: exact_gradient}).errors[name]
+        # In bf16 each further chunk rounds dW once more. In fp32 only the order of the sums differs.
+        assert errors.error <= (3 if chunk < len(valid) else 1.1) * errors.eager_error + 1e-6
+
+
+@pytest.mark.parametrize("case", LINEAR, ids=lambda case: case.name)
+def test_products_compute_only_the_products_of_the_floor(case):
+    products = PROVIDERS[case.op][-1]
+    operands = products.prepare(case, case.make(CPU))
+    bound = BoundProvider(products, products.load(case), operands)
+    with FlopCounterMode(display=False) as counter:
+        bound()
+    assert counter.get_total_flops() == case.flops
+    assert ("dlogits" in operands.tensors) is not case.no_grad
+    assert case.ignored == 0 or len(operands.tensors["input"]) == round(case.shape[0] * (1 - case.ignored))
+
+
+def test_products_refuse_an_option_that_would_change_their_operands():
+    with pytest.raises(Unsupported, match=r"no label_smoothing=0\.1"):
+        PROVIDERS["linear_cross_entropy"][-1].load(tiny("linear_cross_entropy", label_smoothing=0.1))
+
+
+# --- stand-ins for peers that are not installed ---
+
+
+def install(monkeypatch, name, **contents):
+    """Let `import name` return a module with `contents`."""
+    path = name.split(".")
+    for i in range(len(path)):
+        module = ModuleType(".".join(path[: i + 1]))
+        module.__path__ = []
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    vars(module).update(contents)
+
+
+class ChunkedLogProbs:
+    """A function with the signature of TRL 1.16 that does not use chunks."""
+
+    @staticmethod
+    def apply(hidden, weight, bias, targets, temperature, chunk_size, softcap, logit_scale, outputs):
+        assert (bias, temperature, chunk_size, logit_scale) == (None, 1.0, 77, 1.0)
+        logits = F.linear(hidden, weight).float()
+        log_p = torch.log_softmax(logits if softcap is None else softcap * torch.tanh(logits / softcap), -1)
+        entropy = -(log_p.exp() * log_p).sum(-1).detach() if "entropy" in outputs else None
+        return log_p.gather(-1, targets[:, None])[:, 0], entropy, None, None, None
+
+
+@pytest.mark.parametrize("case", LINEAR, ids=lambda case: case.name)
+def test_trl_scores_valid_positions_and_returns_all_positions(monkeypatch, case):
+    contents = {"_ChunkedLogProbFunction": ChunkedLogProbs, "_CHUNKED_LOGPROB_CHUNK_SIZE": 77}
+    install(monkeypatch, "trl.trainer.utils", **contents)
+    trl = next(provider for provider in PROVIDERS[case.op] if provider.name == "trl")
+    assert verdict_of(case, trl).wrong == ""
+
+
+def test_trl_names_the_missing_module(monkeypatch):
+    install(monkeypatch, "trl.trainer")
+    # None stands for a module that cannot be imported.
+    monkeypatch.setitem(sys.modules, "trl.trainer.utils", None)
+    trl = next(provider for provider in PROVIDERS["linear_cross_entropy"] if provider.name == "trl")
+    with pytest.raises(ImportError, match=r"trl\.trainer\.utils"):
+        trl.load(tiny("linear_cross_entropy"))
+
+
+def test_liger_sums_in_the_dtype_of_the_case_and_refuses_other_options(monkeypatch):
+    calls = []
+    install(monkeypatch, "liger_kernel.transformers", LigerFusedLinearCrossEntropyLoss=lambda **o: calls.append(o))
+    providers_by_name = {provider.name: provider for provider in PROVIDERS["linear_cross_entropy"]}
+    providers_by_name["liger"].load(tiny("linear_cross_entropy"))
+    providers_by_name["liger"].load(tiny("linear_cross_entropy", acc_dtype=torch.float32))
+    providers_by_name["liger-fp32"].load(tiny("linear_cross_entropy", softcap=30.0))
+    dtypes = [None, torch.float32, torch.float32]
+    assert calls == [{"softcap": s, "accum_dtype": d} for s, d in zip((None, None, 30.0), dtypes, strict=True)]
+    with pytest.raises(Unsupported, match="no return_entropy=True"):
+        providers_by_name["liger"].load(tiny("linear_cross_entropy", return_entropy=True))
+
+
+def test_only_tensors_that_are_overwritten_are_copied():
+    case = tiny("rope")
+    inputs = case.make(CPU)
+    liger = next(provider for provider in PROVIDERS["rope"] if provider.name == "liger")
+
+    def overwrite(q, k, cos, sin):
+        with torch.no_grad():
+            q.zero_()
+        return 2.0 * q, 2.0 * k
+
+    bound = BoundProvider(liger, overwrite, inputs)
+    before = inputs.tensors["q"].detach().clone()
+    (first, _), _ = bound()
+    assert torch.equal(inputs.tensors["q"], before)
+    assert first.eq(0).all()
+    bound.restore()
+    assert torch.equal(bound._inputs.tensors["q"], before)
+    assert bound._inputs.tensors["cos"].data_ptr() == inputs.tensors["cos"].data_ptr()
+
+
+def _hugging_face(name):
+    """Return a case and the function of the model."""
+    import transformers.models as models
+    from transformers.activations import ACT2FN
+
+    def norm(cls, x, weight):
+        return torch.func.functional_call(cls(x.shape[-1], eps=1e-6), {"weight": weight}, x)
+
+    def qk_norm_rope(cls, rope, q, k, q_weight, k_weight, cos, sin):
+        return rope(norm(cls, q, q_weight), norm(cls, k, k_weight), cos, sin)
+
+    def add_norm(x, residual, weight):
+        hidden = residual + x
+        return norm(models.llama.modeling_llama.LlamaRMSNorm, hidden, weight), hidden
+
+    llama, gemma2, gemma3 = (getattr(models, m) for m in ("llama", "gemma2", "gemma3"))
+    rotate = llama.modeling_llama.apply_rotary_pos_emb
+    return {
+        "llama norm": (tiny("rms_norm"), partial(norm, llama.modeling_llama.LlamaRMSNorm)),
+        "gemma norm": (tiny("rms_norm", **GEMMA), partial(norm, gemma2.modeling_gemma2.Gemma2RMSNorm)),
+        "llama residual and norm": (tiny("add_rms_norm"), add_norm),
+        "llama rope": (tiny("rope"), rotate),
+        "helium rope": (tiny("rope", layout="interleaved"), models.helium.modeling_helium.apply_rotary_pos_emb),
+        "deepseek rope": (
+            tiny("rope", layout="deinterleaved"),
+            models.deepseek_v3.modeling_deepseek_v3.apply_rotary_pos_emb_interleave,
+        ),
+        "qwen3 q and k": (
+            tiny("qk_norm_rope"), partial(qk_norm_rope, models.qwen3.modeling_qwen3.Qwen3RMSNorm, rotate)
+        ),
+        "gemma3 q and k": (
+            tiny("qk_norm_rope", **GEMMA), partial(qk_norm_rope, gemma3.modeling_gemma3.Gemma3RMSNorm, rotate)
+        ),
+        "nemotron activation": (tiny("relu2"), ACT2FN["relu2"]),
+    }[name]  # fmt: skip
+
+
+HUGGING_FACE = [
+    "llama norm", "gemma norm", "llama residual and norm", "llama rope", "helium rope", "deepseek rope",
+    "qwen3 q and k", "gemma3 q and k", "nemotron activation",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HUGGING_FACE)
+def test_eager_code_equals_that_of_hugging_face_bit_for_bit(name):
+    pytest.importorskip("transformers")
+    case, function = _hugging_face(name)
+    inputs = case.make(CPU)
+
+    def theirs(*tensors):
+        outputs = function(*tensors)
+        return outputs if isinstance(outputs, tuple) else (outputs,)
+
+    eager = Provider("eager", EAGER[case.op])
+    expected = BoundProvider(eager, theirs, inputs).results()
+    for key, value in BoundProvider(eager, eager.load(case), inputs).results().items():
+        assert torch.equal(value, expected[key]), key
+
+
+def test_select_includes_and_excludes_providers():
+    names = lambda words: [provider.name for provider in select("linear_cross_entropy", words)]
+    assert names(None) == ["tigon", "eager", "compile", "torch", "liger", "cce", "quack", "trl", "products"]
+    assert names("tigon,liger-fp32") == ["tigon", "liger-fp32"]
+    assert names("-compile,-cce,-quack") == ["tigon", "eager", "torch", "liger", "trl", "products"]
+    with pytest.raises(ValueError, match=r"bench: providers must be among .*got 'liga'"):
+        names("liga")

@@ -1,0 +1,328 @@
+"""`tigon inspect` prints a table, JSON and errors without a download, and docs/models.md is up to date."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+typer_testing = pytest.importorskip("typer.testing")
+
+from hf.tiny import TYPES, WITHOUT  # noqa: E402
+from tigon.cli import main as cli  # noqa: E402
+from tigon.cli.inspect.build import build, default_config, find_config  # noqa: E402
+from tigon.cli.inspect.inspection import ACTIVATIONS, GROUPS, inspect_config  # noqa: E402
+from tigon.cli.inspect.models_page import make_row, models_page, table  # noqa: E402
+from tigon.hf.parts import PARTS  # noqa: E402
+from tigon.hf.transformers_private import causal_lm_types  # noqa: E402
+
+PAGE = Path(__file__).parents[3] / "docs" / "models.md"
+
+SIZE = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 131}
+
+
+@pytest.fixture(autouse=True)
+def _offline(monkeypatch):
+    """Raise an error when the network is used."""
+    import socket
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("the network was used")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setenv("COLUMNS", "200")
+
+
+@pytest.fixture
+def run():
+    return lambda *arguments: typer_testing.CliRunner().invoke(cli.app(), ["inspect", *map(str, arguments)])
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Return a folder with the config of a tiny Gemma 2, and no weights."""
+    transformers.Gemma2Config(**SIZE, num_key_value_heads=2, head_dim=16, final_logit_softcapping=7.0).save_pretrained(
+        tmp_path
+    )
+    return tmp_path
+
+
+def cells(output: str) -> list[list[str]]:
+    """Return the rows of the printed table."""
+    return [[cell.strip() for cell in line.strip("│").split("│")] for line in output.splitlines() if line[:1] == "│"]
+
+
+# --- the table -----------------------------------------------------------------------------------
+
+
+def test_a_model_type_stands_for_its_default_config(run):
+    result = run("llama")
+    assert result.exit_code == 0, result.output
+    assert "LlamaForCausalLM (llama), 6.7B parameters" in result.output
+    rows = cells(result.output)
+    assert ["rms_norm", "LlamaRMSNorm", "65", "rms_norm, offset 0, rounded before the weight"] in rows
+    assert ["", "Linear", "225", ""] in rows
+    assert result.output.count("Blank: no op of Tigon computes this class.") == 1
+    assert (
+        "norms 65 of 65, MLPs and experts 32 of 32, rope 32 of 32, fused statements 64 of 64, loss 1 of 1"
+        in result.output
+    )
+    assert "Head: lm_head, Linear, 4,096 to 32,000, its own weights" in result.output
+
+
+@pytest.mark.parametrize("source", ["folder", "file", "other name"])
+def test_a_folder_or_file_is_inspected(run, folder, source):
+    other = folder / "mine.json"
+    other.write_text((folder / "config.json").read_text())
+    result = run({"folder": folder, "file": folder / "config.json", "other name": other}[source])
+    assert result.exit_code == 0, result.output
+    assert "Gemma2ForCausalLM (gemma2)" in result.output
+    assert re.search(r"Head: lm_head, Linear, 64 to 131, tied to the embeddings, .*softcap 7", result.output)
+    assert ["glu", "Gemma2MLP", "2", "geglu (tanh)"] in cells(result.output)
+
+
+def test_a_folder_takes_precedence_over_a_type_of_the_same_name(run, folder, monkeypatch):
+    folder.rename(folder.parent / "llama")
+    monkeypatch.chdir(folder.parent)
+    assert "Gemma2ForCausalLM" in run("llama").output
+
+
+def test_a_module_that_keeps_its_code_is_listed_with_its_reason(run):
+    # The MLP of this type has dropout.
+    result = run("seed_oss")
+    assert result.exit_code == 0
+    row = next(row for row in cells(result.output) if row[1] == "SeedOssMLP")
+    assert row[0] == "glu"
+    assert row[3].startswith("left alone: ")
+
+
+def test_every_module_is_counted_once(run, tmp_path):
+    assert run("qwen3_next", "--json", tmp_path / "out.json").exit_code == 0
+    result = json.loads((tmp_path / "out.json").read_text())
+    model, _ = build(default_config("qwen3_next"))
+    names = {name for part in result["parts"] for name in part["names"]}
+    assert len(names) + sum(result["others"].values()) == len(list(model.modules()))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "model_class"),
+    [
+        # This type is only in the mapping of image-text models.
+        ("llava", "LlavaForConditionalGeneration"),
+        # This type is only in the mapping of sequence-to-sequence models.
+        ("t5", "T5ForConditionalGeneration"),
+        ("gemma3", "Gemma3ForConditionalGeneration"),
+    ],
+)
+def test_the_class_that_trains_the_whole_model_is_chosen(model_type, model_class):
+    assert type(build(default_config(model_type))[0]).__name__ == model_class
+
+
+def test_a_model_without_a_head_is_reported(run):
+    result = run("siglip")
+    assert result.exit_code == 0
+    assert "no class with a language head for siglip" in result.output
+    assert "loss none recognised" in result.output
+    assert "Head:" not in result.output
+
+
+def test_every_part_of_a_model_without_adapters_is_in_a_group():
+    assert sorted(part for parts in GROUPS.values() for part in parts) == sorted(PARTS.keys() - {"adapters"})
+
+
+def test_json_has_the_whole_result(run, folder):
+    target = folder / "out.json"
+    assert run(folder, "--json", target).exit_code == 0
+    result = json.loads(target.read_text())
+    assert result["model"] == "Gemma2ForCausalLM"
+    assert result["model_type"] == "gemma2"
+    assert result["coverage"]["loss"] == {"replaced": 1, "found": 1}
+    assert set(result["coverage"]) == set(GROUPS)
+    glu = next(part for part in result["parts"] if part["part"] == "glu")
+    assert glu["names"] == ["model.layers.0.mlp", "model.layers.1.mlp"]
+    assert glu["replaced"] is True
+    assert result["parameters"] == sum(
+        p.numel() for p in transformers.Gemma2ForCausalLM(find_config(str(folder))).parameters()
+    )
+
+
+# --- no side effects -----------------------------------------------------------------------------
+
+
+def test_inspection_allocates_no_weights_and_keeps_the_random_state(folder):
+    torch.manual_seed(0)
+    state, threads = torch.get_rng_state(), torch.get_num_threads()
+    config = find_config(str(folder))
+    model, _ = build(config)
+    inspect_config(config)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.get_num_threads() == threads
+    assert {p.device.type for p in model.parameters()} == {"meta"}
+
+
+def test_a_model_that_is_too_large_for_any_machine_is_inspected():
+    """One projection of the attention takes 64 GiB."""
+    config = transformers.LlamaConfig(hidden_size=8192 * 16, num_attention_heads=64, num_hidden_layers=2)
+    assert inspect_config(config).coverage()["norms"] == (5, 5)
+
+
+# --- bad input -----------------------------------------------------------------------------------
+
+
+def message_of(result) -> str:
+    """Return the message of a command that refused its arguments, in one line."""
+    assert result.exit_code == 2, result.output
+    return re.sub(r"[│╭╮╰╯─\s]+", " ", result.output)
+
+
+def test_an_unknown_type_is_refused_with_the_nearest_types(run):
+    message = message_of(run("lama"))
+    assert "), a model type, owner/name on the hub, or a file or folder that exists, got 'lama'" in message
+    assert f"; nearest types of transformers {transformers.__version__}: llama" in message
+
+
+@pytest.mark.parametrize(("name", "nearest"), [("Lama-3-8B", "Llama-3-8B"), ("qwen2-8b", "Qwen2-7B"), ("tine", "tiny")])
+def test_an_unknown_name_is_refused_with_the_nearest_presets(run, name, nearest):
+    assert re.search(rf"got '{name}'; nearest types .*; nearest presets: {nearest}", message_of(run(name)))
+
+
+@pytest.mark.parametrize("model", ["./nowhere", "/nowhere/at/all", "a/b/c", "config.json"])
+def test_a_path_that_does_not_exist_is_refused(run, model):
+    assert f"must be a file or folder that exists, got '{model}'" in message_of(run(model))
+
+
+def test_a_folder_without_a_config_is_refused(run, tmp_path):
+    assert "must have a config.json if it is a folder" in message_of(run(tmp_path))
+
+
+def test_a_repository_is_refused_without_a_network(run):
+    message = message_of(run("nobody/no-such-model"))
+    assert "the config of 'nobody/no-such-model' cannot be read (OSError:" in message
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "cannot be read"),
+        ("{}", "cannot be read .*model_type"),
+        (
+            '{"model_type": "lama"}',
+            "the model_type of .* must be one of transformers, got 'lama'; nearest types of .*: llama",
+        ),
+        ('{"model_type": "lama", "auto_map": {"AutoConfig": "a.B"}}', "--trust-remote-code allows this code"),
+    ],
+    ids=["no JSON", "no type", "unknown type", "its own code"],
+)
+def test_a_config_that_cannot_be_read_is_refused(run, tmp_path, text, message):
+    (tmp_path / "config.json").write_text(text)
+    assert re.search(message, message_of(run(tmp_path)))
+
+
+def test_a_config_that_builds_no_model_is_refused(run, tmp_path):
+    transformers.LlamaConfig(**SIZE).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"hidden_act": "nonsense"}))
+    assert "no llama can be built from this LlamaConfig" in message_of(run(tmp_path))
+
+
+def test_a_type_that_is_only_a_part_of_others_is_refused(run):
+    assert "transformers has no model that is built from a CsmDepthDecoderConfig alone" in message_of(
+        run("csm_depth_decoder_model")
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "give either MODEL or --all"),
+        (("llama", "--all"), "give either MODEL or --all"),
+        (("llama", "--out", "x.md"), "--out goes with --all, --json with MODEL"),
+        (("--all", "--json", "x.json"), "--out goes with --all, --json with MODEL"),
+        (("llama", "--json", "/nowhere/x.json"), "must be in a folder that exists, got '/nowhere/x.json'"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_options_that_exclude_each_other_are_refused(run, arguments, message):
+    assert message in message_of(run(*arguments))
+
+
+def test_code_of_a_repository_runs_if_it_is_allowed(run, tmp_path):
+    config = {"model_type": "mine", "auto_map": {"AutoConfig": "code.Mine", "AutoModelForCausalLM": "code.MineLM"}}
+    (tmp_path / "config.json").write_text(json.dumps(config | SIZE))
+    (tmp_path / "code.py").write_text(
+        "from transformers import LlamaConfig, LlamaForCausalLM\n"
+        "class Mine(LlamaConfig):\n    model_type = 'mine'\n"
+        "class MineLM(LlamaForCausalLM):\n    config_class = Mine\n"
+    )
+    result = run(tmp_path, "--trust-remote-code")
+    assert result.exit_code == 0, result.output
+    assert "MineLM (mine)" in result.output
+    assert "loss 1 of 1" in result.output
+
+
+# --- the page ------------------------------------------------------------------------------------
+
+
+def test_the_page_lists_replaced_modules_reasons_and_types_that_were_not_built(monkeypatch):
+    from tigon.cli.inspect import models_page as module
+
+    monkeypatch.setattr(module, "causal_lm_types", lambda: ["llama", "reformer", "seed_oss"])
+    page = models_page()
+    assert "Of 3 types, 2 can be built" in page
+    statements = "add + norm, norm + residual, products of one input"
+    assert f"| llama | LlamaForCausalLM | rms_norm | swiglu | – | rope | {statements} |" in page
+    assert re.search(r"\| seed_oss \| .* \*unchanged\*: SeedOssMLP \(1\) \|", page)
+    assert "\n1. its forward draws random numbers" in page
+    assert "- reformer: " in page
+
+
+def page_rows() -> dict[str, str]:
+    """Return the rows of the page by type. The reasons stand in place of their numbers."""
+    text = PAGE.read_text(encoding="utf-8")
+    reasons = dict(re.findall(r"^(\d+)\. (.*)$", text, flags=re.M))
+    inline = lambda line: re.sub(r"\((\d+)\)", lambda m: f"({reasons[m[1]]})", line)
+    return {line.split(" | ")[0].strip("| "): inline(line) for line in text.splitlines() if line.startswith("| ")}
+
+
+def page_text() -> str:
+    """Return the page in one line. Skip the test if the page is of another version of transformers, or missing."""
+    text = " ".join(PAGE.read_text(encoding="utf-8").split()) if PAGE.exists() else ""
+    if f"transformers {transformers.__version__}." not in text:
+        pytest.skip("no page of this version of transformers")
+    return text
+
+
+# Decoders with all parts, types whose modules keep their code, and types that are unusual or changed lately.
+TYPES_TO_COMPARE = """
+bert cohere falcon_mamba gemma2 gpt2 gpt_neox llama mamba2 mixtral nanochat nemotron_h olmo phi4_multimodal
+qwen3_moe seed_oss zamba"""
+
+
+@pytest.mark.parametrize("model_type", TYPES_TO_COMPARE.split())
+@pytest.mark.sampled(8)
+def test_the_page_is_up_to_date(model_type):
+    page_text()
+    page = table([make_row(model_type)])
+    reasons = dict(re.findall(r"^(\d+)\. (.*)$", page, flags=re.M))
+    row = next(line for line in page.splitlines() if line.startswith(f"| {model_type} "))
+    assert page_rows()[model_type] == re.sub(r"\((\d+)\)", lambda m: f"({reasons[m[1]]})", row)
+
+
+def test_the_totals_of_the_page_agree_with_its_rows():
+    text, rows = page_text(), [row.split(" | ") for name, row in page_rows().items() if name in causal_lm_types()]
+    failures = {name.replace("\\", "") for name in re.findall(r"^- (\S+): ", PAGE.read_text("utf-8"), flags=re.M)}
+    assert f"Of {len(causal_lm_types())} types, {len(rows)} can be built" in text
+    assert {row[0].strip("| ") for row in rows} | failures == set(causal_lm_types())
+    is_replaced = [[not cell.startswith(("–", "*unchanged*")) for cell in row[2:]] for row in rows]
+    for group, column in zip(GROUPS, zip(*is_replaced, strict=True), strict=True):
+        assert f"| {group} | {sum(column)} |" in text
+    activations = list(GROUPS).index(ACTIVATIONS)
+    has_all = [all(row[:activations] + row[activations + 1 :]) for row in is_replaced]
+    assert f"replaced in {sum(has_all)} types, at least one in {sum(map(any, is_replaced))}." in text
+    assert f"the {len(TYPES)} decoders of transformers 5.17" in text
+    assert f"the tests build {len(TYPES) - len(WITHOUT)} small" in text
+    assert len(failures & set(TYPES) - set(WITHOUT)) == 6
+    assert "The tests build six of these" in text

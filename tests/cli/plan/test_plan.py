@@ -1,0 +1,622 @@
+"""`tigon plan`: its bytes agree with counts by hand and with a real step; its search, errors and command work."""
+
+import contextlib
+import dataclasses
+import importlib.util
+import io
+import json
+import math
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+typer_testing = pytest.importorskip("typer.testing")
+
+from rich.console import Console  # noqa: E402
+
+import tigon  # noqa: E402
+from cli.plan.small_llama import NO_OPTIMIZER, SIZES, build_llama  # noqa: E402
+from tigon.cli import main as cli  # noqa: E402
+from tigon.cli.inspect.build import build, find_config  # noqa: E402
+from tigon.cli.plan.engines import Replicated, Sharded, optimizer_costs  # noqa: E402
+from tigon.cli.plan.ledger import Ledger, Work  # noqa: E402
+from tigon.cli.plan.plan_table import print_plan  # noqa: E402
+from tigon.cli.plan.planner import LevelPlan, NotPlanned, PlanSettings, TooLong, _largest, plan, recommend  # noqa: E402
+from tigon.cli.plan.positions import find_position_table  # noqa: E402
+from tigon.cli.plan.step import Step, count_step  # noqa: E402
+from tigon.cli.presets import PRESETS  # noqa: E402
+from tigon.hf.patch import MEMORY  # noqa: E402
+from tigon.memory.layer_inputs import LayerInputConfig  # noqa: E402
+from tigon.ops.mlps.gated_node import GLUMLPConfig  # noqa: E402
+from tigon.runtime.device import runs_kernels  # noqa: E402
+from tigon.runtime.tuning import tuned  # noqa: E402
+
+# The sequences of a step, and the tokens of each.
+BATCH, SEQ = 4, 256
+# The bytes of the hidden states of a step in bf16.
+UNIT = 256 * 2 * BATCH * SEQ
+
+
+def step_of(model, batch=BATCH, seq=SEQ, engine=None, optimizer=NO_OPTIMIZER, **options):
+    if not options:
+        return count_step(model, engine or Replicated(model, 1), optimizer, batch, seq)
+    with tigon.patched(model, **options):
+        return count_step(model, engine or Replicated(model, 1), optimizer, batch, seq)
+
+
+def bytes_of_layer(**options):
+    """Return the bytes that one layer saves: the difference between models of three and of two layers."""
+    three, two = (step_of(build_llama(num_hidden_layers=n), **options) for n in (3, 2))
+    return three.saved_bytes - two.saved_bytes
+
+
+# --- bytes -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("memory", "units"), [("default", 13.5), ("lean", 11.5), ("checkpoint", 1.0), ("checkpoint+attention", 2.0)]
+)
+def test_a_layer_saves_the_expected_bytes(memory, units):
+    fp32 = 4 * BATCH * SEQ
+    # A layer also saves one fp32 number for each row of attention and of its two norms. Lean copies the norms' weights.
+    row_statistics = {
+        "default": (4 + 2) * fp32,
+        "lean": (4 + 2) * fp32 + 2 * 512,
+        "checkpoint": 0,
+        "checkpoint+attention": 4 * fp32,
+    }[memory]
+    assert bytes_of_layer(memory=memory) == units * UNIT + row_statistics
+
+
+@pytest.mark.parametrize("memory", ["stock", pytest.param("default", marks=pytest.mark.interpreter)])
+def test_saved_bytes_are_what_a_step_saves(memory):
+    """A real step on the CPU saves the bytes that the plan counts."""
+    options = {} if memory == "stock" else {"memory": memory}
+    sizes = {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 224, "vocab_size": 128}
+    planned_step = step_of(build_llama(torch.float32, **sizes), 1, 64, **options)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**SIZES, **sizes})).train()
+    parameters, saved_tensors = {p.untyped_storage()._cdata for p in model.parameters()}, {}
+
+    def pack(x):
+        if x.untyped_storage()._cdata not in parameters:
+            saved_tensors[x.untyped_storage()._cdata] = x
+        return x
+
+    tokens = torch.randint(128, (1, 64))
+    with (
+        tigon.patched(model, **options) if options else contextlib.nullcontext(),
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x),
+    ):
+        model(input_ids=tokens, labels=tokens)
+    actual = sum(x.untyped_storage().nbytes() for x in saved_tensors.values())
+    assert planned_step.saved_bytes == pytest.approx(actual, rel=0.05)
+
+
+def test_saved_outputs_of_attention_are_what_a_step_saves():
+    """On the CPU too, the kernel of attention returns its output and one fp32 number for each row."""
+    sizes = {"num_hidden_layers": 3, "hidden_size": 64, "intermediate_size": 224, "vocab_size": 128}
+    tokens, actual, planned = torch.randint(128, (2, 64)), [], []
+    for memory in ("checkpoint", "checkpoint+attention"):
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**SIZES, **sizes})).train()
+        saved_tensors = {}
+
+        def pack(x, saved_tensors=saved_tensors):
+            saved_tensors[x.untyped_storage()._cdata] = x
+            return x
+
+        with (
+            tigon.patched(model, memory=memory),
+            torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x),
+        ):
+            model(input_ids=tokens, labels=tokens)
+        actual.append(sum(x.untyped_storage().nbytes() for x in saved_tensors.values()))
+        planned.append(step_of(build_llama(torch.float32, **sizes), 2, 64, memory=memory).saved_bytes)
+    assert planned[1] - planned[0] == actual[1] - actual[0] == 2 * 2 * 64 * (64 + 4) * 4
+
+
+def test_each_level_saves_fewer_bytes_than_the_one_before():
+    # The last layer of a checkpointed model is not checkpointed, so the model has several.
+    model = build_llama(num_hidden_layers=6)
+    # The model saves more than the window that offload keeps on the GPU.
+    steps = {level: step_of(model, 256, 4096, memory=level) for level in MEMORY}
+    saved_sizes = [steps[level].saved_bytes for level in ("default", "lean", "lean+mlp", "checkpoint")]
+    assert saved_sizes == sorted(saved_sizes, reverse=True)
+    assert len(set(saved_sizes)) == 4
+    assert steps["offload"].host > 0 == steps["lean"].host
+    assert steps["offload"].saved_bytes < steps["lean+mlp"].saved_bytes
+    work = {level: sum(w.products for w in step.work) for level, step in steps.items()}
+    assert work["default"] == work["lean"] < work["lean+mlp"] < work["checkpoint"] == work["checkpoint+attention"]
+    attention = {level: sum(w.attention for w in step.work) for level, step in steps.items()}
+    # Backward has five products where the forward pass has two, and the last of six layers runs once.
+    assert attention["checkpoint"] == attention["default"] * (7 + 2 * 5 / 6) / 7
+    assert attention["checkpoint+attention"] == attention["checkpoint+attention+offload"] == attention["default"]
+    assert steps["checkpoint"].saved_bytes < steps["checkpoint+attention"].saved_bytes < steps["lean+mlp"].saved_bytes
+
+
+def test_inputs_of_checkpointed_layers_are_on_the_host():
+    """The last of six layers runs once. The gradients of the others take less than one input."""
+    model, one = build_llama(num_hidden_layers=6), 256 * 4096 * 256 * 2
+    checkpoint, offload = (step_of(model, 256, 4096, memory=level) for level in ("checkpoint", "checkpoint+offload"))
+    assert checkpoint.host == 0
+    assert offload.host == 5 * one
+    assert checkpoint.saved_bytes - offload.saved_bytes == 5 * one
+    assert [work.to_host for work in offload.work] == [5 * one, 5 * one, 0]
+    # In a layer of five, the GPU holds its own input, and the one that is copied back ahead.
+    assert checkpoint.peak - offload.peak == pytest.approx(3 * one, rel=0.01)
+    assert step_of(model, 256, 4096, memory="checkpoint+offload:2").host == 2 * one
+
+
+def test_outputs_of_attention_are_on_the_host():
+    """Each of 4 heads has one fp32 number for a token. Pages have 16 MiB."""
+    model, one, rows = build_llama(num_hidden_layers=6), 256 * 4096 * 256 * 2, 256 * 4096 * 4 * 4
+    step = step_of(model, 256, 4096, memory="checkpoint+attention+offload")
+    assert step.host == 5 * (2 * one + rows)
+    assert [work.to_host for work in step.work] == [step.host, step.host, 0]
+    assert step_of(model, 256, 4096, memory="checkpoint+attention:2+offload").host == 5 * one + 2 * (one + rows)
+    assert step_of(model, 256, 4096, memory="checkpoint+attention:2+offload:1").host == one
+    inputs_alone = step_of(model, 256, 4096, memory="checkpoint+offload")
+    assert step.saved_bytes == inputs_alone.saved_bytes
+    # The GPU holds the outputs of one more layer, which are copied back ahead.
+    assert step.peak - inputs_alone.peak == pytest.approx(one + rows, rel=0.01)
+
+
+@pytest.mark.parametrize("gpus", [1, 4])
+def test_inputs_stay_on_the_gpu_where_gradients_need_the_memory_later(gpus):
+    """Each GPU has the gradients of its own shards."""
+    model = build_llama(num_hidden_layers=6)
+    gradient_bytes = 5 * sum(p.nbytes for p in model.model.layers[0].parameters()) // gpus
+    tokens = 6144 // gpus
+    one = tokens * 256 * 2
+    stay = gradient_bytes // one
+    assert stay == 2
+    engine = Replicated(model, 1) if gpus == 1 else Sharded(model, gpus, torch.bfloat16)
+    with tuned(LayerInputConfig, smallest=2**18, page=2**18):
+        assert step_of(model, 1, tokens, engine=engine, memory="checkpoint+offload").host == (5 - stay) * one
+
+
+def test_large_mlps_are_computed_in_tiles():
+    """Three tensors of all tokens and features of the MLP become three of a tile."""
+    model, tokens = build_llama(num_hidden_layers=3), 2**22
+    steps = []
+    for tile_bytes in (2**32, 2**60):
+        with tuned(GLUMLPConfig, tile_bytes=tile_bytes):
+            steps.append(step_of(model, tokens // 4096, 4096, memory="checkpoint"))
+    tiled, whole = steps
+    # Without tiles, the peak of the layer is in its MLP. With tiles, it is in attention, so not all bytes are saved.
+    assert whole.peak - tiled.peak > 0.5 * 3 * tokens * model.config.intermediate_size * 2
+    work = [sum(w.products for w in step.work) for step in steps]
+    # Only the last layer computes gate and up twice, which are 2 of its products.
+    assert work[0] - work[1] == 2 * 2 * tokens * model.config.hidden_size * model.config.intermediate_size
+
+
+def test_stock_holds_the_logits():
+    model = build_llama(vocab_size=32768)
+    assert step_of(model).peak - step_of(model, memory="default").peak > 4 * 32768 * BATCH * SEQ
+
+
+def test_memory_grows_with_batch_and_length():
+    model = build_llama()
+    peaks = [step_of(model, *shape, memory="lean").peak for shape in ((2, 256), (4, 256), (4, 512), (8, 512))]
+    assert peaks == sorted(peaks)
+    assert len(set(peaks)) == 4
+
+
+def test_a_step_does_not_change_the_model():
+    model = build_llama()
+    before = [name for name, _ in model.named_modules()]
+    first, second = step_of(model, memory="lean"), step_of(model, memory="lean")
+    assert first == second
+    assert [name for name, _ in model.named_modules()] == before
+    assert all(p.grad is None and not p._post_accumulate_grad_hooks for p in model.parameters())
+    assert not runs_kernels(torch.empty(4, device="meta"))
+
+
+def test_frozen_weights_have_no_gradients():
+    model, frozen = build_llama(), build_llama()
+    for p in frozen.model.parameters():
+        p.requires_grad_(False)
+    gradient_bytes = sum(p.nbytes for p in model.model.parameters())
+    assert step_of(model).peaks[2] - step_of(frozen).peaks[2] == gradient_bytes
+
+
+# --- engines ---------------------------------------------------------------------------------------
+
+
+def test_optimizers_have_the_expected_state():
+    sizes, n = [1000, 3000], 4000
+    assert optimizer_costs("adamw", sizes, torch.bfloat16).state == 2 * 2 * n
+    foreach = optimizer_costs("adamw-foreach", sizes, torch.float32)
+    assert 2 * 4 * n <= foreach.state <= 2 * 4 * n + 4096
+    assert foreach.temporary >= 4 * n
+    assert optimizer_costs("sgd", sizes, torch.float32).state == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("adamw-8bit", {"state": "8bit"}),
+        ("adamw-8bit+24", {"state": "8bit", "master": "bf16+8"}),
+        ("adamw-fp32+32", {"state": "fp32", "master": "fp32"}),
+        ("adamw-fp32", {"state": "fp32"}),
+    ],
+)
+def test_formats_of_states_have_the_size_of_the_optimizer(name, options, dtype):
+    sizes = [5001, 300]
+    parameters = [torch.nn.Parameter(torch.zeros(size, dtype=dtype)) for size in sizes]
+    optimizer = tigon.AdamW(parameters, **options)
+    for p in parameters:
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    states = [x for state in optimizer.state.values() for key, x in state.items() if key != "step"]
+    assert optimizer_costs(name, sizes, dtype).state == sum(x.nbytes for x in states)
+
+
+def test_fsdp_shards_parameters_and_gathers_layers():
+    model = build_llama(num_hidden_layers=6, vocab_size=4096)
+    nbytes = sum(p.nbytes for p in model.parameters())
+    steps = {n: step_of(model, engine=Sharded(model, n, torch.bfloat16), memory="lean") for n in (2, 4)}
+    buffers = step_of(model, memory="lean").fixed - nbytes
+    assert steps[2].fixed == pytest.approx(nbytes / 2 + buffers, abs=1024)
+    assert steps[4].fixed == pytest.approx(nbytes / 4 + buffers, abs=1024)
+    layer = sum(p.nbytes for p in model.model.layers[0].parameters())
+    assert steps[4].peaks[0] - steps[4].fixed - steps[4].saved_bytes > layer
+    assert steps[4].peak < steps[2].peak < step_of(model, memory="lean").peak
+    # After backward, a shard of the gradients is allocated in addition to the shard of the parameters.
+    assert steps[4].peaks[2] - steps[4].fixed == pytest.approx(nbytes / 4, rel=0.05)
+
+
+def test_the_dtype_mixed_has_fp32_shards():
+    config = transformers.LlamaConfig(**SIZES)
+    bf16, mixed = (
+        next(plan(config, PlanSettings(128, strategy="fsdp", dtype=dtype), levels=("default",), search=False))
+        for dtype in ("bf16", "mixed")
+    )
+    assert mixed.step.fixed == pytest.approx(2 * bf16.step.fixed, rel=0.01)
+    assert mixed.step.saved_bytes == bf16.step.saved_bytes
+
+
+# --- arithmetic ------------------------------------------------------------------------------------
+
+
+def test_attention_is_counted_and_saves_no_scores():
+    q = torch.empty(2, 4, 512, 64, device="meta", requires_grad=True)
+    with Ledger() as ledger:
+        ledger.count(q)
+        torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True).sum()
+        assert ledger.work.attention == 4 * 2 * 4 * 512 * 512 * 64 // 2
+        assert ledger.peak < 3 * q.nbytes
+
+
+def test_the_products_of_a_step_are_counted():
+    model = build_llama()
+    weights = sum(p.numel() for p in model.parameters() if p.dim() > 1) - model.model.embed_tokens.weight.numel()
+    products = sum(work.products for work in step_of(model, memory="default").work)
+    # The angles of the rotary embedding are products too.
+    assert products == pytest.approx(6 * weights * BATCH * SEQ, rel=1e-4)
+
+
+# --- the largest batch -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1.0, 0.3, 0.0017, 1e-6], ids=str)
+@pytest.mark.parametrize("first", [1, 7, 5000])
+@pytest.mark.parametrize("kind", ["steps", "doublings on the host", "never"])
+def test_the_search_finds_the_largest_batch(size, first, kind):
+    """The memory has a floor and grows in steps; or memory of the host doubles; or no batch fits."""
+    settings, batches = PlanSettings(256, gpu_memory=1.0, reserve=0.0, host_memory=1.0), []
+
+    def count(batch):
+        batches.append(batch)
+        nbytes = int(2**30 * (batch + batch // 16 / 3) * size)
+        host = 2 ** math.ceil(math.log2(2**30 * batch * 3 * size)) if "host" in kind else 0
+        floor = 2**31 if kind == "never" else 2**28
+        return Step(batch, 256, 0, nbytes, host, (nbytes // 2, nbytes, floor), (Work(),) * 3)
+
+    largest = _largest(count, first, settings)
+    assert len(batches) <= 32
+    if largest is None:
+        assert settings.load(count(1)) > 1.0
+    else:
+        assert settings.load(largest) <= 1.0
+        assert largest.batch == 2**16 or settings.load(count(largest.batch + 1)) > 1.0
+
+
+def test_the_largest_batch_of_a_model_fits_and_the_next_one_does_not():
+    config, settings = transformers.LlamaConfig(**SIZES), PlanSettings(256, batch=2, gpu_memory=0.3, reserve=0.0)
+    level_plan = next(plan(config, settings, levels=("lean",)))
+    model = build_llama()
+    optimizer = optimizer_costs("adamw", [p.numel() for p in model.parameters()], torch.bfloat16)
+    peaks = [
+        step_of(model, level_plan.largest.batch + more, 256, optimizer=optimizer, memory="lean").peak for more in (0, 1)
+    ]
+    assert peaks[0] == level_plan.largest.peak <= settings.budget < peaks[1]
+
+
+def test_recommended_is_the_fastest_that_fits():
+    step = step_of(build_llama())
+    settings = PlanSettings(256, gpu_memory=step.peak / 2**30, reserve=0.0)
+    big = dataclasses.replace(step, peaks=(2 * step.peak, 0, 0))
+    plans = [
+        LevelPlan("default", big, None, speed=1.0),
+        LevelPlan("lean", step, step, speed=0.9, largest_speed=0.9),
+        LevelPlan("checkpoint", step, step, speed=0.7, largest_speed=1.1),
+    ]
+    assert recommend(plans, settings, has_batch=True).level == "lean"
+    assert recommend(plans, settings, has_batch=False).level == "checkpoint"
+    assert recommend(plans[:1], settings, has_batch=True) is None
+
+
+# --- bad input -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"seq": 0}, "seq must be an integer of at least 1, got 0"),
+        ({"gpus": -1}, "gpus must be"),
+        ({"gpu_memory": 0.0}, "gpu_memory must be a positive number of GiB, got 0.0"),
+        ({"gpu_memory": float("nan")}, "gpu_memory must be a positive"),
+        ({"gpu_memory": 1.0}, "gpu_memory must leave memory for tensors"),
+        ({"optimizer": "lion"}, "optimizer must be one of adamw, .*got 'lion'"),
+        ({"dtype": "int8"}, "dtype must be one of bf16"),
+        ({"strategy": "zero"}, "strategy must be one of single, ddp, fsdp, got 'zero'"),
+        ({"strategy": "single", "gpus": 2}, "strategy single needs one GPU, got 2"),
+        ({"dtype": "mixed"}, "dtype mixed needs strategy fsdp"),
+        ({"reserve": 999.0}, "reserve must be from 0"),
+    ],
+    ids=lambda x: "-".join(x) if isinstance(x, dict) else "",
+)
+def test_bad_settings_are_refused(setting, message):
+    with pytest.raises(ValueError, match=message):
+        PlanSettings(**{"seq": 128, **setting})
+
+
+def test_a_model_that_cannot_be_trained_is_refused():
+    with pytest.raises(NotPlanned, match="T5ForConditionalGeneration.*decoder_start_token_id"):
+        next(plan(transformers.T5Config(num_layers=1), PlanSettings(16)))
+
+
+# --- positions -------------------------------------------------------------------------------------
+
+SMALL = {"vocab_size": 100, "num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 32}
+BOUNDED = {
+    "a table": (transformers.GPT2Config(**SMALL, n_positions=64), 64, "transformer.wpe"),
+    "a table with rows before the first position": (
+        transformers.OPTConfig(**SMALL, max_position_embeddings=64, ffn_dim=32, word_embed_proj_dim=32),
+        64,
+        "model.decoder.embed_positions",
+    ),
+    "a table that begins with the padding": (
+        transformers.RobertaConfig(**SMALL, max_position_embeddings=66, is_decoder=True, pad_token_id=1),
+        64,
+        "roberta.embeddings.position_embeddings",
+    ),
+    "sinusoids in a buffer": (
+        transformers.GPTJConfig(**SMALL, n_positions=64, rotary_dim=8),
+        64,
+        "transformer.h.0.attn.embed_positions",
+    ),
+    "a sum with all rows": (transformers.OpenAIGPTConfig(**SMALL, n_positions=64), 64, "the config"),
+    "a mask": (
+        transformers.MptConfig(vocab_size=100, d_model=32, n_heads=2, n_layers=1, max_seq_len=64),
+        64,
+        "the con",
+    ),
+}
+UNBOUNDED = {
+    "rotary": transformers.LlamaConfig(**SMALL, max_position_embeddings=64, intermediate_size=32),
+    "sinusoids that grow": transformers.XGLMConfig(
+        vocab_size=100, num_layers=1, attention_heads=2, d_model=32, ffn_dim=32, max_position_embeddings=64
+    ),
+    "alibi": transformers.BloomConfig(vocab_size=100, n_layer=1, n_head=2, hidden_size=32),
+    "relative": transformers.T5Config(vocab_size=100, num_layers=1, num_heads=2, d_model=32, d_ff=32),
+}
+
+
+@pytest.mark.parametrize(("config", "positions", "name"), BOUNDED.values(), ids=BOUNDED)
+def test_a_sequence_beyond_the_positions_is_refused(config, positions, name):
+    """On meta no index is out of range, but a GPU raises an IndexError, or the shapes of the model do not fit."""
+    model, _ = build(config, attention=None)
+    model.config.use_cache = False
+    assert find_position_table(model, positions) is None
+    for seq in (positions + 1, 4 * positions):
+        table = find_position_table(model, seq)
+        assert table.positions == positions
+        assert table.name.startswith(name)
+        with pytest.raises(
+            TooLong, match=rf"must be at most {positions} \({name}.* has no more positions\), got {seq}"
+        ):
+            next(plan(config, PlanSettings(seq, dtype="fp32"), levels=("stock",), search=False))
+    level_plan = next(
+        plan(config, PlanSettings(32, dtype="fp32"), levels=("stock",), lengths=(32, 64, 128, 256), search=False)
+    )
+    assert [step.seq for step in level_plan.by_length] == [32, 64]
+
+
+@pytest.mark.parametrize("config", UNBOUNDED.values(), ids=UNBOUNDED)
+def test_computed_positions_have_no_limit(config):
+    model, _ = build(config, attention=None)
+    assert find_position_table(model, 256) is None
+
+
+def test_a_table_that_no_token_reads_is_no_limit():
+    """The model has an embedding of another kind, with as many rows as there are positions."""
+    model = build_llama(max_position_embeddings=64)
+    model.model.other_words = torch.nn.Embedding(64, 8, device="meta")
+    assert find_position_table(model, 128) is None
+
+
+# --- presets and the command -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("Llama-3-8B", 8.030),
+        ("Llama-3.2-1B", 1.236),
+        ("Qwen2-7B", 7.616),
+        ("Qwen3-4B", 4.022),
+        ("Mistral-7B", 7.242),
+        ("Gemma-7B", 8.538),
+        ("Gemma-2-2B", 2.614),
+        ("Qwen3-30B-A3B", 30.532),
+    ],
+)
+def test_presets_have_the_public_sizes(name, billions):
+    assert name in PRESETS
+    model, _ = build(find_config(name.lower()))
+    assert round(sum(p.numel() for p in model.parameters()) / 1e9, 3) == billions
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    transformers.LlamaConfig(**SIZES).save_pretrained(tmp_path)
+    return lambda *arguments: typer_testing.CliRunner().invoke(cli.app(), ["plan", str(tmp_path), *arguments])
+
+
+def test_the_command_writes_the_plan_of_every_level(run, tmp_path):
+    file = tmp_path / "plan.json"
+    result = run("--seq", "256", "--batch", "4", "--gpu-memory", "2", "--json", str(file))
+    assert result.exit_code == 0, result.output
+    data = json.loads(file.read_text())
+    assert set(data["levels"]) == {"stock", *MEMORY}
+    assert f"memory='{data['recommended']}'" in result.output
+    lean = data["levels"]["lean"]
+    assert lean["at_batch"]["fits"]
+    assert lean["largest"]["batch"] > 4
+    assert lean["largest"]["peak_bytes"] <= data["settings"]["budget_bytes"]
+    assert data["levels"]["stock"]["relative_speed"] < data["levels"]["default"]["relative_speed"] == 1.0
+
+
+def test_the_last_line_names_the_json_file(run, tmp_path):
+    # The name is longer than the terminal, and must not be read as markup.
+    file = tmp_path / ("long" * 40 + "[bold]" + ".json")
+    arguments = ["--seq", "128", "--batch", "1", "--gpu-memory", "1.1", "--json", str(file)]
+    if importlib.util.find_spec("matplotlib"):
+        arguments += ["--plot", str(tmp_path / "x.svg")]
+    result = run(*arguments)
+    assert result.exit_code == 0, result.output
+    assert result.output.splitlines()[-1] == f"Wrote {file}"
+    json.loads(file.read_text())
+
+
+@pytest.mark.parametrize("arguments", [(), ("--batch", "64")], ids=["one sequence", "a batch"])
+def test_the_exit_code_is_1_if_no_level_fits(run, tmp_path, arguments):
+    """The results are written nevertheless."""
+    file = tmp_path / "plan.json"
+    memory = ("--gpu-memory", "0.02" if not arguments else "0.1", "--reserve", "0")
+    result = run("--seq", "2048", *arguments, *memory, "--json", str(file))
+    assert result.exit_code == 1, result.output
+    assert "No level fits" in result.output
+    assert json.loads(file.read_text())["recommended"] is None
+
+
+def test_a_note_says_that_the_sequence_is_longer_than_the_config_names(run, tmp_path):
+    file = tmp_path / "plan.json"
+    # Llama has 2048 positions by default.
+    result = run("--seq", "4096", "--batch", "1", "--gpu-memory", "3", "--json", str(file))
+    assert result.exit_code == 0, result.output
+    assert "The config names 2,048 positions." in result.output
+    assert json.loads(file.read_text())["notes"][0].startswith("The config names 2,048 positions.")
+
+
+def test_the_command_refuses_a_sequence_beyond_the_positions(tmp_path):
+    BOUNDED["a table"][0].save_pretrained(tmp_path)
+    runner = typer_testing.CliRunner()
+    result = runner.invoke(cli.app(), ["plan", str(tmp_path), "--seq", "65"], env={"COLUMNS": "200"})
+    assert result.exit_code == 2
+    output = " ".join(result.output.split())
+    assert "--seq: must be at most 64 (transformer.wpe has no more positions), got 65" in output
+
+
+def _plans(fits):
+    """Return plans of all levels, and of a level that the model cannot have."""
+    small = Step(1, 512, 0, 2**30, 0, (2**30, 2**33, 2**32), (Work(traffic=1),) * 3)
+    big = dataclasses.replace(small, batch=65536, peaks=(2**40, 0, 0)) if fits else None
+    plans = [LevelPlan(level, small, big, speed=1.0, largest_speed=1.0) for level in ("stock", *MEMORY)]
+    return [*plans, LevelPlan("lean", reason="the model has no such level")]
+
+
+@pytest.mark.parametrize("fits", [True, False], ids=["fits", "does not fit"])
+@pytest.mark.parametrize("width", [40, 66, 72, 80, 100, 140])
+def test_names_of_levels_are_whole_at_every_width(width, fits):
+    """A user copies them into `memory=`. From 66 columns on, headings and numbers are whole too."""
+    console = Console(width=width, file=io.StringIO(), color_system=None)
+    settings = PlanSettings(131072, gpus=8, batch=1)
+    print_plan(console, "Llama-3-8B", _plans(fits), settings, has_batch=False)
+    output = console.file.getvalue()
+    # A paragraph with a rule is a table: its headings, the rule, and a line for each level.
+    tables = [paragraph.split("\n") for paragraph in output.split("\n\n") if "\n──" in paragraph]
+    rules = [next(i for i, line in enumerate(table) if line.startswith("──")) for table in tables]
+    names = {line.split()[0] for table, rule in zip(tables, rules, strict=True) for line in table[rule + 1 :]}
+    assert names == {"stock", *MEMORY}
+    if width < 66:
+        return
+    assert "…" not in output
+    assert max(map(len, output.splitlines())) <= width
+    # One table of at most 97 characters, if the terminal is that wide.
+    assert len(tables) == 1 or width < 97
+    assert max(len(line.rstrip()) for table in tables for line in table) <= 97
+    headings = " ".join(line for table, rule in zip(tables, rules, strict=True) for line in table[:rule]).split()
+    for word in ("memory=", "backward", "fits", "largest", "tokens", "step", "speed"):
+        assert word in headings
+
+
+@pytest.mark.parametrize("host_memory", [1.0, 200.0])
+def test_the_output_names_the_memory_of_the_host(host_memory):
+    console = Console(width=120, file=io.StringIO(), color_system=None)
+    step = Step(1, 512, 0, 2**30, 96 * 2**30, (2**30, 2**33, 2**32), (Work(traffic=1),) * 3)
+    plans = [LevelPlan("checkpoint+offload", step, step, speed=1.0, largest_speed=1.0)]
+    print_plan(console, "Llama-3-8B", plans, PlanSettings(4096, host_memory=host_memory), has_batch=True)
+    output = console.file.getvalue()
+    assert "checkpoint+offload: 96 GiB of pinned memory per GPU at batch 1" in output
+    assert ("but the host has 1 GiB for each GPU (--host-memory)" in output) == (host_memory == 1.0)
+
+
+def test_plot_has_a_line_for_each_level(tmp_path):
+    pytest.importorskip("matplotlib")
+    from tigon.cli.plan.plot import draw, lengths
+
+    assert lengths(1024) == (128, 256, 512, 1024, 2048, 4096)
+    assert lengths(64) == (128, 256)
+    settings, levels = PlanSettings(256), ("stock", "lean")
+    plans = list(plan(transformers.LlamaConfig(**SIZES), settings, levels=levels, lengths=(128, 256), search=False))
+    draw(tmp_path / "plan.svg", "tiny", plans, settings)
+    plot = (tmp_path / "plan.svg").read_text()
+    assert all(f"<!-- {name} -->" in plot for name in (*levels, "memory for tensors"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--plot", "x.doc"), "--plot: must end in .png"),
+        (("--batch", "0"), "--batch: must be an integer"),
+        (("--gpu-memory", "-1"), "--gpu-memory"),
+        (("--optimizer", "lion"), "--optimizer"),
+        (("--json", "/nowhere/x.json"), "--json: must be in a folder that exists"),
+        (("--json", "/proc/x.json"), "--json: must be a file that can be written, got '/proc/x.json' (No such file"),
+        (("--plot", "/proc/x.png"), "--plot: must be a file that can be written, got '/proc/x.png' (No such file"),
+        (("--json", "/proc"), "--json: must be a file that can be written, got '/proc' (Is a directory)"),
+    ],
+    ids=lambda x: x[0] if isinstance(x, tuple) else "",
+)
+def test_the_command_refuses_bad_options(run, arguments, message):
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("lama-3-8b", "MODEL: must be a preset (Llama-3-8B, "),
+        ("./nowhere", "MODEL: must be a file or folder that exists"),
+    ],
+)
+def test_the_command_refuses_an_unknown_model(model, message):
+    result = typer_testing.CliRunner().invoke(cli.app(), ["plan", model], env={"COLUMNS": "400"})
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.split())
