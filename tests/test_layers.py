@@ -15,7 +15,6 @@ LAYERS = ("runtime", "memory", "ops", "losses", "recognition", "hf", "integratio
 # The families of ops that may import another one, and the reasons.
 FAMILIES = {
     ("head", "logits"): "the head computes the losses of logits chunk by chunk",
-    ("head", "adapters"): "an adapter on the head adds to the logits of each chunk",
     ("fp8", "mlps"): "a gated MLP in FP8 has the activations of an MLP",
     ("experts", "fp8"): "the products of experts may run in FP8",
     ("experts", "mlps"): "an expert is an MLP and has the same activations",

@@ -73,19 +73,6 @@ def _valid_rows() -> None:
     tigon.ValidRows(torch.zeros(8, dtype=torch.int64))
 
 
-def _adapted_head(vocabulary: int, rank: int, dtype: torch.dtype, **options: Any) -> None:
-    """Run the loss of a head with an adapter."""
-    x, h, b = (
-        torch.zeros(shape, dtype=dtype, requires_grad=True)
-        for shape, dtype in (((2, 16), dtype), ((2, rank), torch.float32), ((vocabulary, rank), torch.float32))
-    )
-    weight, target = torch.zeros(vocabulary, 16, dtype=dtype), torch.zeros(2, dtype=torch.int64)
-    with tuned(CountConfig, min_multiplications=2**62):
-        results = tensors_of(tigon.linear_cross_entropy(x, weight, target, low_rank=(h, b), **options))
-        outputs = [y for y in results if y.requires_grad]
-        torch.autograd.backward(outputs, [y.detach() for y in outputs])
-
-
 def _adamw(n: int, dtype: torch.dtype, **options: Any) -> None:
     """Run a step of the optimizer, which is not a function of tensors."""
     parameter = torch.zeros(n, dtype=dtype, requires_grad=True)
@@ -182,25 +169,6 @@ _OTHER_STEPS: dict[str, Callable[[], None]] = {
         128000, 256000, token_scaling=True, **EVERY_TERM
     ),
     "linear_cross_entropy valid rows": _valid_rows,
-    "linear_cross_entropy 128256, adapter of rank 16": lambda: _adapted_head(128256, 16, torch.bfloat16),
-    "linear_cross_entropy 128256, adapter of rank 32": lambda: _adapted_head(128256, 32, torch.bfloat16, **EVERY_TERM),
-    "linear_cross_entropy 128256, adapter of rank 64": lambda: _adapted_head(128256, 64, torch.bfloat16),
-    "linear_cross_entropy 128256, adapter of rank 128": lambda: _adapted_head(128256, 128, torch.bfloat16),
-    "linear_cross_entropy 256000, adapter, every option": lambda: _adapted_head(
-        256000,
-        16,
-        torch.bfloat16,
-        weight=torch.ones(256000),
-        reduction="none",
-        token_scaling=True,
-        return_entropy=True,
-        return_log_probs=True,
-        return_predicted_tokens=True,
-        **EVERY_TERM,
-    ),
-    "linear_cross_entropy 256000, adapter, every option, fp16": lambda: _adapted_head(
-        256000, 16, torch.float16, weight=torch.ones(256000), return_entropy=True, **EVERY_TERM
-    ),
     "fp8_linear GLU 4096": lambda: _fp8_glu_mlp(256, 4096),
     "fp8_linear GLU 4096, rowwise": lambda: _fp8_glu_mlp(256, 4096, recipe="rowwise"),
     "fp8_linear GLU 4096, no dW in FP8": lambda: _fp8_glu_mlp(256, 4096, fp8_dw=False),

@@ -146,7 +146,7 @@ def head_cases(mask: Tensor) -> Iterator[Case]:
         loss = tigon.DistillationLoss(divergence="kl")
         yield Case(f"DistillationLoss of {form}", without_mask(loss), ignored | {form: values}, leaves)
     for group in ("token", "sequence", "pair", "batch"):
-        options = {"group": group, "reduction": "sum", "loss_fn": lambda values: values.square().sum()}
+        options = {"group": group, "loss_fn": lambda values: values.square().sum()}
         for budget in (None, 1):
             loss = without_mask(tigon.linear_loss, max_logits_mib=budget, **options)
             yield Case(f"linear_loss {group} {budget}", loss, ignored, leaves)

@@ -256,13 +256,13 @@ HEADS = {
         for reduction in REDUCTIONS
     },
     **{
-        f"linear_loss {group} {reduction}{' with entropy' * entropy}": (
+        f"linear_loss {group}{' with entropy' * entropy}": (
             own_loss(tigon.linear_loss), own_loss(eager_linear_loss),
-            {"loss_fn": loss_fn, "group": group, "with_entropy": entropy, "reduction": reduction},
+            {"loss_fn": loss_fn, "group": group, "with_entropy": entropy},
         )
-        for group, reduction, loss_fn, entropy in [
-            ("batch", "mean", mean_loss, True), ("sequence", "sum", sum_loss, False),
-            ("pair", "mean", mean_loss, False), ("token", "sum", sum_loss, True),
+        for group, loss_fn, entropy in [
+            ("batch", mean_loss, True), ("sequence", sum_loss, False), ("pair", mean_loss, False),
+            ("token", sum_loss, True),
         ]
     },
 }  # fmt: skip

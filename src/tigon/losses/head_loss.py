@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from tigon.losses.sequences import Metrics
+from tigon.ops.head.arguments import check_shapes
 from tigon.ops.head.computed_rows import find_rows
-from tigon.ops.head.linear_log_probs import check_head_arguments, linear_log_probs
+from tigon.ops.head.linear_log_probs import linear_log_probs
 from tigon.ops.head.linear_loss import linear_loss
 from tigon.runtime import checks
 
@@ -72,7 +73,7 @@ class HeadLoss(nn.Module):
             reference: The hidden states, the weight and the bias of a reference model, or None.
         """
         name = type(self).__name__
-        check_head_arguments(name, hidden, weight, targets, bias, may_be_empty="process_group" in self.head_options)
+        check_shapes(name, hidden, weight, bias, targets, may_be_empty="process_group" in self.head_options)
         tensors = {key: value for key, value in tensors.items() if value is not None}
         ignore_index = checks.ignore_index(name, self.head_options.get("ignore_index", -100))
         targets, masks = self._masked(targets, {"mask": mask, "nll_mask": tensors.get("nll_mask")}, ignore_index)

@@ -7,10 +7,10 @@ import torch.nn.functional as F
 import tigon
 from benchmarks.workloads import WORKLOADS
 from op_cases import DEVICE, INTERPRETED, assert_as_accurate_as_eager, one_in, outputs_and_gradients
+from tigon.ops.head import weight_gradient
 from tigon.ops.head.chunks import ChunkConfig, ChunkProblem
 from tigon.ops.head.computed_rows import CountConfig, CountProblem
 from tigon.ops.head.linear_cross_entropy import linear_cross_entropy_reference
-from tigon.ops.head.weight_gradient import WeightGradientConfig
 from tigon.runtime.device import EMULATED
 from tigon.runtime.tuning import tuned
 from tigon.testing import assert_accurate
@@ -311,14 +311,15 @@ def test_error_of_chunked_dw_against_one_product(shape):
 
 @pytest.mark.no_interpreter("The interpreter copies the tensors of each launch.")
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_fp32_sum_of_dw_takes_one_more_buffer(reduction):
+def test_fp32_sum_of_dw_takes_one_more_buffer(reduction, monkeypatch):
     """In addition to the gradients there are one more buffer of the size of dW, the logits, and slabs on a CPU."""
     generator = torch.Generator().manual_seed(0)
     x, w = (torch.randn(n, 512, generator=generator).bfloat16().requires_grad_() for n in (128, 8192))
     target = torch.randint(8192, (128,), generator=generator)
+    monkeypatch.setattr(weight_gradient, "SLAB_BYTES", 2**14)
     peaks = []
     for acc_dtype in (None, torch.float32):
-        with tuned(WeightGradientConfig, slab_bytes=2**14), _Peak() as memory:
+        with _Peak() as memory:
             tigon.linear_cross_entropy(
                 x, w, target, max_logits_mib=4, acc_dtype=acc_dtype, reduction=reduction
             ).sum().backward()

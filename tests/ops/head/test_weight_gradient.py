@@ -10,9 +10,8 @@ from torch.utils._pytree import tree_leaves
 
 import tigon
 from op_cases import DEVICE
-from tigon.ops.head.weight_gradient import WeightGradient, WeightGradientConfig, WeightGradientProblem
-from tigon.runtime.device import EMULATED
-from tigon.runtime.tuning import tuned
+from tigon.ops.head import weight_gradient
+from tigon.ops.head.weight_gradient import WeightGradient
 
 pytestmark = pytest.mark.no_interpreter("torch computes all products of CPU tensors.")
 
@@ -78,7 +77,7 @@ def test_other_orders_of_rounding_give_wrong_rows():
         dw.result[: dw.middle] = dw.upper
 
 
-def test_fp32_sum_needs_one_buffer_of_the_size_of_dw():
+def test_fp32_sum_needs_one_buffer_of_the_size_of_dw(monkeypatch):
     """In addition to the result V x H there is one buffer of its size, not an fp32 sum of twice that size."""
     v, h = 4096, 64
     parts, weight = _parts(v, h), torch.empty(v, h, dtype=BF16, device=DEVICE)
@@ -96,7 +95,8 @@ def test_fp32_sum_needs_one_buffer_of_the_size_of_dw():
                 assert sum(n for n in sizes if n >= weight.nbytes // 2) <= 2 * weight.nbytes
             return result
 
-    with tuned(WeightGradientConfig, slab_bytes=2**15), Large():
+    monkeypatch.setattr(weight_gradient, "SLAB_BYTES", 2**15)
+    with Large():
         dw = WeightGradient(weight, True)
         for part in parts:
             dw.add(*part)
@@ -117,11 +117,12 @@ def test_empty_sum_is_zero_or_the_buffer(v, in_fp32):
 @pytest.mark.parametrize("slab", [1, 100, 2**20], ids=lambda n: f"slabs of {n} bytes")
 @pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
 @pytest.mark.parametrize("kind", [BF16, torch.float16], ids=str)
-def test_half_precision_products_are_not_rounded_in_an_fp32_sum(kind, autocast, slab):
+def test_half_precision_products_are_not_rounded_in_an_fp32_sum(kind, autocast, slab, monkeypatch):
     """This is the gradient of an fp32 weight under autocast, and Megatron's main_grad."""
     parts, weight = _parts(70, 5, dtype=kind), torch.empty(70, 5, device=DEVICE)
     expected = _expected_sum(parts)
-    with tuned(WeightGradientConfig, slab_bytes=slab), torch.autocast(DEVICE, BF16, enabled=autocast):
+    monkeypatch.setattr(weight_gradient, "SLAB_BYTES", slab)
+    with torch.autocast(DEVICE, BF16, enabled=autocast):
         assert torch.equal(_add_parts(weight, False, parts), expected)
         buffer = torch.full((70, 5), 3.0, device=DEVICE)
         assert _add_parts(weight, False, parts, buffer) is buffer
@@ -205,9 +206,3 @@ def test_only_half_precision_splits_its_sum(v, dtype):
     total.add(logits, x)
     total.add(logits, x)
     assert torch.equal(total.finish(), torch.full_like(weight, 4.0))
-
-
-def test_heuristic():
-    for itemsize in (2, 4):
-        config = WeightGradientConfig.heuristic(WeightGradientProblem(itemsize), EMULATED)
-        assert config == WeightGradientConfig(slab_bytes=64 * 2**20, row_alignment=64, first_rows=256)

@@ -11,29 +11,19 @@ Shapes: T tokens, H hidden size of the student, V its vocabulary, G hidden size 
 log-probabilities of each token, C tokens of a chunk.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tigon.ops.head.chunks import (
-    ChunkConfig,
-    ChunkProblem,
-    Gradients,
-    GradientSums,
-    Needs,
-    head_product,
-    select,
-    select_some,
-    token_chunks,
-    without_ignored,
-)
-from tigon.ops.head.computed_rows import rows_to_compute
-from tigon.ops.head.low_rank_logits import Rows
+from tigon.ops.head.chunks import AllRows, head_product, plan_chunks, token_chunks
+from tigon.ops.head.computed_rows import Rows, rows_to_compute, select, select_some
+from tigon.ops.head.gradients import Gradients, GradientSums, Needs, empty_gradients
 from tigon.ops.logits.distillation import distill_rows
 from tigon.ops.logits.distillation_types import DistillationOptions, RowLosses
-from tigon.ops.logits.token.kernels import Shard
-from tigon.runtime.device import device_kind, device_of, runs_kernels
+from tigon.ops.logits.token.types import Shard
+from tigon.runtime.device import runs_kernels
 from tigon.runtime.launch import launcher
 
 # Bytes that a logit takes in addition to itself where no kernel runs: about ten fp32 values per logit exist at a time.
@@ -77,68 +67,43 @@ class DistillationResults(NamedTuple):
     gradients: Gradients
 
 
-class TeacherLogits:
-    """The teacher's logits of one chunk at a time."""
+def _teacher_logits(
+    teacher: Teacher, settings: DistillationSettings, tokens: int, vocabulary: int
+) -> Callable[[Rows], Tensor]:
+    """Return a function from at most `tokens` rows to their logits [C, W] of the teacher.
 
-    def __init__(self, teacher: Teacher, settings: DistillationSettings, tokens: int, vocabulary: int) -> None:
-        self.teacher, self.form, self.vocabulary = teacher, settings.form, vocabulary
-        self.fp32_logits, form = settings.fp32_logits, settings.form
-        self.buffer, self.weight = None, None
-        if form == "hidden":
-            assert teacher.hidden is not None
-            assert teacher.weight is not None
-            # Under autocast the weight is fp32.
-            self.weight = teacher.weight.to(teacher.hidden.dtype)
-            dtype = _logits_dtype(teacher.hidden, self.fp32_logits)
-            self.buffer = teacher.hidden.new_empty(tokens, len(teacher.weight), dtype=dtype)
-        elif form == "top_k":
-            assert teacher.values is not None
-            dtype = torch.promote_types(teacher.values.dtype, torch.float32)
-            self.buffer = teacher.values.new_empty(tokens, vocabulary + SPARE_COLUMNS, dtype=dtype)
+    They are in a buffer that the next call may overwrite.
+    """
+    hidden, weight, bias, values, indices = teacher
+    if settings.form == "hidden":
+        assert hidden is not None
+        assert weight is not None
+        # Under autocast the weight is fp32.
+        head = weight.to(hidden.dtype)
+        logits = hidden.new_empty(tokens, len(weight), dtype=_logits_dtype(hidden, settings.fp32_logits))
 
-    def of(self, rows: Rows) -> Tensor:
-        """Return the logits [C, W] of the tokens `rows`, in a buffer that the next call may overwrite."""
-        teacher = self.teacher
-        if self.form == "hidden":
-            assert teacher.hidden is not None
-            assert self.weight is not None
-            assert self.buffer is not None
-            hidden = select(teacher.hidden, rows)
-            logits = self.buffer[: len(hidden)]
-            head_product(hidden, self.weight, teacher.bias, logits, self.fp32_logits)
-            return logits
-        assert teacher.values is not None
-        values = select(teacher.values, rows)
-        if self.form == "logits":
-            return values
-        values = values.to(torch.promote_types(values.dtype, torch.float32))
-        if self.form == "probs":
-            return values.log()
-        assert teacher.indices is not None
-        assert self.buffer is not None
-        indices = select(teacher.indices, rows).long()
-        log_probs = self.buffer[: len(values)].fill_(-torch.inf)
-        is_token = (indices >= 0) & (indices < self.vocabulary)
-        log_probs.scatter_(1, indices.where(is_token, self.vocabulary), values)
-        return log_probs[:, : self.vocabulary]
+        def multiply(rows: Rows) -> Tensor:
+            x = select(hidden, rows)
+            head_product(x, head, bias, logits[: len(x)])
+            return logits[: len(x)]
 
+        return multiply
+    assert values is not None
+    if settings.form == "logits":
+        return lambda rows: select(values, rows)
+    dtype = torch.promote_types(values.dtype, torch.float32)
+    if settings.form == "probs":
+        return lambda rows: select(values, rows).to(dtype).log()
+    log_probs = values.new_empty(tokens, vocabulary + SPARE_COLUMNS, dtype=dtype)
 
-class AllLosses:
-    """The losses of all tokens, into which those of each chunk are copied. Tokens without a chunk have zeros."""
+    def scatter(rows: Rows) -> Tensor:
+        assert indices is not None
+        top_k, columns = select(values, rows).to(dtype), select(indices, rows).long()
+        is_token = (columns >= 0) & (columns < vocabulary)
+        chunk = log_probs[: len(top_k)].fill_(-torch.inf)
+        return chunk.scatter_(1, columns.where(is_token, vocabulary), top_k)[:, :vocabulary]
 
-    def __init__(self, x: Tensor, settings: DistillationSettings) -> None:
-        self.result = _empty_losses(x, settings.options)
-        for values in self.result:
-            if values is not None:
-                values.zero_()
-
-    def add(self, part: RowLosses, rows: Rows) -> None:
-        for whole, values in zip(self.result, part, strict=True):
-            if whole is not None and values is not None:
-                if isinstance(rows, slice):
-                    whole[rows] = values
-                else:
-                    whole.index_copy_(0, rows, values.to(whole.dtype))
+    return scatter
 
 
 def _empty_losses(x: Tensor, options: DistillationOptions) -> RowLosses:
@@ -153,9 +118,7 @@ def _empty_losses(x: Tensor, options: DistillationOptions) -> RowLosses:
 def _empty_results(
     x: Tensor, weight: Tensor, bias: Tensor | None, settings: DistillationSettings
 ) -> DistillationResults:
-    empty = lambda tensor, need: torch.empty_like(tensor, memory_format=torch.contiguous_format) if need else None
-    gradients = [empty(each, need) for each, need in zip((x, weight, bias), settings.needs[:3], strict=True)]
-    return DistillationResults(_empty_losses(x, settings.options), Gradients(*gradients))
+    return DistillationResults(_empty_losses(x, settings.options), empty_gradients(settings.needs, x, weight, bias))
 
 
 def _logits_dtype(hidden: Tensor, fp32_logits: bool) -> torch.dtype:
@@ -191,28 +154,28 @@ def distillation_chunks(
     logits_dtype = _logits_dtype(x, settings.fp32_logits)
     teacher_bytes = _teacher_bytes(teacher, form, v, settings.fp32_logits)
     if count < 0:
-        rows, count = rows_to_compute(None, target, options.ignore_index, x.numel() * v)
+        rows, count = rows_to_compute(None, x, target, options.ignore_index, Shard(0, v))
     token_bytes = v * logits_dtype.itemsize + teacher_bytes
     token_bytes += 0 if runs_kernels(x) else v * TORCH_LOGIT_BYTES
-    problem = ChunkProblem(v, max(1, token_bytes // v), device_kind(x), teacher_bytes > 0)
-    config = ChunkConfig.choose(problem, device_of(x))
-    # An fp32 sum of a half-precision dW takes a buffer of its size. The logits of as many tokens may take it instead.
-    may_sum_in_fp32 = needs.dw and weight.element_size() == 2
-    spare_tokens = 0
-    if may_sum_in_fp32 and not settings.sums_in_fp32:
-        spare_tokens = weight.numel() * weight.element_size() // token_bytes
-    tokens = config.chunk_tokens(count, token_bytes, settings.max_logits_mib, spare_tokens)
-    sums_in_fp32 = settings.sums_in_fp32 or (may_sum_in_fp32 and count > config.max_chunks * tokens)
-    gradients = GradientSums(x, weight, bias, rows is None and count > 0, None, sums_in_fp32, needs, None)
-    losses = AllLosses(x, settings)
-    teacher_logits = TeacherLogits(teacher, settings, min(tokens, count), v)
+    parts, sums_in_fp32 = plan_chunks(
+        x, weight, rows, count, v, token_bytes, settings.max_logits_mib,
+        needs_dw=needs.dw, sums_in_fp32=settings.sums_in_fp32, has_teacher=teacher_bytes > 0,
+    )  # fmt: skip
+    gradients = GradientSums(
+        x, weight, bias, needs, ignore_index=options.ignore_index if rows is None else None, sums_in_fp32=sums_in_fp32
+    )
+    losses = AllRows[RowLosses](len(x))
+    teacher_logits = None
     # Under autocast the weight is fp32, and so is dW.
     weight = weight.to(x.dtype)
-    for chunk in token_chunks(x, weight, target, bias, None, rows, count, tokens, config, settings.fp32_logits):
+    for chunk in token_chunks(x, weight, target, bias, parts, logits_dtype=logits_dtype):
+        if teacher_logits is None:
+            # No chunk is longer than the first one.
+            teacher_logits = _teacher_logits(teacher, settings, len(chunk.x), v)
         # fp32 rows have room for twice as many half-precision numbers.
         dlogits = chunk.logits.view(x.dtype)[:, :v] if any(needs) else None
         part = distill_rows(
-            chunk.logits, teacher_logits.of(chunk.rows), chunk.target, scales, select_some(dloss, chunk.rows), options,
+            chunk.logits, teacher_logits(chunk.rows), chunk.target, scales, select_some(dloss, chunk.rows), options,
             dlogits,
         )  # fmt: skip
         losses.add(part, chunk.rows)
@@ -221,6 +184,5 @@ def distillation_chunks(
                 # The bf16 products of oneDNN read beyond the ends of rows. Between rows that are not contiguous, they
                 # would find parts of fp32 numbers, which may be NaN in bf16.
                 dlogits = dlogits.contiguous()
-            hidden = without_ignored(chunk.x, chunk.target, options.ignore_index) if rows is None else chunk.x
-            gradients.add(chunk._replace(x=hidden, logits=dlogits), weight)
-    return DistillationResults(losses.result, gradients.finish(Shard(0, v)))
+            gradients.add(chunk.rows, chunk.x, chunk.target, dlogits, weight)
+    return DistillationResults(losses.finish(lambda: _empty_losses(x, options)), gradients.finish())

@@ -28,16 +28,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tigon.ops.head.accumulate_grad import AccumulatedGradient, accumulated_gradient
-from tigon.ops.head.chunks import (
-    NO_NEEDS,
-    NOTHING_SAVED,
-    Gradients,
-    LossSettings,
-    Needs,
-    linear_cross_entropy_chunks,
+from tigon.ops.head.arguments import (
+    HeadNames,
+    cast_for_products,
+    check_head,
+    check_sums,
+    check_valid_rows,
+    needed_gradients,
 )
 from tigon.ops.head.computed_rows import rows_to_compute
-from tigon.ops.head.low_rank_logits import NO_ADDITION, LowRank
+from tigon.ops.head.cross_entropy_chunks import NOTHING_SAVED, LossSettings, linear_cross_entropy_chunks
+from tigon.ops.head.gradients import NO_NEEDS, Gradients, LowRank, Needs, rescale_gradients
 from tigon.ops.logits.cross_entropy import cross_entropy_reference
 from tigon.ops.logits.loss_arguments import (
     RESULT_OPTIONS,
@@ -48,12 +49,12 @@ from tigon.ops.logits.loss_arguments import (
     loss_options,
     loss_output,
 )
-from tigon.ops.logits.rescale import rescaled
 from tigon.ops.logits.token.kernels import WHOLE_LOSS, SavedStatistics, Upstream, Wants, gradient_scales
 from tigon.ops.logits.valid_rows import ValidRows, as_targets
-from tigon.ops.logits.vocab_parallel import largest_shard, local_parts, shard_of
 from tigon.runtime import checks
 from tigon.runtime.autograd import first_order, keep_none_gradients
+
+NAMES = HeadNames("input", "linear_weight", "linear_bias", "target")
 
 # --- reference -----------------------------------------------------------------------------------
 
@@ -81,18 +82,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         settings: LossSettings,
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
         keep_none_gradients(ctx)
-        is_compiling = torch.compiler.is_compiling()
         returns_more = settings.wants.log_probs or settings.wants.entropy
         # Under `torch.compile` a missing upstream gradient is zeros instead of None. Backward cannot know which results
         # were used there, so it computes the gradients of all results together.
-        in_forward = reduces and x.dtype != torch.float16 and not (is_compiling and returns_more)
+        in_forward = reduces and x.dtype != torch.float16 and not (torch.compiler.is_compiling() and returns_more)
         needs = settings.needs if in_forward else NO_NEEDS
-        if is_compiling:
-            # The operator finds the rows when it runs.
-            rows, count = None, -1 if valid_rows is None else x.shape[0]
-        else:
-            multiplications = x.numel() * largest_shard(settings.shard)
-            rows, count = rows_to_compute(valid_rows, target, settings.options.ignore_index, multiplications)
+        rows, count = rows_to_compute(valid_rows, x, target, settings.options.ignore_index, settings.shard)
         low_rank = LowRank(low_rank_h, low_rank_b)
         inputs = x, weight, target, bias, low_rank, class_weight, scales, rows
         dw_buffer = None if accumulation is None else accumulation.buffer
@@ -131,10 +126,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if accumulation is not None:
                 accumulation.make_nan_if_wrong(dloss)
             if dloss is not None:
-                factor = dloss
-                gradients = Gradients(
-                    *(None if g is None else rescaled(_as_matrix(g), factor).view(g.shape) for g in saved[:count])
-                )
+                gradients = Gradients(*rescale_gradients(saved[:count], dloss))
             dloss = None
         if not ctx.in_forward or dlog_probs is not None or dentropy is not None:
             x, weight, target, bias, h, b, class_weight, scales, rows, lse, log_probs, entropy = saved[count:]
@@ -149,10 +141,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if accumulation is not None:
             gradients = gradients._replace(dw=accumulation.gradient_for_autograd())
         return *gradients, None, None, None, None, None, None, None
-
-
-def _as_matrix(x: Tensor) -> Tensor:
-    return x if x.dim() == 2 else x[None]
 
 
 def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
@@ -263,61 +251,28 @@ def linear_cross_entropy(
         return_predicted_tokens=return_predicted_tokens, return_log_probs=return_log_probs,
         return_entropy=return_entropy,
     )  # fmt: skip
-    checks.choice(op, "acc_dtype", acc_dtype, (None, torch.float32))
+    check_sums(op, max_logits_mib, acc_dtype)
     accumulation = accumulated_gradient(op, linear_weight, acc_dtype) if accumulate_grad else None
-    if any(hasattr(x, "placements") for x in (input, linear_weight, linear_bias, target)):
-        if vocab_size is None and process_group is not None and hasattr(linear_weight, "placements"):
-            vocab_size = linear_weight.shape[0]
-        input, target, linear_weight, linear_bias = local_parts(
-            op, process_group, input, target, linear_weight=linear_weight, linear_bias=linear_bias
-        )
-    checks.floating(op, input=input, linear_weight=linear_weight, linear_bias=linear_bias)
-    if linear_weight.dim() != 2 or linear_weight.shape[1] == 0 or (process_group is None and len(linear_weight) == 0):
-        raise ValueError(f"{op}: linear_weight must have shape (V, H), got {tuple(linear_weight.shape)}")
-    v, h = linear_weight.shape
-    if input.dim() == 0 or input.shape[-1] != h:
-        raise ValueError(
-            f"{op}: input must have shape (..., H) and linear_weight (V, H), got {tuple(input.shape)} and {(v, h)}"
-        )
-    checks.shape(op, "target", target, input.shape[:-1])
-    if linear_bias is not None:
-        checks.shape(op, "linear_bias", linear_bias, (v,))
-    checks.same(op, "device", input=input, linear_weight=linear_weight, linear_bias=linear_bias)
-    shard = shard_of(op, process_group, v, vocab_size)
+    input, linear_weight, linear_bias, target, shard = check_head(
+        op, input, linear_weight, linear_bias, target, process_group, vocab_size, names=NAMES
+    )
     check_loss_arguments(op, shard.vocabulary, target, weight, reduction, num_items, input.device)
     ignore_index = checks.ignore_index(op, -100 if ignore_index is None else ignore_index)
     options = loss_options(op, ignore_index, label_smoothing, softcap, logit_scale, z_loss, token_scaling)
-    if max_logits_mib is not None and checks.number(op, "max_logits_mib", max_logits_mib) < 1:
-        raise ValueError(f"{op}: max_logits_mib must be at least 1 or None, got {max_logits_mib}")
-    if valid_rows is not None and valid_rows is not False:
-        if not isinstance(valid_rows, ValidRows):
-            raise TypeError(f"{op}: valid_rows must be a tigon.ValidRows or False, got {type(valid_rows).__name__}")
-        if not torch.compiler.is_compiling():
-            valid_rows.check(op, target, ignore_index)
-    if input.device.type != "meta" and torch.is_autocast_enabled(input.device.type):
-        dtype = torch.get_autocast_dtype(input.device.type)
-        cast = lambda x: x if x is None or x.dtype == torch.float64 else x.to(dtype)
-        # The weight is cast by the launcher, so that its gradient is not rounded.
-        checks.same(
-            op, "dtype", input=cast(input), linear_weight=cast(linear_weight[:0]), linear_bias=cast(linear_bias)
-        )
-        input, linear_bias = cast(input), cast(linear_bias)
-    else:
-        checks.same(op, "dtype", input=input, linear_weight=linear_weight, linear_bias=linear_bias)
+    valid_rows = check_valid_rows(op, valid_rows, target, ignore_index)
+    input, linear_bias = cast_for_products(op, input, linear_weight, linear_bias, NAMES)
 
-    x, targets = input.reshape(-1, h), as_targets(target, ignore_index)
+    x, targets = input.reshape(-1, input.shape[-1]), as_targets(target, ignore_index)
     weight = None if weight is None else weight.detach().contiguous()
-    factors = check_low_rank(op, low_rank, input, v, process_group)
-    inputs = input, linear_weight, linear_bias, *factors
-    needs = [torch.is_grad_enabled() and p is not None and p.requires_grad for p in inputs]
+    factors = check_low_rank(op, low_rank, input, len(linear_weight), process_group)
+    needs = Needs(*needed_gradients(input, linear_weight, linear_bias, *factors))
     wants = Wants(return_z_loss, return_token_accuracy or return_predicted_tokens, return_log_probs, return_entropy)
     num_items, is_mean = as_scalar(num_items, input.device), reduction == "mean"
     scales = gradient_scales(targets, weight, num_items, shard.vocabulary, ignore_index, is_mean)
-    settings = LossSettings(Needs(*needs), wants, acc_dtype is not None, max_logits_mib, shard, options)
+    settings = LossSettings(needs, wants, acc_dtype is not None, max_logits_mib, shard, options)
     losses, z_losses, predicted, log_probs, entropy = _LinearCrossEntropy.apply(
-        x, linear_weight, linear_bias, *factors, targets, weight, scales,
-        None if valid_rows is not False and torch.compiler.is_compiling() else valid_rows,
-        accumulation, reduction != "none", settings,
+        x, linear_weight, linear_bias, *factors, targets, weight, scales, valid_rows, accumulation,
+        reduction != "none", settings,
     )  # fmt: skip
     if accumulation is not None:
         accumulation.set_flag()
@@ -333,7 +288,7 @@ def check_low_rank(
 ) -> LowRank:
     """Check the factors of a product that is added to the logits, and return them with rows [T, R] and [V, R]."""
     if low_rank is None:
-        return NO_ADDITION
+        return LowRank()
     if not isinstance(low_rank, (tuple, list)) or len(low_rank) != 2:
         raise TypeError(f"{op}: low_rank must be a pair of tensors or None, got {type(low_rank).__name__}")
     if process_group is not None:

@@ -27,7 +27,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tigon.ops.head.chunks import NO_NEEDS, Needs
+from tigon.ops.head.arguments import (
+    HeadNames,
+    cast_for_products,
+    check_head,
+    check_sums,
+    check_valid_rows,
+    needed_gradients,
+)
 from tigon.ops.head.computed_rows import rows_to_compute
 from tigon.ops.head.distillation_arguments import (
     DistillationReduction,
@@ -36,15 +43,16 @@ from tigon.ops.head.distillation_arguments import (
     distillation_options,
 )
 from tigon.ops.head.distillation_chunks import DistillationSettings, Teacher, distillation_chunks
-from tigon.ops.head.linear_log_probs import cast_for_products, check_head_arguments, check_valid_rows
+from tigon.ops.head.gradients import NO_NEEDS, Needs, rescale_gradients
 from tigon.ops.logits.distillation_reference import apply_to_logits, divergence_of_logits, match_vocabulary
 from tigon.ops.logits.loss_arguments import as_scalar, check_loss_arguments
-from tigon.ops.logits.rescale import rescaled
-from tigon.ops.logits.token.kernels import gradient_scales
+from tigon.ops.logits.token.kernels import Shard, gradient_scales
 from tigon.ops.logits.valid_rows import ValidRows, as_targets
 from tigon.runtime import checks
 from tigon.runtime.autograd import first_order, keep_none_gradients
 from tigon.runtime.products import accumulates_in_fp32
+
+TEACHER_NAMES = HeadNames("teacher_hidden", "teacher_weight", "teacher_bias")
 
 
 class DistillationOutput(NamedTuple):
@@ -158,12 +166,8 @@ class _LinearDistillation(torch.autograd.Function):
         teacher = Teacher(teacher_hidden, teacher_weight, teacher_bias, teacher_values, teacher_indices)
         in_forward = reduces and x.dtype != torch.float16
         needs = settings.needs if in_forward else NO_NEEDS
-        if torch.compiler.is_compiling():
-            # The operator finds the rows when it runs.
-            rows, count = None, -1 if valid_rows is None else x.shape[0]
-        else:
-            multiplications = x.numel() * len(weight)
-            rows, count = rows_to_compute(valid_rows, target, settings.options.ignore_index, multiplications)
+        shard = Shard(0, len(weight))
+        rows, count = rows_to_compute(valid_rows, x, target, settings.options.ignore_index, shard)
         losses, gradients = distillation_chunks(
             x, weight, target, bias, teacher, scales, rows, count, None, settings._replace(needs=needs)
         )
@@ -186,8 +190,7 @@ class _LinearDistillation(torch.autograd.Function):
         if dloss is None:
             return (None,) * 13
         if ctx.in_forward:
-            scaled = lambda g: rescaled(g if g.dim() == 2 else g[None], dloss).view(g.shape)
-            gradients = [None if g is None else scaled(g) for g in saved]
+            gradients = rescale_gradients(saved, dloss)
         else:
             x, weight, target, bias, hidden, teacher_weight, teacher_bias, values, indices, scales, rows = saved
             teacher = Teacher(hidden, teacher_weight, teacher_bias, values, indices)
@@ -300,7 +303,7 @@ def linear_distillation(
     op = "linear_distillation"
     checks.tensor(op, hidden=hidden, weight=weight)
     checks.flag(op, return_parts=return_parts, return_entropy=return_entropy, fp32_logits=fp32_logits)
-    checks.choice(op, "acc_dtype", acc_dtype, (None, torch.float32))
+    check_sums(op, max_logits_mib, acc_dtype)
     has_targets = targets is not None
     if targets is None:
         targets = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
@@ -312,7 +315,7 @@ def linear_distillation(
             raise ValueError(
                 f"{op}: {name} must be a plain tensor, because no vocabulary may be sharded; got a DTensor"
             )
-    check_head_arguments(op, hidden, weight, targets, bias)
+    check_head(op, hidden, weight, bias, targets)
     (v, h), leading = weight.shape, hidden.shape[:-1]
     teacher, form = check_teacher(
         op, leading, v, teacher_hidden, teacher_weight, teacher_bias, teacher_logits, teacher_probs, teacher_log_probs,
@@ -325,29 +328,25 @@ def linear_distillation(
         op, teacher, form, v, divergence, beta, temperature, soft_weight, hard_weight, softcap, logit_scale,
         teacher_softcap, teacher_logit_scale, ignore_index, has_targets, return_parts, return_entropy,
     )  # fmt: skip
-    if max_logits_mib is not None and checks.number(op, "max_logits_mib", max_logits_mib) < 1:
-        raise ValueError(f"{op}: max_logits_mib must be at least 1 or None, got {max_logits_mib}")
-    check_valid_rows(op, valid_rows, targets, ignore_index)
+    valid_rows = check_valid_rows(op, valid_rows, targets, ignore_index)
     hidden, bias = cast_for_products(op, hidden, weight, bias)
     if teacher.hidden is not None and teacher.weight is not None:
-        cast_hidden, cast_bias = cast_for_products(op, teacher.hidden, teacher.weight, teacher.bias, "teacher_")
+        cast_hidden, cast_bias = cast_for_products(op, teacher.hidden, teacher.weight, teacher.bias, TEACHER_NAMES)
         teacher = teacher._replace(hidden=cast_hidden, bias=cast_bias)
     x, target = hidden.reshape(-1, h), as_targets(targets, ignore_index)
     if not has_targets:
         # No token is ignored, whatever `ignore_index` is.
         options, valid_rows = options._replace(ignore_index=-1), False
-    needs = [torch.is_grad_enabled() and p is not None and p.requires_grad for p in (hidden, weight, bias)]
+    needs = Needs(*needed_gradients(hidden, weight, bias))
     scales = gradient_scales(
         target, None, as_scalar(num_items, hidden.device), v, options.ignore_index, reduction == "mean"
     )
     # Log-probabilities are logits whose exponentials sum to one.
     form = "logits" if form == "log_probs" else form
-    settings = DistillationSettings(form, Needs(*needs), acc_dtype is not None, fp32_logits, max_logits_mib, options)
+    settings = DistillationSettings(form, needs, acc_dtype is not None, fp32_logits, max_logits_mib, options)
     loss, soft, hard, entropy = _LinearDistillation.apply(
-        x, weight, bias, target, *teacher, scales,
-        None if valid_rows is not False and torch.compiler.is_compiling() else valid_rows,
-        reduction != "none", settings,
-    )  # fmt: skip
+        x, weight, bias, target, *teacher, scales, valid_rows, reduction != "none", settings
+    )
     shaped = lambda values: values.view(leading)
     reduced = lambda values: shaped(values) if reduction == "none" else values.sum()
     loss = shaped(loss) if reduction == "none" else loss

@@ -21,12 +21,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tigon.ops.head.chunks import LossSettings, Needs
+from tigon.ops.head.arguments import (
+    cast_for_products,
+    check_head,
+    check_sums,
+    check_valid_rows,
+    log_prob_options,
+    needed_gradients,
+)
 from tigon.ops.head.computed_rows import rows_to_compute
-from tigon.ops.head.log_prob_chunks import log_prob_gradients, log_prob_statistics
-from tigon.ops.logits.token.kernels import Options, SavedStatistics, Upstream, Wants, gradient_scales
+from tigon.ops.head.gradients import Needs
+from tigon.ops.head.log_prob_chunks import LogProbSettings, log_prob_gradients, log_prob_statistics
+from tigon.ops.logits.token.kernels import SavedStatistics, Upstream, Wants, gradient_scales
 from tigon.ops.logits.valid_rows import ValidRows, as_targets
-from tigon.ops.logits.vocab_parallel import largest_shard, local_parts, shard_of
 from tigon.runtime import checks
 from tigon.runtime.autograd import first_order, keep_none_gradients
 
@@ -97,16 +104,11 @@ class _LinearLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, extra_targets: Tensor | None,
-        valid_rows: ValidRows | Literal[False] | None, settings: LossSettings,
+        valid_rows: ValidRows | Literal[False] | None, settings: LogProbSettings,
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
         keep_none_gradients(ctx)
         options, shard = settings.options, settings.shard
-        if torch.compiler.is_compiling():
-            # The operator finds the rows when it runs.
-            rows, count = None, -1 if valid_rows is None else x.shape[0]
-        else:
-            multiplications = x.numel() * max(largest_shard(shard), 1)
-            rows, count = rows_to_compute(valid_rows, target, options.ignore_index, multiplications)
+        rows, count = rows_to_compute(valid_rows, x, target, options.ignore_index, shard)
         # Log-probabilities have no class weights and are not divided by a number of items.
         scales = gradient_scales(target, None, None, shard.vocabulary, options.ignore_index, False)
         result = log_prob_statistics(x, weight, target, bias, extra_targets, scales, rows, count, settings)
@@ -134,8 +136,8 @@ class _LinearLogProbs(torch.autograd.Function):
             x, weight, target, bias, extra_targets, scales, rows, ctx.count,
             SavedStatistics(lse, log_probs, entropy if wants.entropy else None, argmax), upstream, ctx.settings,
         )  # fmt: skip
-        needed_gradients = (g if need else None for g, need in zip(gradients, ctx.settings.needs[:3], strict=True))
-        return *needed_gradients, None, None, None, None
+        needs = ctx.settings.needs[:3]
+        return *(g if need else None for g, need in zip(gradients[:3], needs, strict=True)), None, None, None, None
 
 
 # --- public --------------------------------------------------------------------------------------
@@ -226,15 +228,8 @@ def linear_log_probs(
         op, return_entropy=return_entropy, return_top1=return_top1, return_mean_logits=return_mean_logits,
         return_sum_sq_probs=return_sum_sq_probs, fp32_products=fp32_products,
     )  # fmt: skip
-    checks.choice(op, "acc_dtype", acc_dtype, (None, torch.float32))
-    if any(hasattr(x, "placements") for x in (hidden, weight, bias, targets)):
-        if vocab_size is None and process_group is not None and hasattr(weight, "placements"):
-            vocab_size = weight.shape[0]
-        hidden, targets, weight, bias = local_parts(
-            op, process_group, hidden, targets, ("hidden", "targets"), weight=weight, bias=bias
-        )
-    check_head_arguments(op, hidden, weight, targets, bias, may_be_empty=process_group is not None)
-    v, h = weight.shape
+    check_sums(op, None, acc_dtype)
+    hidden, weight, bias, targets, shard = check_head(op, hidden, weight, bias, targets, process_group, vocab_size)
     if extra_targets is not None:
         checks.integer(op, extra_targets=extra_targets)
         if extra_targets.dim() == 0 or extra_targets.shape[:-1] != targets.shape or extra_targets.shape[-1] == 0:
@@ -242,29 +237,27 @@ def linear_log_probs(
             raise ValueError(
                 f"{op}: extra_targets must have shape ({expected}) with K > 0, got {tuple(extra_targets.shape)}"
             )
-    checks.same(op, "device", hidden=hidden, weight=weight, bias=bias, targets=targets, extra_targets=extra_targets)
-    shard = shard_of(op, process_group, v, vocab_size, "weight")
+        checks.same(op, "device", hidden=hidden, extra_targets=extra_targets)
     ignore_index = checks.ignore_index(op, ignore_index)
     options = log_prob_options(op, ignore_index, temperature, softcap, logit_scale)
-    check_valid_rows(op, valid_rows, targets, ignore_index)
+    valid_rows = check_valid_rows(op, valid_rows, targets, ignore_index)
     if not fp32_products:
         hidden, bias = cast_for_products(op, hidden, weight, bias)
 
-    x, target = hidden.reshape(-1, h), as_targets(targets, ignore_index)
+    x, target = hidden.reshape(-1, hidden.shape[-1]), as_targets(targets, ignore_index)
     extra, extra_count = None, 0
     if extra_targets is not None:
         extra_count = extra_targets.shape[-1]
         extra = as_targets(extra_targets, ignore_index).view(-1, extra_count)
-    needs = [torch.is_grad_enabled() and p is not None and p.requires_grad for p in (hidden, weight, bias)]
+    needs = Needs(*needed_gradients(hidden, weight, bias))
     # The backward pass needs the argmax (`log_prob_chunks`).
     wants = Wants(
         False, return_top1 or any(needs), True, return_entropy, return_mean_logits, return_sum_sq_probs, extra_count
     )
-    settings = LossSettings(Needs(*needs), wants, acc_dtype is not None, None, shard, options, fp32_products)
+    settings = LogProbSettings(needs, wants, acc_dtype is not None, shard, options, fp32_products)
     log_probs, entropy, extra_log_probs, predicted, mean_logits, log_sum_sq_probs = _LinearLogProbs.apply(
-        x, weight, bias, target, extra,
-        None if valid_rows is not False and torch.compiler.is_compiling() else valid_rows, settings,
-    )  # fmt: skip
+        x, weight, bias, target, extra, valid_rows, settings
+    )
     shape = targets.shape
     is_plain = not (return_entropy or return_top1 or return_mean_logits or return_sum_sq_probs or extra_count)
     if is_plain:
@@ -278,69 +271,3 @@ def linear_log_probs(
         log_sum_sq_probs.view(shape) if return_sum_sq_probs else None,
         extra_log_probs.view(*shape, extra_count) if extra_count else None,
     )
-
-
-def check_head_arguments(
-    op: str, hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, may_be_empty: bool = False
-) -> None:
-    """Check the types and shapes of hidden states [..., H], weight [V, H], targets [...] and bias [V]."""
-    checks.floating(op, hidden=hidden, weight=weight, bias=bias)
-    checks.integer(op, targets=targets)
-    if weight.dim() != 2 or weight.shape[1] == 0 or (len(weight) == 0 and not may_be_empty):
-        raise ValueError(f"{op}: weight must have shape (V, H), got {tuple(weight.shape)}")
-    if hidden.dim() == 0 or hidden.shape[-1] != weight.shape[1]:
-        raise ValueError(
-            f"{op}: hidden must have shape (..., H) and weight (V, H), got {tuple(hidden.shape)} and "
-            f"{tuple(weight.shape)}"
-        )
-    checks.shape(op, "targets", targets, hidden.shape[:-1])
-    if bias is not None:
-        checks.shape(op, "bias", bias, (len(weight),))
-
-
-def check_valid_rows(
-    op: str, valid_rows: ValidRows | Literal[False] | None, targets: Tensor, ignore_index: int
-) -> None:  # fmt: skip
-    """Check that `valid_rows` are the rows of `targets`, if they are given."""
-    if valid_rows is None or valid_rows is False:
-        return
-    if not isinstance(valid_rows, ValidRows):
-        raise TypeError(f"{op}: valid_rows must be a tigon.ValidRows or False, got {type(valid_rows).__name__}")
-    if not torch.compiler.is_compiling():
-        valid_rows.check(op, targets, ignore_index)
-
-
-def log_prob_options(
-    op: str, ignore_index: int, temperature: float, softcap: float | None, logit_scale: float
-) -> Options:
-    """Check the options that change the logits, and return those of the kernels, which divide by the temperature."""
-    temperature = checks.number(op, "temperature", temperature, 0.0, excludes_low=True)
-    if softcap is not None:
-        softcap = checks.number(op, "softcap", softcap, 0.0, excludes_low=True)
-    logit_scale = checks.number(op, "logit_scale", logit_scale)
-    # c tanh(s a / c) / tau = c' tanh(s' a / c') with c' = c / tau and s' = s / tau.
-    if softcap is not None:
-        softcap = checks.number(op, "softcap / temperature", softcap / temperature, 0.0, excludes_low=True)
-    logit_scale = checks.number(op, "logit_scale / temperature", logit_scale / temperature)
-    return Options(ignore_index, softcap=softcap, logit_scale=logit_scale)
-
-
-def cast_for_products(
-    op: str, hidden: Tensor, weight: Tensor, bias: Tensor | None, prefix: str = ""
-) -> tuple[Tensor, Tensor | None]:
-    """Check the dtypes, and return `hidden` and `bias` in the dtype in which autocast computes products.
-
-    The names of the arguments begin with `prefix` in the messages.
-    """
-    same_dtype = lambda *tensors: checks.same(
-        op, "dtype", **{prefix + name: x for name, x in zip(("hidden", "weight", "bias"), tensors, strict=True)}
-    )
-    if hidden.device.type == "meta" or not torch.is_autocast_enabled(hidden.device.type):
-        same_dtype(hidden, weight, bias)
-        return hidden, bias
-    dtype = torch.get_autocast_dtype(hidden.device.type)
-    cast = lambda x: x if x.dtype == torch.float64 else x.to(dtype)
-    # The weight is cast slab by slab, so that its gradient is not rounded.
-    hidden, bias = cast(hidden), None if bias is None else cast(bias)
-    same_dtype(hidden, cast(weight[:0]), bias)
-    return hidden, bias

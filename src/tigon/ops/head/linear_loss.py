@@ -20,21 +20,24 @@ part returns the loss and its metrics. If a unit does not fit into the budget, o
 Shapes: T tokens (all leading dimensions of the targets), N sequences of L tokens, H hidden, V vocabulary.
 """
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tigon.ops.head.chunks import ChunkConfig, ChunkProblem, Needs
-from tigon.ops.head.computed_rows import rows_to_compute
-from tigon.ops.head.linear_log_probs import (
+from tigon.ops.head.arguments import (
     cast_for_products,
-    check_head_arguments,
+    check_head,
+    check_sums,
     check_valid_rows,
-    linear_log_probs,
     log_prob_options,
+    needed_gradients,
 )
+from tigon.ops.head.chunks import ChunkConfig, ChunkPlan, ChunkProblem
+from tigon.ops.head.computed_rows import rows_to_compute
+from tigon.ops.head.gradients import Needs
+from tigon.ops.head.linear_log_probs import linear_log_probs
 from tigon.ops.head.linear_loss_gradients import (
     LinearLoss,
     LossFunction,
@@ -44,7 +47,7 @@ from tigon.ops.head.linear_loss_gradients import (
     loss_of,
 )
 from tigon.ops.head.linear_loss_parts import Group, divide, find_units
-from tigon.ops.head.low_rank_logits import Rows
+from tigon.ops.logits.token.types import Shard
 from tigon.ops.logits.valid_rows import ValidRows, as_targets
 from tigon.runtime import checks
 from tigon.runtime.device import device_kind, device_of, runs_kernels
@@ -91,7 +94,6 @@ def linear_loss(
     loss_fn: LossFunction,
     *args: Any,
     group: Group = "batch",
-    reduction: Literal["mean", "sum"] = "mean",
     bias: Tensor | None = None,
     temperature: float = 1.0,
     softcap: float | None = None,
@@ -133,7 +135,6 @@ def linear_loss(
             log-probabilities are [T], and so are arguments that begin with the dimensions of `targets`. "sequence":
             they are [N, L]. "pair": they are [N, L], where the first half are the chosen sequences and the second half
             the rejected ones. "batch": they have the shape of `targets`, and the loss needs the whole batch at once.
-        reduction: "mean" or "sum". This has no effect: the loss is always the one that `loss_fn` returns.
         bias: [V].
         temperature, softcap, logit_scale, ignore_index: As in `linear_log_probs`. Ignored tokens have a log-probability
             and an entropy of zero, whatever the loss does with them, and get no gradient.
@@ -174,41 +175,36 @@ def linear_loss(
     if not callable(loss_fn):
         raise TypeError(f"{op}: loss_fn must be callable, got {type(loss_fn).__name__}")
     checks.choice(op, "group", group, GROUPS)
-    checks.choice(op, "reduction", reduction, ("mean", "sum"))
-    checks.choice(op, "acc_dtype", acc_dtype, (None, torch.float32))
     checks.flag(op, with_entropy=with_entropy, with_sum_sq_probs=with_sum_sq_probs)
-    if max_logits_mib is not None and checks.number(op, "max_logits_mib", max_logits_mib) < 1:
-        raise ValueError(f"{op}: max_logits_mib must be at least 1 or None, got {max_logits_mib}")
+    check_sums(op, max_logits_mib, acc_dtype)
     _check_sequences(op, targets, group, cu_seqlens)
+    ignore_index = checks.ignore_index(op, ignore_index)
+    # `linear_log_probs` checks the tensors of a sharded head.
     is_sharded = process_group is not None or any(hasattr(x, "placements") for x in (hidden, weight, bias, targets))
     if not is_sharded:
-        check_head_arguments(op, hidden, weight, targets, bias)
-        checks.same(op, "device", hidden=hidden, weight=weight, bias=bias, targets=targets)
-        check_valid_rows(op, valid_rows, targets, checks.ignore_index(op, ignore_index))
-    options = log_prob_options(op, checks.ignore_index(op, ignore_index), temperature, softcap, logit_scale)
-    tensors = hidden, weight, bias
-    needs = Needs(*(torch.is_grad_enabled() and p is not None and p.requires_grad for p in tensors))
+        check_head(op, hidden, weight, bias, targets)
+        valid_rows = check_valid_rows(op, valid_rows, targets, ignore_index)
+    options = log_prob_options(op, ignore_index, temperature, softcap, logit_scale)
+    needs = Needs(*needed_gradients(hidden, weight, bias))
     # An fp16 gradient needs the scale of the loss, which only backward knows.
     in_forward = any(needs) and not is_sharded and not torch.compiler.is_compiling()
     if in_forward:
         products_hidden, products_bias = cast_for_products(op, hidden, weight, bias)
         in_forward = products_hidden.dtype != torch.float16
     if in_forward:
-        x, target = products_hidden.reshape(-1, hidden.shape[-1]), as_targets(targets, options.ignore_index)
-        rows, count = rows_to_compute(valid_rows, target, options.ignore_index, x.numel() * len(weight))
+        x, target = products_hidden.reshape(-1, hidden.shape[-1]), as_targets(targets, ignore_index)
+        rows, count = rows_to_compute(valid_rows, x, target, ignore_index, Shard(0, len(weight)))
         may_wait = valid_rows is not False and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
-        parts = _divide(
-            x, weight, targets.shape, group, rows, count, cu_seqlens, may_wait, max_logits_mib, acc_dtype, needs
-        )
-        if parts is not None:
+        plan = _divide(
+            x, weight, targets.shape, group, rows, count, cu_seqlens, max_logits_mib, may_wait=may_wait,
+            needs_dw=needs.dw, sums_in_fp32=acc_dtype is not None,
+        )  # fmt: skip
+        if plan is not None:
             raise_earlier()
-            problem = LossProblem(
-                lambda values: call_on_batch(
-                    loss_fn, [each.view(targets.shape) for each in values], args, targets.shape, group, cu_seqlens
-                ),
-                parts.rows, with_entropy, with_sum_sq_probs, options, needs, parts.sums_in_fp32,
-                rows is None and count > 0,
-            )  # fmt: skip
+            call = lambda values: call_on_batch(
+                loss_fn, [each.view(targets.shape) for each in values], args, targets.shape, group, cu_seqlens
+            )
+            problem = LossProblem(call, plan, with_entropy, with_sum_sq_probs, options, needs, rows is None)
             result, gradients, is_sum = compute_loss(x, weight, products_bias, target, problem)
             zero = LinearLoss.apply(x, weight, products_bias, *gradients[:3])
             return _finish(result, zero, is_sum, group)
@@ -249,26 +245,16 @@ def _check_sequences(op: str, targets: Tensor, group: Group, cu_seqlens: Tensor 
         )
 
 
-class _Parts(NamedTuple):
-    """The division of a batch into parts."""
-
-    # The rows of each part.
-    rows: list[Rows]
-    # Whether dW is summed in fp32.
-    sums_in_fp32: bool
-
-
 def _divide(
     x: Tensor, weight: Tensor, shape: torch.Size, group: Group, rows: Tensor | None, count: int,
-    cu_seqlens: Tensor | None, may_wait: bool, max_logits_mib: float | None, acc_dtype: torch.dtype | None,
-    needs: Needs,
-) -> _Parts | None:  # fmt: skip
+    cu_seqlens: Tensor | None, max_logits_mib: float | None, *, may_wait: bool, needs_dw: bool, sums_in_fp32: bool,
+) -> ChunkPlan | None:  # fmt: skip
     """Return the parts of a batch; None if a unit exceeds the budget, or if the host must not wait for the sizes."""
     # Without kernels, a part takes two fp32 values per logit in addition to the logit itself.
     logit_bytes = x.element_size() + (0 if runs_kernels(x) else 8)
     config = ChunkConfig.choose(ChunkProblem(len(weight), logit_bytes, device_kind(x)), device_of(x))
-    may_sum_in_fp32 = needs.dw and weight.element_size() == 2
-    spare_tokens = x.shape[1] if may_sum_in_fp32 and acc_dtype is None else 0
+    may_sum_in_fp32 = needs_dw and weight.element_size() == 2
+    spare_tokens = x.shape[1] if may_sum_in_fp32 and not sums_in_fp32 else 0
     limit = config.token_limit(count, len(weight) * logit_bytes, max_logits_mib, spare_tokens)
     if count <= limit:
         # One part needs no division.
@@ -284,7 +270,7 @@ def _divide(
             parts = None
     if parts is None:
         return None
-    return _Parts(parts, acc_dtype is not None or (may_sum_in_fp32 and len(parts) > config.max_chunks))
+    return ChunkPlan(parts, sums_in_fp32 or (may_sum_in_fp32 and len(parts) > config.max_chunks))
 
 
 def _finish(result: Any, zero: Tensor, is_sum: Tensor | None, group: Group) -> Any:

@@ -14,14 +14,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tigon.ops.head.chunks import Chunk, Gradients, GradientSums, Needs, head_product, select, without_ignored
+from tigon.ops.head.chunks import ChunkPlan, token_chunks
+from tigon.ops.head.computed_rows import select
+from tigon.ops.head.gradients import Gradients, GradientSums, Needs, rescale_gradients
 from tigon.ops.head.linear_loss_parts import Group
-from tigon.ops.head.low_rank_logits import Rows
-from tigon.ops.logits.rescale import rescaled
 from tigon.ops.logits.token.kernels import (
     Options,
     SavedStatistics,
-    Shard,
     Upstream,
     Wants,
     gradient,
@@ -113,13 +112,12 @@ class LossProblem(NamedTuple):
 
     # A function that calls the loss function with values [T] of all tokens.
     call: Callable[[list[Tensor]], Any]
-    # The rows of each part.
-    parts: list[Rows]
+    plan: ChunkPlan
     with_entropy: bool
     with_sum_sq_probs: bool
     options: Options
     needs: Needs
-    sums_in_fp32: bool
+    # Whether ignored tokens are computed too.
     computes_all_rows: bool
 
 
@@ -138,8 +136,8 @@ def compute_loss(
     x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, problem: LossProblem
 ) -> LossResult:  # fmt: skip
     """Return the result of the loss function, and the gradients of x [T, H], weight [V, H] and bias [V]."""
-    options, vocabulary, parts = problem.options, len(weight), problem.parts
-    scales = gradient_scales(target, None, None, vocabulary, options.ignore_index, False)
+    options, parts = problem.options, problem.plan.parts
+    scales = gradient_scales(target, None, None, len(weight), options.ignore_index, False)
     wants = Wants(False, False, True, problem.with_entropy, False, problem.with_sum_sq_probs)
     names = ["log_probs", *["entropy"] * problem.with_entropy, *["log_sum_sq_probs"] * problem.with_sum_sq_probs]
     all_values = {name: torch.zeros(len(x), dtype=torch.float32, device=x.device) for name in names}
@@ -152,18 +150,14 @@ def compute_loss(
     values = [all_values[name] for name in names if name != "log_sum_sq_probs"]
     used_gradients = [torch.zeros_like(value) for value in values]
     sums = GradientSums(
-        x, weight, bias, problem.computes_all_rows, None, problem.sums_in_fp32, problem.needs, None
+        x, weight, bias, problem.needs, ignore_index=options.ignore_index if problem.computes_all_rows else None,
+        sums_in_fp32=problem.plan.sums_in_fp32,
     )  # fmt: skip
     # Under autocast the weight is fp32.
     weight = weight.to(x.dtype)
-    buffer = x.new_empty(max(map(_length, parts), default=0), vocabulary)
     if not parts:
         result, _ = _differentiate(problem.call, values, constants, True)
-    for i, rows in enumerate(parts):
-        target_part = select(target, rows)
-        x_part = without_ignored(select(x, rows), target_part, options.ignore_index)
-        logits = buffer[: len(x_part)]
-        head_product(x_part, weight, bias, logits)
+    for i, (rows, x_part, target_part, logits) in enumerate(token_chunks(x, weight, target, bias, parts)):
         part = statistics(logits, target_part, None, scales, options, wants)
         for name, whole in all_values.items():
             whole[rows] = getattr(part, name)
@@ -175,15 +169,11 @@ def compute_loss(
             used[rows] = dvalue
         gradient(
             logits, target_part, None, scales, SavedStatistics(part.lse, part.log_probs, part.entropy),
-            Upstream(part.lse.new_zeros(()), *upstream), options, logits, Shard(0, vocabulary),
+            Upstream(part.lse.new_zeros(()), *upstream), options, logits,
         )  # fmt: skip
-        sums.add(Chunk(rows, x_part, target_part, logits), weight)
+        sums.add(rows, x_part, target_part, logits, weight)
     is_sum = None if is_valid is None else _agree(used_gradients, gradients, is_valid)
-    return LossResult(result, sums.finish(Shard(0, vocabulary)), is_sum)
-
-
-def _length(rows: Rows) -> int:
-    return rows.stop - rows.start if isinstance(rows, slice) else len(rows)
+    return LossResult(result, sums.finish(), is_sum)
 
 
 def _agree(used_gradients: list[Tensor], gradients: list[Tensor], is_valid: Tensor) -> Tensor:
@@ -217,5 +207,4 @@ class LinearLoss(torch.autograd.Function):
         gradients = ctx.saved_tensors
         if dloss is None:
             return (None,) * 6
-        scaled = lambda g: rescaled(g if g.dim() == 2 else g[None], dloss).view(g.shape)
-        return *(None if g is None else scaled(g) for g in gradients), None, None, None
+        return *rescale_gradients(gradients, dloss), None, None, None

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from tigon.ops.head.low_rank_logits import Rows
+from tigon.ops.head.computed_rows import Rows
 
 Group = Literal["token", "sequence", "pair", "batch"]
 

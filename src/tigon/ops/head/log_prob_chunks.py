@@ -31,22 +31,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tigon.ops.head.chunks import (
-    AllStatistics,
-    ChunkConfig,
-    ChunkProblem,
-    LossSettings,
-    select_some,
-    token_chunks,
-    without_ignored,
-)
-from tigon.ops.head.computed_rows import rows_to_compute
+from tigon.ops.head.chunks import AllRows, ChunkConfig, ChunkProblem, head_product, plan_chunks, token_chunks
+from tigon.ops.head.computed_rows import rows_to_compute, select, select_each, select_some, without_ignored, write_rows
+from tigon.ops.head.gradients import Gradients, Needs, empty_gradients
 from tigon.ops.head.weight_gradient import WeightGradient, product_in_fp32
 from tigon.ops.logits.token.kernels import (
+    Options,
     SavedStatistics,
     Shard,
     Statistics,
     Upstream,
+    Wants,
     empty_statistics,
     gradient,
     statistics,
@@ -117,24 +112,28 @@ class SlabConfig(LaunchConfig):
 # --- forward -------------------------------------------------------------------------------------
 
 
-def _logit_bytes(x: Tensor, settings: LossSettings) -> int:
+class LogProbSettings(NamedTuple):
+    """Everything that a call requests, as plain values."""
+
+    needs: Needs
+    wants: Wants
+    # Whether a half-precision dW is rounded once.
+    sums_in_fp32: bool
+    shard: Shard
+    options: Options
+    # Whether the logits are fp32, whatever the dtypes of their factors are.
+    fp32_products: bool
+
+
+def _logit_bytes(x: Tensor, settings: LogProbSettings) -> int:
     """Return the bytes that a logit takes. Without kernels, two more fp32 values per logit exist at a time."""
     return (4 if settings.fp32_products else x.element_size()) + (0 if runs_kernels(x) else 8)
 
 
-def _chunk_config(x: Tensor, settings: LossSettings) -> ChunkConfig:
-    vocabulary = max(largest_shard(settings.shard), 1)
-    return ChunkConfig.choose(ChunkProblem(vocabulary, _logit_bytes(x, settings), device_kind(x)), device_of(x))
-
-
-def _empty_log_prob_statistics(x: Tensor, settings: LossSettings) -> Statistics:
-    return empty_statistics(x, settings.options, settings.wants)
-
-
-@launcher(fake=_empty_log_prob_statistics)
+@launcher(fake=lambda x, settings: empty_statistics(x, settings.options, settings.wants))
 def log_prob_statistics(
     x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, extra_targets: Tensor | None, scales: Tensor,
-    rows: Tensor | None, count: int, settings: LossSettings,
+    rows: Tensor | None, count: int, settings: LogProbSettings,
 ) -> Statistics:  # fmt: skip
     """Return the statistics of all tokens.
 
@@ -147,33 +146,26 @@ def log_prob_statistics(
     options, wants, shard = settings.options, settings.wants, settings.shard
     vocabulary = max(largest_shard(shard), 1)
     if count < 0:
-        rows, count = rows_to_compute(None, target, options.ignore_index, x.numel() * vocabulary)
-    config = _chunk_config(x, settings)
-    tokens = config.chunk_tokens(count, vocabulary * _logit_bytes(x, settings), settings.max_logits_mib, 0)
-    all_statistics = AllStatistics(x.shape[0])
+        rows, count = rows_to_compute(None, x, target, options.ignore_index, shard)
+    token_bytes = vocabulary * _logit_bytes(x, settings)
+    parts, _ = plan_chunks(
+        x, weight, rows, count, vocabulary, token_bytes, None, needs_dw=False, sums_in_fp32=False
+    )  # fmt: skip
     # Under autocast the weight is fp32.
-    weight = weight if settings.fp32_products else weight.to(x.dtype)
-    for chunk in token_chunks(
-        x, weight, target, bias, None, rows, count, tokens, config, settings.fp32_products
-    ):  # fmt: skip
+    weight, dtype = (weight, torch.float32) if settings.fp32_products else (weight.to(x.dtype), x.dtype)
+    all_statistics = AllRows[Statistics](len(x))
+    for chunk in token_chunks(x, weight, target, bias, parts, logits_dtype=dtype):
         extra = select_some(extra_targets, chunk.rows)
+        loss_arguments = chunk.logits, chunk.target, None, scales, options, wants
         if shard.group_name:
-            part = parallel_statistics(chunk.logits, chunk.target, None, scales, options, wants, shard, extra)
+            part = parallel_statistics(*loss_arguments, shard, extra)
         else:
-            part = statistics(chunk.logits, chunk.target, None, scales, options, wants, False, extra)
+            part = statistics(*loss_arguments, extra_targets=extra)
         all_statistics.add(part, chunk.rows)
-    return all_statistics.finish(x, settings)
+    return all_statistics.finish(lambda: empty_statistics(x, options, wants))
 
 
 # --- backward ------------------------------------------------------------------------------------
-
-
-class LogProbGradients(NamedTuple):
-    """The gradients of hidden states [T, H], weight [V, H] and bias [V]. A gradient that is not needed is None."""
-
-    dx: Tensor | None
-    dw: Tensor | None
-    db: Tensor | None
 
 
 def _parts(size: int, length: int) -> Iterator[slice]:
@@ -181,19 +173,11 @@ def _parts(size: int, length: int) -> Iterator[slice]:
         yield slice(start, min(start + length, size))
 
 
-def _empty_log_prob_gradients(
-    x: Tensor, weight: Tensor, bias: Tensor | None, settings: LossSettings
-) -> LogProbGradients:
-    empty = lambda tensor, need: torch.empty_like(tensor, memory_format=torch.contiguous_format) if need else None
-    needs = settings.needs
-    return LogProbGradients(empty(x, needs.dx), empty(weight, needs.dw), empty(bias, needs.db))
-
-
-@launcher(fake=_empty_log_prob_gradients)
+@launcher(fake=lambda x, weight, bias, settings: empty_gradients(settings.needs, x, weight, bias))
 def log_prob_gradients(
     x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, extra_targets: Tensor | None, scales: Tensor,
-    rows: Tensor | None, count: int, saved: SavedStatistics, upstream: Upstream, settings: LossSettings,
-) -> LogProbGradients:  # fmt: skip
+    rows: Tensor | None, count: int, saved: SavedStatistics, upstream: Upstream, settings: LogProbSettings,
+) -> Gradients:  # fmt: skip
     """Return the gradients for the upstream gradients [T, ...] of the log-probabilities and entropies.
 
     The other arguments are those of `log_prob_statistics`, whose results `saved` has.
@@ -201,66 +185,52 @@ def log_prob_gradients(
     needs, options, shard, in_fp32 = settings.needs, settings.options, settings.shard, settings.fp32_products
     vocabulary, h, v = max(largest_shard(shard), 1), x.shape[1], len(weight)
     if count < 0:
-        rows, count = rows_to_compute(None, target, options.ignore_index, x.numel() * vocabulary)
+        rows, count = rows_to_compute(None, x, target, options.ignore_index, shard)
+    logit_bytes = _logit_bytes(x, settings)
+    chunk_config = ChunkConfig.choose(ChunkProblem(vocabulary, logit_bytes, device_kind(x)), device_of(x))
     # fp32 products copy a slab of the weight to fp32, and return a slab of dW in fp32.
-    column_bytes = 8 * h if in_fp32 else 0
-    chunk_config = _chunk_config(x, settings)
-    budget_mib = chunk_config.budget_mib
-    problem = SlabProblem(h, vocabulary, _logit_bytes(x, settings), column_bytes, budget_mib)
+    problem = SlabProblem(h, vocabulary, logit_bytes, 8 * h if in_fp32 else 0, chunk_config.budget_mib)
     config = SlabConfig.choose(problem, device_of(x))
     # All ranks have the same blocks, because every block contains a collective.
     tokens = max(1, min(count, config.block_tokens))
     if not settings.sums_in_fp32:
         tokens = config.shorter_block(problem, count, chunk_config.max_chunks)
     columns = config.slab_columns(problem, tokens)
-    logits_dtype = torch.float32 if in_fp32 else x.dtype
     wide = torch.float32 if in_fp32 else torch.promote_types(x.dtype, torch.float32)
     dx = None
     if needs.dx:
-        dx = x.new_zeros(x.shape) if rows is not None or count == 0 else x.new_empty(x.shape)
+        dx = x.new_empty(x.shape) if rows is None else x.new_zeros(x.shape)
     most_roundings = 1 if settings.sums_in_fp32 else chunk_config.max_chunks
     dw = WeightGradient(weight, in_fp32=count > most_roundings * tokens) if needs.dw else None
     db = weight.new_zeros(v, dtype=wide) if needs.db else None
+    # One slab needs no sum of dx, unless the ranks of a sharded head add theirs.
+    needs_sum = v > columns or in_fp32 or bool(shard.group_name)
     for block in _parts(count, tokens):
         block_rows = block if rows is None else rows[block]
-        pick = lambda values, block_rows=block_rows: select_some(values, block_rows)
-        x_block, target_block, extra = pick(x), pick(target), pick(extra_targets)
-        saved_block = SavedStatistics(*(pick(values) for values in saved))
-        upstream_block = Upstream(*(pick(values) for values in upstream))
-        assert x_block is not None
-        assert target_block is not None
+        x_block, target_block = select(x, block_rows), select(target, block_rows)
+        extra = select_some(extra_targets, block_rows)
+        saved_block, upstream_block = select_each(saved, block_rows), select_each(upstream, block_rows)
         if rows is None and dw is not None:
             x_block = without_ignored(x_block, target_block, options.ignore_index)
         n = len(x_block)
-        buffer = x.new_empty(n * min(columns, v), dtype=logits_dtype)
-        dx_sum = x.new_zeros(n, h, dtype=wide) if needs.dx and v == 0 else None
+        buffer = x.new_empty(n * min(columns, v), dtype=wide if in_fp32 else x.dtype)
+        if dx is not None:
+            # A shard without rows adds zeros to the sum over the ranks.
+            allocate = x.new_empty if v else x.new_zeros
+            dx_sum = allocate((n, h), dtype=wide if needs_sum else x.dtype)
         for slab in _parts(v, columns):
             weight_slab = weight[slab] if in_fp32 else weight[slab].to(x.dtype)
             logits = buffer[: n * len(weight_slab)].view(n, len(weight_slab))
-            if in_fp32:
-                product_in_fp32(x_block, weight_slab.t(), logits)
-                if bias is not None:
-                    logits += bias[slab]
-            elif bias is None:
-                product(x_block, weight_slab.t(), out=logits)
-            else:
-                torch.addmm(bias[slab], x_block, weight_slab.t(), out=logits)
+            head_product(x_block, weight_slab, None if bias is None else bias[slab], logits)
             gradient(
                 logits, target_block, None, scales, saved_block, upstream_block, options, logits,
                 Shard(shard.start + slab.start, shard.vocabulary), extra,
             )  # fmt: skip
-            if needs.dx:
-                is_first = dx_sum is None
-                if dx_sum is None:
-                    # One slab needs no sum, unless the ranks of a sharded head add theirs.
-                    is_alone = v <= columns and not in_fp32 and not shard.group_name
-                    dx_sum = x.new_empty(n, h, dtype=x.dtype if is_alone else wide)
-                if dx_sum.dtype == x.dtype and not in_fp32:
-                    product(logits, weight_slab, out=dx_sum, accumulate=not is_first)
-                else:
-                    product_in_fp32(logits, weight_slab, dx_sum, accumulate=not is_first)
+            if dx is not None:
+                multiply = product_in_fp32 if needs_sum else product
+                multiply(logits, weight_slab, dx_sum, accumulate=slab.start > 0)
             if dw is not None:
-                _add_dw(dw, slab.start, logits, x_block)
+                dw.add_rows(slab.start, logits, x_block)
             if db is not None:
                 db[slab] += logits.sum(0, dtype=wide)
         # Free the logits before the next block allocates its own.
@@ -268,22 +238,7 @@ def log_prob_gradients(
         if dw is not None:
             dw.has_sum = True
         if dx is not None:
-            assert dx_sum is not None
             sum_over_ranks(dx_sum, shard)
-            if isinstance(block_rows, slice):
-                dx[block_rows] = dx_sum
-            else:
-                dx.index_copy_(0, block_rows, dx_sum.to(dx.dtype))
+            write_rows(dx, block_rows, dx_sum)
     db = None if db is None or bias is None else db.to(bias.dtype)
-    return LogProbGradients(dx, None if dw is None else dw.finish(), db)
-
-
-def _add_dw(dw: WeightGradient, start: int, dlogits: Tensor, x: Tensor) -> None:
-    """Add the product of dlogits [C, v] and x [C, H] to the rows of dW from `start` on."""
-    if dlogits.dtype == x.dtype:
-        dw.add_rows(start, dlogits, x)
-        return
-    # The product of fp32 logits is summed in fp32, and rounded into a half-precision dW.
-    part = x.new_empty(dlogits.shape[1], x.shape[1], dtype=torch.float32)
-    product_in_fp32(dlogits.t(), x, part)
-    dw.add_to_rows(start, part)
+    return Gradients(dx, None if dw is None else dw.finish(), db)

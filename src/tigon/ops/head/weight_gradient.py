@@ -11,41 +11,18 @@ lower rows is in the buffer. At the end both are rounded into the result:
 Shapes: V vocabulary, H hidden, C tokens of a chunk.
 """
 
-from dataclasses import dataclass
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
-from tigon.runtime.device import Device, cdiv, device_of
+from tigon.runtime.device import cdiv
 from tigon.runtime.products import accumulates_in_fp32, product
-from tigon.runtime.tuning import LaunchConfig
 
-# --- configuration -------------------------------------------------------------------------------
-
-
-class WeightGradientProblem(NamedTuple):
-    """The properties that the parameters of a sum over chunks depend on."""
-
-    # bytes of an element of the weight
-    itemsize: int
-
-
-@dataclass(frozen=True)
-class WeightGradientConfig(LaunchConfig):
-    """Parameters of a sum over chunks."""
-
-    # bytes of one slab of a product, and of one slab of its factor, if the product is added to a sum of another dtype
-    slab_bytes: int
-    # The index of the first lower row is a multiple of this number, so that the columns of the logits are aligned.
-    row_alignment: int
-    # the number of rows that are rounded first, through a copy
-    first_rows: int
-
-    @staticmethod
-    def heuristic(problem: WeightGradientProblem, device: Device) -> "WeightGradientConfig":
-        return WeightGradientConfig(slab_bytes=64 * 2**20, row_alignment=64, first_rows=256)
-
+# Bytes of one slab of a product, and of one slab of its factor, if the product is added to a sum of another dtype.
+SLAB_BYTES = 64 * 2**20
+# The index of the first lower row is a multiple of this number, so that the columns of the logits are aligned.
+ROW_ALIGNMENT = 64
+# The number of rows that are rounded first, through a copy.
+FIRST_ROWS = 256
 
 # --- products in fp32 ----------------------------------------------------------------------------
 
@@ -53,14 +30,15 @@ class WeightGradientConfig(LaunchConfig):
 def product_in_fp32(a: Tensor, b: Tensor, total: Tensor, accumulate: bool = False) -> None:
     """Compute total = a b or total += a b in fp32, for total [M, N] fp32, a [M, K] and b [K, N] of any dtype.
 
+    fp64 factors of an fp64 total are multiplied in fp64.
+
     Products of half-precision numbers are exact in fp32, so two half-precision factors are not copied where cuBLAS
     returns fp32 sums. Other factors are copied to fp32, one slab of N at a time.
     """
-    if a.dtype == b.dtype and (a.dtype == torch.float32 or accumulates_in_fp32(a)):
+    if a.dtype == b.dtype and (a.dtype == total.dtype or accumulates_in_fp32(a)):
         product(a, b, out=total, accumulate=accumulate)
         return
-    config = WeightGradientConfig.choose(WeightGradientProblem(b.element_size()), device_of(b))
-    columns = max(1, config.slab_bytes // (4 * max(1, b.shape[0])))
+    columns = max(1, SLAB_BYTES // (4 * max(1, b.shape[0])))
     a = a.float()
     for start in range(0, b.shape[1], columns):
         part = total[:, start : start + columns]
@@ -87,13 +65,11 @@ class WeightGradient:
     """
 
     def __init__(self, weight: Tensor, in_fp32: bool, buffer: Tensor | None = None) -> None:
-        self.config = WeightGradientConfig.choose(WeightGradientProblem(weight.element_size()), device_of(weight))
         self.result = torch.empty_like(weight, memory_format=torch.contiguous_format) if buffer is None else buffer
         self.has_sum = buffer is not None
         self.is_split = in_fp32 and self.result.element_size() == 2
         v, h = weight.shape
-        alignment = self.config.row_alignment
-        self.middle = v // 2 // alignment * alignment if self.is_split else 0
+        self.middle = v // 2 // ROW_ALIGNMENT * ROW_ALIGNMENT if self.is_split else 0
         self.lower = self.result
         if self.is_split:
             self.upper = self.result.flatten()[: 2 * self.middle * h].view(torch.float32).view(self.middle, h)
@@ -109,44 +85,44 @@ class WeightGradient:
 
         Set `has_sum` once the products of the first tokens have been added to all rows.
         """
-        upper_columns = max(0, min(self.middle - start, dlogits.shape[1]))
-        if upper_columns:
-            self._add(self.upper[start : start + upper_columns], dlogits[:, :upper_columns], x)
-        if upper_columns < dlogits.shape[1]:
-            first = start + upper_columns - self.middle
-            lower_columns = dlogits[:, upper_columns:]
-            self._add(self.lower[first : first + lower_columns.shape[1]], lower_columns, x)
-
-    def add_to_rows(self, start: int, part: Tensor) -> None:
-        """Add `part` [v, H], a product in fp32, to rows [start, start + v). Set `has_sum` as for `add_rows`."""
-        in_upper = max(0, min(self.middle - start, len(part)))
+        columns = dlogits.shape[1]
+        in_upper = max(0, min(self.middle - start, columns))
         first = start + in_upper - self.middle
-        totals = [self.lower[first : first + len(part) - in_upper]]
+        totals = [(self.lower[first : first + columns - in_upper], slice(in_upper, columns))]
         if in_upper:
-            totals.insert(0, self.upper[start : start + in_upper])
-        for total, values in zip(totals, part.split([len(total) for total in totals]), strict=True):
-            if self.has_sum:
-                total.add_(values)
-            else:
-                total.copy_(values)
+            totals.insert(0, (self.upper[start : start + in_upper], slice(0, in_upper)))
+        if dlogits.dtype == x.dtype:
+            for total, part in totals:
+                self._add(total, dlogits[:, part], x)
+            return
+        # The product of fp32 logits is summed in fp32, and rounded into a half-precision dW.
+        product_of_part = x.new_empty(columns, x.shape[1], dtype=torch.float32)
+        product_in_fp32(dlogits.t(), x, product_of_part)
+        for total, part in totals:
+            self._write(total, product_of_part[part])
+
+    def _write(self, total: Tensor, values: Tensor) -> None:
+        if self.has_sum:
+            total.add_(values)
+        else:
+            total.copy_(values)
 
     def _add(self, total: Tensor, dlogits: Tensor, x: Tensor) -> None:
+        if not len(total):
+            return
         if total.dtype == x.dtype or (total.dtype == torch.float32 and accumulates_in_fp32(x)):
             product(dlogits.t(), x, out=total, accumulate=self.has_sum)
             return
         # On a CPU, fp32 products are as fast as half-precision ones, and their results are not rounded.
         if x.device.type == "cpu":
             x = x.float()
-        rows = max(1, self.config.slab_bytes // (max(x.shape) * x.element_size()))
+        rows = max(1, SLAB_BYTES // (max(x.shape) * x.element_size()))
         slab = x.new_empty(min(rows, len(total)), x.shape[1])
         for start in range(0, len(total), rows):
             part = total[start : start + rows]
             # With `out`, autocast does not round the result.
             torch.mm(dlogits[:, start : start + rows].t().to(x.dtype), x, out=slab[: len(part)])
-            if self.has_sum:
-                part.add_(slab[: len(part)])
-            else:
-                part.copy_(slab[: len(part)])
+            self._write(part, slab[: len(part)])
 
     def finish(self) -> Tensor:
         """Return the sum [V, H], which is zero if no product was added."""
@@ -155,10 +131,9 @@ class WeightGradient:
         if self.is_split:
             # Row r occupies bytes 4rH.. in fp32 and 2rH.. once rounded. Rounding rows [a, 2a) therefore overwrites the
             # fp32 rows [a/2, a), which have been rounded already.
-            first = self.config.first_rows
-            self.result[: min(first, self.middle)] = self.upper[:first].clone()
-            for k in range(cdiv(self.middle, first).bit_length()):
-                part = slice(first << k, min(first << (k + 1), self.middle))
+            self.result[: min(FIRST_ROWS, self.middle)] = self.upper[:FIRST_ROWS].clone()
+            for k in range(cdiv(self.middle, FIRST_ROWS).bit_length()):
+                part = slice(FIRST_ROWS << k, min(FIRST_ROWS << (k + 1), self.middle))
                 self.result[part] = self.upper[part]
             self.result[self.middle :] = self.lower
         return self.result

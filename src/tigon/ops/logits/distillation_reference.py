@@ -93,7 +93,8 @@ def distillation_torch(
         scale = scale * torch.where(inside, 1.0, torch.nan).to(dtype)
     divergence, dz = _divergence_and_gradient(z, y, options.kind, options.beta)
     del y
-    result = lambda values: values.where(valid, 0.0)
+    # A teacher in fp64 does not change the dtype of the losses.
+    result = lambda values: values.where(valid, 0.0).to(torch.promote_types(student.dtype, torch.float32))
     soft, hard, entropy = divergence * scale, None, None
     loss = options.soft_weight * soft
     if options.with_entropy:

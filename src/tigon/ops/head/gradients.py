@@ -1,0 +1,179 @@
+"""The gradients of a linear layer's inputs, summed over chunks of tokens.
+
+    dx  = da W,   dW += da^T x,   db += sum_rows(da)        a = x W^T + b + h B^T
+    dh  = da B,   dB += da^T h
+
+Shapes: T tokens, H hidden, V vocabulary (the rows of this rank), C tokens of a chunk, R ranks of all adapters.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tigon.ops.head.computed_rows import Rows, select, without_ignored, write_rows
+from tigon.ops.head.weight_gradient import WeightGradient, product_in_fp32
+from tigon.ops.logits.rescale import rescaled
+from tigon.ops.logits.token.types import Shard
+from tigon.ops.logits.vocab_parallel import sum_over_ranks
+
+# --- the gradients that a call computes ------------------------------------------------------------
+
+
+class Needs(NamedTuple):
+    """True for each gradient that is computed."""
+
+    dx: bool
+    dw: bool
+    db: bool
+    # of the factors of `LowRank`
+    dlow_h: bool = False
+    dlow_b: bool = False
+
+
+NO_NEEDS = Needs(False, False, False)
+
+
+class Gradients(NamedTuple):
+    """The gradients of hidden states [T, H], weight [V, H], bias [V] and the factors [T, R] and [V, R] of `LowRank`.
+
+    A gradient that is not needed is None.
+    """
+
+    dx: Tensor | None = None
+    dw: Tensor | None = None
+    db: Tensor | None = None
+    dlow_h: Tensor | None = None
+    dlow_b: Tensor | None = None
+
+
+class LowRank(NamedTuple):
+    """The two factors of a product that is added to the logits, both None if nothing is added."""
+
+    h: Tensor | None = None  # [T, R]
+    b: Tensor | None = None  # [V, R]
+
+
+def empty_gradients(needs: Needs, *inputs: Tensor | None) -> Gradients:
+    """Allocate the gradients of the inputs x, weight, bias, h and B, of which the last ones may be left out."""
+    empty = lambda tensor, need: torch.empty_like(tensor, memory_format=torch.contiguous_format) if need else None
+    return Gradients(*(empty(each, need) for each, need in zip(inputs, needs, strict=False)))
+
+
+def rescale_gradients(gradients: list[Tensor | None], factor: Tensor) -> list[Tensor | None]:
+    """Return the gradients of a forward pass times the upstream gradient [], in place if their graph ends here."""
+    scaled = lambda g: rescaled(g if g.dim() == 2 else g[None], factor).view(g.shape)
+    return [None if g is None else scaled(g) for g in gradients]
+
+
+# --- sums over chunks ----------------------------------------------------------------------------
+
+
+class Addition:
+    """Adds h B^T to each chunk of logits, and collects dh and dB.
+
+    An adapter is usually in fp32. Its factors are split into two terms in the dtype of half-precision logits, h = h0 +
+    h1 and B = B0 + B1, so that one product on tensor cores adds h0 B0^T + h0 B1^T + h1 B0^T to a chunk of logits in
+    place. What is left out is far below the rounding of the logits. Products with d(logits) take both terms too.
+    """
+
+    def __init__(self, x: Tensor, low_rank: LowRank, needs: Needs) -> None:
+        assert low_rank.h is not None
+        assert low_rank.b is not None
+        self.factors, self.rank, self.needs = low_rank, low_rank.b.shape[1], needs
+        h, b = _terms(low_rank.h, x.dtype), _terms(low_rank.b, x.dtype)
+        self.terms = len(h)
+        # Columns: h0, h0, h1 and B0, B1, B0, or the factors themselves.
+        self.h = torch.cat((h[0], *h), 1) if self.terms == 2 else h[0]
+        self.b = torch.cat((*b, b[0]), 1) if self.terms == 2 else b[0]
+        wide = torch.promote_types(x.dtype, torch.float32)
+        # Rows that are not computed have gradients of zero.
+        self.dh = torch.zeros_like(low_rank.h, dtype=wide) if needs.dlow_h else None
+        columns = self.terms * self.rank
+        self.db = x.new_zeros(len(low_rank.b), columns, dtype=wide) if needs.dlow_b else None
+
+    def add_to_logits(self, rows: Rows, logits: Tensor) -> None:
+        """Add h B^T to the logits [C, V] of a chunk, in place."""
+        logits.addmm_(select(self.h, rows), self.b.t())
+
+    def add_gradients(self, dlogits: Tensor, rows: Rows) -> None:
+        """Add the parts of dh and dB that follow from dlogits [C, V]."""
+        columns = self.terms * self.rank
+        if self.dh is not None:
+            dh = dlogits.new_empty(len(dlogits), columns, dtype=self.dh.dtype)
+            product_in_fp32(dlogits, self.b[:, :columns], dh)
+            write_rows(self.dh, rows, self._sum(dh))
+        if self.db is not None:
+            product_in_fp32(dlogits.t(), select(self.h, rows)[:, -columns:], self.db, accumulate=True)
+
+    def gradients(self) -> tuple[Tensor | None, Tensor | None]:
+        """Return dh and dB in the dtypes of h and B. A gradient that is not needed is None."""
+        h, b = self.factors
+        assert h is not None
+        assert b is not None
+        dh = None if self.dh is None else self.dh.to(h.dtype)
+        return dh, None if self.db is None else self._sum(self.db).to(b.dtype)
+
+    def _sum(self, products: Tensor) -> Tensor:
+        """Return the sum [N, R] of the products of all terms [N, S R]."""
+        return products if self.terms == 1 else products[:, : self.rank] + products[:, self.rank :]
+
+
+def _terms(factor: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    """Return one or two tensors of this dtype whose sum is the factor, up to the precision of two terms."""
+    first = factor.to(dtype)
+    return [first] if factor.element_size() <= first.element_size() else [first, (factor - first).to(dtype)]
+
+
+class GradientSums:
+    """The gradients of all inputs, to which the d(logits) of each chunk contribute.
+
+    Args:
+        x, weight, bias: [T, H], [V, H] and [V].
+        needs: The gradients to compute.
+        ignore_index: The target of ignored tokens, if all tokens are computed; None if only valid ones are.
+        sums_in_fp32: Whether dW is summed in fp32.
+        dw_buffer: A gradient [V, H] that dW is added to, or None.
+        addition: The low-rank addition to the logits, or None.
+    """
+
+    def __init__(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, needs: Needs, *, ignore_index: int | None,
+        sums_in_fp32: bool, dw_buffer: Tensor | None = None, addition: Addition | None = None,
+    ) -> None:  # fmt: skip
+        self.dx, self.dw, self.db, self.bias = None, None, None, bias
+        self.ignore_index, self.addition = ignore_index, addition
+        if needs.dx:
+            # Rows that are not computed have gradients of zero.
+            self.dx = x.new_zeros(x.shape) if ignore_index is None else x.new_empty(x.shape)
+        if needs.dw:
+            self.dw = WeightGradient(weight, sums_in_fp32, dw_buffer)
+        if needs.db:
+            self.db = weight.new_zeros(len(weight), dtype=torch.promote_types(x.dtype, torch.float32))
+
+    def add(self, rows: Rows, x: Tensor, target: Tensor, dlogits: Tensor, weight: Tensor) -> None:
+        """Add the gradients of a chunk with x [C, H], target [C] and dlogits [C, V], for the weight [V, H]."""
+        if self.dx is not None:
+            if isinstance(rows, slice):
+                torch.mm(dlogits, weight, out=self.dx[rows])
+            else:
+                self.dx.index_copy_(0, rows, dlogits @ weight)
+        if self.dw is not None:
+            if self.ignore_index is not None:
+                x = without_ignored(x, target, self.ignore_index)
+            self.dw.add(dlogits, x)
+        if self.db is not None:
+            self.db += dlogits.sum(0, dtype=self.db.dtype)
+        if self.addition is not None:
+            self.addition.add_gradients(dlogits, rows)
+
+    def finish(self, shard: Shard | None = None) -> Gradients:
+        """Return the gradients, with dx summed over the ranks that share the vocabulary."""
+        if self.dx is not None and shard is not None:
+            sum_over_ranks(self.dx, shard)
+        db = None
+        if self.db is not None:
+            assert self.bias is not None
+            db = self.db.to(self.bias.dtype)
+        addition_gradients = (None, None) if self.addition is None else self.addition.gradients()
+        return Gradients(self.dx, None if self.dw is None else self.dw.finish(), db, *addition_gradients)
