@@ -9,9 +9,7 @@ from torch import Tensor
 from benchmarks.workloads.inputs import InputMaker, Inputs
 from benchmarks.workloads.logits import IGNORED, VOCABULARIES
 from benchmarks.workloads.workload import MORE, ROOFLINE, BenchShape, Variant, Workload, small, sweep
-from tigon.ops.logits.jsd import jsd_reference
-from tigon.ops.logits.kl_div import kl_div_reference
-from tigon.ops.logits.tvd import tvd_reference
+from tigon.ops.logits.divergences import jsd_reference, kl_div_reference, tvd_reference
 
 # The distance of a student's logits from its teacher's; their divergence is then a fraction of a nat.
 DISTANCE = 0.7

@@ -45,11 +45,9 @@ if TYPE_CHECKING:
     from tigon.ops.head.linear_log_probs import LogProbOutput, linear_log_probs
     from tigon.ops.head.linear_loss import linear_loss
     from tigon.ops.logits.cross_entropy import CrossEntropyLoss, cross_entropy
-    from tigon.ops.logits.jsd import JSDLoss, jsd
-    from tigon.ops.logits.kl_div import KLDivLoss, kl_div
+    from tigon.ops.logits.divergences import JSDLoss, KLDivLoss, TVDLoss, jsd, kl_div, tvd
     from tigon.ops.logits.loss_arguments import LossOutput
     from tigon.ops.logits.softmax import Softmax, softmax
-    from tigon.ops.logits.tvd import TVDLoss, tvd
     from tigon.ops.logits.valid_rows import ValidRows
     from tigon.ops.mlps.gelu import gelu
     from tigon.ops.mlps.glu import geglu, swiglu
@@ -98,11 +96,9 @@ _NAMES_BY_MODULE = {
     "tigon.ops.head.linear_log_probs": ("LogProbOutput", "linear_log_probs"),
     "tigon.ops.head.linear_loss": ("linear_loss",),
     "tigon.ops.logits.cross_entropy": ("CrossEntropyLoss", "cross_entropy"),
-    "tigon.ops.logits.jsd": ("JSDLoss", "jsd"),
-    "tigon.ops.logits.kl_div": ("KLDivLoss", "kl_div"),
+    "tigon.ops.logits.divergences": ("JSDLoss", "KLDivLoss", "TVDLoss", "jsd", "kl_div", "tvd"),
     "tigon.ops.logits.loss_arguments": ("LossOutput",),
     "tigon.ops.logits.softmax": ("Softmax", "softmax"),
-    "tigon.ops.logits.tvd": ("TVDLoss", "tvd"),
     "tigon.ops.logits.valid_rows": ("ValidRows",),
     "tigon.ops.mlps.gelu": ("gelu",),
     "tigon.ops.mlps.glu": ("geglu", "swiglu"),

@@ -10,10 +10,8 @@ import tigon
 from op_cases import CASES, Case, as_list, assert_as_accurate_as_eager, outputs_and_gradients
 from tigon.ops.head.linear_cross_entropy import linear_cross_entropy_reference
 from tigon.ops.logits.cross_entropy import cross_entropy_reference, log_probs_and_entropy_reference
-from tigon.ops.logits.jsd import jsd_reference
-from tigon.ops.logits.kl_div import kl_div_reference
+from tigon.ops.logits.divergences import jsd_reference, kl_div_reference, tvd_reference
 from tigon.ops.logits.softmax import softmax_reference
-from tigon.ops.logits.tvd import tvd_reference
 from tigon.ops.mlps.glu import swiglu_reference
 from tigon.ops.mlps.relu2 import relu2_reference
 from tigon.ops.norms.layer_norm import layer_norm_reference

@@ -14,10 +14,8 @@ from torch import Tensor
 
 import tigon
 from op_cases import CASES, Case, as_list, outputs_and_gradients
-from tigon.ops.logits.jsd import jsd_reference
-from tigon.ops.logits.kl_div import kl_div_reference
+from tigon.ops.logits.divergences import jsd_reference, kl_div_reference, tvd_reference
 from tigon.ops.logits.softmax import softmax_reference
-from tigon.ops.logits.tvd import tvd_reference
 from tigon.ops.mlps.glu import geglu_reference
 from tigon.ops.norms.gated_rms_norm import gated_rms_norm_reference
 from tigon.ops.norms.layer_norm import layer_norm_reference

@@ -7,9 +7,7 @@ import torch.nn.functional as F
 import tigon
 from op_cases import DEVICE, DTYPES, INTERPRETED, assert_as_accurate_as_eager, one_in
 from tigon.ops.logits.divergence_kernels import DivergenceConfig, DivergenceProblem
-from tigon.ops.logits.jsd import jsd_reference
-from tigon.ops.logits.kl_div import kl_div_reference
-from tigon.ops.logits.tvd import tvd_reference
+from tigon.ops.logits.divergences import jsd_reference, kl_div_reference, tvd_reference
 from tigon.runtime.device import Device
 
 # One class, two classes, widths that fill no block, and one that is wider than the part of a row that a program reads.

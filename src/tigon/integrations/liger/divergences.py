@@ -10,9 +10,7 @@ from torch import Tensor, nn
 
 from tigon.ops.head.linear_distillation import linear_distillation
 from tigon.ops.logits.cross_entropy import cross_entropy
-from tigon.ops.logits.jsd import jsd
-from tigon.ops.logits.kl_div import kl_div
-from tigon.ops.logits.tvd import tvd
+from tigon.ops.logits.divergences import jsd, kl_div, tvd
 
 __all__ = [
     "LigerFusedCETVDLoss", "LigerFusedLinearJSD", "LigerFusedLinearKLDivLoss", "LigerJSD", "LigerKLDIVLoss",

@@ -12,10 +12,8 @@ from torch import Tensor
 
 from tigon.integrations.liger import divergences, layers, norms, rare
 from tigon.ops.head.linear_log_probs import linear_log_probs
-from tigon.ops.logits.jsd import jsd
-from tigon.ops.logits.kl_div import kl_div
+from tigon.ops.logits.divergences import jsd, kl_div, tvd
 from tigon.ops.logits.softmax import softmax
-from tigon.ops.logits.tvd import tvd
 from tigon.ops.mlps.glu import geglu, swiglu
 from tigon.ops.mlps.relu2 import relu2
 from tigon.ops.norms.layer_norm import layer_norm

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from tigon.ops.head.distillation_chunks import Teacher
-from tigon.ops.logits.distillation_types import DistillationOptions
+from tigon.ops.logits.distillation_reference import DistillationOptions
+from tigon.ops.logits.divergence_reference import jsd_kind
 from tigon.runtime import checks
 
 DistillationReduction = Literal["mean", "sum", "none"]
@@ -88,7 +89,7 @@ def distillation_options(
             f"{op}: teacher_softcap must be None and teacher_logit_scale 1 for (log-)probabilities of the teacher, got "
             f"{teacher_softcap} and {teacher_logit_scale:g}"
         )
-    kind = {0.0: "kl", 1.0: "reverse_kl"}.get(beta, "jsd") if divergence == "jsd" else divergence
+    kind = jsd_kind(beta) if divergence == "jsd" else divergence
     if kind in ("reverse_kl", "cosine"):
         tensor = teacher.weight if form == "hidden" else teacher.values
         assert tensor is not None

@@ -21,7 +21,7 @@ from tigon.ops.head.chunks import AllRows, head_product, plan_chunks, token_chun
 from tigon.ops.head.computed_rows import Rows, rows_to_compute, select, select_some
 from tigon.ops.head.gradients import Gradients, GradientSums, Needs, empty_gradients
 from tigon.ops.logits.distillation import distill_rows
-from tigon.ops.logits.distillation_types import DistillationOptions, RowLosses
+from tigon.ops.logits.distillation_reference import DistillationOptions, RowLosses
 from tigon.ops.logits.token.types import Shard
 from tigon.runtime.device import runs_kernels
 from tigon.runtime.launch import launcher

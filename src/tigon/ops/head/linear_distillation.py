@@ -45,6 +45,7 @@ from tigon.ops.head.distillation_arguments import (
 from tigon.ops.head.distillation_chunks import DistillationSettings, Teacher, distillation_chunks
 from tigon.ops.head.gradients import NO_NEEDS, Needs, rescale_gradients
 from tigon.ops.logits.distillation_reference import apply_to_logits, divergence_of_logits, match_vocabulary
+from tigon.ops.logits.divergence_reference import jsd_kind
 from tigon.ops.logits.loss_arguments import as_scalar, check_loss_arguments
 from tigon.ops.logits.token.kernels import Shard, gradient_scales
 from tigon.ops.logits.valid_rows import ValidRows, as_targets
@@ -126,7 +127,7 @@ def linear_distillation_reference(
             y = dense.scatter(-1, teacher_indices.long().where(is_token, v), y)[..., :v]
     y = apply_to_logits(y, teacher_logit_scale, teacher_softcap) / temperature
     y = match_vocabulary(y, v, 0.0 if divergence == "cosine" else -torch.inf).detach()
-    kind = {0.0: "kl", 1.0: "reverse_kl"}.get(beta, "jsd") if divergence == "jsd" else divergence
+    kind = jsd_kind(beta) if divergence == "jsd" else divergence
     valid = torch.ones(hidden.shape[:-1], dtype=torch.bool, device=hidden.device)
     if targets is not None:
         valid = targets != ignore_index

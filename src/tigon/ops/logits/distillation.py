@@ -35,8 +35,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tigon.ops.logits.distillation_reference import distillation_torch
-from tigon.ops.logits.distillation_types import DistillationOptions, RowLosses
+from tigon.ops.logits.distillation_reference import DistillationOptions, RowLosses, distillation_torch
 from tigon.ops.logits.divergence_kernels import divergence_element, has_native_log2
 from tigon.ops.logits.token.maths import LOG2E, transform
 from tigon.ops.logits.token.scan import columns, scan

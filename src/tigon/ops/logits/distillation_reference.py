@@ -1,12 +1,54 @@
-"""The maths of `distillation` in torch, for devices where no kernel runs, and for the reference of the op."""
+"""The maths of `distillation` in torch, for devices where no kernel runs, and for the reference of the op.
+
+Shapes: M tokens, V vocabulary of the student.
+"""
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tigon.ops.logits.distillation_types import DistillationOptions, RowLosses
-from tigon.ops.logits.divergence_reference import relative_entropy
+from tigon.ops.logits.divergence_reference import elementwise_divergence, relative_entropy
+
+
+class DistillationOptions(NamedTuple):
+    """The options of the loss of distillation. `distillation` has the maths."""
+
+    # "kl", "reverse_kl", "jsd", "tvd" or "cosine"
+    kind: str
+    beta: float
+    temperature: float
+    soft_weight: float
+    hard_weight: float
+    softcap: float | None
+    logit_scale: float
+    teacher_softcap: float | None
+    teacher_logit_scale: float
+    ignore_index: int
+    has_labels: bool
+    # whether the divergence and the cross entropy are returned in addition to their weighted sum
+    returns_parts: bool
+    with_entropy: bool
+
+    @property
+    def has_cross_entropy(self) -> bool:
+        """Return whether the cross entropy is computed."""
+        return self.has_labels and (self.hard_weight != 0.0 or self.returns_parts)
+
+
+class RowLosses(NamedTuple):
+    """The losses of rows, each [M] fp32 and scaled, except the entropy. All are 0 for ignored rows."""
+
+    loss: Tensor
+    # the divergence and the cross entropy, without their weights; None unless they are requested
+    soft: Tensor | None = None
+    hard: Tensor | None = None
+    # the entropy of the student at the temperature in nats, or None
+    entropy: Tensor | None = None
+
+
+# --- logits ---------------------------------------------------------------------------------------
 
 
 def apply_to_logits(logits: Tensor, logit_scale: float, softcap: float | None) -> Tensor:
@@ -23,10 +65,6 @@ def match_vocabulary(teacher: Tensor, vocabulary: int, fill: float) -> Tensor:
     return torch.nn.functional.pad(teacher, (0, vocabulary - width), value=fill)
 
 
-def _log_mixture(x: Tensor, y: Tensor, beta: float) -> Tensor:
-    return torch.logaddexp(y + math.log(beta), x + math.log1p(-beta))
-
-
 def divergence_of_logits(z: Tensor, y: Tensor, kind: str, beta: float) -> Tensor:
     """Return D [...] of the student's logits z and the teacher's y [..., V], in their dtype. It is differentiable."""
     if kind == "cosine":
@@ -34,16 +72,7 @@ def divergence_of_logits(z: Tensor, y: Tensor, kind: str, beta: float) -> Tensor
         # If a norm is zero, the cosine is zero, and so is its gradient.
         return 1.0 - (z * y).sum(-1) / norms.where(norms != 0, torch.inf)
     x, y = torch.log_softmax(z, -1), torch.log_softmax(y, -1)
-    if kind == "kl":
-        return relative_entropy(y, x).sum(-1)
-    if kind == "reverse_kl":
-        return relative_entropy(x, y).sum(-1)
-    if kind == "tvd":
-        return 0.5 * (x.exp() - y.exp()).abs().sum(-1)
-    # The exponentials of the lowest number and of -inf are both zero.
-    x, y = x.clamp(min=-1e4), y.clamp(min=-1e4)
-    log_m = _log_mixture(x, y, beta)
-    return (beta * y.exp() * (y - log_m) + (1.0 - beta) * x.exp() * (x - log_m)).sum(-1)
+    return elementwise_divergence(x, y, kind, beta).sum(-1)
 
 
 # --- losses and gradients ------------------------------------------------------------------------
@@ -69,7 +98,7 @@ def _divergence_and_gradient(z: Tensor, y: Tensor, kind: str, beta: float) -> tu
         loss, g = 0.5 * difference.abs().sum(-1), 0.5 * q * difference.sign()
     else:
         x, y = x.clamp(min=-1e4), y.clamp(min=-1e4)
-        log_m = _log_mixture(x, y, beta)
+        log_m = torch.logaddexp(y + math.log(beta), x + math.log1p(-beta))
         g = (1.0 - beta) * q * (x - log_m)
         loss = (beta * y.exp() * (y - log_m)).sum(-1) + g.sum(-1)
     return loss, g - q * g.sum(-1, keepdim=True)

@@ -1,5 +1,9 @@
-"""The parts that the references of `kl_div`, `jsd` and `tvd` share. The references run where no kernel does."""
+"""The divergences of `divergences` and of `distillation` in torch, which run where no kernel does.
 
+Shapes: V vocabulary.
+"""
+
+import math
 from typing import Literal
 
 import torch
@@ -29,6 +33,45 @@ def relative_entropy(log_a: Tensor, log_b: Tensor) -> Tensor:
     """Return a (log a - log b) for each element. It is 0 if a is 0, even if b is 0 too."""
     a = log_a.exp()
     return a * (log_a.clamp(min=-1e4) - torch.where(a == 0, log_b.clamp(min=-1e4), log_b))
+
+
+def jsd_kind(beta: float) -> str:
+    """Return the kind of divergence that the generalised Jensen-Shannon divergence of this beta is."""
+    return {0.0: "kl", 1.0: "reverse_kl"}.get(beta, "jsd")
+
+
+def elementwise_divergence(x: Tensor, y: Tensor, kind: str, beta: float) -> Tensor:
+    """Return the losses [..., V] of log-probabilities x of the student and y of the teacher."""
+    if kind == "kl":
+        return relative_entropy(y, x)
+    if kind == "reverse_kl":
+        return relative_entropy(x, y)
+    if kind == "tvd":
+        return 0.5 * (x.exp() - y.exp()).abs()
+    # The exponentials of the lowest number and of -inf are both zero.
+    x, y = x.clamp(min=-1e4), y.clamp(min=-1e4)
+    # The second derivative of logaddexp would be NaN where the two numbers are far apart.
+    log_m = torch.logsumexp(torch.stack((y + math.log(beta), x + math.log1p(-beta))), 0)
+    return beta * y.exp() * (y - log_m) + (1.0 - beta) * x.exp() * (x - log_m)
+
+
+def divergence_reference(
+    kind: str, input: Tensor, target: Tensor, *, reduction: DivergenceReduction = "batchmean",
+    labels: Tensor | None = None, ignore_index: int = -100, from_logits: bool = False, temperature: float = 1.0,
+    is_log: bool = True, beta: float = 0.0,
+) -> Tensor:  # fmt: skip
+    """Compute a divergence by its eager definition.
+
+    `is_log` says whether the target, and for "tvd" also the input, holds logarithms.
+    """
+    x, y = prepare_distributions(input, target, labels, ignore_index, from_logits, temperature)
+    if is_log or from_logits:
+        losses = elementwise_divergence(x, y, kind, beta)
+    elif kind == "tvd":
+        losses = 0.5 * (x - y).abs()
+    else:
+        losses = torch.xlogy(y, y) - y * torch.where(y == 0, x.clamp(min=-1e4), x)
+    return reduce_losses(losses, labels, ignore_index, reduction)
 
 
 def divisor(x: Tensor, labels: Tensor | None, reduction: DivergenceReduction) -> int:

@@ -6,43 +6,19 @@ No other code reads the gradients, so the op overwrites them, unless the graph i
 which needs them unchanged.
 """
 
-from dataclasses import dataclass
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from tigon.runtime.compat.autograd import keeps_graph
 from tigon.runtime.compat.triton import tl, triton
-from tigon.runtime.device import Device, cdiv, device_of, runs_kernels
+from tigon.runtime.device import cdiv, device_of, runs_kernels
 from tigon.runtime.launch import launch, on_device
-from tigon.runtime.tuning import LaunchConfig
 
-# --- configuration -------------------------------------------------------------------------------
-
-
-class RescaleProblem(NamedTuple):
-    """The sizes that the launch parameters of `rescale` depend on."""
-
-    # N
-    columns: int
-    # bytes of an element of x
-    itemsize: int
-
-
-@dataclass(frozen=True)
-class RescaleConfig(LaunchConfig):
-    """Launch parameters: at most `programs` programs multiply blocks of one row in turn."""
-
-    block: int
-    num_warps: int
-    programs: int
-
-    @staticmethod
-    def heuristic(problem: RescaleProblem, device: Device) -> "RescaleConfig":
-        # There are few programs, because nearly always they read the factor and end.
-        return RescaleConfig(block=4096, num_warps=8, programs=8 * device.multiprocessors)
-
+# Elements that a program multiplies at a time.
+BLOCK = 4096
+WARPS = 8
+# There are few programs, because nearly always they read the factor and end.
+PROGRAMS_PER_MULTIPROCESSOR = 8
 
 # --- kernel --------------------------------------------------------------------------------------
 
@@ -70,11 +46,11 @@ def rescale(x: Tensor, factor: Tensor) -> Tensor:
         return x.mul_(factor[:, None] if factor.dim() else factor)
     if x.numel():
         m, n = x.shape
-        config = RescaleConfig.choose(RescaleProblem(n, x.element_size()), device_of(x))
-        blocks, stride = cdiv(n, config.block), factor.stride(0) if factor.dim() else 0
+        blocks, stride = cdiv(n, BLOCK), factor.stride(0) if factor.dim() else 0
+        programs = min(m * blocks, PROGRAMS_PER_MULTIPROCESSOR * device_of(x).multiprocessors)
         launch(
-            _rescale_kernel, min(m * blocks, config.programs), x, factor, x.stride(0), stride, m, n, blocks,
-            BLOCK=config.block, num_warps=config.num_warps,
+            _rescale_kernel, programs, x, factor, x.stride(0), stride, m, n, blocks,
+            BLOCK=BLOCK, num_warps=WARPS,
         )  # fmt: skip
     return x
 

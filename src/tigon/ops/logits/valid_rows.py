@@ -7,39 +7,17 @@ before the layers of the model are queued, the number has arrived long before th
 work.
 """
 
-from dataclasses import dataclass
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from tigon.runtime import checks
 from tigon.runtime.compat.triton import tl, triton
-from tigon.runtime.device import Device, device_of, runs_kernels
+from tigon.runtime.device import runs_kernels
 from tigon.runtime.launch import launch, on_device
-from tigon.runtime.tuning import LaunchConfig
 
-# --- configuration -------------------------------------------------------------------------------
-
-
-class ValidRowsProblem(NamedTuple):
-    """The size that the launch parameters of the search for valid rows depend on."""
-
-    # bytes of a target
-    itemsize: int
-
-
-@dataclass(frozen=True)
-class ValidRowsConfig(LaunchConfig):
-    """Launch parameters of the single program, which reads `block` targets at a time."""
-
-    block: int
-    num_warps: int
-
-    @staticmethod
-    def heuristic(problem: ValidRowsProblem, device: Device) -> "ValidRowsConfig":
-        return ValidRowsConfig(block=2048, num_warps=8)
-
+# Targets that the single program reads at a time.
+BLOCK = 2048
+WARPS = 8
 
 # --- kernel --------------------------------------------------------------------------------------
 
@@ -66,10 +44,9 @@ def _find(target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
     """Return rows [M] int64, of which the first `count` are written, and count [1] int64, for target [M]."""
     if runs_kernels(target.new_empty(0, dtype=torch.float32)) and target.numel():
         rows, count = target.new_empty(target.numel(), dtype=torch.int64), target.new_empty(1, dtype=torch.int64)
-        config = ValidRowsConfig.choose(ValidRowsProblem(target.element_size()), device_of(target))
         launch(
             _valid_rows_kernel, 1, target, rows, count, target.numel(), ignore_index,
-            BLOCK=config.block, num_warps=config.num_warps,
+            BLOCK=BLOCK, num_warps=WARPS,
         )  # fmt: skip
         return rows, count
     rows = (target != ignore_index).nonzero()[:, 0]

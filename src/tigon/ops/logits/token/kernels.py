@@ -28,9 +28,6 @@ mean of x and log sum_j p_j^2 = log Q - 2 log S, with Q = sum exp(x_j - m)^2, ha
 Shapes: M tokens, V vocabulary. `scales` [3] fp32 holds 1 / D, 1 / N and W.
 """
 
-from dataclasses import dataclass
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -49,30 +46,12 @@ from tigon.ops.logits.token.types import (
     Wants,
 )
 from tigon.runtime.compat.triton import tl, triton
-from tigon.runtime.device import Device, cdiv, device_of, runs_kernels
+from tigon.runtime.device import cdiv, device_of, runs_kernels
 from tigon.runtime.launch import in_order, launch, launcher, on_device
-from tigon.runtime.tuning import LaunchConfig
 
-# --- configuration -------------------------------------------------------------------------------
-
-
-class ScalesProblem(NamedTuple):
-    """The properties that the launch parameters of `gradient_scales` depend on."""
-
-    has_class_weights: bool
-
-
-@dataclass(frozen=True)
-class ScalesConfig(LaunchConfig):
-    """Launch parameters of the single program, which reads `block` targets or class weights at a time."""
-
-    block: int
-    num_warps: int
-
-    @staticmethod
-    def heuristic(problem: ScalesProblem, device: Device) -> "ScalesConfig":
-        return ScalesConfig(block=2048, num_warps=8)
-
+# Targets or class weights that the single program of `gradient_scales` reads at a time.
+SCALES_BLOCK = 2048
+SCALES_WARPS = 8
 
 # --- kernels -------------------------------------------------------------------------------------
 
@@ -288,21 +267,16 @@ def _scales_kernel(
 # --- launchers: kernels, or torch where none can run ---------------------------------------------
 
 
-def _empty_scales(target: Tensor) -> Tensor:
-    return target.new_empty(3, dtype=torch.float32)
-
-
-@launcher(fake=_empty_scales)
+@launcher(fake=lambda target: target.new_empty(3, dtype=torch.float32))
 def gradient_scales(
     target: Tensor, weight: Tensor | None, num_items: Tensor | None, vocabulary: int, ignore_index: int, is_mean: bool
 ) -> Tensor:
     """Return scales [3] fp32, which are 1 / D, 1 / N and W, for target [M], weight [V] | None, num_items [] | None."""
-    scales = _empty_scales(target)
+    scales = target.new_empty(3, dtype=torch.float32)
     if runs_kernels(scales, weight):
-        config = ScalesConfig.choose(ScalesProblem(weight is not None), device_of(scales))
         launch(
             _scales_kernel, 1, target, weight, num_items, scales, target.numel(), vocabulary, ignore_index,
-            MEAN=is_mean, BLOCK=config.block, num_warps=config.num_warps,
+            MEAN=is_mean, BLOCK=SCALES_BLOCK, num_warps=SCALES_WARPS,
         )  # fmt: skip
         return scales
     return gradient_scales_torch(target, weight, num_items, vocabulary, ignore_index, is_mean, scales)
