@@ -18,7 +18,7 @@ WORK = {
     "plan": "tigon.cli.plan.planner.plan",
     "benchmarks ops": "benchmarks.ops.session._run",
     "benchmarks train": "benchmarks.train.train_plan.tokenise",
-    "check": "tigon.cli.check.session.run_checks",
+    "check": "tigon.cli.check.command.run_checks",
     "benchmarks resources": "benchmarks.compile.command._compile_all",
 }
 

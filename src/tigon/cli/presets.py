@@ -9,169 +9,63 @@ MODEL_HELP = (
 )
 
 
-def _rope(theta: float, **scaling: Any) -> dict[str, Any]:
-    """Return the parameters of a rotary embedding in the form of transformers."""
-    return {"rope_type": "default", **scaling, "rope_theta": theta}
+def _decoder(
+    model_type: str, vocab_size: int, hidden_size: int, intermediate_size: int, layers: int, heads: tuple[int, int],
+    *, positions: int, theta: float, ids: tuple[int, int], epsilon: float = 1e-6, is_tied: bool = False, **more: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """Return the fields of a config; `heads` are those of queries and of keys, `ids` the tokens of begin and end."""
+    rope = {"rope_type": "default", **more.pop("scaling", {}), "rope_theta": theta}
+    return {
+        "model_type": model_type, "vocab_size": vocab_size, "hidden_size": hidden_size,
+        "intermediate_size": intermediate_size, "num_hidden_layers": layers, "num_attention_heads": heads[0],
+        "num_key_value_heads": heads[1], "max_position_embeddings": positions, "rms_norm_eps": epsilon,
+        "rope_parameters": rope, "tie_word_embeddings": is_tied, "bos_token_id": ids[0], "eos_token_id": ids[1], **more,
+    }  # fmt: skip
 
+
+_LLAMA_3: dict[str, Any] = {"theta": 5e5, "ids": (128000, 128001), "epsilon": 1e-5}
+_LLAMA_3_2: dict[str, Any] = {
+    "rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}  # fmt: skip
+_QWEN_3: dict[str, Any] = {"positions": 40960, "theta": 1e6, "ids": (151643, 151645), "head_dim": 128}
+_GEMMA: dict[str, Any] = {
+    "positions": 8192, "theta": 1e4, "ids": (2, 1), "is_tied": True, "head_dim": 256, "pad_token_id": 0,
+}  # fmt: skip
+_GEMMA_2: dict[str, Any] = {
+    "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256, "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0, "sliding_window": 4096,
+}  # fmt: skip
+_MIXTURE: dict[str, Any] = {
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+}
 
 PRESETS: dict[str, dict[str, Any]] = {
-    "Llama-3-8B": {
-        "model_type": "llama",
-        "vocab_size": 128256,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 8192,
-        "rms_norm_eps": 1e-5,
-        "rope_parameters": _rope(500000.0),
-        "tie_word_embeddings": False,
-        "bos_token_id": 128000,
-        "eos_token_id": 128001,
-    },
-    "Llama-3.2-1B": {
-        "model_type": "llama",
-        "vocab_size": 128256,
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 64,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-5,
-        "rope_parameters": _rope(
-            500000.0,
-            rope_type="llama3",
-            factor=32.0,
-            low_freq_factor=1.0,
-            high_freq_factor=4.0,
-            original_max_position_embeddings=8192,
-        ),
-        "tie_word_embeddings": True,
-        "bos_token_id": 128000,
-        "eos_token_id": 128001,
-    },
-    "Qwen2-7B": {
-        "model_type": "qwen2",
-        "vocab_size": 152064,
-        "hidden_size": 3584,
-        "intermediate_size": 18944,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 28,
-        "num_key_value_heads": 4,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-6,
-        "rope_parameters": _rope(1000000.0),
-        "tie_word_embeddings": False,
-        "bos_token_id": 151643,
-        "eos_token_id": 151643,
-    },
-    "Qwen3-4B": {
-        "model_type": "qwen3",
-        "vocab_size": 151936,
-        "hidden_size": 2560,
-        "intermediate_size": 9728,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "max_position_embeddings": 40960,
-        "rms_norm_eps": 1e-6,
-        "rope_parameters": _rope(1000000.0),
-        "tie_word_embeddings": True,
-        "bos_token_id": 151643,
-        "eos_token_id": 151645,
-    },
-    "Qwen3-30B-A3B": {
-        "model_type": "qwen3_moe",
-        "vocab_size": 151936,
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "moe_intermediate_size": 768,
-        "num_hidden_layers": 48,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "norm_topk_prob": True,
-        "max_position_embeddings": 40960,
-        "rms_norm_eps": 1e-6,
-        "rope_parameters": _rope(1000000.0),
-        "tie_word_embeddings": False,
-        "bos_token_id": 151643,
-        "eos_token_id": 151645,
-    },
+    "Llama-3-8B": _decoder("llama", 128256, 4096, 14336, 32, (32, 8), positions=8192, **_LLAMA_3),
+    "Llama-3.2-1B": _decoder(
+        "llama", 128256, 2048, 8192, 16, (32, 8), positions=131072, is_tied=True, head_dim=64, scaling=_LLAMA_3_2,
+        **_LLAMA_3,
+    ),
+    "Qwen2-7B": _decoder(
+        "qwen2", 152064, 3584, 18944, 28, (28, 4), positions=131072, theta=1e6, ids=(151643, 151643)
+    ),
+    "Qwen3-4B": _decoder("qwen3", 151936, 2560, 9728, 36, (32, 8), is_tied=True, **_QWEN_3),
+    "Qwen3-30B-A3B": _decoder("qwen3_moe", 151936, 2048, 6144, 48, (32, 4), **_QWEN_3, **_MIXTURE),
     # This is v0.1. Later versions have the same layers, but no window and other vocabularies.
-    "Mistral-7B": {
-        "model_type": "mistral",
-        "vocab_size": 32000,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 32768,
-        "rms_norm_eps": 1e-5,
-        "rope_parameters": _rope(10000.0),
-        "sliding_window": 4096,
-        "tie_word_embeddings": False,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    },
-    "Gemma-7B": {
-        "model_type": "gemma",
-        "vocab_size": 256000,
-        "hidden_size": 3072,
-        "intermediate_size": 24576,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 16,
-        "head_dim": 256,
-        "max_position_embeddings": 8192,
-        "rms_norm_eps": 1e-6,
-        "rope_parameters": _rope(10000.0),
-        "hidden_act": "gelu_pytorch_tanh",
-        "tie_word_embeddings": True,
-        "bos_token_id": 2,
-        "eos_token_id": 1,
-        "pad_token_id": 0,
-    },
-    "Gemma-2-2B": {
-        "model_type": "gemma2",
-        "vocab_size": 256000,
-        "hidden_size": 2304,
-        "intermediate_size": 9216,
-        "num_hidden_layers": 26,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "max_position_embeddings": 8192,
-        "rms_norm_eps": 1e-6,
-        "rope_parameters": _rope(10000.0),
-        "hidden_activation": "gelu_pytorch_tanh",
-        "query_pre_attn_scalar": 256,
-        "attn_logit_softcapping": 50.0,
-        "final_logit_softcapping": 30.0,
-        "sliding_window": 4096,
-        "tie_word_embeddings": True,
-        "bos_token_id": 2,
-        "eos_token_id": 1,
-        "pad_token_id": 0,
-    },
+    "Mistral-7B": _decoder(
+        "mistral", 32000, 4096, 14336, 32, (32, 8), positions=32768, theta=1e4, ids=(1, 2), epsilon=1e-5,
+        sliding_window=4096,
+    ),
+    "Gemma-7B": _decoder("gemma", 256000, 3072, 24576, 28, (16, 16), hidden_act="gelu_pytorch_tanh", **_GEMMA),
+    "Gemma-2-2B": _decoder("gemma2", 256000, 2304, 9216, 26, (8, 4), **_GEMMA, **_GEMMA_2),
     "tiny": {
-        "model_type": "llama",
-        "vocab_size": 1024,
-        "hidden_size": 64,
-        "intermediate_size": 176,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "tie_word_embeddings": False,
+        "model_type": "llama", "vocab_size": 1024, "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False,
     },
-}
+}  # fmt: skip
 
 
 def find_preset(name: str) -> dict[str, Any] | None:

@@ -14,42 +14,59 @@ if not INTERPRETED:
     from benchmarks.compile.targets import CHIPS, Chip, recorded, resources
 
 
-# `make test` compiles half of the steps for two chips, one of each vendor, and the step with the widest row for the
-# others. `make test-thorough` compiles the rest.
-CHIPS_WITH_EVERY_STEP = ("sm_90", "gfx942")
+# `make test` compiles each kernel of an op once for two chips, one of each vendor, at the last of its recorded sizes, and
+# the kernels of the widest row for the others. `make test-thorough` compiles every step for every chip.
+CHIPS_IN_MAKE_TEST = ("sm_90", "gfx942")
 WIDEST_ROW = "rms_norm 16384"
+OPS = tuple(dict.fromkeys(step.split()[0] for step in STEPS))
+
+
+def _chip(name: str) -> "Chip":
+    return next(chip for chip in CHIPS if chip.name == name)
+
+
+def _compile(launch, chip: "Chip") -> None:
+    numbers = resources(launch, chip)
+    assert numbers["threads"] <= 1024, numbers
+    assert numbers["spilled"] <= chip.allowed_spills, numbers
+    assert numbers["shared"] <= chip.device.shared_memory, numbers
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("name", CHIPS_IN_MAKE_TEST)
+def test_each_kernel_of_an_op_compiles_without_spilling(name: str, op: str):
+    chip, last_launches = _chip(name), {}
+    for step in (step for step in STEPS if step.split()[0] == op and launches_kernels(step, name)):
+        with recorded(chip) as launches:
+            STEPS[step]()
+        assert launches, step
+        last_launches |= {(launch.kernel.fn.__module__, launch.kernel.__name__): launch for launch in launches}
+    for launch in last_launches.values():
+        _compile(launch, chip)
 
 
 def _pairs() -> list:
-    pairs = []
-    for chip in [] if INTERPRETED else CHIPS:
-        for step in STEPS:
-            if not launches_kernels(step, chip.name):
-                continue
-            quick = chip.name in CHIPS_WITH_EVERY_STEP or step == WIDEST_ROW
-            marks = () if quick else pytest.mark.thorough
-            pairs.append(pytest.param(chip, step, id=f"{chip.name}-{step}", marks=marks))
-    return pairs
+    pairs = [] if INTERPRETED else itertools.product(CHIPS, STEPS)
+    return [
+        pytest.param(chip, step, id=f"{chip.name}-{step}", marks=() if step == WIDEST_ROW else pytest.mark.thorough)
+        for chip, step in pairs
+        if launches_kernels(step, chip.name)
+    ]
 
 
 @pytest.mark.parametrize(("chip", "step"), _pairs())
-@pytest.mark.sampled(3)
-def test_a_kernel_compiles_without_spilling(chip: "Chip", step: str):
+def test_a_step_compiles_without_spilling(chip: "Chip", step: str):
     with recorded(chip) as launches:
         STEPS[step]()
     assert launches
     for launch in launches:
-        numbers = resources(launch, chip)
-        assert numbers["threads"] <= 1024, numbers
-        assert numbers["spilled"] <= chip.allowed_spills, numbers
-        assert numbers["shared"] <= chip.device.shared_memory, numbers
+        _compile(launch, chip)
 
 
 @pytest.mark.parametrize("chip", ["sm_80", "gfx942"])
 def test_a_chip_without_fp8_units_gets_no_fp8_kernel(chip: str):
     """Triton refuses e4m3 for sm_80, and gfx942 has another format of 8 bits."""
-    (target,) = (target for target in CHIPS if target.name == chip)
-    with recorded(target) as launches:
+    with recorded(_chip(chip)) as launches:
         STEPS["fp8_linear 4096"]()
         STEPS["fp8_linear GLU 4096"]()
     assert not launches

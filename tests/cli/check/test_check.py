@@ -1,17 +1,19 @@
 """`tigon check` finds an op that is wrong, an op that raises and a model that differs, and always writes its file."""
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 import tigon
-from benchmarks.ops.runner import BenchRow
+from benchmarks.workloads import WORKLOADS
 from tigon.cli import main as cli
-from tigon.cli.check import check_report, fast_path_checks, model_checks, op_checks, session, speed
-from tigon.cli.check.check_report import CheckReport
-from tigon.cli.check.outcome import CheckOutcome, Clock, NotChecked, run_check
-from tigon.cli.check.speed import OpSpeed
+from tigon.cli.check import command, fast_path_checks, model_checks, op_checks, report
+from tigon.cli.check.calls import CALLS
+from tigon.cli.check.report import CheckOutcome, CheckReport, NotChecked, OpSpeed
 
 typer_testing = pytest.importorskip("typer.testing")
 pytestmark = pytest.mark.no_interpreter("The command refuses to run in the interpreter.")
@@ -23,6 +25,12 @@ def run(monkeypatch):
     """Return a function that calls `tigon check` on the CPU."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     return lambda *arguments: typer_testing.CliRunner().invoke(cli.app(), ["check", "--device", "cpu", *arguments])
+
+
+def outcome_of(function) -> CheckOutcome:
+    results = CheckReport("a chip", "cpu")
+    results.run(("ops", "a", "b", function))
+    return results.outcomes[0]
 
 
 def test_all_holds_on_a_cpu(run, tmp_path):
@@ -39,6 +47,29 @@ def test_all_holds_on_a_cpu(run, tmp_path):
     assert document["environment"]["torch"]
     # The last line has the name of the processor, which may be long.
     assert all(len(line) <= 80 for line in result.output.splitlines()[:-1] if str(file) not in line)
+
+
+def test_the_command_needs_nothing_of_the_repository():
+    """An installed package has no `benchmarks`, so a process that cannot import it runs the checks too."""
+    code = (
+        "import sys; sys.modules['benchmarks'] = None; from tigon.cli.main import main; "
+        "sys.argv = ['tigon', 'check', '--device', 'cpu', '--parts', 'ops', '--ops', 'relu2']; main()"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+    sources = [file.read_text("utf-8") for file in Path(tigon.__file__).parent.rglob("*.py")]
+    assert not any("import benchmarks" in source or "from benchmarks" in source for source in sources)
+
+
+def test_every_op_that_the_contract_tests_run_has_a_call():
+    assert {name for name, workload in WORKLOADS.items() if workload.test_variants} == {call.op for call in CALLS}
+
+
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.op)
+def test_the_calls_of_an_op_hold_in_float32(call):
+    for options in call.options:
+        op_checks.compare(call, options, call.small, torch.float32, CPU)
+    assert call.medium[call.rows_axis] <= 256
 
 
 def wrong(x):
@@ -69,31 +100,31 @@ def test_an_op_that_fails_ends_the_command_with_1(run, tmp_path, monkeypatch, fu
 
 
 def test_the_file_names_the_check_that_was_interrupted(run, tmp_path, monkeypatch):
-    def interrupt(*arguments):
+    def interrupt(*arguments, **options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(op_checks, "assert_as_accurate_as_eager", interrupt)
+    monkeypatch.setattr(op_checks, "assert_accurate", interrupt)
     saved = []
-    monkeypatch.setattr(session, "write_json", lambda path, document: saved.append(document))
+    monkeypatch.setattr("tigon.cli.output.write_json", lambda path, document: saved.append(document))
     result = run("--parts", "ops", "--ops", "relu2", "--json", str(tmp_path / "check.json"))
     assert result.exit_code == 130
     assert saved[0]["running"].startswith("ops: relu2 ")
     assert saved[-1]["interrupted"]
 
 
-def test_checks_are_skipped_when_the_time_is_over():
-    checks = op_checks.op_checks(["rms_norm"], runs_kernels=True)
-    outcomes = list(op_checks.check_ops(checks, CPU, Clock(0.0), 0.5))
-    assert {outcome.status for outcome in outcomes} == {"skipped"}
-    assert len(outcomes) == len(checks)
+def test_checks_are_skipped_when_the_time_is_over(run, monkeypatch):
+    monkeypatch.setitem(command.PARTS, "ops", 0.0)
+    result = run("--parts", "ops", "--ops", "rms_norm")
+    assert "no time left: see --seconds" in " ".join(result.output.split())
+    assert result.output.splitlines()[-1].startswith("Nothing was checked on ")
 
 
-def test_bfloat16_and_the_first_variants_come_first():
-    checks = op_checks.op_checks(None, runs_kernels=False)
-    ops = list(dict.fromkeys(check.case.workload.name for check in checks))
-    first = checks[: len(ops)]
-    assert [check.case.workload.name for check in first] == ops
-    assert {check.dtype for check in first} == {torch.bfloat16}
+def test_bfloat16_and_the_first_options_come_first():
+    checks = op_checks.op_checks(None, CPU, has_kernels=False)
+    first = checks[: len(CALLS)]
+    assert [check[1] for check in first] == [call.op for call in CALLS]
+    assert all(check[2].endswith("bfloat16") for check in first)
+    assert len(op_checks.op_checks(["relu2"], CPU, has_kernels=True)) == 4
 
 
 @pytest.mark.parametrize("level", ["default", "lean"])
@@ -107,69 +138,57 @@ def test_a_model_that_differs_from_stock_fails(monkeypatch):
     patch = tigon.patch
 
     def patch_wrongly(model, **options):
-        report = patch(model, **options)
+        result = patch(model, **options)
         with torch.no_grad():
             model.model.norm.weight *= 1.0001
-        return report
+        return result
 
     monkeypatch.setattr(tigon, "patch", patch_wrongly)
-    outcome = run_check("models", "llama", "patched", lambda: model_checks._compare("llama", "default", CPU))
+    outcome = outcome_of(lambda: model_checks._compare("llama", "default", CPU))
     assert outcome.status == "failed"
     assert "from stock" in outcome.note
 
 
 def test_models_are_skipped_without_transformers(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "transformers", None)
-    outcomes = list(model_checks.check_models(CPU, Clock(100.0), 1.0))
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    outcomes = [outcome_of(check[3]) for check in model_checks.model_checks(CPU)]
     assert {outcome.status for outcome in outcomes} == {"skipped"}
     assert "pip install '.[hf]' in a checkout of Tigon" in outcomes[0].note
 
 
 def test_a_fast_path_that_does_not_exist_here_is_skipped_with_its_reason():
-    outcomes = {outcome.name: outcome for outcome in fast_path_checks.check_fast_paths(CPU)}
+    outcomes = {check[1]: outcome_of(check[3]) for check in fast_path_checks.fast_path_checks(CPU)}
     assert outcomes["torch.compile, one graph"].status == "passed", outcomes["torch.compile, one graph"].note
     assert outcomes["direct launches"].status == "skipped"
     assert outcomes["direct launches"].note == "no kernels run on this device"
 
 
-def test_each_op_has_a_case_of_limited_size():
-    cases = speed.speed_cases(None)
-    assert {case.op for case in cases} >= {"rms_norm", "linear_cross_entropy", "moe_mlp", "lora_linear"}
-    assert all((case.bytes or 0) <= speed.MOST_BYTES and (case.flops or 0) <= speed.MOST_FLOPS for case in cases)
-
-
-def test_the_speed_of_an_op_stands_beside_eager_code():
-    """Times on a CPU mean nothing, so only the order of the work is tested, with a small case."""
-    cases = [case for case in speed.CASES if case.name in ("relu2/small/512x2048", "tvd/small/256x16384")]
-    rooflines = []
-    first, second = speed.measure_speed(cases, CPU, Clock(1e9), 1.0, rooflines.append)
-    assert [x.outcome.status for x in (first, second)] == ["passed", "passed"]
-    assert (first.row.provider, first.eager.provider) == ("tigon", "eager")
-    assert first.row.time_ms
-    assert rooflines[0].bytes_per_second > 0
-    (skipped,) = speed.measure_speed(cases[:1], CPU, Clock(0.0), 0.5, rooflines.append)
-    assert skipped.status == "skipped"
+def test_a_wrong_op_is_not_timed(monkeypatch):
+    """Times on a CPU mean nothing, so only the order of the work is tested."""
+    monkeypatch.setattr(op_checks, "_milliseconds", lambda call: 1.0)
+    call = next(call for call in CALLS if call.op == "relu2")
+    speed = op_checks._measure(call, CPU)
+    assert (speed.op, speed.ms, speed.bytes) == ("relu2", 1.0, 4 * 2 * 4096 * 14336)
+    monkeypatch.setattr(tigon, "relu2", wrong)
+    with pytest.raises(AssertionError, match="output 0: at "):
+        op_checks._measure(call, CPU)
 
 
 def test_an_outcome_holds_the_reason():
     def skip():
         raise NotChecked("not here")
 
-    assert run_check("ops", "a", "b", skip).note == "not here"
-    assert run_check("ops", "a", "b", lambda: 1 / 0).note == "ZeroDivisionError: division by zero"
-    assert run_check("ops", "a", "b", lambda: None).status == "passed"
+    assert outcome_of(skip).note == "not here"
+    assert outcome_of(lambda: 1 / 0).note == "ZeroDivisionError: division by zero"
+    assert outcome_of(lambda: None).status == "passed"
 
 
 def test_the_tables_fit_80_columns(capsys):
-    rich_console = pytest.importorskip("rich.console")
-    console = rich_console.Console(width=140)
-    row = BenchRow(
-        case="c", op="linear_cross_entropy", family="f", model="m", shape=(16384, 4096, 128256), dtype="bfloat16",
-        provider="tigon", kernel_ms=1234.5, floor_ms=1000.1, percent_of_roofline=81.0,
-    )  # fmt: skip
+    console = pytest.importorskip("rich.console").Console(width=140)
     outcome = CheckOutcome("speed", "linear_cross_entropy", "c", "skipped", "a long reason " * 20)
-    console.print(check_report.speed_table([OpSpeed(outcome, row, row)]), width=session.WIDTH)
-    console.print(check_report.outcome_table("fast paths", [outcome]), width=session.WIDTH)
+    speed = OpSpeed("linear_cross_entropy", (16384, 4096, 128256), 1234.5, 5000.1, 2**40)
+    console.print(report.speed_table([speed]), width=command.WIDTH)
+    console.print(report.outcome_table("fast paths", [outcome]), width=command.WIDTH)
     assert all(len(line.rstrip()) <= 80 for line in capsys.readouterr().out.splitlines())
 
 
@@ -184,27 +203,9 @@ def test_the_tables_fit_80_columns(capsys):
     ids=["all", "skipped", "failed", "nothing"],
 )
 def test_the_last_line_counts(statuses, line):
-    report = CheckReport("a chip", "cuda", seconds=3.2)
-    report.outcomes = [CheckOutcome("ops", "a", "b", status) for status in statuses]
-    assert check_report.last_line(report) == line
-
-
-def test_ops_without_a_check_are_named(run):
-    result = run("--parts", "ops,speed", "--ops", "dpo_loss")
-    assert result.exit_code == 0
-    assert "ops: the chosen ops have no check here." in result.output
-    assert result.output.splitlines()[-1].startswith("Nothing was checked on ")
-
-
-def test_an_error_of_the_meter_fails_the_speed_only(monkeypatch):
-    def fail(device):
-        raise RuntimeError("out of memory")
-
-    monkeypatch.setattr(speed, "make_meter", fail)
-    cases = speed.speed_cases(["rms_norm", "rope"])
-    outcomes = list(speed.measure_speed(cases, CPU, Clock(100), 1.0, lambda roofline: None))
-    assert [(x.group, x.status) for x in outcomes] == [("rms_norm", "failed"), ("rope", "failed")]
-    assert all("were not measured: RuntimeError: out of memory" in x.note for x in outcomes)
+    results = CheckReport("a chip", "cuda", seconds=3.2)
+    results.outcomes = [CheckOutcome("ops", "a", "b", status) for status in statuses]
+    assert report.last_line(results) == line
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,27 @@
-"""The command `tigon check`: its options. The modules that it needs are imported when it is called."""
+"""The command `tigon check`: its options, the parts in their order, the progress, the file, and the exit code."""
 
+import contextlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tigon.cli.main import check_file, pick_device
+from tigon.cli.main import INTERRUPTED, check_file, make_console, pick_device, say_written, write_file
+
+if TYPE_CHECKING:
+    import torch
+
+    from tigon.cli.check.report import Check, CheckReport
+
+SOMETHING_FAILED = 1
+# The parts in their order, and the share of the time after which a part skips the rest of its checks. Compiling the
+# kernels of the ops takes most of the time.
+PARTS = {"ops": 0.55, "models": 0.75, "fast-paths": 1.0, "speed": 0.95}
+NO_SPEED = "There is no table of speed, because times without kernels would be those of torch."
+NO_KERNELS = "No kernels run on this device. Tigon runs its references in torch here, and these are checked."
+# The tables fit a terminal of this width. Longer notes are broken.
+WIDTH = 80
 
 
 def check(
@@ -42,30 +58,142 @@ def check(
     target = torch.device(pick_device(device, others=("mps",)))
     if json_file is not None:
         check_file(json_file, "--json")
-    from benchmarks.workloads import WORKLOADS
-    from tigon.cli.check.session import PARTS, run_checks
+    from tigon.cli.check.calls import CALLS
 
-    part_names = [part.replace(" ", "-") for part in PARTS]
-    chosen_parts = _choose(parts, part_names, "--parts")
-    chosen_ops = _choose(ops, list(WORKLOADS), "--ops") if ops is not None else None
+    chosen_parts = _choose(parts, list(PARTS), "--parts")
+    chosen_ops = _choose(ops, [call.op for call in CALLS], "--ops") if ops is not None else None
     if target.type == "cuda":
         # A device without an index is the first one.
         target = torch.device("cuda", target.index or 0)
         torch.cuda.set_device(target)
-    code = run_checks(target, chosen_ops, [part.replace("-", " ") for part in chosen_parts], seconds, json_file)
+    code = run_checks(target, chosen_ops, chosen_parts, seconds, json_file)
     if code:
         raise typer.Exit(code)
 
 
 def _choose(text: str | None, names: list[str], option: str) -> list[str]:
     """Return the names that an option lists, in the order of `names`; all of them without the option."""
-    from benchmarks.ops.cases import split_words
-
     if text is None:
         return names
-    words = split_words(text)
+    words = [word.strip() for word in text.split(",") if word.strip()]
     unknown = [word for word in words if word not in names]
     if unknown or not words:
         got = unknown[0] if unknown else text
         raise typer.BadParameter(f"must be among {', '.join(names)}, got {got!r}", param_hint=option)
     return [name for name in names if name in words]
+
+
+def run_checks(
+    device: "torch.device", ops: list[str] | None, parts: list[str], seconds: float, json: Path | None
+) -> int:
+    """Run the parts, print their tables, write the file, and return the exit code."""
+    import torch
+
+    from tigon.cli.check.report import CheckReport, Clock, last_line
+    from tigon.cli.environment import device_name, environment
+    from tigon.cli.output import write_json
+    from tigon.runtime.device import runs_kernels
+
+    console, clock = make_console(), Clock(seconds)
+    name = "the GPU of this Mac (MPS)" if device.type == "mps" else device_name(str(device))
+    report = CheckReport(name, device.type)
+    has_kernels = runs_kernels(torch.empty(1, device=device))
+
+    def run(check: "Check", share: float) -> None:
+        if clock.has_passed(share):
+            check = (*check[:3], _skip)
+        # A kernel may crash the process. The file then names the check.
+        report.running = f"{check[0]}: {check[1]} {check[2]}"
+        save()
+        report.run(check)
+
+    def save() -> None:
+        report.seconds = clock.seconds
+        if json is not None:
+            write_file(json, lambda path: write_json(path, report.as_json()), "--json")
+
+    console.print(f"{report.device}; torch {torch.__version__}", markup=False, soft_wrap=True)
+    if not has_kernels:
+        console.print(NO_KERNELS, width=WIDTH)
+    try:
+        for part in parts:
+            if part == "speed" and not has_kernels:
+                console.print(f"\n{NO_SPEED}", width=WIDTH)
+                continue
+            checks = _checks(part, ops, device, has_kernels)
+            with _progress(part, len(checks)) as advance:
+                for check in checks:
+                    advance(f"{part}: {check[1]} {check[2]}")
+                    run(check, PARTS[part])
+            _print_part(part, report, device)
+    except KeyboardInterrupt:
+        report.interrupted = True
+    report.running = ""
+    # After an illegal access to memory, every call of the driver fails. The first facts then stay in the file.
+    with contextlib.suppress(Exception):
+        # The self-checks of the fast paths have run in the meantime.
+        report.environment = environment()
+    save()
+    console.print()
+    for outcome in report.outcomes:
+        if outcome.status == "failed":
+            text = f"FAILED {outcome.part}: {outcome.group}: {outcome.name}: {outcome.note}"
+            console.print(text, style="bold red", markup=False, soft_wrap=True)
+    failed = report.count("failed")
+    if json is not None:
+        say_written(console, json)
+    elif failed or device.type == "cuda":
+        console.print("With --json FILE the command writes a report to attach to an issue.", width=WIDTH)
+    style = "bold yellow" if report.interrupted else "bold red" if failed else "bold green"
+    console.print(last_line(report), style=style, markup=False, soft_wrap=True)
+    return INTERRUPTED if report.interrupted else SOMETHING_FAILED if failed else 0
+
+
+def _skip() -> None:
+    from tigon.cli.check.report import NO_TIME, NotChecked
+
+    raise NotChecked(NO_TIME)
+
+
+def _checks(part: str, ops: list[str] | None, device: "torch.device", has_kernels: bool) -> "list[Check]":
+    from tigon.cli.check import fast_path_checks, model_checks, op_checks
+
+    if part == "ops":
+        return op_checks.op_checks(ops, device, has_kernels)
+    if part == "models":
+        return model_checks.model_checks(device)
+    return fast_path_checks.fast_path_checks(device) if part == "fast-paths" else op_checks.speed_checks(ops, device)
+
+
+@contextlib.contextmanager
+def _progress(part: str, count: int) -> Iterator[Callable[[str], None]]:
+    """Show a bar, and yield a function that shows the name of the next check.
+
+    There is no automatic refresh, because a thread that draws would disturb the times of the host.
+    """
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=make_console(), transient=True, auto_refresh=False) as progress:
+        task = progress.add_task(part, total=count, completed=-1)
+        yield lambda text: progress.update(task, description=text[:44], advance=1, refresh=True)
+
+
+def _print_part(part: str, report: "CheckReport", device: "torch.device") -> None:
+    """Print the table of a part."""
+    from tigon.cli.check.op_checks import roofline
+    from tigon.cli.check.report import outcome_table, speed_table
+
+    console = make_console()
+    console.print()
+    if part == "speed" and report.speeds:
+        report.roofline = roofline(device)
+        console.print(
+            f"Forward and backward in bfloat16. This device copies {report.roofline['bytes_per_second'] / 1e9:,.0f} "
+            f"GB/s and multiplies {report.roofline['flops_per_second'] / 1e12:.3g} TFLOP/s. GB/s: the bytes of all "
+            "tensors and gradients of a call, divided by its time.",
+            width=WIDTH,
+        )
+        console.print(speed_table(report.speeds), width=WIDTH)
+    else:
+        console.print(outcome_table(part, [x for x in report.outcomes if x.part == part]), width=WIDTH)

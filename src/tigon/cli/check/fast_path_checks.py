@@ -5,20 +5,16 @@ where it is not.
 """
 
 import functools
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 import tigon
-from tigon.cli.check.outcome import CheckOutcome, NotChecked, run_check
+from tigon.cli.check.report import Check, NotChecked
 from tigon.runtime import cublaslt, launch, products
-from tigon.runtime.compat.triton import gluon
 from tigon.runtime.device import device_of, runs_kernels
 from tigon.testing import assert_accurate
-
-PART = "fast paths"
 
 
 def _normal(*shape: int, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -58,29 +54,6 @@ def _ping_pong_products(device: torch.device) -> str:
     exact = a.double() @ b.double()
     assert_accurate(out, (a.float() @ b.float()), exact, smallest=32.0, msg="product")
     return cublaslt.state()
-
-
-def _single_read(device: torch.device) -> str:
-    """Check the cross entropy kernel that keeps rows in shared memory against eager code."""
-    _needs_kernels(device)
-    if gluon is None:
-        raise NotChecked("this Triton has no Gluon, so cross entropy reads the logits twice")
-    if not device_of(torch.empty(1, device=device)).async_copy:
-        raise NotChecked("this GPU has no asynchronous copies, so cross entropy reads the logits twice")
-    logits, target = _normal(256, 65536, device=device), torch.arange(256, device=device)
-    losses: list[Any] = []
-    gradients = []
-    for function, dtype in (
-        (tigon.cross_entropy, torch.bfloat16),
-        (torch.nn.functional.cross_entropy, torch.float32),
-        (torch.nn.functional.cross_entropy, torch.float64),
-    ):
-        x = logits.to(dtype).requires_grad_()
-        losses.append(function(x, target))
-        gradients.append(torch.autograd.grad(losses[-1], x)[0])
-    assert_accurate(losses[0], losses[1], losses[2], smallest=1.0, msg="loss")
-    assert_accurate(gradients[0], gradients[1].bfloat16(), gradients[2], msg="gradient")
-    return "one read of the logits"
 
 
 def _norm_and_gradient(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -125,13 +98,11 @@ def _compiled(device: torch.device) -> str:
 CHECKS: dict[str, Callable[[torch.device], str]] = {
     "direct launches": _direct_launches,
     "ping-pong products of cuBLASLt": _ping_pong_products,
-    "cross entropy with one read": _single_read,
     "CUDA or HIP graphs": _graph_capture,
     "torch.compile, one graph": _compiled,
 }
 
 
-def check_fast_paths(device: torch.device) -> Iterator[CheckOutcome]:
-    """Yield the outcome of each check."""
-    for name, check in CHECKS.items():
-        yield run_check(PART, name, name, functools.partial(check, device))
+def fast_path_checks(device: torch.device) -> list[Check]:
+    """Return the checks."""
+    return [("fast-paths", name, "", functools.partial(check, device)) for name, check in CHECKS.items()]

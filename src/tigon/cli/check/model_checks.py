@@ -6,17 +6,15 @@ stock model by four times this noise and a few units in the last place.
 """
 
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import tigon
-from tigon.cli.check.outcome import CheckOutcome, Clock, run_check
+from tigon.cli.check.report import Check, NotChecked
 from tigon.runtime.requirements import unmet
 
-PART = "models"
 EPS = torch.finfo(torch.float32).eps
 VOCABULARY = 131
 # Each type has parts that those before it lack: norms of queries and keys; a norm with an offset, GEGLU and soft caps;
@@ -108,14 +106,16 @@ def _compare(model_type: str, level: str, device: torch.device) -> str:
     return ", ".join(parts)
 
 
-def check_models(device: torch.device, clock: Clock, share: float) -> Iterator[CheckOutcome]:
-    """Yield the outcome for each model type and level of memory."""
-    reason = unmet("transformers", extra="hf")
-    for model_type in MODEL_TYPES:
-        for level in LEVELS:
-            name = f"patched, {level}, float32"
-            note = reason or ("no time left: see --seconds" if clock.has_passed(share) else "")
-            if note:
-                yield CheckOutcome(PART, model_type, name, "skipped", note)
-                continue
-            yield run_check(PART, model_type, name, functools.partial(_compare, model_type, level, device))
+def model_checks(device: torch.device) -> list[Check]:
+    """Return a check for each model type and level of memory."""
+
+    def check(model_type: str, level: str) -> str:
+        if reason := unmet("transformers", extra="hf"):
+            raise NotChecked(reason)
+        return _compare(model_type, level, device)
+
+    return [
+        ("models", model_type, f"patched, {level}, float32", functools.partial(check, model_type, level))
+        for model_type in MODEL_TYPES
+        for level in LEVELS
+    ]
