@@ -11,37 +11,30 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     # Type checkers see the signatures of the names that are imported when they are first used.
     from tigon.losses.kto import kto_kl, kto_loss
-    from tigon.losses.policy import grpo_loss, ppo_loss, ppo_value_loss, rloo_loss
+    from tigon.losses.pairs import bradley_terry_loss, preference_token_metrics
+    from tigon.losses.policy import grpo_loss
     from tigon.losses.policy_terms import (
         entropy_threshold,
         importance_sampling_ratio,
         kl_estimate,
         off_policy_mask,
     )
-    from tigon.losses.preference import bradley_terry_loss, dpo_loss, preference_token_metrics
+    from tigon.losses.ppo import ppo_loss, ppo_value_loss, rloo_loss
+    from tigon.losses.preference import dpo_loss
     from tigon.losses.reference_free import cpo_loss, orpo_loss, simpo_loss
     from tigon.losses.sequences import batch_counts, sequence_log_probs
 
-_MODULES = {
-    "batch_counts": "sequences",
-    "bradley_terry_loss": "preference",
-    "cpo_loss": "reference_free",
-    "dpo_loss": "preference",
-    "entropy_threshold": "policy_terms",
-    "grpo_loss": "policy",
-    "importance_sampling_ratio": "policy_terms",
-    "kl_estimate": "policy_terms",
-    "kto_kl": "kto",
-    "kto_loss": "kto",
-    "off_policy_mask": "policy_terms",
-    "orpo_loss": "reference_free",
-    "ppo_loss": "policy",
-    "ppo_value_loss": "policy",
-    "preference_token_metrics": "preference",
-    "rloo_loss": "policy",
-    "sequence_log_probs": "sequences",
-    "simpo_loss": "reference_free",
+_NAMES = {
+    "kto": ("kto_kl", "kto_loss"),
+    "pairs": ("bradley_terry_loss", "preference_token_metrics"),
+    "policy": ("grpo_loss",),
+    "policy_terms": ("entropy_threshold", "importance_sampling_ratio", "kl_estimate", "off_policy_mask"),
+    "ppo": ("ppo_loss", "ppo_value_loss", "rloo_loss"),
+    "preference": ("dpo_loss",),
+    "reference_free": ("cpo_loss", "orpo_loss", "simpo_loss"),
+    "sequences": ("batch_counts", "sequence_log_probs"),
 }
+_MODULES = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = [
     "batch_counts",

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from tigon.losses.head_loss import TENSORS, HeadLoss
 from tigon.losses.kto import kto_loss
-from tigon.losses.policy import grpo_loss, ppo_loss, rloo_loss
+from tigon.losses.policy import grpo_loss
+from tigon.losses.ppo import ppo_loss, rloo_loss
 from tigon.losses.preference import dpo_adds_up, dpo_loss
 from tigon.losses.reference_free import cpo_loss, orpo_loss, simpo_loss
 from tigon.losses.sequences import Metrics

@@ -19,7 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tigon.losses.preference import pair_metrics, smoothed
+from tigon.losses.pairs import pair_metrics
+from tigon.losses.preference import smoothed
 from tigon.losses.sequences import (
     BatchCounts,
     Metrics,
