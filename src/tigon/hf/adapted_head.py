@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from tigon.ops.adapters.lora import adapter_hidden
-from tigon.ops.adapters.projection import Adapter
+from tigon.ops.adapters.projection import Adapter, TensorLike
 from tigon.recognition.parts.adapters import AdaptedCall, AdapterRecipe, recognise_adapters
-from tigon.recognition.probing.deferred import TensorLike
 from tigon.recognition.replacement import exchange, find_replacement, foreign_forward, install
 
 
@@ -32,6 +31,7 @@ class AdaptedHeadForward(AdapterRecipe):
     """Recipe for a layer with adapters around the head: it computes the loss if the current call is fused."""
 
     def __init__(self, fused: Any) -> None:
+        super().__init__()
         # The state that the replacements of the model's loss share.
         self.fused = fused
 

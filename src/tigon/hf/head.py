@@ -46,7 +46,6 @@ from tigon.hf.spec import IGNORE_INDEX, Spec, changed_setting, settings_check
 from tigon.ops.head.computed_rows import find_rows
 from tigon.ops.head.linear_cross_entropy import linear_cross_entropy
 from tigon.recognition.parts.router_losses import RouterLossForward
-from tigon.recognition.probing.deferred import Deferred, call_deferred
 from tigon.recognition.replacement import find_changing_hook, find_replacement
 from tigon.runtime.compat.autograd import has_active_transform
 from tigon.runtime.compat.modules import any_global_hook, is_replica
@@ -323,12 +322,11 @@ class HeadForward:
     fused: FusedLoss
     live = ("weight", "bias")
     choices = searched = ()
-    takes_deferred = True
+    # A layer with adapters may call the head and add them to the logits.
+    computes_logits = True
 
     def __call__(self, head: Any, hidden: Tensor) -> Tensor:
         """Return the placeholder of a fused call, or logits. The head is a module that computes a linear layer."""
-        if type(hidden) is Deferred:
-            return call_deferred(head, hidden, head_size(head)[0])
         call = self.fused.call
         output = self.compute_loss(head, hidden) if call is not None and call.layer is None else None
         return type(head).forward(head, hidden) if output is None else output

@@ -16,10 +16,15 @@ import torch
 from torch import nn
 
 from tigon.hf.report import ModuleOutcomes, Outcome, Report
-from tigon.recognition.parts.adapters import AdapterRecipe, recipes_for, recognise_adapters, uninstall_adapters
+from tigon.recognition.parts.adapters import (
+    AdapterRecipe,
+    install_adapters,
+    recognise_adapters,
+    replaced_modules,
+    uninstall_adapters,
+)
 from tigon.recognition.parts.expert_adapters import ExpertAdapterRecipe
 from tigon.recognition.parts.experts import is_experts
-from tigon.recognition.parts.fp8 import mark_bases
 from tigon.recognition.probing.kind import kind_of
 from tigon.recognition.probing.standin import is_linear
 from tigon.recognition.replacement import exchange, find_replacement, foreign_forward, install, installed_recipe
@@ -86,10 +91,8 @@ class AdapterWatch:
             recipe = self.recognise(child)
             if not isinstance(recipe, (AdapterRecipe, ExpertAdapterRecipe)):
                 continue
-            for module, each in recipes_for(child, recipe).items():
-                install(module, each)
-                self.replaced_modules.add(module)
-            mark_bases(child)
+            install_adapters(child, recipe)
+            self.replaced_modules.update(replaced_modules(child, recipe))
             if (report := self.report()) is not None:
                 detail = f"{recipe}, added after the patch"
                 report.add("adapters", type(child).__name__, True, detail, name)

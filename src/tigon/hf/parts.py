@@ -58,7 +58,7 @@ PARTS = {
     "adapters": Part(
         recognise_adapters,
         install_adapters,
-        "a layer with adapters has linear layers A (inputs to rank), B (rank to outputs) and base (inputs to outputs)",
+        "a layer with adapters has a linear base_layer, and lora_A, lora_B and lora_dropout, as those of PEFT",
         saves_input=True,
     ),
     "rope": Part(recognise_rope, install, "its forward names no function of cos and sin"),

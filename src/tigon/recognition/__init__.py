@@ -14,9 +14,8 @@ the order of their sums. Comparisons are recorded (`trials`), so that the report
 Probes cannot show everything, so the code of the forward is read as well (`tigon.runtime.state`, `code_facts`,
 `symbolic`). A guard compares in every call whatever the forward reads besides tensors (`guard`, `function_guard`,
 `graph_guard`). While the guard holds, `replacement` lets the recipe run instead of the forward. Layers with adapters
-have no guard, because their settings change in training: their forward runs on a tensor without values (`deferred`),
-which shows what the call computes. A call in a state in which the forward has run before recalls this result
-(`adapter_memo`).
+have no guard, because their settings change in training: each call reads the attributes by which PEFT says what a layer
+computes (`parts.adapters`).
 
 | folder | its job |
 |--------|---------|

@@ -38,9 +38,6 @@ class Replacement:
         self.recipe = recipe
         # The guard is None for a recipe that runs the code of the module's class.
         self.guard = guard
-        # The results of earlier calls of a layer with adapters (`recognition.adapter_memo`). A copy of the layer has
-        # other tensors, so it begins without a memo.
-        self.memo: Any = None
 
     def __reduce__(self) -> tuple:
         return _restore_replacement, (self.__self__, self.recipe, self.guard)

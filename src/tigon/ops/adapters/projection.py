@@ -6,7 +6,25 @@ Shapes: I inputs, O outputs of a layer, r rank of an adapter.
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
+
 from tigon.ops.adapters.frozen_weight import FrozenWeight
+
+
+class TensorLike(NamedTuple):
+    """The properties of the input of a layer, where there is no tensor yet."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+
+def product_dtype(x: Tensor | TensorLike) -> torch.dtype:
+    """Return the dtype of the product of x and a weight of the same dtype: the dtype of autocast if this is active."""
+    device_type = x.device.type
+    is_cast = device_type != "meta" and torch.is_autocast_enabled(device_type) and x.dtype != torch.float64
+    return torch.get_autocast_dtype(device_type) if is_cast else x.dtype
 
 
 class Adapter(NamedTuple):

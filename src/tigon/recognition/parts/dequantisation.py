@@ -1,13 +1,11 @@
-"""Find the dense weight of a frozen base layer that stores its weight in another form, such as the 4 bits of nf4.
+"""Find the dense weight of a frozen base layer that bitsandbytes stores in 4 bits.
 
-Such a layer computes its product by its own code. If the layer can return its dequantised weight, an op may compute the
-product instead, in one node with the products of the adapters. Whether the layer computes this product and nothing else
-is not read from its class: the layer and the product of the weight are run on a small input and compared.
+Such a layer computes its product by its own code. An op may compute the product of the dequantised weight instead, in
+one node with the products of the adapters. Before it does, the layer and the product of the weight are run on a small
+input and compared, and so are the weights that Tigon's kernel and the library dequantise.
 """
 
-import functools
 import logging
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,10 +17,12 @@ from torch import Tensor
 
 from tigon.ops.adapters.four_bit import FourBitWeight, QuantisedScales, dequantise
 from tigon.ops.adapters.frozen_weight import FrozenWeight
-from tigon.recognition.probing.deferred import TensorLike, product_dtype
+from tigon.ops.adapters.projection import TensorLike, product_dtype
 from tigon.recognition.probing.standin import describe
 from tigon.runtime.device import PLAIN, Device, device_of, runs_kernels
+from tigon.runtime.stock import written_in
 from tigon.runtime.tuning import LaunchConfig
+from tigon.runtime.weak_cache import cached_weakly
 
 LOGGER = logging.getLogger("tigon")
 
@@ -31,8 +31,6 @@ ROWS = 3
 # The largest relative difference of the two, as Euclidean norms. Each of them rounds every output once, by 2^-9 at most
 # in bf16. A layer that also rounds its input to 8 bits differs by far more for a row with one large element.
 LARGEST_DIFFERENCE = 2**-8
-# So many results of comparisons are kept. The settings of a layer rarely change.
-LARGEST_NUMBER_OF_RESULTS = 8
 
 
 class DequantisationProblem(NamedTuple):
@@ -59,6 +57,10 @@ class DequantisationConfig(LaunchConfig):
         return DequantisationConfig(min_rows=256, compared_rows=2049 if problem.is_gpu else ROWS)
 
 
+def _config(stored: Tensor) -> DequantisationConfig:
+    return DequantisationConfig.choose(DequantisationProblem(stored.is_cuda), device_of(stored))
+
+
 def _state_of(layer: Any) -> Any:
     """Return the quantisation state of a layer of bitsandbytes in 4 bits; None for any other layer.
 
@@ -68,12 +70,12 @@ def _state_of(layer: Any) -> Any:
     return getattr(layer, "quant_state", None) if state is None else state
 
 
-def _version(tensor: Any) -> int:
-    """Return a number that changes if the tensor is written in place; 0 for other objects and inference tensors."""
-    return tensor._version if isinstance(tensor, Tensor) and not tensor.is_inference() else 0
+def _version(tensor: Tensor) -> int:
+    """Return a number that changes if the tensor is written in place; 0 for an inference tensor."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
-def _four_bit_weight(weight: Any, state: Any) -> FourBitWeight | None:
+def _four_bit_weight(weight: Tensor, state: Any) -> FourBitWeight | None:
     """Return a weight of bitsandbytes in 4 bits for Tigon's kernel; None if the kernel cannot read it.
 
     `state` is the quantisation state. The kernel reads dense tensors on one device, and whole bytes.
@@ -96,67 +98,26 @@ def _four_bit_weight(weight: Any, state: Any) -> FourBitWeight | None:
     )
 
 
-def _kernel_agrees(layer: Any) -> bool:
-    """Return whether Tigon's kernel dequantises the layer's weight of 4 bits to the same values as bitsandbytes."""
-    state = _state_of(layer)
-    four_bit_weight = None if state is None else _four_bit_weight(layer.weight, state)
-    expected = None if four_bit_weight is None else _find_weight(layer, uses_kernel=False)
-    if four_bit_weight is None or expected is None:
-        return False
-    weight = expected()
-    return weight.shape == four_bit_weight.shape and torch.equal(dequantise(four_bit_weight), weight)
-
-
-def _find_weight(layer: Any, uses_kernel: bool) -> Callable[[], Tensor] | None:
-    """Return a function that computes the dense weight [O, I] of a quantised layer; None if there is no known way.
+def _find_weight(layer: Any, uses_kernel: bool) -> Callable[[], Tensor]:
+    """Return a function that computes the dense weight [O, I] of a layer in 4 bits.
 
     The function belongs to the weight that the layer has now, and not to one that replaces it later. With
-    `uses_kernel`, it computes a weight of 4 bits by Tigon's kernel, if the kernel can read the weight.
+    `uses_kernel`, Tigon's kernel computes the weight, if it can read the stored one.
     """
-    weight: Any = getattr(layer, "weight", None)
-    state = _state_of(layer)
-    if state is not None:
-        from bitsandbytes.functional import dequantize_4bit
+    from bitsandbytes.functional import dequantize_4bit
 
-        version = _version(weight)
-        four_bit_weight = _four_bit_weight(weight, state) if uses_kernel else None
+    weight, state = layer.weight, _state_of(layer)
+    version = _version(weight)
+    four_bit_weight = _four_bit_weight(weight, state) if uses_kernel else None
 
-        def compute() -> Tensor:
-            if _version(weight) != version:
-                raise RuntimeError(
-                    "tigon: a quantised weight that backward needs was modified in place after the forward pass"
-                )
-            return dequantize_4bit(weight.data, state) if four_bit_weight is None else dequantise(four_bit_weight)
+    def compute() -> Tensor:
+        if _version(weight) != version:
+            raise RuntimeError(
+                "tigon: a quantised weight that backward needs was modified in place after the forward pass"
+            )
+        return dequantize_4bit(weight.data, state) if four_bit_weight is None else dequantise(four_bit_weight)
 
-        return compute
-    for owner in (layer, weight):
-        # Layers of HQQ have this method. That of torch's tensors is for torch's own quantisation.
-        method = getattr(type(owner), "dequantize", None)
-        if callable(method) and method is not Tensor.dequantize:
-            return functools.partial(method, owner)
-    return None
-
-
-def _stored_tensors(layer: Any) -> list[Tensor]:
-    return [tensor for table in (layer._parameters, layer._buffers) for tensor in table.values() if tensor is not None]
-
-
-def _buffers_of(layer: Any) -> list[Tensor]:
-    return [buffer for buffer in layer._buffers.values() if buffer is not None]
-
-
-def _versions_of(layer: Any) -> tuple[int, ...]:
-    return tuple(map(_version, _buffers_of(layer)))
-
-
-def _settings_of(layer: Any) -> tuple[Any, ...]:
-    """Return the plain attributes of a layer, on which its code may depend."""
-    kinds = (bool, int, float, str, torch.dtype, type(None))
-    return tuple((name, value) for name, value in vars(layer).items() if isinstance(value, kinds))
-
-
-def _config(stored: Tensor) -> DequantisationConfig:
-    return DequantisationConfig.choose(DequantisationProblem(stored.is_cuda), device_of(stored))
+    return compute
 
 
 def _example_input(features: int, dtype: torch.dtype, weight: Tensor) -> Tensor:
@@ -173,31 +134,20 @@ def _by_itself() -> Iterator[None]:
         yield
 
 
-def _computes_product(layer: Any, compute: Callable[[], Tensor], dtype: torch.dtype) -> bool:
+def _computes_product(layer: Any, weight: Tensor, dtype: torch.dtype) -> bool:
     """Return whether a layer multiplies an input of this dtype by its dense weight, adds its bias, and nothing else.
 
-    Under autocast, the product must have the dtype of autocast, and the output must have the dtype of the input. A
-    buffer that the call changes gets its values back.
+    Under autocast, the product must have the dtype of autocast, and the output must have the dtype of the input.
     """
-    if any(tensor.is_meta for tensor in _stored_tensors(layer)):
-        # There are no values to compare, and none that could be wrong.
-        return True
-    weight = compute()
     x = _example_input(layer.in_features, dtype, weight)
     is_weight = type(weight) in PLAIN and weight.shape == (layer.out_features, layer.in_features)
     if not is_weight or weight.dtype != product_dtype(x):
         return False
-    buffers = [(each, _version(each), each.clone()) for each in layer._buffers.values() if each is not None]
     with _by_itself():
         y = type(layer).forward(layer, x)
-    with torch.no_grad():
-        changed = [(each, before) for each, version, before in buffers if _version(each) != version]
-        for each, before in changed:
-            each.copy_(before)
-    if changed or type(y) not in PLAIN or y.dtype != dtype:
+    if type(y) not in PLAIN or y.dtype != dtype:
         return False
-    bias = getattr(layer, "bias", None)
-    bias = None if bias is None else bias.double()
+    bias = None if layer.bias is None else layer.bias.double()
     with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
         rows, outputs = x[:ROWS].to(weight.dtype).double(), y.view(-1, ROWS, y.shape[-1])[[0, -1]].double()
         difference = outputs - F.linear(rows, weight.double(), bias)
@@ -211,78 +161,81 @@ class _Result(NamedTuple):
 
     # whether the layer multiplies by its dense weight and does nothing else
     computes_product: bool
-    # whether Tigon's kernel dequantises the weight as the layer's library does
+    # whether Tigon's kernel dequantises the weight as bitsandbytes does
     uses_kernel: bool
-    # the versions of the layer's buffers; a buffer that is written in place has another version
-    versions: tuple[int, ...] = ()
 
 
 class WeightReader:
-    """Returns the dense weight of one quantised layer, after a comparison with the layer's own forward.
+    """Returns the dense weight of one layer in 4 bits, after a comparison with the layer's own forward.
 
-    The comparison is repeated if a setting of the layer, one of its buffers, the device of one of its tensors, the
-    dtype of the input or that of autocast changes.
+    The comparison is repeated if the weight, its device, the dtype of the product, that of the input or that of
+    autocast changes. On the meta device there are no values to compare: `tigon plan` stands for such layers there by
+    others that have a method `dequantize`.
     """
 
     def __init__(self) -> None:
-        # The quantisation state that the results belong to, and the results by settings and dtypes.
+        # The quantisation state that the results belong to, and the results by dtypes and device.
         self._state: Any = None
-        # The buffers that the results belong to. A buffer may hold a factor that is 1 until a state dict is loaded. The
-        # references are weak, so that a layer that moves to another device frees its memory.
-        self._buffers: list[weakref.ref[Tensor]] = []
         self._results: dict[tuple[Any, ...], _Result] = {}
-
-    def __reduce__(self) -> tuple:
-        return WeightReader, ()
 
     def read(self, layer: Any, x: Tensor | TensorLike) -> FrozenWeight | None:
         """Return the weight if an op may multiply x by it, and None if the layer has to be called."""
-        stored = _stored_tensors(layer)
-        is_trained = any(p is not None and p.requires_grad for name, p in layer._parameters.items() if name != "bias")
-        rows = x.shape.numel() // max(x.shape[-1], 1)
-        if is_trained or layer._modules or not stored or rows < _config(stored[0]).min_rows:
+        state, weight = _state_of(layer), layer._parameters.get("weight")
+        is_simulated = weight is not None and weight.is_meta and hasattr(layer, "dequantize")
+        if weight is None or weight.requires_grad or not (is_simulated or (state is not None and _is_known(layer))):
             return None
-        state = _state_of(layer)
-        is_same = state is self._state and self._has_same_buffers(layer)
-        if not is_same or len(self._results) > LARGEST_NUMBER_OF_RESULTS:
+        rows = x.shape.numel() // max(x.shape[-1], 1)
+        if rows < _config(weight).min_rows:
+            return None
+        dtype, shape = product_dtype(x), torch.Size((layer.out_features, layer.in_features))
+        if is_simulated:
+            return FrozenWeight(layer.dequantize, shape, dtype, weight.device)
+        if state is not self._state:
             self._state, self._results = state, {}
-            self._buffers = [weakref.ref(each) for each in _buffers_of(layer)]
-        key, versions = self._key(layer, x), _versions_of(layer)
-        result = self._results.get(key)
-        # A layer that computes something else keeps its forward, which may write to a buffer in each call.
-        if result is None or (result.computes_product and result.versions != versions):
+        result = self._results.get(key := self._key(layer, x.dtype, dtype))
+        if result is None:
             if x.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 return None
             result = self._compare(layer, x.dtype)
-            # The comparison may have set attributes of the layer, such as the dtype in which it computes.
-            self._results[self._key(layer, x)] = result
-        compute = _find_weight(layer, result.uses_kernel) if result.computes_product else None
-        if compute is None:
+            # The first call of a layer may have set the dtype in which it computes.
+            self._results[key] = self._results[self._key(layer, x.dtype, dtype)] = result
+        if not result.computes_product:
             return None
-        shape = torch.Size((layer.out_features, layer.in_features))
-        return FrozenWeight(compute, shape, product_dtype(x), stored[0].device)
-
-    def _has_same_buffers(self, layer: Any) -> bool:
-        buffers = _buffers_of(layer)
-        return len(buffers) == len(self._buffers) and all(
-            ref() is each for ref, each in zip(self._buffers, buffers, strict=True)
-        )
+        return FrozenWeight(_find_weight(layer, result.uses_kernel), shape, dtype, weight.device)
 
     @staticmethod
-    def _key(layer: Any, x: Tensor | TensorLike) -> tuple[Any, ...]:
-        # On the meta device there are no values to compare, so that result does not hold on another device.
-        devices = tuple(tensor.device for tensor in _stored_tensors(layer))
-        return type(layer), _settings_of(layer), devices, x.dtype, product_dtype(x)
+    def _key(layer: Any, dtype: torch.dtype, autocast_dtype: torch.dtype) -> tuple[Any, ...]:
+        return layer.compute_dtype, layer.weight.device, dtype, autocast_dtype, type(layer).forward
 
     @staticmethod
-    def _compare(layer: Any, dtype: torch.dtype) -> "_Result":
+    def _compare(layer: Any, dtype: torch.dtype) -> _Result:
         """Return whether the layer's product is that of its dense weight, and which code dequantises the weight."""
         try:
-            compute = _find_weight(layer, uses_kernel=False)
-            if compute is None or not _computes_product(layer, compute, dtype):
+            weight = _find_weight(layer, uses_kernel=False)()
+            if not _computes_product(layer, weight, dtype):
                 return _Result(False, False)
             with torch.no_grad():
-                return _Result(True, _kernel_agrees(layer), _versions_of(layer))
+                four_bit_weight = _four_bit_weight(layer.weight, _state_of(layer))
+                if four_bit_weight is None or four_bit_weight.shape != weight.shape:
+                    return _Result(True, False)
+                return _Result(True, torch.equal(dequantise(four_bit_weight), weight))
         except Exception as error:
             LOGGER.debug("%s cannot be dequantised: %s", type(layer).__name__, describe(error), exc_info=True)
             return _Result(False, False)
+
+
+def _is_known(layer: Any) -> bool:
+    """Return whether a layer runs code of bitsandbytes, and holds nothing but its weight and its bias."""
+    return not layer._modules and not layer._buffers and _is_of_bitsandbytes(type(layer))
+
+
+@cached_weakly
+def _is_of_bitsandbytes(cls: Any) -> bool:
+    """Return whether bitsandbytes has written the forward of a class."""
+    return written_in(cls.forward).startswith("bitsandbytes.")
+
+
+@cached_weakly
+def weight_reader(layer: Any) -> WeightReader:
+    """Return the reader of a layer."""
+    return WeightReader()

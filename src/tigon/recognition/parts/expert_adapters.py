@@ -15,12 +15,14 @@ outputs and the gradients must agree. A version of PEFT that computes something 
 import functools
 import logging
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from tigon.ops.adapters.lora_experts import ExpertAdapter
+from tigon.recognition.parts.adapter_probes import ForwardCode
 from tigon.recognition.parts.experts import (
     EXPERTS,
     HIDDEN,
@@ -121,9 +123,9 @@ class ExpertAdapterRecipe:
 
     part = "adapters"
 
-    def __init__(self, methods: tuple[Any, ...]) -> None:
+    def __init__(self, code: ForwardCode) -> None:
         # The methods of the wrapper's class when the wrapper was recognised.
-        self.methods = methods
+        self.code = code
 
     def __call__(self, wrapper: Any, *args: Any, **kwargs: Any) -> Any:
         stock = functools.partial(type(wrapper).forward, wrapper, *args, **kwargs)
@@ -147,7 +149,7 @@ class ExpertAdapterRecipe:
             replacement = find_replacement(wrapper)
             if replacement is None or not isinstance(replacement.recipe, ExpertAdapterRecipe):
                 return False
-            if _methods(wrapper) != self.methods:
+            if not self.code.is_that_of(wrapper):
                 return False
         replacement = find_replacement(experts)
         if replacement is None or not isinstance(replacement.recipe, ExpertsRecipe) or not replacement.holds():
@@ -164,10 +166,11 @@ def _is_pending(experts: Any) -> bool:
     return current is not None and current.experts is experts
 
 
-def _methods(wrapper: Any) -> tuple[Any, ...]:
-    """Return the methods of a wrapper's class. A method that was assigned to the wrapper itself takes precedence."""
-    attributes = {name: value for name, value in vars(wrapper).items() if name != "forward"}
-    return tuple(attributes.get(name, getattr(type(wrapper), name, None)) for name in METHODS)
+def _code_of(cls: type) -> ForwardCode:
+    """Return the methods of the class of a wrapper that its forward calls."""
+    names = [name for name in METHODS if hasattr(cls, name)]
+    read = attrgetter(*names)
+    return ForwardCode(frozenset(names) - {"forward"}, read, read(cls))
 
 
 # --- recognition -----------------------------------------------------------------------------------
@@ -191,15 +194,16 @@ def recognise_expert_adapters(module: nn.Module) -> ExpertAdapterRecipe | str | 
     recipe = recognise_experts(experts)
     if not isinstance(recipe, ExpertsRecipe):
         return f"its experts are left alone: {recipe}"
+    adapter_recipe = ExpertAdapterRecipe(_code_of(type(module)))
     try:
         with probing():
-            agrees = _reproduces(ExpertAdapterRecipe(_methods(module)), recipe, wrappers, experts)
+            agrees = _reproduces(adapter_recipe, recipe, wrappers, experts)
     except Exception as error:
         LOGGER.debug("%s cannot be run as experts with adapters", type(module).__name__, exc_info=True)
         return f"cannot be run by itself ({describe(error)})"
     if not agrees:
         return "computes something else than experts with low-rank adapters"
-    return ExpertAdapterRecipe(_methods(module))
+    return adapter_recipe
 
 
 def _small_copy(wrappers: Sequence[Any], experts: Any, **state: Any) -> Any:

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from tigon.ops.adapters.fp8_weight import Fp8Weight
+from tigon.ops.adapters.projection import TensorLike
 from tigon.ops.fp8.formats import Fp8Options
 from tigon.ops.fp8.fp8_glu_mlp import fp8_glu_mlp
 from tigon.ops.fp8.fp8_linear import fp8_projections
 from tigon.ops.fp8.weights import WeightCache
 from tigon.ops.mlps.projections import does_more_than_forward
 from tigon.recognition.parts.fp8_weights import StepCache
-from tigon.recognition.probing.deferred import Deferred, TensorLike, call_deferred, product_dtype
 from tigon.recognition.replacement import installed_recipe
 from tigon.runtime.compat.autograd import has_active_transform
 from tigon.runtime.device import KERNEL_DTYPES, PLAIN
@@ -63,9 +63,6 @@ class FP8Recipe:
             without a new version, so only an op that adds the adapters uses a cache. Any other call quantises.
     """
 
-    # A call with a `Deferred` returns a deferred output.
-    takes_deferred = True
-
     def __init__(self, settings: FP8Settings, is_base: bool = False) -> None:
         self.settings = settings
         self.options = Fp8Options(settings.recipe, settings.fp8_dw)
@@ -82,13 +79,7 @@ class FP8Recipe:
 
     def __call__(self, layer: Any, *args: Any, **kwargs: Any) -> Any:
         self.free_moved_copies(layer)
-        # A call that is only recorded may become one of an op that adds adapters.
-        has_copies = not self.is_base or (len(args) == 1 and type(args[0]) is Deferred)
-        if len(args) == 1 and not kwargs and _takes(args[0]) and _fits(layer, args[0], has_copies):
-            # A forward that runs without values records the call of this layer, and not a product in another dtype.
-            dtype = product_dtype(args[0])
-            if (output := call_deferred(layer, args[0], layer.out_features, dtype)) is not None:
-                return output
+        if len(args) == 1 and not kwargs and _takes(args[0]) and _fits(layer, args[0], has_copies=not self.is_base):
             return _compute(args[0], [layer], [self])[0]
         self.count_call()
         return type(layer).forward(layer, *args, **kwargs)
@@ -155,8 +146,8 @@ def mark_bases(layer: nn.Module) -> None:
 
 
 def _takes(x: Any) -> bool:
-    """Return whether x is a dense tensor, or a tensor without values."""
-    return type(x) is Deferred or (type(x) in PLAIN and x.layout is torch.strided and not x.is_nested)
+    """Return whether x is a dense tensor."""
+    return type(x) in PLAIN and x.layout is torch.strided and not x.is_nested
 
 
 def _fits(layer: Any, x: Any, has_copies: bool) -> bool:
@@ -164,7 +155,7 @@ def _fits(layer: Any, x: Any, has_copies: bool) -> bool:
 
     Args:
         layer: The linear layer.
-        x: The input, which may also be a `Deferred` or a `TensorLike`, which have the properties of a tensor.
+        x: The input, or a `TensorLike`, which has the properties of a tensor.
         has_copies: The copies of a frozen weight are those of an earlier call.
     """
     if not linears_are_stock() or type(layer).forward is not nn.Linear.forward or has_active_transform():

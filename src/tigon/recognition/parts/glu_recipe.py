@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from tigon.memory.lean import call_mlp_region, call_projection, recomputes_mlp
 from tigon.ops.adapters.lora import takes_adapters
 from tigon.ops.adapters.lora_mlp import has_one_node, lora_glu_mlp, lora_glu_mlp_node
-from tigon.ops.adapters.projection import Projection
+from tigon.ops.adapters.projection import Projection, TensorLike
 from tigon.ops.mlps.glu import NO_SCALING, Scaling, geglu, geglu_reference, swiglu, swiglu_reference
 from tigon.ops.mlps.glu_mlp import glu_mlp_by_kernels, plain_weight, scaled, supports_weights
 from tigon.recognition.parts.adapters import (
@@ -25,7 +25,6 @@ from tigon.recognition.parts.adapters import (
     read_projection,
 )
 from tigon.recognition.parts.fp8 import compute_mlp_in_fp8
-from tigon.recognition.probing.deferred import TensorLike
 from tigon.runtime.compat.modules import any_global_hook
 from tigon.runtime.device import KERNEL_DTYPES, PLAIN
 

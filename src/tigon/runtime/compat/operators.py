@@ -51,8 +51,7 @@ current_device: Callable[[], int] = getattr(_C, "_cuda_getDevice", torch.cuda.cu
 dispatch_modes: Callable[[], int] = getattr(_C, "_len_torch_dispatch_stack", lambda: 1)
 
 # The number of active function modes, which see and may replace each call of a function of torch. While there is one,
-# the forward of a layer with adapters runs at every call, and probes run within a device context. Seen in 2.8 to 2.13.
-# Without it: 1, so this is always so.
+# probes run within a device context. Seen in 2.8 to 2.13. Without it: 1, so this is always so.
 function_modes: Callable[[], int] = getattr(_C, "_len_torch_function_stack", lambda: 1)
 
 # Let the current stream wait for a number of clock cycles of the GPU. `benchmarks.ops` marks its calls in a profile by

@@ -1,0 +1,189 @@
+"""Find out whether the forward of a class of PEFT is that of a linear layer with low-rank adapters.
+
+A small copy of a layer runs in several states and dtypes, once for each class. Its outputs must be those of the
+projection that its attributes describe, and it may read no other attribute of its layer.
+"""
+
+import functools
+import logging
+from collections.abc import Callable
+from operator import attrgetter
+from types import FunctionType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from tigon.ops.adapters.lora import eager_output
+from tigon.ops.adapters.projection import Projection
+from tigon.recognition.probing.standin import (
+    BF16,
+    FP32,
+    describe,
+    gradients,
+    normal,
+    probing,
+    random_linear,
+    same_bits,
+    same_gradients,
+    stand_in,
+)
+from tigon.recognition.probing.trials import record
+from tigon.runtime.stock import written_in
+from tigon.runtime.weak_cache import cached_weakly
+
+LOGGER = logging.getLogger("tigon")
+
+DIFFERENT = "computes something else than a linear layer with low-rank adapters"
+
+# The attributes of a layer of PEFT that its forward reads. `_active_adapter`, `merged_adapters` and `_disable_adapters`
+# are behind the properties `active_adapters`, `merged` and `disable_adapters`.
+CHILDREN = "base_layer", "lora_A", "lora_B", "lora_dropout"
+SETTINGS = "scaling", "lora_variant", "_active_adapter", "merged_adapters", "_disable_adapters"
+OPTIONAL_SETTINGS = ("cast_input_dtype_enabled",)
+
+# The name of the recipe in a report.
+NAME = "low-rank adapters"
+
+# The inputs, the outputs and the smallest rank of a small copy.
+SMALL_INPUT, SMALL_OUTPUT, SMALL_RANK = 24, 40, 3
+
+# A function that reads the projection of a layer for an input; None if the layer has to be called.
+Read = Callable[[Any, Tensor], Any]
+
+
+class ForwardCode(NamedTuple):
+    """The code of the forward of a class, and that of the methods and properties that it reads."""
+
+    methods: frozenset[str]
+    read: Callable[[type], Any]
+    value: Any
+
+    def is_that_of(self, layer: nn.Module) -> bool:
+        """Return whether a layer still runs this code."""
+        try:
+            return self.read(type(layer)) == self.value and layer.__dict__.keys().isdisjoint(self.methods)
+        except AttributeError:
+            return False
+
+
+@cached_weakly
+def _known_codes(cls: type) -> list[ForwardCode]:
+    """Return the list that holds the code of a class, once its forward has been compared."""
+    return []
+
+
+def code_of(module: nn.Module, read: Read) -> ForwardCode | str:
+    """Return the code of the forward of a layer of PEFT, or the reason why the layer keeps its forward.
+
+    `read` is compared with the forward.
+    """
+    known_codes = _known_codes(type(module))
+    if known_codes and known_codes[0].is_that_of(module):
+        return known_codes[0]
+    try:
+        with probing():
+            result = _learn(module, read)
+    except Exception as error:
+        LOGGER.debug("%s cannot be run as a layer with adapters", type(module).__name__, exc_info=True)
+        return f"cannot be run by itself ({describe(error)})"
+    if isinstance(result, ForwardCode):
+        known_codes[:] = [result]
+    return result
+
+
+def _learn(module: nn.Module, read: Read) -> ForwardCode | str:
+    """Compare the forward of a class with the products that its attributes describe, in outputs and gradients.
+
+    Return the code of the forward, or the reason why it keeps its place.
+    """
+    cls = type(module)
+    if not written_in(cls.forward).startswith("peft."):
+        return f"{DIFFERENT}: its forward is not that of PEFT"
+    names = _observe(_small_copy(module, FP32, FP32))
+    static = {name: function for name in names if (function := _find_static(cls, name)) is not None}
+    if unknown := sorted(names - {*static, *CHILDREN, *SETTINGS, *OPTIONAL_SETTINGS}):
+        return f"{DIFFERENT}: its forward reads {', '.join(unknown)}"
+    methods = {name for name, function in static.items() if isinstance(function, FunctionType)} - {"forward"}
+    properties = static.keys() - methods - {"forward"}
+    paths = [f"{name}.__code__" for name in sorted({"forward", *methods})]
+    read_code = attrgetter(*paths, *(f"{name}.fget.__code__" for name in sorted(properties)))
+    return ForwardCode(frozenset(methods), read_code, read_code(cls)) if _agrees(module, read) else DIFFERENT
+
+
+def _find_static(cls: type, name: str) -> Any:
+    """Return a method or a property of a class as it was defined; None for any other attribute."""
+    value = next((vars(base)[name] for base in cls.__mro__ if name in vars(base)), None)
+    return value if isinstance(value, (FunctionType, property)) else None
+
+
+def _observe(twin: Any) -> set[str]:
+    """Return the names of the attributes that a forward reads on its layer, without those of every module."""
+    names: set[str] = set()
+
+    def observe(self: Any, name: str) -> Any:
+        names.add(name)
+        return object.__getattribute__(self, name)
+
+    cls = type(twin)
+    twin.__class__ = type(cls.__name__, (cls,), {"__getattribute__": observe})
+    cls.forward(twin, normal(5, 2, SMALL_INPUT))
+    return names - {*dir(nn.Module()), "__class__"}
+
+
+# The states of a layer in which its forward is compared.
+STATES: tuple[dict[str, Any], ...] = (
+    {"_active_adapter": "first"},
+    {"_active_adapter": ["second"]},
+    {"_active_adapter": ["second", "first", "third"], "scaling": {"first": -3.0, "second": 0.5}},
+)
+
+
+def _small_copy(module: nn.Module, base_dtype: torch.dtype, adapter_dtype: torch.dtype, **state: Any) -> Any:
+    """Return a small copy of a layer of PEFT with random tensors and the adapters `first` and `second`."""
+    ranks = {"first": SMALL_RANK, "second": SMALL_RANK + 1}
+    dicts: dict[str, dict[str, nn.Module]] = {
+        "lora_A": {n: random_linear(r, SMALL_INPUT, r, adapter_dtype, bias=False) for n, r in ranks.items()},
+        "lora_B": {n: random_linear(9 + r, r, SMALL_OUTPUT, adapter_dtype, r > SMALL_RANK) for n, r in ranks.items()},
+        "lora_dropout": {"first": nn.Identity(), "second": nn.Dropout(0.5)},
+    }
+    children: dict[str, nn.Module | None] = {name: nn.ModuleDict(modules) for name, modules in dicts.items()}
+    children["base_layer"] = random_linear(7, SMALL_INPUT, SMALL_OUTPUT, base_dtype)
+    settings: dict[str, Any] = {"scaling": {"first": 0.75, "second": 1.5}, "lora_variant": {}, "merged_adapters": []}
+    settings |= {"_active_adapter": ["first"], "_disable_adapters": False, "training": True}
+    return stand_in(module, {}, {**module._modules, **children}, **settings | state)
+
+
+def _agrees(module: nn.Module, read: Read) -> bool:
+    """Return whether the outputs and gradients of small copies are those of the projections that `read` returns."""
+    for base_dtype, adapter_dtype in ((FP32, FP32), (BF16, BF16), (BF16, FP32)):
+        for state in STATES:
+            twin = _small_copy(module, base_dtype, adapter_dtype, **state)
+            x = normal(5, 2, 3, SMALL_INPUT, dtype=base_dtype)
+            projection = read(twin, x)
+            if not isinstance(projection, Projection):
+                return False
+            run = functools.partial(_seeded, functools.partial(type(twin).forward, twin), x)
+            compute = functools.partial(_seeded, functools.partial(eager_output, projection=projection), x)
+            expected, actual = run(), compute()
+            # PEFT's layers with a quantised base round the output of an fp32 adapter before they add it.
+            is_same = same_bits(expected, actual) if base_dtype == adapter_dtype else _is_near(actual, expected)
+            if not record(is_same, NAME, twin, [x], actual, expected):
+                return False
+            if adapter_dtype == base_dtype == FP32:
+                leaves = [x, *twin.parameters()]
+                expected, actual = gradients(run, leaves), gradients(compute, leaves)
+                if not record(same_gradients(actual, expected), NAME, twin, [x], actual, expected, mode="gradients"):
+                    return False
+    return True
+
+
+def _is_near(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors of one dtype differ by a rounding to bf16 at most."""
+    return a.dtype == b.dtype and bool((a - b).abs().max() <= 2**-7 * b.abs().max())
+
+
+def _seeded(forward: Callable, x: Tensor) -> Any:
+    """Return forward(x), in which each dropout draws the same mask at every call."""
+    torch.default_generator.manual_seed(0)
+    return forward(x)
