@@ -36,7 +36,7 @@ from tigon.ops.experts.routing import spread
 from tigon.ops.fp8.grouped_products import multiply_groups
 from tigon.ops.fp8.stacks import Fp8StripConfig, quantise_stack
 from tigon.ops.fp8.weights import WeightCache
-from tigon.ops.mlps.clamped_glu import ClampedGate
+from tigon.ops.mlps.glu import ClampedGate
 from tigon.runtime.tuning import tuned
 
 HAS_GPU = torch.cuda.is_available()

@@ -2,9 +2,8 @@
 
 from benchmarks.workloads.inputs import InputMaker, Inputs, rows
 from benchmarks.workloads.workload import FIRST_ROOFLINE, MORE, BenchShape, Variant, Workload, small, sweep
-from tigon.ops.mlps.gelu import gelu_reference
+from tigon.ops.mlps.activations import gelu_reference, relu2_reference
 from tigon.ops.mlps.glu import geglu_reference, swiglu_reference
-from tigon.ops.mlps.relu2 import relu2_reference
 
 WIDTHS = (2048, 4096, 8192, 14336, 28672)
 TANH = {"approximate": "tanh"}

@@ -49,11 +49,10 @@ if TYPE_CHECKING:
     from tigon.ops.logits.loss_arguments import LossOutput
     from tigon.ops.logits.softmax import Softmax, softmax
     from tigon.ops.logits.valid_rows import ValidRows
-    from tigon.ops.mlps.gelu import gelu
+    from tigon.ops.mlps.activations import gelu, relu2
     from tigon.ops.mlps.glu import geglu, swiglu
     from tigon.ops.mlps.glu_mlp import GEGLUMLP, SwiGLUMLP, glu_mlp
-    from tigon.ops.mlps.mlp import mlp
-    from tigon.ops.mlps.relu2 import ReLU2MLP, relu2
+    from tigon.ops.mlps.mlp import ReLU2MLP, mlp
     from tigon.ops.norms.gated_rms_norm import gated_rms_norm
     from tigon.ops.norms.layer_norm import LayerNorm, layer_norm
     from tigon.ops.norms.rms_norm import RMSNorm, add_rms_norm, rms_norm
@@ -100,11 +99,10 @@ _NAMES_BY_MODULE = {
     "tigon.ops.logits.loss_arguments": ("LossOutput",),
     "tigon.ops.logits.softmax": ("Softmax", "softmax"),
     "tigon.ops.logits.valid_rows": ("ValidRows",),
-    "tigon.ops.mlps.gelu": ("gelu",),
+    "tigon.ops.mlps.activations": ("gelu", "relu2"),
     "tigon.ops.mlps.glu": ("geglu", "swiglu"),
     "tigon.ops.mlps.glu_mlp": ("GEGLUMLP", "SwiGLUMLP", "glu_mlp"),
-    "tigon.ops.mlps.mlp": ("mlp",),
-    "tigon.ops.mlps.relu2": ("ReLU2MLP", "relu2"),
+    "tigon.ops.mlps.mlp": ("ReLU2MLP", "mlp"),
     "tigon.ops.norms.gated_rms_norm": ("gated_rms_norm",),
     "tigon.ops.norms.layer_norm": ("LayerNorm", "layer_norm"),
     "tigon.ops.norms.rms_norm": ("RMSNorm", "add_rms_norm", "rms_norm"),

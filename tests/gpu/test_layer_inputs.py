@@ -1,6 +1,7 @@
 """Inputs of checkpointed layers on the host, and MLPs in tiles, on a GPU: bits, memory, and no wait of the host."""
 
 import gc
+from unittest import mock
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from gpu.test_memory import SIZE, TOKENS, assert_no_wait, deterministic, make_ba
 from memory.steps import assert_same_bits
 from tigon.memory import host_pages, layer_inputs
 from tigon.memory.layer_inputs import LayerInputConfig
-from tigon.ops.mlps.gated_node import GLUMLPConfig
+from tigon.ops.mlps import tiled_glu_mlp
 from tigon.runtime.tuning import tuned
 
 pytest.importorskip("transformers")
@@ -127,7 +128,7 @@ def test_tiles_are_as_accurate_as_the_whole(dtype):
     leaves, dy = [x, *(w.requires_grad_() for w in weights)], torch.randn(5000, 1024, device="cuda", dtype=dtype)
 
     def results(tile_bytes: int) -> list[torch.Tensor]:
-        with tuned(GLUMLPConfig, tile_bytes=tile_bytes), tigon.lean(mlp=True):
+        with mock.patch.object(tiled_glu_mlp, "TILE_BYTES", tile_bytes), tigon.lean(mlp=True):
             y = tigon.glu_mlp(*leaves)
         return [y, *torch.autograd.grad(y, leaves, dy)]
 
@@ -143,6 +144,6 @@ def test_a_checkpointed_layer_holds_one_tile(small_inputs):
     """Without tiles, gate, up and da of these tokens take 1.3 GiB."""
     peaks = []
     for tile_bytes in (2**27, 2**60):
-        with tuned(GLUMLPConfig, tile_bytes=tile_bytes):
+        with mock.patch.object(tiled_glu_mlp, "TILE_BYTES", tile_bytes):
             peaks.append(peak_of("checkpoint", 3))
     assert peaks[1] - peaks[0] >= 0.4 * 3 * 65536 * SIZE["intermediate_size"] * 2

@@ -12,8 +12,8 @@ from tigon.ops.head.linear_cross_entropy import linear_cross_entropy_reference
 from tigon.ops.logits.cross_entropy import cross_entropy_reference, log_probs_and_entropy_reference
 from tigon.ops.logits.divergences import jsd_reference, kl_div_reference, tvd_reference
 from tigon.ops.logits.softmax import softmax_reference
+from tigon.ops.mlps.activations import relu2_reference
 from tigon.ops.mlps.glu import swiglu_reference
-from tigon.ops.mlps.relu2 import relu2_reference
 from tigon.ops.norms.layer_norm import layer_norm_reference
 from tigon.ops.norms.rms_norm import add_rms_norm_reference, rms_norm_reference
 from tigon.ops.rotary.qk_norm_rope import qk_norm_rope_reference

@@ -19,7 +19,8 @@ from tigon.ops.experts.tiled_products import (
     tiles_gradient,
     tiles_product,
 )
-from tigon.ops.mlps.glu import NO_SCALING, glu_forward, swiglu_reference
+from tigon.ops.mlps.activation_kernels import PLAIN_GATE, glu_forward
+from tigon.ops.mlps.glu import swiglu_reference
 from tigon.runtime.compat.triton import hopper
 from tigon.testing import assert_accurate
 
@@ -146,7 +147,7 @@ def test_gated_products_have_the_bits_of_the_product_and_of_swiglu(shape, dtype,
     # `lean(mlp=True)` recomputes h by a product of its own. The kernel of `swiglu` computes the activation by the same
     # instructions.
     assert torch.equal(h[:count], tiled_product(x, weight, ends)[:count])
-    assert torch.equal(a[:count], glu_forward(h[:count], None, "silu", NO_SCALING))
+    assert torch.equal(a[:count], glu_forward(h[:count], None, "silu", PLAIN_GATE))
     absent, alone = tiled_gated_product(x, weight, ends, "silu", False)
     assert absent is None
     assert torch.equal(alone[:count], a[:count])

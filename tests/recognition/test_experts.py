@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from tigon.ops.experts.arguments import ACTIVATIONS
 from tigon.ops.experts.moe_mlp import moe_mlp
-from tigon.ops.mlps.clamped_glu import ClampedGate
+from tigon.ops.mlps.glu import ClampedGate
 from tigon.recognition.guards.guard import install_guarded
 from tigon.recognition.parts import experts
 from tigon.recognition.parts.experts import ExpertsRecipe, recognise_experts

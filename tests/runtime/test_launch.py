@@ -14,7 +14,7 @@ from tigon.ops.experts import tiled_products
 from tigon.ops.experts.tile_gradient import weight_gradient_kernel
 from tigon.ops.experts.tile_product import product_kernel, row_blocks_kernel
 from tigon.ops.logits import softmax
-from tigon.ops.mlps import glu
+from tigon.ops.mlps import activation_kernels
 from tigon.ops.norms import kernels as norm
 from tigon.ops.rotary import rope
 from tigon.runtime import launch
@@ -76,10 +76,10 @@ def test_arguments_that_triton_distinguishes_have_different_keys(backend, monkey
 
 def test_key_does_not_depend_on_the_batch():
     """With values in the key, each length would add a variant to the table."""
-    kernel = glu._forward_kernel
+    kernel = activation_kernels._gated_forward_kernel
     keys = set()
     for m in range(1, 2000):
-        arguments = (BASE, BASE, BASE, 0, 0, 0, 1.0, 1.0, math.inf, m * 14336, m * 14)
+        arguments = (BASE, BASE, BASE, 0, 0, 0, 1.0, 1.0, math.inf, 1.0, 0.0, m * 14336, m * 14)
         keys.add(launch._key_function(kernel, arguments)(*arguments))
     assert len(keys) == 1
 

@@ -36,7 +36,10 @@ def test_one_op_is_compiled_for_one_chip(run, tmp_path):
     assert document["versions"]["triton"]
     rows = document["rows"]
     assert {row["chip"] for row in rows} == {"sm_90"}
-    assert [row["kernel"] for row in rows] == ["glu._forward_kernel", "glu._backward_kernel"]
+    assert [row["kernel"] for row in rows] == [
+        "activation_kernels._gated_forward_kernel",
+        "activation_kernels._gated_backward_kernel",
+    ]
     for row in rows:
         assert row["case"].split()[0] == "swiglu"
         assert 32 <= row["threads"] <= 1024
@@ -78,7 +81,7 @@ def test_the_reason_why_a_kernel_must_not_ship_is_named(monkeypatch, change, pro
     monkeypatch.setattr("benchmarks.compile.targets.resources", resources_of)
     usages = compile_case("swiglu 14336", "sm_90")
     assert [usage.problem for usage in usages] == [problem] * 2
-    assert usages[0].kernel == "glu._forward_kernel"
+    assert usages[0].kernel == "activation_kernels._gated_forward_kernel"
 
 
 def test_an_op_that_raises_is_a_line_of_the_table(monkeypatch):

@@ -6,6 +6,7 @@ import importlib.util
 import io
 import json
 import math
+from unittest import mock
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ from tigon.cli.plan.step import Step, count_step  # noqa: E402
 from tigon.cli.presets import PRESETS  # noqa: E402
 from tigon.hf.patch import MEMORY  # noqa: E402
 from tigon.memory.layer_inputs import LayerInputConfig  # noqa: E402
-from tigon.ops.mlps.gated_node import GLUMLPConfig  # noqa: E402
+from tigon.ops.mlps import tiled_glu_mlp  # noqa: E402
 from tigon.runtime.device import runs_kernels  # noqa: E402
 from tigon.runtime.tuning import tuned  # noqa: E402
 
@@ -180,7 +181,7 @@ def test_large_mlps_are_computed_in_tiles():
     model, tokens = build_llama(num_hidden_layers=3), 2**22
     steps = []
     for tile_bytes in (2**32, 2**60):
-        with tuned(GLUMLPConfig, tile_bytes=tile_bytes):
+        with mock.patch.object(tiled_glu_mlp, "TILE_BYTES", tile_bytes):
             steps.append(step_of(model, tokens // 4096, 4096, memory="checkpoint"))
     tiled, whole = steps
     # Without tiles, the peak of the layer is in its MLP. With tiles, it is in attention, so not all bytes are saved.

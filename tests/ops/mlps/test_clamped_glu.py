@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from op_cases import DEVICE, DTYPES, assert_as_accurate_as_eager
-from tigon.ops.mlps.clamped_glu import ClampedGate
+from tigon.ops.mlps.glu import ClampedGate
 
 GATES = {
     "GPT-OSS": ClampedGate(1.5, 1.702, 1.0, is_interleaved=True),

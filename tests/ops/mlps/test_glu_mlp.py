@@ -14,7 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import tigon
 from op_cases import DEVICE, DTYPES, assert_as_accurate_as_eager, one_in
 from tigon.ops.mlps import gated_node, glu_mlp
-from tigon.ops.mlps.glu import Scaling, geglu_reference, glu_backward_into, glu_forward, swiglu_reference
+from tigon.ops.mlps.activation_kernels import GateOptions, glu_backward_into, glu_forward
+from tigon.ops.mlps.glu import geglu_reference, swiglu_reference
 from tigon.runtime.products import multiply
 from tigon.testing import assert_accurate
 
@@ -81,8 +82,8 @@ def test_the_kernels_of_the_gate_multiply_by_both_factors_and_clamp(dtype, limit
     expected = swiglu_reference((wide[0] * 0.6).clamp(max=limit), wide[1].clamp(-limit, limit)) * -1.75
     gradients = torch.autograd.grad(expected, wide, dy.float())
     y, dgate, dup = torch.empty_like(gate), torch.empty_like(gate), torch.empty_like(gate)
-    glu_backward_into(dy, gate, up, "silu", Scaling(0.6, -1.75, limit), dgate, dup, y)
-    forward = glu_forward(gate, up, "silu", Scaling(0.6, -1.75, limit))
+    glu_backward_into(dy, gate, up, "silu", GateOptions(0.6, -1.75, limit), dgate, dup, y)
+    forward = glu_forward(gate, up, "silu", GateOptions(0.6, -1.75, limit))
     for result, exact in zip((forward, y, dgate, dup), (expected, expected, *gradients), strict=True):
         torch.testing.assert_close(result, exact.detach().to(dtype))
 

@@ -2,6 +2,7 @@
 
 import contextlib
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -13,9 +14,7 @@ import tigon
 from op_cases import DEVICE, DTYPES, assert_as_accurate_as_eager, one_in
 from tigon.memory.lean import recompute_large_mlps
 from tigon.ops.mlps import tiled_glu_mlp
-from tigon.ops.mlps.gated_node import GLUMLPConfig
 from tigon.ops.mlps.tiled_glu_mlp import tile_rows
-from tigon.runtime.tuning import tuned
 
 from .test_glu_mlp import HIDDEN, INNER, REFERENCES, _inputs
 
@@ -30,8 +29,7 @@ ROWS = 21
 def small_tiles(monkeypatch):
     """Compute 21 tokens in tiles of 8, 8 and 5."""
     monkeypatch.setattr(tiled_glu_mlp, "ALIGNMENT", 8)
-    with tuned(GLUMLPConfig, tile_bytes=3 * INNER * 4 * 8):
-        yield
+    monkeypatch.setattr(tiled_glu_mlp, "TILE_BYTES", 3 * INNER * 4 * 8)
 
 
 def _mlp(place: str, *inputs: Tensor, activation: str = "silu", **factors: float) -> Tensor:
@@ -44,7 +42,7 @@ def _mlp(place: str, *inputs: Tensor, activation: str = "silu", **factors: float
 
 def _results(place: str, inputs: list[Tensor], tile_bytes: int | None = None) -> list[Tensor]:
     """Return the output and all gradients, in tiles of 8 tokens unless `tile_bytes` is given."""
-    with contextlib.nullcontext() if tile_bytes is None else tuned(GLUMLPConfig, tile_bytes=tile_bytes):
+    with contextlib.nullcontext() if tile_bytes is None else mock.patch.object(tiled_glu_mlp, "TILE_BYTES", tile_bytes):
         y = _mlp(place, *inputs)
         return [y, *torch.autograd.grad(y.square().sum(), [x for x in inputs if x.requires_grad])]
 
@@ -85,7 +83,7 @@ def test_half_precision_gradients_of_weights_are_rounded_once():
     exact = [x.detach().double().requires_grad_() for x in inputs]
     errors = []
     for tile in (3 * INNER * 2 * 8, 2**40):
-        with tuned(GLUMLPConfig, tile_bytes=tile):
+        with mock.patch.object(tiled_glu_mlp, "TILE_BYTES", tile):
             gradients = torch.autograd.grad(_mlp("lean+mlp", *inputs).sum(), inputs[1:])
         x, gate, up, down = exact
         expected = torch.autograd.grad((REFERENCES["silu"](x @ gate.t(), x @ up.t()) @ down.t()).sum(), exact[1:])
@@ -155,11 +153,10 @@ def test_tiles_are_even_and_aligned(monkeypatch):
     monkeypatch.undo()
     rows = lambda tokens: tile_rows(torch.empty(tokens, 4096, device="meta", dtype=torch.bfloat16), weight)
     weight = torch.empty(14336, 4096, device="meta", dtype=torch.bfloat16)
-    with tuned(GLUMLPConfig, tile_bytes=2**32):
-        assert [rows(n) for n in (1, 8192, 49932)] == [0, 0, 0]
-        assert rows(49933) == 25088
-        assert rows(450_000) == 45056
-        assert 10 * 45056 >= 450_000 > 9 * 45056
+    assert [rows(n) for n in (1, 8192, 49932)] == [0, 0, 0]
+    assert rows(49933) == 25088
+    assert rows(450_000) == 45056
+    assert 10 * 45056 >= 450_000 > 9 * 45056
 
 
 def test_no_tokens_and_no_features_need_no_tiles():

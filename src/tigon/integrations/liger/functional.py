@@ -14,8 +14,8 @@ from tigon.integrations.liger import divergences, layers, norms, rare
 from tigon.ops.head.linear_log_probs import linear_log_probs
 from tigon.ops.logits.divergences import jsd, kl_div, tvd
 from tigon.ops.logits.softmax import softmax
+from tigon.ops.mlps.activations import relu2
 from tigon.ops.mlps.glu import geglu, swiglu
-from tigon.ops.mlps.relu2 import relu2
 from tigon.ops.norms.layer_norm import layer_norm
 from tigon.ops.norms.rms_norm import add_rms_norm, rms_norm
 from tigon.ops.rotary.rope import rope

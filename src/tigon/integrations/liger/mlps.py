@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from tigon.ops.experts.moe_mlp import moe_mlp
+from tigon.ops.mlps.activations import relu2
 from tigon.ops.mlps.glu import geglu, swiglu
-from tigon.ops.mlps.relu2 import relu2
 from tigon.ops.norms.layer_norm import layer_norm
 
 __all__ = [

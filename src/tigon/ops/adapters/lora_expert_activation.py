@@ -35,7 +35,7 @@ from tigon.ops.adapters.grouped_low_rank_kernels import (
 )
 from tigon.ops.adapters.low_rank import TERMS, rank_block
 from tigon.ops.experts.choice_order import Routing
-from tigon.ops.mlps.glu import activation_and_slope
+from tigon.ops.mlps.activation_kernels import activation_and_slope
 from tigon.runtime.compat.triton import tl, triton
 from tigon.runtime.device import Device, cdiv, device_of
 from tigon.runtime.launch import in_order, launch, on_device

@@ -43,8 +43,8 @@ from tigon.ops.adapters.lora_products import (
 )
 from tigon.ops.adapters.low_rank import empty_hidden, project, token_sums
 from tigon.ops.adapters.projection import Adapter, Constants, Projection, flatten, rebuild
-from tigon.ops.mlps.gated_node import check_version, multiply_gate
-from tigon.ops.mlps.glu_mlp import GATES, gradient_buffers, save_gated, unpack_gated
+from tigon.ops.mlps.gated_node import check_version, gradient_buffers, multiply_gate, save_gated, unpack_gated
+from tigon.ops.mlps.glu_mlp import GATES
 from tigon.runtime.autograd import first_order
 from tigon.runtime.compat.operators import reshape_without_view
 from tigon.runtime.products import multiply

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tigon.ops.experts.choice_order import Routing
-from tigon.ops.mlps.glu import activation_and_slope
+from tigon.ops.mlps.activation_kernels import activation_and_slope
 from tigon.runtime.compat.triton import tl, triton
 from tigon.runtime.device import Device, device_of, runs_kernels
 from tigon.runtime.launch import launch

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from tigon.ops.mlps.activations import relu2, relu2_reference
 from tigon.ops.mlps.glu import geglu, geglu_reference, swiglu, swiglu_reference
-from tigon.ops.mlps.relu2 import relu2, relu2_reference
 from tigon.runtime import checks
 
 # For the name of each activation: the op, its reference, and the number of input features for each output feature. This

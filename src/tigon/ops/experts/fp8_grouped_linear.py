@@ -11,13 +11,12 @@ Shapes: S rows, E groups, N and M features.
 
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from tigon.ops.experts.fp8_products import find_copy, fp8_row_product, quantise_rows
 from tigon.ops.experts.grouped_linear import grouped_weight_gradient
 from tigon.ops.fp8.weights import WeightCache
-from tigon.runtime.autograd import first_order
+from tigon.runtime.op import Node
 
 
 class Fp8Source(NamedTuple):
@@ -34,7 +33,7 @@ def fp8_product(x: Tensor, weight: Tensor, ends: Tensor, transposed: bool, sourc
     return fp8_row_product(quantise_rows(x), weight, copy, ends, by_rows)
 
 
-class _Fp8GroupedLinear(torch.autograd.Function):
+class _Fp8GroupedLinear(Node):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, ends: Tensor, transposed: bool, name: str, cache: WeightCache | None
@@ -45,7 +44,6 @@ class _Fp8GroupedLinear(torch.autograd.Function):
         return fp8_product(x, weight, ends, transposed, ctx.source)
 
     @staticmethod
-    @first_order
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, ends = ctx.saved_tensors
         dx = None if weight is None else fp8_product(dy, weight, ends, not ctx.transposed, ctx.source)
@@ -53,7 +51,7 @@ class _Fp8GroupedLinear(torch.autograd.Function):
         if x is not None:
             first, second = (x, dy) if ctx.transposed else (dy, x)
             dweight = grouped_weight_gradient(first, second, ends)
-        return dx, dweight, None, None, None, None
+        return dx, dweight
 
 
 def fp8_grouped_linear(x: Tensor, weight: Tensor, ends: Tensor, transposed: bool, source: Fp8Source) -> Tensor:

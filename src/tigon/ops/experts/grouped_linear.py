@@ -21,8 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tigon.ops.experts.tiled_products import tiled_product, tiled_weight_gradient, tiles_gradient, tiles_product
-from tigon.runtime.autograd import first_order, without_autocast
+from tigon.runtime.autograd import without_autocast
 from tigon.runtime.launch import launcher
+from tigon.runtime.op import Node
 
 # torch has this function since version 2.10.
 GROUPED_MM: Callable[..., Tensor] | None = getattr(F, "grouped_mm", None)
@@ -148,16 +149,15 @@ class _GroupedWeightGradient(torch.autograd.Function):
         return dx, None if x is None else _GroupedLinear.apply(x, upstream, ends), None
 
 
-class _RowsOfGroups(torch.autograd.Function):
+class _RowsOfGroups(Node):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Tensor, ends: Tensor) -> Tensor:
         ctx.save_for_backward(ends)
         return x[group]
 
     @staticmethod
-    @first_order
-    def backward(ctx: Any, drows: Tensor) -> tuple[Tensor, None, None]:
-        return group_sums(drows.contiguous(), *ctx.saved_tensors), None, None
+    def backward(ctx: Any, drows: Tensor) -> tuple[Tensor]:
+        return (group_sums(drows.contiguous(), *ctx.saved_tensors),)
 
 
 # --- for `moe_mlp`, which checks the arguments ------------------------------------------------------

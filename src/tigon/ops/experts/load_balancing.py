@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 
 from tigon.runtime import checks
-from tigon.runtime.autograd import first_order
 from tigon.runtime.compat.triton import tl, triton
 from tigon.runtime.device import Device, cdiv, device_of, runs_kernels
 from tigon.runtime.launch import launch, launcher
+from tigon.runtime.op import Node
 from tigon.runtime.rows import dense_rows
 from tigon.runtime.tuning import LaunchConfig
 
@@ -223,7 +223,7 @@ def load_balancing_backward(logits: Tensor, mask: Tensor | None, factors: Tensor
 # --- autograd ------------------------------------------------------------------------------------
 
 
-class _LoadBalancing(torch.autograd.Function):
+class _LoadBalancing(Node):
     @staticmethod
     def forward(ctx: Any, mask: Tensor | None, top_k: int, *layers: Tensor) -> Tensor:
         loss, factors = load_balancing_forward(layers[0], layers, mask, top_k)
@@ -231,7 +231,6 @@ class _LoadBalancing(torch.autograd.Function):
         return loss
 
     @staticmethod
-    @first_order
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
         mask, factors, *layers = ctx.saved_tensors
         gradients = [

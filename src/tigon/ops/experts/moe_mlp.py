@@ -51,10 +51,10 @@ from tigon.ops.experts.moe_launchers import (
 from tigon.ops.experts.routing import combine
 from tigon.ops.fp8.formats import check_sizes
 from tigon.ops.fp8.weights import WeightCache
-from tigon.ops.mlps.gated_node import check_version
-from tigon.ops.mlps.glu_mlp import save_gated
+from tigon.ops.mlps.gated_node import check_version, save_gated
 from tigon.runtime import checks
-from tigon.runtime.autograd import first_order, may_overwrite_saved
+from tigon.runtime.autograd import may_overwrite_saved
+from tigon.runtime.op import Node
 
 # --- reference -----------------------------------------------------------------------------------
 
@@ -81,7 +81,7 @@ def moe_mlp_reference(
 # --- autograd ------------------------------------------------------------------------------------
 
 
-class _MoEMLP(torch.autograd.Function):
+class _MoEMLP(Node):
     @staticmethod
     def forward(
         ctx: Any,
@@ -127,7 +127,6 @@ class _MoEMLP(torch.autograd.Function):
         return y
 
     @staticmethod
-    @first_order
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, h, weights, up, down, up_bias, down_bias, *tensors = ctx.saved_tensors
         routing = Routing(*tensors)
@@ -146,12 +145,10 @@ class _MoEMLP(torch.autograd.Function):
                 torch.autograd.graph.increment_version(h)
         needs_dinputs = ctx.needs.x or (ctx.weight_inputs and ctx.needs.weights)
         copies = find_copies(ctx.in_fp8, ctx.cache, up if needs_dinputs else None, down, by_rows=ctx.transposed)
-        gradients = moe_backward(
+        return moe_backward(
             dy, x, h, weights, BackwardParameters(up, down, down_bias), routing, ctx.kind, ctx.transposed,
             ctx.weight_inputs, ctx.needs, overwrites_h, copies,
         )  # fmt: skip
-        # In a compiled graph an empty tensor stands for a gradient that is not needed.
-        return *(g if needed else None for g, needed in zip(gradients, ctx.needs, strict=True)), *(None,) * 10
 
 
 # --- public --------------------------------------------------------------------------------------

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from tigon.ops.experts.choice_order import Routing
-from tigon.runtime.autograd import first_order
 from tigon.runtime.compat.triton import tl, triton
 from tigon.runtime.device import Device, cdiv, device_of, runs_kernels
 from tigon.runtime.launch import launch, launcher
+from tigon.runtime.op import Node
 from tigon.runtime.rows import block_of_row, dense_rows
 from tigon.runtime.tuning import LaunchConfig, rung
 
@@ -198,7 +198,7 @@ def spread_tokens(
 # --- autograd ------------------------------------------------------------------------------------
 
 
-class _Spread(torch.autograd.Function):
+class _Spread(Node):
     @staticmethod
     def forward(ctx: Any, x: Tensor, slot: Tensor, ends: Tensor, dtype: torch.dtype) -> Tensor | None:
         ctx.save_for_backward(slot, ends)
@@ -207,13 +207,12 @@ class _Spread(torch.autograd.Function):
         return rows
 
     @staticmethod
-    @first_order
-    def backward(ctx: Any, drows: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, drows: Tensor) -> tuple[Tensor]:
         slot, ends = ctx.saved_tensors
-        return sum_rows_of_tokens(drows, None, slot, ends, ctx.dtype), None, None, None
+        return (sum_rows_of_tokens(drows, None, slot, ends, ctx.dtype),)
 
 
-class _Combine(torch.autograd.Function):
+class _Combine(Node):
     @staticmethod
     def forward(
         ctx: Any, rows: Tensor, weights: Tensor | None, slot: Tensor, ends: Tensor, dtype: torch.dtype
@@ -225,12 +224,9 @@ class _Combine(torch.autograd.Function):
         return sum_rows_of_tokens(rows, weights, slot, ends, dtype)
 
     @staticmethod
-    @first_order
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         rows, weights, slot, ends = ctx.saved_tensors
-        needs_drows, needs_dweights = ctx.needs_input_grad[:2]
-        drows, dweights = spread_tokens(dy, rows, weights, slot, ends, ctx.dtype, needs_drows, needs_dweights)
-        return drows if needs_drows else None, dweights if needs_dweights else None, None, None, None
+        return spread_tokens(dy, rows, weights, slot, ends, ctx.dtype, *ctx.needs_input_grad[:2])
 
 
 # --- for `moe_mlp`, which checks the arguments ------------------------------------------------------

@@ -30,7 +30,7 @@ from tigon.ops.experts.tile_results import (
     store,
     store_results,
 )
-from tigon.ops.mlps.glu import activation_and_slope
+from tigon.ops.mlps.activation_kernels import activation_and_slope
 from tigon.runtime.compat.triton import gl, gluon, hopper, tl, triton
 
 # Without Gluon this kernel does not exist.

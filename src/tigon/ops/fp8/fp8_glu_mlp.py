@@ -29,13 +29,12 @@ from tigon.ops.fp8.gated_gradients import gated_gradients, gated_gradients_refer
 from tigon.ops.fp8.products import multiply_fp8
 from tigon.ops.fp8.quantisation import Layout, activate, quantise, quantise_gated, quantise_tensor
 from tigon.ops.fp8.weights import Fp8Weights, WeightCache, quantise_weights, weight_rows, weight_transposed
-from tigon.ops.mlps.gated_node import check_version
-from tigon.ops.mlps.glu import NO_SCALING, glu_backward_into
-from tigon.ops.mlps.glu_mlp import gradient_buffers, save_gated, unpack_gated
+from tigon.ops.mlps.activation_kernels import PLAIN_GATE, glu_backward_into
+from tigon.ops.mlps.gated_node import check_version, gradient_buffers, save_gated, unpack_gated
 from tigon.runtime import checks
-from tigon.runtime.autograd import first_order
 from tigon.runtime.compat.operators import reshape_without_view
 from tigon.runtime.device import runs_kernels
+from tigon.runtime.op import Node
 
 KINDS = ("silu", "gelu", "gelu_tanh")
 
@@ -58,7 +57,7 @@ def _gradients_in_dtype(
     """Write dgate and dup, write a into da, and return the FP8 copy of [dgate | dup] if dx needs it."""
     # The kernel is no custom operator, so the compiler of a graph fuses the code of the reference.
     if runs_kernels(gate) and not torch.compiler.is_compiling():
-        glu_backward_into(da, gate, up, kind, NO_SCALING, dgate, dup, da)
+        glu_backward_into(da, gate, up, kind, PLAIN_GATE, dgate, dup, da)
     else:
         results = gated_gradients_reference(da, gate, up, kind)
         for out, result in zip((dgate, dup, da), results, strict=True):
@@ -70,7 +69,7 @@ def _gradients_in_dtype(
 # --- autograd ------------------------------------------------------------------------------------
 
 
-class _Fp8GLUMLP(torch.autograd.Function):
+class _Fp8GLUMLP(Node):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor, kind: str,
@@ -101,7 +100,6 @@ class _Fp8GLUMLP(torch.autograd.Function):
         return reshape_without_view(y, (*x.shape[:-1], len(down_weight)))
 
     @staticmethod
-    @first_order
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         options, kind, is_rowwise = ctx.options, ctx.kind, ctx.options.is_rowwise
         x, values, scale, gate_weight, up_weight, down_weight, gate, up = unpack_gated(ctx)
@@ -154,7 +152,7 @@ class _Fp8GLUMLP(torch.autograd.Function):
         if dgates is not None:
             transposed = weight_transposed(ctx.gate_copies, (gate_weight, up_weight), is_rowwise)
             dx = multiply_fp8(dgates, transposed, ctx.dtype, is_fast=options.fast_backward).view(ctx.shape)
-        return dx, dgate_weight, dup_weight, ddown, None, None, None, None, None, None
+        return dx, dgate_weight, dup_weight, ddown
 
 
 # --- public --------------------------------------------------------------------------------------

@@ -30,13 +30,14 @@ from tigon.ops.fp8.products import emulate_fp8, multiply_fp8
 from tigon.ops.fp8.quantisation import Layout, quantise, quantise_reference, quantise_tensor
 from tigon.ops.fp8.weights import WeightCache, weight_rows, weight_transposed
 from tigon.runtime import checks
-from tigon.runtime.autograd import first_order, keep_none_gradients
+from tigon.runtime.autograd import keep_none_gradients
 from tigon.runtime.compat.operators import reshape_without_view
+from tigon.runtime.op import Node
 
 # --- reference -----------------------------------------------------------------------------------
 
 
-class _Fp8LinearReference(torch.autograd.Function):
+class _Fp8LinearReference(Node):
     """y = Q(x) Q(W)^T [T, O] and its gradients, with each factor rounded and each product emulated in torch."""
 
     @staticmethod
@@ -46,14 +47,13 @@ class _Fp8LinearReference(torch.autograd.Function):
         return emulate_fp8(_factor(x, options), _factor(weight, options), x.dtype)
 
     @staticmethod
-    @first_order
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
         (x, weight), options = ctx.saved_tensors, ctx.options
         dtype = options.dtype_of_gradients
         dx = emulate_fp8(_factor(dy, options, dtype), _factor(weight.t(), options), x.dtype)
         if not options.fp8_dw:
-            return dx, torch.mm(dy.t(), x).to(weight.dtype), None
-        return dx, emulate_fp8(_factor(dy.t(), options, dtype), _factor(x.t(), options), weight.dtype), None
+            return dx, torch.mm(dy.t(), x).to(weight.dtype)
+        return dx, emulate_fp8(_factor(dy.t(), options, dtype), _factor(x.t(), options), weight.dtype)
 
 
 def _factor(x: Tensor, options: Fp8Options, dtype: torch.dtype = WEIGHT_DTYPE) -> Factor:
@@ -100,7 +100,7 @@ def uses_autocast(x: Tensor) -> bool:
 # --- autograd ------------------------------------------------------------------------------------
 
 
-class _Fp8Projections(torch.autograd.Function):
+class _Fp8Projections(Node):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, options: Fp8Options, cache: WeightCache | None, records: bool, *parameters: Any
@@ -127,7 +127,6 @@ class _Fp8Projections(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    @first_order
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         options, widths = ctx.options, ctx.widths
         x, values, scale, *weights = ctx.saved_tensors

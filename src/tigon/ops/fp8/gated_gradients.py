@@ -30,7 +30,7 @@ from tigon.ops.fp8.quantisation_kernels import (
     store_transposed,
     tensorwise_factor,
 )
-from tigon.ops.mlps.glu import activation_and_slope
+from tigon.ops.mlps.activation_kernels import activation_and_slope
 from tigon.runtime.compat.triton import tl, triton
 from tigon.runtime.device import cdiv, device_of
 from tigon.runtime.launch import launch, launcher

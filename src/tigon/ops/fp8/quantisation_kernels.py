@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from tigon.ops.fp8.maxima import magnitude_bits, raise_to, raise_to_largest
-from tigon.ops.mlps.glu import activation_and_slope
+from tigon.ops.mlps.activation_kernels import activation_and_slope
 from tigon.runtime.compat.triton import tl, triton
 from tigon.runtime.device import Device
 from tigon.runtime.tuning import LaunchConfig

@@ -3,47 +3,19 @@
 Shapes: T tokens, H hidden, I intermediate.
 """
 
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tigon.memory.lean import is_checkpoint_recomputation, is_saved_only_by_this_op
-from tigon.ops.mlps.glu import Scaling, glu_backward_into
+from tigon.ops.mlps.activation_kernels import GateOptions, glu_backward_into
 from tigon.runtime.autograd import may_overwrite_saved
 from tigon.runtime.compat.autograd import keeps_graph
-from tigon.runtime.device import Device, device_of
 from tigon.runtime.products import multiply
-from tigon.runtime.tuning import LaunchConfig
 
-# --- configuration -------------------------------------------------------------------------------
-
-
-class GLUMLPProblem(NamedTuple):
-    """The sizes that the choice of kernels for the products may depend on."""
-
-    # The hidden size, H.
-    hidden: int
-    # The intermediate size, I.
-    inner: int
-
-
-@dataclass(frozen=True)
-class GLUMLPConfig(LaunchConfig):
-    """The choice of kernels for the products of gate and up, and the size of tiles."""
-
-    # Products of fewer multiplications run in torch.
-    min_multiplications: int
-    # If gate, up and the gradient of their product take more bytes, and backward recomputes gate and up, the MLP is
-    # computed in tiles of tokens (`tigon.ops.mlps.tiled_glu_mlp`).
-    tile_bytes: int
-
-    @staticmethod
-    def heuristic(problem: GLUMLPProblem, device: Device) -> "GLUMLPConfig":
-        """Return the same limits for all sizes. Products of `min_multiplications` take 0.05 ms on an H200."""
-        # A step with shorter products waits for the host. A tile has 49,932 tokens of Llama-3-8B.
-        return GLUMLPConfig(min_multiplications=2**34, tile_bytes=2**32)
+# Shorter products of gate and up run in torch: they take at most 0.05 ms on an H200, where a step waits for the host.
+MIN_MULTIPLICATIONS = 2**34
 
 
 # --- products ------------------------------------------------------------------------------------
@@ -51,8 +23,7 @@ class GLUMLPConfig(LaunchConfig):
 
 def multiply_gate(x: Tensor, weight: Tensor) -> Tensor:
     """Return gate or up [T, I] for x [T, H] and its weight [I, H]."""
-    config = GLUMLPConfig.choose(GLUMLPProblem(x.shape[1], weight.shape[0]), device_of(x))
-    return multiply(x, weight.t(), min_multiplications=config.min_multiplications)
+    return multiply(x, weight.t(), min_multiplications=MIN_MULTIPLICATIONS)
 
 
 def multiply_gates(x: Tensor, gate_weight: Tensor, up_weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -61,7 +32,7 @@ def multiply_gates(x: Tensor, gate_weight: Tensor, up_weight: Tensor) -> tuple[T
 
 
 def backward_of_activation(
-    dy: Tensor, down_weight: Tensor, gate: Tensor, up: Tensor, activation: tuple[str, Scaling], dgate: Tensor,
+    dy: Tensor, down_weight: Tensor, gate: Tensor, up: Tensor, activation: tuple[str, GateOptions], dgate: Tensor,
     dup: Tensor, needs_down: bool,
 ) -> Tensor | None:  # fmt: skip
     """Write dgate and dup [T, I], which may be the tensors gate and up, and return dD if it is needed."""

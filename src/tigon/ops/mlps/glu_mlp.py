@@ -4,7 +4,7 @@ r"""The gated MLP of a decoder (Shazeer, arXiv:2002.05202) as one op: y = (act(x
     da = dy D,  (dgate, dup) from da, gate, up: `tigon.ops.mlps.glu`
     dD = dy^T a,  dG = dgate^T x,  dU = dup^T x,  dx = dgate G + dup U
 
-Falcon H1 multiplies gate and y by numbers, and DeepSeek V4 limits gate and up (`Scaling`).
+Falcon H1 multiplies gate and y by numbers, and DeepSeek V4 limits gate and up (`GateOptions`).
 
 The second product of dx adds to the first one, in fp32 (beta = 1). Autograd would write both and read them again. The
 tensors that are saved for backward depend on where the MLP runs:
@@ -15,7 +15,7 @@ tensors that are saved for backward depend on where the MLP runs:
     in a checkpointed layer    x, gate and up, but before act(gate) and the last product are computed. The second run
                                of the layer ends with the last tensor that is saved, so it does not repeat these two.
     for very many tokens       x. Where gate and up are not saved from forward to backward, the MLP is computed in tiles
-                               of tokens from `GLUMLPConfig.tile_bytes` on (`tigon.ops.mlps.tiled_glu_mlp`).
+                               of tokens from `TILE_BYTES` on (`tigon.ops.mlps.tiled_glu_mlp`).
 
 gate and up are written by ping-pong kernels. These save 0.7 % of the time of the nine products (12.74 instead of
 12.83 ms, 8192 tokens of Llama-3-8B, H200). If the other products use them too, a step with so many tokens takes 0.9 %
@@ -34,6 +34,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tigon.memory.lean import call_mlp_region, call_projection, in_checkpoint, recomputes_large_mlp, recomputes_mlp
+from tigon.ops.mlps.activation_kernels import PLAIN_GATE, GateOptions, glu_forward
 from tigon.ops.mlps.gated_node import (
     backward_of_activation,
     check_version,
@@ -42,11 +43,11 @@ from tigon.ops.mlps.gated_node import (
     save_gated,
     unpack_gated,
 )
-from tigon.ops.mlps.glu import NO_SCALING, Scaling, geglu, glu_forward, swiglu
+from tigon.ops.mlps.glu import geglu, swiglu
 from tigon.ops.mlps.projections import check_layer, input_gradient, is_plain, linear, supports_products
 from tigon.ops.mlps.tiled_glu_mlp import tile_rows, tiled_glu_mlp
 from tigon.runtime import checks
-from tigon.runtime.autograd import first_order
+from tigon.runtime.op import Node
 from tigon.runtime.products import multiply
 
 GATES = {
@@ -92,7 +93,7 @@ def _gradients(
 # --- autograd ------------------------------------------------------------------------------------
 
 
-class _GLUMLP(torch.autograd.Function):
+class _GLUMLP(Node):
     """Compute y from x without saving a. gate and up are saved if `saves_gates` is True.
 
     `activation` holds the kind of the gate, and its numbers.
@@ -105,7 +106,7 @@ class _GLUMLP(torch.autograd.Function):
         gate_weight: Tensor,
         up_weight: Tensor,
         down_weight: Tensor,
-        activation: tuple[str, Scaling],
+        activation: tuple[str, GateOptions],
         saves_gates: bool,
         is_checkpointed: bool,
     ) -> Tensor:
@@ -119,7 +120,6 @@ class _GLUMLP(torch.autograd.Function):
         return linear(glu_forward(gate, up, *activation).view(*x.shape[:-1], -1), down_weight)
 
     @staticmethod
-    @first_order
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, gate_weight, up_weight, down_weight, gate, up = unpack_gated(ctx)
         *needs, needs_down = ctx.needs_input_grad[:4]
@@ -131,12 +131,12 @@ class _GLUMLP(torch.autograd.Function):
         if is_recomputed:
             gate, up = multiply_gates(x, gate_weight, up_weight)
         if not any(needs):
-            return None, None, None, torch.mm(dy.t(), glu_forward(gate, up, *ctx.activation)), None, None, None
+            return None, None, None, torch.mm(dy.t(), glu_forward(gate, up, *ctx.activation))
         dgate, dup = gradient_buffers(ctx, gate, up, is_recomputed)
         ddown_weight = backward_of_activation(dy, down_weight, gate, up, ctx.activation, dgate, dup, needs_down)
         del gate, up
         dx, *dweights = _gradients(needs, x, dgate, dup, gate_weight, up_weight)
-        return None if dx is None else dx.view(ctx.shape), *dweights, ddown_weight, None, None, None
+        return None if dx is None else dx.view(ctx.shape), *dweights, ddown_weight
 
 
 # --- public --------------------------------------------------------------------------------------
@@ -212,17 +212,17 @@ def glu_mlp(
             x, gate_weight, up_weight, down_weight, activation, gate_scale=gate_scale, output_scale=output_scale,
             limit=limit,
         )  # fmt: skip
-    scaling = Scaling(gate_scale, output_scale, math.inf if limit is None else limit)
-    return glu_mlp_by_kernels(x, gate_weight, up_weight, down_weight, activation, scaling)
+    options = GateOptions(gate_scale, output_scale, math.inf if limit is None else limit)
+    return glu_mlp_by_kernels(x, gate_weight, up_weight, down_weight, activation, options)
 
 
 def glu_mlp_by_kernels(
     x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor, kind: str,
-    scaling: Scaling = NO_SCALING,
+    options: GateOptions = PLAIN_GATE,
 ) -> Tensor:  # fmt: skip
     """Return `glu_mlp` of checked arguments for which `supports_weights` is True."""
     is_checkpointed = in_checkpoint() and torch.is_grad_enabled()
-    activation = kind, scaling
+    activation = kind, options
     if (is_checkpointed or recomputes_large_mlp()) and (rows := tile_rows(x, gate_weight)):
         return tiled_glu_mlp(x, gate_weight, up_weight, down_weight, activation, rows, is_checkpointed)
     return _GLUMLP.apply(x, gate_weight, up_weight, down_weight, activation, not recomputes_mlp(), is_checkpointed)

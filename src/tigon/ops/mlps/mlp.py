@@ -22,21 +22,21 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from tigon.memory.lean import in_checkpoint, recomputes_mlp
-from tigon.ops.mlps.gated_node import check_version
-from tigon.ops.mlps.gelu import activation_backward_into, activation_forward, gelu, gelu_reference
-from tigon.ops.mlps.glu_mlp import save_gated, unpack_gated
-from tigon.ops.mlps.projections import linear, supports_products
-from tigon.ops.mlps.relu2 import relu2, relu2_reference
+from tigon.ops.mlps.activation_kernels import activation_backward_into, activation_forward
+from tigon.ops.mlps.activations import GELU_KINDS, gelu, gelu_reference, relu2, relu2_reference
+from tigon.ops.mlps.gated_node import check_version, save_gated, unpack_gated
+from tigon.ops.mlps.projections import check_layer, linear, supports_products
 from tigon.runtime import checks
-from tigon.runtime.autograd import first_order, may_overwrite_saved
+from tigon.runtime.autograd import may_overwrite_saved
+from tigon.runtime.op import Node
 from tigon.runtime.products import multiply
 
 MLPActivation = Literal["gelu", "gelu_tanh", "gelu_sigmoid", "relu2"]
 # The approximation of `tigon.gelu` by the name of the activation.
-APPROXIMATIONS: dict[str, Any] = {"gelu": "none", "gelu_tanh": "tanh", "gelu_sigmoid": "sigmoid"}
+APPROXIMATIONS: dict[str, Any] = {kind: name for name, kind in GELU_KINDS.items()}
 ACTIVATIONS = (*APPROXIMATIONS, "relu2")
 
 
@@ -74,7 +74,7 @@ def _weight_gradient(dy: Tensor, x: Tensor, weight: Tensor) -> Tensor:
 # --- autograd ------------------------------------------------------------------------------------
 
 
-class _MLP(torch.autograd.Function):
+class _MLP(Node):
     """Compute y from x without saving a. h is saved if `saves_hidden` is True."""
 
     @staticmethod
@@ -98,7 +98,6 @@ class _MLP(torch.autograd.Function):
         return linear(activation_forward(h, kind).view(*x.shape[:-1], -1), down_weight, down_bias)
 
     @staticmethod
-    @first_order
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, up_weight, down_weight, up_bias, h = unpack_gated(ctx)
         needs_x, needs_up, needs_down, needs_up_bias, needs_down_bias = ctx.needs_input_grad[:5]
@@ -130,15 +129,10 @@ class _MLP(torch.autograd.Function):
             dx = multiply(dh, up_weight).view(ctx.shape) if needs_x else None
         elif needs_down:
             ddown = _weight_gradient(dy, activation_forward(h, ctx.kind), down_weight)
-        return dx, dup, ddown, dup_bias, dy.sum(0) if needs_down_bias else None, None, None, None
+        return dx, dup, ddown, dup_bias, dy.sum(0) if needs_down_bias else None
 
 
 # --- public --------------------------------------------------------------------------------------
-
-
-def supports_mlp(x: object, *parameters: Tensor | None) -> bool:
-    """Return whether the kernels can compute an MLP of these parameters. Each of them may be None."""
-    return supports_products(x, *parameters)
 
 
 def mlp(
@@ -191,7 +185,7 @@ def mlp(
         checks.shape("mlp", "down_bias", down_bias, (len(down_weight),))
     biases = {name: b for name, b in (("up_bias", up_bias), ("down_bias", down_bias)) if b is not None}
     checks.products("mlp", x, up_weight=up_weight, down_weight=down_weight, **biases)
-    if not supports_mlp(x, up_weight, down_weight, up_bias, down_bias):
+    if not supports_products(x, up_weight, down_weight, up_bias, down_bias):
         return F.linear(activate(F.linear(x, up_weight, up_bias), activation), down_weight, down_bias)
     return mlp_by_kernels(x, up_weight, down_weight, up_bias, down_bias, activation)
 
@@ -204,8 +198,42 @@ def mlp_by_kernels(
     down_bias: Tensor | None,
     activation: str,
 ) -> Tensor:
-    """Return `mlp` of checked arguments for which `supports_mlp` is True."""
+    """Return `mlp` of checked arguments for which `supports_products` is True."""
     is_checkpointed = in_checkpoint() and torch.is_grad_enabled()
     return _MLP.apply(
         x, up_weight, down_weight, up_bias, down_bias, activation, not recomputes_mlp(), is_checkpointed
     )  # fmt: skip
+
+
+class ReLU2MLP(nn.Module):
+    """The MLP of Nemotron and Arcee: `down_proj(relu2(up_proj(x)))`, with the parameter names of transformers.
+
+    Args:
+        hidden_size: H, the features of the input and of the output.
+        intermediate_size: I, the features of the activation.
+        bias: Whether both projections have a bias.
+        factory: The `device` and the `dtype` of the parameters.
+
+    Raises:
+        TypeError: An argument has another type. The forward raises it if its input is not a floating-point tensor.
+        ValueError: A size is not positive, or `factory` has another option or an unknown device. The forward raises it
+            if its input does not end in H features, or has another dtype or device than the weights.
+
+    Example:
+        >>> tigon.ReLU2MLP(64, 256)(torch.randn(3, 64)).shape
+        torch.Size([3, 64])
+    """
+
+    def __init__(self, hidden_size: int, intermediate_size: int, bias: bool = False, **factory: Any) -> None:
+        checks.mlp_module("ReLU2MLP", hidden_size, intermediate_size, bias, factory)
+        super().__init__()
+        self.hidden_size = hidden_size
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=bias, **factory)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias, **factory)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the MLP of x [..., H]."""
+        checks.floating("ReLU2MLP", x=x)
+        checks.features("ReLU2MLP", x, self.hidden_size)
+        check_layer("ReLU2MLP", x, self.up_proj)
+        return self.down_proj(relu2(self.up_proj(x)))

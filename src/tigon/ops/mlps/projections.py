@@ -16,10 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from tigon.runtime import checks
-from tigon.runtime.autograd import first_order, keep_none_gradients
+from tigon.runtime.autograd import keep_none_gradients
 from tigon.runtime.compat.modules import HOOK_TABLES, any_global_hook
 from tigon.runtime.compat.operators import reshape_without_view
 from tigon.runtime.device import PLAIN, runs_kernels
+from tigon.runtime.op import Node
 from tigon.runtime.products import multiply
 from tigon.runtime.stock import has_stock_call, linears_are_stock
 
@@ -39,7 +40,7 @@ def input_gradient(dys: Iterable[Tensor], weights: Iterable[Tensor]) -> Tensor |
     return dx
 
 
-class _Linears(torch.autograd.Function):
+class _Linears(Node):
     @staticmethod
     def forward(ctx: Any, x: Tensor, *parameters: Any) -> tuple[Tensor, ...]:
         # The parameters are W_0, b_0, W_1, b_1 and so on.
@@ -51,7 +52,6 @@ class _Linears(torch.autograd.Function):
         return tuple(linear(x, w, b) for w, b in zip(weights, biases, strict=True))
 
     @staticmethod
-    @first_order
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
         if x is not None:

@@ -21,22 +21,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tigon.ops.mlps.gated_node import GLUMLPConfig, GLUMLPProblem, multiply_gates, save_gated, unpack_gated
-from tigon.ops.mlps.glu import Scaling, glu_backward_into, glu_forward
-from tigon.runtime.autograd import first_order
-from tigon.runtime.device import cdiv, device_of
+from tigon.ops.mlps.activation_kernels import GateOptions, glu_backward_into, glu_forward
+from tigon.ops.mlps.gated_node import multiply_gates, save_gated, unpack_gated
+from tigon.runtime.device import cdiv
+from tigon.runtime.op import Node
 from tigon.runtime.products import accumulates_in_fp32, multiply, product
 
 # The number of rows of a tile is a multiple of this number, so that the products of all tiles but the last are aligned.
 ALIGNMENT = 256
+# If gate, up and the gradient of their product take more bytes, and backward recomputes gate and up, the MLP is computed
+# in tiles. A tile has 49,932 tokens of Llama-3-8B.
+TILE_BYTES = 2**32
 
 
 def tile_rows(x: Tensor, gate_weight: Tensor) -> int:
     """Return the number of tokens of a tile for x [..., H] and the weight [I, H]; 0 if one tile holds all tokens."""
     inner, hidden = gate_weight.shape
-    config = GLUMLPConfig.choose(GLUMLPProblem(hidden, inner), device_of(x))
     rows, bytes_per_row = x.numel() // max(1, hidden), 3 * inner * x.element_size()
-    tiles = cdiv(rows * bytes_per_row, config.tile_bytes)
+    tiles = cdiv(rows * bytes_per_row, TILE_BYTES)
     return 0 if tiles <= 1 else min(rows, cdiv(cdiv(rows, tiles), ALIGNMENT) * ALIGNMENT)
 
 
@@ -68,7 +70,7 @@ class _WeightSum:
         return total
 
 
-class _TiledGLUMLP(torch.autograd.Function):
+class _TiledGLUMLP(Node):
     """Compute y from x in tiles of `tile` tokens. `activation` holds the kind of the gate, and its numbers."""
 
     @staticmethod
@@ -78,7 +80,7 @@ class _TiledGLUMLP(torch.autograd.Function):
         gate_weight: Tensor,
         up_weight: Tensor,
         down_weight: Tensor,
-        activation: tuple[str, Scaling],
+        activation: tuple[str, GateOptions],
         tile: int,
         is_checkpointed: bool,
     ) -> Tensor:
@@ -95,11 +97,10 @@ class _TiledGLUMLP(torch.autograd.Function):
         return y
 
     @staticmethod
-    @first_order
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, gate_weight, up_weight, down_weight = unpack_gated(ctx)
         needs_x, *needs = ctx.needs_input_grad[:4]
-        activation: tuple[str, Scaling] = ctx.activation
+        activation: tuple[str, GateOptions] = ctx.activation
         x, dy = x.flatten(0, -2), dy.reshape(-1, dy.shape[-1])
         dx = torch.empty_like(x, memory_format=torch.contiguous_format) if needs_x else None
         weights = gate_weight, up_weight, down_weight
@@ -123,11 +124,11 @@ class _TiledGLUMLP(torch.autograd.Function):
                 multiply(up, up_weight, total=multiply(gate, gate_weight, out=dx[part]))
             del gate, up
         gradients = [None if total is None else total.finish() for total in sums]
-        return None if dx is None else dx.view(ctx.shape), *gradients, None, None, None
+        return None if dx is None else dx.view(ctx.shape), *gradients
 
 
 def tiled_glu_mlp(
-    x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor, activation: tuple[str, Scaling], tile: int,
+    x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor, activation: tuple[str, GateOptions], tile: int,
     is_checkpointed: bool,
 ) -> Tensor:  # fmt: skip
     """Return `glu_mlp` of checked arguments for which `supports_weights` is True, in tiles of `tile` tokens."""

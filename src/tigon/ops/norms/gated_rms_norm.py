@@ -24,8 +24,8 @@ from tigon.memory.lean import recomputed_by_call
 from tigon.ops.norms.gated_rms_norm_kernels import MAX_GROUP_SIZE, gated_norm_backward, gated_norm_forward
 from tigon.ops.norms.rms_norm import Rounding, check_norm, rms_norm_reference
 from tigon.runtime import checks
-from tigon.runtime.autograd import first_order
 from tigon.runtime.device import runs_kernels
+from tigon.runtime.op import Node
 
 GateActivation = Literal["silu", "sigmoid"]
 
@@ -61,7 +61,7 @@ def gated_rms_norm_reference(
 # --- autograd ------------------------------------------------------------------------------------
 
 
-class _GatedRMSNorm(torch.autograd.Function):
+class _GatedRMSNorm(Node):
     @staticmethod
     def forward(
         ctx: Any,
@@ -84,15 +84,13 @@ class _GatedRMSNorm(torch.autograd.Function):
         return y
 
     @staticmethod
-    @first_order
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, gate, weight, rstd = ctx.saved_tensors
         needs_dx, needs_dgate, needs_dw = ctx.needs_input_grad[:3]
         dw_dtype = weight.dtype if needs_dw else None
-        dx, dgate, dw = gated_norm_backward(
+        return gated_norm_backward(
             dy, x, gate, weight, rstd, ctx.offset, ctx.is_silu, ctx.gate_first, needs_dx, needs_dgate, dw_dtype
         )
-        return dx if needs_dx else None, dgate if needs_dgate else None, dw if needs_dw else None, *(None,) * 6
 
 
 # --- public --------------------------------------------------------------------------------------

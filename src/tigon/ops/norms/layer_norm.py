@@ -22,8 +22,8 @@ from tigon.memory.lean import recomputed_by_call
 from tigon.ops.norms.kernels import norm_backward, norm_forward
 from tigon.ops.norms.norm_config import MAX_FEATURES
 from tigon.runtime import checks
-from tigon.runtime.autograd import first_order
 from tigon.runtime.device import runs_kernels
+from tigon.runtime.op import Node
 
 # --- reference -----------------------------------------------------------------------------------
 
@@ -41,7 +41,7 @@ def layer_norm_reference(
 # --- autograd ------------------------------------------------------------------------------------
 
 
-class _LayerNorm(torch.autograd.Function):
+class _LayerNorm(Node):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
         y, _, statistics = norm_forward(x, None, weight, bias, eps, 0.0, True, False)
@@ -50,13 +50,11 @@ class _LayerNorm(torch.autograd.Function):
         return y
 
     @staticmethod
-    @first_order
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, statistics = ctx.saved_tensors
         needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
         dtypes = weight.dtype if needs_dw else None, ctx.bias_dtype if needs_db else None
-        dx, dw, db = norm_backward(dy, None, x, weight, statistics, 0.0, True, needs_dx, *dtypes)
-        return dx if needs_dx else None, dw if needs_dw else None, db if needs_db else None, None
+        return norm_backward(dy, None, x, weight, statistics, 0.0, True, needs_dx, *dtypes)
 
 
 # --- public --------------------------------------------------------------------------------------

@@ -21,8 +21,9 @@ from tigon.memory.lean import recomputed_by_call, register_recomputation, regist
 from tigon.ops.norms.kernels import norm_backward, norm_forward, recompute_norm
 from tigon.ops.norms.norm_config import MAX_FEATURES
 from tigon.runtime import checks
-from tigon.runtime.autograd import first_order, keep_none_gradients
+from tigon.runtime.autograd import keep_none_gradients
 from tigon.runtime.device import runs_kernels
+from tigon.runtime.op import Node
 
 # The point at which x_hat is rounded to the dtype of x: before the multiplication by the weight in Llama, after it in
 # Gemma and OLMo 2.
@@ -76,7 +77,7 @@ def add_rms_norm_reference(
 # --- autograd ------------------------------------------------------------------------------------
 
 
-class _RMSNorm(torch.autograd.Function):
+class _RMSNorm(Node):
     """Compute y and, with `returns_x`, return x too. The kernel that computes dx adds the gradient of this output."""
 
     @staticmethod
@@ -95,27 +96,25 @@ class _RMSNorm(torch.autograd.Function):
         return y, residual
 
     @staticmethod
-    @first_order
     def backward(ctx: Any, dy: Tensor | None, dresidual: Tensor | None = None) -> tuple[Tensor | None, ...]:
         x, weight, statistics = ctx.saved_tensors
         needs_dx, needs_dw = ctx.needs_input_grad[:2]
         if dy is None:
-            return dresidual, *(None,) * 5
-        dx, dw = _gradients(ctx.offset, dy, dresidual, x, weight, statistics, needs_dx, needs_dw)
-        return dx, dw, *(None,) * 4
+            return (dresidual,)
+        return _gradients(ctx.offset, dy, dresidual, x, weight, statistics, needs_dx, needs_dw)
 
 
 def _gradients(
     offset: float, dy: Tensor, dtotal: Tensor | None, z: Tensor, weight: Tensor | None, statistics: Tensor,
     needs_dz: bool, needs_dw: bool,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-    """Return dz and dw, or None for one that is not needed."""
+    """Return dz and dw. One that is not needed is None, or an empty tensor in a compiled graph."""
     dw_dtype = weight.dtype if needs_dw and weight is not None else None
     dz, dw, _ = norm_backward(dy, dtotal, z, weight, statistics, offset, False, needs_dz, dw_dtype, None)
-    return dz if needs_dz else None, dw if needs_dw else None
+    return dz, dw
 
 
-class _AddRMSNorm(torch.autograd.Function):
+class _AddRMSNorm(Node):
     @staticmethod
     def forward(
         ctx: Any,
@@ -137,7 +136,6 @@ class _AddRMSNorm(torch.autograd.Function):
         return y, total, statistics
 
     @staticmethod
-    @first_order
     def backward(
         ctx: Any, dy: Tensor | None, dtotal: Tensor | None, dstatistics: None = None
     ) -> tuple[Tensor | None, ...]:
@@ -150,7 +148,7 @@ class _AddRMSNorm(torch.autograd.Function):
         dx, dresidual = (
             dz.to(dtype) if needed and dz is not None else None for needed, dtype in zip(needs, ctx.dtypes, strict=True)
         )
-        return dx, dresidual, dw, *(None,) * 4
+        return dx, dresidual, dw
 
 
 # --- public --------------------------------------------------------------------------------------

@@ -3,38 +3,14 @@
 Shapes: P = programs of the backward, N = columns.
 """
 
-from dataclasses import dataclass
-from typing import NamedTuple
-
 from torch import Tensor
 
 from tigon.runtime.compat.triton import tl, triton
-from tigon.runtime.device import Device, cdiv, device_of
+from tigon.runtime.device import cdiv
 from tigon.runtime.launch import launch
-from tigon.runtime.tuning import LaunchConfig
 
-# --- configuration -------------------------------------------------------------------------------
-
-
-class SumProblem(NamedTuple):
-    """The size that the launch parameters of a sum over rows depend on."""
-
-    # The number of columns, N.
-    features: int
-
-
-@dataclass(frozen=True)
-class SumConfig(LaunchConfig):
-    """Launch parameters of `sum_rows`. A program sums `block_n` columns and loads `block_p` rows of them at a time."""
-
-    block_p: int
-    block_n: int
-    num_warps: int
-
-    @staticmethod
-    def heuristic(problem: SumProblem, device: Device) -> "SumConfig":
-        """Return the same parameters for every size."""
-        return SumConfig(block_p=256, block_n=32, num_warps=8)
+# A program sums this many columns, and loads this many rows of them at a time.
+COLUMNS, ROWS = 32, 256
 
 
 # --- kernels -------------------------------------------------------------------------------------
@@ -69,8 +45,16 @@ def _sum_kernel(
 def sum_rows(partial: Tensor, out: Tensor, second: Tensor | None = None, second_out: Tensor | None = None) -> None:
     """Write the sum of `partial` [P, N] fp32 over P into `out` [N], and that of `second` into `second_out`."""
     p, n = partial.shape
-    config = SumConfig.choose(SumProblem(n), device_of(partial))
     launch(
-        _sum_kernel, cdiv(n, config.block_n), partial, second, out, second_out, p, n,
-        BLOCK_P=config.block_p, BLOCK_N=config.block_n, num_warps=config.num_warps,
-    )  # fmt: skip
+        _sum_kernel,
+        cdiv(n, COLUMNS),
+        partial,
+        second,
+        out,
+        second_out,
+        p,
+        n,
+        BLOCK_P=ROWS,
+        BLOCK_N=COLUMNS,
+        num_warps=8,
+    )

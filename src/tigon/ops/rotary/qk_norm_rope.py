@@ -32,9 +32,10 @@ from tigon.ops.rotary.qk_norm_rope_kernels import (
 )
 from tigon.ops.rotary.rope import Layout, axes_of, can_run_kernels, check_rope, rope_reference
 from tigon.runtime import checks
-from tigon.runtime.autograd import first_order, keep_none_gradients
+from tigon.runtime.autograd import keep_none_gradients
 from tigon.runtime.compat.triton import triton
 from tigon.runtime.device import runs_kernels
+from tigon.runtime.op import Node
 
 # --- reference -----------------------------------------------------------------------------------
 
@@ -75,7 +76,7 @@ def _result_dtype(x: Tensor, weight: Tensor | None, table: Tensor, round_first: 
     return dtype if weight is None or not round_first else torch.promote_types(dtype, weight.dtype)
 
 
-class _QKNormRope(torch.autograd.Function):
+class _QKNormRope(Node):
     @staticmethod
     def forward(
         ctx: Any,
@@ -106,13 +107,12 @@ class _QKNormRope(torch.autograd.Function):
         return q_out, None if k is None else k_out
 
     @staticmethod
-    @first_order
     def backward(ctx: Any, dq_out: Tensor | None, dk_out: Tensor | None) -> tuple[Tensor | None, ...]:
         cos, sin, rstd, *saved_inputs = ctx.saved_tensors
         upstream = dq_out, dk_out, dq_out, dk_out
         needs = [needed and dy is not None for needed, dy in zip(ctx.needs_input_grad[:4], upstream, strict=True)]
         if not any(needs):
-            return (None,) * 13
+            return ()
         inputs = HeadInputs(*saved_inputs)
         dq, dk, dw = qk_norm_rope_backward(
             cos, sin, inputs, rstd, dq_out, dk_out, ctx.norm, ctx.rotary, NeededHeadGradients(*needs)
@@ -121,7 +121,7 @@ class _QKNormRope(torch.autograd.Function):
         pairs = zip(weights, needs[2:], strict=True)
         sizes = [weight.shape[0] if needed and weight is not None else 0 for weight, needed in pairs]
         gradients = (dq, dk, *dw.split(sizes))
-        return *(x if needed else None for x, needed in zip(gradients, needs, strict=True)), *(None,) * 9
+        return tuple(x if needed else None for x, needed in zip(gradients, needs, strict=True))
 
 
 # --- public --------------------------------------------------------------------------------------

@@ -42,10 +42,11 @@ from tigon.ops.rotary.heads import (
     with_equal_strides,
 )
 from tigon.runtime import checks
-from tigon.runtime.autograd import first_order, halves, keep_none_gradients, without_autocast
+from tigon.runtime.autograd import halves, keep_none_gradients, without_autocast
 from tigon.runtime.compat.triton import tl, triton
 from tigon.runtime.device import Device, device_of, runs_kernels
 from tigon.runtime.launch import in_order, launch, launcher
+from tigon.runtime.op import Node
 from tigon.runtime.tuning import LaunchConfig
 
 Layout = Literal["split_half", "interleaved", "deinterleaved"]
@@ -244,7 +245,7 @@ def rope_rotate(
 # --- autograd ------------------------------------------------------------------------------------
 
 
-class _Rope(torch.autograd.Function):
+class _Rope(Node):
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, dtype: torch.dtype | None, *option_values: Any
@@ -261,7 +262,6 @@ class _Rope(torch.autograd.Function):
         return q_out, None if k is None else k_out
 
     @staticmethod
-    @first_order
     def backward(ctx: Any, dq_out: Tensor | None, dk_out: Tensor | None) -> tuple[Tensor | None, ...]:
         needs_dq, needs_dk = ctx.needs_input_grad[:2]
         dq_out, dk_out = dq_out if needs_dq else None, dk_out if needs_dk else None
@@ -270,11 +270,12 @@ class _Rope(torch.autograd.Function):
         dq = dk = None
         if dq_out is not None:
             dq, dk = rope_rotate(dq_out, dk_out, cos, sin, ctx.options, True, q_dtype, k_dtype)
+            # Autograd takes None for zeros. The launcher returns an empty tensor.
             dk = None if dk_out is None else dk
         elif dk_out is not None:
             # The launcher's first input cannot be None, so dk takes the place of dq.
             dk, _ = rope_rotate(dk_out, None, cos, sin, ctx.options, True, k_dtype, None)
-        return dq, dk, *(None,) * 7
+        return dq, dk
 
 
 # --- public --------------------------------------------------------------------------------------

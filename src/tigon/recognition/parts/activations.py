@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tigon.memory.lean import is_lean
+from tigon.ops.mlps.activations import relu2_reference
 from tigon.ops.mlps.mlp import MLPActivation, activate
-from tigon.ops.mlps.relu2 import relu2_reference
 from tigon.recognition.guards.code_facts import largest_number
 from tigon.recognition.parts.glu_recipe import is_plain_input
 from tigon.recognition.probing.probes import (

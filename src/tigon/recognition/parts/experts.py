@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from tigon.ops.adapters.lora_experts import ExpertAdapter, adapted_moe_mlp
 from tigon.ops.experts.arguments import ACTIVATIONS, ExpertParameters
 from tigon.ops.experts.moe_mlp import moe_mlp
-from tigon.ops.mlps.clamped_glu import ClampedGate
+from tigon.ops.mlps.glu import ClampedGate
 from tigon.recognition.parts.fp8_experts import FP8Experts
 from tigon.recognition.probing.standin import (
     describe,

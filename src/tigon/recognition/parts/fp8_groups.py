@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from tigon.ops.mlps.glu import NO_SCALING
+from tigon.ops.mlps.activation_kernels import PLAIN_GATE
 from tigon.ops.mlps.projections import does_more_than_forward
 from tigon.recognition.parts.adapters import AdapterRecipe
 from tigon.recognition.parts.fp8 import FP8Recipe
@@ -27,7 +27,7 @@ def _calls(model: nn.Module) -> Iterator[tuple[list[Any], list[Any]]]:
     for module in model.modules():
         recipe = getattr(find_replacement(module), "recipe", None)
         if isinstance(recipe, GLURecipe):
-            if recipe.up is not None and recipe.scaling == NO_SCALING:
+            if recipe.up is not None and recipe.scaling == PLAIN_GATE:
                 layers = [getattr(module, name, None) for name in (recipe.gate, recipe.up, recipe.down)]
                 yield layers, layers[:2]
         elif isinstance(recipe, (FusedStatementsRecipe, RopeRecipe)):

@@ -16,7 +16,8 @@ from tigon.memory.lean import call_mlp_region, call_projection, recomputes_mlp
 from tigon.ops.adapters.lora import takes_adapters
 from tigon.ops.adapters.lora_mlp import has_one_node, lora_glu_mlp, lora_glu_mlp_node
 from tigon.ops.adapters.projection import Projection, TensorLike
-from tigon.ops.mlps.glu import NO_SCALING, Scaling, geglu, geglu_reference, swiglu, swiglu_reference
+from tigon.ops.mlps.activation_kernels import PLAIN_GATE, GateOptions
+from tigon.ops.mlps.glu import geglu, geglu_reference, swiglu, swiglu_reference
 from tigon.ops.mlps.glu_mlp import glu_mlp_by_kernels, plain_weight, scaled, supports_weights
 from tigon.recognition.parts.adapters import (
     cast_for_products,
@@ -112,7 +113,7 @@ class GLURecipe:
                 assert isinstance(up_weight, Tensor)
                 assert isinstance(down_weight, Tensor)
                 return glu_mlp_by_kernels(x, gate_weight, up_weight, down_weight, kind, self.scaling)
-            has_op = None in weights and self.scaling == NO_SCALING
+            has_op = None in weights and self.scaling == PLAIN_GATE
             if has_op and (y := compute_mlp_in_fp8(x, projections, kind)) is not None:
                 return y
             if has_op and (layers := self._layers_with_adapters(module, x)) is not None:
@@ -125,8 +126,8 @@ class GLURecipe:
         return scaled(y, self.output_scale)
 
     @property
-    def scaling(self) -> Scaling:
-        return Scaling(self.gate_scale, self.output_scale, self.limit)
+    def scaling(self) -> GateOptions:
+        return GateOptions(self.gate_scale, self.output_scale, self.limit)
 
     def _layers_with_adapters(self, module: nn.Module, x: Tensor) -> LayersWithAdapters | None:
         """Return gate, up and down if some of them have adapters, and an op computes them all."""
@@ -160,7 +161,7 @@ class GLURecipe:
         gate = call_projection(getattr(module, self.gate), x)
         if up_layer is not None and not self.up_first:
             up = call_projection(up_layer, x)
-        if self.scaling != NO_SCALING:
+        if self.scaling != PLAIN_GATE:
             gate, up = gate.chunk(2, -1) if up is None else (gate, up)
             gate = scaled(gate, self.gate_scale)
             if math.isfinite(self.limit):

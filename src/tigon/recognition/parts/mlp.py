@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from tigon.memory.lean import call_mlp_region, call_projection
-from tigon.ops.mlps.mlp import activate, mlp_by_kernels, supports_mlp
-from tigon.ops.mlps.projections import does_more_than_forward, is_plain
+from tigon.ops.mlps.mlp import activate, mlp_by_kernels
+from tigon.ops.mlps.projections import does_more_than_forward, is_plain, supports_products
 from tigon.recognition.parts.activations import FORMULAS
 from tigon.recognition.parts.glu_probes import GLUSubject, Wiring, confirm, select_by_dims, select_by_values
 from tigon.recognition.parts.glu_recipe import is_plain_input
@@ -147,7 +147,7 @@ class MLPRecipe:
             return None
         up = _parameters(getattr(module, self.up), self.transposed_forward)
         down = _parameters(getattr(module, self.down), self.transposed_forward)
-        if up is None or down is None or not supports_mlp(x, *up, *down):
+        if up is None or down is None or not supports_products(x, *up, *down):
             return None
         return mlp_by_kernels(x, up[0], down[0], up[1], down[1], FORMULAS[self.formula].activation)
 
