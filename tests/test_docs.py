@@ -71,7 +71,7 @@ def test_the_links_of_a_page_lead_to_files_and_headings(page):
 
 
 def test_pages_that_count_the_levels_of_memory_count_those_of_the_code():
-    from tigon.hf.patch import MEMORY
+    from tigon.memory.levels import MEMORY
 
     words = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
     texts = [page.read_text("utf-8") for page in LINKED_PAGES]

@@ -18,7 +18,7 @@ from tigon.cli.presets import find_preset
 
 if TYPE_CHECKING:
     from benchmarks.demo.demo_options import DemoOptions
-    from tigon.hf.patch import MemoryLevel
+    from tigon.memory.levels import MemoryLevel
 
 
 @dataclass(frozen=True)

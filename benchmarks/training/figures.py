@@ -23,7 +23,6 @@ LEVELS = {
     "checkpoint+attention": "#c8a415",
     "checkpoint+attention+offload": "#e0cf7d",
     "checkpoint+offload": "#8a6d5a",
-    "offload": "#f5b98a",
 }
 PEER_COLOURS = {
     "stock": STOCK,

@@ -11,7 +11,7 @@ from torch import nn
 from benchmarks.training.fp8_providers import FP8_RECIPES, TORCHAO, apply_torchao, read_fp8
 
 if TYPE_CHECKING:
-    from tigon.hf.patch import MemoryLevel
+    from tigon.memory.levels import MemoryLevel
 
 # This peer loads the model itself, and trains only adapters.
 UNSLOTH = "unsloth"
@@ -36,17 +36,16 @@ class UnsupportedModel(Exception):
 
 def levels() -> tuple[str, ...]:
     """Return the levels of memory of `tigon.patch`."""
-    from tigon.hf.levels import LEVELS
+    from tigon.memory.levels import MEMORY
 
-    return tuple(LEVELS)
+    return MEMORY
 
 
 def _is_level(name: str) -> bool:
-    """Return whether `tigon.patch` has a level of memory with this name. An earlier Tigon has no such function."""
-    from tigon.hf import levels as levels_module
+    """Return whether `tigon.patch` has a level of memory with this name."""
+    from tigon.memory.levels import parse_memory
 
-    find_level = getattr(levels_module, "find_level", None)
-    return find_level is not None and find_level(name) is not None
+    return parse_memory(name) is not None
 
 
 @dataclass(frozen=True)

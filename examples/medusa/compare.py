@@ -22,7 +22,7 @@ from measure import MedusaJob
 from report import measured_results, write_report
 
 from tigon.cli.output import write_json
-from tigon.hf.levels import LEVELS
+from tigon.memory.levels import MEMORY
 
 # `benchmarks` is a folder of the repository, and not a part of the installed package.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -31,7 +31,7 @@ from benchmarks.training.child import Event, Worker
 from benchmarks.training.search import Search
 from benchmarks.training.turns import TrainingRun, train_in_turns
 
-VARIANTS = ("stock", "stock:checkpoint", "tigon", *(f"tigon:{level}" for level in LEVELS))
+VARIANTS = ("stock", "stock:checkpoint", "tigon", *(f"tigon:{level}" for level in MEMORY))
 
 # Without this setting, sequences of growing length would fragment the memory until none of them fits.
 SETTINGS = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from tigon.losses.distillation import DistillationLoss
     from tigon.losses.modules import CPOLoss, DPOLoss, GRPOLoss, KTOLoss, ORPOLoss, PPOLoss, RLOOLoss, SimPOLoss
     from tigon.memory.lean import lean
+    from tigon.memory.levels import Memory
     from tigon.ops.adapters.lora import lora_linear
     from tigon.ops.adapters.lora_experts import lora_moe_mlp
     from tigon.ops.experts.load_balancing import load_balancing_loss
@@ -85,6 +86,7 @@ _NAMES_BY_MODULE = {
         "SimPOLoss",
     ),
     "tigon.memory.lean": ("lean",),
+    "tigon.memory.levels": ("Memory",),
     "tigon.ops.adapters.lora": ("lora_linear",),
     "tigon.ops.adapters.lora_experts": ("lora_moe_mlp",),
     "tigon.ops.experts.load_balancing": ("load_balancing_loss",),
@@ -136,6 +138,7 @@ __all__ = [
     "LinearCrossEntropyLoss",
     "LogProbOutput",
     "LossOutput",
+    "Memory",
     "Muon",
     "ORPOLoss",
     "PPOLoss",

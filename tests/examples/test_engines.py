@@ -40,8 +40,8 @@ RUNS = {
     "sequence parallel": ([*TORCHRUN, ZERO_ON_CPU], ["sequence_parallel.py", "--memory", "checkpoint"], "deepspeed"),
     "a loop": ([*TORCHRUN, RANK], ["torchrun_loop.py"], "torch"),
 }
-# `make test` runs the shortest example alone, because two ranks take many seconds.
-MARKS = {"deepspeed": pytest.mark.deepspeed, "accelerate": pytest.mark.thorough, "torch": ()}
+# Two ranks take many seconds. tests/hf/test_two_ranks.py trains on two ranks in `make test`.
+MARKS = {"deepspeed": pytest.mark.deepspeed, "accelerate": pytest.mark.thorough, "torch": pytest.mark.thorough}
 
 
 @pytest.fixture(scope="module")

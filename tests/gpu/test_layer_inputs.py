@@ -9,11 +9,9 @@ from torch import nn
 
 import tigon
 from gpu.test_memory import SIZE, TOKENS, assert_no_wait, deterministic, make_batch, make_model, take_step  # noqa: F401
-from memory.steps import assert_same_bits
+from memory.steps import assert_same_bits, paged
 from tigon.memory import host_pages, layer_inputs
-from tigon.memory.layer_inputs import LayerInputConfig
 from tigon.ops.mlps import tiled_glu_mlp
-from tigon.runtime.tuning import tuned
 
 pytest.importorskip("transformers")
 
@@ -26,7 +24,7 @@ PAGE = 2**20
 def small_inputs(monkeypatch):
     """Move the inputs of all layers, although their gradients are larger."""
     monkeypatch.setattr(layer_inputs, "_future_gradient_bytes", lambda layers, device: 0)
-    with tuned(LayerInputConfig, smallest=PAGE, page=PAGE):
+    with paged(PAGE, PAGE):
         yield
 
 
@@ -34,9 +32,9 @@ def pages_of(model: nn.Module) -> host_pages.HostPages:
     return model.model.layers[0]._gradient_checkpointing_func.inputs.pages
 
 
-@pytest.mark.parametrize("busy", [False, True], ids=["idle", "busy"])
+@pytest.mark.parametrize("how", ["idle", "busy", "another stream"])
 @pytest.mark.parametrize("model_type", ["llama", "gemma2"])
-def test_steps_have_the_bits_of_checkpoint(model_type, busy, small_inputs, deterministic):  # noqa: F811
+def test_steps_have_the_bits_of_checkpoint(model_type, how, small_inputs, deterministic):  # noqa: F811
     """Freed memory is filled with NaN at once, so a read that comes too late would see NaN."""
     results = []
     for level in ("checkpoint+offload", "checkpoint"):
@@ -44,14 +42,18 @@ def test_steps_have_the_bits_of_checkpoint(model_type, busy, small_inputs, deter
         for step in range(3):
             model.zero_grad()
             # The compute stream is far behind the host.
-            if busy:
+            if how == "busy":
                 torch.cuda._sleep(10**8)
             loss = model(**batch).loss
             nan_tensors = [torch.full((ONE // 2,), torch.nan, device="cuda", dtype=torch.bfloat16) for _ in range(12)]
             del nan_tensors
-            loss.backward(retain_graph=step == 1)
-            if step == 1:
-                loss.backward()
+            stream = torch.cuda.Stream() if how == "another stream" else torch.cuda.current_stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                loss.backward(retain_graph=step == 1)
+                if step == 1:
+                    loss.backward()
+            torch.cuda.current_stream().wait_stream(stream)
         results.append([loss.detach(), *(p.grad for p in model.parameters())])
         if level != "checkpoint":
             assert pages_of(model).capacity == 5 * ONE

@@ -11,9 +11,7 @@ from torch import Tensor, nn
 import tigon
 from memory.steps import assert_same_bits, block, run
 from memory.test_ops import ALIVE, CASES
-from tigon.hf.patch import MEMORY
-from tigon.memory.offload import OffloadConfig
-from tigon.runtime.tuning import tuned
+from tigon.memory.levels import MEMORY
 
 transformers = pytest.importorskip("transformers")
 
@@ -88,12 +86,11 @@ def assert_no_wait(model: nn.Module, batch: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize("model_type", ["llama", "qwen3", "gemma2"])
 def test_every_level_has_the_bits_of_the_default_level(model_type, level, deterministic):
     results = []
-    with tuned(OffloadConfig, window=2**20, window_tensors=1):
-        for memory in (level, "default"):
-            model, batch = make_model(memory, model_type), make_batch()
-            take_step(model, batch)
-            results.append(take_step(model, batch)[0])
-            del model
+    for memory in (level, "default"):
+        model, batch = make_model(memory, model_type), make_batch()
+        take_step(model, batch)
+        results.append(take_step(model, batch)[0])
+        del model
     assert_same_bits(*results)
 
 
@@ -124,116 +121,6 @@ def test_lean_mlp_saves_neither_gate_nor_up():
         del model
     difference, gates = results[1] - results[0], TOKENS[0] * TOKENS[1] * 2 * 2 * 2 * SIZE["intermediate_size"]
     assert 0.98 * gates <= difference <= 1.02 * gates
-
-
-# --- offload ---------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def small_window():
-    """Use a window of one or two tensors. The window of a large model would hold all tensors of these tests."""
-    with tuned(OffloadConfig, window=2**22, window_tensors=1):
-        yield
-
-
-def test_offload_moves_the_saved_tensors_to_the_host(small_window):
-    """The device holds a window and tensors of less than 1 MiB. lean+mlp saves about 150 MiB for these 8 layers."""
-    results = []
-    for memory in ("offload", "lean+mlp"):
-        model = make_model(memory, attention="sdpa", num_hidden_layers=8, vocab_size=1024)
-        batch = {name: tokens % 1024 for name, tokens in make_batch().items()}
-        take_step(model, batch)
-        results.append(take_step(model, batch)[1])
-        del model
-    assert results[0] < 0.35 * results[1]
-
-
-def test_offload_never_makes_the_host_wait(small_window):
-    model, batch = make_model("offload", attention="sdpa"), make_batch()
-    take_step(model, batch)
-    assert_no_wait(model, batch)
-
-
-def test_pinned_memory_is_reused(small_window):
-    model, batch = make_model("offload", attention="sdpa"), make_batch()
-    for _ in range(3):
-        take_step(model, batch)
-    torch.cuda.synchronize()
-    before = torch.cuda.host_memory_stats()["num_host_alloc"]
-    assert before > 0
-    for _ in range(3):
-        take_step(model, batch)
-        torch.cuda.synchronize()
-    assert torch.cuda.host_memory_stats()["num_host_alloc"] == before
-
-
-def squares(x: Tensor, w: Tensor, layers: int) -> Tensor:
-    for _ in range(layers):
-        x = (F.linear(x, w).sin() + x).cos()
-    return x.sum()
-
-
-@pytest.mark.parametrize("how", ["once", "twice", "one gradient", "dropped", "another stream", "busy"])
-def test_copies_and_computation_are_ordered(small_window, how):
-    """Freed memory is filled with NaN at once, so a read that comes too late would see NaN."""
-    w = torch.randn(2048, 2048, device="cuda").div_(50).requires_grad_()
-    x = torch.randn(4096, 2048, device="cuda", requires_grad=True)
-    side = torch.cuda.Stream()
-
-    def gradients(offloaded: bool) -> list[Tensor]:
-        w.grad = x.grad = None
-        with block(True, offload=offloaded):
-            loss = squares(x * 1.0, w, 12)
-        nan_tensors = [torch.full_like(x, torch.nan) for _ in range(8)]
-        del nan_tensors
-        if how == "dropped":
-            del loss
-            nan_tensors = [torch.full_like(x, torch.nan) for _ in range(16)]
-            del nan_tensors
-            with block(True, offload=offloaded):
-                loss = squares(x * 1.0, w, 12)
-        if how == "one gradient":
-            return [loss.detach(), *torch.autograd.grad(loss, [w])]
-        # The compute stream is far behind the host.
-        if how == "busy":
-            torch.cuda._sleep(10**8)
-        if how == "twice":
-            loss.backward(retain_graph=True)
-        if how == "another stream":
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                loss.backward()
-            torch.cuda.current_stream().wait_stream(side)
-        else:
-            loss.backward()
-        return [loss.detach(), w.grad, x.grad]
-
-    expected = gradients(False)
-    for _ in range(3):
-        assert_same_bits(gradients(True), expected)
-
-
-def test_nothing_is_offloaded_during_the_capture_of_a_graph(small_window):
-    w = torch.randn(512, 512, device="cuda", requires_grad=True)
-    x = torch.randn(1024, 512, device="cuda")
-
-    def gradient() -> Tensor:
-        with tigon.lean(offload=True):
-            loss = squares(x, w, 2)
-        return torch.autograd.grad(loss, w)[0]
-
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            gradient()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        replay_results = gradient()
-    x.normal_()
-    graph.replay()
-    assert torch.equal(replay_results, gradient())
 
 
 # --- every op --------------------------------------------------------------------------------------

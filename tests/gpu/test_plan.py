@@ -9,7 +9,7 @@ transformers = pytest.importorskip("transformers")
 
 import tigon  # noqa: E402
 from tigon.cli.plan.planner import STOCK, PlanSettings, plan  # noqa: E402
-from tigon.hf.patch import MEMORY  # noqa: E402
+from tigon.memory.levels import MEMORY  # noqa: E402
 
 SIZES = {
     "vocab_size": 64000, "hidden_size": 2048, "intermediate_size": 7168, "num_hidden_layers": 6,

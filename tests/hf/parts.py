@@ -24,12 +24,11 @@ def recorded_kinds() -> dict[str, Kinds]:
     return json.loads(RECORD.read_text(encoding="utf-8"))
 
 
-def shown_kinds(model_type: str) -> Kinds:
-    """Return the kinds of recipes and reasons in the tiny model of a type, in alphabetical order.
+def kinds_of(report: tigon.hf.Report) -> Kinds:
+    """Return the kinds of recipes and reasons in a report, in alphabetical order.
 
     Parentheses in a reason hold the names of attributes and the lines of a file, so they are no part of its kind.
     """
-    report = tigon.patch(tiny_model(model_type))
     return {
         "replaced": sorted({f"{entry.part}: {entry.detail}" for entry in report.replaced}),
         "left alone": sorted({f"{entry.part}: {entry.detail.partition(' (')[0]}" for entry in report.left_alone}),
@@ -53,5 +52,7 @@ def totals() -> Counter[str]:
 
 
 if __name__ == "__main__":
-    RECORD.write_text(json.dumps({name: shown_kinds(name) for name in BUILT}, indent=1) + "\n", encoding="utf-8")
+    RECORD.write_text(
+        json.dumps({name: kinds_of(tigon.patch(tiny_model(name))) for name in BUILT}, indent=1) + "\n", encoding="utf-8"
+    )
     print(RECORD, dict(totals()))

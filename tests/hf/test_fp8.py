@@ -24,7 +24,7 @@ from hf.fp8_steps import (
     with_lora,
 )
 from tigon.hf import fp8
-from tigon.hf.levels import LEVELS
+from tigon.memory.levels import MEMORY
 from tigon.ops.fp8.formats import RECIPES
 from tigon.recognition.parts import fp8 as recognised
 from tigon.recognition.replacement import find_replacement
@@ -495,7 +495,7 @@ def test_frozen_weights_are_quantised_once(make, batch, quantisations):
 # --- memory and graphs ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("level", [level for level in LEVELS if level != "default"])
+@pytest.mark.parametrize("level", MEMORY[1:])
 @pytest.mark.sampled(2)
 def test_each_level_of_memory_gives_the_same_step(make, step, batch, level):
     model, other = make(), make()

@@ -24,7 +24,7 @@ from hf.fp8_steps import (
     layers_in_fp8,
     reasons,
 )
-from tigon.hf.levels import LEVELS
+from tigon.memory.levels import MEMORY
 from tigon.ops.fp8.formats import RECIPES
 from tigon.recognition.parts import fp8_experts as recognised
 from tigon.recognition.replacement import find_replacement
@@ -342,7 +342,7 @@ def test_frozen_weights_are_quantised_once_and_clear_fp8_frees_the_copies(make, 
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
-@pytest.mark.parametrize("level", [level for level in LEVELS if level != "default"])
+@pytest.mark.parametrize("level", MEMORY[1:])
 def test_each_level_of_memory_gives_the_same_step(make, step, batch, level, model_type, calls):
     model, other = make(model_type), make(model_type)
     tigon.patch(model, fp8="rowwise")

@@ -12,7 +12,6 @@ import torch
 import tigon
 from memory.runs import count_runs
 from tigon.hf.layer_checkpoint import LayerCall
-from tigon.hf.levels import LEVELS
 from tigon.hf.transformers_private import (
     checkpoint_function,
     has_checkpoint_switch,
@@ -24,7 +23,6 @@ from tigon.recognition.replacement import find_replacement
 
 transformers = pytest.importorskip("transformers")
 
-CHECKPOINTS = [*(name for name, level in LEVELS.items() if level.checkpoint), "checkpoint+attention:1+offload:1"]
 LAYERS = 3
 
 
@@ -48,7 +46,7 @@ def level_line(report) -> str:
 # --- without gradients -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("memory", CHECKPOINTS)
+@pytest.mark.parametrize("memory", ["checkpoint", "checkpoint+attention:1+offload:1"])
 def test_generation_in_training_mode_gives_the_tokens_of_stock(make_model, batch, memory):
     options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
     tokens = batch["input_ids"][:1]
@@ -129,7 +127,7 @@ WAYS = {
 
 @pytest.mark.parametrize(
     ("memory", "way"),
-    [*((memory, "enable") for memory in CHECKPOINTS), *(("checkpoint", way) for way in WAYS if way != "enable")],
+    [("checkpoint+attention:1+offload:1", "enable"), *(("checkpoint", way) for way in WAYS)],
 )
 def test_a_level_stays_when_checkpointing_is_switched_on(make_model, batch, tmp_path, memory, way):
     pytest.importorskip("accelerate")
@@ -144,7 +142,7 @@ def test_a_level_stays_when_checkpointing_is_switched_on(make_model, batch, tmp_
         WAYS[way](model, batch, tmp_path)
     assert runs_of_layers(model, batch) == expected
     assert level_line(report) == line
-    places = {checkpoint_function(layer).place.level for layer in model.model.layers}
+    places = {str(checkpoint_function(layer).place.memory) for layer in model.model.layers}
     assert places == {memory}
 
 
@@ -216,6 +214,7 @@ def switches_of(model) -> list:
 
 @pytest.mark.filterwarnings("ignore:tigon")
 @pytest.mark.parametrize("memory", ["checkpoint+attention+offload", "lean+mlp:1"])
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "calls",
     [
@@ -256,7 +255,7 @@ def test_a_level_replaces_the_checkpointing_of_transformers(make_model, batch):
         assert runs_of_layers(model, batch) == [2] * LAYERS
 
 
-@pytest.mark.parametrize("memory", ["lean", "lean+mlp:1", "offload"])
+@pytest.mark.parametrize("memory", ["lean", "lean+mlp:1"])
 def test_checkpointing_with_a_level_of_lean_warns(make_model, batch, memory):
     model = make_model()
     report = tigon.patch(model, memory=memory)

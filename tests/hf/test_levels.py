@@ -3,7 +3,6 @@
 import pytest
 
 import tigon
-from tigon.hf.levels import LEVELS, find_level
 from tigon.memory.lean import recomputes_mlp
 
 
@@ -45,9 +44,3 @@ def test_more_layers_than_the_model_has_are_refused(make_model):
     model = make_model(num_hidden_layers=3)
     with pytest.raises(ValueError, match=r"memory='lean\+mlp:4' is not possible .*: it has 3 layers"):
         tigon.patch(model, memory="lean+mlp:4")
-
-
-@pytest.mark.parametrize("name", ["lean+mlp:0", "lean+mlp:", "lean:2", "lean+mlp:2 ", "lean+mlp:-1", 3, None])
-def test_a_wrong_name_is_no_level(name):
-    assert find_level(name) is None
-    assert find_level("lean+mlp") is LEVELS["lean+mlp"]

@@ -101,6 +101,7 @@ def test_a_deleted_model_is_freed_at_once(patched, batch):
         gc.enable()
 
 
+@pytest.mark.sampled(3)
 def test_state_dicts_are_those_of_stock(make_model, patched, model_type, batch, assert_same_step):
     stock, model = make_model(model_type), patched(model_type)
     assert model.state_dict().keys() == stock.state_dict().keys()
@@ -188,6 +189,7 @@ def test_a_model_can_be_compiled_before_the_patch(make_model, batch):
     assert torch.equal(compiled(**batch).logits, stock.logits)
 
 
+@pytest.mark.sampled(3)
 def test_autocast_gives_the_results_of_stock(patched, make_model, model_type, batch, step):
     """Under autocast, the ops get the same dtypes as stock code: bf16 products, fp32 norms and residuals."""
     model, stock = patched(model_type), make_model(model_type)

@@ -167,7 +167,7 @@ def test_the_patch_may_come_first(calls):
     assert not calls
 
 
-@pytest.mark.parametrize("memory", ["lean", "lean+mlp", "checkpoint", "offload"])
+@pytest.mark.parametrize("memory", ["lean", "lean+mlp", "checkpoint"])
 @pytest.mark.thorough_in_interpreter
 def test_levels_of_memory(memory, calls):
     stock = build()

@@ -44,6 +44,7 @@ def one_rank(tmp_path):
 
 
 @pytest.mark.parametrize(("first", "second", "expected"), CASES)
+@pytest.mark.sampled(3)
 def test_each_order_does_what_the_page_says(request, fresh_accelerate, first, second, expected):
     pytest.importorskip("peft")
     if "FSDP2" in (first, second):

@@ -93,7 +93,7 @@ def test_a_call_of_the_body_has_the_level(make_model, batch, memory):
 
 def test_one_call_of_the_model_enters_one_block(make_model, batch, monkeypatch):
     model, blocks = make_model(), []
-    tigon.patch(model, memory="offload")
+    tigon.patch(model, memory="lean+mlp")
 
     class CountedBlock(Block):
         def __init__(self, *args) -> None:

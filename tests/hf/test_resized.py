@@ -51,6 +51,7 @@ def assert_fused_as_stock(step, assert_same_step, batch):
 
 @pytest.mark.parametrize("how", RESIZES)
 @pytest.mark.parametrize("model_type", ["llama", "qwen2", "gemma2"], ids=["untied", "tied", "soft cap"])
+@pytest.mark.sampled(2)
 def test_the_loss_of_a_resized_model_stays_in_the_head(make_model, assert_fused_as_stock, model_type, how):
     model, stock = make_model(model_type), make_model(model_type)
     report = tigon.patch(model, memory="lean" if how == "padded" else "default")

@@ -8,13 +8,13 @@ from ranks import run_ranks
 
 # The groups, and the number of setups in each.
 GROUPS = {
-    "sharded": 20, "parallel": 15, "sequence": 6, "head": 6, "zero": 6, "ulysses": 6, "adapters": 4, "lean": 10,
-    "lean_more": 18, "fp8": 9, "adapter_ops": 4,
+    "sharded": 6, "sharded_more": 14, "parallel": 15, "sequence": 6, "head": 6, "zero": 6, "ulysses": 6, "adapters": 4,
+    "lean": 9, "lean_more": 18, "fp8": 9, "adapter_ops": 4,
 }  # fmt: skip
 # One launch runs several groups, because two processes take longer to start than most setups take.
 LAUNCHES = {
     "sharded": ("sharded",),
-    "more ways": ("parallel", "sequence", "head", "adapters", "lean", "lean_more"),
+    "more ways": ("sharded_more", "parallel", "sequence", "head", "adapters", "lean", "lean_more"),
     "zero": ("zero", "ulysses"),
     "fp8": ("fp8",),
     "adapters by ops": ("adapter_ops",),

@@ -115,5 +115,4 @@ SETUPS = {
     "lean+mlp, FSDP2, each linear layer a unit": lean_mlp(shard_linears_separately),
     "checkpoint, FSDP2": checkpoint(fsdp2, model_type="qwen3", patch_after=True),
     "checkpoint+attention, FSDP2": make_setup(fsdp2, level="checkpoint+attention", model_type="llama"),
-    "offload, FSDP2": make_setup(fsdp2, level="offload"),
 }

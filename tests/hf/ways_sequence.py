@@ -16,9 +16,8 @@ from transformers import AttentionInterface
 import tigon
 from hf.ways import DEVICE, Step, assert_same, batch, build, step
 from hf.ways_sharded import fsdp2
+from memory.steps import paged
 from tigon.memory import layer_inputs
-from tigon.memory.layer_inputs import LayerInputConfig
-from tigon.runtime.tuning import tuned
 
 TOKENS = 12
 future_gradient_bytes = layer_inputs._future_gradient_bytes
@@ -56,7 +55,7 @@ def offloading():
     with (
         replace.object(layer_inputs, "can_offload", lambda device: True),
         replace.object(layer_inputs, "_future_gradient_bytes", lambda layers, device: 0),
-        tuned(LayerInputConfig, smallest=256, page=1024),
+        paged(256),
     ):
         yield
 

@@ -3,6 +3,7 @@
 import contextlib
 import gc
 from collections.abc import Callable
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import tigon
+from tigon.memory import layer_inputs
 from tigon.runtime.device import INTERPRETED
 
 ROWS, WIDTH, HEADS = (2, 3), 16, 4
@@ -64,6 +66,11 @@ class Step:
 def block(lean: bool, **options: bool) -> contextlib.AbstractContextManager:
     """Return a block of `lean`, or a block without effect."""
     return tigon.lean(**options) if lean else contextlib.nullcontext()
+
+
+def paged(smallest: int, page: int = 1024) -> contextlib.AbstractContextManager:
+    """Let tensors of `smallest` bytes move to the host in a block, in pages of `page` bytes."""
+    return patch.multiple(layer_inputs, SMALLEST=smallest, PAGE=page)
 
 
 def total(*results: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ On a CPU, `scaled_dot_product_attention` calls a kernel of its own, so these tes
 
 import contextlib
 import copy
+import functools
 import gc
 import pickle
 import types
@@ -21,20 +22,19 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tigon
-from memory.steps import assert_same_bits
+from memory.steps import assert_same_bits, paged
 from tigon.hf import checkpoints
-from tigon.hf.levels import find_level
 from tigon.memory import host_pages, layer_inputs
 from tigon.memory.attention import AttentionOutputs, LayerAttention, find_kernel, run_attention
 from tigon.memory.host_pages import HostPages, PagedCopy
-from tigon.memory.layer_inputs import LayerInputConfig
+from tigon.memory.levels import MEMORY
 from tigon.runtime.compat.autograd import engine_run_backward
-from tigon.runtime.tuning import tuned
 
 pytest.importorskip("transformers")
 
 from transformers import AttentionInterface
 
+from hf.copies import copy_of_patched
 from hf.test_ways_adapters import with_lora
 from hf.ways import batch, build
 from memory.test_models import saved_bytes, step
@@ -72,10 +72,14 @@ def backward(loss: Tensor, keep_graph: bool = False) -> None:
     )
 
 
-def make_model(level: str, model_type: str = "llama", attention: str = "sdpa", change=lambda m: m, **config):
+def build_with(attention: str, model_type: str, **config) -> nn.Module:
     model = build(model_type, **{"num_hidden_layers": LAYERS, "use_cache": False} | config)
     model.set_attn_implementation(attention)
-    tigon.patch(model, memory=level)
+    return model
+
+
+def make_model(level: str, model_type: str = "llama", attention: str = "sdpa", change=lambda m: m, **config):
+    model = copy_of_patched(build_with, attention, model_type, memory=level, **config)
     torch.manual_seed(1)
     return change(model)
 
@@ -99,7 +103,7 @@ def copies(monkeypatch) -> Iterator[list[tuple[str, int]]]:
     monkeypatch.setattr(HostPages, "copy", lambda *a: (directions.append(("out", a[1].nbytes)), copy_out(*a))[1])
     monkeypatch.setattr(PagedCopy, "copy_to", lambda *a: (directions.append(("back", a[0].nbytes)), copy_back(*a))[1])
     # The log-sum-exp takes 384 bytes.
-    with tuned(LayerInputConfig, smallest=256, page=1024):
+    with paged(256):
         yield directions
 
 
@@ -198,15 +202,11 @@ def test_a_forward_pass_without_backward_frees_its_outputs(level, copies):
             loss = model(**batch(0)).loss
         del loss
         assert watch.alive() == [False] * 2 * LAYERS
+        with CallWatch() as watch, torch.no_grad():
+            output = model(**batch(0))
+        assert watch.alive() == [False] * 2 * LAYERS, output.loss
     finally:
         gc.enable()
-
-
-def test_no_outputs_are_saved_without_gradients():
-    model = make_model("checkpoint+attention")
-    with CallWatch() as watch, torch.no_grad():
-        output = model(**batch(0))
-        assert watch.alive() == [False] * 2 * LAYERS, output.loss
 
 
 def test_saved_tensor_hooks_around_the_model_receive_the_outputs():
@@ -270,7 +270,7 @@ def test_numbers_of_layers_move(level, moved, copies):
 
 
 def test_small_outputs_stay_on_the_device(copies):
-    with tuned(LayerInputConfig, smallest=512, page=1024), CallWatch() as watch:
+    with paged(512), CallWatch() as watch:
         loss = make_model("checkpoint+attention+offload")(**batch(0)).loss
         assert watch.alive() == [False, True] * (LAYERS - 1) + [True] * 2, loss
 
@@ -309,67 +309,64 @@ def test_too_little_host_memory_is_an_error(pages, message, copies, monkeypatch)
 # --- graphs ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("level", ["checkpoint+attention", "checkpoint+attention+offload"])
-def test_a_second_backward_uses_the_outputs_again(level, copies):
-    results = []
-    for memory in (level, "default"):
-        model = make_model(memory)
-        with CallWatch() as watch:
-            loss = model(**batch(0)).loss
-            backward(loss, keep_graph=True)
-            backward(loss)
-        assert watch.calls == LAYERS
-        results.append([p.grad for p in model.parameters()])
-    assert_same_bits(*results)
+def run_backward_twice(model: nn.Module) -> None:
+    loss = model(**batch(0)).loss
+    backward(loss, keep_graph=True)
+    backward(loss)
 
 
-@pytest.mark.parametrize("level", ["checkpoint+attention", "checkpoint+attention+offload"])
-def test_two_forward_passes_before_one_backward(level, copies):
-    results = []
-    for memory in (level, "default"):
-        model = make_model(memory)
-        with CallWatch() as watch:
-            backward(model(**batch(0)).loss + model(**batch(1)).loss)
-        assert watch.calls == 2 * LAYERS
-        results.append([p.grad for p in model.parameters()])
-    assert_same_bits(*results)
+def run_forward_twice(model: nn.Module) -> None:
+    backward(model(**batch(0)).loss + model(**batch(1)).loss)
 
 
-@pytest.mark.parametrize("level", ["checkpoint+attention", "checkpoint+attention+offload"])
-def test_gradients_accumulate(level, copies):
-    results = []
-    for memory in (level, "default"):
-        model = make_model(memory)
-        for seed in range(3):
-            model(**batch(seed)).loss.backward()
-        results.append([p.grad for p in model.parameters()])
-    assert_same_bits(*results)
+def accumulate(model: nn.Module) -> None:
+    for seed in range(3):
+        backward(model(**batch(seed)).loss)
 
 
-@pytest.mark.parametrize("level", ["checkpoint+attention", "checkpoint+attention+offload"])
-def test_autocast(level, copies):
-    results = []
-    for memory in (level, "default"):
-        model = make_model(memory)
-        with CallWatch() as watch, torch.autocast("cpu", torch.bfloat16):
-            loss = model(**batch(0)).loss
-            backward(loss)
-        assert watch.calls == LAYERS
-        results.append([loss.detach(), *(p.grad for p in model.parameters())])
-    assert_same_bits(*results)
+def run_under_autocast(model: nn.Module) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(**batch(0)).loss
+        backward(loss)
 
 
-@pytest.mark.parametrize("level", ["checkpoint+attention", "checkpoint+attention+offload"])
-def test_adapters(level, copies):
+def train_adapters(model: nn.Module) -> None:
     """The base is frozen, and adapters have dropout after attention: the second run draws the same random numbers."""
-    results, calls = [], []
-    for memory in (level, "default"):
-        model = make_model(memory, change=lambda m: with_lora(m, lora_dropout=0.3))
-        torch.manual_seed(2)
-        results.append(step(model))
-        calls.append(count_calls(model))
-    assert_same_bits(*results)
-    assert calls == [LAYERS, LAYERS]
+    model = with_lora(model, lora_dropout=0.3)
+    torch.manual_seed(2)
+    backward(model(**batch(0)).loss)
+
+
+def compute_a_gradient_first(model: nn.Module) -> None:
+    """The first backward frees the outputs, and the second one computes them again."""
+    loss = model(**batch(0)).loss
+    torch.autograd.grad(loss, model.lm_head.weight, retain_graph=True)
+    loss.backward()
+
+
+# How a model is used, and how many times attention runs in each layer at a level that saves its outputs.
+USES = {
+    run_backward_twice: 1, run_forward_twice: 2, accumulate: 3, run_under_autocast: 1, train_adapters: 1,
+    compute_a_gradient_first: None,
+}  # fmt: skip
+
+
+@functools.cache
+def gradients_of(use, level: str) -> tuple[list[Tensor | None], int]:
+    """Return the gradients of a model after this use, and the calls of attention."""
+    model = make_model(level)
+    with CallWatch() as watch:
+        use(model)
+    return [p.grad for p in model.parameters()], watch.calls
+
+
+@pytest.mark.parametrize("level", MEMORY[2:])
+@pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__)
+def test_every_use_has_the_bits_of_the_default_level(use, level, copies):
+    gradients, calls = gradients_of.__wrapped__(use, level)
+    assert_same_bits(gradients, gradients_of(use, "default")[0])
+    if "attention" in level and USES[use] is not None:
+        assert calls == USES[use] * LAYERS
 
 
 class Failure(Exception):
@@ -403,18 +400,6 @@ def test_an_error_in_the_second_run_of_a_layer_ends_its_block():
     model.model.layers[1].mlp.forward = original
     assert torch._C._len_torch_dispatch_stack() == 0
     assert run_attention("name", lambda: 3) == 3
-
-
-def test_a_gradient_inside_the_layer_may_be_computed_first():
-    """The first backward frees the outputs, and the second one computes them again."""
-    results = []
-    for memory in ("checkpoint+attention", "default"):
-        model = make_model(memory)
-        loss = model(**batch(0)).loss
-        head = torch.autograd.grad(loss, model.lm_head.weight, retain_graph=True)
-        loss.backward()
-        results.append([*head, *(p.grad for p in model.parameters())])
-    assert_same_bits(*results)
 
 
 # --- attention that is not saved -------------------------------------------------------------------
@@ -553,8 +538,10 @@ class ThroughHooks(torch.autograd.graph.saved_tensors_hooks):
         super().__init__(lambda tensor: [tensor], lambda packed: packed[0])
 
 
-@pytest.mark.parametrize("hooks", [contextlib.nullcontext, ThroughHooks], ids=["no hooks", "hooks"])
-@pytest.mark.parametrize("level", ["checkpoint+attention", "checkpoint+attention+offload"])
+@pytest.mark.parametrize(
+    ("level", "hooks"),
+    [("checkpoint+attention", ThroughHooks), ("checkpoint+attention+offload", contextlib.nullcontext)],
+)
 def test_outputs_of_a_kernel_that_are_written_in_place_are_computed_again(level, hooks):
     AttentionInterface.register("tigon_test", attend_and_scale_in_place)
     results = []
@@ -562,7 +549,7 @@ def test_outputs_of_a_kernel_that_are_written_in_place_are_computed_again(level,
         model = make_model(memory, attention="tigon_test")
         for name, parameter in model.named_parameters():
             parameter.requires_grad_("mlp" in name)
-        with tuned(LayerInputConfig, smallest=256, page=1024):
+        with paged(256):
             with hooks() if memory == level else contextlib.nullcontext():
                 loss = model(**batch(0)).loss
             loss.backward(retain_graph=True)
@@ -614,7 +601,13 @@ def count_in_profile(call) -> tuple[list, int]:
     return results, sum(e.count for e in profile.key_averages() if e.key == KERNEL.name().partition(".")[0])
 
 
-@pytest.mark.parametrize(("level", "calls"), [("checkpoint", 2 * LAYERS - 1), ("checkpoint+attention", LAYERS)])
+@pytest.mark.parametrize(
+    ("level", "calls"),
+    [
+        ("checkpoint+attention", LAYERS),
+        pytest.param("checkpoint", 2 * LAYERS - 1, marks=pytest.mark.thorough),
+    ],
+)
 def test_the_graph_of_a_model_saves_the_outputs(level, calls):
     torch._dynamo.reset()
     model = make_model(level)
@@ -653,13 +646,6 @@ def test_compiled_layers_run_attention_again_and_warn():
     torch._dynamo.reset()
 
 
-def test_a_compiled_model_refuses_offload():
-    torch._dynamo.reset()
-    with pytest.raises(RuntimeError, match="does not work in a compiled model"):
-        torch.compile(make_model("checkpoint+attention+offload"), backend="eager", fullgraph=True)(**batch(0))
-    torch._dynamo.reset()
-
-
 # --- patches ---------------------------------------------------------------------------------------
 
 
@@ -673,14 +659,6 @@ def test_a_second_patch_changes_the_level_and_restore_changes_it_back():
     assert count_calls(model) == LAYERS
     report.restore()
     assert count_calls(model) == 2 * LAYERS - 1
-
-
-def test_restore_leaves_nothing():
-    model = build("llama", num_hidden_layers=LAYERS)
-    before = {name: dict(vars(m)) for name, m in model.named_modules()}
-    tigon.patch(model, memory="checkpoint+attention+offload").restore()
-    for name, module in model.named_modules():
-        assert vars(module).keys() == before[name].keys(), name
 
 
 @pytest.mark.parametrize("level", ["checkpoint+attention:2", "checkpoint+attention+offload"])
@@ -705,36 +683,6 @@ def test_a_deleted_model_frees_its_memory():
         assert ref() is None
     finally:
         gc.enable()
-
-
-@pytest.mark.parametrize(
-    ("name", "attention_layers", "layers"),
-    [
-        ("checkpoint+attention", None, None),
-        ("checkpoint+attention:3", 3, None),
-        ("checkpoint+attention+offload", None, None),
-        ("checkpoint+attention+offload:5", None, 5),
-        ("checkpoint+attention:3+offload:5", 3, 5),
-    ],
-)
-def test_names_of_levels(name, attention_layers, layers):
-    level = find_level(name)
-    assert level.attention
-    assert level.checkpoint
-    assert level.offload == ("offload" in name)
-    assert (level.attention_layers, level.layers) == (attention_layers, layers)
-    assert level.note.startswith("layers{} save only their input")
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["checkpoint+attention:0", "checkpoint:2", "checkpoint+offload+attention", "attention", "lean+attention",
-     "checkpoint+attention+attention", "checkpoint+attention:", "checkpoint+attention:2:3"],
-)  # fmt: skip
-def test_other_names_are_refused(name):
-    assert find_level(name) is None
-    with pytest.raises(ValueError, match=r"'checkpoint\+attention:N'.*, got"):
-        tigon.patch(build("llama"), memory=name)
 
 
 def test_more_layers_than_the_model_has_are_refused():

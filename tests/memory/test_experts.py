@@ -195,7 +195,9 @@ def test_experts_with_adapters_recompute_the_first_product(case):
 
 @pytest.mark.no_interpreter("It launches no kernel.")
 @pytest.mark.skipif(torch.__version__ < (2, 11), reason="torch.compile before 2.11 cannot trace every call of experts")
-@pytest.mark.parametrize("backend", ["aot_eager", "aot_eager_decomp_partition"])
+@pytest.mark.parametrize(
+    "backend", ["aot_eager_decomp_partition", pytest.param("aot_eager", marks=pytest.mark.thorough)]
+)
 def test_a_graph_recomputes_the_first_product(backend):
     tensors, index, sizes, results = _tensors({}), _index(), [], []
     leaves = list(tensors.values())

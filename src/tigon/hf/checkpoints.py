@@ -8,7 +8,7 @@ choose each token without the tokens before it. If a model has a level that chec
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,10 +28,8 @@ from tigon.hf.transformers_private import (
 from tigon.memory.attention import LayerAttention
 from tigon.memory.layer_inputs import LayerInputs
 from tigon.memory.lean import lean
+from tigon.memory.levels import Memory
 from tigon.recognition.replacement import exchange, find_replacement, foreign_forward, install
-
-if TYPE_CHECKING:
-    from tigon.hf.levels import Level
 
 # A head is large if the ratio of its parameters to those of a layer exceeds this number. According to `tigon plan`, the
 # peak memory of a step changes by -2 % to +2 % if the last layer runs once and the ratio is at most 5 (Llama-3-8B,
@@ -118,11 +116,11 @@ def layer_calls(model: nn.Module) -> dict[nn.Module, LayerCall]:
     return {module: function for module, function in functions.items() if isinstance(function, LayerCall)}
 
 
-def switch_on(model: nn.Module, level: "Level") -> Callable[[], None]:
+def switch_on(model: nn.Module, memory: Memory) -> Callable[[], None]:
     """Checkpoint the layers of a model at a level, in place of other checkpoints; return the function to undo this."""
     undo: list[Callable[[], None]] = []
     for owner in transformers_models(model):
-        undo.append(_change_places(owner, level) if layer_calls(owner) else _install_calls(owner, level))
+        undo.append(_change_places(owner, memory) if layer_calls(owner) else _install_calls(owner, memory))
         undo += [_install_body(body) for body in owner.modules() if _is_body(body)]
 
     def undo_all() -> None:
@@ -153,10 +151,10 @@ def _set_switches(calls: dict[nn.Module, LayerCall], *, on: bool) -> Callable[[]
     return undo
 
 
-def _install_calls(owner: nn.Module, level: "Level") -> Callable[[], None]:
+def _install_calls(owner: nn.Module, memory: Memory) -> Callable[[], None]:
     """Let the switches of a model call functions of this level, which use non-reentrant checkpoints."""
     last = _last_layer(owner)
-    places = _find_places(owner, level, last)
+    places = _find_places(owner, memory, last)
     modules = [module for module in owner.modules() if has_checkpoint_switch(module)]
     calls = {m: (LayerCall if m is last else LayerCheckpoint)(m, places[m]) for m in modules}
     for module, call in calls.items():
@@ -179,7 +177,7 @@ def is_innermost(module: nn.Module) -> bool:
     return has_checkpoint_switch(module) and sum(map(has_checkpoint_switch, module.modules())) == 1
 
 
-def _find_places(owner: nn.Module, level: "Level", last: nn.Module | None) -> dict[nn.Module, StackPlace]:
+def _find_places(owner: nn.Module, memory: Memory, last: nn.Module | None) -> dict[nn.Module, StackPlace]:
     """Return the place of each module of a model in the stack of decoder layers.
 
     `last` is the layer that is not checkpointed, if there is one. The level moves the inputs of the layers in the stack
@@ -188,21 +186,22 @@ def _find_places(owner: nn.Module, level: "Level", last: nn.Module | None) -> di
     """
     layers = decoder_layers(owner)
     checkpointed = len(layers) - (last in layers)
-    inputs = LayerInputs(level.layers, checkpointed, level.attention) if level.offload else None
-    attention = None
-    if level.attention:
+    inputs = attention = None
+    if memory.offload:
+        inputs = LayerInputs(memory.counts["offload"], checkpointed, bool(memory.attention))
+    if memory.attention:
         # The report has a line about eager attention, so no warning follows.
-        attention = LayerAttention(level.attention_layers, checkpointed, warns=not is_eager(owner))
-    others = LayerAttention() if level.attention and level.attention_layers is None else None
-    places = {module: StackPlace(0, None, others, level.name) for module in owner.modules()}
-    return places | {module: StackPlace(i, inputs, attention, level.name) for i, module in enumerate(layers)}
+        attention = LayerAttention(memory.counts["attention"], checkpointed, warns=not is_eager(owner))
+    others = LayerAttention() if memory.attention is True else None
+    places = {module: StackPlace(0, None, others, memory) for module in owner.modules()}
+    return places | {module: StackPlace(i, inputs, attention, memory) for i, module in enumerate(layers)}
 
 
-def _change_places(owner: nn.Module, level: "Level") -> Callable[[], None]:
+def _change_places(owner: nn.Module, memory: Memory) -> Callable[[], None]:
     """Give the checkpoints of an earlier patch another level, and switch them on; return the function to undo this."""
     calls = layer_calls(owner)
     last = next((module for module, call in calls.items() if type(call) is LayerCall), None)
-    places = _find_places(owner, level, last)
+    places = _find_places(owner, memory, last)
     earlier = {call: call.place for call in calls.values()}
     for module, call in calls.items():
         call.set_place(places[module])
@@ -253,17 +252,17 @@ class CheckpointedBody:
         """
         call = checkpoint_function(body)
         if isinstance(call, LayerCall) and is_switched_on(body) and body.training and torch.is_grad_enabled():
-            args, kwargs = self._without_cache(body, args, kwargs, call.place.level)
+            args, kwargs = self._without_cache(body, args, kwargs, call.place.memory)
         return (self.inner or type(body).forward)(body, *args, **kwargs)
 
-    def _without_cache(self, body: Any, args: tuple, kwargs: dict[str, Any], level: str) -> tuple[tuple, dict]:
+    def _without_cache(self, body: Any, args: tuple, kwargs: dict[str, Any], memory: Memory) -> tuple[tuple, dict]:
         values = dict(zip(self.names, args, strict=False)) | kwargs
         get = values.get
         name = next((name for name in CACHE_NAMES if get(name) is not None), "")
         cache, use_cache = get(name), get("use_cache")
         if cache is not None and hasattr(cache, "get_seq_length") and cache.get_seq_length() > 0:
             raise ValueError(
-                f"tigon: memory={level!r}: {name} must hold no tokens in training with gradients, got "
+                f"tigon: memory='{memory}': {name} must hold no tokens in training with gradients, got "
                 f"{cache.get_seq_length()} tokens, which checkpointed layers ignore; call the model in "
                 "torch.no_grad(), or use memory='lean'"
             )

@@ -15,6 +15,7 @@ from torch import nn
 
 from tigon.hf.report import ModuleOutcomes, Outcome, Report
 from tigon.hf.transformers_private import is_checkpoint_layer
+from tigon.memory.levels import Memory
 from tigon.ops.fp8.formats import MULTIPLE, RECIPES, has_fp8_units
 from tigon.recognition.parts.adapters import AdapterRecipe
 from tigon.recognition.parts.expert_adapters import ExpertAdapterRecipe, wrappers_of
@@ -38,7 +39,7 @@ from tigon.recognition.replacement import find_replacement, foreign_forward, ins
 NARROWEST = 352
 
 
-def check_fp8(fp8: Any, fp8_dw: Any, memory: str) -> FP8Settings | None:
+def check_fp8(fp8: Any, fp8_dw: Any, memory: Memory) -> FP8Settings | None:
     """Return the settings that the options of `patch` stand for; None if they request no FP8.
 
     At the level "default", which saves what backward reads, the quantised weights are kept for backward too.
@@ -53,7 +54,7 @@ def check_fp8(fp8: Any, fp8_dw: Any, memory: str) -> FP8Settings | None:
         return None
     if fp8 not in RECIPES:
         raise ValueError(f"patch: fp8 must be one of {', '.join(map(repr, RECIPES))} or None, got {fp8!r}")
-    return FP8Settings(fp8, fp8_dw, keeps_copies=memory == "default")
+    return FP8Settings(fp8, fp8_dw, keeps_copies=memory == Memory())
 
 
 # --- structure -----------------------------------------------------------------------------------

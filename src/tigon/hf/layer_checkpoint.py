@@ -14,6 +14,7 @@ from tigon.memory.attention import AttentionOutputs, LayerAttention, attention_c
 from tigon.memory.layer_inputs import LayerInputs
 from tigon.memory.layers import LayerJudgement
 from tigon.memory.lean import lean, recompute_large_mlps
+from tigon.memory.levels import Memory
 
 _NOT_COMPILED = (
     "memory='checkpoint+offload' does not work in a compiled model, because a graph saves its tensors itself; compile "
@@ -30,8 +31,7 @@ class StackPlace(NamedTuple):
     inputs: LayerInputs | None = None
     # The object that says which layers save the outputs of attention. It is None if no layer does.
     attention: LayerAttention | None = None
-    # The name of the memory level.
-    level: str = "checkpoint"
+    memory: Memory = Memory("checkpoint")
 
 
 class LayerCall:

@@ -1,10 +1,9 @@
 """The memory levels of `tigon.patch(model, memory=...)`. Each level decides how much a model saves for backward."""
 
-import re
 import warnings
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -34,120 +33,21 @@ from tigon.hf.transformers_private import (
     switch_state,
 )
 from tigon.memory.lean import lean, share_reachable_states
+from tigon.memory.levels import MEMORY, Memory, parse_memory
 from tigon.memory.repeating import ReachableStates
 from tigon.recognition.replacement import exchange, find_replacement, foreign_forward, install
 from tigon.runtime.compat.names import NAMES_FOR_LEAN, NAMES_FOR_OFFLOAD, require_names
 
 
-@dataclass(frozen=True)
-class Level:
-    """A memory level: the model's forward runs in a block of `lean` with these options, or its layers are checkpointed.
-
-    A level without any option changes nothing.
-    """
-
-    name: str
-    # The text that the report shows after the name.
-    note: str = ""
-    lean: bool = False
-    mlp: bool = False
-    offload: bool = False
-    checkpoint: bool = False
-    attention: bool = False
-    # The number of layers, from the first one on, that `mlp` applies to, or whose inputs move to the host. None means
-    # all layers for `mlp`, and all but those whose inputs need not move for the inputs.
-    layers: int | None = None
-    # The number of checkpointed layers, up to the last one, that `attention` applies to. None means all.
-    attention_layers: int | None = None
-
-
-_LEVELS = (
-    Level("default"),
-    Level("lean", "backward recomputes the outputs of norms and gates", lean=True),
-    Level(
-        "lean+mlp",
-        "backward recomputes the outputs of norms and gates, and of the gate and up projections of MLPs and experts",
-        lean=True,
-        mlp=True,
-    ),
-    Level("checkpoint", "layers{} save only their input, and backward runs them again", checkpoint=True),
-    Level(
-        "checkpoint+attention",
-        "layers{} save only their input and{} the outputs of attention, and backward runs the rest of them again",
-        checkpoint=True,
-        attention=True,
-    ),
-    Level(
-        "checkpoint+offload",
-        "layers{} save only their input, which is copied to pinned host memory until backward runs them again",
-        checkpoint=True,
-        offload=True,
-    ),
-    Level(
-        "checkpoint+attention+offload",
-        "layers{} save only their input and{} the outputs of attention, which are copied to pinned host memory until "
-        "backward runs the rest of them again",
-        checkpoint=True,
-        attention=True,
-        offload=True,
-    ),
-    Level(
-        "offload",
-        "like lean+mlp, and the remaining saved tensors are copied to pinned host memory until backward",
-        lean=True,
-        mlp=True,
-        offload=True,
-    ),
-)
-LEVELS = {level.name: level for level in _LEVELS}
-
-
-# A number after `mlp` or `offload` says to how many layers the word applies, from the first layer on. A number after
-# `attention` says it of the last layers. The other layers have the level without this word.
-_PARTIAL = re.compile(r"lean\+mlp:([1-9][0-9]*)|checkpoint(\+attention(:[1-9][0-9]*)?)?(\+offload(:[1-9][0-9]*)?)?")
-LEVEL_NAMES = (
-    ", ".join(map(repr, LEVELS))
-    + ", and 'lean+mlp:N', 'checkpoint+attention:N', 'checkpoint+offload:N' and 'checkpoint+attention:N+offload:N' for "
-    "numbers N of layers"
-)
-
-
-def find_level(name: object) -> Level | None:
-    """Return the level with this name; None if there is none."""
-    if not isinstance(name, str):
-        return None
-    if name in LEVELS or (match := _PARTIAL.fullmatch(name)) is None:
-        return LEVELS.get(name)
-    base = LEVELS[re.sub(":[0-9]+", "", name)]
-    if match[1] is not None:
-        note = (
-            f"backward recomputes the outputs of norms and gates, and in the first {match[1]} layers also those of the "
-            "gate and up projections of MLPs and experts"
-        )
-        return replace(base, name=name, note=note, layers=int(match[1]))
-    attention_layers, layers = (int(number[1:]) if number else None for number in (match[3], match[5]))
-    note = base.note
-    if layers is not None:
-        note = re.sub("which (is|are)", rf"which in the first {layers} layers \1", note)
-    return replace(base, name=name, note=note, layers=layers, attention_layers=attention_layers)
-
-
-def _level(name: str) -> Level:
-    level = find_level(name)
-    assert level is not None
-    return level
-
-
-def _find_obstacle(model: nn.Module, level: str) -> str | None:
+def _find_obstacle(model: nn.Module, memory: Memory) -> str | None:
     """Return why a model cannot have a level; None if it can."""
-    options = _level(level)
-    if options.checkpoint and (reason := explain_no_checkpoint(model)) is not None:
+    if memory.level == "checkpoint" and (reason := explain_no_checkpoint(model)) is not None:
         return reason
-    if max(options.layers or 0, options.attention_layers or 0) > (count := len(decoder_layers(model))):
+    if max((n or 0 for n in memory.counts.values()), default=0) > (count := len(decoder_layers(model))):
         return f"it has {count} layers"
-    if options.offload and (reason := _explain_no_offload()) is not None:
+    if memory.offload and (reason := _explain_no_offload()) is not None:
         return reason
-    return _explain_no_lean(model) if options.lean else None
+    return _explain_no_lean(model) if memory.level == "lean" else None
 
 
 def _explain_no_offload() -> str | None:
@@ -159,52 +59,51 @@ def _explain_no_offload() -> str | None:
     return None
 
 
-def explain_refusal(model: nn.Module, level: str) -> str | None:
+def explain_refusal(model: nn.Module, memory: Memory) -> str | None:
     """Return why a model cannot have a level, and which levels it can have; None if it can have this one."""
-    if (reason := _find_obstacle(model, level)) is None:
+    if (reason := _find_obstacle(model, memory)) is None:
         return None
-    possible_levels = ", ".join(repr(name) for name in LEVELS if _find_obstacle(model, name) is None)
+    levels = {name: parse_memory(name) for name in MEMORY}
+    possible_levels = ", ".join(repr(name) for name, x in levels.items() if x and _find_obstacle(model, x) is None)
     return f"{reason}; possible levels: {possible_levels}"
 
 
-def apply_level(model: nn.Module, level: str) -> list[Callable[[], None]]:
+def apply_level(model: nn.Module, memory: Memory) -> list[Callable[[], None]]:
     """Apply a possible level to a model, in place of an earlier level; return the functions that undo this."""
-    options = _level(level)
-    undo = [_watch_switches(model), switch_on(model, options) if options.checkpoint else switch_off(model)]
-    undo.append(_make_lean(model, options))
-    if options.lean:
+    undo = [_watch_switches(model)]
+    undo.append(switch_on(model, memory) if memory.level == "checkpoint" else switch_off(model))
+    undo.append(_make_lean(model, memory))
+    if memory.level == "lean":
         warn_of_useless_level(model, stacklevel=4)
     return undo
 
 
-def describe_level(reference: Callable[[], nn.Module | None], requested: str) -> str | None:
+def describe_level(reference: Callable[[], nn.Module | None], requested: Memory) -> str | None:
     """Return the note of a report that says what the layers of a model save now.
 
     It is None if the model has the default level and nothing checkpoints its layers, or if the model was deleted.
 
     Args:
         reference: A weak reference to the model.
-        requested: The name of the level that the call of `patch` requested. If another level is in force, the note says
+        requested: The level that the call of `patch` requested. If another level is in force, the note says
             so.
     """
     if (model := reference()) is None:
         return None
     installed = {module: call for module, call in layer_calls(model).items() if is_innermost(module)}
     calls = [call for module, call in installed.items() if is_switched_on(module)]
-    level = _level(calls[0].place.level) if calls else find_lean_level(model)
+    level = calls[0].place.memory if calls else find_lean_level(model)
     texts = []
     if level is not None:
         off = len(installed) - len(calls) if calls else 0
-        texts.append(
-            f"{level.name}: {_describe_checkpoints(model, level, calls)}{f'; {off} layers are off' * bool(off)}"
-        )
+        texts.append(f"{level}: {_describe_checkpoints(model, level, calls)}{f'; {off} layers are off' * bool(off)}")
     if others := _layers_checkpointed_by_others(model):
-        consequence = f", so memory={level.name!r} has no effect in them" if level and level.lean else ""
+        consequence = f", so memory='{level}' has no effect in them" if level and level.level == "lean" else ""
         texts.append(f"transformers checkpoints {others} layers (gradient_checkpointing_enable){consequence}")
-    if requested != "default" and (level is None or level.name != requested):
+    if requested != Memory() and level != requested:
         reason = "" if level is None else ", because the level has changed"
         hint = "; gradient_checkpointing_enable() switches it on" if level is None and installed else ""
-        texts.append(f"memory={requested!r} of this patch is off{reason}{hint}")
+        texts.append(f"memory='{requested}' of this patch is off{reason}{hint}")
     return "; ".join(texts) or None
 
 
@@ -214,13 +113,10 @@ def _layers_checkpointed_by_others(model: nn.Module) -> int:
     return len(layers) - sum(isinstance(checkpoint_function(layer), LayerCall) for layer in layers)
 
 
-def _describe_checkpoints(model: nn.Module, level: Level, calls: list[LayerCall]) -> str:
+def _describe_checkpoints(model: nn.Module, memory: Memory, calls: list[LayerCall]) -> str:
     """Return the note of a level. `calls` are the functions that call the checkpointed layers of the model."""
-    excludes_last = any(type(call) is LayerCall for call in calls)
-    number = level.attention_layers
-    in_layers = "" if number is None else f", in {number} of them,"
-    note = level.note.format(" except the last" if excludes_last else "", in_layers)
-    if level.attention and all(map(is_eager, transformers_models(model))):
+    note = memory.describe(excludes_last=any(type(call) is LayerCall for call in calls))
+    if memory.attention and all(map(is_eager, transformers_models(model))):
         note += (
             "; no kernel computes the attention of this model, because it is eager, so backward runs all of it again"
         )
@@ -241,19 +137,21 @@ class LeanForward:
     """
 
     inner: Callable | None
-    level: Level
+    memory: Memory
+    # Whether the block also recomputes the gate and up projections. A number of layers does not include all blocks.
+    mlp: bool
     # The snapshots of the state that projections read. They are freed with the model.
     reachable_states: ReachableStates = field(default_factory=weakref.WeakKeyDictionary, repr=False)
 
     def __reduce__(self) -> tuple:
-        return LeanForward, (self.inner, self.level)
+        return LeanForward, (self.inner, self.memory, self.mlp)
 
     def __call__(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         function = self.inner or type(model).forward
-        if not self.level.lean:
+        if self.memory.level != "lean":
             return function(model, *args, **kwargs)
-        with lean(mlp=self.level.mlp, offload=self.level.offload):
-            if self.level.mlp:
+        with lean(mlp=self.mlp):
+            if self.mlp:
                 share_reachable_states(self.reachable_states)
             return function(model, *args, **kwargs)
 
@@ -274,19 +172,19 @@ def _explain_no_lean(model: nn.Module) -> str | None:
     return explain_no_lean_block() or (None if _lean_places(model) else foreign_forward(model))
 
 
-def _make_lean(model: nn.Module, level: Level) -> Callable[[], None]:
+def _make_lean(model: nn.Module, memory: Memory) -> Callable[[], None]:
     """Let the forwards of the model and its bodies, which may be replacements already, run in a block of `lean`.
 
     If the level does not use `lean`, the blocks of an earlier patch are switched off.
     """
-    plain_level = replace(level, mlp=level.mlp and level.layers is None)
-    undo = [_make_place_lean(place, plain_level) for place in _lean_places(model) if level.lean or _has_block(place)]
+    is_lean, in_all = memory.level == "lean", memory.mlp is True
+    undo = [_make_place_lean(place, memory, in_all) for place in _lean_places(model) if is_lean or _has_block(place)]
     # The block of a layer adds its options to the block of the model. The first layers are chosen, because backward
     # reaches them last, when the memory of the others is free again.
     for i, layer in enumerate(decoder_layers(model)):
-        has_option = level.lean and level.layers is not None and i < level.layers
+        has_option = not in_all and i < memory.mlp
         if has_option or _has_block(layer):
-            undo.append(_make_place_lean(layer, level if has_option else plain_level))
+            undo.append(_make_place_lean(layer, memory, in_all or has_option))
 
     def restore() -> None:
         while undo:
@@ -301,18 +199,19 @@ def _has_block(module: nn.Module) -> bool:
     return replacement is not None and _find_lean_recipe(replacement.recipe) is not None
 
 
-def _make_place_lean(module: nn.Module, level: Level) -> Callable[[], None]:
+def _make_place_lean(module: nn.Module, memory: Memory, mlp: bool) -> Callable[[], None]:
     replacement = find_replacement(module)
     if replacement is None:
-        return install(module, LeanForward(None, level))
+        return install(module, LeanForward(None, memory, mlp))
     installed = _find_lean_recipe(replacement.recipe)
     if installed is None:
-        return exchange(replacement, LeanForward(replacement.recipe, level))
-    earlier, installed.level = installed.level, level
+        return exchange(replacement, LeanForward(replacement.recipe, memory, mlp))
+    earlier = installed.memory, installed.mlp
+    installed.memory, installed.mlp = memory, mlp
 
     def undo() -> None:
-        if installed.level is level:
-            installed.level = earlier
+        if installed.memory is memory:
+            installed.memory, installed.mlp = earlier
 
     return undo
 
@@ -324,23 +223,23 @@ def _find_lean_recipe(recipe: Any) -> LeanForward | None:
     return recipe
 
 
-def find_lean_level(model: nn.Module) -> Level | None:
+def find_lean_level(model: nn.Module) -> Memory | None:
     """Return the level with `lean` that a model, or a module in it, has; None if it has no such level."""
     replacements = (find_replacement(module) for module in model.modules())
     recipes = (_find_lean_recipe(replacement.recipe) for replacement in replacements if replacement is not None)
-    return next((recipe.level for recipe in recipes if recipe is not None and recipe.level.lean), None)
+    return next((recipe.memory for recipe in recipes if recipe is not None and recipe.memory.level == "lean"), None)
 
 
 def warn_of_useless_level(model: nn.Module, stacklevel: int) -> None:
     """Warn if other code checkpoints the layers of a model whose level uses `lean`."""
-    level, count = find_lean_level(model), _layers_checkpointed_by_others(model)
-    if level is not None and count:
+    memory, count = find_lean_level(model), _layers_checkpointed_by_others(model)
+    if memory is not None and count:
         warnings.warn(
             f"tigon: {count} layers of {type(model).__name__} are checkpointed (by gradient_checkpointing_enable, "
             "which trainers with gradient_checkpointing=True and peft.prepare_model_for_kbit_training call), so "
-            f"memory={level.name!r} has no effect in them; pass gradient_checkpointing=False, or call "
+            f"memory='{memory}' has no effect in them; pass gradient_checkpointing=False, or call "
             "model.gradient_checkpointing_disable(). With TRL, "
-            f"tigon.integrations.trl.enable(memory={level.name!r}) switches checkpointing off",
+            f"tigon.integrations.trl.enable(memory='{memory}') switches checkpointing off",
             stacklevel=stacklevel,
         )
 
@@ -377,9 +276,9 @@ class LevelSwitch:
             return
         settings = ", ".join(f"{name}={value!r}" for name, value in checkpoint_settings(*args, **kwargs).items())
         if calls and settings:
-            level = next(iter(calls.values())).place.level
+            memory = next(iter(calls.values())).place.memory
             warnings.warn(
-                f"tigon: the memory level {level!r} checkpoints the layers and ignores these settings: {settings}",
+                f"tigon: the memory level '{memory}' checkpoints the layers and ignores these settings: {settings}",
                 stacklevel=3,
             )
         elif not calls:

@@ -7,7 +7,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, Never, ParamSpec, get_args
+from typing import Any, Literal, Never, ParamSpec
 
 import torch
 from torch import nn
@@ -16,44 +16,32 @@ from tigon.hf.by_type import patch_type
 from tigon.hf.fp8 import check_fp8, plan_fp8
 from tigon.hf.head import find_resized_heads, watch_loss
 from tigon.hf.later_adapters import watch_children
-from tigon.hf.levels import LEVEL_NAMES, apply_level, describe_level, explain_refusal, find_level
+from tigon.hf.levels import apply_level, describe_level, explain_refusal
 from tigon.hf.loss_options import LOSS_OPTIONS, LossOptions, record_options
 from tigon.hf.packing import watch_packing
 from tigon.hf.parts import PARTS
 from tigon.hf.report import Report
 from tigon.hf.search import Search
 from tigon.hf.transformers_private import dropped_heads
+from tigon.memory.levels import Memory, MemoryLevel, check_memory
 from tigon.recognition.parts.fp8 import FP8Settings
 from tigon.runtime.requirements import require_for
 
 OPTIONS = (*PARTS, "memory", "fp8", "fp8_dw", *LOSS_OPTIONS)
-# The names of LEVELS.
-MemoryLevel = Literal[
-    "default",
-    "lean",
-    "lean+mlp",
-    "checkpoint",
-    "checkpoint+attention",
-    "checkpoint+offload",
-    "checkpoint+attention+offload",
-    "offload",
-]
-MEMORY: tuple[str, ...] = get_args(MemoryLevel)
 # The recipes of FP8.
 FP8Scales = Literal["rowwise", "tensorwise"]
 P = ParamSpec("P")
 Context = contextlib.AbstractContextManager[Report]
 
 
-def _check_options(parts: dict[str, Any], memory: Any, unknown: Iterable[str]) -> None:
-    """Refuse unknown options and wrong values."""
+def _check_options(parts: dict[str, Any], memory: Any, unknown: Iterable[str]) -> Memory:
+    """Refuse unknown options and wrong values, and return the level of memory."""
     for name in unknown:
         raise TypeError(f"patch: unknown option {name!r}; choose from {', '.join(OPTIONS)}")
     for name, value in parts.items():
         if not isinstance(value, bool):
             raise TypeError(f"patch: {name} must be True or False, got {value!r}")
-    if find_level(memory) is None:
-        raise ValueError(f"patch: memory must be one of {LEVEL_NAMES}, got {memory!r}")
+    return check_memory("patch", memory)
 
 
 def patch(
@@ -70,7 +58,7 @@ def patch(
     rope: bool = True,
     fused_statements: bool = True,
     loss: bool = True,
-    memory: MemoryLevel | str = "default",
+    memory: Memory | MemoryLevel | str = "default",
     fp8: FP8Scales | str | None = None,
     fp8_dw: bool = True,
     token_scaling: bool = False,
@@ -128,10 +116,9 @@ def patch(
             "checkpoint+offload": as "checkpoint", and these inputs are in pinned host memory. The inputs of the last
             layers stay on the GPU if the peak memory does not grow. "checkpoint+offload:N" moves the inputs of the
             first N layers only. "checkpoint+attention+offload": as "checkpoint+attention", and both tensors are in
-            pinned host memory. "attention" and "offload" may each have a number.
-            "offload": as "lean+mlp", and the remaining saved tensors are in pinned host memory. Modules that must not
-            be called twice run once at every level. The forward of a language model's body (`model.base_model`) has the
-            level too, for trainers that call the body.
+            pinned host memory. "attention" and "offload" may each have a number. `tigon.Memory` writes these names as
+            values. Modules that must not be called twice run once at every level. The forward of a language model's
+            body (`model.base_model`) has the level too, for trainers that call the body.
         fp8: Compute the products of the linear layers inside the repeated decoder layers in FP8, forward and backward,
             also in evaluation. Unlike every other option, this one approximates: the factors of the products are
             rounded to 8 bits. "tensorwise" has one scale for each tensor, and is the fastest. "rowwise" has one for
@@ -193,10 +180,10 @@ def patch(
         "fused_statements": fused_statements,
         "loss": loss,
     }
-    _check_options(options, memory, unknown)
+    level = _check_options(options, memory, unknown)
     loss_options = LossOptions(token_scaling, acc_dtype, return_token_accuracy, return_predicted_tokens)
     loss_options.check("patch")
-    request = Request([part for part in PARTS if options[part]], memory, check_fp8(fp8, fp8_dw, memory), loss_options)
+    request = Request([part for part in PARTS if options[part]], level, check_fp8(fp8, fp8_dw, level), loss_options)
     if isinstance(model, str):
         return patch_type(model, functools.partial(_patch_instance, request=request))
     return _patch_instance(model, request, stacklevel=3)
@@ -207,7 +194,7 @@ class Request:
     """The checked options of a call of `patch`."""
 
     parts: list[str]
-    memory: str
+    memory: Memory
     fp8: FP8Settings | None
     loss: LossOptions
 
@@ -224,15 +211,15 @@ def _patch_instance(model: nn.Module, request: Request, stacklevel: int = 2) -> 
     earlier_count = len(patched_modules - search.new_recipes.keys() - fp8_plan.changed.keys())
     has_ops = bool(earlier_count or report or fp8_plan.changed) or any(map(_is_module_of_tigon, model.modules()))
     # A level that only recomputes results of Tigon's ops has no effect in a model without such ops.
-    level = request.memory if has_ops or request.memory.startswith(("offload", "checkpoint")) else "default"
+    level = request.memory if has_ops or request.memory.level == "checkpoint" else Memory()
     if reason := explain_refusal(model, level):
-        raise ValueError(f"patch: memory={level!r} is not possible for this {report.model}: {reason}")
+        raise ValueError(f"patch: memory='{level}' is not possible for this {report.model}: {reason}")
     report.undo = search.install() + fp8_plan.apply(report)
     fused_models = [finding.module for finding in search.findings if finding.part == "loss" and finding.recipe]
     report.undo += [watch_loss(module, request.loss, report.notes) for module in fused_models]
     report.undo.append(record_options(model, request.loss))
     find_resized_heads(search.installed)
-    if level != "default":
+    if level != Memory():
         report.undo += apply_level(model, level)
     report.describe_level = functools.partial(describe_level, weakref.ref(model), level)
     report.undo.append(watch_packing(model, report.notes))
@@ -245,7 +232,7 @@ def _patch_instance(model: nn.Module, request: Request, stacklevel: int = 2) -> 
         report.undo += [watch_children(module, report, model) for module in fused_models or [model]]
     if earlier_count:
         report.notes.append(f"{earlier_count} places were patched already and stay as they are")
-    elif not report and level == "default":
+    elif not report and level == Memory():
         result = "nothing was replaced, see the report for why" if report.entries else "nothing was recognised"
         report.notes.append(f"{result} (requested parts: {', '.join(request.parts)}); the model was not changed")
         warnings.warn(f"tigon.patch({report.model}): {result}", stacklevel=stacklevel)

@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from tigon.hf.levels import LEVEL_NAMES, find_level
 from tigon.hf.patch import OPTIONS, patch
 from tigon.hf.report import Report
+from tigon.memory.levels import check_memory
 from tigon.ops.logits.cross_entropy import cross_entropy
 from tigon.runtime.requirements import require_for
 
@@ -61,8 +61,7 @@ def check_options(op: str, memory: Any, options: dict[str, Any]) -> None:
         TypeError: An option is unknown, or its value is not a bool.
         ValueError: `memory` is no level.
     """
-    if find_level(memory) is None:
-        raise ValueError(f"{op}: memory must be one of {LEVEL_NAMES}, got {memory!r}")
+    check_memory(op, memory)
     parts = [name for name in OPTIONS if name != "memory"]
     for name, value in options.items():
         if name not in parts:

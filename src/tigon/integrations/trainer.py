@@ -8,9 +8,9 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from tigon.hf.patch import MemoryLevel
 from tigon.hf.report import Report
 from tigon.integrations.frameworks import check_options, patch_model
+from tigon.memory.levels import Memory, MemoryLevel
 
 __all__ = ["TigonCallback"]
 
@@ -39,7 +39,7 @@ class TigonCallback(TrainerCallback):
         True
     """
 
-    def __init__(self, memory: MemoryLevel | str = "default", **options: bool) -> None:
+    def __init__(self, memory: Memory | MemoryLevel | str = "default", **options: bool) -> None:
         check_options("TigonCallback", memory, options)
         self.memory, self.options = memory, options
         # The report of the latest model that was patched.

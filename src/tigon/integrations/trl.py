@@ -29,9 +29,9 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from tigon.hf.levels import LEVEL_NAMES, find_lean_level, find_level
+from tigon.hf.levels import find_lean_level
 from tigon.hf.loss_options import recorded_options
-from tigon.hf.patch import MemoryLevel, patch
+from tigon.hf.patch import patch
 from tigon.integrations.trl_divergence import ChunkedDivergence, chunked_divergence_loss
 from tigon.integrations.trl_head import (
     ChunkedLogProbs,
@@ -41,6 +41,7 @@ from tigon.integrations.trl_head import (
     install_forward,
     loss_is_sum,
 )
+from tigon.memory.levels import LEVEL_NAMES, Memory, MemoryLevel, parse_memory
 from tigon.runtime.requirements import install_command
 
 __all__ = ["disable", "enable", "is_enabled"]
@@ -58,7 +59,7 @@ class State:
         # The functions that restore TRL, or an empty list while Tigon is not enabled.
         self.undo: list[Callable[[], None]] = []
         # The level of the models of trainers that are built, or None if the user chooses it for each model.
-        self.memory: MemoryLevel | str | None = None
+        self.memory: Memory | MemoryLevel | str | None = None
         # The models that were patched for this level.
         self.patched_models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -106,7 +107,7 @@ def _find_names() -> Names:
     )
 
 
-def enable(memory: MemoryLevel | str | None = None) -> None:
+def enable(memory: Memory | MemoryLevel | str | None = None) -> None:
     """Let the trainers of TRL compute their log-probabilities and losses with Tigon.
 
     Losses, gradients and metrics stay those of TRL up to the rounding of sums. Call it before the trainer is built. A
@@ -118,8 +119,8 @@ def enable(memory: MemoryLevel | str | None = None) -> None:
             trains, because the level decides what is saved ("checkpoint" checkpoints the layers). All parts are
             patched, also those that an earlier `tigon.patch(model, rope=False)` has left alone. With None,
             models are patched only by your calls of `tigon.patch`, and TRL's `gradient_checkpointing` argument decides.
-            It is True by default. A checkpointed layer saves only its input, so "lean", "lean+mlp" and "offload" then
-            have no effect in it; a warning says so.
+            It is True by default. A checkpointed layer saves only its input, so "lean" and "lean+mlp" then have no
+            effect in it; a warning says so.
 
     Raises:
         ImportError: TRL is not installed, or this version of TRL is not known; the message names both versions.
@@ -134,7 +135,7 @@ def enable(memory: MemoryLevel | str | None = None) -> None:
         True
         >>> tigon.integrations.trl.disable()
     """
-    if memory is not None and find_level(memory) is None:
+    if memory is not None and parse_memory(memory) is None:
         raise ValueError(f"tigon.integrations.trl.enable: memory must be None or one of {LEVEL_NAMES}, got {memory!r}")
     names = _find_names()
     _state.memory = memory
@@ -280,12 +281,12 @@ def _reconcile_checkpointing(trainer: Any) -> None:
     """Switch off the checkpointing of a trainer if `enable` has a level. Warn if a level has no effect under FSDP."""
     if trainer.args.gradient_checkpointing and _state.memory is not None:
         trainer.args.gradient_checkpointing = False
-        LOGGER.info("gradient_checkpointing is off, because the memory level is %r", _state.memory)
+        LOGGER.info("gradient_checkpointing is off, because the memory level is '%s'", _state.memory)
     level = find_lean_level(trainer.model)
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
     if level is not None and getattr(plugin, "activation_checkpointing", False):
         warnings.warn(
-            f"tigon: FSDP checkpoints all layers (activation_checkpointing of fsdp_config), so memory={level.name!r} "
+            f"tigon: FSDP checkpoints all layers (activation_checkpointing of fsdp_config), so memory='{level}' "
             "has no effect in them; set activation_checkpointing to false",
             stacklevel=3,
         )

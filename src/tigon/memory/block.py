@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tigon.memory.offload import Offloader
 from tigon.memory.recomputation import PackedTensor, Recomputation, SavedResult, cast
 from tigon.memory.repeating import CallWatch, ReachableStates, RepeatedCall
 from tigon.runtime.compat.autograd import CastBackward, storage_id
@@ -46,8 +45,6 @@ class Block:
         self.mlp = False
         # True if they are recomputed where the MLP is computed in tiles of tokens.
         self.large_mlps = False
-        # The object that moves the remaining saved tensors to the host, or None.
-        self.offloader: Offloader | None = None
         # The snapshots of the state that projections read. Blocks of one model share them.
         self.reachable_states: ReachableStates = weakref.WeakKeyDictionary()
         # The entries by the storage of their tensors.
@@ -138,10 +135,6 @@ class Block:
     def save(self, t: Tensor, match: tuple | None) -> Any:
         """Return what autograd saves for a tensor that is not recomputed."""
         if self.outer is None:
-            if self.offloader is not None and type(t) is Tensor and t.layout is torch.strided:
-                view = self.offloader.save(t)
-                if view is not None:
-                    return view
             # Leaves are saved themselves, because FSDP and ZeRO swap the data of parameters. Other tensors are
             # detached: the graph of such a tensor may contain the node that saves it, which would be a reference cycle.
             return t if t.is_leaf else t.detach(), t._version

@@ -1,8 +1,4 @@
-"""Inputs of checkpointed layers on the host: copied out while their layer runs, copied back one layer ahead.
-
-    forward     When a layer is called, a side stream starts to copy its input to the host. When the next layer is
-                called, the compute stream waits for that copy, and the device memory is freed.
-    backward    The node that unpacks the input of a layer starts to copy back the input of the layer before it.
+"""Inputs of checkpointed layers on the host: which of them move there, and how much memory they take there.
 
 A checkpoint saves the input of its layer like any node, so saved-tensor hooks around the checkpoint receive it. The
 hooks take the input alone; what else a checkpoint saves stays on the device. Between two layers, the device holds no
@@ -15,42 +11,22 @@ are freed. The peak of the step therefore does not grow if these inputs take at 
 
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from tigon.memory.host_pages import GIB, HostPages, available_host_bytes
-from tigon.memory.offload import Offloader, SavedView, Segment, byte_range, can_offload, is_weight, stream_of
+from tigon.memory.offload import OffloadedTensor, Offloader, can_offload
 from tigon.memory.recomputation import unpack
-from tigon.runtime.compat.autograd import backward_id, saved_tensor_hooks, storage_id
-from tigon.runtime.device import Device, device_of, simulation_of
-from tigon.runtime.tuning import LaunchConfig
+from tigon.runtime.compat.autograd import saved_tensor_hooks, storage_id
+from tigon.runtime.device import simulation_of
 
-
-class LayerInputProblem(NamedTuple):
-    """The launch parameters depend on no property of the problem."""
-
-
-@dataclass(frozen=True)
-class LayerInputConfig(LaunchConfig):
-    """Parameters that say which inputs of layers move to the host."""
-
-    # Inputs of fewer bytes stay on the device.
-    smallest: int
-    # The bytes of a page of host memory, a power of two.
-    page: int
-
-    @staticmethod
-    def heuristic(problem: LayerInputProblem, device: Device) -> "LayerInputConfig":
-        # 16 MiB are copied in 0.3 ms. All inputs that are smaller take half a GiB in 32 layers.
-        return LayerInputConfig(smallest=2**24, page=2**24)
-
-
-def _config(x: Tensor) -> LayerInputConfig:
-    return LayerInputConfig.choose(LayerInputProblem(), device_of(x))
+# Inputs of fewer bytes stay on the device. 16 MiB are copied in 0.3 ms. Smaller inputs take half a GiB in 32 layers.
+SMALLEST = 2**24
+# The bytes of a page of host memory, a power of two.
+PAGE = 2**24
 
 
 def _future_gradient_bytes(layers: Iterable[nn.Module], device: torch.device) -> int:
@@ -63,69 +39,6 @@ def _future_gradient_bytes(layers: Iterable[nn.Module], device: torch.device) ->
         ]
     simulation = simulation_of(device)
     return sum(p.nbytes for p in local) // (1 if simulation is None else simulation.shards)
-
-
-class _LayerOffloader(Offloader):
-    """The inputs of the layers in one forward pass, and their outputs of attention.
-
-    Backward copies back the tensors of one layer ahead.
-    """
-
-    def __init__(self, pages: HostPages) -> None:
-        super().__init__()
-        self.pages = pages
-        # The number of the current layer, and whether its tensors move.
-        self.layer, self.moves = -1, False
-        # The number of the layer of each segment.
-        self.layers: list[int] = []
-        # The bytes of the tensors that the current layer has saved, and the segments that are being copied.
-        self.sizes: list[int] = []
-        self.copied: list[weakref.ref[Segment]] = []
-
-    def begin_layer(self, layer: int, moves: bool) -> None:
-        """Begin layer `layer`, whose tensors move to the host or stay."""
-        self.layer, self.moves, self.sizes = layer, moves, []
-
-    def save(self, t: Tensor) -> SavedView | None:
-        """Return what is saved in place of a tensor of the current layer; None if it is a parameter."""
-        if t.numel() == 0 or t.dtype.is_complex or t.is_neg() or is_weight(t):
-            return None
-        with torch.no_grad(), self.lock:
-            segment = self.add_segment(t, *byte_range(t))
-            self.layers.append(self.layer)
-            self.sizes.append(segment.size)
-            if self.moves:
-                segment.copy_out()
-                self.copied.append(self.segments[-1])
-            # The others stay on the device.
-            return SavedView(segment, t)
-
-    def prefetch_before(self, segment: Segment) -> None:
-        """Copy back the other tensors of this layer, and those of the layer before.
-
-        If the tensors of the layer before are on the device, copy no others: backward does not need them yet.
-        """
-        if (stream := stream_of(segment.device)) != segment.stream:
-            return
-        layer, current_backward = self.layers[segment.index], backward_id()
-        living = [(self.layers[s.index], s) for ref in self.segments if (s := ref()) is not None]
-        before = max((number for number, _ in living if number < layer), default=layer)
-        same_layer, layer_before = ([s for number, s in living if number == n] for n in (layer, before))
-        for s in (*same_layer, *layer_before):
-            # A segment that all nodes have unpacked in this backward pass is not needed again.
-            is_needed = s.device_data is None and not s.was_written and s.last_backward != current_backward
-            if is_needed and s.device == segment.device and s.stream == stream:
-                s.copy_back()
-                s.is_prefetched, self.prefetched_bytes = True, self.prefetched_bytes + s.size
-
-    def free_copied(self) -> None:
-        """Free the device memory of the tensors of the previous layer, in the order of the compute stream."""
-        with self.lock:
-            segments, self.copied = [ref() for ref in self.copied], []
-            for segment in segments:
-                # A backward pass inside the forward pass may have freed the memory already.
-                if segment is not None and segment.alias is not None:
-                    segment.free_device_data()
 
 
 class LayerInputs:
@@ -147,7 +60,7 @@ class LayerInputs:
         # has such functions too, so a copy of this object needs no layers, and a copied layer brings no others.
         self.layers: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
         self.pages: HostPages | None = None
-        self.offloader: _LayerOffloader | None = None
+        self.offloader: Offloader | None = None
         # The number of the layer that was called last, and whether it is running and saves its tensors here.
         self.current, self.is_saving = -1, False
         # These belong to the pass: the bytes of each tensor that a layer saves here, as far as they are known; the
@@ -186,9 +99,9 @@ class LayerInputs:
         finally:
             self.is_saving = False
 
-    def save_output(self, t: Tensor) -> SavedView | None:
+    def save_output(self, t: Tensor) -> OffloadedTensor | None:
         """Return what is saved in place of an output of attention in the current layer; None to save the tensor."""
-        is_large = self.is_saving and type(t) is Tensor and t.nbytes >= _config(t).smallest
+        is_large = self.is_saving and type(t) is Tensor and t.nbytes >= SMALLEST
         return self.offloader.save(t) if is_large and self.offloader is not None else None
 
     def leave_layer(self, index: int) -> None:
@@ -217,18 +130,17 @@ class LayerInputs:
             and x.layout is torch.strided
             and saved_tensor_hooks(True) is None
             and can_offload(x.device)
-            and x.nbytes >= _config(x).smallest
+            and x.nbytes >= SMALLEST
         )
 
-    def _begin(self, x: Tensor) -> _LayerOffloader:
+    def _begin(self, x: Tensor) -> Offloader:
         """Begin a forward pass, whose layers have inputs of the size of `x`.
 
         Raises:
             RuntimeError: The host has too little memory.
         """
-        config = _config(x)
-        if self.pages is None or self.pages.page != config.page:
-            self.pages = HostPages(config.page, is_pinned=x.is_cuda)
+        if self.pages is None:
+            self.pages = HostPages(PAGE, is_pinned=x.is_cuda)
         layers = sorted(self.layers.items())
         # Layers may have been removed from the stack.
         self.candidates = sum(index < self.checkpointed for index, _ in layers)
@@ -236,7 +148,7 @@ class LayerInputs:
         self.gradient_bytes = _future_gradient_bytes((layer for _, layer in layers[1:]), x.device)
         self.sizes, self.moved, self.is_simulated = [x.nbytes], 0, x.is_meta
         self._reserve()
-        return _LayerOffloader(self.pages)
+        return Offloader(self.pages)
 
     def _count(self) -> int:
         """Return the number of layers that move their tensors in this pass."""

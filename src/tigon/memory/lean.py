@@ -26,11 +26,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from tigon.memory.block import Block
-from tigon.memory.offload import Offloader
 from tigon.memory.recomputation import unpack
 from tigon.memory.repeating import ReachableStates
 from tigon.runtime.compat.autograd import is_checkpoint_hook, is_recompute_hook, saved_tensor_hooks
-from tigon.runtime.compat.names import NAMES_FOR_LEAN, NAMES_FOR_OFFLOAD, require_names
+from tigon.runtime.compat.names import NAMES_FOR_LEAN, require_names
 
 # The number of open blocks of `lean` in all threads.
 _open_blocks = 0
@@ -39,10 +38,6 @@ _open_mlp_blocks = 0
 # True while torch.compile traces a region that backward recomputes as a whole.
 _is_in_region = False
 _lock = threading.Lock()
-_NOT_COMPILED = (
-    "lean: offload=True does not work under torch.compile, because a compiled graph saves all its tensors at its end; "
-    "compile only the layers, so that the block of lean is outside of the graphs, or use mlp=True"
-)
 
 
 def _block() -> Block | None:
@@ -117,14 +112,14 @@ def is_checkpoint_recomputation() -> bool:
 def is_saved_only_by_this_op() -> bool:
     """Return whether the tensors that an op saves here are saved only for this op.
 
-    That is true without saved-tensor hooks, in the first run of a checkpoint, and in a block of `lean` that offloads
-    nothing and has no saved-tensor hooks around it.
+    That is true without saved-tensor hooks, in the first run of a checkpoint, and in a block of `lean` that has no
+    saved-tensor hooks around it.
     """
     if torch.compiler.is_compiling():
         return False
     if saved_tensor_hooks(True) is None or in_checkpoint():
         return not is_checkpoint_recomputation()
-    return (block := _block()) is not None and block.outer is None and block.offloader is None
+    return (block := _block()) is not None and block.outer is None
 
 
 def registers_recomputations() -> bool:
@@ -204,7 +199,7 @@ def call_mlp_region(function: Callable, *args: Any) -> Any:
 
 
 @contextlib.contextmanager
-def lean(*, mlp: bool = False, offload: bool = False) -> Iterator[None]:
+def lean(*, mlp: bool = False) -> Iterator[None]:
     """Recompute cheap results of Tigon's ops in backward, for forward passes of this thread in the block.
 
     These results are the outputs of norms and of gates, and queries and keys after a norm of each head and a rotary
@@ -216,15 +211,11 @@ def lean(*, mlp: bool = False, offload: bool = False) -> Iterator[None]:
     Args:
         mlp: Also recompute the gate and up projections of gated MLPs, in Tigon's modules and in patched models, and of
             the experts of `moe_mlp`. Two of the nine products then run twice, and the MLP saves only its input.
-        offload: Also copy the remaining saved tensors of a GPU, of 1 MiB and more, to pinned host memory on a side
-            stream. They are copied back before backward needs them. Parameters stay on the device. Nothing is copied
-            on other devices, in a CUDA graph, and in a block with saved-tensor hooks around it. A saved tensor must not
-            be written in place before it has been copied.
 
     Raises:
-        TypeError: An option is not a bool.
-        RuntimeError: Saved-tensor hooks are forbidden here, or `offload` is True under `torch.compile`. Backward raises
-            it if an input of such an op was written in place after the call.
+        TypeError: `mlp` is not a bool.
+        RuntimeError: Saved-tensor hooks are forbidden here. Backward raises it if an input of such an op was written in
+            place after the call.
 
     Source: recomputation, Chen et al., "Training Deep Nets with Sublinear Memory Cost", arXiv:1604.06174; recomputation
     of selected ops, Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models",
@@ -237,12 +228,9 @@ def lean(*, mlp: bool = False, offload: bool = False) -> Iterator[None]:
         >>> y.sum().backward()
     """
     global _open_blocks, _open_mlp_blocks
-    for name, value in (("mlp", mlp), ("offload", offload)):
-        if not isinstance(value, bool):
-            raise TypeError(f"lean: {name} must be True or False, got {value!r}")
+    if not isinstance(mlp, bool):
+        raise TypeError(f"lean: mlp must be True or False, got {mlp!r}")
     if torch.compiler.is_compiling():
-        if offload:
-            raise RuntimeError(_NOT_COMPILED)
         _open_blocks, _open_mlp_blocks = _open_blocks + 1, _open_mlp_blocks + mlp
         try:
             yield
@@ -250,8 +238,6 @@ def lean(*, mlp: bool = False, offload: bool = False) -> Iterator[None]:
             _open_blocks, _open_mlp_blocks = _open_blocks - 1, _open_mlp_blocks - mlp
         return
     require_names("lean", *NAMES_FOR_LEAN)
-    if offload:
-        require_names("lean: offload=True", *NAMES_FOR_OFFLOAD)
     outer = saved_tensor_hooks(True)
     # A checkpointed region saves no tensors in any case, and the checkpoint counts the tensors that its hooks receive.
     if in_checkpoint():
@@ -259,18 +245,14 @@ def lean(*, mlp: bool = False, offload: bool = False) -> Iterator[None]:
         return
     enclosing = _block()
     block = enclosing or Block(outer)
-    previous = block.mlp, block.offloader
-    block.mlp = mlp or block.mlp
-    block.offloader = Offloader() if offload and block.offloader is None else block.offloader
+    previous, block.mlp = block.mlp, mlp or block.mlp
     with _lock:
         _open_blocks, _open_mlp_blocks = _open_blocks + 1, _open_mlp_blocks + mlp
     try:
         with contextlib.nullcontext() if enclosing else saved_tensors_hooks(block.pack, unpack):
             yield
     finally:
-        if block.offloader is not None and block.offloader is not previous[1]:
-            block.offloader.end()
-        block.mlp, block.offloader = previous
+        block.mlp = previous
         if enclosing is None:
             block.by_storage.clear()
             block.by_node.clear()

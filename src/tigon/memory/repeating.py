@@ -298,7 +298,7 @@ class RepeatedCall:
             raise RuntimeError(
                 f"tigon: a layer ({cls.__module__}.{cls.__qualname__}, {size}) has to be called again in backward, "
                 f"but {change} since the forward pass. Run backward before this change, or do not recompute "
-                "projections: memory='lean' in place of 'lean+mlp' or 'offload', lean() in place of lean(mlp=True)"
+                "projections: memory='lean' in place of 'lean+mlp', lean() in place of lean(mlp=True)"
             )
         return self.module(x)
 

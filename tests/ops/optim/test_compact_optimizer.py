@@ -9,7 +9,6 @@ from torch import nn
 
 import tigon
 from op_cases import DEVICE, INTERPRETED
-from ranks import LIMIT, leave, run_ranks
 from tigon.ops.optim.compact_states import MIN_QUANTISED
 
 # The first parameter is large enough for codes.
@@ -430,24 +429,13 @@ def test_a_refused_group_is_not_added():
 # --- two ranks -------------------------------------------------------------------------------------
 
 
-@pytest.mark.no_interpreter("The kernel and the reference update the same local tensors.")
-def test_shards_have_formats_and_the_norm_of_all_ranks():
-    for output in run_ranks(__file__, device="cpu"):
-        assert "done" in output
-
-
-def _two_ranks(store: str) -> None:
-    import os
-
-    import torch.distributed as dist
+def check_compact_shards(rank: int) -> None:
+    """Compare a sharded model with a whole one: their states, formats, norms and state dicts."""
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import DTensor
 
-    torch.set_num_threads(1)
-    rank = int(os.environ["RANK"])
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=LIMIT)
     mesh = init_device_mesh("cpu", (2,))
 
     def make_model() -> nn.Module:
@@ -505,12 +493,3 @@ def _two_ranks(store: str) -> None:
     with pytest.raises(ValueError, match="with 2 ranks all parameters must be DTensors"):
         tigon.step_in_backward(tigon.AdamW(nn.Linear(4, 4).parameters()))
     tigon.step_in_backward(tigon.AdamW(nn.Linear(4, 4).parameters()), allow_local_gradients=True)
-    print("done")
-    dist.destroy_process_group()
-    leave()
-
-
-if __name__ == "__main__":
-    import sys
-
-    _two_ranks(sys.argv[1])

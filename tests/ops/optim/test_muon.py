@@ -11,7 +11,6 @@ from torch import nn
 
 import tigon
 from op_cases import DEVICE, INTERPRETED
-from ranks import LIMIT, leave, run_ranks
 from tigon.ops.optim import muon as muon_module
 from tigon.ops.optim import muon_kernels, tensor_table
 from tigon.ops.optim.muon_kernels import Matrix, apply_update, compute_momentum, table_of
@@ -474,30 +473,14 @@ def test_a_captured_step_is_refused(monkeypatch):
 # --- two ranks -------------------------------------------------------------------------------------
 
 
-@pytest.mark.thorough_in_interpreter
-def test_two_ranks_train_as_one(tmp_path):
+def check_muon_shards(rank: int) -> None:
     """FSDP2 shards matrices whose rows are no multiple of 2; one has a single row. The ranks share their work."""
-    for output in run_ranks(__file__, device="cpu"):
-        assert "same" in output
-
-
-def _two_ranks(store: str) -> None:
-    import os
-
-    import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-    from interpreter import repair_the_interpreter, speed_up_the_interpreter
     from tigon.ops.optim import muon_shards
 
-    if INTERPRETED:
-        repair_the_interpreter()
-        speed_up_the_interpreter()
-    torch.set_num_threads(1)
-    rank = int(os.environ["RANK"])
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=LIMIT)
     counts, orthogonalise = [], muon_shards.orthogonalise
 
     def count(x, *arguments):
@@ -545,12 +528,3 @@ def _two_ranks(store: str) -> None:
     columns = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(1)]))
     with pytest.raises(ValueError, match="Muon: a DTensor must be sharded along dimension 0 .* got placements"):
         tigon.Muon([columns])
-    print("same")
-    dist.destroy_process_group()
-    leave()
-
-
-if __name__ == "__main__":
-    import sys
-
-    _two_ranks(sys.argv[1])

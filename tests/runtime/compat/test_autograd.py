@@ -112,10 +112,6 @@ def test_tensors_that_share_memory_share_the_storage(device):
     x, other = torch.empty(4, device=device), torch.empty(4, device=device)
     numbers = [autograd.storage_id(t.untyped_storage()) for t in (x, x[1:], other)]
     assert numbers[0] == numbers[1] != numbers[2]
-    reference = autograd.StorageWeakRef(x.untyped_storage())
-    assert not reference.expired()
-    del x
-    assert reference.expired()
 
 
 def test_hooks_of_a_gradient_are_seen():
@@ -200,8 +196,6 @@ def test_error_names_the_missing_number_of_the_backward(monkeypatch, import_agai
     module = import_again(autograd)
     with pytest.raises(RuntimeError, match=r"has no torch\._C\._current_graph_task_id"):
         module.backward_id()
-    with pytest.raises(RuntimeError, match="lean: offload=True"):
-        tigon.lean(offload=True).__enter__()
     with tigon.lean():
         pass
 

@@ -15,8 +15,8 @@ from tigon.cli.plan.engines import OPTIMIZERS, STRATEGIES, Replicated, Sharded, 
 from tigon.cli.plan.ledger import Work
 from tigon.cli.plan.positions import find_position_table
 from tigon.cli.plan.step import Step, count_step
-from tigon.hf.patch import MEMORY, MemoryLevel
 from tigon.hf.report import Report
+from tigon.memory.levels import MEMORY, MemoryLevel
 
 GIB = 2**30
 # The model without Tigon is planned like a further level.

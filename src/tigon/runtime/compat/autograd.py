@@ -1,6 +1,5 @@
 """Private names of torch about autograd: backward, saved tensors, hooks of gradients, storages, function modes."""
 
-import importlib
 import operator
 import types
 import warnings
@@ -18,7 +17,6 @@ __all__ = [
     "CastBackward",
     "DisableTorchFunction",
     "DisableTorchFunctionSubclass",
-    "StorageWeakRef",
     "backward_id",
     "engine_run_backward",
     "has_active_transform",
@@ -40,8 +38,8 @@ _C = torch._C
 # 2.13. Without it: True, so gradients are written into new memory.
 keeps_graph: Callable[[], bool] = getattr(_C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
 
-# A number of the running backward, or -1 outside of any. Seen in 2.8 to 2.13. Without it: `accumulate_grad` and
-# `tigon.lean(offload=True)` refuse to run.
+# A number of the running backward, or -1 outside of any. Seen in 2.8 to 2.13. Without it: `accumulate_grad` and the
+# levels of memory with `offload` refuse to run.
 backward_id: Callable[[], int] = find("_C._current_graph_task_id")
 
 # True in a block of autocast for any device. This call takes a tenth of the time of the search for a tensor's device,
@@ -153,13 +151,6 @@ if hasattr(torch.UntypedStorage, "_cdata"):
 else:
     storage_id = find("UntypedStorage._cdata")
 
-# A reference that keeps the address of a storage from being used again, but not its memory. Seen in 2.8 to 2.13.
-# Without it: `tigon.lean(offload=True)` refuses to run.
-StorageWeakRef: Any
-try:
-    StorageWeakRef = importlib.import_module("torch.multiprocessing.reductions").StorageWeakRef
-except (ImportError, AttributeError):
-    StorageWeakRef = find("multiprocessing.reductions.StorageWeakRef")
 
 # --- transforms and function modes -----------------------------------------------------------------
 

@@ -47,7 +47,7 @@ def find(path: str, default: Any = None) -> Any:
 
 # The names without which a feature refuses to run; see `require_names`.
 NAMES_FOR_LEAN = "_C._autograd._top_saved_tensors_default_hooks", "UntypedStorage._cdata"
-NAMES_FOR_OFFLOAD = "_C._current_graph_task_id", "multiprocessing.reductions.StorageWeakRef"
+NAMES_FOR_OFFLOAD = ("_C._current_graph_task_id",)
 NAMES_FOR_LOSS = (
     "_C._are_functorch_transforms_active",
     "autograd.forward_ad._current_level",
