@@ -35,10 +35,6 @@ NEEDS_IN_A_PARAGRAPH = re.compile(r"GPU|H100|H200|network|on the hub")
 # The tests of commands that neither CI nor a test calls by name.
 TESTS = {
     "make models": ("tests/cli/inspect/test_inspect.py", "models_page()"),
-    "python -m tigon.integrations.liger.page docs/liger.md": (
-        "tests/integrations/test_liger_signatures.py",
-        "page.page()",
-    ),
 }
 
 

@@ -17,11 +17,6 @@ from tigon.hf.by_type import config_class
 from tigon.hf.patch import patch
 from tigon.hf.report import Report
 
-__all__ = [
-    "APPLY", "MODEL_TYPE_TO_APPLY_LIGER_FN", "AutoLigerKernelForCausalLM", "_apply_liger_kernel",
-    "_apply_liger_kernel_to_instance",
-]  # fmt: skip
-
 _HEAD = "-cross_entropy fused_linear_cross_entropy"
 _SWIGLU = f"rope {_HEAD} rms_norm swiglu model"
 _GEGLU = f"rope {_HEAD} rms_norm geglu model"

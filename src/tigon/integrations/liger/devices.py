@@ -10,12 +10,6 @@ from typing import Any
 import torch
 from torch import distributed
 
-__all__ = [
-    "_infer_amd_arch", "_infer_npu_arch", "_infer_nvidia_arch", "_infer_xpu_arch", "get_total_gpu_memory",
-    "infer_comm_backend", "infer_device", "infer_device_arch", "is_npu_available", "is_peft_available",
-    "should_tile", "transformers_version_dispatch",
-]  # fmt: skip
-
 
 def is_peft_available() -> bool:
     """Return whether peft can be imported."""

@@ -12,11 +12,6 @@ from tigon.ops.head.linear_distillation import linear_distillation
 from tigon.ops.logits.cross_entropy import cross_entropy
 from tigon.ops.logits.divergences import jsd, kl_div, tvd
 
-__all__ = [
-    "LigerFusedCETVDLoss", "LigerFusedLinearJSD", "LigerFusedLinearKLDivLoss", "LigerJSD", "LigerKLDIVLoss",
-    "LigerTVDLoss",
-]  # fmt: skip
-
 
 class LigerJSD(nn.Module):
     """`tigon.jsd` of log-probabilities [N, V]: the student's first, then the teacher's."""

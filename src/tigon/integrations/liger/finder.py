@@ -13,8 +13,6 @@ from typing import Any
 
 from tigon.integrations.liger.names import LIGER_VERSION, MODULES, NOT_SERVED, NOT_SERVED_MODULES
 
-__all__ = ["install_as_liger_kernel", "uninstall"]
-
 ROOT = "liger_kernel"
 _IMPORT_FROM = dis.opmap["IMPORT_FROM"]
 

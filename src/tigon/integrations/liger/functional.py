@@ -20,17 +20,6 @@ from tigon.ops.norms.layer_norm import layer_norm
 from tigon.ops.norms.rms_norm import add_rms_norm, rms_norm
 from tigon.ops.rotary.rope import rope
 
-__all__ = [
-    "liger_attn_res", "liger_cross_entropy", "liger_dyt", "liger_fused_add_rms_norm",
-    "liger_fused_linear_cross_entropy", "liger_fused_linear_jsd", "liger_fused_linear_kl_div",
-    "liger_fused_linear_scaled_cross_entropy_tp", "liger_fused_neighborhood_attention", "liger_geglu",
-    "liger_group_norm", "liger_jsd", "liger_kl_div", "liger_layer_norm", "liger_modulated_rms_norm",
-    "liger_multi_token_attention", "liger_multimodal_rotary_pos_emb", "liger_poly_norm", "liger_qwen2vl_mrope",
-    "liger_relu_squared", "liger_rms_norm", "liger_rope", "liger_rotary_pos_emb", "liger_rotary_pos_emb_gpt_oss",
-    "liger_rotary_pos_emb_vision", "liger_softmax", "liger_sparsemax", "liger_swiglu", "liger_tvd",
-]  # fmt: skip
-
-
 # --- losses ----------------------------------------------------------------------------------------
 
 

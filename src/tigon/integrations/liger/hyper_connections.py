@@ -12,10 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = [
-    "LigerMHC", "liger_mhc_apply", "liger_mhc_coeffs", "liger_mhc_forward", "liger_mhc_post_res", "liger_mhc_pre",
-]  # fmt: skip
-
 
 def liger_mhc_coeffs(
     x: Tensor, phi: Tensor, b: Tensor, alpha_pre: Tensor, alpha_post: Tensor, alpha_res: Tensor, *,

@@ -9,11 +9,6 @@ from tigon.ops.head.linear_cross_entropy import linear_cross_entropy
 from tigon.ops.logits.cross_entropy import cross_entropy
 from tigon.ops.norms.rms_norm import add_rms_norm, rms_norm
 
-__all__ = [
-    "CrossEntropyOutput", "LigerCrossEntropyLoss", "LigerFusedAddRMSNorm", "LigerFusedLinearCrossEntropyLoss",
-    "LigerRMSNorm",
-]  # fmt: skip
-
 ROUNDING = {"llama": "before_weight", "gemma": "after_weight", "none": "after_weight"}
 
 

@@ -23,11 +23,6 @@ from tigon.losses.sequences import half
 from tigon.ops.head.linear_log_probs import linear_log_probs
 from tigon.ops.head.linear_loss import linear_loss
 
-__all__ = [
-    "LigerFusedLinearDistillationBase", "LigerFusedLinearPPOBase", "LigerFusedLinearPreferenceBase",
-    "LigerFusedLinearUnpairedPreferenceBase", "_ChunkedSelectiveLogProbFunction", "_selective_logprob_backward",
-]  # fmt: skip
-
 # More arguments than any `forward` of a subclass has. torch ignores surplus gradients that are None.
 ARGUMENTS = 48
 

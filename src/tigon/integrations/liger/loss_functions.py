@@ -4,9 +4,10 @@ Each `apply` calls the module of the same loss. The classes are final: a subclas
 derives from the base class.
 """
 
+import inspect
 from typing import Any
 
-from torch import Tensor
+from torch import nn
 
 from tigon.integrations.liger import losses
 from tigon.integrations.liger.loss_bases import (
@@ -16,14 +17,6 @@ from tigon.integrations.liger.loss_bases import (
     LigerFusedLinearUnpairedPreferenceBase,
 )
 from tigon.integrations.liger.policy import LigerFusedLinearGRPOLoss
-
-__all__ = [
-    "LigerFusedLinearCPOFunction", "LigerFusedLinearCosineSimilarityFunction", "LigerFusedLinearDPOFunction",
-    "LigerFusedLinearGRPOFunction", "LigerFusedLinearJSDFunction", "LigerFusedLinearKTOFunction",
-    "LigerFusedLinearORPOFunction", "LigerFusedLinearSimPOFunction", "liger_fused_linear_cosine",
-    "liger_fused_linear_cpo", "liger_fused_linear_dpo", "liger_fused_linear_grpo", "liger_fused_linear_jsd",
-    "liger_fused_linear_kto", "liger_fused_linear_orpo", "liger_fused_linear_simpo",
-]  # fmt: skip
 
 
 class _Final:
@@ -38,146 +31,108 @@ class _Final:
             )
 
 
+def _apply(module: type[nn.Module], parameters: str) -> Any:
+    """Return an `apply` with these parameters, which calls the module with those of its constructor and its forward.
+
+    Its docstring names the module. The functions say `weight` for the `lin_weight` of a forward.
+    """
+    options, tensors = (list(inspect.signature(f).parameters)[1:] for f in (module.__init__, module.forward))
+    given = inspect.signature(eval(f"lambda {parameters}: None")).parameters
+
+    def compute(**values: Any) -> Any:
+        loss = module(**{name: values[name] for name in options if name in given})
+        values["lin_weight"] = values.get("weight")
+        return loss(**{name: values[name] for name in tensors if name in values})
+
+    call = eval(f"lambda {parameters}: compute({', '.join(f'{name}={name}' for name in given)})", {"compute": compute})
+    call.__name__ = "apply"
+    call.__doc__ = f"Return the loss and metrics of `{module.__name__}`."
+    return staticmethod(call)
+
+
+_REFERENCE = "ref_input=None, ref_weight=None, ref_bias=None"
+_DISTILLATION = (
+    "student_input, student_weight, teacher_input, teacher_weight, true_labels, student_bias=None, teacher_bias=None, "
+    "weight_hard_loss=0.5, weight_soft_loss=0.5, beta=0.5, ignore_index=-100, temperature=1.0, compiled=True, "
+    "chunk_size=1024, return_soft_hard_loss=False"
+)
+
+
 class LigerFusedLinearCPOFunction(_Final, LigerFusedLinearPreferenceBase):
     """CPO of hidden states and a head; see `LigerFusedLinearCPOLoss`."""
 
-    @staticmethod
-    def apply(
-        _input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, ignore_index: int = -100,
-        beta: float = 0.1, alpha: float = 1.0, label_smoothing: float = 0.0, compute_nll_loss: bool = True,
-        compiled: bool = True, average_log_prob: bool = False, chunk_size: int = 1,
-    ) -> tuple:  # fmt: skip
-        """Return the loss and metrics of `LigerFusedLinearCPOLoss`."""
-        loss = losses.LigerFusedLinearCPOLoss(
-            ignore_index, beta, alpha, label_smoothing, compute_nll_loss, compiled, average_log_prob, chunk_size
-        )
-        return loss(weight, _input, target, bias)
+    apply = _apply(
+        losses.LigerFusedLinearCPOLoss,
+        "_input, weight, target, bias=None, ignore_index=-100, beta=0.1, alpha=1.0, label_smoothing=0.0, "
+        "compute_nll_loss=True, compiled=True, average_log_prob=False, chunk_size=1",
+    )
 
 
 class LigerFusedLinearSimPOFunction(_Final, LigerFusedLinearPreferenceBase):
     """SimPO of hidden states and a head; see `LigerFusedLinearSimPOLoss`."""
 
-    @staticmethod
-    def apply(
-        _input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, ignore_index: int = -100,
-        beta: float = 0.1, alpha: float = 1.0, label_smoothing: float = 0.0, compute_nll_loss: bool = False,
-        compiled: bool = True, gamma: float = 0.5, chunk_size: int = 1,
-    ) -> tuple:  # fmt: skip
-        """Return the loss and metrics of `LigerFusedLinearSimPOLoss`."""
-        loss = losses.LigerFusedLinearSimPOLoss(
-            ignore_index, beta, alpha, label_smoothing, compute_nll_loss, compiled, gamma, chunk_size
-        )
-        return loss(weight, _input, target, bias)
+    apply = _apply(
+        losses.LigerFusedLinearSimPOLoss,
+        "_input, weight, target, bias=None, ignore_index=-100, beta=0.1, alpha=1.0, label_smoothing=0.0, "
+        "compute_nll_loss=False, compiled=True, gamma=0.5, chunk_size=1",
+    )
 
 
 class LigerFusedLinearORPOFunction(_Final, LigerFusedLinearPreferenceBase):
     """ORPO of hidden states and a head; see `LigerFusedLinearORPOLoss`."""
 
-    @staticmethod
-    def apply(
-        _input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, ignore_index: int = -100,
-        beta: float = 0.1, compute_nll_loss: bool = True, nll_target: Tensor | None = None, compiled: bool = True,
-        chunk_size: int = 1,
-    ) -> tuple:  # fmt: skip
-        """Return the loss and metrics of `LigerFusedLinearORPOLoss`."""
-        loss = losses.LigerFusedLinearORPOLoss(ignore_index, beta, compute_nll_loss, compiled, chunk_size)
-        return loss(weight, _input, target, bias, nll_target)
+    apply = _apply(
+        losses.LigerFusedLinearORPOLoss,
+        "_input, weight, target, bias=None, ignore_index=-100, beta=0.1, compute_nll_loss=True, nll_target=None, "
+        "compiled=True, chunk_size=1",
+    )
 
 
 class LigerFusedLinearDPOFunction(_Final, LigerFusedLinearPreferenceBase):
     """DPO of hidden states and a head; see `LigerFusedLinearDPOLoss`."""
 
-    @staticmethod
-    def apply(
-        _input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, ref_input: Tensor | None = None,
-        ref_weight: Tensor | None = None, ref_bias: Tensor | None = None, ignore_index: int = -100, beta: float = 0.1,
-        compute_nll_loss: bool = False, compiled: bool = True, use_ref_model: bool = True,
-        average_log_prob: bool = False, chunk_size: int = 1, loss_type: str = "sigmoid", label_smoothing: float = 0.0,
-        discopop_tau: float = 0.05, alpha: float = 1.0,
-    ) -> tuple:  # fmt: skip
-        """Return the loss and metrics of `LigerFusedLinearDPOLoss`."""
-        loss = losses.LigerFusedLinearDPOLoss(
-            ignore_index, beta, alpha, compute_nll_loss, compiled, use_ref_model, average_log_prob, chunk_size,
-            loss_type, label_smoothing, discopop_tau,
-        )  # fmt: skip
-        return loss(weight, _input, target, bias, ref_input, ref_weight, ref_bias)
+    apply = _apply(
+        losses.LigerFusedLinearDPOLoss,
+        f"_input, weight, target, bias=None, {_REFERENCE}, ignore_index=-100, beta=0.1, compute_nll_loss=False, "
+        "compiled=True, use_ref_model=True, average_log_prob=False, chunk_size=1, loss_type='sigmoid', "
+        "label_smoothing=0.0, discopop_tau=0.05, alpha=1.0",
+    )
 
 
 class LigerFusedLinearKTOFunction(_Final, LigerFusedLinearUnpairedPreferenceBase):
     """KTO of hidden states and a head; see `LigerFusedLinearKTOLoss`."""
 
-    @staticmethod
-    def apply(
-        _input: Tensor, weight: Tensor, target: Tensor, preference_labels: Tensor, bias: Tensor | None = None,
-        ref_input: Tensor | None = None, ref_weight: Tensor | None = None, ref_bias: Tensor | None = None,
-        kl: Tensor | None = None, ignore_index: int = -100, beta: float = 0.1, compiled: bool = True,
-        use_ref_model: bool = True, average_log_prob: bool = False, chunk_size: int = 1,
-    ) -> tuple:  # fmt: skip
-        """Return the loss and metrics of `LigerFusedLinearKTOLoss`."""
-        loss = losses.LigerFusedLinearKTOLoss(ignore_index, beta, compiled, use_ref_model, average_log_prob, chunk_size)
-        return loss(_input, weight, target, bias, preference_labels, ref_input, ref_weight, ref_bias, kl)
+    apply = _apply(
+        losses.LigerFusedLinearKTOLoss,
+        f"_input, weight, target, preference_labels, bias=None, {_REFERENCE}, kl=None, ignore_index=-100, beta=0.1, "
+        "compiled=True, use_ref_model=True, average_log_prob=False, chunk_size=1",
+    )
 
 
 class LigerFusedLinearGRPOFunction(_Final, LigerFusedLinearPPOBase):
     """GRPO of hidden states and a head; see `LigerFusedLinearGRPOLoss`."""
 
-    @staticmethod
-    def apply(
-        _input: Tensor, weight: Tensor, selected_token_ids: Tensor, attention_mask: Tensor, advantages: Tensor,
-        bias: Tensor | None = None, ref_per_token_logps: Tensor | None = None,
-        old_per_token_logps: Tensor | None = None, ref_input: Tensor | None = None, ref_weight: Tensor | None = None,
-        ref_bias: Tensor | None = None, beta: float = 0.04, epsilon_low: float = 0.2, epsilon_high: float = 0.2,
-        loss_type: str = "dapo", max_completion_length: int | None = None, importance_sampling_level: str = "token",
-        sapo_temperature_pos: float = 1.0, sapo_temperature_neg: float = 1.05, temperature: float = 1.0,
-        compiled: bool = True, use_ref_model: bool = True, chunk_size: int = 1, vllm_is_ratio: Tensor | None = None,
-        delta: float | None = None, use_bias_correction_kl: bool = False, vespo_k_pos: float = 2.0,
-        vespo_lambda_pos: float = 3.0, vespo_k_neg: float = 3.0, vespo_lambda_neg: float = 2.0,
-        num_items_in_batch: Tensor | float | None = None,
-    ) -> tuple:  # fmt: skip
-        """Return the loss and metrics of `LigerFusedLinearGRPOLoss`."""
-        loss = LigerFusedLinearGRPOLoss(
-            beta, compiled, use_ref_model, chunk_size, epsilon_low, epsilon_high, loss_type, max_completion_length,
-            importance_sampling_level, sapo_temperature_pos, sapo_temperature_neg, temperature, delta,
-            use_bias_correction_kl, vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg,
-        )  # fmt: skip
-        return loss(
-            _input, weight, selected_token_ids, attention_mask, advantages, bias, ref_per_token_logps,
-            old_per_token_logps, ref_input, ref_weight, ref_bias, vllm_is_ratio, num_items_in_batch,
-        )  # fmt: skip
+    apply = _apply(
+        LigerFusedLinearGRPOLoss,
+        "_input, weight, selected_token_ids, attention_mask, advantages, bias=None, ref_per_token_logps=None, "
+        f"old_per_token_logps=None, {_REFERENCE}, beta=0.04, epsilon_low=0.2, epsilon_high=0.2, loss_type='dapo', "
+        "max_completion_length=None, importance_sampling_level='token', sapo_temperature_pos=1.0, "
+        "sapo_temperature_neg=1.05, temperature=1.0, compiled=True, use_ref_model=True, chunk_size=1, "
+        "vllm_is_ratio=None, delta=None, use_bias_correction_kl=False, vespo_k_pos=2.0, vespo_lambda_pos=3.0, "
+        "vespo_k_neg=3.0, vespo_lambda_neg=2.0, num_items_in_batch=None",
+    )
 
 
-class _Distillation(LigerFusedLinearDistillationBase):
-    """The arguments of both distillation losses, of which a subclass names the module."""
-
-    module: Any
-
-    @classmethod
-    def apply(
-        cls, student_input: Tensor, student_weight: Tensor, teacher_input: Tensor, teacher_weight: Tensor,
-        true_labels: Tensor, student_bias: Tensor | None = None, teacher_bias: Tensor | None = None,
-        weight_hard_loss: float = 0.5, weight_soft_loss: float = 0.5, beta: float = 0.5, ignore_index: int = -100,
-        temperature: float = 1.0, compiled: bool = True, chunk_size: int = 1024, return_soft_hard_loss: bool = False,
-    ) -> Any:  # fmt: skip
-        """Return the loss, or the loss, the divergence and the cross entropy."""
-        loss = cls.module(
-            weight_hard_loss, weight_soft_loss, beta, ignore_index, temperature, compiled, chunk_size,
-            return_soft_hard_loss,
-        )  # fmt: skip
-        return loss(
-            student_input, student_weight, teacher_input, teacher_weight, true_labels, student_bias, teacher_bias
-        )
-
-
-class LigerFusedLinearJSDFunction(_Final, _Distillation):
+class LigerFusedLinearJSDFunction(_Final, LigerFusedLinearDistillationBase):
     """The Jensen-Shannon divergence of two heads; see `LigerFusedLinearJSDLoss`."""
 
-    module = losses.LigerFusedLinearJSDLoss
+    apply = _apply(losses.LigerFusedLinearJSDLoss, _DISTILLATION)
 
 
-class LigerFusedLinearCosineSimilarityFunction(_Final, _Distillation):
+class LigerFusedLinearCosineSimilarityFunction(_Final, LigerFusedLinearDistillationBase):
     """The cosine loss of two heads; see `LigerFusedLinearCosineSimilarityLoss`."""
 
-    module = losses.LigerFusedLinearCosineSimilarityLoss
+    apply = _apply(losses.LigerFusedLinearCosineSimilarityLoss, _DISTILLATION)
 
 
 # The names of `liger_kernel.chunked_loss.functional`.

@@ -18,11 +18,6 @@ from tigon.integrations.liger.autograd_functions import LigerVocabParallelCrossE
 from tigon.ops.mlps.glu import swiglu
 from tigon.ops.norms.rms_norm import rms_norm
 
-__all__ = [
-    "LigerMegatronCrossEntropy", "LigerMegatronRMSNorm", "LigerMegatronSwiGLU", "apply_liger_kernel_to_megatron",
-    "restore_megatron",
-]  # fmt: skip
-
 # Programs configure the loggers of these names for Liger's messages.
 logger = logging.getLogger("liger_kernel.megatron.monkey_patch")
 swiglu_logger = logging.getLogger("liger_kernel.megatron.swiglu")

@@ -10,12 +10,6 @@ from tigon.ops.mlps.activations import relu2
 from tigon.ops.mlps.glu import geglu, swiglu
 from tigon.ops.norms.layer_norm import layer_norm
 
-__all__ = [
-    "LigerBlockSparseTop2MLP", "LigerDyT", "LigerExperts", "LigerFalconH1MLP", "LigerFalconH1SwiGLUMLP",
-    "LigerGEGLUMLP", "LigerGEGLUMLPForGemma4", "LigerHunyuanV1SwiGLUMLP", "LigerLayerNorm", "LigerMLP",
-    "LigerPhi3SwiGLUMLP", "LigerQwen3MoeSwiGLUMLP", "LigerReLUSquared", "LigerSwiGLUMLP",
-]  # fmt: skip
-
 
 def _check_silu(module: nn.Module, config: Any) -> None:
     if config.hidden_act not in ("silu", "swish"):

@@ -2,55 +2,40 @@
 
 from tigon.integrations.liger.apply import APPLY
 
-__all__ = [
-    "FURTHER_CHUNKED_LOSS",
-    "FURTHER_OPS",
-    "FURTHER_TRANSFORMERS",
-    "LIGER_VERSION",
-    "MODULES",
-    "NOT_SERVED",
-    "NOT_SERVED_MODULES",
-]
-
 LIGER_VERSION = "0.8.5"
 
 _HERE = "tigon.integrations.liger"
-_PATCHING = {
-    name: f"{_HERE}.apply:{name}"
-    for name in (*APPLY, "_apply_liger_kernel", "_apply_liger_kernel_to_instance", "AutoLigerKernelForCausalLM")
-}
-_LAYERS = {
-    name: f"{_HERE}.layers:{name}"
-    for name in (
-        "LigerCrossEntropyLoss", "LigerFusedAddRMSNorm", "LigerFusedLinearCrossEntropyLoss", "LigerRMSNorm",
-    )
-}  # fmt: skip
-_NORMS = {
-    name: f"{_HERE}.norms:{name}"
-    for name in ("LigerModulatedRMSNorm", "LigerRMSNormForMuseGlimmer", "LigerRMSNormForMuseGlimmerTextCentered")
-}
-_CHUNKED = {
-    name: f"{_HERE}.losses:{name}"
-    for name in (
-        "LigerFusedLinearCPOLoss", "LigerFusedLinearCosineSimilarityLoss", "LigerFusedLinearDPOLoss",
-        "LigerFusedLinearJSDLoss", "LigerFusedLinearKTOLoss", "LigerFusedLinearORPOLoss", "LigerFusedLinearSimPOLoss",
-    )
-}  # fmt: skip
-_POLICY = {"LigerFusedLinearGRPOLoss": f"{_HERE}.policy:LigerFusedLinearGRPOLoss"}
-_LOSS_FUNCTIONS = {
-    name: f"{_HERE}.loss_functions:{name}"
-    for name in (
-        *(
-            f"LigerFusedLinear{loss}Function"
-            for loss in ["CPO", "CosineSimilarity", "DPO", "GRPO", "JSD", "KTO", "ORPO", "SimPO"]
-        ),
-        *(f"liger_fused_linear_{loss}" for loss in ["cosine", "cpo", "dpo", "grpo", "jsd", "kto", "orpo", "simpo"]),
-    )
-}
-_LOSS_BASES = {
-    f"LigerFusedLinear{name}Base": f"{_HERE}.loss_bases:LigerFusedLinear{name}Base"
-    for name in ("Distillation", "PPO", "Preference", "UnpairedPreference")
-} | {name: f"{_HERE}.loss_bases:{name}" for name in ("_ChunkedSelectiveLogProbFunction", "_selective_logprob_backward")}
+
+
+def _table(module: str, names: str) -> dict[str, str]:
+    """Return where the objects of these names are: in a module of this folder, under the same name."""
+    return {name: f"{_HERE}.{module}:{name}" for name in names.split()}
+
+
+_PATCHING = _table("apply", " ".join(APPLY)) | _table(
+    "apply", "_apply_liger_kernel _apply_liger_kernel_to_instance AutoLigerKernelForCausalLM"
+)
+_LAYERS = _table("layers", "LigerCrossEntropyLoss LigerFusedAddRMSNorm LigerFusedLinearCrossEntropyLoss LigerRMSNorm")
+_NORMS = _table("norms", "LigerModulatedRMSNorm LigerRMSNormForMuseGlimmer LigerRMSNormForMuseGlimmerTextCentered")
+_CHUNKED = _table(
+    "losses",
+    "LigerFusedLinearCPOLoss LigerFusedLinearCosineSimilarityLoss LigerFusedLinearDPOLoss LigerFusedLinearJSDLoss "
+    "LigerFusedLinearKTOLoss LigerFusedLinearORPOLoss LigerFusedLinearSimPOLoss",
+)
+_POLICY = _table("policy", "LigerFusedLinearGRPOLoss")
+_LOSS_FUNCTIONS = _table(
+    "loss_functions",
+    "LigerFusedLinearCPOFunction LigerFusedLinearCosineSimilarityFunction LigerFusedLinearDPOFunction "
+    "LigerFusedLinearGRPOFunction LigerFusedLinearJSDFunction LigerFusedLinearKTOFunction LigerFusedLinearORPOFunction "
+    "LigerFusedLinearSimPOFunction liger_fused_linear_cosine liger_fused_linear_cpo liger_fused_linear_dpo "
+    "liger_fused_linear_grpo liger_fused_linear_jsd liger_fused_linear_kto liger_fused_linear_orpo "
+    "liger_fused_linear_simpo",
+)
+_LOSS_BASES = _table(
+    "loss_bases",
+    "LigerFusedLinearDistillationBase LigerFusedLinearPPOBase LigerFusedLinearPreferenceBase "
+    "LigerFusedLinearUnpairedPreferenceBase _ChunkedSelectiveLogProbFunction _selective_logprob_backward",
+)
 _POLICY_FUNCTIONS = {
     name: f"{_HERE}.policy:{name.removeprefix('_')}"
     for name in ("_reduce_grpo_loss", "fused_selective_log_softmax", "get_gamma_weights", "triton_grpo_loss")
@@ -62,39 +47,29 @@ _CHUNKED_MODULES = (
     "cosine_similarity_loss cpo_loss dpo_loss functional fused_linear_distillation fused_linear_ppo "
     "fused_linear_preference fused_linear_unpaired_preference grpo_loss jsd_loss kto_loss orpo_loss simpo_loss"
 )
-_DIVERGENCES = {
-    name: f"{_HERE}.divergences:{name}"
-    for name in (
-        "LigerFusedCETVDLoss", "LigerFusedLinearJSD", "LigerFusedLinearKLDivLoss", "LigerJSD", "LigerKLDIVLoss",
-        "LigerTVDLoss",
-    )
-}  # fmt: skip
-_RARE = {
-    name: f"{_HERE}.rare:{name}"
-    for name in (
-        "LigerMultiTokenAttention", "LigerPolyNorm", "LigerSparsemax", "LigerSwiGLUMLPForMuseGlimmer",
-        "LigerTiledGEGLUMLP", "LigerTiledSwiGLUMLP", "is_transformers_available", "liger_llama4_text_rotary_pos_emb",
-        "liger_llama4_vision_rotary_pos_emb",
-    )
-}  # fmt: skip
-_FUNCTIONAL = {
-    name: f"{_HERE}.functional:{name}"
-    for name in (
-        "liger_attn_res", "liger_cross_entropy", "liger_dyt", "liger_fused_add_rms_norm",
-        "liger_fused_linear_cross_entropy", "liger_fused_linear_jsd", "liger_fused_linear_kl_div",
-        "liger_fused_linear_scaled_cross_entropy_tp", "liger_fused_neighborhood_attention", "liger_geglu",
-        "liger_group_norm", "liger_jsd", "liger_kl_div", "liger_layer_norm", "liger_modulated_rms_norm",
-        "liger_multi_token_attention", "liger_poly_norm", "liger_qwen2vl_mrope", "liger_relu_squared",
-        "liger_rms_norm", "liger_rope", "liger_softmax", "liger_sparsemax", "liger_swiglu", "liger_tvd",
-    )
-} | {"CrossEntropyOutput": f"{_HERE}.layers:CrossEntropyOutput"}  # fmt: skip
-_DISPATCHED = {
-    name: f"{_HERE}.dispatched:{name}"
-    for name in (
-        "cross_entropy", "fused_add_rms_norm", "fused_linear_cross_entropy", "fused_linear_jsd", "geglu", "jsd",
-        "kl_div", "layer_norm", "rms_norm", "rope", "softmax", "swiglu",
-    )
-}  # fmt: skip
+_DIVERGENCES = _table(
+    "divergences",
+    "LigerFusedCETVDLoss LigerFusedLinearJSD LigerFusedLinearKLDivLoss LigerJSD LigerKLDIVLoss LigerTVDLoss",
+)
+_RARE = _table(
+    "rare",
+    "LigerMultiTokenAttention LigerPolyNorm LigerSparsemax LigerSwiGLUMLPForMuseGlimmer LigerTiledGEGLUMLP "
+    "LigerTiledSwiGLUMLP is_transformers_available liger_llama4_text_rotary_pos_emb "
+    "liger_llama4_vision_rotary_pos_emb",
+)
+_FUNCTIONAL = _table(
+    "functional",
+    "liger_attn_res liger_cross_entropy liger_dyt liger_fused_add_rms_norm liger_fused_linear_cross_entropy "
+    "liger_fused_linear_jsd liger_fused_linear_kl_div liger_fused_linear_scaled_cross_entropy_tp "
+    "liger_fused_neighborhood_attention liger_geglu liger_group_norm liger_jsd liger_kl_div liger_layer_norm "
+    "liger_modulated_rms_norm liger_multi_token_attention liger_poly_norm liger_qwen2vl_mrope liger_relu_squared "
+    "liger_rms_norm liger_rope liger_softmax liger_sparsemax liger_swiglu liger_tvd",
+) | _table("layers", "CrossEntropyOutput")
+_DISPATCHED = _table(
+    "dispatched",
+    "cross_entropy fused_add_rms_norm fused_linear_cross_entropy fused_linear_jsd geglu jsd kl_div layer_norm "
+    "rms_norm rope softmax swiglu",
+)
 # Modules of `liger_kernel.ops` and the autograd functions that Liger defines there.
 _OPS_MODULES = {
     "attn_res": "LigerAttnResFunction",
@@ -131,59 +106,49 @@ _OPS_MODULES = {
     "tvd": "LigerTVDLossFunction",
     "vocab_parallel_cross_entropy": "LigerVocabParallelCEFunction",
 }
-_OPS_BY_MODULE = {
-    module: {name: f"{_HERE}.autograd_functions:{name}" for name in names.split()}
-    for module, names in _OPS_MODULES.items()
-}
+_OPS_BY_MODULE = {module: _table("autograd_functions", names) for module, names in _OPS_MODULES.items()}
 _OPS = {name: source for table in _OPS_BY_MODULE.values() for name, source in table.items()}
 # Names of a module of `liger_kernel.ops` that are no autograd functions.
 FURTHER_OPS = {
-    "fused_moe": {"compute_routing_metadata": f"{_HERE}.autograd_functions:compute_routing_metadata"},
-    "swiglu": {
-        "_should_tile": f"{_HERE}.devices:should_tile", "infer_device_arch": f"{_HERE}.devices:infer_device_arch",
-    },
-}  # fmt: skip
-_UTILS = {
-    name: f"{_HERE}.devices:{name}"
-    for name in (
-        "_infer_amd_arch", "_infer_npu_arch", "_infer_nvidia_arch", "_infer_xpu_arch", "get_total_gpu_memory",
-        "infer_comm_backend", "infer_device", "infer_device_arch", "is_npu_available", "is_peft_available",
-        "transformers_version_dispatch",
-    )
-}  # fmt: skip
-_MHC_FUNCTIONS = {
-    f"liger_mhc_{name}": f"{_HERE}.hyper_connections:liger_mhc_{name}"
-    for name in ("apply", "coeffs", "forward", "post_res", "pre")
+    "fused_moe": _table("autograd_functions", "compute_routing_metadata"),
+    "swiglu": _table("devices", "infer_device_arch") | {"_should_tile": f"{_HERE}.devices:should_tile"},
 }
+_UTILS = _table(
+    "devices",
+    "_infer_amd_arch _infer_npu_arch _infer_nvidia_arch _infer_xpu_arch get_total_gpu_memory infer_comm_backend "
+    "infer_device infer_device_arch is_npu_available is_peft_available transformers_version_dispatch",
+)
+_MHC_FUNCTIONS = _table(
+    "hyper_connections", "liger_mhc_apply liger_mhc_coeffs liger_mhc_forward liger_mhc_post_res liger_mhc_pre"
+)
 _DIRECT = {
     "LigerMHC": f"{_HERE}.hyper_connections:LigerMHC",
     "LigerSoftmax": "tigon:Softmax",
     "LigerVocabParallelCrossEntropy": f"{_HERE}.autograd_functions:LigerVocabParallelCrossEntropy",
 }
-_MLPS = {
-    name: f"{_HERE}.mlps:{name}"
-    for name in (
-        "LigerBlockSparseTop2MLP", "LigerDyT", "LigerExperts", "LigerFalconH1MLP", "LigerFalconH1SwiGLUMLP",
-        "LigerGEGLUMLP", "LigerLayerNorm", "LigerMLP", "LigerPhi3SwiGLUMLP", "LigerQwen3MoeSwiGLUMLP",
-        "LigerReLUSquared", "LigerSwiGLUMLP",
-    )
-} | {"liger_rotary_pos_emb": f"{_HERE}.functional:liger_rotary_pos_emb"}  # fmt: skip
+_MLPS = _table(
+    "mlps",
+    "LigerBlockSparseTop2MLP LigerDyT LigerExperts LigerFalconH1MLP LigerFalconH1SwiGLUMLP LigerGEGLUMLP "
+    "LigerLayerNorm LigerMLP LigerPhi3SwiGLUMLP LigerQwen3MoeSwiGLUMLP LigerReLUSquared LigerSwiGLUMLP",
+) | _table("functional", "liger_rotary_pos_emb")
 _TRANSFORMERS = _PATCHING | _LAYERS | _NORMS | _MLPS | _DIVERGENCES | _RARE | _DIRECT
 # Names that Liger defines in a module of `liger_kernel.transformers` but does not export from the package.
-FURTHER_TRANSFORMERS = {
-    name: f"{_HERE}.{module}:{name}"
-    for module, names in {
-        "apply": "MODEL_TYPE_TO_APPLY_LIGER_FN",
-        "functional": "liger_multimodal_rotary_pos_emb liger_rotary_pos_emb_gpt_oss liger_rotary_pos_emb_vision",
-        "mlps": "LigerGEGLUMLPForGemma4 LigerHunyuanV1SwiGLUMLP",
-        "norms": (
-            "LigerGroupNorm LigerRMSNormForGemma LigerRMSNormForGemma2 LigerRMSNormForGemma3 LigerRMSNormForGemma4 "
-            "LigerRMSNormForGlm4 LigerRMSNormForOlmo2 LigerRMSNormForQwen3Next"
-        ),
-        "rare": "LigerFusedNeighborhoodAttention LigerFusedNeighborhoodAttentionLayer",
-    }.items()
-    for name in names.split()
-} | {"LigerEmbedding": "torch.nn:Embedding", "CrossEntropyOutput": f"{_HERE}.layers:CrossEntropyOutput"}
+FURTHER_TRANSFORMERS = (
+    _table("apply", "MODEL_TYPE_TO_APPLY_LIGER_FN")
+    | _table(
+        "functional",
+        "liger_multimodal_rotary_pos_emb liger_rotary_pos_emb_gpt_oss liger_rotary_pos_emb_vision",
+    )
+    | _table("mlps", "LigerGEGLUMLPForGemma4 LigerHunyuanV1SwiGLUMLP")
+    | _table(
+        "norms",
+        "LigerGroupNorm LigerRMSNormForGemma LigerRMSNormForGemma2 LigerRMSNormForGemma3 LigerRMSNormForGemma4 "
+        "LigerRMSNormForGlm4 LigerRMSNormForOlmo2 LigerRMSNormForQwen3Next",
+    )
+    | _table("rare", "LigerFusedNeighborhoodAttention LigerFusedNeighborhoodAttentionLayer")
+    | _table("layers", "CrossEntropyOutput")
+    | {"LigerEmbedding": "torch.nn:Embedding"}
+)
 # Liger spreads its classes over these modules. Each of them serves the names of all.
 _TRANSFORMERS_MODULES = (
     "auto_model cross_entropy dyt experimental experimental.embedding fused_add_rms_norm fused_ce_tvd "
@@ -192,12 +157,10 @@ _TRANSFORMERS_MODULES = (
     "qwen2vl_mrope relu_squared rms_norm rope softmax sparsemax swiglu tiled_mlp trainer_integration tvd "
     "vocab_parallel_cross_entropy"
 )
-_MEGATRON = {
-    name: f"{_HERE}.megatron:{name}"
-    for name in (
-        "LigerMegatronCrossEntropy", "LigerMegatronRMSNorm", "LigerMegatronSwiGLU", "apply_liger_kernel_to_megatron",
-    )
-}  # fmt: skip
+_MEGATRON = _table(
+    "megatron",
+    "LigerMegatronCrossEntropy LigerMegatronRMSNorm LigerMegatronSwiGLU apply_liger_kernel_to_megatron",
+)
 
 # Module names of `liger_kernel` and the names that each of them serves.
 MODULES: dict[str, dict[str, str]] = {

@@ -6,13 +6,6 @@ from torch import Tensor, nn
 
 from tigon.integrations.liger.layers import LigerRMSNorm
 
-__all__ = [
-    "LigerGroupNorm", "LigerModulatedRMSNorm", "LigerRMSNormForGemma", "LigerRMSNormForGemma2",
-    "LigerRMSNormForGemma3", "LigerRMSNormForGemma4", "LigerRMSNormForGlm4", "LigerRMSNormForMuseGlimmer",
-    "LigerRMSNormForMuseGlimmerTextCentered", "LigerRMSNormForOlmo2", "LigerRMSNormForQwen3Next", "modulate",
-]  # fmt: skip
-
-
 # --- RMSNorm whose defaults are those of a model ----------------------------------------------------
 
 

@@ -19,11 +19,6 @@ from tigon.losses.sequences import Metrics, Sequences
 from tigon.ops.head.linear_log_probs import linear_log_probs
 from tigon.ops.logits.cross_entropy import cross_entropy
 
-__all__ = [
-    "LigerFusedLinearGRPOLoss", "compute_dapo_normalizer", "fused_selective_log_softmax", "get_gamma_weights",
-    "ratio_of_tokens", "reduce_grpo_loss", "triton_grpo_loss",
-]  # fmt: skip
-
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
 TYPES_WITHOUT_CLIPPING = ("cispo", "sapo", "vespo")
 # Tokens with this target are outside of completions.

@@ -15,13 +15,6 @@ from torch.utils.checkpoint import checkpoint
 
 from tigon.integrations.liger.mlps import LigerGEGLUMLP, LigerSwiGLUMLP
 
-__all__ = [
-    "LigerFusedNeighborhoodAttention", "LigerFusedNeighborhoodAttentionLayer", "LigerMultiTokenAttention",
-    "LigerPolyNorm", "LigerSparsemax", "LigerSwiGLUMLPForMuseGlimmer", "LigerTiledGEGLUMLP", "LigerTiledSwiGLUMLP",
-    "is_transformers_available", "liger_llama4_text_rotary_pos_emb", "liger_llama4_vision_rotary_pos_emb",
-    "neighborhood_attention", "poly_norm",
-]  # fmt: skip
-
 
 def is_transformers_available() -> bool:
     """Return whether transformers is installed."""
