@@ -8,7 +8,7 @@ elements whose first AdamW update points the wrong way, and counts the tokens th
     python examples/curves_fp32.py --out curves.json                                            # on a GPU
     python examples/curves_fp32.py --types llama --size tiny --device cpu --steps 4 --quick     # a trial on a CPU
 
-docs/curves.md explains the numbers.
+docs/performance.md explains the numbers.
 """
 
 import argparse

@@ -14,7 +14,7 @@ import tigon
 from benchmarks.workloads.inputs import InputMaker, Inputs
 
 # The shapes with the tags `first-light` and `roofline` are measured by default. docs/performance.md has the
-# results of the tag `roofline`, and docs/linear_cross_entropy.md names the tag `linear`.
+# results of the tag `roofline`, and docs/losses.md names the tag `linear`.
 FIRST_LIGHT, ROOFLINE, FIRST_ROOFLINE = ("first-light",), ("roofline",), ("first-light", "roofline")
 MORE = ("more",)
 

@@ -81,7 +81,7 @@ def test_floors_of_a_package_agree_in_all_extras():
 
 @pytest.mark.parametrize("package", FLOORS)
 def test_page_on_versions_states_the_floors(package):
-    page = (ROOT / "docs" / "versions.md").read_text()
+    page = (ROOT / "docs" / "compatibility.md").read_text()
     assert f"| {package} | {FLOORS[package]} |" in page
 
 
@@ -93,7 +93,7 @@ def test_floor_of_python_is_the_same_everywhere():
     assert classified == list(range(minor, minor + len(classified)))
     assert len(classified) >= 3
     assert f"Python {floor.version} or later" in (ROOT / "README.md").read_text()
-    assert f"Python {floor.version}" in (ROOT / "docs" / "versions.md").read_text()
+    assert f"Python {floor.version}" in (ROOT / "docs" / "compatibility.md").read_text()
     assert f'target-version = "py{floor.version.replace(".", "")}"' in (ROOT / "pyproject.toml").read_text()
 
 

@@ -33,7 +33,7 @@ def _missing(name: str) -> RuntimeError:
 
     return RuntimeError(
         f"transformers {transformers.__version__} has no {name}, which Tigon needs here; "
-        "docs/versions.md lists the versions that work"
+        "docs/compatibility.md lists the versions that work"
     )
 
 

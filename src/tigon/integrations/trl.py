@@ -14,7 +14,7 @@ that they install runs on Tigon's ops:
 | distillation | four: `linear_distillation` |
 | all others | four: `linear_log_probs` |
 
-`docs/trainers.md#trl` describes the levels of memory and gradient checkpointing.
+`docs/trainers.md` describes the levels of memory and gradient checkpointing.
 """
 
 import functools

@@ -2,7 +2,7 @@
 
 Each family of kernels has one frozen dataclass of launch parameters, derived from `LaunchConfig`. Its `heuristic` is a
 pure function of the problem (a NamedTuple of sizes) and the device, so tests call it without a GPU. Launchers call
-`choose`, which returns what `heuristic` returns unless a `tuned` block overrides it. docs/tuning.md shows both.
+`choose`, which returns what `heuristic` returns unless a `tuned` block overrides it. docs/performance.md shows both.
 """
 
 import contextlib

@@ -269,28 +269,27 @@ def test_code_of_a_repository_runs_if_it_is_allowed(run, tmp_path):
 def test_the_page_lists_replaced_modules_reasons_and_types_that_were_not_built(monkeypatch):
     from tigon.cli.inspect import models_page as module
 
-    monkeypatch.setattr(module, "causal_lm_types", lambda: ["llama", "reformer", "seed_oss"])
+    monkeypatch.setattr(module, "causal_lm_types", lambda: ["llama", "qwen3_moe", "reformer", "seed_oss"])
     page = models_page()
-    assert "Of 3 types, 2 can be built" in page
-    statements = "add + norm, norm + residual, products of one input"
-    assert f"| llama | LlamaForCausalLM | rms_norm | swiglu | – | rope | {statements} |" in page
-    assert re.search(r"\| seed_oss \| .* \*unchanged\*: SeedOssMLP \(1\) \|", page)
-    assert "\n1. its forward draws random numbers" in page
-    assert "- reformer: " in page
+    assert "Of 4 types, 3 can be built" in page
+    assert "|llama|✓|✓|||✓|✓|✓|" in page
+    assert "|qwen3_moe|✓||✓||✓|✓|✓|" in page
+    assert "|seed_oss|✓|1|||✓|✓|✓|" in page
+    assert "\n1. its forward draws random numbers: SeedOssMLP of seed\\_oss\n" in page
+    assert "`tests/hf/tiny.py`:\nreformer.\n" in page
 
 
-def page_rows() -> dict[str, str]:
-    """Return the rows of the page by type. The reasons stand in place of their numbers."""
-    text = PAGE.read_text(encoding="utf-8")
-    reasons = dict(re.findall(r"^(\d+)\. (.*)$", text, flags=re.M))
-    inline = lambda line: re.sub(r"\((\d+)\)", lambda m: f"({reasons[m[1]]})", line)
-    return {line.split(" | ")[0].strip("| "): inline(line) for line in text.splitlines() if line.startswith("| ")}
+def rows_of(text: str) -> dict[str, list[str]]:
+    """Return the cells of a page by type. The reasons stand in place of their numbers."""
+    reasons = dict(re.findall(r"^(\d+)\. (.*): .*$", text, flags=re.M))
+    rows = [line[1:-1].split("|") for line in text.splitlines() if line.startswith("|")]
+    return {name: [re.sub(r"\d+", lambda m: reasons[m[0]], cell) for cell in cells] for name, *cells in rows}
 
 
 def page_text() -> str:
-    """Return the page in one line. Skip the test if the page is of another version of transformers, or missing."""
-    text = " ".join(PAGE.read_text(encoding="utf-8").split()) if PAGE.exists() else ""
-    if f"transformers {transformers.__version__}." not in text:
+    """Return the page. Skip the test if the page is of another version of transformers, or missing."""
+    text = PAGE.read_text(encoding="utf-8") if PAGE.exists() else ""
+    if f"transformers {transformers.__version__};" not in text:
         pytest.skip("no page of this version of transformers")
     return text
 
@@ -304,25 +303,25 @@ qwen3_moe seed_oss zamba"""
 @pytest.mark.parametrize("model_type", TYPES_TO_COMPARE.split())
 @pytest.mark.sampled(8)
 def test_the_page_is_up_to_date(model_type):
-    page_text()
-    page = table([make_row(model_type)])
-    reasons = dict(re.findall(r"^(\d+)\. (.*)$", page, flags=re.M))
-    row = next(line for line in page.splitlines() if line.startswith(f"| {model_type} "))
-    assert page_rows()[model_type] == re.sub(r"\((\d+)\)", lambda m: f"({reasons[m[1]]})", row)
+    assert rows_of(page_text())[model_type] == rows_of(table([make_row(model_type)]))[model_type]
 
 
 def test_the_totals_of_the_page_agree_with_its_rows():
-    text, rows = page_text(), [row.split(" | ") for name, row in page_rows().items() if name in causal_lm_types()]
-    failures = {name.replace("\\", "") for name in re.findall(r"^- (\S+): ", PAGE.read_text("utf-8"), flags=re.M)}
-    assert f"Of {len(causal_lm_types())} types, {len(rows)} can be built" in text
-    assert {row[0].strip("| ") for row in rows} | failures == set(causal_lm_types())
-    is_replaced = [[not cell.startswith(("–", "*unchanged*")) for cell in row[2:]] for row in rows]
-    for group, column in zip(GROUPS, zip(*is_replaced, strict=True), strict=True):
-        assert f"| {group} | {sum(column)} |" in text
+    text = page_text()
+    words, rows = " ".join(text.split()), rows_of(text)
+    del rows["type"], rows["---"]
+    failures = set(words.rpartition("`tests/hf/tiny.py`: ")[2].replace("\\", "").rstrip(".").split(", "))
+    assert f"Of {len(causal_lm_types())} types, {len(rows)} can be built" in words
+    assert rows.keys() | failures == set(causal_lm_types())
+    is_replaced = [["✓" in cell for cell in cells] for cells in rows.values()]
+    # The columns of MLPs and of experts are one group.
+    groups = [[norms, mlps or experts, *others] for norms, mlps, experts, *others in is_replaced]
+    counts = [f"{group} in {sum(column)}" for group, column in zip(GROUPS, zip(*groups, strict=True), strict=True)]
+    assert f"Replaced are {', '.join(counts)}." in words
     activations = list(GROUPS).index(ACTIVATIONS)
-    has_all = [all(row[:activations] + row[activations + 1 :]) for row in is_replaced]
-    assert f"replaced in {sum(has_all)} types, at least one in {sum(map(any, is_replaced))}." in text
-    assert f"the {len(TYPES)} decoders of transformers 5.17" in text
-    assert f"the tests build {len(TYPES) - len(WITHOUT)} small" in text
+    has_all = [all(row[:activations] + row[activations + 1 :]) for row in groups]
+    assert f"are replaced in {sum(has_all)} types, at least one in {sum(map(any, groups))}." in words
+    assert f"the {len(TYPES)} decoders among these types" in words
+    assert f"the tests train the {len(TYPES) - len(WITHOUT)} that can be built small" in words
     assert len(failures & set(TYPES) - set(WITHOUT)) == 6
-    assert "The tests build six of these" in text
+    assert "The tests build six of these" in words

@@ -45,7 +45,8 @@ def check(
     The command compares every op with eager code and an exact result, trains patched tiny models of five types beside
     the stock models, checks the faster ways of launching and multiplying, and measures the speed of every op on a GPU.
 
-    If you have a chip that is not listed in docs/amd.md or in the README, please attach the file of --json to an issue.
+    If you have a chip that is not listed in docs/compatibility.md or in the README, please attach the file of --json to
+    an issue.
 
     The exit code is 0, or 1 if a check failed, 2 for bad input, and 130 after Ctrl-C.
     """

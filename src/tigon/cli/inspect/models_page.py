@@ -1,6 +1,7 @@
 """Write docs/models.md: a row for each type of causal language model shows what `tigon.patch` replaces in it."""
 
 import re
+import textwrap
 from dataclasses import dataclass
 
 import tigon
@@ -13,25 +14,19 @@ INTRODUCTION = """\
 # What `tigon.patch` replaces, by model type
 
 `tigon inspect --all --out docs/models.md` (or `make models`) writes this page; do not edit it. It was written with
-Tigon {tigon} and transformers {transformers}. [Versions](versions.md) lists what other versions of transformers change.
+Tigon {tigon} and transformers {transformers}; [other versions](compatibility.md#versions) differ in a few types.
 
 Tigon has no list of models, because it recognises what modules compute. This page is a result, and Tigon does not read
 it. Each model was built from the defaults of its config class, in full size on the meta device, and then patched. For
-any other config, a checkpoint, or a model with its own code, run `tigon inspect MODEL`.
+any other config, a checkpoint, or a model with its own code, run `tigon inspect MODEL`, which also names the ops and
+prints each reason in full. Of the 143 decoders among these types, the tests train the 139 that can be built small.
 
-The page counts every type for which this version of transformers has a causal language model. The tests count the 143
-decoders of transformers 5.17; the other types are encoders, decoders of encoder-decoders, and a few that are neither.
-Of the 143, the tests build 139 small models from configs in `tests/hf/tiny.py`, patch them, and compare the loss and
-every gradient with those of the stock model.
-
-- A name in a cell is the op that replaces modules of this kind. The op was compared with the module when this page was
-  written, and every call of `tigon.patch` compares them again, bit for bit. Experts and the loss compute their sums in
-  another order, so these may differ in their last places.
-- *unchanged* names a module class that resembles this kind but keeps its own code. The number leads to the reason.
-- A dash means that no module resembles this kind.
-- *MLPs and experts* counts only whole MLPs. *activations* counts modules that compute an activation by itself. In a
-  type without a fused MLP these lie between linear layers that keep their own code. In the layers of other types an MLP
-  of statements reads them, and they also stand in heads.
+- ✓: an op replaces the modules of this kind, or the statements.
+- A number: modules that resemble this kind keep their code, for the [reason](#reasons) of this number. With a ✓, only
+  some of the modules do.
+- An empty cell: no module resembles this kind.
+- *MLPs* are whole MLPs, with or without a gate. *Activations* are modules that compute an activation by itself.
+  *Statements* are [fused statements](patching.md#which-modules-are-replaced).
 
 {totals}
 """
@@ -39,10 +34,12 @@ every gradient with those of the stock model.
 NOT_BUILT = """
 ## Not built
 
-No model can be built from the defaults of these config classes; the config of a checkpoint may work. The tests build
-six of these small, from configs in `tests/hf/tiny.py`, and patch them.
-
+No model can be built from the defaults of these config classes; the config of a checkpoint may work, and
+`tigon inspect TYPE` prints the reason. The tests build six of these small, from configs in `tests/hf/tiny.py`:
 """
+
+# The columns of the table. The MLPs of a type are divided into experts and others.
+COLUMNS = ("norms", "MLPs", "experts", "activations", "rope", "statements", "loss")
 
 
 @dataclass(frozen=True)
@@ -91,40 +88,54 @@ def make_row(model_type: str) -> TypeRow:
 
 
 def _totals(rows: list[TypeRow], failures: dict[str, str]) -> str:
-    """Return the number of types, and for each group the number of types by what is replaced in them."""
-    lines = [
-        f"Of {len(rows) + len(failures)} types, {len(rows)} can be built from the defaults of their config class.",
-        "",
-    ]
-    lines += [
-        "| | replaced | of these, some modules unchanged | all modules unchanged | no such module |",
-        "|---|---|---|---|---|",
-    ]
-    for group in GROUPS:
-        states = [(bool(row.replaced[group]), bool(row.unchanged[group])) for row in rows]
-        counts = [sum(r for r, _ in states), states.count((True, True)), states.count((False, True))]
-        lines.append(f"| {group} | {' | '.join(map(str, [*counts, states.count((False, False))]))} |")
+    """Return the number of types, and for each group the number of types in which modules of it are replaced."""
+    counts = ", ".join(f"{group} in {sum(bool(row.replaced[group]) for row in rows)}" for group in GROUPS)
     # A model whose MLPs are all fused has no activations left to replace.
     all_groups = sum(all(ops for group, ops in row.replaced.items() if group != ACTIVATIONS) for row in rows)
     any_group = sum(any(row.replaced.values()) for row in rows)
-    return "\n".join([*lines, "", f"All are replaced in {all_groups} types, at least one in {any_group}."])
+    text = (
+        f"Of {len(rows) + len(failures)} types, {len(rows)} can be built from the defaults of their config class. "
+        f"Replaced are {counts}. All kinds but activations are replaced in {all_groups} types, at least one in "
+        f"{any_group}."
+    )
+    return textwrap.fill(text, 120)
+
+
+def _cells(row: TypeRow, reasons: dict[str, list[str]]) -> list[str]:
+    """Return the cells of a type, one for each column, and add its modules that keep their code to the reasons."""
+    cells = []
+    for group in GROUPS:
+        numbers = set()
+        for module, detail in row.unchanged[group]:
+            # Parentheses hold the names of attributes, the lines of a file, or an exception.
+            why = detail.partition(" (")[0]
+            # The class of a whole model would repeat the name of the type.
+            reasons.setdefault(why, []).append(row.model_type if group == "loss" else f"{module} of {row.model_type}")
+            numbers.add(list(reasons).index(why) + 1)
+        kinds = [bool(row.replaced[group])]
+        if group == "MLPs and experts":
+            kinds = [any(op != "moe_mlp" for op in row.replaced[group]), "moe_mlp" in row.replaced[group]]
+        marks = ["✓" if replaced else "" for replaced in kinds]
+        marks[0] = " ".join([mark for mark in marks[:1] if mark] + [str(number) for number in sorted(numbers)])
+        cells += marks
+    return cells
 
 
 def table(rows: list[TypeRow]) -> str:
-    """Return the table of all types, and below it the numbered reasons."""
-    reasons: dict[str, int] = {}
-    lines = [f"| type | class | {' | '.join(GROUPS)} |", "|" + "---|" * (2 + len(GROUPS))]
-    for row in rows:
-        cells = []
-        for group in GROUPS:
-            words = [", ".join(row.replaced[group])] if row.replaced[group] else []
-            words += [
-                f"*unchanged*: {cls} ({reasons.setdefault(why, len(reasons) + 1)})" for cls, why in row.unchanged[group]
-            ]
-            cells.append("; ".join(words) or "–")
-        lines.append(f"| {row.model_type} | {row.model_class} | {' | '.join(cells)} |")
-    lines += ["", "These are the reasons why modules keep their code:", ""]
-    return "\n".join([*lines, *(f"{number}. {_plain(why)}" for why, number in reasons.items())])
+    """Return the table of all types, and below it the numbered reasons with the modules that they are about."""
+    reasons: dict[str, list[str]] = {}
+    lines = [f"|type|{'|'.join(COLUMNS)}|", "|---|" + ":-:|" * len(COLUMNS)]
+    lines += [f"|{row.model_type}|{'|'.join(_cells(row, reasons))}|" for row in rows]
+    lines += ["", "## Reasons", "", "Modules keep their code for these reasons:", ""]
+    return "\n".join(
+        [
+            *lines,
+            *(
+                f"{number}. {_plain(why)}: {', '.join(map(_plain, dict.fromkeys(modules)))}"
+                for number, (why, modules) in enumerate(reasons.items(), 1)
+            ),
+        ]
+    )
 
 
 def _plain(text: str) -> str:
@@ -150,6 +161,5 @@ def models_page() -> str:
     )
     page += f"\n## By type\n\n{table(rows)}\n"
     if failures:
-        page += NOT_BUILT
-        page += "".join(f"- {_plain(name)}: {_plain(reason)}\n" for name, reason in failures.items())
+        page += f"{NOT_BUILT}{', '.join(map(_plain, failures))}.\n"
     return page

@@ -109,7 +109,7 @@ def is_recompute_hook(pack: Callable) -> bool:
     if name not in (_FIRST_RUN, _RECOMPUTE):
         raise RuntimeError(
             f"tigon: torch {torch.__version__} saves tensors of a checkpointed region by {name!r}, which Tigon does "
-            "not know; docs/versions.md lists the versions that work"
+            "not know; docs/compatibility.md lists the versions that work"
         )
     return name == _RECOMPUTE
 

@@ -40,7 +40,7 @@ def find(path: str, default: Any = None) -> Any:
         return value
     missing[path] = (
         f"torch {torch.__version__} has no torch.{path}, which Tigon needs here; "
-        "docs/versions.md lists the versions that work"
+        "docs/compatibility.md lists the versions that work"
     )
     return _refusal(path) if default is None else default
 

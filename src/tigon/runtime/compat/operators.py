@@ -168,5 +168,5 @@ def memory_events(profiler: Any) -> Iterator[MemoryEvent]:
     except AttributeError as error:
         raise RuntimeError(
             f"torch {torch.__version__} has no profiler.kineto_results with memory events, which Tigon needs here "
-            f"({error}); docs/versions.md lists the versions that work"
+            f"({error}); docs/compatibility.md lists the versions that work"
         ) from error

@@ -161,6 +161,6 @@ def compiler_tools() -> CompilerTools:
         return CompilerTools(compiler.GPUTarget, source, gluon_source, cuobjdump)
     except (ImportError, AttributeError) as error:
         raise RuntimeError(
-            f"triton {triton.__version__} has another compiler than Tigon needs here ({error}); docs/versions.md lists "
-            "the versions that work"
+            f"triton {triton.__version__} has another compiler than Tigon needs here ({error}); docs/compatibility.md "
+            "lists the versions that work"
         ) from error
