@@ -109,7 +109,7 @@ def test_the_page_names_everything_that_is_served_and_what_is_not():
     absent = {*names.NOT_SERVED, *(f"liger_kernel.{name}" for name in names.NOT_SERVED_MODULES)}
     assert [name for name in sorted(served | absent) if f"`{name}`" not in text] == []
     (types,) = re.findall(r"for \d+ types: ([^.]*)\.", text)
-    assert types.split(", ") == list(PARAMETERS)
+    assert " ".join(types.split()).split(", ") == list(PARAMETERS)
 
 
 # --- published snippets ----------------------------------------------------------------------------
