@@ -3,9 +3,8 @@
 import typer
 
 from benchmarks.compile.command import resources
-from benchmarks.demo.command import demo
 from benchmarks.ops.command import bench
-from benchmarks.train.command import train
+from benchmarks.train.command import demo, train
 from tigon.cli.main import run_application, sigterm_interrupts
 
 

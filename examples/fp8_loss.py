@@ -33,7 +33,7 @@ from tigon.hf import fp8
 # `benchmarks` is a folder of the repository, and not a part of the installed package.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.training.text import MIN_VOCAB, read_text, tokenise
+from benchmarks.train.text import MIN_VOCAB, read_text, tokenise
 
 SIZES = {
     # The layers of Llama 3.2 1B: 973 million parameters, and 65 million in the embeddings.
@@ -188,7 +188,7 @@ def compare(runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 def draw(path: Path, runs: dict[str, dict[str, Any]], comparison: dict[str, Any]) -> None:
     """Draw the losses, and below them the smoothed differences from bf16 with the band of the noise."""
-    from benchmarks.training.figures import FAINT, INK, MUTED, STOCK, clean, headline, mark_limit, new_figure
+    from benchmarks.figures import FAINT, INK, MUTED, STOCK, clean, headline, mark_limit, new_figure
 
     reference = runs[REFERENCE]
     steps = range(1, reference["steps"] + 1)

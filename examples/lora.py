@@ -37,10 +37,9 @@ import tigon
 # `benchmarks` is a folder of the repository, and not a part of the installed package.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.demo.demo_report import TOLERANCE
-from benchmarks.training.figures import INK, Curve, draw_losses, provider_colour
-from benchmarks.training.measurement import loss_differences
-from benchmarks.training.program import takes_options
+from benchmarks.figures import INK, Curve, draw_losses, provider_colour
+from benchmarks.train.command import takes_options
+from benchmarks.train.measurement import TOLERANCE, loss_differences
 
 IGNORED = -100
 EXAMPLES = 512
@@ -240,7 +239,7 @@ def train(
 
 
 def write_losses(folder: Path, losses: dict[str, list[float]], options: Options, dtype: str) -> bool:
-    """Write loss.json and loss.png; return False if two runs differ by more than the tolerance of `benchmarks.demo`."""
+    """Write loss.json and loss.png; return False if two runs differ by more than the tolerance of the demo."""
     report = {"options": asdict(options), "dtype": dtype, "losses": losses}
     curves, differences, tolerances, agree = [], [], [], True
     if "stock" in losses:

@@ -19,7 +19,7 @@ from tigon.cli.presets import find_preset
 # `benchmarks` is a folder of the repository, and not a part of the installed package.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.training.text import MIN_VOCAB, batches, read_text, tokenise
+from benchmarks.train.text import MIN_VOCAB, batches, read_text, tokenise
 
 TINY = {
     "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "num_attention_heads": 4,

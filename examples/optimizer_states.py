@@ -31,7 +31,7 @@ import tigon
 # `benchmarks` is a folder of the repository, and not a part of the installed package.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.training.text import batches, read_text, tokenise
+from benchmarks.train.text import batches, read_text, tokenise
 
 SIZES: dict[str, dict[str, Any]] = {
     # 134 million parameters, 9 million of which are the embedding.
@@ -168,7 +168,7 @@ def describe(runs: dict[str, dict]) -> str:
 
 def plot(runs: dict[str, dict], path: Path) -> None:
     """Draw the curves, and the distance of each on other text from the reference, beside the noise of a seed."""
-    from benchmarks.training.figures import INK, clean, headline, new_figure
+    from benchmarks.figures import INK, clean, headline, new_figure
 
     figure = new_figure(10, 4.6)
     headline(figure, "Formats of AdamW's states and master weights", f"{describe(runs)}, bf16 parameters and gradients")

@@ -14,10 +14,10 @@ from tigon.cli.main import app as tigon_app
 # The function with which the work of each command begins. `inspect MODEL` and `env` take seconds, so they run in full.
 WORK = {
     "inspect --all": "tigon.cli.inspect.models_page.models_page",
-    "benchmarks demo": "benchmarks.demo.demo_plan.tokenise",
+    "benchmarks demo": "benchmarks.train.plan.tokenise",
     "plan": "tigon.cli.plan.planner.plan",
     "benchmarks ops": "benchmarks.ops.session._run",
-    "benchmarks train": "benchmarks.train.train_plan.tokenise",
+    "benchmarks train": "benchmarks.train.plan.tokenise",
     "check": "tigon.cli.check.command.run_checks",
     "benchmarks resources": "benchmarks.compile.command._compile_all",
 }

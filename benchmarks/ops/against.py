@@ -37,18 +37,29 @@ class Revision:
     folder: str
 
     @property
+    def short(self) -> str:
+        """Return the name of the commit; a full hash is shortened."""
+        return self.ref[:12] if self.ref == self.commit else self.ref
+
+    @property
     def name(self) -> str:
-        """Return the name of the provider, `tigon@<ref>`; a full hash is shortened."""
-        return f"tigon@{self.ref[:12] if self.ref == self.commit else self.ref}"
+        """Return the name of the provider, `tigon@<ref>`."""
+        return f"tigon@{self.short}"
 
     @contextmanager
-    def package(self) -> Iterator[ModuleType]:
-        """Import the package as the commit has it. Its files exist as long as the block runs."""
+    def files(self) -> Iterator[Path]:
+        """Write the package as the commit has it, and yield its folder. The files exist as long as the block runs."""
         with tempfile.TemporaryDirectory(prefix="tigon_") as folder:
             archive = _git(self.root, "archive", "--format=tar", self.commit, self.folder)
             with tarfile.open(fileobj=io.BytesIO(archive)) as files:
                 files.extractall(folder, filter="data")
-            yield _import_copy(Path(folder, self.folder), f"tigon_{self.commit[:12]}")
+            yield Path(folder, self.folder)
+
+    @contextmanager
+    def package(self) -> Iterator[ModuleType]:
+        """Import the package as the commit has it."""
+        with self.files() as folder:
+            yield _import_copy(folder, f"tigon_{self.commit[:12]}")
 
 
 def find_revision(ref: str) -> Revision:

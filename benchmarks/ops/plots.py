@@ -17,9 +17,9 @@ from matplotlib import pyplot
 from matplotlib.axes import Axes
 from matplotlib.ticker import NullFormatter, NullLocator
 
+from benchmarks.figures import LEVELS, PEER_COLOURS, STOCK
 from benchmarks.ops.cases import OPS, has_tag
 from benchmarks.ops.runner import BenchRow
-from benchmarks.training.figures import LEVELS, PEER_COLOURS, STOCK
 from tigon.cli.output import format_number
 
 # A provider has the same colour in every picture, and that of Tigon is the strongest. The hues are those of Okabe and

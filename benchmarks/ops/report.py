@@ -1,15 +1,7 @@
 """The report of a run: JSON with all results, Markdown tables, and tables for the terminal.
 
-`bench.json` is one object:
-
-    schema      1
-    versions    {package: version}, with that of Python
-    machine     type "cpu" or "cuda", name, runs_kernels, and the properties that matter: threads or multiprocessors,
-                memory, L2 cache. If no kernels run, the rows of Tigon measure its references in torch, as the name
-                says.
-    roofline    bytes_per_second, flops_per_second: as measured before the cases
-    settings    rounds, quick, interrupted, cases (names), seconds; with --against its ref, commit, title and provider
-    rows        a list of `runner.BenchRow`, one for each provider of each case, in the order in which they ran
+`bench.json` also has the roofline, as measured before the cases, and a row is a `runner.BenchRow`, one for each
+provider of each case. With --against, the settings have its ref, commit, title and provider.
 
 A row has these fields. A field that was not measured is null.
 
@@ -29,14 +21,11 @@ Where flops are the bound, products_ratio is the time (of kernels; on a CPU, wal
 "products" in the same run, and peak_above_gradients_mib is peak_mib less the gradients that the call returns.
 """
 
-import contextlib
-import importlib.metadata
-import platform
 from collections.abc import Callable, Iterable
+from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
 
-import torch
 from rich import box
 from rich.console import Group
 from rich.table import Table
@@ -45,16 +34,12 @@ from rich.text import Text
 from benchmarks.ops.cases import OPS
 from benchmarks.ops.measure import Roofline
 from benchmarks.ops.runner import BenchRow
-from tigon.cli import environment, output
+from benchmarks.report import page_head, write
 from tigon.cli.output import console_table, format_number, markdown_table
-from tigon.runtime.device import runs_kernels
 
-# The last package decides which kernels Liger runs.
-PEERS = ("unsloth", "cut-cross-entropy", "fla-core", "quack-kernels", "nvidia-cutlass-dsl")
 # The columns of the summary that are aligned to the left.
 SUMMARY_LEFT = ("case", "best peer")
 
-NO_KERNELS = " (no kernels run here: the rows of Tigon measure its references in torch)"
 _LEGEND = (
     "Forward + backward, medians. Kernel ms: the sum over the GPU kernels; host ms: until the call returns; wall ms: "
     "until the device is done; peak MiB: above the inputs; % roofline: floor / time (it exceeds 100 where an op reads "
@@ -73,57 +58,9 @@ def legend(products: bool) -> str:
     return _LEGEND + _PRODUCTS_LEGEND * products
 
 
-def versions() -> dict[str, str]:
-    """Return the versions of the packages that can change a result."""
-    # torch's own version has the build, as in 2.11.0+cu130.
-    package_versions = environment.versions() | {"torch": torch.__version__}
-    for package in PEERS:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            package_versions[package] = importlib.metadata.version(package)
-    return package_versions
-
-
-def describe_machine(device: torch.device) -> dict[str, object]:
-    """Return the name of the device and the properties on which the results depend.
-
-    The name is in the title of each table and picture, so it says if no kernels run on the device.
-    """
-    has_kernels = runs_kernels(torch.empty(1, device=device))
-    note = "" if has_kernels else NO_KERNELS
-    if device.type != "cuda":
-        return {
-            "type": "cpu",
-            "name": environment.cpu_name() + note,
-            "runs_kernels": has_kernels,
-            "threads": torch.get_num_threads(),
-            "system": platform.system(),
-        }
-    properties = torch.cuda.get_device_properties(device)
-    return {
-        "type": "cuda",
-        "name": properties.name + note,
-        "runs_kernels": has_kernels,
-        "memory_gib": round(properties.total_memory / 2**30, 1),
-        "multiprocessors": properties.multi_processor_count,
-        "l2_mib": round(getattr(properties, "L2_cache_size", 0) / 2**20, 1),
-        "runtime": f"CUDA {torch.version.cuda}" if torch.version.hip is None else f"ROCm {torch.version.hip}",
-    }
-
-
 def write_json(path: Path, rows: Iterable[BenchRow], roofline: Roofline, machine: dict, settings: dict) -> None:
     """Write all results as JSON, with every sample."""
-    document = {
-        "schema": 1,
-        "versions": versions(),
-        "machine": machine,
-        "roofline": {
-            "bytes_per_second": roofline.bytes_per_second,
-            "flops_per_second": roofline.flops_per_second,
-        },
-        "settings": settings,
-        "rows": [row.as_dict() for row in rows],
-    }
-    output.write_json(path, document)
+    write(path, machine, settings, roofline=asdict(roofline), rows=[row.as_dict() for row in rows])
 
 
 # --- tables --------------------------------------------------------------------------------------
@@ -253,10 +190,7 @@ def markdown(rows: list[BenchRow], roofline: Roofline, machine: dict, settings: 
     """Return the report as Markdown: the machine, a summary, and one table for each case."""
     against = settings.get("against")
     lines = [
-        "# python -m benchmarks ops",
-        "",
-        f"{machine['name']}; " + ", ".join(f"{name} {version}" for name, version in versions().items()),
-        "",
+        *page_head("Ops", machine),
         f"Roofline measured first: {roofline.bytes_per_second / 1e9:,.0f} GB/s (copy, read + written), "
         f"{roofline.flops_per_second / 1e12:.3g} TFLOP/s (bf16 product).",
         "",

@@ -16,6 +16,7 @@ from benchmarks.ops.against import Revision, find_revision
 from benchmarks.ops.cases import Case
 from benchmarks.ops.measure import make_meter
 from benchmarks.ops.runner import BenchRow, run_case
+from benchmarks.report import describe_machine
 from tigon.cli.main import INTERRUPTED, make_console, make_folder, pick_device, pick_folder
 
 
@@ -99,7 +100,7 @@ def _run(
 ) -> list[BenchRow]:
     """Measure and print case by case, and write the report. After Ctrl-C the report has the cases that are done."""
     start = time.perf_counter()
-    meter, machine = make_meter(device), report.describe_machine(device)
+    meter, machine = make_meter(device), describe_machine(device)
     rows: list[BenchRow] = []
     if settings["quick"]:
         meter.busy_ms /= 10

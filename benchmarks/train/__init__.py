@@ -1,9 +1,7 @@
-"""`benchmarks.train`: whole training steps of one model, stock and with each of its peers.
+"""Whole training steps of one model, stock and with each of its peers. The demo is a preset of this benchmark.
 
-This is the training program (`benchmarks.training`) for several providers, sizes and rounds.
-
-command       the options, the order of the work, and the printed output
-train_plan    turns options into runs, and refuses bad options
-train_runs    the runs of all rounds, and their progress
-train_report  tables, train.json, train.md, throughput.png, memory.png, loss.png
+A run is a process (`child`, `worker`), or a group of them under FSDP2, that trains the points which its parent sends
+(`job`, `turns`, `search`, `answers`). `providers` change the stock model, and `models` and `text` make the model and
+its data. `plan` turns options into runs, `runs` trains them, `measurement` holds their results, and `report` writes
+them. `command` has the two commands.
 """

@@ -27,9 +27,9 @@ from tigon.memory.levels import MEMORY
 # `benchmarks` is a folder of the repository, and not a part of the installed package.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.training.child import Event, Worker
-from benchmarks.training.search import Search
-from benchmarks.training.turns import TrainingRun, train_in_turns
+from benchmarks.train.child import Event, Worker
+from benchmarks.train.search import Search
+from benchmarks.train.turns import TrainingRun, train_in_turns
 
 VARIANTS = ("stock", "stock:checkpoint", "tigon", *(f"tigon:{level}" for level in MEMORY))
 

@@ -1,7 +1,7 @@
 """One rank of one variant of Medusa, which trains a few steps at each length.
 
 `python measure.py JOB.json`, alone or as a rank of torchrun. Each line of standard input is a length, which rank 0
-answers with a line of JSON on standard output. `benchmarks.training.answers` has the events of lengths that do not fit
+answers with a line of JSON on standard output. `benchmarks.train.answers` has the events of lengths that do not fit
 and of failures.
 
     {"event": "ready", "device": .., "memory_bytes": .., "parameters": ..}
@@ -28,9 +28,9 @@ import tigon
 # `benchmarks` is a folder of the repository, and not a part of the installed package.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.training.answers import Rank, WriteEvent, answer, answer_points
-from benchmarks.training.job import RankJob
-from benchmarks.training.text import read_text
+from benchmarks.train.answers import Rank, WriteEvent, answer, answer_points
+from benchmarks.train.job import RankJob
+from benchmarks.train.text import read_text
 
 
 @dataclass(frozen=True)

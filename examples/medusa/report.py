@@ -9,7 +9,7 @@ from tigon.cli.output import markdown_table
 # `benchmarks` is a folder of the repository, and not a part of the installed package.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.training import figures
+from benchmarks import figures
 
 GIB = 2**30
 LEFT = ("stage", "heads", "variant", "against")

@@ -7,7 +7,7 @@ import tigon
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("tokenizers")
-from benchmarks.training.text import batches, read_text, tokenise  # noqa: E402
+from benchmarks.train.text import batches, read_text, tokenise  # noqa: E402
 from hf.ways import PARTS  # noqa: E402
 
 STEPS, ROWS, LENGTH, VOCABULARY = 50, 8, 256, 16384

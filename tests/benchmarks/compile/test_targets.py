@@ -14,8 +14,8 @@ if not INTERPRETED:
     from benchmarks.compile.targets import CHIPS, Chip, recorded, resources
 
 
-# `make test` compiles each kernel of an op once for two chips, one of each vendor, at the last of its recorded sizes, and
-# the kernels of the widest row for the others. `make test-thorough` compiles every step for every chip.
+# `make test` compiles each kernel of an op once for two chips, one of each vendor, at the last of its recorded sizes,
+# and the kernels of the widest row for the others. `make test-thorough` compiles every step for every chip.
 CHIPS_IN_MAKE_TEST = ("sm_90", "gfx942")
 WIDEST_ROW = "rms_norm 16384"
 OPS = tuple(dict.fromkeys(step.split()[0] for step in STEPS))

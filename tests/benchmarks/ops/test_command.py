@@ -59,7 +59,7 @@ def test_a_run_writes_json_markdown_and_pictures(run, tmp_path):
     assert names == {"bench.json", "bench.md", *(f"{picture}.png" for picture in pictures)}
     assert output.index("Summary") < output.index("Report in")
 
-    assert report["schema"] == 1
+    assert report["schema"] == 2
     assert (report["machine"]["type"], report["machine"]["runs_kernels"]) == ("cpu", False)
     says_references = "no kernels run here: the rows of Tigon measure its references in torch"
     assert says_references in report["machine"]["name"]

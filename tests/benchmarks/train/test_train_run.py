@@ -15,9 +15,10 @@ import torch
 from typer import testing
 
 from benchmarks.__main__ import app
-from benchmarks.training import child, worker
-from benchmarks.training.answers import is_out_of_memory
-from benchmarks.training.child import ChildFailed
+from benchmarks.train import child, worker
+from benchmarks.train.answers import is_out_of_memory
+from benchmarks.train.child import ChildFailed
+from benchmarks.train.job import Job
 from tigon.cli.main import INTERRUPTED
 
 
@@ -35,10 +36,25 @@ def run(text, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(text.parent))
     monkeypatch.setenv("COLUMNS", "200")
     fixed = ("--model", "tiny", "--device", "cpu", "--text", text, "--out", tmp_path / "out", "--warmup", "1")
+    demo = (
+        "--device",
+        "cpu",
+        "--text",
+        text,
+        "--out",
+        tmp_path / "out",
+        "--vocab",
+        "512",
+        "--batch",
+        "2",
+        "--seq",
+        "32",
+    )
 
-    def call(*arguments):
-        result = testing.CliRunner().invoke(app(), ["train", *map(str, fixed), *arguments])
-        report = tmp_path / "out" / "train.json"
+    def call(*arguments, command="train"):
+        options = fixed if command == "train" else demo
+        result = testing.CliRunner().invoke(app(), [command, *map(str, options), *arguments])
+        report = tmp_path / "out" / ("train.json" if command == "train" else "report.json")
         return result.exit_code, result.output, json.loads(report.read_text()) if report.exists() else None
 
     return call
@@ -211,13 +227,6 @@ def test_an_interrupted_command_keeps_its_measurements(run, threads, monkeypatch
     assert (tmp_path / "out" / "throughput.png").exists()
 
 
-def test_no_size_begins_after_the_budget(run, threads):
-    code, _, report = run("--providers", "stock,tigon", "--seq", "16", "--steps", "2", "--budget", "1e-9")
-    assert code == 0
-    assert [row["status"] for row in report["rows"]] == ["skipped", "skipped"]
-    assert threads == []
-
-
 def test_a_refused_option_writes_nothing(run):
     code, output, report = run("--providers", "stock,nobody")
     assert code == 2
@@ -244,3 +253,61 @@ def test_two_ranks_shard_the_model_and_have_the_losses_of_one_process(run, reque
     assert stock["tokens_per_step"] == lean["tokens_per_step"] == 2 * 32
     assert lean["losses"] == pytest.approx(stock["losses"], abs=1e-4)
     assert len(lean["losses"]) == 3
+
+
+# --- the demo ------------------------------------------------------------------------------------
+
+
+def test_the_demo_says_that_the_curves_agree(run, tmp_path):
+    """The processes are real, because two threads would draw from one random state."""
+    code, output, report = run("--steps", "4", command="demo")
+    assert code == 0, output
+    assert {path.name for path in (tmp_path / "out").iterdir()} >= {"report.json", "loss.png", "speed_memory.png"}
+    (stock,), (tigon,) = rows_of(report, "stock"), rows_of(report, "tigon")
+    assert len(stock["losses"]) == len(tigon["losses"]) == len(tigon["samples"]["seconds"]) == 4
+    assert report["comparison"]["agree"] is True
+    assert stock["losses"][-1] < stock["losses"][0]
+    assert report["settings"]["state_bytes"] >= 16 * report["settings"]["parameters"]
+    assert "linear_cross_entropy" in report["settings"]["applied"]["tigon"]
+    for part in ("tokens per second", "peak memory above the model", "The curves agree", str(tmp_path / "out")):
+        assert part in output
+
+
+def test_the_demo_exits_with_1_if_the_curves_differ(run, threads, monkeypatch):
+    def change_the_tokens(job, ids):
+        if job.provider == "tigon":
+            ids[:, 24:] = 0
+
+    call_before_each_step(monkeypatch, change_the_tokens)
+    code, output, report = run("--steps", "1", command="demo")
+    assert code == 1
+    assert "The curves differ: " in output
+    assert report["comparison"]["agree"] is False
+
+
+@pytest.mark.parametrize(("error", "steps"), [(torch.OutOfMemoryError("9 GiB"), 3), (KeyError(7), 1)])
+def test_a_run_of_the_demo_that_fails_ends_with_3(run, threads, monkeypatch, error, steps):
+    """Without memory for one run, the other continues. Any other failure ends both."""
+    calls = []
+
+    def fail(job, ids):
+        calls.append(job.provider)
+        if job.provider == "stock" and calls.count("stock") == 2:
+            raise error
+
+    call_before_each_step(monkeypatch, fail)
+    code, output, report = run("--steps", "3", command="demo")
+    assert code == 3
+    assert "stock failed after 1 steps" in output
+    assert [len(row["losses"]) for row in report["rows"]] == [1, steps]
+
+
+def test_a_process_that_fails_gives_its_reason_and_leaves_its_log(tmp_path):
+    job = Job("stock", {"model_type": "llama"}, "absent.npy", device="nowhere")
+    process = child.Child(job, tmp_path / "stock.log", child.worker_command(), {})
+    try:
+        with pytest.raises(ChildFailed, match="nowhere"):
+            process.next_event()
+    finally:
+        process.close()
+    assert "Traceback" in (tmp_path / "stock.log").read_text()

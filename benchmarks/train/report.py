@@ -1,58 +1,40 @@
-"""The report of `benchmarks.train`: tables, train.json, train.md and the pictures.
+"""The report of training: tables, JSON, Markdown and the pictures, and the comparison of the demo.
 
-`train.json` is one object:
-
-    schema      1
-    versions    {package: version}, with Python's
-    machine     type "cpu" or "cuda", name, and the properties that numbers depend on
-    settings    options, dtype, steps, warm-up, parameters, text, and whether the command was interrupted
-    rows        a list of `Measurement`, one for each provider and size
-    curves      {provider: `LossComparison`} against stock, where stock and the provider have losses at the same size
-
-Times are medians of the timed steps of all rounds; samples hold each step. A value that was not measured is null.
+The rows of the JSON report are `Measurement`, one for each provider and size; `curves` compares losses with stock's.
+Times are medians of the timed steps of all rounds; samples hold each step.
 
 The first two pictures, throughput.png and memory.png, have bars at one size. Over a sweep they have lines, which end in
 a cross where memory ran out. loss.png has the losses of one size.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
-from benchmarks.ops.report import versions
-from benchmarks.training import figures
-from benchmarks.training.measurement import (
+from benchmarks import figures
+from benchmarks.report import page_head, write
+from benchmarks.train.measurement import (
     NOISE_FACTOR,
     REFERENCES,
     SLACK,
     STOCK_REVERSED,
+    TOLERANCE,
     LossComparison,
     Measurement,
     compare_with_stock,
     loss_differences,
 )
-from benchmarks.training.model_providers import ADAMW_8BIT, STOCK_FP32, ModelProvider
-from tigon.cli.output import console_table, format_number, markdown_table, write_json
+from tigon.cli.output import console_table, format_number, markdown_table
 
 # --- tables --------------------------------------------------------------------------------------
 
 # The columns that are aligned to the left.
 LEFT = ("provider", "note", "within")
 Value = Callable[[Measurement], float | None]
-
-
-def name_optimizers(providers: Iterable[ModelProvider]) -> str:
-    """Return a sentence that names the optimizers of the providers."""
-    names = [
-        "tigon.AdamW with moments in 8 bits" if in_8_bits else "torch's AdamW, fused"
-        for in_8_bits in sorted({provider.adamw_8bit for provider in providers})
-    ]
-    end = f" for providers with the suffix {ADAMW_8BIT}" if len(names) > 1 else ""
-    return f"Optimizer: {'; '.join(names)}{end}."
 
 
 def legend(machine: dict[str, Any]) -> str:
@@ -152,64 +134,37 @@ def curve_table(curves: dict[str, LossComparison]) -> Table:
     return console_table(*_curve_cells(curves), LEFT, "Losses against stock's")
 
 
-def _largest_cells(rows: Sequence[Measurement], sweep: str) -> list[list[str]]:
-    """Return each provider with the largest size that fitted and the smallest that did not."""
-    lines = {line.label: line for line in _sweep_lines(rows, sweep, lambda row: 0.0)}
-    cells = []
-    for provider in dict.fromkeys(row.provider for row in rows):
-        line = lines.get(provider, figures.SweepLine(provider, "", [], None))
-        fits = f"{line.points[-1][0]:,}" if line.points else "-"
-        cells.append([provider, fits, "-" if line.failed_size is None else f"{line.failed_size:,}"])
-    return cells
-
-
 # --- files ---------------------------------------------------------------------------------------
 
 
-def write_report(path: Path, rows: Sequence[Measurement], machine: dict[str, Any], settings: dict[str, Any]) -> None:
+def write_report(
+    path: Path, rows: Sequence[Measurement], settings: dict[str, Any], demo: "DemoComparison | None" = None
+) -> None:
     """Write all numbers, with those of every step."""
     curves = {name: {**asdict(curve), "agrees": curve.agrees} for name, curve in compare_with_stock(rows).items()}
-    report = {
-        "schema": 1, "versions": versions(), "machine": machine, "settings": settings,
-        "rows": [row.as_dict() for row in rows], "curves": curves,
-    }  # fmt: skip
-    write_json(path, report)
+    comparison = demo and {**asdict(demo), "agree": demo.agree}
+    shown = {name: value for name, value in settings.items() if name != "machine"}
+    content = {"rows": [row.as_dict() for row in rows], "curves": curves, "comparison": comparison}
+    write(path, settings["machine"], shown, **content)
 
 
-def markdown(rows: Sequence[Measurement], machine: dict[str, Any], settings: dict[str, Any]) -> str:
-    """Return the report as Markdown: machine, settings, rows, the largest sizes of a sweep, comparisons of losses."""
-    lines = [
-        "# python -m benchmarks train", "",
-        f"{settings['title']}", "",
-        f"{machine['name']}; " + ", ".join(f"{name} {version}" for name, version in versions().items()), "",
-    ]  # fmt: skip
+def markdown(rows: Sequence[Measurement], settings: dict[str, Any]) -> str:
+    """Return the report as Markdown: machine, settings, rows, and comparisons of losses."""
+    lines = [*page_head("Training steps", settings["machine"]), f"{settings['title']}", ""]
     if settings["interrupted"]:
         lines += ["Interrupted: these are the sizes that were done.", ""]
-    titles, cells = _cells(rows)
-    lines += [f"{settings['optimizers']} {legend(machine)}", "", *markdown_table(titles, cells, LEFT), ""]
-    if settings["sweep"]:
-        size_name = {"seq": "length", "batch": "batch"}[settings["sweep"]]
-        cells = _largest_cells(rows, settings["sweep"])
-        lines += [f"## The largest {size_name}", ""]
-        lines += [*markdown_table(["provider", "fits", "out of memory"], cells, LEFT), ""]
+    lines += [legend(settings["machine"]), "", *markdown_table(*_cells(rows), LEFT), ""]
     curves = compare_with_stock(rows)
     if curves and not settings["sweep"]:
-        lines += ["## Losses against stock's", ""]
         lines += [
+            "## Losses against stock's", "",
             "Noise: stock against itself with the sequences of each batch reversed. Within: the root mean square "
-            f"of the differences is at most {NOISE_FACTOR:.0f} times the noise's, plus {SLACK:.0e}.",
-            "",
-        ]
-        if STOCK_FP32 in curves:
-            lines[-2] += (
-                " A run whose losses are as near to those of the same model in fp32 as stock's are is within, too."
-            )
-        lines += [*markdown_table(*_curve_cells(curves), LEFT), ""]
-    patch_reports = settings.get("applied", {})
-    if patch_reports:
-        lines += ["## Changes to the model", ""]
-        for name, text in patch_reports.items():
-            lines += [f"{name}:", "", "```text", text, "```", ""]
+            f"of the differences is at most {NOISE_FACTOR:.0f} times the noise's, plus {SLACK:.0e}, or the losses are "
+            "as near to those of the same model in fp32 as stock's are.", "",
+            *markdown_table(*_curve_cells(curves), LEFT), "",
+        ]  # fmt: skip
+    for name, text in settings.get("applied", {}).items():
+        lines += [f"## Changes by {name}", "", "```text", text, "```", ""]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -218,13 +173,11 @@ def markdown(rows: Sequence[Measurement], machine: dict[str, Any], settings: dic
 SIZE_LABELS = {"seq": "tokens a sequence", "batch": "sequences a GPU"}
 
 
-def plot(
-    rows: Sequence[Measurement], folder: Path, sweep: str | None, title: str, machine: dict[str, Any]
-) -> list[Path]:
+def plot(rows: Sequence[Measurement], folder: Path, sweep: str | None, settings: dict[str, Any]) -> list[Path]:
     """Write the pictures that `rows` have numbers for; return their files."""
     if not any(row.ok for row in rows):
         return []
-    limit = machine.get("memory_gib")
+    limit, title = settings["machine"].get("memory_gib"), f"{settings['title']}, {settings['machine']['name']}"
     speed, memory, loss = (folder / f"{name}.png" for name in ("throughput", "memory", "loss"))
     allocated_gib: Value = lambda row: None if row.allocated is None else row.allocated / 2**30
     memory_label = "Peak memory of a GPU, GiB" if limit else "Peak memory, GiB"
@@ -277,3 +230,88 @@ def _plot_losses(path: Path, rows: Sequence[Measurement], title: str) -> None:
             label = "noise" if is_noise else ""
             differences.append(figures.Curve(label, colour, loss_differences(row.losses, stock), broad=is_noise))
     figures.draw_losses(path, "Training loss", title, losses, differences, "difference\nfrom stock")
+
+
+# --- the demo ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class DemoComparison:
+    """The second run against the first, over the steps that both have done.
+
+    `differences` are |a - b| / max(|a|, 1) of the losses of each step, infinite where a loss is not finite. `worst` is
+    the index of the difference that is largest relative to its tolerance.
+    """
+
+    differences: list[float]
+    tolerances: list[float]
+
+    @property
+    def worst(self) -> int:
+        return max(range(len(self.differences)), key=lambda step: self.differences[step] / self.tolerances[step])
+
+    @property
+    def agree(self) -> bool:
+        return self.differences[self.worst] <= self.tolerances[self.worst]
+
+
+def compare_demo(rows: Sequence[Measurement], dtype: str) -> DemoComparison | None:
+    """Compare the second run with the first; return None if there is no step that both have done."""
+    differences = loss_differences(rows[1].losses, rows[0].losses, relative=True) if len(rows) == 2 else []
+    return DemoComparison(differences, list(map(TOLERANCE[dtype].at, range(len(differences))))) if differences else None
+
+
+def memory_sentence(machine: dict[str, Any]) -> str:
+    """Return a sentence that says what the memory row of the demo counts."""
+    peak = "torch's CUDA allocator" if machine["type"] == "cuda" else "the process's resident memory"
+    return f"Peak memory is the peak of {peak} in training, above parameters, gradients and optimizer states."
+
+
+def _demo_lines(rows: Sequence[Measurement], state_bytes: int) -> list[tuple[str, list[float | None], str]]:
+    """Return the name, both values and the format of each line of the demo's table."""
+    peaks = [row.allocated and (row.allocated - state_bytes) / 2**20 for row in rows]
+    return [
+        ("step time (median), ms", [row.step_seconds and 1e3 * row.step_seconds for row in rows], "{:,.0f}"),
+        ("tokens per second", [row.tokens_per_second for row in rows], "{:,.0f}"),
+        ("peak memory above the model, MiB", peaks, "{:,.0f}"),
+        ("last loss", [row.losses[-1] if row.losses else None for row in rows], "{:.4f}"),
+    ]
+
+
+def demo_table(rows: Sequence[Measurement], state_bytes: int, comparison: DemoComparison | None) -> Table:
+    """Return the two runs side by side, with the ratio second / first; dashes where nothing was measured."""
+    names = [row.provider for row in rows] + ["-"] * (2 - len(rows))
+    lines = []
+    for name, values, template in _demo_lines(rows, state_bytes):
+        a, b = (*values, None, None)[:2]
+        cells = ["-" if value is None or math.isnan(value) else template.format(value) for value in (a, b)]
+        lines.append([name, *cells, f"{b / a:.2f}x" if a and b and math.isfinite(b / a) else "-"])
+    if comparison is not None:
+        lines.append(["largest loss difference", "", "", f"{max(comparison.differences):.1e}"])
+    return console_table(("", *names, "ratio"), lines, ("",), "")
+
+
+def plot_demo(
+    folder: Path, rows: Sequence[Measurement], state_bytes: int, comparison: DemoComparison | None,
+    settings: dict[str, Any],
+) -> None:  # fmt: skip
+    """Draw loss.png, with the relative difference and its tolerance, and speed_memory.png with the ratios."""
+    subtitle = f"{settings['title']}, {settings['machine']['name']}"
+    colours = [figures.provider_colour(row.provider.partition("-")[0]) for row in rows]
+    curves = [
+        figures.Curve(row.provider, colour, row.losses, broad=row.provider == "stock")
+        for row, colour in zip(rows, colours, strict=True)
+    ]
+    differences = [figures.Curve("", figures.INK, comparison.differences)] if comparison else []
+    tolerances = comparison.tolerances if comparison else []
+    label = "relative\ndifference"
+    figures.draw_losses(folder / "loss.png", "Training loss", subtitle, curves, differences, label, tolerances, 1e-8)
+    panels = []
+    for name, values, template in _demo_lines(rows, state_bytes)[1:3]:
+        bars = []
+        for row, colour, value in zip(rows, colours, values, strict=True):
+            text = "not measured" if value is None else template.format(value)
+            ratio = f"{value / values[0]:.2f}x" if value and values[0] and row is not rows[0] else ""
+            bars.append(figures.Bar(row.provider, colour, value, text, ratio))
+        panels.append(figures.Panel(name[0].upper() + name[1:], bars))
+    figures.draw_panels(folder / "speed_memory.png", "Speed and memory", subtitle, panels, 7.2, 3.8)

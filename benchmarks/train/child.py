@@ -17,12 +17,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from benchmarks.training.job import RankJob
-from tigon.cli.environment import cpu_count
+from benchmarks.train.job import RankJob
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 Event = dict[str, Any]
-WORKER = ("-m", "benchmarks.training.worker")
+WORKER = ("-m", "benchmarks.train.worker")
 # These events do not answer a point.
 PROGRESS = ("ready", "step")
 
@@ -39,7 +38,7 @@ def _group_settings(ranks: int, device: str) -> dict[str, str]:
     """Return the environment variables that the ranks of a group need."""
     if ranks == 1:
         return {}
-    threads = {"OMP_NUM_THREADS": str(max(1, cpu_count() // ranks))}
+    threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks))}
     # By default gloo looks up the host's own name, which not every network resolves.
     return threads if device != "cpu" else {**threads, "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
 
@@ -68,7 +67,8 @@ class Child:
             file.write(job.to_json())
         self._job_file = Path(file.name)
         # The process imports `benchmarks` from the repository, whatever its working directory.
-        path = os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))
+        folders = getattr(job, "source", ""), str(REPOSITORY), os.environ.get("PYTHONPATH")
+        path = os.pathsep.join(filter(None, folders))
         environment = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
         environment |= settings
         with log.open("w", encoding="utf-8") if log else nullcontext() as stderr:

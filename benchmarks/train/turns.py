@@ -1,7 +1,7 @@
 """Every training program runs this loop: each run has a process, and the processes train their points in turn.
 
-`benchmarks.demo`, `benchmarks.train` and the Medusa example subclass `TrainingRun`; the subclass chooses the points and
-stores the answers.
+`benchmarks.train` and the Medusa example subclass `TrainingRun`; the subclass chooses the points and stores the
+answers.
 """
 
 from abc import ABC, abstractmethod
@@ -9,9 +9,9 @@ from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from benchmarks.training.child import Event, Worker
-from benchmarks.training.job import RankJob
-from benchmarks.training.search import Search
+from benchmarks.train.child import Event, Worker
+from benchmarks.train.job import RankJob
+from benchmarks.train.search import Search
 
 
 class AllRunsEnd(Exception):
@@ -22,7 +22,7 @@ class TrainingRun(ABC):
     """A job, and the sizes of a step at which it is trained.
 
     `search` chooses the sizes. The worker writes its standard error to `log`, and `facts` is its event "ready". A
-    subclass for another program than `benchmarks.training.worker` overrides `make_worker`.
+    subclass for another program than `benchmarks.train.worker` overrides `make_worker`.
     """
 
     size: int

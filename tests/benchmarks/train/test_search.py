@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.training.search import Search
+from benchmarks.train.search import Search
 
 
 def try_sizes(search: Search, room: int) -> list[int]:

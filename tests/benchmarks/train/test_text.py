@@ -10,8 +10,8 @@ import torch
 
 tokenizers = pytest.importorskip("tokenizers")
 
-from benchmarks.training import text as module  # noqa: E402
-from benchmarks.training.text import Corpus, batches, cache_folder, read_text, tokenise  # noqa: E402
+from benchmarks.train import text as module  # noqa: E402
+from benchmarks.train.text import Corpus, batches, cache_folder, read_text, tokenise  # noqa: E402
 
 
 def test_a_folder_is_read_file_by_file_in_order(text):

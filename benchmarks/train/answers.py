@@ -1,6 +1,6 @@
 """The child's side of a training process: read points, answer with events, exchange values between ranks, end.
 
-An event is a line of JSON. `benchmarks.training.child` is the parent's side.
+An event is a line of JSON. `benchmarks.train.child` is the parent's side.
 """
 
 import gc

@@ -31,7 +31,8 @@ class Job(RankJob):
     a shard of the model; a single process holds all of it. With `reverse`, the sequences of a batch come in reverse
     order, so that the loss is the same and its sums are taken in another order. With `continues`, a point continues
     with the data after the previous point, and gradients and optimizer states exist before the first step. With `lora`,
-    only adapters of this rank are trained; with `qlora`, the layers that have adapters are in 4 bits.
+    only adapters of this rank are trained; with `qlora`, the layers that have adapters are in 4 bits. `source` is the
+    folder from which the process imports Tigon, "" for that of this process.
     """
 
     provider: str
@@ -47,6 +48,7 @@ class Job(RankJob):
     continues: bool = False
     lora: int | None = None
     qlora: bool = False
+    source: str = ""
 
 
 @dataclass(frozen=True)

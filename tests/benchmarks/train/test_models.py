@@ -7,10 +7,9 @@ import pytest
 import torch
 import transformers
 
-from benchmarks.training.job import Job, Point
-from benchmarks.training.lora import add_adapters, draw_adapters, freeze, quantise
-from benchmarks.training.models import config_fields
-from benchmarks.training.worker import Trainer, create_states
+from benchmarks.train.job import Job, Point
+from benchmarks.train.models import ResidentMemory, add_adapters, config_fields, draw_adapters, freeze, quantise
+from benchmarks.train.worker import Trainer, create_states
 
 pytest.importorskip("peft")
 
@@ -125,3 +124,12 @@ def test_each_provider_trains_the_same_adapters(tmp_path, qlora):
     # A parameter of an adapter has 4 bytes, and so has each of its moments in AdamW.
     trained = 2 * 4 * (4 * (32 + 32) + 3 * (32 + 48))
     assert facts["stock"]["state_bytes"] - facts["frozen"]["state_bytes"] == 3 * 4 * trained
+
+
+def test_resident_memory_is_the_peak_above_the_memory_before(one_thread):
+    before = torch.ones(2**23)  # 32 MiB
+    memory = ResidentMemory()
+    # 64 MiB, freed at once.
+    torch.ones(2**24)
+    assert 60 * 2**20 < memory.peak_bytes() < 80 * 2**20
+    del before

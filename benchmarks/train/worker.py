@@ -1,4 +1,4 @@
-"""A training process of one model: `python -m benchmarks.training.worker JOB.json`, alone or as a rank of torchrun.
+"""A training process of one model: `python -m benchmarks.train.worker JOB.json`, alone or as a rank of torchrun.
 
 Each line of standard input is a `Point`. The process trains it and answers with events on standard output; the end of
 standard input ends the process. Rank 0 reads and answers; a rank that fails reports the failure itself.
@@ -25,15 +25,21 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from benchmarks.training import unsloth_model
-from benchmarks.training.answers import Rank, WriteEvent, answer, answer_points
-from benchmarks.training.job import Job, Point
-from benchmarks.training.lora import add_adapters, draw_adapters, freeze, quantise
-from benchmarks.training.model_providers import Missing, UnsupportedModel, select
-from benchmarks.training.models import random_model, read_config
-from benchmarks.training.resident import ResidentMemory
-from benchmarks.training.text import batches
-from tigon.hf.transformers_private import attention_of
+from benchmarks.train import unsloth_model
+from benchmarks.train.answers import Rank, WriteEvent, answer, answer_points
+from benchmarks.train.job import Job, Point
+from benchmarks.train.models import (
+    ResidentMemory,
+    add_adapters,
+    draw_adapters,
+    freeze,
+    quantise,
+    random_model,
+    read_config,
+    shard,
+)
+from benchmarks.train.providers import Missing, UnsupportedModel, find_provider
+from benchmarks.train.text import batches
 
 LR_WARMUP_STEPS = 4
 # At least this many steps are timed, even if less time is left.
@@ -126,7 +132,9 @@ class Trainer(Rank):
 
     def __init__(self, job: Job, rank: int, write_event: WriteEvent) -> None:
         start_time = time.perf_counter()
-        (self.provider,) = select([job.provider], job.checkpointing)
+        provider = find_provider(job.provider, job.checkpointing)
+        assert provider is not None, job.provider
+        self.provider = provider
         if self.provider.loads:
             # Before other libraries and before CUDA starts: Unsloth changes both.
             unsloth_model.import_unsloth(job.device)
@@ -145,8 +153,6 @@ class Trainer(Rank):
         trained_parameters = [p for p in model.parameters() if p.requires_grad] or [nn.Parameter(torch.zeros(1))]
         self.optimizer = self.provider.make_optimizer(trained_parameters, job.lr)
         if job.ranks > 1:
-            from benchmarks.training.models import shard
-
             model, self.optimizer = shard(model, self.optimizer)
         self.model: Callable[..., Any] = torch.compile(model) if self.provider.compiles else model
         shards = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
@@ -170,7 +176,10 @@ class Trainer(Rank):
         model: Any = random_model(read_config(job.config), job.dtype, self.device)
         if self.provider.in_fp32:
             model = model.float()
-        self._facts = {"parameters": sum(p.numel() for p in model.parameters()), "attention": attention_of(model)}
+        self._facts = {
+            "parameters": sum(p.numel() for p in model.parameters()),
+            "attention": model.config._attn_implementation,
+        }
         if job.qlora:
             quantise(model)
         return model
@@ -181,7 +190,7 @@ class Trainer(Rank):
         assert job.lora is not None
         return unsloth_model.load_with_adapters(
             self._random_model, read_config(job.config), job.dtype, job.lora, job.qlora,
-            self.provider.checkpoints(job.checkpointing),
+            self.provider.checkpoints,
         )  # fmt: skip
 
     def _prepare(self, model: Any) -> tuple[Any, str]:
@@ -189,10 +198,10 @@ class Trainer(Rank):
         job = self.job
         if not self.provider.trains:
             freeze(model)
-        elif job.lora is not None and self.provider.level is not None:
+        elif job.lora is not None and self.provider.is_tigon:
             model = add_adapters(model, job.lora)
-        description = self.provider.apply(model, job.checkpointing, self.device.type)
-        if job.lora is not None and self.provider.level is None:
+        description = self.provider.apply(model, self.device.type)
+        if job.lora is not None and not self.provider.is_tigon:
             # Peers change the modules of a model of transformers, which PEFT then wraps.
             if getattr(model, "is_gradient_checkpointing", False):
                 model.enable_input_require_grads()

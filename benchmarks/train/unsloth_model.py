@@ -15,7 +15,7 @@ from unittest import mock
 
 import torch
 
-from benchmarks.training.model_providers import Missing, UnsupportedModel
+from benchmarks.train.providers import Missing, UnsupportedModel
 
 # The model types that Unsloth trains with its fused kernels. It compiles all others with torch.compile.
 MODEL_TYPES = ("llama", "mistral", "gemma", "gemma2", "qwen2", "qwen3")

@@ -10,11 +10,11 @@ import pytest
 import torch
 import transformers
 
-from benchmarks.training import unsloth_model
-from benchmarks.training.job import Job, Point
-from benchmarks.training.model_providers import Missing, UnsupportedModel
-from benchmarks.training.models import config_fields
-from benchmarks.training.worker import Trainer
+from benchmarks.train import unsloth_model
+from benchmarks.train.job import Job, Point
+from benchmarks.train.models import config_fields
+from benchmarks.train.providers import Missing, UnsupportedModel
+from benchmarks.train.worker import Trainer
 
 peft = pytest.importorskip("peft")
 

@@ -1,0 +1,188 @@
+"""A model of random weights, its adapters, its shards under FSDP2, and the memory of a process without a GPU."""
+
+import ctypes
+import gc
+import json
+import math
+import re
+import resource
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+
+def config_fields(config: "PretrainedConfig") -> dict[str, Any]:
+    """Return the fields of a config as JSON values."""
+    return json.loads(json.dumps(config.to_dict()))
+
+
+def read_config(fields: dict[str, Any]) -> "PretrainedConfig":
+    """Return the config that has the fields."""
+    from transformers import CONFIG_MAPPING
+
+    return CONFIG_MAPPING[fields["model_type"]].from_dict(fields)
+
+
+def random_model(config: "PretrainedConfig", dtype: str, device: str | torch.device) -> "PreTrainedModel":
+    """Return a model of random weights in training mode on `device`. Set the seed before the call.
+
+    Attention is `sdpa`, or `eager` for a model type without `sdpa`.
+    """
+    from transformers import AutoModelForCausalLM
+
+    build = lambda attention: AutoModelForCausalLM.from_config(
+        config, dtype=getattr(torch, dtype), attn_implementation=attention
+    )
+    # Build on the device: a CPU needs half a minute to draw 1.2 billion random numbers.
+    with torch.device(device):
+        try:
+            model = build("sdpa")
+        except ValueError as error:
+            if "scaled_dot_product_attention" not in str(error):
+                raise
+            model = build("eager")
+    return model.to(device).train()
+
+
+def shard(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Shard `model` and `optimizer` over the ranks of this process's group, by FSDP2 of accelerate.
+
+    Each layer is a unit that frees its gathered parameters after its forward pass. Parameters, gradients and messages
+    between ranks have the dtype of the model.
+    """
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", reshard_after_forward=True,
+        cpu_ram_efficient_loading=False, state_dict_type="SHARDED_STATE_DICT",
+    )  # fmt: skip
+    on_cpu = next(model.parameters()).device.type == "cpu"
+    # Mixed precision would hold the weights in fp32.
+    accelerator = Accelerator(cpu=on_cpu, fsdp_plugin=plugin, mixed_precision="no")
+    if on_cpu:
+        # Accelerate accepts the plugin on accelerators alone, but FSDP2 works over gloo too.
+        from accelerate.utils import DistributedType
+
+        accelerator.state.fsdp_plugin = plugin
+        accelerator.state.distributed_type = DistributedType.FSDP
+    return accelerator.prepare(model, optimizer)
+
+
+# --- adapters ------------------------------------------------------------------------------------
+
+
+def add_adapters(model: Any, rank: int) -> Any:
+    """Return a model of transformers with adapters on all linear layers but the head, and on the weights of experts.
+
+    They have the defaults of PEFT: fp32 if the model is in half precision, a scaling of 2, and no dropout.
+    """
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(
+        r=rank, lora_alpha=2 * rank, target_modules="all-linear", target_parameters=expert_parameters(model) or None,
+        task_type="CAUSAL_LM",
+    )  # fmt: skip
+    return get_peft_model(model, config).train()
+
+
+def expert_parameters(model: nn.Module) -> list[str]:
+    """Return the names of the weights [E, out, in] or [E, in, out] of all experts in a model."""
+    from tigon.recognition.parts.experts import is_experts, parameter_names
+
+    return [
+        f"{name}.{parameter}"
+        for name, module in model.named_modules()
+        if is_experts(module)
+        for parameter in parameter_names(module)[:2]
+    ]
+
+
+def draw_adapters(model: Any, seed: int) -> None:
+    """Draw the matrix A of every adapter from `seed`, with the distribution of PEFT; B is zero.
+
+    The libraries that make adapters draw them in different orders, and some of them on the GPU.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if ".lora_A." in name:
+            bound = 1 / math.sqrt(parameter.shape[1])
+            values = torch.empty(parameter.shape).uniform_(-bound, bound, generator=generator)
+            with torch.no_grad():
+                parameter.copy_(values)
+
+
+def freeze(model: Any) -> None:
+    """Freeze all weights. Backward still computes the gradients of the embeddings' output and of each layer's input."""
+    model.requires_grad_(False)
+    model.enable_input_require_grads()
+
+
+def quantise(model: Any) -> None:
+    """Convert the linear layers of a model to 4 bits (nf4 with double quantisation), except the head."""
+    import bitsandbytes as bnb
+
+    head = model.get_output_embeddings()
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if type(child) is not nn.Linear or child is head:
+                continue
+            layer = bnb.nn.Linear4bit(
+                child.in_features, child.out_features, child.bias is not None, compute_dtype=child.weight.dtype,
+                quant_type="nf4", compress_statistics=True, device="meta",
+            )  # fmt: skip
+            weight = bnb.nn.Params4bit(
+                child.weight.data, requires_grad=False, quant_type="nf4", compress_statistics=True, module=layer
+            )
+            layer.weight, layer.bias = weight, child.bias
+            # The move to the device quantises the weight.
+            setattr(module, name, layer.to(child.weight.device))
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+# --- memory without a GPU ------------------------------------------------------------------------
+
+
+def _status_bytes(field: str) -> int | None:
+    """Return a size that Linux reports for this process, or None on other systems."""
+    try:
+        match = re.search(rf"^{field}:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
+    except OSError:
+        return None
+    return int(match[1]) * 1024 if match else None
+
+
+class ResidentMemory:
+    """Peak resident memory of this process above the memory that it had when this object was created.
+
+    Linux records the peak (VmHWM) and resets it on request. Other systems report the peak since the process started,
+    which is the same unless building the model took more memory than training it.
+    """
+
+    def __init__(self) -> None:
+        gc.collect()
+        # Return freed memory from the C library to the system, so that it does not count as memory of the model.
+        with suppress(OSError, AttributeError):
+            ctypes.CDLL(None).malloc_trim(0)
+        self._baseline = _status_bytes("VmRSS") or self._lifetime_peak()
+        try:
+            Path("/proc/self/clear_refs").write_text("5")
+            self._resettable = _status_bytes("VmHWM") is not None
+        except OSError:
+            self._resettable = False
+
+    @staticmethod
+    def _lifetime_peak() -> int:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+    def peak_bytes(self) -> int:
+        """Return the peak above the memory at the start."""
+        peak = _status_bytes("VmHWM") if self._resettable else self._lifetime_peak()
+        return max(0, (peak or 0) - self._baseline)

@@ -1,0 +1,433 @@
+"""Turn options into runs. All bad options are refused here, before anything runs."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import torch
+import typer
+
+from benchmarks.ops.against import Revision, find_revision
+from benchmarks.train.job import Job
+from benchmarks.train.measurement import STOCK_REVERSED, TOLERANCE
+from benchmarks.train.models import config_fields, random_model
+from benchmarks.train.providers import FROZEN, KNOWN, ModelProvider, select
+from benchmarks.train.search import Search
+from benchmarks.train.text import MIN_VOCAB, Corpus, Tokens, cache_folder, read_text, tokenise
+from tigon.cli.main import pick_device
+from tigon.cli.presets import MODEL_HELP, find_preset
+from tigon.runtime.requirements import unmet
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+SWEEPS = ("seq", "batch")
+DTYPES = tuple(TOLERANCE)
+# The largest number of entries of the BPE. More would take long to train, and a model's speed does not depend on them.
+MAX_ENTRIES = 32_000
+# The longest sequence that a sweep tries if memory does not run out before.
+MAX_TOKENS = 2**21
+TextOption = Annotated[
+    Path | None,
+    typer.Option(help="File or folder to train on.", show_default="the Python standard library's sources"),
+]
+DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """The options of the benchmark. None stands for a default that depends on other options."""
+
+    model: Annotated[str, typer.Option(help=MODEL_HELP)] = "Llama-3.2-1B"
+    providers: Annotated[str, typer.Option(help=f"Separated by commas: {KNOWN}.")] = "stock,liger,tigon"
+    against: Annotated[
+        str | None,
+        typer.Option(metavar="GIT_REF", help="Also train each provider of Tigon with the Tigon of this commit."),
+    ] = None
+    batch: Annotated[int, typer.Option(help="Sequences of each GPU in a step; the first size of a sweep over it.")] = 1
+    seq: Annotated[int, typer.Option(help="Tokens of a sequence; the first size of a sweep over the length.")] = 2048
+    steps: Annotated[
+        int | None, typer.Option(help="Timed steps.", show_default="10; 4 in a sweep; 50 with --curves")
+    ] = None
+    warmup: Annotated[
+        int | None, typer.Option(help="Steps before them, which are not timed.", show_default="3; 2 in a sweep")
+    ] = None
+    rounds: Annotated[int, typer.Option(help="Rounds over all providers, every second one in reverse order.")] = 1
+    checkpointing: Annotated[
+        bool, typer.Option("--checkpointing", help="Gradient checkpointing of every layer, for every provider.")
+    ] = False
+    lora: Annotated[
+        int | None, typer.Option(help="Train only low-rank adapters of this rank, on all linear layers but the head.")
+    ] = None
+    qlora: Annotated[
+        bool, typer.Option("--qlora", help="Hold the layers that have adapters in 4 bits (nf4, double quantisation).")
+    ] = False
+    gpus: Annotated[
+        int, typer.Option(help="Number of GPUs, or of ranks on a CPU. Several shard the model by FSDP2.")
+    ] = 1
+    sweep: Annotated[str | None, typer.Option(help="seq or batch: doubles the size until memory runs out.")] = None
+    sizes: Annotated[
+        str | None, typer.Option(help="Sizes of the sweep, separated by commas.", show_default="doublings")
+    ] = None
+    resolution: Annotated[
+        int | None, typer.Option(help="Search the largest size of the sweep that fits, to within this number.")
+    ] = None
+    layers: Annotated[
+        int | None, typer.Option(help="Number of the model's first layers to train.", show_default="all")
+    ] = None
+    curves: Annotated[
+        bool,
+        typer.Option(
+            "--curves",
+            help="Compare the losses with those of stock, and of stock-fp32 if it is a provider. Their noise is the "
+            "difference that reversed batches make.",
+        ),
+    ] = False
+    text: TextOption = None
+    device: DeviceOption = "auto"
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="bfloat16 or float32, for weights and states.", show_default="bfloat16; float32 on a CPU"),
+    ] = None
+    lr: Annotated[float, typer.Option(help="Learning rate of AdamW.")] = 1e-4
+    seed: Annotated[int, typer.Option(help="Seed of the weights and of the order of the text.")] = 0
+    out: Annotated[Path | None, typer.Option(help="Folder for the report.", show_default="runs/train_<time>")] = None
+
+
+@dataclass(frozen=True)
+class ProviderRun:
+    """The training of one provider. With `reverse`, the sequences of each batch come in reverse order.
+
+    With a `revision`, the process imports the Tigon of that commit.
+    """
+
+    name: str
+    provider: ModelProvider
+    reverse: bool = False
+    revision: Revision | None = None
+
+
+@dataclass(frozen=True)
+class TrainPlan:
+    """Runs that differ in their provider alone.
+
+    With `continues`, a point is a single step, all processes train one step each in turn if `takes_turns`, and the
+    first `warmup` steps are only left out of the medians.
+    """
+
+    options: TrainOptions
+    config: "PretrainedConfig"
+    tokens: Tokens
+    corpus: Corpus
+    dtype: str
+    steps: int
+    warmup: int
+    runs: Sequence[ProviderRun]
+    sizes: Sequence[int] = field(default=())
+    continues: bool = False
+    takes_turns: bool = False
+
+    def search(self) -> Search:
+        """Return the sizes of one run in the first round."""
+        options = self.options
+        if self.continues:
+            return Search([options.seq] * self.steps)
+        if options.sweep is None:
+            return Search([options.seq])
+        start, other = (options.seq, options.batch) if options.sweep == "seq" else (options.batch, options.seq)
+        longest = min(self.tokens.count, MAX_TOKENS)
+        limit = longest if options.sweep == "seq" else max(1, self.tokens.count // other)
+        return Search(self.sizes or [start], not self.sizes, options.resolution, limit)
+
+    def shape(self, size: int) -> tuple[int, int]:
+        """Return the batch and the length of a size."""
+        return (size, self.options.seq) if self.options.sweep == "batch" else (self.options.batch, size)
+
+    def job(self, run: ProviderRun, source: str = "") -> Job:
+        options = self.options
+        return Job(
+            run.provider.name, config_fields(self.config), str(self.tokens.path), self.dtype, options.device,
+            options.gpus, options.seed, options.lr, options.checkpointing, run.reverse, self.continues,
+            options.lora, options.qlora, source,
+        )  # fmt: skip
+
+
+# --- the model and the text ----------------------------------------------------------------------
+
+
+def model_config(model: str, layers: int | None = None) -> "PretrainedConfig":
+    """Return the config that `find_config` finds for a name, with only the first `layers` layers.
+
+    Raises:
+        ValueError: there is no such model, transformers has no causal language model for it, or it has fewer layers.
+
+    >>> model_config("Llama-3-8B", layers=2).num_hidden_layers
+    2
+    """
+    from tigon.cli.inspect.build import find_config
+    from tigon.hf.transformers_private import auto_class_has
+
+    try:
+        config = find_config(model)
+    except ValueError as reason:
+        raise ValueError(f"train: model {reason}") from reason
+    if not auto_class_has("AutoModelForCausalLM", type(config)):
+        raise ValueError(f"train: model must be a causal language model, got {model!r} ({config.model_type})")
+    return config if layers is None else _shorten(config, layers)
+
+
+def _shorten(config: "PretrainedConfig", layers: int) -> "PretrainedConfig":
+    """Return the config of the first `layers` layers. Lists with an entry for each layer are cut too."""
+    from transformers import AutoConfig
+
+    all_layers = getattr(config, "num_hidden_layers", None)
+    if not isinstance(all_layers, int) or not 1 <= layers <= all_layers:
+        raise ValueError(
+            f"train: layers must be between 1 and {all_layers}, the number of the model's layers, got {layers}"
+        )
+    values: dict[str, Any] = config.to_dict()
+    for name, value in values.items():
+        if isinstance(value, list) and len(value) == all_layers:
+            values[name] = value[:layers]
+    values["num_hidden_layers"] = layers
+    return AutoConfig.for_model(**values)
+
+
+def _read_tokens(text: Path | None, config: "PretrainedConfig", longest: int) -> tuple[Corpus, Tokens]:
+    """Read and tokenise the text, which must hold a sequence of `longest` tokens."""
+    try:
+        corpus = read_text(text)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"train: text {error}") from error
+    try:
+        tokens = tokenise(corpus, max(MIN_VOCAB, min(MAX_ENTRIES, config.vocab_size)))
+    except OSError as error:
+        raise ValueError(
+            f"train: the cache must be a folder that can be written, got {str(cache_folder())!r} ({error.strerror}): "
+            "set the environment variable XDG_CACHE_HOME to another folder"
+        ) from error
+    if tokens.entries > config.vocab_size:
+        raise ValueError(f"train: the model's vocabulary must have {tokens.entries} entries, got {config.vocab_size}")
+    if tokens.count < longest:
+        raise ValueError(f"train: text must hold a sequence of {longest} tokens, got {tokens.count} tokens")
+    return corpus, tokens
+
+
+# --- the options ---------------------------------------------------------------------------------
+
+
+def _parse_sizes(options: TrainOptions) -> list[int]:
+    if options.sizes is None:
+        return []
+    words = [word.strip() for word in options.sizes.split(",") if word.strip()]
+    if not words or not all(word.isdecimal() and int(word) > 0 for word in words):
+        raise ValueError(f"train: sizes must be positive integers, separated by commas, got {options.sizes!r}")
+    return sorted({int(word) for word in words})
+
+
+def _check(options: TrainOptions, sizes: list[int]) -> None:
+    """Refuse numbers out of range, and options that contradict each other."""
+    # The first token of a sequence is never a target, so a sequence of one token would have no loss.
+    at_least = {"seq": 2, "warmup": 0}
+    at_least |= dict.fromkeys(("lora", "batch", "steps", "rounds", "gpus", "layers", "resolution"), 1)
+    values = {name: getattr(options, name) for name in at_least}
+    low = [name for name, value in values.items() if value is not None and value < at_least[name]]
+    gpu_count = torch.cuda.device_count()
+    needs_sweep = [name for name in ("sizes", "resolution") if getattr(options, name) is not None]
+    # Each rule has a condition that breaks it and the message.
+    rules: list[tuple[Any, str]] = [
+        (low, f"{low and low[0]} must be at least {low and at_least[low[0]]}, got {low and values[low[0]]}"),
+        (options.sweep not in (None, *SWEEPS), f"sweep must be one of {', '.join(SWEEPS)}, got {options.sweep!r}"),
+        (needs_sweep and not options.sweep, f"{needs_sweep and needs_sweep[0]} needs a sweep: --sweep, got none"),
+        (options.sweep == "seq" and sizes and sizes[0] < 2, "sizes of a sweep over seq must be at least 2"),
+        (options.dtype not in (None, *DTYPES), f"dtype must be one of {', '.join(DTYPES)}, got {options.dtype!r}"),
+        (not 0 < options.lr < math.inf, f"lr must be positive and finite, got {options.lr}"),
+        (not 0 <= options.seed < 2**63, f"seed must be at least 0 and below 2**63, got {options.seed}"),
+        (options.qlora and options.lora is None, "qlora needs the rank of its adapters: --lora, got none"),
+        (options.curves and options.sweep, "curves are compared at one size: leave out --sweep or --curves"),
+        (options.curves and options.batch < 2, f"curves need a batch of at least 2, got {options.batch}"),
+    ]
+    if options.gpus > 1:
+        rules += [
+            (options.lora, f"gpus must be 1 with lora, whose model is not sharded, got {options.gpus}"),
+            (options.device not in ("cpu", "cuda"), f"gpus need the device cpu or cuda, got {options.device!r}"),
+            (
+                options.device != "cpu" and options.gpus > gpu_count,
+                f"gpus must be at most those that torch sees, {gpu_count}, got {options.gpus}",
+            ),
+            (message := unmet("accelerate"), f"a run on several gpus {message}"),
+        ]
+    if options.lora is not None:
+        packages = ["peft", *(["bitsandbytes"] if options.qlora else [])]
+        rules.append((message := unmet(*packages), f"lora {message}"))
+    for is_broken, message in rules:
+        if is_broken:
+            raise ValueError(f"train: {message}")
+
+
+def make_plan(options: TrainOptions) -> TrainPlan:
+    """Check the options, read the config and tokenise the text.
+
+    Raises:
+        ValueError: the message names the option, the rule and the value.
+    """
+    sizes = _parse_sizes(options)
+    _check(options, sizes)
+    names = [name.strip() for name in options.providers.split(",") if name.strip()]
+    providers = select(names, options.checkpointing)
+    for provider in providers:
+        if options.lora is None and (provider.loads or not provider.trains):
+            reason = "is compared with adapters" if provider.name == FROZEN else "trains only adapters"
+            raise ValueError(f"train: the provider {provider.name} {reason}: it needs --lora, got none")
+    runs = [ProviderRun(provider.name, provider) for provider in providers]
+    if options.against is not None:
+        revision = find_revision(options.against)
+        own_runs = [run for run in runs if run.provider.is_tigon]
+        runs += [replace(run, name=f"{run.name}@{revision.short}", revision=revision) for run in own_runs]
+    if options.curves:
+        stock = next((run for run in runs if run.name == "stock"), None)
+        if stock is None:
+            raise ValueError("train: curves are compared with stock's: name it among the providers")
+        runs.insert(1 + runs.index(stock), replace(stock, name=STOCK_REVERSED, reverse=True))
+    config = model_config(options.model, options.layers)
+    longest = max([options.seq, *(sizes if options.sweep == "seq" else [])])
+    corpus, tokens = _read_tokens(options.text, config, longest)
+    in_sweep = options.sweep is not None
+    return TrainPlan(
+        options, config, tokens, corpus,
+        dtype=options.dtype or ("float32" if options.device == "cpu" else "bfloat16"),
+        steps=options.steps or (4 if in_sweep else 50 if options.curves else 10),
+        warmup=options.warmup if options.warmup is not None else (2 if in_sweep else 3),
+        runs=runs, sizes=sizes,
+    )  # fmt: skip
+
+
+# --- the demo ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class DemoOptions:
+    """The options of the demo. None stands for the value of the device's preset."""
+
+    model_type: Annotated[
+        str,
+        typer.Option(
+            help="Type of the decoder to train: llama, qwen3, gemma2, ..., or a preset (Llama-3-8B, ...), which stands "
+            "for its type. The demo sets all sizes."
+        ),
+    ] = "llama"
+    steps: Annotated[int | None, typer.Option(help="Training steps of each run.", show_default="by device")] = None
+    batch: Annotated[int | None, typer.Option(help="Sequences a step.", show_default="by device")] = None
+    seq: Annotated[int | None, typer.Option(help="Tokens a sequence.", show_default="by device")] = None
+    vocab: Annotated[int | None, typer.Option(help="Entries of the vocabulary.", show_default="by device")] = None
+    memory: Annotated[str, typer.Option(help="Level of memory, as in tigon.patch(model, memory=...).")] = "default"
+    text: TextOption = None
+    device: DeviceOption = "auto"
+    dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16.", show_default="by device")] = None
+    seed: Annotated[int, typer.Option(help="Seed of the weights and of the order of the text.")] = 0
+    out: Annotated[Path | None, typer.Option(help="Folder for the results.", show_default="runs/<time>")] = None
+
+
+@dataclass(frozen=True)
+class DemoShape:
+    """The shape of a model, by the field names that Hugging Face configs share."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    rope_theta: float
+    head_dim: int = 64
+    tie_word_embeddings: bool = True
+
+
+# For each kind of device: the shape, and the options of the benchmark. The vocabulary of the CPU's model is as large as
+# Llama-2's and its layers are small, so that the loss needs most of the memory, as in large models. The other shape is
+# that of Llama 3.2 1B.
+DEMO_PRESETS: dict[str, tuple[DemoShape, dict[str, Any]]] = {
+    "cpu": (
+        DemoShape(32_000, 256, 688, 2, 4, 2, 10_000.0),
+        {"dtype": "float32", "batch": 4, "seq": 512, "steps": 24, "lr": 1e-3},
+    ),
+    "cuda": (
+        DemoShape(128_256, 2048, 8192, 16, 32, 8, 500_000.0),
+        {"dtype": "bfloat16", "batch": 4, "seq": 2048, "steps": 30, "lr": 3e-4},
+    ),
+}
+
+
+def demo_config(model_type: str, shape: DemoShape, seq: int) -> "PretrainedConfig":
+    """Return the config of `model_type` in a shape.
+
+    Raises:
+        ValueError: transformers has no causal language model of `model_type`, or the type refuses the shape.
+
+    >>> demo_config("qwen3", DEMO_PRESETS["cpu"][0], 512).hidden_size
+    256
+    """
+    from transformers import CONFIG_MAPPING
+
+    from tigon.hf.transformers_private import causal_lm_types
+
+    if model_type not in causal_lm_types() or model_type not in CONFIG_MAPPING:
+        raise ValueError(
+            "train: model-type must be a type that transformers has a causal language model for, such as llama, qwen3, "
+            f"gemma2, mistral or phi3, got {model_type!r}"
+        )
+    config_class = CONFIG_MAPPING[model_type]
+    values: dict[str, Any] = {field.name: getattr(shape, field.name) for field in fields(DemoShape)}
+    # The ids of the original special tokens would lie outside of a smaller vocabulary.
+    values |= {"max_position_embeddings": max(2048, seq), "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": None}
+    # Some configs compute a field and have no setter for it.
+    has_setter = lambda name: not isinstance(getattr(config_class, name, None), property)
+    try:
+        return config_class(**{name: value for name, value in values.items() if has_setter(name)})
+    except Exception as error:
+        # Configs of transformers raise errors of many types.
+        raise ValueError(f"train: model-type {model_type} refuses the sizes of the demo: {error}") from error
+
+
+def _check_memory(config: "PretrainedConfig", dtype: str, device: str) -> None:
+    """Refuse a model whose parameters, gradients and two moments of AdamW alone need more memory than is free."""
+    import psutil
+
+    parameters = sum(p.numel() for p in random_model(config, dtype, "meta").parameters())
+    # On a CPU, both models are in memory at once.
+    needed = parameters * 4 * getattr(torch, dtype).itemsize * (2 if device == "cpu" else 1)
+    free = psutil.virtual_memory().available if device == "cpu" else torch.cuda.mem_get_info(device)[0]
+    if needed > free:
+        raise ValueError(
+            f"train: model-type must be a model that fits: {parameters / 1e6:,.0f}M parameters, gradients and states "
+            f"need {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free"
+        )
+
+
+def make_demo_plan(options: DemoOptions) -> TrainPlan:
+    """Return the plan of the demo: stock, then Tigon, which train step by step from the same weights."""
+    device = pick_device(options.device)
+    shape, preset = DEMO_PRESETS[torch.device(device).type]
+    if options.vocab is not None:
+        if options.vocab < MIN_VOCAB:
+            raise ValueError(f"train: vocab must be at least {MIN_VOCAB}, got {options.vocab}")
+        shape = replace(shape, vocab_size=options.vocab)
+    named = {name: getattr(options, name) for name in ("dtype", "batch", "seq", "steps")}
+    settings = preset | {name: value for name, value in named.items() if value is not None}
+    model_type = (find_preset(options.model_type) or {"model_type": options.model_type})["model_type"]
+    provider = "tigon" if options.memory == "default" else f"tigon-{options.memory}"
+    full_options = TrainOptions(
+        model=model_type, providers=f"stock,{provider}", text=options.text, device=device, seed=options.seed,
+        out=options.out, **settings,
+    )  # fmt: skip
+    _check(full_options, [])
+    runs = [ProviderRun(provider.name, provider) for provider in select(full_options.providers.split(","))]
+    config = demo_config(model_type, shape, full_options.seq)
+    _check_memory(config, settings["dtype"], device)
+    corpus, tokens = _read_tokens(options.text, config, full_options.seq)
+    return TrainPlan(
+        full_options, config, tokens, corpus, settings["dtype"], settings["steps"], min(3, settings["steps"] // 2),
+        runs, continues=True, takes_turns=device == "cpu",
+    )  # fmt: skip

@@ -1,0 +1,214 @@
+"""The plans of the training benchmark and of the demo: runs, jobs, configs, and options that are refused."""
+
+import subprocess
+from dataclasses import replace
+
+import pytest
+import torch
+import transformers
+
+from benchmarks.ops import against
+from benchmarks.train.child import worker_command
+from benchmarks.train.job import Job
+from benchmarks.train.models import config_fields, random_model, read_config
+from benchmarks.train.plan import (
+    DEMO_PRESETS,
+    DemoOptions,
+    TrainOptions,
+    demo_config,
+    make_demo_plan,
+    make_plan,
+    model_config,
+)
+from benchmarks.train.search import Search
+from tigon.cli.presets import PRESETS
+
+
+@pytest.fixture
+def options(tmp_path, monkeypatch) -> TrainOptions:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    text = tmp_path / "text.py"
+    text.write_text("".join(f"def function_{i}(x, y):\n    return x * {i} + y\n\n" for i in range(400)))
+    return TrainOptions("tiny", "stock,tigon", None, batch=2, seq=32, device="cpu", text=text)
+
+
+def test_a_plan_has_a_run_for_each_provider_and_the_reversed_one(options):
+    plan = make_plan(replace(options, curves=True))
+    assert [(run.name, run.provider.name, run.reverse) for run in plan.runs] == [
+        ("stock", "stock", False), ("stock-reversed", "stock", True), ("tigon", "tigon", False),
+    ]  # fmt: skip
+    assert (plan.dtype, plan.steps, plan.warmup) == ("float32", 50, 3)
+    assert sizes_of(plan.search()) == [32]
+    jobs = [plan.job(run) for run in plan.runs]
+    assert jobs[1] == replace(jobs[0], reverse=True)
+    assert jobs[2] == replace(jobs[0], provider="tigon")
+    plan = make_plan(replace(options, providers="frozen", lora=4))
+    (job,) = (plan.job(run) for run in plan.runs)
+    assert (job.provider, job.lora, job.qlora) == ("frozen", 4, False)
+
+
+def sizes_of(search: Search) -> list[int]:
+    """Return the sizes of a search if all of them fit."""
+    sizes = []
+    while (size := search.next()) is not None:
+        sizes.append(size)
+        search.record(size, fits=True)
+    return sizes
+
+
+def test_a_sweep_ends_where_the_text_ends(options):
+    over_length = make_plan(replace(options, sweep="seq"))
+    sizes = sizes_of(over_length.search())
+    assert sizes[:3] == [32, 64, 128]
+    assert sizes[-1] <= over_length.tokens.count < 2 * sizes[-1]
+    assert over_length.shape(64) == (2, 64)
+    over_batch = make_plan(replace(options, sweep="batch", sizes="8,1"))
+    assert sizes_of(over_batch.search()) == [1, 8]
+    assert over_batch.shape(8) == (8, 32)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model": "llame"}, "model must be a preset .Llama-3-8B, .* got 'llame'"),
+        ({"model": "t5"}, "must be a causal language model, got 't5'"),
+        ({"layers": 3}, "layers must be between 1 and 2, the number of the model's layers, got 3"),
+        ({"batch": 0}, "batch must be at least 1, got 0"),
+        ({"seq": 1}, "seq must be at least 2, got 1"),
+        ({"seq": 10**6}, "text must hold a sequence of 1000000 tokens"),
+        ({"sweep": "width"}, "sweep must be one of seq, batch, got 'width'"),
+        ({"sizes": "1,2"}, "sizes needs a sweep"),
+        ({"sweep": "seq", "sizes": "64,x"}, "sizes must be positive integers, separated by commas, got '64,x'"),
+        ({"sweep": "seq", "curves": True}, "curves are compared at one size"),
+        ({"curves": True, "batch": 1}, "curves need a batch of at least 2"),
+        ({"curves": True, "providers": "tigon"}, "curves are compared with stock's"),
+        ({"device": "cuda", "gpus": 99}, "gpus must be at most those that torch sees"),
+        ({"device": "cuda:1", "gpus": 1, "dtype": "float16"}, "dtype must be one of float32, bfloat16"),
+        ({"lr": 0.0}, "lr must be positive and finite, got 0.0"),
+        ({"lr": float("inf")}, "lr must be positive and finite, got inf"),
+        ({"lora": 0}, "lora must be at least 1, got 0"),
+        ({"qlora": True}, "qlora needs the rank of its adapters: --lora, got none"),
+        ({"lora": 4, "gpus": 2, "device": "cpu"}, "gpus must be 1 with lora, whose model is not sharded, got 2"),
+        ({"providers": "stock,frozen"}, "the provider frozen is compared with adapters: it needs --lora, got none"),
+        ({"providers": "unsloth-checkpoint"}, "the provider unsloth-checkpoint trains only adapters: it needs --lora"),
+        ({"model": "./nowhere"}, "train: model must be a file or folder that exists, got './nowhere'"),
+    ],
+    ids=lambda value: ",".join(map(str, value)) if isinstance(value, dict) else "",
+)
+def test_bad_options_are_refused(options, change, message):
+    with pytest.raises(ValueError, match=message):
+        make_plan(replace(options, **change))
+
+
+def test_a_model_with_fewer_layers_keeps_its_other_settings():
+    config = model_config("gemma-2-2b", layers=3)
+    assert (config.num_hidden_layers, len(config.layer_types), config.hidden_size) == (3, 3, 2304)
+    assert config.to_dict()["attn_logit_softcapping"] == 50.0
+
+
+# A file of a config has these fields too.
+FILE_FIELDS = ("transformers_version", "_name_or_path")
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_process_and_a_reader_of_the_report_get_the_same_config(name, tmp_path):
+    config = model_config(name, layers=2)
+    config.to_json_file(tmp_path / "config.json", use_diff=False)
+    job = Job.from_json(Job("stock", config_fields(config), "tokens.npy").to_json())
+    fields = {name: value for name, value in config.to_dict().items() if name not in FILE_FIELDS}
+    for read in (transformers.AutoConfig.from_pretrained(str(tmp_path / "config.json")), read_config(job.config)):
+        assert type(read) is type(config)
+        assert {name: read.to_dict()[name] for name in fields} == fields
+
+
+def test_a_group_is_started_by_torchrun():
+    command = worker_command(4)
+    assert "torch.distributed.run" in command
+    assert command[command.index("--nproc-per-node") + 1] == "4"
+    assert "torch.distributed.run" not in worker_command(1)
+
+
+def test_each_provider_of_tigon_is_trained_with_another_commit(options, monkeypatch, tmp_path):
+    package = tmp_path / "src" / "tigon"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    for words in (["init", "-q"], ["add", "."], ["-c", "user.name=A", "-c", "user.email=a@b", "commit", "-qm", "One"]):
+        subprocess.run(["git", "-C", str(tmp_path), *words], check=True)
+    monkeypatch.setattr(against, "PACKAGE", package)
+    plan = make_plan(replace(options, against="HEAD"))
+    assert [run.name for run in plan.runs] == ["stock", "tigon", "tigon@HEAD"]
+    with plan.runs[-1].revision.files() as folder:
+        assert (folder / "__init__.py").exists()
+        assert plan.job(plan.runs[-1], str(folder.parent)).source == str(folder.parent)
+    with pytest.raises(ValueError, match="--against must name a commit of .*, got 'nowhere'"):
+        make_plan(replace(options, against="nowhere"))
+
+
+# --- the demo ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def demo_options(options) -> DemoOptions:
+    return DemoOptions(batch=2, seq=32, vocab=512, text=options.text, device="cpu")
+
+
+def test_the_demo_trains_stock_and_tigon_step_by_step(demo_options):
+    plan = make_demo_plan(replace(demo_options, memory="lean", model_type="Qwen3-4B"))
+    assert [run.name for run in plan.runs] == ["stock", "tigon-lean"]
+    assert (plan.config.model_type, plan.config.vocab_size, plan.dtype) == ("qwen3", 512, "float32")
+    assert plan.continues
+    assert plan.takes_turns
+    assert sizes_of(plan.search()) == [32] * 24
+    assert plan.job(plan.runs[0]).continues
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"steps": 0}, "steps must be at least 1, got 0"),
+        ({"batch": -1}, "batch must be at least 1, got -1"),
+        ({"seq": 1}, "seq must be at least 2, got 1"),
+        ({"vocab": 100}, "vocab must be at least 512, got 100"),
+        ({"seed": -1}, "seed must be at least 0 and below .*, got -1"),
+        ({"dtype": "float16"}, "dtype must be one of float32, bfloat16, got 'float16'"),
+        ({"model_type": "lama"}, "model-type must be a type that transformers has .* got 'lama'"),
+        ({"memory": "none at all"}, "got 'tigon-none at all'"),
+        ({"seq": 100000}, "text must hold a sequence of 100000 tokens, got"),
+    ],
+    ids=lambda value: ",".join(map(str, value)) if isinstance(value, dict) else "",
+)
+def test_bad_options_of_the_demo_are_refused(demo_options, change, message):
+    with pytest.raises(ValueError, match=message):
+        make_demo_plan(replace(demo_options, **change))
+
+
+def test_a_text_and_a_cache_that_cannot_be_used_are_refused(demo_options, tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match="text must be a file or a folder that exists, got 'not/there'"):
+        make_demo_plan(replace(demo_options, text=type(tmp_path)("not/there")))
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(ValueError, match="the cache must be a folder that can be written"):
+        make_demo_plan(demo_options)
+
+
+def test_a_model_that_does_not_fit_is_refused(demo_options, monkeypatch):
+    import psutil
+
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: type("Memory", (), {"available": 1_000_000}))
+    with pytest.raises(ValueError, match="must be a model that fits"):
+        make_demo_plan(demo_options)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3", "gemma2", "phi3", "olmo2", "gpt2"])
+def test_every_model_type_gets_the_shape_of_the_preset(model_type):
+    """The head size matches too, the embeddings are tied, and no memory is allocated."""
+    shape, _ = DEMO_PRESETS["cuda"]
+    config = demo_config(model_type, shape, 2048)
+    model = random_model(config, "bfloat16", "meta")
+    assert type(model).__name__.lower().startswith(model_type)
+    assert (config.hidden_size, config.num_hidden_layers) == (shape.hidden_size, shape.num_hidden_layers)
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    if model_type == "llama":
+        # Llama 3.2 1B has 1,235,814,400 parameters.
+        assert sum(parameter.numel() for parameter in model.parameters()) == 1_235_814_400

@@ -1,0 +1,175 @@
+"""Measurements, the comparison of losses, and the reports of the training benchmark and of the demo."""
+
+import json
+import math
+
+import pytest
+from rich.console import Console
+
+from benchmarks.train import report
+from benchmarks.train.measurement import TOLERANCE, Measurement, compare_with_stock
+
+NAN = math.nan
+MACHINE = {"type": "cpu", "name": "a CPU"}
+SETTINGS = {"title": "a model", "sweep": None, "interrupted": False, "machine": MACHINE}
+
+
+def make_row(
+    provider: str, seconds: list[float], losses: list[float], status: str = "ok", seq: int = 512, **fields
+) -> Measurement:
+    row = Measurement(provider, 2, seq, gpus=4, status=status, **fields)
+    if seconds:
+        row.add({
+            "seconds": seconds, "host_seconds": [0.01] * len(seconds), "losses": losses, "allocated": 3 * 2**30,
+            "reserved": 4 * 2**30,
+        })  # fmt: skip
+    return row
+
+
+def test_a_row_is_the_median_of_all_rounds():
+    row = make_row("tigon", [0.1, 0.2, 0.4], [3.0, 2.0])
+    row.add({"seconds": [0.3, 0.5], "host_seconds": [0.1], "losses": [], "allocated": 5 * 2**30, "reserved": None})
+    assert row.step_seconds == 0.3
+    assert row.tokens_per_second == pytest.approx(2 * 512 * 4 / 0.3)
+    assert row.spread == pytest.approx((0.2, 0.4))
+    assert (row.losses, row.allocated, row.reserved) == ([3.0, 2.0], 5 * 2**30, 4 * 2**30)
+    assert make_row("tigon", [9.0, 9.0, 1.0, 2.0, 3.0], [], unsteady=2).step_seconds == 2.0
+    assert make_row("tigon", [9.0, 1.0], [], unsteady=3).step_seconds == 1.0
+
+
+def test_losses_agree_if_their_differences_are_those_of_the_noise():
+    stock, reversed_stock = (
+        make_row("stock", [1.0], [3.0, 2.0, 1.0]),
+        make_row("stock-reversed", [1.0], [3.0, 2.01, 1.0]),
+    )
+    near, far = make_row("tigon", [1.0], [3.0, 2.0, 1.02]), make_row("tigon-lean", [1.0], [3.0, 2.0, 1.06])
+    curves = compare_with_stock([reversed_stock, stock, near, far])
+    assert {name: curve.agrees for name, curve in curves.items()} == {
+        "stock-reversed": True, "tigon": True, "tigon-lean": False,
+    }  # fmt: skip
+    assert curves["tigon"].largest == pytest.approx(0.02)
+    assert curves["tigon"].noise == pytest.approx(0.01)
+    # Without the noise there is no verdict.
+    assert compare_with_stock([stock, near])["tigon"].agrees is None
+    assert compare_with_stock([near]) == {}
+    broken = make_row("tigon", [1.0], [3.0, NAN, 1.0])
+    assert compare_with_stock([stock, reversed_stock, broken])["tigon"].agrees is False
+    assert report.sentence(broken).endswith("  losses that are not finite")
+    assert "finite" not in report.sentence(near)
+
+
+def test_losses_agree_if_they_are_as_near_to_fp32_as_those_of_stock():
+    """Stock rounds, so a run that rounds less may be further from stock than the noise."""
+    losses = {
+        "stock": [3.0, 2.0, 1.0], "stock-reversed": [3.0, 2.0, 1.0], "stock-fp32": [3.0, 2.0, 0.9],
+        "tigon": [3.0, 2.0, 0.85], "tigon-lean": [3.0, 2.0, 0.7],
+    }  # fmt: skip
+    rows = {name: make_row(name, [1.0], values) for name, values in losses.items()}
+    curves = compare_with_stock(rows.values())
+    assert curves["tigon"].agrees is True
+    assert curves["tigon"].error == pytest.approx(0.05 / 3**0.5)
+    assert curves["tigon-lean"].agrees is False
+    text = report.markdown(list(rows.values()), SETTINGS)
+    assert "rms from fp32" in text
+    (line,) = [line for line in text.splitlines() if line.startswith("| tigon-lean") and line.endswith("no |")]
+    assert "1.2e-01 | 5.8e-02" in line
+
+
+def test_losses_that_are_not_finite_are_drawn(tmp_path):
+    rows = [make_row("stock", [1.0], [3.0]), make_row("tigon", [1.0], [NAN])]
+    pictures = report.plot(rows, tmp_path, None, SETTINGS)
+    assert [picture.name for picture in pictures] == ["throughput.png", "memory.png", "loss.png"]
+
+
+def test_the_report_of_a_sweep_has_all_rows(tmp_path):
+    rows = [
+        make_row("stock", [0.4, 0.4], [3.0]), make_row("stock", [], [], "out of memory", 1024),
+        make_row("tigon", [0.2, 0.2], [3.0]), make_row("tigon", [0.5], [3.0], seq=1024),
+        make_row("liger", [], [], "missing"),
+    ]  # fmt: skip
+    settings = {**SETTINGS, "sweep": "seq", "machine": {"type": "cuda", "name": "a GPU", "memory_gib": 4.5}}
+    text = report.markdown(rows, settings)
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
+    assert lines[2][:3] == ["stock", "2", "512"]
+    assert lines[2][5:] == ["10,240", "1.000", "3.0", "4.0", ""]
+    assert lines[3][5:8] == ["20,480", "2.000", "3.0"]
+    assert lines[5][:3] + lines[5][-1:] == ["stock", "2", "1,024", "out of memory"]
+    report.write_report(tmp_path / "train.json", rows, settings)
+    document = json.loads((tmp_path / "train.json").read_text())
+    assert document["rows"][1]["status"] == "out of memory"
+    assert document["rows"][2]["samples"]["seconds"] == [0.2, 0.2]
+    assert document["command"].startswith("python -m benchmarks")
+    pictures = report.plot(rows, tmp_path, "seq", settings)
+    assert [picture.name for picture in pictures] == ["throughput.png", "memory.png"]
+    assert report.plot([rows[1]], tmp_path, "seq", settings) == []
+
+
+# --- the demo ------------------------------------------------------------------------------------
+
+
+def compare(stock: list[float], tigon: list[float], dtype: str = "float32") -> report.DemoComparison | None:
+    rows = [make_row(name, [1.0] * len(losses), losses) for name, losses in (("stock", stock), ("tigon", tigon))]
+    return report.compare_demo(rows, dtype)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("step", [0, 2])
+def test_curves_differ_beyond_the_tolerance(dtype, step):
+    relative = TOLERANCE[dtype].at(step)
+    curve = [4.0, 2.0, 1.0]
+    shift = lambda factor: [loss * (1 + factor * relative * (i == step)) for i, loss in enumerate(curve)]
+    assert compare(curve, curve, dtype).agree
+    assert compare(curve, shift(0.9), dtype).agree
+    comparison = compare(curve, shift(-1.1), dtype)
+    assert not comparison.agree
+    assert comparison.worst == step
+    assert max(comparison.differences) == pytest.approx(1.1 * relative)
+
+
+def test_tolerance_is_tighter_at_the_start():
+    """A difference that late steps may have is a fault at the first step, even if late differences are larger."""
+    stock, second = [2.0] * 100, [2.0] * 100
+    late = TOLERANCE["float32"].at(99)
+    second[99] *= 1 + 0.9 * late
+    assert compare(stock, second).agree
+    second[0] *= 1 + 0.5 * late
+    comparison = compare(stock, second)
+    assert not comparison.agree
+    assert comparison.worst == 0
+
+
+@pytest.mark.parametrize("losses", [[NAN, 2.0], [3.0, math.inf]], ids=["nan", "inf"])
+def test_curves_with_a_loss_that_is_not_finite_differ(losses):
+    finite = [3.0, 2.0]
+    for pair in ((finite, losses), (losses, finite), (losses, losses)):
+        assert not compare(*pair).agree
+
+
+def test_common_steps_are_compared_and_small_losses_count_as_one():
+    assert compare([3.0, 2.0, 1.0], [3.0]).differences == [0.0]
+    assert compare([3.0], []) is None
+    assert compare([0.0], [1e-6]).differences == [1e-6]
+    assert not compare([0.0], [1e-4]).agree
+
+
+@pytest.mark.parametrize(
+    ("stock", "tigon"),
+    [([3.0, 2.0], [3.0, 2.0]), ([3.0, 2.0], []), ([], []), ([NAN], [3.0])],
+    ids=["whole", "one run", "nothing", "nan"],
+)
+def test_all_files_of_the_demo_are_written_whatever_was_measured(tmp_path, stock, tigon):
+    rows = [make_row("stock", [2.0] * len(stock), stock), make_row("tigon", [1.0] * len(tigon), tigon)]
+    comparison = report.compare_demo(rows, "float32")
+    console = Console(width=100)
+    with console.capture() as table:
+        console.print(report.demo_table(rows, 2**31, comparison))
+    assert "nan" not in table.get()
+    if len(stock) == len(tigon) == 2:
+        assert all(cell in table.get() for cell in ("2,000", "1,000", "0.50x", "1,024", "largest loss difference"))
+    report.write_report(tmp_path / "report.json", rows, SETTINGS, comparison)
+    report.plot_demo(tmp_path, rows, 2**31, comparison, SETTINGS)
+    document = json.loads((tmp_path / "report.json").read_text(), parse_constant=lambda name: pytest.fail(name))
+    assert document["rows"][1]["losses"] == tigon
+    assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in ("loss.png", "speed_memory.png"))
+    if comparison is not None:
+        assert document["comparison"]["agree"] is comparison.agree
