@@ -71,6 +71,8 @@ def test_a_call_that_no_op_takes_runs_the_code_of_the_layer(case):
     stock, x = copy.deepcopy(layer), input_for()
     tigon.patch(layer)
     x = {"no tokens": x[:0], "a vector": x[0, 0]}.get(case, x)
+    with pytest.raises(RuntimeError), torch.no_grad():
+        layer(x.new_ones(()))
     with torch.autocast(torch.device(DEVICE).type, torch.float16, enabled=case == "another autocast"):
         assert torch.equal(layer(x), stock(x))
 

@@ -1,5 +1,7 @@
 """Layers with adapters whose base runs in FP8: the products of `fp8_projections`, and the adapters of eager code."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -61,6 +63,14 @@ class Layers:
 def assert_close(actual: list[Tensor], expected: list[Tensor], tolerance: float = TOLERANCE) -> None:
     for a, b in zip(actual, expected, strict=True):
         torch.testing.assert_close(a.float(), b.float(), rtol=0, atol=tolerance * b.abs().max().item())
+
+
+def assert_fused_passes_change_nothing(monkeypatch: pytest.MonkeyPatch, run: Callable[[bool], list[Tensor]]) -> None:
+    """Assert that `run(True)` has the bits of `run(False)`, for which no kernel does a pass of the quantisation."""
+    actual = run(True)
+    monkeypatch.setattr(Fp8Group, "zero_maximum", lambda group, like: None)
+    monkeypatch.setattr(Fp8Operand, "fused_passes", lambda operand, read_indices: {})
+    assert all(map(torch.equal, actual, run(False)))
 
 
 @pytest.mark.parametrize("is_cached", [False, True], ids=["", "cached"])
@@ -133,20 +143,16 @@ def test_a_gated_mlp_has_no_pass_for_the_maxima_of_what_its_kernels_write(
 ):
     """The tensors [37, INNER] that are quantised are a, dgate and dup."""
     shapes = record_passes(monkeypatch, FIND_MAXIMA)
-    results = []
-    for count in (passes, passes_without_maximum):
+
+    def run(is_fused: bool) -> list[Tensor]:
         layers = Layers([(INNER, HIDDEN, 5), (INNER, HIDDEN, 4), (HIDDEN, INNER, 3)], recipe)
         shapes.clear()
-        projections = layers.projections(in_fp8)
-        y = lora_glu_mlp(layers.x, *projections)
-        results.append([y, *layers.gradients((y,))])
-        assert shapes.count((37, INNER)) == count
-        is_unused = recipe == "rowwise" or count == passes_without_maximum
-        assert (Fp8Group.of(projections[2:], needs_dx=True).zero_maximum(y) is None) == is_unused
-        monkeypatch.setattr(Fp8Group, "zero_maximum", lambda group, like: None)
-        monkeypatch.setattr(Fp8Operand, "fused_passes", lambda operand, read_indices: {})
-    for actual, expected in zip(*results, strict=True):
-        assert torch.equal(actual, expected)
+        y = lora_glu_mlp(layers.x, *layers.projections(in_fp8))
+        results = [y, *layers.gradients((y,))]
+        assert shapes.count((37, INNER)) == (passes if is_fused else passes_without_maximum)
+        return results
+
+    assert_fused_passes_change_nothing(monkeypatch, run)
 
 
 @pytest.mark.parametrize(
@@ -162,17 +168,17 @@ def test_a_gated_mlp_has_no_pass_for_the_maxima_of_what_its_kernels_write(
 def test_low_rank_products_find_the_maxima_of_what_they_read(monkeypatch, ranks, in_fp8, passes):
     """x and the gradients of both layers are quantised, of which the first has larger values."""
     shapes = record_passes(monkeypatch, FIND_MAXIMA)
-    results = []
-    for uses_maximum in (True, False):
+
+    def run(is_fused: bool) -> list[Tensor]:
         layers = Layers([(HIDDEN, HIDDEN, ranks[0]), (32, HIDDEN, ranks[1])], "tensorwise")
         shapes.clear()
         first, second = lora_linears(layers.x, layers.projections(in_fp8))
-        results.append([first, second, *layers.gradients((8 * first, second))])
+        results = [first, second, *layers.gradients((8 * first, second))]
         # The weights have another number of rows.
-        assert [rows for rows, _ in shapes].count(37) == (passes if uses_maximum else 1 + sum(in_fp8))
-        monkeypatch.setattr(Fp8Operand, "fused_passes", lambda operand, read_indices: {})
-    for actual, expected in zip(*results, strict=True):
-        assert torch.equal(actual, expected)
+        assert [rows for rows, _ in shapes].count(37) == (passes if is_fused else 1 + sum(in_fp8))
+        return results
+
+    assert_fused_passes_change_nothing(monkeypatch, run)
 
 
 @pytest.mark.parametrize(
@@ -192,24 +198,23 @@ def test_low_rank_products_find_the_maxima_of_what_they_read(monkeypatch, ranks,
 def test_low_rank_products_write_the_copies_of_what_they_read(monkeypatch, ranks, copies):
     """The maximum of dgate and dup is known when the low-rank products read them."""
     written = record_passes(monkeypatch, WRITE_COPIES)
-    results = []
-    for writes in (True, False):
+
+    def run(is_fused: bool) -> list[Tensor]:
         layers = Layers(list(zip([INNER, INNER, HIDDEN], [HIDDEN, HIDDEN, INNER], ranks, strict=True)), "tensorwise")
         written.clear()
         y = lora_glu_mlp(layers.x, *layers.projections())
-        results.append([y, *layers.gradients((y,))])
-        if writes:
-            assert [shape for shape in written if shape[0] == 37] == copies
-        monkeypatch.setattr(Fp8Operand, "fused_passes", lambda operand, read_indices: {})
-    for actual, expected in zip(*results, strict=True):
-        assert torch.equal(actual, expected)
+        results = [y, *layers.gradients((y,))]
+        assert not is_fused or [shape for shape in written if shape[0] == 37] == copies
+        return results
+
+    assert_fused_passes_change_nothing(monkeypatch, run)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_several_adapters_and_dropout_do_each_pass_once(monkeypatch, dropout):
     """The copy holds the values before dropout, and the results are those of separate passes."""
-    results = []
-    for _ in range(2):
+
+    def run(is_fused: bool) -> list[Tensor]:
         torch.manual_seed(0)
         layers = Layers([(HIDDEN, HIDDEN, 5), (32, HIDDEN, 3)], "tensorwise")
         projections = [
@@ -217,12 +222,10 @@ def test_several_adapters_and_dropout_do_each_pass_once(monkeypatch, dropout):
             for layer in layers.projections()
         ]
         outputs = lora_linears(layers.x, projections)
-        results.append(
-            [*outputs, *layers.gradients(outputs), *layers.gradients(lora_linears(layers.x, projections)[:1])]
-        )
-        monkeypatch.setattr(Fp8Operand, "fused_passes", lambda operand, read_indices: {})
-    for actual, expected in zip(*results, strict=True):
-        assert torch.equal(actual, expected)
+        first = lora_linears(layers.x, projections)[:1]
+        return [*outputs, *layers.gradients(outputs), *layers.gradients(first)]
+
+    assert_fused_passes_change_nothing(monkeypatch, run)
 
 
 def test_copies_that_are_not_cached_are_freed_after_the_forward():

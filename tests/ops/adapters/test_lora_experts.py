@@ -6,13 +6,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tigon
+import tigon.ops.adapters.grouped_low_rank as grouped
 import tigon.ops.adapters.grouped_low_rank_product as product
 import tigon.ops.adapters.lora_expert_nodes as nodes
 from op_cases import DEVICE, assert_as_accurate_as_eager, one_in, outputs_and_gradients
 from tigon.ops.adapters.grouped_low_rank import (
     GroupedExpandConfig,
     GroupedProjectConfig,
-    GroupedSplitConfig,
     GroupedSumConfig,
     grouped_project,
     split_experts,
@@ -125,21 +125,19 @@ def test_adapters_as_products_of_their_own(monkeypatch, activation):
     _check(_inputs(BF16, FP32, gated=activation != "relu2"), activation=activation)
 
 
-# Small tiles, so that each loop of a kernel makes several steps and the features have several parts.
-TILES = {
-    "split": (GroupedSplitConfig, {"block_e": 1, "block_n": 16}),
-    "project": (GroupedProjectConfig, {"block_t": 16, "block_n": 16}),
-    "expand": (GroupedExpandConfig, {"block_t": 16, "block_n": 16, "blocks": 2}),
-    "sum": (GroupedSumConfig, {"block_t": 16, "block_n": 16}),
-    "activation": (LoRAExpertConfig, {"block_t": 16, "block_n": 16}),
-}
-
-
 @pytest.mark.kernels
-@pytest.mark.parametrize("tiles", TILES.values(), ids=TILES)
-def test_any_tiles(tiles):
-    config, fields = tiles
-    with tuned(config, **fields):
+@pytest.mark.parametrize("fused_rank", [16, 0])
+def test_small_tiles(fused_rank, monkeypatch):
+    """Each loop of a kernel makes several steps, and the features have several parts."""
+    monkeypatch.setattr(nodes, "LARGEST_FUSED_RANK", fused_rank)
+    monkeypatch.setattr(grouped, "SPLIT_BLOCK_E", 1)
+    monkeypatch.setattr(grouped, "SPLIT_BLOCK_N", 16)
+    with (
+        tuned(GroupedProjectConfig, block_t=16, block_n=16),
+        tuned(GroupedExpandConfig, block_t=16, block_n=16, blocks=2),
+        tuned(GroupedSumConfig, block_t=16, block_n=16),
+        tuned(LoRAExpertConfig, block_t=16, block_n=16),
+    ):
         _check(_inputs(FP16, FP32, rank=3, sizes=(30, 43, 2, 40, 2)))
 
 
@@ -148,13 +146,13 @@ def test_any_tiles(tiles):
 def test_products_with_the_weights_add_the_adapters(transposed, dtype, rank, monkeypatch):
     inputs = _inputs(dtype, FP32, rank=rank, sizes=(50, 48, 3, 32, 2), transposed=transposed)
     weight = inputs["up_proj"] if transposed else inputs["up_proj"].mT
-    tiles = {"block_t": 16, "block_m": 32, "block_n": 16}
-    with tuned(product.GroupedProductConfig, **tiles):
-        if product.adds_in_product(inputs["x"], weight, inputs["up_b"].mT):
-            monkeypatch.setattr(product, "grouped_expand", None)
-        else:
-            assert torch.cuda.get_device_capability() < (9, 0)
-        _check(inputs, transposed=transposed)
+    for name, size in {"BLOCK_T": 16, "BLOCK_M": 32, "BLOCK_N": 16}.items():
+        monkeypatch.setattr(product, name, size)
+    if product.adds_in_product(inputs["x"], weight, inputs["up_b"].mT):
+        monkeypatch.setattr(product, "grouped_expand", None)
+    else:
+        assert torch.cuda.get_device_capability() < (9, 0)
+    _check(inputs, transposed=transposed)
 
 
 @pytest.mark.kernels

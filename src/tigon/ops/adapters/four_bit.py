@@ -14,16 +14,14 @@ is 0.55 GB, or 0.13 ms on an H200.
 Shapes: O outputs, I inputs, B weights of a block, B' scales of a block of scales.
 """
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tigon.runtime.compat.triton import tl, triton
-from tigon.runtime.device import Device, cdiv, device_of
+from tigon.runtime.device import cdiv, device_of
 from tigon.runtime.launch import launch, on_device
-from tigon.runtime.tuning import LaunchConfig
 
 
 class QuantisedScales(NamedTuple):
@@ -55,28 +53,6 @@ class FourBitWeight(NamedTuple):
     shape: torch.Size
     # of the dense weight
     dtype: torch.dtype
-
-
-# --- configuration -------------------------------------------------------------------------------
-
-
-class FourBitProblem(NamedTuple):
-    """The property that the launch parameters depend on: B."""
-
-    block: int
-
-
-@dataclass(frozen=True)
-class FourBitConfig(LaunchConfig):
-    """Launch parameters of `dequantise`: a program writes `weights` consecutive weights, which are whole blocks."""
-
-    weights: int
-    num_warps: int
-
-    @staticmethod
-    def heuristic(problem: FourBitProblem, device: Device) -> "FourBitConfig":
-        # A thread reads 16 bytes and writes 64. These parameters have not been measured.
-        return FourBitConfig(weights=max(4096, problem.block), num_warps=4 if device.warp_size == 32 else 2)
 
 
 # --- reference -----------------------------------------------------------------------------------
@@ -127,14 +103,15 @@ def _dequantise_kernel(
 
 @on_device
 def _write(out: Tensor, weight: FourBitWeight) -> None:
-    config = FourBitConfig.choose(FourBitProblem(weight.block), device_of(out))
+    # A program writes whole blocks. A thread reads 16 bytes and writes 64.
+    weights = max(4096, weight.block)
     quantised = weight.quantised_scales
     scale_table, scales_of_scales, offset = (None, None, None) if quantised is None else quantised[:3]
     launch(
-        _dequantise_kernel, cdiv(out.numel(), config.weights), weight.packed, weight.table, weight.scales, out,
+        _dequantise_kernel, cdiv(out.numel(), weights), weight.packed, weight.table, weight.scales, out,
         scale_table, scales_of_scales, offset, out.numel(), BLOCK=weight.block,
-        BLOCK_OF_SCALES=1 if quantised is None else quantised.block, BLOCKS=config.weights // weight.block,
-        num_warps=config.num_warps, enable_fp_fusion=False,
+        BLOCK_OF_SCALES=1 if quantised is None else quantised.block, BLOCKS=weights // weight.block,
+        num_warps=4 if device_of(out).warp_size == 32 else 2, enable_fp_fusion=False,
     )  # fmt: skip
 
 

@@ -116,19 +116,9 @@ class GroupedSumConfig(LaunchConfig):
         )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class GroupedSplitConfig(LaunchConfig):
-    """Launch parameters of `split_experts`: a program splits one rank of `block_e` experts and `block_n` features."""
-
-    block_e: int
-    block_n: int
-    num_warps: int
-
-    @staticmethod
-    def heuristic(problem: GroupedLowRankProblem, device: Device) -> "GroupedSplitConfig":
-        # In PEFT's B the experts are adjacent, so 32 experts in fp32 are 128 bytes. On an H200 this takes 5.1 us where
-        # 16 experts and 128 features take 6.6 us.
-        return GroupedSplitConfig(block_e=32, block_n=64, num_warps=4)
+# A program of `split_experts` takes one rank of so many experts and features. In PEFT's B the experts are adjacent, so
+# 32 experts in fp32 are 128 bytes. On an H200 this takes 5.1 us where 16 experts and 128 features take 6.6 us.
+SPLIT_BLOCK_E, SPLIT_BLOCK_N = 32, 64
 
 
 # --- factors -------------------------------------------------------------------------------------
@@ -156,17 +146,17 @@ def split_experts(
             return first
     terms = 1 if is_exact else terms
     out = first.new_empty((terms, experts, sum(a.shape[1] for a in tensors), n), dtype=torch.bfloat16)
-    row, config = 0, GroupedSplitConfig.choose(GroupedLowRankProblem(rank, TERMS[first.dtype]), device_of(first))
+    row = 0
     for a, factor in zip(tensors, factors, strict=True):
         rank = a.shape[1]
         launch(
-            split_experts_kernel, rank * cdiv(experts, config.block_e) * cdiv(n, config.block_n),
+            split_experts_kernel, rank * cdiv(experts, SPLIT_BLOCK_E) * cdiv(n, SPLIT_BLOCK_N),
             *in_order(split_experts_kernel)(
                 a_ptr=a, out_ptr=out, E=experts, N=n, first=row,
                 stride_ae=a.stride(0), stride_ar=a.stride(1), stride_an=a.stride(2),
                 stride_rank=out.stride(2), stride_expert=out.stride(1), stride_term=out.stride(0), factor=factor,
             ),
-            RANK=rank, TERMS_=terms, BLOCK_E=config.block_e, BLOCK_N=config.block_n, num_warps=config.num_warps,
+            RANK=rank, TERMS_=terms, BLOCK_E=SPLIT_BLOCK_E, BLOCK_N=SPLIT_BLOCK_N, num_warps=4,
         )  # fmt: skip
         row += rank
     return out
@@ -180,10 +170,15 @@ def empty_grouped_hidden(like: Tensor, rows: int, rank: int) -> Tensor:
     return like.new_empty((rows, 2, rank), dtype=torch.bfloat16)
 
 
-def _project(
-    z: Tensor, a: Tensor, routing: Routing, gathers: bool, weights: Tensor | None, copy: Tensor | None
+@on_device
+def grouped_project(
+    z: Tensor, a: Tensor, routing: Routing, gathers: bool, weights: Tensor | None = None, copy: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the terms of z A^T and of w z A^T, and write the rows of z to `copy`."""
+    """Return the terms of h = z A^T and of w h, [S, 2, R], for the factor A. Without `weights`, w h is None.
+
+    z is [S, N], or [T, N] if `gathers` is True. w[s] is the weight of the row's choice in `weights` [T, K]. The sorted
+    rows of z are also written to `copy` [S, N]. Rows that belong to no expert are not written.
+    """
     experts, r, n = a.shape[-3:]
     config = GroupedProjectConfig.choose(GroupedLowRankProblem(r, TERMS[z.dtype]), device_of(z))
     block_r = rank_block(r)
@@ -204,26 +199,10 @@ def _project(
     return h, weighted
 
 
-@on_device
-def grouped_project(
-    z: Tensor, a: Tensor, routing: Routing, gathers: bool, weights: Tensor | None = None
-) -> tuple[Tensor, Tensor | None]:
-    """Return the terms of h = z A^T and of w h, [S, 2, R], for the factor A. Without `weights`, w h is None.
-
-    z is [S, N], or [T, N] if `gathers` is True. w[s] is the weight of the row's choice in `weights` [T, K]. Rows that
-    belong to no expert are not written.
-    """
-    return _project(z, a, routing, gathers, weights, None)
-
-
-@on_device
 def spread_and_project(x: Tensor, a: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
-    """Return the rows of x [T, N], sorted by expert, [S, N], and the terms of their products with A^T, [S, 2, R].
-
-    One pass does both. Rows that belong to no expert are not written.
-    """
+    """Return the rows of x [T, N], sorted by expert, [S, N], and the terms of their products with A^T, [S, 2, R]."""
     rows = x.new_empty((len(routing.order), x.shape[1]))
-    h, _ = _project(x, a, routing, True, None, rows)
+    h, _ = grouped_project(x, a, routing, gathers=True, copy=rows)
     return rows, h
 
 
@@ -285,12 +264,11 @@ def grouped_sums(
 def _copy_experts(a: Tensor, out: Tensor) -> None:
     """Copy a [E, R, N], which is contiguous, to `out`, which has other strides."""
     experts, rank, n = out.shape
-    config = GroupedSplitConfig.choose(GroupedLowRankProblem(rank, TERMS[out.dtype]), device_of(out))
     launch(
-        copy_experts_kernel, rank * cdiv(experts, config.block_e) * cdiv(n, config.block_n),
+        copy_experts_kernel, rank * cdiv(experts, SPLIT_BLOCK_E) * cdiv(n, SPLIT_BLOCK_N),
         *in_order(copy_experts_kernel)(
             a_ptr=a, out_ptr=out, E=experts, N=n,
             stride_oe=out.stride(0), stride_or=out.stride(1), stride_on=out.stride(2),
         ),
-        RANK=rank, BLOCK_E=config.block_e, BLOCK_N=config.block_n, num_warps=config.num_warps,
+        RANK=rank, BLOCK_E=SPLIT_BLOCK_E, BLOCK_N=SPLIT_BLOCK_N, num_warps=4,
     )  # fmt: skip

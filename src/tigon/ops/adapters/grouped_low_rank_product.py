@@ -14,9 +14,6 @@ Where the kernel does not run (`adds_in_product`), `grouped_mm` and `grouped_exp
 Shapes: S rows, E experts, N and M features, R ranks of all adapters of a product together.
 """
 
-from dataclasses import dataclass
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -26,46 +23,17 @@ from tigon.ops.adapters.low_rank import TERMS, rank_block
 from tigon.ops.experts.choice_order import Routing
 from tigon.ops.experts.grouped_linear import grouped_product
 from tigon.runtime.compat.triton import TensorDescriptor, tl, triton
-from tigon.runtime.device import Device, cdiv, device_of, runs_kernels
+from tigon.runtime.device import cdiv, device_of, runs_kernels
 from tigon.runtime.launch import in_order, launch, on_device
-from tigon.runtime.tuning import LaunchConfig
 
 # With a larger rank, the tile of B and the accumulators would not fit in the registers together.
 LARGEST_RANK = 32
 
 
-# --- configuration -------------------------------------------------------------------------------
-
-
-class GroupedProductProblem(NamedTuple):
-    """The sizes that the launch parameters depend on."""
-
-    rank: int
-    # The number of bf16 terms of an element of x: 1 in bf16, and 2 in fp16.
-    terms: int
-
-
-@dataclass(frozen=True)
-class GroupedProductConfig(LaunchConfig):
-    """Launch parameters: a program computes tiles of `block_t` rows and `block_m` features.
-
-    It adds the products of `block_n` input features at a time.
-    """
-
-    block_t: int
-    block_m: int
-    block_n: int
-    num_warps: int
-    num_stages: int
-    programs_per_multiprocessor: int
-
-    @staticmethod
-    def heuristic(problem: GroupedProductProblem, device: Device) -> "GroupedProductConfig":
-        # Two groups of four warps share a tile of 128 x 256. Two programs of a multiprocessor with tiles of 128 x 128
-        # take 5 % longer, and a program for each tile 13 %.
-        return GroupedProductConfig(
-            block_t=128, block_m=256, block_n=64, num_warps=8, num_stages=3, programs_per_multiprocessor=1
-        )
+# A program computes tiles of `BLOCK_T` rows and `BLOCK_M` features, `BLOCK_N` input features at a time. Two groups of
+# four warps share a tile of 128 x 256. Two programs of a multiprocessor with tiles of 128 x 128 take 5 % longer, and a
+# program for each tile 13 %.
+BLOCK_T, BLOCK_M, BLOCK_N = 128, 256, 64
 
 
 # --- the kernel ----------------------------------------------------------------------------------
@@ -137,9 +105,8 @@ def adds_in_product(x: Tensor, weight: Tensor, b: Tensor) -> bool:
         return False
     # The TMA needs addresses and strides that are multiples of 16 bytes. A tile of a weight that is stored as [N, M]
     # must not reach into the rows of the next expert, which the TMA would read instead of zeros.
-    config = _config(x, b)
     is_aligned = x.data_ptr() % 16 == weight.data_ptr() % 16 == 0 and x.stride(1) == 1 and x.stride(0) % 8 == 0
-    return is_aligned and weight.shape[1] % (config.block_n if by_rows else 8) == 0 and weight.shape[2] % 8 == 0
+    return is_aligned and weight.shape[1] % (BLOCK_N if by_rows else 8) == 0 and weight.shape[2] % 8 == 0
 
 
 def _copies_by_tma(x: Tensor) -> bool:
@@ -152,10 +119,6 @@ def _copies_by_tma(x: Tensor) -> bool:
     if x.is_meta or not chip.arch:
         return not x.is_meta and runs_kernels(x)
     return chip.arch.startswith("sm_") and int(chip.arch[3:]) >= 90 and chip.shared_memory >= 200 * 1024
-
-
-def _config(x: Tensor, b: Tensor) -> GroupedProductConfig:
-    return GroupedProductConfig.choose(GroupedProductProblem(b.shape[-2], TERMS[x.dtype]), device_of(x))
 
 
 def grouped_low_rank_product(x: Tensor, weight: Tensor, h: Tensor | None, b: Tensor | None, routing: Routing) -> Tensor:
@@ -175,24 +138,24 @@ def grouped_low_rank_product(x: Tensor, weight: Tensor, h: Tensor | None, b: Ten
 @on_device
 def _product(x: Tensor, weight: Tensor, h: Tensor, b: Tensor, routing: Routing) -> Tensor:
     """Return x W + h B by the kernel."""
-    (experts, n, m), config, by_rows = weight.shape, _config(x, b), weight.is_contiguous()
+    (experts, n, m), by_rows = weight.shape, weight.is_contiguous()
     y, r, order = x.new_empty(x.shape[0], m), b.shape[-2], TERMS[x.dtype]
     if by_rows:
-        stored, block = weight.view(experts * n, m), [config.block_n, config.block_m]
+        stored, block = weight.view(experts * n, m), [BLOCK_N, BLOCK_M]
     else:
-        stored, block = weight.mT.view(experts * m, n), [config.block_m, config.block_n]
-    tiles = (cdiv(len(x), config.block_t) + experts) * cdiv(m, config.block_m)
+        stored, block = weight.mT.view(experts * m, n), [BLOCK_M, BLOCK_N]
+    tiles = (cdiv(len(x), BLOCK_T) + experts) * cdiv(m, BLOCK_M)
     launch(
         grouped_low_rank_product_kernel,
-        min(tiles, device_of(x).multiprocessors * config.programs_per_multiprocessor),
+        min(tiles, device_of(x).multiprocessors),
         *in_order(grouped_low_rank_product_kernel)(
             y_ptr=y, h_ptr=h, b_ptr=b, ends_ptr=routing.ends,
-            x_tiles=TensorDescriptor(x, x.shape, x.stride(), [config.block_t, config.block_n]),
+            x_tiles=TensorDescriptor(x, x.shape, x.stride(), [BLOCK_T, BLOCK_N]),
             weight_tiles=TensorDescriptor(stored, stored.shape, stored.stride(), block),
             E=experts, N=n, M=m, stride_term=b.stride(0),
         ),
         R=r, ORDER=order, B_TERMS=min(order, count_terms(b)), IS_SPLIT=b.dim() == 4, BY_ROWS=by_rows,
-        BLOCK_T=config.block_t, BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_R=rank_block(r),
-        BLOCK_E=triton.next_power_of_2(experts), STAGES=config.num_stages, num_warps=config.num_warps,
+        BLOCK_T=BLOCK_T, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_R=rank_block(r),
+        BLOCK_E=triton.next_power_of_2(experts), STAGES=3, num_warps=8,
     )  # fmt: skip
     return y

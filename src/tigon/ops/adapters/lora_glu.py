@@ -21,7 +21,6 @@ together. The kernels find it on request, which saves a pass that reads 2 T I by
 Shapes: T tokens, I intermediate features, r rank of one adapter (at most 16).
 """
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -35,36 +34,20 @@ from tigon.runtime.compat.triton import tl, triton
 from tigon.runtime.counters import zero_counters
 from tigon.runtime.device import Device, cdiv, device_of
 from tigon.runtime.launch import in_order, launch, on_device
-from tigon.runtime.tuning import LaunchConfig
 
 # --- configuration -------------------------------------------------------------------------------
 
 
-class LoRAGLUProblem(NamedTuple):
-    """The sizes that the launch parameters depend on."""
-
-    # The largest of the ranks of gate, up and down.
-    rank: int
-    itemsize: int
-    backward: bool
-
-
-@dataclass(frozen=True)
-class LoRAGLUConfig(PartTiles, LaunchConfig):
-    """Launch parameters: tiles of `block_t` tokens and `block_n` features."""
-
-    @staticmethod
-    def heuristic(problem: LoRAGLUProblem, device: Device) -> "LoRAGLUConfig":
-        # Microseconds with 8192 x 14336 and 8192 x 9216 elements in bf16, rank 16, on an H200, for (block_t, block_n,
-        # num_warps, num_stages, programs_per_multiprocessor). Forward: (128, 32, 8, 3, 8) 278 and 178,
-        # (64, 32, 4, 3, 4) 301 and 197, (64, 64, 4, 2, 4) 290 and 190. Its traffic alone takes 164 and 105. Backward,
-        # in the memory of its inputs: (16, 64, 4, 4, 16) 357 and 243, (32, 64, 4, 3, 16) 391 and 259,
-        # (64, 64, 4, 3, 16) 431 and 292, (64, 32, 4, 3, 4) 643 and 502. Its traffic alone takes 273 and 176.
-        if problem.backward:
-            stages = 4 if device.async_copy else 1
-            return LoRAGLUConfig(16, 64, num_warps=4, num_stages=stages, programs_per_multiprocessor=16)
-        stages = 3 if device.async_copy else 1
-        return LoRAGLUConfig(128, 32, num_warps=8, num_stages=stages, programs_per_multiprocessor=8)
+def _tiles(is_backward: bool, device: Device) -> PartTiles:
+    """Return tiles of `block_t` tokens and `block_n` features."""
+    # Microseconds with 8192 x 14336 and 8192 x 9216 elements in bf16, rank 16, on an H200, for (block_t, block_n,
+    # num_warps, num_stages, programs_per_multiprocessor). Forward: (128, 32, 8, 3, 8) 278 and 178,
+    # (64, 32, 4, 3, 4) 301 and 197, (64, 64, 4, 2, 4) 290 and 190. Its traffic alone takes 164 and 105. Backward, in
+    # the memory of its inputs: (16, 64, 4, 4, 16) 357 and 243, (32, 64, 4, 3, 16) 391 and 259, (64, 64, 4, 3, 16) 431
+    # and 292, (64, 32, 4, 3, 4) 643 and 502. Its traffic alone takes 273 and 176.
+    if is_backward:
+        return PartTiles(16, 64, 4, num_stages=4 if device.async_copy else 1, programs_per_multiprocessor=16)
+    return PartTiles(128, 32, 8, num_stages=3 if device.async_copy else 1, programs_per_multiprocessor=8)
 
 
 # --- kernels -------------------------------------------------------------------------------------
@@ -323,7 +306,7 @@ class GLUAdapters(NamedTuple):
         return (0, 0) if h is None else (h.stride(1), h.stride(0))
 
 
-def _constants(x: Tensor, adapters: GLUAdapters, kind: str, config: LoRAGLUConfig) -> dict[str, object]:
+def _constants(x: Tensor, adapters: GLUAdapters, kind: str, tiles: PartTiles) -> dict[str, object]:
     gate_r, up_r, down_r = adapters.ranks
     return {
         "GATE_R": gate_r,
@@ -331,11 +314,11 @@ def _constants(x: Tensor, adapters: GLUAdapters, kind: str, config: LoRAGLUConfi
         "DOWN_R": down_r,
         "KIND": kind,
         "ORDER": TERMS[x.dtype],
-        "BLOCK_T": config.block_t,
-        "BLOCK_N": config.block_n,
+        "BLOCK_T": tiles.block_t,
+        "BLOCK_N": tiles.block_n,
         "BLOCK_R": rank_block(max(adapters.ranks)),
-        "STAGES": config.num_stages,
-        "num_warps": config.num_warps,
+        "STAGES": tiles.num_stages,
+        "num_warps": tiles.num_warps,
     }
 
 
@@ -349,9 +332,9 @@ def lora_glu_forward(
     """
     t, i = gate.shape
     device = device_of(gate)
-    config = LoRAGLUConfig.choose(LoRAGLUProblem(max(adapters.ranks), gate.element_size(), False), device)
-    blocks = cdiv(t, config.block_t)
-    part_length, parts = config.divide(i, config.block_n, blocks, device)
+    tiles = _tiles(False, device)
+    blocks = cdiv(t, tiles.block_t)
+    part_length, parts = tiles.divide(i, tiles.block_n, blocks, device)
     a, down_r = torch.empty_like(gate), adapters.ranks[2]
     down_h = empty_hidden(gate, t, down_r) if down_r else None
     stride_h, stride_term = adapters.strides()
@@ -366,7 +349,7 @@ def lora_glu_forward(
             stride_down_term=0 if down_h is None else down_h.stride(0),
             gate_factor=adapters.gate_scaling, up_factor=adapters.up_scaling,
         ),
-        **_constants(gate, adapters, kind, config),
+        **_constants(gate, adapters, kind, tiles),
     )  # fmt: skip
     return a, down_h
 
@@ -392,9 +375,9 @@ def lora_glu_backward(
     """
     t, i = gate.shape
     device = device_of(gate)
-    config = LoRAGLUConfig.choose(LoRAGLUProblem(max(adapters.ranks), gate.element_size(), True), device)
-    blocks = cdiv(i, config.block_n)
-    part_length, parts = config.divide(t, config.block_t, blocks, device)
+    tiles = _tiles(True, device)
+    blocks = cdiv(i, tiles.block_n)
+    part_length, parts = tiles.divide(t, tiles.block_t, blocks, device)
     gate_r, up_r, down_r = adapters.ranks
     shapes = (i, gate_r), (i, up_r), (down_r, i)
     gate_db, up_db, down_da = gradients = [
@@ -414,6 +397,6 @@ def lora_glu_backward(
             stride_dh=stride_dh, stride_dh_term=stride_dh_term,
             gate_factor=adapters.gate_scaling, up_factor=adapters.up_scaling,
         ),
-        **_constants(gate, adapters, kind, config),
+        **_constants(gate, adapters, kind, tiles),
     )  # fmt: skip
     return GLUGradients(*gradients)

@@ -41,8 +41,7 @@ from tigon.ops.adapters.lora_products import (
     rows_of,
     write_output,
 )
-from tigon.ops.adapters.low_rank import empty_hidden, project, token_sums
-from tigon.ops.adapters.projection import Adapter, Constants, Projection, flatten, rebuild
+from tigon.ops.adapters.projection import Constants, Projection, flatten, rebuild
 from tigon.ops.mlps.gated_node import check_version, gradient_buffers, multiply_gate, save_gated, unpack_gated
 from tigon.ops.mlps.glu_mlp import GATES
 from tigon.runtime.autograd import first_order
@@ -152,14 +151,11 @@ class _LoRAGLUMLP(torch.autograd.Function):
         if is_recomputed:
             operand = None if ctx.fp8 is None else ctx.fp8.operand(rows)
             gate, up = _multiply_gates(rows, layers[0], layers[1], operand)
-        down_dh, down_gradients = None, []
         down_operand = None if ctx.down_fp8 is None else ctx.down_fp8.operand_of_gradients({0: dy})
-        fused_passes = {} if down_operand is None or not down.adapters else down_operand.fused_passes((0,))
-        for adapter, need in zip(down.adapters, down_needs.adapters, strict=True):
-            down_dh = empty_hidden(dy, len(dy), len(adapter.a))
-            project(dy, [adapter.b.t()], down_dh, adapter.scaling, fused_pass=fused_passes.pop(0, None))
-            db = token_sums(dy, down_h, adapter.scaling).to(adapter.b.dtype) if need.b else None
-            down_gradients.append(Adapter(None, db))
+        down_entries, down_dh = list_entries((down,), len(dy), None), None
+        if down_entries:
+            down_dh, _ = project_gradients({0: dy}, down_entries, down_operand)
+        (down_gradients,) = layer_gradients(None, down_h, {0: dy}, None, down_entries, (), [down_needs])
         dgate, dup = gradient_buffers(ctx, gate, up, is_recomputed)
         entries = list_entries(layers, len(rows), None)
         # These flags say whether B of gate, B of up and A of down need gradients.
@@ -184,7 +180,9 @@ class _LoRAGLUMLP(torch.autograd.Function):
         )
         del gate, up
         if sums.down_a is not None:
-            down_gradients[0] = down_gradients[0]._replace(a=sums.down_a.to(down.adapters[0].a.dtype))
+            (adapter,) = down_gradients.adapters
+            adapter = adapter._replace(a=sums.down_a.to(down.adapters[0].a.dtype))
+            down_gradients = down_gradients._replace(adapters=(adapter,))
         dys = {0: dgate, 1: dup}
         operand = ctx.fp8.operand_of_gradients(dys, maximum) if needs_dx and ctx.fp8 is not None else None
         dh: Tensor | None = None
@@ -194,7 +192,7 @@ class _LoRAGLUMLP(torch.autograd.Function):
         dbs = {entry.position: (sums.gate_b, sums.up_b)[entry.projection] for entry in entries}
         gradients = layer_gradients(rows, h, dys, dh, entries, dh_entries, needs, dbs)
         dx = compute_input_gradient(dys, layers, dh, dh_entries, operand) if needs_dx else None
-        gradients.append(Projection(None, None, tuple(down_gradients)))
+        gradients.append(down_gradients)
         return None if dx is None else dx.view(ctx.shape), *[None] * 5, *flatten(gradients)[0]
 
 

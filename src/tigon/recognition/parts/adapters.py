@@ -224,7 +224,7 @@ def _may_compute(x: Any) -> bool:
     # Autocast converts an fp32 input to its own dtype.
     dtype = product_dtype(x)
     has_dtype = dtype in (BF16, FP16) and x.dtype in (dtype, FP32)
-    return has_dtype and runs_kernels(x) and not any_global_hook()
+    return has_dtype and x.dim() > 1 and runs_kernels(x) and not any_global_hook()
 
 
 def read_projection(layer: nn.Module, x: Tensor | TensorLike) -> Projection | None:
