@@ -1,4 +1,4 @@
-"""An op multiplies by the dequantised weight of a layer in 4 bits only if the layer's own code computes this product."""
+"""An op multiplies by the dequantised weight of a layer in 4 bits only if the code of the layer does so too."""
 
 import copy
 from collections.abc import Callable

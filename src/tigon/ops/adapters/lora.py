@@ -43,10 +43,11 @@ from tigon.ops.adapters.lora_products import (
 from tigon.ops.adapters.low_rank import expand, split_terms
 from tigon.ops.adapters.projection import Adapter, Constants, Projection, flatten, rebuild
 from tigon.runtime import checks
-from tigon.runtime.autograd import first_order, keep_none_gradients
+from tigon.runtime.autograd import keep_none_gradients
 from tigon.runtime.compat.autograd import has_active_transform
 from tigon.runtime.compat.operators import reshape_without_view
 from tigon.runtime.device import KERNEL_DTYPES, PLAIN, runs_kernels
+from tigon.runtime.op import Node
 
 # --- reference -----------------------------------------------------------------------------------
 
@@ -72,7 +73,7 @@ def eager_output(x: Tensor, projection: Projection) -> Tensor:
 # --- autograd ------------------------------------------------------------------------------------
 
 
-class _LoRALinears(torch.autograd.Function):
+class _LoRALinears(Node):
     """Compute the outputs y_i of layers with the same input x, from x and the tensors of their projections."""
 
     @staticmethod
@@ -114,7 +115,6 @@ class _LoRALinears(torch.autograd.Function):
         return tuple(ys)
 
     @staticmethod
-    @first_order
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
         dys = {i: rows_of(dy) for i, dy in enumerate(upstream) if dy is not None}
         dx, gradients = _node_gradients(ctx, dys, ctx.needs_input_grad[3:])
@@ -142,7 +142,7 @@ def _node_gradients(ctx: Any, dys: Mapping[int, Tensor], tensor_needs: Sequence[
     return None if dx is None else dx.view(ctx.shape), flatten(gradients)[0]
 
 
-class _Hidden(torch.autograd.Function):
+class _Hidden(Node):
     """Compute h_j = dropout(x) A_j^T in fp32, side by side, from x and the tensors of the adapters of one layer."""
 
     @staticmethod
@@ -155,7 +155,6 @@ class _Hidden(torch.autograd.Function):
         return h.sum(0, dtype=torch.float32).view(*x.shape[:-1], h.shape[-1])
 
     @staticmethod
-    @first_order
     def backward(ctx: Any, dh: Tensor) -> tuple[Any, ...]:
         x, seeds, *tensors = ctx.saved_tensors
         projections, needs = rebuild(tensors, ctx.constants), rebuild(ctx.needs_input_grad[2:], ctx.constants)
@@ -168,7 +167,7 @@ class _Hidden(torch.autograd.Function):
         return None if dx is None else dx.view(x.shape), None, *flatten(gradients)[0]
 
 
-class _AddAdapters(torch.autograd.Function):
+class _AddAdapters(Node):
     """Add the outputs of adapters for the input x to y, the output of the layer without adapters."""
 
     @staticmethod
@@ -189,7 +188,6 @@ class _AddAdapters(torch.autograd.Function):
         return out
 
     @staticmethod
-    @first_order
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         dx, gradients = _node_gradients(ctx, {0: rows_of(dy)}, ctx.needs_input_grad[3:])
         return dx, dy, None, *gradients

@@ -55,7 +55,7 @@ from tigon.ops.experts.arguments import ACTIVATIONS
 from tigon.ops.experts.choice_order import Routing
 from tigon.ops.experts.grouped_linear import grouped_product
 from tigon.ops.experts.routing import combine, spread
-from tigon.runtime.autograd import first_order
+from tigon.runtime.op import Node
 
 
 class ExpertAdapter(NamedTuple):
@@ -184,7 +184,7 @@ def _factor_gradients(
     return gradients
 
 
-class LoRAExperts(torch.autograd.Function):
+class LoRAExperts(Node):
     """Compute y from x, the weights of the router, and the factors A and B of the adapters of both products.
 
     `scalings` holds one tuple for the first product and one for the second one, and `factors` holds A and B in turn.
@@ -207,7 +207,6 @@ class LoRAExperts(torch.autograd.Function):
         return y
 
     @staticmethod
-    @first_order
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weights, up, down, h, p, wq, slot, order, expert, ends, *factors = ctx.saved_tensors
         routing, transposed, dy = Routing(slot, order, expert, ends), ctx.transposed, _rows(dy)
@@ -286,7 +285,7 @@ def _rebuild(
 # --- a node for products that autograd differentiates ----------------------------------------------
 
 
-class AddGroupedAdapters(torch.autograd.Function):
+class AddGroupedAdapters(Node):
     """Add the low-rank products of sorted rows x [S, N] to y [S, M], the product with the weights, in place."""
 
     @staticmethod
@@ -304,7 +303,6 @@ class AddGroupedAdapters(torch.autograd.Function):
         return y
 
     @staticmethod
-    @first_order
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, p, slot, order, expert, ends, *factors = ctx.saved_tensors
         routing, rows = Routing(slot, order, expert, ends), _rows(dy)

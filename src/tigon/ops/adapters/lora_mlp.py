@@ -44,8 +44,8 @@ from tigon.ops.adapters.lora_products import (
 from tigon.ops.adapters.projection import Constants, Projection, flatten, rebuild
 from tigon.ops.mlps.gated_node import check_version, gradient_buffers, multiply_gate, save_gated, unpack_gated
 from tigon.ops.mlps.glu_mlp import GATES
-from tigon.runtime.autograd import first_order
 from tigon.runtime.compat.operators import reshape_without_view
+from tigon.runtime.op import Node
 from tigon.runtime.products import multiply
 
 # The largest rank for which the values of a tile fit in the registers of the kernels.
@@ -96,7 +96,7 @@ def _gradient_of_activation(dy: Tensor, down: Projection, operand: Fp8Operand | 
     return multiply(dy, dense_weight(down.weight)) if operand is None else operand.input_gradient()
 
 
-class _LoRAGLUMLP(torch.autograd.Function):
+class _LoRAGLUMLP(Node):
     """Compute y from x and the tensors of gate, up and down. gate and up are saved if `saves_gates` is True."""
 
     @staticmethod
@@ -140,7 +140,6 @@ class _LoRAGLUMLP(torch.autograd.Function):
         return y
 
     @staticmethod
-    @first_order
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         x, h, down_h, gate, up, *tensors = unpack_gated(ctx)
         *layers, down = rebuild(tensors, ctx.constants)
