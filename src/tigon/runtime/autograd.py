@@ -30,24 +30,6 @@ def without_autocast(function: Callable) -> Callable:
     return call
 
 
-def first_order(backward: Callable) -> Callable:
-    """Decorate the backward of an autograd function that has no second derivative, and refuse `create_graph=True`.
-
-    torch's `once_differentiable` raises only if the upstream gradient itself needs a gradient. With it, a penalty on
-    the gradient of a plain loss would be a constant, without any error. Autocast is off while the backward runs.
-    """
-    run = without_autocast(backward)
-
-    @functools.wraps(backward)
-    def call(ctx: Any, *gradients: Tensor | None) -> Any:
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            name = type(ctx).__name__.strip("_").removesuffix("Backward")
-            raise RuntimeError(f"tigon: {name} has no second derivative, so it refuses create_graph=True")
-        return run(ctx, *gradients)
-
-    return call
-
-
 def halves(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return the two halves of x along its last dimension. Use this in place of `chunk` in eager code with gradients.
 

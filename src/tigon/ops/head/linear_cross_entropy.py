@@ -52,7 +52,8 @@ from tigon.ops.logits.loss_arguments import (
 from tigon.ops.logits.token.kernels import WHOLE_LOSS, SavedStatistics, Upstream, Wants, gradient_scales
 from tigon.ops.logits.valid_rows import ValidRows, as_targets
 from tigon.runtime import checks
-from tigon.runtime.autograd import first_order, keep_none_gradients
+from tigon.runtime.autograd import keep_none_gradients
+from tigon.runtime.op import Node
 
 NAMES = HeadNames("input", "linear_weight", "linear_bias", "target")
 
@@ -73,7 +74,7 @@ def linear_cross_entropy_reference(
 # --- autograd ------------------------------------------------------------------------------------
 
 
-class _LinearCrossEntropy(torch.autograd.Function):
+class _LinearCrossEntropy(Node):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, low_rank_h: Tensor | None,
@@ -110,7 +111,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return loss, statistics.z_loss, statistics.predicted, statistics.log_probs, statistics.entropy
 
     @staticmethod
-    @first_order
     def backward(
         ctx: Any, dloss: Tensor | None, _dz_loss: None, _dpredicted: None, dlog_probs: Tensor | None,
         dentropy: Tensor | None,
@@ -140,7 +140,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             gradients = Gradients(*(_sum(g, new if need else None) for g, new, need in sums))
         if accumulation is not None:
             gradients = gradients._replace(dw=accumulation.gradient_for_autograd())
-        return *gradients, None, None, None, None, None, None, None
+        return tuple(gradients)
 
 
 def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:

@@ -50,7 +50,8 @@ from tigon.ops.logits.loss_arguments import as_scalar, check_loss_arguments
 from tigon.ops.logits.token.kernels import Shard, gradient_scales
 from tigon.ops.logits.valid_rows import ValidRows, as_targets
 from tigon.runtime import checks
-from tigon.runtime.autograd import first_order, keep_none_gradients
+from tigon.runtime.autograd import keep_none_gradients
+from tigon.runtime.op import Node
 from tigon.runtime.products import accumulates_in_fp32
 
 TEACHER_NAMES = HeadNames("teacher_hidden", "teacher_weight", "teacher_bias")
@@ -155,7 +156,7 @@ def linear_distillation_reference(
 # --- autograd ------------------------------------------------------------------------------------
 
 
-class _LinearDistillation(torch.autograd.Function):
+class _LinearDistillation(Node):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, teacher_hidden: Tensor | None,
@@ -185,11 +186,10 @@ class _LinearDistillation(torch.autograd.Function):
         return loss, *further
 
     @staticmethod
-    @first_order
     def backward(ctx: Any, dloss: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         settings, saved = ctx.settings, ctx.saved_tensors
         if dloss is None:
-            return (None,) * 13
+            return ()
         if ctx.in_forward:
             gradients = rescale_gradients(saved, dloss)
         else:
@@ -199,7 +199,7 @@ class _LinearDistillation(torch.autograd.Function):
                 x, weight, target, bias, teacher, scales, rows, ctx.count, dloss, settings
             )  # fmt: skip
             gradients = [g if need else None for g, need in zip(results.gradients, settings.needs, strict=True)][:3]
-        return *gradients, *(None,) * 10
+        return tuple(gradients)
 
 
 # --- public --------------------------------------------------------------------------------------

@@ -35,7 +35,8 @@ from tigon.ops.head.log_prob_chunks import LogProbSettings, log_prob_gradients, 
 from tigon.ops.logits.token.kernels import SavedStatistics, Upstream, Wants, gradient_scales
 from tigon.ops.logits.valid_rows import ValidRows, as_targets
 from tigon.runtime import checks
-from tigon.runtime.autograd import first_order, keep_none_gradients
+from tigon.runtime.autograd import keep_none_gradients
+from tigon.runtime.op import Node
 
 
 class LogProbOutput(NamedTuple):
@@ -100,7 +101,7 @@ def linear_log_probs_reference(
 # --- autograd ------------------------------------------------------------------------------------
 
 
-class _LinearLogProbs(torch.autograd.Function):
+class _LinearLogProbs(Node):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, extra_targets: Tensor | None,
@@ -122,7 +123,6 @@ class _LinearLogProbs(torch.autograd.Function):
         return result.log_probs, result.entropy, result.extra_log_probs, *constants
 
     @staticmethod
-    @first_order
     def backward(
         ctx: Any, dlog_probs: Tensor | None, dentropy: Tensor | None, dextra: Tensor | None, *_: None
     ) -> tuple[Tensor | None, ...]:
@@ -130,14 +130,13 @@ class _LinearLogProbs(torch.autograd.Function):
         wants = ctx.settings.wants
         dentropy, dextra = dentropy if wants.entropy else None, dextra if wants.extra_targets else None
         if dlog_probs is None and dentropy is None and dextra is None:
-            return (None,) * 7
+            return ()
         upstream = Upstream(lse.new_zeros(()), dlog_probs, dentropy, dextra)
         gradients = log_prob_gradients(
             x, weight, target, bias, extra_targets, scales, rows, ctx.count,
             SavedStatistics(lse, log_probs, entropy if wants.entropy else None, argmax), upstream, ctx.settings,
         )  # fmt: skip
-        needs = ctx.settings.needs[:3]
-        return *(g if need else None for g, need in zip(gradients[:3], needs, strict=True)), None, None, None, None
+        return gradients[:3]
 
 
 # --- public --------------------------------------------------------------------------------------

@@ -27,7 +27,8 @@ from tigon.ops.logits.token.kernels import (
     gradient_scales,
     statistics,
 )
-from tigon.runtime.autograd import first_order, keep_none_gradients, without_autocast
+from tigon.runtime.autograd import keep_none_gradients, without_autocast
+from tigon.runtime.op import Node
 
 LossFunction = Callable[..., Any]
 
@@ -189,7 +190,7 @@ def _agree(used_gradients: list[Tensor], gradients: list[Tensor], is_valid: Tens
 # --- autograd ------------------------------------------------------------------------------------
 
 
-class LinearLoss(torch.autograd.Function):
+class LinearLoss(Node):
     """Return a zero that has the gradients dx, dw and db for x, weight and bias."""
 
     @staticmethod
@@ -202,9 +203,8 @@ class LinearLoss(torch.autograd.Function):
         return x.new_zeros((), dtype=torch.float32)
 
     @staticmethod
-    @first_order
     def backward(ctx: Any, dloss: Tensor | None) -> tuple[Tensor | None, ...]:
         gradients = ctx.saved_tensors
         if dloss is None:
-            return (None,) * 6
-        return *rescale_gradients(gradients, dloss), None, None, None
+            return ()
+        return tuple(rescale_gradients(gradients, dloss))

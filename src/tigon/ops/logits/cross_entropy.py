@@ -40,8 +40,9 @@ from tigon.ops.logits.token.kernels import (
 from tigon.ops.logits.valid_rows import as_targets
 from tigon.ops.logits.vocab_parallel import parallel_statistics, shard_of
 from tigon.runtime import checks
-from tigon.runtime.autograd import first_order, keep_none_gradients
+from tigon.runtime.autograd import keep_none_gradients
 from tigon.runtime.launch import launcher
+from tigon.runtime.op import Node
 
 # --- reference -----------------------------------------------------------------------------------
 
@@ -135,7 +136,7 @@ def cross_entropy_backward(
 # --- autograd ------------------------------------------------------------------------------------
 
 
-class _CrossEntropy(torch.autograd.Function):
+class _CrossEntropy(Node):
     @staticmethod
     def forward(
         ctx: Any, logits: Tensor, target: Tensor, weight: Tensor | None, scales: Tensor, options: Options,
@@ -155,7 +156,6 @@ class _CrossEntropy(torch.autograd.Function):
         return result.loss, result.z_loss, result.predicted, result.log_probs, result.entropy
 
     @staticmethod
-    @first_order
     def backward(
         ctx: Any, dloss: Tensor | None, _dz_loss: None, _dpredicted: None, dlog_probs: Tensor | None,
         dentropy: Tensor | None,
@@ -170,7 +170,7 @@ class _CrossEntropy(torch.autograd.Function):
             upstream = Upstream(dloss, dlog_probs if wants.log_probs else None, dentropy if wants.entropy else None)
             saved = SavedStatistics(*statistics)
             dlogits = cross_entropy_backward(logits, target, weight, scales, saved, upstream, ctx.options, ctx.shard)
-        return dlogits, None, None, None, None, None, None, None
+        return (dlogits,)
 
 
 # --- public --------------------------------------------------------------------------------------

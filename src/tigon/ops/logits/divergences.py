@@ -24,8 +24,8 @@ from tigon.ops.logits.divergence_reference import DivergenceReduction, divergenc
 from tigon.ops.logits.rescale import rescaled
 from tigon.ops.logits.token.kernels import gradient_scales
 from tigon.runtime import checks
-from tigon.runtime.autograd import first_order
 from tigon.runtime.device import runs_kernels
+from tigon.runtime.op import Node
 from tigon.runtime.rows import dense_rows
 
 # --- references ----------------------------------------------------------------------------------
@@ -59,7 +59,7 @@ def _flat(labels: Tensor | None) -> Tensor | None:
     return None if labels is None else labels.reshape(-1).contiguous()
 
 
-class _Divergence(torch.autograd.Function):
+class _Divergence(Node):
     @staticmethod
     def forward(
         ctx: Any, input: Tensor, target: Tensor, labels: Tensor | None, inverse_count: Tensor | None, needs_dx: bool,
@@ -79,7 +79,6 @@ class _Divergence(torch.autograd.Function):
         return results.loss.view(input.shape) if options.elementwise else results.loss
 
     @staticmethod
-    @first_order
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.in_forward:
             (dx,) = ctx.saved_tensors
@@ -91,7 +90,7 @@ class _Divergence(torch.autograd.Function):
             dx = divergence_backward(
                 dloss, _rows(input), _rows(target), _flat(labels), inverse_count, saved, ctx.options
             )  # fmt: skip
-        return dx.view(ctx.shape), None, None, None, None, None
+        return (dx.view(ctx.shape),)
 
 
 # --- public --------------------------------------------------------------------------------------

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from tigon.ops.logits.token.maths import LOG2E
 from tigon.runtime import checks
-from tigon.runtime.autograd import first_order
 from tigon.runtime.compat.triton import tl, triton
 from tigon.runtime.device import Device, cdiv, device_of, runs_kernels
 from tigon.runtime.launch import launch, launcher
+from tigon.runtime.op import Node
 from tigon.runtime.rows import dense_rows
 from tigon.runtime.tuning import LaunchConfig, rung
 
@@ -228,7 +228,7 @@ def softmax_backward(dy: Tensor, y: Tensor) -> Tensor:
 # --- autograd ------------------------------------------------------------------------------------
 
 
-class _Softmax(torch.autograd.Function):
+class _Softmax(Node):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         y = softmax_forward(x)
@@ -236,9 +236,9 @@ class _Softmax(torch.autograd.Function):
         return y
 
     @staticmethod
-    @first_order
-    def backward(ctx: Any, dy: Tensor) -> Tensor:
-        return softmax_backward(dy, *ctx.saved_tensors)
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor]:
+        (y,) = ctx.saved_tensors
+        return (softmax_backward(dy, y),)
 
 
 # --- public --------------------------------------------------------------------------------------

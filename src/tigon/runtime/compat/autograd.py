@@ -12,24 +12,6 @@ from torch import Tensor
 
 from tigon.runtime.compat.names import find
 
-__all__ = [
-    "AccumulateGrad",
-    "CastBackward",
-    "DisableTorchFunction",
-    "DisableTorchFunctionSubclass",
-    "backward_id",
-    "engine_run_backward",
-    "has_active_transform",
-    "has_gradient_hooks",
-    "is_any_autocast_enabled",
-    "is_checkpoint_hook",
-    "is_recompute_hook",
-    "keeps_graph",
-    "saved_tensor_hooks",
-    "shared_versions",
-    "storage_id",
-]
-
 _C = torch._C
 
 # --- backward and saved tensors --------------------------------------------------------------------

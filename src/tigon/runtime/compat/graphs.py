@@ -8,24 +8,6 @@ import torch
 
 from tigon.runtime.compat.operators import schema_of
 
-__all__ = [
-    "CALLER_OF_GRAPHS",
-    "DYNAMO_ERRORS",
-    "DispatchMode",
-    "SymbolicTools",
-    "TransparentMode",
-    "add_lambda_guard",
-    "changed_objects",
-    "disable_dynamo",
-    "global_source",
-    "install_guard",
-    "is_tracing",
-    "load_comptime",
-    "locals_of_caller",
-    "reset_compiler",
-    "symbolic_tools",
-]
-
 # --- runs with symbolic sizes ------------------------------------------------------------------------
 
 # The base class of modes that see every operator. Seen in 2.8 to 2.13. Without it: `symbolic_tools` raises an error.

@@ -4,18 +4,6 @@ from typing import Any
 
 from torch import nn
 
-__all__ = [
-    "CALL_IMPL",
-    "COMPILED_CALL_IMPL",
-    "HOOK_TABLES",
-    "INSTANCE_CALLS",
-    "MODULE_ATTRIBUTES",
-    "REPLICATE",
-    "any_global_hook",
-    "call_impl",
-    "is_replica",
-]
-
 # The attributes that every module has: its tables of parameters, buffers, children and hooks, and its mode.
 MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 

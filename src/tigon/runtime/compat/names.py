@@ -5,16 +5,6 @@ from typing import Any, NoReturn
 
 import torch
 
-__all__ = [
-    "NAMES_FOR_LEAN",
-    "NAMES_FOR_LOSS",
-    "NAMES_FOR_OFFLOAD",
-    "NAMES_FOR_PLAN",
-    "find",
-    "missing",
-    "require_names",
-]
-
 # The message of each name that was looked up and that this torch does not have.
 missing: dict[str, str] = {}
 

@@ -10,28 +10,6 @@ from torch import Tensor
 
 from tigon.runtime.compat.names import find
 
-__all__ = [
-    "NAMESPACE_TYPES",
-    "OPERATOR_TYPES",
-    "MemoryEvent",
-    "current_device",
-    "current_raw_stream",
-    "dispatch_modes",
-    "function_modes",
-    "grouped_mm",
-    "has_init_group",
-    "increment",
-    "is_in_place",
-    "memory_events",
-    "native_linear",
-    "operator_namespaces",
-    "process_group_of",
-    "read_scalar",
-    "reshape_without_view",
-    "schema_of",
-    "sleep_on_device",
-]
-
 _C = torch._C
 
 # --- the device ------------------------------------------------------------------------------------
