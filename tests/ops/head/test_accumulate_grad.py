@@ -178,14 +178,6 @@ def test_gradients_of_further_results_are_added():
     assert w.grad.isnan().all()
 
 
-def test_two_losses_of_one_head_are_accumulated():
-    w = _head()
-    w.grad = torch.zeros_like(w)
-    batches = [_batch(0), _batch(1)]
-    sum(_loss(x, w, target) for x, target in batches).backward()
-    torch.testing.assert_close(w.grad, _accumulate_by_autograd(2), rtol=2e-6, atol=1e-7)
-
-
 def test_tied_embeddings_are_supported():
     gradients = []
     for accumulate in (False, True):

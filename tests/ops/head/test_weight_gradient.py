@@ -19,8 +19,8 @@ BF16 = torch.bfloat16
 
 # The sizes V give upper halves of 0 rows (V < 128), of up to 256 rows (which are rounded from a copy), and of about 256
 # rows times a power of two, where one more part begins. With an odd V the lower half has one row more.
-SIZES = [1, 2, 127, 128, 129, 255, 384, 511, 512, 513, 640, 641, 1023, 1024, 1025, 1151, 1152]
-SIZES += [n + more for n in (2048, 4096, 8192) for more in (-1, 0, 1, 127, 128, 129)]
+SIZES = [1, 127, 128, 129, 384, 511, 512, 513, 640, 1024, 1025, 1151]
+SIZES += [n + more for n in (2048, 8192) for more in (-1, 0, 129)]
 
 
 def _parts(v: int, h: int, chunks: int = 3, dtype: torch.dtype = BF16) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -52,7 +52,7 @@ class _Copies(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("h", [1, 3, 8])
+@pytest.mark.parametrize("h", [1, 8])
 @pytest.mark.parametrize("v", SIZES)
 def test_fp32_sum_is_rounded_once(v, h):
     parts, weight = _parts(v, h), torch.empty(v, h, dtype=BF16, device=DEVICE)
@@ -169,7 +169,7 @@ def _of_fp64(vocabulary: int, **options) -> list[Tensor]:
     return [*(y.detach() for y in losses), *(p.grad for p in tensors)]
 
 
-@pytest.mark.parametrize("vocabulary", [100, 129, 257, 300])
+@pytest.mark.parametrize("vocabulary", [100, 257])
 @pytest.mark.parametrize("options", FP64.values(), ids=FP64)
 def test_sum_in_fp32_changes_nothing_for_fp64(options, vocabulary):
     """The layout for half precision splits an fp32 sum into two halves. fp64 does not fit, and would lose digits."""
@@ -196,7 +196,7 @@ def test_fp64_weight_may_accumulate_in_fp32_or_fp64(buffer_dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("v", [7, 64, 128, 300])
+@pytest.mark.parametrize("v", [7, 128, 300])
 def test_only_half_precision_splits_its_sum(v, dtype):
     weight = torch.zeros(v, 3, dtype=dtype, device=DEVICE)
     total = WeightGradient(weight, in_fp32=True)

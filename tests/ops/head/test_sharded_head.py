@@ -1,6 +1,6 @@
-"""A vocabulary that is sharded over processes is exact, and accumulate_grad is safe under DDP and FSDP2.
+"""Cross entropy and log-probabilities of a vocabulary that is sharded over processes equal those of a whole one.
 
-As a script, this file runs one rank: python test_linear_cross_entropy_parallel.py STORE
+As a script, this file runs one rank: python test_sharded_head.py STORE
 """
 
 import contextlib
@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from interpreter import speed_up_the_interpreter
+from ops.head.sharded_log_probs import OPTIONS as LOG_PROB_OPTIONS
+from ops.head.sharded_log_probs import compare_log_probs
 from ranks import LIMIT, leave, run_ranks
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
@@ -22,7 +24,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.thorough)], ids=lambda n: f"{n} ranks")
 def test_ranks(ranks):
     for output in run_ranks(__file__, ranks=ranks):
-        assert output.splitlines()[-1] == f"{len(_checks(ranks))} checks passed", output
+        assert output.splitlines()[-1] == f"{len(CHECKS)} checks passed", output
 
 
 # --- a vocabulary sharded over the ranks ---------------------------------------------------------
@@ -133,16 +135,16 @@ def _sizes() -> tuple[int, ...]:
 
 
 def each_option() -> None:
-    for v in _sizes()[: 1 if INTERPRETED else None]:
-        for options in OPTIONS.values():
-            for weighted in (False, True):
-                compare(v, weighted=weighted, bias=not weighted, **options)
+    """Every option meets one of the sizes, and class weights or a bias."""
+    sizes = _sizes()[: 1 if INTERPRETED else None]
+    for i, options in enumerate(OPTIONS.values()):
+        compare(sizes[i % len(sizes)], weighted=i % 2 == 1, bias=i % 2 == 0, **options)
 
 
 def everything_returned() -> None:
-    for v in _sizes():
+    for i, v in enumerate(_sizes()):
         for options in ({}, {"reduction": "none", "label_smoothing": 0.1}, OPTIONS["all, none"]):
-            for parts in (("loss",), ("loss", "log_probs", "entropy"), ("entropy",), ("log_probs",)):
+            for parts in (("loss", "log_probs", "entropy"), (("loss",), ("entropy",), ("log_probs",))[i]):
                 compare(v, parts, **RESULT_FLAGS, **options)
 
 
@@ -180,6 +182,18 @@ def ignored_tokens() -> None:
             _close("dx", actual[0], dx)
             _close("dw", actual[1], dw[rows])
             assert (actual[0][ignored] == 0).all()
+
+
+def log_probs() -> None:
+    from tigon.ops.head.chunks import ChunkConfig
+    from tigon.ops.head.log_prob_chunks import SlabConfig
+    from tigon.runtime.tuning import tuned
+
+    # The last vocabulary gives the last rank no row, or one row.
+    for v in _sizes():
+        for options in LOG_PROB_OPTIONS.values():
+            with tuned(ChunkConfig, tokens=5), tuned(SlabConfig, columns=5, block_tokens=4):
+                compare_log_probs(v, _rows(v), options)
 
 
 def inputs_that_need_no_gradient() -> None:
@@ -353,106 +367,6 @@ def refusals() -> None:
     assert (parameter.grad.full_tensor() == 0).all()
 
 
-# --- accumulated gradients -----------------------------------------------------------------------
-
-
-class _Head(nn.Linear):
-    """A head whose forward returns its loss."""
-
-    # None stands for the definition of the loss in torch.
-    accumulate: bool | None = False
-
-    def forward(self, hidden: Tensor, target: Tensor) -> Tensor:
-        import tigon
-        from tigon.ops.head.linear_cross_entropy import linear_cross_entropy_reference
-
-        if self.accumulate is None:
-            return linear_cross_entropy_reference(hidden, self.weight, target, linear_bias=self.bias)
-        assert (self.weight.grad is not None) >= self.requires_gradient_buffer
-        return tigon.linear_cross_entropy(
-            hidden, self.weight, target, linear_bias=self.bias, accumulate_grad=self.accumulate
-        )
-
-    # True if the weight must have a gradient to which dW can be added.
-    requires_gradient_buffer = False
-
-
-class _Model(nn.Module):
-    def __init__(self, accumulate: bool | None, tied: bool = False) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embedding, self.head = nn.Embedding(50, H), _Head(H, 50, bias=not tied)
-        self.head.accumulate = accumulate
-        if tied:
-            self.head.weight = self.embedding.weight
-
-    def forward(self, tokens: Tensor, target: Tensor) -> Tensor:
-        return self.head(self.embedding(tokens).tanh(), target)
-
-
-def _train(model: nn.Module, skip_reduction: Callable, accumulates: bool) -> dict[str, Tensor]:
-    """Run two steps of three micro-batches each, and return the gradients of the last step, reduced over the ranks."""
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    inner = getattr(model, "module", model)
-    for _ in range(2):
-        model.zero_grad()
-        inner.head.requires_gradient_buffer = False
-        for i in range(3):
-            tokens, target = (torch.randint(50, (T,), generator=generator) for _ in range(2))
-            target[::5] = -100
-            with skip_reduction(i < 2):
-                model(tokens, target).backward()
-            inner.head.requires_gradient_buffer = accumulates
-    full = lambda g: g.full_tensor() if hasattr(g, "full_tensor") else g
-    return {name: full(p.grad) for name, p in inner.named_parameters()}
-
-
-def under_ddp() -> None:
-    from torch.nn.parallel import DistributedDataParallel
-
-    for as_view in (False, True):
-        for unused in (False, True):
-            for tied in (False, True):
-                gradients_by_mode = []
-                for accumulate in (None, False, True):
-                    model = DistributedDataParallel(
-                        _Model(accumulate, tied), gradient_as_bucket_view=as_view, find_unused_parameters=unused
-                    )
-                    skip_reduction = lambda off, m=model: m.no_sync() if off else contextlib.nullcontext()
-                    gradients_by_mode.append(_train(model, skip_reduction, accumulates=True))
-                for name, value in gradients_by_mode[0].items():
-                    for actual in gradients_by_mode[1:]:
-                        _close(f"{name}, {as_view=}, {tied=}", actual[name], value)
-    # The gradients are the same on every rank.
-    gathered = [torch.empty_like(value) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, gradients_by_mode[1]["embedding.weight"])
-    assert all(torch.equal(other, gathered[0]) for other in gathered)
-
-
-def under_fsdp2() -> None:
-    """In the forward of the module the weight is whole, and has a gradient until the gradients are reduced."""
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-    wide = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    # With the second policy FSDP2 sums the gradients of the micro-batches in fp32 in its own buffer.
-    for policy, accumulates in ((None, True), (wide, False)):
-        gradients_by_mode = []
-        for accumulate in (None, False, True):
-            model = _Model(accumulate)
-            for module in (model.head, model):
-                fully_shard(module, **({} if policy is None else {"mp_policy": policy}))
-
-            @contextlib.contextmanager
-            def skip_reduction(off: bool, model: nn.Module = model):
-                model.set_requires_gradient_sync(not off)
-                yield
-
-            gradients_by_mode.append(_train(model, skip_reduction, accumulates))
-        for name, value in gradients_by_mode[0].items():
-            _close(f"{name}, {accumulates=}", gradients_by_mode[1][name], value, rtol=1e-5 if policy is None else 0.02)
-            _close(f"{name}, {accumulates=}", gradients_by_mode[2][name], gradients_by_mode[1][name])
-
-
 def accumulate_in_a_sharded_head() -> None:
     import tigon
 
@@ -467,12 +381,10 @@ def accumulate_in_a_sharded_head() -> None:
     _close("dw", shard.grad, whole.grad[_rows(v)])
 
 
-def _checks(ranks: int) -> list[Callable[[], None]]:
-    exact = [each_option, everything_returned, several_chunks]
-    if INTERPRETED:
-        return [each_option]
-    rest = [ignored_tokens, inputs_that_need_no_gradient, compiled, half_precision, dtensor_heads, refusals]
-    return [*exact, *rest, accumulate_in_a_sharded_head, *([under_ddp, under_fsdp2] * (ranks == 2))]
+CHECKS: list[Callable[[], None]] = [each_option, log_probs]
+if not INTERPRETED:
+    CHECKS += [everything_returned, several_chunks, ignored_tokens, inputs_that_need_no_gradient, compiled]
+    CHECKS += [half_precision, dtensor_heads, refusals, accumulate_in_a_sharded_head]
 
 
 if __name__ == "__main__":
@@ -483,9 +395,9 @@ if __name__ == "__main__":
     # In this mode, memory that was not written holds NaN.
     torch.use_deterministic_algorithms(True, warn_only=True)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=LIMIT)
-    for check in _checks(ranks):
+    for check in CHECKS:
         check()
         print(check.__name__, flush=True)
-    print(f"{len(_checks(ranks))} checks passed")
+    print(f"{len(CHECKS)} checks passed")
     dist.destroy_process_group()
     leave()
