@@ -1,10 +1,8 @@
 """The losses and their metrics are those of TRL 1.16, whose own methods run here on an object in place of a trainer."""
 
-import ast
 import inspect
 import itertools
 import math
-import textwrap
 from collections import defaultdict
 from types import SimpleNamespace
 
@@ -431,59 +429,3 @@ def test_rloo(old):
     )
     _assert_same(own, log_probs, expected, expected_log_probs, trainer._metrics["train"])
     assert set(trainer._metrics["train"]) <= set(own[1])
-
-
-def _blocks_of_importance_sampling():
-    """Return the code of TRL's `_generate_and_score_completions` that computes the ratios, and that of the metrics."""
-    from trl.trainer.grpo_trainer import GRPOTrainer
-
-    tree = ast.parse(textwrap.dedent(inspect.getsource(GRPOTrainer._generate_and_score_completions)))
-    condition = "self.use_vllm and self.vllm_importance_sampling_correction"
-    blocks = [node for node in ast.walk(tree) if isinstance(node, ast.If) and ast.unparse(node.test) == condition]
-    code = ["\n".join(map(ast.unparse, block.body)) for block in blocks]
-    (ratios,) = [text for text in code if "per_token_logps_diff" in text]
-    (metrics,) = [text for text in code if "sampling_logp_difference" in text]
-    return ratios, metrics
-
-
-@pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
-@pytest.mark.parametrize("bounds", [(None, 3.0), (0.5, 1.5), (0.8, None)], ids=str)
-@pytest.mark.parametrize("has_unknown", [False, True])
-def test_importance_sampling_ratio(mode, bounds, has_unknown):
-    import trl.trainer.grpo_trainer as module
-
-    x = tokens(6, 9, empty=(2,))
-    policy, sampling = x.log_probs(), x.log_probs("sampling", 0.3)
-    if has_unknown:
-        sampling = torch.where(x.normal("unknown") > 1, math.nan, sampling)
-    low, high = bounds
-    trainer = _trainer(
-        vllm_importance_sampling_mode=mode,
-        vllm_importance_sampling_clip_min=low,
-        vllm_importance_sampling_clip_max=high,
-    )
-    names = dict(
-        vars(module), self=trainer, old_per_token_logps=policy, sampling_per_token_logps=sampling, mode="train",
-        completion_mask=x.mask.long(), tool_mask=None, device="cpu",
-    )  # fmt: skip
-    for block in _blocks_of_importance_sampling():
-        exec(block, names)
-    ratio, metrics = losses.importance_sampling_ratio(policy, sampling, x.mask, mode=mode, clip_min=low, clip_max=high)
-    expected = names["vllm_importance_sampling_ratio"]
-    expected = expected[:, 0] if mode.startswith("sequence") else torch.where(x.mask, expected, 1.0)
-    torch.testing.assert_close(ratio, expected, rtol=2e-5, atol=1e-6)
-    assert metrics.keys() == trainer._metrics["train"].keys()
-    for name, values in trainer._metrics["train"].items():
-        assert metrics[name].item() == pytest.approx(values[-1], rel=2e-5, abs=1e-6), name
-
-
-@pytest.mark.parametrize("quantile", [0.0, 0.2, 0.25, 0.5, 0.77, 1.0])
-@pytest.mark.parametrize("shape", [(1, 1), (4, 11), (7, 64)], ids=str)
-def test_entropy_threshold_selects_the_tokens_that_trl_selects(quantile, shape):
-    from trl.trainer.grpo_trainer import GRPOTrainer
-
-    x = tokens(*shape)
-    entropy = x.normal("entropy").abs()
-    selected = (entropy >= losses.entropy_threshold(entropy, x.mask, quantile)) & x.mask
-    expected = GRPOTrainer.get_high_entropy_mask(_trainer(), entropy, x.mask, 1 - quantile)
-    assert torch.equal(selected, expected)
