@@ -10,7 +10,7 @@ from torch import Tensor
 
 import tigon
 from benchmarks.workloads import WORKLOADS
-from benchmarks.workloads.variant_case import (
+from variant_case import (
     VariantCase,
     as_list,
     assert_as_accurate_as_eager,

@@ -4,32 +4,28 @@ The steps are those of the tests. The command fails if a kernel spills registers
 """
 
 import atexit
-import json
 import multiprocessing
 import os
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
-from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from benchmarks.ops.cases import split_words
 from tigon.cli import environment
 from tigon.cli.main import INTERRUPTED, check_file, make_console, say_written, write_file
-from tigon.cli.output import markdown_table
+from tigon.cli.output import console_table, markdown_table
 from tigon.runtime.device import HAS_TRITON
-
-if TYPE_CHECKING:
-    from benchmarks.compile.targets import Chip, KernelResources
 
 # The limit of a workgroup, for both vendors.
 MAX_THREADS = 1024
+TITLES = ("kernel", "case", "chip", "threads", "registers", "spilled", "shared bytes", "problem")
+LEFT = (*TITLES[:3], "problem")
 
 
 @dataclass(frozen=True)
@@ -48,6 +44,11 @@ class Usage:
     spilled: int = 0
     shared: int = 0
     problem: str = ""
+
+    def cells(self) -> list[str]:
+        numbers = (self.threads, self.registers, self.spilled, self.shared)
+        texts = [f"{number:,}" if self.threads else "-" for number in numbers]
+        return [self.kernel, self.case, self.chip, *texts, " ".join(self.problem.split())]
 
 
 def compile_case(case: str, chip_name: str) -> list[Usage]:
@@ -71,34 +72,25 @@ def compile_case(case: str, chip_name: str) -> list[Usage]:
         except Exception as error:
             usage = Usage(kernel, case, chip.name, problem=f"does not compile: {type(error).__name__}: {error}")
         else:
+            problems = {
+                "spills": numbers["spilled"] > chip.allowed_spills,
+                f"more than {MAX_THREADS} threads": numbers["threads"] > MAX_THREADS,
+                f"more than {chip.device.shared_memory} bytes of shared memory": (
+                    numbers["shared"] > chip.device.shared_memory
+                ),
+            }
             usage = Usage(
                 kernel, case, chip.name, numbers["threads"], numbers["registers"], numbers["spilled"],
-                numbers["shared"], _problem(numbers, chip),
+                numbers["shared"], ", ".join(problem for problem, exists in problems.items() if exists),
             )  # fmt: skip
         usages[usage] = None
     return list(usages)
 
 
-def _problem(numbers: "KernelResources", chip: "Chip") -> str:
-    """Return the reasons why a kernel must not ship, or ""."""
-    problems = []
-    shared_limit = chip.device.shared_memory
-    if numbers["spilled"] > chip.allowed_spills:
-        problems.append("spills")
-    if numbers["threads"] > MAX_THREADS:
-        problems.append(f"more than {MAX_THREADS} threads")
-    if numbers["shared"] > shared_limit:
-        problems.append(f"more than {shared_limit} bytes of shared memory")
-    return ", ".join(problems)
-
-
-# --- the command ---------------------------------------------------------------------------------
-
-
 def resources(
     ops: Annotated[str | None, typer.Option(help="Ops to compile, separated by commas; all by default.")] = None,
     chip: Annotated[str | None, typer.Option(help="Chips, separated by commas; all by default.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Also write the table to this file, .md or .json.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Also write the table in Markdown to this file.")] = None,
     jobs: Annotated[int | None, typer.Option(min=1, help="Number of compilers.", show_default="one per core")] = None,
 ) -> None:
     """Compile every kernel for every chip, and print the registers, spills and shared memory that it needs.
@@ -106,10 +98,21 @@ def resources(
     The command needs no GPU. Exit code: 0; 1 if a kernel spills, does not fit or does not compile; 2 for bad input; 130
     after Ctrl-C.
     """
-    cases, chips = _choose(ops, chip, out)
-    console = make_console()
-    from benchmarks.compile.steps import launches_kernels
+    if os.environ.get("TRITON_INTERPRET", "0") == "1":
+        raise typer.BadParameter(
+            "resources: TRITON_INTERPRET must not be set, because the interpreter compiles nothing"
+        )
+    if not HAS_TRITON:
+        raise typer.BadParameter("resources: triton compiles the kernels, and is not installed")
+    from benchmarks.compile.steps import STEPS, launches_kernels
+    from benchmarks.compile.targets import CHIPS
 
+    names = list(dict.fromkeys(step.split()[0] for step in STEPS))
+    chosen_ops, chips = _select(ops, names, "--ops"), _select(chip, [chip.name for chip in CHIPS], "--chip")
+    if out is not None:
+        check_file(out, "--out")
+    cases = [step for step in STEPS if step.split()[0] in chosen_ops]
+    console = make_console()
     work = [(case, name) for name in chips for case in cases if launches_kernels(case, name)]
     for name in chips:
         emulated_ops = dict.fromkeys(case.split()[0] for case in cases if not launches_kernels(case, name))
@@ -119,7 +122,7 @@ def resources(
     # The kernels of a case are in the order of their launches: forward before backward.
     kernels = list(dict.fromkeys(usage.kernel for usage in usages))
     usages.sort(key=lambda usage: (cases.index(usage.case), kernels.index(usage.kernel), chips.index(usage.chip)))
-    console.print(_table(usages))
+    console.print(console_table(TITLES[:-1], [usage.cells()[:-1] for usage in usages], LEFT, ""))
     for usage in usages:
         if usage.problem:
             text = f"{usage.kernel}, {usage.case}, {usage.chip}: {usage.problem}"
@@ -127,37 +130,10 @@ def resources(
     problem_count = sum(bool(usage.problem) for usage in usages)
     console.print(f"{len(usages)} kernels compiled, {problem_count} with a problem.")
     if out is not None:
-        write_file(out, _json(usages) if out.suffix == ".json" else _markdown(usages), "--out")
+        write_file(out, _markdown(usages), "--out")
         say_written(console, out)
     if interrupted or problem_count:
         raise typer.Exit(INTERRUPTED if interrupted else 1)
-
-
-def _choose(ops: str | None, chip: str | None, out: Path | None) -> tuple[list[str], list[str]]:
-    """Return the cases and chips that the options name.
-
-    Raises:
-        typer.BadParameter: an option is wrong. The message names the rule and the value.
-    """
-    if os.environ.get("TRITON_INTERPRET", "0") == "1":
-        raise typer.BadParameter(
-            "resources: TRITON_INTERPRET must not be set, because the interpreter compiles nothing"
-        )
-    if not HAS_TRITON:
-        raise typer.BadParameter("resources: triton compiles the kernels, and is not installed")
-    from benchmarks.compile.steps import STEPS
-    from benchmarks.compile.targets import CHIPS
-
-    op_of = lambda case: case.split()[0]
-    ops_to_compile = _select(ops, list(dict.fromkeys(map(op_of, STEPS))), "--ops")
-    chips = _select(chip, [chip.name for chip in CHIPS], "--chip")
-    if out is not None and (out.suffix not in (".md", ".json") or not out.absolute().parent.is_dir()):
-        raise typer.BadParameter(
-            f"must be a .md or .json file in a folder that exists, got {str(out)!r}", param_hint="--out"
-        )
-    if out is not None:
-        check_file(out, "--out")
-    return [case for case in STEPS if op_of(case) in ops_to_compile], chips
 
 
 def _select(text: str | None, names: list[str], option: str) -> list[str]:
@@ -180,10 +156,8 @@ def _compile_all(work: list[tuple[str, str]], jobs: int | None, console: Console
     workers = max(1, min(jobs or environment.cpu_count(), len(work)))
     # Each process is a fresh interpreter, because a fork of a process with torch's threads may hang.
     pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=_discard_errors_at_exit)
-    with Progress(
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-        console=console, transient=True,
-    ) as progress:  # fmt: skip
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("compiling", total=len(work))
         try:
             results = pool.map(compile_case, *zip(*work, strict=True))
@@ -197,33 +171,8 @@ def _compile_all(work: list[tuple[str, str]], jobs: int | None, console: Console
     return usages, False
 
 
-# --- tables --------------------------------------------------------------------------------------
-
-_TITLES = ("kernel", "case", "chip", "threads", "registers", "spilled", "shared bytes")
-
-
-def _cells(usage: Usage) -> list[str]:
-    numbers = (usage.threads, usage.registers, usage.spilled, usage.shared)
-    return [usage.kernel, usage.case, usage.chip, *(f"{n:,}" if usage.threads else "-" for n in numbers)]
-
-
-def _table(usages: Iterable[Usage]) -> Table:
-    table = Table(box=box.SIMPLE, show_edge=False, pad_edge=False)
-    for i, title in enumerate(_TITLES):
-        table.add_column(title, justify="right" if i > 2 else "left", overflow="fold")
-    for usage in usages:
-        table.add_row(*_cells(usage), style="bold red" if usage.problem else "")
-    return table
-
-
 def _markdown(usages: Iterable[Usage]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in environment.versions().items())
-    cells = [[*_cells(usage), " ".join(usage.problem.split())] for usage in usages]
-    table = markdown_table((*_TITLES, "problem"), cells, left=(*_TITLES[:3], "problem"))
     about = f"Compiled with {versions}. Spilled: bytes per thread on NVIDIA, registers on AMD."
-    return "\n".join(["# python -m benchmarks resources", "", about, "", *table]) + "\n"
-
-
-def _json(usages: Iterable[Usage]) -> str:
-    document = {"schema": 1, "versions": environment.versions(), "rows": [asdict(usage) for usage in usages]}
-    return json.dumps(document, indent=1) + "\n"
+    table = markdown_table(TITLES, [usage.cells() for usage in usages], LEFT)
+    return "\n".join(["# Resources of the kernels", "", about, "", *table]) + "\n"

@@ -146,11 +146,6 @@ def select(ops: str | None, cases: str) -> list[Case]:
     return matching_cases
 
 
-def has_tag(name: str, tag: str) -> bool:
-    """Return True if the case of that name has the tag."""
-    return any(case.name == name and tag in case.tags for case in CASES)
-
-
 def split_words(text: str | None) -> list[str]:
     """Return the words of a comma-separated option."""
     return [word.strip() for word in (text or "").split(",") if word.strip()]

@@ -1,6 +1,7 @@
 """Measurement of time and memory of one forward and backward pass.
 
-- Kernel time is the sum of the durations of the GPU kernels, copies and fills of the call, from the profiler.
+- Kernel time lasts from the start of the first kernel, copy or fill of the call to the end of the last one. The GPU
+  sleeps until the host has queued the whole call, so the time of the host is not part of it.
 - Host time lasts until the call returns, with an idle GPU. Wall time lasts until the GPU is done too.
 - Peak memory is the most that is allocated above the inputs: activations, temporaries and gradients.
 
@@ -15,9 +16,8 @@ import os
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -28,20 +28,20 @@ from tigon.runtime.compat.operators import memory_events, sleep_on_device
 
 # The most calls of a provider in one round.
 MOST_CALLS = 20
+# The clock of a GPU makes at most about this many cycles in a millisecond.
+CYCLES_PER_MS = 2_000_000
 
 
 @dataclass
 class Samples:
     """The measurements of one provider on one case: milliseconds of each call, and bytes.
 
-    `kernel_source` is "profiler" or "events", or "" without kernel times. `gradient_bytes` is the size of the gradients
-    that a call returns.
+    `gradient_bytes` is the size of the gradients that a call returns.
     """
 
     wall: list[float] = field(default_factory=list)
     host: list[float] = field(default_factory=list)
     kernel: list[float] = field(default_factory=list)
-    kernel_source: str = ""
     peak_bytes: int | None = None
     gradient_bytes: int = 0
 
@@ -149,8 +149,6 @@ class CudaMeter(Meter):
         # Reading this much evicts everything else from L2, so no kernel has to write back older data.
         size = max(4 * getattr(properties, "L2_cache_size", 0), 2**28)
         self._flush = torch.ones(size // 4, dtype=torch.int32, device=device)
-        # A kernel that no provider launches marks the start and the end of each call in the profile. This is its name.
-        self._marker = self._marker_name()
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
@@ -166,16 +164,7 @@ class CudaMeter(Meter):
             wall, host = self._wall(bound)
             into.wall.append(wall)
             into.host.append(host)
-        times, source = self._kernel_ms(bound, calls), "profiler"
-        if not times:
-            times, source = [self._event_ms(bound) for _ in range(calls)], "events"
-        # A median must not mix both sources, so times of the profiler replace those of events.
-        if into.kernel_source != source:
-            if into.kernel_source == "profiler":
-                return
-            into.kernel.clear()
-        into.kernel_source = source
-        into.kernel += times
+        into.kernel += [self._kernel_ms(bound, statistics.median(into.host[-calls:])) for _ in range(calls)]
 
     def peak_bytes(self, bound: BoundProvider) -> int | None:
         self.prepare(bound)
@@ -193,65 +182,12 @@ class CudaMeter(Meter):
             self._flush.max()
             bound()
 
-    # --- kernel time ---
-
-    def _kernel_ms(self, bound: BoundProvider, calls: int) -> list[float]:
-        """Return the kernel time of each call that the profiler has recorded completely."""
-        if self._marker is None:
-            return []
-        with _quiet_profile([ProfilerActivity.CUDA]) as profiler:
-            self._lead_in()
-            self._run_unmeasured(bound, calls)
-            for _ in range(calls):
-                bound.restore()
-                self._flush.max()
-                self._mark(2)
-                result = bound()
-                self._mark(1)
-                del result
-            self._flush.max()
-            self.synchronize()
-        windows = kernel_windows(_device_events(profiler), self._marker)
-        # Every call launches the same kernels, so a window with fewer of them is incomplete.
-        most = max((len(window) for window in windows), default=0)
-        return [sum(window) / 1e3 for window in windows if window and len(window) == most]
-
-    def _mark(self, times: int) -> None:
-        for _ in range(times):
-            sleep_on_device(1)
-
-    def _lead_in(self) -> None:
-        # A profile may lose the first kernels of a session, which must not be those that are measured.
-        for _ in range(10):
-            self._flush.max()
-        self.synchronize()
-
-    def _marker_name(self) -> str | None:
-        try:
-            with _quiet_profile([ProfilerActivity.CUDA]) as profiler:
-                self._lead_in()
-                self._mark(3)
-                self.synchronize()
-            counts: dict[str, int] = {}
-            for name, _, _ in _device_events(profiler):
-                counts[name] = counts.get(name, 0) + 1
-            # The lead-in runs a reduction of one or two kernels ten times, of which the profile may lose some. The
-            # marker runs three times.
-            names = [name for name in counts if "spin_kernel" in name]
-            names = names or [name for name, count in counts.items() if count == 3]
-            return names[0] if len(names) == 1 else None
-        except (AttributeError, RuntimeError):
-            return None
-
-    def _event_ms(self, bound: BoundProvider) -> float:
-        """Return the device time between two events, which replaces the profiler if that records nothing.
-
-        The GPU sleeps until the host has queued the whole call.
-        """
+    def _kernel_ms(self, bound: BoundProvider, host_ms: float) -> float:
+        """Return the device time of a call that the host queues within `host_ms`, between two events."""
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self.prepare(bound)
-        # This takes about 2 ms.
-        sleep_on_device(4_000_000)
+        # The GPU sleeps twice as long as the host needs, and at least 1 ms.
+        sleep_on_device(int(CYCLES_PER_MS * (1.0 + 2.0 * host_ms)))
         start.record()
         result = bound()
         stop.record()
@@ -276,15 +212,6 @@ def make_meter(device: torch.device) -> Meter:
     return CudaMeter(device) if device.type == "cuda" else Meter(device)
 
 
-# --- reading a profile ---------------------------------------------------------------------------
-
-# Name, start and duration; both times are in microseconds.
-DeviceEvent = tuple[str, float, float]
-
-# These entries of the timeline of the GPU are not its work.
-_NOT_WORK = ("Context Sync", "Stream Sync", "Event Sync", "Stream Wait Event", "ProfilerStep", "## Call")
-
-
 @contextlib.contextmanager
 def _quiet_profile(activities: list[ProfilerActivity], **options: Any) -> Iterator[profile]:
     # Without this setting, Kineto writes lines between those of the progress bar.
@@ -294,29 +221,3 @@ def _quiet_profile(activities: list[ProfilerActivity], **options: Any) -> Iterat
         warnings.simplefilter("ignore")
         with profile(activities=activities, **options) as profiler:
             yield profiler
-
-
-def _device_events(profiler: profile) -> list[DeviceEvent]:
-    """Return kernels, copies and fills of the GPU in order of their start, without host operators and annotations."""
-    events = [
-        (event.name, event.time_range.start, event.time_range.elapsed_us())
-        for event in profiler.events()
-        if event.device_type == torch.autograd.DeviceType.CUDA
-        and not getattr(event, "is_user_annotation", False)
-        and not event.name.startswith(_NOT_WORK)
-    ]
-    return sorted(events, key=lambda event: event[1])
-
-
-def kernel_windows(events: Iterable[DeviceEvent], marker: str) -> list[list[float]]:
-    """Return the durations of the kernels in each window.
-
-    Two markers in a row open a window, and a single marker closes it. There is no window if the profile has lost one of
-    the three.
-    """
-    runs = [(mark, [event[2] for event in run]) for mark, run in groupby(events, lambda event: event[0] == marker)]
-    return [
-        window
-        for (opens, opening), (_, window), (_, closing) in zip(runs, runs[1:], runs[2:], strict=False)
-        if opens and len(opening) == 2 and len(closing) == 1
-    ]

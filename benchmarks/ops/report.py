@@ -8,7 +8,6 @@ A row has these fields. A field that was not measured is null.
     case, op, family, model, shape, dtype, provider
     status      "ok", "missing", "unsupported", "wrong", "error" or "out of memory"; note says more
     kernel_ms, wall_ms, host_ms     medians of the lists samples.kernel, .wall and .host; a CPU has wall time only
-    kernel_source                   "profiler" or "events", which timed the kernels
     peak_mib                        above the inputs
     bytes or flops                  the least that a kernel must move or compute
     floor_ms, percent_of_roofline   the time in which the machine could do it, and its share of the measured time
@@ -41,7 +40,7 @@ from tigon.cli.output import console_table, format_number, markdown_table
 SUMMARY_LEFT = ("case", "best peer")
 
 _LEGEND = (
-    "Forward + backward, medians. Kernel ms: the sum over the GPU kernels; host ms: until the call returns; wall ms: "
+    "Forward + backward, medians. Kernel ms: on the GPU, queued ahead; host ms: until the call returns; wall ms: "
     "until the device is done; peak MiB: above the inputs; % roofline: floor / time (it exceeds 100 where an op reads "
     "more than it writes, because a copy, the roofline, reads and writes as much); error: |x - exact| / |exact| of "
     "the worst output or gradient, in brackets that of eager code."
@@ -91,7 +90,6 @@ def _error_ratios(row: BenchRow) -> str:
 def _note(row: BenchRow) -> str:
     parts = [] if row.status == "ok" else [row.status]
     parts += [row.note] if row.note else []
-    parts += ["kernel time from events"] if row.kernel_source == "events" else []
     return ": ".join(parts[:2]) + "".join(f"; {part}" for part in parts[2:])
 
 

@@ -55,7 +55,6 @@ class BenchRow:
     status: str = "ok"
     note: str = ""
     kernel_ms: float | None = None
-    kernel_source: str = ""
     wall_ms: float | None = None
     host_ms: float | None = None
     peak_mib: float | None = None
@@ -290,7 +289,7 @@ def _finish(entry: _Entry, roofline: Roofline) -> None:
     row.floor_ms = roofline.floor_ms(row.bytes, row.flops)
     if not entry.is_active:
         return
-    row.kernel_ms, row.kernel_source = Samples.median(samples.kernel), samples.kernel_source
+    row.kernel_ms = Samples.median(samples.kernel)
     row.wall_ms, row.host_ms = Samples.median(samples.wall), Samples.median(samples.host)
     row.peak_mib = None if samples.peak_bytes is None else samples.peak_bytes / 2**20
     if row.flops and samples.peak_bytes is not None:

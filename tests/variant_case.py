@@ -1,6 +1,6 @@
 """Test variants of the table of workloads as calls, and their comparison with eager code.
 
-The tests of the contracts and `tigon check` share this file.
+The tests of the contracts use this file.
 """
 
 from collections.abc import Callable, Iterable
