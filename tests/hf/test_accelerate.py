@@ -75,6 +75,7 @@ def held_forwards(model) -> dict:
 
 @in_both_precisions
 @every_way
+@pytest.mark.sampled(3)
 def test_restore_gives_the_forward_back_and_a_second_patch_fuses_the_loss(make_model, batch, accelerator, way):
     expected = held_forwards(way(accelerator, make_model()))
     model = make_model()
@@ -93,6 +94,7 @@ def test_restore_gives_the_forward_back_and_a_second_patch_fuses_the_loss(make_m
 
 @every_copy
 @pytest.mark.parametrize("way", [prepare, unwrap, keep_wrapper])
+@pytest.mark.sampled(2)
 def test_a_copy_keeps_its_fused_loss_when_the_original_is_restored(make_model, batch, accelerator, way, duplicate):
     model = make_model()
     report = tigon.patch(model)

@@ -3,7 +3,6 @@
 import copy
 import functools
 import gc
-import inspect
 import io
 import pickle
 import sys
@@ -147,7 +146,8 @@ def test_gradient_checkpointing_gives_the_results_of_stock(
 @pytest.mark.parametrize("first", [pytest.param("stock", marks=pytest.mark.thorough), "patched"])
 def test_a_compiled_function_distinguishes_stock_and_patched_models(patched, make_model, batch, monkeypatch, first):
     torch._dynamo.reset()
-    models = {"stock": make_model(), "patched": patched(loss=False)}
+    config = {"num_hidden_layers": 1}
+    models = {"stock": make_model(**config), "patched": patched(loss=False, **config)}
     marked_rope = lambda q, k, cos, sin, **options: tuple(torch.erfinv(x) for x in (q, k))
     monkeypatch.setattr("tigon.recognition.parts.rope_forms.rope", marked_rope)
     targets = []
@@ -159,8 +159,8 @@ def test_a_compiled_function_distinguishes_stock_and_patched_models(patched, mak
     order = [models.pop(first), *models.values()]
     compiled = torch.compile(lambda x: [model(x).logits for model in order], fullgraph=True, backend=backend)
     stock, other = compiled(batch["input_ids"])[:: 1 if first == "stock" else -1]
-    assert sum("erfinv" in target for target in targets) == 2 * 2
-    assert torch.equal(stock, make_model()(batch["input_ids"]).logits)
+    assert sum("erfinv" in target for target in targets) == 2
+    assert torch.equal(stock, make_model(**config)(batch["input_ids"]).logits)
     assert not torch.equal(stock, other)
     # The guards of the graphs hold.
     with torch._dynamo.config.patch(error_on_recompile=True):
@@ -226,13 +226,6 @@ def test_threads_do_not_share_calls(patched, batch):
     assert torch.equal(outputs[0], nn.functional.linear(x, model.lm_head.weight))
 
 
-def test_a_model_can_switch_between_training_and_evaluation(patched, batch):
-    model = patched()
-    for _ in range(2):
-        assert model.train()(**batch).logits is SKIPPED_LOGITS
-        assert model.eval()(**batch).logits.shape == (3, 11, 131)
-
-
 def test_double_precision_gives_the_results_of_stock(patched, make_model, batch, step):
     model, stock = patched().double(), make_model().double()
     torch.testing.assert_close(step(model, batch)["loss"].double(), step(stock, batch)["loss"].double())
@@ -287,20 +280,6 @@ def test_hooks_of_accelerate_and_patches_do_not_remove_each_other(make_model, ba
     assert_same_step(model, stock, batch)
 
 
-def test_a_model_unwrapped_from_mixed_precision_stays_patched(make_model, batch, fresh_accelerate):
-    from accelerate import Accelerator
-
-    accelerator = Accelerator(mixed_precision="bf16", cpu=True)
-    model, stock = make_model(), make_model()
-    report = tigon.patch(model)
-    model, stock = (accelerator.unwrap_model(accelerator.prepare(m), keep_fp32_wrapper=False) for m in (model, stock))
-    outputs = model(**batch)
-    assert outputs.logits is SKIPPED_LOGITS
-    torch.testing.assert_close(outputs.loss, stock(**batch).loss)
-    report.restore()
-    assert torch.equal(model(**batch).logits, stock(**batch).logits)
-
-
 def test_hooks_can_be_removed_before_the_patch(make_model, batch, hooks):
     model = make_model()
     add_hooks(hooks, model)
@@ -336,10 +315,6 @@ def test_offloaded_weights_work(make_model, batch):
 
 
 # --- what other code reads -----------------------------------------------------------------------
-
-
-def test_the_signature_is_that_of_stock(patched, make_model):
-    assert inspect.signature(patched().forward) == inspect.signature(make_model().forward)
 
 
 def test_class_names_do_not_change(patched, make_model):

@@ -50,6 +50,7 @@ def check_same_step(model: nn.Module, stock_model: nn.Module) -> None:
 
 @pytest.mark.parametrize("memory", ["default", "lean+mlp", "checkpoint"])
 @pytest.mark.parametrize("hook_is_first", [True, False], ids=["hook, patch", "patch, hook"])
+@pytest.mark.sampled(2)
 def test_noise_on_the_embedding_is_that_of_a_stock_model(stock_model, memory, hook_is_first):
     stock, model, without_noise = (copy.deepcopy(stock_model) for _ in range(3))
     neftune.activate_neftune(stock, 5.0)
@@ -85,6 +86,7 @@ def test_noise_on_the_head_after_the_patch_makes_the_loss_stock(stock_model):
 @pytest.mark.filterwarnings("ignore:tigon. LlamaDecoderLayer is not checkpointed")
 @pytest.mark.parametrize("memory", ["default", "lean+mlp", "checkpoint"])
 @pytest.mark.parametrize("name", ["mlp.up_proj", "input_layernorm", "self_attn.q_proj"])
+@pytest.mark.sampled(2)
 def test_noise_inside_a_layer_is_that_of_a_stock_model(stock_model, memory, name):
     """A recomputation must not draw other noise, and a fused op must not skip the hook."""
     stock, model = copy.deepcopy(stock_model), copy.deepcopy(stock_model)

@@ -72,6 +72,7 @@ def test_only_training_warns(way):
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_next", "bamba", "minimax", "lfm2_moe", "rwkv"])
+@pytest.mark.sampled(4)
 def test_the_report_names_the_recurrent_layers_and_training_warns(model_type):
     model = tiny_model(model_type).train()
     report = tigon.patch(model)
@@ -84,6 +85,7 @@ def test_the_report_names_the_recurrent_layers_and_training_warns(model_type):
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gemma2", "gpt_oss", "phi4_multimodal"])
+@pytest.mark.sampled(3)
 def test_models_without_recurrent_layers_have_no_note(model_type):
     model = tiny_model(model_type).train()
     report = tigon.patch(model)

@@ -86,6 +86,7 @@ def transformers_globals(model):
 
 
 @pytest.mark.parametrize("model_type", TYPES)
+@pytest.mark.sampled(3)
 def test_no_module_of_transformers_is_changed(make_model, batch, model_type):
     """This holds during a call, because another thread may run a stock model, and after it, also if the call fails."""
     model = make_model(model_type)

@@ -99,7 +99,7 @@ def test_a_copy_of_a_resized_model_is_fused(make_model, assert_fused_as_stock):
 
 def test_a_second_patch_prepares_a_resized_head_for_compiled_code(make_model, batch):
     """A compiled call cannot replace the forward of the new head."""
-    model = make_model()
+    model = make_model(num_hidden_layers=1)
     tigon.patch(model)
     resize(model, "larger")
     assert find_replacement(model.lm_head) is None

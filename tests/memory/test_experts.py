@@ -115,6 +115,7 @@ def _gradients(run: Callable[[], Tensor], leaves: list[Tensor], calls: int = 1, 
 
 @every_layout
 @pytest.mark.parametrize("frozen", FROZEN.values(), ids=FROZEN)
+@pytest.mark.sampled(5)
 def test_gradients_have_the_bits_of_those_from_saved_tensors(layout, frozen):
     tensors, index = _tensors(layout), _index()
     leaves = [x for name, x in tensors.items() if name not in frozen]
@@ -220,6 +221,7 @@ def test_a_graph_recomputes_the_first_product(backend):
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss", "llama4_text"])
+@pytest.mark.sampled(2)
 def test_models_recompute_the_first_product_of_their_experts(model_type):
     """GPT-OSS has an activation of its own, and the router of Llama 4 weighs the inputs of experts."""
     pytest.importorskip("transformers")
