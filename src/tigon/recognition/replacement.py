@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from tigon.runtime.compat.modules import HOOK_TABLES, REPLICATE
+from tigon.runtime.compat.modules import HOOK_TABLES, REPLICATE, has_hooks
 from tigon.runtime.engines import FORWARD_SLOTS, ORIGINAL_FORWARD, forward_slot, is_hook_of_deepspeed, keeps_values
 from tigon.runtime.stock import has_stock_call, origin_of, written_in
 
@@ -251,8 +251,8 @@ def is_changed(module: nn.Module) -> bool:
 
     Hooks of DeepSpeed do not count. They are on every module, and move its parameters.
     """
-    tables = (getattr(module, name) for name in HOOK_TABLES)
-    has_hook = any(not is_hook_of_deepspeed(hook) for table in tables for hook in table.values())
+    hooks = (hook for name in HOOK_TABLES for hook in getattr(module, name).values())
+    has_hook = has_hooks(module) and not all(map(is_hook_of_deepspeed, hooks))
     return has_hook or _assigned_forward(module) is not None or not has_stock_call(module)
 
 

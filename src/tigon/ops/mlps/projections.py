@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from tigon.runtime import checks
 from tigon.runtime.autograd import keep_none_gradients
-from tigon.runtime.compat.modules import HOOK_TABLES, any_global_hook
+from tigon.runtime.compat.modules import any_global_hook, has_hooks
 from tigon.runtime.compat.operators import reshape_without_view
 from tigon.runtime.device import PLAIN, runs_kernels
 from tigon.runtime.op import Node
@@ -74,8 +74,7 @@ def does_more_than_forward(module: nn.Module) -> bool:
 
     It does if the module has a hook, if a hook is registered for all modules, or if the call itself was replaced.
     """
-    has_hook = any(module.__dict__[table] for table in HOOK_TABLES)
-    return has_hook or any_global_hook() or not has_stock_call(module)
+    return has_hooks(module) or any_global_hook() or not has_stock_call(module)
 
 
 def is_plain(layer: nn.Module) -> TypeGuard[nn.Linear]:

@@ -21,6 +21,19 @@ INSTANCE_CALLS = CALL_IMPL, COMPILED_CALL_IMPL = "_call_impl", "_compiled_call_i
 # 2.13. Without it: no call counts as torch's own, so every module whose replacement depends on this check stays stock.
 call_impl: Any = getattr(nn.Module, CALL_IMPL, None)
 
+# --- hooks of one module ---------------------------------------------------------------------------
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Return whether a call of a module runs a hook of this module.
+
+    This is checked for each linear layer at every call. A loop over `HOOK_TABLES` would take four times as long.
+    """
+    tables = module.__dict__
+    forward_hooks = tables["_forward_hooks"] or tables["_forward_pre_hooks"]
+    return bool(forward_hooks or tables["_backward_hooks"] or tables["_backward_pre_hooks"])
+
+
 # --- hooks of all modules --------------------------------------------------------------------------
 
 _KINDS = "forward_pre", "forward", "backward_pre", "backward"
