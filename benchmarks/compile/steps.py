@@ -65,7 +65,7 @@ def _cross_entropy_of_a_shard(v: int, vocabulary: int, **options: Any) -> None:
     statistics = token_loss.empty_statistics(logits, loss_options, wants)
     upstream = token_loss.Upstream(None, statistics.log_probs, statistics.entropy) if options else token_loss.Upstream()
     divisors = statistics.loss.new_ones(3)
-    token_loss.gradient(logits, target, weight, divisors, statistics, upstream, loss_options, logits, shard)
+    token_loss.gradient(logits, target, weight, divisors, statistics, upstream, loss_options, out=logits, shard=shard)
 
 
 def _valid_rows() -> None:

@@ -213,18 +213,7 @@ def grpo_loss(
     )
     coefficient = check_entropy(op, entropy, entropy_coef, sequences)
     quantile = checks.number(op, "top_entropy_quantile", top_entropy_quantile, 0.0, 1.0)
-    if entropy is None and (quantile < 1 or top_entropy_threshold is not None):
-        raise ValueError(f"{op}: entropy must be a tensor if tokens are selected by their entropy, got None")
-    if top_entropy_threshold is not None:
-        checks.tensor(op, top_entropy_threshold=top_entropy_threshold)
-        checks.shape(op, "top_entropy_threshold", top_entropy_threshold, ())
-        checks.same(op, "device", mask=mask, top_entropy_threshold=top_entropy_threshold)
-    selects_tokens = quantile < 1 or top_entropy_threshold is not None
-    if part_of is not None and selects_tokens and (top_entropy_threshold is None or coefficient):
-        raise ValueError(
-            f"{op}: part_of must be None if tokens are selected by the entropies of the whole batch; pass "
-            "top_entropy_threshold, and an entropy_coef of 0"
-        )
+    selects_tokens = _check_selection(op, entropy, quantile, top_entropy_threshold, sequences, coefficient)
     sampling_ratio = None
     if importance_sampling_ratio is not None:
         sampling_ratio = _check_sampling_ratio(op, importance_sampling_ratio, sequences, loss_type)
@@ -252,6 +241,25 @@ def grpo_loss(
     total = reduce_losses(sequences, losses.losses, loss_type, divisor)
     loss, shared_metrics = with_entropy(total, sequences, entropy, coefficient, selected)
     return loss, losses.metrics | shared_metrics
+
+
+def _check_selection(
+    op: str, entropy: Tensor | None, quantile: float, threshold: Tensor | None, sequences: Sequences, coefficient: float
+) -> bool:
+    """Check the options that select tokens by their entropy, and return whether they do."""
+    selects_tokens = quantile < 1 or threshold is not None
+    if entropy is None and selects_tokens:
+        raise ValueError(f"{op}: entropy must be a tensor if tokens are selected by their entropy, got None")
+    if threshold is not None:
+        checks.tensor(op, top_entropy_threshold=threshold)
+        checks.shape(op, "top_entropy_threshold", threshold, ())
+        checks.same(op, "device", mask=sequences.mask, top_entropy_threshold=threshold)
+    if sequences.part_of is not None and selects_tokens and (threshold is None or coefficient):
+        raise ValueError(
+            f"{op}: part_of must be None if tokens are selected by the entropies of the whole batch; pass "
+            "top_entropy_threshold, and an entropy_coef of 0"
+        )
+    return selects_tokens
 
 
 def _check_sampling_ratio(op: str, ratio: Tensor, sequences: Sequences, loss_type: str) -> Tensor:

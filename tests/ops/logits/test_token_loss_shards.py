@@ -72,7 +72,9 @@ class _Sharded(torch.autograd.Function):
         )
         for part, shard in ctx.parts:
             out = torch.empty_like(part)
-            parts.append(gradient(part, ctx.target, ctx.weight, ctx.scales, result, upstream, ctx.options, out, shard))
+            parts.append(
+                gradient(part, ctx.target, ctx.weight, ctx.scales, result, upstream, ctx.options, out=out, shard=shard)
+            )
         return torch.cat(parts, 1), *[None] * 5
 
 
@@ -84,7 +86,7 @@ def _whole(logits, target, weight, options: Options, upstream: Upstream) -> tupl
     scales = gradient_scales(target, weight, None, logits.shape[1], options.ignore_index, False)
     result = statistics(logits, target, weight, scales, options, EVERYTHING)
     out = torch.empty_like(logits)
-    return result, gradient(logits, target, weight, scales, result, upstream, options, out)
+    return result, gradient(logits, target, weight, scales, result, upstream, options, out=out)
 
 
 @one_in(3, options=OPTIONS, sizes=SHARD_SIZES)

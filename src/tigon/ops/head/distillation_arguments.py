@@ -15,7 +15,7 @@ Divergence = Literal["jsd", "kl", "reverse_kl", "tvd", "cosine"]
 
 
 def check_teacher(
-    op: str, leading: torch.Size, vocabulary: int, hidden: Tensor | None, weight: Tensor | None, bias: Tensor | None,
+    op: str, leading: torch.Size, *, hidden: Tensor | None, weight: Tensor | None, bias: Tensor | None,
     logits: Tensor | None, probs: Tensor | None, log_probs: Tensor | None, indices: Tensor | None,
 ) -> tuple[Teacher, str]:  # fmt: skip
     """Check the tensors of the teacher; return them without gradients, with rows [T, ...], and the name of the form."""
@@ -62,7 +62,7 @@ def check_teacher(
 
 
 def distillation_options(
-    op: str, teacher: Teacher, form: str, vocabulary: int, divergence: str, beta: float, temperature: float,
+    op: str, teacher: Teacher, form: str, vocabulary: int, *, divergence: str, beta: float, temperature: float,
     soft_weight: float, hard_weight: float, softcap: float | None, logit_scale: float, teacher_softcap: float | None,
     teacher_logit_scale: float, ignore_index: int, has_targets: bool, return_parts: bool, return_entropy: bool,
 ) -> DistillationOptions:  # fmt: skip

@@ -277,9 +277,10 @@ def linear_cross_entropy(
     if accumulation is not None:
         accumulation.set_flag()
     return loss_output(
-        losses, z_losses, predicted, target, ignore_index, reduction,
-        return_z_loss, return_token_accuracy, return_predicted_tokens,
-        log_probs if return_log_probs else None, entropy if return_entropy else None,
+        losses, z_losses, predicted, target, ignore_index=ignore_index, reduction=reduction,
+        return_z_loss=return_z_loss, return_token_accuracy=return_token_accuracy,
+        return_predicted_tokens=return_predicted_tokens,
+        log_probs=log_probs if return_log_probs else None, entropy=entropy if return_entropy else None,
     )  # fmt: skip
 
 

@@ -319,15 +319,17 @@ def linear_distillation(
     check_head(op, hidden, weight, bias, targets)
     (v, h), leading = weight.shape, hidden.shape[:-1]
     teacher, form = check_teacher(
-        op, leading, v, teacher_hidden, teacher_weight, teacher_bias, teacher_logits, teacher_probs, teacher_log_probs,
-        teacher_indices,
+        op, leading, hidden=teacher_hidden, weight=teacher_weight, bias=teacher_bias, logits=teacher_logits,
+        probs=teacher_probs, log_probs=teacher_log_probs, indices=teacher_indices,
     )  # fmt: skip
     checks.same(op, "device", **named, teacher_indices=teacher_indices)
     check_loss_arguments(op, v, targets, None, reduction, num_items, hidden.device)
     ignore_index = checks.ignore_index(op, ignore_index)
     options = distillation_options(
-        op, teacher, form, v, divergence, beta, temperature, soft_weight, hard_weight, softcap, logit_scale,
-        teacher_softcap, teacher_logit_scale, ignore_index, has_targets, return_parts, return_entropy,
+        op, teacher, form, v, divergence=divergence, beta=beta, temperature=temperature, soft_weight=soft_weight,
+        hard_weight=hard_weight, softcap=softcap, logit_scale=logit_scale, teacher_softcap=teacher_softcap,
+        teacher_logit_scale=teacher_logit_scale, ignore_index=ignore_index, has_targets=has_targets,
+        return_parts=return_parts, return_entropy=return_entropy,
     )  # fmt: skip
     valid_rows = check_valid_rows(op, valid_rows, targets, ignore_index)
     hidden, bias = cast_for_products(op, hidden, weight, bias)

@@ -170,7 +170,7 @@ def compute_loss(
             used[rows] = dvalue
         gradient(
             logits, target_part, None, scales, SavedStatistics(part.lse, part.log_probs, part.entropy),
-            Upstream(part.lse.new_zeros(()), *upstream), options, logits,
+            Upstream(part.lse.new_zeros(()), *upstream), options, out=logits,
         )  # fmt: skip
         sums.add(rows, x_part, target_part, logits, weight)
     is_sum = None if is_valid is None else _agree(used_gradients, gradients, is_valid)

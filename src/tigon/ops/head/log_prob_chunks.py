@@ -223,8 +223,8 @@ def log_prob_gradients(
             logits = buffer[: n * len(weight_slab)].view(n, len(weight_slab))
             head_product(x_block, weight_slab, None if bias is None else bias[slab], logits)
             gradient(
-                logits, target_block, None, scales, saved_block, upstream_block, options, logits,
-                Shard(shard.start + slab.start, shard.vocabulary), extra,
+                logits, target_block, None, scales, saved_block, upstream_block, options, out=logits,
+                shard=Shard(shard.start + slab.start, shard.vocabulary), extra_targets=extra,
             )  # fmt: skip
             if dx is not None:
                 multiply = product_in_fp32 if needs_sum else product

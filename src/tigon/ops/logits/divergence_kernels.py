@@ -281,7 +281,7 @@ NO_SAVED_DIVERGENCE = SavedDivergence(None, None, None)
 
 def _run(
     x: Tensor, y: Tensor, labels: Tensor | None, inverse_count: Tensor | None, saved: SavedDivergence,
-    options: DivergenceOptions, with_loss: bool = False, with_slope: bool = False, with_dx: bool = False,
+    options: DivergenceOptions, *, with_loss: bool = False, with_slope: bool = False, with_dx: bool = False,
     dloss: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """Read x and y once, and return the loss ([] or [M, V]), G [M] and dx [M, V], each only if it is requested."""

@@ -91,9 +91,9 @@ def as_scalar(num_items: Tensor | float | None, device: torch.device) -> Tensor 
 
 
 def loss_output(
-    losses: Tensor, z_losses: Tensor, predicted: Tensor, target: Tensor, ignore_index: int, reduction: str,
+    losses: Tensor, z_losses: Tensor, predicted: Tensor, target: Tensor, *, ignore_index: int, reduction: str,
     return_z_loss: bool, return_token_accuracy: bool, return_predicted_tokens: bool,
-    log_probs: Tensor | None = None, entropy: Tensor | None = None,
+    log_probs: Tensor | None, entropy: Tensor | None,
 ) -> Tensor | LossOutput:  # fmt: skip
     """Return the loss, or a `LossOutput` with the requested results, reduced and shaped as the target.
 

@@ -315,10 +315,6 @@ def _extra_block(extra_targets: int) -> int:
     return triton.next_power_of_2(max(1, extra_targets))
 
 
-def _unless_empty(x: Tensor) -> Tensor | None:
-    return x if x.numel() else None
-
-
 @on_device
 def statistics(
     logits: Tensor, target: Tensor, weight: Tensor | None, scales: Tensor, options: Options,
@@ -339,11 +335,12 @@ def statistics(
             row_losses(logits, target, weight, scales, result, options, row_config, device)
             return result
     config = ScanConfig.choose(ScanProblem(v, itemsize), device)
+    unless_empty = lambda x: x if x.numel() else None
     arguments = in_order(_loss_kernel)(
         logits_ptr=logits, target_ptr=target, weight_ptr=weight, scales_ptr=scales,
         loss_ptr=result.loss, lse_ptr=result.lse,
-        z_ptr=_unless_empty(result.z_loss), predicted_ptr=_unless_empty(result.predicted),
-        log_prob_ptr=_unless_empty(result.log_probs), entropy_ptr=_unless_empty(result.entropy),
+        z_ptr=unless_empty(result.z_loss), predicted_ptr=unless_empty(result.predicted),
+        log_prob_ptr=unless_empty(result.log_probs), entropy_ptr=unless_empty(result.entropy),
         mean_ptr=result.mean_logits, squares_ptr=result.log_sum_sq_probs,
         extra_target_ptr=extra_targets, extra_log_prob_ptr=result.extra_log_probs,
         stride_logits=logits.stride(0), V=v, K=wants.extra_targets or None, **option_numbers(options),
@@ -360,7 +357,8 @@ def statistics(
 @on_device
 def gradient(
     logits: Tensor, target: Tensor, weight: Tensor | None, scales: Tensor, saved: Statistics | SavedStatistics,
-    upstream: Upstream, options: Options, out: Tensor, shard: Shard | None = None, extra_targets: Tensor | None = None,
+    upstream: Upstream, options: Options, *, out: Tensor, shard: Shard | None = None,
+    extra_targets: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Write d(upstream . (losses, log_probs, entropy, extra_log_probs)) / d(logits) [M, V] to `out`.
 
@@ -375,7 +373,8 @@ def gradient(
         return out
     if not runs_kernels(logits, weight):
         return gradient_torch(
-            logits, target, weight, scales, saved, upstream, options, out, shard or Shard(0, v), extra_targets
+            logits, target, weight, scales, saved, upstream, options,
+            out=out, shard=shard or Shard(0, v), extra_targets=extra_targets,
         )  # fmt: skip
     config = ScanConfig.choose(ScanProblem(v, logits.element_size()), device_of(logits))
     blocks, dloss = cdiv(v, config.block_v), upstream.loss

@@ -185,14 +185,14 @@ def statistics_torch(
     sums, e = sums_torch(logits, columns, weight, options, wants, with_gradient, extra_targets)
     result = statistics_of(sums, target, weight, scales, options, wants, v, extra_targets)
     if with_gradient:
-        dx = _gradient_of_x(e, None, target, weight, scales, result, WHOLE_LOSS, options, Shard(0, v), None)
+        dx = _gradient_of_x(e, None, target, weight, scales, result, WHOLE_LOSS, options, shard=Shard(0, v))
         logits.copy_(_multiply_by_slope(dx, logits, target, options))
     return result
 
 
 def gradient_torch(
     logits: Tensor, target: Tensor, weight: Tensor | None, scales: Tensor, saved: Statistics | SavedStatistics,
-    upstream: Upstream, options: Options, out: Tensor, shard: Shard, extra_targets: Tensor | None = None,
+    upstream: Upstream, options: Options, *, out: Tensor, shard: Shard, extra_targets: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Compute `gradient` in torch."""
     assert saved.lse is not None
@@ -208,7 +208,9 @@ def gradient_torch(
         e, shifted = shifted.exp_(), None
     else:
         e = shifted.exp()
-    dx = _gradient_of_x(e, shifted, target, weight, scales, saved, upstream, options, shard, extra_targets)
+    dx = _gradient_of_x(
+        e, shifted, target, weight, scales, saved, upstream, options, shard=shard, extra_targets=extra_targets
+    )
     # dx has the memory of one of these tensors. The other tensor is freed, so that the slope can use its memory.
     del e, shifted
     return out.copy_(_multiply_by_slope(dx, logits, target, options))
@@ -216,8 +218,8 @@ def gradient_torch(
 
 def _gradient_of_x(
     e: Tensor, shifted: Tensor | None, target: Tensor, weight: Tensor | None, scales: Tensor,
-    saved: Statistics | SavedStatistics, upstream: Upstream, options: Options, shard: Shard,
-    extra_targets: Tensor | None,
+    saved: Statistics | SavedStatistics, upstream: Upstream, options: Options, *, shard: Shard,
+    extra_targets: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Return dx [M, V] in the memory of `e` or `shifted`.
 
