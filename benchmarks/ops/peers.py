@@ -1,12 +1,12 @@
 """Calls of the peers for a case: Liger, Quack, fla (flash-linear-attention), cut-cross-entropy, TRL, torch's fused ops.
 
-A loader imports its package and returns the call. It raises `ImportError` if the package is not installed, and
+A loader takes a case and returns a call. It imports its package, and raises `ImportError` if that is not installed and
 `Unsupported` if the peer cannot compute the case.
 """
 
+import functools
 from collections.abc import Callable
 from importlib import import_module
-from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor
 from benchmarks.ops.cases import Case
 
 Run = Callable[..., tuple[Tensor, ...]]
+Loader = Callable[[Case], Run]
 
 
 class Unsupported(Exception):
@@ -30,24 +31,38 @@ def refuse_other_options(case: Case, *options: str) -> None:
         raise Unsupported(f"no {', '.join(others)}")
 
 
-def _tuple(result: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def _tuple(result: Any) -> tuple[Tensor, ...]:
     return result if isinstance(result, tuple) else (result,)
 
 
-# --- torch's own ---------------------------------------------------------------------------------
+def _import(path: str) -> Any:
+    """Return the object of a path such as "package.module:Class.method"."""
+    module, _, names = path.partition(":")
+    try:
+        return functools.reduce(getattr, names.split("."), import_module(module))
+    except AttributeError as error:
+        raise ImportError(f"{module} has no {names}") from error
 
 
-def torch_rms_norm(case: Case) -> Run:
-    refuse_other_options(case)
-    return lambda x, weight: (F.rms_norm(x, weight.shape, weight, 1e-6),)
+def call(path: str, *more: Any, **settings: Any) -> Loader:
+    """Return the loader of a function that gets the tensors of a case in their order, then `more`."""
+
+    def load(case: Case) -> Run:
+        function = _import(path)
+        return lambda *tensors: _tuple(function(*tensors, *more, **settings))
+
+    return load
 
 
-def torch_softmax(case: Case) -> Run:
-    return lambda x: (F.softmax(x, -1),)
+def torch_function(function: Callable[[Case], Callable[..., Tensor]], *options: str) -> Loader:
+    """Return the loader of a function of torch, for cases that have no other options than these."""
 
+    def load(case: Case) -> Run:
+        refuse_other_options(case, *options)
+        run = function(case)
+        return lambda *tensors: (run(*tensors),)
 
-def torch_cross_entropy(case: Case) -> Run:
-    return lambda input, target: (F.cross_entropy(input, target),)
+    return load
 
 
 def torch_linear_cross_entropy(case: Case) -> Run:
@@ -58,17 +73,20 @@ def torch_linear_cross_entropy(case: Case) -> Run:
     return lambda input, linear_weight, target: (F.linear_cross_entropy(input, linear_weight, target),)
 
 
-def transformers_experts(case: Case, name: str = "grouped_mm") -> Run:
-    """Return an implementation of experts by the name that the config of a transformers model has for it."""
+# --- experts -------------------------------------------------------------------------------------
+
+
+def transformers_experts(case: Case) -> Run:
+    """Load what transformers runs by default for experts."""
     from tigon.hf.transformers_private import experts_function
 
     try:
-        compute = experts_function(name)
+        compute = experts_function("grouped_mm")
     except RuntimeError as error:
         raise Unsupported(str(error)) from error
     flags: dict[str, Any] = {"has_gate": True, "has_bias": False, "is_transposed": False, "num_experts": case.shape[2]}
-    # transformers 5.23 reads the first of these attributes too, and its call of SonicMoE reads the second one.
-    flags |= {"_is_expert_parallel": False, "config": SimpleNamespace(hidden_act="silu")}
+    # transformers 5.23 reads this attribute too.
+    flags |= {"_is_expert_parallel": False}
 
     def gate(gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, -1)
@@ -77,32 +95,6 @@ def transformers_experts(case: Case, name: str = "grouped_mm") -> Run:
     def run(x: Tensor, up_proj: Tensor, down_proj: Tensor, index: Tensor, weights: Tensor) -> tuple[Tensor, ...]:
         module = SimpleNamespace(gate_up_proj=up_proj, down_proj=down_proj, _apply_gate=gate, **flags)
         return (compute(module, x, index, weights),)
-
-    return run
-
-
-def sonicmoe_experts(case: Case) -> Run:
-    """Return SonicMoE: of the package sonic-moe if it is installed, otherwise as transformers loads it.
-
-    The package tries many configurations of each product at the first call, which takes minutes.
-    """
-    if find_spec("sonicmoe") is None:
-        return transformers_experts(case, "sonicmoe")
-    from sonicmoe import moe_general_routing_inputs
-    from sonicmoe.enums import ActivationType
-
-    refuse_other_options(case)
-
-    def run(x: Tensor, up_proj: Tensor, down_proj: Tensor, index: Tensor, weights: Tensor) -> tuple[Tensor, ...]:
-        choices = index.shape[1]
-        tokens = torch.arange(len(x), dtype=torch.int32, device=x.device).repeat_interleave(choices)
-        # The weights have their dimensions in another order, and `concat_layout` says that gate and up are packed.
-        y, _ = moe_general_routing_inputs(
-            x, weights.flatten().to(x.dtype), tokens, index.flatten().int(), up_proj.permute(1, 2, 0), None,
-            down_proj.permute(1, 2, 0), None, E=len(up_proj), stream_id=None, activation_type=ActivationType.SWIGLU,
-            is_inference_mode_enabled=False, concat_layout=True,
-        )  # fmt: skip
-        return (y,)
 
     return run
 
@@ -123,11 +115,18 @@ def peft_experts(case: Case) -> Run:
     return run
 
 
-def torch_kl_div(case: Case) -> Run:
-    return lambda input, target: (F.kl_div(input, target, reduction="batchmean", **case.options),)
+def liger_moe_mlp(case: Case) -> Run:
+    function = _import("liger_kernel.ops:LigerFusedMoEFunction.apply")
+    return lambda x, up, down, index, weights: (function(x, up, down, index.int(), weights),)
 
 
-# --- Liger: the autograd functions and modules that its patched models run ------------------------
+def transformers_load_balancing_loss(case: Case) -> Run:
+    function = _import("transformers.models.mixtral.modeling_mixtral:load_balancing_loss_func")
+    experts, top_k = case.options["num_experts"], case.options["top_k"]
+    return lambda router_logits: (function(router_logits.unbind(), experts, top_k),)
+
+
+# --- norms and rope ------------------------------------------------------------------------------
 
 
 def _casting(case: Case) -> tuple[float, str]:
@@ -135,320 +134,244 @@ def _casting(case: Case) -> tuple[float, str]:
     return case.options.get("offset", 0.0), "gemma" if after_weight else "llama"
 
 
-def liger_rms_norm(case: Case) -> Run:
-    from liger_kernel.ops import LigerRMSNormFunction
-
-    offset, casting = _casting(case)
-    return lambda x, weight: (LigerRMSNormFunction.apply(x, weight, 1e-6, offset, casting, False),)
-
-
-def liger_add_rms_norm(case: Case) -> Run:
-    from liger_kernel.ops import LigerFusedAddRMSNormFunction
-
-    offset, casting = _casting(case)
-    return lambda x, residual, weight: LigerFusedAddRMSNormFunction.apply(
-        x, residual, weight, 1e-6, offset, casting, False
-    )
-
-
-def liger_layer_norm(case: Case) -> Run:
-    from liger_kernel.ops import LigerLayerNormFunction
-
-    return lambda x, weight, bias: (LigerLayerNormFunction.apply(x, weight, bias, 1e-5),)
+def liger_norm(name: str) -> Loader:
+    """Return the loader of one of Liger's RMS norms."""
+    return lambda case: call(f"liger_kernel.ops:{name}.apply", 1e-6, *_casting(case), False)(case)
 
 
 def liger_rope(case: Case) -> Run:
-    from liger_kernel.transformers import liger_rotary_pos_emb
-    from liger_kernel.transformers.qwen2vl_mrope import liger_multimodal_rotary_pos_emb
-
     refuse_other_options(case, "sections")
     if sections := case.options.get("sections"):
-        return lambda q, k, cos, sin: tuple(liger_multimodal_rotary_pos_emb(q, k, cos, sin, list(sections)))
-    return lambda q, k, cos, sin: tuple(liger_rotary_pos_emb(q, k, cos, sin))
+        path = "liger_kernel.transformers.qwen2vl_mrope:liger_multimodal_rotary_pos_emb"
+        return call(path, list(sections))(case)
+    return call("liger_kernel.transformers:liger_rotary_pos_emb")(case)
+
+
+def _normalised_rope(normalise: Callable[[Tensor, Tensor], Tensor], rotate: Callable[..., Any]) -> Run:
+    """Return the call of a norm of each head as it is stored, (B, S, H, D), and then of a rope."""
+    heads = lambda x, weight: normalise(x.transpose(1, 2), weight).transpose(1, 2)
+    return lambda q, k, q_weight, k_weight, *tables: tuple(rotate(heads(q, q_weight), heads(k, k_weight), *tables))
 
 
 def liger_qk_norm_rope(case: Case) -> Run:
-    """Load Liger's norm, which reads each head as it is stored, (B, S, H, D), and then Liger's rope."""
-    from liger_kernel.ops import LigerRMSNormFunction
-    from liger_kernel.transformers import liger_rotary_pos_emb
-
     refuse_other_options(case, "offset", "rounding")
-    offset, casting = _casting(case)
-
-    def normalise(x: Tensor, weight: Tensor) -> Tensor:
-        return LigerRMSNormFunction.apply(x.transpose(1, 2), weight, 1e-6, offset, casting, False).transpose(1, 2)
-
-    return lambda q, k, q_weight, k_weight, cos, sin: tuple(
-        liger_rotary_pos_emb(normalise(q, q_weight), normalise(k, k_weight), cos, sin)
-    )
+    function, (offset, casting) = _import("liger_kernel.ops:LigerRMSNormFunction.apply"), _casting(case)
+    normalise = lambda x, weight: function(x, weight, 1e-6, offset, casting, False)
+    return _normalised_rope(normalise, _import("liger_kernel.transformers:liger_rotary_pos_emb"))
 
 
-def liger_swiglu(case: Case) -> Run:
-    from liger_kernel.ops import LigerSiLUMulFunction
-
-    return lambda gate, up: (LigerSiLUMulFunction.apply(gate, up),)
-
-
-def liger_geglu(case: Case) -> Run:
-    from liger_kernel.ops import LigerGELUMulFunction
-
-    if case.options.get("approximate") != "tanh":
-        raise Unsupported("tanh only")
-    return lambda gate, up: (LigerGELUMulFunction.apply(gate, up),)
-
-
-def liger_relu2(case: Case) -> Run:
-    from liger_kernel.ops import LigerReLUSquaredFunction
-
-    return lambda x: (LigerReLUSquaredFunction.apply(x),)
-
-
-def liger_moe_mlp(case: Case) -> Run:
-    from liger_kernel.ops import LigerFusedMoEFunction
-
-    return lambda x, up, down, index, weights: (LigerFusedMoEFunction.apply(x, up, down, index.int(), weights),)
-
-
-def transformers_load_balancing_loss(case: Case) -> Run:
-    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
-
-    experts, top_k = case.options["num_experts"], case.options["top_k"]
-    return lambda router_logits: (load_balancing_loss_func(router_logits.unbind(), experts, top_k),)
-
-
-def liger_softmax(case: Case) -> Run:
-    from liger_kernel.ops import LigerSoftmaxFunction
-
-    return lambda x: (LigerSoftmaxFunction.apply(x),)
-
-
-def liger_cross_entropy(copy: bool) -> Callable[[Case], Run]:
-    def load(case: Case) -> Run:
-        from liger_kernel.transformers import LigerCrossEntropyLoss
-
-        loss = LigerCrossEntropyLoss()
-        return lambda input, target: (loss(input.clone() if copy else input, target),)
-
-    return load
-
-
-def liger_linear_cross_entropy(accum_dtype: torch.dtype | None) -> Callable[[Case], Run]:
-    def load(case: Case) -> Run:
-        from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
-
-        refuse_other_options(case, "softcap", "acc_dtype")
-        dtype = accum_dtype or case.options.get("acc_dtype")
-        loss = LigerFusedLinearCrossEntropyLoss(softcap=case.options.get("softcap"), accum_dtype=dtype)
-        return lambda input, linear_weight, target: (loss(linear_weight, input, target),)
-
-    return load
-
-
-def liger_kl_div(case: Case) -> Run:
-    from liger_kernel.transformers import LigerKLDIVLoss
-
-    refuse_other_options(case, "log_target")
-    loss = LigerKLDIVLoss(reduction="batchmean", **case.options)
-    return lambda input, target: (loss(input, target),)
-
-
-def liger_jsd(case: Case) -> Run:
-    from liger_kernel.transformers import LigerJSD
-
-    refuse_other_options(case, "beta", "from_logits")
-    loss = LigerJSD(beta=case.options.get("beta", 0.5))
-    # LigerJSD accepts log-probabilities only, so torch's log_softmax converts logits, as in Liger's distillation code.
-    convert = F.log_softmax if case.options.get("from_logits") else lambda x, dim: x
-    return lambda input, target: (loss(convert(input, -1), convert(target, -1)),)
-
-
-def liger_tvd(case: Case) -> Run:
-    from liger_kernel.transformers import LigerTVDLoss
-
-    refuse_other_options(case)
-    loss = LigerTVDLoss(reduction="batchmean")
-    return lambda input, target: (loss(input, target),)
-
-
-def liger_cute(name: str) -> Callable[[Case], Run]:
-    """Return the loader of Liger's functional API, which uses its CuTe kernels if nvidia-cutlass-dsl is installed."""
-
-    def load(case: Case) -> Run:
-        # Without cutlass the API would run the kernels of the provider "liger".
-        import cutlass  # noqa: F401
-        from liger_kernel import functional
-
-        function, (offset, casting) = getattr(functional, name), _casting(case)
-        if name in ("rms_norm", "fused_add_rms_norm"):
-            return lambda *tensors: _tuple(function(*tensors, eps=1e-6, offset=offset, casting_mode=casting))
-        if name == "layer_norm":
-            return lambda x, weight, bias: (function(x, weight, bias, 1e-5),)
-        if name == "kl_div":
-            return lambda input, target: (function(input, target, reduction="batchmean", **case.options),)
-        return lambda *tensors: _tuple(function(*tensors))
-
-    return load
-
-
-# --- flash-linear-attention ----------------------------------------------------------------------
-
-
-def fla_gated_rms_norm(case: Case) -> Run:
-    """Load the kernel of gated delta networks (gate last), or that of Mamba 2 (groups, and either order)."""
-    from fla.modules.norm.fused_norm_gate import rms_norm_gated
-    from fla.modules.norm.layernorm_gated import rmsnorm_fn
-
-    refuse_other_options(case, "gate_first", "group_size")
-    if not case.options:
-        return lambda x, gate, weight: (rms_norm_gated(x, gate, weight, None),)
-    size, norm_first = case.options.get("group_size"), not case.options.get("gate_first", False)
-    return lambda x, gate, weight: (rmsnorm_fn(x, weight, None, gate, group_size=size, norm_before_gate=norm_first),)
-
-
-# --- Quack ---------------------------------------------------------------------------------------
-
-
-def quack_rms_norm(case: Case) -> Run:
-    import quack
-
-    offset = case.options.get("offset", 0.0)
-    return lambda x, weight: (quack.rmsnorm(x, weight, eps=1e-6, weight_offset=offset),)
-
-
-def quack_add_rms_norm(case: Case) -> Run:
-    import quack
-
-    offset = case.options.get("offset", 0.0)
-    return lambda x, residual, weight: quack.rmsnorm(
+def quack_norm(case: Case) -> Run:
+    """Load Quack's RMS norm, with a residual if the op has one."""
+    function, offset = _import("quack:rmsnorm"), case.options.get("offset", 0.0)
+    if case.op == "rms_norm":
+        return lambda x, weight: (function(x, weight, eps=1e-6, weight_offset=offset),)
+    return lambda x, residual, weight: function(
         x, weight, residual=residual, eps=1e-6, prenorm=True, weight_offset=offset
     )
 
 
-def _quack_rotation(case: Case) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    from quack.rotary import apply_rotary_emb
-
+def quack_rope(case: Case) -> Run:
+    function = _import("quack.rotary:apply_rotary_emb")
     refuse_other_options(case, "offset", "rounding")
 
     # x is [B, H, S, D]; Quack expects [B, S, H, D] and tables of shape [S, D / 2].
     def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         cos, sin = (table[0, :, : table.shape[-1] // 2] for table in (cos, sin))
-        return apply_rotary_emb(x.transpose(1, 2), cos, sin).transpose(1, 2)
+        return function(x.transpose(1, 2), cos, sin).transpose(1, 2)
 
-    return rotate
-
-
-def quack_rope(case: Case) -> Run:
-    rotate = _quack_rotation(case)
     return lambda q, k, cos, sin: (rotate(q, cos, sin), rotate(k, cos, sin))
 
 
 def quack_qk_norm_rope(case: Case) -> Run:
-    import quack
-
-    rotate, offset = _quack_rotation(case), case.options.get("offset", 0.0)
-
-    def normalise(x: Tensor, weight: Tensor) -> Tensor:
-        return quack.rmsnorm(x.transpose(1, 2), weight, eps=1e-6, weight_offset=offset).transpose(1, 2)
-
-    return lambda q, k, q_weight, k_weight, cos, sin: (
-        rotate(normalise(q, q_weight), cos, sin),
-        rotate(normalise(k, k_weight), cos, sin),
-    )
+    rotate, function, offset = quack_rope(case), _import("quack:rmsnorm"), case.options.get("offset", 0.0)
+    return _normalised_rope(lambda x, weight: function(x, weight, eps=1e-6, weight_offset=offset), rotate)
 
 
-def quack_softmax(case: Case) -> Run:
-    import quack
+def fla_gated_rms_norm(case: Case) -> Run:
+    """Load the kernel of gated delta networks (gate last), or that of Mamba 2 (groups, and either order)."""
+    refuse_other_options(case, "gate_first", "group_size")
+    if not case.options:
+        return call("fla.modules.norm.fused_norm_gate:rms_norm_gated", None)(case)
+    function = _import("fla.modules.norm.layernorm_gated:rmsnorm_fn")
+    size, norm_first = case.options.get("group_size"), not case.options.get("gate_first", False)
+    return lambda x, gate, weight: (function(x, weight, None, gate, group_size=size, norm_before_gate=norm_first),)
 
-    return lambda x: (quack.softmax(x),)
+
+# --- activations and losses of logits ------------------------------------------------------------
 
 
-def quack_cross_entropy(inplace: bool) -> Callable[[Case], Run]:
+def liger_geglu(case: Case) -> Run:
+    if case.options.get("approximate") != "tanh":
+        raise Unsupported("tanh only")
+    return call("liger_kernel.ops:LigerGELUMulFunction.apply")(case)
+
+
+def liger_loss(name: str, *options: str, **settings: Any) -> Loader:
+    """Return the loader of a loss module of Liger, which gets the options of the case that are named."""
+
     def load(case: Case) -> Run:
-        import quack
-
-        return lambda input, target: (quack.cross_entropy(input, target, inplace_backward=inplace),)
+        refuse_other_options(case, *options)
+        module = _import(f"liger_kernel.transformers:{name}")(**settings, **case.options)
+        return lambda *tensors: (module(*tensors),)
 
     return load
 
 
-def quack_linear_cross_entropy(case: Case) -> Run:
-    from quack.linear_cross_entropy import chunked_linear_cross_entropy
+def liger_cross_entropy(copy: bool) -> Loader:
+    """Return the loader of the loss that overwrites its logits, or a copy of them."""
 
+    def load(case: Case) -> Run:
+        loss = _import("liger_kernel.transformers:LigerCrossEntropyLoss")()
+        return lambda input, target: (loss(input.clone() if copy else input, target),)
+
+    return load
+
+
+def liger_jsd(case: Case) -> Run:
+    refuse_other_options(case, "beta", "from_logits")
+    loss = _import("liger_kernel.transformers:LigerJSD")(beta=case.options.get("beta", 0.5))
+    # LigerJSD accepts log-probabilities only, so torch's log_softmax converts logits, as in Liger's distillation code.
+    convert = F.log_softmax if case.options.get("from_logits") else lambda x, dim: x
+    return lambda input, target: (loss(convert(input, -1), convert(target, -1)),)
+
+
+def liger_cute(name: str) -> Loader:
+    """Return the loader of Liger's functional API, which uses its CuTe kernels if nvidia-cutlass-dsl is installed."""
+
+    def load(case: Case) -> Run:
+        # Without cutlass the API would run the kernels of the provider "liger".
+        import_module("cutlass")
+        path, (offset, casting) = f"liger_kernel.functional:{name}", _casting(case)
+        if name in ("rms_norm", "fused_add_rms_norm"):
+            return call(path, eps=1e-6, offset=offset, casting_mode=casting)(case)
+        if name == "layer_norm":
+            return call(path, 1e-5)(case)
+        return call(path, **({"reduction": "batchmean", **case.options} if name == "kl_div" else {}))(case)
+
+    return load
+
+
+# --- losses and log-probabilities of hidden states -----------------------------------------------
+
+
+def liger_linear_cross_entropy(case: Case) -> Run:
+    refuse_other_options(case, "softcap", "acc_dtype")
+    options = {"softcap": case.options.get("softcap"), "accum_dtype": case.options.get("acc_dtype")}
+    loss = _import("liger_kernel.transformers:LigerFusedLinearCrossEntropyLoss")(**options)
+    return lambda input, linear_weight, target: (loss(linear_weight, input, target),)
+
+
+def quack_linear_cross_entropy(case: Case) -> Run:
     # Quack always sums in fp32.
     refuse_other_options(case, "acc_dtype")
     # Version 0.6.5 raises if the chunk, 4096 by default, equals H.
     chunk = 4096 if case.shape[1] != 4096 else 8192
-    return lambda input, linear_weight, target: (
-        chunked_linear_cross_entropy(input, linear_weight, target, chunk_size=chunk),
+    return call("quack.linear_cross_entropy:chunked_linear_cross_entropy", chunk_size=chunk)(case)
+
+
+def cce(case: Case) -> Run:
+    refuse_other_options(case, "softcap")
+    return call("cut_cross_entropy:linear_cross_entropy", impl="cce", softcap=case.options.get("softcap"))(case)
+
+
+def trl_linear_log_probs(case: Case) -> Run:
+    """Load the chunked log-probabilities of TRL's trainers, which score only the valid positions, or their loss.
+
+    The backward pass of the function imports `trl.trainer.utils`, which needs accelerate, datasets and pandas.
+    """
+    utils = import_module("trl.trainer.utils")
+    if not hasattr(utils, "_ChunkedLogProbFunction"):
+        raise Unsupported("this version of TRL has no trl.trainer.utils._ChunkedLogProbFunction")
+    function, chunk_size = utils._ChunkedLogProbFunction, getattr(utils, "_CHUNKED_LOGPROB_CHUNK_SIZE", 32768)
+    is_loss, options = case.op == "linear_cross_entropy", case.options
+    # TRL always sums in fp32.
+    known = ("softcap", "return_entropy", *(("acc_dtype", "return_log_probs") if is_loss else ("temperature",)))
+    refuse_other_options(case, *known)
+    outputs = ("entropy",) if options.get("return_entropy") else ()
+    temperature, logit_scale = float(options.get("temperature", 1.0)), 1.0
+
+    def run(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
+        valid = targets != -100
+        log_probs, entropy, *_ = function.apply(
+            hidden[valid], weight, None, targets[valid], temperature, chunk_size, options.get("softcap"), logit_scale,
+            outputs,
+        )  # fmt: skip
+        returns_log_probs = not is_loss or bool(options.get("return_log_probs"))
+        results = [log_probs] * returns_log_probs + [entropy] * bool(outputs)
+        scattered = [values.new_zeros(targets.shape).masked_scatter(valid, values) for values in results]
+        loss = [-log_probs.sum() / valid.sum().clamp(min=1)] if is_loss else []
+        return (*loss, *scattered)
+
+    return run
+
+
+def liger_linear_distillation(case: Case) -> Run:
+    """Load Liger's fused Jensen-Shannon divergence of two heads."""
+    refuse_other_options(case, "beta", "temperature", "fp32_logits")
+    settings = {"jsd_beta": case.options.get("beta", 0.5), "temperature": case.options.get("temperature", 1.0)}
+    loss = _import("liger_kernel.transformers:LigerFusedLinearJSD")(ignore_index=-100, **settings)
+    return lambda hidden, weight, targets, teacher_hidden, teacher_weight: (
+        loss(hidden, weight, teacher_hidden, teacher_weight, targets),
     )
 
 
-# --- cut-cross-entropy and TRL ---------------------------------------------------------------------
+def trl_linear_distillation(case: Case) -> Run:
+    """Load the divergence of TRL's distillation trainer; as there, only the valid positions are computed."""
+    module = import_module("trl.trainer.distillation_trainer")
+    if not hasattr(module, "ChunkedDivergenceFunction"):
+        raise Unsupported("this version of TRL has no trl.trainer.distillation_trainer.ChunkedDivergenceFunction")
+    refuse_other_options(case, "beta", "temperature", "fp32_logits")
+    beta, temperature = case.options.get("beta", 0.5), case.options.get("temperature", 1.0)
+
+    def run(
+        hidden: Tensor, weight: Tensor, targets: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor
+    ) -> tuple[Tensor]:
+        valid = targets != -100
+        divergence, _ = module.ChunkedDivergenceFunction.apply(
+            hidden[valid], weight, None, teacher_hidden[valid], teacher_weight, None, beta, temperature,
+            1.0, None, 1.0, None,
+        )  # fmt: skip
+        return (divergence.sum() / valid.sum().clamp(min=1),)
+
+    return run
 
 
-def cce(exact: bool) -> Callable[[Case], Run]:
+def _liger_alignment(name: str, run: Callable[..., Any], *unknown: str, **settings: Any) -> Loader:
+    """Return the loader of a loss of alignment: `run` calls it with the tensors of a case in their order.
+
+    The loss does not have the options `unknown`.
+    """
+
     def load(case: Case) -> Run:
-        from cut_cross_entropy import linear_cross_entropy
-
-        refuse_other_options(case, "softcap")
-        options: dict[str, Any] = {"impl": "cce", "softcap": case.options.get("softcap")}
-        if exact:
-            options["filter_eps"] = None
-        return lambda input, linear_weight, target: (linear_cross_entropy(input, linear_weight, target, **options),)
+        refuse_other_options(case)
+        options = {key: value for key, value in case.workload.bench_options.items() if key not in unknown}
+        loss = _import(f"liger_kernel.chunked_loss:LigerFusedLinear{name}Loss")(**options, **settings)
+        return lambda *tensors: (run(loss, *tensors)[0],)
 
     return load
 
 
-def _trl_function() -> tuple[Any, int]:
-    """Return TRL's chunked log-probabilities and the width of its chunks.
-
-    The module that defines the function needs little, but its backward pass imports `trl.trainer.utils`, which needs
-    accelerate, datasets, huggingface_hub and pandas.
-    """
-    # `from trl.trainer import utils` would raise an error that does not name the missing package.
-    utils = import_module("trl.trainer.utils")
-    if not hasattr(utils, "_ChunkedLogProbFunction"):
-        raise Unsupported("this version of TRL has no trl.trainer.utils._ChunkedLogProbFunction")
-    return utils._ChunkedLogProbFunction, getattr(utils, "_CHUNKED_LOGPROB_CHUNK_SIZE", 32768)
-
-
-def trl_linear_log_probs(case: Case) -> Run:
-    """Load the chunked log-probabilities of TRL's trainers; as there, only the valid positions are scored."""
-    function, chunk_size = _trl_function()
-    refuse_other_options(case, "softcap", "temperature", "return_entropy")
-    softcap, temperature = case.options.get("softcap"), float(case.options.get("temperature", 1.0))
-    outputs = ("entropy",) if case.options.get("return_entropy") else ()
-
-    def run(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
-        valid = targets != -100
-        results = function.apply(
-            hidden[valid], weight, None, targets[valid], temperature, chunk_size, softcap, 1.0, outputs
-        )
-        return tuple(
-            values.new_zeros(targets.shape).masked_scatter(valid, values) for values in results if values is not None
-        )
-
-    return run
-
-
-def trl_linear_cross_entropy(case: Case) -> Run:
-    """Load the loss of TRL's chunked log-probabilities; as in its trainers, only the valid positions are scored."""
-    function, chunk_size = _trl_function()
-    # TRL always sums in fp32.
-    refuse_other_options(case, "softcap", "acc_dtype", "return_log_probs", "return_entropy")
-    softcap, returns_log_probs, returns_entropy = (
-        case.options.get(name) for name in ("softcap", "return_log_probs", "return_entropy")
-    )
-    outputs = ("entropy",) if returns_entropy else ()
-    temperature = logit_scale = 1.0
-
-    def run(input: Tensor, linear_weight: Tensor, target: Tensor) -> tuple[Tensor, ...]:
-        valid = target != -100
-        log_probs, entropy, *_ = function.apply(
-            input[valid], linear_weight, None, target[valid], temperature, chunk_size, softcap, logit_scale, outputs
-        )
-        loss = -log_probs.sum() / valid.sum().clamp(min=1)
-        results = [log_probs] * bool(returns_log_probs) + [entropy] * bool(returns_entropy)
-        return loss, *(values.new_zeros(target.shape).masked_scatter(valid, values) for values in results)
-
-    return run
+LIGER_ALIGNMENT: dict[str, Loader] = {
+    "dpo_loss": _liger_alignment(
+        "DPO", lambda loss, x, w, targets, ref_x, ref_w: loss(w, x, targets, ref_input=ref_x, ref_weight=ref_w)
+    ),
+    "orpo_loss": _liger_alignment("ORPO", lambda loss, x, w, targets: loss(w, x, targets)),
+    # By default it adds the NLL of the chosen completions.
+    "simpo_loss": _liger_alignment("SimPO", lambda loss, x, w, targets: loss(w, x, targets), compute_nll_loss=False),
+    "kto_loss": _liger_alignment(
+        "KTO",
+        lambda loss, x, w, targets, labels, ref_x, ref_w, kl: loss(
+            x, w, targets, preference_labels=labels, ref_input=ref_x, ref_weight=ref_w, kl=kl.expand(len(labels))
+        ),
+        use_ref_model=True,
+    ),
+    # It takes a mask in place of ignored targets.
+    "grpo_loss": _liger_alignment(
+        "GRPO",
+        lambda loss, x, w, targets, advantages, old, ref: loss(
+            x, w, targets.clamp(min=0), (targets != -100).to(ref.dtype), advantages, ref_per_token_logps=ref,
+            old_per_token_logps=old,
+        ),
+        "use_bias_correction_kl",
+    ),
+}  # fmt: skip

@@ -15,9 +15,10 @@ from types import ModuleType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 import tigon
-from benchmarks.ops import alignment_peers, floor, peers
+from benchmarks.ops import floor, peers
 from benchmarks.ops.cases import OPS, Case, split_words
 from benchmarks.ops.eager import EAGER
 from benchmarks.ops.peers import Run, Unsupported
@@ -32,7 +33,7 @@ class Provider:
     `overwrites` names the tensors that a call overwrites. Each call gets copies of them, which are written outside the
     measured part. With `autograd` False the call computes its gradients itself and returns them, and the benchmark does
     not check their values. `prepare` computes the arguments of a call from the case's inputs; it runs once for each
-    round, outside the measured part. A provider that is `on_request` is measured only if the user names it.
+    round, outside the measured part.
     """
 
     name: str
@@ -41,7 +42,6 @@ class Provider:
     note: str = ""
     autograd: bool = True
     needs_gpu: bool = False
-    on_request: bool = False
     prepare: Callable[[Case, Inputs], Inputs] = lambda case, inputs: inputs
 
 
@@ -110,49 +110,57 @@ def _torch(load: Callable[[Case], Run], note: str) -> Provider:
     return Provider("torch", load, note=note)
 
 
-def _liger(load: Callable[[Case], Run], *overwrites: str, note: str = "") -> Provider:
-    return Provider("liger", load, overwrites, note, needs_gpu=True)
+def _gpu(name: str, load: Callable[[Case], Run], *overwrites: str, note: str = "") -> Provider:
+    return Provider(name, load, overwrites, note, needs_gpu=True)
 
 
-def _experts(name: str) -> Callable[[Case], Run]:
-    return lambda case: peers.transformers_experts(case, name)
+def _liger(load: Callable[[Case], Run] | str, *overwrites: str, note: str = "") -> Provider:
+    """Return Liger with a loader, or with the autograd function of this name."""
+    if isinstance(load, str):
+        load = peers.call(f"liger_kernel.ops:Liger{load}Function.apply")
+    return _gpu("liger", load, *overwrites, note=note)
 
 
 def _cute(function: str, *overwrites: str) -> Provider:
-    return Provider("liger-cute", peers.liger_cute(function), overwrites, needs_gpu=True)
+    return _gpu("liger-cute", peers.liger_cute(function), *overwrites)
 
 
 def _quack(load: Callable[[Case], Run], *overwrites: str, note: str = "") -> Provider:
-    return Provider("quack", load, overwrites, note, needs_gpu=True)
+    return _gpu("quack", load, *overwrites, note=note)
+
+
+def _floor(load: Callable[[Case], Run], prepare: Callable[[Case, Inputs], Inputs]) -> Provider:
+    note = "the matrix products alone, of the same operands: the floor"
+    return Provider("products", load, note=note, autograd=False, prepare=prepare)
 
 
 _PEERS: dict[str, tuple[Provider, ...]] = {
     "rms_norm": (
-        _torch(peers.torch_rms_norm, "F.rms_norm"),
-        _liger(peers.liger_rms_norm),
+        _torch(
+            peers.torch_function(lambda case: lambda x, weight: F.rms_norm(x, weight.shape, weight, 1e-6)), "F.rms_norm"
+        ),
+        _liger(peers.liger_norm("LigerRMSNormFunction")),
         _cute("rms_norm"),
-        _quack(peers.quack_rms_norm),
+        _quack(peers.quack_norm),
     ),
     "add_rms_norm": (
-        _liger(peers.liger_add_rms_norm),
+        _liger(peers.liger_norm("LigerFusedAddRMSNormFunction")),
         _cute("fused_add_rms_norm"),
-        _quack(peers.quack_add_rms_norm),
+        _quack(peers.quack_norm),
     ),
-    "gated_rms_norm": (Provider("fla", peers.fla_gated_rms_norm, needs_gpu=True),),
-    "layer_norm": (_liger(peers.liger_layer_norm), _cute("layer_norm")),
+    "gated_rms_norm": (_gpu("fla", peers.fla_gated_rms_norm),),
+    "layer_norm": (_liger(peers.call("liger_kernel.ops:LigerLayerNormFunction.apply", 1e-5)), _cute("layer_norm")),
     # Liger's rope overwrites q, k and the upstream gradients.
     "rope": (_liger(peers.liger_rope, "q", "k", "upstream"), _quack(peers.quack_rope)),
     "qk_norm_rope": (
         _liger(peers.liger_qk_norm_rope, "upstream", note="its norm of each head, then its rope"),
         _quack(peers.quack_qk_norm_rope),
     ),
-    "swiglu": (_liger(peers.liger_swiglu, "gate", "up"), _cute("swiglu", "gate", "up")),
+    "swiglu": (_liger("SiLUMul", "gate", "up"), _cute("swiglu", "gate", "up")),
     "geglu": (_liger(peers.liger_geglu, "gate", "up"), _cute("geglu", "gate", "up")),
-    "relu2": (_liger(peers.liger_relu2),),
+    "relu2": (_liger("ReLUSquared"),),
     "moe_mlp": (
         Provider("grouped_mm", peers.transformers_experts, note="what transformers runs by default"),
-        Provider("batched_mm", _experts("batched_mm"), note="copies the weights of an expert for each choice"),
-        Provider("sonicmoe", peers.sonicmoe_experts, needs_gpu=True, note="chooses among configurations at first use"),
         _liger(peers.liger_moe_mlp),
     ),
     "load_balancing_loss": (
@@ -160,77 +168,53 @@ _PEERS: dict[str, tuple[Provider, ...]] = {
     ),
     "lora_moe_mlp": (Provider("peft", peers.peft_experts, note="W + s B A, then what transformers runs by default"),),
     "softmax": (
-        _torch(peers.torch_softmax, "F.softmax"),
-        _liger(peers.liger_softmax),
+        _torch(peers.torch_function(lambda case: lambda x: F.softmax(x, -1)), "F.softmax"),
+        _liger("Softmax"),
         _cute("softmax"),
-        _quack(peers.quack_softmax),
+        _quack(peers.call("quack:softmax")),
     ),
     "cross_entropy": (
-        _torch(peers.torch_cross_entropy, "loss in bf16"),
+        _torch(peers.torch_function(lambda case: F.cross_entropy), "loss in bf16"),
         _liger(peers.liger_cross_entropy(copy=True), note="in place on a clone of the logits"),
-        _quack(peers.quack_cross_entropy(inplace=False)),
+        _quack(peers.call("quack:cross_entropy", inplace_backward=False)),
     ),
     "cross_entropy_inplace": (
         _liger(peers.liger_cross_entropy(copy=False), "input"),
-        _quack(peers.quack_cross_entropy(inplace=True), "input"),
+        _quack(peers.call("quack:cross_entropy", inplace_backward=True), "input"),
     ),
     "linear_cross_entropy": (
         _torch(peers.torch_linear_cross_entropy, "F.linear_cross_entropy"),
-        _liger(peers.liger_linear_cross_entropy(None)),
-        Provider("liger-fp32", peers.liger_linear_cross_entropy(torch.float32), needs_gpu=True, on_request=True),
-        Provider("cce", peers.cce(exact=False), needs_gpu=True, note="skips small gradients"),
-        Provider("cce-exact", peers.cce(exact=True), needs_gpu=True, on_request=True),
+        _liger(peers.liger_linear_cross_entropy),
+        _gpu("cce", peers.cce, note="skips small gradients"),
         _quack(peers.quack_linear_cross_entropy, note="chunks of 4096 tokens, of 8192 where H is 4096"),
-        Provider("trl", peers.trl_linear_cross_entropy, needs_gpu=True, note="four products"),
-        Provider(
-            "products",
-            floor.products,
-            autograd=False,
-            prepare=floor.with_dlogits,
-            note="the matrix products alone, of the same operands: the floor",
-        ),
+        _gpu("trl", peers.trl_linear_log_probs, note="four products"),
+        _floor(floor.products, floor.with_dlogits),
     ),
     "linear_log_probs": (
-        Provider("trl", peers.trl_linear_log_probs, needs_gpu=True),
-        Provider(
-            "products",
-            floor.log_prob_products,
-            autograd=False,
-            prepare=floor.with_dlogits,
-            note="the matrix products alone, of the same operands: the floor",
-        ),
+        _gpu("trl", peers.trl_linear_log_probs),
+        _floor(floor.log_prob_products, floor.with_dlogits),
     ),
     "linear_distillation": (
-        _liger(alignment_peers.liger_linear_distillation),
-        Provider("trl", alignment_peers.trl_linear_distillation, needs_gpu=True),
-        Provider(
-            "products",
-            floor.distillation_products,
-            autograd=False,
-            prepare=floor.with_distillation_dlogits,
-            note="the matrix products alone, of the same operands: the floor",
-        ),
+        _liger(peers.liger_linear_distillation),
+        _gpu("trl", peers.trl_linear_distillation),
+        _floor(floor.distillation_products, floor.with_distillation_dlogits),
     ),
     **{
-        op: (
-            _liger(load),
-            Provider(
-                "products",
-                floor.loss_products,
-                autograd=False,
-                prepare=floor.with_flat_dlogits,
-                note="the matrix products alone, with that of the reference model: the floor",
-            ),
-        )
-        for op, load in alignment_peers.LIGER.items()
+        op: (_liger(load), _floor(floor.loss_products, floor.with_flat_dlogits))
+        for op, load in peers.LIGER_ALIGNMENT.items()
     },
     "kl_div": (
-        _torch(peers.torch_kl_div, "F.kl_div, loss in bf16"),
-        _liger(peers.liger_kl_div),
+        _torch(
+            peers.torch_function(
+                lambda case: functools.partial(F.kl_div, reduction="batchmean", **case.options), "log_target"
+            ),
+            "F.kl_div, loss in bf16",
+        ),
+        _liger(peers.liger_loss("LigerKLDIVLoss", "log_target", reduction="batchmean")),
         _cute("kl_div"),
     ),
     "jsd": (_liger(peers.liger_jsd),),
-    "tvd": (_liger(peers.liger_tvd),),
+    "tvd": (_liger(peers.liger_loss("LigerTVDLoss", reduction="batchmean")),),
 }
 
 PROVIDERS: dict[str, tuple[Provider, ...]] = {op: (*_common(op), *_PEERS.get(op, ())) for op in OPS}
@@ -239,7 +223,7 @@ PROVIDERS: dict[str, tuple[Provider, ...]] = {op: (*_common(op), *_PEERS.get(op,
 def select(op: str, words: str | None) -> list[Provider]:
     """Return the providers of `op` that `words` names, in the form of the option `--providers`.
 
-    None stands for all that are not on request, "a,b" for a and b alone, and "-a" for all but a.
+    None stands for all of them, "a,b" for a and b alone, and "-a" for all but a.
 
     Raises:
         ValueError: no op has a provider of this name.
@@ -259,6 +243,5 @@ def select(op: str, words: str | None) -> list[Provider]:
     return [
         provider
         for provider in PROVIDERS[op]
-        if provider.name not in excluded_names
-        and (provider.name in included_names if included_names else not provider.on_request)
+        if provider.name not in excluded_names and (not included_names or provider.name in included_names)
     ]
