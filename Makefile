@@ -81,7 +81,7 @@ bench: $(STAMP)  ## time every op against its peers
 	$(BIN)/python -m benchmarks ops $(ARGS)
 
 models: $(STAMP)  ## write docs/models.md and tests/hf/parts.json: what is replaced in every model type
-	$(BIN)/tigon inspect --all --out docs/models.md
+	PYTHONPATH=tests $(BIN)/python -m hf.models_page
 	PYTHONPATH=tests $(BIN)/python -m hf.parts
 
 docs: $(STAMP)  ## build the site of the documentation into `site/`; warnings are errors

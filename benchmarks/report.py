@@ -6,13 +6,18 @@ properties that matter), settings, and rows. A value that was not measured is nu
 
 import contextlib
 import importlib.metadata
+import itertools
+import os
 import platform
 import shlex
 import sys
+import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
 import torch
+import typer
 
 from tigon.cli import environment
 from tigon.cli.output import write_json
@@ -69,3 +74,40 @@ def page_head(title: str, machine: dict[str, Any]) -> list[str]:
     """Return the first lines of a page in Markdown: the command, the machine and the versions."""
     packages = ", ".join(f"{name} {version}" for name, version in versions().items())
     return [f"<!-- {command()} -->", f"# {title}", "", f"{machine['name']}; {packages}", ""]
+
+
+def pick_folder(out: Path | None, prefix: str = "") -> Path:
+    """Return the folder for results: `out`, or a new name `runs/<prefix><time>`. The folder is not created here.
+
+    Raises:
+        typer.BadParameter: The folder cannot be written.
+    """
+    if out is None:
+        stem = prefix + time.strftime("%Y-%m-%d_%H-%M-%S")
+        names = (stem if number == 1 else f"{stem}_{number}" for number in itertools.count(1))
+        out = next(folder for name in names if not (folder := Path("runs") / name).exists())
+    # Path.exists raises inside a folder that this user may not read.
+    nearest = next(folder for folder in (out, *out.absolute().parents) if os.path.exists(folder))
+    try:
+        # Create a file without a name: os.access allows root everything, and does not check the length of names.
+        with tempfile.TemporaryFile(dir=nearest):
+            pass
+        with contextlib.suppress(FileNotFoundError):
+            os.stat(out)
+    except OSError as error:
+        message = f"must be a folder that can be written, got {str(out)!r} ({error.strerror})"
+        raise typer.BadParameter(message, param_hint="--out") from error
+    return out
+
+
+def make_folder(folder: Path) -> None:
+    """Create the folder that `pick_folder` returned.
+
+    Raises:
+        typer.BadParameter: The folder cannot be created.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        message = f"must be a folder that can be created, got {str(folder)!r} ({error.strerror})"
+        raise typer.BadParameter(message, param_hint="--out") from error

@@ -13,7 +13,6 @@ from tigon.cli.main import app as tigon_app
 
 # The function with which the work of each command begins. `inspect MODEL` and `env` take seconds, so they run in full.
 WORK = {
-    "inspect --all": "tigon.cli.inspect.models_page.models_page",
     "benchmarks demo": "benchmarks.train.plan.tokenise",
     "plan": "tigon.cli.plan.planner.plan",
     "benchmarks ops": "benchmarks.ops.session._run",

@@ -16,8 +16,8 @@ from benchmarks.ops.against import Revision, find_revision
 from benchmarks.ops.cases import Case
 from benchmarks.ops.measure import make_meter
 from benchmarks.ops.runner import BenchRow, run_case
-from benchmarks.report import describe_machine
-from tigon.cli.main import INTERRUPTED, make_console, make_folder, pick_device, pick_folder
+from benchmarks.report import describe_machine, make_folder, pick_folder
+from tigon.cli.main import INTERRUPTED, make_console, pick_device
 
 
 def session(

@@ -14,12 +14,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from benchmarks.report import describe_machine
+from benchmarks.report import describe_machine, make_folder, pick_folder
 from benchmarks.train import report
+from benchmarks.train.demo import DemoOptions, make_demo_plan
 from benchmarks.train.measurement import TOLERANCE, Measurement, compare_with_stock
-from benchmarks.train.plan import DemoOptions, TrainOptions, TrainPlan, make_demo_plan, make_plan
+from benchmarks.train.plan import TrainOptions, TrainPlan, make_plan
 from benchmarks.train.runs import TrainSession, train_rounds
-from tigon.cli.main import INTERRUPTED, make_console, make_folder, pick_device, pick_folder
+from tigon.cli.main import INTERRUPTED, make_console, pick_device
 
 Options = TypeVar("Options")
 # Exit codes. The exit code for bad input is 2.

@@ -5,17 +5,14 @@ A command that needs other packages is imported when it is called. If one of the
 
 import contextlib
 import importlib
-import itertools
 import json
 import os
 import re
 import shutil
 import signal
 import sys
-import tempfile
 import textwrap
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -258,47 +255,6 @@ def pick_device(name: str, others: tuple[str, ...] = ()) -> str:
             f"must be a device that torch sees (CUDA devices: {count}{mps}), got {name!r}", param_hint="--device"
         )
     return name
-
-
-def pick_folder(out: Path | None, prefix: str = "") -> Path:
-    """Return the folder for results: `out`, or a new name `runs/<prefix><time>`. The folder is not created here.
-
-    Raises:
-        typer.BadParameter: The folder cannot be written.
-    """
-    import typer
-
-    if out is None:
-        stem = prefix + time.strftime("%Y-%m-%d_%H-%M-%S")
-        names = (stem if number == 1 else f"{stem}_{number}" for number in itertools.count(1))
-        out = next(folder for name in names if not (folder := Path("runs") / name).exists())
-    # Path.exists raises inside a folder that this user may not read.
-    nearest = next(folder for folder in (out, *out.absolute().parents) if os.path.exists(folder))
-    try:
-        # Create a file without a name: os.access allows root everything, and does not check the length of names.
-        with tempfile.TemporaryFile(dir=nearest):
-            pass
-        with contextlib.suppress(FileNotFoundError):
-            os.stat(out)
-    except OSError as error:
-        message = f"must be a folder that can be written, got {str(out)!r} ({error.strerror})"
-        raise typer.BadParameter(message, param_hint="--out") from error
-    return out
-
-
-def make_folder(folder: Path) -> None:
-    """Create the folder that `pick_folder` returned.
-
-    Raises:
-        typer.BadParameter: The folder cannot be created.
-    """
-    import typer
-
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        message = f"must be a folder that can be created, got {str(folder)!r} ({error.strerror})"
-        raise typer.BadParameter(message, param_hint="--out") from error
 
 
 def check_file(path: Path, option: str) -> None:

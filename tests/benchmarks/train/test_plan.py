@@ -9,17 +9,10 @@ import transformers
 
 from benchmarks.ops import against
 from benchmarks.train.child import worker_command
+from benchmarks.train.demo import DEMO_PRESETS, DemoOptions, demo_config, make_demo_plan
 from benchmarks.train.job import Job
 from benchmarks.train.models import config_fields, random_model, read_config
-from benchmarks.train.plan import (
-    DEMO_PRESETS,
-    DemoOptions,
-    TrainOptions,
-    demo_config,
-    make_demo_plan,
-    make_plan,
-    model_config,
-)
+from benchmarks.train.plan import TrainOptions, make_plan, model_config
 from benchmarks.train.search import Search
 from tigon.cli.presets import PRESETS
 

@@ -6,27 +6,18 @@ from typing import Annotated
 
 import typer
 
-from tigon.cli.main import INTERRUPTED, check_file, make_console, say_written, show_progress, write_file
+from tigon.cli.main import INTERRUPTED, check_file, make_console, say_written, write_file
 from tigon.cli.presets import MODEL_HELP
 
 
 def inspect(
-    model: Annotated[
-        str | None,
-        typer.Argument(help=MODEL_HELP),
-    ] = None,
+    model: Annotated[str, typer.Argument(help=MODEL_HELP)],
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Also write the results, with the names of all modules, to this file.")
     ] = None,
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Allow code of the repository to run.")
     ] = False,
-    all_types: Annotated[
-        bool, typer.Option("--all", help="Inspect every type of causal language model, and print a Markdown page.")
-    ] = False,
-    out: Annotated[
-        Path | None, typer.Option(help="Write the page of --all to this file.", show_default="printed")
-    ] = None,
 ) -> None:
     """Show which modules of a model tigon.patch replaces, which ones keep their code, and why.
 
@@ -35,26 +26,10 @@ def inspect(
 
     The exit code is 0, or 2 for bad input, and 130 after Ctrl-C.
     """
-    if all_types == (model is not None):
-        raise typer.BadParameter("give either MODEL or --all")
-    if (out is not None and not all_types) or (json_file is not None and all_types):
-        raise typer.BadParameter("--out goes with --all, --json with MODEL")
-    for path, option in ((json_file, "--json"), (out, "--out")):
-        if path is not None:
-            check_file(path, option)
+    if json_file is not None:
+        check_file(json_file, "--json")
     console = make_console()
     try:
-        if model is None:
-            from tigon.cli.inspect.models_page import models_page
-
-            with show_progress("Building every model on meta"):
-                page = models_page()
-            if out is None:
-                typer.echo(page)
-            else:
-                write_file(out, page, "--out")
-                say_written(console, out)
-            return
         from tigon.cli.inspect.build import find_config
         from tigon.cli.inspect.inspection import inspect_config
 

@@ -1,8 +1,9 @@
-"""Write docs/models.md: a row for each type of causal language model shows what `tigon.patch` replaces in it."""
+"""Write docs/models.md (`python -m hf.models_page`): what `tigon.patch` replaces in each type of causal LM."""
 
 import re
 import textwrap
 from dataclasses import dataclass
+from pathlib import Path
 
 import tigon
 from tigon.cli.inspect.build import NotInspected, default_config
@@ -13,8 +14,8 @@ from tigon.hf.transformers_private import causal_lm_types
 INTRODUCTION = """\
 # What `tigon.patch` replaces, by model type
 
-`tigon inspect --all --out docs/models.md` (or `make models`) writes this page; do not edit it. It was written with
-Tigon {tigon} and transformers {transformers}; [other versions](compatibility.md#versions) differ in a few types.
+`make models` writes this page; do not edit it. It was written with Tigon {tigon} and transformers {transformers};
+[other versions](compatibility.md#versions) differ in a few types.
 
 Tigon has no list of models, because it recognises what modules compute. This page is a result, and Tigon does not read
 it. Each model was built from the defaults of its config class, in full size on the meta device, and then patched. For
@@ -163,3 +164,8 @@ def models_page() -> str:
     if failures:
         page += f"{NOT_BUILT}{', '.join(map(_plain, failures))}.\n"
     return page
+
+
+if __name__ == "__main__":
+    page_file = Path(__file__).parents[2] / "docs" / "models.md"
+    page_file.write_text(models_page(), encoding="utf-8")
