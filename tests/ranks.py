@@ -35,7 +35,9 @@ def run_ranks(
     """
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TIGON_TEST_DEVICE": device}
     environment |= {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH"))))
+    # `benchmarks` is the folder at the root, and not the folder of its tests.
+    folders = str(TESTS.parent), str(TESTS), os.environ.get("PYTHONPATH")
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
     if is_interpreted:
         environment["TRITON_INTERPRET"] = "1"
     if device == "cpu":

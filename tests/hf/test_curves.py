@@ -20,6 +20,7 @@ ERROR = 1e-4
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen3", "gpt_oss"])
+@pytest.mark.sampled(2)
 def test_a_patched_model_passes(model_type):
     comparison = compare(tiny_model(model_type), tigon.patch, make_batch(VOCABULARY), STEPS)
     assert comparison.failures() == []
@@ -63,6 +64,7 @@ FAULTS = [scale_weight_gradient, turn_weight_gradient, scale_input_gradient, sca
 
 @pytest.mark.parametrize("model_type", ["qwen3", "gpt_oss"])
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+@pytest.mark.sampled(3)
 def test_a_relative_error_of_1e_4_fails(fault: Callable, model_type: str):
     comparison = compare(tiny_model(model_type), fault, make_batch(VOCABULARY), STEPS)
     assert any("gradient" in sentence for sentence in comparison.failures())
