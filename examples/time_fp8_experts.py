@@ -20,6 +20,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from timing import attempt, milliseconds, results
@@ -33,11 +34,11 @@ from tigon.ops.experts.fp8_rows import quantise_and_spread
 from tigon.ops.experts.grouped_linear import grouped_product, grouped_weight_gradient
 from tigon.ops.experts.moe_mlp import moe_mlp_in_fp8, moe_mlp_reference
 from tigon.ops.experts.routing import spread
+from tigon.ops.fp8 import stacks
 from tigon.ops.fp8.grouped_products import multiply_groups
-from tigon.ops.fp8.stacks import Fp8StripConfig, quantise_stack
+from tigon.ops.fp8.stacks import quantise_stack
 from tigon.ops.fp8.weights import WeightCache
 from tigon.ops.mlps.glu import ClampedGate
-from tigon.runtime.tuning import tuned
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE, BF16 = "cuda" if HAS_GPU else "cpu", torch.bfloat16
@@ -212,7 +213,7 @@ def time_passes(case: Case, times_strips: bool) -> None:
     for tile in ((128, 64, 8), (128, 64, 4), (128, 32, 4), (64, 64, 4), (64, 128, 8), (256, 32, 8), (128, 128, 8)):
         if times_strips:
             name = f"weights transposed, {tile[0]} x {tile[1]}, {tile[2]} warps"
-            with tuned(Fp8StripConfig, block_m=tile[0], block_k=tile[1], num_warps=tile[2]):
+            with mock.patch.multiple(stacks, BLOCK_M=tile[0], BLOCK_K=tile[1], NUM_WARPS=tile[2]):
                 attempt("passes", name, lambda n=name: line(n, lambda: copies(True), 3 * weights))
 
 

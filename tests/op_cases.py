@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ __all__ = [
     "Case",
     "as_list",
     "assert_as_accurate_as_eager",
+    "assert_refused",
     "every_case",
     "one_in",
     "outputs_and_gradients",
@@ -52,6 +54,20 @@ def every_case(test: Callable) -> Callable:
     marks = {True: pytest.mark.kernels, False: ()}
     params = [pytest.param(case, marks=marks[case.is_reference_on_cpu], id=case.name) for case in CASES]
     return pytest.mark.parametrize("case", params)(test)
+
+
+def assert_refused(op: Callable, arguments: dict[str, Any], changes: dict[str, dict[str, Any]]) -> None:
+    """Check that the op computes these arguments, and refuses each change of them by a message that names it.
+
+    Args:
+        op: The op or the module.
+        arguments: The arguments of a call that works.
+        changes: For the rest of each message, a regular expression, the arguments that it refuses.
+    """
+    op(**arguments)
+    for message, change in changes.items():
+        with pytest.raises((TypeError, ValueError), match=f"^{op.__name__}: {message}"):
+            op(**(arguments | change))
 
 
 def one_in(parts: int, **axes: dict | list) -> Callable:

@@ -153,7 +153,7 @@ def test_the_products_of_forward_and_of_dx_are_in_fp8_and_those_of_dw_are_not(la
 ABSENT = {"E": E, "more": E + 7, "negative": -1, "most": 2**40}
 
 
-@one_in(2, layout=LAYOUTS, absent=ABSENT)
+@one_in(4, layout=LAYOUTS, absent=ABSENT)
 def test_experts_of_other_ranks_add_nothing(layout, absent):
     """Nothing writes their rows, so the values in that memory must not change results or gradients."""
     leaves, options = _leaves(**layout), _options(layout)

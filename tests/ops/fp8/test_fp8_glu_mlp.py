@@ -1,7 +1,5 @@
 """A gated MLP in FP8: agreement with eager code, what it saves, and its behaviour under lean and checkpoints."""
 
-import itertools
-
 import pytest
 import torch
 from torch import Tensor
@@ -18,8 +16,6 @@ RECIPES = ["tensorwise", "rowwise"]
 recipes = pytest.mark.parametrize("recipe", RECIPES)
 modes = pytest.mark.parametrize("fp8_dw", [True, False], ids=["dW in FP8", "dW in the dtype of x"])
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
-# On a GPU, products of bf16 may be summed in another order for another layout.
-TOLERANCE = {"rtol": 1e-2, "atol": 1e-2} if DEVICE == "cuda" else {"rtol": 1e-5, "atol": 1e-5}
 HIDDEN, INNER = 32, 64
 same_node = pytest.mark.no_interpreter("The node is the same where kernels run, and a kernel takes seconds there.")
 
@@ -66,82 +62,6 @@ def test_it_is_as_accurate_as_eager_code(kind, leading, recipe, fp8_dw):
         assert error < min(1.2 * eager_error, 0.13)
     # Both round the same values, so they agree much better than either agrees with the exact result.
     assert max(_relative_errors(actual, eager)) < (0.02 if DTYPE is torch.float32 else 0.1)
-
-
-NEEDS = [needs for needs in itertools.product([False, True], repeat=4) if any(needs)]
-
-
-@pytest.mark.parametrize("needs", NEEDS, ids=str)
-@recipes
-@modes
-@pytest.mark.sampled(in_interpreter=11)
-def test_each_gradient_depends_on_its_own_requires_grad(needs, recipe, fp8_dw):
-    run = lambda *t: fp8_glu_mlp(*t, recipe=recipe, fp8_dw=fp8_dw)
-    leaves = _leaves(7)
-    expected = _step(run, leaves)[1:]
-    for x, need in zip(leaves, needs, strict=True):
-        x.requires_grad_(need)
-    gradients = iter(_step(run, leaves)[1:])
-    for need, gradient in zip(needs, expected, strict=True):
-        if need:
-            # In one case dgate and dup are rounded to the dtype before they are quantised, which moves some values to
-            # the next FP8 number. The error must be smaller than that of the quantisation itself, which is 0.037.
-            assert _relative_errors([next(gradients)], [gradient])[0] < 0.03
-
-
-@same_node
-@recipes
-@modes
-def test_strides_and_upstream_strides_do_not_matter(recipe, fp8_dw):
-    run = lambda *t: fp8_glu_mlp(*t, recipe=recipe, fp8_dw=fp8_dw)
-    x, *weights = _leaves(4, 6)
-    view = lambda x: x.detach().transpose(0, 1)
-    actual = _step(run, [view(x).requires_grad_(), *weights])
-    expected = _step(run, [view(x).contiguous().requires_grad_(), *weights])
-    for a, b in zip(actual, expected, strict=True):
-        torch.testing.assert_close(a, b, **TOLERANCE)
-    y = run(x, *weights)
-    dense = torch.full_like(y, 0.5)
-    gradients = [
-        torch.autograd.grad(y, [x, *weights], dy, retain_graph=True)
-        for dy in (dense, y.new_tensor(0.5).expand(y.shape), dense.transpose(0, 1).contiguous().transpose(0, 1))
-    ]
-    for others in gradients[1:]:
-        for a, b in zip(others, gradients[0], strict=True):
-            torch.testing.assert_close(a, b, **TOLERANCE)
-
-
-@modes
-def test_without_rows_the_output_is_empty_and_gradients_are_zero(fp8_dw):
-    leaves = _leaves(2, 0)
-    y = fp8_glu_mlp(*leaves, fp8_dw=fp8_dw)
-    assert y.shape == (2, 0, 48)
-    assert all((g == 0).all() for g in torch.autograd.grad(y.sum(), leaves))
-
-
-@same_node
-@modes
-def test_a_second_backward_gives_the_same_bits_and_a_second_derivative_is_refused(fp8_dw):
-    leaves = _leaves(7)
-    y = fp8_glu_mlp(*leaves, fp8_dw=fp8_dw)
-    dy = torch.ones_like(y)
-    first, second = (torch.autograd.grad(y, leaves, dy, retain_graph=True) for _ in range(2))
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-    with pytest.raises(RuntimeError, match="Fp8GLUMLP has no second derivative"):
-        torch.autograd.grad(y.sum(), leaves, create_graph=True)
-
-
-@pytest.mark.no_interpreter("The interpreter computes no products of bf16.")
-@modes
-def test_autocast_has_the_dtype_and_the_values_of_a_cast_input(fp8_dw):
-    leaves = [x.detach().float().requires_grad_() for x in _leaves(7)]
-    exact = _step(glu_mlp_reference, leaves)
-    with torch.autocast(DEVICE, torch.bfloat16):
-        y = fp8_glu_mlp(*leaves, fp8_dw=fp8_dw)
-    assert y.dtype == torch.bfloat16
-    gradients = torch.autograd.grad(y, leaves, _randn(*y.shape, seed=7).to(y.dtype))
-    assert all(g.dtype == torch.float32 for g in gradients)
-    assert max(_relative_errors([y, *gradients], exact)) < 0.15
 
 
 # --- memory ----------------------------------------------------------------------------------------
@@ -214,20 +134,7 @@ def test_a_checkpoint_has_the_same_gradients_and_multiplies_gate_and_up_again(re
     assert len(products) == 3 + 2 + 2
 
 
-# --- compiled code and bad input -------------------------------------------------------------------
-
-
-@pytest.mark.thorough
-@pytest.mark.no_interpreter("The interpreter needs eager kernels.")
-@recipes
-@modes
-def test_a_compiled_graph_has_no_break(recipe, fp8_dw):
-    torch._dynamo.reset()
-    run = lambda *t: fp8_glu_mlp(*t, recipe=recipe, fp8_dw=fp8_dw)
-    leaves = _leaves(7)
-    compiled = torch.compile(run, fullgraph=True, backend="inductor" if DEVICE == "cuda" else "aot_eager")
-    for a, b in zip(_step(compiled, leaves), _step(run, leaves), strict=True):
-        torch.testing.assert_close(a, b, **TOLERANCE)
+# --- bad input -------------------------------------------------------------------------------------
 
 
 REFUSALS = {

@@ -1,7 +1,5 @@
 """Linear layers in FP8: agreement with eager code, error bounds, gradients that are needed, and bad input."""
 
-import itertools
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -135,24 +133,6 @@ def test_nan_and_infinity_reach_the_result(recipe):
 
 # --- only what is needed ---------------------------------------------------------------------------
 
-NEEDS = [needs for needs in itertools.product([False, True], repeat=3) if any(needs)]
-
-
-@pytest.mark.parametrize("needs", NEEDS, ids=str)
-@recipes
-@pytest.mark.sampled(in_interpreter=5)
-def test_each_gradient_depends_on_its_own_requires_grad(needs, recipe):
-    leaves = _leaf(7, 64), _leaf(32, 64), _leaf(32)
-    expected = _results([tigon.fp8_linear(*leaves, recipe=recipe)], leaves)[1:]
-    for leaf, need in zip(leaves, needs, strict=True):
-        leaf.requires_grad_(need)
-    y = tigon.fp8_linear(*leaves, recipe=recipe)
-    y.backward(*_upstream([y]))
-    for leaf, need, gradient in zip(leaves, needs, expected, strict=True):
-        assert (leaf.grad is not None) == need
-        if need:
-            _assert_same([leaf.grad], [gradient])
-
 
 def _saved(run) -> list[Tensor]:
     saved: list[Tensor] = []
@@ -198,36 +178,6 @@ def test_weights_of_unused_outputs_get_no_gradient(used, recipe):
     assert (gradients[0] - exact).norm() < 0.1 * exact.norm()
 
 
-# --- contracts of every op -------------------------------------------------------------------------
-
-VIEWS = {
-    "transposed": lambda x: x.transpose(0, 1),
-    "gaps between rows": lambda x: x[:, 1:5],
-    "one row for all": lambda x: x[:, :1].expand(-1, 6, -1),
-    "gaps between features": lambda x: torch.cat((x, x), -1).view(*x.shape, 2)[..., 0],
-}
-
-
-@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
-@recipes
-@modes
-@pytest.mark.sampled(in_interpreter=3)
-def test_strides_do_not_matter(view, recipe, fp8_dw):
-    x, weight = _leaf(4, 7, 64), _leaf(32, 64)
-    run = lambda x, w: _results([tigon.fp8_linear(x, w, recipe=recipe, fp8_dw=fp8_dw)], [x, weight])
-    _assert_same(run(view(x), weight.t().contiguous().t()), run(view(x).contiguous(), weight))
-
-
-@recipes
-def test_upstream_gradients_may_be_expanded_or_transposed(recipe):
-    x, weight = _leaf(8, 16, 64), _leaf(32, 64)
-    y = tigon.fp8_linear(x, weight, recipe=recipe)
-    dense = torch.full_like(y, 0.5)
-    expected = torch.autograd.grad(y, [x, weight], dense, retain_graph=True)
-    for dy in (y.new_tensor(0.5).expand(y.shape), dense.transpose(0, -1).contiguous().transpose(0, -1)):
-        _assert_same(torch.autograd.grad(y, [x, weight], dy, retain_graph=True), expected)
-
-
 @recipes
 @modes
 def test_without_rows_outputs_are_empty_and_gradients_zero(recipe, fp8_dw):
@@ -237,34 +187,10 @@ def test_without_rows_outputs_are_empty_and_gradients_zero(recipe, fp8_dw):
     assert all((g == 0).all() for g in torch.autograd.grad(sum(y.sum() for y in outputs), [x, *weights, biases[1]]))
 
 
-@recipes
-def test_a_second_backward_gives_the_same_bits_and_a_second_derivative_is_refused(recipe):
-    x, weight = _leaf(7, 64), _leaf(32, 64)
-    y = tigon.fp8_linear(x, weight, recipe=recipe)
-    first, second = (torch.autograd.grad(y, [x, weight], _upstream([y]), retain_graph=True) for _ in range(2))
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-    with pytest.raises(RuntimeError, match="Fp8Projections has no second derivative"):
-        torch.autograd.grad(y.sum(), x, create_graph=True)
-
-
 def test_outputs_may_be_written_in_place():
     x, (weights, biases) = _leaf(7, 64), _layers()
     outputs = [y.view(7, -1, 16).mul_(2.0) for y in fp8_projections(x, weights, biases)]
     torch.autograd.grad(outputs, x, [torch.ones_like(y) for y in outputs])
-
-
-@pytest.mark.no_interpreter("The interpreter computes no products of bf16.")
-@recipes
-def test_autocast_has_the_dtype_and_the_values_of_a_cast_input(recipe):
-    x, weight = _leaf(7, 64).detach().float().requires_grad_(), _leaf(32, 64).detach().float().requires_grad_()
-    with torch.autocast(DEVICE, torch.bfloat16):
-        y = tigon.fp8_linear(x, weight, recipe=recipe)
-    assert y.dtype == torch.bfloat16
-    gradients = torch.autograd.grad(y, [x, weight], torch.ones_like(y))
-    assert [g.dtype for g in gradients] == [torch.float32] * 2
-    bf16 = x.detach().bfloat16()
-    exact = F.linear(bf16.double(), weight.double())
-    assert (y.double() - exact).norm() < 0.06 * exact.norm()
 
 
 @pytest.mark.thorough

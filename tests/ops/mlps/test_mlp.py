@@ -55,23 +55,6 @@ def test_mlp_accuracy(level, activation, leading, transposed, dtype):
     assert_as_accurate_as_eager(partial(_mlp, level, activation=activation), reference, inputs)
 
 
-@one_in(2, level=LEVELS[1:], activation=list(ACTIVATIONS))
-def test_every_level_has_the_bits_of_the_default_level(level, activation):
-    inputs = _inputs(2, 9)
-    expected, results = (_gradients(inputs, name, activation) for name in ("default", level))
-    assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
-
-
-@one_in(2, level=LEVELS, frozen=[(0,), (1,), (2,), (0, 1, 3), (1, 2, 3, 4), (0, 1, 2, 3), (0, 2, 4)])
-def test_frozen_inputs_do_not_change_the_other_gradients(level, frozen):
-    inputs = _inputs(2, 9)
-    expected = [x for i, x in enumerate(_gradients(inputs, "default")) if i - 1 not in frozen]
-    for i in frozen:
-        inputs[i].requires_grad_(False)
-    for a, b in zip(_gradients(inputs, level), expected, strict=True):
-        torch.testing.assert_close(a, b)
-
-
 @pytest.mark.kernels
 @pytest.mark.parametrize(("level", "hidden_count"), [("default", 1), ("lean", 1), ("lean+mlp", 0)])
 def test_mlp_saves_the_input_and_at_most_one_wide_tensor(level, hidden_count):
@@ -94,14 +77,6 @@ def test_checkpointing_does_not_repeat_the_last_product():
         torch.autograd.grad(_mlp("checkpoint", *inputs).sum(), inputs)
     first, last = 2 * 18 * HIDDEN * INNER, 2 * 18 * INNER * OUT
     assert counter.get_total_flops() == 4 * first + 3 * last
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_a_second_backward_gives_the_same_gradients(level):
-    inputs = _inputs(2, 9)
-    loss = _mlp(level, *inputs).square().sum()
-    first = torch.autograd.grad(loss, inputs, retain_graph=True)
-    assert all(torch.equal(a, b) for a, b in zip(first, torch.autograd.grad(loss, inputs), strict=True))
 
 
 @pytest.mark.kernels

@@ -1,7 +1,5 @@
 """Linear layers with the same input run as one node of autograd. Layers that do more than a product are called."""
 
-import itertools
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -67,26 +65,6 @@ def test_linears_accuracy(leading, dtype, biases):
     assert _is_one_node(linears(x, layers))
 
 
-LEAVES = "x", "w0", "b0", "w1", "b1"
-NEEDS = [needs for needs in itertools.product([False, True], repeat=len(LEAVES)) if any(needs)]
-
-
-@pytest.mark.kernels
-@pytest.mark.parametrize("needs", NEEDS, ids=lambda needs: " ".join(itertools.compress(LEAVES, needs)))
-def test_only_gradients_that_are_needed_are_computed(needs):
-    x, layers = _x(2, 7), _layers((True, True))
-    expected = _step(_one_by_one, x, layers)
-    for leaf, need in zip([x, *layers.parameters()], needs, strict=True):
-        leaf.requires_grad_(need)
-    outputs = linears(x, layers)
-    assert all(y.requires_grad for y in outputs)
-    torch.autograd.backward(outputs, _upstream(outputs))
-    for leaf, need, gradient in zip([x, *layers.parameters()], needs, expected[2:], strict=True):
-        assert (leaf.grad is not None) == need
-        if need:
-            torch.testing.assert_close(leaf.grad, gradient, rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.kernels
 def test_without_gradients_nothing_is_saved():
     x, layers = _x(5), _layers()
@@ -142,18 +120,6 @@ def test_linears_accepts_strided_input(view):
 
 
 @pytest.mark.kernels
-def test_upstream_gradients_may_be_expanded_or_transposed():
-    x, layers = _x(4, 7), _layers()
-    outputs, leaves = linears(x, layers), [x, *layers.parameters()]
-    dense = [torch.full_like(y, 0.5) for y in outputs]
-    expected = torch.autograd.grad(outputs, leaves, dense, retain_graph=True)
-    expanded = [y.new_tensor(0.5).expand(y.shape) for y in outputs]
-    transposed = [dy.transpose(0, -1).contiguous().transpose(0, -1) for dy in dense]
-    for upstream in (expanded, transposed):
-        _assert_same(list(torch.autograd.grad(outputs, leaves, upstream, retain_graph=True)), list(expected))
-
-
-@pytest.mark.kernels
 def test_outputs_may_be_written_in_place():
     """Rotary embeddings write them in place. Autograd would refuse this for an output that is a view."""
     x, layers = _x(2, 7), _layers()
@@ -162,33 +128,6 @@ def test_outputs_may_be_written_in_place():
         outputs = [y.view(2, 7, -1, 4).mul_(i + 2.0) for i, y in enumerate(run(x, layers))]
         results.append(_step(lambda *_, outputs=outputs: outputs, x, layers))
     _assert_same(*results)
-
-
-@pytest.mark.kernels
-def test_a_second_backward_gives_the_same_gradients():
-    x, layers = _x(2, 7), _layers()
-    outputs, leaves = linears(x, layers), [x, *layers.parameters()]
-    first, second = (torch.autograd.grad(outputs, leaves, _upstream(outputs), retain_graph=True) for _ in range(2))
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-
-
-@pytest.mark.kernels
-def test_a_second_derivative_is_refused():
-    x, layers = _x(5), _layers()
-    loss = sum(y.square().sum() for y in linears(x, layers))
-    with pytest.raises(RuntimeError, match="Linears has no second derivative"):
-        torch.autograd.grad(loss, x, create_graph=True)
-
-
-@pytest.mark.kernels
-def test_gradients_computed_under_autocast_have_the_same_bits():
-    x, layers = _x(2, 7), _layers()
-    outputs, leaves = linears(x, layers), [x, *layers.parameters()]
-    upstream = _upstream(outputs)
-    expected = torch.autograd.grad(outputs, leaves, upstream, retain_graph=True)
-    with torch.autocast(DEVICE, torch.bfloat16):
-        results = torch.autograd.grad(outputs, leaves, upstream)
-    assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
 
 
 # --- cases in which the layers are called --------------------------------------------------------

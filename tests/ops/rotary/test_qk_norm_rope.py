@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import tigon
-from op_cases import DEVICE, DTYPES, assert_as_accurate_as_eager, one_in, outputs_and_gradients
+from op_cases import DEVICE, DTYPES, assert_as_accurate_as_eager, assert_refused, one_in, outputs_and_gradients
 from tigon.ops.rotary.qk_norm_rope import qk_norm_rope_reference
 from tigon.ops.rotary.qk_norm_rope_kernels import QKNormRopeConfig, QKNormRopeProblem
 from tigon.runtime.device import Device
@@ -71,8 +71,7 @@ def test_programs_of_the_backward_sum_over_several_tiles(rotary):
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("weights", ["each", "together"])
+@one_in(2, layout=LAYOUTS, weights=["each", "together"])
 def test_qk_norm_rope_accepts_sections(layout, weights):
     inputs = _inputs(2, 4, 2, 3, 24, 16, weights=weights, axes=(3,))
     assert_as_accurate_as_eager(*_both(layout=layout, sections=(2, 3, 3)), inputs)
@@ -254,25 +253,18 @@ def test_qk_norm_rope_heuristic_fits_the_device(heads, size, together, device):
 
 @pytest.mark.no_interpreter("It checks arguments before any kernel is launched.")
 def test_qk_norm_rope_refuses_bad_input():
-    q, k, q_weight, k_weight, cos, sin = _inputs(2, 4, 2, 3, 16, 16)
-    call = lambda q=q, k=k, q_weight=q_weight, k_weight=k_weight, cos=cos, sin=sin, **options: tigon.qk_norm_rope(
-        q, k, q_weight, k_weight, cos, sin, **options
-    )
-    with pytest.raises(ValueError, match=r"qk_norm_rope: q_weight must have shape \(16,\) or \(64,\), got \(7,\)"):
-        call(q_weight=q_weight[:7])
-    with pytest.raises(ValueError, match=r"qk_norm_rope: k_weight must have shape \(32,\), got \(16,\)"):
-        call(q_weight=q_weight.repeat(4))
-    with pytest.raises(ValueError, match="qk_norm_rope: k_weight must be None if k is None, got a Tensor"):
-        call(k=None)
-    with pytest.raises(ValueError, match="qk_norm_rope: q_weight and k_weight must have the same dtype"):
-        call(k_weight=k_weight.half())
-    with pytest.raises(TypeError, match="qk_norm_rope: q_weight must be a float32"):
-        call(q_weight=q_weight.long())
-    with pytest.raises(ValueError, match="qk_norm_rope: rounding must be one of 'before_weight', 'after_weight'"):
-        call(rounding="never")
-    with pytest.raises(ValueError, match="qk_norm_rope: eps must be finite and not negative, got -1"):
-        call(eps=-1)
-    with pytest.raises(ValueError, match=r"qk_norm_rope: k must have shape \(2, 2, 3, 16\), got \(2, 2, 2, 16\)"):
-        call(k=k[:, :, 1:])
-    with pytest.raises(ValueError, match="qk_norm_rope: layout must be one of"):
-        call(layout="halves")
+    names = "q", "k", "q_weight", "k_weight", "cos", "sin"
+    arguments = dict(zip(names, _inputs(2, 4, 2, 3, 16, 16), strict=True))
+    _, k, q_weight, k_weight, *_ = arguments.values()
+    changes = {
+        r"q_weight must have shape \(16,\) or \(64,\), got \(7,\)": {"q_weight": q_weight[:7]},
+        r"k_weight must have shape \(32,\), got \(16,\)": {"q_weight": q_weight.repeat(4)},
+        "k_weight must be None if k is None, got a Tensor": {"k": None},
+        "q_weight and k_weight must have the same dtype": {"k_weight": k_weight.half()},
+        "q_weight must be a float32": {"q_weight": q_weight.long()},
+        "rounding must be one of 'before_weight', 'after_weight'": {"rounding": "never"},
+        "eps must be finite and not negative, got -1": {"eps": -1},
+        r"k must have shape \(2, 2, 3, 16\), got \(2, 2, 2, 16\)": {"k": k[:, :, 1:]},
+        "layout must be one of": {"layout": "halves"},
+    }
+    assert_refused(tigon.qk_norm_rope, arguments, changes)

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 import tigon
-from op_cases import DEVICE, DTYPES, assert_as_accurate_as_eager, one_in, outputs_and_gradients
-from tigon.ops.rotary.rope import RopeConfig, RopeProblem, axes_of, rope_reference
-from tigon.runtime.device import EMULATED
+from op_cases import DEVICE, DTYPES, assert_as_accurate_as_eager, assert_refused, one_in, outputs_and_gradients
+from tigon.ops.rotary.rope import axes_of, rope_reference
 
 LAYOUTS = ["split_half", "interleaved", "deinterleaved"]
 
@@ -54,32 +53,27 @@ def test_rope_accuracy(sizes, dtype, memory_order, layout):
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("table", ["once", "pairs"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("sizes", [(2, 3, 1, 4, 80, 32), (1, 2, 1, 3, 10, 6)], ids=["a part of the head", "odd sizes"])
+@one_in(3, sizes=[(2, 3, 1, 4, 80, 32), (1, 2, 1, 3, 10, 6)], dtype=DTYPES, table=["once", "pairs"], layout=LAYOUTS)
 def test_rope_accuracy_with_other_tables(sizes, dtype, table, layout):
     """All entries of a table differ, so a kernel that reads the wrong entry fails the test."""
     inputs = _inputs(*sizes, dtype=dtype, table=table)
     assert_as_accurate_as_eager(*_both(layout=layout, table=table), inputs)
 
 
-SECTIONS = [
-    pytest.param(16, (2, 3, 3), id="three"),
-    pytest.param(16, (1,) * 6 + (2,), id="alternating, then one"),
-    pytest.param(16, (0, 1, 1, 0, 1, 1, 4), id="two alternating, then the third"),
-    pytest.param(16, (8,), id="one axis"),
-    pytest.param(80, (0, 0, 40), id="the last axis, wider than a word of bits"),
-    pytest.param(6, (1, 1, 1), id="odd"),
-]
+SECTIONS = {
+    "three": (2, 3, 3),
+    "alternating, then one": (1,) * 6 + (2,),
+    "two alternating, then the third": (0, 1, 1, 0, 1, 1, 4),
+    "one axis": (8,),
+    "the last axis, wider than a word of bits": (0, 0, 40),
+    "odd": (1, 1, 1),
+}
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("shared", [False, True], ids=["one table for each row", "one table"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("r", "sections"), SECTIONS)
-def test_rope_accuracy_with_sections(r, sections, layout, shared):
-    inputs = _inputs(2, 4, 2, 3, 80, r, shared=shared, axes=(3,))
+@one_in(3, sections=SECTIONS, layout=LAYOUTS, shared={"one table for each row": False, "one table": True})
+def test_rope_accuracy_with_sections(sections, layout, shared):
+    inputs = _inputs(2, 4, 2, 3, 80, 2 * sum(sections), shared=shared, axes=(3,))
     assert_as_accurate_as_eager(*_both(layout=layout, sections=sections), inputs)
 
 
@@ -219,15 +213,6 @@ def test_rope_with_one_unused_output():
         assert unused_input.grad is None or not unused_input.grad.any()
 
 
-@pytest.mark.no_interpreter("It launches no kernel.")
-@pytest.mark.parametrize("heads", [1, 2, 8, 14, 40])
-@pytest.mark.parametrize("size", [2, 64, 80, 128, 1024])
-def test_rope_heuristic_limits_the_tile(heads, size):
-    config = RopeConfig.heuristic(RopeProblem(heads, size), EMULATED)
-    assert 1 <= config.block_h < 2 * heads
-    assert config.block_h * size <= 2048
-
-
 @pytest.mark.kernels
 def test_rope_accepts_one_table_for_the_whole_batch():
     q, k, cos, sin = _inputs(3, 2, 1, 4, 16, 16, shared=True)
@@ -329,40 +314,27 @@ def test_rope_rounds_once_to_the_requested_dtype():
 @pytest.mark.no_interpreter("It checks arguments before any kernel is launched.")
 def test_rope_refuses_bad_input():
     q, k, cos, sin = _inputs(2, 4, 2, 3, 16, 16)
-    with pytest.raises(ValueError, match="rope: table must be one of 'halves', 'once', 'pairs', got 'twice'"):
-        tigon.rope(q, k, cos, sin, table="twice")
-    with pytest.raises(ValueError, match="rope: R must be even and at most the head size 16, got R=32"):
-        tigon.rope(q, k, cos, sin, table="once")
-    with pytest.raises(ValueError, match="rope: sections need table 'halves', got 'pairs'"):
-        tigon.rope(q, k, cos.expand(3, -1, -1, -1), sin.expand(3, -1, -1, -1), sections=(2, 3, 3), table="pairs")
-    with pytest.raises(TypeError, match=r"rope: dtype must be a floating-point dtype \(.*\), got torch.int64"):
-        tigon.rope(q, k, cos, sin, dtype=torch.long)
-    with pytest.raises(ValueError, match=r"rope: q must have 4 dimensions, got shape \(4, 3, 16\)"):
-        tigon.rope(q[0], k, cos, sin)
-    with pytest.raises(ValueError, match=r"rope: k must have shape \(2, 2, 3, 16\), got \(2, 2, 2, 16\)"):
-        tigon.rope(q, k[:, :, 1:], cos, sin)
-    with pytest.raises(ValueError, match=r"rope: cos must have shape \(1 or 2, 3, R\), got \(2, 4, 16\)"):
-        tigon.rope(q, k, cos.repeat(1, 2, 1)[:, :4], sin.repeat(1, 2, 1)[:, :4])
-    with pytest.raises(ValueError, match="rope: R must be even and at most the head size 16, got R=15"):
-        tigon.rope(q, k, cos[..., :15], sin[..., :15])
-    with pytest.raises(ValueError, match="rope: unsqueeze_dim must be one of 1, 2, got 3"):
-        tigon.rope(q, k, cos, sin, unsqueeze_dim=3)
-    with pytest.raises(
-        ValueError, match="rope: layout must be one of 'split_half', 'interleaved', 'deinterleaved', got"
-    ):
-        tigon.rope(q, k, cos, sin, layout="halves")
-    with pytest.raises(ValueError, match=r"rope: cos must have shape \(3, 1 or 2, 3, R\), got \(2, 3, 16\)"):
-        tigon.rope(q, k, cos, sin, sections=(2, 3, 3))
-    with pytest.raises(ValueError, match=r"rope: cos must have shape \(1 or 2, 3, R\), got \(3, 2, 3, 16\)"):
-        tigon.rope(q, k, cos.expand(3, -1, -1, -1), sin.expand(3, -1, -1, -1))
+    axes = {"cos": cos.expand(3, -1, -1, -1), "sin": sin.expand(3, -1, -1, -1)}
+    wide = {"cos": cos.repeat(1, 2, 1)[:, :4], "sin": sin.repeat(1, 2, 1)[:, :4]}
+    changes = {
+        "table must be one of 'halves', 'once', 'pairs', got 'twice'": {"table": "twice"},
+        "R must be even and at most the head size 16, got R=32": {"table": "once"},
+        "sections need table 'halves', got 'pairs'": axes | {"sections": (2, 3, 3), "table": "pairs"},
+        r"dtype must be a floating-point dtype \(.*\), got torch.int64": {"dtype": torch.long},
+        r"q must have 4 dimensions, got shape \(4, 3, 16\)": {"q": q[0]},
+        r"k must have shape \(2, 2, 3, 16\), got \(2, 2, 2, 16\)": {"k": k[:, :, 1:]},
+        r"cos must have shape \(1 or 2, 3, R\), got \(2, 4, 16\)": wide,
+        "R must be even and at most the head size 16, got R=15": {"cos": cos[..., :15], "sin": sin[..., :15]},
+        "unsqueeze_dim must be one of 1, 2, got 3": {"unsqueeze_dim": 3},
+        "layout must be one of 'split_half', 'interleaved', 'deinterleaved', got": {"layout": "halves"},
+        r"cos must have shape \(3, 1 or 2, 3, R\), got \(2, 3, 16\)": {"sections": (2, 3, 3)},
+        r"cos must have shape \(1 or 2, 3, R\), got \(3, 2, 3, 16\)": axes,
+        "sections must be a sequence of ints, got int": axes | {"sections": 8},
+        "q must be a Tensor, got NoneType": {"q": None},
+        "cos and sin must have the same dtype": {"sin": sin.half()},
+        "sin must be a float32": {"sin": sin.long()},
+    }
     for sections in ((2, 3, 4), (9, -1), (4.0, 4.0)):
-        with pytest.raises(ValueError, match=r"rope: sections must be lengths that sum up to R / 2 = 8, got \("):
-            tigon.rope(q, k, cos.expand(3, -1, -1, -1), sin.expand(3, -1, -1, -1), sections=sections)
-    with pytest.raises(TypeError, match="rope: sections must be a sequence of ints, got int"):
-        tigon.rope(q, k, cos.expand(3, -1, -1, -1), sin.expand(3, -1, -1, -1), sections=8)
-    with pytest.raises(TypeError, match="rope: q must be a Tensor, got NoneType"):
-        tigon.rope(None, k, cos, sin)
-    with pytest.raises(ValueError, match="rope: cos and sin must have the same dtype"):
-        tigon.rope(q, k, cos, sin.half())
-    with pytest.raises(TypeError, match="rope: sin must be a float32"):
-        tigon.rope(q, k, cos, sin.long())
+        shown = str(sections).replace("(", r"\(").replace(")", r"\)")
+        changes[f"sections must be lengths that sum up to R / 2 = 8, got {shown}"] = axes | {"sections": sections}
+    assert_refused(tigon.rope, {"q": q, "k": k, "cos": cos, "sin": sin}, changes)

@@ -15,9 +15,8 @@ Shapes: T tokens, K choices each, S = T K rows sorted by expert, I intermediate;
 for an activation without a gate.
 """
 
+import functools
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,9 +25,9 @@ from torch import Tensor
 from tigon.ops.experts.choice_order import Routing
 from tigon.ops.mlps.activation_kernels import activation_and_slope
 from tigon.runtime.compat.triton import tl, triton
-from tigon.runtime.device import Device, device_of, runs_kernels
+from tigon.runtime.device import runs_kernels
 from tigon.runtime.launch import launch
-from tigon.runtime.tuning import LaunchConfig, rung
+from tigon.runtime.tuning import rung
 
 # The reference converts this many elements to fp32 at a time.
 REFERENCE_CHUNK = 2**20
@@ -81,29 +80,15 @@ def activation_gradients_reference(
 # --- configuration -------------------------------------------------------------------------------
 
 
-class ActivationProblem(NamedTuple):
-    """The size that the launch parameters of `activation_gradients` depend on."""
-
-    # The intermediate size, I.
-    inner: int
-
-
 # In each pair, the first number is the largest number of features of a block, and the second one is its warps.
 WARPS = ((256, 1), (512, 2), (1024, 4))
 
 
-@dataclass(frozen=True)
-class ActivationConfig(LaunchConfig):
-    """Launch parameters. A program computes one row, `block` features at a time."""
-
-    block: int
-    num_warps: int
-
-    @staticmethod
-    def heuristic(problem: ActivationProblem, device: Device) -> "ActivationConfig":
-        """Return a block of at most 1024 features, with at most 8 features for each thread."""
-        block = min(1024, triton.next_power_of_2(max(1, problem.inner)))
-        return ActivationConfig(block, rung(WARPS, block))
+@functools.cache
+def _block_of_row(inner: int) -> tuple[int, int]:
+    """Return how many features of a row a program computes at a time, and its warps: 8 features for each thread."""
+    block = min(1024, triton.next_power_of_2(max(1, inner)))
+    return block, rung(WARPS, block)
 
 
 # --- kernels -------------------------------------------------------------------------------------
@@ -127,12 +112,9 @@ def _gradients_kernel(
         cols = start + tl.arange(0, BLOCK)
         mask = cols < features
         gate = tl.load(h_ptr + gate_row + cols, mask=mask, other=0.0).to(tl.float32)
-        if KIND == "relu2":
-            act = tl.where(gate <= 0.0, 0.0, gate * gate)
-            slope = tl.where(gate <= 0.0, 0.0, 2.0 * gate)
-            a = act
-        else:
-            act, slope = activation_and_slope(gate, KIND)
+        act, slope = activation_and_slope(gate, KIND)
+        a = act
+        if KIND != "relu2":
             up = tl.load(h_ptr + gate_row + inner + cols, mask=mask, other=0.0).to(tl.float32)
             a = act * up
         if da_ptr is not None:
@@ -171,7 +153,7 @@ def activation_gradients(
     if not runs_kernels(h, da, weights):
         return activation_gradients_reference(h, da, weights, routing, kind, needs_dh, needs_activation, needs_dweights)
     inner = h.shape[1] // (1 if kind == "relu2" else 2)
-    config = ActivationConfig.choose(ActivationProblem(inner), device_of(h))
+    block, num_warps = _block_of_row(inner)
     h, da = h.contiguous(), None if da is None else da.contiguous()
     dh = (h if overwrites_h else torch.empty_like(h)) if needs_dh else None
     # Each thread overwrites only elements of h and da that it has loaded itself.
@@ -180,6 +162,6 @@ def activation_gradients(
     launch(
         _gradients_kernel, len(h), h, da, weights.contiguous(), routing.order, routing.ends, dh, wa, dweights,
         inner, routing.ends.shape[0],
-        KIND=kind, BLOCK=config.block, num_warps=config.num_warps,
+        KIND=kind, BLOCK=block, num_warps=num_warps,
     )  # fmt: skip
     return dh, wa, dweights

@@ -11,19 +11,19 @@ or more, is an expert of another rank. Such choices come last and add nothing: t
 Shapes: T tokens, K choices each, S = T K rows, E experts, H features.
 """
 
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+import functools
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tigon.ops.experts.choice_order import Routing
 from tigon.runtime.compat.triton import tl, triton
-from tigon.runtime.device import Device, cdiv, device_of, runs_kernels
+from tigon.runtime.device import cdiv, runs_kernels
 from tigon.runtime.launch import launch, launcher
 from tigon.runtime.op import Node
 from tigon.runtime.rows import block_of_row, dense_rows
-from tigon.runtime.tuning import LaunchConfig, rung
+from tigon.runtime.tuning import rung
 
 # --- reference -----------------------------------------------------------------------------------
 
@@ -46,37 +46,16 @@ def combine_reference(
 # --- configuration -------------------------------------------------------------------------------
 
 
-class RoutingProblem(NamedTuple):
-    """The size that the launch parameters of `spread` and `combine` depend on."""
-
-    # The number of features, H.
-    features: int
-
-
 # In each pair, the first number is the largest number of features of a block, and the second one is its warps. In bf16
 # a thread of a sum loads 16 bytes of each row, for K rows at a time.
 SUM_WARPS = ((256, 1), (512, 2), (1024, 4))
 SPREAD_WARPS = ((512, 1), (1024, 2), (2048, 4), (4096, 8), (8192, 16))
 
 
-@dataclass(frozen=True)
-class RoutingConfig(LaunchConfig):
-    """Launch parameters of the kernel that sums rows and of the kernel that spreads tokens."""
-
-    # A program of the sum computes this many features of a token.
-    sum_block: int
-    sum_warps: int
-    # A program of the spread copies one token, this many features at a time.
-    block: int
-    num_warps: int
-
-    @staticmethod
-    def heuristic(problem: RoutingProblem, device: Device) -> "RoutingConfig":
-        """Return blocks that hold a whole token of up to 8192 features in registers."""
-        h = problem.features
-        block = triton.next_power_of_2(h) if h <= 8192 else 4096
-        sum_block = min(block, 1024)
-        return RoutingConfig(sum_block, rung(SUM_WARPS, sum_block), block, rung(SPREAD_WARPS, block))
+@functools.cache
+def _block_of_token(h: int) -> int:
+    """Return how many features of a token a program copies at a time: all of up to 8192, which fit in registers."""
+    return triton.next_power_of_2(h) if h <= 8192 else 4096
 
 
 # --- kernels -------------------------------------------------------------------------------------
@@ -150,12 +129,12 @@ def _empty_sum(rows: Tensor, slot: Tensor, dtype: torch.dtype) -> Tensor:
 def sum_rows_of_tokens(rows: Tensor, weights: Tensor | None, slot: Tensor, ends: Tensor, dtype: torch.dtype) -> Tensor:
     """Return [T, H], the sum of each token's K rows of [S, H]. If weights [T, K] is not None, they scale the rows."""
     y, h = _empty_sum(rows, slot, dtype), rows.shape[1]
-    config = RoutingConfig.choose(RoutingProblem(h), device_of(rows))
-    blocks = cdiv(h, config.sum_block)
+    block = min(_block_of_token(h), 1024)
+    blocks = cdiv(h, block)
     weights = weights if weights is None else weights.contiguous()
     launch(
         _sum_kernel, y.shape[0] * blocks, rows.contiguous(), weights, slot, ends, y, h, ends.shape[0], blocks,
-        K=slot.shape[1], WEIGHTED=weights is not None, BLOCK=config.sum_block, num_warps=config.sum_warps,
+        K=slot.shape[1], WEIGHTED=weights is not None, BLOCK=block, num_warps=rung(SUM_WARPS, block),
     )  # fmt: skip
     return y
 
@@ -184,13 +163,13 @@ def spread_tokens(
     """
     y, dot = _empty_spread(x, weights, slot, dtype, needs_rows, needs_dot)
     x, stride = dense_rows(x)
-    config = RoutingConfig.choose(RoutingProblem(x.shape[-1]), device_of(x))
+    block = _block_of_token(x.shape[-1])
     contiguous = lambda tensor: None if tensor is None else tensor.contiguous()
     launch(
         _spread_kernel, slot.shape[0], x, contiguous(rows), contiguous(weights), slot, ends, y, dot,
         stride, x.shape[-1], ends.shape[0],
         K=slot.shape[1], WEIGHTED=weights is not None, WRITES_ROWS=needs_rows, DOT=needs_dot,
-        WHOLE=x.shape[-1] <= config.block, BLOCK=config.block, num_warps=config.num_warps,
+        WHOLE=x.shape[-1] <= block, BLOCK=block, num_warps=rung(SPREAD_WARPS, block),
     )  # fmt: skip
     return y, dot
 

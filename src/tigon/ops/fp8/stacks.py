@@ -13,9 +13,6 @@ value, less those that the second read finds in the cache: this read starts wher
 Shapes: E matrices of R rows and C columns.
 """
 
-from dataclasses import dataclass
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -24,9 +21,8 @@ from tigon.ops.fp8.maxima import magnitude_bits
 from tigon.ops.fp8.quantisation import Layout, Quantised, quantise, quantise_reference
 from tigon.ops.fp8.quantisation_kernels import scaling, store_transposed
 from tigon.runtime.compat.triton import tl, triton
-from tigon.runtime.device import Device, cdiv, device_of
+from tigon.runtime.device import cdiv
 from tigon.runtime.launch import launch, launcher
-from tigon.runtime.tuning import LaunchConfig
 
 # --- reference -----------------------------------------------------------------------------------
 
@@ -43,28 +39,9 @@ def quantise_stack_reference(x: Tensor, is_transposed: bool) -> Factor:
 # --- configuration -------------------------------------------------------------------------------
 
 
-class Fp8StripProblem(NamedTuple):
-    """The properties that the strips of the transposed copy depend on."""
-
-    # The rows of a matrix.
-    rows: int
-
-
-@dataclass(frozen=True)
-class Fp8StripConfig(LaunchConfig):
-    """Launch parameters. A program reads strips of `block_k` columns, `block_m` rows at a time."""
-
-    block_m: int
-    block_k: int
-    num_warps: int
-
-    @staticmethod
-    def heuristic(problem: Fp8StripProblem, device: Device) -> "Fp8StripConfig":
-        """Return tiles of whole lines of 128 bytes: 64 columns in bf16 are read, and 128 rows in FP8 are written.
-
-        With 8 warps, a thread has 32 values of a tile in registers.
-        """
-        return Fp8StripConfig(block_m=128, block_k=64, num_warps=8)
+# A program reads strips of 64 columns, 128 rows at a time: whole lines of 128 bytes in bf16 are read, and in FP8 written.
+# With 8 warps, a thread has 32 values of a tile in registers.
+BLOCK_M, BLOCK_K, NUM_WARPS = 128, 64, 8
 
 
 # --- kernels -------------------------------------------------------------------------------------
@@ -115,12 +92,11 @@ def quantise_transposed_stack(x: Tensor) -> Factor:
     """Return the transposed copy of a contiguous stack [E, R, C] whose sizes are multiples of 16."""
     experts, rows, columns = x.shape
     copy = _empty_transposed(x)
-    config = Fp8StripConfig.choose(Fp8StripProblem(rows), device_of(x))
-    strips = cdiv(columns, config.block_k)
+    strips = cdiv(columns, BLOCK_K)
     launch(
         strip_kernel, experts * strips, x, copy.values, copy.scale, rows // MULTIPLE, columns, strips,
         LARGEST[WEIGHT_DTYPE],
-        BLOCK_M=config.block_m, BLOCK_K=config.block_k, num_warps=config.num_warps,
+        BLOCK_M=BLOCK_M, BLOCK_K=BLOCK_K, num_warps=NUM_WARPS,
     )  # fmt: skip
     return copy
 

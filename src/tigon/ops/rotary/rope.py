@@ -17,10 +17,10 @@ code does not rely on that.
 Shapes: B batch, S sequence, Hq and Hk heads of queries and keys, D head size, R rotary features.
 """
 
+import functools
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -44,10 +44,9 @@ from tigon.ops.rotary.heads import (
 from tigon.runtime import checks
 from tigon.runtime.autograd import halves, keep_none_gradients, without_autocast
 from tigon.runtime.compat.triton import tl, triton
-from tigon.runtime.device import Device, device_of, runs_kernels
+from tigon.runtime.device import runs_kernels
 from tigon.runtime.launch import in_order, launch, launcher
 from tigon.runtime.op import Node
-from tigon.runtime.tuning import LaunchConfig
 
 Layout = Literal["split_half", "interleaved", "deinterleaved"]
 Table = Literal["halves", "once", "pairs"]
@@ -117,28 +116,14 @@ def rope_reference(
 # --- configuration -------------------------------------------------------------------------------
 
 
-class RopeProblem(NamedTuple):
-    """The sizes that the launch parameters of `rope` depend on."""
+@functools.cache
+def _heads_of_tile(heads: int, head_size: int) -> int:
+    """Return how many heads a program rotates at a time: at most 1024 features, or one head.
 
-    # The number of heads of q or of k, whichever is larger.
-    heads: int
-    # The number of features of a head, D.
-    head_size: int
-
-
-@dataclass(frozen=True)
-class RopeConfig(LaunchConfig):
-    """Launch parameters. A program rotates all heads of one token, `block_h` heads at a time."""
-
-    block_h: int
-    num_warps: int
-
-    @staticmethod
-    def heuristic(problem: RopeProblem, device: Device) -> "RopeConfig":
-        """Return tiles of at most 1024 features, or of one head."""
-        heads, head_size = map(triton.next_power_of_2, problem)
-        # A tile of 8 heads of 128 features. All 32 heads in one tile take 2 % longer (H200) and more registers.
-        return RopeConfig(block_h=max(1, min(heads, 1024 // head_size)), num_warps=4)
+    All 32 heads of 128 features in one tile take 2 % longer than 8 of them (H200), and more registers.
+    """
+    heads, head_size = triton.next_power_of_2(heads), triton.next_power_of_2(head_size)
+    return max(1, min(heads, 1024 // head_size))
 
 
 # --- kernels -------------------------------------------------------------------------------------
@@ -224,7 +209,6 @@ def rope_rotate(
     q, k = dense_features(q), dense_features(k)
     heads = options.heads
     b, s, d, hq, hk = q.shape[0], q.shape[3 - heads], q.shape[3], q.shape[heads], 0 if k is None else k.shape[heads]
-    config = RopeConfig.choose(RopeProblem(max(hq, hk), d), device_of(q))
     x_paired, y_paired = PAIRED[options.layout]
     launch(
         _rope_kernel, b * s,
@@ -237,7 +221,7 @@ def rope_rotate(
         ),
         HQ=hq, HK=hk, X_PAIRED=y_paired if backward else x_paired, Y_PAIRED=x_paired if backward else y_paired,
         AXES=pack_axes(options.axes), TABLE=options.table, STEP=cos.stride(-1), BACKWARD=backward,
-        BLOCK_H=config.block_h, **tile_constants(d, rotary_size(cos, options.table)), num_warps=config.num_warps,
+        BLOCK_H=_heads_of_tile(max(hq, hk), d), **tile_constants(d, rotary_size(cos, options.table)), num_warps=4,
     )  # fmt: skip
     return q_out, k_out
 
