@@ -219,10 +219,10 @@ def test_dropout_is_the_same_in_evaluation_and_has_the_right_mean_in_training(no
     plain = stock.get_submodule("base_model.model.layer.o_proj")
     x = torch.randn(1, 4, HIDDEN, generator=torch.Generator().manual_seed(1)).to(DEVICE, torch.bfloat16)
     with torch.no_grad():
-        mean = torch.stack([layer(x).float() for _ in range(60)]).mean(0)
+        mean = torch.stack([layer(x).float() for _ in range(24)]).mean(0)
         expected = plain(x).float()
-    assert nodes == ["_LoRALinears"] * 60
-    # The deviation of a mean of 60 draws is about an eighth of that of one draw.
+    assert nodes == ["_LoRALinears"] * 24
+    # The deviation of a mean of 24 draws is about a fifth of that of one draw.
     adapter = (expected - plain.base_layer(x).float()).abs().mean()
     assert (mean - expected).abs().mean() < 0.4 * adapter
 
@@ -402,9 +402,7 @@ def with_lora(model: nn.Module) -> nn.Module:
     return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=NAMES, init_lora_weights=False))
 
 
-@pytest.mark.parametrize("order", ["adapters first", "patch first"])
-@pytest.mark.parametrize("memory", ["default", "lean+mlp"])
-@pytest.mark.sampled(in_interpreter=2)
+@pytest.mark.parametrize(("order", "memory"), [("adapters first", "lean+mlp"), ("patch first", "default")])
 def test_a_language_model_runs_its_adapters_by_ops_in_either_order(llama, nodes, order, memory):
     stock, model = with_lora(llama()), llama()
     report = tigon.patch(model, memory=memory) if order == "patch first" else None

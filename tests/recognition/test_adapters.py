@@ -58,6 +58,13 @@ class ReadsMore(lora_layer.Linear):
         return self.base_layer(x) + lora_b(lora_a(x)) * self.scaling[self.active_adapters[0]] * self.gate
 
 
+class Assigns(lora_layer.Linear):
+    @as_code_of_peft
+    def forward(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+        self.last_shape = x.shape
+        return self.base_layer(x)
+
+
 class Subtracts(lora_layer.Linear):
     @as_code_of_peft
     def forward(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
@@ -76,7 +83,8 @@ class Fails(lora_layer.Linear):
 
 OTHERS = {
     OwnForward: "its forward is not that of PEFT",
-    ReadsMore: "its forward reads gate",
+    ReadsMore: "its forward reads or assigns gate",
+    Assigns: "its forward reads or assigns last_shape",
     Subtracts: "computes something else than a linear layer with low-rank adapters",
     Fails: "cannot be run by itself (RuntimeError: not today)",
 }

@@ -103,7 +103,7 @@ def _learn(module: nn.Module, read: Read) -> ForwardCode | str:
     names = _observe(_small_copy(module, FP32, FP32))
     static = {name: function for name in names if (function := _find_static(cls, name)) is not None}
     if unknown := sorted(names - {*static, *CHILDREN, *SETTINGS, *OPTIONAL_SETTINGS}):
-        return f"{DIFFERENT}: its forward reads {', '.join(unknown)}"
+        return f"{DIFFERENT}: its forward reads or assigns {', '.join(unknown)}"
     methods = {name for name, function in static.items() if isinstance(function, FunctionType)} - {"forward"}
     properties = static.keys() - methods - {"forward"}
     paths = [f"{name}.__code__" for name in sorted({"forward", *methods})]
@@ -118,15 +118,19 @@ def _find_static(cls: type, name: str) -> Any:
 
 
 def _observe(twin: Any) -> set[str]:
-    """Return the names of the attributes that a forward reads on its layer, without those of every module."""
+    """Return the names of the attributes of its layer that a forward reads or assigns, without those of any module."""
     names: set[str] = set()
 
-    def observe(self: Any, name: str) -> Any:
+    def read(self: Any, name: str) -> Any:
         names.add(name)
         return object.__getattribute__(self, name)
 
+    def assign(self: Any, name: str, value: Any) -> None:
+        names.add(name)
+        object.__setattr__(self, name, value)
+
     cls = type(twin)
-    twin.__class__ = type(cls.__name__, (cls,), {"__getattribute__": observe})
+    twin.__class__ = type(cls.__name__, (cls,), {"__getattribute__": read, "__setattr__": assign})
     cls.forward(twin, normal(5, 2, SMALL_INPUT))
     return names - {*dir(nn.Module()), "__class__"}
 
