@@ -1,8 +1,6 @@
 """Models with adapters of PEFT compute what they compute without Tigon, whatever happens to the adapters later."""
 
 import copy
-import gc
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -11,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import tigon
+from hf.lora_models import HIDDEN, NAMES, TOKENS, build, make_llama, with_lora
 from op_cases import DEVICE
-from tigon.hf.later_adapters import AdapterWatch
 from tigon.ops.adapters import lora
 from tigon.ops.adapters.four_bit import FourBitWeight, dequantise
 from tigon.recognition.parts import dequantisation
@@ -24,72 +22,12 @@ from tigon.runtime.tuning import tuned
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.kernels
 
-# The CPU code of bitsandbytes dequantises bf16 weights correctly only if the inputs are a multiple of a block of 64.
-HIDDEN, INNER = 64, 128
-
 
 @pytest.fixture(autouse=True)
 def dequantises_few_rows():
     """The tests have few rows, for which quantised layers would compute their own products."""
     with tuned(DequantisationConfig, min_rows=1):
         yield
-
-
-NAMES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-
-
-class Layer(nn.Module):
-    """An attention with one key, and a gated MLP."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for name, inputs, outputs in (
-            ("q_proj", HIDDEN, HIDDEN), ("k_proj", HIDDEN, HIDDEN), ("v_proj", HIDDEN, HIDDEN),
-            ("o_proj", HIDDEN, HIDDEN),
-        ):  # fmt: skip
-            setattr(self, name, nn.Linear(inputs, outputs, bias=name == "q_proj"))
-        self.mlp = MLP()
-
-    def forward(self, x: Tensor) -> Tensor:
-        q = self.q_proj(x)
-        k = self.k_proj(x)
-        v = self.v_proj(x)
-        x = x + self.o_proj(torch.sigmoid(q * k) * v)
-        return x + self.mlp(x)
-
-
-class MLP(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate_proj, self.up_proj = (nn.Linear(HIDDEN, INNER, bias=False) for _ in range(2))
-        self.down_proj = nn.Linear(INNER, HIDDEN, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.layer, self.head = nn.Embedding(20, HIDDEN), Layer(), nn.Linear(HIDDEN, 7, bias=False)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.layer(self.embed(tokens)))
-
-
-def build(dtype: torch.dtype = torch.bfloat16, convert: Callable | None = None, **options: Any) -> nn.Module:
-    """Return a model with adapters on all layers but the head, with random weights."""
-    torch.manual_seed(0)
-    model: nn.Module = Model().to(dtype)
-    if convert is not None:
-        for module in list(model.modules()):
-            for name, child in list(module.named_children()):
-                if name in NAMES:
-                    setattr(module, name, convert(child))
-    config = {"r": 4, "lora_alpha": 6, "target_modules": NAMES, "init_lora_weights": False} | options
-    cast = config.pop("autocast_adapter_dtype", True)
-    model = peft.get_peft_model(model, peft.LoraConfig(**config), autocast_adapter_dtype=cast)
-    return model.to(DEVICE)
 
 
 def step(model: nn.Module, tokens: Tensor) -> dict[str, Tensor]:
@@ -108,9 +46,6 @@ def step(model: nn.Module, tokens: Tensor) -> dict[str, Tensor]:
     y.float().square().sum().backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return {"output": y.detach(), "input": embedded[0].grad, **gradients}
-
-
-TOKENS = torch.randint(0, 20, (3, 5), generator=torch.Generator().manual_seed(0))
 
 
 def distance(a: Tensor, b: Tensor) -> float:
@@ -383,28 +318,9 @@ def test_layers_of_4_bits_are_as_accurate_as_stock(autocast, is_prepared, nodes)
 # --- transformers ------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def llama() -> Callable[[], nn.Module]:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        vocab_size=37, hidden_size=HIDDEN, intermediate_size=INNER, num_hidden_layers=1, num_attention_heads=2
-    )
-
-    def make() -> nn.Module:
-        torch.manual_seed(0)
-        return transformers.LlamaForCausalLM(config).to(DEVICE, torch.bfloat16)
-
-    return make
-
-
-def with_lora(model: nn.Module) -> nn.Module:
-    torch.manual_seed(1)
-    return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=NAMES, init_lora_weights=False))
-
-
 @pytest.mark.parametrize(("order", "memory"), [("adapters first", "lean+mlp"), ("patch first", "default")])
-def test_a_language_model_runs_its_adapters_by_ops_in_either_order(llama, nodes, order, memory):
-    stock, model = with_lora(llama()), llama()
+def test_a_language_model_runs_its_adapters_by_ops_in_either_order(nodes, order, memory):
+    stock, model = with_lora(make_llama()), make_llama()
     report = tigon.patch(model, memory=memory) if order == "patch first" else None
     model = with_lora(model)
     report = report or tigon.patch(model, memory=memory)
@@ -425,74 +341,3 @@ def test_a_language_model_runs_its_adapters_by_ops_in_either_order(llama, nodes,
         assert "replaced: low-rank adapters, added after the patch" in report.why("model.layers.0.self_attn.o_proj")
     report.restore()
     assert not any(find_replacement(module) for module in model.modules())
-
-
-def test_later_adapters_are_freed_when_they_are_removed(llama):
-    model = llama()
-    # The report is kept, as a user does who wants to restore the model.
-    report = tigon.patch(model)
-    weights = []
-    for _ in range(2):
-        adapted = with_lora(model)
-        adapted(input_ids=TOKENS.to(DEVICE))
-        weights.append(weakref.ref(adapted.get_submodule("base_model.model.model.layers.0.self_attn.q_proj.lora_A")))
-        model = adapted.unload()
-        del adapted
-        model(input_ids=TOKENS.to(DEVICE))
-    gc.collect()
-    assert [weight() for weight in weights] == [None, None]
-    report.restore()
-    assert not any(find_replacement(module) for module in model.modules())
-
-
-def test_the_parts_of_a_layer_with_adapters_are_not_watched(llama):
-    """A model of 8 billion parameters has 672 modules in its layers with adapters, and 64 that may get new ones."""
-    model = with_lora(llama())
-    tigon.patch(model)
-    replacements = [find_replacement(module) for module in model.modules()]
-    (watch,) = [each.recipe for each in replacements if each is not None and type(each.recipe) is AdapterWatch]
-    names = {parent.name.rpartition(".")[2] for parent in watch.parents}
-    assert {"self_attn", "mlp"} <= names <= {"self_attn", "mlp", "model"}
-
-
-def test_a_deleted_model_is_freed_at_once(llama):
-    model = llama()
-    tigon.patch(model)
-    reference = weakref.ref(model)
-    gc.collect()
-    gc.disable()
-    try:
-        del model
-        assert reference() is None
-    finally:
-        gc.enable()
-
-
-class Unreadable:
-    @property
-    def __class__(self) -> Any:
-        raise RuntimeError("unreadable")
-
-
-def test_a_later_layer_that_cannot_be_read_runs(llama):
-    model = llama()
-    tigon.patch(model)
-    model = with_lora(model)
-    layer = model.get_submodule("base_model.model.model.layers.0.mlp.up_proj")
-    layer.__dict__["setting"] = Unreadable()
-    assert model(input_ids=TOKENS.to(DEVICE)).logits.isfinite().all()
-    assert find_replacement(layer) is None
-
-
-class WithoutBody(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.mlp = MLP()
-
-    @property
-    def base_model(self) -> nn.Module:
-        raise RuntimeError("there is no body")
-
-
-def test_a_body_that_raises_is_not_watched():
-    assert tigon.patch(WithoutBody())

@@ -35,21 +35,6 @@ from tigon.runtime.counters import zero_counters
 from tigon.runtime.device import Device, cdiv, device_of
 from tigon.runtime.launch import in_order, launch, on_device
 
-# --- configuration -------------------------------------------------------------------------------
-
-
-def _tiles(is_backward: bool, device: Device) -> PartTiles:
-    """Return tiles of `block_t` tokens and `block_n` features."""
-    # Microseconds with 8192 x 14336 and 8192 x 9216 elements in bf16, rank 16, on an H200, for (block_t, block_n,
-    # num_warps, num_stages, programs_per_multiprocessor). Forward: (128, 32, 8, 3, 8) 278 and 178,
-    # (64, 32, 4, 3, 4) 301 and 197, (64, 64, 4, 2, 4) 290 and 190. Its traffic alone takes 164 and 105. Backward, in
-    # the memory of its inputs: (16, 64, 4, 4, 16) 357 and 243, (32, 64, 4, 3, 16) 391 and 259, (64, 64, 4, 3, 16) 431
-    # and 292, (64, 32, 4, 3, 4) 643 and 502. Its traffic alone takes 273 and 176.
-    if is_backward:
-        return PartTiles(16, 64, 4, num_stages=4 if device.async_copy else 1, programs_per_multiprocessor=16)
-    return PartTiles(128, 32, 8, num_stages=3 if device.async_copy else 1, programs_per_multiprocessor=8)
-
-
 # --- kernels -------------------------------------------------------------------------------------
 
 
@@ -304,6 +289,18 @@ class GLUAdapters(NamedTuple):
         """Return the stride of the rows and the stride of the terms of `gate_h` and `up_h`."""
         h = self.up_h if self.gate_h is None else self.gate_h
         return (0, 0) if h is None else (h.stride(1), h.stride(0))
+
+
+def _tiles(is_backward: bool, device: Device) -> PartTiles:
+    """Return tiles of `block_t` tokens and `block_n` features."""
+    # Microseconds with 8192 x 14336 and 8192 x 9216 elements in bf16, rank 16, on an H200, for (block_t, block_n,
+    # num_warps, num_stages, programs_per_multiprocessor). Forward: (128, 32, 8, 3, 8) 278 and 178,
+    # (64, 32, 4, 3, 4) 301 and 197, (64, 64, 4, 2, 4) 290 and 190. Its traffic alone takes 164 and 105. Backward, in
+    # the memory of its inputs: (16, 64, 4, 4, 16) 357 and 243, (32, 64, 4, 3, 16) 391 and 259, (64, 64, 4, 3, 16) 431
+    # and 292, (64, 32, 4, 3, 4) 643 and 502. Its traffic alone takes 273 and 176.
+    if is_backward:
+        return PartTiles(16, 64, 4, num_stages=4 if device.async_copy else 1, programs_per_multiprocessor=16)
+    return PartTiles(128, 32, 8, num_stages=3 if device.async_copy else 1, programs_per_multiprocessor=8)
 
 
 def _constants(x: Tensor, adapters: GLUAdapters, kind: str, tiles: PartTiles) -> dict[str, object]:
