@@ -40,9 +40,9 @@ NARROWEST = 352
 
 
 def check_fp8(fp8: Any, fp8_dw: Any, memory: Memory) -> FP8Settings | None:
-    """Return the settings that the options of `patch` stand for; None if they request no FP8.
+    """Return the settings that the options of `patch` request; None if they request no FP8.
 
-    At the level "default", which saves what backward reads, the quantised weights are kept for backward too.
+    At the level "default", which saves what backward reads, the quantised weights are saved for backward too.
 
     Raises:
         TypeError: `fp8_dw` is not a bool.

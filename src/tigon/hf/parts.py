@@ -36,7 +36,7 @@ class Part:
 
 
 NORM_CONDITION = (
-    'a norm has no children, one or two inputs, and an epsilon beside its weight or "norm" in the name of its class'
+    'a norm has no children, one or two inputs, and either a weight and an epsilon or "norm" in the name of its class'
 )
 PARTS = {
     "rms_norm": Part(recognise_norm, install_guarded, NORM_CONDITION, saves_input=True),
@@ -50,7 +50,7 @@ PARTS = {
     "experts": Part(
         lambda module: recognise_experts(module) or recognise_mixture(module),
         install_guarded,
-        "experts have the layout that transformers marks, or lie beside a router and an MLP that all tokens share",
+        "experts have the layout that transformers marks, or share a parent with a router and an MLP for all tokens",
     ),
     # The modules above compute their activations themselves, so these come after them.
     "relu2": Part(recognise_relu2, install_guarded, "a squared ReLU has no children, no parameters and one input"),

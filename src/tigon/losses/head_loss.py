@@ -69,7 +69,7 @@ class HeadLoss(nn.Module):
         """Return the loss and its metrics.
 
         Args:
-            tensors: The other arguments of the function, by name. None stands for those that were not passed.
+            tensors: The other arguments of the function, by name. None means that an argument was not passed.
             reference: The hidden states, the weight and the bias of a reference model, or None.
         """
         name = type(self).__name__

@@ -17,8 +17,7 @@ MemoryLevel = Literal[
 MEMORY: tuple[str, ...] = get_args(MemoryLevel)
 LEVEL_NAMES = (
     ", ".join(map(repr, MEMORY))
-    + ", and 'lean+mlp:N', 'checkpoint+attention:N', 'checkpoint+offload:N' and 'checkpoint+attention:N+offload:N' for "
-    "numbers N of layers"
+    + ", or a tigon.Memory; a number of layers may follow mlp, attention and offload ('lean+mlp:4')"
 )
 # The options of a level, with the level that each of them belongs to.
 _OPTIONS = {"mlp": "lean", "attention": "checkpoint", "offload": "checkpoint"}

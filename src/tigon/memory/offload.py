@@ -224,7 +224,9 @@ class Offloader:
         self.layer, self.moves, self.sizes = layer, moves, []
 
     def save(self, t: Tensor) -> OffloadedTensor | None:
-        """Return what is saved in place of a tensor of the current layer; None if it is a parameter."""
+        """Return the object that is saved in place of a tensor of the current layer; None for a tensor that stays as it is.
+
+        These are parameters, and empty, complex and negated tensors."""
         if t.numel() == 0 or t.dtype.is_complex or t.is_neg() or is_weight(t):
             return None
         with torch.no_grad(), self.lock:

@@ -130,6 +130,22 @@ def test_an_addition_that_is_large_is_exact_too():
     assert_accurate(actual, eager, exact)
 
 
+@pytest.mark.parametrize("scales", [(1.0, 1e-7), (1e5, 1e-4), (1.0, 1e-12), (1e-6, 1e4)])
+def test_factors_outside_of_the_range_of_fp16_are_as_accurate_as_eager_code(scales):
+    """B is tiny in the first steps of training. Terms in fp16 would underflow, and terms of a large h would be inf."""
+    (x, w, bias, h, b), target = _inputs(torch.float16, 5, torch.float32)
+    with torch.no_grad():
+        h *= scales[0]
+        b *= scales[1]
+
+    def run(function):
+        return lambda x, w, bias, h, b: function(x, w, target, linear_bias=bias, low_rank=(h, b), reduction="sum")
+
+    assert_as_accurate_as_eager(
+        run(tigon.linear_cross_entropy), run(linear_cross_entropy_reference), [x, w, bias, h, b], loss=True
+    )
+
+
 @pytest.mark.parametrize("computes_ignored", [False, True], ids=["", "all tokens computed"])
 def test_gradients_of_masked_tokens_are_zero_for_any_logits(computes_ignored):
     (x, w, bias, h, b), target = _inputs(torch.bfloat16, 16, torch.float32)

@@ -109,7 +109,7 @@ class OpCall:
 
     @property
     def reference(self) -> Callable[..., Any]:
-        """Return the definition of the op in torch, which stands beside the op."""
+        """Return the definition of the op in torch, from the module of the op."""
         return getattr(importlib.import_module(tigon._MODULES[self.op]), f"{self.op}_reference")
 
     @property

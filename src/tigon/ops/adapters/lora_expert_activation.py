@@ -240,7 +240,7 @@ def _lora_expert_backward_kernel(
 
 
 class ActivationAdapters(NamedTuple):
-    """What the kernels read of the adapters. The tensors of a product without an adapter are None."""
+    """The tensors of the adapters that the kernels read. Those of a product without an adapter are None."""
 
     # The terms of p [S, 2, R_u], or None if h contains p B_u already; and the factor s B_u^T [E, R_u, 2 I].
     p: Tensor | None

@@ -62,7 +62,7 @@ def find_rows(target: Tensor, ignore_index: int, multiplications: int) -> ValidR
 def rows_to_compute(
     valid_rows: ValidRows | bool | None, x: Tensor, target: Tensor, ignore_index: int, shard: Shard
 ) -> tuple[Tensor | None, int]:
-    """Return the rows of x [T, H] to compute, and their number. None stands for all rows.
+    """Return the rows of x [T, H] to compute, and their number. None means all rows.
 
     All rows are computed if the caller requests it by `valid_rows=False`, or if few rows are ignored. In compiled code
     the number is -1: the operator finds the rows when it runs, by another call of this function without `valid_rows`.

@@ -4,7 +4,7 @@ For each chunk, one product computes the student's logits a, and one the teacher
 `ops/logits/distillation.py` overwrites a with da. Two products compute dx = da W and dW += da^T x. A teacher that is
 given as logits, probabilities or log-probabilities needs no product.
 
-Logits of half-precision models may be kept in fp32. Their gradient is rounded to half precision for its products, and
+Logits of half-precision models may be stored in fp32. Their gradient is rounded to half precision for its products, and
 takes the first half of each row.
 
 Shapes: T tokens, H hidden size of the student, V its vocabulary, G hidden size of the teacher, W its vocabulary, K

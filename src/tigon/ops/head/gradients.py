@@ -74,22 +74,34 @@ class Addition:
 
     An adapter is usually in fp32. Its factors are split into two terms in the dtype of half-precision logits, h = h0 +
     h1 and B = B0 + B1, so that one product on tensor cores adds h0 B0^T + h0 B1^T + h1 B0^T to a chunk of logits in
-    place. What is left out is far below the rounding of the logits. Products with d(logits) take both terms too.
+    place. The omitted product h1 B1^T is 2^-17 of the addition in bf16 and 2^-22 in fp16, far below the rounding of the
+    logits. Products with d(logits) take both terms too.
+
+    The range of fp16 is small, and B is tiny in the first steps of training. Each column is therefore divided by a
+    power of two s that brings its maximum to [0.5, 1): h' = h / s_h, and
+
+        logits += h' (s_h B)^T,   dB = da^T h' s_h,   dh = da (B / s_b) s_b
     """
 
     def __init__(self, x: Tensor, low_rank: LowRank, needs: Needs) -> None:
         assert low_rank.h is not None
         assert low_rank.b is not None
         self.factors, self.rank, self.needs = low_rank, low_rank.b.shape[1], needs
-        h, b = _terms(low_rank.h, x.dtype), _terms(low_rank.b, x.dtype)
-        self.terms = len(h)
+        h, b = low_rank.h, low_rank.b
+        b_of_dh, self.h_scale, self.b_scale = b, None, None
+        if x.dtype == torch.float16 and h.element_size() > 2 and h.numel():
+            self.h_scale, self.b_scale = _column_scales(h), _column_scales(b)
+            h, b, b_of_dh = h / self.h_scale, b * self.h_scale, b / self.b_scale
+        h_terms, b_terms = _terms(h, x.dtype), _terms(b, x.dtype)
+        self.terms = len(h_terms)
         # Columns: h0, h0, h1 and B0, B1, B0, or the factors themselves.
-        self.h = torch.cat((h[0], *h), 1) if self.terms == 2 else h[0]
-        self.b = torch.cat((*b, b[0]), 1) if self.terms == 2 else b[0]
+        self.h = torch.cat((h_terms[0], *h_terms), 1) if self.terms == 2 else h_terms[0]
+        self.b = torch.cat((*b_terms, b_terms[0]), 1) if self.terms == 2 else b_terms[0]
+        columns = self.terms * self.rank
+        self.b_of_dh = self.b[:, :columns] if self.b_scale is None else torch.cat(_terms(b_of_dh, x.dtype), 1)
         wide = torch.promote_types(x.dtype, torch.float32)
         # Rows that are not computed have gradients of zero.
         self.dh = torch.zeros_like(low_rank.h, dtype=wide) if needs.dlow_h else None
-        columns = self.terms * self.rank
         self.db = x.new_zeros(len(low_rank.b), columns, dtype=wide) if needs.dlow_b else None
 
     def add_to_logits(self, rows: Rows, logits: Tensor) -> None:
@@ -101,8 +113,8 @@ class Addition:
         columns = self.terms * self.rank
         if self.dh is not None:
             dh = dlogits.new_empty(len(dlogits), columns, dtype=self.dh.dtype)
-            product_in_fp32(dlogits, self.b[:, :columns], dh)
-            write_rows(self.dh, rows, self._sum(dh))
+            product_in_fp32(dlogits, self.b_of_dh, dh)
+            write_rows(self.dh, rows, self._sum(dh, self.b_scale))
         if self.db is not None:
             product_in_fp32(dlogits.t(), select(self.h, rows)[:, -columns:], self.db, accumulate=True)
 
@@ -112,11 +124,21 @@ class Addition:
         assert h is not None
         assert b is not None
         dh = None if self.dh is None else self.dh.to(h.dtype)
-        return dh, None if self.db is None else self._sum(self.db).to(b.dtype)
+        return dh, None if self.db is None else self._sum(self.db, self.h_scale).to(b.dtype)
 
-    def _sum(self, products: Tensor) -> Tensor:
-        """Return the sum [N, R] of the products of all terms [N, S R]."""
-        return products if self.terms == 1 else products[:, : self.rank] + products[:, self.rank :]
+    def _sum(self, products: Tensor, scale: Tensor | None) -> Tensor:
+        """Return the sum [N, R] of the products of all terms [N, S R], times the scale [R] of the columns."""
+        total = products if self.terms == 1 else products[:, : self.rank] + products[:, self.rank :]
+        return total if scale is None else total * scale
+
+
+def _column_scales(factor: Tensor) -> Tensor:
+    """Return for each column [R] the power of two that divides its maximum to [0.5, 1).
+
+    It is 1 for a column that is not finite, and for one of zeros.
+    """
+    maxima = factor.detach().abs().amax(0)
+    return torch.where(maxima.isfinite(), torch.ldexp(torch.ones_like(maxima), torch.frexp(maxima).exponent), 1.0)
 
 
 def _terms(factor: Tensor, dtype: torch.dtype) -> list[Tensor]:

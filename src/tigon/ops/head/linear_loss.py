@@ -265,7 +265,7 @@ def _divide(
     parts = divide(units, rows, limit, x.device)
     if parts is None:
         parts = divide(units, rows, config.unit_limit(len(weight) * logit_bytes, max_logits_mib), x.device)
-        # With more than `max_chunks` parts, the fp32 sum of dW would take memory beside these logits.
+        # With more than `max_chunks` parts, the fp32 sum of dW would take memory in addition to these logits.
         if parts is not None and may_sum_in_fp32 and len(parts) > config.max_chunks:
             parts = None
     if parts is None:

@@ -73,7 +73,7 @@ def _differentiate(
 ) -> tuple[Any, list[Tensor]]:
     """Return the result of the function, and the gradients of its loss for `values`.
 
-    The graph of the last call is kept, because arguments of the function may need gradients.
+    The graph of the last call is retained, because arguments of the function may need gradients.
     """
     with torch.enable_grad():
         leaves = [value.detach().requires_grad_() for value in values]

@@ -80,7 +80,7 @@ class ClampedGate:
     """A clamped gate: a function of h [..., 2 I] that returns y [..., I]. h gets a gradient."""
 
     limit: float
-    # None stands for 1, with the bits of `F.silu` in the reference.
+    # None means 1, computed as `F.silu` in the reference.
     alpha: float | None = None
     offset: float = 0.0
     # True if gate and up alternate in h.

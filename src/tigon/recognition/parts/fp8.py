@@ -48,7 +48,7 @@ class FP8Settings:
     recipe: str
     # True if the products of dW are computed in FP8 too.
     fp8_dw: bool = True
-    # True if quantised weights of the forward are kept for backward.
+    # True if quantised weights of the forward are saved for backward.
     keeps_copies: bool = True
 
 

@@ -23,7 +23,7 @@ class Scope:
     """The inputs for which recognition compared a module with the op. The stock forward runs for all other inputs."""
 
     dims: frozenset[int] = frozenset((1, 2, 3, 4))
-    # Dtypes of the weight for each dtype of the input. None stands for a norm without weight.
+    # Dtypes of the weight for each dtype of the input. None means a norm without weight.
     weight_dtypes: dict[torch.dtype, tuple[torch.dtype | None, ...]] = field(
         default_factory=lambda: dict.fromkeys(DTYPES, (None, *DTYPES))
     )
@@ -189,7 +189,7 @@ NormRecipe = RMSNormRecipe | LayerNormRecipe
 
 
 def _resolve(module: nn.Module, name: str | float | None) -> Any:
-    """Return the attribute with this name. A number or None stands for itself."""
+    """Return the attribute with this name. Return a number or None as it is."""
     return getattr(module, name) if isinstance(name, str) else name
 
 
