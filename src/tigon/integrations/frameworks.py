@@ -1,4 +1,4 @@
-"""What the integrations share: the checks of versions, the patch of a model with its report, and replaced functions."""
+"""The code that integrations share: checks of versions, the patch of a model and its report, replaced functions."""
 
 import importlib
 import logging

@@ -224,9 +224,10 @@ class Offloader:
         self.layer, self.moves, self.sizes = layer, moves, []
 
     def save(self, t: Tensor) -> OffloadedTensor | None:
-        """Return the object that is saved in place of a tensor of the current layer; None for a tensor that stays as it is.
+        """Return the object that is saved in place of a tensor of the current layer.
 
-        These are parameters, and empty, complex and negated tensors."""
+        It is None for a tensor that stays on the device: a parameter, or an empty, complex or negated tensor.
+        """
         if t.numel() == 0 or t.dtype.is_complex or t.is_neg() or is_weight(t):
             return None
         with torch.no_grad(), self.lock:

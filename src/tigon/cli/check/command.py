@@ -42,8 +42,9 @@ def check(
 ) -> None:
     """Check that everything holds on this machine, in three minutes.
 
-    The command compares every op with eager code and an exact result, compares the training of patched
-    tiny models of five types with that of stock models, checks the faster ways of launching and multiplying, and measures the speed of every op on a GPU.
+    The command compares every op with eager code and an exact result, compares the training of patched tiny models of
+    five types with that of stock models, checks the faster ways of launching and multiplying, and measures the speed of
+    every op on a GPU.
 
     If you have a chip that is not listed in docs/compatibility.md or in the README, please attach the file of --json to
     an issue.

@@ -1,8 +1,8 @@
 """The accuracy and the speed of every op on the device.
 
 The result of an op and its gradients are compared with an exact result. The error of eager code in the same dtype sets
-the limit (`tigon.testing.assert_accurate`). Where kernels run, the times of the op and of eager code are compared at a large size; an
-op that is wrong at this width is not timed.
+the limit (`tigon.testing.assert_accurate`). Where kernels run, the times of the op and of eager code are compared at a
+large size. An op that is wrong at this width is not timed.
 """
 
 import functools

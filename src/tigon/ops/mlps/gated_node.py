@@ -1,4 +1,4 @@
-"""What the nodes of gated MLPs share: the products of gate and up, and how tensors are saved for backward.
+"""The code that the nodes of gated MLPs share: the products of gate and up, and how tensors are saved for backward.
 
 Shapes: T tokens, H hidden, I intermediate.
 """

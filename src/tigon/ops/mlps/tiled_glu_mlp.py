@@ -29,8 +29,8 @@ from tigon.runtime.products import accumulates_in_fp32, multiply, product
 
 # The number of rows of a tile is a multiple of this number, so that the products of all tiles but the last are aligned.
 ALIGNMENT = 256
-# If gate, up and the gradient of their product take more bytes, and backward recomputes gate and up, the MLP is computed
-# in tiles. A tile has 49,932 tokens of Llama-3-8B.
+# If gate, up and the gradient of their product take more bytes, and backward recomputes gate and up, the MLP is
+# computed in tiles. A tile has 49,932 tokens of Llama-3-8B.
 TILE_BYTES = 2**32
 
 
@@ -128,8 +128,8 @@ class _TiledGLUMLP(Node):
 
 
 def tiled_glu_mlp(
-    x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor, activation: tuple[str, GateOptions], tile: int,
-    is_checkpointed: bool,
+    x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor, activation: tuple[str, GateOptions],
+    tile: int, is_checkpointed: bool,
 ) -> Tensor:  # fmt: skip
     """Return `glu_mlp` of checked arguments for which `supports_weights` is True, in tiles of `tile` tokens."""
     return _TiledGLUMLP.apply(x, gate_weight, up_weight, down_weight, activation, tile, is_checkpointed)

@@ -45,8 +45,8 @@ class AdamW(CompactAdamW):
             device. The host never waits for the device.
         state: The format of both moments: "fp32", "bf16", "8bit" (codes of 8 bits with an fp32 scale for each 128
             values; parameters of fewer than 4096 elements have fp32 moments), or None for the dtype of the parameter.
-        master: The additional precision of bf16 parameters: "fp32" (master weights, also for fp16 parameters), "bf16+8" (8
-            more bits, so that parameter and state are a number of 24 bits), or None.
+        master: The additional precision of bf16 parameters: "fp32" (master weights, also for fp16 parameters), "bf16+8"
+            (8 more bits, so that parameter and state are a number of 24 bits), or None.
         stochastic_rounding: bf16 parameters are rounded up or down at random, such that no small update is lost on
             average. The random numbers depend only on the number of the step and the positions of the parameter and of
             the element.

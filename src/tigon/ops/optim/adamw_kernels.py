@@ -117,7 +117,10 @@ def _update(
     P: tl.constexpr, G: tl.constexpr, M: tl.constexpr, V: tl.constexpr, MASTER: tl.constexpr,
     STOCHASTIC: tl.constexpr, ALIGNED: tl.constexpr, STEPS: tl.constexpr, MAXIMIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Update one block [ROWS, COLUMNS] of one tensor, with the masks of its elements inside the tensor, or None if all are inside."""
+    """Update one block [ROWS, COLUMNS] of one tensor.
+
+    The masks select the elements inside the tensor. They are None if all elements are inside.
+    """
     COLUMNS: tl.constexpr = COLUMNS_OF_A_ROW
     ROWS: tl.constexpr = BLOCK // COLUMNS
     QUANTISED: tl.constexpr = tl.int8 == M
