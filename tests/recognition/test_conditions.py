@@ -27,13 +27,13 @@ CONDITIONS = {
     "device": lambda self, x: x.device.type == "cuda",
     "values": lambda self, x: bool((x == 0.125).all()),
     "two conditions": lambda self, x: self.training and x.dim() == 3 and x.size(0) > 64,
+    "three conditions": lambda self, x: not self.training and x.dim() == 4 and x.dtype == torch.half and len(x) > 64,
 }
 
 
 @pytest.mark.parametrize("condition", CONDITIONS.values(), ids=CONDITIONS)
-@pytest.mark.parametrize("scale", [1.0, 2.0])
-def test_a_forward_that_decides_by_its_input_stays_stock(condition, scale):
-    act = lambda self, x: F.silu(x) * (scale if condition(self, x) else 1.0)
+def test_a_forward_that_decides_by_its_input_stays_stock(condition):
+    act = lambda self, x: F.silu(x) * (2.0 if condition(self, x) else 1.0)
     with pytest.warns(UserWarning, match="nothing was replaced"):
         (entry,) = tigon.patch(nn.ModuleList([variant("Decides", act=act)()])).left_alone
     assert "its forward decides by its input (" in entry.detail
@@ -124,3 +124,17 @@ def test_a_with_block_is_no_decision():
             return F.silu(x)
 
     assert tigon.patch(nn.ModuleList([variant("With", act=act)()]))
+
+
+ACTIVATION_CONDITIONS = {
+    "truth of a mean in evaluation": lambda self, x: not self.training and x.mean(),
+    "length in evaluation": lambda self, x: not self.training and x.numel() > 10**6,
+    "values of one dimension": lambda self, x: x.dim() == 1 and bool(x.sum() == 0.125),
+}
+
+
+@pytest.mark.parametrize("condition", ACTIVATION_CONDITIONS.values(), ids=ACTIVATION_CONDITIONS)
+def test_an_activation_that_decides_by_its_input_stays_stock(condition):
+    forward = lambda self, x: F.gelu(x) * (2.0 if condition(self, x) else 1.0)
+    with pytest.warns(UserWarning, match="nothing was replaced"):
+        assert not tigon.patch(nn.ModuleList([type("Decides", (nn.Module,), {"forward": forward})()])).replaced

@@ -406,7 +406,7 @@ class Shape:
     ndim: int
 
     def is_long(self):
-        return self.ndim > 4096 if self.ndim > 4096 else False
+        return self.ndim > 10**9 if self.ndim > 10**9 else False
 
 
 def in_a_nested_function(self, y):
@@ -542,7 +542,7 @@ def test_ordinary_checks_options_and_settings_are_no_decisions(forward):
 
 def test_an_exception_that_the_forward_catches_is_a_decision():
     def check(self, x):
-        if x.size(-1) != self.width:
+        if x.size(-1) != self.gate.in_features:
             raise ValueError
 
     def forward(self, x):
@@ -553,7 +553,6 @@ def test_an_exception_that_the_forward_catches_is_a_decision():
         return MLP.forward(self, x)
 
     mlp = make_variant(forward=forward, check=check)
-    mlp.width = 16
     assert "decides by its input" in reason(mlp)
 
 

@@ -45,9 +45,9 @@ from tigon.recognition.replacement import (
 from tigon.recognition.rewriting.source import innermost
 from tigon.runtime.compat.names import NAMES_FOR_LOSS, require_names
 from tigon.runtime.device import PLAIN
-from tigon.runtime.state.bytecode import code_use
-from tigon.runtime.state.places import Place
-from tigon.runtime.state.reach import explore
+from tigon.runtime.reach.code import code_facts
+from tigon.runtime.reach.explore import explore
+from tigon.runtime.reach.places import Place
 from tigon.runtime.stock import calls_are_stock, written_in
 
 LOGGER = logging.getLogger("tigon")
@@ -277,7 +277,7 @@ def _names_loaded_by_forward(cls: type[nn.Module]) -> set[str]:
         for value in (vars(base)[name] for base in bases if name in vars(base)):
             function = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
             if inspect.isfunction(function):
-                attributes = code_use(innermost(function).__code__).attributes
+                attributes = code_facts(innermost(function).__code__).attributes
                 names |= attributes
                 pending += sorted(attributes - visited_names)
     return names

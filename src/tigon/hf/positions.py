@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from tigon.hf.transformers_private import builds_mask
 from tigon.recognition.probing.exchanged_functions import ForwardWithFunctions, written_globals
 from tigon.recognition.rewriting.source import NotReadable, definition_of, innermost
-from tigon.runtime.state.bytecode import code_use
+from tigon.runtime.reach.code import code_facts
 
 # The expressions that forwards of transformers assign to `position_ids`, if the caller passes none.
 _COUNT = "torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device)"
@@ -93,7 +93,7 @@ def _exchange(stock: Callable) -> ForwardWithFunctions | None:
             return None
         function = innermost(stock)
         # A forward may call these functions in a lambda.
-        scope, names = function.__globals__, code_use(function.__code__).global_names
+        scope, names = function.__globals__, code_facts(function.__code__).global_names
         masks = {name: _MaskWithoutPositions(scope[name]) for name in names if builds_mask(scope.get(name))}
         return ForwardWithFunctions(stock, masks) if masks and not written_globals(function) else None
     except NotReadable:

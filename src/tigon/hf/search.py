@@ -15,7 +15,7 @@ from tigon.recognition.parts.glu_recipe import GLURecipe
 from tigon.recognition.parts.mixtures import MixtureRecipe
 from tigon.recognition.parts.mlp import MLPRecipe
 from tigon.recognition.parts.rope import RopeRecipe
-from tigon.recognition.probing.kind import kind_of
+from tigon.recognition.probing.kind import kinds_of
 from tigon.recognition.probing.standin import describe, has_no_tensors
 from tigon.recognition.probing.trials import Trials, recording
 from tigon.recognition.replacement import find_replacement, foreign_forward
@@ -85,7 +85,7 @@ class Search:
         """Try every part on every module that may get another recipe. Modules of one kind are tried once."""
         replaceable = (*JOINABLE_RECIPES, type(None))
         modules = [(name, m) for name, m in model.named_modules() if isinstance(self.installed[m], replaceable)]
-        kinds = {module: _kind_or_itself(module) for _, module in modules}
+        kinds = kinds_of(module for _, module in modules)
         results: dict[tuple, tuple[Any, Trials]] = {}
         # Modules that raised an error when they were read. Only the first error of a module is reported.
         unreadable_modules: set[nn.Module] = set()
@@ -197,15 +197,6 @@ def _join(earlier_recipe: Any, recipe: Any) -> RopeRecipe | None:
     ropes = [r for r in recipes if isinstance(r, RopeRecipe) and not r.fuses_statements]
     can_join = len(ropes) == 1 and any(isinstance(r, FusedStatementsRecipe) for r in recipes)
     return ropes[0].with_fused_statements() if can_join else None
-
-
-def _kind_or_itself(module: nn.Module) -> Any:
-    """Return the kind of a module. A module whose state cannot be read is its own kind."""
-    try:
-        return kind_of(module)
-    except Exception:
-        LOGGER.debug("the state of a %s cannot be read", type(module).__name__, exc_info=True)
-        return module
 
 
 class _Unreadable(str):

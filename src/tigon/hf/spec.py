@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from tigon.runtime.state.places import compile_expression
+from tigon.runtime.reach.places import compile_expression
 
 # The options that the standard loss reads. It ignores all others, and so does the fused loss.
 LOSS_ARGUMENTS = ("num_items_in_batch", "ignore_index", "shift_labels")

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from tigon.runtime.compat.modules import MODULE_ATTRIBUTES, any_global_hook
 from tigon.runtime.engines import may_run_twice
-from tigon.runtime.state.places import is_simple
-from tigon.runtime.state.reach import explore
+from tigon.runtime.reach.explore import explore
+from tigon.runtime.reach.places import is_simple
 from tigon.runtime.stock import calls_are_stock, has_stock_call, linears_are_stock, origin_of
 from tigon.runtime.weak_cache import cached_weakly
 

@@ -11,11 +11,12 @@ it on random values and on unusual ones, in several dtypes and shapes, in traini
 compares it with the reference of an op. Outputs must be equal bit for bit. Gradients, experts and losses may differ by
 the order of their sums. Comparisons are recorded (`trials`), so that the report can explain a refusal.
 
-Probes cannot show everything, so the code of the forward is read as well (`tigon.runtime.state`, `code_facts`,
-`symbolic`). A guard compares in every call whatever the forward reads besides tensors (`guard`, `function_guard`,
-`graph_guard`). While the guard holds, `replacement` lets the recipe run instead of the forward. Layers with adapters
-have no guard, because their settings change in training: each call reads the attributes by which PEFT says what a layer
-computes (`parts.adapters`).
+Probes cannot show everything. Every object to which the names in the code of the forward lead counts as read, and is
+compared before and after the probes (`tigon.runtime.reach`). A run with symbolic sizes shows whether the forward
+decides by its input (`symbolic`, `code_facts`). A guard compares in every call whatever the forward reads besides
+tensors (`guard`, `function_guard`, `graph_guard`). While the guard holds, `replacement` lets the recipe run instead of
+the forward. Layers with adapters have no guard, because their settings change in training: each call reads the
+attributes by which PEFT says what a layer computes (`parts.adapters`).
 
 | folder | its job |
 |--------|---------|

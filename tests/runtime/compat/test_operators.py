@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from tigon.runtime.compat import names, operators
-from tigon.runtime.state.reach import explore
+from tigon.runtime.reach.explore import explore
 
 pytestmark = pytest.mark.no_interpreter("The test launches no kernel.")
 

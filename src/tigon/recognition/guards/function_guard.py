@@ -5,7 +5,7 @@ from typing import Any
 
 from tigon.recognition.guards.graph_guard import add_guard_of_object
 from tigon.runtime.compat.graphs import is_tracing
-from tigon.runtime.state.reach import explore
+from tigon.runtime.reach.explore import explore
 
 
 class FunctionGuard:

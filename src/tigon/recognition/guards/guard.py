@@ -1,6 +1,6 @@
 """Check in every call that the state of a replaced module is the same as when the module was recognised.
 
-A guard knows the state that a module's forward reads (`tigon.runtime.state.reach`): the forward of its class,
+A guard knows the state that a module's forward reads (`tigon.runtime.reach`): the forward of its class,
 attributes, functions, objects such as a config, globals. One expression compares all of it by identity, so that a call
 costs less than a microsecond. If anything differs, the guard reads the state again and compares it by value. A setting
 that was assigned again with the same value passes, and so does a copy of the module. Another activation, a raised
@@ -16,7 +16,7 @@ from torch import nn
 
 from tigon.recognition.guards.graph_guard import guard_holds
 from tigon.recognition.replacement import install
-from tigon.runtime.state.reach import explore
+from tigon.runtime.reach.explore import explore
 
 
 class Guard:

@@ -44,8 +44,8 @@ from tigon.recognition.probing.standin import (
     unusual_values,
 )
 from tigon.recognition.probing.trials import current_trials, explain_none, recording
-from tigon.runtime.state.places import Reach
-from tigon.runtime.state.reach import explore
+from tigon.runtime.reach.explore import explore
+from tigon.runtime.reach.places import Reach
 from tigon.runtime.stock import has_stock_call
 
 LOGGER = logging.getLogger("tigon")
@@ -146,7 +146,7 @@ def _recognise(module: nn.Module, formulas: list[str], kind: str, is_named: bool
     if not has_stock_call(module):
         # A call of the module would not run the forward that the recipe replaces.
         return None
-    reach, candidates = explore(module, inputs=1), [ActivationRecipe(formula) for formula in formulas]
+    reach, candidates = explore(module), [ActivationRecipe(formula) for formula in formulas]
     different = DIFFERENT.format(kind)
     result: ActivationRecipe | str
     try:
@@ -155,7 +155,7 @@ def _recognise(module: nn.Module, formulas: list[str], kind: str, is_named: bool
             if not matches:
                 result = different
             else:
-                result = reach.reason or reach.decision or _confirm(module, reach, matches[0], different)
+                result = reach.reason or _confirm(module, reach, matches[0], different)
     except WritesTensor as error:
         result = str(error)
     except Exception as error:
@@ -195,6 +195,6 @@ def _confirm(module: nn.Module, reach: Reach, recipe: ActivationRecipe, differen
         recipe, subject, inputs, pairs
     ):
         return different
-    if reason := explain_limits(recipe, subject, inputs, module, reach):
+    if reason := explain_limits(recipe, subject, inputs, module, reach, pairs, (1, 2, 3, 4)):
         return reason
     return replace(recipe, needs_contiguity=not accepts_strides)

@@ -38,7 +38,7 @@ from tigon.recognition.probing.standin import (
 from tigon.recognition.probing.trials import record
 from tigon.recognition.replacement import is_changed
 from tigon.runtime.device import KERNEL_DTYPES, PLAIN
-from tigon.runtime.state.reach import explore
+from tigon.runtime.reach.explore import explore
 
 LOGGER = logging.getLogger("tigon")
 

@@ -36,8 +36,8 @@ from tigon.recognition.probing.standin import (
     probing,
 )
 from tigon.recognition.replacement import is_changed
-from tigon.runtime.state.places import Reach
-from tigon.runtime.state.reach import explore
+from tigon.runtime.reach.explore import explore
+from tigon.runtime.reach.places import Reach
 
 LOGGER = logging.getLogger("tigon")
 
@@ -63,8 +63,8 @@ def recognise_glu(module: nn.Module) -> GLURecipe | str | None:
     sizes = {size for layer in projections.values() for size in (layer.in_features, layer.out_features)}
     # Children of one size may be the projections of an attention layer, which need no reason in the report.
     may_be_attention = len(sizes) == 1
-    reach = explore(module, inputs=1)
-    if reason := reach.reason or reach.decision:
+    reach = explore(module)
+    if reason := reach.reason:
         return None if may_be_attention else reason
     if reach.names & {"weight", "bias"}:
         return "its forward reads the weights of its linear layers, besides calling them"

@@ -36,7 +36,7 @@ from tigon.recognition.probing.standin import (
     stand_in,
     unusual_values,
 )
-from tigon.runtime.state.places import Reach, is_simple
+from tigon.runtime.reach.places import Reach, is_simple
 
 LOGGER = logging.getLogger("tigon")
 
@@ -271,6 +271,8 @@ def confirm(recipe: RecipeType, subject: GLUSubject, reach: Reach, different: st
     recipe = recipe.with_call_order(order)
     accepts_strides = runs_without_contiguity(recipe, subject, subject.inputs)
     pairs = [(dtype, dtype) for dtype in DTYPES]
+    if reason := explain_limits(recipe, subject, subject.inputs, subject.module, reach, pairs, recipe.dims):
+        return reason
     if not (
         agrees_in_circumstances(recipe, subject, subject.inputs)
         and _agrees_on_weights(recipe, subject)
@@ -279,8 +281,6 @@ def confirm(recipe: RecipeType, subject: GLUSubject, reach: Reach, different: st
         and (not has_conditions(reach) or agrees_in_all_combinations(recipe, subject, subject.inputs, pairs))
     ):
         return different
-    if reason := explain_limits(recipe, subject, subject.inputs, subject.module, reach, pairs, recipe.dims):
-        return reason
     return replace(recipe, needs_contiguity=not accepts_strides)
 
 

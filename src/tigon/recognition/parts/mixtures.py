@@ -40,7 +40,7 @@ from tigon.recognition.replacement import is_changed
 from tigon.runtime.compat.modules import any_global_hook
 from tigon.runtime.device import KERNEL_DTYPES, PLAIN
 from tigon.runtime.engines import full_shape
-from tigon.runtime.state.reach import explore
+from tigon.runtime.reach.explore import explore
 
 LOGGER = logging.getLogger("tigon")
 

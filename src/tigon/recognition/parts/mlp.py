@@ -34,7 +34,7 @@ from tigon.recognition.probing.standin import (
 from tigon.recognition.probing.trials import current_trials, explain_none, recording
 from tigon.recognition.replacement import is_changed
 from tigon.runtime.compat.modules import any_global_hook
-from tigon.runtime.state.reach import explore
+from tigon.runtime.reach.explore import explore
 from tigon.runtime.weak_cache import cached_weakly
 
 LOGGER = logging.getLogger("tigon")
@@ -235,7 +235,7 @@ def recognise_mlp(module: nn.Module) -> MLPRecipe | str | None:
         return None
     wirings = [Wiring(up, None, down) for up, down in (tuple(layers), tuple(layers)[::-1])]
     wirings = [w for w in wirings if layers[w.gate].out_features == layers[w.down].in_features]
-    reach = explore(module, inputs=1)
+    reach = explore(module)
     failure: str | None = None
     forwards = {type(child).forward for child in transposed.values()}
     for wiring in wirings:
@@ -276,4 +276,4 @@ def _explain_state(module: nn.Module, others: dict[str, nn.Module], reach: Any) 
         return f"has hooks on {', '.join(changed_children)}, or their call or forward was replaced"
     if reach.names & {"weight", "bias"}:
         return "its forward reads the weights of its linear layers, besides calling them"
-    return reach.reason or reach.decision
+    return reach.reason

@@ -46,7 +46,7 @@ from tigon.recognition.probing.standin import (
     unusual_values,
 )
 from tigon.recognition.probing.trials import not_recording
-from tigon.runtime.state.places import Reach
+from tigon.runtime.reach.places import Reach
 
 LOGGER = logging.getLogger("tigon")
 

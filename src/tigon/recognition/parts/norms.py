@@ -23,10 +23,10 @@ from tigon.recognition.parts.norm_probes import (
 from tigon.recognition.parts.norm_recipes import NormRecipe
 from tigon.recognition.probing.standin import WritesTensor, accepts_inputs, describe, own_tensors, probing
 from tigon.runtime.engines import full_shape
-from tigon.runtime.state.bytecode import code_use
-from tigon.runtime.state.objects import bases_of_torch
-from tigon.runtime.state.places import Reach
-from tigon.runtime.state.reach import explore
+from tigon.runtime.reach.code import code_facts
+from tigon.runtime.reach.explore import explore
+from tigon.runtime.reach.objects import bases_of_torch
+from tigon.runtime.reach.places import Reach
 
 LOGGER = logging.getLogger("tigon")
 
@@ -54,14 +54,13 @@ def recognise_norm(module: nn.Module) -> NormRecipe | str | None:
         return "has more state than a norm"
     if (1,) in sizes:
         return "has a weight of one element"
+    reach = explore(module)
+    if reason := reach.reason:
+        return reason
     reasons: list[str] = []
     # A second argument may be a gate, or a residual that is None by default.
     for gated in (True, False):
         if not accepts_inputs(module, 1 + gated):
-            continue
-        reach = explore(module, inputs=1 + gated)
-        if reason := reach.reason or reach.decision:
-            reasons.append(reason)
             continue
         widths = [*next(iter(sizes))] if sizes else _likely_widths(module, reach)
         # An attribute that the forward does not read may have the value of epsilon by chance.
@@ -81,7 +80,7 @@ def recognise_norm(module: nn.Module) -> NormRecipe | str | None:
 def _names_in_torch(cls: type[nn.Module]) -> set[str]:
     """Return the names of attributes that torch's forwards in the bases of a class read. `explore` skips this code."""
     codes = [getattr(vars(base).get("forward"), "__code__", None) for base in bases_of_torch(cls)]
-    return {name for code in codes if code is not None for name in code_use(code).attributes}
+    return {name for code in codes if code is not None for name in code_facts(code).attributes}
 
 
 def _likely_widths(module: nn.Module, reach: Reach) -> list[int]:

@@ -19,7 +19,7 @@ from tigon.recognition.parts.rope_complex import ComplexForm, find_complex_form,
 from tigon.recognition.parts.rope_forms import FORMS, Form, RopeCall
 from tigon.recognition.probing.standin import describe, gradients, normal, probing, same_bits, same_gradients
 from tigon.recognition.probing.trials import Trials, current_trials, not_recording, record, recording
-from tigon.runtime.state.reach import explore
+from tigon.runtime.reach.explore import explore
 from tigon.runtime.weak_cache import cached_weakly
 
 LOGGER = logging.getLogger("tigon")

@@ -26,7 +26,7 @@ from tigon.recognition.probing.standin import gradients, normal, probing, same_g
 from tigon.recognition.rewriting.source import NotReadable, innermost
 from tigon.runtime.compat.autograd import has_active_transform
 from tigon.runtime.device import KERNEL_DTYPES, PLAIN
-from tigon.runtime.state.reach import explore
+from tigon.runtime.reach.explore import explore
 from tigon.runtime.weak_cache import cached_weakly
 
 LOGGER = logging.getLogger("tigon")

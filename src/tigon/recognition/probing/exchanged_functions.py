@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from tigon.recognition.rewriting.source import code_state, innermost, is_unchanged, rebuild_wrappers
-from tigon.runtime.state.bytecode import code_use
+from tigon.runtime.reach.code import code_facts
 
 
 class ExchangedFunction(Protocol):
@@ -30,7 +30,7 @@ class ExchangedFunction(Protocol):
 
 def written_globals(function: types.FunctionType) -> list[str]:
     """Return the globals that a function writes. A rebuilt forward would write them to its copy of the globals."""
-    return [target for target, _ in code_use(function.__code__).writes if target.startswith("the global")]
+    return [target for target, _ in code_facts(function.__code__).writes if target.startswith("the global")]
 
 
 class ForwardWithFunctions:
@@ -49,7 +49,7 @@ class ForwardWithFunctions:
         self.stock, self.functions, self.state = stock, functions, code_state(stock)
         outer = rewritten or stock
         function = innermost(outer)
-        self.file_globals, self.names = function.__globals__, code_use(function.__code__).global_names
+        self.file_globals, self.names = function.__globals__, code_facts(function.__code__).global_names
         scope = {**self.file_globals, **functions}
         # torch.compile identifies globals by the name of their Python module. With that name, a graph that contains a
         # stock and a patched model would use the same function for both.

@@ -1,5 +1,7 @@
 """Group modules into kinds, so that recognition runs once for each kind: modules of one kind compute the same."""
 
+import logging
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -8,18 +10,41 @@ from torch import nn
 from tigon.recognition.probing.standin import own_tensors
 from tigon.recognition.replacement import is_changed
 from tigon.runtime.engines import full_shape
-from tigon.runtime.state.modules import MODULE_STATE
+from tigon.runtime.reach.holders import MODULE_STATE
+
+LOGGER = logging.getLogger("tigon")
 
 
-def kind_of(module: nn.Module) -> tuple:
+def kinds_of(modules: Iterable[nn.Module]) -> dict[nn.Module, Any]:
+    """Return a number for each module, which modules of one kind share.
+
+    A module whose state cannot be read is its own kind.
+    """
+    numbers: dict[tuple, int] = {}
+    kinds: dict[nn.Module, Any] = {}
+
+    def number(module: nn.Module) -> Any:
+        if module not in kinds:
+            try:
+                kinds[module] = numbers.setdefault(kind_of(module, number), len(numbers))
+            except Exception:
+                LOGGER.debug("the state of a %s cannot be read", type(module).__name__, exc_info=True)
+                kinds[module] = module
+        return kinds[module]
+
+    return {module: number(module) for module in modules}
+
+
+def kind_of(module: nn.Module, kind_of_child: Callable[[nn.Module], Any] | None = None) -> tuple:
     """Return everything that recognition depends on. A model with many layers has few kinds."""
+    kind_of_child = kind_of_child or kind_of
     settings = [(name, value) for name, value in vars(module).items() if name not in MODULE_STATE]
     if type(module).__module__.startswith("peft."):
         settings = [(name, _without_name(value)) for name, value in settings]
     attributes = tuple((name, _describe(value)) for name, value in settings)
     tensors = own_tensors(module).items()
     shapes = tuple((k, None if t is None else full_shape(t)) for k, t in tensors)
-    children = tuple((k, None if child is None else kind_of(child)) for k, child in module._modules.items())
+    children = tuple((k, None if child is None else kind_of_child(child)) for k, child in module._modules.items())
     return type(module), attributes, shapes, children, is_changed(module)
 
 

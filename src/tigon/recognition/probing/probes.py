@@ -18,7 +18,9 @@ from tigon.recognition.guards.code_facts import has_conditions, may_see_sizes
 from tigon.recognition.probing.standin import BF16, FP16, FP32, describe, normal, same_values
 from tigon.recognition.probing.symbolic import find_size_use
 from tigon.recognition.probing.trials import record
-from tigon.runtime.state.places import Reach
+from tigon.runtime.reach.code import code_facts
+from tigon.runtime.reach.objects import holds_tensors
+from tigon.runtime.reach.places import Reach
 
 LOGGER = logging.getLogger("tigon")
 
@@ -152,8 +154,10 @@ def agrees_in_circumstances(candidate: Callable, subject: Subject, inputs: Probe
     with torch.autocast("cpu", BF16):
         results += [agrees(candidate, in_fp32, each) is not False for each in (x, x_bf16)]
     on_meta = lambda training=True: _to_meta(subject(FP32, training))
+    # A forward that decides by the values of a tensor raises an error on meta.
+    in_evaluation = functools.partial(on_meta, False)
+    results += [runs_and_agrees(make, [t.to("meta") for t in x]) is True for make in (on_meta, in_evaluation)]
     results += [
-        runs_and_agrees(on_meta, [t.to("meta") for t in x]) is True,
         # A forward that moves its input gives an output on another device. `F.linear` of tensors on different devices
         # raises no error, and its values are undefined.
         agrees(candidate, on_meta, x, compares_values=False) is not False,
@@ -206,29 +210,44 @@ def explain_limits(
     inputs: ProbeInputs,
     module: nn.Module,
     reach: Reach,
-    pairs: Sequence[tuple[torch.dtype, torch.dtype | None]] | None = None,
-    dims: Iterable[int] = (),
+    pairs: Sequence[tuple[torch.dtype, torch.dtype | None]],
+    dims: Iterable[int],
 ) -> str | None:
     """Return why a forward may compute something else for other tensors or other batch sizes, or None.
 
     `reach` is the code that the forward of `module` may run. The run with symbolic sizes is in training mode, in fp32,
-    with three dimensions. If `pairs` is given and the code has conditions, it runs in both modes with every combination
-    of `pairs` (the dtypes of the input and of the weights) and `dims` (numbers of dimensions).
+    with three dimensions. If the code has conditions, it runs in both modes with every combination of `pairs` (the
+    dtypes of the input and of the weights) and `dims` (numbers of dimensions).
     """
     if reason := _explain_reads_of_input(subject(), inputs(FP32, 2, 4)):
         return reason
+    if any(code_facts(code).has_handlers for code in reach.codes) and _accepts_another_width(subject, inputs):
+        return "its forward decides by its input (it catches the error for an input of another width)"
     if not may_see_sizes(reach, module):
         return None
+    tests_identity = any(code_facts(code).tests_identity for code in reach.codes)
     modes: tuple[bool, ...] = True, False
-    if pairs is None or not has_conditions(reach):
+    if not has_conditions(reach):
         modes, pairs, dims = (True,), ((FP32, FP32),), (3,)
-    for training, (dtype, weight_dtype), dim in itertools.product(modes, pairs, sorted(set(dims) - {1})):
+    for training, (dtype, weight_dtype), dim in itertools.product(modes, pairs, sorted(dims)):
         twin = subject(weight_dtype, training)
         reference = functools.partial(candidate, twin, reference=True)
         tensors = tuple(inputs(dtype, *[2] * (dim - 1)))
-        if reason := find_size_use(functools.partial(type(twin).forward, twin), reference, tensors):
+        run = functools.partial(type(twin).forward, twin)
+        if reason := find_size_use(run, reference, tensors, tests_identity):
             return reason
     return None
+
+
+def _accepts_another_width(subject: Subject, inputs: ProbeInputs) -> bool:
+    """Return True if a forward with weights accepts an input of another width, for which its weights are too narrow."""
+    twin = subject(FP32)
+    try:
+        type(twin).forward(twin, *(torch.cat([x, x], -1) for x in inputs(FP32, 2, 4)))
+    except Exception:
+        LOGGER.debug("the forward of %s refuses another width", type(twin).__name__, exc_info=True)
+        return False
+    return holds_tensors(twin)
 
 
 def _explain_reads_of_input(twin: nn.Module, inputs: Sequence[Tensor]) -> str | None:
@@ -236,13 +255,14 @@ def _explain_reads_of_input(twin: nn.Module, inputs: Sequence[Tensor]) -> str | 
     names: list[str] = []
 
     class Recorder(Tensor):
-        def __getattr__(self, name: str) -> Any:
-            names.append(name)
-            raise AttributeError(name)
+        def __getattribute__(self, name: str) -> Any:
+            if name == "__dict__" or not hasattr(Tensor, name):
+                names.append(name)
+            return super().__getattribute__(name)
 
     try:
         type(twin).forward(twin, *(x.as_subclass(Recorder) for x in inputs))
     except Exception:
         LOGGER.debug("the forward of %s refuses a tensor that records reads", type(twin).__name__, exc_info=True)
-    missing = next((name for name in names if not name.startswith("__")), None)
+    missing = next((name for name in names if name == "__dict__" or not name.startswith("__")), None)
     return missing and f"its forward reads .{missing} of its input, which only some tensors have"

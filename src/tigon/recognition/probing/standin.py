@@ -152,20 +152,26 @@ def accepts_inputs(module: nn.Module, *counts: int) -> bool:
 
 
 class WritesTensor(Exception):
-    """A forward wrote to its input or to a parameter, or drew random numbers. The message is shown to the user."""
+    """A forward wrote to its input or to the module, or drew random numbers. The message is shown to the user."""
 
 
 def run_forward(twin: nn.Module, *inputs: Tensor) -> Any:
     """Run the forward of the stand-in's class on copies of the inputs.
 
     Raises:
-        WritesTensor: The forward writes to an input or to a tensor of the module, or draws random numbers.
+        WritesTensor: The forward writes to an input or to the module, or draws random numbers.
     """
     copies = [x.clone() for x in inputs]
     tensors = [*copies, *(t for m in twin.modules() for t in own_tensors(m).values() if t is not None)]
     before = [(t, t._version, t.detach().clone()) for t in tensors]
+    attributes = [(m, dict(vars(m))) for m in twin.modules()]
     random_state = torch.get_rng_state()
     y = type(twin).forward(twin, *copies)
+    for module, old in attributes:
+        now = vars(module)
+        for name in old.keys() | now.keys():
+            if old.get(name, now) is not now.get(name, old):
+                raise WritesTensor(f"its forward writes .{name}")
     if not torch.equal(random_state, torch.get_rng_state()):
         raise WritesTensor("its forward draws random numbers")
     # Values are compared too, because a write through `.data` does not change the version.

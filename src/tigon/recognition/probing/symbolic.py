@@ -6,9 +6,11 @@ no probe reaches, as in `if x.shape[1] > 4096`. If the sizes are symbols, torch 
 """
 
 import logging
+import os
 import re
+import traceback
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +20,7 @@ from tigon.runtime.compat.operators import schema_of
 
 LOGGER = logging.getLogger("tigon")
 
+TORCH = os.path.dirname(torch.__file__)
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 # Unusual sizes, with which no code compares. A guard on one of these numbers therefore comes from torch, which has
 # specialised the run to this size.
@@ -31,14 +34,16 @@ SCANS = frozenset(["cumsum", "cumprod", "cummax", "cummin", "logcumsumexp"])
 
 
 class _ArgumentWatch(DispatchMode):
-    """Record the first operator that takes a size where its schema has a number or a tensor."""
+    """Record the operators, and the first one that takes a size where its schema has a number or a tensor."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first: tuple[str, Any] | None = None
+        self.operators: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
+        self.operators.append(str(func))
         if self.first is None and (value := _size_as_value(func, args, kwargs)) is not None:
             self.first = f"aten.{_short_name(func)}", value
         return func(*args, **kwargs)
@@ -66,27 +71,45 @@ def _size_as_value(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     return None
 
 
-def find_size_use(run: Callable, reference: Callable, inputs: tuple[Tensor, ...]) -> str | None:
+def find_size_use(
+    run: Callable, reference: Callable, inputs: tuple[Tensor, ...], tests_identity: bool = True
+) -> str | None:
     """Return why a forward may compute something else for inputs of other sizes, or None.
 
     `reference` computes what the recipe computes. A guard that a run of the reference also records comes from torch's
-    operators, not from a decision of the forward.
+    operators, not from a decision of the forward. `tests_identity` is True if the forward compares objects by `is`.
     """
-    reason, guards = _run(run, inputs)
-    if reason is None and guards:
-        new_guards = sorted(guards - _run(reference, inputs)[1])
-        reason = f"its forward decides by the size of its input ({new_guards[0]})" if new_guards else None
-    return reason
+    result = _run(run, inputs)
+    if result.reason is not None:
+        return result.reason
+    if result.guards:
+        of_reference = _run(reference, inputs).guards
+        if new_guards := sorted(text for text in result.guards if text not in of_reference):
+            return f"its forward decides by {result.guards[new_guards[0]]}"
+    # `(n > 4) is True` is False for a symbol n, and leaves no guard.
+    if tests_identity and result.operators != _run(run, inputs, is_symbolic=False).operators:
+        return "its forward decides by its input (it runs other operators if its sizes are symbols)"
+    return None
 
 
-def _run(run: Callable, inputs: tuple[Tensor, ...]) -> tuple[str | None, set[str]]:
-    """Run a function on symbolic sizes. Return a reason why it cannot be replaced, and its guards as text."""
+class _Run(NamedTuple):
+    """What a run on tensors without values shows."""
+
+    # Why the function cannot be replaced.
+    reason: str | None
+    # The text of each guard, with its place in the code.
+    guards: dict[str, str]
+    operators: list[str]
+
+
+def _run(run: Callable, inputs: tuple[Tensor, ...], is_symbolic: bool = True) -> _Run:
+    """Run a function on tensors without values, whose sizes are symbols or numbers."""
     tools = symbolic_tools()
     environment = tools.ShapeEnv(duck_shape=False)
     mode = tools.FakeTensorMode(shape_env=environment, allow_non_fake_inputs=True)
     # The cache of results is global, and nothing needs the results of these runs a second time.
     mode.cache_enabled = False
-    fakes = _with_symbolic_sizes(tools, mode, inputs)
+    fakes = _without_values(tools, mode, inputs, is_symbolic)
     # torch records guards on strides when an input is created. These are no decisions of the forward.
     first_guard = len(environment.guards)
     watch = _ArgumentWatch()
@@ -100,19 +123,32 @@ def _run(run: Callable, inputs: tuple[Tensor, ...]) -> tuple[str | None, set[str
         error = exception
     names = {str(size): f"size({i})" for fake in fakes for i, size in enumerate(fake.shape)}
     readable = lambda expression: re.sub(r"\b[su]\d+\b", lambda m: names.get(m[0], m[0]), str(expression))
+    guards = {}
+    for guard in environment.guards[first_guard:]:
+        text = readable(guard.expr)
+        frame = getattr(getattr(guard, "sloc", None), "framework_loc", None)
+        if frame is None or frame.filename.startswith(TORCH):
+            guards[text] = f"the size of its input ({text})"
+        else:
+            guards[text] = f"its input ({_describe_place(frame, text)})"
+    reason = None if error is None else _explain(error)
     if watch.first is not None:
         operator, size = watch.first
-        return f"its forward computes with the size of its input ({operator} of {readable(size)})", set()
-    guards = {readable(guard.expr) for guard in environment.guards[first_guard:]}
-    return (None if error is None else _explain(error)), guards
+        reason = f"its forward computes with the size of its input ({operator} of {readable(size)})"
+    return _Run(reason, guards, watch.operators)
 
 
-def _with_symbolic_sizes(tools: SymbolicTools, mode: Any, inputs: tuple[Tensor, ...]) -> list[Tensor]:
-    """Return tensors without values like the inputs. All their sizes but the last are symbols, shared by the inputs."""
+def _describe_place(frame: traceback.FrameSummary, text: str) -> str:
+    return f"{frame.name}, {os.path.basename(frame.filename)}:{frame.lineno}: {text}"
+
+
+def _without_values(tools: SymbolicTools, mode: Any, inputs: tuple[Tensor, ...], is_symbolic: bool) -> list[Tensor]:
+    """Return tensors without values like the inputs. All their sizes but the last may be symbols, shared by them."""
     *batch, width = inputs[0].shape
     sizes = SIZES[: len(batch)]
     real = torch.empty(*sizes, width, dtype=inputs[0].dtype)
-    dynamic_sizes = [tools.DimDynamic.DYNAMIC] * len(batch) + [tools.DimDynamic.STATIC]
+    kind = tools.DimDynamic.DYNAMIC if is_symbolic else tools.DimDynamic.STATIC
+    dynamic_sizes = [kind] * len(batch) + [tools.DimDynamic.STATIC]
     context = tools.StatelessSymbolicContext(dynamic_sizes=dynamic_sizes)
     first = mode.from_tensor(real, symbolic_context=context)
     with mode:
@@ -124,8 +160,11 @@ def _with_symbolic_sizes(tools: SymbolicTools, mode: Any, inputs: tuple[Tensor, 
 def _explain(error: Exception) -> str:
     """Return a reason for an exception that the symbolic run raised."""
     class_name, first = type(error).__name__, (str(error).splitlines() or [""])[0][:100]
+    # The innermost code that is not part of torch raised the error.
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(TORCH)]
+    place = _describe_place(frames[-1], class_name)
     if "DataDependent" in class_name or "DynamicOutputShape" in class_name:
-        return f"its forward decides by the values of a tensor ({class_name})"
+        return f"its forward decides by its input ({place})"
     if "Sym" in first:
         return f"its forward computes with the size of its input ({class_name}: {first})"
     return f"its forward cannot be run with symbolic sizes ({class_name}: {first})"

@@ -38,7 +38,7 @@ from tigon.recognition.rewriting.rewriting import (
 )
 from tigon.recognition.rewriting.source import CodeState, Rewritten, cached_by_code, code_state, innermost, is_unchanged
 from tigon.runtime.device import runs_kernels
-from tigon.runtime.state.reach import explore
+from tigon.runtime.reach.explore import explore
 from tigon.runtime.weak_cache import cached_weakly, weak_key
 
 
@@ -239,6 +239,9 @@ def _results_of(cls: type[nn.Module]) -> dict[tuple, bool]:
 
 def _is_rms_norm(module: nn.Module) -> bool:
     """Return True if recognition replaces a module by `rms_norm`."""
+    # A norm has no children. Reading those of an attention or an MLP would take longer than all norms.
+    if module._modules:
+        return False
     results, key = _results_of(type(module)), (weak_key(kind_of(module)), explore(module).fingerprint)
     if key not in results:
         results[key] = isinstance(recognise_norm(module), RMSNormRecipe)

@@ -1,6 +1,6 @@
 """Names of functions, methods, attributes and packages whose use may have side effects or depend on hidden state.
 
-`tigon.runtime.state.bytecode` and `tigon.runtime.state.reach` look these names up when they read the code of a forward.
+`tigon.runtime.reach` looks these names up among the names that the code of a forward uses.
 """
 
 
@@ -20,16 +20,8 @@ SETTERS = _words("""
     register_forward_pre_hook register_full_backward_hook requires_grad_ register_hook
     register_post_accumulate_grad_hook retain_grad train eval zero_grad load_state_dict backward
 """)
-# A condition may read these attributes of an input, because the probes of recognition cover their values.
-PROBED = _words("""
-    dtype ndim dim requires_grad is_floating_point itemsize is_complex is_sparse is_quantized is_nested
-    __class__
-""")
-# A condition may call these functions on an input, for the same reason.
-PROBED_FUNCTIONS = _words("""
-    isinstance type callable hasattr issubclass
-""")
-
+# Functions that read or write an attribute whose name is a string.
+GETTERS = _words("getattr hasattr setattr delattr attrgetter")
 # The functions of these packages depend on their arguments alone, as far as a forward can use them.
 TRUSTED = _words("""
     torch builtins math cmath operator _operator functools _functools typing types typing_extensions collections
@@ -78,6 +70,9 @@ FACTS_OF_TENSORS = _words("""
     is_cuda is_cpu is_mps is_xpu is_meta get_device is_leaf grad_fn grad is_inference data_ptr _version
     retains_grad output_nr
 """)
+
+# The types of devices. Code that reads a device and contains one of these names decides by the device of its input.
+DEVICES = _words("cuda cpu mps xpu meta npu hpu xla")
 
 # No expression calls these special methods.
 NEVER_CALLED = _words("""

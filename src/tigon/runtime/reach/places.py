@@ -1,4 +1,4 @@
-"""Describe the places that a forward reads, and build one expression that compares them all.
+"""Describe the places that a forward reads, compare them all in one expression, and undo what a probe changes in them.
 
 A place is, for example, the entry "scale" in the attributes of a module, with the value 2.0 that it had when the search
 found it. For a forward that reads this attribute and a global `act`, the expression is
@@ -10,14 +10,13 @@ import collections
 import contextlib
 import ctypes
 import functools
+import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-
-from tigon.runtime.state.bytecode import UNDERSTANDS_BYTECODE
 
 # Types whose values are immutable.
 SIMPLE_TYPES: frozenset[type] = frozenset(
@@ -70,14 +69,13 @@ class Place:
     | "child"        | the child `name` of a torch module |
     | "element"      | the element with the index `name` of a list |
     | "absent"       | the dict has no key `name` |
-    | "undefined"    | the owner's class does not define `name` |
+    | "missing"      | neither the owner, a module or another object, nor its class has an attribute `name` |
     | "type"         | the type of the owner |
     | "length"       | the number of elements of a container |
     | "members"      | the elements of a set |
     | "shape"        | the shape of a tensor |
     | "bits"         | the dtype, the shape and the bytes of a tensor |
     | "unset"        | the parameter or buffer `name` is None; `value` is the table that holds it |
-    | "unregistered" | no parameter, buffer or child has this name |
     """
 
     owner: Any
@@ -95,34 +93,27 @@ class Reach:
     places: list[Place] = field(default_factory=list)
     # Reasons why a call may change something that outlives it: an assignment to an attribute, a log entry.
     writes: list[str] = field(default_factory=list)
-    # The part of `writes` that changes only reachable containers, whose elements are all in `places`.
-    container_writes: list[str] = field(default_factory=list)
     # Objects whose changes cannot be noticed by a comparison: generators of random numbers, iterators, files.
     unwatchable: list[str] = field(default_factory=list)
     # The state by value. It is equal for a copy of the module, in this process or in another one.
     fingerprint: tuple = ()
-    # Containers and objects with attributes, which `preserved` restores.
-    containers: list[Any] = field(default_factory=list)
-    objects: list[Any] = field(default_factory=list)
+    # Containers, and objects and classes with attributes, which `preserved` restores, with their paths.
+    containers: list[tuple[Any, str]] = field(default_factory=list)
+    objects: list[tuple[Any, str]] = field(default_factory=list)
+    # The code that a call may run.
+    codes: list[types.CodeType] = field(default_factory=list)
     # Tensors that are no parameters or buffers of the module, with their paths.
     tensors: list[tuple[Tensor, str]] = field(default_factory=list)
     # Reads of objects that the probes of recognition replace, such as the type of a child with weights.
     unprobed_reads: list[str] = field(default_factory=list)
     # Names of all attributes that the code loads from any object.
     names: frozenset[str] = frozenset()
-    # Conditions on an input. The probes may have seen only one of their outcomes.
-    decisions: list[str] = field(default_factory=list)
     # Paths of the places that `preserved` had to restore.
     changed_paths: list[str] = field(default_factory=list)
-
-    # False if the bytecode of this version of Python is not known.
-    is_understood = UNDERSTANDS_BYTECODE
 
     @property
     def reason(self) -> str | None:
         """Return the reason why a recipe must not replace this forward; None if it may."""
-        if not self.is_understood:
-            return "the bytecode of this version of Python is not known, so what its forward reads is not known either"
         if self.writes:
             return f"its forward {self.writes[0]}"
         if self.unwatchable:
@@ -134,14 +125,6 @@ class Reach:
         if len(self.places) > MAX_PLACES:
             return f"its forward reads {len(self.places)} settings, too many to check in every call"
         return None
-
-    @property
-    def decision(self) -> str | None:
-        """Return the first condition on an input, or None.
-
-        The probes of recognition may have seen only one of its outcomes.
-        """
-        return f"its forward {self.decisions[0]}" if self.decisions else None
 
     @property
     def own_settings(self) -> set[str]:
@@ -173,31 +156,42 @@ class Reach:
     @contextlib.contextmanager
     def preserved(self) -> Iterator[None]:
         """Undo every change that the block makes to reachable containers, objects, tensors, classes and globals."""
-        contents = [(container, _items(container)) for container in self.containers]
-        states = [(each, dict(vars(each))) for each in self.objects]
+        contents = [(container, path, _items(container)) for container, path in self.containers]
+        states = [(each, path, dict(vars(each))) for each, path in self.objects]
         small_tensors = [(tensor, path) for tensor, path in self.tensors if tensor.numel() <= MAX_RESTORED_ELEMENTS]
         tensors = [(tensor, path, tensor.detach().clone()) for tensor, path in small_tensors]
         try:
             yield
         finally:
-            for container, elements in contents:
+            for container, path, elements in contents:
                 if not _same_elements(container, elements):
-                    self.changed_paths.append(next(p.path for p in self.places if p.owner is container))
+                    self.changed_paths.append(path)
                     container.clear()
                     container.update(elements) if isinstance(container, (dict, set)) else container.extend(elements)
             self.changed_paths += [path for tensor, path, before in tensors if _restore_tensor(tensor, before)]
-            for each, attributes in states:
-                if not _same_items(vars(each), attributes):
-                    self.changed_paths.append(next(p.path for p in self.places if p.owner is each))
-                    vars(each).clear()
-                    vars(each).update(attributes)
+            for each, path, attributes in states:
+                self.changed_paths += _restore_attributes(each, path, attributes)
             for place in self.places:
                 if type(place.owner) is dict and place.how == "item" and place.owner.get(place.name) is not place.value:
                     self.changed_paths.append(place.path)
                     place.owner[place.name] = place.value
-                elif place.how == "static" and vars(place.owner).get(place.name) is not place.value:
+                elif type(place.owner) is types.CellType and place.owner.cell_contents is not place.value:
                     self.changed_paths.append(place.path)
-                    setattr(place.owner, place.name, place.value)
+                    place.owner.cell_contents = place.value
+
+
+def _restore_attributes(owner: Any, path: str, before: dict[str, Any]) -> list[str]:
+    """Give an object or a class the attributes that it had before, and return the paths of those that have changed."""
+    now = vars(owner)
+    names = [n for n in {**before, **now} if n not in now or n not in before or now[n] is not before[n]]
+    for name in names:
+        if not isinstance(owner, type):
+            now.pop(name) if name not in before else now.update({name: before[name]})
+        elif name in before:
+            setattr(owner, name, before[name])
+        else:
+            delattr(owner, name)
+    return [f"{path}.{name}" for name in names]
 
 
 @torch.no_grad()
@@ -229,14 +223,17 @@ def _same_elements(container: Any, before: list) -> bool:
     return len(now) == len(before) and all(a is b or (is_dict and a[0] is b[0] and a[1] is b[1]) for a, b in pairs)
 
 
-def _same_items(a: dict, b: dict) -> bool:
-    return a.keys() == b.keys() and all(a[key] is b[key] for key in a)
-
-
 @functools.lru_cache(maxsize=1024)
 def compile_expression(source: str) -> Callable:
     """Return the value of an expression. The modules of one kind have the same expression, which is compiled once."""
     return eval(source)
+
+
+def _is_missing(attributes: dict[str, Any], cls: type, name: str) -> bool:
+    """Return True if an object with these attributes has no attribute of this name."""
+    if name in attributes or hasattr(cls, name):
+        return False
+    return not any(name in attributes[table] for table in REGISTERED if table in attributes)
 
 
 def _condition_source(place: Place, number: int) -> str:
@@ -246,6 +243,7 @@ def _condition_source(place: Place, number: int) -> str:
     """
     holder = "attributes" if place.owner is None else f"o{number}"
     value = f"v{number}"
+    parts = "attributes, cls" if place.owner is None else f"vars({holder}), type({holder})"
     if place.how == "length" and place.value == 0 and type(place.owner) in (dict, list, collections.OrderedDict):
         # This takes half the time of a comparison, and a module has four tables of hooks, which are empty.
         return f"not {holder}"
@@ -261,21 +259,20 @@ def _condition_source(place: Place, number: int) -> str:
         "attribute": f"{holder}.{place.name} is {value}",
         "static": f"{holder}.__dict__[{place.name!r}] is {value}",
         "absent": f"{place.name!r} not in {holder}",
-        "undefined": f"not hasattr({'cls' if place.owner is None else f'type({holder})'}, {place.name!r})",
+        "missing": f"missing({parts}, {place.name!r})",
         "type": f"type({holder}) is {value}",
         "length": f"len({holder}) == {value}",
         "shape": f"{holder}.shape == {value}",
         "members": f"{holder} == {value}",
         "bits": f"bits({holder}) == {value}",
         "unset": f"{holder}[{place.value!r}][{place.name!r}] is None",
-        "unregistered": " and ".join(f"{place.name!r} not in {holder}[{t!r}]" for t in REGISTERED),
     }[place.how]
 
 
 def build_check(places: list[Place]) -> Callable[[dict[str, Any], type], bool]:
     """Build a function (attributes, class) -> bool that returns True if every place holds its recorded value."""
-    names, conditions = ["entry", "bits"], []
-    values: list[Any] = [dict.__getitem__, bits_of]
+    names, conditions = ["entry", "bits", "missing"], []
+    values: list[Any] = [dict.__getitem__, bits_of, _is_missing]
     for number, place in enumerate(places):
         conditions.append(_condition_source(place, number))
         for letter, value in (("o", place.owner), ("v", place.value), ("n", place.name)):

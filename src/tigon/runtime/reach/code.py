@@ -1,0 +1,146 @@
+"""List the names that a function uses and the lines where it stores something, without running it.
+
+Python itself lists the names of globals and attributes (`co_names`) and the constants (`co_consts`) of a code object.
+Which instructions a code object contains shows whether it assigns attributes, indexes anything or has conditions.
+Nothing follows which value an instruction computes. Only for `getattr`, the loads up to its call show whether the name
+of the attribute is a constant.
+"""
+
+import dis
+import hashlib
+import itertools
+import types
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from tigon.runtime.reach.known_names import GETTERS, MUTATORS, SETTERS
+from tigon.runtime.weak_cache import cached_weakly
+
+CONSTRUCTORS = ("__init__", "__new__", "__post_init__")
+# Instructions that may reveal the size of a tensor contain one of these words.
+_SIZES = ("SUBSCR", "SLICE", "UNPACK", "ITER", "COMPARE", "CONTAINS", "IS_OP", "CALL_FUNCTION_EX", "MATCH", "IMPORT")
+# Instructions that compute a condition.
+_CONDITIONS = ("COMPARE_OP", "IS_OP", "CONTAINS_OP", "UNARY_NOT")
+
+
+class CodeFacts(NamedTuple):
+    """The names that one function uses, including the functions that it defines, and its lasting writes."""
+
+    global_names: frozenset[str]
+    # Names of attributes that the code loads or stores.
+    attributes: frozenset[str]
+    # Strings that may be names of attributes or keys of a table.
+    strings: frozenset[str]
+    # Names of attributes that may be missing.
+    optional: frozenset[str]
+    # True if the function may read attributes whose names it computes.
+    reads_all_names: bool
+    # Python modules that the function imports.
+    imports: frozenset[str]
+    # A description and a line of each assignment to an attribute, a global or a variable of an outer function.
+    writes: tuple[tuple[str, int], ...]
+    # Methods that change a container, and the line of the first one. `x[i] = y` stands for `__setitem__`.
+    item_writes: tuple[tuple[str, int], ...]
+    # Names of attributes that the function assigns.
+    stored_names: frozenset[str]
+    # True if the function looks at the type of an object.
+    tests_types: bool
+    # True if the function compares the identity of objects by `is`, and not only with None.
+    tests_identity: bool
+    # True if the function has an exception handler. `with` has one too.
+    has_handlers: bool
+    # True if the function computes a condition or jumps on one.
+    has_conditions: bool
+    # True if an instruction, such as an index or a loop, may depend on a size.
+    may_see_sizes: bool
+
+
+@cached_weakly
+def code_facts(code: types.CodeType) -> CodeFacts:
+    """Return the facts about a code object and the code objects of functions that it defines."""
+    codes, facts = list(nested_codes(code)), []
+    for each in codes:
+        names = frozenset(each.co_names)
+        strings = frozenset(c for c in each.co_consts if isinstance(c, str) and c.isidentifier())
+        optional = strings if GETTERS & names else frozenset()
+        # A handler may replace the value of an attribute that is missing. `with` has a handler too.
+        optional |= names if each.co_exceptiontable else frozenset()
+        facts.append((names | (strings if GETTERS & names else frozenset()), strings, optional))
+    steps = [(each, step) for each in codes for step in dis.get_instructions(each)]
+    operations = {step.opname for _, step in steps}
+    names = frozenset().union(*(n for n, _, _ in facts))
+    loads_global = lambda step: step.opname in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
+    global_names = frozenset(step.argval for _, step in steps if loads_global(step))
+    loaded = frozenset(s.argval for _, s in steps if not loads_global(s) and s.opcode in dis.hasname)
+    strings = frozenset().union(*(s for _, s, _ in facts))
+    writes, item_writes, line = [], [], code.co_firstlineno
+    for each, step in steps:
+        line = (step.positions and step.positions.lineno) or line
+        name, operation = step.argval, step.opname
+        if operation in ("STORE_ATTR", "DELETE_ATTR") and each.co_name not in CONSTRUCTORS:
+            writes.append((f".{name}", line))
+        elif operation in ("STORE_GLOBAL", "DELETE_GLOBAL"):
+            writes.append((f"the global {name}", line))
+        elif operation in ("STORE_DEREF", "DELETE_DEREF") and name in code.co_freevars:
+            writes.append((f"{name} of the function around it", line))
+        elif operation in ("STORE_SUBSCR", "DELETE_SUBSCR", "STORE_SLICE"):
+            item_writes.append(("__setitem__", line))
+        elif operation == "BINARY_OP" and step.argrepr in ("+=", "*=", "|=", "&=", "-=", "^="):
+            item_writes.append(("an operator in place", line))
+        elif isinstance(name, str) and operation.startswith("LOAD_") and operation != "LOAD_CONST":
+            if name in SETTERS:
+                writes.append((f"attributes, by {name}", line))
+            elif name in MUTATORS:
+                item_writes.append((name, line))
+    return CodeFacts(
+        global_names=global_names,
+        attributes=loaded | (strings if GETTERS & names else frozenset()),
+        strings=strings,
+        optional=frozenset().union(*(o for _, _, o in facts)),
+        reads_all_names=bool({"vars", "dir", "__dict__", "__getattribute__", "__getattr__", "attrgetter"} & names)
+        or any(_computes_name(each) for each in codes),
+        imports=frozenset(step.argval for _, step in steps if step.opname == "IMPORT_NAME"),
+        writes=tuple(writes),
+        item_writes=tuple(item_writes),
+        stored_names=frozenset(step.argval for _, step in steps if step.opname in ("STORE_ATTR", "DELETE_ATTR")),
+        tests_types=bool(names & {"type", "isinstance", "issubclass", "__class__"}) or "MATCH_CLASS" in operations,
+        tests_identity="IS_OP" in operations,
+        has_handlers=any(each.co_exceptiontable for each in codes),
+        has_conditions=any(o in _CONDITIONS or ("JUMP" in o and "IF" in o) for o in operations),
+        may_see_sizes=len(codes) > 1 or any(word in o for o in operations for word in _SIZES),
+    )
+
+
+def _computes_name(code: types.CodeType) -> bool:
+    """Return True unless the second argument of each `getattr` is a constant.
+
+    Between the load of `getattr` and its call, the constant must be the second value that an instruction loads.
+    """
+    steps = [s for s in dis.get_instructions(code) if s.opname not in ("CACHE", "PRECALL", "PUSH_NULL", "LOAD_ATTR")]
+    for i, step in enumerate(steps):
+        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME") and step.argval in GETTERS:
+            arguments = list(itertools.takewhile(lambda s: s.opname.startswith("LOAD_"), steps[i + 1 :]))
+            call = steps[i + 1 + len(arguments)]
+            is_simple = call.opname == "CALL" and call.arg == len(arguments) > 1
+            if not is_simple or arguments[1].opname != "LOAD_CONST":
+                return True
+    return False
+
+
+def nested_codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    """Yield a code object and those of the functions that are defined in it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from nested_codes(constant)
+
+
+@cached_weakly
+def digest(code: types.CodeType) -> str:
+    """Return a hash of what a code object does, the same in every process of one Python version."""
+    parts = [code.co_code, repr((code.co_names, code.co_varnames, code.co_freevars)).encode()]
+    for constant in code.co_consts:
+        # The `repr` of a set depends on the hash seed of the process.
+        stable = sorted(map(repr, constant)) if isinstance(constant, frozenset) else constant
+        parts.append((digest(constant) if isinstance(constant, types.CodeType) else repr(stable)).encode())
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]

@@ -1,0 +1,234 @@
+"""Visit the functions that a forward reaches: their code, defaults and closures, and the globals that they name."""
+
+import builtins
+import contextlib
+import functools
+import logging
+import os
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tigon.runtime.compat.operators import NAMESPACE_TYPES, operator_namespaces
+from tigon.runtime.reach.code import CONSTRUCTORS, CodeFacts, code_facts
+from tigon.runtime.reach.known_names import (
+    DEVICES,
+    FACTS_OF_TENSORS,
+    IMPURE,
+    IMPURE_BUILTINS,
+    IMPURE_TORCH,
+    MODE_SETTERS,
+    MODES,
+    MUTATORS,
+    TRUSTED,
+    WRITING_OPERATORS,
+)
+from tigon.runtime.reach.objects import is_trusted_function, package_of, wrapped_function
+from tigon.runtime.reach.record import Record
+
+# The namespaces of torch's own operators.
+TORCH_NAMESPACES = {"aten", "prims"}
+# A forward that reaches more functions is refused, because each function takes time to read and to compare.
+MAX_FUNCTIONS = 64
+
+
+def _is_helper(function: types.FunctionType) -> bool:
+    """Return True for a function of transformers or of an engine that belongs to no model."""
+    module = str(function.__globals__.get("__name__"))
+    return package_of(module) in ("transformers", "accelerate", "deepspeed") and ".models." not in module
+
+
+def _locator(function: types.FunctionType) -> Callable[[int], str]:
+    """Return a function that describes a line of a function to the user, as "(MLP.forward, model.py:7)"."""
+    file = os.path.basename(function.__code__.co_filename)
+    return lambda line: f"({function.__qualname__}, {file}:{line})"
+
+
+def _has_flag(module: types.ModuleType, name: str) -> bool:
+    """Return True if a Python module computes the value of an attribute, and it is no function or class."""
+    try:
+        value = getattr(module, name)
+    except AttributeError:
+        return False
+    except Exception:
+        # Some flags of torch raise an error if they contradict each other.
+        return True
+    return not isinstance(value, (types.ModuleType, type)) and not callable(value)
+
+
+class FunctionWalk(Record):
+    """The part of the walk that visits functions."""
+
+    def visit_function(self, function: types.FunctionType, path: str) -> None:
+        """Read the code of a function. Watch its code, its defaults, its closure and the globals that it names."""
+        if is_trusted_function(function):
+            self.visit_trusted_function(function, path)
+            return
+        if len(self.functions) >= MAX_FUNCTIONS:
+            self.refuse(f"reaches more than {MAX_FUNCTIONS} functions, by {path}")
+            return
+        facts = code_facts(function.__code__)
+        self.functions.append((facts, function))
+        self.names |= (facts.attributes | (facts.global_names & {"super"})) - {"__dict__", "__class__"}
+        self.names |= {f"'{each}" for each in facts.strings}
+        # Code of transformers looks up many names in configs. No code adds these names to a module later.
+        if package_of(function.__globals__.get("__name__")) != "transformers":
+            self.names |= {f"?{each}" for each in facts.optional}
+        self.reads_all_names |= facts.reads_all_names
+        self.stored_names |= facts.stored_names
+        self.add_reasons(facts, function)
+        self.watch(function, "attribute", "__code__", function.__code__, f"{path}.__code__")
+        for name in ("__defaults__", "__kwdefaults__"):
+            if getattr(function, name) is not None:
+                self.watch(function, "attribute", name, getattr(function, name), f"{path}.{name}")
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            # `super` needs the cell `__class__`, whose class is visited anyway. An empty cell raises ValueError.
+            with contextlib.suppress(ValueError):
+                if name != "__class__":
+                    self.watch(cell, "attribute", "cell_contents", cell.cell_contents, f"{name} of {function.__name__}")
+        # Names that are no identifiers come from tools that rewrite code, such as pytest.
+        for name in sorted(filter(str.isidentifier, facts.global_names)):
+            value = function.__globals__.get(name)
+            if name in function.__globals__ and not (isinstance(value, logging.Logger) and _is_helper(function)):
+                self.watch_link(function.__globals__, name, name)
+                self.visit_links(value, facts, name)
+            elif name not in function.__globals__:
+                # A global may appear later, and may hide a builtin.
+                self.watch_link(function.__globals__, name, name)
+
+    def add_reasons(self, facts: CodeFacts, function: types.FunctionType) -> None:
+        """Add the reasons for which the code of a function alone prevents a replacement."""
+        code, reach = function.__code__, self.reach
+        locate = lambda line: f"({function.__qualname__}, {os.path.basename(code.co_filename)}:{line})"
+        reach.writes += [f"writes {target} {locate(line)}" for target, line in facts.writes]
+        impure_builtins = {n for n in IMPURE_BUILTINS & facts.global_names if n not in function.__globals__}
+        reach.writes += [
+            f"calls {n} {locate(code.co_firstlineno)}" for n in sorted(impure_builtins) if hasattr(builtins, n)
+        ]
+        used = facts.attributes | facts.global_names
+        reach.writes += [
+            f"sets a mode of torch, by {n} {locate(code.co_firstlineno)}" for n in sorted(MODE_SETTERS & used)
+        ]
+        if {"vars", "__dict__"} & used and facts.item_writes:
+            reach.writes.append(f"may write attributes by their dict {locate(facts.item_writes[0][1])}")
+        # Code that calls `__init__` by its name may pass any object to it.
+        if "__init__" in facts.attributes and function.__name__ not in CONSTRUCTORS:
+            reach.writes.append(f"may write attributes, by __init__ {locate(code.co_firstlineno)}")
+        for name in sorted(facts.attributes & FACTS_OF_TENSORS):
+            self.refuse(f"reads .{name}, on which its result may depend")
+        if "device" in facts.attributes and DEVICES & facts.strings and not _is_helper(function):
+            reach.unprobed_reads.append(f"decides by its input {locate(code.co_firstlineno)}")
+        for name in sorted(facts.imports):
+            if name in sys.modules:
+                self.describe(sys.modules[name], name)
+            else:
+                reach.writes.append(f"imports {name} {locate(code.co_firstlineno)}")
+
+    def add_tests_of_types(self) -> None:
+        """Refuse code that tests the type of an object and names a child with weights, whose type no probe has."""
+        for facts, _ in self.functions:
+            for name, path in self.children_with_tensors:
+                if facts.tests_types and name in facts.attributes:
+                    self.reach.unprobed_reads.append(f"reads the type of {path}, or of a value computed by it")
+
+    def add_item_writes(self) -> None:
+        """Add `x.append(y)` and `x[i] = y` as writes if the code can reach a container that has such a method.
+
+        `x[i] = y` and `x += y` usually write to a local tensor, so the function must also name the container.
+        """
+        containers = [(path, path.rpartition(".")[2].partition("[")[0], each) for each, path in self.reach.containers]
+        for facts, function in self.functions:
+            names = facts.attributes | facts.global_names | {*function.__code__.co_freevars}
+            for method, line in facts.item_writes:
+                is_operator = method not in MUTATORS or method.startswith("__")
+                for path, name, container in containers:
+                    if name in names if is_operator else hasattr(container, method):
+                        where = f"({function.__qualname__}, {os.path.basename(function.__code__.co_filename)}:{line})"
+                        self.reach.writes.append(f"may write to {path}, by {method} {where}")
+                        break
+
+    def visit_trusted_function(self, function: types.FunctionType, path: str) -> None:
+        """Visit the user's functions that a function of torch wraps, as a `torch.no_grad()` decorator does.
+
+        They are in its closure, its defaults or its attributes.
+        """
+        self.refuse_impure_torch(function.__name__, path)
+        values: list[Any] = [*(function.__defaults__ or ()), *vars(function).values()]
+        for cell in function.__closure__ or ():
+            with contextlib.suppress(ValueError):
+                values.append(cell.cell_contents)
+        for value in values:
+            if isinstance(value, (types.FunctionType, types.MethodType, functools.partial)) or wrapped_function(value):
+                self.entries.append((path, "holds", self.describe(value, f"{path}.__wrapped__")))
+        # For the forward of a torch module, watch the torch functions that it calls.
+        if function.__name__ == "forward":
+            facts = code_facts(function.__code__)
+            for name in sorted(facts.global_names & function.__globals__.keys()):
+                self.visit_links(function.__globals__[name], facts, name)
+
+    def visit_builtin(self, function: Any, path: str) -> None:
+        """Refuse a function of compiled code that may write. Describe the object that a bound method belongs to."""
+        owner, name = getattr(function, "__self__", None), function.__name__
+        package = package_of(getattr(function, "__module__", None) or getattr(owner, "__name__", None))
+        if owner is not None and not isinstance(owner, (types.ModuleType, type)) and package not in TRUSTED:
+            if name in MUTATORS:
+                self.reach.writes.append(f"may write to {path}.__self__, by {name}")
+            self.describe(owner, f"{path}.__self__")
+        elif package in IMPURE or name in IMPURE_BUILTINS or (package == "_operator" and name in WRITING_OPERATORS):
+            self.reach.writes.append(f"calls {name}, which does more than compute")
+        elif package not in TRUSTED | {"numpy"}:
+            self.reach.writes.append(f"calls {path}, a function of {package} that may write")
+        else:
+            self.refuse_impure_torch(name, path)
+
+    def refuse_impure_torch(self, name: str, path: str) -> None:
+        """Refuse a function of a trusted package that depends on more than its arguments."""
+        if name in IMPURE_TORCH:
+            self.reach.writes.append(f"calls {path}, which does more than compute")
+        if name in MODES:
+            self.refuse(f"reads {path}, on which its result may depend")
+
+    # --- attributes of trusted Python modules ------------------------------------------------------
+
+    def visit_links(self, module: Any, facts: CodeFacts, path: str) -> None:
+        """Watch the attributes of a trusted Python module, such as torch, that one function may read."""
+        if not isinstance(module, types.ModuleType) or package_of(module.__name__) not in TRUSTED:
+            return
+        if isinstance(module, NAMESPACE_TYPES):
+            self.visit_operators(module, facts, path)
+            return
+        attributes = vars(module)
+        for name in sorted(facts.attributes & attributes.keys()):
+            value = attributes[name]
+            if value is module or value is torch.classes or (id(attributes), name) in self.links:
+                continue
+            # The name may be that of an attribute of another object.
+            if package_of(type(value).__module__) in IMPURE:
+                continue
+            self.watch_link(attributes, name, f"{path}.{name}")
+            self.visit_links(value, facts, f"{path}.{name}")
+        for name in sorted(facts.optional - attributes.keys()):
+            self.watch_link(attributes, name, f"{path}.{name}")
+        # Modules such as `torch.backends.cudnn` compute the values of their flags.
+        for name in sorted(facts.attributes - attributes.keys()) if type(module) is not types.ModuleType else ():
+            if not hasattr(types.ModuleType, name) and _has_flag(module, name):
+                self.refuse(f"reads {path}.{name}, a flag that cannot be watched")
+
+    def visit_operators(self, operators: Any, facts: CodeFacts, path: str) -> None:
+        """Refuse `torch.ops` with a namespace that is not torch's own."""
+        registered = operator_namespaces()
+        if operators is not torch.ops:
+            self.refuse_foreign_namespace(operators.name, path)
+        elif registered is None:
+            self.refuse(f"uses {path}, whose namespaces this torch does not list")
+        else:
+            for namespace in sorted(registered & facts.attributes):
+                self.refuse_foreign_namespace(namespace, f"{path}.{namespace}")
+
+    def refuse_foreign_namespace(self, name: str, path: str) -> None:
+        """Refuse an operator whose namespace is not torch's own, because its code is not read."""
+        if package_of(name) not in TORCH_NAMESPACES:
+            self.refuse(f"calls {path}, an operator of {package_of(name)}, whose code is not read")
