@@ -198,7 +198,7 @@ class _LinearDistillation(Node):
             results = distillation_chunks(
                 x, weight, target, bias, teacher, scales, rows, ctx.count, dloss, settings
             )  # fmt: skip
-            gradients = [g if need else None for g, need in zip(results.gradients, settings.needs, strict=True)][:3]
+            gradients = list(results.gradients[:3])
         return tuple(gradients)
 
 
