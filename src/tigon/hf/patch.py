@@ -94,31 +94,18 @@ def patch(
             source of the forward is rewritten for this. The stock statements run if the norm or the linear layers do
             more than the op.
         loss: Replace the head and the loss of a causal language model, and the auxiliary loss that balances the experts
-            of a mixture (`load_balancing_loss`). In training mode with labels, the loss is
-            computed in the head without holding the logits, and `logits` of the output raises `LogitsSkippedError` when
-            it is used. `skip_logits=True` in a call of the model requests this in any mode, also for a call that has
-            `shift_labels` but no `labels`; `skip_logits=False` returns logits in any mode. Evaluation, generation, and
-            calls without labels or with `logits_to_keep` stay stock. A LoRA adapter on the head is part of the fused
-            loss. While the head has another adapter, or a hook that changes its output, the stock code computes the
-            loss, with a warning. The same happens if a setting that scales or caps the logits has changed (another soft
-            cap in the config). If anything else changes how the model scales or caps them (a global), the call raises a
-            `RuntimeError`. On a GPU, its loss and its gradients are NaN, and a later fused call raises the error. If
-            the model computes anything else from them, it raises an error at once.
-        memory: The level that decides what is saved for backward. Results have the same bits at every level. "default":
-            each op saves what its backward reads. "lean": the outputs of norms and gates are not saved either, because
-            backward recomputes them. "lean+mlp": the outputs of gate and up projections, also those of experts, are not
-            saved either.
-            "lean+mlp:N" with a number N: this holds for the first N layers only, and the others are "lean".
-            "checkpoint": each layer but the last saves only its input, by the checkpointing of transformers' models.
-            "checkpoint+attention": as "checkpoint", and each of these layers also saves the outputs of its attention
-            kernel, so that backward does not run attention's forward again. "checkpoint+attention:N": the last N
-            checkpointed layers save them.
-            "checkpoint+offload": as "checkpoint", and these inputs are in pinned host memory. The inputs of the last
-            layers stay on the GPU if the peak memory does not grow. "checkpoint+offload:N" moves the inputs of the
-            first N layers only. "checkpoint+attention+offload": as "checkpoint+attention", and both tensors are in
-            pinned host memory. "attention" and "offload" may each have a number. `tigon.Memory` writes these names as
-            values. Modules that must not be called twice run once at every level. The forward of a language model's
-            body (`model.base_model`) has the level too, for trainers that call the body.
+            of a mixture (`load_balancing_loss`). In training mode with labels, the loss is computed in the head without
+            holding the logits, and `logits` of the output raises `LogitsSkippedError` when it is used.
+            `skip_logits=True` in a call of the model requests this in any mode, also with `shift_labels` in place of
+            `labels`; `skip_logits=False` returns logits in any mode. Evaluation, generation, and calls without labels
+            or with `logits_to_keep` stay stock. A LoRA adapter on the head is part of the fused loss. Another adapter
+            or a hook on the head, or a changed setting that scales or caps the logits, brings the stock loss back, with
+            a warning. Any other change of the logits raises a `RuntimeError`; on a GPU, the loss and its gradients are
+            NaN, and a later fused call raises it.
+        memory: The level that decides what is saved for backward: "default", "lean", "lean+mlp", "checkpoint",
+            "checkpoint+attention", "checkpoint+offload" or "checkpoint+attention+offload", or a `tigon.Memory`, which
+            describes each of them. Results have the same bits at every level. Modules that must not be called twice run
+            once. The body of a language model (`model.base_model`) has the level too, for trainers that call the body.
         fp8: Compute the products of the linear layers inside the repeated decoder layers in FP8, forward and backward,
             also in evaluation. Unlike every other option, this one approximates: the factors of the products are
             rounded to 8 bits. "tensorwise" has one scale for each tensor, and is the fastest. "rowwise" has one for
@@ -167,19 +154,9 @@ def patch(
     """
     if not isinstance(model, (nn.Module, str)):
         raise TypeError(f"patch: model must be a torch.nn.Module or a model type, got {type(model).__name__}")
-    options: dict[str, Any] = {
-        "rms_norm": rms_norm,
-        "layer_norm": layer_norm,
-        "glu": glu,
-        "mlp": mlp,
-        "experts": experts,
-        "relu2": relu2,
-        "gelu": gelu,
-        "adapters": adapters,
-        "rope": rope,
-        "fused_statements": fused_statements,
-        "loss": loss,
-    }
+    # The order of the values is that of the parts.
+    switches = rms_norm, layer_norm, glu, mlp, experts, relu2, gelu, adapters, rope, fused_statements, loss
+    options = dict(zip(PARTS, switches, strict=True))
     level = _check_options(options, memory, unknown)
     loss_options = LossOptions(token_scaling, acc_dtype, return_token_accuracy, return_predicted_tokens)
     loss_options.check("patch")
