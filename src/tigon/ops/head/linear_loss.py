@@ -41,7 +41,6 @@ from tigon.ops.head.linear_log_probs import linear_log_probs
 from tigon.ops.head.linear_loss_gradients import (
     LinearLoss,
     LossFunction,
-    LossProblem,
     call_on_batch,
     compute_loss,
     loss_of,
@@ -204,8 +203,10 @@ def linear_loss(
             call = lambda values: call_on_batch(
                 loss_fn, [each.view(targets.shape) for each in values], args, targets.shape, group, cu_seqlens
             )
-            problem = LossProblem(call, plan, with_entropy, with_sum_sq_probs, options, needs, rows is None)
-            result, gradients, is_sum = compute_loss(x, weight, products_bias, target, problem)
+            result, gradients, is_sum = compute_loss(
+                call, x, weight, products_bias, target, plan, with_entropy=with_entropy,
+                with_sum_sq_probs=with_sum_sq_probs, options=options, needs=needs, computes_all_rows=rows is None,
+            )  # fmt: skip
             zero = LinearLoss.apply(x, weight, products_bias, *gradients[:3])
             return _finish(result, zero, is_sum, group)
     result = linear_log_probs(

@@ -9,7 +9,7 @@ Shapes: T tokens, H hidden, V vocabulary.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -108,39 +108,28 @@ def _random_state(device: torch.device) -> Callable[[], None]:
 # --- the parts -----------------------------------------------------------------------------------
 
 
-class LossProblem(NamedTuple):
-    """Everything that a call requests, except the tensors that get gradients."""
-
-    # A function that calls the loss function with values [T] of all tokens.
-    call: Callable[[list[Tensor]], Any]
-    plan: ChunkPlan
-    with_entropy: bool
-    with_sum_sq_probs: bool
-    options: Options
-    needs: Needs
-    # Whether ignored tokens are computed too.
-    computes_all_rows: bool
-
-
-class LossResult(NamedTuple):
-    """The results of `compute_loss`."""
-
-    # The value that the loss function returned for the whole batch.
-    result: Any
-    gradients: Gradients
-    # [], bool: True if the loss is a sum over the parts. It is None if there is only one part.
-    is_sum: Tensor | None
-
-
 @torch.no_grad()
 def compute_loss(
-    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, problem: LossProblem
-) -> LossResult:  # fmt: skip
-    """Return the result of the loss function, and the gradients of x [T, H], weight [V, H] and bias [V]."""
-    options, parts = problem.options, problem.plan.parts
+    call: Callable[[list[Tensor]], Any], x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor,
+    plan: ChunkPlan, *, with_entropy: bool, with_sum_sq_probs: bool, options: Options, needs: Needs,
+    computes_all_rows: bool,
+) -> tuple[Any, Gradients, Tensor | None]:  # fmt: skip
+    """Return what the loss function returned for the whole batch, the gradients, and whether the loss is a sum.
+
+    The third result is a bool tensor [], or None if there is only one part.
+
+    Args:
+        call: A function that calls the loss function with values [T] of all tokens.
+        x, weight, bias, target: [T, H], [V, H], [V], [T].
+        plan: The parts.
+        with_entropy, with_sum_sq_probs: Whether the function takes these values too.
+        options, needs: The options of the logits, and the gradients to compute.
+        computes_all_rows: Whether ignored tokens are computed too.
+    """
+    parts = plan.parts
     scales = gradient_scales(target, None, None, len(weight), options.ignore_index, False)
-    wants = Wants(False, False, True, problem.with_entropy, False, problem.with_sum_sq_probs)
-    names = ["log_probs", *["entropy"] * problem.with_entropy, *["log_sum_sq_probs"] * problem.with_sum_sq_probs]
+    wants = Wants(False, False, True, with_entropy, False, with_sum_sq_probs)
+    names = ["log_probs", *["entropy"] * with_entropy, *["log_sum_sq_probs"] * with_sum_sq_probs]
     all_values = {name: torch.zeros(len(x), dtype=torch.float32, device=x.device) for name in names}
     is_valid, restore_random_state = None, None
     if len(parts) > 1:
@@ -151,20 +140,20 @@ def compute_loss(
     values = [all_values[name] for name in names if name != "log_sum_sq_probs"]
     used_gradients = [torch.zeros_like(value) for value in values]
     sums = GradientSums(
-        x, weight, bias, problem.needs, ignore_index=options.ignore_index if problem.computes_all_rows else None,
-        sums_in_fp32=problem.plan.sums_in_fp32,
+        x, weight, bias, needs, ignore_index=options.ignore_index if computes_all_rows else None,
+        sums_in_fp32=plan.sums_in_fp32,
     )  # fmt: skip
     # Under autocast the weight is fp32.
     weight = weight.to(x.dtype)
     if not parts:
-        result, _ = _differentiate(problem.call, values, constants, True)
+        result, _ = _differentiate(call, values, constants, True)
     for i, (rows, x_part, target_part, logits) in enumerate(token_chunks(x, weight, target, bias, parts)):
         part = statistics(logits, target_part, None, scales, options, wants)
         for name, whole in all_values.items():
             whole[rows] = getattr(part, name)
         if i and restore_random_state is not None:
             restore_random_state()
-        result, gradients = _differentiate(problem.call, values, constants, i == len(parts) - 1)
+        result, gradients = _differentiate(call, values, constants, i == len(parts) - 1)
         upstream = [select(dvalue, rows).float() for dvalue in gradients]
         for used, dvalue in zip(used_gradients, upstream, strict=True):
             used[rows] = dvalue
@@ -174,7 +163,7 @@ def compute_loss(
         )  # fmt: skip
         sums.add(rows, x_part, target_part, logits, weight)
     is_sum = None if is_valid is None else _agree(used_gradients, gradients, is_valid)
-    return LossResult(result, sums.finish(), is_sum)
+    return result, sums.finish(), is_sum
 
 
 def _agree(used_gradients: list[Tensor], gradients: list[Tensor], is_valid: Tensor) -> Tensor:
