@@ -39,8 +39,8 @@ def quantise_stack_reference(x: Tensor, is_transposed: bool) -> Factor:
 # --- configuration -------------------------------------------------------------------------------
 
 
-# A program reads strips of 64 columns, 128 rows at a time: whole lines of 128 bytes in bf16 are read, and in FP8 written.
-# With 8 warps, a thread has 32 values of a tile in registers.
+# A program reads strips of 64 columns, 128 rows at a time: it reads whole lines of 128 bytes in bf16, and writes whole
+# lines in FP8. With 8 warps, a thread has 32 values of a tile in registers.
 BLOCK_M, BLOCK_K, NUM_WARPS = 128, 64, 8
 
 

@@ -29,8 +29,8 @@ from tigon.runtime.products import accumulates_in_fp32, multiply, product
 
 # The number of rows of a tile is a multiple of this number, so that the products of all tiles but the last are aligned.
 ALIGNMENT = 256
-# If gate, up and the gradient of their product take more bytes, and backward recomputes gate and up, the MLP is
-# computed in tiles. A tile has 49,932 tokens of Llama-3-8B.
+# If gate, up and the gradient of their product take more bytes than this number, and backward recomputes gate and up,
+# the MLP is computed in tiles. A tile has 49,932 tokens of Llama-3-8B.
 TILE_BYTES = 2**32
 
 

@@ -21,7 +21,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tigon.memory.lean import recomputed_by_call
-from tigon.ops.norms.gated_rms_norm_kernels import MAX_GROUP_SIZE, gated_norm_backward, gated_norm_forward
+from tigon.ops.norms.gated_rms_norm_kernels import (
+    MAX_GROUP_SIZE,
+    GatedNormOptions,
+    NeededGatedNormGradients,
+    gated_norm_backward,
+    gated_norm_forward,
+)
 from tigon.ops.norms.rms_norm import Rounding, check_norm, rms_norm_reference
 from tigon.runtime import checks
 from tigon.runtime.device import runs_kernels
@@ -63,34 +69,17 @@ def gated_rms_norm_reference(
 
 class _GatedRMSNorm(Node):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        gate: Tensor,
-        weight: Tensor | None,
-        eps: float,
-        is_silu: bool,
-        gate_first: bool,
-        group_size: int,
-        offset: float,
-        round_first: bool,
-    ) -> Tensor:
-        dtype = x.dtype
-        if gate_first and round_first and weight is not None:
-            dtype = torch.promote_types(dtype, weight.dtype)
-        y, rstd = gated_norm_forward(x, gate, weight, dtype, group_size, eps, offset, is_silu, gate_first, round_first)
+    def forward(ctx: Any, x: Tensor, gate: Tensor, weight: Tensor | None, *options: Any) -> Tensor:
+        ctx.options = GatedNormOptions(*options)
+        y, rstd = gated_norm_forward(x, gate, weight, ctx.options)
         ctx.save_for_backward(x, gate, weight, rstd)
-        ctx.offset, ctx.is_silu, ctx.gate_first = offset, is_silu, gate_first
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, gate, weight, rstd = ctx.saved_tensors
-        needs_dx, needs_dgate, needs_dw = ctx.needs_input_grad[:3]
-        dw_dtype = weight.dtype if needs_dw else None
-        return gated_norm_backward(
-            dy, x, gate, weight, rstd, ctx.offset, ctx.is_silu, ctx.gate_first, needs_dx, needs_dgate, dw_dtype
-        )
+        needs = NeededGatedNormGradients(*ctx.needs_input_grad[:3])
+        return gated_norm_backward(dy, x, gate, weight, rstd, ctx.options, needs)
 
 
 # --- public --------------------------------------------------------------------------------------
@@ -152,19 +141,18 @@ def gated_rms_norm(
     checks.flag(op, gate_first=gate_first)
     if group_size is not None and x.shape[-1] % checks.size(op, "group_size", group_size):
         raise ValueError(f"{op}: group_size must divide the {x.shape[-1]} features of x, got {group_size}")
-    return _gated_rms_norm(x, gate, weight, eps, activation, gate_first, group_size, offset, rounding)
+    size = x.shape[-1] if group_size is None else group_size
+    options = GatedNormOptions(size, eps, offset, activation == "silu", gate_first, rounding == "before_weight")
+    return _gated_rms_norm(x, gate, weight, options)
 
 
 @recomputed_by_call
-def _gated_rms_norm(
-    x: Tensor, gate: Tensor, weight: Tensor | None, eps: float, activation: GateActivation, gate_first: bool,
-    group_size: int | None, offset: float, rounding: Rounding,
-) -> Tensor:  # fmt: skip
-    size = x.shape[-1] if group_size is None else group_size
-    if not runs_kernels(x, gate, weight) or not 0 < size <= MAX_GROUP_SIZE:
-        return gated_rms_norm_reference(
-            x, gate, weight, eps, activation=activation, gate_first=gate_first, group_size=group_size, offset=offset,
-            rounding=rounding,
-        )  # fmt: skip
-    round_first = rounding == "before_weight"
-    return _GatedRMSNorm.apply(x, gate, weight, eps, activation == "silu", gate_first, size, offset, round_first)
+def _gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor | None, options: GatedNormOptions) -> Tensor:
+    size, eps, offset, is_silu, gate_first, round_first = options
+    if runs_kernels(x, gate, weight) and 0 < size <= MAX_GROUP_SIZE:
+        return _GatedRMSNorm.apply(x, gate, weight, *options)
+    return gated_rms_norm_reference(
+        x, gate, weight, eps, activation="silu" if is_silu else "sigmoid", gate_first=gate_first,
+        group_size=None if size == x.shape[-1] else size, offset=offset,
+        rounding="before_weight" if round_first else "after_weight",
+    )  # fmt: skip

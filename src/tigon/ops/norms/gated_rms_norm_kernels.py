@@ -206,31 +206,44 @@ def _backward_kernel(
 # --- launchers (any strides, no autograd) --------------------------------------------------------
 
 
-def _empty_forward(x: Tensor, dtype: torch.dtype, group_size: int) -> tuple[Tensor, Tensor]:
+class GatedNormOptions(NamedTuple):
+    """The options of a gated norm."""
+
+    group_size: int
+    eps: float
+    offset: float
+    # True for SiLU, and False for the logistic function.
+    is_silu: bool
+    # True if the gate multiplies x before the norm.
+    gate_first: bool
+    # True if the normalised value is rounded to the dtype of x before the weight multiplies it.
+    round_first: bool
+
+
+class NeededGatedNormGradients(NamedTuple):
+    """True for each gradient that the backward computes."""
+
+    x: bool
+    gate: bool
+    weight: bool
+
+
+def _empty_forward(x: Tensor, weight: Tensor | None, options: GatedNormOptions) -> tuple[Tensor, Tensor]:
     """Allocate what `gated_norm_forward` returns."""
+    dtype = x.dtype
+    if options.gate_first and options.round_first and weight is not None:
+        dtype = torch.promote_types(dtype, weight.dtype)
     y = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
-    return y, x.new_empty((x.numel() // x.shape[-1], x.shape[-1] // group_size), dtype=torch.float32)
+    return y, x.new_empty((x.numel() // x.shape[-1], x.shape[-1] // options.group_size), dtype=torch.float32)
 
 
 @launcher(fake=_empty_forward)
 def gated_norm_forward(
-    x: Tensor,
-    gate: Tensor,
-    weight: Tensor | None,
-    dtype: torch.dtype,
-    group_size: int,
-    eps: float,
-    offset: float,
-    is_silu: bool,
-    gate_first: bool,
-    round_first: bool,
+    x: Tensor, gate: Tensor, weight: Tensor | None, options: GatedNormOptions
 ) -> tuple[Tensor, Tensor]:
-    """Return y [..., N] in `dtype`, and the rstd [M, N / G] in fp32.
-
-    Args:
-        round_first: The normalised value is rounded to the dtype of x before the weight multiplies it.
-    """
-    y, rstd = _empty_forward(x, dtype, group_size)
+    """Return y [..., N], and the rstd [M, N / G] in fp32."""
+    group_size, eps, offset, is_silu, gate_first, round_first = options
+    y, rstd = _empty_forward(x, weight, options)
     m, groups = rstd.shape
     config = GatedNormConfig.choose(GatedNormProblem(group_size, x.element_size()), device_of(x))
     x, stride_x = dense_rows(x)
@@ -249,35 +262,23 @@ def gated_norm_forward(
 
 
 def _empty_backward(
-    x: Tensor, gate: Tensor, needs_dx: bool, needs_dgate: bool, dw_dtype: torch.dtype | None
+    x: Tensor, gate: Tensor, weight: Tensor | None, needs: NeededGatedNormGradients
 ) -> tuple[Any, Any, Any]:
     """Allocate the gradients that are needed. The others are None."""
-    dx, dgate = (
-        torch.empty_like(t, memory_format=torch.contiguous_format) if needed else None
-        for t, needed in ((x, needs_dx), (gate, needs_dgate))
+    dx, dgate, dw = (
+        torch.empty_like(t, memory_format=torch.contiguous_format) if needed and t is not None else None
+        for t, needed in zip((x, gate, weight), needs, strict=True)
     )
-    return dx, dgate, None if dw_dtype is None else x.new_empty(x.shape[-1], dtype=dw_dtype)
+    return dx, dgate, dw
 
 
 @launcher(fake=_empty_backward)
 def gated_norm_backward(
-    dy: Tensor,
-    x: Tensor,
-    gate: Tensor,
-    weight: Tensor | None,
-    rstd: Tensor,
-    offset: float,
-    is_silu: bool,
-    gate_first: bool,
-    needs_dx: bool,
-    needs_dgate: bool,
-    dw_dtype: torch.dtype | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dx and dgate [..., N] and dw [N]. A gradient that is not needed is None.
-
-    dw is needed if `dw_dtype` is not None.
-    """
-    dx, dgate, dw = _empty_backward(x, gate, needs_dx, needs_dgate, dw_dtype)
+    dy: Tensor, x: Tensor, gate: Tensor, weight: Tensor | None, rstd: Tensor, options: GatedNormOptions,
+    needs: NeededGatedNormGradients,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return dx and dgate [..., N] and dw [N]. A gradient that is not needed is None."""
+    dx, dgate, dw = _empty_backward(x, gate, weight, needs)
     m, groups = rstd.shape
     n = x.shape[-1]
     config = GatedNormConfig.choose(GatedNormProblem(n // groups, x.element_size()), device_of(x))
@@ -291,9 +292,11 @@ def gated_norm_backward(
         *in_order(_backward_kernel)(
             dy_ptr=dy, x_ptr=x, gate_ptr=gate, w_ptr=weight if weight is None else weight.contiguous(), rstd_ptr=rstd,
             dx_ptr=dx, dgate_ptr=dgate, dw_ptr=dw_parts,
-            stride_dy=stride_dy, stride_x=stride_x, stride_gate=stride_gate, M=m, N=n, G=n // groups, offset=offset,
+            stride_dy=stride_dy, stride_x=stride_x, stride_gate=stride_gate,
+            M=m, N=n, G=n // groups, offset=options.offset,
         ),
-        IS_SILU=is_silu, GATE_FIRST=gate_first, KEEPS_W=config.keeps_w, EVEN=n // groups == config.block_n,
+        IS_SILU=options.is_silu, GATE_FIRST=options.gate_first, KEEPS_W=config.keeps_w,
+        EVEN=n // groups == config.block_n,
         BLOCK_M=config.backward_block_m, BLOCK_N=config.block_n, STAGES=config.num_stages,
         num_warps=config.backward_warps,
     )  # fmt: skip

@@ -12,7 +12,7 @@ residual. RMS norms have no term mean_features(g).
 Shapes: M = rows (all leading dimensions), N = features, P = programs of the backward.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -170,7 +170,7 @@ def _empty_forward(
 
 def _run_forward(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, y: Tensor, total: Tensor | None,
-    statistics: Tensor, eps: float, offset: float, centred: bool, round_first: bool, reads_rstd: bool,
+    statistics: Tensor, *, eps: float, offset: float, centred: bool, round_first: bool, reads_rstd: bool,
 ) -> None:  # fmt: skip
     """Write y, x + residual and the statistics. With `reads_rstd`, the statistics are an input instead of a result."""
     n, m = x.shape[-1], statistics.shape[1]
@@ -212,7 +212,10 @@ def norm_forward(
         y [..., N]; x + residual [..., N], or None without a residual; [1 or 2, M] fp32: rstd and, if centred, the mean.
     """
     y, total, statistics = _empty_forward(x, residual, weight, centred, round_first)
-    _run_forward(x, residual, weight, bias, y, total, statistics, eps, offset, centred, round_first, reads_rstd=False)
+    _run_forward(
+        x, residual, weight, bias, y, total, statistics,
+        eps=eps, offset=offset, centred=centred, round_first=round_first, reads_rstd=False,
+    )  # fmt: skip
     return y, total, statistics
 
 
@@ -224,16 +227,26 @@ def recompute_norm(z: Tensor, weight: Tensor | None, statistics: Tensor, offset:
     order and round rstd differently. Centred norms are not supported.
     """
     y, _, _ = _empty_forward(z, None, weight, False, round_first)
-    _run_forward(z, None, weight, None, y, None, statistics, 0.0, offset, False, round_first, reads_rstd=True)
+    _run_forward(
+        z, None, weight, None, y, None, statistics,
+        eps=0.0, offset=offset, centred=False, round_first=round_first, reads_rstd=True,
+    )  # fmt: skip
     return y
 
 
-def _empty_backward(
-    z: Tensor, needs_dz: bool, dw_dtype: torch.dtype | None, db_dtype: torch.dtype | None
-) -> tuple[Any, Any, Any]:
+class NeededNormGradients(NamedTuple):
+    """Whether the gradient of z is needed, and the dtypes of those of weight and bias, or None if they are not."""
+
+    z: bool
+    weight: torch.dtype | None
+    bias: torch.dtype | None
+
+
+def _empty_backward(z: Tensor, needs: NeededNormGradients) -> tuple[Any, Any, Any]:
     """Allocate the gradients that are needed. The others are None."""
+    needs_dz, *dtypes = needs
     dz = _empty_contiguous(z, z.dtype) if needs_dz else None
-    dw, db = (None if dtype is None else z.new_empty(z.shape[-1], dtype=dtype) for dtype in (dw_dtype, db_dtype))
+    dw, db = (None if dtype is None else z.new_empty(z.shape[-1], dtype=dtype) for dtype in dtypes)
     return dz, dw, db
 
 
@@ -246,15 +259,13 @@ def norm_backward(
     statistics: Tensor,
     offset: float,
     centred: bool,
-    needs_dz: bool,
-    dw_dtype: torch.dtype | None,
-    db_dtype: torch.dtype | None,
+    needs: NeededNormGradients,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dz [..., N], dw [N] and db [N] from dy, dtotal and z [..., N] and the statistics of the forward.
 
-    A gradient that is not needed is None. dw and db are needed if `dw_dtype` and `db_dtype` are not None.
+    A gradient that is not needed is None.
     """
-    dz, dw, db = _empty_backward(z, needs_dz, dw_dtype, db_dtype)
+    dz, dw, db = _empty_backward(z, needs)
     n, m, device = z.shape[-1], statistics.shape[1], device_of(z)
     loads, sums = 2 if dtotal is None else 3, (dw is not None) + (db is not None)
     config = NormConfig.choose(NormProblem(n, z.element_size(), loads, sums), device)
@@ -276,11 +287,11 @@ def norm_backward(
         )  # fmt: skip
 
     is_split = config.splits or not sums
-    if needs_dz and is_split:
+    if dz is not None and is_split:
         run(config, config.count_programs(m), dz, None, None)
     if sums:
         blocks = 1
-        if is_split or not needs_dz:
+        if is_split or dz is None:
             config = NormConfig.choose(NormProblem(min(n, config.columns), z.element_size(), 2, sums), device)
             blocks = cdiv(n, config.block_n)
         programs = config.count_programs(m, blocks)

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tigon.memory.lean import recomputed_by_call
-from tigon.ops.norms.kernels import norm_backward, norm_forward
+from tigon.ops.norms.kernels import NeededNormGradients, norm_backward, norm_forward
 from tigon.ops.norms.norm_config import MAX_FEATURES
 from tigon.runtime import checks
 from tigon.runtime.device import runs_kernels
@@ -54,7 +54,7 @@ class _LayerNorm(Node):
         x, weight, statistics = ctx.saved_tensors
         needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
         dtypes = weight.dtype if needs_dw else None, ctx.bias_dtype if needs_db else None
-        return norm_backward(dy, None, x, weight, statistics, 0.0, True, needs_dx, *dtypes)
+        return norm_backward(dy, None, x, weight, statistics, 0.0, True, NeededNormGradients(needs_dx, *dtypes))
 
 
 # --- public --------------------------------------------------------------------------------------

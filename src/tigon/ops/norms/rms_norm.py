@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from tigon.memory.lean import recomputed_by_call, register_recomputation, registers_recomputations
-from tigon.ops.norms.kernels import norm_backward, norm_forward, recompute_norm
+from tigon.ops.norms.kernels import NeededNormGradients, norm_backward, norm_forward, recompute_norm
 from tigon.ops.norms.norm_config import MAX_FEATURES
 from tigon.runtime import checks
 from tigon.runtime.autograd import keep_none_gradients
@@ -110,7 +110,8 @@ def _gradients(
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     """Return dz and dw. One that is not needed is None, or an empty tensor in a compiled graph."""
     dw_dtype = weight.dtype if needs_dw and weight is not None else None
-    dz, dw, _ = norm_backward(dy, dtotal, z, weight, statistics, offset, False, needs_dz, dw_dtype, None)
+    needs = NeededNormGradients(needs_dz, dw_dtype, None)
+    dz, dw, _ = norm_backward(dy, dtotal, z, weight, statistics, offset, False, needs)
     return dz, dw
 
 

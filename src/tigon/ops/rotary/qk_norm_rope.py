@@ -86,21 +86,17 @@ class _QKNormRope(Node):
         k_weight: Tensor | None,
         cos: Tensor,
         sin: Tensor,
-        eps: float,
-        offset: float,
         round_first: bool,
-        together: bool,
-        heads: int,
-        layout: Layout,
-        axes: str,
+        *options: Any,
     ) -> tuple[Tensor, Tensor | None]:
+        # The options are those of `HeadNormOptions`, and then those of `RotaryOptions` except the table.
         cos, sin = with_equal_strides(cos, sin)
         q_weight, k_weight = (w if w is None else w.contiguous() for w in (q_weight, k_weight))
         q_dtype = _result_dtype(q, q_weight, cos, round_first)
         k_dtype = None if k is None else _result_dtype(k, k_weight, cos, round_first)
         inputs = HeadInputs(q, k, q_weight, k_weight)
-        ctx.norm = HeadNormOptions(eps, offset, together)
-        ctx.rotary = RotaryOptions(heads, layout, axes, "halves")
+        heads, layout, axes = options[3:]
+        ctx.norm, ctx.rotary = HeadNormOptions(*options[:3]), RotaryOptions(heads, layout, axes, "halves")
         q_out, k_out, rstd = qk_norm_rope_forward(cos, sin, inputs, ctx.norm, ctx.rotary, q_dtype, k_dtype)
         ctx.save_for_backward(cos, sin, rstd, *inputs)
         keep_none_gradients(ctx)
@@ -199,11 +195,13 @@ def qk_norm_rope(
     features = triton.next_power_of_2(heads) * triton.next_power_of_2(q.shape[3])
     is_supported = q.shape[unsqueeze_dim] > 0 and not (together and features > MAX_FEATURES_TOGETHER)
     if not (is_supported and runs_kernels(q, q_weight, k_weight) and can_run_kernels(q, k, cos, sin)):
-        return _run_reference(
-            q, k, q_weight, k_weight, cos, sin, eps, offset, rounding, unsqueeze_dim, layout, sections
-        )  # fmt: skip
+        options = {
+            "eps": eps, "offset": offset, "rounding": rounding, "unsqueeze_dim": unsqueeze_dim, "layout": layout,
+            "sections": sections,
+        }  # fmt: skip
+        return _run_reference(q, k, q_weight, k_weight, cos, sin, options)
     return _run_kernels(
-        q, k, q_weight, k_weight, cos, sin, eps, offset, rounding == "before_weight", together,
+        q, k, q_weight, k_weight, cos, sin, rounding == "before_weight", eps, offset, together,
         unsqueeze_dim, layout, axes_of(sections),
     )  # fmt: skip
 
@@ -216,9 +214,6 @@ def _run_kernels(*args: Any) -> tuple[Tensor, Tensor | None]:
 @recomputed_by_call
 def _run_reference(
     q: Tensor, k: Tensor | None, q_weight: Tensor | None, k_weight: Tensor | None, cos: Tensor, sin: Tensor,
-    eps: float, offset: float, rounding: Rounding, unsqueeze_dim: int, layout: Layout, sections: Sequence[int] | None,
+    options: dict[str, Any],
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    return qk_norm_rope_reference(
-        q, k, q_weight, k_weight, cos, sin, eps=eps, offset=offset, rounding=rounding,
-        unsqueeze_dim=unsqueeze_dim, layout=layout, sections=sections,
-    )  # fmt: skip
+    return qk_norm_rope_reference(q, k, q_weight, k_weight, cos, sin, **options)

@@ -267,7 +267,7 @@ class _Rope(Node):
 
 def check_rope(
     op: str, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor,
-    unsqueeze_dim: int, layout: Layout, sections: Sequence[int] | None, table: Table = "halves",
+    unsqueeze_dim: int, layout: Layout, sections: Sequence[int] | None, *, table: Table = "halves",
 ) -> None:  # fmt: skip
     """Check the arguments of `rope`, and name `op` in the errors."""
     checks.tensor(op, q=q, cos=cos, sin=sin)
@@ -361,10 +361,17 @@ def rope(
         >>> [tuple(x.shape) for x in tigon.rope(q, k, angles.cos(), angles.sin())]
         [(2, 8, 5, 64), (2, 2, 5, 64)]
     """
-    check_rope("rope", q, k, cos, sin, unsqueeze_dim, layout, sections, table)
+    check_rope("rope", q, k, cos, sin, unsqueeze_dim, layout, sections, table=table)
     checks.floating_dtype("rope", "dtype", dtype)
     if not can_run_kernels(q, k, cos, sin):
-        return _run_reference(q, k, cos, sin, unsqueeze_dim, layout, sections, table, dtype)
+        options = {
+            "unsqueeze_dim": unsqueeze_dim,
+            "layout": layout,
+            "sections": sections,
+            "table": table,
+            "dtype": dtype,
+        }
+        return _run_reference(q, k, cos, sin, options)
     return _run_kernels(q, k, cos, sin, dtype, unsqueeze_dim, layout, axes_of(sections), table)
 
 
@@ -378,9 +385,6 @@ def _run_kernels(*args: Any) -> tuple[Tensor, Tensor | None]:
 
 @recomputed_by_call(inputs=2)
 def _run_reference(
-    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, unsqueeze_dim: int, layout: Layout,
-    sections: Sequence[int] | None, table: Table, dtype: torch.dtype | None,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    return rope_reference(
-        q, k, cos, sin, unsqueeze_dim=unsqueeze_dim, layout=layout, sections=sections, table=table, dtype=dtype
-    )
+    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, options: dict[str, Any]
+) -> tuple[Tensor, Tensor | None]:
+    return rope_reference(q, k, cos, sin, **options)
