@@ -1,11 +1,10 @@
-import weakref
-
 import pytest
 import torch
 import torch.nn.functional as F
 
 import tigon
 from benchmarks.workloads import WORKLOADS
+from dispatch_modes import PeakMemory, Products
 from op_cases import DEVICE, INTERPRETED, assert_as_accurate_as_eager, one_in, outputs_and_gradients
 from tigon.ops.head import weight_gradient
 from tigon.ops.head.chunks import ChunkConfig, ChunkProblem
@@ -90,27 +89,6 @@ def test_upstream_gradient_may_be_any_number(factor, retain):
         torch.testing.assert_close(a, factor * e, rtol=1e-5, atol=1e-6)
 
 
-class _ProductCounter(torch.utils._python_dispatch.TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.sizes: list[tuple[int, int, int]] = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        name = function.overloadpacket._qualified_op_name
-        if name in ("aten::mm", "aten::addmm", "aten::addmm_"):
-            a, b = args[-2:]
-            self.sizes.append((*a.shape, b.shape[1]))
-        return function(*args, **(kwargs or {}))
-
-    @property
-    def products(self) -> int:
-        return len(self.sizes)
-
-    @property
-    def multiplications(self) -> int:
-        return sum(m * k * n for m, k, n in self.sizes)
-
-
 @pytest.mark.parametrize(
     ("needs", "reduction", "products"),
     [
@@ -125,11 +103,11 @@ def test_only_needed_products_are_computed(needs, reduction, products):
     x, w, target = _inputs(bias=False)
     x.requires_grad_(needs[0])
     w.requires_grad_(needs[1])
-    with _ProductCounter() as count:
+    with Products() as count:
         loss = tigon.linear_cross_entropy(x, w, target, reduction=reduction)
         if any(needs):
             loss.sum().backward()
-    assert count.products == products
+    assert len(count.sizes) == products
     assert [p.grad is not None for p in (x, w)] == list(needs)
 
 
@@ -154,7 +132,7 @@ def test_ignored_tokens_are_not_multiplied(ignored, options):
     target = target.abs().masked_fill(IGNORED[ignored](200).to(DEVICE), -100)
     valid = target != -100
     computed = 200 if ignored == "one in a hundred" else int(valid.sum())
-    with tuned(ChunkConfig, tokens=64), _ProductCounter() as count:
+    with tuned(ChunkConfig, tokens=64), Products() as count:
         result = tigon.linear_cross_entropy(x, w, target, linear_bias=b, **options)
         loss = result if isinstance(result, torch.Tensor) else result.loss
         dx, dw, db = torch.autograd.grad(loss.sum(), (x, w, b))
@@ -172,7 +150,7 @@ def test_ignored_tokens_are_not_multiplied(ignored, options):
 @pytest.mark.no_interpreter("The interpreter takes long for 1200 tokens, and the chunks do not depend on it.")
 def test_last_two_chunks_are_about_equally_long():
     x, w, target = _inputs(1200, bias=False)
-    with tuned(ChunkConfig, tokens=512), torch.no_grad(), _ProductCounter() as count:
+    with tuned(ChunkConfig, tokens=512), torch.no_grad(), Products() as count:
         tigon.linear_cross_entropy(x, w, target.abs() % 101)
     assert [n for n, *_ in count.sizes] == [512, 384, 304]
 
@@ -209,43 +187,17 @@ def test_nan_and_inf_logits_give_a_nan_loss(options, value):
         assert tigon.linear_cross_entropy(x, w, target, linear_bias=b, **options).isnan()
 
 
-class _Peak(torch.utils._python_dispatch.TorchDispatchMode):
-    """A mode that records the largest number of bytes that the tensors created in the block hold at one time."""
-
-    def __init__(self):
-        super().__init__()
-        self.live = self.peak = 0
-
-    def _died(self, size: int) -> None:
-        self.live -= size
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        inputs = {x.untyped_storage()._cdata for x in torch.utils._pytree.tree_leaves((args, kwargs)) if _is_tensor(x)}
-        result = function(*args, **(kwargs or {}))
-        for x in torch.utils._pytree.tree_leaves(result):
-            if _is_tensor(x) and x.untyped_storage()._cdata not in inputs:
-                size = x.untyped_storage().nbytes()
-                self.live += size
-                weakref.finalize(x, self._died, size)
-        self.peak = max(self.peak, self.live)
-        return result
-
-
-def _is_tensor(x: object) -> bool:
-    return isinstance(x, torch.Tensor)
-
-
 @pytest.mark.no_interpreter("The interpreter copies the tensors of each launch.")
 @pytest.mark.parametrize("options", [{}, {"softcap": 30.0}, {"reduction": "none"}], ids=str)
 def test_memory_of_logits_stays_below_the_cap(options):
     x, w, target = _inputs(1024, 4, 8192, bias=False)
-    with _Peak() as memory:
+    with PeakMemory() as memory:
         tigon.linear_cross_entropy(x, w, target, max_logits_mib=2, **options).sum().backward()
     gradients = 4 * (x.numel() + w.numel())
     # In addition to the gradients there are the logits up to the cap, small tensors, and for softcap on a CPU one more
     # fp32 block.
     assert memory.peak <= gradients + 2.8 * 2**20 + 4 * 1024 * 32
-    with _Peak() as memory:
+    with PeakMemory() as memory:
         tigon.linear_cross_entropy(x, w, target, max_logits_mib=64, **options).sum().backward()
     assert memory.peak > 10 * 2**20, "the check can fail"
 
@@ -294,7 +246,7 @@ def test_fp32_sum_of_dw_takes_one_more_buffer(reduction, monkeypatch):
     monkeypatch.setattr(weight_gradient, "SLAB_BYTES", 2**14)
     peaks = []
     for acc_dtype in (None, torch.float32):
-        with _Peak() as memory:
+        with PeakMemory() as memory:
             tigon.linear_cross_entropy(
                 x, w, target, max_logits_mib=4, acc_dtype=acc_dtype, reduction=reduction
             ).sum().backward()

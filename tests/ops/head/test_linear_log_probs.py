@@ -3,6 +3,7 @@ import torch
 from torch import Tensor
 
 import tigon
+from dispatch_modes import Products
 from op_cases import DEVICE, assert_as_accurate_as_eager, one_in
 from tigon.ops.head import log_prob_chunks
 from tigon.ops.head.chunks import ChunkConfig
@@ -217,18 +218,6 @@ def test_targets_out_of_range_are_nan(value):
 # --- work ----------------------------------------------------------------------------------------
 
 
-class _Products(torch.utils._python_dispatch.TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.multiplications = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function.overloadpacket._qualified_op_name in ("aten::mm", "aten::addmm", "aten::addmm_"):
-            a, b = args[-2:]
-            self.multiplications += a.shape[0] * a.shape[1] * b.shape[1]
-        return function(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize(
     ("needs", "products"),
     [
@@ -243,7 +232,7 @@ def test_only_needed_products_of_valid_tokens_are_computed(needs, products, divi
     (hidden, weight, _), targets, _ = _inputs()
     for x, need in zip((hidden, weight), needs, strict=True):
         x.requires_grad_(need)
-    with tuned(SlabConfig, **division), _Products() as count:
+    with tuned(SlabConfig, **division), Products() as count:
         log_probs = tigon.linear_log_probs(hidden, weight, targets)
         if any(needs):
             log_probs.square().sum().backward()
