@@ -4,8 +4,6 @@ A row has the names of the parameters in order, with their defaults. In a row of
 that a minus sign marks False and that the default of `model` is None; `**` marks further keyword arguments.
 """
 
-__all__ = ["APPLY", "CLASSES", "FUNCTIONS", "OPS"]
-
 # The parameters of the functions `apply_liger_kernel_to_<type>`, and the types.
 APPLY = {
     "rope cross_entropy -fused_linear_cross_entropy rms_norm swiglu model": "granite",
@@ -33,10 +31,7 @@ APPLY = {
 
 # The parameters of `__init__` and of `forward` of each class, without self.
 CLASSES = {
-    "LigerExperts": (
-        "config",
-        "hidden_states top_k_index top_k_weights",
-    ),
+    "LigerExperts": ("config", "hidden_states top_k_index top_k_weights"),
     "LigerFusedNeighborhoodAttention": (
         "hidden_size num_heads kernel_size=7 dilation=1 bias=True dropout=0.0 scale=None",
         "hidden_states attention_mask=None",
@@ -45,18 +40,9 @@ CLASSES = {
         ("hidden_size num_heads kernel_size=7 dilation=1 bias=True dropout=0.0 layer_norm_eps=1e-05 scale=None"),
         "hidden_states attention_mask=None",
     ),
-    "LigerGEGLUMLPForGemma4": (
-        "config layer_idx=None",
-        "x",
-    ),
-    "LigerGroupNorm": (
-        "num_channels num_groups eps=1e-06 bias=False init_fn='ones'",
-        "hidden_states",
-    ),
-    "LigerHunyuanV1SwiGLUMLP": (
-        "config layer_idx=None is_shared_mlp=False",
-        "x",
-    ),
+    "LigerGEGLUMLPForGemma4": ("config layer_idx=None", "x"),
+    "LigerGroupNorm": ("num_channels num_groups eps=1e-06 bias=False init_fn='ones'", "hidden_states"),
+    "LigerHunyuanV1SwiGLUMLP": ("config layer_idx=None is_shared_mlp=False", "x"),
     "LigerMHC": (
         (
             "layer hc c tmax=20 rms_eps=1e-06 pre_eps=0.0 sinkhorn_eps=1e-06 post_mult=2.0 phi_dtype=torch.float16 "
@@ -107,10 +93,7 @@ CLASSES = {
         "hidden_size eps=1e-06 offset=1.0 casting_mode='gemma' init_fn='zeros' in_place=False row_mode=None",
         "hidden_states",
     ),
-    "LigerBlockSparseTop2MLP": (
-        "config",
-        "x",
-    ),
+    "LigerBlockSparseTop2MLP": ("config", "x"),
     "LigerCrossEntropyLoss": (
         (
             "weight=None ignore_index=-100 lse_square_scale=0.0 label_smoothing=0.0 reduction='mean' softcap=None "
@@ -118,26 +101,14 @@ CLASSES = {
         ),
         "_input target",
     ),
-    "LigerDyT": (
-        "hidden_size beta=True init_alpha=0.5",
-        "x",
-    ),
-    "LigerFalconH1MLP": (
-        "config",
-        "x",
-    ),
-    "LigerFalconH1SwiGLUMLP": (
-        "config",
-        "x",
-    ),
+    "LigerDyT": ("hidden_size beta=True init_alpha=0.5", "x"),
+    "LigerFalconH1MLP": ("config", "x"),
+    "LigerFalconH1SwiGLUMLP": ("config", "x"),
     "LigerFusedAddRMSNorm": (
         "hidden_size eps=1e-06 offset=0.0 casting_mode='llama' init_fn='ones' in_place=False",
         "hidden_states residual",
     ),
-    "LigerFusedCETVDLoss": (
-        "ignore_index=-100",
-        "student_logits teacher_logits target",
-    ),
+    "LigerFusedCETVDLoss": ("ignore_index=-100", "student_logits teacher_logits target"),
     "LigerFusedLinearCPOLoss": (
         (
             "ignore_index=-100 beta=0.1 alpha=1.0 label_smoothing=0.0 compute_nll_loss=True compiled=True "
@@ -213,26 +184,14 @@ CLASSES = {
         ),
         "lin_weight _input target bias=None",
     ),
-    "LigerGEGLUMLP": (
-        "config",
-        "x",
-    ),
-    "LigerJSD": (
-        "beta=0.5 ignore_index=-100",
-        "log_q log_p shift_labels=None",
-    ),
-    "LigerKLDIVLoss": (
-        "eps=1e-10 *args **",
-        "y_pred y_true",
-    ),
+    "LigerGEGLUMLP": ("config", "x"),
+    "LigerJSD": ("beta=0.5 ignore_index=-100", "log_q log_p shift_labels=None"),
+    "LigerKLDIVLoss": ("eps=1e-10 *args **", "y_pred y_true"),
     "LigerLayerNorm": (
         "hidden_size eps=1e-06 bias=False init_fn='ones' impl=None mode=None backend=None",
         "hidden_states",
     ),
-    "LigerMLP": (
-        "config",
-        "x",
-    ),
+    "LigerMLP": ("config", "x"),
     "LigerModulatedRMSNorm": (
         "hidden_size eps=1e-06 offset=0.0 casting_mode='llama' init_fn='ones' in_place=True elementwise_affine=True",
         "hidden_states scale shift=None",
@@ -241,18 +200,9 @@ CLASSES = {
         "in_channels out_channels kernel_size stride=1 padding=0 dilation=1 groups=1 bias=True sparse=False",
         "scores",
     ),
-    "LigerPhi3SwiGLUMLP": (
-        "config",
-        "x",
-    ),
-    "LigerPolyNorm": (
-        "eps=1e-06 in_place=True",
-        "hidden_states",
-    ),
-    "LigerQwen3MoeSwiGLUMLP": (
-        "config intermediate_size=None",
-        "x",
-    ),
+    "LigerPhi3SwiGLUMLP": ("config", "x"),
+    "LigerPolyNorm": ("eps=1e-06 in_place=True", "hidden_states"),
+    "LigerQwen3MoeSwiGLUMLP": ("config intermediate_size=None", "x"),
     "LigerRMSNorm": (
         (
             "hidden_size eps=1e-06 offset=0.0 casting_mode='llama' init_fn='ones' in_place=True row_mode=None "
@@ -268,38 +218,14 @@ CLASSES = {
         "hidden_size eps=1e-06 offset=1.0 casting_mode='gemma' init_fn='zeros' in_place=False row_mode=None",
         "hidden_states",
     ),
-    "LigerReLUSquared": (
-        "",
-        "x",
-    ),
-    "LigerSoftmax": (
-        "",
-        "x",
-    ),
-    "LigerSparsemax": (
-        "dim=-1",
-        "x",
-    ),
-    "LigerSwiGLUMLP": (
-        "config intermediate_size=None",
-        "x",
-    ),
-    "LigerSwiGLUMLPForMuseGlimmer": (
-        "config",
-        "x",
-    ),
-    "LigerTVDLoss": (
-        "reduction='batchmean' ignore_index=-100",
-        "p q shift_labels=None",
-    ),
-    "LigerTiledGEGLUMLP": (
-        "config num_shards=None",
-        "x",
-    ),
-    "LigerTiledSwiGLUMLP": (
-        "config num_shards=None",
-        "x",
-    ),
+    "LigerReLUSquared": ("", "x"),
+    "LigerSoftmax": ("", "x"),
+    "LigerSparsemax": ("dim=-1", "x"),
+    "LigerSwiGLUMLP": ("config intermediate_size=None", "x"),
+    "LigerSwiGLUMLPForMuseGlimmer": ("config", "x"),
+    "LigerTVDLoss": ("reduction='batchmean' ignore_index=-100", "p q shift_labels=None"),
+    "LigerTiledGEGLUMLP": ("config num_shards=None", "x"),
+    "LigerTiledSwiGLUMLP": ("config num_shards=None", "x"),
     "LigerVocabParallelCrossEntropy": (
         (
             "ignore_index=-100 label_smoothing=0.0 reduction='none' label_smoothing_formula='pytorch' "
