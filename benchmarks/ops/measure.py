@@ -11,20 +11,15 @@ milliseconds, and how far depends on the work that it has just done. So each pro
 own work.
 """
 
-import contextlib
-import os
 import statistics
 import time
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.ops.accuracy import BoundProvider
-from tigon.runtime.compat.operators import memory_events, sleep_on_device
+from tigon.runtime.compat.operators import sleep_on_device
 
 # The most calls of a provider in one round.
 MOST_CALLS = 20
@@ -63,7 +58,7 @@ class Roofline:
 
 
 class Meter:
-    """Measures wall time on the CPU, and memory from the allocator. `CudaMeter` adds the measurements of a GPU."""
+    """Measures wall time on the CPU. `CudaMeter` adds the measurements of a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -106,16 +101,8 @@ class Meter:
         return (end_time - start) * 1e3, (return_time - start) * 1e3
 
     def peak_bytes(self, bound: BoundProvider) -> int | None:
-        """Return the largest sum of live allocations during a call, its results included."""
-        self.prepare(bound)
-        with _quiet_profile([ProfilerActivity.CPU], profile_memory=True) as profiler:
-            result = bound()
-        del result
-        live = peak = 0
-        for event in sorted(memory_events(profiler), key=lambda event: event.time_ns):
-            live += event.nbytes
-            peak = max(peak, live)
-        return peak
+        """Return the peak of allocated memory during a call, its results included; a CPU does not measure it."""
+        return None
 
     def roofline(self) -> Roofline:
         """Measure a big copy and a big bf16 product of random data, each as the median of several."""
@@ -210,14 +197,3 @@ class CudaMeter(Meter):
 def make_meter(device: torch.device) -> Meter:
     """Return the meter for a device."""
     return CudaMeter(device) if device.type == "cuda" else Meter(device)
-
-
-@contextlib.contextmanager
-def _quiet_profile(activities: list[ProfilerActivity], **options: Any) -> Iterator[profile]:
-    # Without this setting, Kineto writes lines between those of the progress bar.
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    with warnings.catch_warnings():
-        # torch warns that a profile without a schedule has one cycle only.
-        warnings.simplefilter("ignore")
-        with profile(activities=activities, **options) as profiler:
-            yield profiler

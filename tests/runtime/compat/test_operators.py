@@ -2,12 +2,10 @@
 
 import subprocess
 import sys
-import types
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.profiler import ProfilerActivity, profile
 
 from tigon.runtime.compat import names, operators
 from tigon.runtime.reach.explore import explore
@@ -53,14 +51,6 @@ def test_the_schema_of_an_operator_names_its_arguments():
         ("other", "number"),
     ]
     assert operators.schema_of(torch.ops.higher_order.cond) is None
-
-
-def test_a_profile_lists_the_changes_of_memory():
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        x = torch.empty(1024)
-        del x
-    sizes = [event.nbytes for event in sorted(operators.memory_events(profiler), key=lambda event: event.time_ns)]
-    assert sizes == [4096, -4096]
 
 
 def test_the_gpu_sleeps_for_a_number_of_cycles():
@@ -143,12 +133,6 @@ def test_the_bench_refuses_to_measure_a_gpu_that_cannot_sleep(monkeypatch, impor
     monkeypatch.delattr(torch.cuda, "_sleep")
     with pytest.raises(RuntimeError, match=r"has no torch\.cuda\._sleep, which Tigon needs here"):
         import_again(operators).sleep_on_device(1)
-
-
-def test_a_profile_without_events_is_refused_by_name():
-    profiler = types.SimpleNamespace(profiler=types.SimpleNamespace())
-    with pytest.raises(RuntimeError, match=r"has no profiler\.kineto_results with memory events"):
-        list(operators.memory_events(profiler))
 
 
 def test_torch_computes_the_step_if_init_group_differs():

@@ -1,8 +1,8 @@
 """Private names of torch about devices, operators, optimizers, process groups and profiles."""
 
 import inspect
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -119,32 +119,3 @@ def process_group_of(name: str) -> Any:
 
 
 _resolve: Any = find("distributed.distributed_c10d._resolve_process_group") if dist.is_available() else None
-
-
-# --- profiles --------------------------------------------------------------------------------------
-
-
-class MemoryEvent(NamedTuple):
-    """An allocation, or with a negative size the release of one."""
-
-    time_ns: int
-    nbytes: int
-
-
-def memory_events(profiler: Any) -> Iterator[MemoryEvent]:
-    """Yield the changes of memory that a `torch.profiler.profile` with `profile_memory=True` has recorded, unordered.
-
-    The public results sum these changes by operator. The single events are in `profiler.profiler.kineto_results`, seen
-    in 2.8 to 2.13.
-
-    Raises:
-        RuntimeError: This torch keeps its events in another place. `benchmarks.ops` then reports errors.
-    """
-    try:
-        events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-        yield from [MemoryEvent(event.start_ns(), event.nbytes()) for event in events]
-    except AttributeError as error:
-        raise RuntimeError(
-            f"torch {torch.__version__} has no profiler.kineto_results with memory events, which Tigon needs here "
-            f"({error}); docs/compatibility.md lists the versions that work"
-        ) from error
