@@ -1,6 +1,8 @@
 """Ops compute the LoRA layers of PEFT as accurately as their own code, one by one and several in one node."""
 
 import copy
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -173,6 +175,29 @@ def test_adapters_are_added_to_the_output_of_a_quantised_layer(monkeypatch):
     assert [entry.part for entry in report.replaced] == ["adapters"]
     assert_same(layer, stock, input_for())
     assert calls
+
+
+LOADED = """
+import sys
+import torch
+from torch.utils.checkpoint import checkpoint
+from tigon.recognition.parts import adapter_probes
+
+layer, x = torch.load(sys.argv[1], weights_only=False)
+adapter_probes._learn = None  # A call compares no class.
+checkpoint(layer, x, use_reentrant=False).float().sum().backward()
+assert layer.lora_A["first"].weight.grad is not None
+"""
+
+
+@pytest.mark.kernels
+def test_a_loaded_layer_trains_in_a_checkpointed_region(tmp_path):
+    """The class of the layer is compared while the layer is loaded, and not in its first call."""
+    layer, x = to_dtypes(make(), torch.float16, torch.float16), input_for(torch.float16)
+    tigon.patch(layer)
+    path = str(tmp_path / "layer.pt")
+    torch.save((layer, x), path)
+    subprocess.run([sys.executable, "-c", LOADED, path], check=True)
 
 
 # --- several layers in one node ------------------------------------------------------------------------

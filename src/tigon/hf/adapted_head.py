@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from tigon.ops.adapters.lora import adapter_hidden
 from tigon.ops.adapters.projection import Adapter, TensorLike
 from tigon.recognition.parts.adapters import AdaptedCall, AdapterRecipe, recognise_adapters
-from tigon.recognition.replacement import exchange, find_replacement, foreign_forward, install
+from tigon.recognition.replacement import find_replacement, foreign_forward, install
 
 
 class LossState(Protocol):
@@ -30,13 +30,13 @@ class LossState(Protocol):
 class AdaptedHeadForward(AdapterRecipe):
     """Recipe for a layer with adapters around the head: it computes the loss if the current call is fused."""
 
-    def __init__(self, fused: Any) -> None:
-        super().__init__()
+    def __init__(self, cls: type, fused: Any) -> None:
+        super().__init__(cls)
         # The state that the replacements of the model's loss share.
         self.fused = fused
 
     def __reduce__(self) -> tuple:
-        return AdaptedHeadForward, (self.fused,)
+        return AdaptedHeadForward, (self.cls, self.fused)
 
     def __call__(self, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
         call = self.fused.call
@@ -74,17 +74,14 @@ def find_adapted_head(layer: nn.Module, fused: LossState) -> nn.Module | None:
     if head is None or torch.compiler.is_compiling():
         return None
     replacement = find_replacement(layer)
-    recipe = None if replacement is None else replacement.recipe
+    recipe: Any = None if replacement is None else replacement.recipe
     if not (isinstance(recipe, AdaptedHeadForward) and recipe.fused is fused):
-        recipe = AdaptedHeadForward(fused)
-        if replacement is not None and type(replacement.recipe) is AdapterRecipe:
-            exchange(replacement, recipe)
-        elif (
-            replacement is None and not foreign_forward(layer) and isinstance(recognise_adapters(layer), AdapterRecipe)
-        ):
-            install(layer, recipe)
-        else:
+        if replacement is None and not foreign_forward(layer):
+            recipe = recognise_adapters(layer)
+        if type(recipe) is not AdapterRecipe:
             return None
+        recipe = AdaptedHeadForward(recipe.cls, fused)
+        install(layer, recipe)
     weight: Any = head.weight
     adapted = recipe.read(layer, TensorLike(torch.Size((1, 1, weight.shape[-1])), weight.dtype, weight.device))
     return head if isinstance(adapted, AdaptedCall) and adapted.base is head else None

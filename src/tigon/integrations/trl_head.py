@@ -33,8 +33,7 @@ from tigon.ops.head.computed_rows import find_rows
 from tigon.ops.head.linear_cross_entropy import linear_cross_entropy
 from tigon.ops.head.linear_log_probs import LogProbOutput, linear_log_probs
 from tigon.ops.logits.valid_rows import ValidRows
-from tigon.runtime.autograd import without_autocast
-from tigon.runtime.compat.autograd import saved_tensor_hooks
+from tigon.runtime.autograd import without_autocast, without_saved_tensor_hooks
 from tigon.runtime.late_checks import check_later, raise_earlier
 from tigon.runtime.stock import written_in
 
@@ -231,17 +230,6 @@ def _log_probs(
     return {name: getattr(result, name) for name in FIELDS}
 
 
-def _kept_by_autograd() -> AbstractContextManager:
-    """Return a context whose saved tensors stay where they are.
-
-    The loss saves the gradient of the head's weight, of one GiB for a large vocabulary, and backward reads it first.
-    The hooks of TRL's `activation_offloading=True` would copy it to the host and back.
-    """
-    if torch.compiler.is_compiling() or saved_tensor_hooks(True) is None:
-        return contextlib.nullcontext()
-    return saved_tensors_hooks(lambda t: t, lambda t: t)
-
-
 def _summed_log_probs(
     hidden: Tensor, head: Head, targets: Tensor, options: LogitOptions, kind: SummedLoss, is_shifted: bool,
     valid_rows: ValidRows | None, acc_dtype: torch.dtype | None,
@@ -256,7 +244,9 @@ def _summed_log_probs(
         raise_earlier()
     scale, softcap, temperature = options
     context, _ = _products_context(hidden, head.weight)
-    with context, _kept_by_autograd():
+    # The loss saves the gradient of the head's weight, of one GiB for a large vocabulary, and backward reads it first.
+    # The hooks of TRL's `activation_offloading=True` would copy it to the host and back.
+    with context, without_saved_tensor_hooks():
         result: Any = linear_cross_entropy(
             hidden, head.weight, targets,
             linear_bias=head.bias, reduction="mean", ignore_index=IGNORE_INDEX, token_scaling=kind == "dft",

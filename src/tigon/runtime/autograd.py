@@ -1,5 +1,6 @@
 """Helpers that the autograd functions of all ops share."""
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tigon.runtime.compat.autograd import is_any_autocast_enabled, keeps_graph
+from tigon.runtime.compat.autograd import is_any_autocast_enabled, keeps_graph, saved_tensor_hooks
 
 
 def without_autocast(function: Callable) -> Callable:
@@ -46,6 +47,16 @@ def may_overwrite_saved(x: Tensor) -> bool:
     backward may be replayed without its forward.
     """
     return not keeps_graph() and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def without_saved_tensor_hooks() -> contextlib.AbstractContextManager:
+    """Return a context in which autograd saves tensors as they are, so that the caller's hooks do not see them.
+
+    Hooks of checkpoints count the tensors of a forward, and those of offloading copy them to the host.
+    """
+    if torch.compiler.is_compiling() or saved_tensor_hooks(True) is None:
+        return contextlib.nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
 
 
 def keep_none_gradients(ctx: Any) -> None:

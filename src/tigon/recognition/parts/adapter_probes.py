@@ -4,8 +4,10 @@ A small copy of a layer runs in several states and dtypes, once for each class. 
 projection that its attributes describe, and it may read no other attribute of its layer.
 """
 
+import contextlib
 import functools
 import logging
+import threading
 from collections.abc import Callable
 from operator import attrgetter
 from types import FunctionType
@@ -26,7 +28,6 @@ from tigon.recognition.probing.standin import (
     random_linear,
     same_bits,
     same_gradients,
-    stand_in,
 )
 from tigon.recognition.probing.trials import record
 from tigon.runtime.stock import written_in
@@ -58,13 +59,19 @@ class ForwardCode(NamedTuple):
     methods: frozenset[str]
     read: Callable[[type], Any]
     value: Any
+    # The reason why layers that run this code keep their forward; None if it computes the sum.
+    reason: str | None = None
+
+    def is_that_of_class(self, cls: type) -> bool:
+        """Return whether a class still has this code."""
+        try:
+            return self.read(cls) == self.value
+        except AttributeError:
+            return False
 
     def is_that_of(self, layer: nn.Module) -> bool:
         """Return whether a layer still runs this code."""
-        try:
-            return self.read(type(layer)) == self.value and layer.__dict__.keys().isdisjoint(self.methods)
-        except AttributeError:
-            return False
+        return self.is_that_of_class(type(layer)) and layer.__dict__.keys().isdisjoint(self.methods)
 
 
 @cached_weakly
@@ -73,42 +80,47 @@ def _known_codes(cls: type) -> list[ForwardCode]:
     return []
 
 
-def code_of(module: nn.Module, read: Read) -> ForwardCode | str:
-    """Return the code of the forward of a layer of PEFT, or the reason why the layer keeps its forward.
+# A comparison changes settings of the process, such as the default dtype, and restores them.
+_LOCK = threading.RLock()
 
-    `read` is compared with the forward.
+
+def code_of(cls: type, read: Read) -> ForwardCode:
+    """Return the code of the forward of a class of PEFT. Its `reason` says whether a layer keeps its forward.
+
+    `read` is compared with the forward, once for each class and code.
     """
-    known_codes = _known_codes(type(module))
-    if known_codes and known_codes[0].is_that_of(module):
+    with _LOCK:
+        known_codes = _known_codes(cls)
+        if not known_codes or not known_codes[0].is_that_of_class(cls):
+            known_codes[:] = [_compare(cls, read)]
         return known_codes[0]
+
+
+def _compare(cls: Any, read: Read) -> ForwardCode:
+    """Compare the forward of a class with the products that the attributes of a layer describe."""
+    code = ForwardCode(frozenset(), attrgetter("forward.__code__"), getattr(cls.forward, "__code__", None))
+    if not written_in(cls.forward).startswith("peft."):
+        return code._replace(reason=f"{DIFFERENT}: its forward is not that of PEFT")
     try:
         with probing():
-            result = _learn(module, read)
+            return _learn(cls, read)
     except Exception as error:
-        LOGGER.debug("%s cannot be run as a layer with adapters", type(module).__name__, exc_info=True)
-        return f"cannot be run by itself ({describe(error)})"
-    if isinstance(result, ForwardCode):
-        known_codes[:] = [result]
-    return result
+        LOGGER.debug("%s cannot be run as a layer with adapters", cls.__name__, exc_info=True)
+        return code._replace(reason=f"cannot be run by itself ({describe(error)})")
 
 
-def _learn(module: nn.Module, read: Read) -> ForwardCode | str:
-    """Compare the forward of a class with the products that its attributes describe, in outputs and gradients.
-
-    Return the code of the forward, or the reason why it keeps its place.
-    """
-    cls = type(module)
-    if not written_in(cls.forward).startswith("peft."):
-        return f"{DIFFERENT}: its forward is not that of PEFT"
-    names = _observe(_small_copy(module, FP32, FP32))
+def _learn(cls: type, read: Read) -> ForwardCode:
+    """Return the code of the forward of a class, with the reason why a layer keeps its forward."""
+    names = _observe(_small_copy(cls, FP32, FP32))
     static = {name: function for name in names if (function := _find_static(cls, name)) is not None}
-    if unknown := sorted(names - {*static, *CHILDREN, *SETTINGS, *OPTIONAL_SETTINGS}):
-        return f"{DIFFERENT}: its forward reads or assigns {', '.join(unknown)}"
     methods = {name for name, function in static.items() if isinstance(function, FunctionType)} - {"forward"}
     properties = static.keys() - methods - {"forward"}
     paths = [f"{name}.__code__" for name in sorted({"forward", *methods})]
     read_code = attrgetter(*paths, *(f"{name}.fget.__code__" for name in sorted(properties)))
-    return ForwardCode(frozenset(methods), read_code, read_code(cls)) if _agrees(module, read) else DIFFERENT
+    code = ForwardCode(frozenset(methods), read_code, read_code(cls))
+    if unknown := sorted(names - {*static, *CHILDREN, *SETTINGS, *OPTIONAL_SETTINGS}):
+        return code._replace(reason=f"{DIFFERENT}: its forward reads or assigns {', '.join(unknown)}")
+    return code if _agrees(cls, read) else code._replace(reason=DIFFERENT)
 
 
 def _find_static(cls: type, name: str) -> Any:
@@ -131,7 +143,9 @@ def _observe(twin: Any) -> set[str]:
 
     cls = type(twin)
     twin.__class__ = type(cls.__name__, (cls,), {"__getattribute__": read, "__setattr__": assign})
-    cls.forward(twin, normal(5, 2, SMALL_INPUT))
+    # A small copy has only the attributes that a layer is known to read.
+    with contextlib.suppress(AttributeError):
+        cls.forward(twin, normal(5, 2, SMALL_INPUT))
     return names - {*dir(nn.Module()), "__class__"}
 
 
@@ -143,8 +157,8 @@ STATES: tuple[dict[str, Any], ...] = (
 )
 
 
-def _small_copy(module: nn.Module, base_dtype: torch.dtype, adapter_dtype: torch.dtype, **state: Any) -> Any:
-    """Return a small copy of a layer of PEFT with random tensors and the adapters `first` and `second`."""
+def _small_copy(cls: type, base_dtype: torch.dtype, adapter_dtype: torch.dtype, **state: Any) -> Any:
+    """Return a small layer of a class of PEFT with random tensors and the adapters `first` and `second`."""
     ranks = {"first": SMALL_RANK, "second": SMALL_RANK + 1}
     dicts: dict[str, dict[str, nn.Module]] = {
         "lora_A": {n: random_linear(r, SMALL_INPUT, r, adapter_dtype, bias=False) for n, r in ranks.items()},
@@ -154,20 +168,24 @@ def _small_copy(module: nn.Module, base_dtype: torch.dtype, adapter_dtype: torch
     children: dict[str, nn.Module | None] = {name: nn.ModuleDict(modules) for name, modules in dicts.items()}
     children["base_layer"] = random_linear(7, SMALL_INPUT, SMALL_OUTPUT, base_dtype)
     settings: dict[str, Any] = {"scaling": {"first": 0.75, "second": 1.5}, "lora_variant": {}, "merged_adapters": []}
-    settings |= {"_active_adapter": ["first"], "_disable_adapters": False, "training": True}
-    return stand_in(module, {}, {**module._modules, **children}, **settings | state)
+    settings |= {"_active_adapter": ["first"], "_disable_adapters": False}
+    twin: Any = object.__new__(cls)
+    nn.Module.__init__(twin)
+    twin._modules.update(children)
+    vars(twin).update(settings | state)
+    return twin
 
 
-def _agrees(module: nn.Module, read: Read) -> bool:
+def _agrees(cls: Any, read: Read) -> bool:
     """Return whether the outputs and gradients of small copies are those of the projections that `read` returns."""
     for base_dtype, adapter_dtype in ((FP32, FP32), (BF16, BF16), (BF16, FP32)):
         for state in STATES:
-            twin = _small_copy(module, base_dtype, adapter_dtype, **state)
+            twin = _small_copy(cls, base_dtype, adapter_dtype, **state)
             x = normal(5, 2, 3, SMALL_INPUT, dtype=base_dtype)
             projection = read(twin, x)
             if not isinstance(projection, Projection):
                 return False
-            run = functools.partial(_seeded, functools.partial(type(twin).forward, twin), x)
+            run = functools.partial(_seeded, functools.partial(cls.forward, twin), x)
             compute = functools.partial(_seeded, functools.partial(eager_output, projection=projection), x)
             expected, actual = run(), compute()
             # PEFT's layers with a quantised base round the output of an fp32 adapter before they add it.

@@ -22,7 +22,7 @@ from tigon.ops.adapters.frozen_weight import FrozenWeight
 from tigon.ops.adapters.lora import add_adapters, lora_node, takes_adapters
 from tigon.ops.adapters.projection import Adapter, Projection, TensorLike, product_dtype
 from tigon.ops.mlps.projections import does_more_than_forward, is_plain
-from tigon.recognition.parts.adapter_probes import CHILDREN, DIFFERENT, NAME, SETTINGS, ForwardCode, code_of
+from tigon.recognition.parts.adapter_probes import CHILDREN, DIFFERENT, NAME, SETTINGS, code_of
 from tigon.recognition.parts.dequantisation import weight_reader
 from tigon.recognition.parts.expert_adapters import ExpertAdapterRecipe, recognise_expert_adapters, wrappers_of
 from tigon.recognition.parts.fp8 import FP8Recipe, mark_bases
@@ -175,22 +175,21 @@ def read_layer(layer: nn.Module, x: Tensor | TensorLike) -> Projection | Adapted
 class AdapterRecipe:
     """Recipe: read the adapters of a layer of PEFT at every call, and compute its products by an op.
 
-    A copy of the recipe, which may be in another process, compares the class of its first layer again.
+    A copy of the recipe in another process compares the class `cls` of the layer again, before the first call. If the
+    code of the class is another one there, each call runs it.
     """
 
     part = "adapters"
 
-    def __init__(self, code: ForwardCode | None = None) -> None:
-        self.code = code
+    def __init__(self, cls: type) -> None:
+        self.cls, self.code = cls, code_of(cls, read_layer)
 
     def __reduce__(self) -> tuple:
-        return type(self), ()
+        return type(self), (self.cls,)
 
     def read(self, layer: nn.Module, x: Tensor | TensorLike) -> Projection | AdaptedCall | None:
         """Return the linear layer with adapters that a layer's forward applies to x; None if the forward must run."""
-        if self.code is None and isinstance(code := code_of(layer, read_layer), ForwardCode):
-            self.code = code
-        return read_layer(layer, x) if self.code is not None and self.code.is_that_of(layer) else None
+        return read_layer(layer, x) if self.code.reason is None and self.code.is_that_of(layer) else None
 
     def __call__(self, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
         output = None
@@ -279,8 +278,10 @@ def recognise_adapters(module: nn.Module) -> AdapterRecipe | ExpertAdapterRecipe
     runs_forwards = all(map(_runs_forward_only, others))
     if not runs_forwards or not (installed_recipe(base) is not None or _runs_forward_only(base)):
         return "has hooks on its children, or their call or forward was replaced"
-    code = code_of(module, read_layer)
-    return code if isinstance(code, str) else AdapterRecipe(code)
+    recipe = AdapterRecipe(type(module))
+    if recipe.code.reason is None and not recipe.code.is_that_of(module):
+        return f"{DIFFERENT}: a method of its class was replaced on the layer"
+    return recipe.code.reason or recipe
 
 
 # --- install -----------------------------------------------------------------------------------------

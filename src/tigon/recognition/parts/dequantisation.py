@@ -6,8 +6,7 @@ input and compared, and so are the weights that Tigon's kernel and the library d
 """
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,6 +18,7 @@ from tigon.ops.adapters.four_bit import FourBitWeight, QuantisedScales, dequanti
 from tigon.ops.adapters.frozen_weight import FrozenWeight
 from tigon.ops.adapters.projection import TensorLike, product_dtype
 from tigon.recognition.probing.standin import describe
+from tigon.runtime.autograd import without_saved_tensor_hooks
 from tigon.runtime.device import PLAIN, Device, device_of, runs_kernels
 from tigon.runtime.stock import written_in
 from tigon.runtime.tuning import LaunchConfig
@@ -127,13 +127,6 @@ def _example_input(features: int, dtype: torch.dtype, weight: Tensor) -> Tensor:
     return x.to(weight.device, dtype).repeat(_config(weight).compared_rows // ROWS, 1).requires_grad_()
 
 
-@contextmanager
-def _by_itself() -> Iterator[None]:
-    """Run a block with gradients whose tensors are saved for nobody: checkpoints count the tensors of a forward."""
-    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
-        yield
-
-
 def _computes_product(layer: Any, weight: Tensor, dtype: torch.dtype) -> bool:
     """Return whether a layer multiplies an input of this dtype by its dense weight, adds its bias, and nothing else.
 
@@ -143,7 +136,7 @@ def _computes_product(layer: Any, weight: Tensor, dtype: torch.dtype) -> bool:
     is_weight = type(weight) in PLAIN and weight.shape == (layer.out_features, layer.in_features)
     if not is_weight or weight.dtype != product_dtype(x):
         return False
-    with _by_itself():
+    with torch.enable_grad(), without_saved_tensor_hooks():
         y = type(layer).forward(layer, x)
     if type(y) not in PLAIN or y.dtype != dtype:
         return False

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from tigon.recognition.probing.trials import record
+from tigon.runtime.autograd import without_saved_tensor_hooks
 from tigon.runtime.compat.operators import function_modes
 from tigon.runtime.engines import WRAPPER_ATTRIBUTES
 
@@ -34,7 +35,10 @@ Candidate = TypeVar("Candidate", bound=Callable)
 
 @contextlib.contextmanager
 def probing() -> Iterator[None]:
-    """Compute eagerly on the CPU, independent of the caller's modes. Restore the global random state afterwards."""
+    """Compute eagerly on the CPU, independent of the caller's modes. Restore the global random state afterwards.
+
+    A probe may run in a call of a model, for adapters that were added after the patch.
+    """
     threads, dtype = torch.get_num_threads(), torch.get_default_dtype()
     random_state, numpy_random = random.getstate(), sys.modules.get("numpy.random")
     numpy_state = None if numpy_random is None else numpy_random.get_state()
@@ -50,6 +54,7 @@ def probing() -> Iterator[None]:
         torch.no_grad(),
         contextlib.nullcontext() if is_on_cpu else torch.device("cpu"),
         torch.autocast("cpu", enabled=False),
+        without_saved_tensor_hooks(),
         warnings.catch_warnings(),
     ):
         stack.callback(torch.set_num_threads, threads)
