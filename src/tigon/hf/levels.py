@@ -85,8 +85,7 @@ def describe_level(reference: Callable[[], nn.Module | None], requested: Memory)
 
     Args:
         reference: A weak reference to the model.
-        requested: The level that the call of `patch` requested. If another level is in force, the note says
-            so.
+        requested: The level that the call of `patch` requested. If another level is in force, the note says so.
     """
     if (model := reference()) is None:
         return None
