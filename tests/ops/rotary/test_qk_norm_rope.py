@@ -7,7 +7,7 @@ import torch
 import tigon
 from op_cases import DEVICE, DTYPES, assert_as_accurate_as_eager, assert_refused, one_in, outputs_and_gradients
 from tigon.ops.rotary.qk_norm_rope import qk_norm_rope_reference
-from tigon.ops.rotary.qk_norm_rope_kernels import QKNormRopeConfig, QKNormRopeProblem
+from tigon.ops.rotary.qk_norm_rope_config import QKNormRopeConfig, QKNormRopeProblem
 from tigon.runtime.device import Device
 
 LAYOUTS = ["split_half", "interleaved", "deinterleaved"]

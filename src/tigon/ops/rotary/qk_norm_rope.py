@@ -22,8 +22,8 @@ from torch import Tensor
 from tigon.memory.lean import recomputed_by_call
 from tigon.ops.norms.rms_norm import Rounding, rms_norm_reference
 from tigon.ops.rotary.heads import RotaryOptions, with_equal_strides
+from tigon.ops.rotary.qk_norm_rope_config import MAX_FEATURES_TOGETHER
 from tigon.ops.rotary.qk_norm_rope_kernels import (
-    MAX_FEATURES_TOGETHER,
     HeadInputs,
     HeadNormOptions,
     NeededHeadGradients,

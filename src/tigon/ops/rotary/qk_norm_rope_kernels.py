@@ -13,7 +13,6 @@ Shapes: B batch, S sequence, Hq and Hk heads of queries and keys, D head size, R
 backward, T = B S tokens.
 """
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -34,85 +33,10 @@ from tigon.ops.rotary.heads import (
     table_strides,
     tile_constants,
 )
+from tigon.ops.rotary.qk_norm_rope_config import QKNormRopeConfig, QKNormRopeProblem
 from tigon.runtime.compat.triton import tl, triton
-from tigon.runtime.device import Device, cdiv, device_of
+from tigon.runtime.device import cdiv, device_of
 from tigon.runtime.launch import in_order, launch, launcher
-from tigon.runtime.tuning import LaunchConfig, rung
-
-# The largest number of features of a token that are normalised together. More features do not fit in the registers of
-# one workgroup.
-MAX_FEATURES_TOGETHER = 32768
-
-
-# --- configuration -------------------------------------------------------------------------------
-
-
-class QKNormRopeProblem(NamedTuple):
-    """The sizes that the launch parameters of `qk_norm_rope` depend on."""
-
-    # The number of heads of q or of k, whichever is larger.
-    heads: int
-    # The number of features of a head, D.
-    head_size: int
-    # True if a tile holds all heads, because they are normalised together.
-    together: bool
-    # Bytes of an element of q.
-    itemsize: int
-
-
-# Features of a tile of several heads. Measured with 4 x 4096 tokens, 32 + 8 heads of 128, bf16, on an H200. Forward:
-# 0.094 ms with all 32 heads in a tile, 0.101 with 8. Backward: 0.157 with 16 heads, three stages and three programs for
-# each multiprocessor, 0.190 with 8 warps and no pipeline.
-FORWARD_TILE, BACKWARD_TILE = 4096, 2048
-# In each pair, the first number is the largest number of features of a tile. The second number is the warps of a
-# program in WARPS, and the programs of the backward for each multiprocessor in PROGRAMS.
-WARPS = ((4096, 4), (8192, 8), (16384, 16), (32768, 32))
-PROGRAMS = ((2048, 3), (4096, 2), (8192, 1))
-
-
-@dataclass(frozen=True)
-class QKNormRopeConfig(LaunchConfig):
-    """Launch parameters of the forward and the backward.
-
-    A program of the forward computes one token, `block_h` heads at a time, first the heads of q and then those of k. A
-    program of the backward loops over such tiles of all tokens.
-    """
-
-    # Heads of a tile of the forward.
-    block_h: int
-    # Warps of a program of the forward.
-    num_warps: int
-    # Heads of a tile of the backward.
-    backward_block_h: int
-    # Warps of a program of the backward.
-    backward_warps: int
-    # Pipeline stages of the backward's loop.
-    num_stages: int
-    # Programs of the backward. Each program computes partial gradients of the weights.
-    programs: int
-    # True if the weight stays in registers during the backward's loop. A wide tile leaves no registers for the weight,
-    # so the weight is loaded for every tile.
-    keeps_w: bool
-
-    @staticmethod
-    def heuristic(problem: QKNormRopeProblem, device: Device) -> "QKNormRopeConfig":
-        """Return tiles of several heads, or of all heads if they are normalised together."""
-        heads, size = triton.next_power_of_2(problem.heads), triton.next_power_of_2(problem.head_size)
-        heads_of_tile = lambda features: heads if problem.together else max(1, min(heads, features // size))
-        block_h, backward_block_h = heads_of_tile(FORWARD_TILE), heads_of_tile(BACKWARD_TILE)
-        tile = backward_block_h * size
-        # The pipeline holds a tile of dy and one of x for each of its three stages but the last.
-        pipeline_bytes = 2 * 2 * tile * problem.itemsize
-        return QKNormRopeConfig(
-            block_h=block_h,
-            num_warps=min(rung(WARPS, block_h * size), device.max_warps),
-            backward_block_h=backward_block_h,
-            backward_warps=min(rung(WARPS, tile), device.max_warps),
-            num_stages=3 if tile >= 2048 and pipeline_bytes <= device.shared_memory // 2 else 1,
-            programs=device.multiprocessors * rung(PROGRAMS, tile),
-            keeps_w=tile < 16384,
-        )
-
 
 # --- kernels -------------------------------------------------------------------------------------
 
