@@ -3,7 +3,7 @@
 import typer
 
 from benchmarks.compile.command import resources
-from benchmarks.ops.command import bench
+from benchmarks.ops.session import bench
 from benchmarks.train.command import demo, train
 from tigon.cli.main import run_application, sigterm_interrupts
 

@@ -5,7 +5,9 @@ properties that matter), settings, and rows. A value that was not measured is nu
 """
 
 import contextlib
+import functools
 import importlib.metadata
+import inspect
 import itertools
 import os
 import platform
@@ -13,6 +15,7 @@ import shlex
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -111,3 +114,16 @@ def make_folder(folder: Path) -> None:
     except OSError as error:
         message = f"must be a folder that can be created, got {str(folder)!r} ({error.strerror})"
         raise typer.BadParameter(message, param_hint="--out") from error
+
+
+def takes_options(command: Callable[[Any], None]) -> Callable[..., None]:
+    """Let typer read the options of a command from the fields of its only argument, a dataclass."""
+    (argument,) = inspect.signature(command).parameters.values()
+
+    @functools.wraps(command)
+    def expanded(**values: Any) -> None:
+        command(argument.annotation(**values))
+
+    expanded.__annotations__ = {}
+    expanded.__signature__ = inspect.signature(argument.annotation)  # type: ignore[attr-defined]
+    return expanded

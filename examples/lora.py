@@ -38,7 +38,7 @@ import tigon
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.figures import INK, Curve, draw_losses, provider_colour
-from benchmarks.train.command import takes_options
+from benchmarks.report import takes_options
 from benchmarks.train.measurement import TOLERANCE, loss_differences
 
 IGNORED = -100

@@ -2,8 +2,9 @@
 
 import contextlib
 import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -16,44 +17,92 @@ from benchmarks.ops.against import Revision, find_revision
 from benchmarks.ops.cases import Case
 from benchmarks.ops.measure import make_meter
 from benchmarks.ops.runner import BenchRow, run_case
-from benchmarks.report import describe_machine, make_folder, pick_folder
+from benchmarks.report import describe_machine, make_folder, pick_folder, takes_options
 from tigon.cli.main import INTERRUPTED, make_console, pick_device
 
 
-def session(
-    ops: str | None, cases: str | None, provider_names: str | None, against: str | None, rounds: int | None,
-    device: str, quick: bool, out: Path | None, list_cases: bool,
-) -> int:  # fmt: skip
-    """Run with the options of the command line, and return the exit code.
+@dataclass(frozen=True)
+class BenchOptions:
+    """The options of the op benchmark."""
+
+    ops: Annotated[str | None, typer.Option(help="Ops to measure, separated by commas; all by default.")] = None
+    cases: Annotated[
+        str | None,
+        typer.Option(
+            help="Tags (roofline, first-light, linear, more, host, sweep, small, all) or parts of case names, "
+            "separated by commas. By default roofline and first-light on a GPU, and small on a CPU. The cases of sweep "
+            "vary one size of each op."
+        ),
+    ] = None
+    providers: Annotated[
+        str | None,
+        typer.Option(help="Providers to measure, separated by commas; -NAME excludes one: --providers=-compile."),
+    ] = None
+    against: Annotated[
+        str | None,
+        typer.Option(
+            metavar="GIT_REF",
+            help="Compare this Tigon with that of a commit, branch or tag of its checkout. Other providers are "
+            "measured only if --providers names them.",
+        ),
+    ] = None
+    rounds: Annotated[
+        int | None,
+        typer.Option(min=1, help="Rounds over all providers; the results are medians.", show_default="3; 1 if --quick"),
+    ] = None
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto"
+    quick: Annotated[bool, typer.Option("--quick", help="Run one round of few calls, for a first look.")] = False
+    out: Annotated[Path | None, typer.Option(help="Folder for the report.", show_default="runs/bench_<time>")] = None
+    list_cases: Annotated[bool, typer.Option("--list", help="Print the cases that would run, and stop.")] = False
+
+
+@takes_options
+def bench(options: BenchOptions) -> None:
+    """Check every op and its peers, then measure their forward and backward passes.
+
+    `python -m benchmarks train --help` describes the benchmark of whole training steps.
+
+    The command writes bench.json, bench.md, which begins with a summary, and a picture of each family that has a sweep.
+    A peer that is not installed or raises is a line in the report. Exit code: 0; 1 if Tigon raises or is wrong, and
+    then it is not timed; 2 for bad input; 130 after Ctrl-C.
+    """
+    if code := session(options):
+        raise typer.Exit(code)
+
+
+def session(options: BenchOptions) -> int:
+    """Run with the options, and return the exit code.
 
     Raises:
         typer.BadParameter: an option is wrong. The message names the rule and the value, and nothing has run.
     """
     console = make_console()
-    target = _select_device(pick_device(device))
+    target = _select_device(pick_device(options.device))
     try:
-        revision = None if against is None else find_revision(against)
-        selected_cases = case_table.select(ops, cases or ("first-light,roofline" if target.type == "cuda" else "small"))
+        revision = None if options.against is None else find_revision(options.against)
+        selected_cases = case_table.select(
+            options.ops, options.cases or ("first-light,roofline" if target.type == "cuda" else "small")
+        )
         # With --against, other providers run only if --providers names them.
-        names = provider_names or ("tigon" if revision else None)
+        names = options.providers or ("tigon" if revision else None)
         providers_of = {case.op: providers.select(case.op, names) for case in selected_cases}
         selected_cases = [case for case in selected_cases if providers_of[case.op]]
         if not selected_cases:
-            raise ValueError(f"bench: none of the ops chosen has a provider among {provider_names!r}")
+            raise ValueError(f"bench: none of the ops chosen has a provider among {options.providers!r}")
     except ValueError as problem:
         raise typer.BadParameter(str(problem)) from problem
-    if list_cases:
+    if options.list_cases:
         for case in selected_cases:
             console.print(f"{case.name}  [dim]{', '.join(case.tags)}[/dim]", soft_wrap=True)
         return 0
-    rounds = rounds or (1 if quick else 3)
+    rounds = options.rounds or (1 if options.quick else 3)
     settings: dict[str, Any] = {
         "rounds": rounds,
-        "quick": quick,
+        "quick": options.quick,
         "interrupted": False,
         "cases": [case.name for case in selected_cases],
     }
-    folder = pick_folder(out, "bench_")
+    folder = pick_folder(options.out, "bench_")
     with contextlib.ExitStack() as stack:
         if revision:
             settings["against"] = _add_revision(revision, providers_of, stack)

@@ -1,7 +1,5 @@
 """The commands of the training benchmark and of the demo: the order of the work, and the printed output."""
 
-import functools
-import inspect
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -14,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from benchmarks.report import describe_machine, make_folder, pick_folder
+from benchmarks.report import describe_machine, make_folder, pick_folder, takes_options
 from benchmarks.train import report
 from benchmarks.train.demo import DemoOptions, make_demo_plan
 from benchmarks.train.measurement import TOLERANCE, Measurement, compare_with_stock
@@ -25,19 +23,6 @@ from tigon.cli.main import INTERRUPTED, make_console, pick_device
 Options = TypeVar("Options")
 # Exit codes. The exit code for bad input is 2.
 DIFFERS, RUN_FAILED = 1, 3
-
-
-def takes_options(command: Callable[[Any], None]) -> Callable[..., None]:
-    """Let typer read the options of a command from the fields of its only argument, a dataclass."""
-    (argument,) = inspect.signature(command).parameters.values()
-
-    @functools.wraps(command)
-    def expanded(**values: Any) -> None:
-        command(argument.annotation(**values))
-
-    expanded.__annotations__ = {}
-    expanded.__signature__ = inspect.signature(argument.annotation)  # type: ignore[attr-defined]
-    return expanded
 
 
 @takes_options

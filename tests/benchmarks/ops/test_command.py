@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 
 from benchmarks.ops import cases, providers
 from benchmarks.ops.cases import Case
-from benchmarks.ops.command import bench
 from benchmarks.ops.providers import Provider
+from benchmarks.ops.session import bench
 from tigon.cli import main as cli
 
 TINY = (

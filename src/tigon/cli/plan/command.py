@@ -23,10 +23,8 @@ def _gpu_memory() -> float:
 
 
 def plan(
-    model: Annotated[
-        str,
-        typer.Argument(help=MODEL_HELP),
-    ],
+    model: Annotated[str, typer.Argument(help=MODEL_HELP)],
+    *,
     seq: Annotated[int, typer.Option(help="The tokens in a sequence.")] = 4096,
     batch: Annotated[
         int | None,
@@ -91,11 +89,8 @@ def plan(
 
     The exit code is 0, or 1 if no level fits, 2 for bad input, and 130 after Ctrl-C.
     """
-    from tigon.cli.inspect.build import find_config
-    from tigon.cli.plan.plan_table import as_json, print_plan
-    from tigon.cli.plan.planner import PlanSettings, TooLong, recommend
+    from tigon.cli.plan.planner import PlanSettings
 
-    console = make_console()
     if plot is not None:
         _check_plot(plot)
     if lora is not None and (message := unmet("peft")):
@@ -122,29 +117,42 @@ def plan(
         name, _, message = str(error).partition(" ")
         raise typer.BadParameter(message, param_hint="--" + name.replace("_", "-")) from error
     try:
-        try:
-            config = find_config(model, trust_remote_code=trust_remote_code)
-            plans = _plan_levels(config, settings, trust_remote_code, plot is not None)
-        except TooLong as error:
-            raise typer.BadParameter(str(error), param_hint="--seq") from error
-        except ValueError as error:
-            raise typer.BadParameter(str(error), param_hint="MODEL") from error
-        notes = _notes(config, settings)
-        print_plan(console, model, plans, settings, batch is not None, notes)
-        if plot is not None:
-            from tigon.cli.plan.plot import draw
-
-            write_file(plot, lambda path: draw(path, model, plans, settings), "--plot")
-            say_written(console, plot)
-        if json_file is not None:
-            text = json.dumps(as_json(model, plans, settings, batch is not None, notes), indent=1) + "\n"
-            write_file(json_file, text, "--json")
-            say_written(console, json_file)
+        fits = _run(model, settings, batch is not None, trust_remote_code, json_file, plot)
     except KeyboardInterrupt:
-        console.print("[bold yellow]Interrupted[/]")
+        make_console().print("[bold yellow]Interrupted[/]")
         raise typer.Exit(INTERRUPTED) from None
-    if recommend(plans, settings, batch is not None) is None:
+    if not fits:
         raise typer.Exit(NOTHING_FITS)
+
+
+def _run(
+    model: str, settings: Any, has_batch: bool, trust_remote_code: bool, json_file: Path | None, plot: Path | None
+) -> bool:
+    """Plan all levels, print and write the results, and return whether a level fits."""
+    from tigon.cli.inspect.build import find_config
+    from tigon.cli.plan.plan_table import as_json, print_plan
+    from tigon.cli.plan.planner import TooLong, recommend
+
+    console = make_console()
+    try:
+        config = find_config(model, trust_remote_code=trust_remote_code)
+        plans = _plan_levels(config, settings, trust_remote_code, plot is not None)
+    except TooLong as error:
+        raise typer.BadParameter(str(error), param_hint="--seq") from error
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="MODEL") from error
+    notes = _notes(config, settings)
+    print_plan(console, model, plans, settings, has_batch, notes)
+    if plot is not None:
+        from tigon.cli.plan.plot import draw
+
+        write_file(plot, lambda path: draw(path, model, plans, settings), "--plot")
+        say_written(console, plot)
+    if json_file is not None:
+        text = json.dumps(as_json(model, plans, settings, has_batch, notes), indent=1) + "\n"
+        write_file(json_file, text, "--json")
+        say_written(console, json_file)
+    return recommend(plans, settings, has_batch) is not None
 
 
 def _notes(config: Any, settings: Any) -> list[str]:

@@ -11,7 +11,7 @@ import torch
 import tigon
 from tigon.cli.inspect.build import build, quietly
 from tigon.cli.plan.adapters import add_adapters
-from tigon.cli.plan.engines import OPTIMIZERS, STRATEGIES, Replicated, Sharded, optimizer_costs
+from tigon.cli.plan.engines import OPTIMIZERS, STRATEGIES, OptimizerCosts, Replicated, Sharded, optimizer_costs
 from tigon.cli.plan.ledger import Work
 from tigon.cli.plan.positions import find_position_table
 from tigon.cli.plan.step import Step, count_step
@@ -232,6 +232,51 @@ def _one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {textwrap.shorten(str(error), 200, placeholder=' ...')}"
 
 
+def _build(
+    config: Any, settings: PlanSettings, trust_remote_code: bool, lengths: tuple[int, ...]
+) -> tuple[Any, str, tuple[int, ...]]:
+    """Return the model on meta in training mode, the class that built it, and the lengths that it has positions for."""
+    try:
+        model, auto = build(config, trust_remote_code=trust_remote_code, attention=None)
+    except ValueError as error:
+        raise NotPlanned(str(error)) from error
+    arithmetic_dtype, _ = DTYPES[settings.dtype]
+    for p in model.parameters():
+        if p.is_floating_point():
+            p.data = p.data.to(arithmetic_dtype)
+    model_config: Any = model.config
+    if getattr(model_config, "use_cache", False):
+        model_config.use_cache = False
+    if settings.lora is not None:
+        try:
+            with quietly():
+                add_adapters(model, settings.lora, settings.adapter_dtype, settings.qlora)
+        except ValueError as error:
+            raise NotPlanned(f"{type(model).__name__} cannot get adapters ({_one_line(error)})") from error
+    model.train()
+    table = find_position_table(model, max(settings.seq, *lengths, 1))
+    if table is not None:
+        if table.positions < settings.seq:
+            raise TooLong(f"must be at most {table.positions} ({table.name} has no more positions), got {settings.seq}")
+        lengths = lengths and (tuple(seq for seq in lengths if seq <= table.positions) or (settings.seq,))
+    return model, auto, lengths
+
+
+def _costs(model: Any, settings: PlanSettings) -> tuple[Replicated | Sharded, OptimizerCosts]:
+    """Return the engine that holds the parameters, and the costs of the optimizer."""
+    _, stored_dtype = DTYPES[settings.dtype]
+    # Adapters are fp32 between steps, whatever the dtype of the arithmetic is.
+    trained_dtype = stored_dtype if settings.lora is None else torch.float32
+    engine: Replicated | Sharded
+    if settings.engine == "fsdp":
+        engine = Sharded(model, settings.gpus, stored_dtype)
+    else:
+        engine = Replicated(model, settings.gpus)
+    shards = settings.gpus if settings.engine == "fsdp" else 1
+    sizes = [-(-p.numel() // shards) for p in model.parameters() if p.requires_grad]
+    return engine, optimizer_costs(settings.optimizer, sizes, trained_dtype)
+
+
 def plan(
     config: Any,
     settings: PlanSettings,
@@ -266,40 +311,8 @@ def plan(
         >>> lean.fits(settings)
         True
     """
-    try:
-        model, auto = build(config, trust_remote_code=trust_remote_code, attention=None)
-    except ValueError as error:
-        raise NotPlanned(str(error)) from error
-    arithmetic_dtype, stored_dtype = DTYPES[settings.dtype]
-    trained_dtype = stored_dtype
-    for p in model.parameters():
-        if p.is_floating_point():
-            p.data = p.data.to(arithmetic_dtype)
-    model_config: Any = model.config
-    if getattr(model_config, "use_cache", False):
-        model_config.use_cache = False
-    if settings.lora is not None:
-        try:
-            with quietly():
-                add_adapters(model, settings.lora, settings.adapter_dtype, settings.qlora)
-        except ValueError as error:
-            raise NotPlanned(f"{type(model).__name__} cannot get adapters ({_one_line(error)})") from error
-        # Adapters are fp32 between steps, whatever the dtype of the arithmetic is.
-        trained_dtype = torch.float32
-    model.train()
-    table = find_position_table(model, max(settings.seq, *lengths, 1))
-    if table is not None:
-        if table.positions < settings.seq:
-            raise TooLong(f"must be at most {table.positions} ({table.name} has no more positions), got {settings.seq}")
-        lengths = lengths and (tuple(seq for seq in lengths if seq <= table.positions) or (settings.seq,))
-    engine: Replicated | Sharded
-    if settings.engine == "fsdp":
-        engine = Sharded(model, settings.gpus, stored_dtype)
-    else:
-        engine = Replicated(model, settings.gpus)
-    shards = settings.gpus if settings.engine == "fsdp" else 1
-    sizes = [-(-p.numel() // shards) for p in model.parameters() if p.requires_grad]
-    optimizer = optimizer_costs(settings.optimizer, sizes, trained_dtype)
+    model, auto, lengths = _build(config, settings, trust_remote_code, lengths)
+    engine, optimizer = _costs(model, settings)
 
     def plan_level(level: str) -> LevelPlan:
         steps: dict[tuple[int, int], Step] = {}
