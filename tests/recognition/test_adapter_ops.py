@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 import tigon
 from op_cases import DEVICE, assert_as_accurate_as_eager
@@ -107,6 +108,30 @@ def test_an_input_of_inference_mode_trains_fp32_adapters():
 
 
 @pytest.mark.kernels
+def test_a_function_mode_sees_the_functions_of_the_forward():
+    class Doubling(TorchFunctionMode):
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = function(*args, **(kwargs or {}))
+            return result * 2 if function is nn.functional.linear else result
+
+    layer = to_dtypes(make())
+    stock, x = copy.deepcopy(layer), input_for()
+    tigon.patch(layer)
+    with Doubling():
+        assert torch.equal(layer(x), stock(x))
+
+
+@pytest.mark.kernels
+def test_a_default_device_keeps_the_op(monkeypatch):
+    calls = spy_on(monkeypatch, lora._LoRALinears)
+    layer, x = to_dtypes(make()), input_for()
+    tigon.patch(layer)
+    with torch.device(DEVICE):
+        layer(x)
+    assert calls
+
+
+@pytest.mark.kernels
 def test_global_hooks_see_the_calls_of_children():
     layer = to_dtypes(make())
     tigon.patch(layer)
@@ -198,6 +223,45 @@ def test_a_loaded_layer_trains_in_a_checkpointed_region(tmp_path):
     path = str(tmp_path / "layer.pt")
     torch.save((layer, x), path)
     subprocess.run([sys.executable, "-c", LOADED, path], check=True)
+
+
+class Returns32(Quantised):
+    """A layer whose output has another dtype than its input."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x).float()
+
+
+@pytest.mark.kernels
+def test_a_base_whose_output_has_another_dtype_runs_once():
+    layer = make(lora_bias=True, lora_dropout=0.5)
+    layer.base_layer = Returns32(INPUTS, OUTPUTS)
+    stock, x = copy.deepcopy(to_dtypes(layer)), input_for()
+    tigon.patch(layer)
+    outputs = []
+    for each in (layer, stock):
+        torch.manual_seed(1)
+        outputs.append(each(x))
+    assert torch.equal(*outputs)
+    assert layer.base_layer.calls == 1
+
+
+@pytest.mark.kernels
+def test_adapters_draw_masks_of_their_own():
+    """Two adapters that cancel each other give another sum if each of them has a dropout, as in PEFT."""
+    layer = to_dtypes(make(lora_dropout=0.5))
+    layer.set_adapter(["first", "second"])
+    with torch.no_grad():
+        layer.base_layer.weight.zero_()
+        layer.base_layer.bias.zero_()
+        layer.lora_A["second"].weight.copy_(-layer.lora_A["first"].weight)
+        layer.lora_B["second"].weight.copy_(layer.lora_B["first"].weight)
+    tigon.patch(layer)
+    assert layer(input_for()).abs().max() > 0.05
+    assert layer.eval()(input_for()).abs().max() < 0.01
 
 
 # --- several layers in one node ------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import pickle
 import types
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ import tigon
 from recognition.lora_layers import INPUTS, OUTPUTS, RANK, make
 from tigon.ops.adapters.lora import eager_output
 from tigon.ops.adapters.projection import Projection
+from tigon.recognition.parts import adapter_probes
 from tigon.recognition.parts.adapters import AdapterRecipe, recognise_adapters
 from tigon.recognition.replacement import find_replacement, installed_recipe
 
@@ -90,6 +92,26 @@ OTHERS = {
 }
 
 
+@pytest.mark.parametrize("cls", [Subtracts, Fails])
+def test_a_comparison_that_failed_is_not_repeated(monkeypatch, cls):
+    layer = make()
+    layer.__class__ = cls
+    reason = recognise_adapters(layer)
+    monkeypatch.setattr(adapter_probes, "_learn", None)
+    assert recognise_adapters(layer) == reason
+
+
+def test_threads_compare_a_class_once(monkeypatch):
+    cls = type("Linear", (lora_layer.Linear,), {"__module__": lora_layer.__name__})
+    layers, learn, calls = [make() for _ in range(4)], adapter_probes._learn, []
+    monkeypatch.setattr(adapter_probes, "_learn", lambda *args: calls.append(1) or learn(*args))
+    for layer in layers:
+        layer.__class__ = cls
+    with ThreadPoolExecutor(len(layers)) as pool:
+        assert all(isinstance(recipe, AdapterRecipe) for recipe in pool.map(recognise_adapters, layers))
+    assert calls == [1]
+
+
 @pytest.mark.parametrize("cls", OTHERS)
 def test_other_forwards_are_left_alone_with_a_reason(cls):
     layer = make()
@@ -108,6 +130,16 @@ def test_other_forwards_are_left_alone_with_a_reason(cls):
 def test_other_kinds_of_adapters_are_left_alone_with_a_reason():
     reason = recognise_adapters(make(use_dora=True))
     assert reason == "computes something else than a linear layer with low-rank adapters: DoraLinearVariant"
+
+
+def test_an_adapter_of_another_kind_keeps_the_forward_while_it_is_active():
+    layer = make()
+    layer.lora_variant["second"] = Variant
+    patched(layer)
+    for active, is_read in (("first", True), ("second", False), (["first", "second"], False), ("first", True)):
+        layer.set_adapter(active)
+        assert (read(layer) is not None) == is_read
+        assert_stock(layer)
 
 
 class Adapted(nn.Module):
@@ -297,11 +329,14 @@ def test_the_dtypes_and_the_width_of_the_input_count():
     assert read(layer, X.bfloat16()) is None
 
 
-@pytest.mark.parametrize("name", ["linear", "dropout"])
-def test_a_function_of_torch_that_is_replaced_runs(monkeypatch, name):
-    layer = patched(make(lora_dropout=0.5))
-    function = getattr(F, name)
-    monkeypatch.setattr(F, name, lambda *args, **options: function(*args, **options) * 2)
+@pytest.mark.parametrize("probability", [0.0, 0.5])
+@pytest.mark.parametrize(("owner", "name"), [
+    (F, "linear"), (F, "dropout"), (nn.Dropout, "forward"), (nn.Identity, "forward"),
+])  # fmt: skip
+def test_a_function_of_torch_that_is_replaced_runs(monkeypatch, owner, name, probability):
+    layer = patched(make(lora_dropout=probability)).eval()
+    function = getattr(owner, name)
+    monkeypatch.setattr(owner, name, lambda *args, **options: function(*args, **options) * 2)
     assert read(layer) is None
 
 

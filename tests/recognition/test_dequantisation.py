@@ -124,6 +124,24 @@ def test_a_layer_is_compared_once_for_each_weight_and_dtype(monkeypatch):
     assert reader.read(layer, x) is None
 
 
+def test_a_weight_that_another_thread_replaces_during_a_comparison_is_compared(monkeypatch):
+    reader, layer, x = WeightReader(), make_layer().base_layer, input_of()
+    compare, compared_weights = reader._compare, []
+
+    def replace_and_compare(layer: Any, dtype: torch.dtype) -> Any:
+        compared_weights.append(layer.weight)
+        if len(compared_weights) > 1:
+            return compare(layer, dtype)
+        layer.weight = copy.deepcopy(layer.weight)
+        assert reader.read(layer, x) is not None
+        return compare(layer, dtype)._replace(computes_product=False)
+
+    monkeypatch.setattr(reader, "_compare", replace_and_compare)
+    with tuned(DequantisationConfig, min_rows=1):
+        assert reader.read(layer, x) is None
+        assert reader.read(layer, x) is not None
+
+
 def test_a_trained_weight_is_not_read():
     layer = make_layer().base_layer
     layer.weight = nn.Parameter(torch.randn(OUTPUTS, INPUTS, device=DEVICE, dtype=torch.bfloat16))

@@ -9,6 +9,7 @@ import functools
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from tigon.runtime.compat.modules import CALL_IMPL, COMPILED_CALL_IMPL, call_impl
@@ -44,6 +45,11 @@ _CALL = _stock_or_none(nn.Module.__call__, "torch/nn/modules/module.py")
 _CALL_IMPL = _stock_or_none(call_impl, "torch/nn/modules/module.py") or object()
 
 
+_DROPOUT = _stock_or_none(F.dropout, "torch/nn/functional.py")
+_DROPOUT_FORWARD = _stock_or_none(nn.Dropout.forward, "torch/nn/modules/dropout.py")
+_IDENTITY_FORWARD = _stock_or_none(nn.Identity.forward, "torch/nn/modules/linear.py")
+
+
 def is_linear_of_zero(function: Callable) -> bool:
     """Return True for the function that `deepspeed.zero.Init` assigns to `F.linear` for the rest of the process.
 
@@ -60,6 +66,12 @@ def linears_are_stock() -> bool:
     """Return True if `nn.Linear.forward` is that of torch, and `F.linear` is that of torch or of DeepSpeed's ZeRO-3."""
     linear = torch.nn.functional.linear
     return nn.Linear.forward is _FORWARD and (linear is native_linear or is_linear_of_zero(linear))
+
+
+def dropouts_are_stock() -> bool:
+    """Return True if `F.dropout` and the forwards of `nn.Dropout` and `nn.Identity` are those of torch."""
+    is_stock = nn.Dropout.forward is _DROPOUT_FORWARD and nn.Identity.forward is _IDENTITY_FORWARD
+    return is_stock and F.dropout is _DROPOUT
 
 
 def has_stock_call(module: nn.Module) -> bool:

@@ -27,6 +27,14 @@ def test_function_modes_are_counted():
     assert operators.function_modes() == 0
     with TorchFunctionMode():
         assert operators.function_modes() == 1
+        assert operators.any_changing_mode()
+
+
+def test_a_default_device_changes_no_results():
+    assert not operators.any_changing_mode()
+    with torch.device("cpu"):
+        assert operators.function_modes() == 1
+        assert not operators.any_changing_mode()
 
 
 def test_reshaped_tensor_is_no_view():
@@ -115,6 +123,14 @@ def test_operators_and_namespaces_have_the_known_types():
 
 
 # --- a torch without the names ---------------------------------------------------------------------
+
+
+def test_any_mode_may_change_results_if_the_modes_are_not_listed(monkeypatch, import_again):
+    monkeypatch.delattr(torch.overrides, "_get_current_function_mode_stack")
+    module = import_again(operators)
+    assert not module.any_changing_mode()
+    with torch.device("cpu"):
+        assert module.any_changing_mode()
 
 
 MODES = "_len_torch_dispatch_stack", "_len_torch_function_stack"

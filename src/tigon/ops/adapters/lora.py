@@ -62,9 +62,13 @@ def lora_linear_reference(
 
 def eager_output(x: Tensor, projection: Projection) -> Tensor:
     """Return the output of one layer with its adapters, by the operations of PEFT."""
-    y = F.linear(x, dense_weight(projection.weight), projection.bias)
+    return _eager_sum(x, F.linear(x, dense_weight(projection.weight), projection.bias), projection.adapters)
+
+
+def _eager_sum(x: Tensor, y: Tensor, adapters: Sequence[Adapter]) -> Tensor:
+    """Return the sum of y and the outputs of adapters for x, by the operations of PEFT."""
     total = y
-    for adapter in projection.adapters:
+    for adapter in adapters:
         hidden = F.linear(F.dropout(x.to(adapter.a.dtype), adapter.dropout), adapter.a)
         total = total + F.linear(hidden, adapter.b, adapter.bias) * adapter.scaling
     return total.to(y.dtype)
@@ -270,20 +274,20 @@ def adapter_hidden(x: Tensor, adapters: Sequence[Adapter]) -> list[Tensor]:
     return list(h.split([len(adapter.a) for adapter in adapters], -1))
 
 
-def add_adapters(x: Tensor, y: Tensor, adapters: Sequence[Adapter]) -> Tensor | None:
-    """Return y + sum_j s_j (B_j(A_j(dropout(x))) + bias_j) in one node, or None if the node does not support x and y.
+def add_adapters(x: Tensor, y: Tensor, adapters: Sequence[Adapter]) -> Tensor:
+    """Return y + sum_j s_j (B_j(A_j(dropout(x))) + bias_j), in one node if it supports x and y.
 
     This is for a layer whose product only its own code can compute, such as a quantised one.
 
     Args:
         x: [..., I], the input of the layer.
-        y: [..., O], the output of the layer, in the dtype of x.
+        y: [..., O], the output of the layer. The node supports the dtype of x. Eager code supports any dtype.
         adapters: At least one adapter.
     """
     projection = Projection(None, None, tuple(adapters))
     is_output = y.dtype == x.dtype and y.device == x.device and y.shape == (*x.shape[:-1], len(adapters[0].b))
     if not is_output or not takes_adapters(x, [projection]):
-        return None
+        return _eager_sum(x, y, adapters)
     tensors, constants = flatten([projection])
     return _AddAdapters.apply(x, y, constants, *tensors)
 

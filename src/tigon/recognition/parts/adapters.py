@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tigon.ops.adapters.fp8_weight import Fp8Weight
@@ -29,12 +28,9 @@ from tigon.recognition.parts.fp8 import FP8Recipe, mark_bases
 from tigon.recognition.probing.standin import BF16, FP16, FP32, is_linear
 from tigon.recognition.replacement import find_replacement, install, installed_recipe, uninstall
 from tigon.runtime.compat.modules import any_global_hook, has_hooks
+from tigon.runtime.compat.operators import any_changing_mode
 from tigon.runtime.device import PLAIN, runs_kernels
-from tigon.runtime.stock import has_stock_call, linears_are_stock
-
-# The functions of torch of which a dropout consists.
-_DROPOUT = F.dropout, nn.Dropout.forward
-
+from tigon.runtime.stock import dropouts_are_stock, has_stock_call, linears_are_stock
 
 # --- what a layer computes ---------------------------------------------------------------------------
 
@@ -93,7 +89,7 @@ def _probability(dropout: Any) -> float | None:
         return None
     if not dropout.training or dropout.p == 0.0:
         return 0.0
-    return float(dropout.p) if dropout.p < 1.0 and (F.dropout, nn.Dropout.forward) == _DROPOUT else None
+    return float(dropout.p) if dropout.p < 1.0 else None
 
 
 def _read_adapters(layer: Any, x: Tensor | TensorLike) -> tuple[Adapter, ...] | None:
@@ -165,7 +161,7 @@ def _read_base(base: Any, x: Tensor | TensorLike, adapters: tuple[Adapter, ...])
 
 def read_layer(layer: nn.Module, x: Tensor | TensorLike) -> Projection | AdaptedCall | None:
     """Return what the forward of a layer of PEFT computes from x, as its attributes say; None if it has to run."""
-    adapters = _read_adapters(layer, x) if linears_are_stock() else None
+    adapters = _read_adapters(layer, x) if linears_are_stock() and dropouts_are_stock() else None
     return None if adapters is None else _read_base(layer._modules["base_layer"], x, adapters)
 
 
@@ -220,7 +216,10 @@ def _may_compute(x: Any) -> bool:
     # Autocast converts an fp32 input to its own dtype.
     dtype = product_dtype(x)
     has_dtype = dtype in (BF16, FP16) and x.dtype in (dtype, FP32)
-    return has_dtype and x.dim() > 1 and runs_kernels(x) and not any_global_hook()
+    if not has_dtype or x.dim() < 2 or not runs_kernels(x) or any_global_hook():
+        return False
+    # A function mode may change the values of a product. A meta tensor has none.
+    return x.is_meta or not any_changing_mode()
 
 
 def read_projection(layer: nn.Module, x: Tensor | TensorLike) -> Projection | None:
@@ -272,8 +271,10 @@ def recognise_adapters(module: nn.Module) -> AdapterRecipe | ExpertAdapterRecipe
     is_wrapper = is_linear(children[0]) and all(type(child) is nn.ModuleDict for child in children[1:])
     if not is_wrapper or not all(name in vars(module) for name in SETTINGS):
         return None
-    if variants := {type(variant).__name__ for variant in vars(module)["lora_variant"].values()}:
-        return f"{DIFFERENT}: {', '.join(sorted(variants))}"
+    variants = vars(module)["lora_variant"]
+    # Each call reads which adapters are active. PEFT's forward computes those with a variant.
+    if variants and children[1]._modules.keys() <= variants.keys():
+        return f"{DIFFERENT}: {', '.join(sorted({type(each).__name__ for each in variants.values()}))}"
     base, *others = (each for child in children for each in ([child] if is_linear(child) else child.children()))
     runs_forwards = all(map(_runs_forward_only, others))
     if not runs_forwards or not (installed_recipe(base) is not None or _runs_forward_only(base)):

@@ -167,9 +167,9 @@ class WeightReader:
     """
 
     def __init__(self) -> None:
-        # The quantisation state that the results belong to, and the results by dtypes and device.
-        self._state: Any = None
-        self._results: dict[tuple[Any, ...], _Result] = {}
+        # The quantisation state that the results belong to, and the results by dtypes and device. Threads share them,
+        # so both are replaced in one assignment.
+        self._known: tuple[Any, dict[tuple[Any, ...], _Result]] = None, {}
 
     def read(self, layer: Any, x: Tensor | TensorLike) -> FrozenWeight | None:
         """Return the weight if an op may multiply x by it, and None if the layer has to be called."""
@@ -183,15 +183,16 @@ class WeightReader:
         dtype, shape = product_dtype(x), torch.Size((layer.out_features, layer.in_features))
         if is_simulated:
             return FrozenWeight(layer.dequantize, shape, dtype, weight.device)
-        if state is not self._state:
-            self._state, self._results = state, {}
-        result = self._results.get(key := self._key(layer, x.dtype, dtype))
+        known_state, results = self._known
+        if state is not known_state:
+            self._known = state, (results := {})
+        result = results.get(key := self._key(layer, x.dtype, dtype))
         if result is None:
             if x.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 return None
             result = self._compare(layer, x.dtype)
             # The first call of a layer may have set the dtype in which it computes.
-            self._results[key] = self._results[self._key(layer, x.dtype, dtype)] = result
+            results[key] = results[self._key(layer, x.dtype, dtype)] = result
         if not result.computes_product:
             return None
         return FrozenWeight(_find_weight(layer, result.uses_kernel), shape, dtype, weight.device)

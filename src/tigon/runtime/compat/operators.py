@@ -32,6 +32,22 @@ dispatch_modes: Callable[[], int] = getattr(_C, "_len_torch_dispatch_stack", lam
 # probes run within a device context. Seen in 2.8 to 2.13. Without it: 1, so this is always so.
 function_modes: Callable[[], int] = getattr(_C, "_len_torch_function_stack", lambda: 1)
 
+# The list of the active function modes, and the module of the mode that chooses the device of new tensors, which torch
+# imports when it needs this mode. Seen in 2.8 to 2.13. Without one of them: every mode may change results, so adapters
+# run in eager code while one is active.
+_list_function_modes: Any = getattr(torch.overrides, "_get_current_function_mode_stack", None)
+_MODULE_OF_DEVICE_MODE = "torch.utils._device"
+
+
+def any_changing_mode() -> bool:
+    """Return whether a function mode is active, apart from those of `torch.set_default_device` and `torch.device`."""
+    if not function_modes():
+        return False
+    if _list_function_modes is None:
+        return True
+    return any(type(mode).__module__ != _MODULE_OF_DEVICE_MODE for mode in _list_function_modes())
+
+
 # Let the current stream wait for a number of clock cycles of the GPU. `benchmarks.ops` marks its calls in a profile by
 # this kernel, and gives the host time to queue a call. Seen in 2.8 to 2.13. Without it, `benchmarks.ops` refuses to
 # measure a GPU.
