@@ -142,6 +142,12 @@ def test_an_adapter_of_another_kind_keeps_the_forward_while_it_is_active():
         assert_stock(layer)
 
 
+def test_a_method_of_the_layer_itself_keeps_the_forward():
+    layer = make()
+    layer._cast_input_dtype = lambda x, dtype: x * 2
+    assert recognise_adapters(layer) == f"{adapter_probes.DIFFERENT}: a method of its class was replaced on the layer"
+
+
 class Adapted(nn.Module):
     """A layer with an adapter that is not PEFT's."""
 

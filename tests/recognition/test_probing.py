@@ -20,6 +20,14 @@ class OnMeta(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+def test_hooks_of_the_caller_see_no_tensor_of_a_probe():
+    """A probe of adapters that are added after the patch may run in a checkpointed region, which counts tensors."""
+    saved: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda x: x), probing(), torch.enable_grad():
+        torch.ones(2, requires_grad=True).exp().sum().backward()
+    assert not saved
+
+
 def assert_probes_are_on_cpu() -> None:
     with probing():
         assert torch.empty(1).device.type == "cpu"
