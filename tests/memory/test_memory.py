@@ -45,7 +45,9 @@ def test_one_layer_is_not_all_layers():
 )  # fmt: skip
 def test_other_names_are_refused(name):
     assert parse_memory(name) is None
-    with pytest.raises(ValueError, match=r"^op: memory must be one of 'default', .*a tigon.Memory; .*'lean\+mlp:4'\), got"):
+    with pytest.raises(
+        ValueError, match=r"^op: memory must be one of 'default', .*a tigon.Memory; .*'lean\+mlp:4'\), got"
+    ):
         check_memory("op", name)
 
 

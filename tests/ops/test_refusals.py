@@ -192,7 +192,7 @@ COMPUTED_BY = {
 TESTED_IN_OTHER_FILES = {
     "patch", "patched", "lean", "AutoModelForCausalLM",
     "AutoModelForImageTextToText", "AutoModelForSequenceClassification", "LossOutput", "LogProbOutput", "linear_loss",
-    "DistillationOutput", "DistillationLoss", "install_as_liger_kernel",
+    "DistillationOutput", "DistillationLoss", "install_as_liger_kernel", "Memory",
     "DPOLoss", "CPOLoss", "SimPOLoss", "ORPOLoss", "KTOLoss", "GRPOLoss", "PPOLoss", "RLOOLoss",
     "step_in_backward",
 }  # fmt: skip
