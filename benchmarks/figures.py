@@ -1,5 +1,6 @@
 """Draw the pictures of training, which share one look: curves of losses, bars of providers, and lines of a sweep."""
 
+import textwrap
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import cycle
@@ -63,9 +64,13 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def headline(figure: Figure, title: str, subtitle: str) -> None:
-    """Add a title and a smaller subtitle; the constrained layout leaves room for both."""
-    figure.suptitle(f"{title}\n", x=0.012, ha="left", fontsize=12, fontweight="bold", color=INK)
-    figure.text(0.012, 0.985, f"\n{subtitle}", ha="left", va="top", fontsize=8.5, linespacing=1.9, color=MUTED)
+    """Add a title and a smaller subtitle of one or more lines; the constrained layout leaves room for both."""
+    # A character of this size is about 0.063 inches wide.
+    lines = textwrap.wrap(subtitle, int(figure.get_figwidth() / 0.068))
+    newlines = "\n" * len(lines)
+    figure.suptitle(f"{title}{newlines}", x=0.012, ha="left", fontsize=12, fontweight="bold", color=INK)
+    text = "\n".join(("", *lines))
+    figure.text(0.012, 0.985, text, ha="left", va="top", fontsize=8.5, linespacing=1.9, color=MUTED)
 
 
 def clean(axes: Axes, title: str = "") -> None:

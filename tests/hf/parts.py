@@ -12,6 +12,9 @@ import tigon
 from hf.tiny import TYPES, WITHOUT, tiny_model
 
 RECORD = Path(__file__).with_name("parts.json")
+# The version of transformers in constraints.txt, with which the record was written. Older versions write some models in
+# another way.
+RECORDED_VERSION = "5.17.0"
 BUILT = [name for name in TYPES if name not in WITHOUT]
 FUSED_MLPS = {"glu", "mlp", "experts"}
 # What the tiny model of one type shows: "replaced" lists each part with its recipe, as "glu: swiglu", and "left alone"
