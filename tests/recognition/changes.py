@@ -227,6 +227,37 @@ def by_comparison(mlp):
     return lambda self, x: F.silu(x) * (2.0 if self.small == 1.5 else 1.0), lambda m: setattr(m.small, "limit", 2.0)
 
 
+@dataclasses.dataclass(order=True)
+class Level:
+    scale: float = 1.0
+
+    def __str__(self) -> str:
+        return f"scale {self.scale}"
+
+
+LOW, MIDDLE = Level(), Level(1.5)
+
+
+def by_equality_of_fields(mlp):
+    mlp.level = Level()
+    return lambda self, x: F.silu(x) * (1.0 if self.level == LOW else 2.0), lambda m: setattr(m.level, "scale", 2.0)
+
+
+def by_order_of_fields(mlp):
+    mlp.level = Level()
+    return lambda self, x: F.silu(x) * (2.0 if self.level > MIDDLE else 1.0), lambda m: setattr(m.level, "scale", 2.0)
+
+
+def by_text(mlp):
+    mlp.level, mlp.table = Level(), {"scale 1.0": 1.0, "scale 2.0": 2.0}
+    return lambda self, x: F.silu(x) * self.table[str(self.level)], lambda m: setattr(m.level, "scale", 2.0)
+
+
+def by_formatted_text(mlp):
+    mlp.level, mlp.table = Level(), {"scale 1.0": 1.0, "scale 2.0": 2.0}
+    return lambda self, x: F.silu(x) * self.table[f"{self.level}"], lambda m: setattr(m.level, "scale", 2.0)
+
+
 def by_class(mlp):
     return lambda self, x: F.silu(x), lambda m: setattr(m, "__class__", variant("Other", act=lambda self, x: F.gelu(x)))
 
@@ -284,6 +315,7 @@ CHANGES = [
     *(by_method_of_the_instance, by_method_of_the_class, by_method_of_the_base, by_global, by_global_function),
     *(by_code_of_a_function, by_function_of_torch, by_cell, by_default, by_child, by_forward_of_the_childs_class),
     *(by_computed_name, by_name_in_an_attribute, by_user_dict, by_chain_map, by_comparison, by_class),
+    *(by_equality_of_fields, by_order_of_fields, by_text, by_formatted_text),
     *(by_property_of_the_metaclass, by_lookup_of_the_metaclass, by_global_that_hides_a_builtin),
     *(
         by_missing_attribute_of_torch,

@@ -1,5 +1,6 @@
 """A forward that decides by its input, reads a mode or writes a message stays stock."""
 
+import contextlib
 import logging
 import warnings
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, is_grad_enabled, nn
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 import tigon
 from recognition.modules import variant
@@ -18,6 +20,14 @@ def is_long(x: Tensor) -> bool:
     return x.shape[-2] > 4096
 
 
+def catches_any_error(self, x: Tensor) -> bool:
+    try:
+        return {500: True}[x.shape[-2]]
+    except Exception:
+        return False
+
+
+CUDA = torch.device("cuda", 0)
 CONDITIONS = {
     "length": lambda self, x: x.shape[-2] > 4096,
     "length in a variable": lambda self, x: [n for n in (x.shape[-2],) if n > 4096],
@@ -25,6 +35,9 @@ CONDITIONS = {
     "number of elements": lambda self, x: x.numel() > 10**6,
     "batch": lambda self, x: len(x) == 7,
     "device": lambda self, x: x.device.type == "cuda",
+    "a device": lambda self, x: x.device == CUDA,
+    "type of a size": lambda self, x: isinstance(x.shape[0], int) and x.numel() > 10**4,
+    "a handler": catches_any_error,
     "values": lambda self, x: bool((x == 0.125).all()),
     "two conditions": lambda self, x: self.training and x.dim() == 3 and x.size(0) > 64,
     "three conditions": lambda self, x: not self.training and x.dim() == 4 and x.dtype == torch.half and len(x) > 64,
@@ -64,6 +77,32 @@ def test_a_forward_that_writes_a_message_stays_stock(act, caplog):
         (entry,) = tigon.patch(nn.ModuleList([variant("Logs", act=act)()])).left_alone
     assert "its forward uses " in entry.detail
     assert not caplog.records, "a probe has written to the log"
+
+
+def hides_errors(x: Tensor) -> bool:
+    with contextlib.suppress(RuntimeError):
+        return bool((x == 3.0).all())
+    return False
+
+
+READS = {
+    "stride": lambda x: x.stride(-1) != 1,
+    "contiguity": lambda x: not x.is_contiguous(),
+    "offset": lambda x: x.storage_offset() > 0,
+    "view": lambda x: x._base is not None,
+    "symbol": lambda x: not isinstance(x.shape[1], torch.SymInt) and x.shape[1] > 400,
+    "symbolic function": lambda x: statically_known_true(x.numel() > 10**4),
+    "hidden error": hides_errors,
+    "computed name": lambda x: getattr(x, f"is_{CUDA.type}"),
+}
+
+
+@pytest.mark.parametrize("condition", READS.values(), ids=READS)
+def test_a_forward_that_reads_what_no_probe_shows_stays_stock(condition):
+    act = lambda self, x: F.silu(x) * (2.0 if condition(x) else 1.0)
+    with pytest.warns(UserWarning, match="nothing was replaced"):
+        (entry,) = tigon.patch(nn.ModuleList([variant("Reads", act=act)()])).left_alone
+    assert "its forward " in entry.detail
 
 
 MODES = {
@@ -129,6 +168,7 @@ def test_a_with_block_is_no_decision():
 ACTIVATION_CONDITIONS = {
     "truth of a mean in evaluation": lambda self, x: not self.training and x.mean(),
     "length in evaluation": lambda self, x: not self.training and x.numel() > 10**6,
+    "one token in bf16": lambda self, x: x.dtype == torch.bfloat16 and x.dim() == 3 and x.shape[1] == 1,
     "values of one dimension": lambda self, x: x.dim() == 1 and bool(x.sum() == 0.125),
 }
 

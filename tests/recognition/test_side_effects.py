@@ -391,6 +391,7 @@ def tries_an_attribute(self, x):
 READS = {
     "getattr": lambda self, x: F.silu(x) * getattr(x, "temperature", 1.0),
     "a handler": tries_an_attribute,
+    "in evaluation": lambda self, x: F.silu(x) if self.training else F.silu(x) * getattr(x, "temperature", 1.0),
     "the dict": lambda self, x: F.silu(x) * x.__dict__.get("temperature", 1.0),
     "a computed name": lambda self, x: F.silu(x) * getattr(x, "temp" + "erature", 1.0),
 }

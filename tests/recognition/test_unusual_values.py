@@ -7,6 +7,11 @@ from torch import nn
 import tigon
 from recognition.modules import Norm, variant
 
+
+def is_token(x: torch.Tensor) -> bool:
+    return x.dim() == 3 and x.shape[1] == 1
+
+
 UNUSUAL = {
     "NaN of the output": lambda self, x, w: torch.nan_to_num(Norm.compute(self, x, w)),
     "NaN of the input": lambda self, x, w: Norm.compute(self, torch.nan_to_num(x, posinf=torch.inf), w),
@@ -16,6 +21,7 @@ UNUSUAL = {
     "tiny inputs": lambda self, x, w: Norm.compute(self, torch.where(x.abs() < 1e-20, 0.0, x).to(x.dtype) * 2 - x, w),
     "one dimension": lambda self, x, w: Norm.compute(self, x, w) * (2 if x.dim() == 1 else 1),
     "four dimensions": lambda self, x, w: Norm.compute(self, x, w) * (2 if x.dim() == 4 else 1),
+    "one token in evaluation": lambda self, x, w: Norm.compute(self, x, w) * (2 - self.training if is_token(x) else 1),
     "inputs that need a gradient": lambda self, x, w: Norm.compute(self, x, w) * (2 if x.requires_grad else 1),
     "inputs that need none": lambda self, x, w: Norm.compute(self, x, w) * (1 if x.requires_grad else 2),
 }
@@ -35,6 +41,7 @@ UNUSUAL_MLPS = {
     "two dimensions": lambda self, y: y * (2 if y.dim() == 2 else 1),
     "one dimension": lambda self, y: y * (2 if y.dim() == 1 else 1),
     "four dimensions": lambda self, y: y * (2 if y.dim() == 4 else 1),
+    "one token in bf16": lambda self, y: y * (2 if y.dtype == torch.bfloat16 and is_token(y) else 1),
     "evaluation": lambda self, y: y * (1 if self.training else 2),
 }
 

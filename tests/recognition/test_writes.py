@@ -221,7 +221,19 @@ def iterator(mlp):
     return lambda self, x: F.silu(x) * next(self.source)
 
 
-@pytest.mark.parametrize("source", [own_generator, numpy_generator, numpy_module, python_random, iterator])
+def bytes_that_change(mlp):
+    mlp.source = bytearray(1)
+
+    def act(self, x):
+        self.source[0] += 1
+        return F.silu(x)
+
+    return act
+
+
+@pytest.mark.parametrize(
+    "source", [own_generator, numpy_generator, numpy_module, python_random, iterator, bytes_that_change]
+)
 def test_a_forward_whose_state_cannot_be_watched_stays_stock(source):
     mlp = MLP()
     mlp.__class__ = variant("Random", act=source(mlp))

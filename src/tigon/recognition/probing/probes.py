@@ -19,7 +19,7 @@ from tigon.recognition.probing.standin import BF16, FP16, FP32, describe, normal
 from tigon.recognition.probing.symbolic import find_size_use
 from tigon.recognition.probing.trials import record
 from tigon.runtime.reach.code import code_facts
-from tigon.runtime.reach.objects import holds_tensors
+from tigon.runtime.reach.known_names import FACTS_OF_TENSORS
 from tigon.runtime.reach.places import Reach
 
 LOGGER = logging.getLogger("tigon")
@@ -178,11 +178,12 @@ def _to_meta(twin: nn.Module) -> nn.Module:
 def agrees_in_all_combinations(
     candidate: Callable, subject: Subject, inputs: ProbeInputs, pairs: Sequence[tuple[torch.dtype, torch.dtype | None]]
 ) -> bool:
-    """Compare in every combination of mode, dtypes, number of dimensions and gradients.
+    """Compare in every combination of mode, dtypes, small and other shapes, and gradients.
 
     A condition in the forward may depend on several of them at once.
     """
-    for training, (dtype, weight_dtype), shape in itertools.product((True, False), pairs, SHAPES):
+    shapes = dict.fromkeys(SHAPES + SMALL_SHAPES)
+    for training, (dtype, weight_dtype), shape in itertools.product((True, False), pairs, shapes):
         make, x = functools.partial(subject, weight_dtype, training), inputs(dtype, *shape)
         if any(agrees(candidate, make, x, needs_grad=needs_grad) is False for needs_grad in (False, True)):
             return False
@@ -219,14 +220,13 @@ def explain_limits(
     with three dimensions. If the code has conditions, it runs in both modes with every combination of `pairs` (the
     dtypes of the input and of the weights) and `dims` (numbers of dimensions).
     """
-    if reason := _explain_reads_of_input(subject(), inputs(FP32, 2, 4)):
-        return reason
-    if any(code_facts(code).has_handlers for code in reach.codes) and _accepts_another_width(subject, inputs):
-        return "its forward decides by its input (it catches the error for an input of another width)"
+    modes: tuple[bool, ...] = True, False
+    for training in modes:
+        if reason := _explain_reads_of_input(subject(FP32, training), inputs(FP32, 2, 4)):
+            return reason
     if not may_see_sizes(reach, module):
         return None
     tests_identity = any(code_facts(code).tests_identity for code in reach.codes)
-    modes: tuple[bool, ...] = True, False
     if not has_conditions(reach):
         modes, pairs, dims = (True,), ((FP32, FP32),), (3,)
     for training, (dtype, weight_dtype), dim in itertools.product(modes, pairs, sorted(dims)):
@@ -239,24 +239,13 @@ def explain_limits(
     return None
 
 
-def _accepts_another_width(subject: Subject, inputs: ProbeInputs) -> bool:
-    """Return True if a forward with weights accepts an input of another width, for which its weights are too narrow."""
-    twin = subject(FP32)
-    try:
-        type(twin).forward(twin, *(torch.cat([x, x], -1) for x in inputs(FP32, 2, 4)))
-    except Exception:
-        LOGGER.debug("the forward of %s refuses another width", type(twin).__name__, exc_info=True)
-        return False
-    return holds_tensors(twin)
-
-
 def _explain_reads_of_input(twin: nn.Module, inputs: Sequence[Tensor]) -> str | None:
-    """Return a reason if a forward looks for an attribute of its input that plain tensors do not have, or None."""
+    """Return a reason if a forward reads an attribute of its input that only some tensors have, or None."""
     names: list[str] = []
 
     class Recorder(Tensor):
         def __getattribute__(self, name: str) -> Any:
-            if name == "__dict__" or not hasattr(Tensor, name):
+            if name == "__dict__" or name in FACTS_OF_TENSORS or not hasattr(Tensor, name):
                 names.append(name)
             return super().__getattribute__(name)
 

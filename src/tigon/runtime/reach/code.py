@@ -6,6 +6,7 @@ Nothing follows which value an instruction computes. Only for `getattr`, the loa
 of the attribute is a constant.
 """
 
+import collections
 import dis
 import hashlib
 import itertools
@@ -13,7 +14,7 @@ import types
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from tigon.runtime.reach.known_names import GETTERS, MUTATORS, SETTERS
+from tigon.runtime.reach.known_names import COMPARISONS, CONVERSIONS, GETTERS, MUTATORS, SETTERS
 from tigon.runtime.weak_cache import cached_weakly
 
 CONSTRUCTORS = ("__init__", "__new__", "__post_init__")
@@ -27,7 +28,7 @@ class CodeFacts(NamedTuple):
     """The names that one function uses, including the functions that it defines, and its lasting writes."""
 
     global_names: frozenset[str]
-    # Names of attributes that the code loads or stores.
+    # Names of attributes that the code loads or stores, and of special methods that its comparisons and texts call.
     attributes: frozenset[str]
     # Strings that may be names of attributes or keys of a table.
     strings: frozenset[str]
@@ -47,8 +48,8 @@ class CodeFacts(NamedTuple):
     tests_types: bool
     # True if the function compares the identity of objects by `is`, and not only with None.
     tests_identity: bool
-    # True if the function has an exception handler. `with` has one too.
-    has_handlers: bool
+    # True if the function catches exceptions by `try`. `with` does not count.
+    catches_errors: bool
     # True if the function computes a condition or jumps on one.
     has_conditions: bool
     # True if an instruction, such as an index or a loop, may depend on a size.
@@ -67,12 +68,16 @@ def code_facts(code: types.CodeType) -> CodeFacts:
         optional |= names if each.co_exceptiontable else frozenset()
         facts.append((names | (strings if GETTERS & names else frozenset()), strings, optional))
     steps = [(each, step) for each in codes for step in dis.get_instructions(each)]
-    operations = {step.opname for _, step in steps}
+    count = collections.Counter(step.opname for _, step in steps)
+    operations = count.keys()
     names = frozenset().union(*(n for n, _, _ in facts))
     loads_global = lambda step: step.opname in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
     global_names = frozenset(step.argval for _, step in steps if loads_global(step))
     loaded = frozenset(s.argval for _, s in steps if not loads_global(s) and s.opcode in dis.hasname)
     strings = frozenset().union(*(s for _, s, _ in facts))
+    makes_text = any(o.startswith("FORMAT_") for o in operations) or {"str", "repr", "format"} & names
+    special = CONVERSIONS if makes_text or any(s.argrepr in ("%", "%=") for _, s in steps) else frozenset()
+    special |= COMPARISONS if {"COMPARE_OP", "CONTAINS_OP"} & operations else frozenset()
     writes, item_writes, line = [], [], code.co_firstlineno
     for each, step in steps:
         line = (step.positions and step.positions.lineno) or line
@@ -94,7 +99,7 @@ def code_facts(code: types.CodeType) -> CodeFacts:
                 item_writes.append((name, line))
     return CodeFacts(
         global_names=global_names,
-        attributes=loaded | (strings if GETTERS & names else frozenset()),
+        attributes=loaded | (strings if GETTERS & names else frozenset()) | special,
         strings=strings,
         optional=frozenset().union(*(o for _, _, o in facts)),
         reads_all_names=bool({"vars", "dir", "__dict__", "__getattribute__", "__getattr__", "attrgetter"} & names)
@@ -105,7 +110,7 @@ def code_facts(code: types.CodeType) -> CodeFacts:
         stored_names=frozenset(step.argval for _, step in steps if step.opname in ("STORE_ATTR", "DELETE_ATTR")),
         tests_types=bool(names & {"type", "isinstance", "issubclass", "__class__"}) or "MATCH_CLASS" in operations,
         tests_identity="IS_OP" in operations,
-        has_handlers=any(each.co_exceptiontable for each in codes),
+        catches_errors=count["PUSH_EXC_INFO"] > count["WITH_EXCEPT_START"],
         has_conditions=any(o in _CONDITIONS or ("JUMP" in o and "IF" in o) for o in operations),
         may_see_sizes=len(codes) > 1 or any(word in o for o in operations for word in _SIZES),
     )

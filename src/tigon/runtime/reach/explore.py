@@ -18,6 +18,8 @@ from tigon.runtime.reach.objects import is_table_of_functions, is_trusted, packa
 from tigon.runtime.reach.places import MAX_PLACES, Place, Reach, bits_of, is_simple
 
 CONTAINERS = (list, dict, set, collections.deque)
+# Nothing shows that an object of these types changes, or that it writes.
+UNWATCHABLE = operator.methodcaller, types.MappingProxyType, types.CellType, bytearray
 # Objects of these types of torch hold nothing that a call changes.
 CONSTANTS_OF_TORCH: tuple[type, ...] = (
     *(torch.finfo, torch.iinfo, torch.no_grad, torch.enable_grad, torch.inference_mode, torch.autocast, torch.qscheme),
@@ -37,6 +39,7 @@ class _Walk(HolderWalk):
             pass
         self.add_item_writes()
         self.add_tests_of_types()
+        self.add_decisions()
         reach = self.reach
         reach.fingerprint = tuple(self.entries)
         reach.names = frozenset(name for name in self.names if name.isidentifier())
@@ -128,7 +131,7 @@ class _Walk(HolderWalk):
             if isinstance(value, OPERATOR_TYPES):
                 self.refuse_foreign_namespace(str(value), path)
         elif package in TRUSTED - {"torch"} and not hasattr(value, "__dict__") and not hasattr(kind, "__next__"):
-            if isinstance(value, (operator.methodcaller, types.MappingProxyType)) or "view" in kind.__name__:
+            if isinstance(value, UNWATCHABLE) or "view" in kind.__name__:
                 self.refuse(f"uses {path}, a {kind.__name__}, which cannot be watched")
             self.entries.append((path, "opaque", stable_repr(value)))
         elif package == "numpy" and not hasattr(kind, "__setitem__"):

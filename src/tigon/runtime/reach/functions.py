@@ -16,6 +16,7 @@ from tigon.runtime.compat.operators import NAMESPACE_TYPES, operator_namespaces
 from tigon.runtime.reach.code import CONSTRUCTORS, CodeFacts, code_facts
 from tigon.runtime.reach.known_names import (
     DEVICES,
+    EVASIONS,
     FACTS_OF_TENSORS,
     IMPURE,
     IMPURE_BUILTINS,
@@ -119,8 +120,8 @@ class FunctionWalk(Record):
             reach.writes.append(f"may write attributes, by __init__ {locate(code.co_firstlineno)}")
         for name in sorted(facts.attributes & FACTS_OF_TENSORS):
             self.refuse(f"reads .{name}, on which its result may depend")
-        if "device" in facts.attributes and DEVICES & facts.strings and not _is_helper(function):
-            reach.unprobed_reads.append(f"decides by its input {locate(code.co_firstlineno)}")
+        for name in sorted(used & EVASIONS):
+            self.refuse(f"uses {name}, with which it may hide how it decides by its input")
         for name in sorted(facts.imports):
             if name in sys.modules:
                 self.describe(sys.modules[name], name)
@@ -133,6 +134,22 @@ class FunctionWalk(Record):
             for name, path in self.children_with_tensors:
                 if facts.tests_types and name in facts.attributes:
                     self.reach.unprobed_reads.append(f"reads the type of {path}, or of a value computed by it")
+
+    def add_decisions(self) -> None:
+        """Refuse code that may decide by its input in a way that no probe shows."""
+        has_conditions = any(facts.has_conditions for facts, _ in self.functions)
+        names_number = bool({id(int), id(float), id(bool)} & self.numbers.keys())
+        for facts, function in self.functions:
+            # Code of transformers passes devices on. The types of its models are tested one by one.
+            is_known = package_of(function.__globals__.get("__name__")) == "transformers"
+            may_compare = not is_known and (has_conditions or bool(facts.attributes & {"type", "get"}))
+            by_device = "device" in facts.attributes and (may_compare or bool(facts.strings & DEVICES))
+            by_device &= not _is_helper(function)
+            # In a run with symbolic sizes, a size is no int.
+            by_type = facts.tests_types and (names_number or {"int", "float", "bool"} & facts.global_names)
+            if by_device or by_type or facts.catches_errors or function.__name__ == "__exit__":
+                place = _locator(function)(function.__code__.co_firstlineno)
+                self.reach.unprobed_reads.append(f"decides by its input {place}")
 
     def add_item_writes(self) -> None:
         """Add `x.append(y)` and `x[i] = y` as writes if the code can reach a container that has such a method.
@@ -188,7 +205,7 @@ class FunctionWalk(Record):
         """Refuse a function of a trusted package that depends on more than its arguments."""
         if name in IMPURE_TORCH:
             self.reach.writes.append(f"calls {path}, which does more than compute")
-        if name in MODES:
+        if name in MODES | EVASIONS:
             self.refuse(f"reads {path}, on which its result may depend")
 
     # --- attributes of trusted Python modules ------------------------------------------------------

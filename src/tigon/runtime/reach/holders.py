@@ -12,7 +12,7 @@ from tigon.runtime.compat.modules import CALL_IMPL, HOOK_TABLES, INSTANCE_CALLS,
 from tigon.runtime.engines import WRAPPER_ATTRIBUTES, is_hook_of_deepspeed
 from tigon.runtime.reach.code import CONSTRUCTORS
 from tigon.runtime.reach.functions import FunctionWalk
-from tigon.runtime.reach.known_names import IMPURE, TRUSTED
+from tigon.runtime.reach.known_names import COMPARISONS, CONVERSIONS, EVASIONS, IMPURE, TRUSTED
 from tigon.runtime.reach.objects import (
     bases_of_torch,
     defined_names,
@@ -28,7 +28,7 @@ from tigon.runtime.reach.places import REGISTERED, Place
 # Attributes that every module has, and attributes that accelerate's hooks and Tigon add. They are not settings.
 MODULE_STATE = {*MODULE_ATTRIBUTES, "forward", *WRAPPER_ATTRIBUTES, REPLICATE}
 # These methods of an object run only when it is constructed, printed or written to.
-RARELY_CALLED = {*CONSTRUCTORS, "__replace__", "__setattr__", "__delattr__", "__repr__", "__str__", "__format__"}
+RARELY_CALLED = {*CONSTRUCTORS, "__replace__", "__setattr__", "__delattr__", *CONVERSIONS}
 
 
 class HolderWalk(FunctionWalk):
@@ -154,7 +154,7 @@ class HolderWalk(FunctionWalk):
     def visit_class(self, cls: type, path: str) -> None:
         """Visit a class that the code names. The code may construct objects of it."""
         package = package_of(cls.__module__)
-        if package in IMPURE:
+        if package in IMPURE or (package in TRUSTED and cls.__name__ in EVASIONS):
             self.refuse(f"uses {cls.__module__}.{cls.__qualname__}")
         if package in IMPURE | TRUSTED and not issubclass(cls, nn.Module):
             return
@@ -185,7 +185,9 @@ class HolderWalk(FunctionWalk):
             # `cls.name` also finds what a metaclass defines, such as a property, which may read anything.
             self.visit_class_attribute(type(cls), name, f"type({path})", cls)
         definers = [base for base in bases if name in vars(base)]
-        if not definers:
+        # The comparisons and texts of configs of transformers read every attribute.
+        is_late = name in COMPARISONS | CONVERSIONS
+        if not definers or (is_late and package_of(definers[0].__module__) == "transformers"):
             return
         value = vars(definers[0])[name]
         # Read the attribute by normal lookup. A classmethod gives a new object at each lookup, so its stored value is
@@ -226,7 +228,7 @@ class HolderWalk(FunctionWalk):
                     self.watch(value, "attribute", name, getattr(value, name), f"{path}.{name}")
             else:
                 self.visit_class_attribute(kind, name, path, value)
-                if name in defined and hasattr(value, "__dict__"):
+                if name in defined - COMPARISONS - CONVERSIONS and hasattr(value, "__dict__"):
                     self.reach.places.append(Place(attributes, "absent", name, None, f"{path}.{name}"))
 
         self.visit_class_attributes(kind, special_methods(kind) - RARELY_CALLED - slots, path, value)

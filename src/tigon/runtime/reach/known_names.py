@@ -68,12 +68,20 @@ MODES = _words("""
 # These attributes of a tensor may differ between the probe's tensors on the CPU and the tensors of a real call.
 FACTS_OF_TENSORS = _words("""
     is_cuda is_cpu is_mps is_xpu is_meta get_device is_leaf grad_fn grad is_inference data_ptr _version
-    retains_grad output_nr
+    retains_grad output_nr stride is_contiguous storage_offset _base _is_view storage untyped_storage dim_order
+""")
+# With these functions and classes, code tells the symbols of a run with symbolic sizes from numbers, or hides an error.
+EVASIONS = _words("""
+    SymInt SymFloat SymBool symbolic_shapes statically_known_true statically_known_false guard_or_true guard_or_false
+    definitely_true definitely_false has_static_value is_symbolic suppress ExitStack
 """)
 
 # The types of devices. Code that reads a device and contains one of these names decides by the device of its input.
 DEVICES = _words("cuda cpu mps xpu meta npu hpu xla")
 
+# Only comparisons, and only conversions to text, call these special methods.
+COMPARISONS = _words("__eq__ __ne__ __lt__ __le__ __gt__ __ge__")
+CONVERSIONS = _words("__str__ __format__ __repr__")
 # No expression calls these special methods.
 NEVER_CALLED = _words("""
     __init_subclass__ __reduce__ __reduce_ex__ __getstate__ __setstate__ __copy__ __deepcopy__ __del__

@@ -80,7 +80,8 @@ def slots_of(cls: type) -> set[str]:
 def special_methods(cls: type) -> set[str]:
     """Return the special methods that a user's class defines: operators, contexts, calls, descriptors.
 
-    Methods that the module `dataclasses` generates do not count: they read every field, and no forward calls them.
+    Methods that the module `dataclasses` generates do not count, because they read every field. `HolderWalk` visits
+    them if the code compares objects or makes text of them.
     """
     # Configs of transformers look attributes up with special methods, which return the stored values.
     bases = [base for base in cls.__mro__ if package_of(base.__module__) not in TRUSTED | {"transformers"}]
