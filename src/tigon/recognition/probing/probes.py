@@ -8,6 +8,7 @@ candidate. `inputs(dtype, *shape)` returns the inputs with these leading dimensi
 import functools
 import itertools
 import logging
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -19,7 +20,8 @@ from tigon.recognition.probing.standin import BF16, FP16, FP32, describe, normal
 from tigon.recognition.probing.symbolic import find_size_use
 from tigon.recognition.probing.trials import record
 from tigon.runtime.reach.code import code_facts
-from tigon.runtime.reach.known_names import FACTS_OF_TENSORS
+from tigon.runtime.reach.known_names import FACTS_OF_TENSORS, TRUSTED
+from tigon.runtime.reach.objects import package_of
 from tigon.runtime.reach.places import Reach
 
 LOGGER = logging.getLogger("tigon")
@@ -245,7 +247,9 @@ def _explain_reads_of_input(twin: nn.Module, inputs: Sequence[Tensor]) -> str | 
 
     class Recorder(Tensor):
         def __getattribute__(self, name: str) -> Any:
-            if name == "__dict__" or name in FACTS_OF_TENSORS or not hasattr(Tensor, name):
+            # Functions of torch and of Tigon read such facts too, to select a kernel.
+            is_fact = name in FACTS_OF_TENSORS and package_of(sys._getframe(1).f_globals.get("__name__")) not in TRUSTED
+            if name == "__dict__" or is_fact or not hasattr(Tensor, name):
                 names.append(name)
             return super().__getattribute__(name)
 
