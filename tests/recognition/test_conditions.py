@@ -27,6 +27,16 @@ def catches_any_error(self, x: Tensor) -> bool:
         return False
 
 
+class HalvesLongGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy if dy.shape[1] < 100 else dy / 2
+
+
 CUDA = torch.device("cuda", 0)
 CONDITIONS = {
     "length": lambda self, x: x.shape[-2] > 4096,
@@ -39,6 +49,7 @@ CONDITIONS = {
     "type of a size": lambda self, x: isinstance(x.shape[0], int) and x.numel() > 10**4,
     "a handler": catches_any_error,
     "values": lambda self, x: bool((x == 0.125).all()),
+    "length and gradients": lambda self, x: x.requires_grad and x.numel() > 10**6,
     "two conditions": lambda self, x: self.training and x.dim() == 3 and x.size(0) > 64,
     "three conditions": lambda self, x: not self.training and x.dim() == 4 and x.dtype == torch.half and len(x) > 64,
 }
@@ -93,6 +104,7 @@ READS = {
     "symbol": lambda x: not isinstance(x.shape[1], torch.SymInt) and x.shape[1] > 400,
     "symbolic function": lambda x: statically_known_true(x.numel() > 10**4),
     "hidden error": hides_errors,
+    "backward": lambda x: HalvesLongGradients.apply(x) is None,
     "computed name": lambda x: getattr(x, f"is_{CUDA.type}"),
 }
 
@@ -168,6 +180,8 @@ def test_a_with_block_is_no_decision():
 ACTIVATION_CONDITIONS = {
     "truth of a mean in evaluation": lambda self, x: not self.training and x.mean(),
     "length in evaluation": lambda self, x: not self.training and x.numel() > 10**6,
+    "a large width": lambda self, x: x.shape[-1] > 10**5,
+    "a width and a fraction": lambda self, x: x.shape[-1] > 1e3,
     "one token in bf16": lambda self, x: x.dtype == torch.bfloat16 and x.dim() == 3 and x.shape[1] == 1,
     "values of one dimension": lambda self, x: x.dim() == 1 and bool(x.sum() == 0.125),
 }

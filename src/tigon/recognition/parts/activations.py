@@ -195,6 +195,6 @@ def _confirm(module: nn.Module, reach: Reach, recipe: ActivationRecipe, differen
         recipe, subject, inputs, pairs
     ):
         return different
-    if reason := explain_limits(recipe, subject, inputs, module, reach, pairs, (1, 2, 3, 4)):
+    if reason := explain_limits(recipe, subject, inputs, module, reach, pairs, (1, 2, 3, 4), any_width=True):
         return reason
     return replace(recipe, needs_contiguity=not accepts_strides)

@@ -215,12 +215,15 @@ def explain_limits(
     reach: Reach,
     pairs: Sequence[tuple[torch.dtype, torch.dtype | None]],
     dims: Iterable[int],
+    *,
+    any_width: bool = False,
 ) -> str | None:
     """Return why a forward may compute something else for other tensors or other batch sizes, or None.
 
     `reach` is the code that the forward of `module` may run. The run with symbolic sizes is in training mode, in fp32,
     with three dimensions. If the code has conditions, it runs in both modes with every combination of `pairs` (the
-    dtypes of the input and of the weights) and `dims` (numbers of dimensions).
+    dtypes of the input and of the weights) and `dims` (numbers of dimensions). If the code reads `requires_grad`, it
+    also runs with inputs that require gradients. With `any_width`, the last size is a symbol too.
     """
     modes: tuple[bool, ...] = True, False
     for training in modes:
@@ -231,12 +234,15 @@ def explain_limits(
     tests_identity = any(code_facts(code).tests_identity for code in reach.codes)
     if not has_conditions(reach):
         modes, pairs, dims = (True,), ((FP32, FP32),), (3,)
-    for training, (dtype, weight_dtype), dim in itertools.product(modes, pairs, sorted(dims)):
+    gradients = (False, True) if "requires_grad" in reach.names else (False,)
+    for training, (dtype, weight_dtype), dim, has_grad in itertools.product(modes, pairs, sorted(dims), gradients):
         twin = subject(weight_dtype, training)
         reference = functools.partial(candidate, twin, reference=True)
-        tensors = tuple(inputs(dtype, *[2] * (dim - 1)))
+        tensors = tuple(x.requires_grad_(has_grad) for x in inputs(dtype, *[2] * (dim - 1)))
         run = functools.partial(type(twin).forward, twin)
-        if reason := find_size_use(run, reference, tensors, tests_identity):
+        with torch.set_grad_enabled(has_grad):
+            reason = find_size_use(run, reference, tensors, tests_identity, any_width=any_width)
+        if reason is not None:
             return reason
     return None
 

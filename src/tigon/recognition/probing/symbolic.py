@@ -24,7 +24,7 @@ TORCH = os.path.dirname(torch.__file__)
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 # Unusual sizes, with which no code compares. A guard on one of these numbers therefore comes from torch, which has
 # specialised the run to this size.
-SIZES = (37, 41, 43)
+SIZES = (37, 41, 43, 47)
 # These operators take sizes as integers, but the values of their results depend on these integers.
 BY_POSITION = frozenset(
     ("arange", "linspace", "logspace", "range", "eye", "tril", "triu", "tril_indices", "triu_indices", "randperm")
@@ -72,18 +72,24 @@ def _size_as_value(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 
 def find_size_use(
-    run: Callable, reference: Callable, inputs: tuple[Tensor, ...], tests_identity: bool = True
+    run: Callable,
+    reference: Callable,
+    inputs: tuple[Tensor, ...],
+    tests_identity: bool = True,
+    *,
+    any_width: bool = False,
 ) -> str | None:
     """Return why a forward may compute something else for inputs of other sizes, or None.
 
     `reference` computes what the recipe computes. A guard that a run of the reference also records comes from torch's
     operators, not from a decision of the forward. `tests_identity` is True if the forward compares objects by `is`.
+    With `any_width`, the last size is a symbol too.
     """
-    result = _run(run, inputs)
+    result = _run(run, inputs, any_width=any_width)
     if result.reason is not None:
         return result.reason
     if result.guards:
-        of_reference = _run(reference, inputs).guards
+        of_reference = _run(reference, inputs, any_width=any_width).guards
         if new_guards := sorted(text for text in result.guards if text not in of_reference):
             return f"its forward decides by {result.guards[new_guards[0]]}"
     # `(n > 4) is True` is False for a symbol n, and leaves no guard.
@@ -102,14 +108,14 @@ class _Run(NamedTuple):
     operators: list[str]
 
 
-def _run(run: Callable, inputs: tuple[Tensor, ...], is_symbolic: bool = True) -> _Run:
+def _run(run: Callable, inputs: tuple[Tensor, ...], is_symbolic: bool = True, any_width: bool = False) -> _Run:
     """Run a function on tensors without values, whose sizes are symbols or numbers."""
     tools = symbolic_tools()
     environment = tools.ShapeEnv(duck_shape=False)
     mode = tools.FakeTensorMode(shape_env=environment, allow_non_fake_inputs=True)
     # The cache of results is global, and nothing needs the results of these runs a second time.
     mode.cache_enabled = False
-    fakes = _without_values(tools, mode, inputs, is_symbolic)
+    fakes = _without_values(tools, mode, inputs, is_symbolic, any_width)
     # torch records guards on strides when an input is created. These are no decisions of the forward.
     first_guard = len(environment.guards)
     watch = _ArgumentWatch()
@@ -142,13 +148,18 @@ def _describe_place(frame: traceback.FrameSummary, text: str) -> str:
     return f"{frame.name}, {os.path.basename(frame.filename)}:{frame.lineno}: {text}"
 
 
-def _without_values(tools: SymbolicTools, mode: Any, inputs: tuple[Tensor, ...], is_symbolic: bool) -> list[Tensor]:
-    """Return tensors without values like the inputs. All their sizes but the last may be symbols, shared by them."""
+def _without_values(
+    tools: SymbolicTools, mode: Any, inputs: tuple[Tensor, ...], is_symbolic: bool, any_width: bool
+) -> list[Tensor]:
+    """Return tensors without values like the inputs. All their sizes but the last may be symbols, shared by them.
+
+    With `any_width`, the last one may be a symbol too.
+    """
     *batch, width = inputs[0].shape
-    sizes = SIZES[: len(batch)]
+    sizes, width = SIZES[: len(batch)], SIZES[len(batch)] if any_width else width
     real = torch.empty(*sizes, width, dtype=inputs[0].dtype)
     kind = tools.DimDynamic.DYNAMIC if is_symbolic else tools.DimDynamic.STATIC
-    dynamic_sizes = [kind] * len(batch) + [tools.DimDynamic.STATIC]
+    dynamic_sizes = [kind] * len(batch) + [kind if any_width else tools.DimDynamic.STATIC]
     context = tools.StatelessSymbolicContext(dynamic_sizes=dynamic_sizes)
     first = mode.from_tensor(real, symbolic_context=context)
     with mode:

@@ -23,7 +23,9 @@ inputs, of its tensors, and of settings that can be compared in every call. Thre
   number of dimensions, and whether gradients are needed.
 
 Some state cannot be compared, such as a generator of random numbers or an iterator. A forward that reaches such state
-is refused, and so is one that reads a mode of torch, the address of an object or the device of a tensor.
+is refused, and so is one that reads a mode of torch, the address of an object, or the memory or the device of a
+tensor. Code that catches errors, or that tells symbolic sizes from numbers, is refused too, because it could hide a
+decision.
 
 | file          | its job |
 |---------------|---|

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from tigon.runtime.compat.modules import CALL_IMPL, HOOK_TABLES, INSTANCE_CALLS, MODULE_ATTRIBUTES, REPLICATE
 from tigon.runtime.engines import WRAPPER_ATTRIBUTES, is_hook_of_deepspeed
-from tigon.runtime.reach.code import CONSTRUCTORS
+from tigon.runtime.reach.code import CONSTRUCTORS, code_facts
 from tigon.runtime.reach.functions import FunctionWalk
 from tigon.runtime.reach.known_names import COMPARISONS, CONVERSIONS, EVASIONS, IMPURE, TRUSTED
 from tigon.runtime.reach.objects import (
@@ -161,6 +161,10 @@ class HolderWalk(FunctionWalk):
         names = {"forward", "__call__"}
         if issubclass(cls, torch.autograd.Function):
             names |= {"backward", "setup_context", "jvp", "vmap"}
+            # The runs with symbolic sizes have no backward pass.
+            code = getattr(cls.backward, "__code__", None)
+            if package not in TRUSTED and code is not None and code_facts(code).has_conditions:
+                self.reach.unprobed_reads.append(f"decides by its input ({path}.backward)")
         elif not issubclass(cls, (nn.Module, BaseException)):
             names |= special_methods(cls)
         if package not in TRUSTED:
