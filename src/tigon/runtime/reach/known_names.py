@@ -72,7 +72,7 @@ FACTS_OF_TENSORS = _words("""
 """)
 # With these functions and classes, code tells the symbols of a run with symbolic sizes from numbers, or hides an error.
 EVASIONS = _words("""
-    SymInt SymFloat SymBool symbolic_shapes statically_known_true statically_known_false guard_or_true guard_or_false
+    SymInt SymFloat SymBool statically_known_true statically_known_false guard_or_true guard_or_false
     definitely_true definitely_false has_static_value is_symbolic suppress ExitStack
 """)
 
