@@ -59,7 +59,7 @@ def find_sweeps(cases: dict[str, list[BenchRow]]) -> list[Sweep]:
             row = rows[0]
             for axis, size in enumerate(row.shape):
                 fixed = (*row.shape[:axis], *row.shape[axis + 1 :])
-                # Of two cases with one shape the last one counts, because the cases of sweeps follow those of models.
+                # If two cases have one shape, the last one counts: the cases of sweeps follow those of models.
                 lines.setdefault((row.op, tuple(_extras(row)), row.dtype, axis, fixed), {})[size] = name
         longest = max(lines, key=lambda key: len(lines[key]), default=None)
         if longest is None or len(lines[longest]) < LINE_CASES:

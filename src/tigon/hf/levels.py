@@ -137,7 +137,7 @@ class LeanForward:
 
     inner: Callable | None
     memory: Memory
-    # Whether the block also recomputes the gate and up projections. A number of layers does not include all blocks.
+    # True if the block also recomputes the gate and up projections. A number of layers does not include all blocks.
     mlp: bool
     # The snapshots of the state that projections read. They are freed with the model.
     reachable_states: ReachableStates = field(default_factory=weakref.WeakKeyDictionary, repr=False)

@@ -26,9 +26,9 @@ def serve(
         >>> serve("square", power, "x, exponent=2, impl=None", {"base": "x"})(3)
         9
     """
-    given = inspect.signature(eval(f"lambda {parameters}: None")).parameters
+    accepted = inspect.signature(eval(f"lambda {parameters}: None")).parameters
     names = {key: (renamed or {}).get(key, key) for key in inspect.signature(function).parameters}
-    arguments = ", ".join(f"{key}={source}" for key, source in names.items() if source in given)
+    arguments = ", ".join(f"{key}={source}" for key, source in names.items() if source in accepted)
     call = f"finish(function({arguments}))" if finish else f"function({arguments})"
     served: Callable[..., Any] = eval(f"lambda {parameters}: {call}", {"function": function, "finish": finish})
     served.__name__ = served.__qualname__ = name

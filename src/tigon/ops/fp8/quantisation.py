@@ -44,7 +44,7 @@ from tigon.ops.fp8.quantisation_kernels import (
     write_kernel,
 )
 from tigon.runtime.device import cdiv, device_of
-from tigon.runtime.launch import launch, launcher, on_device
+from tigon.runtime.launch import launch, launcher
 
 
 class Layout(NamedTuple):
@@ -218,12 +218,6 @@ def _find_maxima(part: _Part, maxima: Maxima) -> None:
         part.x.stride(0), stride_up, m, k, column_blocks,
         KIND=part.kind, BLOCK_M=config.block_m, BLOCK_K=config.block_k, num_warps=config.num_warps,
     )  # fmt: skip
-
-
-@on_device
-def find_tensor_maximum(x: Tensor, maximum: Tensor) -> None:
-    """Raise `maximum` [1], the bits of an fp32 number in int32, to the largest absolute value of x [M, K]."""
-    _find_maxima(_Part(row_view(x), None, "", 0, 0), Maxima(maximum, None, None))
 
 
 def write_part(part: _Part, maxima: Maxima, copies: Copies, layout: Layout, is_reversed: bool = False) -> None:

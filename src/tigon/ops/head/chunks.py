@@ -138,7 +138,7 @@ class ChunkPlan(NamedTuple):
 
     # The rows of each chunk.
     parts: list[Rows]
-    # Whether dW is summed in fp32.
+    # True if dW is summed in fp32.
     sums_in_fp32: bool
 
 

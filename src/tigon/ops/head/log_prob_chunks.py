@@ -117,11 +117,11 @@ class LogProbSettings(NamedTuple):
 
     needs: Needs
     wants: Wants
-    # Whether a half-precision dW is rounded once.
+    # True if a half-precision dW is summed in fp32 and rounded once.
     sums_in_fp32: bool
     shard: Shard
     options: Options
-    # Whether the logits are fp32, whatever the dtypes of their factors are.
+    # True if the logits are fp32, whatever the dtypes of their factors are.
     fp32_products: bool
 
 

@@ -25,7 +25,6 @@ from tigon.recognition.parts.rope_forms import Form, RopeCall
 from tigon.recognition.parts.rope_function import recognise_function
 from tigon.recognition.probing.exchanged_functions import ForwardWithFunctions, written_globals
 from tigon.recognition.rewriting.fused_statements import FusedStatementsRecipe, fuse_statements
-from tigon.recognition.rewriting.rewriting import PRODUCT_GROUPS
 from tigon.recognition.rewriting.source import NotReadable, innermost, rebuild_wrappers
 from tigon.runtime.device import runs_kernels
 
@@ -155,8 +154,6 @@ class RopeRecipe:
         rewritten = fuse_statements(self.stock) if fuses_statements else None
         function = rewritten if isinstance(rewritten, types.FunctionType) else self.stock
         file_globals = innermost(function).__globals__
-        # The names of the children of each group of layers that are called together with the same input.
-        self.product_groups: tuple[tuple[str, ...], ...] = vars(innermost(function)).get(PRODUCT_GROUPS, ())
         # A copy of a recipe keeps its guards, because the file may have other functions by now.
         self.guards = guards or tuple(FunctionGuard(file_globals[name]) for name, _ in forms)
         fused_ropes: dict[str, _FusedRope | FusedComplexRope] = {}

@@ -32,7 +32,6 @@ from tigon.recognition.rewriting.rewriting import (
     ADD_NORM,
     HEAD_NORMS,
     NORM_WITH_RESIDUAL,
-    PRODUCT_GROUPS,
     PRODUCTS,
     rewrite,
 )
@@ -212,12 +211,6 @@ class FusedStatementsRecipe:
         """Return the names of the children that normalise queries and keys just before their rotary embedding."""
         forward = self.forward_for(self.stock)
         return () if forward is None else vars(innermost(forward)).get(HEAD_NORMS, ())
-
-    @property
-    def product_groups(self) -> tuple[tuple[str, ...], ...]:
-        """Return the names of the children of each group of layers that are called together with the same input."""
-        forward = self.forward_for(self.stock)
-        return () if forward is None else vars(innermost(forward)).get(PRODUCT_GROUPS, ())
 
     def __str__(self) -> str:
         words = {ADD_NORM: "add + norm", NORM_WITH_RESIDUAL: "norm + residual", PRODUCTS: "products of one input"}

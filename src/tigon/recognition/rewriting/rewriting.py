@@ -39,8 +39,6 @@ ADD_NORM, NORM_WITH_RESIDUAL, PRODUCTS, START_NORM, NORM_ROPE = NAMES = (
 )
 # The attribute of a rewritten function that names the children which `start_norm` runs.
 HEAD_NORMS = "_tigon_head_norms_"
-# The attribute of a rewritten function that names the children of each call of `products`.
-PRODUCT_GROUPS = "_tigon_product_groups_"
 
 
 # --- statements ------------------------------------------------------------------------------------
@@ -125,8 +123,6 @@ class _Match(NamedTuple):
     # For a norm: the name of the child, and the variables that hold its input or the residual afterwards.
     norm: str = ""
     residuals: frozenset[str] = frozenset()
-    # For linear layers with the same input: the names of the children.
-    layers: tuple[str, ...] = ()
 
 
 def _match_norm(statements: list[ast.stmt], variables: frozenset[str]) -> _Match | None:
@@ -231,7 +227,7 @@ def _match_products(statements: list[ast.stmt], number: int) -> _Match | None:
     new_statements = [transformer.visit(statement) for statement in statements[:count]]
     fused_call = ast.Call(_name(PRODUCTS), [_name(argument), *map(_attribute, transformer.children)], [])
     new_statements.insert(0, ast.copy_location(_assign([products], fused_call), statements[0]))
-    return _Match(count, new_statements, layers=tuple(transformer.children))
+    return _Match(count, new_statements)
 
 
 class _Rewriter:
@@ -241,7 +237,6 @@ class _Rewriter:
         self.count, self.variables, self.scope = 0, variables, scope
         self.stock = copy.deepcopy(definition)
         self.head_norms: list[str] = []
-        self.product_groups: list[tuple[str, ...]] = []
         # The reason why statements that resemble a match stay as they are.
         self.refusal: str | None = None
 
@@ -269,8 +264,6 @@ class _Rewriter:
                 index += 1
                 continue
             result += match.replacement
-            if match.layers:
-                self.product_groups.append(match.layers)
             self.count += 1
             index += match.length
         # The norms come last, because the projections in their arguments must be consecutive statements above.
@@ -373,7 +366,6 @@ def rewrite(function: FunctionType, *helpers: Callable) -> Rewritten | str | Non
             return rewriter.refusal
         result = compile_definition(definition, function, dict(zip(NAMES, helpers, strict=True)))
         result.attributes[HEAD_NORMS] = tuple(rewriter.head_norms)
-        result.attributes[PRODUCT_GROUPS] = tuple(rewriter.product_groups)
         result.build(function)
         return result
     except NotReadable as error:
