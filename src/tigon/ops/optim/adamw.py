@@ -4,7 +4,7 @@ import contextlib
 import inspect
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from numbers import Real
 from typing import Any
 
@@ -13,18 +13,19 @@ from torch import Tensor
 
 from tigon.ops.optim import compact_states
 from tigon.ops.optim.adamw_kernels import adamw_step
-from tigon.ops.optim.adamw_reference import AdamWOptions, AdamWTensors
-from tigon.ops.optim.compact_optimizer import CompactAdamW, increment_steps
+from tigon.ops.optim.adamw_reference import AdamWOptions, AdamWTensors, step_reference
+from tigon.ops.optim.grad_norm import clip_factor, total_norm
+from tigon.ops.optim.tensor_table import TYPES
 from tigon.runtime import checks
 from tigon.runtime.compat.graphs import disable_dynamo
-from tigon.runtime.compat.operators import has_init_group
-from tigon.runtime.device import KERNEL_DTYPES, PLAIN, runs_kernels
+from tigon.runtime.compat.operators import increment
+from tigon.runtime.device import runs_kernels
 
 # The first instance of torch's class wraps `step`. With the wrapper, every step hook would run twice.
 _torch_step = inspect.unwrap(torch.optim.AdamW.step)
 
 
-class AdamW(CompactAdamW):
+class AdamW(torch.optim.AdamW):
     """`torch.optim.AdamW` with the same arguments, states and state dict. Its step reads and writes each tensor once.
 
     One launch of a Triton kernel updates all parameters of a group that are contiguous CUDA or ROCm tensors in fp32,
@@ -93,112 +94,113 @@ class AdamW(CompactAdamW):
         # Options that change nothing are not stored, so that the groups and the state dict are those of torch.
         compact: dict[str, Any] = {"state": state, "master": master, "stochastic_rounding": stochastic_rounding}
         compact = {name: x for name, x in compact.items() if x is not compact_states.OPTIONS[name]}
-        if max_grad_norm is not None:
-            compact["max_grad_norm"] = float(max_grad_norm)
-        if compact and not has_init_group():
-            raise RuntimeError(f"AdamW: {next(iter(compact))} needs torch 2.8 to 2.13, got {torch.__version__}")
-        # Torch's constructor adds the groups, before `defaults` can have these options.
-        self._new_defaults = compact
         with _prefixed_errors():
             super().__init__(params, **options)
-        del self._new_defaults
         self.defaults |= compact
-        self._leave_scaling_to_scaler()
+        if max_grad_norm is not None:
+            self.defaults["max_grad_norm"] = float(max_grad_norm)
+        # Torch's constructor has added the groups without these options.
+        for group in self.param_groups:
+            for name, value in compact.items():
+                group.setdefault(name, value)
+            self._check_group(group)
 
-    def _leave_scaling_to_scaler(self) -> None:
-        """Let a `GradScaler` unscale the gradients itself if the step of a group does not."""
-        if any(map(self._is_compact, self.param_groups)):
+    def _check_group(self, group: dict[str, Any]) -> None:
+        """Check the compact options of a group, and let a `GradScaler` unscale the gradients if its step does not."""
+        compact_states.check_group(group, self.defaults.get("max_grad_norm"))
+        if self._is_compact(group):
             self._step_supports_amp_scaling = False
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters with separate options; see `torch.optim.Optimizer.add_param_group`."""
-        options = self.__dict__.get("_new_defaults", self.defaults)
         if isinstance(param_group, dict):
             _check_options(param_group)
             if "max_grad_norm" in param_group:
                 raise ValueError("AdamW: max_grad_norm must be an option of the optimizer, got a group with it")
-            for name in compact_states.OPTIONS:
-                if name in options:
-                    param_group.setdefault(name, options[name])
         with _prefixed_errors():
             super().add_param_group(param_group)
-        # Torch has turned the parameters into a list. All groups share the norm.
+        # Torch has turned the parameters into a list, and added the defaults. All groups share the norm.
         self.param_groups[-1].pop("max_grad_norm", None)
         try:
-            compact_states.check_group(self.param_groups[-1], options.get("max_grad_norm"))
+            self._check_group(self.param_groups[-1])
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
-        self._leave_scaling_to_scaler()
 
-    # torch.compile does not trace the step. During tracing torch calls `_init_group`, which takes a step here.
+    # --- the step --------------------------------------------------------------------------------------
+
+    # torch.compile does not trace the step.
     @disable_dynamo
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take a step; see `torch.optim.Optimizer.step`."""
-        self.__dict__.pop("_clip_factor", None)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._clip_factor: Tensor | None = None
         with torch.set_grad_enabled(self.defaults["differentiable"]):
-            return _torch_step(self, closure)
+            for position, group in enumerate(self.param_groups):
+                self.step_group(group, position)
+        return loss
 
     def step_group(self, group: dict[str, Any], position: Any) -> None:
-        """Take the step of a group that is not one of `param_groups`, without hooks. Its tables are at `position`."""
-        groups, self._position = self.param_groups, position
-        try:
-            with torch.no_grad():
-                if self._is_compact(group):
-                    self._step_compactly(group)
-                else:
-                    self.param_groups = [group]
-                    _torch_step(self)
-        finally:
-            self.param_groups = groups
-            del self._position
+        """Take the step of a group, which may be another one than those of `param_groups`, without hooks.
 
-    def _init_group(
-        self,
-        group: dict[str, Any],
-        params: list[Tensor],
-        grads: list[Tensor],
-        exp_avgs: list[Tensor],
-        exp_avg_sqs: list[Tensor],
-        max_exp_avg_sqs: list[Tensor],
-        steps: list[Tensor],
-    ) -> bool:
-        """Fill the lists as torch does, update the tensors that the kernel supports, and remove them from the lists."""
-        if self._is_compact(group):
-            self._step_compactly(group)
-            return False
-        lists = (params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps)
-        has_complex = super()._init_group(group, *lists)
-        if self._uses_torch(group):
-            return has_complex
-        supported: dict[int, tuple[Tensor, ...]] = {}
-        for i, tensors in enumerate(zip(params, grads, exp_avgs, exp_avg_sqs, strict=True)):
-            local_tensors = _local_tensors(*tensors)
-            if local_tensors is not None and _is_plain(steps[i]):
-                supported[i] = local_tensors
-        if not supported:
-            return has_complex
-        increment_steps([steps[i] for i in supported])
+        The tables of its launches are stored at `position`.
+        """
+        is_compact = self._is_compact(group)
+        if is_compact and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "AdamW: a CUDA graph cannot capture a step with state, master, stochastic_rounding or max_grad_norm"
+            )
+        if not is_compact and self._uses_torch(group):
+            self._step_by_torch(group)
+            return
+        is_stochastic = group.get("stochastic_rounding", False)
+        keys = self._keys() if is_stochastic else {}
+        supported: dict[Any, AdamWTensors] = {}
+        others: dict[Any, AdamWTensors] = {}
+        for p in group["params"]:
+            if p.grad is None:
+                continue
+            if p.grad.is_sparse:
+                raise RuntimeError("AdamW: sparse gradients are not supported")
+            state = self.state[p]
+            if not state:
+                state.update(compact_states.create(p, group))
+            x = compact_states.local_tensors(p, state, keys.get(id(p), 0))
+            (supported if _are_in_kernel_memory(x) else others)[p] = x
+        # Every rank takes part in the sum of the norm, even if it has no gradient.
+        factor = self._factor()
         lr = group["lr"]
         lr = float(lr) if isinstance(lr, Tensor) and lr.is_cpu else lr
-        options = AdamWOptions(lr, group["betas"], group["eps"], group["weight_decay"], group["maximize"])
-        plain = (None, None, None, 0)
-        parameters = [AdamWTensors._make((*x, *plain, steps[i])) for i, x in supported.items()]
-        adamw_step(parameters, options, tables=self._tables_of(group))
-        torch.autograd.graph.increment_version([x[i] for i in supported for x in (params, exp_avgs, exp_avg_sqs)])
-        others = [i for i in range(len(params)) if i not in supported]
-        for x in lists:
-            x[:] = [x[i] for i in others] if x else []
-        return has_complex
+        numbers = group["betas"], group["eps"], group["weight_decay"], group["maximize"]
+        options = AdamWOptions(lr, *numbers, factor, is_stochastic)
+        if supported:
+            _increment_steps(supported.values())
+            # The tables are neither pickled nor copied, because torch's optimizers ignore other attributes there.
+            tables = self.__dict__.setdefault("_tables", {}).setdefault(position, {})
+            adamw_step(supported.values(), options, tables=tables)
+            torch.autograd.graph.increment_version(supported)
+        if others and not is_compact:
+            self._step_by_torch({**group, "params": list(others)})
+        elif others:
+            _increment_steps(others.values())
+            for x in others.values():
+                step_reference(x, options)
+
+    def _is_compact(self, group: dict[str, Any]) -> bool:
+        """Return whether a group has options that torch's step does not have."""
+        return self.defaults.get("max_grad_norm") is not None or compact_states.has_options(group)
 
     def _uses_torch(self, group: dict[str, Any]) -> bool:
         """Return whether torch's own code takes the step of a group, because of the options of the group."""
         numbers = (*group["betas"], group["eps"], group["weight_decay"])
-        # A CUDA graph would store the addresses of the table of this step.
+        # A CUDA graph would store the addresses of the tables of this step.
         is_captured = group["capturable"] and torch.cuda.is_current_stream_capturing()
         return (
-            group["foreach"] is not None
-            or is_captured
+            is_captured
+            or group["foreach"] is not None
             or group["fused"] is False
             or group["amsgrad"]
             or group["differentiable"]
@@ -207,10 +209,110 @@ class AdamW(CompactAdamW):
             or getattr(self, "found_inf", None) is not None
         )
 
+    def _step_by_torch(self, group: dict[str, Any]) -> None:
+        """Let torch's own code take the step of a group."""
+        groups, self.param_groups = self.param_groups, [group]
+        try:
+            _torch_step(self)
+        finally:
+            self.param_groups = groups
 
-# If `_init_group` of this torch has another signature, torch's own code takes all steps.
-if not has_init_group():
-    del AdamW._init_group
+    def _keys(self) -> dict[int, int]:
+        """Return the position of each parameter in the optimizer, by its id."""
+        params = [p for group in self.param_groups for p in group["params"]]
+        keys = self.__dict__.get("_param_keys")
+        # An engine may exchange the objects, as FSDP2 does when it shards a model.
+        if keys is None or len(keys) != len(params) or not all(id(p) in keys for p in params):
+            keys = self._param_keys = {id(p): i for i, p in enumerate(params)}
+        return keys
+
+    # --- clipping --------------------------------------------------------------------------------------
+
+    @property
+    def grad_norm(self) -> Tensor | None:
+        """The norm of all gradients in the last step with `max_grad_norm`, fp32 on the device; None before."""
+        return self.__dict__.get("_grad_norm")
+
+    def _factor(self) -> Tensor | None:
+        """Return the factor of all gradients of this step, which its first group computes; None without a limit."""
+        max_norm = self.defaults.get("max_grad_norm")
+        if max_norm is None:
+            return None
+        if self._clip_factor is None:
+            params = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
+            tables = self.__dict__.setdefault("_norm_tables", {})
+            self._grad_norm = total_norm([p.grad for p in params if p.grad is not None], tables, params)
+            self._clip_factor = clip_factor(self._grad_norm, max_norm)
+        # The quotient of an infinite limit and an infinite norm would be NaN.
+        return None if max_norm == math.inf else self._clip_factor
+
+    # --- state dicts -----------------------------------------------------------------------------------
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the state of any `tigon.AdamW` or `torch.optim.AdamW`, and convert it to the formats of this optimizer.
+
+        Options of formats stay those of this optimizer; other options come from the state dict, as in torch.
+        """
+        states: dict[Any, dict[str, Any]] = {}
+        ids: list[Any] = []
+
+        def take_states(_: Any, incoming: dict[str, Any]) -> dict[str, Any] | None:
+            """Keep the states from torch, which would cast them to the dtypes of parameters."""
+            has_codes = any(isinstance(x, dict) and "exp_avg_code" in x for x in incoming["state"].values())
+            groups, current = incoming["param_groups"], self.param_groups
+            if not (has_codes or any(map(self._is_compact, current))) or len(groups) != len(current):
+                return None
+            groups = [self._loaded_group(x, group) for x, group in zip(groups, current, strict=True)]
+            ids.extend(i for group in groups for i in group["params"])
+            states.update({i: x for i, x in incoming["state"].items() if i in ids})
+            others = {i: x for i, x in incoming["state"].items() if i not in ids}
+            return {**incoming, "param_groups": groups, "state": others}
+
+        def put_states(_: Any) -> None:
+            pairs = [(p, group) for group in self.param_groups for p in group["params"]]
+            for i, (p, group) in zip(ids, pairs, strict=False):
+                if i in states:
+                    self.state[p] = compact_states.load(p, states[i], group)
+
+        handles = [
+            self.register_load_state_dict_pre_hook(take_states),
+            self.register_load_state_dict_post_hook(put_states, prepend=True),
+        ]
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            for handle in handles:
+                handle.remove()
+        self.__dict__.pop("_tables", None)
+
+    def _loaded_group(self, loaded: dict[str, Any], current: dict[str, Any]) -> dict[str, Any]:
+        """Return the group of a state dict with the formats of a group of this optimizer."""
+        names = compact_states.OPTIONS
+        group = {name: x for name, x in loaded.items() if name not in names}
+        group |= {name: current[name] for name in names if name in current}
+        if self._is_compact(current):
+            # The step is neither of these implementations.
+            group["foreach"], group["fused"] = None, group.get("fused") or None
+            compact_states.check_group({**group, "params": current["params"]}, self.defaults.get("max_grad_norm"))
+        return group
+
+    def torch_state_dict(self) -> dict[str, Any]:
+        """Return a state dict that `torch.optim.AdamW` loads. Moments of 8 bits become fp32.
+
+        Master weights are not part of it: torch's optimizer has none. `master_weight` returns them.
+        """
+        state_dict = self.state_dict()
+        params = [p for group in self.param_groups for p in group["params"]]
+        state = {
+            i: compact_states.in_torch_form(params[i], x) if isinstance(i, int) and "step" in x else x
+            for i, x in state_dict["state"].items()
+        }
+        groups = [{k: x for k, x in g.items() if k not in compact_states.OPTIONS} for g in state_dict["param_groups"]]
+        return {**state_dict, "state": state, "param_groups": groups}
+
+    def master_weight(self, p: Tensor) -> Tensor:
+        """Return a parameter in fp32 with the digits that its master weight adds; of a DTensor, this rank's part."""
+        return compact_states.master_weight(p, self.state.get(p, {}))
 
 
 _FLAGS = ("amsgrad", "maximize", "capturable", "differentiable")
@@ -259,28 +361,23 @@ def _prefixed_errors() -> Iterator[None]:
         raise type(error)(f"AdamW: {error}") from error
 
 
-def _is_plain(x: Tensor) -> bool:
-    """Return whether a tensor has memory, unlike a wrapper subclass."""
-    return type(x) in PLAIN or not hasattr(x, "__tensor_flatten__")
+def _increment_steps(parameters: Iterable[AdamWTensors]) -> None:
+    """Add 1 to the numbers of steps in place, with one launch for each device."""
+    steps_by_device: dict[int, list[Any]] = {}
+    for x in parameters:
+        steps_by_device.setdefault(x.step.get_device(), []).append(x.step)  # type: ignore[union-attr]
+    for steps in steps_by_device.values():
+        increment(steps, 1)
 
 
-def _local_tensors(param: Any, *others: Any) -> tuple[Tensor, ...] | None:
-    """Return this rank's part of a parameter, its gradient and its moments; None if the kernel cannot update them."""
-    tensors = (param, *others)
-    if type(param) not in PLAIN and hasattr(param, "to_local"):
-        if not all(hasattr(x, "to_local") for x in others):
-            return None
-        if not all(x.placements == param.placements and x.device_mesh == param.device_mesh for x in others):
-            return None
-        tensors = tuple(x.to_local() for x in tensors)
-    first = tensors[0]
-    if not (first.is_cuda or runs_kernels(first)):
-        return None
-    device, shape = first.get_device(), first.shape
+def _are_in_kernel_memory(x: AdamWTensors) -> bool:
+    """Return whether the kernel can update the local tensors of a parameter."""
+    param, grad = x.param, x.grad
+    if not runs_kernels(param, grad) or grad.shape != param.shape:
+        return False
+    device = param.get_device()
     # A loop is faster than generators, and small models wait for the host.
-    for x in tensors:
-        if not (x.dtype in KERNEL_DTYPES and x.is_contiguous() and x.get_device() == device and x.shape == shape):
-            return None
-        if type(x) not in PLAIN and not _is_plain(x):
-            return None
-    return tensors
+    for y in x[:7]:
+        if y is not None and not (y.is_contiguous() and y.get_device() == device and y.dtype in TYPES):
+            return False
+    return True

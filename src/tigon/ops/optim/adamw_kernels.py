@@ -16,7 +16,7 @@ all parameters that agree in dtypes. It finds them in a table of their addresses
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -281,7 +281,7 @@ class _LaunchKind(NamedTuple):
 
 
 def adamw_step(
-    parameters: Sequence[AdamWTensors], options: AdamWOptions, *, tables: dict[int, TensorTable] | None = None
+    parameters: Iterable[AdamWTensors], options: AdamWOptions, *, tables: dict[int, TensorTable] | None = None
 ) -> None:
     """Update contiguous tensors in place.
 

@@ -148,7 +148,7 @@ def local_tensors(p: Any, state: dict[str, Any], key: int) -> AdamWTensors:
         raise RuntimeError(
             f"AdamW: a state of a parameter of size {tuple(shape)} has another size: {tuple(m.shape)}, {tuple(v.shape)}"
         )
-    return AdamWTensors(param, grad, m, v, m_scale, v_scale, master, key, state["step"])
+    return AdamWTensors(param, grad, m, v, m_scale, v_scale, master, key, local_part(state["step"]))
 
 
 # --- conversion ------------------------------------------------------------------------------------

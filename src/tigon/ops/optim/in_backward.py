@@ -5,6 +5,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from tigon.ops.optim.adamw import AdamW
@@ -103,7 +104,7 @@ def step_in_backward(
             current = reference()
             if current is None or p.grad is None:
                 return
-            with lock:
+            with lock, torch.no_grad():
                 view.update(current.param_groups[group_index], params=[p])
                 current.step_group(view, ("in backward", position))
                 count_step_in_backward()

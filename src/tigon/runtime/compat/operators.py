@@ -1,6 +1,5 @@
 """Private names of torch about devices, operators, optimizers, process groups and profiles."""
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -105,16 +104,6 @@ def operator_namespaces() -> frozenset[str] | None:
 
 
 # --- optimizers and process groups -----------------------------------------------------------------
-
-
-def has_init_group() -> bool:
-    """Return whether `torch.optim.AdamW` fills six lists in `_init_group`, where Tigon's step takes place.
-
-    Seen in 2.8 to 2.13; 2.6 has other parameters. Otherwise `tigon.AdamW` is torch's optimizer.
-    """
-    lists = ["params_with_grad", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "state_steps"]
-    method = getattr(torch.optim.AdamW, "_init_group", None)
-    return method is not None and list(inspect.signature(method).parameters) == ["self", "group", *lists]
 
 
 def _increment_one_by_one(tensors: list[Tensor], value: float) -> None:
