@@ -26,7 +26,7 @@ from tigon.ops.fp8.formats import Fp8Options, has_units
 from tigon.ops.fp8.fp8_glu_mlp import fp8_glu_mlp
 from tigon.ops.head.computed_rows import CountConfig
 from tigon.ops.logits.token import kernels as token_loss
-from tigon.ops.logits.token.shards import partial_statistics
+from tigon.ops.logits.vocab_parallel import partial_statistics
 from tigon.ops.mlps.glu import ClampedGate
 from tigon.ops.mlps.mlp import MLPActivation
 from tigon.runtime.tuning import tuned

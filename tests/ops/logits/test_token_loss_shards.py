@@ -15,7 +15,7 @@ from tigon.ops.logits.token.kernels import (
     gradient_scales,
     statistics,
 )
-from tigon.ops.logits.token.shards import combined_statistics, partial_statistics
+from tigon.ops.logits.vocab_parallel import combined_statistics, partial_statistics
 
 # The column counts of the shards. A block of the kernels has 2048 columns. The first entry has only one shard.
 V = 5000

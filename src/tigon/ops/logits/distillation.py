@@ -36,12 +36,11 @@ import torch
 from torch import Tensor
 
 from tigon.ops.logits.distillation_reference import DistillationOptions, RowLosses, distillation_torch
-from tigon.ops.logits.divergence_kernels import divergence_element, has_native_log2
-from tigon.ops.logits.token.maths import LOG2E, transform
-from tigon.ops.logits.token.scan import columns, scan
+from tigon.ops.logits.divergence_kernels import DivergenceOptions, divergence, divergence_element, has_native_log2
+from tigon.ops.logits.token.scan import LOG2E, columns, scan, transform
 from tigon.runtime.compat.triton import tl, triton
 from tigon.runtime.device import Device, device_of, runs_kernels
-from tigon.runtime.launch import in_order, launch, on_device
+from tigon.runtime.launch import in_order, launch, launcher, on_device
 from tigon.runtime.tuning import LaunchConfig
 
 # --- configuration -------------------------------------------------------------------------------
@@ -307,3 +306,63 @@ def distill_rows(
         BLOCK_V=config.block_v, LANE=config.lane, num_warps=config.num_warps,
     )  # fmt: skip
     return result
+
+
+# --- divergences alone (2-D in, no autograd) -----------------------------------------------------
+
+
+class DivergenceResults(NamedTuple):
+    """The results of `divergence_forward`: the loss, [] or [M, V] if elementwise, in fp32, and dx [M, V] or None."""
+
+    loss: Tensor
+    dx: Tensor | None
+
+
+def _divergence(
+    x: Tensor, y: Tensor, labels: Tensor | None, inverse_count: Tensor | None, options: DivergenceOptions,
+    dloss: Tensor | None, with_dx: bool,
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    """Return the loss and, with `with_dx`, its gradient for the upstream gradient `dloss`, or for ones."""
+    if not options.from_logits:
+        return divergence(
+            x, y, labels, inverse_count, options, with_loss=dloss is None, with_dx=with_dx, dloss=dloss
+        )  # fmt: skip
+    # Without labels no row is ignored, whatever `ignore_index` is.
+    targets, ignored = (labels, options.ignore_index) if labels is not None else (x.new_zeros(len(x)).long(), -1)
+    scales = x.new_ones(1, dtype=torch.float32) if inverse_count is None else inverse_count
+    weight = 1.0 / options.divisor
+    row_options = DistillationOptions(
+        options.kind, options.beta, options.temperature, weight, 0.0, None, 1.0, None, 1.0, ignored, False, False, False
+    )
+    dx = torch.empty_like(x, memory_format=torch.contiguous_format) if with_dx else None
+    return distill_rows(x, y, targets, scales, dloss, row_options, dx).loss.sum(), dx
+
+
+@launcher(
+    fake=lambda x, needs_dx, options: DivergenceResults(
+        x.new_empty(x.shape if options.elementwise else (), dtype=torch.float32),
+        x.new_empty(x.shape) if needs_dx else None,
+    )
+)
+def divergence_forward(
+    x: Tensor, y: Tensor, labels: Tensor | None, inverse_count: Tensor | None, needs_dx: bool,
+    options: DivergenceOptions,
+) -> DivergenceResults:  # fmt: skip
+    """Return the loss of students and teachers [M, V] with labels [M], and with `needs_dx` its gradient.
+
+    The first element of `inverse_count` [3] is 1 / valid rows, a factor of the loss. None means 1.
+    """
+    loss, dx = _divergence(x, y, labels, inverse_count, options, None, needs_dx)
+    assert loss is not None
+    return DivergenceResults(loss, dx)
+
+
+@launcher(fake=lambda x: x.new_empty(x.shape))
+def divergence_backward(
+    dloss: Tensor, x: Tensor, y: Tensor, labels: Tensor | None, inverse_count: Tensor | None,
+    options: DivergenceOptions,
+) -> Tensor:  # fmt: skip
+    """Return dx [M, V] for dloss [], or [M, V] with elementwise losses."""
+    dx = _divergence(x, y, labels, inverse_count, options, dloss, True)[1]
+    assert dx is not None
+    return dx

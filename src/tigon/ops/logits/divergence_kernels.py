@@ -8,13 +8,14 @@ With x = log q, y = log p, M = b P + (1 - b) Q, elementwise; `loss` sums over th
     tvd          loss = |q - p| / 2                                 g = q sign(q - p) / 2
 
 g is d loss / dx. For tvd of probabilities it is d loss / dq = sign(q - p) / 2. In g of jsd the derivatives of log m
-cancel, because they sum to dm - dm. For logits a, with x = a / t - logsumexp(a / t):
+cancel, because they sum to dm - dm. `distillation` computes these divergences for logits a, with
+x = a / t - logsumexp(a / t):
 
     da_j = (g_j - q_j * G) / t,   G = sum_k g_k
 
-G of kl is -1, so one pass after the log-sum-exps computes its loss and its gradient. The other kinds need G first. A
-term c q of g may be omitted, because sum_k q_k = 1 cancels it in da. For reverse_kl c is 1, and G is then the loss. For
-tvd c is 1/2, and -G is then the mass by which the student is below the teacher, without a cancellation with 1/2.
+G of kl is -1. A term c q of g may be omitted, because sum_k q_k = 1 cancels it in da. For reverse_kl c is 1, and G is
+then the loss. For tvd c is 1/2, and -G is then the mass by which the student is below the teacher, without a
+cancellation with 1/2.
 
 JSD needs three values of the special function unit per element. Let h be the larger of x and y, d = |x - y|, and u and
 v the weights (b or 1 - b) of the larger and of the smaller one:
@@ -35,11 +36,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tigon.ops.logits.token.kernels import Options, statistics
-from tigon.ops.logits.token.maths import LN2, LOG2E
+from tigon.ops.logits.token.scan import LN2, LOG2E
 from tigon.runtime.compat.triton import tl, triton
 from tigon.runtime.device import HIP, INTERPRETED, Device, cdiv, device_of
-from tigon.runtime.launch import in_order, launch, launcher
+from tigon.runtime.launch import in_order, launch
 from tigon.runtime.tuning import LaunchConfig
 
 # This number replaces -inf in differences. Its exponential is zero.
@@ -71,8 +71,7 @@ class DivergenceConfig(LaunchConfig):
         block_v = min(max(triton.next_power_of_2(problem.vocabulary), 64), 1024)
         return DivergenceConfig(
             block_v,
-            # JSD has more arithmetic, so longer loops are faster: 0.761 ms instead of 0.771, and from logits 1.94 ms
-            # instead of 2.12 (H200, 4096 x 128256).
+            # JSD has more arithmetic, so longer loops are faster: 0.761 ms instead of 0.771 (H200, 4096 x 128256).
             span=16 if problem.kind == "jsd" else 4,
             num_warps=max(1, min(block_v // 256, 128 // device.warp_size)),
         )
@@ -166,19 +165,16 @@ def divergence_element(
 @triton.jit(do_not_specialize=["ignore_index", "stride_dloss_m"])
 def _divergence_kernel(
     x_ptr, y_ptr, label_ptr, valid_ptr,  # [M, V] twice, [M] or None, 1 / valid rows or None
-    x_lse_ptr, y_lse_ptr, slope_ptr,  # [M, 2] or None: max and sum exp(x - max); [M, 2] or None; [M] or None: G
     dloss_ptr,  # [], [M, V] with ELEMENTWISE, or None
-    loss_ptr, slopes_ptr, dx_ptr,  # [M, parts], or [M, V] with ELEMENTWISE; [M, parts]; [M, V]; each may be None
+    loss_ptr, dx_ptr,  # [M, parts], or [M, V] with ELEMENTWISE; [M, V]; each may be None
     stride_x, stride_y, stride_dloss_m, stride_dloss_v, stride_dx, V, parts,
-    ignore_index, scale, beta, rest, inverse_temperature,
+    ignore_index, scale, beta, rest,
     KIND: tl.constexpr, LOGS: tl.constexpr, ELEMENTWISE: tl.constexpr, NATIVE: tl.constexpr,
     BLOCK_V: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
-    """Compute the loss, G and dx of one of the `parts` parts of a row per program, each if its pointer is not None."""
+    """Compute the loss and dx of one of the `parts` parts of a row per program, each if its pointer is not None."""
     row = (tl.program_id(0) // parts).to(tl.int64)
     part = tl.program_id(0) % parts
-    FROM_LOGITS: tl.constexpr = x_lse_ptr is not None
-    REDUCED: tl.constexpr = FROM_LOGITS and not ELEMENTWISE
     OTHER_X: tl.constexpr = 0.0 if KIND == "tvd" and not LOGS else float("-inf")
     OTHER_Y: tl.constexpr = float("-inf") if LOGS else 0.0
 
@@ -188,15 +184,6 @@ def _divergence_kernel(
         width = tl.where(tl.load(label_ptr + row) != ignore_index, V, 0)
     if valid_ptr is not None:
         scale = scale * tl.load(valid_ptr)
-    if FROM_LOGITS:
-        x_top = tl.load(x_lse_ptr + row * 2)
-        y_top = tl.load(y_lse_ptr + row * 2)
-        x_log = tl.log(tl.load(x_lse_ptr + row * 2 + 1, mask=width > 0, other=1.0))
-        y_log = tl.log(tl.load(y_lse_ptr + row * 2 + 1, mask=width > 0, other=1.0))
-        # G of kl is -1.
-        slope = -1.0
-        if slope_ptr is not None:
-            slope = tl.load(slope_ptr + row)
     # `unit` multiplies every element, and `rescale` only the sum of the losses. If dx is written, every element needs
     # the factor. Otherwise one product at the end is enough.
     unit, rescale = 1.0, scale
@@ -205,17 +192,14 @@ def _divergence_kernel(
         if dloss_ptr is not None and not ELEMENTWISE:
             unit = scale * tl.load(dloss_ptr)
 
-    losses, slopes = tl.zeros([BLOCK_V], tl.float32), tl.zeros([BLOCK_V], tl.float32)
+    losses = tl.zeros([BLOCK_V], tl.float32)
     first = part * (SPAN * BLOCK_V)
     for start in tl.range(first, tl.minimum(first + SPAN * BLOCK_V, V), BLOCK_V):
         cols = start + tl.arange(0, BLOCK_V)
         inside = cols < V
         x = tl.load(x_ptr + row * stride_x + cols, mask=cols < width, other=OTHER_X).to(tl.float32)
         y = tl.load(y_ptr + row * stride_y + cols, mask=cols < width, other=OTHER_Y).to(tl.float32)
-        if FROM_LOGITS:
-            x = (x * inverse_temperature - x_top) - x_log
-            y = (y * inverse_temperature - y_top) - y_log
-        loss, g, q = divergence_element(x, y, unit, beta, rest, KIND, LOGS, REDUCED, NATIVE)
+        loss, g, _ = divergence_element(x, y, unit, beta, rest, KIND, LOGS, False, NATIVE)
         if ELEMENTWISE:
             if loss_ptr is not None:
                 tl.store(loss_ptr + row * V + cols, loss, mask=inside)
@@ -223,19 +207,14 @@ def _divergence_kernel(
                 dloss_ptrs = dloss_ptr + row * stride_dloss_m + cols.to(tl.int64) * stride_dloss_v
                 g *= tl.load(dloss_ptrs, mask=inside, other=0)
         losses += loss
-        slopes += g
         if dx_ptr is not None:
-            if FROM_LOGITS:
-                g = (g - q * slope) * inverse_temperature
             tl.store(dx_ptr + row * stride_dx + cols, g, mask=inside)
 
     if loss_ptr is not None and not ELEMENTWISE:
         tl.store(loss_ptr + tl.program_id(0), tl.sum(losses, axis=0) * rescale)
-    if slopes_ptr is not None:
-        tl.store(slopes_ptr + tl.program_id(0), tl.sum(slopes, axis=0))
 
 
-# --- launchers (2-D in, no autograd) -------------------------------------------------------------
+# --- launcher (2-D in, no autograd) --------------------------------------------------------------
 
 
 class DivergenceOptions(NamedTuple):
@@ -254,128 +233,25 @@ class DivergenceOptions(NamedTuple):
     temperature: float
 
 
-class DivergenceResults(NamedTuple):
-    """The results of the forward pass. None stands for a result that is not needed."""
-
-    # [], or [M, V] with elementwise losses; fp32
-    loss: Tensor
-    # [M, V]
-    dx: Tensor | None
-    # [M, 2] fp32 for logits: max and sum exp(x - max)
-    x_lse: Tensor | None
-    y_lse: Tensor | None
-    # [M] fp32 for logits: G
-    slope: Tensor | None
-
-
-class SavedDivergence(NamedTuple):
-    """The results of the forward pass that backward reads. None stands for a result that does not exist."""
-
-    x_lse: Tensor | None
-    y_lse: Tensor | None
-    slope: Tensor | None
-
-
-NO_SAVED_DIVERGENCE = SavedDivergence(None, None, None)
-
-
-def _run(
-    x: Tensor, y: Tensor, labels: Tensor | None, inverse_count: Tensor | None, saved: SavedDivergence,
-    options: DivergenceOptions, *, with_loss: bool = False, with_slope: bool = False, with_dx: bool = False,
-    dloss: Tensor | None = None,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """Read x and y once, and return the loss ([] or [M, V]), G [M] and dx [M, V], each only if it is requested."""
+def divergence(
+    x: Tensor, y: Tensor, labels: Tensor | None, inverse_count: Tensor | None, options: DivergenceOptions, *,
+    with_loss: bool, with_dx: bool, dloss: Tensor | None = None,
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    """Read distributions x and y once, and return the loss ([] or [M, V]) and dx [M, V], each only if requested."""
     (m, v), device = x.shape, device_of(x)
     config = DivergenceConfig.choose(DivergenceProblem(v, options.kind), device)
-    parts = cdiv(v, config.block_v * config.span)
-    elementwise = options.elementwise
+    parts, elementwise = cdiv(v, config.block_v * config.span), options.elementwise
     losses = x.new_empty((m, v if elementwise else parts), dtype=torch.float32) if with_loss else None
-    slopes = x.new_empty((m, parts), dtype=torch.float32) if with_slope else None
     dx = x.new_empty(m, v) if with_dx else None
     arguments = in_order(_divergence_kernel)(
-        x_ptr=x, y_ptr=y, label_ptr=labels, valid_ptr=inverse_count,
-        x_lse_ptr=saved.x_lse, y_lse_ptr=saved.y_lse, slope_ptr=saved.slope,
-        dloss_ptr=dloss, loss_ptr=losses, slopes_ptr=slopes, dx_ptr=dx,
+        x_ptr=x, y_ptr=y, label_ptr=labels, valid_ptr=inverse_count, dloss_ptr=dloss, loss_ptr=losses, dx_ptr=dx,
         stride_x=x.stride(0), stride_y=y.stride(0),
         strides_dloss=dloss.stride() if elementwise and dloss is not None else (0, 0), stride_dx=v, V=v, parts=parts,
         ignore_index=options.ignore_index, scale=1.0 / options.divisor, beta=options.beta, rest=1.0 - options.beta,
-        inverse_temperature=1.0 / options.temperature,
     )  # fmt: skip
     launch(
         _divergence_kernel, m * parts, *arguments,
         KIND=options.kind, LOGS=options.is_log, ELEMENTWISE=elementwise, NATIVE=has_native_log2(x, device),
         BLOCK_V=config.block_v, SPAN=config.span, num_warps=config.num_warps,
     )  # fmt: skip
-    loss = losses.sum() if losses is not None and not elementwise else losses
-    return loss, None if slopes is None else slopes.sum(1), dx
-
-
-def _needs_slope(options: DivergenceOptions, weighted: bool = False) -> bool:
-    """Return whether dx needs a computed G.
-
-    For kl, G is the constant -1, unless the elements are `weighted` by separate upstream gradients.
-    """
-    return options.from_logits and (weighted or options.kind != "kl")
-
-
-def _empty_forward(x: Tensor, needs_dx: bool, options: DivergenceOptions) -> DivergenceResults:
-    m, v = x.shape
-    fp32 = lambda *shape: x.new_empty(shape, dtype=torch.float32)
-    return DivergenceResults(
-        loss=fp32(m, v) if options.elementwise else fp32(),
-        dx=x.new_empty(m, v) if needs_dx else None,
-        x_lse=fp32(m, 2) if options.from_logits else None,
-        y_lse=fp32(m, 2) if options.from_logits else None,
-        slope=fp32(m) if _needs_slope(options) and not options.elementwise else None,
-    )
-
-
-@launcher(fake=_empty_forward)
-def divergence_forward(
-    x: Tensor, y: Tensor, labels: Tensor | None, inverse_count: Tensor | None, needs_dx: bool,
-    options: DivergenceOptions,
-) -> DivergenceResults:  # fmt: skip
-    """Return the loss and, with `needs_dx`, its gradient.
-
-    Args:
-        x, y: [M, V] student and teacher.
-        labels: [M], or None if all rows are valid.
-        inverse_count: [3] whose first element is 1 / valid rows, a factor of the loss, or None.
-    """
-    saved = NO_SAVED_DIVERGENCE
-    if options.from_logits:
-        targets, ignored = labels, options.ignore_index
-        # Without labels no row is ignored, whatever `ignore_index` is.
-        if targets is None:
-            targets, ignored = x.new_zeros(x.shape[0], dtype=torch.int64), -1
-        scales, softmax = x.new_ones(3, dtype=torch.float32), Options(ignored, logit_scale=1.0 / options.temperature)
-        x_lse, y_lse = (statistics(logits, targets, None, scales, softmax).lse for logits in (x, y))
-        saved = SavedDivergence(x_lse, y_lse, None)
-    # dx needs the complete G, so it takes a second pass.
-    two_passes = _needs_slope(options) and not options.elementwise
-    loss, slope, dx = _run(
-        x, y, labels, inverse_count, saved, options,
-        with_loss=True, with_slope=two_passes, with_dx=needs_dx and not two_passes,
-    )  # fmt: skip
-    if needs_dx and two_passes:
-        *_, dx = _run(x, y, labels, inverse_count, saved._replace(slope=slope), options, with_dx=True)
-    assert loss is not None
-    return DivergenceResults(loss, dx, saved.x_lse, saved.y_lse, slope)
-
-
-@launcher(fake=lambda x: x.new_empty(x.shape))
-def divergence_backward(
-    dloss: Tensor, x: Tensor, y: Tensor, labels: Tensor | None, inverse_count: Tensor | None, saved: SavedDivergence,
-    options: DivergenceOptions,
-) -> Tensor:  # fmt: skip
-    """Return dx [M, V] for dloss [], or [M, V] with elementwise losses."""
-    # Compiled code passes empty tensors in place of None.
-    saved = saved if options.from_logits else NO_SAVED_DIVERGENCE
-    slope = saved.slope
-    if options.from_logits and options.elementwise:
-        saved = saved._replace(slope=None)
-        _, slope, _ = _run(x, y, labels, inverse_count, saved, options, with_slope=True, dloss=dloss)
-    saved = saved._replace(slope=slope if _needs_slope(options, weighted=options.elementwise) else None)
-    *_, dx = _run(x, y, labels, inverse_count, saved, options, with_dx=True, dloss=dloss)
-    assert dx is not None
-    return dx
+    return losses.sum() if losses is not None and not elementwise else losses, dx

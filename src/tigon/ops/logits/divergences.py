@@ -14,15 +14,18 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from tigon.ops.logits.divergence_kernels import (
-    DivergenceOptions,
-    SavedDivergence,
-    divergence_backward,
-    divergence_forward,
+from tigon.ops.logits.distillation import divergence_backward, divergence_forward
+from tigon.ops.logits.divergence_kernels import DivergenceOptions
+from tigon.ops.logits.divergence_reference import (
+    DivergenceReduction,
+    divergence_reference,
+    divisor,
+    jsd_kind,
+    prepare_distributions,
 )
-from tigon.ops.logits.divergence_reference import DivergenceReduction, divergence_reference, divisor, jsd_kind
 from tigon.ops.logits.rescale import rescaled
 from tigon.ops.logits.token.kernels import gradient_scales
+from tigon.ops.logits.valid_rows import as_targets
 from tigon.runtime import checks
 from tigon.runtime.device import runs_kernels
 from tigon.runtime.op import Node
@@ -55,28 +58,19 @@ def _rows(x: Tensor) -> Tensor:
     return dense_rows(x)[0].view(-1, x.shape[-1])
 
 
-def _flat(labels: Tensor | None) -> Tensor | None:
-    return None if labels is None else labels.reshape(-1).contiguous()
-
-
 class _Divergence(Node):
     @staticmethod
     def forward(
         ctx: Any, input: Tensor, target: Tensor, labels: Tensor | None, inverse_count: Tensor | None, needs_dx: bool,
         options: DivergenceOptions,
     ) -> Tensor:  # fmt: skip
-        x, y = _rows(input), _rows(target)
         # The gradient is computed in backward if it needs the upstream gradient: elementwise losses have one for each
         # element, and in fp16 it contains the loss scale.
-        in_forward = needs_dx and not options.elementwise and x.dtype != torch.float16
-        results = divergence_forward(x, y, _flat(labels), inverse_count, in_forward, options)
-        if in_forward:
-            ctx.save_for_backward(results.dx)
-        elif needs_dx:
-            saved = results.x_lse, results.y_lse, results.slope
-            ctx.save_for_backward(input, target, labels, inverse_count, *saved)
+        in_forward = needs_dx and not options.elementwise and input.dtype != torch.float16
+        loss, dx = divergence_forward(_rows(input), _rows(target), labels, inverse_count, in_forward, options)
+        ctx.save_for_backward(*((dx,) if in_forward else (input, target, labels, inverse_count) if needs_dx else ()))
         ctx.in_forward, ctx.options, ctx.shape = in_forward, options, input.shape
-        return results.loss.view(input.shape) if options.elementwise else results.loss
+        return loss.view(input.shape) if options.elementwise else loss
 
     @staticmethod
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
@@ -84,12 +78,9 @@ class _Divergence(Node):
             (dx,) = ctx.saved_tensors
             dx = rescaled(dx, dloss)
         else:
-            input, target, labels, inverse_count, *statistics = ctx.saved_tensors
+            input, target, labels, inverse_count = ctx.saved_tensors
             dloss = dloss.reshape(-1, ctx.shape[-1]) if dloss.dim() else dloss
-            saved = SavedDivergence(*statistics)
-            dx = divergence_backward(
-                dloss, _rows(input), _rows(target), _flat(labels), inverse_count, saved, ctx.options
-            )  # fmt: skip
+            dx = divergence_backward(dloss, _rows(input), _rows(target), labels, inverse_count, ctx.options)
         return (dx.view(ctx.shape),)
 
 
@@ -125,9 +116,14 @@ def _divergence(
             kind, input, target, reduction=reduction, labels=labels, ignore_index=ignore_index,
             from_logits=from_logits, temperature=temperature, is_log=is_log, beta=beta,
         )  # fmt: skip
+    if from_logits and reduction == "none":
+        # Autograd differentiates the softmax.
+        input, target = prepare_distributions(input, target, labels, ignore_index, True, temperature)
+        from_logits, is_log = False, True
+    labels = None if labels is None else as_targets(labels, ignore_index)
     inverse_count = None
     if labels is not None and reduction in ("batchmean", "mean"):
-        inverse_count = gradient_scales(labels.reshape(-1).contiguous(), None, None, 1, ignore_index, True)
+        inverse_count = gradient_scales(labels, None, None, 1, ignore_index, True)
     options = DivergenceOptions(
         kind=kind, is_log=is_log or from_logits, from_logits=from_logits, elementwise=reduction == "none",
         divisor=divisor(input, labels, reduction), ignore_index=ignore_index, beta=beta, temperature=temperature,

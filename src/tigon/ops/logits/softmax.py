@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from tigon.ops.logits.token.maths import LOG2E
+from tigon.ops.logits.token.scan import LOG2E
 from tigon.runtime import checks
 from tigon.runtime.compat.triton import tl, triton
 from tigon.runtime.device import Device, cdiv, device_of, runs_kernels

@@ -5,7 +5,14 @@ them, and all ranks have the same tokens. One all-gather exchanges a few numbers
 `partial_statistics`, and V), from which every rank computes the statistics of the whole vocabulary. Each rank then
 computes its columns of d(logits). With a head, dW is local, and dx is summed over the ranks.
 
-Shapes: M tokens, H hidden, V vocabulary. Shoeybi et al., "Megatron-LM", arXiv:1909.08053, section 3.
+Let m_p, S_p, R_p and Q_p be the m, S, R and Q of `token.scan` for the columns of rank p, and m = max_p m_p. Then
+
+    S = sum_p S_p exp(m_p - m),   R = sum_p (R_p + (m_p - m) S_p) exp(m_p - m),   Q = sum_p Q_p exp(m_p - m)^2
+
+On every rank, targets are indices of the whole vocabulary and class weights are [V].
+
+Shapes: M tokens, H hidden, V vocabulary, P ranks; C = 6 + 1 (with Q) + K numbers of a token with K extra targets.
+Source: Shoeybi et al., "Megatron-LM", arXiv:1909.08053, section 3.
 """
 
 from __future__ import annotations
@@ -16,8 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tigon.ops.logits.token.kernels import Options, Shard, Statistics, Wants
-from tigon.ops.logits.token.shards import combined_statistics, partial_statistics
+from tigon.ops.logits.token.kernels import Options, Shard, Statistics, Wants, statistics
+from tigon.ops.logits.token.reference import LOWEST, Sums, extra_logits_torch, statistics_of
 from tigon.runtime import checks
 from tigon.runtime.compat.operators import process_group_of
 from tigon.runtime.device import cdiv
@@ -122,6 +129,73 @@ def local_parts(
         to_local(names[1], target, False),
         *(to_local(name, x, True) for name, x in head.items()),
     ]
+
+
+def partial_statistics(
+    logits: Tensor, target: Tensor, weight: Tensor | None, options: Options, shard: Shard, wants: Wants,
+    extra_targets: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Return C numbers [M, C] fp32 of each row of a shard [M, v], the input of `combined_statistics`.
+
+    The columns are m; S; x_t, or 0 if another shard holds it; sum w (x - m), 0 without label smoothing and
+    `wants.mean_logits`; R, 0 unless `wants.entropy`; the index of the largest logit, 0 unless `wants.predicted`; with
+    `wants.sum_sq_probs` Q; x_k of each extra target, or 0 if another shard holds it. All are 0 for ignored tokens.
+    """
+    (m, v), start = logits.shape, shard.start
+    partials = logits.new_zeros(m, 6 + wants.sum_sq_probs + wants.extra_targets, dtype=torch.float32)
+    if v == 0:
+        partials[:, 0], partials[:, 5] = -torch.inf, start
+        return partials
+    is_valid, needs_sum = target != options.ignore_index, options.label_smoothing != 0 or wants.mean_logits
+    local = target[:, None] if extra_targets is None else torch.cat((target[:, None], extra_targets), 1)
+    local = local - start
+    x = extra_logits_torch(logits, local, options).where((local >= 0) & (local < v), 0.0)
+    partials[:, 2], partials[:, partials.shape[1] - wants.extra_targets :] = x[:, 0], x[:, 1:]
+    # The loss with a label smoothing of 1 does not depend on the target: it is the sum of w (lse - x), divided by v.
+    smoothed = Options(-1, float(needs_sum), options.softcap, options.logit_scale)
+    weight = weight[start : start + v].contiguous() if weight is not None and needs_sum else None
+    scales = logits.new_ones(3, dtype=torch.float32)
+    scales[2] = v if weight is None else weight.float().sum()
+    any_target = local[:, 0].clamp(0, v - 1).where(is_valid, -1)
+    requested = Wants(predicted=wants.predicted, entropy=wants.entropy, sum_sq_probs=wants.sum_sq_probs)
+    result = statistics(logits, any_target, weight, scales, smoothed, requested)
+    total = result.lse[:, 1]
+    log_total = total.log()
+    partials[:, 0], partials[:, 1] = result.lse[:, 0].where(total != 0, -torch.inf), total
+    if needs_sum:
+        # A class of probability 0 makes the loss infinite, or NaN if it is the target.
+        partials[:, 3] = (scales[2] * log_total - v * result.loss).nan_to_num(-torch.inf, torch.inf, -torch.inf)
+    if wants.entropy:
+        partials[:, 4] = (total * (log_total - result.entropy)).where(total != 0, 0.0)
+    if wants.predicted:
+        partials[:, 5] = result.predicted + start
+    if result.log_sum_sq_probs is not None:
+        partials[:, 6] = (result.log_sum_sq_probs + 2.0 * log_total).exp().where(total != 0, 0.0)
+    return partials.masked_fill_(~is_valid[:, None], 0.0)
+
+
+def combined_statistics(
+    partials: Tensor, target: Tensor, weight: Tensor | None, scales: Tensor, options: Options, wants: Wants,
+    sizes: tuple[int, ...], extra_targets: Tensor | None = None,
+) -> Statistics:  # fmt: skip
+    """Return the statistics of the whole vocabulary, from partials [P, M, C] of shards with `sizes` columns."""
+    tops, totals, x_t, weighted, moments, argmax = partials[..., :6].unbind(-1)  # [P, M] each
+    highest = tops.amax(0)
+    top = highest.where(highest != -torch.inf, 0.0)
+    fall = tops - top
+    factor = fall.exp()
+    moment = (factor * (moments + fall.clamp(min=LOWEST) * totals)).sum(0)
+    weighted_sum = None
+    if options.label_smoothing or wants.mean_logits:
+        # The sum of a shard whose logits are all -inf is relative to 0, not to its maximum.
+        shift = tops.where(tops != -torch.inf, 0.0) - top
+        masses = sizes if weight is None else [part.sum() for part in weight.float().split(sizes)]
+        weighted_sum = sum((weighted[p] + mass * shift[p] for p, mass in enumerate(masses)), torch.zeros_like(top))
+    first_argmax = argmax.where(tops == highest, float(sum(sizes))).amin(0).long()
+    squares = (partials[..., 6] * factor.square()).sum(0) if wants.sum_sq_probs else None
+    x_k = None if extra_targets is None else partials[..., -wants.extra_targets :].sum(0) - top[:, None]
+    sums = Sums(top, (totals * factor).sum(0), x_t.sum(0) - top, weighted_sum, moment, first_argmax, squares, x_k)
+    return statistics_of(sums, target, weight, scales, options, wants, sum(sizes), extra_targets)
 
 
 def parallel_statistics(

@@ -31,10 +31,19 @@ Shapes: M tokens, V vocabulary. `scales` [3] fp32 holds 1 / D, 1 / N and W.
 import torch
 from torch import Tensor
 
-from tigon.ops.logits.token.maths import LOG2E, LOWEST, target_weight, transform
 from tigon.ops.logits.token.reference import gradient_scales_torch, gradient_torch, statistics_torch
 from tigon.ops.logits.token.row import RowConfig, RowProblem, can_read_once, row_losses
-from tigon.ops.logits.token.scan import ScanConfig, ScanProblem, columns, constants, scan
+from tigon.ops.logits.token.scan import (
+    LOG2E,
+    LOWEST,
+    ScanConfig,
+    ScanProblem,
+    columns,
+    constants,
+    scan,
+    target_weight,
+    transform,
+)
 from tigon.ops.logits.token.types import (
     LOSS_ALONE,
     WHOLE_LOSS,

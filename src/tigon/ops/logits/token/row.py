@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tigon.ops.logits.token.maths import LN2, LOG2E, target_weight, transform
+from tigon.ops.logits.token.scan import LN2, LOG2E, target_weight, transform
 from tigon.ops.logits.token.types import Options, Statistics, Wants
 from tigon.runtime.compat.triton import async_load, block_barrier, commit_group, gl, gluon, wait_group
 from tigon.runtime.device import Device, cdiv
