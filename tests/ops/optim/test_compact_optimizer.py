@@ -9,7 +9,7 @@ from torch import nn
 
 import tigon
 from op_cases import DEVICE, INTERPRETED
-from tigon.ops.optim.compact_states import MIN_QUANTISED
+from tigon.ops.optim.compact_states import _MOMENTS, MIN_QUANTISED, _decoded
 
 # The first parameter is large enough for codes.
 SHAPES = [(33, 128), (7,), (0, 4), (16, 20)]
@@ -249,7 +249,7 @@ def test_state_dicts_of_all_formats_are_converted(source, target):
         if target:
             assert ("exp_avg_code" in after) == ("8bit" in target and p.numel() >= MIN_QUANTISED)
             assert ("master" in after) == ("fp32" in target.split(", ")[-1])
-        moments = [tigon.ops.optim.compact_states._moments(p, x) for x in (before, after)]
+        moments = [[_decoded(p, x, name, decode) for name, *_, decode in _MOMENTS] for x in (before, after)]
         for x, y in zip(*moments, strict=True):
             # A code of 8 bits is near in the root: 1/127 of the largest value twice, or eps of bf16.
             torch.testing.assert_close(

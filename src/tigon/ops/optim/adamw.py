@@ -15,11 +15,10 @@ from tigon.ops.optim import compact_states
 from tigon.ops.optim.adamw_kernels import adamw_step
 from tigon.ops.optim.adamw_reference import AdamWOptions, AdamWTensors, step_reference
 from tigon.ops.optim.grad_norm import clip_factor, total_norm
-from tigon.ops.optim.tensor_table import TYPES
+from tigon.ops.optim.tensor_table import are_addressable
 from tigon.runtime import checks
 from tigon.runtime.compat.graphs import disable_dynamo
 from tigon.runtime.compat.operators import increment
-from tigon.runtime.device import runs_kernels
 
 # The first instance of torch's class wraps `step`. With the wrapper, every step hook would run twice.
 _torch_step = inspect.unwrap(torch.optim.AdamW.step)
@@ -169,7 +168,7 @@ class AdamW(torch.optim.AdamW):
             if not state:
                 state.update(compact_states.create(p, group))
             x = compact_states.local_tensors(p, state, keys.get(id(p), 0))
-            (supported if _are_in_kernel_memory(x) else others)[p] = x
+            (supported if are_addressable(*x[:7]) and x.grad.shape == x.param.shape else others)[p] = x
         # Every rank takes part in the sum of the norm, even if it has no gradient.
         factor = self._factor()
         lr = group["lr"]
@@ -368,16 +367,3 @@ def _increment_steps(parameters: Iterable[AdamWTensors]) -> None:
         steps_by_device.setdefault(x.step.get_device(), []).append(x.step)  # type: ignore[union-attr]
     for steps in steps_by_device.values():
         increment(steps, 1)
-
-
-def _are_in_kernel_memory(x: AdamWTensors) -> bool:
-    """Return whether the kernel can update the local tensors of a parameter."""
-    param, grad = x.param, x.grad
-    if not runs_kernels(param, grad) or grad.shape != param.shape:
-        return False
-    device = param.get_device()
-    # A loop is faster than generators, and small models wait for the host.
-    for y in x[:7]:
-        if y is not None and not (y.is_contiguous() and y.get_device() == device and y.dtype in TYPES):
-            return False
-    return True

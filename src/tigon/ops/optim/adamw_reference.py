@@ -64,9 +64,9 @@ def adamw_reference(
 
 
 def start_of_step(param: Tensor, master: Tensor | None) -> Tensor:
-    """Return the fp32 value that a step starts from, for flat tensors."""
+    """Return the fp32 value that a step starts from, a new tensor."""
     if master is None:
-        return param.float()
+        return param.to(torch.float32, copy=True)
     if master.dtype == torch.int8:
         return formats.join_master(param, master)
     # The parameter was changed by something else if it is not the rounded master. The master then starts again from it.

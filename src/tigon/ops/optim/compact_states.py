@@ -11,13 +11,14 @@
 Codes have other names than moments, so that torch's optimizer does not load codes as moments without a message.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tigon.ops.optim import formats
-from tigon.ops.optim.adamw_reference import AdamWTensors
+from tigon.ops.optim.adamw_reference import AdamWTensors, start_of_step
 from tigon.ops.optim.dtensors import is_dtensor, local_part
 from tigon.ops.optim.formats import QUANT_BLOCK
 from tigon.runtime import checks
@@ -28,6 +29,11 @@ STATES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 OPTIONS: dict[str, Any] = {"state": None, "master": None, "stochastic_rounding": False}
 # Smaller parameters, such as norms and biases, have fp32 moments: they matter more than the bytes that they take.
 MIN_QUANTISED = 4096
+# The name of each moment, the dtype of its codes, and the functions of its format.
+_MOMENTS = (
+    ("exp_avg", torch.int8, formats.encode_signed, formats.decode_signed),
+    ("exp_avg_sq", torch.uint8, formats.encode_squares, formats.decode_squares),
+)
 
 
 # --- options ---------------------------------------------------------------------------------------
@@ -86,39 +92,40 @@ def _is_quantised(p: Any, group: dict[str, Any]) -> bool:
     return are_rows and p.dim() > 1 and (p.numel() // p.shape[0]) % QUANT_BLOCK == 0
 
 
-def _scale_like(p: Any) -> Tensor:
-    """Return the scales of a quantised parameter, which are zero."""
-    local = local_part(p)
+def _shard_like(p: Any, local: Tensor, shape: Sequence[int], stride: tuple[int, ...]) -> Tensor:
+    """Return a local tensor as a tensor of this shape that is sharded as `p` is."""
     if not is_dtensor(p):
-        return torch.zeros(cdiv(p.numel(), QUANT_BLOCK), dtype=torch.float32, device=p.device)
+        return local
     from torch.distributed.tensor import DTensor
 
-    columns = p.numel() // p.shape[0] // QUANT_BLOCK
+    shape = torch.Size(shape)
+    return DTensor.from_local(local, p.device_mesh, p.placements, run_check=False, shape=shape, stride=stride)
+
+
+def _scale_like(p: Any) -> Tensor:
+    """Return the scales of a quantised parameter, which are zero."""
+    if not is_dtensor(p):
+        return torch.zeros(cdiv(p.numel(), QUANT_BLOCK), dtype=torch.float32, device=p.device)
+    local, columns = local_part(p), p.numel() // p.shape[0] // QUANT_BLOCK
     scale = torch.zeros(local.shape[0], columns, dtype=torch.float32, device=local.device)
-    shape, stride = torch.Size((p.shape[0], columns)), (columns, 1)
-    return DTensor.from_local(scale, p.device_mesh, p.placements, run_check=False, shape=shape, stride=stride)
+    return _shard_like(p, scale, (p.shape[0], columns), (columns, 1))
 
 
 def _zeros_like(p: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros_like(p, dtype=dtype, memory_format=torch.preserve_format)
 
 
-def _moment_dtype(p: Tensor, group: dict[str, Any]) -> torch.dtype:
-    """Return the dtype of moments that are no codes."""
-    state = group.get("state")
-    return p.dtype if state is None else STATES.get(state, torch.float32)
-
-
 def create(p: Tensor, group: dict[str, Any]) -> dict[str, Any]:
     """Return the state of a parameter before its first step."""
     on_device = group.get("capturable") or group.get("fused")
     state: dict[str, Any] = {"step": torch.zeros((), dtype=torch.float32, device=p.device if on_device else "cpu")}
-    if _is_quantised(p, group):
-        state["exp_avg_code"], state["exp_avg_scale"] = _zeros_like(p, torch.int8), _scale_like(p)
-        state["exp_avg_sq_code"], state["exp_avg_sq_scale"] = _zeros_like(p, torch.uint8), _scale_like(p)
-    else:
-        dtype = _moment_dtype(p, group)
-        state["exp_avg"], state["exp_avg_sq"] = _zeros_like(p, dtype), _zeros_like(p, dtype)
+    is_quantised = _is_quantised(p, group)
+    moment_dtype = p.dtype if group.get("state") is None else STATES.get(group["state"], torch.float32)
+    for name, code_dtype, *_ in _MOMENTS:
+        if is_quantised:
+            state[f"{name}_code"], state[f"{name}_scale"] = _zeros_like(p, code_dtype), _scale_like(p)
+        else:
+            state[name] = _zeros_like(p, moment_dtype)
     if p.dtype != torch.float32 and group.get("master") == "fp32":
         state["master"] = p.detach().to(torch.float32, copy=True)
     elif p.dtype != torch.float32 and group.get("master") == "bf16+8":
@@ -154,26 +161,12 @@ def local_tensors(p: Any, state: dict[str, Any], key: int) -> AdamWTensors:
 # --- conversion ------------------------------------------------------------------------------------
 
 
-def _wrap(local: Tensor, like: Any) -> Tensor:
-    """Return a local tensor as a tensor that is sharded as `like` is."""
-    if not is_dtensor(like):
-        return local
-    from torch.distributed.tensor import DTensor
-
-    shape, stride = like.shape, like.stride()
-    return DTensor.from_local(local, like.device_mesh, like.placements, run_check=False, shape=shape, stride=stride)
-
-
-def _moments(p: Tensor, state: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Return this rank's part of both moments in fp32, from a state of any format."""
-    if "exp_avg_code" not in state:
-        m, v = (local_part(state[name]).to(p.device, torch.float32) for name in ("exp_avg", "exp_avg_sq"))
-        return m, v
-    codes = [local_part(state[f"{name}_code"]).to(p.device) for name in ("exp_avg", "exp_avg_sq")]
-    scales = [local_part(state[f"{name}_scale"]).to(p.device).reshape(-1) for name in ("exp_avg", "exp_avg_sq")]
-    m = formats.decode_signed(codes[0].reshape(-1), scales[0]).view(codes[0].shape)
-    v = formats.decode_squares(codes[1].reshape(-1), scales[1]).view(codes[1].shape)
-    return m, v
+def _decoded(p: Tensor, state: dict[str, Any], name: str, decode: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """Return this rank's part of a moment in fp32, from a state of any format."""
+    if name in state:
+        return local_part(state[name]).to(p.device, torch.float32)
+    codes, scales = (local_part(state[f"{name}_{part}"]).to(p.device) for part in ("code", "scale"))
+    return decode(codes.reshape(-1), scales.reshape(-1)).view(codes.shape)
 
 
 def load(p: Tensor, saved: dict[str, Any], group: dict[str, Any]) -> dict[str, Any]:
@@ -183,63 +176,50 @@ def load(p: Tensor, saved: dict[str, Any], group: dict[str, Any]) -> dict[str, A
         if name not in state and not name.startswith(("exp_avg_", "master", "correction")):
             state[name] = saved[name]
     state["step"].copy_(torch.as_tensor(saved["step"]))
-    has_same_codes = "exp_avg_code" in saved and "exp_avg_code" in state
-    if has_same_codes:
-        for name in ("exp_avg_code", "exp_avg_scale", "exp_avg_sq_code", "exp_avg_sq_scale"):
-            local_part(state[name]).copy_(local_part(saved[name]))
-    elif "exp_avg" in saved or "exp_avg_code" in saved:
-        m, v = _moments(p, saved)
-        if "exp_avg_code" in state:
-            for name, (codes, scale) in {
-                "exp_avg": formats.encode_signed(m.reshape(-1)),
-                "exp_avg_sq": formats.encode_squares(v.reshape(-1)),
-            }.items():
-                local_codes, local_scale = local_part(state[f"{name}_code"]), local_part(state[f"{name}_scale"])
-                local_codes.copy_(codes.view(local_codes.shape))
-                local_scale.copy_(scale.view(local_scale.shape))
-        else:
-            local_part(state["exp_avg"]).copy_(m)
-            local_part(state["exp_avg_sq"]).copy_(v)
-    if "master" in state or "correction" in state:
-        _load_master(p, saved, state)
-    return state
 
+    def fill(name: str, values: Tensor) -> None:
+        local = local_part(state[name])
+        local.copy_(values.view(local.shape))
 
-def _load_master(p: Tensor, saved: dict[str, Any], state: dict[str, Any]) -> None:
-    """Fill the master weight of a state from a saved one of either format, if there is one.
-
-    A master of the same format is copied, because the parameter may be loaded later. A master of another format is used
-    where it belongs to the parameter.
-    """
-    for name in ("master", "correction"):
-        if name in state and name in saved:
-            local_part(state[name]).copy_(local_part(saved[name]))
-            return
+    for name, _, encode, decode in _MOMENTS:
+        code, scale = f"{name}_code", f"{name}_scale"
+        if code in saved and code in state:
+            fill(code, local_part(saved[code]))
+            fill(scale, local_part(saved[scale]))
+        elif code in saved or name in saved:
+            moment = _decoded(p, saved, name, decode)
+            if code in state:
+                codes, scales = encode(moment.reshape(-1))
+                fill(code, codes)
+                fill(scale, scales)
+            else:
+                fill(name, moment)
+    # A master of the same format is copied, because the parameter may be loaded later. A master of another format is
+    # used where it belongs to the parameter.
+    for name in state.keys() & saved.keys() & {"master", "correction"}:
+        fill(name, local_part(saved[name]))
     if "master" in state and "correction" in saved:
-        weight = master_weight(p, saved)
         # A tie was rounded away from zero. The fp32 master must be nearer to the parameter, or a step would ignore it.
         is_tie = local_part(saved["correction"]).to(p.device) == -128
-        local_part(state["master"]).copy_((weight.view(torch.int32) + is_tie).view(torch.float32))
+        fill("master", (master_weight(p, saved).view(torch.int32) + is_tie).view(torch.float32))
     elif "correction" in state and "master" in saved:
         parameter, master = local_part(p.detach()).contiguous(), local_part(saved["master"]).to(p.device, torch.float32)
-        local_part(state["correction"]).copy_(formats.correction_of(parameter, master))
+        fill("correction", formats.correction_of(parameter, master))
+    return state
 
 
 def master_weight(p: Tensor, state: dict[str, Any]) -> Tensor:
     """Return this rank's part of a parameter in fp32, with the digits that its state adds."""
-    local = local_part(p.detach())
-    if "master" in state:
-        master = local_part(state["master"]).to(p.device, torch.float32)
-        return torch.where(master.to(p.dtype) == local, master, local.float())
-    if "correction" in state:
-        correction = local_part(state["correction"]).to(p.device)
-        return formats.join_master(local.reshape(-1), correction.reshape(-1)).view(local.shape)
-    return local.to(torch.float32, copy=True)
+    master = state.get("master", state.get("correction"))
+    return start_of_step(local_part(p.detach()), None if master is None else local_part(master).to(p.device))
 
 
 def in_torch_form(p: Tensor, state: dict[str, Any]) -> dict[str, Any]:
     """Return a state with the keys of torch's AdamW. Moments that were codes are in fp32."""
-    m, v = _moments(p, state) if "exp_avg_code" in state else (state["exp_avg"], state["exp_avg_sq"])
-    if "exp_avg_code" in state:
-        m, v = _wrap(m, p), _wrap(v, p)
-    return {"step": state["step"], "exp_avg": m, "exp_avg_sq": v}
+    result = {"step": state["step"]}
+    for name, _, _, decode in _MOMENTS:
+        is_moment = name in state
+        result[name] = (
+            state[name] if is_moment else _shard_like(p, _decoded(p, state, name, decode), p.shape, p.stride())
+        )
+    return result

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tigon.ops.optim.dtensors import is_dtensor, local_part
-from tigon.ops.optim.tensor_table import NUM_WARPS, TYPES, TensorTable, block_size, tensor_at, update_table
+from tigon.ops.optim.tensor_table import NUM_WARPS, TYPES, TensorTable, block_size, find_span, tensor_at, update_table
 from tigon.runtime.compat.triton import tl, triton
 from tigon.runtime.device import runs_kernels
 from tigon.runtime.launch import in_order, launch, on_device
@@ -39,20 +39,14 @@ def _squares_kernel(
     G: tl.constexpr, ALIGNED: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Sum the squares of one span of one tensor."""
-    program = tl.program_id(0)
-    row_ptr = rows_ptr + tl.load(tensor_of_span_ptr + program) * 4
-    start = (program - tl.load(row_ptr + 2)) * (SPAN * BLOCK)  # int64
-    n = tl.load(row_ptr + 1)
-    if ALIGNED:
-        # Then the mask has one value for 16 elements, and accesses are wide.
-        n = tl.multiple_of(n, 16)
+    _, row_ptr, start, n = find_span(rows_ptr, tensor_of_span_ptr, 4, SPAN * BLOCK, ALIGNED)
     pointer = tensor_at(row_ptr, G, ALIGNED)
     total = tl.zeros((BLOCK,), tl.float32)
     for i in tl.static_range(SPAN):
         index = start + i * BLOCK + tl.arange(0, BLOCK)
         g = tl.load(pointer + index, mask=index < n, other=0).to(tl.float32)
         total += g * g
-    tl.store(out_ptr + program, tl.sum(total))
+    tl.store(out_ptr + tl.program_id(0), tl.sum(total))
 
 
 # --- launcher ------------------------------------------------------------------------------------

@@ -22,10 +22,11 @@ from tigon.ops.optim.muon_kernels import (
 )
 from tigon.ops.optim.muon_shards import Shard, orthogonalise_shards, shard_of
 from tigon.ops.optim.orthogonalise import Coefficients, orthogonalise
-from tigon.ops.optim.tensor_table import TensorTable
+from tigon.ops.optim.tensor_table import TensorTable, are_addressable
 from tigon.runtime import checks
 from tigon.runtime.compat.graphs import disable_dynamo
-from tigon.runtime.device import cdiv, runs_kernels
+from tigon.runtime.device import cdiv
+from tigon.runtime.launch import on_device
 
 # The largest size of the input of one orthogonalisation, which is a batch of matrices of one shape. A batch has a few
 # buffers of this size. A single matrix may be larger.
@@ -199,7 +200,7 @@ class Muon(_TorchMuon):
         # The ranks that compute one matrix more differ from batch to batch.
         first_owner = 0
         for i, parts in enumerate(batches):
-            tables[i] = _step_batch(parts, options, first_owner, tables.get(i))
+            tables[i] = _step_batch(parts[0].matrix.param, parts, options, first_owner, tables.get(i))
             # The numbers of whole matrices may differ between the ranks, and no rank computes those of another one.
             if parts[0].shard is not None:
                 first_owner += len(parts)
@@ -246,11 +247,8 @@ def _parts(p: Any, momentum: Any) -> list[_Part]:
 
 def _is_in_kernel_memory(matrix: Matrix) -> bool:
     """Return whether the kernels can read and update a matrix."""
-    param = matrix.param
-    if not param.numel() or not runs_kernels(*matrix):
-        return False
-    device, shape = param.get_device(), param.shape
-    return all(x.is_contiguous() and x.get_device() == device and x.shape == shape for x in matrix)
+    param, grad, momentum = matrix
+    return param.numel() > 0 and param.shape == momentum.shape and are_addressable(param, grad, momentum)
 
 
 def _bucket(part: _Part) -> tuple:
@@ -269,16 +267,11 @@ def _batches(parts: list[_Part]) -> list[list[_Part]]:
     return [parts[i : i + size] for i in range(0, len(parts), size)]
 
 
-def _lr_ratio(adjust_lr_fn: str | None, shape: tuple[int, int]) -> float:
-    """Return the factor of the learning rate of a matrix."""
-    m, n = shape
-    return 0.2 * math.sqrt(max(m, n)) if adjust_lr_fn == "match_rms_adamw" else math.sqrt(max(1, m / n))
-
-
+@on_device
 def _step_batch(
-    parts: list[_Part], options: _StepOptions, first_owner: int, table: TensorTable | None
+    first: Tensor, parts: list[_Part], options: _StepOptions, first_owner: int, table: TensorTable | None
 ) -> TensorTable | None:
-    """Take the step of matrices of one shape, and return the table of the kernels."""
+    """Take the step of matrices of one shape, of which `first` is one, and return the table of the kernels."""
     matrices, shard = [x.matrix for x in parts], parts[0].shard
     uses_kernels = all(map(_is_in_kernel_memory, matrices))
     squares = None
@@ -293,9 +286,9 @@ def _step_batch(
         o, scales = orthogonalise(u, squares, options.coefficients, options.eps)
     else:
         o = orthogonalise_shards(u, shard, first_owner, options.coefficients, options.eps)
-    lr, ratio = options.lr, _lr_ratio(options.adjust_lr_fn, parts[0].shape)
-    if isinstance(lr, Tensor):
-        lr = lr.to(u.device, non_blocking=True)
+    (m, n), matches_adamw = parts[0].shape, options.adjust_lr_fn == "match_rms_adamw"
+    ratio = 0.2 * math.sqrt(max(m, n)) if matches_adamw else math.sqrt(max(1, m / n))
+    lr = options.lr.to(u.device, non_blocking=True) if isinstance(options.lr, Tensor) else options.lr
     if table is not None:
         apply_update(matrices, o, scales, lr, ratio, options.weight_decay, table)
         return table

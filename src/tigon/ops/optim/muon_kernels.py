@@ -18,9 +18,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tigon.ops.optim.tensor_table import NUM_WARPS, TYPES, TensorTable, block_size, tensor_at, update_table
+from tigon.ops.optim.tensor_table import NUM_WARPS, TYPES, TensorTable, block_size, find_span, tensor_at, update_table
 from tigon.runtime.compat.triton import tl, triton
-from tigon.runtime.launch import in_order, launch, on_device
+from tigon.runtime.launch import in_order, launch
 
 
 class Matrix(NamedTuple):
@@ -76,13 +76,7 @@ def _momentum_kernel(
     NESTEROV: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Update m, and write u and the sum of its squares, for one span of one matrix."""
-    program = tl.program_id(0)
-    matrix = tl.load(matrix_of_span_ptr + program)
-    row_ptr = rows_ptr + matrix * 6
-    start = (program - tl.load(row_ptr + 4)) * (SPAN * BLOCK)  # int64
-    n = tl.load(row_ptr + 3)
-    if ALIGNED:
-        n = tl.multiple_of(n, 16)
+    matrix, row_ptr, start, n = find_span(rows_ptr, matrix_of_span_ptr, 6, SPAN * BLOCK, ALIGNED)
     grad_ptr, momentum_ptr = tensor_at(row_ptr, G, ALIGNED), tensor_at(row_ptr + 1, M, ALIGNED)
     out_ptr = u_ptr + matrix.to(tl.int64) * n
     total = tl.zeros((BLOCK,), tl.float32)
@@ -97,7 +91,7 @@ def _momentum_kernel(
         tl.store(out_ptr + index, u, mask=mask)
         u = u.to(tl.float32)
         total += u * u
-    tl.store(squares_ptr + program, tl.sum(total))
+    tl.store(squares_ptr + tl.program_id(0), tl.sum(total))
 
 
 @triton.jit
@@ -111,13 +105,7 @@ def _update_kernel(
     ALIGNED: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Update one span of one matrix."""
-    program = tl.program_id(0)
-    matrix = tl.load(matrix_of_span_ptr + program)
-    row_ptr = rows_ptr + matrix * 6
-    start = (program - tl.load(row_ptr + 4)) * (SPAN * BLOCK)  # int64
-    n = tl.load(row_ptr + 3)
-    if ALIGNED:
-        n = tl.multiple_of(n, 16)
+    matrix, row_ptr, start, n = find_span(rows_ptr, matrix_of_span_ptr, 6, SPAN * BLOCK, ALIGNED)
     param_ptr = tensor_at(row_ptr + 2, P, ALIGNED)
     o_row_ptr = o_ptr + matrix.to(tl.int64) * n
     if lr_ptr is not None:
@@ -164,16 +152,9 @@ def compute_momentum(
 ) -> tuple[Tensor, Tensor]:
     """Update m in place, and return u [B, rows, columns] and the sums of its squares [B].
 
-    All matrices agree in shape, dtypes and device.
+    All matrices agree in shape, dtypes and device, which is the current one.
     """
-    return _momentum(matrices[0].param, matrices, momentum, nesterov, table)
-
-
-@on_device
-def _momentum(
-    first: Tensor, matrices: Sequence[Matrix], momentum: float, nesterov: bool, table: TensorTable
-) -> tuple[Tensor, Tensor]:
-    matrix = matrices[0]
+    first, *_ = matrix = matrices[0]
     u = torch.empty(len(matrices), *first.shape, dtype=torch.bfloat16, device=first.device)
     spans = table.tensor_of_span.numel()
     squares = torch.empty(spans, dtype=torch.float32, device=first.device)
@@ -199,27 +180,13 @@ def apply_update(
     table: TensorTable,
 ) -> None:
     """Update p in place, from o [B, rows, columns] and s [B]. `lr` may be a tensor of one element on the device."""
-    _update(matrices[0].param, matrices, o.contiguous(), scales, lr, ratio, weight_decay, table)
-
-
-@on_device
-def _update(
-    first: Tensor,
-    matrices: Sequence[Matrix],
-    o: Tensor,
-    scales: Tensor | None,
-    lr: Tensor | float,
-    ratio: float,
-    weight_decay: float,
-    table: TensorTable,
-) -> None:
     lr_ptr, lr_number = (lr, 0.0) if isinstance(lr, Tensor) else (None, lr)
     launch(
         _update_kernel, table.tensor_of_span.numel(),
         *in_order(_update_kernel)(
-            rows_ptr=table.rows, matrix_of_span_ptr=table.tensor_of_span, o_ptr=o, scale_ptr=scales, lr_ptr=lr_ptr,
-            lr=float(lr_number), ratio=float(ratio), weight_decay=float(weight_decay),
+            rows_ptr=table.rows, matrix_of_span_ptr=table.tensor_of_span, o_ptr=o.contiguous(), scale_ptr=scales,
+            lr_ptr=lr_ptr, lr=float(lr_number), ratio=float(ratio), weight_decay=float(weight_decay),
         ),
-        P=TYPES[first.dtype], ALIGNED=_are_aligned(matrices),
-        SPAN=SPAN, BLOCK=_block(first), num_warps=NUM_WARPS,
+        P=TYPES[matrices[0].param.dtype], ALIGNED=_are_aligned(matrices),
+        SPAN=SPAN, BLOCK=_block(matrices[0].param), num_warps=NUM_WARPS,
     )  # fmt: skip

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tigon.runtime.compat.operators import current_raw_stream
 from tigon.runtime.compat.triton import tl, triton
-from tigon.runtime.device import cdiv
+from tigon.runtime.device import cdiv, runs_kernels
 
 TYPES = {
     torch.float32: tl.float32,
@@ -27,6 +27,18 @@ BLOCK_BYTES = NUM_WARPS * 32 * 16
 def block_size(itemsize: int) -> int:
     """Return the number of elements of a block, given the bytes of an element of the tensor with the widest ones."""
     return BLOCK_BYTES // max(itemsize, 2)
+
+
+def are_addressable(param: Tensor, *others: Tensor | None) -> bool:
+    """Return whether kernels can access all tensors by their addresses. The first of the others is a gradient."""
+    if not runs_kernels(param, others[0]):
+        return False
+    device = param.get_device()
+    # A loop is faster than generators, and small models wait for the host.
+    for x in (param, *others):
+        if x is not None and not (x.is_contiguous() and x.get_device() == device and x.dtype in TYPES):
+            return False
+    return True
 
 
 class TableKey(NamedTuple):
@@ -83,3 +95,17 @@ def tensor_at(address_ptr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
         # bytes.
         pointer = tl.multiple_of(pointer, 16)
     return pointer
+
+
+@triton.jit
+def find_span(rows_ptr, tensor_of_span_ptr, COLUMNS: tl.constexpr, SIZE: tl.constexpr, ALIGNED: tl.constexpr):
+    """Return the index of the tensor of this program's span, a pointer to its row, the span's start and N."""
+    program = tl.program_id(0)
+    tensor = tl.load(tensor_of_span_ptr + program)
+    row_ptr = rows_ptr + tensor * COLUMNS
+    start = (program - tl.load(row_ptr + COLUMNS - 2)) * SIZE  # int64
+    n = tl.load(row_ptr + COLUMNS - 3)
+    if ALIGNED:
+        # Then a mask has one value for 16 elements, and accesses are wide.
+        n = tl.multiple_of(n, 16)
+    return tensor, row_ptr, start, n
