@@ -37,10 +37,14 @@ def test_one_layer_is_not_all_layers():
     assert len({parse_memory(name) for name in (*NAMES, *MEMORY)}) == len({*NAMES, *MEMORY})
 
 
+def test_offload_is_another_name():
+    assert parse_memory("offload") == Memory("checkpoint", attention=True, offload=True)
+
+
 @pytest.mark.parametrize(
     "name",
     ["lean+mlp:0", "lean+mlp:", "lean:2", "lean+mlp:2 ", "lean+mlp:-1", "lean+mlp:02", "lean+mlp+mlp", "", "lean+",
-     "lean+level", "offload", "checkpoint+attention:0", "checkpoint:2", "checkpoint+offload+attention", "attention",
+     "lean+level", "offload:2", "checkpoint+attention:0", "checkpoint:2", "checkpoint+offload+attention", "attention",
      "lean+attention", "checkpoint+attention+attention", "checkpoint+attention:", "checkpoint+attention:2:3", 3, None],
 )  # fmt: skip
 def test_other_names_are_refused(name):

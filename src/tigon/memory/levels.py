@@ -13,8 +13,11 @@ MemoryLevel = Literal[
     "checkpoint+attention",
     "checkpoint+offload",
     "checkpoint+attention+offload",
+    "offload",
 ]
-MEMORY: tuple[str, ...] = get_args(MemoryLevel)
+# Other names of levels.
+_SYNONYMS = {"offload": "checkpoint+attention+offload"}
+MEMORY: tuple[str, ...] = tuple(name for name in get_args(MemoryLevel) if name not in _SYNONYMS)
 LEVEL_NAMES = (
     ", ".join(map(repr, MEMORY))
     + ", or a tigon.Memory; a number of layers may follow mlp, attention and offload ('lean+mlp:4')"
@@ -110,6 +113,7 @@ def parse_memory(name: Any) -> Memory | None:
         return name
     if not isinstance(name, str):
         return None
+    name = _SYNONYMS.get(name, name)
     level, *words = name.split("+")
     try:
         pairs = [word.partition(":") for word in words]
