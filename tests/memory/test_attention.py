@@ -574,7 +574,7 @@ class AttentionWithCache:
         return y + self.cache, None
 
 
-@pytest.mark.parametrize("has_gradients", [False, True])
+@pytest.mark.parametrize("has_gradients", [False, pytest.param(True, marks=pytest.mark.thorough)])
 def test_a_call_that_only_the_first_run_makes_is_not_taken_for_another(has_gradients):
     results = []
     for memory in ("checkpoint", "checkpoint+attention"):
@@ -602,13 +602,8 @@ def count_in_profile(call) -> tuple[list, int]:
     return results, sum(e.count for e in profile.key_averages() if e.key == KERNEL.name().partition(".")[0])
 
 
-@pytest.mark.parametrize(
-    ("level", "calls"),
-    [
-        ("checkpoint+attention", 2),
-        pytest.param("checkpoint", 3, marks=pytest.mark.thorough),
-    ],
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize(("level", "calls"), [("checkpoint+attention", 2), ("checkpoint", 3)])
 def test_the_graph_of_a_model_saves_the_outputs(level, calls):
     torch._dynamo.reset()
     model = make_model(level, num_hidden_layers=2)

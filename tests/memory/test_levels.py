@@ -238,14 +238,8 @@ def compiled():
     return functools.cache(run)
 
 
-@pytest.mark.parametrize(
-    ("level", "most"),
-    [
-        ("lean", 0.9),
-        pytest.param("lean+mlp", 0.8, marks=pytest.mark.thorough),
-        pytest.param("checkpoint", 0.8, marks=pytest.mark.thorough),
-    ],
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize(("level", "most"), [("lean", 0.9), ("lean+mlp", 0.8), ("checkpoint", 0.8)])
 def test_compiled(compiled, level, most):
     # The last layer is not checkpointed.
     layers = 2 if level == "checkpoint" else 1
