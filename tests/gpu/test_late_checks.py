@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tigon
-from tigon.integrations.liger import divergences, rare
+from tigon.integrations.liger import layers
 from tigon.losses import grpo_loss
 from tigon.runtime.late_checks import check_later, raise_earlier
 
@@ -136,7 +136,7 @@ LOSSES = {
         x, weight, targets, teacher_hidden=x.detach(), teacher_weight=weight.detach(), hard_weight=0.5
     ),
     "grpo": _grpo,
-    "the alias": lambda x, weight, targets: divergences.LigerFusedCETVDLoss()(
+    "the alias": lambda x, weight, targets: layers.LigerFusedCETVDLoss()(
         x @ weight.T, (x @ weight.T).detach(), targets
     )[0].sum(),
 }
@@ -162,7 +162,7 @@ def test_a_target_outside_of_the_vocabulary_makes_the_loss_nan(name, target, dty
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_sparsemax_of_a_row_without_a_nearest_point_is_nan(value):
     x = torch.tensor([[1.0, 0.5], [0.0, value]], device="cuda")
-    assert rare.LigerSparsemax()(x).isnan().any(-1).tolist() == [False, True]
+    assert layers.LigerSparsemax()(x).isnan().any(-1).tolist() == [False, True]
     torch.cuda.synchronize()
 
 

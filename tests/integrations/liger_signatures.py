@@ -32,14 +32,6 @@ APPLY = {
 # The parameters of `__init__` and of `forward` of each class, without self.
 CLASSES = {
     "LigerExperts": ("config", "hidden_states top_k_index top_k_weights"),
-    "LigerFusedNeighborhoodAttention": (
-        "hidden_size num_heads kernel_size=7 dilation=1 bias=True dropout=0.0 scale=None",
-        "hidden_states attention_mask=None",
-    ),
-    "LigerFusedNeighborhoodAttentionLayer": (
-        ("hidden_size num_heads kernel_size=7 dilation=1 bias=True dropout=0.0 layer_norm_eps=1e-05 scale=None"),
-        "hidden_states attention_mask=None",
-    ),
     "LigerGEGLUMLPForGemma4": ("config layer_idx=None", "x"),
     "LigerGroupNorm": ("num_channels num_groups eps=1e-06 bias=False init_fn='ones'", "hidden_states"),
     "LigerHunyuanV1SwiGLUMLP": ("config layer_idx=None is_shared_mlp=False", "x"),
@@ -252,12 +244,6 @@ FUNCTIONS = {
     "transformers.rope.liger_rotary_pos_emb": "q k cos sin position_ids=None unsqueeze_dim=1 rotary_dim=None",
     "transformers.rope.liger_rotary_pos_emb_gpt_oss": "q k cos sin",
     "transformers.rope.liger_rotary_pos_emb_vision": "q k cos sin",
-    "megatron.apply_liger_kernel_to_megatron": "rms_norm=True cross_entropy=False swiglu=False",
-    "utils.infer_device_arch": "device_id=0",
-    "utils._infer_amd_arch": "device_id",
-    "utils._infer_npu_arch": "device_id",
-    "utils._infer_nvidia_arch": "device_id",
-    "utils._infer_xpu_arch": "device_id",
     "transformers.functional.liger_cross_entropy": (
         "input target weight=None size_average=None ignore_index=-100 reduce=None reduction='mean' "
         "label_smoothing=0.0 lse_square_scale=0.0 softcap=None return_z_loss=False return_token_accuracy=False "
@@ -340,13 +326,8 @@ FUNCTIONS = {
         "return_token_accuracy=False return_predicted_tokens=False impl=None mode=None backend=None"
     ),
     "utils.is_peft_available": "",
-    "utils.infer_comm_backend": "",
     "utils.infer_device": "",
     "utils.is_npu_available": "",
-    "utils.transformers_version_dispatch": (
-        "required_version before_fn after_fn before_args=() after_args=() before_kwargs=None after_kwargs=None"
-    ),
-    "utils.get_total_gpu_memory": "",
     "transformers.liger_rotary_pos_emb": "q k cos sin position_ids=None unsqueeze_dim=1 rotary_dim=None",
     "transformers.liger_llama4_text_rotary_pos_emb": "xq xk freqs_cis",
     "transformers.liger_llama4_vision_rotary_pos_emb": "query key freqs_ci",

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ranks import LIMIT, leave, run_ranks
-from tigon.integrations import deepspeed, frameworks
+from tigon.integrations import deepspeed
 
 pytestmark = pytest.mark.no_interpreter("The tests show which code runs.")
 
@@ -29,7 +29,6 @@ def install(monkeypatch):
 
     def install(distribution: str, version: str, **modules: dict[str, Any]) -> None:
         monkeypatch.setattr(metadata, "version", lambda name: version if name == distribution else real_version(name))
-        monkeypatch.setattr(frameworks, "_warned", set())
         for name, attributes in modules.items():
             module: Any = types.ModuleType(name.replace("__", "."))
             vars(module).update(attributes)
@@ -68,6 +67,12 @@ def test_the_loss_of_deepspeed(install):
     assert sequence.vocab_parallel_cross_entropy is loss
 
 
+def test_another_version_of_deepspeed_keeps_its_loss(install):
+    install("deepspeed", "7.1.0")
+    with pytest.warns(UserWarning, match=r"is off: it was written for deepspeed 0\.19\.8, but deepspeed 7\.1\.0"):
+        deepspeed.enable_cross_entropy()()
+
+
 # --- DeepSpeed itself, on ranks --------------------------------------------------------------------
 
 
@@ -103,7 +108,8 @@ def _run_deepspeed(count: Callable[[str], Any]) -> None:
     from tigon.integrations import deepspeed as plugin
 
     plugin.enable_cross_entropy()
-    vars(plugin)["token_losses"] = count(plugin.token_losses)
+    owner = sequence.cross_entropy
+    owner._liger_vocab_cross_entropy = count(owner._liger_vocab_cross_entropy)
     torch.testing.assert_close([train(x, group, **options) for x, group, options in cases], expected)
     module = sequence.cross_entropy.VocabParallelCausalLMLoss(tp_group=group)
     expected_loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), target[:, 1:].flatten())

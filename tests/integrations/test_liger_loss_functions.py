@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tigon.integrations.liger import divergences, loss_bases, loss_functions, losses, policy
+from tigon.integrations.liger import chunked, layers, loss_bases, policy
 
 pytestmark = pytest.mark.no_interpreter("tests/ops has the tests of the ops that these functions call.")
 
@@ -42,27 +42,28 @@ REF = torch.randn(N, L, 8), torch.randn(V, 8), torch.randn(V)
 FUNCTIONS = {
     "cpo": (
         lambda x, w, b, target: (x, w, target, b, -100, 0.2, 0.5, 0.1, True, False, True, 2),
-        losses.LigerFusedLinearCPOLoss(beta=0.2, alpha=0.5, label_smoothing=0.1, average_log_prob=True), "w x target b",
+        chunked.LigerFusedLinearCPOLoss(beta=0.2, alpha=0.5, label_smoothing=0.1, average_log_prob=True),
+        "w x target b",
     ),
     "simpo": (
         lambda x, w, b, target: (x, w, target, b, -100, 0.2, 0.5, 0.1, True, False, 0.7),
-        losses.LigerFusedLinearSimPOLoss(beta=0.2, alpha=0.5, label_smoothing=0.1, gamma=0.7), "w x target b",
+        chunked.LigerFusedLinearSimPOLoss(beta=0.2, alpha=0.5, label_smoothing=0.1, gamma=0.7), "w x target b",
     ),
     "orpo": (
-        lambda x, w, b, target: (x, w, target, b, -100, 0.2, False), losses.LigerFusedLinearORPOLoss(
+        lambda x, w, b, target: (x, w, target, b, -100, 0.2, False), chunked.LigerFusedLinearORPOLoss(
             beta=0.2, compute_nll_loss=False
         ), "w x target b",
     ),
     "dpo": (
         lambda x, w, b, target: (
             x, w, target, b, *REF, -100, 0.2, True, False, True, True, 1, "robust", 0.1, 0.05, 0.7,
-        ), losses.LigerFusedLinearDPOLoss(
+        ), chunked.LigerFusedLinearDPOLoss(
             beta=0.2, alpha=0.7, compute_nll_loss=True, average_log_prob=True, loss_type="robust", label_smoothing=0.1
         ), "w x target b REF",
     ),
     "kto": (
         lambda x, w, b, target: (x, w, target, LABELS, b, *REF, torch.tensor(0.3), -100, 0.2),
-        losses.LigerFusedLinearKTOLoss(beta=0.2, use_ref_model=True), "x w target b LABELS REF KL",
+        chunked.LigerFusedLinearKTOLoss(beta=0.2, use_ref_model=True), "x w target b LABELS REF KL",
     ),
 }  # fmt: skip
 
@@ -72,7 +73,7 @@ def test_functions_take_the_arguments_of_liger_by_position(name):
     arguments, module, order = FUNCTIONS[name]
     values = head()
     more = {"LABELS": (LABELS,), "REF": REF, "KL": (torch.tensor(0.3),)}
-    loss, metrics = getattr(loss_functions, f"liger_fused_linear_{name}")(*arguments(**values))
+    loss, metrics = getattr(chunked, f"liger_fused_linear_{name}")(*arguments(**values))
     expected = [part for word in order.split() for part in more.get(word, (values.get(word),))]
     expected_loss, expected_metrics = module(*expected)
     assert_same(loss, expected_loss, (values["x"], values["w"], values["b"]))
@@ -86,8 +87,8 @@ def test_the_function_of_grpo():
     old, ref = -torch.rand(2, N, L)
     arguments = values["x"], values["w"], tokens, mask, advantages, values["b"], ref, old
     options = 0.1, 0.3, 0.4, "bnpo", None, "sequence", 1.0, 1.05, 2.0
-    loss, _ = loss_functions.liger_fused_linear_grpo(*arguments, None, None, None, *options)
-    module = policy.LigerFusedLinearGRPOLoss(
+    loss, _ = chunked.liger_fused_linear_grpo(*arguments, None, None, None, *options)
+    module = chunked.LigerFusedLinearGRPOLoss(
         beta=0.1, epsilon_low=0.3, epsilon_high=0.4, loss_type="bnpo", importance_sampling_level="sequence",
         temperature=2.0,
     )  # fmt: skip
@@ -99,8 +100,8 @@ def test_functions_of_distillation(name):
     values = head()
     x, target = values["x"].flatten(0, 1), values["target"].flatten()
     arguments = x, values["w"], REF[0].flatten(0, 1), REF[1], target, values["b"], REF[2]
-    function = getattr(loss_functions, f"liger_fused_linear_{name}")
-    classes = losses.LigerFusedLinearJSDLoss, losses.LigerFusedLinearCosineSimilarityLoss
+    function = getattr(chunked, f"liger_fused_linear_{name}")
+    classes = chunked.LigerFusedLinearJSDLoss, chunked.LigerFusedLinearCosineSimilarityLoss
     module = classes[name == "cosine"](0.2, 0.9, 0.3, -100, 2.0)
     loss = function(*arguments, 0.2, 0.9, 0.3, -100, 2.0)
     assert_same(loss, module(*arguments), (values["w"], values["b"]))
@@ -232,7 +233,7 @@ def test_a_base_needs_a_loss_and_a_function_refuses_another():
     with pytest.raises(NotImplementedError, match="preference_loss_fn must be defined by the subclass"):
         Empty.apply(x, w, target, b)
     with pytest.raises(TypeError, match="DPOFunction cannot be subclassed; derive from LigerFusedLinearPreferenceBase"):
-        type("Mine", (loss_functions.LigerFusedLinearDPOFunction,), {})
+        type("Mine", (chunked.LigerFusedLinearDPOFunction,), {})
 
 
 # --- values that differ by argument ------------------------------------------------------------------
@@ -248,7 +249,7 @@ def test_orpo_takes_other_targets_for_its_likelihood(differs):
         other[:, ::2] = target[:, ::2]
     elif differs == "fewer":
         other[:, 3:] = -100
-    loss, metrics = losses.LigerFusedLinearORPOLoss()(w, x, target, b, other)
+    loss, metrics = chunked.LigerFusedLinearORPOLoss()(w, x, target, b, other)
     averages = log_probs(x, w, b, target).sum(-1) / (target != -100).sum(-1)
     odds = averages - torch.log1p(-averages.exp())
     nll = -log_probs(x, w, b, other)[:3].sum() / (other[:3] != -100).sum()
@@ -259,7 +260,7 @@ def test_orpo_takes_other_targets_for_its_likelihood(differs):
 @pytest.mark.parametrize("kl", [torch.tensor(-0.4), torch.linspace(-1, 1, N)], ids=["negative", "of each sequence"])
 def test_kto_subtracts_the_divergence_as_it_is(kl):
     x, w, b, target = head().values()
-    loss, _ = losses.LigerFusedLinearKTOLoss()(x, w, target, b, LABELS, kl=kl)
+    loss, _ = chunked.LigerFusedLinearKTOLoss()(x, w, target, b, LABELS, kl=kl)
     margins = log_probs(x, w, b, target).sum(-1) - kl
     assert_same(loss, (1 - (0.1 * torch.where(LABELS, margins, -margins)).sigmoid()).mean(), (x, w, b))
 
@@ -267,10 +268,10 @@ def test_kto_subtracts_the_divergence_as_it_is(kl):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_dtypes_of_divergences_are_those_of_liger(dtype):
     q, p = (torch.randn(6, V).log_softmax(-1).to(dtype).requires_grad_() for _ in range(2))
-    loss = divergences.LigerJSD()(q, p.detach())
+    loss = layers.LigerJSD()(q, p.detach())
     assert loss.dtype == dtype
-    assert divergences.LigerKLDIVLoss()(q, p.detach().exp()).dtype == torch.float32
-    assert divergences.LigerTVDLoss()(q.exp(), p.detach().exp()).dtype == torch.float32
+    assert layers.LigerKLDIVLoss()(q, p.detach().exp()).dtype == torch.float32
+    assert layers.LigerTVDLoss()(q.exp(), p.detach().exp()).dtype == torch.float32
     assert torch.autograd.grad(loss, q)[0].dtype == dtype
 
 
@@ -334,9 +335,9 @@ def test_options_of_other_types_are_ignored():
     tokens = values["target"].clamp(min=0)
     arguments = values["x"], values["w"], tokens, mask, advantages
     losses_of = [
-        policy.LigerFusedLinearGRPOLoss(beta=0.0, loss_type="bnpo", **options)(*arguments)[0]
+        chunked.LigerFusedLinearGRPOLoss(beta=0.0, loss_type="bnpo", **options)(*arguments)[0]
         for options in ({}, {"sapo_temperature_neg": False, "vespo_k_pos": -1.0, "temperature": True})
     ]
     torch.testing.assert_close(*losses_of)
     with pytest.raises(ValueError, match="sapo_temperature_neg must be above 0"):
-        policy.LigerFusedLinearGRPOLoss(loss_type="sapo", sapo_temperature_neg=0.0)
+        chunked.LigerFusedLinearGRPOLoss(loss_type="sapo", sapo_temperature_neg=0.0)

@@ -1,14 +1,16 @@
 """The losses, divergences and rare modules of the alias for Liger, against their formulas in eager torch."""
 
+import importlib
 import math
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tigon.integrations.liger import divergences, functional, losses, norms, policy, rare
+from tigon.integrations.liger import chunked, functional, layers, losses, mlps, names, rare, rotary
 
 pytestmark = pytest.mark.no_interpreter("tests/ops has the tests of the ops that these modules call.")
 
@@ -44,16 +46,18 @@ def assert_same(ours: Tensor, expected: Tensor, leaves: tuple[Tensor, ...]) -> N
 SMOOTHED = lambda margin, epsilon: -(1 - epsilon) * F.logsigmoid(margin) - epsilon * F.logsigmoid(-margin)
 # The class, its options, the loss of pairs of log-probabilities, and whether these are averages.
 REFERENCE_FREE = {
-    "CPO": (losses.LigerFusedLinearCPOLoss, {"label_smoothing": 0.1}, lambda c, r: SMOOTHED(0.1 * (c - r), 0.1), False),
+    "CPO": (
+        chunked.LigerFusedLinearCPOLoss, {"label_smoothing": 0.1}, lambda c, r: SMOOTHED(0.1 * (c - r), 0.1), False,
+    ),
     "CPO of averages": (
-        losses.LigerFusedLinearCPOLoss, {"average_log_prob": True, "alpha": 0.5},
+        chunked.LigerFusedLinearCPOLoss, {"average_log_prob": True, "alpha": 0.5},
         lambda c, r: SMOOTHED(0.1 * (c - r), 0.0), True,
     ),
     "SimPO": (
-        losses.LigerFusedLinearSimPOLoss, {"gamma": 0.7}, lambda c, r: SMOOTHED(0.1 * (c - r) - 0.7, 0.0), True,
+        chunked.LigerFusedLinearSimPOLoss, {"gamma": 0.7}, lambda c, r: SMOOTHED(0.1 * (c - r) - 0.7, 0.0), True,
     ),
     "ORPO": (
-        losses.LigerFusedLinearORPOLoss, {},
+        chunked.LigerFusedLinearORPOLoss, {},
         lambda c, r: -0.1 * F.logsigmoid(c - r - torch.log1p(-c.exp()) + torch.log1p(-r.exp())), True,
     ),
 }  # fmt: skip
@@ -81,7 +85,7 @@ def test_losses_without_a_reference_model(name, head):
 def test_the_targets_of_the_likelihood_of_orpo_may_have_more_tokens(head):
     hidden, weight, bias, targets = head
     other = targets.where(targets != -100, 7)
-    _, metrics = losses.LigerFusedLinearORPOLoss()(weight, hidden, targets, bias, other)
+    _, metrics = chunked.LigerFusedLinearORPOLoss()(weight, hidden, targets, bias, other)
     torch.testing.assert_close(metrics[4], -log_probs(hidden, weight, bias, other)[: N // 2].mean())
     assert len(metrics) == 9
 
@@ -91,7 +95,7 @@ def test_dpo_with_a_reference_model(loss_type, head):
     hidden, weight, bias, targets = head
     ref_hidden, ref_weight = torch.randn(N, L, 8), torch.randn(V, 8)
     epsilon = 0.1 if loss_type in ("exo_pair", "robust") else 0.0
-    module = losses.LigerFusedLinearDPOLoss(loss_type=loss_type, label_smoothing=epsilon)
+    module = chunked.LigerFusedLinearDPOLoss(loss_type=loss_type, label_smoothing=epsilon)
     loss, metrics = module(weight, hidden, targets, bias, ref_hidden, ref_weight)
     ratios = (log_probs(hidden, weight, bias, targets) - log_probs(ref_hidden, ref_weight, None, targets)).sum(-1)
     chosen, rejected = 0.1 * ratios.view(2, -1)
@@ -119,7 +123,7 @@ def test_dpo_with_a_reference_model(loss_type, head):
 def test_kto_takes_the_hidden_states_first(head):
     hidden, weight, bias, targets = head
     labels, kl = torch.tensor([True, False, True, True, False, False]), torch.tensor(0.3)
-    loss, metrics = losses.LigerFusedLinearKTOLoss()(hidden, weight, targets, bias, labels, kl=kl)
+    loss, metrics = chunked.LigerFusedLinearKTOLoss()(hidden, weight, targets, bias, labels, kl=kl)
     sums = log_probs(hidden, weight, bias, targets).sum(-1)
     expected = 1 - torch.sigmoid(0.1 * torch.where(labels, sums - kl, kl - sums))
     assert_same(loss, expected.mean(), (hidden, weight, bias))
@@ -138,7 +142,7 @@ def test_grpo_with_clipped_ratios(loss_type, head):
     policy_log_probs = log_probs(hidden, weight, bias, targets)
     old, ref = (policy_log_probs.detach() + 0.3 * torch.randn(N, L) for _ in range(2))
     advantages = torch.randn(N)
-    module = policy.LigerFusedLinearGRPOLoss(loss_type=loss_type, max_completion_length=9)
+    module = chunked.LigerFusedLinearGRPOLoss(loss_type=loss_type, max_completion_length=9)
     loss, (kl, clipped) = module(hidden, weight, tokens, mask, advantages, bias, ref, old)
     ratio = (policy_log_probs - old).exp()
     terms = -torch.min(ratio * advantages[:, None], ratio.clamp(0.8, 1.2) * advantages[:, None])
@@ -161,7 +165,7 @@ def test_cispo_weights_the_log_probabilities_by_limited_ratios(head):
     mask = (targets != -100).float()
     policy_log_probs, advantages = log_probs(hidden, weight, bias, targets), torch.randn(N)
     old = policy_log_probs.detach() + 0.3 * torch.randn(N, L)
-    module = policy.LigerFusedLinearGRPOLoss(loss_type="cispo", beta=0.0, epsilon_high=1.1)
+    module = chunked.LigerFusedLinearGRPOLoss(loss_type="cispo", beta=0.0, epsilon_high=1.1)
     loss, metrics = module(hidden, weight, targets.clamp(min=0), mask, advantages, bias, None, old)
     ratio = (policy_log_probs - old).exp().clamp(max=1.1).detach()
     expected = (-ratio * advantages[:, None] * policy_log_probs * mask).sum() / mask.sum()
@@ -184,13 +188,13 @@ def jsd_of(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
 def test_divergences_of_distributions(labels):
     student, teacher = torch.randn(6, 11, requires_grad=True), torch.randn(6, 11)
     keep = torch.ones(6) if labels is None else (labels != -100).float()
-    loss = divergences.LigerJSD(beta=0.3)(student.log_softmax(-1), teacher.log_softmax(-1), labels)
+    loss = layers.LigerJSD(beta=0.3)(student.log_softmax(-1), teacher.log_softmax(-1), labels)
     assert_same(loss, (jsd_of(student, teacher, 0.3) * keep).sum() / keep.sum(), (student,))
-    loss = divergences.LigerTVDLoss()(student.softmax(-1), teacher.softmax(-1), labels)
+    loss = layers.LigerTVDLoss()(student.softmax(-1), teacher.softmax(-1), labels)
     distances = 0.5 * (student.softmax(-1) - teacher.softmax(-1)).abs().sum(-1)
     assert_same(loss, (distances * keep).sum() / keep.sum(), (student,))
     if labels is not None:
-        both = divergences.LigerFusedCETVDLoss()(student, teacher, labels)
+        both = layers.LigerFusedCETVDLoss()(student, teacher, labels)
         terms = F.cross_entropy(student, labels, reduction="none"), distances * keep
         assert_same(torch.stack(both).sum(), torch.stack(terms).sum(), (student,))
 
@@ -198,9 +202,9 @@ def test_divergences_of_distributions(labels):
 @pytest.mark.parametrize("label", [-1, 11, 2**31])
 def test_a_label_outside_of_the_vocabulary_makes_the_losses_of_its_token_nan(label):
     student, teacher, labels = torch.randn(6, 11, requires_grad=True), torch.randn(6, 11), LABELS.clone()
-    expected, distances = divergences.LigerFusedCETVDLoss()(student, teacher, labels)
+    expected, distances = layers.LigerFusedCETVDLoss()(student, teacher, labels)
     labels[1] = label
-    losses, others = divergences.LigerFusedCETVDLoss()(student, teacher, labels)
+    losses, others = layers.LigerFusedCETVDLoss()(student, teacher, labels)
     assert losses.isnan().nonzero().tolist() == [[1]]
     assert torch.equal(losses.where(labels != label, 0), expected.where(labels != label, 0))
     assert torch.equal(others.where(labels != label, 0), distances.where(labels != label, 0))
@@ -213,8 +217,8 @@ def test_kl_divergences(reduction):
     hidden, weight, target = torch.randn(6, H, requires_grad=True), torch.randn(V, H), torch.randn(6, V).softmax(-1)
     student = (F.linear(hidden, weight) / 2).log_softmax(-1)
     expected = F.kl_div(student, target, reduction=reduction)
-    assert_same(divergences.LigerKLDIVLoss(reduction=reduction)(student, target), expected, (hidden,))
-    fused = divergences.LigerFusedLinearKLDivLoss(reduction=reduction, temperature=2.0)(hidden, weight, target)
+    assert_same(layers.LigerKLDIVLoss(reduction=reduction)(student, target), expected, (hidden,))
+    fused = layers.LigerFusedLinearKLDivLoss(reduction=reduction, temperature=2.0)(hidden, weight, target)
     assert_same(fused, expected, (hidden,))
 
 
@@ -225,15 +229,15 @@ def test_distillation_of_a_head(head):
     student, teacher = F.linear(hidden, weight), F.linear(teacher_hidden, teacher_weight)
     keep = (targets != -100).float()
     soft = (jsd_of(student / 2, teacher / 2, 0.3) * keep).sum() / keep.sum()
-    fused = divergences.LigerFusedLinearJSD(jsd_beta=0.3, temperature=2.0)
+    fused = layers.LigerFusedLinearJSD(jsd_beta=0.3, temperature=2.0)
     assert_same(fused(hidden, weight, teacher_hidden, teacher_weight, targets), soft, (weight,))
-    module = losses.LigerFusedLinearJSDLoss(0.2, 0.9, beta=0.3, temperature=2.0, return_soft_hard_loss=True)
+    module = chunked.LigerFusedLinearJSDLoss(0.2, 0.9, beta=0.3, temperature=2.0, return_soft_hard_loss=True)
     loss, soft_loss, hard_loss = module(hidden, weight, teacher_hidden, teacher_weight, targets)
     hard = F.cross_entropy(student, targets)
     assert_same(loss, 0.2 * hard + 0.9 * soft, (weight,))
     torch.testing.assert_close(torch.stack([soft_loss, hard_loss]), torch.stack([soft, hard]))
     angles = ((1 - F.cosine_similarity(student, teacher)) * keep).sum() / keep.sum()
-    loss = losses.LigerFusedLinearCosineSimilarityLoss()(hidden, weight, teacher_hidden, teacher_weight, targets)
+    loss = chunked.LigerFusedLinearCosineSimilarityLoss()(hidden, weight, teacher_hidden, teacher_weight, targets)
     assert_same(loss, 0.5 * hard + 0.25 * angles, (weight,))
 
 
@@ -243,7 +247,7 @@ def test_distillation_of_a_head(head):
 def test_norms():
     x, weight = torch.randn(2, 3, 8), torch.randn(8)
     normalised = x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
-    modulated = norms.LigerModulatedRMSNorm(8)
+    modulated = layers.LigerModulatedRMSNorm(8)
     modulated.weight.data = weight
     scale, shift = torch.randn(2, 8), torch.randn(2, 8)
     expected = normalised * weight * (1 + scale[:, None]) + shift[:, None]
@@ -253,21 +257,21 @@ def test_norms():
     polynomial = rare.LigerPolyNorm()
     powers = [x**k / ((x**k).square().mean(-1, keepdim=True) + 1e-6).sqrt() for k in (3, 2, 1)]
     torch.testing.assert_close(polynomial(x), sum(powers) / 3 + 1)
-    torch.testing.assert_close(norms.LigerRMSNormForMuseGlimmer(8, with_scale=False)(x), normalised)
-    torch.testing.assert_close(norms.LigerRMSNormForMuseGlimmerTextCentered(8)(x), normalised)
+    torch.testing.assert_close(layers.LigerRMSNormForMuseGlimmer(8, with_scale=False)(x), normalised)
+    torch.testing.assert_close(layers.LigerRMSNormForMuseGlimmerTextCentered(8)(x), normalised)
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize("dim", [0, 1])
 def test_sparsemax_of_a_row_without_a_nearest_point_is_nan(value, dim):
     x = torch.tensor([[1.0, 0.5, -1.0], [0.0, value, 0.0]])
-    y = rare.LigerSparsemax(dim)(x if dim else x.T)
+    y = layers.LigerSparsemax(dim)(x if dim else x.T)
     assert (y if dim else y.T).isnan().any(-1).tolist() == [False, True]
 
 
 def test_sparsemax_is_the_nearest_point_of_the_simplex():
     x = torch.tensor([[2.0, 1.5, -1.0], [0.1, 0.1, 0.1]])
-    torch.testing.assert_close(rare.LigerSparsemax()(x), torch.tensor([[0.75, 0.25, 0.0], [1 / 3, 1 / 3, 1 / 3]]))
+    torch.testing.assert_close(layers.LigerSparsemax()(x), torch.tensor([[0.75, 0.25, 0.0], [1 / 3, 1 / 3, 1 / 3]]))
 
 
 @pytest.mark.parametrize("sparse", [False, True])
@@ -276,13 +280,15 @@ def test_multi_token_attention_mixes_earlier_weights(sparse):
     scores = torch.randn(1, 2, 6, 6)
     later = torch.ones(6, 6).triu(1).bool()
     masked = scores.masked_fill(later, -torch.inf)
-    weights = rare.LigerSparsemax()(masked.clamp(min=-1e9)) if sparse else masked.softmax(-1)
+    weights = layers.LigerSparsemax()(masked.clamp(min=-1e9)) if sparse else masked.softmax(-1)
     expected = F.conv2d(weights, module.weight, module.bias, padding=1).masked_fill(later, 0.0)
     torch.testing.assert_close(module(scores), expected)
 
 
 @pytest.mark.parametrize(
-    "rotate", [rare.liger_llama4_text_rotary_pos_emb, rare.liger_llama4_vision_rotary_pos_emb], ids=["text", "vision"]
+    "rotate",
+    [rotary.liger_llama4_text_rotary_pos_emb, rotary.liger_llama4_vision_rotary_pos_emb],
+    ids=["text", "vision"],
 )
 def test_rope_of_llama4_multiplies_adjacent_pairs(rotate):
     q, k, angles = torch.randn(2, 5, 4, 8), torch.randn(2, 5, 2, 8), torch.randn(5, 4)
@@ -294,7 +300,7 @@ def test_rope_of_llama4_multiplies_adjacent_pairs(rotate):
 
 
 @pytest.mark.parametrize(
-    ("cls", "activation"), [(rare.LigerTiledSwiGLUMLP, "silu"), (rare.LigerTiledGEGLUMLP, "gelu_pytorch_tanh")]
+    ("cls", "activation"), [(mlps.LigerTiledSwiGLUMLP, "silu"), (mlps.LigerTiledGEGLUMLP, "gelu_pytorch_tanh")]
 )
 def test_tiles_compute_the_whole_mlp(cls, activation):
     config = SimpleNamespace(hidden_size=8, intermediate_size=12, hidden_act=activation)
@@ -337,10 +343,15 @@ FUNCTIONS = {
 }  # fmt: skip
 
 
+def resolve(name: str) -> Any:
+    module, _, member = names.MODULES["liger_kernel.transformers.functional"][name].partition(":")
+    return getattr(importlib.import_module(module), member)
+
+
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_functions_take_the_arguments_of_liger(name):
     arguments, expected = FUNCTIONS[name]
-    torch.testing.assert_close(getattr(functional, name)(*arguments), expected)
+    torch.testing.assert_close(resolve(name)(*arguments), expected)
 
 
 def test_the_functions_that_return_two_tensors():
@@ -350,10 +361,11 @@ def test_the_functions_that_return_two_tensors():
     q, angles = torch.randn(1, 2, 4, 8), torch.cat((X[None, :, :4], X[None, :, :4]), -1)
     cos, sin = angles.cos(), angles.sin()
     rotated = q * cos[:, None] + torch.cat([-q[..., 4:], q[..., :4]], -1) * sin[:, None]
-    for result in functional.liger_rope(q, q, cos, sin):
+    for result in rotary.liger_rope(q, q, cos, sin):
         torch.testing.assert_close(result, rotated)
-    # test_liger_functional.py has five more, and test_liger_names.py the four further functions for rotary embeddings.
-    assert len(FUNCTIONS) + 2 + 5 + 4 == sum(name.startswith("liger_") for name in vars(functional))
+    # test_liger_functional.py has five more, and test_liger_hyper_connections.py the five of hyper-connections.
+    functions = [name for name in names.MODULES["liger_kernel.transformers.functional"] if name.startswith("liger_")]
+    assert len(FUNCTIONS) + 2 + 5 + 5 == len(functions)
 
 
 # --- bad input -------------------------------------------------------------------------------------
@@ -362,17 +374,17 @@ def test_the_functions_that_return_two_tensors():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: losses.LigerFusedLinearDPOLoss(loss_type="ipo"), "it must be one of sigmoid.*got 'ipo'"),
-        (lambda: losses.LigerFusedLinearDPOLoss(loss_type="exo_pair"), "label_smoothing must be > 0"),
-        (lambda: losses.LigerFusedLinearCPOLoss()(torch.ones(3, 2), torch.ones(3, 1, 2), torch.ones(3, 1).long()),
+        (lambda: chunked.LigerFusedLinearDPOLoss(loss_type="ipo"), "it must be one of sigmoid.*got 'ipo'"),
+        (lambda: chunked.LigerFusedLinearDPOLoss(loss_type="exo_pair"), "label_smoothing must be > 0"),
+        (lambda: chunked.LigerFusedLinearCPOLoss()(torch.ones(3, 2), torch.ones(3, 1, 2), torch.ones(3, 1).long()),
          "number of sequences must be even, got 3"),
-        (lambda: losses.LigerFusedLinearDPOLoss()(torch.ones(3, 2), torch.ones(2, 1, 2), torch.ones(2, 1).long()),
+        (lambda: chunked.LigerFusedLinearDPOLoss()(torch.ones(3, 2), torch.ones(2, 1, 2), torch.ones(2, 1).long()),
          "use_ref_model=True needs ref_input"),
-        (lambda: losses.LigerFusedLinearJSDLoss(temperature=0), "temperature must not be 0"),
-        (lambda: policy.LigerFusedLinearGRPOLoss(loss_type="dr_grpo"), "dr_grpo needs max_completion_length"),
-        (lambda: policy.LigerFusedLinearGRPOLoss(loss_type="ppo"), "loss_type must be one of grpo.*got 'ppo'"),
-        (lambda: policy.LigerFusedLinearGRPOLoss(delta=0.0), "delta must be above 0, got 0.0"),
-        (lambda: divergences.LigerFusedLinearKLDivLoss(reduction="none"), "reduction must be one of batchmean"),
+        (lambda: chunked.LigerFusedLinearJSDLoss(temperature=0), "temperature must not be 0"),
+        (lambda: chunked.LigerFusedLinearGRPOLoss(loss_type="dr_grpo"), "dr_grpo needs max_completion_length"),
+        (lambda: chunked.LigerFusedLinearGRPOLoss(loss_type="ppo"), "loss_type must be one of grpo.*got 'ppo'"),
+        (lambda: chunked.LigerFusedLinearGRPOLoss(delta=0.0), "delta must be above 0, got 0.0"),
+        (lambda: layers.LigerFusedLinearKLDivLoss(reduction="none"), "reduction must be one of batchmean"),
     ],
 )  # fmt: skip
 def test_bad_input_names_the_class_and_the_value(call, message):

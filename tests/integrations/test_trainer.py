@@ -2,8 +2,6 @@
 
 import doctest
 import types
-import warnings
-from importlib import metadata
 from typing import Any
 
 import pytest
@@ -11,8 +9,8 @@ import torch
 import transformers
 
 import tigon
-from tigon.integrations import experts, frameworks
-from tigon.integrations.trainer import TigonCallback
+from tigon.integrations import experts
+from tigon.integrations.trainer import TigonCallback, _patch_model
 from tigon.runtime import requirements
 
 pytestmark = pytest.mark.no_interpreter("The tests show which modules are patched.")
@@ -106,17 +104,6 @@ def test_a_norm_after_each_expert_is_refused():
 # --- versions and other libraries ------------------------------------------------------------------
 
 
-def test_an_unknown_version_gives_one_warning(monkeypatch):
-    monkeypatch.setattr(frameworks, "_warned", set())
-    monkeypatch.setattr(metadata, "version", lambda name: "7.1.0")
-    with pytest.warns(UserWarning, match="the thing is off: it was written for some 4.6.0, but some 7.1.0"):
-        assert not frameworks.is_known_version("some", "4.6.0", "the thing")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert not frameworks.is_known_version("some", "4.6.0", "the thing")
-        assert frameworks.is_known_version("some", "7.1.9", "the thing")
-
-
 def test_forwards_of_another_library_are_named():
     model = tiny_llama()
     code = "def forward(self, x):\n    return type(self).forward(self, x)\n"
@@ -125,7 +112,7 @@ def test_forwards_of_another_library_are_named():
     norm = model.model.norm
     norm.forward = types.MethodType(names["forward"], norm)
     with pytest.warns(UserWarning, match="Liger Kernel has replaced the forward of LlamaRMSNorm before tigon.patch"):
-        frameworks.patch_model(model, "default", {})
+        _patch_model(model, "default", {})
 
 
 @pytest.mark.parametrize("documented", [TigonCallback, experts.register])
@@ -137,11 +124,10 @@ def test_the_examples_run(documented):
 
 
 def test_an_old_transformers_gives_one_warning(monkeypatch):
-    monkeypatch.setattr(frameworks, "_warned", set())
     monkeypatch.setitem(requirements.FLOORS, "transformers", "99")
     model = tiny_llama()
     with pytest.warns(UserWarning, match=r"trained without Tigon: .* needs transformers 99 or later \("):
-        assert frameworks.patch_model(model, "default", {}) is None
+        assert _patch_model(model, "default", {}) is None
     assert "forward" not in vars(model.model.norm)
 
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 import tigon
 from tigon import losses
-from tigon.integrations.liger import divergences, policy
-from tigon.integrations.liger import losses as alias
+from tigon.integrations.liger import chunked, layers, policy
+from tigon.integrations.liger.losses import DPO_TYPES
 from tigon.losses.policy import GRPO_LOSSES
 from tigon.losses.preference import DPO_LOSSES
 
@@ -177,7 +177,7 @@ def alias_cases(mask: Tensor) -> Iterator[Case]:
     for loss_type in policy.LOSS_TYPES:
         for level in ("token", "sequence") if loss_type not in policy.TYPES_WITHOUT_CLIPPING else ("token",):
             for which, values in {"given": given, "computed": reference}.items():
-                module = policy.LigerFusedLinearGRPOLoss(
+                module = chunked.LigerFusedLinearGRPOLoss(
                     importance_sampling_level=level, use_bias_correction_kl=True, **options_of(loss_type)
                 )
                 call = lambda mask, module=module, **more: module(attention_mask=mask.float(), **more)[0]
@@ -195,31 +195,31 @@ def alias_cases(mask: Tensor) -> Iterator[Case]:
                 yield Case(f"triton_grpo_loss {loss_type} {level} {reduce}", call, logits | more, ("logits",))
     pairs = hidden | {"target": tokens.where(mask, -100), "mask": mask}
     drop = lambda module, **fixed: lambda mask, **x: module(**x, **fixed)[0]
-    for cls in (alias.LigerFusedLinearCPOLoss, alias.LigerFusedLinearSimPOLoss, alias.LigerFusedLinearORPOLoss):
+    for cls in (chunked.LigerFusedLinearCPOLoss, chunked.LigerFusedLinearSimPOLoss, chunked.LigerFusedLinearORPOLoss):
         yield Case(cls.__name__, drop(cls()), pairs, leaves)
-    for loss_type in alias.DPO_TYPES:
-        module = alias.LigerFusedLinearDPOLoss(
+    for loss_type in DPO_TYPES:
+        module = chunked.LigerFusedLinearDPOLoss(
             loss_type=loss_type, label_smoothing=0.1, average_log_prob=True, compute_nll_loss=True
         )
         yield Case(f"Liger's DPO {loss_type}", drop(module), pairs | reference, leaves)
-    kto = alias.LigerFusedLinearKTOLoss(use_ref_model=True)
+    kto = chunked.LigerFusedLinearKTOLoss(use_ref_model=True)
     labels = torch.tensor([True, False, True, False])
     yield Case("Liger's KTO", drop(kto, preference_labels=labels), pairs | reference, leaves)
     students = {"student_input": hidden["_input"], "student_weight": hidden["lin_weight"], "mask": mask}
     students |= {"teacher_input": reference["ref_input"], "teacher_weight": reference["ref_weight"]}
     leaves = "student_input", "student_weight"
-    for cls in (alias.LigerFusedLinearJSDLoss, alias.LigerFusedLinearCosineSimilarityLoss):
+    for cls in (chunked.LigerFusedLinearJSDLoss, chunked.LigerFusedLinearCosineSimilarityLoss):
         call = lambda mask, cls=cls, **x: cls()(true_labels=pairs["target"], **x)
         yield Case(cls.__name__, call, students, leaves)
-    call = lambda mask, **x: divergences.LigerFusedLinearJSD()(
+    call = lambda mask, **x: layers.LigerFusedLinearJSD()(
         shift_labels=pairs["target"].flatten(), **{k: v if "weight" in k else v.flatten(0, 1) for k, v in x.items()}
     )  # fmt: skip
     yield Case("Liger's fused JSD", call, students, leaves)
     rows = {"log_q": normal("q", *shape, V).log_softmax(-1), "log_p": normal("p", *shape, V).log_softmax(-1)}
     flat = lambda x: {name: value.flatten(0, 1) for name, value in x.items()}
-    call = lambda mask, **x: divergences.LigerJSD()(shift_labels=pairs["target"].flatten(), **flat(x))
+    call = lambda mask, **x: layers.LigerJSD()(shift_labels=pairs["target"].flatten(), **flat(x))
     yield Case("Liger's JSD", call, rows | {"mask": mask}, ("log_q",))
-    call = lambda mask, p, q: divergences.LigerTVDLoss()(p.flatten(0, 1), q.flatten(0, 1), pairs["target"].flatten())
+    call = lambda mask, p, q: layers.LigerTVDLoss()(p.flatten(0, 1), q.flatten(0, 1), pairs["target"].flatten())
     probs = {"p": rows["log_q"].exp(), "q": rows["log_p"].exp(), "mask": mask}
     yield Case("Liger's TVD", call, probs, ("p",))
 

@@ -10,16 +10,43 @@ Shapes: V vocabulary, V_p the columns of a rank.
 
 import functools
 import importlib
+import warnings
 from collections.abc import Callable
+from importlib import metadata
 from typing import Any
 
 from torch import Tensor
 
-from tigon.integrations.frameworks import is_known_version, replace_function, token_losses
-
-__all__ = ["enable_cross_entropy"]
+from tigon.ops.logits.cross_entropy import cross_entropy
 
 OWNER = "deepspeed.sequence.cross_entropy"
+TESTED_VERSION = "0.19.8"
+
+
+def _is_known_version() -> bool:
+    """Return whether DeepSpeed has the minor version whose code was read. Warn that the loss is off if it has not."""
+    try:
+        version = metadata.version("deepspeed")
+    except metadata.PackageNotFoundError:
+        version = ""
+    if version.split(".")[:2] == TESTED_VERSION.split(".")[:2]:
+        return True
+    installed = f"deepspeed {version} is installed" if version else "deepspeed is not installed"
+    warnings.warn(
+        "tigon: tigon.integrations.deepspeed.enable_cross_entropy is off: it was written for deepspeed "
+        f"{TESTED_VERSION}, but {installed}",
+        stacklevel=3,
+    )
+    return False
+
+
+def token_losses(logits: Tensor, target: Tensor, group: Any, ignore_index: int) -> Tensor:
+    """Return the losses [...] in fp32 of logits [..., V_p] and targets [...], which are indices of the vocabulary."""
+    ranks = 1 if group is None else group.size()
+    sharding: dict[str, Any] = {"process_group": group, "vocab_size": ranks * logits.shape[-1]} if ranks > 1 else {}
+    losses = cross_entropy(logits, target, ignore_index=ignore_index, reduction="none", **sharding)
+    assert isinstance(losses, Tensor)
+    return losses
 
 
 def _wrap_loss(original: Any) -> Any:
@@ -35,25 +62,10 @@ def _wrap_loss(original: Any) -> Any:
     return replacement
 
 
-def _wrap_condition(original: Any) -> Any:
-    """Return the condition for Tigon's loss. It must be the same on all ranks, because the loss communicates."""
-
-    @functools.wraps(original)
-    def replacement(logits: Tensor, target: Tensor, local_size: int, size: int, group: Any) -> bool:
-        ranks = 1 if group is None else group.size()
-        return local_size * ranks == size and logits.is_floating_point()
-
-    return replacement
-
-
-def _wrap_kernel(original: Any) -> Any:
-    """Return the function that computes the losses, shaped as the target, of logits [..., V_p]."""
-
-    @functools.wraps(original)
-    def replacement(logits: Tensor, target: Tensor, group: Any, ignore_index: int) -> Tensor:
-        return token_losses(logits, target, ignore_index, group)
-
-    return replacement
+def _can_compute(logits: Tensor, target: Tensor, local_size: int, size: int, group: Any) -> bool:
+    """Return whether Tigon computes the loss. The answer is the same on all ranks, because the loss communicates."""
+    ranks = 1 if group is None else group.size()
+    return local_size * ranks == size and logits.is_floating_point()
 
 
 def enable_cross_entropy() -> Callable[[], None]:
@@ -61,7 +73,7 @@ def enable_cross_entropy() -> Callable[[], None]:
 
     This serves `VocabParallelCrossEntropyLoss`, `VocabParallelCausalLMLoss` and the two functions, for every `backend`.
     Where the ranks have different numbers of columns, DeepSpeed computes the loss. With another version of DeepSpeed,
-    this function warns once and changes nothing.
+    this function warns and changes nothing.
 
     As for the kernel that DeepSpeed itself can call, ranks whose number divides V must have equally many columns.
 
@@ -70,17 +82,26 @@ def enable_cross_entropy() -> Callable[[], None]:
 
     Source: `deepspeed.sequence.cross_entropy` of DeepSpeed 0.19.8.
     """
-    if not is_known_version("deepspeed", "0.19.8", "tigon.integrations.deepspeed.enable_cross_entropy"):
+    if not _is_known_version():
         return lambda: None
-    importlib.import_module("deepspeed.sequence")
-    undo = [
-        replace_function("vocab_parallel_cross_entropy", (OWNER, "deepspeed.sequence"), _wrap_loss),
-        replace_function("_liger_can_run", (OWNER,), _wrap_condition),
-        replace_function("_liger_vocab_cross_entropy", (OWNER,), _wrap_kernel),
+    sequence, owner = importlib.import_module("deepspeed.sequence"), importlib.import_module(OWNER)
+    if hasattr(owner.vocab_parallel_cross_entropy, "is_tigon"):
+        return lambda: None
+    original = owner.vocab_parallel_cross_entropy
+    loss = _wrap_loss(original)
+    vars(loss)["is_tigon"] = True
+    values = [
+        (owner, "vocab_parallel_cross_entropy", loss),
+        (sequence, "vocab_parallel_cross_entropy", loss),
+        (owner, "_liger_can_run", _can_compute),
+        (owner, "_liger_vocab_cross_entropy", token_losses),
     ]
+    originals = [(module, name, getattr(module, name)) for module, name, _ in values]
+    for module, name, value in values:
+        setattr(module, name, value)
 
-    def undo_all() -> None:
-        for function in undo:
-            function()
+    def undo() -> None:
+        for module, name, value in originals:
+            setattr(module, name, value)
 
-    return undo_all
+    return undo

@@ -3,16 +3,23 @@
 Trainer(model, args, train_dataset=..., callbacks=[TigonCallback(memory="lean")]).train()
 """
 
+import logging
+import warnings
 import weakref
 from typing import Any
 
+from torch import nn
 from transformers import TrainerCallback
 
+from tigon.hf.patch import OPTIONS, patch
 from tigon.hf.report import Report
-from tigon.integrations.frameworks import check_options, patch_model
-from tigon.memory.levels import Memory, MemoryLevel
+from tigon.memory.levels import Memory, MemoryLevel, check_memory
+from tigon.runtime.requirements import require_for
 
-__all__ = ["TigonCallback"]
+LOGGER = logging.getLogger("tigon")
+
+# Other packages that replace the forwards of models. Their names begin the module that contains such a forward.
+KERNEL_LIBRARIES = {"liger_kernel": "Liger Kernel", "unsloth": "Unsloth", "kernels": "kernels", "axolotl": "axolotl"}
 
 
 class TigonCallback(TrainerCallback):
@@ -40,7 +47,7 @@ class TigonCallback(TrainerCallback):
     """
 
     def __init__(self, memory: Memory | MemoryLevel | str = "default", **options: bool) -> None:
-        check_options("TigonCallback", memory, options)
+        _check_options(memory, options)
         self.memory, self.options = memory, options
         # The report of the latest model that was patched.
         self.report: Report | None = None
@@ -60,5 +67,40 @@ class TigonCallback(TrainerCallback):
         # At the start of training, FSDP or a compiler may have wrapped the model that was patched.
         if model is None or (patched_model is not None and any(m is patched_model for m in model.modules())):
             return
-        self.report = patch_model(model, self.memory, self.options)
+        self.report = _patch_model(model, self.memory, self.options)
         self._patched_model = weakref.ref(model)
+
+
+def _check_options(memory: Any, options: dict[str, Any]) -> None:
+    """Refuse an unknown memory level, and unknown or wrong options of `tigon.patch`."""
+    check_memory("TigonCallback", memory)
+    parts = [name for name in OPTIONS if name != "memory"]
+    for name, value in options.items():
+        if name not in parts:
+            raise TypeError(f"TigonCallback: unknown option {name!r}; choose from {', '.join([*parts, 'memory'])}")
+        if not isinstance(value, bool):
+            raise TypeError(f"TigonCallback: {name} must be True or False, got {value!r}")
+
+
+def _patch_model(model: nn.Module, memory: Any, options: dict[str, Any]) -> Report | None:
+    """Patch a model, log the report, and warn if another kernel library has replaced some of its forwards.
+
+    Without the version of transformers that `tigon.patch` needs, the result is None, and a warning names both versions.
+    """
+    try:
+        require_for(model)
+    except ImportError as error:
+        warnings.warn(f"tigon: the model is trained without Tigon: {error}", stacklevel=4)
+        return None
+    report = patch(model, memory=memory, **options)
+    LOGGER.info("%s", report)
+    for package, name in KERNEL_LIBRARIES.items():
+        entries = [entry for entry in report.left_alone if f"already replaced (by {package}" in entry.detail]
+        if entries:
+            classes = ", ".join(sorted({entry.module for entry in entries}))
+            warnings.warn(
+                f"tigon: {name} has replaced the forward of {classes} before tigon.patch, so these modules run on "
+                f"{name}; switch {name} off in the trainer's configuration to run them on Tigon",
+                stacklevel=4,
+            )
+    return report

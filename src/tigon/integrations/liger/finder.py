@@ -151,8 +151,6 @@ def uninstall() -> None:
         return
     if (functions := sys.modules.get("tigon.integrations.liger.apply")) is not None:
         functions.restore_types()
-    if (functions := sys.modules.get("tigon.integrations.liger.megatron")) is not None:
-        functions.restore_megatron()
     sys.meta_path.remove(_finder)
     _pop_modules()
     sys.modules.update(_real_modules)

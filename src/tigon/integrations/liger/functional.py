@@ -1,60 +1,115 @@
 """The functions of `liger_kernel.transformers.functional`, with Liger's order of arguments, on Tigon's ops.
 
-Liger's options `in_place`, `eps` of the divergences, `chunk_mem_const`, `size_average` and `reduce` have no effect.
+Liger's options `in_place`, `eps` of the divergences, `chunk_mem_const`, `size_average` and `reduce` have no effect. A
+function without `liger_` in its name serves functions, modules and autograd functions with different parameters.
+
+Shapes: T or N tokens, V vocabulary, H features.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tigon.integrations.liger import divergences, layers, norms, rare
+from tigon.integrations.liger.signatures import serve
+from tigon.ops.head.linear_cross_entropy import linear_cross_entropy
+from tigon.ops.head.linear_distillation import linear_distillation
 from tigon.ops.head.linear_log_probs import linear_log_probs
+from tigon.ops.logits import cross_entropy as logits_loss
 from tigon.ops.logits.divergences import jsd, kl_div, tvd
 from tigon.ops.logits.softmax import softmax
 from tigon.ops.mlps.activations import relu2
 from tigon.ops.mlps.glu import geglu, swiglu
 from tigon.ops.norms.layer_norm import layer_norm
 from tigon.ops.norms.rms_norm import add_rms_norm, rms_norm
-from tigon.ops.rotary.rope import rope
 
 # --- losses ----------------------------------------------------------------------------------------
 
 
-def liger_cross_entropy(
-    input: Tensor, target: Tensor, weight: Tensor | None = None, size_average: Any = None, ignore_index: int = -100,
-    reduce: Any = None, reduction: str = "mean", label_smoothing: float = 0.0, lse_square_scale: float = 0.0,
-    softcap: float | None = None, return_z_loss: bool = False, return_token_accuracy: bool = False,
-    return_predicted_tokens: bool = False,
+class CrossEntropyOutput(NamedTuple):
+    """The loss, and the values that the options of the loss request; the others are None."""
+
+    loss: Tensor
+    z_loss: Tensor | None = None
+    token_accuracy: Tensor | None = None
+    predicted_tokens: Tensor | None = None
+
+
+def _to_output(result: Any, dtype: torch.dtype, z_loss_dtype: torch.dtype) -> Any:
+    """Return a loss in a dtype, and a `tigon.LossOutput` as Liger's output with the loss and z-loss in both dtypes."""
+    if isinstance(result, Tensor):
+        return result.to(dtype)
+    values: dict[str, Any] = {field: getattr(result, field, None) for field in CrossEntropyOutput._fields}
+    values["loss"] = result.loss.to(dtype)
+    if values["z_loss"] is not None:
+        values["z_loss"] = values["z_loss"].to(z_loss_dtype)
+    return CrossEntropyOutput(**values)
+
+
+def _check_targets(target: Tensor, ignore_index: int, v: int) -> None:
+    """Raise the error that programs written for Liger expect of a target that is no class."""
+    if torch.compiler.is_compiling() or (target.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return
+    is_wrong = (target != ignore_index) & ((target < 0) | (target >= v))
+    if bool(is_wrong.any()):
+        wrong = target[is_wrong][0].item()
+        raise AssertionError(
+            f"LigerCrossEntropyLoss: target {wrong} is out of bounds; it must be {ignore_index} or in [0, {v})"
+        )
+
+
+def cross_entropy(
+    input: Tensor, target: Tensor, weight: Tensor | None, *, lse_square_scale: float, ignore_index: int, **options: Any
+) -> Any:
+    """Return `tigon.cross_entropy` of logits [T, V] in their dtype, or a `CrossEntropyOutput` if more was requested.
+
+    Raises:
+        AssertionError: A target is neither a class nor `ignore_index`. As in Liger, the check waits for the device.
+            Inside a CUDA graph and in compiled code there is none, and the loss of that target is NaN.
+    """
+    result = logits_loss.cross_entropy(
+        input, target, weight, ignore_index=ignore_index, z_loss=lse_square_scale, **options
+    )
+    _check_targets(target, ignore_index, input.shape[-1])
+    return _to_output(result, input.dtype, input.dtype)
+
+
+liger_cross_entropy = serve(
+    "liger_cross_entropy", cross_entropy,
+    "input, target, weight=None, size_average=None, ignore_index=-100, reduce=None, reduction='mean', "
+    "label_smoothing=0.0, lse_square_scale=0.0, softcap=None, return_z_loss=False, return_token_accuracy=False, "
+    "return_predicted_tokens=False",
+)  # fmt: skip
+
+
+def fused_linear_cross_entropy(
+    input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, ce_weight: Tensor | None, *,
+    lse_square_scale: float, accum_dtype: torch.dtype | None, use_token_scaling: bool, **options: Any,
 ) -> Any:  # fmt: skip
-    """Return `tigon.cross_entropy` of logits [T, V], or a `CrossEntropyOutput` if more was requested."""
-    module = layers.LigerCrossEntropyLoss(
-        weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap, return_z_loss,
-        return_token_accuracy, return_predicted_tokens,
+    """Return `tigon.linear_cross_entropy` of hidden states [T, H] and a head [V, H], in fp32.
+
+    The result is a `CrossEntropyOutput` if more than the loss was requested.
+    """
+    result = linear_cross_entropy(
+        input, weight, target, linear_bias=bias, weight=ce_weight, z_loss=lse_square_scale, acc_dtype=accum_dtype,
+        token_scaling=use_token_scaling, **options,
     )  # fmt: skip
-    return module(input, target)
+    # Liger sums this loss in fp32, and its z-loss in the dtype of the hidden states.
+    return _to_output(result, torch.float32, input.dtype)
 
 
-def liger_fused_linear_cross_entropy(
-    input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, ce_weight: Tensor | None = None,
-    ignore_index: int = -100, lse_square_scale: float = 0.0, label_smoothing: float = 0.0, reduction: str = "mean",
-    softcap: float | None = None, return_z_loss: bool = False, accum_dtype: torch.dtype | None = None,
-    use_token_scaling: bool = False, return_token_accuracy: bool = False, return_predicted_tokens: bool = False,
-    chunk_mem_const: int = 1,
-) -> Any:  # fmt: skip
-    """Return `tigon.linear_cross_entropy` of hidden states [T, H] and a head [V, H]."""
-    module = layers.LigerFusedLinearCrossEntropyLoss(
-        ce_weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap, return_z_loss, accum_dtype,
-        use_token_scaling, return_token_accuracy, return_predicted_tokens,
-    )  # fmt: skip
-    return module(weight, input, target, bias)
+liger_fused_linear_cross_entropy = serve(
+    "liger_fused_linear_cross_entropy", fused_linear_cross_entropy,
+    "input, weight, target, bias=None, ce_weight=None, ignore_index=-100, lse_square_scale=0.0, label_smoothing=0.0, "
+    "reduction='mean', softcap=None, return_z_loss=False, accum_dtype=None, use_token_scaling=False, "
+    "return_token_accuracy=False, return_predicted_tokens=False, chunk_mem_const=1",
+)  # fmt: skip
 
 
-def token_nll(
-    hidden: Tensor, weight: Tensor, target: Tensor, temperature: float, ignore_index: int, return_entropy: bool,
-    selected_token_ids: Tensor | None = None, group: Any = None,
+def scaled_cross_entropy(
+    hidden: Tensor, weight: Tensor, target: Tensor, *, selected_token_ids: Tensor | None = None, group: Any = None,
+    **options: Any,
 ) -> Any:  # fmt: skip
     """Return -log p(target) [T], and on request the entropy [T] and the log-probabilities of K tokens [T, K], in fp32.
 
@@ -62,13 +117,8 @@ def token_nll(
     """
     ranks = 1 if group is None else group.size()
     sharding: dict[str, Any] = {"process_group": group, "vocab_size": ranks * weight.shape[0]} if ranks > 1 else {}
-    extra_targets = None
-    if selected_token_ids is not None:
-        extra_targets = selected_token_ids.expand(target.numel(), -1)
-    result = linear_log_probs(
-        hidden, weight, target, temperature=temperature, ignore_index=ignore_index, return_entropy=return_entropy,
-        extra_targets=extra_targets, **sharding,
-    )  # fmt: skip
+    extra_targets = None if selected_token_ids is None else selected_token_ids.expand(target.numel(), -1)
+    result = linear_log_probs(hidden, weight, target, extra_targets=extra_targets, **options, **sharding)
     if isinstance(result, Tensor):
         return -result
     further = (result.entropy, result.extra_log_probs)
@@ -85,58 +135,164 @@ def liger_fused_linear_scaled_cross_entropy_tp(
     """
     if tp_group is None and torch.distributed.is_available() and torch.distributed.is_initialized():
         tp_group = torch.distributed.group.WORLD
-    return token_nll(input, weight, target, temperature, ignore_index, return_entropy, group=tp_group)
+    return scaled_cross_entropy(
+        input, weight, target, temperature=temperature, ignore_index=ignore_index, return_entropy=return_entropy,
+        group=tp_group,
+    )  # fmt: skip
 
 
-def liger_fused_linear_jsd(
+def check_smoothing(name: str, formula: str, mode: str) -> None:
+    """Refuse an unknown formula or mode of label smoothing over shards of the vocabulary."""
+    if formula not in ("pytorch", "megatron"):
+        raise ValueError(f"{name}: label_smoothing_formula must be 'pytorch' or 'megatron', got {formula!r}")
+    if mode not in ("global", "partition"):
+        raise ValueError(f"{name}: label_smoothing_mode must be 'global' or 'partition', got {mode!r}")
+
+
+def vocab_parallel_cross_entropy(
+    vocab_parallel_logits: Tensor, target: Tensor, tp_group: Any, ignore_index: int, label_smoothing: float,
+    label_smoothing_formula: str, label_smoothing_mode: str,
+) -> Tensor:  # fmt: skip
+    """Return `tigon.cross_entropy` [S, B] in fp32 of logits [S, B, V_p] whose columns are sharded over a group.
+
+    The targets [S, B] are indices of the whole vocabulary. "megatron" spreads the smoothed share over the V - 1 other
+    classes, "pytorch" over all V.
+    """
+    name = "LigerVocabParallelCEFunction"
+    check_smoothing(name, label_smoothing_formula, label_smoothing_mode)
+    if vocab_parallel_logits.dim() != 3:
+        raise ValueError(
+            f"{name}: vocab_parallel_logits must be 3-D, [S, B, V_p], got {tuple(vocab_parallel_logits.shape)}"
+        )
+    ranks = 1 if tp_group is None else tp_group.size()
+    if label_smoothing and ranks > 1 and label_smoothing_mode == "partition":
+        raise ValueError(
+            f"{name}: label_smoothing_mode 'partition' gives each of the {ranks} ranks another loss and is not "
+            "served; use 'global'"
+        )
+    v = ranks * vocab_parallel_logits.shape[-1]
+    if label_smoothing_formula == "megatron":
+        label_smoothing = label_smoothing * v / max(1, v - 1)
+    sharding: dict[str, Any] = {"process_group": tp_group, "vocab_size": v} if ranks > 1 else {}
+    losses = logits_loss.cross_entropy(
+        vocab_parallel_logits, target, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction="none",
+        **sharding,
+    )  # fmt: skip
+    assert isinstance(losses, Tensor)
+    return losses
+
+
+# --- divergences -----------------------------------------------------------------------------------
+
+
+def check_temperature(name: str, temperature: float) -> None:
+    """Refuse a temperature of zero, by which logits cannot be divided."""
+    if temperature == 0:
+        raise ValueError(f"{name}: temperature must not be 0")
+
+
+def check_reduction(name: str, reduction: str) -> None:
+    """Refuse a reduction that the divergence of a head does not have."""
+    if reduction not in ("batchmean", "mean", "sum"):
+        raise ValueError(f"{name}: reduction must be one of batchmean, mean, sum, got {reduction!r}")
+
+
+def fused_linear_jsd(
     student_input: Tensor, student_weight: Tensor, teacher_input: Tensor, teacher_weight: Tensor,
-    shift_labels: Tensor | None = None, jsd_beta: float = 0.5, ignore_index: int = -100, temperature: float = 1.0,
-    accum_dtype: torch.dtype | None = None,
+    shift_labels: Tensor | None, *, jsd_beta: float, temperature: float, ignore_index: int, accum_dtype: Any = None,
 ) -> Tensor:  # fmt: skip
-    """Return the generalised Jensen-Shannon divergence of two heads, by `tigon.linear_distillation`."""
-    module = divergences.LigerFusedLinearJSD(jsd_beta, ignore_index, temperature, accum_dtype)
-    return module.forward(student_input, student_weight, teacher_input, teacher_weight, shift_labels)
+    """Return the generalised Jensen-Shannon divergence of two heads, by `tigon.linear_distillation`.
+
+    It is the mean over the tokens, for hidden states [N, H] and heads [V, H], with fp32 logits.
+    """
+    check_temperature("LigerFusedLinearJSD", temperature)
+    loss = linear_distillation(
+        student_input, student_weight, shift_labels, teacher_hidden=teacher_input, teacher_weight=teacher_weight,
+        beta=jsd_beta, temperature=temperature, ignore_index=ignore_index, fp32_logits=True, acc_dtype=accum_dtype,
+    )  # fmt: skip
+    assert isinstance(loss, Tensor)
+    return loss
 
 
-def liger_fused_linear_kl_div(
-    student_input: Tensor, student_weight: Tensor, target: Tensor, shift_labels: Tensor | None = None,
-    reduction: str = "batchmean", ignore_index: int = -100, temperature: float = 1.0, eps: float = 1e-10,
-    accum_dtype: torch.dtype | None = None,
+liger_fused_linear_jsd = serve(
+    "liger_fused_linear_jsd", fused_linear_jsd,
+    "student_input, student_weight, teacher_input, teacher_weight, shift_labels=None, jsd_beta=0.5, ignore_index=-100, "
+    "temperature=1.0, accum_dtype=None",
+)  # fmt: skip
+
+
+def fused_linear_kl_div(
+    student_input: Tensor, student_weight: Tensor, target: Tensor, shift_labels: Tensor | None, *, reduction: str,
+    ignore_index: int, temperature: float, accum_dtype: torch.dtype | None,
 ) -> Tensor:  # fmt: skip
-    """Return KL(target || student) of a head and probabilities [N, V], by `tigon.linear_distillation`."""
-    module = divergences.LigerFusedLinearKLDivLoss(reduction, ignore_index, temperature, eps, accum_dtype)
-    return module.forward(student_input, student_weight, target, shift_labels)
+    """Return KL(target || student) of a head [V, H] and probabilities [N, V], by `tigon.linear_distillation`."""
+    check_temperature("LigerFusedLinearKLDivLoss", temperature)
+    check_reduction("LigerFusedLinearKLDivLoss", reduction)
+    loss = linear_distillation(
+        # The temperature divides the logits of the student only.
+        student_input, student_weight, shift_labels, teacher_probs=target, divergence="kl",
+        logit_scale=1.0 / temperature, ignore_index=ignore_index, acc_dtype=accum_dtype,
+        reduction="sum" if reduction == "sum" else "mean",
+    )  # fmt: skip
+    assert isinstance(loss, Tensor)
+    return loss / len(student_weight) if reduction == "mean" else loss
+
+
+liger_fused_linear_kl_div = serve(
+    "liger_fused_linear_kl_div", fused_linear_kl_div,
+    "student_input, student_weight, target, shift_labels=None, reduction='batchmean', ignore_index=-100, "
+    "temperature=1.0, eps=1e-10, accum_dtype=None",
+)  # fmt: skip
+
+
+def fused_ce_tvd(
+    student_logits: Tensor, teacher_logits: Tensor, target: Tensor, ignore_index: int = -100
+) -> tuple[Tensor, Tensor]:
+    """Return the cross entropy and the total variation distance [N] of each token in fp32, from both logits [N, V]."""
+    name = "LigerFusedCETVDLoss"
+    if student_logits.dim() != 2 or student_logits.shape != teacher_logits.shape:
+        shapes = f"{tuple(student_logits.shape)} and {tuple(teacher_logits.shape)}"
+        raise ValueError(f"{name}: student_logits and teacher_logits must be 2D and of the same shape, got {shapes}")
+    if target.shape != student_logits.shape[:1]:
+        raise ValueError(f"{name}: target must have shape ({len(student_logits)},), got {tuple(target.shape)}")
+    losses: Any = logits_loss.cross_entropy(student_logits, target, ignore_index=ignore_index, reduction="none")
+    distances = tvd(
+        student_logits, teacher_logits.detach(), reduction="none", from_logits=True, labels=target,
+        ignore_index=ignore_index,
+    )  # fmt: skip
+    return losses, distances.sum(-1)
 
 
 def liger_jsd(
     input: Tensor, target: Tensor, shift_labels: Tensor | None = None, beta: float = 0.5, ignore_index: int = -100
 ) -> Tensor:
-    """Return `tigon.jsd` of log-probabilities [N, V], in the dtype of `input`."""
+    """Return `tigon.jsd` of log-probabilities [N, V], the student's first, in the dtype of `input`."""
     return jsd(input, target, beta=beta, labels=shift_labels, ignore_index=ignore_index).to(input.dtype)
 
 
 def liger_kl_div(
-    input: Tensor, target: Tensor, size_average: Any = True, reduce: Any = True, reduction: str = "mean",
+    input: Tensor, target: Tensor, size_average: Any = True, reduce: Any = True, reduction: Any = "mean",
     log_target: bool = False, eps: float = 1e-10,
 ) -> Tensor:  # fmt: skip
-    """Return `tigon.kl_div` of log-probabilities [N, V]."""
-    return kl_div(input, target, reduction=reduction, log_target=log_target)  # type: ignore[arg-type]
+    """Return `tigon.kl_div` of log-probabilities [N, V]. A probability of zero adds nothing, whatever `eps` is."""
+    return kl_div(input, target, reduction=reduction, log_target=log_target)
 
 
 def liger_tvd(
-    input: Tensor, target: Tensor, shift_labels: Tensor | None = None, reduction: str = "mean",
+    input: Tensor, target: Tensor, shift_labels: Tensor | None = None, reduction: Any = "mean",
     ignore_index: int = -100,
 ) -> Tensor:  # fmt: skip
-    """Return `tigon.tvd` of probabilities [N, V]."""
-    return tvd(input, target, reduction=reduction, labels=shift_labels, ignore_index=ignore_index)  # type: ignore[arg-type]
+    """Return `tigon.tvd` of probabilities [N, V], half of the sum of absolute differences."""
+    return tvd(input, target, reduction=reduction, labels=shift_labels, ignore_index=ignore_index)
 
 
 # --- activations -----------------------------------------------------------------------------------
 
 
-def liger_swiglu(a: Tensor, b: Tensor) -> Tensor:
-    """Return silu(a) * b, by `tigon.swiglu`."""
-    return swiglu(a, b)
+def liger_swiglu(a: Tensor, b: Tensor, gate_multiplier: float = 1.0, down_multiplier: float = 1.0) -> Tensor:
+    """Return silu(a * gate_multiplier) * b * down_multiplier, by `tigon.swiglu`."""
+    product = swiglu(a if gate_multiplier == 1.0 else a * gate_multiplier, b)
+    return product if down_multiplier == 1.0 else product * down_multiplier
 
 
 def liger_geglu(a: Tensor, b: Tensor) -> Tensor:
@@ -145,7 +301,7 @@ def liger_geglu(a: Tensor, b: Tensor) -> Tensor:
 
 
 def liger_relu_squared(x: Tensor) -> Tensor:
-    """Return `tigon.relu2` of x."""
+    """Return `tigon.relu2` of x, the squared ReLU of each element."""
     return relu2(x)
 
 
@@ -154,57 +310,57 @@ def liger_softmax(x: Tensor) -> Tensor:
     return softmax(x)
 
 
-def liger_sparsemax(input: Tensor, dim: int = -1) -> Tensor:
-    """Return sparsemax over a dimension, a composition of torch."""
-    return rare.LigerSparsemax(dim).forward(input)
-
-
-def liger_dyt(x: Tensor, alpha: Tensor, gamma: Tensor, beta: Tensor | None) -> Tensor:
-    """Return gamma * tanh(alpha * x) + beta, a composition of torch."""
-    y = gamma * torch.tanh(alpha * x)
-    return y if beta is None else y + beta
-
-
 # --- norms -----------------------------------------------------------------------------------------
 
+ROUNDING = {"llama": "before_weight", "gemma": "after_weight", "none": "after_weight"}
 
-def _norm_options(casting_mode: str, eps: float, offset: float) -> dict[str, Any]:
-    if casting_mode not in layers.ROUNDING:
-        raise ValueError(
-            f"liger_rms_norm: casting_mode must be one of {', '.join(layers.ROUNDING)}, got {casting_mode!r}"
-        )
-    return {"eps": eps, "offset": offset, "rounding": layers.ROUNDING[casting_mode]}
+
+def norm_options(casting_mode: str, eps: float, offset: float) -> dict[str, Any]:
+    """Return the options of `tigon.rms_norm`."""
+    if casting_mode not in ROUNDING:
+        raise ValueError(f"liger_rms_norm: casting_mode must be one of {', '.join(ROUNDING)}, got {casting_mode!r}")
+    return {"eps": eps, "offset": offset, "rounding": ROUNDING[casting_mode]}
 
 
 def liger_rms_norm(
     X: Tensor, W: Tensor | None, eps: float, offset: float = 0.0, casting_mode: str = "llama", in_place: bool = True
 ) -> Tensor:
     """Return `tigon.rms_norm` of X, in its dtype."""
-    return rms_norm(X, W, **_norm_options(casting_mode, eps, offset)).to(X.dtype)
+    return rms_norm(X, W, **norm_options(casting_mode, eps, offset)).to(X.dtype)
 
 
 def liger_fused_add_rms_norm(
-    X: Tensor, R: Tensor, W: Tensor, eps: float, offset: float = 0.0, casting_mode: str = "llama",
+    X: Tensor, R: Tensor, W: Tensor | None, eps: float, offset: float = 0.0, casting_mode: str = "llama",
     in_place: bool = True,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the norm of X + R, and the sum, by `tigon.add_rms_norm`."""
-    return add_rms_norm(X, R, W, **_norm_options(casting_mode, eps, offset))
+    return add_rms_norm(X, R, W, **norm_options(casting_mode, eps, offset))
 
 
 def liger_modulated_rms_norm(
     X: Tensor, W: Tensor | None, scale: Tensor, shift: Tensor | None = None, eps: float = 1e-6, offset: float = 0.0,
     casting_mode: str = "llama", in_place: bool = True,
 ) -> Tensor:  # fmt: skip
-    """Return (1 + scale) * norm(X) + shift."""
-    return norms.modulate(liger_rms_norm(X, W, eps, offset, casting_mode), scale, shift)
+    """Return (1 + scale) * norm(X) + shift in the dtype of X, as in diffusion transformers (arXiv:2212.09748).
+
+    `scale` and `shift` are [H], one row for each sequence [B, H], or [..., H].
+    """
+    y = liger_rms_norm(X, W, eps, offset, casting_mode)
+    z = y * (1 + _broadcast("scale", scale, y))
+    return (z if shift is None else z + _broadcast("shift", shift, y)).to(y.dtype)
 
 
-def liger_poly_norm(X: Tensor, W: Tensor, B: Tensor, eps: float = 1e-6, in_place: bool = True) -> Tensor:
-    """Return W0 n(X^3) + W1 n(X^2) + W2 n(X) + B."""
-    return rare.poly_norm(X, W, B, eps)
+def _broadcast(name: str, value: Tensor, like: Tensor) -> Tensor:
+    """Return `value` in a shape that broadcasts to `like`: each of its rows serves as many adjacent rows as needed."""
+    rows, width = like.numel() // like.shape[-1], like.shape[-1]
+    count = value.numel() // width
+    if value.shape[-1] != width or count == 0 or rows % count:
+        shapes = f"{tuple(value.shape)} and {tuple(like.shape)}"
+        raise ValueError(f"LigerModulatedRMSNorm: {name} must have a divisor of the rows of x, got {shapes}")
+    return value.reshape(count, 1, width).expand(count, rows // count, width).reshape(like.shape)
 
 
-def liger_layer_norm(X: Tensor, W: Tensor, B: Tensor, eps: float) -> Tensor:
+def liger_layer_norm(X: Tensor, W: Tensor, B: Tensor | None, eps: float) -> Tensor:
     """Return `tigon.layer_norm` of X."""
     return layer_norm(X, W, B, eps)
 
@@ -215,108 +371,3 @@ def liger_group_norm(
 ) -> Tensor:  # fmt: skip
     """Return the group norm of X [B, C, ...], a call of torch."""
     return F.group_norm(X, num_groups, affine_scaling_weight, affine_shifting_bias, eps)
-
-
-# --- rotary embedding ------------------------------------------------------------------------------
-
-
-def _halve(table: Tensor, half: int, unsqueeze_dim: int) -> Tensor:
-    """Return the first `half` columns of a table of cosines or sines in the shape [B | 1, L, half].
-
-    Tables are [L, R], [B | 1, L, R], or have a dimension of size one for the heads too.
-    """
-    if table.dim() == 4:
-        table = table.squeeze(unsqueeze_dim if table.shape[unsqueeze_dim] == 1 else 1)
-    return (table[None] if table.dim() == 2 else table)[..., :half]
-
-
-def liger_rope(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None, unsqueeze_dim: int = 1,
-    rotary_dim: int | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return `tigon.rope` of q and k [B, heads, L, D], each in its dtype. `position_ids` has no effect.
-
-    The first `rotary_dim` features are rotated: as many as `cos` has columns by default. Liger reads the first half of
-    the columns, and feature i is rotated with feature i + rotary_dim // 2. A last feature without a partner is copied.
-    """
-    size, columns = q.shape[-1], cos.shape[-1]
-    if rotary_dim is None:
-        rotary_dim = min(columns, size)
-    elif rotary_dim % 2 or not 0 < rotary_dim <= min(size, 2 * columns):
-        raise ValueError(
-            f"liger_rope: rotary_dim must be even, positive and at most the head size {size} and twice the {columns} "
-            f"columns of cos, got {rotary_dim}"
-        )
-    cos, sin = (_halve(table, rotary_dim // 2, unsqueeze_dim) for table in (cos, sin))
-    q_out, k_out = rope(
-        q, k, cos, sin, unsqueeze_dim=unsqueeze_dim, table="once", dtype=torch.promote_types(q.dtype, k.dtype)
-    )
-    assert k_out is not None
-    return q_out.to(q.dtype), k_out.to(k.dtype)
-
-
-liger_rotary_pos_emb = liger_rope
-
-
-def liger_rotary_pos_emb_gpt_oss(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Return q and k with all features rotated, for tables [B, L, D / 2] that hold each frequency once."""
-    return liger_rope(q, k, cos, sin, rotary_dim=q.shape[-1])
-
-
-def liger_rotary_pos_emb_vision(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Return q and k [L, heads, D], rotated by tables [L, D] of a vision tower."""
-    q_out, k_out = liger_rope(q[None], k[None], cos, sin, unsqueeze_dim=2)
-    return q_out[0], k_out[0]
-
-
-def liger_qwen2vl_mrope(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, mrope_section: Sequence[int], unsqueeze_dim: int = 1
-) -> tuple[Tensor, Tensor]:
-    """Return q and k [B, heads, L, D] rotated by the positions of three axes, by `tigon.rope`.
-
-    `cos` and `sin` [3, B, L, D] belong to time, height and width. Of the D / 2 frequencies, `mrope_section` says how
-    many each axis has. Source: Qwen2-VL, arXiv:2409.12191, section 2.1.
-    """
-    sections, half = [int(size) for size in mrope_section], cos.shape[-1] // 2
-    if len(sections) != 3 or sum(sections) != half:
-        raise ValueError(f"liger_qwen2vl_mrope: mrope_section must be three sizes with the sum {half}, got {sections}")
-
-    def merge_axes(table: Tensor) -> Tensor:
-        parts = [part[axis % 3] for axis, part in enumerate(table.split(sections * 2, dim=-1))]
-        return torch.cat(parts, -1)  # [B, L, D]
-
-    return liger_rope(q, k, merge_axes(cos), merge_axes(sin), unsqueeze_dim=unsqueeze_dim)
-
-
-liger_multimodal_rotary_pos_emb = liger_qwen2vl_mrope
-
-
-# --- attention: compositions of torch --------------------------------------------------------------
-
-
-def liger_multi_token_attention(
-    scores: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1,
-    groups: int = 1, sparse: bool = False,
-) -> Tensor:  # fmt: skip
-    """Return the convolution of the causal attention weights of scores [B, C, L, L]. Source: arXiv:2504.00927."""
-    return rare.multi_token_attention(scores, weight, bias, stride, padding, dilation, groups, sparse)
-
-
-def liger_fused_neighborhood_attention(
-    query: Tensor, key: Tensor, value: Tensor, kernel_size: int = 7, dilation: int = 1, scale: float | None = None
-) -> Tensor:
-    """Return attention [B, heads, L, D] to the kernel_size // 2 tokens on each side at multiples of the dilation.
-
-    The neighbourhood of a token near the ends is smaller, as in Liger. Source: arXiv:2504.16922, in one dimension.
-    """
-    return rare.neighborhood_attention(query, key, value, kernel_size, dilation, scale)
-
-
-def liger_attn_res(V: Tensor | Sequence[Tensor], w_query: Tensor, w_norm: Tensor, eps: float = 1e-6) -> Tensor:
-    """Return the outputs V [N, B, T, D] of N blocks, summed with the weights of an attention over the blocks.
-
-    The scores are `rms_norm(V, w_norm) @ w_query`, and the weights their softmax over N. Source: arXiv:2603.15031.
-    """
-    blocks = V if isinstance(V, Tensor) else torch.stack(list(V))
-    scores = (rms_norm(blocks, w_norm, eps=eps).float() * w_query.float()).sum(-1)  # [N, B, T]
-    return (scores.softmax(0)[..., None] * blocks.float()).sum(0).to(blocks.dtype)

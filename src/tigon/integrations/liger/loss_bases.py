@@ -8,9 +8,10 @@ Shapes: N sequences, of which the first half are the chosen ones if they are pai
 V vocabulary.
 """
 
-import sys
+import inspect
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, cast
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,12 +27,34 @@ from tigon.ops.head.linear_loss import linear_loss
 # More arguments than any `forward` of a subclass has. torch ignores surplus gradients that are None.
 ARGUMENTS = 48
 
+Tensors = Sequence[Tensor | None]
+
 
 class _LossBase(torch.autograd.Function):
     """What the bases share: gradients in the forward, which `backward` returns at the places of their arguments."""
 
-    # the places of the hidden states, the weight and the bias among the arguments of `forward`
-    places: tuple[int, int, int]
+    # The parameters of `forward` after `cls` and `ctx`, and the names of those that get gradients.
+    signature: inspect.Signature
+    differentiable = ("_input", "weight", "bias")
+    # The function that a subclass defines.
+    loss_function: str
+
+    @staticmethod
+    def forward(cls: Any, ctx: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return the loss and the further outputs for the arguments of `signature`, and save the gradients."""
+        bound = cls.signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        arguments = SimpleNamespace(**bound.arguments)
+        if not hasattr(cls, cls.loss_function):
+            base = next(c.__name__ for c in cls.__mro__ if "loss_function" in vars(c))
+            raise NotImplementedError(
+                f"{base}: {cls.loss_function} must be defined by the subclass; tigon.losses has Tigon's own losses"
+            )
+        outputs, gradients = cls.compute(arguments, [getattr(arguments, name) for name in cls.differentiable])
+        names = list(cls.signature.parameters)
+        ctx.places = [names.index(name) for name in cls.differentiable]
+        ctx.save_for_backward(*gradients)
+        return outputs
 
     @staticmethod
     def backward(ctx: Any, *grad_output: Any) -> tuple[Tensor | None, ...]:
@@ -45,18 +68,28 @@ class _LossBase(torch.autograd.Function):
         return tuple(gradients)
 
 
-def _with_gradients(
-    cls: type[_LossBase], ctx: Any, tensors: tuple[Tensor | None, ...], compute: Callable[..., tuple[Tensor, Any]]
-) -> tuple[Tensor, Any]:
-    """Return the loss and the further outputs of `compute(*tensors)`, and save the gradients of the tensors."""
+def _signature(parameters: str) -> inspect.Signature:
+    return inspect.signature(eval(f"lambda {parameters}: None"))
+
+
+def _differentiate(
+    tensors: Tensors, compute: Callable[..., tuple[Tensor, Any]], rows: slice = slice(None)
+) -> tuple[Any, list[Tensor | None]]:
+    """Return the loss and the further outputs of `compute(*tensors)`, and the gradients of the tensors.
+
+    `rows` selects a part of the first tensor, the hidden states.
+    """
+    parts = (rows, slice(None), slice(None))
     with torch.enable_grad():
-        leaves = [None if x is None else x.detach().requires_grad_(x.requires_grad) for x in tensors]
+        leaves = [
+            None if x is None else x.detach()[part].requires_grad_(x.requires_grad)
+            for x, part in zip(tensors, parts, strict=True)
+        ]
         loss, outputs = compute(*leaves)
         needed = [x for x in leaves if x is not None and x.requires_grad]
         gradients = iter(torch.autograd.grad(loss, needed, allow_unused=True) if needed else ())
-    ctx.places = cls.places
-    ctx.save_for_backward(*(next(gradients) if x is not None and x.requires_grad else None for x in leaves))
-    return loss.detach(), outputs
+    found = [next(gradients) if x is not None and x.requires_grad else None for x in leaves]
+    return (loss.detach(), outputs), found
 
 
 def _chunks(count: int, chunk_size: int) -> Iterator[slice]:
@@ -80,168 +113,119 @@ def _flat(values: Sequence[Any]) -> tuple[Tensor, ...]:
     return tuple(values[0]) if len(values) == 1 and isinstance(values[0], (list, tuple)) else tuple(values)
 
 
-def _missing(cls: str, name: str) -> NotImplementedError:
-    return NotImplementedError(f"{cls}: {name} must be defined by the subclass; tigon.losses has Tigon's own losses")
+def _reference(name: str, a: SimpleNamespace) -> Tensor | None:
+    """Return the log-probabilities [N] of the reference model, if the loss has one."""
+    if not a.use_ref_model:
+        return None
+    model = a.ref_input, a.ref_weight, a.ref_bias
+    return reference_log_probs(name, model, a.target, a.ignore_index, a.average_log_prob)
 
 
 class LigerFusedLinearPreferenceBase(_LossBase):
-    """The base of losses of pairs: a subclass defines `preference_loss_fn`."""
+    """The base of losses of pairs: a subclass defines `preference_loss_fn`.
 
-    places = (0, 1, 3)
+    Its forward returns the loss, and the log-probabilities, mean logits, NLL and further values.
+    """
 
-    @staticmethod
-    def preference_loss_fn(*args: Any, **kwargs: Any) -> Any:
-        """Return the loss of chosen and rejected log-probabilities, or a tuple of it and further values."""
-        raise _missing("LigerFusedLinearPreferenceBase", "preference_loss_fn")
+    loss_function = "preference_loss_fn"
+    signature = _signature(
+        "_input, weight, target, bias=None, chunk_size=1, ignore_index=-100, alpha=1.0, beta=0.1, "
+        "compute_nll_loss=True, nll_target=None, compiled=True, use_ref_model=False, ref_input=None, ref_weight=None, "
+        "ref_bias=None, average_log_prob=True, **loss_kwargs"
+    )
 
-    @staticmethod
-    def forward(
-        cls: Any, ctx: Any, _input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None,
-        chunk_size: int = 1, ignore_index: int = -100, alpha: float = 1.0, beta: float = 0.1,
-        compute_nll_loss: bool = True, nll_target: Tensor | None = None, compiled: bool = True,
-        use_ref_model: bool = False, ref_input: Tensor | None = None, ref_weight: Tensor | None = None,
-        ref_bias: Tensor | None = None, average_log_prob: bool = True, **loss_kwargs: Any,
-    ) -> tuple[Tensor, tuple]:  # fmt: skip
-        """Return the loss, and the log-probabilities, mean logits, NLL and further values."""
-        reference = None
-        if use_ref_model:
-            reference = reference_log_probs(
-                cls.__name__, ref_input, ref_weight, ref_bias, target, ignore_index, average_log_prob
-            )
-
-        mask = target != ignore_index
+    @classmethod
+    def compute(cls, a: SimpleNamespace, tensors: Tensors) -> tuple[Any, list[Tensor | None]]:
+        """Return the outputs and the gradients for the arguments of the signature."""
+        reference, mask = _reference(cls.__name__, a), a.target != a.ignore_index
+        names = ("ref_chosen_logps", "ref_rejected_logps")
 
         def loss(log_probs: Tensor) -> tuple[Tensor, ...]:
-            chosen, rejected = half(sequence_log_probs(log_probs, mask, average=average_log_prob))
-            references = (None, None) if reference is None else half(reference)
+            chosen, rejected = half(sequence_log_probs(log_probs, mask, average=a.average_log_prob))
+            references = {} if reference is None else dict(zip(names, half(reference), strict=True))
             results = []
-            for part in _chunks(len(chosen), chunk_size):
-                names = ("ref_chosen_logps", "ref_rejected_logps")
-                named = {n: r[part] for n, r in zip(names, references, strict=True) if r is not None}
+            for part in _chunks(len(chosen), a.chunk_size):
+                named = {name: values[part] for name, values in references.items()}
                 results.append(
-                    cls.preference_loss_fn(chosen[part], rejected[part], target, beta=beta, **loss_kwargs, **named)
+                    cls.preference_loss_fn(  # type: ignore[attr-defined]
+                        chosen[part], rejected[part], a.target, beta=a.beta, **a.loss_kwargs, **named
+                    )
                 )
             return _sum_of_chunks(results)
 
         def compute(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, tuple]:
             total, (*metrics, _, values) = pair_loss(
-                cls.__name__, hidden, weight, target, bias, loss, ignore_index=ignore_index, averages=average_log_prob,
-                beta=beta, reference=reference, nll_target=nll_target, alpha=alpha, with_nll=compute_nll_loss,
-                adds_up=chunk_size == 1,
+                cls.__name__, hidden, weight, a.target, bias, loss, ignore_index=a.ignore_index,
+                averages=a.average_log_prob, beta=a.beta, reference=reference, nll_target=a.nll_target, alpha=a.alpha,
+                with_nll=a.compute_nll_loss, adds_up=a.chunk_size == 1,
             )  # fmt: skip
             return total, (*metrics, *values)
 
-        return _with_gradients(cls, ctx, (_input, weight, bias), compute)
+        return _differentiate(tensors, compute)
 
 
 class LigerFusedLinearUnpairedPreferenceBase(_LossBase):
-    """The base of losses of labelled sequences: a subclass defines `preference_loss_fn`."""
+    """The base of losses of labelled sequences: a subclass defines `preference_loss_fn`.
 
-    places = (0, 1, 4)
+    Its forward returns the loss, and the sums of log-probabilities, logits and further values of both kinds.
+    """
 
-    @staticmethod
-    def preference_loss_fn(*args: Any, **kwargs: Any) -> Any:
-        """Return the loss of log-probabilities and their labels, or a tuple of it and further values."""
-        raise _missing("LigerFusedLinearUnpairedPreferenceBase", "preference_loss_fn")
+    loss_function = "preference_loss_fn"
+    signature = _signature(
+        "_input, weight, target, preference_labels, bias=None, chunk_size=1, ignore_index=-100, compiled=True, "
+        "use_ref_model=False, ref_input=None, ref_weight=None, ref_bias=None, average_log_prob=False, **loss_kwargs"
+    )
 
-    @staticmethod
-    def forward(
-        cls: Any, ctx: Any, _input: Tensor, weight: Tensor, target: Tensor, preference_labels: Tensor,
-        bias: Tensor | None = None, chunk_size: int = 1, ignore_index: int = -100, compiled: bool = True,
-        use_ref_model: bool = False, ref_input: Tensor | None = None, ref_weight: Tensor | None = None,
-        ref_bias: Tensor | None = None, average_log_prob: bool = False, **loss_kwargs: Any,
-    ) -> tuple[Tensor, tuple]:  # fmt: skip
-        """Return the loss, and the sums of log-probabilities, logits and further values of both kinds of sequences."""
-        reference = None
-        if use_ref_model:
-            reference = reference_log_probs(
-                cls.__name__, ref_input, ref_weight, ref_bias, target, ignore_index, average_log_prob
-            )
-
-        mask, labels = target != ignore_index, preference_labels
+    @classmethod
+    def compute(cls, a: SimpleNamespace, tensors: Tensors) -> tuple[Any, list[Tensor | None]]:
+        """Return the outputs and the gradients for the arguments of the signature."""
+        reference, mask, labels = _reference(cls.__name__, a), a.target != a.ignore_index, a.preference_labels
 
         def loss_of_batch(log_probs: Tensor) -> tuple[Tensor, tuple]:
-            values = sequence_log_probs(log_probs, mask, average=average_log_prob)
+            values = sequence_log_probs(log_probs, mask, average=a.average_log_prob)
             results = []
-            for part in _chunks(len(values), chunk_size):
+            for part in _chunks(len(values), a.chunk_size):
                 named = {} if reference is None else {"ref_log_prob_chunk": reference[part]}
-                results.append(cls.preference_loss_fn(values[part], labels[part], target, **loss_kwargs, **named))
+                results.append(
+                    cls.preference_loss_fn(values[part], labels[part], a.target, **a.loss_kwargs, **named)  # type: ignore[attr-defined]
+                )
             total, *further = _sum_of_chunks(results)
             return total, (values.detach(), *further)
 
         def compute(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, tuple]:
             total, (values, *further) = linear_loss(
-                hidden, weight, target, loss_of_batch, group="sequence" if chunk_size == 1 else "batch", bias=bias,
-                ignore_index=ignore_index,
+                hidden, weight, a.target, loss_of_batch, group="sequence" if a.chunk_size == 1 else "batch", bias=bias,
+                ignore_index=a.ignore_index,
             )  # fmt: skip
-            kinds = preference_labels.bool(), ~preference_labels.bool()
-            return total, (
-                *((values * kind).sum() for kind in kinds),
-                *(sum_logits(hidden.detach()[kind], weight, bias) for kind in kinds), *further,
-            )  # fmt: skip
+            kinds = labels.bool(), ~labels.bool()
+            sums = [(values * kind).sum() for kind in kinds]
+            return total, (*sums, *(sum_logits(hidden.detach()[kind], weight, bias) for kind in kinds), *further)
 
-        return _with_gradients(cls, ctx, (_input, weight, bias), compute)
-
-
-class _ChunkedSelectiveLogProbFunction(torch.autograd.Function):
-    """Log-probabilities [T] of the targets by `tigon.linear_log_probs`. Backward calls Liger's function by its name."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, temperature: float,
-        vocab_chunk_size: int,
-    ) -> Tensor:  # fmt: skip
-        """Return the log-probabilities. `vocab_chunk_size` has no effect."""
-        ctx.save_for_backward(hidden, weight, targets, bias)
-        ctx.temperature, ctx.vocab_chunk_size = temperature, vocab_chunk_size
-        return LigerFusedLinearPPOBase.chunk_forward(hidden, weight, targets, bias, temperature)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of the hidden states, and those that are needed of the weight and the bias."""
-        hidden, weight, targets, bias = ctx.saved_tensors
-        # A program may have put a function of its own into Liger's module.
-        functions = sys.modules.get("liger_kernel.chunked_loss.fused_linear_ppo") or sys.modules[__name__]
-        dhidden, dweight, dbias = functions._selective_logprob_backward(
-            hidden=hidden, weight=weight, targets=targets, bias=bias, log_z=None, grad_logprobs=grad_output[0],
-            temperature=ctx.temperature, vocab_chunk_size=ctx.vocab_chunk_size,
-            compute_grad_weight=ctx.needs_input_grad[1], compute_grad_bias=ctx.needs_input_grad[3],
-        )  # fmt: skip
-        return dhidden, dweight, None, dbias, None, None
-
-
-def _selective_logprob_backward(
-    hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, log_z: Tensor | None, grad_logprobs: Tensor,
-    temperature: float, vocab_chunk_size: int, compute_grad_weight: bool = True, compute_grad_bias: bool = True,
-) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Return the gradients of the hidden states, the weight and the bias; None for those that are not computed.
-
-    `log_z` and `vocab_chunk_size` have no effect: `tigon.linear_log_probs` computes the log-probabilities again.
-    """
-    needed = True, compute_grad_weight, compute_grad_bias and bias is not None
-    with torch.enable_grad():
-        leaves = [
-            None if x is None else x.detach().requires_grad_(is_needed)
-            for x, is_needed in zip((hidden, weight, bias), needed, strict=True)
-        ]
-        log_probs = LigerFusedLinearPPOBase.chunk_forward(
-            cast(Tensor, leaves[0]), cast(Tensor, leaves[1]), targets, leaves[2], temperature
-        )
-        computed = [x for x in leaves if x is not None and x.requires_grad]
-        gradients = iter(torch.autograd.grad(log_probs, computed, grad_logprobs))
-    return tuple(next(gradients) if is_needed else None for is_needed in needed)
+        return _differentiate(tensors, compute)
 
 
 class LigerFusedLinearPPOBase(_LossBase):
-    """The base of losses of policies: a subclass defines `ppo_loss_fn`."""
+    """The base of losses of policies: a subclass defines `ppo_loss_fn`, which gets all options by name.
 
-    places = (0, 1, 5)
+    Its forward returns the loss and the metrics of `ppo_loss_fn`.
+    """
+
+    loss_function = "ppo_loss_fn"
+    signature = _signature(
+        "_input, weight, selected_token_ids, attention_mask, advantages, bias=None, ref_per_token_logps=None, "
+        "old_per_token_logps=None, ref_input=None, ref_weight=None, ref_bias=None, epsilon_low=0.2, epsilon_high=0.2, "
+        "beta=0.04, loss_type='dapo', max_completion_length=None, importance_sampling_level='token', temperature=1.0, "
+        "compiled=True, use_ref_model=False, chunk_size=1, sapo_temperature_pos=1.0, sapo_temperature_neg=1.05, "
+        "vllm_is_ratio=None, delta=None, use_bias_correction_kl=False, vespo_k_pos=2.0, vespo_lambda_pos=3.0, "
+        "vespo_k_neg=3.0, vespo_lambda_neg=2.0, num_items_in_batch=None"
+    )
+    # The options that `ppo_loss_fn` gets as they are.
+    options = (
+        "epsilon_low", "epsilon_high", "beta", "loss_type", "max_completion_length", "importance_sampling_level",
+        "sapo_temperature_pos", "sapo_temperature_neg", "delta", "use_bias_correction_kl", "vespo_k_pos",
+        "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg", "num_items_in_batch",
+    )  # fmt: skip
     _compute_dapo_normalizer = staticmethod(compute_dapo_normalizer)
-
-    @staticmethod
-    def ppo_loss_fn(*args: Any, **kwargs: Any) -> Any:
-        """Return the loss of log-probabilities [N, L], and a list of metrics."""
-        raise _missing("LigerFusedLinearPPOBase", "ppo_loss_fn")
 
     @staticmethod
     def chunk_forward(
@@ -253,128 +237,93 @@ class LigerFusedLinearPPOBase(_LossBase):
         assert isinstance(log_probs, Tensor)
         return log_probs
 
-    @staticmethod
-    def forward(
-        cls: Any, ctx: Any, _input: Tensor, weight: Tensor, selected_token_ids: Tensor, attention_mask: Tensor,
-        advantages: Tensor, bias: Tensor | None = None, ref_per_token_logps: Tensor | None = None,
-        old_per_token_logps: Tensor | None = None, ref_input: Tensor | None = None, ref_weight: Tensor | None = None,
-        ref_bias: Tensor | None = None, epsilon_low: float = 0.2, epsilon_high: float = 0.2, beta: float = 0.04,
-        loss_type: str = "dapo", max_completion_length: int | None = None, importance_sampling_level: str = "token",
-        temperature: float = 1.0, compiled: bool = True, use_ref_model: bool = False, chunk_size: int = 1,
-        sapo_temperature_pos: float = 1.0, sapo_temperature_neg: float = 1.05, vllm_is_ratio: Tensor | None = None,
-        delta: float | None = None, use_bias_correction_kl: bool = False, vespo_k_pos: float = 2.0,
-        vespo_lambda_pos: float = 3.0, vespo_k_neg: float = 3.0, vespo_lambda_neg: float = 2.0,
-        num_items_in_batch: Tensor | float | None = None,
-    ) -> tuple[Tensor, tuple]:  # fmt: skip
-        """Return the loss and the metrics of `ppo_loss_fn`, which gets all options of this function by name."""
-        options = {
-            "epsilon_low": epsilon_low, "epsilon_high": epsilon_high, "beta": beta, "loss_type": loss_type,
-            "max_completion_length": max_completion_length, "importance_sampling_level": importance_sampling_level,
-            "sapo_temperature_pos": sapo_temperature_pos, "sapo_temperature_neg": sapo_temperature_neg,
-            "delta": delta, "use_bias_correction_kl": use_bias_correction_kl, "vespo_k_pos": vespo_k_pos,
-            "vespo_lambda_pos": vespo_lambda_pos, "vespo_k_neg": vespo_k_neg, "vespo_lambda_neg": vespo_lambda_neg,
-            "num_items_in_batch": num_items_in_batch,
-        }  # fmt: skip
-        ref = ref_per_token_logps if use_ref_model else None
-        if use_ref_model and ref is None:
-            if ref_input is None or ref_weight is None:
-                raise ValueError(
-                    f"{cls.__name__}: use_ref_model=True needs ref_per_token_logps, or ref_input and ref_weight"
-                )
-            with torch.no_grad():
-                ref = cls.chunk_forward(ref_input, ref_weight, selected_token_ids, ref_bias, temperature)
-        ratio = vllm_is_ratio
-        if ratio is not None:
-            ratio_of_tokens(cls.__name__, ratio, attention_mask != 0, loss_type)
-            ratio = ratio[:, None] if ratio.dim() == 1 else ratio
+    @classmethod
+    def _reference_log_probs(cls, a: SimpleNamespace) -> Tensor | None:
+        if not a.use_ref_model or a.ref_per_token_logps is not None:
+            return a.ref_per_token_logps if a.use_ref_model else None
+        if a.ref_input is None or a.ref_weight is None:
+            raise ValueError(
+                f"{cls.__name__}: use_ref_model=True needs ref_per_token_logps, or ref_input and ref_weight"
+            )
+        with torch.no_grad():
+            return cls.chunk_forward(a.ref_input, a.ref_weight, a.selected_token_ids, a.ref_bias, a.temperature)
 
-        tensors = {
-            "attention_mask": attention_mask, "advantages": advantages, "vllm_is_ratio": ratio,
+    @classmethod
+    def compute(cls, a: SimpleNamespace, tensors: Tensors) -> tuple[Any, list[Tensor | None]]:
+        """Return the outputs and the gradients for the arguments of the signature."""
+        ref, old, ratio = cls._reference_log_probs(a), a.old_per_token_logps, a.vllm_is_ratio
+        if ratio is not None:
+            ratio_of_tokens(cls.__name__, ratio, a.attention_mask != 0, a.loss_type)
+            ratio = ratio[:, None] if ratio.dim() == 1 else ratio
+        of_sequences = {
+            "attention_mask": a.attention_mask, "advantages": a.advantages, "vllm_is_ratio": ratio,
             "ref_per_token_logps": None if ref is None else ref.float(),
-            "old_per_token_logps": None if old_per_token_logps is None else old_per_token_logps.float(),
+            "old_per_token_logps": None if old is None else old.float(),
         }  # fmt: skip
+        options = {name: getattr(a, name) for name in cls.options} | {"full_attention_mask": a.attention_mask}
 
         def loss_of_batch(log_probs: Tensor) -> tuple[Tensor, tuple]:
             results = []
-            for part in _chunks(len(log_probs), chunk_size):
-                named = {name: None if x is None else x[part] for name, x in tensors.items()}
-                results.append(
-                    cls.ppo_loss_fn(
-                        per_token_logps=log_probs[part], full_attention_mask=attention_mask, **named, **options
-                    )
-                )
+            for part in _chunks(len(log_probs), a.chunk_size):
+                named = {name: None if x is None else x[part] for name, x in of_sequences.items()}
+                results.append(cls.ppo_loss_fn(per_token_logps=log_probs[part], **named, **options))  # type: ignore[attr-defined]
             total, *metrics = _sum_of_chunks(results)
             return total, tuple(metrics)
 
         def compute(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, tuple]:
             # The function of a subclass decides which tokens count, so all of them have log-probabilities.
             return linear_loss(
-                hidden, weight, selected_token_ids, loss_of_batch, group="sequence" if chunk_size == 1 else "batch",
-                bias=bias, temperature=temperature,
+                hidden, weight, a.selected_token_ids, loss_of_batch, bias=bias, temperature=a.temperature,
+                group="sequence" if a.chunk_size == 1 else "batch",
             )  # fmt: skip
 
-        return _with_gradients(cls, ctx, (_input, weight, bias), compute)
+        return _differentiate(tensors, compute)
 
 
 class LigerFusedLinearDistillationBase(_LossBase):
-    """The base of losses of student's and teacher's logits: a subclass defines `distillation_loss_fn`."""
+    """The base of losses of student's and teacher's logits: a subclass defines `distillation_loss_fn`.
 
-    places = (0, 1, 5)
+    The function returns the sum over the tokens of the loss of student's and teacher's logits [T, V]. The forward
+    returns the loss, or the loss, the divergence and the cross entropy, each a mean over the valid tokens.
+    """
 
-    @staticmethod
-    def distillation_loss_fn(*args: Any, **kwargs: Any) -> Any:
-        """Return the sum over the tokens of the loss of student's and teacher's logits [T, V]."""
-        raise _missing("LigerFusedLinearDistillationBase", "distillation_loss_fn")
+    loss_function = "distillation_loss_fn"
+    differentiable = ("student_input", "student_weight", "student_bias")
+    signature = _signature(
+        "student_input, student_weight, teacher_input, teacher_weight, target, student_bias=None, teacher_bias=None, "
+        "chunk_size=1024, ignore_index=-100, weight_hard_loss=0.5, weight_soft_loss=0.5, beta=0.5, "
+        "compute_ce_loss=True, temperature=1.0, compiled=True, return_soft_hard_loss=False, **loss_kwargs"
+    )
 
-    @staticmethod
-    def forward(
-        cls: Any, ctx: Any, student_input: Tensor, student_weight: Tensor, teacher_input: Tensor,
-        teacher_weight: Tensor, target: Tensor, student_bias: Tensor | None = None, teacher_bias: Tensor | None = None,
-        chunk_size: int = 1024, ignore_index: int = -100, weight_hard_loss: float = 0.5, weight_soft_loss: float = 0.5,
-        beta: float = 0.5, compute_ce_loss: bool = True, temperature: float = 1.0, compiled: bool = True,
-        return_soft_hard_loss: bool = False, **loss_kwargs: Any,
-    ) -> Any:  # fmt: skip
-        """Return the loss, or the loss, the divergence and the cross entropy, each a mean over the valid tokens."""
-        with_hard = compute_ce_loss and (weight_hard_loss != 0 or return_soft_hard_loss)
-        count = (target != ignore_index).sum().clamp(min=1)
-        tensors = student_input, student_weight, student_bias
+    @classmethod
+    def compute(cls, a: SimpleNamespace, tensors: Tensors) -> tuple[Any, list[Tensor | None]]:
+        """Return the outputs and the gradients for the arguments of the signature."""
+        with_hard = a.compute_ce_loss and (a.weight_hard_loss != 0 or a.return_soft_hard_loss)
+        count = (a.target != a.ignore_index).sum().clamp(min=1)
         gradients = [None if x is None or not x.requires_grad else torch.zeros_like(x) for x in tensors]
-        losses = torch.zeros(3, dtype=torch.float32, device=student_input.device)
-        for part in _chunks(len(student_input), chunk_size):
+        losses = torch.zeros(3, dtype=torch.float32, device=a.student_input.device)
+        for part in _chunks(len(a.student_input), a.chunk_size):
+            target = a.target[part]
             with torch.no_grad():
-                teacher = F.linear(teacher_input[part], teacher_weight, teacher_bias) / temperature
-            with torch.enable_grad():
-                chunk = student_input[part], student_weight, student_bias
-                leaves = [
-                    None if x is None else x.detach().requires_grad_(total is not None)
-                    for x, total in zip(chunk, gradients, strict=True)
-                ]
-                hidden, weight, bias = leaves
-                assert hidden is not None
-                assert weight is not None
+                teacher = F.linear(a.teacher_input[part], a.teacher_weight, a.teacher_bias) / a.temperature
+
+            def compute(
+                hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor = target, teacher: Tensor = teacher
+            ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
                 logits = F.linear(hidden, weight, bias)
-                student = logits / temperature
                 # A larger, padded vocabulary of the teacher has logits of zero in the student.
-                student = F.pad(student, (0, max(0, teacher.shape[-1] - student.shape[-1])))
-                soft = (
-                    cls.distillation_loss_fn(
-                        student, teacher, target=target[part], ignore_index=ignore_index, beta=beta, **loss_kwargs
-                    )
-                    / count
-                )
+                student = F.pad(logits / a.temperature, (0, max(0, teacher.shape[-1] - logits.shape[-1])))
+                options = {"target": target, "ignore_index": a.ignore_index, "beta": a.beta}
+                soft = cls.distillation_loss_fn(student, teacher, **options, **a.loss_kwargs) / count  # type: ignore[attr-defined]
                 hard = soft.new_zeros(())
                 if with_hard:
-                    hard = F.cross_entropy(
-                        logits.float(), target[part], ignore_index=ignore_index, reduction="sum"
-                    ) / count  # fmt: skip
-                loss = weight_hard_loss * hard + weight_soft_loss * soft
-                needed = [x for x in leaves if x is not None and x.requires_grad]
-                parts = iter(torch.autograd.grad(loss, needed, allow_unused=True) if needed else ())
-            for x, total, rows in zip(leaves, gradients, (part, slice(None), slice(None)), strict=True):
-                gradient = next(parts) if x is not None and x.requires_grad else None
+                    hard = F.cross_entropy(logits.float(), target, ignore_index=a.ignore_index, reduction="sum") / count
+                return a.weight_hard_loss * hard + a.weight_soft_loss * soft, (soft.detach(), hard.detach())
+
+            (loss, terms), chunk_gradients = _differentiate(tensors, compute, part)
+            rows = (part, slice(None), slice(None))
+            for total, gradient, places in zip(gradients, chunk_gradients, rows, strict=True):
                 if total is not None and gradient is not None:
-                    total[rows] += gradient
-            losses += torch.stack([loss, soft, hard]).detach().float()
-        ctx.places = cls.places
-        ctx.save_for_backward(*gradients)
-        return tuple(losses.unbind()) if return_soft_hard_loss else losses[0]
+                    total[places] += gradient
+            losses += torch.stack([loss, *terms]).float()
+        return (tuple(losses.unbind()) if a.return_soft_hard_loss else losses[0]), gradients

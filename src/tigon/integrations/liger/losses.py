@@ -1,7 +1,8 @@
-"""The losses of `liger_kernel.chunked_loss`, with Liger's order of arguments and results, on `tigon.losses`.
+"""The losses of `liger_kernel.chunked_loss` as functions, with Liger's results, on `tigon.losses`.
 
-Liger's options `compiled` and `chunk_size` have no effect: nothing is compiled, and Tigon chooses the chunks. A
-sequence without tokens has an average log-probability of zero, where Liger's is NaN.
+`chunked.py` serves them as modules and as autograd functions. Liger's options `compiled` and `chunk_size` have no
+effect: nothing is compiled, and Tigon chooses the chunks. A sequence without tokens has an average log-probability of
+zero, where Liger's is NaN.
 
 Shapes: N sequences, of which the first half are the chosen ones, L tokens each, P = N / 2 pairs, H features,
 V vocabulary.
@@ -10,8 +11,9 @@ V vocabulary.
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from tigon.integrations.liger.functional import check_temperature
 from tigon.integrations.liger.pairs import pair_loss, reference_log_probs, sequence_values, sum_logits
 from tigon.losses import cpo_loss, dpo_loss, kto_loss, orpo_loss, sequence_log_probs
 from tigon.ops.head.linear_distillation import DistillationOutput, linear_distillation
@@ -22,258 +24,175 @@ DPO_TYPES = (
     "sigmoid", "hinge", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "apo_zero", "apo_down", "discopop",
 )  # fmt: skip
 
-
 # --- preferences -----------------------------------------------------------------------------------
 
 
-class LigerFusedLinearCPOLoss(nn.Module):
-    """CPO: -log sigmoid(beta (log p_chosen - log p_rejected)). Source: Xu et al., arXiv:2401.08417."""
+def cpo(
+    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, *, ignore_index: int, beta: float,
+    alpha: float, label_smoothing: float, compute_nll_loss: bool, average_log_prob: bool = False,
+    name: str = "LigerFusedLinearCPOLoss", gamma: float = 0.0,
+) -> tuple:  # fmt: skip
+    """CPO: -log sigmoid(beta (log p_chosen - log p_rejected)). Source: Xu et al., arXiv:2401.08417.
 
-    def __init__(
-        self, ignore_index: int = -100, beta: float = 0.1, alpha: float = 1.0, label_smoothing: float = 0.0,
-        compute_nll_loss: bool = True, compiled: bool = True, average_log_prob: bool = False, chunk_size: int = 1,
-    ) -> None:  # fmt: skip
-        super().__init__()
-        self.ignore_index, self.beta, self.alpha, self.label_smoothing = ignore_index, beta, alpha, label_smoothing
-        self.compute_nll_loss, self.average_log_prob = compute_nll_loss, average_log_prob
-
-    def forward(self, lin_weight: Tensor, _input: Tensor, target: Tensor, bias: Tensor | None = None) -> tuple:
-        """Return the loss, and the log-probabilities, mean logits, NLL and rewards of both halves."""
-        # The loss of SimPO without a margin is that of CPO on averages.
-        return _reference_free(self, lin_weight, _input, target, bias, self.average_log_prob, 0.0)
-
-
-class LigerFusedLinearSimPOLoss(nn.Module):
-    """SimPO: CPO on average log-probabilities, with the margin gamma. Source: Meng et al., arXiv:2405.14734."""
-
-    def __init__(
-        self, ignore_index: int = -100, beta: float = 0.1, alpha: float = 1.0, label_smoothing: float = 0.0,
-        compute_nll_loss: bool = True, compiled: bool = True, gamma: float = 0.5, chunk_size: int = 1,
-    ) -> None:  # fmt: skip
-        super().__init__()
-        self.ignore_index, self.beta, self.alpha, self.label_smoothing = ignore_index, beta, alpha, label_smoothing
-        self.compute_nll_loss, self.gamma = compute_nll_loss, gamma
-
-    def forward(self, lin_weight: Tensor, _input: Tensor, target: Tensor, bias: Tensor | None = None) -> tuple:
-        """Return the loss, and the log-probabilities, mean logits, NLL and rewards of both halves."""
-        return _reference_free(self, lin_weight, _input, target, bias, True, self.gamma)
-
-
-def _reference_free(
-    module: Any, weight: Tensor, hidden: Tensor, target: Tensor, bias: Tensor | None, averages: bool, gamma: float
-) -> tuple:
-    """Return the results of CPO, or of SimPO with averages, by `tigon.losses.cpo_loss`."""
-
-    mask = target != module.ignore_index
+    The results are the loss, and the log-probabilities, mean logits, NLL and rewards of both halves.
+    """
+    mask = target != ignore_index
 
     def loss(log_probs: Tensor) -> tuple[Tensor]:
+        # The loss of SimPO without a margin is that of CPO on averages.
         return cpo_loss(
-            log_probs, mask, beta=module.beta, loss_type="simpo" if averages else "sigmoid", cpo_alpha=0.0,
-            label_smoothing=module.label_smoothing, simpo_gamma=gamma,
+            log_probs, mask, beta=beta, loss_type="simpo" if average_log_prob else "sigmoid", cpo_alpha=0.0,
+            label_smoothing=label_smoothing, simpo_gamma=gamma,
         )[:1]  # fmt: skip
 
     total, (*metrics, rewards, _) = pair_loss(
-        type(module).__name__, hidden, weight, target, bias, loss, ignore_index=module.ignore_index,
-        averages=averages, beta=module.beta, alpha=module.alpha, with_nll=module.compute_nll_loss,
+        name, hidden, weight, target, bias, loss, ignore_index=ignore_index, averages=average_log_prob, beta=beta,
+        alpha=alpha, with_nll=compute_nll_loss,
     )  # fmt: skip
     return total, (*metrics, *rewards)
 
 
-class LigerFusedLinearORPOLoss(nn.Module):
-    """ORPO: -beta log sigmoid of the log-ratio of the odds p / (1 - p). Source: Hong et al., arXiv:2403.07691."""
+def simpo(**arguments: Any) -> tuple:
+    """SimPO: CPO on average log-probabilities, with the margin gamma. Source: Meng et al., arXiv:2405.14734.
 
-    def __init__(
-        self, ignore_index: int = -100, beta: float = 0.1, compute_nll_loss: bool = True, compiled: bool = True,
-        chunk_size: int = 1,
-    ) -> None:  # fmt: skip
-        super().__init__()
-        self.ignore_index, self.beta, self.compute_nll_loss = ignore_index, beta, compute_nll_loss
-
-    def forward(
-        self, lin_weight: Tensor, _input: Tensor, target: Tensor, bias: Tensor | None = None,
-        nll_target: Tensor | None = None,
-    ) -> tuple:  # fmt: skip
-        """Return the loss and the metrics of CPO; then the means of the log-ratio's log sigmoid and of the log-ratio.
-
-        The negative log-likelihood is that of `nll_target`, if it is given, over the chosen sequences.
-        """
-
-        mask = target != self.ignore_index
-
-        def loss(log_probs: Tensor) -> tuple[Tensor, ...]:
-            # `pair_loss` adds the likelihood.
-            total, metrics = orpo_loss(log_probs, mask, beta=self.beta, nll_mask=torch.zeros_like(mask))
-            return total, metrics["log_odds_ratio"], metrics["log_odds_chosen"]
-
-        total, (*metrics, rewards, ratios) = pair_loss(
-            type(self).__name__, _input, lin_weight, target, bias, loss, ignore_index=self.ignore_index,
-            averages=True, beta=self.beta, nll_target=nll_target, alpha=1.0, with_nll=self.compute_nll_loss,
-        )  # fmt: skip
-        return total, (*metrics, *rewards, *ratios)
+    The results are the loss, and the log-probabilities, mean logits, NLL and rewards of both halves.
+    """
+    return cpo(average_log_prob=True, name="LigerFusedLinearSimPOLoss", **arguments)
 
 
-class LigerFusedLinearDPOLoss(nn.Module):
-    """DPO with ten types of loss. `tigon.DPOLoss` has more. Source: Rafailov et al., arXiv:2305.18290."""
+def orpo(
+    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, *, ignore_index: int, beta: float,
+    compute_nll_loss: bool, nll_target: Tensor | None = None,
+) -> tuple:  # fmt: skip
+    """ORPO: -beta log sigmoid of the log-ratio of the odds p / (1 - p). Source: Hong et al., arXiv:2403.07691.
 
-    def __init__(
-        self, ignore_index: int = -100, beta: float = 0.1, alpha: float = 1.0, compute_nll_loss: bool = False,
-        compiled: bool = True, use_ref_model: bool = True, average_log_prob: bool = False, chunk_size: int = 1,
-        loss_type: str = "sigmoid", label_smoothing: float = 0.0, discopop_tau: float = 0.05,
-    ) -> None:  # fmt: skip
-        super().__init__()
-        name = type(self).__name__
-        if loss_type not in DPO_TYPES:
-            raise ValueError(
-                f"{name}: Unsupported loss_type: it must be one of {', '.join(DPO_TYPES)}, got {loss_type!r}"
-            )
-        if loss_type == "exo_pair" and label_smoothing <= 0.0:
-            raise ValueError(f"{name}: label_smoothing must be > 0 for loss_type='exo_pair', got {label_smoothing}")
-        if loss_type == "robust" and not 0.0 <= label_smoothing < 0.5:
-            raise ValueError(
-                f"{name}: label_smoothing must lie in [0.0, 0.5) for loss_type='robust', got {label_smoothing}"
-            )
-        self.ignore_index, self.beta, self.alpha, self.compute_nll_loss = ignore_index, beta, alpha, compute_nll_loss
-        self.use_ref_model, self.average_log_prob, self.loss_type = use_ref_model, average_log_prob, loss_type
-        self.label_smoothing, self.discopop_tau = label_smoothing, discopop_tau
+    The results are the loss and the metrics of CPO; then the means of the log-ratio's log sigmoid and of the log-ratio.
+    The negative log-likelihood is that of `nll_target`, if it is given, over the chosen sequences.
+    """
+    mask = target != ignore_index
 
-    def forward(
-        self, lin_weight: Tensor, _input: Tensor, target: Tensor, bias: Tensor | None = None,
-        ref_input: Tensor | None = None, ref_weight: Tensor | None = None, ref_bias: Tensor | None = None,
-    ) -> tuple:  # fmt: skip
-        """Return the loss, and the log-probabilities, mean logits, NLL and rewards of both halves."""
-        name, averages, reference = type(self).__name__, self.average_log_prob, None
-        if self.use_ref_model:
-            reference = reference_log_probs(name, ref_input, ref_weight, ref_bias, target, self.ignore_index, averages)
+    def loss(log_probs: Tensor) -> tuple[Tensor, ...]:
+        # `pair_loss` adds the likelihood.
+        total, metrics = orpo_loss(log_probs, mask, beta=beta, nll_mask=torch.zeros_like(mask))
+        return total, metrics["log_odds_ratio"], metrics["log_odds_chosen"]
 
-        mask = target != self.ignore_index
-
-        def loss(log_probs: Tensor) -> tuple[Tensor]:
-            return dpo_loss(
-                sequence_values(log_probs, mask, averages), mask, beta=self.beta, loss_type=self.loss_type,
-                label_smoothing=self.label_smoothing if self.loss_type in ("exo_pair", "robust") else 0.0,
-                discopop_tau=self.discopop_tau, ref_sequence_log_probs=reference,
-            )[:1]  # fmt: skip
-
-        total, (*metrics, rewards, _) = pair_loss(
-            name, _input, lin_weight, target, bias, loss, ignore_index=self.ignore_index, averages=averages,
-            beta=self.beta, reference=reference, alpha=self.alpha, with_nll=self.compute_nll_loss,
-        )  # fmt: skip
-        return total, (*metrics, *rewards)
+    total, (*metrics, rewards, ratios) = pair_loss(
+        "LigerFusedLinearORPOLoss", hidden, weight, target, bias, loss, ignore_index=ignore_index, averages=True,
+        beta=beta, nll_target=nll_target, alpha=1.0, with_nll=compute_nll_loss,
+    )  # fmt: skip
+    return total, (*metrics, *rewards, *ratios)
 
 
-class LigerFusedLinearKTOLoss(nn.Module):
+def check_dpo(loss_type: str, label_smoothing: float) -> None:
+    """Refuse an unknown type of DPO, or a label smoothing that the type does not allow."""
+    name = "LigerFusedLinearDPOLoss"
+    if loss_type not in DPO_TYPES:
+        raise ValueError(f"{name}: Unsupported loss_type: it must be one of {', '.join(DPO_TYPES)}, got {loss_type!r}")
+    if loss_type == "exo_pair" and label_smoothing <= 0.0:
+        raise ValueError(f"{name}: label_smoothing must be > 0 for loss_type='exo_pair', got {label_smoothing}")
+    if loss_type == "robust" and not 0.0 <= label_smoothing < 0.5:
+        raise ValueError(
+            f"{name}: label_smoothing must lie in [0.0, 0.5) for loss_type='robust', got {label_smoothing}"
+        )
+
+
+def dpo(
+    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, *, ref_input: Tensor | None,
+    ref_weight: Tensor | None, ref_bias: Tensor | None, ignore_index: int, beta: float, alpha: float,
+    compute_nll_loss: bool, use_ref_model: bool, average_log_prob: bool, loss_type: Any, label_smoothing: float,
+    discopop_tau: float,
+) -> tuple:  # fmt: skip
+    """DPO with ten types of loss. `tigon.DPOLoss` has more. Source: Rafailov et al., arXiv:2305.18290.
+
+    The results are the loss, and the log-probabilities, mean logits, NLL and rewards of both halves.
+    """
+    check_dpo(loss_type, label_smoothing)
+    name, reference, mask = "LigerFusedLinearDPOLoss", None, target != ignore_index
+    if use_ref_model:
+        reference = reference_log_probs(name, (ref_input, ref_weight, ref_bias), target, ignore_index, average_log_prob)
+
+    def loss(log_probs: Tensor) -> tuple[Tensor]:
+        return dpo_loss(
+            sequence_values(log_probs, mask, average_log_prob), mask, beta=beta, loss_type=loss_type,
+            label_smoothing=label_smoothing if loss_type in ("exo_pair", "robust") else 0.0,
+            discopop_tau=discopop_tau, ref_sequence_log_probs=reference,
+        )[:1]  # fmt: skip
+
+    total, (*metrics, rewards, _) = pair_loss(
+        name, hidden, weight, target, bias, loss, ignore_index=ignore_index, averages=average_log_prob, beta=beta,
+        reference=reference, alpha=alpha, with_nll=compute_nll_loss,
+    )  # fmt: skip
+    return total, (*metrics, *rewards)
+
+
+def kto(
+    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, preference_labels: Tensor | None, *,
+    ref_input: Tensor | None, ref_weight: Tensor | None, ref_bias: Tensor | None, kl: Tensor | None,
+    ignore_index: int, beta: float, use_ref_model: bool, average_log_prob: bool,
+) -> tuple:  # fmt: skip
     """KTO: 1 - sigmoid(+-beta (log-ratio - kl)) for desirable (+) and undesirable (-) sequences.
 
+    The results are the loss, and the sums of log-probabilities, logits and rewards of both kinds of sequences.
     Source: Ethayarajh et al., arXiv:2402.01306.
     """
+    name = "LigerFusedLinearKTOLoss"
+    if preference_labels is None:
+        raise ValueError(f"{name}: preference_labels must be a tensor [N] of bools, got None")
+    labels, mask = preference_labels.bool(), target != ignore_index
+    reference = torch.zeros(len(target), dtype=torch.float32, device=target.device)
+    if use_ref_model:
+        reference = reference_log_probs(name, (ref_input, ref_weight, ref_bias), target, ignore_index, average_log_prob)
+    # The loss subtracts both from the log-probability. Liger takes a negative divergence too.
+    baseline = reference if kl is None else reference + kl
 
-    def __init__(
-        self, ignore_index: int = -100, beta: float = 0.1, compiled: bool = True, use_ref_model: bool = False,
-        average_log_prob: bool = False, chunk_size: int = 1,
-    ) -> None:  # fmt: skip
-        super().__init__()
-        self.ignore_index, self.beta = ignore_index, beta
-        self.use_ref_model, self.average_log_prob = use_ref_model, average_log_prob
+    def loss_of_batch(log_probs: Tensor) -> tuple[Tensor, Tensor]:
+        values = sequence_values(log_probs, mask, average_log_prob)
+        loss, _ = kto_loss(values, mask, labels, beta=beta, ref_sequence_log_probs=baseline)
+        return loss, sequence_log_probs(log_probs.detach(), mask, average=average_log_prob)
 
-    def forward(
-        self, _input: Tensor, lin_weight: Tensor, target: Tensor, bias: Tensor | None = None,
-        preference_labels: Tensor | None = None, ref_input: Tensor | None = None, ref_weight: Tensor | None = None,
-        ref_bias: Tensor | None = None, kl: Tensor | None = None,
-    ) -> tuple:  # fmt: skip
-        """Return the loss, and the sums of log-probabilities, logits and rewards of both kinds of sequences."""
-        name, averages = type(self).__name__, self.average_log_prob
-        if preference_labels is None:
-            raise ValueError(f"{name}: preference_labels must be a tensor [N] of bools, got None")
-        labels, mask = preference_labels.bool(), target != self.ignore_index
-        reference = torch.zeros(len(target), dtype=torch.float32, device=target.device)
-        if self.use_ref_model:
-            reference = reference_log_probs(name, ref_input, ref_weight, ref_bias, target, self.ignore_index, averages)
-        # The loss subtracts both from the log-probability. Liger takes a negative divergence too.
-        baseline = reference if kl is None else reference + kl
-
-        def loss_of_batch(log_probs: Tensor) -> tuple[Tensor, Tensor]:
-            values = sequence_values(log_probs, mask, averages)
-            loss, _ = kto_loss(values, mask, labels, beta=self.beta, ref_sequence_log_probs=baseline)
-            return loss, sequence_log_probs(log_probs.detach(), mask, average=averages)
-
-        loss, values = linear_loss(
-            _input, lin_weight, target, loss_of_batch, group="sequence", bias=bias, ignore_index=self.ignore_index
-        )
-        rewards, kinds = self.beta * (values - reference), (labels, ~labels)
-        return loss, (
-            *((values * kind).sum() for kind in kinds),
-            *(sum_logits(_input[kind], lin_weight, bias) for kind in kinds),
-            *((rewards * kind).sum() for kind in kinds),
-        )
+    loss, values = linear_loss(
+        hidden, weight, target, loss_of_batch, group="sequence", bias=bias, ignore_index=ignore_index
+    )
+    rewards, kinds = beta * (values - reference), (labels, ~labels)
+    return loss, (
+        *((values * kind).sum() for kind in kinds),
+        *(sum_logits(hidden[kind], weight, bias) for kind in kinds),
+        *((rewards * kind).sum() for kind in kinds),
+    )
 
 
 # --- distillation ----------------------------------------------------------------------------------
 
 
-class _DistillationLoss(nn.Module):
-    divergence: Any
-
-    def __init__(
-        self, weight_hard_loss: float = 0.5, weight_soft_loss: float = 0.5, beta: float = 0.5,
-        ignore_index: int = -100, temperature: float = 1.0, compiled: bool = True, chunk_size: int = 1024,
-        return_soft_hard_loss: bool = False,
-    ) -> None:  # fmt: skip
-        super().__init__()
-        if temperature == 0:
-            raise ValueError(f"{type(self).__name__}: temperature must not be 0")
-        self.weight_hard_loss, self.weight_soft_loss, self.beta = weight_hard_loss, weight_soft_loss, beta
-        self.ignore_index, self.temperature = ignore_index, temperature
-        self.return_soft_hard_loss = return_soft_hard_loss
-
-    def _compute(
-        self, hidden: Tensor, weight: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor, labels: Tensor,
-        bias: Tensor | None, teacher_bias: Tensor | None, factor: float,
-    ) -> Tensor | tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """Return the loss, and its two terms if they are requested. `factor` scales the divergence."""
-        output = linear_distillation(
-            hidden.flatten(0, -2), weight, labels.flatten(), bias=bias, teacher_hidden=teacher_hidden.flatten(0, -2),
-            teacher_weight=teacher_weight, teacher_bias=teacher_bias, divergence=self.divergence, beta=self.beta,
-            temperature=self.temperature, soft_weight=factor * self.weight_soft_loss,
-            hard_weight=self.weight_hard_loss, ignore_index=self.ignore_index,
-            return_parts=self.return_soft_hard_loss,
-        )  # fmt: skip
-        if not isinstance(output, DistillationOutput):
-            return output
-        assert output.divergence is not None
-        assert output.cross_entropy is not None
-        return output.loss, factor * output.divergence, output.cross_entropy
-
-
-class LigerFusedLinearJSDLoss(_DistillationLoss):
+def jsd(
+    student_input: Tensor, student_weight: Tensor, teacher_input: Tensor, teacher_weight: Tensor, true_labels: Tensor,
+    student_bias: Tensor | None, teacher_bias: Tensor | None, *, weight_hard_loss: float, weight_soft_loss: float,
+    beta: float, temperature: float, ignore_index: int, return_soft_hard_loss: bool,
+    divergence: Any = "jsd", factor: float = 1.0, name: str = "LigerFusedLinearJSDLoss",
+) -> Tensor | tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The generalised Jensen-Shannon divergence from a teacher, plus a cross entropy. Source: arXiv:2306.13649.
 
-    The tokens that only a larger padded vocabulary of the teacher has count as impossible for the student. Liger gives
-    them a logit of zero.
+    The result is the loss, or the loss, the divergence and the cross entropy. The tokens that only a larger padded
+    vocabulary of the teacher has count as impossible for the student. Liger gives them a logit of zero.
     """
+    check_temperature(name, temperature)
+    output = linear_distillation(
+        student_input.flatten(0, -2), student_weight, true_labels.flatten(), bias=student_bias,
+        teacher_hidden=teacher_input.flatten(0, -2), teacher_weight=teacher_weight, teacher_bias=teacher_bias,
+        divergence=divergence, beta=beta, temperature=temperature, soft_weight=factor * weight_soft_loss,
+        hard_weight=weight_hard_loss, ignore_index=ignore_index, return_parts=return_soft_hard_loss,
+    )  # fmt: skip
+    if not isinstance(output, DistillationOutput):
+        return output
+    assert output.divergence is not None
+    assert output.cross_entropy is not None
+    return output.loss, factor * output.divergence, output.cross_entropy
 
-    divergence = "jsd"
 
-    def forward(
-        self, student_input: Tensor, student_weight: Tensor, teacher_input: Tensor, teacher_weight: Tensor,
-        true_labels: Tensor, student_bias: Tensor | None = None, teacher_bias: Tensor | None = None,
-    ) -> Any:  # fmt: skip
-        """Return the loss, or the loss, the divergence and the cross entropy."""
-        return self._compute(
-            student_input, student_weight, teacher_input, teacher_weight, true_labels, student_bias, teacher_bias, 1.0
-        )
+def cosine(*, beta: float, **arguments: Any) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+    """Return beta (1 - the cosine of the angle between the logits of student and teacher), plus a cross entropy.
 
-
-class LigerFusedLinearCosineSimilarityLoss(_DistillationLoss):
-    """beta (1 - the cosine of the angle between the logits of student and teacher), plus a cross entropy."""
-
-    divergence = "cosine"
-
-    def forward(
-        self, student_input: Tensor, student_weight: Tensor, teacher_input: Tensor, teacher_weight: Tensor,
-        true_labels: Tensor, student_bias: Tensor | None = None, teacher_bias: Tensor | None = None,
-    ) -> Any:  # fmt: skip
-        """Return the loss, or the loss, the divergence and the cross entropy."""
-        return self._compute(
-            student_input, student_weight, teacher_input, teacher_weight, true_labels, student_bias, teacher_bias,
-            self.beta,
-        )  # fmt: skip
+    The result is the loss, or the loss, the divergence and the cross entropy.
+    """
+    name = "LigerFusedLinearCosineSimilarityLoss"
+    return jsd(beta=beta, divergence="cosine", factor=beta, name=name, **arguments)

@@ -1,14 +1,15 @@
-"""Liger's gated MLPs and small modules, which keep its constructors and the names of its parameters."""
+"""Liger's gated MLPs, which keep its constructors and the names of its parameters, on Tigon's ops."""
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from tigon.ops.experts.moe_mlp import moe_mlp
-from tigon.ops.mlps.activations import relu2
 from tigon.ops.mlps.glu import geglu, swiglu
-from tigon.ops.norms.layer_norm import layer_norm
 
 
 def _check_silu(module: nn.Module, config: Any) -> None:
@@ -17,8 +18,8 @@ def _check_silu(module: nn.Module, config: Any) -> None:
         raise ValueError(f"{name}: config.hidden_act must be 'silu' or 'swish', got {config.hidden_act!r}")
 
 
-class LigerGEGLUMLP(nn.Module):
-    """`down_proj(gelu_tanh(gate_proj(x)) * up_proj(x))` on `tigon.geglu`."""
+class _GatedMLP(nn.Module):
+    """A gated MLP with the linear layers `gate_proj`, `up_proj` and `down_proj`."""
 
     def __init__(self, config: Any, intermediate_size: int | None = None) -> None:
         super().__init__()
@@ -28,13 +29,17 @@ class LigerGEGLUMLP(nn.Module):
         self.up_proj = nn.Linear(self.hidden_size, self.intermediate_size, bias=False)
         self.down_proj = nn.Linear(self.intermediate_size, self.hidden_size, bias=False)
 
+
+class LigerGEGLUMLP(_GatedMLP):
+    """`down_proj(gelu_tanh(gate_proj(x)) * up_proj(x))` on `tigon.geglu`."""
+
     def forward(self, x: Tensor) -> Tensor:
         """Return the MLP of x [..., H]."""
         down: Tensor = self.down_proj(geglu(self.gate_proj(x), self.up_proj(x), approximate="tanh"))
         return down
 
 
-class LigerSwiGLUMLP(LigerGEGLUMLP):
+class LigerSwiGLUMLP(_GatedMLP):
     """`down_proj(silu(gate_proj(x)) * up_proj(x))` on `tigon.swiglu`."""
 
     def __init__(self, config: Any, intermediate_size: int | None = None) -> None:
@@ -61,6 +66,18 @@ class LigerHunyuanV1SwiGLUMLP(LigerSwiGLUMLP):
     def __init__(self, config: Any, layer_idx: int | None = None, is_shared_mlp: bool = False) -> None:
         super().__init__(config)
         self.layer_idx = layer_idx
+
+
+class LigerSwiGLUMLPForMuseGlimmer(_GatedMLP):
+    """The gated MLP of Muse Glimmer, whose config calls the activation `hidden_activation`."""
+
+    def __init__(self, config: Any) -> None:
+        activation = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None)
+        if activation not in ("silu", "swish"):
+            raise ValueError(f"{type(self).__name__}: hidden_activation must be silu or swish, got {activation!r}")
+        super().__init__(config)
+
+    forward = LigerSwiGLUMLP.forward
 
 
 class LigerGEGLUMLPForGemma4(LigerGEGLUMLP):
@@ -147,44 +164,38 @@ class LigerExperts(nn.Module):
         return y.view(hidden_states.shape)
 
 
-class LigerReLUSquared(nn.Module):
-    """`relu(x)^2` on `tigon.relu2`."""
+# --- tiles -----------------------------------------------------------------------------------------
+
+
+def _in_tiles(mlp: Callable[[Tensor], Tensor], x: Tensor, tiles: int | None) -> Tensor:
+    """Return the MLP of x [..., L, H], tile by tile along L. Backward computes each tile again."""
+    count = max(1, math.ceil(x.shape[-2] / x.shape[-1]) if tiles is None else tiles)
+    parts = [checkpoint(mlp, part, use_reentrant=False) for part in x.chunk(count, -2)]
+    return torch.cat([part for part in parts if part is not None], -2)
+
+
+class LigerTiledSwiGLUMLP(LigerSwiGLUMLP):
+    """The gated MLP with SiLU on tiles of the sequence, each of which backward computes again."""
+
+    def __init__(self, config: Any, num_shards: int | None = None) -> None:
+        super().__init__(config)
+        self.num_shards = num_shards
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the squared ReLU of each element."""
-        return relu2(x)
+        """Return the MLP of x [B, L, H] or [L, H]."""
+        return _in_tiles(super().forward, x, self.num_shards)
 
 
-class LigerLayerNorm(nn.Module):
-    """`tigon.layer_norm` with a bias. `impl`, `mode` and `backend` have no effect."""
+class LigerTiledGEGLUMLP(LigerGEGLUMLP):
+    """The gated MLP with GELU on tiles of the sequence, each of which backward computes again."""
 
-    def __init__(
-        self, hidden_size: int, eps: float = 1e-6, bias: bool = False, init_fn: str = "ones",
-        impl: str | None = None, mode: str | None = None, backend: str | None = None,
-    ) -> None:  # fmt: skip
-        super().__init__()
-        if init_fn not in ("ones", "zeros"):
-            raise ValueError(f"LigerLayerNorm: init_fn must be 'ones' or 'zeros', got {init_fn!r}")
-        self.hidden_size, self.eps, self.variance_epsilon = hidden_size, eps, eps
-        self.weight = nn.Parameter(torch.ones(hidden_size) if init_fn == "ones" else torch.zeros(hidden_size))
-        self.bias = nn.Parameter(torch.randn(hidden_size) if bias else torch.zeros(hidden_size))
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        """Return the norm over the last dimension."""
-        return layer_norm(hidden_states, self.weight, self.bias, self.variance_epsilon)
-
-
-class LigerDyT(nn.Module):
-    """`gamma * tanh(alpha * x) + beta` (arXiv 2503.10622): a composition of torch's ops without a kernel."""
-
-    def __init__(self, hidden_size: int, beta: bool = True, init_alpha: float = 0.5) -> None:
-        super().__init__()
-        self.hidden_size, self.init_alpha = hidden_size, init_alpha
-        self.alpha = nn.Parameter(torch.ones(1) * init_alpha)
-        self.gamma = nn.Parameter(torch.ones(hidden_size))
-        self.beta = nn.Parameter(torch.zeros(hidden_size)) if beta else None
+    def __init__(self, config: Any, num_shards: int | None = None) -> None:
+        activation = getattr(config, "hidden_act", "gelu")
+        if activation not in ("gelu", "gelu_new", "gelu_pytorch_tanh"):
+            raise ValueError(f"{type(self).__name__}: hidden_act must be a GELU, got {activation!r}")
+        super().__init__(config)
+        self.num_shards = num_shards
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the scaled tanh of x [..., H]."""
-        y = self.gamma * torch.tanh(self.alpha * x)
-        return y if self.beta is None else y + self.beta
+        """Return the MLP of x [B, L, H] or [L, H]."""
+        return _in_tiles(super().forward, x, self.num_shards)

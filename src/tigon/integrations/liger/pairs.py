@@ -40,10 +40,11 @@ def sum_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def reference_log_probs(
-    name: str, hidden: Tensor | None, weight: Tensor | None, bias: Tensor | None, target: Tensor, ignore_index: int,
+    name: str, model: tuple[Tensor | None, Tensor | None, Tensor | None], target: Tensor, ignore_index: int,
     averages: bool,
 ) -> Tensor:  # fmt: skip
-    """Return the log-probabilities [N] of the sequences under the reference model."""
+    """Return the log-probabilities [N] of the sequences under a reference model: hidden states, head and bias."""
+    hidden, weight, bias = model
     if hidden is None or weight is None:
         raise ValueError(f"{name}: use_ref_model=True needs ref_input and ref_weight")
     with torch.no_grad():

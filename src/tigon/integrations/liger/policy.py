@@ -5,13 +5,15 @@ Values at masked tokens have no effect, also in "luspo", whose mean in Liger has
 Shapes: N sequences, L tokens each, H features, V vocabulary.
 """
 
+import functools
 import warnings
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
+from tigon.integrations.liger.signatures import serve
 from tigon.losses.modules import GRPOLoss
 from tigon.losses.policy import check_divisor, grpo_loss, reduce_losses
 from tigon.losses.policy_objectives import GammaWeight, Objective, PolicyTokens, check_clip
@@ -21,109 +23,83 @@ from tigon.ops.logits.cross_entropy import cross_entropy
 
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
 TYPES_WITHOUT_CLIPPING = ("cispo", "sapo", "vespo")
+# The parameters of the weights of VESPO, in the order of `GammaWeight`.
+GAMMA = ("k_pos", "lambda_pos", "k_neg", "lambda_neg")
 # Tokens with this target are outside of completions.
 IGNORED = -100
 
 
-class LigerFusedLinearGRPOLoss(nn.Module):
-    """GRPO and its variants. Source: Shao et al., arXiv:2402.03300, and the papers of `tigon.losses.grpo_loss`."""
+# GRPO's loss for each combination of options, so that a call does not check them again.
+_module = functools.lru_cache(maxsize=16)(GRPOLoss)
 
-    def __init__(
-        self, beta: float = 0.04, compiled: bool = True, use_ref_model: bool = True, chunk_size: int = 1,
-        epsilon_low: float = 0.2, epsilon_high: float = 0.2, loss_type: str = "dapo",
-        max_completion_length: int | None = None, importance_sampling_level: str = "token",
-        sapo_temperature_pos: float = 1.0, sapo_temperature_neg: float = 1.05, temperature: float = 1.0,
-        delta: float | None = None, use_bias_correction_kl: bool = False, vespo_k_pos: float = 2.0,
-        vespo_lambda_pos: float = 3.0, vespo_k_neg: float = 3.0, vespo_lambda_neg: float = 2.0,
-    ) -> None:  # fmt: skip
-        super().__init__()
-        name = type(self).__name__
-        positive: dict[str, float] = {}
-        if loss_type == "sapo":
-            positive = {"sapo_temperature_pos": sapo_temperature_pos, "sapo_temperature_neg": sapo_temperature_neg}
-        if delta is not None:
-            positive["delta"] = delta
-        for option, value in positive.items():
-            if value <= 0:
-                raise ValueError(f"{name}: {option} must be above 0, got {value}")
-        if loss_type == "dr_grpo" and max_completion_length is None:
-            raise ValueError(f"{name}: dr_grpo needs max_completion_length, got None")
-        _check_loss_type(name, loss_type)
-        if importance_sampling_level not in ("token", "sequence"):
-            raise ValueError(
-                f"{name}: importance_sampling_level must be token or sequence, got {importance_sampling_level!r}"
+
+def check_grpo(loss: Any) -> None:
+    """Refuse options of GRPO that are wrong, or that its type of loss lacks."""
+    name = type(loss).__name__
+    positive: dict[str, float] = {}
+    if loss.loss_type == "sapo":
+        positive = {option: getattr(loss, option) for option in ("sapo_temperature_pos", "sapo_temperature_neg")}
+    if loss.delta is not None:
+        positive["delta"] = loss.delta
+    for option, value in positive.items():
+        if value <= 0:
+            raise ValueError(f"{name}: {option} must be above 0, got {value}")
+    if loss.loss_type == "dr_grpo" and loss.max_completion_length is None:
+        raise ValueError(f"{name}: dr_grpo needs max_completion_length, got None")
+    _check_loss_type(name, loss.loss_type)
+    level = loss.importance_sampling_level
+    if level not in ("token", "sequence"):
+        raise ValueError(f"{name}: importance_sampling_level must be token or sequence, got {level!r}")
+
+
+def grpo(
+    hidden: Tensor, weight: Tensor, selected_token_ids: Tensor, attention_mask: Tensor, advantages: Tensor,
+    bias: Tensor | None, ref_per_token_logps: Tensor | None, old_per_token_logps: Tensor | None, *,
+    ref_input: Tensor | None, ref_weight: Tensor | None, ref_bias: Tensor | None, vllm_is_ratio: Tensor | None,
+    num_items_in_batch: Tensor | float | None, use_ref_model: bool, loss_type: str, importance_sampling_level: str,
+    beta: float, temperature: float, **options: Any,
+) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
+    """GRPO and its variants. Source: Shao et al., arXiv:2402.03300, and the papers of `tigon.losses.grpo_loss`.
+
+    The results are the loss; and the mean KL divergence, unless beta is 0, and the share of clipped tokens.
+    """
+    name, mask = "LigerFusedLinearGRPOLoss", attention_mask != 0
+    _check_level(name, loss_type, importance_sampling_level)
+    targets = torch.where(mask, selected_token_ids, IGNORED)
+    ref = ref_per_token_logps if use_ref_model else None
+    if ref is not None and ref_input is not None:
+        warnings.warn(
+            f"{name}: ref_input is ignored, because the log-probabilities of the reference are given. "
+            "Using ref_per_token_logps.",
+            stacklevel=3,
+        )
+    if use_ref_model and beta != 0.0 and ref is None:
+        if ref_input is None or ref_weight is None:
+            raise ValueError(f"{name}: use_ref_model=True needs ref_per_token_logps, or ref_input and ref_weight")
+        with torch.no_grad():
+            log_probs = linear_log_probs(
+                ref_input, ref_weight, targets, bias=ref_bias, temperature=float(temperature), ignore_index=IGNORED
             )
-        self.beta, self.use_ref_model, self.loss_type, self.temperature = beta, use_ref_model, loss_type, temperature
-        self.epsilon_low, self.epsilon_high, self.delta = epsilon_low, epsilon_high, delta
-        self.max_completion_length, self.importance_sampling_level = max_completion_length, importance_sampling_level
-        self.sapo_temperature_pos, self.sapo_temperature_neg = sapo_temperature_pos, sapo_temperature_neg
-        self.use_bias_correction_kl = use_bias_correction_kl
-        self.vespo_k_pos, self.vespo_lambda_pos = vespo_k_pos, vespo_lambda_pos
-        self.vespo_k_neg, self.vespo_lambda_neg = vespo_k_neg, vespo_lambda_neg
-        self._loss: tuple[dict[str, Any], GRPOLoss] | None = None
-
-    def forward(
-        self, _input: Tensor, lin_weight: Tensor, selected_token_ids: Tensor, attention_mask: Tensor,
-        advantages: Tensor, bias: Tensor | None = None, ref_per_token_logps: Tensor | None = None,
-        old_per_token_logps: Tensor | None = None, ref_input: Tensor | None = None, ref_weight: Tensor | None = None,
-        ref_bias: Tensor | None = None, vllm_is_ratio: Tensor | None = None,
-        num_items_in_batch: Tensor | float | None = None,
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
-        """Return the loss; and the mean KL divergence, unless beta is 0, and the share of clipped tokens."""
-        name, mask = type(self).__name__, attention_mask != 0
-        _check_level(name, self.loss_type, self.importance_sampling_level)
-        targets = torch.where(mask, selected_token_ids, IGNORED)
-        ref = ref_per_token_logps if self.use_ref_model else None
-        if ref is not None and ref_input is not None:
-            warnings.warn(
-                f"{name}: ref_input is ignored, because the log-probabilities of the reference are given. "
-                "Using ref_per_token_logps.",
-                stacklevel=2,
-            )
-        if self.use_ref_model and self.beta != 0.0 and ref is None:
-            if ref_input is None or ref_weight is None:
-                raise ValueError(f"{name}: use_ref_model=True needs ref_per_token_logps, or ref_input and ref_weight")
-            with torch.no_grad():
-                log_probs = linear_log_probs(
-                    ref_input,
-                    ref_weight,
-                    targets,
-                    bias=ref_bias,
-                    temperature=float(self.temperature),
-                    ignore_index=IGNORED,
-                )
-            assert isinstance(log_probs, Tensor)
-            ref = log_probs
-        ratio = ratio_of_tokens(name, vllm_is_ratio, mask, self.loss_type)
-        loss, metrics = self._module(ref is not None)(
-            _input, lin_weight, targets, _of_tokens(advantages, mask), _cast(old_per_token_logps, _input),
-            bias=bias, ref_log_probs=_cast(ref, _input), importance_sampling_ratio=ratio,
-            num_items_in_batch=_divisor(self.loss_type, mask, num_items_in_batch),
-        )  # fmt: skip
-        return loss, _metrics_of_liger(loss, metrics, self.beta)
-
-    def _module(self, has_reference: bool) -> GRPOLoss:
-        """Return the loss for the current values of the attributes."""
-        options = _options(
-            self.loss_type, self.importance_sampling_level, self.epsilon_low, self.epsilon_high, self.delta,
-            self.beta if has_reference else 0.0, self.use_bias_correction_kl, self.max_completion_length,
-            sapo_temperature_pos=self.sapo_temperature_pos, sapo_temperature_neg=self.sapo_temperature_neg,
-            vespo_k_pos=self.vespo_k_pos, vespo_lambda_pos=self.vespo_lambda_pos, vespo_k_neg=self.vespo_k_neg,
-            vespo_lambda_neg=self.vespo_lambda_neg, temperature=float(self.temperature),
-        )  # fmt: skip
-        if self._loss is None or self._loss[0] != options:
-            self._loss = dict(options), GRPOLoss(**options)
-        return self._loss[1]
+        assert isinstance(log_probs, Tensor)
+        ref = log_probs
+    options = _options(
+        loss_type, importance_sampling_level, beta=beta if ref is not None else 0.0, temperature=float(temperature),
+        **options,
+    )  # fmt: skip
+    loss, metrics = _module(**options)(
+        hidden, weight, targets, _of_tokens(advantages, mask), _cast(old_per_token_logps, hidden),
+        bias=bias, ref_log_probs=_cast(ref, hidden),
+        importance_sampling_ratio=ratio_of_tokens(name, vllm_is_ratio, mask, loss_type),
+        num_items_in_batch=_divisor(loss_type, mask, num_items_in_batch),
+    )  # fmt: skip
+    return loss, _metrics_of_liger(loss, metrics, beta)
 
 
-def triton_grpo_loss(
+def grpo_of_logits(
     logits: Tensor, old_logp: Tensor | None, ref_logp: Tensor | None, completion_ids: Tensor, advantages: Tensor,
-    completion_mask: Tensor | None = None, temperature: float = 0.9, beta: float = 0.04, eps_low: float = 0.2,
-    eps_high: float = 0.4, inplace: bool = True, loss_type: str = "dapo", max_completion_length: int | None = None,
-    importance_sampling_level: str = "token", reduce: bool = False, sapo_temperature_pos: float = 1.0,
-    sapo_temperature_neg: float = 1.05, vllm_is_ratio: Tensor | None = None, delta: float | None = None,
-    use_bias_correction_kl: bool = False, num_items_in_batch: Tensor | float | None = None, vespo_k_pos: float = 2.0,
-    vespo_lambda_pos: float = 3.0, vespo_k_neg: float = 3.0, vespo_lambda_neg: float = 2.0,
+    completion_mask: Tensor | None, *, temperature: float, beta: float, loss_type: str, reduce: bool,
+    importance_sampling_level: str, max_completion_length: int | None, vllm_is_ratio: Tensor | None,
+    num_items_in_batch: Tensor | float | None, **options: Any,
 ) -> tuple:  # fmt: skip
     """Return GRPO of logits [N, L + 1, V], whose last row of each sequence predicts no token.
 
@@ -137,33 +113,40 @@ def triton_grpo_loss(
         raise ValueError(f"{op}: ref_logp must be a tensor if beta is {beta:g}, got None")
     mask = torch.ones_like(completion_ids, dtype=torch.bool) if completion_mask is None else completion_mask != 0
     log_probs = _log_probs_of_logits(logits, completion_ids, mask, temperature)
-    weights = {
-        "sapo_temperature_pos": sapo_temperature_pos, "sapo_temperature_neg": sapo_temperature_neg,
-        "vespo_k_pos": vespo_k_pos, "vespo_lambda_pos": vespo_lambda_pos, "vespo_k_neg": vespo_k_neg,
-        "vespo_lambda_neg": vespo_lambda_neg,
-    }  # fmt: skip
-    options = _options(
-        loss_type, importance_sampling_level, eps_low, eps_high, delta, beta, use_bias_correction_kl,
-        max_completion_length or mask.shape[1], **weights,
-    )  # fmt: skip
     advantages, ratio = _of_tokens(advantages, mask), ratio_of_tokens(op, vllm_is_ratio, mask, loss_type)
     old, ref = _cast(old_logp, logits), _cast(ref_logp, logits)
+    used = _options(
+        loss_type, importance_sampling_level, beta=beta,
+        max_completion_length=max_completion_length or mask.shape[1], **options,
+    )  # fmt: skip
     if reduce:
         loss, metrics = grpo_loss(
             log_probs, advantages, mask, old, ref, importance_sampling_ratio=ratio,
-            num_items_in_batch=_divisor(loss_type, mask, num_items_in_batch), **options,
+            num_items_in_batch=_divisor(loss_type, mask, num_items_in_batch), **used,
         )  # fmt: skip
         return loss, list(_metrics_of_liger(loss, metrics, beta))
-    sequences = Sequences(mask, None)
+    sequences, gamma = Sequences(mask, None), (options[f"vespo_{name}"] for name in GAMMA)
     objective = Objective(
-        loss_type, importance_sampling_level == "sequence", check_clip(op, eps_low, eps_high, options.get("delta")),
-        beta, "k3", use_bias_correction_kl, sapo_temperature_pos, sapo_temperature_neg,
-        GammaWeight(vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg),
+        loss_type, importance_sampling_level == "sequence",
+        check_clip(op, used["epsilon"], used["epsilon_high"], used["delta"]), beta, "k3",
+        options["use_bias_correction_kl"], options["sapo_temperature_pos"], options["sapo_temperature_neg"],
+        GammaWeight(*gamma),
     )  # fmt: skip
     tokens = objective.losses(PolicyTokens.of(sequences, log_probs, advantages, False, old, ref, ratio))
     is_clipped = torch.zeros_like(mask) if tokens.is_clipped is None else tokens.is_clipped & mask
     divergence = None if tokens.divergence is None else sequences.masked(tokens.divergence)
     return sequences.masked(tokens.losses), divergence, is_clipped.to(log_probs.dtype)
+
+
+triton_grpo_loss = serve(
+    "triton_grpo_loss", grpo_of_logits,
+    "logits, old_logp, ref_logp, completion_ids, advantages, completion_mask=None, temperature=0.9, beta=0.04, "
+    "eps_low=0.2, eps_high=0.4, inplace=True, loss_type='dapo', max_completion_length=None, "
+    "importance_sampling_level='token', reduce=False, sapo_temperature_pos=1.0, sapo_temperature_neg=1.05, "
+    "vllm_is_ratio=None, delta=None, use_bias_correction_kl=False, num_items_in_batch=None, vespo_k_pos=2.0, "
+    "vespo_lambda_pos=3.0, vespo_k_neg=3.0, vespo_lambda_neg=2.0",
+    {"epsilon_low": "eps_low", "epsilon_high": "eps_high"},
+)  # fmt: skip
 
 
 def reduce_grpo_loss(
@@ -221,15 +204,14 @@ def _check_level(name: str, loss_type: str, level: str) -> None:
 
 
 def _options(
-    loss_type: str, level: str, low: float, high: float, delta: float | None, beta: float,
-    use_bias_correction_kl: bool, max_completion_length: int | None, **others: float,
+    loss_type: str, level: str, *, epsilon_low: float, delta: float | None, max_completion_length: int | None,
+    **others: Any,
 ) -> dict[str, Any]:  # fmt: skip
     """Return the options of `tigon.losses.grpo_loss`, without those that Liger ignores for this type."""
-    used = {name: value for name, value in others.items() if name.partition("_")[0] in (loss_type, "temperature")}
-    return used | {
-        "loss_type": loss_type, "importance_sampling_level": level, "epsilon": low, "epsilon_high": high,
-        "delta": None if loss_type in TYPES_WITHOUT_CLIPPING else delta, "beta": beta,
-        "use_bias_correction_kl": use_bias_correction_kl,
+    prefixes = {"sapo", "vespo"} - {loss_type}
+    return {name: value for name, value in others.items() if name.partition("_")[0] not in prefixes} | {
+        "loss_type": loss_type, "importance_sampling_level": level, "epsilon": epsilon_low,
+        "delta": None if loss_type in TYPES_WITHOUT_CLIPPING else delta,
         "max_completion_length": max_completion_length if loss_type == "dr_grpo" else None,
     }  # fmt: skip
 

@@ -1,18 +1,16 @@
-"""The alias for Liger: hyper-connections, and names of Liger's modules that are not public."""
+"""The hyper-connections of the alias for Liger, against their formulas in fp64."""
 
 import pytest
 import torch
 from torch import nn
 
-from tigon.integrations.liger import autograd_functions, hyper_connections, loss_bases
+from tigon.integrations.liger import hyper_connections
+from tigon.integrations.liger import variants as functions
 
 pytestmark = [
     pytest.mark.usefixtures("alias"),
     pytest.mark.no_interpreter("tests/ops has the tests of the ops that these functions call."),
 ]
-
-
-# --- hyper-connections ----------------------------------------------------------------------------
 
 
 def tensors_of(streams: int, features: int, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -74,7 +72,7 @@ def test_the_layer_reads_the_sum_of_the_streams(dtype):
     x = torch.randn(2, 5, 3, 6).to(dtype)
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
         y = model(x)
-    pre, post, res = autograd_functions.LigerMHCCoeffsFunction.apply(
+    pre, post, res = functions.LigerMHCCoeffsFunction.apply(
         x, model.phi, model.b, model.alpha_pre, model.alpha_post, model.alpha_res, True, 20, 1e-6, 0.0, 1e-6, 2.0
     )
     u = torch.einsum("bts,btsh->bth", pre, x.float()).to(dtype)
@@ -92,76 +90,3 @@ def test_the_layer_reads_the_sum_of_the_streams(dtype):
     streams, inputs = hyper_connections.liger_mhc_apply(x, layer(u), pre, post, res, return_x_in=True)
     torch.testing.assert_close(streams, y)
     torch.testing.assert_close(inputs, u)
-
-
-# --- names of Liger's modules ----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("tokens", "choices", "experts", "tile"), [(64, 2, 8, 16), (100, 3, 7, 64), (1, 1, 5, 4)])
-def test_routing_has_the_rows_of_each_expert(tokens, choices, experts, tile):
-    index = torch.rand(tokens, experts).topk(choices).indices.int()
-    counts, starts, token, choice, row, tile_row, tile_expert = autograd_functions.compute_routing_metadata(
-        index, experts, tile
-    )
-    assert torch.equal(counts, index.flatten().bincount(minlength=experts).int())
-    assert torch.equal(choice[row.long()], torch.arange(tokens * choices).int())
-    assert torch.equal(token, choice // choices)
-    assert torch.equal(index.flatten()[choice.long()], torch.arange(experts).repeat_interleave(counts).int())
-    tiles = [
-        (start, expert)
-        for expert in range(experts)
-        for start in range(int(starts[expert]), int(starts[expert + 1]), tile)
-    ]
-    assert list(zip(tile_row.tolist(), tile_expert.tolist(), strict=True)) == tiles
-    assert {t.dtype for t in (counts, starts, token, choice, row, tile_row, tile_expert)} == {torch.int32}
-
-
-@pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize("is_frozen", [False, True])
-def test_log_probs_of_targets_compute_the_needed_gradients(monkeypatch, with_bias, is_frozen):
-    import liger_kernel.chunked_loss.fused_linear_ppo as module
-
-    calls, compute = [], module._selective_logprob_backward
-    monkeypatch.setattr(
-        module, "_selective_logprob_backward", lambda **options: calls.append(options) or compute(**options)
-    )
-    hidden, weight = torch.randn(6, 8, requires_grad=True), torch.randn(11, 8, requires_grad=not is_frozen)
-    bias = torch.randn(11, requires_grad=True) if with_bias else None
-    targets, upstream = torch.randint(11, (6,)), torch.randn(6)
-    leaves = [t for t in (hidden, weight, bias) if t is not None and t.requires_grad]
-    actual = loss_bases._ChunkedSelectiveLogProbFunction.apply(hidden, weight, targets, bias, 0.7, 4)
-    logits = (hidden @ weight.T + (0 if bias is None else bias)) / 0.7
-    expected = logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
-    torch.testing.assert_close(actual, expected)
-    for result, value in zip(
-        torch.autograd.grad(actual, leaves, upstream), torch.autograd.grad(expected, leaves, upstream), strict=True
-    ):
-        torch.testing.assert_close(result, value)
-    assert (calls[0]["compute_grad_weight"], calls[0]["compute_grad_bias"]) == (not is_frozen, with_bias)
-
-
-def test_tiles_of_swiglu_depend_on_the_architecture(monkeypatch):
-    import liger_kernel.ops.swiglu as module
-
-    for arch, is_tiled in {"blackwell": True, "blackwell_ultra": True, "hopper": False}.items():
-        monkeypatch.setattr(module, "infer_device_arch", lambda arch=arch: arch)
-        assert [module._should_tile(columns) for columns in (8192, 8193, 16384)] == [False, is_tiled, is_tiled]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"hidden_size": 100, "num_heads": 7}, "hidden_size 100 must be divisible by num_heads 7"),
-        ({"kernel_size": 6}, "kernel_size 6 must be odd"),
-        ({"kernel_size": 0}, "kernel_size 0 must be positive"),
-        ({"dilation": 0}, "dilation 0 must be positive"),
-    ],
-)
-def test_options_of_the_neighborhood_attention(options, message):
-    from liger_kernel.transformers.fused_neighborhood_attention import LigerFusedNeighborhoodAttention
-
-    with pytest.raises(ValueError, match=message):
-        LigerFusedNeighborhoodAttention(**({"hidden_size": 64, "num_heads": 4} | options))
-    attention = LigerFusedNeighborhoodAttention(hidden_size=64, num_heads=4)
-    with pytest.raises(NotImplementedError, match="Attention mask is not yet supported"):
-        attention(torch.randn(1, 4, 64), torch.ones(1, 4))
