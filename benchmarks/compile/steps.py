@@ -29,6 +29,7 @@ from tigon.ops.logits.token import kernels as token_loss
 from tigon.ops.logits.vocab_parallel import partial_statistics
 from tigon.ops.mlps.glu import ClampedGate
 from tigon.ops.mlps.mlp import MLPActivation
+from tigon.ops.norms.rms_norm import add_rms_norm_of_layer, rms_norm_with_input
 from tigon.runtime.tuning import tuned
 
 CPU = torch.device("cpu")
@@ -163,6 +164,15 @@ def _fp8_experts(hidden: int, inner: int, choices: int, **options: Any) -> None:
     y.backward(y.detach())
 
 
+def _norm_maxima(features: int) -> None:
+    """Run the norms of a decoder layer whose results and gradients layers in FP8 read."""
+    x, weight = (torch.zeros(shape, dtype=torch.bfloat16, requires_grad=True) for shape in ((16, features), features))
+    options: dict[str, Any] = {"offset": 0.0, "rounding": "before_weight", "finds_maximum": True}
+    y, total = rms_norm_with_input(x, weight, 1e-6, **options)
+    y, total = add_rms_norm_of_layer(y, total, weight, 1e-6, **options)
+    torch.autograd.backward([y, total], [y.detach(), total.detach()])
+
+
 _OTHER_STEPS: dict[str, Callable[[], None]] = {
     "cross_entropy 128256, one of 8 shards": lambda: _cross_entropy_of_a_shard(16032, 128256),
     "cross_entropy 256000, one of 2 shards, every option": lambda: _cross_entropy_of_a_shard(
@@ -180,6 +190,8 @@ _OTHER_STEPS: dict[str, Callable[[], None]] = {
     "fp8_linear experts 2880, gelu_tanh": lambda: _fp8_experts(2880, 2880, 4, activation="gelu_tanh"),
     "fp8_linear experts 1024 without gate": lambda: _fp8_experts(1024, 1856, 6, activation="relu2"),
     "fp8_linear experts 5120, weighted inputs": lambda: _fp8_experts(5120, 64, 1, weight_inputs=True),
+    "rms_norm 4096, maxima": lambda: _norm_maxima(4096),
+    "rms_norm 5120, maxima": lambda: _norm_maxima(5120),
     "lora_linear MLP 14336": lambda: _lora_glu_mlp(4096, 14336, 16),
     "lora_linear 4096, base in FP8": _lora_linear_in_fp8,
     "lora_linear MLP 14336, base in FP8": lambda: _lora_glu_mlp(256, 14336, 16, Fp8Options()),

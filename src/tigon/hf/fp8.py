@@ -29,6 +29,7 @@ from tigon.recognition.parts.fp8 import (
 )
 from tigon.recognition.parts.fp8_experts import FEWEST_ROWS, FP8Experts, explain_experts
 from tigon.recognition.parts.mixtures import MixtureRecipe
+from tigon.recognition.parts.norm_recipes import RMSNormRecipe
 from tigon.recognition.probing.standin import is_linear
 from tigon.recognition.replacement import find_replacement, foreign_forward, install
 
@@ -271,4 +272,22 @@ def plan_fp8(model: nn.Module, settings: FP8Settings | None, recipes: Mapping[nn
         # A CPU emulates FP8 products, and the device of a model on meta is not known yet.
         if (device := _device_of(layer)).type not in ("cpu", "meta") and not has_fp8_units(layer.weight):
             raise ValueError(f"patch: fp8={settings.recipe!r} needs a GPU with FP8 units, got {_describe(device)}")
+    if settings.recipe == "tensorwise":
+        widths = {layer.out_features for layer in linears}
+        plan.changed |= _norms_behind(widths, {m: recipe for m, recipe in recipes.items() if m in inside})
     return plan
+
+
+def _norms_behind(widths: Collection[int], recipes: Mapping[nn.Module, Any]) -> dict[nn.Module, RMSNormRecipe]:
+    """Return new recipes for those norms whose gradients layers in FP8 with these widths may read.
+
+    Their backward then finds the maxima of the gradients. The widths exclude the norms of each head.
+    """
+    return {
+        norm: replace(recipe, finds_maximum=True)
+        for norm, recipe in recipes.items()
+        if isinstance(recipe, RMSNormRecipe)
+        and recipe.weight is not None
+        and not recipe.finds_maximum
+        and getattr(norm, recipe.weight).numel() in widths
+    }

@@ -28,12 +28,12 @@ from torch import Tensor
 
 from tigon.ops.adapters.low_rank import TERMS, PartTiles, empty_hidden, rank_block
 from tigon.ops.adapters.low_rank_kernels import add_parts, is_last, store_terms
-from tigon.ops.fp8.maxima import magnitude_bits, raise_to_largest
 from tigon.ops.mlps.activation_kernels import activation_and_slope
 from tigon.runtime.compat.triton import tl, triton
 from tigon.runtime.counters import zero_counters
 from tigon.runtime.device import Device, cdiv, device_of
 from tigon.runtime.launch import in_order, launch, on_device
+from tigon.runtime.maxima import magnitude_bits, raise_to_largest
 
 # --- kernels -------------------------------------------------------------------------------------
 

@@ -5,9 +5,9 @@ Other kernels that add the sums of parts use `is_last` and `add_parts` too.
 Shapes: T tokens, N features, R rank (the sum of the ranks if several adapters share a product), S terms.
 """
 
-from tigon.ops.fp8.maxima import magnitude_bits, raise_to_largest
 from tigon.ops.fp8.quantisation_kernels import tensorwise_factor
 from tigon.runtime.compat.triton import tl, triton
+from tigon.runtime.maxima import magnitude_bits, raise_to_largest
 
 
 @triton.jit

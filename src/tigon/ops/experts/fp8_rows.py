@@ -14,12 +14,12 @@ from torch import Tensor
 
 from tigon.ops.experts.choice_order import Routing
 from tigon.ops.fp8.formats import LARGEST, WEIGHT_DTYPE, Factor, runs_fp8_kernels
-from tigon.ops.fp8.maxima import magnitude_bits
 from tigon.ops.fp8.quantisation import Layout, quantise_reference
 from tigon.ops.fp8.quantisation_kernels import Fp8RowConfig, Fp8RowProblem, scaling
 from tigon.runtime.compat.triton import tl, triton
 from tigon.runtime.device import device_of
 from tigon.runtime.launch import launch
+from tigon.runtime.maxima import magnitude_bits
 from tigon.runtime.rows import dense_rows
 
 # --- reference -----------------------------------------------------------------------------------

@@ -21,7 +21,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tigon.ops.fp8.formats import LARGEST, MULTIPLE, WEIGHT_DTYPE, Factor, pad, runs_fp8_kernels
-from tigon.ops.fp8.maxima import magnitude_bits, raise_to, raise_to_largest, zero_maxima
 from tigon.ops.fp8.quantisation import Layout, activate, quantise_reference
 from tigon.ops.fp8.quantisation_kernels import (
     Fp8TileConfig,
@@ -34,6 +33,7 @@ from tigon.ops.mlps.activation_kernels import activation_and_slope
 from tigon.runtime.compat.triton import tl, triton
 from tigon.runtime.device import cdiv, device_of
 from tigon.runtime.launch import launch, launcher
+from tigon.runtime.maxima import magnitude_bits, raise_to, raise_to_largest, zero_maxima
 
 
 class GatedGradients(NamedTuple):

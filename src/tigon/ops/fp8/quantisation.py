@@ -16,7 +16,8 @@ The passes, and their floors on an H200 (4.3 TB/s), for a bf16 matrix of N value
     rowwise, two copies              as tensorwise                          6 N bytes      0.047 ms
 
 If another kernel that writes or reads the matrix has found the one maximum of a tensorwise scale, the amax pass and its
-2 N bytes disappear. The nodes of `tigon.ops.adapters` pass it as an argument.
+2 N bytes disappear. RMS norms attach it to their gradients (`tigon.runtime.maxima`), and the nodes of
+`tigon.ops.adapters` pass it as an argument.
 `quantise_gated` reads gate and up, so each of its reads counts twice. Parts of the second read come from the cache.
 
 A matrix of zeros, or one whose values are all below 2^-100, has the scale of 2^-100. NaN makes the scale NaN, and an
@@ -33,7 +34,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tigon.ops.fp8.formats import LARGEST, MULTIPLE, SMALLEST_AMAX, Factor, pad, runs_fp8_kernels
-from tigon.ops.fp8.maxima import Maxima, MaximaNeeds, zero_maxima
 from tigon.ops.fp8.quantisation_kernels import (
     Fp8RowConfig,
     Fp8RowProblem,
@@ -45,6 +45,7 @@ from tigon.ops.fp8.quantisation_kernels import (
 )
 from tigon.runtime.device import cdiv, device_of
 from tigon.runtime.launch import launch, launcher
+from tigon.runtime.maxima import Maxima, MaximaNeeds, find_maximum, zero_maxima
 
 
 class Layout(NamedTuple):
@@ -314,8 +315,8 @@ def quantise(parts: Sequence[Tensor], layout: Layout, maximum: Tensor | None = N
 
 
 def quantise_tensor(x: Tensor, layout: Layout) -> Quantised:
-    """Return the FP8 copies of x [..., K] as a matrix [M, K]."""
-    return quantise([x.reshape(-1, x.shape[-1])], layout)
+    """Return the FP8 copies of x [..., K] as a matrix [M, K]. Its maximum is not searched if its producer found it."""
+    return quantise([x.reshape(-1, x.shape[-1])], layout, None if layout.is_rowwise else find_maximum(x))
 
 
 def quantise_gated(gate: Tensor, up: Tensor, kind: str, layout: Layout) -> Quantised:

@@ -16,10 +16,10 @@ maxima are known, it is the pass that writes the copies. Shapes: M rows, K colum
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tigon.ops.fp8.maxima import magnitude_bits, raise_to, raise_to_largest
 from tigon.ops.mlps.activation_kernels import activation_and_slope
 from tigon.runtime.compat.triton import tl, triton
 from tigon.runtime.device import Device
+from tigon.runtime.maxima import magnitude_bits, raise_to, raise_to_largest
 from tigon.runtime.tuning import LaunchConfig
 
 # The bits of `SMALLEST_AMAX`, 2^-100.

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from tigon.ops.fp8.formats import LARGEST, MULTIPLE, WEIGHT_DTYPE, Factor, runs_fp8_kernels
-from tigon.ops.fp8.maxima import magnitude_bits
 from tigon.ops.fp8.quantisation import Layout, Quantised, quantise, quantise_reference
 from tigon.ops.fp8.quantisation_kernels import scaling, store_transposed
 from tigon.runtime.compat.triton import tl, triton
 from tigon.runtime.device import cdiv
 from tigon.runtime.launch import launch, launcher
+from tigon.runtime.maxima import magnitude_bits
 
 # --- reference -----------------------------------------------------------------------------------
 

@@ -9,6 +9,8 @@ r"""The kernels of the norms over the last dimension: RMS and layer norm, with a
 `dtotal` is the upstream gradient of z, which exists if the op returns z too. dz is the gradient of both x and the
 residual. RMS norms have no term mean_features(g).
 
+The backward also raises a maximum to the largest |dz| as it is stored, if an FP8 layer reads dz (`runtime.maxima`).
+
 Shapes: M = rows (all leading dimensions), N = features, P = programs of the backward.
 """
 
@@ -22,6 +24,7 @@ from tigon.ops.norms.row_sums import sum_rows
 from tigon.runtime.compat.triton import tl, triton
 from tigon.runtime.device import cdiv, device_of
 from tigon.runtime.launch import in_order, launch, launcher, on_device
+from tigon.runtime.maxima import magnitude_bits, raise_to_largest
 from tigon.runtime.rows import dense_rows
 
 # --- kernels -------------------------------------------------------------------------------------
@@ -87,6 +90,7 @@ def _backward_kernel(
     dy_ptr, dtotal_ptr, z_ptr, w_ptr,  # [M, N], [M, N] or None, [M, N], [N] or None
     statistics_ptr,  # fp32: rstd [M] and, if CENTRED, mean [M]
     dz_ptr, dw_ptr, db_ptr,  # [M, N], [P, N] fp32, [P, N] fp32; None if not needed
+    maximum_ptr,  # int32 [1] or None
     stride_dy, stride_dtotal, stride_z,
     M, N, offset,
     CENTRED: tl.constexpr, KEEPS_W: tl.constexpr, KEEPS_ROW: tl.constexpr, EVEN: tl.constexpr,
@@ -106,6 +110,8 @@ def _backward_kernel(
         dw = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     if db_ptr is not None:
         db = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    if maximum_ptr is not None:
+        row_bits = tl.zeros([BLOCK_M, 1], tl.int32)
 
     for tile in tl.range(pid, tl.cdiv(M, BLOCK_M), tl.num_programs(0) // blocks, num_stages=STAGES):
         rows = (tile * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
@@ -139,8 +145,14 @@ def _backward_kernel(
             dz = rstd * (g - shift - z_hat * slope)
             if dtotal_ptr is not None:
                 dz += tl.load(dtotal_ptr + rows * stride_dtotal + cols, mask=mask, other=0.0).to(tl.float32)
-            tl.store(dz_ptr + rows * N + cols, dz.to(dz_ptr.dtype.element_ty), mask=mask)
+            dz = dz.to(dz_ptr.dtype.element_ty)
+            tl.store(dz_ptr + rows * N + cols, dz, mask=mask)
+            if maximum_ptr is not None:
+                bits = tl.where(mask, magnitude_bits(dz.to(tl.float32)), 0)
+                row_bits = tl.maximum(row_bits, tl.max(bits, axis=1, keep_dims=True))
 
+    if maximum_ptr is not None:
+        raise_to_largest(maximum_ptr, row_bits)
     if dw_ptr is not None:
         tl.store(dw_ptr + pid * N + cols, tl.sum(dw, axis=0, keep_dims=True), mask=inside)
     if db_ptr is not None:
@@ -150,29 +162,43 @@ def _backward_kernel(
 # --- launchers (any strides, no autograd) --------------------------------------------------------
 
 
+class NormOptions(NamedTuple):
+    """The options of a norm.
+
+    With `round_first`, z_hat is rounded to the dtype of z before the weight multiplies it, and y has the common dtype
+    of z and the weight. A norm that is `centred` subtracts the mean.
+    """
+
+    eps: float
+    offset: float
+    round_first: bool
+    centred: bool = False
+
+
 def _empty_contiguous(x: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
 
 
 def _empty_forward(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, centred: bool, round_first: bool
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, options: NormOptions
 ) -> tuple[Tensor, Any, Tensor]:
     """Allocate what `norm_forward` returns. The second result is None without a residual."""
     dtype, total = x.dtype, None
     if residual is not None:
         dtype = torch.promote_types(dtype, residual.dtype)
         total = _empty_contiguous(x, dtype)
-    if round_first and weight is not None:
+    if options.round_first and weight is not None:
         dtype = torch.promote_types(dtype, weight.dtype)
-    statistics = x.new_empty((2 if centred else 1, x.numel() // x.shape[-1]), dtype=torch.float32)
+    statistics = x.new_empty((2 if options.centred else 1, x.numel() // x.shape[-1]), dtype=torch.float32)
     return _empty_contiguous(x, dtype), total, statistics
 
 
 def _run_forward(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, y: Tensor, total: Tensor | None,
-    statistics: Tensor, *, eps: float, offset: float, centred: bool, round_first: bool, reads_rstd: bool,
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, options: NormOptions,
+    results: tuple[Tensor, Tensor | None, Tensor], reads_rstd: bool = False,
 ) -> None:  # fmt: skip
     """Write y, x + residual and the statistics. With `reads_rstd`, the statistics are an input instead of a result."""
+    y, total, statistics = results
     n, m = x.shape[-1], statistics.shape[1]
     config = NormConfig.choose(NormProblem(n, x.element_size()), device_of(x))
     x, stride_x = dense_rows(x)
@@ -184,9 +210,9 @@ def _run_forward(
             w_ptr=weight if weight is None else weight.contiguous(),
             b_ptr=bias if bias is None else bias.contiguous(),
             y_ptr=y, total_ptr=total, statistics_ptr=statistics,
-            stride_x=stride_x, stride_residual=stride_residual, M=m, N=n, eps=eps, offset=offset,
+            stride_x=stride_x, stride_residual=stride_residual, M=m, N=n, eps=options.eps, offset=options.offset,
         ),
-        CENTRED=centred, ROUND_FIRST=round_first, READS_RSTD=reads_rstd, EVEN=n == config.block_n,
+        CENTRED=options.centred, ROUND_FIRST=options.round_first, READS_RSTD=reads_rstd, EVEN=n == config.block_n,
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, num_warps=config.num_warps,
     )  # fmt: skip
 
@@ -197,26 +223,16 @@ def norm_forward(
     residual: Tensor | None,
     weight: Tensor | None,
     bias: Tensor | None,
-    eps: float,
-    offset: float,
-    centred: bool,
-    round_first: bool,
+    options: NormOptions,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Normalise x, or x + residual, both [..., N], with weight and bias [N].
-
-    Args:
-        round_first: z_hat is rounded to the dtype of z before the weight multiplies it, and y has the common dtype of
-            z and the weight.
 
     Returns:
         y [..., N]; x + residual [..., N], or None without a residual; [1 or 2, M] fp32: rstd and, if centred, the mean.
     """
-    y, total, statistics = _empty_forward(x, residual, weight, centred, round_first)
-    _run_forward(
-        x, residual, weight, bias, y, total, statistics,
-        eps=eps, offset=offset, centred=centred, round_first=round_first, reads_rstd=False,
-    )  # fmt: skip
-    return y, total, statistics
+    results = _empty_forward(x, residual, weight, options)
+    _run_forward(x, residual, weight, bias, options, results)
+    return results
 
 
 @on_device
@@ -226,11 +242,9 @@ def recompute_norm(z: Tensor, weight: Tensor | None, statistics: Tensor, offset:
     rstd is not recomputed, because a variant of the kernel without a residual may sum the features of a row in another
     order and round rstd differently. Centred norms are not supported.
     """
-    y, _, _ = _empty_forward(z, None, weight, False, round_first)
-    _run_forward(
-        z, None, weight, None, y, None, statistics,
-        eps=0.0, offset=offset, centred=False, round_first=round_first, reads_rstd=True,
-    )  # fmt: skip
+    options = NormOptions(0.0, offset, round_first)
+    y, _, _ = _empty_forward(z, None, weight, options)
+    _run_forward(z, None, weight, None, options, (y, None, statistics), reads_rstd=True)
     return y
 
 
@@ -258,15 +272,17 @@ def norm_backward(
     weight: Tensor | None,
     statistics: Tensor,
     offset: float,
-    centred: bool,
     needs: NeededNormGradients,
+    maximum: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dz [..., N], dw [N] and db [N] from dy, dtotal and z [..., N] and the statistics of the forward.
 
-    A gradient that is not needed is None.
+    A gradient that is not needed is None. `maximum` [1] is raised to the bits of the largest |dz|, if it is not None.
     """
     dz, dw, db = _empty_backward(z, needs)
     n, m, device = z.shape[-1], statistics.shape[1], device_of(z)
+    # The second row of the statistics holds the means.
+    centred = len(statistics) == 2
     loads, sums = 2 if dtotal is None else 3, (dw is not None) + (db is not None)
     config = NormConfig.choose(NormProblem(n, z.element_size(), loads, sums), device)
     dy, stride_dy = dense_rows(dy)
@@ -279,7 +295,7 @@ def norm_backward(
             _backward_kernel, programs,
             *in_order(_backward_kernel)(
                 dy_ptr=dy, dtotal_ptr=dtotal, z_ptr=z, w_ptr=weight, statistics_ptr=statistics,
-                dz_ptr=dz, dw_ptr=dw_parts, db_ptr=db_parts,
+                dz_ptr=dz, dw_ptr=dw_parts, db_ptr=db_parts, maximum_ptr=None if dz is None else maximum,
                 stride_dy=stride_dy, stride_dtotal=stride_dtotal, stride_z=stride_z, M=m, N=n, offset=offset,
             ),
             CENTRED=centred, KEEPS_W=config.keeps_w, KEEPS_ROW=config.keeps_row, EVEN=n % config.block_n == 0,

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tigon.memory.lean import recomputed_by_call
-from tigon.ops.norms.kernels import NeededNormGradients, norm_backward, norm_forward
+from tigon.ops.norms.kernels import NeededNormGradients, NormOptions, norm_backward, norm_forward
 from tigon.ops.norms.norm_config import MAX_FEATURES
 from tigon.runtime import checks
 from tigon.runtime.device import runs_kernels
@@ -44,7 +44,7 @@ def layer_norm_reference(
 class _LayerNorm(Node):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-        y, _, statistics = norm_forward(x, None, weight, bias, eps, 0.0, True, False)
+        y, _, statistics = norm_forward(x, None, weight, bias, NormOptions(eps, 0.0, False, True))
         ctx.save_for_backward(x, weight, statistics)
         ctx.bias_dtype = None if bias is None else bias.dtype
         return y
@@ -54,7 +54,7 @@ class _LayerNorm(Node):
         x, weight, statistics = ctx.saved_tensors
         needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
         dtypes = weight.dtype if needs_dw else None, ctx.bias_dtype if needs_db else None
-        return norm_backward(dy, None, x, weight, statistics, 0.0, True, NeededNormGradients(needs_dx, *dtypes))
+        return norm_backward(dy, None, x, weight, statistics, 0.0, NeededNormGradients(needs_dx, *dtypes), None)
 
 
 # --- public --------------------------------------------------------------------------------------

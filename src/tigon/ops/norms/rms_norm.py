@@ -18,11 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from tigon.memory.lean import recomputed_by_call, register_recomputation, registers_recomputations
-from tigon.ops.norms.kernels import NeededNormGradients, norm_backward, norm_forward, recompute_norm
+from tigon.ops.norms.kernels import NeededNormGradients, NormOptions, norm_backward, norm_forward, recompute_norm
 from tigon.ops.norms.norm_config import MAX_FEATURES
 from tigon.runtime import checks
 from tigon.runtime.autograd import keep_none_gradients
+from tigon.runtime.counters import zero_number
 from tigon.runtime.device import runs_kernels
+from tigon.runtime.maxima import attach_maximum
 from tigon.runtime.op import Node
 
 # The point at which x_hat is rounded to the dtype of x: before the multiplication by the weight in Llama, after it in
@@ -82,11 +84,11 @@ class _RMSNorm(Node):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, eps: float, offset: float, round_first: bool, returns_x: bool
+        ctx: Any, x: Tensor, weight: Tensor | None, options: NormOptions, finds_maximum: bool, returns_x: bool
     ) -> Any:
-        y, _, statistics = norm_forward(x, None, weight, None, eps, offset, False, round_first)
+        y, _, statistics = norm_forward(x, None, weight, None, options)
         ctx.save_for_backward(x, weight, statistics)
-        ctx.offset = offset
+        ctx.offset, ctx.finds_maximum = options.offset, finds_maximum
         if not returns_x:
             return y
         keep_none_gradients(ctx)
@@ -101,35 +103,33 @@ class _RMSNorm(Node):
         needs_dx, needs_dw = ctx.needs_input_grad[:2]
         if dy is None:
             return (dresidual,)
-        return _gradients(ctx.offset, dy, dresidual, x, weight, statistics, needs_dx, needs_dw)
+        return _gradients(ctx, dy, dresidual, x, weight, statistics, needs_dx, needs_dw)
 
 
 def _gradients(
-    offset: float, dy: Tensor, dtotal: Tensor | None, z: Tensor, weight: Tensor | None, statistics: Tensor,
-    needs_dz: bool, needs_dw: bool,
+    ctx: Any, dy: Tensor, dtotal: Tensor | None, z: Tensor, weight: Tensor | None, statistics: Tensor, needs_dz: bool,
+    needs_dw: bool,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     """Return dz and dw. One that is not needed is None, or an empty tensor in a compiled graph."""
     dw_dtype = weight.dtype if needs_dw and weight is not None else None
     needs = NeededNormGradients(needs_dz, dw_dtype, None)
-    dz, dw, _ = norm_backward(dy, dtotal, z, weight, statistics, offset, False, needs)
+    finds_maximum = ctx.finds_maximum and needs_dz and not torch.compiler.is_compiling()
+    maximum = zero_number(z) if finds_maximum else None
+    dz, dw, _ = norm_backward(dy, dtotal, z, weight, statistics, ctx.offset, needs, maximum)
+    if maximum is not None:
+        attach_maximum(dz, maximum)
     return dz, dw
 
 
 class _AddRMSNorm(Node):
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        residual: Tensor,
-        weight: Tensor | None,
-        eps: float,
-        offset: float,
-        round_first: bool,
+        ctx: Any, x: Tensor, residual: Tensor, weight: Tensor | None, options: NormOptions, finds_maximum: bool,
         returns_statistics: bool,
-    ) -> tuple[Tensor, ...]:
-        y, total, statistics = norm_forward(x, residual, weight, None, eps, offset, False, round_first)
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        y, total, statistics = norm_forward(x, residual, weight, None, options)
         ctx.save_for_backward(total, weight, statistics)
-        ctx.offset, ctx.dtypes = offset, (x.dtype, residual.dtype)
+        ctx.offset, ctx.dtypes, ctx.finds_maximum = options.offset, (x.dtype, residual.dtype), finds_maximum
         keep_none_gradients(ctx)
         if not returns_statistics:
             return y, total
@@ -144,7 +144,7 @@ class _AddRMSNorm(Node):
         *needs, needs_dw = ctx.needs_input_grad[:3]
         dz, dw = dtotal, None
         if dy is not None:
-            dz, dw = _gradients(ctx.offset, dy, dtotal, total, weight, statistics, any(needs), needs_dw)
+            dz, dw = _gradients(ctx, dy, dtotal, total, weight, statistics, any(needs), needs_dw)
         # Both inputs get the same tensor, as the inputs of a sum do in eager code.
         dx, dresidual = (
             dz.to(dtype) if needed and dz is not None else None for needed, dtype in zip(needs, ctx.dtypes, strict=True)
@@ -200,26 +200,35 @@ def rms_norm(
         >>> tigon.rms_norm(x, weight).shape
         torch.Size([2, 5, 64])
     """
+    return rms_norm_of_layer(x, weight, eps, offset=offset, rounding=rounding)
+
+
+def rms_norm_of_layer(
+    x: Tensor, weight: Tensor | None, eps: float, *, offset: float, rounding: Rounding, finds_maximum: bool = False
+) -> Tensor:
+    """Return `rms_norm`. With `finds_maximum`, backward finds the maximum of dx (`tigon.runtime.maxima`)."""
     eps, offset = check_norm("rms_norm", x, weight, eps, offset, rounding)
-    return _rms_norm(x, weight, eps, offset, rounding)
+    return _rms_norm(x, weight, eps, offset, rounding, finds_maximum)
 
 
 @recomputed_by_call
-def _rms_norm(x: Tensor, weight: Tensor | None, eps: float, offset: float, rounding: Rounding) -> Tensor:
+def _rms_norm(
+    x: Tensor, weight: Tensor | None, eps: float, offset: float, rounding: Rounding, finds_maximum: bool
+) -> Tensor:
     if not runs_kernels(x, weight) or not 0 < x.shape[-1] <= MAX_FEATURES:
         return rms_norm_reference(x, weight, eps, offset=offset, rounding=rounding)
-    return _RMSNorm.apply(x, weight, eps, offset, rounding == "before_weight", False)
+    return _RMSNorm.apply(x, weight, NormOptions(eps, offset, rounding == "before_weight"), finds_maximum, False)
 
 
 def rms_norm_with_input(
-    x: Tensor, weight: Tensor | None, eps: float, *, offset: float, rounding: Rounding
+    x: Tensor, weight: Tensor | None, eps: float, *, offset: float, rounding: Rounding, finds_maximum: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Return `rms_norm(x, ...)`, and x for use as the residual, whose gradient dx then contains."""
+    """Return `rms_norm_of_layer(x, ...)`, and x for use as the residual, whose gradient dx then contains."""
     if not runs_kernels(x, weight) or not 0 < x.shape[-1] <= MAX_FEATURES or torch.compiler.is_compiling():
         return rms_norm(x, weight, eps, offset=offset, rounding=rounding), x
     eps, offset = check_norm("rms_norm", x, weight, eps, offset, rounding)
-    y, residual = _RMSNorm.apply(x, weight, eps, offset, rounding == "before_weight", True)
-    register_recomputation(y, _rms_norm, x, weight, eps, offset, rounding)
+    y, residual = _RMSNorm.apply(x, weight, NormOptions(eps, offset, rounding == "before_weight"), finds_maximum, True)
+    register_recomputation(y, _rms_norm, x, weight, eps, offset, rounding, finds_maximum)
     return y, residual
 
 
@@ -261,6 +270,14 @@ def add_rms_norm(
         >>> torch.equal(total, x + residual)
         True
     """
+    return add_rms_norm_of_layer(x, residual, weight, eps, offset=offset, rounding=rounding)
+
+
+def add_rms_norm_of_layer(
+    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, *, offset: float, rounding: Rounding,
+    finds_maximum: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return `add_rms_norm`. With `finds_maximum`, backward finds the maximum of the gradient of the sum."""
     checks.tensor("add_rms_norm", residual=residual)
     checks.floating("add_rms_norm", residual=residual)
     eps, offset = check_norm("add_rms_norm", x, weight, eps, offset, rounding)
@@ -268,12 +285,12 @@ def add_rms_norm(
     checks.same("add_rms_norm", "device", x=x, residual=residual)
     if not runs_kernels(x, residual, weight) or not 0 < x.shape[-1] <= MAX_FEATURES:
         y, total = add_rms_norm_reference(x, residual, weight, eps, offset=offset, rounding=rounding)
-        register_recomputation(y, _rms_norm, total, weight, eps, offset, rounding)
+        register_recomputation(y, _rms_norm, total, weight, eps, offset, rounding, False)
         return y, total
     round_first = rounding == "before_weight"
     # If the weight has another dtype than the sum, Triton may choose another layout, and so another order of summation.
     has_other_dtype = weight is not None and weight.dtype != torch.promote_types(x.dtype, residual.dtype)
-    arguments = x, residual, weight, eps, offset, round_first
+    arguments = x, residual, weight, NormOptions(eps, offset, round_first), finds_maximum
     if has_other_dtype or not registers_recomputations():
         return _AddRMSNorm.apply(*arguments, False)
     y, total, statistics = _AddRMSNorm.apply(*arguments, True)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from tigon.ops.norms.gated_rms_norm import GateActivation, gated_rms_norm, gated_rms_norm_reference
 from tigon.ops.norms.layer_norm import layer_norm, layer_norm_reference
-from tigon.ops.norms.rms_norm import rms_norm, rms_norm_reference
+from tigon.ops.norms.rms_norm import rms_norm_of_layer, rms_norm_reference
 from tigon.recognition.probing.probes import DTYPES
 from tigon.runtime.device import PLAIN, runs_kernels
 
@@ -84,6 +84,8 @@ class RMSNormRecipe:
     rounding: Literal["before_weight", "after_weight"]
     gate: Gate | None = None
     scope: Scope = field(default_factory=Scope, compare=False)
+    # True if layers in FP8 may read the gradient of the norm's input (`tigon.runtime.maxima`).
+    finds_maximum: bool = field(default=False, compare=False)
     part = "rms_norm"
     choices: ClassVar[tuple[str, ...]] = ()
     searched: ClassVar[tuple[str, ...]] = ()
@@ -101,8 +103,10 @@ class RMSNormRecipe:
         if not (as_recognised and (reference or self.scope.fits(module, args, weight))):
             return type(module).forward(module, *args, **kwargs)
         options: dict[str, Any] = {"offset": self.offset, "rounding": self.rounding}
+        if self.gate is None and not reference:
+            return rms_norm_of_layer(args[0], weight, eps, **options, finds_maximum=self.finds_maximum)
         if self.gate is None:
-            return (rms_norm_reference if reference else rms_norm)(args[0], weight, eps, **options)
+            return rms_norm_reference(args[0], weight, eps, **options)
         options |= vars(self.gate)
         return (gated_rms_norm_reference if reference else gated_rms_norm)(args[0], args[1], weight, eps, **options)
 

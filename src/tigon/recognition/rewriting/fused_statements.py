@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from tigon.memory.lean import is_lean
 from tigon.ops.mlps.projections import does_more_than_forward, linears
-from tigon.ops.norms.rms_norm import add_rms_norm, rms_norm_with_input
+from tigon.ops.norms.rms_norm import add_rms_norm_of_layer, rms_norm_with_input
 from tigon.recognition.parts.adapters import compute_layers, read_projections
 from tigon.recognition.parts.fp8 import compute_in_fp8
 from tigon.recognition.parts.norm_recipes import RMSNormRecipe
@@ -26,7 +26,7 @@ from tigon.recognition.parts.norms import recognise_norm
 from tigon.recognition.probing.kind import kind_of
 from tigon.recognition.probing.standin import is_linear
 from tigon.recognition.probing.trials import explain_none, not_recording
-from tigon.recognition.replacement import Replacement
+from tigon.recognition.replacement import Replacement, installed_recipe
 from tigon.recognition.rewriting.overwriting import overwritten_inputs
 from tigon.recognition.rewriting.rewriting import (
     ADD_NORM,
@@ -54,13 +54,18 @@ def _arguments(norm: Any, x: Tensor) -> tuple[Tensor | None, float, dict[str, An
     return None if does_more_than_forward(norm) else recipe.arguments(norm, x)
 
 
+def _finds_maximum(norm: nn.Module) -> bool:
+    """Return whether the op of a patched norm finds the maximum of its gradient for layers in FP8."""
+    return installed_recipe(norm).finds_maximum
+
+
 def add_norm(norm: nn.Module, a: Any, b: Any) -> tuple[Any, Any]:
     """Return norm(a + b) and a + b."""
     if _is_fusible_sum(a, b) and (arguments := _arguments(norm, a)) is not None:
         weight, eps, options = arguments
         # In a lean block, the norm of a sum is recomputed only if all tensors have one dtype.
         if runs_kernels(a, b, weight) and not (is_lean() and weight is not None and weight.dtype != a.dtype):
-            return add_rms_norm(a, b, weight, eps, **options)
+            return add_rms_norm_of_layer(a, b, weight, eps, **options, finds_maximum=_finds_maximum(norm))
     total = a + b
     return norm(total), total
 
@@ -75,7 +80,7 @@ def norm_with_residual(norm: nn.Module, x: Any) -> tuple[Any, Any]:
     """Return norm(x) and x."""
     if isinstance(x, Tensor) and not torch.compiler.is_compiling() and (arguments := _arguments(norm, x)) is not None:
         weight, eps, options = arguments
-        return rms_norm_with_input(x, weight, eps, **options)
+        return rms_norm_with_input(x, weight, eps, **options, finds_maximum=_finds_maximum(norm))
     return norm(x), x
 
 

@@ -1,0 +1,248 @@
+"""Norms find the maxima of gradients that FP8 ops quantise: the bits are the same, and no maximum is outdated."""
+
+import copy
+import functools
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import tigon
+from fp8_passes import FIND_MAXIMA, record_passes
+from op_cases import DEVICE
+from tigon.ops.fp8.fp8_glu_mlp import fp8_glu_mlp
+from tigon.ops.fp8.fp8_linear import fp8_projections
+from tigon.ops.norms.kernels import NeededNormGradients, NormOptions, norm_backward, norm_forward
+from tigon.ops.norms.norm_config import NormConfig
+from tigon.ops.norms.rms_norm import add_rms_norm_of_layer, rms_norm_of_layer, rms_norm_with_input
+from tigon.runtime import maxima as module
+from tigon.runtime.counters import zero_number
+from tigon.runtime.maxima import attach_maximum, find_maximum
+from tigon.runtime.tuning import tuned
+
+pytestmark = pytest.mark.kernels
+
+DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+TOKENS, HIDDEN, INNER = 7, 32, 64
+
+
+def _randn(*shape: int, seed: int = 0, dtype: torch.dtype = DTYPE) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(DEVICE, dtype)
+
+
+# --- kernels -------------------------------------------------------------------------------------
+
+
+def _assert_maximum(maximum: Tensor, x: Tensor) -> None:
+    """Check the maximum of x. NaN is larger than any number."""
+    largest = x.float().abs().nan_to_num(nan=torch.inf, posinf=torch.inf).amax()
+    assert torch.equal(maximum.view(torch.float32)[0].nan_to_num(nan=torch.inf), largest)
+
+
+# Rows that fill no tile, one row, a width that needs masks, and one that does not. Each program computes several tiles.
+@pytest.mark.parametrize(("shape", "splits"), [((37, 80), False), ((37, 80), True), ((1, 16), False)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("has_residual", [False, True], ids=["alone", "residual"])
+def test_kernels_find_the_maximum_of_stored_values_and_write_the_same_bits(shape, splits, dtype, has_residual):
+    x, residual, dy = (_randn(*shape, dtype=dtype, seed=seed) for seed in range(3))
+    residual, weight = residual if has_residual else None, _randn(shape[1], dtype=dtype)
+    # With an epsilon of zero, rstd is infinite in the rows of a tile that do not exist.
+    options, needs = NormOptions(0.0, 0.0, True), NeededNormGradients(True, dtype, None)
+    with tuned(NormConfig, block_m=2, programs=3, splits=splits, columns=64):
+        z, total, statistics = norm_forward(x, residual, weight, None, options)
+        z = x if total is None else total
+        maximum = zero_number(x)
+        dz, dw, _ = norm_backward(dy, residual, z, weight, statistics, 0.0, needs, maximum)
+        expected = norm_backward(dy, residual, z, weight, statistics, 0.0, needs, None)
+    assert torch.equal(dz, expected[0])
+    assert torch.equal(dw, expected[1])
+    _assert_maximum(maximum, dz)
+
+
+# The interpreter multiplies by numpy, which warns of infinity times zero.
+@pytest.mark.filterwarnings("ignore:invalid value")
+@pytest.mark.parametrize("value", [torch.nan, torch.inf], ids=str)
+def test_nan_and_infinity_are_the_largest_values(value):
+    x, dy, maximum = _randn(7, 48), _randn(7, 48, seed=1), zero_number(_randn(1))
+    dy[3, 5] = value
+    statistics = norm_forward(x, None, None, None, NormOptions(1e-5, 0.0, True))[2]
+    dx, *_ = norm_backward(dy, None, x, None, statistics, 0.0, NeededNormGradients(True, None, None), maximum)
+    _assert_maximum(maximum, dx)
+
+
+# --- steps ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def passes(monkeypatch) -> list[tuple[int, ...]]:
+    """Return a list to which each pass that finds the maxima of a matrix adds its shape."""
+    return record_passes(monkeypatch, FIND_MAXIMA)
+
+
+def _leaves() -> list[Tensor]:
+    """Return x, a residual, the weights of two norms, and weights of q, gate, up and down."""
+    shapes = (1, TOKENS, HIDDEN), (1, TOKENS, HIDDEN), (HIDDEN,), (HIDDEN,), (HIDDEN, HIDDEN)
+    shapes += (INNER, HIDDEN), (INNER, HIDDEN), (HIDDEN, INNER)
+    return [_randn(*shape, seed=i).requires_grad_() for i, shape in enumerate(shapes)]
+
+
+class Layer:
+    """A decoder layer without attention: a norm and a projection, the norm of a sum and an MLP, and a last norm."""
+
+    def __init__(self, finds_maximum: bool, **options) -> None:
+        self.options = options
+        self.norm_options = {"offset": 0.0, "rounding": "before_weight", "finds_maximum": finds_maximum}
+
+    def __call__(self, x, residual, weight, other_weight, q, gate, up, down) -> Tensor:
+        y, x = rms_norm_with_input(x, weight, 1e-6, **self.norm_options)
+        (attention,) = fp8_projections(y, [q], [None], **self.options)
+        y, total = add_rms_norm_of_layer(attention, residual + x, other_weight, 1e-6, **self.norm_options)
+        total = total + fp8_glu_mlp(y, gate, up, down, **self.options)
+        return rms_norm_of_layer(total, weight, 1e-6, **self.norm_options)
+
+
+def _step(layer: Callable, leaves: list[Tensor]) -> list[Tensor]:
+    y = layer(*leaves)
+    needed = [x for x in leaves if x.requires_grad]
+    return [y, *torch.autograd.grad(y, needed, _randn(*y.shape, seed=7))]
+
+
+def _assert_equal(actual: list[Tensor], expected: list[Tensor]) -> None:
+    for a, b in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+def checkpoint_in_lean(function: Callable, *args: Tensor) -> Tensor:
+    with tigon.lean():
+        return checkpoint(function, *args, use_reentrant=False)
+
+
+@pytest.mark.parametrize("run", [lambda f, *x: f(*x), checkpoint_in_lean], ids=["", "in a checkpoint"])
+def test_steps_have_the_same_bits_and_no_passes_over_gradients_of_norms(run, passes):
+    results = []
+    for finds_maximum, count in ((False, 2), (True, 0)):
+        passes.clear()
+        results.append(_step(functools.partial(run, Layer(finds_maximum)), _leaves()))
+        # Forward finds the maxima of the inputs of the projection and of the MLP.
+        assert passes.count((TOKENS, HIDDEN)) == count + (2 if run is not checkpoint_in_lean else 4)
+    _assert_equal(*results)
+
+
+@pytest.mark.parametrize("options", [{"fp8_dw": False}, {"recipe": "rowwise"}], ids=str)
+def test_options_and_frozen_weights_have_the_same_bits(options):
+    leaves = _leaves()
+    for x in leaves[2:5]:
+        x.requires_grad_(False)
+    _assert_equal(_step(Layer(True, **options), leaves), _step(Layer(False, **options), leaves))
+
+
+@pytest.mark.parametrize("hook", [lambda dy: dy.mul_(3), lambda dy: dy * 3], ids=["in place", "another tensor"])
+def test_a_gradient_that_a_hook_changes_is_read_again(hook):
+    """The hook runs between the norm that writes the gradient of its input and the projection before it."""
+    results = []
+    for finds_maximum in (True, False):
+        layer, leaves = Layer(finds_maximum), _leaves()
+        (y,) = fp8_projections(leaves[0], leaves[4:5], [None])
+        y.register_hook(hook)
+        z = layer(y, *leaves[1:])
+        results.append([z, *torch.autograd.grad(z, leaves, _randn(*z.shape, seed=7))])
+    _assert_equal(*results)
+
+
+class _Producer(torch.autograd.Function):
+    """The identity, whose gradient is 3 everywhere and has a maximum."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, dy):
+        dx = torch.full_like(dy, 3)
+        attach_maximum(dx, torch.ones(1, dtype=torch.int32))
+        return dx
+
+
+SUMS = {
+    "first": lambda x: _Producer.apply(x) + 2 * x,
+    "last": lambda x: 2 * x + _Producer.apply(x),
+    "two producers": lambda x: _Producer.apply(x) + _Producer.apply(x),
+    "scaled": lambda x: _Producer.apply(torch.add(torch.zeros_like(x), x, alpha=2)),
+    "a part": lambda x: _Producer.apply(x[:1]),
+    "unchanged": lambda x: _Producer.apply(x + torch.zeros_like(x)),
+}
+
+
+@pytest.mark.parametrize("run", SUMS.values(), ids=SUMS)
+def test_gradients_that_autograd_changes_have_none(run):
+    leaf, upstream = torch.ones(3, 4, requires_grad=True), []
+    x = leaf * 1
+    x.register_hook(lambda dy: upstream.append((find_maximum(dy) is not None, bool((dy == 3).all()))))
+    run(x).sum().backward()
+    assert upstream == [(run is SUMS["unchanged"],) * 2]
+
+
+# --- the tensor to which a maximum belongs -------------------------------------------------------
+
+
+@pytest.fixture
+def x() -> Tensor:
+    """Return a tensor [2, 3, 4] whose maximum is known."""
+    x = torch.ones(2, 3, 4)
+    attach_maximum(x, torch.ones(1, dtype=torch.int32))
+    return x
+
+
+OTHERS = {
+    "a view": lambda x: x.view(6, 4),
+    "a part": lambda x: x[:1],
+    "a copy": lambda x: x.clone(),
+    "a deep copy": copy.deepcopy,
+    "a cast": lambda x: x.half(),
+    "an equal tensor": lambda x: torch.ones_like(x),
+}
+
+
+@pytest.mark.parametrize("make", OTHERS.values(), ids=OTHERS)
+def test_only_the_tensor_itself_has_it(x, make):
+    assert find_maximum(make(x)) is None
+    assert find_maximum(x) is not None
+
+
+WRITES = {
+    "in place": lambda x: x.mul_(2),
+    "through a view": lambda x: x[0].zero_(),
+    "through a detached tensor": lambda x: x.detach().mul_(2),
+    "another memory": lambda x: setattr(x, "data", torch.zeros(2, 3, 4)),
+    "in place, by a function": lambda x: torch.nn.functional.dropout(x, inplace=True),
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_a_write_removes_it(x, write):
+    write(x)
+    assert find_maximum(x) is None
+
+
+def test_records_end_with_their_tensors(x):
+    before = len(module._records)
+    y = torch.ones(3)
+    attach_maximum(y, torch.ones(1, dtype=torch.int32))
+    assert len(module._records) == before + 1
+    del y
+    assert len(module._records) == before
+
+
+def test_captured_graphs_compiled_code_and_inference_have_none(x, monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "is_capturing", lambda x: True)
+        assert find_maximum(x) is None
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.compiler, "is_compiling", lambda: True)
+        assert find_maximum(x) is None
+    with torch.inference_mode():
+        y = torch.ones(3, 4)
+        attach_maximum(y, torch.ones(1, dtype=torch.int32))
+        assert find_maximum(y) is None
