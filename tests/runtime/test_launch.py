@@ -16,7 +16,7 @@ from tigon.ops.experts.tile_product import product_kernel, row_blocks_kernel
 from tigon.ops.logits import softmax
 from tigon.ops.mlps import activation_kernels
 from tigon.ops.norms import kernels as norm
-from tigon.ops.rotary import rope
+from tigon.ops.rotary import kernels as rotary
 from tigon.runtime import launch
 from tigon.runtime.compat.triton import TensorDescriptor, hopper
 
@@ -127,14 +127,15 @@ def test_arguments_by_name_are_in_the_order_of_the_parameters():
 
 
 def test_strides_of_a_tensor_are_one_argument():
-    names = ("q", "k", "q_out", "k_out", "cos")
-    tensors = {f"{name}_ptr": name for name in ("q", "k", "cos", "sin", "q_out", "k_out")}
+    kernel = rotary._forward_kernel
+    tensors = {name: name.removesuffix("_ptr") for name in kernel.arg_names if name.endswith("_ptr")}
     strides = {
-        f"strides_{name}": tuple(f"{name}_{axis}" for axis in ("abs" if name == "cos" else "bhs")) for name in names
+        f"strides_{name}": tuple(f"{name}_{axis}" for axis in ("abs" if name == "cos" else "bhs"))
+        for name in ("q", "k", "q_out", "k_out", "cos")
     }
-    arguments = launch.in_order(rope._rope_kernel)(**tensors, **strides, S=7)
-    expected = [name.removesuffix("_ptr").removeprefix("stride_") for name in rope._rope_kernel.arg_names]
-    assert list(arguments) == [*expected[: len(arguments) - 1], 7]
+    arguments = launch.in_order(kernel)(**tensors, **strides, S=7, eps=8, offset=9)
+    expected = [name.removesuffix("_ptr").removeprefix("stride_") for name in kernel.arg_names]
+    assert list(arguments) == [*expected[: len(arguments) - 3], 7, 8, 9]
 
 
 @pytest.mark.parametrize("wrong", [{"N": 6, "blocks": 1}, {}], ids=["an unknown argument", "a missing argument"])

@@ -1,7 +1,6 @@
 """Helpers of the rotary kernels: loads and stores of heads, loads of angles, the rotation of a pair, and strides.
 
-`tigon.ops.rotary.rope` rotates heads, and `tigon.ops.rotary.qk_norm_rope_kernels` normalises heads before it rotates
-them. `rope` explains the shapes and the layouts.
+The kernels are in `tigon.ops.rotary.kernels`. `rope` explains the shapes and the layouts.
 """
 
 import functools
@@ -122,6 +121,35 @@ class RotaryOptions(NamedTuple):
     table: str
 
 
+class HeadInputs(NamedTuple):
+    """The queries and keys, and the weights of their norms."""
+
+    # [B, Hq, S, D] and [B, Hk, S, D], or with the heads in dimension 2.
+    q: Tensor
+    k: Tensor | None
+    # [D], or [H D] if all heads are normalised together.
+    q_weight: Tensor | None
+    k_weight: Tensor | None
+
+
+class HeadNormOptions(NamedTuple):
+    """The options of the normalisation."""
+
+    eps: float
+    offset: float
+    # True if all heads of a token are normalised together.
+    together: bool
+
+
+class NeededHeadGradients(NamedTuple):
+    """True for each gradient that the backward computes."""
+
+    q: bool
+    k: bool
+    q_weight: bool
+    k_weight: bool
+
+
 def allocate_output(x: Tensor | None, like: Tensor, dtype: torch.dtype | None) -> Tensor:
     """Allocate a tensor with the strides of `x` if these make its features dense, or contiguous otherwise.
 
@@ -176,8 +204,6 @@ def pack_axes(axes: str) -> int | None:
     return int(axes[::-1], 4) if axes else None
 
 
-def tile_constants(d: int, r: int) -> dict[str, int]:
-    """Return the constexprs of a tile's width, for heads of `d` features of which `r` are rotated."""
-    return {
-        "D": d, "R": r, "BLOCK_R": triton.next_power_of_2(r // 2), "BLOCK_P": triton.next_power_of_2(max(d - r, 1)),
-    }  # fmt: skip
+def rotary_size(table: Tensor, kind: str) -> int:
+    """Return R, the number of rotary features of a table of cosines or sines."""
+    return table.shape[-1] * (2 if kind == "once" else 1)

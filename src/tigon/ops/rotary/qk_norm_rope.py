@@ -8,7 +8,7 @@ r"""RMS normalisation of queries and keys, then rotary position embedding, in on
 
 The mean is over the features of one head (w of shape [D], Qwen3, Gemma 3) or over all heads of a token together (w of
 shape [H D], OLMo 2). `rotate` is the rotation of `tigon.ops.rotary.rope`, in all its layouts. The kernels are in
-`qk_norm_rope_kernels.py`.
+`kernels.py`.
 
 Shapes: B batch, S sequence, Hq and Hk heads of queries and keys, D head size, R rotary features.
 """
@@ -21,15 +21,9 @@ from torch import Tensor
 
 from tigon.memory.lean import recomputed_by_call
 from tigon.ops.norms.rms_norm import Rounding, rms_norm_reference
-from tigon.ops.rotary.heads import RotaryOptions, with_equal_strides
+from tigon.ops.rotary.heads import HeadInputs, HeadNormOptions, NeededHeadGradients, RotaryOptions, with_equal_strides
+from tigon.ops.rotary.kernels import qk_norm_rope_backward, qk_norm_rope_forward
 from tigon.ops.rotary.qk_norm_rope_config import MAX_FEATURES_TOGETHER
-from tigon.ops.rotary.qk_norm_rope_kernels import (
-    HeadInputs,
-    HeadNormOptions,
-    NeededHeadGradients,
-    qk_norm_rope_backward,
-    qk_norm_rope_forward,
-)
 from tigon.ops.rotary.rope import Layout, axes_of, can_run_kernels, check_rope, rope_reference
 from tigon.runtime import checks
 from tigon.runtime.autograd import keep_none_gradients
@@ -194,26 +188,22 @@ def qk_norm_rope(
     heads = max(x.shape[unsqueeze_dim] for x in (q, k) if x is not None)
     features = triton.next_power_of_2(heads) * triton.next_power_of_2(q.shape[3])
     is_supported = q.shape[unsqueeze_dim] > 0 and not (together and features > MAX_FEATURES_TOGETHER)
-    if not (is_supported and runs_kernels(q, q_weight, k_weight) and can_run_kernels(q, k, cos, sin)):
-        options = {
-            "eps": eps, "offset": offset, "rounding": rounding, "unsqueeze_dim": unsqueeze_dim, "layout": layout,
-            "sections": sections,
-        }  # fmt: skip
-        return _run_reference(q, k, q_weight, k_weight, cos, sin, options)
-    return _run_kernels(
-        q, k, q_weight, k_weight, cos, sin, rounding == "before_weight", eps, offset, together,
-        unsqueeze_dim, layout, axes_of(sections),
-    )  # fmt: skip
+    options = {
+        "eps": eps, "offset": offset, "rounding": rounding, "unsqueeze_dim": unsqueeze_dim, "layout": layout,
+        "sections": sections,
+    }  # fmt: skip
+    return _qk_norm_rope(q, k, q_weight, k_weight, cos, sin, is_supported, together, options)
 
 
 @recomputed_by_call
-def _run_kernels(*args: Any) -> tuple[Tensor, Tensor | None]:
-    return _QKNormRope.apply(*args)
-
-
-@recomputed_by_call
-def _run_reference(
+def _qk_norm_rope(
     q: Tensor, k: Tensor | None, q_weight: Tensor | None, k_weight: Tensor | None, cos: Tensor, sin: Tensor,
-    options: dict[str, Any],
+    is_supported: bool, together: bool, options: dict[str, Any],
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    return qk_norm_rope_reference(q, k, q_weight, k_weight, cos, sin, **options)
+    inputs = q, k, q_weight, k_weight, cos, sin
+    if not (is_supported and runs_kernels(q, q_weight, k_weight) and can_run_kernels(q, k, cos, sin)):
+        return qk_norm_rope_reference(*inputs, **options)
+    eps, offset, rounding, heads, layout, sections = options.values()
+    return _QKNormRope.apply(
+        *inputs, rounding == "before_weight", eps, offset, together, heads, layout, axes_of(sections)
+    )  # fmt: skip

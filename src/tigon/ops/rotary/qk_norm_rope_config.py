@@ -1,5 +1,6 @@
-"""The launch parameters of `qk_norm_rope`. The kernels are in `qk_norm_rope_kernels.py`."""
+"""The launch parameters of `qk_norm_rope`. The kernels are in `kernels.py`."""
 
+import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -10,6 +11,16 @@ from tigon.runtime.tuning import LaunchConfig, rung
 # The largest number of features of a token that are normalised together. More features do not fit in the registers of
 # one workgroup.
 MAX_FEATURES_TOGETHER = 32768
+
+
+@functools.cache
+def heads_of_tile(heads: int, head_size: int) -> int:
+    """Return how many heads a program rotates at a time without a norm: at most 1024 features, or one head.
+
+    All 32 heads of 128 features in one tile take 2 % longer than 8 of them (H200), and more registers.
+    """
+    heads, head_size = triton.next_power_of_2(heads), triton.next_power_of_2(head_size)
+    return max(1, min(heads, 1024 // head_size))
 
 
 class QKNormRopeProblem(NamedTuple):

@@ -17,7 +17,6 @@ code does not rely on that.
 Shapes: B batch, S sequence, Hq and Hk heads of queries and keys, D head size, R rotary features.
 """
 
-import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -26,26 +25,11 @@ import torch
 from torch import Tensor
 
 from tigon.memory.lean import recomputed_by_call
-from tigon.ops.rotary.heads import (
-    PAIRED,
-    RotaryOptions,
-    allocate_output,
-    dense_features,
-    head_strides,
-    load_angles,
-    load_heads,
-    pack_axes,
-    rotate_pairs,
-    store_heads,
-    table_strides,
-    tile_constants,
-    with_equal_strides,
-)
+from tigon.ops.rotary.heads import PAIRED, RotaryOptions, rotary_size, with_equal_strides
+from tigon.ops.rotary.kernels import rope_rotate
 from tigon.runtime import checks
 from tigon.runtime.autograd import halves, keep_none_gradients, without_autocast
-from tigon.runtime.compat.triton import tl, triton
 from tigon.runtime.device import runs_kernels
-from tigon.runtime.launch import in_order, launch, launcher
 from tigon.runtime.op import Node
 
 Layout = Literal["split_half", "interleaved", "deinterleaved"]
@@ -58,11 +42,6 @@ MAX_HEAD_SIZE = 1024
 
 
 # --- reference -----------------------------------------------------------------------------------
-
-
-def rotary_size(table: Tensor, kind: str) -> int:
-    """Return R, the number of rotary features of a table of cosines or sines."""
-    return table.shape[-1] * (2 if kind == "once" else 1)
 
 
 def _pick_axes(table: Tensor, sections: Sequence[int]) -> Tensor:
@@ -111,119 +90,6 @@ def rope_reference(
         return y if dtype is None else y.to(dtype)
 
     return rotate(q), None if k is None else rotate(k)
-
-
-# --- configuration -------------------------------------------------------------------------------
-
-
-@functools.cache
-def _heads_of_tile(heads: int, head_size: int) -> int:
-    """Return how many heads a program rotates at a time: at most 1024 features, or one head.
-
-    All 32 heads of 128 features in one tile take 2 % longer than 8 of them (H200), and more registers.
-    """
-    heads, head_size = triton.next_power_of_2(heads), triton.next_power_of_2(head_size)
-    return max(1, min(heads, 1024 // head_size))
-
-
-# --- kernels -------------------------------------------------------------------------------------
-
-
-@triton.jit
-def _rotate_heads(
-    x_ptr, y_ptr, stride_x_h, stride_y_h, cos1, cos2, sin1, sin2,  # x, y [H, D] of one token; cos, sin [1, R / 2]
-    H: tl.constexpr, D: tl.constexpr, R: tl.constexpr, X_PAIRED: tl.constexpr, Y_PAIRED: tl.constexpr,
-    BACKWARD: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
-):  # fmt: skip
-    """Rotate all heads of one token."""
-    for start in range(0, H, BLOCK_H):
-        heads = (start + tl.arange(0, BLOCK_H)).to(tl.int64)[:, None]
-        inside = (heads < H) | (H % BLOCK_H == 0)
-        x1, x2, rest = load_heads(x_ptr + heads * stride_x_h, inside, D, R, X_PAIRED, BLOCK_R, BLOCK_P)
-        y1, y2 = rotate_pairs(x1, x2, cos1, cos2, sin1, sin2, BACKWARD)
-        store_heads(y_ptr + heads * stride_y_h, inside, y1, y2, rest, D, R, Y_PAIRED, BLOCK_R, BLOCK_P)
-
-
-@triton.jit(do_not_specialize=["stride_cos_a", "S"])
-def _rope_kernel(
-    q_ptr, k_ptr, cos_ptr, sin_ptr, q_out_ptr, k_out_ptr,  # [B, H, S, D]; cos, sin [3, B, S, R]; all of any strides
-    stride_q_b, stride_q_h, stride_q_s, stride_k_b, stride_k_h, stride_k_s,
-    stride_q_out_b, stride_q_out_h, stride_q_out_s, stride_k_out_b, stride_k_out_h, stride_k_out_s,
-    stride_cos_a, stride_cos_b, stride_cos_s, S,  # sin has the strides of cos
-    HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
-    X_PAIRED: tl.constexpr, Y_PAIRED: tl.constexpr, AXES: tl.constexpr, TABLE: tl.constexpr, STEP: tl.constexpr,
-    BACKWARD: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
-):  # fmt: skip
-    """Rotate the queries and the keys of one token, or rotate their gradients back."""
-    token = tl.program_id(0)
-    b, s = (token // S).to(tl.int64), (token % S).to(tl.int64)
-
-    row, PAIRED = b * stride_cos_b + s * stride_cos_s, X_PAIRED or Y_PAIRED
-    cos1, cos2 = load_angles(cos_ptr + row, stride_cos_a, R, PAIRED, AXES, BLOCK_R, TABLE, STEP)
-    sin1, sin2 = load_angles(sin_ptr + row, stride_cos_a, R, PAIRED, AXES, BLOCK_R, TABLE, STEP)
-    _rotate_heads(
-        q_ptr + b * stride_q_b + s * stride_q_s, q_out_ptr + b * stride_q_out_b + s * stride_q_out_s,
-        stride_q_h, stride_q_out_h, cos1, cos2, sin1, sin2,
-        HQ, D, R, X_PAIRED, Y_PAIRED, BACKWARD, BLOCK_H, BLOCK_R, BLOCK_P,
-    )  # fmt: skip
-    if HK:
-        _rotate_heads(
-            k_ptr + b * stride_k_b + s * stride_k_s, k_out_ptr + b * stride_k_out_b + s * stride_k_out_s,
-            stride_k_h, stride_k_out_h, cos1, cos2, sin1, sin2,
-            HK, D, R, X_PAIRED, Y_PAIRED, BACKWARD, BLOCK_H, BLOCK_R, BLOCK_P,
-        )  # fmt: skip
-
-
-# --- launcher ------------------------------------------------------------------------------------
-
-
-def _empty_outputs(
-    q: Tensor, k: Tensor | None, q_dtype: torch.dtype, k_dtype: torch.dtype | None
-) -> tuple[Tensor, Tensor]:
-    """Allocate what `rope_rotate` returns."""
-    return allocate_output(q, q, q_dtype), allocate_output(k, q, k_dtype)
-
-
-@launcher(fake=_empty_outputs)
-def rope_rotate(
-    q: Tensor,
-    k: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    options: RotaryOptions,
-    backward: bool,
-    q_dtype: torch.dtype,
-    k_dtype: torch.dtype | None,
-) -> tuple[Tensor, Tensor]:
-    """Rotate q and k, or rotate their gradients back.
-
-    Args:
-        q, k: [B, Hq, S, D] and [B, Hk, S, D], or with the heads in dimension 2. `k` may be None.
-        cos, sin: [B | 1, S, R], or [3, B | 1, S, R] if `options.axes` names the axis of each frequency. They have
-            equal strides. The stride of the features is 1, or 2 with `options.table` "once".
-
-    Returns:
-        The rotated q and k, each in its dtype. The second one is an empty tensor if `k` is None.
-    """
-    q_out, k_out = _empty_outputs(q, k, q_dtype, k_dtype)
-    q, k = dense_features(q), dense_features(k)
-    heads = options.heads
-    b, s, d, hq, hk = q.shape[0], q.shape[3 - heads], q.shape[3], q.shape[heads], 0 if k is None else k.shape[heads]
-    x_paired, y_paired = PAIRED[options.layout]
-    launch(
-        _rope_kernel, b * s,
-        *in_order(_rope_kernel)(
-            q_ptr=q, k_ptr=k, cos_ptr=cos, sin_ptr=sin, q_out_ptr=q_out, k_out_ptr=k_out,
-            strides_q=head_strides(q, heads), strides_k=head_strides(k, heads),
-            strides_q_out=head_strides(q_out, heads),
-            strides_k_out=head_strides(None if k is None else k_out, heads),
-            strides_cos=table_strides(cos), S=s,
-        ),
-        HQ=hq, HK=hk, X_PAIRED=y_paired if backward else x_paired, Y_PAIRED=x_paired if backward else y_paired,
-        AXES=pack_axes(options.axes), TABLE=options.table, STEP=cos.stride(-1), BACKWARD=backward,
-        BLOCK_H=_heads_of_tile(max(hq, hk), d), **tile_constants(d, rotary_size(cos, options.table)), num_warps=4,
-    )  # fmt: skip
-    return q_out, k_out
 
 
 # --- autograd ------------------------------------------------------------------------------------
@@ -363,28 +229,17 @@ def rope(
     """
     check_rope("rope", q, k, cos, sin, unsqueeze_dim, layout, sections, table=table)
     checks.floating_dtype("rope", "dtype", dtype)
-    if not can_run_kernels(q, k, cos, sin):
-        options = {
-            "unsqueeze_dim": unsqueeze_dim,
-            "layout": layout,
-            "sections": sections,
-            "table": table,
-            "dtype": dtype,
-        }
-        return _run_reference(q, k, cos, sin, options)
-    return _run_kernels(q, k, cos, sin, dtype, unsqueeze_dim, layout, axes_of(sections), table)
+    return _rope(q, k, cos, sin, unsqueeze_dim, layout, sections, table, dtype)
 
 
 # `lean` recomputes the results only if q and k are recomputed themselves, as the outputs of norms are.
-
-
 @recomputed_by_call(inputs=2)
-def _run_kernels(*args: Any) -> tuple[Tensor, Tensor | None]:
-    return _Rope.apply(*args)
-
-
-@recomputed_by_call(inputs=2)
-def _run_reference(
-    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, options: dict[str, Any]
-) -> tuple[Tensor, Tensor | None]:
-    return rope_reference(q, k, cos, sin, **options)
+def _rope(
+    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, heads: int, layout: Layout, sections: Sequence[int] | None,
+    table: Table, dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    if can_run_kernels(q, k, cos, sin):
+        return _Rope.apply(q, k, cos, sin, dtype, heads, layout, axes_of(sections), table)
+    return rope_reference(
+        q, k, cos, sin, unsqueeze_dim=heads, layout=layout, sections=sections, table=table, dtype=dtype
+    )  # fmt: skip
