@@ -1,0 +1,396 @@
+r"""The kernels that rotate heads, and normalise them first if a norm is requested, in one pass.
+
+    x_hat = x * rstd,  rstd = (mean(x^2) + eps)^-1/2                                                       (fp32)
+    y     = rotate_pairs((offset + w) * x_hat), or rotate_pairs(x) without a norm
+    g     = (offset + w) * h,  h = rotate_back(dy)
+    dx    = rstd * (g - x_hat * mean(g * x_hat)), or h without a norm
+    dw    = sum(h * x_hat)
+
+The mean is over the features of one head (w of shape [D]) or over all heads of a token together (w of shape [H D]).
+`rope` explains `rotate_pairs` and its layouts; `rotate_back` is its transpose.
+
+Shapes: B batch, S sequence, Hq and Hk heads of queries and keys, D head size, R rotary features, P = programs of the
+backward, T = B S tokens.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tigon.ops.norms.row_sums import sum_rows
+from tigon.ops.rotary.heads import (
+    PAIRED,
+    HeadInputs,
+    HeadNormOptions,
+    NeededHeadGradients,
+    RotaryOptions,
+    allocate_output,
+    dense_features,
+    head_strides,
+    load_angles,
+    load_heads,
+    pack_axes,
+    rotary_size,
+    rotate_pairs,
+    store_heads,
+    table_strides,
+)
+from tigon.ops.rotary.qk_norm_rope_config import QKNormRopeConfig, QKNormRopeProblem, heads_of_tile
+from tigon.runtime.compat.triton import tl, triton
+from tigon.runtime.device import cdiv, device_of
+from tigon.runtime.launch import in_order, launch, launcher
+
+# --- kernels -------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _load_weight(
+    ptr, offset, H: tl.constexpr, D: tl.constexpr, R: tl.constexpr, PAIRED: tl.constexpr, TOGETHER: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
+):  # fmt: skip
+    """Load offset + w in the shape of a tile: [H, ...] if all heads are normalised together, [1, ...] otherwise.
+
+    Without a weight the result is one.
+    """
+    if ptr is None:
+        w1 = tl.full([1, 1], 1.0, tl.float32)
+        w2, rest = w1, w1
+    else:
+        heads = tl.arange(0, BLOCK_H if TOGETHER else 1)[:, None]
+        w1, w2, rest = load_heads(ptr + heads * D, heads < H, D, R, PAIRED, BLOCK_R, BLOCK_P)
+        w1, w2, rest = w1 + offset, w2 + offset, rest + offset
+    return w1, w2, rest
+
+
+@triton.jit
+def _sum_tile(x1, x2, rest, TOGETHER: tl.constexpr):
+    """Sum over the features of each head [H, 1], or over all heads [1, 1]."""
+    total = tl.sum(x1 + x2, axis=1, keep_dims=True) + tl.sum(rest, axis=1, keep_dims=True)
+    if TOGETHER:
+        total = tl.sum(total, axis=0, keep_dims=True)
+    return total
+
+
+@triton.jit
+def _forward_heads(
+    x_ptr, w_ptr, y_ptr, rstd_ptr,  # of one token: [H, D], [D] or [H D], [H, D], [H] or [1]
+    stride_x_h, stride_y_h, cos1, cos2, sin1, sin2, eps, offset,
+    H: tl.constexpr, D: tl.constexpr, R: tl.constexpr, X_PAIRED: tl.constexpr, Y_PAIRED: tl.constexpr,
+    TOGETHER: tl.constexpr, BACKWARD: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
+):  # fmt: skip
+    """Rotate all heads of one token, after a norm if there is memory for rstd."""
+    if rstd_ptr is not None:
+        w1, w2, w3 = _load_weight(w_ptr, offset, H, D, R, X_PAIRED, TOGETHER, BLOCK_H, BLOCK_R, BLOCK_P)
+    for start in range(0, H, BLOCK_H):
+        heads = (start + tl.arange(0, BLOCK_H)).to(tl.int64)[:, None]
+        inside = (heads < H) | (H % BLOCK_H == 0)
+        x1, x2, x3 = load_heads(x_ptr + heads * stride_x_h, inside, D, R, X_PAIRED, BLOCK_R, BLOCK_P)
+        if rstd_ptr is not None:
+            squares = _sum_tile(x1 * x1, x2 * x2, x3 * x3, TOGETHER)
+            rstd = tl.rsqrt(squares / (D * H if TOGETHER else D) + eps)  # [H, 1] or [1, 1]
+            if TOGETHER:
+                tl.store(rstd_ptr + tl.zeros([1, 1], tl.int32), rstd)
+            else:
+                tl.store(rstd_ptr + heads, rstd, mask=inside)
+            x1, x2, x3 = x1 * rstd * w1, x2 * rstd * w2, x3 * rstd * w3
+        y1, y2 = rotate_pairs(x1, x2, cos1, cos2, sin1, sin2, BACKWARD)
+        store_heads(y_ptr + heads * stride_y_h, inside, y1, y2, x3, D, R, Y_PAIRED, BLOCK_R, BLOCK_P)
+
+
+@triton.jit(do_not_specialize=["stride_cos_a", "S"])
+def _forward_kernel(
+    cos_ptr, sin_ptr, q_ptr, k_ptr,  # [3, B, S, R] and [B, H, S, D], of any strides
+    wq_ptr, wk_ptr, q_out_ptr, k_out_ptr,  # [D] or [H D]; [B, H, S, D] of any strides
+    rstd_ptr,  # [T, Hq + Hk], [T, 2] if all heads are normalised together, or None without a norm
+    stride_q_b, stride_q_h, stride_q_s, stride_k_b, stride_k_h, stride_k_s,
+    stride_q_out_b, stride_q_out_h, stride_q_out_s, stride_k_out_b, stride_k_out_h, stride_k_out_s,
+    stride_cos_a, stride_cos_b, stride_cos_s, S, eps, offset,  # sin has the strides of cos
+    HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
+    X_PAIRED: tl.constexpr, Y_PAIRED: tl.constexpr, AXES: tl.constexpr, TOGETHER: tl.constexpr,
+    TABLE: tl.constexpr, STEP: tl.constexpr, BACKWARD: tl.constexpr,
+    BLOCK_HQ: tl.constexpr, BLOCK_HK: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
+):  # fmt: skip
+    """Rotate the queries and the keys of one token, after their norms if there are any, and store rstd.
+
+    If BACKWARD is True, rotate gradients back.
+    """
+    token = tl.program_id(0)
+    b, s = (token // S).to(tl.int64), (token % S).to(tl.int64)
+    k_rstd_ptr = rstd_ptr
+    if rstd_ptr is not None:
+        rstd_ptr += token.to(tl.int64) * (2 if TOGETHER else HQ + HK)
+        k_rstd_ptr = rstd_ptr + (1 if TOGETHER else HQ)
+
+    row, PAIRED = b * stride_cos_b + s * stride_cos_s, X_PAIRED or Y_PAIRED
+    cos1, cos2 = load_angles(cos_ptr + row, stride_cos_a, R, PAIRED, AXES, BLOCK_R, TABLE, STEP)
+    sin1, sin2 = load_angles(sin_ptr + row, stride_cos_a, R, PAIRED, AXES, BLOCK_R, TABLE, STEP)
+    _forward_heads(
+        q_ptr + b * stride_q_b + s * stride_q_s, wq_ptr, q_out_ptr + b * stride_q_out_b + s * stride_q_out_s, rstd_ptr,
+        stride_q_h, stride_q_out_h, cos1, cos2, sin1, sin2, eps, offset,
+        HQ, D, R, X_PAIRED, Y_PAIRED, TOGETHER, BACKWARD, BLOCK_HQ, BLOCK_R, BLOCK_P,
+    )  # fmt: skip
+    if HK:
+        _forward_heads(
+            k_ptr + b * stride_k_b + s * stride_k_s, wk_ptr, k_out_ptr + b * stride_k_out_b + s * stride_k_out_s,
+            k_rstd_ptr, stride_k_h, stride_k_out_h, cos1, cos2, sin1, sin2, eps, offset,
+            HK, D, R, X_PAIRED, Y_PAIRED, TOGETHER, BACKWARD, BLOCK_HK, BLOCK_R, BLOCK_P,
+        )  # fmt: skip
+
+
+@triton.jit
+def _backward_heads(
+    cos_ptr, sin_ptr, dy_ptr, x_ptr, w_ptr, rstd_ptr, dx_ptr, dw_ptr,  # dx and dw are None if not needed
+    stride_dy_b, stride_dy_h, stride_dy_s, stride_x_b, stride_x_h, stride_x_s, stride_dx_b, stride_dx_h, stride_dx_s,
+    stride_cos_a, stride_cos_b, stride_cos_s, S, T, offset,
+    H: tl.constexpr, D: tl.constexpr, R: tl.constexpr, X_PAIRED: tl.constexpr, Y_PAIRED: tl.constexpr,
+    AXES: tl.constexpr, TOGETHER: tl.constexpr, RSTDS: tl.constexpr, KEEPS_W: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Compute dx of the tiles of a program, and its partial sum of dw."""
+    if KEEPS_W:
+        w1, w2, w3 = _load_weight(w_ptr, offset, H, D, R, X_PAIRED, TOGETHER, BLOCK_H, BLOCK_R, BLOCK_P)
+    # The heads of these sums are added once, after the loop.
+    if dw_ptr is not None:
+        dw1 = tl.zeros([BLOCK_H, BLOCK_R], tl.float32)
+        dw2 = tl.zeros([BLOCK_H, BLOCK_R], tl.float32)
+        dw3 = tl.zeros([BLOCK_H if R < D else 1, BLOCK_P], tl.float32)
+
+    TILES: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
+    for tile in tl.range(tl.program_id(0), T * TILES, tl.num_programs(0), num_stages=STAGES):
+        token = tl.cast(tile // TILES, tl.int32)
+        heads = ((tile % TILES) * BLOCK_H + tl.arange(0, BLOCK_H)).to(tl.int64)[:, None]
+        inside = (heads < H) | (H % BLOCK_H == 0)
+        b, s = (token // S).to(tl.int64), (token % S).to(tl.int64)
+        dy_ptrs = dy_ptr + b * stride_dy_b + s * stride_dy_s + heads * stride_dy_h
+        x_ptrs = x_ptr + b * stride_x_b + s * stride_x_s + heads * stride_x_h
+        dy1, dy2, h3 = load_heads(dy_ptrs, inside, D, R, Y_PAIRED, BLOCK_R, BLOCK_P)
+        x1, x2, x3 = load_heads(x_ptrs, inside, D, R, X_PAIRED, BLOCK_R, BLOCK_P)
+        row = b * stride_cos_b + s * stride_cos_s
+        cos1, cos2 = load_angles(cos_ptr + row, stride_cos_a, R, X_PAIRED, AXES, BLOCK_R, "halves")
+        sin1, sin2 = load_angles(sin_ptr + row, stride_cos_a, R, X_PAIRED, AXES, BLOCK_R, "halves")
+        rstd_ptrs = rstd_ptr + token.to(tl.int64) * RSTDS
+        if TOGETHER:
+            rstd = tl.load(rstd_ptrs + tl.zeros([1, 1], tl.int32))
+        else:
+            rstd = tl.load(rstd_ptrs + heads, mask=inside, other=0.0)
+
+        h1, h2 = rotate_pairs(dy1, dy2, cos1, cos2, sin1, sin2, True)
+        x1, x2, x3 = x1 * rstd, x2 * rstd, x3 * rstd
+        if dw_ptr is not None:
+            dw1, dw2 = dw1 + h1 * x1, dw2 + h2 * x2
+            if R < D:
+                dw3 += h3 * x3
+        if dx_ptr is not None:
+            if not KEEPS_W:
+                w1, w2, w3 = _load_weight(w_ptr, offset, H, D, R, X_PAIRED, TOGETHER, BLOCK_H, BLOCK_R, BLOCK_P)
+            g1, g2, g3 = h1 * w1, h2 * w2, h3 * w3
+            slope = _sum_tile(g1 * x1, g2 * x2, g3 * x3, TOGETHER) / (D * H if TOGETHER else D)
+            dx_ptrs = dx_ptr + b * stride_dx_b + s * stride_dx_s + heads * stride_dx_h
+            dx1, dx2, dx3 = rstd * (g1 - x1 * slope), rstd * (g2 - x2 * slope), rstd * (g3 - x3 * slope)
+            store_heads(dx_ptrs, inside, dx1, dx2, dx3, D, R, X_PAIRED, BLOCK_R, BLOCK_P)
+
+    if dw_ptr is not None:
+        heads = tl.arange(0, BLOCK_H if TOGETHER else 1)[:, None]
+        if not TOGETHER:
+            dw1, dw2 = tl.sum(dw1, axis=0, keep_dims=True), tl.sum(dw2, axis=0, keep_dims=True)
+            dw3 = tl.sum(dw3, axis=0, keep_dims=True)
+        store_heads(dw_ptr + heads * D, heads < H, dw1, dw2, dw3, D, R, X_PAIRED, BLOCK_R, BLOCK_P)
+
+
+@triton.jit(do_not_specialize=["stride_cos_a", "S", "T"])
+def _backward_kernel(
+    cos_ptr, sin_ptr, dq_out_ptr, dk_out_ptr, q_ptr, k_ptr, wq_ptr, wk_ptr, rstd_ptr,  # as in `_forward_kernel`
+    dq_ptr, dk_ptr, dwq_ptr, dwk_ptr,  # [B, H, S, D] of any strides, [P, stride_dw] fp32; None if not needed
+    stride_dq_out_b, stride_dq_out_h, stride_dq_out_s, stride_dk_out_b, stride_dk_out_h, stride_dk_out_s,
+    stride_q_b, stride_q_h, stride_q_s, stride_k_b, stride_k_h, stride_k_s,
+    stride_dq_b, stride_dq_h, stride_dq_s, stride_dk_b, stride_dk_h, stride_dk_s,
+    stride_dw, stride_cos_a, stride_cos_b, stride_cos_s, S, T, offset,
+    HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
+    X_PAIRED: tl.constexpr, Y_PAIRED: tl.constexpr, AXES: tl.constexpr, TOGETHER: tl.constexpr, KEEPS_W: tl.constexpr,
+    BLOCK_HQ: tl.constexpr, BLOCK_HK: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Compute the gradients of queries, keys and weights that are not None."""
+    RSTDS: tl.constexpr = 2 if TOGETHER else HQ + HK
+    if dwq_ptr is not None:
+        dwq_ptr += tl.program_id(0).to(tl.int64) * stride_dw
+    if dwk_ptr is not None:
+        dwk_ptr += tl.program_id(0).to(tl.int64) * stride_dw
+    if dq_ptr is not None or dwq_ptr is not None:
+        _backward_heads(
+            cos_ptr, sin_ptr, dq_out_ptr, q_ptr, wq_ptr, rstd_ptr, dq_ptr, dwq_ptr,
+            stride_dq_out_b, stride_dq_out_h, stride_dq_out_s, stride_q_b, stride_q_h, stride_q_s,
+            stride_dq_b, stride_dq_h, stride_dq_s, stride_cos_a, stride_cos_b, stride_cos_s, S, T, offset,
+            HQ, D, R, X_PAIRED, Y_PAIRED, AXES, TOGETHER, RSTDS, KEEPS_W, BLOCK_HQ, BLOCK_R, BLOCK_P, STAGES,
+        )  # fmt: skip
+    if dk_ptr is not None or dwk_ptr is not None:
+        _backward_heads(
+            cos_ptr, sin_ptr, dk_out_ptr, k_ptr, wk_ptr, rstd_ptr + (1 if TOGETHER else HQ), dk_ptr, dwk_ptr,
+            stride_dk_out_b, stride_dk_out_h, stride_dk_out_s, stride_k_b, stride_k_h, stride_k_s,
+            stride_dk_b, stride_dk_h, stride_dk_s, stride_cos_a, stride_cos_b, stride_cos_s, S, T, offset,
+            HK, D, R, X_PAIRED, Y_PAIRED, AXES, TOGETHER, RSTDS, KEEPS_W, BLOCK_HK, BLOCK_R, BLOCK_P, STAGES,
+        )  # fmt: skip
+
+
+# --- launchers -----------------------------------------------------------------------------------
+
+
+def _choose_config(q: Tensor, k: Tensor | None, heads: int, together: bool) -> QKNormRopeConfig:
+    """Return the launch parameters of heads that are normalised."""
+    count = max(q.shape[heads], 0 if k is None else k.shape[heads])
+    return QKNormRopeConfig.choose(QKNormRopeProblem(count, q.shape[3], together, q.element_size()), device_of(q))
+
+
+def _constants(
+    q: Tensor, k: Tensor | None, cos: Tensor, options: RotaryOptions, together: bool, block_h: int
+) -> dict[str, Any]:
+    """Return the constexprs that both kernels have."""
+    hq, hk, d = q.shape[options.heads], 0 if k is None else k.shape[options.heads], q.shape[3]
+    x_paired, y_paired = PAIRED[options.layout]
+    r = rotary_size(cos, options.table)
+    return {
+        "HQ": hq, "HK": hk, "D": d, "R": r, "X_PAIRED": x_paired, "Y_PAIRED": y_paired,
+        "AXES": pack_axes(options.axes), "TOGETHER": together, "BLOCK_HQ": min(block_h, triton.next_power_of_2(hq)),
+        "BLOCK_HK": min(block_h, triton.next_power_of_2(max(hk, 1))), "BLOCK_R": triton.next_power_of_2(r // 2),
+        "BLOCK_P": triton.next_power_of_2(max(d - r, 1)),
+    }  # fmt: skip
+
+
+def _launch_forward(
+    cos: Tensor, sin: Tensor, inputs: HeadInputs, q_out: Tensor, k_out: Tensor, rstd: Tensor | None,
+    norm: HeadNormOptions, rotary: RotaryOptions, backward: bool = False,
+) -> None:  # fmt: skip
+    """Write q_out and, if there is k, k_out. With memory for rstd, the heads are normalised first."""
+    q, k, q_weight, k_weight = inputs
+    q, k, heads = dense_features(q), dense_features(k), rotary.heads
+    if rstd is None:
+        block_h, num_warps = heads_of_tile(max(q.shape[heads], 0 if k is None else k.shape[heads]), q.shape[3]), 4
+    else:
+        config = _choose_config(q, k, heads, norm.together)
+        block_h, num_warps = config.block_h, config.num_warps
+    constants = _constants(q, k, cos, rotary, norm.together, block_h)
+    if rstd is None:
+        constants |= {"BLOCK_HQ": block_h, "BLOCK_HK": block_h}
+    if backward:
+        constants["X_PAIRED"], constants["Y_PAIRED"] = constants["Y_PAIRED"], constants["X_PAIRED"]
+    length = q.shape[3 - heads]
+    launch(
+        _forward_kernel, q.shape[0] * length,
+        *in_order(_forward_kernel)(
+            cos_ptr=cos, sin_ptr=sin, q_ptr=q, k_ptr=k, wq_ptr=q_weight, wk_ptr=k_weight,
+            q_out_ptr=q_out, k_out_ptr=k_out, rstd_ptr=rstd,
+            strides_q=head_strides(q, heads), strides_k=head_strides(k, heads),
+            strides_q_out=head_strides(q_out, heads),
+            strides_k_out=head_strides(None if k is None else k_out, heads),
+            strides_cos=table_strides(cos), S=length, eps=norm.eps, offset=norm.offset,
+        ),
+        **constants, TABLE=rotary.table, STEP=cos.stride(-1), BACKWARD=backward, num_warps=num_warps,
+    )  # fmt: skip
+
+
+def _empty_rotated(
+    q: Tensor, k: Tensor | None, q_dtype: torch.dtype, k_dtype: torch.dtype | None
+) -> tuple[Tensor, Tensor]:
+    """Allocate what `rope_rotate` returns."""
+    return allocate_output(q, q, q_dtype), allocate_output(k, q, k_dtype)
+
+
+@launcher(fake=_empty_rotated)
+def rope_rotate(
+    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, options: RotaryOptions, backward: bool,
+    q_dtype: torch.dtype, k_dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Rotate q and k, or rotate their gradients back.
+
+    Args:
+        q, k: [B, Hq, S, D] and [B, Hk, S, D], or with the heads in dimension 2. `k` may be None.
+        cos, sin: [B | 1, S, R], or [3, B | 1, S, R] if `options.axes` names the axis of each frequency. They have
+            equal strides. The stride of the features is 1, or 2 with `options.table` "once".
+
+    Returns:
+        The rotated q and k, each in its dtype. The second one is an empty tensor if `k` is None.
+    """
+    outputs = _empty_rotated(q, k, q_dtype, k_dtype)
+    _launch_forward(cos, sin, HeadInputs(q, k, None, None), *outputs, None, _NO_NORM, options, backward)
+    return outputs
+
+
+_NO_NORM = HeadNormOptions(0.0, 0.0, False)
+
+
+def _empty_forward(
+    inputs: HeadInputs, norm: HeadNormOptions, rotary: RotaryOptions, q_dtype: torch.dtype, k_dtype: torch.dtype | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Allocate what `qk_norm_rope_forward` returns."""
+    q, k, heads = inputs.q, inputs.k, rotary.heads
+    columns = 2 if norm.together else q.shape[heads] + (0 if k is None else k.shape[heads])
+    rstd = q.new_empty((q.shape[0] * q.shape[3 - heads], columns), dtype=torch.float32)
+    return *_empty_rotated(q, k, q_dtype, k_dtype), rstd
+
+
+@launcher(fake=_empty_forward)
+def qk_norm_rope_forward(
+    cos: Tensor, sin: Tensor, inputs: HeadInputs, norm: HeadNormOptions, rotary: RotaryOptions,
+    q_dtype: torch.dtype, k_dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Normalise and rotate q and k.
+
+    Args:
+        cos, sin: [B | 1, S, R], or [3, B | 1, S, R] if `rotary.axes` names the axis of each frequency.
+
+    Returns:
+        The new q and k, each in its dtype; the second one is an empty tensor if k is None. The third result is rstd
+        [T, Hq + Hk], or [T, 2] if all heads are normalised together.
+    """
+    outputs = _empty_forward(inputs, norm, rotary, q_dtype, k_dtype)
+    _launch_forward(cos, sin, inputs, *outputs, norm, rotary)
+    return outputs
+
+
+def _empty_backward(inputs: HeadInputs, needs: NeededHeadGradients) -> tuple[Tensor, Tensor, Tensor]:
+    """Allocate what `qk_norm_rope_backward` returns."""
+    q, k = inputs.q, inputs.k
+    pairs = (inputs.q_weight, needs.q_weight), (inputs.k_weight, needs.k_weight)
+    weights = [weight for weight, is_needed in pairs if weight is not None and is_needed]
+    dq = allocate_output(q if needs.q else None, q, q.dtype)
+    dk = allocate_output(k if needs.k else None, q, None if k is None else k.dtype)
+    dw = q.new_empty(sum(weight.shape[0] for weight in weights), dtype=weights[0].dtype if weights else q.dtype)
+    return dq, dk, dw
+
+
+@launcher(fake=_empty_backward)
+def qk_norm_rope_backward(
+    cos: Tensor, sin: Tensor, inputs: HeadInputs, rstd: Tensor, dq_out: Tensor | None, dk_out: Tensor | None,
+    norm: HeadNormOptions, rotary: RotaryOptions, needs: NeededHeadGradients,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return the gradients of q and of k, and those of both weights in one tensor.
+
+    Gradients that are not needed are empty, and have no part in the third tensor.
+    """
+    dq, dk, dw = _empty_backward(inputs, needs)
+    q, k, q_weight, k_weight = inputs
+    dq_out, dk_out, q, k = dense_features(dq_out), dense_features(dk_out), dense_features(q), dense_features(k)
+    heads, t, n = rotary.heads, rstd.shape[0], dw.shape[0]
+    config = _choose_config(q, k, heads, norm.together)
+    constants = _constants(q, k, cos, rotary, norm.together, config.backward_block_h)
+    programs = min(config.programs, t * cdiv(constants["HQ"], constants["BLOCK_HQ"]))
+    partial = dw.new_empty((programs, n), dtype=torch.float32)
+    # The partial gradients of q_weight come first.
+    k_start = q_weight.shape[0] if q_weight is not None and needs.q_weight else 0
+    dq_stored, dk_stored = dq if needs.q else None, dk if needs.k else None
+    launch(
+        _backward_kernel, programs,
+        *in_order(_backward_kernel)(
+            cos_ptr=cos, sin_ptr=sin, dq_out_ptr=dq_out, dk_out_ptr=dk_out,
+            q_ptr=q, k_ptr=k, wq_ptr=q_weight, wk_ptr=k_weight, rstd_ptr=rstd, dq_ptr=dq_stored, dk_ptr=dk_stored,
+            dwq_ptr=partial if needs.q_weight else None, dwk_ptr=partial[:, k_start:] if needs.k_weight else None,
+            strides_dq_out=head_strides(dq_out, heads), strides_dk_out=head_strides(dk_out, heads),
+            strides_q=head_strides(q, heads), strides_k=head_strides(k, heads),
+            strides_dq=head_strides(dq_stored, heads), strides_dk=head_strides(dk_stored, heads),
+            stride_dw=n, strides_cos=table_strides(cos), S=q.shape[3 - heads], T=t, offset=norm.offset,
+        ),
+        **constants, KEEPS_W=config.keeps_w, STAGES=config.num_stages, num_warps=config.backward_warps,
+    )  # fmt: skip
+    sum_rows(partial, dw)
+    return dq, dk, dw
