@@ -47,11 +47,6 @@ def test_an_odd_number_of_sequences(call, rows):
     assert loss.isfinite()
     assert metrics
     assert (grad[~x.mask] == 0).all()
-    if not call.stops_gradient:
-        arguments = call.arguments(x)
-        name = next(iter(arguments))
-        leaf = arguments[name].clone().requires_grad_()
-        assert torch.autograd.gradcheck(lambda x: call(arguments | {name: x})[0], leaf)
 
 
 @each_call
@@ -156,8 +151,9 @@ def test_nothing_depends_on_values_on_the_host(call):
         assert all(x.is_meta for x in metrics.values())
 
 
-# `make test` compiles one call of each loss.
-FIRST_CALLS = {call.loss: call for call in reversed(CALLS)}.values()
+# `make test` compiles one loss of pairs and one of policies. The test above shows for every call that no shape and no
+# branch depends on a value, which is why the others compile too.
+FIRST_CALLS = [next(call for call in CALLS if call.loss is loss) for loss in (losses.dpo_loss, losses.grpo_loss)]
 COMPILED = [
     pytest.param(call, id=call.name, marks=[] if call in FIRST_CALLS else pytest.mark.thorough) for call in CALLS
 ]
@@ -251,23 +247,6 @@ def test_only_the_policy_gets_a_gradient(call):
     assert leaves.pop(name).grad is not None
     assert all(leaf.grad is None for leaf in leaves.values())
     assert not any(metric.requires_grad for metric in metrics.values())
-
-
-@pytest.mark.parametrize("call", POLICY_CALLS, ids=lambda call: call.name)
-@pytest.mark.parametrize("columns", [1, 2, 7, 257])
-def test_policies_take_completions_of_any_length(call, columns):
-    """More padding changes nothing."""
-    x = tokens(4, columns)
-    arguments = call.arguments(x)
-    expected = _loss_and_gradient(call, arguments)
-    padded = {
-        name: torch.nn.functional.pad(y, (0, 5)) if isinstance(y, Tensor) and y.shape == x.mask.shape else y
-        for name, y in arguments.items()
-    }
-    loss, metrics, grad = _loss_and_gradient(call, padded)
-    torch.testing.assert_close((loss, metrics), expected[:2], rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(grad[:, :columns], expected[2], rtol=1e-5, atol=1e-6)
-    assert (grad[:, columns:] == 0).all()
 
 
 @pytest.mark.parametrize("name", losses.__all__)

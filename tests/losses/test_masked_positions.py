@@ -1,4 +1,7 @@
-"""No loss of Tigon or of its alias for Liger depends on the values at masked positions."""
+"""No loss of hidden states, of Tigon or of its alias for Liger, depends on the values at masked positions.
+
+`test_contracts` has the same test of the functions of log-probabilities.
+"""
 
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -8,11 +11,8 @@ import torch
 from torch import Tensor
 
 import tigon
-from tigon import losses
 from tigon.integrations.liger import chunked, layers, policy
 from tigon.integrations.liger.losses import DPO_TYPES
-from tigon.losses.policy import GRPO_LOSSES
-from tigon.losses.preference import DPO_LOSSES
 
 pytestmark = pytest.mark.no_interpreter("tests/ops has the tests of the kernels at ignored rows.")
 
@@ -55,55 +55,6 @@ def first(function: Callable[..., Any], **options: Any) -> Callable[..., Tensor]
 def options_of(loss_type: str) -> dict[str, Any]:
     length = {"max_completion_length": 9} if loss_type == "dr_grpo" else {}
     return {"loss_type": loss_type, **length}
-
-
-# --- Tigon's functions of log-probabilities ----------------------------------------------------------
-
-
-def function_cases(mask: Tensor) -> Iterator[Case]:
-    tokens = {"log_probs": log_probs("policy", mask), "mask": mask}
-    case = lambda name, loss, **more: Case(name, loss, tokens | more, ("log_probs",))
-    old, ref, ratio = log_probs("old", mask), log_probs("ref", mask), log_probs("ratio", mask).exp()
-    per_token, per_sequence = normal("advantages", *mask.shape), normal("advantages", N)
-    for loss_type in GRPO_LOSSES:
-        loss = first(losses.grpo_loss, beta=0.1, epsilon_high=1.5, **options_of(loss_type))
-        for advantages in (per_token, per_sequence):
-            yield case(
-                f"grpo_loss {loss_type} {advantages.dim()}", loss, advantages=advantages, old_log_probs=old,
-                ref_log_probs=ref, importance_sampling_ratio=ratio,
-            )  # fmt: skip
-    selecting = first(
-        losses.grpo_loss, off_policy_mask_threshold=0.01, entropy_coef=0.1, top_entropy_quantile=0.5,
-        importance_sampling_level="sequence",
-    )  # fmt: skip
-    entropy = log_probs("entropy", mask).neg()
-    yield case(
-        "grpo_loss of selected tokens", selecting, advantages=per_token, old_log_probs=old, entropy=entropy,
-        sampling_log_probs=ref,
-    )  # fmt: skip
-    for advantages in (per_token, per_sequence):
-        ppo = first(losses.ppo_loss, entropy_coef=0.1)
-        yield case(f"ppo_loss {advantages.dim()}", ppo, advantages=advantages, old_log_probs=old, entropy=entropy)
-    rloo = first(losses.rloo_loss, advantages=per_sequence)
-    yield case("rloo_loss", rloo, old_log_probs=old)
-    values = {"values": tokens["log_probs"], "mask": mask, "returns": ref, "old_values": old}
-    yield Case("ppo_value_loss", first(losses.ppo_value_loss), values, ("values",))
-    for loss_type in DPO_LOSSES:
-        smoothing = 0.1 if loss_type in ("exo_pair", "robust") else 0.0
-        loss = first(losses.dpo_loss, loss_type=loss_type, ld_alpha=0.5, label_smoothing=smoothing)
-        yield case(f"dpo_loss {loss_type}", loss, ref_log_probs=ref)
-    yield case("dpo_loss with weights", first(losses.dpo_loss, use_weighting=True), log_sum_sq_probs=old)
-    yield case("orpo_loss", first(losses.orpo_loss), nll_mask=mask.clone())
-    for loss_type in ("sigmoid", "hinge", "ipo", "simpo", "alphapo"):
-        yield case(f"cpo_loss {loss_type}", first(losses.cpo_loss, loss_type=loss_type, alpha=0.2))
-    yield case("simpo_loss", first(losses.simpo_loss))
-    kto = first(losses.kto_loss, is_desirable=torch.tensor([True, False, True, False]))
-    yield case("kto_loss", kto, ref_log_probs=ref)
-    # A sequence without tokens has a sum of zero.
-    for loss_type in ("sigmoid", "aot"):
-        loss = first(losses.dpo_loss, loss_type=loss_type)
-        yield case(f"dpo_loss {loss_type} of sums", loss, ref_sequence_log_probs=normal("sums", N))
-    yield case("kto_loss of sums", kto, ref_sequence_log_probs=normal("sums", N))
 
 
 # --- Tigon's losses of hidden states -----------------------------------------------------------------
@@ -227,7 +178,6 @@ def alias_cases(mask: Tensor) -> Iterator[Case]:
 # --- the test ----------------------------------------------------------------------------------------
 
 SIZES = (
-    ("many", MANY, function_cases),
     ("many", MANY, head_cases),
     ("few", FEW, head_cases),
     ("many", MANY, alias_cases),

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from losses.cases import Tokens, tokens
 from tigon import losses
+from tigon.losses.policy import GRPO_LOSSES
+from tigon.losses.preference import DPO_LOSSES
 
 pytestmark = pytest.mark.no_interpreter("It launches no kernel.")
 pytest.importorskip("trl", reason="TRL is not installed")
@@ -100,6 +102,12 @@ TYPES = (
 SMOOTHED = {"exo_pair": 0.1, "robust": 0.2, "aot": 0.1, "aot_unpaired": 0.3}
 DIVERGENCES = ("forward_kl", "js_divergence", "alpha_divergence")
 DIVERGING = ("sigmoid", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft", "sigmoid_norm")
+
+
+def test_every_type_is_compared():
+    assert set(TYPES) == set(DPO_LOSSES)
+    # GSPO is no type of TRL.
+    assert {*GRPO_TYPES, "gspo"} == set(GRPO_LOSSES)
 
 
 def _dpo_cases():

@@ -1,7 +1,6 @@
 import pytest
 
-from tigon.ops.head.computed_rows import CountConfig
-from tigon.runtime.tuning import tuned
+from tigon.ops.head import computed_rows
 
 
 @pytest.fixture(autouse=True)
@@ -10,7 +9,6 @@ def _poison(poisoned):
 
 
 @pytest.fixture(autouse=True)
-def _count_valid_rows_of_small_products():
+def _count_valid_rows_of_small_products(monkeypatch):
     """Remove ignored tokens from the smallest products too, on a GPU. These tests are not about speed."""
-    with tuned(CountConfig, min_multiplications=0):
-        yield
+    monkeypatch.setattr(computed_rows, "MIN_MULTIPLICATIONS", 0)

@@ -204,13 +204,6 @@ def test_nothing_is_added_without_gradients_or_valid_tokens():
     assert (w.grad == 1).all()
 
 
-def test_hidden_states_need_no_gradient():
-    w, (x, target) = _head(), _batch(0)
-    w.grad = torch.zeros_like(w)
-    _loss(x.detach(), w, target).backward()
-    torch.testing.assert_close(w.grad, _accumulate_by_autograd(1), rtol=2e-6, atol=1e-7)
-
-
 def test_option_has_no_effect_under_compile():
     torch._dynamo.reset()
     compiled, w = torch.compile(_loss, fullgraph=True, backend="aot_eager"), _head()

@@ -1,6 +1,5 @@
 """`linear_distillation` against its definition in float64, for every divergence and form of the teacher."""
 
-import functools
 import inspect
 import itertools
 
@@ -96,22 +95,6 @@ def test_fp32_logits_are_not_rounded(divergence, dtype):
     with tuned(ChunkConfig, tokens=4):
         check(tensors, options)
         check(tensors, options | TRANSFORMED | {"hard_weight": 0.1, "reduction": "none", "return_parts": True})
-
-
-@pytest.mark.kernels
-def test_rounded_logits_are_the_largest_error_of_a_close_student():
-    tensors = make(torch.bfloat16)
-    tensors["teacher_hidden"] = torch.cat(
-        (tensors["hidden"], torch.zeros_like(tensors["teacher_hidden"][:, HIDDEN:])), 1
-    )
-    tensors["teacher_bias"] = tensors["bias"] + 0.01
-    tensors["teacher_bias"][::2] -= 0.02
-    exact = run(linear_distillation_reference, tensors, {}, torch.float64)[1]
-    errors = []
-    for fp32_logits in (False, True):
-        gradient = run(tigon.linear_distillation, tensors, {"fp32_logits": fp32_logits})[1]
-        errors.append((gradient.double() - exact).norm() / exact.norm())
-    assert errors[1] < 0.1 * errors[0], errors
 
 
 @pytest.mark.kernels
@@ -262,13 +245,6 @@ def test_a_mean_over_no_token_is_zero():
     assert all((g == 0).all() for g in gradients)
 
 
-def test_autocast_keeps_the_gradient_of_the_weight_in_fp32():
-    tensors = make()
-    with torch.autocast(DEVICE, torch.bfloat16):
-        loss, dhidden, dweight, _ = run(tigon.linear_distillation, tensors, {})
-    assert loss.dtype == dhidden.dtype == dweight.dtype == torch.float32
-
-
 def test_the_reference_takes_the_same_arguments():
     parameters = lambda function: list(inspect.signature(function).parameters)
     assert parameters(linear_distillation_reference) == parameters(tigon.linear_distillation)
@@ -326,20 +302,10 @@ def test_a_sharded_head_is_refused():
         tigon.linear_distillation(**tensors)
 
 
-def test_compiled_code_computes_the_same():
-    tensors = make()
-    options = {"hard_weight": 0.5, "return_entropy": True}
-    compiled = torch.compile(functools.partial(tigon.linear_distillation), fullgraph=True, backend="aot_eager")
-    for a, b in zip(
-        run(compiled, tensors, options), run(tigon.linear_distillation, tensors, options), strict=True
-    ):  # fmt: skip
-        torch.testing.assert_close(a, b)
-
-
 @pytest.mark.no_interpreter("It launches no kernel.")
 def test_two_models_have_fewer_chunks_than_their_budget_allows():
     """8192 tokens of two bf16 heads of 128256 x 4096, with the spare tokens that an fp32 dW would take."""
-    problem = ChunkProblem(128256, logit_bytes=4, device_type="cuda", has_teacher=True)
+    problem = ChunkProblem("cuda", has_teacher=True)
     config = ChunkConfig.heuristic(problem, EMULATED)
     token_bytes = 128256 * 4
     tokens = config.chunk_tokens(8192, token_bytes, None, spare_tokens=2048)

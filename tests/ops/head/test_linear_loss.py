@@ -1,6 +1,5 @@
 """`linear_loss`: three products if the loss is a sum over parts of the batch, and four otherwise."""
 
-import itertools
 from typing import Any, NamedTuple
 
 import pytest
@@ -110,7 +109,7 @@ def test_loss_and_gradients_are_as_accurate_as_eager_code(group, ignored, dtype,
 @pytest.mark.no_interpreter("It launches no kernel.")
 def test_a_long_pair_may_exceed_the_budget_of_chunks():
     """Pairs of 2 x 2048 tokens with a vocabulary of 128256, whose logits take 1002 MiB in bf16."""
-    config, token_bytes = ChunkConfig.heuristic(ChunkProblem(128256, 2, "cuda"), EMULATED), 128256 * 2
+    config, token_bytes = ChunkConfig.heuristic(ChunkProblem("cuda"), EMULATED), 128256 * 2
     assert config.token_limit(16384, token_bytes, None, 0) < 4096 <= config.unit_limit(token_bytes, None) < 8192
     assert config.unit_limit(token_bytes, 100) * token_bytes <= 100 * 2**20
 
@@ -128,35 +127,6 @@ def test_the_number_of_products(group, limit, products):
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         tigon.linear_loss(hidden, weight, targets, loss_fn, *args, group=group)
     assert counter.get_total_flops() == 2 * targets.numel() * HIDDEN * VOCABULARY
-
-
-@pytest.mark.parametrize("needs", list(itertools.product([False, True], repeat=2)), ids=str)
-def test_each_gradient_depends_on_its_own_need(needs):
-    hidden, weight, _, targets = make()
-    hidden.requires_grad_(needs[0])
-    weight.requires_grad_(needs[1])
-    with tuned(ChunkConfig, tokens=2 * LENGTH):
-        loss, _ = tigon.linear_loss(hidden, weight, targets, sequence_loss, values(SEQUENCES), group="sequence")
-    assert loss.requires_grad == any(needs)
-    if any(needs):
-        loss.backward()
-    assert (hidden.grad is not None, weight.grad is not None) == needs
-
-
-def test_the_loss_and_the_metrics_are_those_of_the_whole_batch():
-    hidden, weight, _, targets = make()
-    results = []
-    for tokens in (2 * LENGTH, SEQUENCES * LENGTH):
-        with tuned(ChunkConfig, tokens=tokens):
-            results.append(
-                tigon.linear_loss(hidden, weight, targets, sequence_loss, values(SEQUENCES), group="sequence")
-            )
-    (loss, metrics), (whole_loss, whole_metrics) = results
-    assert metrics["sums"].shape == (SEQUENCES,)
-    torch.testing.assert_close(loss, whole_loss)
-    torch.testing.assert_close(metrics, whole_metrics)
-    # A token that is ignored adds nothing.
-    assert metrics["sums"][1] == 0
 
 
 def test_arguments_of_the_loss_may_need_gradients():
@@ -221,15 +191,6 @@ def test_any_boundaries_give_the_loss_of_eager_code(bounds):
     )  # fmt: skip
     with tuned(ChunkConfig, tokens=4):
         assert_as_accurate_as_eager(call(tigon.linear_loss), call(eager_linear_loss), [hidden, weight, bias], loss=True)
-
-
-def test_a_second_backward_and_a_scaled_loss():
-    hidden, weight, _, targets = make()
-    with tuned(ChunkConfig, tokens=2 * LENGTH):
-        loss, _ = tigon.linear_loss(hidden, weight, targets, sequence_loss, values(SEQUENCES), group="sequence")
-    first = torch.autograd.grad(loss, [hidden, weight], retain_graph=True)
-    second = torch.autograd.grad(3.0 * loss, [hidden, weight])
-    torch.testing.assert_close(second, tuple(3.0 * g for g in first))
 
 
 # --- functions of every kind -------------------------------------------------------------------------

@@ -3,47 +3,9 @@ import torch
 import torch.nn.functional as F
 
 import tigon
-from op_cases import DEVICE, DTYPES, assert_as_accurate_as_eager, one_in
+from op_cases import DEVICE, assert_as_accurate_as_eager, one_in
+from ops.logits.cross_entropy_cases import OPTIONS, SHAPES, class_weights, logits_of, target_of
 from tigon.ops.logits.cross_entropy import cross_entropy_reference
-
-# Two classes, widths that fill no block, and one wider than a block of the kernel.
-SHAPES = [(20, 2), (23, 7), (4, 5, 100), (6, 5000)]
-
-OPTIONS = {
-    "plain": {},
-    "sum": {"reduction": "sum"},
-    "none": {"reduction": "none"},
-    "label smoothing": {"label_smoothing": 0.1},
-    "softcap": {"softcap": 3.0},
-    "logit scale": {"logit_scale": 0.25},
-    "z-loss": {"z_loss": 0.05},
-    "token scaling": {"token_scaling": True},
-    "items": {"num_items": 17},
-    "all": {"label_smoothing": 0.2, "softcap": 5.0, "logit_scale": 1.5, "z_loss": 0.01},
-    "all, none": {"label_smoothing": 0.2, "softcap": 5.0, "logit_scale": 1.5, "z_loss": 0.01, "reduction": "none"},
-    "all, token scaling": {
-        "label_smoothing": 0.2,
-        "softcap": 5.0,
-        "logit_scale": 1.5,
-        "z_loss": 0.01,
-        "token_scaling": True,
-    },
-}
-
-
-def _logits(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(sum(shape))
-    return (torch.randn(shape, generator=generator) * 4).to(DEVICE, dtype).requires_grad_()
-
-
-def _target(*shape: int, v: int, ignored: int = 3) -> torch.Tensor:
-    target = torch.randint(v, shape, generator=torch.Generator().manual_seed(v))
-    target.view(-1)[1::ignored] = -100
-    return target.to(DEVICE)
-
-
-def _class_weights(v: int) -> torch.Tensor:
-    return torch.rand(v, generator=torch.Generator().manual_seed(v)).to(DEVICE) + 0.1
 
 
 @one_in(
@@ -55,32 +17,23 @@ def _class_weights(v: int) -> torch.Tensor:
 )
 def test_cross_entropy_is_as_accurate_as_eager_code(shape, options, weighted, inplace):
     """With token scaling, only likely targets contribute, so gradients are differences of 1 / D and nearly 1 / D."""
-    target = _target(*shape[:-1], v=shape[-1])
-    weight = _class_weights(shape[-1]) if weighted else None
+    target = target_of(*shape[:-1], v=shape[-1])
+    weight = class_weights(shape[-1]) if weighted else None
     assert_as_accurate_as_eager(
         lambda x: tigon.cross_entropy(x.clone(), target, weight, inplace=inplace, **options),
         lambda x: cross_entropy_reference(x, target, weight, **options),
-        [_logits(*shape)],
+        [logits_of(*shape)],
         loss=True,
         term_size=0.1 if "token_scaling" in options else 0.0,
     )
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_loss_is_fp32_for_every_dtype_of_the_logits(dtype):
-    logits, target = _logits(4, 50, dtype=dtype), _target(4, v=50)
-    loss = tigon.cross_entropy(logits, target)
-    assert loss.dtype == torch.float32
-    assert torch.autograd.grad(loss, logits)[0].dtype == dtype
-    torch.testing.assert_close(loss, F.cross_entropy(logits.float(), target), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
 @pytest.mark.parametrize("smoothing", [0.0, 0.3])
 @pytest.mark.parametrize("weighted", [False, True], ids=["", "class weights"])
 def test_cross_entropy_agrees_with_torch(weighted, smoothing, reduction):
-    logits, target = _logits(9, 40), _target(9, v=40)
-    weight = _class_weights(40) if weighted else None
+    logits, target = logits_of(9, 40), target_of(9, v=40)
+    weight = class_weights(40) if weighted else None
     options = {"label_smoothing": smoothing, "reduction": reduction}
     ours, theirs = (
         tigon.cross_entropy(logits, target, weight, **options),
@@ -93,7 +46,7 @@ def test_cross_entropy_agrees_with_torch(weighted, smoothing, reduction):
 
 
 def test_inplace_alone_overwrites_the_logits_with_the_gradient():
-    values, target = _logits(6, 30).detach(), _target(6, v=30)
+    values, target = logits_of(6, 30).detach(), target_of(6, v=30)
     plain = values.clone().requires_grad_()
     hidden = plain * 1.0
     before = hidden.detach().clone()
@@ -108,7 +61,7 @@ def test_inplace_alone_overwrites_the_logits_with_the_gradient():
 
 
 def test_inplace_does_not_change_logits_that_need_no_gradient():
-    logits, target = _logits(6, 30).detach(), _target(6, v=30)
+    logits, target = logits_of(6, 30).detach(), target_of(6, v=30)
     before = logits.clone()
     tigon.cross_entropy(logits, target, inplace=True)
     with torch.no_grad():
@@ -118,7 +71,7 @@ def test_inplace_does_not_change_logits_that_need_no_gradient():
 
 def test_autograd_notices_that_inplace_changed_saved_logits():
     """exp saves its output for backward. If it is overwritten, autograd must raise an error."""
-    x, target = _logits(6, 30), _target(6, v=30)
+    x, target = logits_of(6, 30), target_of(6, v=30)
     hidden = x.exp()
     loss = tigon.cross_entropy(hidden, target, inplace=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -126,7 +79,7 @@ def test_autograd_notices_that_inplace_changed_saved_logits():
 
 
 def test_inplace_supports_two_backward_passes():
-    values, target = _logits(6, 30).detach(), _target(6, v=30)
+    values, target = logits_of(6, 30).detach(), target_of(6, v=30)
     x = values.requires_grad_()
     expected = torch.autograd.grad(tigon.cross_entropy(x * 1.0, target), x)[0]
     loss = tigon.cross_entropy(x * 1.0, target, inplace=True)
@@ -139,7 +92,7 @@ def test_inplace_supports_two_backward_passes():
 
 @pytest.mark.parametrize("inplace", [False, True], ids=["new buffer", "in place"])
 def test_ignored_rows_have_zero_gradients_for_any_values(inplace):
-    logits, target = _logits(4, 30).detach(), torch.tensor([3, -100, 5, -100], device=DEVICE)
+    logits, target = logits_of(4, 30).detach(), torch.tensor([3, -100, 5, -100], device=DEVICE)
     logits[1], logits[3] = torch.nan, torch.inf
     logits.requires_grad_()
     loss = tigon.cross_entropy(logits, target, inplace=inplace, label_smoothing=0.1, z_loss=0.1)
@@ -151,7 +104,7 @@ def test_ignored_rows_have_zero_gradients_for_any_values(inplace):
 
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
 def test_loss_is_zero_and_differentiable_if_all_rows_are_ignored(reduction):
-    logits, target = _logits(4, 30), torch.full((4,), -100, device=DEVICE)
+    logits, target = logits_of(4, 30), torch.full((4,), -100, device=DEVICE)
     result = tigon.cross_entropy(logits, target, reduction=reduction, return_z_loss=True, return_token_accuracy=True)
     (gradient,) = torch.autograd.grad(result.loss.sum(), logits)
     assert (result.loss == 0).all()
@@ -160,7 +113,7 @@ def test_loss_is_zero_and_differentiable_if_all_rows_are_ignored(reduction):
 
 
 def test_ignore_index_may_be_a_class():
-    logits, target = _logits(6, 30), torch.tensor([0, 1, 2, 0, 3, 0], device=DEVICE)
+    logits, target = logits_of(6, 30), torch.tensor([0, 1, 2, 0, 3, 0], device=DEVICE)
     expected = F.cross_entropy(logits, target, ignore_index=0)
     torch.testing.assert_close(tigon.cross_entropy(logits, target, ignore_index=0), expected)
 
@@ -168,7 +121,7 @@ def test_ignore_index_may_be_a_class():
 @pytest.mark.parametrize("inplace", [False, True], ids=["new buffer", "in place"])
 @pytest.mark.parametrize("bad", [30, 10**6, 2**40, -1, -101])
 def test_out_of_range_target_gives_nan_in_its_row_only(bad, inplace):
-    logits, target = _logits(4, 30), torch.tensor([3, bad, -100, 29], device=DEVICE)
+    logits, target = logits_of(4, 30), torch.tensor([3, bad, -100, 29], device=DEVICE)
     hidden = logits * 1.0
     loss = tigon.cross_entropy(hidden, target, reduction="none", inplace=inplace)
     (gradient,) = torch.autograd.grad(loss.sum(), logits)
@@ -176,11 +129,11 @@ def test_out_of_range_target_gives_nan_in_its_row_only(bad, inplace):
     assert gradient.isnan().all(-1).tolist() == [False, True, False, False]
     assert gradient[[0, 2, 3]].isfinite().all()
     for reduction in ("mean", "sum"):
-        assert tigon.cross_entropy(logits, target, reduction=reduction, weight=_class_weights(30)).isnan()
+        assert tigon.cross_entropy(logits, target, reduction=reduction, weight=class_weights(30)).isnan()
 
 
 def test_further_results_are_returned_on_request():
-    logits, target = _logits(8, 30), _target(8, v=30)
+    logits, target = logits_of(8, 30), target_of(8, v=30)
     result = tigon.cross_entropy(
         logits, target, z_loss=0.1, return_z_loss=True, return_token_accuracy=True, return_predicted_tokens=True
     )
@@ -205,23 +158,23 @@ def test_predicted_token_is_the_first_of_equal_logits_in_any_block():
 
 @pytest.mark.parametrize("items", [13, 13.0, torch.tensor(13), torch.tensor([13.0])], ids=str)
 def test_num_items_may_be_a_number_or_a_tensor(items):
-    logits, target = _logits(8, 30), _target(8, v=30)
+    logits, target = logits_of(8, 30), target_of(8, v=30)
     expected = F.cross_entropy(logits, target, reduction="sum") / 13
     torch.testing.assert_close(tigon.cross_entropy(logits, target, num_items=items), expected)
 
 
 def test_int32_targets_are_accepted():
-    logits, target = _logits(8, 30), _target(8, v=30)
+    logits, target = logits_of(8, 30), target_of(8, v=30)
     assert torch.equal(tigon.cross_entropy(logits, target.int()), tigon.cross_entropy(logits, target))
 
 
 def test_ignore_index_none_means_the_default_of_torch():
-    logits, target = _logits(8, 30), _target(8, v=30)
+    logits, target = logits_of(8, 30), target_of(8, v=30)
     assert torch.equal(tigon.cross_entropy(logits, target, ignore_index=None), tigon.cross_entropy(logits, target))
 
 
 def test_vocabulary_may_have_one_class():
-    logits, target = _logits(5, 1), torch.zeros(5, dtype=torch.int64, device=DEVICE)
+    logits, target = logits_of(5, 1), torch.zeros(5, dtype=torch.int64, device=DEVICE)
     loss = tigon.cross_entropy(logits, target)
     assert loss == 0
     assert (torch.autograd.grad(loss, logits)[0] == 0).all()
@@ -230,7 +183,7 @@ def test_vocabulary_may_have_one_class():
 @pytest.mark.parametrize("inplace", [False, True], ids=["new buffer", "in place"])
 def test_fp16_gradients_use_the_loss_scale(inplace):
     """1 / items underflows in fp16. The loss scale of the upstream gradient prevents this."""
-    logits, target = _logits(4, 5000, dtype=torch.float16), _target(4, v=5000)
+    logits, target = logits_of(4, 5000, dtype=torch.float16), target_of(4, v=5000)
     scale = torch.tensor(65536.0, device=DEVICE)
     run = lambda f: torch.autograd.grad(f(logits * 1.0), logits, scale)[0].float()
     actual = run(lambda x: tigon.cross_entropy(x, target, num_items=8192, inplace=inplace))
@@ -253,34 +206,18 @@ def test_rows_may_share_memory(inplace):
 @pytest.mark.parametrize("weighted", [False, True], ids=["", "class weights"])
 def test_label_smoothing_is_accurate_for_logits_far_from_zero(weighted):
     """A shift of all logits changes nothing, and the loss must not lose digits."""
-    logits, target = _logits(16, 5000).detach(), _target(16, v=5000)
-    weight = _class_weights(5000) if weighted else None
+    logits, target = logits_of(16, 5000).detach(), target_of(16, v=5000)
+    weight = class_weights(5000) if weighted else None
     shifted = logits + 1000.0
     options = {"label_smoothing": 0.5, "weight": weight}
     exact = cross_entropy_reference(shifted.double(), target, **options)
     torch.testing.assert_close(tigon.cross_entropy(shifted, target, **options).double(), exact, rtol=1e-6, atol=0)
 
 
-def test_loss_is_fp32_under_autocast():
-    logits, target = _logits(8, 300), _target(8, v=300)
-    run = lambda: tigon.cross_entropy(logits, target, _class_weights(300), label_smoothing=0.5)
-    with torch.autocast(DEVICE, torch.bfloat16):
-        inside = run()
-    assert torch.equal(inside, run())
-
-
-@pytest.mark.no_interpreter("It launches no kernel.")
-def test_meta_tensors_give_shapes():
-    logits = torch.randn(4, 10, device="meta", requires_grad=True)
-    loss = tigon.cross_entropy(logits, torch.zeros(4, dtype=torch.int64, device="meta"))
-    (gradient,) = torch.autograd.grad(loss, logits)
-    assert gradient.shape == (4, 10)
-
-
 def test_module_computes_the_function():
-    logits, target = _logits(8, 30), _target(8, v=30)
-    module = tigon.CrossEntropyLoss(_class_weights(30), label_smoothing=0.1, softcap=5.0).to(DEVICE)
-    expected = cross_entropy_reference(logits, target, _class_weights(30), label_smoothing=0.1, softcap=5.0)
+    logits, target = logits_of(8, 30), target_of(8, v=30)
+    module = tigon.CrossEntropyLoss(class_weights(30), label_smoothing=0.1, softcap=5.0).to(DEVICE)
+    expected = cross_entropy_reference(logits, target, class_weights(30), label_smoothing=0.1, softcap=5.0)
     torch.testing.assert_close(module(logits, target), expected)
     assert list(module.state_dict()) == ["weight"]
     with pytest.raises(ValueError, match="CrossEntropyLoss: an option must be one of .*got 'soft_cap'"):

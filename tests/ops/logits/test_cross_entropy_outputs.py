@@ -8,33 +8,11 @@ import torch
 import tigon
 from dispatch_modes import PeakMemory
 from op_cases import DEVICE, DTYPES, assert_as_accurate_as_eager, one_in
+from ops.logits.cross_entropy_cases import OPTIONS, SHAPES, class_weights, logits_of, target_of
 from tigon.ops.logits.cross_entropy import cross_entropy_reference, log_probs_and_entropy_reference
 from tigon.ops.logits.token.kernels import Options, Upstream, Wants, gradient, gradient_scales, statistics
 
-# Two classes, widths that fill no block, and one wider than a block of the kernel.
-SHAPES = [(20, 2), (23, 7), (4, 5, 100), (6, 5000)]
-
-OPTIONS = {
-    "plain": {},
-    "none": {"reduction": "none"},
-    "softcap": {"softcap": 3.0},
-    "logit scale": {"logit_scale": 0.25},
-    "token scaling": {"token_scaling": True},
-    "all": {"label_smoothing": 0.2, "softcap": 5.0, "logit_scale": 1.5, "z_loss": 0.01, "token_scaling": True},
-}
-
 RESULT_FLAGS = {"return_log_probs": True, "return_entropy": True}
-
-
-def _logits(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(sum(shape))
-    return (torch.randn(shape, generator=generator) * 4).to(DEVICE, dtype).requires_grad_()
-
-
-def _target(*shape: int, v: int) -> torch.Tensor:
-    target = torch.randint(v, shape, generator=torch.Generator().manual_seed(v))
-    target.view(-1)[1::3] = -100
-    return target.to(DEVICE)
 
 
 def _run(x: torch.Tensor, target: torch.Tensor, weight=None, **options) -> tuple[torch.Tensor, ...]:
@@ -49,16 +27,21 @@ def _reference(x: torch.Tensor, target: torch.Tensor, weight=None, **options) ->
     )
 
 
-@one_in(2, shape=SHAPES, options=OPTIONS, weighted={"": False, "class weights": True})
+OUTPUT_OPTIONS = {name: OPTIONS[name] for name in ("plain", "none", "softcap", "logit scale", "token scaling")} | {
+    "all": OPTIONS["all, token scaling"]
+}
+
+
+@one_in(2, shape=SHAPES, options=OUTPUT_OPTIONS, weighted={"": False, "class weights": True})
 def test_outputs_are_as_accurate_as_eager_code(shape, options, weighted):
     """All three outputs have random upstream gradients. That of the entropy subtracts p log p and p H."""
     *rows, v = shape
-    target = _target(*rows, v=v)
-    weight = torch.rand(v, generator=torch.Generator().manual_seed(v)).to(DEVICE) + 0.1 if weighted else None
+    target = target_of(*rows, v=v)
+    weight = class_weights(v) if weighted else None
     assert_as_accurate_as_eager(
         lambda x: _run(x, target, weight, **options),
         lambda x: _reference(x, target, weight, **options),
-        [_logits(*shape)],
+        [logits_of(*shape)],
         loss=True,
         term_size=1.0,
     )
@@ -67,7 +50,7 @@ def test_outputs_are_as_accurate_as_eager_code(shape, options, weighted):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("output", range(3), ids=["loss", "log_probs", "entropy"])
 def test_backward_works_if_one_output_is_used(output, dtype):
-    logits, target = _logits(9, 60, dtype=dtype), _target(9, v=60)
+    logits, target = logits_of(9, 60, dtype=dtype), target_of(9, v=60)
     assert_as_accurate_as_eager(
         lambda x: _run(x, target, z_loss=0.1)[output],
         lambda x: _reference(x, target, z_loss=0.1)[output],
@@ -79,7 +62,7 @@ def test_backward_works_if_one_output_is_used(output, dtype):
 
 
 def test_log_probs_and_entropy_may_be_requested_alone():
-    logits, target = _logits(9, 60), _target(9, v=60)
+    logits, target = logits_of(9, 60), target_of(9, v=60)
     loss, log_probs, entropy = _run(logits, target)
     alone = tigon.cross_entropy(logits, target, return_log_probs=True)
     assert torch.equal(alone.log_probs, log_probs)
@@ -96,7 +79,7 @@ def test_log_probs_and_entropy_may_be_requested_alone():
 @pytest.mark.parametrize("at", [slice(0, 10), slice(2050, 2060), slice(5990, 6000)], ids=["first", "middle", "last"])
 def test_classes_with_a_logit_of_minus_infinity_contribute_nothing(at, scaled):
     """There are whole blocks of such classes too, before and after the finite ones."""
-    values, target = _logits(3, 6000).detach(), torch.tensor([3, 4, 5], device=DEVICE) + at.start
+    values, target = logits_of(3, 6000).detach(), torch.tensor([3, 4, 5], device=DEVICE) + at.start
     masked = torch.full_like(values, -torch.inf)
     masked[:, at] = values[:, at]
     masked.requires_grad_()
@@ -125,22 +108,9 @@ def test_entropy_is_right_from_certain_to_uniform_rows():
     assert gradient.abs().max() < 1e-9
 
 
-def test_ignored_rows_give_zeros_for_any_values():
-    logits, target = _logits(4, 30).detach(), torch.tensor([3, -100, 5, -100], device=DEVICE)
-    logits[1], logits[3] = torch.nan, torch.inf
-    logits.requires_grad_()
-    outputs = _run(logits, target, token_scaling=True, z_loss=0.1)
-    (gradient,) = torch.autograd.grad([y.sum() for y in outputs], logits)
-    for y in outputs[1:]:
-        assert (y[[1, 3]] == 0).all()
-        assert (y[[0, 2]] != 0).all()
-    assert (gradient[[1, 3]] == 0).all()
-    assert gradient.isfinite().all()
-
-
 @pytest.mark.parametrize("bad", [30, 10**6, 2**40, -1, -101])
-def test_out_of_range_target_gives_nan_in_its_row_only(bad):
-    logits, target = _logits(4, 30), torch.tensor([3, bad, -100, 29], device=DEVICE)
+def test_out_of_range_target_gives_nan_outputs_in_its_row_only(bad):
+    logits, target = logits_of(4, 30), torch.tensor([3, bad, -100, 29], device=DEVICE)
     loss, log_probs, entropy = _run(logits, target, reduction="none", token_scaling=True, z_loss=0.1)
     for values in (loss, log_probs):
         assert values.isnan().tolist() == [False, True, False, False]
@@ -152,14 +122,14 @@ def test_out_of_range_target_gives_nan_in_its_row_only(bad):
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_logits_that_are_not_finite_give_nan_results(value):
-    logits, target = _logits(3, 3000).detach(), torch.tensor([3, 4, 5], device=DEVICE)
+    logits, target = logits_of(3, 3000).detach(), torch.tensor([3, 4, 5], device=DEVICE)
     logits[1, 2900] = value
     for values in _run(logits, target, reduction="none"):
         assert values.isnan().tolist() == [False, True, False]
 
 
 def test_token_scaling_is_a_constant_factor():
-    logits, target = _logits(8, 30), _target(8, v=30)
+    logits, target = logits_of(8, 30), target_of(8, v=30)
     options = {"label_smoothing": 0.1, "z_loss": 0.1, "reduction": "none", "return_z_loss": True}
     plain = tigon.cross_entropy(logits, target, return_log_probs=True, **options)
     scaled = tigon.cross_entropy(logits, target, token_scaling=True, **options)
@@ -172,7 +142,7 @@ def test_token_scaling_is_a_constant_factor():
 
 
 def test_inplace_does_not_change_logits_that_outputs_need():
-    x, target = _logits(6, 30), _target(6, v=30)
+    x, target = logits_of(6, 30), target_of(6, v=30)
     for requested in ({"return_log_probs": True}, {"return_entropy": True}):
         hidden = x * 1.0
         result = tigon.cross_entropy(hidden, target, inplace=True, **requested)
@@ -184,21 +154,8 @@ def test_inplace_does_not_change_logits_that_outputs_need():
         torch.testing.assert_close(gradient, torch.autograd.grad(expected, x)[0], rtol=1e-5, atol=1e-6)
 
 
-def test_outputs_have_the_shape_of_the_target_and_may_be_reused():
-    logits, target = _logits(2, 3, 50), _target(2, 3, v=50)
-    result = tigon.cross_entropy(logits, target.int(), **RESULT_FLAGS)
-    assert result.log_probs.shape == result.entropy.shape == target.shape
-    # A policy gradient with an entropy bonus, backward twice, with gradients that are expanded.
-    total = -(result.log_probs * 0.5).sum() - 0.1 * result.entropy.mean()
-    first, again = (torch.autograd.grad(total, logits, retain_graph=True)[0] for _ in range(2))
-    assert torch.equal(first, again)
-    _, log_probs, entropy = _reference(logits, target)
-    (expected,) = torch.autograd.grad(-(log_probs * 0.5).sum() - 0.1 * entropy.mean(), logits)
-    torch.testing.assert_close(first, expected, rtol=1e-5, atol=1e-6)
-
-
 def test_module_returns_outputs_and_refuses_bad_input():
-    logits, target = _logits(8, 30), _target(8, v=30)
+    logits, target = logits_of(8, 30), target_of(8, v=30)
     module = tigon.CrossEntropyLoss(token_scaling=True, **RESULT_FLAGS)
     expected = tigon.cross_entropy(logits, target, token_scaling=True, **RESULT_FLAGS)
     for a, b in zip(module(logits, target), expected, strict=True):
@@ -212,7 +169,7 @@ def test_module_returns_outputs_and_refuses_bad_input():
 @pytest.mark.parametrize("entropy", [False, True], ids=["", "entropy"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_reference_needs_at_most_two_fp32_blocks(dtype, entropy, options):
-    logits, target = torch.randn(16, 20_000).to(dtype), _target(16, v=20_000).cpu()
+    logits, target = torch.randn(16, 20_000).to(dtype), target_of(16, v=20_000).cpu()
     options, wants = Options(label_smoothing=0.1, **options), Wants(True, True, entropy, entropy)
     scales, block = gradient_scales(target, None, None, 20_000, -100, True), 4 * logits.numel()
     for overwrite in (False, True):

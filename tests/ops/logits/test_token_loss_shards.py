@@ -105,27 +105,6 @@ def test_sharded_loss_is_as_accurate_as_eager_code(options, sizes):
     assert_as_accurate_as_eager(run, reference, [logits.requires_grad_()], loss=True, term_size=1.0)
 
 
-@one_in(
-    2,
-    options={name: OPTIONS[name] for name in ("plain", "all")},
-    weighted={"": False, "class weights": True},
-    sizes=SHARD_SIZES[1:],
-)
-def test_shards_give_the_results_of_all_columns_together(options, weighted, sizes):
-    logits, target, weight = _inputs()
-    weight, options = weight if weighted else None, Options(**options)
-    generator = torch.Generator().manual_seed(1)
-    upstream = Upstream(*(torch.randn(len(target), generator=generator).to(DEVICE) for _ in range(3)))
-    result, whole = _whole(logits, target, weight, options, upstream)
-    outputs = _Sharded.apply(logits.requires_grad_(), target, weight, sizes, options, EVERYTHING)
-    for actual, expected in zip(outputs, result[:1] + result[2:6], strict=True):
-        torch.testing.assert_close(actual, expected, rtol=2e-6, atol=2e-6)
-    loss, _, _, log_probs, entropy = outputs
-    (parts,) = torch.autograd.grad((loss, log_probs, entropy), logits, tuple(upstream))
-    torch.testing.assert_close(parts, whole, rtol=1e-5, atol=1e-6)
-    assert (parts[target == -100] == 0).all()
-
-
 @each_sharding
 def test_results_that_are_not_requested_are_empty(sizes):
     logits, target, _ = _inputs()
@@ -191,15 +170,6 @@ def test_out_of_range_target_gives_nan_in_its_row_only(bad, sizes):
     assert loss.isnan().tolist() == log_probs.isnan().tolist() == expected
     assert actual.isnan().all(-1).tolist() == actual.isnan().any(-1).tolist() == expected
     assert entropy.isfinite().all()
-
-
-@each_sharding
-def test_logits_that_are_not_finite_give_a_nan_loss(sizes):
-    logits, target, _ = _inputs()
-    logits[1, 4000], logits[4, 0] = torch.inf, torch.nan
-    loss, _, _, log_probs, entropy = _sharded(logits, target, None, sizes)
-    for values in (loss, log_probs, entropy):
-        assert values.isnan().nonzero()[:, 0].tolist() == [1, 4]
 
 
 @each_sharding

@@ -1,33 +1,33 @@
 """The engine of all losses of a linear layer's outputs: chunks of tokens, their logits, and the sums of gradients.
 
-A loss divides its tokens into chunks by `plan_chunks`, reads the logits of each one from `token_chunks`, overwrites
-them with their gradient, and adds that to `GradientSums`:
+A loss divides its tokens into chunks by `plan_chunks`. `compute_chunks` computes the logits of each chunk, calls the
+loss, which overwrites them with their gradient, and adds that to `GradientSums`:
 
     a   = x W^T + b + h B^T             the head, and the low-rank addition of an adapter on the head
     dx  = da W,   dW += da^T x,   db += sum_rows(da)
     dh  = da B,   dB += da^T h
 
-`linear_cross_entropy`, `linear_distillation` and `linear_loss` do so in the forward pass. `linear_log_probs` takes only
-the chunks from here, because its backward pass divides the vocabulary instead.
+`linear_cross_entropy`, `linear_distillation` and `linear_loss` do so in the forward pass. `linear_log_probs` computes
+only results here, because its backward pass divides the vocabulary instead.
 
 Shapes: T tokens, H hidden, V vocabulary (the rows of this rank), C tokens of a chunk, R ranks of all adapters.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from tigon.ops.head.computed_rows import Rows, select, write_rows
-from tigon.ops.head.gradients import Addition
+from tigon.ops.head.computed_rows import Rows, rows_to_compute, select, without_ignored, write_rows
+from tigon.ops.head.gradients import NO_LOW_RANK, Addition, Gradients, GradientSums, LowRank, Needs
 from tigon.ops.head.weight_gradient import product_in_fp32
-from tigon.runtime.device import Device, cdiv, device_kind, device_of
+from tigon.ops.logits.token.types import Shard
+from tigon.ops.logits.vocab_parallel import largest_shard
+from tigon.runtime.device import Device, cdiv, device_kind, device_of, runs_kernels
 from tigon.runtime.products import product
 from tigon.runtime.tuning import LaunchConfig
-
-Results = TypeVar("Results", bound=NamedTuple)
 
 # --- configuration -------------------------------------------------------------------------------
 
@@ -35,10 +35,6 @@ Results = TypeVar("Results", bound=NamedTuple)
 class ChunkProblem(NamedTuple):
     """The properties that the length of a chunk depends on."""
 
-    # rows of the head on the largest rank
-    vocabulary: int
-    # bytes that one logit of a chunk takes
-    logit_bytes: int
     # "cuda", "cpu" and so on
     device_type: str
     # whether the logits of a teacher take a part of the bytes
@@ -77,15 +73,7 @@ class ChunkConfig(LaunchConfig):
         )  # fmt: skip
 
     def chunk_tokens(self, tokens: int, token_bytes: int, max_logits_mib: float | None, spare_tokens: int) -> int:
-        """Return the number of tokens of a chunk.
-
-        Args:
-            tokens: The number of tokens of the call.
-            token_bytes: The bytes that the logits of one token take.
-            max_logits_mib: The caller's cap in MiB on the logits of a chunk, or None.
-            spare_tokens: Tokens by which a chunk may exceed the budget of the config, if `max_chunks` chunks are then
-                enough.
-        """
+        """Return the number of tokens of a chunk. The arguments are those of `token_limit`."""
         if self.tokens is not None:
             return self.tokens
         limit = self.token_limit(tokens, token_bytes, max_logits_mib, spare_tokens)
@@ -93,7 +81,11 @@ class ChunkConfig(LaunchConfig):
         return max(1, self.round_to_tiles(cdiv(tokens, chunks), limit))
 
     def token_limit(self, tokens: int, token_bytes: int, max_logits_mib: float | None, spare_tokens: int) -> int:
-        """Return the largest number of tokens that a chunk may have. The arguments are those of `chunk_tokens`."""
+        """Return the largest number of tokens of a chunk, for a call with `tokens` tokens and logits of `token_bytes`.
+
+        A chunk may exceed the budget of the config, but not the caller's, by `spare_tokens`, if `max_chunks` chunks are
+        then enough.
+        """
         if self.tokens is not None:
             return self.tokens
         limit = max(1, int((max_logits_mib or self.budget_mib) * 2**20) // token_bytes)
@@ -133,40 +125,73 @@ class ChunkConfig(LaunchConfig):
 # --- chunks --------------------------------------------------------------------------------------
 
 
+class Head(NamedTuple):
+    """A head and the tokens of its loss."""
+
+    # [T, H]
+    x: Tensor
+    # [V, H]
+    weight: Tensor
+    # [V] or None
+    bias: Tensor | None
+    # [T]
+    target: Tensor
+
+    def get_device(self) -> int:
+        """Return the number of the device, on which launchers run their function."""
+        return self.x.get_device()
+
+
+class HeadSettings(NamedTuple):
+    """Everything that a call requests of the engine, as plain values."""
+
+    needs: Needs
+    # whether a half-precision dW is summed in fp32 and rounded once
+    sums_in_fp32: bool
+    # the caller's cap in MiB on the logits of a chunk, or None
+    max_logits_mib: float | None
+    ignore_index: int
+    shard: Shard
+
+    @property
+    def vocabulary(self) -> int:
+        """Return the rows of the head on the largest rank, and at least 1."""
+        return max(largest_shard(self.shard), 1)
+
+
 class ChunkPlan(NamedTuple):
     """The division of the computed tokens into chunks."""
 
-    # The rows of each chunk.
+    # the rows of each chunk
     parts: list[Rows]
-    # True if dW is summed in fp32.
+    # whether dW is summed in fp32
     sums_in_fp32: bool
+    # whether ignored tokens are computed too
+    has_all_rows: bool
+
+
+def bytes_of_logit(x: Tensor, in_fp32: bool = False) -> int:
+    """Return the bytes that a logit takes. Without kernels, two more fp32 values per logit exist at a time."""
+    return (4 if in_fp32 else x.element_size()) + (0 if runs_kernels(x) else 8)
 
 
 def plan_chunks(
-    x: Tensor, weight: Tensor, rows: Tensor | None, count: int, vocabulary: int, token_bytes: int,
-    max_logits_mib: float | None, *, needs_dw: bool, sums_in_fp32: bool, has_teacher: bool = False,
+    head: Head, rows: Tensor | None, count: int, settings: HeadSettings, token_bytes: int, *,
+    has_teacher: bool = False, has_dw_buffer: bool = False,
 ) -> ChunkPlan:  # fmt: skip
-    """Divide the tokens of a call into chunks whose logits fit into the budget.
-
-    Args:
-        x, weight: [T, H] and [V, H].
-        rows, count: The [count] tokens to compute; None for all tokens.
-        vocabulary: The rows of the head on the largest rank.
-        token_bytes: The bytes that the logits of one token take.
-        max_logits_mib: The caller's cap in MiB on the logits of a chunk, or None.
-        needs_dw: Whether chunks add to a dW that has no buffer yet.
-        sums_in_fp32: Whether the caller requests an fp32 sum of dW.
-        has_teacher: Whether the logits of a teacher take a part of the bytes.
-    """
-    problem = ChunkProblem(vocabulary, max(1, token_bytes // vocabulary), device_kind(x), has_teacher)
-    config = ChunkConfig.choose(problem, device_of(x))
+    """Divide [count] tokens into chunks whose logits fit into the budget; `token_bytes` are those of one token."""
+    x, weight = head.x, head.weight
+    if count < 0:
+        rows, count = rows_to_compute(None, x, head.target, settings.ignore_index, settings.shard)
+    config = ChunkConfig.choose(ChunkProblem(device_kind(x), has_teacher), device_of(x))
     # An fp32 sum of a half-precision dW takes a buffer of its size. The logits of as many tokens may take it instead.
-    may_sum_in_fp32 = needs_dw and weight.element_size() == 2
-    spare_tokens = 2 * vocabulary * x.shape[1] // token_bytes if may_sum_in_fp32 and not sums_in_fp32 else 0
-    tokens = config.chunk_tokens(count, token_bytes, max_logits_mib, spare_tokens)
+    may_sum_in_fp32 = settings.needs.dw and not has_dw_buffer and weight.element_size() == 2
+    needs_spare = may_sum_in_fp32 and not settings.sums_in_fp32
+    spare_tokens = 2 * settings.vocabulary * x.shape[1] // token_bytes if needs_spare else 0
+    tokens = config.chunk_tokens(count, token_bytes, settings.max_logits_mib, spare_tokens)
     parts = config.divide(count, tokens)
-    sums_in_fp32 = sums_in_fp32 or (may_sum_in_fp32 and count > config.max_chunks * tokens)
-    return ChunkPlan([part if rows is None else rows[part] for part in parts], sums_in_fp32)
+    sums_in_fp32 = settings.sums_in_fp32 or (may_sum_in_fp32 and count > config.max_chunks * tokens)
+    return ChunkPlan([part if rows is None else rows[part] for part in parts], sums_in_fp32, rows is None)
 
 
 class Chunk(NamedTuple):
@@ -181,26 +206,8 @@ class Chunk(NamedTuple):
     logits: Tensor
 
 
-def token_chunks(
-    x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, parts: list[Rows], *,
-    addition: Addition | None = None, logits_dtype: torch.dtype | None = None,
-) -> Iterator[Chunk]:  # fmt: skip
-    """Yield the chunks of these rows with their logits, in the dtype of x or in `logits_dtype`."""
-    lengths = [part.stop - part.start if isinstance(part, slice) else len(part) for part in parts]
-    buffer = x.new_empty(max(lengths, default=0), len(weight), dtype=logits_dtype)
-    for rows, length in zip(parts, lengths, strict=True):
-        x_chunk, logits = select(x, rows), buffer[:length]
-        head_product(x_chunk, weight, bias, logits)
-        if addition is not None:
-            addition.add_to_logits(rows, logits)
-        yield Chunk(rows, x_chunk, select(target, rows), logits)
-
-
 def head_product(x: Tensor, weight: Tensor, bias: Tensor | None, logits: Tensor) -> None:
-    """Write x W^T + bias to `logits` [C, V], for x [C, H] and the weight [V, H].
-
-    fp32 logits of other dtypes are computed in fp32.
-    """
+    """Write x W^T + bias to `logits` [C, V], in fp32 if they are in another dtype than x [C, H] or weight [V, H]."""
     has_one_dtype = x.dtype == weight.dtype == logits.dtype and (bias is None or bias.dtype == x.dtype)
     if has_one_dtype and bias is not None:
         torch.addmm(bias, x, weight.t(), out=logits)
@@ -212,44 +219,59 @@ def head_product(x: Tensor, weight: Tensor, bias: Tensor | None, logits: Tensor)
             logits += bias
 
 
-# --- results over chunks -------------------------------------------------------------------------
+def compute_chunks(
+    head: Head, plan: ChunkPlan, settings: HeadSettings, compute: Callable[[Chunk], tuple[Any, Tensor]],
+    empty: Callable[[], Any] | None, *, logits_dtype: torch.dtype | None = None, dw_buffer: Tensor | None = None,
+    low_rank: LowRank = NO_LOW_RANK, casts_weight: bool = True,
+) -> tuple[Any, Gradients]:  # fmt: skip
+    """Return the results [T, ...] of all tokens, and the gradients of the inputs.
 
-
-class AllRows(Generic[Results]):
-    """A NamedTuple of results [T, ...] of all tokens, into which those of each chunk are copied.
-
-    Results that were not requested are None or empty. The results of tokens without a chunk are those of ignored ones:
-    -1 for predictions, and 0 for all others.
+    `compute` returns a NamedTuple of the results of a chunk, and d(logits), which may overwrite the logits. These
+    are in the dtype of x or in `logits_dtype`. Results that were not requested are None or empty. Tokens without a
+    chunk have those of ignored tokens: -1 for predictions, and 0 for all others. `empty` allocates all results, or
+    is None if there are none. dW is added to `dw_buffer`, if there is one. Products take the weight in the dtype of
+    x, if `casts_weight`.
     """
+    x, bias, tokens = head.x, head.bias, len(head.x)
+    ignore_index = settings.ignore_index if plan.has_all_rows else None
+    addition = None
+    if low_rank.h is not None:
+        if ignore_index is not None and settings.needs.dlow_b:
+            low_rank = low_rank._replace(h=without_ignored(low_rank.h, head.target, ignore_index))
+        addition = Addition(x, low_rank, settings.needs)
+    sums = GradientSums(
+        x, head.weight, bias, settings.needs, ignore_index=ignore_index, sums_in_fp32=plan.sums_in_fp32,
+        dw_buffer=dw_buffer, addition=addition,
+    )  # fmt: skip
+    # Under autocast the weight is fp32, and so is dW.
+    weight = head.weight.to(x.dtype) if casts_weight else head.weight
+    lengths = [part.stop - part.start if isinstance(part, slice) else len(part) for part in plan.parts]
+    buffer = x.new_empty(max(lengths, default=0), len(weight), dtype=logits_dtype)
+    results = None
+    for rows, length in zip(plan.parts, lengths, strict=True):
+        chunk = Chunk(rows, select(x, rows), select(head.target, rows), buffer[:length])
+        head_product(chunk.x, weight, bias, chunk.logits)
+        if addition is not None:
+            addition.add_to_logits(rows, chunk.logits)
+        part, dlogits = compute(chunk)
+        if any(settings.needs):
+            sums.add(rows, chunk.x, chunk.target, dlogits, weight)
+        if isinstance(rows, slice) and length == tokens:
+            results = part
+        elif empty is not None:
+            results = _empty_as_ignored(empty, not plan.has_all_rows) if results is None else results
+            for whole, values in zip(results, part, strict=True):
+                if whole is not None and len(whole):
+                    write_rows(whole, rows, values)
+    if results is None and empty is not None:
+        results = _empty_as_ignored(empty, True)
+    return results, sums.finish(settings.shard)
 
-    def __init__(self, tokens: int) -> None:
-        self.tokens = tokens
-        self.result: Results | None = None
 
-    def add(self, part: Results, rows: Rows) -> None:
-        """Copy the results of a chunk. Those of a chunk that has all tokens are not copied."""
-        if isinstance(rows, slice) and rows == slice(0, self.tokens):
-            self.result = part
-            return
-        if self.result is None:
-            empty = lambda x: None if x is None else x.new_empty(self.tokens if len(x) else 0, *x.shape[1:])
-            self.result = part._make(map(empty, part))
-            if not isinstance(rows, slice):
-                _fill_as_ignored(self.result)
-        for whole, values in zip(self.result, part, strict=True):
-            if whole is not None and len(whole):
-                write_rows(whole, rows, values)
-
-    def finish(self, empty: Callable[[], Results]) -> Results:
-        """Return the results. `empty` allocates them if there was no chunk."""
-        if self.result is None:
-            self.result = empty()
-            _fill_as_ignored(self.result)
-        return self.result
-
-
-def _fill_as_ignored(results: tuple) -> None:
-    """Write the results that ignored tokens have."""
-    for values in results:
+def _empty_as_ignored(empty: Callable[[], Any], fills: bool) -> Any:
+    """Return empty results; with `fills`, those of ignored tokens."""
+    results = empty()
+    for values in results if fills else ():
         if values is not None:
             values.fill_(0 if values.is_floating_point() else -1)
+    return results

@@ -3,7 +3,6 @@
 Shapes: T tokens, H hidden, C tokens of a chunk.
 """
 
-from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -12,39 +11,18 @@ from torch import Tensor
 from tigon.ops.logits.token.types import Shard
 from tigon.ops.logits.valid_rows import ValidRows
 from tigon.ops.logits.vocab_parallel import largest_shard
-from tigon.runtime.device import Device, device_of
-from tigon.runtime.tuning import LaunchConfig
 
 # The rows of a chunk in tensors [T, ...]: a slice of consecutive rows, or the indices of any rows.
 Rows = slice | Tensor
 
 Values = TypeVar("Values", bound=NamedTuple)
 
-# --- configuration -------------------------------------------------------------------------------
-
-
-class CountProblem(NamedTuple):
-    """The property that the search for ignored tokens depends on."""
-
-    # "cuda", "cpu" and so on
-    device_type: str
-
-
-@dataclass(frozen=True)
-class CountConfig(LaunchConfig):
-    """Parameters that say when ignored tokens are left out of the products."""
-
-    # With fewer multiplications in one product, it costs more to find the ignored tokens than it saves.
-    min_multiplications: int
-    # All tokens are computed if at most one in `tokens_per_ignored` tokens is ignored, because copying the rows of the
-    # other tokens would cost more.
-    tokens_per_ignored: int
-
-    @staticmethod
-    def heuristic(problem: CountProblem, device: Device) -> "CountConfig":
-        # 2^35 multiplications take 0.1 ms on an H200.
-        return CountConfig(2**35 if problem.device_type == "cuda" else 0, tokens_per_ignored=64)
-
+# With fewer multiplications in one product, it costs a GPU more to find the ignored tokens than it saves. 2^35 take 0.1
+# ms on an H200.
+MIN_MULTIPLICATIONS = 2**35
+# All tokens are computed if at most one in this many tokens is ignored, because copying the rows of the other tokens
+# would cost more.
+TOKENS_PER_IGNORED = 64
 
 # --- the rows to compute -------------------------------------------------------------------------
 
@@ -55,8 +33,8 @@ def find_rows(target: Tensor, ignore_index: int, multiplications: int) -> ValidR
         return None
     if target.is_cuda and torch.cuda.is_current_stream_capturing():
         return None
-    config = CountConfig.choose(CountProblem(target.device.type), device_of(target))
-    return ValidRows(target, ignore_index) if multiplications >= config.min_multiplications else None
+    is_worth_it = target.device.type == "cpu" or multiplications >= MIN_MULTIPLICATIONS
+    return ValidRows(target, ignore_index) if is_worth_it else None
 
 
 def rows_to_compute(
@@ -74,8 +52,7 @@ def rows_to_compute(
         valid_rows = find_rows(target, ignore_index, x.numel() * max(largest_shard(shard), 1))
     if not isinstance(valid_rows, ValidRows):
         return None, m
-    config = CountConfig.choose(CountProblem(target.device.type), device_of(target))
-    if (m - valid_rows.count) * config.tokens_per_ignored <= m:
+    if (m - valid_rows.count) * TOKENS_PER_IGNORED <= m:
         return None, m
     return valid_rows.rows, valid_rows.count
 

@@ -17,12 +17,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tigon.ops.head.chunks import AllRows, head_product, plan_chunks, token_chunks
-from tigon.ops.head.computed_rows import Rows, rows_to_compute, select, select_some
-from tigon.ops.head.gradients import Gradients, GradientSums, Needs, empty_gradients
+from tigon.ops.head.chunks import Chunk, Head, HeadSettings, compute_chunks, head_product, plan_chunks
+from tigon.ops.head.computed_rows import Rows, select, select_some
+from tigon.ops.head.gradients import Gradients, empty_gradients
 from tigon.ops.logits.distillation import distill_rows
 from tigon.ops.logits.distillation_reference import DistillationOptions, RowLosses
-from tigon.ops.logits.token.types import Shard
 from tigon.runtime.device import runs_kernels
 from tigon.runtime.launch import launcher
 
@@ -51,11 +50,9 @@ class DistillationSettings(NamedTuple):
 
     # "hidden", "logits", "probs" or "top_k"
     form: str
-    needs: Needs
-    sums_in_fp32: bool
+    head: HeadSettings
     # whether the logits of half-precision hidden states are kept in fp32
     fp32_logits: bool
-    max_logits_mib: float | None
     options: DistillationOptions
 
 
@@ -115,12 +112,6 @@ def _empty_losses(x: Tensor, options: DistillationOptions) -> RowLosses:
     )  # fmt: skip
 
 
-def _empty_results(
-    x: Tensor, weight: Tensor, bias: Tensor | None, settings: DistillationSettings
-) -> DistillationResults:
-    return DistillationResults(_empty_losses(x, settings.options), empty_gradients(settings.needs, x, weight, bias))
-
-
 def _logits_dtype(hidden: Tensor, fp32_logits: bool) -> torch.dtype:
     return torch.promote_types(hidden.dtype, torch.float32) if fp32_logits else hidden.dtype
 
@@ -136,53 +127,43 @@ def _teacher_bytes(teacher: Teacher, form: str, vocabulary: int, fp32_logits: bo
     return 4 * vocabulary
 
 
-@launcher(fake=_empty_results)
+@launcher(
+    fake=lambda head, settings: DistillationResults(
+        _empty_losses(head.x, settings.options), empty_gradients(settings.head.needs, *head[:3])
+    )
+)
 def distillation_chunks(
-    x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, teacher: Teacher, scales: Tensor,
-    rows: Tensor | None, count: int, dloss: Tensor | None, settings: DistillationSettings,
+    head: Head, teacher: Teacher, scales: Tensor, rows: Tensor | None, count: int, dloss: Tensor | None,
+    settings: DistillationSettings,
 ) -> DistillationResults:  # fmt: skip
-    """Return the losses of all tokens, and the gradients of their sum.
+    """Return the losses of all tokens, and the gradients of their sum for the upstream gradients `dloss` [T] or [].
 
-    Args:
-        x, weight, target, bias: [T, H], [V, H], [T], [V] of the student.
-        teacher: The distributions of the teacher.
-        scales: [3], from `gradient_scales`.
-        rows, count: [count] tokens to compute; None for all tokens. A count of -1 lets this function find them.
-        dloss: The upstream gradients [T] or [] of the losses, or None for ones.
+    `rows` are the [count] tokens to compute, None for all tokens. With a count of -1 this function finds them. `scales`
+    are those of `gradient_scales`, and a `dloss` of None stands for ones.
     """
-    needs, options, v, form = settings.needs, settings.options, len(weight), settings.form
+    x, options, v, needs_any = head.x, settings.options, len(head.weight), any(settings.head.needs)
     logits_dtype = _logits_dtype(x, settings.fp32_logits)
-    teacher_bytes = _teacher_bytes(teacher, form, v, settings.fp32_logits)
-    if count < 0:
-        rows, count = rows_to_compute(None, x, target, options.ignore_index, Shard(0, v))
+    teacher_bytes = _teacher_bytes(teacher, settings.form, v, settings.fp32_logits)
     token_bytes = v * logits_dtype.itemsize + teacher_bytes
     token_bytes += 0 if runs_kernels(x) else v * TORCH_LOGIT_BYTES
-    parts, sums_in_fp32 = plan_chunks(
-        x, weight, rows, count, v, token_bytes, settings.max_logits_mib,
-        needs_dw=needs.dw, sums_in_fp32=settings.sums_in_fp32, has_teacher=teacher_bytes > 0,
-    )  # fmt: skip
-    gradients = GradientSums(
-        x, weight, bias, needs, ignore_index=options.ignore_index if rows is None else None, sums_in_fp32=sums_in_fp32
-    )
-    losses = AllRows[RowLosses](len(x))
-    teacher_logits = None
-    # Under autocast the weight is fp32, and so is dW.
-    weight = weight.to(x.dtype)
-    for chunk in token_chunks(x, weight, target, bias, parts, logits_dtype=logits_dtype):
-        if teacher_logits is None:
+    plan = plan_chunks(head, rows, count, settings.head, token_bytes, has_teacher=teacher_bytes > 0)
+    teacher_logits: list[Callable[[Rows], Tensor]] = []
+
+    def compute(chunk: Chunk) -> tuple[RowLosses, Tensor]:
+        if not teacher_logits:
             # No chunk is longer than the first one.
-            teacher_logits = _teacher_logits(teacher, settings, len(chunk.x), v)
+            teacher_logits.append(_teacher_logits(teacher, settings, len(chunk.x), v))
         # fp32 rows have room for twice as many half-precision numbers.
-        dlogits = chunk.logits.view(x.dtype)[:, :v] if any(needs) else None
+        dlogits = chunk.logits.view(x.dtype)[:, :v]
         part = distill_rows(
-            chunk.logits, teacher_logits(chunk.rows), chunk.target, scales, select_some(dloss, chunk.rows), options,
-            dlogits,
+            chunk.logits, teacher_logits[0](chunk.rows), chunk.target, scales, select_some(dloss, chunk.rows), options,
+            dlogits if needs_any else None,
         )  # fmt: skip
-        losses.add(part, chunk.rows)
-        if dlogits is not None:
-            if not x.is_cuda:
-                # The bf16 products of oneDNN read beyond the ends of rows. Between rows that are not contiguous, they
-                # would find parts of fp32 numbers, which may be NaN in bf16.
-                dlogits = dlogits.contiguous()
-            gradients.add(chunk.rows, chunk.x, chunk.target, dlogits, weight)
-    return DistillationResults(losses.finish(lambda: _empty_losses(x, options)), gradients.finish())
+        # The bf16 products of oneDNN read beyond the ends of rows. Between rows that are not contiguous, they would
+        # find parts of fp32 numbers, which may be NaN in bf16.
+        return part, dlogits if x.is_cuda else dlogits.contiguous()
+
+    losses, gradients = compute_chunks(
+        head, plan, settings.head, compute, lambda: _empty_losses(x, options), logits_dtype=logits_dtype
+    )
+    return DistillationResults(losses, gradients)

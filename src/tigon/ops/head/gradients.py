@@ -54,6 +54,9 @@ class LowRank(NamedTuple):
     b: Tensor | None = None  # [V, R]
 
 
+NO_LOW_RANK = LowRank()
+
+
 def empty_gradients(needs: Needs, *inputs: Tensor | None) -> Gradients:
     """Allocate the gradients of the inputs x, weight, bias, h and B, of which the last ones may be left out."""
     empty = lambda tensor, need: torch.empty_like(tensor, memory_format=torch.contiguous_format) if need else None

@@ -36,6 +36,7 @@ from tigon.ops.head.arguments import (
     check_valid_rows,
     needed_gradients,
 )
+from tigon.ops.head.chunks import Head, HeadSettings
 from tigon.ops.head.computed_rows import rows_to_compute
 from tigon.ops.head.cross_entropy_chunks import NOTHING_SAVED, LossSettings, linear_cross_entropy_chunks
 from tigon.ops.head.gradients import NO_NEEDS, Gradients, LowRank, Needs, rescale_gradients
@@ -87,21 +88,20 @@ class _LinearCrossEntropy(Node):
         # Under `torch.compile` a missing upstream gradient is zeros instead of None. Backward cannot know which results
         # were used there, so it computes the gradients of all results together.
         in_forward = reduces and x.dtype != torch.float16 and not (torch.compiler.is_compiling() and returns_more)
-        needs = settings.needs if in_forward else NO_NEEDS
-        rows, count = rows_to_compute(valid_rows, x, target, settings.options.ignore_index, settings.shard)
-        low_rank = LowRank(low_rank_h, low_rank_b)
-        inputs = x, weight, target, bias, low_rank, class_weight, scales, rows
+        needs = settings.head.needs if in_forward else NO_NEEDS
+        rows, count = rows_to_compute(valid_rows, x, target, settings.head.ignore_index, settings.head.shard)
+        head, low_rank = Head(x, weight, bias, target), LowRank(low_rank_h, low_rank_b)
         dw_buffer = None if accumulation is None else accumulation.buffer
         statistics, gradients = linear_cross_entropy_chunks(
-            *inputs, count, dw_buffer, NOTHING_SAVED, WHOLE_LOSS, settings._replace(needs=needs)
-        )
+            head, low_rank, class_weight, scales, rows, count, dw_buffer, NOTHING_SAVED, WHOLE_LOSS,
+            settings._replace(head=settings.head._replace(needs=needs)),
+        )  # fmt: skip
         if accumulation is not None and in_forward:
             accumulation.record_sum()
         # Autograd must not add dW to the buffer that contains it.
         is_saved = needs._replace(dw=needs.dw and accumulation is None)
         saved_gradients = [g if need else None for g, need in zip(gradients, is_saved, strict=True)]
-        tensors = x, weight, target, bias, *low_rank, class_weight, scales, rows
-        saved = (*tensors, statistics.lse, statistics.log_probs, statistics.entropy)
+        saved = *head, *low_rank, class_weight, scales, rows, statistics.lse, statistics.log_probs, statistics.entropy
         ctx.save_for_backward(*saved_gradients, *(saved if returns_more or not in_forward else ()))
         ctx.in_forward, ctx.count, ctx.accumulation, ctx.settings = in_forward, count, accumulation, settings
         ctx.mark_non_differentiable(statistics.z_loss, statistics.predicted)
@@ -129,14 +129,14 @@ class _LinearCrossEntropy(Node):
                 gradients = Gradients(*rescale_gradients(saved[:count], dloss))
             dloss = None
         if not ctx.in_forward or dlog_probs is not None or dentropy is not None:
-            x, weight, target, bias, h, b, class_weight, scales, rows, lse, log_probs, entropy = saved[count:]
+            x, weight, bias, target, h, b, class_weight, scales, rows, lse, log_probs, entropy = saved[count:]
             upstream = Upstream(lse.new_zeros(()) if dloss is None else dloss, dlog_probs, dentropy)
             dw_buffer = None if accumulation is None else accumulation.buffer
             _, new_gradients = linear_cross_entropy_chunks(
-                x, weight, target, bias, LowRank(h, b), class_weight, scales, rows, ctx.count, dw_buffer,
+                Head(x, weight, bias, target), LowRank(h, b), class_weight, scales, rows, ctx.count, dw_buffer,
                 SavedStatistics(lse, log_probs, entropy), upstream, settings,
             )  # fmt: skip
-            sums = zip(gradients, new_gradients, settings.needs, strict=True)
+            sums = zip(gradients, new_gradients, settings.head.needs, strict=True)
             gradients = Gradients(*(_sum(g, new if need else None) for g, new, need in sums))
         if accumulation is not None:
             gradients = gradients._replace(dw=accumulation.gradient_for_autograd())
@@ -269,10 +269,10 @@ def linear_cross_entropy(
     wants = Wants(return_z_loss, return_token_accuracy or return_predicted_tokens, return_log_probs, return_entropy)
     num_items, is_mean = as_scalar(num_items, input.device), reduction == "mean"
     scales = gradient_scales(targets, weight, num_items, shard.vocabulary, ignore_index, is_mean)
-    settings = LossSettings(needs, wants, acc_dtype is not None, max_logits_mib, shard, options)
+    head = HeadSettings(needs, acc_dtype is not None, max_logits_mib, ignore_index, shard)
     losses, z_losses, predicted, log_probs, entropy = _LinearCrossEntropy.apply(
         x, linear_weight, linear_bias, *factors, targets, weight, scales, valid_rows, accumulation,
-        reduction != "none", settings,
+        reduction != "none", LossSettings(head, wants, options),
     )  # fmt: skip
     if accumulation is not None:
         accumulation.set_flag()

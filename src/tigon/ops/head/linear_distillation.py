@@ -35,6 +35,7 @@ from tigon.ops.head.arguments import (
     check_valid_rows,
     needed_gradients,
 )
+from tigon.ops.head.chunks import Head, HeadSettings
 from tigon.ops.head.computed_rows import rows_to_compute
 from tigon.ops.head.distillation_arguments import (
     DistillationReduction,
@@ -167,16 +168,14 @@ class _LinearDistillation(Node):
         keep_none_gradients(ctx)
         teacher = Teacher(teacher_hidden, teacher_weight, teacher_bias, teacher_values, teacher_indices)
         in_forward = reduces and x.dtype != torch.float16
-        needs = settings.needs if in_forward else NO_NEEDS
-        shard = Shard(0, len(weight))
-        rows, count = rows_to_compute(valid_rows, x, target, settings.options.ignore_index, shard)
-        losses, gradients = distillation_chunks(
-            x, weight, target, bias, teacher, scales, rows, count, None, settings._replace(needs=needs)
-        )
+        head, needs = Head(x, weight, bias, target), settings.head.needs if in_forward else NO_NEEDS
+        rows, count = rows_to_compute(valid_rows, x, target, settings.head.ignore_index, settings.head.shard)
+        forward_settings = settings._replace(head=settings.head._replace(needs=needs))
+        losses, gradients = distillation_chunks(head, teacher, scales, rows, count, None, forward_settings)
         if in_forward:
             ctx.save_for_backward(*(g if need else None for g, need in zip(gradients[:3], needs[:3], strict=True)))
         else:
-            ctx.save_for_backward(x, weight, target, bias, *teacher, scales, rows)
+            ctx.save_for_backward(*head, *teacher, scales, rows)
         ctx.in_forward, ctx.count, ctx.settings = in_forward, count, settings
         loss, soft, hard, entropy = losses
         if reduces:
@@ -193,11 +192,8 @@ class _LinearDistillation(Node):
         if ctx.in_forward:
             gradients = rescale_gradients(saved, dloss)
         else:
-            x, weight, target, bias, hidden, teacher_weight, teacher_bias, values, indices, scales, rows = saved
-            teacher = Teacher(hidden, teacher_weight, teacher_bias, values, indices)
-            results = distillation_chunks(
-                x, weight, target, bias, teacher, scales, rows, ctx.count, dloss, settings
-            )  # fmt: skip
+            head, teacher, (scales, rows) = Head(*saved[:4]), Teacher(*saved[4:9]), saved[9:]
+            results = distillation_chunks(head, teacher, scales, rows, ctx.count, dloss, settings)
             gradients = list(results.gradients[:3])
         return tuple(gradients)
 
@@ -346,7 +342,8 @@ def linear_distillation(
     )
     # Log-probabilities are logits whose exponentials sum to one.
     form = "logits" if form == "log_probs" else form
-    settings = DistillationSettings(form, needs, acc_dtype is not None, fp32_logits, max_logits_mib, options)
+    head = HeadSettings(needs, acc_dtype is not None, max_logits_mib, options.ignore_index, Shard(0, v))
+    settings = DistillationSettings(form, head, fp32_logits, options)
     loss, soft, hard, entropy = _LinearDistillation.apply(
         x, weight, bias, target, *teacher, scales, valid_rows, reduction != "none", settings
     )

@@ -29,6 +29,7 @@ from tigon.ops.head.arguments import (
     log_prob_options,
     needed_gradients,
 )
+from tigon.ops.head.chunks import Head, HeadSettings
 from tigon.ops.head.computed_rows import rows_to_compute
 from tigon.ops.head.gradients import Needs
 from tigon.ops.head.log_prob_chunks import LogProbSettings, log_prob_gradients, log_prob_statistics
@@ -108,15 +109,14 @@ class _LinearLogProbs(Node):
         valid_rows: ValidRows | Literal[False] | None, settings: LogProbSettings,
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
         keep_none_gradients(ctx)
-        options, shard = settings.options, settings.shard
-        rows, count = rows_to_compute(valid_rows, x, target, options.ignore_index, shard)
+        head, ignore_index, shard = Head(x, weight, bias, target), settings.head.ignore_index, settings.head.shard
+        rows, count = rows_to_compute(valid_rows, x, target, ignore_index, shard)
         # Log-probabilities have no class weights and are not divided by a number of items.
-        scales = gradient_scales(target, None, None, shard.vocabulary, options.ignore_index, False)
-        result = log_prob_statistics(x, weight, target, bias, extra_targets, scales, rows, count, settings)
+        scales = gradient_scales(target, None, None, shard.vocabulary, ignore_index, False)
+        result = log_prob_statistics(head, extra_targets, scales, rows, count, settings)
         ctx.save_for_backward(
-            x, weight, target, bias, extra_targets, scales, rows, result.lse, result.log_probs, result.entropy,
-            result.predicted,
-        )  # fmt: skip
+            *head, extra_targets, scales, rows, result.lse, result.log_probs, result.entropy, result.predicted
+        )
         ctx.count, ctx.settings = count, settings
         constants = result.predicted, result.mean_logits, result.log_sum_sq_probs
         ctx.mark_non_differentiable(*(values for values in constants if values is not None))
@@ -126,14 +126,14 @@ class _LinearLogProbs(Node):
     def backward(
         ctx: Any, dlog_probs: Tensor | None, dentropy: Tensor | None, dextra: Tensor | None, *_: None
     ) -> tuple[Tensor | None, ...]:
-        x, weight, target, bias, extra_targets, scales, rows, lse, log_probs, entropy, argmax = ctx.saved_tensors
+        x, weight, bias, target, extra_targets, scales, rows, lse, log_probs, entropy, argmax = ctx.saved_tensors
         wants = ctx.settings.wants
         dentropy, dextra = dentropy if wants.entropy else None, dextra if wants.extra_targets else None
         if dlog_probs is None and dentropy is None and dextra is None:
             return ()
         upstream = Upstream(lse.new_zeros(()), dlog_probs, dentropy, dextra)
         gradients = log_prob_gradients(
-            x, weight, target, bias, extra_targets, scales, rows, ctx.count,
+            Head(x, weight, bias, target), extra_targets, scales, rows, ctx.count,
             SavedStatistics(lse, log_probs, entropy if wants.entropy else None, argmax), upstream, ctx.settings,
         )  # fmt: skip
         return gradients[:3]
@@ -253,7 +253,8 @@ def linear_log_probs(
     wants = Wants(
         False, return_top1 or any(needs), True, return_entropy, return_mean_logits, return_sum_sq_probs, extra_count
     )
-    settings = LogProbSettings(needs, wants, acc_dtype is not None, shard, options, fp32_products)
+    head = HeadSettings(needs, acc_dtype is not None, None, ignore_index, shard)
+    settings = LogProbSettings(head, wants, options, fp32_products)
     log_probs, entropy, extra_log_probs, predicted, mean_logits, log_sum_sq_probs = _LinearLogProbs.apply(
         x, weight, bias, target, extra, valid_rows, settings
     )

@@ -34,13 +34,14 @@ from tigon.ops.head.arguments import (
     log_prob_options,
     needed_gradients,
 )
-from tigon.ops.head.chunks import ChunkConfig, ChunkPlan, ChunkProblem
+from tigon.ops.head.chunks import ChunkConfig, ChunkPlan, ChunkProblem, Head, HeadSettings, bytes_of_logit
 from tigon.ops.head.computed_rows import rows_to_compute
 from tigon.ops.head.gradients import Needs
 from tigon.ops.head.linear_log_probs import linear_log_probs
 from tigon.ops.head.linear_loss_gradients import (
     LinearLoss,
     LossFunction,
+    LossProblem,
     call_on_batch,
     compute_loss,
     loss_of,
@@ -49,7 +50,7 @@ from tigon.ops.head.linear_loss_parts import Group, divide, find_units
 from tigon.ops.logits.token.types import Shard
 from tigon.ops.logits.valid_rows import ValidRows, as_targets
 from tigon.runtime import checks
-from tigon.runtime.device import device_kind, device_of, runs_kernels
+from tigon.runtime.device import device_kind, device_of
 from tigon.runtime.late_checks import check_later, raise_earlier
 
 GROUPS = ("token", "sequence", "pair", "batch")
@@ -192,21 +193,18 @@ def linear_loss(
         in_forward = products_hidden.dtype != torch.float16
     if in_forward:
         x, target = products_hidden.reshape(-1, hidden.shape[-1]), as_targets(targets, ignore_index)
-        rows, count = rows_to_compute(valid_rows, x, target, ignore_index, Shard(0, len(weight)))
+        head = Head(x, weight, products_bias, target)
+        settings = HeadSettings(needs, acc_dtype is not None, max_logits_mib, ignore_index, Shard(0, len(weight)))
+        rows, count = rows_to_compute(valid_rows, x, target, ignore_index, settings.shard)
         may_wait = valid_rows is not False and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
-        plan = _divide(
-            x, weight, targets.shape, group, rows, count, cu_seqlens, max_logits_mib, may_wait=may_wait,
-            needs_dw=needs.dw, sums_in_fp32=acc_dtype is not None,
-        )  # fmt: skip
+        plan = _divide(head, settings, targets.shape, group, rows, count, cu_seqlens, may_wait=may_wait)
         if plan is not None:
             raise_earlier()
             call = lambda values: call_on_batch(
                 loss_fn, [each.view(targets.shape) for each in values], args, targets.shape, group, cu_seqlens
             )
-            result, gradients, is_sum = compute_loss(
-                call, x, weight, products_bias, target, plan, with_entropy=with_entropy,
-                with_sum_sq_probs=with_sum_sq_probs, options=options, needs=needs, computes_all_rows=rows is None,
-            )  # fmt: skip
+            problem = LossProblem(head, plan, settings, options, with_entropy, with_sum_sq_probs)
+            result, gradients, is_sum = compute_loss(call, problem)
             zero = LinearLoss.apply(x, weight, products_bias, *gradients[:3])
             return _finish(result, zero, is_sum, group)
     result = linear_log_probs(
@@ -247,16 +245,16 @@ def _check_sequences(op: str, targets: Tensor, group: Group, cu_seqlens: Tensor 
 
 
 def _divide(
-    x: Tensor, weight: Tensor, shape: torch.Size, group: Group, rows: Tensor | None, count: int,
-    cu_seqlens: Tensor | None, max_logits_mib: float | None, *, may_wait: bool, needs_dw: bool, sums_in_fp32: bool,
+    head: Head, settings: HeadSettings, shape: torch.Size, group: Group, rows: Tensor | None, count: int,
+    cu_seqlens: Tensor | None, *, may_wait: bool,
 ) -> ChunkPlan | None:  # fmt: skip
     """Return the parts of a batch; None if a unit exceeds the budget, or if the host must not wait for the sizes."""
-    # Without kernels, a part takes two fp32 values per logit in addition to the logit itself.
-    logit_bytes = x.element_size() + (0 if runs_kernels(x) else 8)
-    config = ChunkConfig.choose(ChunkProblem(len(weight), logit_bytes, device_kind(x)), device_of(x))
-    may_sum_in_fp32 = needs_dw and weight.element_size() == 2
-    spare_tokens = x.shape[1] if may_sum_in_fp32 and not sums_in_fp32 else 0
-    limit = config.token_limit(count, len(weight) * logit_bytes, max_logits_mib, spare_tokens)
+    x, weight, max_logits_mib = head.x, head.weight, settings.max_logits_mib
+    token_bytes = len(weight) * bytes_of_logit(x)
+    config = ChunkConfig.choose(ChunkProblem(device_kind(x)), device_of(x))
+    may_sum_in_fp32 = settings.needs.dw and weight.element_size() == 2
+    spare_tokens = x.shape[1] if may_sum_in_fp32 and not settings.sums_in_fp32 else 0
+    limit = config.token_limit(count, token_bytes, max_logits_mib, spare_tokens)
     if count <= limit:
         # One part needs no division.
         group = "batch"
@@ -265,13 +263,14 @@ def _divide(
     units = find_units(group, shape, rows, count, limit, cu_seqlens)
     parts = divide(units, rows, limit, x.device)
     if parts is None:
-        parts = divide(units, rows, config.unit_limit(len(weight) * logit_bytes, max_logits_mib), x.device)
+        parts = divide(units, rows, config.unit_limit(token_bytes, max_logits_mib), x.device)
         # With more than `max_chunks` parts, the fp32 sum of dW would take memory in addition to these logits.
         if parts is not None and may_sum_in_fp32 and len(parts) > config.max_chunks:
             parts = None
     if parts is None:
         return None
-    return ChunkPlan(parts, sums_in_fp32 or (may_sum_in_fp32 and len(parts) > config.max_chunks))
+    sums_in_fp32 = settings.sums_in_fp32 or (may_sum_in_fp32 and len(parts) > config.max_chunks)
+    return ChunkPlan(parts, sums_in_fp32, rows is None)
 
 
 def _finish(result: Any, zero: Tensor, is_sum: Tensor | None, group: Group) -> Any:

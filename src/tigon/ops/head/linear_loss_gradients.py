@@ -9,14 +9,14 @@ Shapes: T tokens, H hidden, V vocabulary.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from tigon.ops.head.chunks import ChunkPlan, token_chunks
+from tigon.ops.head.chunks import Chunk, ChunkPlan, Head, HeadSettings, compute_chunks
 from tigon.ops.head.computed_rows import select
-from tigon.ops.head.gradients import Gradients, GradientSums, Needs, rescale_gradients
+from tigon.ops.head.gradients import Gradients, rescale_gradients
 from tigon.ops.head.linear_loss_parts import Group
 from tigon.ops.logits.token.kernels import (
     Options,
@@ -108,62 +108,62 @@ def _random_state(device: torch.device) -> Callable[[], None]:
 # --- the parts -----------------------------------------------------------------------------------
 
 
+class LossProblem(NamedTuple):
+    """Everything that `compute_loss` needs in addition to the function."""
+
+    head: Head
+    plan: ChunkPlan
+    settings: HeadSettings
+    options: Options
+    # whether the function takes these values too
+    with_entropy: bool
+    with_sum_sq_probs: bool
+
+
 @torch.no_grad()
 def compute_loss(
-    call: Callable[[list[Tensor]], Any], x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor,
-    plan: ChunkPlan, *, with_entropy: bool, with_sum_sq_probs: bool, options: Options, needs: Needs,
-    computes_all_rows: bool,
+    call: Callable[[list[Tensor]], Any], problem: LossProblem
 ) -> tuple[Any, Gradients, Tensor | None]:  # fmt: skip
     """Return what the loss function returned for the whole batch, the gradients, and whether the loss is a sum.
 
-    The third result is a bool tensor [], or None if there is only one part.
-
-    Args:
-        call: A function that calls the loss function with values [T] of all tokens.
-        x, weight, bias, target: [T, H], [V, H], [V], [T].
-        plan: The parts.
-        with_entropy, with_sum_sq_probs: Whether the function takes these values too.
-        options, needs: The options of the logits, and the gradients to compute.
-        computes_all_rows: Whether ignored tokens are computed too.
+    `call` calls the loss function with values [T] of all tokens. The third result is a bool tensor [], or None if there
+    is only one part.
     """
-    parts = plan.parts
+    head, plan, settings, options, with_entropy, with_sum_sq_probs = problem
+    (x, weight, _, target), parts = head, len(plan.parts)
     scales = gradient_scales(target, None, None, len(weight), options.ignore_index, False)
     wants = Wants(False, False, True, with_entropy, False, with_sum_sq_probs)
     names = ["log_probs", *["entropy"] * with_entropy, *["log_sum_sq_probs"] * with_sum_sq_probs]
     all_values = {name: torch.zeros(len(x), dtype=torch.float32, device=x.device) for name in names}
     is_valid, restore_random_state = None, None
-    if len(parts) > 1:
+    if parts > 1:
         is_valid, restore_random_state = target != options.ignore_index, _random_state(x.device)
         for name, whole in all_values.items():
             whole.masked_fill_(is_valid, PLACEHOLDERS[name])
     constants = [all_values[name] for name in names if name == "log_sum_sq_probs"]
     values = [all_values[name] for name in names if name != "log_sum_sq_probs"]
     used_gradients = [torch.zeros_like(value) for value in values]
-    sums = GradientSums(
-        x, weight, bias, needs, ignore_index=options.ignore_index if computes_all_rows else None,
-        sums_in_fp32=plan.sums_in_fp32,
-    )  # fmt: skip
-    # Under autocast the weight is fp32.
-    weight = weight.to(x.dtype)
-    if not parts:
-        result, _ = _differentiate(call, values, constants, True)
-    for i, (rows, x_part, target_part, logits) in enumerate(token_chunks(x, weight, target, bias, parts)):
-        part = statistics(logits, target_part, None, scales, options, wants)
+    # What the function returned for each part, and its gradients.
+    calls = [] if parts else [_differentiate(call, values, constants, True)]
+
+    def compute(chunk: Chunk) -> tuple[None, Tensor]:
+        part = statistics(chunk.logits, chunk.target, None, scales, options, wants)
         for name, whole in all_values.items():
-            whole[rows] = getattr(part, name)
-        if i and restore_random_state is not None:
+            whole[chunk.rows] = getattr(part, name)
+        if calls and restore_random_state is not None:
             restore_random_state()
-        result, gradients = _differentiate(call, values, constants, i == len(parts) - 1)
-        upstream = [select(dvalue, rows).float() for dvalue in gradients]
+        calls[:] = [*calls, _differentiate(call, values, constants, len(calls) == parts - 1)]
+        upstream = [select(dvalue, chunk.rows).float() for dvalue in calls[-1][1]]
         for used, dvalue in zip(used_gradients, upstream, strict=True):
-            used[rows] = dvalue
-        gradient(
-            logits, target_part, None, scales, SavedStatistics(part.lse, part.log_probs, part.entropy),
-            Upstream(part.lse.new_zeros(()), *upstream), options, out=logits,
-        )  # fmt: skip
-        sums.add(rows, x_part, target_part, logits, weight)
-    is_sum = None if is_valid is None else _agree(used_gradients, gradients, is_valid)
-    return result, sums.finish(), is_sum
+            used[chunk.rows] = dvalue
+        saved = SavedStatistics(part.lse, part.log_probs, part.entropy)
+        total = Upstream(part.lse.new_zeros(()), *upstream)
+        gradient(chunk.logits, chunk.target, None, scales, saved, total, options, out=chunk.logits)
+        return None, chunk.logits
+
+    _, gradients = compute_chunks(head, plan, settings, compute, None)
+    result, last_gradients = calls[-1]
+    return result, gradients, None if is_valid is None else _agree(used_gradients, last_gradients, is_valid)
 
 
 def _agree(used_gradients: list[Tensor], gradients: list[Tensor], is_valid: Tensor) -> Tensor:

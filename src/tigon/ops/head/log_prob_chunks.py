@@ -31,9 +31,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tigon.ops.head.chunks import AllRows, ChunkConfig, ChunkProblem, head_product, plan_chunks, token_chunks
+from tigon.ops.head.chunks import (
+    Chunk,
+    ChunkConfig,
+    ChunkProblem,
+    Head,
+    HeadSettings,
+    bytes_of_logit,
+    compute_chunks,
+    head_product,
+    plan_chunks,
+)
 from tigon.ops.head.computed_rows import rows_to_compute, select, select_each, select_some, without_ignored, write_rows
-from tigon.ops.head.gradients import Gradients, Needs, empty_gradients
+from tigon.ops.head.gradients import NO_NEEDS, Gradients, empty_gradients
 from tigon.ops.head.weight_gradient import WeightGradient, product_in_fp32
 from tigon.ops.logits.token.kernels import (
     Options,
@@ -46,8 +56,8 @@ from tigon.ops.logits.token.kernels import (
     gradient,
     statistics,
 )
-from tigon.ops.logits.vocab_parallel import largest_shard, parallel_statistics, sum_over_ranks
-from tigon.runtime.device import Device, cdiv, device_kind, device_of, runs_kernels
+from tigon.ops.logits.vocab_parallel import parallel_statistics, sum_over_ranks
+from tigon.runtime.device import Device, cdiv, device_kind, device_of
 from tigon.runtime.launch import launcher
 from tigon.runtime.products import product
 from tigon.runtime.tuning import LaunchConfig
@@ -115,54 +125,40 @@ class SlabConfig(LaunchConfig):
 class LogProbSettings(NamedTuple):
     """Everything that a call requests, as plain values."""
 
-    needs: Needs
+    head: HeadSettings
     wants: Wants
-    # True if a half-precision dW is summed in fp32 and rounded once.
-    sums_in_fp32: bool
-    shard: Shard
     options: Options
     # True if the logits are fp32, whatever the dtypes of their factors are.
     fp32_products: bool
 
 
-def _logit_bytes(x: Tensor, settings: LogProbSettings) -> int:
-    """Return the bytes that a logit takes. Without kernels, two more fp32 values per logit exist at a time."""
-    return (4 if settings.fp32_products else x.element_size()) + (0 if runs_kernels(x) else 8)
-
-
-@launcher(fake=lambda x, settings: empty_statistics(x, settings.options, settings.wants))
+@launcher(fake=lambda head, settings: empty_statistics(head.x, settings.options, settings.wants))
 def log_prob_statistics(
-    x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, extra_targets: Tensor | None, scales: Tensor,
-    rows: Tensor | None, count: int, settings: LogProbSettings,
+    head: Head, extra_targets: Tensor | None, scales: Tensor, rows: Tensor | None, count: int,
+    settings: LogProbSettings,
 ) -> Statistics:  # fmt: skip
-    """Return the statistics of all tokens.
+    """Return the statistics of all tokens and of their extra targets [T, K].
 
-    Args:
-        x, weight, target, bias: [T, H], [V, H], [T], [V].
-        extra_targets: [T, K] or None.
-        scales: [3], from `gradient_scales`.
-        rows, count: [count] tokens to compute; None for all tokens. A count of -1 lets this function find them.
+    `rows` are the [count] tokens to compute, None for all tokens. With a count of -1 this function finds them. `scales`
+    are those of `gradient_scales`.
     """
-    options, wants, shard = settings.options, settings.wants, settings.shard
-    vocabulary = max(largest_shard(shard), 1)
-    if count < 0:
-        rows, count = rows_to_compute(None, x, target, options.ignore_index, shard)
-    token_bytes = vocabulary * _logit_bytes(x, settings)
-    parts, _ = plan_chunks(
-        x, weight, rows, count, vocabulary, token_bytes, None, needs_dw=False, sums_in_fp32=False
-    )  # fmt: skip
-    # Under autocast the weight is fp32.
-    weight, dtype = (weight, torch.float32) if settings.fp32_products else (weight.to(x.dtype), x.dtype)
-    all_statistics = AllRows[Statistics](len(x))
-    for chunk in token_chunks(x, weight, target, bias, parts, logits_dtype=dtype):
-        extra = select_some(extra_targets, chunk.rows)
-        loss_arguments = chunk.logits, chunk.target, None, scales, options, wants
+    options, wants, in_fp32 = settings.options, settings.wants, settings.fp32_products
+    head_settings = settings.head._replace(needs=NO_NEEDS)
+    token_bytes = head_settings.vocabulary * bytes_of_logit(head.x, in_fp32)
+    plan = plan_chunks(head, rows, count, head_settings, token_bytes)
+
+    def compute(chunk: Chunk) -> tuple[Statistics, Tensor]:
+        extra, shard = select_some(extra_targets, chunk.rows), head_settings.shard
+        arguments = chunk.logits, chunk.target, None, scales, options, wants
         if shard.group_name:
-            part = parallel_statistics(*loss_arguments, shard, extra)
-        else:
-            part = statistics(*loss_arguments, extra_targets=extra)
-        all_statistics.add(part, chunk.rows)
-    return all_statistics.finish(lambda: empty_statistics(x, options, wants))
+            return parallel_statistics(*arguments, shard, extra), chunk.logits
+        return statistics(*arguments, extra_targets=extra), chunk.logits
+
+    result, _ = compute_chunks(
+        head, plan, head_settings, compute, lambda: empty_statistics(head.x, options, wants),
+        logits_dtype=torch.float32 if in_fp32 else None, casts_weight=not in_fp32,
+    )  # fmt: skip
+    return result
 
 
 # --- backward ------------------------------------------------------------------------------------
@@ -173,34 +169,35 @@ def _parts(size: int, length: int) -> Iterator[slice]:
         yield slice(start, min(start + length, size))
 
 
-@launcher(fake=lambda x, weight, bias, settings: empty_gradients(settings.needs, x, weight, bias))
+@launcher(fake=lambda head, settings: empty_gradients(settings.head.needs, *head[:3]))
 def log_prob_gradients(
-    x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, extra_targets: Tensor | None, scales: Tensor,
-    rows: Tensor | None, count: int, saved: SavedStatistics, upstream: Upstream, settings: LogProbSettings,
+    head: Head, extra_targets: Tensor | None, scales: Tensor, rows: Tensor | None, count: int, saved: SavedStatistics,
+    upstream: Upstream, settings: LogProbSettings,
 ) -> Gradients:  # fmt: skip
     """Return the gradients for the upstream gradients [T, ...] of the log-probabilities and entropies.
 
     The other arguments are those of `log_prob_statistics`, whose results `saved` has.
     """
-    needs, options, shard, in_fp32 = settings.needs, settings.options, settings.shard, settings.fp32_products
-    vocabulary, h, v = max(largest_shard(shard), 1), x.shape[1], len(weight)
+    (x, weight, bias, target), options, in_fp32 = head, settings.options, settings.fp32_products
+    needs, sums_in_fp32, _, ignore_index, shard = settings.head
+    vocabulary, h, v = settings.head.vocabulary, x.shape[1], len(weight)
     if count < 0:
-        rows, count = rows_to_compute(None, x, target, options.ignore_index, shard)
-    logit_bytes = _logit_bytes(x, settings)
-    chunk_config = ChunkConfig.choose(ChunkProblem(vocabulary, logit_bytes, device_kind(x)), device_of(x))
+        rows, count = rows_to_compute(None, x, target, ignore_index, shard)
+    logit_bytes = bytes_of_logit(x, in_fp32)
+    chunk_config = ChunkConfig.choose(ChunkProblem(device_kind(x)), device_of(x))
     # fp32 products copy a slab of the weight to fp32, and return a slab of dW in fp32.
     problem = SlabProblem(h, vocabulary, logit_bytes, 8 * h if in_fp32 else 0, chunk_config.budget_mib)
     config = SlabConfig.choose(problem, device_of(x))
     # All ranks have the same blocks, because every block contains a collective.
     tokens = max(1, min(count, config.block_tokens))
-    if not settings.sums_in_fp32:
+    if not sums_in_fp32:
         tokens = config.shorter_block(problem, count, chunk_config.max_chunks)
     columns = config.slab_columns(problem, tokens)
     wide = torch.float32 if in_fp32 else torch.promote_types(x.dtype, torch.float32)
     dx = None
     if needs.dx:
         dx = x.new_empty(x.shape) if rows is None else x.new_zeros(x.shape)
-    most_roundings = 1 if settings.sums_in_fp32 else chunk_config.max_chunks
+    most_roundings = 1 if sums_in_fp32 else chunk_config.max_chunks
     dw = WeightGradient(weight, in_fp32=count > most_roundings * tokens) if needs.dw else None
     db = weight.new_zeros(v, dtype=wide) if needs.db else None
     # One slab needs no sum of dx, unless the ranks of a sharded head add theirs.
@@ -211,7 +208,7 @@ def log_prob_gradients(
         extra = select_some(extra_targets, block_rows)
         saved_block, upstream_block = select_each(saved, block_rows), select_each(upstream, block_rows)
         if rows is None and dw is not None:
-            x_block = without_ignored(x_block, target_block, options.ignore_index)
+            x_block = without_ignored(x_block, target_block, ignore_index)
         n = len(x_block)
         buffer = x.new_empty(n * min(columns, v), dtype=wide if in_fp32 else x.dtype)
         if dx is not None:
