@@ -9,6 +9,8 @@ from torch import nn
 import tigon
 from hf import same_step
 from hf.copies import copy_of_patched
+from tigon.ops.fp8 import weights
+from tigon.recognition.parts import fp8, fp8_experts
 
 transformers = pytest.importorskip("transformers")
 
@@ -90,6 +92,57 @@ def make_model():
         return model.to(dtype).train()
 
     return make
+
+
+# Settings of mixtures, whose experts have other sizes than their MLPs. GPT-OSS has transposed weights, biases and a
+# clamped gate.
+MIXTURES = {
+    "qwen2_moe": {
+        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "shared_expert_intermediate_size": 48,
+        "decoder_sparse_step": 1,
+    },
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "decoder_sparse_step": 1},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 96},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 64, "head_dim": 16},
+}  # fmt: skip
+
+
+@pytest.fixture
+def make_bf16(make_model):
+    """Return make_bf16(model_type, dtype, **config): it builds a model whose head does not make the loss large."""
+
+    def make(model_type: str = "qwen3", dtype: torch.dtype = torch.bfloat16, **config) -> nn.Module:
+        model = make_model(model_type, dtype, **MIXTURES.get(model_type, {}) | config)
+        with torch.no_grad():
+            model.get_output_embeddings().weight /= 5
+        return model
+
+    return make
+
+
+@pytest.fixture
+def fp8_calls(monkeypatch) -> list[tuple[str, int]]:
+    """Return a list to which each call of an op in FP8 adds its name and the number of its weights, or of its rows."""
+    calls: list[tuple[str, int]] = []
+
+    def watch(module, name: str, count) -> None:
+        op = getattr(module, name)
+        monkeypatch.setattr(
+            module, name, lambda *args, **kwargs: calls.append((name, count(args))) or op(*args, **kwargs)
+        )
+
+    watch(fp8, "fp8_projections", lambda args: len(args[1]))
+    watch(fp8, "fp8_glu_mlp", lambda args: len(args) - 1)
+    watch(fp8_experts, "moe_mlp_in_fp8", lambda args: args[2].numel())
+    return calls
+
+
+@pytest.fixture
+def quantisations(monkeypatch) -> list[tuple[bool, bool]]:
+    """Return a list to which each quantisation of weights adds which copies it makes: by rows, and transposed."""
+    copies, quantise = [], weights.quantise_weights
+    monkeypatch.setattr(weights, "quantise_weights", lambda *args: copies.append(args[-2:]) or quantise(*args))
+    return copies
 
 
 @pytest.fixture

@@ -1,13 +1,10 @@
 """Comparisons of training steps in FP8 and in bf16, for the tests of FP8."""
 
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
 from torch import nn
-
-import tigon
 
 # The largest error of e4m3 is 2^-4, and that of e5m2 is 2^-3. Both are uniform, so an rms is the largest error divided
 # by sqrt(3), and less for values that are not just above a power of two. A product rounds two factors. Gradients pass
@@ -33,23 +30,6 @@ def assert_near(actual: dict, expected: dict) -> None:
     for name, value in expected.items():
         allowed = GRADIENT_ERROR if value.dim() == 2 and min(value.shape) >= 16 else 2 * GRADIENT_ERROR
         assert error(actual[name], value) < allowed, name
-
-
-def assert_written_weights_are_quantised_again(
-    make: Callable[[], nn.Module], batch: dict, write: Callable[[nn.Parameter], None], steps: int
-) -> None:
-    """Assert that, after steps of two backwards and a write, a model has the loss of a fresh one with its weights."""
-    model, twin = make(), make()
-    tigon.patch(model, fp8="rowwise")
-    tigon.patch(twin, fp8="rowwise")
-    for _ in range(steps):
-        for _ in range(2):
-            model(**batch).loss.backward()
-        for parameter in model.parameters():
-            write(parameter)
-            parameter.grad = None
-    twin.load_state_dict(model.state_dict())
-    assert torch.equal(model(**batch).loss, twin(**batch).loss)
 
 
 def reasons(report) -> dict[str, str]:

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 import tigon
-from hf.fp8_steps import with_lora
+from hf.fp8_steps import assert_near, layers_in_fp8, with_lora
 from tigon.hf import fp8
-from tigon.ops.fp8 import weights as module
+from tigon.ops.adapters.fp8_weight import Fp8Operand
 from tigon.recognition.parts.fp8 import FP8Recipe
 from tigon.recognition.replacement import find_replacement
 
@@ -56,13 +56,6 @@ def _bytes_of_copies(model: nn.Module) -> int:
     return sum(cache.nbytes for cache in caches if cache is not None)
 
 
-def _scale_adapters(model: nn.Module) -> None:
-    """Load other adapters with equal settings."""
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            parameter.data.mul_(-3)
-
-
 def test_another_adapter_that_is_merged_is_seen(model, run):
     model = with_lora(model)
     _patch(model)
@@ -70,7 +63,10 @@ def test_another_adapter_that_is_merged_is_seen(model, run):
     model.merge_adapter()
     first = run(model)
     model.unmerge_adapter()
-    _scale_adapters(model)
+    # Load other adapters with equal settings.
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.data.mul_(-3)
     model.merge_adapter()
     second = run(model)
     assert not torch.equal(first, second)
@@ -148,33 +144,42 @@ def test_the_copies_of_a_model_that_was_moved_are_freed(model):
 
 
 @pytest.mark.kernels
-def test_the_base_of_adapters_is_quantised_once_and_again_after_a_merge(model, run, monkeypatch):
-    made, quantise = [], module.quantise_weights
-    monkeypatch.setattr(module, "quantise_weights", lambda *args: made.append(args[1:]) or quantise(*args))
+def test_the_base_of_adapters_is_quantised_once_and_again_after_a_merge(model, run, quantisations):
     model = with_lora(model)
     _patch(model)
     run(model)
-    count = len(made)
+    count = len(quantisations)
     assert count == 4
     parameter = nn.Parameter(torch.ones(3))
     parameter.grad = torch.ones(3)
     torch.optim.SGD([parameter], lr=0.1).step()
     run(model)
-    assert len(made) == count
+    assert len(quantisations) == count
     model.merge_adapter()
     run(model)
     model.unmerge_adapter()
-    del made[:]
+    del quantisations[:]
     assert torch.equal(run(model), _expected(model, run))
-    assert len(made) == 2 * count
+    assert len(quantisations) == 2 * count
 
 
 @pytest.mark.kernels
-def test_a_call_without_gradients_makes_no_transposed_copy(model, run, monkeypatch):
-    made, quantise = [], module.quantise_weights
-    monkeypatch.setattr(module, "quantise_weights", lambda *args: made.append(args[2:]) or quantise(*args))
+def test_a_call_without_gradients_makes_no_transposed_copy(model, run, quantisations):
     model = with_lora(model)
     _patch(model)
     with torch.no_grad():
         run(model)
-    assert set(made) == {(True, False)}
+    assert set(quantisations) == {(True, False)}
+
+
+@pytest.mark.kernels
+def test_the_nodes_of_adapters_compute_the_products_in_fp8(model, step, batch, monkeypatch):
+    counts, products = [], Fp8Operand.products
+    monkeypatch.setattr(Fp8Operand, "products", lambda self: counts.append(len(self.group.weights)) or products(self))
+    # The interpreter is slow, so one sequence is enough.
+    batch = {name: value[:1].to(DEVICE) for name, value in batch.items()}
+    stock, model = with_lora(copy.deepcopy(model)), with_lora(model)
+    assert len(layers_in_fp8(_patch(model))) == 7
+    assert_near(step(model, batch), step(stock, batch))
+    # Query, key and value are one node, and so are the layers of the MLP, whose last one has an input of its own.
+    assert counts == [3, 1, 2, 1]
