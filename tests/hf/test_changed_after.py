@@ -3,25 +3,15 @@
 import copy
 import functools
 import threading
-import types
 
 import pytest
 import torch
-from torch import nn
 
 import tigon
-from tigon.hf.logits import SKIPPED_LOGITS
+from hf.changes import is_fused
 
 transformers = pytest.importorskip("transformers")
 loss_utils = pytest.importorskip("transformers.loss.loss_utils")
-
-
-def is_fused(outputs) -> bool:
-    return outputs.logits is SKIPPED_LOGITS
-
-
-def detail_of_loss(model) -> str:
-    return next(entry.detail for entry in tigon.patch(model).entries if entry.part == "loss")
 
 
 # --- hooks on the head ---------------------------------------------------------------------------
@@ -106,12 +96,6 @@ def test_a_hook_on_all_modules_is_not_ignored(pair, batch, assert_same_step):
     assert is_fused(model(**batch))
 
 
-def test_a_call_of_the_head_replaced_before_the_patch_keeps_the_loss_stock(make_model):
-    model = make_model()
-    model.lm_head._call_impl = scale_linear_outputs(torch.nn.Module._call_impl).__get__(model.lm_head)
-    assert detail_of_loss(model) == "the call of its head was replaced, and may change the logits"
-
-
 def test_a_compiled_model_does_not_ignore_a_hook(pair, batch, step):
     torch._dynamo.reset()
     model, stock = pair(num_hidden_layers=1)
@@ -121,12 +105,6 @@ def test_a_compiled_model_does_not_ignore_a_hook(pair, batch, step):
     # A graph contains the hooks that existed when it was compiled.
     torch._dynamo.reset()
     torch.testing.assert_close(compiled(**batch).loss, stock(**batch).loss)
-
-
-def test_the_loss_is_stock_if_the_head_had_a_hook_before_the_patch(make_model):
-    model = make_model()
-    HOOKS["mask"](model)
-    assert detail_of_loss(model) == f"a hook on its head (by {__name__}) may change the logits"
 
 
 def test_a_hook_that_changes_the_input_of_the_head_is_not_ignored(pair, batch, assert_same_step):
@@ -140,59 +118,6 @@ def test_a_hook_that_changes_the_input_of_the_head_is_not_ignored(pair, batch, a
 # --- other uses of the logits --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("config", [{}, {"final_logit_softcapping": 7.0}], ids=["plain", "soft cap"])
-@pytest.mark.parametrize("use", [torch.mean, lambda x: x.logsumexp(-1).square().mean(), lambda x: x.softmax(-1).max()])
-def test_other_uses_of_the_logits_raise_and_never_give_a_wrong_loss(pair, batch, step, use, config):
-    model, _ = pair("gemma2", **config)
-
-    class Regularised(type(model)):
-        def forward(self, *args, **kwargs):
-            outputs = super().forward(*args, **kwargs)
-            outputs.loss = outputs.loss + 1e-3 * use(outputs.logits)
-            return outputs
-
-    model.__class__ = Regularised
-    with pytest.raises(RuntimeError, match=r"tigon: .* needs the logits .* skip_logits=False"):
-        step(model, batch)
-
-
-def test_logits_used_before_the_loss_raise(pair, batch):
-    model, _ = pair()
-    forward = type(model).forward
-
-    class Regularised(type(model)):
-        def forward(self, *args, **kwargs):
-            self.extra, fused = [], self._loss_function
-
-            def loss_function(logits, *arguments, **options):
-                self.extra.append(logits.square().mean())
-                return fused(logits, *arguments, **options)
-
-            stub = types.SimpleNamespace(loss_function=loss_function, lm_head=self.lm_head, model=self.model)
-            stub.config = self.config
-            outputs = forward(stub, *args, **kwargs)
-            outputs.loss = outputs.loss + self.extra[0]
-            return outputs
-
-    model.__class__ = Regularised
-    with pytest.raises(RuntimeError, match=r"tigon: .* needs the logits .* skip_logits=False"):
-        model(**batch)
-
-
-def test_the_loss_is_stock_if_the_model_had_a_regulariser_before_the_patch(make_model, batch):
-    model = make_model()
-
-    class Regularised(type(model)):
-        def forward(self, *args, **kwargs):
-            outputs = super().forward(*args, **kwargs)
-            if outputs.loss is not None:
-                outputs.loss = outputs.loss + outputs.logits.square().mean()
-            return outputs
-
-    model.__class__ = Regularised
-    assert detail_of_loss(model) == "its forward computes more than its loss from its logits (square)"
-
-
 def test_anomaly_detection_finds_no_nan(pair, batch, assert_same_step):
     model, stock = pair("gemma2")
     with torch.autograd.detect_anomaly(check_nan=True):
@@ -201,30 +126,6 @@ def test_anomaly_detection_finds_no_nan(pair, batch, assert_same_step):
 
 
 # --- the loss ------------------------------------------------------------------------------------
-
-
-def weighted(logits, labels, vocab_size, **options):
-    weight = options.pop("loss_weight", 1.0)
-    return weight * loss_utils.ForCausalLMLoss(logits, labels, vocab_size, **options)
-
-
-class Weighted:
-    weight = 1.0
-
-    def __call__(self, logits, labels, vocab_size, **options):
-        return self.weight * loss_utils.ForCausalLMLoss(logits, labels, vocab_size, **options)
-
-
-@functools.wraps(loss_utils.ForCausalLMLoss)
-def wrapped(*args, **options):
-    return options.pop("loss_weight", 1.0) * loss_utils.ForCausalLMLoss(*args, **options)
-
-
-@pytest.mark.parametrize("loss", [weighted, Weighted(), wrapped, functools.partial(weighted)])
-def test_a_loss_of_another_library_stays_stock(make_model, loss):
-    model = make_model()
-    model.loss_function = loss
-    assert detail_of_loss(model) == f"its loss function was replaced (by {__name__})"
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluating"])
@@ -248,138 +149,20 @@ def test_a_loss_type_is_not_read_where_a_loss_was_assigned(make_model, clone, ba
     assert model.loss_function is loss_utils.ForCausalLMLoss
 
 
-def test_a_head_that_is_called_twice_raises(pair, batch):
-    model, _ = pair()
-
-    class Twice(type(model)):
-        def get_output_embeddings(self):
-            return self.lm_head
-
-    model.__class__ = Twice
-    head = model.lm_head
-    # The first call of the head computed the loss. The second one returns logits of the same shape, and the loss
-    # function gets these.
-    model.lm_head.register_forward_pre_hook(lambda module, args: setattr(model, "hidden", args[0]))
-    forward = type(model).forward
-
-    def forward_with_two_head_calls(self, *args, **kwargs):
-        fused = self._loss_function
-
-        class Stub:
-            config, model, lm_head = self.config, self.model, staticmethod(lambda x: (head(x), head(x))[1])
-            loss_function = staticmethod(fused)
-
-        return forward(Stub, *args, **kwargs)
-
-    Twice.forward = forward_with_two_head_calls
-    with pytest.raises(RuntimeError, match="called its head twice"):
-        model(**batch)
-
-
-def test_other_labels_in_the_loss_than_in_the_call_raise(pair, batch):
-    model, _ = pair()
-
-    class Shifted(type(model)):
-        def forward(self, *args, labels=None, **kwargs):
-            return super().forward(*args, labels=labels.roll(1, 1), **kwargs)
-
-    model.__class__ = Shifted
-    with pytest.raises(RuntimeError, match="other arguments than the model itself received"):
-        model(**batch)
-
-
-# --- heads whose gradients are not a linear layer's ----------------------------------------------
-
-
-class DetachesItsInput(nn.Linear):
-    def forward(self, x):
-        return nn.functional.linear(x.detach(), self.weight, self.bias)
-
-
-class DetachesItsWeight(nn.Linear):
-    def forward(self, x):
-        return nn.functional.linear(x, self.weight.detach(), self.bias)
-
-
-class InFp32(nn.Linear):
-    def forward(self, x):
-        return nn.functional.linear(x.float(), self.weight.float(), self.bias)
-
-
-class HalfInEvaluation(nn.Linear):
-    def forward(self, x):
-        return super().forward(x) * (1.0 if self.training else 0.5)
-
-
-@pytest.mark.parametrize("kind", [DetachesItsInput, DetachesItsWeight, InFp32, HalfInEvaluation])
-def test_the_loss_is_stock_if_the_head_is_not_linear_in_training_or_evaluation(make_model, kind):
-    model = make_model()
-    model.lm_head.__class__ = kind
-    assert detail_of_loss(model) == f"its head ({kind.__name__}) is not a plain linear layer"
-
-
-def with_logits_of(head):
-    """Return a function that changes a model so that its logits are `head(lm_head, hidden states)`."""
-
-    def change(model):
-        class Changed(type(model)):
+def test_a_model_that_detaches_the_input_of_its_head_trains_like_stock(pair, batch, assert_same_step):
+    def detach_the_input(model):
+        class Detaching(type(model)):
             def forward(self, input_ids, labels=None, **kwargs):
-                logits = head(self.lm_head, self.model(input_ids).last_hidden_state)
+                logits = self.lm_head(self.model(input_ids).last_hidden_state.detach())
                 loss = None if labels is None else self.loss_function(logits, labels, self.config.vocab_size)
                 return transformers.modeling_outputs.CausalLMOutputWithPast(loss=loss, logits=logits)
 
-        model.__class__ = Changed
+        model.__class__ = Detaching
 
-    return change
-
-
-def test_a_model_that_detaches_its_logits_stays_stock(make_model):
-    model = make_model()
-    with_logits_of(lambda head, x: head(x).detach())(model)
-    assert detail_of_loss(model) == "its forward computes more than its loss from its logits (detach)"
-
-
-class HalfOfTheGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, logits):
-        return logits.view_as(logits)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient / 2
-
-
-def test_a_model_that_halves_the_gradient_of_its_logits_stays_stock(make_model):
-    model = make_model()
-    with_logits_of(lambda head, x: HalfOfTheGradient.apply(head(x)))(model)
-    assert detail_of_loss(model) == "the gradients of its loss are not those of the standard loss"
-
-
-def test_a_model_that_interpolates_its_logits_stays_stock(make_model):
-    model = make_model()
-    with_logits_of(lambda head, x: torch.lerp(y := head(x), 2 * y, 0.5))(model)
-    assert detail_of_loss(model) == "its forward computes more than its loss from its logits (lerp)"
-
-
-def test_a_model_that_detaches_the_input_of_its_head_trains_like_stock(pair, batch, assert_same_step):
-    model, stock = pair(change=with_logits_of(lambda head, x: head(x.detach())))
+    model, stock = pair(change=detach_the_input)
     del batch["attention_mask"]
     assert is_fused(model(**batch))
     assert_same_step(model, stock, batch)
-
-
-def test_a_head_without_sizes_stays_stock(make_model):
-    class Head(nn.Module):
-        def __init__(self, weight):
-            super().__init__()
-            self.weight, self.bias = weight, None
-
-        def forward(self, x):
-            return nn.functional.linear(x, self.weight)
-
-    model = make_model()
-    model.lm_head = Head(model.lm_head.weight)
-    assert detail_of_loss(model) == "its head (Head) is not a plain linear layer"
 
 
 # --- functional calls and replicas ---------------------------------------------------------------

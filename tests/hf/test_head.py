@@ -5,68 +5,117 @@ import types
 import numpy
 import pytest
 import torch
+import transformers
 from torch import nn
 
 import tigon
+from hf.changes import LOSS_ALONE, is_fused, loss_entry
+from hf.same_step import assert_same, assert_within_noise, noise
+from hf.same_step import step as step_of
+from hf.tiny import tiny_config, tiny_model
 from tigon.hf.logits import SKIPPED_LOGITS
-
-loss_utils = pytest.importorskip("transformers.loss.loss_utils")
-
-
-def is_fused(outputs) -> bool:
-    return outputs.logits is SKIPPED_LOGITS
-
 
 # --- calls that are fused ------------------------------------------------------------------------
 
+SHIFTED = torch.arange(33).view(3, 11)
+FUSED = {
+    "labels": {},
+    "items": {"num_items_in_batch": 17},
+    "items in a tensor": {"num_items_in_batch": torch.tensor(17)},
+    "ignore_index": {"ignore_index": 5},
+    "shift_labels": {"shift_labels": SHIFTED},
+    "all three": {"shift_labels": SHIFTED, "num_items_in_batch": 9, "ignore_index": 4},
+    "options that stock ignores": {"label_smoothing": 0.3, "reduction": "sum"},
+    "hidden states": {"output_hidden_states": True},
+}
 
-@pytest.mark.parametrize(
-    "extra",
-    [
-        {"num_items_in_batch": 17},
-        {"num_items_in_batch": torch.tensor(17)},
-        {"ignore_index": 5},
-        {"shift_labels": torch.arange(33).view(3, 11)},
-        {"shift_labels": torch.arange(33).view(3, 11), "num_items_in_batch": 9, "ignore_index": 4},
-        {"label_smoothing": 0.3, "reduction": "sum"},
-        {"output_hidden_states": True},
-    ],
-    ids=[
-        "items int",
-        "items tensor",
-        "ignore_index",
-        "shift_labels",
-        "all three",
-        "options that stock ignores",
-        "hidden states",
-    ],
-)
-def test_options_of_the_loss_work_as_in_stock(pair, batch, assert_same_step, extra):
-    model, stock = pair("gemma2")
+
+@pytest.mark.parametrize("training", [True, False], ids=["training", "skip_logits"])
+@pytest.mark.parametrize("extra", FUSED.values(), ids=FUSED)
+def test_options_of_the_loss_work_as_in_stock(pair, batch, step, extra, training):
+    """With `skip_logits=True`, evaluation is fused too, and has gradients."""
+    model, stock = (each.train(training) for each in pair("gemma2"))
     if "ignore_index" in extra:
         batch["labels"] = batch["labels"].masked_fill(batch["labels"] == -100, extra["ignore_index"])
-    assert is_fused(model(**batch, **extra))
-    assert_same_step(model, stock, {**batch, **extra})
-
-
-def test_labels_may_be_passed_by_position(pair, batch):
-    model, stock = pair()
-    args = (batch["input_ids"], batch["attention_mask"], None, None, None, batch["labels"])
-    outputs = model(*args)
+    batch |= extra
+    skip = {} if training else {"skip_logits": True}
+    outputs, expected = model(**batch, **skip), stock(**batch)
     assert is_fused(outputs)
-    torch.testing.assert_close(outputs.loss, stock(*args).loss)
-
-
-def test_outputs_have_the_form_of_stock(pair, batch):
-    model, stock = pair()
-    outputs, expected = model(**batch, output_hidden_states=True), stock(**batch, output_hidden_states=True)
     assert type(outputs) is type(expected)
     assert outputs.keys() == expected.keys()
-    assert all(torch.equal(a, b) for a, b in zip(outputs.hidden_states, expected.hidden_states, strict=True))
-    loss, logits, *rest = model(**batch, return_dict=False)
-    assert logits is SKIPPED_LOGITS
-    assert len(rest) == len(stock(**batch, return_dict=False)) - 2
-    torch.testing.assert_close(loss, expected.loss)
+    for states in zip(outputs.hidden_states or (), expected.hidden_states or (), strict=True):
+        assert torch.equal(*states)
+    assert_same(step(model, batch | skip), step(stock, batch))
+    with torch.no_grad():
+        torch.testing.assert_close(model(**batch, **skip).loss, expected.loss)
+
+
+@pytest.mark.parametrize("is_tuple", [False, True])
+def test_labels_may_be_passed_by_position(pair, batch, is_tuple):
+    model, stock = pair()
+    args = (batch["input_ids"], batch["attention_mask"], None, None, None, batch["labels"])
+    outputs, expected = (each(*args, return_dict=not is_tuple) for each in (model, stock))
+    assert (outputs[1] if is_tuple else outputs.logits) is SKIPPED_LOGITS
+    assert len(outputs) == len(expected)
+    torch.testing.assert_close(outputs[0], expected[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("model_type", ["gemma2", "mixtral"])
+def test_a_tuple_has_skipped_logits_in_place_of_the_logits(make_model, clone, batch, model_type, dtype):
+    """A mixture of experts has its auxiliary loss between the loss and the logits."""
+    model = make_model(model_type, dtype)
+    stock = clone(model)
+    tigon.patch(model)
+    extra = {"return_dict": False} | ({"output_router_logits": True} if model_type == "mixtral" else {})
+    actual, expected = model(**batch, **extra), stock(**batch, **extra)
+    is_logits = [isinstance(x, torch.Tensor) and x.shape[-1:] == (131,) for x in expected]
+    assert sum(is_logits) == 1
+    assert [x is SKIPPED_LOGITS for x in actual] == is_logits
+    torch.testing.assert_close(actual[0], expected[0], rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=0)
+
+
+def test_skip_logits_never_reaches_the_stock_forward(pair, batch, monkeypatch):
+    model, _ = pair()
+    calls = []
+    forward = type(model).forward
+    monkeypatch.setattr(type(model), "forward", lambda self, **kwargs: calls.append(kwargs) or forward(self, **kwargs))
+    for labels in (batch["labels"], None):
+        model(**{**batch, "labels": labels}, skip_logits=True)
+    assert len(calls) == 2
+    assert not any("skip_logits" in kwargs for kwargs in calls)
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluating"])
+def test_shift_labels_alone_give_a_loss_if_skip_logits_is_set(pair, batch, training):
+    """Without skip_logits, the caller gets the logits, and may compute another loss from them."""
+    model, stock = (each.train(training) for each in pair())
+    shifted = batch.pop("labels").roll(-1, 1)
+    expected = stock(**batch, labels=shifted, shift_labels=shifted)
+    outputs = model(**batch, shift_labels=shifted, skip_logits=True)
+    assert is_fused(outputs)
+    torch.testing.assert_close(outputs.loss, expected.loss)
+    outputs = model(**batch, shift_labels=shifted)
+    assert outputs.loss is None
+    assert torch.equal(outputs.logits, expected.logits)
+
+
+def test_context_parallel_losses_add_up_and_a_rank_may_have_no_valid_token(pair, batch, step):
+    """Each rank has a part of the shifted labels, and all ranks divide by the same number, which is a tensor."""
+    model, stock = pair("gemma2")
+    shifted = torch.nn.functional.pad(batch["labels"], (0, 1), value=-100)[:, 1:]
+    items = (shifted != -100).sum()
+    totals: dict[str, torch.Tensor] = {}
+    for columns in (slice(0, 6), slice(6, 11), slice(11, 11)):
+        part = torch.full_like(shifted, -100)
+        part[:, columns] = shifted[:, columns]
+        call = {**batch, "labels": part, "shift_labels": part, "num_items_in_batch": items}
+        assert is_fused(model(**call))
+        for name, value in step(model, call).items():
+            totals[name] = totals.get(name, 0) + value
+            torch.testing.assert_close(value, step(stock, call)[name])
+    for name, value in step(stock, {**batch, "num_items_in_batch": items}).items():
+        torch.testing.assert_close(totals[name], value)
 
 
 def test_embeddings_may_be_the_input(pair, batch, assert_same_step):
@@ -117,6 +166,37 @@ def test_scales_soft_caps_and_router_losses_work_as_in_stock(
     assert_same_step(model, stock, batch)
     entry = next(e for e in tigon.patch(make_model(model_type, **config)).replaced if e.part == "loss")
     assert entry.detail.endswith(detail)
+
+
+# In these types, a part of the body calls the head, an attribute scales its output, or a layer follows the body. The
+# others have routers of several forms, whose loss is added.
+ROUTED = ("mixtral", "qwen3_moe", "gpt_oss", "jamba", "phimoe")
+
+
+@pytest.mark.parametrize("model_type", ["opt", "falcon_h1", "modernbert-decoder", *ROUTED])
+def test_bodies_and_routers_of_any_structure_are_supported(batch, model_type):
+    model = tiny_model(model_type)
+    inputs = batch | ({"output_router_logits": True} if model_type in ROUTED else {})
+    expected = step_of(model, inputs)
+    allowed = noise(model, inputs, expected)
+    entry = loss_entry(tigon.patch(model, **LOSS_ALONE))
+    assert entry.detail.startswith("linear_cross_entropy in the head")
+    outputs = model(**inputs)
+    assert is_fused(outputs)
+    assert_within_noise(step_of(model, inputs), expected, allowed, entry.detail)
+    if model_type in ROUTED:
+        assert outputs.aux_loss > 0
+        assert outputs.loss > model(**batch).loss
+
+
+def test_a_model_on_meta_that_embeds_its_tokens_itself_is_supported():
+    """Its forward calls a method of its body. Recognition runs it on a stand-in of the body, and reads no weight."""
+    config = tiny_config(transformers.AutoConfig.for_model("qwen2_5_omni_thinker"), {})
+    config.vision_start_token_id, config.audio_start_token_id = 5, 6
+    config.text_config.rope_parameters = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+    with torch.device("meta"):
+        model = transformers.AutoModelForImageTextToText.from_config(config)
+    assert loss_entry(tigon.patch(model, **LOSS_ALONE)).detail == "linear_cross_entropy in the head"
 
 
 def test_the_loss_is_zero_if_all_labels_are_ignored(pair, batch):
@@ -189,42 +269,33 @@ def test_backward_reaches_the_output_of_the_head_before_its_weights(pair, batch)
 # --- calls that stay stock -----------------------------------------------------------------------
 
 
-def test_evaluation_is_stock(pair, batch):
-    model, stock = pair("gemma2")
-    outputs, expected = model.eval()(**batch), stock.eval()(**batch)
+# The arguments of a call, and whether the model is in training mode.
+STOCK = {
+    "evaluation": ({}, False),
+    "skip_logits=False": ({"skip_logits": False}, True),
+    "no labels": ({"labels": None}, True),
+    "no labels, but skip_logits": ({"labels": None, "skip_logits": True}, True),
+    "no labels, but skip_logits, evaluation": ({"labels": None, "skip_logits": True}, False),
+    "shift_labels alone": ({"labels": None, "shift_labels": SHIFTED}, True),
+    "logits_to_keep": ({"labels": SHIFTED[:, -4:], "logits_to_keep": 4}, True),
+    "indices in logits_to_keep": ({"labels": SHIFTED[:, -4:], "logits_to_keep": torch.tensor([7, 8, 9, 10])}, True),
+    "shift_labels without a batch dimension": ({"shift_labels": torch.arange(33)}, True),
+    "two numbers of items": ({"num_items_in_batch": torch.tensor([3.0, 4.0])}, True),
+    "items of numpy": ({"num_items_in_batch": numpy.int64(3)}, True),
+}
+
+
+@pytest.mark.parametrize(("extra", "training"), STOCK.values(), ids=STOCK)
+def test_other_calls_are_stock(pair, batch, extra, training):
+    model, stock = (each.train(training) for each in pair("gemma2"))
+    outputs = model(**batch | extra)
+    expected = stock(**{name: value for name, value in (batch | extra).items() if name != "skip_logits"})
     assert torch.equal(outputs.logits, expected.logits)
-    assert torch.equal(outputs.loss, expected.loss)
+    assert outputs.logits.shape[1] == (4 if "logits_to_keep" in extra else 11)
+    assert (outputs.loss is None) == (expected.loss is None)
+    assert outputs.loss is None or torch.equal(outputs.loss, expected.loss)
+    del batch["attention_mask"]
     assert is_fused(model.train()(**batch))
-
-
-def test_training_without_labels_returns_logits(pair, batch):
-    model, stock = pair()
-    del batch["labels"]
-    assert torch.equal(model(**batch).logits, stock(**batch).logits)
-    shifted = {**batch, "shift_labels": batch["input_ids"]}
-    assert model(**shifted).loss is stock(**shifted).loss is None
-
-
-@pytest.mark.parametrize("logits_to_keep", [4, torch.tensor([7, 8, 9, 10])], ids=["int", "indices"])
-def test_logits_to_keep_returns_these_logits(pair, batch, logits_to_keep):
-    model, stock = pair()
-    batch["labels"] = batch["labels"][:, -4:]
-    outputs, expected = model(**batch, logits_to_keep=logits_to_keep), stock(**batch, logits_to_keep=logits_to_keep)
-    assert outputs.logits.shape[1] == 4
-    assert torch.equal(outputs.logits, expected.logits)
-    assert torch.equal(outputs.loss, expected.loss)
-
-
-def test_the_loss_is_stock_if_shift_labels_have_no_batch_dimension(pair, batch):
-    model, stock = pair()
-    batch["shift_labels"] = torch.arange(33)
-    assert torch.equal(model(**batch).loss, stock(**batch).loss)
-
-
-@pytest.mark.parametrize("items", [torch.tensor([3.0, 4.0]), numpy.int64(3)], ids=["two", "numpy"])
-def test_the_loss_is_stock_if_the_number_of_items_is_no_single_number(pair, batch, items):
-    model, stock = pair()
-    assert torch.equal(model(**batch, num_items_in_batch=items).loss, stock(**batch, num_items_in_batch=items).loss)
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluating"])
@@ -281,178 +352,18 @@ def test_adapters_on_other_layers_are_called(pair, batch, assert_same_step):
     assert_same_step(model, stock, batch)
 
 
-def test_a_model_that_passes_other_arguments_to_its_loss_raises(pair, batch):
+@pytest.mark.parametrize(
+    "change", [lambda kwargs: {"num_items_in_batch": 99}, lambda kwargs: {"labels": kwargs["labels"].roll(1, 1)}]
+)
+def test_a_model_that_passes_other_arguments_to_its_loss_raises(pair, batch, change):
     model, _ = pair()
-    fused = model.loss_function
     # The same object was assigned again, so the loss is fused.
-    model.loss_function = fused
-    stock_forward = type(model).forward
+    model.loss_function = model.loss_function
 
     class Meddling(type(model)):
-        def forward(self, *args, num_items_in_batch=None, **kwargs):
-            return stock_forward(self, *args, num_items_in_batch=99, **kwargs)
+        def forward(self, **kwargs):
+            return super().forward(**kwargs | change(kwargs))
 
     model.__class__ = Meddling
     with pytest.raises(RuntimeError, match="other arguments than the model itself received"):
         model(**batch, num_items_in_batch=3)
-
-
-# --- models whose loss stays stock, and why ------------------------------------------------------
-
-
-def reason_for_stock_loss(model) -> str:
-    entries = [e for e in tigon.patch(model).entries if e.part == "loss"]
-    assert [e.replaced for e in entries] == [False]
-    return entries[0].detail
-
-
-def variant(model, change):
-    """Change a model so that it applies `change` to its logits before its loss."""
-    stock_forward = type(model).forward
-
-    class Variant(type(model)):
-        def forward(self, *args, labels=None, **kwargs):
-            outputs = stock_forward(self, *args, **kwargs)
-            outputs.logits = change(outputs.logits)
-            if labels is not None:
-                outputs.loss = self.loss_function(outputs.logits, labels, self.config.vocab_size, **kwargs)
-            return outputs
-
-    model.__class__ = Variant
-    return model
-
-
-def one_entry(logits):
-    logits = logits.clone()
-    logits[..., 100] = -1e9
-    return logits
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda x: x + 1e-3,
-        lambda x: x.clamp(-40, 40),
-        lambda x: x * x.abs().mean(),
-        lambda x: -x,
-        one_entry,
-        lambda x: 20 * torch.tanh(x / 20 + x**3),
-        lambda x: torch.cat((x[..., 1:], x[..., :1]), -1),
-    ],
-    ids=["shift", "clamp", "depends on values", "sign", "one entry", "another curve", "permuted"],
-)
-def test_the_loss_is_stock_if_the_change_of_the_logits_is_not_understood(make_model, batch, step, clone, change):
-    model = variant(make_model(), change)
-    before = step(clone(model), batch)
-    assert reason_for_stock_loss(model) in (
-        "its forward does more to the logits than a scale and a soft cap",
-        "its forward changes the logits in a different way each time",
-    )
-    assert torch.equal(step(model, batch)["loss"], before["loss"])
-
-
-@pytest.mark.parametrize(
-    ("change", "detail"),
-    [
-        (lambda x: x / 3, "scale 0.333333"),
-        (lambda x: 8 * torch.tanh(x / 12), "scale 0.666667, softcap 8"),
-        (lambda x: 1.5 * (9 * torch.tanh(x / 9)).float(), "scale 1.5, softcap 13.5"),
-    ],
-    ids=["divisor", "two sizes", "a scale after the cap"],
-)
-def test_a_known_change_of_the_logits_is_fused_in_any_forward(
-    make_model, batch, assert_same_step, clone, change, detail
-):
-    model = variant(make_model(), change)
-    stock = clone(model)
-    assert detail in str(tigon.patch(model))
-    assert_same_step(model, stock, batch)
-
-
-def test_a_scale_that_is_trained_stays_stock(make_model):
-    model = make_model()
-    model.temperature = nn.Parameter(torch.tensor(2.0))
-    variant(model, lambda x, model=model: x)
-    original = type(model).forward
-
-    class Scaled(type(model)):
-        def forward(self, *args, labels=None, **kwargs):
-            outputs = original(self, *args, **kwargs)
-            outputs.logits = outputs.logits * self.temperature.abs()
-            if labels is not None:
-                outputs.loss = self.loss_function(outputs.logits, labels, self.config.vocab_size, **kwargs)
-            return outputs
-
-    model.__class__ = Scaled
-    assert reason_for_stock_loss(model) == "its forward changes the logits in a different way each time"
-
-
-def test_a_scale_in_a_buffer_stays_stock(make_model):
-    model = make_model()
-    model.register_buffer("temperature", torch.ones(()))
-    variant(model, lambda x, model=model: x * model.temperature)
-    original = type(model).forward
-
-    class Scaled(type(model)):
-        def forward(self, *args, labels=None, **kwargs):
-            outputs = original(self, *args, **kwargs)
-            outputs.logits = outputs.logits * self.temperature
-            if labels is not None:
-                outputs.loss = self.loss_function(outputs.logits, labels, self.config.vocab_size, **kwargs)
-            return outputs
-
-    model.__class__ = Scaled
-    assert reason_for_stock_loss(model) == "its forward changes the logits in a different way each time"
-
-
-def in_transformers(source: str):
-    """Return a loss function that seems to be written in transformers."""
-    namespace = dict(vars(loss_utils))
-    exec(source, namespace)
-    return namespace["loss"]
-
-
-def test_another_loss_of_transformers_stays_stock(make_model):
-    model = make_model()
-    model.loss_function = in_transformers(
-        "def loss(logits, labels, vocab_size, **kwargs):\n"
-        "    return nn.functional.cross_entropy(logits.view(-1, vocab_size), labels.view(-1))"
-    )
-    assert "its loss is not the standard loss" in reason_for_stock_loss(model)
-
-
-def test_a_standard_loss_with_another_option_is_fused_in_calls_without_it(make_model, batch, clone):
-    model = make_model()
-    loss = in_transformers(
-        "def loss(logits, labels, vocab_size, temperature=1.0, **kwargs):\n"
-        "    return ForCausalLMLoss(logits / temperature, labels, vocab_size, **kwargs)"
-    )
-    model.loss_function = loss
-    stock = clone(model)
-    report = tigon.patch(model)
-    assert is_fused(model(**batch))
-    assert torch.equal(model(**batch, temperature=2.0).loss, stock(**batch, temperature=2.0).loss)
-    report.restore()
-    assert model.loss_function is loss
-
-
-def test_a_head_that_is_more_than_a_linear_layer_stays_stock(make_model):
-    class Normalised(nn.Linear):
-        def forward(self, x):
-            return nn.functional.linear(x, nn.functional.normalize(self.weight))
-
-    model = make_model()
-    model.lm_head.__class__ = Normalised
-    assert reason_for_stock_loss(model) == "its head (Normalised) is not a plain linear layer"
-
-
-def test_a_forward_of_another_library_stays_in_place(make_model):
-    model = make_model()
-    model.forward = lambda **kwargs: None
-    assert "its forward was already replaced (by" in reason_for_stock_loss(model)
-
-
-def test_a_head_of_another_library_stays_in_place(make_model):
-    model = make_model()
-    model.lm_head.forward = lambda x: x
-    assert reason_for_stock_loss(model).startswith("Linear: its forward was already replaced (by")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import tigon
-from tigon.hf.logits import SKIPPED_LOGITS
+from hf.changes import is_fused
 
 transformers = pytest.importorskip("transformers")
 loss_utils = pytest.importorskip("transformers.loss.loss_utils")
@@ -23,10 +23,6 @@ def doubled(logits, labels, vocab_size, **options):
 
 def doubled_cross_entropy(*args, **options):
     return 2.0 * stock_cross_entropy(*args, **options)
-
-
-def is_fused(outputs) -> bool:
-    return outputs.logits is SKIPPED_LOGITS
 
 
 class Chosen:

@@ -10,25 +10,13 @@ import torch
 from torch.utils import _pytree as pytree
 
 import tigon
+from hf.changes import COMPUTATIONS, is_fused, with_extra, with_logits, with_outputs
 from tigon.hf.logits import SKIPPED_LOGITS
 
 transformers = pytest.importorskip("transformers")
 accelerate_operations = pytest.importorskip("accelerate.utils.operations")
 
 REFUSAL = r"tigon: .* needs the logits of this call.*skip_logits=False"
-
-
-def with_forward(change):
-    """Return a function that lets the outputs of a model's forward go through `change(model, outputs, labels)`."""
-
-    def apply(model):
-        class Changed(type(model)):
-            def forward(self, *args, labels=None, **kwargs):
-                return change(self, super().forward(*args, labels=labels, **kwargs), labels)
-
-        model.__class__ = Changed
-
-    return apply
 
 
 # --- what a model adds ---------------------------------------------------------------------------
@@ -55,9 +43,9 @@ def add_field(model, outputs, labels):
 
 @pytest.mark.parametrize("change", [add_key, add_attribute, add_field])
 def test_additions_of_a_model_to_its_output_are_kept(pair, batch, change):
-    model, stock = pair(change=with_forward(change))
+    model, stock = pair(change=with_outputs(change))
     outputs, expected = model(**batch), stock(**batch)
-    assert outputs.logits is SKIPPED_LOGITS
+    assert is_fused(outputs)
     torch.testing.assert_close(outputs.penalty, expected.penalty)
     assert list(outputs.keys()) == list(expected.keys())
 
@@ -65,133 +53,77 @@ def test_additions_of_a_model_to_its_output_are_kept(pair, batch, change):
 # --- what is computed from logits within the model -----------------------------------------------
 
 
-def count_tokens(model, outputs, labels):
-    outputs.extra = outputs.logits.shape[0] * outputs.logits.shape[1]
-    return outputs
-
-
-def size_of_the_vocabulary(model, outputs, labels):
-    outputs.extra = outputs.logits.size(-1), outputs.logits.float().size(dim=1)
-    return outputs
-
-
-def loss_of_each_sequence(model, outputs, labels):
-    outputs.loss = outputs.loss / outputs.logits.size()[0]
-    outputs.extra = outputs.loss
-    return outputs
-
-
-@pytest.mark.parametrize("change", [count_tokens, size_of_the_vocabulary, loss_of_each_sequence])
-def test_a_model_may_read_the_shape_of_its_logits(pair, batch, change):
+@pytest.mark.parametrize(
+    "read",
+    [lambda x, _: x.shape[0] * x.shape[1], lambda x, _: (x.size(-1), x.float().size(dim=1)), lambda x, _: x.size()[0]],
+)
+def test_a_model_may_read_the_shape_of_its_logits(pair, batch, read):
     model, stock = pair()
-    with_forward(change)(model), with_forward(change)(stock)
+    for each in (model, stock):
+        with_extra(read)(each)
     outputs, expected = model(**batch), stock(**batch)
-    assert outputs.logits is SKIPPED_LOGITS
-    torch.testing.assert_close(outputs.extra, expected.extra)
+    assert is_fused(outputs)
+    assert outputs.extra == expected.extra
 
 
-def return_unchanged(logits, labels):
-    return logits
+@pytest.mark.parametrize("config", [{}, {"final_logit_softcapping": 7.0}], ids=["plain", "soft cap"])
+@pytest.mark.parametrize("compute", COMPUTATIONS.values(), ids=COMPUTATIONS)
+@pytest.mark.sampled(2)
+def test_a_model_that_starts_to_compute_from_its_logits_raises(pair, batch, compute, config):
+    model, stock = pair("gemma2", **config)
+    for each in (model, stock):
+        with_extra(compute)(each)
+    with pytest.raises(RuntimeError, match=REFUSAL):
+        model(**batch)
+    with torch.no_grad():
+        expected, outputs = stock(**batch), model(**batch, skip_logits=False)
+    assert np.array_equal(np.asarray(outputs.extra), np.asarray(expected.extra))
 
 
-def detach(logits, labels):
-    return logits.detach()
-
-
-def write_labels_late(logits, labels):
-    write(labels)
-    return logits
-
-
-def halve_the_gradient(logits, labels):
+def halve_the_gradient(model, logits):
     logits.register_hook(lambda gradient: gradient / 2)
     return logits
 
 
-def retain_the_gradient(logits, labels):
+def retain_the_gradient(model, logits):
     logits.retain_grad()
     return logits
 
 
-class Switched(transformers.LlamaForCausalLM):
-    """A model whose forward passes its logits to the function `treat`."""
-
-    treat = return_unchanged
-
-    def forward(self, input_ids=None, attention_mask=None, labels=None, **options):
-        logits = self.lm_head(self.model(input_ids=input_ids, attention_mask=attention_mask)[0])
-        logits = type(self).treat(logits, labels)
-        loss = None if labels is None else self.loss_function(logits, labels, self.config.vocab_size)
-        return transformers.modeling_outputs.CausalLMOutputWithPast(loss=loss, logits=logits)
+def compute_before_the_loss(model, logits):
+    model.extra = logits.square().mean()
+    return logits
 
 
-@pytest.mark.parametrize("treat", [detach, halve_the_gradient, retain_the_gradient])
-def test_a_model_that_starts_to_change_the_gradient_of_its_logits_raises(make_model, batch, monkeypatch, treat):
-    model = make_model()
-    model.__class__ = Switched
-    tigon.patch(model)
-    assert model(**batch).logits is SKIPPED_LOGITS
-    monkeypatch.setattr(Switched, "treat", treat)
-    with pytest.raises(RuntimeError, match=REFUSAL):
+def write_the_labels(model, logits):
+    write(model.written_labels)
+    return logits
+
+
+def call_the_head_again(model, logits):
+    return model.lm_head(model.hidden)
+
+
+TREATMENTS = {
+    "detach": (lambda model, logits: logits.detach(), REFUSAL),
+    "halve the gradient": (halve_the_gradient, REFUSAL),
+    "retain the gradient": (retain_the_gradient, REFUSAL),
+    "compute before the loss": (compute_before_the_loss, REFUSAL),
+    "write the labels": (write_the_labels, "wrote into its labels"),
+    "call the head again": (call_the_head_again, "called its head twice"),
+}
+
+
+@pytest.mark.parametrize(("treat", "message"), TREATMENTS.values(), ids=TREATMENTS)
+def test_a_model_that_starts_to_treat_its_logits_in_another_way_raises(pair, batch, treat, message):
+    """A head that is called twice computes the loss first, and then returns logits, which the loss function gets."""
+    model, _ = pair()
+    assert is_fused(model(**batch))
+    model.written_labels = batch["labels"]
+    model.lm_head.register_forward_pre_hook(lambda head, args: setattr(model, "hidden", args[0]))
+    with_logits(treat)(model)
+    with pytest.raises(RuntimeError, match=message):
         model(**batch)
-
-
-def accuracy(model, outputs, labels):
-    outputs.extra = None if labels is None else (outputs.logits.argmax(-1) == labels).float().mean()
-    return outputs
-
-
-def count_large(model, outputs, labels):
-    outputs.extra = (outputs.logits > 0).sum()
-    return outputs
-
-
-def entropy(model, outputs, labels):
-    outputs.extra = torch.distributions.Categorical(logits=outputs.logits).entropy()
-    return outputs
-
-
-def top_two(model, outputs, labels):
-    outputs.extra = torch.topk(outputs.logits, 2, -1).indices
-    return outputs
-
-
-def last_token(model, outputs, labels):
-    outputs.extra = outputs.logits[:, -1]
-    return outputs
-
-
-def to_numpy(model, outputs, labels):
-    outputs.extra = outputs.logits.detach().numpy()
-    return outputs
-
-
-def any_large(model, outputs, labels):
-    outputs.extra = bool((outputs.logits.detach() * 2).max() > 1)
-    return outputs
-
-
-@pytest.mark.parametrize("change", [accuracy, count_large, entropy, top_two, last_token, any_large])
-def test_a_model_that_computes_from_its_logits_keeps_its_loss(make_model, change):
-    model = make_model()
-    with_forward(change)(model)
-    loss = next(entry for entry in tigon.patch(model).entries if entry.part == "loss")
-    assert not loss.replaced
-    assert loss.detail.startswith("its forward computes more than its loss from its logits (")
-
-
-@pytest.mark.parametrize("change", [accuracy, count_large, entropy, top_two, last_token, to_numpy, any_large])
-def test_a_model_that_starts_to_compute_from_its_logits_raises(pair, batch, change):
-    model, stock = pair()
-    with_forward(change)(model), with_forward(change)(stock)
-    with pytest.raises(RuntimeError, match=REFUSAL):
-        model(**batch)
-    with torch.no_grad():
-        expected, outputs = (
-            stock(**batch),
-            model(**batch, skip_logits=False),
-        )
-    assert np.array_equal(np.asarray(outputs.extra), np.asarray(expected.extra))
 
 
 # --- labels written in the forward pass ----------------------------------------------------------
@@ -201,20 +133,17 @@ def write(labels):
     labels.masked_fill_(labels % 3 == 0, -100)
 
 
-def write_before_the_body(model, labels):
-    model.register_forward_pre_hook(lambda module, args, kwargs: write(kwargs["labels"]), with_kwargs=True)
-
-
-def write_before_the_layers(model, labels):
-    model.model.register_forward_pre_hook(lambda module, args: write(labels))
-
-
-def write_before_the_head(model, labels):
-    model.model.norm.register_forward_hook(lambda module, args, output: write(labels))
+PLACES = {
+    "before the body": lambda model, labels: model.register_forward_pre_hook(
+        lambda module, args, kwargs: write(kwargs["labels"]), with_kwargs=True
+    ),
+    "before the layers": lambda model, labels: model.model.register_forward_pre_hook(lambda *_: write(labels)),
+    "before the head": lambda model, labels: model.model.norm.register_forward_hook(lambda *_: write(labels)),
+}
 
 
 @pytest.mark.parametrize("argument", ["labels", "shift_labels"])
-@pytest.mark.parametrize("write_labels", [write_before_the_body, write_before_the_layers, write_before_the_head])
+@pytest.mark.parametrize("write_labels", PLACES.values(), ids=PLACES)
 def test_labels_may_be_written_before_the_head(pair, batch, write_labels, argument):
     losses = []
     for model in pair():
@@ -223,16 +152,6 @@ def test_labels_may_be_written_before_the_head(pair, batch, write_labels, argume
         write_labels(model, labels)
         losses.append(model(input_ids=batch["input_ids"], labels=labels, **shifted).loss)
     torch.testing.assert_close(*losses)
-
-
-def test_labels_that_are_written_between_the_head_and_the_loss_raise(make_model, batch, monkeypatch):
-    model = make_model()
-    model.__class__ = Switched
-    tigon.patch(model)
-    assert model(**batch).logits is SKIPPED_LOGITS
-    monkeypatch.setattr(Switched, "treat", write_labels_late)
-    with pytest.raises(RuntimeError, match="wrote into its labels"):
-        model(**batch)
 
 
 # --- what is computed from logits outside --------------------------------------------------------
@@ -301,7 +220,7 @@ def test_recognition_does_not_change_the_objects_of_the_user(make_model, batch, 
                 )
         return outputs
 
-    with_forward(record_loss)(model)
+    with_outputs(record_loss)(model)
     model.history, type(model).shared = [], []
     model.register_buffer("steps", torch.zeros((), dtype=torch.long))
     HISTORY.clear()

@@ -7,13 +7,9 @@ import pytest
 import torch
 
 import tigon
-from tigon.hf.logits import SKIPPED_LOGITS
+from hf.changes import is_fused
 
 transformers = pytest.importorskip("transformers")
-
-
-def is_fused(outputs) -> bool:
-    return outputs.logits is SKIPPED_LOGITS
 
 
 def set_config(name, value):

@@ -1,0 +1,79 @@
+"""Changes of a model's forward, which tests make before or after the patch."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tigon.hf.logits import SKIPPED_LOGITS
+from tigon.hf.parts import PARTS
+
+# Options of `tigon.patch` that recognise the loss alone.
+LOSS_ALONE = {part: part == "loss" for part in PARTS}
+
+
+def is_fused(outputs: Any) -> bool:
+    """Return True if the loss of these outputs was computed in the head."""
+    return outputs.logits is SKIPPED_LOGITS
+
+
+def loss_entry(report: Any) -> Any:
+    """Return the entry of a report about the loss of the patched model."""
+    (entry,) = (entry for entry in report.entries if entry.part == "loss")
+    return entry
+
+
+def with_outputs(change: Callable[..., Any]) -> Callable[[nn.Module], None]:
+    """Return a function that lets the outputs of a model's forward go through `change(model, outputs, labels)`."""
+
+    def apply(model: nn.Module) -> None:
+        class Changed(type(model)):
+            def forward(self, *args, labels=None, **kwargs):
+                return change(self, super().forward(*args, labels=labels, **kwargs), labels)
+
+        model.__class__ = Changed
+
+    return apply
+
+
+def with_logits(change: Callable[[Any, Tensor], Tensor]) -> Callable[[nn.Module], None]:
+    """Return a function that lets the logits of a model go through `change(model, logits)` before its loss."""
+
+    def apply(model: nn.Module) -> None:
+        class Changed(type(model)):
+            def forward(self, *args, labels=None, **kwargs):
+                outputs = super().forward(*args, **kwargs)
+                outputs.logits = change(self, outputs.logits)
+                if labels is not None:
+                    outputs.loss = self.loss_function(outputs.logits, labels, self.config.vocab_size, **kwargs)
+                return outputs
+
+        model.__class__ = Changed
+
+    return apply
+
+
+# What a model may compute from its logits outside of its loss.
+COMPUTATIONS: dict[str, Callable[[Tensor, Tensor | None], Any]] = {
+    "argmax": lambda logits, labels: None if labels is None else (logits.argmax(-1) == labels).float().mean(),
+    "comparison": lambda logits, labels: (logits > 0).sum(),
+    "entropy": lambda logits, labels: torch.distributions.Categorical(logits=logits).entropy(),
+    "topk": lambda logits, labels: torch.topk(logits, 2, -1).indices,
+    "mean": lambda logits, labels: torch.mean(logits),
+    "logsumexp": lambda logits, labels: logits.logsumexp(-1).square().mean(),
+    "softmax": lambda logits, labels: logits.softmax(-1).max(),
+    "last token": lambda logits, labels: logits[:, -1],
+    "bool": lambda logits, labels: bool((logits.detach() * 2).max() > 1),
+    "numpy": lambda logits, labels: logits.detach().numpy(),
+}
+
+
+def with_extra(compute: Callable[[Tensor, Tensor | None], Any]) -> Callable[[nn.Module], None]:
+    """Return a function that lets a model put `compute(logits, labels)` into the field `extra` of its output."""
+
+    def change(model: nn.Module, outputs: Any, labels: Tensor | None) -> Any:
+        outputs.extra = compute(outputs.logits, labels)
+        return outputs
+
+    return with_outputs(change)
