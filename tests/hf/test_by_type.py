@@ -18,15 +18,7 @@ from tigon.recognition.replacement import find_replacement
 
 transformers = pytest.importorskip("transformers")
 
-SIZE = {
-    "hidden_size": 64,
-    "intermediate_size": 112,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 131,
-    "pad_token_id": 0,
-}
+SIZE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 131}
 
 
 def is_patched(model: nn.Module) -> bool:
@@ -74,33 +66,21 @@ def test_every_constructor_returns_a_patched_model(patch_type, build):
     assert patched(build()) == patched(direct) != set()
 
 
-@pytest.mark.sampled(2)
-def test_the_model_is_equal_to_one_that_is_patched_directly(patch_type, make_model, model_type, batch, step):
-    direct = make_model(model_type)
-    tigon.patch(direct)
-    patch_type(model_type)
-    model = make_model(model_type)
-    assert is_patched(model)
-    actual, expected = step(model, batch), step(direct, batch)
-    assert actual.keys() == expected.keys()
-    assert all(torch.equal(actual[name], value) for name, value in expected.items())
-
-
-def test_training_gives_the_results_of_stock(patch_type, make_model, batch, assert_same_step):
-    stock = make_model()
-    patch_type("llama")
-    assert_same_step(make_model(), stock, batch)
-
-
-@pytest.mark.parametrize("options", [{}, {"dtype": torch.bfloat16}, {"device_map": "cpu"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"dtype": torch.bfloat16}, {"device_map": "cpu"}, {"output_loading_info": True}], ids=str
+)
 def test_from_pretrained_patches_after_the_weights_are_loaded(saved_model, patch_type, batch, step, options):
-    direct = transformers.AutoModelForCausalLM.from_pretrained(saved_model, **options).train()
-    tigon.patch(direct)
-    patch_type("llama")
-    model = transformers.AutoModelForCausalLM.from_pretrained(saved_model, **options).train()
+    models = []
+    for is_direct in (True, False):
+        if not is_direct:
+            patch_type("llama")
+        result = transformers.AutoModelForCausalLM.from_pretrained(saved_model, **options)
+        models.append((result[0] if "output_loading_info" in options else result).train())
+        if is_direct:
+            tigon.patch(models[0])
+    direct, model = models
     assert model.lm_head.weight is model.model.embed_tokens.weight
-    outputs = model(**batch)
-    assert outputs.logits is SKIPPED_LOGITS
+    assert model(**batch).logits is SKIPPED_LOGITS
     actual, expected = step(model, batch), step(direct, batch)
     assert all(torch.equal(actual[name], value) for name, value in expected.items())
 
@@ -127,13 +107,6 @@ def test_the_patch_runs_after_the_constructor_has_restored_all_modes(saved_model
     assert states == [({"cpu"}, torch.float32, True)]
 
 
-def test_from_pretrained_with_loading_info_is_patched(saved_model, patch_type):
-    patch_type("llama")
-    model, info = transformers.LlamaForCausalLM.from_pretrained(saved_model, output_loading_info=True)
-    assert is_patched(model)
-    assert not info["missing_keys"]
-
-
 def test_the_options_of_patch_apply(patch_type):
     patch_type("llama", loss=False, rope=False, fused_statements=False)
     model = CONSTRUCTORS["class"]()
@@ -158,64 +131,49 @@ class DerivedModel(transformers.LlamaForCausalLM):
         self.extra = nn.Linear(2, 2)
 
 
-def test_a_derived_class_is_patched(patch_type, saved_model):
+def test_derived_classes_and_models_that_are_built_in_threads_are_patched(patch_type, saved_model):
     patch_type("llama")
-    assert is_patched(DerivedModel(transformers.LlamaConfig(**SIZE)))
-    assert is_patched(DerivedModel.from_pretrained(saved_model))
-
-
-def test_a_model_that_is_built_in_a_thread_is_patched(patch_type):
-    patch_type("llama")
-    models = []
+    models = [DerivedModel(transformers.LlamaConfig(**SIZE)), DerivedModel.from_pretrained(saved_model)]
     thread = threading.Thread(target=lambda: models.append(CONSTRUCTORS["class"]()))
     thread.start()
     thread.join()
-    assert is_patched(models[0])
-
-
-def test_the_next_model_is_patched_after_a_constructor_failed(patch_type):
-    patch_type("llama")
     with pytest.raises(TypeError):
         transformers.LlamaForCausalLM("no config")
-    assert is_patched(CONSTRUCTORS["class"]())
+    # A constructor that failed does not stop the next one.
+    models.append(CONSTRUCTORS["class"]())
+    assert len(models) == 4
+    assert all(map(is_patched, models))
 
 
-@pytest.mark.parametrize("end", ["active", "restored"])
-def test_copies_and_pickles_are_patched(patch_type, end, batch, step):
+def test_copies_and_pickles_are_patched_also_after_restore(patch_type, batch, step):
     report = patch_type("llama")
     model = CONSTRUCTORS["class"]().train()
-    if end == "restored":
+    expected = step(model, batch)
+    for duplicate in (copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))):
+        other = duplicate(model)
         report.restore()
-    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        actual, expected = step(other, batch), step(model, batch)
         assert is_patched(other)
-        assert all(torch.equal(actual[name], value) for name, value in expected.items())
+        assert all(torch.equal(value, expected[name]) for name, value in step(other, batch).items())
 
 
 # --- models that stay stock ----------------------------------------------------------------------
 
 
-def test_a_model_that_was_built_before_stays_stock(patch_type):
-    before = CONSTRUCTORS["class"]()
-    patch_type("llama")
-    CONSTRUCTORS["class"]()
-    assert not is_patched(before)
-
-
-def test_other_types_stay_stock(patch_type, make_model):
-    patch_type("llama")
-    assert not any(is_patched(make_model(model_type)) for model_type in ("mistral", "qwen3", "gemma2"))
-
-
-def test_a_type_derived_from_a_patched_type_stays_stock(patch_type):
+def test_earlier_models_and_other_types_stay_stock(patch_type, make_model):
     class OtherConfig(transformers.LlamaConfig):
         model_type = "other_llama"
 
     class Other(transformers.LlamaForCausalLM):
         config_class = OtherConfig
 
-    patch_type("llama")
-    assert not is_patched(Other(OtherConfig(**SIZE)))
+    before = CONSTRUCTORS["class"]()
+    first = patch_type("llama")
+    assert is_patched(CONSTRUCTORS["class"]())
+    assert not any(map(is_patched, (before, make_model("mistral"), make_model("qwen3"), Other(OtherConfig(**SIZE)))))
+    patch_type("qwen3")
+    first.restore()
+    assert is_patched(make_model("qwen3"))
+    assert not is_patched(make_model("llama"))
 
 
 def classes() -> dict[type, dict]:
@@ -259,98 +217,72 @@ def test_restore_inside_a_wrapper_of_other_code(patch_type, monkeypatch):
     assert not is_patched(CONSTRUCTORS["class"]())
 
 
-def test_a_context_patches_the_models_of_its_block():
-    with tigon.patched("llama") as report:
-        model = CONSTRUCTORS["class"]()
-        assert report
-    assert is_patched(model)
-    assert not is_patched(CONSTRUCTORS["class"]())
+def test_a_context_patches_the_models_of_its_block_and_ends_after_an_error():
+    models = []
 
+    def fail_in_a_block():
+        with tigon.patched("llama") as report:
+            models.append(CONSTRUCTORS["class"]())
+            assert report
+            raise KeyError
 
-def test_a_context_ends_after_an_error():
-    with pytest.raises(KeyError), tigon.patched("llama"):
-        raise KeyError
-    assert not is_patched(CONSTRUCTORS["class"]())
-
-
-def test_two_types_can_be_patched_at_once(patch_type, make_model):
-    first = patch_type("llama")
-    patch_type("qwen3")
-    assert is_patched(make_model("llama"))
-    assert is_patched(make_model("qwen3"))
-    first.restore()
-    assert not is_patched(make_model("llama"))
-    assert is_patched(make_model("qwen3"))
+    with pytest.raises(KeyError):
+        fail_in_a_block()
+    assert [is_patched(model) for model in (*models, CONSTRUCTORS["class"]())] == [True, False]
 
 
 # --- the report ----------------------------------------------------------------------------------
 
 
-def test_the_report_describes_the_last_model(patch_type):
+def test_the_report_describes_the_last_model_and_keeps_none(patch_type):
     report = patch_type("llama")
     assert not report
     assert "every new llama: none built yet" in str(report)
     assert "until restore()" in str(report)
-    CONSTRUCTORS["class"]()
+    model = weakref.ref(CONSTRUCTORS["class"]())
     assert {entry.part for entry in report.replaced} == {"rms_norm", "glu", "rope", "fused_statements", "loss"}
     assert "every new llama, the last a LlamaForCausalLM" in str(report)
     assert len(report) == 5 + 2 + 2 + 4 + 1
     CONSTRUCTORS["body"]()
     assert {entry.part for entry in report.replaced} == {"rms_norm", "glu", "rope", "fused_statements"}
-
-
-def test_the_report_holds_no_reference_to_a_model(patch_type):
-    report = patch_type("llama")
-    model = weakref.ref(CONSTRUCTORS["class"]())
     gc.collect()
     assert model() is None
-    assert report
 
 
-def test_a_second_patch_of_a_type_changes_nothing_and_adds_a_note(patch_type):
+def test_second_patches_change_nothing_and_add_a_note(patch_type):
     first = patch_type("llama")
     second = patch_type("llama", loss=False)
     assert "already" in second.notes[0]
     assert "every new llama: nothing patched" in str(second)
     second.restore()
-    model = CONSTRUCTORS["class"]()
     # The first patch applies, with its options.
+    model = CONSTRUCTORS["class"]()
     assert find_replacement(model)
-    first.restore()
-    assert not is_patched(CONSTRUCTORS["class"]())
-
-
-def test_a_model_that_was_patched_by_its_type_is_not_patched_again(patch_type):
-    patch_type("llama")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        report = tigon.patch(CONSTRUCTORS["class"]())
-    assert not report
-    assert "already" in report.notes[0]
+        third = tigon.patch(model)
+    assert not third
+    assert "already" in third.notes[0]
+    first.restore()
+    assert not is_patched(CONSTRUCTORS["class"]())
 
 
 # --- bad input -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("model_type", "nearest"), [("lama", "llama"), ("Llama", "llama"), ("qwen-3", "qwen3"), ("", "")]
-)
-def test_a_string_that_is_no_model_type_is_refused(model_type, nearest):
-    with pytest.raises(
-        ValueError, match=f"patch: model must be a model type, got {model_type!r}; nearest types of .*: .*{nearest}"
-    ):
-        tigon.patch(model_type)
-
-
-def test_a_type_that_is_only_a_part_of_others_is_refused(patch_type):
-    if "csm_depth_decoder_model" not in transformers.CONFIG_MAPPING:
+    ("model_type", "options", "error", "message"),
+    [
+        *((name, {}, ValueError, f"model must be a model type, got {name!r}; nearest types of .*: .*{nearest}")
+          for name, nearest in (("lama", "llama"), ("Llama", "llama"), ("qwen-3", "qwen3"), ("", ""))),
+        ("csm_depth_decoder_model", {}, ValueError, "part of other models only"),
+        ("llama", {"nonsense": True}, TypeError, "unknown option 'nonsense'"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_refused_before_a_class_changes(model_type, options, error, message):
+    if model_type.startswith("csm") and model_type not in transformers.CONFIG_MAPPING:
         pytest.skip("this version of transformers has no such type")
-    with pytest.raises(ValueError, match="part of other models only"):
-        patch_type("csm_depth_decoder_model")
-
-
-def test_unknown_options_are_refused_before_a_class_changes():
     before = classes()[transformers.LlamaForCausalLM]
-    with pytest.raises(TypeError, match="unknown option 'nonsense'"):
-        tigon.patch("llama", nonsense=True)
+    with pytest.raises(error, match=f"patch: .*{message}"):
+        tigon.patch(model_type, **options)
     assert classes()[transformers.LlamaForCausalLM] == before
