@@ -25,7 +25,7 @@ VERSION_TESTS = tests/runtime/test_requirements.py tests/cli/test_cli.py tests/b
 # KERNEL_TESTS run the kernels on a GPU or in Triton's interpreter. INTERPRETER_TESTS also have tests that run only in
 # the interpreter.
 KERNEL_TESTS := tests/ops tests/recognition/test_fused_statements.py tests/recognition/test_adapters.py \
-	tests/hf/test_fp8_maxima.py tests/hf/test_lora.py tests/hf/test_lora_experts.py
+	tests/hf/test_fp8_maxima.py tests/hf/test_kernels.py tests/hf/test_lora.py tests/hf/test_lora_experts.py
 INTERPRETER_TESTS := $(KERNEL_TESTS) tests/memory/test_bytes.py tests/memory/test_lean.py \
 	tests/cli/plan/test_plan.py::test_saved_bytes_are_what_a_step_saves
 # One worker for each core, and at most eight: each one needs up to 2 GiB of memory.

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor, nn
 
 import tigon
-from hf.fp8_steps import assert_near, layers_in_fp8, with_lora
+from hf.fp8_steps import with_lora
 from tigon.hf import fp8
-from tigon.ops.adapters.fp8_weight import Fp8Operand
 from tigon.recognition.parts.fp8 import FP8Recipe
 from tigon.recognition.replacement import find_replacement
 
@@ -141,45 +140,3 @@ def test_the_copies_of_a_model_that_was_moved_are_freed(model):
     linear(x.to("meta").float().double().half())
     assert 3 not in recipe.caches
     assert _bytes_of_copies(model) == 0
-
-
-@pytest.mark.kernels
-def test_the_base_of_adapters_is_quantised_once_and_again_after_a_merge(model, run, quantisations):
-    model = with_lora(model)
-    _patch(model)
-    run(model)
-    count = len(quantisations)
-    assert count == 4
-    parameter = nn.Parameter(torch.ones(3))
-    parameter.grad = torch.ones(3)
-    torch.optim.SGD([parameter], lr=0.1).step()
-    run(model)
-    assert len(quantisations) == count
-    model.merge_adapter()
-    run(model)
-    model.unmerge_adapter()
-    del quantisations[:]
-    assert torch.equal(run(model), _expected(model, run))
-    assert len(quantisations) == 2 * count
-
-
-@pytest.mark.kernels
-def test_a_call_without_gradients_makes_no_transposed_copy(model, run, quantisations):
-    model = with_lora(model)
-    _patch(model)
-    with torch.no_grad():
-        run(model)
-    assert set(quantisations) == {(True, False)}
-
-
-@pytest.mark.kernels
-def test_the_nodes_of_adapters_compute_the_products_in_fp8(model, step, batch, monkeypatch):
-    counts, products = [], Fp8Operand.products
-    monkeypatch.setattr(Fp8Operand, "products", lambda self: counts.append(len(self.group.weights)) or products(self))
-    # The interpreter is slow, so one sequence is enough.
-    batch = {name: value[:1].to(DEVICE) for name, value in batch.items()}
-    stock, model = with_lora(copy.deepcopy(model)), with_lora(model)
-    assert len(layers_in_fp8(_patch(model))) == 7
-    assert_near(step(model, batch), step(stock, batch))
-    # Query, key and value are one node, and so are the layers of the MLP, whose last one has an input of its own.
-    assert counts == [3, 1, 2, 1]

@@ -4,7 +4,6 @@ import gc
 import weakref
 from typing import Any
 
-import pytest
 from torch import nn
 
 import tigon
@@ -12,8 +11,6 @@ from hf.lora_models import MLP, TOKENS, make_llama, with_lora
 from op_cases import DEVICE
 from tigon.hf.later_adapters import AdapterWatch
 from tigon.recognition.replacement import find_replacement
-
-pytestmark = pytest.mark.kernels
 
 
 def test_later_adapters_are_freed_when_they_are_removed():

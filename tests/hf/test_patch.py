@@ -1,12 +1,11 @@
 """`tigon.patch` gives the results of stock for every model type, can be undone exactly, and reports what it did."""
 
+import contextlib
 import copy
 import importlib
 import inspect
 import logging
-import os
 import re
-import subprocess
 import sys
 import warnings
 from typing import Never, get_args
@@ -16,6 +15,7 @@ import torch
 from torch import nn
 
 import tigon
+from hf.same_step import assert_same
 from tigon.hf.parts import PARTS
 from tigon.hf.patch import FP8Scales
 from tigon.hf.search import Search
@@ -44,32 +44,47 @@ def outputs_of(model: nn.Module, batch: dict) -> dict[str, torch.Tensor]:
 # --- the same numbers ----------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(3)
-def test_replaced_modules_run_the_ops(make_model, model_type, batch, monkeypatch):
-    model = make_model(model_type)
-    calls = dict.fromkeys(("rms_norm", "glu", "rope"), 0)
-    expected = {
-        entry.part: entry.count for entry in tigon.patch(model, fused_statements=False).replaced if entry.part in calls
-    }
-    for op, path in (("rms_norm", "norms.rms_norm"), ("glu", "mlps.glu"), ("rope", "rotary.rope")):
-        module = sys.modules[f"tigon.ops.{path}"]
-        count = lambda *x, op=op, stock=module.runs_kernels: calls.update({op: calls[op] + 1}) or stock(*x)
-        monkeypatch.setattr(module, "runs_kernels", count)
-    model(**batch)
-    assert calls == expected
-
-
-def test_every_part_is_replaced_with_the_loss_and_gradients_of_stock(
-    make_model, model_type, batch, assert_same_step, clone
-):
-    model = make_model(model_type)
-    stock = clone(model)
+def test_a_patch_gives_the_results_of_stock_and_restore_undoes_it(make_model, model_type, batch, step, monkeypatch):
+    """Modules have the bits of stock. Other instances, and the file of the model's class, do not change."""
+    model, other = make_model(model_type), make_model(model_type)
+    scope = vars(sys.modules[type(model).__module__])
+    globals_before, state = dict(scope), {m: dict(vars(m)) for m in model.modules()}
+    before, stock = step(model, batch), outputs_of(model, batch)
     report = tigon.patch(model)
     assert not report.left_alone
     counts = {entry.part: entry.count for entry in report.replaced}
     norms = sum("Norm" in type(m).__name__ for m in model.modules())
     assert counts == {"rms_norm": norms, "glu": 2, "rope": 2, "fused_statements": 2, "loss": 1}
-    assert_same_step(model, stock, batch)
+    assert_same(step(model, batch), before)
+    patched = outputs_of(model, batch)
+    # The ops compute the activations, so these modules are not called.
+    assert all("act" in name for name in stock.keys() - patched.keys())
+    assert [name for name in patched if not torch.equal(patched[name], stock[name])] == []
+    # A second patch changes nothing.
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        second = tigon.patch(model)
+    assert not second
+    assert "patched already" in str(second)
+    second.restore()
+    assert outputs_of(model, batch).keys() == patched.keys()
+    assert dict(scope) == globals_before
+    assert not any("forward" in vars(m) for each in (other, make_model(model_type)) for m in each.modules())
+    assert all(torch.equal(value, before[name]) for name, value in step(other, batch).items())
+    for _ in range(2):
+        report.restore()
+        assert {m: vars(m).keys() for m in model.modules()} == {m: s.keys() for m, s in state.items()}
+    assert type(model).forward is model.forward.__func__
+    assert all(torch.equal(value, before[name]) for name, value in step(model, batch).items())
+    # Without fused statements, each module calls its op.
+    calls = dict.fromkeys(("rms_norm", "glu", "rope"), 0)
+    report = tigon.patch(model, fused_statements=False, loss=False)
+    for op, path in (("rms_norm", "norms.rms_norm"), ("glu", "mlps.glu"), ("rope", "rotary.rope")):
+        module = sys.modules[f"tigon.ops.{path}"]
+        count = lambda *x, op=op, stock=module.runs_kernels: calls.update({op: calls[op] + 1}) or stock(*x)
+        monkeypatch.setattr(module, "runs_kernels", count)
+    model(**batch)
+    assert calls == {entry.part: entry.count for entry in report.replaced}
 
 
 @pytest.mark.parametrize("part", sorted(REPLACED))
@@ -88,24 +103,14 @@ def test_each_part_alone_is_stock(make_model, model_type, batch, step, assert_sa
         assert all(torch.equal(actual[name], value) for name, value in expected.items())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.sampled(3)
-def test_every_module_has_the_bits_of_stock(make_model, model_type, batch, dtype):
-    model = make_model(model_type, dtype)
-    stock = outputs_of(model, batch)
-    tigon.patch(model)
-    patched = outputs_of(model, batch)
-    # The ops compute the activations, so these modules are not called.
-    assert all("act" in name for name in stock.keys() - patched.keys())
-    different = [name for name in patched if not torch.equal(patched[name], stock[name])]
-    assert not different
-
-
 @pytest.mark.sampled(2)
 def test_bf16_training_is_as_accurate_as_stock(make_model, model_type, batch, step, clone):
+    """The outputs of modules have the bits of stock in bf16 too."""
     model = make_model(model_type, torch.bfloat16)
+    stock = outputs_of(model, batch)
     eager, exact = step(clone(model), batch), step(clone(model).float(), batch)
     tigon.patch(model)
+    assert [name for name, value in outputs_of(model, batch).items() if not torch.equal(value, stock[name])] == []
     actual = step(model, batch)
     loss, loss_exact = actual.pop("loss"), exact["loss"]
     assert loss.dtype == torch.float32
@@ -116,48 +121,7 @@ def test_bf16_training_is_as_accurate_as_stock(make_model, model_type, batch, st
         assert_accurate(value, eager[name], exact[name], msg=name)
 
 
-INTERPRETED = """
-import copy, sys, torch, transformers, tigon
-for model_type in sys.argv[1:]:
-    torch.manual_seed(0)
-    size = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1)
-    size |= dict(vocab_size=64, pad_token_id=0, bos_token_id=1, eos_token_id=2)
-    stock = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(model_type, **size)).train()
-    model = copy.deepcopy(stock)
-    parts = {entry.part for entry in tigon.patch(model).replaced}
-    assert parts == {"rms_norm", "glu", "rope", "fused_statements", "loss"}
-    tokens = torch.randint(64, (1, 6))
-    for each in (model, stock):
-        loss = each(tokens, labels=tokens).loss
-        loss.backward()
-    for p, expected in zip(model.parameters(), stock.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, expected.grad, rtol=0, atol=1e-5 * expected.grad.abs().max().item())
-    print(model_type)
-"""
-
-
-@pytest.mark.parametrize(
-    "interpreted_type", ["gemma2", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("qwen3", "phi3"))]
-)
-def test_the_kernels_train_as_stock_in_the_interpreter(interpreted_type):
-    assert run_python(INTERPRETED, interpreted_type, TRITON_INTERPRET="1").split() == [interpreted_type]
-
-
 # --- this instance only, and undone exactly ------------------------------------------------------
-
-
-@pytest.mark.sampled(4)
-def test_restore_returns_the_model_to_its_state_before(make_model, model_type, batch, step):
-    model = make_model(model_type)
-    before, state = step(model, batch), {m: dict(vars(m)) for m in model.modules()}
-    report = tigon.patch(model)
-    report.restore()
-    assert {m: vars(m).keys() for m in model.modules()} == {m: s.keys() for m, s in state.items()}
-    assert all(type(model).forward is m.forward.__func__ for m in [model])
-    after = step(model, batch)
-    assert all(torch.equal(after[name], before[name]) for name in before)
-    # A second call does nothing.
-    report.restore()
 
 
 def test_patched_undoes_itself_even_after_an_error(make_model):
@@ -171,34 +135,6 @@ def test_patched_undoes_itself_even_after_an_error(make_model):
 
     with pytest.raises(KeyError):
         interrupted()
-    assert not any("forward" in vars(m) for m in model.modules())
-
-
-@pytest.mark.sampled(4)
-def test_other_instances_and_the_modelling_files_stay_stock(make_model, model_type, batch, step):
-    model, other = make_model(model_type), make_model(model_type)
-    scope = vars(sys.modules[type(model).__module__])
-    globals_before, before = dict(scope), step(other, batch)
-    tigon.patch(model)
-    assert dict(scope) == globals_before
-    assert not any("forward" in vars(m) for m in other.modules())
-    assert not any("forward" in vars(m) for m in make_model(model_type).modules())
-    after = step(other, batch)
-    assert all(torch.equal(after[name], before[name]) for name in before)
-
-
-def test_a_second_patch_changes_nothing_and_adds_a_note(make_model, batch, step):
-    model = make_model()
-    first = tigon.patch(model)
-    before = step(model, batch)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        second = tigon.patch(model)
-    assert not second
-    assert "patched already" in str(second)
-    second.restore()
-    assert all(torch.equal(value, before[name]) for name, value in step(model, batch).items())
-    first.restore()
     assert not any("forward" in vars(m) for m in model.modules())
 
 
@@ -239,47 +175,39 @@ def test_recognition_needs_no_weights(make_model, model_type):
     assert str(tigon.patch(copy.deepcopy(make_model(model_type)).to("meta"))) == expected
 
 
-def test_parameters_may_change_after_the_patch(make_model, batch, assert_same_step, clone):
-    model = make_model()
-    tigon.patch(model)
-    model.double().float().to("cpu")
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(1.01)
-    stock = make_model()
-    stock.load_state_dict(model.state_dict())
-    assert_same_step(model, stock, batch)
+@contextlib.contextmanager
+def default_dtype_bf16():
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        yield
+        assert torch.get_default_dtype() == torch.bfloat16
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
-@pytest.mark.parametrize(
-    "mode",
-    [
-        torch.no_grad,
-        torch.inference_mode,
-        lambda: torch.autocast("cpu", torch.bfloat16),
-        lambda: torch.device("meta"),
-    ],
-    ids=["no_grad", "inference_mode", "autocast", "meta device"],
-)
-def test_modes_that_are_active_during_the_patch_do_not_matter(make_model, batch, assert_same_step, clone, mode):
-    model = make_model("gemma2")
-    stock = clone(model)
+MODES = {
+    "no_grad": torch.no_grad,
+    "inference_mode": torch.inference_mode,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "meta device": lambda: torch.device("meta"),
+    "default dtype": default_dtype_bf16,
+}
+
+
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+def test_modes_that_are_active_during_the_patch_do_not_matter(make_model, batch, assert_same_step, mode):
+    """The parameters may change after the patch."""
+    model, stock = make_model("gemma2"), make_model("gemma2")
     with mode():
         report = tigon.patch(model)
     assert {entry.part for entry in report.replaced} == REPLACED
     assert not report.left_alone
+    model.double().float().to("cpu")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.01)
+    stock.load_state_dict(model.state_dict())
     assert_same_step(model, stock, batch)
-
-
-def test_the_default_dtype_during_the_patch_does_not_matter(make_model):
-    model = make_model("gemma2")
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        report = tigon.patch(model)
-        assert torch.get_default_dtype() == torch.bfloat16
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert not report.left_alone
 
 
 def test_the_random_state_does_not_change(make_model):
@@ -347,15 +275,11 @@ def test_the_report_names_what_it_left_alone_and_why(make_model):
         assert entry.module in str(report)
         assert entry.detail in str(report)
     assert len(report) == 4 + 1 + 2 + 4 + 1
-
-
-def test_the_report_can_be_printed_by_rich(make_model):
     rich = pytest.importorskip("rich.console")
     console = rich.Console(width=150, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    report = tigon.patch(make_model("gemma2"))
     console.print(report)
     text = console.export_text()
-    assert all(word in text for word in ("Gemma2RMSNorm", "geglu (tanh)", "softcap 7", "Gemma2MLP"))
+    assert all(word in text for word in ("LlamaRMSNorm", "swiglu", "more state than a norm", "LlamaMLP"))
 
 
 def test_a_model_without_recognised_modules_stays_stock_with_a_warning():
@@ -366,11 +290,8 @@ def test_a_model_without_recognised_modules_stays_stock_with_a_warning():
     assert not report
     assert "nothing" in str(report)
     assert {m: dict(vars(m)) for m in model.modules()} == before
-
-
-def test_modules_outside_of_a_hugging_face_model_are_patched():
-    model = nn.Sequential(tigon.SwiGLUMLP(16, 40), nn.LayerNorm(16))
-    report = tigon.patch(model)
+    # Modules outside of a language model are patched too.
+    report = tigon.patch(nn.Sequential(tigon.SwiGLUMLP(16, 40), nn.LayerNorm(16)))
     assert [(e.part, e.module) for e in report.replaced] == [("layer_norm", "LayerNorm"), ("glu", "SwiGLUMLP")]
 
 
@@ -411,19 +332,24 @@ def test_only_apply_changes_the_model(make_model):
 # --- bad input -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"swiglu": True}, TypeError, "unknown option 'swiglu'; choose from rms_norm, layer_norm, glu,"),
-        ({"rope": "yes"}, TypeError, "rope must be True or False, got 'yes'"),
-        ({"memory": "least"}, ValueError, "memory must be one of 'default', 'lean', .*'checkpoint'.*, got 'least'"),
-    ],
-    ids=["unknown", "type", "memory"],
-)
+FP8_RECIPES = r"fp8 must be one of 'tensorwise', 'rowwise' or None, got"
+BAD_OPTIONS = {
+    "unknown": ({"swiglu": True}, TypeError, "unknown option 'swiglu'; choose from rms_norm, layer_norm, glu,"),
+    "type": ({"rope": "yes"}, TypeError, "rope must be True or False, got 'yes'"),
+    "memory": ({"memory": "least"}, ValueError, "memory must be one of 'default', 'lean', .*'checkpoint'.*, got 'leas"),
+    "recipe": ({"fp8": "blockwise"}, ValueError, f"{FP8_RECIPES} 'blockwise'"),
+    "bool": ({"fp8": True}, ValueError, f"{FP8_RECIPES} True"),
+    "fp8_dw": ({"fp8": "rowwise", "fp8_dw": 1}, TypeError, r"fp8_dw must be True or False, got 1"),
+}
+
+
+@pytest.mark.parametrize(("options", "error", "message"), BAD_OPTIONS.values(), ids=BAD_OPTIONS)
 def test_bad_options_are_refused_before_the_model_changes(make_model, options, error, message):
     model = make_model()
-    with pytest.raises(error, match=message):
+    with pytest.raises(error, match=f"patch: {message}"):
         tigon.patch(model, **options)
+    with pytest.raises(error, match=f"patch: {message}"), tigon.patched(model, **options):
+        pass
     assert not any("forward" in vars(m) for m in model.modules())
 
 
@@ -442,17 +368,9 @@ def test_the_signature_names_and_documents_every_option():
     documented = re.findall(r"^        (\w+): ", inspect.getdoc(tigon.patch).replace("\n", "\n    "), re.MULTILINE)
     assert documented[: 1 + len(options)] == ["model", *options]
     assert set(get_args(FP8Scales)) == set(RECIPES)
-
-
-def test_type_checkers_refuse_unknown_options():
-    """No value has the type Never. At run time an unknown option raises an error that lists all options."""
-    assert inspect.signature(tigon.patch).parameters["unknown"].annotation is Never
-
-
-def test_patched_has_the_arguments_of_patch():
-    assert inspect.signature(tigon.patched).parameters == inspect.signature(tigon.patch).parameters
-    with pytest.raises(TypeError, match="unknown option 'swiglu'"), tigon.patched(nn.Linear(2, 2), swiglu=True):
-        pass
+    # No value has the type Never, so type checkers refuse unknown options.
+    assert parameters["unknown"].annotation is Never
+    assert inspect.signature(tigon.patched).parameters == parameters
 
 
 # --- AutoModelForCausalLM and imports ------------------------------------------------------------
@@ -488,22 +406,7 @@ def test_auto_model_builds_patched_classifiers(make_model, batch):
         torch.testing.assert_close(ours, expected, rtol=1e-3, atol=1e-5)
 
 
-def run_python(code: str, *arguments: str, **variables: str) -> str:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
-    command = [sys.executable, "-c", code, *arguments]
-    process = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert process.returncode == 0, process.stderr
-    return process.stdout
-
-
-def test_a_missing_extra_is_named():
-    code = """
-import sys
-sys.modules["transformers"] = None
-import tigon
-try:
-    tigon.AutoModelForCausalLM.from_pretrained("x")
-except ImportError as error:
-    print(error)
-"""
-    assert "pip install '.[hf]' in a checkout of Tigon" in run_python(code)
+def test_a_missing_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ImportError, match=r"pip install '.\[hf\]' in a checkout of Tigon"):
+        tigon.AutoModelForCausalLM.from_pretrained("x")
