@@ -35,6 +35,7 @@ def reads_of(model, **inputs):
 
 
 @pytest.mark.parametrize("model_type", TYPES)
+@pytest.mark.sampled(2)
 def test_the_host_reads_nothing_where_the_model_numbers_the_tokens(make_model, batch, model_type):
     model = make_model(model_type)
     inputs = {"input_ids": batch["input_ids"], "use_cache": False}
@@ -45,6 +46,7 @@ def test_the_host_reads_nothing_where_the_model_numbers_the_tokens(make_model, b
     assert expected_reads > 0
     assert reads == 0
     assert torch.equal(output, expected)
+    assert reads_of(pickle.loads(pickle.dumps(copy.deepcopy(model))), **inputs)[0] == 0
 
 
 def test_positions_and_masks_of_the_caller_are_looked_at(make_model, batch):
@@ -95,8 +97,6 @@ def test_no_module_of_transformers_is_changed(make_model, batch, model_type):
     states = [transformers_globals(model)]
     handle = model.base_model.layers[0].register_forward_hook(lambda *_: states.append(transformers_globals(model)))
     model(input_ids=batch["input_ids"], labels=batch["input_ids"], use_cache=False).loss.backward()
-    with torch.no_grad():
-        model.eval()(batch["input_ids"], use_cache=False)
     states.append(transformers_globals(model))
     failing = model.base_model.norm.register_forward_pre_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -105,102 +105,55 @@ def test_no_module_of_transformers_is_changed(make_model, batch, model_type):
     handle.remove()
     states.append(transformers_globals(model))
     report.restore()
-    assert len(states) == 6
+    assert len(states) == 5
     assert all(state == before for state in [*states, transformers_globals(model)])
 
 
-def test_a_function_for_masks_that_the_user_assigns_runs(make_model, batch, monkeypatch):
+def test_functions_that_the_user_assigns_run(make_model, batch, monkeypatch):
+    """They replace the function for masks in the file of a model, and the forward of its body."""
     model = make_model()
-    file, calls = sys.modules[type(model.base_model).__module__], []
-    stock = file.create_causal_mask
+    body, file, calls = type(model.base_model), sys.modules[type(model.base_model).__module__], []
+    stock, stock_forward = file.create_causal_mask, body.forward
     tigon.patch(model)
-    model.base_model(batch["input_ids"], use_cache=False)
-    monkeypatch.setattr(file, "create_causal_mask", lambda **kwargs: calls.append(kwargs) or stock(**kwargs))
-    reads, _ = reads_of(model, input_ids=batch["input_ids"], use_cache=False)
+    inputs = {"input_ids": batch["input_ids"], "use_cache": False}
+    model.base_model(**inputs)
+    with monkeypatch.context() as patch:
+        patch.setattr(file, "create_causal_mask", lambda **kwargs: calls.append(kwargs) or stock(**kwargs))
+        assert reads_of(model, **inputs)[0] > 0
     assert isinstance(calls[0]["position_ids"], torch.Tensor)
-    assert reads > 0
+    monkeypatch.setattr(body, "forward", lambda self, **kwargs: calls.append(self) or stock_forward(self, **kwargs))
+    model.base_model(**inputs)
+    assert calls[1:] == [model.base_model]
 
 
-def test_a_forward_that_is_assigned_to_the_class_runs(make_model, batch, monkeypatch):
-    model = make_model()
-    body, calls = type(model.base_model), []
-    stock = body.forward
-    tigon.patch(model)
-    model.base_model(batch["input_ids"], use_cache=False)
-    monkeypatch.setattr(
-        body, "forward", lambda self, *args, **kwargs: calls.append(self) or stock(self, *args, **kwargs)
-    )
-    model.base_model(batch["input_ids"], use_cache=False)
-    assert calls == [model.base_model]
+NUMBERS = "position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device).unsqueeze(0)"
+# The parameters and the statements of a forward, and whether it is recognised as one that numbers its tokens.
+FORWARDS = {
+    "a dict": ("", [NUMBERS, 'arguments = {"position_ids": position_ids}', "create_causal_mask(**arguments)"], True),
+    "a lambda": ("", [NUMBERS, 'return {"full": lambda: create_causal_mask(position_ids=position_ids)}'], True),
+    "a loop": (
+        "", [NUMBERS, "for position_ids in inputs_embeds: pass", "create_causal_mask(position_ids=position_ids)"],
+        False,
+    ),
+    "a mask": (
+        "attention_mask, ",
+        ["position_ids = attention_mask.long().cumsum(-1) - 1", "create_causal_mask(position_ids=position_ids)"], False,
+    ),
+    "other positions": ("others, ", [NUMBERS, "return position_ids, create_causal_mask(position_ids=others)"], False),
+    "other positions in a dict": (
+        "others, ", [NUMBERS, 'arguments = {"position_ids": others}', "create_causal_mask(**arguments)"], False,
+    ),
+    "no positions": ("", ["create_causal_mask(position_ids=position_ids)"], False),
+    "no mask": ("", [NUMBERS, "return position_ids"], False),
+}  # fmt: skip
 
 
-def test_a_copy_of_a_model_causes_no_host_synchronisation(make_model, batch):
-    model = make_model()
-    tigon.patch(model)
-    model.base_model(batch["input_ids"], use_cache=False)
-    clone = pickle.loads(pickle.dumps(copy.deepcopy(model)))
-    assert reads_of(clone, input_ids=batch["input_ids"], use_cache=False)[0] == 0
-
-
-def forward_of_padding(self, input_ids, position_ids=None):
-    position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + past_seen_tokens  # noqa: F821
-    for position_ids in input_ids:  # noqa: B007
-        pass
-    return create_causal_mask(position_ids=position_ids)
-
-
-def forward_of_mask(self, attention_mask, position_ids=None):
-    position_ids = attention_mask.long().cumsum(-1) - 1
-    return create_causal_mask(position_ids=position_ids)
-
-
-def forward_of_other_positions(self, inputs_embeds, others, position_ids=None):
-    position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device).unsqueeze(0)
-    return position_ids, create_causal_mask(position_ids=others)
-
-
-def forward_of_positions_in_dict(self, inputs_embeds, others, position_ids=None):
-    position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device).unsqueeze(0)
-    arguments = {"position_ids": others}
-    return position_ids, create_causal_mask(**arguments)
-
-
-def forward_without_positions(self, position_ids):
-    return create_causal_mask(position_ids=position_ids)
-
-
-def forward_without_mask(self, inputs_embeds, position_ids=None):
-    position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device).unsqueeze(0)
-    return position_ids
-
-
-OTHERS = [
-    forward_of_padding,
-    forward_of_mask,
-    forward_of_other_positions,
-    forward_of_positions_in_dict,
-    forward_without_positions,
-    forward_without_mask,
-    len,
-]
-
-
-@pytest.mark.parametrize("forward", OTHERS, ids=lambda forward: forward.__name__)
-def test_other_forwards_are_looked_at(forward):
-    assert NumberingForward(forward).exchanged is None
-
-
-def forward_of_count(self, inputs_embeds, others, position_ids=None):
-    position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device).unsqueeze(0)
-    arguments = {"position_ids": position_ids}
-    return others, create_causal_mask(**arguments)
-
-
-def forward_of_lambdas(self, inputs_embeds, position_ids=None):
-    position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device).unsqueeze(0)
-    return {"full": lambda: create_causal_mask(position_ids=position_ids)}
-
-
-@pytest.mark.parametrize("forward", [forward_of_count, forward_of_lambdas], ids=lambda forward: forward.__name__)
-def test_a_forward_that_numbers_its_tokens_is_recognised(forward):
-    assert NumberingForward(forward).exchanged is not None
+@pytest.mark.parametrize(("parameters", "statements", "is_recognised"), FORWARDS.values(), ids=FORWARDS)
+def test_only_forwards_that_number_their_tokens_are_recognised(tmp_path, parameters, statements, is_recognised):
+    header = f"def forward(self, inputs_embeds, {parameters}position_ids=None):"
+    file = tmp_path / "forward_of_test.py"
+    file.write_text("\n    ".join([header, *statements]) + "\n")
+    scope = {"__name__": "forward_of_test", "torch": torch, "create_causal_mask": create_causal_mask}
+    exec(compile(file.read_text(), file, "exec"), scope)
+    assert (NumberingForward(scope["forward"]).exchanged is not None) == is_recognised
+    assert NumberingForward(len).exchanged is None
