@@ -1,5 +1,8 @@
-"""Changes of a model's forward, which tests make before or after the patch."""
+"""Copies of models, and changes of a model's forward, which tests make before or after the patch."""
 
+import copy
+import io
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +14,20 @@ from tigon.hf.parts import PARTS
 
 # Options of `tigon.patch` that recognise the loss alone.
 LOSS_ALONE = {part: part == "loss" for part in PARTS}
+
+
+def save_and_load(model: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(model, file)
+    return torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+
+
+# The ways to copy a model.
+COPIES: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+    "torch.save": save_and_load,
+}
 
 
 def is_fused(outputs: Any) -> bool:

@@ -1,7 +1,6 @@
 """accelerate wraps the forward of a patched model; copies, restore and a second patch still find the right one."""
 
 import copy
-import io
 import math
 import pickle
 
@@ -9,6 +8,7 @@ import pytest
 import torch
 
 import tigon
+from hf.changes import COPIES, save_and_load
 from tigon.hf.logits import SKIPPED_LOGITS
 
 accelerate = pytest.importorskip("accelerate")
@@ -48,19 +48,9 @@ def prepare_again(accelerator, model):
     return unwrap(accelerator, unwrap(accelerator, model))
 
 
-def save_and_load(model):
-    file = io.BytesIO()
-    torch.save(model, file)
-    return torch.load(io.BytesIO(file.getvalue()), weights_only=False)
-
-
 in_both_precisions = pytest.mark.parametrize("accelerator", ["bf16", "fp16"], indirect=True)
 every_way = pytest.mark.parametrize("way", [prepare, unwrap, keep_wrapper, extract, prepare_again])
-every_copy = pytest.mark.parametrize(
-    "duplicate",
-    [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), save_and_load],
-    ids=["deepcopy", "pickle", "torch.save"],
-)
+every_copy = pytest.mark.parametrize("duplicate", COPIES.values(), ids=COPIES)
 
 
 def is_fused(model, batch) -> bool:
@@ -111,33 +101,20 @@ def test_a_copy_keeps_its_fused_loss_when_the_original_is_restored(make_model, b
     assert is_fused(accelerator.unwrap_model(other, keep_fp32_wrapper=False), batch)
 
 
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, save_and_load], ids=["deepcopy", "torch.save"])
-def test_a_copy_that_accelerate_prepares_can_be_saved(make_model, batch, accelerator, duplicate):
-    model = make_model()
-    tigon.patch(model)
-    model = save_and_load(accelerator.prepare(duplicate(model)))
-    assert is_fused(model, batch)
-    assert is_fused(save_and_load(unwrap(accelerator, model)), batch)
-
-
-def test_restore_before_unwrap_leaves_what_accelerate_leaves_in_a_stock_model(make_model, batch, accelerator):
+def test_patches_around_a_prepared_model_leave_what_accelerate_leaves(make_model, batch, accelerator):
+    """A second patch of a prepared model survives pickle and unwrap, and its copies can be prepared and saved."""
     model, stock = make_model(), unwrap(accelerator, make_model())
     report = tigon.patch(model)
+    prepared = save_and_load(accelerator.prepare(copy.deepcopy(model)))
+    assert is_fused(prepared, batch)
+    assert is_fused(save_and_load(unwrap(accelerator, prepared)), batch)
     accelerator.prepare(model)
     report.restore()
-    model = accelerator.unwrap_model(model, keep_fp32_wrapper=False)
-    assert held_forwards(model).keys() == held_forwards(stock).keys() == {"forward"}
-    assert model.forward.__func__ is stock.forward.__func__
-
-
-def test_a_second_patch_of_a_prepared_model_survives_pickle_and_unwrap(make_model, batch, accelerator):
-    model = make_model()
-    report = tigon.patch(model)
-    accelerator.prepare(model)
-    report.restore()
+    other = accelerator.unwrap_model(copy.deepcopy(model), keep_fp32_wrapper=False)
+    assert held_forwards(other).keys() == held_forwards(stock).keys() == {"forward"}
+    assert other.forward.__func__ is stock.forward.__func__
     report = tigon.patch(model, memory="lean")
-    other = pickle.loads(pickle.dumps(model))
-    for each in (other, model):
+    for each in (pickle.loads(pickle.dumps(model)), model):
         assert is_fused(each, batch)
         assert is_fused(accelerator.unwrap_model(each, keep_fp32_wrapper=False), batch)
     report.restore()

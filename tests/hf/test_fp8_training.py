@@ -4,15 +4,13 @@ The models here are smaller than those that FP8 pays for, so the limits are lowe
 or the one for the rows of experts. No linear layer of the mixtures is wide enough, so their experts alone run in FP8.
 """
 
-import copy
-import pickle
-
 import pytest
 import torch
 from torch import nn
 
 import tigon
 from hf import same_step
+from hf.changes import COPIES
 from hf.fp8_steps import BF16_ERROR, assert_near, error, experts_in_fp8, layers_in_fp8
 from tigon.hf import fp8
 from tigon.memory.levels import MEMORY
@@ -126,9 +124,8 @@ def test_later_patches_change_the_recipe_and_restore_returns_to_the_earlier_one(
     assert (find_replacement(model.get_submodule(name.rpartition(".")[0])) is None) == (model_type == "qwen3")
 
 
-@pytest.mark.parametrize(
-    "duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["deepcopy", "pickle"]
-)
+@pytest.mark.parametrize("duplicate", COPIES.values(), ids=COPIES)
+@pytest.mark.sampled(2)
 def test_a_copy_runs_in_fp8_with_its_own_weights(make_bf16, batch, kind, fp8_calls, duplicate):
     model_type, name, _ = kind
     model = make_bf16(model_type).requires_grad_(False)

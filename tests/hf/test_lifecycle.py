@@ -3,7 +3,6 @@
 import copy
 import functools
 import gc
-import io
 import pickle
 import sys
 import threading
@@ -15,6 +14,7 @@ from torch import nn
 
 import tigon
 from hf import same_step
+from hf.changes import COPIES
 from hf.copies import copy_of_patched
 from tigon.hf.logits import SKIPPED_LOGITS
 from tigon.recognition.replacement import find_replacement
@@ -44,17 +44,7 @@ def is_patched(model: nn.Module) -> bool:
 # --- copies --------------------------------------------------------------------------------------
 
 
-def save_and_load(model: nn.Module) -> nn.Module:
-    file = io.BytesIO()
-    torch.save(model, file)
-    return torch.load(io.BytesIO(file.getvalue()), weights_only=False)
-
-
-@pytest.mark.parametrize(
-    "duplicate",
-    [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model)), save_and_load],
-    ids=["deepcopy", "pickle", "torch.save"],
-)
+@pytest.mark.parametrize("duplicate", COPIES.values(), ids=COPIES)
 @pytest.mark.sampled(3)
 def test_a_copy_is_patched_and_uses_its_own_parameters(make_model, model_type, batch, step, duplicate):
     """It has the state dict of a stock model, and outlives the patch of its original."""

@@ -1,13 +1,10 @@
 """A loss function that is chosen after the patch, in any way that transformers offers, is used."""
 
-import copy
-import pickle
-
 import pytest
 import torch
 
 import tigon
-from hf.changes import is_fused
+from hf.changes import COPIES, is_fused
 
 transformers = pytest.importorskip("transformers")
 loss_utils = pytest.importorskip("transformers.loss.loss_utils")
@@ -95,38 +92,31 @@ CHANGES = [
 ]
 
 
-def same(model):
-    return model
-
-
-def pickled(model):
-    return pickle.loads(pickle.dumps(model))
+WAYS = {"same": ("same", None), "a pickle, changed later": ("before", "pickle"), "pickled later": ("after", "pickle")}
+LATER_WAYS = {"a copy, changed later": ("before", "deepcopy"), "copied later": ("after", "deepcopy")}
 
 
 @pytest.mark.filterwarnings("ignore:tigon. the loss function")
 @pytest.mark.parametrize(
-    ("duplicate", "when"),
-    [
-        pytest.param(same, "copied before", id="same"),
-        *((pickled, when) for when in ("copied before", "copied after")),
-        *(pytest.param(copy.deepcopy, when, marks=pytest.mark.thorough) for when in ("copied before", "copied after")),
-    ],
+    ("when", "way"),
+    [*WAYS.values(), *(pytest.param(*each, marks=pytest.mark.thorough) for each in LATER_WAYS.values())],
+    ids=[*WAYS, *LATER_WAYS],
 )
 @pytest.mark.parametrize("change", CHANGES, ids=lambda f: f.__name__)
 @pytest.mark.sampled(5)
-def test_another_loss_is_used(pair, batch, assert_same_step, monkeypatch, change, duplicate, when):
+def test_another_loss_is_used(pair, batch, assert_same_step, monkeypatch, change, when, way):
     model, stock = pair()
     expected = stock(**batch).loss
-    model = duplicate(model) if when == "copied before" else model
+    model = COPIES[way](model) if when == "before" else model
     change([model, stock], monkeypatch)
-    model = duplicate(model) if when == "copied after" else model
+    model = COPIES[way](model) if when == "after" else model
     torch.testing.assert_close(model(**batch).loss, 2 * expected)
     assert_same_step(model, stock, batch)
     model.eval(), stock.eval()
     assert torch.equal(model(**batch).loss, stock(**batch).loss)
 
 
-def test_a_property_that_wraps_the_property_of_its_base_is_supported(make_model, batch, clone, monkeypatch):
+def test_a_property_that_wraps_the_property_of_its_base_is_supported(make_model, batch, clone):
     model = make_model()
     model.__class__ = type("Wrapped", (Wrapping, type(model)), {})
     stock = clone(model)
@@ -135,38 +125,22 @@ def test_a_property_that_wraps_the_property_of_its_base_is_supported(make_model,
     assert torch.equal(outputs.loss, stock(**batch).loss)
 
 
-@pytest.mark.parametrize("duplicate", [same, copy.deepcopy, pickled])
-def test_a_setting_that_chooses_the_same_loss_keeps_it_fused(pair, batch, duplicate):
-    model, _ = pair()
-    # This name stands for the same function.
-    model.loss_type = "ForConditionalGeneration"
-    # transformers does not read this setting after the model was built.
-    model.config.loss_type = "ForMaskedLM"
-    assert is_fused(duplicate(model)(**batch))
-
-
-def test_another_loss_warns_and_the_first_loss_is_fused_again(pair, batch, monkeypatch):
-    model, _ = pair()
+def test_the_first_loss_is_fused_again_and_a_direct_call_runs_the_current_one(make_model, batch, monkeypatch):
+    """A trainer may call `model.loss_function` on logits that it has computed itself."""
+    model = make_model()
+    report = tigon.patch(model)
+    arguments = torch.randn(2, 5, 7), torch.arange(10).view(2, 5) % 7, 7
+    expected = model.loss_function(*arguments)
     with monkeypatch.context() as patch:
         patch.setitem(MAPPING, "ForCausalLM", doubled)
         with pytest.warns(UserWarning, match="the loss function of LlamaForCausalLM was changed, so the stock code"):
             assert not is_fused(model(**batch))
+        torch.testing.assert_close(model.loss_function(*arguments), 2 * expected)
     assert is_fused(model(**batch))
-
-
-def test_the_loss_function_called_directly_is_the_current_one(pair, monkeypatch):
-    """A trainer may call `model.loss_function` on logits that it has computed itself."""
-    model, _ = pair()
-    arguments = torch.randn(2, 5, 7), torch.arange(10).view(2, 5) % 7, 7
-    expected = model.loss_function(*arguments)
-    monkeypatch.setitem(MAPPING, "ForCausalLM", doubled)
-    torch.testing.assert_close(model.loss_function(*arguments), 2 * expected)
-
-
-def test_the_model_chooses_its_loss_after_restore(make_model, batch, monkeypatch):
-    model = make_model()
-    report = tigon.patch(model)
-    monkeypatch.setitem(MAPPING, "ForCausalLM", doubled)
+    # This name stands for the same function, and transformers does not read the setting after the model was built.
+    model.loss_type, model.config.loss_type = "ForConditionalGeneration", "ForMaskedLM"
+    assert all(is_fused(duplicate(model)(**batch)) for duplicate in (lambda m: m, COPIES["deepcopy"], COPIES["pickle"]))
+    monkeypatch.setitem(MAPPING, "ForConditionalGeneration", doubled)
     report.restore()
     assert model.loss_function is doubled
     assert "_loss_function" not in vars(model)

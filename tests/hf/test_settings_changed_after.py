@@ -1,23 +1,18 @@
 """If a setting that changes the logits is modified after the patch, the loss is stock or an error is raised."""
 
 import copy
-import pickle
 
 import pytest
 import torch
 
 import tigon
-from hf.changes import is_fused
+from hf.changes import COPIES, is_fused, with_logits
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 
 
 def set_config(name, value):
     return lambda model: setattr(model.config, name, value)
-
-
-def set_attribute(name, value):
-    return lambda model: setattr(model, name, value)
 
 
 def exchange_the_config(model):
@@ -31,22 +26,14 @@ CASES = {
     "soft cap removed": ("gemma2", {}, set_config("final_logit_softcapping", None)),
     "soft cap added": ("gemma2", {"final_logit_softcapping": None}, set_config("final_logit_softcapping", 500.0)),
     "another config": ("gemma2", {}, exchange_the_config),
-    "scale": ("cohere", {"logit_scale": 0.3}, set_attribute("logit_scale", 0.30003)),
+    "scale": ("cohere", {"logit_scale": 0.3}, lambda model: setattr(model, "logit_scale", 0.30003)),
     "divisor": ("granite", {"logits_scaling": 7.0}, set_config("logits_scaling", 7.0007)),
     "divisor by one": ("granite", {"logits_scaling": 1.0}, set_config("logits_scaling", 1.0001)),
 }
 
 
-def same(model):
-    return model
-
-
-def pickled(model):
-    return pickle.loads(pickle.dumps(model))
-
-
 @pytest.mark.filterwarnings("ignore:tigon. .* was changed")
-@pytest.mark.parametrize("duplicate", [same, copy.deepcopy, pickled])
+@pytest.mark.parametrize("duplicate", [lambda model: model, COPIES["deepcopy"], COPIES["pickle"]])
 @pytest.mark.parametrize(("model_type", "config", "change"), CASES.values(), ids=CASES)
 @pytest.mark.sampled(3)
 def test_a_setting_changed_after_the_patch_is_used(
@@ -60,31 +47,20 @@ def test_a_setting_changed_after_the_patch_is_used(
     assert_same_step(model, stock, batch)
 
 
-@pytest.mark.filterwarnings("ignore:tigon. .* was changed")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_copy_has_its_own_settings(make_model, batch, dtype):
+def test_the_old_value_fuses_the_loss_again_and_a_copy_has_its_own_settings(make_model, batch, dtype):
+    """Settings that the forward does not read are ignored."""
     model = make_model("gemma2", dtype)
     tigon.patch(model)
-    duplicate = copy.deepcopy(model)
-    set_config("final_logit_softcapping", 7.001)(duplicate)
-    assert is_fused(model(**batch))
-    assert not is_fused(duplicate(**batch))
-
-
-def test_a_changed_setting_warns_and_the_old_value_fuses_the_loss_again(pair, batch):
-    model, _ = pair("gemma2")
-    set_config("final_logit_softcapping", 7.1)(model)
-    with pytest.warns(UserWarning, match=r"config.final_logit_softcapping of Gemma2ForCausalLM was changed, so"):
-        model(**batch)
-    set_config("final_logit_softcapping", float("7"))(model)
-    assert is_fused(model(**batch))
-
-
-def test_settings_that_the_forward_does_not_read_are_ignored(pair, batch):
-    model, _ = pair("gemma2")
     for name, value in (("use_cache", False), ("pad_token_id", 5), ("attention_dropout", 0.0), ("new", 3)):
         setattr(model.config, name, value)
+    duplicate = copy.deepcopy(model)
+    set_config("final_logit_softcapping", 7.1)(duplicate)
     assert is_fused(model(**batch))
+    with pytest.warns(UserWarning, match=r"config.final_logit_softcapping of Gemma2ForCausalLM was changed, so"):
+        assert not is_fused(duplicate(**batch))
+    set_config("final_logit_softcapping", float("7"))(duplicate)
+    assert is_fused(duplicate(**batch))
 
 
 @pytest.mark.thorough
@@ -107,9 +83,9 @@ def scale_of(key):
 
 
 UNWATCHED = {
-    "a table": lambda logits: logits * FACTORS["scale"],
-    "a function": lambda logits: logits / scale_of("scale"),
-    "cap and scale": lambda logits: 9.0 * torch.tanh(logits * FACTORS["scale"] / 9.0),
+    "a table": lambda model, logits: logits * FACTORS["scale"],
+    "a function": lambda model, logits: logits / scale_of("scale"),
+    "cap and scale": lambda model, logits: 9.0 * torch.tanh(logits * FACTORS["scale"] / 9.0),
 }
 
 
@@ -118,16 +94,8 @@ UNWATCHED = {
 @pytest.mark.sampled(3)
 def test_a_change_of_an_unwatched_value_raises(make_model, batch, monkeypatch, process, scale):
     model = make_model()
-
-    class Processed(type(model)):
-        def forward(self, input_ids, labels=None, **kwargs):
-            logits = process(self.lm_head(self.model(input_ids).last_hidden_state))
-            loss = None if labels is None else self.loss_function(logits, labels, self.config.vocab_size, **kwargs)
-            return transformers.modeling_outputs.CausalLMOutputWithPast(loss=loss, logits=logits)
-
-    model.__class__ = Processed
+    with_logits(process)(model)
     tigon.patch(model)
-    batch.pop("attention_mask")
     assert is_fused(outputs := model(**batch))
     assert not outputs.loss.isnan()
     monkeypatch.setitem(FACTORS, "scale", scale)
