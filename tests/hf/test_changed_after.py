@@ -96,6 +96,7 @@ def test_a_hook_on_all_modules_is_not_ignored(pair, batch, assert_same_step):
     assert is_fused(model(**batch))
 
 
+@pytest.mark.thorough
 def test_a_compiled_model_does_not_ignore_a_hook(pair, batch, step):
     torch._dynamo.reset()
     model, stock = pair(num_hidden_layers=1)

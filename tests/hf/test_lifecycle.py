@@ -153,6 +153,7 @@ def test_a_compiled_function_distinguishes_stock_and_patched_models(patched, mak
         compiled(batch["input_ids"])
 
 
+@pytest.mark.thorough
 def test_a_model_can_be_compiled_before_the_patch(make_model, batch):
     torch._dynamo.reset()
     model = make_model(num_hidden_layers=1)

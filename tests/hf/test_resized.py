@@ -97,6 +97,7 @@ def test_a_copy_of_a_resized_model_is_fused(make_model, assert_fused_as_stock):
     assert_fused_as_stock(other, stock, "larger")
 
 
+@pytest.mark.thorough
 def test_a_second_patch_prepares_a_resized_head_for_compiled_code(make_model, batch):
     """A compiled call cannot replace the forward of the new head."""
     model = make_model(num_hidden_layers=1)

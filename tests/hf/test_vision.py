@@ -151,7 +151,7 @@ def parts_of(model_type: str) -> set[str]:
 
 @pytest.mark.parametrize("model_type", VISION)
 @pytest.mark.parametrize("images", [True, False], ids=["images", "text alone"])
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(8)
 def test_every_part_gives_the_results_of_stock(model_type, images):
     model = vision_model(model_type)
     batch = batch_with_images(model_type) if images else make_batch(VOCABULARY)

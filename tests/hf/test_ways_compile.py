@@ -53,6 +53,7 @@ def test_many_lengths_need_two_graphs(make_model, batch, step):
             assert_close_to_stock(step(compiled, shorten(length)), step(stock, shorten(length)))
 
 
+@pytest.mark.thorough
 def test_adapters_give_the_results_of_stock(make_model, batch, step):
     peft = pytest.importorskip("peft")
     model, stock = (make_model("gemma2", **ONE_LAYER) for _ in range(2))
@@ -70,6 +71,7 @@ def test_adapters_give_the_results_of_stock(make_model, batch, step):
     assert_close_to_stock(step(model, batch), step(stock, batch))
 
 
+@pytest.mark.thorough
 def test_autocast_is_as_accurate_as_stock(make_model, batch, step):
     """The results are as close to fp32 as those of stock."""
     model, stock = (make_model("llama", **ONE_LAYER) for _ in range(2))
