@@ -17,79 +17,35 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTr
 
 VOCABULARY = 131
 
-SIZES = {
-    "vocab_size": VOCABULARY,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "decoder_start_token_id": 2,
-    "eod_token_id": 2,
-    "sep_token_id": 2,
-    "vocab_size_per_layer_input": VOCABULARY,
-    # width
-    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "word_embed_proj_dim", "embedding_dim", "lru_width"), 64),
-    **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "dense_intermediate_size"), 96),
-    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "intermediate_size_mlp"), 48),
-    **dict.fromkeys(("moe_shared_expert_intermediate_size", "shared_intermediate_size", "expert_ffn_hidden_size"), 48),
-    "attention_hidden_size": 64,
-    "hidden_size_per_layer_input": 8,
-    "dim_model_base": 32,
-    "embedding_size": 64,
-    "hidden_size_global": 64,
-    "encoder_hash_byte_group_vocab": 64,
-    # heads
-    **dict.fromkeys(
-        ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads", "encoder_attention_heads"), 4
-    ),
-    **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "num_query_groups", "swa_num_key_value_heads"), 2),
-    "swa_num_attention_heads": 4,
-    **dict.fromkeys(
-        ("head_dim", "swa_head_dim", "kv_channels", "v_head_dim", "qk_nope_head_dim", "global_head_dim"), 16
-    ),
-    **dict.fromkeys(("attention_head_dim", "linear_head_dim", "swa_v_head_dim", "d_kv"), 16),
-    "qk_rope_head_dim": 16,
-    "qk_head_dim": 32,
-    "rotary_dim": 8,
-    "q_lora_rank": 24,
-    "kv_lora_rank": 16,
-    "o_lora_rank": 16,
-    "o_groups": 2,
-    "index_head_dim": 16,
-    "index_n_heads": 2,
-    "index_topk": 4,
-    "hc_lowrank": 8,
-    "query_pre_attn_scalar": 16,
-    # layers and lengths
-    **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "context_length"), 64),
-    **dict.fromkeys(("original_max_position_embeddings", "model_max_length", "max_sequence_length", "seq_length"), 64),
-    **dict.fromkeys(("sliding_window", "window_size", "attention_window_size", "sliding_window_size"), 4),
-    "attention_chunk_size": 8,
-    "first_k_dense_replace": 1,
-    "num_dense_layers": 1,
-    "max_window_layers": 1,
-    "num_nextn_predict_layers": 0,
-    # experts
-    **dict.fromkeys(("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"), 4),
-    **dict.fromkeys(("num_experts_per_tok", "moe_topk", "moe_k", "num_experts_per_token"), 2),
-    **dict.fromkeys(("n_group", "topk_group", "n_shared_experts", "num_shared_experts", "moe_num_shared_experts"), 1),
-    "num_expert_group": 1,
-    "zero_expert_num": 2,
-    # state space and linear attention
-    **dict.fromkeys(("mamba_d_state", "state_size", "ssm_state_size"), 8),
-    **dict.fromkeys(("mamba_n_heads", "mamba_num_heads", "n_mamba_heads"), 4),
-    **dict.fromkeys(("mamba_d_head", "mamba_head_dim", "mamba_headdim"), 32),
-    **dict.fromkeys(("mamba_n_groups", "n_groups", "mamba_ngroups"), 2),
-    **dict.fromkeys(("mamba_chunk_size", "chunk_size", "block_size"), 4),
-    **dict.fromkeys(("mamba_expand", "expand"), 2),
-    "mamba_dt_rank": 4,
-    "time_step_rank": 4,
-    "mamba_d_ssm": 128,
-    **dict.fromkeys(("linear_num_key_heads", "linear_num_heads"), 2),
-    "linear_num_value_heads": 4,
-    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 16),
-    "num_mem_blocks": 1,
-    "adapter_rank": 4,
+# The fields that get each value.
+_FIELDS = {
+    VOCABULARY: "vocab_size vocab_size_per_layer_input",
+    0: "pad_token_id num_nextn_predict_layers",
+    1: "bos_token_id first_k_dense_replace num_dense_layers max_window_layers n_group topk_group n_shared_experts "
+    "num_shared_experts moe_num_shared_experts num_expert_group num_mem_blocks",
+    2: "eos_token_id decoder_start_token_id eod_token_id sep_token_id num_key_value_heads num_kv_heads "
+    "num_query_groups swa_num_key_value_heads o_groups index_n_heads num_experts_per_tok moe_topk moe_k "
+    "num_experts_per_token zero_expert_num mamba_n_groups n_groups mamba_ngroups mamba_expand expand "
+    "linear_num_key_heads linear_num_heads",
+    4: "num_attention_heads n_head n_heads num_heads attention_heads encoder_attention_heads swa_num_attention_heads "
+    "index_topk sliding_window window_size attention_window_size sliding_window_size num_experts n_routed_experts "
+    "num_local_experts moe_num_experts mamba_n_heads mamba_num_heads n_mamba_heads mamba_chunk_size chunk_size "
+    "block_size mamba_dt_rank time_step_rank linear_num_value_heads adapter_rank",
+    8: "hidden_size_per_layer_input rotary_dim hc_lowrank attention_chunk_size mamba_d_state state_size ssm_state_size",
+    16: "head_dim swa_head_dim kv_channels v_head_dim qk_nope_head_dim global_head_dim attention_head_dim "
+    "linear_head_dim swa_v_head_dim d_kv qk_rope_head_dim kv_lora_rank o_lora_rank index_head_dim "
+    "query_pre_attn_scalar linear_key_head_dim linear_value_head_dim",
+    24: "q_lora_rank",
+    32: "dim_model_base qk_head_dim mamba_d_head mamba_head_dim mamba_headdim",
+    48: "moe_intermediate_size shared_expert_intermediate_size intermediate_size_mlp "
+    "moe_shared_expert_intermediate_size shared_intermediate_size expert_ffn_hidden_size",
+    64: "hidden_size d_model n_embd word_embed_proj_dim embedding_dim lru_width attention_hidden_size embedding_size "
+    "hidden_size_global encoder_hash_byte_group_vocab max_position_embeddings n_positions n_ctx max_seq_len "
+    "context_length original_max_position_embeddings model_max_length max_sequence_length seq_length",
+    96: "intermediate_size ffn_dim n_inner ffn_hidden_size dense_intermediate_size",
+    128: "mamba_d_ssm",
 }
+SIZES = {name: value for value, names in _FIELDS.items() for name in names.split()}
 
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers")
 
