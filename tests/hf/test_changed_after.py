@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import tigon
-from hf.changes import is_fused
+from hf.changes import is_fused, loss_entry
 
 transformers = pytest.importorskip("transformers")
 loss_utils = pytest.importorskip("transformers.loss.loss_utils")
@@ -223,3 +223,55 @@ def test_each_replica_of_data_parallelism_computes_its_own_loss(pair, batch):
         assert fused
         torch.testing.assert_close(loss, expected)
         torch.testing.assert_close(gradients, stock_gradients)
+
+
+# --- the function of linear layers -----------------------------------------------------------------
+
+# The function reads and sets a global, as that of ZeRO-3 of DeepSpeed does.
+LINEAR = """
+import torch
+accelerator = None
+
+def zero3_linear_wrap(input, weight, bias=None):
+    global accelerator
+    accelerator = accelerator or "cpu"
+    output = input.matmul(weight.t())
+    return output if bias is None else output + bias
+"""
+
+
+@pytest.mark.parametrize("owner", ["deepspeed.runtime.zero.linear", "another.library"])
+def test_only_the_linear_of_zero_counts_as_stock(make_model, batch, monkeypatch, owner):
+    """`make test-deepspeed` runs ZeRO-3 itself. This test needs no DeepSpeed."""
+    stock, model = make_model(), make_model()
+    expected = stock(**batch).loss
+    scope = {"__name__": owner}
+    exec(LINEAR, scope)
+    monkeypatch.setattr(torch.nn.functional, "linear", scope["zero3_linear_wrap"])
+    is_known = owner.startswith("deepspeed")
+    assert loss_entry(tigon.patch(model)).replaced == is_known
+    outputs = model(**batch)
+    assert is_fused(outputs) == is_known
+    torch.testing.assert_close(outputs.loss, expected)
+
+
+class BeforeBackward(torch.autograd.Function):
+    """ZeRO-3 gathers the weights of a module in the backward of such a function, whose forward detaches."""
+
+    @staticmethod
+    def forward(ctx, outputs):
+        return outputs.detach()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+def test_the_output_of_the_head_may_pass_through_a_function_of_deepspeed(pair, batch, assert_same_step):
+    """Tigon trusts the hooks of DeepSpeed to keep the values of outputs."""
+    model, stock = pair()
+    hook = lambda module, args, output: BeforeBackward.apply(output)
+    hook.__module__ = "deepspeed.runtime.zero.parameter_offload"
+    model.lm_head.register_forward_hook(hook)
+    assert is_fused(model(**batch))
+    assert_same_step(model, stock, batch)

@@ -23,6 +23,7 @@ def scored(make_model, batch):
 
 @pytest.mark.parametrize("from_call", [True, False])
 def test_token_scaling_and_accuracy_follow_their_formulas(scored, from_call):
+    """An option of one call does not stay, and a call overrides the patch."""
     model, batch, log_p, hits = scored
     options = {"token_scaling": True, "return_token_accuracy": True}
     tigon.patch(model, **({} if from_call else options))
@@ -30,6 +31,9 @@ def test_token_scaling_and_accuracy_follow_their_formulas(scored, from_call):
     assert outputs.loss.item() == pytest.approx((-log_p * log_p.exp()).mean().item(), rel=1e-5)
     assert outputs.token_accuracy.item() == pytest.approx(hits.double().mean().item())
     outputs.loss.backward()
+    outputs = model(**batch, **({} if from_call else dict.fromkeys(options, False)))
+    assert outputs.loss.item() == pytest.approx(-log_p.mean().item(), rel=1e-5)
+    assert not hasattr(outputs, "token_accuracy")
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -46,21 +50,6 @@ def test_predicted_tokens_are_those_of_the_logits(make_model, batch, training, w
     assert not hasattr(model(**batch), "predicted_tokens")
     with pytest.raises(TypeError, match="model: return_predicted_tokens must be .*got 1"):
         model(**batch, return_predicted_tokens=1)
-
-
-def test_an_option_of_one_call_does_not_stay(scored):
-    model, batch, log_p, _ = scored
-    tigon.patch(model)
-    model(**batch, token_scaling=True, return_token_accuracy=True)
-    outputs = model(**batch)
-    assert outputs.loss.item() == pytest.approx(-log_p.mean().item(), rel=1e-5)
-    assert not hasattr(outputs, "token_accuracy")
-
-
-def test_a_call_overrides_the_patch(scored):
-    model, batch, log_p, _ = scored
-    tigon.patch(model, token_scaling=True)
-    assert model(**batch, token_scaling=False).loss.item() == pytest.approx(-log_p.mean().item(), rel=1e-5)
 
 
 def test_acc_dtype_reaches_the_fused_loss(make_model, batch, monkeypatch):

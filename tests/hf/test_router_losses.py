@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import tigon
+from hf.changes import is_fused, loss_entry
 from hf.same_step import assert_within_noise, noise, step
 from hf.tiny import tiny_model
-from tigon.hf.logits import SKIPPED_LOGITS
 
 modeling_qwen3_moe = pytest.importorskip("transformers.models.qwen3_moe.modeling_qwen3_moe")
 
@@ -38,88 +38,54 @@ def routed(batch) -> dict:
     return {**batch, "labels": labels, "attention_mask": mask, "output_router_logits": True}
 
 
-def details(report) -> list[str]:
-    return [entry.detail for entry in report.entries if entry.part == "loss"]
-
-
 # These types have experts with routers of several forms.
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss", "deepseek_v4", "jamba"])
+@pytest.mark.sampled(2)
 def test_the_op_computes_the_auxiliary_loss(model_type, routed, op_calls):
-    model = tiny_model(model_type)
-    expected = step(model, routed)
-    allowed = noise(model, routed, expected)
+    """A model of the same type and a restored model run the function of transformers."""
+    model, other = tiny_model(model_type), tiny_model(model_type)
+    expected, evaluated = step(model, routed), model.eval()(**routed)
+    allowed = noise(model.train(), routed, expected)
     file_globals = inspect.unwrap(type(model).forward).__globals__
     stock_function = file_globals["load_balancing_loss_func"]
     report = tigon.patch(model)
-    assert details(report) == [DETAIL]
+    assert loss_entry(report).detail == DETAIL
     op_calls.clear()
     outputs = model(**routed)
     (arguments,) = op_calls
     assert arguments[0] is outputs.router_logits
-    assert outputs.logits is SKIPPED_LOGITS
+    assert is_fused(outputs)
     assert_within_noise(step(model, routed), expected, allowed, report)
+    op_calls.clear()
+    outputs = model.eval()(**routed)
+    assert len(op_calls) == 1
+    torch.testing.assert_close(outputs.aux_loss, evaluated.aux_loss)
+    torch.testing.assert_close(outputs.logits, evaluated.logits)
     assert file_globals["load_balancing_loss_func"] is stock_function
-
-
-def test_other_models_and_restored_models_run_the_stock_function(routed, op_calls):
-    model, other = tiny_model("qwen3_moe"), tiny_model("qwen3_moe")
-    report = tigon.patch(model)
     op_calls.clear()
     other(**routed)
-    assert not op_calls
     report.restore()
     model(**routed)
-    assert not op_calls
-    report = tigon.patch(model, loss=False)
+    tigon.patch(model, loss=False)
     model(**routed)
     assert not op_calls
-    report.restore()
 
 
-def test_calls_that_compute_logits_run_the_op(routed, op_calls):
-    model = tiny_model("qwen3_moe")
-    expected = model.eval()(**routed)
-    tigon.patch(model)
-    op_calls.clear()
-    outputs = model(**routed)
-    assert len(op_calls) == 1
-    torch.testing.assert_close(outputs.aux_loss, expected.aux_loss)
-    torch.testing.assert_close(outputs.logits, expected.logits)
-
-
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["copy", "pickle"])
-def test_copies_run_the_op(duplicate, routed, op_calls):
-    model = tiny_model("qwen3_moe")
-    tigon.patch(model)
+def test_copies_and_models_of_a_type_run_the_op(routed, op_calls, monkeypatch):
+    """A function that replaces that of transformers is used."""
+    with tigon.patched("qwen3_moe"):
+        model = tiny_model("qwen3_moe")
     # A call of the model adds hooks of transformers that cannot be pickled.
-    twin = duplicate(model)
-    expected = model(**routed)
+    models = [copy.deepcopy(model), pickle.loads(pickle.dumps(model)), model]
     op_calls.clear()
-    outputs = twin(**routed)
-    assert len(op_calls) == 1
-    assert torch.equal(outputs.aux_loss, expected.aux_loss)
-
-
-def test_a_function_that_replaces_that_of_transformers_is_used(routed, op_calls, monkeypatch):
-    model = tiny_model("qwen3_moe")
-    tigon.patch(model)
-    op_calls.clear()
+    losses = [each(**routed).aux_loss for each in models]
+    assert len(op_calls) == 3
+    assert losses[0] == losses[1] == losses[2]
     monkeypatch.setattr(modeling_qwen3_moe, "load_balancing_loss_func", lambda *args: torch.tensor(2.0))
     outputs = model(**routed)
     assert outputs.aux_loss == 2.0
-    assert outputs.logits is SKIPPED_LOGITS
-    assert not op_calls
-
-
-def test_a_type_of_models_runs_the_op(routed, op_calls):
-    report = tigon.patch("qwen3_moe")
-    try:
-        model = tiny_model("qwen3_moe").train()
-    finally:
-        report.restore()
-    op_calls.clear()
-    model(**routed)
-    assert len(op_calls) == 1
+    assert is_fused(outputs)
+    assert len(op_calls) == 3
 
 
 @pytest.mark.thorough
@@ -135,7 +101,3 @@ def test_a_mixture_compiles_without_a_graph_break(routed):
     torch.testing.assert_close(outputs.aux_loss, expected.aux_loss)
     torch.testing.assert_close(outputs.loss, expected.loss)
     torch._dynamo.reset()
-
-
-def test_a_model_without_routers_has_no_such_loss(make_model):
-    assert details(tigon.patch(make_model())) == ["linear_cross_entropy in the head"]
