@@ -221,7 +221,7 @@ def test_the_random_state_does_not_change(make_model):
 
 def test_a_deep_model_is_probed_once_for_each_kind_of_module(make_model, monkeypatch):
     runs = []
-    for name in ("norm_probes", "glu_probes", "rope_function"):
+    for name in ("norms", "mlps", "rope_forms"):
         module = importlib.import_module(f"tigon.recognition.parts.{name}")
         monkeypatch.setattr(module, "normal", lambda *a, _n=module.normal, **k: runs.append(a) or _n(*a, **k))
     with torch.device("meta"):

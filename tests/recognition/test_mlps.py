@@ -8,10 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import tigon
-from tigon.recognition.parts.activations import ActivationRecipe, recognise_relu2
-from tigon.recognition.parts.glu import recognise_glu
-from tigon.recognition.parts.glu_recipe import GLURecipe
-from tigon.recognition.parts.mlp import MLPRecipe, recognise_mlp
+from tigon.recognition.parts.mlp_recipes import ActivationRecipe, GLURecipe, MLPRecipe
+from tigon.recognition.parts.mlps import recognise_glu, recognise_mlp, recognise_relu2
 
 
 class Split(nn.Module):

@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import tigon
-from tigon.recognition.parts.activations import recognise_relu2
-from tigon.recognition.parts.glu import recognise_glu
+from tigon.recognition.parts.mlps import recognise_glu, recognise_relu2
 from tigon.recognition.parts.norm_recipes import Gate, LayerNormRecipe, RMSNormRecipe
 from tigon.recognition.parts.norms import recognise_norm
 from tigon.recognition.parts.rope import recognise_rope

@@ -7,10 +7,8 @@ import torch
 from torch import nn
 
 from tigon.recognition.guards.function_guard import FunctionGuard
-from tigon.recognition.parts.rope import recognise_rope
-from tigon.recognition.parts.rope_complex import ComplexForm, FusedComplexRope
-from tigon.recognition.parts.rope_forms import FORMS
-from tigon.recognition.parts.rope_function import recognise_function
+from tigon.recognition.parts.rope import FusedComplexRope, recognise_rope
+from tigon.recognition.parts.rope_forms import FORMS, ComplexForm, recognise_function
 
 
 def split_half(q, k, cos, sin, unsqueeze_dim=1):

@@ -97,7 +97,7 @@ def _model_with(function) -> type[nn.Module]:
 
 @pytest.mark.parametrize("function", [one_hot_loss, _router], ids=["one hot", "a wrapper of it"])
 def test_a_function_with_the_losses_of_the_op_is_found(function):
-    assert find_router_losses(_model_with(function)) == ("loss",)
+    assert find_router_losses(_model_with(function)) == (("loss", "load_balancing_loss"),)
 
 
 OTHERS = [counting, no_factor, no_mask, first_choice, last_layer, no_gradient, in_fp64, more_arguments, F.relu, None]
@@ -130,7 +130,7 @@ def test_the_op_runs_and_the_file_keeps_its_function(op_calls):
 
 
 def test_arguments_that_the_op_does_not_take_go_to_the_stock_function(op_calls):
-    model, forward = Model(), RouterLossForward(Model, ("one_hot_loss",))
+    model, forward = Model(), RouterLossForward(Model, (("one_hot_loss", "load_balancing_loss"),))
     run = forward.exchanged.forward.__globals__["one_hot_loss"]
     assert run(None, 6, 2, None) == run(list(_logits()), 6, 2, None) == 0
     wide = _logits(dtype=torch.float64)
@@ -149,7 +149,7 @@ def test_arguments_that_the_op_does_not_take_go_to_the_stock_function(op_calls):
 
 
 def test_a_function_that_replaces_the_one_of_the_file_is_used(op_calls, monkeypatch):
-    model, forward, logits = Model(), RouterLossForward(Model, ("one_hot_loss",)), _logits()
+    model, forward, logits = Model(), RouterLossForward(Model, (("one_hot_loss", "load_balancing_loss"),)), _logits()
     expected = forward(model, logits)
     with monkeypatch.context() as context:
         context.setitem(Model.forward.__globals__, "one_hot_loss", lambda *args, **kwargs: torch.tensor(3.0))
@@ -161,7 +161,7 @@ def test_a_function_that_replaces_the_one_of_the_file_is_used(op_calls, monkeypa
 
 def test_a_helper_that_was_replaced_is_used(op_calls, monkeypatch):
     cls = _model_with(_router)
-    forward, logits = RouterLossForward(cls, ("loss",)), _logits()
+    forward, logits = RouterLossForward(cls, (("loss", "load_balancing_loss"),)), _logits()
     forward(cls(), logits)
     monkeypatch.setitem(globals(), "one_hot_loss", lambda *args: torch.tensor(3.0))
     assert forward(cls(), logits) == 3.0
@@ -170,13 +170,13 @@ def test_a_helper_that_was_replaced_is_used(op_calls, monkeypatch):
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["copy", "pickle"])
 def test_copies_run_the_op(duplicate, op_calls):
-    forward, logits = duplicate(RouterLossForward(Model, ("one_hot_loss",))), _logits()
+    forward, logits = duplicate(RouterLossForward(Model, (("one_hot_loss", "load_balancing_loss"),))), _logits()
     torch.testing.assert_close(forward(Model(), logits), Model()(logits))
     assert len(op_calls) == 1
 
 
 def test_a_copy_does_not_run_the_op_if_the_function_was_replaced_in_between(op_calls, monkeypatch):
-    pickled = pickle.dumps(RouterLossForward(Model, ("one_hot_loss",)))
+    pickled = pickle.dumps(RouterLossForward(Model, (("one_hot_loss", "load_balancing_loss"),)))
     monkeypatch.setitem(Model.forward.__globals__, "one_hot_loss", lambda *args, **kwargs: torch.tensor(3.0))
     assert pickle.loads(pickled)(Model(), _logits()) == 3.0
     assert not op_calls

@@ -11,9 +11,8 @@ from torch import nn
 from tigon.hf.parts import ACTIVATIONS, PARTS
 from tigon.hf.report import ModuleOutcomes, Outcome, Report
 from tigon.recognition.parts.experts import ExpertsRecipe
-from tigon.recognition.parts.glu_recipe import GLURecipe
 from tigon.recognition.parts.mixtures import MixtureRecipe
-from tigon.recognition.parts.mlp import MLPRecipe
+from tigon.recognition.parts.mlp_recipes import GLURecipe, MLPRecipe
 from tigon.recognition.parts.rope import RopeRecipe
 from tigon.recognition.probing.kind import kinds_of
 from tigon.recognition.probing.standin import describe, has_no_tensors

@@ -49,7 +49,7 @@ class Spec:
     # Arguments of the model's loss that the standard loss does not have. A call with one of them runs the stock code.
     unknown_arguments: frozenset[str]
     # The names of the functions in the forward of the model that compute `load_balancing_loss`.
-    router_losses: tuple[str, ...] = ()
+    router_losses: tuple[tuple[str, str], ...] = ()
 
     @property
     def marker(self) -> float:

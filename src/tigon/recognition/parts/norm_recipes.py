@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -10,12 +10,9 @@ from torch import Tensor, nn
 
 from tigon.ops.norms.gated_rms_norm import GateActivation, gated_rms_norm, gated_rms_norm_reference
 from tigon.ops.norms.layer_norm import layer_norm, layer_norm_reference
-from tigon.ops.norms.rms_norm import rms_norm_of_layer, rms_norm_reference
+from tigon.ops.norms.rms_norm import Rounding, rms_norm_of_layer, rms_norm_reference
 from tigon.recognition.probing.probes import DTYPES
 from tigon.runtime.device import PLAIN, runs_kernels
-
-# This text follows the name of a recipe if the stock forward runs for calls with a second argument.
-ONE_ARGUMENT = ", in calls with one argument"
 
 
 @dataclass(frozen=True)
@@ -33,22 +30,15 @@ class Scope:
     shape: str | None = None
     # True if the recipe reads epsilon in every call. Otherwise the guard fails once epsilon changes.
     live_eps: bool = True
-    # True if the module accepts a second argument too. The stock forward runs for calls with two arguments.
-    takes_more: bool = False
 
     def fits(self, module: nn.Module, args: tuple, weight: Tensor | None) -> bool:
         """Return True if recognition compared the module with the op for arguments of this kind."""
         x = args[0]
         if type(x) not in PLAIN or x.dim() not in self.dims or x.layout is not torch.strided or x.is_nested:
             return False
-        if weight is None:
-            if None not in self.weight_dtypes.get(x.dtype, ()):
-                return False
-        elif (
-            weight.dtype not in self.weight_dtypes.get(x.dtype, ())
-            or weight.device != x.device
-            or weight.shape != x.shape[-1:]
-        ):
+        if (None if weight is None else weight.dtype) not in self.weight_dtypes.get(x.dtype, ()):
+            return False
+        if weight is not None and (weight.device != x.device or weight.shape != x.shape[-1:]):
             return False
         if self.shape is not None and getattr(module, self.shape, None) != x.shape[-1:]:
             return False
@@ -59,6 +49,52 @@ def _matches_input(gate: Any, x: Tensor) -> bool:
     """Return True if a gate is a plain tensor with the dtype, the number of dimensions and the device of the input."""
     is_plain = type(gate) in PLAIN and gate.layout is torch.strided and not gate.is_nested
     return is_plain and gate.dtype is x.dtype and gate.dim() == x.dim() and gate.device == x.device
+
+
+@dataclass(frozen=True)
+class _Recipe:
+    """The recipe of a norm, which reads its weight, its bias and its epsilon at every call.
+
+    `eps` is the name of an attribute or a number, and `weight` and `bias` are names of parameters.
+    """
+
+    eps: str | float
+    weight: str | None
+    scope: Scope = field(default_factory=Scope, compare=False, kw_only=True)
+    choices: ClassVar[tuple[str, ...]] = ()
+    searched: ClassVar[tuple[str, ...]] = ()
+    # A subclass may have fields of these names. An annotation here would change the order of its fields.
+    bias = cast("str | None", None)
+    gate = cast("Gate | None", None)
+
+    @property
+    def live(self) -> tuple[str, ...]:
+        """Return the names of the attributes that the recipe reads in every call."""
+        names = self.weight, self.bias, self.eps if self.scope.live_eps else None
+        return tuple(name for name in names if isinstance(name, str))
+
+    def _read(self, module: nn.Module) -> tuple[Tensor | None, Tensor | None, float] | None:
+        """Return weight, bias and epsilon; None if the module has others than those that were recognised."""
+        weight = None if self.weight is None else getattr(module, self.weight)
+        bias = None if self.bias is None else getattr(module, self.bias)
+        eps = getattr(module, self.eps) if isinstance(self.eps, str) else self.eps
+        is_set = (self.weight is None) == (weight is None) and (self.bias is None) == (bias is None)
+        return (weight, bias, eps) if is_set and type(eps) in (float, int) else None
+
+    def __call__(self, module: nn.Module, *args: Any, reference: bool = False, **kwargs: Any) -> Tensor:
+        parameters = self._read(module)
+        if parameters is None or kwargs or len(args) != (1 if self.gate is None else 2):
+            return type(module).forward(module, *args, **kwargs)
+        # `tigon.recognition.probing.symbolic` runs the reference on tensors without values.
+        if not (reference or self.scope.fits(module, args, parameters[0])):
+            return type(module).forward(module, *args, **kwargs)
+        return self._compute(args, *parameters, reference)
+
+    def _compute(self, args: tuple, weight: Tensor | None, bias: Tensor | None, eps: float, reference: bool) -> Tensor:
+        raise NotImplementedError
+
+
+# --- RMS norms -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -75,33 +111,17 @@ class Gate:
 
 
 @dataclass(frozen=True)
-class RMSNormRecipe:
-    """Recipe: `rms_norm`, or `gated_rms_norm`, with the module's weight and epsilon, read at every call."""
+class RMSNormRecipe(_Recipe):
+    """Recipe: `rms_norm`, or `gated_rms_norm`."""
 
-    eps: str | float
-    weight: str | None
     offset: float
-    rounding: Literal["before_weight", "after_weight"]
+    rounding: Rounding
     gate: Gate | None = None
-    scope: Scope = field(default_factory=Scope, compare=False)
     # True if layers in FP8 may read the gradient of the norm's input (`tigon.runtime.maxima`).
     finds_maximum: bool = field(default=False, compare=False)
     part = "rms_norm"
-    choices: ClassVar[tuple[str, ...]] = ()
-    searched: ClassVar[tuple[str, ...]] = ()
 
-    @property
-    def live(self) -> tuple[str, ...]:
-        """Return the names of the attributes that the recipe reads in every call."""
-        return _live_names(self.weight, self.eps if self.scope.live_eps else None)
-
-    def __call__(self, module: nn.Module, *args: Any, reference: bool = False, **kwargs: Any) -> Tensor:
-        weight, eps = _resolve(module, self.weight), _resolve(module, self.eps)
-        count = 1 if self.gate is None else 2
-        as_recognised = len(args) == count and not kwargs and _is_set(self.weight, weight, eps)
-        # `tigon.recognition.probing.symbolic` runs the reference on tensors without values.
-        if not (as_recognised and (reference or self.scope.fits(module, args, weight))):
-            return type(module).forward(module, *args, **kwargs)
+    def _compute(self, args: tuple, weight: Tensor | None, bias: Tensor | None, eps: float, reference: bool) -> Tensor:
         options: dict[str, Any] = {"offset": self.offset, "rounding": self.rounding}
         if self.gate is None and not reference:
             return rms_norm_of_layer(args[0], weight, eps, **options, finds_maximum=self.finds_maximum)
@@ -112,15 +132,15 @@ class RMSNormRecipe:
 
     def arguments(self, module: nn.Module, x: Tensor) -> tuple[Tensor | None, float, dict[str, Any]] | None:
         """Return weight, epsilon and options for the op; None if the module does anything else with x."""
-        weight, eps = _resolve(module, self.weight), _resolve(module, self.eps)
-        if self.gate is not None or not (_is_set(self.weight, weight, eps) and self.scope.fits(module, (x,), weight)):
+        parameters = self._read(module)
+        if self.gate is not None or parameters is None or not self.scope.fits(module, (x,), parameters[0]):
             return None
-        return weight, eps, {"offset": self.offset, "rounding": self.rounding}
+        return parameters[0], parameters[2], {"offset": self.offset, "rounding": self.rounding}
 
     def __str__(self) -> str:
         offset = f", offset {self.offset:g}, rounded {self.rounding.replace('_', ' the ')}"
         form = f"{'' if self.gate is None else 'gated_'}rms_norm{' without weight' if self.weight is None else offset}"
-        return form + (str(self.gate) if self.gate else "") + ONE_ARGUMENT * self.scope.takes_more
+        return form + (str(self.gate) if self.gate else "")
 
 
 # --- layer norms -----------------------------------------------------------------------------------
@@ -150,30 +170,14 @@ LAYER_NORM_FORMULAS = (layer_norm_reference, _layer_norm_mixed, _layer_norm_in_f
 
 
 @dataclass(frozen=True)
-class LayerNormRecipe:
-    """Recipe: `layer_norm` with the module's weight, bias and epsilon, read at every call."""
+class LayerNormRecipe(_Recipe):
+    """Recipe: `layer_norm`. `formula` is the reference that gives the bits of the module."""
 
-    eps: str | float
-    weight: str | None
-    bias: str | None
-    # The reference that gives the bits of the module.
-    formula: Callable
-    scope: Scope = field(default_factory=Scope, compare=False)
+    bias: str | None = None
+    formula: Callable = layer_norm_reference
     part = "layer_norm"
-    choices: ClassVar[tuple[str, ...]] = ()
-    searched: ClassVar[tuple[str, ...]] = ()
 
-    @property
-    def live(self) -> tuple[str, ...]:
-        """Return the names of the attributes that the recipe reads in every call."""
-        return _live_names(self.weight, self.bias, self.eps if self.scope.live_eps else None)
-
-    def __call__(self, module: nn.Module, *args: Any, reference: bool = False, **kwargs: Any) -> Tensor:
-        weight, bias, eps = [_resolve(module, name) for name in (self.weight, self.bias, self.eps)]
-        as_recognised = len(args) == 1 and not kwargs and _is_set(self.weight, weight, eps)
-        as_recognised = as_recognised and (self.bias is None) == (bias is None)
-        if not (as_recognised and (reference or self.scope.fits(module, args, weight))):
-            return type(module).forward(module, *args, **kwargs)
+    def _compute(self, args: tuple, weight: Tensor | None, bias: Tensor | None, eps: float, reference: bool) -> Tensor:
         # Without kernels, torch's layer norm sums the gradient of a bf16 weight in bf16. A module that computes in fp32
         # therefore keeps its formula there.
         has_other_formula = self.formula is not layer_norm_reference
@@ -182,26 +186,7 @@ class LayerNormRecipe:
 
     def __str__(self) -> str:
         without = [name for name in ("weight", "bias") if getattr(self, name) is None]
-        form = f"layer_norm without {' and '.join(without)}" if without else "layer_norm"
-        return form + ONE_ARGUMENT * self.scope.takes_more
+        return f"layer_norm without {' and '.join(without)}" if without else "layer_norm"
 
 
 NormRecipe = RMSNormRecipe | LayerNormRecipe
-
-
-# --- attributes of a module --------------------------------------------------------------------------
-
-
-def _resolve(module: nn.Module, name: str | float | None) -> Any:
-    """Return the attribute with this name. Return a number or None as it is."""
-    return getattr(module, name) if isinstance(name, str) else name
-
-
-def _is_set(name: str | None, weight: Tensor | None, eps: Any) -> bool:
-    """Return True if epsilon is a number, and the module has a weight if and only if the recipe names one."""
-    return (name is None) == (weight is None) and type(eps) in (float, int)
-
-
-def _live_names(*names: str | float | None) -> tuple[str, ...]:
-    """Return those of the values that are names of attributes."""
-    return tuple(name for name in names if isinstance(name, str))

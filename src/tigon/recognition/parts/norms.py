@@ -4,31 +4,236 @@ A module without children, with one or two parameters of one size, is compared w
 `tigon.recognition.parts.norm_recipes`: RMS norms with and without an offset of the weight, with the rounding before or
 after the weight, with and without a gate (before or after the norm), and layer norms. The name of the module's class
 has no effect, except for a norm without parameters or without an epsilon.
+
+Rows of very different sizes show epsilon, offset and rounding: a row whose mean square is far below epsilon shows the
+value of epsilon, and values of bf16 show whether the norm rounds before or after it multiplies by the weight.
 """
 
-import logging
-from dataclasses import replace
+import functools
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from tigon.recognition.guards.code_facts import largest_number
-from tigon.recognition.parts.norm_probes import (
-    NormSubject,
-    confirm,
-    norm_candidates,
-    select_by_dims,
-    select_by_epsilon,
-    select_by_values,
+from tigon.ops.norms.gated_rms_norm import GateActivation
+from tigon.ops.norms.rms_norm import Rounding
+from tigon.recognition.guards.code_facts import has_conditions, largest_number
+from tigon.recognition.parts.comparison import (
+    CANNOT_RUN,
+    EQUAL_DTYPES,
+    Pair,
+    SpecialCase,
+    Subject,
+    explain_difference,
+    run_probes,
+    select,
+    special_weights,
 )
-from tigon.recognition.parts.norm_recipes import NormRecipe
-from tigon.recognition.probing.standin import WritesTensor, accepts_inputs, describe, own_tensors, probing
+from tigon.recognition.parts.norm_recipes import (
+    LAYER_NORM_FORMULAS,
+    Gate,
+    LayerNormRecipe,
+    NormRecipe,
+    RMSNormRecipe,
+    Scope,
+)
+from tigon.recognition.probing.probes import DTYPES, agrees, agrees_in_all_combinations, runs_without_contiguity
+from tigon.recognition.probing.standin import (
+    BF16,
+    FP16,
+    FP32,
+    accepts_inputs,
+    normal,
+    own_tensors,
+    stand_in,
+    unusual_values,
+)
+from tigon.recognition.probing.trials import not_recording
 from tigon.runtime.engines import full_shape
 from tigon.runtime.reach.code import code_facts
 from tigon.runtime.reach.explore import explore
 from tigon.runtime.reach.objects import bases_of_torch
 from tigon.runtime.reach.places import Reach
 
-LOGGER = logging.getLogger("tigon")
+DIFFERENT = "computes something else than rms_norm or layer_norm"
+
+
+@dataclass(frozen=True)
+class _NormSubject(Subject):
+    """Builds stand-ins of a norm and inputs for them.
+
+    `names` are the names of the parameters. A gated norm takes a second input.
+    """
+
+    module: nn.Module
+    names: tuple[str, ...]
+    width: int
+    gated: bool
+
+    def __call__(self, dtype: torch.dtype | None = FP32, training: bool = True, **attributes: Any) -> nn.Module:
+        weights = {name: normal(40 + i, self.width).to(dtype) for i, name in enumerate(self.names)}
+        return stand_in(self.module, weights, training=training, **attributes)
+
+    def inputs(self, dtype: torch.dtype, *shape: int) -> list[Tensor]:
+        return [normal(60 + i, *shape, self.width, dtype=dtype) for i in range(1 + self.gated)]
+
+    def cases(self) -> Iterator[tuple[nn.Module, list[Tensor]]]:
+        rows = max(16, 4096 // self.width) // 4 * 4
+        # The smallest rows have a mean square below any epsilon. The largest exceed any clamp.
+        sizes, shapes = torch.logspace(-4, 12, rows), ((rows,), (2, rows // 2), (2, 2, rows // 4))
+        dtypes = [*itertools.product((True, False), (FP32, BF16), (FP32, BF16)), (True, FP16, FP16)]
+        for seed, (training, dtype, weight_dtype) in enumerate(dtypes):
+            shape = (*shapes[seed % 3], self.width)
+            largest = 1e3 if dtype == FP16 else 1e12
+            inputs = [(normal(seed, *shape) * sizes.clamp(max=largest).view(*shape[:-1], 1)).to(dtype)]
+            yield self(weight_dtype, training), inputs + [normal(50 + seed, *shape, dtype=dtype)] * self.gated
+        for seed, (dtype, leading) in enumerate(itertools.product((FP32, BF16), ((16,), (2, 8), (2, 2, 4)))):
+            inputs = [unusual_values(seed, *leading, self.width, dtype=dtype)]
+            inputs += [normal(seed, *leading, self.width, dtype=dtype)] * self.gated
+            row = unusual_values(3 + seed, 1, self.width, dtype=dtype)[0]
+            # The lambda runs before the next iteration changes its variables.
+            change = lambda name, weight: weight.copy_(row) if seed % 2 else weight.mul_(1e3)  # noqa: B023
+            yield self.with_weights(dtype, change), inputs
+
+    def special_cases(self, recipe: Any, reach: Reach) -> Iterator[SpecialCase]:
+        """Yield weights of ones and zeros, and weights so large that outputs overflow in both directions."""
+        for dtype in DTYPES:
+            largest = torch.finfo(dtype).max
+            # The lambdas run before the next iteration changes their variables.
+            changes = (
+                lambda name, weight: weight.fill_(1.0),
+                lambda name, weight: weight.zero_(),
+                lambda name, weight: weight.sign_().mul_(largest * 0.9),  # noqa: B023
+                lambda name, weight: weight.fill_(largest),  # noqa: B023
+            )
+            for make in special_weights(self, changes, dtype):
+                yield make, [t * 4 for t in self.inputs(dtype, 2, 8)]
+
+
+# --- candidates --------------------------------------------------------------------------------------
+
+# The offsets of the weight and the roundings of RMS norms.
+_ROUNDINGS: tuple[Rounding, ...] = ("before_weight", "after_weight")
+_ACTIVATIONS: tuple[GateActivation, ...] = ("silu", "sigmoid")
+
+
+def _gates(module: nn.Module, width: int) -> Iterator[Gate]:
+    """Yield the ways in which a norm of this width may use a gate. An attribute may hold the size or number of groups.
+
+    The guard of the recipe fails once such an attribute changes.
+    """
+    numbers = {value for value in vars(module).values() if type(value) is int and 1 < value < width}
+    divisors = [value for value in sorted(numbers) if width % value == 0]
+    sizes = dict.fromkeys([None, *divisors, *(width // value for value in divisors)])
+    for activation, gate_first, size in itertools.product(_ACTIVATIONS, (False, True), sizes):
+        yield Gate(activation, gate_first, size)
+
+
+def _candidates(
+    module: nn.Module, names: Sequence[str], epsilons: Sequence[str | float], width: int, gated: bool
+) -> Iterator[NormRecipe]:
+    """Yield every recipe that a module with these parameters, for inputs of this width, may compute.
+
+    `epsilons` are the names of attributes that may hold epsilon, or values that the code may contain.
+    """
+    gates: list[Gate | None] = [*_gates(module, width)] if gated else [None]
+    if len(names) < 2:
+        forms = list(itertools.product((0.0, 1.0), _ROUNDINGS))[: None if names else 1]
+        weight = names[0] if names else None
+        for eps, (offset, rounding), gate in itertools.product(epsilons, forms, gates):
+            yield RMSNormRecipe(eps, weight, offset, rounding, gate)
+    if not gated:
+        pairs: list[tuple[str | None, str | None]] = [(None, None)]
+        if names:
+            pairs = list(itertools.permutations([*names, None][:2], 2))
+        for eps, (weight, bias), formula in itertools.product(epsilons, pairs, LAYER_NORM_FORMULAS):
+            yield LayerNormRecipe(eps, weight, bias, formula)
+
+
+# --- epsilon -----------------------------------------------------------------------------------------
+
+
+def _select_by_epsilon(subject: _NormSubject, candidates: list[NormRecipe]) -> list[NormRecipe]:
+    """Return the candidates that also agree with the forward after a change of each attribute that may be epsilon.
+
+    If several attributes that the forward reads have the same value, only such changes show which of them is epsilon.
+    If several of them are, for example one in training and one in evaluation, no candidate agrees.
+    """
+    names = sorted({candidate.eps for candidate in candidates if isinstance(candidate.eps, str)})
+    if len(names) > 1:
+        candidates = [each for each in candidates if all(_agrees_with_others(each, subject, name) for name in names)]
+    return candidates
+
+
+def _agrees_with_others(recipe: NormRecipe, subject: _NormSubject, name: str) -> bool:
+    """Return whether a recipe agrees with the forward when the attribute `name` has other values.
+
+    The comparison covers every combination of mode, dtypes, shape and gradients, because a forward may read another
+    epsilon in one of them.
+    """
+
+    def inputs(dtype: torch.dtype, *shape: int) -> list[Tensor]:
+        x, *gate = subject.inputs(dtype, *shape)
+        # The squares of these values are near the usual epsilons, so a larger and a smaller epsilon change the result.
+        return [x * 1e-3, *gate]
+
+    pairs = _agreeing_pairs(recipe, subject)
+    changes: list[dict[str, Any]] = [{name: eps} for eps in (1e-12, 0.5)]
+    with not_recording():
+        subjects = [functools.partial(subject, **change) for change in changes]
+        return all(agrees_in_all_combinations(recipe, each, inputs, pairs) for each in subjects)
+
+
+def _uses_eps_unchanged(recipe: NormRecipe, subject: _NormSubject) -> bool:
+    """Return True if the module uses any epsilon as the op does. Other modules limit epsilon or replace a zero."""
+    if not isinstance(recipe.eps, str):
+        return True
+    x, *gate = subject.inputs(FP32, 8)
+    x = x * torch.logspace(-8, 4, 8)[:, None]
+    x[0] = 0
+    attributes: list[dict[str, Any]] = [{recipe.eps: eps} for eps in (0.0, 1e-12, 1e-3, 0.5, 10.0)]
+    with not_recording():
+        return all(agrees(recipe, functools.partial(subject, FP32, **each), [x, *gate]) for each in attributes)
+
+
+def _names_in_torch(cls: type[nn.Module]) -> set[str]:
+    """Return the names of attributes that torch's forwards in the bases of a class read. `explore` skips this code."""
+    codes = [getattr(vars(base).get("forward"), "__code__", None) for base in bases_of_torch(cls)]
+    return {name for code in codes if code is not None for name in code_facts(code).attributes}
+
+
+# --- recognition -------------------------------------------------------------------------------------
+
+
+def _agreeing_pairs(recipe: NormRecipe, subject: _NormSubject) -> list[Pair]:
+    """Return the pairs of dtypes that the module accepts and for which the recipe agrees with it."""
+    pairs = itertools.product(DTYPES, DTYPES) if subject.names else EQUAL_DTYPES
+    with not_recording():
+        return [(x, w) for x, w in pairs if agrees(recipe, functools.partial(subject, w), subject.inputs(x, 2, 8))]
+
+
+def _confirm(recipe: NormRecipe, subject: _NormSubject, dims: frozenset[int], reach: Reach) -> NormRecipe | str:
+    """Compare a candidate in all other circumstances. Return it with its scope, or a reason to keep the forward."""
+    pairs, module = _agreeing_pairs(recipe, subject), subject.module
+    if reason := explain_difference(recipe, subject, reach, dims, pairs=pairs, different=DIFFERENT):
+        return reason
+    weight_dtypes: dict[torch.dtype, tuple[torch.dtype | None, ...]] = {
+        x: tuple(w for dtype, w in pairs if dtype == x) if recipe.weight else (None,) for x in DTYPES
+    }
+    accepts_strides = runs_without_contiguity(recipe, subject, subject.inputs)
+    shape = "normalized_shape" if getattr(module, "normalized_shape", None) == (subject.width,) else None
+    live_eps = not has_conditions(reach) and _uses_eps_unchanged(recipe, subject)
+    if isinstance(recipe.eps, str) and not live_eps and recipe.eps not in reach.own_settings:
+        # Only code of torch may read this attribute, so no guard watches it.
+        constant = replace(recipe, eps=getattr(module, recipe.eps))
+        agreeing = (each for each in (recipe, constant) if _agrees_with_others(each, subject, str(recipe.eps)))
+        if (agreeing_recipe := next(agreeing, None)) is None:
+            return DIFFERENT
+        recipe, live_eps = agreeing_recipe, True
+    return replace(recipe, scope=Scope(dims, weight_dtypes, not accepts_strides, shape, live_eps))
 
 
 def recognise_norm(module: nn.Module) -> NormRecipe | str | None:
@@ -55,32 +260,24 @@ def recognise_norm(module: nn.Module) -> NormRecipe | str | None:
     if (1,) in sizes:
         return "has a weight of one element"
     reach = explore(module)
-    if reason := reach.reason:
-        return reason
+    if reach.reason:
+        return reach.reason
+    # An attribute that the forward does not read may have the value of epsilon by chance.
+    read_names = reach.own_settings | _names_in_torch(type(module))
+    read_epsilons: list[str | float] = [name for name in epsilons if name in read_names]
+    widths = [*next(iter(sizes))] if sizes else _likely_widths(module, reach)
     reasons: list[str] = []
     # A second argument may be a gate, or a residual that is None by default.
     for gated in (True, False):
         if not accepts_inputs(module, 1 + gated):
             continue
-        widths = [*next(iter(sizes))] if sizes else _likely_widths(module, reach)
-        # An attribute that the forward does not read may have the value of epsilon by chance.
-        read_names = reach.own_settings | _names_in_torch(type(module))
-        read_epsilons: list[str | float] = [name for name in epsilons if name in read_names]
-        read_epsilons = read_epsilons or [1e-5, 1e-6]
-        candidates = list(norm_candidates(module, list(tensors), read_epsilons, widths[0], gated))
-        subjects = [NormSubject(module, tuple(tensors), width, gated) for width in widths]
+        candidates = list(_candidates(module, list(tensors), read_epsilons or [1e-5, 1e-6], widths[0], gated))
+        subjects = [_NormSubject(module, tuple(tensors), width, gated) for width in widths]
         result = _find_recipe(subjects, candidates, reach)
         if not isinstance(result, str):
-            takes_more = not gated and accepts_inputs(module, 2)
-            return replace(result, scope=replace(result.scope, takes_more=takes_more))
+            return result
         reasons.append(result)
     return reasons[0]
-
-
-def _names_in_torch(cls: type[nn.Module]) -> set[str]:
-    """Return the names of attributes that torch's forwards in the bases of a class read. `explore` skips this code."""
-    codes = [getattr(vars(base).get("forward"), "__code__", None) for base in bases_of_torch(cls)]
-    return {name for code in codes if code is not None for name in code_facts(code).attributes}
 
 
 def _likely_widths(module: nn.Module, reach: Reach) -> list[int]:
@@ -95,36 +292,30 @@ def _likely_widths(module: nn.Module, reach: Reach) -> list[int]:
     return [factor * size for size in likely_widths for factor in (1, 2)] + [largest + 8] * (96 <= largest <= 65536)
 
 
-def _find_recipe(subjects: list[NormSubject], candidates: list[NormRecipe], reach: Reach) -> NormRecipe | str:
+def _find_recipe(subjects: list[_NormSubject], candidates: list[NormRecipe], reach: Reach) -> NormRecipe | str:
     """Return the recipe of a norm, or the reason why there is none. The subjects have the widths to try."""
-    class_name = type(subjects[0].module).__name__
+    failure, module = DIFFERENT, subjects[0].module
     # The last subject that ran, with the numbers of dimensions that it accepts.
-    last: tuple[NormSubject, frozenset[int]] | None = None
-    failure = ""
+    last: tuple[_NormSubject, frozenset[int]] | None = None
     for subject in subjects:
-        try:
-            with reach.preserved(), probing():
-                candidates = select_by_values(subject, candidates)
-                candidates, dims = select_by_dims(subject, candidates)
-                last = subject, dims
-        except WritesTensor as error:
-            return str(error)
-        except Exception as error:
-            LOGGER.debug("%s cannot be run as a norm of width %d", class_name, subject.width, exc_info=True)
-            failure = f"cannot be run by itself ({describe(error)})"
+        result = run_probes(functools.partial(select, subject, candidates), module, reach)
+        if not isinstance(result, str):
+            candidates, last = result[0], (subject, result[1])
+        elif result.startswith(CANNOT_RUN):
+            failure = result
+        else:
+            return result
     if last is None:
         return failure
-    try:
-        with reach.preserved(), probing():
-            fitting, candidates = candidates, select_by_epsilon(last[0], candidates)
-            results = (confirm(candidate, *last, reach) for candidate in candidates)
-            result = next((result for result in results if result is not None), None)
-    except Exception as error:
-        LOGGER.debug("%s cannot be compared with a norm", class_name, exc_info=True)
-        return f"cannot be run by itself ({describe(error)})"
-    if fitting and not candidates and not reach.reason:
-        names = " and ".join(sorted({str(candidate.eps) for candidate in fitting}))
-        return f"its epsilon may be {names}, which have the same value, and changing each does not show which one it is"
-    if result is None or reach.reason:
-        return reach.reason or "computes something else than rms_norm or layer_norm"
-    return result
+    last_subject, dims = last
+
+    def confirm_one() -> NormRecipe | str:
+        selected = _select_by_epsilon(last_subject, candidates)
+        if candidates and not selected:
+            names = " and ".join(sorted({str(candidate.eps) for candidate in candidates}))
+            same = "which have the same value, and changing each does not show which one it is"
+            return f"its epsilon may be {names}, {same}"
+        results = (_confirm(candidate, last_subject, dims, reach) for candidate in selected)
+        return next((result for result in results if result != DIFFERENT), DIFFERENT)
+
+    return run_probes(confirm_one, module, reach)

@@ -20,10 +20,9 @@ from torch import Tensor, nn
 from tigon.ops.rotary.qk_norm_rope import qk_norm_rope
 from tigon.ops.rotary.rope import can_run_kernels, rotary_size
 from tigon.recognition.guards.function_guard import FunctionGuard
-from tigon.recognition.parts.rope_complex import ComplexForm, FusedComplexRope, takes_complex_table
-from tigon.recognition.parts.rope_forms import Form, RopeCall
-from tigon.recognition.parts.rope_function import recognise_function
-from tigon.recognition.probing.exchanged_functions import ForwardWithFunctions, written_globals
+from tigon.recognition.parts.functions import FunctionsRecipe, FusedFunction, restore_recipe
+from tigon.recognition.parts.rope_forms import ComplexForm, Form, RopeCall, recognise_function, takes_complex_table
+from tigon.recognition.probing.exchanged_functions import written_globals
 from tigon.recognition.rewriting.fused_statements import FusedStatementsRecipe, fuse_statements
 from tigon.recognition.rewriting.source import NotReadable, innermost, rebuild_wrappers
 from tigon.runtime.device import runs_kernels
@@ -40,18 +39,19 @@ class _RopeArguments(NamedTuple):
     has_batch: bool
 
 
-class _FusedRope:
-    """Takes the place of the stock function. It runs the op where the op accepts the arguments, else this function."""
+class FusedRope(FusedFunction):
+    """Runs `rope` in place of a function of queries, keys, `cos` and `sin`."""
 
     def __init__(self, stock: types.FunctionType, form: Form, guard: FunctionGuard) -> None:
+        super().__init__(stock, guard)
         call = RopeCall.of(stock)
         assert call is not None, "recognition found a form, so the function has the arguments of a rotary embedding"
-        self.stock, self.form, self.call, self.guard = stock, form, call, guard
+        self.form, self.call = form, call
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if (arguments := self._read(args, kwargs)) is None:
-            return self.stock(*args, **kwargs)
-        inputs, cos, sin, unsqueeze_dim, has_batch = arguments
+    def compute(self, arguments: dict[str, Any]) -> Any:
+        if (rope_arguments := self._select(arguments)) is None:
+            return None
+        inputs, cos, sin, unsqueeze_dim, has_batch = rope_arguments
         results = self.form(inputs[0], inputs[1] if len(inputs) == 2 else None, cos, sin, unsqueeze_dim)
         q, k = (x if x is None or has_batch else x[0] for x in results)
         return q if len(inputs) == 1 else (q, k)
@@ -63,7 +63,8 @@ class _FusedRope:
 
         `weights` are the weights of the norms, and `options` are their other options, as in `qk_norm_rope`.
         """
-        arguments = self._read(args, kwargs)
+        named = self.read(args, kwargs)
+        arguments = None if named is None else self._select(named)
         if arguments is None or len(arguments.inputs) != len(weights) or not arguments.has_batch:
             return None
         inputs, cos, sin, unsqueeze_dim, _ = arguments
@@ -98,17 +99,13 @@ class _FusedRope:
         )
         return results[0] if k is None else results
 
-    def _read(self, args: tuple, kwargs: dict[str, Any]) -> "_RopeArguments | None":
+    def _select(self, arguments: dict[str, Any]) -> _RopeArguments | None:
         """Return the arguments for the op; None if the op does not accept the arguments of the stock function."""
         call = self.call
-        arguments = {**dict(zip(call.names, args, strict=False)), **kwargs}
         values = [arguments.get(name) for name in (*call.tensors, "cos", "sin")]
         tensors = [x for x in values if isinstance(x, Tensor)]
         unsqueeze_dim = arguments.get("unsqueeze_dim", call.unsqueeze_dim or 2)
         if len(tensors) < len(values) or arguments.get("position_ids") is not None:
-            return None
-        # A helper that the function calls may have been replaced in the file.
-        if not (self._holds_for_graph() if torch.compiler.is_compiling() else self.guard.holds(self.stock)):
             return None
         *inputs, cos, sin = tensors
         has_batch = cos.dim() == 3
@@ -117,11 +114,6 @@ class _FusedRope:
         if unsqueeze_dim not in (1, 2) or not self._fits(inputs, cos, sin, unsqueeze_dim):
             return None
         return _RopeArguments(inputs, cos, sin, unsqueeze_dim, has_batch)
-
-    @torch.compiler.assume_constant_result
-    def _holds_for_graph(self) -> bool:
-        """Compare the function once for each graph."""
-        return self.guard.holds(self.stock)
 
     def _fits(self, inputs: list[Tensor], cos: Tensor, sin: Tensor, unsqueeze_dim: int) -> bool:
         """Return True if the op accepts these shapes. The stock function accepts all shapes that broadcast."""
@@ -136,46 +128,45 @@ class _FusedRope:
         return has_equal_sizes and fits_head and fits_table
 
 
-class RopeRecipe:
-    """The stock forward of an attention class, with other rope functions and perhaps with fused statements.
+class FusedComplexRope(FusedFunction):
+    """Runs `rope` in place of a function of queries, keys and a complex table."""
 
-    `forms` holds the name of each rope function among the globals of the file, and the form that computes it.
-    """
+    def __init__(self, stock: types.FunctionType, form: ComplexForm, guard: FunctionGuard) -> None:
+        super().__init__(stock, guard)
+        self.form = form
+
+    def compute(self, arguments: dict[str, Any]) -> Any:
+        values = [arguments.get(name) for name in self.names]
+        return self.form(*values) if self.form.accepts(*values) else None  # type: ignore[arg-type]
+
+
+class RopeRecipe(FunctionsRecipe):
+    """The stock forward of an attention class, with other rope functions and perhaps with fused statements."""
+
+    forms: tuple[tuple[str, Form | ComplexForm], ...]
 
     def __init__(
         self,
         cls: type[nn.Module],
         forms: tuple[tuple[str, Form | ComplexForm], ...],
-        fuses_statements: bool = False,
         guards: tuple[FunctionGuard, ...] | None = None,
+        fuses_statements: bool = False,
     ) -> None:
-        self.cls, self.forms, self.fuses_statements = cls, forms, fuses_statements
-        self.stock = inspect.getattr_static(cls, "forward")
-        rewritten = fuse_statements(self.stock) if fuses_statements else None
-        function = rewritten if isinstance(rewritten, types.FunctionType) else self.stock
-        file_globals = innermost(function).__globals__
-        # A copy of a recipe keeps its guards, because the file may have other functions by now.
-        self.guards = guards or tuple(FunctionGuard(file_globals[name]) for name, _ in forms)
-        fused_ropes: dict[str, _FusedRope | FusedComplexRope] = {}
-        for (name, form), guard in zip(forms, self.guards, strict=True):
-            current = file_globals.get(name)
-            if isinstance(current, types.FunctionType) and guard.holds(current):
-                fused_ropes[name] = (
-                    FusedComplexRope(current, form, guard)
-                    if isinstance(form, ComplexForm)
-                    else _FusedRope(current, form, guard)
-                )
-        self.exchanged = ForwardWithFunctions(self.stock, fused_ropes, function)
+        self.fuses_statements = fuses_statements
+        rewritten = fuse_statements(inspect.getattr_static(cls, "forward")) if fuses_statements else None
+        super().__init__(cls, forms, guards, rewritten if isinstance(rewritten, types.FunctionType) else None)
 
-    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return self.exchanged.forward_for(module)(module, *args, **kwargs)
+    def fuse(self, form: Form | ComplexForm, stock: types.FunctionType, guard: FunctionGuard) -> FusedFunction:
+        if isinstance(form, ComplexForm):
+            return FusedComplexRope(stock, form, guard)
+        return FusedRope(stock, form, guard)
 
     def __reduce__(self) -> tuple:
-        return _restore_recipe, (self.cls, self.forms, self.fuses_statements, self.guards)
+        return restore_recipe, (RopeRecipe, self.cls, self.forms, self.guards, self.fuses_statements)
 
     def with_fused_statements(self) -> "RopeRecipe":
         """Return a recipe that also fuses the statements of the forward."""
-        return RopeRecipe(self.cls, self.forms, True, self.guards)
+        return RopeRecipe(self.cls, self.forms, self.guards, True)
 
     def describe_statements(
         self, module: nn.Module, recipe: FusedStatementsRecipe, recipes: Mapping[nn.Module, Any]
@@ -189,30 +180,6 @@ class RopeRecipe:
 
     def __str__(self) -> str:
         return "; ".join(dict.fromkeys(str(form) for _, form in self.forms))
-
-
-class StockForward:
-    """The forward of a module's class, in place of a recipe that cannot be built in this process."""
-
-    def __init__(self, arguments: tuple) -> None:
-        self.arguments = arguments
-
-    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return type(module).forward(module, *args, **kwargs)
-
-    def __reduce__(self) -> tuple:
-        return _restore_recipe, self.arguments
-
-
-def _restore_recipe(*arguments: Any) -> RopeRecipe | StockForward:
-    """Return the recipe of a copied module, or the stock forward if the forward of its class cannot be rebuilt."""
-    forward = inspect.getattr_static(arguments[0], "forward", None)
-    if not isinstance(forward, types.FunctionType) or written_globals(innermost(forward)):
-        return StockForward(arguments)
-    try:
-        return RopeRecipe(*arguments)
-    except NotReadable:
-        return StockForward(arguments)
 
 
 def _form_of(value: object, module_name: str) -> Form | ComplexForm | str | None:

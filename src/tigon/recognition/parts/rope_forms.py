@@ -1,15 +1,41 @@
-"""Describe how a function of queries, keys, `cos` and `sin` computes a rotary embedding, in the options of `rope`."""
+"""Recognise a function that computes a rotary embedding: compare it with every form of the op.
+
+    def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1): ...     `Form`
+    def apply_rotary_emb(xq, xk, freqs_cis): ...                       `ComplexForm`
+
+A function runs on random queries, keys and tables, in several dtypes, and must reproduce the bits of one of the forms.
+
+A product of pairs of neighbouring features with a complex table cos + i sin rotates each pair. So the kernel of `rope`
+computes it, in the layout "interleaved", from the real and the imaginary parts of the table, which it reads in place.
+"""
 
 import inspect
 import itertools
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal
+import logging
+import types
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
 
+import torch
 from torch import Tensor
 
-from tigon.ops.rotary.rope import Layout, Table, rope, rope_reference
-from tigon.runtime.device import runs_kernels
+from tigon.ops.rotary.rope import MAX_HEAD_SIZE, Layout, Table, rope, rope_reference
+from tigon.recognition.probing.standin import describe, gradients, normal, probing, same_bits, same_gradients
+from tigon.recognition.probing.trials import Trials, current_trials, not_recording, record, recording
+from tigon.runtime.device import KERNEL_DTYPES, PLAIN, runs_kernels
+from tigon.runtime.reach.explore import explore
+from tigon.runtime.weak_cache import cached_weakly
+
+LOGGER = logging.getLogger("tigon")
+
+DIFFERENT = "computes another rotary embedding than the op"
+
+# The names of a complex table. A function with another name is not compared.
+COMPLEX_TABLES = ("freqs_cis", "freqs_ci")
+# In the comparisons, the number of features of a head, the number of tokens, and the numbers of heads of queries and of
+# keys.
+FEATURES, LENGTH, HEADS = 16, 5, (4, 2)
 
 # The dtype of the result. "promoted": the dtype to which torch promotes q and cos. "cast": the dtype of q. "fp32": the
 # dtype of q, and the computation is in fp32.
@@ -58,11 +84,52 @@ FORMS = [
 
 
 @dataclass(frozen=True)
+class ComplexForm:
+    """A product with a complex table [B | 1, S, R / 2]."""
+
+    # The dimension of the heads of q and k, 1 or 2.
+    heads: int
+    # True if the function accepts a table for each sequence of the batch.
+    has_batch: bool = False
+
+    def __call__(self, q: Tensor, k: Tensor, table: Tensor, reference: bool = False) -> tuple[Tensor, Tensor]:
+        if reference or not runs_kernels(q, k):
+            return _multiply(q, table, self.heads), _multiply(k, table, self.heads)
+        cos, sin = torch.view_as_real(table).unbind(-1)
+        options: dict[str, Any] = {"layout": "interleaved", "table": "once", "dtype": q.dtype}
+        q_out, k_out = rope(q, k, cos, sin, unsqueeze_dim=self.heads, **options)
+        assert k_out is not None
+        return q_out, k_out
+
+    def accepts(self, q: Any, k: Any, table: Any) -> bool:
+        """Return True if the op computes what the function computes of these arguments."""
+        if not all(type(x) in PLAIN for x in (q, k, table)) or q.dim() != 4 or k.dim() != 4 or table.dim() != 3:
+            return False
+        if table.dtype != torch.complex64 or table.is_conj() or table.requires_grad or q.dtype not in KERNEL_DTYPES:
+            return False
+        batch, length, size = q.shape[0], q.shape[3 - self.heads], q.shape[3]
+        same_sizes = (k.shape[0], k.shape[3 - self.heads], k.shape[3], k.dtype) == (batch, length, size, q.dtype)
+        fits = table.shape[0] == 1 or (self.has_batch and table.shape[0] == batch)
+        fits = fits and table.shape[1:] == (length, size // 2) and size % 2 == 0 and 0 < size <= MAX_HEAD_SIZE
+        return bool(same_sizes and fits and q.device == k.device == table.device)
+
+    def __str__(self) -> str:
+        return "rope, interleaved, complex table"
+
+
+def _multiply(x: Tensor, table: Tensor, heads: int) -> Tensor:
+    """Multiply pairs of neighbouring features by the table [B, S, R / 2], as models do."""
+    pairs = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
+    return torch.view_as_real(pairs * table.unsqueeze(heads)).flatten(3).type_as(x)
+
+
+# --- the arguments of functions ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
 class RopeCall:
     """The arguments of a function: one or two tensors to rotate, `cos`, `sin` and arguments with defaults."""
 
-    # The names of all arguments, in their order.
-    names: tuple[str, ...]
     # The names of the tensors to rotate.
     tensors: tuple[str, ...]
     # The default of the argument `unsqueeze_dim`, which is the dimension of the heads. It is None if the function has
@@ -77,4 +144,142 @@ class RopeCall:
         if not {"cos", "sin"} <= parameters.keys() or len(tensors) not in (1, 2):
             return None
         unsqueeze_dim = parameters["unsqueeze_dim"].default if "unsqueeze_dim" in parameters else None
-        return RopeCall(tuple(parameters), tensors, unsqueeze_dim) if unsqueeze_dim in (None, 1, 2) else None
+        return RopeCall(tensors, unsqueeze_dim) if unsqueeze_dim in (None, 1, 2) else None
+
+
+def takes_complex_table(function: types.FunctionType) -> bool:
+    """Return True if a function has three arguments without defaults, and the last one is named like the table."""
+    parameters = list(inspect.signature(function).parameters.values())
+    has_defaults = any(parameter.default is not parameter.empty for parameter in parameters)
+    return len(parameters) == 3 and not has_defaults and parameters[2].name in COMPLEX_TABLES
+
+
+# --- comparison --------------------------------------------------------------------------------------
+
+
+class _Case(NamedTuple):
+    """The arguments of one comparison, and the results of the function."""
+
+    # The tensors to rotate, whose gradients are compared.
+    inputs: list[Tensor]
+    # The function without its arguments, and those of a form.
+    run: Callable[[], tuple]
+    form_arguments: tuple
+    expected: tuple
+
+
+def _prepare(function: Callable, arguments: Iterable[tuple[list[Tensor], dict[str, Any], tuple]]) -> list[_Case] | str:
+    """Return the cases for the inputs, the arguments of the function and those of a form, or the function's error."""
+
+    def run(named: dict[str, Any]) -> tuple:
+        result = function(**named)
+        # A function of one tensor has None as its second result.
+        return result if type(result) is tuple else (result, None)
+
+    try:
+        return [
+            _Case(inputs, lambda named=named: run(named), of_form, run(named))  # type: ignore[misc]
+            for inputs, named, of_form in arguments
+        ]
+    except Exception as error:
+        LOGGER.debug("%s refuses arguments of a rotary embedding", function.__qualname__, exc_info=True)
+        return f"cannot be run by itself ({describe(error)})"
+
+
+def _agrees(form: Any, cases: list[_Case] | str) -> bool:
+    """Return True if a form has the results of a function in all cases, and its gradients in the first one."""
+    if isinstance(cases, str):
+        return False
+    try:
+        for case in cases:
+            ours = form(*case.form_arguments, reference=True)
+            pairs = list(zip(case.expected, ours, strict=False))
+            is_same = len(case.expected) == 2 and all(a is b or (b is not None and same_bits(a, b)) for a, b in pairs)
+            if not record(is_same, form, None, case.inputs, ours, case.expected):
+                return False
+        inputs, run, arguments, _ = cases[0]
+        stock = gradients(run, inputs)
+        our_gradients = gradients(lambda: form(*arguments, reference=True), inputs)
+    except Exception:
+        LOGGER.debug("%s refuses the arguments of a function", form, exc_info=True)
+        return False
+    return record(same_gradients(our_gradients, stock), form, None, inputs, our_gradients, stock, mode="gradients")
+
+
+def _cases(function: types.FunctionType, call: RopeCall, width: int) -> list[_Case] | str:
+    """Return the cases with tables of this width, or the reason why the function cannot be run on them."""
+    bf16, fp32 = torch.bfloat16, torch.float32
+    dtypes = (fp32, fp32), (bf16, bf16), (bf16, fp32)
+    arguments = []
+    sizes = itertools.product((1, 2) if call.unsqueeze_dim else (2,), (1, 2), dtypes)
+    for number, (heads, batch, (dtype, table_dtype)) in enumerate(sizes):
+        inputs = _inputs(100 * number, heads, dtype)[: len(call.tensors)]
+        tables = [normal(100 * number + n, batch, LENGTH, width, dtype=table_dtype) for n in (7, 8)]
+        named: dict[str, Any] = dict(zip((*call.tensors, "cos", "sin"), (*inputs, *tables), strict=True))
+        named |= {"unsqueeze_dim": heads} if call.unsqueeze_dim else {}
+        arguments.append((inputs, named, (*inputs, *[None] * (2 - len(inputs)), *tables, heads)))
+    return _prepare(function, arguments)
+
+
+def _complex_cases(function: types.FunctionType, heads: int, batch: int) -> list[_Case] | str:
+    """Return the cases with tables of this batch size, of random complex numbers whose absolute values are not 1."""
+    arguments = []
+    for seed, dtype in enumerate((torch.float32, torch.bfloat16, torch.float16)):
+        inputs = _inputs(10 * seed, heads, dtype)
+        table = torch.view_as_complex(normal(10 * seed + 2, batch, LENGTH, FEATURES // 2, 2))
+        named = dict(zip(inspect.signature(function).parameters, (*inputs, table), strict=True))
+        arguments.append((inputs, named, (*inputs, table)))
+    return _prepare(function, arguments)
+
+
+def _inputs(seed: int, heads: int, dtype: torch.dtype) -> list[Tensor]:
+    """Return queries and keys whose heads are in this dimension."""
+    shapes = [(2, n, LENGTH, FEATURES) if heads == 1 else (2, LENGTH, n, FEATURES) for n in HEADS]
+    return [normal(seed + i, *shape, dtype=dtype) for i, shape in enumerate(shapes)]
+
+
+def _find_complex_form(function: types.FunctionType) -> ComplexForm | str:
+    """Return the form that computes what a function of a complex table computes, or the reason why there is none."""
+    for form in (ComplexForm(1), ComplexForm(2)):
+        if _agrees(form, _complex_cases(function, form.heads, 1)):
+            return replace(form, has_batch=_agrees(form, _complex_cases(function, form.heads, 2)))
+    return DIFFERENT
+
+
+def _find_form(function: types.FunctionType, call: RopeCall) -> Form | str:
+    cases = {width: _cases(function, call, width) for width in (FEATURES, FEATURES // 2, FEATURES // 4)}
+    for form in FORMS:
+        width = FEATURES // 2 if form.table == "once" else FEATURES
+        if _agrees(form, cases[width]):
+            with not_recording():
+                return replace(form, partial=_agrees(form, cases[width // 2]))
+    reason = cases[FEATURES]
+    return reason if isinstance(reason, str) else DIFFERENT
+
+
+@cached_weakly
+def _recognise(function: types.FunctionType, state: tuple) -> tuple[Form | ComplexForm | str | None, Trials]:
+    """Return the form of a function and the comparisons that found it. `state` is the fingerprint of its reach."""
+    with recording() as trials, probing():
+        if takes_complex_table(function):
+            return _find_complex_form(function), trials
+        call = RopeCall.of(function)
+        return None if call is None else _find_form(function, call), trials
+
+
+def recognise_function(function: types.FunctionType) -> Form | ComplexForm | str | None:
+    """Return the form that computes what a function computes, or the reason why there is none.
+
+    The result is None if the function does not have the arguments of a rotary embedding. The comparisons use heads of
+    16 features. They also try tables for a part of the head.
+    """
+    # A function is compared once for all layers, and again if anything that it reads has been replaced.
+    reach = explore(function)
+    if reach.reason:
+        return reach.reason
+    with reach.preserved():
+        form, trials = _recognise(function, reach.fingerprint)
+    if (current := current_trials()) is not None:
+        current.agreements.update(trials.agreements)
+        current.mismatches.update(trials.mismatches)
+    return reach.reason or form

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 from tigon.ops.experts.load_balancing import load_balancing_loss, load_balancing_loss_reference
 from tigon.recognition.guards.function_guard import FunctionGuard
-from tigon.recognition.probing.exchanged_functions import ForwardWithFunctions, written_globals
+from tigon.recognition.parts.functions import FunctionsRecipe, FusedFunction, is_exchangeable
 from tigon.recognition.probing.standin import gradients, normal, probing, same_gradients
-from tigon.recognition.rewriting.source import NotReadable, innermost
+from tigon.recognition.rewriting.source import innermost
 from tigon.runtime.compat.autograd import has_active_transform
 from tigon.runtime.device import KERNEL_DTYPES, PLAIN
 from tigon.runtime.reach.explore import explore
@@ -37,26 +37,12 @@ ARGUMENTS = ("num_experts", "top_k", "attention_mask")
 LAYERS, BATCH, LENGTH, EXPERTS = 3, 2, 9, 7
 
 
-class FusedRouterLoss:
-    """Takes the place of the stock function. It runs the op where the op accepts the arguments, else this function."""
+class FusedRouterLoss(FusedFunction):
+    """Runs `load_balancing_loss` in place of a function."""
 
-    def __init__(self, stock: types.FunctionType, guard: FunctionGuard) -> None:
-        self.stock, self.guard = stock, guard
-        self.names = tuple(inspect.signature(stock).parameters)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        arguments = {**dict(zip(self.names, args, strict=False)), **kwargs}
+    def compute(self, arguments: dict[str, Any]) -> Any:
         values = [arguments.get(name) for name in self.names]
-        holds = self._holds_for_graph() if torch.compiler.is_compiling() else self.guard.holds(self.stock)
-        has_known_arguments = len(args) + len(kwargs) == len(arguments) and arguments.keys() <= set(self.names)
-        if holds and has_known_arguments and _accepts(*values):
-            return load_balancing_loss(*values)  # type: ignore[arg-type]
-        return self.stock(*args, **kwargs)
-
-    @torch.compiler.assume_constant_result
-    def _holds_for_graph(self) -> bool:
-        """Compare the function once for each graph."""
-        return self.guard.holds(self.stock)
+        return load_balancing_loss(*values) if _accepts(*values) else None  # type: ignore[arg-type]
 
 
 def _accepts(logits: Any, num_experts: Any, top_k: Any, mask: Any) -> bool:
@@ -76,63 +62,21 @@ def _accepts(logits: Any, num_experts: Any, top_k: Any, mask: Any) -> bool:
     return is_mask and all(layer.shape[0] == mask.numel() and layer.device == mask.device for layer in logits)
 
 
-class RouterLossForward:
-    """The stock forward of a class of models, with the op in place of functions that compute the loss of routers.
+class RouterLossForward(FunctionsRecipe):
+    """The stock forward of a class of models, with the op in place of functions that compute the loss of routers."""
 
-    `names` are the names of these functions among the globals of the file.
-    """
-
-    def __init__(
-        self, cls: type[nn.Module], names: tuple[str, ...], guards: tuple[FunctionGuard, ...] | None = None
-    ) -> None:
-        stock = inspect.getattr_static(cls, "forward")
-        file_globals = innermost(stock).__globals__
-        # A copy of a forward keeps its guards, because the file may have other functions by now.
-        self.guards = guards or tuple(FunctionGuard(file_globals[name]) for name in names)
-        functions = {}
-        for name, guard in zip(names, self.guards, strict=True):
-            current = file_globals.get(name)
-            if isinstance(current, types.FunctionType) and guard.holds(current):
-                functions[name] = FusedRouterLoss(current, guard)
-        self.cls, self.names, self.exchanged = cls, names, ForwardWithFunctions(stock, functions)
-
-    def __call__(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return self.exchanged.forward_for(model)(model, *args, **kwargs)
-
-    def __reduce__(self) -> tuple:
-        return _restore_forward, (self.cls, self.names, self.guards)
+    def fuse(self, form: Any, stock: types.FunctionType, guard: FunctionGuard) -> FusedFunction:
+        return FusedRouterLoss(stock, guard)
 
 
-def _restore_forward(
-    cls: type[nn.Module], names: tuple[str, ...], guards: tuple[FunctionGuard, ...]
-) -> RouterLossForward | None:
-    """Return the forward of a copied model; None if the forward of its class cannot be rebuilt in this process."""
-    return (
-        RouterLossForward(cls, names, guards)
-        if _is_exchangeable(inspect.getattr_static(cls, "forward", None))
-        else None
-    )
-
-
-def _is_exchangeable(forward: Any) -> bool:
-    """Return True if a forward can run with other functions."""
-    if not isinstance(forward, types.FunctionType) or written_globals(innermost(forward)):
-        return False
-    try:
-        ForwardWithFunctions(forward, {})
-    except NotReadable:
-        return False
-    return True
-
-
-def find_router_losses(cls: type[nn.Module]) -> tuple[str, ...]:
-    """Return the names of the functions in the forward of a class that compute what the op computes."""
+def find_router_losses(cls: type[nn.Module]) -> tuple[tuple[str, str], ...]:
+    """Return the names of the functions in the forward of a class that compute what the op computes, as forms."""
     forward = inspect.getattr_static(cls, "forward", None)
-    if not _is_exchangeable(forward):
+    if not is_exchangeable(forward):
         return ()
     function = innermost(forward)
     candidates = {name: function.__globals__.get(name) for name in function.__code__.co_names}
-    return tuple(name for name, value in candidates.items() if _computes_op(value))
+    return tuple((name, "load_balancing_loss") for name, value in candidates.items() if _computes_op(value))
 
 
 def _computes_op(function: object) -> bool:

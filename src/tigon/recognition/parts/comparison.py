@@ -1,0 +1,174 @@
+"""Compare a module with candidates: probes select candidates, and then one of them is compared in all circumstances.
+
+A part describes its modules by a `Subject`, which builds stand-ins of a module and inputs for them.
+"""
+
+import functools
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from tigon.recognition.guards.code_facts import has_conditions
+from tigon.recognition.probing.probes import (
+    DTYPES,
+    SHAPES,
+    agrees,
+    agrees_in_all_combinations,
+    agrees_in_circumstances,
+    explain_limits,
+)
+from tigon.recognition.probing.standin import (
+    FP32,
+    WritesTensor,
+    describe,
+    probing,
+    run_forward,
+    select_equal,
+    select_equal_gradients,
+)
+from tigon.recognition.probing.trials import current_trials, explain_none, recording
+from tigon.runtime.reach.places import Reach
+
+LOGGER = logging.getLogger("tigon")
+
+CANNOT_RUN = "cannot be run by itself"
+
+# Pairs of a dtype of the input and a dtype of the parameters. A module without parameters has None.
+Pair = tuple[torch.dtype, torch.dtype | None]
+EQUAL_DTYPES: tuple[Pair, ...] = tuple((dtype, dtype) for dtype in DTYPES)
+
+Candidate = TypeVar("Candidate", bound=Callable)
+Result = TypeVar("Result")
+# A function that builds a stand-in, and the inputs for it.
+SpecialCase = tuple[Callable[[], nn.Module], list[Tensor]]
+
+
+class Subject:
+    """Builds stand-ins of a module and inputs for them."""
+
+    module: nn.Module
+    # True if the module may have any width, which the run with symbolic sizes then treats as a symbol.
+    has_any_width = False
+
+    def __call__(self, dtype: torch.dtype | None = FP32, training: bool = True) -> nn.Module:
+        """Return a fresh stand-in with parameters of this dtype."""
+        raise NotImplementedError
+
+    def inputs(self, dtype: torch.dtype, *shape: int) -> list[Tensor]:
+        """Return the inputs with these leading dimensions."""
+        raise NotImplementedError
+
+    def cases(self) -> Iterator[tuple[nn.Module, list[Tensor]]]:
+        """Yield stand-ins and inputs on which the outputs of a candidate must have the bits of the module's."""
+        raise NotImplementedError
+
+    def special_cases(self, recipe: Any, reach: Reach) -> Iterator[SpecialCase]:
+        """Yield further cases for the comparison of a single candidate."""
+        return iter(())
+
+    def with_weights(
+        self, dtype: torch.dtype | None, change: Callable[[str, Tensor], object], training: bool = True
+    ) -> nn.Module:
+        """Return a stand-in whose parameters `change(name, values)` has changed in place."""
+        twin = self(dtype, training)
+        for name, parameter in twin.named_parameters():
+            change(name, parameter.data)
+        return twin
+
+
+def run_probes(compute: Callable[[], Result], module: nn.Module, reach: Reach) -> Result | str:
+    """Return what `compute` returns, or the reason why the module must keep its forward."""
+    try:
+        with reach.preserved(), probing():
+            result = compute()
+    except WritesTensor as error:
+        return str(error)
+    except Exception as error:
+        LOGGER.debug("%s cannot be compared with an op", type(module).__name__, exc_info=True)
+        return f"{CANNOT_RUN} ({describe(error)})"
+    return reach.reason or result
+
+
+def select(subject: Subject, candidates: Sequence[Candidate]) -> tuple[list[Candidate], frozenset[int]]:
+    """Return the candidates with the outputs and the gradients of a module, and the numbers of dimensions it accepts.
+
+    Raises:
+        WritesTensor: The forward writes to its input or to a parameter, or draws random numbers.
+    """
+    selected = list(candidates)
+    for twin, inputs in subject.cases():
+        if not selected:
+            break
+        try:
+            y = run_forward(twin, *inputs)
+        except WritesTensor:
+            raise
+        except Exception:
+            # A module may refuse an input of another dtype than its parameters, so there is nothing to reproduce.
+            if all(parameter.dtype == inputs[0].dtype for parameter in twin.parameters()):
+                raise
+            continue
+        selected = select_equal(selected, twin, inputs, y)
+    for training in (True, False) if selected else ():
+        twin, inputs = subject(FP32, training), subject.inputs(FP32, 2, 8)
+        parameters = list(twin.parameters())
+        for leaves in ([*inputs, *parameters], parameters):
+            selected = select_equal_gradients(selected, twin, inputs, leaves)
+            inputs = [x.detach() for x in inputs]
+    dims, twin = set(), subject()
+    for shape in SHAPES if selected else ():
+        inputs = subject.inputs(FP32, *shape)
+        try:
+            y = run_forward(twin, *inputs)
+        except Exception:
+            name = type(subject.module).__name__
+            LOGGER.debug("%s refuses an input with %d dimensions", name, len(shape) + 1, exc_info=True)
+            continue
+        dims.add(len(shape) + 1)
+        selected = select_equal(selected, twin, inputs, y)
+    return selected, frozenset(dims)
+
+
+def explain_difference(
+    recipe: Callable,
+    subject: Subject,
+    reach: Reach,
+    dims: Iterable[int],
+    *,
+    pairs: Sequence[Pair] = EQUAL_DTYPES,
+    different: str,
+) -> str | None:
+    """Compare a candidate with a module in all other circumstances.
+
+    Return the reason why the candidate does not hold, or None. `different` is the reason if a comparison fails, and
+    `pairs` are the dtypes that the module accepts.
+    """
+    options = {"any_width": subject.has_any_width}
+    if reason := explain_limits(recipe, subject, subject.inputs, subject.module, reach, pairs, dims, **options):
+        return reason
+    if not agrees_in_circumstances(recipe, subject, subject.inputs):
+        return different
+    if any(agrees(recipe, make, inputs) is False for make, inputs in subject.special_cases(recipe, reach)):
+        return different
+    tries_all = subject.has_any_width or has_conditions(reach)
+    if tries_all and not agrees_in_all_combinations(recipe, subject, subject.inputs, pairs):
+        return different
+    return None
+
+
+def if_similar(find: Callable[[], Result | str], candidates: Sequence[Callable]) -> Result | str | None:
+    """Return what `find` returns. A reason counts only if a candidate agreed with the module in some comparison."""
+    with recording(current_trials()) as trials:
+        result = find()
+    if not isinstance(result, str) or any(trials.agreements[candidate] for candidate in candidates):
+        return result
+    explain_none(result)
+    return None
+
+
+def special_weights(subject: Subject, changes: Iterable[Callable[[str, Tensor], object]], dtype: torch.dtype) -> Any:
+    """Return functions that build stand-ins of a subject, each of which changes its parameters in one of these ways."""
+    return [functools.partial(subject.with_weights, dtype, change) for change in changes]
