@@ -17,15 +17,11 @@ CHECKS = {
     "Muon": ("test_muon", "check_muon_shards"),
 }
 # In the interpreter, the kernel of compact states would update the local tensors that the reference updates here.
-INTERPRETED_CHECKS = {"AdamW": (), "Muon": pytest.mark.thorough}
+NAMES = [(name,) for name in ("AdamW", "Muon")] if INTERPRETED else [(*CHECKS,)]
 
 
-@pytest.mark.parametrize(
-    "names",
-    [pytest.param((name,), marks=marks, id=name) for name, marks in INTERPRETED_CHECKS.items()]
-    if INTERPRETED
-    else [pytest.param((*CHECKS,), id="all")],
-)
+@pytest.mark.thorough_in_interpreter
+@pytest.mark.parametrize("names", NAMES, ids=" and ".join)
 def test_optimizers_update_the_shards_of_two_ranks(names):
     for output in run_ranks(__file__, *names, device="cpu"):
         assert output.splitlines()[-len(names) :] == [f"{name}: as one rank" for name in names]
