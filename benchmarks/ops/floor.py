@@ -8,7 +8,7 @@ from benchmarks.ops.cases import Case
 from benchmarks.ops.eager import softcapped
 from benchmarks.ops.peers import Run, refuse_other_options
 from benchmarks.workloads import Inputs
-from tigon.ops.logits.distillation_reference import divergence_of_logits
+from tigon.ops.logits.divergence_reference import divergence_of_logits
 
 # This many logits are converted into their gradient at once. Each of a few fp32 temporaries is then half a GiB.
 PREPARED_ELEMENTS = 2**27

@@ -255,18 +255,3 @@ def test_example_prints_its_result(name):
     (test,) = finder.find(getattr(losses, name), name, globs={"torch": torch})
     assert test.examples
     assert doctest.DocTestRunner().run(test).failed == 0
-
-
-def test_names_are_imported_when_they_are_used():
-    import subprocess
-    import sys
-
-    code = (
-        "import sys, tigon.losses as losses; names = set(losses.__all__) & set(dir(losses))\n"
-        "assert names == set(losses.__all__) == set(losses._MODULES)\n"
-        "assert not [name for name in sys.modules if name.startswith('tigon.losses.')]\n"
-        "assert all(callable(getattr(losses, name)) for name in names)\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
-    with pytest.raises(AttributeError, match="has no attribute 'spo_loss'"):
-        _ = losses.spo_loss

@@ -109,9 +109,7 @@ class HeadLoss(nn.Module):
         name, is_target = type(self).__name__, targets != ignore_index
         present_masks = {key: value for key, value in masks.items() if value is not None}
         for key, value in present_masks.items():
-            checks.tensor(name, **{key: value})
-            if value.dtype != torch.bool:
-                raise TypeError(f"{name}: {key} must be a bool tensor, got {value.dtype}")
+            checks.boolean(name, **{key: value})
             checks.shape(name, key, value, targets.shape)
             checks.same(name, "device", targets=targets, **{key: value})
         counted = {"mask": is_target} | {key: value & is_target for key, value in present_masks.items()}

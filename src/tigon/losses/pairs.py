@@ -70,8 +70,8 @@ def preference_token_metrics(
             checks.tensor(op, **{name: value})
             checks.shape(op, name, value, mask.shape)
     checks.floating(op, entropy=entropy, mean_logits=mean_logits)
-    if is_top1 is not None and is_top1.dtype != torch.bool:
-        raise TypeError(f"{op}: is_top1 must be a bool tensor, got {is_top1.dtype}")
+    if is_top1 is not None:
+        checks.boolean(op, is_top1=is_top1)
     if is_chosen is None:
         check_pairs(op, sequences)
         is_chosen = torch.arange(sequences.count, device=mask.device) < sequences.count // 2

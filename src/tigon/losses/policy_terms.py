@@ -97,8 +97,7 @@ def entropy_threshold(entropy: Tensor, mask: Tensor, quantile: float) -> Tensor:
     op = "entropy_threshold"
     checks.tensor(op, entropy=entropy, mask=mask)
     checks.floating(op, entropy=entropy)
-    if mask.dtype != torch.bool:
-        raise TypeError(f"{op}: mask must be a bool tensor, got {mask.dtype}")
+    checks.boolean(op, mask=mask)
     checks.shape(op, "mask", mask, entropy.shape)
     checks.same(op, "device", entropy=entropy, mask=mask)
     quantile = checks.number(op, "quantile", quantile, 0.0, 1.0)

@@ -99,9 +99,7 @@ def orpo_loss(
     beta = checks.number(op, "beta", beta, 0.0)
     nll_sequences = sequences
     if nll_mask is not None:
-        checks.tensor(op, nll_mask=nll_mask)
-        if nll_mask.dtype != torch.bool:
-            raise TypeError(f"{op}: nll_mask must be a bool tensor, got {nll_mask.dtype}")
+        checks.boolean(op, nll_mask=nll_mask)
         checks.shape(op, "nll_mask", nll_mask, log_probs.shape)
         checks.same(op, "device", log_probs=log_probs, nll_mask=nll_mask)
         nll_sequences = Sequences(nll_mask, cu_seqlens, part_of)

@@ -154,9 +154,7 @@ def check_sequences(
         others: More tokens in the dtype of `log_probs`, by name, or None.
     """
     _check_dtype(op, name, log_probs)
-    checks.tensor(op, mask=mask)
-    if mask.dtype != torch.bool:
-        raise TypeError(f"{op}: mask must be a bool tensor, got {mask.dtype}")
+    checks.boolean(op, mask=mask)
     if cu_seqlens is None:
         if log_probs.dim() != 2:
             raise ValueError(f"{op}: {name} must have shape [N, L] without cu_seqlens, got {tuple(log_probs.shape)}")
@@ -196,10 +194,8 @@ def chosen_nll(sequences: Sequences, log_probs: Tensor) -> Tensor:
 
 def check_labels(op: str, name: str, labels: object, sequences: Sequences) -> None:
     """Check that `labels` is a bool tensor [N]."""
-    checks.tensor(op, **{name: labels})
+    checks.boolean(op, **{name: labels})
     assert isinstance(labels, Tensor)
-    if labels.dtype != torch.bool:
-        raise TypeError(f"{op}: {name} must be a bool tensor, got {labels.dtype}")
     checks.shape(op, name, labels, (sequences.count,))
     checks.same(op, "device", mask=sequences.mask, **{name: labels})
 

@@ -68,6 +68,14 @@ def integer(op: str, **tensors: Tensor) -> None:
             raise TypeError(f"{op}: {name} must be an int64 or int32 tensor, got {value.dtype}")
 
 
+def boolean(op: str, **tensors: object) -> None:
+    """Check that each value is a tensor of bool."""
+    for name, value in tensors.items():
+        tensor(op, **{name: value})
+        if value.dtype != torch.bool:  # type: ignore[attr-defined]
+            raise TypeError(f"{op}: {name} must be a bool tensor, got {value.dtype}")  # type: ignore[attr-defined]
+
+
 def flag(op: str, **flags: object) -> None:
     """Check that each value is a bool. Other values are refused, because the string "no" would count as true."""
     for name, value in flags.items():

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from tigon.ops.head.distillation_chunks import Teacher
-from tigon.ops.logits.distillation_reference import DistillationOptions
-from tigon.ops.logits.divergence_reference import jsd_kind
+from tigon.ops.logits.divergence_reference import DistillationOptions, jsd_kind
 from tigon.runtime import checks
 
 DistillationReduction = Literal["mean", "sum", "none"]

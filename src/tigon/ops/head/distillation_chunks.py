@@ -21,7 +21,7 @@ from tigon.ops.head.chunks import Chunk, Head, HeadSettings, compute_chunks, hea
 from tigon.ops.head.computed_rows import Rows, select, select_some
 from tigon.ops.head.gradients import Gradients, empty_gradients
 from tigon.ops.logits.distillation import distill_rows
-from tigon.ops.logits.distillation_reference import DistillationOptions, RowLosses
+from tigon.ops.logits.divergence_reference import DistillationOptions, RowLosses
 from tigon.runtime.device import runs_kernels
 from tigon.runtime.launch import launcher
 

@@ -45,8 +45,7 @@ from tigon.ops.head.distillation_arguments import (
 )
 from tigon.ops.head.distillation_chunks import DistillationSettings, Teacher, distillation_chunks
 from tigon.ops.head.gradients import NO_NEEDS, Needs, rescale_gradients
-from tigon.ops.logits.distillation_reference import apply_to_logits, divergence_of_logits, match_vocabulary
-from tigon.ops.logits.divergence_reference import jsd_kind
+from tigon.ops.logits.divergence_reference import apply_to_logits, divergence_of_logits, jsd_kind, match_vocabulary
 from tigon.ops.logits.loss_arguments import as_scalar, check_loss_arguments
 from tigon.ops.logits.token.kernels import Shard, gradient_scales
 from tigon.ops.logits.valid_rows import ValidRows, as_targets

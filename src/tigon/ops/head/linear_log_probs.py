@@ -33,6 +33,8 @@ from tigon.ops.head.chunks import Head, HeadSettings
 from tigon.ops.head.computed_rows import rows_to_compute
 from tigon.ops.head.gradients import Needs
 from tigon.ops.head.log_prob_chunks import LogProbSettings, log_prob_gradients, log_prob_statistics
+from tigon.ops.logits.cross_entropy import entropy_of, gather_log_probs
+from tigon.ops.logits.divergence_reference import apply_to_logits
 from tigon.ops.logits.token.kernels import SavedStatistics, Upstream, Wants, gradient_scales
 from tigon.ops.logits.valid_rows import ValidRows, as_targets
 from tigon.runtime import checks
@@ -73,29 +75,18 @@ def linear_log_probs_reference(
     wide = torch.promote_types(hidden.dtype, torch.float32)
     if fp32_products:
         hidden, weight, bias = hidden.to(wide), weight.to(wide), None if bias is None else bias.to(wide)
-    z = F.linear(hidden, weight, bias).to(wide) * logit_scale
-    if softcap is not None:
-        z = softcap * torch.tanh(z / softcap)
-    z = z / temperature
-    log_p, valid, v = torch.log_softmax(z, -1), targets != ignore_index, z.shape[-1]
-
-    def gather(indices: Tensor) -> Tensor:
-        inside = (indices >= 0) & (indices < v)
-        values = log_p.gather(-1, indices.where(inside, 0).long()).where(inside, torch.nan)
-        return values.where(valid[..., None] & (indices != ignore_index), 0.0)
-
-    log_probs = gather(targets[..., None])[..., 0]
+    z = apply_to_logits(F.linear(hidden, weight, bias).to(wide), logit_scale, softcap) / temperature
+    log_p, valid = torch.log_softmax(z, -1), targets != ignore_index
+    log_probs = gather_log_probs(log_p, targets[..., None], targets, ignore_index)[..., 0]
     if not (return_entropy or return_top1 or return_mean_logits or return_sum_sq_probs or extra_targets is not None):
         return log_probs
-    fixed_log_p = log_p.detach()
     return LogProbOutput(
         log_probs,
-        # The clamp makes p log p zero if p is zero.
-        -(log_p.exp() * log_p.clamp(min=-1e4)).sum(-1).where(valid, 0.0) if return_entropy else None,
+        entropy_of(log_p, targets, ignore_index) if return_entropy else None,
         valid & (z.argmax(-1) == targets) if return_top1 else None,
         z.detach().mean(-1).where(valid, 0.0) if return_mean_logits else None,
-        torch.logsumexp(2.0 * fixed_log_p, -1).where(valid, 0.0) if return_sum_sq_probs else None,
-        None if extra_targets is None else gather(extra_targets),
+        torch.logsumexp(2.0 * log_p.detach(), -1).where(valid, 0.0) if return_sum_sq_probs else None,
+        None if extra_targets is None else gather_log_probs(log_p, extra_targets, targets, ignore_index),
     )
 
 

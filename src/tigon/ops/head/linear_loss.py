@@ -23,7 +23,6 @@ Shapes: T tokens (all leading dimensions of the targets), N sequences of L token
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from tigon.ops.head.arguments import (
@@ -37,7 +36,7 @@ from tigon.ops.head.arguments import (
 from tigon.ops.head.chunks import ChunkConfig, ChunkPlan, ChunkProblem, Head, HeadSettings, bytes_of_logit
 from tigon.ops.head.computed_rows import rows_to_compute
 from tigon.ops.head.gradients import Needs
-from tigon.ops.head.linear_log_probs import linear_log_probs
+from tigon.ops.head.linear_log_probs import LogProbOutput, linear_log_probs, linear_log_probs_reference
 from tigon.ops.head.linear_loss_gradients import (
     LinearLoss,
     LossFunction,
@@ -63,25 +62,20 @@ NO_SUM = (
 
 
 def eager_linear_loss(
-    hidden: Tensor, weight: Tensor, targets: Tensor, loss_fn: LossFunction, *args: Any,
-    group: Group = "batch", bias: Tensor | None = None, temperature: float = 1.0, softcap: float | None = None,
-    logit_scale: float = 1.0, ignore_index: int = -100, with_entropy: bool = False, with_sum_sq_probs: bool = False,
-    cu_seqlens: Tensor | None = None, **_: Any,
+    hidden: Tensor, weight: Tensor, targets: Tensor, loss_fn: LossFunction, *args: Any, group: Group = "batch",
+    with_entropy: bool = False, with_sum_sq_probs: bool = False, cu_seqlens: Tensor | None = None, **options: Any,
 ) -> Any:  # fmt: skip
     """Compute `linear_loss` by its eager definition with all logits, the ground truth of the tests."""
-    logits = F.linear(hidden, weight, bias)
-    z = logits.to(torch.promote_types(logits.dtype, torch.float32)) * logit_scale
-    z = (z if softcap is None else softcap * torch.tanh(z / softcap)) / temperature
-    log_p, is_valid = z.log_softmax(-1), targets != ignore_index
-    is_inside = (targets >= 0) & (targets < len(weight))
-    log_probs = log_p.gather(-1, targets.where(is_inside, 0).long()[..., None])[..., 0]
-    log_probs = log_probs.where(is_inside, torch.nan).where(is_valid, 0.0)
-    values = [log_probs]
-    if with_entropy:
-        values.append(-(log_p.exp() * log_p).sum(-1).where(is_valid, 0.0))
-    if with_sum_sq_probs:
-        values.append((2.0 * log_p.detach()).logsumexp(-1).where(is_valid, 0.0))
-    return call_on_batch(loss_fn, values, args, targets.shape, group, cu_seqlens)
+    result = linear_log_probs_reference(
+        hidden, weight, targets, return_entropy=with_entropy, return_sum_sq_probs=with_sum_sq_probs, **options
+    )
+    return call_on_batch(loss_fn, _values_of(result), args, targets.shape, group, cu_seqlens)
+
+
+def _values_of(result: Tensor | LogProbOutput) -> list[Tensor]:
+    """Return the values that the loss function takes."""
+    values = [result] if isinstance(result, Tensor) else [result.log_probs, result.entropy, result.log_sum_sq_probs]
+    return [each for each in values if each is not None]
 
 
 # --- public --------------------------------------------------------------------------------------
@@ -212,9 +206,7 @@ def linear_loss(
         ignore_index=ignore_index, return_entropy=with_entropy, return_sum_sq_probs=with_sum_sq_probs,
         acc_dtype=acc_dtype, valid_rows=valid_rows, process_group=process_group, vocab_size=vocab_size,
     )  # fmt: skip
-    values = [result] if isinstance(result, Tensor) else [result.log_probs, result.entropy, result.log_sum_sq_probs]
-    values = [each for each in values if each is not None]
-    output = call_on_batch(loss_fn, values, args, targets.shape, group, cu_seqlens)
+    output = call_on_batch(loss_fn, _values_of(result), args, targets.shape, group, cu_seqlens)
     loss_of(output)
     return output
 

@@ -99,12 +99,22 @@ def log_probs_and_entropy_reference(
     input: Tensor, target: Tensor, *, ignore_index: int = -100, softcap: float | None = None, logit_scale: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     """Compute the `log_probs` and the `entropy` of `cross_entropy` by their eager definition."""
-    log_p, valid = torch.log_softmax(_transform_reference(input, softcap, logit_scale), -1), target != ignore_index
-    inside = (target >= 0) & (target < log_p.shape[-1])
-    log_p_t = log_p.gather(-1, target.where(inside, 0)[..., None])[..., 0].where(inside, torch.nan)
+    log_p = torch.log_softmax(_transform_reference(input, softcap, logit_scale), -1)
+    log_probs = gather_log_probs(log_p, target[..., None], target, ignore_index)[..., 0]
+    return log_probs, entropy_of(log_p, target, ignore_index)
+
+
+def gather_log_probs(log_p: Tensor, indices: Tensor, target: Tensor, ignore_index: int) -> Tensor:
+    """Return log p [..., V] at indices [..., K]: 0 for ignored tokens and indices, NaN for indices outside [0, V)."""
+    inside = (indices >= 0) & (indices < log_p.shape[-1])
+    values = log_p.gather(-1, indices.where(inside, 0).long()).where(inside, torch.nan)
+    return values.where((target != ignore_index)[..., None] & (indices != ignore_index), 0.0)
+
+
+def entropy_of(log_p: Tensor, target: Tensor, ignore_index: int) -> Tensor:
+    """Return the entropy [...] of log-probabilities [..., V], 0 for ignored tokens."""
     # The clamp makes p log p zero if p is zero.
-    entropy = -(log_p.exp() * log_p.clamp(min=-1e4)).sum(-1)
-    return log_p_t.where(valid, 0.0), entropy.where(valid, 0.0)
+    return -(log_p.exp() * log_p.clamp(min=-1e4)).sum(-1).where(target != ignore_index, 0.0)
 
 
 # --- launchers (2-D in, no autograd) -------------------------------------------------------------

@@ -35,8 +35,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tigon.ops.logits.distillation_reference import DistillationOptions, RowLosses, distillation_torch
 from tigon.ops.logits.divergence_kernels import DivergenceOptions, divergence, divergence_element, has_native_log2
+from tigon.ops.logits.divergence_reference import DistillationOptions, RowLosses, distillation_torch
 from tigon.ops.logits.token.scan import LOG2E, columns, scan, transform
 from tigon.runtime.compat.triton import tl, triton
 from tigon.runtime.device import Device, device_of, runs_kernels
