@@ -1,4 +1,4 @@
-"""Draw the pictures of training, which share one look: curves of losses, bars of providers, and lines of a sweep."""
+"""Draw the pictures, which share one look: curves of losses, bars of providers, and lines of a sweep."""
 
 import textwrap
 from collections import Counter
@@ -25,8 +25,10 @@ LEVELS = {
     "checkpoint+attention+offload": "#e0cf7d",
     "checkpoint+offload": "#8a6d5a",
 }
+# The hues are those of Okabe and Ito, which colour-blind people can distinguish. Their yellow is too pale for a line.
 PEER_COLOURS = {
     "stock": STOCK,
+    "eager": STOCK,
     "stock-reversed": "#c4c4c4",
     "stock-fp32": "#000000",
     "liger": "#009e73",
@@ -35,7 +37,15 @@ PEER_COLOURS = {
     "liger-checkpoint": "#5b8fc7",
     "unsloth": "#cc79a7",
     "unsloth-checkpoint": "#e3b3ce",
+    "torch": "#56b4e9",
+    "liger-cute": "#7fceb9",
+    "quack": "#e69f00",
+    "fla": "#9c6b00",
+    "cce": "#cc79a7",
+    "trl": "#4d3319",
+    "products": "#c9c9c9",
 }
+REVISION_COLOUR = "#7a3b00"
 # The recipes of FP8, in the colours of Tigon and of torchao.
 FP8_COLOURS = {"-tensorwise": "#7b3fa0", "-rowwise": "#b07cc6"}
 TORCHAO_COLOURS = {"#7b3fa0": "#1f4e79", "#b07cc6": "#7aa6d1"}
@@ -47,8 +57,9 @@ DASHES = (0, (4, 3))
 
 
 def provider_colour(provider: str) -> str:
-    """Return the colour of a provider of training, such as tigon or tigon-lean, which is also tigon:lean."""
-    provider = provider.replace(":", "-")
+    """Return the colour of a provider, such as liger, tigon, tigon-lean, or the revision tigon@main."""
+    if "@" in provider:
+        return REVISION_COLOUR
     colour = next((colour for name, colour in FP8_COLOURS.items() if name in provider), None)
     if colour is not None:
         return colour if provider.startswith("tigon") else TORCHAO_COLOURS[colour]
@@ -177,7 +188,7 @@ class SweepLine(NamedTuple):
 class Panel(NamedTuple):
     """The content of axes: bars, or the lines of a sweep where `xlabel` names the size.
 
-    A dashed line is at `limit`, the memory of the GPU, if there is one.
+    A dashed line with the label `limit_label` is at `limit`, if there is one.
     """
 
     title: str
@@ -185,36 +196,41 @@ class Panel(NamedTuple):
     lines: Sequence[SweepLine] = ()
     limit: float | None = None
     xlabel: str = ""
+    limit_label: str = "memory of the GPU"
 
 
-def draw_panels(path: Path, title: str, subtitle: str, panels: Sequence[Panel], width: float, height: float) -> None:
-    """Draw panels side by side. A legend of the lines is at the right of the last one."""
-    figure = new_figure(width, height)
+def draw_panels(path: Path, title: str, subtitle: str, panels: Sequence[Sequence[Panel]]) -> None:
+    """Draw rows of two panels. A legend of the lines is at the right of each row."""
+    bar_count = max(len(panel.bars) for row in panels for panel in row)
+    width = max(7.2, 2.0 * bar_count) if bar_count else 11.0
+    figure = new_figure(width, 0.6 + 3.3 * len(panels))
     headline(figure, title, subtitle)
-    for panel, axes in zip(panels, figure.subplots(1, len(panels), squeeze=False)[0], strict=True):
-        if panel.limit:
-            mark_limit(axes, panel.limit, "memory of the GPU")
-        if panel.xlabel:
-            _draw_sweep(axes, panel.lines, panel.limit, panel.xlabel)
-        else:
-            _draw_bars(axes, panel.bars, panel.limit)
-        axes.grid(axis="y", color=FAINT, linewidth=0.7)
-        axes.yaxis.set_major_formatter("{x:,g}")
-        clean(axes, panel.title)
-    if panels[-1].xlabel:
-        axes.legend(frameon=False, labelcolor=INK, fontsize=9, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    grid = figure.subplots(len(panels), len(panels[0]), squeeze=False)
+    for row, row_axes in zip(panels, grid, strict=True):
+        for panel, axes in zip(row, row_axes, strict=True):
+            if panel.limit:
+                mark_limit(axes, panel.limit, panel.limit_label)
+            if panel.xlabel:
+                _draw_sweep(axes, panel)
+            else:
+                _draw_bars(axes, panel)
+            axes.grid(axis="y", color=FAINT, linewidth=0.7)
+            axes.yaxis.set_major_formatter("{x:,g}")
+            clean(axes, panel.title)
+        if row[-1].xlabel:
+            row_axes[-1].legend(frameon=False, labelcolor=INK, fontsize=9, loc="center left", bbox_to_anchor=(1.0, 0.5))
     figure.savefig(path)
 
 
-def _draw_bars(axes: Axes, bars: Sequence[Bar], limit: float | None) -> None:
+def _draw_bars(axes: Axes, panel: Panel) -> None:
     """Draw bars below a common height, which is above all values and the limit."""
-    heights = [bar.value or 0.0 for bar in bars]
+    bars, heights = panel.bars, [bar.value or 0.0 for bar in panel.bars]
     container = axes.bar([bar.label for bar in bars], heights, color=[bar.colour for bar in bars], width=0.6)
     axes.bar_label(container, [bar.text for bar in bars], padding=3, fontsize=9.5, color=INK)
     # A ratio is inside the bar, where it cannot overlap the text above the bar.
     ratios = [bar.ratio for bar in bars]
     axes.bar_label(container, ratios, label_type="center", fontsize=15, weight="bold", color="white")
-    axes.set_ylim(0, 1.14 * max([*heights, limit or 0.0]) or 1.0)
+    axes.set_ylim(0, 1.14 * max([*heights, panel.limit or 0.0]) or 1.0)
 
 
 def sweep_lines(results: Iterable[tuple[str, float, float | None]]) -> list[SweepLine]:
@@ -234,36 +250,37 @@ def sweep_lines(results: Iterable[tuple[str, float, float | None]]) -> list[Swee
     return lines
 
 
-def _draw_sweep(axes: Axes, lines: Sequence[SweepLine], limit: float | None, xlabel: str) -> None:
+def _draw_sweep(axes: Axes, panel: Panel) -> None:
     """Draw each run over the size, on a logarithmic axis, with a cross at the size that did not fit.
 
     The cross is at the height of the last value, or at the limit that was passed.
     """
     crosses: Counter[tuple[float, float]] = Counter()
-    for (label, colour, points, failed_size), marker in zip(lines, cycle(MARKERS), strict=False):
+    for (label, colour, points, failed_size), marker in zip(panel.lines, cycle(MARKERS), strict=False):
         sizes, values = [size for size, _ in points], [value for _, value in points]
         axes.plot(sizes, values, color=colour, marker=marker, markersize=5, label=label)
         if failed_size is None:
             continue
-        end = failed_size, limit or (values[-1] if values else 0.0)
+        end = failed_size, panel.limit or (values[-1] if values else 0.0)
         axes.plot([*sizes[-1:], end[0]], [*values[-1:], end[1]], color=colour, linestyle=":", linewidth=1)
         # Where several lines end at one place, each cross is larger than the one before, and drawn under it.
         size, order = 9 + 5 * crosses[end], 5 - 0.1 * crosses[end]
-        axes.plot(
-            *end, color=colour, marker="x", linestyle="", markersize=size, markeredgewidth=2, zorder=order
-        )  # fmt: skip
+        axes.plot(*end, color=colour, marker="x", linestyle="", markersize=size, markeredgewidth=2, zorder=order)
         crosses[end] += 1
+    ticks = {size for line in panel.lines for size, _ in line.points}
+    ticks |= {line.failed_size for line in panel.lines if line.failed_size}
     axes.set_xscale("log", base=2)
-    ticks = {size for line in lines for size, _ in line.points} | {
-        line.failed_size for line in lines if line.failed_size
-    }
     axes.set_xticks(_select_spaced(sorted(ticks)))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(
         FuncFormatter(lambda x, _: f"{x / 1024:g}k" if x >= 1024 and x % 256 == 0 else f"{x:g}")
     )
-    axes.set_ylim(0, 1.06 * axes.get_ylim()[1])
-    axes.set_xlabel(f"{xlabel}   (x: out of memory)", color=MUTED)
+    values = [value for line in panel.lines for _, value in line.points if value > 0]
+    if values and max(values) > 30 * min(values):
+        axes.set_yscale("log")
+    else:
+        axes.set_ylim(0, 1.06 * axes.get_ylim()[1])
+    axes.set_xlabel(panel.xlabel + "   (x: out of memory)" * bool(crosses), color=MUTED)
 
 
 def _select_spaced(sizes: Iterable[float]) -> list[float]:

@@ -1,4 +1,4 @@
-"""The demo as a preset of the training benchmark: stock and Tigon in a shape that fits the device, step by step."""
+"""The demo as a preset of the training benchmark: stock and Tigon in a shape that fits the device."""
 
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -115,8 +115,7 @@ def _check_memory(config: "PretrainedConfig", dtype: str, device: str) -> None:
     import psutil
 
     parameters = sum(p.numel() for p in random_model(config, dtype, "meta").parameters())
-    # On a CPU, both models are in memory at once.
-    needed = parameters * 4 * getattr(torch, dtype).itemsize * (2 if device == "cpu" else 1)
+    needed = parameters * 4 * getattr(torch, dtype).itemsize
     free = psutil.virtual_memory().available if device == "cpu" else torch.cuda.mem_get_info(device)[0]
     if needed > free:
         raise ValueError(
@@ -126,7 +125,7 @@ def _check_memory(config: "PretrainedConfig", dtype: str, device: str) -> None:
 
 
 def make_demo_plan(options: DemoOptions) -> TrainPlan:
-    """Return the plan of the demo: stock, then Tigon, which train step by step from the same weights."""
+    """Return the plan of the demo: stock, then Tigon, which train from the same weights."""
     device = pick_device(options.device)
     shape, preset = DEMO_PRESETS[torch.device(device).type]
     if options.vocab is not None:
@@ -142,11 +141,11 @@ def make_demo_plan(options: DemoOptions) -> TrainPlan:
         out=options.out, **settings,
     )  # fmt: skip
     check_options(full_options, [])
-    runs = [ProviderRun(provider.name, provider) for provider in select(full_options.providers.split(","))]
+    runs = [ProviderRun(provider.name, provider) for provider in select(full_options.providers)]
     config = demo_config(model_type, shape, full_options.seq)
     _check_memory(config, settings["dtype"], device)
     corpus, tokens = read_tokens(options.text, config, full_options.seq)
+    warmup = min(3, settings["steps"] // 2)
     return TrainPlan(
-        full_options, config, tokens, corpus, settings["dtype"], settings["steps"], min(3, settings["steps"] // 2),
-        runs, continues=True, takes_turns=device == "cpu",
+        full_options, config, tokens, corpus, settings["dtype"], settings["steps"] - warmup, warmup, runs, demo=True,
     )  # fmt: skip

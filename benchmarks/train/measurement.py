@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from benchmarks.train.child import Event
+from benchmarks.train.process import Event
 from benchmarks.train.providers import STOCK_FP32
 
 # The factor is three, because the noise of a single run is random, and because a patched model rounds differently in
@@ -22,12 +22,12 @@ REFERENCES = (STOCK_REVERSED, STOCK_FP32)
 
 @dataclass
 class Measurement:
-    """The steps of one provider at one size. The median leaves out the first `unsteady` of the timed steps.
+    """The steps of one provider at one size.
 
     `status` is "ok", "out of memory", "missing" (not installed, no GPU), "unsupported" (the provider refuses the
     model), "error" or "skipped" (no time left); `note` gives details. `seconds` and `host_seconds` have an entry for
     each timed step, `losses` for each step. `allocated` and `reserved` are peaks in bytes, of the rank that has the
-    highest.
+    highest. `state_bytes` are those of a rank's parameters and optimizer states, in the demo also of its gradients.
     """
 
     provider: str
@@ -41,7 +41,7 @@ class Measurement:
     losses: list[float] = field(default_factory=list)
     allocated: int | None = None
     reserved: int | None = None
-    unsteady: int = 0
+    state_bytes: int = 0
 
     @property
     def ok(self) -> bool:
@@ -55,8 +55,7 @@ class Measurement:
     @property
     def step_seconds(self) -> float | None:
         """Return the median seconds of the timed steps."""
-        steady = self.seconds[min(self.unsteady, len(self.seconds) // 2) :]
-        return statistics.median(steady) if steady else None
+        return statistics.median(self.seconds) if self.seconds else None
 
     @property
     def median_host_seconds(self) -> float | None:
@@ -76,15 +75,21 @@ class Measurement:
         return low, high
 
     @property
+    def above_state(self) -> int | None:
+        """Return the peak less the bytes of the state."""
+        return None if self.allocated is None else self.allocated - self.state_bytes
+
+    @property
     def failed(self) -> bool:
         """Return True if the command must end with exit code 1."""
         return self.status == "error" and self.provider.startswith("tigon")
 
     def add(self, event: Event) -> None:
-        """Add the steps of a worker's event "point". Peaks are the highest of all points."""
+        """Add the steps of a worker's event "point". Peaks are the highest of all rounds, losses those of the first."""
         self.seconds += event["seconds"]
         self.host_seconds += event["host_seconds"]
-        self.losses += event["losses"]
+        # A later round trains the same steps again.
+        self.losses = self.losses or event["losses"]
         for name in ("allocated", "reserved"):
             values = [value for value in (getattr(self, name), event[name]) if value is not None]
             setattr(self, name, max(values, default=None))
@@ -152,6 +157,32 @@ TOLERANCE = {
         "to 1e-02 within 8 steps. --dtype float32 gives a sharper comparison.",
     ),
 }
+
+
+@dataclass(frozen=True)
+class DemoComparison:
+    """The second run against the first, over the steps that both have done.
+
+    `differences` are |a - b| / max(|a|, 1) of the losses of each step, infinite where a loss is not finite. `worst` is
+    the index of the difference that is largest relative to its tolerance.
+    """
+
+    differences: list[float]
+    tolerances: list[float]
+
+    @property
+    def worst(self) -> int:
+        return max(range(len(self.differences)), key=lambda step: self.differences[step] / self.tolerances[step])
+
+    @property
+    def agree(self) -> bool:
+        return self.differences[self.worst] <= self.tolerances[self.worst]
+
+
+def compare_demo(rows: Sequence[Measurement], dtype: str) -> DemoComparison | None:
+    """Compare the second run with the first; return None if there is no step that both have done."""
+    differences = loss_differences(rows[1].losses, rows[0].losses, relative=True) if len(rows) == 2 else []
+    return DemoComparison(differences, list(map(TOLERANCE[dtype].at, range(len(differences))))) if differences else None
 
 
 @dataclass(frozen=True)

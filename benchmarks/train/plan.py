@@ -1,8 +1,8 @@
 """Turn options into runs. All bad options are refused here, before anything runs."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,12 +10,11 @@ import torch
 import typer
 
 from benchmarks.ops.against import Revision, find_revision
-from benchmarks.train.job import Job
 from benchmarks.train.measurement import STOCK_REVERSED, TOLERANCE
 from benchmarks.train.models import config_fields
 from benchmarks.train.providers import FROZEN, KNOWN, ModelProvider, select
-from benchmarks.train.search import Search
 from benchmarks.train.text import MIN_VOCAB, Corpus, Tokens, cache_folder, read_text, tokenise
+from benchmarks.train.worker import Job
 from tigon.cli.presets import MODEL_HELP
 from tigon.runtime.requirements import unmet
 
@@ -54,9 +53,6 @@ class TrainOptions:
         int | None, typer.Option(help="Steps before them, which are not timed.", show_default="3; 2 in a sweep")
     ] = None
     rounds: Annotated[int, typer.Option(help="Rounds over all providers, every second one in reverse order.")] = 1
-    checkpointing: Annotated[
-        bool, typer.Option("--checkpointing", help="Gradient checkpointing of every layer, for every provider.")
-    ] = False
     lora: Annotated[
         int | None, typer.Option(help="Train only low-rank adapters of this rank, on all linear layers but the head.")
     ] = None
@@ -112,8 +108,7 @@ class ProviderRun:
 class TrainPlan:
     """Runs that differ in their provider alone.
 
-    With `continues`, a point is a single step, all processes train one step each in turn if `takes_turns`, and the
-    first `warmup` steps are only left out of the medians.
+    In the `demo`, gradients are a part of the state, memory is that above the state, and losses have a tolerance.
     """
 
     options: TrainOptions
@@ -124,33 +119,66 @@ class TrainPlan:
     steps: int
     warmup: int
     runs: Sequence[ProviderRun]
-    sizes: Sequence[int] = field(default=())
-    continues: bool = False
-    takes_turns: bool = False
+    sizes: Sequence[int] = ()
+    demo: bool = False
 
-    def search(self) -> Search:
-        """Return the sizes of one run in the first round."""
+    def search(self, attempt: Callable[[int], bool]) -> list[int]:
+        """Call `attempt` with the sizes of a run in the first round, and return those that fitted."""
         options = self.options
-        if self.continues:
-            return Search([options.seq] * self.steps)
         if options.sweep is None:
-            return Search([options.seq])
+            return search_sizes(attempt, [options.seq])
         start, other = (options.seq, options.batch) if options.sweep == "seq" else (options.batch, options.seq)
         longest = min(self.tokens.count, MAX_TOKENS)
         limit = longest if options.sweep == "seq" else max(1, self.tokens.count // other)
-        return Search(self.sizes or [start], not self.sizes, options.resolution, limit)
+        return search_sizes(attempt, self.sizes or [start], None if self.sizes else limit, options.resolution)
 
     def shape(self, size: int) -> tuple[int, int]:
         """Return the batch and the length of a size."""
         return (size, self.options.seq) if self.options.sweep == "batch" else (self.options.batch, size)
 
-    def job(self, run: ProviderRun, source: str = "") -> Job:
-        options = self.options
+    def job(self, run: ProviderRun, size: int) -> Job:
+        options, (batch, seq) = self.options, self.shape(size)
         return Job(
-            run.provider.name, config_fields(self.config), str(self.tokens.path), self.dtype, options.device,
-            options.gpus, options.seed, options.lr, options.checkpointing, run.reverse, self.continues,
-            options.lora, options.qlora, source,
+            run.provider.name, config_fields(self.config), str(self.tokens.path), batch, seq, self.steps, self.warmup,
+            self.dtype, options.device, options.gpus, options.seed, options.lr, run.reverse, self.demo, options.lora,
+            options.qlora,
         )  # fmt: skip
+
+
+def search_sizes(
+    attempt: Callable[[int], bool], sizes: Sequence[int], limit: int | None = None, resolution: int | None = None
+) -> list[int]:
+    """Call `attempt` with sizes until it returns False, and return the sizes for which it returned True.
+
+    With a `limit`, doublings up to it follow after `sizes`. With a `resolution`, the gap between the largest size that
+    fitted and the first one that did not is then halved. These sizes are multiples of the resolution, and the search
+    ends when the gap is at most as wide.
+
+    >>> search_sizes(lambda size: size <= 21, [4], limit=100, resolution=2)
+    [4, 8, 16, 20]
+    """
+    fitting_sizes: list[int] = []
+    pending, too_large = list(sizes), None
+    while pending and too_large is None:
+        size = pending.pop(0)
+        if not attempt(size):
+            too_large = size
+            continue
+        fitting_sizes.append(size)
+        if limit is not None and not pending and 2 * size <= limit:
+            pending.append(2 * size)
+    while too_large is not None and resolution is not None:
+        below = max(fitting_sizes, default=0)
+        middle = (below + too_large) // 2 // resolution * resolution
+        if middle <= below:
+            middle += resolution
+        if too_large - below <= resolution or not below < middle < too_large:
+            break
+        if attempt(middle):
+            fitting_sizes.append(middle)
+        else:
+            too_large = middle
+    return fitting_sizes
 
 
 # --- the model and the text ----------------------------------------------------------------------
@@ -274,8 +302,7 @@ def make_plan(options: TrainOptions) -> TrainPlan:
     """
     sizes = _parse_sizes(options)
     check_options(options, sizes)
-    names = [name.strip() for name in options.providers.split(",") if name.strip()]
-    providers = select(names, options.checkpointing)
+    providers = select(options.providers)
     for provider in providers:
         if options.lora is None and (provider.loads or not provider.trains):
             reason = "is compared with adapters" if provider.name == FROZEN else "trains only adapters"

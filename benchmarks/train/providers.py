@@ -35,9 +35,13 @@ KNOWN = (
 class Missing(Exception):
     """The provider is not installed, or cannot run on this device."""
 
+    status = "missing"
+
 
 class UnsupportedModel(Exception):
     """The provider does not know this model, or refuses it."""
+
+    status = "unsupported"
 
 
 @dataclass(frozen=True)
@@ -140,8 +144,8 @@ def _apply_liger(model: Any) -> str:
     return "its defaults"
 
 
-def find_provider(name: str, checkpointing: bool = False) -> ModelProvider | None:
-    """Return the provider of a name, or None. With `checkpointing`, a peer and "tigon" checkpoint all layers."""
+def find_provider(name: str) -> ModelProvider | None:
+    """Return the provider of a name, or None."""
     if (match := _NAMES.fullmatch(name)) is None:
         return None
     if name == FROZEN:
@@ -150,36 +154,31 @@ def find_provider(name: str, checkpointing: bool = False) -> ModelProvider | Non
         return ModelProvider(name, "stock", checkpoints=True, in_fp32=True)
     if match["peer"]:
         base = "torchao" if match["fp8"] else match["peer"]
-        is_checkpointed = checkpointing or bool(match["checkpoint"])
-        return ModelProvider(name, base, None, is_checkpointed, fp8=match["fp8"], fp8_dw=not match["bf16_dw"])
-    level = match["level"] or ("checkpoint" if checkpointing else "default")
+        return ModelProvider(
+            name, base, checkpoints=bool(match["checkpoint"]), fp8=match["fp8"], fp8_dw=not match["bf16_dw"]
+        )
     return ModelProvider(
-        name, "tigon", level, fp8=match["tigon_fp8"], fp8_dw=not match["tigon_bf16_dw"],
+        name, "tigon", match["level"] or "default", fp8=match["tigon_fp8"], fp8_dw=not match["tigon_bf16_dw"],
         adamw_8bit=bool(match["adamw"]),
     )  # fmt: skip
 
 
-def select(names: Sequence[str], checkpointing: bool = False) -> list[ModelProvider]:
-    """Return the providers of `names`. With `checkpointing` all of them checkpoint their layers.
+def select(names: str) -> list[ModelProvider]:
+    """Return the providers of `names`, which are separated by commas.
 
     Raises:
-        ValueError: a name is unknown, is named twice, or means another level than `checkpointing` requires.
+        ValueError: a name is unknown, or is named twice, or there is none.
 
-    >>> [provider.level for provider in select(["stock", "tigon", "tigon-lean"])]
+    >>> [provider.level for provider in select("stock,tigon,tigon-lean")]
     [None, 'default', 'lean']
     """
     from tigon.memory.levels import parse_memory
 
     providers: list[ModelProvider] = []
-    for name in names:
-        provider = find_provider(name, checkpointing)
+    for name in filter(None, map(str.strip, names.split(","))):
+        provider = find_provider(name)
         if provider is None or (provider.level not in (None, "default") and parse_memory(provider.level) is None):
             raise ValueError(f"train: providers must be among {KNOWN}, got {name!r}")
-        if checkpointing and provider.level not in (None, "checkpoint"):
-            raise ValueError(
-                f"train: with --checkpointing every provider checkpoints its layers, and {name} does not: name tigon "
-                "or tigon-checkpoint"
-            )
         if any(replace(provider, name=other.name) == other for other in providers):
             raise ValueError(f"train: each provider must be named once, got {name!r} again")
         providers.append(provider)

@@ -1,15 +1,15 @@
-"""The report of training: tables, JSON, Markdown and the pictures, and the comparison of the demo.
+"""The report of training and of the demo: tables, JSON, Markdown and the pictures.
 
 The rows of the JSON report are `Measurement`, one for each provider and size; `curves` compares losses with stock's.
 Times are medians of the timed steps of all rounds; samples hold each step.
 
-The first two pictures, throughput.png and memory.png, have bars at one size. Over a sweep they have lines, which end in
-a cross where memory ran out. loss.png has the losses of one size.
+The picture speed_memory.png has bars at one size. Over a sweep it has lines, which end in a cross where memory ran out.
+The picture loss.png has the losses of one size.
 """
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from benchmarks.train.measurement import (
     REFERENCES,
     SLACK,
     STOCK_REVERSED,
-    TOLERANCE,
+    DemoComparison,
     LossComparison,
     Measurement,
     compare_with_stock,
@@ -43,11 +43,12 @@ def legend(machine: dict[str, Any]) -> str:
         "peaks of torch's allocator over the timed steps, on the GPU with the highest peak, "
         "with model and optimizer states"
         if machine["type"] == "cuda"
-        else "parameters, optimizer states and the growth of the process"
+        else "the state and the growth of the process"
     )
     return (
         "One step: forward, backward, optimizer, zero_grad. ms: median of the timed steps, in brackets their "
-        f"quartiles; host ms: until the calls return; tokens/s: of all ranks; peak and reserved GiB: {memory}."
+        f"quartiles; host ms: until the calls return; tokens/s: of all ranks; peak and reserved GiB: {memory}; above "
+        "state: the peak less parameters and optimizer states, in the demo also less gradients."
     )
 
 
@@ -87,12 +88,13 @@ def _cells(rows: Sequence[Measurement]) -> tuple[list[str], list[list[str]]]:
         return f"{row.tokens_per_second / speed:.3f}" if row.ok and row.tokens_per_second and speed else "-"
 
     titles = ["provider", "batch", "length", "ms", "host ms", "tokens/s", *(f"x {peer}" for peer in peers)]
-    titles += ["peak GiB", "reserved GiB", "note"]
+    titles += ["peak GiB", "above state", "reserved GiB", "note"]
     cells = [
         [row.provider, str(row.batch), f"{row.seq:,}", _milliseconds(row),
          format_number(row.median_host_seconds and 1e3 * row.median_host_seconds),
          "-" if row.tokens_per_second is None else f"{row.tokens_per_second:,.0f}",
-         *(ratio(row, peer) for peer in peers), _format_gib(row.allocated), _format_gib(row.reserved), _note(row)]
+         *(ratio(row, peer) for peer in peers), _format_gib(row.allocated), _format_gib(row.above_state),
+         _format_gib(row.reserved), _note(row)]
         for row in rows
     ]  # fmt: skip
     return titles, cells
@@ -138,7 +140,7 @@ def curve_table(curves: dict[str, LossComparison]) -> Table:
 
 
 def write_report(
-    path: Path, rows: Sequence[Measurement], settings: dict[str, Any], demo: "DemoComparison | None" = None
+    path: Path, rows: Sequence[Measurement], settings: dict[str, Any], demo: DemoComparison | None = None
 ) -> None:
     """Write all numbers, with those of every step."""
     curves = {name: {**asdict(curve), "agrees": curve.agrees} for name, curve in compare_with_stock(rows).items()}
@@ -173,51 +175,58 @@ def markdown(rows: Sequence[Measurement], settings: dict[str, Any]) -> str:
 SIZE_LABELS = {"seq": "tokens a sequence", "batch": "sequences a GPU"}
 
 
-def plot(rows: Sequence[Measurement], folder: Path, sweep: str | None, settings: dict[str, Any]) -> list[Path]:
-    """Write the pictures that `rows` have numbers for; return their files."""
+def plot(
+    rows: Sequence[Measurement], folder: Path, settings: dict[str, Any], demo: DemoComparison | None = None
+) -> list[Path]:
+    """Write the pictures that `rows` have numbers for; return their files. That of the demo has the tolerances."""
     if not any(row.ok for row in rows):
         return []
-    limit, title = settings["machine"].get("memory_gib"), f"{settings['title']}, {settings['machine']['name']}"
-    speed, memory, loss = (folder / f"{name}.png" for name in ("throughput", "memory", "loss"))
-    allocated_gib: Value = lambda row: None if row.allocated is None else row.allocated / 2**30
-    memory_label = "Peak memory of a GPU, GiB" if limit else "Peak memory, GiB"
-    providers = [row for row in rows if row.provider not in REFERENCES]
+    title, sweep = f"{settings['title']}, {settings['machine']['name']}", settings["sweep"]
+    limit = None if settings["demo"] else settings["machine"].get("memory_gib")
+    providers = [row for row in rows if row.provider not in REFERENCES and row.status in ("ok", "out of memory")]
 
-    def panel(value: Value, limit: float | None = None) -> figures.Panel:
+    def gib(row: Measurement) -> float | None:
+        count = row.above_state if settings["demo"] else row.allocated
+        return None if count is None else count / 2**30
+
+    def panel(label: str, value: Value, limit: float | None = None) -> figures.Panel:
         if not sweep:
-            return figures.Panel("", _provider_bars(providers, value), limit=limit)
-        return figures.Panel("", (), _sweep_lines(providers, sweep, value), limit, SIZE_LABELS[sweep])
+            return figures.Panel(label, _provider_bars(providers, value), limit=limit)
+        return figures.Panel(label, (), _sweep_lines(providers, sweep, value), limit, SIZE_LABELS[sweep])
 
-    figures.draw_panels(speed, "Tokens per second", title, [panel(lambda row: row.tokens_per_second)], 7.2, 4.2)
-    figures.draw_panels(memory, memory_label, title, [panel(allocated_gib, limit)], 7.2, 4.2)
-    if sweep or not any(row.losses for row in rows):
-        return [speed, memory]
-    _plot_losses(loss, [row for row in rows if row.losses], title)
-    return [speed, memory, loss]
+    memory_label = "Peak memory above the state, GiB" if settings["demo"] else "Peak memory, GiB"
+    panels = panel("Tokens per second", lambda row: row.tokens_per_second), panel(memory_label, gib, limit)
+    speed_memory, loss = folder / "speed_memory.png", folder / "loss.png"
+    figures.draw_panels(speed_memory, "Speed and memory", title, [panels])
+    if sweep:
+        return [speed_memory]
+    _plot_losses(loss, [row for row in rows if row.losses], title, demo)
+    return [speed_memory, loss]
 
 
 def _sweep_lines(rows: Sequence[Measurement], sweep: str, value: Value) -> list[figures.SweepLine]:
     """Return a line over the size for each provider that fitted or ran out of memory at any size."""
-    rows = [row for row in rows if row.ok or row.status == "out of memory"]
     return figures.sweep_lines((row.provider, getattr(row, sweep), value(row) if row.ok else None) for row in rows)
 
 
 def _provider_bars(rows: Sequence[Measurement], value: Value) -> list[figures.Bar]:
-    """Return a bar for each provider; the text of a bar without a number is its status."""
-    rows = [row for row in rows if row.ok or row.status == "out of memory"]
+    """Return a bar for each provider, with its ratio to stock; the text of a bar without a number is its status."""
     numbers = [value(row) if row.ok else None for row in rows]
+    stock = next((n for row, n in zip(rows, numbers, strict=True) if row.provider == "stock"), None)
     highest = max((n for n in numbers if n is not None), default=1.0)
     digits = 0 if highest >= 1000 else 1 if highest >= 10 else 2 if highest >= 0.1 else 4
-    return [
-        figures.Bar(
-            row.provider.replace("-", "\n", 1), figures.provider_colour(row.provider), n,
-            row.status if n is None else f"{n:,.{digits}f}",
-        )
-        for row, n in zip(rows, numbers, strict=True)
-    ]  # fmt: skip
+    bars = []
+    for row, n in zip(rows, numbers, strict=True):
+        label, colour = row.provider.replace("-", "\n", 1), figures.provider_colour(row.provider)
+        if n is None:
+            bars.append(figures.Bar(label, colour, n, "not measured" if row.ok else row.status))
+        else:
+            ratio = f"{n / stock:.2f}x" if stock and row.provider != "stock" else ""
+            bars.append(figures.Bar(label, colour, n, f"{n:,.{digits}f}", ratio))
+    return bars
 
 
-def _plot_losses(path: Path, rows: Sequence[Measurement], title: str) -> None:
+def _plot_losses(path: Path, rows: Sequence[Measurement], title: str, demo: DemoComparison | None) -> None:
     """Draw the losses over each other, and below them their differences from stock's."""
     losses, differences = [], []
     stock = next((row.losses for row in rows if row.provider == "stock"), [])
@@ -226,92 +235,12 @@ def _plot_losses(path: Path, rows: Sequence[Measurement], title: str) -> None:
         colour, is_noise = figures.provider_colour(row.provider), row.provider == STOCK_REVERSED
         if not is_noise:
             losses.append(figures.Curve(row.provider, colour, row.losses, broad=row.provider == "stock"))
-        if row.provider in comparisons:
+        if row.provider in comparisons and demo is None:
             label = "noise" if is_noise else ""
             differences.append(figures.Curve(label, colour, loss_differences(row.losses, stock), broad=is_noise))
-    figures.draw_losses(path, "Training loss", title, losses, differences, "difference\nfrom stock")
-
-
-# --- the demo ------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class DemoComparison:
-    """The second run against the first, over the steps that both have done.
-
-    `differences` are |a - b| / max(|a|, 1) of the losses of each step, infinite where a loss is not finite. `worst` is
-    the index of the difference that is largest relative to its tolerance.
-    """
-
-    differences: list[float]
-    tolerances: list[float]
-
-    @property
-    def worst(self) -> int:
-        return max(range(len(self.differences)), key=lambda step: self.differences[step] / self.tolerances[step])
-
-    @property
-    def agree(self) -> bool:
-        return self.differences[self.worst] <= self.tolerances[self.worst]
-
-
-def compare_demo(rows: Sequence[Measurement], dtype: str) -> DemoComparison | None:
-    """Compare the second run with the first; return None if there is no step that both have done."""
-    differences = loss_differences(rows[1].losses, rows[0].losses, relative=True) if len(rows) == 2 else []
-    return DemoComparison(differences, list(map(TOLERANCE[dtype].at, range(len(differences))))) if differences else None
-
-
-def memory_sentence(machine: dict[str, Any]) -> str:
-    """Return a sentence that says what the memory row of the demo counts."""
-    peak = "torch's CUDA allocator" if machine["type"] == "cuda" else "the process's resident memory"
-    return f"Peak memory is the peak of {peak} in training, above parameters, gradients and optimizer states."
-
-
-def _demo_lines(rows: Sequence[Measurement], state_bytes: int) -> list[tuple[str, list[float | None], str]]:
-    """Return the name, both values and the format of each line of the demo's table."""
-    peaks = [row.allocated and (row.allocated - state_bytes) / 2**20 for row in rows]
-    return [
-        ("step time (median), ms", [row.step_seconds and 1e3 * row.step_seconds for row in rows], "{:,.0f}"),
-        ("tokens per second", [row.tokens_per_second for row in rows], "{:,.0f}"),
-        ("peak memory above the model, MiB", peaks, "{:,.0f}"),
-        ("last loss", [row.losses[-1] if row.losses else None for row in rows], "{:.4f}"),
-    ]
-
-
-def demo_table(rows: Sequence[Measurement], state_bytes: int, comparison: DemoComparison | None) -> Table:
-    """Return the two runs side by side, with the ratio second / first; dashes where nothing was measured."""
-    names = [row.provider for row in rows] + ["-"] * (2 - len(rows))
-    lines = []
-    for name, values, template in _demo_lines(rows, state_bytes):
-        a, b = (*values, None, None)[:2]
-        cells = ["-" if value is None or math.isnan(value) else template.format(value) for value in (a, b)]
-        lines.append([name, *cells, f"{b / a:.2f}x" if a and b and math.isfinite(b / a) else "-"])
-    if comparison is not None:
-        lines.append(["largest loss difference", "", "", f"{max(comparison.differences):.1e}"])
-    return console_table(("", *names, "ratio"), lines, ("",), "")
-
-
-def plot_demo(
-    folder: Path, rows: Sequence[Measurement], state_bytes: int, comparison: DemoComparison | None,
-    settings: dict[str, Any],
-) -> None:  # fmt: skip
-    """Draw loss.png, with the relative difference and its tolerance, and speed_memory.png with the ratios."""
-    subtitle = f"{settings['title']}, {settings['machine']['name']}"
-    colours = [figures.provider_colour(row.provider.partition("-")[0]) for row in rows]
-    curves = [
-        figures.Curve(row.provider, colour, row.losses, broad=row.provider == "stock")
-        for row, colour in zip(rows, colours, strict=True)
-    ]
-    differences = [figures.Curve("", figures.INK, comparison.differences)] if comparison else []
-    tolerances = comparison.tolerances if comparison else []
+    if demo is None:
+        figures.draw_losses(path, "Training loss", title, losses, differences, "difference\nfrom stock")
+        return
+    relative = [figures.Curve("", figures.INK, demo.differences)]
     label = "relative\ndifference"
-    figures.draw_losses(folder / "loss.png", "Training loss", subtitle, curves, differences, label, tolerances, 1e-8)
-    panels = []
-    for name, values, template in _demo_lines(rows, state_bytes)[1:3]:
-        bars = []
-        for row, colour, value in zip(rows, colours, values, strict=True):
-            text = "not measured" if value is None else template.format(value)
-            ratio = f"{value / values[0]:.2f}x" if value and values[0] and row is not rows[0] else ""
-            bars.append(figures.Bar(row.provider, colour, value, text, ratio))
-        panels.append(figures.Panel(name[0].upper() + name[1:], bars))
-    figures.draw_panels(folder / "speed_memory.png", "Speed and memory", subtitle, panels, 7.2, 3.8)
+    figures.draw_losses(path, "Training loss", title, losses, relative, label, demo.tolerances, 1e-8)

@@ -1,17 +1,21 @@
 """The runs of a plan: each provider at each of its sizes, in rounds."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.train.child import Event
-from benchmarks.train.job import Point
 from benchmarks.train.measurement import Measurement
-from benchmarks.train.plan import ProviderRun, TrainPlan
-from benchmarks.train.search import Search
-from benchmarks.train.turns import AllRunsEnd, TrainingRun, train_groups
+from benchmarks.train.plan import ProviderRun, TrainPlan, search_sizes
+from benchmarks.train.process import Event, run_process
+
+# These facts of the processes are settings in the report.
+FACTS = ("parameters", "parameters_of_a_rank", "attention", "state_bytes", "threads")
+
+
+class RunFailed(Exception):
+    """A process failed for another reason than memory, so further sizes would fail in the same way."""
 
 
 @dataclass
@@ -30,101 +34,81 @@ class TrainSession:
     facts: dict[str, Any] = field(default_factory=dict)
     patch_reports: dict[str, str] = field(default_factory=dict)
 
-    def row(self, name: str, batch: int, seq: int) -> Measurement:
+    def _row(self, name: str, size: int) -> Measurement:
         """Return the measurement of a run at a size: a new one, or that of an earlier round."""
+        batch, seq = self.plan.shape(size)
         for row in self.rows:
             if (row.provider, row.batch, row.seq) == (name, batch, seq):
                 return row
-        unsteady = self.plan.warmup if self.plan.continues else 0
-        self.rows.append(Measurement(name, batch, seq, self.plan.options.gpus, unsteady=unsteady))
+        self.rows.append(Measurement(name, batch, seq, self.plan.options.gpus))
         return self.rows[-1]
 
+    def attempt(self, run: ProviderRun, size: int, source: str) -> bool:
+        """Train a run at a size, and return whether it fits.
 
-class _ProviderRun(TrainingRun):
-    """One provider in one round."""
+        Raises:
+            RunFailed: the provider refuses the model, or an error occurred. The row says which.
+        """
+        plan, row = self.plan, self._row(run.name, size)
+        label = f"{run.name}, {row.batch} x {row.seq:,}"
 
-    def __init__(self, session: TrainSession, run: ProviderRun, search: Search, prefix: str, source: str) -> None:
-        super().__init__(run.name, session.plan.job(run, source), search, session.folder / f"{run.name}.log")
-        self._session, self._prefix = session, prefix
-        self._row = session.row(run.name, *session.plan.shape(search.sizes[0])) if search.sizes else None
+        def listen(event: Event) -> None:
+            if event["event"] == "step":
+                self.show_state(
+                    f"{label}: step {event['step'] + 1}/{plan.warmup + plan.steps}  loss {event['loss']:.3f}"
+                )
+                return
+            self.show_state(f"{label}: first step")
+            row.state_bytes = event["state_bytes"]
+            self.facts = {name: event[name] for name in FACTS if name in event}
+            if event["applied"]:
+                self.patch_reports[run.name] = event["applied"]
 
-    def _show_state(self, state: str) -> None:
-        self._session.show_state(f"{self._prefix}{self.name}: {state}")
-
-    def point(self) -> str | None:
-        plan = self._session.plan
-        batch, seq = plan.shape(self.size)
-        self._row = self._session.row(self.name, batch, seq)
-        if plan.continues:
-            return Point(batch, seq).to_json()
-        self._show_state(f"{batch} x {seq:,}")
-        return Point(batch, seq, plan.warmup, plan.steps).to_json()
-
-    def listen(self, event: Event) -> None:
-        plan, session = self._session.plan, self._session
-        match event["event"]:
-            case "starts":
-                self._show_state("starts")
-            case "step":
-                done = len(self._row.losses) if plan.continues and self._row else event["step"]
-                total = plan.steps + (0 if plan.continues else plan.warmup)
-                self._show_state(f"step {done + 1}/{total}  loss {event['loss']:.3f}")
-            case "ready":
-                self._show_state("first step")
-                names = ("parameters", "parameters_of_a_rank", "attention", "state_bytes", "threads")
-                session.facts = {name: event[name] for name in names if name in event}
-                if event["applied"]:
-                    session.patch_reports[self.name] = event["applied"]
-
-    def record(self, event: Event) -> None:
-        row, kind, plan = self._row, event["event"], self._session.plan
-        assert row is not None
-        if kind == "point":
-            # A later round trains the same steps again, so its losses add nothing.
-            repeats = bool(row.losses) and not plan.continues
-            row.add({**event, "losses": []} if repeats else event)
-        elif kind == "out of memory" and row.seconds and not plan.continues:
+        self.show_state(f"{label}: starts")
+        log = self.folder / f"{run.name}.log"
+        event = run_process(asdict(plan.job(run, size)), log, listen, source=source)
+        out_of_memory = event["event"] == "failed" and event["out_of_memory"]
+        if event["event"] == "point":
+            row.add(event)
+        elif out_of_memory and row.seconds:
             # The measurements of an earlier round remain valid.
             row.note = "out of memory in a later round"
-        elif kind == "out of memory":
-            row.status = kind
+        elif out_of_memory:
+            row.status = "out of memory"
+        elif event["event"] == "refused":
+            row.status, row.note = event["status"], event["note"]
         else:
-            if kind == "refused":
-                row.status, note = event["status"], event["note"]
-            else:
-                row.status, note = "error", f"{event['reason'].splitlines()[0][:300]} {event['log']}"
-            row.note = " ".join(note.split())[:400]
-        if not plan.continues or kind != "point" or len(row.losses) == plan.steps:
-            self._session.show_row(row)
-        if plan.continues and kind not in ("point", "out of memory"):
-            raise AllRunsEnd
-
-
-def _order_runs(session: TrainSession, sources: dict[str, str]) -> Iterator[Sequence[_ProviderRun]]:
-    """Yield the runs of all rounds. Every second round is in reverse order, because a warm chip is slower."""
-    plan = session.plan
-    searches = {run.name: plan.search() for run in plan.runs}
-    if plan.takes_turns:
-        yield [_ProviderRun(session, run, searches[run.name], "", "") for run in plan.runs]
-        return
-    for index in range(plan.options.rounds):
-        for run in plan.runs if index % 2 == 0 else reversed(plan.runs):
-            search, prefix = searches[run.name], ""
-            if index > 0:
-                # A later round repeats the sizes that fitted.
-                search, prefix = Search(sorted(search.fitting_sizes)), f"round {index + 1}: "
-            yield [_ProviderRun(session, run, search, prefix, sources.get(run.name, ""))]
+            row.status, row.note = "error", " ".join(event["reason"].split())[:400]
+        self.show_row(row)
+        if event["event"] != "point" and not out_of_memory:
+            raise RunFailed
+        return not out_of_memory
 
 
 def train_rounds(session: TrainSession) -> bool:
-    """Train all runs; return False after Ctrl-C, which leaves the measurements that are complete."""
+    """Train all runs; return False after Ctrl-C, which leaves the measurements that are complete.
+
+    Every second round is in reverse order, because a warm chip is slower. A later round repeats the sizes that fitted.
+    """
+    plan = session.plan
+    fitting_sizes: dict[str, list[int]] = {run.name: [] for run in plan.runs}
     with ExitStack() as stack:
-        folders: dict[str, Path] = {}
-        for revision in (run.revision for run in session.plan.runs if run.revision):
-            if revision.commit not in folders:
-                folders[revision.commit] = stack.enter_context(revision.files())
-        sources = {run.name: str(folders[run.revision.commit].parent) for run in session.plan.runs if run.revision}
-        is_complete = train_groups(_order_runs(session, sources))
-    if not is_complete:
-        session.rows = [row for row in session.rows if row.seconds or row.status != "ok"]
-    return is_complete
+        sources = {
+            run.name: str(stack.enter_context(run.revision.files()).parent) if run.revision else "" for run in plan.runs
+        }
+        try:
+            for index in range(plan.options.rounds):
+                for run in plan.runs if index % 2 == 0 else reversed(plan.runs):
+
+                    def attempt(size: int, run: ProviderRun = run) -> bool:
+                        return session.attempt(run, size, sources[run.name])
+
+                    with suppress(RunFailed):
+                        if index == 0:
+                            fitting_sizes[run.name] = plan.search(attempt)
+                        else:
+                            search_sizes(attempt, sorted(fitting_sizes[run.name]))
+        except KeyboardInterrupt:
+            session.rows = [row for row in session.rows if row.seconds or row.status != "ok"]
+            return False
+    return True

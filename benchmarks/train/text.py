@@ -1,15 +1,10 @@
 """Text to train on: by default the sources of the Python standard library, which every machine has.
 
-A BPE that is trained on the text tokenises it, and the tokens are cached.
-
-A cache entry is a folder, `bpe-<hash of the text>-<vocabulary>`, with `tokenizer.json` and `tokens.npy` (uint32). It is
-written under a temporary name and renamed, so that a reader never sees an incomplete entry.
+A BPE that is trained on the text tokenises it. The tokens are cached in a file, `bpe-<hash of the text>-<vocabulary>`.
 """
 
 import hashlib
-import logging
 import os
-import shutil
 import sysconfig
 import tempfile
 from collections.abc import Iterator
@@ -27,31 +22,24 @@ MAX_CHARACTERS = 20_000_000
 SEPARATOR = "<|endoftext|>"
 # The smallest vocabulary has 256 bytes, the separator, and some merges.
 MIN_VOCAB = 512
-_CACHE_FORMAT = "1"
 _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Documents in a fixed order. With `is_truncated`, only the first MAX_CHARACTERS of the text are here."""
+    """Documents in a fixed order, and the name of their source."""
 
     name: str
     documents: list[str]
-    is_truncated: bool
-
-    @property
-    def characters(self) -> int:
-        return sum(map(len, self.documents))
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """A tokenised corpus: the file of its tokens, their number, and the number of entries of the BPE."""
+    """A tokenised corpus: the file of its tokens (uint32), their number, and one more than the largest of them."""
 
     path: Path
     count: int
     entries: int
-    is_cached: bool
 
 
 def cache_folder() -> Path:
@@ -60,23 +48,20 @@ def cache_folder() -> Path:
 
 
 def _find_files(source: Path | None) -> tuple[str, list[Path]]:
-    """Return the name of a source, and its files in order."""
-    if source is None:
-        root = Path(sysconfig.get_paths()["stdlib"])
-        files = [
-            path for path in root.rglob("*.py") if not _SKIPPED_FOLDERS.intersection(path.relative_to(root).parts[:-1])
-        ]
-        return f"Python {sysconfig.get_python_version()} standard library", sorted(files)
-    if source.is_file():
+    """Return the name of a source, and its files in order, without hidden ones and the tests of the library."""
+    if source is not None and source.is_file():
         return str(source), [source]
-    if source.is_dir():
-        files = [
-            path
-            for path in source.rglob("*")
-            if path.is_file() and not any(part.startswith(".") for part in path.relative_to(source).parts)
-        ]
-        return str(source), sorted(files)
-    raise ValueError(f"must be a file or a folder that exists, got {str(source)!r}")
+    if source is not None and not source.is_dir():
+        raise ValueError(f"must be a file or a folder that exists, got {str(source)!r}")
+    root = source or Path(sysconfig.get_paths()["stdlib"])
+    skipped = set() if source else _SKIPPED_FOLDERS
+    files = []
+    for path in root.rglob("*" if source else "*.py"):
+        parts = path.relative_to(root).parts
+        if path.is_file() and not skipped.intersection(parts) and not any(part.startswith(".") for part in parts):
+            files.append(path)
+    name = str(source) if source else f"Python {sysconfig.get_python_version()} standard library"
+    return name, sorted(files)
 
 
 def read_text(source: Path | None = None) -> Corpus:
@@ -96,85 +81,59 @@ def read_text(source: Path | None = None) -> Corpus:
             data = file.read(4 * characters_left)
         if not data.strip() or b"\0" in data:
             continue
-        document = data.decode("utf-8", errors="replace")[:characters_left]
-        documents.append(document)
-        characters_left -= len(document)
+        documents.append(data.decode("utf-8", errors="replace")[:characters_left])
+        characters_left -= len(documents[-1])
         if characters_left == 0:
             break
     if not documents:
         raise ValueError(f"must hold a file of text, got {name!r}: {len(files)} files, none of them text")
-    return Corpus(name, documents, is_truncated=characters_left == 0)
+    return Corpus(name, documents)
 
 
-def _key(corpus: Corpus, vocab: int) -> str:
-    digest = hashlib.sha256(_CACHE_FORMAT.encode())
-    for document in corpus.documents:
-        data = document.encode("utf-8", errors="replace")
-        digest.update(len(data).to_bytes(8, "little"))
-        digest.update(data)
-    return f"bpe-{digest.hexdigest()[:16]}-{vocab}"
-
-
-def _load(folder: Path, is_cached: bool) -> Tokens:
-    from tokenizers import Tokenizer
-
-    entries = Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab_size()
-    tokens = np.load(folder / "tokens.npy", mmap_mode="r")
-    return Tokens(folder / "tokens.npy", len(tokens), entries, is_cached)
-
-
-def _find(folder: Path) -> Tokens | None:
-    """Return the tokens of a cache entry, or None if it is absent or damaged."""
+def _load(path: Path) -> Tokens | None:
+    """Return the tokens of a file of the cache, or None if it is absent or damaged."""
     try:
-        return _load(folder, is_cached=True)
-    except Exception:
-        # `tokenizers` raises plain Exception if the file is absent or damaged.
-        logging.getLogger("tigon").debug("There are no tokens in %s.", folder, exc_info=True)
+        tokens = np.load(path, mmap_mode="r")
+        return Tokens(path, len(tokens), int(tokens.max()) + 1)
+    except (OSError, ValueError, EOFError):
         return None
 
 
-def _build(corpus: Corpus, vocab: int, folder: Path) -> None:
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+def _encode(documents: list[str], vocab: int) -> np.ndarray:
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab,
         special_tokens=[SEPARATOR],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(corpus.documents, trainer)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    separator = np.zeros(1, dtype=np.uint32)
+    tokenizer.train_from_iterator(documents, trainer)
     pieces = []
-    for encoding in tokenizer.encode_batch(corpus.documents, add_special_tokens=False):
-        pieces += [np.asarray(encoding.ids, dtype=np.uint32), separator]
-    np.save(folder / "tokens.npy", np.concatenate(pieces))
+    for encoding in tokenizer.encode_batch(documents, add_special_tokens=False):
+        pieces += [np.asarray(encoding.ids, dtype=np.uint32), np.zeros(1, dtype=np.uint32)]
+    return np.concatenate(pieces)
 
 
 def tokenise(corpus: Corpus, vocab: int, cache: Path | None = None) -> Tokens:
-    """Return the corpus as tokens of a byte-level BPE of at most `vocab` entries, which is trained on it and cached.
-
-    The BPE has fewer entries than `vocab` if the text has no more pairs to merge.
-    """
+    """Return the corpus as tokens of a byte-level BPE of at most `vocab` entries, which is trained on it and cached."""
+    digest = hashlib.sha256()
+    for document in corpus.documents:
+        data = document.encode("utf-8", errors="replace")
+        digest.update(len(data).to_bytes(8, "little") + data)
     cache = cache_folder() if cache is None else cache
-    folder = cache / _key(corpus, vocab)
-    tokens = _find(folder)
-    if tokens is not None:
-        return tokens
-    cache.mkdir(parents=True, exist_ok=True)
-    unfinished_folder = Path(tempfile.mkdtemp(prefix=folder.name, dir=cache))
-    try:
-        _build(corpus, vocab, unfinished_folder)
-        # If another process was faster, use its entry, which may have readers. Remove a damaged entry.
-        if _find(folder) is None:
-            shutil.rmtree(folder, ignore_errors=True)
-            unfinished_folder.rename(folder)
-    finally:
-        shutil.rmtree(unfinished_folder, ignore_errors=True)
-    return _load(folder, is_cached=False)
+    path = cache / f"bpe-{digest.hexdigest()[:16]}-{vocab}.npy"
+    if (tokens := _load(path)) is None:
+        cache.mkdir(parents=True, exist_ok=True)
+        # A reader never sees an incomplete file, because the file is renamed when it is complete.
+        with tempfile.TemporaryDirectory(dir=cache) as folder:
+            np.save(Path(folder, path.name), _encode(corpus.documents, vocab))
+            os.replace(Path(folder, path.name), path)
+        tokens = _load(path)
+    assert tokens is not None
+    return tokens
 
 
 def batches(path: Path, batch: int, seq: int, seed: int) -> Iterator[Tensor]:

@@ -1,14 +1,12 @@
-"""One rank of one variant of Medusa, which trains a few steps at each length.
+"""One rank of one variant of Medusa, which trains a few steps: `python measure.py JOB`, alone or as a rank of torchrun.
 
-`python measure.py JOB.json`, alone or as a rank of torchrun. Each line of standard input is a length, which rank 0
-answers with a line of JSON on standard output. `benchmarks.train.answers` has the events of lengths that do not fit
-and of failures.
+`benchmarks.train.process` describes the job and the events.
 
-    {"event": "ready", "device": .., "memory_bytes": .., "parameters": ..}
     {"event": "point", "seconds": [..], "losses": [..], "peak_bytes": .., "state_bytes": ..}
 """
 
 import asyncio
+import os
 import resource
 import sys
 import time
@@ -28,17 +26,17 @@ import tigon
 # `benchmarks` is a folder of the repository, and not a part of the installed package.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.train.answers import Rank, WriteEvent, answer, answer_points
-from benchmarks.train.job import RankJob
+from benchmarks.train.process import WriteEvent, answer, merge_ranks, select_device
 from benchmarks.train.text import read_text
+
+GIB = 2**30
 
 
 @dataclass(frozen=True)
-class MedusaJob(RankJob):
-    """A variant, its model and the settings of its training, without the length.
+class MedusaJob:
+    """A variant, its model, and the steps of its training.
 
-    `variant` is "stock", "stock:checkpoint", "tigon" or "tigon:LEVEL". The steps of a length end `seconds` after its
-    first step, but at least one more is trained.
+    `variant` is "stock", "stock:checkpoint", "tigon" or "tigon:LEVEL".
     """
 
     variant: str
@@ -46,13 +44,12 @@ class MedusaJob(RankJob):
     heads: int
     layers: int
     hidden: int
-    intermediate: int
     vocabulary: int
     batch: int
+    length: int
     optimizer: str
     warmup: int
     steps: int
-    seconds: float
     device: str
     ranks: int = 1
 
@@ -66,7 +63,7 @@ def build(job: MedusaJob, device: torch.device) -> Medusa:
     query_heads = job.hidden // size
     key_heads = next(n for n in range(max(1, query_heads // 4), 0, -1) if query_heads % n == 0)
     config = transformers.LlamaConfig(
-        hidden_size=job.hidden, intermediate_size=job.intermediate, num_hidden_layers=job.layers,
+        hidden_size=job.hidden, intermediate_size=job.hidden * 7 // 2, num_hidden_layers=job.layers,
         num_attention_heads=query_heads, num_key_value_heads=key_heads, head_dim=size,
         vocab_size=job.vocabulary, rms_norm_eps=1e-5, rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
     )  # fmt: skip
@@ -94,107 +91,69 @@ def local_bytes(x: Tensor) -> int:
     return x.numel() * x.element_size()
 
 
-class Trainer(Rank):
-    """A model, its optimizer, and the text."""
+def make_optimizer(job: MedusaJob, model: Medusa) -> torch.optim.Optimizer:
+    """Return the optimizer of the trained parameters."""
+    trainable_parameters = [p for p in model.parameters() if p.requires_grad]
+    if job.optimizer == "adamw":
+        return torch.optim.AdamW(trainable_parameters, lr=1e-5, weight_decay=0.0, fused=True)
+    return torch.optim.SGD(trainable_parameters, lr=1e-3)
 
-    def __init__(self, job: MedusaJob, rank: int = 0, write_event: WriteEvent = lambda *_, **__: None) -> None:
-        super().__init__(job.device, rank, job.ranks)
-        self.job = job
-        if job.ranks > 1:
-            dist.init_process_group("nccl" if job.device == "cuda" else "gloo")
-        self.model = build(job, self.device)
-        trainable_parameters = [p for p in self.model.parameters() if p.requires_grad]
-        if job.optimizer == "adamw":
-            self.optimizer = torch.optim.AdamW(trainable_parameters, lr=1e-5, weight_decay=0.0, fused=True)
-        else:
-            self.optimizer = torch.optim.SGD(trainable_parameters, lr=1e-3)
-        # The tokens are bytes of source code, so that no tokenizer is needed.
-        data = bytearray("".join(read_text(Path(asyncio.__file__).parent).documents).encode())
-        self.text = torch.frombuffer(data, dtype=torch.uint8).clamp(max=min(job.vocabulary, 256) - 1)
-        self.position = rank * len(self.text) // job.ranks
-        gpu = torch.cuda.get_device_properties(self.device) if self.device.type == "cuda" else None
-        device, memory = (gpu.name, gpu.total_memory) if gpu else ("CPU", None)
-        write_event(
-            "ready", device=device, memory_bytes=memory, parameters=sum(p.numel() for p in self.model.parameters())
-        )
 
-    def ids(self, length: int) -> Tensor:
-        """Return the next tokens of the text, [batch, length]. After its end the text begins again."""
-        count = self.job.batch * length
-        index = (self.position + torch.arange(count)) % len(self.text)
-        self.position += count
-        return self.text[index].view(self.job.batch, length).to(self.device, torch.int64)
+def read_bytes(job: MedusaJob) -> Tensor:
+    """Return bytes of source code as tokens, so that no tokenizer is needed."""
+    data = bytearray("".join(read_text(Path(asyncio.__file__).parent).documents).encode())
+    return torch.frombuffer(data, dtype=torch.uint8).clamp(max=min(job.vocabulary, 256) - 1)
 
-    def step(self, length: int) -> tuple[float, float]:
-        """Train one step and return its loss and seconds."""
-        ids = self.ids(length)
-        self.synchronise()
+
+def state_bytes(model: Medusa, optimizer: torch.optim.Optimizer) -> int:
+    """Return the bytes of parameters, gradients of trained parameters, and optimizer states."""
+    gradients = sum(local_bytes(p) for group in optimizer.param_groups for p in group["params"])
+    states = [x for state in optimizer.state.values() for x in state.values() if torch.is_tensor(x)]
+    return sum(map(local_bytes, [*model.parameters(), *states])) + gradients
+
+
+def train(job: MedusaJob, rank: int = 0) -> dict[str, Any]:
+    """Train warm-up and timed steps; return the slowest rank's seconds, the mean losses, and the highest peak.
+
+    The peak is that of allocated memory; on a CPU it is the peak of the process since its start.
+    """
+    device = select_device(job.device, rank, job.ranks)
+    on_gpu = device.type == "cuda"
+    if job.ranks > 1:
+        dist.init_process_group("nccl" if on_gpu else "gloo")
+    model = build(job, device)
+    optimizer, text = make_optimizer(job, model), read_bytes(job)
+    position, count = rank * len(text) // job.ranks, job.batch * job.length
+    losses, seconds = [], []
+    for index in range(job.warmup + job.steps):
+        # After its end the text begins again.
+        places = (position + index * count + torch.arange(count)) % len(text)
+        ids = text[places].view(job.batch, job.length).to(device, torch.int64)
+        if on_gpu:
+            torch.cuda.synchronize(device)
+        if on_gpu and index <= job.warmup:
+            torch.cuda.reset_peak_memory_stats(device)
         start_time = time.perf_counter()
-        loss = self.model(ids)
+        loss = model(ids)
         loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.steps += 1
-        value = loss.item()
-        self.synchronise()
-        return value, time.perf_counter() - start_time
-
-    def state_bytes(self) -> int:
-        """Return the bytes of parameters, gradients of trained parameters, and optimizer states."""
-        gradients = sum(local_bytes(p) for group in self.optimizer.param_groups for p in group["params"])
-        states = [x for state in self.optimizer.state.values() for x in state.values() if torch.is_tensor(x)]
-        return sum(map(local_bytes, [*self.model.parameters(), *states])) + gradients
-
-    def peak_bytes(self) -> int:
-        """Return the peak of allocated memory; on a CPU the peak of the process since its start."""
-        if self.device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self.device)
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-    def train(self, line: str) -> dict[str, Any]:
-        """Measure a length; return the slowest rank's seconds, the mean losses, and the highest peak."""
-        return self.merge_ranks(self.measure(int(line)))
-
-    def measure(self, length: int) -> dict[str, Any]:
-        """Train warm-up and timed steps until the time is over. If it is over in the warm-up, time its last step.
-
-        The first step is not timed unless there is no warm-up, because kernels are compiled and ranks connect in it.
-        """
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-        results = []
-        for i in range(self.job.warmup + self.job.steps):
-            if i <= self.job.warmup and self.device.type == "cuda":
-                torch.cuda.reset_peak_memory_stats(self.device)
-            results.append(self.step(length))
-            if i == 0:
-                start_time = time.perf_counter()
-            elif self.is_over(time.perf_counter() - start_time):
-                break
-        timed_results = results[self.job.warmup :] or results[-1:]
-        return {
-            "seconds": [seconds for _, seconds in timed_results], "losses": [loss for loss, _ in results],
-            "peak_bytes": self.peak_bytes(), "state_bytes": self.state_bytes(),
-        }  # fmt: skip
-
-    def is_over(self, seconds: float) -> bool:
-        """Return whether the time is over on any rank, so that all ranks stop at the same step."""
-        over = torch.tensor(float(seconds > self.job.seconds), device=self.device)
-        if dist.is_initialized():
-            dist.all_reduce(over)
-        return over.item() > 0
-
-
-def main(path: str) -> int:
-    job = MedusaJob.from_json(Path(path).read_text(encoding="utf-8"))
-    lines = iter(sys.stdin.readline, "")
-    return answer(
-        lambda rank, write_event: answer_points(
-            lambda write_group_event: Trainer(job, rank, write_group_event), rank, lines, write_event
-        ),
-        job.ranks,
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        if on_gpu:
+            torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - start_time)
+    peak = (
+        torch.cuda.max_memory_allocated(device) if on_gpu else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     )
+    fields = {"seconds": seconds[job.warmup :], "losses": losses, "peak_bytes": peak}
+    return merge_ranks({**fields, "state_bytes": state_bytes(model, optimizer)}, job.ranks)
+
+
+def train_job(job: dict[str, Any], rank: int, write_event: WriteEvent) -> None:
+    # Without this setting, long sequences would fragment the memory.
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    write_event("point", **train(MedusaJob(**job), rank))
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    sys.exit(answer(train_job))

@@ -3,7 +3,6 @@
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ def _scripts(monkeypatch):
     """Let tests import the modules of the example as its scripts do."""
     monkeypatch.syspath_prepend(str(FOLDER))
     yield
-    for name in ("model", "measure", "report", "compare"):
+    for name in ("model", "measure", "compare"):
         sys.modules.pop(name, None)
 
 
@@ -84,196 +83,71 @@ def test_the_loss_is_that_of_the_paper(stage):
 
 
 @pytest.mark.thorough
-def test_two_ranks_have_the_mean_loss_of_stock_on_the_text_of_both(tmp_path, monkeypatch):
+def test_two_ranks_have_the_mean_loss_of_stock_on_the_text_of_both(tmp_path):
     import compare
     import measure
 
-    for name, value in {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}.items():
-        monkeypatch.setenv(name, value)
     options = ["--device=cpu", "--layers=1", "--hidden=32", "--vocabulary=300", "--gpus=2", f"--out={tmp_path}"]
-    options += ["--stages", "2", "--heads", "3", "--first=32", "--longest=64", "--steps=1", "--warmup=0"]
+    options += ["--stages", "2", "--heads", "3", "--lengths", "32", "--steps=1", "--warmup=0"]
     assert compare.main([*options, "--variants", "tigon:lean"]) == 0
-    (run,) = json.loads((tmp_path / "medusa.json").read_text())["runs"]
-    assert [result["length"] for result in run["results"]] == [32, 64]
-    stock = measure.Trainer(measure.MedusaJob("stock", 2, 3, 1, 32, 112, 300, 1, "adamw", 0, 1, 1.0, "cpu"))
+    (result,) = json.loads((tmp_path / "medusa.json").read_text())["results"]
+    job = measure.MedusaJob("stock", 2, 3, 1, 32, 300, 1, 32, "adamw", 0, 1, "cpu")
+    stock, text = measure.build(job, torch.device("cpu")), measure.read_bytes(job)
     with torch.no_grad():
-        starts = 0, len(stock.text) // 2
-        losses = [stock.model(stock.text[start : start + 32].long()[None]).item() for start in starts]
-    assert run["results"][0]["loss"] == pytest.approx(sum(losses) / 2, rel=1e-5)
-    assert run["results"][1]["loss"] == pytest.approx(sum(losses) / 2, rel=0.05)
+        losses = [stock(text[start : start + 32].long()[None]).item() for start in (0, len(text) // 2)]
+    assert result["losses"][0] == pytest.approx(sum(losses) / 2, rel=1e-5)
 
 
-def test_the_first_step_is_not_timed(monkeypatch):
-    """This holds for any number of seconds, because the first step includes work that is done once."""
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_a_variant_trains_and_reports_its_state(optimizer):
     import measure
 
-    class SlowTrainer(measure.Trainer):
-        def __init__(self, seconds: float) -> None:
-            self.job = measure.MedusaJob("stock", 1, 3, 1, 32, 112, 300, 1, "adamw", 2, 3, seconds, "cpu")
-            self.device, self.now, self.count = torch.device("cpu"), 0.0, 0
-            monkeypatch.setattr(measure.time, "perf_counter", lambda: self.now)
-
-        def step(self, length: int) -> tuple[float, float]:
-            self.count += 1
-            seconds = 100.0 if self.count == 1 else 1.0
-            self.now += seconds
-            return float(self.count), seconds
-
-        def state_bytes(self) -> int:
-            return 0
-
-    for seconds, timed_steps, count in ((0.5, 1, 2), (2.5, 2, 4), (9.0, 3, 5)):
-        trainer = SlowTrainer(seconds)
-        result = trainer.measure(64)
-        assert result["seconds"] == [1.0] * timed_steps
-        assert (result["losses"][0], trainer.count) == (1.0, count)
+    losses = []
+    for variant in ("stock:checkpoint", "tigon:lean"):
+        job = measure.MedusaJob(variant, 1, 2, 1, 32, 300, 1, 48, optimizer, 1, 2, "cpu")
+        fields = measure.train(job)
+        assert (len(fields["seconds"]), len(fields["losses"])) == (2, 3)
+        losses.append(fields["losses"])
+        parameters = sum(p.numel() for p in measure.build(job, torch.device("cpu")).parameters())
+        assert 4 * parameters < fields["state_bytes"] < 4 * 4 * parameters
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
-class LimitedWorker:
-    """Stands in for a worker whose memory holds `tokens` tokens. It records the lengths that it gets."""
-
-    device: str | None = "CPU"
-
-    def __init__(self, tokens: int) -> None:
-        self.tokens, self.lengths = tokens, []
-
-    def __enter__(self) -> "LimitedWorker":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        pass
-
-    def train(self, point: str) -> dict[str, Any]:
-        length = int(point)
-        self.lengths.append(length)
-        if length > self.tokens:
-            return {"event": "out of memory", "reason": "out of memory"}
-        seconds = [self.tokens * length / 1e6]
-        return {"event": "point", "seconds": seconds, "losses": [1.0], "peak_bytes": length, "state_bytes": 0}
-
-
-@pytest.fixture
-def workers(monkeypatch):
-    """Return a table in which a test enters the worker of each variant by its name."""
+def test_a_variant_ends_at_the_first_length_that_does_not_fit(monkeypatch, tmp_path):
     import compare
 
-    table: dict[str, LimitedWorker] = {}
-    monkeypatch.setattr(compare.VariantRun, "make_worker", lambda run: table[run.name])
-    return table
+    room = {"stock": 100, "tigon": 250, "tigon:lean": 0}
 
+    def run_process(job, log, listen, program):
+        if job["length"] > room[job["variant"]]:
+            out_of_memory = job["variant"] != "tigon:lean"
+            return {"event": "failed", "out_of_memory": out_of_memory, "reason": "broken"}
+        numbers = {"seconds": [job["length"] / room[job["variant"]]], "losses": [1.0]}
+        return {"event": "point", **numbers, "peak_bytes": job["length"] * 2**30, "state_bytes": 2**30}
 
-OPTIONS = ["--stages", "1", "--heads", "3", "--device=cpu", "--hidden=32", "--vocabulary=300", "--layers=1"]
-
-
-def run_compare(folder: Path, *options: str) -> tuple[int, dict[str, Any]]:
-    """Return the exit code and medusa.json."""
-    import compare
-
-    code = compare.main([*OPTIONS, f"--out={folder}", *options])
-    return code, json.loads((folder / "medusa.json").read_text())
-
-
-def test_lengths_grow_until_memory_runs_out(workers, tmp_path):
-    from report import compare_variants
-
-    stock, tigon_worker = LimitedWorker(1600), LimitedWorker(20000)
-    workers.update({"stock": stock, "tigon": tigon_worker})
-    multiples = ["--multiples", "2", "4", "8", "16"]
-    code, report = run_compare(tmp_path, "--first=256", "--longest=1000000", *multiples, "--variants", "stock", "tigon")
-    assert code == 0
-    assert stock.lengths == [256, 512, 1024, 2048, 1536, 1792]
-    assert tigon_worker.lengths == [256, 512, 1024, 1536, 3072, 6144, 12288, 24576]
-    (row,) = compare_variants(report)
-    assert (row["length"], row["longest"], row["peak"], row["speed"]) == (1536, 8.0, 1.0, pytest.approx(0.08))
-    text = (tmp_path / "medusa.md").read_text()
-    assert "| 1 | 3 | tigon | stock | 1,536 | 0.08x | 1.00x |" in text
-    assert "| 1 | 3 | stock | 2,048 | out of memory |" in text
-    assert (tmp_path / "medusa_stage1_heads3.png").stat().st_size > 0
-
-
-def test_failures_decide_the_exit_code_and_an_interrupted_run_keeps_its_lengths(workers, tmp_path):
-    class BrokenWorker(LimitedWorker):
-        def train(self, point: str) -> dict[str, Any]:
-            return {"event": "failed", "reason": "broken", "log": ""}
-
-    class InterruptedWorker(LimitedWorker):
-        def train(self, point: str) -> dict[str, Any]:
-            if self.lengths:
-                raise KeyboardInterrupt
-            return super().train(point)
-
-    workers.update({"stock": LimitedWorker(100), "stock:checkpoint": LimitedWorker(100)})
-    workers.update({"tigon": BrokenWorker(100), "tigon:lean": InterruptedWorker(100)})
-    one_length = ("--first=64", "--longest=64", "--variants", "stock")
-    assert run_compare(tmp_path, *one_length, "stock:checkpoint")[0] == 0
-    assert run_compare(tmp_path, *one_length, "tigon")[0] == 1
-    with pytest.raises(KeyboardInterrupt):
-        run_compare(tmp_path, "--first=64", "--longest=128", "--variants", "tigon:lean")
-    (run,) = json.loads((tmp_path / "medusa.json").read_text())["runs"]
-    assert [result["length"] for result in run["results"]] == [64]
-    assert "| 1 | 3 | tigon:lean | 64 |" in (tmp_path / "medusa.md").read_text()
-
-
-def test_variants_are_compared_with_the_first_one_that_fits(workers, tmp_path):
-    """If the first length does not fit for stock, the next variant takes its place."""
-    from report import compare_variants
-
-    workers.update({"stock": LimitedWorker(10), "stock:checkpoint": LimitedWorker(100), "tigon": LimitedWorker(200)})
-    variants = ("--variants", "stock", "stock:checkpoint", "tigon")
-    _, report = run_compare(tmp_path, "--first=64", "--longest=64", *variants)
-    (row,) = compare_variants(report)
-    assert (row["base"], row["variant"], row["length"]) == ("stock:checkpoint", "tigon", 64)
-
-
-def test_a_rank_that_runs_out_of_memory_continues_with_the_next_length():
-    """It answers "out of memory" and frees the memory of the step."""
-    import measure
-
-    class SmallTrainer(measure.Trainer):
-        model = torch.nn.Linear(2, 2)
-
-        def __init__(self, job, rank, write_event) -> None:
-            measure.Rank.__init__(self, job.device, rank, job.ranks)
-            self.free_calls = 0
-            write_event("ready")
-
-        def train(self, line: str) -> dict:
-            if int(line) > 100:
-                raise torch.OutOfMemoryError("too long")
-            self.steps += 1
-            return {"length": int(line), "free_calls": self.free_calls}
-
-        def free(self) -> None:
-            self.free_calls += 1
-
-    job = measure.MedusaJob("stock", 1, 3, 1, 32, 112, 300, 1, "adamw", 0, 1, 1.0, "cpu")
-    assert measure.MedusaJob.from_json(job.to_json()) == job
-    events, lines = [], iter(["50\n", "500\n", "70\n", ""])
-    write_event = lambda event, **fields: events.append((event, fields))
-    assert measure.answer_points(
-        lambda write_group_event: SmallTrainer(job, 0, write_group_event), 0, lines, write_event
-    )
-    assert [(event, fields.get("length")) for event, fields in events[1:]] == [
-        ("point", 50), ("out of memory", None), ("point", 70),
+    monkeypatch.setattr(compare, "run_process", run_process)
+    options = ["--stages", "1", "--device=cpu", "--lengths", "200", "100", "300", f"--out={tmp_path}"]
+    assert compare.main([*options, "--variants", "stock", "tigon"]) == 0
+    results = json.loads((tmp_path / "medusa.json").read_text())["results"]
+    assert [(result["variant"], result["length"], result.get("reason")) for result in results] == [
+        ("stock", 100, None), ("stock", 200, "out of memory"),
+        ("tigon", 100, None), ("tigon", 200, None), ("tigon", 300, "out of memory"),
     ]  # fmt: skip
-    assert events[2][1]["reason"] == "out of memory: too long"
-    assert events[3][1]["free_calls"] == 1
+    (line,) = [line for line in compare.table(results) if line.startswith("| 1 | 5 | tigon | 100 |")]
+    assert "| 250 | 2.50x | 100.00 | 1.00x | 1.00 | 1.0000 |" in line
+    assert compare.main([*options, "--variants", "tigon:lean"]) == 1
 
 
 @pytest.mark.parametrize(
     ("option", "message"),
     [
         (["--variants", "liger"], "--variants must be"),
-        (["--variants", "stock:lean"], "--variants must be"),
         (["--variants", "tigon:leen"], "--variants must be"),
         (["--heads", "0"], "--heads must be"),
-        (["--first", "4"], "--heads must be"),
+        (["--lengths", "6"], "--lengths must be at least 7"),
         (["--steps", "0"], "--steps must be"),
-        (["--longest", "1024"], "--longest must be at least 2048"),
-        (["--multiples", "2", "1"], "--multiples must be at least 2"),
         (["--hidden", "8"], "--hidden must be"),
         (["--warmup", "-1"], "--warmup must be"),
-        (["--seconds", "nan"], "--seconds must be"),
         (["--device", "cuda", "--gpus", "1000"], "--gpus must be at most"),
     ],
 )

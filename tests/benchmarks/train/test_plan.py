@@ -1,19 +1,19 @@
 """The plans of the training benchmark and of the demo: runs, jobs, configs, and options that are refused."""
 
+import json
 import subprocess
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
 import transformers
 
 from benchmarks.ops import against
-from benchmarks.train.child import worker_command
 from benchmarks.train.demo import DEMO_PRESETS, DemoOptions, demo_config, make_demo_plan
-from benchmarks.train.job import Job
 from benchmarks.train.models import config_fields, random_model, read_config
-from benchmarks.train.plan import TrainOptions, make_plan, model_config
-from benchmarks.train.search import Search
+from benchmarks.train.plan import TrainOptions, make_plan, model_config, search_sizes
+from benchmarks.train.process import worker_command
+from benchmarks.train.worker import Job
 from tigon.cli.presets import PRESETS
 
 
@@ -31,33 +31,46 @@ def test_a_plan_has_a_run_for_each_provider_and_the_reversed_one(options):
         ("stock", "stock", False), ("stock-reversed", "stock", True), ("tigon", "tigon", False),
     ]  # fmt: skip
     assert (plan.dtype, plan.steps, plan.warmup) == ("float32", 50, 3)
-    assert sizes_of(plan.search()) == [32]
-    jobs = [plan.job(run) for run in plan.runs]
+    jobs = [plan.job(run, 32) for run in plan.runs]
     assert jobs[1] == replace(jobs[0], reverse=True)
     assert jobs[2] == replace(jobs[0], provider="tigon")
+    assert (jobs[0].batch, jobs[0].seq, jobs[0].keeps_gradients) == (2, 32, False)
     plan = make_plan(replace(options, providers="frozen", lora=4))
-    (job,) = (plan.job(run) for run in plan.runs)
+    (job,) = (plan.job(run, 32) for run in plan.runs)
     assert (job.provider, job.lora, job.qlora) == ("frozen", 4, False)
 
 
-def sizes_of(search: Search) -> list[int]:
-    """Return the sizes of a search if all of them fit."""
-    sizes = []
-    while (size := search.next()) is not None:
-        sizes.append(size)
-        search.record(size, fits=True)
-    return sizes
-
-
 def test_a_sweep_ends_where_the_text_ends(options):
+    every_size_fits = lambda size: True
+    assert make_plan(options).search(every_size_fits) == [32]
     over_length = make_plan(replace(options, sweep="seq"))
-    sizes = sizes_of(over_length.search())
-    assert sizes[:3] == [32, 64, 128]
-    assert sizes[-1] <= over_length.tokens.count < 2 * sizes[-1]
-    assert over_length.shape(64) == (2, 64)
+    tokens = over_length.tokens.count
+    assert over_length.search(every_size_fits) == [size for size in (32 * 2**k for k in range(20)) if size <= tokens]
     over_batch = make_plan(replace(options, sweep="batch", sizes="8,1"))
-    assert sizes_of(over_batch.search()) == [1, 8]
+    assert over_batch.search(every_size_fits) == [1, 8]
     assert over_batch.shape(8) == (8, 32)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "limit", "resolution", "room", "tried"),
+    [
+        ([512], None, None, 100, [512]),
+        ([512], 10**6, None, 3000, [512, 1024, 2048, 4096]),
+        ([512], 2048, None, 9999, [512, 1024, 2048]),
+        ([1, 3, 5, 9], None, None, 4, [1, 3, 5]),
+        ([1024], 10**6, 256, 3000, [1024, 2048, 4096, 3072, 2560, 2816]),
+        ([8], 10**6, 1, 3, [8, 4, 2, 3]),
+        ([100], 10**6, 64, 150, [100, 200, 128, 192]),
+        ([8], 10**6, 4, 0, [8, 4]),
+        ([], None, None, 100, []),
+    ],
+    ids=["one", "doubling", "limit", "sizes", "resolution", "first too large", "odd start", "nothing fits", "none"],
+)
+def test_a_search_doubles_and_then_halves_the_gap(sizes, limit, resolution, room, tried):
+    calls = []
+    fitting_sizes = search_sizes(lambda size: calls.append(size) or size <= room, sizes, limit, resolution)
+    assert calls == tried
+    assert fitting_sizes == [size for size in tried if size <= room]
 
 
 @pytest.mark.parametrize(
@@ -107,7 +120,7 @@ FILE_FIELDS = ("transformers_version", "_name_or_path")
 def test_a_process_and_a_reader_of_the_report_get_the_same_config(name, tmp_path):
     config = model_config(name, layers=2)
     config.to_json_file(tmp_path / "config.json", use_diff=False)
-    job = Job.from_json(Job("stock", config_fields(config), "tokens.npy").to_json())
+    job = Job(**json.loads(json.dumps(asdict(Job("stock", config_fields(config), "tokens.npy", 1, 8)))))
     fields = {name: value for name, value in config.to_dict().items() if name not in FILE_FIELDS}
     for read in (transformers.AutoConfig.from_pretrained(str(tmp_path / "config.json")), read_config(job.config)):
         assert type(read) is type(config)
@@ -132,7 +145,6 @@ def test_each_provider_of_tigon_is_trained_with_another_commit(options, monkeypa
     assert [run.name for run in plan.runs] == ["stock", "tigon", "tigon@HEAD"]
     with plan.runs[-1].revision.files() as folder:
         assert (folder / "__init__.py").exists()
-        assert plan.job(plan.runs[-1], str(folder.parent)).source == str(folder.parent)
     with pytest.raises(ValueError, match="--against must name a commit of .*, got 'nowhere'"):
         make_plan(replace(options, against="nowhere"))
 
@@ -145,14 +157,12 @@ def demo_options(options) -> DemoOptions:
     return DemoOptions(batch=2, seq=32, vocab=512, text=options.text, device="cpu")
 
 
-def test_the_demo_trains_stock_and_tigon_step_by_step(demo_options):
+def test_the_demo_trains_stock_and_tigon(demo_options):
     plan = make_demo_plan(replace(demo_options, memory="lean", model_type="Qwen3-4B"))
     assert [run.name for run in plan.runs] == ["stock", "tigon-lean"]
     assert (plan.config.model_type, plan.config.vocab_size, plan.dtype) == ("qwen3", 512, "float32")
-    assert plan.continues
-    assert plan.takes_turns
-    assert sizes_of(plan.search()) == [32] * 24
-    assert plan.job(plan.runs[0]).continues
+    assert (plan.warmup, plan.steps) == (3, 21)
+    assert plan.job(plan.runs[0], 32).keeps_gradients
 
 
 @pytest.mark.parametrize(

@@ -4,14 +4,13 @@ import json
 import math
 
 import pytest
-from rich.console import Console
 
 from benchmarks.train import report
-from benchmarks.train.measurement import TOLERANCE, Measurement, compare_with_stock
+from benchmarks.train.measurement import TOLERANCE, DemoComparison, Measurement, compare_demo, compare_with_stock
 
 NAN = math.nan
 MACHINE = {"type": "cpu", "name": "a CPU"}
-SETTINGS = {"title": "a model", "sweep": None, "interrupted": False, "machine": MACHINE}
+SETTINGS = {"title": "a model", "sweep": None, "interrupted": False, "demo": False, "machine": MACHINE}
 
 
 def make_row(
@@ -28,13 +27,12 @@ def make_row(
 
 def test_a_row_is_the_median_of_all_rounds():
     row = make_row("tigon", [0.1, 0.2, 0.4], [3.0, 2.0])
-    row.add({"seconds": [0.3, 0.5], "host_seconds": [0.1], "losses": [], "allocated": 5 * 2**30, "reserved": None})
+    row.add({"seconds": [0.3, 0.5], "host_seconds": [0.1], "losses": [9.0], "allocated": 5 * 2**30, "reserved": None})
     assert row.step_seconds == 0.3
     assert row.tokens_per_second == pytest.approx(2 * 512 * 4 / 0.3)
     assert row.spread == pytest.approx((0.2, 0.4))
     assert (row.losses, row.allocated, row.reserved) == ([3.0, 2.0], 5 * 2**30, 4 * 2**30)
-    assert make_row("tigon", [9.0, 9.0, 1.0, 2.0, 3.0], [], unsteady=2).step_seconds == 2.0
-    assert make_row("tigon", [9.0, 1.0], [], unsteady=3).step_seconds == 1.0
+    assert make_row("tigon", [1.0], [], state_bytes=2**30).above_state == 2 * 2**30
 
 
 def test_losses_agree_if_their_differences_are_those_of_the_noise():
@@ -77,8 +75,8 @@ def test_losses_agree_if_they_are_as_near_to_fp32_as_those_of_stock():
 
 def test_losses_that_are_not_finite_are_drawn(tmp_path):
     rows = [make_row("stock", [1.0], [3.0]), make_row("tigon", [1.0], [NAN])]
-    pictures = report.plot(rows, tmp_path, None, SETTINGS)
-    assert [picture.name for picture in pictures] == ["throughput.png", "memory.png", "loss.png"]
+    pictures = report.plot(rows, tmp_path, SETTINGS)
+    assert [picture.name for picture in pictures] == ["speed_memory.png", "loss.png"]
 
 
 def test_the_report_of_a_sweep_has_all_rows(tmp_path):
@@ -91,7 +89,7 @@ def test_the_report_of_a_sweep_has_all_rows(tmp_path):
     text = report.markdown(rows, settings)
     lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
     assert lines[2][:3] == ["stock", "2", "512"]
-    assert lines[2][5:] == ["10,240", "1.000", "3.0", "4.0", ""]
+    assert lines[2][5:] == ["10,240", "1.000", "3.0", "3.0", "4.0", ""]
     assert lines[3][5:8] == ["20,480", "2.000", "3.0"]
     assert lines[5][:3] + lines[5][-1:] == ["stock", "2", "1,024", "out of memory"]
     report.write_report(tmp_path / "train.json", rows, settings)
@@ -99,17 +97,16 @@ def test_the_report_of_a_sweep_has_all_rows(tmp_path):
     assert document["rows"][1]["status"] == "out of memory"
     assert document["rows"][2]["samples"]["seconds"] == [0.2, 0.2]
     assert document["command"].startswith("python -m benchmarks")
-    pictures = report.plot(rows, tmp_path, "seq", settings)
-    assert [picture.name for picture in pictures] == ["throughput.png", "memory.png"]
-    assert report.plot([rows[1]], tmp_path, "seq", settings) == []
+    assert [picture.name for picture in report.plot(rows, tmp_path, settings)] == ["speed_memory.png"]
+    assert report.plot([rows[1]], tmp_path, settings) == []
 
 
 # --- the demo ------------------------------------------------------------------------------------
 
 
-def compare(stock: list[float], tigon: list[float], dtype: str = "float32") -> report.DemoComparison | None:
+def compare(stock: list[float], tigon: list[float], dtype: str = "float32") -> DemoComparison | None:
     rows = [make_row(name, [1.0] * len(losses), losses) for name, losses in (("stock", stock), ("tigon", tigon))]
-    return report.compare_demo(rows, dtype)
+    return compare_demo(rows, dtype)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -152,24 +149,12 @@ def test_common_steps_are_compared_and_small_losses_count_as_one():
     assert not compare([0.0], [1e-4]).agree
 
 
-@pytest.mark.parametrize(
-    ("stock", "tigon"),
-    [([3.0, 2.0], [3.0, 2.0]), ([3.0, 2.0], []), ([], []), ([NAN], [3.0])],
-    ids=["whole", "one run", "nothing", "nan"],
-)
-def test_all_files_of_the_demo_are_written_whatever_was_measured(tmp_path, stock, tigon):
-    rows = [make_row("stock", [2.0] * len(stock), stock), make_row("tigon", [1.0] * len(tigon), tigon)]
-    comparison = report.compare_demo(rows, "float32")
-    console = Console(width=100)
-    with console.capture() as table:
-        console.print(report.demo_table(rows, 2**31, comparison))
-    assert "nan" not in table.get()
-    if len(stock) == len(tigon) == 2:
-        assert all(cell in table.get() for cell in ("2,000", "1,000", "0.50x", "1,024", "largest loss difference"))
-    report.write_report(tmp_path / "report.json", rows, SETTINGS, comparison)
-    report.plot_demo(tmp_path, rows, 2**31, comparison, SETTINGS)
-    document = json.loads((tmp_path / "report.json").read_text(), parse_constant=lambda name: pytest.fail(name))
-    assert document["rows"][1]["losses"] == tigon
-    assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in ("loss.png", "speed_memory.png"))
-    if comparison is not None:
-        assert document["comparison"]["agree"] is comparison.agree
+def test_the_report_of_the_demo_has_the_memory_above_the_state_and_the_tolerances(tmp_path):
+    rows = [make_row(name, [2.0], [3.0, 2.0], state_bytes=2**30) for name in ("stock", "tigon")]
+    comparison, settings = compare_demo(rows, "float32"), {**SETTINGS, "demo": True}
+    assert report._provider_bars(rows, lambda row: row.above_state)[1][2:] == (2 * 2**30, f"{2 * 2**30:,}", "1.00x")
+    report.write_report(tmp_path / "train.json", rows, settings, comparison)
+    document = json.loads((tmp_path / "train.json").read_text(), parse_constant=lambda name: pytest.fail(name))
+    assert document["comparison"]["agree"] is True
+    for picture in report.plot(rows, tmp_path, settings, comparison):
+        assert picture.read_bytes().startswith(b"\x89PNG")

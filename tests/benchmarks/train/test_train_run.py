@@ -1,24 +1,18 @@
-"""`benchmarks.train` from the command line on a CPU, with workers that are threads, and with processes."""
+"""`benchmarks.train` from the command line on a CPU, with workers in this process, and with processes."""
 
-import functools
 import json
 import os
-import queue
 import signal
-import threading
 import time
-from collections.abc import Callable
-from typing import Any
+from dataclasses import asdict
 
 import pytest
 import torch
 from typer import testing
 
 from benchmarks.__main__ import app
-from benchmarks.train import child, worker
-from benchmarks.train.answers import is_out_of_memory
-from benchmarks.train.child import ChildFailed
-from benchmarks.train.job import Job
+from benchmarks.train import process, runs, worker
+from benchmarks.train.process import FINAL_EVENTS, is_out_of_memory
 from tigon.cli.main import INTERRUPTED
 
 
@@ -35,96 +29,61 @@ def run(text, tmp_path, monkeypatch):
     """Return a function that calls the command and returns its exit code, its output, and its report or None."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(text.parent))
     monkeypatch.setenv("COLUMNS", "200")
-    fixed = ("--model", "tiny", "--device", "cpu", "--text", text, "--out", tmp_path / "out", "--warmup", "1")
-    demo = (
-        "--device",
-        "cpu",
-        "--text",
-        text,
-        "--out",
-        tmp_path / "out",
-        "--vocab",
-        "512",
-        "--batch",
-        "2",
-        "--seq",
-        "32",
-    )
+    shared = ("--device", "cpu", "--text", text, "--out", tmp_path / "out")
+    fixed = {
+        "train": ("--model", "tiny", "--warmup", "1", *shared),
+        "demo": ("--vocab", "512", "--batch", "2", "--seq", "32", *shared),
+    }
 
     def call(*arguments, command="train"):
-        options = fixed if command == "train" else demo
-        result = testing.CliRunner().invoke(app(), [command, *map(str, options), *arguments])
-        report = tmp_path / "out" / ("train.json" if command == "train" else "report.json")
+        result = testing.CliRunner().invoke(app(), [command, *map(str, fixed[command]), *arguments])
+        report = tmp_path / "out" / "train.json"
         return result.exit_code, result.output, json.loads(report.read_text()) if report.exists() else None
 
     return call
 
 
-def with_one_thread(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `function` with torch's number of threads set to 1, which holds for the calling thread alone."""
-
-    @functools.wraps(function)
-    def wrapper(*args: Any) -> Any:
-        torch.set_num_threads(1)
-        return function(*args)
-
-    return wrapper
-
-
 @pytest.fixture
-def threads(monkeypatch):
-    """Replace processes by threads; return the list of all events."""
+def in_process(monkeypatch):
+    """Replace processes by calls; return the list of all events."""
     events = []
+    threads = torch.get_num_threads()
+
+    def run_process(job, log, listen, source=""):
+        def write_event(event, **fields):
+            events.append({"event": event, **fields})
+            if event not in FINAL_EVENTS:
+                listen(events[-1])
+
+        try:
+            worker.train_job(job, 0, write_event)
+        except (torch.OutOfMemoryError, RuntimeError) as error:
+            write_event("failed", out_of_memory=is_out_of_memory(error), reason=repr(error))
+        return events[-1]
+
+    monkeypatch.setattr(runs, "run_process", run_process)
     # At sizes as small as these, several threads would wait for each other.
-    monkeypatch.setattr(worker.Trainer, "__init__", with_one_thread(worker.Trainer.__init__))
-
-    class Thread:
-        def __init__(self, job, log, command, settings):
-            self.lines, self.answers = queue.SimpleQueue(), queue.SimpleQueue()
-            self.thread = threading.Thread(target=self.work, args=(job,), daemon=True)
-            self.thread.start()
-
-        def work(self, job):
-            write_event = lambda event, **fields: self.answers.put({"event": event, **fields})
-            try:
-                worker.serve(job, 0, iter(self.lines.get, ""), write_event)
-            except Exception as error:
-                write_event("failed", out_of_memory=is_out_of_memory(error), reason=repr(error))
-
-        def send(self, line):
-            self.lines.put(line)
-
-        def next_event(self):
-            event = self.answers.get(timeout=60)
-            events.append(event)
-            if event["event"] == "failed":
-                raise ChildFailed(event["reason"], event["out_of_memory"])
-            return event
-
-        def close(self):
-            self.lines.put("")
-            self.thread.join(60)
-
-    monkeypatch.setattr(child, "Child", Thread)
-    return events
+    torch.set_num_threads(1)
+    yield events
+    torch.set_num_threads(threads)
 
 
 def call_before_each_step(monkeypatch, act):
     """Let workers call `act(job, ids)` before each step."""
-    step = worker.Trainer._step
+    step = worker.Trainer.step
 
-    def _step(self, ids):
+    def act_and_step(self, ids):
         act(self.job, ids)
         return step(self, ids)
 
-    monkeypatch.setattr(worker.Trainer, "_step", _step)
+    monkeypatch.setattr(worker.Trainer, "step", act_and_step)
 
 
 def rows_of(report, provider):
     return [row for row in report["rows"] if row["provider"] == provider]
 
 
-def test_losses_agree_and_all_files_are_written(run, threads, tmp_path):
+def test_losses_agree_and_all_files_are_written(run, in_process, tmp_path):
     names = "stock,tigon,tigon-lean,liger"
     code, output, report = run(
         "--providers", names, "--batch", "2", "--seq", "48", "--steps", "12", "--curves", "--lr=3e-3"
@@ -132,7 +91,7 @@ def test_losses_agree_and_all_files_are_written(run, threads, tmp_path):
     assert code == 0, output
     out = tmp_path / "out"
     assert {file.name for file in out.iterdir()} == {
-        "config.json", "train.json", "train.md", "throughput.png", "memory.png", "loss.png",
+        "config.json", "train.json", "train.md", "speed_memory.png", "loss.png",
     }  # fmt: skip
     assert report["settings"]["parameters"] == report["settings"]["parameters_of_a_rank"] > 100_000
     assert "rms_norm" in report["settings"]["applied"]["tigon"]
@@ -154,7 +113,7 @@ def test_losses_agree_and_all_files_are_written(run, threads, tmp_path):
 
 
 @pytest.mark.thorough
-def test_losses_outside_of_the_noise_fail_the_command(run, threads, monkeypatch):
+def test_losses_outside_of_the_noise_fail_the_command(run, in_process, monkeypatch):
     def zero_half_of_the_tokens(job, ids):
         if job.provider == "tigon":
             ids[:, 24:] = 0
@@ -166,8 +125,7 @@ def test_losses_outside_of_the_noise_fail_the_command(run, threads, monkeypatch)
     assert report["curves"]["stock-reversed"]["agrees"] is True
 
 
-@pytest.mark.thorough
-def test_a_sweep_goes_on_after_a_size_that_does_not_fit(run, threads, monkeypatch):
+def test_a_sweep_goes_on_after_a_size_that_does_not_fit(run, in_process, monkeypatch):
     def run_out_of_memory(job, ids):
         if job.provider == "stock" and ids.shape[1] > 40:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
@@ -179,13 +137,11 @@ def test_a_sweep_goes_on_after_a_size_that_does_not_fit(run, threads, monkeypatc
     sizes = {name: [(row["seq"], row["status"]) for row in rows_of(report, name)] for name in ("stock", "tigon")}
     assert sizes["stock"] == [(16, "ok"), (64, "out of memory"), (32, "ok")]
     assert sizes["tigon"] == [(16, "ok"), (64, "ok")]
-    # A process goes on after a size that does not fit, so there is one process for each provider and round.
-    assert [event["event"] for event in threads].count("ready") == 4
     assert all(len(row["samples"]["seconds"]) == 4 for row in report["rows"] if row["status"] == "ok")
     assert "stock" in output.split("out of memory")[0]
 
 
-def test_a_provider_that_raises_is_a_row_and_fails_the_command_if_it_is_tigon(run, threads, monkeypatch):
+def test_a_provider_that_raises_is_a_row_and_fails_the_command_if_it_is_tigon(run, in_process, monkeypatch):
     def fail(job, ids):
         raise RuntimeError(f"not with {job.provider}")
 
@@ -209,22 +165,19 @@ def terminate():
 
 @pytest.mark.parametrize("end", [press_ctrl_c, terminate])
 @pytest.mark.sampled(2)
-def test_an_interrupted_command_keeps_its_measurements(run, threads, monkeypatch, tmp_path, end):
-    class InterruptedChild(child.Child):
-        def next_event(self):
-            event = super().next_event()
-            if event["event"] == "step" and any(e["event"] == "point" for e in threads):
-                end()
-            return event
+def test_an_interrupted_command_keeps_its_measurements(run, in_process, monkeypatch, tmp_path, end):
+    def end_after_the_first_run(job, ids):
+        if any(event["event"] == "point" for event in in_process):
+            end()
 
-    monkeypatch.setattr(child, "Child", InterruptedChild)
+    call_before_each_step(monkeypatch, end_after_the_first_run)
     code, _, report = run("--providers", "stock,tigon", "--seq", "16", "--steps", "2")
     assert code == INTERRUPTED
     # The command restores the handler of the signal.
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     assert report["settings"]["interrupted"] is True
     assert [row["provider"] for row in report["rows"]] == ["stock"]
-    assert (tmp_path / "out" / "throughput.png").exists()
+    assert (tmp_path / "out" / "speed_memory.png").exists()
 
 
 def test_a_refused_option_writes_nothing(run):
@@ -247,7 +200,7 @@ def test_two_ranks_shard_the_model_and_have_the_losses_of_one_process(run, reque
     (lean,) = report["rows"]
     assert lean["status"] == "ok", (output, logs)
     assert report["settings"]["parameters_of_a_rank"] == pytest.approx(report["settings"]["parameters"] / 2, rel=0.01)
-    request.getfixturevalue("threads")
+    request.getfixturevalue("in_process")
     _, _, alone = run("--providers", "stock", "--batch", "2", *fixed)
     (stock,) = alone["rows"]
     assert stock["tokens_per_step"] == lean["tokens_per_step"] == 2 * 32
@@ -258,22 +211,22 @@ def test_two_ranks_shard_the_model_and_have_the_losses_of_one_process(run, reque
 # --- the demo ------------------------------------------------------------------------------------
 
 
-def test_the_demo_says_that_the_curves_agree(run, tmp_path):
-    """The processes are real, because two threads would draw from one random state."""
+def test_the_demo_says_that_the_curves_agree(run, in_process, tmp_path):
     code, output, report = run("--steps", "4", command="demo")
     assert code == 0, output
-    assert {path.name for path in (tmp_path / "out").iterdir()} >= {"report.json", "loss.png", "speed_memory.png"}
+    assert {path.name for path in (tmp_path / "out").iterdir()} >= {"train.md", "loss.png", "speed_memory.png"}
     (stock,), (tigon,) = rows_of(report, "stock"), rows_of(report, "tigon")
-    assert len(stock["losses"]) == len(tigon["losses"]) == len(tigon["samples"]["seconds"]) == 4
+    assert len(stock["losses"]) == len(tigon["losses"]) == 2 + len(tigon["samples"]["seconds"]) == 4
     assert report["comparison"]["agree"] is True
     assert stock["losses"][-1] < stock["losses"][0]
-    assert report["settings"]["state_bytes"] >= 16 * report["settings"]["parameters"]
+    # Weights, gradients and two moments, in fp32.
+    assert stock["state_bytes"] == report["settings"]["state_bytes"] == 16 * report["settings"]["parameters"]
     assert "linear_cross_entropy" in report["settings"]["applied"]["tigon"]
-    for part in ("tokens per second", "peak memory above the model", "The curves agree", str(tmp_path / "out")):
+    for part in ("tokens/s", "above state", "The curves agree", str(tmp_path / "out")):
         assert part in output
 
 
-def test_the_demo_exits_with_1_if_the_curves_differ(run, threads, monkeypatch):
+def test_the_demo_exits_with_1_if_the_curves_differ(run, in_process, monkeypatch):
     def change_the_tokens(job, ids):
         if job.provider == "tigon":
             ids[:, 24:] = 0
@@ -285,29 +238,47 @@ def test_the_demo_exits_with_1_if_the_curves_differ(run, threads, monkeypatch):
     assert report["comparison"]["agree"] is False
 
 
-@pytest.mark.parametrize(("error", "steps"), [(torch.OutOfMemoryError("9 GiB"), 3), (KeyError(7), 1)])
-def test_a_run_of_the_demo_that_fails_ends_with_3(run, threads, monkeypatch, error, steps):
-    """Without memory for one run, the other continues. Any other failure ends both."""
-    calls = []
-
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("9 GiB"), RuntimeError("broken")])
+def test_a_run_of_the_demo_that_fails_ends_with_3(run, in_process, monkeypatch, error):
     def fail(job, ids):
-        calls.append(job.provider)
-        if job.provider == "stock" and calls.count("stock") == 2:
+        if job.provider == "stock":
             raise error
 
     call_before_each_step(monkeypatch, fail)
-    code, output, report = run("--steps", "3", command="demo")
+    code, output, report = run("--steps", "2", command="demo")
     assert code == 3
-    assert "stock failed after 1 steps" in output
-    assert [len(row["losses"]) for row in report["rows"]] == [1, steps]
+    assert "stock failed: " in output
+    assert [len(row["losses"]) for row in report["rows"]] == [0, 2]
+
+
+# --- processes -----------------------------------------------------------------------------------
 
 
 def test_a_process_that_fails_gives_its_reason_and_leaves_its_log(tmp_path):
-    job = Job("stock", {"model_type": "llama"}, "absent.npy", device="nowhere")
-    process = child.Child(job, tmp_path / "stock.log", child.worker_command(), {})
-    try:
-        with pytest.raises(ChildFailed, match="nowhere"):
-            process.next_event()
-    finally:
-        process.close()
+    job = asdict(worker.Job("stock", {"model_type": "llama"}, "absent.npy", 1, 8, device="nowhere"))
+    event = process.run_process(job, tmp_path / "stock.log", lambda event: None)
+    assert (event["event"], event["out_of_memory"]) == ("failed", False)
+    assert "nowhere" in event["reason"]
     assert "Traceback" in (tmp_path / "stock.log").read_text()
+    program = ["-c", "import sys; print('the last words', file=sys.stderr); sys.exit(5)"]
+    event = process.run_process(job, tmp_path / "other.log", lambda event: None, program)
+    assert event["reason"] == "the process ended with code 5 the last words"
+
+
+def test_an_interrupt_ends_the_process(tmp_path, monkeypatch):
+    started = []
+    popen = process.subprocess.Popen
+
+    def start(*arguments, **options):
+        started.append(popen(*arguments, **options))
+        return started[-1]
+
+    def interrupt(event):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(process.subprocess, "Popen", start)
+    program = ["-c", 'import time; print(\'{"event": "ready"}\', flush=True); time.sleep(600)']
+    with pytest.raises(KeyboardInterrupt):
+        process.run_process({"ranks": 1, "device": "cpu"}, tmp_path / "log", interrupt, program)
+    assert started[0].poll() is not None
+    assert not (tmp_path / "log").exists()

@@ -11,10 +11,9 @@ import torch
 import transformers
 
 from benchmarks.train import unsloth_model
-from benchmarks.train.job import Job, Point
 from benchmarks.train.models import config_fields
 from benchmarks.train.providers import Missing, UnsupportedModel
-from benchmarks.train.worker import Trainer
+from benchmarks.train.worker import Job, Trainer
 
 peft = pytest.importorskip("peft")
 
@@ -76,10 +75,12 @@ def unsloth(monkeypatch) -> Unsloth:
     return stand_in
 
 
-def make_trainer(folder: Path, provider: str, events: list[dict[str, Any]], **settings: Any) -> Trainer:
+def make_trainer(
+    folder: Path, provider: str, events: list[dict[str, Any]], seq: int = 16, dtype: str = "bfloat16"
+) -> Trainer:
     tokens = folder / "tokens.npy"
     np.save(tokens, np.random.default_rng(0).integers(64, size=4096))
-    job = Job(provider, config_fields(CONFIG), str(tokens), device="cpu", lora=4, lr=1e-2, **settings)
+    job = Job(provider, config_fields(CONFIG), str(tokens), 2, seq, 3, 1, dtype, "cpu", lora=4, lr=1e-2)
     return Trainer(job, 0, lambda event, **fields: events.append(fields))
 
 
@@ -87,8 +88,7 @@ def make_trainer(folder: Path, provider: str, events: list[dict[str, Any]], **se
 def test_unsloth_trains_the_weights_and_adapters_of_stock(tmp_path, unsloth):
     losses, events = [], []
     for provider in ("stock", "unsloth"):
-        trainer = make_trainer(tmp_path, provider, events, dtype="float32")
-        losses.append(trainer.train(Point(2, 16, warmup=1, steps=3).to_json())["losses"])
+        losses.append(make_trainer(tmp_path, provider, events, dtype="float32").train()["losses"])
     assert losses[0] == losses[1]
     stock_facts, facts = events[0], [event for event in events if "applied" in event][1]
     assert facts["parameters"] == stock_facts["parameters"]
@@ -99,19 +99,16 @@ def test_unsloth_trains_the_weights_and_adapters_of_stock(tmp_path, unsloth):
     assert not unsloth.loading["load_in_4bit"]
 
 
-@pytest.mark.parametrize(
-    ("provider", "checkpointing", "expected"),
-    [("unsloth", False, False), ("unsloth", True, "unsloth"), ("unsloth-checkpoint", False, "unsloth")],
-)
-def test_only_the_suffix_and_the_option_enable_checkpointing(tmp_path, unsloth, provider, checkpointing, expected):
-    make_trainer(tmp_path, provider, [], checkpointing=checkpointing)
+@pytest.mark.parametrize(("provider", "expected"), [("unsloth", False), ("unsloth-checkpoint", "unsloth")])
+def test_only_the_suffix_enables_checkpointing(tmp_path, unsloth, provider, expected):
+    make_trainer(tmp_path, provider, [])
     assert unsloth.loading["use_gradient_checkpointing"] == expected
     assert unsloth.adapting["use_gradient_checkpointing"] == expected
 
 
 def test_sequences_longer_than_the_model_knows_are_not_cut(tmp_path, unsloth):
-    trainer: Any = make_trainer(tmp_path, "unsloth", [])
-    trainer.train(Point(1, 64).to_json())
+    trainer: Any = make_trainer(tmp_path, "unsloth", [], seq=64)
+    trainer.train()
     lengths = {module.max_seq_length for module in trainer.model.modules() if hasattr(module, "max_seq_length")}
     assert lengths == {64}
     assert trainer.model.config.max_position_embeddings == 64
