@@ -6,19 +6,16 @@ The steps are those of the tests. The command fails if a kernel spills registers
 import atexit
 import multiprocessing
 import os
-from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks.ops.cases import split_words
 from tigon.cli import environment
-from tigon.cli.main import INTERRUPTED, check_file, make_console, say_written, write_file
+from tigon.cli.main import INTERRUPTED, check_file, make_console, say_written, show_progress, write_file
 from tigon.cli.output import console_table, markdown_table
 from tigon.runtime.device import HAS_TRITON
 
@@ -118,21 +115,23 @@ def resources(
         emulated_ops = dict.fromkeys(case.split()[0] for case in cases if not launches_kernels(case, name))
         if emulated_ops:
             console.print(f"{name}: left out {', '.join(emulated_ops)}, which launches no kernel on this chip.")
-    usages, interrupted = _compile_all(work, jobs, console)
+    usages, interrupted = _compile_all(work, jobs)
     # The kernels of a case are in the order of their launches: forward before backward.
     kernels = list(dict.fromkeys(usage.kernel for usage in usages))
     usages.sort(key=lambda usage: (cases.index(usage.case), kernels.index(usage.kernel), chips.index(usage.chip)))
     console.print(console_table(TITLES[:-1], [usage.cells()[:-1] for usage in usages], LEFT, ""))
-    for usage in usages:
-        if usage.problem:
-            text = f"{usage.kernel}, {usage.case}, {usage.chip}: {usage.problem}"
-            console.print(text, style="bold red", markup=False, soft_wrap=True)
-    problem_count = sum(bool(usage.problem) for usage in usages)
-    console.print(f"{len(usages)} kernels compiled, {problem_count} with a problem.")
+    problems = [usage for usage in usages if usage.problem]
+    for usage in problems:
+        text = f"{usage.kernel}, {usage.case}, {usage.chip}: {usage.problem}"
+        console.print(text, style="bold red", markup=False, soft_wrap=True)
+    console.print(f"{len(usages)} kernels compiled, {len(problems)} with a problem.")
     if out is not None:
-        write_file(out, _markdown(usages), "--out")
+        versions = ", ".join(f"{name} {version}" for name, version in environment.versions().items())
+        about = f"Compiled with {versions}. Spilled: bytes per thread on NVIDIA, registers on AMD."
+        table = markdown_table(TITLES, [usage.cells() for usage in usages], LEFT)
+        write_file(out, "\n".join(["# Resources of the kernels", "", about, "", *table]) + "\n", "--out")
         say_written(console, out)
-    if interrupted or problem_count:
+    if interrupted or problems:
         raise typer.Exit(INTERRUPTED if interrupted else 1)
 
 
@@ -150,29 +149,21 @@ def _discard_errors_at_exit() -> None:
     atexit.register(lambda: os.dup2(os.open(os.devnull, os.O_WRONLY), 2))
 
 
-def _compile_all(work: list[tuple[str, str]], jobs: int | None, console: Console) -> tuple[list[Usage], bool]:
+def _compile_all(work: list[tuple[str, str]], jobs: int | None) -> tuple[list[Usage], bool]:
     """Compile the pairs of case and chip in other processes; return their usages and whether Ctrl-C interrupted it."""
     usages: list[Usage] = []
     workers = max(1, min(jobs or environment.cpu_count(), len(work)))
     # Each process is a fresh interpreter, because a fork of a process with torch's threads may hang.
     pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=_discard_errors_at_exit)
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("compiling", total=len(work))
+    with show_progress(f"Compiling {len(work)} cases") as show:
         try:
             results = pool.map(compile_case, *zip(*work, strict=True))
-            for (case, chip), case_usages in zip(work, results, strict=True):
+            for index, ((case, chip), case_usages) in enumerate(zip(work, results, strict=True), 1):
                 usages += case_usages
-                progress.update(task, advance=1, description=f"{chip}: {case}")
+                if index % 10 == 0:
+                    show(f"Compiled {case} for {chip} [{index} of {len(work)}]")
         except KeyboardInterrupt:
             pool.shutdown(wait=False, cancel_futures=True)
             return usages, True
     pool.shutdown()
     return usages, False
-
-
-def _markdown(usages: Iterable[Usage]) -> str:
-    versions = ", ".join(f"{name} {version}" for name, version in environment.versions().items())
-    about = f"Compiled with {versions}. Spilled: bytes per thread on NVIDIA, registers on AMD."
-    table = markdown_table(TITLES, [usage.cells() for usage in usages], LEFT)
-    return "\n".join(["# Resources of the kernels", "", about, "", *table]) + "\n"

@@ -8,6 +8,7 @@ The verdict also has the relative error of every output and gradient, |x - exact
 to the error of eager code.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -15,15 +16,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.ops.cases import Case
-from benchmarks.ops.eager import SUMMED, head_logits, token_results
-from benchmarks.ops.providers import Provider, Run, eager_code
-from benchmarks.workloads import Inputs
+from benchmarks.ops.cases import OPS
+from benchmarks.ops.eager import eager_code, reference, softcapped
+from benchmarks.ops.providers import Provider, Run
+from benchmarks.workloads import Case, Inputs
+from benchmarks.workloads.workload import tensors_of
 from tigon.testing import assert_accurate
 
 # The key of a tensor is "output 0" or "gradient of x".
 Results = dict[str, Tensor]
 
+# The losses of these ops sum over rows, and are exact in chunks of rows.
+CHUNKED = ("cross_entropy", "cross_entropy_inplace", "linear_cross_entropy", "kl_div", "jsd", "tvd")
 # The exact reference holds this many logits at once. Each of its half a dozen fp64 temporaries is then 1 GiB.
 REFERENCE_ELEMENTS = 2**27
 # The oracle judges this many elements at once. It holds about ten fp64 copies of them.
@@ -83,75 +87,56 @@ class BoundProvider:
 
 def eager_results(case: Case, inputs: Inputs) -> Results:
     """Return the results of eager code in the dtype of the case. Its error sets the limit."""
-    return _run_eager_code(case, inputs)
+    return BoundProvider(Provider("eager", reference), eager_code(case.op)(case), inputs).results()
 
 
 def exact_results(case: Case, inputs: Inputs) -> Results:
-    """Compute the case in fp32, or in fp64 if the case, its logits or one of its gradients is in fp32.
+    """Compute the reference in fp32, or in fp64 if the case, its logits or one of its gradients is in fp32.
 
-    The softmax of a loss is always in fp64.
+    Losses that sum over rows of a vocabulary are in fp64, and chunks of rows are computed one by one.
     """
-    if case.op == "linear_cross_entropy":
-        return _exact_linear_cross_entropy(case, inputs)
-    if case.op in SUMMED:
+    if case.op in CHUNKED:
         return _exact_loss(case, inputs)
-    has_fp32_gradient = any(inputs.tensors[name].dtype == torch.float32 for name in inputs.grad_names)
-    dtype = torch.float64 if has_fp32_gradient else _exact_dtype(case)
-    return _run_eager_code(case, inputs.map(lambda _, x: x.to(dtype) if x.is_floating_point() else x))
-
-
-def _exact_dtype(case: Case) -> torch.dtype:
     has_fp32_logits = case.options.get("fp32_logits") or case.options.get("fp32_products")
-    return torch.float64 if case.dtype == torch.float32 or has_fp32_logits else torch.float32
+    has_fp32 = has_fp32_logits or any(inputs.tensors[name].dtype == torch.float32 for name in inputs.grad_names)
+    dtype = torch.float64 if has_fp32 or case.dtype == torch.float32 else torch.float32
+    wide = inputs.map(lambda _, x: x.to(dtype) if x.is_floating_point() else x)
+    return BoundProvider(Provider("exact", reference), reference(case), wide).results()
 
 
-def _run_eager_code(case: Case, inputs: Inputs) -> Results:
-    provider = Provider("eager", eager_code(case.op))
-    return BoundProvider(provider, provider.load(case), inputs).results()
+def _chunks(inputs: Inputs) -> Iterator[tuple[slice, dict[str, Tensor]]]:
+    """Yield chunks of rows, and the tensors of each in fp64; all chunks have the same weight of a head."""
 
+    def widen(x: Tensor, like: Tensor) -> Tensor:
+        return x.detach().double().requires_grad_(like.requires_grad) if x.is_floating_point() else x
 
-def _chunks(rows: int, vocabulary: int) -> list[slice]:
+    weights = {name: widen(x, x) for name, x in inputs.tensors.items() if name == "linear_weight"}
+    row_tensors = {name: x for name, x in inputs.tensors.items() if name not in weights}
+    vocabulary = next((len(weight) for weight in weights.values()), inputs.tensors["input"].shape[1])
     size = max(1, REFERENCE_ELEMENTS // vocabulary)
-    return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
+    for start in range(0, len(inputs.tensors["target"]), size):
+        rows = slice(start, start + size)
+        chunk = {name: widen(x[rows], x) for name, x in row_tensors.items()} | weights
+        yield rows, {name: chunk[name] for name in inputs.tensors}
+
+
+def _row_count(inputs: Inputs) -> Tensor | int:
+    target = inputs.tensors["target"]
+    return len(target) if target.is_floating_point() else (target >= 0).sum()
 
 
 def _exact_loss(case: Case, inputs: Inputs) -> Results:
-    input, target = inputs.tensors["input"].detach(), inputs.tensors["target"]
-    is_distribution = target.is_floating_point()
-    gradient = torch.empty_like(input, dtype=_exact_dtype(case))
-    loss = torch.zeros((), dtype=torch.float64, device=input.device)
-    count = len(target) if is_distribution else (target >= 0).sum()
-    for rows in _chunks(*input.shape):
-        chunk = input[rows].double().requires_grad_()
-        part = SUMMED[case.op](case, chunk, target[rows].double() if is_distribution else target[rows]) / count
-        gradient[rows] = torch.autograd.grad(part, chunk)[0]
-        loss = loss + part.detach()
-    return {"output 0": loss, "gradient of input": gradient}
-
-
-def _exact_linear_cross_entropy(case: Case, inputs: Inputs) -> Results:
-    x, weight, target = inputs.tensors["input"], inputs.tensors["linear_weight"], inputs.tensors["target"]
-    wide_weight = weight.detach().to(_exact_dtype(case)).requires_grad_(weight.requires_grad)
-    gradients = {
-        name: torch.zeros_like(inputs.tensors[name], dtype=_exact_dtype(case), requires_grad=False)
-        for name in inputs.grad_names
-    }
-    loss, count = torch.zeros((), dtype=torch.float64, device=x.device), (target >= 0).sum()
-    token_parts = []
-    for rows in _chunks(x.shape[0], weight.shape[0]):
-        chunk = x[rows].detach().to(_exact_dtype(case)).requires_grad_(x.requires_grad)
-        logits = head_logits(chunk, wide_weight, case.options.get("softcap")).double()
-        part = F.cross_entropy(logits, target[rows], reduction="sum") / count
-        token_parts.append(token_results(case.options, logits, target[rows]))
-        del logits
-        leaves = {"input": chunk, "linear_weight": wide_weight}
-        parts = torch.autograd.grad(part, [leaves[name] for name in inputs.grad_names]) if inputs.grad_names else ()
-        for name, gradient in zip(inputs.grad_names, parts, strict=True):
-            if name == "input":
-                gradients[name][rows] = gradient
-            else:
-                gradients[name] += gradient
-        loss = loss + part.detach()
+    count, token_parts = _row_count(inputs), []
+    gradients = {name: torch.zeros_like(inputs.tensors[name], dtype=torch.float64) for name in inputs.grad_names}
+    loss = torch.zeros((), dtype=torch.float64, device=inputs.tensors["target"].device)
+    for rows, chunk in _chunks(inputs):
+        part, *tokens = tensors_of(OPS[case.op].reference(**chunk, **case.options, reduction="sum"))
+        token_parts.append([result.detach() for result in tokens])
+        if gradients:
+            parts = torch.autograd.grad(part / count, [chunk[name] for name in gradients])
+            for (name, gradient), value in zip(gradients.items(), parts, strict=True):
+                (gradient if name == "linear_weight" else gradient[rows]).add_(value)
+        loss += part.detach() / count
     outputs = {f"output {i}": torch.cat(parts) for i, parts in enumerate(zip(*token_parts, strict=True), 1)}
     return {"output 0": loss} | outputs | {f"gradient of {name}": gradient for name, gradient in gradients.items()}
 
@@ -164,17 +149,15 @@ def typical_loss_error(case: Case, inputs: Inputs) -> float:
     """
     if case.op != "linear_cross_entropy":
         return 0.0
-    x, weight, target = (inputs.tensors[name].detach() for name in ("input", "linear_weight", "target"))
-    wide_weight, softcap = weight.to(_exact_dtype(case)), case.options.get("softcap")
-    total = torch.zeros((), dtype=_exact_dtype(case), device=x.device)
-    for rows in _chunks(x.shape[0], weight.shape[0]):
-        rounded_logits = head_logits(x[rows], weight, softcap)
-        exact = head_logits(x[rows].to(_exact_dtype(case)), wide_weight, softcap)
-        losses = [
-            F.cross_entropy(z.to(_exact_dtype(case)), target[rows], reduction="none") for z in (rounded_logits, exact)
-        ]
-        total = total + (losses[0] - losses[1]).square().sum()
-    return ((total**0.5) / (target >= 0).sum()).item()
+    total = torch.zeros((), dtype=torch.float64, device=inputs.tensors["target"].device)
+    softcap = case.options.get("softcap")
+    for rows, chunk in _chunks(inputs):
+        x, weight = (inputs.tensors[name] for name in ("input", "linear_weight"))
+        rounded_logits = softcapped(F.linear(x[rows], weight), softcap)
+        exact = softcapped(F.linear(chunk["input"], chunk["linear_weight"]), softcap)
+        losses = [F.cross_entropy(z.double(), chunk["target"], reduction="none") for z in (rounded_logits, exact)]
+        total += (losses[0] - losses[1]).square().sum()
+    return ((total**0.5) / _row_count(inputs)).item()
 
 
 # --- verdict -------------------------------------------------------------------------------------

@@ -4,10 +4,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.ops.cases import Case
+from benchmarks.ops.cases import OPS
 from benchmarks.ops.eager import softcapped
 from benchmarks.ops.peers import Run, refuse_other_options
-from benchmarks.workloads import Inputs
+from benchmarks.workloads import Case, Inputs
 from tigon.ops.logits.divergence_reference import divergence_of_logits
 
 # This many logits are converted into their gradient at once. Each of a few fp32 temporaries is then half a GiB.
@@ -18,63 +18,46 @@ def with_dlogits(case: Case, inputs: Inputs) -> Inputs:
     """Return the operands of `products`: hidden states of the valid tokens, the weight, and d(logits) for gradients.
 
     d(logits) [valid, V] is the gradient of the mean loss. It is computed from logits as the head rounds them, and
-    rounded to their dtype.
+    rounded to their dtype. Sequences [N, L] become tokens [N L]. A teacher's hidden states and weight follow.
     """
-    softcap = case.options.get("softcap")
-    input, linear_weight, target = inputs.tensors.values()
-    valid = (target != -100).nonzero()[:, 0]
-    x, target = input.detach()[valid], target[valid]
-    tensors = {"input": x.requires_grad_(input.requires_grad), "linear_weight": linear_weight}
+    hidden, weight, targets, *others = inputs.tensors.values()
+    targets = targets.flatten()
+    valid = (targets != -100).nonzero()[:, 0]
+    x, targets = hidden.detach().flatten(0, -2)[valid], targets[valid]
+    tensors = {"input": x.requires_grad_(hidden.requires_grad), "linear_weight": weight}
+    if case.op == "linear_distillation":
+        tensors |= {"teacher_hidden": others[0][valid], "teacher_weight": others[1]}
     if not inputs.grad_names:
         return Inputs(tensors)
-    dlogits = x.new_empty(len(x), len(linear_weight))
-    wide, step = torch.promote_types(x.dtype, torch.float32), max(1, PREPARED_ELEMENTS // len(linear_weight))
+    dlogits = x.new_empty(len(x), len(weight))
+    step = max(1, PREPARED_ELEMENTS // len(weight))
     for start in range(0, len(x), step):
         rows = slice(start, start + step)
-        logits = F.linear(x[rows].detach(), linear_weight.detach()).requires_grad_()
-        wide_logits = softcapped(logits.to(wide), softcap)
-        loss = F.cross_entropy(wide_logits, target[rows], reduction="sum") / len(x)
-        dlogits[rows] = torch.autograd.grad(loss, logits)[0]
-        del logits, wide_logits, loss
+        logits = F.linear(x[rows].detach(), weight.detach()).requires_grad_()
+        wide = logits.to(torch.promote_types(x.dtype, torch.float32))
+        if case.op == "linear_distillation":
+            loss = _divergence(case, wide, F.linear(tensors["teacher_hidden"][rows], tensors["teacher_weight"]))
+        else:
+            wide = softcapped(wide, case.options.get("softcap"))
+            loss = F.cross_entropy(wide, targets[rows], reduction="sum")
+        dlogits[rows] = torch.autograd.grad(loss / len(x), logits)[0]
+        del logits, wide, loss
     return Inputs(tensors | {"dlogits": dlogits})
 
 
-def with_flat_dlogits(case: Case, inputs: Inputs) -> Inputs:
-    """Return the operands of `loss_products`, in which sequences [N, L] are tokens [N L]."""
-    hidden, weight, targets = list(inputs.tensors.values())[:3]
-    x = hidden.detach().flatten(0, 1).requires_grad_(hidden.requires_grad)
-    return with_dlogits(case, Inputs({"input": x, "linear_weight": weight, "target": targets.flatten()}))
+def _divergence(case: Case, logits: Tensor, teacher_logits: Tensor) -> Tensor:
+    beta, temperature = case.options.get("beta", 0.5), case.options.get("temperature", 1.0)
+    kind = {0.0: "kl", 1.0: "reverse_kl"}.get(beta, "jsd")
+    teacher_logits = teacher_logits.to(logits.dtype)
+    return divergence_of_logits(logits / temperature, teacher_logits / temperature, kind, beta).sum()
 
 
 def loss_products(case: Case) -> Run:
     """Load the products of a loss of alignment: those of `products`, and the logits of a reference model, if any."""
     refuse_other_options(case)
-    return _products(recomputes_logits=bool(case.flops and case.flops > 3 * _product_flops(case)))
-
-
-def with_distillation_dlogits(case: Case, inputs: Inputs) -> Inputs:
-    """Return the operands of `distillation_products`: hidden states of the valid tokens, both heads, and d(logits)."""
-    hidden, weight, targets, teacher_hidden, teacher_weight = inputs.tensors.values()
-    valid = (targets != -100).nonzero()[:, 0]
-    x, y = hidden.detach()[valid], teacher_hidden[valid]
-    tensors = {
-        "input": x.requires_grad_(hidden.requires_grad), "linear_weight": weight,
-        "teacher_hidden": y, "teacher_weight": teacher_weight,
-    }  # fmt: skip
-    if not inputs.grad_names:
-        return Inputs(tensors)
-    beta, temperature = case.options.get("beta", 0.5), case.options.get("temperature", 1.0)
-    kind = {0.0: "kl", 1.0: "reverse_kl"}.get(beta, "jsd")
-    dlogits = x.new_empty(len(x), len(weight))
-    wide, step = torch.promote_types(x.dtype, torch.float32), max(1, PREPARED_ELEMENTS // len(weight))
-    for start in range(0, len(x), step):
-        rows = slice(start, start + step)
-        logits = F.linear(x[rows].detach(), weight.detach()).requires_grad_()
-        teacher_logits = F.linear(y[rows], teacher_weight).to(wide)
-        divergence = divergence_of_logits(logits.to(wide) / temperature, teacher_logits / temperature, kind, beta)
-        dlogits[rows] = torch.autograd.grad(divergence.sum() / len(x), logits)[0]
-        del logits, teacher_logits, divergence
-    return Inputs(tensors | {"dlogits": dlogits})
+    n, length, h, v = case.shape
+    own_flops = 3 * 2 * round(n * length * (1 - case.ignored)) * h * v
+    return _products(recomputes_logits=(OPS[case.op].flops_of(case) or 0) > own_flops)
 
 
 def distillation_products(case: Case) -> Run:
@@ -94,11 +77,6 @@ def distillation_products(case: Case) -> Run:
         return run_student(input, linear_weight, dlogits, chunk)
 
     return run
-
-
-def _product_flops(case: Case) -> int:
-    n, length, h, v = case.shape
-    return 2 * round(n * length * (1 - case.ignored)) * h * v
 
 
 def log_prob_products(case: Case) -> Run:

@@ -14,9 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.ops.cases import Case
+from benchmarks.ops.cases import OPS
+from benchmarks.ops.eager import Run
+from benchmarks.workloads import Case
 
-Run = Callable[..., tuple[Tensor, ...]]
 Loader = Callable[[Case], Run]
 
 
@@ -118,12 +119,6 @@ def peft_experts(case: Case) -> Run:
 def liger_moe_mlp(case: Case) -> Run:
     function = _import("liger_kernel.ops:LigerFusedMoEFunction.apply")
     return lambda x, up, down, index, weights: (function(x, up, down, index.int(), weights),)
-
-
-def transformers_load_balancing_loss(case: Case) -> Run:
-    function = _import("transformers.models.mixtral.modeling_mixtral:load_balancing_loss_func")
-    experts, top_k = case.options["num_experts"], case.options["top_k"]
-    return lambda router_logits: (function(router_logits.unbind(), experts, top_k),)
 
 
 # --- norms and rope ------------------------------------------------------------------------------
@@ -344,7 +339,7 @@ def _liger_alignment(name: str, run: Callable[..., Any], *unknown: str, **settin
 
     def load(case: Case) -> Run:
         refuse_other_options(case)
-        options = {key: value for key, value in case.workload.bench_options.items() if key not in unknown}
+        options = {key: value for key, value in OPS[case.op].bench_options.items() if key not in unknown}
         loss = _import(f"liger_kernel.chunked_loss:LigerFusedLinear{name}Loss")(**options, **settings)
         return lambda *tensors: (run(loss, *tensors)[0],)
 

@@ -3,8 +3,6 @@
 A provider is loaded for a case and then called with the case's tensors in order; it returns a tuple of outputs. Loading
 raises `ImportError` if a package is not installed and `Unsupported` if the provider cannot compute the case. Both
 become a line in the report and never end the run.
-
-An op that `eager` does not have is compared with its reference in torch, and an op without peers with eager code alone.
 """
 
 import functools
@@ -19,10 +17,10 @@ import torch.nn.functional as F
 
 import tigon
 from benchmarks.ops import floor, peers
-from benchmarks.ops.cases import OPS, Case, split_words
-from benchmarks.ops.eager import EAGER
-from benchmarks.ops.peers import Run, Unsupported
-from benchmarks.workloads import Inputs
+from benchmarks.ops.cases import OPS, split_words
+from benchmarks.ops.eager import Run, eager_code
+from benchmarks.ops.peers import Unsupported
+from benchmarks.workloads import Case, Inputs
 from benchmarks.workloads.workload import tensors_of
 
 
@@ -68,13 +66,8 @@ def tigon_provider(op: str, package: ModuleType = tigon, name: str = "tigon") ->
 
 
 def _with_options(function: Callable[..., Any], case: Case) -> Run:
-    options = {**case.options, **case.workload.bench_options}
+    options = {**case.options, **OPS[case.op].bench_options}
     return lambda *tensors: tensors_of(function(*tensors, **options))
-
-
-def eager_code(op: str) -> Callable[[Case], Run]:
-    """Return the loader of the code that models run for the op, or of its reference if `eager` does not have it."""
-    return EAGER.get(op) or (lambda case: _with_options(case.workload.reference, case))
 
 
 def _compiled(op: str) -> Callable[[Case], Run]:
@@ -88,14 +81,15 @@ def _compiled(op: str) -> Callable[[Case], Run]:
 _EAGER_NOTES = {
     "layer_norm": "F.layer_norm, which models call",
     "moe_mlp": "expert by expert, waiting for each",
-    "load_balancing_loss": "the code of transformers 5.17, which waits for each layer",
-    "softmax": "F.softmax in fp32, then rounded",
+    "load_balancing_loss": "the code of transformers, which waits for each layer",
+    "cross_entropy": "F.cross_entropy of logits in fp32",
     "cross_entropy_inplace": "writes a new gradient buffer",
+    "linear_cross_entropy": "F.cross_entropy of all logits in fp32",
 }
 
 
 def _common(op: str) -> tuple[Provider, ...]:
-    note = _EAGER_NOTES.get(op, "" if op in EAGER else "the reference of the op")
+    note = _EAGER_NOTES.get(op, "the reference of the op")
     return (
         tigon_provider(op),
         Provider("eager", eager_code(op), note=note),
@@ -163,9 +157,6 @@ _PEERS: dict[str, tuple[Provider, ...]] = {
         Provider("grouped_mm", peers.transformers_experts, note="what transformers runs by default"),
         _liger(peers.liger_moe_mlp),
     ),
-    "load_balancing_loss": (
-        Provider("transformers", peers.transformers_load_balancing_loss, note="of the version that is installed"),
-    ),
     "lora_moe_mlp": (Provider("peft", peers.peft_experts, note="W + s B A, then what transformers runs by default"),),
     "softmax": (
         _torch(peers.torch_function(lambda case: lambda x: F.softmax(x, -1)), "F.softmax"),
@@ -197,10 +188,10 @@ _PEERS: dict[str, tuple[Provider, ...]] = {
     "linear_distillation": (
         _liger(peers.liger_linear_distillation),
         _gpu("trl", peers.trl_linear_distillation),
-        _floor(floor.distillation_products, floor.with_distillation_dlogits),
+        _floor(floor.distillation_products, floor.with_dlogits),
     ),
     **{
-        op: (_liger(load), _floor(floor.loss_products, floor.with_flat_dlogits))
+        op: (_liger(load), _floor(floor.loss_products, floor.with_dlogits))
         for op, load in peers.LIGER_ALIGNMENT.items()
     },
     "kl_div": (

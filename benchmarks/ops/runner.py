@@ -21,10 +21,10 @@ from benchmarks.ops.accuracy import (
     judge,
     typical_loss_error,
 )
-from benchmarks.ops.cases import Case
+from benchmarks.ops.cases import OPS, halve_rows, make_inputs
 from benchmarks.ops.measure import Meter, Roofline, Samples
 from benchmarks.ops.providers import Provider, Run, Unsupported
-from benchmarks.workloads import Inputs
+from benchmarks.workloads import Case, Inputs
 from tigon.runtime.compat.graphs import reset_compiler
 
 # A function that receives a description of the current step.
@@ -148,9 +148,9 @@ def run_case(
 
 def _row(case: Case, provider: Provider) -> BenchRow:
     return BenchRow(
-        case=case.name, op=case.op, family=case.family, model=case.model, shape=case.shape,
+        case=case.name, op=case.op, family=OPS[case.op].family or case.op, model=case.model, shape=case.shape,
         dtype=str(case.dtype).removeprefix("torch."), provider=provider.name, note=provider.note,
-        bytes=case.bytes, flops=case.flops,
+        bytes=OPS[case.op].bytes_of(case), flops=OPS[case.op].flops_of(case),
     )  # fmt: skip
 
 
@@ -183,12 +183,12 @@ def _prepare_check(case: Case, meter: Meter, show_step: ShowStep) -> _Baseline |
             return _expected_results(case, meter)
         # Here, after the handler, the frames of the failed attempt no longer hold tensors.
         _free(meter)
-        case = case.smaller()
+        case = halve_rows(case)
     return None
 
 
 def _expected_results(case: Case, meter: Meter) -> _Baseline:
-    inputs = case.make(meter.device, seed=1)
+    inputs = make_inputs(case, meter.device, seed=1)
     exact = exact_results(case, inputs)
     return _Baseline(case, inputs, eager_results(case, inputs), exact, typical_loss_error(case, inputs))
 
@@ -223,7 +223,7 @@ def _check(case: Case, entries: list[_Entry], meter: Meter, show_step: ShowStep)
                 entry.row.note = f"not timed: writes over its inputs: {', '.join(overwritten_names)}"
             # The old inputs are released before the new ones are made.
             baseline.inputs = Inputs({})
-            baseline.inputs = baseline.case.make(meter.device, seed=1)
+            baseline.inputs = make_inputs(baseline.case, meter.device, seed=1)
 
 
 def _verdict(entry: _Entry, baseline: _Baseline, meter: Meter) -> Verdict:
@@ -259,7 +259,7 @@ def _finite(x: float) -> float | None:
 
 
 def _measure(case: Case, entries: list[_Entry], meter: Meter, rounds: int, show_step: ShowStep) -> None:
-    inputs = case.make(meter.device)
+    inputs = make_inputs(case, meter.device)
     for entry in entries:
         if entry.is_active:
             show_step(f"warming up {entry.provider.name}")

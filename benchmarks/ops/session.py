@@ -14,10 +14,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from benchmarks.ops import cases as case_table
 from benchmarks.ops import plots, providers, report
 from benchmarks.ops.against import Revision, find_revision
-from benchmarks.ops.cases import Case
 from benchmarks.ops.measure import make_meter
 from benchmarks.ops.runner import BenchRow, run_case
 from benchmarks.report import describe_machine, make_folder, pick_folder, takes_options
+from benchmarks.workloads import Case
 from tigon.cli.main import INTERRUPTED, make_console, pick_device
 
 
@@ -163,7 +163,7 @@ def _run(
         progress.console.print(
             f"{machine['name']}: {roofline.bytes_per_second / 1e9:,.0f} GB/s copied, "
             f"{roofline.flops_per_second / 1e12:.3g} TFLOP/s in bf16 products\n"
-            f"{report.legend(any(case.flops for case in cases))}\n"
+            f"{report.legend(any(case_table.OPS[case.op].flops for case in cases))}\n"
         )
         try:
             for case in cases:

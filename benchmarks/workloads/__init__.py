@@ -10,9 +10,9 @@ of `tigon.ops`. A new op is one entry in the file of its family.
 
 from benchmarks.workloads import adapters, divergences, experts, fp8, head, logits, losses, mlps, norms, rotary
 from benchmarks.workloads.inputs import InputMaker, Inputs
-from benchmarks.workloads.workload import BenchShape, Variant, Workload
+from benchmarks.workloads.workload import Case, Variant, Workload
 
-__all__ = ["WORKLOADS", "BenchShape", "InputMaker", "Inputs", "Variant", "Workload"]
+__all__ = ["WORKLOADS", "Case", "InputMaker", "Inputs", "Variant", "Workload"]
 
 # The order is that of the cases in a report of the benchmark.
 _FAMILIES = (norms, rotary, mlps, fp8, adapters, experts, logits, head, divergences, losses)

@@ -3,7 +3,7 @@
 import torch
 
 from benchmarks.workloads.inputs import InputMaker, Inputs
-from benchmarks.workloads.workload import MORE, BenchShape, Problem, Variant, Workload, small, sweep
+from benchmarks.workloads.workload import MORE, Case, Variant, Workload, small, sweep
 from tigon.ops.adapters.lora import lora_linear_reference
 
 
@@ -21,7 +21,7 @@ def _layer(make: InputMaker) -> Inputs:
     return Inputs(tensors, (make.normal(tokens, outputs),))
 
 
-def _flops(problem: Problem) -> int:
+def _flops(problem: Case) -> int:
     """Count the operations of the base products, forward and for dx; the low-rank products are far fewer."""
     tokens, inputs, outputs, _ = problem.shape
     return 2 * 2 * tokens * inputs * outputs
@@ -41,9 +41,9 @@ WORKLOADS = (
         ),
         flops=_flops,
         bench_shapes=(
-            BenchShape("llama-3-8b-q", (8192, 4096, 4096, 16), MORE),
-            BenchShape("llama-3-8b-up", (8192, 4096, 14336, 16), MORE),
-            BenchShape("llama-3-8b-down", (8192, 14336, 4096, 16), MORE),
+            Case("llama-3-8b-q", (8192, 4096, 4096, 16), MORE),
+            Case("llama-3-8b-up", (8192, 4096, 14336, 16), MORE),
+            Case("llama-3-8b-down", (8192, 14336, 4096, 16), MORE),
             small(256, 512, 512, 16),
             *sweep((8192, 4096, 4096, rank) for rank in (8, 16, 32, 64, 128)),
         ),

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from benchmarks.workloads.inputs import InputMaker, Inputs
 from benchmarks.workloads.logits import IGNORED, VOCABULARIES
-from benchmarks.workloads.workload import MORE, ROOFLINE, BenchShape, Variant, Workload, small, sweep
+from benchmarks.workloads.workload import MORE, ROOFLINE, Case, Variant, Workload, small, sweep
 from tigon.ops.logits.divergences import jsd_reference, kl_div_reference, tvd_reference
 
 # The distance of a student's logits from its teacher's; their divergence is then a fraction of a nat.
@@ -73,8 +73,8 @@ WORKLOADS = (
         bench_options={"reduction": "batchmean"},
         elements=_elements,
         bench_shapes=(
-            BenchShape("llama-3-8b", (4096, 128256), ROOFLINE),
-            BenchShape("llama-3-8b", (4096, 128256), MORE, {"log_target": True}),
+            Case("llama-3-8b", (4096, 128256), ROOFLINE),
+            Case("llama-3-8b", (4096, 128256), MORE, {"log_target": True}),
             small(256, 16384),
             *sweep((2048, v) for v in VOCABULARIES),
         ),
@@ -108,8 +108,8 @@ WORKLOADS = (
         family="divergence",
         elements=_elements,
         bench_shapes=(
-            BenchShape("llama-3-8b", (4096, 128256), ROOFLINE),
-            BenchShape("llama-3-8b", (4096, 128256), MORE, {"from_logits": True}),
+            Case("llama-3-8b", (4096, 128256), ROOFLINE),
+            Case("llama-3-8b", (4096, 128256), MORE, {"from_logits": True}),
             small(256, 16384),
             *sweep((2048, v) for v in VOCABULARIES),
         ),
@@ -131,7 +131,7 @@ WORKLOADS = (
         family="divergence",
         elements=_elements,
         bench_shapes=(
-            BenchShape("llama-3-8b", (4096, 128256), MORE),
+            Case("llama-3-8b", (4096, 128256), MORE),
             small(256, 16384),
             *sweep((2048, v) for v in VOCABULARIES),
         ),

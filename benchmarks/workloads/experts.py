@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.workloads.inputs import InputMaker, Inputs
-from benchmarks.workloads.workload import MORE, BenchShape, Problem, Variant, Workload, small, sweep
+from benchmarks.workloads.workload import MORE, Case, Variant, Workload, small, sweep
 from tigon.ops.adapters.lora_experts import lora_moe_mlp_reference
 from tigon.ops.experts.load_balancing import load_balancing_loss_reference
 from tigon.ops.experts.moe_mlp import moe_mlp_reference
@@ -78,14 +78,14 @@ def _routers(experts: int, top_k: int) -> dict[str, int]:
     return {"num_experts": experts, "top_k": top_k}
 
 
-def _flops(case: Problem) -> int:
+def _flops(case: Case) -> int:
     t, h, _, i, k = case.shape
     # There are two products in the forward pass, two for dx in the backward pass, and two for dW unless W is frozen.
     passes = 2 if {"up_proj", "down_proj"} <= {*case.frozen} else 3
     return passes * 2 * t * k * h * (2 * i + i)
 
 
-def _lora_flops(case: Problem) -> int:
+def _lora_flops(case: Case) -> int:
     """Count the operations of the products with the frozen weights; the low-rank products are far fewer."""
     t, h, _, i, k, _ = case.shape
     return 2 * 2 * t * k * h * (2 * i + i)
@@ -138,14 +138,14 @@ WORKLOADS = (
         ),
         flops=_flops,
         bench_shapes=(
-            BenchShape("qwen3-30b-a3b", (8192, 2048, 128, 768, 8), MORE),
-            BenchShape("qwen3-30b-a3b", (8192, 2048, 128, 768, 8), MORE, skewed=1.0),
-            BenchShape("mixtral-8x7b", (8192, 4096, 8, 14336, 2), MORE),
-            BenchShape("gpt-oss-20b", (8192, 2880, 32, 2880, 4), MORE),
-            BenchShape("olmoe-1b-7b", (8192, 2048, 64, 1024, 8), MORE),
+            Case("qwen3-30b-a3b", (8192, 2048, 128, 768, 8), MORE),
+            Case("qwen3-30b-a3b", (8192, 2048, 128, 768, 8), MORE, skewed=1.0),
+            Case("mixtral-8x7b", (8192, 4096, 8, 14336, 2), MORE),
+            Case("gpt-oss-20b", (8192, 2880, 32, 2880, 4), MORE),
+            Case("olmoe-1b-7b", (8192, 2048, 64, 1024, 8), MORE),
             # The experts of one of eight ranks.
-            BenchShape("deepseek-v3", (8192, 7168, 32, 2048, 8), MORE),
-            BenchShape("qwen3-30b-a3b-frozen", (8192, 2048, 128, 768, 8), MORE, frozen=("up_proj", "down_proj")),
+            Case("deepseek-v3", (8192, 7168, 32, 2048, 8), MORE),
+            Case("qwen3-30b-a3b-frozen", (8192, 2048, 128, 768, 8), MORE, frozen=("up_proj", "down_proj")),
             small(256, 128, 8, 64, 2),
             *sweep((t, 2048, 128, 768, 8) for t in LENGTHS),
         ),
@@ -178,8 +178,8 @@ WORKLOADS = (
         ),
         flops=_lora_flops,
         bench_shapes=(
-            BenchShape("qwen3-30b-a3b", (8192, 2048, 128, 768, 8, 16), MORE),
-            BenchShape("mixtral-8x7b", (8192, 4096, 8, 14336, 2, 16), MORE),
+            Case("qwen3-30b-a3b", (8192, 2048, 128, 768, 8, 16), MORE),
+            Case("mixtral-8x7b", (8192, 4096, 8, 14336, 2, 16), MORE),
             small(256, 128, 8, 64, 2, 16),
             *sweep((8192, 2048, 128, 768, 8, rank) for rank in (8, 16, 32, 64)),
         ),
@@ -207,10 +207,10 @@ WORKLOADS = (
         # The forward reads the logits, and the backward reads them and writes their gradients.
         elements=lambda layers, t, e: 3 * layers * t * e,
         bench_shapes=(
-            BenchShape("qwen3-30b-a3b", (48, 8192, 128), MORE, _routers(128, 8)),
-            BenchShape("mixtral-8x7b", (32, 8192, 8), MORE, _routers(8, 2)),
-            BenchShape("gpt-oss-20b", (24, 8192, 32), MORE, _routers(32, 4)),
-            BenchShape("qwen3-next-80b-a3b", (48, 8192, 512), MORE, _routers(512, 10)),
+            Case("qwen3-30b-a3b", (48, 8192, 128), MORE, _routers(128, 8)),
+            Case("mixtral-8x7b", (32, 8192, 8), MORE, _routers(8, 2)),
+            Case("gpt-oss-20b", (24, 8192, 32), MORE, _routers(32, 4)),
+            Case("qwen3-next-80b-a3b", (48, 8192, 512), MORE, _routers(512, 10)),
             small(2, 256, 16, options=_routers(16, 2)),
             *sweep(((48, t, 128) for t in LENGTHS), _routers(128, 8)),
         ),

@@ -1,7 +1,7 @@
 """Workloads of linear layers in FP8. Sizes: T tokens, H inputs, O outputs."""
 
 from benchmarks.workloads.inputs import InputMaker, Inputs
-from benchmarks.workloads.workload import MORE, BenchShape, Problem, Variant, Workload, small, sweep
+from benchmarks.workloads.workload import MORE, Case, Variant, Workload, small, sweep
 from tigon.ops.fp8.fp8_linear import fp8_linear_reference
 
 ROWWISE = {"recipe": "rowwise"}
@@ -15,7 +15,7 @@ def _layer(make: InputMaker) -> Inputs:
     return Inputs(tensors, (make.normal(tokens, outputs),))
 
 
-def _flops(problem: Problem) -> int:
+def _flops(problem: Case) -> int:
     """Count the operations of the three products."""
     tokens, inputs, outputs = problem.shape
     return 3 * 2 * tokens * inputs * outputs
@@ -36,10 +36,10 @@ WORKLOADS = (
         ),
         flops=_flops,
         bench_shapes=(
-            BenchShape("llama-3-8b-q", (8192, 4096, 4096), MORE),
-            BenchShape("llama-3-8b-q", (8192, 4096, 4096), MORE, ROWWISE),
-            BenchShape("llama-3-8b-up", (8192, 4096, 14336), MORE),
-            BenchShape("llama-3-8b-down", (8192, 14336, 4096), MORE),
+            Case("llama-3-8b-q", (8192, 4096, 4096), MORE),
+            Case("llama-3-8b-q", (8192, 4096, 4096), MORE, ROWWISE),
+            Case("llama-3-8b-up", (8192, 4096, 14336), MORE),
+            Case("llama-3-8b-down", (8192, 14336, 4096), MORE),
             small(256, 512, 512),
             *sweep((tokens, 4096, 4096) for tokens in (1024, 2048, 4096, 8192, 16384)),
         ),

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.workloads.inputs import SPREAD, InputMaker, Inputs
-from benchmarks.workloads.logits import IGNORED, TOKEN_OUTPUTS
-from benchmarks.workloads.workload import MORE, BenchShape, Problem, Variant, Workload, small, sweep
-from tigon.ops.head.linear_cross_entropy import linear_cross_entropy_reference
+from benchmarks.workloads.logits import IGNORED, TOKEN_OUTPUTS, loss_reference
+from benchmarks.workloads.workload import MORE, Case, Variant, Workload, small, sweep
 from tigon.ops.head.linear_distillation import linear_distillation_reference
 from tigon.ops.head.linear_log_probs import linear_log_probs_reference
 
@@ -45,6 +45,14 @@ def head_inputs(make: InputMaker, t: int, h: int, v: int) -> dict[str, Tensor]:
     if make.form.get("bias"):
         tensors["linear_bias"] = make.normal(v).requires_grad_()
     return tensors
+
+
+def _linear_loss_reference(
+    input: Tensor, linear_weight: Tensor, target: Tensor, linear_bias: Tensor | None = None, *,
+    acc_dtype: torch.dtype | None = None, **options: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Compute the loss and the results for each token that are requested from all logits. One product sums in fp32."""
+    return loss_reference(F.linear(input, linear_weight, linear_bias), target, **options)
 
 
 def _linear_log_probs(make: InputMaker) -> Inputs:
@@ -100,21 +108,21 @@ def _call_distillation(function: Callable[..., Any], *tensors: Tensor, **options
     return function(hidden, weight, targets, bias=bias, **named, **options)
 
 
-def _distillation_flops(case: Problem) -> int:
+def _distillation_flops(case: Case) -> int:
     t, h, v = case.shape
     gradients = set() if case.no_grad else {"hidden", "weight"} - set(case.frozen)
     # One product computes the logits of the teacher.
     return 2 * (2 + len(gradients)) * round(t * (1 - case.ignored)) * h * v
 
 
-def _flops(case: Problem) -> int:
+def _flops(case: Case) -> int:
     t, h, v = case.shape
     gradients = set() if case.no_grad else {"input", "linear_weight"} - set(case.frozen)
     # Ignored rows need no product.
     return 2 * (1 + len(gradients)) * round(t * (1 - case.ignored)) * h * v
 
 
-def _log_prob_flops(case: Problem) -> int:
+def _log_prob_flops(case: Case) -> int:
     t, h, v = case.shape
     gradients = set() if case.no_grad else {"hidden", "weight"} - set(case.frozen)
     # Backward recomputes the logits.
@@ -124,7 +132,7 @@ def _log_prob_flops(case: Problem) -> int:
 WORKLOADS = (
     Workload(
         name="linear_cross_entropy",
-        reference=linear_cross_entropy_reference,
+        reference=_linear_loss_reference,
         inputs=_linear_cross_entropy,
         legend="T x H x V",
         is_loss=True,
@@ -135,20 +143,20 @@ WORKLOADS = (
         ),
         flops=_flops,
         bench_shapes=(
-            BenchShape("llama-3-8b", (8192, 4096, 128256), FIRST_LINEAR),
-            BenchShape("llama-3-8b", (32768, 4096, 128256), FIRST_LINEAR),
-            BenchShape("gemma-2-2b", (8192, 2304, 256000), FIRST_LINEAR),
-            BenchShape("gemma-2-2b", (8192, 2304, 256000), MORE, {"softcap": 30.0}),
-            BenchShape("qwen3-1.7b", (16384, 2048, 151936), FIRST_LINEAR),
-            BenchShape("llama-3-8b", (1024, 4096, 128256), LINEAR),
-            BenchShape("llama-3-8b", (2048, 4096, 128256), LINEAR),
+            Case("llama-3-8b", (8192, 4096, 128256), FIRST_LINEAR),
+            Case("llama-3-8b", (32768, 4096, 128256), FIRST_LINEAR),
+            Case("gemma-2-2b", (8192, 2304, 256000), FIRST_LINEAR),
+            Case("gemma-2-2b", (8192, 2304, 256000), MORE, {"softcap": 30.0}),
+            Case("qwen3-1.7b", (16384, 2048, 151936), FIRST_LINEAR),
+            Case("llama-3-8b", (1024, 4096, 128256), LINEAR),
+            Case("llama-3-8b", (2048, 4096, 128256), LINEAR),
             # These three are as in instruction tuning, with a frozen head as in LoRA, and as in evaluation.
-            BenchShape("llama-3-8b", (16384, 4096, 128256), MORE_LINEAR, ignored=0.75),
-            BenchShape("llama-3-8b", (8192, 4096, 128256), MORE_LINEAR, frozen=("linear_weight",)),
-            BenchShape("llama-3-8b", (8192, 4096, 128256), LINEAR, no_grad=True),
-            BenchShape("llama-3-8b", (8192, 4096, 128256), LINEAR, FP32_SUM),
-            BenchShape("qwen3-1.7b", (16384, 2048, 151936), LINEAR, FP32_SUM),
-            BenchShape("llama-3-8b", (8192, 4096, 128256), LINEAR, TOKEN_OUTPUTS),
+            Case("llama-3-8b", (16384, 4096, 128256), MORE_LINEAR, ignored=0.75),
+            Case("llama-3-8b", (8192, 4096, 128256), MORE_LINEAR, frozen=("linear_weight",)),
+            Case("llama-3-8b", (8192, 4096, 128256), LINEAR, no_grad=True),
+            Case("llama-3-8b", (8192, 4096, 128256), LINEAR, FP32_SUM),
+            Case("qwen3-1.7b", (16384, 2048, 151936), LINEAR, FP32_SUM),
+            Case("llama-3-8b", (8192, 4096, 128256), LINEAR, TOKEN_OUTPUTS),
             small(1024, 128, 16384),
             small(1024, 128, 16384, ignored=0.75),
             small(1024, 128, 16384, frozen=("linear_weight",)),
@@ -189,15 +197,15 @@ WORKLOADS = (
         ),
         flops=_log_prob_flops,
         bench_shapes=(
-            BenchShape("llama-3-8b", (8192, 4096, 128256), MORE),
-            BenchShape("llama-3-8b", (8192, 4096, 128256), MORE, {"return_entropy": True, "temperature": 0.7}),
-            BenchShape("llama-3-8b", (8192, 4096, 128256), MORE, no_grad=True),
-            BenchShape("llama-3-8b", (32768, 4096, 128256), MORE),
-            BenchShape("llama-3-8b", (65536, 4096, 128256), MORE),
-            BenchShape("gemma-2-2b", (8192, 2304, 256000), MORE, {"softcap": 30.0}),
-            BenchShape("qwen3-1.7b", (16384, 2048, 151936), MORE),
-            BenchShape("llama-3-8b", (16384, 4096, 128256), MORE, ignored=0.75),
-            BenchShape("llama-3-8b", (8192, 4096, 128256), MORE, frozen=("weight",)),
+            Case("llama-3-8b", (8192, 4096, 128256), MORE),
+            Case("llama-3-8b", (8192, 4096, 128256), MORE, {"return_entropy": True, "temperature": 0.7}),
+            Case("llama-3-8b", (8192, 4096, 128256), MORE, no_grad=True),
+            Case("llama-3-8b", (32768, 4096, 128256), MORE),
+            Case("llama-3-8b", (65536, 4096, 128256), MORE),
+            Case("gemma-2-2b", (8192, 2304, 256000), MORE, {"softcap": 30.0}),
+            Case("qwen3-1.7b", (16384, 2048, 151936), MORE),
+            Case("llama-3-8b", (16384, 4096, 128256), MORE, ignored=0.75),
+            Case("llama-3-8b", (8192, 4096, 128256), MORE, frozen=("weight",)),
             small(1024, 128, 16384),
             small(1024, 128, 16384, options={"return_entropy": True, "temperature": 0.7, "softcap": 5.0}),
             small(1024, 128, 16384, no_grad=True),
@@ -247,14 +255,14 @@ WORKLOADS = (
         ),
         flops=_distillation_flops,
         bench_shapes=(
-            BenchShape("llama-3-8b", (8192, 4096, 128256), MORE),
-            BenchShape("llama-3-8b", (8192, 4096, 128256), MORE, {"beta": 0.0}),
-            BenchShape("llama-3-8b", (8192, 4096, 128256), MORE, {"beta": 1.0}),
+            Case("llama-3-8b", (8192, 4096, 128256), MORE),
+            Case("llama-3-8b", (8192, 4096, 128256), MORE, {"beta": 0.0}),
+            Case("llama-3-8b", (8192, 4096, 128256), MORE, {"beta": 1.0}),
             # The peers keep the logits in fp32.
-            BenchShape("llama-3-8b", (8192, 4096, 128256), MORE, {"fp32_logits": True}),
-            BenchShape("llama-3-8b", (8192, 4096, 128256), MORE, {"fp32_logits": True, "beta": 0.0}),
-            BenchShape("llama-3-8b", (65536, 4096, 128256), MORE),
-            BenchShape("llama-3-8b", (8192, 4096, 128256), MORE, no_grad=True),
+            Case("llama-3-8b", (8192, 4096, 128256), MORE, {"fp32_logits": True}),
+            Case("llama-3-8b", (8192, 4096, 128256), MORE, {"fp32_logits": True, "beta": 0.0}),
+            Case("llama-3-8b", (65536, 4096, 128256), MORE),
+            Case("llama-3-8b", (8192, 4096, 128256), MORE, no_grad=True),
             small(1024, 128, 16384),
             small(1024, 128, 16384, options={"beta": 0.0, "temperature": 2.0}),
             *sweep((t, 4096, 128256) for t in LENGTHS),

@@ -1,21 +1,13 @@
 """Workloads of the ops on logits of one model. Sizes: M rows, N columns; T tokens, V vocabulary."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from benchmarks.workloads.inputs import InputMaker, Inputs, rows
-from benchmarks.workloads.workload import (
-    FIRST_ROOFLINE,
-    MORE,
-    ROOFLINE,
-    BenchShape,
-    Variant,
-    Workload,
-    small,
-    sweep,
-)
+from benchmarks.workloads.workload import FIRST_ROOFLINE, MORE, ROOFLINE, Case, Variant, Workload, small, sweep
 from tigon.ops.logits.cross_entropy import cross_entropy_reference, log_probs_and_entropy_reference
 from tigon.ops.logits.softmax import softmax_reference
 
@@ -44,16 +36,17 @@ def _cross_entropy(make: InputMaker) -> Inputs:
     return Inputs(tensors)
 
 
-def _cross_entropy_reference(
-    input: Tensor, target: Tensor, *, return_log_probs: bool = False, return_entropy: bool = False, **options: Any
-) -> tuple[Tensor, ...]:
-    """Return the loss and the results for each token that are requested."""
-    results = log_probs_and_entropy_reference(input, target)
-    requests = (return_log_probs, return_entropy)
-    return (
-        cross_entropy_reference(input, target, **options),
-        *(result for result, is_requested in zip(results, requests, strict=True) if is_requested),
-    )
+def token_results(logits: Tensor, target: Tensor, options: Mapping[str, Any]) -> tuple[Tensor, ...]:
+    """Return the results for each token that the options request: log-probabilities and entropies, [T] each."""
+    requests = [bool(options.get(name)) for name in TOKEN_OUTPUTS]
+    results = log_probs_and_entropy_reference(logits, target) if any(requests) else ()
+    return tuple(result for result, is_requested in zip(results, requests, strict=False) if is_requested)
+
+
+def loss_reference(input: Tensor, target: Tensor, **options: Any) -> tuple[Tensor, ...]:
+    """Return the loss of logits and the results for each token that are requested."""
+    others = {name: value for name, value in options.items() if name not in (*TOKEN_OUTPUTS, "inplace")}
+    return cross_entropy_reference(input, target, **others), *token_results(input, target, options)
 
 
 WORKLOADS = (
@@ -75,8 +68,8 @@ WORKLOADS = (
         elements=lambda m, n: 5 * m * n,
         bench_shapes=(
             # These are the scores of attention over 4096 keys.
-            BenchShape("llama-3-8b", (16384, 4096), ROOFLINE),
-            BenchShape("gpt-2", (16384, 50257), MORE),
+            Case("llama-3-8b", (16384, 4096), ROOFLINE),
+            Case("gpt-2", (16384, 50257), MORE),
             small(512, 1024),
             *sweep((4096, n) for n in WIDTHS),
         ),
@@ -87,21 +80,21 @@ WORKLOADS = (
         function="cross_entropy",
         bench_options={"inplace": True},
         overwrites=("input",),
-        reference=_cross_entropy_reference,
+        reference=loss_reference,
         inputs=_cross_entropy,
         legend="T x V",
         family="cross_entropy",
         elements=lambda t, v: 2 * t * v,
         bench_shapes=(
-            BenchShape("llama-3-8b", (8192, 128256), FIRST_ROOFLINE),
-            BenchShape("llama-2-7b", (8192, 32000), FIRST_ROOFLINE),
+            Case("llama-3-8b", (8192, 128256), FIRST_ROOFLINE),
+            Case("llama-2-7b", (8192, 32000), FIRST_ROOFLINE),
             small(512, 16384),
             *sweep((4096, v) for v in VOCABULARIES),
         ),
     ),
     Workload(
         name="cross_entropy",
-        reference=_cross_entropy_reference,
+        reference=loss_reference,
         inputs=_cross_entropy,
         legend="T x V",
         is_loss=True,
@@ -135,8 +128,8 @@ WORKLOADS = (
         # logits twice reaches 67 % of this floor.
         elements=lambda t, v: 2 * t * v,
         bench_shapes=(
-            BenchShape("llama-3-8b", (8192, 128256), FIRST_ROOFLINE),
-            BenchShape("llama-2-7b", (8192, 32000)),
+            Case("llama-3-8b", (8192, 128256), FIRST_ROOFLINE),
+            Case("llama-2-7b", (8192, 32000)),
             small(512, 16384),
             *sweep((4096, v) for v in VOCABULARIES),
         ),

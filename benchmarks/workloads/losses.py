@@ -8,7 +8,7 @@ from torch import Tensor
 
 from benchmarks.workloads.head import head_inputs
 from benchmarks.workloads.inputs import InputMaker, Inputs
-from benchmarks.workloads.workload import MORE, BenchShape, Problem, Workload, small, sweep
+from benchmarks.workloads.workload import MORE, Case, Workload, small, sweep
 from tigon.losses import dpo_loss, grpo_loss, kto_loss, orpo_loss, simpo_loss
 from tigon.ops.head.linear_log_probs import linear_log_probs_reference
 
@@ -71,8 +71,8 @@ def _call(names: tuple[str, ...]) -> Callable[..., Tensor]:
     return run
 
 
-def _flops(names: tuple[str, ...]) -> Callable[[Problem], int]:
-    def flops(case: Problem) -> int:
+def _flops(names: tuple[str, ...]) -> Callable[[Case], int]:
+    def flops(case: Case) -> int:
         n, length, h, v = case.shape
         gradients = set() if case.no_grad else {"hidden", "weight"} - set(case.frozen)
         products = 1 + len(gradients) + ("ref_hidden" in names)
@@ -97,10 +97,10 @@ def _workload(
         flops=_flops(names),
         bench_options=options or {},
         bench_shapes=(
-            BenchShape("llama-3-8b", (8, 1024, *MODEL), MORE),
-            BenchShape("llama-3-8b", (8, 1024, *MODEL), MORE, ignored=0.5),
+            Case("llama-3-8b", (8, 1024, *MODEL), MORE),
+            Case("llama-3-8b", (8, 1024, *MODEL), MORE, ignored=0.5),
             # A pair, and a sequence, do not fit in the budget of logits.
-            BenchShape("llama-3-8b", (4, 16384, *MODEL), MORE),
+            Case("llama-3-8b", (4, 16384, *MODEL), MORE),
             small(4, 256, 128, 16384),
             *sweep((8, length, *MODEL) for length in LENGTHS),
         ),

@@ -1,7 +1,7 @@
 """Workloads of the MLPs' activations. Sizes: T tokens, I intermediate features."""
 
 from benchmarks.workloads.inputs import InputMaker, Inputs, rows
-from benchmarks.workloads.workload import FIRST_ROOFLINE, MORE, BenchShape, Variant, Workload, small, sweep
+from benchmarks.workloads.workload import FIRST_ROOFLINE, MORE, Case, Variant, Workload, small, sweep
 from tigon.ops.mlps.activations import gelu_reference, relu2_reference
 from tigon.ops.mlps.glu import geglu_reference, swiglu_reference
 
@@ -26,8 +26,8 @@ WORKLOADS = (
         family="glu",
         elements=lambda t, i: 8 * t * i,
         bench_shapes=(
-            BenchShape("llama-3-8b", (16384, 14336), FIRST_ROOFLINE),
-            BenchShape("qwen3-4b", (16384, 9728), MORE),
+            Case("llama-3-8b", (16384, 14336), FIRST_ROOFLINE),
+            Case("qwen3-4b", (16384, 9728), MORE),
             small(512, 2048),
             *sweep((4096, i) for i in WIDTHS),
         ),
@@ -42,8 +42,8 @@ WORKLOADS = (
         family="glu",
         elements=lambda t, i: 8 * t * i,
         bench_shapes=(
-            BenchShape("gemma-2-9b", (16384, 14336), FIRST_ROOFLINE, TANH),
-            BenchShape("gemma-2-2b", (16384, 9216), MORE, TANH),
+            Case("gemma-2-9b", (16384, 14336), FIRST_ROOFLINE, TANH),
+            Case("gemma-2-2b", (16384, 9216), MORE, TANH),
             small(512, 2048, options=TANH),
             *sweep(((4096, i) for i in WIDTHS), TANH),
         ),
@@ -66,8 +66,8 @@ WORKLOADS = (
         ),
         elements=lambda t, i: 5 * t * i,
         bench_shapes=(
-            BenchShape("gpt-2", (16384, 3072), MORE, TANH),
-            BenchShape("siglip-so400m", (16384, 4304), MORE, TANH),
+            Case("gpt-2", (16384, 3072), MORE, TANH),
+            Case("siglip-so400m", (16384, 4304), MORE, TANH),
             small(512, 2048, options=TANH),
             *sweep(((4096, i) for i in WIDTHS), TANH),
         ),
@@ -82,7 +82,7 @@ WORKLOADS = (
         compile_variants=(Variant("16384", (2, 16384)),),
         elements=lambda t, i: 5 * t * i,
         bench_shapes=(
-            BenchShape("minitron-8b", (16384, 16384), MORE),
+            Case("minitron-8b", (16384, 16384), MORE),
             small(512, 2048),
             *sweep((4096, i) for i in WIDTHS),
         ),

@@ -1,7 +1,7 @@
 """Workloads of the norms. Sizes: M rows, N features."""
 
 from benchmarks.workloads.inputs import InputMaker, Inputs
-from benchmarks.workloads.workload import FIRST_ROOFLINE, MORE, ROOFLINE, BenchShape, Variant, Workload, small, sweep
+from benchmarks.workloads.workload import FIRST_ROOFLINE, MORE, ROOFLINE, Case, Variant, Workload, small, sweep
 from tigon.ops.norms.gated_rms_norm import gated_rms_norm_reference
 from tigon.ops.norms.layer_norm import layer_norm_reference
 from tigon.ops.norms.rms_norm import add_rms_norm_reference, rms_norm_reference
@@ -55,14 +55,14 @@ WORKLOADS = (
         # Forward reads x and writes y; backward reads x and dy and writes dx.
         elements=lambda m, n: 5 * m * n + 3 * n,
         bench_shapes=(
-            BenchShape("llama-3-8b", (16384, 4096), FIRST_ROOFLINE),
-            BenchShape("llama-3-70b", (8192, 8192), FIRST_ROOFLINE),
-            BenchShape("llama-3.1-405b", (4096, 16384), FIRST_ROOFLINE),
-            BenchShape("llama-3.2-1b", (16384, 2048), FIRST_ROOFLINE),
-            BenchShape("qwen3-4b", (16384, 2560), MORE),
-            BenchShape("gemma-2-2b", (16384, 2304), MORE, GEMMA_NORM),
+            Case("llama-3-8b", (16384, 4096), FIRST_ROOFLINE),
+            Case("llama-3-70b", (8192, 8192), FIRST_ROOFLINE),
+            Case("llama-3.1-405b", (4096, 16384), FIRST_ROOFLINE),
+            Case("llama-3.2-1b", (16384, 2048), FIRST_ROOFLINE),
+            Case("qwen3-4b", (16384, 2560), MORE),
+            Case("gemma-2-2b", (16384, 2304), MORE, GEMMA_NORM),
             # The GPU has so little to do here that the time of the host shows.
-            BenchShape("llama-3-8b", (64, 4096), ("roofline", "more", "host")),
+            Case("llama-3-8b", (64, 4096), ("roofline", "more", "host")),
             small(512, 1024),
             *sweep((4096, n) for n in WIDTHS),
         ),
@@ -78,8 +78,8 @@ WORKLOADS = (
         # the residual share their gradient.
         elements=lambda m, n: 8 * m * n + 3 * n,
         bench_shapes=(
-            BenchShape("llama-3-8b", (16384, 4096), ROOFLINE),
-            BenchShape("qwen3-4b", (16384, 2560), MORE),
+            Case("llama-3-8b", (16384, 4096), ROOFLINE),
+            Case("qwen3-4b", (16384, 2560), MORE),
             small(512, 1024),
             *sweep((4096, n) for n in WIDTHS),
         ),
@@ -103,9 +103,9 @@ WORKLOADS = (
         # Forward reads x and the gate and writes y; backward reads both and dy and writes dx and dgate.
         elements=lambda m, n: 8 * m * n + 3 * n,
         bench_shapes=(
-            BenchShape("qwen3-next-80b", (262144, 128), ROOFLINE),
-            BenchShape("bamba-9b", (16384, 8192), ROOFLINE, MAMBA_NORM),
-            BenchShape("nemotron-h-8b", (16384, 8192), MORE, MAMBA_NORM | {"group_size": 1024}),
+            Case("qwen3-next-80b", (262144, 128), ROOFLINE),
+            Case("bamba-9b", (16384, 8192), ROOFLINE, MAMBA_NORM),
+            Case("nemotron-h-8b", (16384, 8192), MORE, MAMBA_NORM | {"group_size": 1024}),
             small(512, 1024),
             *sweep((4096, n) for n in WIDTHS if n <= 8192),
         ),
@@ -119,8 +119,8 @@ WORKLOADS = (
         compile_variants=(Variant("1024", (8, 1024)), Variant("4096", (2, 4096)), Variant("16384", (2, 16384))),
         elements=lambda m, n: 5 * m * n + 5 * n,
         bench_shapes=(
-            BenchShape("gpt-j-6b", (16384, 4096), ROOFLINE),
-            BenchShape("starcoder2-3b", (16384, 3072), MORE),
+            Case("gpt-j-6b", (16384, 4096), ROOFLINE),
+            Case("starcoder2-3b", (16384, 3072), MORE),
             small(512, 1024),
             *sweep((4096, n) for n in WIDTHS),
         ),

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from benchmarks.workloads.inputs import InputMaker, Inputs
 from benchmarks.workloads.norms import GEMMA_NORM
-from benchmarks.workloads.workload import FIRST_ROOFLINE, MORE, ROOFLINE, BenchShape, Variant, Workload, small, sweep
+from benchmarks.workloads.workload import FIRST_ROOFLINE, MORE, ROOFLINE, Case, Variant, Workload, small, sweep
 from tigon.ops.rotary.qk_norm_rope import qk_norm_rope_reference
 from tigon.ops.rotary.rope import rope_reference
 
@@ -103,11 +103,11 @@ WORKLOADS = (
         # Backward needs cos and sin, but neither q nor k.
         elements=lambda b, s, hq, hk, d: 4 * b * s * (hq + hk) * d + 4 * s * d,
         bench_shapes=(
-            BenchShape("llama-3-8b", (4, 4096, 32, 8, 128), FIRST_ROOFLINE),
-            BenchShape("gemma-2-2b", (4, 4096, 8, 4, 256), MORE),
-            BenchShape("helium-1-preview-2b", (4, 4096, 20, 20, 128), MORE, {"layout": "interleaved"}),
-            BenchShape("deepseek-v3", (4, 4096, 128, 1, 64), MORE, {"layout": "deinterleaved"}),
-            BenchShape("qwen2.5-vl-7b", (4, 4096, 28, 4, 128), MORE, {"sections": (16, 24, 24)}),
+            Case("llama-3-8b", (4, 4096, 32, 8, 128), FIRST_ROOFLINE),
+            Case("gemma-2-2b", (4, 4096, 8, 4, 256), MORE),
+            Case("helium-1-preview-2b", (4, 4096, 20, 20, 128), MORE, {"layout": "interleaved"}),
+            Case("deepseek-v3", (4, 4096, 128, 1, 64), MORE, {"layout": "deinterleaved"}),
+            Case("qwen2.5-vl-7b", (4, 4096, 28, 4, 128), MORE, {"sections": (16, 24, 24)}),
             small(1, 256, 8, 2, 64),
             *sweep((1, s, 32, 8, 128) for s in LENGTHS),
         ),
@@ -139,8 +139,8 @@ WORKLOADS = (
         # The backward of the norms needs q and k.
         elements=lambda b, s, hq, hk, d: 5 * b * s * (hq + hk) * d + 4 * s * d + 6 * d,
         bench_shapes=(
-            BenchShape("qwen3-8b", (4, 4096, 32, 8, 128), ROOFLINE),
-            BenchShape("gemma-3-4b", (4, 4096, 8, 4, 256), MORE, GEMMA_NORM),
+            Case("qwen3-8b", (4, 4096, 32, 8, 128), ROOFLINE),
+            Case("gemma-3-4b", (4, 4096, 8, 4, 256), MORE, GEMMA_NORM),
             small(1, 256, 8, 2, 64),
             *sweep((1, s, 32, 8, 128) for s in LENGTHS),
         ),

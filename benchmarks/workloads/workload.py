@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,8 +39,8 @@ class Variant:
 
 
 @dataclass(frozen=True)
-class BenchShape:
-    """The sizes of an op in a model, for the benchmark.
+class Case:
+    """An op at the shape of a model, for the benchmark. `OPS` of `benchmarks.ops.cases` sets the op.
 
     `options` are the op's keyword arguments; `ignored` is the share of targets that are -100; `frozen` names inputs
     that get no gradient. With `no_grad` no input gets one, and the forward pass alone is measured. `skewed` is the
@@ -48,26 +48,33 @@ class BenchShape:
     """
 
     model: str
-    sizes: tuple[int, ...]
+    shape: tuple[int, ...]
     tags: tuple[str, ...] = FIRST_LIGHT
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict, hash=False)
     ignored: float = 0.0
     frozen: tuple[str, ...] = ()
     no_grad: bool = False
     skewed: float = 0.0
-
-
-class Problem(Protocol):
-    """The properties of a case of the benchmark on which its work depends."""
+    op: str = ""
+    dtype: torch.dtype = torch.bfloat16
 
     @property
-    def shape(self) -> tuple[int, ...]: ...
+    def name(self) -> str:
+        """Return `op/model/shape`, followed by what is unusual; no other case has this name."""
+        return "/".join([self.op, self.model, "x".join(map(str, self.shape)), *self.extras])
+
     @property
-    def ignored(self) -> float: ...
-    @property
-    def frozen(self) -> tuple[str, ...]: ...
-    @property
-    def no_grad(self) -> bool: ...
+    def extras(self) -> tuple[str, ...]:
+        """Return words for the options that differ from the usual case."""
+        words = [f"{key}={_as_word(value)}" for key, value in self.options.items()]
+        words += [f"ignored={self.ignored:g}"] if self.ignored else []
+        words += [f"frozen={name}" for name in self.frozen]
+        words += [f"skewed={self.skewed:g}"] if self.skewed else []
+        return (*words, *(["no_grad"] if self.no_grad else []))
+
+
+def _as_word(value: object) -> str:
+    return "+".join(map(_as_word, value)) if isinstance(value, tuple) else str(value).removeprefix("torch.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,13 +108,21 @@ class Workload:
 
     # The benchmark measures these. Ops of one `family` share a picture. One of `elements` and `flops` gives the floor:
     # the elements that memory must move once, forward and backward, or the operations that matrix products must do.
-    bench_shapes: tuple[BenchShape, ...] = ()
+    bench_shapes: tuple[Case, ...] = ()
     family: str = ""
     elements: Callable[..., int] | None = None
-    flops: Callable[[Problem], int] | None = None
+    flops: Callable[[Case], int] | None = None
     # The benchmark calls the op with these options and those of a shape, and such a call overwrites these inputs.
     bench_options: Mapping[str, Any] = field(default_factory=dict)
     overwrites: tuple[str, ...] = ()
+
+    def bytes_of(self, case: Case) -> int | None:
+        """Return the fewest bytes that memory must move, forward and backward; None where products are the bound."""
+        return None if self.elements is None else self.elements(*case.shape) * case.dtype.itemsize
+
+    def flops_of(self, case: Case) -> int | None:
+        """Return the fewest operations of matrix products, forward and backward; None where memory is the bound."""
+        return None if self.flops is None else self.flops(case)
 
     def function_in(self, package: ModuleType = tigon) -> Callable[..., Any] | None:
         """Return the op of this Tigon or of another revision, or None if that has no such op."""
@@ -137,11 +152,11 @@ def tensors_of(result: Any) -> tuple[Tensor, ...]:
     return tuple(output for output in outputs if output is not None)
 
 
-def small(*sizes: int, **properties: Any) -> BenchShape:
+def small(*sizes: int, **properties: Any) -> Case:
     """Return sizes so small that a CPU measures them quickly."""
-    return BenchShape("small", sizes, ("small",), **properties)
+    return Case("small", sizes, ("small",), **properties)
 
 
-def sweep(sizes: Iterable[tuple[int, ...]], options: Mapping[str, Any] | None = None) -> tuple[BenchShape, ...]:
+def sweep(sizes: Iterable[tuple[int, ...]], options: Mapping[str, Any] | None = None) -> tuple[Case, ...]:
     """Return shapes that differ in one size: the points of a picture of speed and memory over this size."""
-    return tuple(BenchShape("sweep", point, ("sweep",), options or {}) for point in sizes)
+    return tuple(Case("sweep", point, ("sweep",), options or {}) for point in sizes)

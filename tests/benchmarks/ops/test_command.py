@@ -9,16 +9,16 @@ import typer
 from typer.testing import CliRunner
 
 from benchmarks.ops import cases, providers
-from benchmarks.ops.cases import Case
 from benchmarks.ops.providers import Provider
 from benchmarks.ops.session import bench
+from benchmarks.workloads import Case
 from tigon.cli import main as cli
 
 TINY = (
-    Case("rms_norm", "tiny", (16, 64), ("small",)),
-    Case("cross_entropy_inplace", "tiny", (32, 512), ("small",)),
-    Case("linear_cross_entropy", "tiny", (32, 64, 512), ("small", "linear")),
-    Case("linear_cross_entropy", "tiny", (32, 64, 512), ("small", "linear"), no_grad=True),
+    Case("tiny", (16, 64), ("small",), op="rms_norm"),
+    Case("tiny", (32, 512), ("small",), op="cross_entropy_inplace"),
+    Case("tiny", (32, 64, 512), ("small", "linear"), op="linear_cross_entropy"),
+    Case("tiny", (32, 64, 512), ("small", "linear"), op="linear_cross_entropy", no_grad=True),
 )
 
 

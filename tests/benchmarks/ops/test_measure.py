@@ -7,9 +7,10 @@ import torch
 
 from benchmarks.ops import measure
 from benchmarks.ops.accuracy import BoundProvider
-from benchmarks.ops.cases import Case
+from benchmarks.ops.cases import make_inputs
 from benchmarks.ops.measure import CudaMeter, Meter, Roofline, Samples
 from benchmarks.ops.providers import Provider
+from benchmarks.workloads import Case
 
 CPU = torch.device("cpu")
 
@@ -22,12 +23,12 @@ def test_floor_is_the_slower_of_memory_and_products():
 
 def make_provider(op="swiglu", shape=(64, 1024), **options):
     """Return a provider with fp32 inputs that allocates one output, and one gradient for each input."""
-    inputs = Case(op, "tiny", shape, dtype=torch.float32).make(CPU)
+    inputs = make_inputs(Case("tiny", shape, op=op, dtype=torch.float32), CPU)
     return BoundProvider(Provider("double", lambda case: None, **options), lambda gate, up: (gate * up,), inputs)
 
 
 def test_without_gradients_only_the_forward_pass_runs_and_autograd_is_off():
-    inputs = Case("linear_cross_entropy", "tiny", (8, 4, 16), no_grad=True).make(CPU)
+    inputs = make_inputs(Case("tiny", (8, 4, 16), op="linear_cross_entropy", no_grad=True), CPU)
     modes = []
 
     def run(*tensors):
@@ -42,7 +43,7 @@ def test_without_gradients_only_the_forward_pass_runs_and_autograd_is_off():
 
 
 def test_only_the_loss_among_several_outputs_is_differentiated():
-    inputs = Case("cross_entropy", "tiny", (8, 16)).make(CPU)
+    inputs = make_inputs(Case("tiny", (8, 16), op="cross_entropy"), CPU)
     run = lambda input, target: (input.sum(), 2 * input)
     outputs, (gradient,) = BoundProvider(Provider("test", lambda case: None), run, inputs)()
     assert len(outputs) == 2
