@@ -10,6 +10,7 @@ import tigon.ops.experts.moe_mlp as moe_module
 import tigon.ops.experts.routing as routing_module
 from op_cases import DEVICE, DTYPES, assert_as_accurate_as_eager, one_in, outputs_and_gradients
 from tigon.ops.experts.activation import (
+    NeededActivationGradients,
     activation_gradients,
     activation_gradients_reference,
 )
@@ -260,11 +261,13 @@ def test_activation_gradients_agree_with_their_reference(kind, inner):
     routing, rows = route(index, E), 3 * K
     h, da = _normal(rows, inner * ACTIVATIONS[kind][2]).detach(), _normal(rows, inner, seed=1).detach()
     h[-1], da[-1], weights = torch.nan, torch.nan, _normal(3, K).detach()
-    expected = activation_gradients_reference(h, da, weights, routing, kind, True, True, True)
+    expected = activation_gradients_reference(
+        h, da, weights, routing, kind, NeededActivationGradients(True, True, True)
+    )
     assert expected[2][1, 0] == 0
     for needs in ((True, True, True), (True, False, True), (False, True, False), (False, False, True)):
         upstream = da.clone() if needs[0] or needs[2] else None
-        results = activation_gradients(h, upstream, weights, routing, kind, *needs)
+        results = activation_gradients(h, upstream, weights, routing, kind, NeededActivationGradients(*needs))
         for a, b, is_needed in zip(results, expected, needs, strict=True):
             assert (a is None) == (not is_needed)
             if is_needed:

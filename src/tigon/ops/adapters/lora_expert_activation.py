@@ -34,6 +34,7 @@ from tigon.ops.adapters.grouped_low_rank_kernels import (
     store_hidden,
 )
 from tigon.ops.adapters.low_rank import TERMS, rank_block
+from tigon.ops.experts.activation import NeededActivationGradients
 from tigon.ops.experts.choice_order import Routing
 from tigon.ops.mlps.activation_kernels import activation_and_slope
 from tigon.runtime.compat.triton import tl, triton
@@ -307,15 +308,6 @@ def lora_activation_forward(
         **constants,
     )  # fmt: skip
     return a, q, wq
-
-
-class NeededActivationGradients(NamedTuple):
-    """True for each result of the backward that is computed."""
-
-    dh: bool
-    wa: bool
-    dweights: bool
-    dp: bool
 
 
 class ActivationGradients(NamedTuple):

@@ -45,12 +45,11 @@ from tigon.ops.adapters.grouped_low_rank_product import adds_in_product, grouped
 from tigon.ops.adapters.lora_expert_activation import (
     LARGEST_FUSED_RANK,
     ActivationAdapters,
-    NeededActivationGradients,
     lora_activation_backward,
     lora_activation_forward,
 )
 from tigon.ops.adapters.low_rank import TERMS
-from tigon.ops.experts.activation import activation_gradients
+from tigon.ops.experts.activation import NeededActivationGradients, activation_gradients
 from tigon.ops.experts.arguments import ACTIVATIONS
 from tigon.ops.experts.choice_order import Routing
 from tigon.ops.experts.grouped_linear import grouped_product
@@ -239,8 +238,8 @@ class LoRAExperts(Node):
                 del rows
         elif down_factors is not None and needs_wa:
             dq, _ = grouped_project(dy, down_factors.b, routing, gathers=True)
+        needs = NeededActivationGradients(needs_dh, needs_wa, needs_weights, needs_dp)
         if is_fused and (da is not None or needs_wa):
-            needs = NeededActivationGradients(needs_dh, needs_wa, needs_weights, needs_dp)
             reads_b = up_factors is not None and (needs_dp or not ctx.is_complete)
             adapters = ActivationAdapters(
                 None if ctx.is_complete else p,
@@ -251,9 +250,7 @@ class LoRAExperts(Node):
                 h, da, adapters, None if da is None or adds_dq else dq, weights, routing, ctx.kind, needs
             )
         elif da is not None or needs_wa:
-            dh, wa, dweights = activation_gradients(
-                h, da, weights, routing, ctx.kind, needs_dh, needs_wa, needs_weights
-            )
+            dh, wa, dweights = activation_gradients(h, da, weights, routing, ctx.kind, needs)
             if up_factors is not None and dh is not None and needs_dp:
                 dp, _ = grouped_project(dh, up_factors.b, routing, gathers=False)
         del da, down_factors

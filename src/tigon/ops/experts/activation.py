@@ -17,6 +17,7 @@ for an activation without a gate.
 
 import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +32,15 @@ from tigon.runtime.tuning import rung
 
 # The reference converts this many elements to fp32 at a time.
 REFERENCE_CHUNK = 2**20
+
+
+class NeededActivationGradients(NamedTuple):
+    """True for each result of the backward that is computed. Only adapters have the last one."""
+
+    dh: bool
+    wa: bool
+    dweights: bool
+    dp: bool = False
 
 
 # --- reference -----------------------------------------------------------------------------------
@@ -51,16 +61,15 @@ _DERIVATIVES: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tens
 
 
 def activation_gradients_reference(
-    h: Tensor, da: Tensor | None, weights: Tensor, routing: Routing, kind: str,
-    needs_dh: bool, needs_activation: bool, needs_dweights: bool,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    h: Tensor, da: Tensor | None, weights: Tensor, routing: Routing, kind: str, needs: NeededActivationGradients
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Compute `activation_gradients` in torch, a few rows at a time, for tests and for devices without Triton."""
     wide_dtype = torch.promote_types(h.dtype, torch.float32)
     act, derivative = _DERIVATIVES[kind]
     inner = h.shape[1] // (1 if kind == "relu2" else 2)
     factors = weights.flatten()[routing.order, None].to(wide_dtype)
-    dh = torch.empty_like(h) if needs_dh and da is not None else None
-    wa = h.new_empty(len(h), inner) if needs_activation else None
+    dh = torch.empty_like(h) if needs.dh and da is not None else None
+    wa = h.new_empty(len(h), inner) if needs.wa else None
     dots = torch.empty_like(factors)
     rows = max(1, REFERENCE_CHUNK // max(1, h.shape[1]))
     for part in (slice(start, start + rows) for start in range(0, len(h), rows)):
@@ -73,7 +82,7 @@ def activation_gradients_reference(
         if da is not None and dh is not None:
             dy = da[part] * factors[part]
             dh[part] = torch.cat([derivative(dy * up[0], gate), dy * act(gate)], -1) if up else derivative(dy, gate)
-    dweights = dots.masked_fill(routing.absent, 0.0)[routing.slot, 0].to(weights.dtype) if needs_dweights else None
+    dweights = dots.masked_fill(routing.absent, 0.0)[routing.slot, 0].to(weights.dtype) if needs.dweights else None
     return dh, wa, dweights
 
 
@@ -139,8 +148,8 @@ def _gradients_kernel(
 
 
 def activation_gradients(
-    h: Tensor, da: Tensor | None, weights: Tensor, routing: Routing, kind: str,
-    needs_dh: bool, needs_activation: bool, needs_dweights: bool, overwrites_h: bool = False,
+    h: Tensor, da: Tensor | None, weights: Tensor, routing: Routing, kind: str, needs: NeededActivationGradients,
+    overwrites_h: bool = False,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """Return dh, w a [S, I] and dw [T, K]. A result that is not needed is None.
 
@@ -148,17 +157,20 @@ def activation_gradients(
         h: [S, 2 I] or [S, I].
         da: [S, I], or None if only w a is needed. If `da` is a tensor, w a may overwrite it.
         weights: [T, K].
+        routing: The rows of each expert.
+        kind: The name of the activation.
+        needs: A flag for each result.
         overwrites_h: Whether the kernel writes dh into the memory of a contiguous h. Without kernels, h is not changed.
     """
     if not runs_kernels(h, da, weights):
-        return activation_gradients_reference(h, da, weights, routing, kind, needs_dh, needs_activation, needs_dweights)
+        return activation_gradients_reference(h, da, weights, routing, kind, needs)
     inner = h.shape[1] // (1 if kind == "relu2" else 2)
     block, num_warps = _block_of_row(inner)
     h, da = h.contiguous(), None if da is None else da.contiguous()
-    dh = (h if overwrites_h else torch.empty_like(h)) if needs_dh else None
+    dh = (h if overwrites_h else torch.empty_like(h)) if needs.dh else None
     # Each thread overwrites only elements of h and da that it has loaded itself.
-    wa = (h.new_empty(len(h), inner) if da is None else da) if needs_activation else None
-    dweights = torch.empty_like(weights, memory_format=torch.contiguous_format) if needs_dweights else None
+    wa = (h.new_empty(len(h), inner) if da is None else da) if needs.wa else None
+    dweights = torch.empty_like(weights, memory_format=torch.contiguous_format) if needs.dweights else None
     launch(
         _gradients_kernel, len(h), h, da, weights.contiguous(), routing.order, routing.ends, dh, wa, dweights,
         inner, routing.ends.shape[0],

@@ -35,6 +35,14 @@ class ExpertParameters(NamedTuple):
     down_bias: Tensor | None
 
 
+class ExpertOptions(NamedTuple):
+    """The options of `moe_mlp` with an activation that has a name, `kind`."""
+
+    kind: str
+    transposed: bool
+    weight_inputs: bool
+
+
 class ExpertSizes(NamedTuple):
     """The sizes of experts: their number E, H, I, and the features of the result of the first product."""
 

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tigon.ops.experts.activation import activation_gradients
-from tigon.ops.experts.arguments import ACTIVATIONS, ExpertParameters
+from tigon.ops.experts.activation import NeededActivationGradients, activation_gradients
+from tigon.ops.experts.arguments import ACTIVATIONS, ExpertOptions, ExpertParameters
 from tigon.ops.experts.choice_order import Routing
 from tigon.ops.experts.differentiated import add_bias, product
 from tigon.ops.experts.fp8_products import (
@@ -28,19 +28,17 @@ from tigon.ops.experts.tiled_products import gates_in_product, tiled_gated_produ
 from tigon.runtime.launch import launcher
 
 
-class BackwardParameters(NamedTuple):
-    """The parameters that the backward reads. A parameter may be None if no needed gradient depends on it."""
+class SavedExperts(NamedTuple):
+    """The tensors that the forward saves for backward. One that no needed gradient depends on is None."""
 
+    x: Tensor | None
+    h: Tensor | None
+    weights: Tensor
     up: Tensor | None
     down: Tensor | None
-    down_bias: Tensor | None
-
-
-class FirstParameters(NamedTuple):
-    """The parameters of the first product."""
-
-    up: Tensor
     up_bias: Tensor | None
+    down_bias: Tensor | None
+    routing: Routing
 
 
 class NeededMoEGradients(NamedTuple):
@@ -65,84 +63,77 @@ class MoEGradients(NamedTuple):
     down_bias: Tensor | None
 
 
-def _inputs(x: Tensor, weights: Tensor, routing: Routing, dtype: torch.dtype, weight_inputs: bool) -> Tensor:
+def _inputs(x: Tensor, weights: Tensor, routing: Routing, dtype: torch.dtype, options: ExpertOptions) -> Tensor:
     """Return the inputs of the experts [S, H]."""
-    return spread_weighted(x, weights, routing, dtype) if weight_inputs else spread(x, routing, dtype)
+    return spread_weighted(x, weights, routing, dtype) if options.weight_inputs else spread(x, routing, dtype)
 
 
-def _empty_first_product(x: Tensor, parameters: FirstParameters, routing: Routing, transposed: bool) -> Tensor:
-    """Allocate what `moe_first_product` returns."""
-    return parameters.up.new_empty(routing.order.shape[0], parameters.up.shape[2 if transposed else 1])
+def _empty_first_product(x: Tensor, up: Tensor, routing: Routing, options: ExpertOptions) -> Tensor:
+    return up.new_empty(routing.order.shape[0], up.shape[2 if options.transposed else 1])
 
 
 @launcher(fake=_empty_first_product)
 def moe_first_product(
-    x: Tensor, weights: Tensor, parameters: FirstParameters, routing: Routing, transposed: bool, weight_inputs: bool,
+    x: Tensor, weights: Tensor, up: Tensor, up_bias: Tensor | None, routing: Routing, options: ExpertOptions,
     copies: ExpertCopies,
 ) -> Tensor:  # fmt: skip
     """Return h [S, 2 I] or [S, I], with the bits that it has in `moe_forward`."""
-    up, up_bias = parameters
     if not copies.in_fp8:
-        return product(_inputs(x, weights, routing, up.dtype, weight_inputs), up, up_bias, routing, transposed)
-    h = fp8_token_product(x, weights if weight_inputs else None, up, copies.up, routing, by_rows=not transposed)
-    return add_bias(h, up_bias, routing)
+        return product(_inputs(x, weights, routing, up.dtype, options), up, up_bias, routing, options.transposed)
+    factors = weights if options.weight_inputs else None
+    return add_bias(
+        fp8_token_product(x, factors, up, copies.up, routing, by_rows=not options.transposed), up_bias, routing
+    )
 
 
 def _empty_forward(
-    x: Tensor, parameters: ExpertParameters, routing: Routing, transposed: bool, saves_h: bool
+    x: Tensor, parameters: ExpertParameters, routing: Routing, options: ExpertOptions, saves_h: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Allocate what `moe_forward` returns."""
-    up = parameters.up
-    h = up.new_empty(routing.order.shape[0], up.shape[2 if transposed else 1]) if saves_h else None
-    return x.new_empty(x.shape), h
+    return x.new_empty(x.shape), _empty_first_product(x, parameters.up, routing, options) if saves_h else None
 
 
 def _activated(
-    x: Tensor, weights: Tensor, parameters: FirstParameters, routing: Routing, kind: str, transposed: bool,
-    weight_inputs: bool, needs_h: bool,
-) -> tuple[Tensor | None, Tensor]:  # fmt: skip
+    x: Tensor, weights: Tensor, parameters: ExpertParameters, routing: Routing, options: ExpertOptions, needs_h: bool
+) -> tuple[Tensor | None, Tensor]:
     """Return h [S, 2 I] or [S, I] if it is needed, and its activation [S, I]."""
-    up, up_bias = parameters
-    inputs, factor = _inputs(x, weights, routing, up.dtype, weight_inputs), up if transposed else up.mT
-    if up_bias is None and gates_in_product(inputs, factor, kind):
-        return tiled_gated_product(inputs, factor, routing.ends, kind, needs_h)
-    h = product(inputs, up, up_bias, routing, transposed)
+    up, up_bias = parameters.up, parameters.up_bias
+    inputs, factor = _inputs(x, weights, routing, up.dtype, options), up if options.transposed else up.mT
+    if up_bias is None and gates_in_product(inputs, factor, options.kind):
+        return tiled_gated_product(inputs, factor, routing.ends, options.kind, needs_h)
+    h = product(inputs, up, up_bias, routing, options.transposed)
     del inputs
-    return h if needs_h else None, ACTIVATIONS[kind][0](h)
+    return h if needs_h else None, ACTIVATIONS[options.kind][0](h)
 
 
 @launcher(fake=_empty_forward)
 def moe_forward(
-    x: Tensor, weights: Tensor, parameters: ExpertParameters, routing: Routing, kind: str, transposed: bool,
-    weight_inputs: bool, saves_h: bool, copies: ExpertCopies,
+    x: Tensor, weights: Tensor, parameters: ExpertParameters, routing: Routing, options: ExpertOptions, saves_h: bool,
+    copies: ExpertCopies,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Return y [T, H] and, if backward needs it, h [S, 2 I] or [S, I]."""
     up, down, up_bias, down_bias = parameters
     if copies.in_fp8:
-        h = moe_first_product(x, weights, FirstParameters(up, up_bias), routing, transposed, weight_inputs, copies)
-        rows = quantise_activated(h, kind)
+        h = moe_first_product(x, weights, up, up_bias, routing, options, copies)
+        rows = quantise_activated(h, options.kind)
         saved_h = h if saves_h else None
         del h
-        z = fp8_row_product(rows, down, copies.down, routing.ends, by_rows=not transposed)
+        z = fp8_row_product(rows, down, copies.down, routing.ends, by_rows=not options.transposed)
         z = add_bias(z, down_bias, routing)
         del rows
     else:
-        saved_h, a = _activated(
-            x, weights, FirstParameters(up, up_bias), routing, kind, transposed, weight_inputs, saves_h
-        )
-        z = product(a, down, down_bias, routing, transposed)
+        saved_h, a = _activated(x, weights, parameters, routing, options, saves_h)
+        z = product(a, down, down_bias, routing, options.transposed)
         del a
-    return combine(z, None if weight_inputs else weights, routing, x.dtype), saved_h
+    return combine(z, None if options.weight_inputs else weights, routing, x.dtype), saved_h
 
 
-def _empty_backward(
-    dy: Tensor, h: Tensor, weights: Tensor, routing: Routing, kind: str, transposed: bool, needs: NeededMoEGradients
-) -> MoEGradients:
-    """Allocate what `moe_backward` returns."""
-    (experts,), hidden, width = routing.ends.shape, dy.shape[1], h.shape[1]
-    inner = width // ACTIVATIONS[kind][2]
+def _empty_backward(dy: Tensor, saved: SavedExperts, options: ExpertOptions, needs: NeededMoEGradients) -> MoEGradients:
+    h, weights = saved.h, saved.weights
+    assert h is not None
+    (experts,), hidden, width = saved.routing.ends.shape, dy.shape[1], h.shape[1]
+    inner = width // ACTIVATIONS[options.kind][2]
     up_shape, down_shape = (width, hidden), (hidden, inner)
-    if transposed:
+    if options.transposed:
         up_shape, down_shape = up_shape[::-1], down_shape[::-1]
     return MoEGradients(
         x=dy.new_empty(dy.shape) if needs.x else None,
@@ -156,16 +147,16 @@ def _empty_backward(
 
 @launcher(fake=_empty_backward)
 def moe_backward(
-    dy: Tensor, x: Tensor | None, h: Tensor, weights: Tensor, parameters: BackwardParameters, routing: Routing,
-    kind: str, transposed: bool, weight_inputs: bool, needs: NeededMoEGradients, overwrites_h: bool,
+    dy: Tensor, saved: SavedExperts, options: ExpertOptions, needs: NeededMoEGradients, overwrites_h: bool,
     copies: ExpertCopies,
 ) -> MoEGradients:  # fmt: skip
-    """Return the gradients that are needed, from dy [T, H], x [T, H] and the h that the forward saved.
+    """Return the gradients that are needed, from dy [T, H] and what the forward saved, with h.
 
     With `overwrites_h`, the kernel writes the gradient of h into its memory.
     """
-    up, down, down_bias = parameters
-    ends = routing.ends
+    x, h, weights, up, down, _, down_bias, routing = saved
+    assert h is not None
+    ends, transposed, weight_inputs = routing.ends, options.transposed, options.weight_inputs
     needs_dinputs = needs.x or (weight_inputs and needs.weights)
     needs_dh = needs_dinputs or needs.up or needs.up_bias
     # The weights that multiply the outputs of the experts.
@@ -176,12 +167,13 @@ def moe_backward(
     dx = dup = ddown = dweights = dup_bias = ddown_bias = da = dh = wa = rows = None
 
     needs_dweights = needs.weights and not weight_inputs
-    if copies.in_fp8 and (needs_dh or needs_dweights):
+    needs_da = needs_dh or needs_dweights
+    if copies.in_fp8 and needs_da:
         assert down is not None
         da = fp8_token_product(dy, None, down, copies.down, routing, by_rows=transposed)  # [S, I]
     if not copies.in_fp8 or needs.down or needs.down_bias:
         rows = spread(dy, routing, h.dtype)  # [S, H]
-    if not copies.in_fp8 and (needs_dh or needs_dweights):
+    if not copies.in_fp8 and needs_da:
         assert rows is not None
         assert down is not None
         da = grouped_product(rows, down.mT if transposed else down, ends)  # [S, I]
@@ -193,9 +185,8 @@ def moe_backward(
     if da is not None or needs.down:
         # The products with the bias are added to dw before it is rounded.
         factors = output_weights if down_bias is None else output_weights.to(_wide_dtype(weights))
-        dh, wa, dweights = activation_gradients(
-            h, da, factors, routing, kind, needs_dh, needs.down, needs_dweights, overwrites_h
-        )
+        activation_needs = NeededActivationGradients(needs_dh, needs.down, needs_dweights)
+        dh, wa, dweights = activation_gradients(h, da, factors, routing, options.kind, activation_needs, overwrites_h)
     del da
     if dweights is not None and down_bias is not None:
         dweights = (dweights + _products_with_bias(dy, down_bias, routing)).to(weights.dtype)
@@ -206,7 +197,7 @@ def moe_backward(
         dup_bias = group_sums(dh, ends)
     if dh is not None and needs.up:
         assert x is not None
-        dup = gradient_of_weight(_inputs(x, weights, routing, h.dtype, weight_inputs), dh)
+        dup = gradient_of_weight(_inputs(x, weights, routing, h.dtype, options), dh)
     if dh is not None and needs_dinputs:
         assert up is not None
         if copies.in_fp8:

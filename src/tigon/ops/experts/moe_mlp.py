@@ -29,21 +29,20 @@ Shapes: T tokens, K choices each, E experts, H hidden, I intermediate; S = T K r
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tigon.memory.lean import recomputes_mlp
-from tigon.ops.experts.arguments import ACTIVATIONS, ExpertParameters, check_activated, check_experts
+from tigon.ops.experts.arguments import ACTIVATIONS, ExpertOptions, ExpertParameters, check_activated, check_experts
 from tigon.ops.experts.choice_order import Routing, route
 from tigon.ops.experts.differentiated import differentiated_product, first_product
 from tigon.ops.experts.fp8_grouped_linear import Fp8Source
 from tigon.ops.experts.fp8_products import find_copies
 from tigon.ops.experts.moe_launchers import (
-    BackwardParameters,
-    FirstParameters,
     NeededMoEGradients,
+    SavedExperts,
     moe_backward,
     moe_first_product,
     moe_forward,
@@ -84,71 +83,52 @@ def moe_mlp_reference(
 class _MoEMLP(Node):
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        up: Tensor,
-        down: Tensor,
-        weights: Tensor,
-        up_bias: Tensor | None,
-        down_bias: Tensor | None,
-        slot: Tensor,
-        order: Tensor,
-        expert: Tensor,
-        ends: Tensor,
-        kind: str,
-        transposed: bool,
-        weight_inputs: bool,
-        saves_h: bool,
-        in_fp8: bool,
-        cache: WeightCache | None,
+        ctx: Any, options: ExpertOptions, saves_h: bool, in_fp8: bool, cache: WeightCache | None, *tensors: Any
     ) -> Tensor:
-        parameters, routing = ExpertParameters(up, down, up_bias, down_bias), Routing(slot, order, expert, ends)
-        copies = find_copies(in_fp8, cache, up, down, by_rows=not transposed)
-        y, h = moe_forward(x, weights, parameters, routing, kind, transposed, weight_inputs, saves_h, copies)
-        needs = NeededMoEGradients(*ctx.needs_input_grad[:6])
-        needs_dweights_of_inputs = weight_inputs and needs.weights
-        tensors = (
-            x if needs.up or needs_dweights_of_inputs or not saves_h else None,
-            h if saves_h else None,
-            weights,
-            up if needs.x or needs_dweights_of_inputs or not saves_h else None,
-            down if needs.x or needs.up or needs.up_bias or needs.weights else None,
-            None if saves_h else up_bias,
-            down_bias if needs.weights and not weight_inputs else None,
-            *routing,
+        # The tensors are x, up, down, the weights of the router, the two biases, and those of the routing.
+        x, up, down, weights, up_bias, down_bias, *matrices = tensors
+        parameters, routing = ExpertParameters(up, down, up_bias, down_bias), Routing(*matrices)
+        copies = find_copies(in_fp8, cache, up, down, by_rows=not options.transposed)
+        y, h = moe_forward(x, weights, parameters, routing, options, saves_h, copies)
+        needs = NeededMoEGradients(*ctx.needs_input_grad[4:10])
+        needs_dweights_of_inputs = options.weight_inputs and needs.weights
+        saved = SavedExperts(
+            x=x if needs.up or needs_dweights_of_inputs or not saves_h else None,
+            h=h if saves_h else None,
+            weights=weights,
+            up=up if needs.x or needs_dweights_of_inputs or not saves_h else None,
+            down=down if needs.x or needs.up or needs.up_bias or needs.weights else None,
+            up_bias=None if saves_h else up_bias,
+            down_bias=down_bias if needs.weights and not options.weight_inputs else None,
+            routing=routing,
         )
         ctx.is_compiled = torch.compiler.is_compiling()
         if ctx.is_compiled:
-            ctx.save_for_backward(*tensors)
+            ctx.save_for_backward(*saved[:-1], *routing)
         else:
-            save_gated(ctx, h, saves_h, False, *tensors)
-        ctx.kind, ctx.transposed, ctx.weight_inputs, ctx.needs = kind, transposed, weight_inputs, needs
-        ctx.in_fp8, ctx.cache = in_fp8, cache
+            save_gated(ctx, h, saves_h, False, *saved[:-1], *routing)
+        ctx.options, ctx.needs, ctx.in_fp8, ctx.cache = options, needs, in_fp8, cache
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, h, weights, up, down, up_bias, down_bias, *tensors = ctx.saved_tensors
-        routing = Routing(*tensors)
+        x, h, weights, up, down, up_bias, down_bias, *matrices = ctx.saved_tensors
+        saved = SavedExperts(x, h, weights, up, down, up_bias, down_bias, Routing(*matrices))
+        options, needs = ctx.options, ctx.needs
         # An operator in a compiled graph does not write to its inputs.
         overwrites_h = not ctx.is_compiled
         if h is None:
-            copies = find_copies(ctx.in_fp8, ctx.cache, up, None, by_rows=not ctx.transposed)
-            h = moe_first_product(
-                x, weights, FirstParameters(up, up_bias), routing, ctx.transposed, ctx.weight_inputs, copies
-            )
+            copies = find_copies(ctx.in_fp8, ctx.cache, up, None, by_rows=not options.transposed)
+            saved = saved._replace(h=moe_first_product(x, weights, up, up_bias, saved.routing, options, copies))
         elif overwrites_h:
             check_version("moe_mlp", ctx, h)
             overwrites_h = ctx.may_overwrite and may_overwrite_saved(h)
             if overwrites_h:
                 # If this backward raises an error, another attempt must not read the overwritten tensor.
                 torch.autograd.graph.increment_version(h)
-        needs_dinputs = ctx.needs.x or (ctx.weight_inputs and ctx.needs.weights)
-        copies = find_copies(ctx.in_fp8, ctx.cache, up if needs_dinputs else None, down, by_rows=ctx.transposed)
-        return moe_backward(
-            dy, x, h, weights, BackwardParameters(up, down, down_bias), routing, ctx.kind, ctx.transposed,
-            ctx.weight_inputs, ctx.needs, overwrites_h, copies,
-        )  # fmt: skip
+        needs_dinputs = needs.x or (options.weight_inputs and needs.weights)
+        copies = find_copies(ctx.in_fp8, ctx.cache, up if needs_dinputs else None, down, by_rows=options.transposed)
+        return *(None,) * 4, *moe_backward(dy, saved, options, needs, overwrites_h, copies)
 
 
 # --- public --------------------------------------------------------------------------------------
@@ -206,9 +186,8 @@ def moe_mlp(
         torch.Size([5, 8])
     """
     parameters = ExpertParameters(up_proj, down_proj, up_bias, down_bias)
-    return _run(
-        "moe_mlp", x, parameters, top_k_index, top_k_weights, transposed, activation, weight_inputs, False, None
-    )
+    call = _ExpertCall("moe_mlp", activation, transposed, weight_inputs, False, None)
+    return _run(call, x, parameters, top_k_index, top_k_weights)
 
 
 def moe_mlp_in_fp8(
@@ -232,16 +211,26 @@ def moe_mlp_in_fp8(
         TypeError, ValueError: See `moe_mlp`. A size is no multiple of 16.
     """
     cache = None if torch.compiler.is_compiling() else cache
-    return _run(
-        "moe_mlp_in_fp8", x, parameters, top_k_index, top_k_weights, transposed, activation, weight_inputs, True, cache
-    )
+    call = _ExpertCall("moe_mlp_in_fp8", activation, transposed, weight_inputs, True, cache)
+    return _run(call, x, parameters, top_k_index, top_k_weights)
+
+
+class _ExpertCall(NamedTuple):
+    """The options of a call of `moe_mlp`, or of `moe_mlp_in_fp8` if `in_fp8` is True."""
+
+    op: str
+    activation: str | Callable[[Tensor], Tensor]
+    transposed: bool
+    weight_inputs: bool
+    in_fp8: bool
+    cache: WeightCache | None
 
 
 def _run(
-    op: str, x: Tensor, parameters: ExpertParameters, top_k_index: Tensor, top_k_weights: Tensor, transposed: bool,
-    activation: str | Callable[[Tensor], Tensor], weight_inputs: bool, in_fp8: bool, cache: WeightCache | None,
-) -> Tensor:  # fmt: skip
-    """Return `moe_mlp`, or `moe_mlp_in_fp8` if `in_fp8` is True."""
+    call: _ExpertCall, x: Tensor, parameters: ExpertParameters, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """Check the arguments and compute the experts."""
+    op, activation, transposed, weight_inputs, in_fp8, cache = call
     sizes = check_experts(op, x, parameters, top_k_index, top_k_weights, transposed, activation)
     checks.flag(op, weight_inputs=weight_inputs)
     routing = route(top_k_index, sizes.experts)
@@ -251,16 +240,12 @@ def _run(
     if in_fp8:
         check_sizes(op, up_proj=up[0], down_proj=down[0])
     if isinstance(activation, str):
+        options = ExpertOptions(activation, transposed, weight_inputs)
         tensors = x, up, down, top_k_weights, up_bias, down_bias
         if torch.is_grad_enabled() and any(p is not None and p.requires_grad for p in tensors):
-            saves_h = not recomputes_mlp()
-            return _MoEMLP.apply(
-                *tensors, *routing, activation, transposed, weight_inputs, saves_h, in_fp8, cache
-            )  # fmt: skip
+            return _MoEMLP.apply(options, not recomputes_mlp(), in_fp8, cache, *tensors, *routing)
         copies = find_copies(in_fp8, cache, up, down, by_rows=not transposed)
-        return moe_forward(
-            x, top_k_weights, parameters, routing, activation, transposed, weight_inputs, False, copies
-        )[0]  # fmt: skip
+        return moe_forward(x, top_k_weights, parameters, routing, options, False, copies)[0]
     up_fp8, down_fp8 = (Fp8Source(name, cache) if in_fp8 else None for name in ("up", "down"))
     h = activation(first_product(x, top_k_weights, up, up_bias, routing, transposed, weight_inputs, up_fp8))
     h = check_activated(op, h, (top_k_index.numel(), sizes.inner))
