@@ -22,7 +22,7 @@ from tigon.ops.fp8.stacks import quantise_stack, quantise_stack_reference
 from tigon.ops.fp8.weights import WeightCache
 from tigon.runtime.device import device_of
 
-BF16, E4M3, E5M2 = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
+BF16 = torch.bfloat16
 recipes = pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 modes = pytest.mark.parametrize("fp8_dw", [True, False], ids=["dW in FP8", "dW in bf16"])
 
@@ -49,14 +49,13 @@ def _relative_error(a: Tensor, b: Tensor) -> float:
 
 
 @pytest.mark.parametrize("is_fast", [False, True], ids=["precise", "fast"])
-@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
 @pytest.mark.parametrize("out_dtype", [BF16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("m", [1, 7, 128, 1000])
 @recipes
-def test_the_units_compute_what_the_emulation_computes(recipe, m, out_dtype, dtype, is_fast):
+def test_the_units_compute_what_the_emulation_computes(recipe, m, out_dtype, is_fast):
     is_rowwise = recipe == "rowwise"
-    a = quantise_reference(_randn(m, 4096), Layout(dtype, is_rowwise, True, False))
-    b = quantise_reference(_randn(256, 4096, scale=1 / 64), Layout(E4M3, is_rowwise, True, False))
+    a = quantise_reference(_randn(m, 4096), Layout(is_rowwise, True, False))
+    b = quantise_reference(_randn(256, 4096, scale=1 / 64), Layout(is_rowwise, True, False))
     factors = Factor(*a[:2]), Factor(*b[:2])
     bias = torch.randn(256, device="cuda").to(out_dtype)
     y = multiply_fp8(*factors, out_dtype, bias, is_fast)
@@ -68,11 +67,10 @@ def test_the_units_compute_what_the_emulation_computes(recipe, m, out_dtype, dty
 
 @pytest.mark.parametrize("is_rowwise", [False, True], ids=["tensorwise", "rowwise"])
 @pytest.mark.parametrize("shape", [(8192, 4096), (1000, 14336), (3, 16)], ids=str)
-@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
-def test_kernels_write_the_bytes_of_the_reference(shape, dtype, is_rowwise):
+def test_kernels_write_the_bytes_of_the_reference(shape, is_rowwise):
     x = _randn(*shape) * torch.randn(shape[1], device="cuda").exp()
     for copies in ((True, True), (True, False), (False, True)):
-        layout = Layout(dtype, is_rowwise, *copies)
+        layout = Layout(is_rowwise, *copies)
         actual, expected = quantise([x], layout), quantise_reference(x, layout)
         for factor, values, scale in zip(actual, expected[::2], expected[1::2], strict=True):
             assert (factor is None) == (values is None)
@@ -161,7 +159,7 @@ def test_matrices_of_more_than_2_31_values(is_rowwise):
     m, k = 2**18 + 3, 8192
     x = torch.zeros(m, k, device="cuda", dtype=BF16)
     x[-1, -1], x[0, 5] = 3.0, -1.0
-    rows, transposed = quantise([x], Layout(E4M3, is_rowwise, True, True))
+    rows, transposed = quantise([x], Layout(is_rowwise, True, True))
     assert rows.values[-1, -1].float() == 448
     assert transposed.values[-1, m - 1].float() == 448
     assert rows.values[0, 5].float() == transposed.values[5, 0].float() == (-448 if is_rowwise else -144)

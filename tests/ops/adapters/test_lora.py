@@ -12,7 +12,7 @@ from tigon.ops.adapters.lora import eager_output, lora_linear_reference, lora_li
 from tigon.ops.adapters.lora_products import draw_seeds
 from tigon.ops.adapters.low_rank import PartTiles, dropout_bits, empty_hidden, expand, project, split_terms, token_sums
 from tigon.ops.adapters.projection import Adapter, Projection, flatten, rebuild
-from tigon.ops.fp8.formats import WEIGHT_DTYPE, Factor, FusedPass
+from tigon.ops.fp8.formats import Factor, FusedPass
 from tigon.ops.fp8.quantisation import Layout, quantise
 
 pytestmark = pytest.mark.kernels
@@ -226,7 +226,7 @@ def test_the_product_that_reads_x_finds_its_maximum_or_writes_its_copy(rank, fea
     maximum = torch.zeros(1, dtype=torch.int32, device=DEVICE)
     assert torch.equal(project(x, [a], h, 2.0, mask, FusedPass(maximum)), expected)
     assert maximum.view(torch.float32).item() == x.abs().max().item()
-    copy = quantise([x], Layout(WEIGHT_DTYPE, False, True, False), maximum).rows
+    copy = quantise([x], Layout(False, True, False), maximum).rows
     # The copy is a part of a wider matrix, whose other columns are not written.
     matrix = torch.full((140, 3 * features), 7.0, device=DEVICE).to(WEIGHT_DTYPE)
     values, scale = matrix[:, features : 2 * features], torch.zeros(1, device=DEVICE)

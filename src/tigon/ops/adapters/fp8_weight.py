@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tigon.ops.adapters.frozen_weight import FrozenWeight
 from tigon.ops.adapters.projection import Projection
-from tigon.ops.fp8.formats import WEIGHT_DTYPE, Factor, Fp8Options, FusedPass, runs_fp8_kernels
+from tigon.ops.fp8.formats import E4M3, Factor, Fp8Options, FusedPass, runs_fp8_kernels
 from tigon.ops.fp8.products import multiply_fp8
 from tigon.ops.fp8.quantisation import Layout, quantise
 from tigon.ops.fp8.weights import Fp8Weights, WeightCache, weight_rows, weight_transposed
@@ -81,7 +81,7 @@ class Fp8Group:
 
         `maximum` holds the bits of the largest |x|, if a kernel of the node has found it.
         """
-        return Fp8Operand(self, {0: x}, Layout(WEIGHT_DTYPE, self.options.is_rowwise, True, False), maximum)
+        return Fp8Operand(self, {0: x}, Layout(self.options.is_rowwise, True, False), maximum)
 
     def operand_of_gradients(self, dys: Mapping[int, Tensor], maximum: Tensor | None = None) -> "Fp8Operand | None":
         """Return the gradients dy_i [T, O_i], side by side, as the operand of dX; None if `dys` has none of the group.
@@ -89,7 +89,7 @@ class Fp8Group:
         `maximum` holds the bits of the largest |dy_i| of the group, if a kernel of the node has found it.
         """
         present = {index: dys[index] for index in self.indices if index in dys}
-        layout = Layout(self.options.dtype_of_gradients, self.options.is_rowwise, True, False, by_columns=True)
+        layout = Layout(self.options.is_rowwise, True, False, by_columns=True)
         return Fp8Operand(self, present, layout, maximum) if present else None
 
     def end_forward(self) -> None:
@@ -132,7 +132,7 @@ class Fp8Operand:
             self.maximum = zero_number(some_part)
             return dict.fromkeys(self.parts, FusedPass(self.maximum))
         widths = [part.shape[1] for part in self.parts.values()]
-        values = some_part.new_empty((len(some_part), sum(widths)), dtype=self.layout.dtype)
+        values = some_part.new_empty((len(some_part), sum(widths)), dtype=E4M3)
         scale = some_part.new_empty(1, dtype=torch.float32)
         self.copy = Factor(values, scale)
         windows = values.split(widths, 1) if len(widths) > 1 else (values,)
@@ -168,11 +168,11 @@ class Fp8Operand:
         for index, weight in zip(group.indices, group.weights, strict=True):
             stop = start + weight.shape[0]
             rows = copies.rows_of(start, stop)
-            yield index, multiply_fp8(copy, rows, group.dtype, is_fast=group.options.fast_forward)
+            yield index, multiply_fp8(copy, rows, group.dtype, is_fast=True)
             start = stop
 
     def input_gradient(self) -> Tensor:
         """Return the sum [T, I] of the products of the gradients with the weights of the group."""
         group = self.group
         transposed = weight_transposed(group.copies, group.weights, group.options.is_rowwise)
-        return multiply_fp8(self._take_copy(), transposed, group.dtype, is_fast=group.options.fast_backward)
+        return multiply_fp8(self._take_copy(), transposed, group.dtype)

@@ -41,7 +41,7 @@ from tigon.ops.adapters.low_rank_kernels import (
     split_kernel,
     token_sum_kernel,
 )
-from tigon.ops.fp8.formats import LARGEST, FusedPass
+from tigon.ops.fp8.formats import FusedPass
 from tigon.runtime.counters import zero_counters
 from tigon.runtime.device import Device, cdiv, device_of
 from tigon.runtime.launch import in_order, launch, on_device
@@ -214,7 +214,7 @@ def project(
             stride_ar=a.stride(-2), stride_an=a.stride(-1), stride_part=t * r,
             stride_mask=0 if dropout_mask is None else dropout_mask.stride(0),
             stride_out=out.stride(1), stride_term=out.stride(0), stride_copy=0 if values is None else values.stride(0),
-            factor=factor, largest=0.0 if values is None else LARGEST[values.dtype],
+            factor=factor,
         ),
         R=r, X_TERMS=TERMS[x.dtype], A_TERMS=a.shape[0] if is_split else TERMS[a.dtype], IS_SPLIT=is_split,
         BLOCK_T=config.block_t, BLOCK_N=config.block_n, BLOCK_R=block_r, STAGES=config.num_stages,

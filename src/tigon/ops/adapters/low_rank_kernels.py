@@ -116,7 +116,7 @@ def project_kernel(
     # [T, N / 8] uint8 or None, [1] int32 or None, [T, N] fp8 or None, [1] fp32 or None
     x_ptr, a_ptr, sum_ptr, counter_ptr, out_ptr, mask_ptr, maximum_ptr, copy_ptr, scale_ptr,
     T, N, part_length, parts, stride_x, stride_ar, stride_an, stride_part, stride_mask, stride_out, stride_term,
-    stride_copy, factor, largest,
+    stride_copy, factor,
     R: tl.constexpr, X_TERMS: tl.constexpr, A_TERMS: tl.constexpr, IS_SPLIT: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -124,7 +124,7 @@ def project_kernel(
 
     If IS_SPLIT, `a` holds the terms of A. Otherwise it holds A itself. The maximum is the bits of an fp32 number.
     Without a copy, the kernel raises the maximum to the largest |x|. With a copy, the maximum is an input, and the
-    kernel writes x to the copy in FP8. Both use x before dropout. `largest` is the largest number of the FP8 format.
+    kernel writes x to the copy in FP8. Both use x before dropout.
     """
     r_blocks: tl.constexpr = (R + BLOCK_R - 1) // BLOCK_R
     pid = tl.program_id(0)
@@ -137,7 +137,7 @@ def project_kernel(
     first = tl.multiple_of(part * part_length, BLOCK_N)
     total = tl.zeros([BLOCK_T, BLOCK_R], tl.float32)
     if copy_ptr is not None:
-        copy_factor = tensorwise_factor(maximum_ptr, scale_ptr, largest, pid == 0)
+        copy_factor = tensorwise_factor(maximum_ptr, scale_ptr, pid == 0)
     elif maximum_ptr is not None:
         row_bits = tl.zeros([BLOCK_T, 1], tl.int32)
     for start in tl.range(first, tl.minimum(first + part_length, N), BLOCK_N, num_stages=STAGES):

@@ -22,12 +22,12 @@ from torch import Tensor
 from tigon.ops.experts.arguments import ACTIVATIONS
 from tigon.ops.experts.choice_order import Routing
 from tigon.ops.experts.fp8_rows import quantise_and_spread
-from tigon.ops.fp8.formats import WEIGHT_DTYPE, Factor
+from tigon.ops.fp8.formats import Factor
 from tigon.ops.fp8.grouped_products import multiply_groups
 from tigon.ops.fp8.quantisation import Layout, quantise, quantise_gated
 from tigon.ops.fp8.weights import WeightCache, quantise_weights
 
-_ROWS = Layout(WEIGHT_DTYPE, True, True, False)
+_ROWS = Layout(True, True, False)
 
 
 class WeightCopy(NamedTuple):

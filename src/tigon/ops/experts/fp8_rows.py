@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tigon.ops.experts.choice_order import Routing
-from tigon.ops.fp8.formats import LARGEST, WEIGHT_DTYPE, Factor, runs_fp8_kernels
+from tigon.ops.fp8.formats import E4M3, Factor, runs_fp8_kernels
 from tigon.ops.fp8.quantisation import Layout, quantise_reference
 from tigon.ops.fp8.quantisation_kernels import Fp8RowConfig, Fp8RowProblem, scaling
 from tigon.runtime.compat.triton import tl, triton
@@ -27,7 +27,7 @@ from tigon.runtime.rows import dense_rows
 
 def quantise_and_spread_reference(x: Tensor, weights: Tensor | None, routing: Routing) -> Factor:
     """Compute `quantise_and_spread` in torch, for tests and for devices without Triton or FP8 units."""
-    copies = quantise_reference(x, Layout(WEIGHT_DTYPE, True, True, False))
+    copies = quantise_reference(x, Layout(True, True, False))
     assert copies.rows is not None
     assert copies.row_scale is not None
     token = routing.order // max(1, routing.slot.shape[1])
@@ -35,7 +35,7 @@ def quantise_and_spread_reference(x: Tensor, weights: Tensor | None, routing: Ro
     if weights is not None:
         scale = scale * weights.flatten()[routing.order, None].float()
     # Not every version of torch indexes FP8 values, but all of them index bytes.
-    return Factor(copies.rows.view(torch.uint8)[token].view(WEIGHT_DTYPE), scale)
+    return Factor(copies.rows.view(torch.uint8)[token].view(E4M3), scale)
 
 
 # --- kernel --------------------------------------------------------------------------------------
@@ -45,7 +45,7 @@ def quantise_and_spread_reference(x: Tensor, weights: Tensor | None, routing: Ro
 def quantise_spread_kernel(
     x_ptr, weights_ptr, slot_ptr, ends_ptr,  # [T, H], [T, K] or None, [T, K], [E]
     row_ptr, scale_ptr,  # [S, H] fp8, [S] fp32
-    stride_x, width, experts, largest,
+    stride_x, width, experts,
     K: tl.constexpr, CHOICES: tl.constexpr, FITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write the K rows of one token and their scales. A token that FITS in a block is read once.
@@ -62,7 +62,7 @@ def quantise_spread_kernel(
         for start in range(BLOCK, width, BLOCK):
             later = tl.load(x_ptr + start + cols, mask=start + cols < width, other=0.0).to(tl.float32)
             block_bits = tl.maximum(block_bits, magnitude_bits(later))
-    factor, scale = scaling(tl.max(block_bits, 0), largest)
+    factor, scale = scaling(tl.max(block_bits, 0))
     ks = tl.arange(0, CHOICES)
     slots = tl.load(slot_ptr + token * K + ks, mask=ks < K, other=0)
     if weights_ptr is not None:
@@ -91,12 +91,12 @@ def quantise_and_spread(x: Tensor, weights: Tensor | None, routing: Routing) -> 
     if not runs_fp8_kernels(x):
         return quantise_and_spread_reference(x, weights, routing)
     rows, width, choices = routing.order.shape[0], x.shape[1], routing.slot.shape[1]
-    factor = Factor(x.new_empty((rows, width), dtype=WEIGHT_DTYPE), x.new_empty((rows, 1), dtype=torch.float32))
+    factor = Factor(x.new_empty((rows, width), dtype=E4M3), x.new_empty((rows, 1), dtype=torch.float32))
     x, stride = dense_rows(x)
     config = Fp8RowConfig.choose(Fp8RowProblem(width), device_of(x))
     launch(
         quantise_spread_kernel, x.shape[0], x, None if weights is None else weights.contiguous(), routing.slot,
-        routing.ends, factor.values, factor.scale, stride, width, routing.ends.shape[0], LARGEST[WEIGHT_DTYPE],
+        routing.ends, factor.values, factor.scale, stride, width, routing.ends.shape[0],
         K=choices, CHOICES=triton.next_power_of_2(choices), FITS=width <= config.block, BLOCK=config.block,
         num_warps=config.num_warps,
     )  # fmt: skip

@@ -1,7 +1,7 @@
-"""The FP8 formats, the options of an FP8 op, and the types that its parts exchange.
+"""The FP8 format, the options of an FP8 op, and the types that its parts exchange.
 
-    e4m3    4 bits of exponent, 3 of mantissa: rounds by at most 2^-4, largest value 448, smallest normal value 2^-6
-    e5m2    5 bits of exponent, 2 of mantissa: rounds by at most 2^-3, largest value 57344, smallest normal value 2^-14
+The format is e4m3: 4 bits of exponent and 3 of mantissa. It rounds by at most 2^-4, its largest value is 448, and its
+smallest normal value is 2^-6. With e5m2 for upstream gradients, dX and dW would have errors of 5.9 % in place of 3.8 %.
 
 A recipe says which values share a scale: all values of a matrix ("tensorwise"), or those that one output of a product
 reads ("rowwise"): a row of its first factor or a column of its second one.
@@ -18,15 +18,8 @@ from tigon.runtime.device import HIP, device_kind, device_of, runs_kernels
 
 RECIPES = ("tensorwise", "rowwise")
 
-# The largest finite value of each format.
-LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
-
-# The format of activations and weights.
-WEIGHT_DTYPE = torch.float8_e4m3fn
-
-# The format of upstream gradients. With e5m2, dX and dW have errors of 5.9 % in place of 3.8 % on an H200, for both
-# recipes (`examples/time_fp8.py`).
-GRADIENT_DTYPE = torch.float8_e4m3fn
+# The format of all factors, and its largest finite value.
+E4M3, LARGEST = torch.float8_e4m3fn, 448.0
 
 # The scale of a matrix whose absolute values are all smaller than this number is that of this number. The scale of a
 # matrix of zeros is therefore positive, and its inverse is finite.
@@ -37,25 +30,16 @@ MULTIPLE = 16
 
 
 class Fp8Options(NamedTuple):
-    """The options of an FP8 op. The last three are for measurements."""
+    """The options of an FP8 op."""
 
     # The recipe is one of `RECIPES`.
     recipe: str = "tensorwise"
     # If True, the gradients of weights are FP8 products too. Otherwise they are products in the dtype of the input.
     fp8_dw: bool = True
-    # This is the format of upstream gradients. None stands for `GRADIENT_DTYPE`.
-    gradient_dtype: torch.dtype | None = None
-    # If True, the products of forward, or of backward, keep fewer bits while they accumulate. This is faster on Hopper.
-    fast_forward: bool = True
-    fast_backward: bool = False
 
     @property
     def is_rowwise(self) -> bool:
         return self.recipe == "rowwise"
-
-    @property
-    def dtype_of_gradients(self) -> torch.dtype:
-        return GRADIENT_DTYPE if self.gradient_dtype is None else self.gradient_dtype
 
 
 class Factor(NamedTuple):

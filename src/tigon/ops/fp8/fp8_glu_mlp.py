@@ -16,16 +16,16 @@ FP8. `tigon.lean(mlp=True)` and checkpoints have the meaning that they have for 
 Shapes: T tokens, H hidden, I intermediate.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from tigon.memory.lean import in_checkpoint, is_lean, recomputes_mlp
-from tigon.ops.fp8.formats import WEIGHT_DTYPE, Factor, Fp8Options, check_options, check_sizes
+from tigon.ops.fp8.formats import Factor, Fp8Options, check_options, check_sizes
 from tigon.ops.fp8.fp8_linear import quantise_again, quantise_input, uses_autocast, weight_gradient
-from tigon.ops.fp8.gated_gradients import gated_gradients, gated_gradients_reference
+from tigon.ops.fp8.gated_gradients import GatedNeeds, gated_gradients, gated_gradients_reference
 from tigon.ops.fp8.products import multiply_fp8
 from tigon.ops.fp8.quantisation import Layout, activate, quantise, quantise_gated, quantise_tensor
 from tigon.ops.fp8.weights import Fp8Weights, WeightCache, quantise_weights, weight_rows, weight_transposed
@@ -42,19 +42,15 @@ KINDS = ("silu", "gelu", "gelu_tanh")
 # --- products ------------------------------------------------------------------------------------
 
 
-def _multiply_gates(
-    x: Factor, weights: Fp8Weights, inner: int, dtype: torch.dtype, options: Fp8Options
-) -> tuple[Tensor, Tensor]:
+def _multiply_gates(x: Factor, weights: Fp8Weights, inner: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return gate and up [T, I] for x and the weights [2 I, H], I being `inner`."""
     halves = weights.rows_of(0, inner), weights.rows_of(inner, 2 * inner)
-    gate, up = (multiply_fp8(x, half, dtype, is_fast=options.fast_forward) for half in halves)
+    gate, up = (multiply_fp8(x, half, dtype, is_fast=True) for half in halves)
     return gate, up
 
 
-def _gradients_in_dtype(
-    da: Tensor, gate: Tensor, up: Tensor, kind: str, dgate: Tensor, dup: Tensor, options: Fp8Options, needs_dx: bool
-) -> Factor | None:
-    """Write dgate and dup, write a into da, and return the FP8 copy of [dgate | dup] if dx needs it."""
+def _write_gradients(da: Tensor, gate: Tensor, up: Tensor, kind: str, dgate: Tensor, dup: Tensor) -> None:
+    """Write dgate and dup in the dtype of gate, and write a into da."""
     # The kernel is no custom operator, so the compiler of a graph fuses the code of the reference.
     if runs_kernels(gate) and not torch.compiler.is_compiling():
         glu_backward_into(da, gate, up, kind, PLAIN_GATE, dgate, dup, da)
@@ -62,19 +58,28 @@ def _gradients_in_dtype(
         results = gated_gradients_reference(da, gate, up, kind)
         for out, result in zip((dgate, dup, da), results, strict=True):
             out.copy_(result)
-    layout = Layout(options.dtype_of_gradients, options.is_rowwise, needs_dx, False, True)
-    return quantise([dgate, dup], layout).rows if needs_dx else None
 
 
 # --- autograd ------------------------------------------------------------------------------------
 
 
+class _Call(NamedTuple):
+    """The options of a call of the node."""
+
+    kind: str
+    options: Fp8Options
+    cache: WeightCache | None
+    records: bool
+    saves_gates: bool
+    is_checkpointed: bool
+
+
 class _Fp8GLUMLP(Node):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor, kind: str,
-        options: Fp8Options, cache: WeightCache | None, records: bool, saves_gates: bool, is_checkpointed: bool,
-    ) -> Tensor:  # fmt: skip
+        ctx: Any, x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor, call: _Call
+    ) -> Tensor:
+        kind, options, cache, records, saves_gates, is_checkpointed = call
         needs = [records and need for need in ctx.needs_input_grad[:4]]
         needs_dgates, needs_gate_weights = any(needs[:3]), any(needs[1:3])
         saves_x = not saves_gates or (needs_gate_weights and (not options.fp8_dw or is_lean()))
@@ -82,7 +87,7 @@ class _Fp8GLUMLP(Node):
         gates = gate_weight, up_weight
         gate_copies = weight_rows(cache, "gate and up", gates, options.is_rowwise, needs[0])
         down_copies = weight_rows(cache, "down", [down_weight], options.is_rowwise, needs_dgates)
-        gate, up = _multiply_gates(x_rows, gate_copies, len(gate_weight), x.dtype, options)
+        gate, up = _multiply_gates(x_rows, gate_copies, len(gate_weight), x.dtype)
         ctx.kind, ctx.options, ctx.shape, ctx.dtype, ctx.inner = kind, options, x.shape, x.dtype, len(gate_weight)
         ctx.dtypes = [weight.dtype for weight in (gate_weight, up_weight, down_weight)]
         ctx.gate_copies = gate_copies if cache is not None else None
@@ -94,9 +99,9 @@ class _Fp8GLUMLP(Node):
             tensors += [*(gates if saves_gate_weights else (None, None)), down_weight if saves_down_weight else None]
             tensors += [gate, up] if saves_gates else [None, None]
             save_gated(ctx, gate, saves_gates, is_checkpointed, *tensors)
-        a = quantise_gated(gate, up, kind, Layout(WEIGHT_DTYPE, options.is_rowwise, True, False)).rows
+        a = quantise_gated(gate, up, kind, Layout(options.is_rowwise, True, False)).rows
         assert a is not None
-        y = multiply_fp8(a, down_copies.rows_of(0, len(down_weight)), x.dtype, is_fast=options.fast_forward)
+        y = multiply_fp8(a, down_copies.rows_of(0, len(down_weight)), x.dtype, is_fast=True)
         return reshape_without_view(y, (*x.shape[:-1], len(down_weight)))
 
     @staticmethod
@@ -112,32 +117,33 @@ class _Fp8GLUMLP(Node):
         if is_recomputed:
             x_rows = quantise_again(x, options, by_rows=True)
             copies = ctx.gate_copies or quantise_weights((gate_weight, up_weight), is_rowwise, True, False)
-            gate, up = _multiply_gates(x_rows, copies, ctx.inner, ctx.dtype, options)
-        fp8_dw, dtype = options.fp8_dw, options.dtype_of_gradients
-        dy_rows, dy_transposed = quantise_tensor(dy, Layout(dtype, is_rowwise, needs_dgates, needs_down and fp8_dw))
+            gate, up = _multiply_gates(x_rows, copies, ctx.inner, ctx.dtype)
+        fp8_dw = options.fp8_dw
+        dy_rows, dy_transposed = quantise_tensor(dy, Layout(is_rowwise, needs_dgates, needs_down and fp8_dw))
         dy = dy.reshape(-1, dy.shape[-1])
         dgates, dgates_transposed, a_transposed, a, dgate, dup = None, None, None, None, None, None
         if dy_rows is None:
             if fp8_dw:
-                a_transposed = quantise_gated(gate, up, kind, Layout(WEIGHT_DTYPE, is_rowwise, False, True)).transposed
+                a_transposed = quantise_gated(gate, up, kind, Layout(is_rowwise, False, True)).transposed
             else:
                 a = activate(gate, up, kind).to(ctx.dtype)
         else:
             down_transposed = weight_transposed(ctx.down_copies, [down_weight], is_rowwise)
-            da = multiply_fp8(dy_rows, down_transposed, ctx.dtype, is_fast=options.fast_backward)
+            da = multiply_fp8(dy_rows, down_transposed, ctx.dtype)
             if fp8_dw or not (needs_down or needs_gate_weights):
-                dgates, dgates_transposed, a_transposed = gated_gradients(
-                    da, gate, up, kind, dtype, is_rowwise, needs_rows=needs_dx, needs_transposed=needs_gate_weights,
-                    needs_a=needs_down,
-                )  # fmt: skip
+                needs = GatedNeeds(is_rowwise, needs_dx, needs_gate_weights, needs_down)
+                dgates, dgates_transposed, a_transposed = gated_gradients(da, gate, up, kind, needs)
             else:
                 dgate, dup = gradient_buffers(ctx, gate, up, is_recomputed)
-                dgates, a = _gradients_in_dtype(da, gate, up, kind, dgate, dup, options, needs_dx), da
+                _write_gradients(da, gate, up, kind, dgate, dup)
+                a = da
+                if needs_dx:
+                    dgates = quantise([dgate, dup], Layout(is_rowwise, True, False, True)).rows
             del da
         del gate, up
         ddown, dgate_weight, dup_weight, dx = None, None, None, None
         if needs_down:
-            ddown = weight_gradient(dy, a, dy_transposed, a_transposed, ctx.dtypes[2], options)
+            ddown = weight_gradient(dy, a, dy_transposed, a_transposed, ctx.dtypes[2])
         del a, a_transposed, dy_rows, dy_transposed
         x_transposed = None if values is None else Factor(values, scale)
         if dgates_transposed is not None and x_transposed is None:
@@ -145,38 +151,17 @@ class _Fp8GLUMLP(Node):
         half = ctx.inner
         if needs_gate:
             part = dgates_transposed and dgates_transposed.rows(0, half)
-            dgate_weight = weight_gradient(dgate, x, part, x_transposed, ctx.dtypes[0], options)
+            dgate_weight = weight_gradient(dgate, x, part, x_transposed, ctx.dtypes[0])
         if needs_up:
             part = dgates_transposed and dgates_transposed.rows(half, 2 * half)
-            dup_weight = weight_gradient(dup, x, part, x_transposed, ctx.dtypes[1], options)
+            dup_weight = weight_gradient(dup, x, part, x_transposed, ctx.dtypes[1])
         if dgates is not None:
             transposed = weight_transposed(ctx.gate_copies, (gate_weight, up_weight), is_rowwise)
-            dx = multiply_fp8(dgates, transposed, ctx.dtype, is_fast=options.fast_backward).view(ctx.shape)
+            dx = multiply_fp8(dgates, transposed, ctx.dtype).view(ctx.shape)
         return dx, dgate_weight, dup_weight, ddown
 
 
 # --- public --------------------------------------------------------------------------------------
-
-
-def glu_mlp_by_options(
-    x: Tensor, gate: Tensor, up: Tensor, down: Tensor, kind: str, options: Fp8Options,
-    cache: WeightCache | None = None,
-) -> Tensor:  # fmt: skip
-    """Return `fp8_glu_mlp` of checked arguments, with options that are for measurements."""
-    if uses_autocast(x):
-        device_type = x.device.type
-        x = x.to(torch.get_autocast_dtype(device_type))
-        with torch.autocast(device_type, enabled=False):
-            return glu_mlp_by_options(x, gate, up, down, kind, options, cache)
-    if x.numel() == 0:
-        # Without rows there is nothing to quantise. The gradients of the weights are zero.
-        a = activate(F.linear(x, gate.to(x.dtype)), F.linear(x, up.to(x.dtype)), kind)
-        return F.linear(a.to(x.dtype), down.to(x.dtype))
-    records = torch.is_grad_enabled()
-    return _Fp8GLUMLP.apply(
-        x, gate, up, down, kind, options, None if torch.compiler.is_compiling() else cache, records,
-        not recomputes_mlp(), records and in_checkpoint(),
-    )  # fmt: skip
 
 
 def fp8_glu_mlp(
@@ -221,4 +206,22 @@ def fp8_glu_mlp(
         raise ValueError(f"{op}: down must have shape [O, {len(gate)}], got {tuple(down.shape)}")
     checks.products(op, x, **weights)
     check_sizes(op, **weights)
-    return glu_mlp_by_options(x, gate, up, down, activation, Fp8Options(recipe, fp8_dw), caches)
+    return _glu_mlp(x, gate, up, down, activation, Fp8Options(recipe, fp8_dw), caches)
+
+
+def _glu_mlp(
+    x: Tensor, gate: Tensor, up: Tensor, down: Tensor, kind: str, options: Fp8Options, cache: WeightCache | None
+) -> Tensor:
+    """Return `fp8_glu_mlp` of checked arguments."""
+    if uses_autocast(x):
+        device_type = x.device.type
+        x = x.to(torch.get_autocast_dtype(device_type))
+        with torch.autocast(device_type, enabled=False):
+            return _glu_mlp(x, gate, up, down, kind, options, cache)
+    if x.numel() == 0:
+        # Without rows there is nothing to quantise. The gradients of the weights are zero.
+        a = activate(F.linear(x, gate.to(x.dtype)), F.linear(x, up.to(x.dtype)), kind)
+        return F.linear(a.to(x.dtype), down.to(x.dtype))
+    records, cache = torch.is_grad_enabled(), None if torch.compiler.is_compiling() else cache
+    call = _Call(kind, options, cache, records, not recomputes_mlp(), records and in_checkpoint())
+    return _Fp8GLUMLP.apply(x, gate, up, down, call)

@@ -4,9 +4,9 @@ r"""Linear layers whose products run in FP8: y_i = Q(x) Q(W_i)^T + b_i, for seve
     dW_i = Q(dy_i)^T Q(x)                              or in the dtype of x, without Q
     db_i = sum_rows dy_i
 
-Q rounds a matrix to FP8 with scales that `tigon.ops.fp8.quantisation` computes from its values: e4m3 for x and W, the
-format of `GRADIENT_DTYPE` for dy. The layers share scales as one layer with all outputs would. x is quantised once,
-by rows for y and transposed for dW, and so is dy, by rows for dx and transposed for dW.
+Q rounds a matrix to FP8 with scales that `tigon.ops.fp8.quantisation` computes from its values. The layers share scales
+as one layer with all outputs would. x is quantised once, by rows for y and transposed for dW, and so is dy, by rows for
+dx and transposed for dW.
 
 The node saves the transposed FP8 copy of x, one byte for each value, if dW is a product in FP8. It saves x itself if dW
 is not, and in `tigon.lean`, where x is often recomputed for nothing.
@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tigon.memory.lean import is_lean
-from tigon.ops.fp8.formats import WEIGHT_DTYPE, Factor, Fp8Options, check_options, check_sizes
+from tigon.ops.fp8.formats import Factor, Fp8Options, check_options, check_sizes
 from tigon.ops.fp8.products import emulate_fp8, multiply_fp8
 from tigon.ops.fp8.quantisation import Layout, quantise, quantise_reference, quantise_tensor
 from tigon.ops.fp8.weights import WeightCache, weight_rows, weight_transposed
@@ -49,19 +49,18 @@ class _Fp8LinearReference(Node):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
         (x, weight), options = ctx.saved_tensors, ctx.options
-        dtype = options.dtype_of_gradients
-        dx = emulate_fp8(_factor(dy, options, dtype), _factor(weight.t(), options), x.dtype)
+        dx = emulate_fp8(_factor(dy, options), _factor(weight.t(), options), x.dtype)
         if not options.fp8_dw:
             return dx, torch.mm(dy.t(), x).to(weight.dtype)
-        return dx, emulate_fp8(_factor(dy.t(), options, dtype), _factor(x.t(), options), weight.dtype)
+        return dx, emulate_fp8(_factor(dy.t(), options), _factor(x.t(), options), weight.dtype)
 
 
-def _factor(x: Tensor, options: Fp8Options, dtype: torch.dtype = WEIGHT_DTYPE) -> Factor:
+def _factor(x: Tensor, options: Fp8Options) -> Factor:
     """Return a matrix as a factor of a product that sums along its rows."""
-    copies = quantise_reference(x, Layout(dtype, options.is_rowwise, True, False))
-    assert copies.rows is not None
-    assert copies.row_scale is not None
-    return Factor(copies.rows, copies.row_scale)
+    layout = Layout(options.is_rowwise, True, False)
+    factor = quantise_reference(x, layout).factors(layout).rows
+    assert factor is not None
+    return factor
 
 
 def fp8_linear_reference(
@@ -78,7 +77,7 @@ def fp8_linear_reference(
 
 def quantise_input(x: Tensor, options: Fp8Options, saves_transposed: bool) -> tuple[Factor, Factor | None]:
     """Return the FP8 copy of x [..., H] by rows for the products of forward, and the transposed one if it is saved."""
-    rows, transposed = quantise_tensor(x, Layout(WEIGHT_DTYPE, options.is_rowwise, True, saves_transposed))
+    rows, transposed = quantise_tensor(x, Layout(options.is_rowwise, True, saves_transposed))
     assert rows is not None
     return rows, transposed
 
@@ -86,7 +85,7 @@ def quantise_input(x: Tensor, options: Fp8Options, saves_transposed: bool) -> tu
 def quantise_again(x: Tensor | None, options: Fp8Options, by_rows: bool) -> Factor:
     """Return the FP8 copy of the saved x [T, H] by rows, or the transposed one, in backward."""
     assert x is not None
-    copies = quantise([x], Layout(WEIGHT_DTYPE, options.is_rowwise, by_rows, not by_rows))
+    copies = quantise([x], Layout(options.is_rowwise, by_rows, not by_rows))
     factor = copies.rows if by_rows else copies.transposed
     assert factor is not None
     return factor
@@ -115,7 +114,7 @@ class _Fp8Projections(Node):
         outputs, start = [], 0
         for weight, bias in zip(weights, biases, strict=True):
             stop = start + len(weight)
-            y = multiply_fp8(x_rows, copies.rows_of(start, stop), x.dtype, bias, options.fast_forward)
+            y = multiply_fp8(x_rows, copies.rows_of(start, stop), x.dtype, bias, is_fast=True)
             outputs.append(reshape_without_view(y, (*x.shape[:-1], len(weight))))
             start = stop
         ctx.copies = copies if copies.transposed is not None else None
@@ -138,12 +137,12 @@ class _Fp8Projections(Node):
             like.new_zeros(count, width) if dy is None else dy.reshape(-1, width)
             for dy, width in zip(upstream, widths, strict=True)
         ]
-        layout = Layout(options.dtype_of_gradients, options.is_rowwise, needs_dx, needs_dw and options.fp8_dw, True)
+        layout = Layout(options.is_rowwise, needs_dx, needs_dw and options.fp8_dw, True)
         dy_rows, dy_transposed = quantise_tensor(like, layout) if len(dys) == 1 else quantise(dys, layout)
         dx = None
         if dy_rows is not None:
             transposed = weight_transposed(ctx.copies, weights, options.is_rowwise)
-            dx = multiply_fp8(dy_rows, transposed, ctx.dtype, is_fast=options.fast_backward).view(ctx.shape)
+            dx = multiply_fp8(dy_rows, transposed, ctx.dtype).view(ctx.shape)
         x = None if x is None else x.reshape(-1, ctx.shape[-1])
         x_transposed = None if values is None else Factor(values, scale)
         if dy_transposed is not None and x_transposed is None:
@@ -154,7 +153,7 @@ class _Fp8Projections(Node):
             stop = start + width
             if upstream[i] is not None and needs[2 * i]:
                 gradients[2 * i] = weight_gradient(
-                    dy, x, dy_transposed and dy_transposed.rows(start, stop), x_transposed, ctx.dtypes[2 * i], options
+                    dy, x, dy_transposed and dy_transposed.rows(start, stop), x_transposed, ctx.dtypes[2 * i]
                 )
             if upstream[i] is not None and needs[2 * i + 1]:
                 gradients[2 * i + 1] = dy.sum(0).to(ctx.dtypes[2 * i + 1])
@@ -163,12 +162,11 @@ class _Fp8Projections(Node):
 
 
 def weight_gradient(
-    dy: Tensor | None, x: Tensor | None, dy_transposed: Factor | None, x_transposed: Factor | None, dtype: torch.dtype,
-    options: Fp8Options,
-) -> Tensor:  # fmt: skip
+    dy: Tensor | None, x: Tensor | None, dy_transposed: Factor | None, x_transposed: Factor | None, dtype: torch.dtype
+) -> Tensor:
     """Return dW [O, H], in FP8 if there are FP8 factors, and else from dy [T, O] and x [T, H]."""
     if dy_transposed is not None and x_transposed is not None:
-        return multiply_fp8(dy_transposed, x_transposed, dtype, is_fast=options.fast_backward)
+        return multiply_fp8(dy_transposed, x_transposed, dtype)
     assert dy is not None
     assert x is not None
     return torch.mm(dy.t(), x).to(dtype)
@@ -177,16 +175,16 @@ def weight_gradient(
 # --- public --------------------------------------------------------------------------------------
 
 
-def projections_by_options(
+def _project(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], options: Fp8Options,
     cache: WeightCache | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Return `fp8_projections` of checked arguments, with options that are for measurements."""
+    """Return `fp8_projections` of checked arguments."""
     if uses_autocast(x):
         device_type = x.device.type
         x = x.to(torch.get_autocast_dtype(device_type))
         with torch.autocast(device_type, enabled=False):
-            return projections_by_options(x, weights, biases, options, cache)
+            return _project(x, weights, biases, options, cache)
     pairs = list(zip(weights, biases, strict=True))
     if x.numel() == 0:
         # Without rows there is nothing to quantise. The gradients of the parameters are zero.
@@ -245,7 +243,7 @@ def fp8_projections(
     named_weights = {f"weights[{i}]": weight for i, weight in enumerate(weights)}
     _check(op, x, named_weights, {f"biases[{i}]": bias for i, bias in enumerate(biases)})
     check_options(op, recipe, fp8_dw)
-    return projections_by_options(x, weights, biases, Fp8Options(recipe, fp8_dw), caches)
+    return _project(x, weights, biases, Fp8Options(recipe, fp8_dw), caches)
 
 
 def fp8_linear(
@@ -282,4 +280,4 @@ def fp8_linear(
     """
     _check("fp8_linear", x, {"weight": weight}, {"bias": bias})
     check_options("fp8_linear", recipe, fp8_dw)
-    return projections_by_options(x, [weight], [bias], Fp8Options(recipe, fp8_dw))[0]
+    return _project(x, [weight], [bias], Fp8Options(recipe, fp8_dw))[0]

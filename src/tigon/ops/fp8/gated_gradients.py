@@ -20,8 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tigon.ops.fp8.formats import LARGEST, MULTIPLE, WEIGHT_DTYPE, Factor, pad, runs_fp8_kernels
-from tigon.ops.fp8.quantisation import Layout, activate, quantise_reference
+from tigon.ops.fp8.formats import MULTIPLE, Factor, pad, runs_fp8_kernels
+from tigon.ops.fp8.quantisation import Copies, Layout, activate, empty_copies, quantise_reference
 from tigon.ops.fp8.quantisation_kernels import (
     Fp8TileConfig,
     Fp8TileProblem,
@@ -36,18 +36,9 @@ from tigon.runtime.launch import launch, launcher
 from tigon.runtime.maxima import magnitude_bits, raise_to, raise_to_largest, zero_maxima
 
 
-class GatedGradients(NamedTuple):
-    """The FP8 copies of [dgate | dup] and of a. A copy that is not needed is None."""
+class GatedNeeds(NamedTuple):
+    """The copies of [dgate | dup] and of a that are needed, and how scales are shared."""
 
-    rows: Factor | None  # [T, 2 I]
-    transposed: Factor | None  # [2 I, padded T]
-    a_transposed: Factor | None  # [I, padded T]
-
-
-class _Needs(NamedTuple):
-    """The copies that are needed, the format of the gradients, and how scales are shared."""
-
-    dtype: torch.dtype
     is_rowwise: bool
     rows: bool
     transposed: bool
@@ -55,22 +46,16 @@ class _Needs(NamedTuple):
 
     @property
     def layout(self) -> Layout:
-        return Layout(self.dtype, self.is_rowwise, self.rows, self.transposed, True)
+        return Layout(self.is_rowwise, self.rows, self.transposed, True)
 
     @property
     def layout_of_a(self) -> Layout:
-        return Layout(WEIGHT_DTYPE, self.is_rowwise, False, self.a_transposed)
+        return Layout(self.is_rowwise, False, self.a_transposed)
 
 
-class _Results(NamedTuple):
-    """The tensors of the copies of `GatedGradients`."""
-
-    rows: Tensor | None
-    row_scale: Tensor | None
-    transposed: Tensor | None
-    column_scale: Tensor | None
-    a_transposed: Tensor | None
-    a_scale: Tensor | None
+class _GatedCopies(NamedTuple):
+    gradients: Copies  # [T, 2 I] and [2 I, padded T]
+    a: Copies  # [I, padded T]
 
 
 # --- reference -----------------------------------------------------------------------------------
@@ -130,12 +115,12 @@ def gradient_amax_kernel(
 
 
 @triton.jit
-def _column_factors(amax_ptr, scale_ptr, cols, col_mask, is_first_row, pid, largest, TENSORWISE: tl.constexpr):
+def _column_factors(amax_ptr, scale_ptr, cols, col_mask, is_first_row, pid, TENSORWISE: tl.constexpr):
     """Return the factors of columns, [1, BLOCK_K], and store their scales once."""
     if TENSORWISE:
-        factors = tl.zeros_like(cols).to(tl.float32) + tensorwise_factor(amax_ptr, scale_ptr, largest, pid == 0)
+        factors = tl.zeros_like(cols).to(tl.float32) + tensorwise_factor(amax_ptr, scale_ptr, pid == 0)
     else:
-        factors, scales = scaling(tl.load(amax_ptr + cols, mask=col_mask, other=0), largest)
+        factors, scales = scaling(tl.load(amax_ptr + cols, mask=col_mask, other=0))
         tl.store(scale_ptr + cols, scales, mask=col_mask & is_first_row)
     return factors[None, :]
 
@@ -147,7 +132,7 @@ def gradient_write_kernel(
     row_ptr, row_scale_ptr,  # [T, 2 I] fp8 and [T] (TENSORWISE: [1]) fp32, or None
     transposed_ptr, column_scale_ptr,  # [2 I, padded T] fp8 and [2 I] (TENSORWISE: [1]) fp32, or None
     a_ptr, a_scale_ptr,  # [I, padded T] fp8 and [I] (TENSORWISE: [1]) fp32, or None
-    stride_transposed, m, padded_groups, k, column_blocks, largest, a_largest,
+    stride_transposed, m, padded_groups, k, column_blocks,
     KIND: tl.constexpr, TENSORWISE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Write the FP8 copies of a tile of dgate, dup and a, and the scales."""
@@ -161,53 +146,43 @@ def gradient_write_kernel(
     is_first_row = row_block == 0
     if row_ptr is not None:
         if TENSORWISE:
-            factors = tensorwise_factor(row_amax_ptr, row_scale_ptr, largest, pid == 0)
+            factors = tensorwise_factor(row_amax_ptr, row_scale_ptr, pid == 0)
         else:
-            row_factors, scales = scaling(tl.load(row_amax_ptr + rows, mask=row_mask, other=0), largest)
+            row_factors, scales = scaling(tl.load(row_amax_ptr + rows, mask=row_mask, other=0))
             tl.store(row_scale_ptr + rows, scales, mask=row_mask & (column_block == 0))
             factors = row_factors[:, None]
         offsets = rows[:, None] * (2 * k) + cols[None, :]
         tl.store(row_ptr + offsets, (dgate * factors).to(row_ptr.dtype.element_ty), mask=mask)
         tl.store(row_ptr + offsets + k, (dup * factors).to(row_ptr.dtype.element_ty), mask=mask)
     if transposed_ptr is not None:
-        gate_factors = _column_factors(
-            column_amax_ptr, column_scale_ptr, cols, col_mask, is_first_row, pid, largest, TENSORWISE
-        )
+        gate_factors = _column_factors(column_amax_ptr, column_scale_ptr, cols, col_mask, is_first_row, pid, TENSORWISE)
         store_transposed(transposed_ptr, stride_transposed, rows, cols, padded_groups, k, dgate * gate_factors)
         # The rows of dup follow those of dgate. A single scale is that of both.
         if TENSORWISE:
             up_factors = gate_factors
         else:
             up_factors = _column_factors(
-                column_amax_ptr + k, column_scale_ptr + k, cols, col_mask, is_first_row, pid, largest, TENSORWISE
+                column_amax_ptr + k, column_scale_ptr + k, cols, col_mask, is_first_row, pid, TENSORWISE
             )
         up_ptr_of_rows = transposed_ptr + k.to(tl.int64) * stride_transposed
         store_transposed(up_ptr_of_rows, stride_transposed, rows, cols, padded_groups, k, dup * up_factors)
     if a_ptr is not None:
-        a_factors = _column_factors(a_amax_ptr, a_scale_ptr, cols, col_mask, is_first_row, pid, a_largest, TENSORWISE)
+        a_factors = _column_factors(a_amax_ptr, a_scale_ptr, cols, col_mask, is_first_row, pid, TENSORWISE)
         store_transposed(a_ptr, stride_transposed, rows, cols, padded_groups, k, a * a_factors)
 
 
 # --- launchers -----------------------------------------------------------------------------------
 
 
-def _empty_results(gate: Tensor, needs: _Needs) -> _Results:
-    (t, i), fp32 = gate.shape, torch.float32
-    scale_of = lambda size: gate.new_empty((size, 1) if needs.is_rowwise else 1, dtype=fp32)
-    return _Results(
-        gate.new_empty((t, 2 * i), dtype=needs.dtype) if needs.rows else None,
-        scale_of(t) if needs.rows else None,
-        gate.new_empty((2 * i, pad(t)), dtype=needs.dtype) if needs.transposed else None,
-        scale_of(2 * i) if needs.transposed else None,
-        gate.new_empty((i, pad(t)), dtype=WEIGHT_DTYPE) if needs.a_transposed else None,
-        scale_of(i) if needs.a_transposed else None,
-    )
+def _empty_gated(gate: Tensor, needs: GatedNeeds) -> _GatedCopies:
+    t, i = gate.shape
+    return _GatedCopies(empty_copies(gate, t, 2 * i, needs.layout), empty_copies(gate, t, i, needs.layout_of_a))
 
 
-@launcher(fake=_empty_results)
-def quantise_gradients(gate: Tensor, up: Tensor, da: Tensor, kind: str, needs: _Needs) -> _Results:
+@launcher(fake=_empty_gated)
+def quantise_gradients(gate: Tensor, up: Tensor, da: Tensor, kind: str, needs: GatedNeeds) -> _GatedCopies:
     """Return the FP8 copies of [dgate | dup] and of a, for contiguous tensors [T, I]."""
-    results, (t, i), device = _empty_results(gate, needs), gate.shape, device_of(gate)
+    results, (t, i), device = _empty_gated(gate, needs), gate.shape, device_of(gate)
     maxima = zero_maxima(gate, t, 2 * i, needs.layout.maxima)
     a_maxima = zero_maxima(gate, t, i, needs.layout_of_a.maxima)
     itemsize = gate.element_size()
@@ -227,8 +202,9 @@ def quantise_gradients(gate: Tensor, up: Tensor, da: Tensor, kind: str, needs: _
         else (maxima.rows, maxima.columns, a_maxima.columns)
     )  # fmt: skip
     launch(
-        gradient_write_kernel, programs, da, gate, up, row_amax, column_amax, a_amax, *results,
-        pad(t), t, pad(t) // MULTIPLE, i, column_blocks, LARGEST[needs.dtype], LARGEST[WEIGHT_DTYPE],
+        gradient_write_kernel, programs, da, gate, up, row_amax, column_amax, a_amax,
+        *results.gradients, results.a.transposed, results.a.column_scale,
+        pad(t), t, pad(t) // MULTIPLE, i, column_blocks,
         KIND=kind, TENSORWISE=is_tensorwise, BLOCK_M=config.block_m, BLOCK_K=config.block_k,
         num_warps=config.num_warps,
     )  # fmt: skip
@@ -239,20 +215,18 @@ def quantise_gradients(gate: Tensor, up: Tensor, da: Tensor, kind: str, needs: _
 
 
 def gated_gradients(
-    da: Tensor, gate: Tensor, up: Tensor, kind: str, dtype: torch.dtype, is_rowwise: bool, *, needs_rows: bool,
-    needs_transposed: bool, needs_a: bool,
-) -> GatedGradients:  # fmt: skip
-    """Return the FP8 copies of [dgate | dup], in `dtype`, and of a, for contiguous tensors [T, I]."""
-    needs = _Needs(dtype, is_rowwise, needs_rows, needs_transposed, needs_a)
+    da: Tensor, gate: Tensor, up: Tensor, kind: str, needs: GatedNeeds
+) -> tuple[Factor | None, Factor | None, Factor | None]:
+    """Return the FP8 copies of [dgate | dup] by rows and transposed, and that of a, for contiguous tensors [T, I].
+
+    A copy that is not needed is None.
+    """
     if runs_fp8_kernels(gate):
-        results = quantise_gradients(gate, up, da, kind, needs)
+        gradients, of_a = quantise_gradients(gate, up, da, kind, needs)
     else:
         dgate, dup, a = gated_gradients_reference(da, gate, up, kind)
-        copies = quantise_reference(torch.cat((dgate, dup), 1), needs.layout)
-        results = _Results(*copies, *quantise_reference(a, needs.layout_of_a)[2:])
-    factor_of = lambda values, scale, is_needed: Factor(values, scale) if is_needed else None
-    return GatedGradients(
-        factor_of(results.rows, results.row_scale, needs_rows),
-        factor_of(results.transposed, results.column_scale, needs_transposed),
-        factor_of(results.a_transposed, results.a_scale, needs_a),
-    )
+        gradients, of_a = (
+            quantise_reference(torch.cat((dgate, dup), 1), needs.layout),
+            quantise_reference(a, needs.layout_of_a),
+        )
+    return *gradients.factors(needs.layout), of_a.factors(needs.layout_of_a).transposed

@@ -3,7 +3,7 @@ r"""Quantisation of matrices to FP8, with scales that are computed from their va
     tensorwise    s = amax(x) / largest                              q = round(x / s), x ~ s q
     rowwise       s_m = amax(x_m.) / largest for the copy by rows, s_k = amax(x_.k) / largest for the transposed copy
 
-`largest` is 448 (e4m3) or 57344 (e5m2). A matrix may consist of several parts, side by side or one below the other. Its
+`largest` is 448. A matrix may consist of several parts, side by side or one below the other. Its
 parts share scales as if the matrix existed, and are read where they are. It may also be act(gate) * up, which is never
 stored in another format.
 
@@ -33,7 +33,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tigon.ops.fp8.formats import LARGEST, MULTIPLE, SMALLEST_AMAX, Factor, pad, runs_fp8_kernels
+from tigon.ops.fp8.formats import E4M3, LARGEST, MULTIPLE, SMALLEST_AMAX, Factor, pad, runs_fp8_kernels
 from tigon.ops.fp8.quantisation_kernels import (
     Fp8RowConfig,
     Fp8RowProblem,
@@ -51,7 +51,6 @@ from tigon.runtime.maxima import Maxima, MaximaNeeds, find_maximum, zero_maxima
 class Layout(NamedTuple):
     """The copies of a matrix that are needed, and how its scales are shared."""
 
-    dtype: torch.dtype
     is_rowwise: bool
     needs_rows: bool
     needs_transposed: bool
@@ -66,6 +65,13 @@ class Layout(NamedTuple):
         return MaximaNeeds(self.needs_rows or self.needs_transposed)
 
 
+class Quantised(NamedTuple):
+    """The FP8 copies of a matrix as factors of products. A copy that is not needed is None."""
+
+    rows: Factor | None
+    transposed: Factor | None
+
+
 class Copies(NamedTuple):
     """The tensors of the FP8 copies of a matrix [M, K]. A copy that is not needed is None."""
 
@@ -74,50 +80,38 @@ class Copies(NamedTuple):
     transposed: Tensor | None  # [K, padded M] fp8, zero from column M on
     column_scale: Tensor | None  # [1] or [K, 1]
 
-
-class Quantised(NamedTuple):
-    """The FP8 copies of a matrix as factors of products. A copy that is not needed is None."""
-
-    rows: Factor | None
-    transposed: Factor | None
-
-
-def _factors(copies: Copies, layout: Layout) -> Quantised:
-    return Quantised(
-        Factor(copies.rows, copies.row_scale) if layout.needs_rows else None,  # type: ignore[arg-type]
-        Factor(copies.transposed, copies.column_scale) if layout.needs_transposed else None,  # type: ignore[arg-type]
-    )
+    def factors(self, layout: Layout) -> Quantised:
+        """Return the copies that the layout needs. A compiled graph holds empty tensors in place of the others."""
+        rows, row_scale, transposed, column_scale = self
+        return Quantised(
+            Factor(rows, row_scale) if layout.needs_rows else None,  # type: ignore[arg-type]
+            Factor(transposed, column_scale) if layout.needs_transposed else None,  # type: ignore[arg-type]
+        )
 
 
 # --- reference -----------------------------------------------------------------------------------
 
 
-def _quantise_values(
-    x: Tensor, dtype: torch.dtype, dim: int | None, amax: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def _quantise_values(x: Tensor, dim: int | None) -> tuple[Tensor, Tensor]:
     """Return the FP8 values of x [M, K] in fp32, and the scale of the tensor, or of the rows with dim=1."""
-    if amax is None:
-        amax = x.abs().amax() if dim is None else x.abs().amax(dim, keepdim=True)
+    amax = x.abs().amax() if dim is None else x.abs().amax(dim, keepdim=True)
     amax = amax.clamp(min=SMALLEST_AMAX)
     # torch would replace the division of a number or by a number by a product with a rounded inverse.
-    largest = torch.full_like(amax, LARGEST[dtype])
-    return (x * (largest / amax)).to(dtype), (amax / largest).view(1 if dim is None else (-1, 1))
+    largest = torch.full_like(amax, LARGEST)
+    return (x * (largest / amax)).to(E4M3), (amax / largest).view(1 if dim is None else (-1, 1))
 
 
-def quantise_reference(x: Tensor, layout: Layout, amax: Tensor | None = None) -> Copies:
-    """Quantise a matrix [M, K] in torch, for tests and for devices without Triton or FP8 units.
-
-    `amax`, an fp32 scalar, is the largest absolute value of a larger tensor that x is a part of, for one scale only.
-    """
+def quantise_reference(x: Tensor, layout: Layout) -> Copies:
+    """Quantise a matrix [M, K] in torch, for tests and for devices without Triton or FP8 units."""
     x = x.detach().float()
     dim = 1 if layout.is_rowwise else None
-    rows, row_scale = _quantise_values(x, layout.dtype, dim, amax) if layout.needs_rows else (None, None)
+    rows, row_scale = _quantise_values(x, dim) if layout.needs_rows else (None, None)
     transposed, column_scale = None, None
     if layout.needs_transposed:
-        values, column_scale = _quantise_values(x.t(), layout.dtype, dim, amax)
+        values, column_scale = _quantise_values(x.t(), dim)
         # Padding works on bytes, because not every version of torch pads FP8 values. The byte of zero is zero.
         padding = (0, pad(x.shape[0]) - x.shape[0])
-        transposed = F.pad(values.contiguous().view(torch.uint8), padding).view(layout.dtype)
+        transposed = F.pad(values.contiguous().view(torch.uint8), padding).view(E4M3)
     return Copies(rows, row_scale, transposed, column_scale)
 
 
@@ -143,9 +137,9 @@ def empty_copies(like: Tensor, m: int, k: int, layout: Layout) -> Copies:
     """Allocate the copies of a matrix [M, K]."""
     scale_of = lambda size: like.new_empty((size, 1) if layout.is_rowwise else 1, dtype=torch.float32)
     return Copies(
-        like.new_empty((m, k), dtype=layout.dtype) if layout.needs_rows else None,
+        like.new_empty((m, k), dtype=E4M3) if layout.needs_rows else None,
         scale_of(m) if layout.needs_rows else None,
-        like.new_empty((k, pad(m)), dtype=layout.dtype) if layout.needs_transposed else None,
+        like.new_empty((k, pad(m)), dtype=E4M3) if layout.needs_transposed else None,
         scale_of(k) if layout.needs_transposed else None,
     )
 
@@ -184,7 +178,7 @@ def _write_rows(part: _Part, copies: Copies, layout: Layout) -> None:
     stride_up = 0 if part.up is None else part.up.stride(0)
     launch(
         row_kernel, m, part.x, part.up, rows, scale, part.x.stride(0), stride_up, rows.stride(0), k,
-        LARGEST[layout.dtype], KIND=part.kind, FITS=k <= config.block, BLOCK=config.block,
+        KIND=part.kind, FITS=k <= config.block, BLOCK=config.block,
         num_warps=config.num_warps,
     )  # fmt: skip
 
@@ -245,7 +239,6 @@ def write_part(part: _Part, maxima: Maxima, copies: Copies, layout: Layout, is_r
         _window(copies.transposed, column, row, k, pad(m)), column_scale,
         part.x.stride(0), stride_up, 0 if rows is None else rows.stride(0),
         0 if transposed is None else transposed.stride(0), m, pad(m) // MULTIPLE, k, column_blocks,
-        LARGEST[layout.dtype],
         KIND=part.kind, TENSORWISE=not layout.is_rowwise, REVERSED=is_reversed, BLOCK_M=config.block_m,
         BLOCK_K=config.block_k, num_warps=config.num_warps,
     )  # fmt: skip
@@ -309,9 +302,9 @@ def quantise(parts: Sequence[Tensor], layout: Layout, maximum: Tensor | None = N
         return Quantised(None, None)
     first, *others = parts
     if runs_fp8_kernels(first):
-        return _factors(quantise_parts(first, others, layout, maximum), layout)
+        return quantise_parts(first, others, layout, maximum).factors(layout)
     x = torch.cat([part.float() for part in parts], int(layout.by_columns)) if others else first
-    return _factors(quantise_reference(x, layout), layout)
+    return quantise_reference(x, layout).factors(layout)
 
 
 def quantise_tensor(x: Tensor, layout: Layout) -> Quantised:
@@ -322,5 +315,5 @@ def quantise_tensor(x: Tensor, layout: Layout) -> Quantised:
 def quantise_gated(gate: Tensor, up: Tensor, kind: str, layout: Layout) -> Quantised:
     """Return the FP8 copies of act(gate) * up, for gate and up [M, K] whose rows are contiguous."""
     if runs_fp8_kernels(gate):
-        return _factors(quantise_product(gate, up, kind, layout), layout)
-    return _factors(quantise_reference(activate(gate, up, kind), layout), layout)
+        return quantise_product(gate, up, kind, layout).factors(layout)
+    return quantise_reference(activate(gate, up, kind), layout).factors(layout)

@@ -22,6 +22,8 @@ from tigon.runtime.device import Device
 from tigon.runtime.maxima import magnitude_bits, raise_to, raise_to_largest
 from tigon.runtime.tuning import LaunchConfig
 
+# The largest value of e4m3.
+_LARGEST = tl.constexpr(448.0)
 # The bits of `SMALLEST_AMAX`, 2^-100.
 _SMALLEST_BITS = tl.constexpr((127 - 100) << 23)
 
@@ -88,16 +90,16 @@ class Fp8RowConfig(LaunchConfig):
 
 
 @triton.jit
-def scaling(bits, largest):
-    """Return the factor that maps the amax to `largest`, and the scale, for the bits of an amax."""
+def scaling(bits):
+    """Return the factor that maps the amax to the largest FP8 value, and the scale, for the bits of an amax."""
     amax = tl.maximum(bits, _SMALLEST_BITS).to(tl.float32, bitcast=True)
-    return tl.div_rn(largest, amax), tl.div_rn(amax, largest)
+    return tl.div_rn(_LARGEST, amax), tl.div_rn(amax, _LARGEST)
 
 
 @triton.jit
-def tensorwise_factor(amax_ptr, scale_ptr, largest, is_first):
-    """Return the factor that maps the amax [1] of a matrix to `largest`. If `is_first`, store the scale [1]."""
-    factor, scale = scaling(tl.load(amax_ptr), largest)
+def tensorwise_factor(amax_ptr, scale_ptr, is_first):
+    """Return the factor that maps the amax [1] of a matrix to the largest value. If `is_first`, store the scale [1]."""
+    factor, scale = scaling(tl.load(amax_ptr))
     tl.store(scale_ptr, scale, mask=is_first)
     return factor
 
@@ -144,7 +146,7 @@ def write_kernel(
     row_amax_ptr, column_amax_ptr,  # [M] and [K] int32, or with TENSORWISE [1]
     row_ptr, row_scale_ptr,  # [M, K] fp8 and [M] (TENSORWISE: [1]) fp32, or None
     transposed_ptr, column_scale_ptr,  # [K, padded M] fp8 and [K] (TENSORWISE: [1]) fp32, or None
-    stride_x, stride_up, stride_row, stride_transposed, m, padded_groups, k, column_blocks, largest,
+    stride_x, stride_up, stride_row, stride_transposed, m, padded_groups, k, column_blocks,
     KIND: tl.constexpr, TENSORWISE: tl.constexpr, REVERSED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Write the FP8 copies of a tile, and the scales. If REVERSED, the first programs compute the last tiles."""
@@ -160,18 +162,18 @@ def write_kernel(
     x = _load(x_ptr, up_ptr, x_offsets, rows[:, None] * stride_up + cols[None, :], mask, KIND)
     if row_ptr is not None:
         if TENSORWISE:
-            q = x * tensorwise_factor(row_amax_ptr, row_scale_ptr, largest, pid == 0)
+            q = x * tensorwise_factor(row_amax_ptr, row_scale_ptr, pid == 0)
         else:
-            factors, scales = scaling(tl.load(row_amax_ptr + rows, mask=row_mask, other=0), largest)
+            factors, scales = scaling(tl.load(row_amax_ptr + rows, mask=row_mask, other=0))
             tl.store(row_scale_ptr + rows, scales, mask=row_mask & (column_block == 0))
             q = x * factors[:, None]
         q = q.to(row_ptr.dtype.element_ty)
         tl.store(row_ptr + rows[:, None] * stride_row + cols[None, :], q, mask=mask)
     if transposed_ptr is not None:
         if TENSORWISE:
-            q = x * tensorwise_factor(column_amax_ptr, column_scale_ptr, largest, pid == 0)
+            q = x * tensorwise_factor(column_amax_ptr, column_scale_ptr, pid == 0)
         else:
-            factors, scales = scaling(tl.load(column_amax_ptr + cols, mask=col_mask, other=0), largest)
+            factors, scales = scaling(tl.load(column_amax_ptr + cols, mask=col_mask, other=0))
             tl.store(column_scale_ptr + cols, scales, mask=col_mask & (row_block == 0))
             q = x * factors[None, :]
         # Values of rows from m on are zero.
@@ -193,7 +195,7 @@ def store_transposed(ptr, stride, rows, cols, padded_groups, k, q):
 @triton.jit
 def row_kernel(
     x_ptr, up_ptr, row_ptr, scale_ptr,  # [M, K] each; scales [M]
-    stride_x, stride_up, stride_row, k, largest,
+    stride_x, stride_up, stride_row, k,
     KIND: tl.constexpr, FITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write the FP8 copy of a row and its scale. A row that FITS in a block is read once."""
@@ -212,7 +214,7 @@ def row_kernel(
             x = _load(x_ptr, up_ptr, block_cols, block_cols, block_cols < k, KIND)
             block_bits = tl.maximum(block_bits, magnitude_bits(x))
         bits = tl.max(block_bits, 0)
-    factor, scale = scaling(bits, largest)
+    factor, scale = scaling(bits)
     tl.store(scale_ptr + row, scale)
     if FITS:
         tl.store(row_ptr + cols, (x * factor).to(row_ptr.dtype.element_ty), mask=cols < k)

@@ -16,7 +16,7 @@ Shapes: E matrices of R rows and C columns.
 import torch
 from torch import Tensor
 
-from tigon.ops.fp8.formats import LARGEST, MULTIPLE, WEIGHT_DTYPE, Factor, runs_fp8_kernels
+from tigon.ops.fp8.formats import E4M3, MULTIPLE, Factor, runs_fp8_kernels
 from tigon.ops.fp8.quantisation import Layout, Quantised, quantise, quantise_reference
 from tigon.ops.fp8.quantisation_kernels import scaling, store_transposed
 from tigon.runtime.compat.triton import tl, triton
@@ -30,10 +30,10 @@ from tigon.runtime.maxima import magnitude_bits
 def quantise_stack_reference(x: Tensor, is_transposed: bool) -> Factor:
     """Return the copy of a stack [E, R, C] by rows or the transposed one, in torch."""
     x = x.mT if is_transposed else x
-    copies = quantise_reference(x.reshape(-1, x.shape[2]), Layout(WEIGHT_DTYPE, True, True, False))
-    assert copies.rows is not None
-    assert copies.row_scale is not None
-    return Factor(copies.rows.view(x.shape), copies.row_scale.view(x.shape[:2]))
+    values, scale, *_ = quantise_reference(x.reshape(-1, x.shape[2]), Layout(True, True, False))
+    assert values is not None
+    assert scale is not None
+    return Factor(values.view(x.shape), scale.view(x.shape[:2]))
 
 
 # --- configuration -------------------------------------------------------------------------------
@@ -50,7 +50,7 @@ BLOCK_M, BLOCK_K, NUM_WARPS = 128, 64, 8
 @triton.jit(do_not_specialize=["strips"])
 def strip_kernel(
     x_ptr, transposed_ptr, scale_ptr,  # [E, R, C], [E, C, R] fp8, [E, C] fp32
-    m_over_16, k, strips, largest,
+    m_over_16, k, strips,
     BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Write the transposed copy and the scales of a strip of columns of one matrix [16 m_over_16, k]."""
@@ -65,7 +65,7 @@ def strip_kernel(
         mask = (rows < m)[:, None] & (cols < k)[None, :]
         x = tl.load(x_ptr + rows[:, None] * k + cols[None, :], mask=mask, other=0.0).to(tl.float32)
         bits = tl.maximum(bits, magnitude_bits(x))
-    factors, scales = scaling(tl.max(bits, 0), largest)
+    factors, scales = scaling(tl.max(bits, 0))
     tl.store(scale_ptr + matrix * k + cols, scales, mask=cols < k)
     blocks = tl.cdiv(m, BLOCK_M)
     for block in range(0, blocks):
@@ -82,7 +82,7 @@ def strip_kernel(
 def _empty_transposed(x: Tensor) -> Factor:
     experts, rows, columns = x.shape
     return Factor(
-        x.new_empty((experts, columns, rows), dtype=WEIGHT_DTYPE),
+        x.new_empty((experts, columns, rows), dtype=E4M3),
         x.new_empty((experts, columns), dtype=torch.float32),
     )
 
@@ -95,7 +95,6 @@ def quantise_transposed_stack(x: Tensor) -> Factor:
     strips = cdiv(columns, BLOCK_K)
     launch(
         strip_kernel, experts * strips, x, copy.values, copy.scale, rows // MULTIPLE, columns, strips,
-        LARGEST[WEIGHT_DTYPE],
         BLOCK_M=BLOCK_M, BLOCK_K=BLOCK_K, num_warps=NUM_WARPS,
     )  # fmt: skip
     return copy
@@ -110,7 +109,7 @@ def quantise_stack(x: Tensor, needs_rows: bool, needs_transposed: bool) -> Quant
     if not runs_fp8_kernels(x):
         copy = lambda needed, is_transposed: quantise_stack_reference(x, is_transposed) if needed else None
         return Quantised(copy(needs_rows, False), copy(needs_transposed, True))
-    rows = quantise([x.view(-1, x.shape[2])], Layout(WEIGHT_DTYPE, True, needs_rows, False)).rows
+    rows = quantise([x.view(-1, x.shape[2])], Layout(True, needs_rows, False)).rows
     if rows is not None:
         rows = Factor(rows.values.view(x.shape), rows.scale.view(x.shape[:2]))
     return Quantised(rows, quantise_transposed_stack(x) if needs_transposed else None)

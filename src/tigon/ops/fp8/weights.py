@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tigon.ops.fp8.formats import WEIGHT_DTYPE, Factor
+from tigon.ops.fp8.formats import Factor
 from tigon.ops.fp8.quantisation import Layout, quantise
 from tigon.ops.fp8.stacks import quantise_stack
 from tigon.runtime.device import is_capturing
@@ -46,7 +46,7 @@ def quantise_weights(
     if weights[0].dim() == 3:
         (stack,) = weights
         return Fp8Weights(*quantise_stack(stack, needs_rows, needs_transposed))
-    layout = Layout(WEIGHT_DTYPE, is_rowwise, needs_rows, needs_transposed)
+    layout = Layout(is_rowwise, needs_rows, needs_transposed)
     return Fp8Weights(*quantise([weight.detach() for weight in weights], layout))
 
 
