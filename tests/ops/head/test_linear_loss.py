@@ -74,14 +74,14 @@ def loss_of(result: Any) -> Tensor:
 def in_parts(monkeypatch):
     """Record the number of parts of each call, and 0 for a call with four products."""
     numbers: list[int] = []
-    divide = module._divide
+    divide = module.divide_batch
 
     def spy(*args: Any, **options: Any) -> Any:
         result = divide(*args, **options)
         numbers.append(0 if result is None else max(1, len(result.parts)))
         return result
 
-    monkeypatch.setattr(module, "_divide", spy)
+    monkeypatch.setattr(module, "divide_batch", spy)
     return numbers
 
 

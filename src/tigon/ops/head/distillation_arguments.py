@@ -60,35 +60,35 @@ def check_teacher(
     return Teacher(values=values, indices=rows(indices)), "top_k"
 
 
-def distillation_options(
-    op: str, teacher: Teacher, form: str, vocabulary: int, *, divergence: str, beta: float, temperature: float,
-    soft_weight: float, hard_weight: float, softcap: float | None, logit_scale: float, teacher_softcap: float | None,
-    teacher_logit_scale: float, ignore_index: int, has_targets: bool, return_parts: bool, return_entropy: bool,
-) -> DistillationOptions:  # fmt: skip
-    """Check the options of the loss, and return them."""
-    checks.choice(op, "divergence", divergence, ("jsd", "kl", "reverse_kl", "tvd", "cosine"))
-    beta = checks.number(op, "beta", beta, 0.0, 1.0)
-    temperature = checks.number(op, "temperature", temperature, 0.0, excludes_low=True)
-    soft_weight = checks.number(op, "soft_weight", soft_weight, 0.0)
-    hard_weight = checks.number(op, "hard_weight", hard_weight, 0.0)
-    if hard_weight and not has_targets:
+def checked_options(
+    op: str, options: DistillationOptions, teacher: Teacher, form: str, vocabulary: int
+) -> DistillationOptions:
+    """Check the options of the loss, whose kind is the `divergence` of the caller, and return them."""
+    checks.choice(op, "divergence", options.kind, ("jsd", "kl", "reverse_kl", "tvd", "cosine"))
+    beta = checks.number(op, "beta", options.beta, 0.0, 1.0)
+    temperature = checks.number(op, "temperature", options.temperature, 0.0, excludes_low=True)
+    soft_weight = checks.number(op, "soft_weight", options.soft_weight, 0.0)
+    hard_weight = checks.number(op, "hard_weight", options.hard_weight, 0.0)
+    if hard_weight and not options.has_labels:
         raise ValueError(f"{op}: hard_weight must be 0 without targets, got {hard_weight:g}")
-    logit_scale = checks.number(op, "logit_scale", logit_scale)
-    teacher_logit_scale = checks.number(op, "teacher_logit_scale", teacher_logit_scale)
-    caps = {"softcap": softcap, "teacher_softcap": teacher_softcap}
+    scales = {name: getattr(options, name) for name in ("logit_scale", "teacher_logit_scale")}
+    caps = {name: getattr(options, name) for name in ("softcap", "teacher_softcap")}
+    for name, value in scales.items():
+        scales[name] = checks.number(op, name, value)
     for name, value in caps.items():
         if value is not None:
             caps[name] = cap = checks.number(op, name, value, 0.0, excludes_low=True)
             checks.number(op, f"{name} / temperature", cap / temperature, 0.0, excludes_low=True)
-    for name, value in (("logit_scale", logit_scale), ("teacher_logit_scale", teacher_logit_scale)):
+    for name, value in scales.items():
         checks.number(op, f"{name} / temperature", value / temperature)
+    teacher_softcap, teacher_logit_scale = caps["teacher_softcap"], scales["teacher_logit_scale"]
     # The soft cap of log-probabilities is not the one of the logits that they were computed from.
     if form in ("probs", "log_probs", "top_k") and (teacher_softcap is not None or teacher_logit_scale != 1.0):
         raise ValueError(
             f"{op}: teacher_softcap must be None and teacher_logit_scale 1 for (log-)probabilities of the teacher, got "
             f"{teacher_softcap} and {teacher_logit_scale:g}"
         )
-    kind = jsd_kind(beta) if divergence == "jsd" else divergence
+    kind = jsd_kind(beta) if options.kind == "jsd" else options.kind
     if kind in ("reverse_kl", "cosine"):
         tensor = teacher.weight if form == "hidden" else teacher.values
         assert tensor is not None
@@ -103,7 +103,8 @@ def distillation_options(
             )
         if kind == "cosine" and form in ("probs", "log_probs"):
             raise ValueError(f"{op}: divergence 'cosine' needs the logits of the teacher, got teacher_{form}")
-    return DistillationOptions(
-        kind, beta, temperature, soft_weight, hard_weight, caps["softcap"], logit_scale, caps["teacher_softcap"],
-        teacher_logit_scale, ignore_index, has_targets, return_parts, return_entropy,
+    return options._replace(
+        kind=kind, beta=beta, temperature=temperature, soft_weight=soft_weight, hard_weight=hard_weight,
+        softcap=caps["softcap"], logit_scale=scales["logit_scale"], teacher_softcap=teacher_softcap,
+        teacher_logit_scale=teacher_logit_scale,
     )  # fmt: skip

@@ -49,8 +49,9 @@ from tigon.ops.logits.loss_arguments import (
     check_loss_arguments,
     loss_options,
     loss_output,
+    requested_results,
 )
-from tigon.ops.logits.token.kernels import WHOLE_LOSS, SavedStatistics, Upstream, Wants, gradient_scales
+from tigon.ops.logits.token.kernels import WHOLE_LOSS, SavedStatistics, Upstream, gradient_scales
 from tigon.ops.logits.valid_rows import ValidRows, as_targets
 from tigon.runtime import checks
 from tigon.runtime.autograd import keep_none_gradients
@@ -246,8 +247,9 @@ def linear_cross_entropy(
     """
     op = "linear_cross_entropy"
     checks.tensor(op, input=input, linear_weight=linear_weight, target=target)
-    checks.flag(
-        op, accumulate_grad=accumulate_grad, return_z_loss=return_z_loss, return_token_accuracy=return_token_accuracy,
+    checks.flag(op, accumulate_grad=accumulate_grad)
+    requested = requested_results(
+        op, return_z_loss=return_z_loss, return_token_accuracy=return_token_accuracy,
         return_predicted_tokens=return_predicted_tokens, return_log_probs=return_log_probs,
         return_entropy=return_entropy,
     )  # fmt: skip
@@ -266,22 +268,16 @@ def linear_cross_entropy(
     weight = None if weight is None else weight.detach().contiguous()
     factors = check_low_rank(op, low_rank, input, len(linear_weight), process_group)
     needs = Needs(*needed_gradients(input, linear_weight, linear_bias, *factors))
-    wants = Wants(return_z_loss, return_token_accuracy or return_predicted_tokens, return_log_probs, return_entropy)
     num_items, is_mean = as_scalar(num_items, input.device), reduction == "mean"
     scales = gradient_scales(targets, weight, num_items, shard.vocabulary, ignore_index, is_mean)
     head = HeadSettings(needs, acc_dtype is not None, max_logits_mib, ignore_index, shard)
-    losses, z_losses, predicted, log_probs, entropy = _LinearCrossEntropy.apply(
+    results = _LinearCrossEntropy.apply(
         x, linear_weight, linear_bias, *factors, targets, weight, scales, valid_rows, accumulation,
-        reduction != "none", LossSettings(head, wants, options),
+        reduction != "none", LossSettings(head, requested.wants, options),
     )  # fmt: skip
     if accumulation is not None:
         accumulation.set_flag()
-    return loss_output(
-        losses, z_losses, predicted, target, ignore_index=ignore_index, reduction=reduction,
-        return_z_loss=return_z_loss, return_token_accuracy=return_token_accuracy,
-        return_predicted_tokens=return_predicted_tokens,
-        log_probs=log_probs if return_log_probs else None, entropy=entropy if return_entropy else None,
-    )  # fmt: skip
+    return loss_output(results, target, requested, ignore_index, reduction)
 
 
 def check_low_rank(

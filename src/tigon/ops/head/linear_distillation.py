@@ -41,11 +41,17 @@ from tigon.ops.head.distillation_arguments import (
     DistillationReduction,
     Divergence,
     check_teacher,
-    distillation_options,
+    checked_options,
 )
 from tigon.ops.head.distillation_chunks import DistillationSettings, Teacher, distillation_chunks
 from tigon.ops.head.gradients import NO_NEEDS, Needs, rescale_gradients
-from tigon.ops.logits.divergence_reference import apply_to_logits, divergence_of_logits, jsd_kind, match_vocabulary
+from tigon.ops.logits.divergence_reference import (
+    DistillationOptions,
+    apply_to_logits,
+    divergence_of_logits,
+    jsd_kind,
+    match_vocabulary,
+)
 from tigon.ops.logits.loss_arguments import as_scalar, check_loss_arguments
 from tigon.ops.logits.token.kernels import Shard, gradient_scales
 from tigon.ops.logits.valid_rows import ValidRows, as_targets
@@ -320,12 +326,11 @@ def linear_distillation(
     checks.same(op, "device", **named, teacher_indices=teacher_indices)
     check_loss_arguments(op, v, targets, None, reduction, num_items, hidden.device)
     ignore_index = checks.ignore_index(op, ignore_index)
-    options = distillation_options(
-        op, teacher, form, v, divergence=divergence, beta=beta, temperature=temperature, soft_weight=soft_weight,
-        hard_weight=hard_weight, softcap=softcap, logit_scale=logit_scale, teacher_softcap=teacher_softcap,
-        teacher_logit_scale=teacher_logit_scale, ignore_index=ignore_index, has_targets=has_targets,
-        return_parts=return_parts, return_entropy=return_entropy,
+    options = DistillationOptions(
+        divergence, beta, temperature, soft_weight, hard_weight, softcap, logit_scale, teacher_softcap,
+        teacher_logit_scale, ignore_index, has_targets, return_parts, return_entropy,
     )  # fmt: skip
+    options = checked_options(op, options, teacher, form, v)
     valid_rows = check_valid_rows(op, valid_rows, targets, ignore_index)
     hidden, bias = cast_for_products(op, hidden, weight, bias)
     if teacher.hidden is not None and teacher.weight is not None:

@@ -33,7 +33,7 @@ from tigon.ops.head.arguments import (
     log_prob_options,
     needed_gradients,
 )
-from tigon.ops.head.chunks import ChunkConfig, ChunkPlan, ChunkProblem, Head, HeadSettings, bytes_of_logit
+from tigon.ops.head.chunks import Head, HeadSettings
 from tigon.ops.head.computed_rows import rows_to_compute
 from tigon.ops.head.gradients import Needs
 from tigon.ops.head.linear_log_probs import LogProbOutput, linear_log_probs, linear_log_probs_reference
@@ -45,11 +45,10 @@ from tigon.ops.head.linear_loss_gradients import (
     compute_loss,
     loss_of,
 )
-from tigon.ops.head.linear_loss_parts import Group, divide, find_units
+from tigon.ops.head.linear_loss_parts import Group, divide_batch
 from tigon.ops.logits.token.types import Shard
 from tigon.ops.logits.valid_rows import ValidRows, as_targets
 from tigon.runtime import checks
-from tigon.runtime.device import device_kind, device_of
 from tigon.runtime.late_checks import check_later, raise_earlier
 
 GROUPS = ("token", "sequence", "pair", "batch")
@@ -191,7 +190,7 @@ def linear_loss(
         settings = HeadSettings(needs, acc_dtype is not None, max_logits_mib, ignore_index, Shard(0, len(weight)))
         rows, count = rows_to_compute(valid_rows, x, target, ignore_index, settings.shard)
         may_wait = valid_rows is not False and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
-        plan = _divide(head, settings, targets.shape, group, rows, count, cu_seqlens, may_wait=may_wait)
+        plan = divide_batch(head, settings, targets.shape, group, rows, count, cu_seqlens, may_wait=may_wait)
         if plan is not None:
             raise_earlier()
             call = lambda values: call_on_batch(
@@ -234,35 +233,6 @@ def _check_sequences(op: str, targets: Tensor, group: Group, cu_seqlens: Tensor 
             f"{op}: targets must have an even number of sequences with group='pair', the chosen ones and then the "
             f"rejected ones, got {sequences}"
         )
-
-
-def _divide(
-    head: Head, settings: HeadSettings, shape: torch.Size, group: Group, rows: Tensor | None, count: int,
-    cu_seqlens: Tensor | None, *, may_wait: bool,
-) -> ChunkPlan | None:  # fmt: skip
-    """Return the parts of a batch; None if a unit exceeds the budget, or if the host must not wait for the sizes."""
-    x, weight, max_logits_mib = head.x, head.weight, settings.max_logits_mib
-    token_bytes = len(weight) * bytes_of_logit(x)
-    config = ChunkConfig.choose(ChunkProblem(device_kind(x)), device_of(x))
-    may_sum_in_fp32 = settings.needs.dw and weight.element_size() == 2
-    spare_tokens = x.shape[1] if may_sum_in_fp32 and not settings.sums_in_fp32 else 0
-    limit = config.token_limit(count, token_bytes, max_logits_mib, spare_tokens)
-    if count <= limit:
-        # One part needs no division.
-        group = "batch"
-    if group != "batch" and cu_seqlens is not None and cu_seqlens.is_cuda and not may_wait:
-        return None
-    units = find_units(group, shape, rows, count, limit, cu_seqlens)
-    parts = divide(units, rows, limit, x.device)
-    if parts is None:
-        parts = divide(units, rows, config.unit_limit(token_bytes, max_logits_mib), x.device)
-        # With more than `max_chunks` parts, the fp32 sum of dW would take memory in addition to these logits.
-        if parts is not None and may_sum_in_fp32 and len(parts) > config.max_chunks:
-            parts = None
-    if parts is None:
-        return None
-    sums_in_fp32 = settings.sums_in_fp32 or (may_sum_in_fp32 and len(parts) > config.max_chunks)
-    return ChunkPlan(parts, sums_in_fp32, rows is None)
 
 
 def _finish(result: Any, zero: Tensor, is_sum: Tensor | None, group: Group) -> Any:

@@ -13,12 +13,14 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from tigon.ops.head.chunks import ChunkConfig, ChunkPlan, ChunkProblem, Head, HeadSettings, bytes_of_logit
 from tigon.ops.head.computed_rows import Rows
+from tigon.runtime.device import device_kind, device_of
 
 Group = Literal["token", "sequence", "pair", "batch"]
 
 
-class Units(NamedTuple):
+class _Units(NamedTuple):
     """The units of a batch, and how many tokens of each are computed."""
 
     group: Group
@@ -33,9 +35,9 @@ class Units(NamedTuple):
         return [slice(first + shift, last + shift) for shift in shifts]
 
 
-def find_units(
+def _find_units(
     group: Group, shape: torch.Size, rows: Tensor | None, count: int, token_limit: int, cu_seqlens: Tensor | None
-) -> Units:
+) -> _Units:
     """Return the units of targets of this shape.
 
     Args:
@@ -49,7 +51,7 @@ def find_units(
     """
     tokens = shape.numel()
     if group == "batch" or not tokens:
-        return Units("batch", [count], [0, count])
+        return _Units("batch", [count], [0, count])
     # The host reads numbers of the device below, so it waits for the device once.
     if cu_seqlens is not None and rows is not None:
         offsets = torch.searchsorted(rows, cu_seqlens.to(rows.device, torch.int64)).tolist()
@@ -63,16 +65,16 @@ def find_units(
             offsets = torch.searchsorted(rows, torch.tensor(offsets, device=rows.device)).tolist()
     if len(offsets) == 1 or offsets != sorted(offsets):
         # There is no sequence, or the boundaries decrease.
-        return Units("batch", [count], [0, count])
+        return _Units("batch", [count], [0, count])
     offsets[0], offsets[-1] = 0, count
     sizes = [last - first for first, last in itertools.pairwise(offsets)]
     if group == "pair":
         pairs = len(sizes) // 2
         sizes = [sizes[i] + sizes[pairs + i] for i in range(pairs)]
-    return Units(group, sizes, offsets)
+    return _Units(group, sizes, offsets)
 
 
-def divide(units: Units, rows: Tensor | None, token_limit: int, device: torch.device) -> list[Rows] | None:
+def _divide(units: _Units, rows: Tensor | None, token_limit: int, device: torch.device) -> list[Rows] | None:
     """Return the rows of parts of at most `token_limit` computed tokens; None if a unit has more than that.
 
     Parts without computed tokens are left out.
@@ -90,7 +92,7 @@ def divide(units: Units, rows: Tensor | None, token_limit: int, device: torch.de
     return [_rows_of(units, first, last, rows, device) for first, last in itertools.pairwise(ends)]
 
 
-def _rows_of(units: Units, first: int, last: int, rows: Tensor | None, device: torch.device) -> Rows:
+def _rows_of(units: _Units, first: int, last: int, rows: Tensor | None, device: torch.device) -> Rows:
     """Return the computed tokens of units `first` to `last`."""
     spans = [(units.offsets[span.start], units.offsets[span.stop]) for span in units.spans(first, last)]
     if rows is not None:
@@ -99,3 +101,32 @@ def _rows_of(units: Units, first: int, last: int, rows: Tensor | None, device: t
     if spans[0][1] == spans[-1][0] or len(spans) == 1:
         return slice(spans[0][0], spans[-1][1])
     return torch.cat([torch.arange(start, stop, device=device) for start, stop in spans])
+
+
+def divide_batch(
+    head: Head, settings: HeadSettings, shape: torch.Size, group: Group, rows: Tensor | None, count: int,
+    cu_seqlens: Tensor | None, *, may_wait: bool,
+) -> ChunkPlan | None:  # fmt: skip
+    """Return the parts of a batch; None if a unit exceeds the budget, or if the host must not wait for the sizes."""
+    x, weight, max_logits_mib = head.x, head.weight, settings.max_logits_mib
+    token_bytes = len(weight) * bytes_of_logit(x)
+    config = ChunkConfig.choose(ChunkProblem(device_kind(x)), device_of(x))
+    may_sum_in_fp32 = settings.needs.dw and weight.element_size() == 2
+    spare_tokens = x.shape[1] if may_sum_in_fp32 and not settings.sums_in_fp32 else 0
+    limit = config.token_limit(count, token_bytes, max_logits_mib, spare_tokens)
+    if count <= limit:
+        # One part needs no division.
+        group = "batch"
+    if group != "batch" and cu_seqlens is not None and cu_seqlens.is_cuda and not may_wait:
+        return None
+    units = _find_units(group, shape, rows, count, limit, cu_seqlens)
+    parts = _divide(units, rows, limit, x.device)
+    if parts is None:
+        parts = _divide(units, rows, config.unit_limit(token_bytes, max_logits_mib), x.device)
+        # With more than `max_chunks` parts, the fp32 sum of dW would take memory in addition to these logits.
+        if parts is not None and may_sum_in_fp32 and len(parts) > config.max_chunks:
+            parts = None
+    if parts is None:
+        return None
+    sums_in_fp32 = settings.sums_in_fp32 or (may_sum_in_fp32 and len(parts) > config.max_chunks)
+    return ChunkPlan(parts, sums_in_fp32, rows is None)

@@ -23,6 +23,7 @@ from tigon.ops.logits.loss_arguments import (
     check_loss_arguments,
     loss_options,
     loss_output,
+    requested_results,
 )
 from tigon.ops.logits.rescale import rescaled
 from tigon.ops.logits.token.kernels import (
@@ -266,8 +267,9 @@ def cross_entropy(
     op = "cross_entropy"
     checks.tensor(op, input=input, target=target)
     checks.floating(op, input=input)
-    checks.flag(
-        op, inplace=inplace, return_z_loss=return_z_loss, return_token_accuracy=return_token_accuracy,
+    checks.flag(op, inplace=inplace)
+    requested = requested_results(
+        op, return_z_loss=return_z_loss, return_token_accuracy=return_token_accuracy,
         return_predicted_tokens=return_predicted_tokens, return_log_probs=return_log_probs,
         return_entropy=return_entropy,
     )  # fmt: skip
@@ -299,16 +301,8 @@ def cross_entropy(
     logits = logits if logits.stride(-1) == 1 else logits.contiguous()
     num_items, is_mean = as_scalar(num_items, input.device), reduction == "mean"
     scales = gradient_scales(targets, weight, num_items, shard.vocabulary, ignore_index, is_mean)
-    wants = Wants(return_z_loss, return_token_accuracy or return_predicted_tokens, return_log_probs, return_entropy)
-    losses, z_losses, predicted, log_probs, entropy = _CrossEntropy.apply(
-        logits, targets, weight, scales, options, in_place, wants, shard
-    )
-    return loss_output(
-        losses, z_losses, predicted, target, ignore_index=ignore_index, reduction=reduction,
-        return_z_loss=return_z_loss, return_token_accuracy=return_token_accuracy,
-        return_predicted_tokens=return_predicted_tokens,
-        log_probs=log_probs if return_log_probs else None, entropy=entropy if return_entropy else None,
-    )  # fmt: skip
+    results = _CrossEntropy.apply(logits, targets, weight, scales, options, in_place, requested.wants, shard)
+    return loss_output(results, target, requested, ignore_index, reduction)
 
 
 _MODULE_OPTIONS = (

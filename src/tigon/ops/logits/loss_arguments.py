@@ -5,7 +5,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from tigon.ops.logits.token.kernels import Options
+from tigon.ops.logits.token.kernels import Options, Wants
 from tigon.ops.logits.valid_rows import as_targets
 from tigon.runtime import checks
 
@@ -90,32 +90,50 @@ def as_scalar(num_items: Tensor | float | None, device: torch.device) -> Tensor 
     return torch.full((), float(num_items), dtype=torch.float32, device=device)
 
 
+class RequestedResults(NamedTuple):
+    """The results that a call requests in addition to the loss."""
+
+    z_loss: bool
+    token_accuracy: bool
+    predicted_tokens: bool
+    log_probs: bool
+    entropy: bool
+
+    @property
+    def wants(self) -> Wants:
+        """Return the values of tokens from which the results follow."""
+        return Wants(self.z_loss, self.token_accuracy or self.predicted_tokens, self.log_probs, self.entropy)
+
+
+def requested_results(op: str, **flags: bool) -> RequestedResults:
+    """Check the options `return_z_loss` and so on."""
+    checks.flag(op, **flags)
+    return RequestedResults(*(flags[name] for name in RESULT_OPTIONS))
+
+
 def loss_output(
-    losses: Tensor, z_losses: Tensor, predicted: Tensor, target: Tensor, *, ignore_index: int, reduction: str,
-    return_z_loss: bool, return_token_accuracy: bool, return_predicted_tokens: bool,
-    log_probs: Tensor | None, entropy: Tensor | None,
-) -> Tensor | LossOutput:  # fmt: skip
+    results: tuple[Tensor, ...], target: Tensor, requested: RequestedResults, ignore_index: int, reduction: str
+) -> Tensor | LossOutput:
     """Return the loss, or a `LossOutput` with the requested results, reduced and shaped as the target.
 
-    The other arguments are results per token [M]. `log_probs` and `entropy` are None unless they were requested.
+    `results` are losses, z-losses, predictions, log-probabilities and entropies per token [M]; the losses may be [].
     """
+    losses, z_losses, predicted, log_probs, entropy = results
     reduced = lambda values: values.view(target.shape) if reduction == "none" else values.sum()
-    shaped = lambda values: None if values is None else values.view(target.shape)
     loss = losses if losses.dim() == 0 else reduced(losses)
-    returns_predictions = return_token_accuracy or return_predicted_tokens
-    if not (return_z_loss or returns_predictions) and log_probs is None and entropy is None:
+    if not any(requested):
         return loss
     accuracy = None
-    if return_token_accuracy:
+    if requested.token_accuracy:
         target = as_targets(target, ignore_index).view(target.shape)
         valid = target != ignore_index
         is_correct = valid & (predicted.view(target.shape) == target)
         accuracy = is_correct.sum() / valid.sum().clamp(min=1)
     return LossOutput(
         loss=loss,
-        z_loss=reduced(z_losses) if return_z_loss else None,
+        z_loss=reduced(z_losses) if requested.z_loss else None,
         token_accuracy=accuracy,
-        predicted_tokens=shaped(predicted) if return_predicted_tokens else None,
-        log_probs=shaped(log_probs),
-        entropy=shaped(entropy),
+        predicted_tokens=predicted.view(target.shape) if requested.predicted_tokens else None,
+        log_probs=log_probs.view(target.shape) if requested.log_probs else None,
+        entropy=entropy.view(target.shape) if requested.entropy else None,
     )

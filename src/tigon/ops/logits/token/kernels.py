@@ -53,6 +53,7 @@ from tigon.ops.logits.token.types import (
     Statistics,
     Upstream,
     Wants,
+    empty_statistics,
 )
 from tigon.runtime.compat.triton import tl, triton
 from tigon.runtime.device import cdiv, device_of, runs_kernels
@@ -302,23 +303,6 @@ def option_numbers(options: Options) -> dict[str, float]:
     }
 
 
-def empty_statistics(logits: Tensor, options: Options, wants: Wants) -> Statistics:
-    """Return empty tensors of the shapes that `statistics` of logits [M, V] returns."""
-    m, k = logits.shape[0], wants.extra_targets
-    fp32 = lambda requested: logits.new_empty(m if requested else 0, dtype=torch.float32)
-    return Statistics(
-        loss=fp32(True),
-        lse=logits.new_empty(m, 2, dtype=torch.float32),
-        z_loss=fp32(wants.z_loss),
-        predicted=logits.new_empty(m if wants.predicted else 0, dtype=torch.int64),
-        log_probs=fp32(wants.log_probs or options.token_scaling),
-        entropy=fp32(wants.entropy),
-        mean_logits=fp32(True) if wants.mean_logits else None,
-        log_sum_sq_probs=fp32(True) if wants.sum_sq_probs else None,
-        extra_log_probs=logits.new_empty(m, k, dtype=torch.float32) if k else None,
-    )
-
-
 def _extra_block(extra_targets: int) -> int:
     """Return how many extra targets of a row a program reads at once."""
     return triton.next_power_of_2(max(1, extra_targets))
@@ -335,7 +319,10 @@ def statistics(
     be requested together with class weights.
     """
     if not runs_kernels(logits, weight):
-        return statistics_torch(logits, target, weight, scales, options, wants, with_gradient, extra_targets)
+        result = statistics_torch(logits, target, weight, scales, options, wants, extra_targets)
+        if with_gradient:
+            gradient(logits, target, weight, scales, result, WHOLE_LOSS, options, out=logits)
+        return result
     (m, v), device, itemsize = logits.shape, device_of(logits), logits.element_size()
     result = empty_statistics(logits, options, wants)
     if with_gradient and can_read_once(logits, target, options, wants):

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tigon.ops.logits.token.types import WHOLE_LOSS, Options, SavedStatistics, Shard, Statistics, Upstream, Wants
+from tigon.ops.logits.token.types import Options, SavedStatistics, Shard, Statistics, Upstream, Wants
 
 # This number replaces -inf where a logit is multiplied by its exponential, so that the product is zero.
 LOWEST = -1e4
@@ -94,27 +94,24 @@ def extra_logits_torch(logits: Tensor, columns: Tensor, options: Options) -> Ten
     return _transform_torch(logits.gather(1, columns.clamp(0, logits.shape[1] - 1).long()), options)
 
 
-def sums_torch(
-    logits: Tensor, columns: Tensor, weight: Tensor | None, options: Options, wants: Wants, overwrite: bool = False,
-    extra_targets: Tensor | None = None,
-) -> tuple[Sums, Tensor]:  # fmt: skip
-    """Return the sums of logits [M, V] with targets `columns` [M] in [0, V), and the exponentials [M, V].
-
-    With `overwrite`, the exponentials may take the memory of the logits.
-    """
+def _sums_torch(
+    logits: Tensor, columns: Tensor, weight: Tensor | None, options: Options, wants: Wants,
+    extra_targets: Tensor | None,
+) -> Sums:  # fmt: skip
+    """Return the sums of logits [M, V] with targets `columns` [M] in [0, V)."""
     x = _transform_torch(logits, options)
     argmax = x.argmax(-1) if wants.predicted else None
     extra_x = None if extra_targets is None else extra_logits_torch(logits, extra_targets, options)
     top = x.amax(-1)
     top = top.where(top != -torch.inf, 0.0)
-    shifted = x - top[:, None] if x is logits and not overwrite else x.sub_(top[:, None])
+    shifted = x - top[:, None] if x is logits else x.sub_(top[:, None])
     x_t = shifted.gather(1, columns[:, None])[:, 0]
     weighted = _weighted_sum_torch(shifted, weight) if options.label_smoothing or wants.mean_logits else None
     extra_x = None if extra_x is None else extra_x - top[:, None]
     e = shifted.exp() if wants.entropy else shifted.exp_()
     moment = shifted.clamp_(min=LOWEST).mul_(e).sum(-1) if wants.entropy else None
     squares = torch.linalg.vector_norm(e, dim=-1).square() if wants.sum_sq_probs else None
-    return Sums(top, e.sum(-1), x_t, weighted, moment, argmax, squares, extra_x), e
+    return Sums(top, e.sum(-1), x_t, weighted, moment, argmax, squares, extra_x)
 
 
 def statistics_of(
@@ -176,18 +173,13 @@ def _extra_mask(extra_targets: Tensor, v: int, options: Options) -> Tensor:
 
 
 def statistics_torch(
-    logits: Tensor, target: Tensor, weight: Tensor | None, scales: Tensor, options: Options,
-    wants: Wants, with_gradient: bool, extra_targets: Tensor | None = None,
+    logits: Tensor, target: Tensor, weight: Tensor | None, scales: Tensor, options: Options, wants: Wants,
+    extra_targets: Tensor | None,
 ) -> Statistics:  # fmt: skip
     """Compute `statistics` in torch."""
     v = logits.shape[1]
-    columns = target.clamp(0, v - 1).long()
-    sums, e = sums_torch(logits, columns, weight, options, wants, with_gradient, extra_targets)
-    result = statistics_of(sums, target, weight, scales, options, wants, v, extra_targets)
-    if with_gradient:
-        dx = _gradient_of_x(e, None, target, weight, scales, result, WHOLE_LOSS, options, shard=Shard(0, v))
-        logits.copy_(_multiply_by_slope(dx, logits, target, options))
-    return result
+    sums = _sums_torch(logits, target.clamp(0, v - 1).long(), weight, options, wants, extra_targets)
+    return statistics_of(sums, target, weight, scales, options, wants, v, extra_targets)
 
 
 def gradient_torch(
@@ -208,25 +200,7 @@ def gradient_torch(
         e, shifted = shifted.exp_(), None
     else:
         e = shifted.exp()
-    dx = _gradient_of_x(
-        e, shifted, target, weight, scales, saved, upstream, options, shard=shard, extra_targets=extra_targets
-    )
-    # dx has the memory of one of these tensors. The other tensor is freed, so that the slope can use its memory.
-    del e, shifted
-    return out.copy_(_multiply_by_slope(dx, logits, target, options))
-
-
-def _gradient_of_x(
-    e: Tensor, shifted: Tensor | None, target: Tensor, weight: Tensor | None, scales: Tensor,
-    saved: Statistics | SavedStatistics, upstream: Upstream, options: Options, *, shard: Shard,
-    extra_targets: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """Return dx [M, V] in the memory of `e` or `shifted`.
-
-    `e` is exp(x - top) [M, V]. `shifted` is x - top, needed only if the entropy has an upstream gradient.
-    """
-    v, smoothing = e.shape[1], options.label_smoothing
-    assert saved.lse is not None
+    v, smoothing = logits.shape[1], options.label_smoothing
     total = saved.lse[:, 1]
     scale, z_scale = (x if upstream.loss is None else upstream.loss * x for x in scales[:2])
     if options.token_scaling:
@@ -265,11 +239,8 @@ def _gradient_of_x(
     if smoothing:
         w = 1.0 if weight is None else weight.float()[shard.start : shard.start + v]
         dx.sub_((scale * smoothing / shard.vocabulary).expand_as(total)[:, None] * w)
-    return dx
-
-
-def _multiply_by_slope(dx: Tensor, logits: Tensor, target: Tensor, options: Options) -> Tensor:
-    """Turn dx into da in place, with zeros for ignored tokens, and return it."""
+    # dx has the memory of one of these tensors. The other tensor is freed, so that the slope can use its memory.
+    del e, shifted, x
     if options.softcap is not None:
         dx.mul_(_tanh_torch(logits, options).square_().neg_().add_(1.0))
     if options.logit_scale != 1.0:
@@ -278,5 +249,7 @@ def _multiply_by_slope(dx: Tensor, logits: Tensor, target: Tensor, options: Opti
     # On a CPU, an index avoids the pass over all of [M, V] that a mask costs. On other devices, the host would have to
     # wait for the number of ignored tokens.
     if dx.device.type == "cpu":
-        return dx.index_fill_(0, ignored.nonzero()[:, 0], 0.0)
-    return dx.masked_fill_(ignored[:, None], 0.0)
+        dx.index_fill_(0, ignored.nonzero()[:, 0], 0.0)
+    else:
+        dx.masked_fill_(ignored[:, None], 0.0)
+    return out.copy_(dx)

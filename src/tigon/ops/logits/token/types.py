@@ -5,6 +5,7 @@ Shapes: M tokens, V vocabulary, K extra targets of each token.
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -57,6 +58,23 @@ class Statistics(NamedTuple):
     log_sum_sq_probs: Tensor | None = None
     # [M, K] fp32: x_k - lse of the extra targets, 0 for ignored tokens and ignored extra targets
     extra_log_probs: Tensor | None = None
+
+
+def empty_statistics(logits: Tensor, options: Options, wants: Wants) -> Statistics:
+    """Return empty tensors of the shapes that `statistics` of logits [M, V] returns."""
+    m, k = logits.shape[0], wants.extra_targets
+    fp32 = lambda requested: logits.new_empty(m if requested else 0, dtype=torch.float32)
+    return Statistics(
+        loss=fp32(True),
+        lse=logits.new_empty(m, 2, dtype=torch.float32),
+        z_loss=fp32(wants.z_loss),
+        predicted=logits.new_empty(m if wants.predicted else 0, dtype=torch.int64),
+        log_probs=fp32(wants.log_probs or options.token_scaling),
+        entropy=fp32(wants.entropy),
+        mean_logits=fp32(True) if wants.mean_logits else None,
+        log_sum_sq_probs=fp32(True) if wants.sum_sq_probs else None,
+        extra_log_probs=logits.new_empty(m, k, dtype=torch.float32) if k else None,
+    )
 
 
 class SavedStatistics(NamedTuple):
