@@ -6,25 +6,23 @@ import torch
 
 import tigon
 from op_cases import DEVICE, DTYPES, assert_as_accurate_as_eager, assert_refused, one_in, outputs_and_gradients
+from rotary_cases import LAYOUTS, SIZES, assert_close, make_inputs, make_packed_heads
 from tigon.ops.rotary.qk_norm_rope import qk_norm_rope_reference
 from tigon.ops.rotary.qk_norm_rope_config import QKNormRopeConfig, QKNormRopeProblem
 from tigon.runtime.device import Device
 
-LAYOUTS = ["split_half", "interleaved", "deinterleaved"]
+SMALL = (2, 4, 2, 3, 16, 16)
 
 
-def _inputs(b, hq, hk, s, d, r, dtype=torch.float32, weights="each", weight_dtype=None, memory_order="BSHD", axes=()):
+def _inputs(sizes, dtype=torch.float32, weights="each", weight_dtype=None, memory_order="BSHD", axes=()):
     """Return q, k, q_weight, k_weight, cos and sin. The weights are those of "each" head or of all heads "together"."""
-    generator = torch.Generator().manual_seed(hq * s + d)
-    normal = lambda *shape: (torch.randn(shape, generator=generator) * 2).to(DEVICE, dtype)
-    if memory_order == "BSHD":
-        q, k = normal(b, s, hq, d).transpose(1, 2), normal(b, s, hk, d).transpose(1, 2)
-    else:
-        q, k = normal(b, hq, s, d), normal(b, hk, s, d)
-    sizes = {"each": (d, d), "together": (hq * d, hk * d)}[weights]
-    scales = [(1 + torch.randn(n, generator=generator) / 3).to(DEVICE, weight_dtype or dtype) for n in sizes]
-    angles = torch.rand((*axes, b, s, r), generator=generator).to(DEVICE) * 100
-    return [*(x.requires_grad_() for x in (q, k, *scales)), angles.cos().to(dtype), angles.sin().to(dtype)]
+    q, k, cos, sin = make_inputs(sizes, dtype, axes=axes, memory_order=memory_order)
+    generator, (_, hq, hk, _, d, _) = torch.Generator().manual_seed(2), sizes
+    scales = [
+        (1 + torch.randn(n, generator=generator) / 3).to(DEVICE, weight_dtype or dtype).requires_grad_()
+        for n in ((d, d) if weights == "each" else (hq * d, hk * d))
+    ]
+    return [q, k, *scales, cos, sin]
 
 
 def _both(**options):
@@ -32,34 +30,18 @@ def _both(**options):
     return [functools.partial(f, **options) for f in (tigon.qk_norm_rope, qk_norm_rope_reference)]
 
 
-def _assert_close(results, expected, rtol=1e-5, atol=1e-5):
-    """Compare two results of `outputs_and_gradients`."""
-    for a, b in zip([*results[0], *results[1]], [*expected[0], *expected[1]], strict=True):
-        torch.testing.assert_close(a, b, rtol=rtol, atol=atol)
-
-
-SIZES = {
-    "equal heads": (2, 4, 4, 3, 16, 16),
-    "head counts that fill no tile": (1, 14, 2, 5, 64, 64),
-    "a part of the head": (2, 3, 1, 4, 80, 32),
-    "odd sizes": (1, 2, 1, 3, 10, 6),
-    "wide heads": (1, 40 if DEVICE == "cuda" else 9, 8 if DEVICE == "cuda" else 2, 2, 256, 256),
-    "one of each": (1, 1, 1, 1, 2, 2),
-}
-
-
 @pytest.mark.kernels
 @one_in(3, sizes=SIZES, dtype=DTYPES, layout=LAYOUTS, weights=["each", "together"])
 @pytest.mark.sampled(in_interpreter=3)
 def test_qk_norm_rope_accuracy(sizes, dtype, layout, weights):
-    inputs = _inputs(*sizes, dtype=dtype, weights=weights)
+    inputs = _inputs(sizes, dtype, weights)
     assert_as_accurate_as_eager(*_both(layout=layout), inputs)
 
 
 @pytest.mark.kernels
 @one_in(2, weights=["each", "together"], dtype=DTYPES, offset=[0.0, 1.0], rounding=["before_weight", "after_weight"])
 def test_qk_norm_rope_accuracy_with_options(weights, dtype, offset, rounding):
-    inputs = _inputs(2, 4, 2, 3, 16, 16, dtype=dtype, weights=weights, memory_order="BHSD")
+    inputs = _inputs(SMALL, dtype=dtype, weights=weights, memory_order="BHSD")
     assert_as_accurate_as_eager(*_both(eps=1e-5, offset=offset, rounding=rounding), inputs)
 
 
@@ -67,13 +49,13 @@ def test_qk_norm_rope_accuracy_with_options(weights, dtype, offset, rounding):
 @pytest.mark.parametrize("rotary", [128, 64], ids=["the whole head", "half of the head"])
 def test_programs_of_the_backward_sum_over_several_tiles(rotary):
     """Each program of the backward loops over several tiles, and sums the gradients of the weights over them."""
-    assert_as_accurate_as_eager(*_both(), _inputs(3, 20, 4, 3, 128, rotary))
+    assert_as_accurate_as_eager(*_both(), _inputs((3, 20, 4, 3, 128, rotary)))
 
 
 @pytest.mark.kernels
 @one_in(2, layout=LAYOUTS, weights=["each", "together"])
 def test_qk_norm_rope_accepts_sections(layout, weights):
-    inputs = _inputs(2, 4, 2, 3, 24, 16, weights=weights, axes=(3,))
+    inputs = _inputs((2, 4, 2, 3, 24, 16), weights=weights, axes=(3,))
     assert_as_accurate_as_eager(*_both(layout=layout, sections=(2, 3, 3)), inputs)
 
 
@@ -101,6 +83,7 @@ def _stock(model: str, norm: str, together: bool, q_weight, k_weight):
     return call
 
 
+@pytest.mark.no_interpreter("The reference decides; the kernels are compared with it.")
 @pytest.mark.parametrize(
     ("model", "norm", "weights", "options"),
     [
@@ -112,13 +95,13 @@ def _stock(model: str, norm: str, together: bool, q_weight, k_weight):
 )
 def test_qk_norm_rope_agrees_with_modules_of_transformers(model, norm, weights, options):
     op, reference = _both(eps=1e-5, **options)
-    inputs = _inputs(2, 4, 2, 3, 16, 16, weights=weights)
+    inputs = _inputs(SMALL, weights=weights)
     stock = _stock(model, norm, weights == "together", *inputs[2:4])
     expected = outputs_and_gradients(stock, inputs)
     results = outputs_and_gradients(reference, inputs)
     assert all(torch.equal(a, b) for a, b in zip(results[0], expected[0], strict=True))
-    _assert_close(results, expected)
-    _assert_close(outputs_and_gradients(op, inputs), expected)
+    assert_close(results, expected)
+    assert_close(outputs_and_gradients(op, inputs), expected)
 
 
 # --- missing inputs, frozen inputs and strides ---------------------------------------------------
@@ -128,7 +111,7 @@ def test_qk_norm_rope_agrees_with_modules_of_transformers(model, norm, weights, 
 @pytest.mark.parametrize("present", [(), ("q",), ("k",)], ids=["no weight", "q's weight", "k's weight"])
 @pytest.mark.parametrize("weights", ["each", "together"])
 def test_qk_norm_rope_accepts_missing_weights(present, weights):
-    q, k, q_weight, k_weight, cos, sin = _inputs(2, 4, 2, 3, 16, 16, weights=weights)
+    q, k, q_weight, k_weight, cos, sin = _inputs(SMALL, weights=weights)
     q_weight, k_weight = q_weight if "q" in present else None, k_weight if "k" in present else None
     inputs = [x for x in (q, k, q_weight, k_weight) if x is not None]
 
@@ -144,32 +127,25 @@ def test_qk_norm_rope_accepts_missing_weights(present, weights):
 
 @pytest.mark.parametrize("weights", ["each", "together"])
 def test_qk_norm_rope_without_keys_returns_none_for_them(weights):
-    q, k, q_weight, _, cos, sin = _inputs(2, 4, 2, 3, 16, 16, weights=weights)
+    q, k, q_weight, _, cos, sin = _inputs(SMALL, weights=weights)
     both = outputs_and_gradients(lambda q, w: tigon.qk_norm_rope(q, k.detach(), w, None, cos, sin)[0], [q, q_weight])
     alone = outputs_and_gradients(lambda q, w: tigon.qk_norm_rope(q, None, w, None, cos, sin)[0], [q, q_weight])
-    _assert_close(alone, both)
+    assert_close(alone, both)
     assert tigon.qk_norm_rope(q, None, q_weight, None, cos, sin)[1] is None
     assert qk_norm_rope_reference(q, None, q_weight, None, cos, sin)[1] is None
 
 
 @pytest.mark.kernels
-def test_one_head_is_normalised_as_each_head():
-    """A weight with the size of one head normalises each head. For one head this is the same as all heads together."""
-    q, k, q_weight, k_weight, cos, sin = _inputs(2, 4, 1, 3, 16, 16, weights="together")
-    assert_as_accurate_as_eager(*_both(), [q, k, q_weight, k_weight, cos, sin])
-
-
-@pytest.mark.kernels
 def test_qk_norm_rope_accepts_heads_in_dimension_2():
     for weights in ("each", "together"):
-        q, k, *others = _inputs(2, 4, 2, 3, 16, 16, weights=weights)
+        q, k, *others = _inputs(SMALL, weights=weights)
         first = tigon.qk_norm_rope(q, k, *others)
         second = tigon.qk_norm_rope(q.transpose(1, 2), k.transpose(1, 2), *others, unsqueeze_dim=2)
         assert all(torch.equal(a, b.transpose(1, 2)) for a, b in zip(first, second, strict=True))
 
 
 def test_results_have_the_strides_of_their_inputs():
-    q, k, *others = _inputs(2, 4, 2, 3, 16, 16, memory_order="BSHD")
+    q, k, *others = _inputs(SMALL, memory_order="BSHD")
     outputs = tigon.qk_norm_rope(q, k, *others)
     assert [y.transpose(1, 2).is_contiguous() for y in outputs] == [True, True]
     gradients = torch.autograd.grad(outputs, (q, k), outputs)
@@ -178,27 +154,18 @@ def test_results_have_the_strides_of_their_inputs():
 
 @pytest.mark.kernels
 def test_qk_norm_rope_accepts_slices_of_a_packed_projection():
-    packed = torch.randn(2, 3, 6 * 16, device=DEVICE, requires_grad=True)
-    _, _, *others = _inputs(2, 4, 2, 3, 16, 16)
-
-    def run(function):
-        q = packed[..., : 4 * 16].view(2, 3, 4, 16).transpose(1, 2)
-        k = packed[..., 4 * 16 :].view(2, 3, 2, 16).transpose(1, 2)
-        q, k = function(q, k, *others)
-        return q, k, torch.autograd.grad(q.square().sum() + k.cos().sum(), packed)[0]
-
-    for a, b in zip(run(tigon.qk_norm_rope), run(qk_norm_rope_reference), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    packed = torch.randn(2, 3, 96, device=DEVICE, requires_grad=True)
+    _, _, *others = _inputs(SMALL)
+    assert_close(*(outputs_and_gradients(lambda x, f=f: f(*make_packed_heads(x), *others), [packed]) for f in _both()))
 
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("rounding", ["before_weight", "after_weight"])
 def test_qk_norm_rope_promotes_to_the_dtype_of_wider_weights(rounding):
-    inputs = _inputs(1, 2, 1, 3, 8, 8, dtype=torch.float16, weight_dtype=torch.float32)
+    inputs = _inputs((1, 2, 1, 3, 8, 8), dtype=torch.float16, weight_dtype=torch.float32)
     results, expected = (outputs_and_gradients(f, inputs) for f in _both(rounding=rounding))
-    assert [y.dtype for y in results[0]] == [y.dtype for y in expected[0]]
     assert [g.dtype for g in results[1]] == [torch.float16] * 2 + [torch.float32] * 2
-    _assert_close(results, expected, rtol=1e-2, atol=1e-2)
+    assert_close(results, expected, rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.kernels
@@ -208,7 +175,7 @@ def test_qk_norm_rope_computes_only_the_gradients_that_are_needed(monkeypatch):
 
     calls, backward = [], module.qk_norm_rope_backward
     monkeypatch.setattr(module, "qk_norm_rope_backward", lambda *args: calls.append(backward(*args)) or calls[-1])
-    q, k, q_weight, k_weight, cos, sin = _inputs(2, 4, 2, 3, 16, 16)
+    q, k, q_weight, k_weight, cos, sin = _inputs(SMALL)
     q_out, k_out = tigon.qk_norm_rope(q, k.detach(), q_weight.detach(), k_weight, cos, sin)
     (q_out.sum() + k_out.sum()).backward()
     tigon.qk_norm_rope(q, k, q_weight, k_weight, cos, sin)[1].sum().backward()
@@ -223,12 +190,12 @@ def test_more_features_than_a_workgroup_holds_are_computed_by_the_reference(monk
     import tigon.ops.rotary.qk_norm_rope as module
 
     monkeypatch.setattr(module, "qk_norm_rope_forward", None)
-    inputs = _inputs(1, 65, 2, 3, 512, 16, weights="together")
-    _assert_close(*(outputs_and_gradients(f, inputs) for f in _both()))
+    inputs = _inputs((1, 65, 2, 3, 512, 16), weights="together")
+    assert_close(*(outputs_and_gradients(f, inputs) for f in _both()))
 
 
 def test_qk_norm_rope_without_rotary_features_is_rms_norm():
-    inputs = _inputs(2, 4, 2, 3, 16, 0)
+    inputs = _inputs((2, 4, 2, 3, 16, 0))
     (q, k), _ = outputs_and_gradients(tigon.qk_norm_rope, inputs)
     for y, x, weight in ((q, *inputs[:3:2]), (k, *inputs[1:4:2])):
         torch.testing.assert_close(y, tigon.rms_norm(x, weight), rtol=1e-5, atol=1e-6)
@@ -254,7 +221,7 @@ def test_qk_norm_rope_heuristic_fits_the_device(heads, size, together, device):
 @pytest.mark.no_interpreter("It checks arguments before any kernel is launched.")
 def test_qk_norm_rope_refuses_bad_input():
     names = "q", "k", "q_weight", "k_weight", "cos", "sin"
-    arguments = dict(zip(names, _inputs(2, 4, 2, 3, 16, 16), strict=True))
+    arguments = dict(zip(names, _inputs(SMALL), strict=True))
     _, k, q_weight, k_weight, *_ = arguments.values()
     changes = {
         r"q_weight must have shape \(16,\) or \(64,\), got \(7,\)": {"q_weight": q_weight[:7]},

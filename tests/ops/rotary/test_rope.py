@@ -7,56 +7,34 @@ import torch
 
 import tigon
 from op_cases import DEVICE, DTYPES, assert_as_accurate_as_eager, assert_refused, one_in, outputs_and_gradients
+from rotary_cases import LAYOUTS, SIZES, assert_close, make_inputs, make_packed_heads
 from tigon.ops.rotary.rope import axes_of, rope_reference
 
-LAYOUTS = ["split_half", "interleaved", "deinterleaved"]
+SMALL = (2, 4, 2, 3, 16, 16)
 
 
-def _inputs(b, hq, hk, s, d, r, dtype=torch.float32, shared=False, memory_order="BHSD", axes=(), table="halves"):
-    generator = torch.Generator().manual_seed(hq * s + d)
-    normal = lambda *shape: torch.randn(shape, generator=generator).to(DEVICE, dtype)
-    if memory_order == "BSHD":
-        q, k = normal(b, s, hq, d).transpose(1, 2), normal(b, s, hk, d).transpose(1, 2)
-    else:
-        q, k = normal(b, hq, s, d), normal(b, hk, s, d)
-    width = r // 2 if table == "once" else r
-    angles = torch.rand((*axes, 1 if shared else b, s, width), generator=generator).to(DEVICE) * 100
-    return [q.requires_grad_(), k.requires_grad_(), angles.cos().to(dtype), angles.sin().to(dtype)]
-
-
-def _both(*options, **keywords):
+def _both(**options):
     """Return the op and its reference, with the same options."""
-    return [functools.partial(f, *options, **keywords) for f in (tigon.rope, rope_reference)]
+    return [functools.partial(f, **options) for f in (tigon.rope, rope_reference)]
 
 
-def _assert_close(results, expected, rtol=1e-5, atol=1e-6):
-    """Compare two results of `outputs_and_gradients`."""
-    for a, b in zip([*results[0], *results[1]], [*expected[0], *expected[1]], strict=True):
-        torch.testing.assert_close(a, b, rtol=rtol, atol=atol)
-
-
-SIZES = {
-    "equal heads": (2, 4, 4, 3, 16, 16),
-    "head counts that fill no tile": (1, 14, 2, 5, 64, 64),
-    "a part of the head": (2, 3, 1, 4, 80, 32),
-    "odd sizes": (1, 2, 1, 3, 10, 6),
-    "wide heads": (1, 40, 8, 2, 256, 256),
-    "one of each": (1, 1, 1, 1, 2, 2),
-}
+def _assert_agreement(inputs, rtol=1e-5, atol=1e-6, **options):
+    """Check that the op and its reference return equal values and gradients, in equal dtypes."""
+    assert_close(*(outputs_and_gradients(f, inputs) for f in _both(**options)), rtol=rtol, atol=atol)
 
 
 @pytest.mark.kernels
 @one_in(2, sizes=SIZES, dtype=DTYPES, memory_order=["BHSD", "BSHD"], layout=LAYOUTS)
 @pytest.mark.sampled(in_interpreter=2)
 def test_rope_accuracy(sizes, dtype, memory_order, layout):
-    assert_as_accurate_as_eager(*_both(layout=layout), _inputs(*sizes, dtype=dtype, memory_order=memory_order))
+    assert_as_accurate_as_eager(*_both(layout=layout), make_inputs(sizes, dtype, memory_order=memory_order))
 
 
 @pytest.mark.kernels
 @one_in(3, sizes=[(2, 3, 1, 4, 80, 32), (1, 2, 1, 3, 10, 6)], dtype=DTYPES, table=["once", "pairs"], layout=LAYOUTS)
 def test_rope_accuracy_with_other_tables(sizes, dtype, table, layout):
     """All entries of a table differ, so a kernel that reads the wrong entry fails the test."""
-    inputs = _inputs(*sizes, dtype=dtype, table=table)
+    inputs = make_inputs(sizes, dtype, table=table)
     assert_as_accurate_as_eager(*_both(layout=layout, table=table), inputs)
 
 
@@ -73,7 +51,7 @@ SECTIONS = {
 @pytest.mark.kernels
 @one_in(3, sections=SECTIONS, layout=LAYOUTS, shared={"one table for each row": False, "one table": True})
 def test_rope_accuracy_with_sections(sections, layout, shared):
-    inputs = _inputs(2, 4, 2, 3, 80, 2 * sum(sections), shared=shared, axes=(3,))
+    inputs = make_inputs((2, 4, 2, 3, 80, 2 * sum(sections)), is_shared=shared, axes=(3,))
     assert_as_accurate_as_eager(*_both(layout=layout, sections=sections), inputs)
 
 
@@ -99,15 +77,15 @@ def _assert_equals(theirs, tables, frequencies, ours=None, **options):
     """In fp32 the reference returns the same bits as the function of transformers, and the op returns its values."""
     ours = ours or _tables(frequencies)
     for heads_axis in (1, 2):
-        q, k, *_ = _inputs(2, 4, 2, 3, 24, 16)
+        q, k, *_ = make_inputs((2, 4, 2, 3, 24, 16))
         q, k = (x.transpose(1, heads_axis).detach().requires_grad_() for x in (q, k))
         stock = functools.partial(theirs, cos=tables[0], sin=tables[1], unsqueeze_dim=heads_axis)
         expected = outputs_and_gradients(stock, [q, k])
         op, reference = (functools.partial(f, unsqueeze_dim=heads_axis) for f in _both(**options))
         results = outputs_and_gradients(reference, [q, k, *ours])
         assert all(torch.equal(a, b) for a, b in zip(results[0], expected[0], strict=True))
-        _assert_close(results, expected)
-        _assert_close(outputs_and_gradients(op, [q, k, *ours]), expected)
+        assert_close(results, expected)
+        assert_close(outputs_and_gradients(op, [q, k, *ours]), expected)
 
 
 def _on_a_part(function):
@@ -120,6 +98,7 @@ def _on_a_part(function):
     return call
 
 
+@pytest.mark.no_interpreter("The reference decides; the kernels are compared with it.")
 @pytest.mark.parametrize(
     ("model", "layout", "partial"),
     [
@@ -140,6 +119,7 @@ def test_rope_agrees_with_functions_of_transformers(model, layout, partial):
     )
 
 
+@pytest.mark.no_interpreter("The reference decides; the kernels are compared with it.")
 @pytest.mark.parametrize(
     ("model", "layout", "table"), [("cohere", "interleaved", "pairs"), ("gpt_oss", "split_half", "once")]
 )
@@ -149,6 +129,7 @@ def test_rope_agrees_with_functions_of_transformers_on_other_tables(model, layou
     _assert_equals(theirs, tables, None, tables, layout=layout, table=table)
 
 
+@pytest.mark.no_interpreter("The reference decides; the kernels are compared with it.")
 @pytest.mark.parametrize(
     ("model", "rotary", "mrope_section", "sections", "layout"),
     [
@@ -177,10 +158,10 @@ def test_rope_agrees_with_sections_of_transformers(model, rotary, mrope_section,
 
 
 def test_rope_agrees_with_a_function_of_transformers_for_one_tensor():
-    q, _, _, _ = _inputs(2, 4, 2, 3, 16, 16)
+    q, _, _, _ = make_inputs(SMALL)
     tables = _tables(_frequencies())
     expected = outputs_and_gradients(lambda q: _model("gemma3n").apply_rotary_pos_emb(q, *tables), [q])
-    _assert_close(outputs_and_gradients(lambda q: tigon.rope(q, None, *tables)[0], [q]), expected)
+    assert_close(outputs_and_gradients(lambda q: tigon.rope(q, None, *tables)[0], [q]), expected)
 
 
 # --- tables, strides, frozen inputs --------------------------------------------------------------
@@ -188,7 +169,7 @@ def test_rope_agrees_with_a_function_of_transformers_for_one_tensor():
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_rope_without_keys_returns_none_for_them(layout):
-    q, k, cos, sin = _inputs(2, 4, 2, 3, 16, 16)
+    q, k, cos, sin = make_inputs(SMALL)
     alone, nothing = tigon.rope(q, None, cos, sin, layout=layout)
     assert nothing is None
     assert torch.equal(alone, tigon.rope(q, k, cos, sin, layout=layout)[0])
@@ -203,117 +184,66 @@ def test_axes_of_sections_has_a_digit_for_each_frequency():
     assert axes_of(None) == ""
 
 
-def test_rope_with_one_unused_output():
-    """The unused output gets no gradient of zeros, and no kernel computes one."""
-    for used in (0, 1):
-        q, k, cos, sin = _inputs(2, 4, 2, 3, 16, 16)
-        tigon.rope(q, k, cos, sin)[used].sum().backward()
-        used_input, unused_input = (q, k) if used == 0 else (k, q)
-        assert used_input.grad is not None
-        assert unused_input.grad is None or not unused_input.grad.any()
+@pytest.mark.kernels
+@pytest.mark.parametrize("copy", [lambda x: x.expand(3, -1, -1), lambda x: x.repeat(3, 1, 1)], ids=["expand", "repeat"])
+def test_rope_accepts_one_table_for_the_whole_batch(copy):
+    q, k, cos, sin = make_inputs((3, 2, 1, 4, 16, 16), is_shared=True)
+    shared, copied = (outputs_and_gradients(tigon.rope, [q, k, *x]) for x in ((cos, sin), (copy(cos), copy(sin))))
+    assert_close(shared, copied, rtol=0.0, atol=0.0)
 
 
 @pytest.mark.kernels
-def test_rope_accepts_one_table_for_the_whole_batch():
-    q, k, cos, sin = _inputs(3, 2, 1, 4, 16, 16, shared=True)
-    shared = outputs_and_gradients(tigon.rope, [q, k, cos, sin])
-    expanded = outputs_and_gradients(tigon.rope, [q, k, cos.expand(3, -1, -1), sin.expand(3, -1, -1)])
-    copied = outputs_and_gradients(tigon.rope, [q, k, cos.repeat(3, 1, 1), sin.repeat(3, 1, 1)])
-    for results in (expanded, copied):
-        for a, b in zip([*shared[0], *shared[1]], [*results[0], *results[1]], strict=True):
-            assert torch.equal(a, b)
-
-
-@pytest.mark.kernels
-def test_rope_accepts_tables_with_unequal_halves():
-    """The first half of a row of a table rotates the first features of the pairs, the second half the second ones."""
-    q, k, _, _ = _inputs(2, 2, 2, 3, 8, 8)
-    cos, sin = torch.randn(2, 3, 8, device=DEVICE), torch.randn(2, 3, 8, device=DEVICE)
-    results, expected = (outputs_and_gradients(f, [q, k, cos, sin]) for f in (tigon.rope, rope_reference))
-    for a, b in zip([*results[0], *results[1]], [*expected[0], *expected[1]], strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+def test_rope_accepts_odd_tables_and_strides():
+    """The halves of a row of a table may differ. Heads may overlap in memory, and may be slices of a projection."""
+    q, k, _, _ = make_inputs((2, 2, 2, 3, 8, 8))
+    _assert_agreement([q, k, *torch.randn(2, 2, 3, 8, device=DEVICE)])
+    q = torch.randn(2, 40, device=DEVICE).as_strided((2, 2, 3, 8), (40, 1, 8, 1)).requires_grad_()
+    _, k, cos, sin = make_inputs((2, 2, 1, 3, 8, 8))
+    _assert_agreement([q, k, cos, sin])
+    packed = torch.randn(2, 3, 96, device=DEVICE, requires_grad=True)
+    _, _, cos, sin = make_inputs(SMALL)
+    assert_close(*(outputs_and_gradients(lambda x, f=f: f(*make_packed_heads(x), cos, sin), [packed]) for f in _both()))
 
 
 @pytest.mark.kernels
 def test_rope_accepts_heads_in_dimension_2():
-    q, k, cos, sin = _inputs(2, 4, 2, 3, 16, 16)
+    q, k, cos, sin = make_inputs(SMALL)
     first = tigon.rope(q, k, cos, sin)
     second = tigon.rope(q.transpose(1, 2), k.transpose(1, 2), cos, sin, unsqueeze_dim=2)
     assert all(torch.equal(a, b.transpose(1, 2)) for a, b in zip(first, second, strict=True))
 
 
 @pytest.mark.kernels
-def test_rope_accepts_slices_of_a_packed_projection():
-    """q and k of Phi-3 are slices of one tensor, so their rows have gaps."""
-    packed = torch.randn(2, 3, 6 * 16, device=DEVICE, requires_grad=True)
-    _, _, cos, sin = _inputs(2, 4, 2, 3, 16, 16)
-
-    def run(rope):
-        q = packed[..., : 4 * 16].view(2, 3, 4, 16).transpose(1, 2)
-        k = packed[..., 4 * 16 :].view(2, 3, 2, 16).transpose(1, 2)
-        q, k = rope(q, k, cos, sin)
-        return q, k, torch.autograd.grad(q.square().sum() + k.cos().sum(), packed)[0]
-
-    for a, b in zip(run(tigon.rope), run(rope_reference), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
-
-
-def test_results_have_the_strides_of_their_inputs():
-    q, k, cos, sin = _inputs(2, 4, 2, 3, 16, 16, memory_order="BSHD")
-    outputs = tigon.rope(q, k, cos, sin)
-    assert [y.shape for y in outputs] == [q.shape, k.shape]
-    assert [y.transpose(1, 2).is_contiguous() for y in outputs] == [True, True]
-
-
-@pytest.mark.kernels
-def test_rope_accepts_overlapping_strides():
-    base = torch.randn(2, 40, device=DEVICE)
-    q = base.as_strided((2, 2, 3, 8), (40, 1, 8, 1)).requires_grad_()
-    _, k, cos, sin = _inputs(2, 2, 1, 3, 8, 8)
-    results = outputs_and_gradients(tigon.rope, [q, k, cos, sin])
-    expected = outputs_and_gradients(tigon.rope, [q.detach().clone().requires_grad_(), k, cos, sin])
-    for a, b in zip([*results[0], *results[1]], [*expected[0], *expected[1]], strict=True):
-        torch.testing.assert_close(a, b)
-
-
-@pytest.mark.kernels
-def test_rope_computes_no_gradient_of_a_frozen_input(monkeypatch):
+def test_rope_computes_only_the_gradients_that_are_needed(monkeypatch):
+    """Frozen inputs need no gradient, and unused outputs get no gradient of zeros."""
     import tigon.ops.rotary.rope as module
 
     calls, rotate = [], module.rope_rotate
     monkeypatch.setattr(module, "rope_rotate", lambda *args: calls.append(rotate(*args)) or calls[-1])
-    q, k, cos, sin = _inputs(2, 4, 2, 3, 16, 16)
-    q, k = q * 1, (k * 1).detach()
-    outputs = tigon.rope(q, k, cos, sin)
-    # The list is empty if no kernels run.
-    if calls:
-        (outputs[0].sum() + outputs[1].sum()).backward()
-        assert [x.numel() for x in calls[-1]] == [q.numel(), 0]
+    q, k, cos, sin = make_inputs(SMALL)
+    outputs = tigon.rope(q, k.detach(), cos, sin)
+    (outputs[0].sum() + outputs[1].sum()).backward()
+    assert [x.numel() for x in calls[-1]] == [q.numel(), 0]
+    for used, x in enumerate((q, k)):
+        tigon.rope(q, k, cos, sin)[used].sum().backward()
+        assert [y.numel() for y in calls[-1]] == [x.numel(), 0]
 
 
-@pytest.mark.kernels
-def test_rope_promotes_to_the_dtype_of_wider_tables():
-    q, k, cos, sin = _inputs(1, 2, 1, 3, 8, 8, dtype=torch.float16)
+def test_dtypes_and_strides_of_the_results():
+    """Wider tables promote, and `dtype` rounds once to another dtype."""
+    q, k, cos, sin = make_inputs((2, 4, 2, 3, 8, 8), torch.float16, memory_order="BSHD")
     inputs = [q, k, cos.float(), sin.float()]
-    results, expected = (outputs_and_gradients(f, inputs) for f in (tigon.rope, rope_reference))
-    assert [y.dtype for y in results[0]] == [y.dtype for y in expected[0]] == [torch.float32] * 2
-    assert [g.dtype for g in results[1]] == [torch.float16] * 2
-    for a, b in zip([*results[0], *results[1]], [*expected[0], *expected[1]], strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-3)
-
-
-def test_rope_rounds_once_to_the_requested_dtype():
-    """Inputs in half precision are rotated by tables in fp32."""
-    q, k, cos, sin = _inputs(2, 2, 1, 3, 8, 8, dtype=torch.float16)
-    inputs = [q, k, cos.float(), sin.float()]
+    _assert_agreement(inputs, rtol=1e-2, atol=1e-3)
     wide, half = (outputs_and_gradients(functools.partial(tigon.rope, dtype=d), inputs) for d in (None, torch.float16))
+    assert [y.dtype for y in [*wide[0], *wide[1]]] == [torch.float32] * 2 + [torch.float16] * 2
     assert [y.dtype for y in [*half[0], *half[1]]] == [torch.float16] * 4
     assert all(torch.equal(a, b.half()) for a, b in zip(half[0], wide[0], strict=True))
+    assert [y.transpose(1, 2).is_contiguous() for y in wide[0]] == [True, True]
 
 
 @pytest.mark.no_interpreter("It checks arguments before any kernel is launched.")
 def test_rope_refuses_bad_input():
-    q, k, cos, sin = _inputs(2, 4, 2, 3, 16, 16)
+    q, k, cos, sin = make_inputs(SMALL)
     axes = {"cos": cos.expand(3, -1, -1, -1), "sin": sin.expand(3, -1, -1, -1)}
     wide = {"cos": cos.repeat(1, 2, 1)[:, :4], "sin": sin.repeat(1, 2, 1)[:, :4]}
     changes = {
