@@ -8,11 +8,10 @@ import torch
 pytest.importorskip("trl", reason="TRL is not installed")
 pytest.importorskip("accelerate")
 
-from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
 from trl.trainer import distillation_trainer
 
 from tigon.integrations import trl
-from tigon.integrations.trl_divergence import ChunkedDivergence, chunked_divergence_loss
+from tigon.integrations.trl_divergence import chunked_divergence_loss
 
 pytestmark = pytest.mark.no_interpreter("It launches no kernel.")
 
@@ -30,62 +29,46 @@ def make() -> dict[str, torch.Tensor]:
     }  # fmt: skip
 
 
-def run(function, beta: float, **options: float) -> list[torch.Tensor]:
-    tensors = make()
-    signature = inspect.signature(ChunkedDivergenceFunction.forward)
-    arguments = signature.bind(None, *tensors.values(), beta, **options)
-    arguments.apply_defaults()
-    divergence, entropy = function.apply(*arguments.args[1:])
-    divergence.backward(torch.linspace(-1.0, 2.0, 12))
-    return [divergence.detach(), entropy, *(x.grad for x in tensors.values() if x.requires_grad)]
-
-
-@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
-@pytest.mark.parametrize("options", [{}, SCALES, SCALES | CAPS], ids=["plain", "scales", "caps"])
-def test_each_token_has_the_divergence_of_trl(beta, options):
-    for ours, stock in zip(
-        run(ChunkedDivergence, beta, **options), run(ChunkedDivergenceFunction, beta, **options), strict=True
-    ):  # fmt: skip
-        torch.testing.assert_close(ours, stock, rtol=1e-4, atol=2e-5)
-
-
-def run_loss(function, num_items, weight_dtype=torch.float32, mask=True):
+def run(function, num_items=None, weight_dtype=torch.float32, mask=True, beta=0.3, **options: float):
     tensors = make()
     tensors["student_weight"] = tensors["student_weight"].detach().to(weight_dtype).requires_grad_()
     completion_mask = torch.tensor([[1, 1, 0, 1, 0, 0], [1, 1, 1, 1, 1, 0]]) * mask
     loss, entropy, count = function(
         tensors["student_hidden"].view(2, 6, 16), tensors["teacher_hidden"].view(2, 6, 24), tensors["student_weight"],
-        tensors["teacher_weight"], completion_mask, 0.3, num_items, tensors["student_bias"], tensors["teacher_bias"],
-        **SCALES, **CAPS,
+        tensors["teacher_weight"], completion_mask, beta, num_items, tensors["student_bias"], tensors["teacher_bias"],
+        **options,
     )  # fmt: skip
     loss.backward()
     return [loss.detach(), entropy, count, *(x.grad for x in tensors.values() if x.requires_grad)]
 
 
-@pytest.mark.parametrize("num_items", [None, 5, torch.tensor(5)], ids=["mean", "int", "tensor"])
-@pytest.mark.parametrize("mask", [True, False], ids=["some tokens", "no token"])
-def test_the_loss_is_that_of_trl(num_items, mask):
-    stock = run_loss(distillation_trainer._chunked_divergence_loss, num_items, mask=mask)
-    for ours, theirs in zip(run_loss(chunked_divergence_loss, num_items, mask=mask), stock, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=2e-5)
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("options", [{}, SCALES, SCALES | CAPS], ids=["plain", "scales", "caps"])
+def test_the_loss_is_that_of_trl(beta, options):
+    stock = run(distillation_trainer._chunked_divergence_loss, beta=beta, **options)
+    torch.testing.assert_close(run(chunked_divergence_loss, beta=beta, **options), stock, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize(("num_items", "mask"), [(5, True), (torch.tensor(5), True), (5, False), (None, False)])
+def test_the_divisor_of_the_loss_is_that_of_trl(num_items, mask):
+    stock = run(distillation_trainer._chunked_divergence_loss, num_items, mask=mask)
+    torch.testing.assert_close(run(chunked_divergence_loss, num_items, mask=mask), stock, rtol=1e-4, atol=2e-5)
 
 
 def test_a_weight_of_another_dtype_is_cast():
-    stock = run_loss(distillation_trainer._chunked_divergence_loss, None, torch.bfloat16)
-    for ours, theirs in zip(run_loss(chunked_divergence_loss, None, torch.bfloat16), stock, strict=True):
+    stock = run(distillation_trainer._chunked_divergence_loss, None, torch.bfloat16)
+    for ours, theirs in zip(run(chunked_divergence_loss, None, torch.bfloat16), stock, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-2 if ours.dtype == torch.bfloat16 else 1e-4, atol=1e-4)
 
 
 def test_the_arguments_are_those_of_trl():
-    parameters = lambda function: list(inspect.signature(function).parameters)
-    assert parameters(chunked_divergence_loss) == parameters(distillation_trainer._chunked_divergence_loss)
-    assert parameters(ChunkedDivergence.apply) == parameters(ChunkedDivergenceFunction.forward)[1:]
+    ours, theirs = map(inspect.signature, (chunked_divergence_loss, distillation_trainer._chunked_divergence_loss))
+    assert list(ours.parameters) == list(theirs.parameters)
 
 
-def test_enable_replaces_the_functions_and_disable_restores_them():
-    names = ("ChunkedDivergenceFunction", "_chunked_divergence_loss")
-    before = [getattr(distillation_trainer, name) for name in names]
+def test_enable_replaces_the_function_and_disable_restores_it():
+    before = distillation_trainer._chunked_divergence_loss
     trl.enable()
-    assert [getattr(distillation_trainer, name) for name in names] == [ChunkedDivergence, chunked_divergence_loss]
+    assert distillation_trainer._chunked_divergence_loss is chunked_divergence_loss
     trl.disable()
-    assert [getattr(distillation_trainer, name) for name in names] == before
+    assert distillation_trainer._chunked_divergence_loss is before

@@ -32,7 +32,7 @@ from torch import nn
 from tigon.hf.levels import find_lean_level
 from tigon.hf.loss_options import recorded_options
 from tigon.hf.patch import patch
-from tigon.integrations.trl_divergence import ChunkedDivergence, chunked_divergence_loss
+from tigon.integrations.trl_divergence import chunked_divergence_loss
 from tigon.integrations.trl_head import (
     ChunkedLogProbs,
     SummedLoss,
@@ -146,7 +146,6 @@ def enable(memory: Memory | MemoryLevel | str | None = None) -> None:
         _replace(names.utils, "_ChunkedLogProbFunction", ChunkedLogProbs),
         _replace(names.sft_trainer, "compute_loss", _wrap_compute_loss(names.sft_trainer.compute_loss)),  # type: ignore[attr-defined]
         _replace(names.base_trainer, "train", _wrap_train(names.base_trainer)),
-        _replace(names.distillation_trainer, "ChunkedDivergenceFunction", ChunkedDivergence),
         _replace(names.distillation_trainer, "_chunked_divergence_loss", chunked_divergence_loss),
     ]
 

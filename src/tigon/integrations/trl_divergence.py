@@ -3,8 +3,7 @@
 `DistillationTrainer` calls `_chunked_divergence_loss` with the hidden states and the heads of both models. TRL computes
 the logits of both models again for the generalised JSD and once more in backward: eight products, or six for the two
 KLs. The function here has the same arguments and results, and takes four products, because the loss is a sum over
-tokens. `ChunkedDivergence` serves callers of TRL's `ChunkedDivergenceFunction`, which may use the divergence of each
-token in any way, and takes six.
+tokens.
 
 The logits of half-precision models are kept in fp32, as TRL keeps them.
 
@@ -19,36 +18,15 @@ from torch import Tensor
 from tigon.integrations.trl_head import Head, gather, gathered, is_partitioned
 from tigon.ops.head.linear_distillation import linear_distillation
 
-__all__ = ["ChunkedDivergence", "chunked_divergence_loss"]
-
 IGNORE_INDEX = -100
 
 
 def _in_dtype_of(hidden: Tensor, head: Head) -> Head:
     """Return the head in the dtype of the hidden states, as TRL casts it. Autocast casts by itself."""
-    weight, bias = head
-    if hasattr(weight, "placements"):
-        # FSDP2 has sharded the head.
-        sharded: Any = weight, bias
-        weight, bias = sharded[0].full_tensor(), None if bias is None else sharded[1].full_tensor()
+    weight, bias = head.whole()
     if torch.is_autocast_enabled(hidden.device.type):
         return Head(weight, bias)
     return Head(weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype))
-
-
-def _distil(hidden: Tensor, head: Head, teacher_hidden: Tensor, teacher_head: Head, **options: Any) -> Any:
-    """Return `linear_distillation` of both models, with the student's entropy. Heads of ZeRO-3 are gathered."""
-    with gather(*teacher_head), gathered(head):
-        if is_partitioned(teacher_head.weight):
-            # Backward may read the teacher's head, and the context has ended then.
-            copied_bias = None if teacher_head.bias is None else teacher_head.bias.detach().clone()
-            teacher_head = Head(teacher_head.weight.detach().clone(), copied_bias)
-        weight, bias = _in_dtype_of(hidden, head)
-        teacher_weight, teacher_bias = _in_dtype_of(teacher_hidden, teacher_head)
-        return linear_distillation(
-            hidden, weight, bias=bias, teacher_hidden=teacher_hidden, teacher_weight=teacher_weight,
-            teacher_bias=teacher_bias, return_entropy=True, fp32_logits=True, **options,
-        )  # fmt: skip
 
 
 def chunked_divergence_loss(
@@ -80,39 +58,22 @@ def chunked_divergence_loss(
             temperature: As in `linear_distillation`.
     """
     valid = completion_mask != 0
-    result = _distil(
-        student_hidden_states, Head(student_lm_head_weight, student_lm_head_bias),
-        teacher_hidden_states, Head(teacher_lm_head_weight, teacher_lm_head_bias),
-        targets=torch.where(valid, 0, IGNORE_INDEX), ignore_index=IGNORE_INDEX, beta=float(beta),
-        temperature=float(temperature), softcap=student_final_logit_softcapping,
-        logit_scale=float(student_logit_scale), teacher_softcap=teacher_final_logit_softcapping,
-        teacher_logit_scale=float(teacher_logit_scale), num_items=num_items_in_batch,
+    head, teacher_head = (
+        Head(student_lm_head_weight, student_lm_head_bias), Head(teacher_lm_head_weight, teacher_lm_head_bias),
     )  # fmt: skip
-    return result.loss, result.entropy.sum(), valid.sum()
-
-
-class ChunkedDivergence:
-    """The function that takes the place of TRL's `ChunkedDivergenceFunction`."""
-
-    @staticmethod
-    def apply(
-        student_hidden: Tensor, student_weight: Tensor, student_bias: Tensor | None, teacher_hidden: Tensor,
-        teacher_weight: Tensor, teacher_bias: Tensor | None, beta: float, temperature: float = 1.0,
-        student_logit_scale: float = 1.0, student_final_logit_softcapping: float | None = None,
-        teacher_logit_scale: float = 1.0, teacher_final_logit_softcapping: float | None = None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Return the divergence, differentiable with any upstream gradient, and the student's entropy; [N] fp32 each.
-
-        Args:
-            student_hidden, student_weight, student_bias: [N, H], [V, H], and [V] or None.
-            teacher_hidden, teacher_weight, teacher_bias: [N, G], [V, G], and [V] or None.
-            beta, temperature, student_logit_scale, student_final_logit_softcapping, teacher_logit_scale,
-                teacher_final_logit_softcapping: As in `chunked_divergence_loss`.
-        """
-        result = _distil(
-            student_hidden, Head(student_weight, student_bias), teacher_hidden, Head(teacher_weight, teacher_bias),
-            beta=float(beta), temperature=float(temperature), softcap=student_final_logit_softcapping,
-            logit_scale=float(student_logit_scale), teacher_softcap=teacher_final_logit_softcapping,
-            teacher_logit_scale=float(teacher_logit_scale), reduction="none",
+    with gather(*teacher_head), gathered(head):
+        if is_partitioned(teacher_head.weight):
+            # Backward may read the teacher's head, and the context has ended then.
+            copied_bias = None if teacher_head.bias is None else teacher_head.bias.detach().clone()
+            teacher_head = Head(teacher_head.weight.detach().clone(), copied_bias)
+        weight, bias = _in_dtype_of(student_hidden_states, head)
+        teacher_weight, teacher_bias = _in_dtype_of(teacher_hidden_states, teacher_head)
+        result: Any = linear_distillation(
+            student_hidden_states, weight, torch.where(valid, 0, IGNORE_INDEX), bias=bias,
+            teacher_hidden=teacher_hidden_states, teacher_weight=teacher_weight, teacher_bias=teacher_bias,
+            ignore_index=IGNORE_INDEX, beta=float(beta), temperature=float(temperature),
+            softcap=student_final_logit_softcapping, logit_scale=float(student_logit_scale),
+            teacher_softcap=teacher_final_logit_softcapping, teacher_logit_scale=float(teacher_logit_scale),
+            num_items=num_items_in_batch, return_entropy=True, fp32_logits=True,
         )  # fmt: skip
-        return result.loss, result.entropy
+    return result.loss, result.entropy.sum(), valid.sum()

@@ -37,19 +37,6 @@ from tigon.runtime.autograd import without_autocast, without_saved_tensor_hooks
 from tigon.runtime.late_checks import check_later, raise_earlier
 from tigon.runtime.stock import written_in
 
-__all__ = [
-    "ChunkedLogProbs",
-    "Head",
-    "SummedLoss",
-    "gather",
-    "gathered",
-    "has_tigon_forward",
-    "has_trl_forward",
-    "install_forward",
-    "is_partitioned",
-    "loss_is_sum",
-]
-
 IGNORE_INDEX = -100
 # `report.why` shows this reason for the loss of a model that a trainer of TRL trains.
 REASON_TO_KEEP = "the trainer of TRL computes the loss by tigon.integrations.trl"
@@ -140,19 +127,17 @@ class _SumOfLogProbs(torch.autograd.Function):
 
 
 class Head(NamedTuple):
-    """The weight and the bias of a head, gathered if FSDP2 has sharded them."""
+    """The weight and the bias of a head, which are read without a call of the layer, as TRL does."""
 
     weight: Tensor
     bias: Tensor | None
 
-    @staticmethod
-    def of(module: nn.Module) -> "Head":
-        """Return the parameters of a linear layer, without a call of the layer, as TRL does."""
-        weight: Any = module.weight
-        bias: Any = module.bias
-        if hasattr(weight, "placements"):
-            weight, bias = weight.full_tensor(), None if bias is None else bias.full_tensor()
-        return Head(weight, bias)
+    def whole(self) -> "Head":
+        """Return the head, gathered if FSDP2 has sharded it."""
+        weight, bias = self
+        if not hasattr(weight, "placements"):
+            return self
+        return Head(weight.full_tensor(), None if bias is None else bias.full_tensor())  # type: ignore[attr-defined]
 
 
 def gather(*parameters: Tensor | None) -> AbstractContextManager:
@@ -381,7 +366,7 @@ def _fused_forward(model: Any, trl_forward: TrlForward, args: tuple, kwargs: dic
     if targets.device != device:
         # A model may be split over several devices.
         targets, valid_rows = targets.to(device), None
-    hidden, head = hidden.to(device), Head.of(module)
+    hidden, head = hidden.to(device), Head(module.weight, module.bias).whole()
     # `linear_log_probs` sums dW in fp32 anyway.
     acc_dtype = recorded_options(model).acc_dtype
     results = _compute(hidden, head, targets, trl_forward, is_shifted, valid_rows, acc_dtype)
