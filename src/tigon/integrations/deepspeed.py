@@ -23,23 +23,6 @@ OWNER = "deepspeed.sequence.cross_entropy"
 TESTED_VERSION = "0.19.8"
 
 
-def _is_known_version() -> bool:
-    """Return whether DeepSpeed has the minor version whose code was read. Warn that the loss is off if it has not."""
-    try:
-        version = metadata.version("deepspeed")
-    except metadata.PackageNotFoundError:
-        version = ""
-    if version.split(".")[:2] == TESTED_VERSION.split(".")[:2]:
-        return True
-    installed = f"deepspeed {version} is installed" if version else "deepspeed is not installed"
-    warnings.warn(
-        "tigon: tigon.integrations.deepspeed.enable_cross_entropy is off: it was written for deepspeed "
-        f"{TESTED_VERSION}, but {installed}",
-        stacklevel=3,
-    )
-    return False
-
-
 def token_losses(logits: Tensor, target: Tensor, group: Any, ignore_index: int) -> Tensor:
     """Return the losses [...] in fp32 of logits [..., V_p] and targets [...], which are indices of the vocabulary."""
     ranks = 1 if group is None else group.size()
@@ -82,7 +65,17 @@ def enable_cross_entropy() -> Callable[[], None]:
 
     Source: `deepspeed.sequence.cross_entropy` of DeepSpeed 0.19.8.
     """
-    if not _is_known_version():
+    try:
+        version = metadata.version("deepspeed")
+        installed = f"deepspeed {version} is installed"
+    except metadata.PackageNotFoundError:
+        version, installed = "", "deepspeed is not installed"
+    if version.split(".")[:2] != TESTED_VERSION.split(".")[:2]:
+        warnings.warn(
+            "tigon: tigon.integrations.deepspeed.enable_cross_entropy is off: it was written for deepspeed "
+            f"{TESTED_VERSION}, but {installed}",
+            stacklevel=2,
+        )
         return lambda: None
     sequence, owner = importlib.import_module("deepspeed.sequence"), importlib.import_module(OWNER)
     if hasattr(owner.vocab_parallel_cross_entropy, "is_tigon"):

@@ -84,9 +84,9 @@ _LOSSES: dict[str, tuple] = {
     "JSD": (losses.jsd, _DISTILLATION, _HEADS, f"{_HEADS}, {_DISTILLATION}", _check_distillation),
     "CosineSimilarity": (losses.cosine, _DISTILLATION, _HEADS, f"{_HEADS}, {_DISTILLATION}", _check_distillation),
 }  # fmt: skip
-# The base class of each autograd function, which a subclass derives from.
+# The base class of each autograd function, which a subclass derives from, if it is served.
 _BASES = dict.fromkeys(_LOSSES, "Preference") | {
-    "KTO": "UnpairedPreference", "GRPO": "PPO", "JSD": "Distillation", "CosineSimilarity": "Distillation",
+    "KTO": "", "GRPO": "PPO", "JSD": "Distillation", "CosineSimilarity": "Distillation",
 }  # fmt: skip
 
 
@@ -94,7 +94,8 @@ def _refusal(base: str, final: str) -> classmethod:
     """Return a method that refuses subclasses, whose loss function `apply` would not call."""
 
     def refuse(cls: type, **options: Any) -> NoReturn:
-        raise TypeError(f"{cls.__name__}: {final} cannot be subclassed; derive from LigerFusedLinear{base}Base")
+        advice = f"derive from LigerFusedLinear{base}Base" if base else "use tigon.linear_loss"
+        raise TypeError(f"{cls.__name__}: {final} cannot be subclassed; {advice}")
 
     return classmethod(refuse)
 

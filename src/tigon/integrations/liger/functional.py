@@ -18,8 +18,6 @@ from tigon.ops.head.linear_distillation import linear_distillation
 from tigon.ops.head.linear_log_probs import linear_log_probs
 from tigon.ops.logits import cross_entropy as logits_loss
 from tigon.ops.logits.divergences import jsd, kl_div, tvd
-from tigon.ops.logits.softmax import softmax
-from tigon.ops.mlps.activations import relu2
 from tigon.ops.mlps.glu import geglu, swiglu
 from tigon.ops.norms.layer_norm import layer_norm
 from tigon.ops.norms.rms_norm import add_rms_norm, rms_norm
@@ -298,16 +296,6 @@ def liger_swiglu(a: Tensor, b: Tensor, gate_multiplier: float = 1.0, down_multip
 def liger_geglu(a: Tensor, b: Tensor) -> Tensor:
     """Return gelu_tanh(a) * b, by `tigon.geglu`."""
     return geglu(a, b, approximate="tanh")
-
-
-def liger_relu_squared(x: Tensor) -> Tensor:
-    """Return `tigon.relu2` of x, the squared ReLU of each element."""
-    return relu2(x)
-
-
-def liger_softmax(x: Tensor) -> Tensor:
-    """Return `tigon.softmax` of x over the last dimension."""
-    return softmax(x)
 
 
 # --- norms -----------------------------------------------------------------------------------------

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tigon.integrations.liger.signatures import serve
+
 
 def liger_mhc_coeffs(
     x: Tensor, phi: Tensor, b: Tensor, alpha_pre: Tensor, alpha_post: Tensor, alpha_res: Tensor, *,
@@ -61,20 +63,23 @@ def liger_mhc_apply(
     return (y, liger_mhc_pre(x, h_pre)) if return_x_in else y
 
 
-def liger_mhc_forward(
+def _forward(
     x: Tensor, layer: Callable[[Tensor], Tensor], phi: Tensor, b: Tensor, alpha_pre: Tensor, alpha_post: Tensor,
-    alpha_res: Tensor, *, allow_fp32: bool = False, tmax: int = 20, rms_eps: float = 1e-6, pre_eps: float = 0.0,
-    sinkhorn_eps: float = 1e-6, post_mult: float = 2.0, return_coeffs: bool = False,
+    alpha_res: Tensor, *, return_coeffs: bool, **options: Any,
 ) -> Any:  # fmt: skip
     """Return the streams after the layer, and (pre, post, res) on request. The layer's input has its weights' dtype."""
-    pre, post, res = liger_mhc_coeffs(
-        x, phi, b, alpha_pre, alpha_post, alpha_res, allow_fp32=allow_fp32, tmax=tmax, rms_eps=rms_eps,
-        pre_eps=pre_eps, sinkhorn_eps=sinkhorn_eps, post_mult=post_mult,
-    )  # fmt: skip
+    pre, post, res = liger_mhc_coeffs(x, phi, b, alpha_pre, alpha_post, alpha_res, **options)
     u = liger_mhc_pre(x, pre)
     parameters = layer.parameters() if isinstance(layer, nn.Module) else iter(())
     y = liger_mhc_post_res(x, layer(u.to(next(parameters, u).dtype)), post, res)
     return (y, (pre, post, res)) if return_coeffs else y
+
+
+liger_mhc_forward = serve(
+    "liger_mhc_forward", _forward,
+    "x, layer, phi, b, alpha_pre, alpha_post, alpha_res, *, allow_fp32=False, tmax=20, rms_eps=1e-6, pre_eps=0.0, "
+    "sinkhorn_eps=1e-6, post_mult=2.0, return_coeffs=False",
+)  # fmt: skip
 
 
 class LigerMHC(nn.Module):
@@ -87,27 +92,22 @@ class LigerMHC(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         self.layer, self.hc, self.c = layer, hc, c
-        self.tmax, self.rms_eps, self.pre_eps, self.sinkhorn_eps = tmax, rms_eps, pre_eps, sinkhorn_eps
-        self.post_mult, self.allow_fp32 = post_mult, allow_fp32
+        self.options = {
+            "tmax": tmax, "rms_eps": rms_eps, "pre_eps": pre_eps, "sinkhorn_eps": sinkhorn_eps, "post_mult": post_mult,
+            "allow_fp32": allow_fp32,
+        }  # fmt: skip
         weight, count = next(layer.parameters(), None), hc * hc + 2 * hc
         with torch.device("cpu" if weight is None else weight.device):
             self.phi = nn.Parameter(torch.randn(hc * c, count, dtype=phi_dtype) * 0.02)
             self.b = nn.Parameter(torch.zeros(count, dtype=torch.float32))
-            self.alpha_pre = nn.Parameter(torch.ones((), dtype=torch.float32))
-            self.alpha_post = nn.Parameter(torch.ones((), dtype=torch.float32))
-            self.alpha_res = nn.Parameter(torch.ones((), dtype=torch.float32))
+            self.alpha_pre, self.alpha_post, self.alpha_res = (
+                nn.Parameter(torch.ones((), dtype=torch.float32)) for _ in range(3)
+            )
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the streams [..., S, H] after the layer."""
         if tuple(x.shape[-2:]) != (self.hc, self.c):
             raise ValueError(f"LigerMHC: x must have shape [..., {self.hc}, {self.c}], got {tuple(x.shape)}")
-        y: Tensor = liger_mhc_forward(
-            x, self.layer, self.phi, self.b, self.alpha_pre, self.alpha_post, self.alpha_res,
-            allow_fp32=self.allow_fp32, tmax=self.tmax, rms_eps=self.rms_eps, pre_eps=self.pre_eps,
-            sinkhorn_eps=self.sinkhorn_eps, post_mult=self.post_mult,
-        )  # fmt: skip
+        alphas = self.alpha_pre, self.alpha_post, self.alpha_res
+        y: Tensor = liger_mhc_forward(x, self.layer, self.phi, self.b, *alphas, **self.options)
         return y
-
-    def extra_repr(self) -> str:
-        """Return the sizes that `print` shows."""
-        return f"hc={self.hc}, c={self.c}, tmax={self.tmax}"

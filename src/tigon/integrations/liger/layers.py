@@ -9,6 +9,7 @@ from tigon.integrations.liger import functional, rare
 from tigon.integrations.liger.functional import ROUNDING, check_reduction, check_smoothing, check_temperature
 from tigon.integrations.liger.signatures import module
 from tigon.integrations.liger.variants import LOSS_OPTIONS, LOSS_RESULTS
+from tigon.ops.mlps.activations import relu2
 
 # --- norms -----------------------------------------------------------------------------------------
 
@@ -111,6 +112,40 @@ _NORMS = {
 globals().update({f"LigerRMSNorm{key}": _model_norm(f"LigerRMSNorm{key}", *row) for key, row in _NORMS.items()})
 
 
+class LigerMegatronRMSNorm(nn.Module):
+    """`tigon.rms_norm` with the constructor of Megatron-Core's norms. `persist_layer_norm` has no effect."""
+
+    def __init__(
+        self, config: Any, hidden_size: Any, eps: float = 1e-5, persist_layer_norm: bool = False,
+        zero_centered_gamma: bool = False, normalization: str = "RMSNorm",
+    ) -> None:  # fmt: skip
+        super().__init__()
+        kind = getattr(config, "normalization", "RMSNorm")
+        if kind != "RMSNorm":
+            raise ValueError(f"LigerMegatronRMSNorm: config.normalization must be 'RMSNorm', got {kind!r}")
+        self.config, self.eps = config, eps
+        self.hidden_size = torch.Size([hidden_size] if isinstance(hidden_size, int) else hidden_size)
+        self.zero_centered_gamma = zero_centered_gamma or bool(getattr(config, "layernorm_zero_centered_gamma", False))
+        self._offset = float(self.zero_centered_gamma)
+        self.weight = nn.Parameter(torch.empty(self.hidden_size))
+        self.reset_parameters()
+        # Megatron-Core sums the gradient of a parameter with this mark over the ranks.
+        is_sharded = bool(getattr(config, "sequence_parallel", False))
+        self.weight.sequence_parallel = is_sharded  # type: ignore[attr-defined]
+
+    def reset_parameters(self) -> None:
+        """Set the factor of each feature to one."""
+        nn.init.constant_(self.weight, 1.0 - self._offset)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the norm of x [..., H] in its dtype."""
+        return functional.liger_rms_norm(x, self.weight, self.eps, self._offset)
+
+    def extra_repr(self) -> str:
+        """Return the sizes that `print` shows."""
+        return f"hidden_size={tuple(self.hidden_size)}, eps={self.eps}, zero_centered_gamma={self.zero_centered_gamma}"
+
+
 class LigerLayerNorm(nn.Module):
     """`tigon.layer_norm` with a bias. `impl`, `mode` and `backend` have no effect."""
 
@@ -206,7 +241,7 @@ _MODULES: dict[str, tuple] = {
         functional.vocab_parallel_cross_entropy, _VOCAB_PARALLEL.format("megatron", "partition"),
         "vocab_parallel_logits, target, tp_group=None", {}, _check_vocab_parallel,
     ),
-    "LigerReLUSquared": (functional.liger_relu_squared, "", "x"),
+    "LigerReLUSquared": (relu2, "", "x"),
     "LigerSparsemax": (rare.liger_sparsemax, "dim=-1", "x", {"input": "x"}),
 }  # fmt: skip
 globals().update({name: module(__name__, name, *row) for name, row in _MODULES.items()})

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tigon.integrations.liger.pairs import pair_loss, reference_log_probs, sum_logits
+from tigon.integrations.liger.pairs import pair_loss, reference_log_probs
 from tigon.integrations.liger.policy import compute_dapo_normalizer, ratio_of_tokens
 from tigon.losses import sequence_log_probs
 from tigon.losses.sequences import half
@@ -160,46 +160,6 @@ class LigerFusedLinearPreferenceBase(_LossBase):
                 with_nll=a.compute_nll_loss, adds_up=a.chunk_size == 1,
             )  # fmt: skip
             return total, (*metrics, *values)
-
-        return _differentiate(tensors, compute)
-
-
-class LigerFusedLinearUnpairedPreferenceBase(_LossBase):
-    """The base of losses of labelled sequences: a subclass defines `preference_loss_fn`.
-
-    Its forward returns the loss, and the sums of log-probabilities, logits and further values of both kinds.
-    """
-
-    loss_function = "preference_loss_fn"
-    signature = _signature(
-        "_input, weight, target, preference_labels, bias=None, chunk_size=1, ignore_index=-100, compiled=True, "
-        "use_ref_model=False, ref_input=None, ref_weight=None, ref_bias=None, average_log_prob=False, **loss_kwargs"
-    )
-
-    @classmethod
-    def compute(cls, a: SimpleNamespace, tensors: Tensors) -> tuple[Any, list[Tensor | None]]:
-        """Return the outputs and the gradients for the arguments of the signature."""
-        reference, mask, labels = _reference(cls.__name__, a), a.target != a.ignore_index, a.preference_labels
-
-        def loss_of_batch(log_probs: Tensor) -> tuple[Tensor, tuple]:
-            values = sequence_log_probs(log_probs, mask, average=a.average_log_prob)
-            results = []
-            for part in _chunks(len(values), a.chunk_size):
-                named = {} if reference is None else {"ref_log_prob_chunk": reference[part]}
-                results.append(
-                    cls.preference_loss_fn(values[part], labels[part], a.target, **a.loss_kwargs, **named)  # type: ignore[attr-defined]
-                )
-            total, *further = _sum_of_chunks(results)
-            return total, (values.detach(), *further)
-
-        def compute(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, tuple]:
-            total, (values, *further) = linear_loss(
-                hidden, weight, a.target, loss_of_batch, group="sequence" if a.chunk_size == 1 else "batch", bias=bias,
-                ignore_index=a.ignore_index,
-            )  # fmt: skip
-            kinds = labels.bool(), ~labels.bool()
-            sums = [(values * kind).sum() for kind in kinds]
-            return total, (*sums, *(sum_logits(hidden.detach()[kind], weight, bias) for kind in kinds), *further)
 
         return _differentiate(tensors, compute)
 

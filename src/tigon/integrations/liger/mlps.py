@@ -52,14 +52,6 @@ class LigerSwiGLUMLP(_GatedMLP):
         return down
 
 
-class LigerQwen3MoeSwiGLUMLP(LigerSwiGLUMLP):
-    """The gated MLP of one expert."""
-
-
-class LigerMLP(LigerSwiGLUMLP):
-    """The gated MLP, whose linear layers are called as modules."""
-
-
 class LigerHunyuanV1SwiGLUMLP(LigerSwiGLUMLP):
     """The gated MLP of Hunyuan. Its further arguments change nothing."""
 
@@ -105,10 +97,6 @@ class LigerFalconH1SwiGLUMLP(LigerSwiGLUMLP):
         product = swiglu(self.gate_proj(x) * self.gate_multiplier, self.up_proj(x))
         down: Tensor = self.down_proj(product) * self.down_multiplier
         return down
-
-
-class LigerFalconH1MLP(LigerFalconH1SwiGLUMLP):
-    """The same MLP under its other name."""
 
 
 class LigerPhi3SwiGLUMLP(nn.Module):

@@ -17,8 +17,7 @@ _CHUNKED = _tables(
         "LigerFusedLinearSimPOLoss"
     ),
 )
-_POLICY_FUNCTIONS = _tables(policy="fused_selective_log_softmax get_gamma_weights reduce_grpo_loss triton_grpo_loss")
-_POLICY_FUNCTIONS["_reduce_grpo_loss"] = _POLICY_FUNCTIONS.pop("reduce_grpo_loss")
+_POLICY_FUNCTIONS = _tables(policy="fused_selective_log_softmax triton_grpo_loss")
 # Names that Liger defines in a module of `liger_kernel.chunked_loss` but does not export from the package.
 _FURTHER_CHUNKED = _POLICY_FUNCTIONS | _tables(
     chunked=(
@@ -28,10 +27,7 @@ _FURTHER_CHUNKED = _POLICY_FUNCTIONS | _tables(
         "liger_fused_linear_dpo liger_fused_linear_grpo liger_fused_linear_jsd liger_fused_linear_kto "
         "liger_fused_linear_orpo liger_fused_linear_simpo"
     ),
-    loss_bases=(
-        "LigerFusedLinearDistillationBase LigerFusedLinearPPOBase LigerFusedLinearPreferenceBase "
-        "LigerFusedLinearUnpairedPreferenceBase"
-    ),
+    loss_bases=("LigerFusedLinearDistillationBase LigerFusedLinearPPOBase LigerFusedLinearPreferenceBase"),
 )
 # Liger spreads its classes over these modules. Each of them serves all names.
 _CHUNKED_MODULES = (
@@ -42,8 +38,8 @@ _FUNCTIONAL = _tables(
     functional=(
         "CrossEntropyOutput liger_cross_entropy liger_fused_add_rms_norm liger_fused_linear_cross_entropy "
         "liger_fused_linear_jsd liger_fused_linear_kl_div liger_fused_linear_scaled_cross_entropy_tp liger_geglu "
-        "liger_group_norm liger_jsd liger_kl_div liger_layer_norm liger_modulated_rms_norm liger_relu_squared "
-        "liger_rms_norm liger_softmax liger_swiglu liger_tvd"
+        "liger_group_norm liger_jsd liger_kl_div liger_layer_norm liger_modulated_rms_norm liger_rms_norm liger_swiglu "
+        "liger_tvd"
     ),
     rotary="liger_qwen2vl_mrope liger_rope",
     rare=(
@@ -51,7 +47,7 @@ _FUNCTIONAL = _tables(
         "liger_sparsemax"
     ),
     hyper_connections="liger_mhc_apply liger_mhc_coeffs liger_mhc_forward liger_mhc_post_res liger_mhc_pre",
-)
+) | {"liger_relu_squared": "tigon:relu2", "liger_softmax": "tigon:softmax"}
 _DISPATCHED = _tables(
     variants=(
         "cross_entropy fused_add_rms_norm fused_linear_cross_entropy fused_linear_jsd geglu jsd kl_div layer_norm "
@@ -107,13 +103,18 @@ _TRANSFORMERS = _tables(
         "LigerSparsemax LigerTVDLoss LigerVocabParallelCrossEntropy"
     ),
     mlps=(
-        "LigerBlockSparseTop2MLP LigerExperts LigerFalconH1MLP LigerFalconH1SwiGLUMLP LigerGEGLUMLP LigerMLP "
-        "LigerPhi3SwiGLUMLP LigerQwen3MoeSwiGLUMLP LigerSwiGLUMLP LigerSwiGLUMLPForMuseGlimmer LigerTiledGEGLUMLP "
-        "LigerTiledSwiGLUMLP"
+        "LigerBlockSparseTop2MLP LigerExperts LigerFalconH1SwiGLUMLP LigerGEGLUMLP LigerPhi3SwiGLUMLP LigerSwiGLUMLP "
+        "LigerSwiGLUMLPForMuseGlimmer LigerTiledGEGLUMLP LigerTiledSwiGLUMLP"
     ),
     rare="LigerDyT LigerMultiTokenAttention LigerPolyNorm",
     rotary="liger_llama4_text_rotary_pos_emb liger_llama4_vision_rotary_pos_emb liger_rotary_pos_emb",
-) | {"LigerSoftmax": "tigon:Softmax"}
+) | {
+    "LigerSoftmax": "tigon:Softmax",
+    # Liger has these classes under two names.
+    "LigerFalconH1MLP": f"{__package__}.mlps:LigerFalconH1SwiGLUMLP",
+    "LigerMLP": f"{__package__}.mlps:LigerSwiGLUMLP",
+    "LigerQwen3MoeSwiGLUMLP": f"{__package__}.mlps:LigerSwiGLUMLP",
+}  # fmt: skip
 # Names that Liger defines in a module of `liger_kernel.transformers` but does not export from the package.
 _FURTHER_TRANSFORMERS = _tables(
     apply="MODEL_TYPE_TO_APPLY_LIGER_FN",
@@ -133,7 +134,7 @@ _TRANSFORMERS_MODULES = (
     "qwen2vl_mrope relu_squared rms_norm rope softmax sparsemax swiglu tiled_mlp trainer_integration tvd "
     "vocab_parallel_cross_entropy"
 )
-_MEGATRON = _tables(layers="LigerMegatronCrossEntropy", megatron="LigerMegatronRMSNorm LigerMegatronSwiGLU")
+_MEGATRON = _tables(layers="LigerMegatronCrossEntropy LigerMegatronRMSNorm")
 
 # Module names of `liger_kernel` and the names that each of them serves.
 MODULES: dict[str, dict[str, str]] = {
@@ -163,6 +164,8 @@ NOT_SERVED = {
     "GrpoLossFunction": "use triton_grpo_loss of liger_kernel.transformers.grpo_loss, or tigon.losses",
     "LigerFusedNeighborhoodAttention": _ATTENTION,
     "LigerFusedNeighborhoodAttentionLayer": _ATTENTION,
+    "LigerFusedLinearUnpairedPreferenceBase": "use tigon.linear_loss, which takes any loss of log-probabilities",
+    "LigerMegatronSwiGLU": "use tigon.swiglu",
     "LigerMLPFunction": "use LigerMLP of liger_kernel.transformers, or tigon.swiglu between the linears",
     "LigerTiledMLPFunction": "use LigerTiledSwiGLUMLP or LigerTiledGEGLUMLP of liger_kernel.transformers",
     "apply_liger_kernel_to_megatron": _MEGATRON_RECIPE,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tigon.integrations.liger.signatures import serve
 from tigon.losses.modules import GRPOLoss
-from tigon.losses.policy import check_divisor, grpo_loss, reduce_losses
+from tigon.losses.policy import grpo_loss
 from tigon.losses.policy_objectives import GammaWeight, Objective, PolicyTokens, check_clip
 from tigon.losses.sequences import Metrics, Sequences
 from tigon.ops.head.linear_log_probs import linear_log_probs
@@ -149,22 +149,6 @@ triton_grpo_loss = serve(
 )  # fmt: skip
 
 
-def reduce_grpo_loss(
-    per_token_loss: Tensor, completion_mask: Tensor | None, loss_type: str, max_completion_length: int | None,
-    num_items_in_batch: Tensor | float | None = None,
-) -> Tensor:  # fmt: skip
-    """Return the loss of the batch from losses [N, L] of tokens."""
-    op = "_reduce_grpo_loss"
-    _check_loss_type(op, loss_type)
-    mask = torch.ones_like(per_token_loss, dtype=torch.bool) if completion_mask is None else completion_mask != 0
-    sequences, length = Sequences(mask, None), max_completion_length or mask.shape[1]
-    divisor = check_divisor(
-        op, loss_type, sequences, _divisor(loss_type, mask, num_items_in_batch),
-        length if loss_type == "dr_grpo" else None,
-    )  # fmt: skip
-    return reduce_losses(sequences, per_token_loss, loss_type, divisor)
-
-
 @torch.no_grad()
 def fused_selective_log_softmax(
     logits: Tensor, input_ids: Tensor, temperature: float = 0.9, mask: Tensor | None = None
@@ -173,18 +157,6 @@ def fused_selective_log_softmax(
     length = logits.shape[1] - 1
     ids = input_ids[:, -length:]
     return _log_probs_of_logits(logits, ids, None if mask is None else mask[:, -length:] != 0, temperature)
-
-
-@torch.no_grad()
-def get_gamma_weights(
-    advantages: Tensor, log_ratio_per_token: Tensor, mask: Tensor, importance_sampling_ratio: Tensor | None = None,
-    k_pos: float = 2.0, lambda_pos: float = 3.0, k_neg: float = 3.0, lambda_neg: float = 2.0,
-) -> Tensor:  # fmt: skip
-    """Return the weights [N, 1] of VESPO for advantages [N] and log-ratios [N, L]."""
-    sequences, gamma = Sequences(mask != 0, None), GammaWeight(k_pos, lambda_pos, k_neg, lambda_neg)
-    ratio = ratio_of_tokens("get_gamma_weights", importance_sampling_ratio, sequences.mask, "vespo")
-    ratio = None if ratio is None else torch.where(sequences.mask, ratio, 1.0)
-    return gamma.weights(gamma.log_ratios(sequences, log_ratio_per_token, ratio), advantages)[:, None]
 
 
 # --- between the arguments of Liger and those of Tigon ---------------------------------------------

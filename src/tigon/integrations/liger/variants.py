@@ -15,7 +15,9 @@ from torch import Tensor
 from tigon.integrations.liger import functional, hyper_connections, rare, rotary
 from tigon.integrations.liger.signatures import autograd_function, serve
 from tigon.ops.experts.moe_mlp import moe_mlp
-from tigon.ops.mlps.glu import swiglu
+from tigon.ops.logits.softmax import softmax as tigon_softmax
+from tigon.ops.mlps.activations import relu2
+from tigon.ops.mlps.glu import swiglu as tigon_swiglu
 
 # The losses, the z-losses, the token accuracy and the predicted tokens.
 Losses = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
@@ -56,7 +58,7 @@ _DISPATCHED: dict[str, Row] = {
         functional.liger_fused_add_rms_norm,
         "X, R, W, eps=1e-6, offset=0.0, casting_mode='llama', in_place=False", {},
     ),
-    "softmax": (functional.liger_softmax, "x", {}),
+    "softmax": (tigon_softmax, "x", {}),
     "swiglu": (functional.liger_swiglu, "a, b, gate_multiplier=1.0, down_multiplier=1.0", {}),
     "geglu": (functional.liger_geglu, "a, b", {}),
     "rope": (rotary.liger_rope, "q, k, cos, sin, position_ids=None, unsqueeze_dim=1", {}),
@@ -142,7 +144,7 @@ _OPS: dict[str, Row] = {
         functional.liger_tvd, "p, q, shift_labels=None, reduction='batchmean', ignore_index=-100",
         {"input": "p", "target": "q"},
     ),
-    "LigerFusedGateUpSiLUMulFunction": (swiglu, "y, in_place=False", {"gate": "y"}),
+    "LigerFusedGateUpSiLUMulFunction": (tigon_swiglu, "y, in_place=False", {"gate": "y"}),
     "LigerEmbeddingFunction": (F.embedding, "embeddings, indices", {"weight": "embeddings", "input": "indices"}),
 }  # fmt: skip
 
@@ -162,10 +164,10 @@ OPS: dict[str, Any] = {name: _serve("apply", *row) for name, row in _OPS.items()
     "LigerMultiTokenAttentionFunction": rare.liger_multi_token_attention,
     "LigerPolyNormFunction": rare.liger_poly_norm,
     "LigerQwen2VLMRopeFunction": rotary.liger_qwen2vl_mrope,
-    "LigerReLUSquaredFunction": functional.liger_relu_squared,
+    "LigerReLUSquaredFunction": relu2,
     "LigerRopeFunction": rotary.liger_rope,
     "LigerSiLUMulFunction": functional.liger_swiglu,
-    "LigerSoftmaxFunction": functional.liger_softmax,
+    "LigerSoftmaxFunction": tigon_softmax,
     "LigerSparsemaxFunction": rare.liger_sparsemax,
     "LigerVocabParallelCEFunction": functional.vocab_parallel_cross_entropy,
 }
