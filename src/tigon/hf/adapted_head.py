@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tigon.ops.adapters.lora import adapter_hidden
 from tigon.ops.adapters.projection import Adapter, TensorLike
 from tigon.recognition.parts.adapters import AdaptedCall, AdapterRecipe, recognise_adapters
 from tigon.recognition.replacement import find_replacement, foreign_forward, install
@@ -59,7 +59,8 @@ def low_rank_factors(x: Tensor, adapters: Sequence[Adapter]) -> tuple[Tensor, Te
     """
     dtype = torch.float32 if x.dtype != torch.float64 else x.dtype
     h, columns = [], []
-    for adapter, hidden in zip(adapters, adapter_hidden(x, adapters), strict=True):
+    for adapter in adapters:
+        hidden = F.linear(F.dropout(x.to(adapter.a.dtype), adapter.dropout), adapter.a)
         h.append(hidden.to(dtype) * adapter.scaling)
         columns.append(adapter.b.to(dtype))
         if adapter.bias is not None:

@@ -228,7 +228,7 @@ def test_the_product_that_reads_x_finds_its_maximum_or_writes_its_copy(rank, fea
     assert maximum.view(torch.float32).item() == x.abs().max().item()
     copy = quantise([x], Layout(False, True, False), maximum).rows
     # The copy is a part of a wider matrix, whose other columns are not written.
-    matrix = torch.full((140, 3 * features), 7.0, device=DEVICE).to(WEIGHT_DTYPE)
+    matrix = torch.full((140, 3 * features), 7.0, device=DEVICE).to(torch.float8_e4m3fn)
     values, scale = matrix[:, features : 2 * features], torch.zeros(1, device=DEVICE)
     assert torch.equal(project(x, [a], h, 2.0, mask, FusedPass(maximum, Factor(values, scale))), expected)
     assert torch.equal(scale, copy.scale)

@@ -430,16 +430,6 @@ def test_moe_mlp_accepts_odd_sizes_without_rows_and_on_meta():
         assert (y.shape, y.device.type) == ((T, 5), "meta")
 
 
-@pytest.mark.parametrize("sizes", [(8, 8), (8, 3), (5, 7)], ids=str)
-@pytest.mark.parametrize("needs", ["x weight", "x", "weight"])
-def test_grouped_linear_is_differentiated_twice(sizes, needs):
-    n, m = sizes
-    x, weight = _normal(9, n, dtype=torch.float64), _normal(4, n, m, dtype=torch.float64)
-    ends = torch.tensor([0, 5, 9, 9], dtype=torch.int32, device=DEVICE)
-    x.requires_grad_("x" in needs), weight.requires_grad_("weight" in needs)
-    assert torch.autograd.gradgradcheck(lambda x, w: grouped_linear(x, w, ends).sin(), (x, weight))
-
-
 STRIDES = {
     "rows that share memory": lambda y: y[:1].expand(9, -1),
     "columns that share memory": lambda y: y[:, :1].expand(-1, 8),

@@ -16,8 +16,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from tigon.ops.adapters.frozen_weight import FrozenWeight
-from tigon.ops.adapters.projection import Projection
+from tigon.ops.adapters.projection import FrozenWeight, Projection
 from tigon.ops.fp8.formats import E4M3, Factor, Fp8Options, FusedPass, runs_fp8_kernels
 from tigon.ops.fp8.products import multiply_fp8
 from tigon.ops.fp8.quantisation import Layout, quantise

@@ -26,7 +26,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tigon.ops.adapters.fp8_weight import Fp8Group
-from tigon.ops.adapters.frozen_weight import FrozenWeight, dense_weight
 from tigon.ops.adapters.lora_products import (
     Entry,
     add_low_rank,
@@ -37,11 +36,9 @@ from tigon.ops.adapters.lora_products import (
     list_entries,
     project_gradients,
     rows_of,
-    total_bias,
     write_output,
 )
-from tigon.ops.adapters.low_rank import expand, split_terms
-from tigon.ops.adapters.projection import Adapter, Constants, Projection, flatten, rebuild
+from tigon.ops.adapters.projection import Adapter, Constants, FrozenWeight, Projection, dense_weight, flatten, rebuild
 from tigon.runtime import checks
 from tigon.runtime.autograd import keep_none_gradients
 from tigon.runtime.compat.autograd import has_active_transform
@@ -146,31 +143,6 @@ def _node_gradients(ctx: Any, dys: Mapping[int, Tensor], tensor_needs: Sequence[
     return None if dx is None else dx.view(ctx.shape), flatten(gradients)[0]
 
 
-class _Hidden(Node):
-    """Compute h_j = dropout(x) A_j^T in fp32, side by side, from x and the tensors of the adapters of one layer."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, constants: tuple[Constants, ...], *tensors: Any) -> Tensor:
-        projections, rows = rebuild(tensors, constants), rows_of(x)
-        seeds = draw_seeds(projections, x)
-        h = compute_hidden(rows, list_entries(projections, len(rows), seeds))
-        ctx.save_for_backward(x, seeds, *tensors)
-        ctx.constants = constants
-        return h.sum(0, dtype=torch.float32).view(*x.shape[:-1], h.shape[-1])
-
-    @staticmethod
-    def backward(ctx: Any, dh: Tensor) -> tuple[Any, ...]:
-        x, seeds, *tensors = ctx.saved_tensors
-        projections, needs = rebuild(tensors, ctx.constants), rebuild(ctx.needs_input_grad[2:], ctx.constants)
-        rows, terms = rows_of(x), split_terms(dh.reshape(-1, dh.shape[-1]))
-        entries = list_entries(projections, len(rows), seeds)
-        gradients = layer_gradients(rows, None, {}, terms, entries, entries, needs)
-        dx = None
-        if ctx.needs_input_grad[0]:
-            dx = compute_input_gradient({0: rows}, projections, terms, entries)
-        return None if dx is None else dx.view(x.shape), None, *flatten(gradients)[0]
-
-
 class _AddAdapters(Node):
     """Add the outputs of adapters for the input x to y, the output of the layer without adapters."""
 
@@ -182,10 +154,7 @@ class _AddAdapters(Node):
         h = compute_hidden(rows, entries)
         # The output is not a view, because a view that a node returns cannot be modified in place.
         out = x.new_empty(y.shape).copy_(y)
-        out_rows, bias = out.view(len(rows), -1), total_bias(projections[0])
-        for entry in entries:
-            first_bias = bias if entry is entries[0] else None
-            expand(h[..., entry.columns], entry.adapter.b, out_rows, entry.adapter.scaling, first_bias, adds=True)
+        add_low_rank(out.view(len(rows), -1), projections[0], entries, h)
         needs_a, needs_b = (any(getattr(need, name) for need in needs[0].adapters) for name in ("a", "b"))
         ctx.save_for_backward(x if needs_a else None, h if needs_b else None, seeds, *tensors)
         ctx.constants, ctx.shape, ctx.fp8 = constants, x.shape, None
@@ -259,19 +228,6 @@ def lora_node(x: Tensor, projections: Sequence[Projection]) -> tuple[Tensor, ...
     """Return the same as `lora_linears` by one node. The caller knows that `takes_adapters` is True."""
     tensors, constants = flatten(projections)
     return _LoRALinears.apply(x, constants, torch.is_grad_enabled(), *tensors)
-
-
-def adapter_hidden(x: Tensor, adapters: Sequence[Adapter]) -> list[Tensor]:
-    """Return h_j = dropout(x) A_j^T [..., r_j] of each adapter, for x [..., I]; in fp32 if kernels compute it.
-
-    The gradient of B_j is not computed here, and scaling and bias have no effect.
-    """
-    projection = Projection(None, None, tuple(adapter._replace(bias=None) for adapter in adapters))
-    if not takes_adapters(x, [projection]):
-        return [F.linear(F.dropout(x.to(each.a.dtype), each.dropout), each.a) for each in adapters]
-    tensors, constants = flatten([projection])
-    h = _Hidden.apply(x, constants, *tensors)
-    return list(h.split([len(adapter.a) for adapter in adapters], -1))
 
 
 def add_adapters(x: Tensor, y: Tensor, adapters: Sequence[Adapter]) -> Tensor:

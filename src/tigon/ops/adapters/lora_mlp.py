@@ -27,7 +27,6 @@ from tigon.memory.lean import (
     recomputes_mlp,
 )
 from tigon.ops.adapters.fp8_weight import Fp8Group, Fp8Operand
-from tigon.ops.adapters.frozen_weight import dense_weight
 from tigon.ops.adapters.lora import lora_linears, takes_adapters
 from tigon.ops.adapters.lora_glu import GLUAdapters, lora_glu_backward, lora_glu_forward
 from tigon.ops.adapters.lora_products import (
@@ -41,7 +40,7 @@ from tigon.ops.adapters.lora_products import (
     rows_of,
     write_output,
 )
-from tigon.ops.adapters.projection import Constants, Projection, flatten, rebuild
+from tigon.ops.adapters.projection import Constants, Projection, dense_weight, flatten, rebuild
 from tigon.ops.mlps.gated_node import check_version, gradient_buffers, multiply_gate, save_gated, unpack_gated
 from tigon.ops.mlps.glu_mlp import GATES
 from tigon.runtime.compat.operators import reshape_without_view

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from tigon.ops.adapters.fp8_weight import Fp8Operand
-from tigon.ops.adapters.frozen_weight import dense_weight
 from tigon.ops.adapters.low_rank import dropout_bits, empty_hidden, expand, project, token_sums
-from tigon.ops.adapters.projection import Adapter, Projection
+from tigon.ops.adapters.projection import Adapter, Projection, dense_weight
 from tigon.runtime.products import multiply
 
 
@@ -95,7 +94,7 @@ def compute_hidden(rows: Tensor, entries: Sequence[Entry], operand: Fp8Operand |
     return h
 
 
-def total_bias(projection: Projection) -> Tensor | None:
+def _total_bias(projection: Projection) -> Tensor | None:
     """Return b + sum_j s_j bias_j [O] in fp32, or None if there is no bias."""
     terms = [] if projection.bias is None else [projection.bias.float()]
     terms += [adapter.scaling * adapter.bias.float() for adapter in projection.adapters if adapter.bias is not None]
@@ -110,7 +109,7 @@ def add_low_rank(
 
     Return whether there are any. Otherwise y is not written.
     """
-    bias = total_bias(projection)
+    bias = _total_bias(projection)
     for entry in entries:
         assert h is not None
         is_first = entry is entries[0]

@@ -3,13 +3,11 @@
 Shapes: I inputs, O outputs of a layer, r rank of an adapter.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-
-from tigon.ops.adapters.frozen_weight import FrozenWeight
 
 
 class TensorLike(NamedTuple):
@@ -25,6 +23,25 @@ def product_dtype(x: Tensor | TensorLike) -> torch.dtype:
     device_type = x.device.type
     is_cast = device_type != "meta" and torch.is_autocast_enabled(device_type) and x.dtype != torch.float64
     return torch.get_autocast_dtype(device_type) if is_cast else x.dtype
+
+
+class FrozenWeight:
+    """A weight [O, I] that gets no gradient, such as that of a quantised layer. Each product computes it once more."""
+
+    requires_grad = False
+
+    def __init__(
+        self, compute: Callable[[], Tensor], shape: torch.Size, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.compute, self.shape, self.dtype, self.device = compute, shape, dtype, device
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+
+def dense_weight(weight: Tensor | FrozenWeight) -> Tensor:
+    """Return the weight [O, I] as a tensor. The caller should hold it no longer than for one product."""
+    return weight.compute() if isinstance(weight, FrozenWeight) else weight
 
 
 class Adapter(NamedTuple):

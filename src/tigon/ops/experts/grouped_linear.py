@@ -21,7 +21,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tigon.ops.experts.tiled_products import tiled_product, tiled_weight_gradient, tiles_gradient, tiles_product
-from tigon.runtime.autograd import without_autocast
 from tigon.runtime.launch import launcher
 from tigon.runtime.op import Node
 
@@ -110,43 +109,19 @@ def group_sums(rows: Tensor, ends: Tensor, factors: Tensor | None = None) -> Ten
 # --- autograd ------------------------------------------------------------------------------------
 
 
-# Each product chooses its kernel by its own factors. `grouped_mm` may support the forward product but not those of
-# backward, because the upstream gradient has another width, other strides and another address. Backward consists of the
-# same two autograd functions, so it can be differentiated again.
-
-
-def _save_factors(ctx: Any, a: Tensor, b: Tensor, ends: Tensor) -> None:
-    """Save each factor of a product only if the gradient of the other one is needed."""
-    needs_da, needs_db = ctx.needs_input_grad[:2]
-    ctx.save_for_backward(a if needs_db else None, b if needs_da else None, ends)
-
-
-class _GroupedLinear(torch.autograd.Function):
+class _GroupedLinear(Node):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-        _save_factors(ctx, x, weight, ends)
+        needs_dx, needs_dweight = ctx.needs_input_grad[:2]
+        ctx.save_for_backward(x if needs_dweight else None, weight if needs_dx else None, ends)
         return grouped_product(x, weight, ends)
 
     @staticmethod
-    @without_autocast
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        # Each product chooses its kernel by its own factors: dy has another width, other strides and another address.
         x, weight, ends = ctx.saved_tensors
-        dx = None if weight is None else _GroupedLinear.apply(dy, weight.mT, ends)
-        return dx, None if x is None else _GroupedWeightGradient.apply(x, dy, ends), None
-
-
-class _GroupedWeightGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dy: Tensor, ends: Tensor) -> Tensor:
-        _save_factors(ctx, x, dy, ends)
-        return grouped_weight_gradient(x, dy, ends)
-
-    @staticmethod
-    @without_autocast
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        x, dy, ends = ctx.saved_tensors
-        dx = None if dy is None else _GroupedLinear.apply(dy, upstream.mT, ends)
-        return dx, None if x is None else _GroupedLinear.apply(x, upstream, ends), None
+        dx = None if weight is None else grouped_product(dy, weight.mT, ends)
+        return dx, None if x is None else grouped_weight_gradient(x, dy, ends)
 
 
 class _RowsOfGroups(Node):

@@ -17,9 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from tigon.ops.adapters.fp8_weight import Fp8Weight
-from tigon.ops.adapters.frozen_weight import FrozenWeight
 from tigon.ops.adapters.lora import add_adapters, lora_node, takes_adapters
-from tigon.ops.adapters.projection import Adapter, Projection, TensorLike, product_dtype
+from tigon.ops.adapters.projection import Adapter, FrozenWeight, Projection, TensorLike, product_dtype
 from tigon.ops.mlps.projections import does_more_than_forward, is_plain
 from tigon.recognition.parts.adapter_probes import CHILDREN, DIFFERENT, NAME, SETTINGS, code_of
 from tigon.recognition.parts.dequantisation import weight_reader

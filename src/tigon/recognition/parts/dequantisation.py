@@ -15,8 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tigon.ops.adapters.four_bit import FourBitWeight, QuantisedScales, dequantise
-from tigon.ops.adapters.frozen_weight import FrozenWeight
-from tigon.ops.adapters.projection import TensorLike, product_dtype
+from tigon.ops.adapters.projection import FrozenWeight, TensorLike, product_dtype
 from tigon.recognition.probing.standin import describe
 from tigon.runtime.autograd import without_saved_tensor_hooks
 from tigon.runtime.device import PLAIN, Device, device_of, runs_kernels
