@@ -66,11 +66,9 @@ class HeadLoss(nn.Module):
         mask: Tensor | None, cu_seqlens: Tensor | None, reference: "tuple[Tensor | None, ...] | None" = None,
         with_entropy: bool = False, with_sum_sq_probs: bool = False,
     ) -> tuple[Tensor, Metrics]:  # fmt: skip
-        """Return the loss and its metrics.
+        """Return the loss and its metrics for the other arguments of the function, by name, and for a reference model.
 
-        Args:
-            tensors: The other arguments of the function, by name. None means that an argument was not passed.
-            reference: The hidden states, the weight and the bias of a reference model, or None.
+        An argument that is None was not passed.
         """
         name = type(self).__name__
         check_shapes(name, hidden, weight, bias, targets, may_be_empty="process_group" in self.head_options)

@@ -142,17 +142,7 @@ def check_sequences(
     op: str, log_probs: Tensor, mask: Tensor, cu_seqlens: Tensor | None, name: str = "log_probs",
     part_of: BatchCounts | None = None, **others: Tensor | None,
 ) -> Sequences:  # fmt: skip
-    """Check tensors of tokens, and return their sequences.
-
-    Args:
-        op: The name of the function, for messages.
-        log_probs: [N, L] or [T], fp32.
-        mask: [N, L] or [T], bool.
-        cu_seqlens: [N + 1], int64 | int32, or None for padded tokens.
-        name: The name of `log_probs`, for messages.
-        part_of: The counts of the whole batch, if the tokens are a part of it.
-        others: More tokens in the dtype of `log_probs`, by name, or None.
-    """
+    """Check `log_probs`, called `name` in messages, and the other tensors of tokens, and return their sequences."""
     _check_dtype(op, name, log_probs)
     checks.boolean(op, mask=mask)
     if cu_seqlens is None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from interpreter import speed_up_the_interpreter
 from ops.head.sharded_log_probs import OPTIONS as LOG_PROB_OPTIONS
 from ops.head.sharded_log_probs import compare_log_probs
+from ops.head.sharded_logits import check_refusals, compare_each_option
 from ranks import LIMIT, leave, run_ranks
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
@@ -139,6 +140,13 @@ def each_option() -> None:
     sizes = _sizes()[: 1 if INTERPRETED else None]
     for i, options in enumerate(OPTIONS.values()):
         compare(sizes[i % len(sizes)], weighted=i % 2 == 1, bias=i % 2 == 0, **options)
+
+
+def logits() -> None:
+    for v in _sizes()[: 1 if INTERPRETED else None]:
+        compare_each_option(v, _rows(v))
+    v = 7 * dist.get_world_size()
+    check_refusals(v, _rows(v))
 
 
 def everything_returned() -> None:
@@ -344,7 +352,7 @@ def accumulate_in_a_sharded_head() -> None:
     _close("dw", shard.grad, whole.grad[_rows(v)])
 
 
-CHECKS: list[Callable[[], None]] = [each_option, log_probs]
+CHECKS: list[Callable[[], None]] = [each_option, log_probs, logits]
 if not INTERPRETED:
     CHECKS += [everything_returned, several_chunks, ignored_tokens]
     CHECKS += [half_precision, dtensor_heads, refusals, accumulate_in_a_sharded_head]

@@ -6,11 +6,9 @@ import pytest
 import torch
 
 import tigon
-from dispatch_modes import PeakMemory
 from op_cases import DEVICE, DTYPES, assert_as_accurate_as_eager, one_in
 from ops.logits.cross_entropy_cases import OPTIONS, SHAPES, class_weights, logits_of, target_of
 from tigon.ops.logits.cross_entropy import cross_entropy_reference, log_probs_and_entropy_reference
-from tigon.ops.logits.token.kernels import Options, Upstream, Wants, gradient, gradient_scales, statistics
 
 RESULT_FLAGS = {"return_log_probs": True, "return_entropy": True}
 
@@ -162,23 +160,3 @@ def test_module_returns_outputs_and_refuses_bad_input():
         assert a is b is None or torch.equal(a, b)
     with pytest.raises(TypeError, match="cross_entropy: token_scaling must be a bool, got 1.0"):
         tigon.cross_entropy(logits, target, token_scaling=1.0)
-
-
-@pytest.mark.no_interpreter("It measures the memory of the code that runs where no kernel does.")
-@pytest.mark.parametrize("options", [{}, {"softcap": 5.0}, {"logit_scale": 0.5}], ids=str)
-@pytest.mark.parametrize("entropy", [False, True], ids=["", "entropy"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_reference_needs_at_most_two_fp32_blocks(dtype, entropy, options):
-    logits, target = torch.randn(16, 20_000).to(dtype), target_of(16, v=20_000).cpu()
-    options, wants = Options(label_smoothing=0.1, **options), Wants(True, True, entropy, entropy)
-    scales, block = gradient_scales(target, None, None, 20_000, -100, True), 4 * logits.numel()
-    for overwrite in (False, True):
-        copy = logits.clone()
-        with PeakMemory() as memory:
-            result = statistics(copy, target, None, scales, options, wants, with_gradient=overwrite)
-        assert memory.peak < 2.1 * block
-        assert overwrite or memory.peak > 0.9 * block, "the check can fail"
-    upstream = Upstream(None, result.log_probs if entropy else None, result.entropy if entropy else None)
-    with PeakMemory() as memory:
-        gradient(logits, target, None, scales, result, upstream, options, out=logits)
-    assert memory.peak < 2.1 * block

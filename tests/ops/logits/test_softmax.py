@@ -4,8 +4,8 @@ from torch import nn
 
 import tigon
 from op_cases import DEVICE, DTYPES, assert_as_accurate_as_eager, outputs_and_gradients
-from tigon.ops.logits.softmax import SoftmaxConfig, SoftmaxProblem, softmax_reference
-from tigon.runtime.device import EMULATED, Device, simulated
+from tigon.ops.logits.softmax import SoftmaxConfig, softmax_reference
+from tigon.runtime.device import EMULATED, simulated
 from tigon.runtime.tuning import tuned
 
 # One feature, rows that fill no tile, widths on both sides of a power of two, and more than fits in registers.
@@ -145,23 +145,6 @@ def test_module_equals_that_of_torch():
         torch.testing.assert_close(tigon.Softmax(dim)(x), nn.Softmax(dim)(x), rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(tigon.Softmax()(x), nn.Softmax(dim=-1)(x), rtol=1e-6, atol=1e-6)
     assert repr(tigon.Softmax()) == "Softmax(dim=-1)"
-
-
-DEVICES = [Device(132, 32, 232448), Device(304, 64, 65536), Device(4, 32, 49152)]
-
-
-@pytest.mark.no_interpreter("It launches no kernel.")
-@pytest.mark.parametrize("device", DEVICES, ids=["nvidia", "amd", "small"])
-@pytest.mark.parametrize("backward", [False, True])
-@pytest.mark.parametrize("itemsize", [2, 4])
-@pytest.mark.parametrize("n", [1, 100, 1024, 4096, 5120, 16384, 32000, 32769, 262144])
-def test_heuristic(n, itemsize, backward, device):
-    config = SoftmaxConfig.heuristic(SoftmaxProblem(n, itemsize, backward), device)
-    assert config.fits == (n <= (32768 if backward else 16384))
-    assert config.block_n >= n if config.fits else config.block_m == 1
-    assert 1 <= config.num_warps <= device.max_warps
-    assert config.num_warps * device.warp_size <= 1024
-    assert config.lane * itemsize == 16
 
 
 @pytest.mark.no_interpreter("It checks arguments before any kernel is launched.")

@@ -61,11 +61,7 @@ class AccumulatedGradient:
         return self.weight.new_zeros(()).expand(self.weight.shape) if self._has_flag else None
 
     def check_unchanged(self) -> None:
-        """Check that the weight still has the buffer.
-
-        Raises:
-            RuntimeError: Another gradient has replaced it.
-        """
+        """Raise a RuntimeError if another gradient has replaced the buffer."""
         _, buffer = _buffer_of(self.weight)
         if buffer is None or buffer.data_ptr() != self.buffer.data_ptr():
             raise RuntimeError(
@@ -74,12 +70,9 @@ class AccumulatedGradient:
             )
 
     def make_nan_if_wrong(self, dloss: Tensor | None) -> None:
-        """Make the buffer NaN unless the upstream gradient [] is one and the buffer still contains dW.
+        """Make the buffer NaN in backward unless the upstream gradient [] is one and the buffer still contains dW.
 
-        Call this in backward.
-
-        Raises:
-            RuntimeError: This is the second backward of the loss.
+        A second backward of the loss raises a RuntimeError.
         """
         if self.had_backward:
             raise RuntimeError(f"{self.op}: a loss with accumulate_grad has one backward, got a second one")
@@ -100,8 +93,7 @@ def _buffer_of(weight: Tensor) -> tuple[str, Tensor | None]:
 def accumulated_gradient(op: str, weight: Tensor, acc_dtype: torch.dtype | None) -> AccumulatedGradient | None:
     """Return the buffer to which the forward pass adds dW, or None if the weight has no gradient yet, or needs none.
 
-    Raises:
-        ValueError: The buffer would not contain the sum of the gradients that autograd would pass on.
+    A buffer that would not contain the sum of the gradients that autograd would pass on raises a ValueError.
     """
     if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and weight.requires_grad):
         return None

@@ -153,13 +153,8 @@ def _terms(factor: Tensor, dtype: torch.dtype) -> list[Tensor]:
 class GradientSums:
     """The gradients of all inputs, to which the d(logits) of each chunk contribute.
 
-    Args:
-        x, weight, bias: [T, H], [V, H] and [V].
-        needs: The gradients to compute.
-        ignore_index: The target of ignored tokens, if all tokens are computed; None if only valid ones are.
-        sums_in_fp32: Whether dW is summed in fp32.
-        dw_buffer: A gradient [V, H] that dW is added to, or None.
-        addition: The low-rank addition to the logits, or None.
+    `ignore_index` is the target of ignored tokens if all tokens are computed, and None if only valid ones are. dW is
+    added to `dw_buffer` [V, H], if there is one.
     """
 
     def __init__(

@@ -38,16 +38,10 @@ class _Units(NamedTuple):
 def _find_units(
     group: Group, shape: torch.Size, rows: Tensor | None, count: int, token_limit: int, cu_seqlens: Tensor | None
 ) -> _Units:
-    """Return the units of targets of this shape.
+    """Return the units of targets of this shape, of which `rows` [count] are computed, or all if it is None.
 
-    Args:
-        group: What a unit is. All tokens of "batch" are one unit.
-        shape: The shape of the targets; [N, L] for sequences and pairs, or [T] if they are packed.
-        rows: The indices of the computed tokens, in order; None if all are computed.
-        count: The number of computed tokens.
-        token_limit: The largest number of computed tokens of a part.
-        cu_seqlens: [N + 1], the boundaries of packed sequences, or None. Tokens before the first sequence belong to its
-            unit, and tokens after the last sequence belong to the unit of that sequence.
+    A part has at most `token_limit` computed tokens. Tokens before the first packed sequence belong to its unit, and
+    tokens after the last one to the unit of that sequence.
     """
     tokens = shape.numel()
     if group == "batch" or not tokens:

@@ -53,15 +53,10 @@ def product_in_fp32(a: Tensor, b: Tensor, total: Tensor, accumulate: bool = Fals
 
 
 class WeightGradient:
-    """The gradient of a weight [V, H], summed over chunks.
+    """The gradient of a weight [V, H], summed over chunks, in addition to `buffer` [V, H] if there is one.
 
-    The dtype of the weight may be more precise than that of the products (fp32 under autocast).
-
-    Args:
-        weight: [V, H].
-        in_fp32: Sum the gradient of a half-precision weight in fp32. The option has no effect on other dtypes, which
-            are at least as precise as fp32.
-        buffer: An existing gradient [V, H] that the sum is added to; None allocates a new one.
+    With `in_fp32`, the gradient of a half-precision weight is summed in fp32. Other dtypes are at least as precise. The
+    weight may be more precise than the products (fp32 under autocast).
     """
 
     def __init__(self, weight: Tensor, in_fp32: bool, buffer: Tensor | None = None) -> None:

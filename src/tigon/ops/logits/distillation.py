@@ -261,15 +261,11 @@ def distill_rows(
     student: Tensor, teacher: Tensor, target: Tensor, scales: Tensor, dloss: Tensor | None,
     options: DistillationOptions, gradient: Tensor | None,
 ) -> RowLosses:  # fmt: skip
-    """Return the losses of all rows and, with `gradient`, overwrite the student's logits with their gradient.
+    """Return the losses of logits [M, V] and [M, W], and with `gradient` [M, V] also write the gradient of the student.
 
-    Args:
-        student, teacher: [M, V] and [M, W] logits, whose last dimensions are contiguous.
-        target: [M] labels. Rows with the label `ignore_index` have losses and gradients of zero.
-        scales: [3] fp32, whose first element multiplies every loss.
-        dloss: The upstream gradients [M] or [], or None for ones. They multiply the gradient only.
-        gradient: [M, V], the memory of the student's logits in the dtype of the gradient, or None for the losses only.
-            For fp32 logits it may be in half precision: `student.view(dtype)[:, :V]`.
+    `gradient` may be the memory of the student's logits; for fp32 logits also in half precision, as
+    `student.view(dtype)[:, :V]`. The first element of `scales` multiplies every loss, and `dloss`, [M], [] or None for
+    ones, multiplies the gradient only. Rows with the target `ignore_index` have losses and gradients of zero.
     """
     if not runs_kernels(student, teacher):
         return distillation_torch(student, teacher, target, scales, dloss, options, gradient)

@@ -124,11 +124,7 @@ class ValidRows:
         return self._rows[: self.count]
 
     def check(self, op: str, target: Tensor, ignore_index: int) -> None:
-        """Check that these are the rows of `target`, and that it has not changed.
-
-        Raises:
-            ValueError: The rows are those of another tensor, of earlier values, or of another `ignore_index`.
-        """
+        """Raise a ValueError if the rows are those of another tensor, of earlier values or of another index."""
         source = self.target
         is_same = target.data_ptr() == source.data_ptr() and target.dtype == source.dtype
         if not is_same or (target.shape, target.stride()) != (source.shape, source.stride()):
