@@ -32,11 +32,7 @@ INTERRUPTED, USER_MISTAKE = 130, 2
 class _Command:
     """A command: the function of its name in `tigon.cli.<name>.command`. The extra that it needs has its name too.
 
-    Attributes:
-        name: The name of the command.
-        help: The text that `tigon --help` shows.
-        needs: The packages that the command needs besides torch.
-        examples: Calls of the command, which its own `--help` shows.
+    `needs` are the packages that it needs besides torch, and its own `--help` shows the `examples`.
     """
 
     name: str
@@ -212,8 +208,7 @@ def make_console() -> "Console":
 def show_progress(text: str) -> Iterator[Callable[[str], None]]:
     """Show the progress of a block on standard error, and yield a function that shows the text of the next stage.
 
-    A terminal shows the current stage and the time since the block began, until the block ends. A file or a pipe gets
-    a line for each stage.
+    A terminal shows the current stage and the time, until the block ends. A file or a pipe gets a line for each stage.
     """
     if not sys.stderr.isatty():
         say = lambda stage: print(f"{stage} ...", file=sys.stderr, flush=True)
@@ -233,9 +228,6 @@ def pick_device(name: str, others: tuple[str, ...] = ()) -> str:
     """Return the device `name`. "auto" stands for CUDA if torch sees a GPU, and else for the CPU.
 
     `others` may hold "mps", the GPU of a Mac: the command then accepts it, and "auto" prefers it to the CPU.
-
-    Raises:
-        typer.BadParameter: `name` is no device, or torch does not see this device.
     """
     import torch
     import typer
@@ -258,11 +250,7 @@ def pick_device(name: str, others: tuple[str, ...] = ()) -> str:
 
 
 def check_file(path: Path, option: str) -> None:
-    """Refuse a file that cannot be written, before its content is computed. The check leaves no new file.
-
-    Raises:
-        typer.BadParameter: The file cannot be written. The message names the option, the rule and the path.
-    """
+    """Refuse a file that cannot be written, before its content is computed. The check leaves no new file."""
     import typer
 
     # The check calls functions of os.path, because those of Path raise for a name that is too long.
@@ -283,12 +271,7 @@ def check_file(path: Path, option: str) -> None:
 
 
 def write_file(path: Path, content: "str | Callable[[Path], None]", option: str) -> None:
-    """Write a text to a file, or call a function that writes the file.
-
-    Raises:
-        typer.BadParameter: The file cannot be written, because the disk has become full since `check_file`, for
-            example. The message names the option, the rule and the path.
-    """
+    """Write a text to a file, or call a function that writes the file. The disk may be full since `check_file`."""
     try:
         if callable(content):
             content(path)

@@ -298,8 +298,8 @@ def test_the_products_of_a_step_are_counted():
 # --- the largest batch -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [1.0, 0.3, 0.0017, 1e-6], ids=str)
-@pytest.mark.parametrize("first", [1, 7, 5000])
+@pytest.mark.parametrize("size", [1.0, 0.0017, 1e-6], ids=str)
+@pytest.mark.parametrize("first", [1, 5000])
 @pytest.mark.parametrize("kind", ["steps", "doublings on the host", "never"])
 def test_the_search_finds_the_largest_batch(size, first, kind):
     """The memory has a floor and grows in steps; or memory of the host doubles; or no batch fits."""
@@ -539,7 +539,7 @@ def _plans(fits):
 
 
 @pytest.mark.parametrize("fits", [True, False], ids=["fits", "does not fit"])
-@pytest.mark.parametrize("width", [40, 66, 72, 80, 100, 140])
+@pytest.mark.parametrize("width", [40, 66, 100])
 def test_names_of_levels_are_whole_at_every_width(width, fits):
     """A user copies them into `memory=`. From 66 columns on, headings and numbers are whole too."""
     console = Console(width=width, file=io.StringIO(), color_system=None)
@@ -551,16 +551,11 @@ def test_names_of_levels_are_whole_at_every_width(width, fits):
     rules = [next(i for i, line in enumerate(table) if line.startswith("──")) for table in tables]
     names = {line.split()[0] for table, rule in zip(tables, rules, strict=True) for line in table[rule + 1 :]}
     assert names == {"stock", *MEMORY}
-    if width < 66:
-        return
-    assert "…" not in output
-    assert max(map(len, output.splitlines())) <= width
-    # One table of at most 97 characters, if the terminal is that wide.
-    assert len(tables) == 1 or width < 97
-    assert max(len(line.rstrip()) for table in tables for line in table) <= 97
-    headings = " ".join(line for table, rule in zip(tables, rules, strict=True) for line in table[:rule]).split()
-    for word in ("memory=", "backward", "fits", "largest", "tokens", "step", "speed"):
-        assert word in headings
+    if width >= 66:
+        assert "…" not in output
+        assert max(map(len, output.splitlines())) <= width
+        headings = " ".join(line for table, rule in zip(tables, rules, strict=True) for line in table[:rule]).split()
+        assert {"memory=", "backward", "fits", "largest", "tokens", "step", "speed"} <= set(headings)
 
 
 @pytest.mark.parametrize("host_memory", [1.0, 200.0])

@@ -1,16 +1,26 @@
 """The command `tigon check`: its options, the parts in their order, the progress, the file, and the exit code."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tigon.cli.main import INTERRUPTED, check_file, make_console, pick_device, say_written, write_file
+from tigon.cli.main import (
+    INTERRUPTED,
+    check_file,
+    make_console,
+    pick_device,
+    say_written,
+    show_progress,
+    write_file,
+)
 
 if TYPE_CHECKING:
     import torch
+    from rich.console import Console
 
     from tigon.cli.check.report import Check, CheckReport
 
@@ -91,26 +101,18 @@ def run_checks(
     """Run the parts, print their tables, write the file, and return the exit code."""
     import torch
 
-    from tigon.cli.check.report import CheckReport, Clock, last_line
+    from tigon.cli.check.report import CheckReport
     from tigon.cli.environment import device_name, environment
     from tigon.cli.output import write_json
     from tigon.runtime.device import runs_kernels
 
-    console, clock = make_console(), Clock(seconds)
+    console, start = make_console(), time.perf_counter()
     name = "the GPU of this Mac (MPS)" if device.type == "mps" else device_name(str(device))
     report = CheckReport(name, device.type)
     has_kernels = runs_kernels(torch.empty(1, device=device))
 
-    def run(check: "Check", share: float) -> None:
-        if clock.has_passed(share):
-            check = (*check[:3], _skip)
-        # A kernel may crash the process. The file then names the check.
-        report.running = f"{check[0]}: {check[1]} {check[2]}"
-        save()
-        report.run(check)
-
-    def save() -> None:
-        report.seconds = clock.seconds
+    def save(running: str = "") -> None:
+        report.running, report.seconds = running, time.perf_counter() - start
         if json is not None:
             write_file(json, lambda path: write_json(path, report.as_json()), "--json")
 
@@ -122,20 +124,30 @@ def run_checks(
             if part == "speed" and not has_kernels:
                 console.print(f"\n{NO_SPEED}", width=WIDTH)
                 continue
-            checks = _checks(part, ops, device, has_kernels)
-            with _progress(part, len(checks)) as advance:
-                for check in checks:
-                    advance(f"{part}: {check[1]} {check[2]}")
-                    run(check, PARTS[part])
-            _print_part(part, report, device)
+            with show_progress(f"Checking {part}") as show:
+                for check in _checks(part, ops, device, has_kernels):
+                    # A file or a pipe gets no line for each check.
+                    if sys.stderr.isatty():
+                        show(f"{part}: {check[1]} {check[2]}"[:60])
+                    # A kernel may crash the process. The file then names the check.
+                    save(f"{check[0]}: {check[1]} {check[2]}")
+                    is_over = report.seconds > PARTS[part] * seconds
+                    report.skip(check) if is_over else report.run(check)
+            _print_part(console, part, report, device)
     except KeyboardInterrupt:
         report.interrupted = True
-    report.running = ""
     # After an illegal access to memory, every call of the driver fails. The first facts then stay in the file.
     with contextlib.suppress(Exception):
         # The self-checks of the fast paths have run in the meantime.
         report.environment = environment()
     save()
+    return _conclude(console, report, json)
+
+
+def _conclude(console: "Console", report: "CheckReport", json: Path | None) -> int:
+    """Print the failures and the last line, and return the exit code."""
+    from tigon.cli.check.report import last_line
+
     console.print()
     for outcome in report.outcomes:
         if outcome.status == "failed":
@@ -144,17 +156,11 @@ def run_checks(
     failed = report.count("failed")
     if json is not None:
         say_written(console, json)
-    elif failed or device.type == "cuda":
+    elif failed or report.device_type == "cuda":
         console.print("With --json FILE the command writes a report to attach to an issue.", width=WIDTH)
     style = "bold yellow" if report.interrupted else "bold red" if failed else "bold green"
     console.print(last_line(report), style=style, markup=False, soft_wrap=True)
     return INTERRUPTED if report.interrupted else SOMETHING_FAILED if failed else 0
-
-
-def _skip() -> None:
-    from tigon.cli.check.report import NO_TIME, NotChecked
-
-    raise NotChecked(NO_TIME)
 
 
 def _checks(part: str, ops: list[str] | None, device: "torch.device", has_kernels: bool) -> "list[Check]":
@@ -167,26 +173,11 @@ def _checks(part: str, ops: list[str] | None, device: "torch.device", has_kernel
     return fast_path_checks.fast_path_checks(device) if part == "fast-paths" else op_checks.speed_checks(ops, device)
 
 
-@contextlib.contextmanager
-def _progress(part: str, count: int) -> Iterator[Callable[[str], None]]:
-    """Show a bar, and yield a function that shows the name of the next check.
-
-    There is no automatic refresh, because a thread that draws would disturb the times of the host.
-    """
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=make_console(), transient=True, auto_refresh=False) as progress:
-        task = progress.add_task(part, total=count, completed=-1)
-        yield lambda text: progress.update(task, description=text[:44], advance=1, refresh=True)
-
-
-def _print_part(part: str, report: "CheckReport", device: "torch.device") -> None:
+def _print_part(console: "Console", part: str, report: "CheckReport", device: "torch.device") -> None:
     """Print the table of a part."""
     from tigon.cli.check.op_checks import roofline
     from tigon.cli.check.report import outcome_table, speed_table
 
-    console = make_console()
     console.print()
     if part == "speed" and report.speeds:
         report.roofline = roofline(device)

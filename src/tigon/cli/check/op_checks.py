@@ -34,11 +34,7 @@ def _results(function: Callable[..., Any], tensors: Tensors, options: dict[str, 
 def compare(
     call: OpCall, options: dict[str, Any], sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Compare a call with eager code.
-
-    Raises:
-        AssertionError: An error exceeds the limit.
-    """
+    """Compare a call with eager code; raise AssertionError if an error exceeds the limit."""
     tensors = call.tensors(sizes, dtype, device)
     # The GPU of a Mac has no fp64.
     exact_device = torch.device("cpu") if device.type == "mps" else device

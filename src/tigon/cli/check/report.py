@@ -1,4 +1,4 @@
-"""The outcomes of checks, the time that the run may take, tables for a terminal of 80 columns, and the document."""
+"""The outcomes of checks, tables for a terminal of 80 columns, and the document."""
 
 import time
 from collections import Counter
@@ -49,21 +49,6 @@ class OpSpeed:
 Check = tuple[str, str, str, Callable[[], "str | OpSpeed | None"]]
 
 
-class Clock:
-    """Counts the seconds since its construction, and knows when a part of the work should end."""
-
-    def __init__(self, budget: float) -> None:
-        self.start, self.budget = time.perf_counter(), budget
-
-    @property
-    def seconds(self) -> float:
-        return time.perf_counter() - self.start
-
-    def has_passed(self, share: float) -> bool:
-        """Return True if this share of the budget has been used."""
-        return self.seconds > share * self.budget
-
-
 @dataclass
 class CheckReport:
     """Everything that a run has found. `running` names the current check, so that after a crash the file shows it."""
@@ -99,6 +84,10 @@ class CheckReport:
             status, note = "failed", f"{type(problem).__name__}: {problem}"
         note, seconds = " ".join(note.split())[:LONGEST_NOTE], round(time.perf_counter() - start, 3)
         self.outcomes.append(CheckOutcome(part, group, name, status, note, seconds))  # type: ignore[arg-type]
+
+    def skip(self, check: Check) -> None:
+        """Add the outcome of a check for which there is no time."""
+        self.outcomes.append(CheckOutcome(*check[:3], "skipped", NO_TIME))
 
     def count(self, status: str) -> int:
         """Return the number of checks with this status."""

@@ -28,7 +28,7 @@ class NotInspected(ValueError):
     """The model cannot be inspected; the message says why."""
 
 
-def _one_line(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
     """Return the type and the message of an error in one line of at most some 300 characters."""
     text = textwrap.shorten(str(error), 300, placeholder=" ...")
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
@@ -70,7 +70,7 @@ def default_config(model_type: str) -> Any:
         with quietly():
             config = cls()
     except Exception as error:
-        raise NotInspected(f"the config class of {model_type} has no defaults ({_one_line(error)})") from error
+        raise NotInspected(f"the config class of {model_type} has no defaults ({one_line(error)})") from error
     heads, width = (vars(config).get(name) for name in ("num_attention_heads", "hidden_size"))
     if isinstance(heads, int) and isinstance(width, int):
         for name, value in {"num_key_value_heads": heads, "head_dim": width // heads}.items():
@@ -82,10 +82,8 @@ def default_config(model_type: str) -> Any:
 def find_config(model: str, *, trust_remote_code: bool = False) -> Any:
     """Return the config for the name of a model. All commands that load a config by name use this function.
 
-    Args:
-        model: A file, a folder with a config.json, a preset, a model type (its defaults), or the name of a repository
-            on the hub (owner/name). If a name matches several of these, the first one is used.
-        trust_remote_code: Whether code of the repository may run.
+    `model` is a file, a folder with a config.json, a preset, a model type (its defaults), or the name of a repository
+    on the hub (owner/name). If a name matches several of these, the first one is used.
 
     Raises:
         ImportError: transformers is missing or too old.
@@ -124,16 +122,13 @@ def find_config(model: str, *, trust_remote_code: bool = False) -> Any:
         if isinstance(error, ValueError) and "model_type" in PretrainedConfig.get_config_dict(source)[0]:
             model_type = PretrainedConfig.get_config_dict(source)[0]["model_type"]
             config_class(model_type, f"the model_type of {model} must be one of transformers")
-        raise NotInspected(f"the config of {model!r} cannot be read ({_one_line(error)})") from error
+        raise NotInspected(f"the config of {model!r} cannot be read ({one_line(error)})") from error
 
 
 def build(config: Any, *, trust_remote_code: bool = False, attention: str | None = "eager") -> tuple[nn.Module, str]:
     """Return the model of a config on the meta device, and the name of the auto class that builds it.
 
-    Args:
-        config: A config of transformers.
-        trust_remote_code: Whether code of the model's repository may run.
-        attention: The implementation of attention. None lets the model choose.
+    `attention` is its implementation of attention; None lets the model choose.
 
     Raises:
         NotInspected: No auto class builds a model from this config, or the constructor fails.
@@ -151,5 +146,5 @@ def build(config: Any, *, trust_remote_code: bool = False, attention: str | None
         with quietly(), torch.device("meta"), torch.random.fork_rng(devices=[]):
             return getattr(transformers, auto_class).from_config(config, **options), auto_class
     except Exception as error:
-        reason = f"no {config.model_type} can be built from this {type(config).__name__} ({_one_line(error)})"
+        reason = f"no {config.model_type} can be built from this {type(config).__name__} ({one_line(error)})"
         raise NotInspected(reason) from error

@@ -14,13 +14,9 @@ WEIGHTS_PER_SCALE, SCALES_PER_SCALE = 64, 256
 
 
 def add_adapters(model: nn.Module, rank: int, dtype: torch.dtype, is_quantised: bool) -> None:
-    """Add adapters to all linear layers but the head, in place, and freeze all other parameters.
+    """Add adapters to all linear layers but the head of a model on meta, in place, and freeze all other parameters.
 
-    Args:
-        model: A model of transformers on the meta device.
-        rank: The rank of each adapter.
-        dtype: The dtype of the adapters.
-        is_quantised: Whether the weights of the layers that get adapters take 4 bits.
+    With `is_quantised`, the weights of the layers that get adapters take 4 bits.
 
     Raises:
         ImportError: PEFT is missing.

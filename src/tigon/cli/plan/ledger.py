@@ -35,10 +35,7 @@ ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_s
 
 
 def _grouped_flops(a: Tensor, b: Tensor, *args: Any, out_val: Tensor, **kwargs: Any) -> int:
-    """Count the multiplications and additions of rows with the matrix of their group.
-
-    In the gradients of the matrices, columns are multiplied with the rows of one group, which gives the same number.
-    """
+    """Count the operations of rows with the matrix of their group, which those of the matrices' gradients equal."""
     return 2 * a.numel() * b.shape[-1]
 
 
@@ -71,17 +68,13 @@ def _extent(x: Tensor) -> int:
 
 @dataclass
 class Work:
-    """The work of a part of a step on one GPU.
+    """The work of a part of a step on one GPU."""
 
-    Attributes:
-        products, attention: Multiplications and additions in matrix products, and in attention.
-        traffic: Bytes that all other operations read and write.
-        exchanged: Bytes that are sent to other GPUs. As many are received.
-        to_host: Bytes that are copied to the host or from it.
-    """
-
+    # Multiplications and additions in matrix products, and in attention.
     products: int = 0
     attention: int = 0
+    # Bytes that all other operations read and write, that are sent to other GPUs, and that are copied to or from the
+    # host.
     traffic: int = 0
     exchanged: int = 0
     to_host: int = 0
@@ -94,11 +87,8 @@ class Work:
 class Ledger(DispatchMode):
     """A block in which meta tensors are counted as if they were on a GPU.
 
-    Attributes:
-        live, peak: Bytes that are alive now, and the most that were alive.
-        host: Bytes of pinned memory that were allocated.
-        work: The work so far.
-        shards: The number of GPUs that share the parameters and their gradients.
+    `live` and `peak` are the bytes that are alive now, and the most that were alive; `host` those of pinned memory.
+    `shards` GPUs share the parameters and their gradients.
     """
 
     def __init__(self) -> None:

@@ -12,9 +12,6 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-# Two spaces are between the columns, so that all of them fit a terminal of 97 characters.
-GAP = "  "
-
 
 def assumptions(settings: PlanSettings) -> list[str]:
     """Return the assumptions behind the numbers, as sentences."""
@@ -91,32 +88,22 @@ def _columns(settings: PlanSettings) -> tuple[list[_Column], list[_Column]]:
     return at_batch, at_largest
 
 
-def _table(rows: list[LevelPlan], columns: list[_Column], best: LevelPlan | None, width: int) -> "Table | None":
-    """Return a table with a row for each level, and the recommended level in bold; None if it exceeds the width."""
+def _table(rows: list[LevelPlan], columns: list[_Column], best: LevelPlan | None) -> "Table":
+    """Return a table with a row for each level, and the recommended level in bold."""
     from rich import box
     from rich.table import Table
-    from rich.text import Text
 
-    cells = {row.level: [cell(row) for _, cell in columns] for row in rows if row.step is not None}
-    # The width of each column is that of its widest line. A user copies the name of a level into `memory=`.
-    widths = [max(len("memory="), *(len(row.level) for row in rows))]
-    for i, (heading, _) in enumerate(columns):
-        lines = [*heading.split("\n"), *(Text.from_markup(row[i]).plain for row in cells.values())]
-        widths.append(max(map(len, lines)))
-    if sum(widths) + len(GAP) * len(columns) > width:
-        return None
-    # The divider of this box is one of the two spaces between columns.
-    table = Table(box=box.SIMPLE, show_edge=False, pad_edge=False, padding=(0, len(GAP) - 1, 0, 0))
-    # In a terminal that is narrower than the table, the name of a level stays whole.
-    table.add_column("memory=", no_wrap=True, min_width=widths[0])
-    for column_width, (heading, _) in zip(widths[1:], columns, strict=True):
-        table.add_column(heading, justify="right", width=column_width)
+    table = Table(box=box.SIMPLE, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    # In a terminal that is narrower than the table, the name of a level stays whole: a user copies it into `memory=`.
+    table.add_column("memory=", no_wrap=True, min_width=max(len(row.level) for row in rows))
+    for heading, _ in columns:
+        table.add_column(heading, justify="right")
     for row in sorted(rows, key=lambda row: row.level != STOCK):
         if row.step is None:
             table.add_row(row.level, "-", style="dim")
             continue
         level = f"[bold]{row.level}[/]" if row is best else row.level
-        table.add_row(level, *cells[row.level])
+        table.add_row(level, *(cell(row) for _, cell in columns))
     return table
 
 
@@ -128,7 +115,7 @@ def print_plan(
     has_batch: bool,
     notes: list[str] | None = None,
 ) -> None:
-    """Print the table, the recommended level and the assumptions. A narrow terminal gets the table in two parts."""
+    """Print both tables, the recommended level and the assumptions."""
     from rich.markup import escape
 
     engine = f"{settings.gpus} GPUs by {settings.engine}" if settings.gpus > 1 else f"1 GPU, {settings.engine}"
@@ -137,12 +124,8 @@ def print_plan(
         title += f", {'QLoRA' if settings.qlora else 'LoRA'} of rank {settings.lora}"
     console.print(f"{title}, {settings.optimizer}, {settings.gpu_memory:.1f} GiB per GPU\n")
     best = recommend(rows, settings, has_batch)
-    at_batch, at_largest = _columns(settings)
-    table = _table(rows, at_batch + at_largest, best, console.width)
-    # The two parts need up to 65 characters. In a narrower terminal, headings and numbers are cut.
-    tables = [table] if table else [_table(rows, part, best, 10**4) for part in (at_batch, at_largest)]
-    for table in tables:
-        console.print(table)
+    for columns in _columns(settings):
+        console.print(_table(rows, columns, best))
         console.print()
     for note in notes or ():
         console.print(escape(note), style="yellow")

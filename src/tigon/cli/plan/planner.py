@@ -1,7 +1,6 @@
 """Compare the memory levels: the memory of a step, the largest batch that fits, and the estimated speed."""
 
 import dataclasses
-import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, cast
@@ -9,7 +8,7 @@ from typing import Any, cast
 import torch
 
 import tigon
-from tigon.cli.inspect.build import build, quietly
+from tigon.cli.inspect.build import build, one_line, quietly
 from tigon.cli.plan.adapters import add_adapters
 from tigon.cli.plan.engines import OPTIMIZERS, STRATEGIES, OptimizerCosts, Replicated, Sharded, optimizer_costs
 from tigon.cli.plan.ledger import Work
@@ -45,20 +44,13 @@ class TooLong(NotPlanned):
 
 @dataclass(frozen=True)
 class Rates:
-    """The work that a GPU does in a second of a long step. The defaults were measured on an H200 of 700 W in bf16.
+    """The work that a GPU does in a second of a long step. The defaults were measured on an H200 of 700 W in bf16."""
 
-    Attributes:
-        products: Multiplications and additions of matrix products.
-        products_fp32: The same in fp32. By default, torch does not compute them in TF32.
-        attention: Multiplications and additions of attention.
-        traffic: Bytes read and written.
-        link: Bytes sent to other GPUs of the host.
-        host: Bytes copied to the host.
-    """
-
+    # Multiplications and additions of matrix products, in fp32 without TF32, and of attention.
     products: float = 660e12
     products_fp32: float = 50e12
     attention: float = 420e12
+    # Bytes read and written, sent to other GPUs of the host, and copied to the host.
     traffic: float = 3.4e12
     link: float = 350e9
     host: float = 50e9
@@ -127,11 +119,7 @@ class PlanSettings:
 
     @property
     def adapter_dtype(self) -> torch.dtype:
-        """Return the dtype of adapters in the forward pass.
-
-        PEFT creates them in fp32 if the model is in half precision. With dtype mixed, FSDP gathers them in the dtype of
-        the arithmetic, like all parameters.
-        """
+        """Return the dtype of adapters in the forward pass: fp32, or with dtype mixed that of the arithmetic."""
         return DTYPES[self.dtype][0] if self.dtype == "mixed" else torch.float32
 
     @property
@@ -160,16 +148,13 @@ class PlanSettings:
 class LevelPlan:
     """The plan of one level: a step at the batch of the settings, and a step at the largest batch that fits."""
 
-    # The name of a memory level, or STOCK.
+    # The name of a memory level, or STOCK; the steps are None if the model cannot have it for a `reason`, or if not
+    # even one sequence fits.
     level: str
-    # The step at the batch of the settings; None if the model cannot have this level.
     step: Step | None = None
-    # The step at the largest batch that fits; None if not even one sequence fits.
     largest: Step | None = None
-    # The reason why the model cannot have this level.
     reason: str = ""
-    # Tokens a second at both batches, relative to the first level that was planned (the default one, unless it was
-    # excluded) at the batch of the settings.
+    # Tokens a second at both batches, relative to the first planned level at the batch of the settings.
     speed: float = 0.0
     largest_speed: float = 0.0
     # Steps at the batch of the settings and at other lengths of sequences.
@@ -227,11 +212,6 @@ def _crossing(a: Step, b: Step, settings: PlanSettings) -> int:
     return int(max(batch, 0.0))
 
 
-def _one_line(error: BaseException) -> str:
-    """Return the type and the message of an error in one line of at most some 200 characters."""
-    return f"{type(error).__name__}: {textwrap.shorten(str(error), 200, placeholder=' ...')}"
-
-
 def _build(
     config: Any, settings: PlanSettings, trust_remote_code: bool, lengths: tuple[int, ...]
 ) -> tuple[Any, str, tuple[int, ...]]:
@@ -252,7 +232,7 @@ def _build(
             with quietly():
                 add_adapters(model, settings.lora, settings.adapter_dtype, settings.qlora)
         except ValueError as error:
-            raise NotPlanned(f"{type(model).__name__} cannot get adapters ({_one_line(error)})") from error
+            raise NotPlanned(f"{type(model).__name__} cannot get adapters ({one_line(error)})") from error
     model.train()
     table = find_position_table(model, max(settings.seq, *lengths, 1))
     if table is not None:
@@ -287,17 +267,10 @@ def plan(
     search: bool = True,
     show: Callable[[str], None] = lambda stage: None,
 ) -> Iterator[LevelPlan]:
-    """Yield the plan of each level. The model is built on meta, without weights and without a GPU.
+    """Yield the plan of each of the `levels`. The model is built on meta, without weights and without a GPU.
 
-    Args:
-        config: A config of transformers.
-        settings: The sequences, the GPUs, the optimizer, and the strategy.
-        trust_remote_code: Whether code of the model's repository may run.
-        levels: The levels to plan. `STOCK` is the model without Tigon.
-        lengths: Further lengths of sequences at which a step is counted, for `LevelPlan.by_length`. Lengths beyond the
-            positions of the model are omitted.
-        search: Whether to search for the largest batch.
-        show: A function that is called with a text about each stage before the stage begins.
+    A step is also counted at each of `lengths` that the model has positions for. With `search`, the largest batch is
+    searched. `show` is called with a text about each stage before the stage begins.
 
     Raises:
         TooLong: The model has a table of positions that ends before the sequence does.
@@ -329,7 +302,7 @@ def plan(
         # The code of the model may raise anything on tensors without values.
         except Exception as error:
             name = type(model).__name__
-            raise NotPlanned(f"a step of {name} ({auto}) on meta fails at level {level}: {_one_line(error)}") from error
+            raise NotPlanned(f"a step of {name} ({auto}) on meta fails at level {level}: {one_line(error)}") from error
         largest = _largest(count, settings.batch, settings) if search else None
         return LevelPlan(level, step, largest, by_length=by_length)
 
@@ -373,10 +346,7 @@ def plan(
 def recommend(plans: list[LevelPlan], settings: PlanSettings, has_batch: bool) -> LevelPlan | None:
     """Return the plan of the fastest level that fits; None if none fits.
 
-    Args:
-        plans: The plans of all levels.
-        settings: The settings of the plans.
-        has_batch: Whether the user has named a batch. If not, each level is judged at its largest batch.
+    If the user has named no batch, each level is judged at its largest one.
     """
     plans = [level_plan for level_plan in plans if level_plan.level != STOCK]
     if has_batch:

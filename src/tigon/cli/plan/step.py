@@ -14,22 +14,16 @@ from tigon.runtime.compat.names import NAMES_FOR_PLAN, require_names
 
 @dataclass(frozen=True)
 class Step:
-    """The memory and the work of one step on one GPU.
-
-    Attributes:
-        batch, seq: Number of sequences, and of tokens in each.
-        fixed: Bytes that are alive between steps: parameters, state of the optimizer, buffers.
-        saved_bytes: Bytes that the forward pass saves for backward.
-        host: Bytes of pinned host memory that the forward pass fills.
-        peaks: The most bytes alive in the forward pass, in backward and in the optimizer's step, `fixed` included.
-        work: Arithmetic and traffic of the forward pass, of backward and of the optimizer's step.
-    """
+    """The memory and the work of one step of `batch` sequences on one GPU."""
 
     batch: int
     seq: int
+    # Bytes that are alive between steps (parameters, state of the optimizer, buffers), that the forward pass saves for
+    # backward, and that it copies to pinned memory of the host.
     fixed: int
     saved_bytes: int
     host: int
+    # The most bytes alive, and the work, in the forward pass, in backward and in the optimizer's step.
     peaks: tuple[int, int, int]
     work: tuple[Work, Work, Work]
 
@@ -46,9 +40,7 @@ def _backward(loss: Tensor) -> None:
 
 
 def count_step(model: nn.Module, engine: Replicated | Sharded, optimizer: OptimizerCosts, batch: int, seq: int) -> Step:
-    """Count a step of `batch` sequences of `seq` tokens on each GPU. The optimizer's state exists already.
-
-    Gradients are None before the step and after it. The model is on meta and in training mode.
+    """Count a step of a model on meta. The optimizer's state exists already; gradients are None before and after.
 
     Raises:
         RuntimeError: torch lacks a private name that counting needs.
