@@ -3,7 +3,7 @@ import torch
 
 import tigon
 from op_cases import DEVICE, DTYPES, assert_as_accurate_as_eager, assert_refused, one_in
-from tigon.ops.mlps.glu import geglu_reference, swiglu_reference
+from tigon.ops.mlps.glu import ClampedGate, geglu_reference, swiglu_reference
 from tigon.runtime.device import runs_kernels
 
 KINDS = {
@@ -17,7 +17,7 @@ KINDS = {
 every_kind = pytest.mark.parametrize(("run", "reference"), KINDS.values(), ids=KINDS)
 
 
-def _tensor(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+def _tensor(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return (torch.randn(shape, generator=generator) * 3).to(DEVICE, dtype).requires_grad_()
 
@@ -48,7 +48,7 @@ def test_glu_computes_no_gradient_of_a_frozen_input(monkeypatch):
 
     calls, backward = [], module.glu_backward
     monkeypatch.setattr(module, "glu_backward", lambda *args: calls.append(backward(*args)) or calls[-1])
-    gate, up = _tensor(4, 64, dtype=torch.float32), _tensor(4, 64, dtype=torch.float32, seed=1).detach()
+    gate, up = _tensor(4, 64), _tensor(4, 64, seed=1).detach()
     tigon.swiglu(gate, up).sum().backward()
     # The list is empty if no kernels run.
     if calls:
@@ -62,7 +62,7 @@ def test_swiglu_accepts_rows_without_features():
 
 @pytest.mark.kernels
 def test_swiglu_accepts_the_two_halves_of_one_tensor():
-    packed = _tensor(4, 64, dtype=torch.float32)
+    packed = _tensor(4, 64)
     gate, up = packed.chunk(2, -1)
     assert torch.equal(tigon.swiglu(gate, up), tigon.swiglu(packed))
 
@@ -71,7 +71,7 @@ def test_swiglu_accepts_the_two_halves_of_one_tensor():
 @pytest.mark.parametrize("packed", [False, True], ids=["separate", "packed"])
 def test_swiglu_is_one_node_whose_result_may_be_written_in_place(packed):
     """A view outside the autograd function would be a second node. A view inside could not be written in place."""
-    tensors = [_tensor(2, 3, 64, dtype=torch.float32, seed=seed) for seed in range(1 if packed else 2)]
+    tensors = [_tensor(2, 3, 64, seed=seed) for seed in range(1 if packed else 2)]
     y = tigon.swiglu(*tensors)
     expected = torch.autograd.grad(y.sum(), tensors, retain_graph=True)
     if runs_kernels(y):
@@ -95,6 +95,53 @@ def test_modules_have_the_parameters_of_transformers(mlp):
     )
     expected = module.down_proj(activation(module.gate_proj(x)) * module.up_proj(x))
     torch.testing.assert_close(module(x), expected, rtol=1e-5, atol=1e-6)
+
+
+# --- clamped gates -------------------------------------------------------------------------------
+
+GATES = {
+    "GPT-OSS": ClampedGate(1.5, 1.702, 1.0, is_interleaved=True),
+    "MiniMax M3": ClampedGate(1.5, 1.702, 1.0),
+    "DeepSeek V4": ClampedGate(1.5),
+    "DeepSeek V4, interleaved": ClampedGate(1.5, is_interleaved=True),
+}
+every_gate = pytest.mark.parametrize("gate", GATES.values(), ids=GATES)
+
+
+@one_in(2, gate=GATES, dtype=DTYPES, shape=[(5, 2 * 33), (2, 3, 2 * 48), (1, 2 * 1100)])
+def test_clamped_glu_accuracy(gate, dtype, shape):
+    assert_as_accurate_as_eager(gate, gate.reference, [_tensor(*shape, dtype=dtype)])
+
+
+@every_gate
+def test_values_at_and_beyond_the_limits_have_the_gradients_of_clamp(gate):
+    values = torch.tensor([1.5, -1.5, 1.6, -1.6, 0.0, torch.nan, torch.inf, -3e4])
+    h = torch.cartesian_prod(values, values)[None].reshape(1, -1).to(DEVICE).requires_grad_()
+    results = []
+    for run in (gate, gate.reference):
+        y = run(h)
+        results.append((y, *torch.autograd.grad(y, h, torch.ones_like(y))))
+    for ours, expected in zip(*results, strict=True):
+        torch.testing.assert_close(ours, expected, equal_nan=True)
+
+
+@every_gate
+def test_strides_and_empty_inputs_are_supported(gate):
+    h = _tensor(6, 4, 16)
+    torch.testing.assert_close(gate(h.transpose(0, 1)), gate.reference(h.transpose(0, 1)))
+    assert gate(h[:0]).shape == (0, 4, 8)
+
+
+@pytest.mark.kernels
+@every_gate
+def test_only_the_input_is_saved(gate):
+    h, saved = _tensor(3, 16), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        gate(h)
+    assert [t.data_ptr() for t in saved] == [h.data_ptr()]
+
+
+# --- refusals ------------------------------------------------------------------------------------
 
 
 @pytest.mark.no_interpreter("It checks arguments before any kernel is launched.")

@@ -1,20 +1,16 @@
 """What the nodes of MLPs and of several linear layers guarantee, at every level of memory."""
 
-import contextlib
 from collections.abc import Callable
 from typing import NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import tigon
+from mlp_cases import HIDDEN, INNER, LEVELS, OUT, assert_equal, gradients_of, run_at
 from op_cases import DEVICE, DTYPES, one_in
 from tigon.ops.mlps.projections import linears
-
-HIDDEN, INNER, OUT = 24, 40, 16
-LEVELS = "default", "lean", "lean+mlp", "checkpoint"
 
 
 class Op(NamedTuple):
@@ -54,31 +50,19 @@ def _leaves(op: Op, *leading: int, dtype: torch.dtype = torch.float32) -> list[T
     return [nn.Parameter(make(shape).to(DEVICE, dtype)) for shape in shapes]
 
 
-def _run(op: Op, level: str, leaves: list[Tensor]) -> Tensor:
-    if level == "checkpoint":
-        return checkpoint(op.run, *leaves, use_reentrant=False)
-    with contextlib.nullcontext() if level == "default" else tigon.lean(mlp=level == "lean+mlp"):
-        return op.run(*leaves)
-
-
 def _step(op: Op, level: str, leaves: list[Tensor]) -> list[Tensor]:
-    y = _run(op, level, leaves)
-    return [y, *torch.autograd.grad(y.square().sum(), [x for x in leaves if x.requires_grad])]
-
-
-def _assert_equal(results, expected) -> None:
-    assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
+    return gradients_of(run_at(level, op.run, *leaves), leaves)
 
 
 @pytest.mark.kernels
 @one_in(3, op=OPS, level=LEVELS[1:], dtype=DTYPES)
 def test_every_level_has_the_bits_of_the_default_level(op, level, dtype):
     leaves = _leaves(op, 2, 9, dtype=dtype)
-    _assert_equal(_step(op, level, leaves), _step(op, "default", leaves))
+    assert_equal(_step(op, level, leaves), _step(op, "default", leaves))
 
 
 @pytest.mark.kernels
-@one_in(3, op=OPS, level=LEVELS, frozen=[{0}, {1}, {2}, {-1}, {0, 1, 2}, {0, -1}, {1, 2, -1}, {1, 2}])
+@one_in(5, op=OPS, level=LEVELS, frozen=[{0}, {1}, {2}, {-1}, {0, 1, 2}, {0, -1}, {1, 2, -1}, {1, 2}])
 def test_frozen_inputs_do_not_change_the_other_gradients(op, level, frozen):
     leaves = _leaves(op, 2, 9)
     y, *gradients = _step(op, "default", leaves)
@@ -96,12 +80,12 @@ def test_frozen_inputs_do_not_change_the_other_gradients(op, level, frozen):
 def test_a_second_backward_gives_the_same_gradients(op, level):
     """The first backward does not overwrite the saved tensors. Under autocast, the second one has the same bits."""
     leaves = _leaves(op, 2, 9)
-    loss = _run(op, level, leaves).square().sum()
+    loss = run_at(level, op.run, *leaves).square().sum()
     first = torch.autograd.grad(loss, leaves, retain_graph=True)
     with torch.autocast(DEVICE, torch.bfloat16):
         second = torch.autograd.grad(loss, leaves, retain_graph=True)
-    _assert_equal(first, second)
-    _assert_equal(first, torch.autograd.grad(loss, leaves))
+    assert_equal(first, second)
+    assert_equal(first, torch.autograd.grad(loss, leaves))
 
 
 @pytest.mark.kernels
@@ -131,4 +115,4 @@ def test_the_result_may_be_written_in_place(op):
         pytest.skip("the outputs are joined; test_projections.py writes them in place")
     leaves = _leaves(op, 2, 5)
     expected = torch.autograd.grad((op.run(*leaves) * 2).square().sum(), leaves)
-    _assert_equal(torch.autograd.grad(op.run(*leaves).mul_(2).square().sum(), leaves), expected)
+    assert_equal(torch.autograd.grad(op.run(*leaves).mul_(2).square().sum(), leaves), expected)

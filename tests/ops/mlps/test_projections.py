@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from op_cases import DEVICE, DTYPES
+from op_cases import DEVICE, DTYPES, one_in
 from tigon.ops.mlps.projections import linears
 from tigon.testing import assert_accurate
 
@@ -52,9 +52,7 @@ def _is_one_node(outputs: tuple[Tensor, ...]) -> bool:
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("biases", BIASES.values(), ids=BIASES)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("leading", [(1,), (33,), (2, 17), (2, 3, 5)], ids=str)
+@one_in(2, leading=[(1,), (33,), (2, 17), (2, 3, 5)], dtype=DTYPES, biases=BIASES)
 def test_linears_accuracy(leading, dtype, biases):
     x, layers = _x(*leading, dtype=dtype), _layers(biases, dtype)
     actual, eager = _step(linears, x, layers), _step(_one_by_one, x, layers)
