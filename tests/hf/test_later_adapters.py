@@ -9,7 +9,7 @@ from torch import nn
 import tigon
 from hf.lora_models import MLP, TOKENS, make_llama, with_lora
 from op_cases import DEVICE
-from tigon.hf.later_adapters import AdapterWatch
+from tigon.hf.body_watch import WatchedBody
 from tigon.recognition.replacement import find_replacement
 
 
@@ -36,8 +36,8 @@ def test_the_parts_of_a_layer_with_adapters_are_not_watched():
     model = with_lora(make_llama())
     tigon.patch(model)
     replacements = [find_replacement(module) for module in model.modules()]
-    (watch,) = [each.recipe for each in replacements if each is not None and type(each.recipe) is AdapterWatch]
-    names = {parent.name.rpartition(".")[2] for parent in watch.parents}
+    (body,) = [each.recipe for each in replacements if each is not None and type(each.recipe) is WatchedBody]
+    names = {name.rpartition(".")[2] for name in body.adapters.parents}
     assert {"self_attn", "mlp"} <= names <= {"self_attn", "mlp", "model"}
 
 

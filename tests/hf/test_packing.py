@@ -12,7 +12,7 @@ import tigon
 transformers = pytest.importorskip("transformers")
 from hf.tiny import VOCABULARY, tiny_model  # noqa: E402
 from tigon.hf.packing import PackingWarning, recurrent_layers  # noqa: E402
-from tigon.hf.transformers_private import dropped_heads  # noqa: E402
+from tigon.hf.transformers_private import model_facts  # noqa: E402
 
 TOKENS = torch.randint(3, VOCABULARY, (1, 16), generator=torch.Generator().manual_seed(0))
 POSITIONS = torch.cat([torch.arange(9), torch.arange(7)])[None]
@@ -70,7 +70,7 @@ def test_copies_warn_and_the_last_restore_removes_the_hook():
     model = tiny_model("qwen3_next").train()
     report = tigon.patch(model)
     (note,) = [note for note in report.notes if note.startswith("packed samples")]
-    assert next(iter(recurrent_layers(model).values())) in note
+    assert next(iter(recurrent_layers([*model.modules()], model_facts(model)).values())) in note
     assert "^mtp.*" in next(note for note in report.notes if "multi-token prediction" in note)
     assert hooks(model) == 1
     again = tigon.patch(model, memory="lean")
@@ -90,7 +90,7 @@ def test_copies_warn_and_the_last_restore_removes_the_hook():
 def test_the_report_names_the_recurrent_layers(model_type):
     model = tiny_model(model_type).train()
     (note,) = [note for note in tigon.patch(model).notes if note.startswith("packed samples")]
-    assert next(iter(recurrent_layers(model).values())) in note
+    assert next(iter(recurrent_layers([*model.modules()], model_facts(model)).values())) in note
     if model_type != "rwkv":
         assert warnings_of_packing(lambda: train(model, **PACKED["positions"])) == 1
 
@@ -118,6 +118,6 @@ def test_the_report_names_heads_that_are_not_loaded(model_type, pattern):
 def test_a_layer_after_the_last_one_is_a_head_that_is_not_loaded():
     """The config of the tiny model has fewer layers than that of the checkpoint, whose last layer this is."""
     model = tiny_model("deepseek_v3")
-    assert dropped_heads(model) == []
+    assert model_facts(model).dropped_heads == []
     model.config.num_hidden_layers = 61
-    assert dropped_heads(model) == [r"model\.layers\.61.*"]
+    assert model_facts(model).dropped_heads == [r"model\.layers\.61.*"]

@@ -6,7 +6,7 @@ product cannot compute or does not speed up. Experts run in FP8 if `moe_mlp` com
 """
 
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -69,14 +69,14 @@ def _size(layers: Collection[nn.Module]) -> int:
     return sum(m.in_features * m.out_features for layer in layers for m in _linears(layer))
 
 
-def _decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the repeated layers of a model: the elements of the list of modules with the largest linear layers.
+def _decoder_layers(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """Return the repeated layers among modules: the elements of the list of modules with the largest linear layers.
 
     If the model has lists of layers that transformers can checkpoint, it is one of these. Otherwise it is a list of
     modules of one class. Each of them has several linear layers, and the lists in them, such as those of experts, are
     smaller.
     """
-    lists = [[*m] for m in model.modules() if isinstance(m, (nn.ModuleList, nn.Sequential)) and len(m)]
+    lists = [[*m] for m in modules if isinstance(m, (nn.ModuleList, nn.Sequential)) and len(m)]
     of_transformers = [layers for layers in lists if all(map(is_checkpoint_layer, layers))]
     of_one_class = [
         layers
@@ -222,11 +222,11 @@ def _describe_products(settings: FP8Settings, dtype: torch.dtype) -> str:
     return f"{settings.recipe} FP8 products in forward, {dw}{condition}"
 
 
-def plan_fp8(model: nn.Module, settings: FP8Settings | None, recipes: Mapping[nn.Module, Any]) -> FP8Plan:
+def plan_fp8(names: Mapping[nn.Module, str], settings: FP8Settings | None, recipes: Mapping[nn.Module, Any]) -> FP8Plan:
     """Choose the linear layers and the experts that run in FP8.
 
     Args:
-        model: The model to patch, which is not changed.
+        names: The modules of the model to patch, with their names.
         settings: The options of the patch; None if they request no FP8.
         recipes: The recipes of all modules, those of this patch included.
 
@@ -237,7 +237,7 @@ def plan_fp8(model: nn.Module, settings: FP8Settings | None, recipes: Mapping[nn
     if settings is None:
         return plan
     plan.adapted = [module for module, recipe in recipes.items() if isinstance(recipe, AdapterRecipe)]
-    layers = _decoder_layers(model)
+    layers = _decoder_layers(names)
     inside = {m for layer in layers for m in layer.modules()}
     reasons = {m: reason for layer in layers for m, reason in _parts_of_mixtures(layer).items()}
     for module in plan.adapted:
@@ -246,7 +246,7 @@ def plan_fp8(model: nn.Module, settings: FP8Settings | None, recipes: Mapping[nn
         if isinstance(recipe, ExpertAdapterRecipe):
             reasons[wrappers_of(module)[1]] = "experts with adapters"
     linears: list[Any] = []
-    for name, module in model.named_modules():
+    for module, name in names.items():
         earlier = recipes.get(module)
         explain: Callable[[], str | None]
         if isinstance(earlier, MixtureRecipe):

@@ -28,7 +28,7 @@ Shapes: B sequences of S tokens, hidden size H, vocabulary V.
 
 import threading
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,7 +37,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tigon.hf.adapted_head import AdaptedHeadForward, find_adapted_head
-from tigon.hf.forward_watch import describe_bypass, watch_forward
+from tigon.hf.body_watch import describe_bypass
 from tigon.hf.linear_heads import adopt_heads, called_head, head_size
 from tigon.hf.logits import SKIPPED_LOGITS, as_placeholder, is_placeholder
 from tigon.hf.loss_function import LossFunction
@@ -282,24 +282,6 @@ class CausalLMForward:
         message = describe_bypass("the loss function", model, written_in(loss_function))
         self.notes.append(message)
         warnings.warn(f"tigon: {message}", stacklevel=4)
-
-
-def watch_loss(model: nn.Module, options: LossOptions, notes: list[str]) -> Callable[[], None]:
-    """Set the options of a loss that has just been attached, and watch that the loss stays in use.
-
-    Args:
-        model: A model to which `attach` has just given the loss in its head.
-        options: The options of the loss.
-        notes: The notes of the report. Warnings about a replaced forward or loss function are added to them.
-
-    Returns:
-        The function that ends the watch of the model's body.
-    """
-    replacement = find_replacement(model)
-    assert replacement is not None
-    forward: Any = replacement.recipe
-    forward.options, forward.notes = options, notes
-    return watch_forward(model, forward.fused, notes)
 
 
 def find_resized_heads(recipes: Mapping[nn.Module, Any]) -> None:

@@ -1,5 +1,6 @@
 """The memory levels of `tigon.patch(model, memory=...)`. Each level decides how much a model saves for backward."""
 
+import functools
 import warnings
 import weakref
 from collections.abc import Callable
@@ -59,16 +60,27 @@ def _explain_no_offload() -> str | None:
     return None
 
 
-def explain_refusal(model: nn.Module, memory: Memory) -> str | None:
-    """Return why a model cannot have a level, and which levels it can have; None if it can have this one."""
-    if (reason := _find_obstacle(model, memory)) is None:
-        return None
-    levels = {name: parse_memory(name) for name in MEMORY}
-    possible_levels = ", ".join(repr(name) for name, x in levels.items() if x and _find_obstacle(model, x) is None)
-    return f"{reason}; possible levels: {possible_levels}"
+def plan_level(model: nn.Module, memory: Memory) -> Callable[[], list[Callable[[], None]]]:
+    """Return the function that applies a level to a model, in place of an earlier level, and returns its undoing.
+
+    The default level leaves an earlier one in place.
+
+    Raises:
+        ValueError: The model cannot have this level. The message names the levels that it can have.
+    """
+    if memory == Memory():
+        return list
+    if (reason := _find_obstacle(model, memory)) is not None:
+        levels = {name: parse_memory(name) for name in MEMORY}
+        possible_levels = ", ".join(repr(name) for name, x in levels.items() if x and _find_obstacle(model, x) is None)
+        raise ValueError(
+            f"patch: memory='{memory}' is not possible for this {type(model).__name__}: {reason}; "
+            f"possible levels: {possible_levels}"
+        )
+    return functools.partial(_apply_level, model, memory)
 
 
-def apply_level(model: nn.Module, memory: Memory) -> list[Callable[[], None]]:
+def _apply_level(model: nn.Module, memory: Memory) -> list[Callable[[], None]]:
     """Apply a possible level to a model, in place of an earlier level; return the functions that undo this."""
     undo = [_watch_switches(model)]
     undo.append(switch_on(model, memory) if memory.level == "checkpoint" else switch_off(model))

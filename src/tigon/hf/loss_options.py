@@ -6,7 +6,7 @@ all calls. Their meaning is that of `tigon.linear_cross_entropy`.
 
 import dataclasses
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,14 +60,14 @@ class LossOptions:
 _recorded: "weakref.WeakKeyDictionary[nn.Module, LossOptions]" = weakref.WeakKeyDictionary()
 
 
-def record_options(model: nn.Module, options: LossOptions) -> Callable[[], None]:
-    """Record the options of all language models in a model, and return the function that restores earlier records.
+def record_options(modules: Iterable[nn.Module], options: LossOptions) -> Callable[[], None]:
+    """Record the options of all language models among modules, and return the function that restores earlier records.
 
     The defaults replace no earlier record, because `tigon.patch` may be called again for another reason.
     """
-    modules = [module for module in model.modules() if hasattr(module, "get_output_embeddings")]
-    earlier = [(weakref.ref(module), _recorded.get(module)) for module in modules]
-    for module in modules:
+    models = [module for module in modules if hasattr(module, "get_output_embeddings")]
+    earlier = [(weakref.ref(module), _recorded.get(module)) for module in models]
+    for module in models:
         if options != LossOptions() or module not in _recorded:
             _recorded[module] = options
 

@@ -9,13 +9,13 @@ sample changes the results of the next one. Tigon leaves these layers as they ar
 import inspect
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tigon.hf.transformers_private import is_code_of_base_class, is_stateful, layer_classes, text_config
+from tigon.hf.transformers_private import ModelFacts, model_facts
 from tigon.runtime.device import is_capturing
 from tigon.runtime.late_checks import LateFlag
 
@@ -28,23 +28,20 @@ def is_short_convolution(module: nn.Module) -> bool:
     return isinstance(module, nn.Conv1d) and 1 < module.groups == module.in_channels and module.kernel_size[0] > 1
 
 
-def recurrent_layers(model: nn.Module) -> dict[nn.Module, str]:
+def recurrent_layers(modules: Sequence[nn.Module], facts: ModelFacts) -> dict[nn.Module, str]:
     """Return the modules that carry a state from token to token, with the names of their classes.
 
     These are the modules inside the model's layers that have a short convolution as a child. If there are none, they
     are the layers that `config.layer_types` names as recurrent, or all layers if transformers marks the model as
     stateful.
     """
-    names = layer_classes(model) if any(map(is_code_of_base_class, type(model).__mro__)) else set()
-    layers = [module for module in model.modules() if type(module).__name__ in names]
-    modules = [module for layer in layers for module in layer.modules()]
-    mixers = [module for module in modules if any(map(is_short_convolution, module.children()))]
-    if not mixers:
-        types = getattr(text_config(model), "layer_types", None) or ()
-        if len(types) == len(layers):
-            mixers = [layer for layer, name in zip(layers, types, strict=True) if name in RECURRENT_TYPES]
-        if not mixers and is_stateful(model):
-            mixers = layers
+    layers = [module for module in modules if type(module).__name__ in facts.layer_classes]
+    parts = [part for layer in layers for part in layer.modules()]
+    mixers = [part for part in parts if any(map(is_short_convolution, part.children()))]
+    if not mixers and len(facts.layer_types) == len(layers):
+        mixers = [layer for layer, name in zip(layers, facts.layer_types, strict=True) if name in RECURRENT_TYPES]
+    if not mixers and facts.is_stateful:
+        mixers = layers
     return {module: type(module).__name__ for module in mixers}
 
 
@@ -93,13 +90,19 @@ class PackingWarning:
         return {"text": self.text, "earlier_result": None}
 
 
-def watch_packing(model: nn.Module, notes: list[str]) -> Callable[[], None]:
-    """Add a note about recurrent layers to a report, and warn at the first packed batch that such a model trains on.
+def add_notes(model: nn.Module, notes: list[str]) -> Callable[[], None]:
+    """Add notes about recurrent layers and heads that are not loaded to a report; warn at the first packed batch.
 
     Returns:
-        The function that removes the hook.
+        The function that removes the hook for the warning.
     """
-    layers = recurrent_layers(model)
+    facts, modules = model_facts(model), [*model.modules()]
+    if heads := facts.dropped_heads:
+        notes.append(
+            "transformers does not load heads of multi-token prediction, so they are neither trained nor saved "
+            f"(weights of the checkpoint that match {', '.join(heads)})"
+        )
+    layers = recurrent_layers(modules, facts)
     if not layers:
         return lambda: None
     listed = ", ".join(f"{count} {name}" for name, count in Counter(layers.values()).items())
@@ -108,10 +111,10 @@ def watch_packing(model: nn.Module, notes: list[str]) -> Callable[[], None]:
         'from one sample to the next; docs/patching.md says more under "Packed samples"'
     )
     notes.append(text)
-    hooks = (hook for module in model.modules() for hook in module._forward_pre_hooks.values())
+    hooks = (hook for module in modules for hook in module._forward_pre_hooks.values())
     # The hook of an earlier patch is installed once more, so that it stays when one of the two patches is undone.
     hook = next((hook for hook in hooks if isinstance(hook, PackingWarning)), PackingWarning(text))
-    bodies = [module for module in model.modules() if _is_body(module) and layers.keys() <= set(module.modules())]
+    bodies = [module for module in modules if _is_body(module) and layers.keys() <= set(module.modules())]
     handles = [body.register_forward_pre_hook(hook, with_kwargs=True) for body in bodies[-1:]]
 
     def undo() -> None:

@@ -12,20 +12,18 @@ from typing import Any, Literal, Never, ParamSpec
 import torch
 from torch import nn
 
+from tigon.hf.body_watch import watch_body
 from tigon.hf.by_type import patch_type
 from tigon.hf.fp8 import check_fp8, plan_fp8
-from tigon.hf.head import find_resized_heads, watch_loss
-from tigon.hf.later_adapters import watch_children
-from tigon.hf.levels import apply_level, describe_level, explain_refusal
+from tigon.hf.head import find_resized_heads
+from tigon.hf.levels import describe_level, plan_level
 from tigon.hf.loss_options import LOSS_OPTIONS, LossOptions, record_options
-from tigon.hf.packing import watch_packing
+from tigon.hf.packing import add_notes
 from tigon.hf.parts import PARTS
 from tigon.hf.report import Report
 from tigon.hf.search import Search
-from tigon.hf.transformers_private import dropped_heads
 from tigon.memory.levels import Memory, MemoryLevel, check_memory
 from tigon.recognition.parts.fp8 import FP8Settings
-from tigon.runtime.requirements import require_for
 
 OPTIONS = (*PARTS, "memory", "fp8", "fp8_dw", *LOSS_OPTIONS)
 # The recipes of FP8.
@@ -178,45 +176,37 @@ class Request:
 
 def _patch_instance(model: nn.Module, request: Request, stacklevel: int = 2) -> Report:
     """Find, decide and apply. Every error that this function raises on purpose comes before the first change."""
-    require_for(model)
-    report = Report(type(model).__name__, patched=weakref.ref(model))
     search = Search(model, request.parts)
     search.decide()
-    search.write(report)
-    fp8_plan = plan_fp8(model, request.fp8, search.recipes)
+    fp8_plan = plan_fp8(search.names, request.fp8, search.recipes)
     patched_modules = {module for module, recipe in search.installed.items() if recipe is not None}
     earlier_count = len(patched_modules - search.new_recipes.keys() - fp8_plan.changed.keys())
-    has_ops = bool(earlier_count or report or fp8_plan.changed) or any(map(_is_module_of_tigon, model.modules()))
+    has_ops = bool(earlier_count or search.new_recipes or fp8_plan.changed) or any(map(_is_of_tigon, search.names))
     # A level that only recomputes results of Tigon's ops has no effect in a model without such ops.
     level = request.memory if has_ops or request.memory.level == "checkpoint" else Memory()
-    if reason := explain_refusal(model, level):
-        raise ValueError(f"patch: memory='{level}' is not possible for this {report.model}: {reason}")
+    apply_level = plan_level(model, level)
+
+    report = Report(type(model).__name__, patched=weakref.ref(model))
+    search.write(report)
     report.undo = search.install() + fp8_plan.apply(report)
-    fused_models = [finding.module for finding in search.findings if finding.part == "loss" and finding.recipe]
-    report.undo += [watch_loss(module, request.loss, report.notes) for module in fused_models]
-    report.undo.append(record_options(model, request.loss))
+    losses = {finding.module: request.loss for finding in search.findings if finding.part == "loss" and finding.recipe}
+    names = search.names if "adapters" in request.parts and report else None
+    report.undo += [watch_body(each, losses.get(each), names, report) for each in losses or [model]]
+    report.undo.append(record_options(search.names, request.loss))
     find_resized_heads(search.installed)
-    if level != Memory():
-        report.undo += apply_level(model, level)
-    report.describe_level = functools.partial(describe_level, weakref.ref(model), level)
-    report.undo.append(watch_packing(model, report.notes))
-    if heads := dropped_heads(model):
-        report.notes.append(
-            "transformers does not load heads of multi-token prediction, so they are neither trained nor saved "
-            f"(weights of the checkpoint that match {', '.join(heads)})"
-        )
-    if "adapters" in request.parts and report:
-        report.undo += [watch_children(module, report, model) for module in fused_models or [model]]
+    report.undo += apply_level()
+    report.undo.append(add_notes(model, report.notes))
     if earlier_count:
         report.notes.append(f"{earlier_count} places were patched already and stay as they are")
     elif not report and level == Memory():
         result = "nothing was replaced, see the report for why" if report.entries else "nothing was recognised"
         report.notes.append(f"{result} (requested parts: {', '.join(request.parts)}); the model was not changed")
         warnings.warn(f"tigon.patch({report.model}): {result}", stacklevel=stacklevel)
+    report.describe_level = functools.partial(describe_level, weakref.ref(model), level)
     return report
 
 
-def _is_module_of_tigon(module: nn.Module) -> bool:
+def _is_of_tigon(module: nn.Module) -> bool:
     return type(module).__module__.startswith("tigon.")
 
 

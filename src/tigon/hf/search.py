@@ -19,6 +19,7 @@ from tigon.recognition.probing.standin import describe, has_no_tensors
 from tigon.recognition.probing.trials import Trials, recording
 from tigon.recognition.replacement import find_replacement, foreign_forward
 from tigon.recognition.rewriting.fused_statements import FusedStatementsRecipe, overwritten_children
+from tigon.runtime.requirements import require_for
 
 LOGGER = logging.getLogger("tigon")
 
@@ -64,26 +65,30 @@ class Search:
     Args:
         model: The model.
         parts: Names of parts, in the order of `PARTS`.
+
+    Raises:
+        ImportError: The model comes from a transformers that is too old.
     """
 
     def __init__(self, model: nn.Module, parts: Iterable[str]) -> None:
+        self.names = {module: name for name, module in model.named_modules()}
+        require_for(self.names)
         # The recipe that each module has from an earlier patch, or None.
-        self.installed = {module: getattr(find_replacement(module), "recipe", None) for module in model.modules()}
+        self.installed = {module: getattr(find_replacement(module), "recipe", None) for module in self.names}
         self.recipes = dict(self.installed)
-        self.classes = {name: type(module).__name__ for name, module in model.named_modules()}
         # Norms and adapters among the modules whose input is changed in place after they have run, with the reason.
-        self.overwrite_reasons = overwritten_children(model)
-        self.findings = self._find(model, parts)
+        self.overwrite_reasons = overwritten_children(self.names)
+        self.findings = self._find(parts)
 
     @property
     def new_recipes(self) -> dict[nn.Module, Any]:
         """Return the recipes to install. A module with two findings has one recipe, which does the work of both."""
         return {finding.module: finding.recipe for finding in self.findings if finding.recipe is not None}
 
-    def _find(self, model: nn.Module, parts: Iterable[str]) -> list[Finding]:
+    def _find(self, parts: Iterable[str]) -> list[Finding]:
         """Try every part on every module that may get another recipe. Modules of one kind are tried once."""
         replaceable = (*JOINABLE_RECIPES, type(None))
-        modules = [(name, m) for name, m in model.named_modules() if isinstance(self.installed[m], replaceable)]
+        modules = [(name, m) for m, name in self.names.items() if isinstance(self.installed[m], replaceable)]
         kinds = kinds_of(module for _, module in modules)
         results: dict[tuple, tuple[Any, Trials]] = {}
         # Modules that raised an error when they were read. Only the first error of a module is reported.
@@ -166,7 +171,7 @@ class Search:
 
     def write(self, report: Report) -> None:
         """Add the findings to a report, and what `report.why` says about every module."""
-        outcomes = {name: ModuleOutcomes(class_name) for name, class_name in self.classes.items()}
+        outcomes = {name: ModuleOutcomes(type(module).__name__) for module, name in self.names.items()}
         # Equal outcomes are stored once, because modules of one kind have the same text.
         unique_outcomes: dict[Outcome, Outcome] = {}
         for finding in self.findings:

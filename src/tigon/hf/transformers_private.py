@@ -18,7 +18,7 @@ import re
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -319,32 +319,38 @@ def experts_function(name: str) -> Callable[..., Any]:
     return ALL_EXPERTS_FUNCTIONS[name]
 
 
-def dropped_heads(model: Any) -> list[str]:
-    """Return the patterns that match the weights of heads of multi-token prediction, which transformers does not load.
+class ModelFacts(NamedTuple):
+    """What transformers says about the layers of a model."""
+
+    # The names of the classes of its layers.
+    layer_classes: set[str]
+    # The kind of each layer, such as "linear_attention", from the config of the text part.
+    layer_types: tuple[str, ...]
+    # Whether the layers have a state, by the attribute `_is_stateful`.
+    is_stateful: bool
+    # The patterns that match the weights of heads of multi-token prediction, which transformers does not load.
+    dropped_heads: list[str]
+
+
+def model_facts(model: Any) -> ModelFacts:
+    """Return what transformers says about a model. Of any other model, nothing is known.
 
     `_keys_to_ignore_on_load_unexpected` lists patterns for names of weights that a checkpoint may have in addition to
     those of the model. A pattern belongs to a head of multi-token prediction if it contains "mtp", or if it matches a
-    layer after the last one. Without the attribute, the list is empty, and the report has no line about these heads.
+    layer after the last one. Without this attribute or `_is_stateful`, the report has fewer notes.
     """
-    count = getattr(text_config(model), "num_hidden_layers", None)
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    count = getattr(text, "num_hidden_layers", None)
     # The names of the layer after the last one, for models with one body and for models with a body of text.
     names = [f"model.layers.{count}.x", f"model.language_model.layers.{count}.x"]
     patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
-    return [p for p in patterns if "mtp" in p or any(re.search(p, name) for name in names)]
-
-
-def is_stateful(model: Any) -> bool:
-    """Return True if transformers marks a model as one whose layers have a state, by the attribute `_is_stateful`.
-
-    Without the attribute, the report does not warn of packed samples in models whose layers have no convolution.
-    """
-    return bool(getattr(model, "_is_stateful", False))
-
-
-def text_config(model: Any) -> Any:
-    """Return the config of a model's text part, by `config.get_text_config`. Without it, return the config itself."""
-    config: Any = getattr(model, "config", None)
-    return config.get_text_config() if hasattr(config, "get_text_config") else config
+    return ModelFacts(
+        layer_classes(model) if any(map(is_code_of_base_class, type(model).__mro__)) else set(),
+        tuple(getattr(text, "layer_types", None) or ()),
+        bool(getattr(model, "_is_stateful", False)),
+        [p for p in patterns if "mtp" in p or any(re.search(p, name) for name in names)],
+    )
 
 
 def layer_classes(model: Any) -> set[str]:

@@ -88,7 +88,7 @@ def _patch_model(model: nn.Module, memory: Any, options: dict[str, Any]) -> Repo
     Without the version of transformers that `tigon.patch` needs, the result is None, and a warning names both versions.
     """
     try:
-        require_for(model)
+        require_for([*model.modules()])
     except ImportError as error:
         warnings.warn(f"tigon: the model is trained without Tigon: {error}", stacklevel=4)
         return None

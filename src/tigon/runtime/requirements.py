@@ -13,6 +13,8 @@ from importlib import metadata
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from torch import nn
 
 FLOORS = {
@@ -129,11 +131,11 @@ def require(user: str, *packages: str, extra: str | None = None) -> None:
         raise ImportError(f"{user} {message}")
 
 
-def require_for(model: "nn.Module") -> None:
-    """Check the version of transformers if a class of `model` comes from there. Nothing is imported.
+def require_for(modules: "Collection[nn.Module]") -> None:
+    """Check the version of transformers if a class of these modules of a model comes from there. Nothing is imported.
 
     Raises:
         ImportError: transformers is too old; the message is that of `require`.
     """
-    if any(cls.__module__.partition(".")[0] == "transformers" for m in model.modules() for cls in type(m).__mro__):
-        require(f"tigon.patch({type(model).__name__})", "transformers", extra="hf")
+    if any(cls.__module__.partition(".")[0] == "transformers" for m in modules for cls in type(m).__mro__):
+        require(f"tigon.patch({type(next(iter(modules))).__name__})", "transformers", extra="hf")

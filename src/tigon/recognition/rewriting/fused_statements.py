@@ -8,7 +8,7 @@ compute what the stock statements compute.
 """
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
@@ -246,14 +246,14 @@ def _is_rms_norm(module: nn.Module) -> bool:
     return results[key]
 
 
-def overwritten_children(model: nn.Module) -> dict[nn.Module, str]:
+def overwritten_children(modules: Iterable[nn.Module]) -> dict[nn.Module, str]:
     """Return the children whose input is written in place after they have run, with the reason to keep their forward.
 
     A norm in half precision and an fp32 adapter save an fp32 copy of their input for backward. Their ops save the input
     itself, which must not change until then.
     """
     reasons: dict[nn.Module, str] = {}
-    for module in model.modules():
+    for module in modules:
         forward = inspect.getattr_static(type(module), "forward", None)
         if module._modules and isinstance(forward, FunctionType):
             for name, line in overwritten_inputs(forward).items():
