@@ -1,4 +1,4 @@
-"""Tiny models and data for the trainers of TRL, and one training run of each trainer."""
+"""Tiny models and data for the trainers of TRL, one training run of each trainer, and counts of the ops that ran."""
 
 import copy
 import random
@@ -12,6 +12,9 @@ from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from tigon.integrations import trl_divergence, trl_head
+from tigon.memory.lean import is_lean
 
 WORDS = [f"w{i}" for i in range(93)]
 VOCABULARY = ["<pad>", "<bos>", "<eos>", "<unk>", *WORDS]
@@ -137,3 +140,27 @@ def train(trainer: Any) -> SimpleNamespace:
     ]
     parameters = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
     return SimpleNamespace(logs=logs, parameters=parameters)
+
+
+class Counts:
+    """How often the ops of the head ran, and in which forwards of the first layer a level was at work."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.losses = self.log_probs = self.divergences = 0
+        self.levels: list[bool] = []
+        monkeypatch.setattr(trl_head, "linear_cross_entropy", self._count("losses", trl_head.linear_cross_entropy))
+        monkeypatch.setattr(trl_head, "linear_log_probs", self._count("log_probs", trl_head.linear_log_probs))
+        function = trl_divergence.linear_distillation
+        monkeypatch.setattr(trl_divergence, "linear_distillation", self._count("divergences", function))
+
+    def _count(self, name, function):
+        def call(*args, **kwargs):
+            setattr(self, name, getattr(self, name) + 1)
+            return function(*args, **kwargs)
+
+        return call
+
+    def watch(self, model) -> None:
+        """Record at each training call of the first layer whether it runs in a block of `lean`."""
+        layers = next(m for m in model.modules() if isinstance(m, torch.nn.ModuleList))
+        layers[0].register_forward_pre_hook(lambda m, _: self.levels.append(is_lean()) if m.training else None)
