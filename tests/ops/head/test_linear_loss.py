@@ -10,9 +10,8 @@ from torch.utils.checkpoint import checkpoint
 import tigon
 from op_cases import DEVICE, assert_as_accurate_as_eager
 from tigon.ops.head import linear_loss as module
-from tigon.ops.head.chunks import ChunkConfig, ChunkProblem
+from tigon.ops.head.chunks import ChunkConfig
 from tigon.ops.head.linear_loss import eager_linear_loss
-from tigon.runtime.device import EMULATED
 from tigon.runtime.tuning import tuned
 
 pytestmark = pytest.mark.kernels
@@ -104,29 +103,6 @@ def test_loss_and_gradients_are_as_accurate_as_eager_code(group, ignored, dtype,
         assert all((number > 0) == is_divided for number in in_parts)
         if ignored == "none" and is_divided:
             assert max(in_parts) >= 3
-
-
-@pytest.mark.no_interpreter("It launches no kernel.")
-def test_a_long_pair_may_exceed_the_budget_of_chunks():
-    """Pairs of 2 x 2048 tokens with a vocabulary of 128256, whose logits take 1002 MiB in bf16."""
-    config, token_bytes = ChunkConfig.heuristic(ChunkProblem("cuda"), EMULATED), 128256 * 2
-    assert config.token_limit(16384, token_bytes, None, 0) < 4096 <= config.unit_limit(token_bytes, None) < 8192
-    assert config.unit_limit(token_bytes, 100) * token_bytes <= 100 * 2**20
-
-
-@pytest.mark.parametrize(("limit", "products"), [(1, 4), (2 * LENGTH, 3), (SEQUENCES * LENGTH, 3)])
-@pytest.mark.parametrize("group", ["sequence", "pair"])
-def test_the_number_of_products(group, limit, products):
-    from torch.utils.flop_counter import FlopCounterMode
-
-    loss_fn, args = LOSSES[group]
-    hidden, weight, _, targets = make(ignored="none")
-    with FlopCounterMode(display=False) as counter, tuned(ChunkConfig, tokens=limit):
-        loss_of(tigon.linear_loss(hidden, weight, targets, loss_fn, *args, group=group)).backward()
-    assert counter.get_total_flops() == products * 2 * targets.numel() * HIDDEN * VOCABULARY
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        tigon.linear_loss(hidden, weight, targets, loss_fn, *args, group=group)
-    assert counter.get_total_flops() == 2 * targets.numel() * HIDDEN * VOCABULARY
 
 
 def test_arguments_of_the_loss_may_need_gradients():
@@ -371,16 +347,6 @@ def test_losses_that_cancel_are_no_failure(seed):
     with tuned(ChunkConfig, tokens=66):
         loss, _ = tigon.GRPOLoss(loss_type="grpo")(*tensors)
     assert loss.abs() < 1e-6
-
-
-def test_one_sequence_and_one_token():
-    weight = make()[1]
-    for shape in ((1, 1), (1, 5), (0, 4)):
-        hidden = values(*shape, HIDDEN).requires_grad_()
-        targets = torch.zeros(shape, dtype=torch.int64, device=DEVICE)
-        loss = tigon.linear_loss(hidden, weight, targets, lambda x: x.sum(), group="sequence")
-        loss.backward()
-        assert hidden.grad.isfinite().all()
 
 
 @pytest.mark.parametrize(

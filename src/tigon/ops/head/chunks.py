@@ -24,6 +24,7 @@ from tigon.ops.head.computed_rows import Rows, rows_to_compute, select, without_
 from tigon.ops.head.gradients import NO_LOW_RANK, Addition, Gradients, GradientSums, LowRank, Needs
 from tigon.ops.head.weight_gradient import product_in_fp32
 from tigon.ops.logits.token.types import Shard
+from tigon.ops.logits.valid_rows import ValidRows
 from tigon.ops.logits.vocab_parallel import largest_shard
 from tigon.runtime.device import Device, cdiv, device_kind, device_of, runs_kernels
 from tigon.runtime.products import product
@@ -136,6 +137,10 @@ class Head(NamedTuple):
     bias: Tensor | None
     # [T]
     target: Tensor
+    # the indices of the tokens to compute; None for all tokens
+    rows: Tensor | None = None
+    # the number of these tokens, or -1 in compiled code, where the operator finds them when it runs
+    computed: int = -1
 
     def get_device(self) -> int:
         """Return the number of the device, on which launchers run their function."""
@@ -159,6 +164,20 @@ class HeadSettings(NamedTuple):
         return max(largest_shard(self.shard), 1)
 
 
+def head_of(
+    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, valid_rows: ValidRows | bool | None,
+    settings: HeadSettings,
+) -> Head:  # fmt: skip
+    """Return the head with the tokens to compute. The caller may know its valid rows."""
+    rows, computed = rows_to_compute(valid_rows, x, target, settings.ignore_index, settings.shard)
+    return Head(x, weight, bias, target, rows, computed)
+
+
+def with_rows(head: Head, settings: HeadSettings) -> Head:
+    """Return the head with the tokens to compute, which are unknown until a compiled operator runs."""
+    return head if head.computed >= 0 else head_of(*head[:4], None, settings)
+
+
 class ChunkPlan(NamedTuple):
     """The division of the computed tokens into chunks."""
 
@@ -176,13 +195,10 @@ def bytes_of_logit(x: Tensor, in_fp32: bool = False) -> int:
 
 
 def plan_chunks(
-    head: Head, rows: Tensor | None, count: int, settings: HeadSettings, token_bytes: int, *,
-    has_teacher: bool = False, has_dw_buffer: bool = False,
-) -> ChunkPlan:  # fmt: skip
-    """Divide [count] tokens into chunks whose logits fit into the budget; `token_bytes` are those of one token."""
-    x, weight = head.x, head.weight
-    if count < 0:
-        rows, count = rows_to_compute(None, x, head.target, settings.ignore_index, settings.shard)
+    head: Head, settings: HeadSettings, token_bytes: int, *, has_teacher: bool = False, has_dw_buffer: bool = False
+) -> ChunkPlan:
+    """Divide the computed tokens into chunks whose logits fit into the budget; `token_bytes` are those of one token."""
+    x, weight, _, _, rows, count = with_rows(head, settings)
     config = ChunkConfig.choose(ChunkProblem(device_kind(x), has_teacher), device_of(x))
     # An fp32 sum of a half-precision dW takes a buffer of its size. The logits of as many tokens may take it instead.
     may_sum_in_fp32 = settings.needs.dw and not has_dw_buffer and weight.element_size() == 2

@@ -70,20 +70,19 @@ def _empty_results(head: Head, low_rank: LowRank, saved: SavedStatistics, settin
 
 @launcher(fake=_empty_results)
 def linear_cross_entropy_chunks(
-    head: Head, low_rank: LowRank, class_weight: Tensor | None, scales: Tensor, rows: Tensor | None, count: int,
-    dw_buffer: Tensor | None, saved: SavedStatistics, upstream: Upstream, settings: LossSettings,
+    head: Head, low_rank: LowRank, class_weight: Tensor | None, scales: Tensor, dw_buffer: Tensor | None,
+    saved: SavedStatistics, upstream: Upstream, settings: LossSettings,
 ) -> ChunkResults:  # fmt: skip
     """Return the statistics of all tokens, and the gradients of the sum of the losses.
 
     If an earlier call returned the statistics, `saved` holds them. The gradients are then those of the losses, the
     log-probabilities and the entropies for the upstream gradients `upstream` [T] (that of the loss may be []), and the
-    statistics of the result are None. `rows` are the [count] tokens to compute, None for all tokens. With a count of -1
-    this function finds them. `scales` are those of `gradient_scales`, and dW is added to `dw_buffer` [V, H].
+    statistics of the result are None. `scales` are those of `gradient_scales`, and dW is added to `dw_buffer` [V, H].
     """
     options, wants, shard = settings.options, settings.wants, settings.head.shard
     is_first, is_sharded, needs_any = saved.lse is None, bool(shard.group_name), any(settings.head.needs)
     token_bytes = settings.head.vocabulary * bytes_of_logit(head.x)
-    plan = plan_chunks(head, rows, count, settings.head, token_bytes, has_dw_buffer=dw_buffer is not None)
+    plan = plan_chunks(head, settings.head, token_bytes, has_dw_buffer=dw_buffer is not None)
 
     def compute(chunk: Chunk) -> tuple[Statistics | None, Tensor]:
         arguments = chunk.logits, chunk.target, class_weight, scales

@@ -133,20 +133,18 @@ def _teacher_bytes(teacher: Teacher, form: str, vocabulary: int, fp32_logits: bo
     )
 )
 def distillation_chunks(
-    head: Head, teacher: Teacher, scales: Tensor, rows: Tensor | None, count: int, dloss: Tensor | None,
-    settings: DistillationSettings,
-) -> DistillationResults:  # fmt: skip
+    head: Head, teacher: Teacher, scales: Tensor, dloss: Tensor | None, settings: DistillationSettings
+) -> DistillationResults:
     """Return the losses of all tokens, and the gradients of their sum for the upstream gradients `dloss` [T] or [].
 
-    `rows` are the [count] tokens to compute, None for all tokens. With a count of -1 this function finds them. `scales`
-    are those of `gradient_scales`, and a `dloss` of None stands for ones.
+    `scales` are those of `gradient_scales`, and a `dloss` of None stands for ones.
     """
     x, options, v, needs_any = head.x, settings.options, len(head.weight), any(settings.head.needs)
     logits_dtype = _logits_dtype(x, settings.fp32_logits)
     teacher_bytes = _teacher_bytes(teacher, settings.form, v, settings.fp32_logits)
     token_bytes = v * logits_dtype.itemsize + teacher_bytes
     token_bytes += 0 if runs_kernels(x) else v * TORCH_LOGIT_BYTES
-    plan = plan_chunks(head, rows, count, settings.head, token_bytes, has_teacher=teacher_bytes > 0)
+    plan = plan_chunks(head, settings.head, token_bytes, has_teacher=teacher_bytes > 0)
     teacher_logits: list[Callable[[Rows], Tensor]] = []
 
     def compute(chunk: Chunk) -> tuple[RowLosses, Tensor]:

@@ -36,8 +36,7 @@ from tigon.ops.head.arguments import (
     check_valid_rows,
     needed_gradients,
 )
-from tigon.ops.head.chunks import Head, HeadSettings
-from tigon.ops.head.computed_rows import rows_to_compute
+from tigon.ops.head.chunks import Head, HeadSettings, head_of
 from tigon.ops.head.cross_entropy_chunks import NOTHING_SAVED, LossSettings, linear_cross_entropy_chunks
 from tigon.ops.head.gradients import NO_NEEDS, Gradients, LowRank, Needs, rescale_gradients
 from tigon.ops.logits.cross_entropy import cross_entropy_reference
@@ -90,11 +89,10 @@ class _LinearCrossEntropy(Node):
         # were used there, so it computes the gradients of all results together.
         in_forward = reduces and x.dtype != torch.float16 and not (torch.compiler.is_compiling() and returns_more)
         needs = settings.head.needs if in_forward else NO_NEEDS
-        rows, count = rows_to_compute(valid_rows, x, target, settings.head.ignore_index, settings.head.shard)
-        head, low_rank = Head(x, weight, bias, target), LowRank(low_rank_h, low_rank_b)
+        head, low_rank = head_of(x, weight, bias, target, valid_rows, settings.head), LowRank(low_rank_h, low_rank_b)
         dw_buffer = None if accumulation is None else accumulation.buffer
         statistics, gradients = linear_cross_entropy_chunks(
-            head, low_rank, class_weight, scales, rows, count, dw_buffer, NOTHING_SAVED, WHOLE_LOSS,
+            head, low_rank, class_weight, scales, dw_buffer, NOTHING_SAVED, WHOLE_LOSS,
             settings._replace(head=settings.head._replace(needs=needs)),
         )  # fmt: skip
         if accumulation is not None and in_forward:
@@ -102,9 +100,9 @@ class _LinearCrossEntropy(Node):
         # Autograd must not add dW to the buffer that contains it.
         is_saved = needs._replace(dw=needs.dw and accumulation is None)
         saved_gradients = [g if need else None for g, need in zip(gradients, is_saved, strict=True)]
-        saved = *head, *low_rank, class_weight, scales, rows, statistics.lse, statistics.log_probs, statistics.entropy
+        saved = *head[:5], *low_rank, class_weight, scales, statistics.lse, statistics.log_probs, statistics.entropy
         ctx.save_for_backward(*saved_gradients, *(saved if returns_more or not in_forward else ()))
-        ctx.in_forward, ctx.count, ctx.accumulation, ctx.settings = in_forward, count, accumulation, settings
+        ctx.in_forward, ctx.computed, ctx.accumulation, ctx.settings = in_forward, head.computed, accumulation, settings
         ctx.mark_non_differentiable(statistics.z_loss, statistics.predicted)
         loss = statistics.loss
         assert loss is not None
@@ -130,11 +128,11 @@ class _LinearCrossEntropy(Node):
                 gradients = Gradients(*rescale_gradients(saved[:count], dloss))
             dloss = None
         if not ctx.in_forward or dlog_probs is not None or dentropy is not None:
-            x, weight, bias, target, h, b, class_weight, scales, rows, lse, log_probs, entropy = saved[count:]
+            *inputs, h, b, class_weight, scales, lse, log_probs, entropy = saved[count:]
             upstream = Upstream(lse.new_zeros(()) if dloss is None else dloss, dlog_probs, dentropy)
             dw_buffer = None if accumulation is None else accumulation.buffer
             _, new_gradients = linear_cross_entropy_chunks(
-                Head(x, weight, bias, target), LowRank(h, b), class_weight, scales, rows, ctx.count, dw_buffer,
+                Head._make((*inputs, ctx.computed)), LowRank(h, b), class_weight, scales, dw_buffer,
                 SavedStatistics(lse, log_probs, entropy), upstream, settings,
             )  # fmt: skip
             sums = zip(gradients, new_gradients, settings.head.needs, strict=True)

@@ -35,8 +35,7 @@ from tigon.ops.head.arguments import (
     check_valid_rows,
     needed_gradients,
 )
-from tigon.ops.head.chunks import Head, HeadSettings
-from tigon.ops.head.computed_rows import rows_to_compute
+from tigon.ops.head.chunks import Head, HeadSettings, head_of
 from tigon.ops.head.distillation_arguments import (
     DistillationReduction,
     Divergence,
@@ -173,15 +172,15 @@ class _LinearDistillation(Node):
         keep_none_gradients(ctx)
         teacher = Teacher(teacher_hidden, teacher_weight, teacher_bias, teacher_values, teacher_indices)
         in_forward = reduces and x.dtype != torch.float16
-        head, needs = Head(x, weight, bias, target), settings.head.needs if in_forward else NO_NEEDS
-        rows, count = rows_to_compute(valid_rows, x, target, settings.head.ignore_index, settings.head.shard)
+        head = head_of(x, weight, bias, target, valid_rows, settings.head)
+        needs = settings.head.needs if in_forward else NO_NEEDS
         forward_settings = settings._replace(head=settings.head._replace(needs=needs))
-        losses, gradients = distillation_chunks(head, teacher, scales, rows, count, None, forward_settings)
+        losses, gradients = distillation_chunks(head, teacher, scales, None, forward_settings)
         if in_forward:
             ctx.save_for_backward(*(g if need else None for g, need in zip(gradients[:3], needs[:3], strict=True)))
         else:
-            ctx.save_for_backward(*head, *teacher, scales, rows)
-        ctx.in_forward, ctx.count, ctx.settings = in_forward, count, settings
+            ctx.save_for_backward(*head[:5], *teacher, scales)
+        ctx.in_forward, ctx.computed, ctx.settings = in_forward, head.computed, settings
         loss, soft, hard, entropy = losses
         if reduces:
             loss = loss.sum()
@@ -197,8 +196,8 @@ class _LinearDistillation(Node):
         if ctx.in_forward:
             gradients = rescale_gradients(saved, dloss)
         else:
-            head, teacher, (scales, rows) = Head(*saved[:4]), Teacher(*saved[4:9]), saved[9:]
-            results = distillation_chunks(head, teacher, scales, rows, ctx.count, dloss, settings)
+            head, teacher = Head._make((*saved[:5], ctx.computed)), Teacher(*saved[5:10])
+            results = distillation_chunks(head, teacher, saved[10], dloss, settings)
             gradients = list(results.gradients[:3])
         return tuple(gradients)
 

@@ -29,8 +29,7 @@ from tigon.ops.head.arguments import (
     log_prob_options,
     needed_gradients,
 )
-from tigon.ops.head.chunks import Head, HeadSettings
-from tigon.ops.head.computed_rows import rows_to_compute
+from tigon.ops.head.chunks import Head, HeadSettings, head_of
 from tigon.ops.head.gradients import Needs
 from tigon.ops.head.log_prob_chunks import LogProbSettings, log_prob_gradients, log_prob_statistics
 from tigon.ops.logits.cross_entropy import entropy_of, gather_log_probs
@@ -100,15 +99,14 @@ class _LinearLogProbs(Node):
         valid_rows: ValidRows | Literal[False] | None, settings: LogProbSettings,
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
         keep_none_gradients(ctx)
-        head, ignore_index, shard = Head(x, weight, bias, target), settings.head.ignore_index, settings.head.shard
-        rows, count = rows_to_compute(valid_rows, x, target, ignore_index, shard)
+        head, ignore_index = head_of(x, weight, bias, target, valid_rows, settings.head), settings.head.ignore_index
         # Log-probabilities have no class weights and are not divided by a number of items.
-        scales = gradient_scales(target, None, None, shard.vocabulary, ignore_index, False)
-        result = log_prob_statistics(head, extra_targets, scales, rows, count, settings)
+        scales = gradient_scales(target, None, None, settings.head.shard.vocabulary, ignore_index, False)
+        result = log_prob_statistics(head, extra_targets, scales, settings)
         ctx.save_for_backward(
-            *head, extra_targets, scales, rows, result.lse, result.log_probs, result.entropy, result.predicted
+            *head[:5], extra_targets, scales, result.lse, result.log_probs, result.entropy, result.predicted
         )
-        ctx.count, ctx.settings = count, settings
+        ctx.computed, ctx.settings = head.computed, settings
         constants = result.predicted, result.mean_logits, result.log_sum_sq_probs
         ctx.mark_non_differentiable(*(values for values in constants if values is not None))
         return result.log_probs, result.entropy, result.extra_log_probs, *constants
@@ -117,14 +115,14 @@ class _LinearLogProbs(Node):
     def backward(
         ctx: Any, dlog_probs: Tensor | None, dentropy: Tensor | None, dextra: Tensor | None, *_: None
     ) -> tuple[Tensor | None, ...]:
-        x, weight, bias, target, extra_targets, scales, rows, lse, log_probs, entropy, argmax = ctx.saved_tensors
+        *inputs, extra_targets, scales, lse, log_probs, entropy, argmax = ctx.saved_tensors
         wants = ctx.settings.wants
         dentropy, dextra = dentropy if wants.entropy else None, dextra if wants.extra_targets else None
         if dlog_probs is None and dentropy is None and dextra is None:
             return ()
         upstream = Upstream(lse.new_zeros(()), dlog_probs, dentropy, dextra)
         gradients = log_prob_gradients(
-            Head(x, weight, bias, target), extra_targets, scales, rows, ctx.count,
+            Head._make((*inputs, ctx.computed)), extra_targets, scales,
             SavedStatistics(lse, log_probs, entropy if wants.entropy else None, argmax), upstream, ctx.settings,
         )  # fmt: skip
         return gradients[:3]

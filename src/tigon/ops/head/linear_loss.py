@@ -33,8 +33,7 @@ from tigon.ops.head.arguments import (
     log_prob_options,
     needed_gradients,
 )
-from tigon.ops.head.chunks import Head, HeadSettings
-from tigon.ops.head.computed_rows import rows_to_compute
+from tigon.ops.head.chunks import HeadSettings, head_of
 from tigon.ops.head.gradients import Needs
 from tigon.ops.head.linear_log_probs import LogProbOutput, linear_log_probs, linear_log_probs_reference
 from tigon.ops.head.linear_loss_gradients import (
@@ -186,11 +185,10 @@ def linear_loss(
         in_forward = products_hidden.dtype != torch.float16
     if in_forward:
         x, target = products_hidden.reshape(-1, hidden.shape[-1]), as_targets(targets, ignore_index)
-        head = Head(x, weight, products_bias, target)
         settings = HeadSettings(needs, acc_dtype is not None, max_logits_mib, ignore_index, Shard(0, len(weight)))
-        rows, count = rows_to_compute(valid_rows, x, target, ignore_index, settings.shard)
+        head = head_of(x, weight, products_bias, target, valid_rows, settings)
         may_wait = valid_rows is not False and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
-        plan = divide_batch(head, settings, targets.shape, group, rows, count, cu_seqlens, may_wait=may_wait)
+        plan = divide_batch(head, settings, targets.shape, group, cu_seqlens, may_wait=may_wait)
         if plan is not None:
             raise_earlier()
             call = lambda values: call_on_batch(

@@ -130,7 +130,7 @@ def compute_loss(
     is only one part.
     """
     head, plan, settings, options, with_entropy, with_sum_sq_probs = problem
-    (x, weight, _, target), parts = head, len(plan.parts)
+    x, weight, target, parts = head.x, head.weight, head.target, len(plan.parts)
     scales = gradient_scales(target, None, None, len(weight), options.ignore_index, False)
     wants = Wants(False, False, True, with_entropy, False, with_sum_sq_probs)
     names = ["log_probs", *["entropy"] * with_entropy, *["log_sum_sq_probs"] * with_sum_sq_probs]

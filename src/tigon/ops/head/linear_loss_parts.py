@@ -98,11 +98,11 @@ def _rows_of(units: _Units, first: int, last: int, rows: Tensor | None, device: 
 
 
 def divide_batch(
-    head: Head, settings: HeadSettings, shape: torch.Size, group: Group, rows: Tensor | None, count: int,
-    cu_seqlens: Tensor | None, *, may_wait: bool,
-) -> ChunkPlan | None:  # fmt: skip
+    head: Head, settings: HeadSettings, shape: torch.Size, group: Group, cu_seqlens: Tensor | None, *, may_wait: bool
+) -> ChunkPlan | None:
     """Return the parts of a batch; None if a unit exceeds the budget, or if the host must not wait for the sizes."""
-    x, weight, max_logits_mib = head.x, head.weight, settings.max_logits_mib
+    x, weight, _, _, rows, count = head
+    max_logits_mib = settings.max_logits_mib
     token_bytes = len(weight) * bytes_of_logit(x)
     config = ChunkConfig.choose(ChunkProblem(device_kind(x)), device_of(x))
     may_sum_in_fp32 = settings.needs.dw and weight.element_size() == 2

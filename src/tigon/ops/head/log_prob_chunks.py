@@ -41,8 +41,9 @@ from tigon.ops.head.chunks import (
     compute_chunks,
     head_product,
     plan_chunks,
+    with_rows,
 )
-from tigon.ops.head.computed_rows import rows_to_compute, select, select_each, select_some, without_ignored, write_rows
+from tigon.ops.head.computed_rows import select, select_each, select_some, without_ignored, write_rows
 from tigon.ops.head.gradients import NO_NEEDS, Gradients, empty_gradients
 from tigon.ops.head.weight_gradient import WeightGradient, product_in_fp32
 from tigon.ops.logits.token.kernels import (
@@ -134,18 +135,13 @@ class LogProbSettings(NamedTuple):
 
 @launcher(fake=lambda head, settings: empty_statistics(head.x, settings.options, settings.wants))
 def log_prob_statistics(
-    head: Head, extra_targets: Tensor | None, scales: Tensor, rows: Tensor | None, count: int,
-    settings: LogProbSettings,
-) -> Statistics:  # fmt: skip
-    """Return the statistics of all tokens and of their extra targets [T, K].
-
-    `rows` are the [count] tokens to compute, None for all tokens. With a count of -1 this function finds them. `scales`
-    are those of `gradient_scales`.
-    """
+    head: Head, extra_targets: Tensor | None, scales: Tensor, settings: LogProbSettings
+) -> Statistics:
+    """Return the statistics of all tokens and of their extra targets [T, K], with the scales of `gradient_scales`."""
     options, wants, in_fp32 = settings.options, settings.wants, settings.fp32_products
     head_settings = settings.head._replace(needs=NO_NEEDS)
     token_bytes = head_settings.vocabulary * bytes_of_logit(head.x, in_fp32)
-    plan = plan_chunks(head, rows, count, head_settings, token_bytes)
+    plan = plan_chunks(head, head_settings, token_bytes)
 
     def compute(chunk: Chunk) -> tuple[Statistics, Tensor]:
         extra, shard = select_some(extra_targets, chunk.rows), head_settings.shard
@@ -171,18 +167,17 @@ def _parts(size: int, length: int) -> Iterator[slice]:
 
 @launcher(fake=lambda head, settings: empty_gradients(settings.head.needs, *head[:3]))
 def log_prob_gradients(
-    head: Head, extra_targets: Tensor | None, scales: Tensor, rows: Tensor | None, count: int, saved: SavedStatistics,
-    upstream: Upstream, settings: LogProbSettings,
+    head: Head, extra_targets: Tensor | None, scales: Tensor, saved: SavedStatistics, upstream: Upstream,
+    settings: LogProbSettings,
 ) -> Gradients:  # fmt: skip
     """Return the gradients for the upstream gradients [T, ...] of the log-probabilities and entropies.
 
     The other arguments are those of `log_prob_statistics`, whose results `saved` has.
     """
-    (x, weight, bias, target), options, in_fp32 = head, settings.options, settings.fp32_products
+    x, weight, bias, target, rows, count = with_rows(head, settings.head)
+    options, in_fp32 = settings.options, settings.fp32_products
     needs, sums_in_fp32, _, ignore_index, shard = settings.head
     vocabulary, h, v = settings.head.vocabulary, x.shape[1], len(weight)
-    if count < 0:
-        rows, count = rows_to_compute(None, x, target, ignore_index, shard)
     logit_bytes = bytes_of_logit(x, in_fp32)
     chunk_config = ChunkConfig.choose(ChunkProblem(device_kind(x)), device_of(x))
     # fp32 products copy a slab of the weight to fp32, and return a slab of dW in fp32.
