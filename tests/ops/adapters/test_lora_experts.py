@@ -11,15 +11,12 @@ import tigon.ops.adapters.grouped_low_rank_product as product
 import tigon.ops.adapters.lora_expert_nodes as nodes
 from op_cases import DEVICE, assert_as_accurate_as_eager, one_in, outputs_and_gradients
 from tigon.ops.adapters.grouped_low_rank import (
-    GroupedExpandConfig,
-    GroupedProjectConfig,
-    GroupedSumConfig,
+    GroupedLowRankConfig,
     grouped_project,
     split_experts,
 )
 from tigon.ops.adapters.lora_expert_activation import (
     ActivationAdapters,
-    LoRAExpertConfig,
     NeededActivationGradients,
     lora_activation_backward,
     lora_activation_forward,
@@ -133,12 +130,8 @@ def test_small_tiles(fused_rank, monkeypatch):
     monkeypatch.setattr(nodes, "LARGEST_FUSED_RANK", fused_rank)
     monkeypatch.setattr(grouped, "SPLIT_BLOCK_E", 1)
     monkeypatch.setattr(grouped, "SPLIT_BLOCK_N", 16)
-    with (
-        tuned(GroupedProjectConfig, block_t=16, block_n=16),
-        tuned(GroupedExpandConfig, block_t=16, block_n=16, blocks=2),
-        tuned(GroupedSumConfig, block_t=16, block_n=16),
-        tuned(LoRAExpertConfig, block_t=16, block_n=16),
-    ):
+    monkeypatch.setattr(grouped, "EXPAND_BLOCKS", 2)
+    with tuned(GroupedLowRankConfig, block_t=16, block_n=16):
         _check(_inputs(FP16, FP32, rank=3, sizes=(30, 43, 2, 40, 2)))
 
 

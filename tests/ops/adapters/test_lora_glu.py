@@ -50,7 +50,7 @@ def _check(h: Tensor, dh: Tensor, value: float, place: int | None) -> None:
         # The results lie in the memory of the inputs, as in the node.
         dgate, dup = gate.clone(), up.clone()
         finite = adapters._replace(gate_h=_hidden(1.0), up_h=_hidden(1.0))
-        lora_glu_backward(da, dgate, dup, finite, dh, "silu", dgate, dup, (True, True, True), maxima[1])
+        lora_glu_backward(da, dgate, dup, finite, dh, "silu", dgate, dup, needs=(True, True, True), maximum=maxima[1])
         results.append([a, dgate, dup])
     assert all(torch.equal(x.view(torch.int16), y.view(torch.int16)) for x, y in zip(*results, strict=True))
     for maximum, tensors in zip(maxima, ([a], [dgate, dup]), strict=True):

@@ -27,7 +27,6 @@ import torch
 from torch import Tensor
 
 from tigon.ops.adapters.grouped_low_rank_kernels import (
-    copy_experts_kernel,
     grouped_expand_kernel,
     grouped_project_kernel,
     grouped_sum_kernel,
@@ -44,21 +43,18 @@ from tigon.runtime.tuning import LaunchConfig
 
 
 class GroupedLowRankProblem(NamedTuple):
-    """The sizes that the launch parameters of the three products depend on."""
+    """The product, and the sizes that its launch parameters depend on."""
 
+    # "project", "expand", "sums", or "activation" for the kernels of `lora_expert_activation`.
+    product: str
     rank: int
     # The number of bf16 terms of an element of the large operand: 1 in bf16, and 2 in fp16.
     terms: int
 
 
-def _has_room(problem: GroupedLowRankProblem, device: Device) -> bool:
-    """Return whether a large tile for all ranks of an adapter fits in the registers. On sm_80, rank 32 does not."""
-    return rank_block(problem.rank) <= 16 or device.shared_memory >= 2**17 * 1.5
-
-
 @dataclass(frozen=True)
-class GroupedProjectConfig(LaunchConfig):
-    """Launch parameters of `grouped_project`: a program computes `block_t` rows over all features."""
+class GroupedLowRankConfig(LaunchConfig):
+    """Launch parameters: a program computes `block_t` rows and `block_n` features at a time."""
 
     block_t: int
     block_n: int
@@ -66,55 +62,35 @@ class GroupedProjectConfig(LaunchConfig):
     num_stages: int
 
     @staticmethod
-    def heuristic(problem: GroupedLowRankProblem, device: Device) -> "GroupedProjectConfig":
-        # An expert has 512 rows on average at 8192 tokens, 8 choices and 128 experts, so a tile of 128 rows wastes
-        # about one tile in eight. In fp16, whose terms take registers, such a tile spills on sm_80.
-        is_large = _has_room(problem, device)
-        is_halved = problem.terms > 1 and device.arch == "sm_80"
-        return GroupedProjectConfig(
-            block_t=(64 if is_halved else 128) if is_large else 32, block_n=64,
-            num_warps=4 if rank_block(problem.rank) <= 32 else 8, num_stages=3 if device.async_copy else 1,
-        )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class GroupedExpandConfig(LaunchConfig):
-    """Launch parameters of `grouped_expand`: a program computes `block_t` rows of `blocks` blocks of features."""
-
-    block_t: int
-    block_n: int
-    blocks: int
-    num_warps: int
-    num_stages: int
-
-    @staticmethod
-    def heuristic(problem: GroupedLowRankProblem, device: Device) -> "GroupedExpandConfig":
-        # On sm_90 with rank 16, a thread needs 92 registers with 64 features, and 184 with 128.
-        is_small = rank_block(problem.rank) <= 32 and problem.terms == 1
-        return GroupedExpandConfig(
-            block_t=64 if _has_room(problem, device) else 32, block_n=64, blocks=8,
-            num_warps=4 if is_small else 8, num_stages=3 if device.async_copy else 1,
-        )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class GroupedSumConfig(LaunchConfig):
-    """Launch parameters of `grouped_sums`: a program computes `block_n` features, `block_t` rows at a time."""
-
-    block_t: int
-    block_n: int
-    num_warps: int
-    num_stages: int
-
-    @staticmethod
-    def heuristic(problem: GroupedLowRankProblem, device: Device) -> "GroupedSumConfig":
-        is_small = rank_block(problem.rank) <= 32 and problem.terms == 1
+    def heuristic(problem: GroupedLowRankProblem, device: Device) -> "GroupedLowRankConfig":
+        stages, block_r = 3 if device.async_copy else 1, rank_block(problem.rank)
         is_large_chip = device.shared_memory >= 2**17 * 1.5
-        return GroupedSumConfig(
-            block_t=64 if is_large_chip else 32, block_n=128 if is_large_chip else 64,
-            num_warps=4 if is_small else 8, num_stages=3 if device.async_copy else 1,
-        )  # fmt: skip
+        # A large tile for all ranks of an adapter fits in the registers. On sm_80, rank 32 does not.
+        has_room = block_r <= 16 or is_large_chip
+        is_small = block_r <= 32 and problem.terms == 1
+        if problem.product == "project":
+            # An expert has 512 rows on average at 8192 tokens, 8 choices and 128 experts, so a tile of 128 rows wastes
+            # about one tile in eight. In fp16, whose terms take registers, such a tile spills on sm_80.
+            is_halved = problem.terms > 1 and device.arch == "sm_80"
+            block_t = (64 if is_halved else 128) if has_room else 32
+            return GroupedLowRankConfig(block_t, 64, 4 if block_r <= 32 else 8, stages)
+        if problem.product == "expand":
+            # On sm_90 with rank 16, a thread needs 92 registers with 64 features, and 184 with 128.
+            return GroupedLowRankConfig(64 if has_room else 32, 64, 4 if is_small else 8, stages)
+        if problem.product == "sums":
+            block_t, block_n = (64, 128) if is_large_chip else (32, 64)
+            return GroupedLowRankConfig(block_t, block_n, 4 if is_small else 8, stages)
+        # A program of the activation holds all ranks of B for the features of its tile in registers. Up to rank 16,
+        # tiles of 32 rows and 64 features are the fastest on sm_90 (forward 98 us, backward 202 us at 65536 rows of 768
+        # features; tiles of 64 rows and 32 features take 151 and 258 us). They would spill registers on sm_80, and so
+        # would 64 rows with a larger rank.
+        if block_r <= 16 and is_large_chip:
+            return GroupedLowRankConfig(32, 64, 4, stages)
+        return GroupedLowRankConfig(64 if has_room else 32, 32, 4, stages)
 
+
+# A program of `grouped_expand` computes so many blocks of features.
+EXPAND_BLOCKS = 8
 
 # A program of `split_experts` takes one rank of so many experts and features. In PEFT's B the experts are adjacent, so
 # 32 experts in fp32 are 128 bytes. On an H200 this takes 5.1 us where 16 experts and 128 features take 6.6 us.
@@ -148,17 +124,8 @@ def split_experts(
     out = first.new_empty((terms, experts, sum(a.shape[1] for a in tensors), n), dtype=torch.bfloat16)
     row = 0
     for a, factor in zip(tensors, factors, strict=True):
-        rank = a.shape[1]
-        launch(
-            split_experts_kernel, rank * cdiv(experts, SPLIT_BLOCK_E) * cdiv(n, SPLIT_BLOCK_N),
-            *in_order(split_experts_kernel)(
-                a_ptr=a, out_ptr=out, E=experts, N=n, first=row,
-                stride_ae=a.stride(0), stride_ar=a.stride(1), stride_an=a.stride(2),
-                stride_rank=out.stride(2), stride_expert=out.stride(1), stride_term=out.stride(0), factor=factor,
-            ),
-            RANK=rank, TERMS_=terms, BLOCK_E=SPLIT_BLOCK_E, BLOCK_N=SPLIT_BLOCK_N, num_warps=4,
-        )  # fmt: skip
-        row += rank
+        _split(a, out, (out.stride(1), out.stride(2), 1, out.stride(0)), factor, row, terms)
+        row += a.shape[1]
     return out
 
 
@@ -180,7 +147,7 @@ def grouped_project(
     rows of z are also written to `copy` [S, N]. Rows that belong to no expert are not written.
     """
     experts, r, n = a.shape[-3:]
-    config = GroupedProjectConfig.choose(GroupedLowRankProblem(r, TERMS[z.dtype]), device_of(z))
+    config = GroupedLowRankConfig.choose(GroupedLowRankProblem("project", r, TERMS[z.dtype]), device_of(z))
     block_r = rank_block(r)
     h = empty_grouped_hidden(z, len(routing.order), r)
     weighted = None if weights is None else torch.empty_like(h)
@@ -213,8 +180,8 @@ def grouped_expand(h: Tensor, b: Tensor, out: Tensor, routing: Routing) -> None:
     `out` may be a result of `grouped_mm`, which puts unused elements between rows to align them.
     """
     experts, r, n = b.shape[-3:]
-    config = GroupedExpandConfig.choose(GroupedLowRankProblem(r, TERMS[out.dtype]), device_of(out))
-    part_length = config.block_n * config.blocks
+    config = GroupedLowRankConfig.choose(GroupedLowRankProblem("expand", r, TERMS[out.dtype]), device_of(out))
+    part_length = config.block_n * EXPAND_BLOCKS
     parts, order = cdiv(n, part_length), TERMS[out.dtype]
     launch(
         grouped_expand_kernel, (cdiv(len(h), config.block_t) + experts) * parts,
@@ -242,7 +209,7 @@ def grouped_sums(
     # value in a memory transaction of its own: 38 to 47 us of 85 and 109 us on an H200. A copy takes about 6 us.
     is_scattered = min(out.stride(1), out.stride(2)) > 1 and rank > 1 and n > 1
     sums = torch.empty_like(out, memory_format=torch.contiguous_format) if is_scattered else out
-    config = GroupedSumConfig.choose(GroupedLowRankProblem(rank, TERMS[z.dtype]), device_of(z))
+    config = GroupedLowRankConfig.choose(GroupedLowRankProblem("sums", rank, TERMS[z.dtype]), device_of(z))
     block_r = rank_block(rank)
     launch(
         grouped_sum_kernel, experts * cdiv(n, config.block_n) * cdiv(rank, block_r),
@@ -257,18 +224,22 @@ def grouped_sums(
         STAGES=config.num_stages, num_warps=config.num_warps,
     )  # fmt: skip
     if sums is not out:
-        _copy_experts(sums, out)
+        _split(sums, out, (out.stride(0), out.stride(1), out.stride(2), 0), 1.0, 0, 0)
     return out
 
 
-def _copy_experts(a: Tensor, out: Tensor) -> None:
-    """Copy a [E, R, N], which is contiguous, to `out`, which has other strides."""
-    experts, rank, n = out.shape
+def _split(a: Tensor, out: Tensor, strides: tuple[int, int, int, int], factor: float, first: int, terms: int) -> None:
+    """Write the terms of factor * a [E, r, N] to `out`, or `a` itself if `terms` is 0.
+
+    The strides of `out` are those of experts, ranks, features and terms. The ranks begin at `first`.
+    """
+    experts, rank, n = a.shape
     launch(
-        copy_experts_kernel, rank * cdiv(experts, SPLIT_BLOCK_E) * cdiv(n, SPLIT_BLOCK_N),
-        *in_order(copy_experts_kernel)(
-            a_ptr=a, out_ptr=out, E=experts, N=n,
-            stride_oe=out.stride(0), stride_or=out.stride(1), stride_on=out.stride(2),
+        split_experts_kernel, rank * cdiv(experts, SPLIT_BLOCK_E) * cdiv(n, SPLIT_BLOCK_N),
+        *in_order(split_experts_kernel)(
+            a_ptr=a, out_ptr=out, E=experts, N=n, first=first, stride_ae=a.stride(0), stride_ar=a.stride(1),
+            stride_an=a.stride(2), stride_oe=strides[0], stride_or=strides[1], stride_on=strides[2],
+            stride_term=strides[3], factor=factor,
         ),
-        RANK=rank, BLOCK_E=SPLIT_BLOCK_E, BLOCK_N=SPLIT_BLOCK_N, num_warps=4,
+        RANK=rank, TERMS_=terms, BLOCK_E=SPLIT_BLOCK_E, BLOCK_N=SPLIT_BLOCK_N, num_warps=4,
     )  # fmt: skip

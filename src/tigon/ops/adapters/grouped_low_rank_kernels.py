@@ -12,11 +12,12 @@ from tigon.runtime.compat.triton import tl, triton
 
 @triton.jit(do_not_specialize=["E", "first"])
 def split_experts_kernel(
-    a_ptr, out_ptr, E, N, first, stride_ae, stride_ar, stride_an, stride_rank, stride_expert, stride_term, factor,
+    a_ptr, out_ptr, E, N, first, stride_ae, stride_ar, stride_an, stride_oe, stride_or, stride_on, stride_term, factor,
     RANK: tl.constexpr, TERMS_: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Write the terms of factor * a [E, RANK, N] to the rows `first`, `first` + 1, ... of out [terms, E, R, N].
+    """Write the terms of factor * a [E, RANK, N] to the ranks `first`, `first` + 1, ... of out [terms, E, R, N].
 
+    If TERMS_ is 0, write the values of `a` to out [E, R, N]. Both tensors have any strides.
     A program writes one rank of a block of experts, because the experts of PEFT's B are adjacent in memory.
     """
     e_blocks = tl.cdiv(E, BLOCK_E)
@@ -27,28 +28,14 @@ def split_experts_kernel(
     cols = ((pid % n_blocks) * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
     mask = (experts < E) & (cols < N)
     a_offsets = experts * stride_ae + rank * stride_ar + cols.to(tl.int64) * stride_an
-    a = tl.load(a_ptr + a_offsets, mask, 0.0).to(tl.float32) * factor
-    out = out_ptr + experts * stride_expert + (first + rank) * stride_rank + cols
-    for i in tl.static_range(TERMS_):
-        tl.store(out + i * stride_term, term(a, i), mask)
-
-
-@triton.jit(do_not_specialize=["E"])
-def copy_experts_kernel(
-    a_ptr, out_ptr, E, N, stride_oe, stride_or, stride_on,  # [E, RANK, N] contiguous, [E, RANK, N] by strides
-    RANK: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """Copy one rank of a block of experts and features to a tensor of other strides."""
-    e_blocks = tl.cdiv(E, BLOCK_E)
-    n_blocks = tl.cdiv(N, BLOCK_N)
-    pid = tl.program_id(0)
-    rank = (pid // n_blocks // e_blocks).to(tl.int64)
-    experts = ((pid // n_blocks % e_blocks) * BLOCK_E + tl.arange(0, BLOCK_E)).to(tl.int64)[:, None]
-    cols = ((pid % n_blocks) * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
-    mask = (experts < E) & (cols < N)
-    a = tl.load(a_ptr + (experts * RANK + rank) * N + cols, mask, 0.0)
-    out = out_ptr + experts * stride_oe + rank * stride_or + cols.to(tl.int64) * stride_on
-    tl.store(out, a, mask)
+    a = tl.load(a_ptr + a_offsets, mask, 0.0)
+    out = out_ptr + experts * stride_oe + (first + rank) * stride_or + cols.to(tl.int64) * stride_on
+    if TERMS_ == 0:
+        tl.store(out, a, mask)
+    else:
+        a = a.to(tl.float32) * factor
+        for i in tl.static_range(TERMS_):
+            tl.store(out + i * stride_term, term(a, i), mask)
 
 
 # --- parts of kernels ----------------------------------------------------------------------------

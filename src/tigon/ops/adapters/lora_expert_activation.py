@@ -18,13 +18,17 @@ rank are neither read nor written, and their dw is 0.
 Shapes: T tokens, K choices each, S = T K rows sorted by expert, E experts, I intermediate, R_u and R_d ranks.
 """
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from tigon.ops.adapters.grouped_low_rank import count_terms, empty_grouped_hidden
+from tigon.ops.adapters.grouped_low_rank import (
+    GroupedLowRankConfig,
+    GroupedLowRankProblem,
+    count_terms,
+    empty_grouped_hidden,
+)
 from tigon.ops.adapters.grouped_low_rank_kernels import (
     add_expanded,
     add_projected,
@@ -38,47 +42,11 @@ from tigon.ops.experts.activation import NeededActivationGradients
 from tigon.ops.experts.choice_order import Routing
 from tigon.ops.mlps.activation_kernels import activation_and_slope
 from tigon.runtime.compat.triton import tl, triton
-from tigon.runtime.device import Device, cdiv, device_of
+from tigon.runtime.device import cdiv, device_of
 from tigon.runtime.launch import in_order, launch, on_device
-from tigon.runtime.tuning import LaunchConfig
 
 # A program holds all ranks of both adapters. With rank 32, a thread of the backward needs 184 registers on sm_90.
 LARGEST_FUSED_RANK = 32
-
-
-# --- configuration -------------------------------------------------------------------------------
-
-
-class LoRAExpertProblem(NamedTuple):
-    """The sizes that the launch parameters depend on."""
-
-    # The larger one of the ranks of the two products.
-    rank: int
-    backward: bool
-
-
-@dataclass(frozen=True)
-class LoRAExpertConfig(LaunchConfig):
-    """Launch parameters: tiles of `block_t` rows and `block_n` features."""
-
-    block_t: int
-    block_n: int
-    num_warps: int
-    num_stages: int
-
-    @staticmethod
-    def heuristic(problem: LoRAExpertProblem, device: Device) -> "LoRAExpertConfig":
-        # A program holds all ranks of B for the features of its tile in registers. Up to rank 16, tiles of 32 rows and
-        # 64 features are the fastest on sm_90 (forward 98 us, backward 202 us at 65536 rows of 768 features; tiles of
-        # 64 rows and 32 features take 151 and 258 us). They would spill registers on sm_80, and so would 64 rows with a
-        # larger rank.
-        is_small = rank_block(problem.rank) <= 16
-        has_room = device.shared_memory >= 2**17 * 1.5
-        num_stages = 3 if device.async_copy else 1
-        if is_small and has_room:
-            return LoRAExpertConfig(block_t=32, block_n=64, num_warps=4, num_stages=num_stages)
-        block_t = 64 if is_small or has_room else 32
-        return LoRAExpertConfig(block_t=block_t, block_n=32, num_warps=4, num_stages=num_stages)
 
 
 # --- kernels -------------------------------------------------------------------------------------
@@ -250,9 +218,10 @@ class ActivationAdapters(NamedTuple):
     down_a: Tensor | None
 
 
-def _constants(h: Tensor, adapters: ActivationAdapters, kind: str, ends: Tensor, backward: bool) -> dict[str, Any]:
+def _constants(h: Tensor, adapters: ActivationAdapters, kind: str, ends: Tensor) -> dict[str, Any]:
     up_r, down_r = (0 if factor is None else factor.shape[-2] for factor in (adapters.up_b, adapters.down_a))
-    config = LoRAExpertConfig.choose(LoRAExpertProblem(max(up_r, down_r), backward), device_of(h))
+    problem = GroupedLowRankProblem("activation", max(up_r, down_r), TERMS[h.dtype])
+    config = GroupedLowRankConfig.choose(problem, device_of(h))
     up_terms, down_terms = (0 if f is None else count_terms(f) for f in (adapters.up_b, adapters.down_a))
     return {
         "UP_R": up_r,
@@ -294,7 +263,7 @@ def lora_activation_forward(
     """
     rows, width = h.shape
     inner = width // (1 if kind == "relu2" else 2)
-    constants = _constants(h, adapters, kind, routing.ends, False)
+    constants = _constants(h, adapters, kind, routing.ends)
     a, q, wq = h.new_empty(rows, inner), None, None
     if adapters.down_a is not None:
         q, wq = (empty_grouped_hidden(h, rows, adapters.down_a.shape[-2]) for _ in range(2))
@@ -339,7 +308,7 @@ def lora_activation_backward(
     """
     rows, width = h.shape
     inner = width // (1 if kind == "relu2" else 2)
-    constants = _constants(h, adapters, kind, routing.ends, True)
+    constants = _constants(h, adapters, kind, routing.ends)
     dh = h.new_empty(rows, width) if needs.dh else None
     wa = (h.new_empty(rows, inner) if da is None else da) if needs.wa else None
     # The rows of experts of other ranks are not visited, and their weights have a gradient of 0.

@@ -117,32 +117,6 @@ def _first_product(
     return _FirstProduct(grouped_product(rows, up, routing.ends), False, p)
 
 
-def _forward(
-    x: Tensor, weights: Tensor, up: Tensor, down: Tensor, routing: Routing, kind: str, transposed: bool,
-    up_factors: _Factors | None, down_factors: _Factors | None,
-) -> tuple[Tensor, _FirstProduct, Tensor | None]:  # fmt: skip
-    """Return y [T, H], the first product, and the terms of w q [S, 2, R], which are None without an adapter."""
-    q = wq = None
-    is_fused = _is_fused(up_factors, down_factors)
-    first = _first_product(x, up, up_factors, routing, transposed, is_fused)
-    h, is_complete, p = first
-    down = down if transposed else down.mT
-    if is_fused:
-        adapters = ActivationAdapters(
-            None if is_complete else p,
-            None if is_complete or up_factors is None else up_factors.b,
-            None if down_factors is None else down_factors.a,
-        )
-        a, q, wq = lora_activation_forward(h, adapters, weights, routing, kind)
-    else:
-        a = ACTIVATIONS[kind][0](h)
-        if down_factors is not None:
-            q, wq = grouped_project(a, down_factors.a, routing, False, weights)
-    z = grouped_low_rank_product(a, down, q, None if down_factors is None else down_factors.b, routing)
-    del a
-    return combine(z, weights, routing, x.dtype), first, wq
-
-
 class _Operand(NamedTuple):
     """The factors of a sum over the rows of each expert."""
 
@@ -183,34 +157,55 @@ def _factor_gradients(
     return gradients
 
 
-class LoRAExperts(Node):
-    """Compute y from x, the weights of the router, and the factors A and B of the adapters of both products.
+class ExpertsCall(NamedTuple):
+    """The options of a call of `LoRAExperts`. `scalings` has a tuple for each of the two products."""
 
-    `scalings` holds one tuple for the first product and one for the second one, and `factors` holds A and B in turn.
-    """
+    kind: str
+    transposed: bool
+    scalings: tuple[tuple[float, ...], tuple[float, ...]]
+    saves_h: bool
+
+
+class LoRAExperts(Node):
+    """Compute y from x, the weights of the router, and the factors A and B in turn of the adapters of both products."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weights: Tensor, up: Tensor, down: Tensor, routing: Routing, kind: str, transposed: bool,
-        scalings: tuple[tuple[float, ...], tuple[float, ...]], saves_h: bool, *factors: Tensor,
+        ctx: Any, x: Tensor, weights: Tensor, up: Tensor, down: Tensor, routing: Routing, call: ExpertsCall,
+        *factors: Tensor,
     ) -> Tensor:  # fmt: skip
         x, weights = _rows(x), weights.contiguous()
-        up_adapters, down_adapters = _rebuild(factors, scalings)
-        terms_of_b = TERMS[x.dtype]
-        y, (h, is_complete, p), wq = _forward(
-            x, weights, up, down, routing, kind, transposed,
-            _split(up_adapters, terms_of_b), _split(down_adapters, terms_of_b),
-        )  # fmt: skip
+        kind, transposed, scalings, saves_h = call
+        up_factors, down_factors = (_split(adapters, TERMS[x.dtype]) for adapters in _rebuild(factors, scalings))
+        q = wq = None
+        is_fused = _is_fused(up_factors, down_factors)
+        h, is_complete, p = _first_product(x, up, up_factors, routing, transposed, is_fused)
+        if is_fused:
+            adapters = ActivationAdapters(
+                None if is_complete else p,
+                None if is_complete or up_factors is None else up_factors.b,
+                None if down_factors is None else down_factors.a,
+            )
+            a, q, wq = lora_activation_forward(h, adapters, weights, routing, kind)
+        else:
+            a = ACTIVATIONS[kind][0](h)
+            if down_factors is not None:
+                q, wq = grouped_project(a, down_factors.a, routing, False, weights)
+        b = None if down_factors is None else down_factors.b
+        z = grouped_low_rank_product(a, down if transposed else down.mT, q, b, routing)
+        del a
         ctx.save_for_backward(x, weights, up, down, *((h, p) if saves_h else (None, None)), wq, *routing, *factors)
-        ctx.kind, ctx.transposed, ctx.scalings, ctx.is_complete = kind, transposed, scalings, is_complete
-        return y
+        ctx.call, ctx.is_complete = call, is_complete
+        del h
+        return combine(z, weights, routing, x.dtype)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weights, up, down, h, p, wq, slot, order, expert, ends, *factors = ctx.saved_tensors
-        routing, transposed, dy = Routing(slot, order, expert, ends), ctx.transposed, _rows(dy)
-        up_adapters, down_adapters = _rebuild(factors, ctx.scalings)
-        up_needs, down_needs = _rebuild(ctx.needs_input_grad[9:], ctx.scalings)
+        kind, transposed, scalings, _ = ctx.call
+        routing, dy = Routing(slot, order, expert, ends), _rows(dy)
+        up_adapters, down_adapters = _rebuild(factors, scalings)
+        up_needs, down_needs = _rebuild(ctx.needs_input_grad[6:], scalings)
         needs_x, needs_weights = ctx.needs_input_grad[:2]
         needs_dh = needs_x or any(need.a or need.b for need in up_needs)
         needs_wa = any(need.a for need in down_needs)
@@ -247,10 +242,10 @@ class LoRAExperts(Node):
                 None if down_factors is None else down_factors.a,
             )
             dh, wa, dweights, dp = lora_activation_backward(
-                h, da, adapters, None if da is None or adds_dq else dq, weights, routing, ctx.kind, needs
+                h, da, adapters, None if da is None or adds_dq else dq, weights, routing, kind, needs
             )
         elif da is not None or needs_wa:
-            dh, wa, dweights = activation_gradients(h, da, weights, routing, ctx.kind, needs)
+            dh, wa, dweights = activation_gradients(h, da, weights, routing, kind, needs)
             if up_factors is not None and dh is not None and needs_dp:
                 dp, _ = grouped_project(dh, up_factors.b, routing, gathers=False)
         del da, down_factors
@@ -262,7 +257,7 @@ class LoRAExperts(Node):
             rows = grouped_low_rank_product(dh, up, dp, None if up_factors is None else up_factors.a, routing)
             del dh
             dx = combine(rows, None, routing, dy.dtype)
-        return dx, dweights, *(None,) * 7, *up_gradients, *down_gradients
+        return dx, dweights, *(None,) * 4, *up_gradients, *down_gradients
 
 
 def _rows(x: Tensor) -> Tensor:

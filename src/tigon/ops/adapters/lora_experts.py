@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from tigon.memory.lean import recomputes_mlp, register_recomputation
-from tigon.ops.adapters.lora_expert_nodes import AddGroupedAdapters, ExpertAdapter, LoRAExperts
+from tigon.ops.adapters.lora_expert_nodes import AddGroupedAdapters, ExpertAdapter, ExpertsCall, LoRAExperts
 from tigon.ops.experts.arguments import ACTIVATIONS, ExpertParameters, check_activated, check_experts
 from tigon.ops.experts.choice_order import Routing, route
 from tigon.ops.experts.differentiated import RoutingMatrices, spread_rows
@@ -119,6 +119,7 @@ def adapted_moe_mlp(
     down_adapters: Sequence[ExpertAdapter],
     activation: str | Callable[[Tensor], Tensor],
     transposed: bool,
+    *,
     op: str = "moe_mlp",
 ) -> Tensor:
     """Return `moe_mlp` with any number of adapters on each product.
@@ -129,11 +130,12 @@ def adapted_moe_mlp(
     factors = [tensor for adapter in (*up_adapters, *down_adapters) for tensor in (adapter.a, adapter.b)]
     up, down, up_bias, down_bias = parameters
     if _takes_node(x, [x, up, down, top_k_weights, *factors], parameters, activation):
-        scalings = tuple(tuple(adapter.scaling for adapter in each) for each in (up_adapters, down_adapters))
-        saves_h = not recomputes_mlp()
-        return LoRAExperts.apply(
-            x, top_k_weights, up, down, routing, activation, transposed, scalings, saves_h, *factors
+        scalings_of = lambda adapters: tuple(adapter.scaling for adapter in adapters)
+        assert isinstance(activation, str)
+        call = ExpertsCall(
+            activation, transposed, (scalings_of(up_adapters), scalings_of(down_adapters)), not recomputes_mlp()
         )
+        return LoRAExperts.apply(x, top_k_weights, up, down, routing, call, *factors)
     matrices = RoutingMatrices.of(routing)
     rows = spread_rows(x, up.dtype, *matrices)
     h = _product(rows, up, up_bias, up_adapters, routing, transposed)
@@ -220,4 +222,4 @@ def lora_moe_mlp(
     checks.same(op, "device", x=x, **factors)
     up = ExpertAdapter(up_a, up_b, checks.number(op, "up_scaling", up_scaling))
     down = ExpertAdapter(down_a, down_b, checks.number(op, "down_scaling", down_scaling))
-    return adapted_moe_mlp(x, parameters, top_k_index, top_k_weights, (up,), (down,), activation, transposed, op)
+    return adapted_moe_mlp(x, parameters, top_k_index, top_k_weights, (up,), (down,), activation, transposed, op=op)

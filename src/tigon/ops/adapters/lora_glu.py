@@ -49,9 +49,9 @@ def _load_terms(h_ptr, stride_term, offsets, mask, ORDER: tl.constexpr):
 
 
 @triton.jit
-def _split(b, factor, ORDER: tl.constexpr):
+def _load_split(b_ptr, offsets, mask, factor, ORDER: tl.constexpr):
     """Return factor * b as one or two bf16 terms, in the form of `_load_terms`."""
-    b = b.to(tl.float32) * factor
+    b = tl.load(b_ptr + offsets, mask, 0.0).to(tl.float32) * factor
     first = b.to(tl.bfloat16)
     second = first
     if ORDER == 2:
@@ -121,12 +121,13 @@ def _lora_glu_forward_kernel(
         gate = tl.load(gate_ptr + offsets, inside, 0.0)
         up = tl.load(up_ptr + offsets, inside, 0.0)
         if gate_h_ptr is not None:
-            b = tl.load(gate_b_ptr + features * GATE_R + ranks, (features < N) & (ranks < GATE_R), 0.0)
-            b, b2 = _split(b, gate_factor, ORDER)
+            mask = (features < N) & (ranks < GATE_R)
+            b, b2 = _load_split(gate_b_ptr, features * GATE_R + ranks, mask, gate_factor, ORDER)
             gate = _add_product(gate, gate_h, gate_h2, b, b2, ORDER)
         if up_h_ptr is not None:
-            b = tl.load(up_b_ptr + features * UP_R + ranks, (features < N) & (ranks < UP_R), 0.0)
-            b, b2 = _split(b, up_factor, ORDER)
+            b, b2 = _load_split(
+                up_b_ptr, features * UP_R + ranks, (features < N) & (ranks < UP_R), up_factor, ORDER
+            )  # fmt: skip
             up = _add_product(up, up_h, up_h2, b, b2, ORDER)
         act, _ = activation_and_slope(gate.to(tl.float32), KIND)
         a = (act * up.to(tl.float32)).to(a_ptr.dtype.element_ty)
@@ -136,8 +137,8 @@ def _lora_glu_forward_kernel(
             row_bits = tl.maximum(row_bits, tl.max(bits, axis=1, keep_dims=True))
         if down_a_ptr is not None:
             down_ranks = tl.arange(0, BLOCK_R)[:, None]
-            down_a = tl.load(down_a_ptr + down_ranks * N + cols, (down_ranks < DOWN_R) & (cols < N), 0.0)
-            down_a, down_a2 = _split(down_a, 1.0, ORDER)
+            down_mask = (down_ranks < DOWN_R) & (cols < N)
+            down_a, down_a2 = _load_split(down_a_ptr, down_ranks * N + cols, down_mask, 1.0, ORDER)
             # Elements outside of `a` add nothing, because `down_a` is zero there, and gate and up are finite.
             down_h = _add_sums(down_h, tl.trans(a), tl.trans(down_a), tl.trans(down_a2), ORDER)
     if maximum_ptr is not None:
@@ -176,16 +177,16 @@ def _lora_glu_backward_kernel(
     cols = (first_feature + tl.arange(0, BLOCK_N))[None, :]
     features = (first_feature + tl.arange(0, BLOCK_N))[:, None]
     ranks = tl.arange(0, BLOCK_R)[None, :]
+    gate_mask, up_mask = (features < N) & (ranks < GATE_R), (features < N) & (ranks < UP_R)
+    down_mask = (features < N) & (ranks < DOWN_R)
+    gate_offsets, up_offsets, down_offsets = features * GATE_R + ranks, features * UP_R + ranks, ranks * N + features
     if gate_h_ptr is not None:
-        gate_b = tl.load(gate_b_ptr + features * GATE_R + ranks, (features < N) & (ranks < GATE_R), 0.0)
-        gate_b, gate_b2 = _split(gate_b, gate_factor, ORDER)
+        gate_b, gate_b2 = _load_split(gate_b_ptr, gate_offsets, gate_mask, gate_factor, ORDER)
     if up_h_ptr is not None:
-        up_b = tl.load(up_b_ptr + features * UP_R + ranks, (features < N) & (ranks < UP_R), 0.0)
-        up_b, up_b2 = _split(up_b, up_factor, ORDER)
+        up_b, up_b2 = _load_split(up_b_ptr, up_offsets, up_mask, up_factor, ORDER)
     if down_dh_ptr is not None:
         # This is a tile [N, r], the transpose of the tensor in memory.
-        down_a = tl.load(down_a_ptr + features + ranks * N, (features < N) & (ranks < DOWN_R), 0.0)
-        down_a, down_a2 = _split(down_a, 1.0, ORDER)
+        down_a, down_a2 = _load_split(down_a_ptr, down_offsets, down_mask, 1.0, ORDER)
     gate_db = tl.zeros([BLOCK_N, BLOCK_R], tl.float32)
     up_db = tl.zeros([BLOCK_N, BLOCK_R], tl.float32)
     down_da = tl.zeros([BLOCK_N, BLOCK_R], tl.float32)
@@ -240,9 +241,6 @@ def _lora_glu_backward_kernel(
     up_sums = N * GATE_R
     down_sums = up_sums + N * UP_R
     stride_part = (down_sums + N * DOWN_R).to(tl.int64)
-    gate_mask, up_mask = (features < N) & (ranks < GATE_R), (features < N) & (ranks < UP_R)
-    down_mask = (features < N) & (ranks < DOWN_R)
-    gate_offsets, up_offsets, down_offsets = features * GATE_R + ranks, features * UP_R + ranks, ranks * N + features
     part_ptr = sum_ptr + part * stride_part
     if gate_db_ptr is not None:
         tl.store(part_ptr + gate_offsets, gate_db * gate_factor, gate_mask)
@@ -362,7 +360,7 @@ class GLUGradients(NamedTuple):
 @on_device
 def lora_glu_backward(
     da: Tensor, gate: Tensor, up: Tensor, adapters: GLUAdapters, down_dh: Tensor | None, kind: str,
-    dgate: Tensor, dup: Tensor, needs: tuple[bool, bool, bool], maximum: Tensor | None = None,
+    dgate: Tensor, dup: Tensor, *, needs: tuple[bool, bool, bool], maximum: Tensor | None = None,
 ) -> GLUGradients:  # fmt: skip
     """Write dgate and dup [T, I], which may be the tensors gate and up, and return the gradients of B_g, B_u and A_d.
 

@@ -21,11 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tigon.memory.lean import (
-    call_mlp_region,
-    in_checkpoint,
-    recomputes_mlp,
-)
+from tigon.memory.lean import call_mlp_region, in_checkpoint, recomputes_mlp
 from tigon.ops.adapters.fp8_weight import Fp8Group, Fp8Operand
 from tigon.ops.adapters.lora import lora_linears, takes_adapters
 from tigon.ops.adapters.lora_glu import GLUAdapters, lora_glu_backward, lora_glu_forward
@@ -165,17 +161,9 @@ class _LoRAGLUMLP(Node):
         needs_dx = ctx.needs_input_grad[0]
         maximum = _zero_maximum(ctx.fp8, 2, gate) if needs_dx else None
         sums = lora_glu_backward(
-            _gradient_of_activation(dy, down, down_operand),
-            gate,
-            up,
-            _glu_adapters(entries, h, down),
-            down_dh,
-            ctx.kind,
-            dgate,
-            dup,
-            flags,
-            maximum,
-        )
+            _gradient_of_activation(dy, down, down_operand), gate, up, _glu_adapters(entries, h, down), down_dh,
+            ctx.kind, dgate, dup, needs=flags, maximum=maximum,
+        )  # fmt: skip
         del gate, up
         if sums.down_a is not None:
             (adapter,) = down_gradients.adapters

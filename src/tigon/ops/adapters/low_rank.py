@@ -26,10 +26,10 @@ keeps x[t, i].
 Shapes: T tokens, N features, R rank (the sum of the ranks if several adapters share a product), S terms.
 """
 
+import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,7 +45,6 @@ from tigon.ops.fp8.formats import FusedPass
 from tigon.runtime.counters import zero_counters
 from tigon.runtime.device import Device, cdiv, device_of
 from tigon.runtime.launch import in_order, launch, on_device
-from tigon.runtime.tuning import LaunchConfig
 
 # The number of bf16 terms that represent a value exactly: 8, 11 and 24 bits of mantissa, 8 bits a term.
 TERMS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
@@ -63,13 +62,6 @@ EXPAND_BLOCK_T, EXPAND_BLOCK_N = 64, 128
 # --- configuration -------------------------------------------------------------------------------
 
 
-class LowRankProblem(NamedTuple):
-    """The sizes that the launch parameters of the three products depend on."""
-
-    rank: int
-    itemsize: int  # bytes of an element of the large operand
-
-
 def rank_block(rank: int) -> int:
     """Return how many of the columns of h one program computes: a power of two from 16 to 64."""
     return 16 if rank <= 16 else 32 if rank <= 32 else 64
@@ -77,7 +69,10 @@ def rank_block(rank: int) -> int:
 
 @dataclass(frozen=True)
 class PartTiles:
-    """The tiles of a product whose long dimension is divided into parts. A program loops over the tiles of one part."""
+    """The tiles of a product whose long dimension is divided into parts. A program loops over the tiles of one part.
+
+    A tile has `block_t` tokens and `block_n` features.
+    """
 
     block_t: int
     block_n: int
@@ -96,35 +91,23 @@ class PartTiles:
         return part_length, max(1, cdiv(length, part_length))
 
 
-@dataclass(frozen=True)
-class ProjectConfig(PartTiles, LaunchConfig):
-    """Launch parameters of `project`: a program computes `block_t` tokens over a part of the features."""
-
-    @staticmethod
-    def heuristic(problem: LowRankProblem, device: Device) -> "ProjectConfig":
-        # A tile has 64 features in bf16, because tensor cores lose accuracy compared with fp32 if they sum more of them
-        # in one step. Microseconds for 8192 tokens in bf16 on an H200, all in one run: 29 for rank 16 with 4096
-        # features and 71 with 14336; with tiles of 128 tokens, 31 and 72. If the kernel writes an FP8 copy of x too: 35
-        # and 103; with tiles of 128 tokens, 37 and 109. A pass that only writes the copy takes 30 and 87.
-        stages = 4 if rank_block(problem.rank) <= 32 else 3
-        return ProjectConfig(
-            block_t=64, block_n=128 // problem.itemsize, num_warps=4,
-            num_stages=stages if device.async_copy else 1, programs_per_multiprocessor=2,
-        )  # fmt: skip
+@functools.cache
+def _project_tiles(rank: int, itemsize: int, device: Device) -> PartTiles:
+    """Return the tiles of `project`, whose programs compute `block_t` tokens over a part of the features."""
+    # A tile has 64 features in bf16, because tensor cores lose accuracy compared with fp32 if they sum more of them in
+    # one step. Microseconds for 8192 tokens in bf16 on an H200, all in one run: 29 for rank 16 with 4096 features and
+    # 71 with 14336; with tiles of 128 tokens, 31 and 72. If the kernel writes an FP8 copy of x too: 35 and 103; with
+    # tiles of 128 tokens, 37 and 109. A pass that only writes the copy takes 30 and 87.
+    stages = 4 if rank_block(rank) <= 32 else 3
+    return PartTiles(64, 128 // itemsize, 4, stages if device.async_copy else 1, programs_per_multiprocessor=2)
 
 
-@dataclass(frozen=True)
-class TokenSumConfig(PartTiles, LaunchConfig):
-    """Launch parameters of `token_sums`: a program sums `block_n` features over a part of the tokens."""
-
-    @staticmethod
-    def heuristic(problem: LowRankProblem, device: Device) -> "TokenSumConfig":
-        # Microseconds for 8192 tokens in bf16 on an H200: 25 (rank 16) and 39 (rank 48) with 4096 features, and 64
-        # with 14336 features (rank 16).
-        return TokenSumConfig(
-            block_t=128 // problem.itemsize, block_n=128, num_warps=8, num_stages=3 if device.async_copy else 1,
-            programs_per_multiprocessor=2,
-        )  # fmt: skip
+@functools.cache
+def _sum_tiles(itemsize: int, device: Device) -> PartTiles:
+    """Return the tiles of `token_sums`, whose programs sum `block_n` features over a part of the tokens."""
+    # Microseconds for 8192 tokens in bf16 on an H200: 25 (rank 16) and 39 (rank 48) with 4096 features, and 64 with
+    # 14336 features (rank 16).
+    return PartTiles(128 // itemsize, 128, 8, 3 if device.async_copy else 1, programs_per_multiprocessor=2)
 
 
 # --- launchers (no autograd) ---------------------------------------------------------------------
@@ -198,7 +181,7 @@ def project(
     a = split_terms(*tensors) if is_split else tensors[0]
     r = a.shape[-2]
     device = device_of(x)
-    config = ProjectConfig.choose(LowRankProblem(r, x.element_size()), device)
+    config = _project_tiles(r, x.element_size(), device)
     block_r = rank_block(r)
     blocks = cdiv(t, config.block_t) * cdiv(r, block_r)
     part_length, parts = config.divide(n, config.block_n, blocks, device)
@@ -256,7 +239,7 @@ def token_sums(
     """
     (t, n), r = z.shape, h.shape[2]
     device = device_of(z)
-    config = TokenSumConfig.choose(LowRankProblem(r, z.element_size()), device)
+    config = _sum_tiles(z.element_size(), device)
     block_r = rank_block(r)
     blocks = cdiv(n, config.block_n) * cdiv(r, block_r)
     part_length, parts = config.divide(t, config.block_t, blocks, device)
