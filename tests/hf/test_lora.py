@@ -14,20 +14,17 @@ from op_cases import DEVICE
 from tigon.ops.adapters import lora
 from tigon.ops.adapters.four_bit import FourBitWeight, dequantise
 from tigon.recognition.parts import dequantisation
-from tigon.recognition.parts.dequantisation import DequantisationConfig
 from tigon.recognition.probing.kind import kind_of
 from tigon.recognition.replacement import find_replacement
-from tigon.runtime.tuning import tuned
 
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.kernels
 
 
 @pytest.fixture(autouse=True)
-def dequantises_few_rows():
+def dequantises_few_rows(monkeypatch):
     """The tests have few rows, for which quantised layers would compute their own products."""
-    with tuned(DequantisationConfig, min_rows=1):
-        yield
+    monkeypatch.setattr(dequantisation, "MIN_ROWS", 1)
 
 
 def step(model: nn.Module, tokens: Tensor) -> dict[str, Tensor]:

@@ -13,11 +13,18 @@ import tigon
 from op_cases import DEVICE
 from recognition.lora_layers import make, spy_on
 from tigon.ops.adapters import lora
-from tigon.recognition.parts.dequantisation import DequantisationConfig, WeightReader
-from tigon.runtime.tuning import tuned
+from tigon.recognition.parts import dequantisation
+from tigon.recognition.parts.dequantisation import read_weight
 
 bnb = pytest.importorskip("bitsandbytes")
 pytestmark = pytest.mark.kernels
+
+
+@pytest.fixture(autouse=True)
+def dequantises_few_rows(monkeypatch):
+    """The tests have few rows, for which quantised layers would compute their own products."""
+    monkeypatch.setattr(dequantisation, "MIN_ROWS", 1)
+
 
 # The CPU code of bitsandbytes dequantises bf16 weights correctly only if the inputs are a multiple of a block of 64.
 INPUTS, OUTPUTS = 64, 48
@@ -88,10 +95,9 @@ def test_the_product_of_a_dense_weight_must_be_that_of_the_layer(monkeypatch, cl
     report = tigon.patch(layer)
     assert [entry.part for entry in report.replaced] == ["adapters"]
     x = input_of()
-    with tuned(DequantisationConfig, min_rows=1):
-        # A non-reentrant checkpoint counts the tensors that a forward saves.
-        y = torch.utils.checkpoint.checkpoint(layer, x.requires_grad_(), use_reentrant=False)
-        y.float().sum().backward()
+    # A non-reentrant checkpoint counts the tensors that a forward saves.
+    y = torch.utils.checkpoint.checkpoint(layer, x.requires_grad_(), use_reentrant=False)
+    y.float().sum().backward()
     expected = stock(x)
     torch.testing.assert_close(y, expected, rtol=0, atol=2**-6 * expected.abs().max().item())
     assert [bool(each) for each in calls] == [is_product, not is_product]
@@ -104,46 +110,46 @@ def test_as_many_rows_are_compared_as_training_has(monkeypatch, compared_rows):
     exchange_product(monkeypatch, lambda x, y: y * 1.02 if x.shape[:-1].numel() <= 64 else y)
     layer = make_layer()
     tigon.patch(layer)
-    with tuned(DequantisationConfig, min_rows=1, compared_rows=compared_rows):
-        layer(input_of(129))
+    monkeypatch.setitem(dequantisation.COMPARED_ROWS, torch.device(DEVICE).type, compared_rows)
+    layer(input_of(129))
     assert bool(calls) == (compared_rows == 129)
 
 
 def test_a_layer_is_compared_once_for_each_weight_and_dtype(monkeypatch):
-    reader, layer, x = WeightReader(), make_layer().base_layer, input_of()
-    compare, compared_dtypes = reader._compare, []
-    monkeypatch.setattr(reader, "_compare", lambda layer, dtype: compared_dtypes.append(dtype) or compare(layer, dtype))
-    with tuned(DequantisationConfig, min_rows=1):
-        assert reader.read(layer, x.float()) is None
-        for _ in range(3):
-            assert reader.read(layer, x) is not None
-        assert compared_dtypes == [torch.float32, torch.bfloat16]
-        layer.weight = copy.deepcopy(layer.weight)
-        assert reader.read(layer, x) is not None
-        assert len(compared_dtypes) == 3
-    assert reader.read(layer, x) is None
+    layer, x = make_layer().base_layer, input_of()
+    compare, compared_dtypes = dequantisation.compare, []
+    monkeypatch.setattr(
+        dequantisation, "compare", lambda layer, dtype: compared_dtypes.append(dtype) or compare(layer, dtype)
+    )
+    assert read_weight(layer, x.float()) is None
+    for _ in range(3):
+        assert read_weight(layer, x) is not None
+    assert compared_dtypes == [torch.float32, torch.bfloat16]
+    layer.weight = copy.deepcopy(layer.weight)
+    assert read_weight(layer, x) is not None
+    assert len(compared_dtypes) == 3
+    monkeypatch.setattr(dequantisation, "MIN_ROWS", len(x) + 1)
+    assert read_weight(layer, x) is None
 
 
 def test_a_weight_that_another_thread_replaces_during_a_comparison_is_compared(monkeypatch):
-    reader, layer, x = WeightReader(), make_layer().base_layer, input_of()
-    compare, compared_weights = reader._compare, []
+    layer, x = make_layer().base_layer, input_of()
+    compare, compared_weights = dequantisation.compare, []
 
     def replace_and_compare(layer: Any, dtype: torch.dtype) -> Any:
         compared_weights.append(layer.weight)
         if len(compared_weights) > 1:
             return compare(layer, dtype)
         layer.weight = copy.deepcopy(layer.weight)
-        assert reader.read(layer, x) is not None
+        assert read_weight(layer, x) is not None
         return compare(layer, dtype)._replace(computes_product=False)
 
-    monkeypatch.setattr(reader, "_compare", replace_and_compare)
-    with tuned(DequantisationConfig, min_rows=1):
-        assert reader.read(layer, x) is None
-        assert reader.read(layer, x) is not None
+    monkeypatch.setattr(dequantisation, "compare", replace_and_compare)
+    assert read_weight(layer, x) is None
+    assert read_weight(layer, x) is not None
 
 
 def test_a_trained_weight_is_not_read():
     layer = make_layer().base_layer
     layer.weight = nn.Parameter(torch.randn(OUTPUTS, INPUTS, device=DEVICE, dtype=torch.bfloat16))
-    with tuned(DequantisationConfig, min_rows=1):
-        assert WeightReader().read(layer, input_of()) is None
+    assert read_weight(layer, input_of()) is None

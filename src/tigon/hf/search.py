@@ -189,7 +189,7 @@ def _activations_of(module: nn.Module, recipe: Any) -> list[nn.Module]:
     The guard of the recipe watches them, so it would no longer hold if one of them got another forward.
     """
     if isinstance(recipe, MixtureRecipe):
-        module = getattr(module, recipe.experts)
+        module = getattr(module, recipe.roles.experts)
     elif not isinstance(recipe, (GLURecipe, MLPRecipe, ExpertsRecipe)):
         return []
     return [child for child in module.modules() if child is not module and has_no_tensors(child)]

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import sys
+from unittest import mock
 
 import pytest
 import torch
@@ -20,8 +21,7 @@ from tigon.cli.plan.engines import Replicated, Sharded  # noqa: E402
 from tigon.cli.plan.planner import NotPlanned, PlanSettings, plan  # noqa: E402
 from tigon.cli.plan.step import count_step  # noqa: E402
 from tigon.ops.adapters import lora, lora_mlp  # noqa: E402
-from tigon.recognition.parts.dequantisation import DequantisationConfig  # noqa: E402
-from tigon.runtime.tuning import tuned  # noqa: E402
+from tigon.recognition.parts import dequantisation  # noqa: E402
 
 # A quarter of the width that the other tests have, because these tests also run a step on the CPU.
 WIDTHS = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 224}
@@ -41,7 +41,7 @@ def adapted_llama(dtype=torch.bfloat16, is_quantised=False):
 def step_of(model, level="stock", engine=None):
     # The few rows of this step would keep quantised layers from being dequantised by an op.
     with (
-        tuned(DequantisationConfig, min_rows=1),
+        mock.patch.object(dequantisation, "MIN_ROWS", 1),
         contextlib.nullcontext() if level == "stock" else tigon.patched(model, memory=level),
     ):
         return count_step(model, engine or Replicated(model, 1), NO_OPTIMIZER, BATCH, SEQ)

@@ -21,7 +21,7 @@ from tigon.ops.adapters.lora import add_adapters, lora_node, takes_adapters
 from tigon.ops.adapters.projection import Adapter, FrozenWeight, Projection, TensorLike, product_dtype
 from tigon.ops.mlps.projections import does_more_than_forward, is_plain
 from tigon.recognition.parts.adapter_probes import CHILDREN, DIFFERENT, NAME, SETTINGS, code_of
-from tigon.recognition.parts.dequantisation import weight_reader
+from tigon.recognition.parts.dequantisation import read_weight
 from tigon.recognition.parts.expert_adapters import ExpertAdapterRecipe, recognise_expert_adapters, wrappers_of
 from tigon.recognition.parts.fp8 import FP8Recipe, mark_bases
 from tigon.recognition.probing.standin import BF16, FP16, FP32, is_linear
@@ -138,7 +138,7 @@ def _read_base(base: Any, x: Tensor | TensorLike, adapters: tuple[Adapter, ...])
     if recipe is None:
         if not _runs_forward_only(base):
             return None
-        weight = _tensor(base, "weight") if type(base) is nn.Linear else weight_reader(base).read(base, x)
+        weight = _tensor(base, "weight") if type(base) is nn.Linear else read_weight(base, x)
     elif type(recipe) is FP8Recipe:
         if does_more_than_forward(base):
             return None

@@ -172,3 +172,16 @@ def if_similar(find: Callable[[], Result | str], candidates: Sequence[Callable])
 def special_weights(subject: Subject, changes: Iterable[Callable[[str, Tensor], object]], dtype: torch.dtype) -> Any:
     """Return functions that build stand-ins of a subject, each of which changes its parameters in one of these ways."""
     return [functools.partial(subject.with_weights, dtype, change) for change in changes]
+
+
+def is_as_exact(stock: Tensor, ours: Tensor, exact: Tensor, ours_in_fp32: Tensor) -> bool:
+    """Return True if a candidate is as near to the exact output as the module is, in bf16.
+
+    In fp32 only the order of sums may differ.
+    """
+    if not stock.shape == ours.shape == exact.shape == ours_in_fp32.shape:
+        return False
+    exact = exact.double()
+    errors = [(y.double() - exact).abs().max() / exact.abs().max() for y in (stock, ours, ours_in_fp32)]
+    stock_error, our_error, fp32_error = errors
+    return bool(fp32_error < 1e-5 and stock_error < 0.1 and our_error <= 2 * stock_error + 2**-8)

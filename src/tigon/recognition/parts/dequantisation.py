@@ -7,7 +7,6 @@ input and compared, and so are the weights that Tigon's kernel and the library d
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -18,46 +17,24 @@ from tigon.ops.adapters.four_bit import FourBitWeight, QuantisedScales, dequanti
 from tigon.ops.adapters.projection import FrozenWeight, TensorLike, product_dtype
 from tigon.recognition.probing.standin import describe
 from tigon.runtime.autograd import without_saved_tensor_hooks
-from tigon.runtime.device import PLAIN, Device, device_of, runs_kernels
+from tigon.runtime.device import PLAIN, runs_kernels
 from tigon.runtime.stock import written_in
-from tigon.runtime.tuning import LaunchConfig
 from tigon.runtime.weak_cache import cached_weakly
 
 LOGGER = logging.getLogger("tigon")
 
+# The fewest rows of an input for which an op dequantises the weight. Kernels for few rows, as in the generation of
+# text, read quantised weights faster. The choice must not depend on whether gradients are computed: a layer that is
+# checkpointed runs without them first, and with them later.
+MIN_ROWS = 256
 # The different rows of the input on which a layer and the product of its weight are compared.
 ROWS = 3
+# The number of rows of this input, with repetitions. With up to 1536 rows, bitsandbytes runs kernels of its own on a
+# GPU, which round in other places. With more rows it dequantises the weight, as it does in training.
+COMPARED_ROWS = {"cuda": 2049}
 # The largest relative difference of the two, as Euclidean norms. Each of them rounds every output once, by 2^-9 at most
 # in bf16. A layer that also rounds its input to 8 bits differs by far more for a row with one large element.
 LARGEST_DIFFERENCE = 2**-8
-
-
-class DequantisationProblem(NamedTuple):
-    """The property that the choice depends on."""
-
-    is_gpu: bool
-
-
-@dataclass(frozen=True)
-class DequantisationConfig(LaunchConfig):
-    """The numbers of rows that decide which code of a layer is replaced, and which code is compared."""
-
-    # The fewest rows of an input for which an op dequantises the weight. Kernels for few rows, as in the generation of
-    # text, read quantised weights faster. The choice must not depend on whether gradients are computed: a layer that is
-    # checkpointed runs without them first, and with them later.
-    min_rows: int
-    # The rows of the input on which a layer and the product of its weight are compared. With up to 1536 rows,
-    # bitsandbytes runs kernels of its own on a GPU, which round in other places. With more rows it dequantises the
-    # weight, as it does in training.
-    compared_rows: int
-
-    @staticmethod
-    def heuristic(problem: DequantisationProblem, device: Device) -> "DequantisationConfig":
-        return DequantisationConfig(min_rows=256, compared_rows=2049 if problem.is_gpu else ROWS)
-
-
-def _config(stored: Tensor) -> DequantisationConfig:
-    return DequantisationConfig.choose(DequantisationProblem(stored.is_cuda), device_of(stored))
 
 
 def _state_of(layer: Any) -> Any:
@@ -121,9 +98,10 @@ def _find_weight(layer: Any, uses_kernel: bool) -> Callable[[], Tensor]:
 
 def _example_input(features: int, dtype: torch.dtype, weight: Tensor) -> Tensor:
     """Return `ROWS` rows, each with one element that is much larger than the others, and repetitions of them."""
+    repetitions = COMPARED_ROWS.get(weight.device.type, ROWS) // ROWS
     x = torch.linspace(-1, 1, ROWS * features, dtype=torch.float64).view(ROWS, features).mul(37).sin()
     x[range(ROWS), range(ROWS)] = 30.0
-    return x.to(weight.device, dtype).repeat(_config(weight).compared_rows // ROWS, 1).requires_grad_()
+    return x.to(weight.device, dtype).repeat(repetitions, 1).requires_grad_()
 
 
 def _computes_product(layer: Any, weight: Tensor, dtype: torch.dtype) -> bool:
@@ -157,64 +135,61 @@ class _Result(NamedTuple):
     uses_kernel: bool
 
 
-class WeightReader:
-    """Returns the dense weight of one layer in 4 bits, after a comparison with the layer's own forward.
+@cached_weakly
+def _known_results(layer: Any) -> list[tuple[Any, dict[tuple[Any, ...], _Result]]]:
+    """Return the list that holds the quantisation state that was compared, and the results by dtypes and device.
 
-    The comparison is repeated if the weight, its device, the dtype of the product, that of the input or that of
-    autocast changes. On the meta device there are no values to compare: `tigon plan` stands for such layers there by
-    others that have a method `dequantize`.
+    Threads share them, so both are replaced in one assignment.
     """
+    return [(None, {})]
 
-    def __init__(self) -> None:
-        # The quantisation state that the results belong to, and the results by dtypes and device. Threads share them,
-        # so both are replaced in one assignment.
-        self._known: tuple[Any, dict[tuple[Any, ...], _Result]] = None, {}
 
-    def read(self, layer: Any, x: Tensor | TensorLike) -> FrozenWeight | None:
-        """Return the weight if an op may multiply x by it, and None if the layer has to be called."""
-        state, weight = _state_of(layer), layer._parameters.get("weight")
-        is_simulated = weight is not None and weight.is_meta and hasattr(layer, "dequantize")
-        if weight is None or weight.requires_grad or not (is_simulated or (state is not None and _is_known(layer))):
+def read_weight(layer: Any, x: Tensor | TensorLike) -> FrozenWeight | None:
+    """Return the weight of a layer in 4 bits if an op may multiply x by it, and None if the layer has to be called.
+
+    The layer's own forward is compared with the product of the weight, and again if the weight, its device, the dtype
+    of the product, that of the input or that of autocast changes. On the meta device there are no values to compare:
+    `tigon plan` stands for such layers there by others that have a method `dequantize`.
+    """
+    state, weight = _state_of(layer), layer._parameters.get("weight")
+    is_simulated = weight is not None and weight.is_meta and hasattr(layer, "dequantize")
+    if weight is None or weight.requires_grad or not (is_simulated or (state is not None and _is_known(layer))):
+        return None
+    if x.shape.numel() // max(x.shape[-1], 1) < MIN_ROWS:
+        return None
+    dtype, shape = product_dtype(x), torch.Size((layer.out_features, layer.in_features))
+    if is_simulated:
+        return FrozenWeight(layer.dequantize, shape, dtype, weight.device)
+    known = _known_results(layer)
+    known_state, results = known[0]
+    if state is not known_state:
+        known[0] = state, (results := {})
+    read_key = lambda: (layer.compute_dtype, layer.weight.device, x.dtype, dtype, type(layer).forward)
+    result = results.get(read_key())
+    if result is None:
+        if x.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return None
-        rows = x.shape.numel() // max(x.shape[-1], 1)
-        if rows < _config(weight).min_rows:
-            return None
-        dtype, shape = product_dtype(x), torch.Size((layer.out_features, layer.in_features))
-        if is_simulated:
-            return FrozenWeight(layer.dequantize, shape, dtype, weight.device)
-        known_state, results = self._known
-        if state is not known_state:
-            self._known = state, (results := {})
-        result = results.get(key := self._key(layer, x.dtype, dtype))
-        if result is None:
-            if x.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-                return None
-            result = self._compare(layer, x.dtype)
-            # The first call of a layer may have set the dtype in which it computes.
-            results[key] = results[self._key(layer, x.dtype, dtype)] = result
-        if not result.computes_product:
-            return None
-        return FrozenWeight(_find_weight(layer, result.uses_kernel), shape, dtype, weight.device)
+        key, result = read_key(), compare(layer, x.dtype)
+        # The first call of a layer may have set the dtype in which it computes.
+        results[key] = results[read_key()] = result
+    if not result.computes_product:
+        return None
+    return FrozenWeight(_find_weight(layer, result.uses_kernel), shape, dtype, weight.device)
 
-    @staticmethod
-    def _key(layer: Any, dtype: torch.dtype, autocast_dtype: torch.dtype) -> tuple[Any, ...]:
-        return layer.compute_dtype, layer.weight.device, dtype, autocast_dtype, type(layer).forward
 
-    @staticmethod
-    def _compare(layer: Any, dtype: torch.dtype) -> _Result:
-        """Return whether the layer's product is that of its dense weight, and which code dequantises the weight."""
-        try:
-            weight = _find_weight(layer, uses_kernel=False)()
-            if not _computes_product(layer, weight, dtype):
-                return _Result(False, False)
-            with torch.no_grad():
-                four_bit_weight = _four_bit_weight(layer.weight, _state_of(layer))
-                if four_bit_weight is None or four_bit_weight.shape != weight.shape:
-                    return _Result(True, False)
-                return _Result(True, torch.equal(dequantise(four_bit_weight), weight))
-        except Exception as error:
-            LOGGER.debug("%s cannot be dequantised: %s", type(layer).__name__, describe(error), exc_info=True)
+def compare(layer: Any, dtype: torch.dtype) -> _Result:
+    """Return whether the layer's product is that of its dense weight, and which code dequantises the weight."""
+    try:
+        weight = _find_weight(layer, uses_kernel=False)()
+        if not _computes_product(layer, weight, dtype):
             return _Result(False, False)
+        with torch.no_grad():
+            four_bit_weight = _four_bit_weight(layer.weight, _state_of(layer))
+            has_shape = four_bit_weight is not None and four_bit_weight.shape == weight.shape
+            return _Result(True, has_shape and torch.equal(dequantise(four_bit_weight), weight))  # type: ignore[arg-type]
+    except Exception as error:
+        LOGGER.debug("%s cannot be dequantised: %s", type(layer).__name__, describe(error), exc_info=True)
+        return _Result(False, False)
 
 
 def _is_known(layer: Any) -> bool:
@@ -226,9 +201,3 @@ def _is_known(layer: Any) -> bool:
 def _is_of_bitsandbytes(cls: Any) -> bool:
     """Return whether bitsandbytes has written the forward of a class."""
     return written_in(cls.forward).startswith("bitsandbytes.")
-
-
-@cached_weakly
-def weight_reader(layer: Any) -> WeightReader:
-    """Return the reader of a layer."""
-    return WeightReader()

@@ -29,6 +29,7 @@ from tigon.recognition.parts.experts import (
     INNER,
     AdaptedWeights,
     ExpertsRecipe,
+    current_adapters,
     is_experts,
     parameter_names,
     recognise_experts,
@@ -132,7 +133,7 @@ class ExpertAdapterRecipe:
         if kwargs or torch.compiler.is_compiling():
             return stock()
         wrappers, experts = wrappers_of(wrapper)
-        if _is_pending(experts):
+        if current_adapters(experts) is not None:
             # An outer wrapper has read the adapters of this one.
             return wrapper.base_layer(*args)
         if not self._is_understood(wrappers, experts, args) or (weights := read_adapters(wrappers, experts)) is None:
@@ -158,12 +159,6 @@ class ExpertAdapterRecipe:
 
     def __str__(self) -> str:
         return "low-rank adapters of experts"
-
-
-def _is_pending(experts: Any) -> bool:
-    """Return True if a wrapper has read the adapters of these experts, and calls them."""
-    current = with_adapters.current()
-    return current is not None and current.experts is experts
 
 
 def _code_of(cls: type) -> ForwardCode:

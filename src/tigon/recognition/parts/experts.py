@@ -9,7 +9,6 @@ permanently or during a generation, the stock forward runs.
 import contextlib
 import functools
 import itertools
-import logging
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -23,14 +22,13 @@ from tigon.ops.adapters.lora_experts import ExpertAdapter, adapted_moe_mlp
 from tigon.ops.experts.arguments import ACTIVATIONS, ExpertParameters
 from tigon.ops.experts.moe_mlp import moe_mlp
 from tigon.ops.mlps.glu import ClampedGate
+from tigon.recognition.parts.comparison import is_as_exact, run_probes
 from tigon.recognition.parts.fp8_experts import FP8Experts
 from tigon.recognition.probing.standin import (
-    describe,
     gradients,
     has_no_tensors,
     normal,
     own_tensors,
-    probing,
     same_bits,
     same_gradients,
     stand_in,
@@ -39,8 +37,6 @@ from tigon.recognition.probing.trials import record
 from tigon.recognition.replacement import is_changed
 from tigon.runtime.device import KERNEL_DTYPES, PLAIN
 from tigon.runtime.reach.explore import explore
-
-LOGGER = logging.getLogger("tigon")
 
 # The implementations of transformers that compute what `moe_mlp` computes.
 CHOICES = ("grouped_mm", "eager")
@@ -54,32 +50,34 @@ def parameter_names(module: Any) -> list[str]:
     return [up, "down_proj", *([f"{up}_bias", "down_proj_bias"] if module.has_bias else [])]
 
 
+@dataclass
 class AdaptedWeights:
     """The adapters of the experts that a call is about to run, for `with_adapters`."""
 
-    def __init__(self, experts: nn.Module, up: tuple[ExpertAdapter, ...], down: tuple[ExpertAdapter, ...]) -> None:
-        self.experts, self.up, self.down = experts, up, down
-        # True once the recipe of the experts has computed the adapters.
-        self.was_used = False
+    experts: nn.Module
+    up: tuple[ExpertAdapter, ...]
+    down: tuple[ExpertAdapter, ...]
+    # True once the recipe of the experts has computed the adapters.
+    was_used: bool = False
 
 
-class with_adapters(contextlib.AbstractContextManager[None]):
+_adapted: ContextVar[AdaptedWeights | None] = ContextVar("tigon_expert_adapters", default=None)
+
+
+def current_adapters(experts: nn.Module) -> AdaptedWeights | None:
+    """Return the adapters that the current call of these experts computes."""
+    weights = None if torch.compiler.is_compiling() else _adapted.get()
+    return weights if weights is not None and weights.experts is experts else None
+
+
+@contextlib.contextmanager
+def with_adapters(weights: AdaptedWeights) -> Iterator[None]:
     """Let the recipe of some experts compute these adapters in the block."""
-
-    _current: ClassVar[ContextVar[AdaptedWeights | None]] = ContextVar("tigon_expert_adapters", default=None)
-
-    def __init__(self, weights: AdaptedWeights) -> None:
-        self.weights = weights
-
-    @classmethod
-    def current(cls) -> AdaptedWeights | None:
-        return cls._current.get()
-
-    def __enter__(self) -> None:
-        self.token = self._current.set(self.weights)
-
-    def __exit__(self, *exception: object) -> None:
-        self._current.reset(self.token)
+    token = _adapted.set(weights)
+    try:
+        yield
+    finally:
+        _adapted.reset(token)
 
 
 @dataclass(frozen=True)
@@ -106,20 +104,18 @@ class ExpertsRecipe:
         transposed: bool = module.is_transposed
         up, down, *biases = weights
         parameters = ExpertParameters(up, down, *(biases or (None, None)))
-        adapted = None if torch.compiler.is_compiling() else with_adapters.current()
-        if adapted is not None and adapted.experts is module:
+        x, index, router_weights = args
+        if (adapted := current_adapters(module)) is not None:
             adapted.was_used = True
-            x, index, router_weights = args
             return adapted_moe_mlp(
                 x, parameters, index, router_weights, adapted.up, adapted.down, activation, transposed
             )
         if self.fp8 is not None:
-            x, index, router_weights = args
             y = self.fp8.compute(x, parameters, index, router_weights, transposed, activation)
             if y is not None:
                 return y
         return moe_mlp(
-            args[0], up, down, *args[1:], up_bias=parameters.up_bias, down_bias=parameters.down_bias,
+            x, up, down, index, router_weights, up_bias=parameters.up_bias, down_bias=parameters.down_bias,
             transposed=transposed, activation=activation,
         )  # fmt: skip
 
@@ -177,21 +173,16 @@ def _matching_clamped_gate(module: Any) -> ClampedGate | None:
 
 
 def _reproduces(recipe: ExpertsRecipe, module: nn.Module, implementation: str) -> bool:
-    """Return True if the recipe computes what the module computes.
-
-    In fp32 only the order of sums may differ. In bf16 the recipe must be as near to fp32 as the module is.
-    """
+    """Return True if the recipe computes what the module computes."""
     # The router's weights have this dtype.
     for seed, dtype in ((10, torch.float32), (20, torch.bfloat16)):
         twin, x = small_experts(module, seed, implementation), (normal(seed, 17, HIDDEN) * 3).bfloat16()
         weights, index = normal(seed + 1, 17, EXPERTS).sigmoid().bfloat16().topk(3)
         wide = stand_in(twin, {name: p.float() for name, p in twin._parameters.items() if p is not None})
         functions: tuple[Callable[..., Tensor], ...] = (type(module).forward, recipe)
-        stock, ours = (f(twin, x, index, weights.to(dtype)).double() for f in functions)
-        exact, ours_in_fp32 = (f(wide, x.float(), index, weights.float()).double() for f in functions)
-        errors = [(y - exact).abs().max() / exact.abs().max() for y in (stock, ours, ours_in_fp32)]
-        stock_error, our_error, fp32_error = errors
-        reproduces = bool(fp32_error < 1e-5 and stock_error < 0.1 and our_error <= 2 * stock_error + 2**-8)
+        stock, ours = (f(twin, x, index, weights.to(dtype)) for f in functions)
+        exact, ours_in_fp32 = (f(wide, x.float(), index, weights.float()) for f in functions)
+        reproduces = is_as_exact(stock, ours, exact, ours_in_fp32)
         if not record(reproduces, recipe, twin, [x], ours, stock, mode=f"implementation {implementation!r}"):
             return False
     return True
@@ -219,16 +210,13 @@ def recognise_experts(module: Any) -> ExpertsRecipe | str | None:
         return f"its config has chosen {implementation!r} for its experts"
     if (reach := explore(module, ExpertsRecipe.live, CHOICES)).reason:
         return reach.reason
-    try:
-        with reach.preserved(), probing():
-            kinds = _matching_activations(module, torch.float32) & _matching_activations(module, torch.bfloat16)
-            recipe = ExpertsRecipe(next(iter(kinds), None) or _matching_clamped_gate(module), CHOICES)
-            equal_choices = tuple(name for name in CHOICES if _reproduces(recipe, module, name))
-    except Exception as error:
-        LOGGER.debug("%s cannot be run as experts", type(module).__name__, exc_info=True)
-        return f"cannot be run by itself ({describe(error)})"
-    if reach.reason:
-        return reach.reason
-    if implementation not in equal_choices:
-        return f"computes something else than moe_mlp with {implementation!r}, the implementation in its config"
-    return replace(recipe, choices=equal_choices)
+
+    def find() -> ExpertsRecipe:
+        kinds = _matching_activations(module, torch.float32) & _matching_activations(module, torch.bfloat16)
+        recipe = ExpertsRecipe(next(iter(kinds), None) or _matching_clamped_gate(module), CHOICES)
+        return replace(recipe, choices=tuple(name for name in CHOICES if _reproduces(recipe, module, name)))
+
+    result = run_probes(find, module, reach)
+    if isinstance(result, str) or implementation in result.choices:
+        return result
+    return f"computes something else than moe_mlp with {implementation!r}, the implementation in its config"

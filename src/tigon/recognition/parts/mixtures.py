@@ -13,23 +13,21 @@ not choose.
 """
 
 import functools
-import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from tigon.ops.experts.arguments import ACTIVATIONS
 from tigon.ops.experts.moe_mlp import moe_mlp
+from tigon.recognition.parts.comparison import is_as_exact, run_probes
 from tigon.recognition.probing.standin import (
-    describe,
     gradients,
     has_no_tensors,
     normal,
     own_tensors,
-    probing,
     random_linear,
     run_forward,
     same_gradients,
@@ -42,15 +40,16 @@ from tigon.runtime.device import KERNEL_DTYPES, PLAIN
 from tigon.runtime.engines import full_shape
 from tigon.runtime.reach.explore import explore
 
-LOGGER = logging.getLogger("tigon")
-
 # The sizes of a stand-in: its tokens, and the most experts, hidden features and intermediate features.
 TOKENS, EXPERTS, HIDDEN, INNER = 17, 12, 24, 40
+# The numbers of experts, of hidden features and of intermediate features.
+Sizes = tuple[int, int, int]
+
+DIFFERENT = "computes something else than moe_mlp with weighted inputs"
 
 
-@dataclass(frozen=True)
-class Roles:
-    """The names of the children and parameters of a mixture, and its sizes."""
+class Roles(NamedTuple):
+    """The names of the children and parameters of a mixture."""
 
     router: str
     experts: str
@@ -58,19 +57,13 @@ class Roles:
     # The weights of the experts, [E, H, 2 I] and [E, I, H].
     up: str
     down: str
-    # The numbers of experts, of hidden features and of intermediate features.
-    sizes: tuple[int, int, int]
 
 
 @dataclass(frozen=True)
 class MixtureRecipe:
     """Recipe: `moe_mlp` on the experts that each token chooses, plus the child that all tokens share."""
 
-    router: str
-    experts: str
-    shared: str
-    up: str
-    down: str
+    roles: Roles
     # The number of experts that each token chooses.
     choices_per_token: int
     activation: str
@@ -80,19 +73,20 @@ class MixtureRecipe:
     @property
     def searched(self) -> tuple[str, ...]:
         """Return the children whose settings the guard compares: the recipe depends on them."""
-        return self.router, self.experts
+        return self.roles.router, self.roles.experts
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        experts = getattr(module, self.experts)
-        up, down = getattr(experts, self.up), getattr(experts, self.down)
+        roles = self.roles
+        experts = getattr(module, roles.experts)
+        up, down = getattr(experts, roles.up), getattr(experts, roles.down)
         # A global module hook would see a call of the experts, and the op makes no such call.
         if not self._fits(args, kwargs, up, down) or any_global_hook():
             return type(module).forward(module, *args, **kwargs)
         x = args[0].reshape(-1, args[0].shape[-1])
-        scores, logits = getattr(module, self.router)(x)
+        scores, logits = getattr(module, roles.router)(x)
         weights, index = scores.topk(self.choices_per_token, dim=-1)
         y = moe_mlp(x, up, down, index, weights, activation=self.activation, transposed=True, weight_inputs=True)
-        return getattr(module, self.shared)(x) + y, logits
+        return getattr(module, roles.shared)(x) + y, logits
 
     def _fits(self, args: tuple, kwargs: dict[str, Any], up: Tensor, down: Tensor) -> bool:
         """Return True if the op computes what the module computes of these arguments."""
@@ -107,7 +101,7 @@ class MixtureRecipe:
         return f"moe_mlp, {self.activation}, weights multiply the inputs"
 
 
-def _find_roles(module: nn.Module) -> Roles | None:
+def _find_roles(module: nn.Module) -> tuple[Roles, Sizes] | None:
     """Find the three children by the shapes of their tensors. Return None if the module has no such children."""
     children = {name: child for name, child in module._modules.items() if child is not None}
     for name, child in children.items():
@@ -115,99 +109,66 @@ def _find_roles(module: nn.Module) -> Roles | None:
         others = {key: other for key, other in children.items() if key != name and not has_no_tensors(other)}
         if [len(shape) for _, shape in shapes] != [3, 3] or len(others) != 2:
             continue
-        if not all(map(has_no_tensors, child.children())):
-            continue
         (up, (count, hidden, inner)), (down, down_shape) = shapes
-        if inner % 2 or down_shape != (count, inner // 2, hidden):
+        if inner % 2 or down_shape != (count, inner // 2, hidden) or not all(map(has_no_tensors, child.children())):
             continue
         for router, shared in (tuple(others), tuple(others)[::-1]):
             tensors = [t for t in own_tensors(others[router]).values() if t is not None]
             if not any(others[router].children()) and [full_shape(t) for t in tensors] == [(count, hidden)]:
-                return Roles(router, name, shared, up, down, (count, hidden, inner // 2))
+                return Roles(router, name, shared, up, down), (count, hidden, inner // 2)
     return None
 
 
-def _small_mixture(module: nn.Module, roles: Roles, seed: int, dtype: torch.dtype) -> nn.Module:
+def _small_mixture(module: nn.Module, roles: Roles, sizes: Sizes, seed: int, dtype: torch.dtype) -> nn.Module:
     """Return a copy of the module with small children. A linear layer stands for the child that all tokens share."""
-    router, experts = module._modules[roles.router], module._modules[roles.experts]
-    assert router is not None
-    assert experts is not None
-    count, hidden, inner = _small_sizes(roles.sizes)
-    new_size = dict(zip(roles.sizes, (count, hidden, inner), strict=True))
+    router, experts = (getattr(module, name) for name in (roles.router, roles.experts))
+    # Equal sizes stay equal.
+    small = count, hidden, inner = min(sizes[0], EXPERTS), HIDDEN, HIDDEN if sizes[2] == sizes[1] else INNER
+    new_size = dict(zip(sizes, small, strict=True))
     # The code of a module reads its sizes from attributes of any name.
-    sizes: Callable[[nn.Module], dict[str, Any]] = lambda m: {
+    resize: Callable[[nn.Module], dict[str, Any]] = lambda m: {
         key: new_size[n] for key, n in vars(m).items() if type(n) is int and n in new_size
     }
-    random = lambda i, *shape: (normal(seed + i, *shape) * shape[-2] ** -0.5).to(dtype)
+    # Values in fp32 are those of bf16, so that stand-ins in both dtypes have the same weights.
+    random = lambda i, *shape: (normal(seed + i, *shape) * shape[-2] ** -0.5).bfloat16().to(dtype)
     (name,) = (key for key, t in own_tensors(router).items() if t is not None)
+    weights = {roles.up: random(1, count, hidden, 2 * inner), roles.down: random(2, count, inner, hidden)}
+    shared = random_linear(seed + 3, hidden, hidden, dtype, bias=False)
     children = dict(module._modules) | {
-        roles.router: stand_in(router, {name: random(0, count, hidden)}, **sizes(router)),
-        roles.experts: stand_in(
-            experts, {roles.up: random(1, count, hidden, 2 * inner), roles.down: random(2, count, inner, hidden)},
-            **sizes(experts),
-        ),
-        roles.shared: random_linear(seed + 3, hidden, hidden, dtype, bias=False),
-    }  # fmt: skip
-    return stand_in(module, {}, children, **sizes(module))
+        roles.router: stand_in(router, {name: random(0, count, hidden)}, **resize(router)),
+        roles.experts: stand_in(experts, weights, **resize(experts)),
+        roles.shared: stand_in(shared, {"weight": random(3, hidden, hidden)}),
+    }
+    return stand_in(module, {}, children, **resize(module))
 
 
-def _small_sizes(sizes: tuple[int, int, int]) -> tuple[int, int, int]:
-    """Return the sizes of a stand-in. Equal sizes stay equal."""
-    count, hidden, inner = sizes
-    return min(count, EXPERTS), HIDDEN, HIDDEN if inner == hidden else INNER
-
-
-def _count_choices(module: nn.Module, roles: Roles) -> int | None:
+def _count_choices(make: Callable[[int, torch.dtype], nn.Module], router: str) -> int | None:
     """Return the number of experts that a token chooses; None if all experts have a score, or the number varies."""
-    counts = set()
+    counts, experts = set(), 0
     for seed, scale in enumerate((0.1, 1.0, 8.0)):
-        twin = _small_mixture(module, roles, 100 * seed, torch.float32)
         x = normal(100 * seed + 50, TOKENS, HIDDEN) * scale
-        scores, _ = twin._modules[roles.router](x)  # type: ignore[misc]
+        scores, _ = getattr(make(100 * seed, torch.float32), router)(x)
+        experts = scores.shape[1]
         counts.update((scores != 0).sum(1).tolist())
     (number, *others) = counts
-    return None if others or number >= _small_sizes(roles.sizes)[0] else number
+    return None if others or number >= experts else number
 
 
-def _candidates(module: nn.Module, roles: Roles) -> Iterator[MixtureRecipe]:
-    """Yield the recipes that may compute what the module computes, one for each activation of the op."""
-    number = _count_choices(module, roles)
-    for activation, (_, _, width) in ACTIVATIONS.items():
-        if number is not None and width == 2:
-            names = roles.router, roles.experts, roles.shared, roles.up, roles.down
-            yield MixtureRecipe(*names, number, activation)
-
-
-def _largest_error(results: tuple[Tensor, Tensor], exact: tuple[Tensor, Tensor]) -> float:
-    """Return the largest difference of the first results, relative to the largest exact value."""
-    y, z = results[0].double(), exact[0].double()
-    return float((y - z).abs().max() / z.abs().max()) if y.shape == z.shape else float("inf")
-
-
-def _reproduces(recipe: MixtureRecipe, module: nn.Module, roles: Roles) -> bool:
-    """Return True if the recipe computes what the module computes.
-
-    In fp32 only the order of sums may differ. In bf16 the recipe must be as near to fp32 as the module is.
-    """
+def _reproduces(recipe: MixtureRecipe, make: Callable[[int, torch.dtype], nn.Module]) -> bool:
+    """Return True if the recipe computes what the module computes, and its gradients."""
     for seed, shape in ((10, (TOKENS, HIDDEN)), (20, (2, TOKENS, HIDDEN)), (30, (1, 1, HIDDEN))):
-        twin = _small_mixture(module, roles, seed, torch.bfloat16)
-        wide = _small_mixture(module, roles, seed, torch.float32)
-        with torch.no_grad():
-            for p, q in zip(wide.parameters(), twin.parameters(), strict=True):
-                p.copy_(q)
+        twin, wide = make(seed, torch.bfloat16), make(seed, torch.float32)
         x = normal(seed + 5, *shape).bfloat16()
         stock, ours = run_forward(twin, x), recipe(twin, x)
         exact, ours_in_fp32 = run_forward(wide, x.float()), recipe(wide, x.float())
         has_form = type(exact) is tuple and len(exact) == 2 and torch.equal(exact[1], ours_in_fp32[1])
         has_form = has_form and stock[0].dtype == ours[0].dtype and torch.equal(stock[1], ours[1])
-        stock_error, our_error = (_largest_error(y, exact) for y in (stock, ours))
-        is_near = our_error <= 2 * stock_error + 2**-8 and stock_error < 0.1
-        reproduces = has_form and is_near and _largest_error(ours_in_fp32, exact) < 1e-5
+        reproduces = has_form and is_as_exact(stock[0], ours[0], exact[0], ours_in_fp32[0])
         if not record(reproduces, recipe, twin, [x], ours[0], stock[0]):
             return False
         leaves = [x.float(), *wide.parameters()]
         run = lambda f, leaves=leaves, wide=wide: gradients(functools.partial(f, wide, leaves[0]), leaves)
-        stock_gradients, our_gradients = run(type(module).forward), run(recipe)
+        stock_gradients, our_gradients = run(type(wide).forward), run(recipe)
         reproduces = same_gradients(our_gradients, stock_gradients)
         if not record(reproduces, recipe, wide, [x], our_gradients, stock_gradients, mode="gradients"):
             return False
@@ -219,19 +180,20 @@ def recognise_mixture(module: nn.Module) -> MixtureRecipe | str | None:
 
     Return a recipe, the reason why such a module keeps its forward, or None for another module.
     """
-    if (roles := _find_roles(module)) is None:
+    if (found := _find_roles(module)) is None:
         return None
-    experts = module._modules[roles.experts]
-    if experts is None or any(map(is_changed, experts.modules())):
+    roles, sizes = found
+    if any(map(is_changed, getattr(module, roles.experts).modules())):
         return f"has hooks on {roles.experts}, or their forward was replaced"
     if (reach := explore(module, searched=(roles.router, roles.experts))).reason:
         return reach.reason
-    try:
-        with reach.preserved(), probing():
-            recipe = next((c for c in _candidates(module, roles) if _reproduces(c, module, roles)), None)
-    except Exception as error:
-        LOGGER.debug("%s cannot be run as a mixture", type(module).__name__, exc_info=True)
-        return f"cannot be run by itself ({describe(error)})"
-    if reach.reason:
-        return reach.reason
-    return recipe or "computes something else than moe_mlp with weighted inputs"
+
+    def find() -> MixtureRecipe | str:
+        make = functools.partial(_small_mixture, module, roles, sizes)
+        if (number := _count_choices(make, roles.router)) is None:
+            return DIFFERENT
+        activations = [activation for activation, (_, _, width) in ACTIVATIONS.items() if width == 2]
+        candidates = (MixtureRecipe(roles, number, activation) for activation in activations)
+        return next((candidate for candidate in candidates if _reproduces(candidate, make)), DIFFERENT)
+
+    return run_probes(find, module, reach)
