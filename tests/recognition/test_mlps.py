@@ -1,29 +1,33 @@
-"""MLPs are recognised by what they compute, whatever the names of their children. Other modules keep their forward."""
+"""MLPs and activations are recognised by what they compute, whatever the names of their children are."""
 
 import copy
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 import tigon
 from tigon.recognition.parts.mlp_recipes import ActivationRecipe, GLURecipe, MLPRecipe
 from tigon.recognition.parts.mlps import recognise_glu, recognise_mlp, recognise_relu2
 
+NO_GATED_MLP = "computes something else than silu, gelu or gelu-tanh gates"
+
 
 class Split(nn.Module):
-    """A gated MLP whose children have the names w1, w3 and w2. They are declared in another order than they run."""
+    """A gated MLP whose children have the names w1, w3 and w2. They are declared in another order than they run.
 
-    def __init__(self, act=F.silu, bias: bool = False, hidden: int = 16, inner: int = 32) -> None:
+    `gated(gate, up, x)` computes the product.
+    """
+
+    def __init__(self, gated=lambda g, u, x: F.silu(g) * u, bias: bool = False, inner: int = 32) -> None:
         super().__init__()
-        self.w2 = nn.Linear(inner, hidden, bias=bias)
-        self.w1 = nn.Linear(hidden, inner, bias=bias)
-        self.w3 = nn.Linear(hidden, inner, bias=bias)
-        self.act, self.multiplier = act, 1.0
+        self.w2 = nn.Linear(inner, 16, bias=bias)
+        self.w1, self.w3 = nn.Linear(16, inner, bias=bias), nn.Linear(16, inner, bias=bias)
+        self.gated = gated
 
-    def forward(self, x):
-        return self.w2(self.act(self.w1(x)) * self.w3(x) * self.multiplier)
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(self.gated(self.w1(x), self.w3(x), x))
 
 
 class Packed(nn.Module):
@@ -39,61 +43,69 @@ class Packed(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("act", "kind"),
-    [(F.silu, "swiglu"), (F.gelu, "geglu"), (lambda x: F.gelu(x, approximate="tanh"), "geglu (tanh)")],
-    ids=["silu", "gelu", "gelu tanh"],
+    ("act", "kind", "bias", "inner"),
+    [
+        (F.silu, "swiglu", False, 32),
+        (F.silu, "swiglu", True, 16),
+        (F.gelu, "geglu", True, 32),
+        (lambda x: F.gelu(x, approximate="tanh"), "geglu (tanh)", False, 16),
+    ],
+    ids=["silu", "silu, square", "gelu", "gelu tanh, square"],
 )
-@pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
-@pytest.mark.parametrize("inner", [32, 16], ids=["wide", "square"])
 def test_a_gated_mlp_is_recognised_under_any_names(act, kind, bias, inner):
-    assert recognise_glu(Split(act, bias, inner=inner)) == GLURecipe(kind, "w1", "w3", "w2")
+    assert recognise_glu(Split(lambda g, u, x: act(g) * u, bias, inner)) == GLURecipe(kind, "w1", "w3", "w2")
+
+
+def test_a_packed_mlp_that_reads_its_size_from_an_attribute_is_recognised():
+    assert recognise_glu(Packed()) == GLURecipe("swiglu", "both", None, "out")
+    assert recognise_glu(Packed(gate_first=False)) == NO_GATED_MLP
 
 
 class Scaled(Split):
     """Falcon H1 multiplies the gate and the result by numbers that are attributes."""
 
-    def __init__(self, gate: float = 0.6, result: float = 1.75) -> None:
+    setting, result = 0.6, 1.75
+
+    def __init__(self) -> None:
         super().__init__()
-        self.gate_multiplier, self.down_multiplier = gate, result
+        self.setting, self.result = type(self).setting, type(self).result
 
     def forward(self, x):
-        return self.w2(self.act(self.w1(x) * self.gate_multiplier) * self.w3(x)) * self.down_multiplier
+        return self.w2(F.silu(self.w1(x) * self.setting) * self.w3(x)) * self.result
 
 
-def test_factors_of_the_gate_and_of_the_result_belong_to_the_recipe():
-    mlp = Scaled()
-    assert recognise_glu(mlp) == GLURecipe("swiglu", "w1", "w3", "w2", 0.6, 1.75)
-    assert recognise_glu(Scaled(1.0, 0.5)) == GLURecipe("swiglu", "w1", "w3", "w2", 1.0, 0.5)
-    x = torch.randn(3, 16)
-    with tigon.patched(mlp):
-        assert torch.equal(mlp(x), Scaled.forward(mlp, x))
-        mlp.gate_multiplier = 0.9
-        assert torch.equal(mlp(x), Scaled.forward(mlp, x)), "a changed factor must be seen"
+class ScaledResult(Scaled):
+    setting, result = 1.0, 0.5
 
 
-class Limited(Split):
+class Limited(Scaled):
     """DeepSeek V4 clamps gate and up."""
 
-    def __init__(self, limit: float = 0.25) -> None:
-        super().__init__()
-        self.limit = limit
+    setting = 0.25
 
     def forward(self, x):
-        gate, up = self.w1(x).clamp(max=self.limit), self.w3(x).clamp(min=-self.limit, max=self.limit)
-        return self.w2(self.act(gate) * up)
+        gate, up = self.w1(x).clamp(max=self.setting), self.w3(x).clamp(min=-self.setting, max=self.setting)
+        return self.w2(F.silu(gate) * up)
 
 
-def test_a_limit_of_gate_and_up_belongs_to_the_recipe():
-    mlp, x = Limited(), torch.randn(3, 16) * 4
-    assert recognise_glu(mlp) == GLURecipe("swiglu", "w1", "w3", "w2", limit=0.25)
+@pytest.mark.parametrize(
+    ("cls", "numbers"),
+    [
+        (Scaled, {"gate_scale": 0.6, "output_scale": 1.75}),
+        (ScaledResult, {"output_scale": 0.5}),
+        (Limited, {"limit": 0.25}),
+    ],
+)
+def test_factors_and_a_limit_belong_to_the_recipe(cls, numbers):
+    mlp, x = cls(), torch.randn(3, 16) * 4
+    assert recognise_glu(mlp) == GLURecipe("swiglu", "w1", "w3", "w2", **numbers)
     with tigon.patched(mlp):
-        assert torch.equal(mlp(x), Limited.forward(mlp, x))
-        mlp.limit = 0.125
-        assert torch.equal(mlp(x), Limited.forward(mlp, x)), "a changed limit must be seen"
+        assert torch.equal(mlp(x), cls.forward(mlp, x))
+        mlp.setting = 0.125
+        assert torch.equal(mlp(x), cls.forward(mlp, x)), "a changed number must be seen"
 
 
-def test_a_packed_mlp_that_reads_its_size_from_an_attribute_is_recognised():
-    assert recognise_glu(Packed()) == GLURecipe("swiglu", "both", None, "out")
+# --- attributes that hold sizes ------------------------------------------------------------------
 
 
 class FlatRows(Split):
@@ -106,15 +118,6 @@ class FlatRows(Split):
     def forward(self, x):
         y = super().forward(x.reshape(-1, self.hidden)).reshape(x.shape)
         return -y if self.version == 16 else y
-
-
-class Versioned(Split):
-    def __init__(self) -> None:
-        super().__init__()
-        self.version = 32
-
-    def forward(self, x):
-        return super().forward(x) * (2.0 if self.version == 32 else 1.0)
 
 
 class VersionedPacked(Packed):
@@ -137,7 +140,7 @@ class VersionedTwoLayers(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:.*nothing was re")
-@pytest.mark.parametrize("cls", [FlatRows, Versioned, VersionedPacked, VersionedTwoLayers])
+@pytest.mark.parametrize("cls", [FlatRows, VersionedPacked, VersionedTwoLayers])
 def test_a_setting_with_the_value_of_a_size_keeps_its_value_in_a_probe(cls):
     """A stand-in with other sizes must not change a setting that has the value of a size by chance."""
     module = cls()
@@ -171,35 +174,50 @@ def test_children_of_other_classes_need_only_the_attributes_for_their_sizes():
     assert recognise_glu(mlp) == GLURecipe("swiglu", "w1", "w3", "w2")
 
 
-@pytest.mark.parametrize(
-    "act", [F.relu, torch.sigmoid, F.gelu, lambda x: F.silu(x) * 1.0001], ids=["relu", "sigmoid", "gelu", "near"]
-)
-def test_gates_are_compared_bit_for_bit(act):
-    class Doubled(Split):
-        def forward(self, x):
-            return super().forward(x) * 2
-
-    assert recognise_glu(Doubled(act)) == "computes something else than silu, gelu or gelu-tanh gates"
+# --- modules that resemble an MLP ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda mlp: setattr(mlp, "multiplier", 0.7),
-        lambda mlp: setattr(mlp, "act", nn.Sequential(nn.SiLU(), nn.Dropout(0.1))),
-        lambda mlp: setattr(mlp, "act", lambda x: F.silu(x.masked_fill(x < x.mean(), 0))),
-    ],
-    ids=["multiplier", "dropout", "sparsity"],
-)
+def without_gradients(g, u, x):
+    with torch.no_grad():
+        return F.silu(g) * u
+
+
+def clamped(limit: float):
+    return lambda g, u, x: F.silu(g.clamp(max=limit)) * u.clamp(-limit, limit)
+
+
+IMPOSTORS = {
+    "relu": lambda g, u, x: F.relu(g) * u,
+    "sigmoid": lambda g, u, x: torch.sigmoid(g) * u,
+    "near": lambda g, u, x: F.silu(g) * 1.0001 * u,
+    "multiplier": lambda g, u, x: F.silu(g) * u * 0.7,
+    "sparsity": lambda g, u, x: F.silu(g.masked_fill(g < g.mean(), 0)) * u,
+    "clamped": clamped(12.0),
+    "clamped late": clamped(1e4),
+    "gate detached": lambda g, u, x: F.silu(g).detach() * u,
+    "up detached": lambda g, u, x: F.silu(g) * u.detach(),
+    "no_grad": without_gradients,
+    "fp16": lambda g, u, x: F.silu(g) * u * (2.0 if x.dtype == torch.float16 else 1.0),
+}
+
+
+@pytest.mark.parametrize("gated", IMPOSTORS.values(), ids=IMPOSTORS)
+def test_mlps_that_resemble_a_gated_mlp_keep_their_forward(gated):
+    assert recognise_glu(Split(gated)) == NO_GATED_MLP
+
+
+class WithDropout(Split):
+    def __init__(self) -> None:
+        super().__init__()
+        self.act = nn.Sequential(nn.SiLU(), nn.Dropout(0.1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(self.act(self.w1(x)) * self.w3(x))
+
+
 @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluating"])
-def test_an_mlp_that_computes_more_keeps_its_forward(change, training):
-    mlp = Split()
-    change(mlp)
-    mlp.train(training)
-    assert recognise_glu(mlp) in (
-        "computes something else than silu, gelu or gelu-tanh gates",
-        "its forward draws random numbers",
-    )
+def test_a_dropout_in_an_mlp_keeps_its_forward_in_both_modes(training):
+    assert recognise_glu(WithDropout().train(training)) == "its forward draws random numbers"
 
 
 def test_the_reason_names_a_norm_inside_of_the_mlp():
@@ -208,17 +226,45 @@ def test_the_reason_names_a_norm_inside_of_the_mlp():
     assert recognise_glu(mlp) == "has more state than a gated MLP (inner_norm)"
 
 
-def test_a_packed_mlp_with_up_before_gate_keeps_its_forward():
-    assert recognise_glu(Packed(gate_first=False)) == "computes something else than silu, gelu or gelu-tanh gates"
+def test_an_attention_is_no_mlp():
+    """The sizes of query, key and value would fit a gated MLP."""
+
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.query, self.key, self.value = (nn.Linear(16, 16) for _ in range(3))
+
+        def forward(self, x, mask=None):
+            return self.query(x).view(*x.shape[:2], 4, 4) @ mask
+
+    assert recognise_glu(Attention()) is None
 
 
 # --- squared ReLU --------------------------------------------------------------------------------
 
 
-class Squared(nn.Module):
-    def forward(self, x):
-        return torch.square(F.relu(x))
+class Activation(nn.Module):
+    def __init__(self, act) -> None:
+        super().__init__()
+        self.act = act
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self, x)
 
 
 def test_a_squared_relu_is_recognised():
-    assert recognise_relu2(Squared()) == ActivationRecipe("relu2")
+    assert recognise_relu2(Activation(lambda m, x: torch.square(F.relu(x)))) == ActivationRecipe("relu2")
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda m, x: F.relu(x).square() * 1.001,
+        lambda m, x: F.relu(x).clamp(max=1e5).square(),
+        lambda m, x: F.relu(x).square() * (1.0 if m.training else 2.0),
+        lambda m, x: F.relu(x).detach() * F.relu(x),
+    ],
+    ids=["nearly", "clamped", "evaluating", "half detached"],
+)
+def test_activations_that_resemble_a_squared_relu_keep_their_forward(act):
+    assert not isinstance(recognise_relu2(Activation(act)), ActivationRecipe)

@@ -15,6 +15,8 @@ from tigon.recognition.parts.norm_recipes import Gate, LayerNormRecipe, RMSNormR
 from tigon.recognition.parts.norms import recognise_norm
 from tigon.recognition.parts.rope import recognise_rope
 
+DIFFERENT = "computes something else than rms_norm or layer_norm"
+
 
 class AnyNorm(nn.Module):
     """A norm with unusual names. `compute(x, weight, tiny)` is its forward."""
@@ -46,12 +48,9 @@ def test_the_bits_show_offset_and_rounding_of_a_norm(compute, offset, rounding):
     assert recognise_norm(AnyNorm(compute)) == RMSNormRecipe("tiny", "scale", offset, rounding)
 
 
-def test_a_norm_without_weight_is_recognised():
+def test_norms_without_weight_and_of_torch_are_recognised():
     norm = AnyNorm(lambda x, w, eps: x_hat(x, eps).to(x.dtype), weight=False)
     assert recognise_norm(norm) == RMSNormRecipe("tiny", None, 0.0, "before_weight")
-
-
-def test_the_rms_norm_of_torch_is_recognised():
     recipe = recognise_norm(nn.RMSNorm(48, eps=1e-5))
     assert isinstance(recipe, RMSNormRecipe)
     assert recipe.eps == "eps"
@@ -69,36 +68,60 @@ def test_a_warning_of_torch_during_a_probe_is_not_shown():
     assert not messages
 
 
-@pytest.mark.parametrize(
-    "compute",
-    [
-        lambda x, w, eps: w * (x_hat(x, 0.0)).to(x.dtype),
-        lambda x, w, eps: w * (1.001 * x_hat(x, eps)).to(x.dtype),
-        lambda x, w, eps: w * F.dropout(x_hat(x, eps), 0.1).to(x.dtype),
-        lambda x, w, eps: w * x_hat(x - x.mean(-1, keepdim=True), eps).to(x.dtype),
-        lambda x, w, eps: w * x_hat(x.clamp(-50, 50), eps).to(x.dtype),
-        lambda x, w, eps: w * x_hat(torch.cat((x[..., :24], x[..., :24]), -1), eps).to(x.dtype),
-        lambda x, w, eps: w * x_hat(x, eps),
-        lambda x, w, eps: (w * x_hat(x, eps).to(x.dtype)).float(),
-        lambda x, w, eps: (2.0 + w) * x_hat(x, eps).to(x.dtype),
-    ],
-    ids=[
-        "no epsilon",
-        "multiplier",
-        "dropout",
-        "centred",
-        "clamped",
-        "part",
-        "wider product",
-        "wider result",
-        "offset 2",
-    ],
-)
+def detached(x, w, eps):
+    return w * (x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps).detach()).to(x.dtype)
+
+
+def rms(x, w, eps):
+    return w * x_hat(x, eps).to(x.dtype)
+
+
+IMPOSTORS = {
+    "no epsilon": lambda x, w, eps: rms(x, w, 0.0),
+    "multiplier": lambda x, w, eps: w * (1.001 * x_hat(x, eps)).to(x.dtype),
+    "dropout": lambda x, w, eps: w * F.dropout(x_hat(x, eps), 0.1).to(x.dtype),
+    "centred": lambda x, w, eps: rms(x - x.mean(-1, keepdim=True), w, eps),
+    "clamped": lambda x, w, eps: rms(x.clamp(-50, 50), w, eps),
+    "clamped late": lambda x, w, eps: rms(x.clamp(-5e4, 5e4), w, eps),
+    "part": lambda x, w, eps: rms(torch.cat((x[..., :24], x[..., :24]), -1), w, eps),
+    "wider product": lambda x, w, eps: w * x_hat(x, eps),
+    "wider result": lambda x, w, eps: rms(x, w, eps).float(),
+    "offset 2": lambda x, w, eps: rms(x, 2.0 + w, eps),
+    "rstd detached": detached,
+    "weight detached": lambda x, w, eps: rms(x, w.detach(), eps),
+    "rows swapped": lambda x, w, eps: (
+        rms(x.transpose(-2, -3), w, eps).transpose(-2, -3) if x.dim() == 3 else rms(x.flip(-2), w, eps)
+    ),
+    "four dimensions": lambda x, w, eps: rms(x, w, eps) if x.dim() < 4 else rms(x, w, eps).flip(1),
+    "fp16": lambda x, w, eps: rms(x, w, eps) * (2.0 if x.dtype == torch.float16 else 1.0),
+}
+
+
+@pytest.mark.parametrize("compute", IMPOSTORS.values(), ids=IMPOSTORS)
 def test_a_norm_that_differs_from_an_rms_norm_is_refused_with_a_reason(compute):
-    assert recognise_norm(AnyNorm(compute)) in (
-        "computes something else than rms_norm or layer_norm",
-        "its forward draws random numbers",
-    )
+    assert recognise_norm(AnyNorm(compute)) in (DIFFERENT, "its forward draws random numbers")
+
+
+def each_head(x, w, eps):
+    y = x_hat(x.unflatten(-1, (-1, 48)), eps).to(x.dtype)
+    return (y if w is None else w * y).flatten(-2)
+
+
+def test_a_norm_of_each_head_is_no_norm_of_the_whole_width():
+    """With a weight and an input as wide as the weight, such a module computes a plain norm."""
+    norm = AnyNorm(each_head, weight=False)
+    norm.head_dim = 48
+    assert recognise_norm(norm) == DIFFERENT
+    norm, x = AnyNorm(each_head), torch.randn(3, 4 * 48)
+    expected = norm(x)
+    with tigon.patched(norm):
+        assert torch.equal(norm(x), expected)
+
+
+def test_a_norm_with_a_weight_of_one_element_is_refused():
+    norm = AnyNorm(rms)
+    norm.scale = nn.Parameter(torch.ones(1))
+    assert recognise_norm(norm) == "has a weight of one element"
 
 
 @pytest.mark.parametrize("mode", [True, False], ids=["training", "evaluating"])
@@ -108,7 +131,7 @@ def test_a_norm_that_computes_something_else_in_one_mode_is_refused_in_both(mode
             return super().forward(x) * (0.5 if self.training is mode else 1.0)
 
     norm = DependsOnMode(lambda x, w, eps: w * x_hat(x, eps).to(x.dtype))
-    assert recognise_norm(norm) == recognise_norm(norm.eval()) == "computes something else than rms_norm or layer_norm"
+    assert recognise_norm(norm) == recognise_norm(norm.eval()) == DIFFERENT
 
 
 def test_a_norm_that_cannot_be_run_has_the_error_as_its_reason():
@@ -180,7 +203,7 @@ def test_a_norm_with_another_gate_is_refused():
     def compute(x, w, eps, gate):
         return (w * x_hat(x, eps).to(x.dtype) * torch.tanh(gate.float())).to(x.dtype)
 
-    assert recognise_norm(GatedNorm(compute)) == "computes something else than rms_norm or layer_norm"
+    assert recognise_norm(GatedNorm(compute)) == DIFFERENT
 
 
 # --- layer norms ---------------------------------------------------------------------------------
@@ -193,17 +216,15 @@ class Centred(AnyNorm):
         super().__init__(lambda x, w, eps: (w.float() * x_hat(x.float() - x.float().mean(-1, True), eps)).to(x.dtype))
 
 
-class Constant(nn.Module):
+class ConstantNorm(nn.Module):
     """A norm without weights, whose epsilon is a constant of its code."""
 
-    def forward(self, x):
-        return F.layer_norm(x.float(), (48,), eps=1e-5).to(x.dtype)
-
-
-class ConstantNorm(Constant):
     def __init__(self) -> None:
         super().__init__()
         self.normalized_shape = (48,)
+
+    def forward(self, x):
+        return F.layer_norm(x.float(), (48,), eps=1e-5).to(x.dtype)
 
 
 @pytest.mark.parametrize(
@@ -228,6 +249,12 @@ def test_a_layer_norm_over_two_dimensions_keeps_its_forward():
 
 
 # --- other modules -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", [768, 4096], ids=str)
+def test_wide_layer_norms_with_weights_in_fp32_are_recognised(width):
+    """For an input of another dtype, torch's kernel rounds a few values in thousands differently."""
+    assert isinstance(recognise_norm(nn.LayerNorm(width)), LayerNormRecipe)
 
 
 @pytest.mark.parametrize(
@@ -290,7 +317,6 @@ TWO = {"other": 1e-6, "eps": 1e-6}
 # The expression for epsilon, the attributes, and the attribute (or number) that the recipe takes for epsilon.
 EPSILONS: dict[str, tuple[str, dict[str, Any], str | float]] = {
     "not read": ("self.eps", TWO, "eps"),
-    "two that are not read": ("self.eps", {"a": 1e-6, **TWO, "z": 1e-6}, "eps"),
     "in a branch": ("self.other if self.flag else self.eps", {**TWO, "flag": False}, "eps"),
     "without effect": ("self.eps + 0 * self.other", TWO, "eps"),
     "by its name": ("getattr(self, 'eps')", TWO, "eps"),
@@ -317,6 +343,7 @@ def assert_changes_have_their_stock_effect(norm: nn.Module, attributes: dict[str
 
 
 @pytest.mark.parametrize(("expression", "attributes", "eps"), EPSILONS.values(), ids=EPSILONS)
+@pytest.mark.sampled(3)
 def test_epsilon_is_the_attribute_that_the_forward_reads(expression, attributes, eps):
     norm = with_epsilon(expression, **attributes)
     recipe = recognise_norm(norm)
@@ -339,6 +366,7 @@ UNDECIDED = {
 
 @pytest.mark.filterwarnings("ignore:.*nothing was replaced")
 @pytest.mark.parametrize("expression", UNDECIDED.values(), ids=UNDECIDED)
+@pytest.mark.sampled(3)
 def test_a_norm_that_reads_two_epsilons_of_one_value_is_left_alone_with_a_reason(expression):
     model = nn.Sequential(with_epsilon(expression, **TWO))
     report = tigon.patch(model)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+import tigon
 from tigon.recognition.guards.function_guard import FunctionGuard
 from tigon.recognition.parts.rope import FusedComplexRope, recognise_rope
 from tigon.recognition.parts.rope_forms import FORMS, ComplexForm, recognise_function
@@ -65,9 +66,9 @@ def test_a_rope_is_recognised_by_what_it_computes(attention, name, form):
     assert (name_in_file, dataclasses.astuple(recognised_form)) == (name, form)
 
 
-@pytest.mark.parametrize("tensors", [1, 2])
-@pytest.mark.parametrize("partial", [False, True], ids=["whole head", "a part"])
+@pytest.mark.parametrize(("partial", "tensors"), [(False, 2), (True, 1)], ids=["whole head", "a part of one tensor"])
 @pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.sampled(4)
 def test_every_form_is_recognised_as_itself(form, partial, tensors):
     """No form is recognised as another one, so no two forms compute the same bits."""
 
@@ -82,8 +83,20 @@ def test_every_form_is_recognised_as_itself(form, partial, tensors):
     assert recognise_function(both if tensors == 2 else one) == dataclasses.replace(form, partial=partial)
 
 
-def test_a_rope_with_other_angles_keeps_its_function():
-    assert recognise_rope(OtherAttention()) == "with_doubled_cosine: computes another rotary embedding than the op"
+def frozen_keys(q, k, cos, sin, unsqueeze_dim=1):
+    return split_half(q, k.detach(), cos, sin, unsqueeze_dim)
+
+
+class FrozenAttention(nn.Module):
+    def forward(self, *args):
+        return frozen_keys(*args)
+
+
+@pytest.mark.parametrize(
+    ("attention", "name"), [(OtherAttention, "with_doubled_cosine"), (FrozenAttention, "frozen_keys")]
+)
+def test_a_rope_with_other_angles_or_gradients_keeps_its_function(attention, name):
+    assert recognise_rope(attention()) == f"{name}: computes another rotary embedding than the op"
 
 
 def test_the_recipe_has_globals_of_its_own_and_the_file_keeps_its_function():
@@ -108,6 +121,32 @@ def test_a_forward_that_the_class_gets_after_the_patch_runs(monkeypatch):
     monkeypatch.setattr(Attention, "forward", lambda self, q, k, cos, sin: q)
     q, k, cos, sin = torch.randn(2, 4, 5, 16), torch.randn(2, 2, 5, 16), torch.randn(2, 5, 16), torch.randn(2, 5, 16)
     assert recipe(Attention(), q, k, cos, sin) is q
+
+
+@pytest.mark.parametrize(
+    ("q", "k", "cos", "sin"),
+    [
+        ((2, 4, 5, 8), (2, 2, 5, 8), (1, 1, 8), (1, 1, 8)),
+        ((1, 4, 5, 8), (1, 2, 5, 8), (2, 5, 8), (2, 5, 8)),
+        ((2, 4, 5, 8), (1, 2, 5, 8), (1, 5, 8), (1, 5, 8)),
+        ((2, 4, 5, 8), (2, 2, 1, 8), (1, 1, 8), (1, 1, 8)),
+        ((2, 4, 5, 8), (2, 2, 5, 8), (1, 5, 8), (1, 1, 8)),
+    ],
+    ids=["one angle", "more tables", "one batch of keys", "one key", "sin of another shape"],
+)
+def test_arguments_that_broadcast_go_to_the_stock_function(q, k, cos, sin):
+    model, inputs = Attention(), [torch.randn(shape) for shape in (q, k, cos, sin)]
+    expected = model(*inputs)
+    with tigon.patched(model) as report:
+        assert [entry.part for entry in report.replaced] == ["rope"]
+        assert all(torch.equal(a, b) for a, b in zip(model(*inputs), expected, strict=True))
+
+
+def test_tables_of_another_dtype_go_to_the_stock_function():
+    model, (q, k, cos) = Attention(), (torch.randn(shape) for shape in ((2, 4, 5, 8), (2, 2, 5, 8), (1, 5, 8)))
+    expected = model(q, k, cos, cos.double())
+    with tigon.patched(model):
+        assert all(torch.equal(a, b) for a, b in zip(model(q, k, cos, cos.double()), expected, strict=True))
 
 
 # --- complex tables ------------------------------------------------------------------------------
