@@ -1,23 +1,7 @@
-"""The report of a run: JSON with all results, Markdown tables, and tables for the terminal.
+"""The report of a run: JSON with all results, and Markdown tables, which the terminal shows too.
 
 `bench.json` also has the roofline, as measured before the cases, and a row is a `runner.BenchRow`, one for each
 provider of each case. With --against, the settings have its ref, commit, title and provider.
-
-A row has these fields. A field that was not measured is null.
-
-    case, op, family, model, shape, dtype, provider
-    status      "ok", "missing", "unsupported", "wrong", "error" or "out of memory"; note says more
-    kernel_ms, wall_ms, host_ms     medians of the lists samples.kernel, .wall and .host; a CPU has wall time only
-    peak_mib                        above the inputs
-    bytes or flops                  the least that a kernel must move or compute
-    floor_ms, percent_of_roofline   the time in which the machine could do it, and its share of the measured time
-    accurate                        the result of the check
-    error, eager_error              the errors of the worst tensor of the check
-    errors      {"output 0" | "gradient of input" | ...: {error, eager_error, ratio}}; eager_error is at least the
-                standard error of a mean over rounded logits
-
-Where flops are the bound, products_ratio is the time (of kernels; on a CPU, wall time) divided by that of the provider
-"products" in the same run, and peak_above_gradients_mib is peak_mib less the gradients that the call returns.
 """
 
 from collections.abc import Callable, Iterable
@@ -25,10 +9,7 @@ from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
 
-from rich import box
-from rich.console import Group
 from rich.table import Table
-from rich.text import Text
 
 from benchmarks.ops.cases import OPS
 from benchmarks.ops.measure import Roofline
@@ -36,8 +17,8 @@ from benchmarks.ops.runner import BenchRow
 from benchmarks.report import page_head, write
 from tigon.cli.output import console_table, format_number, markdown_table
 
-# The columns of the summary that are aligned to the left.
-SUMMARY_LEFT = ("case", "best peer")
+# The columns that are aligned to the left.
+LEFT, SUMMARY_LEFT = ("provider", "note"), ("case", "best peer")
 
 _LEGEND = (
     "Forward + backward, medians. Kernel ms: on the GPU, queued ahead; host ms: until the call returns; wall ms: "
@@ -139,11 +120,6 @@ def _time(row: BenchRow | None) -> str:
     return format_number(row.time_ms if row else None)
 
 
-def _fastest_peer(group: list[BenchRow]) -> BenchRow | None:
-    peers = [row for row in group if row.is_peer and row.status == "ok" and row.time_ms]
-    return min(peers, key=lambda row: row.time_ms or 0.0, default=None)
-
-
 def _row_of(name: str, group: list[BenchRow]) -> BenchRow | None:
     return next((row for row in group if row.provider == name and row.status == "ok"), None)
 
@@ -159,7 +135,9 @@ def _summary(rows: list[BenchRow]) -> tuple[list[str], list[list[str]]]:
         tigon = next((row for row in group if row.provider == "tigon"), None)
         if tigon is None:
             continue
-        best, liger, other = _fastest_peer(group), _row_of("liger", group), _row_of(revision, group)
+        peers = [row for row in group if row.is_peer and row.status == "ok" and row.time_ms]
+        best = min(peers, key=lambda row: row.time_ms or 0.0, default=None)
+        liger, other = _row_of("liger", group), _row_of(revision, group)
         liger_host = format_number(liger.host_ms if liger else None)
         lines.append([
             case, _time(tigon) if tigon.status == "ok" else tigon.status, _percent(tigon),
@@ -174,14 +152,23 @@ def _summary(rows: list[BenchRow]) -> tuple[list[str], list[list[str]]]:
 
 
 def summary_table(rows: list[BenchRow]) -> Table:
-    """Return the summary for the terminal, which is not as wide as a page."""
-    titles, lines = _summary(rows)
-    if _ERROR_RATIOS[0] in titles:
-        titles, lines = titles[:-1], [line[:-1] for line in lines]
-    return console_table(titles, lines, SUMMARY_LEFT, "Summary")
+    """Return the summary for the terminal."""
+    return console_table(*_summary(rows), SUMMARY_LEFT, "Summary")
 
 
 # --- the report ----------------------------------------------------------------------------------
+
+
+def _cells(rows: list[BenchRow]) -> tuple[list[str], list[list[str]]]:
+    """Return titles and cells of the table of one case."""
+    columns = _columns(rows)
+    cells = [[row.provider, *(cell(row) for _, cell in columns)] for row in rows]
+    return ["provider", *(title for title, _ in columns)], cells
+
+
+def case_table(rows: list[BenchRow]) -> Table:
+    """Return the table of one case for the terminal."""
+    return console_table(*_cells(rows), LEFT, _title(rows[0]))
 
 
 def markdown(rows: list[BenchRow], roofline: Roofline, machine: dict, settings: dict) -> str:
@@ -200,29 +187,5 @@ def markdown(rows: list[BenchRow], roofline: Roofline, machine: dict, settings: 
         lines += ["## Summary", "", *markdown_table(titles, cells, SUMMARY_LEFT), ""]
     lines += ["## Cases", "", legend(any(row.flops for row in rows))]
     for _, group in _by_case(rows):
-        columns = _columns(group)
-        titles = ["provider", *(title for title, _ in columns)]
-        cells = [[row.provider, *(cell(row) for _, cell in columns)] for row in group]
-        lines += ["", f"### {_title(group[0])}", "", *markdown_table(titles, cells, ("provider", "note"))]
+        lines += ["", f"### {_title(group[0])}", "", *markdown_table(*_cells(group), LEFT)]
     return "\n".join(lines) + "\n"
-
-
-def terminal_table(rows: list[BenchRow]) -> Group:
-    """Return a table of the rows of one case for the terminal, with the notes below it."""
-    # Notes are long, so they follow the table.
-    columns = _columns(rows)[:-1]
-    measured_rows = [row for row in rows if row.status == "ok"]
-    best = min((row.time_ms for row in measured_rows if row.time_ms and row.provider != "products"), default=None)
-    table = Table("provider", box=box.SIMPLE, show_edge=False, pad_edge=False)
-    for title, _ in columns:
-        table.add_column(title, justify="right", no_wrap=True)
-    for row in measured_rows:
-        style = "bold green" if row.time_ms == best and row.provider != "products" else ""
-        table.add_row(row.provider, *(cell(row) for _, cell in columns), style=style)
-    notes = [(row, f"{row.provider}: {_note(row)}") for row in rows if _note(row)]
-    return Group(
-        Text(_title(rows[0]), style="bold"),
-        table,
-        *(Text(note, style="bold red" if row.failed else "dim") for row, note in notes),
-        "",
-    )

@@ -27,8 +27,6 @@ from benchmarks.ops.providers import Provider, Run, Unsupported
 from benchmarks.workloads import Case, Inputs
 from tigon.runtime.compat.graphs import reset_compiler
 
-# A function that receives a description of the current step.
-ShowStep = Callable[[str], None]
 Result = TypeVar("Result")
 
 
@@ -120,7 +118,6 @@ def run_case(
     meter: Meter,
     roofline: Roofline,
     rounds: int,
-    show_step: ShowStep = lambda _: None,
 ) -> list[BenchRow]:
     """Check and measure `providers` on `case`, and return one row for each, even if it fails.
 
@@ -131,8 +128,8 @@ def run_case(
     reset_compiler()
     for entry in entries:
         _attempt(entry, meter, partial(_load, entry, case, meter))
-    check = partial(_check, case, entries, meter, show_step)
-    measure = partial(_measure, case, entries, meter, rounds, show_step)
+    check = partial(_check, case, entries, meter)
+    measure = partial(_measure, case, entries, meter, rounds)
     for step in (check, measure):
         problem = _attempt_all(step)
         for entry in entries:
@@ -175,11 +172,10 @@ class _Baseline:
     typical_error: float
 
 
-def _prepare_check(case: Case, meter: Meter, show_step: ShowStep) -> _Baseline | None:
+def _prepare_check(case: Case, meter: Meter) -> _Baseline | None:
     """Compute the exact result and that of eager code, at fewer rows if they do not fit; None if nothing fits."""
     for _ in range(6):
         with contextlib.suppress(torch.OutOfMemoryError):
-            show_step("exact result")
             return _expected_results(case, meter)
         # Here, after the handler, the frames of the failed attempt no longer hold tensors.
         _free(meter)
@@ -193,9 +189,9 @@ def _expected_results(case: Case, meter: Meter) -> _Baseline:
     return _Baseline(case, inputs, eager_results(case, inputs), exact, typical_loss_error(case, inputs))
 
 
-def _check(case: Case, entries: list[_Entry], meter: Meter, show_step: ShowStep) -> None:
+def _check(case: Case, entries: list[_Entry], meter: Meter) -> None:
     """Check the results of every provider."""
-    baseline = _prepare_check(case, meter, show_step)
+    baseline = _prepare_check(case, meter)
     if baseline is None:
         for entry in entries:
             if entry.is_active and entry.provider.name == "tigon":
@@ -208,7 +204,6 @@ def _check(case: Case, entries: list[_Entry], meter: Meter, show_step: ShowStep)
     for entry in entries:
         if not entry.is_active or not entry.provider.autograd:
             continue
-        show_step(f"checking {entry.provider.name}")
         verdict = _attempt(entry, meter, partial(_verdict, entry, baseline, meter))
         if verdict is not None:
             _judge_row(entry.row, verdict, checked_at)
@@ -258,17 +253,15 @@ def _finite(x: float) -> float | None:
 # --- measure -------------------------------------------------------------------------------------
 
 
-def _measure(case: Case, entries: list[_Entry], meter: Meter, rounds: int, show_step: ShowStep) -> None:
+def _measure(case: Case, entries: list[_Entry], meter: Meter, rounds: int) -> None:
     inputs = make_inputs(case, meter.device)
     for entry in entries:
         if entry.is_active:
-            show_step(f"warming up {entry.provider.name}")
             _attempt(entry, meter, partial(_warm_up, entry, inputs, meter))
     for index in range(rounds):
         # Each round has another order, because a hot chip is slow and no provider should always follow the same one.
         for entry in random.Random(index).sample(entries, len(entries)):
             if entry.is_active:
-                show_step(f"round {index + 1}/{rounds}: {entry.provider.name}")
                 _attempt(entry, meter, partial(_round, entry, inputs, meter))
 
 

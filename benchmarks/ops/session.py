@@ -9,7 +9,6 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks.ops import cases as case_table
 from benchmarks.ops import plots, providers, report
@@ -153,33 +152,22 @@ def _run(
     rows: list[BenchRow] = []
     if settings["quick"]:
         meter.busy_ms /= 10
-    with Progress(
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-        console=console, transient=True, auto_refresh=False,
-    ) as progress:  # fmt: skip
-        # There is no automatic refresh, because a thread that draws would disturb host times.
-        task = progress.add_task("roofline", total=len(cases))
-        roofline = meter.roofline()
-        progress.console.print(
-            f"{machine['name']}: {roofline.bytes_per_second / 1e9:,.0f} GB/s copied, "
-            f"{roofline.flops_per_second / 1e12:.3g} TFLOP/s in bf16 products\n"
-            f"{report.legend(any(case_table.OPS[case.op].flops for case in cases))}\n"
-        )
-        try:
-            for case in cases:
-
-                def show_step(text: str, name: str = case.name) -> None:
-                    progress.update(task, description=f"{name}: {text}", refresh=True)
-
-                case_rows = run_case(case, providers_of[case.op], meter, roofline, settings["rounds"], show_step)
-                rows += case_rows
-                progress.advance(task)
-                if case_rows:
-                    progress.console.print(report.terminal_table(case_rows))
-                report.write_json(folder / "bench.json", rows, roofline, machine, settings)
-        except KeyboardInterrupt:
-            settings["interrupted"] = True
-            progress.console.print("[bold yellow]Interrupted[/]: the report has the cases that were completed.")
+    roofline = meter.roofline()
+    console.print(
+        f"{machine['name']}: {roofline.bytes_per_second / 1e9:,.0f} GB/s copied, "
+        f"{roofline.flops_per_second / 1e12:.3g} TFLOP/s in bf16 products\n"
+        f"{report.legend(any(case_table.OPS[case.op].flops for case in cases))}\n",
+        markup=False,
+    )
+    try:
+        for case in cases:
+            case_rows = run_case(case, providers_of[case.op], meter, roofline, settings["rounds"])
+            rows += case_rows
+            console.print(report.case_table(case_rows), "")
+            report.write_json(folder / "bench.json", rows, roofline, machine, settings)
+    except KeyboardInterrupt:
+        settings["interrupted"] = True
+        console.print("[bold yellow]Interrupted[/]: the report has the cases that were completed.")
     settings["seconds"] = round(time.perf_counter() - start, 1)
     report.write_json(folder / "bench.json", rows, roofline, machine, settings)
     (folder / "bench.md").write_text(report.markdown(rows, roofline, machine, settings))

@@ -137,7 +137,7 @@ def test_a_provider_that_is_missing_or_raises_is_a_row(run, monkeypatch):
     assert status["b"][0] == "error"
     assert status["b"][1].startswith("RuntimeError: ")
     assert status["c"] == ("unsupported", "not this one")
-    assert "a: missing: not installed" in output
+    assert "missing: not installed" in output
 
 
 def test_an_error_of_tigon_fails_the_run(run, monkeypatch):
