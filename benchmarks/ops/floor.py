@@ -52,37 +52,20 @@ def _divergence(case: Case, logits: Tensor, teacher_logits: Tensor) -> Tensor:
     return divergence_of_logits(logits / temperature, teacher_logits / temperature, kind, beta).sum()
 
 
-def loss_products(case: Case) -> Run:
-    """Load the products of a loss of alignment: those of `products`, and the logits of a reference model, if any."""
-    refuse_other_options(case)
-    n, length, h, v = case.shape
-    own_flops = 3 * 2 * round(n * length * (1 - case.ignored)) * h * v
-    return _products(recomputes_logits=(OPS[case.op].flops_of(case) or 0) > own_flops)
+# The options of each op that do not change its products.
+_OTHER_OPTIONS = {
+    "linear_cross_entropy": ("softcap", "acc_dtype", "return_log_probs", "return_entropy"),
+    "linear_log_probs": ("softcap", "return_entropy", "temperature"),
+    "linear_distillation": ("beta", "temperature", "fp32_logits"),
+}
 
 
-def distillation_products(case: Case) -> Run:
-    """Load the products of `linear_distillation`: those of `products`, and the logits of the teacher."""
-    refuse_other_options(case, "beta", "temperature", "fp32_logits")
-    run_student = _products(recomputes_logits=False)
-
-    @torch.no_grad()
-    def run(
-        input: Tensor, linear_weight: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor,
-        dlogits: Tensor | None = None, chunk: int = 8192,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
-        teacher_logits = input.new_empty(min(chunk, len(input)), len(teacher_weight))
-        for start in range(0, len(input), chunk):
-            rows = teacher_hidden[start : start + chunk]
-            torch.mm(rows, teacher_weight.t(), out=teacher_logits[: len(rows)])
-        return run_student(input, linear_weight, dlogits, chunk)
-
-    return run
-
-
-def log_prob_products(case: Case) -> Run:
-    """Load the products of `linear_log_probs`: those of `products`, and the logits again for the gradients."""
-    refuse_other_options(case, "softcap", "return_entropy", "temperature")
-    return _products(recomputes_logits=True)
+def _recomputes_logits(case: Case) -> bool:
+    """Return whether there are logits twice: again for the gradients, or those of a reference model."""
+    if case.op not in _OTHER_OPTIONS:
+        n, length, h, v = case.shape
+        return (OPS[case.op].flops_of(case) or 0) > 3 * 2 * round(n * length * (1 - case.ignored)) * h * v
+    return case.op == "linear_log_probs"
 
 
 def products(case: Case) -> Run:
@@ -93,38 +76,35 @@ def products(case: Case) -> Run:
     The operands are those of the loss: x and W of the case, and da = d(logits). At its power limit, a GPU multiplies
     faster if fewer bits of the operands differ. So other operands, such as the logits in place of da, would give
     another floor. `with_dlogits` computes da before a round, outside the measured part, and da lives as long as the
-    round.
+    round. The logits are computed a second time if the op must do so, and those of a teacher too.
 
     The products take 8192 tokens at a time, which is large enough for cuBLAS. The first chunk writes dW, and the others
     add to it.
     """
-    # None of these options changes the products.
-    refuse_other_options(case, "softcap", "acc_dtype", "return_log_probs", "return_entropy")
-    return _products(recomputes_logits=False)
+    refuse_other_options(case, *_OTHER_OPTIONS.get(case.op, ()))
+    recomputes_logits = _recomputes_logits(case)
 
-
-def _products(recomputes_logits: bool) -> Run:
     @torch.no_grad()
-    def run(
-        input: Tensor, linear_weight: Tensor, dlogits: Tensor | None = None, chunk: int = 8192
-    ) -> tuple[Tensor, ...]:
+    def run(input: Tensor, linear_weight: Tensor, *others: Tensor, chunk: int = 8192) -> tuple[Tensor, ...]:
+        teacher, dlogits = (others[:2], others[2:]) if case.op == "linear_distillation" else ((), others)
         logits = input.new_empty(min(chunk, len(input)), len(linear_weight))
         dinput = torch.empty_like(input) if input.requires_grad else None
         dweight = torch.empty_like(linear_weight) if linear_weight.requires_grad else None
         for start in range(0, len(input), chunk):
             rows = slice(start, start + chunk)
             x = input[rows]
-            torch.mm(x, linear_weight.t(), out=logits[: len(x)])
-            if dlogits is None:
-                continue
-            if recomputes_logits:
+            if teacher:
+                torch.mm(teacher[0][rows], teacher[1].t(), out=logits[: len(x)])
+            for _ in range(1 + (recomputes_logits and bool(dlogits))):
                 torch.mm(x, linear_weight.t(), out=logits[: len(x)])
+            if not dlogits:
+                continue
             if dinput is not None:
-                torch.mm(dlogits[rows], linear_weight, out=dinput[rows])
+                torch.mm(dlogits[0][rows], linear_weight, out=dinput[rows])
             if dweight is not None and start == 0:
-                torch.mm(dlogits[rows].t(), x, out=dweight)
+                torch.mm(dlogits[0][rows].t(), x, out=dweight)
             elif dweight is not None:
-                dweight.addmm_(dlogits[rows].t(), x)
+                dweight.addmm_(dlogits[0][rows].t(), x)
         return tuple(gradient for gradient in (dinput, dweight) if gradient is not None)
 
     return run

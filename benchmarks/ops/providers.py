@@ -39,8 +39,11 @@ class Provider:
     overwrites: tuple[str, ...] = ()
     note: str = ""
     autograd: bool = True
-    needs_gpu: bool = False
     prepare: Callable[[Case, Inputs], Inputs] = lambda case, inputs: inputs
+
+    @property
+    def needs_gpu(self) -> bool:
+        return self.name in ("liger", "liger-cute", "quack", "fla", "cce", "trl")
 
 
 # --- Tigon, eager, torch.compile -----------------------------------------------------------------
@@ -100,55 +103,48 @@ def _common(op: str) -> tuple[Provider, ...]:
 # --- peers ---------------------------------------------------------------------------------------
 
 
-def _torch(load: Callable[[Case], Run], note: str) -> Provider:
-    return Provider("torch", load, note=note)
-
-
-def _gpu(name: str, load: Callable[[Case], Run], *overwrites: str, note: str = "") -> Provider:
-    return Provider(name, load, overwrites, note, needs_gpu=True)
-
-
 def _liger(load: Callable[[Case], Run] | str, *overwrites: str, note: str = "") -> Provider:
     """Return Liger with a loader, or with the autograd function of this name."""
     if isinstance(load, str):
         load = peers.call(f"liger_kernel.ops:Liger{load}Function.apply")
-    return _gpu("liger", load, *overwrites, note=note)
+    return Provider("liger", load, overwrites, note)
 
 
 def _cute(function: str, *overwrites: str) -> Provider:
-    return _gpu("liger-cute", peers.liger_cute(function), *overwrites)
+    return Provider("liger-cute", peers.liger_cute(function), overwrites)
 
 
-def _quack(load: Callable[[Case], Run], *overwrites: str, note: str = "") -> Provider:
-    return _gpu("quack", load, *overwrites, note=note)
-
-
-def _floor(load: Callable[[Case], Run], prepare: Callable[[Case, Inputs], Inputs]) -> Provider:
-    note = "the matrix products alone, of the same operands: the floor"
-    return Provider("products", load, note=note, autograd=False, prepare=prepare)
-
+_FLOOR = Provider(
+    "products",
+    floor.products,
+    note="the matrix products alone, of the same operands: the floor",
+    autograd=False,
+    prepare=floor.with_dlogits,
+)
 
 _PEERS: dict[str, tuple[Provider, ...]] = {
     "rms_norm": (
-        _torch(
-            peers.torch_function(lambda case: lambda x, weight: F.rms_norm(x, weight.shape, weight, 1e-6)), "F.rms_norm"
+        Provider(
+            "torch",
+            peers.torch_function(lambda case: lambda x, weight: F.rms_norm(x, weight.shape, weight, 1e-6)),
+            note="F.rms_norm",
         ),
         _liger(peers.liger_norm("LigerRMSNormFunction")),
         _cute("rms_norm"),
-        _quack(peers.quack_norm),
+        Provider("quack", peers.quack_norm),
     ),
     "add_rms_norm": (
         _liger(peers.liger_norm("LigerFusedAddRMSNormFunction")),
         _cute("fused_add_rms_norm"),
-        _quack(peers.quack_norm),
+        Provider("quack", peers.quack_norm),
     ),
-    "gated_rms_norm": (_gpu("fla", peers.fla_gated_rms_norm),),
+    "gated_rms_norm": (Provider("fla", peers.fla_gated_rms_norm),),
     "layer_norm": (_liger(peers.call("liger_kernel.ops:LigerLayerNormFunction.apply", 1e-5)), _cute("layer_norm")),
     # Liger's rope overwrites q, k and the upstream gradients.
-    "rope": (_liger(peers.liger_rope, "q", "k", "upstream"), _quack(peers.quack_rope)),
+    "rope": (_liger(peers.liger_rope, "q", "k", "upstream"), Provider("quack", peers.quack_rope)),
     "qk_norm_rope": (
         _liger(peers.liger_qk_norm_rope, "upstream", note="its norm of each head, then its rope"),
-        _quack(peers.quack_qk_norm_rope),
+        Provider("quack", peers.quack_qk_norm_rope),
     ),
     "swiglu": (_liger("SiLUMul", "gate", "up"), _cute("swiglu", "gate", "up")),
     "geglu": (_liger(peers.liger_geglu, "gate", "up"), _cute("geglu", "gate", "up")),
@@ -159,47 +155,45 @@ _PEERS: dict[str, tuple[Provider, ...]] = {
     ),
     "lora_moe_mlp": (Provider("peft", peers.peft_experts, note="W + s B A, then what transformers runs by default"),),
     "softmax": (
-        _torch(peers.torch_function(lambda case: lambda x: F.softmax(x, -1)), "F.softmax"),
+        Provider("torch", peers.torch_function(lambda case: lambda x: F.softmax(x, -1)), note="F.softmax"),
         _liger("Softmax"),
         _cute("softmax"),
-        _quack(peers.call("quack:softmax")),
+        Provider("quack", peers.call("quack:softmax")),
     ),
     "cross_entropy": (
-        _torch(peers.torch_function(lambda case: F.cross_entropy), "loss in bf16"),
+        Provider("torch", peers.torch_function(lambda case: F.cross_entropy), note="loss in bf16"),
         _liger(peers.liger_cross_entropy(copy=True), note="in place on a clone of the logits"),
-        _quack(peers.call("quack:cross_entropy", inplace_backward=False)),
+        Provider("quack", peers.call("quack:cross_entropy", inplace_backward=False)),
     ),
     "cross_entropy_inplace": (
         _liger(peers.liger_cross_entropy(copy=False), "input"),
-        _quack(peers.call("quack:cross_entropy", inplace_backward=True), "input"),
+        Provider("quack", peers.call("quack:cross_entropy", inplace_backward=True), ("input",)),
     ),
     "linear_cross_entropy": (
-        _torch(peers.torch_linear_cross_entropy, "F.linear_cross_entropy"),
+        Provider("torch", peers.torch_linear_cross_entropy, note="F.linear_cross_entropy"),
         _liger(peers.liger_linear_cross_entropy),
-        _gpu("cce", peers.cce, note="skips small gradients"),
-        _quack(peers.quack_linear_cross_entropy, note="chunks of 4096 tokens, of 8192 where H is 4096"),
-        _gpu("trl", peers.trl_linear_log_probs, note="four products"),
-        _floor(floor.products, floor.with_dlogits),
+        Provider("cce", peers.cce, note="skips small gradients"),
+        Provider("quack", peers.quack_linear_cross_entropy, note="chunks of 4096 tokens, of 8192 where H is 4096"),
+        Provider("trl", peers.trl_linear_log_probs, note="four products"),
+        _FLOOR,
     ),
     "linear_log_probs": (
-        _gpu("trl", peers.trl_linear_log_probs),
-        _floor(floor.log_prob_products, floor.with_dlogits),
+        Provider("trl", peers.trl_linear_log_probs),
+        _FLOOR,
     ),
     "linear_distillation": (
         _liger(peers.liger_linear_distillation),
-        _gpu("trl", peers.trl_linear_distillation),
-        _floor(floor.distillation_products, floor.with_dlogits),
+        Provider("trl", peers.trl_linear_distillation),
+        _FLOOR,
     ),
-    **{
-        op: (_liger(load), _floor(floor.loss_products, floor.with_dlogits))
-        for op, load in peers.LIGER_ALIGNMENT.items()
-    },
+    **{op: (_liger(load), _FLOOR) for op, load in peers.LIGER_ALIGNMENT.items()},
     "kl_div": (
-        _torch(
+        Provider(
+            "torch",
             peers.torch_function(
                 lambda case: functools.partial(F.kl_div, reduction="batchmean", **case.options), "log_target"
             ),
-            "F.kl_div, loss in bf16",
+            note="F.kl_div, loss in bf16",
         ),
         _liger(peers.liger_loss("LigerKLDIVLoss", "log_target", reduction="batchmean")),
         _cute("kl_div"),

@@ -48,16 +48,6 @@ def test_the_environment_consists_of_strings():
     assert all(isinstance(name, str) and isinstance(value, str) and value for name, value in environment().items())
 
 
-@pytest.mark.parametrize("command", ["inspect", "plan", "check"])
-def test_every_command_has_its_own_help(run, command, monkeypatch):
-    pytest.importorskip("matplotlib")
-    monkeypatch.setenv("COLUMNS", "200")
-    result = run(command, "--help")
-    assert result.exit_code == 0
-    assert f"tigon {command}" in result.output
-    assert "--json" in result.output
-
-
 @pytest.mark.parametrize("command", [c for c in cli._COMMANDS if c.needs], ids=lambda command: command.name)
 def test_a_missing_extra_is_named(run, command, monkeypatch):
     absent = command.needs[0]
@@ -104,7 +94,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(arguments, beginning, monkeypatch
     assert "Traceback" not in captured.out
 
 
-@pytest.mark.parametrize("width", [40, 80, 133])
+@pytest.mark.parametrize("width", [40, 133])
 def test_a_terminal_gets_a_mistake_that_breaks_at_spaces(width, monkeypatch, capsys):
     """Names with hyphens and words that are longer than a line stay whole, so that they can be copied."""
     monkeypatch.setenv("COLUMNS", str(width))
@@ -142,7 +132,9 @@ def test_help_has_examples_that_parse(run, command, monkeypatch):
     pytest.importorskip("transformers")
     pytest.importorskip("matplotlib")
     monkeypatch.setenv("COLUMNS", "100")
-    output = run(*command.name.split(), "--help").output
+    output = run(command.name, "--help").output
+    assert f"tigon {command.name}" in output
+    assert "--json" in output
     assert command.examples
     for example in command.examples:
         assert example in output
@@ -170,7 +162,7 @@ def test_an_example_of_plan_finds_a_level_that_fits(run, example):
 
 
 # The demo trains models of a size of its own, so it takes only the type of a preset.
-@pytest.mark.parametrize("name", ["Llama-3-8B", "gemma-2-2b", "tiny"])
+@pytest.mark.parametrize("name", ["gemma-2-2b", "tiny"])
 @pytest.mark.parametrize(
     "command",
     [
@@ -301,6 +293,7 @@ COMMANDS = {
     "plan --json": (["plan", "llama"], "--json", "x.json"),
     "plan --plot": (["plan", "llama"], "--plot", "x.png"),
     "inspect --json": (["inspect", "llama"], "--json", "x.json"),
+    "check --json": (["check"], "--json", "x.json"),
 }
 BENCHMARK_COMMANDS = {
     "demo --out": (["demo", "--device", "cpu"], "--out", "x"),

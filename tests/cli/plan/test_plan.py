@@ -589,27 +589,10 @@ def test_plot_has_a_line_for_each_level(tmp_path):
         (("--batch", "0"), "--batch: must be an integer"),
         (("--gpu-memory", "-1"), "--gpu-memory"),
         (("--optimizer", "lion"), "--optimizer"),
-        (("--json", "/nowhere/x.json"), "--json: must be in a folder that exists"),
-        (("--json", "/proc/x.json"), "--json: must be a file that can be written, got '/proc/x.json' (No such file"),
-        (("--plot", "/proc/x.png"), "--plot: must be a file that can be written, got '/proc/x.png' (No such file"),
-        (("--json", "/proc"), "--json: must be a file that can be written, got '/proc' (Is a directory)"),
     ],
     ids=lambda x: x[0] if isinstance(x, tuple) else "",
 )
 def test_the_command_refuses_bad_options(run, arguments, message):
     result = run(*arguments)
-    assert result.exit_code == 2
-    assert message in " ".join(result.output.split())
-
-
-@pytest.mark.parametrize(
-    ("model", "message"),
-    [
-        ("lama-3-8b", "MODEL: must be a preset (Llama-3-8B, "),
-        ("./nowhere", "MODEL: must be a file or folder that exists"),
-    ],
-)
-def test_the_command_refuses_an_unknown_model(model, message):
-    result = typer_testing.CliRunner().invoke(cli.app(), ["plan", model], env={"COLUMNS": "400"})
     assert result.exit_code == 2
     assert message in " ".join(result.output.split())

@@ -213,19 +213,6 @@ def test_the_dtype_mixed_has_fp32_shards():
 # --- settings and the command ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("setting", "message"),
-    [
-        ({"lora": 0}, "lora must be an integer of at least 1, got 0"),
-        ({"qlora": True}, r"qlora needs the rank of the adapters that are trained \(lora\), got None"),
-    ],
-    ids=["no rank", "no adapters"],
-)
-def test_bad_settings_are_refused(setting, message):
-    with pytest.raises(ValueError, match=message):
-        PlanSettings(SEQ, **setting)
-
-
 def test_a_model_that_peft_refuses_is_refused(monkeypatch):
     def refuse(*args, **kwargs):
         raise ValueError("no layer fits")
