@@ -89,8 +89,6 @@ def plan(
 
     The exit code is 0, or 1 if no level fits, 2 for bad input, and 130 after Ctrl-C.
     """
-    from tigon.cli.plan.planner import PlanSettings
-
     if plot is not None:
         _check_plot(plot)
     if lora is not None and (message := unmet("peft")):
@@ -98,24 +96,19 @@ def plan(
     for path, option in ((json_file, "--json"), (plot, "--plot")):
         if path is not None:
             check_file(path, option)
-    try:
-        settings = PlanSettings(
-            seq=seq,
-            batch=1 if batch is None else batch,
-            gpus=gpus,
-            gpu_memory=_gpu_memory() if gpu_memory is None else gpu_memory,
-            host_memory=host_memory,
-            reserve=reserve,
-            optimizer=optimizer,
-            dtype=dtype,
-            strategy=strategy,
-            lora=lora,
-            qlora=qlora,
-        )
-    except ValueError as error:
-        # The message begins with the name of the setting.
-        name, _, message = str(error).partition(" ")
-        raise typer.BadParameter(message, param_hint="--" + name.replace("_", "-")) from error
+    settings = _make_settings(
+        seq=seq,
+        batch=1 if batch is None else batch,
+        gpus=gpus,
+        gpu_memory=_gpu_memory() if gpu_memory is None else gpu_memory,
+        host_memory=host_memory,
+        reserve=reserve,
+        optimizer=optimizer,
+        dtype=dtype,
+        strategy=strategy,
+        lora=lora,
+        qlora=qlora,
+    )
     try:
         fits = _run(model, settings, batch is not None, trust_remote_code, json_file, plot)
     except KeyboardInterrupt:
@@ -123,6 +116,18 @@ def plan(
         raise typer.Exit(INTERRUPTED) from None
     if not fits:
         raise typer.Exit(NOTHING_FITS)
+
+
+def _make_settings(**values: Any) -> Any:
+    """Return the settings, or refuse the option that is wrong."""
+    from tigon.cli.plan.planner import PlanSettings
+
+    try:
+        return PlanSettings(**values)
+    except ValueError as error:
+        # The message begins with the name of the setting.
+        name, _, message = str(error).partition(" ")
+        raise typer.BadParameter(message, param_hint="--" + name.replace("_", "-")) from error
 
 
 def _run(

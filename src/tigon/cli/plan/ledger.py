@@ -225,16 +225,9 @@ class _Attention(TorchFunctionMode):
         return self._attend(*args, **(kwargs or {}))
 
     def _attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
+        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+        is_causal: bool = False, **options: Any,
+    ) -> Tensor:  # fmt: skip
         """Count attention and return its output. The parameters are those of torch's function."""
         scores = query.numel() // query.shape[-1] * key.shape[-2]
         flops = 2 * scores * (query.shape[-1] + value.shape[-1])
