@@ -1,12 +1,11 @@
-"""Measure how far the loss curve of a patched model lies from the stock curve in fp32, and which part changes it.
+"""Measure how far the loss curve of a patched model lies from the stock curve in fp32.
 
 For each model type the script trains the same small model many times on one fixed batch of random tokens: stock, stock
-with its initial parameters moved by one unit in the last place, stock with sums in another order, and patched with all
-parts, each part alone, and all parts but one. It also compares the gradients of the first step with fp64, counts the
-elements whose first AdamW update points the wrong way, and counts the tokens that a router sends to other experts.
+with its initial parameters moved by one unit in the last place, stock with sums in another order, and patched. It also
+compares the gradients of the first step with fp64, and counts the tokens that a router sends to other experts.
 
-    python examples/curves_fp32.py --out curves.json                                            # on a GPU
-    python examples/curves_fp32.py --types llama --size tiny --device cpu --steps 4 --quick     # a trial on a CPU
+    python examples/curves_fp32.py --out curves.json                                    # on a GPU
+    python examples/curves_fp32.py --types llama --size tiny --device cpu --steps 4     # a trial on a CPU
 
 docs/performance.md explains the numbers.
 """
@@ -21,7 +20,6 @@ import sys
 import time
 import traceback
 import warnings
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +32,6 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 import tigon
-from tigon.hf.parts import PARTS
 
 SIZES = {
     "small": {"hidden": 1024, "inter": 2048, "layers": 4, "heads": 16, "kv": 4, "head": 64, "vocab": 4096},
@@ -161,27 +158,25 @@ def perturb(model: nn.Module, seed: int) -> None:
 
 
 def train(
-    base: nn.Module, batch: Tensor, steps: int, lr: float, choices: int | None, *, parts: dict[str, bool] | None = None,
-    seed: int | None = None, at_every_step: bool = False, halves: bool = False,
+    base: nn.Module, batch: Tensor, steps: int, lr: float, choices: int | None, *, patched: bool = False,
+    seed: int | None = None, halves: bool = False,
 ) -> dict:  # fmt: skip
-    """Train a copy of `base` and return its losses, router logits, gradients of the first step and parameters.
+    """Train a copy of `base` and return its losses, router logits and gradients of the first step.
 
-    Args:
-        parts: Options of `tigon.patch`; None trains the stock model.
-        seed: Moves the initial parameters by one unit in the last place.
-        at_every_step: Moves the parameters after every step too.
-        halves: Accumulates the gradient over the two halves of the batch: the same function in another order.
+    A `seed` moves the initial parameters by one unit in the last place. With `halves`, the gradient is accumulated over
+    the two halves of the batch: the same function in another order.
     """
     model = copy.deepcopy(base)
     if seed is not None:
         perturb(model, seed)
     routers = Routers(model, choices)
-    if parts is not None:
+    report = ""
+    if patched:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            report = tigon.patch(model, **parts)
+            report = str(tigon.patch(model))
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
-    losses, result = [], {"report": str(report) if parts is not None else ""}
+    losses, result = [], {"report": report}
     for step in range(steps):
         loss = torch.zeros((), device=batch.device)
         pieces = batch.chunk(2) if halves else (batch,)
@@ -194,11 +189,6 @@ def train(
             result["gradients"] = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
         optimizer.step()
         optimizer.zero_grad()
-        if at_every_step:
-            perturb(model, 10_000 * (seed + 1) + step)
-        if step == 0:
-            result["first"] = {n: p.detach().clone() for n, p in model.named_parameters()}
-    result["last"] = {n: p.detach() for n, p in model.named_parameters()}
     result["losses"] = [x.item() for x in losses]
     result["logits"] = routers.logits
     return result
@@ -215,15 +205,6 @@ def pattern(name: str) -> str:
 def distance(run: dict, stock: dict) -> list[float]:
     """Return the relative distance of the losses, step by step."""
     return [abs(a - b) / abs(b) for a, b in zip(run["losses"], stock["losses"], strict=True)]
-
-
-def parameters_apart(run: dict, stock: dict, which: str, lr: float) -> float:
-    """Return the norm of the difference of all parameters, in units of the learning rate.
-
-    An element whose first update has the wrong sign differs by 2 units.
-    """
-    total = sum((run[which][n] - p).double().square().sum() for n, p in stock[which].items())
-    return float(total) ** 0.5 / lr
 
 
 def flips(run: dict, stock: dict, choices: int | None, layers: int, halves: bool = False) -> dict | None:
@@ -255,54 +236,15 @@ def flips(run: dict, stock: dict, choices: int | None, layers: int, halves: bool
     return {"by_step": by_step, "first": first, "total": sum(by_step)}
 
 
-def closest_choice(stock: dict, choices: int | None) -> list[float]:
-    """Return the smallest gaps between the last chosen and the first unchosen expert of the stock run."""
-    if not choices or not stock["logits"]:
-        return []
-    tops = [x.sort(descending=True)[0] for x in stock["logits"]]
-    gaps = torch.cat([t[:, choices - 1] - t[:, choices] for t in tops])
-    return gaps.topk(min(5, len(gaps)), largest=False)[0].tolist()
-
-
-def first_update(gradient: Tensor) -> Tensor:
-    """Return AdamW's first update in units of the learning rate."""
-    gradient = gradient.double()
-    return gradient / (gradient.abs() + 1e-8)
-
-
-def gradient_errors(run: dict, exact: dict[str, Tensor]) -> dict[str, dict[str, float]]:
-    """Return, for every parameter, the error of its first gradient and of AdamW's first update."""
-    errors = {}
-    for name, g in run["gradients"].items():
-        x = exact[name]
-        norm = x.norm()
-        update_error = first_update(g) - first_update(x)
-        errors[name] = {
-            "error": float((g.double() - x).norm() / norm) if norm > 0 else float(g.double().norm()),
-            "largest": float((g.double() - x).abs().max()),
-            "rms": float(norm / x.numel() ** 0.5),
-            "update": float(update_error.square().sum()),
-            "opposite": int((update_error.abs() > 1.0).sum()),
-            "zero_in_fp64_only": int(((x == 0) & (g != 0)).sum()),
-            "zero_here_only": int(((x != 0) & (g == 0)).sum()),
-            "elements": x.numel(),
-        }  # fmt: skip
+def gradient_errors(run: dict, exact: dict[str, Tensor]) -> dict[str, float]:
+    """Return the largest relative error of the first gradients of each parameter of all layers."""
+    errors: dict[str, float] = {}
+    for name, gradient in run["gradients"].items():
+        norm = exact[name].norm()
+        difference = (gradient.double() - exact[name]).norm()
+        error = float(difference / norm) if norm > 0 else float(difference)
+        errors[pattern(name)] = max(errors.get(pattern(name), 0.0), error)
     return errors
-
-
-def by_pattern(ours: dict, stock: dict) -> dict[str, dict]:
-    """Aggregate the errors of two runs over the layers."""
-    rows: dict[str, dict] = {}
-    for name, e in ours.items():
-        s, row = stock[name], rows.setdefault(pattern(name), defaultdict(float))
-        row["stock"], row["tigon"] = max(row["stock"], s["error"]), max(row["tigon"], e["error"])
-        row["ratio"] = max(row["ratio"], e["error"] / s["error"] if s["error"] > 0 else float(e["error"] > 0))
-        row["rms"] = max(row["rms"], e["rms"])
-        for key in ("update", "opposite", "zero_in_fp64_only"):
-            row[f"stock_{key}"] += s[key]
-            row[f"tigon_{key}"] += e[key]
-        row["elements"] += e["elements"]
-    return {name: dict(row) for name, row in rows.items()}
 
 
 # --- a model type --------------------------------------------------------------------------------
@@ -328,8 +270,6 @@ def measure(model_type: str, options: argparse.Namespace) -> dict:
         apart = distance(curve, reference)
         runs[name] = {
             "losses": curve["losses"], "apart": apart, "max": max(apart),
-            "parameters_first": parameters_apart(curve, reference, "first", options.lr),
-            "parameters_last": parameters_apart(curve, reference, "last", options.lr),
             "flips": flips(curve, reference, choices, layers, train_options.get("halves", False)),
         }  # fmt: skip
         seconds = time.time() - start_time
@@ -337,37 +277,22 @@ def measure(model_type: str, options: argparse.Namespace) -> dict:
         print(last.ljust(100) if sys.stdout.isatty() else last[1:] if len(runs) % 10 == 1 else "", flush=True, end="")
         return curve
 
-    all_parts = dict.fromkeys(PARTS, True)
     stock = run("stock")
     run("stock again", stock)
-    result["closest_choices"] = closest_choice(stock, choices)
     exact_loss, exact = step_in_fp64(base, batch)
     result["loss"] = {"fp64": exact_loss, "stock": stock["losses"][0]}
-    errors = {"stock": gradient_errors(stock, exact)}
-
-    def compare(name: str, curve: dict) -> None:
-        errors[name] = gradient_errors(curve, exact)
-        result["gradients"][name] = by_pattern(errors[name], errors["stock"])
-
-    tigon_run = run("tigon", stock, parts=all_parts)
+    tigon_run, in_halves = run("tigon", stock, patched=True), run("stock in halves", stock, halves=True)
     result["loss"]["tigon"], result["report"] = tigon_run["losses"][0], tigon_run["report"]
-    compare("tigon", tigon_run)
-    del tigon_run
-    run("tigon again", stock, parts=all_parts)
-    compare("stock in halves", run("stock in halves", stock, halves=True))
+    for name, curve in {"stock": stock, "tigon": tigon_run, "stock in halves": in_halves}.items():
+        result["gradients"][name] = gradient_errors(curve, exact)
+    del tigon_run, in_halves
+    run("tigon again", stock, patched=True)
     for seed in range(options.seeds):
         moved_stock = run(f"stock moved {seed}", stock, seed=seed)
         # Two runs that begin at the same moved parameters are another sample of the distance between Tigon and stock.
-        run(f"tigon from moved {seed}", moved_stock, parts=all_parts, seed=seed)
+        run(f"tigon from moved {seed}", moved_stock, patched=True, seed=seed)
         run(f"stock in halves from moved {seed}", moved_stock, halves=True, seed=seed)
         del moved_stock
-    run("stock moved at every step", stock, seed=100, at_every_step=True)
-    if not options.quick:
-        lines = result["report"].splitlines()
-        replaced_parts = [part for part in PARTS if any(line.startswith(f"{part} ") for line in lines)]
-        for part in replaced_parts:
-            compare(f"only {part}", run(f"only {part}", stock, parts=all_parts | {p: p == part for p in PARTS}))
-            run(f"without {part}", stock, parts=all_parts | {part: False})
     result["seconds"] = time.time() - start_time
     return result
 
@@ -400,12 +325,8 @@ def table(model_type: str, result: dict) -> str:
         if first:
             flip_text += f", first step {first['step']} layer {first['layer']} gap {first['gap']:.0e}"
             flip_text += f" logits apart {first['logits_apart']:.0e}"
-        add(
-            f"{name:30s} {r['max']:.1e} | params {r['parameters_first']:.1e} {r['parameters_last']:.1e} "
-            f"| {distances_at_steps(r['apart'])}{flip_text}"
-        )
+        add(f"{name:30s} {r['max']:.1e} | {distances_at_steps(r['apart'])}{flip_text}")
 
-    # The last run whose name begins with "stock moved " is the one that is moved at every step.
     maxima = lambda prefix: [runs[n]["max"] for n in runs if n.startswith(prefix)]
     numbers = lambda values: " ".join(f"{v:.1e}" for v in values)
     for name in (
@@ -413,39 +334,16 @@ def table(model_type: str, result: dict) -> str:
         "tigon",
         "tigon again",
         "stock moved 0",
-        "stock moved at every step",
         "stock in halves",
     ):
         if name in runs:
             add_run(name)
-    add(f"  stock moved: {numbers(maxima('stock moved ')[:-1])}   tigon from moved: {numbers(maxima('tigon from'))}")
+    add(f"  stock moved: {numbers(maxima('stock moved '))}   tigon from moved: {numbers(maxima('tigon from'))}")
     add(f"  stock in halves from moved: {numbers(maxima('stock in halves from'))}")
-    if result["closest_choices"]:
-        total = lambda prefix: [runs[n]["flips"]["total"] for n in runs if n.startswith(prefix)]
-        add(
-            f"  flips: moved {total('stock moved ')} tigon from moved {total('tigon from')} "
-            f"halves {total('stock in halves')}; closest choices {numbers(result['closest_choices'])}"
-        )
-    for word in ("only", "without"):
-        parts = {n.split()[1]: runs[n] for n in runs if n.startswith(f"{word} ")}
-        columns = [f"{n} {r['max']:.1e} ({r['parameters_first']:.0e})" for n, r in parts.items()]
-        if columns:
-            add(f"  {word}: " + ", ".join(columns))
-    rows = result["gradients"]["tigon"]
-    halves = result["gradients"]["stock in halves"]
-    add("  first gradient from fp64 (worst layer): stock, tigon, halves | wrong updates: stock, tigon | rms | part")
-    order = sorted(rows, key=lambda n: max(rows[n]["ratio"], rows[n]["tigon_opposite"] / 1e3), reverse=True)
-    for name in order[:7]:
-        r = rows[name]
-        worst = max(
-            (n for n in result["gradients"] if n.startswith("only")),
-            key=lambda n: result["gradients"][n][name]["tigon"],
-            default="",
-        )
-        add(
-            f"    {name:44s} {r['stock']:.1e} {r['tigon']:.1e} {halves[name]['tigon']:.1e} | "
-            f"{r['stock_opposite']:.0f} {r['tigon_opposite']:.0f} of {r['elements']:.0f} | {r['rms']:.0e} | {worst[5:]}"
-        )
+    stock, ours, halves = (result["gradients"][name] for name in ("stock", "tigon", "stock in halves"))
+    add("  first gradient from fp64 (worst layer): stock, tigon, stock in halves")
+    for name in sorted(ours, key=lambda name: ours[name] / max(stock[name], 1e-12), reverse=True)[:7]:
+        add(f"    {name:44s} {stock[name]:.1e} {ours[name]:.1e} {halves[name]:.1e}")
     return "\n".join(lines)
 
 
@@ -466,7 +364,6 @@ def main() -> None:
         help="number of runs from parameters that are moved by one unit in the last place",
     )
     parser.add_argument("--attention", default="eager")
-    parser.add_argument("--quick", action="store_true", help="skip the runs of single parts")
     parser.add_argument("--out", type=Path, default=Path("curves_fp32.json"))
     options = parser.parse_args()
 

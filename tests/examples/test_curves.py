@@ -22,7 +22,7 @@ def _restore_settings():
 
 def test_the_script_writes_its_table_and_its_json(tmp_path, monkeypatch, one_thread):
     out = tmp_path / "curves.json"
-    options = ["--types", "gpt_oss", "--size", "tiny", "--device", "cpu", "--quick", "--out", str(out)]
+    options = ["--types", "gpt_oss", "--size", "tiny", "--device", "cpu", "--out", str(out)]
     options += ["--steps", "2", "--batch", "2", "--length", "16", "--seeds", "1"]
     monkeypatch.setattr("sys.argv", [str(SCRIPT), *options])
     # The script imports only installed packages, so it runs in this process, which has imported them already.
