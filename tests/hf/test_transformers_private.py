@@ -11,19 +11,14 @@ import torch
 from torch import nn
 
 import tigon
+from hf.changes import loss_entry
 from tigon.hf import transformers_private
 from tigon.recognition.parts.experts import recognise_experts
 
 transformers = pytest.importorskip("transformers")
 
-SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-}
+
+SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
 
 
 @pytest.fixture
@@ -31,42 +26,63 @@ def model():
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).train()
 
 
-def reason_for_stock_loss(model: nn.Module) -> str:
-    """Return the reason why the loss of a patched model is stock."""
-    report = tigon.patch(model)
-    (entry,) = [entry for entry in report.left_alone if entry.part == "loss"]
-    report.restore()
-    return entry.detail
-
-
 # --- known answers ---------------------------------------------------------------------------------
 
 
-def test_the_base_class_of_all_models_is_recognised(model):
+def test_classes_and_layers_of_a_model(model):
     names = [cls.__name__ for cls in type(model).__mro__ if transformers_private.is_code_of_base_class(cls)]
     assert "PreTrainedModel" in names
     assert "LlamaForCausalLM" not in names
+    assert transformers_private.layer_classes(model) == {"LlamaDecoderLayer"}
+    facts = transformers_private.model_facts(model)
+    assert (facts.layer_classes, facts.is_stateful, facts.dropped_heads) == ({"LlamaDecoderLayer"}, False, [])
+    assert transformers_private.model_facts(nn.Linear(1, 1)).layer_classes == set()
+    assert transformers_private.attention_of(model) == "sdpa"
+    assert transformers_private.attention_of(types.SimpleNamespace(config=types.SimpleNamespace())) == "unknown"
 
 
-def test_the_slot_of_the_loss_function_holds_an_assigned_function(model):
+def test_the_loss_function_of_a_model(model):
+    """The slot holds an assigned function, and the type chooses one if none was assigned."""
     stock, slot = model.loss_function, transformers_private.loss_slot(model)
     assert slot not in vars(model)
     model.loss_function = function = lambda *args: None
     assert vars(model)[slot] is model.loss_function is function
     del vars(model)[slot]
     assert model.loss_function is stock
-
-
-def test_the_loss_type_chooses_the_loss_function(model):
     assert transformers_private.loss_type(model) == "ForCausalLM"
-    stock = model.loss_function
     model.loss_type = "ForMaskedLM"
     assert transformers_private.loss_type(model) == "ForMaskedLM"
     assert model.loss_function is not stock
-
-
-def test_the_slot_of_a_model_without_a_property_is_the_attribute_itself():
+    # A model without a property has the attribute itself.
     assert transformers_private.loss_slot(nn.Linear(1, 1)) == "loss_function"
+
+
+def test_constructors_and_tables_of_models(monkeypatch):
+    assert all(callable(getattr(transformers.PreTrainedModel, name)) for name in transformers_private.constructors())
+    calls = []
+    stock = transformers.LlamaForCausalLM._from_config
+    record = lambda cls, *args, **kwargs: calls.append(cls) or stock(*args, **kwargs)
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "_from_config", classmethod(record))
+    transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**SIZES))
+    assert calls == [transformers.LlamaForCausalLM]
+    mappings = transformers_private.model_mappings()
+    classes = {mapping[transformers.LlamaConfig] for mapping in mappings if transformers.LlamaConfig in mapping}
+    assert {transformers.LlamaModel, transformers.LlamaForCausalLM} <= classes
+    assert transformers_private.auto_class_has("AutoModelForCausalLM", transformers.LlamaConfig)
+    assert not transformers_private.auto_class_has("AutoModelForCausalLM", transformers.SiglipConfig)
+    assert transformers_private.auto_class_has("AutoModel", transformers.SiglipConfig)
+    model_types = transformers_private.causal_lm_types()
+    assert model_types == sorted(model_types)
+    assert {"gpt2", "llama", "mixtral", "qwen3"} <= set(model_types)
+    assert "siglip" not in model_types
+
+
+def test_the_functions_that_build_masks():
+    masks = pytest.importorskip("transformers.masking_utils")
+    names = "create_causal_mask", "create_sliding_window_causal_mask", "create_chunked_causal_mask"
+    assert all(transformers_private.builds_mask(getattr(masks, name)) for name in names)
+    others = masks.find_packed_sequence_indices, masks.create_bidirectional_mask, cut_name, len, None
+    assert not any(map(transformers_private.builds_mask, others))
 
 
 def test_the_function_of_the_switch_calls_every_checkpointed_layer(model):
@@ -134,48 +150,6 @@ def test_an_installed_setter_gets_the_settings_of_a_call(model, arguments, setti
     assert transformers_private.installed_switch_setter(model) is None
 
 
-@pytest.mark.parametrize("name", transformers_private.constructors())
-def test_every_constructor_is_a_method_of_models(name):
-    assert callable(getattr(transformers.PreTrainedModel, name))
-
-
-def test_from_config_calls_the_private_constructor(monkeypatch):
-    calls = []
-    stock = transformers.LlamaForCausalLM._from_config
-    record = lambda cls, *args, **kwargs: calls.append(cls) or stock(*args, **kwargs)
-    monkeypatch.setattr(transformers.LlamaForCausalLM, "_from_config", classmethod(record))
-    transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**SIZES))
-    assert calls == [transformers.LlamaForCausalLM]
-
-
-def test_the_mappings_lead_from_a_config_to_its_models():
-    mappings = transformers_private.model_mappings()
-    classes = {mapping[transformers.LlamaConfig] for mapping in mappings if transformers.LlamaConfig in mapping}
-    assert {transformers.LlamaModel, transformers.LlamaForCausalLM} <= classes
-
-
-def test_the_auto_classes_have_the_configs_of_their_models():
-    assert transformers_private.auto_class_has("AutoModelForCausalLM", transformers.LlamaConfig)
-    assert not transformers_private.auto_class_has("AutoModelForCausalLM", transformers.SiglipConfig)
-    assert transformers_private.auto_class_has("AutoModel", transformers.SiglipConfig)
-
-
-def test_the_types_of_causal_language_models_are_listed():
-    model_types = transformers_private.causal_lm_types()
-    assert model_types == sorted(model_types)
-    assert {"gpt2", "llama", "mixtral", "qwen3"} <= set(model_types)
-    assert "siglip" not in model_types
-
-
-def test_the_classes_of_layers_are_named(model):
-    assert transformers_private.layer_classes(model) == {"LlamaDecoderLayer"}
-
-
-def test_the_attention_of_a_model_is_named(model):
-    assert transformers_private.attention_of(model) == "sdpa"
-    assert transformers_private.attention_of(types.SimpleNamespace(config=types.SimpleNamespace())) == "unknown"
-
-
 @pytest.mark.parametrize("name", ["grouped_mm", "batched_mm"])
 def test_the_experts_of_transformers_take_a_module_with_these_attributes(name):
     experts = transformers_private.experts_function(name)
@@ -202,17 +176,66 @@ def test_experts_have_the_attributes_that_recognition_reads():
 # --- a transformers without the names --------------------------------------------------------------
 
 
-def test_the_loss_is_stock_if_the_slot_is_not_found(model, monkeypatch):
-    chosen = model.loss_function
-    monkeypatch.setattr(transformers.PreTrainedModel, "loss_function", property(lambda self: chosen))
+@pytest.mark.parametrize("missing", ["slot", "loss_type"])
+def test_the_loss_is_stock_if_the_choice_of_the_loss_is_unknown(model, monkeypatch, missing):
+    if missing == "slot":
+        chosen = model.loss_function
+        monkeypatch.setattr(transformers.PreTrainedModel, "loss_function", property(lambda self: chosen))
+    else:
+        del model.loss_type
     assert transformers_private.loss_slot(model) is None
-    assert "in a way that Tigon does not know" in reason_for_stock_loss(model)
+    entry = loss_entry(tigon.patch(model))
+    assert not entry.replaced
+    assert "in a way that Tigon does not know" in entry.detail
 
 
-def test_the_loss_is_stock_if_a_model_of_transformers_has_no_loss_type(model):
-    del model.loss_type
-    assert transformers_private.loss_slot(model) is None
-    assert "in a way that Tigon does not know" in reason_for_stock_loss(model)
+def cut_name(monkeypatch, path: str) -> None:
+    """Delete an attribute of a module or of a class of transformers."""
+    module, _, name = path.rpartition(".")
+    if module == "PreTrainedModel":
+        monkeypatch.delattr(transformers.PreTrainedModel, name)
+    else:
+        monkeypatch.delattr(f"transformers.{path}")
+
+
+EXPERTS = "integrations.moe.ALL_EXPERTS_FUNCTIONS"
+AUTO = "models.auto.modeling_auto"
+# The missing name, what needs it, and the name in the message.
+REFUSALS = {
+    "constructor": ("PreTrainedModel._from_config", lambda: tigon.patch("llama"), "PreTrainedModel._from_config"),
+    "mappings": (f"{AUTO}.MODEL_MAPPING", lambda: tigon.patch("llama"), f"{AUTO}.MODEL_MAPPING"),
+    "auto class": (
+        None, lambda: transformers_private.auto_class_has("AutoModelForCausalLM", transformers.LlamaConfig),
+        "AutoModelForCausalLM._model_mapping",
+    ),
+    "experts": (EXPERTS, lambda: transformers_private.experts_function("grouped_mm"), EXPERTS),
+    "unknown experts": (None, lambda: transformers_private.experts_function("fast"), f"{EXPERTS}['fast']"),
+    "layers": (
+        None, lambda: transformers_private.layer_classes(types.SimpleNamespace()), "PreTrainedModel._no_split_modules",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("missing", "use", "name"), REFUSALS.values(), ids=REFUSALS)
+def test_missing_names_are_refused_by_name(monkeypatch, missing, use, name):
+    if missing is not None:
+        cut_name(monkeypatch, missing)
+    if "AutoModel" in name:
+        monkeypatch.setattr(transformers.AutoModelForCausalLM, "_model_mapping", None)
+    with pytest.raises(RuntimeError, match=f"transformers .* has no {re.escape(name)}, which Tigon needs"):
+        use()
+
+
+def test_the_types_are_read_from_the_public_table_without_the_private_one(monkeypatch):
+    from transformers.models.auto import modeling_auto
+
+    model_types = set(transformers_private.causal_lm_types())
+    cut_name(monkeypatch, f"{AUTO}.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES")
+    public = set(transformers_private.causal_lm_types())
+    assert "llama" in public
+    # A test that loads remote code registers its type, and only the public table has such types.
+    registered = {config.model_type for config in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING._extra_content}
+    assert public - registered <= model_types
 
 
 def test_a_slot_of_another_name_is_found_and_restored(model, monkeypatch):
@@ -244,53 +267,6 @@ def test_the_last_layer_is_checkpointed_too_if_layers_are_not_recognised(model):
         base.__name__ = "GradientCheckpointingLayer"
 
 
-def test_patching_a_type_is_refused_without_the_private_constructor(monkeypatch):
-    monkeypatch.delattr(transformers.PreTrainedModel, "_from_config")
-    with pytest.raises(RuntimeError, match=r"transformers .* has no PreTrainedModel\._from_config, which Tigon needs"):
-        tigon.patch("llama")
-
-
-def test_patching_a_type_is_refused_without_the_mappings(monkeypatch):
-    from transformers.models.auto import modeling_auto
-
-    monkeypatch.delattr(modeling_auto, "MODEL_MAPPING")
-    with pytest.raises(RuntimeError, match=r"has no models\.auto\.modeling_auto\.MODEL_MAPPING"):
-        tigon.patch("llama")
-
-
-def test_a_missing_mapping_of_an_auto_class_is_refused_by_name(monkeypatch):
-    monkeypatch.setattr(transformers.AutoModelForCausalLM, "_model_mapping", None)
-    with pytest.raises(RuntimeError, match=r"has no AutoModelForCausalLM\._model_mapping"):
-        transformers_private.auto_class_has("AutoModelForCausalLM", transformers.LlamaConfig)
-
-
-def test_the_types_are_read_from_the_public_table_without_the_private_one(monkeypatch):
-    from transformers.models.auto import modeling_auto
-
-    model_types = set(transformers_private.causal_lm_types())
-    monkeypatch.delattr(modeling_auto, "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES")
-    public = set(transformers_private.causal_lm_types())
-    assert "llama" in public
-    # A test that loads remote code registers its type, and only the public table has such types.
-    registered = {config.model_type for config in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING._extra_content}
-    assert public - registered <= model_types
-
-
-def test_missing_experts_of_transformers_are_refused_by_name(monkeypatch):
-    from transformers.integrations import moe
-
-    with pytest.raises(RuntimeError, match=r"has no integrations\.moe\.ALL_EXPERTS_FUNCTIONS\['fast'\]"):
-        transformers_private.experts_function("fast")
-    monkeypatch.delattr(moe, "ALL_EXPERTS_FUNCTIONS")
-    with pytest.raises(RuntimeError, match=r"has no integrations\.moe\.ALL_EXPERTS_FUNCTIONS"):
-        transformers_private.experts_function("grouped_mm")
-
-
-def test_a_model_that_does_not_name_its_layers_is_refused():
-    with pytest.raises(RuntimeError, match=r"has no PreTrainedModel\._no_split_modules"):
-        transformers_private.layer_classes(types.SimpleNamespace())
-
-
 # --- one file --------------------------------------------------------------------------------------
 
 
@@ -316,11 +292,3 @@ def test_no_other_file_uses_these_names():
     without_comments = lambda file: re.sub(r"#.*", "", file.read_text())
     users = [file.name for file in files if pattern.search(without_comments(file))]
     assert users == ["transformers_private.py"]
-
-
-def test_the_functions_that_build_masks():
-    masks = pytest.importorskip("transformers.masking_utils")
-    names = "create_causal_mask", "create_sliding_window_causal_mask", "create_chunked_causal_mask"
-    assert all(transformers_private.builds_mask(getattr(masks, name)) for name in names)
-    others = masks.find_packed_sequence_indices, masks.create_bidirectional_mask, reason_for_stock_loss, len, None
-    assert not any(map(transformers_private.builds_mask, others))
