@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import tigon
+from gpu.steps import capture, no_waits, peak_bytes
 from tigon.recognition.guards.guard import install_guarded
 from tigon.recognition.parts.experts import recognise_experts
 from tigon.testing import assert_accurate
@@ -82,25 +83,13 @@ def test_experts_are_as_accurate_as_stock(flavour, absent, router):
 def test_experts_never_wait_for_the_device(flavour):
     module, inputs = _patched(_experts(flavour)), _inputs()
     _step(module, inputs)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waits():
         _step(module, inputs)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_experts_run_in_a_cuda_graph_with_other_indices():
     module, static, other = _patched(_experts()), _inputs(), _inputs(seed=1)
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(2):
-            _step(module, static)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        replay_results = _step(module, static)
+    graph, replay_results = capture(lambda: _step(module, static))
     with torch.no_grad():
         for x, y in zip(static, other, strict=True):
             x.copy_(y)
@@ -159,10 +148,7 @@ def test_experts_need_less_memory_than_stock():
     def peak(module: nn.Module) -> int:
         inputs = _inputs(8192)
         _step(module, inputs)
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        _step(module, inputs)
-        return torch.cuda.max_memory_allocated() - before
+        return peak_bytes(lambda: _step(module, inputs))
 
     stock = _experts()
     patched_peak, y, rows = peak(_patched(copy.deepcopy(stock))), 8192 * H * 2, 8192 * K

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 import tigon
+from gpu.steps import capture, no_waits
 from tigon.ops.experts.arguments import ExpertParameters
 from tigon.ops.experts.choice_order import route
 from tigon.ops.experts.fp8_rows import quantise_and_spread, quantise_and_spread_reference
@@ -113,24 +114,13 @@ def test_an_op_never_waits_for_the_device(recipe, fp8_dw):
 
     # The first run compiles kernels and allocates workspaces.
     step()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waits():
         step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def _replay_with_other_values(step: Callable[[], list[Tensor]], leaves: Sequence[Tensor]) -> list[Tensor]:
     """Capture a step in a CUDA graph, change the leaves, and return the results of a replay."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, captured = capture(step)
     with torch.no_grad():
         for leaf in leaves:
             leaf.mul_(-1.5)
@@ -294,12 +284,8 @@ def test_experts_never_wait_for_the_device(activation):
 
     # The first run compiles kernels and allocates workspaces.
     step()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waits():
         step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.usefixtures("_needs_grouped_units")

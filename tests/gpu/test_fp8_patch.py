@@ -8,6 +8,7 @@ import transformers
 from torch import nn
 
 import tigon
+from gpu.steps import capture, no_waits
 from hf.fp8_steps import BF16_ERROR, assert_near, error, layers_in_fp8, with_lora
 from tigon.hf import fp8
 from tigon.ops.fp8.formats import RECIPES, has_units
@@ -69,11 +70,8 @@ def test_a_step_does_not_wait_for_the_gpu():
     tigon.patch(model, fp8="tensorwise")
     batch = make_batch()
     step(model, batch)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waits():
         step(model, batch)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -81,17 +79,14 @@ def test_a_replayed_graph_quantises_the_weights_that_it_finds(recipe):
     model, other = make_model(), make_model(seed=1)
     tigon.patch(model, fp8=recipe)
     static = make_batch()
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            step(model, static)
-    torch.cuda.current_stream().wait_stream(stream)
-    model.zero_grad(set_to_none=True)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+
+    def run() -> torch.Tensor:
+        model.zero_grad(set_to_none=True)
         loss = model(**static).loss
         loss.backward()
+        return loss
+
+    graph, loss = capture(run, warm_ups=3)
     for seed in (2, 3):
         if seed == 3:
             model.load_state_dict(other.state_dict())
@@ -139,14 +134,8 @@ def test_a_graph_quantises_frozen_weights_at_each_replay():
     model = make_model().requires_grad_(False)
     report = tigon.patch(model, fp8="rowwise")
     batch = make_batch()
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream), torch.no_grad():
-        for _ in range(2):
-            model(**batch)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph), torch.no_grad():
-        loss = model(**batch).loss
+    with torch.no_grad():
+        graph, loss = capture(lambda: model(**batch).loss)
     # The graph must not read copies that are freed, nor those of earlier values.
     report.clear_fp8()
     with torch.no_grad():

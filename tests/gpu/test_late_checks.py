@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import tigon
+from gpu.steps import no_waits
 from tigon.integrations.liger import layers
 from tigon.losses import grpo_loss
 from tigon.runtime.late_checks import check_later, raise_earlier
@@ -34,13 +35,9 @@ def test_a_failed_check_is_nan_and_a_later_call_raises():
 
 
 def test_a_busy_gpu_loses_no_check_and_the_host_does_not_wait():
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waits():
         torch.cuda._sleep(200_000_000)
         results = [_check(i != 1) for i in range(4)]
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert [x.isnan().item() for x in results] == [False, True, False, False]
     with pytest.raises(ValueError, match=LATE):
         raise_earlier()
@@ -171,14 +168,10 @@ def test_packed_positions_warn_without_a_host_synchronisation():
 
     hook, module = PackingWarning("packed"), torch.nn.Identity().train()
     positions = torch.tensor([[0, 1, 2, 0, 1]], device="cuda")
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waits():
         torch.cuda._sleep(200_000_000)
         for _ in range(3):
             hook(module, (), {"position_ids": positions})
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     torch.cuda.synchronize()
     with pytest.warns(UserWarning, match="packed"):
         hook(module, (), {"position_ids": positions})

@@ -14,6 +14,7 @@ import tigon
 import tigon.runtime.cublaslt as cublaslt
 import tigon.runtime.products as products
 from benchmarks.workloads import WORKLOADS
+from gpu.steps import capture, no_waits
 from op_cases import assert_as_accurate_as_eager
 from tigon.ops.head.linear_cross_entropy import linear_cross_entropy_reference
 
@@ -174,11 +175,8 @@ def test_early_valid_rows_avoid_a_wait(monkeypatch):
         step(early)
     torch.cuda.synchronize()
     rows = _record_rows(monkeypatch)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waits():
         seconds = step(True)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     torch.cuda.synchronize()
     assert sum(rows) == count, "Ignored rows were computed."
     assert seconds < 0.1
@@ -196,15 +194,7 @@ def test_the_loss_runs_in_a_cuda_graph(shape):
         loss = tigon.linear_cross_entropy(x, w, target, **options)
         return [loss.detach(), *torch.autograd.grad(loss, (x, w))]
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(2):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        replay_results = step(valid_rows=early)
+    graph, replay_results = capture(lambda: step(valid_rows=early), warm_up=step)
     for labels in (target.clone(), others, torch.full_like(target, -100), target.clone()):
         target.copy_(labels)
         graph.replay()

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tigon
+from gpu.steps import capture, no_waits
 from memory.steps import assert_same_bits, block, run
 from memory.test_ops import ALIVE, CASES
 from tigon.memory.levels import MEMORY
@@ -71,15 +72,6 @@ def deterministic():
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
-
-
-def assert_no_wait(model: nn.Module, batch: dict[str, Tensor]) -> None:
-    """Assert that the host does not wait for the device in forward and backward."""
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        model(**batch).loss.backward()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("level", MEMORY[1:])
@@ -168,7 +160,8 @@ def test_a_copy_of_the_weight_gives_the_same_bits(n, op):
 def test_lean_never_waits_for_the_device():
     model, batch = make_model("lean", attention="sdpa"), make_batch()
     take_step(model, batch)
-    assert_no_wait(model, batch)
+    with no_waits():
+        model(**batch).loss.backward()
 
 
 def test_a_captured_lean_step_is_replayed_on_other_values():
@@ -183,15 +176,7 @@ def test_a_captured_lean_step_is_replayed_on_other_values():
             del y
         return torch.autograd.grad(loss, (w, v))
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            gradients(True)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        replay_results = gradients(True)
+    graph, replay_results = capture(lambda: gradients(True), warm_ups=3)
     x.normal_()
     graph.replay()
     assert_same_bits(list(replay_results), list(gradients(False)))

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import tigon
+from gpu.steps import no_waits, peak_bytes
 from tigon.testing import assert_accurate
 
 transformers = pytest.importorskip("transformers")
@@ -74,12 +75,8 @@ def test_a_training_step_never_waits_for_the_device():
     model, batch = _model("llama"), _batch()
     tigon.patch(model)
     _step(model, batch)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waits():
         model(**batch).loss.backward()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_a_patched_model_never_holds_all_logits():
@@ -89,11 +86,7 @@ def test_a_patched_model_never_holds_all_logits():
         if kind == "patched":
             tigon.patch(model)
         _step(model, batch)
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        _step(model, batch)
-        peak[kind] = torch.cuda.max_memory_allocated() - before
+        peak[kind] = peak_bytes(lambda: _step(model, batch))
     logits = 4 * 1024 * 128256 * 2
     assert peak["stock"] > 3 * logits
     assert peak["patched"] < 1.2 * logits

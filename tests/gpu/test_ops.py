@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import tigon
+from gpu.steps import capture, no_waits, peak_bytes
 from op_cases import CASES, Case, as_list, assert_as_accurate_as_eager, outputs_and_gradients
 from tigon.ops.head.linear_cross_entropy import linear_cross_entropy_reference
 from tigon.ops.logits.cross_entropy import cross_entropy_reference, log_probs_and_entropy_reference
@@ -40,22 +41,14 @@ def test_an_op_never_waits_for_the_device(case: Case):
     outputs, _ = outputs_and_gradients(case.run, tensors)
     upstream = [torch.ones_like(y) for y in outputs]
     leaves = [x for x in tensors if x.requires_grad]
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waits():
         outputs = case.run(*tensors)
         torch.autograd.grad(as_list(outputs), leaves, upstream)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_the_check_for_waits_can_fail():
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        with pytest.raises(RuntimeError, match="synchroniz"):
-            torch.ones(1, device="cuda").item()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    with no_waits(), pytest.raises(RuntimeError, match="synchroniz"):
+        torch.ones(1, device="cuda").item()
 
 
 @every_case
@@ -67,15 +60,7 @@ def test_an_op_runs_in_a_cuda_graph(case: Case):
         leaves = [x for x in static if x.requires_grad]
         return [*outputs, *torch.autograd.grad(outputs, leaves, [torch.ones_like(y) for y in outputs])]
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(2):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        replay_results = step()
+    graph, replay_results = capture(step)
     with torch.no_grad():
         for x, y in zip(static, other, strict=True):
             x.copy_(y)
@@ -400,27 +385,19 @@ def test_equal_distributions_have_a_jsd_and_a_gradient_of_exactly_zero():
 # --- memory --------------------------------------------------------------------------------------
 
 
-def _peak(run) -> int:
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    run()
-    return torch.cuda.max_memory_allocated() - before
-
-
 def test_linear_cross_entropy_respects_max_logits_mib():
     x, weight, labels = _random(4096, 512), _random(128256, 512), _labels(4096, 128256)
     run = lambda: tigon.linear_cross_entropy(x, weight, labels, max_logits_mib=128).backward()
     run()
     _clear_gradients(x, weight)
     gradients = (x.numel() + weight.numel()) * 2
-    assert _peak(run) < gradients + 128 * MIB + 16 * MIB
+    assert peak_bytes(run) < gradients + 128 * MIB + 16 * MIB
 
 
 def test_cross_entropy_in_place_allocates_less_than_2_mib():
     logits, labels = _random(1024, 128256), _labels(1024, 128256)
     hidden = logits * 1.0
-    assert _peak(lambda: tigon.cross_entropy(hidden, labels, inplace=True)) < 2 * MIB
+    assert peak_bytes(lambda: tigon.cross_entropy(hidden, labels, inplace=True)) < 2 * MIB
 
 
 # --- more than 2^31 elements ---------------------------------------------------------------------

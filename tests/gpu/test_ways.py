@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import tigon
+from gpu.steps import capture
 from tigon.hf.logits import SKIPPED_LOGITS
 
 transformers = pytest.importorskip("transformers")
@@ -140,18 +141,14 @@ def test_a_captured_step_is_replayed_on_another_batch(model_type):
 
     def capture_and_replay(model, batch):
         static = make_batch(seed=9)
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(3):
-                model.zero_grad(set_to_none=True)
-                model(**static).loss.backward()
-        torch.cuda.current_stream().wait_stream(stream)
-        model.zero_grad(set_to_none=True)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+
+        def step() -> torch.Tensor:
+            model.zero_grad(set_to_none=True)
             loss = model(**static).loss
             loss.backward()
+            return loss
+
+        graph, loss = capture(step, warm_ups=3)
         for name in ("input_ids", "labels"):
             static[name].copy_(batch[name])
         results = []
