@@ -140,8 +140,10 @@ def fp8_calls(monkeypatch) -> list[tuple[str, int]]:
 @pytest.fixture
 def quantisations(monkeypatch) -> list[tuple[bool, bool]]:
     """Return a list to which each quantisation of weights adds which copies it makes: by rows, and transposed."""
-    copies, quantise = [], weights.quantise_weights
-    monkeypatch.setattr(weights, "quantise_weights", lambda *args: copies.append(args[-2:]) or quantise(*args))
+    copies, quantise, quantise_stack = [], weights.quantise, weights.quantise_stack
+    record = lambda needs, result: copies.append(tuple(needs)) or result
+    monkeypatch.setattr(weights, "quantise", lambda ws, layout: record(layout[1:3], quantise(ws, layout)))
+    monkeypatch.setattr(weights, "quantise_stack", lambda *args: record(args[1:], quantise_stack(*args)))
     return copies
 
 

@@ -14,6 +14,7 @@ from torch import nn
 import fp8_eager
 import tigon
 from hf.fp8_steps import error, experts_in_fp8, reasons
+from tigon.hf.fp8 import FEWEST_ROWS
 from tigon.recognition.parts import fp8_experts as recognised
 from tigon.recognition.replacement import find_replacement
 
@@ -86,7 +87,9 @@ def test_the_report_names_the_experts_and_the_reasons(make, monkeypatch):
     model = make()
     report = tigon.patch(model, fp8="tensorwise")
     (line,) = [entry for entry in report.replaced if entry.part == "fp8"]
-    assert line.detail == "rowwise FP8 products in forward and dX, but not dW, from 2048 rows for each expert on"
+    assert line.detail == (
+        f"rowwise FP8 products in forward and dX, but not dW, from {FEWEST_ROWS} rows for each expert on"
+    )
     assert line.module == "Qwen3MoeExperts"
     name = "model.layers.0.mlp.experts"
     assert "replaced: moe_mlp, silu" in report.why(name)
