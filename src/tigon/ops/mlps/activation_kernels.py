@@ -78,36 +78,6 @@ def activation_and_slope(x, KIND: tl.constexpr, alpha=None):
     return x * gate, gate + x * (gate * rest) * slope
 
 
-@triton.jit(do_not_specialize=["blocks"])
-def _forward_kernel(
-    x_ptr, y_ptr, stride_x, stride_y, width, blocks, KIND: tl.constexpr, BLOCK: tl.constexpr  # [M, N] each
-):  # fmt: skip
-    """Compute act(x) for a block."""
-    row, cols, mask = block_of_row(width, blocks, BLOCK)
-    x = tl.load(x_ptr + row * stride_x + cols, mask=mask, other=0.0).to(tl.float32)
-    act, _ = activation_and_slope(x, KIND)
-    tl.store(y_ptr + row * stride_y + cols, act, mask=mask)
-
-
-@triton.jit(do_not_specialize=["blocks"])
-def _backward_kernel(
-    dy_ptr, x_ptr, dx_ptr, y_ptr,  # [M, N] each; y is recomputed, or None
-    stride_dy, stride_x, stride_dx, stride_y, width, blocks, KIND: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Compute dx and, if it is needed, y for a block."""
-    row, cols, mask = block_of_row(width, blocks, BLOCK)
-    dy = tl.load(dy_ptr + row * stride_dy + cols, mask=mask, other=0.0).to(tl.float32)
-    x = tl.load(x_ptr + row * stride_x + cols, mask=mask, other=0.0).to(tl.float32)
-    act, slope = activation_and_slope(x, KIND)
-    dx = dy * slope
-    if KIND == "relu2":
-        dx = tl.where(x <= 0.0, 0.0, dx)
-    # All inputs are loaded by now, so results may overwrite them.
-    if y_ptr is not None:
-        tl.store(y_ptr + row * stride_y + cols, act, mask=mask)
-    tl.store(dx_ptr + row * stride_dx + cols, dx, mask=mask)
-
-
 @triton.jit
 def _clamp(x, limit):
     """Return min(x, limit). NaN stays NaN, because a comparison with it is False."""
@@ -126,8 +96,9 @@ def _load_pairs(ptr, cols, width, BLOCK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["blocks"])
-def _gated_forward_kernel(
-    gate_ptr, up_ptr, y_ptr, stride_gate, stride_up, stride_y,  # [M, I] each, or [M, 2 I] if INTERLEAVED
+def _forward_kernel(
+    # [M, I] each, or [M, 2 I] if INTERLEAVED. Without a gate, `gate` is x, and `up` is None.
+    gate_ptr, up_ptr, y_ptr, stride_gate, stride_up, stride_y,
     gate_scale, scale, limit, alpha, offset, width, blocks,
     KIND: tl.constexpr, LIMITED: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -137,19 +108,23 @@ def _gated_forward_kernel(
         gate, up = _load_pairs(gate_ptr + row * stride_gate, cols, width, BLOCK)
     else:
         gate = tl.load(gate_ptr + row * stride_gate + cols, mask=mask, other=0.0).to(tl.float32)
-        up = tl.load(up_ptr + row * stride_up + cols, mask=mask, other=0.0).to(tl.float32)
-    gate *= gate_scale
+        if up_ptr is not None:
+            up = tl.load(up_ptr + row * stride_up + cols, mask=mask, other=0.0).to(tl.float32)
+    if up_ptr is not None:
+        gate *= gate_scale
     if LIMITED:
         act, _ = activation_and_slope(_clamp(gate, limit), KIND, alpha)
         up = -_clamp(-_clamp(up, limit), limit) + offset
     else:
         act, _ = activation_and_slope(gate, KIND)
-    tl.store(y_ptr + row * stride_y + cols, act * up * scale, mask=mask)
+    if up_ptr is not None:
+        act = act * up * scale
+    tl.store(y_ptr + row * stride_y + cols, act, mask=mask)
 
 
 @triton.jit(do_not_specialize=["blocks"])
-def _gated_backward_kernel(
-    dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, y_ptr,  # as in the forward; y is recomputed, or None
+def _backward_kernel(
+    dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, y_ptr,  # as in `_forward_kernel`; y is recomputed, or None
     stride_dy, stride_gate, stride_up, stride_dgate, stride_dup, stride_y,
     gate_scale, scale, limit, alpha, offset, width, blocks,
     KIND: tl.constexpr, NEEDS_DGATE: tl.constexpr, NEEDS_DUP: tl.constexpr, LIMITED: tl.constexpr,
@@ -163,26 +138,30 @@ def _gated_backward_kernel(
     else:
         gate = tl.load(gate_ptr + row * stride_gate + cols, mask=mask, other=0.0).to(tl.float32)
         # Only a finite limit needs up for the gradient of up.
-        if NEEDS_DGATE or LIMITED or y_ptr is not None:
+        if up_ptr is not None and (NEEDS_DGATE or LIMITED or y_ptr is not None):
             up = tl.load(up_ptr + row * stride_up + cols, mask=mask, other=0.0).to(tl.float32)
-    gate *= gate_scale
+    if up_ptr is not None:
+        gate *= gate_scale
     if LIMITED:
         act, slope = activation_and_slope(_clamp(gate, limit), KIND, alpha)
     else:
         act, slope = activation_and_slope(gate, KIND)
-    act *= scale
-    dup = dy * act
+    if up_ptr is not None:
+        act *= scale
+        dup = dy * act
     if LIMITED:
         # The gradient of a clamp is 0 outside of its range, and for NaN.
         dup = tl.where((up <= limit) & (up >= -limit), dup, 0.0)
         up = -_clamp(-_clamp(up, limit), limit) + offset
     # All inputs are loaded by now, so results may overwrite them.
     if y_ptr is not None:
-        tl.store(y_ptr + row * stride_y + cols, act * up, mask=mask)
+        tl.store(y_ptr + row * stride_y + cols, act if up_ptr is None else act * up, mask=mask)
     if NEEDS_DGATE:
-        dgate = dy * up * (slope * gate_scale * scale)
+        dgate = dy * slope if up_ptr is None else dy * up * (slope * gate_scale * scale)
         if LIMITED:
             dgate = tl.where(gate <= limit, dgate, 0.0)
+        if KIND == "relu2":
+            dgate = tl.where(gate <= 0.0, 0.0, dgate)
     if INTERLEAVED:
         both = 2 * tl.min(cols, 0) + tl.arange(0, 2 * BLOCK)
         pairs = tl.reshape(tl.join(dgate, dup), [2 * BLOCK]).to(dgate_ptr.dtype.element_ty)
@@ -194,17 +173,27 @@ def _gated_backward_kernel(
             tl.store(dup_ptr + row * stride_dup + cols, dup, mask=mask)
 
 
-# --- launchers without a gate (any strides, no autograd) -----------------------------------------
+# --- launchers (any strides, no autograd) --------------------------------------------------------
 
 
-def _launch(kernel: JITFunction, kind: str, tensors: tuple[Tensor | None, ...], strides: tuple[int, ...]) -> None:
-    """Run a kernel on tensors [M, N], or None, whose rows have the given strides."""
-    x = tensors[0]
-    assert x is not None
-    # Each thread accesses 16 bytes of each tensor twice. Not measured: the floor is the traffic, which is 2 M N
-    # elements in the forward and 3 M N in the backward.
-    block = 4096 // x.element_size()
-    launch_blocks(kernel, x.shape[-1], tensors, strides, block, KIND=kind, num_warps=4)
+def _launch(
+    kernel: JITFunction, width: int, kind: str, options: GateOptions, tensors: tuple[Any, ...],
+    strides: tuple[int, ...], block: int | None = None, **flags: bool,
+) -> None:  # fmt: skip
+    """Run a kernel on tensors with the rows of y [M, width], or None, whose rows have the given strides."""
+    *numbers, is_interleaved = options
+    is_plain = options.limit == math.inf and options.alpha == 1.0 and options.offset == 0.0
+    # erf takes long, so more loads in flight help: 0.93 ms instead of 1.01 (H200, 16384 x 14336).
+    block = block or (2048 if kind == "gelu" else 1024)
+    launch_blocks(
+        kernel, width, tensors, strides, block, *numbers, KIND=kind, LIMITED=not is_plain,
+        INTERLEAVED=is_interleaved, **flags, num_warps=4,
+    )  # fmt: skip
+
+
+def _block(x: Tensor) -> int:
+    """Return the block without a gate: each thread accesses 16 bytes of each tensor twice. It has not been tuned."""
+    return 4096 // x.element_size()
 
 
 @launcher(fake=lambda x, kind: torch.empty_like(x))
@@ -212,8 +201,20 @@ def activation_forward(x: Tensor, kind: str) -> Tensor:
     """Return act(x), with the strides of `x` if `x` has no gaps."""
     result = torch.empty_like(x)
     (x, stride_x), (y, stride_y) = map(dense_rows, in_memory_order(result, x))
-    _launch(_forward_kernel, kind, (x, y), (stride_x, stride_y))
+    width = x.shape[-1]
+    _launch(_forward_kernel, width, kind, PLAIN_GATE, (x, None, y), (stride_x, width, stride_y), _block(x))
     return result
+
+
+def _run_backward(tensors: tuple[Tensor | None, ...], strides: tuple[int, ...], kind: str) -> None:
+    """Write dx and, if it is no None, y, for dy, x, dx and y [M, N]."""
+    dy, x, dx, y = tensors
+    assert x is not None
+    width, (stride_dy, stride_x, stride_dx, stride_y) = x.shape[-1], strides
+    _launch(
+        _backward_kernel, width, kind, PLAIN_GATE, (dy, x, None, dx, None, y),
+        (stride_dy, stride_x, width, stride_dx, width, stride_y), _block(x), NEEDS_DGATE=True, NEEDS_DUP=False,
+    )  # fmt: skip
 
 
 @launcher(fake=lambda dy, x, kind: torch.empty_like(x))
@@ -221,7 +222,7 @@ def activation_backward(dy: Tensor, x: Tensor, kind: str) -> Tensor:
     """Return dx for dy and x of the same shape."""
     result = torch.empty_like(x)
     (dy, stride_dy), (x, stride_x), (dx, stride_dx) = map(dense_rows, in_memory_order(result, dy, x))
-    _launch(_backward_kernel, kind, (dy, x, dx, None), (stride_dy, stride_x, stride_dx, x.shape[-1]))
+    _run_backward((dy, x, dx, None), (stride_dy, stride_x, stride_dx, x.shape[-1]), kind)
     return result
 
 
@@ -231,10 +232,7 @@ def activation_backward_into(dy: Tensor, x: Tensor, kind: str, dx: Tensor, y: Te
 
     All tensors are contiguous [M, N]. A result may be the same tensor as dy or x.
     """
-    _launch(_backward_kernel, kind, (dy, x, dx, y), (x.shape[-1],) * 4)
-
-
-# --- launchers with a gate (any strides, no autograd) --------------------------------------------
+    _run_backward((dy, x, dx, y), (x.shape[-1],) * 4, kind)
 
 
 def _gated_rows(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor, int, int]:
@@ -248,21 +246,6 @@ def _gated_rows(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor, int, i
         return gate, up, stride_gate, stride_gate
     up, stride_up = dense_rows(up)
     return gate, up, stride_gate, stride_up
-
-
-def _launch_gated(
-    kernel: JITFunction, width: int, kind: str, options: GateOptions, tensors: tuple[Any, ...],
-    strides: tuple[int, ...], **flags: bool,
-) -> None:  # fmt: skip
-    """Run a kernel on tensors with the rows of y [M, width], or None, whose rows have the given strides."""
-    *numbers, is_interleaved = options
-    is_plain = options.limit == math.inf and options.alpha == 1.0 and options.offset == 0.0
-    # erf takes long, so more loads in flight help: 0.93 ms instead of 1.01 (H200, 16384 x 14336).
-    block = 2048 if kind == "gelu" else 1024
-    launch_blocks(
-        kernel, width, tensors, strides, block, *numbers, KIND=kind, LIMITED=not is_plain,
-        INTERLEAVED=is_interleaved, **flags, num_warps=4,
-    )  # fmt: skip
 
 
 def _empty_gated(gate: Tensor, up: Tensor | None) -> Tensor:
@@ -279,8 +262,8 @@ def glu_forward(gate: Tensor, up: Tensor | None, kind: str, options: GateOptions
     y = _empty_gated(gate, up)
     width = y.shape[-1]
     gate, up, stride_gate, stride_up = _gated_rows(gate, up)
-    _launch_gated(
-        _gated_forward_kernel, width, kind, options, (gate, up, y), (stride_gate, stride_up, width)
+    _launch(
+        _forward_kernel, width, kind, options, (gate, up, y), (stride_gate, stride_up, width)
     )  # fmt: skip
     return y
 
@@ -308,8 +291,8 @@ def glu_backward(
         # A gradient that is not needed is not written. `gate` and its stride take its place.
         dgate, stride_dgate = (gradients[0], width) if needs_dgate else (gate, stride_gate)
         dup, stride_dup = (gradients[1], width) if needs_dup else (gate, stride_gate)
-    _launch_gated(
-        _gated_backward_kernel, width, kind, options, (dy, gate, up, dgate, dup, None),
+    _launch(
+        _backward_kernel, width, kind, options, (dy, gate, up, dgate, dup, None),
         (stride_dy, stride_gate, stride_up, stride_dgate, stride_dup, width),
         NEEDS_DGATE=needs_dgate, NEEDS_DUP=is_packed or needs_dup,
     )  # fmt: skip
@@ -326,6 +309,6 @@ def glu_backward_into(
     """
     width = gate.shape[-1]
     tensors = dy, gate, up, dgate, dup, y
-    _launch_gated(
-        _gated_backward_kernel, width, kind, options, tensors, (width,) * 6, NEEDS_DGATE=True, NEEDS_DUP=True
+    _launch(
+        _backward_kernel, width, kind, options, tensors, (width,) * 6, NEEDS_DGATE=True, NEEDS_DUP=True
     )  # fmt: skip

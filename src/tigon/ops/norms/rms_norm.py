@@ -80,76 +80,56 @@ def add_rms_norm_reference(
 
 
 class _RMSNorm(Node):
-    """Compute y and, with `returns_x`, return x too. The kernel that computes dx adds the gradient of this output."""
+    """Compute y of x, or of x + residual, and return the first `count` of y, the normalised tensor and the statistics.
+
+    The kernel that computes the gradient of the normalised tensor adds the gradient of that output.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, options: NormOptions, finds_maximum: bool, returns_x: bool
-    ) -> Any:
-        y, _, statistics = norm_forward(x, None, weight, None, options)
-        ctx.save_for_backward(x, weight, statistics)
+        ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor | None, options: NormOptions, finds_maximum: bool,
+        count: int,
+    ) -> Any:  # fmt: skip
+        y, total, statistics = norm_forward(x, residual, weight, None, options)
+        ctx.save_for_backward(x if residual is None else total, weight, statistics)
+        ctx.dtypes = x.dtype, x.dtype if residual is None else residual.dtype
         ctx.offset, ctx.finds_maximum = options.offset, finds_maximum
-        if not returns_x:
+        if count == 1:
             return y
         keep_none_gradients(ctx)
-        residual = x.detach()
-        if not ctx.needs_input_grad[0]:
-            ctx.mark_non_differentiable(residual)
-        return y, residual
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor | None, dresidual: Tensor | None = None) -> tuple[Tensor | None, ...]:
-        x, weight, statistics = ctx.saved_tensors
-        needs_dx, needs_dw = ctx.needs_input_grad[:2]
-        if dy is None:
-            return (dresidual,)
-        return _gradients(ctx, dy, dresidual, x, weight, statistics, needs_dx, needs_dw)
-
-
-def _gradients(
-    ctx: Any, dy: Tensor, dtotal: Tensor | None, z: Tensor, weight: Tensor | None, statistics: Tensor, needs_dz: bool,
-    needs_dw: bool,
-) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-    """Return dz and dw. One that is not needed is None, or an empty tensor in a compiled graph."""
-    dw_dtype = weight.dtype if needs_dw and weight is not None else None
-    needs = NeededNormGradients(needs_dz, dw_dtype, None)
-    finds_maximum = ctx.finds_maximum and needs_dz and not torch.compiler.is_compiling()
-    maximum = zero_number(z) if finds_maximum else None
-    dz, dw, _ = norm_backward(dy, dtotal, z, weight, statistics, ctx.offset, needs, maximum)
-    if maximum is not None:
-        attach_maximum(dz, maximum)
-    return dz, dw
-
-
-class _AddRMSNorm(Node):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, residual: Tensor, weight: Tensor | None, options: NormOptions, finds_maximum: bool,
-        returns_statistics: bool,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
-        y, total, statistics = norm_forward(x, residual, weight, None, options)
-        ctx.save_for_backward(total, weight, statistics)
-        ctx.offset, ctx.dtypes, ctx.finds_maximum = options.offset, (x.dtype, residual.dtype), finds_maximum
-        keep_none_gradients(ctx)
-        if not returns_statistics:
+        if residual is None:
+            total = x.detach()
+            if not ctx.needs_input_grad[0]:
+                ctx.mark_non_differentiable(total)
+        if count == 2:
             return y, total
         ctx.mark_non_differentiable(statistics)
         return y, total, statistics
 
     @staticmethod
     def backward(
-        ctx: Any, dy: Tensor | None, dtotal: Tensor | None, dstatistics: None = None
+        ctx: Any, dy: Tensor | None, dtotal: Tensor | None = None, dstatistics: None = None
     ) -> tuple[Tensor | None, ...]:
-        total, weight, statistics = ctx.saved_tensors
+        z, weight, statistics = ctx.saved_tensors
         *needs, needs_dw = ctx.needs_input_grad[:3]
         dz, dw = dtotal, None
         if dy is not None:
-            dz, dw = _gradients(ctx, dy, dtotal, total, weight, statistics, any(needs), needs_dw)
+            dw_dtype = weight.dtype if needs_dw else None
+            finds_maximum = ctx.finds_maximum and any(needs) and not torch.compiler.is_compiling()
+            maximum = zero_number(z) if finds_maximum else None
+            needed = NeededNormGradients(any(needs), dw_dtype, None)
+            dz, dw, _ = norm_backward(dy, dtotal, z, weight, statistics, ctx.offset, needed, maximum)
+            if maximum is not None:
+                attach_maximum(dz, maximum)
         # Both inputs get the same tensor, as the inputs of a sum do in eager code.
         dx, dresidual = (
             dz.to(dtype) if needed and dz is not None else None for needed, dtype in zip(needs, ctx.dtypes, strict=True)
         )
         return dx, dresidual, dw
+
+
+class _AddRMSNorm(_RMSNorm):
+    """The node of a sum, which has its own name in a graph."""
 
 
 # --- public --------------------------------------------------------------------------------------
@@ -217,7 +197,7 @@ def _rms_norm(
 ) -> Tensor:
     if not runs_kernels(x, weight) or not 0 < x.shape[-1] <= MAX_FEATURES:
         return rms_norm_reference(x, weight, eps, offset=offset, rounding=rounding)
-    return _RMSNorm.apply(x, weight, NormOptions(eps, offset, rounding == "before_weight"), finds_maximum, False)
+    return _RMSNorm.apply(x, None, weight, NormOptions(eps, offset, rounding == "before_weight"), finds_maximum, 1)
 
 
 def rms_norm_with_input(
@@ -227,7 +207,8 @@ def rms_norm_with_input(
     if not runs_kernels(x, weight) or not 0 < x.shape[-1] <= MAX_FEATURES or torch.compiler.is_compiling():
         return rms_norm(x, weight, eps, offset=offset, rounding=rounding), x
     eps, offset = check_norm("rms_norm", x, weight, eps, offset, rounding)
-    y, residual = _RMSNorm.apply(x, weight, NormOptions(eps, offset, rounding == "before_weight"), finds_maximum, True)
+    options = NormOptions(eps, offset, rounding == "before_weight")
+    y, residual = _RMSNorm.apply(x, None, weight, options, finds_maximum, 2)
     register_recomputation(y, _rms_norm, x, weight, eps, offset, rounding, finds_maximum)
     return y, residual
 
@@ -292,8 +273,8 @@ def add_rms_norm_of_layer(
     has_other_dtype = weight is not None and weight.dtype != torch.promote_types(x.dtype, residual.dtype)
     arguments = x, residual, weight, NormOptions(eps, offset, round_first), finds_maximum
     if has_other_dtype or not registers_recomputations():
-        return _AddRMSNorm.apply(*arguments, False)
-    y, total, statistics = _AddRMSNorm.apply(*arguments, True)
+        return _AddRMSNorm.apply(*arguments, 2)
+    y, total, statistics = _AddRMSNorm.apply(*arguments, 3)
     register_recomputation(y, recompute_norm, total, weight, statistics, offset, round_first)
     return y, total
 
