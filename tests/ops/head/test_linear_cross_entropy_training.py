@@ -147,20 +147,6 @@ def test_autocast_does_not_round_the_gradient_of_an_fp32_weight(options, hidden)
 # --- weights and graphs --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{}, {"reduction": "none"}, ALL_RESULTS], ids=["mean", "none", "returned"])
-def test_retained_graph_gives_the_same_gradients(options):
-    x, w, b, target = _inputs()
-    total = _total(tigon.linear_cross_entropy(x, w, target, linear_bias=b, **options))
-    first, again = (
-        [g.clone() for g in torch.autograd.grad(total, (x, w, b), torch.tensor(s, device=DEVICE), retain_graph=True)]
-        for s in (2.0, -1.0)
-    )
-    _same([-2.0 * g for g in again], first)
-    _same(torch.autograd.grad(total, (x, w, b)), [g / 2 for g in first])
-    with pytest.raises(RuntimeError, match="a second time"):
-        torch.autograd.grad(total, (x, w, b))
-
-
 @pytest.mark.parametrize(
     "options",
     [{}, {"reduction": "none"}, ALL_RESULTS, {"num_items": 0}, {"acc_dtype": torch.float32}],

@@ -127,15 +127,6 @@ def test_further_results_equal_their_definitions(options):
     assert (actual.mean_logits[targets != -100] != 0).all()
 
 
-def test_top1_is_the_first_maximum():
-    """Tokens 3 and 70 tie, far from each other, and lie above all others."""
-    weight = torch.zeros(V, 1, device=DEVICE)
-    weight[[3, 70]] = 1.0
-    targets = torch.tensor([3, 70, 5, -100], device=DEVICE)
-    result = tigon.linear_log_probs(torch.ones(4, 1, device=DEVICE), weight, targets, return_top1=True)
-    assert result.is_top1.tolist() == [True, False, False, False]
-
-
 def test_ignore_index_may_be_minus_one_or_a_token():
     tensors, targets, _ = _inputs()
     for ignore_index in (-1, 5):
