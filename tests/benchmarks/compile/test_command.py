@@ -34,7 +34,7 @@ def test_one_op_is_compiled_for_one_chip(run, tmp_path):
     assert "triton" in text
     rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ") and "swiglu" in line]
     assert {row[2] for row in rows} == {"sm_90"}
-    assert [row[0] for row in rows] == [f"activation_kernels._gated_{name}_kernel" for name in ("forward", "backward")]
+    assert [row[0] for row in rows] == [f"activation_kernels._{name}_kernel" for name in ("forward", "backward")]
     for _, case, _, threads, registers, spilled, *_ in rows:
         assert case.split()[0] == "swiglu"
         assert 32 <= int(threads.replace(",", "")) <= 1024
@@ -76,7 +76,7 @@ def test_the_reason_why_a_kernel_must_not_ship_is_named(monkeypatch, change, pro
     monkeypatch.setattr("benchmarks.compile.targets.resources", resources_of)
     usages = compile_case("swiglu 14336", "sm_90")
     assert [usage.problem for usage in usages] == [problem] * 2
-    assert usages[0].kernel == "activation_kernels._gated_forward_kernel"
+    assert usages[0].kernel == "activation_kernels._forward_kernel"
 
 
 def test_an_op_that_raises_is_a_line_of_the_table(monkeypatch):
