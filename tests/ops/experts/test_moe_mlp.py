@@ -7,7 +7,6 @@ from torch.utils.checkpoint import checkpoint
 import tigon
 import tigon.ops.experts.moe_launchers as launchers_module
 import tigon.ops.experts.moe_mlp as moe_module
-import tigon.ops.experts.routing as routing_module
 from op_cases import DEVICE, DTYPES, assert_as_accurate_as_eager, one_in, outputs_and_gradients
 from tigon.ops.experts.activation import (
     NeededActivationGradients,
@@ -126,16 +125,6 @@ def test_moe_mlp_accepts_experts_in_a_lower_precision_than_the_tokens():
     tensors = [_normal(T, H), _normal(T, K), *_experts(dtype)]
     assert tigon.moe_mlp(tensors[0], *tensors[2:], _index(), tensors[1]).dtype == torch.float32
     assert_as_accurate_as_eager(_call(tigon.moe_mlp, _index()), _call(moe_mlp_reference, _index()), tensors)
-
-
-def test_moe_mlp_accuracy_of_longer_sums():
-    """Each sum has more than a hundred terms, and the weights are smaller than one."""
-    t, e, h, inner, dtype = 40, 4, 128, 160, DTYPES[-1]
-    index, weights = _index(t, 2, e), (_normal(t, 2).detach().sigmoid() / 4).to(dtype).requires_grad_()
-    shapes = (e, 2 * inner, h), (e, h, inner), (e, 2 * inner), (e, h)
-    tensors = [(_normal(*s, seed=i).detach() * h**-0.5).to(dtype).requires_grad_() for i, s in enumerate(shapes)]
-    tensors = [_normal(t, h, dtype=dtype), weights, *tensors]
-    assert_as_accurate_as_eager(_call(tigon.moe_mlp, index), _call(moe_mlp_reference, index), tensors)
 
 
 # --- saved tensors and needed gradients ----------------------------------------------------------
@@ -305,22 +294,6 @@ def test_spread_and_combine_accept_any_width(h):
         assert_as_accurate_as_eager(run, reference, tensors)
 
 
-@pytest.mark.kernels
-def test_combine_computes_only_the_gradients_that_are_needed(monkeypatch):
-    launches, launcher = [], routing_module.spread_tokens
-    monkeypatch.setattr(routing_module, "spread_tokens", lambda *args: launches.append(args[-2:]) or launcher(*args))
-    routing, saved = route(_index(), E), []
-    for needs in ((True, False), (False, True)):
-        rows, weights = (x.requires_grad_(n) for x, n in zip((_normal(T * K, H), _normal(T, K)), needs, strict=True))
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-            y = combine(rows, weights, routing)
-        y.sum().backward()
-        assert launches.pop() == needs
-        # The rows are saved only for the gradient of the weights.
-        assert (rows.data_ptr() in [t.data_ptr() for t in saved]) == needs[1]
-        saved.clear()
-
-
 # --- grouped products ----------------------------------------------------------------------------
 
 
@@ -385,34 +358,6 @@ def test_moe_mlp_accepts_odd_sizes_with_a_function_as_activation(function, sizes
     )
     for a, b in zip([*results[0], *results[1]], [*expected[0], *expected[1]], strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
-
-
-FROZEN = {
-    "nothing": "",
-    "x": "x",
-    "the weights": "up down up_bias down_bias",
-    "all but up": "x weights down up_bias down_bias",
-    "all but down": "x weights up up_bias down_bias",
-    "all but x": "weights up down up_bias down_bias",
-    "the router": "weights",
-}
-
-
-@pytest.mark.no_interpreter("Grouped products run in torch there too.")
-@one_in(3, frozen=FROZEN, transposed=[False, True], biases=[False, True], dtype=DTYPES)
-def test_moe_mlp_accepts_odd_sizes_in_every_layout(frozen, transposed, biases, dtype):
-    """Each gradient is one product. The factors of this product decide which kernel computes it."""
-    h, inner = 8, 3
-    shapes = [(E, 2 * inner, h), (E, h, inner)]
-    shapes = [(*s[:1], *s[:0:-1]) for s in shapes] if transposed else shapes
-    shapes += [(E, 2 * inner), (E, h)] if biases else []
-    names = ("x", "weights", "up", "down", "up_bias", "down_bias")
-    tensors = [_normal(*s, seed=i, dtype=dtype).detach() for i, s in enumerate([(T, h), (T, K), *shapes])]
-    for name, x in zip(names, tensors, strict=False):
-        x.requires_grad_(name not in frozen.split())
-    options = {"activation": FUNCTIONS["interleaved"], "transposed": transposed}
-    run, reference = (_call(f, _index(), **options) for f in (tigon.moe_mlp, moe_mlp_reference))
-    assert_as_accurate_as_eager(run, reference, tensors)
 
 
 def test_moe_mlp_accepts_odd_sizes_without_rows_and_on_meta():
