@@ -126,16 +126,6 @@ def test_frozen_tensors_have_no_gradient_and_the_others_have_the_stock_one(froze
 # --- changes after the patch ----------------------------------------------------------------------
 
 
-def _replace_experts(module):
-    module.experts = copy.deepcopy(module.experts)
-    with torch.no_grad():
-        module.experts.down_proj.mul_(2)
-
-
-def _halve_weights(module):
-    nn.utils.parametrize.register_parametrization(module.experts, "gate_up_proj", Half())
-
-
 class Half(nn.Module):
     def forward(self, weight: Tensor) -> Tensor:
         return weight / 2
@@ -150,8 +140,8 @@ CHANGES = {
     "hook on the router": lambda module: module.router.register_forward_hook(lambda m, args, y: (y[0] / 2, y[1])),
     "forward of the experts": lambda module: setattr(module.experts, "forward", lambda x: x * 3),
     "forward of the router": lambda module: setattr(module.router, "forward", lambda x: (x[:, :E].relu(), x[:, :E])),
-    "experts": _replace_experts,
-    "weights": _halve_weights,
+    "experts": lambda module: setattr(module, "experts", _mixture(hidden_act="gelu").experts),
+    "weights": lambda module: nn.utils.parametrize.register_parametrization(module.experts, "gate_up_proj", Half()),
     "shared MLP": lambda module: setattr(module, "shared_expert", nn.Linear(H, H).requires_grad_(False)),
 }
 
@@ -291,9 +281,8 @@ def test_compiles_without_a_graph_break():
     torch._dynamo.reset()
     module = _patched(_mixture())
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
-    for tokens in (11, 14):
-        x = _input(2, tokens)
-        _assert_same(_step(compiled, x, module.named_parameters()), _step(module, x), 1e-5)
+    x = _input(2, 11)
+    _assert_same(_step(compiled, x, module.named_parameters()), _step(module, x), 1e-5)
 
 
 def test_gradient_checkpointing_gives_the_stock_output_and_gradients():

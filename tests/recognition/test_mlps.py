@@ -8,8 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tigon
+from tigon.recognition.parts.activations import recognise_relu2
 from tigon.recognition.parts.mlp_recipes import ActivationRecipe, GLURecipe, MLPRecipe
-from tigon.recognition.parts.mlps import recognise_glu, recognise_mlp, recognise_relu2
+from tigon.recognition.parts.mlps import recognise_glu, recognise_mlp
 
 NO_GATED_MLP = "computes something else than silu, gelu or gelu-tanh gates"
 

@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tigon
+from tigon.recognition.parts.activations import recognise_relu2
 from tigon.recognition.parts.mlp_recipes import ActivationRecipe, GLURecipe
-from tigon.recognition.parts.mlps import recognise_glu, recognise_relu2
+from tigon.recognition.parts.mlps import recognise_glu
 from tigon.recognition.parts.norm_recipes import LayerNormRecipe, RMSNormRecipe
 from tigon.recognition.parts.norms import recognise_norm
 

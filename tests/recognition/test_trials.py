@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import tigon
 from tigon.hf.parts import PARTS
-from tigon.recognition.parts.mlps import recognise_relu2
+from tigon.recognition.parts.activations import recognise_relu2
 from tigon.recognition.probing.trials import record, recording
 
 pytestmark = pytest.mark.filterwarnings("ignore:tigon.patch")

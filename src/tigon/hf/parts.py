@@ -8,10 +8,11 @@ from torch import nn
 
 from tigon.hf.learn import attach, learn_loss
 from tigon.recognition.guards.guard import install_guarded
+from tigon.recognition.parts.activations import recognise_gelu, recognise_relu2
 from tigon.recognition.parts.adapters import install_adapters, recognise_adapters
 from tigon.recognition.parts.experts import recognise_experts
 from tigon.recognition.parts.mixtures import recognise_mixture
-from tigon.recognition.parts.mlps import recognise_gelu, recognise_glu, recognise_mlp, recognise_relu2
+from tigon.recognition.parts.mlps import recognise_glu, recognise_mlp
 from tigon.recognition.parts.norms import recognise_norm
 from tigon.recognition.parts.rope import recognise_rope
 from tigon.recognition.replacement import install

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from tigon.ops.adapters.lora import eager_output
 from tigon.ops.adapters.projection import Projection
+from tigon.recognition.parts.comparison import CANNOT_RUN
 from tigon.recognition.probing.standin import (
     BF16,
     FP32,
@@ -92,35 +93,30 @@ def code_of(cls: type, read: Read) -> ForwardCode:
     with _LOCK:
         known_codes = _known_codes(cls)
         if not known_codes or not known_codes[0].is_that_of_class(cls):
-            known_codes[:] = [_compare(cls, read)]
+            known_codes[:] = [_learn(cls, read)]
         return known_codes[0]
 
 
-def _compare(cls: Any, read: Read) -> ForwardCode:
+def _learn(cls: Any, read: Read) -> ForwardCode:
     """Compare the forward of a class with the products that the attributes of a layer describe."""
     code = ForwardCode(frozenset(), attrgetter("forward.__code__"), getattr(cls.forward, "__code__", None))
     if not written_in(cls.forward).startswith("peft."):
         return code._replace(reason=f"{DIFFERENT}: its forward is not that of PEFT")
     try:
         with probing():
-            return _learn(cls, read)
+            names = _observe(_small_copy(cls, FP32, FP32))
+            static = {name: function for name in names if (function := _find_static(cls, name)) is not None}
+            methods = {name for name, function in static.items() if isinstance(function, FunctionType)} - {"forward"}
+            properties = sorted(static.keys() - methods - {"forward"})
+            paths = [f"{name}.__code__" for name in ("forward", *sorted(methods))]
+            read_code = attrgetter(*paths, *(f"{name}.fget.__code__" for name in properties))
+            code = ForwardCode(frozenset(methods), read_code, read_code(cls))
+            if unknown := sorted(names - {*static, *CHILDREN, *SETTINGS, *OPTIONAL_SETTINGS}):
+                return code._replace(reason=f"{DIFFERENT}: its forward reads or assigns {', '.join(unknown)}")
+            return code if _agrees(cls, read) else code._replace(reason=DIFFERENT)
     except Exception as error:
         LOGGER.debug("%s cannot be run as a layer with adapters", cls.__name__, exc_info=True)
-        return code._replace(reason=f"cannot be run by itself ({describe(error)})")
-
-
-def _learn(cls: type, read: Read) -> ForwardCode:
-    """Return the code of the forward of a class, with the reason why a layer keeps its forward."""
-    names = _observe(_small_copy(cls, FP32, FP32))
-    static = {name: function for name in names if (function := _find_static(cls, name)) is not None}
-    methods = {name for name, function in static.items() if isinstance(function, FunctionType)} - {"forward"}
-    properties = static.keys() - methods - {"forward"}
-    paths = [f"{name}.__code__" for name in sorted({"forward", *methods})]
-    read_code = attrgetter(*paths, *(f"{name}.fget.__code__" for name in sorted(properties)))
-    code = ForwardCode(frozenset(methods), read_code, read_code(cls))
-    if unknown := sorted(names - {*static, *CHILDREN, *SETTINGS, *OPTIONAL_SETTINGS}):
-        return code._replace(reason=f"{DIFFERENT}: its forward reads or assigns {', '.join(unknown)}")
-    return code if _agrees(cls, read) else code._replace(reason=DIFFERENT)
+        return code._replace(reason=f"{CANNOT_RUN} ({describe(error)})")
 
 
 def _find_static(cls: type, name: str) -> Any:

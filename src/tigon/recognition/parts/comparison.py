@@ -3,6 +3,7 @@
 A part describes its modules by a `Subject`, which builds stand-ins of a module and inputs for them.
 """
 
+import contextlib
 import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -79,17 +80,20 @@ class Subject:
         return twin
 
 
-def run_probes(compute: Callable[[], Result], module: nn.Module, reach: Reach) -> Result | str:
-    """Return what `compute` returns, or the reason why the module must keep its forward."""
+def run_probes(compute: Callable[[], Result], module: nn.Module, reach: Reach | None = None) -> Result | str:
+    """Return what `compute` returns, or the reason why the module must keep its forward.
+
+    With `reach`, everything that the forward reads is restored and compared afterwards.
+    """
     try:
-        with reach.preserved(), probing():
+        with contextlib.nullcontext() if reach is None else reach.preserved(), probing():
             result = compute()
     except WritesTensor as error:
         return str(error)
     except Exception as error:
         LOGGER.debug("%s cannot be compared with an op", type(module).__name__, exc_info=True)
         return f"{CANNOT_RUN} ({describe(error)})"
-    return reach.reason or result
+    return result if reach is None else reach.reason or result
 
 
 def select(subject: Subject, candidates: Sequence[Candidate]) -> tuple[list[Candidate], frozenset[int]]:

@@ -13,7 +13,6 @@ outputs and the gradients must agree. A version of PEFT that computes something 
 """
 
 import functools
-import logging
 from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any
@@ -23,6 +22,7 @@ from torch import Tensor, nn
 
 from tigon.ops.adapters.lora_experts import ExpertAdapter
 from tigon.recognition.parts.adapter_probes import ForwardCode
+from tigon.recognition.parts.comparison import run_probes
 from tigon.recognition.parts.experts import (
     EXPERTS,
     HIDDEN,
@@ -37,10 +37,8 @@ from tigon.recognition.parts.experts import (
     with_adapters,
 )
 from tigon.recognition.probing.standin import (
-    describe,
     gradients,
     normal,
-    probing,
     random_linear,
     same_gradients,
     stand_in,
@@ -48,8 +46,6 @@ from tigon.recognition.probing.standin import (
 from tigon.recognition.probing.trials import record
 from tigon.recognition.replacement import find_replacement
 from tigon.runtime.device import PLAIN
-
-LOGGER = logging.getLogger("tigon")
 
 # The methods of a wrapper that its forward calls. If one of them is replaced later, the stock forward runs.
 METHODS = (
@@ -190,15 +186,11 @@ def recognise_expert_adapters(module: nn.Module) -> ExpertAdapterRecipe | str | 
     if not isinstance(recipe, ExpertsRecipe):
         return f"its experts are left alone: {recipe}"
     adapter_recipe = ExpertAdapterRecipe(_code_of(type(module)))
-    try:
-        with probing():
-            agrees = _reproduces(adapter_recipe, recipe, wrappers, experts)
-    except Exception as error:
-        LOGGER.debug("%s cannot be run as experts with adapters", type(module).__name__, exc_info=True)
-        return f"cannot be run by itself ({describe(error)})"
-    if not agrees:
-        return "computes something else than experts with low-rank adapters"
-    return adapter_recipe
+    compare = functools.partial(_reproduces, adapter_recipe, recipe, wrappers, experts)
+    agrees = run_probes(compare, module)
+    if isinstance(agrees, str):
+        return agrees
+    return adapter_recipe if agrees else "computes something else than experts with low-rank adapters"
 
 
 def _small_copy(wrappers: Sequence[Any], experts: Any, **state: Any) -> Any:

@@ -1,9 +1,8 @@
-"""Recognise MLPs and activations, whatever the names of their children are.
+"""Recognise MLPs, whatever the names of their children are.
 
     down(silu(gate(x)) * up(x))            a gated MLP of three projections
     down(silu(a) * b), a, b = gate(x)      a gated MLP of two projections, packed
     down(gelu(up(x)))                      an MLP of two layers
-    gelu(x)                                an activation that is a module
 
 The gate may be silu, gelu, or gelu in its tanh approximation. The output of the gate projection and the result may be
 multiplied by numbers (Falcon H1), and gate and up may be clamped (DeepSeek V4). An MLP of two layers may have dropouts
@@ -20,6 +19,7 @@ import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any, NamedTuple, Self, TypeVar
 
 import torch
@@ -36,7 +36,7 @@ from tigon.recognition.parts.comparison import (
     select,
     special_weights,
 )
-from tigon.recognition.parts.mlp_recipes import FORMULAS, GATE_KINDS, ActivationRecipe, GLURecipe, MLPRecipe
+from tigon.recognition.parts.mlp_recipes import FORMULAS, GATE_KINDS, GLURecipe, MLPRecipe
 from tigon.recognition.probing.probes import DTYPES, runs_without_contiguity
 from tigon.recognition.probing.standin import (
     BF16,
@@ -57,7 +57,6 @@ from tigon.recognition.probing.standin import (
 from tigon.recognition.replacement import is_changed
 from tigon.runtime.reach.explore import explore
 from tigon.runtime.reach.places import Reach, is_simple
-from tigon.runtime.stock import has_stock_call
 from tigon.runtime.weak_cache import cached_weakly
 
 LOGGER = logging.getLogger("tigon")
@@ -298,14 +297,6 @@ def recognise_glu(module: nn.Module) -> GLURecipe | str | None:
     return None if may_be_attention else reasons[-1]
 
 
-@dataclass(frozen=True)
-class _Sizes:
-    """The sizes of a layer, under the names of `nn.Linear`."""
-
-    in_features: int
-    out_features: int
-
-
 def _is_transposed_linear(layer: nn.Module) -> bool:
     """Return True if a layer without children computes x W + b for a weight W [in, out] and a bias b [out]."""
     tensors = {name: t for name, t in own_tensors(layer).items() if t is not None}
@@ -349,7 +340,7 @@ def recognise_mlp(module: nn.Module) -> MLPRecipe | str | None:
     children: dict[str, Any] = {name: child for name, child in module._modules.items() if child is not None}
     transposed = {n: child for n, child in children.items() if not is_linear(child) and _is_transposed_linear(child)}
     layers = {name: child for name, child in children.items() if is_linear(child)}
-    layers |= {name: _Sizes(child.nx, child.nf) for name, child in transposed.items()}
+    layers |= {name: SimpleNamespace(in_features=child.nx, out_features=child.nf) for name, child in transposed.items()}
     others = {name: child for name, child in children.items() if name not in layers}
     has_more_state = any(t is not None for t in own_tensors(module).values())
     if len(layers) != 2 or has_more_state or not all(map(has_no_tensors, others.values())):
@@ -371,72 +362,3 @@ def recognise_mlp(module: nn.Module) -> MLPRecipe | str | None:
             return _explain_changes(others) or (READS_WEIGHTS if reach.names & {"weight", "bias"} else result)
         failure = result or failure
     return failure
-
-
-# --- activations -------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _ActivationSubject(Subject):
-    """Builds stand-ins of an activation, and inputs of a width for them."""
-
-    module: nn.Module
-    width: int
-    has_any_width = True
-
-    def __call__(self, dtype: torch.dtype | None = FP32, training: bool = True) -> nn.Module:
-        return stand_in(self.module, training=training)
-
-    def inputs(self, dtype: torch.dtype, *shape: int) -> list[Tensor]:
-        return [normal(60, *shape, self.width, dtype=dtype)]
-
-    def cases(self) -> Iterator[tuple[nn.Module, list[Tensor]]]:
-        for seed, dtype in enumerate((FP32, BF16, FP16)):
-            wide = (normal(seed, 16, 24) * torch.logspace(-4, 1 if dtype == FP16 else 15, 16)[:, None]).to(dtype)
-            others = [unusual_values(seed, *shape, 24, dtype=dtype) for shape in ((16,), (), (2, 8), (2, 2, 4))]
-            for training, x in itertools.product((True, False), (wide, *others)):
-                yield self(training=training), [x]
-
-
-def recognise_relu2(module: nn.Module) -> ActivationRecipe | str | None:
-    """Recognise a squared ReLU: a module without children and without parameters.
-
-    A reason is returned only for a module that computes a squared ReLU for some inputs, or whose class is named like
-    one. Other activations are not of this kind.
-    """
-    name = type(module).__name__.lower()
-    is_named = "relu2" in name or ("relu" in name and "squared" in name)
-    return _recognise_activation(module, ["relu2"], "a squared ReLU", is_named)
-
-
-def recognise_gelu(module: nn.Module) -> ActivationRecipe | str | None:
-    """Recognise a GELU or one of its approximations: a module without children and without parameters.
-
-    A reason is returned only for a module that computes a GELU for some inputs. Other activations are not of this kind.
-    """
-    return _recognise_activation(module, [name for name in FORMULAS if name.startswith("gelu")], "a GELU", False)
-
-
-def _recognise_activation(
-    module: nn.Module, formulas: list[str], kind: str, is_named: bool
-) -> ActivationRecipe | str | None:
-    """Return the recipe for the first formula that agrees, the reason why there is none, or None for another kind."""
-    # If the call of a module is not that of torch, it may not run the forward that the recipe replaces.
-    is_plain = not module._modules and has_no_tensors(module) and has_stock_call(module)
-    if not is_plain or not accepts_inputs(module, 1):
-        return None
-    reach, candidates = explore(module), [ActivationRecipe(formula) for formula in formulas]
-    number, different = largest_number(reach), f"computes something else than {kind}"
-    # The code may treat features beyond an index that it contains in another way, so the inputs are wider than that.
-    subject = _ActivationSubject(module, number + 8 if 24 <= number <= 65536 else 24)
-
-    def compare() -> ActivationRecipe | str:
-        selected, dims = select(subject, candidates)
-        if not selected:
-            return different
-        accepts_strides = runs_without_contiguity(selected[0], subject, subject.inputs)
-        reason = reach.reason or explain_difference(selected[0], subject, reach, dims, different=different)
-        return reason or replace(selected[0], needs_contiguity=not accepts_strides)
-
-    find = functools.partial(run_probes, compare, module, reach)
-    return find() if is_named else if_similar(find, candidates)
