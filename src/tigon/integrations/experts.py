@@ -14,8 +14,6 @@ from tigon.ops.experts.moe_mlp import moe_mlp
 from tigon.recognition.parts.experts import parameter_names
 from tigon.runtime.requirements import require
 
-__all__ = ["compute_experts", "register"]
-
 NAME = "tigon"
 
 

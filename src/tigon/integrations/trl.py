@@ -25,7 +25,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from importlib import metadata
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 
@@ -43,8 +43,6 @@ from tigon.integrations.trl_head import (
 )
 from tigon.memory.levels import LEVEL_NAMES, Memory, MemoryLevel, parse_memory
 from tigon.runtime.requirements import install_command
-
-__all__ = ["disable", "enable", "is_enabled"]
 
 LOGGER = logging.getLogger("tigon")
 
@@ -72,21 +70,8 @@ def is_enabled() -> bool:
     return bool(_state.undo)
 
 
-class Names(NamedTuple):
-    """The objects of TRL that are replaced."""
-
-    utils: Any
-    base_trainer: type
-    sft_trainer: type
-    distillation_trainer: Any
-
-
-def _find_names() -> Names:
-    """Return the objects of TRL that are replaced.
-
-    Raises:
-        ImportError: TRL is missing, or its version is not known.
-    """
+def _check_version() -> None:
+    """Refuse a missing TRL, and a version whose code was not read."""
     try:
         version = metadata.version("trl")
     except metadata.PackageNotFoundError:
@@ -99,12 +84,6 @@ def _find_names() -> Names:
             f"tigon.integrations.trl.enable knows trl {', '.join(KNOWN_VERSIONS)}, but trl {version} is installed: "
             f"pip install 'trl=={KNOWN_VERSIONS[-1]}'"
         )
-    return Names(
-        importlib.import_module("trl.trainer.utils"),
-        importlib.import_module("trl.trainer.base_trainer")._BaseTrainer,
-        importlib.import_module("trl.trainer.sft_trainer").SFTTrainer,
-        importlib.import_module("trl.trainer.distillation_trainer"),
-    )
 
 
 def enable(memory: Memory | MemoryLevel | str | None = None) -> None:
@@ -137,16 +116,21 @@ def enable(memory: Memory | MemoryLevel | str | None = None) -> None:
     """
     if memory is not None and parse_memory(memory) is None:
         raise ValueError(f"tigon.integrations.trl.enable: memory must be None or one of {LEVEL_NAMES}, got {memory!r}")
-    names = _find_names()
+    _check_version()
     _state.memory = memory
     if is_enabled():
         return
+    utils, base, sft, distillation = (
+        importlib.import_module(f"trl.trainer.{name}")
+        for name in ("utils", "base_trainer", "sft_trainer", "distillation_trainer")
+    )
+    sft_class, base_class = sft.SFTTrainer, base._BaseTrainer
     _state.undo = [
-        *_replace_everywhere(names.utils, "add_fused_lm_head", _wrap_add_fused_lm_head),
-        _replace(names.utils, "_ChunkedLogProbFunction", ChunkedLogProbs),
-        _replace(names.sft_trainer, "compute_loss", _wrap_compute_loss(names.sft_trainer.compute_loss)),  # type: ignore[attr-defined]
-        _replace(names.base_trainer, "train", _wrap_train(names.base_trainer)),
-        _replace(names.distillation_trainer, "_chunked_divergence_loss", chunked_divergence_loss),
+        _replace_everywhere(utils, "add_fused_lm_head", _wrap_add_fused_lm_head),
+        _replace(utils, "_ChunkedLogProbFunction", ChunkedLogProbs),
+        _replace(sft_class, "compute_loss", _wrap_compute_loss(sft_class.compute_loss)),
+        _replace(base_class, "train", _wrap_train(base_class)),
+        _replace(distillation, "_chunked_divergence_loss", chunked_divergence_loss),
     ]
 
 
@@ -185,8 +169,8 @@ def _modules_with(name: str, value: Any) -> list[Any]:
     return [module for module in modules if vars(module).get(name) is value]
 
 
-def _replace_everywhere(owner: Any, name: str, wrap: Callable[[Callable], Callable]) -> list[Callable[[], None]]:
-    """Replace a function of TRL in all modules that have imported it, and return the functions that undo this.
+def _replace_everywhere(owner: Any, name: str, wrap: Callable[[Callable], Callable]) -> Callable[[], None]:
+    """Replace a function of TRL in all modules that have imported it, and return the function that undoes this.
 
     A module that imports the name while it is replaced gets the original back too.
     """
@@ -199,7 +183,7 @@ def _replace_everywhere(owner: Any, name: str, wrap: Callable[[Callable], Callab
         for module in _modules_with(name, value):
             setattr(module, name, original)
 
-    return [undo]
+    return undo
 
 
 # --- replacements ----------------------------------------------------------------------------------

@@ -178,42 +178,36 @@ def _own_functions() -> dict[Any, Callable[..., Any]]:
     return {name: function for name, function in MODEL_TYPE_TO_APPLY_LIGER_FN.items() if _SERVED.get(name) != function}
 
 
-def _call_own(function: Callable[..., Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Call a function of the program with its options, and return the other keyword arguments."""
-    options = _known_options(function, kwargs)
-    function(**options)
-    return {name: value for name, value in kwargs.items() if name not in options}
-
-
 class AutoLigerKernelForCausalLM:
     """Builds models as `transformers.AutoModelForCausalLM` does, and patches them."""
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *model_args: Any, **kwargs: Any) -> Any:
         """Return the patched model. Options of Liger's apply functions are taken from the keyword arguments."""
+        model_type = None
         if _own_functions():
             import transformers
 
-            config = transformers.AutoConfig.from_pretrained(pretrained_model_name_or_path, **kwargs)
-            if (function := _own_functions().get(config.model_type)) is not None:
-                kwargs = _call_own(function, kwargs)
-                return transformers.AutoModelForCausalLM.from_pretrained(
-                    pretrained_model_name_or_path, *model_args, **kwargs
-                )
-        parts = cls._pop_parts(kwargs)
-        return AutoModelForCausalLM.from_pretrained(
-            pretrained_model_name_or_path, *model_args, patch_options=parts, **kwargs
-        )
+            model_type = transformers.AutoConfig.from_pretrained(pretrained_model_name_or_path, **kwargs).model_type
+        return cls._build("from_pretrained", model_type, (pretrained_model_name_or_path, *model_args), kwargs)
 
     @classmethod
     def from_config(cls, config: Any, **kwargs: Any) -> Any:
         """Return the patched model. Options of Liger's apply functions are taken from the keyword arguments."""
-        if (function := _own_functions().get(getattr(config, "model_type", None))) is not None:
-            import transformers
+        return cls._build("from_config", getattr(config, "model_type", None), (config,), kwargs)
 
-            return transformers.AutoModelForCausalLM.from_config(config, **_call_own(function, kwargs))
-        parts = cls._pop_parts(kwargs)
-        return AutoModelForCausalLM.from_config(config, patch_options=parts, **kwargs)
+    @classmethod
+    def _build(cls, method: str, model_type: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Build a model and patch it, or let the function patch it that the program has put into the map of types."""
+        if (function := _own_functions().get(model_type)) is None:
+            parts = cls._pop_parts(kwargs)
+            return getattr(AutoModelForCausalLM, method)(*args, patch_options=parts, **kwargs)
+        import transformers
+
+        options = _known_options(function, kwargs)
+        function(**options)
+        others = {name: value for name, value in kwargs.items() if name not in options}
+        return getattr(transformers.AutoModelForCausalLM, method)(*args, **others)
 
     @classmethod
     def _pop_parts(cls, kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -54,44 +54,28 @@ _DISPATCHED = _tables(
         "rms_norm rope softmax swiglu"
     ),
 )
-# Modules of `liger_kernel.ops` and the autograd functions that Liger defines there.
-_OPS_MODULES = {
-    "attn_res": "LigerAttnResFunction",
-    "cross_entropy": "LigerCrossEntropyFunction",
-    "dyt": "LigerDyTFunction",
-    "experimental.embedding": "LigerEmbeddingFunction",
-    "fused_add_rms_norm": "LigerFusedAddRMSNormFunction",
-    "fused_ce_tvd": "LigerFusedCETVDFunction",
-    "fused_linear_cross_entropy": "LigerFusedLinearCrossEntropyFunction",
-    "fused_linear_jsd": "LigerFusedLinearJSDFunction",
-    "fused_linear_kl_div": "LigerFusedLinearKLDivFunction",
-    "fused_linear_scaled_cross_entropy": (
-        "LigerFusedLinearScaledCrossEntropyFunction LigerFusedLinearScaledCrossEntropyTPFunction"
+_OPS = _tables(
+    variants=(
+        "LigerAttnResFunction LigerCrossEntropyFunction LigerDyTFunction LigerEmbeddingFunction "
+        "LigerFusedAddRMSNormFunction LigerFusedCETVDFunction LigerFusedGateUpSiLUMulFunction "
+        "LigerFusedLinearCrossEntropyFunction LigerFusedLinearJSDFunction LigerFusedLinearKLDivFunction "
+        "LigerFusedLinearScaledCrossEntropyFunction LigerFusedLinearScaledCrossEntropyTPFunction LigerFusedMoEFunction "
+        "LigerFusedNeighborhoodAttentionFunction LigerGELUMulFunction LigerGroupNormFunction LigerJSDFunction "
+        "LigerKLDivLossFunction LigerLayerNormFunction LigerLlama4RopeFunction LigerMHCCoeffsFunction "
+        "LigerMHCPostResFunction LigerMHCPreFunction LigerModulatedRMSNormFunction LigerMultiTokenAttentionFunction "
+        "LigerPolyNormFunction LigerQwen2VLMRopeFunction LigerRMSNormFunction LigerReLUSquaredFunction "
+        "LigerRopeFunction LigerSiLUMulFunction LigerSoftmaxFunction LigerSparsemaxFunction LigerTVDLossFunction "
+        "LigerVocabParallelCEFunction"
     ),
-    "fused_moe": "LigerFusedMoEFunction",
-    "fused_neighborhood_attention": "LigerFusedNeighborhoodAttentionFunction",
-    "geglu": "LigerGELUMulFunction",
-    "group_norm": "LigerGroupNormFunction",
-    "jsd": "LigerJSDFunction",
-    "kl_div": "LigerKLDivLossFunction",
-    "layer_norm": "LigerLayerNormFunction",
-    "llama4_rope": "LigerLlama4RopeFunction",
-    "mhc": "LigerMHCCoeffsFunction LigerMHCPostResFunction LigerMHCPreFunction",
-    "modulated_rms_norm": "LigerModulatedRMSNormFunction",
-    "multi_token_attention": "LigerMultiTokenAttentionFunction",
-    "poly_norm": "LigerPolyNormFunction",
-    "qwen2vl_mrope": "LigerQwen2VLMRopeFunction",
-    "relu_squared": "LigerReLUSquaredFunction",
-    "rms_norm": "LigerRMSNormFunction",
-    "rope": "LigerRopeFunction",
-    "softmax": "LigerSoftmaxFunction",
-    "sparsemax": "LigerSparsemaxFunction",
-    "swiglu": "LigerFusedGateUpSiLUMulFunction LigerSiLUMulFunction",
-    "tvd": "LigerTVDLossFunction",
-    "vocab_parallel_cross_entropy": "LigerVocabParallelCEFunction",
-}
-_OPS_BY_MODULE = {module: _tables(variants=names) for module, names in _OPS_MODULES.items()}
-_OPS = {name: source for table in _OPS_BY_MODULE.values() for name, source in table.items()}
+)
+# Liger spreads its autograd functions over these modules. Each of them serves all names.
+_OPS_MODULES = (
+    "attn_res cross_entropy dyt experimental experimental.embedding fused_add_rms_norm fused_ce_tvd "
+    "fused_linear_cross_entropy fused_linear_jsd fused_linear_kl_div fused_linear_scaled_cross_entropy fused_moe "
+    "fused_neighborhood_attention geglu group_norm jsd kl_div layer_norm llama4_rope mhc mlp modulated_rms_norm "
+    "multi_token_attention poly_norm qwen2vl_mrope relu_squared rms_norm rope softmax sparsemax swiglu tiled_mlp tvd "
+    "vocab_parallel_cross_entropy"
+)
 _TRANSFORMERS = _tables(
     apply=f"{' '.join(APPLY)} _apply_liger_kernel _apply_liger_kernel_to_instance AutoLigerKernelForCausalLM",
     devices="is_transformers_available",
@@ -142,8 +126,7 @@ MODULES: dict[str, dict[str, str]] = {
     "liger_kernel.functional": _DISPATCHED,
     "liger_kernel.utils": _tables(devices="infer_device is_npu_available is_peft_available"),
     "liger_kernel.ops": _OPS,
-    **{f"liger_kernel.ops.{name}": {} for name in ("experimental", "mlp", "tiled_mlp")},
-    **{f"liger_kernel.ops.{name}": table for name, table in _OPS_BY_MODULE.items()},
+    **{f"liger_kernel.ops.{name}": _OPS for name in _OPS_MODULES.split()},
     "liger_kernel.transformers": _TRANSFORMERS,
     "liger_kernel.transformers.functional": _FUNCTIONAL,
     **{
