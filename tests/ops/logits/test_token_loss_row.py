@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from tigon.ops.logits.token.row import RowConfig, RowProblem, can_read_once
+from tigon.ops.logits.token.row import RowConfig, can_read_once
+from tigon.ops.logits.token.scan import ScanProblem
 from tigon.ops.logits.token.types import LOSS_ALONE, Options, Wants
 from tigon.runtime.compat.triton import gluon
 from tigon.runtime.device import Device
@@ -22,7 +23,7 @@ pytestmark = [
 @pytest.mark.parametrize("itemsize", [2, 4])
 @pytest.mark.parametrize("v", [4096, 32000, 50304, 65536, 128256, 151936, 256000])
 def test_slots_fit_in_shared_memory_and_hold_enough_of_a_row(v, itemsize, device):
-    config = RowConfig.heuristic(RowProblem(v, itemsize), device)
+    config = RowConfig.heuristic(ScanProblem(v, itemsize), device)
     if config is None:
         assert v * itemsize > 2 * device.shared_memory
         return
@@ -35,9 +36,9 @@ def test_slots_fit_in_shared_memory_and_hold_enough_of_a_row(v, itemsize, device
 
 
 def test_heuristic_declines_short_rows_and_devices_without_async_copies():
-    assert RowConfig.heuristic(RowProblem(2048, 2), HOPPER) is None
-    assert RowConfig.heuristic(RowProblem(600_000, 2), HOPPER) is None
-    assert RowConfig.heuristic(RowProblem(32000, 2), Device(304, 64, 65536)) is None
+    assert RowConfig.heuristic(ScanProblem(2048, 2), HOPPER) is None
+    assert RowConfig.heuristic(ScanProblem(600_000, 2), HOPPER) is None
+    assert RowConfig.heuristic(ScanProblem(32000, 2), Device(304, 64, 65536)) is None
 
 
 def test_kernel_reads_rows_of_whole_vectors_for_the_plain_loss():

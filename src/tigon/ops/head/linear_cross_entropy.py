@@ -37,7 +37,11 @@ from tigon.ops.head.arguments import (
     needed_gradients,
 )
 from tigon.ops.head.chunks import Head, HeadSettings, head_of
-from tigon.ops.head.cross_entropy_chunks import NOTHING_SAVED, LossSettings, linear_cross_entropy_chunks
+from tigon.ops.head.cross_entropy_chunks import (
+    LossSettings,
+    linear_cross_entropy_chunks,
+    linear_cross_entropy_gradients,
+)
 from tigon.ops.head.gradients import NO_NEEDS, Gradients, LowRank, Needs, rescale_gradients
 from tigon.ops.logits.cross_entropy import cross_entropy_reference
 from tigon.ops.logits.loss_arguments import (
@@ -50,7 +54,7 @@ from tigon.ops.logits.loss_arguments import (
     loss_output,
     requested_results,
 )
-from tigon.ops.logits.token.kernels import WHOLE_LOSS, SavedStatistics, Upstream, gradient_scales
+from tigon.ops.logits.token.kernels import SavedStatistics, Upstream, gradient_scales
 from tigon.ops.logits.valid_rows import ValidRows, as_targets
 from tigon.runtime import checks
 from tigon.runtime.autograd import keep_none_gradients
@@ -92,7 +96,7 @@ class _LinearCrossEntropy(Node):
         head, low_rank = head_of(x, weight, bias, target, valid_rows, settings.head), LowRank(low_rank_h, low_rank_b)
         dw_buffer = None if accumulation is None else accumulation.buffer
         statistics, gradients = linear_cross_entropy_chunks(
-            head, low_rank, class_weight, scales, dw_buffer, NOTHING_SAVED, WHOLE_LOSS,
+            head, low_rank, class_weight, scales, dw_buffer,
             settings._replace(head=settings.head._replace(needs=needs)),
         )  # fmt: skip
         if accumulation is not None and in_forward:
@@ -104,9 +108,7 @@ class _LinearCrossEntropy(Node):
         ctx.save_for_backward(*saved_gradients, *(saved if returns_more or not in_forward else ()))
         ctx.in_forward, ctx.computed, ctx.accumulation, ctx.settings = in_forward, head.computed, accumulation, settings
         ctx.mark_non_differentiable(statistics.z_loss, statistics.predicted)
-        loss = statistics.loss
-        assert loss is not None
-        loss = loss.sum() if reduces else loss
+        loss = statistics.loss.sum() if reduces else statistics.loss
         return loss, statistics.z_loss, statistics.predicted, statistics.log_probs, statistics.entropy
 
     @staticmethod
@@ -131,7 +133,7 @@ class _LinearCrossEntropy(Node):
             *inputs, h, b, class_weight, scales, lse, log_probs, entropy = saved[count:]
             upstream = Upstream(lse.new_zeros(()) if dloss is None else dloss, dlog_probs, dentropy)
             dw_buffer = None if accumulation is None else accumulation.buffer
-            _, new_gradients = linear_cross_entropy_chunks(
+            new_gradients = linear_cross_entropy_gradients(
                 Head._make((*inputs, ctx.computed)), LowRank(h, b), class_weight, scales, dw_buffer,
                 SavedStatistics(lse, log_probs, entropy), upstream, settings,
             )  # fmt: skip

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from tigon.ops.logits.token.reference import gradient_scales_torch, gradient_torch, statistics_torch
-from tigon.ops.logits.token.row import RowConfig, RowProblem, can_read_once, row_losses
+from tigon.ops.logits.token.row import RowConfig, can_read_once, row_losses
 from tigon.ops.logits.token.scan import (
     LOG2E,
     LOWEST,
@@ -326,7 +326,7 @@ def statistics(
     (m, v), device, itemsize = logits.shape, device_of(logits), logits.element_size()
     result = empty_statistics(logits, options, wants)
     if with_gradient and can_read_once(logits, target, options, wants):
-        row_config = RowConfig.find(RowProblem(v, itemsize), device)
+        row_config = RowConfig.find(ScanProblem(v, itemsize), device)
         if row_config is not None:
             row_losses(logits, target, weight, scales, result, options, row_config, device)
             return result

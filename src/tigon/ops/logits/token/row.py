@@ -17,12 +17,11 @@ chunk need no exchange between threads until the end of the row.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tigon.ops.logits.token.scan import LN2, LOG2E, target_weight, transform
+from tigon.ops.logits.token.scan import LN2, LOG2E, ScanProblem, target_weight, transform
 from tigon.ops.logits.token.types import Options, Statistics, Wants
 from tigon.runtime.compat.triton import async_load, block_barrier, commit_group, gl, gluon, wait_group
 from tigon.runtime.device import Device, cdiv
@@ -33,14 +32,6 @@ from tigon.runtime.tuning import LaunchConfig
 
 # Bytes of shared memory that a program needs in addition to its slots: for reductions and for the driver.
 RESERVED_BYTES = 2048
-
-
-class RowProblem(NamedTuple):
-    """The sizes that the launch parameters of `_row_kernel` depend on."""
-
-    vocabulary: int
-    # bytes of a logit
-    itemsize: int
 
 
 @dataclass(frozen=True)
@@ -56,7 +47,7 @@ class RowConfig(LaunchConfig):
     programs_per_multiprocessor: int
 
     @staticmethod
-    def heuristic(problem: RowProblem, device: Device) -> "RowConfig | None":
+    def heuristic(problem: ScanProblem, device: Device) -> "RowConfig | None":
         """Return None if two passes are as fast, or the device has no asynchronous copies."""
         v, itemsize = problem
         if not device.async_copy or v * itemsize < 8192:
