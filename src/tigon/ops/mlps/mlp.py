@@ -75,7 +75,10 @@ def _weight_gradient(dy: Tensor, x: Tensor, weight: Tensor) -> Tensor:
 
 
 class _MLP(Node):
-    """Compute y from x without saving a. h is saved if `saves_hidden` is True."""
+    """Compute y from x without saving a.
+
+    The options are the kind of the activation, whether h is saved, and whether the layer is checkpointed.
+    """
 
     @staticmethod
     def forward(
@@ -85,10 +88,9 @@ class _MLP(Node):
         down_weight: Tensor,
         up_bias: Tensor | None,
         down_bias: Tensor | None,
-        kind: str,
-        saves_hidden: bool,
-        is_checkpointed: bool,
+        options: tuple[str, bool, bool],
     ) -> Tensor:
+        kind, saves_hidden, is_checkpointed = options
         h = linear(x.flatten(0, -2), up_weight, up_bias)
         saves_x = not saves_hidden or ctx.needs_input_grad[1]
         # The product of h needs the bias if it is repeated.
@@ -200,9 +202,8 @@ def mlp_by_kernels(
 ) -> Tensor:
     """Return `mlp` of checked arguments for which `supports_products` is True."""
     is_checkpointed = in_checkpoint() and torch.is_grad_enabled()
-    return _MLP.apply(
-        x, up_weight, down_weight, up_bias, down_bias, activation, not recomputes_mlp(), is_checkpointed
-    )  # fmt: skip
+    options = activation, not recomputes_mlp(), is_checkpointed
+    return _MLP.apply(x, up_weight, down_weight, up_bias, down_bias, options)
 
 
 class ReLU2MLP(nn.Module):

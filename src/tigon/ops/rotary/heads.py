@@ -110,8 +110,8 @@ def rotate_pairs(x1, x2, cos1, cos2, sin1, sin2, BACKWARD: tl.constexpr):
 # --- functions for launchers ---------------------------------------------------------------------
 
 
-class RotaryOptions(NamedTuple):
-    """The options of a rotation, as launchers take them."""
+class HeadOptions(NamedTuple):
+    """The options of a rotation and of the norm before it, as launchers take them."""
 
     # The dimension of the heads, 1 or 2.
     heads: int
@@ -119,6 +119,10 @@ class RotaryOptions(NamedTuple):
     # The axis of each frequency as a digit, or "" for tables of one axis.
     axes: str
     table: str
+    eps: float = 0.0
+    offset: float = 0.0
+    # True if all heads of a token are normalised together.
+    together: bool = False
 
 
 class HeadInputs(NamedTuple):
@@ -130,15 +134,6 @@ class HeadInputs(NamedTuple):
     # [D], or [H D] if all heads are normalised together.
     q_weight: Tensor | None
     k_weight: Tensor | None
-
-
-class HeadNormOptions(NamedTuple):
-    """The options of the normalisation."""
-
-    eps: float
-    offset: float
-    # True if all heads of a token are normalised together.
-    together: bool
 
 
 class NeededHeadGradients(NamedTuple):

@@ -22,9 +22,8 @@ from tigon.ops.norms.row_sums import sum_rows
 from tigon.ops.rotary.heads import (
     PAIRED,
     HeadInputs,
-    HeadNormOptions,
+    HeadOptions,
     NeededHeadGradients,
-    RotaryOptions,
     allocate_output,
     dense_features,
     head_strides,
@@ -236,40 +235,45 @@ def _backward_kernel(
 # --- launchers -----------------------------------------------------------------------------------
 
 
-def _choose_config(q: Tensor, k: Tensor | None, heads: int, together: bool) -> QKNormRopeConfig:
+def _largest_count(q: Tensor, k: Tensor | None, heads: int) -> int:
+    """Return the number of heads of q or of k, whichever is larger."""
+    return max(q.shape[heads], 0 if k is None else k.shape[heads])
+
+
+def _choose_config(q: Tensor, k: Tensor | None, options: HeadOptions) -> QKNormRopeConfig:
     """Return the launch parameters of heads that are normalised."""
-    count = max(q.shape[heads], 0 if k is None else k.shape[heads])
-    return QKNormRopeConfig.choose(QKNormRopeProblem(count, q.shape[3], together, q.element_size()), device_of(q))
+    count = _largest_count(q, k, options.heads)
+    problem = QKNormRopeProblem(count, q.shape[3], options.together, q.element_size())
+    return QKNormRopeConfig.choose(problem, device_of(q))
 
 
-def _constants(
-    q: Tensor, k: Tensor | None, cos: Tensor, options: RotaryOptions, together: bool, block_h: int
-) -> dict[str, Any]:
+def _constants(q: Tensor, k: Tensor | None, cos: Tensor, options: HeadOptions, block_h: int) -> dict[str, Any]:
     """Return the constexprs that both kernels have."""
     hq, hk, d = q.shape[options.heads], 0 if k is None else k.shape[options.heads], q.shape[3]
     x_paired, y_paired = PAIRED[options.layout]
     r = rotary_size(cos, options.table)
     return {
         "HQ": hq, "HK": hk, "D": d, "R": r, "X_PAIRED": x_paired, "Y_PAIRED": y_paired,
-        "AXES": pack_axes(options.axes), "TOGETHER": together, "BLOCK_HQ": min(block_h, triton.next_power_of_2(hq)),
-        "BLOCK_HK": min(block_h, triton.next_power_of_2(max(hk, 1))), "BLOCK_R": triton.next_power_of_2(r // 2),
-        "BLOCK_P": triton.next_power_of_2(max(d - r, 1)),
+        "AXES": pack_axes(options.axes), "TOGETHER": options.together,
+        "BLOCK_HQ": min(block_h, triton.next_power_of_2(hq)),
+        "BLOCK_HK": min(block_h, triton.next_power_of_2(max(hk, 1))),
+        "BLOCK_R": triton.next_power_of_2(r // 2), "BLOCK_P": triton.next_power_of_2(max(d - r, 1)),
     }  # fmt: skip
 
 
 def _launch_forward(
     cos: Tensor, sin: Tensor, inputs: HeadInputs, q_out: Tensor, k_out: Tensor, rstd: Tensor | None,
-    norm: HeadNormOptions, rotary: RotaryOptions, backward: bool = False,
+    options: HeadOptions, backward: bool = False,
 ) -> None:  # fmt: skip
     """Write q_out and, if there is k, k_out. With memory for rstd, the heads are normalised first."""
     q, k, q_weight, k_weight = inputs
-    q, k, heads = dense_features(q), dense_features(k), rotary.heads
+    q, k, heads = dense_features(q), dense_features(k), options.heads
     if rstd is None:
-        block_h, num_warps = heads_of_tile(max(q.shape[heads], 0 if k is None else k.shape[heads]), q.shape[3]), 4
+        block_h, num_warps = heads_of_tile(_largest_count(q, k, heads), q.shape[3]), 4
     else:
-        config = _choose_config(q, k, heads, norm.together)
+        config = _choose_config(q, k, options)
         block_h, num_warps = config.block_h, config.num_warps
-    constants = _constants(q, k, cos, rotary, norm.together, block_h)
+    constants = _constants(q, k, cos, options, block_h)
     if rstd is None:
         constants |= {"BLOCK_HQ": block_h, "BLOCK_HK": block_h}
     if backward:
@@ -283,9 +287,9 @@ def _launch_forward(
             strides_q=head_strides(q, heads), strides_k=head_strides(k, heads),
             strides_q_out=head_strides(q_out, heads),
             strides_k_out=head_strides(None if k is None else k_out, heads),
-            strides_cos=table_strides(cos), S=length, eps=norm.eps, offset=norm.offset,
+            strides_cos=table_strides(cos), S=length, eps=options.eps, offset=options.offset,
         ),
-        **constants, TABLE=rotary.table, STEP=cos.stride(-1), BACKWARD=backward, num_warps=num_warps,
+        **constants, TABLE=options.table, STEP=cos.stride(-1), BACKWARD=backward, num_warps=num_warps,
     )  # fmt: skip
 
 
@@ -298,7 +302,7 @@ def _empty_rotated(
 
 @launcher(fake=_empty_rotated)
 def rope_rotate(
-    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, options: RotaryOptions, backward: bool,
+    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, options: HeadOptions, backward: bool,
     q_dtype: torch.dtype, k_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Rotate q and k, or rotate their gradients back.
@@ -312,39 +316,36 @@ def rope_rotate(
         The rotated q and k, each in its dtype. The second one is an empty tensor if `k` is None.
     """
     outputs = _empty_rotated(q, k, q_dtype, k_dtype)
-    _launch_forward(cos, sin, HeadInputs(q, k, None, None), *outputs, None, _NO_NORM, options, backward)
+    _launch_forward(cos, sin, HeadInputs(q, k, None, None), *outputs, None, options, backward)
     return outputs
 
 
-_NO_NORM = HeadNormOptions(0.0, 0.0, False)
-
-
 def _empty_forward(
-    inputs: HeadInputs, norm: HeadNormOptions, rotary: RotaryOptions, q_dtype: torch.dtype, k_dtype: torch.dtype | None
+    inputs: HeadInputs, options: HeadOptions, q_dtype: torch.dtype, k_dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Allocate what `qk_norm_rope_forward` returns."""
-    q, k, heads = inputs.q, inputs.k, rotary.heads
-    columns = 2 if norm.together else q.shape[heads] + (0 if k is None else k.shape[heads])
+    q, k, heads = inputs.q, inputs.k, options.heads
+    columns = 2 if options.together else q.shape[heads] + (0 if k is None else k.shape[heads])
     rstd = q.new_empty((q.shape[0] * q.shape[3 - heads], columns), dtype=torch.float32)
     return *_empty_rotated(q, k, q_dtype, k_dtype), rstd
 
 
 @launcher(fake=_empty_forward)
 def qk_norm_rope_forward(
-    cos: Tensor, sin: Tensor, inputs: HeadInputs, norm: HeadNormOptions, rotary: RotaryOptions,
-    q_dtype: torch.dtype, k_dtype: torch.dtype | None,
+    cos: Tensor, sin: Tensor, inputs: HeadInputs, options: HeadOptions, q_dtype: torch.dtype,
+    k_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Normalise and rotate q and k.
 
     Args:
-        cos, sin: [B | 1, S, R], or [3, B | 1, S, R] if `rotary.axes` names the axis of each frequency.
+        cos, sin: [B | 1, S, R], or [3, B | 1, S, R] if `options.axes` names the axis of each frequency.
 
     Returns:
         The new q and k, each in its dtype; the second one is an empty tensor if k is None. The third result is rstd
         [T, Hq + Hk], or [T, 2] if all heads are normalised together.
     """
-    outputs = _empty_forward(inputs, norm, rotary, q_dtype, k_dtype)
-    _launch_forward(cos, sin, inputs, *outputs, norm, rotary)
+    outputs = _empty_forward(inputs, options, q_dtype, k_dtype)
+    _launch_forward(cos, sin, inputs, *outputs, options)
     return outputs
 
 
@@ -362,7 +363,7 @@ def _empty_backward(inputs: HeadInputs, needs: NeededHeadGradients) -> tuple[Ten
 @launcher(fake=_empty_backward)
 def qk_norm_rope_backward(
     cos: Tensor, sin: Tensor, inputs: HeadInputs, rstd: Tensor, dq_out: Tensor | None, dk_out: Tensor | None,
-    norm: HeadNormOptions, rotary: RotaryOptions, needs: NeededHeadGradients,
+    options: HeadOptions, needs: NeededHeadGradients,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients of q and of k, and those of both weights in one tensor.
 
@@ -371,9 +372,9 @@ def qk_norm_rope_backward(
     dq, dk, dw = _empty_backward(inputs, needs)
     q, k, q_weight, k_weight = inputs
     dq_out, dk_out, q, k = dense_features(dq_out), dense_features(dk_out), dense_features(q), dense_features(k)
-    heads, t, n = rotary.heads, rstd.shape[0], dw.shape[0]
-    config = _choose_config(q, k, heads, norm.together)
-    constants = _constants(q, k, cos, rotary, norm.together, config.backward_block_h)
+    heads, t, n = options.heads, rstd.shape[0], dw.shape[0]
+    config = _choose_config(q, k, options)
+    constants = _constants(q, k, cos, options, config.backward_block_h)
     programs = min(config.programs, t * cdiv(constants["HQ"], constants["BLOCK_HQ"]))
     partial = dw.new_empty((programs, n), dtype=torch.float32)
     # The partial gradients of q_weight come first.
@@ -388,7 +389,7 @@ def qk_norm_rope_backward(
             strides_dq_out=head_strides(dq_out, heads), strides_dk_out=head_strides(dk_out, heads),
             strides_q=head_strides(q, heads), strides_k=head_strides(k, heads),
             strides_dq=head_strides(dq_stored, heads), strides_dk=head_strides(dk_stored, heads),
-            stride_dw=n, strides_cos=table_strides(cos), S=q.shape[3 - heads], T=t, offset=norm.offset,
+            stride_dw=n, strides_cos=table_strides(cos), S=q.shape[3 - heads], T=t, offset=options.offset,
         ),
         **constants, KEEPS_W=config.keeps_w, STAGES=config.num_stages, num_warps=config.backward_warps,
     )  # fmt: skip

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from tigon.memory.lean import recomputed_by_call
 from tigon.ops.norms.rms_norm import Rounding, rms_norm_reference
-from tigon.ops.rotary.heads import HeadInputs, HeadNormOptions, NeededHeadGradients, RotaryOptions, with_equal_strides
+from tigon.ops.rotary.heads import HeadInputs, HeadOptions, NeededHeadGradients, with_equal_strides
 from tigon.ops.rotary.kernels import qk_norm_rope_backward, qk_norm_rope_forward
 from tigon.ops.rotary.qk_norm_rope_config import MAX_FEATURES_TOGETHER
 from tigon.ops.rotary.rope import Layout, axes_of, can_run_kernels, check_rope, rope_reference
@@ -83,15 +83,13 @@ class _QKNormRope(Node):
         round_first: bool,
         *options: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        # The options are those of `HeadNormOptions`, and then those of `RotaryOptions` except the table.
         cos, sin = with_equal_strides(cos, sin)
         q_weight, k_weight = (w if w is None else w.contiguous() for w in (q_weight, k_weight))
         q_dtype = _result_dtype(q, q_weight, cos, round_first)
         k_dtype = None if k is None else _result_dtype(k, k_weight, cos, round_first)
         inputs = HeadInputs(q, k, q_weight, k_weight)
-        heads, layout, axes = options[3:]
-        ctx.norm, ctx.rotary = HeadNormOptions(*options[:3]), RotaryOptions(heads, layout, axes, "halves")
-        q_out, k_out, rstd = qk_norm_rope_forward(cos, sin, inputs, ctx.norm, ctx.rotary, q_dtype, k_dtype)
+        ctx.options = HeadOptions(*options)
+        q_out, k_out, rstd = qk_norm_rope_forward(cos, sin, inputs, ctx.options, q_dtype, k_dtype)
         ctx.save_for_backward(cos, sin, rstd, *inputs)
         keep_none_gradients(ctx)
         return q_out, None if k is None else k_out
@@ -105,7 +103,7 @@ class _QKNormRope(Node):
             return ()
         inputs = HeadInputs(*saved_inputs)
         dq, dk, dw = qk_norm_rope_backward(
-            cos, sin, inputs, rstd, dq_out, dk_out, ctx.norm, ctx.rotary, NeededHeadGradients(*needs)
+            cos, sin, inputs, rstd, dq_out, dk_out, ctx.options, NeededHeadGradients(*needs)
         )
         weights = inputs.q_weight, inputs.k_weight
         pairs = zip(weights, needs[2:], strict=True)
@@ -185,25 +183,31 @@ def qk_norm_rope(
     checks.floating("qk_norm_rope", q_weight=q_weight, k_weight=k_weight)
     together = _normalises_together(q.shape[3], q_weight, k_weight)
     _check_weights(q, k, q_weight, k_weight, unsqueeze_dim, together)
-    heads = max(x.shape[unsqueeze_dim] for x in (q, k) if x is not None)
-    features = triton.next_power_of_2(heads) * triton.next_power_of_2(q.shape[3])
-    is_supported = q.shape[unsqueeze_dim] > 0 and not (together and features > MAX_FEATURES_TOGETHER)
     options = {
         "eps": eps, "offset": offset, "rounding": rounding, "unsqueeze_dim": unsqueeze_dim, "layout": layout,
         "sections": sections,
     }  # fmt: skip
-    return _qk_norm_rope(q, k, q_weight, k_weight, cos, sin, is_supported, together, options)
+    return _qk_norm_rope(q, k, q_weight, k_weight, cos, sin, options)
+
+
+def _fits_the_kernels(q: Tensor, k: Tensor | None, heads: int, together: bool) -> bool:
+    """Return whether the kernels have registers for the heads, which are in dimension `heads`."""
+    count = max(x.shape[heads] for x in (q, k) if x is not None)
+    features = triton.next_power_of_2(count) * triton.next_power_of_2(q.shape[3])
+    return q.shape[heads] > 0 and not (together and features > MAX_FEATURES_TOGETHER)
 
 
 @recomputed_by_call
 def _qk_norm_rope(
     q: Tensor, k: Tensor | None, q_weight: Tensor | None, k_weight: Tensor | None, cos: Tensor, sin: Tensor,
-    is_supported: bool, together: bool, options: dict[str, Any],
+    options: dict[str, Any],
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     inputs = q, k, q_weight, k_weight, cos, sin
-    if not (is_supported and runs_kernels(q, q_weight, k_weight) and can_run_kernels(q, k, cos, sin)):
-        return qk_norm_rope_reference(*inputs, **options)
     eps, offset, rounding, heads, layout, sections = options.values()
+    together = _normalises_together(q.shape[3], q_weight, k_weight)
+    can_run = runs_kernels(q, q_weight, k_weight) and can_run_kernels(q, k, cos, sin)
+    if not (can_run and _fits_the_kernels(q, k, heads, together)):
+        return qk_norm_rope_reference(*inputs, **options)
     return _QKNormRope.apply(
-        *inputs, rounding == "before_weight", eps, offset, together, heads, layout, axes_of(sections)
+        *inputs, rounding == "before_weight", heads, layout, axes_of(sections), "halves", eps, offset, together
     )  # fmt: skip

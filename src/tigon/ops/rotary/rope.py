@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from tigon.memory.lean import recomputed_by_call
-from tigon.ops.rotary.heads import PAIRED, RotaryOptions, rotary_size, with_equal_strides
+from tigon.ops.rotary.heads import PAIRED, HeadOptions, rotary_size, with_equal_strides
 from tigon.ops.rotary.kernels import rope_rotate
 from tigon.runtime import checks
 from tigon.runtime.autograd import halves, keep_none_gradients, without_autocast
@@ -100,7 +100,7 @@ class _Rope(Node):
     def forward(
         ctx: Any, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, dtype: torch.dtype | None, *option_values: Any
     ) -> tuple[Tensor, Tensor | None]:
-        options = RotaryOptions(*option_values)
+        options = HeadOptions(*option_values)
         # The parts of complex numbers are read where they are.
         cos, sin = with_equal_strides(cos, sin, 2 if options.table == "once" else 1)
         ctx.save_for_backward(cos, sin)
@@ -229,17 +229,18 @@ def rope(
     """
     check_rope("rope", q, k, cos, sin, unsqueeze_dim, layout, sections, table=table)
     checks.floating_dtype("rope", "dtype", dtype)
-    return _rope(q, k, cos, sin, unsqueeze_dim, layout, sections, table, dtype)
+    options = {
+        "unsqueeze_dim": unsqueeze_dim, "layout": layout, "sections": sections, "table": table, "dtype": dtype,
+    }  # fmt: skip
+    return _rope(q, k, cos, sin, options)
 
 
 # `lean` recomputes the results only if q and k are recomputed themselves, as the outputs of norms are.
 @recomputed_by_call(inputs=2)
 def _rope(
-    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, heads: int, layout: Layout, sections: Sequence[int] | None,
-    table: Table, dtype: torch.dtype | None,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    if can_run_kernels(q, k, cos, sin):
-        return _Rope.apply(q, k, cos, sin, dtype, heads, layout, axes_of(sections), table)
-    return rope_reference(
-        q, k, cos, sin, unsqueeze_dim=heads, layout=layout, sections=sections, table=table, dtype=dtype
-    )  # fmt: skip
+    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, options: dict[str, Any]
+) -> tuple[Tensor, Tensor | None]:
+    if not can_run_kernels(q, k, cos, sin):
+        return rope_reference(q, k, cos, sin, **options)
+    heads, layout, sections, table, dtype = options.values()
+    return _Rope.apply(q, k, cos, sin, dtype, heads, layout, axes_of(sections), table)
