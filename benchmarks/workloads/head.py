@@ -108,25 +108,17 @@ def _call_distillation(function: Callable[..., Any], *tensors: Tensor, **options
     return function(hidden, weight, targets, bias=bias, **named, **options)
 
 
-def _distillation_flops(case: Case) -> int:
-    t, h, v = case.shape
-    gradients = set() if case.no_grad else {"hidden", "weight"} - set(case.frozen)
-    # One product computes the logits of the teacher.
-    return 2 * (2 + len(gradients)) * round(t * (1 - case.ignored)) * h * v
+def head_flops(case: Case, names: tuple[str, str], more_products: int = 0, recomputes: bool = False) -> int:
+    """Count the operations of the products of the valid tokens, with the shape (.., H, V).
 
-
-def _flops(case: Case) -> int:
-    t, h, v = case.shape
-    gradients = set() if case.no_grad else {"input", "linear_weight"} - set(case.frozen)
+    There is one product for the logits, one for the gradient of each of `names`, `more_products` for the logits of
+    other models, and one more if backward recomputes the logits.
+    """
+    *tokens, h, v = case.shape
+    gradients = 0 if case.no_grad else len(set(names) - set(case.frozen))
+    products = 1 + more_products + gradients + (recomputes and bool(gradients))
     # Ignored rows need no product.
-    return 2 * (1 + len(gradients)) * round(t * (1 - case.ignored)) * h * v
-
-
-def _log_prob_flops(case: Case) -> int:
-    t, h, v = case.shape
-    gradients = set() if case.no_grad else {"hidden", "weight"} - set(case.frozen)
-    # Backward recomputes the logits.
-    return 2 * (1 + bool(gradients) + len(gradients)) * round(t * (1 - case.ignored)) * h * v
+    return 2 * products * round(math.prod(tokens) * (1 - case.ignored)) * h * v
 
 
 WORKLOADS = (
@@ -141,7 +133,7 @@ WORKLOADS = (
             Variant("", (7, 24, 100), form=IGNORED | {"bias": True}),
             Variant("none", (7, 24, 100), {"reduction": "none"}, IGNORED),
         ),
-        flops=_flops,
+        flops=lambda case: head_flops(case, ("input", "linear_weight")),
         bench_shapes=(
             Case("llama-3-8b", (8192, 4096, 128256), FIRST_LINEAR),
             Case("llama-3-8b", (32768, 4096, 128256), FIRST_LINEAR),
@@ -195,7 +187,7 @@ WORKLOADS = (
             ),
             Variant("128256, every output in fp32", (2, 16, 128256), {**EVERY_LOG_PROB_OUTPUT, "fp32_products": True}),
         ),
-        flops=_log_prob_flops,
+        flops=lambda case: head_flops(case, ("hidden", "weight"), recomputes=True),
         bench_shapes=(
             Case("llama-3-8b", (8192, 4096, 128256), MORE),
             Case("llama-3-8b", (8192, 4096, 128256), MORE, {"return_entropy": True, "temperature": 0.7}),
@@ -253,7 +245,7 @@ WORKLOADS = (
                 },
             ),
         ),
-        flops=_distillation_flops,
+        flops=lambda case: head_flops(case, ("hidden", "weight"), more_products=1),
         bench_shapes=(
             Case("llama-3-8b", (8192, 4096, 128256), MORE),
             Case("llama-3-8b", (8192, 4096, 128256), MORE, {"beta": 0.0}),

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.workloads.head import head_inputs
+from benchmarks.workloads.head import head_flops, head_inputs
 from benchmarks.workloads.inputs import InputMaker, Inputs
 from benchmarks.workloads.workload import MORE, Case, Workload, small, sweep
 from tigon.losses import dpo_loss, grpo_loss, kto_loss, orpo_loss, simpo_loss
@@ -71,16 +71,6 @@ def _call(names: tuple[str, ...]) -> Callable[..., Tensor]:
     return run
 
 
-def _flops(names: tuple[str, ...]) -> Callable[[Case], int]:
-    def flops(case: Case) -> int:
-        n, length, h, v = case.shape
-        gradients = set() if case.no_grad else {"hidden", "weight"} - set(case.frozen)
-        products = 1 + len(gradients) + ("ref_hidden" in names)
-        return 2 * products * round(n * length * (1 - case.ignored)) * h * v
-
-    return flops
-
-
 def _workload(
     module: str, function: Callable[..., Any], options: dict[str, Any] | None = None, names: tuple[str, ...] = ()
 ) -> Workload:
@@ -94,7 +84,7 @@ def _workload(
         rows_axis=1,
         is_loss=True,
         has_cpu_code=True,
-        flops=_flops(names),
+        flops=lambda case: head_flops(case, ("hidden", "weight"), more_products="ref_hidden" in names),
         bench_options=options or {},
         bench_shapes=(
             Case("llama-3-8b", (8, 1024, *MODEL), MORE),
