@@ -208,7 +208,7 @@ def make_console() -> "Console":
 def show_progress(text: str) -> Iterator[Callable[[str], None]]:
     """Show the progress of a block on standard error, and yield a function that shows the text of the next stage.
 
-    A terminal shows the current stage and the time, until the block ends. A file or a pipe gets a line for each stage.
+    A terminal shows the current stage until the block ends. A file or a pipe gets a line for each stage.
     """
     if not sys.stderr.isatty():
         say = lambda stage: print(f"{stage} ...", file=sys.stderr, flush=True)
@@ -216,12 +216,10 @@ def show_progress(text: str) -> Iterator[Callable[[str], None]]:
         yield say
         return
     from rich.console import Console
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+    from rich.markup import escape
 
-    columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task(text, total=None)
-        yield lambda stage: progress.update(task, description=stage)
+    with Console(stderr=True).status(text) as status:
+        yield lambda stage: status.update(escape(stage))
 
 
 def pick_device(name: str, others: tuple[str, ...] = ()) -> str:

@@ -20,10 +20,13 @@ from tigon.testing import assert_accurate
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
+def _outputs(result: Any) -> list[Tensor]:
+    return [y for y in (result if isinstance(result, tuple) else (result,)) if y is not None]
+
+
 def _results(function: Callable[..., Any], tensors: Tensors, options: dict[str, Any]) -> list[Tensor]:
     """Return the outputs of a call, then the gradients of its tensors. The upstream gradients are always the same."""
-    result = function(**tensors, **options)
-    outputs = [y for y in (result if isinstance(result, tuple) else (result,)) if y is not None]
+    outputs = _outputs(function(**tensors, **options))
     generator = torch.Generator().manual_seed(1)
     upstream = [torch.randn(y.shape, generator=generator).to(y) for y in outputs]
     pairs = [(y, dy) for y, dy in zip(outputs, upstream, strict=True) if y.requires_grad]
@@ -104,17 +107,12 @@ def _measure(call: OpCall, device: torch.device) -> OpSpeed:
     compare(call, options, call.medium, torch.bfloat16, device)
     tensors = call.tensors(call.large, torch.bfloat16, device)
     leaves = [x for x in tensors.values() if x.requires_grad]
-    with torch.no_grad():
-        result = call.function(**tensors, **options)
-    outputs = [y for y in (result if isinstance(result, tuple) else (result,)) if y is not None]
-    upstream = [torch.randn_like(y) for y in outputs]
+    upstream = [torch.randn_like(y) for y in _outputs(call.function(**tensors, **options))]
 
     def step(function: Callable[..., Any]) -> None:
-        result = function(**tensors, **options)
-        outputs = [y for y in (result if isinstance(result, tuple) else (result,)) if y is not None]
-        torch.autograd.grad(outputs, leaves, upstream)
+        torch.autograd.grad(_outputs(function(**tensors, **options)), leaves, upstream)
 
-    moved = sum(x.nbytes for x in (*tensors.values(), *leaves, *outputs, *upstream))
+    moved = sum(x.nbytes for x in (*tensors.values(), *leaves, *upstream, *upstream))
     ms, eager_ms = (_milliseconds(functools.partial(step, f)) for f in (call.function, call.reference))
     return OpSpeed(call.op, call.large, ms, eager_ms, moved)
 

@@ -36,19 +36,14 @@ def assumptions(settings: PlanSettings) -> list[str]:
 
 
 def describe_adapters(settings: PlanSettings) -> list[str]:
-    """Return sentences about the adapters that are trained; none if all parameters are."""
+    """Return a sentence about the adapters that are trained; none if all parameters are."""
     if settings.lora is None:
         return []
-    sentences = [
+    base = " The weights below them take 4 bits (nf4 with double quantisation)." if settings.qlora else ""
+    return [
         f"Only adapters (LoRA) of rank {settings.lora} are trained. All linear layers but the head have one, in fp32. "
-        "The other parameters are frozen: they have no gradients and no optimizer state."
+        f"The other parameters are frozen: they have no gradients and no optimizer state.{base}"
     ]
-    if settings.qlora:
-        sentences.append(
-            "The weights of the layers with adapters take 4 bits (nf4 with double quantisation). Forward and backward "
-            "each dequantise them once."
-        )
-    return sentences
 
 
 def _size(step: Step | None) -> str:
