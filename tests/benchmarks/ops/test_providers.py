@@ -114,7 +114,7 @@ def test_every_op_of_models_is_compared_with_liger():
         assert "liger" in [provider.name for provider in PROVIDERS[op]], op
 
 
-@pytest.mark.parametrize("op", EAGER.keys() - {"load_balancing_loss"})
+@pytest.mark.parametrize("op", [op for op in EAGER if op != "load_balancing_loss"])
 def test_the_faster_code_of_models_computes_the_reference(op):
     case = tiny(op)
     inputs = make_inputs(replace(case, dtype=torch.float32), CPU)
