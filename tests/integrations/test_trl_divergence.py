@@ -35,8 +35,8 @@ def run(function, num_items=None, weight_dtype=torch.float32, mask=True, beta=0.
     completion_mask = torch.tensor([[1, 1, 0, 1, 0, 0], [1, 1, 1, 1, 1, 0]]) * mask
     loss, entropy, count = function(
         tensors["student_hidden"].view(2, 6, 16), tensors["teacher_hidden"].view(2, 6, 24), tensors["student_weight"],
-        tensors["teacher_weight"], completion_mask, beta, num_items, tensors["student_bias"], tensors["teacher_bias"],
-        **options,
+        tensors["teacher_weight"], completion_mask, beta, num_items_in_batch=num_items,
+        student_lm_head_bias=tensors["student_bias"], teacher_lm_head_bias=tensors["teacher_bias"], **options,
     )  # fmt: skip
     loss.backward()
     return [loss.detach(), entropy, count, *(x.grad for x in tensors.values() if x.requires_grad)]

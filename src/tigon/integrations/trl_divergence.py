@@ -36,6 +36,7 @@ def chunked_divergence_loss(
     teacher_lm_head_weight: Tensor,
     completion_mask: Tensor,
     beta: float,
+    *,
     num_items_in_batch: Tensor | int | None = None,
     student_lm_head_bias: Tensor | None = None,
     teacher_lm_head_bias: Tensor | None = None,
