@@ -218,7 +218,7 @@ def test_kto(loss_type, labels, shift):
     assert set(trl_metrics) - {"num_tokens"} <= set(metrics)
 
 
-# --- ORPO, CPO, SimPO ----------------------------------------------------------------------------
+# --- CPO and SimPO --------------------------------------------------------------------------------
 
 
 def _logits_of(log_probs: Tensor) -> Tensor:
@@ -229,7 +229,7 @@ def _logits_of(log_probs: Tensor) -> Tensor:
 
 
 def _reference_free_model(x: Tokens, expected_log_probs: Tensor):
-    """Return a model and the batch for the `concatenated_forward` of CPO and ORPO."""
+    """Return a model and the batch for the `concatenated_forward` of CPO."""
     logits = _logits_of(expected_log_probs)
     labels = torch.full((len(x.mask), x.mask.shape[1] + 1), -100)
     labels[:, 1:][x.mask] = 0
@@ -237,7 +237,6 @@ def _reference_free_model(x: Tokens, expected_log_probs: Tensor):
     for name, rows in (("chosen", slice(0, len(labels) // 2)), ("rejected", slice(len(labels) // 2, None))):
         batch[f"{name}_labels"] = labels[rows]
         batch[f"{name}_input_ids"] = torch.zeros_like(labels[rows])
-        # ORPO's NLL has the tokens of the mask and those before them.
         batch[f"{name}_attention_mask"] = torch.cat((torch.ones(len(labels[rows]), 1), x.mask[rows]), 1).long()
     return lambda *_, **__: SimpleNamespace(logits=logits), batch
 
@@ -281,44 +280,6 @@ def test_cpo(case):
     compared = {name: [value] for name, value in metrics.items() if not name.startswith("logits")}
     _assert_same(own, log_probs, expected, expected_log_probs, compared, 1e-4)
     assert set(compared) <= set(own[1])
-
-
-@pytest.mark.parametrize("beta", [0.1, 0.9])
-def test_orpo(beta):
-    from trl.experimental.orpo.orpo_trainer import ORPOTrainer
-
-    x = tokens(6, 5)
-    policy = x.log_probs()
-    expected_log_probs, log_probs = policy.clone().requires_grad_(), policy.clone().requires_grad_()
-    trainer = _trainer(is_encoder_decoder=False, padding_value=0, beta=beta)
-    model, batch = _reference_free_model(x, expected_log_probs)
-    _bind(trainer, ORPOTrainer, "odds_ratio_loss", *REFERENCE_FREE)
-    expected, metrics = trainer.get_batch_loss_metrics(model, batch)
-    own = losses.orpo_loss(log_probs, x.mask, beta=beta, nll_mask=x.mask)
-    compared = {name: [value] for name, value in metrics.items() if not name.startswith("logits")}
-    _assert_same(own, log_probs, expected, expected_log_probs, compared, 1e-4)
-    assert set(compared) <= set(own[1])
-
-
-# --- the reward model ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("has_margin", [False, True])
-@pytest.mark.parametrize("coefficient", [None, 0.3])
-def test_bradley_terry(has_margin, coefficient):
-    from trl.trainer.reward_trainer import RewardTrainer
-
-    x = tokens(8, 3)
-    values, margin = x.per_sequence("rewards"), x.per_sequence("margin")[:4].abs() if has_margin else None
-    expected_rewards, rewards = values.clone().requires_grad_(), values.clone().requires_grad_()
-    model = _Model(logits=expected_rewards[:, None])
-    trainer = _trainer(model=model, args=SimpleNamespace(center_rewards_coefficient=coefficient))
-    inputs = {"attention_mask": torch.ones(8, 3)} | ({"margin": margin} if has_margin else {})
-    expected = RewardTrainer.compute_loss(trainer, model, inputs)
-    own = losses.bradley_terry_loss(rewards, margin, center_rewards_coefficient=coefficient)
-    metrics = {name: value for name, value in trainer._metrics["train"].items() if name != "num_tokens"}
-    _assert_same(own, rewards, expected, expected_rewards, metrics)
-    assert set(metrics) == set(own[1])
 
 
 # --- GRPO ----------------------------------------------------------------------------------------
