@@ -35,7 +35,7 @@ from tigon.ops.experts.grouped_linear import grouped_product, grouped_weight_gra
 from tigon.ops.experts.moe_mlp import moe_mlp_in_fp8, moe_mlp_reference
 from tigon.ops.experts.routing import spread
 from tigon.ops.fp8 import stacks
-from tigon.ops.fp8.grouped_products import multiply_groups
+from tigon.ops.fp8.products import multiply_groups
 from tigon.ops.fp8.stacks import quantise_stack
 from tigon.ops.fp8.weights import WeightCache
 from tigon.ops.mlps.glu import ClampedGate

@@ -12,12 +12,11 @@ from tigon.ops.experts.arguments import ExpertParameters
 from tigon.ops.experts.choice_order import route
 from tigon.ops.experts.fp8_rows import quantise_and_spread, quantise_and_spread_reference
 from tigon.ops.experts.moe_mlp import moe_mlp_in_fp8, moe_mlp_reference
-from tigon.ops.fp8 import grouped_products
+from tigon.ops.fp8 import products as products_module
 from tigon.ops.fp8.formats import Factor, has_units
 from tigon.ops.fp8.fp8_glu_mlp import fp8_glu_mlp
 from tigon.ops.fp8.fp8_linear import fp8_linear_reference, fp8_projections
-from tigon.ops.fp8.grouped_products import emulate_groups, has_grouped_units, multiply_groups
-from tigon.ops.fp8.products import emulate_fp8, multiply_fp8
+from tigon.ops.fp8.products import emulate_fp8, emulate_groups, has_grouped_units, multiply_fp8, multiply_groups
 from tigon.ops.fp8.quantisation import Layout, quantise, quantise_reference
 from tigon.ops.fp8.stacks import quantise_stack, quantise_stack_reference
 from tigon.ops.fp8.weights import WeightCache
@@ -262,7 +261,7 @@ def test_experts_are_as_accurate_as_the_emulation(activation, transposed, monkey
     results = {}
     for name, function in {"units": moe_mlp_in_fp8, "emulation": moe_mlp_in_fp8, "bf16": moe_mlp_reference}.items():
         if name == "emulation":
-            monkeypatch.setattr(grouped_products, "has_grouped_units", lambda x: False)
+            monkeypatch.setattr(products_module, "has_grouped_units", lambda x: False)
         y = run(function)
         results[name] = [y, *torch.autograd.grad(y, leaves, dy)]
     for ours, emulated, exact in zip(*results.values(), strict=True):

@@ -16,7 +16,7 @@ from tigon.ops.experts.arguments import ExpertParameters
 from tigon.ops.experts.choice_order import route
 from tigon.ops.experts.fp8_rows import quantise_and_spread, quantise_and_spread_reference
 from tigon.ops.experts.moe_mlp import moe_mlp_in_fp8, moe_mlp_reference
-from tigon.ops.fp8.grouped_products import emulate_groups, multiply_groups
+from tigon.ops.fp8.products import emulate_groups, multiply_groups
 from tigon.ops.fp8.quantisation import Layout, quantise
 from tigon.ops.fp8.quantisation_kernels import Fp8RowConfig
 from tigon.ops.fp8.stacks import quantise_stack, quantise_stack_reference

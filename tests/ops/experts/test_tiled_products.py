@@ -181,7 +181,7 @@ def _products_of(launches: list[Launch]) -> list[tuple[str, str | None, bool]]:
     return [
         (each.kernel.__name__, each.arguments.get("KIND"), each.arguments.get("y_ptr") is not None)
         for each in launches
-        if each.kernel.__name__ in (*TILE_KERNELS, "_gated_forward_kernel")
+        if each.kernel.__name__ in (*TILE_KERNELS, "_forward_kernel")
     ]
 
 
@@ -211,7 +211,7 @@ def test_the_first_product_is_not_written_if_backward_does_not_need_it():
     "options", [{"biases": True}, {"activation": "gelu"}, {"transposed": True}], ids=["a bias", "gelu", "by rows"]
 )
 def test_other_experts_compute_the_activation_in_its_own_kernel(options):
-    activation = ("_gated_forward_kernel", options.get("activation", "silu"), True)
+    activation = ("_forward_kernel", options.get("activation", "silu"), True)
     assert _products_of(_launches(**options)) == [PRODUCT, activation, PRODUCT, *BACKWARD]
 
 
@@ -225,7 +225,7 @@ def test_without_the_instructions_of_hopper_the_products_run_in_torch(monkeypatc
 
     monkeypatch.setattr(tiled_products, "hopper", None)
     monkeypatch.setattr(grouped_linear, "GROUPED_MM", grouped_mm)
-    assert _products_of(_launches()) == [("_gated_forward_kernel", "silu", True)]
+    assert _products_of(_launches()) == [("_forward_kernel", "silu", True)]
     assert calls == [(2, 3), (2, 3), (2, 3), (2, 2), (2, 2), (2, 3)]
 
 

@@ -67,26 +67,15 @@ class Fp8Group:
         return Fp8Group(weights, needs_dx) if weights else None
 
     def zero_maximum(self, like: Tensor) -> Tensor | None:
-        """Return a zero [1] int32, in which a kernel collects the bits of the largest absolute value.
-
-        A kernel that writes x raises it to the largest |x| for `operand`. A kernel that writes the gradients raises it
-        to the largest |dy_i| of all layers for `operand_of_gradients`. The result is None if rows have scales of their
-        own, or if no kernel quantises on the device of `like`.
-        """
+        """Return a zero [1] int32 for a kernel that finds the maximum of an operand; None if no copy needs it."""
         return None if self.options.is_rowwise or not runs_fp8_kernels(like) else zero_number(like)
 
     def operand(self, x: Tensor, maximum: Tensor | None = None) -> "Fp8Operand":
-        """Return x [T, I] as the operand of the products of the layers.
-
-        `maximum` holds the bits of the largest |x|, if a kernel of the node has found it.
-        """
+        """Return x [T, I], whose maximum a kernel may have found, as the operand of the products of the layers."""
         return Fp8Operand(self, {0: x}, Layout(self.options.is_rowwise, True, False), maximum)
 
     def operand_of_gradients(self, dys: Mapping[int, Tensor], maximum: Tensor | None = None) -> "Fp8Operand | None":
-        """Return the gradients dy_i [T, O_i], side by side, as the operand of dX; None if `dys` has none of the group.
-
-        `maximum` holds the bits of the largest |dy_i| of the group, if a kernel of the node has found it.
-        """
+        """Return the gradients dy_i [T, O_i], side by side, as the operand of dX; None if the group has none."""
         present = {index: dys[index] for index in self.indices if index in dys}
         layout = Layout(self.options.is_rowwise, True, False, by_columns=True)
         return Fp8Operand(self, present, layout, maximum) if present else None
@@ -99,11 +88,8 @@ class Fp8Group:
 class Fp8Operand:
     """One side of the FP8 products of a group, not yet quantised: x [T, I], or the gradients [T, O_i] side by side.
 
-    Args:
-        group: The layers.
-        parts: The gradients by the indices of their layers, of which some may be missing, or x with the key 0.
-        layout: The format and the scales of the FP8 copy.
-        maximum: The bits [1] of the largest absolute value of all parts in int32, if a kernel of the node has found it.
+    The parts are the gradients by the indices of their layers, of which some may be missing, or x with the key 0.
+    `maximum` [1] holds the bits of the largest absolute value of all parts, if a kernel of the node has found it.
     """
 
     def __init__(self, group: Fp8Group, parts: Mapping[int, Tensor], layout: Layout, maximum: Tensor | None) -> None:
@@ -115,9 +101,8 @@ class Fp8Operand:
     def fused_passes(self, read_indices: Collection[int]) -> dict[int, FusedPass]:
         """Return the fused passes for the kernels that read the parts `read_indices`, by the index of the part.
 
-        Exactly one kernel must do the pass of each index before the products are computed. The result is empty if rows
-        have scales of their own, if the device runs no FP8 kernels, if a gradient of the group is missing, or if a part
-        is not read.
+        Exactly one kernel must do the pass of each index before the products are computed. The result is empty if not
+        all parts are present and read by kernels that quantise.
         """
         assert not self.has_passes, "each operand has its passes done once"
         some_part = next(iter(self.parts.values()))
@@ -157,11 +142,7 @@ class Fp8Operand:
         ]
 
     def products(self) -> Iterator[tuple[int, Tensor]]:
-        """Yield the index of each layer of the group and the product [T, O] of x with its weight.
-
-        Each product is computed when it is requested. If the caller adds the outputs of the adapters at once, the
-        product is still in the L2 cache.
-        """
+        """Yield the index of each layer and the product [T, O] of x with its weight, which is then in the L2 cache."""
         group, start, copy = self.group, 0, self._take_copy()
         copies = group.copies or weight_rows(None, "", group.weights, group.options.is_rowwise, False)
         for index, weight in zip(group.indices, group.weights, strict=True):

@@ -254,12 +254,8 @@ def lora_activation_forward(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return a [S, I] and the terms of q and w q [S, 2, R_d], which are None without an adapter on the second product.
 
-    Args:
-        h: The base product [S, 2 I], or [S, I] for an activation without a gate, with dense rows.
-        adapters: The low-rank products of x, and the factors.
-        weights: [T, K], contiguous.
-        routing: The rows of each expert.
-        kind: The name of the activation.
+    h is the base product [S, 2 I], or [S, I] for an activation without a gate, with dense rows. The weights [T, K] are
+    contiguous.
     """
     rows, width = h.shape
     inner = width // (1 if kind == "relu2" else 2)
@@ -293,18 +289,10 @@ def lora_activation_backward(
     h: Tensor, da: Tensor | None, adapters: ActivationAdapters, dq: Tensor | None, weights: Tensor, routing: Routing,
     kind: str, needs: NeededActivationGradients,
 ) -> ActivationGradients:  # fmt: skip
-    """Return the gradients of which `needs` is True.
+    """Return the gradients of which `needs` is True. All but w a need `da`.
 
-    Args:
-        h: The base product, as in the forward.
-        da: The gradient of `a` through the base product, [S, I] with dense rows, or None if only w a is needed. If it
-            is a tensor, w a may overwrite it.
-        adapters: As in the forward.
-        dq: The terms of the gradient of q [S, 2, R_d], or None if the second product has no adapter or da is None.
-        weights: As in the forward.
-        routing: The rows of each expert.
-        kind: The name of the activation.
-        needs: A flag for each result. All but w a need `da`.
+    `da` is the gradient of `a` through the base product, [S, I] with dense rows; w a may overwrite it. `dq` holds the
+    terms of the gradient of q [S, 2, R_d], or is None if the second product has no adapter or da is None.
     """
     rows, width = h.shape
     inner = width // (1 if kind == "relu2" else 2)

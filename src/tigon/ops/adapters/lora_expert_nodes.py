@@ -139,14 +139,10 @@ def _factor_gradients(
     adapters: Sequence[ExpertAdapter], needs: Sequence[ExpertAdapter], inputs: _Operand, outputs: _Operand,
     routing: Routing,
 ) -> list[Tensor | None]:  # fmt: skip
-    """Return the gradients of A and B of each adapter of one product.
+    """Return the gradients of A and B of each adapter of one product. `needs` has flags in place of tensors.
 
-    Args:
-        adapters: The adapters of the product.
-        needs: The adapters with flags in place of their tensors.
-        inputs: The input of the product and the gradients of its low-rank products.
-        outputs: The upstream gradient and the low-rank products.
-        routing: The rows of each expert.
+    `inputs` are the input of the product and the gradients of its low-rank products. `outputs` are the upstream
+    gradient and the low-rank products.
     """
     gradients: list[Tensor | None] = []
     column = 0

@@ -64,10 +64,7 @@ def list_entries(projections: Sequence[Projection], tokens: int, seeds: Tensor |
 
 
 def _groups(entries: Sequence[Entry]) -> list[list[Entry]]:
-    """Return the entries in groups, each of which needs one pass over x.
-
-    An adapter with dropout masks x. If there is one, each entry is a group of its own. Otherwise all form one group.
-    """
+    """Return the entries in groups, each of which needs one pass over x: all together, or each one if any masks x."""
     if entries and all(entry.dropout_mask is None for entry in entries):
         return [list(entries)]
     return [[entry] for entry in entries]
@@ -79,11 +76,7 @@ def _span(group: Sequence[Entry]) -> slice:
 
 
 def compute_hidden(rows: Tensor, entries: Sequence[Entry], operand: Fp8Operand | None = None) -> Tensor:
-    """Return the terms of h [3, T, R] for x [T, I].
-
-    If FP8 products read x too, `operand` is x as their operand. The kernels do its fused passes, if any, so this
-    function must be called before `operand.products`.
-    """
+    """Return the terms of h [3, T, R] for x [T, I]. The kernels do the fused passes of x as an FP8 operand first."""
     fused_pass = None if operand is None else operand.fused_passes((0,)).get(0)
     h = empty_hidden(rows, rows.shape[0], entries[-1].columns.stop)
     for group in _groups(entries):
@@ -135,9 +128,8 @@ def project_gradients(
 ) -> tuple[Tensor, list[Entry]]:
     """Return the terms of dh [3, T, R] for the upstream gradients dy_i [T, O_i], and the entries of dh.
 
-    dh has columns only for the adapters of projections in `dys`. The entries are those of these adapters, with their
-    columns of dh. `operand` holds the gradients of the layers whose weights are in FP8, or is None if there are none.
-    The kernels do its fused passes, if any, so this function must be called before `operand.input_gradient`.
+    dh has columns only for the adapters of projections in `dys`, whose entries are returned. The kernels do the fused
+    passes of the gradients as an FP8 operand first.
     """
     first, dh_entries = 0, []
     some_dy = next(iter(dys.values()))
@@ -194,15 +186,9 @@ def layer_gradients(
 ) -> list[Projection]:
     """Return the projections with gradients in place of their tensors. A gradient that is not needed is None.
 
-    Args:
-        rows: x [T, I]. It may be None if no A and no W needs a gradient.
-        h: The terms [3, T, R]. They may be None if no B needs a gradient, or if `dbs` is passed.
-        dys: The upstream gradients [T, O_i], by the index of the projection. Some may be missing.
-        dh: The terms [3, T, R]. They may be None if no A needs a gradient.
-        entries: The entries of all adapters, with their columns of h.
-        dh_entries: The entries of the adapters of projections in `dys`, with their columns of dh.
-        needs: The projections with flags in place of their tensors: True if the tensor needs a gradient.
-        dbs: The gradients of B, by the position of the adapter, if another kernel has computed them.
+    x [T, I], the terms of h and those of dh may be None if no needed gradient depends on them. `dys` may lack upstream
+    gradients. `needs` has flags in place of tensors. `dbs` holds the gradients of B, by the position of the adapter, if
+    another kernel has computed them.
     """
     flags = [need for projection in needs for need in projection.adapters]
     das: dict[int, Tensor] = {}

@@ -30,9 +30,6 @@ from tigon.runtime.device import runs_kernels
 from tigon.runtime.launch import launch
 from tigon.runtime.tuning import rung
 
-# The reference converts this many elements to fp32 at a time.
-REFERENCE_CHUNK = 2**20
-
 
 class NeededActivationGradients(NamedTuple):
     """True for each result of the backward that is computed. Only adapters have the last one."""
@@ -63,27 +60,21 @@ _DERIVATIVES: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tens
 def activation_gradients_reference(
     h: Tensor, da: Tensor | None, weights: Tensor, routing: Routing, kind: str, needs: NeededActivationGradients
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Compute `activation_gradients` in torch, a few rows at a time, for tests and for devices without Triton."""
+    """Compute `activation_gradients` in torch, for tests and for devices without Triton."""
     wide_dtype = torch.promote_types(h.dtype, torch.float32)
     act, derivative = _DERIVATIVES[kind]
     inner = h.shape[1] // (1 if kind == "relu2" else 2)
     factors = weights.flatten()[routing.order, None].to(wide_dtype)
-    dh = torch.empty_like(h) if needs.dh and da is not None else None
-    wa = h.new_empty(len(h), inner) if needs.wa else None
-    dots = torch.empty_like(factors)
-    rows = max(1, REFERENCE_CHUNK // max(1, h.shape[1]))
-    for part in (slice(start, start + rows) for start in range(0, len(h), rows)):
-        gate, *up = h[part].to(wide_dtype).split(max(1, inner), -1)
-        a = act(gate) * up[0] if up else act(gate)
-        if wa is not None:
-            wa[part] = a * factors[part]
-        if da is not None:
-            dots[part] = (da[part] * a).sum(-1, keepdim=True)
-        if da is not None and dh is not None:
-            dy = da[part] * factors[part]
-            dh[part] = torch.cat([derivative(dy * up[0], gate), dy * act(gate)], -1) if up else derivative(dy, gate)
+    gate, *up = h.to(wide_dtype).split(max(1, inner), -1)
+    a = act(gate) * up[0] if up else act(gate)
+    dh, dots = None, torch.zeros_like(factors)
+    if da is not None:
+        dots, dy = (da * a).sum(-1, keepdim=True), da * factors
+        if needs.dh:
+            dh = torch.cat([derivative(dy * up[0], gate), dy * act(gate)], -1) if up else derivative(dy, gate)
+            dh = dh.to(h.dtype)
     dweights = dots.masked_fill(routing.absent, 0.0)[routing.slot, 0].to(weights.dtype) if needs.dweights else None
-    return dh, wa, dweights
+    return dh, (a * factors).to(h.dtype) if needs.wa else None, dweights
 
 
 # --- configuration -------------------------------------------------------------------------------
@@ -153,14 +144,8 @@ def activation_gradients(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """Return dh, w a [S, I] and dw [T, K]. A result that is not needed is None.
 
-    Args:
-        h: [S, 2 I] or [S, I].
-        da: [S, I], or None if only w a is needed. If `da` is a tensor, w a may overwrite it.
-        weights: [T, K].
-        routing: The rows of each expert.
-        kind: The name of the activation.
-        needs: A flag for each result.
-        overwrites_h: Whether the kernel writes dh into the memory of a contiguous h. Without kernels, h is not changed.
+    da [S, I] is None if only w a is needed, which may overwrite it. With `overwrites_h`, the kernel writes dh into the
+    memory of a contiguous h [S, 2 I] or [S, I]. Without kernels, h is not changed.
     """
     if not runs_kernels(h, da, weights):
         return activation_gradients_reference(h, da, weights, routing, kind, needs)

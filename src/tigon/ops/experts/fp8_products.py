@@ -23,7 +23,7 @@ from tigon.ops.experts.arguments import ACTIVATIONS
 from tigon.ops.experts.choice_order import Routing
 from tigon.ops.experts.fp8_rows import quantise_and_spread
 from tigon.ops.fp8.formats import Factor
-from tigon.ops.fp8.grouped_products import multiply_groups
+from tigon.ops.fp8.products import multiply_groups
 from tigon.ops.fp8.quantisation import Layout, quantise, quantise_gated
 from tigon.ops.fp8.weights import WeightCache, quantise_weights
 

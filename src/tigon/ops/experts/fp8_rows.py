@@ -27,15 +27,15 @@ from tigon.runtime.rows import dense_rows
 
 def quantise_and_spread_reference(x: Tensor, weights: Tensor | None, routing: Routing) -> Factor:
     """Compute `quantise_and_spread` in torch, for tests and for devices without Triton or FP8 units."""
-    copies = quantise_reference(x, Layout(True, True, False))
-    assert copies.rows is not None
-    assert copies.row_scale is not None
+    values, row_scale, *_ = quantise_reference(x, Layout(True, True, False))
+    assert values is not None
+    assert row_scale is not None
     token = routing.order // max(1, routing.slot.shape[1])
-    scale = copies.row_scale[token]
+    scale = row_scale[token]
     if weights is not None:
         scale = scale * weights.flatten()[routing.order, None].float()
     # Not every version of torch indexes FP8 values, but all of them index bytes.
-    return Factor(copies.rows.view(torch.uint8)[token].view(E4M3), scale)
+    return Factor(values.view(torch.uint8)[token].view(E4M3), scale)
 
 
 # --- kernel --------------------------------------------------------------------------------------

@@ -144,7 +144,7 @@ def empty_copies(like: Tensor, m: int, k: int, layout: Layout) -> Copies:
     )
 
 
-def _empty_copies_of_parts(first: Tensor, others: list[Tensor], layout: Layout) -> Copies:
+def _empty_parts(first: Tensor, others: list[Tensor], layout: Layout) -> Copies:
     return empty_copies(first, *_sizes([first, *others], layout.by_columns), layout)
 
 
@@ -244,49 +244,33 @@ def write_part(part: _Part, maxima: Maxima, copies: Copies, layout: Layout, is_r
     )  # fmt: skip
 
 
-def _quantise(parts: list[_Part], m: int, k: int, layout: Layout, maximum: Tensor | None = None) -> Copies:
-    """Return the copies of the matrix [M, K] that consists of the parts, as `quantise_parts` does."""
-    first = parts[0].x
-    copies = empty_copies(first, m, k, layout)
+@launcher(fake=_empty_parts)
+def quantise_parts(
+    first: Tensor, others: list[Tensor], up: Tensor | None, kind: str, layout: Layout, maximum: Tensor | None
+) -> Copies:
+    """Return the copies of the matrix that consists of `first` and `others`, or of act(first) * up without others.
+
+    Rows of parts may have gaps, but not those of a gated matrix. `maximum` [1] holds the bits of the largest absolute
+    value for a tensorwise scale, or None if it is not known.
+    """
+    copies = _empty_parts(first, others, layout)
+    parts, row, column = [], 0, 0
+    for x in (first, *others):
+        parts.append(_Part(row_view(x), up, kind, row, column))
+        row, column = (row, column + x.shape[1]) if layout.by_columns else (row + x.shape[0], column)
     if _is_one_pass(parts, layout):
         for part in parts:
             _write_rows(part, copies, layout)
-        return copies
-    if maximum is not None:
+    elif maximum is not None:
         for part in reversed(parts):
             write_part(part, Maxima(maximum, None, None), copies, layout, is_reversed=True)
-        return copies
-    maxima = zero_maxima(first, m, k, layout.maxima)
-    for part in reversed(parts):
-        _find_maxima(part, maxima)
-    for part in parts:
-        write_part(part, maxima, copies, layout)
+    else:
+        maxima = zero_maxima(first, *_sizes([first, *others], layout.by_columns), layout.maxima)
+        for part in reversed(parts):
+            _find_maxima(part, maxima)
+        for part in parts:
+            write_part(part, maxima, copies, layout)
     return copies
-
-
-@launcher(fake=_empty_copies_of_parts)
-def quantise_parts(first: Tensor, others: list[Tensor], layout: Layout, maximum: Tensor | None) -> Copies:
-    """Return the copies of the matrix that consists of `first` and `others`. Rows of parts may have gaps.
-
-    `maximum` [1] holds the bits of the largest absolute value for a tensorwise scale, or None if it is not known.
-    """
-    parts, row, column = [], 0, 0
-    for x in (first, *others):
-        parts.append(_Part(row_view(x), None, "", row, column))
-        row, column = (row, column + x.shape[1]) if layout.by_columns else (row + x.shape[0], column)
-    return _quantise(parts, *_sizes([first, *others], layout.by_columns), layout, maximum)
-
-
-def _empty_copies_of_gated(gate: Tensor, layout: Layout) -> Copies:
-    m, k = gate.shape
-    return empty_copies(gate, m, k, layout)
-
-
-@launcher(fake=_empty_copies_of_gated)
-def quantise_product(gate: Tensor, up: Tensor, kind: str, layout: Layout) -> Copies:
-    """Return the copies of act(gate) * up, for gate and up [M, K] whose rows are contiguous."""
-    m, k = gate.shape
-    return _quantise([_Part(gate, up, kind, 0, 0)], m, k, layout)
 
 
 # --- for the ops of this family ------------------------------------------------------------------
@@ -302,7 +286,7 @@ def quantise(parts: Sequence[Tensor], layout: Layout, maximum: Tensor | None = N
         return Quantised(None, None)
     first, *others = parts
     if runs_fp8_kernels(first):
-        return quantise_parts(first, others, layout, maximum).factors(layout)
+        return quantise_parts(first, others, None, "", layout, maximum).factors(layout)
     x = torch.cat([part.float() for part in parts], int(layout.by_columns)) if others else first
     return quantise_reference(x, layout).factors(layout)
 
@@ -315,5 +299,5 @@ def quantise_tensor(x: Tensor, layout: Layout) -> Quantised:
 def quantise_gated(gate: Tensor, up: Tensor, kind: str, layout: Layout) -> Quantised:
     """Return the FP8 copies of act(gate) * up, for gate and up [M, K] whose rows are contiguous."""
     if runs_fp8_kernels(gate):
-        return quantise_product(gate, up, kind, layout).factors(layout)
+        return quantise_parts(gate, [], up, kind, layout, None).factors(layout)
     return quantise_reference(activate(gate, up, kind), layout).factors(layout)

@@ -18,7 +18,7 @@ from tigon.memory.lean import in_checkpoint
 from tigon.ops.experts.arguments import ExpertParameters
 from tigon.ops.experts.moe_mlp import moe_mlp_in_fp8
 from tigon.ops.fp8.formats import MULTIPLE
-from tigon.ops.fp8.grouped_products import has_grouped_units
+from tigon.ops.fp8.products import has_grouped_units
 from tigon.ops.fp8.weights import WeightCache
 from tigon.recognition.parts.fp8 import FP8_DTYPES, FP8Settings
 from tigon.recognition.parts.fp8_weights import StepCache
