@@ -6,8 +6,6 @@ import torch
 import tigon
 from op_cases import DEVICE, DTYPES, assert_as_accurate_as_eager, assert_refused, one_in, outputs_and_gradients
 from tigon.ops.norms.gated_rms_norm import gated_rms_norm_reference
-from tigon.ops.norms.gated_rms_norm_kernels import GatedNormConfig, GatedNormProblem
-from tigon.runtime.device import Device
 
 # Two features, rows that fill no tile, and widths on both sides of a power of two, with the size of a group.
 SHAPES = [((6, 2), None), ((2, 3, 64), 16), ((17, 126), 63), ((5, 129), None), ((3, 2048), 512), ((2, 5000), None)]
@@ -35,8 +33,6 @@ def test_gated_rms_norm_accuracy(shape, dtype, gate_first, activation, rounding)
         _inputs(shape, dtype),
     )
 
-
-DEVICES = [Device(132, 32, 232448), Device(304, 64, 65536), Device(4, 32, 49152)]
 
 MODULES = {
     "mamba2": ("mamba2.modeling_mamba2", "MambaRMSNormGated", {}, {"gate_first": True}),
@@ -107,18 +103,6 @@ def test_gated_rms_norm_computes_only_the_gradients_that_are_needed(trained, gat
     (gradient,) = torch.autograd.grad(tigon.gated_rms_norm(*alone, gate_first=gate_first).sum(), alone[trained])
     torch.testing.assert_close(gradient, expected)
     assert [t is not None for t in results[0]] == [i == trained for i in range(3)]
-
-
-@pytest.mark.parametrize("itemsize", [2, 4])
-@pytest.mark.parametrize("size", [2, 128, 1024, 5000, 8192])
-@pytest.mark.parametrize("device", DEVICES, ids=["nvidia", "amd", "small"])
-@pytest.mark.no_interpreter("It launches no kernel.")
-def test_gated_rms_norm_heuristic_fits_the_device(size, itemsize, device):
-    config = GatedNormConfig.heuristic(GatedNormProblem(size, itemsize), device)
-    assert config.block_n >= size
-    assert max(config.num_warps, config.backward_warps) <= device.max_warps
-    tile_bytes = 3 * config.backward_block_m * config.block_n * itemsize
-    assert (config.num_stages - 1) * tile_bytes <= device.shared_memory
 
 
 def test_groups_that_are_too_wide_for_the_kernels_run_the_reference(monkeypatch):

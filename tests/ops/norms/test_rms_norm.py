@@ -3,9 +3,8 @@ import torch
 
 import tigon
 from op_cases import DEVICE, DTYPES, assert_as_accurate_as_eager, assert_refused, one_in, outputs_and_gradients
-from tigon.ops.norms.kernels import NormConfig, NormProblem
+from tigon.ops.norms.kernels import NormConfig
 from tigon.ops.norms.rms_norm import add_rms_norm_reference, rms_norm_reference
-from tigon.runtime.device import Device
 from tigon.runtime.tuning import tuned
 
 # Two features, rows that fill no tile, widths on both sides of a power of two.
@@ -168,31 +167,6 @@ def test_add_rms_norm_refuses_bad_input():
 
 
 # --- launch parameters ---------------------------------------------------------------------------
-
-DEVICES = [Device(132, 32, 232448), Device(304, 64, 65536), Device(4, 32, 49152)]
-
-
-@pytest.mark.no_interpreter("It launches no kernel.")
-@pytest.mark.parametrize("device", DEVICES, ids=["nvidia", "amd", "small"])
-@pytest.mark.parametrize(("loads", "sums"), [(2, 0), (2, 1), (3, 1), (2, 2)])
-@pytest.mark.parametrize("n", [1, 100, 4096, 5120, 16384, 32768])
-def test_norm_heuristic_fits_the_device(n, loads, sums, device):
-    config = NormConfig.heuristic(NormProblem(n, 2, loads, sums), device)
-    assert config.block_n >= n
-    for warps in (config.num_warps, config.backward_warps):
-        assert 1 <= warps <= device.max_warps
-        assert warps * device.warp_size <= 1024
-    stages = config.num_stages - 1
-    assert stages * loads * config.block_m * config.block_n * 2 <= device.shared_memory
-
-
-@pytest.mark.no_interpreter("It launches no kernel.")
-def test_programs_of_the_backward_get_equal_numbers_of_tiles():
-    config = NormConfig.heuristic(NormProblem(4096, 2), DEVICES[0])
-    assert (config.programs, config.block_m) == (132, 2)
-    # 8192 pairs of rows are 63 pairs for each of 131 programs. With 132 programs one of them would also get 63 pairs.
-    assert [config.count_programs(m) for m in (0, 1, 4, 5, 64, 528, 529, 16384)] == [0, 1, 1, 2, 16, 132, 89, 131]
-    assert config.count_programs(16384, blocks=8) <= 132 // 8
 
 
 @pytest.mark.kernels

@@ -253,6 +253,48 @@ def test_bad_arguments_raise_the_errors_of_torch():
         tigon.AdamW(make_parameters(SHAPES), fused=True, foreach=True)
 
 
+def _adamw(dtype: torch.dtype = torch.bfloat16, **options):
+    return tigon.AdamW([nn.Parameter(torch.zeros(3, dtype=dtype))], **options)
+
+
+REFUSALS = {
+    "AdamW: state must be one of None, 'fp32', 'bf16', '8bit', got '4bit'": lambda: _adamw(state="4bit"),
+    "AdamW: master must be one of None, 'fp32', 'bf16+8', got 'bf16'": lambda: _adamw(master="bf16"),
+    "AdamW: stochastic_rounding must be a bool, got 1": lambda: _adamw(stochastic_rounding=1),
+    "AdamW: max_grad_norm must be positive and finite, got 0": lambda: _adamw(max_grad_norm=0),
+    "AdamW: master='fp32' and stochastic_rounding=True exclude each other": lambda: _adamw(
+        master="fp32", stochastic_rounding=True
+    ),
+    "AdamW: state='8bit' and amsgrad=True exclude each other": lambda: _adamw(state="8bit", amsgrad=True),
+    "AdamW: max_grad_norm=1.0 and foreach=True exclude each other": lambda: _adamw(max_grad_norm=1, foreach=True),
+    "AdamW: master='fp32' and fused=False exclude each other": lambda: _adamw(master="fp32", fused=False),
+    "AdamW: state='fp32' and differentiable=True exclude each other": lambda: _adamw(state="fp32", differentiable=True),
+    "AdamW: state='8bit' needs parameters in float32, bfloat16 or float16, got torch.float64 of shape (3,)": lambda: (
+        _adamw(torch.float64, state="8bit")
+    ),
+    "AdamW: master='bf16+8' needs parameters in bfloat16 or float32, got torch.float16": lambda: _adamw(
+        torch.float16, master="bf16+8"
+    ),
+    "AdamW: max_grad_norm must be an option of the optimizer, got a group with it": lambda: tigon.AdamW(
+        [{"params": [nn.Parameter(torch.zeros(3))], "max_grad_norm": 1.0}]
+    ),
+}
+
+
+@pytest.mark.parametrize(("message", "call"), REFUSALS.items(), ids=range(len(REFUSALS)))
+def test_a_refusal_names_the_options(message, call):
+    with pytest.raises((TypeError, ValueError)) as refusal:
+        call()
+    assert str(refusal.value) == message
+
+
+def test_a_refused_group_is_not_added():
+    optimizer = _adamw(state="8bit")
+    with pytest.raises(ValueError, match="amsgrad"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))], "amsgrad": True})
+    assert len(optimizer.param_groups) == 1
+
+
 def check_shards(rank: int) -> None:
     """With FSDP2 on CPUs torch takes the step. In the interpreter the kernel updates the shards of each rank."""
     from torch.distributed.fsdp import fully_shard

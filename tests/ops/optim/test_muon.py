@@ -15,12 +15,10 @@ import tigon
 from op_cases import DEVICE, INTERPRETED
 from optimizer_cases import set_gradients, train
 from tigon.ops.optim import muon as muon_module
-from tigon.ops.optim import muon_kernels, tensor_table
-from tigon.ops.optim.muon_kernels import Matrix, apply_update, compute_momentum, table_of
+from tigon.ops.optim import tensor_table
 from tigon.ops.optim.symmetric_product import SymmetricConfig
 from tigon.runtime.tuning import tuned
 
-TORCH = (3.4445, -4.7750, 2.0315)
 RUNS_KERNELS = INTERPRETED or DEVICE == "cuda"
 # Wide, tall, no multiples of 16, one row, one column; three of them have one shape.
 SHAPES = [(16, 40), (40, 16), (17, 9), (16, 40), (1, 6), (6, 1), (16, 40)]
@@ -198,43 +196,6 @@ def test_gradients_and_versions():
         y.backward()
 
 
-# --- the kernels -----------------------------------------------------------------------------------
-
-
-@pytest.mark.kernels
-@pytest.mark.parametrize("offset", [0, 1])
-@pytest.mark.parametrize("nesterov", [True, False])
-def test_both_passes_write_what_they_should(nesterov, offset):
-    """The matrices have elements of 7 around them. With an offset they are not aligned."""
-    generator = torch.Generator().manual_seed(0)
-    memory = [torch.full((3, 16 * 33 + 2), 7.0, device=DEVICE) for _ in range(3)]
-    matrices = []
-    for i in range(3):
-        views = [x[i][offset : offset + 16 * 33].view(16, 33) for x in memory]
-        for x in views:
-            x.copy_(torch.randn(16, 33, generator=generator))
-        matrices.append(Matrix(*views))
-    before = [Matrix(*(x.clone() for x in matrix)) for matrix in matrices]
-    with patch.object(tensor_table, "BLOCK_BYTES", 256), patch.object(muon_kernels, "SPAN", 2):
-        table = table_of(matrices, None)
-        assert table_of(matrices, table) is table
-        u, squares = compute_momentum(matrices, 0.9, nesterov, table)
-        o, scales = torch.randn_like(u), torch.tensor([1.0, 2.0, 3.0], device=DEVICE)
-        apply_update(matrices, o, scales, torch.tensor(0.5, device=DEVICE), 0.25, 0.1, table)
-    for i, (matrix, old) in enumerate(zip(matrices, before, strict=True)):
-        assert torch.equal(matrix.grad, old.grad)
-        m = 0.9 * old.momentum.double() + 0.1 * old.grad.double()
-        torch.testing.assert_close(matrix.momentum, m.float(), rtol=1e-5, atol=1e-6)
-        expected = 0.9 * m + 0.1 * old.grad.double() if nesterov else m
-        torch.testing.assert_close(u[i].double(), expected, rtol=2**-8, atol=1e-3)
-        torch.testing.assert_close(squares[i], u[i].float().square().sum(), rtol=1e-5, atol=0.0)
-        p = old.param.double() * (1 - 0.5 * 0.1) - 0.5 * 0.25 * (i + 1) * o[i].double()
-        torch.testing.assert_close(matrix.param, p.float(), rtol=1e-5, atol=1e-5)
-    for x in memory:
-        assert bool((x[:, :offset] == 7).all())
-        assert bool((x[:, offset + 16 * 33 :] == 7).all())
-
-
 @pytest.mark.kernels
 def test_a_rate_on_the_device_is_read_there():
     ours, theirs = (make_parameters(shapes=[(8, 12)]) for _ in range(2))
@@ -286,51 +247,6 @@ def test_copies_continue_the_training(duplicate):
 
 
 # --- groups of AdamW -------------------------------------------------------------------------------
-
-
-class TinyModel(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(10, 8)
-        self.convolution = nn.Conv1d(8, 8, 2)
-        self.mlp = nn.Linear(8, 12)
-        self.experts = nn.Parameter(torch.randn(2, 12, 8))
-        self.experts_bias = nn.Parameter(torch.randn(2, 12))
-        self.frozen = nn.Parameter(torch.randn(8, 8), requires_grad=False)
-        self.positions = nn.Parameter(torch.randn(1, 4, 8))
-        self.head = nn.Linear(8, 10)
-
-
-def names_of(model: nn.Module, group: dict) -> set[str]:
-    return {name for name, p in model.named_parameters() if any(p is x for x in group["params"])}
-
-
-def test_groups_of_a_model():
-    model = TinyModel()
-    muon, decayed, vectors = tigon.muon_groups(model, exclude=[model.head], betas=(0.8, 0.9))
-    assert names_of(model, muon) == {"mlp.weight", "experts"}
-    assert names_of(model, decayed) == {"embed.weight", "convolution.weight", "positions", "head.weight"}
-    assert names_of(model, vectors) == {"convolution.bias", "mlp.bias", "head.bias", "experts_bias"}
-    assert (muon["use_muon"], decayed["betas"], vectors["weight_decay"]) == (True, (0.8, 0.9), 0.0)
-    assert "weight_decay" not in decayed
-    # Parameters may be excluded by themselves.
-    assert "mlp.weight" in names_of(model, tigon.muon_groups(model, exclude=[model.mlp.weight])[1])
-
-
-@pytest.mark.no_interpreter("The groups do not depend on kernels.")
-def test_groups_of_models_of_transformers():
-    transformers = pytest.importorskip("transformers")
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "vocab_size": 50}
-    config = transformers.LlamaConfig(**sizes, num_hidden_layers=1, num_labels=3)
-    for kind, head in (
-        (transformers.LlamaForCausalLM, "lm_head.weight"),
-        (transformers.LlamaForSequenceClassification, "score.weight"),
-    ):
-        model = kind(config)
-        muon, decayed, vectors = tigon.muon_groups(model)
-        assert names_of(model, decayed) == {"model.embed_tokens.weight", head}
-        assert len(muon["params"]) == 7
-        assert all(".norm" in name or "norm." in name for name in names_of(model, vectors))
 
 
 def test_the_state_of_another_kind_of_group_is_refused():
@@ -388,57 +304,6 @@ def test_closures_return_the_loss():
 
 
 # --- refusals --------------------------------------------------------------------------------------
-
-VECTOR = nn.Parameter(torch.zeros(3))
-REFUSALS = {
-    "a vector": (
-        lambda: tigon.Muon([VECTOR]),
-        "Muon: a parameter must have 2 dimensions, or 3 if it stacks matrices, got shape (3,); a group with "
-        "use_muon=False takes it (tigon.muon_groups makes the groups of a model)",
-    ),
-    "a step too many": (
-        lambda: tigon.Muon(make_parameters(), ns_steps=100),
-        "Muon: ns_steps must be in [0, 99], got 100",
-    ),
-    "coefficients of other steps": (
-        lambda: tigon.Muon(make_parameters(), ns_coefficients=[TORCH, TORCH]),
-        f"Muon: ns_coefficients must be three numbers, or three numbers for each step, got {[TORCH, TORCH]}",
-    ),
-    "a negative rate": (lambda: tigon.Muon(make_parameters(), lr=-1.0), "Muon: lr must not be negative, got -1.0"),
-    "momentum above one": (
-        lambda: tigon.Muon(make_parameters(), momentum=1.5),
-        "Muon: momentum must be in [0, 1], got 1.5",
-    ),
-    "an option of a group": (
-        lambda: tigon.Muon([{"params": make_parameters(), "momentum": "high"}]),
-        "Muon: momentum must be a number, got 'high'",
-    ),
-    "a string for use_muon": (
-        lambda: tigon.Muon([{"params": [VECTOR], "use_muon": "no"}]),
-        "Muon: use_muon must be a bool, got 'no'",
-    ),
-    "betas of a group of AdamW": (
-        lambda: tigon.Muon([{"params": [VECTOR], "use_muon": False, "betas": 3}]),
-        "Muon: betas must be two numbers, got 3 in a group with use_muon=False",
-    ),
-    "compact states": (
-        lambda: tigon.Muon([{"params": [VECTOR], "use_muon": False, "state": "8bit"}]),
-        "Muon: a group with use_muon=False cannot have state, got '8bit'",
-    ),
-    "no parameters": (lambda: tigon.Muon([]), "Muon: optimizer got an empty parameter list"),
-    "exclude a name": (
-        lambda: tigon.muon_groups(TinyModel(), exclude=["head"]),
-        "muon_groups: exclude must have modules and parameters, got 'head'",
-    ),
-    "no model": (lambda: tigon.muon_groups([VECTOR]), "muon_groups: model must be a Module, got list"),
-}
-
-
-@pytest.mark.parametrize(("call", "message"), REFUSALS.values(), ids=REFUSALS)
-def test_refusals(call, message):
-    with pytest.raises((TypeError, ValueError)) as refusal:
-        call()
-    assert str(refusal.value) == message
 
 
 def test_a_captured_step_is_refused(monkeypatch):

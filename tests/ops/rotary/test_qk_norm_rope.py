@@ -8,8 +8,6 @@ import tigon
 from op_cases import DEVICE, DTYPES, assert_as_accurate_as_eager, assert_refused, one_in, outputs_and_gradients
 from rotary_cases import LAYOUTS, SIZES, assert_close, make_inputs, make_packed_heads
 from tigon.ops.rotary.qk_norm_rope import qk_norm_rope_reference
-from tigon.ops.rotary.qk_norm_rope_config import QKNormRopeConfig, QKNormRopeProblem
-from tigon.runtime.device import Device
 
 SMALL = (2, 4, 2, 3, 16, 16)
 
@@ -199,23 +197,6 @@ def test_qk_norm_rope_without_rotary_features_is_rms_norm():
     (q, k), _ = outputs_and_gradients(tigon.qk_norm_rope, inputs)
     for y, x, weight in ((q, *inputs[:3:2]), (k, *inputs[1:4:2])):
         torch.testing.assert_close(y, tigon.rms_norm(x, weight), rtol=1e-5, atol=1e-6)
-
-
-DEVICES = [Device(132, 32, 232448), Device(304, 64, 65536), Device(4, 32, 49152)]
-
-
-@pytest.mark.no_interpreter("It launches no kernel.")
-@pytest.mark.parametrize("device", DEVICES, ids=["nvidia", "amd", "small"])
-@pytest.mark.parametrize("together", [False, True], ids=["each", "together"])
-@pytest.mark.parametrize(("heads", "size"), [(1, 2), (32, 128), (14, 64), (40, 128), (8, 1024), (128, 256)])
-def test_qk_norm_rope_heuristic_fits_the_device(heads, size, together, device):
-    config = QKNormRopeConfig.heuristic(QKNormRopeProblem(heads, size, together, 2), device)
-    for block_h, warps in ((config.block_h, config.num_warps), (config.backward_block_h, config.backward_warps)):
-        assert block_h >= heads if together else block_h < 2 * heads
-        assert 1 <= warps <= device.max_warps
-        assert warps * device.warp_size <= 1024
-    tile = config.backward_block_h * size * 2
-    assert (config.num_stages - 1) * 2 * tile <= device.shared_memory
 
 
 @pytest.mark.no_interpreter("It checks arguments before any kernel is launched.")
