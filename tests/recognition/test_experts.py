@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from recognition.expert_steps import assert_same, step
 from tigon.ops.experts.arguments import ACTIVATIONS
 from tigon.ops.experts.moe_mlp import moe_mlp
 from tigon.ops.mlps.glu import ClampedGate
@@ -68,43 +69,27 @@ def _patched(module: nn.Module) -> nn.Module:
     return module
 
 
-def _step(module, inputs, parameters=None) -> dict[str, Tensor]:
-    """Return the output and every gradient, by name."""
-    hidden, _, weights = inputs
-    leaves = {"hidden": hidden, "weights": weights, **dict(parameters or module.named_parameters())}
-    leaves = {name: x for name, x in leaves.items() if x.requires_grad}
-    y = module(*inputs)
-    return {"y": y, **dict(zip(leaves, torch.autograd.grad(y.square().sum(), leaves.values()), strict=True))}
-
-
-def _assert_same(results: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert results.keys() == expected.keys()
-    for name, value in expected.items():
-        assert results[name].dtype == value.dtype
-        tolerance = 64 * torch.finfo(torch.float32).eps * value.abs().max().item() if value.numel() else 0.0
-        torch.testing.assert_close(results[name], value, rtol=0, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
-
-
 @pytest.mark.parametrize("inputs", [{}, {"choices": 1}, {"tokens": 1}], ids=str)
 @pytest.mark.parametrize("chosen", ["grouped_mm", "eager"])
 @every_flavour
+@pytest.mark.sampled(2)
 def test_output_and_gradients_are_the_stock_ones(flavour, chosen, inputs, monkeypatch):
     stock = _experts(flavour, chosen)
     module, recipe = copy.deepcopy(stock), recognise_experts(stock)
     assert recipe.activation == FLAVOURS[flavour][3]
     install_guarded(module, recipe)
-    expected = _step(stock, _inputs(**inputs))
+    expected = step(stock, _inputs(**inputs))
     calls = []
     monkeypatch.setattr(experts, "moe_mlp", lambda *args, **options: calls.append(1) or moe_mlp(*args, **options))
-    _assert_same(_step(module, _inputs(**inputs)), expected)
+    assert_same(step(module, _inputs(**inputs)), expected)
     assert calls, "the stock forward was called"
 
 
 @every_flavour
 def test_without_tokens_all_gradients_are_zero(flavour):
     """The gradients must exist, because a rank without tokens takes part in the reduction over all ranks."""
-    results = _step(_patched(_experts(flavour)), _inputs(tokens=0))
-    assert results["y"].shape == (0, H)
+    results = step(_patched(_experts(flavour)), _inputs(tokens=0))
+    assert results["output 0"].shape == (0, H)
     assert all((gradient == 0).all() for gradient in results.values())
 
 
@@ -114,7 +99,7 @@ def test_bf16_is_as_near_to_fp32_as_the_stock_module(flavour, chosen):
     stock = _experts(flavour, chosen, torch.bfloat16)
     module, inputs = _patched(copy.deepcopy(stock)), _inputs(dtype=torch.bfloat16)
     wide = [x.detach().float().requires_grad_(x.requires_grad) if x.is_floating_point() else x for x in inputs]
-    ours, eager, exact = _step(module, inputs), _step(stock, inputs), _step(copy.deepcopy(stock).float(), wide)
+    ours, eager, exact = step(module, inputs), step(stock, inputs), step(copy.deepcopy(stock).float(), wide)
     for name in exact:
         assert_accurate(ours[name], eager[name], exact[name], msg=name)
 
@@ -131,13 +116,13 @@ def test_choices_of_experts_on_other_ranks_have_no_effect(flavour):
     index, weights = inputs[1].clone(), inputs[2].detach().clone()
     index[::2, 1], index[4] = E, E
     inputs = inputs[0], index, weights.masked_fill(index == E, 0.0).requires_grad_()
-    results, expected = _step(module, inputs), _step(stock, inputs)
+    results, expected = step(module, inputs), step(stock, inputs)
     # The stock gradient of a weight on another rank is 0, or undefined, because the memory was never written.
     is_local = index < E
-    for step in (results, expected):
+    for each in (results, expected):
         # Unwritten memory may hold NaN, and NaN times 0 is NaN.
-        step["weights"] = step["weights"].masked_fill(~is_local, 0.0)
-    _assert_same(results, expected)
+        each["input 2"] = each["input 2"].masked_fill(~is_local, 0.0)
+    assert_same(results, expected)
 
 
 @pytest.mark.parametrize("frozen", ["gate_up_proj", "down_proj", "hidden", "weights", "gate_up_proj down_proj"])
@@ -148,7 +133,7 @@ def test_frozen_tensors_have_no_gradient_and_the_others_have_the_stock_one(froze
         for each in (stock, module):
             x = {"hidden": inputs[0], "weights": inputs[2]}.get(name)
             (each.get_parameter(name) if x is None else x).requires_grad_(False)
-    _assert_same(_step(module, inputs), _step(stock, inputs))
+    assert_same(step(module, inputs), step(stock, inputs))
 
 
 @pytest.mark.parametrize("chosen", ["grouped_mm", "eager"])
@@ -160,12 +145,9 @@ def test_autocast_gives_the_stock_output_and_gradients(chosen, dtype):
     stock = _experts("silu", chosen, dtype)
     module, inputs = _patched(copy.deepcopy(stock)), _inputs()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        results, expected = _step(module, inputs), _step(stock, inputs)
-    for name, value in expected.items():
-        assert results[name].dtype == value.dtype
-        # "eager" computes in the dtype of autocast, so the stock forward runs.
-        tolerance = 0.0 if chosen == "eager" else 2**-6 if dtype == torch.bfloat16 else 1e-5
-        torch.testing.assert_close(results[name], value, rtol=0, atol=tolerance * value.abs().max().item())
+        results, expected = step(module, inputs), step(stock, inputs)
+    # "eager" computes in the dtype of autocast, so the stock forward runs.
+    assert_same(results, expected, 0.0 if chosen == "eager" else 2**-6 if dtype == torch.bfloat16 else 1e-5)
 
 
 def test_the_choice_of_the_config_is_respected():
@@ -184,11 +166,11 @@ def test_the_choice_of_the_config_is_respected():
 
 def test_undo_restores_the_module_and_the_config_is_unchanged():
     module, inputs = _experts(), _inputs()
-    before, state = _step(module, inputs), (dict(vars(module)), module.config.to_dict())
+    before, state = step(module, inputs), (dict(vars(module)), module.config.to_dict())
     undo = install_guarded(module, recognise_experts(module))
     undo()
     assert (dict(vars(module)), module.config.to_dict()) == state
-    after = _step(module, inputs)
+    after = step(module, inputs)
     assert all(torch.equal(after[name], before[name]) for name in before)
 
 
@@ -203,15 +185,11 @@ def test_a_copy_computes_with_its_own_parameters(duplicate):
     torch.testing.assert_close(other(*inputs), 2 * module(*inputs))
 
 
-def test_recognition_reads_no_weights():
+def test_recognition_reads_no_weights_and_leaves_the_random_state_alone():
     with torch.device("meta"):
         module = _experts()
+    state = torch.get_rng_state()
     assert recognise_experts(module) == recognise_experts(_experts())
-
-
-def test_recognition_leaves_the_random_state_alone():
-    module, state = _experts(), torch.get_rng_state()
-    recognise_experts(module)
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -271,7 +249,7 @@ def test_parametrised_weights_give_the_stock_output_and_gradients():
     module, inputs = _patched(copy.deepcopy(stock)), _inputs()
     for each in (stock, module):
         nn.utils.parametrize.register_parametrization(each, "gate_up_proj", Halved())
-    _assert_same(_step(module, inputs), _step(stock, inputs))
+    assert_same(step(module, inputs), step(stock, inputs))
 
 
 @pytest.mark.xfail(torch.__version__ < (2, 11), reason="torch.compile before 2.11 cannot trace every call of experts")
@@ -284,17 +262,15 @@ def test_compiles_without_a_graph_break(flavour, dtype):
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
     for tokens in (T, T + 4):
         inputs = _inputs(tokens, dtype=dtype)
-        expected, results = _step(module, inputs), _step(compiled, inputs, module.named_parameters())
-        for name, value in expected.items():
-            tolerance = (2**-6 if dtype == torch.bfloat16 else 1e-5) * value.abs().max().item()
-            torch.testing.assert_close(results[name], value, rtol=0, atol=tolerance)
+        expected, results = step(module, inputs), step(compiled, inputs, module.named_parameters())
+        assert_same(results, expected, 2**-6 if dtype == torch.bfloat16 else 1e-5)
 
 
 def test_gradient_checkpointing_gives_the_stock_output_and_gradients():
     stock, inputs = _experts(), _inputs()
     module = _patched(copy.deepcopy(stock))
     checkpointed = lambda *args: torch.utils.checkpoint.checkpoint(module, *args, use_reentrant=False)
-    _assert_same(_step(checkpointed, inputs, module.named_parameters()), _step(stock, inputs))
+    assert_same(step(checkpointed, inputs, module.named_parameters()), step(stock, inputs))
 
 
 def test_every_activation_of_the_op_has_a_flavour():

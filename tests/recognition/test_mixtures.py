@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import tigon
+from recognition.expert_steps import assert_same, step
 from tigon.ops.experts.moe_mlp import moe_mlp
 from tigon.recognition.guards.guard import install_guarded
 from tigon.recognition.parts import mixtures
@@ -43,25 +44,6 @@ def _patched(module: nn.Module) -> nn.Module:
     return module
 
 
-def _step(module, x: Tensor, parameters=None) -> dict[str, Tensor]:
-    """Return both outputs and every gradient that exists, by name."""
-    leaves = {"x": x, **dict(parameters or module.named_parameters())}
-    leaves = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
-    y, logits = module(x)
-    loss = y.square().sum() + logits.square().sum()
-    gradients = torch.autograd.grad(loss, leaves.values(), allow_unused=True)
-    pairs = zip(leaves, gradients, strict=True)
-    return {"y": y, "logits": logits, **{name: gradient for name, gradient in pairs if gradient is not None}}
-
-
-def _assert_same(results: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 2**-17) -> None:
-    assert results.keys() == expected.keys()
-    for name, value in expected.items():
-        assert results[name].dtype == value.dtype
-        limit = tolerance * value.abs().max().item()
-        torch.testing.assert_close(results[name], value, rtol=0, atol=limit, msg=lambda m, n=name: f"{n}: {m}")
-
-
 @pytest.fixture
 def calls(monkeypatch) -> list[int]:
     """Return a list that grows with every call of the op."""
@@ -90,7 +72,7 @@ def test_outputs_and_gradients_are_the_stock_ones(options, shape, calls):
     if "hidden_size" in options:
         x = torch.cat([x, x[..., :16]], -1).detach().requires_grad_()
     calls.clear()
-    _assert_same(_step(module, x), _step(stock, x))
+    assert_same(step(module, [x]), step(stock, [x]))
     assert calls, "the stock forward was called"
 
 
@@ -98,14 +80,14 @@ def test_bf16_is_as_near_to_fp32_as_the_stock_module():
     stock = _mixture(dtype=torch.bfloat16)
     module, x = _patched(copy.deepcopy(stock)), _input(dtype=torch.bfloat16)
     wide = copy.deepcopy(stock).float()
-    ours, eager, exact = _step(module, x), _step(stock, x), _step(wide, x.detach().float().requires_grad_())
+    ours, eager, exact = step(module, [x]), step(stock, [x]), step(wide, [x.detach().float().requires_grad_()])
     for name in exact:
         assert_accurate(ours[name], eager[name], exact[name], msg=name)
 
 
 def test_without_tokens_all_gradients_are_zero():
-    results = _step(_patched(_mixture()), torch.empty(0, H, requires_grad=True))
-    assert results["y"].shape == (0, H)
+    results = step(_patched(_mixture()), [torch.empty(0, H, requires_grad=True)])
+    assert results["output 0"].shape == (0, H)
     assert all((gradient == 0).all() for gradient in results.values())
 
 
@@ -120,7 +102,7 @@ def test_frozen_tensors_have_no_gradient_and_the_others_have_the_stock_one(froze
     module = _patched(copy.deepcopy(stock))
     for each in (stock, module):
         (x if frozen == "x" else each.get_parameter(frozen)).requires_grad_(False)
-    _assert_same(_step(module, x), _step(stock, x))
+    assert_same(step(module, [x]), step(stock, [x]))
 
 
 # --- changes after the patch ----------------------------------------------------------------------
@@ -150,13 +132,13 @@ CHANGES = {
 def test_a_change_after_the_patch_has_the_effect_that_it_has_on_the_stock_module(change):
     stock, x = _mixture(), _input()
     module = _patched(copy.deepcopy(stock))
-    _assert_same(_step(module, x), _step(stock, x))
-    before = _step(stock, x)["y"]
+    assert_same(step(module, [x]), step(stock, [x]))
+    before = step(stock, [x])["output 0"]
     for each in (stock, module):
         torch.manual_seed(0)
         change(each)
-    _assert_same(_step(module, x), _step(stock, x))
-    assert not torch.allclose(_step(stock, x)["y"], before), "the change has no effect, so the test shows nothing"
+    assert_same(step(module, [x]), step(stock, [x]))
+    assert not torch.allclose(step(stock, [x])["output 0"], before), "the change has no effect"
 
 
 def test_a_global_hook_sees_the_experts():
@@ -173,7 +155,7 @@ def test_autocast_runs_the_stock_code():
     stock, x = _mixture(), _input()
     module = _patched(copy.deepcopy(stock))
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        _assert_same(_step(module, x), _step(stock, x), tolerance=0.0)
+        assert_same(step(module, [x]), step(stock, [x]), tolerance=0.0)
 
 
 @pytest.mark.parametrize(
@@ -282,11 +264,4 @@ def test_compiles_without_a_graph_break():
     module = _patched(_mixture())
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
     x = _input(2, 11)
-    _assert_same(_step(compiled, x, module.named_parameters()), _step(module, x), 1e-5)
-
-
-def test_gradient_checkpointing_gives_the_stock_output_and_gradients():
-    stock, x = _mixture(), _input()
-    module = _patched(copy.deepcopy(stock))
-    checkpointed = lambda x: torch.utils.checkpoint.checkpoint(module, x, use_reentrant=False)
-    _assert_same(_step(checkpointed, x, module.named_parameters()), _step(stock, x))
+    assert_same(step(compiled, [x], module.named_parameters()), step(module, [x]), 1e-5)
