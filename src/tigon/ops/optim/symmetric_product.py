@@ -262,6 +262,7 @@ def _descriptor(x: Tensor, block: int, block_k: int) -> "TensorDescriptor | None
     return TensorDescriptor(stored, stored.shape, stored.stride(), tile)
 
 
+@on_device
 def symmetric_product(a: Tensor, b: Tensor, epilogue: Epilogue) -> tuple[Tensor, Tensor | None]:
     """Return C, and Q or None. The caller knows that A B^T is symmetric.
 
@@ -271,11 +272,6 @@ def symmetric_product(a: Tensor, b: Tensor, epilogue: Epilogue) -> tuple[Tensor,
     """
     if not runs_kernels(a, b):
         return symmetric_product_reference(a, b, epilogue)
-    return _launch(a, b, epilogue)
-
-
-@on_device
-def _launch(a: Tensor, b: Tensor, epilogue: Epilogue) -> tuple[Tensor, Tensor | None]:
     batch, m, k = a.shape
     is_aligned = _is_aligned(a) and _is_aligned(b)
     config = SymmetricConfig.choose(SymmetricProblem(m, k, is_aligned), device_of(a))
@@ -284,10 +280,8 @@ def _launch(a: Tensor, b: Tensor, epilogue: Epilogue) -> tuple[Tensor, Tensor | 
     tiles = _tiles(m, config.block_m, config.block_n, config.group, a.device)
     a_tiles = b_tiles = None
     if config.uses_tma and is_aligned:
-        a_tiles, b_tiles = (
-            _descriptor(a, config.block_m, config.block_k),
-            _descriptor(b, config.block_n, config.block_k),
-        )
+        a_tiles = _descriptor(a, config.block_m, config.block_k)
+        b_tiles = _descriptor(b, config.block_n, config.block_k)
     uses_tma = a_tiles is not None and b_tiles is not None
     total = batch * tiles.numel()
     launch(
