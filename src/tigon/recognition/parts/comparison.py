@@ -4,7 +4,6 @@ A part describes its modules by a `Subject`, which builds stand-ins of a module 
 """
 
 import contextlib
-import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -171,11 +170,6 @@ def if_similar(find: Callable[[], Result | str], candidates: Sequence[Callable])
         return result
     explain_none(result)
     return None
-
-
-def special_weights(subject: Subject, changes: Iterable[Callable[[str, Tensor], object]], dtype: torch.dtype) -> Any:
-    """Return functions that build stand-ins of a subject, each of which changes its parameters in one of these ways."""
-    return [functools.partial(subject.with_weights, dtype, change) for change in changes]
 
 
 def is_as_exact(stock: Tensor, ours: Tensor, exact: Tensor, ours_in_fp32: Tensor) -> bool:

@@ -22,6 +22,7 @@ class FusedFunction:
     def __init__(self, stock: types.FunctionType, guard: FunctionGuard) -> None:
         self.stock, self.guard = stock, guard
         self.names = tuple(inspect.signature(stock).parameters)
+        self.known_names = frozenset(self.names)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         arguments = self.read(args, kwargs)
@@ -34,7 +35,7 @@ class FusedFunction:
         A helper that the function calls may have been replaced in the file.
         """
         arguments = {**dict(zip(self.names, args, strict=False)), **kwargs}
-        is_known = len(args) + len(kwargs) == len(arguments) and arguments.keys() <= set(self.names)
+        is_known = len(args) + len(kwargs) == len(arguments) and arguments.keys() <= self.known_names
         holds = self._holds_for_graph() if torch.compiler.is_compiling() else self.guard.holds(self.stock)
         return arguments if is_known and holds else None
 

@@ -34,7 +34,6 @@ from tigon.recognition.parts.comparison import (
     if_similar,
     run_probes,
     select,
-    special_weights,
 )
 from tigon.recognition.parts.mlp_recipes import FORMULAS, GATE_KINDS, GLURecipe, MLPRecipe
 from tigon.recognition.probing.probes import DTYPES, runs_without_contiguity
@@ -203,8 +202,8 @@ class _MLPSubject(Subject):
         changes = align, lambda name, values: values.zero_(), lambda name, values: values.fill_(1.0)
         for dtype in DTYPES:
             sizes = torch.logspace(-1, 4 if dtype == FP16 else 30, 32, dtype=FP32)[:, None].to(dtype)
-            for make in special_weights(self, changes, dtype):
-                yield make, [self.inputs(dtype, 32)[0].abs() * sizes]
+            for change in changes:
+                yield functools.partial(self.with_weights, dtype, change), [self.inputs(dtype, 32)[0].abs() * sizes]
         for dtype, weight_dtype in ((FP32, BF16), (BF16, FP32), (FP16, FP32), (FP32, FP16)):
             yield functools.partial(self, weight_dtype), self.inputs(dtype, 2, 4)
         large = largest_number(reach) + 8

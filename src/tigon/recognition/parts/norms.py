@@ -30,7 +30,6 @@ from tigon.recognition.parts.comparison import (
     explain_difference,
     run_probes,
     select,
-    special_weights,
 )
 from tigon.recognition.parts.norm_recipes import (
     LAYER_NORM_FORMULAS,
@@ -109,8 +108,8 @@ class _NormSubject(Subject):
                 lambda name, weight: weight.sign_().mul_(largest * 0.9),  # noqa: B023
                 lambda name, weight: weight.fill_(largest),  # noqa: B023
             )
-            for make in special_weights(self, changes, dtype):
-                yield make, [t * 4 for t in self.inputs(dtype, 2, 8)]
+            for change in changes:
+                yield functools.partial(self.with_weights, dtype, change), [t * 4 for t in self.inputs(dtype, 2, 8)]
 
 
 # --- candidates --------------------------------------------------------------------------------------
