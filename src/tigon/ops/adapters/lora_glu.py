@@ -83,6 +83,12 @@ def _add_sums(total, z, h, h_second, ORDER: tl.constexpr):
     return total
 
 
+@triton.jit
+def _write_sum(out_ptr, sum_ptr, offsets, stride_part, parts, mask):
+    """Write the sum of the values of all parts."""
+    tl.store(out_ptr + offsets, add_parts(sum_ptr, offsets, stride_part, parts, mask), mask)
+
+
 @triton.jit(do_not_specialize=["T", "part_length", "parts"])
 def _lora_glu_forward_kernel(
     gate_ptr, up_ptr, a_ptr,  # [T, N] each
@@ -165,9 +171,7 @@ def _lora_glu_backward_kernel(
     GATE_R: tl.constexpr, UP_R: tl.constexpr, DOWN_R: tl.constexpr, KIND: tl.constexpr, ORDER: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Write dgate and dup for a block of features and a part of the tokens.
-
-    The last program of a block of features writes the sums over all tokens.
+    """Write dgate and dup for a block of features and a part of the tokens. The last program of a block adds the sums.
 
     dgate and dup may be stored in the memory of gate and up, or of da, because a tile is read before it is written.
     """
@@ -250,14 +254,11 @@ def _lora_glu_backward_kernel(
         tl.store(part_ptr + down_sums + down_offsets, down_da, down_mask)
     if is_last(counter_ptr + pid // parts, parts):
         if gate_db_ptr is not None:
-            total = add_parts(sum_ptr, gate_offsets, stride_part, parts, gate_mask)
-            tl.store(gate_db_ptr + gate_offsets, total, gate_mask)
+            _write_sum(gate_db_ptr, sum_ptr, gate_offsets, stride_part, parts, gate_mask)
         if up_db_ptr is not None:
-            total = add_parts(sum_ptr, up_sums + up_offsets, stride_part, parts, up_mask)
-            tl.store(up_db_ptr + up_offsets, total, up_mask)
+            _write_sum(up_db_ptr, sum_ptr + up_sums, up_offsets, stride_part, parts, up_mask)
         if down_da_ptr is not None:
-            total = add_parts(sum_ptr, down_sums + down_offsets, stride_part, parts, down_mask)
-            tl.store(down_da_ptr + down_offsets, total, down_mask)
+            _write_sum(down_da_ptr, sum_ptr + down_sums, down_offsets, stride_part, parts, down_mask)
 
 
 # --- launchers (no autograd) ---------------------------------------------------------------------
