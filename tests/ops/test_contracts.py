@@ -43,6 +43,7 @@ def test_an_op_writes_no_tensor_of_the_caller(case: Case, dtype: torch.dtype):
 
 
 @every_case
+@pytest.mark.sampled(in_interpreter=2)
 def test_a_second_backward_gives_the_same_gradients(case: Case):
     tensors = case.inputs()
     outputs = as_list(case.run(*tensors))
@@ -81,6 +82,7 @@ def test_without_gradients_the_outputs_are_the_same(case: Case):
 
 
 @every_case
+@pytest.mark.sampled(in_interpreter=2)
 def test_a_second_derivative_is_right_or_refused(case: Case):
     """torch differentiates the references twice. A kernel has no second derivative, and must raise an error for it."""
 
@@ -145,6 +147,7 @@ def test_upstream_gradients_may_be_expanded_or_transposed(case: Case):
 
 
 @every_case
+@pytest.mark.sampled(in_interpreter=2)
 def test_zero_rows_give_empty_outputs_and_zero_gradients(case: Case):
     empty = case.without_rows()
     outputs, gradients = outputs_and_gradients(case.run, empty.inputs())
