@@ -1,6 +1,8 @@
 """Take a step of a patched and a stock model in each setup of some groups. test_two_ranks.py runs this on each rank.
 
 python two_ranks.py GROUP... STORE
+
+The group `GROUP_more` has the further setups of a group, which `make test-thorough` runs.
 """
 
 import importlib
@@ -27,7 +29,8 @@ if __name__ == "__main__":
     backend = "nccl" if DEVICE == "cuda" else "gloo"
     dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=LIMIT)
     for group in groups:
-        for name, setup in importlib.import_module(f"hf.ways_{group}").SETUPS.items():
+        module = importlib.import_module(f"hf.ways_{group.removesuffix('_more')}")
+        for name, setup in (module.MORE_SETUPS if group.endswith("_more") else module.SETUPS).items():
             setup(rank)
             print(f"{group}: {name} is the same", flush=True)
     dist.destroy_process_group()
