@@ -112,7 +112,8 @@ def test_ways_of_running_give_the_results_of_stock(patched, make_model, model_ty
     model, stock = patched(model_type), make_model(model_type)
     if way == "double":
         losses = [step(each.double(), batch)["loss"].double() for each in (model, stock)]
-        torch.testing.assert_close(*losses)
+        # The loss is returned in fp32.
+        torch.testing.assert_close(*losses, rtol=2 * torch.finfo(torch.float32).eps, atol=0)
         return
     exact = step(stock, batch)
     if way == "bf16":
