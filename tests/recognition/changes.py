@@ -203,6 +203,52 @@ def by_name_in_an_attribute(mlp):
     return lambda self, x: F.silu(x) * getattr(self, self.chosen), lambda m: setattr(m, "scale_1", 2.0)
 
 
+def by_computed_name_of_the_class(mlp):
+    name = "scale_of_" + mlp.__class__.__name__[:0]
+    return lambda self, x: F.silu(x) * getattr(self, name + "class"), lambda m: setattr(type(m), "scale_of_class", 2.0)
+
+
+class Gains:
+    gain_of_class = 1.0
+
+
+def by_computed_name_of_the_class_of_a_config(mlp):
+    mlp.config = Gains()
+    act = lambda self, x: F.silu(x) * getattr(self.config, "gain_of_" + "class")
+    return act, lambda m: setattr(m.config, "gain_of_class", 2.0)
+
+
+def by_training_of_a_config(mlp):
+    mlp.config = types.SimpleNamespace(training=False)
+    return lambda self, x: F.silu(x) * (2.0 if self.config.training else 1.0), lambda m: setattr(
+        m.config, "training", True
+    )
+
+
+def by_training_of_a_child(mlp):
+    mlp.drop = nn.Dropout(0.0)
+    act = lambda self, x: F.silu(x) * (1.0 if self.drop.training == self.training else 2.0)
+    return act, lambda m: m.drop.eval()
+
+
+def by_fields_of_a_dataclass(mlp):
+    mlp.config = Settings()
+    act = lambda self, x: F.silu(x) * dataclasses.asdict(self.config)["scale"]
+    return act, lambda m: setattr(m.config, "scale", 2.0)
+
+
+def by_pattern(mlp):
+    mlp.config = types.SimpleNamespace(scale=1.0)
+
+    def act(self, x):
+        match self.config:
+            case types.SimpleNamespace(scale=1.0):
+                return F.silu(x)
+        return 2.0 * F.silu(x)
+
+    return act, lambda m: setattr(m.config, "scale", 2.0)
+
+
 def by_user_dict(mlp):
     mlp.table = collections.UserDict(scale=1.0)
     return lambda self, x: F.silu(x) * self.table["scale"], lambda m: m.table.update(scale=2.0)
@@ -314,6 +360,8 @@ CHANGES = [
     ),
     *(by_method_of_the_instance, by_method_of_the_class, by_method_of_the_base, by_global, by_global_function),
     *(by_code_of_a_function, by_function_of_torch, by_cell, by_default, by_child, by_forward_of_the_childs_class),
+    *(by_computed_name_of_the_class, by_computed_name_of_the_class_of_a_config, by_training_of_a_config),
+    *(by_training_of_a_child, by_fields_of_a_dataclass, by_pattern),
     *(by_computed_name, by_name_in_an_attribute, by_user_dict, by_chain_map, by_comparison, by_class),
     *(by_equality_of_fields, by_order_of_fields, by_text, by_formatted_text),
     *(by_property_of_the_metaclass, by_lookup_of_the_metaclass, by_global_that_hides_a_builtin),

@@ -9,7 +9,8 @@ from torch import nn
 import tigon
 from tigon.recognition.guards.function_guard import FunctionGuard
 from tigon.recognition.parts.rope import FusedComplexRope, recognise_rope
-from tigon.recognition.parts.rope_forms import FORMS, ComplexForm, recognise_function
+from tigon.recognition.parts.rope_forms import FORMS, ComplexForm, Form, RopeCall, _find_form, recognise_function
+from tigon.recognition.probing.standin import probing
 
 
 def split_half(q, k, cos, sin, unsqueeze_dim=1):
@@ -80,7 +81,10 @@ def test_every_form_is_recognised_as_itself(form, partial, tensors):
     def one(x, cos, sin, unsqueeze_dim=1):
         return both(x, None, cos, sin, unsqueeze_dim)[0]
 
-    assert recognise_function(both if tensors == 2 else one) == dataclasses.replace(form, partial=partial)
+    function = both if tensors == 2 else one
+    with probing():
+        recognised_form = _find_form(function, RopeCall.of(function))
+    assert recognised_form == dataclasses.replace(form, partial=partial)
 
 
 def frozen_keys(q, k, cos, sin, unsqueeze_dim=1):
@@ -239,3 +243,42 @@ def test_other_arguments_run_the_stock_function(change):
     form = recognise_function(multiply_shared)
     assert form.accepts(*arguments)
     assert not form.accepts(*change(*arguments))
+
+
+def turn_pairs(x, freqs_cis):
+    pairs = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
+    return torch.view_as_real(pairs * freqs_cis[:, None]).flatten(3).type_as(x)
+
+
+ROPE_DECISIONS = {
+    "fp16": lambda q, cos: q.dtype == torch.float16,
+    "a length": lambda q, cos: q.shape[2] > 4096,
+    "a batch": lambda q, cos: q.shape[0] > 64,
+    "a width": lambda q, cos: q.shape[-1] == 64,
+    "a length in bf16": lambda q, cos: q.dtype == torch.bfloat16 and cos.shape[1] > 4096,
+    "gradients": lambda q, cos: q.requires_grad and q.shape[2] > 4096,
+    "an attribute of tensors": lambda q, cos: getattr(q, "temperature", None) is not None,
+    "a maximum": lambda q, cos: max(0, q.shape[2] - 4096),
+    "a quotient": lambda q, cos: q.shape[2] // 4096,
+}
+
+
+@pytest.mark.parametrize("decision", ROPE_DECISIONS)
+@pytest.mark.parametrize("is_complex", [False, True], ids=["real", "complex"])
+def test_a_rope_that_decides_by_its_input_keeps_its_function(decision, is_complex):
+    decide = ROPE_DECISIONS[decision]
+
+    def turn(q, k, cos, sin, unsqueeze_dim=1):
+        return split_half(q * (1 + decide(q, cos)), k, cos, sin, unsqueeze_dim)
+
+    def turn_complex(q, k, freqs_cis):
+        return turn_pairs(q * (1 + decide(q, freqs_cis)), freqs_cis), turn_pairs(k, freqs_cis)
+
+    assert isinstance(recognise_function(turn_complex if is_complex else turn), str)
+
+
+def test_a_rope_without_decisions_is_recognised():
+    def turn_complex(q, k, freqs_cis):
+        return turn_pairs(q, freqs_cis), turn_pairs(k, freqs_cis)
+
+    assert all(isinstance(recognise_function(f), Form | ComplexForm) for f in (split_half, turn_complex))

@@ -2,6 +2,7 @@
 
 import heapq
 import itertools
+import operator
 import os
 import random
 
@@ -82,6 +83,26 @@ def writes_its_dict(self, x):
     return F.silu(x)
 
 
+def writes_its_buffers(self, x):
+    self._buffers["last"] = x.detach()
+    return F.silu(x)
+
+
+def store(table: dict, x: Tensor) -> None:
+    table.update(last=x.detach())
+
+
+def writes_its_buffers_by_a_function(self, x):
+    store(self._buffers, x)
+    return F.silu(x)
+
+
+def writes_its_buffers_by_a_computed_name(self, x):
+    if x.numel() > 0:
+        store(getattr(self, "_buf" + "fers"), x)
+    return F.silu(x)
+
+
 def adds_to_an_alias(self, x):
     log = self.log
     log += [1.0]
@@ -146,6 +167,9 @@ def uses_a_cell():
         writes_a_global,
         counts_in_the_class,
         writes_its_dict,
+        writes_its_buffers,
+        writes_its_buffers_by_a_function,
+        writes_its_buffers_by_a_computed_name,
         adds_to_an_alias,
         appends_through_the_class,
         pushes_to_a_heap,
@@ -216,6 +240,18 @@ def python_random(mlp):
     return lambda self, x: F.silu(x) * (1.0 if random.random() < 2 else 0.0)
 
 
+GAIN = operator.attrgetter("table_of_class")
+FIRST = operator.itemgetter("calls")
+
+
+def attrgetter(mlp):
+    return lambda self, x: F.silu(x) * GAIN(self)[0]
+
+
+def itemgetter(mlp):
+    return lambda self, x: F.silu(x) + FIRST(COUNTS)
+
+
 def iterator(mlp):
     mlp.source = itertools.cycle([1.0])
     return lambda self, x: F.silu(x) * next(self.source)
@@ -232,7 +268,8 @@ def bytes_that_change(mlp):
 
 
 @pytest.mark.parametrize(
-    "source", [own_generator, numpy_generator, numpy_module, python_random, iterator, bytes_that_change]
+    "source",
+    [own_generator, numpy_generator, numpy_module, python_random, attrgetter, itemgetter, iterator, bytes_that_change],
 )
 def test_a_forward_whose_state_cannot_be_watched_stays_stock(source):
     mlp = MLP()

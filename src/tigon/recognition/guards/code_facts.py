@@ -19,6 +19,22 @@ def has_conditions(reach: Reach) -> bool:
     return bool(MODES & reach.names) or any(code_facts(code).has_conditions for code in reach.codes)
 
 
+def symbolic_modes(reach: Reach) -> tuple[tuple[bool, bool], ...]:
+    """Return the modes in which code must run with symbolic sizes, as (with gradients, compares objects by `is`).
+
+    Code without conditions computes the same for sizes that small probes do not have, unless it contains a number that
+    is larger than these sizes or calls a builtin function such as `max`.
+    """
+    builtin_names = vars(builtins).keys() - {"float"}
+    numbers = [*(c for code in reach.codes for c in code.co_consts), *(place.value for place in reach.places)]
+    has_floats = any(type(number) is float for number in numbers)
+    names_builtin = any(not builtin_names.isdisjoint(code.co_names) for code in reach.codes)
+    if not (has_conditions(reach) or has_floats or names_builtin or largest_number(reach) > 3):
+        return ()
+    tests_identity = any(code_facts(code).tests_identity for code in reach.codes)
+    return tuple((has_grad, tests_identity) for has_grad in (False, True)[: 1 + ("requires_grad" in reach.names)])
+
+
 def may_see_sizes(reach: Reach, module: nn.Module) -> bool:
     """Return True unless the names in the code show that it cannot learn the size of a tensor.
 

@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 
 from tigon.ops.rotary.rope import MAX_HEAD_SIZE, Layout, Table, rope, rope_reference
+from tigon.recognition.guards.code_facts import symbolic_modes
+from tigon.recognition.probing.probes import Modes, explain_limits_of_function
 from tigon.recognition.probing.standin import describe, gradients, normal, probing, same_bits, same_gradients
 from tigon.recognition.probing.trials import Trials, current_trials, not_recording, record, recording
 from tigon.runtime.device import KERNEL_DTYPES, PLAIN, runs_kernels
@@ -36,6 +38,10 @@ COMPLEX_TABLES = ("freqs_cis", "freqs_ci")
 # In the comparisons, the number of features of a head, the number of tokens, and the numbers of heads of queries and of
 # keys.
 FEATURES, LENGTH, HEADS = 16, 5, (4, 2)
+
+# The dtypes of queries and keys, and of tables, in the comparisons.
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+DTYPES = (FP32, FP32), (BF16, BF16), (BF16, FP32), (FP16, FP16), (FP16, FP32)
 
 # The dtype of the result. "promoted": the dtype to which torch promotes q and cos. "cast": the dtype of q. "fp32": the
 # dtype of q, and the computation is in fp32.
@@ -208,10 +214,8 @@ def _agrees(form: Any, cases: list[_Case] | str) -> bool:
 
 def _cases(function: types.FunctionType, call: RopeCall, width: int) -> list[_Case] | str:
     """Return the cases with tables of this width, or the reason why the function cannot be run on them."""
-    bf16, fp32 = torch.bfloat16, torch.float32
-    dtypes = (fp32, fp32), (bf16, bf16), (bf16, fp32)
     arguments = []
-    sizes = itertools.product((1, 2) if call.unsqueeze_dim else (2,), (1, 2), dtypes)
+    sizes = itertools.product((1, 2) if call.unsqueeze_dim else (2,), (1, 2), DTYPES)
     for number, (heads, batch, (dtype, table_dtype)) in enumerate(sizes):
         inputs = _inputs(100 * number, heads, dtype)[: len(call.tensors)]
         tables = [normal(100 * number + n, batch, LENGTH, width, dtype=table_dtype) for n in (7, 8)]
@@ -224,7 +228,7 @@ def _cases(function: types.FunctionType, call: RopeCall, width: int) -> list[_Ca
 def _complex_cases(function: types.FunctionType, heads: int, batch: int) -> list[_Case] | str:
     """Return the cases with tables of this batch size, of random complex numbers whose absolute values are not 1."""
     arguments = []
-    for seed, dtype in enumerate((torch.float32, torch.bfloat16, torch.float16)):
+    for seed, dtype in enumerate((FP32, BF16, FP16)):
         inputs = _inputs(10 * seed, heads, dtype)
         table = torch.view_as_complex(normal(10 * seed + 2, batch, LENGTH, FEATURES // 2, 2))
         named = dict(zip(inspect.signature(function).parameters, (*inputs, table), strict=True))
@@ -257,14 +261,56 @@ def _find_form(function: types.FunctionType, call: RopeCall) -> Form | str:
     return reason if isinstance(reason, str) else DIFFERENT
 
 
+def _explain_limits(function: types.FunctionType, form: Any, modes: Modes) -> str | None:
+    """Return why a function may compute something else for other tensors or other sizes, or None."""
+    call, names = RopeCall.of(function), list(inspect.signature(function).parameters)
+    for number, (dtype, table_dtype) in enumerate(DTYPES if modes else DTYPES[:1]):
+        # A function with the argument `unsqueeze_dim` runs with both of its values.
+        heads = form.heads if isinstance(form, ComplexForm) else 1 + number % 2 if call and call.unsqueeze_dim else 2
+
+        def expand(
+            half: Tensor, heads: int = heads, dtype: torch.dtype = table_dtype
+        ) -> tuple[dict[str, Any], tuple[Any, ...]]:
+            """Return the arguments of the function and those of the form for an input of half the width."""
+            # The width is even, and keys have another number of heads. `chunk` leaves a guard in both runs that a
+            # function with `chunk` leaves too.
+            q = torch.cat(torch.cat((half, half), -1).chunk(2, -1), -1)
+            k = q.new_empty([n if dim != heads else 2 * n - 1 for dim, n in enumerate(q.shape)])
+            if isinstance(form, ComplexForm):
+                table = torch.empty((1, q.shape[3 - heads], half.shape[3]), dtype=torch.complex64)
+                return dict(zip(names, (q, k, table), strict=True)), (q, k, table)
+            assert call is not None, "only a function with a complex table has no `cos`"
+            width = half.shape[3] if form.table == "once" else q.shape[3]
+            shape = q.shape[0], q.shape[3 - heads], width
+            cos, sin = (q.new_empty(shape, dtype=dtype, requires_grad=False) for _ in range(2))
+            named: dict[str, Any] = dict(zip(call.tensors, (q, k), strict=False)) | {"cos": cos, "sin": sin}
+            named |= {"unsqueeze_dim": heads} if call.unsqueeze_dim else {}
+            return named, (q, k if len(call.tensors) == 2 else None, cos, sin, heads)
+
+        run = lambda half, expand=expand: function(**expand(half)[0])
+        reference = lambda half, expand=expand: form(*expand(half)[1], reference=True)
+        if reason := explain_limits_of_function(run, reference, normal(0, 2, 2, 2, 8, dtype=dtype), modes):
+            return reason
+    return None
+
+
 @cached_weakly
-def _recognise(function: types.FunctionType, state: tuple) -> tuple[Form | ComplexForm | str | None, Trials]:
-    """Return the form of a function and the comparisons that found it. `state` is the fingerprint of its reach."""
+def _recognise(
+    function: types.FunctionType, state: tuple, modes: Modes
+) -> tuple[Form | ComplexForm | str | None, Trials]:
+    """Return the form of a function and the comparisons that found it.
+
+    `state` is the fingerprint of its reach. `modes` are its `symbolic_modes`.
+    """
     with recording() as trials, probing():
-        if takes_complex_table(function):
-            return _find_complex_form(function), trials
         call = RopeCall.of(function)
-        return None if call is None else _find_form(function, call), trials
+        if takes_complex_table(function):
+            form: Form | ComplexForm | str = _find_complex_form(function)
+        elif call is not None:
+            form = _find_form(function, call)
+        else:
+            return None, trials
+        return form if isinstance(form, str) else _explain_limits(function, form, modes) or form, trials
 
 
 def recognise_function(function: types.FunctionType) -> Form | ComplexForm | str | None:
@@ -278,7 +324,7 @@ def recognise_function(function: types.FunctionType) -> Form | ComplexForm | str
     if reach.reason:
         return reach.reason
     with reach.preserved():
-        form, trials = _recognise(function, reach.fingerprint)
+        form, trials = _recognise(function, reach.fingerprint, symbolic_modes(reach))
     if (current := current_trials()) is not None:
         current.agreements.update(trials.agreements)
         current.mismatches.update(trials.mismatches)

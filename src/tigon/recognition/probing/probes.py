@@ -36,6 +36,7 @@ SMALL_SHAPES = ((1,), (1, 1), (2, 0), (1, 3), (3, 1), (2, 1, 3))
 
 Subject = Callable[..., nn.Module]
 ProbeInputs = Callable[..., list[Tensor]]
+Modes = tuple[tuple[bool, bool], ...]
 
 
 def agrees(
@@ -227,7 +228,8 @@ def explain_limits(
     """
     modes: tuple[bool, ...] = True, False
     for training in modes:
-        if reason := _explain_reads_of_input(subject(FP32, training), inputs(FP32, 2, 4)):
+        twin = subject(FP32, training)
+        if reason := _explain_reads_of_input(functools.partial(type(twin).forward, twin), inputs(FP32, 2, 4)):
             return reason
     if not may_see_sizes(reach, module):
         return None
@@ -247,7 +249,21 @@ def explain_limits(
     return None
 
 
-def _explain_reads_of_input(twin: nn.Module, inputs: Sequence[Tensor]) -> str | None:
+def explain_limits_of_function(run: Callable, reference: Callable, x: Tensor, modes: Modes) -> str | None:
+    """Return why a function may compute something else for other tensors or other sizes, or None.
+
+    `run` calls the function with a tensor like `x`, and with further tensors that it creates from its sizes.
+    `reference` does the same with the candidate. `modes` is the result of `symbolic_modes`.
+    """
+    reason = _explain_reads_of_input(run, [x])
+    for has_grad, tests_identity in modes:
+        with torch.set_grad_enabled(has_grad):
+            inputs = (x.detach().requires_grad_(has_grad),)
+            reason = reason or find_size_use(run, reference, inputs, tests_identity, any_width=True)
+    return reason and reason.removeprefix("its forward ")
+
+
+def _explain_reads_of_input(run: Callable, inputs: Sequence[Tensor]) -> str | None:
     """Return a reason if a forward reads an attribute of its input that only some tensors have, or None."""
     names: list[str] = []
 
@@ -260,8 +276,8 @@ def _explain_reads_of_input(twin: nn.Module, inputs: Sequence[Tensor]) -> str | 
             return super().__getattribute__(name)
 
     try:
-        type(twin).forward(twin, *(x.as_subclass(Recorder) for x in inputs))
+        run(*(x.as_subclass(Recorder) for x in inputs))
     except Exception:
-        LOGGER.debug("the forward of %s refuses a tensor that records reads", type(twin).__name__, exc_info=True)
+        LOGGER.debug("a forward refuses a tensor that records reads", exc_info=True)
     missing = next((name for name in names if name == "__dict__" or not name.startswith("__")), None)
     return missing and f"its forward reads .{missing} of its input, which only some tensors have"

@@ -23,6 +23,7 @@ from tigon.recognition.probing.trials import record
 from tigon.runtime.autograd import without_saved_tensor_hooks
 from tigon.runtime.compat.operators import function_modes
 from tigon.runtime.engines import WRAPPER_ATTRIBUTES
+from tigon.runtime.reach.places import REGISTERED
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 
@@ -169,11 +170,11 @@ def run_forward(twin: nn.Module, *inputs: Tensor) -> Any:
     copies = [x.clone() for x in inputs]
     tensors = [*copies, *(t for m in twin.modules() for t in own_tensors(m).values() if t is not None)]
     before = [(t, t._version, t.detach().clone()) for t in tensors]
-    attributes = [(m, dict(vars(m))) for m in twin.modules()]
+    attributes = [(m, _state(m)) for m in twin.modules()]
     random_state = torch.get_rng_state()
     y = type(twin).forward(twin, *copies)
     for module, old in attributes:
-        now = vars(module)
+        now = _state(module)
         for name in old.keys() | now.keys():
             if old.get(name, now) is not now.get(name, old):
                 raise WritesTensor(f"its forward writes .{name}")
@@ -183,6 +184,11 @@ def run_forward(twin: nn.Module, *inputs: Tensor) -> Any:
     if any(t._version != version or not same_values(t, values) for t, version, values in before):
         raise WritesTensor("its forward writes to its input or to a parameter")
     return y
+
+
+def _state(module: nn.Module) -> dict[str, Any]:
+    """Return the attributes of a module, its parameters, its buffers and its children."""
+    return {**vars(module), **{k: v for table in REGISTERED for k, v in vars(module)[table].items()}}
 
 
 def same_values(a: Tensor, b: Tensor) -> bool:

@@ -14,7 +14,7 @@ import types
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from tigon.runtime.reach.known_names import COMPARISONS, CONVERSIONS, GETTERS, MUTATORS, SETTERS
+from tigon.runtime.reach.known_names import COMPARISONS, CONVERSIONS, GETTERS, MUTATORS, READERS, SETTERS
 from tigon.runtime.weak_cache import cached_weakly
 
 CONSTRUCTORS = ("__init__", "__new__", "__post_init__")
@@ -102,7 +102,8 @@ def code_facts(code: types.CodeType) -> CodeFacts:
         attributes=loaded | (strings if GETTERS & names else frozenset()) | special,
         strings=strings,
         optional=frozenset().union(*(o for _, _, o in facts)),
-        reads_all_names=bool({"vars", "dir", "__dict__", "__getattribute__", "__getattr__", "attrgetter"} & names)
+        reads_all_names=bool(READERS & names)
+        or "MATCH_CLASS" in operations
         or any(_computes_name(each) for each in codes),
         imports=frozenset(step.argval for _, step in steps if step.opname == "IMPORT_NAME"),
         writes=tuple(writes),

@@ -19,7 +19,14 @@ from tigon.runtime.reach.places import MAX_PLACES, Place, Reach, bits_of, is_sim
 
 CONTAINERS = (list, dict, set, collections.deque)
 # Nothing shows that an object of these types changes, or that it writes.
-UNWATCHABLE = operator.methodcaller, types.MappingProxyType, types.CellType, bytearray
+UNWATCHABLE = (
+    operator.methodcaller,
+    operator.attrgetter,
+    operator.itemgetter,
+    types.MappingProxyType,
+    types.CellType,
+    bytearray,
+)
 # Objects of these types of torch hold nothing that a call changes.
 CONSTANTS_OF_TORCH: tuple[type, ...] = (
     *(torch.finfo, torch.iinfo, torch.no_grad, torch.enable_grad, torch.inference_mode, torch.autocast, torch.qscheme),

@@ -28,10 +28,13 @@ from tigon.runtime.reach.known_names import (
     WRITING_OPERATORS,
 )
 from tigon.runtime.reach.objects import is_trusted_function, package_of, wrapped_function
+from tigon.runtime.reach.places import REGISTERED
 from tigon.runtime.reach.record import Record
 
 # The namespaces of torch's own operators.
 TORCH_NAMESPACES = {"aten", "prims"}
+# The names by which code gets a dict that holds attributes of a module or of another object.
+TABLES = {"vars", "__dict__", *REGISTERED}
 # A forward that reaches more functions is refused, because each function takes time to read and to compare.
 MAX_FUNCTIONS = 64
 
@@ -113,8 +116,6 @@ class FunctionWalk(Record):
         reach.writes += [
             f"sets a mode of torch, by {n} {locate(code.co_firstlineno)}" for n in sorted(MODE_SETTERS & used)
         ]
-        if {"vars", "__dict__"} & used and facts.item_writes:
-            reach.writes.append(f"may write attributes by their dict {locate(facts.item_writes[0][1])}")
         # Code that calls `__init__` by its name may pass any object to it.
         if "__init__" in facts.attributes and function.__name__ not in CONSTRUCTORS:
             reach.writes.append(f"may write attributes, by __init__ {locate(code.co_firstlineno)}")
@@ -157,7 +158,11 @@ class FunctionWalk(Record):
         `x[i] = y` and `x += y` usually write to a local tensor, so the function must also name the container.
         """
         containers = [(path, path.rpartition(".")[2].partition("[")[0], each) for each, path in self.reach.containers]
+        uses_dict = any(TABLES & (facts.attributes | facts.global_names) for facts, _ in self.functions)
         for facts, function in self.functions:
+            if uses_dict and facts.item_writes:
+                place = _locator(function)(facts.item_writes[0][1])
+                self.reach.writes.append(f"may write attributes by their dict {place}")
             names = facts.attributes | facts.global_names | {*function.__code__.co_freevars}
             for method, line in facts.item_writes:
                 is_operator = method not in MUTATORS or method.startswith("__")

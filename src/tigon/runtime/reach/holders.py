@@ -3,6 +3,7 @@
 import contextlib
 import enum
 import types
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -31,6 +32,12 @@ MODULE_STATE = {*MODULE_ATTRIBUTES, "forward", *WRAPPER_ATTRIBUTES, REPLICATE}
 RARELY_CALLED = {*CONSTRUCTORS, "__replace__", "__setattr__", "__delattr__", *CONVERSIONS}
 
 
+def _readable(cls: type) -> Iterator[str]:
+    """Yield the names that a user's class defines and that code may compute, such as those of settings and methods."""
+    bases = [base for base in cls.__mro__ if package_of(base.__module__) not in TRUSTED | {"transformers"}]
+    return (name for base in bases for name in vars(base) if not name.startswith("__"))
+
+
 class HolderWalk(FunctionWalk):
     """The part of the walk that visits objects with attributes."""
 
@@ -53,6 +60,10 @@ class HolderWalk(FunctionWalk):
                     self.entries.append((f"{path}.{name[1:]}", "registered"))
                 elif not has_attribute(module, name[1:]):
                     self.reach.places.append(Place(owner, "missing", name[1:], None, f"{path}.{name[1:]}"))
+            elif name == "training" and owner is not None and isinstance(self.root, nn.Module):
+                self.reach.places.append(Place(attributes, "mode", name, None, f"{path}.{name}"))
+                if module.training != self.root.training:
+                    self.refuse(f"reads {path}.training, and the module itself is in the other mode")
             elif name in skipped or name[0] in "?'":
                 return
             elif name in attributes:
@@ -73,7 +84,7 @@ class HolderWalk(FunctionWalk):
             if package_of(kind.__module__) in TRUSTED:
                 for name in sorted(attributes.keys() - skipped):
                     visit(name)
-        self.hold(lambda: attributes.keys() - skipped, visit)
+        self.hold(lambda: {*attributes, *_readable(kind)} - skipped, visit)
         self.watch_registered(attributes, path, owner)
         self.visit_children(attributes, path, owner)
 
@@ -102,7 +113,7 @@ class HolderWalk(FunctionWalk):
         has_fixed_tensors = owner is not None and not any(owner is each for each in self.searched)
         for table in REGISTERED[:2]:
             for name, tensor in attributes[table].items():
-                if tensor is None and name not in self.live:
+                if tensor is None and (owner is not None or name not in self.live):
                     holder = None if owner is None else attributes
                     self.reach.places.append(Place(holder, "unset", name, table, f"{path}.{name}"))
                     self.entries.append((f"{path}.{name}", "unset"))
@@ -223,7 +234,7 @@ class HolderWalk(FunctionWalk):
             if name[0] == "?" and name[1:].isidentifier():
                 if name[1:] not in attributes and name[1:] not in defined and hasattr(value, "__dict__"):
                     self.reach.places.append(Place(value, "missing", name[1:], None, f"{path}.{name[1:]}"))
-            elif name in self.live or name[0] in "?'":
+            elif name[0] in "?'":
                 return
             elif (stored := aliases.get(name, name)) in attributes:
                 self.watch(attributes, "item", stored, attributes[stored], f"{path}.{stored}")
@@ -242,7 +253,7 @@ class HolderWalk(FunctionWalk):
             seen |= {name for name in attributes if isinstance(name, str)}
             for name in sorted(seen):
                 visit(name)
-        self.holders.append((lambda: attributes.keys() | slots, visit, seen))
+        self.holders.append((lambda: {*attributes, *slots, *_readable(kind)}, visit, seen))
 
     # --- Python modules ----------------------------------------------------------------------------
 

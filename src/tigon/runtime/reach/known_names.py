@@ -22,6 +22,8 @@ SETTERS = _words("""
 """)
 # Functions that read or write an attribute whose name is a string.
 GETTERS = _words("getattr hasattr setattr delattr attrgetter")
+# Code that uses one of these names may read any attribute of an object.
+READERS = _words("vars dir __dict__ __getattribute__ __getattr__ attrgetter asdict astuple getmembers getattr_static")
 # The functions of these packages depend on their arguments alone, as far as a forward can use them.
 TRUSTED = _words("""
     torch builtins math cmath operator _operator functools _functools typing types typing_extensions collections

@@ -71,6 +71,7 @@ class Place:
     | "absent"       | the dict has no key `name` |
     | "missing"      | neither the owner, a module or another object, nor its class has an attribute `name` |
     | "type"         | the type of the owner |
+    | "mode"         | the owner, the `__dict__` of a child, is in the mode of the module |
     | "length"       | the number of elements of a container |
     | "members"      | the elements of a set |
     | "shape"        | the shape of a tensor |
@@ -261,6 +262,7 @@ def _condition_source(place: Place, number: int) -> str:
         "absent": f"{place.name!r} not in {holder}",
         "missing": f"missing({parts}, {place.name!r})",
         "type": f"type({holder}) is {value}",
+        "mode": f"{holder}['training'] is attributes['training']",
         "length": f"len({holder}) == {value}",
         "shape": f"{holder}.shape == {value}",
         "members": f"{holder} == {value}",
