@@ -107,8 +107,10 @@ def assert_as_accurate_as_eager(
     for kind, (actual, eager, exact) in zip(("output", "gradient"), zip(*results, strict=True), strict=True):
         for i, triple in enumerate(zip(actual, eager, exact, strict=True)):
             smallest = 1.0 if loss and kind == "output" else 0.0
-            if term_size:
-                smallest = 4.0 if kind == "output" else term_size
+            if term_size and kind == "gradient":
+                smallest = term_size
+            elif term_size and loss:
+                smallest = 4.0
             assert_accurate(*_where_fp64_exists(triple), smallest=smallest, msg=f"{kind} {i}")
 
 

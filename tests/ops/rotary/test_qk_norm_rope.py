@@ -33,7 +33,10 @@ def _both(**options):
 @pytest.mark.sampled(in_interpreter=3)
 def test_qk_norm_rope_accuracy(sizes, dtype, layout, weights):
     inputs = _inputs(sizes, dtype, weights)
-    assert_as_accurate_as_eager(*_both(layout=layout), inputs)
+    # dx = rstd (g - x_hat mean(g x_hat)) is a difference of terms of the size of rstd g. A head of two features has no
+    # other elements whose errors in eager code show this size.
+    term_size = 0.25 if sizes == SIZES["one of each"] else 0.0
+    assert_as_accurate_as_eager(*_both(layout=layout), inputs, term_size=term_size)
 
 
 @pytest.mark.kernels
