@@ -11,14 +11,15 @@ that a measurement shows.
     layer    maximum = find_maximum(dy)                           None: the quantisation finds it itself
 
 A maximum belongs to one tensor object as long as its memory and its version are the same, so a write in place removes
-it, and views, copies and casts have none. (A write through `tensor.data` changes no version, which also holds for the
-tensors that autograd saves.) Autograd hands a gradient on as the same object, and adds gradients in place or in another
-tensor.
+it, and views, copies and casts have none. A write through `tensor.data`, and a kernel of another library that writes a
+tensor in place, change no version, which also holds for the tensors that autograd saves. Autograd hands a gradient on
+as the same object, and adds gradients in place or in another tensor.
 """
 
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -94,10 +95,17 @@ class _Record(NamedTuple):
 _records = WeakTensorKeyDictionary()
 
 
+def _has_several_ranks() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
 def attach_maximum(x: Tensor, maximum: Tensor) -> None:
-    """Record the maximum [1] of x, which a kernel has just written."""
+    """Record the maximum [1] of x, which a kernel has just written.
+
+    Nothing is recorded in a job of several ranks, because a collective writes in place without a new version.
+    """
     # Inference tensors have no version.
-    if type(x) in PLAIN and not x.is_inference():
+    if type(x) in PLAIN and not x.is_inference() and not _has_several_ranks():
         _records[x] = _Record(maximum, x._version, x.data_ptr(), is_capturing(x))
 
 

@@ -235,6 +235,16 @@ def test_records_end_with_their_tensors(x):
     assert len(module._records) == before
 
 
+def test_jobs_of_several_ranks_have_none(monkeypatch):
+    """A collective writes in place without a new version of the tensor."""
+    monkeypatch.setattr(module.dist, "is_initialized", lambda: True)
+    for ranks in (1, 2):
+        monkeypatch.setattr(module.dist, "get_world_size", lambda ranks=ranks: ranks)
+        y = torch.ones(3)
+        attach_maximum(y, torch.ones(1, dtype=torch.int32))
+        assert (find_maximum(y) is None) == (ranks == 2)
+
+
 def test_captured_graphs_compiled_code_and_inference_have_none(x, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(module, "is_capturing", lambda x: True)

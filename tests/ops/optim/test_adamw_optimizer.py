@@ -110,6 +110,16 @@ def test_torch_takes_a_captured_step():
         assert _count_updates(lambda: train(optimizer, 1)) == 0
 
 
+def test_a_graph_captures_no_step_whose_number_is_on_the_host():
+    optimizer = tigon.AdamW(make_parameters([(8,)]), **OPTIONS)
+    with (
+        patch.object(torch.cuda, "is_available", return_value=True),
+        patch.object(torch.cuda, "is_current_stream_capturing", return_value=True),
+        pytest.raises(RuntimeError, match="AdamW: a CUDA graph can capture a step only with capturable=True"),
+    ):
+        optimizer.step()
+
+
 def test_adamw_accepts_groups_and_missing_gradients():
     results = []
     for kind in (tigon.AdamW, torch.optim.AdamW):

@@ -148,10 +148,14 @@ class AdamW(torch.optim.AdamW):
         The tables of its launches are stored at `position`.
         """
         is_compact = self._is_compact(group)
-        if is_compact and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                "AdamW: a CUDA graph cannot capture a step with state, master, stochastic_rounding or max_grad_norm"
-            )
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            if is_compact:
+                raise RuntimeError(
+                    "AdamW: a CUDA graph cannot capture a step with state, master, stochastic_rounding or max_grad_norm"
+                )
+            # Each replay would repeat the bias correction of the captured step.
+            if not group["capturable"]:
+                raise RuntimeError("AdamW: a CUDA graph can capture a step only with capturable=True, got False")
         if not is_compact and self._uses_torch(group):
             self._step_by_torch(group)
             return
@@ -163,7 +167,7 @@ class AdamW(torch.optim.AdamW):
             if p.grad is None:
                 continue
             if p.grad.is_sparse:
-                raise RuntimeError("AdamW: sparse gradients are not supported")
+                raise RuntimeError("AdamW: sparse gradients are not supported; use torch.optim.SparseAdam")
             state = self.state[p]
             if not state:
                 state.update(compact_states.create(p, group))
