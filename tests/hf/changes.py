@@ -71,7 +71,7 @@ def with_logits(change: Callable[[Any, Tensor], Tensor]) -> Callable[[nn.Module]
     return apply
 
 
-# What a model may compute from its logits outside of its loss.
+# These functions are computations of a model from its logits, outside of its loss.
 COMPUTATIONS: dict[str, Callable[[Tensor, Tensor | None], Any]] = {
     "argmax": lambda logits, labels: None if labels is None else (logits.argmax(-1) == labels).float().mean(),
     "comparison": lambda logits, labels: (logits > 0).sum(),

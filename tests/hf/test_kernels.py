@@ -1,4 +1,4 @@
-"""Where kernels run, on a GPU or in the interpreter, patched models train as stock.
+"""Patched models train as stock where kernels run: on a GPU or in the interpreter.
 
 Only kernels compute the norms of queries and keys together with the rotary embedding, and the adapters of a layer in
 FP8. `tests/recognition/test_head_norms.py` has the forms of forwards.

@@ -1,4 +1,4 @@
-"""What `test_trl` does not compare: PPO, GSPO, the ratios of sampling engines, and edges of the losses of policies."""
+"""Losses of policies that `test_trl` does not compare: PPO, GSPO, the ratios of sampling engines, and edge cases."""
 
 import itertools
 import math

@@ -1,4 +1,4 @@
-"""What `test_trl` does not compare: options that TRL lacks, and edges of the losses of preferences."""
+"""Losses of preferences that `test_trl` does not compare: options that TRL lacks, and edge cases."""
 
 import itertools
 import math

@@ -320,13 +320,13 @@ def experts_function(name: str) -> Callable[..., Any]:
 
 
 class ModelFacts(NamedTuple):
-    """What transformers says about the layers of a model."""
+    """The facts that transformers states about the layers of a model."""
 
     # The names of the classes of its layers.
     layer_classes: set[str]
     # The kind of each layer, such as "linear_attention", from the config of the text part.
     layer_types: tuple[str, ...]
-    # Whether the layers have a state, by the attribute `_is_stateful`.
+    # This is True if the attribute `_is_stateful` says that the layers have a state.
     is_stateful: bool
     # The patterns that match the weights of heads of multi-token prediction, which transformers does not load.
     dropped_heads: list[str]

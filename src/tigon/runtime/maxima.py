@@ -95,17 +95,20 @@ class _Record(NamedTuple):
 _records = WeakTensorKeyDictionary()
 
 
-def _has_several_ranks() -> bool:
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+def records_maxima() -> bool:
+    """Return whether maxima are recorded now: not in compiled code, and not in a job of several ranks.
+
+    A collective writes in place without a new version.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    return not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
 
 
 def attach_maximum(x: Tensor, maximum: Tensor) -> None:
-    """Record the maximum [1] of x, which a kernel has just written.
-
-    Nothing is recorded in a job of several ranks, because a collective writes in place without a new version.
-    """
+    """Record the maximum [1] of x, which a kernel has just written, if maxima are recorded now."""
     # Inference tensors have no version.
-    if type(x) in PLAIN and not x.is_inference() and not _has_several_ranks():
+    if type(x) in PLAIN and not x.is_inference() and records_maxima():
         _records[x] = _Record(maximum, x._version, x.data_ptr(), is_capturing(x))
 
 

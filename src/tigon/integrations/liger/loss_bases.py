@@ -88,8 +88,8 @@ def _differentiate(
         loss, outputs = compute(*leaves)
         needed = [x for x in leaves if x is not None and x.requires_grad]
         gradients = iter(torch.autograd.grad(loss, needed, allow_unused=True) if needed else ())
-    found = [next(gradients) if x is not None and x.requires_grad else None for x in leaves]
-    return (loss.detach(), outputs), found
+    leaf_gradients = [next(gradients) if x is not None and x.requires_grad else None for x in leaves]
+    return (loss.detach(), outputs), leaf_gradients
 
 
 def _chunks(count: int, chunk_size: int) -> Iterator[slice]:

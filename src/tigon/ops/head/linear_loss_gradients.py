@@ -143,7 +143,7 @@ def compute_loss(
     constants = [all_values[name] for name in names if name == "log_sum_sq_probs"]
     values = [all_values[name] for name in names if name != "log_sum_sq_probs"]
     used_gradients = [torch.zeros_like(value) for value in values]
-    # What the function returned for each part, and its gradients.
+    # The list has the results of the function for each part, and their gradients.
     calls = [] if parts else [_differentiate(call, values, constants, True)]
 
     def compute(chunk: Chunk) -> tuple[None, Tensor]:

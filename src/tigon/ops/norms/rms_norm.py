@@ -24,7 +24,7 @@ from tigon.runtime import checks
 from tigon.runtime.autograd import keep_none_gradients
 from tigon.runtime.counters import zero_number
 from tigon.runtime.device import runs_kernels
-from tigon.runtime.maxima import attach_maximum
+from tigon.runtime.maxima import attach_maximum, records_maxima
 from tigon.runtime.op import Node
 
 # The point at which x_hat is rounded to the dtype of x: before the multiplication by the weight in Llama, after it in
@@ -115,8 +115,7 @@ class _RMSNorm(Node):
         dz, dw = dtotal, None
         if dy is not None:
             dw_dtype = weight.dtype if needs_dw else None
-            finds_maximum = ctx.finds_maximum and any(needs) and not torch.compiler.is_compiling()
-            maximum = zero_number(z) if finds_maximum else None
+            maximum = zero_number(z) if ctx.finds_maximum and any(needs) and records_maxima() else None
             needed = NeededNormGradients(any(needs), dw_dtype, None)
             dz, dw, _ = norm_backward(dy, dtotal, z, weight, statistics, ctx.offset, needed, maximum)
             if maximum is not None:
