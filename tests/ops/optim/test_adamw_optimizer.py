@@ -106,7 +106,10 @@ def test_graphs_run_torchs_code_and_each_stream_has_its_table():
 def test_torch_takes_a_captured_step():
     parameters = make_parameters([(8,)])
     optimizer = tigon.AdamW(parameters, **OPTIONS, fused=True, capturable=True)
-    with patch.object(torch.cuda, "is_current_stream_capturing", return_value=True):
+    with (
+        patch.object(torch.cuda, "is_available", return_value=True),
+        patch.object(torch.cuda, "is_current_stream_capturing", return_value=True),
+    ):
         assert _count_updates(lambda: train(optimizer, 1)) == 0
 
 

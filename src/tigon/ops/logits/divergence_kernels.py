@@ -143,8 +143,9 @@ def divergence_element(
     elif KIND == "jsd":
         # This variable is exp(h) of the module docstring. `d` and `hi` are in base 2, so `scaled` has the factor ln(2).
         h = _exp(_finite(tl.maximum(x, y, propagate_nan=PROPAGATE_NAN)))
-        # If x and y are both -inf, their difference is NaN, which `tl.minimum` replaces by 127.
-        d = tl.minimum(tl.abs(x - y) * LOG2E, 127.0)
+        # If x and y are both -inf, as in masked lanes, their difference is NaN, which is not less than 127.
+        d = tl.abs(x - y) * LOG2E
+        d = tl.where(d < 127.0, d, 127.0)
         student_is_larger = x >= y
         u, v = tl.where(student_is_larger, rest, beta), tl.where(student_is_larger, beta, rest)
         e = tl.exp2(-d)

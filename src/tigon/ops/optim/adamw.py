@@ -148,7 +148,8 @@ class AdamW(torch.optim.AdamW):
         The tables of its launches are stored at `position`.
         """
         is_compact = self._is_compact(group)
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        is_captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        if is_captured:
             if is_compact:
                 raise RuntimeError(
                     "AdamW: a CUDA graph cannot capture a step with state, master, stochastic_rounding or max_grad_norm"
@@ -156,7 +157,8 @@ class AdamW(torch.optim.AdamW):
             # Each replay would repeat the bias correction of the captured step.
             if not group["capturable"]:
                 raise RuntimeError("AdamW: a CUDA graph can capture a step only with capturable=True, got False")
-        if not is_compact and self._uses_torch(group):
+        # A CUDA graph would store the addresses of the tables of this step.
+        if not is_compact and (is_captured or self._uses_torch(group)):
             self._step_by_torch(group)
             return
         is_stochastic = group.get("stochastic_rounding", False)
@@ -199,11 +201,8 @@ class AdamW(torch.optim.AdamW):
     def _uses_torch(self, group: dict[str, Any]) -> bool:
         """Return whether torch's own code takes the step of a group, because of the options of the group."""
         numbers = (*group["betas"], group["eps"], group["weight_decay"])
-        # A CUDA graph would store the addresses of the tables of this step.
-        is_captured = group["capturable"] and torch.cuda.is_current_stream_capturing()
         return (
-            is_captured
-            or group["foreach"] is not None
+            group["foreach"] is not None
             or group["fused"] is False
             or group["amsgrad"]
             or group["differentiable"]
