@@ -3,6 +3,10 @@
 Sizes: L layers, T tokens, H hidden, E experts, I intermediate, K experts of a token, r rank of the adapters.
 """
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -60,6 +64,12 @@ def _lora_moe_mlp(make: InputMaker) -> Inputs:
         b = make.normal(outputs, rank, experts, dtype=wide).mul_(0.25 * rank**-0.5).permute(2, 0, 1)
         tensors |= {f"{name}_a": a.requires_grad_(), f"{name}_b": b.requires_grad_()}
     return Inputs(tensors, base.upstream)
+
+
+def _call_lora_moe_mlp(function: Callable[..., Any], *tensors: Tensor, **arguments: Any) -> Any:
+    """Call the op or its reference with the tensors of `_lora_moe_mlp`, in their order or by name."""
+    names = "up_a", "up_b", "down_a", "down_b"
+    return function(*tensors[:5], **dict(zip(names, tensors[5:], strict=False)), **arguments)
 
 
 def _load_balancing_loss(make: InputMaker) -> Inputs:
@@ -152,7 +162,8 @@ WORKLOADS = (
     ),
     Workload(
         name="lora_moe_mlp",
-        reference=lora_moe_mlp_reference,
+        call=_call_lora_moe_mlp,
+        reference=functools.partial(_call_lora_moe_mlp, lora_moe_mlp_reference),
         inputs=_lora_moe_mlp,
         legend="T x H x E x I x K x r",
         has_cpu_code=True,

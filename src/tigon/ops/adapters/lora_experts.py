@@ -35,10 +35,9 @@ from tigon.runtime.device import PLAIN, runs_kernels
 
 
 def lora_moe_mlp_reference(
-    x: Tensor, up_proj: Tensor, down_proj: Tensor, top_k_index: Tensor, top_k_weights: Tensor,
-    up_a: Tensor, up_b: Tensor, down_a: Tensor, down_b: Tensor,
-    up_scaling: float = 1.0, down_scaling: float = 1.0,
-    *, transposed: bool = False, activation: str | Callable[[Tensor], Tensor] = "silu",
+    x: Tensor, up_proj: Tensor, down_proj: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *,
+    up_a: Tensor, up_b: Tensor, down_a: Tensor, down_b: Tensor, up_scaling: float = 1.0, down_scaling: float = 1.0,
+    transposed: bool = False, activation: str | Callable[[Tensor], Tensor] = "silu",
 ) -> Tensor:  # fmt: skip
     """Compute `lora_moe_mlp` in eager torch as PEFT does, with the sums of weights and adapters as tensors."""
     up = _weight_with_adapter(up_proj, ExpertAdapter(up_a, up_b, up_scaling), transposed)
@@ -160,13 +159,13 @@ def lora_moe_mlp(
     down_proj: Tensor,
     top_k_index: Tensor,
     top_k_weights: Tensor,
+    *,
     up_a: Tensor,
     up_b: Tensor,
     down_a: Tensor,
     down_b: Tensor,
     up_scaling: float = 1.0,
     down_scaling: float = 1.0,
-    *,
     transposed: bool = False,
     activation: str | Callable[[Tensor], Tensor] = "silu",
 ) -> Tensor:
@@ -202,8 +201,9 @@ def lora_moe_mlp(
     Example:
         >>> x, up, down = torch.randn(5, 8), torch.randn(4, 32, 8), torch.randn(4, 8, 16)
         >>> weights, index = torch.rand(5, 4).topk(2)
-        >>> up_a, up_b, down_a, down_b = (torch.randn(4, *shape) for shape in ((2, 8), (32, 2), (2, 16), (8, 2)))
-        >>> tigon.lora_moe_mlp(x, up, down, index, weights, up_a, up_b, down_a, down_b, 0.5, 0.5).shape
+        >>> shapes = {"up_a": (2, 8), "up_b": (32, 2), "down_a": (2, 16), "down_b": (8, 2)}
+        >>> factors = {name: torch.randn(4, *shape) for name, shape in shapes.items()}
+        >>> tigon.lora_moe_mlp(x, up, down, index, weights, **factors, up_scaling=0.5, down_scaling=0.5).shape
         torch.Size([5, 8])
     """
     op = "lora_moe_mlp"

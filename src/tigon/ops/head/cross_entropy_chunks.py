@@ -33,6 +33,8 @@ class LossSettings(NamedTuple):
 
     head: HeadSettings
     wants: Wants
+    # whether the losses of all tokens are summed
+    is_reduced: bool
     options: Options
 
 

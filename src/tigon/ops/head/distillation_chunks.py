@@ -53,6 +53,8 @@ class DistillationSettings(NamedTuple):
     head: HeadSettings
     # whether the logits of half-precision hidden states are kept in fp32
     fp32_logits: bool
+    # whether the losses of all tokens are summed
+    is_reduced: bool
     options: DistillationOptions
 
 

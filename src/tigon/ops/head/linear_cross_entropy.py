@@ -21,7 +21,7 @@ allows, and a half-precision dW of more than `ChunkConfig.max_chunks` chunks is 
 Shapes: T tokens (all leading dimensions), H hidden, V vocabulary, C tokens of a chunk.
 """
 
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -79,19 +79,28 @@ def linear_cross_entropy_reference(
 # --- autograd ------------------------------------------------------------------------------------
 
 
+class _Targets(NamedTuple):
+    """The targets of all tokens, and the factors of their losses. None of these tensors gets a gradient."""
+
+    target: Tensor
+    class_weight: Tensor | None
+    scales: Tensor
+    valid_rows: ValidRows | Literal[False] | None
+
+
 class _LinearCrossEntropy(Node):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, low_rank_h: Tensor | None,
-        low_rank_b: Tensor | None, target: Tensor, class_weight: Tensor | None, scales: Tensor,
-        valid_rows: ValidRows | Literal[False] | None, accumulation: AccumulatedGradient | None, reduces: bool,
-        settings: LossSettings,
+        low_rank_b: Tensor | None, targets: _Targets, accumulation: AccumulatedGradient | None, settings: LossSettings,
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
         keep_none_gradients(ctx)
+        target, class_weight, scales, valid_rows = targets
         returns_more = settings.wants.log_probs or settings.wants.entropy
         # Under `torch.compile` a missing upstream gradient is zeros instead of None. Backward cannot know which results
         # were used there, so it computes the gradients of all results together.
-        in_forward = reduces and x.dtype != torch.float16 and not (torch.compiler.is_compiling() and returns_more)
+        needs_upstream = x.dtype == torch.float16 or (torch.compiler.is_compiling() and returns_more)
+        in_forward = settings.is_reduced and not needs_upstream
         needs = settings.head.needs if in_forward else NO_NEEDS
         head, low_rank = head_of(x, weight, bias, target, valid_rows, settings.head), LowRank(low_rank_h, low_rank_b)
         dw_buffer = None if accumulation is None else accumulation.buffer
@@ -108,7 +117,7 @@ class _LinearCrossEntropy(Node):
         ctx.save_for_backward(*saved_gradients, *(saved if returns_more or not in_forward else ()))
         ctx.in_forward, ctx.computed, ctx.accumulation, ctx.settings = in_forward, head.computed, accumulation, settings
         ctx.mark_non_differentiable(statistics.z_loss, statistics.predicted)
-        loss = statistics.loss.sum() if reduces else statistics.loss
+        loss = statistics.loss.sum() if settings.is_reduced else statistics.loss
         return loss, statistics.z_loss, statistics.predicted, statistics.log_probs, statistics.entropy
 
     @staticmethod
@@ -271,10 +280,10 @@ def linear_cross_entropy(
     num_items, is_mean = as_scalar(num_items, input.device), reduction == "mean"
     scales = gradient_scales(targets, weight, num_items, shard.vocabulary, ignore_index, is_mean)
     head = HeadSettings(needs, acc_dtype is not None, max_logits_mib, ignore_index, shard)
+    settings = LossSettings(head, requested.wants, reduction != "none", options)
     results = _LinearCrossEntropy.apply(
-        x, linear_weight, linear_bias, *factors, targets, weight, scales, valid_rows, accumulation,
-        reduction != "none", LossSettings(head, requested.wants, options),
-    )  # fmt: skip
+        x, linear_weight, linear_bias, *factors, _Targets(targets, weight, scales, valid_rows), accumulation, settings
+    )
     if accumulation is not None:
         accumulation.set_flag()
     return loss_output(results, target, requested, ignore_index, reduction)

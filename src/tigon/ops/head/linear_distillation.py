@@ -164,14 +164,11 @@ def linear_distillation_reference(
 class _LinearDistillation(Node):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, teacher_hidden: Tensor | None,
-        teacher_weight: Tensor | None, teacher_bias: Tensor | None, teacher_values: Tensor | None,
-        teacher_indices: Tensor | None, scales: Tensor, valid_rows: ValidRows | Literal[False] | None, reduces: bool,
-        settings: DistillationSettings,
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, teacher: Teacher, scales: Tensor,
+        valid_rows: ValidRows | Literal[False] | None, settings: DistillationSettings,
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
         keep_none_gradients(ctx)
-        teacher = Teacher(teacher_hidden, teacher_weight, teacher_bias, teacher_values, teacher_indices)
-        in_forward = reduces and x.dtype != torch.float16
+        in_forward = settings.is_reduced and x.dtype != torch.float16
         head = head_of(x, weight, bias, target, valid_rows, settings.head)
         needs = settings.head.needs if in_forward else NO_NEEDS
         forward_settings = settings._replace(head=settings.head._replace(needs=needs))
@@ -182,7 +179,7 @@ class _LinearDistillation(Node):
             ctx.save_for_backward(*head[:5], *teacher, scales)
         ctx.in_forward, ctx.computed, ctx.settings = in_forward, head.computed, settings
         loss, soft, hard, entropy = losses
-        if reduces:
+        if settings.is_reduced:
             loss = loss.sum()
         further = soft, hard, entropy
         ctx.mark_non_differentiable(*(each for each in further if each is not None))
@@ -346,9 +343,9 @@ def linear_distillation(
     # Log-probabilities are logits whose exponentials sum to one.
     form = "logits" if form == "log_probs" else form
     head = HeadSettings(needs, acc_dtype is not None, max_logits_mib, options.ignore_index, Shard(0, v))
-    settings = DistillationSettings(form, head, fp32_logits, options)
+    settings = DistillationSettings(form, head, fp32_logits, reduction != "none", options)
     loss, soft, hard, entropy = _LinearDistillation.apply(
-        x, weight, bias, target, *teacher, scales, valid_rows, reduction != "none", settings
+        x, weight, bias, target, teacher, scales, valid_rows, settings
     )
     shaped = lambda values: values.view(leading)
     reduced = lambda values: shaped(values) if reduction == "none" else values.sum()

@@ -102,6 +102,7 @@ class Muon(_TorchMuon):
         ns_coefficients: Sequence[float] | Coefficients = (3.4445, -4.7750, 2.0315),
         eps: float = 1e-7,
         ns_steps: int = 5,
+        *,
         adjust_lr_fn: str | None = None,
     ) -> None:
         defaults = {

@@ -191,14 +191,13 @@ def fuse_head_norms(
             found_norms = [norm for norm in norms if norm is not None]
             if len(found_norms) == len(norms):
                 children = [norm.call.func.attr for norm in found_norms if isinstance(norm.call.func, ast.Attribute)]
-                new_block = _rewrite(block, statement, branch, inner, rope, found_norms, start, finish, number)
+                new_block = _rewrite(block, branch, inner, rope, found_norms, start, finish, number)
                 return new_block, children
     return None
 
 
 def _rewrite(
     block: list[ast.stmt],
-    statement: ast.stmt,
     branch: ast.If | None,
     rope_statement: ast.stmt,
     rope: _Rope,
@@ -207,7 +206,7 @@ def _rewrite(
     finish: str,
     number: int,
 ) -> list[ast.stmt]:
-    """Return the block with the norms and the rotary embedding replaced. `statement` is, or contains, the latter."""
+    """Return the block with the norms and the rotary embedding replaced. `branch` contains the latter, or is None."""
     variables = [f"_tigon_norm_{number}_{i}_" for i in range(len(norms))]
     replacements: dict[ast.stmt, list[ast.stmt]] = {}
     pairs = list(zip(norms, variables, rope.targets, strict=True))
@@ -236,7 +235,7 @@ def _rewrite(
                 # The branch may be skipped, and the tensor then has no norm.
                 none = ast.Assign([_store([variable])], ast.Constant(None))
                 result.append(ast.copy_location(none, each))
-        if isinstance(each, ast.If) and each is not statement:
+        if isinstance(each, ast.If) and each is not branch:
             each.body = [new for inner in each.body for new in replacements.get(inner, [inner])]
         result += replacements.get(each, [each])
     return result
