@@ -10,7 +10,7 @@ import tigon
 PACKAGE = Path(tigon.__file__).parent
 
 # Each folder may import those before it. The folders up to `ops` need neither transformers nor a GPU.
-LAYERS = ("runtime", "memory", "ops", "losses", "recognition", "hf", "integrations", "cli")
+LAYERS = ("runtime", "memory", "ops", "losses", "recognition", "graphs", "hf", "integrations", "cli")
 
 # The families of ops that may import another one, and the reasons.
 FAMILIES = {

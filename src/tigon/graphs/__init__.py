@@ -1,0 +1,1 @@
+"""Training calls of few shapes: lengths are padded to buckets."""
