@@ -33,6 +33,7 @@ PEER_COLOURS = {
     "stock-fp32": "#000000",
     "liger": "#009e73",
     "compile": "#0072b2",
+    "compile-reduce-overhead": "#5b8fc7",
     "stock-checkpoint": STOCK,
     "liger-checkpoint": "#5b8fc7",
     "unsloth": "#cc79a7",
@@ -46,6 +47,7 @@ PEER_COLOURS = {
     "products": "#c9c9c9",
 }
 REVISION_COLOUR = "#7a3b00"
+GRAPHS_COLOUR = "#1d6f42"
 # The recipes of FP8, in the colours of Tigon and of torchao.
 FP8_COLOURS = {"-tensorwise": "#7b3fa0", "-rowwise": "#b07cc6"}
 TORCHAO_COLOURS = {"#7b3fa0": "#1f4e79", "#b07cc6": "#7aa6d1"}
@@ -60,6 +62,8 @@ def provider_colour(provider: str) -> str:
     """Return the colour of a provider, such as liger, tigon, tigon-lean, or the revision tigon@main."""
     if "@" in provider:
         return REVISION_COLOUR
+    if provider.endswith("-graphs"):
+        return GRAPHS_COLOUR
     colour = next((colour for name, colour in FP8_COLOURS.items() if name in provider), None)
     if colour is not None:
         return colour if provider.startswith("tigon") else TORCHAO_COLOURS[colour]

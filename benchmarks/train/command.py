@@ -81,7 +81,8 @@ def _title(plan: TrainPlan) -> str:
     sizes = {None: f"{options.batch} x {options.seq:,} tokens", "seq": f"batch {options.batch}"}
     size = sizes.get(options.sweep, f"{options.seq:,} tokens a sequence")
     lora = "" if options.lora is None else f", {'QLoRA' if options.qlora else 'LoRA'} of rank {options.lora}"
-    return f"{options.model}{layers}, {plan.dtype}, {processes}, {size}{lora}"
+    lengths = f", then lengths of {options.lengths}" if options.lengths else ""
+    return f"{options.model}{layers}, {plan.dtype}, {processes}, {size}{lora}{lengths}"
 
 
 def _train(console: Console, plan: TrainPlan, folder: Path) -> tuple[TrainSession, dict[str, Any]]:
@@ -122,6 +123,8 @@ def _conclude(console: Console, session: TrainSession, settings: dict[str, Any])
     (folder / "train.md").write_text(report.markdown(rows, settings), encoding="utf-8")
     pictures = report.plot(rows, folder, settings, comparison)
     console.print(report.table(rows))
+    if (uneven := report.uneven_table(rows)) is not None:
+        console.print(uneven)
     code = _judge_demo(console, rows, comparison, plan.dtype) if plan.demo else _judge_training(console, session)
     if settings["interrupted"]:
         console.print("[bold yellow]Interrupted[/]: the report has what was done.")

@@ -20,6 +20,10 @@ STOCK_REVERSED = "stock-reversed"
 REFERENCES = (STOCK_REVERSED, STOCK_FP32)
 
 
+def _mean(values: Sequence[float]) -> float | None:
+    return statistics.fmean(values) if values else None
+
+
 @dataclass
 class Measurement:
     """The steps of one provider at one size.
@@ -28,6 +32,10 @@ class Measurement:
     model), "error" or "skipped" (no time left); `note` gives details. `seconds` and `host_seconds` have an entry for
     each timed step, `losses` for each step. `allocated` and `reserved` are peaks in bytes, of the rank that has the
     highest. `state_bytes` are those of a rank's parameters and optimizer states, in the demo also of its gradients.
+    `gpu_seconds` and `kernels` are the time and the number of the kernels, copies and fills of a step on a GPU.
+
+    `first_seconds` and `again_seconds` are those of steps at uneven lengths, each for the first time and again, without
+    the seconds of `captures` of CUDA graphs.
     """
 
     provider: str
@@ -42,6 +50,11 @@ class Measurement:
     allocated: int | None = None
     reserved: int | None = None
     state_bytes: int = 0
+    gpu_seconds: float | None = None
+    kernels: int | None = None
+    first_seconds: list[float] = field(default_factory=list)
+    again_seconds: list[float] = field(default_factory=list)
+    captures: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def ok(self) -> bool:
@@ -85,11 +98,14 @@ class Measurement:
         return self.status == "error" and self.provider.startswith("tigon")
 
     def add(self, event: Event) -> None:
-        """Add the steps of a worker's event "point". Peaks are the highest of all rounds, losses those of the first."""
-        self.seconds += event["seconds"]
-        self.host_seconds += event["host_seconds"]
-        # A later round trains the same steps again.
-        self.losses = self.losses or event["losses"]
+        """Add the steps of a worker's event "point". Peaks are the highest of all rounds.
+
+        Losses, kernels and graphs are those of the first round, because a later round trains the same steps again.
+        """
+        for name in ("seconds", "host_seconds", "first_seconds", "again_seconds"):
+            setattr(self, name, getattr(self, name) + event[name])
+        for name in ("losses", "gpu_seconds", "kernels", "captures"):
+            setattr(self, name, getattr(self, name) or event[name])
         for name in ("allocated", "reserved"):
             values = [value for value in (getattr(self, name), event[name]) if value is not None]
             setattr(self, name, max(values, default=None))
@@ -97,10 +113,11 @@ class Measurement:
     def as_dict(self) -> dict[str, Any]:
         """Return all fields and medians for JSON."""
         fields = asdict(self)
-        samples = {name: fields.pop(name) for name in ("seconds", "host_seconds")}
+        samples = {name: fields.pop(name) for name in ("seconds", "host_seconds", "first_seconds", "again_seconds")}
         medians = {
             "tokens_per_step": self.tokens, "step_seconds": self.step_seconds, "quartiles": self.spread,
             "median_host_seconds": self.median_host_seconds, "tokens_per_second": self.tokens_per_second,
+            "mean_first_seconds": _mean(self.first_seconds), "mean_again_seconds": _mean(self.again_seconds),
         }  # fmt: skip
         return {**fields, **medians, "samples": samples}
 

@@ -10,6 +10,7 @@ import torch
 import typer
 
 from benchmarks.ops.against import Revision, find_revision
+from benchmarks.train.cases import CASES, use_case
 from benchmarks.train.measurement import STOCK_REVERSED, TOLERANCE
 from benchmarks.train.models import config_fields
 from benchmarks.train.providers import FROZEN, KNOWN, ModelProvider, select
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 SWEEPS = ("seq", "batch")
 DTYPES = tuple(TOLERANCE)
+LENGTH_COUNT = 40
 # The largest number of entries of the BPE. More would take long to train, and a model's speed does not depend on them.
 MAX_ENTRIES = 32_000
 # The longest sequence that a sweep tries if memory does not run out before.
@@ -80,6 +82,13 @@ class TrainOptions:
             "difference that reversed batches make.",
         ),
     ] = False
+    lengths: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LOW-HIGH",
+            help=f"Then also train a step at each of {LENGTH_COUNT} lengths below HIGH, and again at each of them.",
+        ),
+    ] = None
     text: TextOption = None
     device: DeviceOption = "auto"
     dtype: Annotated[
@@ -89,6 +98,14 @@ class TrainOptions:
     lr: Annotated[float, typer.Option(help="Learning rate of AdamW.")] = 1e-4
     seed: Annotated[int, typer.Option(help="Seed of the weights and of the order of the text.")] = 0
     out: Annotated[Path | None, typer.Option(help="Folder for the report.", show_default="runs/train_<time>")] = None
+    case: Annotated[
+        str | None,
+        typer.Option(
+            help=f"A case of small batches, which sets the defaults of the options above: {', '.join(CASES)}.",
+            is_eager=True,
+            callback=use_case,
+        ),
+    ] = None
 
 
 @dataclass(frozen=True)
@@ -121,6 +138,7 @@ class TrainPlan:
     runs: Sequence[ProviderRun]
     sizes: Sequence[int] = ()
     demo: bool = False
+    lengths: Sequence[int] = ()
 
     def search(self, attempt: Callable[[int], bool]) -> list[int]:
         """Call `attempt` with the sizes of a run in the first round, and return those that fitted."""
@@ -141,7 +159,7 @@ class TrainPlan:
         return Job(
             run.provider.name, config_fields(self.config), str(self.tokens.path), batch, seq, self.steps, self.warmup,
             self.dtype, options.device, options.gpus, options.seed, options.lr, run.reverse, self.demo, options.lora,
-            options.qlora,
+            options.qlora, self.lengths,
         )  # fmt: skip
 
 
@@ -254,6 +272,24 @@ def _parse_sizes(options: TrainOptions) -> list[int]:
     return sorted({int(word) for word in words})
 
 
+def draw_lengths(options: TrainOptions) -> list[int]:
+    """Return distinct lengths of the range of the option, in an order that depends on the seed alone.
+
+    `seq` is not among them, because the steps before have had this length.
+    """
+    if options.lengths is None:
+        return []
+    low, _, high = options.lengths.partition("-")
+    if not low.isdecimal() or not high.isdecimal() or not 2 <= int(low) < int(high) <= options.seq or options.sweep:
+        raise ValueError(
+            "train: lengths must be a range such as 128-512 from 2 to at most seq, without a sweep, got "
+            f"{options.lengths!r}"
+        )
+    generator = torch.Generator().manual_seed(options.seed)
+    order = torch.randperm(int(high) - int(low), generator=generator)[:LENGTH_COUNT]
+    return (int(low) + order).tolist()
+
+
 def check_options(options: TrainOptions, sizes: list[int]) -> None:
     """Refuse numbers out of range, and options that contradict each other."""
     # The first token of a sequence is never a target, so a sequence of one token would have no loss.
@@ -302,6 +338,7 @@ def make_plan(options: TrainOptions) -> TrainPlan:
     """
     sizes = _parse_sizes(options)
     check_options(options, sizes)
+    lengths = draw_lengths(options)
     providers = select(options.providers)
     for provider in providers:
         if options.lora is None and (provider.loads or not provider.trains):
@@ -326,5 +363,5 @@ def make_plan(options: TrainOptions) -> TrainPlan:
         dtype=options.dtype or ("float32" if options.device == "cpu" else "bfloat16"),
         steps=options.steps or (4 if in_sweep else 50 if options.curves else 10),
         warmup=options.warmup if options.warmup is not None else (2 if in_sweep else 3),
-        runs=runs, sizes=sizes,
+        runs=runs, sizes=sizes, lengths=lengths,
     )  # fmt: skip

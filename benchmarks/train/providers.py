@@ -3,6 +3,8 @@
     stock, liger, compile, unsloth                  peers; with the suffix -checkpoint, all layers are checkpointed
     tigon, tigon-LEVEL                              `tigon.patch(model, memory=LEVEL)`
     tigon-fp8-RECIPE, tigon-LEVEL-fp8-RECIPE        `tigon.patch(model, memory=LEVEL, fp8=RECIPE)`
+    tigon-graphs, tigon-LEVEL-pad64, and so on      the same with `graphs=True` or with `pad_to=64`
+    compile-reduce-overhead                         `torch.compile(model, mode="reduce-overhead")`
     torchao-float8-RECIPE                           `torchao.float8`, compiled by torch
     frozen                                          `tigon-lean` with all weights frozen: the floor of adapters
     stock-fp32                                      the same weights in fp32, checkpointed: a reference for losses
@@ -22,13 +24,15 @@ from torch import nn
 FROZEN, STOCK_FP32, UNSLOTH = "frozen", "stock-fp32", "unsloth"
 _FP8 = r"(?P<fp8>tensorwise|rowwise)(?P<bf16_dw>-bf16-dw)?"
 _NAMES = re.compile(
-    rf"(?P<peer>stock|liger|compile|unsloth|torchao-float8-{_FP8})(?P<checkpoint>-checkpoint)?"
-    rf"|tigon(-(?P<level>(?!fp8-|adamw8bit)[^-]+))?(-fp8-{_FP8.replace('<', '<tigon_')})?(?P<adamw>-adamw8bit)?"
-    rf"|{FROZEN}|{STOCK_FP32}"
+    rf"(?P<peer>stock|liger|compile(-(?P<mode>reduce-overhead))?|unsloth|torchao-float8-{_FP8})"
+    r"(?P<checkpoint>-checkpoint)?"
+    rf"|tigon(-(?P<level>(?!fp8-|adamw8bit|graphs|pad\d)[^-]+))?(-fp8-{_FP8.replace('<', '<tigon_')})?"
+    rf"(?P<adamw>-adamw8bit)?((?P<graphs>-graphs)|-pad(?P<pad_to>\d+))?|{FROZEN}|{STOCK_FP32}"
 )
 KNOWN = (
-    "stock, liger, compile, unsloth (each also with -checkpoint), tigon, tigon-LEVEL, tigon-fp8-RECIPE, "
-    "tigon-LEVEL-fp8-RECIPE (each also with -adamw8bit), torchao-float8-RECIPE, frozen, stock-fp32"
+    "stock, liger, compile, compile-reduce-overhead, unsloth (each also with -checkpoint), tigon, tigon-LEVEL, "
+    "tigon-fp8-RECIPE, tigon-LEVEL-fp8-RECIPE (each also with -adamw8bit, and with -graphs or -padN), "
+    "torchao-float8-RECIPE, frozen, stock-fp32"
 )
 
 
@@ -50,7 +54,8 @@ class ModelProvider:
 
     `base` is tigon, stock, liger, compile, unsloth or torchao, and `level` a level of memory of `tigon.patch`. If
     `trains` is False, all weights are frozen, and a step computes only the loss and the gradients of the inputs. `fp8`
-    is the recipe of products in FP8, and `fp8_dw` says whether those of dW are among them.
+    is the recipe of products in FP8, and `fp8_dw` says whether those of dW are among them. `graphs` and `pad_to` are
+    options of `tigon.patch`, and `mode` is that of `torch.compile`.
     """
 
     name: str
@@ -62,6 +67,9 @@ class ModelProvider:
     fp8: str | None = None
     fp8_dw: bool = True
     adamw_8bit: bool = False
+    graphs: bool = False
+    pad_to: int | None = None
+    mode: str | None = None
 
     @property
     def is_tigon(self) -> bool:
@@ -88,10 +96,11 @@ class ModelProvider:
         """Return the bytes of both moments of a large parameter, without the scales of those in 8 bits."""
         return 2 * (parameter.numel() if self.adamw_8bit else parameter.nbytes)
 
-    def apply(self, model: Any, device: str) -> str:
-        """Change a model of transformers in place, before it is sharded; return a description for the report.
+    def apply(self, model: Any, device: str) -> Any:
+        """Change a model of transformers in place, before it is sharded.
 
-        A provider that `loads` the model does not come here.
+        Return the report of `tigon.patch`, or for another provider a description. A provider that `loads` the model
+        does not come here.
 
         Raises:
             Missing: the provider is not installed.
@@ -111,12 +120,13 @@ class ModelProvider:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         return description
 
-    def _patch(self, model: nn.Module) -> str:
+    def _patch(self, model: nn.Module) -> Any:
         import tigon
 
         options: dict[str, Any] = {} if self.fp8 is None else {"fp8": self.fp8, "fp8_dw": self.fp8_dw}
+        options |= ({"graphs": True} if self.graphs else {}) | ({"pad_to": self.pad_to} if self.pad_to else {})
         try:
-            return str(tigon.patch(model, memory=self.level, **options))  # type: ignore[arg-type]
+            return tigon.patch(model, memory=self.level, **options)  # type: ignore[arg-type]
         except ValueError as reason:
             raise UnsupportedModel(str(reason)) from reason
 
@@ -153,13 +163,15 @@ def find_provider(name: str) -> ModelProvider | None:
     if name == STOCK_FP32:
         return ModelProvider(name, "stock", checkpoints=True, in_fp32=True)
     if match["peer"]:
-        base = "torchao" if match["fp8"] else match["peer"]
+        base = "torchao" if match["fp8"] else match["peer"].partition("-")[0]
         return ModelProvider(
-            name, base, checkpoints=bool(match["checkpoint"]), fp8=match["fp8"], fp8_dw=not match["bf16_dw"]
-        )
+            name, base, checkpoints=bool(match["checkpoint"]), fp8=match["fp8"], fp8_dw=not match["bf16_dw"],
+            mode=match["mode"],
+        )  # fmt: skip
     return ModelProvider(
         name, "tigon", match["level"] or "default", fp8=match["tigon_fp8"], fp8_dw=not match["tigon_bf16_dw"],
-        adamw_8bit=bool(match["adamw"]),
+        adamw_8bit=bool(match["adamw"]), graphs=bool(match["graphs"]),
+        pad_to=int(match["pad_to"]) if match["pad_to"] else None,
     )  # fmt: skip
 
 

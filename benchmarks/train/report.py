@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from rich.table import Table
@@ -37,6 +38,12 @@ LEFT = ("provider", "note", "within")
 Value = Callable[[Measurement], float | None]
 
 
+UNEVEN = (
+    "A step at each of several lengths, for the first time and again. ms: the mean, without captures of CUDA graphs, "
+    "which have columns of their own: their number, their seconds in all, and those of the longest one."
+)
+
+
 def legend(machine: dict[str, Any]) -> str:
     """Return sentences that explain the columns."""
     memory = (
@@ -47,13 +54,23 @@ def legend(machine: dict[str, Any]) -> str:
     )
     return (
         "One step: forward, backward, optimizer, zero_grad. ms: median of the timed steps, in brackets their "
-        f"quartiles; host ms: until the calls return; tokens/s: of all ranks; peak and reserved GiB: {memory}; above "
-        "state: the peak less parameters and optimizer states, in the demo also less gradients."
+        "quartiles; GPU ms and kernels: the sum of the times of a step's kernels, copies and fills in a profile of "
+        "three more steps, and their number; x GPU: ms divided by GPU ms; host ms: until the calls return; tokens/s: "
+        f"of all ranks; peak and reserved GiB: {memory}; above state: the peak less parameters and optimizer states, "
+        "in the demo also less gradients."
     )
 
 
 def _format_gib(count: int | None) -> str:
     return "-" if count is None else f"{count / 2**30:.{1 if count >= 2**30 else 3}f}"
+
+
+def _as_ms(seconds: float | None) -> str:
+    return format_number(None if seconds is None else 1e3 * seconds)
+
+
+def _ratio(value: float | None, reference: float | None) -> str:
+    return f"{value / reference:.2f}" if value and reference else "-"
 
 
 def _milliseconds(row: Measurement) -> str:
@@ -87,17 +104,36 @@ def _cells(rows: Sequence[Measurement]) -> tuple[list[str], list[list[str]]]:
         speed = best.get((peer, row.batch, row.seq))
         return f"{row.tokens_per_second / speed:.3f}" if row.ok and row.tokens_per_second and speed else "-"
 
-    titles = ["provider", "batch", "length", "ms", "host ms", "tokens/s", *(f"x {peer}" for peer in peers)]
+    titles = ["provider", "batch", "length", "ms", "GPU ms", "x GPU", "kernels", "host ms", "tokens/s"]
+    titles += [f"x {peer}" for peer in peers]
     titles += ["peak GiB", "above state", "reserved GiB", "note"]
     cells = [
-        [row.provider, str(row.batch), f"{row.seq:,}", _milliseconds(row),
-         format_number(row.median_host_seconds and 1e3 * row.median_host_seconds),
+        [row.provider, str(row.batch), f"{row.seq:,}", _milliseconds(row), _as_ms(row.gpu_seconds),
+         _ratio(row.step_seconds, row.gpu_seconds), "-" if row.kernels is None else f"{row.kernels:,}",
+         _as_ms(row.median_host_seconds),
          "-" if row.tokens_per_second is None else f"{row.tokens_per_second:,.0f}",
          *(ratio(row, peer) for peer in peers), _format_gib(row.allocated), _format_gib(row.above_state),
          _format_gib(row.reserved), _note(row)]
         for row in rows
     ]  # fmt: skip
     return titles, cells
+
+
+def _uneven_cells(rows: Sequence[Measurement]) -> tuple[list[str], list[list[str]]]:
+    """Return titles and cells about the steps at uneven lengths, with ratios to the seconds of stock."""
+    rows = [row for row in rows if row.first_seconds]
+    means = {row.provider: (fmean(row.first_seconds), fmean(row.again_seconds)) for row in rows}
+    stock = means.get("stock", (None, None))
+    cells = []
+    for row in rows:
+        (first, again), seconds = means[row.provider], [capture["seconds"] for capture in row.captures]
+        cells.append([
+            row.provider, str(len(row.first_seconds)), _as_ms(first), _ratio(stock[0], first), _as_ms(again),
+            _ratio(stock[1], again), str(len(seconds)), f"{sum(seconds):.1f}", f"{max(seconds, default=0.0):.2f}",
+            _format_gib(row.reserved),
+        ])  # fmt: skip
+    titles = ["provider", "lengths", "first ms", "x stock", "again ms", "x stock", "captures", "seconds", "longest"]
+    return [*titles, "reserved GiB"], cells
 
 
 def _curve_cells(curves: dict[str, LossComparison]) -> tuple[list[str], list[list[str]]]:
@@ -131,6 +167,12 @@ def table(rows: Sequence[Measurement]) -> Table:
     return console_table(*_cells(rows), LEFT, "")
 
 
+def uneven_table(rows: Sequence[Measurement]) -> Table | None:
+    """Return the table of the steps at uneven lengths for the terminal, or None if there are none."""
+    titles, cells = _uneven_cells(rows)
+    return console_table(titles, cells, LEFT, "Uneven lengths") if cells else None
+
+
 def curve_table(curves: dict[str, LossComparison]) -> Table:
     """Return the table of the comparisons with stock for the terminal."""
     return console_table(*_curve_cells(curves), LEFT, "Losses against stock's")
@@ -156,6 +198,9 @@ def markdown(rows: Sequence[Measurement], settings: dict[str, Any]) -> str:
     if settings["interrupted"]:
         lines += ["Interrupted: these are the sizes that were done.", ""]
     lines += [legend(settings["machine"]), "", *markdown_table(*_cells(rows), LEFT), ""]
+    titles, cells = _uneven_cells(rows)
+    if cells:
+        lines += ["## Uneven lengths", "", UNEVEN, "", *markdown_table(titles, cells, LEFT), ""]
     curves = compare_with_stock(rows)
     if curves and not settings["sweep"]:
         lines += [

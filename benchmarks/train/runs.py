@@ -61,8 +61,6 @@ class TrainSession:
             self.show_state(f"{label}: first step")
             row.state_bytes = event["state_bytes"]
             self.facts = {name: event[name] for name in FACTS if name in event}
-            if event["applied"]:
-                self.patch_reports[run.name] = event["applied"]
 
         self.show_state(f"{label}: starts")
         log = self.folder / f"{run.name}.log"
@@ -70,6 +68,8 @@ class TrainSession:
         out_of_memory = event["event"] == "failed" and event["out_of_memory"]
         if event["event"] == "point":
             row.add(event)
+            if event["applied"]:
+                self.patch_reports[run.name] = event["applied"]
         elif out_of_memory and row.seconds:
             # The measurements of an earlier round remain valid.
             row.note = "out of memory in a later round"

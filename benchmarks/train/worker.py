@@ -3,16 +3,18 @@
 It trains the steps of a `Job` and writes these events, the last of which is that of `benchmarks.train.process`:
 
     {"event": "ready", "parameters": .., "parameters_of_a_rank": .., "state_bytes": .., "attention": ..,
-     "threads": .., "applied": .., "seconds": ..}
+     "threads": .., "seconds": ..}
     {"event": "step", "step": .., "loss": .., "timed": ..}
-    {"event": "point", "seconds": [..], "host_seconds": [..], "losses": [..], "allocated": .., "reserved": ..}
+    {"event": "point", "seconds": [..], "host_seconds": [..], "losses": [..], "allocated": .., "reserved": ..,
+     "gpu_seconds": .., "kernels": .., "first_seconds": [..], "again_seconds": [..], "captures": [..],
+     "applied": ..}
 """
 
 import gc
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,8 @@ from benchmarks.train.providers import Missing, UnsupportedModel, find_provider
 from benchmarks.train.text import batches
 
 LR_WARMUP_STEPS = 4
+# The number of steps under the profiler, after all others.
+PROFILED_STEPS = 3
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,7 @@ class Job:
     order, so that the loss is the same and its sums are taken in another order. With `keeps_gradients`, gradients are
     zeroed in place, so that they are a part of the state between steps. With `lora`, only adapters of this rank are
     trained; with `qlora`, the layers that have adapters are in 4 bits. `warmup` steps come before the timed `steps`.
+    Then the model trains a step at each of the `lengths`, which are shorter than `seq`, and a second time at each.
     """
 
     provider: str
@@ -65,6 +70,16 @@ class Job:
     keeps_gradients: bool = False
     lora: int | None = None
     qlora: bool = False
+    lengths: Sequence[int] = ()
+
+
+@dataclass
+class StepTimes:
+    """The seconds of steps without those of captures, the seconds until their calls returned, and their losses."""
+
+    seconds: list[float] = field(default_factory=list)
+    host_seconds: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
 
 
 class StepMeter:
@@ -80,23 +95,24 @@ class StepMeter:
         else:
             self._resident = ResidentMemory()
 
-    def mark(self) -> None:
-        """Mark the current place in the device's queue of work."""
+    def mark(self) -> int:
+        """Mark the current place in the device's queue of work, and return the index of the mark."""
         if self._on_gpu:
             event = torch.cuda.Event(enable_timing=True)
             event.record()
             self._marks.append(event)
         else:
             self._marks.append(time.perf_counter())
+        return len(self._marks) - 1
 
     def wait(self, index: int) -> None:
         """Wait until the device has passed a mark."""
         if self._on_gpu:
             self._marks[index].synchronize()
 
-    def seconds(self) -> list[float]:
-        """Return the seconds between the marks."""
-        pairs = zip(self._marks, self._marks[1:], strict=False)
+    def seconds(self, first: int = 0) -> list[float]:
+        """Return the seconds between the marks from the index `first` on."""
+        pairs = zip(self._marks[first:], self._marks[first + 1 :], strict=False)
         if self._on_gpu:
             torch.cuda.synchronize(self._device)
             return [start.elapsed_time(end) / 1e3 for start, end in pairs]
@@ -113,6 +129,13 @@ class StepMeter:
         return None if growth is None else self._state_bytes + growth, None
 
 
+def kernel_totals(events: Iterable[Any], steps: int) -> tuple[float, int]:
+    """Return the seconds of the GPU in one of several steps, and the number of kernels, copies and fills in it."""
+    on_gpu = torch.autograd.DeviceType.CUDA
+    kernels = [event for event in events if event.device_type == on_gpu and not event.is_user_annotation]
+    return sum(event.time_range.elapsed_us() for event in kernels) / 1e6 / steps, round(len(kernels) / steps)
+
+
 class Trainer:
     """A model, its optimizer, and the steps that they have made."""
 
@@ -126,12 +149,15 @@ class Trainer:
             unsloth_model.import_unsloth(job.device)
         self.device = select_device(job.device, rank, job.ranks)
         self.job, self.rank, self._write_event, self._steps = job, rank, write_event, 0
+        self._data = batches(Path(job.tokens), job.batch * job.ranks, job.seq, job.seed)
         self._facts: dict[str, Any] = {}
         model: nn.Module
+        # The report of `tigon.patch`, or a description of what another provider changed.
+        self.applied: Any
         if self.provider.loads:
-            model, description = self._load()
+            model, self.applied = self._load()
         else:
-            model, description = self._prepare(self._random_model())
+            model, self.applied = self._prepare(self._random_model())
         if job.lora is not None:
             draw_adapters(model, job.seed)
         # An optimizer must have a parameter.
@@ -141,7 +167,8 @@ class Trainer:
             model, self.optimizer = shard(model, self.optimizer)
         if self.provider.loads:
             unsloth_model.allow_length(model, job.seq)
-        self.model: Callable[..., Any] = torch.compile(model) if self.provider.compiles else model
+        compiles, mode = self.provider.compiles, self.provider.mode
+        self.model: Callable[..., Any] = torch.compile(model, mode=mode) if compiles else model
         shards = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
         # Parameters, and the two moments of AdamW and the gradients that stay for those that are trained.
         self.state_bytes = sum(p.nbytes for p in shards) + sum(
@@ -149,7 +176,7 @@ class Trainer:
         )
         write_event(
             "ready", **self._facts, parameters_of_a_rank=sum(p.numel() for p in shards), state_bytes=self.state_bytes,
-            threads=torch.get_num_threads(), applied=description, seconds=time.perf_counter() - start_time,
+            threads=torch.get_num_threads(), seconds=time.perf_counter() - start_time,
         )  # fmt: skip
 
     def _random_model(self) -> Any:
@@ -175,24 +202,27 @@ class Trainer:
             self._random_model, read_config(job.config), job.dtype, job.lora, job.qlora, self.provider.checkpoints
         )
 
-    def _prepare(self, model: Any) -> tuple[Any, str]:
-        """Return the model that is trained, changed by the provider, and a description for the report."""
+    def _prepare(self, model: Any) -> tuple[Any, Any]:
+        """Return the model that is trained, changed by the provider, and what `apply` of the provider returned."""
         job = self.job
         if not self.provider.trains:
             freeze(model)
         elif job.lora is not None and self.provider.is_tigon:
             model = add_adapters(model, job.lora)
-        description = self.provider.apply(model, self.device.type)
+        applied = self.provider.apply(model, self.device.type)
         if job.lora is not None and not self.provider.is_tigon:
             # Peers change the modules of a model of transformers, which PEFT then wraps.
             if getattr(model, "is_gradient_checkpointing", False):
                 model.enable_input_require_grads()
             model = add_adapters(model, job.lora)
-        return model, description
+        return model, applied
 
     def step(self, ids: Tensor) -> Tensor:
         """Train one step on [batch, seq] tokens and return its loss, [] fp32, without waiting for it."""
         ids = ids.to(self.device, non_blocking=True)
+        if self.provider.mode is not None:
+            # The graphs of torch.compile may now overwrite the outputs of the previous step.
+            torch.compiler.cudagraph_mark_step_begin()
         for group in self.optimizer.param_groups:
             group["lr"] = self.job.lr * min(1.0, (self._steps + 1) / LR_WARMUP_STEPS)
         loss = self.model(input_ids=ids, labels=ids, use_cache=False).loss
@@ -202,53 +232,82 @@ class Trainer:
         self._steps += 1
         return loss.detach().float()
 
-    def _batches(self) -> Iterator[Tensor]:
-        """Yield this rank's part of each global batch, [batch, seq]."""
-        job = self.job
+    def _next_batch(self, length: int | None = None) -> Tensor:
+        """Return this rank's part of the next global batch, [batch, seq], or its first `length` tokens."""
+        job, ids = self.job, next(self._data)
         part = slice(self.rank * job.batch, (self.rank + 1) * job.batch)
-        for ids in batches(Path(job.tokens), job.batch * job.ranks, job.seq, job.seed):
-            share = ids.flip(0)[part] if job.reverse else ids[part]
-            yield share.pin_memory() if self.device.type == "cuda" else share
+        share = (ids.flip(0) if job.reverse else ids)[part, :length].contiguous()
+        return share.pin_memory() if self.device.type == "cuda" else share
+
+    def captures(self) -> list[dict[str, Any]]:
+        """Return the signature and the seconds of each pair of CUDA graphs that the patched model has captured."""
+        graphs = getattr(self.applied, "graphs", None)
+        return [] if graphs is None else [{"signature": x.signature, "seconds": x.seconds} for x in graphs.captured]
+
+    def _time_steps(self, lengths: Sequence[int | None], meter: StepMeter, first_step: int | None = None) -> StepTimes:
+        """Train a step at each of the lengths; the host runs ahead of the device by at most one step.
+
+        With `first_step`, write an event for each step, whose number begins there.
+        """
+        times, capture_seconds, first_mark = StepTimes(), [], meter.mark()
+        losses_on_host = torch.empty(len(lengths), pin_memory=self.device.type == "cuda")
+
+        def end_step(index: int) -> None:
+            meter.wait(first_mark + index + 1)
+            times.losses.append(losses_on_host[index].item())
+            if first_step is not None:
+                self._write_event("step", step=first_step + index, loss=times.losses[-1], timed=True)
+
+        for index, length in enumerate(lengths):
+            ids, captured = self._next_batch(length), len(self.captures())
+            start_time = time.perf_counter()
+            losses_on_host[index].copy_(self.step(ids), non_blocking=True)
+            meter.mark()
+            times.host_seconds.append(time.perf_counter() - start_time)
+            capture_seconds.append(sum(capture["seconds"] for capture in self.captures()[captured:]))
+            # Wait for the previous step, so that the device always has work.
+            if index:
+                end_step(index - 1)
+        end_step(len(lengths) - 1)
+        times.seconds = [a - b for a, b in zip(meter.seconds(first_mark), capture_seconds, strict=True)]
+        return times
+
+    def _profile(self) -> tuple[float | None, int | None]:
+        """Return the sum of the times of a step's kernels, copies and fills on a GPU, and their number."""
+        if self.device.type != "cuda":
+            return None, None
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+            for _ in range(PROFILED_STEPS):
+                self.step(self._next_batch())
+            torch.cuda.synchronize(self.device)
+        return kernel_totals(profiler.events(), PROFILED_STEPS)
 
     def train(self) -> dict[str, Any]:
-        """Train all steps; the host runs ahead of the device by at most one step. Return the fields of "point"."""
-        job, data = self.job, self._batches()
+        """Train all steps, and return the fields of "point"."""
+        job, losses = self.job, []
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         torch.manual_seed(job.seed)
-        losses = []
         for index in range(job.warmup):
             # `item` waits for the step.
-            losses.append(self.step(next(data)).item())
+            losses.append(self.step(self._next_batch()).item())
             self._write_event("step", step=index, loss=losses[-1], timed=False)
-        losses_on_host = torch.empty(job.steps, pin_memory=self.device.type == "cuda")
-        meter, host_seconds = StepMeter(self.device, self.state_bytes), []
-
-        def report_step(index: int) -> None:
-            meter.wait(index + 1)
-            losses.append(losses_on_host[index].item())
-            self._write_event("step", step=job.warmup + index, loss=losses[-1], timed=True)
-
-        ids = next(data)
-        meter.mark()
-        for index in range(job.steps):
-            if index:
-                ids = next(data)
-            start_time = time.perf_counter()
-            losses_on_host[index].copy_(self.step(ids), non_blocking=True)
-            meter.mark()
-            host_seconds.append(time.perf_counter() - start_time)
-            # Report the previous step, so that the device always has work.
-            if index:
-                report_step(index - 1)
-        report_step(job.steps - 1)
+        meter = StepMeter(self.device, self.state_bytes)
+        timed = self._time_steps([None] * job.steps, meter, job.warmup)
+        # `torch.compile` would compile each length anew, or give up the graphs.
+        lengths = () if self.provider.compiles else job.lengths
+        first, again = (self._time_steps(lengths, meter) if lengths else StepTimes() for _ in range(2))
         allocated_peak, reserved_peak = meter.peaks()
+        gpu_seconds, kernels = self._profile()
         fields = {
-            "seconds": meter.seconds(), "host_seconds": host_seconds, "losses": losses, "allocated": allocated_peak,
-            "reserved": reserved_peak,
+            "seconds": timed.seconds, "host_seconds": timed.host_seconds,
+            "losses": losses + timed.losses + first.losses + again.losses, "first_seconds": first.seconds,
+            "again_seconds": again.seconds, "allocated": allocated_peak, "reserved": reserved_peak,
+            "gpu_seconds": gpu_seconds, "kernels": kernels,
         }  # fmt: skip
-        return merge_ranks(fields, job.ranks)
+        # The report of the patch now also says which calls ran without a graph.
+        return merge_ranks(fields, job.ranks) | {"captures": self.captures(), "applied": str(self.applied)}
 
 
 def train_job(job: dict[str, Any], rank: int, write_event: WriteEvent) -> None:

@@ -85,10 +85,10 @@ def test_all_linear_layers_but_the_head_are_quantised(model):
 
 
 def train(job: Job) -> tuple[list[float], dict[str, Any]]:
-    """Return the losses of four steps, and the facts with which the process reports that it is ready."""
+    """Return the losses of four steps, and the facts that the process reports."""
     events: list[dict[str, Any]] = []
-    trainer = Trainer(job, 0, lambda event, **fields: events.append(fields))
-    return trainer.train()["losses"], events[0]
+    point = Trainer(job, 0, lambda event, **fields: events.append(fields)).train()
+    return point["losses"], point | events[0]
 
 
 @pytest.mark.parametrize("qlora", [False, True])

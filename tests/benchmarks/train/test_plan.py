@@ -40,6 +40,18 @@ def test_a_plan_has_a_run_for_each_provider_and_the_reversed_one(options):
     assert (job.provider, job.lora, job.qlora) == ("frozen", 4, False)
 
 
+def test_lengths_are_distinct_and_depend_on_the_seed_alone(options):
+    draw = lambda **changes: make_plan(replace(options, seq=64, lengths="8-64", **changes))
+    plan = draw()
+    assert len(set(plan.lengths)) == 40
+    assert min(plan.lengths) >= 8
+    assert max(plan.lengths) < 64
+    assert plan.lengths != sorted(plan.lengths)
+    assert draw(providers="tigon-graphs").job(plan.runs[0], 64).lengths == plan.lengths
+    assert draw(seed=1).lengths != plan.lengths
+    assert make_plan(options).lengths == []
+
+
 def test_a_sweep_ends_where_the_text_ends(options):
     every_size_fits = lambda size: True
     assert make_plan(options).search(every_size_fits) == [32]
@@ -90,6 +102,10 @@ def test_a_search_doubles_and_then_halves_the_gap(sizes, limit, resolution, room
         ({"curves": True, "providers": "tigon"}, "curves are compared with stock's"),
         ({"device": "cuda", "gpus": 99}, "gpus must be at most those that torch sees"),
         ({"device": "cuda:1", "gpus": 1, "dtype": "float16"}, "dtype must be one of float32, bfloat16"),
+        *(
+            ({"lengths": text}, f"lengths must be a range such as .*, got '{text}'")
+            for text in ("8-33", "9", "1-8", "9-9")
+        ),
         ({"lr": 0.0}, "lr must be positive and finite, got 0.0"),
         ({"lr": float("inf")}, "lr must be positive and finite, got inf"),
         ({"lora": 0}, "lora must be at least 1, got 0"),

@@ -30,7 +30,7 @@ def test_every_level_is_a_provider():
         (",", "must name at least one"),
         *((name, f"must be among .*, got '{name}'") for name in (
             "stock-adamw8bit", "tigon-leen-adamw8bit", "tigon-adamw4bit", "tigon-fp8", "tigon-fp8-blockwise",
-            "tigon-leen-fp8-rowwise", "tigon-rowwise",
+            "tigon-leen-fp8-rowwise", "tigon-rowwise", "stock-graphs", "tigon-graphs-pad64", "compile-max-autotune",
         )),
     ],
 )  # fmt: skip
@@ -104,9 +104,22 @@ def test_the_suffix_of_the_optimizer_changes_only_the_optimizer():
 def test_the_patch_gets_the_options(monkeypatch):
     calls = []
     monkeypatch.setattr(tigon, "patch", lambda model, **options: calls.append(options))
-    for provider in providers.select("tigon,tigon-lean-fp8-rowwise-bf16-dw"):
+    names = "tigon,tigon-lean-fp8-rowwise-bf16-dw,tigon-graphs,tigon-lean+mlp:4-fp8-rowwise-graphs,tigon-lean-pad64"
+    for provider in providers.select(names):
         provider.apply(object(), "cuda")
-    assert calls == [{"memory": "default"}, {"memory": "lean", "fp8": "rowwise", "fp8_dw": False}]
+    assert calls == [
+        {"memory": "default"}, {"memory": "lean", "fp8": "rowwise", "fp8_dw": False},
+        {"memory": "default", "graphs": True},
+        {"memory": "lean+mlp:4", "fp8": "rowwise", "fp8_dw": True, "graphs": True},
+        {"memory": "lean", "pad_to": 64},
+    ]  # fmt: skip
+
+
+def test_the_mode_of_compile_is_in_its_name():
+    peers = providers.select("compile,compile-reduce-overhead-checkpoint")
+    assert [(p.base, p.compiles, p.mode, p.checkpoints) for p in peers] == [
+        ("compile", True, None, False), ("compile", True, "reduce-overhead", True),
+    ]  # fmt: skip
 
 
 def test_torchao_converts_all_layers_but_the_head(monkeypatch):

@@ -2,15 +2,21 @@
 
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 
 from benchmarks.train import report
 from benchmarks.train.measurement import TOLERANCE, DemoComparison, Measurement, compare_demo, compare_with_stock
+from benchmarks.train.worker import kernel_totals
 
 NAN = math.nan
 MACHINE = {"type": "cpu", "name": "a CPU"}
 SETTINGS = {"title": "a model", "sweep": None, "interrupted": False, "demo": False, "machine": MACHINE}
+
+
+# The other fields of a worker's event.
+POINT = {"first_seconds": [], "again_seconds": [], "gpu_seconds": None, "kernels": None, "captures": []}
 
 
 def make_row(
@@ -18,7 +24,7 @@ def make_row(
 ) -> Measurement:
     row = Measurement(provider, 2, seq, gpus=4, status=status, **fields)
     if seconds:
-        row.add({
+        row.add(POINT | {
             "seconds": seconds, "host_seconds": [0.01] * len(seconds), "losses": losses, "allocated": 3 * 2**30,
             "reserved": 4 * 2**30,
         })  # fmt: skip
@@ -27,7 +33,8 @@ def make_row(
 
 def test_a_row_is_the_median_of_all_rounds():
     row = make_row("tigon", [0.1, 0.2, 0.4], [3.0, 2.0])
-    row.add({"seconds": [0.3, 0.5], "host_seconds": [0.1], "losses": [9.0], "allocated": 5 * 2**30, "reserved": None})
+    later = {"seconds": [0.3, 0.5], "host_seconds": [0.1], "losses": [9.0], "allocated": 5 * 2**30, "reserved": None}
+    row.add(POINT | later)
     assert row.step_seconds == 0.3
     assert row.tokens_per_second == pytest.approx(2 * 512 * 4 / 0.3)
     assert row.spread == pytest.approx((0.2, 0.4))
@@ -89,8 +96,8 @@ def test_the_report_of_a_sweep_has_all_rows(tmp_path):
     text = report.markdown(rows, settings)
     lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
     assert lines[2][:3] == ["stock", "2", "512"]
-    assert lines[2][5:] == ["10,240", "1.000", "3.0", "3.0", "4.0", ""]
-    assert lines[3][5:8] == ["20,480", "2.000", "3.0"]
+    assert lines[2][8:] == ["10,240", "1.000", "3.0", "3.0", "4.0", ""]
+    assert lines[3][8:11] == ["20,480", "2.000", "3.0"]
     assert lines[5][:3] + lines[5][-1:] == ["stock", "2", "1,024", "out of memory"]
     report.write_report(tmp_path / "train.json", rows, settings)
     document = json.loads((tmp_path / "train.json").read_text())
@@ -99,6 +106,34 @@ def test_the_report_of_a_sweep_has_all_rows(tmp_path):
     assert document["command"].startswith("python -m benchmarks")
     assert [picture.name for picture in report.plot(rows, tmp_path, settings)] == ["speed_memory.png"]
     assert report.plot([rows[1]], tmp_path, settings) == []
+
+
+def test_kernels_are_those_of_a_step_without_annotations():
+    from torch.autograd import DeviceType
+
+    def event(on: DeviceType, microseconds: float, is_user_annotation: bool = False) -> SimpleNamespace:
+        time_range = SimpleNamespace(elapsed_us=lambda: microseconds)
+        return SimpleNamespace(device_type=on, time_range=time_range, is_user_annotation=is_user_annotation)
+
+    gpu, cpu = DeviceType.CUDA, DeviceType.CPU
+    events = [event(gpu, 100), event(gpu, 300), event(cpu, 999), event(gpu, 400, is_user_annotation=True)] * 2
+    assert kernel_totals(events, 2) == (pytest.approx(4e-4), 2)
+
+
+def test_the_report_has_the_time_of_the_gpu_and_uneven_lengths():
+    stock = make_row("stock", [0.4], [3.0], first_seconds=[0.8, 0.4], again_seconds=[0.4, 0.2], kernels=9)
+    capture = {"signature": "input_ids [2, 512]", "seconds": 1.25}
+    graphs = make_row(
+        "tigon-graphs", [0.2], [3.0], gpu_seconds=0.16, kernels=812, first_seconds=[0.1, 0.2], again_seconds=[0.1, 0.1],
+        captures=[capture, capture],
+    )  # fmt: skip
+    text = report.markdown([stock, graphs], SETTINGS)
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
+    assert lines[3][3:7] == ["200.0", "160.0", "1.25", "812"]
+    uneven = [line for line in lines if line[1] == "2" and len(line) == 10]
+    assert uneven[1] == ["tigon-graphs", "2", "150.0", "4.00", "100.0", "3.00", "2", "2.5", "1.25", "4.0"]
+    assert graphs.as_dict()["mean_first_seconds"] == pytest.approx(0.15)
+    assert "Uneven" not in report.markdown([make_row("stock", [0.4], [3.0])], SETTINGS)
 
 
 # --- the demo ------------------------------------------------------------------------------------

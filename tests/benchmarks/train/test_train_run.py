@@ -5,13 +5,15 @@ import os
 import signal
 import time
 from dataclasses import asdict
+from types import SimpleNamespace
 
 import pytest
 import torch
 from typer import testing
 
+import tigon
 from benchmarks.__main__ import app
-from benchmarks.train import process, runs, worker
+from benchmarks.train import plan, process, runs, worker
 from benchmarks.train.process import FINAL_EVENTS, is_out_of_memory
 from tigon.cli.main import INTERRUPTED
 
@@ -123,6 +125,53 @@ def test_losses_outside_of_the_noise_fail_the_command(run, in_process, monkeypat
     assert code == 1
     assert report["curves"]["tigon"]["agrees"] is False
     assert report["curves"]["stock-reversed"]["agrees"] is True
+
+
+def test_a_case_trains_uneven_lengths_twice_and_counts_captures_separately(run, in_process, monkeypatch):
+    patch, lengths = tigon.patch, {}
+
+    def patch_with_graphs(model, graphs=False, **options):
+        report = patch(model, **options)
+        report.graphs = SimpleNamespace(captured=[], eager={})
+        return report
+
+    def capture_at_the_third_use(job, ids):
+        seen = lengths.setdefault(job.provider, [])
+        seen.append(ids.shape[1])
+        if job.provider == "tigon-graphs" and len(seen) == 5:
+            (report,) = reports
+            report.graphs.captured.append(SimpleNamespace(signature="ids [1, 24]", seconds=100.0))
+
+    reports = []
+    monkeypatch.setattr(tigon, "patch", lambda *a, **k: reports.append(patch_with_graphs(*a, **k)) or reports[-1])
+    monkeypatch.setattr(plan, "LENGTH_COUNT", 4)
+    call_before_each_step(monkeypatch, capture_at_the_third_use)
+    options = ("--case", "llama-1b", "--seq", "32", "--lengths", "8-32", "--steps", "2", "--layers", "1")
+    code, output, report = run("--providers", "stock,tigon-graphs", *options)
+    assert code == 0, output
+    # The options of the case are defaults: the test's own model, number of steps and text replace them.
+    assert (report["settings"]["case"], report["settings"]["model"]) == ("llama-1b", "tiny")
+    assert (report["settings"]["batch"], report["settings"]["warmup"], report["settings"]["seq"]) == (1, 1, 32)
+    uneven = lengths["stock"][3:7]
+    assert lengths["stock"] == lengths["tigon-graphs"] == [32] * 3 + uneven * 2
+    assert len(set(uneven)) == 4
+    stock, graphs = report["rows"]
+    assert stock["losses"] == pytest.approx(graphs["losses"], rel=1e-5)
+    assert len(stock["losses"]) == 11
+    assert [len(row["samples"][name]) for row in (stock, graphs) for name in ("first_seconds", "again_seconds")] == [
+        4
+    ] * 4
+    assert graphs["captures"] == [{"signature": "ids [1, 24]", "seconds": 100.0}]
+    # The 100 s of the stub are not in the time of the step in which it captures.
+    assert graphs["samples"]["first_seconds"][1] == pytest.approx(-100.0, abs=10)
+    assert min(stock["samples"]["first_seconds"]) > 0
+    assert "Uneven lengths" in output
+
+
+def test_an_unknown_case_is_refused(run):
+    code, output, _ = run("--case", "llama-2b")
+    assert code == 2
+    assert "must be one of llama-1b, llama-8b-lora, qwen-4b-lora" in " ".join(output.replace("│", " ").split())
 
 
 def test_a_sweep_goes_on_after_a_size_that_does_not_fit(run, in_process, monkeypatch):

@@ -1,0 +1,41 @@
+"""Named cases of the training benchmark: the defaults that `--case` gives to other options.
+
+The cases of small batches train at a fixed length and then at uneven lengths. Their steps are so short that the host
+sets their time, unless it replays graphs.
+"""
+
+from typing import Any
+
+import typer
+
+# Graphs are captured at the third call, so they exist before the timed steps.
+_SMALL: dict[str, Any] = {"warmup": 6, "steps": 10}
+_PROVIDERS = "stock,liger,{0},{0}-graphs,compile-reduce-overhead"
+
+CASES: dict[str, dict[str, Any]] = {
+    "llama-1b": {
+        "model": "Llama-3.2-1B", "batch": 1, "seq": 512, "lengths": "128-512",
+        "providers": _PROVIDERS.format("tigon"), **_SMALL,
+    },
+    "llama-8b-lora": {
+        "model": "Llama-3-8B", "lora": 16, "batch": 1, "seq": 1024, "lengths": "256-1024",
+        "providers": _PROVIDERS.format("tigon-lean"), **_SMALL,
+    },
+    "qwen-4b-lora": {
+        "model": "Qwen3-4B", "lora": 16, "batch": 2, "seq": 1024, "lengths": "256-1024",
+        "providers": _PROVIDERS.format("tigon-lean"), **_SMALL,
+    },
+}  # fmt: skip
+
+
+def use_case(context: typer.Context, name: str | None) -> str | None:
+    """Let the options of a case be the defaults of the command's other options, which the user can still set.
+
+    Raises:
+        typer.BadParameter: there is no case of that name.
+    """
+    if name is not None and name not in CASES:
+        raise typer.BadParameter(f"must be one of {', '.join(CASES)}, got {name!r}")
+    if name is not None:
+        context.default_map = CASES[name]
+    return name
