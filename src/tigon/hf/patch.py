@@ -12,9 +12,11 @@ from typing import Any, Literal, Never, ParamSpec
 import torch
 from torch import nn
 
+from tigon.graphs.forward import GraphRecord
 from tigon.hf.body_watch import watch_body
 from tigon.hf.by_type import patch_type
 from tigon.hf.fp8 import check_fp8, plan_fp8
+from tigon.hf.graphs import forget_graphs, install_graphs
 from tigon.hf.head import find_resized_heads
 from tigon.hf.levels import describe_level, plan_level
 from tigon.hf.loss_options import LOSS_OPTIONS, LossOptions, record_options
@@ -25,7 +27,7 @@ from tigon.hf.search import Search
 from tigon.memory.levels import Memory, MemoryLevel, check_memory
 from tigon.recognition.parts.fp8 import FP8Settings
 
-OPTIONS = (*PARTS, "memory", "fp8", "fp8_dw", *LOSS_OPTIONS)
+OPTIONS = (*PARTS, "memory", "graphs", "fp8", "fp8_dw", *LOSS_OPTIONS)
 # The recipes of FP8.
 FP8Scales = Literal["rowwise", "tensorwise"]
 P = ParamSpec("P")
@@ -57,6 +59,7 @@ def patch(
     fused_statements: bool = True,
     loss: bool = True,
     memory: Memory | MemoryLevel | str = "default",
+    graphs: bool = False,
     fp8: FP8Scales | str | None = None,
     fp8_dw: bool = True,
     token_scaling: bool = False,
@@ -104,6 +107,10 @@ def patch(
             "checkpoint+attention", "checkpoint+offload" or "checkpoint+attention+offload", or a `tigon.Memory`, which
             describes each of them. Results have the same bits at every level. Modules that must not be called twice run
             once. The body of a language model (`model.base_model`) has the level too, for trainers that call the body.
+        graphs: Run the forward and the backward of a training call as two CUDA graphs, which takes the host almost no
+            time: for small batches, LoRA and uneven lengths. A signature (shapes, dtypes, options) is captured at its
+            third use, and needs memory of its own. Calls that cannot be captured run eagerly, and `report.graphs` says
+            why. `docs/small_batches.md` has the details.
         fp8: Compute the products of the linear layers inside the repeated decoder layers in FP8, forward and backward,
             also in evaluation. Unlike every other option, this one approximates: the factors of the products are
             rounded to 8 bits. "tensorwise" has one scale for each tensor, and is the fastest. "rowwise" has one for
@@ -155,10 +162,14 @@ def patch(
     # The order of the values is that of the parts.
     switches = rms_norm, layer_norm, glu, mlp, experts, relu2, gelu, adapters, rope, fused_statements, loss
     options = dict(zip(PARTS, switches, strict=True))
+    if not isinstance(graphs, bool):
+        raise TypeError(f"patch: graphs must be True or False, got {graphs!r}")
     level = _check_options(options, memory, unknown)
     loss_options = LossOptions(token_scaling, acc_dtype, return_token_accuracy, return_predicted_tokens)
     loss_options.check("patch")
-    request = Request([part for part in PARTS if options[part]], level, check_fp8(fp8, fp8_dw, level), loss_options)
+    request = Request(
+        [part for part in PARTS if options[part]], level, check_fp8(fp8, fp8_dw, level), loss_options, graphs
+    )
     if isinstance(model, str):
         return patch_type(model, functools.partial(_patch_instance, request=request))
     return _patch_instance(model, request, stacklevel=3)
@@ -172,6 +183,7 @@ class Request:
     memory: Memory
     fp8: FP8Settings | None
     loss: LossOptions
+    graphs: bool
 
 
 def _patch_instance(model: nn.Module, request: Request, stacklevel: int = 2) -> Report:
@@ -186,6 +198,7 @@ def _patch_instance(model: nn.Module, request: Request, stacklevel: int = 2) -> 
     level = request.memory if has_ops or request.memory.level == "checkpoint" else Memory()
     apply_level = plan_level(model, level)
 
+    forget_graphs(model)
     report = Report(type(model).__name__, patched=weakref.ref(model))
     search.write(report)
     report.undo = search.install() + fp8_plan.apply(report)
@@ -195,6 +208,9 @@ def _patch_instance(model: nn.Module, request: Request, stacklevel: int = 2) -> 
     report.undo.append(record_options(search.names, request.loss))
     find_resized_heads(search.installed)
     report.undo += apply_level()
+    if request.graphs:
+        report.graphs = GraphRecord()
+        report.undo += install_graphs(model, report.graphs, level)
     report.undo.append(add_notes(model, report.notes))
     if earlier_count:
         report.notes.append(f"{earlier_count} places were patched already and stay as they are")

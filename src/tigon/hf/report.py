@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from torch import nn
 
+from tigon.graphs.forward import GraphRecord
 from tigon.recognition.parts.fp8 import copies_of
 from tigon.recognition.replacement import find_replacement
 
@@ -87,6 +88,8 @@ class Report:
     patched: weakref.ref[nn.Module] | None = field(default=None, repr=False, compare=False)
     # A function that returns the note about the memory level that the model has now, or None if there is no note.
     describe_level: Callable[[], str | None] | None = field(default=None, repr=False, compare=False)
+    # What ran as a graph, and what ran eagerly and why; None without `graphs=True`.
+    graphs: GraphRecord | None = field(default=None, compare=False)
     # The latest result of this function.
     _level_note: str | None = field(default=None, repr=False, compare=False)
     # The progress of `restore`: "" before it, "interrupted" after an error in it, "restored" after it.
@@ -205,7 +208,12 @@ class Report:
         widths = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS))]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         lines.insert(1, "  ".join("-" * width for width in widths))
-        return "\n".join([self._title(), *(lines if self.entries else []), *(f"note: {note}" for note in self.notes)])
+        return "\n".join(
+            [self._title(), *(lines if self.entries else []), *(f"note: {note}" for note in self._footnotes())]
+        )
+
+    def _footnotes(self) -> list[str]:
+        return [*self.notes, *([] if self.graphs is None else [str(self.graphs)])]
 
     def table(self) -> "Table":
         """Return the entries as a table of rich."""
@@ -225,7 +233,8 @@ class Report:
 
         table = self.table()
         table.title, table.title_justify = self._title(), "left"
-        return Group(table, *(Text(f"note: {note}") for note in self.notes)) if self.notes else table
+        notes = self._footnotes()
+        return Group(table, *(Text(f"note: {note}") for note in notes)) if notes else table
 
 
 COLUMNS = ("part", "module", "count", "now")

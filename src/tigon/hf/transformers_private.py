@@ -12,11 +12,13 @@ Experts without one of them stay stock. The same file tests these names.
 Nothing here imports transformers before a function is called.
 """
 
+import contextlib
 import inspect
 import logging
 import re
+import sys
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -82,6 +84,28 @@ def loss_slot(model: nn.Module) -> str | None:
 def loss_type(model: nn.Module) -> str | None:
     """Return the name of a model's loss in the table of transformers. `loss_slot` refuses a model without it."""
     return getattr(model, "loss_type", None)
+
+
+# --- masks -----------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def masks_as_in_eager_calls() -> Iterator[None]:
+    """Let a call without mask and positions build no causal mask in the block, although a CUDA graph is captured.
+
+    Attention would read the mask, and its kernels with a mask are slower. transformers builds one because it cannot
+    read the values of tensors during a capture, and such a call has none to read. The function is
+    `transformers.masking_utils.is_tracing`. Without it, the graph has the mask.
+    """
+    module = sys.modules.get("transformers.masking_utils")
+    if (stock := getattr(module, "is_tracing", None)) is None:
+        yield
+        return
+    vars(module)["is_tracing"] = lambda *args, **kwargs: False
+    try:
+        yield
+    finally:
+        vars(module)["is_tracing"] = stock
 
 
 # --- checkpointing ---------------------------------------------------------------------------------

@@ -1,10 +1,12 @@
 """Private names of torch about graphs: runs with symbolic sizes, and guards of the graphs of `torch.compile`."""
 
+import functools
 import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from tigon.runtime.compat.operators import schema_of
 
@@ -69,6 +71,35 @@ def symbolic_tools() -> SymbolicTools:
     if schema_of(torch.ops.aten.add.Tensor) is None:
         raise RuntimeError(f"the operators of torch {torch.__version__} have no _schema")
     return SymbolicTools(ShapeEnv, FakeTensorMode, StatelessSymbolicContext, DimDynamic, enable_python_dispatcher)
+
+
+# --- graphs of CUDA --------------------------------------------------------------------------------
+
+
+def storage_users(storage: Any) -> int:
+    """Return how many tensors and other objects refer to a storage, for a `StorageWeakRef` of it.
+
+    The private function was seen in 2.8 to 2.13. Without it, the answer is 2: something else may refer to the storage.
+    """
+    count = getattr(torch._C, "_storage_Use_Count", None)
+    return 2 if count is None else count(storage.cdata) - _references_of_count()
+
+
+@functools.cache
+def _references_of_count() -> int:
+    """Return how many references the private function itself adds, which differs between releases."""
+    tensor = torch.empty(1, device="cpu")
+    return torch._C._storage_Use_Count(StorageWeakRef(tensor.untyped_storage()).cdata) - 1
+
+
+def end_allocation(device: torch.device, pool: Any) -> None:
+    """Let new tensors lie outside of a pool again, after a capture that failed.
+
+    The private function was seen in 2.8 to 2.13. Without it, the allocator caches less memory from then on.
+    """
+    end = getattr(torch._C, "_cuda_endAllocateToPool", None)
+    if end is not None:
+        end(device.index, pool)
 
 
 # --- guards of graphs --------------------------------------------------------------------------------

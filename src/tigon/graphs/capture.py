@@ -1,0 +1,292 @@
+"""A training call as a pair of CUDA graphs: one replays its forward, the other its backward.
+
+A graph reads and writes the memory that it was captured with, so each pair has static inputs, outputs and gradients.
+All pairs of a model share two pools of memory: forwards allocate from one of them, and backwards from the other. The
+activations of a pair are therefore overwritten by the next forward of any pair, and its gradients by the next backward.
+A gradient that the forward computes already, such as that of the head, is overwritten by the next forward. From this
+follow the rules of `GraphMemory`:
+
+- A forward is replayed only if no backward of an earlier forward can still run.
+- Autograd takes the gradients of a replay as `p.grad` without a copy. If `p.grad` still has them when they are about to
+  be overwritten, because micro-batches accumulate, it gets a copy first. If anything else still refers to them, the
+  call runs eagerly.
+"""
+
+import contextlib
+import copy
+import gc
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from tigon.runtime.compat.graphs import end_allocation, storage_users
+
+# --- memory --------------------------------------------------------------------------------------
+
+
+class Ticket:
+    """The right to run the backward of one replayed forward. The autograd node of the call holds it."""
+
+    is_used = False
+
+
+class GraphMemory:
+    """The stream and the memory that all pairs of a model share."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.stream = device, torch.cuda.Stream(device)
+        self.forward_pool, self.backward_pool = torch.cuda.graph_pool_handle(), torch.cuda.graph_pool_handle()
+        self._pending: Callable[[], Ticket | None] = lambda: None
+        self._given: list[_Given] = []
+
+    def has_pending_backward(self) -> bool:
+        """Return whether the backward of an earlier replay can still run."""
+        ticket = self._pending()
+        return ticket is not None and not ticket.is_used
+
+    def issue_ticket(self) -> Ticket:
+        """Return the ticket of a forward that is about to be replayed."""
+        ticket = Ticket()
+        self._pending = weakref.ref(ticket)
+        return ticket
+
+    def gradients_are_shared(self) -> bool:
+        """Return whether anything but `.grad` refers to gradients of the last backward."""
+        self._given = [given for given in self._given if not given.storage.expired()]
+        return any(storage_users(given.storage) > given.is_grad() for given in self._given)
+
+    def keep_gradients(self, before_forward: bool = False) -> None:
+        """Give every `.grad` that the next backward, or the next forward, overwrites memory of its own."""
+        for given in self._given:
+            if (given.is_of_forward or not before_forward) and not given.storage.expired() and given.is_grad():
+                owner: Any = given.owner()
+                owner.grad = owner.grad.clone()
+
+    def give(self, owner: "weakref.ref[Tensor]", place: "GradientPlace") -> Tensor:
+        """Return a tensor on the memory of a gradient, and remember that `owner` gets it."""
+        gradient = place.view()
+        self._given.append(_Given(owner, StorageWeakRef(gradient.untyped_storage()), place.is_of_forward))
+        return gradient
+
+
+class _Given(NamedTuple):
+    """A gradient of the last backward, which is not kept alive."""
+
+    owner: "weakref.ref[Tensor]"
+    storage: StorageWeakRef
+    is_of_forward: bool
+
+    def is_grad(self) -> bool:
+        """Return whether the `.grad` of the owner has this gradient."""
+        owner = self.owner()
+        gradient = None if owner is None else owner.grad
+        return gradient is not None and gradient.untyped_storage()._cdata == self.storage.cdata
+
+
+class GradientPlace:
+    """The place of a gradient in the memory of a graph. It does not keep the memory from being used by other graphs.
+
+    `torch.as_tensor` reads the attribute `__cuda_array_interface__`, and makes a tensor of the bytes without a copy.
+    """
+
+    def __init__(self, gradient: Tensor, is_of_forward: bool) -> None:
+        # whether the forward computes it, and the next forward overwrites it
+        self.is_of_forward = is_of_forward
+        self.shape, self.stride = gradient.shape, gradient.stride()
+        self.dtype, self.device = gradient.dtype, gradient.device
+        # The elements may have gaps, or a stride of zero.
+        count = 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
+        self.__cuda_array_interface__ = {
+            "shape": (count * gradient.element_size() if gradient.numel() else 0,),
+            "typestr": "|u1",
+            "data": (gradient.data_ptr(), False),
+            "strides": None,
+            "version": 2,
+        }
+
+    def view(self) -> Tensor:
+        """Return a tensor with a storage of its own on the memory."""
+        if 0 in self.shape:
+            return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+        data = torch.as_tensor(self, device=self.device)
+        return data.view(self.dtype).as_strided(self.shape, self.stride)
+
+
+# --- a pair --------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Pair:
+    """The two graphs of one signature, with their static tensors."""
+
+    memory: GraphMemory
+    forward: torch.cuda.CUDAGraph
+    backward: torch.cuda.CUDAGraph
+    inputs: dict[str, Tensor]
+    # The output that has a gradient, and its upstream gradient.
+    output: Tensor
+    upstream: Tensor
+    # The output of the call, whose tensors are static.
+    outputs: Any
+    # The place of the gradient of each tensor that the call differentiates, or None if it has none.
+    gradients: Sequence[GradientPlace | None]
+    seconds: float = 0.0
+    # How often the pair was replayed.
+    uses: int = field(default=0)
+
+    def replay(self, inputs: dict[str, Tensor | float], differentiated: Sequence[Tensor]) -> Any:
+        """Return the output of the call for other values of the inputs and of `differentiated`."""
+        for name, static in self.inputs.items():
+            value = inputs[name]
+            with torch.no_grad():
+                _ = static.copy_(value) if isinstance(value, Tensor) else static.fill_(value)
+        self.uses += 1
+        self.memory.keep_gradients(before_forward=True)
+        output = _Replay.apply(self, self.memory.issue_ticket(), *differentiated)
+        return map_tensors(lambda tensor: output if tensor is self.output else tensor.clone(), self.outputs)
+
+
+class _Replay(torch.autograd.Function):
+    """Replay a forward; in backward, replay its backward, and return the gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, pair: Pair, ticket: Ticket, *differentiated: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.pair, ctx.ticket = pair, ticket
+        # The references are weak, because autograd holds these tensors already.
+        ctx.owners = [weakref.ref(tensor) for tensor in differentiated]
+        pair.forward.replay()
+        return pair.output.clone()
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor | None) -> tuple[Tensor | None, ...]:
+        pair, ticket = ctx.pair, ctx.ticket
+        if torch.is_grad_enabled():
+            raise RuntimeError("tigon: a graph has no second derivative, so it refuses create_graph=True")
+        if ticket.is_used:
+            raise RuntimeError(
+                "tigon: the backward of this graph has run already, and its activations are overwritten: a second "
+                "backward (retain_graph=True) needs tigon.patch(model, graphs=False)"
+            )
+        if upstream is None:
+            return (None,) * (2 + len(ctx.owners))
+        ticket.is_used = True
+        memory = pair.memory
+        memory.keep_gradients()
+        pair.upstream.copy_(upstream)
+        pair.backward.replay()
+        gradients: list[Tensor | None] = []
+        for owner, place, needed in zip(ctx.owners, pair.gradients, ctx.needs_input_grad[2:], strict=True):
+            gradients.append(memory.give(owner, place) if place is not None and needed else None)
+        return None, None, *gradients
+
+
+# --- capture -------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _capturing(graph: torch.cuda.CUDAGraph, pool: Any, device: torch.device) -> Iterator[None]:
+    """Capture what the block launches on the current stream. After an error, the process can go on."""
+    # Other threads, such as that of a data loader that pins memory, may go on.
+    graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(RuntimeError):
+            graph.capture_end()
+        end_allocation(device, pool)
+        raise
+    try:
+        graph.capture_end()
+    except RuntimeError:
+        end_allocation(device, pool)
+        raise
+
+
+def capture(
+    compute: Callable[[dict[str, Tensor], Sequence[Tensor]], tuple[Any, Tensor]], memory: GraphMemory,
+    inputs: dict[str, Tensor | float], parameters: Sequence[Tensor], *, warms_up: bool,
+) -> Pair:  # fmt: skip
+    """Capture a call as a pair of graphs.
+
+    Args:
+        compute: It takes static inputs and aliases of the parameters, and returns the outputs of the call, and the one
+            of them that has a gradient.
+        memory: The memory of the pairs of the model.
+        inputs: The values of the inputs. A number becomes a tensor without dimensions.
+        parameters: The parameters that get gradients, before the inputs that need a gradient.
+        warms_up: Whether `compute` and its backward run once before, so that libraries allocate what they keep.
+    """
+    begin = time.perf_counter()
+    static = {name: _static_input(value, memory.device) for name, value in inputs.items()}
+    # Nodes of autograd that a living loss of an earlier step refers to belong to another stream. Aliases have new ones.
+    aliases = [nn.Parameter(parameter.detach()) for parameter in parameters]
+    leaves = [*aliases, *(x for x in static.values() if x.requires_grad)]
+    release_cached_memory(memory.device)
+    graphs = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+    with torch.cuda.device(memory.device), torch.cuda.stream(memory.stream), torch.enable_grad():
+        if warms_up:
+            state = torch.cuda.get_rng_state(memory.device)
+            _, output = compute(static, aliases)
+            torch.autograd.grad(output, leaves, torch.ones_like(output), allow_unused=True)
+            torch.cuda.set_rng_state(state, memory.device)
+            del _, output
+            release_cached_memory(memory.device)
+        with _capturing(graphs[0], memory.forward_pool, memory.device):
+            outputs, output = compute(static, aliases)
+        upstream = torch.ones_like(output)
+        with _capturing(graphs[1], memory.backward_pool, memory.device):
+            gradients = torch.autograd.grad(output, leaves, upstream, allow_unused=True)
+        forward_memory = _segments(memory.forward_pool)
+        places = [None if x is None else GradientPlace(x, _is_in(forward_memory, x)) for x in gradients]
+    torch.cuda.current_stream(memory.device).wait_stream(memory.stream)
+    kept = output.detach()
+    outputs = map_tensors(lambda tensor: kept if tensor is output else tensor.detach(), outputs)
+    return Pair(memory, *graphs, static, kept, upstream, outputs, places, time.perf_counter() - begin)
+
+
+def _segments(pool: Any) -> list[range]:
+    """Return the addresses of the memory of a pool."""
+    segments = (x for x in torch.cuda.memory_snapshot() if tuple(x["segment_pool_id"]) == tuple(pool))
+    return [range(x["address"], x["address"] + x["total_size"]) for x in segments]
+
+
+def _is_in(segments: list[range], x: Tensor) -> bool:
+    address = x.data_ptr()
+    return any(address in segment for segment in segments)
+
+
+def _static_input(value: Tensor | float, device: torch.device) -> Tensor:
+    if not isinstance(value, Tensor):
+        return torch.tensor(value, device=device)
+    return value.detach().clone(memory_format=torch.contiguous_format).requires_grad_(value.requires_grad)
+
+
+def release_cached_memory(device: torch.device) -> None:
+    """Wait for a device, and free the memory that its allocator caches: it would stay reserved beside the pools."""
+    gc.collect()
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+
+
+def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
+    """Return a copy of an output, such as a tuple or a dict of tensors, with `function` applied to every tensor."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, dict):
+        # An output of transformers is a dict with attributes, which `copy.copy` copies too.
+        copied = copy.copy(value)
+        for key, item in value.items():
+            copied[key] = map_tensors(function, item)
+        return copied
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(map_tensors(function, item) for item in value))
+    if isinstance(value, (tuple, list)):
+        return type(value)(map_tensors(function, item) for item in value)
+    return value

@@ -1,0 +1,336 @@
+"""The forward of a model whose training calls run as CUDA graphs.
+
+A call is captured at the third use of its signature. Before that, and whenever a graph would not compute what the eager
+forward computes, the call runs eagerly, and the record says why.
+"""
+
+import contextlib
+import functools
+import inspect
+import logging
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tigon.graphs import capture as capturing
+from tigon.graphs.capture import GraphMemory, Pair, map_tensors
+from tigon.graphs.signature import Call, NotCaptured, divide_arguments
+from tigon.graphs.state import ModelState
+from tigon.runtime.compat.autograd import has_active_transform
+from tigon.runtime.compat.modules import HOOK_TABLES, any_global_hook, is_replica
+from tigon.runtime.stock import origin_of
+
+LOGGER = logging.getLogger("tigon")
+
+# Uses of a signature that run eagerly before it is captured: rare signatures are not worth the time.
+EAGER_USES = 2
+# With more pairs, the one that was used least is dropped.
+MOST_PAIRS = 16
+# If the model has changed this often, it changes in every step, and is not captured again.
+MOST_CHANGES = 4
+
+# After this many failed captures, none of other signatures is tried.
+MOST_FAILURES = 3
+
+# True in a thread while the forward of a model with graphs runs.
+_running = threading.local()
+
+
+class Captured(NamedTuple):
+    """A pair of graphs that was captured."""
+
+    signature: str
+    seconds: float
+
+
+@dataclass
+class GraphRecord:
+    """What was captured, and what ran eagerly and why. It belongs to a report."""
+
+    captured: list[Captured] = field(default_factory=list)
+    # The number of eager calls for each reason.
+    eager: Counter[str] = field(default_factory=Counter)
+    replayed: int = 0
+
+    def __str__(self) -> str:
+        seconds = sum(pair.seconds for pair in self.captured)
+        lines = [f"graphs: {len(self.captured)} captured in {seconds:.1f} s, {self.replayed} calls replayed"]
+        lines += [f"  captured: {pair.signature} ({pair.seconds:.1f} s)" for pair in self.captured]
+        lines += [f"  eager: {count} calls: {reason}" for reason, count in self.eager.most_common()]
+        return "\n".join(lines)
+
+
+class Preparation(NamedTuple):
+    """A call as a graph may compute it."""
+
+    # The arguments by name, which may be padded.
+    arguments: dict[str, Any]
+    # It makes what the caller would have got of the output for these arguments.
+    finish: Callable[[Any], Any]
+    # The context in which the forward runs while it is captured.
+    context: Callable[[], contextlib.AbstractContextManager]
+
+
+def prepare_nothing(model: nn.Module, arguments: dict[str, Any]) -> Preparation:
+    """Return a call as it is."""
+    return Preparation(arguments, lambda output: output, contextlib.nullcontext)
+
+
+class GraphedForward:
+    """Recipe that runs a forward, or another recipe, as a pair of graphs where this is possible.
+
+    `prepare` returns the call with arguments for which few signatures exist, or raises `NotCaptured`.
+    """
+
+    def __init__(
+        self, inner: Callable | None, record: GraphRecord,
+        prepare: Callable[[nn.Module, dict[str, Any]], Preparation] = prepare_nothing,
+    ) -> None:  # fmt: skip
+        self.inner, self.record, self.prepare = inner, record, prepare
+        # A reason why no call can be captured.
+        self.obstacle: str | None = None
+        self.forget()
+        self.changes = self.failures = 0
+
+    def __reduce__(self) -> tuple:
+        # A copy of the model captures graphs of its own.
+        return GraphedForward, (self.inner, GraphRecord(), self.prepare)
+
+    def forget(self) -> None:
+        """Drop all pairs, and count the uses of signatures from zero."""
+        if memory := getattr(self, "memory", None):
+            memory.keep_gradients()
+        self.memory: GraphMemory | None = None
+        self.pairs: dict[tuple, Pair] = {}
+        self.uses: Counter[tuple] = Counter()
+        self.refused: dict[tuple, str] = {}
+        self.state: ModelState | None = None
+
+    def __call__(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        run = self.inner or type(model).forward
+        if not self.may_capture(model):
+            return run(model, *args, **kwargs)
+        arguments = _bind(model, args, kwargs)
+        _running.is_on = True
+        try:
+            preparation = self.prepare(model, arguments)
+            return self.compute(model, run, preparation)
+        except NotCaptured as reason:
+            self.note(str(reason))
+            return run(model, *args, **kwargs)
+        finally:
+            _running.is_on = False
+
+    def may_capture(self, model: nn.Module) -> bool:
+        """Return whether a call trains the model, and is no part of another call, of a trace or of a capture."""
+        return (
+            model.training
+            and torch.is_grad_enabled()
+            and not getattr(_running, "is_on", False)
+            and not torch.compiler.is_compiling()
+            and not has_active_transform()
+            and not is_replica(model)
+            and not is_capturing_now()
+        )
+
+    def compute(self, model: nn.Module, run: Callable, preparation: Preparation) -> Any:
+        """Return the output of a call: from a pair of graphs, or eagerly."""
+        arguments = preparation.arguments
+        reason, call, key = None, None, None
+        try:
+            if self.obstacle is not None:
+                raise NotCaptured(self.obstacle)
+            self.check_state()
+            if self.state is None:
+                check_model(model)
+            call = divide_arguments(arguments, next(model.parameters()).device)
+            key = call.signature()
+            pair = self.find_pair(model, run, call, key, preparation)
+        except NotCaptured as error:
+            reason, pair = str(error), None
+        if pair is None:
+            self.note(reason or "signatures are captured at their third use")
+            return preparation.finish(run(model, **arguments))
+        assert call is not None
+        assert self.state is not None
+        self.record.replayed += 1
+        return preparation.finish(pair.replay(call.inputs, [*self.state.trained, *call.differentiated()]))
+
+    def find_pair(
+        self, model: nn.Module, run: Callable, call: Call, key: tuple, preparation: Preparation
+    ) -> Pair | None:
+        """Return the pair of a signature, which this call may capture; None if it was used too rarely."""
+        if key in self.refused:
+            raise NotCaptured(self.refused[key])
+        self.uses[key] += 1
+        if self.uses[key] <= EAGER_USES:
+            return None
+        if self.memory is not None:
+            if self.memory.has_pending_backward():
+                raise NotCaptured("the backward of an earlier call has not run")
+            if self.memory.gradients_are_shared():
+                raise NotCaptured("gradients of an earlier step are still in use outside of .grad")
+        if key not in self.pairs:
+            self.pairs[key] = self.capture(model, run, call, key, preparation)
+        return self.pairs[key]
+
+    def check_state(self) -> None:
+        """Drop all pairs if the model has changed since they were captured."""
+        change = self.state.change() if self.state is not None else None
+        if change is None:
+            return
+        self.forget()
+        self.changes += 1
+        LOGGER.debug("tigon: %s has changed, so the graphs are captured again", change)
+        if self.changes >= MOST_CHANGES:
+            self.obstacle = f"{change} has changed after {self.changes} captures"
+            raise NotCaptured(self.obstacle)
+
+    def capture(self, model: nn.Module, run: Callable, call: Call, key: tuple, preparation: Preparation) -> Pair:
+        """Capture the call; after an error, its signature runs eagerly from then on."""
+        is_first = self.memory is None
+        if self.memory is None or self.state is None:
+            self.memory, self.state = GraphMemory(next(model.parameters()).device), ModelState(model)
+        if len(self.pairs) >= MOST_PAIRS:
+            self.drop_least_used()
+        compute = functools.partial(_compute, model, run, call.constants, self.state.trained)
+        text = call.describe()
+        try:
+            with preparation.context():
+                pair = self._capture(compute, call, is_first)
+        except Exception as error:
+            reason = str(error) if isinstance(error, NotCaptured) else f"{type(error).__name__}: {error}"
+            reason = f"it cannot be captured ({reason.splitlines()[0] if reason else reason})"
+            self.refused[key] = reason
+            LOGGER.warning("tigon: the training call %s runs without a graph: %s", text, reason)
+            LOGGER.debug("the error of the capture", exc_info=True)
+            self.failures += 1
+            self.obstacle = reason if self.failures >= MOST_FAILURES else None
+            raise NotCaptured(reason) from error
+        if (change := self.state.change()) is not None:
+            self.refused[key] = reason = f"its forward changes {change}"
+            raise NotCaptured(reason)
+        self.record.captured.append(Captured(text, pair.seconds))
+        _say(f"tigon: captured {text} as a pair of CUDA graphs in {pair.seconds:.1f} s")
+        return pair
+
+    def _capture(self, compute: Callable, call: Call, is_first: bool) -> Pair:
+        """Capture a call. If the memory does not suffice, the pair that was used least makes room."""
+        assert self.memory is not None
+        assert self.state is not None
+        make = functools.partial(
+            capturing.capture, compute, self.memory, call.inputs, self.state.trained, warms_up=is_first
+        )
+        try:
+            return make()
+        except torch.cuda.OutOfMemoryError:
+            if not self.pairs:
+                raise
+        self.drop_least_used()
+        return make()
+
+    def drop_least_used(self) -> None:
+        """Drop the pair that was replayed least."""
+        key = min(self.pairs, key=lambda key: self.pairs[key].uses)
+        del self.pairs[key]
+        del self.uses[key]
+
+    def note(self, reason: str) -> None:
+        """Record that a call runs eagerly."""
+        if reason not in self.record.eager:
+            LOGGER.debug("tigon: a training call runs without a graph: %s", reason)
+        self.record.eager[reason] += 1
+
+
+# --- helpers -------------------------------------------------------------------------------------
+
+
+def _say(text: str) -> None:
+    """Tell the user what takes so long."""
+    if LOGGER.isEnabledFor(logging.INFO):
+        LOGGER.info(text)
+    else:
+        print(text, file=sys.stderr, flush=True)
+
+
+def is_capturing_now() -> bool:
+    """Return whether a CUDA graph is captured on the current stream."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def _bind(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a forward by name. Those that are None are left out."""
+    signature = inspect.signature(type(model).forward)
+    positional = list(signature.parameters)[1 : 1 + len(args)]
+    return {**dict(zip(positional, args, strict=True)), **kwargs}
+
+
+def check_model(model: nn.Module) -> None:
+    """Raise `NotCaptured` if the calls of a model cannot be captured, whatever their arguments are."""
+    kinds = {(p.device, type(p)) for p in model.parameters()}
+    devices = {device for device, _ in kinds}
+    if len(devices) != 1:
+        raise NotCaptured("the parameters are on several devices")
+    if not is_supported(device := devices.pop()):
+        raise NotCaptured(f"the model is on {device}, where no CUDA graph is captured")
+    if any(hasattr(kind, "__tensor_flatten__") for _, kind in kinds):
+        raise NotCaptured("the parameters are no plain tensors")
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        raise NotCaptured("there are several ranks")
+    if any_global_hook():
+        raise NotCaptured("torch has global hooks on modules")
+    if (origin := find_python_hook(model)) is not None:
+        raise NotCaptured(f"a hook of {origin} runs Python code in each call")
+
+
+def find_python_hook(model: nn.Module) -> str | None:
+    """Return the Python module that defines a hook which must run at each call; None if there is none.
+
+    Hooks of transformers and of Tigon only look at a call.
+    """
+    for module in model.modules():
+        for table in HOOK_TABLES:
+            for hook in getattr(module, table).values():
+                if not (origin := origin_of(hook)).startswith(("tigon.", "transformers.")):
+                    return origin
+    return None
+
+
+def is_supported(device: torch.device) -> bool:
+    """Return whether graphs are captured on a device."""
+    return device.type == "cuda"
+
+
+@contextlib.contextmanager
+def _with_parameters(model: nn.Module, aliases: dict[int, nn.Parameter]) -> Iterator[None]:
+    """Let the modules of a model have other parameters in the block. The keys are the ids of those that they have."""
+    tables = [module._parameters for module in model.modules()]
+    replaced = [(table, name, p) for table in tables for name, p in table.items() if id(p) in aliases]
+    try:
+        for table, name, parameter in replaced:
+            table[name] = aliases[id(parameter)]
+        yield
+    finally:
+        for table, name, parameter in replaced:
+            table[name] = parameter
+
+
+def _compute(
+    model: nn.Module, run: Callable, constants: dict[str, Any], trained: Sequence[Tensor], inputs: dict[str, Tensor],
+    aliases: Sequence[nn.Parameter],
+) -> tuple[Any, Tensor]:  # fmt: skip
+    """Run a forward with aliases of the trained parameters; return its outputs, and the one that has a gradient."""
+    with _with_parameters(model, {id(p): alias for p, alias in zip(trained, aliases, strict=True)}):
+        outputs = run(model, **constants, **inputs)
+    found: dict[int, Tensor] = {}
+    map_tensors(lambda x: found.update({id(x): x} if x.requires_grad else {}), outputs)
+    if len(found) != 1:
+        raise NotCaptured(f"its output has {len(found)} tensors with a gradient, and a graph has one")
+    return outputs, *found.values()

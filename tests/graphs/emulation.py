@@ -1,0 +1,102 @@
+"""CUDA graphs emulated on the CPU: a replay runs the captured function again, on the same static tensors.
+
+As on a GPU, the activations of a pair are overwritten by the next forward of any pair, and its gradients by the next
+backward.
+"""
+
+import contextlib
+import itertools
+import time
+import weakref
+
+import torch
+
+from tigon.graphs import capture, forward
+
+
+class EmulatedMemory(capture.GraphMemory):
+    """The rules of `GraphMemory` without streams and pools."""
+
+    def __init__(self, device):
+        self.device = device
+        self._pending = lambda: None
+        self._given = []
+
+
+class EmulatedPlace:
+    """The place of a gradient: all views have the data of one tensor, in storages of their own."""
+
+    def __init__(self, gradient, is_of_forward):
+        self.data, self.is_of_forward = gradient.clone(), is_of_forward
+
+    def view(self):
+        # `from_dlpack` makes another storage on the same memory.
+        return torch.from_dlpack(torch.utils.dlpack.to_dlpack(self.data))
+
+
+class _Replay:
+    def __init__(self, function):
+        self.replay = function
+
+
+@contextlib.contextmanager
+def _no_wait():
+    yield
+
+
+def emulated_capture(compute, memory, inputs, parameters, *, warms_up):
+    """Take the place of `capture.capture`."""
+    begin = time.perf_counter()
+    static = {
+        name: x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else torch.tensor(x)
+        for name, x in inputs.items()
+    }
+    aliases = [torch.nn.Parameter(p.detach()) for p in parameters]
+    leaves = [*aliases, *(x for x in static.values() if x.requires_grad)]
+    state = torch.get_rng_state()
+    outputs, output = compute(static, aliases)
+    kept = output.detach().clone()
+    gradients = torch.autograd.grad(output, leaves, torch.ones_like(output), allow_unused=True)
+    torch.set_rng_state(state)
+    places = [None if g is None else EmulatedPlace(g, i == 0) for i, g in enumerate(gradients)]
+    for place in places:
+        if place is not None:
+            place.data.fill_(torch.nan)
+    outputs = capture.map_tensors(lambda x: kept if x is output else x.detach().clone(), outputs)
+    tensors = []
+    capture.map_tensors(tensors.append, outputs)
+    upstream = torch.ones_like(kept)
+    latest = []
+
+    def replay_forward():
+        with torch.enable_grad():
+            results, result = compute(static, aliases)
+        found = []
+        capture.map_tensors(found.append, results)
+        for kept_tensor, x in zip(tensors, found, strict=True):
+            kept_tensor.copy_(x.detach())
+        # A forward overwrites the gradients that a forward computes, and the activations of every other pair.
+        for place in places:
+            if place is not None and place.is_of_forward:
+                place.data.fill_(torch.nan)
+        memory.latest = result
+        latest[:] = [result]
+
+    def replay_backward():
+        assert memory.latest is latest[0], "the activations were overwritten"
+        gradients = torch.autograd.grad(latest.pop(), leaves, upstream, allow_unused=True)
+        for place, gradient in zip(places, gradients, strict=True):
+            if place is not None:
+                place.data.copy_(gradient)
+
+    return capture.Pair(
+        memory, _Replay(replay_forward), _Replay(replay_backward), static, kept, upstream, outputs, places,
+        time.perf_counter() - begin,
+    )  # fmt: skip
+
+
+def emulate(monkeypatch):
+    """Let models on the CPU be captured."""
+    monkeypatch.setattr(forward, "is_supported", lambda device: True)
+    monkeypatch.setattr(forward, "GraphMemory", EmulatedMemory)
+    monkeypatch.setattr(capture, "capture", emulated_capture)
