@@ -5,9 +5,7 @@ backward.
 """
 
 import contextlib
-import itertools
 import time
-import weakref
 
 import torch
 
