@@ -6,15 +6,25 @@ from torch import Tensor
 import tigon
 from tigon.ops.adapters.low_rank import empty_hidden, project
 from tigon.ops.fp8.formats import FusedPass
+from tigon.ops.norms import kernels as norms
 from tigon.runtime import counters, launch
-from tigon.runtime.compat.triton import has_direct_launch
 
 
 def test_the_self_check_passes():
     x, weight = torch.ones(16, 64, device="cuda"), torch.ones(64, device="cuda")
     tigon.rms_norm(x, weight)
-    assert launch._verdicts.get(x.get_device()) is (True if has_direct_launch() else None)
-    assert launch.launch_method().startswith("direct") == has_direct_launch()
+    assert launch._verdicts == {x.get_device(): True}
+    assert launch.launch_method().startswith("direct")
+
+
+def test_direct_launches_call_the_function_in_c():
+    """Otherwise each launch takes the time of a Python function more."""
+    x, weight = torch.ones(16, 64, device="cuda"), torch.ones(64, device="cuda")
+    for _ in range(2):
+        tigon.rms_norm(x, weight)
+    calls = [call for call, *_, (kernel, _) in launch._variants.values() if kernel is norms._forward_kernel]
+    assert calls
+    assert not any(hasattr(call, "launch") for call in calls)
 
 
 def test_the_self_check_waits_for_the_end_of_a_capture(monkeypatch):
@@ -29,7 +39,7 @@ def test_the_self_check_waits_for_the_end_of_a_capture(monkeypatch):
     graph.replay()
     assert torch.equal(y, expected)
     assert torch.equal(tigon.rms_norm(x, weight), expected)
-    assert launch._verdicts == ({x.get_device(): True} if has_direct_launch() else {})
+    assert launch._verdicts == {x.get_device(): True}
 
 
 @torch.library.custom_op("tigon_tests::low_rank_product", mutates_args=())

@@ -1,11 +1,13 @@
 """Direct launches: when they are used, and that they are not used if Triton launches kernels otherwise."""
 
+import threading
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tigon.runtime import launch
+from tigon.runtime.compat import triton as triton_private
 
 pytestmark = pytest.mark.no_interpreter("The interpreter launches nothing directly.")
 
@@ -21,64 +23,102 @@ def _on_device(x: torch.Tensor) -> torch.Tensor:
     return x.as_subclass(_OnDevice)
 
 
-class _Kernel:
-    """A fake kernel that runs a function and records whether each launch went through Triton or was direct.
+class _Launcher:
+    """A launcher as in Triton 3.4 to 3.6, whose function in C takes the arguments one by one."""
 
-    `swapped`: the direct launcher takes the arguments in another order. `broken`: it takes other arguments.
+    def __init__(self, kernel) -> None:
+        self.kernel, self.launch = kernel, kernel.launch
+
+    def __call__(self, x, y, z, stream, function, *arguments):
+        self.kernel.runs += 1
+        self.launch(x, y, z, stream, function, "options", *arguments)
+
+
+class _PackedLauncher(_Launcher):
+    """A launcher as in Triton 3.7 and later, whose function in C takes the arguments in a tuple."""
+
+    def __call__(self, x, y, z, stream, function, metadata, launch_metadata, enter, leave, *arguments):
+        self.kernel.runs += 1
+        self.launch(x, y, z, stream, function, "options", metadata, None, None, None, arguments)
+
+
+class _AllocatingLauncher(_Launcher):
+    """A launcher that allocates memory for each launch."""
+
+    def __call__(self, x, y, z, stream, function, *arguments):
+        self.kernel.runs += 1
+        self.launch(x, y, z, stream, function, object(), *arguments)
+
+
+class _SwappedLauncher(_Launcher):
+    """A launcher that takes the metadata before the stream."""
+
+    def __call__(self, x, y, z, metadata, stream, function, *arguments):
+        super().__call__(x, y, z, stream, function, metadata, *arguments)
+
+
+class _Kernel:
+    """A fake kernel that runs a function, and counts the launches through Triton and the calls of its launcher.
+
+    With `changed_result`, launches through Triton compute another result. With `properties`, Triton compiles a variant
+    for each value of an argument.
     """
 
-    def __init__(self, function, arg_names, swapped=False, broken=False) -> None:
-        self.function, self.arg_names, self.swapped, self.broken = function, arg_names, swapped, broken
+    def __init__(self, function, arg_names, launcher, changed_result=False, properties=False) -> None:
+        self.function, self.arg_names, self.launcher = function, arg_names, launcher(self)
+        self.changed_result, self.properties, self.compiled = changed_result, properties, {}
         self.params = [SimpleNamespace(do_not_specialize=False) for _ in arg_names]
-        self.methods = []
+        self.launches = self.through_triton = self.runs = 0
+
+    def launch(self, x, y, z, stream, *arguments):
+        assert (y, z, stream) == (1, 1, 5)
+        values = arguments[-1] if isinstance(arguments[-1], tuple) else arguments[-len(self.arg_names) :]
+        self.launches += 1
+        self.function(x, *values)
 
     def __getitem__(self, grid):
         def run(*arguments, num_warps, enable_fp_fusion, **constants):
-            self.methods.append("triton")
-            self.function(grid[0], *arguments, **constants)
-            return SimpleNamespace(run=self._run, function="handle", packed_metadata="metadata")
+            self.through_triton += 1
+            values = *arguments, *constants.values()
+            if isinstance(self.launcher, _SwappedLauncher):
+                self.launcher(grid[0], 1, 1, "metadata", 5, "handle", None, None, None, *values)
+            else:
+                self.launcher(grid[0], 1, 1, 5, "handle", "metadata", None, None, None, *values)
+            if self.changed_result:
+                arguments[2].add_(1)
+            variant = arguments[3] if self.properties else None
+            return self.compiled.setdefault(variant, SimpleNamespace())
 
         return run
 
-    def _run(self, x, y, z, stream, function, metadata, launch_metadata, enter, leave, *arguments):
-        if self.broken:
-            raise TypeError("function takes exactly 12 arguments")
-        assert (y, z, stream, function, metadata) == (1, 1, 5, "handle", "metadata")
-        self.methods.append("direct")
-        arguments = list(arguments)
-        if self.swapped:
-            arguments[3], arguments[4] = arguments[4], arguments[3]
-        self.function(x, *arguments)
 
-
-def _check(programs, x, absent, out, stride, n, factor, BLOCK, SHIFT):
-    assert absent is None
+def _check(programs, x, absent, out, stride, n, one, even, wide, factor, BLOCK, SHIFT, KIND, AXES):
+    assert (absent, KIND, AXES) == (None, "plain", None)
     positions = torch.arange(min(n, programs * BLOCK))
-    out[positions] = x[positions * stride] * factor + SHIFT + 1000.0 * (positions // BLOCK)
+    out[positions] = x[positions * stride] * factor + SHIFT + 1000.0 * (positions // BLOCK) + one + even + wide % 64
 
 
 @pytest.fixture
 def fake_device(monkeypatch):
     """Return a function that installs a fake device. It takes options of the check kernel, and returns both kernels."""
 
-    def install(version: str = "3.7.1", **options):
+    def install(launcher: type[_Launcher] = _Launcher, **options):
         def check_tensors(device):
-            x = torch.arange(600.0)
+            x = torch.arange(1000.0)
             return _on_device(x), _on_device(torch.stack([torch.full((300,), v) for v in (-1.0, -2.0)]))
 
-        check = _Kernel(
-            _check, ["x_ptr", "absent_ptr", "out_ptr", "stride", "n", "factor", "BLOCK", "SHIFT"], **options
-        )
+        check = _Kernel(_check, launch._check_kernel.arg_names, launcher, **options)
+        driver = SimpleNamespace(active=SimpleNamespace(launcher_cls=launcher))
+        monkeypatch.setattr(triton_private, "triton", SimpleNamespace(runtime=SimpleNamespace(driver=driver)))
         monkeypatch.setattr(launch, "_check_kernel", check)
         monkeypatch.setattr(launch, "_make_check_tensors", check_tensors)
         monkeypatch.setattr(launch, "_variants", {})
         monkeypatch.setattr(launch, "_key_functions", {})
         monkeypatch.setattr(launch, "_verdicts", {})
         monkeypatch.setattr(launch, "current_raw_stream", lambda device: 5)
-        monkeypatch.setattr(launch, "has_direct_launch", lambda real=launch.has_direct_launch: real(version))
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
-        return _Kernel(lambda programs, x, BLOCK: x.add_(BLOCK), ["x_ptr", "BLOCK"]), check
+        return _Kernel(lambda programs, x, BLOCK: x.add_(BLOCK), ["x_ptr", "BLOCK"], launcher), check
 
     return install
 
@@ -90,34 +130,60 @@ def _launch(kernel, times: int) -> torch.Tensor:
     return x
 
 
-def test_every_launch_after_the_first_is_direct(fake_device):
-    kernel, check = fake_device()
+@pytest.mark.parametrize("launcher", [_Launcher, _PackedLauncher, _AllocatingLauncher])
+def test_every_launch_after_the_first_is_direct(fake_device, launcher):
+    kernel, check = fake_device(launcher)
     assert (_launch(kernel, 4) == 8).all()
-    assert kernel.methods == ["triton", "direct", "direct", "direct"]
-    assert check.methods == ["triton", "direct"], "the self-check runs once"
+    assert (kernel.through_triton, kernel.launches) == (1, 4)
+    assert (check.through_triton, check.launches) == (2, 3), "the self-check runs once"
+    assert launch.launch_method().startswith("direct")
+
+
+@pytest.mark.parametrize("launcher", [_Launcher, _PackedLauncher])
+def test_direct_launches_call_the_function_in_c(fake_device, launcher):
+    kernel, _ = fake_device(launcher)
+    _launch(kernel, 1)
+    before = kernel.runs
+    _launch(kernel, 3)
+    assert kernel.runs == before
+
+
+def test_a_kernel_that_needs_memory_gets_new_memory_for_each_launch(fake_device):
+    kernel, _ = fake_device(_AllocatingLauncher)
+    _launch(kernel, 1)
+    before = kernel.runs
+    _launch(kernel, 3)
+    assert kernel.runs == before + 3
 
 
 def test_self_check_runs_once_per_device(fake_device):
     kernel, check = fake_device()
-    other, _ = _Kernel(kernel.function, kernel.arg_names), _launch(kernel, 2)
+    other, _ = _Kernel(kernel.function, kernel.arg_names, _Launcher), _launch(kernel, 2)
     _launch(other, 2)
-    assert other.methods == ["triton", "direct"]
-    assert check.methods == ["triton", "direct"]
+    assert other.through_triton == 1
+    assert check.through_triton == 2
 
 
-def test_untested_versions_of_triton_launch_through_triton(fake_device):
-    kernel, check = fake_device("3.8.0")
+@pytest.mark.parametrize(
+    "options",
+    [{"launcher": _SwappedLauncher}, {"changed_result": True}, {"properties": True}],
+    ids=["other order of arguments", "other result", "more variants"],
+)
+def test_direct_launches_are_off_after_a_failed_self_check(fake_device, options, caplog):
+    kernel, check = fake_device(**options)
     assert (_launch(kernel, 3) == 6).all()
-    assert kernel.methods == ["triton"] * 3
-    assert check.methods == []
-
-
-@pytest.mark.parametrize("option", ["swapped", "broken"])
-def test_direct_launches_are_off_after_a_failed_self_check(fake_device, option, caplog):
-    kernel, _ = fake_device(**{option: True})
-    assert (_launch(kernel, 3) == 6).all()
-    assert kernel.methods == ["triton"] * 3
+    assert (kernel.through_triton, kernel.launches) == (3, 3)
     assert len([r for r in caplog.records if r.levelname == "WARNING"]) == 1
+    assert "self-check failed" in launch.launch_method()
+    if "launcher" in options:
+        assert check.launches == check.through_triton, "a launcher of unknown form is never called directly"
+
+
+def test_no_launch_is_direct_without_a_launcher_in_python(fake_device, monkeypatch):
+    kernel, _ = fake_device()
+    monkeypatch.setattr(triton_private.triton.runtime.driver, "active", SimpleNamespace())
+    assert (_launch(kernel, 3) == 6).all()
+    assert kernel.through_triton == 3
     assert "self-check failed" in launch.launch_method()
 
 
@@ -125,19 +191,19 @@ def test_self_check_does_not_run_while_a_stream_captures(fake_device, monkeypatc
     kernel, check = fake_device()
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     _launch(kernel, 2)
-    assert kernel.methods == ["triton"] * 2
-    assert check.methods == []
+    assert kernel.through_triton == 2
+    assert check.launches == 0
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     _launch(kernel, 2)
-    assert kernel.methods[2:] == ["triton", "direct"], "the first launch after the capture runs the self-check"
+    assert kernel.through_triton == 3, "the first launch after the capture runs the self-check"
 
 
 def test_no_self_check_in_the_synchronisation_debug_mode(fake_device, monkeypatch):
     kernel, check = fake_device()
     monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 2)
     _launch(kernel, 2)
-    assert kernel.methods == ["triton"] * 2
-    assert check.methods == []
+    assert kernel.through_triton == 2
+    assert check.launches == 0
 
 
 def test_no_self_check_in_a_dispatch_mode(fake_device):
@@ -146,4 +212,18 @@ def test_no_self_check_in_a_dispatch_mode(fake_device):
     kernel, check = fake_device()
     with FlopCounterMode(display=False):
         _launch(kernel, 2)
-    assert check.methods == []
+    assert check.launches == 0
+
+
+def test_only_launches_of_this_thread_are_recorded(fake_device):
+    kernel, _ = fake_device()
+    run = kernel[(1,)]
+    arguments = torch.zeros(4), 2
+    with triton_private.recorded_launches() as records:
+        thread = threading.Thread(target=run, args=arguments, kwargs={"num_warps": 4, "enable_fp_fusion": True})
+        thread.start()
+        thread.join()
+    assert kernel.launches == 1
+    assert records == []
+    assert "__call__" in vars(_Launcher)
+    assert _Launcher.__call__.__name__ == "__call__", "the class of the launcher is as before"

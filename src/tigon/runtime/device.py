@@ -146,3 +146,8 @@ def device_of(x: Tensor) -> Device:
 def cdiv(a: int, b: int) -> int:
     """Return a / b rounded up. `triton.cdiv` takes 1.7 us, and small models wait for the host."""
     return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    """Return the smallest power of 2 that is at least n. `triton.next_power_of_2` takes 1.5 us."""
+    return 1 << max(0, n - 1).bit_length()

@@ -17,9 +17,9 @@ from tigon.runtime.compat.triton import (
     JITFunction,
     TensorDescriptor,
     TileDescriptor,
-    has_direct_launch,
+    direct_launch,
     has_launch_hook,
-    positional_launch,
+    recorded_launches,
     tl,
     triton,
 )
@@ -32,12 +32,15 @@ Function = TypeVar("Function", bound=Callable)
 # Options of a launch that passes no others. By default Triton 3.10 does not fuse products and sums.
 COMPILE = {"enable_fp_fusion": True}
 
+# Builds of torch without process groups have no function that says whether there is one.
+_HAS_PROCESS_GROUPS = dist.is_available()
+
 # The types of tensor descriptors. The layout of a tile follows from its dtype and shape.
 DESCRIPTORS = tuple(descriptor for descriptor in (TensorDescriptor, TileDescriptor) if descriptor is not None)
 
 # Variants that may be launched directly. A key holds everything by which Triton chooses a variant. A value holds the
-# launcher, its first arguments and the values of the constexprs. It also holds the kernel, by whose id the function in
-# the key is found, and the compiled variant, because Triton may unload one that nobody refers to.
+# results of `direct_launch` and the values of the constexprs. It also holds the kernel, by whose id the function in the
+# key is found, and the compiled variant, because Triton may unload one that nobody refers to.
 _variants: dict[tuple, tuple] = {}
 
 # The verdict of the self-check of direct launches on each device.
@@ -76,9 +79,9 @@ def launch(kernel: JITFunction, programs: int, *arguments: Any, **constants: Any
     """Launch `programs` programs of a kernel, or do nothing if there are none.
 
     Triton derives from the arguments, at every launch, which compiled variant it needs (11 us). Small models wait for
-    the host, so from the second launch on the variant is looked up here and launched directly. That passes arguments by
-    position to an undocumented launcher. Tigon therefore does so only with tested versions of Triton, and only on
-    devices where the self-check passed; every other launch goes through `kernel[grid]`.
+    the host, so from the second launch on the variant is looked up here, and the call by which Triton launched it is
+    repeated with the new arguments. This is done only if that call has a known form, and only on devices where the
+    self-check passed; every other launch goes through `kernel[grid]`.
 
     Args:
         kernel: The kernel.
@@ -95,7 +98,7 @@ def launch(kernel: JITFunction, programs: int, *arguments: Any, **constants: Any
         simulation.count_launch(arguments)
         return
     # The interpreter has no device, and only Triton calls the hooks of a profiler.
-    if device < 0 or has_launch_hook():
+    if device < 0 or has_launch_hook() or _verdicts.get(device) is False:
         kernel[(programs,)](*arguments, **COMPILE | constants)
         return
     kinds = (id(kernel), *map(type, arguments))
@@ -106,14 +109,29 @@ def launch(kernel: JITFunction, programs: int, *arguments: Any, **constants: Any
     key = (key_function, device, key_function(*arguments), *constants, *constants.values())
     variant = _variants.get(key)
     if variant is None:
-        compiled = kernel[(programs,)](*arguments, **COMPILE | constants)
-        if _launches_directly(kernel, device):
-            constexprs = [constants[name] for name in kernel.arg_names[len(arguments) :]]
-            _variants[key] = *positional_launch(compiled), constexprs, (kernel, compiled)
+        _launch_and_store(key, kernel, programs, arguments, constants)
+        return
+    call, middle, is_packed, constexprs, _ = variant
+    if is_packed:
+        call(programs, 1, 1, current_raw_stream(device), *middle, (*arguments, *constexprs))
     else:
-        run, function, metadata, constexprs, _ = variant
-        stream = current_raw_stream(device)
-        run(programs, 1, 1, stream, function, metadata, None, None, None, *arguments, *constexprs)
+        call(programs, 1, 1, current_raw_stream(device), *middle, *arguments, *constexprs)
+
+
+def _launch_and_store(
+    key: tuple, kernel: JITFunction, programs: int, arguments: tuple, constants: dict[str, Any]
+) -> None:
+    """Launch a kernel through Triton, and store its variant if the next launch may be direct."""
+    device = key[1]
+    with recorded_launches() as records:
+        compiled = kernel[(programs,)](*arguments, **COMPILE | constants)
+    if not _launches_directly(kernel, device):
+        return
+    constexprs = [constants[name] for name in kernel.arg_names[len(arguments) :]]
+    stream = current_raw_stream(device)
+    repeated = direct_launch(records[-1], programs, stream, (*arguments, *constexprs)) if records else None
+    if repeated is not None:
+        _variants[key] = *repeated, constexprs, (kernel, compiled)
 
 
 def in_order(kernel: JITFunction) -> Callable[..., tuple]:
@@ -142,14 +160,23 @@ def _order_function(kernel: Callable) -> Callable[..., tuple]:
 
 
 @triton.jit(do_not_specialize=["n"])
-def _check_kernel(x_ptr, absent_ptr, out_ptr, stride, n, factor, BLOCK: tl.constexpr, SHIFT: tl.constexpr):
-    """Write x * factor + SHIFT + 1000 * program, so that every argument and the grid change the result."""
+def _check_kernel(
+    x_ptr, absent_ptr, out_ptr, stride, n, one, even, wide, factor,
+    BLOCK: tl.constexpr, SHIFT: tl.constexpr, KIND: tl.constexpr, AXES: tl.constexpr,
+):  # fmt: skip
+    """Write a sum in which every argument and the grid change the result."""
     program = tl.program_id(0)
     offsets = program * BLOCK + tl.arange(0, BLOCK)
     y = tl.load(x_ptr + offsets * stride, offsets < n, 0.0) * factor + SHIFT + 1000.0 * program
+    y += one * 0.25 + even * 10000.0 + (wide - 8589934590) * 0.125
     if absent_ptr is not None:
         y += tl.load(absent_ptr)
-    tl.store(out_ptr + offsets, y, offsets < n)
+    if KIND == "plain" and AXES is None:
+        tl.store(out_ptr + offsets, y, offsets < n)
+
+
+# Two lists of arguments for which Triton should choose one variant: no property in the key of `_variants` differs.
+_CHECK_ARGUMENTS = (2, 300, 1, 16, 2**33, 0.5), (3, 290, 1, 96, 2**33 + 16, 1.0)
 
 
 def _launches_directly(kernel: JITFunction, device: int) -> bool:
@@ -160,8 +187,6 @@ def _launches_directly(kernel: JITFunction, device: int) -> bool:
     """
     if kernel is _check_kernel:
         return True
-    if not has_direct_launch():
-        return False
     verdict = _verdicts.get(device)
     if verdict is None:
         if not _may_wait():
@@ -183,21 +208,28 @@ def _may_wait() -> bool:
 
 def _make_check_tensors(device: int) -> tuple[Tensor, Tensor]:
     """Return the input of the self-check and two outputs, which differ in elements that the kernel does not write."""
-    x = torch.arange(600, dtype=torch.float32, device=torch.device("cuda", device))
+    x = torch.arange(1000, dtype=torch.float32, device=torch.device("cuda", device))
     return x, torch.stack([torch.full_like(x[:300], value) for value in (-1.0, -2.0)])
 
 
 def _direct_launch_agrees(device: int) -> bool:
-    """Launch a small kernel through Triton and then directly, and return whether both write the same values."""
+    """Launch a small kernel through Triton and then directly, and return whether both write the same values.
+
+    Triton must also choose one variant for all arguments that have the same key.
+    """
+    constants = {"BLOCK": 128, "SHIFT": 3, "KIND": "plain", "AXES": None, "num_warps": 1}
     with torch.no_grad():
-        x, outputs = _make_check_tensors(device)
-        arguments, constants = (2, 300, 0.5), {"BLOCK": 128, "SHIFT": 3, "num_warps": 1}
         try:
-            # `launch` stores the variant after the first launch, so the second one is direct.
-            for _ in range(2):
-                launch(_check_kernel, 3, x, None, outputs[0], *arguments, **constants)
-                outputs = outputs.flip(0)
-            agrees = torch.equal(outputs[0], outputs[1])
+            x, outputs = _make_check_tensors(device)
+            first, second = _CHECK_ARGUMENTS
+            before = set(_variants)
+            launch(_check_kernel, 3, x, None, outputs[0], *first, **constants)
+            (variant,) = (_variants[key] for key in set(_variants) - before)
+            # x[4:] is aligned to 16 bytes, but not to more.
+            x = x[4:]
+            compiled = _check_kernel[(3,)](x, None, outputs[0], *second, **COMPILE | constants)
+            launch(_check_kernel, 3, x, None, outputs[1], *second, **constants)
+            agrees = compiled is variant[-1][1] and torch.equal(outputs[0, :290], outputs[1, :290])
         except Exception:
             _log.debug("The self-check of direct launches raised on device %d.", device, exc_info=True)
             agrees = False
@@ -218,11 +250,9 @@ def self_check_verdict(device: int) -> bool | None:
 
 def launch_method() -> str:
     """Return a text for `tigon env` that says how kernels are launched after the first time."""
-    if not has_direct_launch():
-        return f"through Triton (direct launches were not tested with Triton {triton.__version__})"
     failed = [device for device, passed in _verdicts.items() if not passed]
     if failed:
-        return f"through Triton on devices {failed}, where the self-check failed"
+        return f"through Triton {triton.__version__} on devices {failed}, where the self-check failed"
     return "direct, once the self-check on the device has passed"
 
 
@@ -361,7 +391,7 @@ def launcher(fake: Callable) -> Callable[[Function], Function]:
             if torch.compiler.is_compiling():
                 results = operator(*_flatten(args))
                 return _rebuild(result_form, iter(results if isinstance(results, tuple) else (results,)))
-            if dist.is_available() and dist.is_initialized():
+            if _HAS_PROCESS_GROUPS and dist.is_initialized():
                 # Tensor parallelism passes tensors that a collective may still compute.
                 args = tuple([_wait_for_collectives(x) for x in args])
             device = args[0].get_device()

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from tigon.runtime import cublaslt
-from tigon.runtime.compat.operators import dispatch_modes
+from tigon.runtime.compat.operators import dispatch_modes, native_linear, reshape_without_view
 from tigon.runtime.device import Device, device_kind, device_of
 from tigon.runtime.launch import on_device
 from tigon.runtime.tuning import LaunchConfig
@@ -41,8 +41,6 @@ class ProductConfig(LaunchConfig):
 
     # the shortest side of a factor
     min_side: int
-    # multiplications of a product of a layer; products of the head have no such limit
-    min_multiplications: int
     # numbers of the tiles of ping-pong kernels, the best one first
     tiles: tuple[int, ...]
 
@@ -54,14 +52,15 @@ class ProductConfig(LaunchConfig):
         return ProductConfig(
             # Products with a shorter side have little to gain, and were not measured.
             min_side=512,
-            # 2^39 multiplications take 1.6 ms on an H200. Longer products of a layer gain; with shorter ones the step
-            # of a model becomes slower (`glu_mlp`).
-            min_multiplications=2**39,
             tiles=tuple(cublaslt.PING_PONG_TILES.values()),
         )
 
 
 # --- products ------------------------------------------------------------------------------------
+
+# Shorter products of a layer run in torch. 2^39 multiplications take 1.6 ms on an H200. Longer products of a layer
+# gain; with shorter ones the step of a model becomes slower (`glu_mlp`). Products of the head have no such limit.
+MIN_MULTIPLICATIONS = 2**39
 
 
 def accumulates_in_fp32(x: Tensor) -> bool:
@@ -90,7 +89,8 @@ def _config(a: Tensor) -> ProductConfig | None:
     return ProductConfig.find(ProductProblem(a.element_size()), device_of(a))
 
 
-def _run_ping_pong(config: ProductConfig, a: Tensor, b: Tensor, out: Tensor, accumulate: bool) -> bool:
+@on_device
+def _run_ping_pong(a: Tensor, b: Tensor, out: Tensor, accumulate: bool, config: ProductConfig) -> bool:
     """Compute the product by a ping-pong kernel, and return whether there was one.
 
     While a dispatch mode is active, no ping-pong kernel runs, because such modes count, cache or simulate the operators
@@ -110,11 +110,10 @@ def _run_ping_pong(config: ProductConfig, a: Tensor, b: Tensor, out: Tensor, acc
     return plan is not None and plan.run(a, b, out)
 
 
-@on_device
 def product(a: Tensor, b: Tensor, out: Tensor, accumulate: bool = False) -> None:
     """Compute out [M, N] = a [M, K] b [K, N], or out += a b. `out` may be fp32 if `accumulates_in_fp32(a)`."""
     config = _config(a)
-    if config is not None and _run_ping_pong(config, a, b, out, accumulate):
+    if config is not None and _run_ping_pong(a, b, out, accumulate, config):
         return
     # Some versions of torch have no product of mixed dtypes for meta tensors, so a view with the dtype of `a` replaces
     # `out`.
@@ -127,23 +126,34 @@ def product(a: Tensor, b: Tensor, out: Tensor, accumulate: bool = False) -> None
         torch.mm(a, b, out=out, **dtype_option)
 
 
-@on_device
 def multiply(
-    a: Tensor, b: Tensor, total: Tensor | None = None, min_multiplications: int | None = None, out: Tensor | None = None
-) -> Tensor:
+    a: Tensor, b: Tensor, total: Tensor | None = None, min_multiplications: int = MIN_MULTIPLICATIONS,
+    out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Return a b, write it to `out`, or add a b to `total` and return it. At most one of these is given.
 
-    torch computes products with fewer than `min_multiplications` multiplications (None takes the limit of the config),
-    and every product for which cuBLASLt proposes no ping-pong kernel.
+    torch computes products with fewer than `min_multiplications` multiplications, and every product for which cuBLASLt
+    proposes no ping-pong kernel.
     """
-    config = _config(a)
-    if config is not None:
-        limit = config.min_multiplications if min_multiplications is None else min_multiplications
-        if a.shape[0] * a.shape[1] * b.shape[1] >= limit:
-            existing = out if total is None else total
-            result = a.new_empty(a.shape[0], b.shape[1]) if existing is None else existing
-            if _run_ping_pong(config, a, b, result, total is not None):
-                return result
-            # Free the buffer before torch allocates its own.
-            del result
+    m, k = a.shape
+    if m * k * b.shape[1] >= min_multiplications and (config := _config(a)) is not None:
+        existing = out if total is None else total
+        result = a.new_empty(m, b.shape[1]) if existing is None else existing
+        if _run_ping_pong(a, b, result, total is not None, config):
+            return result
+        # Free the buffer before torch allocates its own.
+        del result
     return torch.mm(a, b, out=out) if total is None else torch.addmm(total, a, b, out=total)
+
+
+def multiply_by_weight(x: Tensor, weight: Tensor, min_multiplications: int = MIN_MULTIPLICATIONS) -> Tensor:
+    """Return x W^T [..., O] for x [..., H] and W [O, H], as a tensor that is not a view. The limit is as in `multiply`.
+
+    A view that a node returns cannot be modified in place.
+    """
+    outputs = weight.shape[0]
+    if x.numel() * outputs < min_multiplications and x.is_contiguous() and native_linear is not None:
+        # torch multiplies as below, in one call.
+        return native_linear(x, weight)
+    y = multiply(x.flatten(0, -2), weight.t(), min_multiplications=min_multiplications)
+    return reshape_without_view(y, (*x.shape[:-1], outputs))

@@ -1,7 +1,9 @@
 """The private names of Triton give the known answers, and Tigon works without them as the file says."""
 
+import importlib
 import inspect
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,8 +16,8 @@ from tigon.runtime.compat.triton import (
     TensorDescriptor,
     TileDescriptor,
     compiler_tools,
+    direct_launch,
     gl,
-    has_direct_launch,
     has_hopper_instructions,
     has_launch_hook,
     has_tensor_descriptors,
@@ -25,14 +27,47 @@ from tigon.runtime.compat.triton import (
 pytestmark = pytest.mark.no_interpreter("The interpreter launches nothing through these names.")
 
 
-@pytest.mark.parametrize("version", ["3.4.0", "3.6.0", "3.7.1", "3.7.1+git4bd2c1b0", "3.4"])
-def test_tested_versions_launch_directly(version):
-    assert has_direct_launch(version)
+@pytest.mark.parametrize("scratch", [0, 128])
+def test_a_recorded_launch_is_repeated_with_the_call_of_the_function_in_c(scratch, monkeypatch):
+    """This is the launcher of the installed Triton for NVIDIA, with a function in Python instead of that in C."""
+    driver = importlib.import_module("triton.backends.nvidia.driver")
+    allocate = SimpleNamespace(allocate_default_profile_scratch=lambda *arguments: object())
+    monkeypatch.setattr(driver.triton.runtime, "driver", SimpleNamespace(active=allocate))
+    calls, run = [], object.__new__(driver.CudaLauncher)
+    run.launch = lambda *arguments: calls.append(arguments)
+    for name in ("global_scratch_size", "profile_scratch_size"):
+        setattr(run, name, scratch)
+    for name in ("global_scratch_align", "profile_scratch_align", "num_ctas"):
+        setattr(run, name, 16)
+    for name in ("launch_cooperative_grid", "launch_pdl", "arg_annotations", "kernel_signature", "gsan_enabled"):
+        setattr(run, name, None)
+    for name in ("_allocator", "_profile_allocator"):
+        monkeypatch.setattr(driver._allocation, name, SimpleNamespace(get=lambda: lambda *arguments: object()))
+    values = torch.zeros(2), None, 3, 0.5, 128, "plain"
+    record = run, 4, 1, 1, 7, "function", "metadata", {"name": "kernel"}, print, print, *values
+    call, middle, is_packed = direct_launch(record, 4, 7, values)
+    assert calls == []
+    assert (call is run.launch) == (scratch == 0)
+    run(4, 1, 1, 7, "function", "metadata", None, None, None, *values)
+    call(4, 1, 1, 7, *middle, *([values] if is_packed else values))
+    expected, repeated = calls
+    assert len(repeated) == len(expected)
+    assert scratch or repeated == expected
 
 
-@pytest.mark.parametrize("version", ["3.3.1", "3.5.0", "3.8.0", "3.40.0", "4.3.4", ""])
-def test_other_versions_do_not_launch_directly(version):
-    assert not has_direct_launch(version)
+@pytest.mark.parametrize(
+    "record",
+    [
+        (None, 4, 1, 1, 7, "function", "metadata", None, None, None, 3),
+        (None, 1, 4, 1, 7, "function", "metadata", None, None, None, 3, 128),
+        (None, 4, 1, 1, "function", 7, "metadata", None, None, None, 3, 128),
+        (None, 4, 1, 1, 7, "function", "metadata", None, None, None, None, 3, 128),
+        (None, 4, 1, 1, 7, "function", "metadata", None, None, None, 128, 3),
+    ],
+    ids=["one missing", "grid", "order", "one more", "order of the arguments"],
+)
+def test_launches_of_another_form_are_not_repeated(record):
+    assert direct_launch(record, 4, 7, (3, 128)) is None
 
 
 @pytest.mark.parametrize("version", ["3.6.0", "3.7.1+git4bd2c1b0", "3.10.0", "4.0"])

@@ -39,7 +39,7 @@ from tigon.ops.logits.divergence_kernels import DivergenceOptions, divergence, d
 from tigon.ops.logits.divergence_reference import DistillationOptions, RowLosses, distillation_torch
 from tigon.ops.logits.token.scan import LOG2E, columns, scan, transform
 from tigon.runtime.compat.triton import tl, triton
-from tigon.runtime.device import Device, device_of, runs_kernels
+from tigon.runtime.device import Device, device_of, next_power_of_2, runs_kernels
 from tigon.runtime.launch import in_order, launch, launcher, on_device
 from tigon.runtime.tuning import LaunchConfig
 
@@ -74,7 +74,7 @@ class DistillationConfig(LaunchConfig):
         has_long_rows = problem.vocabulary > 32768 and device.warp_size == 32 and not problem.is_complex
         has_few_registers = problem.is_complex or problem.itemsize == 4
         threads, logits_per_thread = 1024 if has_long_rows else 256, 8 if has_few_registers else 16
-        block_v = min(max(triton.next_power_of_2(problem.vocabulary), 64), threads * logits_per_thread)
+        block_v = min(max(next_power_of_2(problem.vocabulary), 64), threads * logits_per_thread)
         num_warps = max(1, block_v // (logits_per_thread * device.warp_size))
         return DistillationConfig(block_v, 16 // problem.itemsize, num_warps)
 

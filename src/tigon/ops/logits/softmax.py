@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from tigon.ops.logits.token.scan import LOG2E
 from tigon.runtime import checks
 from tigon.runtime.compat.triton import tl, triton
-from tigon.runtime.device import Device, cdiv, device_of, runs_kernels
+from tigon.runtime.device import Device, cdiv, device_of, next_power_of_2, runs_kernels
 from tigon.runtime.launch import launch, launcher
 from tigon.runtime.op import Node
 from tigon.runtime.rows import dense_rows
@@ -79,7 +79,7 @@ class SoftmaxConfig(LaunchConfig):
 
     @staticmethod
     def heuristic(problem: SoftmaxProblem, device: Device) -> "SoftmaxConfig":
-        block_n, lane = max(triton.next_power_of_2(problem.features), 16), 16 // problem.itemsize
+        block_n, lane = max(next_power_of_2(problem.features), 16), 16 // problem.itemsize
         if block_n > (32768 if problem.backward else 16384):
             # 4096 x 128256 in bf16 on an H200: 0.636 + 1.031 ms. With blocks of 4096 and 8 warps, more rows run at a
             # time, less of each is still in L2, and it takes 0.772 + 1.243 ms. The forward of 32000 features takes

@@ -20,7 +20,7 @@ tensors that are saved for backward depend on where the MLP runs:
 gate and up are written by ping-pong kernels. These save 0.7 % of the time of the nine products (12.74 instead of
 12.83 ms, 8192 tokens of Llama-3-8B, H200). If the other products use them too, a step with so many tokens takes 0.9 %
 longer, because the chip reaches its power limit, and a step of 32768 tokens takes 0.7 % to 1.0 % less (16 layers of
-Mistral-7B). The other products therefore use them only from `ProductConfig.min_multiplications` on.
+Mistral-7B). The other products therefore use them only from `MIN_MULTIPLICATIONS` of `products` on.
 
 Shapes: T tokens, H hidden, I intermediate.
 """

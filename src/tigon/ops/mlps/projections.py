@@ -21,15 +21,15 @@ from tigon.runtime.compat.modules import any_global_hook, has_hooks
 from tigon.runtime.compat.operators import reshape_without_view
 from tigon.runtime.device import PLAIN, runs_kernels
 from tigon.runtime.op import Node
-from tigon.runtime.products import multiply
+from tigon.runtime.products import multiply, multiply_by_weight
 from tigon.runtime.stock import has_stock_call, linears_are_stock
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return `F.linear` as a tensor that is not a view. A view that a node returns cannot be modified in place."""
-    rows = x.flatten(0, -2)
-    y = multiply(rows, weight.t()) if bias is None else torch.addmm(bias, rows, weight.t())
-    return reshape_without_view(y, (*x.shape[:-1], len(weight)))
+    """Return `F.linear` as a tensor that is not a view."""
+    if bias is None:
+        return multiply_by_weight(x, weight)
+    return reshape_without_view(torch.addmm(bias, x.flatten(0, -2), weight.t()), (*x.shape[:-1], weight.shape[0]))
 
 
 def input_gradient(dys: Iterable[Tensor], weights: Iterable[Tensor]) -> Tensor | None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tigon.ops.norms.row_sums import sum_rows
 from tigon.runtime.compat.triton import tl, triton
-from tigon.runtime.device import Device, cdiv, device_of
+from tigon.runtime.device import Device, cdiv, device_of, next_power_of_2
 from tigon.runtime.launch import in_order, launch, launcher
 from tigon.runtime.rows import dense_rows
 from tigon.runtime.tuning import LaunchConfig, rung
@@ -65,7 +65,7 @@ class GatedNormConfig(LaunchConfig):
     @staticmethod
     def heuristic(problem: GatedNormProblem, device: Device) -> "GatedNormConfig":
         """Return the parameters for groups of up to `MAX_GROUP_SIZE` features."""
-        block_n = triton.next_power_of_2(problem.group_size)
+        block_n = next_power_of_2(problem.group_size)
         elements, num_warps, backward_elements, backward_warps, programs = rung(LADDER, block_n)
         # The pipeline holds tiles of dy, x and the gate for each stage but the last.
         pipeline_bytes = programs * 2 * 3 * backward_elements * problem.itemsize

@@ -37,7 +37,7 @@ from tigon.ops.rotary.heads import (
 )
 from tigon.ops.rotary.qk_norm_rope_config import QKNormRopeConfig, QKNormRopeProblem, heads_of_tile
 from tigon.runtime.compat.triton import tl, triton
-from tigon.runtime.device import cdiv, device_of
+from tigon.runtime.device import cdiv, device_of, next_power_of_2
 from tigon.runtime.launch import in_order, launch, launcher
 
 # --- kernels -------------------------------------------------------------------------------------
@@ -255,9 +255,9 @@ def _constants(q: Tensor, k: Tensor | None, cos: Tensor, options: HeadOptions, b
     return {
         "HQ": hq, "HK": hk, "D": d, "R": r, "X_PAIRED": x_paired, "Y_PAIRED": y_paired,
         "AXES": pack_axes(options.axes), "TOGETHER": options.together,
-        "BLOCK_HQ": min(block_h, triton.next_power_of_2(hq)),
-        "BLOCK_HK": min(block_h, triton.next_power_of_2(max(hk, 1))),
-        "BLOCK_R": triton.next_power_of_2(r // 2), "BLOCK_P": triton.next_power_of_2(max(d - r, 1)),
+        "BLOCK_HQ": min(block_h, next_power_of_2(hq)),
+        "BLOCK_HK": min(block_h, next_power_of_2(max(hk, 1))),
+        "BLOCK_R": next_power_of_2(r // 2), "BLOCK_P": next_power_of_2(max(d - r, 1)),
     }  # fmt: skip
 
 

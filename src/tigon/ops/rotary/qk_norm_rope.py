@@ -27,8 +27,7 @@ from tigon.ops.rotary.qk_norm_rope_config import MAX_FEATURES_TOGETHER
 from tigon.ops.rotary.rope import Layout, axes_of, can_run_kernels, check_rope, rope_reference
 from tigon.runtime import checks
 from tigon.runtime.autograd import keep_none_gradients
-from tigon.runtime.compat.triton import triton
-from tigon.runtime.device import runs_kernels
+from tigon.runtime.device import next_power_of_2, runs_kernels
 from tigon.runtime.op import Node
 
 # --- reference -----------------------------------------------------------------------------------
@@ -193,7 +192,7 @@ def qk_norm_rope(
 def _fits_the_kernels(q: Tensor, k: Tensor | None, heads: int, together: bool) -> bool:
     """Return whether the kernels have registers for the heads, which are in dimension `heads`."""
     count = max(x.shape[heads] for x in (q, k) if x is not None)
-    features = triton.next_power_of_2(count) * triton.next_power_of_2(q.shape[3])
+    features = next_power_of_2(count) * next_power_of_2(q.shape[3])
     return q.shape[heads] > 0 and not (together and features > MAX_FEATURES_TOGETHER)
 
 

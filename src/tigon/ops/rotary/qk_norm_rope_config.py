@@ -4,8 +4,7 @@ import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tigon.runtime.compat.triton import triton
-from tigon.runtime.device import Device
+from tigon.runtime.device import Device, next_power_of_2
 from tigon.runtime.tuning import LaunchConfig, rung
 
 # The largest number of features of a token that are normalised together. More features do not fit in the registers of
@@ -19,7 +18,7 @@ def heads_of_tile(heads: int, head_size: int) -> int:
 
     All 32 heads of 128 features in one tile take 2 % longer than 8 of them (H200), and more registers.
     """
-    heads, head_size = triton.next_power_of_2(heads), triton.next_power_of_2(head_size)
+    heads, head_size = next_power_of_2(heads), next_power_of_2(head_size)
     return max(1, min(heads, 1024 // head_size))
 
 
@@ -73,7 +72,7 @@ class QKNormRopeConfig(LaunchConfig):
     @staticmethod
     def heuristic(problem: QKNormRopeProblem, device: Device) -> "QKNormRopeConfig":
         """Return tiles of several heads, or of all heads if they are normalised together."""
-        heads, size = triton.next_power_of_2(problem.heads), triton.next_power_of_2(problem.head_size)
+        heads, size = next_power_of_2(problem.heads), next_power_of_2(problem.head_size)
         heads_of_tile = lambda features: heads if problem.together else max(1, min(heads, features // size))
         block_h, backward_block_h = heads_of_tile(FORWARD_TILE), heads_of_tile(BACKWARD_TILE)
         tile = backward_block_h * size

@@ -6,9 +6,13 @@ changed.
 """
 
 import contextlib
+import copy
 import importlib
+import operator
 import re
+import threading
 import types
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,29 +33,80 @@ else:
 # attributes `params` (with `do_not_specialize`) and `arg_names` give the key of a direct launch. Seen in 3.4 to 3.9.
 # Without the class, `import tigon` raises an ImportError that names it.
 
-# The releases whose launchers were called as `positional_launch` describes: Triton may change the order of these
-# arguments in any release, and a launcher in C does not check them.
-LAUNCHES_TESTED = ("3.4", "3.6", "3.7")
-
-
-def has_direct_launch(version: str = triton.__version__) -> bool:
-    """Return whether `positional_launch` may replace `kernel[grid]` in this Triton release."""
-    return _is_one_of(LAUNCHES_TESTED, version)
-
 
 def _is_one_of(releases: tuple[str, ...], version: str) -> bool:
     """Return whether the version is one of the releases, such as "3.7", or a patch of it, such as "3.7.1"."""
     return any(version == release or version.startswith(f"{release}.") for release in releases)
 
 
-def positional_launch(compiled: Any) -> tuple:
-    """Return `(run, function, metadata)` of a compiled kernel.
+# --- launches --------------------------------------------------------------------------------------
 
-    `run(programs_x, programs_y, programs_z, stream, function, metadata, launch_metadata, enter_hook, exit_hook,
-    *arguments, *constants)` launches the kernel. `kernel[grid]` does the same after 11 us of other work. Seen in the
-    releases of `LAUNCHES_TESTED`; other releases use `kernel[grid]`.
+# A launch by `kernel[grid]` ends with the call `run(programs, 1, 1, stream, function, metadata, launch_metadata,
+# enter_hook, exit_hook, *arguments, *constexprs)`, where `run` is an object of the driver's class `launcher_cls`. `run`
+# allocates memory for a kernel that needs it, and calls its attribute `launch`, a function in C, with the programs, the
+# stream, some constants and the arguments, one by one until 3.6 and in a tuple since 3.7. Seen in 3.4 to 3.9. A launch
+# is repeated only if its calls were recorded and have this form. Others go through `kernel[grid]`, which takes 11 us
+# more of the host's time.
+
+_recording = threading.Lock()
+
+
+@contextlib.contextmanager
+def recorded_launches() -> Iterator[list[tuple]]:
+    """Record `(run, *arguments)` of each launch of this thread by Triton in the block.
+
+    Meanwhile, a function replaces the call of the class of `run`. It calls the original, also for other threads.
+    Nothing is recorded if Triton has no such class in Python.
     """
-    return compiled.run, compiled.function, compiled.packed_metadata
+    records: list[tuple] = []
+    thread = threading.get_ident()
+    launcher_class: Any = getattr(triton.runtime.driver.active, "launcher_cls", object)
+    if not isinstance(vars(launcher_class).get("__call__"), types.FunctionType):
+        yield records
+        return
+
+    def call(run: Any, *arguments: Any, **options: Any) -> Any:
+        if threading.get_ident() == thread:
+            records.append((run, *arguments))
+        return original(run, *arguments, **options)
+
+    with _recording:
+        original = launcher_class.__call__
+        launcher_class.__call__ = call
+        try:
+            yield records
+        finally:
+            launcher_class.__call__ = original
+
+
+def _are_identical(values: Sequence, others: Sequence) -> bool:
+    return len(values) == len(others) and all(map(operator.is_, values, others))
+
+
+def direct_launch(record: tuple, programs: int, stream: int, values: tuple) -> tuple[Callable, tuple, bool] | None:
+    """Return `(call, middle, is_packed)` with which a recorded launch is repeated, or None if it has another form.
+
+    `call(programs, 1, 1, stream, *middle, *values)` launches the kernel; if `is_packed` is True, the last argument is
+    the tuple of the values. `values` are the arguments and the constexprs of the recorded launch.
+    """
+    run, *arguments = record
+    if arguments[:4] != [programs, 1, 1, stream] or not _are_identical(arguments[9:], values):
+        return None
+    middle: tuple = (*arguments[4:6], None, None, None)
+    # A copy of `run` shows what the function in C receives. Memory that `run` allocates differs between two calls.
+    calls: list[tuple] = []
+    try:
+        twin = copy.copy(run)
+        twin.launch = lambda *arguments: calls.append(arguments)
+        for count in (1, 2):
+            twin(count, 1, 1, stream, *middle, *values)
+    except Exception:
+        return run, middle, False
+    is_packed = type(calls[-1][-1]) is tuple and _are_identical(calls[-1][-1], values)
+    end = -1 if is_packed else -len(values)
+    fixed, other = (call[4:end] for call in calls)
+    has_known_form = calls[-1][:4] == (2, 1, 1, stream) and (is_packed or _are_identical(calls[-1][end:], values))
+    return (run.launch, fixed, is_packed) if has_known_form and _are_identical(fixed, other) else (run, middle, False)
 
 
 # Profilers put hooks on launches into `triton.knobs.runtime`. Seen in 3.4 to 3.9. Without them, no hook is seen, so a

@@ -56,7 +56,7 @@ from tigon.ops.logits.token.types import (
     empty_statistics,
 )
 from tigon.runtime.compat.triton import tl, triton
-from tigon.runtime.device import cdiv, device_of, runs_kernels
+from tigon.runtime.device import cdiv, device_of, next_power_of_2, runs_kernels
 from tigon.runtime.launch import in_order, launch, launcher, on_device
 
 # Targets or class weights that the single program of `gradient_scales` reads at a time.
@@ -305,7 +305,7 @@ def option_numbers(options: Options) -> dict[str, float]:
 
 def _extra_block(extra_targets: int) -> int:
     """Return how many extra targets of a row a program reads at once."""
-    return triton.next_power_of_2(max(1, extra_targets))
+    return next_power_of_2(max(1, extra_targets))
 
 
 @on_device

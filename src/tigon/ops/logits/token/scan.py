@@ -14,7 +14,7 @@ from typing import NamedTuple
 from tigon.ops.logits.token import reference
 from tigon.ops.logits.token.types import Options
 from tigon.runtime.compat.triton import tl, triton
-from tigon.runtime.device import Device
+from tigon.runtime.device import Device, next_power_of_2
 from tigon.runtime.tuning import LaunchConfig
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -46,7 +46,7 @@ class ScanConfig(LaunchConfig):
     def heuristic(problem: ScanProblem, device: Device) -> "ScanConfig":
         # 8192 x 128256 on an H200: 0.485 ms to read, 0.991 ms to read and write, at 4.33 and 4.24 TB/s. Blocks of 4096
         # are as fast, but lack registers when every option is on; blocks of 8192 take 5 % longer.
-        block_v = min(max(triton.next_power_of_2(problem.vocabulary), 64), 2048)
+        block_v = min(max(next_power_of_2(problem.vocabulary), 64), 2048)
         num_warps = max(1, min(block_v // 512, 128 // device.warp_size))
         return ScanConfig(block_v, 16 // problem.itemsize, num_warps)
 
