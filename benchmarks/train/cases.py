@@ -25,6 +25,11 @@ CASES: dict[str, dict[str, Any]] = {
         "model": "Qwen3-4B", "lora": 16, "batch": 2, "seq": 1024, "lengths": "256-1024",
         "providers": _PROVIDERS.format("tigon-lean"), **_SMALL,
     },
+    # Captures are a part of the timed steps, because no signature has been used three times before.
+    "trl": {
+        "model": "Llama-3.2-1B", "lora": 16, "batch": 2, "seq": 1024, "trl": True, "curves": True,
+        "providers": "stock,tigon-graphs", "warmup": 2, "steps": 200, "lr": 1e-3,
+    },
 }  # fmt: skip
 
 

@@ -81,6 +81,8 @@ def _title(plan: TrainPlan) -> str:
     sizes = {None: f"{options.batch} x {options.seq:,} tokens", "seq": f"batch {options.batch}"}
     size = sizes.get(options.sweep, f"{options.seq:,} tokens a sequence")
     lora = "" if options.lora is None else f", {'QLoRA' if options.qlora else 'LoRA'} of rank {options.lora}"
+    if options.trl:
+        size, lora = f"{options.batch} texts of at most {options.seq:,} tokens", f"{lora}, TRL's SFTTrainer"
     lengths = f", then lengths of {options.lengths}" if options.lengths else ""
     return f"{options.model}{layers}, {plan.dtype}, {processes}, {size}{lora}{lengths}"
 

@@ -35,7 +35,7 @@ class Measurement:
     `gpu_seconds` and `kernels` are the time and the number of the kernels, copies and fills of a step on a GPU.
 
     `first_seconds` and `again_seconds` are those of steps at uneven lengths, each for the first time and again, without
-    the seconds of `captures` of CUDA graphs.
+    the seconds of `captures` of CUDA graphs. `trained_tokens` are those of all timed steps where texts are padded.
     """
 
     provider: str
@@ -55,6 +55,7 @@ class Measurement:
     first_seconds: list[float] = field(default_factory=list)
     again_seconds: list[float] = field(default_factory=list)
     captures: list[dict[str, Any]] = field(default_factory=list)
+    trained_tokens: int = 0
 
     @property
     def ok(self) -> bool:
@@ -77,6 +78,8 @@ class Measurement:
 
     @property
     def tokens_per_second(self) -> float | None:
+        if self.trained_tokens:
+            return self.trained_tokens / sum(self.seconds)
         return self.tokens / self.step_seconds if self.step_seconds else None
 
     @property
@@ -102,10 +105,12 @@ class Measurement:
 
         Losses, kernels and graphs are those of the first round, because a later round trains the same steps again.
         """
-        for name in ("seconds", "host_seconds", "first_seconds", "again_seconds"):
-            setattr(self, name, getattr(self, name) + event[name])
+        for name in ("seconds", "host_seconds", "first_seconds", "again_seconds", "trained_tokens"):
+            # Training by TRL has no uneven lengths, and other training no count of the tokens.
+            if name in event:
+                setattr(self, name, getattr(self, name) + event[name])
         for name in ("losses", "gpu_seconds", "kernels", "captures"):
-            setattr(self, name, getattr(self, name) or event[name])
+            setattr(self, name, getattr(self, name) or event.get(name))
         for name in ("allocated", "reserved"):
             values = [value for value in (getattr(self, name), event[name]) if value is not None]
             setattr(self, name, max(values, default=None))

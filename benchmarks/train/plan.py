@@ -14,7 +14,16 @@ from benchmarks.train.cases import CASES, use_case
 from benchmarks.train.measurement import STOCK_REVERSED, TOLERANCE
 from benchmarks.train.models import config_fields
 from benchmarks.train.providers import FROZEN, KNOWN, ModelProvider, select
-from benchmarks.train.text import MIN_VOCAB, Corpus, Tokens, cache_folder, read_text, tokenise
+from benchmarks.train.text import (
+    MIN_VOCAB,
+    Corpus,
+    Tokens,
+    cache_folder,
+    draw_documents,
+    read_text,
+    split_paragraphs,
+    tokenise,
+)
 from benchmarks.train.worker import Job
 from tigon.cli.presets import MODEL_HELP
 from tigon.runtime.requirements import unmet
@@ -89,6 +98,10 @@ class TrainOptions:
             help=f"Then also train a step at each of {LENGTH_COUNT} lengths below HIGH, and again at each of them.",
         ),
     ] = None
+    trl: Annotated[
+        bool,
+        typer.Option("--trl", help="Train by the SFTTrainer of TRL, on paragraphs of the text of at most SEQ tokens."),
+    ] = False
     text: TextOption = None
     device: DeviceOption = "auto"
     dtype: Annotated[
@@ -159,7 +172,7 @@ class TrainPlan:
         return Job(
             run.provider.name, config_fields(self.config), str(self.tokens.path), batch, seq, self.steps, self.warmup,
             self.dtype, options.device, options.gpus, options.seed, options.lr, run.reverse, self.demo, options.lora,
-            options.qlora, self.lengths,
+            options.qlora, self.lengths, options.trl,
         )  # fmt: skip
 
 
@@ -240,10 +253,12 @@ def _shorten(config: "PretrainedConfig", layers: int) -> "PretrainedConfig":
     return AutoConfig.for_model(**values)
 
 
-def read_tokens(text: Path | None, config: "PretrainedConfig", longest: int) -> tuple[Corpus, Tokens]:
+def read_tokens(
+    text: Path | None, config: "PretrainedConfig", longest: int, by_paragraph: bool = False
+) -> tuple[Corpus, Tokens]:
     """Read and tokenise the text, which must hold a sequence of `longest` tokens."""
     try:
-        corpus = read_text(text)
+        corpus = split_paragraphs(read_text(text)) if by_paragraph else read_text(text)
     except (OSError, ValueError) as error:
         raise ValueError(f"train: text {error}") from error
     try:
@@ -322,6 +337,13 @@ def check_options(options: TrainOptions, sizes: list[int]) -> None:
             ),
             (message := unmet("accelerate"), f"a run on several gpus {message}"),
         ]
+    if options.trl:
+        other = next((name for name in ("sweep", "lengths") if getattr(options, name)), None)
+        rules += [
+            (options.gpus > 1, f"gpus must be 1 with trl, got {options.gpus}"),
+            (other, f"{other} cannot be combined with trl, whose lengths are those of its texts"),
+            (message := unmet("trl"), f"trl {message}"),
+        ]
     if options.lora is not None:
         packages = ["peft", *(["bitsandbytes"] if options.qlora else [])]
         rules.append((message := unmet(*packages), f"lora {message}"))
@@ -341,6 +363,8 @@ def make_plan(options: TrainOptions) -> TrainPlan:
     lengths = draw_lengths(options)
     providers = select(options.providers)
     for provider in providers:
+        if options.trl and provider.base not in ("stock", "tigon"):
+            raise ValueError(f"train: trl needs providers of stock and tigon, got {provider.name!r}")
         if options.lora is None and (provider.loads or not provider.trains):
             reason = "is compared with adapters" if provider.name == FROZEN else "trains only adapters"
             raise ValueError(f"train: the provider {provider.name} {reason}: it needs --lora, got none")
@@ -356,12 +380,14 @@ def make_plan(options: TrainOptions) -> TrainPlan:
         runs.insert(1 + runs.index(stock), replace(stock, name=STOCK_REVERSED, reverse=True))
     config = model_config(options.model, options.layers)
     longest = max([options.seq, *(sizes if options.sweep == "seq" else [])])
-    corpus, tokens = read_tokens(options.text, config, longest)
-    in_sweep = options.sweep is not None
+    corpus, tokens = read_tokens(options.text, config, longest, options.trl)
+    steps = options.steps or (4 if options.sweep else 50 if options.curves else 10)
+    warmup = options.warmup if options.warmup is not None else (2 if options.sweep else 3)
+    if options.trl:
+        # Refuse a text that has too few paragraphs.
+        draw_documents(tokens.path, (warmup + steps) * options.batch, options.seq, options.seed)
     return TrainPlan(
         options, config, tokens, corpus,
         dtype=options.dtype or ("float32" if options.device == "cpu" else "bfloat16"),
-        steps=options.steps or (4 if in_sweep else 50 if options.curves else 10),
-        warmup=options.warmup if options.warmup is not None else (2 if in_sweep else 3),
-        runs=runs, sizes=sizes, lengths=lengths,
+        steps=steps, warmup=warmup, runs=runs, sizes=sizes, lengths=lengths,
     )  # fmt: skip

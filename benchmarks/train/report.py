@@ -39,8 +39,7 @@ Value = Callable[[Measurement], float | None]
 
 
 UNEVEN = (
-    "A step at each of several lengths, for the first time and again. ms: the mean, without captures of CUDA graphs, "
-    "which have columns of their own: their number, their seconds in all, and those of the longest one."
+    "A step at each of several lengths, for the first time and again. ms: the mean, without captures of CUDA graphs."
 )
 
 
@@ -56,8 +55,9 @@ def legend(machine: dict[str, Any]) -> str:
         "One step: forward, backward, optimizer, zero_grad. ms: median of the timed steps, in brackets their "
         "quartiles; GPU ms and kernels: the sum of the times of a step's kernels, copies and fills in a profile of "
         "three more steps, and their number; x GPU: ms divided by GPU ms; host ms: until the calls return; tokens/s: "
-        f"of all ranks; peak and reserved GiB: {memory}; above state: the peak less parameters and optimizer states, "
-        "in the demo also less gradients."
+        "of all ranks, or with TRL those of all timed steps, without padding and with the time of captures; captures: "
+        "pairs of CUDA graphs, with their seconds in all and those of the longest one; peak and reserved GiB: "
+        f"{memory}; above state: the peak less parameters and optimizer states, in the demo also less gradients."
     )
 
 
@@ -71,6 +71,11 @@ def _as_ms(seconds: float | None) -> str:
 
 def _ratio(value: float | None, reference: float | None) -> str:
     return f"{value / reference:.2f}" if value and reference else "-"
+
+
+def _captures(row: Measurement) -> str:
+    seconds = [capture["seconds"] for capture in row.captures]
+    return f"{len(seconds)} ({sum(seconds):.1f} s, {max(seconds):.2f} s)" if seconds else "-"
 
 
 def _milliseconds(row: Measurement) -> str:
@@ -106,13 +111,15 @@ def _cells(rows: Sequence[Measurement]) -> tuple[list[str], list[list[str]]]:
 
     titles = ["provider", "batch", "length", "ms", "GPU ms", "x GPU", "kernels", "host ms", "tokens/s"]
     titles += [f"x {peer}" for peer in peers]
-    titles += ["peak GiB", "above state", "reserved GiB", "note"]
+    has_captures = any(row.captures for row in rows)
+    titles += [*["captures"] * has_captures, "peak GiB", "above state", "reserved GiB", "note"]
     cells = [
         [row.provider, str(row.batch), f"{row.seq:,}", _milliseconds(row), _as_ms(row.gpu_seconds),
          _ratio(row.step_seconds, row.gpu_seconds), "-" if row.kernels is None else f"{row.kernels:,}",
          _as_ms(row.median_host_seconds),
          "-" if row.tokens_per_second is None else f"{row.tokens_per_second:,.0f}",
-         *(ratio(row, peer) for peer in peers), _format_gib(row.allocated), _format_gib(row.above_state),
+         *(ratio(row, peer) for peer in peers), *[_captures(row)] * has_captures, _format_gib(row.allocated),
+         _format_gib(row.above_state),
          _format_gib(row.reserved), _note(row)]
         for row in rows
     ]  # fmt: skip
@@ -126,14 +133,10 @@ def _uneven_cells(rows: Sequence[Measurement]) -> tuple[list[str], list[list[str
     stock = means.get("stock", (None, None))
     cells = []
     for row in rows:
-        (first, again), seconds = means[row.provider], [capture["seconds"] for capture in row.captures]
-        cells.append([
-            row.provider, str(len(row.first_seconds)), _as_ms(first), _ratio(stock[0], first), _as_ms(again),
-            _ratio(stock[1], again), str(len(seconds)), f"{sum(seconds):.1f}", f"{max(seconds, default=0.0):.2f}",
-            _format_gib(row.reserved),
-        ])  # fmt: skip
-    titles = ["provider", "lengths", "first ms", "x stock", "again ms", "x stock", "captures", "seconds", "longest"]
-    return [*titles, "reserved GiB"], cells
+        first, again = means[row.provider]
+        ratios = _ratio(stock[0], first), _ratio(stock[1], again)
+        cells.append([row.provider, str(len(row.first_seconds)), _as_ms(first), ratios[0], _as_ms(again), ratios[1]])
+    return ["provider", "lengths", "first ms", "x stock", "again ms", "x stock"], cells
 
 
 def _curve_cells(curves: dict[str, LossComparison]) -> tuple[list[str], list[list[str]]]:

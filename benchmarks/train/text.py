@@ -5,6 +5,7 @@ A BPE that is trained on the text tokenises it. The tokens are cached in a file,
 
 import hashlib
 import os
+import re
 import sysconfig
 import tempfile
 from collections.abc import Iterator
@@ -22,6 +23,8 @@ MAX_CHARACTERS = 20_000_000
 SEPARATOR = "<|endoftext|>"
 # The smallest vocabulary has 256 bytes, the separator, and some merges.
 MIN_VOCAB = 512
+# The least number of tokens of a text that TRL trains on.
+MIN_DOCUMENT = 32
 _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
@@ -90,6 +93,17 @@ def read_text(source: Path | None = None) -> Corpus:
     return Corpus(name, documents)
 
 
+def split_paragraphs(corpus: Corpus) -> Corpus:
+    """Return the corpus with a document for each paragraph; in Python, that is a function or a class.
+
+    A paragraph begins after an empty line, at a line that is not indented.
+
+    >>> split_paragraphs(Corpus("", ["import os\\n\\ndef f():\\n    a\\n\\n    b\\n"])).documents
+    ['import os', 'def f():\\n    a\\n\\n    b\\n']
+    """
+    return Corpus(corpus.name, [text for document in corpus.documents for text in re.split(r"\n\n+(?=\S)", document)])
+
+
 def _load(path: Path) -> Tokens | None:
     """Return the tokens of a file of the cache, or None if it is absent or damaged."""
     try:
@@ -134,6 +148,24 @@ def tokenise(corpus: Corpus, vocab: int, cache: Path | None = None) -> Tokens:
         tokens = _load(path)
     assert tokens is not None
     return tokens
+
+
+def draw_documents(path: Path, count: int, longest: int, seed: int) -> list[list[int]]:
+    """Return the first `longest` tokens of documents that have at least 32, in an order that depends on the seed alone.
+
+    Raises:
+        ValueError: the text has fewer than `count` such documents.
+    """
+    tokens = np.load(path, mmap_mode="r")
+    ends = np.flatnonzero(tokens == 0)
+    starts = np.concatenate([[0], ends[:-1] + 1])
+    (long_enough,) = np.nonzero(ends - starts >= MIN_DOCUMENT)
+    if len(long_enough) < count:
+        raise ValueError(
+            f"train: text must have {count} paragraphs of at least {MIN_DOCUMENT} tokens, got {len(long_enough)}"
+        )
+    order = torch.randperm(len(long_enough), generator=torch.Generator().manual_seed(seed))[:count]
+    return [tokens[starts[i] : min(ends[i], starts[i] + longest)].tolist() for i in long_enough[order.numpy()]]
 
 
 def batches(path: Path, batch: int, seq: int, seed: int) -> Iterator[Tensor]:

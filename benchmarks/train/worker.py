@@ -6,8 +6,9 @@ It trains the steps of a `Job` and writes these events, the last of which is tha
      "threads": .., "seconds": ..}
     {"event": "step", "step": .., "loss": .., "timed": ..}
     {"event": "point", "seconds": [..], "host_seconds": [..], "losses": [..], "allocated": .., "reserved": ..,
-     "gpu_seconds": .., "kernels": .., "first_seconds": [..], "again_seconds": [..], "captures": [..],
-     "applied": ..}
+     "captures": [..], "applied": ..}
+
+The last event also has "gpu_seconds", "kernels", "first_seconds" and "again_seconds", or "trained_tokens" of TRL.
 """
 
 import gc
@@ -51,7 +52,8 @@ class Job:
     order, so that the loss is the same and its sums are taken in another order. With `keeps_gradients`, gradients are
     zeroed in place, so that they are a part of the state between steps. With `lora`, only adapters of this rank are
     trained; with `qlora`, the layers that have adapters are in 4 bits. `warmup` steps come before the timed `steps`.
-    Then the model trains a step at each of the `lengths`, which are shorter than `seq`, and a second time at each.
+    Then the model trains a step at each of the `lengths`, which are shorter than `seq`, and a second time at each. With
+    `trl`, the SFTTrainer of TRL trains on texts of at most `seq` tokens.
     """
 
     provider: str
@@ -71,6 +73,7 @@ class Job:
     lora: int | None = None
     qlora: bool = False
     lengths: Sequence[int] = ()
+    trl: bool = False
 
 
 @dataclass
@@ -148,7 +151,7 @@ class Trainer:
             # Before other libraries and before CUDA starts: Unsloth changes both.
             unsloth_model.import_unsloth(job.device)
         self.device = select_device(job.device, rank, job.ranks)
-        self.job, self.rank, self._write_event, self._steps = job, rank, write_event, 0
+        self.job, self.rank, self.write_event, self._steps = job, rank, write_event, 0
         self._data = batches(Path(job.tokens), job.batch * job.ranks, job.seq, job.seed)
         self._facts: dict[str, Any] = {}
         model: nn.Module
@@ -256,7 +259,7 @@ class Trainer:
             meter.wait(first_mark + index + 1)
             times.losses.append(losses_on_host[index].item())
             if first_step is not None:
-                self._write_event("step", step=first_step + index, loss=times.losses[-1], timed=True)
+                self.write_event("step", step=first_step + index, loss=times.losses[-1], timed=True)
 
         for index, length in enumerate(lengths):
             ids, captured = self._next_batch(length), len(self.captures())
@@ -292,8 +295,8 @@ class Trainer:
         for index in range(job.warmup):
             # `item` waits for the step.
             losses.append(self.step(self._next_batch()).item())
-            self._write_event("step", step=index, loss=losses[-1], timed=False)
-        meter = StepMeter(self.device, self.state_bytes)
+            self.write_event("step", step=index, loss=losses[-1], timed=False)
+        meter = self.make_meter()
         timed = self._time_steps([None] * job.steps, meter, job.warmup)
         # `torch.compile` would compile each length anew, or give up the graphs.
         lengths = () if self.provider.compiles else job.lengths
@@ -306,8 +309,14 @@ class Trainer:
             "again_seconds": again.seconds, "allocated": allocated_peak, "reserved": reserved_peak,
             "gpu_seconds": gpu_seconds, "kernels": kernels,
         }  # fmt: skip
-        # The report of the patch now also says which calls ran without a graph.
-        return merge_ranks(fields, job.ranks) | {"captures": self.captures(), "applied": str(self.applied)}
+        return merge_ranks(fields, job.ranks) | self.graph_facts()
+
+    def graph_facts(self) -> dict[str, Any]:
+        """Return the fields of "point" that the report of the patch has after the training."""
+        return {"captures": self.captures(), "applied": str(self.applied)}
+
+    def make_meter(self) -> StepMeter:
+        return StepMeter(self.device, self.state_bytes)
 
 
 def train_job(job: dict[str, Any], rank: int, write_event: WriteEvent) -> None:
@@ -317,7 +326,12 @@ def train_job(job: dict[str, Any], rank: int, write_event: WriteEvent) -> None:
     except (Missing, UnsupportedModel) as refusal:
         write_event("refused", status=refusal.status, note=str(refusal))
         return
-    write_event("point", **trainer.train())
+    if trainer.job.trl:
+        from benchmarks.train.trl import train_by_trl
+
+        write_event("point", **train_by_trl(trainer))
+    else:
+        write_event("point", **trainer.train())
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""examples/trl_sft.py trains with the losses of TRL without Tigon, and time_trl.py counts what is at work."""
+"""examples/trl_sft.py trains with the losses of TRL without Tigon."""
 
 import re
 import runpy
@@ -38,14 +38,3 @@ def test_the_losses_are_those_of_trl(monkeypatch, capsys, tmp_path):
     assert len(losses[0]) == 2
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
     assert tigon.integrations.trl.is_enabled()
-
-
-def test_the_script_that_times_counts_the_level_and_the_loss(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["time_trl.py", "--model", "tiny", "--seq", "32", "--steps", "3"])
-    runpy.run_path(str(FOLDER / "time_trl.py"), run_name="__main__")
-    lines = [line for line in capsys.readouterr().out.splitlines() if "tokens/s" in line]
-    assert [re.search(r"lean (\d+), loss (\d+)$", line).groups() for line in lines] == [("3", "3")] * 2 + [
-        ("0", "0")
-    ] * 2
-    losses = [float(re.search(r"  loss (\S+)", line)[1]) for line in lines]
-    assert losses == pytest.approx([losses[2]] * 4, rel=2**-8)

@@ -106,6 +106,9 @@ def test_a_search_doubles_and_then_halves_the_gap(sizes, limit, resolution, room
             ({"lengths": text}, f"lengths must be a range such as .*, got '{text}'")
             for text in ("8-33", "9", "1-8", "9-9")
         ),
+        ({"trl": True, "lengths": "8-32"}, "lengths cannot be combined with trl"),
+        ({"trl": True}, "text must have 26 paragraphs of at least 32 tokens, got 0"),
+        ({"trl": True, "providers": "stock,liger"}, "trl needs providers of stock and tigon, got 'liger'"),
         ({"lr": 0.0}, "lr must be positive and finite, got 0.0"),
         ({"lr": float("inf")}, "lr must be positive and finite, got inf"),
         ({"lora": 0}, "lora must be at least 1, got 0"),

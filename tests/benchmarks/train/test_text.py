@@ -10,7 +10,15 @@ import torch
 pytest.importorskip("tokenizers")
 
 from benchmarks.train import text as module
-from benchmarks.train.text import Corpus, batches, cache_folder, read_text, tokenise
+from benchmarks.train.text import (
+    Corpus,
+    batches,
+    cache_folder,
+    draw_documents,
+    read_text,
+    split_paragraphs,
+    tokenise,
+)
 
 
 def test_files_are_read_in_order(text):
@@ -100,3 +108,23 @@ def test_a_text_shorter_than_a_sequence_is_refused(tmp_path):
     np.save(tmp_path / "tokens.npy", np.arange(20, dtype=np.uint32))
     with pytest.raises(ValueError, match="seq=32, got 20 tokens"):
         next(batches(tmp_path / "tokens.npy", 1, 32, 0))
+
+
+def test_long_paragraphs_are_drawn_without_their_separators(tmp_path):
+    path = tmp_path / "tokens.npy"
+    lengths = [40, 31, 32, 100, 0, 50]
+    np.save(path, np.concatenate([[*range(1000 * i + 1, 1000 * i + 1 + n), 0] for i, n in enumerate(lengths)]))
+    documents = draw_documents(path, 4, 64, seed=0)
+    assert sorted(map(len, documents)) == [32, 40, 50, 64]
+    assert {tuple(document) for document in documents} >= {tuple(range(1, 41)), tuple(range(3001, 3065))}
+    assert documents == draw_documents(path, 4, 64, seed=0)
+    assert documents[:2] == draw_documents(path, 2, 64, seed=0)
+    assert documents != draw_documents(path, 4, 64, seed=1)
+    with pytest.raises(ValueError, match="text must have 5 paragraphs of at least 32 tokens, got 4"):
+        draw_documents(path, 5, 64, seed=0)
+
+
+def test_the_functions_of_a_module_are_paragraphs():
+    source = "import os\n\n\ndef f():\n    x = 1\n\n    return x\n\n@g\nclass A:\n    pass\n"
+    documents = split_paragraphs(Corpus("name", [source, "text"])).documents
+    assert documents == ["import os", "def f():\n    x = 1\n\n    return x", "@g\nclass A:\n    pass\n", "text"]

@@ -168,10 +168,42 @@ def test_a_case_trains_uneven_lengths_twice_and_counts_captures_separately(run, 
     assert "Uneven lengths" in output
 
 
+@pytest.fixture
+def trl_state(monkeypatch):
+    """Skip the test without TRL; switch Tigon's losses in TRL off after it, and forget the state of accelerate."""
+    pytest.importorskip("trl")
+    accelerate = pytest.importorskip("accelerate")
+    yield
+    tigon.integrations.trl.disable()
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    accelerate.state.GradientState._reset_state()
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:.*pin_memory")
+def test_trl_trains_uneven_texts_with_the_losses_of_stock(run, in_process, trl_state, tmp_path):
+    lines = [f"    {name} = {name} * {name} + 1\n" for name in ("first", "second", "third", "fourth", "fifth")]
+    text = tmp_path / "functions.py"
+    text.write_text("\n".join(f"def f{i}(x):\n{''.join(lines[: 2 + i % 4] * 4)}" for i in range(60)))
+    options = ("--case", "trl", "--seq", "48", "--steps", "3", "--lora", "4", "--text", str(text))
+    code, output, report = run("--providers", "stock,tigon", *options)
+    assert code == 0, output
+    stock, noise, patched = report["rows"]
+    assert (stock["provider"], noise["provider"], patched["provider"]) == ("stock", "stock-reversed", "tigon")
+    assert len(stock["losses"]) == 4
+    assert len(stock["samples"]["seconds"]) == len(stock["samples"]["host_seconds"]) == 3
+    assert patched["losses"] == pytest.approx(stock["losses"], rel=1e-5)
+    assert report["curves"]["tigon"]["agrees"] is True
+    # Two texts a step, of 32 to 48 tokens each.
+    assert 3 * 2 * 32 <= stock["trained_tokens"] == patched["trained_tokens"] <= 3 * 2 * 48
+    assert stock["tokens_per_second"] == pytest.approx(stock["trained_tokens"] / sum(stock["samples"]["seconds"]))
+    assert "linear_cross_entropy" in report["settings"]["applied"]["tigon"]
+    assert (tmp_path / "out" / "loss.png").exists()
+
+
 def test_an_unknown_case_is_refused(run):
     code, output, _ = run("--case", "llama-2b")
     assert code == 2
-    assert "must be one of llama-1b, llama-8b-lora, qwen-4b-lora" in " ".join(output.replace("│", " ").split())
+    assert "must be one of llama-1b, llama-8b-lora, qwen-4b-lora, trl" in " ".join(output.replace("│", " ").split())
 
 
 def test_a_sweep_goes_on_after_a_size_that_does_not_fit(run, in_process, monkeypatch):
