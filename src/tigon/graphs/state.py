@@ -6,50 +6,49 @@ modules and of their configurations, and compares them before each replay.
 """
 
 import operator
-from collections.abc import ItemsView, Iterator
+from collections import OrderedDict
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
 
 from tigon.recognition.replacement import Replacement
-from tigon.runtime.compat.modules import HOOK_TABLES
 
-_CONTAINERS = (dict, list, tuple, set)
-# The tables of a module that are compared by their items.
-_TABLES = ("_parameters", "_buffers", "_modules")
+_CONTAINERS = (dict, OrderedDict, list, tuple, set)
 
 
-def _copy(x: Any) -> Any:
-    """Return a copy of a container, and of the containers in it. Other objects are returned themselves."""
-    if type(x) is dict:
-        return {key: _copy(value) for key, value in x.items()}
-    return type(x)(map(_copy, x)) if type(x) in _CONTAINERS else x
+def _copy(x: Any, empty: list[Any]) -> Any:
+    """Return a copy of a container, and of the containers in it. Other objects are returned themselves.
+
+    Empty containers are returned themselves and added to `empty`: most tables of a module are empty, and a comparison
+    of an object with itself takes no time.
+    """
+    if type(x) not in _CONTAINERS:
+        return x
+    if not x:
+        empty.append(x)
+        return x
+    if isinstance(x, dict):
+        return {key: _copy(value, empty) for key, value in x.items()}
+    return type(x)(_copy(value, empty) for value in x)
 
 
 class ModelState:
     """The recorded state of a model.
 
-    Each dict of attributes has a copy. Views of both are compared in C: an attribute is the same if it is the same
-    object, or if it is equal, as numbers and containers may be.
+    The attributes of each module are compared with a copy, in C: an attribute is unchanged if it is the same object, or
+    if it is equal, as numbers and containers may be.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.trained = [p for p in model.parameters() if p.requires_grad]
         self.tensors = [*model.parameters(), *model.buffers()]
         self.facts = self._read_tensors()
-        self.names, attributes = zip(*_attributes(model), strict=True)
-        copies = [{k: _copy(x) for k, x in now.items() if k not in (*_TABLES, *HOOK_TABLES)} for now in attributes]
-        self.copies: list[ItemsView] = [copy.items() for copy in copies]
-        self.attributes: list[ItemsView] = [now.items() for now in attributes]
-        tables = [table for module in model.modules() for table in map(vars(module).__getitem__, _TABLES)]
-        self.copies += [dict(table).items() for table in tables]
-        self.attributes += [table.items() for table in tables]
-        # The number of items shows what was added. Hooks are compared by their number alone.
-        self.sized = [
-            *self.attributes,
-            *(getattr(module, hooks) for module in model.modules() for hooks in HOOK_TABLES),
-        ]
-        self.sizes = [*map(len, self.sized)]
+        names, attributes = zip(*_attributes(model), strict=True)
+        self.names: tuple[str, ...] = names
+        self.attributes: tuple[dict[str, Any], ...] = attributes
+        self.empty: list[Any] = []
+        self.copies = [_copy(now, self.empty) for now in attributes]
         self.replacements = [x for now in attributes for x in now.values() if isinstance(x, Replacement)]
         self.recipes = self._read_recipes()
 
@@ -60,29 +59,31 @@ class ModelState:
         """Return the facts about the tensors of the model that a graph depends on."""
         return [(x.data_ptr(), x.requires_grad, 0 if x.requires_grad else _version(x)) for x in self.tensors]
 
+    def changed_tensor(self) -> str | None:
+        """Return what has changed about the tensors of the model, or None. A replay reads and writes their memory."""
+        return None if self._read_tensors() == self.facts else "a parameter or a buffer"
+
     def change(self) -> str | None:
         """Return what has changed since the capture, or None."""
-        if self._read_tensors() != self.facts:
-            return "a parameter or a buffer"
+        if (change := self.changed_tensor()) is not None:
+            return change
         if self._read_recipes() != self.recipes:
             return "a forward"
         try:
-            if [*map(len, self.sized)] == self.sizes and all(map(operator.le, self.copies, self.attributes)):
+            if not any(self.empty) and all(map(operator.eq, self.copies, self.attributes)):
                 return None
         except Exception:
-            # An object of another type may have no comparison.
+            # Two tensors that are not the same have no comparison that is true or false.
             return "an attribute"
         return self._find_change()
 
     def _find_change(self) -> str:
         """Return the first attribute that has changed."""
-        for i, (copy, now) in enumerate(zip(self.copies, self.attributes, strict=True)):
-            changed = [key for key, value in copy if (key, value) not in now]
-            if changed and i < len(self.names):
-                return f"{self.names[i]}.{changed[0]}"
-            if changed:
-                return f"a child, a parameter or a buffer named {changed[0]}"
-        return "the number of attributes, children or hooks"
+        for name, copy, now in zip(self.names, self.copies, self.attributes, strict=True):
+            for key in copy.keys() | now.keys():
+                if key not in copy or key not in now or copy[key] != now[key]:
+                    return f"{name}.{key}"
+        return "an empty list, dict or table of hooks"
 
 
 def _attributes(model: nn.Module) -> Iterator[tuple[str, dict[str, Any]]]:
