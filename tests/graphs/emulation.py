@@ -20,6 +20,12 @@ class EmulatedMemory(capture.GraphMemory):
         self._pending = lambda: None
         self._given = []
 
+    def random_state(self):
+        return torch.get_rng_state()
+
+    def set_random_state(self, state):
+        torch.set_rng_state(state)
+
 
 class EmulatedPlace:
     """The place of a gradient: all views have the data of one tensor, in storages of their own."""
@@ -89,7 +95,7 @@ def emulated_capture(compute, memory, inputs, parameters, *, warms_up):
 
     return capture.Pair(
         memory, _Replay(replay_forward), _Replay(replay_backward), static, kept, upstream, outputs, places,
-        time.perf_counter() - begin,
+        seconds=time.perf_counter() - begin,
     )  # fmt: skip
 
 

@@ -45,6 +45,14 @@ class GraphMemory:
         self._pending: Callable[[], Ticket | None] = lambda: None
         self._given: list[_Given] = []
 
+    def random_state(self) -> Tensor:
+        """Return the state of the random numbers of the device. The host does not wait for the device."""
+        return torch.cuda.get_rng_state(self.device)
+
+    def set_random_state(self, state: Tensor) -> None:
+        """Set the state of the random numbers of the device."""
+        torch.cuda.set_rng_state(state, self.device)
+
     def has_pending_backward(self) -> bool:
         """Return whether the backward of an earlier replay can still run."""
         ticket = self._pending()
@@ -136,6 +144,8 @@ class Pair:
     outputs: Any
     # The place of the gradient of each tensor that the call differentiates, or None if it has none.
     gradients: Sequence[GradientPlace | None]
+    # Whether the forward writes to a buffer of the model, so that a replay must not be discarded.
+    writes_to_model: bool = False
     seconds: float = 0.0
     # How often the pair was replayed.
     uses: int = field(default=0)
@@ -232,10 +242,10 @@ def capture(
     graphs = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
     with torch.cuda.device(memory.device), torch.cuda.stream(memory.stream), torch.enable_grad():
         if warms_up:
-            state = torch.cuda.get_rng_state(memory.device)
+            state = memory.random_state()
             _, output = compute(static, aliases)
             torch.autograd.grad(output, leaves, torch.ones_like(output), allow_unused=True)
-            torch.cuda.set_rng_state(state, memory.device)
+            memory.set_random_state(state)
             del _, output
             release_cached_memory(memory.device)
         with _capturing(graphs[0], memory.forward_pool, memory.device):
@@ -248,7 +258,7 @@ def capture(
     torch.cuda.current_stream(memory.device).wait_stream(memory.stream)
     kept = output.detach()
     outputs = map_tensors(lambda tensor: kept if tensor is output else tensor.detach(), outputs)
-    return Pair(memory, *graphs, static, kept, upstream, outputs, places, time.perf_counter() - begin)
+    return Pair(memory, *graphs, static, kept, upstream, outputs, places, seconds=time.perf_counter() - begin)
 
 
 def _segments(pool: Any) -> list[range]:

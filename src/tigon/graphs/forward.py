@@ -13,7 +13,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -143,55 +143,72 @@ class GraphedForward:
     def compute(self, model: nn.Module, run: Callable, preparation: Preparation) -> Any:
         """Return the output of a call: from a pair of graphs, or eagerly."""
         arguments = preparation.arguments
-        reason, call, key = None, None, None
         try:
             if self.obstacle is not None:
                 raise NotCaptured(self.obstacle)
-            self.check_state()
             if self.state is None:
                 check_model(model)
+            elif (change := self.state.changed_tensor()) is not None:
+                self.forget_after(change)
             call = divide_arguments(arguments, next(model.parameters()).device)
-            key = call.signature()
-            pair = self.find_pair(model, run, call, key, preparation)
-        except NotCaptured as error:
-            reason, pair = str(error), None
-        if pair is None:
-            self.note(reason or "signatures are captured at their third use")
+            output = self.replay(call, self.find_pair(model, run, call, preparation))
+        except NotCaptured as reason:
+            self.note(str(reason))
             return preparation.finish(run(model, **arguments))
-        assert call is not None
-        assert self.state is not None
         self.record.replayed += 1
-        return preparation.finish(pair.replay(call.inputs, [*self.state.trained, *call.differentiated()]))
+        return preparation.finish(output)
 
-    def find_pair(
-        self, model: nn.Module, run: Callable, call: Call, key: tuple, preparation: Preparation
-    ) -> Pair | None:
-        """Return the pair of a signature, which this call may capture; None if it was used too rarely."""
+    def replay(self, call: Call, pair: Pair) -> Any:
+        """Return the output of a replay.
+
+        The host compares the attributes of the model with those of the capture while the device computes. If one has
+        changed, the result is discarded, and the random numbers of the device are drawn again.
+
+        Raises:
+            NotCaptured: The model has changed.
+        """
+        assert self.state is not None
+        tensors = [*self.state.trained, *call.differentiated()]
+        if pair.writes_to_model and (change := self.state.change()) is not None:
+            self.forget_after(change)
+        random_state = pair.memory.random_state()
+        output = pair.replay(call.inputs, tensors)
+        if (change := self.state.change()) is not None:
+            pair.memory.set_random_state(random_state)
+            self.forget_after(change)
+        return output
+
+    def find_pair(self, model: nn.Module, run: Callable, call: Call, preparation: Preparation) -> Pair:
+        """Return the pair of graphs of a call, which this call may capture.
+
+        Raises:
+            NotCaptured: No graph can compute the call, or its signature was used too rarely.
+        """
+        key = call.signature()
         if key in self.refused:
             raise NotCaptured(self.refused[key])
         self.uses[key] += 1
         if self.uses[key] <= EAGER_USES:
-            return None
+            raise NotCaptured("signatures are captured at their third use")
         if self.memory is not None:
             if self.memory.has_pending_backward():
                 raise NotCaptured("the backward of an earlier call has not run")
             if self.memory.gradients_are_shared():
                 raise NotCaptured("gradients of an earlier step are still in use outside of .grad")
         if key not in self.pairs:
+            if self.state is not None and (change := self.state.change()) is not None:
+                self.forget_after(change)
             self.pairs[key] = self.capture(model, run, call, key, preparation)
         return self.pairs[key]
 
-    def check_state(self) -> None:
-        """Drop all pairs if the model has changed since they were captured."""
-        change = self.state.change() if self.state is not None else None
-        if change is None:
-            return
+    def forget_after(self, change: str) -> NoReturn:
+        """Drop all pairs because the model has changed since they were captured, and let the call run eagerly."""
         self.forget()
         self.changes += 1
-        LOGGER.debug("tigon: %s has changed, so the graphs are captured again", change)
+        reason = f"{change} has changed"
         if self.changes >= MOST_CHANGES:
-            self.obstacle = f"{change} has changed after {self.changes} captures"
-            raise NotCaptured(self.obstacle)
+            self.obstacle = reason = f"{change} has changed after {self.changes} captures"
+        raise NotCaptured(reason)
 
     def capture(self, model: nn.Module, run: Callable, call: Call, key: tuple, preparation: Preparation) -> Pair:
         """Capture the call; after an error, its signature runs eagerly from then on."""
@@ -202,6 +219,7 @@ class GraphedForward:
             self.drop_least_used()
         compute = functools.partial(_compute, model, run, call.constants, self.state.trained)
         text = call.describe()
+        versions = self.state.tensor_versions()
         try:
             with preparation.context():
                 pair = self._capture(compute, call, is_first)
@@ -217,6 +235,7 @@ class GraphedForward:
         if (change := self.state.change()) is not None:
             self.refused[key] = reason = f"its forward changes {change}"
             raise NotCaptured(reason)
+        pair.writes_to_model = self.state.tensor_versions() != versions
         self.record.captured.append(Captured(text, pair.seconds))
         _say(f"tigon: captured {text} as a pair of CUDA graphs in {pair.seconds:.1f} s")
         return pair

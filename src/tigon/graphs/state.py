@@ -59,6 +59,10 @@ class ModelState:
         """Return the facts about the tensors of the model that a graph depends on."""
         return [(x.data_ptr(), x.requires_grad, 0 if x.requires_grad else _version(x)) for x in self.tensors]
 
+    def tensor_versions(self) -> list[int]:
+        """Return how often each tensor of the model was changed in place."""
+        return [0 if x.is_inference() else x._version for x in self.tensors]
+
     def changed_tensor(self) -> str | None:
         """Return what has changed about the tensors of the model, or None. A replay reads and writes their memory."""
         return None if self._read_tensors() == self.facts else "a parameter or a buffer"
