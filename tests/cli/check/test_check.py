@@ -1,9 +1,11 @@
 """`tigon check` finds an op that is wrong, an op that raises and a model that differs, and always writes its file."""
 
+import contextlib
 import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -161,6 +163,34 @@ def test_a_fast_path_that_does_not_exist_here_is_skipped_with_its_reason():
     assert outcomes["torch.compile, one graph"].status == "passed", outcomes["torch.compile, one graph"].note
     assert outcomes["direct launches"].status == "skipped"
     assert outcomes["direct launches"].note == "no kernels run on this device"
+
+
+def test_the_ratio_of_step_and_gpu_time_needs_a_gpu():
+    (check,) = (check[3] for check in fast_path_checks.fast_path_checks(CPU) if check[1].startswith("step to GPU time"))
+    outcome = outcome_of(check)
+    assert (outcome.status, outcome.note) == ("skipped", "needs a GPU")
+
+
+def test_the_ratio_of_step_and_gpu_time_is_that_of_the_profile(monkeypatch):
+    pytest.importorskip("transformers")
+    kinds = torch.autograd.DeviceType
+    events = [
+        SimpleNamespace(device_type=kind, time_range=SimpleNamespace(elapsed_us=lambda: 500.0))
+        for kind in (kinds.CUDA, kinds.CPU, kinds.CUDA)
+    ]
+    profile = lambda activities: contextlib.nullcontext(SimpleNamespace(events=lambda: events))
+    monkeypatch.setattr(fast_path_checks, "profile", profile)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    milliseconds, gpu_milliseconds = fast_path_checks._step_times(CPU)
+    assert milliseconds > 0
+    # Two kernels of half a millisecond in five steps.
+    assert gpu_milliseconds == pytest.approx(0.2)
+    with pytest.raises(AssertionError, match="no graph was captured: (.|\n)*on cpu"):
+        fast_path_checks._step_times(CPU, graphs=True)
+    times = iter([(12.0, 2.0), (1.5, 1.0)])
+    monkeypatch.setattr(fast_path_checks, "_step_times", lambda device, **options: next(times))
+    note = fast_path_checks._step_to_gpu_time(torch.device("cuda"))
+    assert note == "a step takes 12.0 ms, 6.0 times its GPU time; with graphs=True 1.50 ms, 1.5 times"
 
 
 def test_a_wrong_op_is_not_timed(monkeypatch):

@@ -1,19 +1,24 @@
 """The faster ways in which Tigon launches kernels and multiplies, and the modes of torch that its ops run in.
 
 Each of these has a slower way with the same results. A check compares the two, and says why the faster way is not used
-where it is not.
+where it is not. The last check measures how much of a training step is the time of the host.
 """
 
 import functools
+import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 import tigon
+from tigon.cli.check.model_checks import VOCABULARY, make_batch, tiny_model
 from tigon.cli.check.report import Check, NotChecked
 from tigon.runtime import cublaslt, launch, products
 from tigon.runtime.device import device_of, runs_kernels
+from tigon.runtime.requirements import unmet
 from tigon.testing import assert_accurate
 
 
@@ -95,11 +100,49 @@ def _compiled(device: torch.device) -> str:
     return ""
 
 
+def _step_times(device: torch.device, **options: Any) -> tuple[float, float]:
+    """Return the ms of a training step of a tiny patched model, and the ms in which the GPU works in it."""
+    model, batch = tiny_model("llama", device), make_batch(VOCABULARY, device=str(device))
+    report = tigon.patch(model, **options)
+
+    def train(steps: int) -> None:
+        for _ in range(steps):
+            model.zero_grad()
+            model(**batch).loss.backward()
+        torch.cuda.synchronize(device)
+
+    # A signature is captured at its third use.
+    train(5)
+    if report.graphs is not None and not report.graphs.captured:
+        raise AssertionError(f"no graph was captured: {report.graphs}")
+    start = time.perf_counter()
+    train(20)
+    step_ms = (time.perf_counter() - start) * 1e3 / 20
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        train(5)
+    kernels = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    return step_ms, sum(kernel.time_range.elapsed_us() for kernel in kernels) / 1e3 / 5
+
+
+def _step_to_gpu_time(device: torch.device) -> str:
+    """Compare the time of a step of a tiny model with the work of the GPU in it. The rest is the time of the host."""
+    if device.type != "cuda":
+        raise NotChecked("needs a GPU")
+    if reason := unmet("transformers", extra="hf"):
+        raise NotChecked(reason)
+    (eager_ms, eager_gpu_ms), (ms, gpu_ms) = _step_times(device), _step_times(device, graphs=True)
+    return (
+        f"a step takes {eager_ms:.1f} ms, {eager_ms / eager_gpu_ms:.1f} times its GPU time; with graphs=True "
+        f"{ms:.2f} ms, {ms / gpu_ms:.1f} times"
+    )
+
+
 CHECKS: dict[str, Callable[[torch.device], str]] = {
     "direct launches": _direct_launches,
     "ping-pong products of cuBLASLt": _ping_pong_products,
     "CUDA or HIP graphs": _graph_capture,
     "torch.compile, one graph": _compiled,
+    "step to GPU time, tiny model": _step_to_gpu_time,
 }
 
 

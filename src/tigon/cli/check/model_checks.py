@@ -68,7 +68,7 @@ def noise(model: nn.Module, batch: dict, expected: dict[str, Tensor]) -> dict[st
     return changes
 
 
-def _tiny_model(model_type: str, device: torch.device) -> Any:
+def tiny_model(model_type: str, device: torch.device) -> Any:
     """Return a model in training mode whose parameters, those of norms too, are random and always the same."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -90,7 +90,7 @@ def _compare(model_type: str, level: str, device: torch.device) -> str:
     Raises:
         AssertionError: The loss or a gradient differs by more than the noise, or the loss was not replaced.
     """
-    model, batch = _tiny_model(model_type, device), make_batch(VOCABULARY, device=str(device))
+    model, batch = tiny_model(model_type, device), make_batch(VOCABULARY, device=str(device))
     expected = step(model, batch)
     allowed = noise(model, batch, expected)
     report = tigon.patch(model, memory=level)
