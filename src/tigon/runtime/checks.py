@@ -48,16 +48,18 @@ def floating(op: str, **tensors: Tensor | None) -> None:
 
 def shape(op: str, name: str, value: Tensor, expected: Sequence[int]) -> None:
     """Check that `value` has exactly the shape `expected`."""
-    if tuple(value.shape) != tuple(expected):
+    if value.shape != expected and tuple(value.shape) != tuple(expected):
         raise ValueError(f"{op}: {name} must have shape {tuple(expected)}, got {tuple(value.shape)}")
 
 
 def same(op: str, attribute: str, **tensors: Tensor | None) -> None:
     """Check that all tensors that are not None agree in `attribute`: dtype or device."""
     values = {name: getattr(value, attribute) for name, value in tensors.items() if value is not None}
-    if len(set(values.values())) > 1:
-        shown_values = ", ".join(f"{name} {value}" for name, value in values.items())
-        raise ValueError(f"{op}: {' and '.join(values)} must have the same {attribute}, got {shown_values}")
+    first = next(iter(values.values()), None)
+    for value in values.values():
+        if value != first:
+            shown_values = ", ".join(f"{name} {value}" for name, value in values.items())
+            raise ValueError(f"{op}: {' and '.join(values)} must have the same {attribute}, got {shown_values}")
 
 
 def integer(op: str, **tensors: Tensor) -> None:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from tigon.runtime.autograd import without_autocast
-from tigon.runtime.compat.autograd import is_any_autocast_enabled
+from tigon.runtime.compat.autograd import apply_without_transforms, is_any_autocast_enabled, transforms_are_active
 
 
 class Node(torch.autograd.Function):
@@ -36,6 +36,11 @@ class Node(torch.autograd.Function):
     if the upstream gradient itself needs a gradient, so a penalty on the gradient of a plain loss would silently be a
     constant.
     """
+
+    @classmethod
+    def apply(cls, *args: Any) -> Any:
+        """Run the forward, and record the node if an input needs a gradient."""
+        return super().apply(*args) if transforms_are_active() else apply_without_transforms(cls, *args)
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)

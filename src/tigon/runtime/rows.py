@@ -65,7 +65,7 @@ def launch_blocks(
     m = first.numel() // width
     # With an odd width, the length of the long row would be divisible by 16 for some batches only, and Triton would
     # compile the kernel twice.
-    if width % 16 == 0 and all(stride == width for stride in strides):
+    if width % 16 == 0 and strides.count(width) == len(strides):
         m, width, strides = 1, m * width, (0,) * len(strides)
     blocks = cdiv(width, block)
     launch(kernel, m * blocks, *tensors, *strides, *numbers, width, blocks, **constants, BLOCK=block)

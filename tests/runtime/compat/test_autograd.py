@@ -228,3 +228,26 @@ def test_unknown_checkpoint_hooks_count_as_foreign_and_are_reported(monkeypatch,
 
     checkpoint(region, torch.ones(2, requires_grad=True), use_reentrant=False).sum().backward()
     assert results == [(False, False, False)] * 2, "what an op saves is never overwritten"
+
+
+class _Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.factor = factor
+        return x * factor
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy * ctx.factor, None
+
+
+@pytest.mark.parametrize("has_name", [True, False])
+def test_a_function_is_applied_without_looking_for_transforms(has_name, monkeypatch):
+    if not has_name:
+        # A class that has no other `apply` than its own.
+        monkeypatch.setattr(autograd, "super", lambda *classes: object(), raising=False)
+    x = torch.ones(3, requires_grad=True)
+    y = autograd.apply_without_transforms(_Twice, x, 2.0)
+    assert type(y.grad_fn).__name__ == "_TwiceBackward"
+    y.sum().backward()
+    assert (x.grad == 2).all()

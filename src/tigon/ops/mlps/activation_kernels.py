@@ -250,7 +250,10 @@ def _gated_rows(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor, int, i
 
 def _empty_gated(gate: Tensor, up: Tensor | None) -> Tensor:
     """Allocate what `glu_forward` returns."""
-    return gate.new_empty(gate.shape if up is not None else (*gate.shape[:-1], gate.shape[-1] // 2))
+    if up is None:
+        return gate.new_empty((*gate.shape[:-1], gate.shape[-1] // 2))
+    # This takes the host half the time of `new_empty`.
+    return torch.empty_like(gate, memory_format=torch.contiguous_format)
 
 
 @launcher(fake=_empty_gated)

@@ -149,7 +149,11 @@ def plain_weight(layer: nn.Module) -> Tensor | None:
 
 def supports_weights(x: object, *weights: Tensor | None) -> bool:
     """Return whether this op can compute its products for x and the weights. No weight may be None."""
-    return all(w is not None for w in weights) and supports_products(x, *weights)
+    # A loop takes a third of the time of `all`, and small models wait for the host.
+    for w in weights:
+        if w is None:
+            return False
+    return supports_products(x, *weights)
 
 
 def glu_mlp(

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from tigon.runtime import checks
 from tigon.runtime.autograd import keep_none_gradients
+from tigon.runtime.compat.autograd import is_any_autocast_enabled
 from tigon.runtime.compat.modules import any_global_hook, has_hooks
 from tigon.runtime.compat.operators import reshape_without_view
 from tigon.runtime.device import PLAIN, runs_kernels
@@ -99,16 +100,18 @@ def supports_products(x: object, *parameters: Tensor | None) -> bool:
     It may if kernels run, all tensors have one device and dtype, and neither autocast nor torch.compile is active.
     """
     # While tensor parallelism gathers a tensor, the tensor has another type and no address for views.
+    if type(x) not in PLAIN or not isinstance(x, Tensor) or torch.compiler.is_compiling():
+        return False
+    dtype, device = x.dtype, x.device
+    for p in parameters:
+        if p is not None and (p.dtype != dtype or p.device != device):
+            return False
     return (
-        type(x) in PLAIN
-        and isinstance(x, Tensor)
-        and not torch.compiler.is_compiling()
-        and all(p is None or (p.dtype == x.dtype and p.device == x.device) for p in parameters)
-        and runs_kernels(x, *parameters)
+        runs_kernels(x, *parameters)
         and x.dim() > 1
         and x.numel() > 0
         # Autocast does not exist on the meta device.
-        and (x.is_meta or not torch.is_autocast_enabled(x.device.type))
+        and (x.is_meta or not is_any_autocast_enabled() or not torch.is_autocast_enabled(device.type))
     )
 
 

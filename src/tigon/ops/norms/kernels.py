@@ -187,7 +187,7 @@ def _empty_forward(
     if residual is not None:
         dtype = torch.promote_types(dtype, residual.dtype)
         total = _empty_contiguous(x, dtype)
-    if options.round_first and weight is not None:
+    if options.round_first and weight is not None and weight.dtype != dtype:
         dtype = torch.promote_types(dtype, weight.dtype)
     statistics = x.new_empty((2 if options.centred else 1, x.numel() // x.shape[-1]), dtype=torch.float32)
     return _empty_contiguous(x, dtype), total, statistics
@@ -258,9 +258,9 @@ class NeededNormGradients(NamedTuple):
 
 def _empty_backward(z: Tensor, needs: NeededNormGradients) -> tuple[Any, Any, Any]:
     """Allocate the gradients that are needed. The others are None."""
-    needs_dz, *dtypes = needs
-    dz = _empty_contiguous(z, z.dtype) if needs_dz else None
-    dw, db = (None if dtype is None else z.new_empty(z.shape[-1], dtype=dtype) for dtype in dtypes)
+    dz = _empty_contiguous(z, z.dtype) if needs.z else None
+    dw = None if needs.weight is None else z.new_empty(z.shape[-1], dtype=needs.weight)
+    db = None if needs.bias is None else z.new_empty(z.shape[-1], dtype=needs.bias)
     return dz, dw, db
 
 
@@ -311,7 +311,8 @@ def norm_backward(
             config = NormConfig.choose(NormProblem(min(n, config.columns), z.element_size(), 2, sums), device)
             blocks = cdiv(n, config.block_n)
         programs = config.count_programs(m, blocks)
-        dw_parts, db_parts = (None if x is None else z.new_empty((programs, n), dtype=torch.float32) for x in (dw, db))
+        dw_parts = None if dw is None else z.new_empty((programs, n), dtype=torch.float32)
+        db_parts = None if db is None else z.new_empty((programs, n), dtype=torch.float32)
         run(config, programs * blocks, None if is_split else dz, dw_parts, db_parts)
         if dw_parts is not None:
             sum_rows(dw_parts, dw, db_parts, db)

@@ -111,20 +111,21 @@ class _RMSNorm(Node):
         ctx: Any, dy: Tensor | None, dtotal: Tensor | None = None, dstatistics: None = None
     ) -> tuple[Tensor | None, ...]:
         z, weight, statistics = ctx.saved_tensors
-        *needs, needs_dw = ctx.needs_input_grad[:3]
+        needs_dx, needs_dresidual, needs_dw = ctx.needs_input_grad[:3]
         dz, dw = dtotal, None
         if dy is not None:
-            dw_dtype = weight.dtype if needs_dw else None
-            maximum = zero_number(z) if ctx.finds_maximum and any(needs) and records_maxima() else None
-            needed = NeededNormGradients(any(needs), dw_dtype, None)
+            needs_dz = needs_dx or needs_dresidual
+            maximum = zero_number(z) if ctx.finds_maximum and needs_dz and records_maxima() else None
+            needed = NeededNormGradients(needs_dz, weight.dtype if needs_dw else None, None)
             dz, dw, _ = norm_backward(dy, dtotal, z, weight, statistics, ctx.offset, needed, maximum)
             if maximum is not None:
                 attach_maximum(dz, maximum)
+        if dz is None:
+            return None, None, dw
         # Both inputs get the same tensor, as the inputs of a sum do in eager code.
-        dx, dresidual = (
-            dz.to(dtype) if needed and dz is not None else None for needed, dtype in zip(needs, ctx.dtypes, strict=True)
-        )
-        return dx, dresidual, dw
+        x_dtype, residual_dtype = ctx.dtypes
+        dx = dz if dz.dtype == x_dtype else dz.to(x_dtype)
+        return dx, dz if dz.dtype == residual_dtype else dz.to(residual_dtype), dw
 
 
 class _AddRMSNorm(_RMSNorm):
@@ -179,15 +180,18 @@ def rms_norm(
         >>> tigon.rms_norm(x, weight).shape
         torch.Size([2, 5, 64])
     """
-    return rms_norm_of_layer(x, weight, eps, offset=offset, rounding=rounding)
+    eps, offset = check_norm("rms_norm", x, weight, eps, offset, rounding)
+    return _rms_norm(x, weight, eps, offset, rounding, False)
 
 
 def rms_norm_of_layer(
     x: Tensor, weight: Tensor | None, eps: float, *, offset: float, rounding: Rounding, finds_maximum: bool = False
 ) -> Tensor:
-    """Return `rms_norm`. With `finds_maximum`, backward finds the maximum of dx (`tigon.runtime.maxima`)."""
-    eps, offset = check_norm("rms_norm", x, weight, eps, offset, rounding)
-    return _rms_norm(x, weight, eps, offset, rounding, finds_maximum)
+    """Return `rms_norm` of checked arguments.
+
+    With `finds_maximum`, backward finds the maximum of dx (`tigon.runtime.maxima`).
+    """
+    return _rms_norm(x, weight, float(eps), offset, rounding, finds_maximum)
 
 
 @recomputed_by_call
@@ -204,8 +208,8 @@ def rms_norm_with_input(
 ) -> tuple[Tensor, Tensor]:
     """Return `rms_norm_of_layer(x, ...)`, and x for use as the residual, whose gradient dx then contains."""
     if not runs_kernels(x, weight) or not 0 < x.shape[-1] <= MAX_FEATURES or torch.compiler.is_compiling():
-        return rms_norm(x, weight, eps, offset=offset, rounding=rounding), x
-    eps, offset = check_norm("rms_norm", x, weight, eps, offset, rounding)
+        return _rms_norm(x, weight, float(eps), offset, rounding, False), x
+    eps = float(eps)
     options = NormOptions(eps, offset, rounding == "before_weight")
     y, residual = _RMSNorm.apply(x, None, weight, options, finds_maximum, 2)
     register_recomputation(y, _rms_norm, x, weight, eps, offset, rounding, finds_maximum)
@@ -250,6 +254,11 @@ def add_rms_norm(
         >>> torch.equal(total, x + residual)
         True
     """
+    checks.tensor("add_rms_norm", residual=residual)
+    checks.floating("add_rms_norm", residual=residual)
+    eps, offset = check_norm("add_rms_norm", x, weight, eps, offset, rounding)
+    checks.shape("add_rms_norm", "residual", residual, x.shape)
+    checks.same("add_rms_norm", "device", x=x, residual=residual)
     return add_rms_norm_of_layer(x, residual, weight, eps, offset=offset, rounding=rounding)
 
 
@@ -257,21 +266,21 @@ def add_rms_norm_of_layer(
     x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, *, offset: float, rounding: Rounding,
     finds_maximum: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return `add_rms_norm`. With `finds_maximum`, backward finds the maximum of the gradient of the sum."""
-    checks.tensor("add_rms_norm", residual=residual)
-    checks.floating("add_rms_norm", residual=residual)
-    eps, offset = check_norm("add_rms_norm", x, weight, eps, offset, rounding)
-    checks.shape("add_rms_norm", "residual", residual, x.shape)
-    checks.same("add_rms_norm", "device", x=x, residual=residual)
+    """Return `add_rms_norm` of checked arguments.
+
+    With `finds_maximum`, backward finds the maximum of the gradient of the sum.
+    """
+    eps = float(eps)
     if not runs_kernels(x, residual, weight) or not 0 < x.shape[-1] <= MAX_FEATURES:
         y, total = add_rms_norm_reference(x, residual, weight, eps, offset=offset, rounding=rounding)
         register_recomputation(y, _rms_norm, total, weight, eps, offset, rounding, False)
         return y, total
     round_first = rounding == "before_weight"
-    # If the weight has another dtype than the sum, Triton may choose another layout, and so another order of summation.
-    has_other_dtype = weight is not None and weight.dtype != torch.promote_types(x.dtype, residual.dtype)
     arguments = x, residual, weight, NormOptions(eps, offset, round_first), finds_maximum
-    if has_other_dtype or not registers_recomputations():
+    # If the weight has another dtype than the sum, Triton may choose another layout, and so another order of summation.
+    if not registers_recomputations() or (
+        weight is not None and weight.dtype != torch.promote_types(x.dtype, residual.dtype)
+    ):
         return _AddRMSNorm.apply(*arguments, 2)
     y, total, statistics = _AddRMSNorm.apply(*arguments, 3)
     register_recomputation(y, recompute_norm, total, weight, statistics, offset, round_first)

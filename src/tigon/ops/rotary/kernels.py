@@ -13,6 +13,7 @@ Shapes: B batch, S sequence, Hq and Hk heads of queries and keys, D head size, R
 backward, T = B S tokens.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -235,29 +236,37 @@ def _backward_kernel(
 # --- launchers -----------------------------------------------------------------------------------
 
 
-def _largest_count(q: Tensor, k: Tensor | None, heads: int) -> int:
-    """Return the number of heads of q or of k, whichever is larger."""
-    return max(q.shape[heads], 0 if k is None else k.shape[heads])
-
-
 def _choose_config(q: Tensor, k: Tensor | None, options: HeadOptions) -> QKNormRopeConfig:
     """Return the launch parameters of heads that are normalised."""
-    count = _largest_count(q, k, options.heads)
+    count = max(q.shape[options.heads], 0 if k is None else k.shape[options.heads])
     problem = QKNormRopeProblem(count, q.shape[3], options.together, q.element_size())
     return QKNormRopeConfig.choose(problem, device_of(q))
 
 
-def _constants(q: Tensor, k: Tensor | None, cos: Tensor, options: HeadOptions, block_h: int) -> dict[str, Any]:
-    """Return the constexprs that both kernels have."""
-    hq, hk, d = q.shape[options.heads], 0 if k is None else k.shape[options.heads], q.shape[3]
+def _head_sizes(q: Tensor, k: Tensor | None, cos: Tensor, options: HeadOptions) -> tuple[int, int, int, int]:
+    """Return Hq, Hk or 0 if there is no k, D and R."""
+    heads = options.heads
+    return q.shape[heads], 0 if k is None else k.shape[heads], q.shape[3], rotary_size(cos, options.table)
+
+
+@functools.cache
+def _constants(
+    sizes: tuple[int, int, int, int], options: HeadOptions, block_h: int | None, backward: bool = False
+) -> dict[str, Any]:
+    """Return the constexprs that both kernels have. `block_h` is None without a norm.
+
+    They are cached, because small models wait for the host.
+    """
+    hq, hk, d, r = sizes
     x_paired, y_paired = PAIRED[options.layout]
-    r = rotary_size(cos, options.table)
+    block_hq = block_hk = heads_of_tile(max(hq, hk), d)
+    if block_h is not None:
+        block_hq, block_hk = min(block_h, next_power_of_2(hq)), min(block_h, next_power_of_2(hk))
     return {
-        "HQ": hq, "HK": hk, "D": d, "R": r, "X_PAIRED": x_paired, "Y_PAIRED": y_paired,
-        "AXES": pack_axes(options.axes), "TOGETHER": options.together,
-        "BLOCK_HQ": min(block_h, next_power_of_2(hq)),
-        "BLOCK_HK": min(block_h, next_power_of_2(max(hk, 1))),
-        "BLOCK_R": next_power_of_2(r // 2), "BLOCK_P": next_power_of_2(max(d - r, 1)),
+        "HQ": hq, "HK": hk, "D": d, "R": r,
+        "X_PAIRED": y_paired if backward else x_paired, "Y_PAIRED": x_paired if backward else y_paired,
+        "AXES": pack_axes(options.axes), "TOGETHER": options.together, "BLOCK_HQ": block_hq, "BLOCK_HK": block_hk,
+        "BLOCK_R": next_power_of_2(r // 2), "BLOCK_P": next_power_of_2(d - r),
     }  # fmt: skip
 
 
@@ -268,16 +277,11 @@ def _launch_forward(
     """Write q_out and, if there is k, k_out. With memory for rstd, the heads are normalised first."""
     q, k, q_weight, k_weight = inputs
     q, k, heads = dense_features(q), dense_features(k), options.heads
-    if rstd is None:
-        block_h, num_warps = heads_of_tile(_largest_count(q, k, heads), q.shape[3]), 4
-    else:
+    block_h, num_warps = None, 4
+    if rstd is not None:
         config = _choose_config(q, k, options)
         block_h, num_warps = config.block_h, config.num_warps
-    constants = _constants(q, k, cos, options, block_h)
-    if rstd is None:
-        constants |= {"BLOCK_HQ": block_h, "BLOCK_HK": block_h}
-    if backward:
-        constants["X_PAIRED"], constants["Y_PAIRED"] = constants["Y_PAIRED"], constants["X_PAIRED"]
+    constants = _constants(_head_sizes(q, k, cos, options), options, block_h, backward)
     length = q.shape[3 - heads]
     launch(
         _forward_kernel, q.shape[0] * length,
@@ -374,7 +378,7 @@ def qk_norm_rope_backward(
     dq_out, dk_out, q, k = dense_features(dq_out), dense_features(dk_out), dense_features(q), dense_features(k)
     heads, t, n = options.heads, rstd.shape[0], dw.shape[0]
     config = _choose_config(q, k, options)
-    constants = _constants(q, k, cos, options, config.backward_block_h)
+    constants = _constants(_head_sizes(q, k, cos, options), options, config.backward_block_h)
     programs = min(config.programs, t * cdiv(constants["HQ"], constants["BLOCK_HQ"]))
     partial = dw.new_empty((programs, n), dtype=torch.float32)
     # The partial gradients of q_weight come first.

@@ -1,6 +1,5 @@
 """The launch parameters of `qk_norm_rope`. The kernels are in `kernels.py`."""
 
-import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -12,7 +11,6 @@ from tigon.runtime.tuning import LaunchConfig, rung
 MAX_FEATURES_TOGETHER = 32768
 
 
-@functools.cache
 def heads_of_tile(heads: int, head_size: int) -> int:
     """Return how many heads a program rotates at a time without a norm: at most 1024 features, or one head.
 

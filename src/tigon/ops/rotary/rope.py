@@ -98,9 +98,8 @@ def rope_reference(
 class _Rope(Node):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, dtype: torch.dtype | None, *option_values: Any
+        ctx: Any, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, dtype: torch.dtype | None, options: HeadOptions
     ) -> tuple[Tensor, Tensor | None]:
-        options = HeadOptions(*option_values)
         # The parts of complex numbers are read where they are.
         cos, sin = with_equal_strides(cos, sin, 2 if options.table == "once" else 1)
         ctx.save_for_backward(cos, sin)
@@ -243,4 +242,4 @@ def _rope(
     if not can_run_kernels(q, k, cos, sin):
         return rope_reference(q, k, cos, sin, **options)
     heads, layout, sections, table, dtype = options.values()
-    return _Rope.apply(q, k, cos, sin, dtype, heads, layout, axes_of(sections), table)
+    return _Rope.apply(q, k, cos, sin, dtype, HeadOptions(heads, layout, axes_of(sections), table))
