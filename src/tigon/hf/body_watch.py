@@ -104,7 +104,9 @@ class AdapterWatch:
 
     def __init__(self, parents: Mapping[nn.Module, str], report: Report) -> None:
         # The modules with linear layers or experts, by name, with the ids of their children at the last comparison.
-        self.parents = {name: (weakref.ref(module), _ids_of_children(module)) for module, name in parents.items()}
+        self.parents = {
+            name: (weakref.ref(module), [*map(id, module._modules.values())]) for module, name in parents.items()
+        }
         self.report = weakref.ref(report)
         self.replaced_modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         # The results of recognition, by the kind of the module.
@@ -114,7 +116,8 @@ class AdapterWatch:
         """Install a recipe on each layer with adapters that was added since the last call."""
         for name, (reference, old_ids) in self.parents.items():
             module = reference()
-            if module is None or (ids := _ids_of_children(module)) == old_ids:
+            # A call for each module would take most of the time of this loop.
+            if module is None or (ids := [*map(id, module._modules.values())]) == old_ids:
                 continue
             self.parents[name] = reference, ids
             for child_name, child in module._modules.items():
@@ -151,10 +154,6 @@ class AdapterWatch:
         """Give the modules that were replaced later the forwards of their classes back."""
         for module in [*self.replaced_modules]:
             uninstall_adapters(module)
-
-
-def _ids_of_children(module: nn.Module) -> tuple[int, ...]:
-    return tuple(map(id, module._modules.values()))
 
 
 class WatchedBody:

@@ -100,13 +100,13 @@ class Block:
         return match is not None and type(match[0].source) is Recomputation
 
     def find_cast(self, t: Tensor) -> tuple[_Entry, Tensor] | None:
-        """Return the same as `find` if `t` is a cast of a result, or a view of such a cast.
+        """Return the same as `find` if `t`, which autograd computed by a cast, is a cast of a result or a view of one.
 
         The cast then becomes a result that can be recomputed.
         """
         base = t if t._base is None else t._base
         node = base.grad_fn
-        if node is None or type(node) is not CastBackward or base._version or not _is_whole(base):
+        if node is None or base._version or not _is_whole(base):
             return None
         entry = self.by_node.get(node.next_functions[0])
         y = None if entry is None else entry.ref()
@@ -119,10 +119,14 @@ class Block:
 
     def pack(self, t: Tensor) -> Any:
         """Return what autograd saves in place of `t`. This is the pack hook of the block."""
-        # Parameters are not of type Tensor, so they take this path.
-        if type(t) is not Tensor or t.layout is not torch.strided:
-            return self.save(t, None)
-        match = self.find(t) or self.find_cast(t)
+        match = None
+        # Parameters are not of type Tensor.
+        if type(t) is Tensor and t.layout is torch.strided:
+            # Most tensors are neither results nor casts of results. They need no further call.
+            if storage_id(t.untyped_storage()) in self.by_storage:
+                match = self.find(t)
+            if match is None and type((t if t._base is None else t._base).grad_fn) is CastBackward:
+                match = self.find_cast(t)
         if match is not None:
             entry, x = match
             if type(entry.source) is Recomputation:
@@ -130,10 +134,6 @@ class Block:
                     return SavedResult(entry.source, entry.index, x, t)
             elif t is x:
                 return entry.source
-        return self.save(t, match)
-
-    def save(self, t: Tensor, match: tuple | None) -> Any:
-        """Return what autograd saves for a tensor that is not recomputed."""
         if self.outer is None:
             # Leaves are saved themselves, because FSDP and ZeRO swap the data of parameters. Other tensors are
             # detached: the graph of such a tensor may contain the node that saves it, which would be a reference cycle.

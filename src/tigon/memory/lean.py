@@ -105,7 +105,7 @@ def in_checkpoint() -> bool:
 
 def is_checkpoint_recomputation() -> bool:
     """Return whether a checkpoint recomputes this call in backward. The saved tensors then belong to the first run."""
-    hooks = saved_tensor_hooks(True) if in_checkpoint() else None
+    hooks = None if torch.compiler.is_compiling() else saved_tensor_hooks(True)
     return hooks is not None and is_recompute_hook(hooks[0])
 
 
@@ -117,8 +117,10 @@ def is_saved_only_by_this_op() -> bool:
     """
     if torch.compiler.is_compiling():
         return False
-    if saved_tensor_hooks(True) is None or in_checkpoint():
-        return not is_checkpoint_recomputation()
+    if (hooks := saved_tensor_hooks(True)) is None:
+        return True
+    if is_checkpoint_hook(hooks[0]):
+        return not is_recompute_hook(hooks[0])
     return (block := _block()) is not None and block.outer is None
 
 

@@ -64,7 +64,8 @@ class Replacement:
         return recipe(module, *args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.run(self.__self__, args, kwargs)
+        module = self.module()
+        return self.run(self.__self__ if module is None else module, args, kwargs)
 
     def replicate(self) -> nn.Module:
         """Return a replica of the module for `nn.DataParallel`, which copies the attributes of the module.

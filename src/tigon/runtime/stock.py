@@ -6,13 +6,14 @@
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tigon.runtime.compat.modules import CALL_IMPL, COMPILED_CALL_IMPL, call_impl
+from tigon.runtime.compat.modules import CALL_IMPL, COMPILED_CALL_IMPL, GLOBAL_HOOKS, call_impl
 from tigon.runtime.compat.operators import native_linear
 
 
@@ -83,6 +84,34 @@ def has_stock_call(module: nn.Module) -> bool:
     cls, attributes = type(module), module.__dict__
     is_stock = cls.__call__ is _CALL and getattr(cls, CALL_IMPL, None) is _CALL_IMPL
     return is_stock and CALL_IMPL not in attributes and COMPILED_CALL_IMPL not in attributes
+
+
+def does_more_than_forward(module: nn.Module) -> bool:
+    """Return whether a call of the module does more than its forward.
+
+    It does if the module has a hook, if a hook is registered for all modules, or if the call itself was replaced. This
+    is one function without further calls, because a patched model asks it about most of its layers at every call.
+    """
+    cls, attributes = type(module), module.__dict__
+    return bool(
+        attributes["_forward_hooks"]
+        or attributes["_forward_pre_hooks"]
+        or attributes["_backward_hooks"]
+        or attributes["_backward_pre_hooks"]
+        or any(GLOBAL_HOOKS)
+        or cls.__call__ is not _CALL
+        or getattr(cls, CALL_IMPL, None) is not _CALL_IMPL
+        or CALL_IMPL in attributes
+        or COMPILED_CALL_IMPL in attributes
+    )
+
+
+def are_plain(layers: Iterable[Any]) -> bool:
+    """Return whether each layer only computes the product of an `nn.Linear`: no hooks, and the forward of torch."""
+    for layer in layers:
+        if type(layer) is not nn.Linear or "forward" in layer.__dict__ or does_more_than_forward(layer):
+            return False
+    return linears_are_stock()
 
 
 def calls_are_stock(module: nn.Module) -> bool:

@@ -44,7 +44,7 @@ from tigon.ops.mlps.gated_node import (
     unpack_gated,
 )
 from tigon.ops.mlps.glu import geglu, swiglu
-from tigon.ops.mlps.projections import check_layer, input_gradient, is_plain, linear, supports_products
+from tigon.ops.mlps.projections import check_layer, input_gradient, linear, plain_parameters, supports_products
 from tigon.ops.mlps.tiled_glu_mlp import tile_rows, tiled_glu_mlp
 from tigon.runtime import checks
 from tigon.runtime.op import Node
@@ -142,18 +142,14 @@ class _GLUMLP(Node):
 # --- public --------------------------------------------------------------------------------------
 
 
-def plain_weight(layer: nn.Module) -> Tensor | None:
-    """Return the weight of a linear layer whose call is only the product with it; None for any other layer."""
-    return layer.weight if is_plain(layer) and layer.bias is None else None
-
-
-def supports_weights(x: object, *weights: Tensor | None) -> bool:
-    """Return whether this op can compute its products for x and the weights. No weight may be None."""
-    # A loop takes a third of the time of `all`, and small models wait for the host.
-    for w in weights:
-        if w is None:
-            return False
-    return supports_products(x, *weights)
+def plain_weights(layers: Sequence[nn.Module]) -> list[Tensor] | None:
+    """Return the weights of linear layers whose calls are only the products with them; None for any other layers."""
+    if (parameters := plain_parameters(layers)) is None:
+        return None
+    for bias in parameters[1::2]:
+        if bias is not None:
+            return None
+    return parameters[::2]
 
 
 def glu_mlp(
@@ -211,7 +207,7 @@ def glu_mlp(
             f"glu_mlp: down_weight must have shape [O, {len(gate_weight)}], got {tuple(down_weight.shape)}"
         )
     checks.products("glu_mlp", x, gate_weight=gate_weight, up_weight=up_weight, down_weight=down_weight)
-    if not supports_weights(x, gate_weight, up_weight, down_weight):
+    if not supports_products(x, gate_weight, up_weight, down_weight):
         return glu_mlp_reference(
             x, gate_weight, up_weight, down_weight, activation, gate_scale=gate_scale, output_scale=output_scale,
             limit=limit,
@@ -224,7 +220,7 @@ def glu_mlp_by_kernels(
     x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor, kind: str,
     options: GateOptions = PLAIN_GATE,
 ) -> Tensor:  # fmt: skip
-    """Return `glu_mlp` of checked arguments for which `supports_weights` is True."""
+    """Return `glu_mlp` of checked arguments for which `supports_products` is True."""
     is_checkpointed = in_checkpoint() and torch.is_grad_enabled()
     activation = kind, options
     if (is_checkpointed or recomputes_large_mlp()) and (rows := tile_rows(x, gate_weight)):
@@ -249,8 +245,9 @@ class _GatedMLP(nn.Module):
         """Return the MLP of x [..., H]."""
         checks.floating(type(self).__name__, x=x)
         checks.features(type(self).__name__, x, self.hidden_size)
-        gate, up, down = (plain_weight(layer) for layer in (self.gate_proj, self.up_proj, self.down_proj))
-        if gate is not None and up is not None and down is not None and supports_weights(x, gate, up, down):
+        weights = plain_weights((self.gate_proj, self.up_proj, self.down_proj))
+        if weights is not None and supports_products(x, *weights):
+            gate, up, down = weights
             return glu_mlp_by_kernels(x, gate, up, down, self.activation)
         check_layer(type(self).__name__, x, self.gate_proj)
         return self.down_proj(call_mlp_region(self._product, x))

@@ -10,7 +10,7 @@ Shapes: T tokens, H hidden, O outputs of a layer.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,12 +18,11 @@ from torch import Tensor, nn
 from tigon.runtime import checks
 from tigon.runtime.autograd import keep_none_gradients
 from tigon.runtime.compat.autograd import is_any_autocast_enabled
-from tigon.runtime.compat.modules import any_global_hook, has_hooks
 from tigon.runtime.compat.operators import reshape_without_view
 from tigon.runtime.device import PLAIN, runs_kernels
 from tigon.runtime.op import Node
 from tigon.runtime.products import multiply, multiply_by_weight
-from tigon.runtime.stock import has_stock_call, linears_are_stock
+from tigon.runtime.stock import are_plain
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -70,27 +69,9 @@ class _Linears(Node):
         return None if dx is None else dx.view(ctx.shape), *gradients
 
 
-def does_more_than_forward(module: nn.Module) -> bool:
-    """Return whether a call of the module does more than its forward.
-
-    It does if the module has a hook, if a hook is registered for all modules, or if the call itself was replaced.
-    """
-    return has_hooks(module) or any_global_hook() or not has_stock_call(module)
-
-
-def is_plain(layer: nn.Module) -> TypeGuard[nn.Linear]:
-    """Return whether a layer only computes the product of an `nn.Linear`: it has no hooks, and the forward of torch."""
-    return (
-        type(layer) is nn.Linear
-        and "forward" not in layer.__dict__
-        and linears_are_stock()
-        and not does_more_than_forward(layer)
-    )
-
-
 def check_layer(op: str, x: Tensor, layer: nn.Module) -> None:
     """Check the dtype and the device of the input of a plain layer. Any other layer may cast or move its input."""
-    if is_plain(layer) and type(layer.weight) is nn.Parameter:
+    if are_plain((layer,)) and type(layer.weight) is nn.Parameter:
         checks.products(op, x, weight=layer.weight)
 
 
@@ -106,19 +87,29 @@ def supports_products(x: object, *parameters: Tensor | None) -> bool:
     for p in parameters:
         if p is not None and (p.dtype != dtype or p.device != device):
             return False
-    return (
-        runs_kernels(x, *parameters)
-        and x.dim() > 1
-        and x.numel() > 0
-        # Autocast does not exist on the meta device.
-        and (x.is_meta or not is_any_autocast_enabled() or not torch.is_autocast_enabled(device.type))
-    )
+    if not runs_kernels(x, *parameters) or x.dim() < 2 or x.numel() == 0:
+        return False
+    # Autocast does not exist on the meta device.
+    return x.is_meta or not is_any_autocast_enabled() or not torch.is_autocast_enabled(device.type)
+
+
+def plain_parameters(layers: Sequence[nn.Module]) -> list[Any] | None:
+    """Return weight and bias of each layer, one after the other, or None if a layer computes more than its product."""
+    if not are_plain(layers):
+        return None
+    parameters: list[Any] = []
+    for layer in layers:
+        # `nn.Module.__getattr__` takes four times as long as the table, in which FSDP1 stores no parameters.
+        table = layer._parameters
+        try:
+            parameters += table["weight"], table["bias"]
+        except KeyError:
+            parameters += layer.weight, layer.bias
+    return parameters
 
 
 def linears(x: Tensor, layers: Sequence[nn.Module]) -> tuple[Tensor, ...] | None:
     """Return the outputs of the layers for x [..., H], or None if a layer is not plain or `x` is not supported."""
-    plain_layers = [layer for layer in layers if is_plain(layer)]
-    if len(plain_layers) < len(layers):
+    if (parameters := plain_parameters(layers)) is None:
         return None
-    parameters = [p for layer in plain_layers for p in (layer.weight, layer.bias)]
     return _Linears.apply(x, *parameters) if supports_products(x, *parameters) else None

@@ -131,5 +131,5 @@ def tiled_glu_mlp(
     x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor, activation: tuple[str, GateOptions],
     tile: int, is_checkpointed: bool,
 ) -> Tensor:  # fmt: skip
-    """Return `glu_mlp` of checked arguments for which `supports_weights` is True, in tiles of `tile` tokens."""
+    """Return `glu_mlp` of checked arguments for which `supports_products` is True, in tiles of `tile` tokens."""
     return _TiledGLUMLP.apply(x, gate_weight, up_weight, down_weight, activation, tile, is_checkpointed)

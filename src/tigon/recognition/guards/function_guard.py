@@ -23,23 +23,29 @@ class FunctionGuard:
     def _read_state(self, function: Any) -> tuple:
         """Read the current state, use it for later comparisons by identity, and return its fingerprint."""
         reach = explore(function)
-        self.function, self.check = function, reach.checker()
+        self.function, self.check = function, reach.check()
         return reach.fingerprint
 
+    def is_same(self, function: Any) -> bool:
+        """Return True if `function` computes what the recognised function computed, in a call that is not traced."""
+        try:
+            if function is self.function and self.check({}, type(None)):
+                return self.is_unchanged
+        except (KeyError, IndexError, AttributeError):
+            pass
+        self.is_unchanged = self._read_state(function) == self.fingerprint
+        return self.is_unchanged
+
     def holds(self, function: Any) -> bool:
-        """Return True if `function` computes what the recognised function computed.
+        """Return `is_same(function)`.
 
         If torch.compile traces a graph now, the graph gets a guard that compares the function before every run.
         """
-        if function is not self.function or not self.check():
-            self.is_unchanged = self._read_state(function) == self.fingerprint
-        return self.is_unchanged and (not is_tracing() or add_guard_of_object(self))
+        return self.is_same(function) and (not is_tracing() or add_guard_of_object(self))
 
     def holds_for_graph(self, _: Any, fingerprint: tuple) -> bool:
         """Return True if a graph that was traced for `fingerprint` may run."""
-        if not self.check():
-            self.is_unchanged = self._read_state(self.function) == self.fingerprint
-        return self.is_unchanged and (self.fingerprint is fingerprint or self.fingerprint == fingerprint)
+        return self.is_same(self.function) and (self.fingerprint is fingerprint or self.fingerprint == fingerprint)
 
     def __reduce__(self) -> tuple:
         return _restore_guard, (self.fingerprint,)

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from tigon.ops.adapters.fp8_weight import Fp8Weight
 from tigon.ops.adapters.lora import add_adapters, lora_node, takes_adapters
 from tigon.ops.adapters.projection import Adapter, FrozenWeight, Projection, TensorLike, product_dtype
-from tigon.ops.mlps.projections import does_more_than_forward, is_plain
 from tigon.recognition.parts.adapter_probes import CHILDREN, DIFFERENT, NAME, SETTINGS, code_of
 from tigon.recognition.parts.dequantisation import read_weight
 from tigon.recognition.parts.expert_adapters import ExpertAdapterRecipe, recognise_expert_adapters, wrappers_of
@@ -29,7 +28,13 @@ from tigon.recognition.replacement import find_replacement, install, installed_r
 from tigon.runtime.compat.modules import any_global_hook, has_hooks
 from tigon.runtime.compat.operators import any_changing_mode
 from tigon.runtime.device import PLAIN, runs_kernels
-from tigon.runtime.stock import dropouts_are_stock, has_stock_call, linears_are_stock
+from tigon.runtime.stock import (
+    are_plain,
+    does_more_than_forward,
+    dropouts_are_stock,
+    has_stock_call,
+    linears_are_stock,
+)
 
 # --- what a layer computes ---------------------------------------------------------------------------
 
@@ -223,7 +228,7 @@ def _may_compute(x: Any) -> bool:
 
 def read_projection(layer: nn.Module, x: Tensor | TensorLike) -> Projection | None:
     """Return the linear layer, with its adapters, that `layer(x)` computes; None if the layer has to be called."""
-    if is_plain(layer):
+    if are_plain((layer,)):
         return Projection(layer.weight, layer.bias)
     recipe = installed_recipe(layer)
     if type(recipe) is FP8Recipe and not does_more_than_forward(layer):

@@ -23,13 +23,12 @@ from tigon.ops.fp8.formats import Fp8Options
 from tigon.ops.fp8.fp8_glu_mlp import fp8_glu_mlp
 from tigon.ops.fp8.fp8_linear import fp8_projections
 from tigon.ops.fp8.weights import WeightCache
-from tigon.ops.mlps.projections import does_more_than_forward
 from tigon.recognition.parts.fp8_weights import StepCache
 from tigon.recognition.replacement import installed_recipe
 from tigon.runtime.compat.autograd import has_active_transform
 from tigon.runtime.device import KERNEL_DTYPES, PLAIN
 from tigon.runtime.engines import keeps_versions
-from tigon.runtime.stock import linears_are_stock
+from tigon.runtime.stock import does_more_than_forward, linears_are_stock
 
 # The dtypes of the weights and inputs that are quantised. An FP8 product would be too coarse for a layer in fp32.
 FP8_DTYPES = (torch.bfloat16, torch.float16)

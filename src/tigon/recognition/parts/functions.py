@@ -36,7 +36,7 @@ class FusedFunction:
         """
         arguments = {**dict(zip(self.names, args, strict=False)), **kwargs}
         is_known = len(args) + len(kwargs) == len(arguments) and arguments.keys() <= self.known_names
-        holds = self._holds_for_graph() if torch.compiler.is_compiling() else self.guard.holds(self.stock)
+        holds = self._holds_for_graph() if torch.compiler.is_compiling() else self.guard.is_same(self.stock)
         return arguments if is_known and holds else None
 
     @torch.compiler.assume_constant_result

@@ -12,7 +12,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -25,13 +25,14 @@ from tigon.ops.adapters.projection import TensorLike
 from tigon.ops.mlps.activation_kernels import PLAIN_GATE, GateOptions
 from tigon.ops.mlps.activations import relu2_reference
 from tigon.ops.mlps.glu import geglu, geglu_reference, swiglu, swiglu_reference
-from tigon.ops.mlps.glu_mlp import glu_mlp_by_kernels, plain_weight, scaled, supports_weights
+from tigon.ops.mlps.glu_mlp import glu_mlp_by_kernels, plain_weights, scaled
 from tigon.ops.mlps.mlp import MLPActivation, activate, mlp_by_kernels
-from tigon.ops.mlps.projections import does_more_than_forward, is_plain, supports_products
+from tigon.ops.mlps.projections import plain_parameters, supports_products
 from tigon.recognition.parts.adapters import cast_for_products, may_have_adapters, output_dtype, read_projection
 from tigon.recognition.parts.fp8 import compute_mlp_in_fp8
 from tigon.runtime.compat.modules import any_global_hook
 from tigon.runtime.device import KERNEL_DTYPES, PLAIN
+from tigon.runtime.stock import does_more_than_forward
 
 
 class Gate(NamedTuple):
@@ -157,6 +158,10 @@ class GLURecipe(_Recipe):
     limit: float = math.inf
     # True if the module calls `up` before `gate`. The order affects hooks and the random numbers of the children.
     up_first: bool = field(default=False, compare=False)
+    scaling: GateOptions = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "scaling", GateOptions(self.gate_scale, self.output_scale, self.limit))
 
     def _compute(self, module: nn.Module, x: Tensor, reference: bool) -> Tensor:
         # A global module hook would see a call of the activation, and the op makes no such call.
@@ -169,18 +174,16 @@ class GLURecipe(_Recipe):
             )
         return y
 
-    @property
-    def scaling(self) -> GateOptions:
-        return GateOptions(self.gate_scale, self.output_scale, self.limit)
-
     def _run_op(self, module: nn.Module, x: Tensor) -> Tensor | None:
         """Return the MLP by one op, or None if none computes all of its layers."""
-        layers = [getattr(module, name) for name in (self.gate, self.up, self.down) if name is not None]
-        kind, weights = GATE_KINDS[self.kind].activation, [plain_weight(layer) for layer in layers]
-        if supports_weights(x, *weights):
-            gate, up, down = (weight for weight in weights if weight is not None)
-            return glu_mlp_by_kernels(x, gate, up, down, kind, self.scaling)
-        if None not in weights or self.scaling != PLAIN_GATE:
+        children, kind = module._modules, GATE_KINDS[self.kind].activation
+        layers: list[Any] = [children.get(self.gate), children.get(cast("str", self.up)), children.get(self.down)]
+        if None in layers:
+            return None
+        if (weights := plain_weights(layers)) is not None:
+            gate, up, down = weights
+            return glu_mlp_by_kernels(x, gate, up, down, kind, self.scaling) if supports_products(x, *weights) else None
+        if self.scaling != PLAIN_GATE:
             return None
         y = compute_mlp_in_fp8(x, layers, kind)
         return _run_with_adapters(x, layers, kind) if y is None else y
@@ -271,8 +274,8 @@ class MLPRecipe(_Recipe):
 
     def _parameters(self, layer: Any) -> tuple[Tensor, Tensor | None] | None:
         """Return weight [out, in] and bias of a layer whose call is only its product; None for any other layer."""
-        if is_plain(layer):
-            return layer.weight, layer.bias
+        if (parameters := plain_parameters((layer,))) is not None:
+            return parameters[0], parameters[1]
         forward = self.transposed_forward
         if forward is None or type(layer).forward is not forward or "forward" in vars(layer):
             return None

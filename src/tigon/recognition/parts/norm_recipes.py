@@ -75,7 +75,10 @@ class _Recipe:
 
     def _read(self, module: nn.Module) -> tuple[Tensor | None, Tensor | None, float] | None:
         """Return weight, bias and epsilon; None if the module has others than those that were recognised."""
-        weight = None if self.weight is None else getattr(module, self.weight)
+        parameters, weight = module._parameters, None
+        if self.weight is not None:
+            # FSDP1 stores a parameter as a plain attribute. The table is faster than `nn.Module.__getattr__`.
+            weight = parameters[self.weight] if self.weight in parameters else getattr(module, self.weight)
         bias = None if self.bias is None else getattr(module, self.bias)
         eps = getattr(module, self.eps) if isinstance(self.eps, str) else self.eps
         is_set = (self.weight is None) == (weight is None) and (self.bias is None) == (bias is None)
@@ -110,6 +113,10 @@ class Gate:
         return f", {self.activation} gate {'before' if self.gate_first else 'after'} the norm{group}"
 
 
+# The weight, epsilon, the options that all ops with an RMS norm have, and whether the maximum of the gradient is found.
+NormArguments = tuple[Tensor | None, float, dict[str, Any], bool]
+
+
 @dataclass(frozen=True)
 class RMSNormRecipe(_Recipe):
     """Recipe: `rms_norm`, or `gated_rms_norm`."""
@@ -130,12 +137,12 @@ class RMSNormRecipe(_Recipe):
         options |= vars(self.gate)
         return (gated_rms_norm_reference if reference else gated_rms_norm)(args[0], args[1], weight, eps, **options)
 
-    def arguments(self, module: nn.Module, x: Tensor) -> tuple[Tensor | None, float, dict[str, Any]] | None:
-        """Return weight, epsilon and options for the op; None if the module does anything else with x."""
+    def arguments(self, module: nn.Module, x: Tensor) -> NormArguments | None:
+        """Return the arguments for the op; None if the module does anything else with x."""
         parameters = self._read(module)
         if self.gate is not None or parameters is None or not self.scope.fits(module, (x,), parameters[0]):
             return None
-        return parameters[0], parameters[2], {"offset": self.offset, "rounding": self.rounding}
+        return parameters[0], parameters[2], {"offset": self.offset, "rounding": self.rounding}, self.finds_maximum
 
     def __str__(self) -> str:
         offset = f", offset {self.offset:g}, rounded {self.rounding.replace('_', ' the ')}"

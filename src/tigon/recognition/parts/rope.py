@@ -52,8 +52,9 @@ class FusedRope(FusedFunction):
         if (rope_arguments := self._select(arguments)) is None:
             return None
         inputs, cos, sin, unsqueeze_dim, has_batch = rope_arguments
-        results = self.form(inputs[0], inputs[1] if len(inputs) == 2 else None, cos, sin, unsqueeze_dim)
-        q, k = (x if x is None or has_batch else x[0] for x in results)
+        q, k = self.form(inputs[0], inputs[1] if len(inputs) == 2 else None, cos, sin, unsqueeze_dim)
+        if not has_batch:
+            q, k = q[0], None if k is None else k[0]
         return q if len(inputs) == 1 else (q, k)
 
     def rotate_normalised(
@@ -101,11 +102,13 @@ class FusedRope(FusedFunction):
 
     def _select(self, arguments: dict[str, Any]) -> _RopeArguments | None:
         """Return the arguments for the op; None if the op does not accept the arguments of the stock function."""
-        call = self.call
-        values = [arguments.get(name) for name in (*call.tensors, "cos", "sin")]
-        tensors = [x for x in values if isinstance(x, Tensor)]
+        call, tensors = self.call, []
         unsqueeze_dim = arguments.get("unsqueeze_dim", call.unsqueeze_dim or 2)
-        if len(tensors) < len(values) or arguments.get("position_ids") is not None:
+        for name in (*call.tensors, "cos", "sin"):
+            if not isinstance(x := arguments.get(name), Tensor):
+                return None
+            tensors.append(x)
+        if arguments.get("position_ids") is not None:
             return None
         *inputs, cos, sin = tensors
         has_batch = cos.dim() == 3
@@ -117,15 +120,18 @@ class FusedRope(FusedFunction):
 
     def _fits(self, inputs: list[Tensor], cos: Tensor, sin: Tensor, unsqueeze_dim: int) -> bool:
         """Return True if the op accepts these shapes. The stock function accepts all shapes that broadcast."""
-        if cos.dim() != 3 or any(x.dim() != 4 for x in inputs) or (cos.shape, cos.dtype) != (sin.shape, sin.dtype):
+        q = inputs[0]
+        if cos.dim() != 3 or q.dim() != 4 or cos.shape != sin.shape or cos.dtype != sin.dtype:
             return False
-        q, width = inputs[0], rotary_size(cos, self.form.table)
         batch, length, size = q.shape[0], q.shape[3 - unsqueeze_dim], q.shape[3]
-        sizes = ((x.shape[0], x.shape[3 - unsqueeze_dim], x.shape[3], x.dtype) for x in inputs)
-        has_equal_sizes = all(each == (batch, length, size, q.dtype) for each in sizes)
+        for x in inputs[1:]:
+            if x.dim() != 4 or (x.shape[0], x.shape[3 - unsqueeze_dim], x.shape[3]) != (batch, length, size):
+                return False
+            if x.dtype != q.dtype:
+                return False
+        width = rotary_size(cos, self.form.table)
         fits_head = width == size or (self.form.partial and width < size)
-        fits_table = width % 2 == 0 and cos.shape[0] in (1, batch) and cos.shape[1] == length
-        return has_equal_sizes and fits_head and fits_table
+        return fits_head and width % 2 == 0 and cos.shape[0] in (1, batch) and cos.shape[1] == length
 
 
 class FusedComplexRope(FusedFunction):

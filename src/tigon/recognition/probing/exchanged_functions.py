@@ -9,6 +9,8 @@ Instead, the code object of the forward runs with a copy of the globals, in whic
 Nothing outside of the copy changes.
 """
 
+import itertools
+import operator
 import types
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
@@ -18,6 +20,9 @@ from torch import nn
 
 from tigon.recognition.rewriting.source import code_state, innermost, is_unchanged, rebuild_wrappers
 from tigon.runtime.reach.code import code_facts
+
+# Stands for the value of a global that does not exist.
+MISSING = object()
 
 
 class ExchangedFunction(Protocol):
@@ -50,6 +55,8 @@ class ForwardWithFunctions:
         outer = rewritten or stock
         function = innermost(outer)
         self.file_globals, self.names = function.__globals__, code_facts(function.__code__).global_names
+        # The values of these names at the last refresh.
+        self.values: list[Any] = [MISSING] * len(self.names)
         scope = {**self.file_globals, **functions}
         # torch.compile identifies globals by the name of their Python module. With that name, a graph that contains a
         # stock and a patched model would use the same function for both.
@@ -74,9 +81,12 @@ class ForwardWithFunctions:
 
         Another function may have been assigned in the file, also in place of one that is exchanged.
         """
-        current = {name: self.file_globals[name] for name in self.names if name in self.file_globals}
-        exchanged = {name: other for name, other in self.functions.items() if current.get(name) is other.stock}
-        self.scope.update(current | exchanged)
+        values = map(self.file_globals.get, self.names, itertools.repeat(MISSING))
+        if not all(map(operator.is_, values, self.values)):
+            current = {name: self.file_globals[name] for name in self.names if name in self.file_globals}
+            exchanged = {name: other for name, other in self.functions.items() if current.get(name) is other.stock}
+            self.scope.update(current | exchanged)
+            self.values = [self.file_globals.get(name, MISSING) for name in self.names]
         return is_unchanged(self.state)
 
     @torch.compiler.assume_constant_result

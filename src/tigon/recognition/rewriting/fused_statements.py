@@ -17,16 +17,16 @@ import torch
 from torch import Tensor, nn
 
 from tigon.memory.lean import is_lean
-from tigon.ops.mlps.projections import does_more_than_forward, linears
+from tigon.ops.mlps.projections import linears
 from tigon.ops.norms.rms_norm import add_rms_norm_of_layer, rms_norm_with_input
 from tigon.recognition.parts.adapters import compute_layers, read_projections
 from tigon.recognition.parts.fp8 import compute_in_fp8
-from tigon.recognition.parts.norm_recipes import RMSNormRecipe
+from tigon.recognition.parts.norm_recipes import NormArguments, RMSNormRecipe
 from tigon.recognition.parts.norms import recognise_norm
 from tigon.recognition.probing.kind import kind_of
 from tigon.recognition.probing.standin import is_linear
 from tigon.recognition.probing.trials import explain_none, not_recording
-from tigon.recognition.replacement import Replacement, installed_recipe
+from tigon.recognition.replacement import Replacement
 from tigon.recognition.rewriting.overwriting import overwritten_inputs
 from tigon.recognition.rewriting.rewriting import (
     ADD_NORM,
@@ -38,34 +38,32 @@ from tigon.recognition.rewriting.rewriting import (
 from tigon.recognition.rewriting.source import CodeState, Rewritten, cached_by_code, code_state, innermost, is_unchanged
 from tigon.runtime.device import runs_kernels
 from tigon.runtime.reach.explore import explore
+from tigon.runtime.stock import does_more_than_forward
 from tigon.runtime.weak_cache import cached_weakly, weak_key
 
 
-def _arguments(norm: Any, x: Tensor) -> tuple[Tensor | None, float, dict[str, Any]] | None:
-    """Return weight, epsilon and options for the op of a patched norm; None if the op cannot compute the norm of x.
+def _arguments(norm: Any, x: Tensor) -> NormArguments | None:
+    """Return the arguments for the op of a patched norm; None if the op cannot compute the norm of x.
 
     A norm with hooks is not computed by the op. `norm` may also be a method or a function, because the forward may call
     any attribute.
     """
     forward = getattr(norm, "__dict__", {}).get("forward")
     # The type is compared, because a wrapper of accelerate has all attributes of a replacement.
-    if type(forward) is not Replacement or type(recipe := forward.recipe) is not RMSNormRecipe or not forward.holds():
+    if type(forward) is not Replacement or type(recipe := forward.recipe) is not RMSNormRecipe:
         return None
-    return None if does_more_than_forward(norm) else recipe.arguments(norm, x)
-
-
-def _finds_maximum(norm: nn.Module) -> bool:
-    """Return whether the op of a patched norm finds the maximum of its gradient for layers in FP8."""
-    return installed_recipe(norm).finds_maximum
+    if does_more_than_forward(norm) or not forward.holds():
+        return None
+    return recipe.arguments(norm, x)
 
 
 def add_norm(norm: nn.Module, a: Any, b: Any) -> tuple[Any, Any]:
     """Return norm(a + b) and a + b."""
     if _is_fusible_sum(a, b) and (arguments := _arguments(norm, a)) is not None:
-        weight, eps, options = arguments
+        weight, eps, options, finds_maximum = arguments
         # In a lean block, the norm of a sum is recomputed only if all tensors have one dtype.
-        if runs_kernels(a, b, weight) and not (is_lean() and weight is not None and weight.dtype != a.dtype):
-            return add_rms_norm_of_layer(a, b, weight, eps, **options, finds_maximum=_finds_maximum(norm))
+        if runs_kernels(a, b, weight) and not (weight is not None and weight.dtype != a.dtype and is_lean()):
+            return add_rms_norm_of_layer(a, b, weight, eps, **options, finds_maximum=finds_maximum)
     total = a + b
     return norm(total), total
 
@@ -79,8 +77,8 @@ def _is_fusible_sum(a: Any, b: Any) -> bool:
 def norm_with_residual(norm: nn.Module, x: Any) -> tuple[Any, Any]:
     """Return norm(x) and x."""
     if isinstance(x, Tensor) and not torch.compiler.is_compiling() and (arguments := _arguments(norm, x)) is not None:
-        weight, eps, options = arguments
-        return rms_norm_with_input(x, weight, eps, **options, finds_maximum=_finds_maximum(norm))
+        weight, eps, options, finds_maximum = arguments
+        return rms_norm_with_input(x, weight, eps, **options, finds_maximum=finds_maximum)
     return norm(x), x
 
 
@@ -112,7 +110,7 @@ def start_norm(rope: Any, norm: nn.Module, x: Any) -> tuple[Any, _StartedNorm | 
     if torch.compiler.is_compiling() or not hasattr(rope, "rotate_normalised"):
         return norm(x), None
     if isinstance(x, Tensor) and x.dim() == 4 and (arguments := _arguments(norm, x)) is not None:
-        weight, eps, options = arguments
+        weight, eps, options, _ = arguments
         if runs_kernels(x, weight):
             return x, _StartedNorm(norm, weight, {"eps": eps, **options})
     return norm(x), None

@@ -27,7 +27,7 @@ call_impl: Any = getattr(nn.Module, CALL_IMPL, None)
 def has_hooks(module: nn.Module) -> bool:
     """Return whether a call of a module runs a hook of this module.
 
-    This is checked for each linear layer at every call. A loop over `HOOK_TABLES` would take four times as long.
+    This is checked at every call. A loop over `HOOK_TABLES` would take four times as long.
     """
     tables = module.__dict__
     forward_hooks = tables["_forward_hooks"] or tables["_forward_pre_hooks"]
@@ -37,17 +37,17 @@ def has_hooks(module: nn.Module) -> bool:
 # --- hooks of all modules --------------------------------------------------------------------------
 
 _KINDS = "forward_pre", "forward", "backward_pre", "backward"
-_GLOBAL_HOOKS = tuple(getattr(nn.modules.module, f"_global_{kind}_hooks", None) for kind in _KINDS)
-_KNOWS_GLOBAL_HOOKS = None not in _GLOBAL_HOOKS
+# The tables of hooks that are registered for every module, which a fused part would not call. torch keeps them in four
+# private dicts, seen in 2.8 to 2.13. If one of them is missing, `any(GLOBAL_HOOKS)` is True, so parts that skip a
+# module's call stay stock.
+GLOBAL_HOOKS: tuple[Any, ...] = tuple(
+    getattr(nn.modules.module, f"_global_{kind}_hooks", "unknown hooks") for kind in _KINDS
+)
 
 
 def any_global_hook() -> bool:
-    """Return whether a hook is registered for every module, which a fused part would not call.
-
-    torch keeps these hooks in four private dicts, seen in 2.8 to 2.13. If one of them is missing the answer is True, so
-    parts that skip a module's call stay stock.
-    """
-    return any(_GLOBAL_HOOKS) if _KNOWS_GLOBAL_HOOKS else True
+    """Return whether a hook is registered for every module."""
+    return any(GLOBAL_HOOKS)
 
 
 # --- copies for other devices ----------------------------------------------------------------------

@@ -132,25 +132,11 @@ class Reach:
         """Return the names of the module's own attributes that the code may read, except those that hold tensors."""
         return {place.name for place in self.places if place.owner is None and place.how == "item"}
 
-    def checker(self) -> Callable[[], bool]:
-        """Return a function that returns True as long as every place holds its recorded value.
-
-        This is for the reach of a Python function. A module needs `check`, which takes the module's attributes.
-        """
-        check = self.check()
-
-        def is_unchanged() -> bool:
-            try:
-                return check({}, type(None))
-            except (KeyError, IndexError, AttributeError):
-                return False
-
-        return is_unchanged
-
     def check(self) -> Callable[[dict[str, Any], type], bool]:
         """Return a function of the module's `__dict__` and class, which returns True if every place is unchanged.
 
-        The function compares by identity. It raises KeyError, IndexError or AttributeError if a place no longer exists.
+        The arguments are `{}` and `type(None)` for the reach of a Python function. The function compares by identity.
+        It raises KeyError, IndexError or AttributeError if a place no longer exists.
         """
         return build_check(self.places)
 
