@@ -67,6 +67,8 @@ class PaddingRules:
     takes_use_cache: bool = True
     # True if a call with labels computes no logits.
     skips_logits: bool = False
+    # True if some attention is not causal, and its mask excludes masked tokens.
+    always_masks: bool = False
     # The config of the text part, which is read at each call.
     config: Any = None
 
@@ -77,7 +79,7 @@ class PaddingRules:
 
     def needs_mask(self, arguments: dict[str, Any]) -> bool:
         """Return whether only a mask excludes the padding: attention is not causal, or a loss counts all tokens."""
-        is_causal = getattr(self.config, "is_causal", True) is not False
+        is_causal = getattr(self.config, "is_causal", True) is not False and not self.always_masks
         is_bidirectional = bool(getattr(self.config, "use_bidirectional_attention", False))
         # Token types may mark a prefix whose tokens attend to each other.
         has_types = arguments.get("token_type_ids") is not None
@@ -158,6 +160,9 @@ def _find_obstacle(
         return "logits_to_keep is no number"
     has_boundaries = any(arguments.get(name) is not None for name in _BOUNDARIES)
     has_positions = arguments.get("position_ids") is not None
+    may_be_packed = (has_positions or has_boundaries) and arguments.get("attention_mask") is None
+    if may_be_packed and rules.takes_use_cache and rules.read(arguments, "use_cache"):
+        return "its input may be packed, and with a cache transformers does not separate samples (use_cache=False does)"
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         may_be_part = arguments.get("shift_labels") is not None or (has_positions and not has_boundaries)
         if may_be_part and torch.distributed.get_world_size() > 1:

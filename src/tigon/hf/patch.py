@@ -21,13 +21,15 @@ from tigon.hf.head import find_resized_heads
 from tigon.hf.levels import describe_level, plan_level
 from tigon.hf.loss_options import LOSS_OPTIONS, LossOptions, record_options
 from tigon.hf.packing import add_notes
+from tigon.hf.padded_calls import pad_calls
 from tigon.hf.parts import PARTS
 from tigon.hf.report import Report
 from tigon.hf.search import Search
 from tigon.memory.levels import Memory, MemoryLevel, check_memory
 from tigon.recognition.parts.fp8 import FP8Settings
+from tigon.runtime import checks
 
-OPTIONS = (*PARTS, "memory", "graphs", "fp8", "fp8_dw", *LOSS_OPTIONS)
+OPTIONS = (*PARTS, "memory", "graphs", "pad_to", "fp8", "fp8_dw", *LOSS_OPTIONS)
 # The recipes of FP8.
 FP8Scales = Literal["rowwise", "tensorwise"]
 P = ParamSpec("P")
@@ -60,6 +62,7 @@ def patch(
     loss: bool = True,
     memory: Memory | MemoryLevel | str = "default",
     graphs: bool = False,
+    pad_to: int | None = None,
     fp8: FP8Scales | str | None = None,
     fp8_dw: bool = True,
     token_scaling: bool = False,
@@ -111,6 +114,11 @@ def patch(
             time: for small batches, LoRA and uneven lengths. A signature (shapes, dtypes, options) is captured at its
             third use, and needs memory of its own. Calls that cannot be captured run eagerly, and `report.graphs` says
             why. `docs/small_batches.md` has the details.
+        pad_to: Pad each call of a causal language model in training on the right to a multiple of this number, and cut
+            the output to the true length. A new length costs time, because attention kernels make a plan for each new
+            shape. Loss and gradients are those without padding up to rounding, and dropout draws other numbers. A
+            padded call returns no cache. A call with a cache, a mask of more than two dimensions or an unknown value
+            for each token is not padded; the report says why. None pads nothing.
         fp8: Compute the products of the linear layers inside the repeated decoder layers in FP8, forward and backward,
             also in evaluation. Unlike every other option, this one approximates: the factors of the products are
             rounded to 8 bits. "tensorwise" has one scale for each tensor, and is the fastest. "rowwise" has one for
@@ -138,7 +146,7 @@ def patch(
         TypeError: `model` is no `torch.nn.Module`, or an option is unknown or of the wrong type.
         ImportError: The model comes from a transformers that is too old.
         ValueError: `memory` is none of its choices or is not possible here, `fp8` is no recipe or the device has no FP8
-            products, or `model` is a string but no model type.
+            products, `pad_to` is below 1, or `model` is a string but no model type.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -167,9 +175,11 @@ def patch(
     level = _check_options(options, memory, unknown)
     loss_options = LossOptions(token_scaling, acc_dtype, return_token_accuracy, return_predicted_tokens)
     loss_options.check("patch")
-    request = Request(
-        [part for part in PARTS if options[part]], level, check_fp8(fp8, fp8_dw, level), loss_options, graphs
-    )
+    if pad_to is not None:
+        checks.size("patch", "pad_to", pad_to)
+    fp8_settings = check_fp8(fp8, fp8_dw, level)
+    parts = [part for part in PARTS if options[part]]
+    request = Request(parts, level, fp8_settings, loss_options, graphs, pad_to)
     if isinstance(model, str):
         return patch_type(model, functools.partial(_patch_instance, request=request))
     return _patch_instance(model, request, stacklevel=3)
@@ -184,6 +194,7 @@ class Request:
     fp8: FP8Settings | None
     loss: LossOptions
     graphs: bool
+    pad_to: int | None
 
 
 def _patch_instance(model: nn.Module, request: Request, stacklevel: int = 2) -> Report:
@@ -212,9 +223,11 @@ def _patch_instance(model: nn.Module, request: Request, stacklevel: int = 2) -> 
         report.graphs = GraphRecord()
         report.undo += install_graphs(model, report.graphs, level)
     report.undo.append(add_notes(model, report.notes))
+    if request.pad_to is not None:
+        report.undo.append(pad_calls(model, request.pad_to, report.notes))
     if earlier_count:
         report.notes.append(f"{earlier_count} places were patched already and stay as they are")
-    elif not report and level == Memory():
+    elif not report and level == Memory() and request.pad_to is None:
         result = "nothing was replaced, see the report for why" if report.entries else "nothing was recognised"
         report.notes.append(f"{result} (requested parts: {', '.join(request.parts)}); the model was not changed")
         warnings.warn(f"tigon.patch({report.model}): {result}", stacklevel=stacklevel)

@@ -1,0 +1,260 @@
+"""`tigon.patch(model, pad_to=64)`: pad the calls of a causal language model in training, and cut their outputs.
+
+`tigon.graphs.padding` pads the arguments of one call. Here are the facts about a model that this depends on. They come
+from the config, from the functions of transformers that build the masks of the model, and from the modules, all of
+which must be known not to read tokens on their right. Other models stay as they are, and the report says why.
+
+The forward of the model pads, and also the forward of its body, for trainers that call the body and compute the loss
+themselves.
+"""
+
+import ast
+import dataclasses
+import inspect
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from tigon.graphs.padding import PaddedCall, PaddingRules, bucket_length, pad_call
+from tigon.hf.checkpoints import transformers_models
+from tigon.hf.head import CausalLMForward
+from tigon.hf.loss_function import LossFunction
+from tigon.hf.transformers_private import builds_mask, model_facts
+from tigon.recognition.replacement import exchange, find_replacement, foreign_forward, install
+from tigon.recognition.rewriting.source import NotReadable, definition_of, innermost
+from tigon.runtime.compat.autograd import has_active_transform
+from tigon.runtime.reach.code import code_facts
+from tigon.runtime.stock import written_in
+
+LOGGER = logging.getLogger("tigon")
+
+# The packages whose modules compute each token by itself, or are attention with the masks of transformers.
+_PACKAGES = {"tigon", "torch", "transformers", "peft", "accelerate", "trl", "bitsandbytes", "torchao", "deepspeed"}
+_LIMITS = ("max_position_embeddings", "original_max_position_embeddings", "max_seq_len", "n_ctx", "context_length")
+_MEDIA = ("image", "audio", "video", "vision", "speech")
+
+
+# --- the facts about a model -----------------------------------------------------------------------
+
+
+def padding_rules(model: Any) -> PaddingRules | str:
+    """Return the facts about a model of transformers, or why its calls cannot be padded."""
+    if getattr(model.config, "is_encoder_decoder", False):
+        return "it has an encoder"
+    modules = [*model.modules()]
+    # A model with images builds the mask in two modules, and only the smaller one has no tower of images.
+    builders = sorted(filter(_builds_causal_mask, modules), key=lambda module: len([*module.modules()]))
+    if not builders and not model_facts(model).is_stateful:
+        return "its attention is not known to be causal"
+    for module in modules:
+        origin = type(module).__module__
+        if origin.partition(".")[0] not in _PACKAGES and find_replacement(module) is None:
+            return f"its {type(module).__name__} (of {origin}) may read tokens on the right"
+    decoder = builders[0] if builders else model
+    config = model.config.get_text_config()
+    if any(name.startswith(("index_", "indexer_")) for name in vars(config)):
+        return "its attention chooses tokens by scores, and of equal scores others in a longer sequence"
+    limits, is_dynamic = _position_limits(config)
+    attention = (m for name, m in decoder.named_modules() if "cross" not in name.lower())
+    return PaddingRules(
+        token=_text_token(model.config),
+        position_limits=limits,
+        keeps_positions=not is_dynamic,
+        skips_logits=_find_recipe(model, CausalLMForward) is not None,
+        always_masks=any(getattr(module, "is_causal", True) is False for module in attention),
+        config=config,
+    )
+
+
+def _builds_causal_mask(module: nn.Module) -> bool:
+    """Return whether the forward of a module always calls a function of transformers that builds a causal mask."""
+    forward: Any = type(module).forward
+    try:
+        function = innermost(forward)
+        names = code_facts(function.__code__).global_names
+        masks = {name: function.__globals__.get(name) for name in names}
+        builders = {
+            n for n, f in masks.items() if f is not None and builds_mask(f) and "bidirectional" not in f.__name__
+        }
+        if not builders or not written_in(function).startswith("transformers."):
+            return False
+        nodes = [*ast.walk(definition_of(forward))]
+    except (NotReadable, AttributeError):
+        return False
+    # Without a mask of the caller, eager attention in such a branch is not causal.
+    branches = [n for n in nodes if isinstance(n, ast.If) and ast.unparse(n.test) == "attention_mask is not None"]
+    in_branches = {n.id for branch in branches for n in ast.walk(branch) if isinstance(n, ast.Name)}
+    return not builders <= in_branches
+
+
+def _position_limits(config: Any) -> tuple[tuple[int, ...], bool]:
+    """Return the lengths at which positions change, and whether RoPE depends on the length of a call above them."""
+    ropes = list(_dicts({name: getattr(config, name, None) for name in ("rope_parameters", "rope_scaling")}))
+    limits = {getattr(config, name, None) for name in _LIMITS} | {rope.get(name) for rope in ropes for name in _LIMITS}
+    is_dynamic = any("dynamic" in (rope.get("rope_type"), rope.get("type")) for rope in ropes)
+    return tuple(sorted(limit for limit in limits if isinstance(limit, int))), is_dynamic
+
+
+def _dicts(value: Any) -> Iterator[dict]:
+    if isinstance(value, dict):
+        yield value
+        for item in value.values():
+            yield from _dicts(item)
+
+
+def _text_token(config: Any) -> int:
+    """Return the first token that does not stand for an image or a sound. The model compares the number of these."""
+    names = [name for name in vars(config) if "token" in name and any(word in name for word in _MEDIA)]
+    media_tokens = {getattr(config, name) for name in names if isinstance(getattr(config, name), int)}
+    return next(token for token in range(len(media_tokens) + 1) if token not in media_tokens)
+
+
+# --- the forward -----------------------------------------------------------------------------------
+
+
+class _Running(threading.local):
+    """Shows whether a padded forward runs in this thread. The body of its model then does not pad."""
+
+    active = False
+
+    def __reduce__(self) -> tuple:
+        return _Running, ()
+
+
+@dataclass(eq=False)
+class PaddedForward:
+    """Recipe that pads the calls in training of a model or its body, and runs the earlier forward."""
+
+    # The earlier recipe, or None for the forward of the class.
+    inner: Callable | None
+    # None after the patch was undone.
+    multiple: int | None
+    rules: PaddingRules
+    # The names of the parameters of the forward that have no star.
+    names: tuple[str, ...]
+    running: _Running
+    # The notes of the report, to which each new reason is added why a call was not padded.
+    notes: list[str] = field(default_factory=list)
+
+    @staticmethod
+    def of(
+        place: nn.Module, multiple: int, rules: PaddingRules, running: _Running, notes: list[str]
+    ) -> "PaddedForward":
+        """Return the recipe for a model or its body. The recipe that it has now becomes the inner one."""
+        parameters = inspect.signature(type(place).forward).parameters
+        names = tuple(p.name for p in parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD)[1:]
+        rules = dataclasses.replace(rules, takes_use_cache="use_cache" in parameters)
+        inner = getattr(find_replacement(place), "recipe", None)
+        return PaddedForward(inner, multiple, rules, names, running, notes)
+
+    def __call__(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        forward = self.inner or type(model).forward
+        is_padded = not torch.compiler.is_compiling() and model.training and torch.is_grad_enabled()
+        if not is_padded or self.multiple is None or self.running.active or has_active_transform():
+            return forward(model, *args, **kwargs)
+        call = self.pad(model, args, kwargs, self.multiple)
+        self.running.active = True
+        try:
+            if isinstance(call, PaddedCall):
+                return call.cut(forward(model, **call.arguments))
+            return forward(model, *args, **kwargs)
+        finally:
+            self.running.active = False
+
+    def pad(self, model: nn.Module, args: tuple, kwargs: dict[str, Any], multiple: int) -> PaddedCall | None:
+        """Return the padded call; None if the call stays as it is."""
+        arguments = dict(zip(self.names, args, strict=False)) | kwargs
+        tokens = arguments.get("input_ids")
+        tokens = arguments.get("inputs_embeds") if tokens is None else tokens
+        length = tokens.shape[1] if isinstance(tokens, torch.Tensor) and tokens.dim() > 1 else 0
+        reason = "it has unknown arguments" if len(args) > len(self.names) else _find_obstacle(model, arguments)
+        call = reason or pad_call(arguments, bucket_length(length, multiple), self.rules)
+        if isinstance(call, PaddedCall):
+            return call
+        note = f"a call of {type(model).__name__} was not padded: {call}"
+        if note not in self.notes:
+            self.notes.append(note)
+            LOGGER.info(note)
+        return None
+
+
+def _find_obstacle(model: Any, arguments: dict[str, Any]) -> str | None:
+    """Return what in the present state of a model depends on the length of a call; None if nothing does."""
+    loss_function = getattr(model, "loss_function", None) if arguments.get("labels") is not None else None
+    origin = "" if isinstance(loss_function, (LossFunction, type(None))) else written_in(loss_function)
+    if origin and not origin.startswith("transformers."):
+        return f"its loss function (of {origin}) may count ignored labels"
+    if hasattr(model.get_input_embeddings(), "neftune_noise_alpha"):
+        return "the scale of the noise of NEFTune depends on the length"
+    adapters = getattr(model, "peft_config", None)
+    if isinstance(adapters, dict) and any(getattr(a, "alora_invocation_tokens", None) for a in adapters.values()):
+        return "an adapter (aLoRA) counts tokens from the end"
+    return None
+
+
+# --- the option ------------------------------------------------------------------------------------
+
+
+def _find_recipe(module: nn.Module, cls: type) -> Any:
+    """Return the recipe of a class among those that a module runs; None if there is none."""
+    recipe = getattr(find_replacement(module), "recipe", None)
+    while recipe is not None and not isinstance(recipe, cls):
+        recipe = getattr(recipe, "inner", None)
+    return recipe
+
+
+def _pad_place(place: nn.Module, recipe: PaddedForward) -> Callable[[], None]:
+    """Install the recipe on a model or its body, or give its multiple to the one that is installed."""
+    installed, replacement = _find_recipe(place, PaddedForward), find_replacement(place)
+    if installed is not None:
+        earlier, installed.multiple = installed.multiple, recipe.multiple
+        return lambda: setattr(installed, "multiple", earlier)
+    if replacement is None and foreign_forward(place):
+        return lambda: None
+    uninstall = install(place, recipe) if replacement is None else exchange(replacement, recipe)
+
+    def undo() -> None:
+        # A later patch may run the recipe inside its own one.
+        recipe.multiple = None
+        uninstall()
+
+    return undo
+
+
+def pad_calls(model: nn.Module, multiple: int, notes: list[str]) -> Callable[[], None]:
+    """Let the causal language models in a module pad their calls in training to a multiple.
+
+    Args:
+        model: The module that `tigon.patch` was called with.
+        multiple: The number that padded lengths are multiples of.
+        notes: The notes of the report. A note says what is padded.
+
+    Returns:
+        The function that undoes this.
+    """
+    owners = [owner for owner in transformers_models(model) if owner.get_output_embeddings() is not None]
+    undo: list[Callable[[], None]] = []
+    for owner in owners:
+        rules = padding_rules(owner)
+        if isinstance(rules, str):
+            notes.append(f"pad_to={multiple} has no effect on {type(owner).__name__}: {rules}")
+            continue
+        running, body = _Running(), owner.base_model
+        undo.append(_pad_place(owner, PaddedForward.of(owner, multiple, rules, running, notes)))
+        if body is not owner:
+            rules = dataclasses.replace(rules, skips_logits=False)
+            undo.append(_pad_place(body, PaddedForward.of(body, multiple, rules, running, notes)))
+        notes.append(f"calls of {type(owner).__name__} in training are padded to a multiple of {multiple} tokens")
+    if not owners:
+        notes.append(f"pad_to={multiple} has no effect: there is no causal language model of transformers")
+
+    def restore() -> None:
+        while undo:
+            undo.pop()()
+
+    return restore
