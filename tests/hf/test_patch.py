@@ -363,8 +363,7 @@ def test_the_signature_names_and_documents_every_option():
     options = {name: p.default for name, p in parameters.items() if p.kind is p.KEYWORD_ONLY}
     loss_options = {"token_scaling": False, "acc_dtype": None, "return_token_accuracy": False}
     loss_options |= {"return_predicted_tokens": False}
-    other_options = {"memory": "default", "fp8": None, "fp8_dw": True, **loss_options}
-    other_options |= {"graphs": False}
+    other_options = {"memory": "default", "graphs": False, "pad_to": None, "fp8": None, "fp8_dw": True, **loss_options}
     assert options == dict.fromkeys(PARTS, True) | other_options
     documented = re.findall(r"^        (\w+): ", inspect.getdoc(tigon.patch).replace("\n", "\n    "), re.MULTILINE)
     assert documented[: 1 + len(options)] == ["model", *options]

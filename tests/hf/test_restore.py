@@ -122,6 +122,7 @@ FAMILIES = {
     "fp8": ("llama", {"fp8": "tensorwise"}),
     "checkpoint": ("llama", {"memory": "checkpoint+attention"}),
     "accuracy": ("llama", {"return_token_accuracy": True}),
+    "padding": ("llama", {"pad_to": 16}),
 }
 # `make test` runs this one, whose model has every kind of module of the dense one too.
 QUICK = "adapters"
