@@ -150,6 +150,10 @@ def apply_without_transforms(cls: type[torch.autograd.Function], *args: Any) -> 
     return torch.autograd.Function.apply.__func__(cls, *args) if apply is None else apply(*args)  # type: ignore[attr-defined]
 
 
+# This call only records the name if it is missing.
+find("autograd.forward_ad._current_level", -1)
+
+
 def has_active_transform() -> bool:
     """Return whether a transform of `torch.func` or a level of forward-mode derivatives is active.
 
