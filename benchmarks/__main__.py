@@ -1,10 +1,11 @@
-"""The command line of the benchmarks: `python -m benchmarks ops | train | demo | resources`, in the repository."""
+"""The command line of the benchmarks: `python -m benchmarks ops | train | summary | demo | resources`."""
 
 import typer
 
 from benchmarks.compile.command import resources
 from benchmarks.ops.session import bench
 from benchmarks.train.command import demo, train
+from benchmarks.train.summary import summary
 from tigon.cli.main import run_application, sigterm_interrupts
 
 
@@ -18,6 +19,7 @@ def app() -> typer.Typer:
     )
     application.command("ops")(sigterm_interrupts()(bench))
     application.command("train")(sigterm_interrupts()(train))
+    application.command("summary")(summary)
     application.command("demo")(sigterm_interrupts()(demo))
     application.command("resources")(sigterm_interrupts()(resources))
     return application
