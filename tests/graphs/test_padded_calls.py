@@ -102,7 +102,17 @@ def test_attention_that_is_not_causal_gets_a_mask(call, attention):
     config = copy.deepcopy(model.config)
     config.use_bidirectional_attention = True
     model = type(model)._from_config(config, attn_implementation=attention).train()
-    check_same(model, batch_of(call))
+    check_same(model, batch_of(call), is_padded=(attention, call) != ("eager", "left"))
+
+
+@pytest.mark.parametrize("reads_padding", [True, False])
+def test_eager_attention_of_padding_on_the_left(reads_padding):
+    """Padding on the left attends to nothing, which eager attention computes as the mean of all tokens."""
+    labels = TOKENS.masked_fill(LEFT == 0, -100)
+    if not reads_padding:
+        labels[:, 3] = -100
+    report = check_same(build(attention="eager"), batch_of("left", labels=labels), is_padded=not reads_padding)
+    assert reads_padding == any("padding on the left" in note for note in report.notes)
 
 
 def test_token_types_of_a_model_with_images():

@@ -213,7 +213,32 @@ def _find_mask(arguments: dict[str, Any], x: Tensor, missing: int, rules: Paddin
         return "its attention_mask is not of the shape [B, S]"
     if not needs_mask and not has_positions and _has_no_effect(mask, arguments, rules):
         return None
+    if (
+        missing
+        and getattr(rules.config, "_attn_implementation", "") == "eager"
+        and _reads_left_padding(mask, arguments)
+    ):
+        return "its loss reads the results of padding on the left, which eager attention computes from all tokens"
     return F.pad(mask, (0, missing)) if missing else mask
+
+
+def _targets(arguments: dict[str, Any]) -> Tensor | None:
+    """Return the label that each position predicts, or None without labels."""
+    if isinstance(shifted := arguments.get("shift_labels"), Tensor):
+        return shifted
+    labels = arguments.get("labels")
+    if not isinstance(labels, Tensor):
+        return None
+    return F.pad(labels[:, 1:], (0, 1), value=arguments.get("ignore_index", _IGNORED))
+
+
+def _reads_left_padding(mask: Tensor, arguments: dict[str, Any]) -> bool:
+    """Return whether a masked token on the left predicts a label. Eager attention to no token is to all tokens."""
+    targets = _targets(arguments)
+    if targets is None or mask.is_meta or is_capturing(mask):
+        return False
+    is_left = (mask != 0).cumsum(1) == 0
+    return bool((is_left.to(targets.device) & (targets != arguments.get("ignore_index", _IGNORED))).any())
 
 
 def _has_no_effect(mask: Tensor, arguments: dict[str, Any], rules: PaddingRules) -> bool:
@@ -224,8 +249,8 @@ def _has_no_effect(mask: Tensor, arguments: dict[str, Any], rules: PaddingRules)
     if mask.is_meta or is_capturing(mask):
         return False
     is_valid = mask != 0
-    targets = arguments.get("labels") if arguments.get("shift_labels") is None else arguments["shift_labels"]
-    if not isinstance(targets, Tensor) or targets.device != mask.device or rules.returns_states(arguments):
+    targets = _targets(arguments)
+    if targets is None or targets.device != mask.device or rules.returns_states(arguments):
         return bool(is_valid.all())
     # The results of masked tokens do not reach the loss, and no token on their left reads them.
     is_ignored = (is_valid | (targets == arguments.get("ignore_index", _IGNORED))).all()

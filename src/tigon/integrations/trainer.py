@@ -14,6 +14,7 @@ from transformers import TrainerCallback
 from tigon.hf.patch import OPTIONS, patch
 from tigon.hf.report import Report
 from tigon.memory.levels import Memory, MemoryLevel, check_memory
+from tigon.runtime import checks
 from tigon.runtime.requirements import require_for
 
 LOGGER = logging.getLogger("tigon")
@@ -32,11 +33,12 @@ class TigonCallback(TrainerCallback):
     Args:
         memory: The memory level of `tigon.patch`. Set `gradient_checkpointing=False` in the training arguments, because
             a checkpointed layer saves only its input at every level.
+        pad_to: The option of `tigon.patch`, for batches of uneven lengths.
         options: The parts of `tigon.patch` to leave out, such as `rope=False`.
 
     Raises:
-        TypeError: An option is unknown, or its value is not a bool.
-        ValueError: `memory` is no level.
+        TypeError: An option is unknown, or of the wrong type.
+        ValueError: `memory` is no level, or `pad_to` is below 1.
 
     Source: `transformers.TrainerCallback` of transformers 5.17.
 
@@ -46,9 +48,13 @@ class TigonCallback(TrainerCallback):
         True
     """
 
-    def __init__(self, memory: Memory | MemoryLevel | str = "default", **options: bool) -> None:
+    def __init__(
+        self, memory: Memory | MemoryLevel | str = "default", pad_to: int | None = None, **options: bool
+    ) -> None:
         _check_options(memory, options)
-        self.memory, self.options = memory, options
+        if pad_to is not None:
+            checks.size("TigonCallback", "pad_to", pad_to)
+        self.memory, self.options = memory, {**options, "pad_to": pad_to}
         # The report of the latest model that was patched.
         self.report: Report | None = None
         # The reference is weak, so that the callback does not keep the model alive.
@@ -74,10 +80,11 @@ class TigonCallback(TrainerCallback):
 def _check_options(memory: Any, options: dict[str, Any]) -> None:
     """Refuse an unknown memory level, and unknown or wrong options of `tigon.patch`."""
     check_memory("TigonCallback", memory)
-    parts = [name for name in OPTIONS if name != "memory"]
+    others = "memory", "pad_to"
+    parts = [name for name in OPTIONS if name not in others]
     for name, value in options.items():
         if name not in parts:
-            raise TypeError(f"TigonCallback: unknown option {name!r}; choose from {', '.join([*parts, 'memory'])}")
+            raise TypeError(f"TigonCallback: unknown option {name!r}; choose from {', '.join([*parts, *others])}")
         if not isinstance(value, bool):
             raise TypeError(f"TigonCallback: {name} must be True or False, got {value!r}")
 
