@@ -285,10 +285,13 @@ def is_capturing_now() -> bool:
 
 
 def _bind(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a forward by name. Those that are None are left out."""
-    signature = inspect.signature(type(model).forward)
-    positional = list(signature.parameters)[1 : 1 + len(args)]
-    return {**dict(zip(positional, args, strict=True)), **kwargs}
+    """Return the arguments of a forward by name."""
+    return {**dict(zip(_parameter_names(type(model).forward), args, strict=False)), **kwargs}
+
+
+@functools.cache
+def _parameter_names(forward: Callable) -> tuple[str, ...]:
+    return tuple(inspect.signature(forward).parameters)[1:]
 
 
 def check_model(model: nn.Module) -> None:
@@ -346,8 +349,11 @@ def _compute(
     aliases: Sequence[nn.Parameter],
 ) -> tuple[Any, Tensor]:  # fmt: skip
     """Run a forward with aliases of the trained parameters; return its outputs, and the one that has a gradient."""
+    # Autocast would take the casts of the warm-up, and a replay would not cast again.
+    torch.clear_autocast_cache()
     with _with_parameters(model, {id(p): alias for p, alias in zip(trained, aliases, strict=True)}):
         outputs = run(model, **constants, **inputs)
+    torch.clear_autocast_cache()
     found: dict[int, Tensor] = {}
     map_tensors(lambda x: found.update({id(x): x} if x.requires_grad else {}), outputs)
     if len(found) != 1:
