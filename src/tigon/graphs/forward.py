@@ -1,7 +1,8 @@
 """The forward of a model whose training calls run as CUDA graphs.
 
-A call is captured at the third use of its signature. Before that, and whenever a graph would not compute what the eager
-forward computes, the call runs eagerly, and the record says why.
+A call is captured at the third use of its signature. After the first capture, a signature whose length is one of a few
+is captured at its first use. Before that, and whenever a graph would not compute what the eager forward computes, the
+call runs eagerly, and the record says why.
 """
 
 import contextlib
@@ -70,17 +71,17 @@ class GraphRecord:
 class Preparation(NamedTuple):
     """A call as a graph may compute it."""
 
-    # The arguments by name, which may be padded.
+    # The arguments by name.
     arguments: dict[str, Any]
-    # It makes what the caller would have got of the output for these arguments.
-    finish: Callable[[Any], Any]
     # The context in which the forward runs while it is captured.
     context: Callable[[], contextlib.AbstractContextManager]
+    # Whether the length of the call is one of a few, so that the call may be captured at its first use.
+    is_bucket: bool
 
 
 def prepare_nothing(model: nn.Module, arguments: dict[str, Any]) -> Preparation:
     """Return a call as it is."""
-    return Preparation(arguments, lambda output: output, contextlib.nullcontext)
+    return Preparation(arguments, contextlib.nullcontext, False)
 
 
 class GraphedForward:
@@ -154,9 +155,9 @@ class GraphedForward:
             output = self.replay(call, self.find_pair(model, run, call, preparation))
         except NotCaptured as reason:
             self.note(str(reason))
-            return preparation.finish(run(model, **arguments))
+            return run(model, **arguments)
         self.record.replayed += 1
-        return preparation.finish(output)
+        return output
 
     def replay(self, call: Call, pair: Pair) -> Any:
         """Return the output of a replay.
@@ -188,7 +189,8 @@ class GraphedForward:
         if key in self.refused:
             raise NotCaptured(self.refused[key])
         self.uses[key] += 1
-        if self.uses[key] <= EAGER_USES:
+        is_at_once = preparation.is_bucket and 0 < len(self.pairs) < MOST_PAIRS
+        if self.uses[key] <= EAGER_USES and not is_at_once:
             raise NotCaptured("signatures are captured at their third use")
         if self.memory is not None:
             if self.memory.has_pending_backward():
@@ -212,7 +214,8 @@ class GraphedForward:
 
     def capture(self, model: nn.Module, run: Callable, call: Call, key: tuple, preparation: Preparation) -> Pair:
         """Capture the call; after an error, its signature runs eagerly from then on."""
-        is_first = self.memory is None
+        # Kernels are compiled, and libraries plan and allocate, before a capture.
+        warms_up = not self.pairs or self.uses[key] <= EAGER_USES
         if self.memory is None or self.state is None:
             self.memory, self.state = GraphMemory(next(model.parameters()).device), ModelState(model)
         if len(self.pairs) >= MOST_PAIRS:
@@ -222,7 +225,7 @@ class GraphedForward:
         versions = self.state.tensor_versions()
         try:
             with preparation.context():
-                pair = self._capture(compute, call, is_first)
+                pair = self._capture(compute, call, warms_up)
         except Exception as error:
             reason = str(error) if isinstance(error, NotCaptured) else f"{type(error).__name__}: {error}"
             reason = f"it cannot be captured ({reason.splitlines()[0] if reason else reason})"
@@ -240,12 +243,12 @@ class GraphedForward:
         _say(f"tigon: captured {text} as a pair of CUDA graphs in {pair.seconds:.1f} s")
         return pair
 
-    def _capture(self, compute: Callable, call: Call, is_first: bool) -> Pair:
+    def _capture(self, compute: Callable, call: Call, warms_up: bool) -> Pair:
         """Capture a call. If the memory does not suffice, the pair that was used least makes room."""
         assert self.memory is not None
         assert self.state is not None
         make = functools.partial(
-            capturing.capture, compute, self.memory, call.inputs, self.state.trained, warms_up=is_first
+            capturing.capture, compute, self.memory, call.inputs, self.state.trained, warms_up=warms_up
         )
         try:
             return make()

@@ -46,11 +46,26 @@ def bucket_length(length: int, multiple: int) -> int:
 
 
 def ladder_length(length: int) -> int:
-    """Return the smallest of the lengths 64, 128, ..., 512, 640, ..., 1024, 1280, ... that is not below `length`.
+    """Return the smallest of the lengths 64, 128, 256, ..., 1024, 1280, ..., 2048, 2560, ... not below `length`.
 
-    Two of these lengths differ by a quarter of a power of two, and at least by 64, so that there are few of them.
+    Two of these lengths above 128 differ by a quarter of a power of two, and at least by 128, so there are few of them.
     """
-    return bucket_length(length, max(64, 1 << max(0, (length - 1).bit_length() - 3)))
+    return 64 if length <= 64 else bucket_length(length, max(128, 1 << ((length - 1).bit_length() - 3)))
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """The lengths that calls are padded to."""
+
+    # Their multiples, or, with None, the lengths of `ladder_length`.
+    multiple: int | None
+
+    def length(self, length: int) -> int:
+        """Return the padded length of a call."""
+        return ladder_length(length) if self.multiple is None else bucket_length(length, self.multiple)
+
+    def __str__(self) -> str:
+        return "one of a few lengths" if self.multiple is None else f"a multiple of {self.multiple} tokens"
 
 
 @dataclass(frozen=True)

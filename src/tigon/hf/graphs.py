@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from tigon.graphs.forward import GraphedForward, GraphRecord, Preparation
+from tigon.graphs.padding import ladder_length
 from tigon.graphs.signature import NotCaptured
 from tigon.hf.checkpoints import transformers_models
-from tigon.hf.spec import IGNORE_INDEX
+from tigon.hf.padded_calls import PaddedForward
 from tigon.hf.transformers_private import masks_as_in_eager_calls
 from tigon.memory.levels import Memory
 from tigon.recognition.replacement import exchange, find_replacement, foreign_forward, install
@@ -22,8 +23,7 @@ _FURTHER_OUTPUTS = ("output_hidden_states", "output_attentions", "output_router_
 def prepare_call(model: nn.Module, arguments: dict[str, Any]) -> Preparation:
     """Return a call that a graph can compute, and that gives the same results.
 
-    A mask or positions that change nothing are left out, so that attention runs its kernel without a mask. For this,
-    the host waits for the device once.
+    Positions that count from zero are left out. For this, the host waits for the device once.
 
     Raises:
         NotCaptured: No graph can compute the call.
@@ -35,43 +35,20 @@ def prepare_call(model: nn.Module, arguments: dict[str, Any]) -> Preparation:
             raise NotCaptured(f"{name} is set")
     # A training call would fill a cache that nobody reads.
     arguments.setdefault("use_cache", False)
-    for name in _useless_arguments(arguments):
-        del arguments[name]
-    is_plain = "attention_mask" not in arguments and "position_ids" not in arguments
-    context = masks_as_in_eager_calls if is_plain else contextlib.nullcontext
-    return Preparation(arguments, lambda output: output, context)
+    has_mask = "attention_mask" in arguments
+    if not has_mask and _counts_from_zero(arguments.get("position_ids")):
+        del arguments["position_ids"]
+    is_plain = not has_mask and "position_ids" not in arguments
+    tokens: Any = arguments.get("input_ids", arguments.get("inputs_embeds"))
+    is_bucket = isinstance(tokens, Tensor) and tokens.dim() > 1 and ladder_length(tokens.shape[1]) == tokens.shape[1]
+    return Preparation(arguments, masks_as_in_eager_calls if is_plain else contextlib.nullcontext, is_bucket)
 
 
-def _useless_arguments(arguments: dict[str, Any]) -> list[str]:
-    """Return the names of a mask and of positions that do not change the results of a call.
-
-    A mask changes nothing if it is 1 everywhere, or if it ends at the end of each sample and the loss ignores the
-    tokens behind it: with causal attention, no token sees those to its right.
-    """
-    checks: dict[str, Tensor] = {}
-    mask, positions = arguments.get("attention_mask"), arguments.get("position_ids")
-    if isinstance(mask, Tensor) and mask.dim() == 2:
-        is_kept = mask != 0
-        useless = is_kept.all()
-        labels = _targets(arguments)
-        if labels is not None and labels.shape == mask.shape:
-            ends_once = (is_kept[:, 1:] <= is_kept[:, :-1]).all() & is_kept[:, 0].all()
-            useless |= ends_once & (is_kept | (labels == arguments.get("ignore_index", IGNORE_INDEX))).all()
-        checks["attention_mask"] = useless
-    if isinstance(positions, Tensor) and positions.dim() == 2:
-        checks["position_ids"] = (positions == torch.arange(positions.shape[1], device=positions.device)).all()
-    flags = torch.stack([*checks.values()]).tolist() if checks else []
-    return [name for name, flag in zip(checks, flags, strict=True) if flag]
-
-
-def _targets(arguments: dict[str, Any]) -> Tensor | None:
-    """Return the label that each position predicts, or None."""
-    labels, shifted = arguments.get("labels"), arguments.get("shift_labels")
-    if isinstance(shifted, Tensor):
-        return shifted
-    if not isinstance(labels, Tensor) or labels.dim() != 2:
-        return None
-    return torch.nn.functional.pad(labels[:, 1:], (0, 1), value=arguments.get("ignore_index", IGNORE_INDEX))
+def _counts_from_zero(positions: Any) -> bool:
+    """Return whether positions [B, S] are those that a model gives to tokens if it gets none."""
+    if not isinstance(positions, Tensor) or positions.dim() != 2:
+        return False
+    return bool((positions == torch.arange(positions.shape[1], device=positions.device)).all())
 
 
 def find_graphed_forward(module: nn.Module) -> GraphedForward | None:
@@ -104,9 +81,26 @@ def install_graphs(model: nn.Module, record: GraphRecord, memory: Memory) -> lis
             replacement = find_replacement(place)
             if replacement is None and foreign_forward(place):
                 continue
-            recipe = GraphedForward(None if replacement is None else replacement.recipe, record, prepare_call)
+            earlier: Any = None if replacement is None else replacement.recipe
+            # Calls are padded before they are captured.
+            padded = earlier if isinstance(earlier, PaddedForward) else None
+            graphed = GraphedForward(earlier if padded is None else padded.inner, record, prepare_call)
             if memory.offload:
-                recipe.obstacle = f"memory='{memory}' moves tensors to the host"
-            undo.append(recipe.forget)
-            undo.append(install(place, recipe) if replacement is None else exchange(replacement, recipe))
+                graphed.obstacle = f"memory='{memory}' moves tensors to the host"
+            undo.append(graphed.forget)
+            if padded is not None:
+                undo.append(_run_inside(padded, graphed))
+            else:
+                undo.append(install(place, graphed) if replacement is None else exchange(replacement, graphed))
+    return undo
+
+
+def _run_inside(padded: PaddedForward, graphed: GraphedForward) -> Callable[[], None]:
+    """Let a forward that pads calls run the one with graphs. Return the function that undoes this."""
+    inner, padded.inner = padded.inner, graphed
+
+    def undo() -> None:
+        if padded.inner is graphed:
+            padded.inner = inner
+
     return undo

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tigon.graphs.padding import PaddedCall, PaddingRules, bucket_length, pad_call
+from tigon.graphs.padding import Buckets, PaddedCall, PaddingRules, pad_call
 from tigon.hf.checkpoints import transformers_models
 from tigon.hf.head import CausalLMForward
 from tigon.hf.loss_function import LossFunction
@@ -133,7 +133,7 @@ class PaddedForward:
     # The earlier recipe, or None for the forward of the class.
     inner: Callable | None
     # None after the patch was undone.
-    multiple: int | None
+    buckets: Buckets | None
     rules: PaddingRules
     # The names of the parameters of the forward that have no star.
     names: tuple[str, ...]
@@ -143,21 +143,21 @@ class PaddedForward:
 
     @staticmethod
     def of(
-        place: nn.Module, multiple: int, rules: PaddingRules, running: _Running, notes: list[str]
+        place: nn.Module, buckets: Buckets, rules: PaddingRules, running: _Running, notes: list[str]
     ) -> "PaddedForward":
         """Return the recipe for a model or its body. The recipe that it has now becomes the inner one."""
         parameters = inspect.signature(type(place).forward).parameters
         names = tuple(p.name for p in parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD)[1:]
         rules = dataclasses.replace(rules, takes_use_cache="use_cache" in parameters)
         inner = getattr(find_replacement(place), "recipe", None)
-        return PaddedForward(inner, multiple, rules, names, running, notes)
+        return PaddedForward(inner, buckets, rules, names, running, notes)
 
     def __call__(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         forward = self.inner or type(model).forward
         is_padded = not torch.compiler.is_compiling() and model.training and torch.is_grad_enabled()
-        if not is_padded or self.multiple is None or self.running.active or has_active_transform():
+        if not is_padded or self.buckets is None or self.running.active or has_active_transform():
             return forward(model, *args, **kwargs)
-        call = self.pad(model, args, kwargs, self.multiple)
+        call = self.pad(model, args, kwargs, self.buckets)
         self.running.active = True
         try:
             if isinstance(call, PaddedCall):
@@ -166,14 +166,14 @@ class PaddedForward:
         finally:
             self.running.active = False
 
-    def pad(self, model: nn.Module, args: tuple, kwargs: dict[str, Any], multiple: int) -> PaddedCall | None:
+    def pad(self, model: nn.Module, args: tuple, kwargs: dict[str, Any], buckets: Buckets) -> PaddedCall | None:
         """Return the padded call; None if the call stays as it is."""
         arguments = dict(zip(self.names, args, strict=False)) | kwargs
         tokens = arguments.get("input_ids")
         tokens = arguments.get("inputs_embeds") if tokens is None else tokens
         length = tokens.shape[1] if isinstance(tokens, torch.Tensor) and tokens.dim() > 1 else 0
         reason = "it has unknown arguments" if len(args) > len(self.names) else _find_obstacle(model, arguments)
-        call = reason or pad_call(arguments, bucket_length(length, multiple), self.rules)
+        call = reason or pad_call(arguments, buckets.length(length), self.rules)
         if isinstance(call, PaddedCall):
             return call
         note = f"a call of {type(model).__name__} was not padded: {call}"
@@ -209,29 +209,29 @@ def _find_recipe(module: nn.Module, cls: type) -> Any:
 
 
 def _pad_place(place: nn.Module, recipe: PaddedForward) -> Callable[[], None]:
-    """Install the recipe on a model or its body, or give its multiple to the one that is installed."""
+    """Install the recipe on a model or its body, or give its lengths to the one that is installed."""
     installed, replacement = _find_recipe(place, PaddedForward), find_replacement(place)
     if installed is not None:
-        earlier, installed.multiple = installed.multiple, recipe.multiple
-        return lambda: setattr(installed, "multiple", earlier)
+        earlier, installed.buckets = installed.buckets, recipe.buckets
+        return lambda: setattr(installed, "buckets", earlier)
     if replacement is None and foreign_forward(place):
         return lambda: None
     uninstall = install(place, recipe) if replacement is None else exchange(replacement, recipe)
 
     def undo() -> None:
         # A later patch may run the recipe inside its own one.
-        recipe.multiple = None
+        recipe.buckets = None
         uninstall()
 
     return undo
 
 
-def pad_calls(model: nn.Module, multiple: int, notes: list[str]) -> Callable[[], None]:
-    """Let the causal language models in a module pad their calls in training to a multiple.
+def pad_calls(model: nn.Module, buckets: Buckets, notes: list[str]) -> Callable[[], None]:
+    """Let the causal language models in a module pad their calls in training.
 
     Args:
         model: The module that `tigon.patch` was called with.
-        multiple: The number that padded lengths are multiples of.
+        buckets: The lengths that calls are padded to.
         notes: The notes of the report. A note says what is padded.
 
     Returns:
@@ -242,16 +242,16 @@ def pad_calls(model: nn.Module, multiple: int, notes: list[str]) -> Callable[[],
     for owner in owners:
         rules = padding_rules(owner)
         if isinstance(rules, str):
-            notes.append(f"pad_to={multiple} has no effect on {type(owner).__name__}: {rules}")
+            notes.append(f"calls of {type(owner).__name__} are not padded: {rules}")
             continue
         running, body = _Running(), owner.base_model
-        undo.append(_pad_place(owner, PaddedForward.of(owner, multiple, rules, running, notes)))
+        undo.append(_pad_place(owner, PaddedForward.of(owner, buckets, rules, running, notes)))
         if body is not owner:
             rules = dataclasses.replace(rules, skips_logits=False)
-            undo.append(_pad_place(body, PaddedForward.of(body, multiple, rules, running, notes)))
-        notes.append(f"calls of {type(owner).__name__} in training are padded to a multiple of {multiple} tokens")
+            undo.append(_pad_place(body, PaddedForward.of(body, buckets, rules, running, notes)))
+        notes.append(f"calls of {type(owner).__name__} in training are padded to {buckets}")
     if not owners:
-        notes.append(f"pad_to={multiple} has no effect: there is no causal language model of transformers")
+        notes.append("calls are not padded: there is no causal language model of transformers")
 
     def restore() -> None:
         while undo:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from tigon.graphs.forward import GraphRecord
+from tigon.graphs.padding import Buckets
 from tigon.hf.body_watch import watch_body
 from tigon.hf.by_type import patch_type
 from tigon.hf.fp8 import check_fp8, plan_fp8
@@ -112,8 +113,8 @@ def patch(
             once. The body of a language model (`model.base_model`) has the level too, for trainers that call the body.
         graphs: Run the forward and the backward of a training call as two CUDA graphs, which takes the host almost no
             time: for small batches, LoRA and uneven lengths. A signature (shapes, dtypes, options) is captured at its
-            third use, and needs memory of its own. Calls that cannot be captured run eagerly, and `report.graphs` says
-            why. `docs/small_batches.md` has the details.
+            third use, and needs memory of its own. Calls are padded to a few lengths, or as `pad_to` says. Calls that
+            cannot be captured run eagerly, and `report.graphs` says why. `docs/small_batches.md` has the details.
         pad_to: Pad each call of a causal language model in training on the right to a multiple of this number, and cut
             the output to the true length. A new length costs time, because attention kernels make a plan for each new
             shape. Loss and gradients are those without padding up to rounding, and dropout draws other numbers. A
@@ -223,11 +224,11 @@ def _patch_instance(model: nn.Module, request: Request, stacklevel: int = 2) -> 
         report.graphs = GraphRecord()
         report.undo += install_graphs(model, report.graphs, level)
     report.undo.append(add_notes(model, report.notes))
-    if request.pad_to is not None:
-        report.undo.append(pad_calls(model, request.pad_to, report.notes))
+    if request.pad_to is not None or request.graphs:
+        report.undo.append(pad_calls(model, Buckets(request.pad_to), report.notes))
     if earlier_count:
         report.notes.append(f"{earlier_count} places were patched already and stay as they are")
-    elif not report and level == Memory() and request.pad_to is None:
+    elif not report and level == Memory() and request.pad_to is None and not request.graphs:
         result = "nothing was replaced, see the report for why" if report.entries else "nothing was recognised"
         report.notes.append(f"{result} (requested parts: {', '.join(request.parts)}); the model was not changed")
         warnings.warn(f"tigon.patch({report.model}): {result}", stacklevel=stacklevel)
