@@ -88,6 +88,18 @@ def _muon(rows: int, columns: int, dtype: torch.dtype = torch.bfloat16, **option
     tigon.Muon([parameter], **options).step()
 
 
+def _lora_linears(*outputs: int) -> None:
+    """Run layers with one input and with adapters, whose low-rank products share launches."""
+    x = torch.zeros(2, 4096, dtype=torch.bfloat16, requires_grad=True)
+
+    def make_layer(size: int) -> Projection:
+        adapter = Adapter(torch.zeros(16, 4096, requires_grad=True), torch.zeros(size, 16, requires_grad=True))
+        return Projection(torch.zeros(size, 4096, dtype=torch.bfloat16), adapters=(adapter,))
+
+    ys = lora_linears(x, [make_layer(size) for size in outputs])
+    torch.autograd.backward(ys, [torch.zeros_like(y) for y in ys])
+
+
 def _lora_linear_in_fp8() -> None:
     """Run a layer with an adapter whose weight is in FP8; recognition calls it, and it has no public name."""
     a, b = torch.zeros(16, 4096, requires_grad=True), torch.zeros(256, 16, requires_grad=True)
@@ -192,6 +204,7 @@ _OTHER_STEPS: dict[str, Callable[[], None]] = {
     "fp8_linear experts 5120, weighted inputs": lambda: _fp8_experts(5120, 64, 1, weight_inputs=True),
     "rms_norm 4096, maxima": lambda: _norm_maxima(4096),
     "rms_norm 5120, maxima": lambda: _norm_maxima(5120),
+    "lora_linear q, k and v": lambda: _lora_linears(4096, 1024, 1024),
     "lora_linear MLP 14336": lambda: _lora_glu_mlp(4096, 14336, 16),
     "lora_linear 4096, base in FP8": _lora_linear_in_fp8,
     "lora_linear MLP 14336, base in FP8": lambda: _lora_glu_mlp(256, 14336, 16, Fp8Options()),

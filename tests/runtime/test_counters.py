@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tigon.runtime import counters as module
-from tigon.runtime.counters import NUMBERS, zero_counters, zero_number
+from tigon.runtime.counters import LARGEST_SCRATCH, NUMBERS, scratch, zero_number
 
 pytestmark = pytest.mark.no_interpreter(reason="no kernel runs")
 
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.no_interpreter(reason="no kernel runs")
 @pytest.fixture
 def kept_on_cpu(monkeypatch):
     """Let zeros of the CPU be kept, as those of the default stream of a GPU."""
-    for name in ("_counters", "_numbers"):
+    for name in ("_scratch", "_numbers"):
         monkeypatch.setattr(module, name, {})
     monkeypatch.setattr(module, "_may_keep", lambda x: True)
 
@@ -29,19 +29,26 @@ def test_each_number_is_a_zero_of_its_own(kept_on_cpu):
     assert all(number.data_ptr() % 16 == 0 for number in numbers)
 
 
-def test_counters_are_those_of_the_launch_before(kept_on_cpu):
+def test_launches_share_counters_and_partial_sums(kept_on_cpu):
     x = torch.empty(1)
-    first = zero_counters(x, 100)
-    assert zero_counters(x, 4000) is first
-    more = zero_counters(x, 5000)
-    assert len(more) >= 5000
-    assert not more.any()
+    first = scratch(x, 100, 7)
+    assert scratch(x, 4000, 3) is first
+    for more in (scratch(x, 5000, 1), scratch(x, 1, 9000)):
+        assert more is not first
+        assert len(more[0]) >= 5000
+        assert not more[0].any()
+    assert more[1].dtype == torch.float32
+    assert len(more[1]) >= 9000
+    assert scratch(x, 5000, 9000) is more
+    # The memory of a large launch is not shared.
+    assert len(scratch(x.to("meta"), 1, LARGEST_SCRATCH + 1)[1]) > LARGEST_SCRATCH
+    assert scratch(x, 1, 1) is more
 
 
 def test_zeros_of_inference_mode_serve_outside_of_it_too(kept_on_cpu):
     x = torch.empty(1)
     with torch.inference_mode():
-        zeros = zero_number(x), zero_counters(x, 1)
+        zeros = zero_number(x), *scratch(x, 1, 1)
     assert not any(zero.is_inference() for zero in (*zeros, zero_number(x)))
 
 
@@ -60,10 +67,10 @@ def test_zeros_are_kept_on_the_default_stream_only(monkeypatch, stream, is_captu
 
 
 def test_nothing_is_kept_on_a_cpu(monkeypatch):
-    for name in ("_counters", "_numbers"):
+    for name in ("_scratch", "_numbers"):
         monkeypatch.setattr(module, name, {})
     x = torch.empty(1)
-    assert zero_counters(x, 3).shape == (3,)
+    assert [len(memory) for memory in scratch(x, 3, 5)] == [3, 5]
     assert zero_number(x).shape == (1,)
-    assert not module._counters
+    assert not module._scratch
     assert not module._numbers

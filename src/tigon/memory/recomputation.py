@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tigon.runtime.autograd import modified_in_place
 from tigon.runtime.compat.operators import current_raw_stream
 
 
@@ -143,10 +144,7 @@ def unpack(packed: Any) -> Tensor:
     # Saved-tensor hooks disable autograd's own check of the version.
     x, version = packed
     if x._version != version:
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace operation: "
-            f"[{x.type()} {list(x.shape)}] is at version {x._version}; expected version {version} instead"
-        )
+        raise modified_in_place(x, version)
     return x
 
 

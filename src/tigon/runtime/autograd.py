@@ -59,6 +59,14 @@ def without_saved_tensor_hooks() -> contextlib.AbstractContextManager:
     return torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
 
 
+def modified_in_place(x: Tensor, version: int) -> RuntimeError:
+    """Return torch's error for a saved tensor that is no longer at its saved version."""
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"[{x.type()} {list(x.shape)}] is at version {x._version}; expected version {version} instead"
+    )
+
+
 def keep_none_gradients(ctx: Any) -> None:
     """Let backward receive None, not zeros, for an output that has no upstream gradient. Call this in a forward.
 

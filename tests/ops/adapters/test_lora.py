@@ -7,6 +7,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import tigon
 from op_cases import DEVICE, assert_as_accurate_as_eager, one_in
+from tigon.ops.adapters import low_rank
 from tigon.ops.adapters.grouped_low_rank import split_experts
 from tigon.ops.adapters.lora import eager_output, lora_linears, takes_adapters
 from tigon.ops.adapters.lora_products import draw_seeds
@@ -41,12 +42,12 @@ def _adapter(inputs: int, outputs: int, rank: int, dtype: torch.dtype, seed: int
 def _check(x: Tensor, projections: list[Projection]) -> None:
     """Compare outputs and gradients with eager code and with exact values."""
     assert takes_adapters(x, projections)
-    tensors, numbers = flatten(projections)
+    tensors = flatten(projections)
     present = [tensor is not None for tensor in tensors]
 
     def unpack(values: tuple[Tensor, ...]) -> list[Projection]:
         rest = iter(values)
-        return rebuild([next(rest) if flag else None for flag in present], numbers)
+        return rebuild([next(rest) if flag else None for flag in present], projections)
 
     assert_as_accurate_as_eager(
         lambda x, *values: lora_linears(x, unpack(values)),
@@ -82,6 +83,80 @@ def test_projections_of_one_input_share_a_node(trains):
     _check(x, projections)
     nodes = {y.grad_fn for y in lora_linears(x, projections)}
     assert len(nodes) == 1
+
+
+@pytest.fixture
+def launches(monkeypatch) -> list[str]:
+    """Return the list of the names of all kernels that the low-rank products launch from now on."""
+    names: list[str] = []
+    launch = low_rank.launch
+
+    def record(kernel, *args, **kwargs):
+        names.append(kernel.fn.__name__)
+        launch(kernel, *args, **kwargs)
+
+    monkeypatch.setattr(low_rank, "launch", record)
+    return names
+
+
+def _divide_into(monkeypatch, divide) -> None:
+    """Let `divide` choose the parts of a product. Parts that were chosen before count no more."""
+    monkeypatch.setattr(PartTiles, "divide", divide)
+    for name in ("_divide_project", "_divide_sums"):
+        monkeypatch.setattr(low_rank, name, getattr(low_rank, name).__wrapped__)
+
+
+@pytest.mark.parametrize("biases", [0, 1, 3], ids=["no bias", "one bias", "biases"])
+@pytest.mark.parametrize(("dtype", "rank"), [(torch.float32, 4), (torch.float32, 20), (torch.bfloat16, 4)], ids=str)
+def test_layers_of_one_rank_share_launches(biases, dtype, rank, launches, monkeypatch):
+    # The shortest parts, so that each product but the smallest ones has several.
+    _divide_into(monkeypatch, lambda self, length, step, blocks, device: (step, -(-length // step)))
+    x = _leaf(2, 45, 136, dtype=torch.bfloat16, seed=1)
+    projections = [
+        Projection(
+            _leaf(outputs, 136, dtype=torch.bfloat16, seed=i, scale=0.1, trains=False),
+            _leaf(outputs, dtype=torch.bfloat16, seed=20 + i) if i < biases else None,
+            (_adapter(136, outputs, rank, dtype, 10 * i)._replace(scaling=0.5 + i),),
+        )
+        for i, outputs in enumerate((48, 24, 200))
+    ]
+    _check(x, projections)
+    launches.clear()
+    ys = lora_linears(x, projections)
+    splits = [] if rank == 4 and dtype == torch.float32 else ["split_kernel"]
+    assert launches == [*splits, "project_kernel", *["expand_kernel"] * (2 if biases == 1 else 1)]
+    launches.clear()
+    torch.autograd.backward(ys, [torch.ones_like(y) for y in ys])
+    assert [name for name in launches if name != "split_kernel"] == [
+        "project_kernel", "token_sum_kernel", "expand_kernel"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["weight", "a", "b"])
+def test_a_leaf_that_changes_before_backward_is_refused(name):
+    x = _leaf(5, 24, dtype=torch.bfloat16, seed=1)
+    weight = _leaf(8, 24, dtype=torch.bfloat16, seed=2, trains=False)
+    adapter = _adapter(24, 8, 2, torch.float32, 3)
+    y = tigon.lora_linear(x, weight, adapter.a, adapter.b)
+    with torch.no_grad():
+        {"weight": weight, "a": adapter.a, "b": adapter.b}[name].mul_(2.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation.* at version 1; expected version 0"):
+        y.sum().backward()
+
+
+def test_tensors_that_are_no_leaves_are_saved_by_autograd():
+    x = _leaf(5, 24, dtype=torch.bfloat16, seed=1)
+    weight = _leaf(8, 24, dtype=torch.bfloat16, seed=2, trains=False)
+    adapter = _adapter(24, 8, 2, torch.float32, 3)
+    saved: list[Tensor] = []
+    gradients = []
+    for factor in (None, 1.0):
+        a, b = (each if factor is None else each * factor for each in (adapter.a, adapter.b))
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(t), t)[1], lambda t: t):
+            y = tigon.lora_linear(x, weight, a, b)
+        assert any(t is a for t in saved) == (factor is not None)
+        gradients.append(torch.autograd.grad(y.sum(), (x, adapter.a, adapter.b)))
+    assert all(torch.equal(first, second) for first, second in zip(*gradients, strict=True))
 
 
 def test_an_output_that_is_not_used_gets_no_gradient():
@@ -190,10 +265,10 @@ def test_terms_add_up_to_the_fp32_value():
 @pytest.mark.parametrize("parts", [1, 3])
 def test_parts_are_added_by_the_last_program(parts, monkeypatch):
     divide = lambda self, length, step, blocks, device: (-(-length // (parts * step)) * step, parts)
-    monkeypatch.setattr(PartTiles, "divide", divide)
+    _divide_into(monkeypatch, divide)
     x, a = torch.randn(200, 400, device=DEVICE).bfloat16(), torch.randn(70, 400, device=DEVICE)
     h = [project(x, [a], empty_hidden(x, 200, 70)) for _ in range(3)]
-    sums = [token_sums(x, h[0], transposed=transposed) for transposed in (False, True, False)]
+    sums = [token_sums(x, h[0], transposed=transposed)[0] for transposed in (False, True, False)]
     # Each launch finds the counters at zero, so every run adds all parts, in the same order.
     assert all(torch.equal(h[0], other) for other in h[1:])
     assert torch.equal(sums[0], sums[1].t())
@@ -274,7 +349,7 @@ def test_more_than_2_to_the_31_elements_of_h():
     results = []
     for h in (empty_hidden(x, tokens, rank), memory.as_strided((3, tokens, rank), (stride_term, rank, 1))):
         project(x, [a], h)
-        results.append((h.clone(), expand(h, b, torch.empty_like(z)), token_sums(z, h)))
+        results.append((h.clone(), expand(h, [b], [torch.empty_like(z)], [1.0], [None])[0], token_sums(z, h)[0]))
     for result, expected in zip(*results, strict=True):
         assert torch.equal(result, expected)
 
@@ -306,7 +381,7 @@ def test_factors_with_strides_of_more_than_2_to_the_30(dim):
     for run, a in (
         (lambda a: project(x, [a], empty_hidden(x, 5, 3)), factor),
         (split_terms, factor),
-        (lambda b: expand(h, b, torch.empty_like(x)), factor),
+        (lambda b: expand(h, [b], [torch.empty_like(x)], [1.0], [None])[0], factor),
         (lambda a: split_experts(a, factors=[2.0]), factor_of_experts),
     ):
         assert torch.equal(run(a), run(a.contiguous()))

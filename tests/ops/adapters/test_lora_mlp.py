@@ -60,12 +60,12 @@ def _run(level: str, x: Tensor, layers: list[Projection], activation: str) -> Te
 def test_lora_glu_mlp_is_as_accurate_as_eager(ranks, activation, dtypes):
     x, layers = _inputs(ranks, *dtypes)
     assert runs_as_one_node(x, layers)
-    tensors, numbers = flatten(layers)
+    tensors = flatten(layers)
     present = [tensor is not None for tensor in tensors]
 
     def unpack(values: tuple[Tensor, ...]) -> list[Projection]:
         rest = iter(values)
-        return rebuild([next(rest) if flag else None for flag in present], numbers)
+        return rebuild([next(rest) if flag else None for flag in present], layers)
 
     def reference(x: Tensor, *values: Tensor) -> Tensor:
         gate, up, down = unpack(values)
@@ -84,7 +84,7 @@ def test_every_level_of_memory_gives_the_bits_of_the_default(level, ranks):
     results = []
     for name in ("default", level):
         x, layers = _inputs(ranks, torch.bfloat16, torch.float32)
-        leaves = [x, *(tensor for tensor in flatten(layers)[0] if tensor is not None and tensor.requires_grad)]
+        leaves = [x, *(tensor for tensor in flatten(layers) if tensor is not None and tensor.requires_grad)]
         y = _run(name, x, layers, "silu")
         results.append((y, *torch.autograd.grad(y.square().sum(), leaves)))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
@@ -101,7 +101,7 @@ def test_the_activation_is_not_saved():
 
 def test_a_second_backward_gives_the_same_gradients():
     x, layers = _inputs(ADAPTER_RANKS["all"], torch.bfloat16, torch.float32)
-    leaves = [x, *(tensor for tensor in flatten(layers)[0] if tensor is not None and tensor.requires_grad)]
+    leaves = [x, *(tensor for tensor in flatten(layers) if tensor is not None and tensor.requires_grad)]
     y = lora_glu_mlp(x, *layers).square().sum()
     first = torch.autograd.grad(y, leaves, retain_graph=True)
     second = torch.autograd.grad(y, leaves)

@@ -27,18 +27,28 @@ from torch import Tensor
 
 from tigon.ops.adapters.fp8_weight import Fp8Group
 from tigon.ops.adapters.lora_products import (
+    BackwardTensors,
     Entry,
     add_low_rank,
     compute_hidden,
     compute_input_gradient,
     draw_seeds,
+    dropout_masks,
     layer_gradients,
     list_entries,
     project_gradients,
     rows_of,
-    write_output,
+    write_outputs,
 )
-from tigon.ops.adapters.projection import Adapter, Constants, FrozenWeight, Projection, dense_weight, flatten, rebuild
+from tigon.ops.adapters.projection import (
+    Adapter,
+    FrozenWeight,
+    Projection,
+    dense_weight,
+    flatten,
+    saved_projections,
+    tensors_to_save,
+)
 from tigon.runtime import checks
 from tigon.runtime.autograd import keep_none_gradients
 from tigon.runtime.compat.autograd import has_active_transform
@@ -75,94 +85,91 @@ def _eager_sum(x: Tensor, y: Tensor, adapters: Sequence[Adapter]) -> Tensor:
 
 
 class _LoRALinears(Node):
-    """Compute the outputs y_i of layers with the same input x, from x and the tensors of their projections."""
+    """Compute the outputs y_i of layers with the same input x. `tensors` are those of the projections."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, constants: tuple[Constants, ...], records: bool, *tensors: Any
+        ctx: Any, x: Tensor, projections: Sequence[Projection], records: bool, *tensors: Any
     ) -> tuple[Tensor, ...]:
-        # `needs` has the structure of `projections`. It holds True for each tensor that needs a gradient.
-        projections, needs = rebuild(tensors, constants), rebuild(ctx.needs_input_grad[3:], constants)
         rows = rows_of(x)
-        seeds = draw_seeds(projections, x)
-        entries = list_entries(projections, rows.shape[0], seeds)
+        seeds, entries = draw_seeds(projections, x), list_entries(projections)
         # In this method gradients are off, and `needs_input_grad` does not depend on them.
-        fp8 = Fp8Group.of(projections, records and ctx.needs_input_grad[0])
+        needs_dx, _, _, *needs = ctx.needs_input_grad
+        fp8 = Fp8Group.of(projections, records and needs_dx)
         operand = None if fp8 is None else fp8.operand(rows)
-        h = compute_hidden(rows, entries, operand) if entries else None
-        products = iter(()) if operand is None else operand.products()
-        fp8_indices = () if fp8 is None else fp8.indices
-        ys = []
-        for i, projection in enumerate(projections):
-            entries_of_product = [entry for entry in entries if entry.projection == i]
-            # The output is not a view, because a view that a node returns cannot be modified in place.
-            if i in fp8_indices:
-                index, product = next(products)
-                assert index == i
-                add_low_rank(product, projection, entries_of_product, h)
-                y = reshape_without_view(product, (*x.shape[:-1], product.shape[1]))
-            else:
-                y = x.new_empty((*x.shape[:-1], projection.weight.shape[0]))
-                write_output(y.view(rows.shape[0], -1), rows, projection, entries_of_product, h)
-            ys.append(y)
-        if fp8 is not None:
+        h = compute_hidden(rows, entries, dropout_masks(entries, len(rows), seeds), operand) if entries else None
+        # The outputs are not views, because a view that a node returns cannot be modified in place.
+        ys: dict[int, Tensor] = {}
+        if fp8 is not None and operand is not None:
+            for i, product in operand.products():
+                add_low_rank({i: product}, projections, entries, h)
+                ys[i] = reshape_without_view(product, (*x.shape[:-1], product.shape[1]))
             fp8.end_forward()
-        adapter_needs = [need for projection in needs for need in projection.adapters]
-        needs_x = any(need.a for need in adapter_needs) or any(projection.weight for projection in needs)
-        needs_h = any(need.b for need in adapter_needs)
-        ctx.save_for_backward(x if needs_x else None, h if needs_h else None, seeds, *tensors)
-        ctx.constants, ctx.shape, ctx.fp8 = constants, x.shape, fp8
+        outputs: dict[int, Tensor] = {}
+        for i, projection in enumerate(projections):
+            if i not in ys:
+                ys[i] = y = x.new_empty((*x.shape[:-1], projection.weight.shape[0]))
+                outputs[i] = y.view(len(rows), -1)
+        write_outputs(outputs, rows, projections, entries, h)
+        trains_weight = any(projection.weight.requires_grad for projection in projections)
+        needs_x = trains_weight or any(needs[entry.tensor_index] for entry in entries)
+        needs_h = any(needs[entry.tensor_index + 1] for entry in entries)
+        others = tensors_to_save(ctx, projections, tensors)
+        ctx.save_for_backward(x if needs_x else None, h if needs_h else None, seeds, *others)
+        ctx.shape, ctx.fp8 = x.shape, fp8
         keep_none_gradients(ctx)
-        return tuple(ys)
+        return tuple([ys[i] for i in range(len(projections))])
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
         dys = {i: rows_of(dy) for i, dy in enumerate(upstream) if dy is not None}
-        dx, gradients = _node_gradients(ctx, dys, ctx.needs_input_grad[3:])
+        dx, gradients = _node_gradients(ctx, dys)
         return dx, None, None, *gradients
 
 
-def _node_gradients(ctx: Any, dys: Mapping[int, Tensor], tensor_needs: Sequence[bool]) -> tuple[Tensor | None, list]:
+def _node_gradients(ctx: Any, dys: Mapping[int, Tensor]) -> tuple[Tensor | None, list[Tensor | None]]:
     """Return dx in the shape of x and the gradients of the tensors of a node, from the upstream gradients [T, O_i].
 
-    The node has saved x, h, the seeds and its tensors. `tensor_needs` says which of its tensors need a gradient.
+    The node has saved x, h, the seeds and its tensors, which follow three other inputs of the node.
     """
     x, h, seeds, *tensors = ctx.saved_tensors
+    projections = saved_projections(ctx, tensors)
     if not dys:
-        return None, [None] * len(tensors)
-    projections, needs = rebuild(tensors, ctx.constants), rebuild(tensor_needs, ctx.constants)
-    needs_dx, rows = ctx.needs_input_grad[0], None if x is None else rows_of(x)
-    entries = list_entries(projections, next(iter(dys.values())).shape[0], seeds)
+        return None, []
+    needs_dx, _, _, *needs = ctx.needs_input_grad
+    rows, entries = None if x is None else rows_of(x), list_entries(projections)
+    masks = dropout_masks(entries, len(next(iter(dys.values()))), seeds)
     dh: Tensor | None = None
-    dh_entries: list[Entry] = []
+    dh_entries: Sequence[Entry] = ()
     operand = ctx.fp8.operand_of_gradients(dys) if needs_dx and ctx.fp8 is not None else None
-    if entries and (needs_dx or any(need.a for projection in needs for need in projection.adapters)):
+    if entries and (needs_dx or any(needs[entry.tensor_index] for entry in entries)):
         dh, dh_entries = project_gradients(dys, entries, operand)
-    gradients = layer_gradients(rows, h, dys, dh, entries, dh_entries, needs)
-    dx = compute_input_gradient(dys, projections, dh, dh_entries, operand) if needs_dx else None
-    return None if dx is None else dx.view(ctx.shape), flatten(gradients)[0]
+    backward_tensors = BackwardTensors(rows, h, entries, dh, dh_entries, dys, masks)
+    gradients = layer_gradients(backward_tensors, projections, needs, {})
+    dx = compute_input_gradient(dys, projections, dh, dh_entries, masks, operand) if needs_dx else None
+    return None if dx is None else dx.view(ctx.shape), gradients
 
 
 class _AddAdapters(Node):
     """Add the outputs of adapters for the input x to y, the output of the layer without adapters."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, y: Tensor, constants: tuple[Constants, ...], *tensors: Any) -> Tensor:
-        projections, needs = rebuild(tensors, constants), rebuild(ctx.needs_input_grad[3:], constants)
-        rows, seeds = rows_of(x), draw_seeds(projections, x)
-        entries = list_entries(projections, len(rows), seeds)
-        h = compute_hidden(rows, entries)
+    def forward(ctx: Any, x: Tensor, y: Tensor, projections: Sequence[Projection], *tensors: Any) -> Tensor:
+        rows, seeds, entries = rows_of(x), draw_seeds(projections, x), list_entries(projections)
+        h = compute_hidden(rows, entries, dropout_masks(entries, len(rows), seeds))
         # The output is not a view, because a view that a node returns cannot be modified in place.
         out = x.new_empty(y.shape).copy_(y)
-        add_low_rank(out.view(len(rows), -1), projections[0], entries, h)
-        needs_a, needs_b = (any(getattr(need, name) for need in needs[0].adapters) for name in ("a", "b"))
-        ctx.save_for_backward(x if needs_a else None, h if needs_b else None, seeds, *tensors)
-        ctx.constants, ctx.shape, ctx.fp8 = constants, x.shape, None
+        add_low_rank({0: out.view(len(rows), -1)}, projections, entries, h)
+        needs = ctx.needs_input_grad[3:]
+        needs_a, needs_b = (any(needs[entry.tensor_index + i] for entry in entries) for i in (0, 1))
+        others = tensors_to_save(ctx, projections, tensors)
+        ctx.save_for_backward(x if needs_a else None, h if needs_b else None, seeds, *others)
+        ctx.shape, ctx.fp8 = x.shape, None
         return out
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        dx, gradients = _node_gradients(ctx, {0: rows_of(dy)}, ctx.needs_input_grad[3:])
+        dx, gradients = _node_gradients(ctx, {0: rows_of(dy)})
         return dx, dy, None, *gradients
 
 
@@ -226,8 +233,7 @@ def lora_linears(x: Tensor, projections: Sequence[Projection]) -> tuple[Tensor, 
 
 def lora_node(x: Tensor, projections: Sequence[Projection]) -> tuple[Tensor, ...]:
     """Return the same as `lora_linears` by one node. The caller knows that `takes_adapters` is True."""
-    tensors, constants = flatten(projections)
-    return _LoRALinears.apply(x, constants, torch.is_grad_enabled(), *tensors)
+    return _LoRALinears.apply(x, projections, torch.is_grad_enabled(), *flatten(projections))
 
 
 def add_adapters(x: Tensor, y: Tensor, adapters: Sequence[Adapter]) -> Tensor:
@@ -240,12 +246,11 @@ def add_adapters(x: Tensor, y: Tensor, adapters: Sequence[Adapter]) -> Tensor:
         y: [..., O], the output of the layer. The node supports the dtype of x. Eager code supports any dtype.
         adapters: At least one adapter.
     """
-    projection = Projection(None, None, tuple(adapters))
+    projections = [Projection(None, None, tuple(adapters))]
     is_output = y.dtype == x.dtype and y.device == x.device and y.shape == (*x.shape[:-1], len(adapters[0].b))
-    if not is_output or not takes_adapters(x, [projection]):
+    if not is_output or not takes_adapters(x, projections):
         return _eager_sum(x, y, adapters)
-    tensors, constants = flatten([projection])
-    return _AddAdapters.apply(x, y, constants, *tensors)
+    return _AddAdapters.apply(x, y, projections, *flatten(projections))
 
 
 def lora_linear(

@@ -21,6 +21,7 @@ together. The kernels find it on request, which saves a pass that reads 2 T I by
 Shapes: T tokens, I intermediate features, r rank of one adapter (at most 16).
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -30,7 +31,7 @@ from tigon.ops.adapters.low_rank import TERMS, PartTiles, empty_hidden, rank_blo
 from tigon.ops.adapters.low_rank_kernels import add_parts, is_last, store_terms
 from tigon.ops.mlps.activation_kernels import activation_and_slope
 from tigon.runtime.compat.triton import tl, triton
-from tigon.runtime.counters import zero_counters
+from tigon.runtime.counters import scratch
 from tigon.runtime.device import Device, cdiv, device_of
 from tigon.runtime.launch import in_order, launch, on_device
 from tigon.runtime.maxima import magnitude_bits, raise_to_largest
@@ -334,13 +335,13 @@ def lora_glu_forward(
     a, down_r = torch.empty_like(gate), adapters.ranks[2]
     down_h = empty_hidden(gate, t, down_r) if down_r else None
     stride_h, stride_term = adapters.strides()
+    counters, sums = scratch(gate, blocks, parts * t * down_r)
     launch(
         _lora_glu_forward_kernel, blocks * parts,
         *in_order(_lora_glu_forward_kernel)(
             gate_ptr=gate, up_ptr=up, a_ptr=a, maximum_ptr=maximum, gate_h_ptr=adapters.gate_h, up_h_ptr=adapters.up_h,
             gate_b_ptr=adapters.gate_b, up_b_ptr=adapters.up_b, down_a_ptr=adapters.down_a,
-            sum_ptr=None if down_h is None else gate.new_empty((parts, t, down_r), dtype=torch.float32),
-            counter_ptr=zero_counters(gate, blocks), down_h_ptr=down_h,
+            sum_ptr=sums, counter_ptr=counters, down_h_ptr=down_h,
             T=t, N=i, part_length=part_length, parts=parts, stride_h=stride_h, stride_term=stride_term,
             stride_down_term=0 if down_h is None else down_h.stride(0),
             gate_factor=adapters.gate_scaling, up_factor=adapters.up_scaling,
@@ -351,7 +352,7 @@ def lora_glu_forward(
 
 
 class GLUGradients(NamedTuple):
-    """Gradients of the adapters in fp32. A gradient that is not needed is None."""
+    """Gradients of the adapters, in their dtypes. A gradient that is not needed is None."""
 
     gate_b: Tensor | None  # [I, r]
     up_b: Tensor | None
@@ -361,7 +362,7 @@ class GLUGradients(NamedTuple):
 @on_device
 def lora_glu_backward(
     da: Tensor, gate: Tensor, up: Tensor, adapters: GLUAdapters, down_dh: Tensor | None, kind: str,
-    dgate: Tensor, dup: Tensor, *, needs: tuple[bool, bool, bool], maximum: Tensor | None = None,
+    dgate: Tensor, dup: Tensor, *, needs: Sequence[bool], maximum: Tensor | None = None,
 ) -> GLUGradients:  # fmt: skip
     """Write dgate and dup [T, I], which may be the tensors gate and up, and return the gradients of B_g, B_u and A_d.
 
@@ -375,10 +376,12 @@ def lora_glu_backward(
     blocks = cdiv(i, tiles.block_n)
     part_length, parts = tiles.divide(t, tiles.block_t, blocks, device)
     gate_r, up_r, down_r = adapters.ranks
-    shapes = (i, gate_r), (i, up_r), (down_r, i)
+    tensors = adapters.gate_b, adapters.up_b, adapters.down_a
     gate_db, up_db, down_da = gradients = [
-        gate.new_empty(shape, dtype=torch.float32) if need else None for shape, need in zip(shapes, needs, strict=True)
-    ]  # fmt: skip
+        torch.empty_like(tensor) if need and tensor is not None else None
+        for tensor, need in zip(tensors, needs, strict=True)
+    ]
+    counters, sums = scratch(gate, blocks, parts * i * (gate_r + up_r + down_r))
     stride_h, stride_term = adapters.strides()
     stride_dh, stride_dh_term = (0, 0) if down_dh is None else (down_dh.stride(1), down_dh.stride(0))
     launch(
@@ -387,8 +390,7 @@ def lora_glu_backward(
             da_ptr=da, gate_ptr=gate, up_ptr=up, dgate_ptr=dgate, dup_ptr=dup, maximum_ptr=maximum,
             gate_h_ptr=adapters.gate_h, up_h_ptr=adapters.up_h, gate_b_ptr=adapters.gate_b, up_b_ptr=adapters.up_b,
             down_dh_ptr=down_dh, down_a_ptr=adapters.down_a, gate_db_ptr=gate_db, up_db_ptr=up_db, down_da_ptr=down_da,
-            sum_ptr=gate.new_empty((parts, i * sum(adapters.ranks)), dtype=torch.float32),
-            counter_ptr=zero_counters(gate, blocks),
+            sum_ptr=sums, counter_ptr=counters,
             T=t, N=i, part_length=part_length, parts=parts, stride_h=stride_h, stride_term=stride_term,
             stride_dh=stride_dh, stride_dh_term=stride_dh_term,
             gate_factor=adapters.gate_scaling, up_factor=adapters.up_scaling,

@@ -26,17 +26,19 @@ from tigon.ops.adapters.fp8_weight import Fp8Group, Fp8Operand
 from tigon.ops.adapters.lora import lora_linears, takes_adapters
 from tigon.ops.adapters.lora_glu import GLUAdapters, lora_glu_backward, lora_glu_forward
 from tigon.ops.adapters.lora_products import (
+    BackwardTensors,
     Entry,
     add_low_rank,
+    columns_of,
     compute_hidden,
     compute_input_gradient,
     layer_gradients,
     list_entries,
     project_gradients,
     rows_of,
-    write_output,
+    write_outputs,
 )
-from tigon.ops.adapters.projection import Constants, Projection, dense_weight, flatten, rebuild
+from tigon.ops.adapters.projection import Projection, dense_weight, flatten, saved_projections, tensors_to_save
 from tigon.ops.mlps.gated_node import check_version, gradient_buffers, multiply_gate, save_gated, unpack_gated
 from tigon.ops.mlps.glu_mlp import GATES
 from tigon.runtime.compat.operators import reshape_without_view
@@ -47,6 +49,13 @@ from tigon.runtime.products import multiply
 LARGEST_RANK = 16
 
 
+def _list_entries(projections: Sequence[Projection]) -> tuple[list[Entry], list[Entry]]:
+    """Return the entries of gate and up, and that of down, whose h and dh are tensors of their own."""
+    entries = list_entries(projections)
+    down_entries = [each._replace(start=0, stop=each.stop - each.start) for each in entries if each.projection == 2]
+    return entries[: len(entries) - len(down_entries)], down_entries
+
+
 def _glu_adapters(entries: Sequence[Entry], h: Tensor | None, down: Projection) -> GLUAdapters:
     """Return the tensors of adapters that the kernels of the activation read. `entries` are those of gate and up."""
     hidden: list[Tensor | None] = [None, None]
@@ -54,7 +63,7 @@ def _glu_adapters(entries: Sequence[Entry], h: Tensor | None, down: Projection) 
     scaling = [1.0, 1.0]
     for entry in entries:
         assert h is not None
-        hidden[entry.projection] = h[..., entry.columns]
+        hidden[entry.projection] = columns_of(h, entry, entry)
         b[entry.projection] = entry.adapter.b.contiguous()
         scaling[entry.projection] = entry.adapter.scaling
     down_a = down.adapters[0].a.contiguous() if down.adapters else None
@@ -98,38 +107,37 @@ class _LoRAGLUMLP(Node):
     def forward(
         ctx: Any,
         x: Tensor,
-        constants: tuple[Constants, ...],
+        projections: Sequence[Projection],
         kind: str,
         saves_gates: bool,
         is_checkpointed: bool,
         records: bool,
         *tensors: Any,
     ) -> Tensor:
-        gate_layer, up_layer, down = rebuild(tensors, constants)
-        rows = rows_of(x)
-        entries = list_entries((gate_layer, up_layer), len(rows), None)
+        gate_layer, up_layer, down = projections
+        rows, (entries, down_entries) = rows_of(x), _list_entries(projections)
         # In this method gradients are off, and `needs_input_grad` does not depend on them.
         fp8 = Fp8Group.of((gate_layer, up_layer), records and ctx.needs_input_grad[0])
         operand = None if fp8 is None else fp8.operand(rows)
-        h = compute_hidden(rows, entries, operand) if entries else None
+        h = compute_hidden(rows, entries, {}, operand) if entries else None
         gate, up = _multiply_gates(rows, gate_layer, up_layer, operand)
         # The gradients of gate and up need da.
         down_fp8 = Fp8Group.of((down,), records and any(ctx.needs_input_grad))
         maximum = _zero_maximum(down_fp8, 1, gate)
         a, down_h = lora_glu_forward(gate, up, _glu_adapters(entries, h, down), kind, maximum)
         gates = (gate, up) if saves_gates else (None, None)
-        save_gated(ctx, gate, saves_gates, is_checkpointed, x, h, down_h, *gates, *tensors)
-        ctx.constants, ctx.kind, ctx.shape = constants, kind, x.shape
+        others = tensors_to_save(ctx, projections, tensors)
+        save_gated(ctx, gate, saves_gates, is_checkpointed, x, h, down_h, *gates, *others)
+        ctx.kind, ctx.shape = kind, x.shape
         ctx.fp8, ctx.down_fp8 = fp8, down_fp8
-        down_entries = list_entries((down,), len(rows), None)
         # The output is not a view, because a view that a node returns cannot be modified in place.
         if down_fp8 is not None:
             ((_, product),) = down_fp8.operand(a, maximum).products()
-            add_low_rank(product, down, down_entries, down_h)
+            add_low_rank({2: product}, projections, down_entries, down_h)
             y = reshape_without_view(product, (*x.shape[:-1], len(down.weight)))
         else:
-            y = x.new_empty((*x.shape[:-1], len(down.weight)))
-            write_output(y.view(len(rows), -1), a, down, down_entries, down_h)
+            y = x.new_empty((*x.shape[:-1], down.weight.shape[0]))
+            write_outputs({2: y.view(len(rows), -1)}, a, projections, down_entries, down_h)
         for group in filter(None, (fp8, down_fp8)):
             group.end_forward()
         return y
@@ -137,49 +145,44 @@ class _LoRAGLUMLP(Node):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         x, h, down_h, gate, up, *tensors = unpack_gated(ctx)
-        *layers, down = rebuild(tensors, ctx.constants)
-        *needs, down_needs = rebuild(ctx.needs_input_grad[6:], ctx.constants)
-        rows, dy = rows_of(x), rows_of(dy)
+        projections = saved_projections(ctx, tensors)
+        *layers, down = projections
+        needs_dx, needs = ctx.needs_input_grad[0], ctx.needs_input_grad[6:]
+        rows, dy, (entries, down_entries) = rows_of(x), rows_of(dy), _list_entries(projections)
         check_version("lora_glu_mlp", ctx, gate)
         is_recomputed = gate is None
         if is_recomputed:
             operand = None if ctx.fp8 is None else ctx.fp8.operand(rows)
             gate, up = _multiply_gates(rows, layers[0], layers[1], operand)
         down_operand = None if ctx.down_fp8 is None else ctx.down_fp8.operand_of_gradients({0: dy})
-        down_entries, down_dh = list_entries((down,), len(dy), None), None
+        down_dh = None
         if down_entries:
-            down_dh, _ = project_gradients({0: dy}, down_entries, down_operand)
-        (down_gradients,) = layer_gradients(None, down_h, {0: dy}, None, down_entries, (), [down_needs])
+            # The operand of down has a single layer.
+            down_dh, _ = project_gradients({0: dy}, [e._replace(projection=0) for e in down_entries], down_operand)
         dgate, dup = gradient_buffers(ctx, gate, up, is_recomputed)
-        entries = list_entries(layers, len(rows), None)
         # These flags say whether B of gate, B of up and A of down need gradients.
-        flags = (
-            any(adapter.b for adapter in needs[0].adapters),
-            any(adapter.b for adapter in needs[1].adapters),
-            any(adapter.a for adapter in down_needs.adapters),
-        )
-        needs_dx = ctx.needs_input_grad[0]
+        flags = [False, False, any(needs[entry.tensor_index] for entry in down_entries)]
+        for entry in entries:
+            flags[entry.projection] = needs[entry.tensor_index + 1]
         maximum = _zero_maximum(ctx.fp8, 2, gate) if needs_dx else None
         sums = lora_glu_backward(
             _gradient_of_activation(dy, down, down_operand), gate, up, _glu_adapters(entries, h, down), down_dh,
-            ctx.kind, dgate, dup, needs=flags, maximum=maximum,
+            ctx.kind, dgate, dup, needs=tuple(flags), maximum=maximum,
         )  # fmt: skip
         del gate, up
-        if sums.down_a is not None:
-            (adapter,) = down_gradients.adapters
-            adapter = adapter._replace(a=sums.down_a.to(down.adapters[0].a.dtype))
-            down_gradients = down_gradients._replace(adapters=(adapter,))
         dys = {0: dgate, 1: dup}
         operand = ctx.fp8.operand_of_gradients(dys, maximum) if needs_dx and ctx.fp8 is not None else None
         dh: Tensor | None = None
-        dh_entries: list[Entry] = []
-        if entries and (needs_dx or any(adapter.a for need in needs for adapter in need.adapters)):
+        dh_entries: Sequence[Entry] = ()
+        if entries and (needs_dx or any(needs[entry.tensor_index] for entry in entries)):
             dh, dh_entries = project_gradients(dys, entries, operand)
         dbs = {entry.position: (sums.gate_b, sums.up_b)[entry.projection] for entry in entries}
-        gradients = layer_gradients(rows, h, dys, dh, entries, dh_entries, needs, dbs)
-        dx = compute_input_gradient(dys, layers, dh, dh_entries, operand) if needs_dx else None
-        gradients.append(down_gradients)
-        return None if dx is None else dx.view(ctx.shape), *[None] * 5, *flatten(gradients)[0]
+        backward_tensors = BackwardTensors(rows, down_h, [*entries, *down_entries], dh, dh_entries, {**dys, 2: dy}, {})
+        gradients = layer_gradients(backward_tensors, projections, needs, dbs)
+        for entry in down_entries:
+            gradients[entry.tensor_index] = sums.down_a
+        dx = compute_input_gradient(dys, layers, dh, dh_entries, {}, operand) if needs_dx else None
+        return None if dx is None else dx.view(ctx.shape), *[None] * 5, *gradients
 
 
 # --- public --------------------------------------------------------------------------------------
@@ -206,10 +209,10 @@ def runs_as_one_node(x: object, layers: Sequence[Projection]) -> bool:
 
 def lora_glu_mlp_node(x: Tensor, layers: Sequence[Projection], activation: str) -> Tensor:
     """Return the same as `lora_glu_mlp` by one node. The caller knows that `runs_as_one_node` is True."""
-    tensors, constants = flatten(layers)
     records = torch.is_grad_enabled()
     is_checkpointed = in_checkpoint() and records
-    return _LoRAGLUMLP.apply(x, constants, activation, not recomputes_mlp(), is_checkpointed, records, *tensors)
+    saves_gates = not recomputes_mlp()
+    return _LoRAGLUMLP.apply(x, layers, activation, saves_gates, is_checkpointed, records, *flatten(layers))
 
 
 def lora_glu_mlp(x: Tensor, gate: Projection, up: Projection, down: Projection, activation: str = "silu") -> Tensor:

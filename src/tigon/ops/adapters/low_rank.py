@@ -7,9 +7,9 @@ r"""The three products of a low-rank adapter. Each one takes about as long as th
 The adapters of a bf16 model are usually in fp32. Tensor cores multiply bf16 and add in fp32, and an fp32 value is the
 sum of three bf16 values of 8 bits each. So the kernels split an fp32 factor into such terms, and add the products of
 the terms. Products of two terms whose indices add up to three or more are below the precision of fp32, and are omitted.
-h is stored as terms. `project` splits a single A of a small rank when it reads it. Several A, or a large one, are split
-once by `split_terms`, because their terms would not fit in the registers. h and the sums over tokens are then as
-accurate as products in fp32. `expand` rounds its result to the dtype of the model, so it needs fewer terms: one in
+h is stored as terms. `project` splits up to three A of one small rank when it reads them. Others are split once by
+`split_terms`, because their terms would not fit in the registers. h and the sums over tokens are then as accurate as
+products in fp32. `expand` rounds its result to the dtype of the model, so it needs fewer terms: one in
 bf16, two in fp16. In bf16 its error is therefore relative to the sum of |h| |B|, which is much larger than the result
 if the parts of different ranks cancel.
 
@@ -30,6 +30,7 @@ import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,14 +43,14 @@ from tigon.ops.adapters.low_rank_kernels import (
     token_sum_kernel,
 )
 from tigon.ops.fp8.formats import FusedPass
-from tigon.runtime.counters import zero_counters
+from tigon.runtime.counters import scratch
 from tigon.runtime.device import Device, cdiv, device_of
 from tigon.runtime.launch import in_order, launch, on_device
 
 # The number of bf16 terms that represent a value exactly: 8, 11 and 24 bits of mantissa, 8 bits a term.
 TERMS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
 
-# The largest rank of an A that `project` splits when it reads it. On an H200, with tiles of 128 tokens (now 64), 8192
+# The largest rank of each A that `project` splits when it reads it. On an H200, with tiles of 128 tokens (now 64), 8192
 # tokens of 4096 features took 27 us with rank 16, and 25 us with terms that were split before, which took 3 us more.
 # With rank 48 they took 49 and 37 us.
 LARGEST_RANK_TO_SPLIT = 16
@@ -162,7 +163,9 @@ def empty_hidden(x: Tensor, tokens: int, rank: int) -> Tensor:
     The stride of the terms is a multiple of 16 for every T. Triton compiles one variant of a kernel for such strides
     and another one for all others, so another number of tokens would otherwise compile the kernels again.
     """
-    return x.new_empty((3, cdiv(tokens, 16) * 16, rank), dtype=torch.bfloat16)[:, :tokens]
+    rows = cdiv(tokens, 16) * 16
+    h = x.new_empty((3, rows, rank), dtype=torch.bfloat16)
+    return h if rows == tokens else h[:, :tokens]
 
 
 @on_device
@@ -176,31 +179,72 @@ def project(
     A [R, N] is the stack of `tensors` [r, N] of any strides. `fused_pass` is a pass of the quantisation of x that
     this kernel also does.
     """
-    t, n = x.shape
-    is_split = len(tensors) > 1 or tensors[0].shape[0] > LARGEST_RANK_TO_SPLIT or tensors[0].dtype == torch.bfloat16
-    a = split_terms(*tensors) if is_split else tensors[0]
+    shares_pass = len(tensors) == 1 or _share_pass(tensors)
+    is_split = not shares_pass or _is_split_before(tensors[0])
+    stack = [split_terms(*tensors)] if is_split else tensors
+    return _launch_project([x], stack, out, [factor] * len(stack), is_split, dropout_mask, fused_pass)
+
+
+def _share_pass(tensors: Sequence[Tensor]) -> bool:
+    """Return whether `project_kernel` multiplies one x by these A [r, N] without splitting them before."""
+    a = tensors[0]
+    kind = a.dtype, a.shape, a.stride()
+    is_small = len(tensors) <= 3 and not _is_split_before(a)
+    return is_small and all((each.dtype, each.shape, each.stride()) == kind for each in tensors[1:])
+
+
+def _is_split_before(a: Tensor) -> bool:
+    """Return whether `split_terms` splits an A [r, N] before `project_kernel` reads it."""
+    return a.shape[0] > LARGEST_RANK_TO_SPLIT or a.dtype == torch.bfloat16
+
+
+@on_device
+def project_each(out: Tensor, xs: Sequence[Tensor], bs: Sequence[Tensor], factors: Sequence[float]) -> Tensor:
+    """Write the terms of h_i = factor_i * x_i B_i to columns i * r to (i + 1) * r of `out` [3, T, count * r].
+
+    There are at most three x_i [T, N_i]. The B_i [N_i, r] have equal dtypes and strides.
+    """
+    transposed = [b.t() for b in bs]
+    is_split = _is_split_before(transposed[0])
+    return _launch_project(xs, [*map(split_terms, transposed)] if is_split else transposed, out, factors, is_split)
+
+
+@functools.lru_cache(1024)
+def _divide_project(
+    tokens: int, widths: tuple[int, ...], rank: int, itemsize: int, device: Device
+) -> tuple[PartTiles, int, int, list[int]]:
+    """Return the tiles of `project`, the number of blocks, the length of a part, and where the parts of each x end."""
+    tiles = _project_tiles(rank, itemsize, device)
+    blocks = cdiv(tokens, tiles.block_t) * cdiv(rank, rank_block(rank))
+    part_length, _ = tiles.divide(sum(widths), tiles.block_n, blocks, device)
+    ends = list(itertools.accumulate(cdiv(width, part_length) for width in widths))
+    return tiles, blocks, part_length, ends
+
+
+def _launch_project(
+    xs: Sequence[Tensor], tensors: Sequence[Tensor], out: Tensor, factors: Sequence[float], is_split: bool,
+    dropout_mask: Tensor | None = None, fused_pass: FusedPass | None = None,
+) -> Tensor:  # fmt: skip
+    """Launch the kernel of `project` and `project_each`, with one x for all tensors or one for each."""
+    x, a, t, count = xs[0], tensors[0], xs[0].shape[0], len(xs)
     r = a.shape[-2]
-    device = device_of(x)
-    config = _project_tiles(r, x.element_size(), device)
-    block_r = rank_block(r)
-    blocks = cdiv(t, config.block_t) * cdiv(r, block_r)
-    part_length, parts = config.divide(n, config.block_n, blocks, device)
+    widths = [each.shape[1] for each in xs]
+    config, blocks, part_length, ends = _divide_project(t, tuple(widths), r, x.element_size(), device_of(x))
+    parts = ends[-1]
+    # The sums of all A that share a pass lie side by side.
+    sum_width = r * (len(tensors) - count + 1)
+    counters, sums = scratch(x, blocks * count, parts * t * sum_width)
     maximum, copy = (None, None) if fused_pass is None else fused_pass
     values, scale = (None, None) if copy is None else copy
+    strides = [each.stride(0) for each in xs]
     launch(
         project_kernel, blocks * parts,
-        *in_order(project_kernel)(
-            x_ptr=x, a_ptr=a, sum_ptr=x.new_empty((parts, t, r), dtype=torch.float32),
-            counter_ptr=zero_counters(x, blocks), out_ptr=out, mask_ptr=dropout_mask, maximum_ptr=maximum,
-            copy_ptr=values, scale_ptr=scale,
-            T=t, N=n, part_length=part_length, parts=parts, stride_x=x.stride(0),
-            stride_ar=a.stride(-2), stride_an=a.stride(-1), stride_part=t * r,
-            stride_mask=0 if dropout_mask is None else dropout_mask.stride(0),
-            stride_out=out.stride(1), stride_term=out.stride(0), stride_copy=0 if values is None else values.stride(0),
-            factor=factor,
-        ),
+        *(*xs, None, None)[:3], *(*tensors, None, None)[:3], sums, counters, out, dropout_mask, maximum, values, scale,
+        t, *(*widths, 0, 0)[:3], part_length, *(*ends, parts)[:2], parts, *(*strides, 0, 0)[:3],
+        a.stride(-2), a.stride(-1), sum_width, t * sum_width, 0 if dropout_mask is None else dropout_mask.stride(0),
+        out.stride(1), out.stride(0), 0 if values is None else values.stride(0), *(*factors, 1.0, 1.0)[:3],
         R=r, X_TERMS=TERMS[x.dtype], A_TERMS=a.shape[0] if is_split else TERMS[a.dtype], IS_SPLIT=is_split,
-        BLOCK_T=config.block_t, BLOCK_N=config.block_n, BLOCK_R=block_r, STAGES=config.num_stages,
+        BLOCK_T=config.block_t, BLOCK_N=config.block_n, BLOCK_R=rank_block(r), STAGES=config.num_stages,
         num_warps=config.num_warps,
     )  # fmt: skip
     return out
@@ -208,59 +252,80 @@ def project(
 
 @on_device
 def expand(
-    h: Tensor, b: Tensor, out: Tensor, factor: float = 1.0, bias: Tensor | None = None,
-    dropout_mask: Tensor | None = None, adds: bool = False,
-) -> Tensor:  # fmt: skip
-    """Write factor * h B^T + bias to `out` [T, N], or add it to `out` if `adds` is True, and return `out`.
+    h: Tensor, bs: Sequence[Tensor], outs: Sequence[Tensor], factors: Sequence[float], biases: Sequence[Tensor | None],
+    dropout_mask: Tensor | None = None, adds: bool = False, transposed: bool = False,
+) -> Sequence[Tensor]:  # fmt: skip
+    """Write factor_i * h_i B_i^T + bias_i to each out_i [T, N_i], or the sum of all these products to a single `out`.
 
-    h is [3, T, R], and B is [N, R]. `dropout_mask` [T, N / 8] masks the product, but not the bias.
+    h_i are columns i * r to (i + 1) * r of h [3, T, count * r]. There are at most three B_i [N_i, r], of equal dtypes
+    and strides; if `transposed` is True, `bs` holds their transposes [r, N_i]. Either all outputs have a bias or none
+    has. `dropout_mask` [T, N / 8] masks the product for a single output, but not the bias. With `adds`, the results are
+    added to the outputs.
     """
-    (_, t, r), n = h.shape, b.shape[0]
+    t, out, b_strides = h.shape[1], outs[0], bs[0].stride()
+    r = bs[0].shape[0 if transposed else 1]
+    widths = [out.shape[1] for out in outs]
+    columns = sum([-(-width // EXPAND_BLOCK_N) for width in widths])
+    strides = [each.stride(0) for each in outs]
     launch(
-        expand_kernel, cdiv(t, EXPAND_BLOCK_T) * cdiv(n, EXPAND_BLOCK_N),
-        *in_order(expand_kernel)(
-            h_ptr=h, b_ptr=b, bias_ptr=bias, out_ptr=out, mask_ptr=dropout_mask, T=t, N=n,
-            stride_h=h.stride(1), stride_term=h.stride(0), stride_bn=b.stride(0), stride_br=b.stride(1),
-            stride_out=out.stride(0), stride_mask=0 if dropout_mask is None else dropout_mask.stride(0), factor=factor,
-        ),
+        expand_kernel, cdiv(t, EXPAND_BLOCK_T) * columns,
+        h, *(*bs, None, None)[:3], *(*biases, None, None, None)[:3], *(*outs, None, None)[:3], dropout_mask,
+        t, *(*widths, 0, 0)[:3], h.stride(1), h.stride(0), *(b_strides[::-1] if transposed else b_strides),
+        *(*strides, 0, 0)[:3], 0 if dropout_mask is None else dropout_mask.stride(0), *(*factors, 1.0, 1.0)[:3],
         R=r, ORDER=TERMS[out.dtype], ADDS=adds,
         BLOCK_T=EXPAND_BLOCK_T, BLOCK_N=EXPAND_BLOCK_N, BLOCK_R=rank_block(r), num_warps=4,
     )  # fmt: skip
-    return out
+    return outs
+
+
+class TokenSums(NamedTuple):
+    """Factors of sums over tokens: G_i = factor_i * z_i^T h_i, where h_i are columns i * r to (i + 1) * r of h."""
+
+    zs: Sequence[Tensor]
+    # [3, T, count * r]
+    h: Tensor | None
+    rank: int
+    factors: Sequence[float]
+    # The dtypes of the G_i.
+    dtypes: Sequence[torch.dtype]
 
 
 @on_device
 def token_sums(
-    z: Tensor, h: Tensor, factor: float = 1.0, dropout_mask: Tensor | None = None, transposed: bool = False
-) -> Tensor:  # fmt: skip
-    """Return factor * z^T h [N, R] in fp32, or its transpose [R, N] if `transposed` is True.
+    z: Tensor, h: Tensor, factor: float = 1.0, dropout_mask: Tensor | None = None, transposed: bool = False,
+    dtype: torch.dtype = torch.float32, others: TokenSums | None = None,
+) -> list[Tensor]:  # fmt: skip
+    """Return G = factor * z^T h [N, R], or its transpose [R, N] if `transposed` is True, and G_i of up to three others.
 
-    z is [T, N], h is [3, T, R], and `dropout_mask` [T, N / 8] masks z.
+    z is [T, N], h is [3, T, R], and `dropout_mask` [T, N / 8] masks z. The other z_i [T, N_i] have the dtype of z.
     """
     (t, n), r = z.shape, h.shape[2]
-    device = device_of(z)
-    config = _sum_tiles(z.element_size(), device)
-    block_r = rank_block(r)
-    blocks = cdiv(n, config.block_n) * cdiv(r, block_r)
-    part_length, parts = config.divide(t, config.block_t, blocks, device)
+    zs, g, r1, factors, dtypes = others or ((), None, 0, (), ())
+    widths, strides = [each.shape[1] for each in zs], [each.stride(0) for each in zs]
+    config, blocks, part_length, parts = _divide_sums(t, n, r, tuple(widths), r1, z.element_size(), device_of(z))
     stride_on, stride_or = (1, n) if transposed else (r, 1)
-    # With rank 48, adding the parts in the kernel takes 48 us, and a further kernel for it 39 us.
-    are_added_later = block_r > 16
-    shape = (r, n) if transposed else (n, r)
-    sums = z.new_empty((parts, *shape), dtype=torch.float32)
-    out = sums if are_added_later else z.new_empty(shape, dtype=torch.float32)
+    outs = [z.new_empty((r, n) if transposed else (n, r), dtype=dtype)]
+    outs += [z.new_empty((width, r1), dtype=each) for width, each in zip(widths, dtypes, strict=True)]
+    counters, sums = scratch(z, blocks, parts * (n * r + sum(widths) * r1))
     launch(
         token_sum_kernel, blocks * parts,
-        *in_order(token_sum_kernel)(
-            z_ptr=z, h_ptr=h, sum_ptr=sums, counter_ptr=None if are_added_later else zero_counters(z, blocks),
-            out_ptr=out, mask_ptr=dropout_mask,
-            T=t, N=n, part_length=part_length, parts=parts,
-            stride_z=z.stride(0), stride_mask=0 if dropout_mask is None else dropout_mask.stride(0),
-            stride_h=h.stride(1), stride_term=h.stride(0),
-            stride_part=n * r, stride_on=stride_on, stride_or=stride_or, factor=factor,
-        ),
-        R=r, Z_TERMS=TERMS[z.dtype],
-        BLOCK_T=config.block_t, BLOCK_N=config.block_n, BLOCK_R=block_r, STAGES=config.num_stages,
-        num_warps=config.num_warps,
+        z, *(*zs, None, None, None)[:3], h, g, sums, counters, *(*outs, None, None, None)[:4], dropout_mask,
+        t, n, *(*widths, 0, 0, 0)[:3], part_length, parts, z.stride(0), *(*strides, 0, 0, 0)[:3],
+        0 if dropout_mask is None else dropout_mask.stride(0), h.stride(1), h.stride(0),
+        *((0, 0) if g is None else (g.stride(1), g.stride(0))), stride_on, stride_or,
+        factor, *(*factors, 1.0, 1.0, 1.0)[:3],
+        R=r, R1=r1, Z_TERMS=TERMS[z.dtype], BLOCK_T=config.block_t, BLOCK_N=config.block_n,
+        BLOCK_R=rank_block(r), BLOCK_R1=rank_block(r1), STAGES=config.num_stages, num_warps=config.num_warps,
     )  # fmt: skip
-    return out.sum(0) if are_added_later else out
+    return outs
+
+
+@functools.lru_cache(1024)
+def _divide_sums(
+    tokens: int, width: int, rank: int, widths: tuple[int, ...], other_rank: int, itemsize: int, device: Device
+) -> tuple[PartTiles, int, int, int]:
+    """Return the tiles of `token_sums`, the number of tiles, the length of a part, and the number of parts."""
+    tiles = _sum_tiles(itemsize, device)
+    blocks = cdiv(width, tiles.block_n) * cdiv(rank, rank_block(rank))
+    blocks += sum(cdiv(each, tiles.block_n) for each in widths) * cdiv(other_rank, rank_block(other_rank))
+    return tiles, blocks, *tiles.divide(tokens, tiles.block_t, blocks, device)

@@ -47,8 +47,7 @@ def split_kernel(
         source, source_row = third_ptr, row - second_end
     elif row >= first_end:
         source, source_row = second_ptr, row - first_end
-    offsets = source_row.to(tl.int64) * stride_r + cols.to(tl.int64) * stride_n
-    values = tl.load(source + offsets, cols < N, 0.0)
+    values = tl.load(source + source_row.to(tl.int64) * stride_r + cols.to(tl.int64) * stride_n, cols < N, 0.0)
     for i in tl.static_range(NUM_TERMS):
         out_row = (i * rows + row).to(tl.int64)
         tl.store(out_ptr + out_row * N + cols, term(values, i), cols < N)
@@ -110,32 +109,76 @@ def add_parts(sum_ptr, offsets, stride_part, parts, mask, UNROLL: tl.constexpr =
     return total
 
 
-@triton.jit(do_not_specialize=["T", "part_length", "parts", "stride_part"])
+@triton.jit
+def _multiply_terms(
+    x, a_ptr, ranks, cols, N, stride_ar, stride_an,
+    R: tl.constexpr, X_TERMS: tl.constexpr, A_TERMS: tl.constexpr, IS_SPLIT: tl.constexpr,
+):  # fmt: skip
+    """Return x A^T for a tile of x. If IS_SPLIT, `a` holds the terms of A. Otherwise it holds A itself."""
+    a_mask = (ranks[:, None] < R) & (cols < N)
+    if not IS_SPLIT:
+        a_offsets = ranks[:, None].to(tl.int64) * stride_ar + cols.to(tl.int64) * stride_an
+        a = tl.load(a_ptr + a_offsets, a_mask, 0.0)
+    sums = tl.zeros([x.shape[0], ranks.shape[0]], tl.float32)
+    for j in tl.static_range(A_TERMS):
+        if IS_SPLIT:
+            a_term = tl.load(a_ptr + (j * R + ranks[:, None]) * N + cols, a_mask, 0.0)
+        else:
+            a_term = term(a, j)
+        for i in tl.static_range(X_TERMS):
+            if i + j < 3:
+                sums = tl.dot(x if X_TERMS == 1 else term(x, i), tl.trans(a_term), sums)
+    return sums
+
+
+@triton.jit(do_not_specialize=["T", "part_length", "first_end", "second_end", "parts", "stride_part"])
 def project_kernel(
-    # [T, N], [R, N] by strides or [S, R, N] bf16, [parts, T, R] fp32, an int32 for each tile, [3, T, R] bf16,
-    # [T, N / 8] uint8 or None, [1] int32 or None, [T, N] fp8 or None, [1] fp32 or None
-    x_ptr, a_ptr, sum_ptr, counter_ptr, out_ptr, mask_ptr, maximum_ptr, copy_ptr, scale_ptr,
-    T, N, part_length, parts, stride_x, stride_ar, stride_an, stride_part, stride_mask, stride_out, stride_term,
-    stride_copy, factor,
+    # Up to three of each, or None: [T, N], [R, N] by strides or [S, R, N] bf16.
+    x_ptr, x1_ptr, x2_ptr, a_ptr, a1_ptr, a2_ptr,
+    # [parts, T, R or count * R] fp32, an int32 for each tile, [3, T, count * R] bf16, [T, N / 8] uint8 or None,
+    # [1] int32 or None, [T, N] fp8 or None, [1] fp32 or None
+    sum_ptr, counter_ptr, out_ptr, mask_ptr, maximum_ptr, copy_ptr, scale_ptr,
+    T, N, N1, N2, part_length, first_end, second_end, parts, stride_x, stride_x1, stride_x2, stride_ar, stride_an,
+    stride_sum, stride_part, stride_mask, stride_out, stride_term, stride_copy, factor, factor1, factor2,
     R: tl.constexpr, X_TERMS: tl.constexpr, A_TERMS: tl.constexpr, IS_SPLIT: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Compute factor * x A^T over the features of a part, for a block of tokens and a block of the columns of h.
+
+    If there are several A, h has R columns for each of them. They may have one x, and then R is at most BLOCK_R. Or
+    each has an x of its own: the parts of the first x end at `first_end`, and those of the second x at `second_end`.
 
     If IS_SPLIT, `a` holds the terms of A. Otherwise it holds A itself. The maximum is the bits of an fp32 number.
     Without a copy, the kernel raises the maximum to the largest |x|. With a copy, the maximum is an input, and the
     kernel writes x to the copy in FP8. Both use x before dropout.
     """
     r_blocks: tl.constexpr = (R + BLOCK_R - 1) // BLOCK_R
+    has_second: tl.constexpr = a1_ptr is not None and x1_ptr is None
+    has_third: tl.constexpr = a2_ptr is not None and x1_ptr is None
     pid = tl.program_id(0)
     part = pid // r_blocks % parts
     block = pid // r_blocks // parts
+    first_part, parts_of_x, index = part * 0, parts, part * 0
+    # Triton compiles no branch that `is not None` excludes, so each such condition is a statement of its own.
+    if x1_ptr is not None:
+        parts_of_x = first_end
+        if part >= first_end:
+            x_ptr, a_ptr, N, stride_x, factor = x1_ptr, a1_ptr, N1, stride_x1, factor1
+            first_part, parts_of_x, index = first_end, second_end - first_end, index + 1
+    if x2_ptr is not None:  # noqa: SIM102
+        if part >= second_end:
+            x_ptr, a_ptr, N, stride_x, factor = x2_ptr, a2_ptr, N2, stride_x2, factor2
+            first_part, parts_of_x, index = second_end, parts - second_end, index + 1
     rows = (block.to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T))[:, None]
     ranks = (pid % r_blocks) * BLOCK_R + tl.arange(0, BLOCK_R)
     steps = tl.arange(0, BLOCK_N)[None, :]
     # The length of a part is a multiple of `BLOCK_N`. Triton vectorises the loads only if it knows that.
-    first = tl.multiple_of(part * part_length, BLOCK_N)
+    first = tl.multiple_of((part - first_part) * part_length, BLOCK_N)
     total = tl.zeros([BLOCK_T, BLOCK_R], tl.float32)
+    if has_second:
+        total1 = tl.zeros([BLOCK_T, BLOCK_R], tl.float32)
+    if has_third:
+        total2 = tl.zeros([BLOCK_T, BLOCK_R], tl.float32)
     if copy_ptr is not None:
         copy_factor = tensorwise_factor(maximum_ptr, scale_ptr, pid == 0)
     elif maximum_ptr is not None:
@@ -152,51 +195,41 @@ def project_kernel(
             row_bits = tl.maximum(row_bits, tl.max(magnitude_bits(x.to(tl.float32)), axis=1, keep_dims=True))
         if mask_ptr is not None:
             x = tl.where(_load_mask(mask_ptr, stride_mask, rows, cols, inside) == 1, x, 0.0)
-        a_mask = (ranks[:, None] < R) & (cols < N)
-        if not IS_SPLIT:
-            a_offsets = ranks[:, None].to(tl.int64) * stride_ar + cols.to(tl.int64) * stride_an
-            a = tl.load(a_ptr + a_offsets, a_mask, 0.0)
-        sums = tl.zeros([BLOCK_T, BLOCK_R], tl.float32)
-        for j in tl.static_range(A_TERMS):
-            if IS_SPLIT:
-                a_term = tl.load(a_ptr + (j * R + ranks[:, None]) * N + cols, a_mask, 0.0)
-            else:
-                a_term = term(a, j)
-            for i in tl.static_range(X_TERMS):
-                if i + j < 3:
-                    sums = tl.dot(x if X_TERMS == 1 else term(x, i), tl.trans(a_term), sums)
+        sums = _multiply_terms(x, a_ptr, ranks, cols, N, stride_ar, stride_an, R, X_TERMS, A_TERMS, IS_SPLIT)
         total += sums * factor
+        if has_second:
+            sums = _multiply_terms(x, a1_ptr, ranks, cols, N, stride_ar, stride_an, R, X_TERMS, A_TERMS, IS_SPLIT)
+            total1 += sums * factor1
+        if has_third:
+            sums = _multiply_terms(x, a2_ptr, ranks, cols, N, stride_ar, stride_an, R, X_TERMS, A_TERMS, IS_SPLIT)
+            total2 += sums * factor2
     if copy_ptr is None and maximum_ptr is not None:
         raise_to_largest(maximum_ptr, row_bits)
     mask = (rows < T) & (ranks[None, :] < R)
     # A single part is stored and read again too, so that few tokens need no other variant of this kernel.
-    offsets = rows * R + ranks[None, :]
-    tl.store(sum_ptr + part.to(tl.int64) * stride_part + offsets, total, mask)
-    if is_last(counter_ptr + block * r_blocks + pid % r_blocks, parts):
+    offsets = rows * stride_sum + ranks[None, :]
+    part_ptr = sum_ptr + part.to(tl.int64) * stride_part
+    tl.store(part_ptr + offsets, total, mask)
+    if has_second:
+        tl.store(part_ptr + R + offsets, total1, mask)
+    if has_third:
+        tl.store(part_ptr + 2 * R + offsets, total2, mask)
+    tile = (index * tl.cdiv(T, BLOCK_T) + block) * r_blocks + pid % r_blocks
+    if is_last(counter_ptr + tile, parts_of_x):
+        sum_ptr += first_part.to(tl.int64) * stride_part
         # More values of a large tile would not fit in the registers.
-        total = add_parts(sum_ptr, offsets, stride_part.to(tl.int64), parts, mask, 4 if BLOCK_R <= 32 else 1)
-        store_terms(total, out_ptr, rows * stride_out + ranks[None, :], stride_term, mask)
+        unroll: tl.constexpr = 4 if BLOCK_R <= 32 else 1
+        for i in tl.static_range(1 + has_second + has_third):
+            total = add_parts(sum_ptr + i * R, offsets, stride_part.to(tl.int64), parts_of_x, mask, unroll)
+            store_terms(total, out_ptr, rows * stride_out + (index + i) * R + ranks[None, :], stride_term, mask)
 
 
-@triton.jit(do_not_specialize=["T"])
-def expand_kernel(
-    h_ptr, b_ptr, bias_ptr, out_ptr, mask_ptr,  # [3, T, R] bf16, [N, R] by strides, [N] fp32 or None, [T, N], a mask
-    T, N, stride_h, stride_term, stride_bn, stride_br, stride_out, stride_mask, factor,
-    R: tl.constexpr, ORDER: tl.constexpr, ADDS: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
+@triton.jit
+def _add_expansion(
+    total, h_ptr, b_ptr, rows, cols, T, N, stride_h, stride_term, stride_bn, stride_br, factor,
+    R: tl.constexpr, ORDER: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """Write factor * h B^T + bias to a tile of `out`, or add it to the tile if ADDS is True.
-
-    ORDER is the number of terms of h and of B that the precision of `out` needs. If ADDS, the tiles are computed in
-    reverse order, because the last tiles that were written to `out` are still in the L2 cache.
-    """
-    n_blocks = tl.cdiv(N, BLOCK_N)
-    pid = tl.program_id(0)
-    if ADDS:
-        pid = tl.num_programs(0) - 1 - pid
-    rows = ((pid // n_blocks).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T))[:, None]
-    cols = ((pid % n_blocks) * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
-    total = tl.zeros([BLOCK_T, BLOCK_N], tl.float32)
+    """Return total [T, N] + factor * h B^T."""
     for start in tl.static_range(0, R, BLOCK_R):
         ranks = start + tl.arange(0, BLOCK_R)
         b_mask = (cols < N) & (ranks[:, None] < R)
@@ -207,6 +240,68 @@ def expand_kernel(
             h = tl.load(term_of(h_ptr, i, stride_term) + offsets, (rows < T) & (ranks[None, :] < R), 0.0)
             for j in tl.static_range(ORDER - i):
                 total = tl.dot(h, term(b, j), total)
+    return total
+
+
+@triton.jit(do_not_specialize=["T"])
+def expand_kernel(
+    # [3, T, count * R] bf16, and up to three of each, or None: [N, R] by strides, [N] fp32 and [T, N]
+    h_ptr, b_ptr, b1_ptr, b2_ptr, bias_ptr, bias1_ptr, bias2_ptr, out_ptr, out1_ptr, out2_ptr,
+    mask_ptr,  # a mask of `out`, or None
+    T, N, N1, N2, stride_h, stride_term, stride_bn, stride_br, stride_out, stride_out1, stride_out2, stride_mask,
+    factor, factor1, factor2,
+    R: tl.constexpr, ORDER: tl.constexpr, ADDS: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """Write factor * h B^T + bias to a tile of `out`, or add it to the tile if ADDS is True.
+
+    h has R columns for each B. If there are as many outputs as B, each of them gets its own product. A single output
+    gets the sum of all products.
+
+    ORDER is the number of terms of h and of B that the precision of `out` needs. If ADDS, the tiles are computed in
+    reverse order, because the last tiles that were written to `out` are still in the L2 cache.
+    """
+    first_end = tl.cdiv(N, BLOCK_N)
+    second_end = first_end
+    if out1_ptr is not None:
+        second_end += tl.cdiv(N1, BLOCK_N)
+    n_blocks = second_end
+    if out2_ptr is not None:
+        n_blocks += tl.cdiv(N2, BLOCK_N)
+    pid = tl.program_id(0)
+    if ADDS:
+        pid = tl.num_programs(0) - 1 - pid
+    n_block, first_block = pid % n_blocks, pid * 0
+    # Triton compiles no branch that `is not None` excludes, so each such condition is a statement of its own.
+    if out1_ptr is not None:  # noqa: SIM102
+        if n_block >= first_end:
+            h_ptr, b_ptr, out_ptr, N, stride_out, factor = h_ptr + R, b1_ptr, out1_ptr, N1, stride_out1, factor1
+            first_block = first_end
+            if bias_ptr is not None:
+                bias_ptr = bias1_ptr
+    if out2_ptr is not None:  # noqa: SIM102
+        if n_block >= second_end:
+            h_ptr, b_ptr, out_ptr, N, stride_out, factor = h_ptr + R, b2_ptr, out2_ptr, N2, stride_out2, factor2
+            first_block = second_end
+            if bias_ptr is not None:
+                bias_ptr = bias2_ptr
+    rows = ((pid // n_blocks).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T))[:, None]
+    cols = ((n_block - first_block) * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
+    total = tl.zeros([BLOCK_T, BLOCK_N], tl.float32)
+    total = _add_expansion(
+        total, h_ptr, b_ptr, rows, cols, T, N, stride_h, stride_term, stride_bn, stride_br, factor, R, ORDER, BLOCK_R
+    )
+    if out1_ptr is None:
+        if b1_ptr is not None:
+            total = _add_expansion(
+                total, h_ptr + R, b1_ptr, rows, cols, T, N, stride_h, stride_term, stride_bn, stride_br, factor1,
+                R, ORDER, BLOCK_R,
+            )  # fmt: skip
+        if b2_ptr is not None:
+            total = _add_expansion(
+                total, h_ptr + 2 * R, b2_ptr, rows, cols, T, N, stride_h, stride_term, stride_bn, stride_br, factor2,
+                R, ORDER, BLOCK_R,
+            )  # fmt: skip
     inside = (rows < T) & (cols < N)
     if mask_ptr is not None:
         total = tl.where(_load_mask(mask_ptr, stride_mask, rows, cols, inside) == 1, total, 0.0)
@@ -218,21 +313,16 @@ def expand_kernel(
     tl.store(out, total, inside)
 
 
-@triton.jit(do_not_specialize=["T", "part_length", "parts", "stride_part"])
-def token_sum_kernel(
-    # [T, N], [3, T, R] bf16, [parts, N, R] fp32, an int32 for each tile or None, [N, R], [T, N / 8] or None
-    z_ptr, h_ptr, sum_ptr, counter_ptr, out_ptr, mask_ptr,
-    T, N, part_length, parts, stride_z, stride_mask, stride_h, stride_term, stride_part, stride_on, stride_or, factor,
+@triton.jit
+def _sum_tokens(
+    z_ptr, h_ptr, sum_ptr, counter_ptr, out_ptr, mask_ptr, block, r_block, part,
+    T, N, part_length, parts, stride_z, stride_mask, stride_h, stride_term, stride_on, stride_or, factor,
     R: tl.constexpr, Z_TERMS: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Compute factor * z^T h over the tokens of a part, for a block of features and a block of the columns of h."""
-    r_blocks: tl.constexpr = (R + BLOCK_R - 1) // BLOCK_R
-    pid = tl.program_id(0)
-    part = pid // r_blocks % parts
-    block = pid // r_blocks // parts
+    """Compute one tile of factor * z^T h over the tokens of a part. The last program of a tile adds the parts."""
     cols = (block * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
-    ranks = ((pid % r_blocks) * BLOCK_R + tl.arange(0, BLOCK_R))[None, :]
+    ranks = (r_block * BLOCK_R + tl.arange(0, BLOCK_R))[None, :]
     first = part.to(tl.int64) * part_length
     last = tl.minimum(first + part_length, T)
     steps = tl.arange(0, BLOCK_T)[:, None]
@@ -255,9 +345,56 @@ def token_sum_kernel(
     mask = (features < N) & (ranks < R)
     # The sums of the parts have the strides of the result.
     offsets = features * stride_on + ranks * stride_or
-    tl.store(sum_ptr + part.to(tl.int64) * stride_part + offsets, total, mask)
-    # Triton compiles no branch that `is not None` excludes, so this is a statement of its own.
-    if counter_ptr is not None:  # noqa: SIM102
-        if is_last(counter_ptr + block * r_blocks + pid % r_blocks, parts):
-            total = add_parts(sum_ptr, offsets, stride_part.to(tl.int64), parts, mask)
-            tl.store(out_ptr + offsets, total, mask)
+    # N is a constant if it is 1, so it has no method `to`.
+    stride_part = tl.full([], R, tl.int64) * N
+    tl.store(sum_ptr + part * stride_part + offsets, total, mask)
+    if is_last(counter_ptr, parts):
+        # More values of a large tile would not fit in the registers.
+        unroll: tl.constexpr = 4 if BLOCK_R <= 16 else 2
+        tl.store(out_ptr + offsets, add_parts(sum_ptr, offsets, stride_part, parts, mask, unroll), mask)
+
+
+@triton.jit(do_not_specialize=["T", "part_length", "parts"])
+def token_sum_kernel(
+    # [T, N] and three more or None, [3, T, R] bf16, [3, T, count * R1] bf16 or None
+    z_ptr, z1_ptr, z2_ptr, z3_ptr, h_ptr, g_ptr,
+    # fp32 for each part and each element of a result, an int32 for each tile, [N, R] by strides, [N1, R1] ...
+    sum_ptr, counter_ptr, out_ptr, out1_ptr, out2_ptr, out3_ptr, mask_ptr,  # [T, N / 8] or None
+    T, N, N1, N2, N3, part_length, parts, stride_z, stride_z1, stride_z2, stride_z3, stride_mask,
+    stride_h, stride_term, stride_g, stride_g_term, stride_on, stride_or, factor, factor1, factor2, factor3,
+    R: tl.constexpr, R1: tl.constexpr, Z_TERMS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_R1: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Compute factor * z^T h, and factor_i * z_i^T g_i for up to three z_i. g has R1 columns for each of them."""
+    r_blocks: tl.constexpr = (R + BLOCK_R - 1) // BLOCK_R
+    r1_blocks: tl.constexpr = (R1 + BLOCK_R1 - 1) // BLOCK_R1
+    part, tile = tl.program_id(0) % parts, tl.program_id(0) // parts
+    counter_ptr += tile
+    tiles = tl.cdiv(N, BLOCK_N) * r_blocks
+    if tile < tiles:
+        _sum_tokens(
+            z_ptr, h_ptr, sum_ptr, counter_ptr, out_ptr, mask_ptr, tile // r_blocks, tile % r_blocks, part,
+            T, N, part_length, parts, stride_z, stride_mask, stride_h, stride_term, stride_on, stride_or, factor,
+            R, Z_TERMS, BLOCK_T, BLOCK_N, BLOCK_R, STAGES,
+        )  # fmt: skip
+    elif z1_ptr is not None:
+        tile -= tiles
+        sum_ptr += parts.to(tl.int64) * N * R
+        if z2_ptr is not None:
+            tiles = tl.cdiv(N1, BLOCK_N) * r1_blocks
+            second_tiles = tl.cdiv(N2, BLOCK_N) * r1_blocks
+            if tile >= tiles:
+                tile -= tiles
+                sum_ptr += parts.to(tl.int64) * N1 * R1
+                z1_ptr, g_ptr, out1_ptr, N1, stride_z1, factor1 = z2_ptr, g_ptr + R1, out2_ptr, N2, stride_z2, factor2
+                if z3_ptr is not None:  # noqa: SIM102
+                    if tile >= second_tiles:
+                        tile -= second_tiles
+                        sum_ptr += parts.to(tl.int64) * N2 * R1
+                        z1_ptr, g_ptr, out1_ptr = z3_ptr, g_ptr + R1, out3_ptr
+                        N1, stride_z1, factor1 = N3, stride_z3, factor3
+        _sum_tokens(
+            z1_ptr, g_ptr, sum_ptr, counter_ptr, out1_ptr, None, tile // r1_blocks, tile % r1_blocks, part,
+            T, N1, part_length, parts, stride_z1, 0, stride_g, stride_g_term, R1, 1, factor1,
+            R1, Z_TERMS, BLOCK_T, BLOCK_N, BLOCK_R1, STAGES,
+        )  # fmt: skip

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tigon.runtime.autograd import modified_in_place
+
 
 class TensorLike(NamedTuple):
     """The properties of the input of a layer, where there is no tensor yet."""
@@ -62,43 +64,57 @@ class Projection(NamedTuple):
     adapters: tuple[Adapter, ...] = ()
 
 
-# --- the arguments of an autograd function ---------------------------------------------------------
+# --- the tensors of an autograd function -----------------------------------------------------------
 
 
-class Constants(NamedTuple):
-    """The values of a projection that are not tensors."""
-
-    # The weight if it is a `FrozenWeight`, and None if it is a tensor.
-    frozen_weight: FrozenWeight | None
-    # (scaling, dropout) of each adapter.
-    numbers: tuple[tuple[float, float], ...]
-
-
-def flatten(projections: Sequence[Projection]) -> tuple[list[Any], tuple[Constants, ...]]:
-    """Return the tensors of the projections in a fixed order, and the other values of each projection."""
+def flatten(projections: Sequence[Projection]) -> list[Any]:
+    """Return the tensors of the projections in a fixed order, with None in place of a `FrozenWeight`."""
     tensors: list[Any] = []
-    constants: list[Constants] = []
-    for projection in projections:
-        weight = projection.weight
-        frozen_weight = weight if isinstance(weight, FrozenWeight) else None
-        tensors += [weight if frozen_weight is None else None, projection.bias]
-        for adapter in projection.adapters:
-            tensors += [adapter.a, adapter.b, adapter.bias]
-        constants.append(Constants(frozen_weight, tuple((x.scaling, x.dropout) for x in projection.adapters)))
-    return tensors, tuple(constants)
+    for weight, bias, adapters in projections:
+        tensors += (None if isinstance(weight, FrozenWeight) else weight, bias)
+        for adapter in adapters:
+            tensors += (adapter.a, adapter.b, adapter.bias)
+    return tensors
 
 
-def rebuild(tensors: Iterable[Any], constants: tuple[Constants, ...]) -> list[Projection]:
-    """Return the projections from the results of `flatten`. Other values, such as flags, may replace the tensors."""
+def rebuild(tensors: Iterable[Any], projections: Sequence[Projection]) -> list[Projection]:
+    """Return the projections with other tensors, in the order of `flatten`, in place of their own."""
     values = iter(tensors)
-    projections = []
-    for frozen_weight, numbers in constants:
+    result = []
+    for projection in projections:
         weight, bias = next(values), next(values)
-        # If flags replace the tensors, that of this weight is False.
-        weight = frozen_weight if weight is None else weight
-        adapters = []
-        for scaling, dropout in numbers:
-            a, b, adapter_bias = next(values), next(values), next(values)
-            adapters.append(Adapter(a, b, scaling, adapter_bias, dropout))
-        projections.append(Projection(weight, bias, tuple(adapters)))
-    return projections
+        weight = projection.weight if isinstance(projection.weight, FrozenWeight) else weight
+        adapters = [
+            Adapter(next(values), next(values), adapter.scaling, next(values), adapter.dropout)
+            for adapter in projection.adapters
+        ]
+        result.append(Projection(weight, bias, tuple(adapters)))
+    return result
+
+
+def tensors_to_save(ctx: Any, projections: Sequence[Projection], tensors: Sequence[Any]) -> Sequence[Any]:
+    """Keep the projections, whose tensors are `tensors`, for backward. Return those that autograd has to save.
+
+    It has to save none of them if all are leaves with versions, as parameters are. A block of `lean` saves leaves
+    themselves anyway, because engines exchange their data, and each call of its hooks takes the host 10 us.
+    """
+    present = [tensor for tensor in tensors if tensor is not None]
+    if all(tensor.is_leaf and not tensor.is_inference() for tensor in present):
+        ctx.projections, ctx.leaves, ctx.versions = projections, present, [tensor._version for tensor in present]
+        return ()
+    ctx.projections, ctx.leaves, ctx.versions = rebuild([None] * len(tensors), projections), (), ()
+    return tensors
+
+
+def saved_projections(ctx: Any, tensors: Sequence[Any]) -> Sequence[Projection]:
+    """Return the projections of a node, whose `tensors_to_save` autograd has saved.
+
+    Raises:
+        RuntimeError: A tensor was written in place after forward.
+    """
+    if tensors:
+        return rebuild(tensors, ctx.projections)
+    for tensor, version in zip(ctx.leaves, ctx.versions, strict=True):
+        if tensor._version != version:
+            raise modified_in_place(tensor, version)
+    return ctx.projections
