@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import itertools
 import logging
 import re
 import types
@@ -50,6 +51,12 @@ _verdicts: dict[int, bool] = {}
 _key_functions: dict[tuple, Callable[..., tuple]] = {}
 
 
+# A number for each tuple of properties of ints. Rotary embeddings have 36 such properties, and the number is found
+# faster, because it is cached for the values of the last launches.
+_int_properties: dict[tuple, int] = {}
+_NUMBERS = {"numbers": _int_properties.setdefault, "new": itertools.count().__next__}
+
+
 def _key_function(kernel: JITFunction, arguments: tuple) -> Callable[..., tuple]:
     """Return a function from arguments of these types to everything that Triton compiles a variant of the kernel for.
 
@@ -59,20 +66,23 @@ def _key_function(kernel: JITFunction, arguments: tuple) -> Callable[..., tuple]
     descriptor they are its dtype and the shape of its tiles. The function is compiled from source, once, because small
     models wait for the host.
     """
-    parts = []
+    parts, properties, int_names = [], [], []
     for i, value in enumerate(arguments):
         if type(value) is int:
-            parts.append(f"a{i} >> 31")
+            int_names.append(f"a{i}")
+            properties.append(f"a{i} >> 31, ")
             if not kernel.params[i].do_not_specialize:
-                parts.append(f"a{i} == 1 or (a{i} & 15 == 0 and 16)")
+                properties.append(f"a{i} == 1 or (a{i} & 15 == 0 and 16), ")
         elif type(value) in DESCRIPTORS:
             parts.append(f"a{i}.base.dtype, *a{i}.block_shape")
         elif value is not None and type(value) is not float:
             parts.append(f"a{i}.dtype, a{i}.data_ptr() & 15")
             if HIP:
                 parts.append(f"a{i}.untyped_storage().nbytes() >> 31 == 0")
-    names = ", ".join(f"a{i}" for i in range(len(arguments)))
-    return eval(f"lambda {names}: ({', '.join(parts)},)")
+    ints, names = ", ".join(int_names), ", ".join(f"a{i}" for i in range(len(arguments)))
+    find = eval(f"lambda {ints}: numbers(({''.join(properties)}), new())", _NUMBERS)
+    parts.append(f"find({ints})")
+    return eval(f"lambda {names}: ({', '.join(parts)},)", {"find": functools.lru_cache(1024)(find)})
 
 
 def launch(kernel: JITFunction, programs: int, *arguments: Any, **constants: Any) -> None:

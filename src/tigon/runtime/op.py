@@ -18,7 +18,7 @@ A function that `tigon.memory.lean.recomputed_by_call` decorates chooses between
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -40,10 +40,14 @@ class Node(torch.autograd.Function):
     @classmethod
     def apply(cls, *args: Any) -> Any:
         """Run the forward, and record the node if an input needs a gradient."""
-        return super().apply(*args) if transforms_are_active() else apply_without_transforms(cls, *args)
+        return super().apply(*args) if transforms_are_active() else cls._apply(*args)
+
+    # `apply` for calls outside of the transforms of `torch.func`.
+    _apply: ClassVar[Callable]
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
+        cls._apply = staticmethod(apply_without_transforms(cls))
         if "backward" in vars(cls):
             cls.backward = staticmethod(_framed(cls.__name__.strip("_"), cls.backward))  # type: ignore[method-assign]
 

@@ -247,7 +247,7 @@ def test_a_function_is_applied_without_looking_for_transforms(has_name, monkeypa
         # A class that has no other `apply` than its own.
         monkeypatch.setattr(autograd, "super", lambda *classes: object(), raising=False)
     x = torch.ones(3, requires_grad=True)
-    y = autograd.apply_without_transforms(_Twice, x, 2.0)
+    y = autograd.apply_without_transforms(_Twice)(x, 2.0)
     assert type(y.grad_fn).__name__ == "_TwiceBackward"
     y.sum().backward()
     assert (x.grad == 2).all()

@@ -186,8 +186,8 @@ def head_strides(x: Tensor | None, heads: int) -> tuple[int, int, int]:
 
 def table_strides(table: Tensor) -> tuple[int, int, int]:
     """Return the strides of the axes, of the batch and of the sequence. A dimension that is shared has stride 0."""
-    *axes, batch, sequence, _ = table.stride()
-    return axes[0] if axes else 0, batch if table.shape[-3] > 1 else 0, sequence
+    axis, batch, sequence, _ = table.stride() if table.dim() == 4 else (0, *table.stride())
+    return axis, batch if table.shape[-3] > 1 else 0, sequence
 
 
 @functools.cache

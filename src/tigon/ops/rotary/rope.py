@@ -176,8 +176,11 @@ def axes_of(sections: Sequence[int] | None) -> str:
 
 
 def can_run_kernels(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor) -> bool:
-    """Return whether the kernels can compute a rotation. They compute no gradients of the tables."""
+    """Return whether the kernels can compute a rotation of tensors on one device, without gradients of the tables."""
     if (cos.requires_grad or sin.requires_grad) and torch.is_grad_enabled():
+        return False
+    device = q.device
+    if cos.device != device or sin.device != device or (k is not None and k.device != device):
         return False
     return runs_kernels(q, k, cos, sin) and q.shape[3] <= MAX_HEAD_SIZE and cos.shape[-1] > 0
 
@@ -228,9 +231,15 @@ def rope(
     """
     check_rope("rope", q, k, cos, sin, unsqueeze_dim, layout, sections, table=table)
     checks.floating_dtype("rope", "dtype", dtype)
-    options = {
-        "unsqueeze_dim": unsqueeze_dim, "layout": layout, "sections": sections, "table": table, "dtype": dtype,
-    }  # fmt: skip
+    return rope_of_layer(
+        q, k, cos, sin, unsqueeze_dim=unsqueeze_dim, layout=layout, sections=sections, table=table, dtype=dtype
+    )
+
+
+def rope_of_layer(
+    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, **options: Any
+) -> tuple[Tensor, Tensor | None]:
+    """Return `rope` of tensors that fit together, with all options. Torch refuses tensors of several devices."""
     return _rope(q, k, cos, sin, options)
 
 
@@ -241,5 +250,7 @@ def _rope(
 ) -> tuple[Tensor, Tensor | None]:
     if not can_run_kernels(q, k, cos, sin):
         return rope_reference(q, k, cos, sin, **options)
-    heads, layout, sections, table, dtype = options.values()
-    return _Rope.apply(q, k, cos, sin, dtype, HeadOptions(heads, layout, axes_of(sections), table))
+    head_options = HeadOptions(
+        options["unsqueeze_dim"], options["layout"], axes_of(options["sections"]), options["table"]
+    )
+    return _Rope.apply(q, k, cos, sin, options["dtype"], head_options)

@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from tigon.ops.rotary.rope import MAX_HEAD_SIZE, Layout, Table, rope, rope_reference
+from tigon.ops.rotary.rope import MAX_HEAD_SIZE, Layout, Table, rope, rope_of_layer, rope_reference
 from tigon.recognition.guards.code_facts import symbolic_modes
 from tigon.recognition.probing.probes import Modes, explain_limits_of_function
 from tigon.recognition.probing.standin import describe, gradients, normal, probing, same_bits, same_gradients
@@ -63,12 +63,13 @@ class Form:
     def __call__(
         self, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, unsqueeze_dim: int, reference: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        op, dtype = rope_reference if reference else rope, None if self.result == "promoted" else q.dtype
+        op, dtype = rope_reference if reference else rope_of_layer, None if self.result == "promoted" else q.dtype
         # Kernels compute in fp32 in any case.
         if self.result == "fp32" and (reference or not runs_kernels(q)):
             q, k = q.float(), None if k is None else k.float()
         sin = -sin if self.flipped else sin
-        return op(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim, layout=self.layout, table=self.table, dtype=dtype)
+        options = {"unsqueeze_dim": unsqueeze_dim, "layout": self.layout, "table": self.table, "dtype": dtype}
+        return op(q, k, cos, sin, **options, sections=None)
 
     def __str__(self) -> str:
         words = ["rope", self.layout.replace("_", " ")]

@@ -1,5 +1,6 @@
 """Private names of torch about autograd: backward, saved tensors, hooks of gradients, storages, function modes."""
 
+import functools
 import operator
 import types
 import warnings
@@ -139,15 +140,15 @@ else:
 transforms_are_active: Callable[[], bool] = find("_C._are_functorch_transforms_active", lambda: True)
 
 
-def apply_without_transforms(cls: type[torch.autograd.Function], *args: Any) -> Any:
-    """Return `cls.apply(*args)` for a call outside of the transforms of `torch.func`.
+def apply_without_transforms(cls: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """Return `cls.apply` for calls outside of the transforms of `torch.func`.
 
     The class above `Function` has this `apply`. That of `Function` looks for transforms, and unwraps each argument that
     a transform has returned, which takes a third of the time of a call. Seen in 2.8 to 2.13. Without it: that of
     `Function`.
     """
-    apply = getattr(super(torch.autograd.Function, cls), "apply", None)
-    return torch.autograd.Function.apply.__func__(cls, *args) if apply is None else apply(*args)  # type: ignore[attr-defined]
+    missing = functools.partial(torch.autograd.Function.apply.__func__, cls)  # type: ignore[attr-defined]
+    return getattr(super(torch.autograd.Function, cls), "apply", missing)
 
 
 # This call only records the name if it is missing.
