@@ -49,7 +49,7 @@ class _Linears(Node):
         ctx.save_for_backward(x if needs_x else None, *weights)
         ctx.shape = x.shape
         keep_none_gradients(ctx)
-        return tuple(linear(x, w, b) for w, b in zip(weights, biases, strict=True))
+        return tuple([linear(x, w, b) for w, b in zip(weights, biases, strict=True)])
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -161,6 +161,8 @@ def _backward_kernel(
 
 # --- launchers (any strides, no autograd) --------------------------------------------------------
 
+_forward_arguments, _backward_arguments = in_order(_forward_kernel), in_order(_backward_kernel)
+
 
 class NormOptions(NamedTuple):
     """The options of a norm.
@@ -175,10 +177,6 @@ class NormOptions(NamedTuple):
     centred: bool = False
 
 
-def _empty_contiguous(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
-
-
 def _empty_forward(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, options: NormOptions
 ) -> tuple[Tensor, Any, Tensor]:
@@ -186,11 +184,11 @@ def _empty_forward(
     dtype, total = x.dtype, None
     if residual is not None:
         dtype = torch.promote_types(dtype, residual.dtype)
-        total = _empty_contiguous(x, dtype)
+        total = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
     if options.round_first and weight is not None and weight.dtype != dtype:
         dtype = torch.promote_types(dtype, weight.dtype)
     statistics = x.new_empty((2 if options.centred else 1, x.numel() // x.shape[-1]), dtype=torch.float32)
-    return _empty_contiguous(x, dtype), total, statistics
+    return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format), total, statistics
 
 
 def _run_forward(
@@ -204,8 +202,8 @@ def _run_forward(
     x, stride_x = dense_rows(x)
     residual, stride_residual = (None, 0) if residual is None else dense_rows(residual)
     launch(
-        _forward_kernel, cdiv(m, config.block_m),
-        *in_order(_forward_kernel)(
+        _forward_kernel, -(-m // config.block_m),
+        *_forward_arguments(
             x_ptr=x, residual_ptr=residual,
             w_ptr=weight if weight is None else weight.contiguous(),
             b_ptr=bias if bias is None else bias.contiguous(),
@@ -258,7 +256,7 @@ class NeededNormGradients(NamedTuple):
 
 def _empty_backward(z: Tensor, needs: NeededNormGradients) -> tuple[Any, Any, Any]:
     """Allocate the gradients that are needed. The others are None."""
-    dz = _empty_contiguous(z, z.dtype) if needs.z else None
+    dz = torch.empty_like(z, memory_format=torch.contiguous_format) if needs.z else None
     dw = None if needs.weight is None else z.new_empty(z.shape[-1], dtype=needs.weight)
     db = None if needs.bias is None else z.new_empty(z.shape[-1], dtype=needs.bias)
     return dz, dw, db
@@ -293,7 +291,7 @@ def norm_backward(
     def run(config: NormConfig, programs: int, dz: Any, dw_parts: Any, db_parts: Any) -> None:
         launch(
             _backward_kernel, programs,
-            *in_order(_backward_kernel)(
+            *_backward_arguments(
                 dy_ptr=dy, dtotal_ptr=dtotal, z_ptr=z, w_ptr=weight, statistics_ptr=statistics,
                 dz_ptr=dz, dw_ptr=dw_parts, db_ptr=db_parts, maximum_ptr=None if dz is None else maximum,
                 stride_dy=stride_dy, stride_dtotal=stride_dtotal, stride_z=stride_z, M=m, N=n, offset=offset,

@@ -30,8 +30,8 @@ from tigon.ops.rotary.heads import (
     head_strides,
     load_angles,
     load_heads,
+    ordered_strides,
     pack_axes,
-    rotary_size,
     rotate_pairs,
     store_heads,
     table_strides,
@@ -235,6 +235,8 @@ def _backward_kernel(
 
 # --- launchers -----------------------------------------------------------------------------------
 
+_forward_arguments, _backward_arguments = in_order(_forward_kernel), in_order(_backward_kernel)
+
 
 def _choose_config(q: Tensor, k: Tensor | None, options: HeadOptions) -> QKNormRopeConfig:
     """Return the launch parameters of heads that are normalised."""
@@ -243,21 +245,15 @@ def _choose_config(q: Tensor, k: Tensor | None, options: HeadOptions) -> QKNormR
     return QKNormRopeConfig.choose(problem, device_of(q))
 
 
-def _head_sizes(q: Tensor, k: Tensor | None, cos: Tensor, options: HeadOptions) -> tuple[int, int, int, int]:
-    """Return Hq, Hk or 0 if there is no k, D and R."""
-    heads = options.heads
-    return q.shape[heads], 0 if k is None else k.shape[heads], q.shape[3], rotary_size(cos, options.table)
-
-
 @functools.cache
 def _constants(
-    sizes: tuple[int, int, int, int], options: HeadOptions, block_h: int | None, backward: bool = False
+    hq: int, hk: int, d: int, width: int, options: HeadOptions, block_h: int | None, backward: bool = False
 ) -> dict[str, Any]:
-    """Return the constexprs that both kernels have. `block_h` is None without a norm.
+    """Return the constexprs that both kernels have, for Hq, Hk (0 without k), D and the width of a table.
 
-    They are cached, because small models wait for the host.
+    `block_h` is None without a norm. The result is cached, because small models wait for the host.
     """
-    hq, hk, d, r = sizes
+    r = width * (2 if options.table == "once" else 1)
     x_paired, y_paired = PAIRED[options.layout]
     block_hq = block_hk = heads_of_tile(max(hq, hk), d)
     if block_h is not None:
@@ -276,21 +272,23 @@ def _launch_forward(
 ) -> None:  # fmt: skip
     """Write q_out and, if there is k, k_out. With memory for rstd, the heads are normalised first."""
     q, k, q_weight, k_weight = inputs
-    q, k, heads = dense_features(q), dense_features(k), options.heads
+    q, k = dense_features(q), dense_features(k)
     block_h, num_warps = None, 4
     if rstd is not None:
         config = _choose_config(q, k, options)
         block_h, num_warps = config.block_h, config.num_warps
-    constants = _constants(_head_sizes(q, k, cos, options), options, block_h, backward)
-    length = q.shape[3 - heads]
+    heads, shape, strides = options.heads, q.shape, ordered_strides[options.heads]
+    hk = 0 if k is None else k.shape[heads]
+    constants = _constants(shape[heads], hk, shape[3], cos.shape[-1], options, block_h, backward)
+    length = shape[3 - heads]
     launch(
-        _forward_kernel, q.shape[0] * length,
-        *in_order(_forward_kernel)(
+        _forward_kernel, shape[0] * length,
+        *_forward_arguments(
             cos_ptr=cos, sin_ptr=sin, q_ptr=q, k_ptr=k, wq_ptr=q_weight, wk_ptr=k_weight,
             q_out_ptr=q_out, k_out_ptr=k_out, rstd_ptr=rstd,
-            strides_q=head_strides(q, heads), strides_k=head_strides(k, heads),
-            strides_q_out=head_strides(q_out, heads),
-            strides_k_out=head_strides(None if k is None else k_out, heads),
+            strides_q=strides(q.stride()), strides_k=(0, 0, 0) if k is None else strides(k.stride()),
+            strides_q_out=strides(q_out.stride()),
+            strides_k_out=(0, 0, 0) if k is None else strides(k_out.stride()),
             strides_cos=table_strides(cos), S=length, eps=options.eps, offset=options.offset,
         ),
         **constants, TABLE=options.table, STEP=cos.stride(-1), BACKWARD=backward, num_warps=num_warps,
@@ -378,7 +376,8 @@ def qk_norm_rope_backward(
     dq_out, dk_out, q, k = dense_features(dq_out), dense_features(dk_out), dense_features(q), dense_features(k)
     heads, t, n = options.heads, rstd.shape[0], dw.shape[0]
     config = _choose_config(q, k, options)
-    constants = _constants(_head_sizes(q, k, cos, options), options, config.backward_block_h)
+    hk = 0 if k is None else k.shape[heads]
+    constants = _constants(q.shape[heads], hk, q.shape[3], cos.shape[-1], options, config.backward_block_h)
     programs = min(config.programs, t * cdiv(constants["HQ"], constants["BLOCK_HQ"]))
     partial = dw.new_empty((programs, n), dtype=torch.float32)
     # The partial gradients of q_weight come first.
@@ -386,7 +385,7 @@ def qk_norm_rope_backward(
     dq_stored, dk_stored = dq if needs.q else None, dk if needs.k else None
     launch(
         _backward_kernel, programs,
-        *in_order(_backward_kernel)(
+        *_backward_arguments(
             cos_ptr=cos, sin_ptr=sin, dq_out_ptr=dq_out, dk_out_ptr=dk_out,
             q_ptr=q, k_ptr=k, wq_ptr=q_weight, wk_ptr=k_weight, rstd_ptr=rstd, dq_ptr=dq_stored, dk_ptr=dk_stored,
             dwq_ptr=partial if needs.q_weight else None, dwk_ptr=partial[:, k_start:] if needs.k_weight else None,
