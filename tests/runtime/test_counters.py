@@ -9,12 +9,18 @@ from tigon.runtime.counters import LARGEST_SCRATCH, NUMBERS, scratch, zero_numbe
 pytestmark = pytest.mark.no_interpreter(reason="no kernel runs")
 
 
+class OnDevice:
+    """Stands for a tensor on the first GPU."""
+
+    def get_device(self) -> int:
+        return 0
+
+
 @pytest.fixture
 def kept_on_cpu(monkeypatch):
     """Let zeros of the CPU be kept, as those of the default stream of a GPU."""
-    for name in ("_scratch", "_numbers"):
-        monkeypatch.setattr(module, name, {})
-    monkeypatch.setattr(module, "_may_keep", lambda x: True)
+    shared = module._Shared()
+    monkeypatch.setattr(module, "_find_shared", lambda x: shared)
 
 
 def test_each_number_is_a_zero_of_its_own(kept_on_cpu):
@@ -53,24 +59,34 @@ def test_zeros_of_inference_mode_serve_outside_of_it_too(kept_on_cpu):
 
 
 @pytest.mark.parametrize(
-    ("stream", "is_capturing", "may_keep"), [(0, False, True), (7, False, False), (0, True, False)],
+    ("stream", "is_capturing", "is_shared"), [(0, False, True), (7, False, False), (0, True, False)],
     ids=["default stream", "side stream", "capture"],
 )  # fmt: skip
-def test_zeros_are_kept_on_the_default_stream_only(monkeypatch, stream, is_capturing, may_keep):
-    class OnDevice:
-        def get_device(self) -> int:
-            return 0
-
+def test_memory_is_shared_on_the_default_stream_only(monkeypatch, stream, is_capturing, is_shared):
+    monkeypatch.setattr(module, "_default", {})
     monkeypatch.setattr(module, "current_raw_stream", lambda index: stream)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: is_capturing)
-    assert module._may_keep(OnDevice()) == may_keep
+    assert (module._find_shared(OnDevice()) is not None) == is_shared
+    assert module._find_shared(OnDevice()) is module._find_shared(OnDevice())
+
+
+def test_launches_of_one_graph_share_memory_of_their_own(monkeypatch):
+    monkeypatch.setattr(module, "_default", {})
+    monkeypatch.setattr(module, "current_raw_stream", lambda index: 0)
+    eager = module._find_shared(OnDevice())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with module.shared_in_capture():
+        first = module._find_shared(OnDevice())
+        assert first is module._find_shared(OnDevice())
+    with module.shared_in_capture():
+        assert first is not module._find_shared(OnDevice())
+    assert first is not eager
+    assert module._find_shared(OnDevice()) is None
 
 
 def test_nothing_is_kept_on_a_cpu(monkeypatch):
-    for name in ("_scratch", "_numbers"):
-        monkeypatch.setattr(module, name, {})
+    monkeypatch.setattr(module, "_default", {})
     x = torch.empty(1)
     assert [len(memory) for memory in scratch(x, 3, 5)] == [3, 5]
     assert zero_number(x).shape == (1,)
-    assert not module._scratch
-    assert not module._numbers
+    assert not module._default

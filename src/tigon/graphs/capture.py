@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tigon.runtime.compat.graphs import end_allocation, storage_users
+from tigon.runtime.counters import shared_in_capture
 
 # --- memory --------------------------------------------------------------------------------------
 
@@ -206,7 +207,8 @@ def _capturing(graph: torch.cuda.CUDAGraph, pool: Any, device: torch.device) -> 
     # Other threads, such as that of a data loader that pins memory, may go on.
     graph.capture_begin(pool=pool, capture_error_mode="thread_local")
     try:
-        yield
+        with shared_in_capture():
+            yield
     except BaseException:
         with contextlib.suppress(RuntimeError):
             graph.capture_end()
