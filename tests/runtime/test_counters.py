@@ -73,6 +73,7 @@ def test_memory_is_shared_on_the_default_stream_only(monkeypatch, stream, is_cap
 def test_launches_of_one_graph_share_memory_of_their_own(monkeypatch):
     monkeypatch.setattr(module, "_default", {})
     monkeypatch.setattr(module, "current_raw_stream", lambda index: 0)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     eager = module._find_shared(OnDevice())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with module.shared_in_capture():
