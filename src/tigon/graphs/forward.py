@@ -214,8 +214,6 @@ class GraphedForward:
 
     def capture(self, model: nn.Module, run: Callable, call: Call, key: tuple, preparation: Preparation) -> Pair:
         """Capture the call; after an error, its signature runs eagerly from then on."""
-        # Kernels are compiled, and libraries plan and allocate, before a capture.
-        warms_up = not self.pairs or self.uses[key] <= EAGER_USES
         if self.memory is None or self.state is None:
             self.memory, self.state = GraphMemory(next(model.parameters()).device), ModelState(model)
         if len(self.pairs) >= MOST_PAIRS:
@@ -225,7 +223,7 @@ class GraphedForward:
         versions = self.state.tensor_versions()
         try:
             with preparation.context():
-                pair = self._capture(compute, call, warms_up)
+                pair = self._capture(compute, call)
         except Exception as error:
             reason = str(error) if isinstance(error, NotCaptured) else f"{type(error).__name__}: {error}"
             reason = f"it cannot be captured ({reason.splitlines()[0] if reason else reason})"
@@ -243,20 +241,22 @@ class GraphedForward:
         _say(f"tigon: captured {text} as a pair of CUDA graphs in {pair.seconds:.1f} s")
         return pair
 
-    def _capture(self, compute: Callable, call: Call, warms_up: bool) -> Pair:
-        """Capture a call. If the memory does not suffice, the pair that was used least makes room."""
+    def _capture(self, compute: Callable, call: Call) -> Pair:
+        """Capture a call. If the memory does not suffice, the pair that was used least makes room.
+
+        The first capture has a warm-up. A later one has it if a library cannot prepare a new length during a capture.
+        """
         assert self.memory is not None
         assert self.state is not None
-        make = functools.partial(
-            capturing.capture, compute, self.memory, call.inputs, self.state.trained, warms_up=warms_up
-        )
-        try:
-            return make()
-        except torch.cuda.OutOfMemoryError:
-            if not self.pairs:
-                raise
-        self.drop_least_used()
-        return make()
+        make = functools.partial(capturing.capture, compute, self.memory, call.inputs, self.state.trained)
+        if self.pairs:
+            try:
+                return make(warms_up=False)
+            except torch.cuda.OutOfMemoryError:
+                self.drop_least_used()
+            except RuntimeError:
+                LOGGER.debug("tigon: a capture without a warm-up failed", exc_info=True)
+        return make(warms_up=True)
 
     def drop_least_used(self) -> None:
         """Drop the pair that was replayed least."""
