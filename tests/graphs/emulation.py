@@ -5,11 +5,12 @@ backward.
 """
 
 import contextlib
+import random
 import time
 
 import torch
 
-from tigon.graphs import capture, forward
+from tigon.graphs import capture, forward, obstacles
 
 
 class EmulatedMemory(capture.GraphMemory):
@@ -48,7 +49,7 @@ def _no_wait():
     yield
 
 
-def emulated_capture(compute, memory, inputs, parameters, *, warms_up):
+def emulated_capture(compute, replace, memory, inputs, parameters, *, warms_up):
     """Take the place of `capture.capture`."""
     begin = time.perf_counter()
     static = {
@@ -58,9 +59,10 @@ def emulated_capture(compute, memory, inputs, parameters, *, warms_up):
     aliases = [torch.nn.Parameter(p.detach()) for p in parameters]
     leaves = [*aliases, *(x for x in static.values() if x.requires_grad)]
     state = torch.get_rng_state()
-    outputs, output = compute(static, aliases)
-    kept = output.detach().clone()
-    gradients = torch.autograd.grad(output, leaves, torch.ones_like(output), allow_unused=True)
+    with replace(aliases):
+        outputs, output = compute(static, aliases)
+        kept = output.detach().clone()
+        gradients = capture.differentiate(output, leaves, torch.ones_like(output))
     torch.set_rng_state(state)
     places = [None if g is None else EmulatedPlace(g, i == 0) for i, g in enumerate(gradients)]
     for place in places:
@@ -73,7 +75,7 @@ def emulated_capture(compute, memory, inputs, parameters, *, warms_up):
     latest = []
 
     def replay_forward():
-        with torch.enable_grad():
+        with torch.enable_grad(), replace(aliases):
             results, result = compute(static, aliases)
         found = []
         capture.map_tensors(found.append, results)
@@ -88,7 +90,8 @@ def emulated_capture(compute, memory, inputs, parameters, *, warms_up):
 
     def replay_backward():
         assert memory.latest is latest[0], "the activations were overwritten"
-        gradients = torch.autograd.grad(latest.pop(), leaves, upstream, allow_unused=True)
+        with replace(aliases):
+            gradients = capture.differentiate(latest.pop(), leaves, upstream)
         for place, gradient in zip(places, gradients, strict=True):
             if place is not None:
                 place.data.copy_(gradient)
@@ -101,6 +104,8 @@ def emulated_capture(compute, memory, inputs, parameters, *, warms_up):
 
 def emulate(monkeypatch):
     """Let models on the CPU be captured."""
-    monkeypatch.setattr(forward, "is_supported", lambda device: True)
+    monkeypatch.setattr(obstacles, "is_supported", lambda device: True)
     monkeypatch.setattr(forward, "GraphMemory", EmulatedMemory)
     monkeypatch.setattr(capture, "capture", emulated_capture)
+    # Here, the host draws the random numbers of the device.
+    monkeypatch.setattr(forward, "has_drawn", lambda numbers: random.getstate() != numbers[0])

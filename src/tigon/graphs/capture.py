@@ -8,17 +8,17 @@ follow the rules of `GraphMemory`:
 
 - A forward is replayed only if no backward of an earlier forward can still run.
 - Autograd takes the gradients of a replay as `p.grad` without a copy. If `p.grad` still has them when they are about to
-  be overwritten, because micro-batches accumulate, it gets a copy first. If anything else still refers to them, the
-  call runs eagerly.
+  be overwritten, because micro-batches accumulate, its data becomes a copy first. If anything else still refers to
+  them, the call runs eagerly. If that is so only when the backward begins, the gradients of this backward are copied.
 """
 
-import contextlib
 import copy
 import gc
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -71,17 +71,35 @@ class GraphMemory:
         return any(storage_users(given.storage) > given.is_grad() for given in self._given)
 
     def keep_gradients(self, before_forward: bool = False) -> None:
-        """Give every `.grad` that the next backward, or the next forward, overwrites memory of its own."""
-        for given in self._given:
-            if (given.is_of_forward or not before_forward) and not given.storage.expired() and given.is_grad():
-                owner: Any = given.owner()
-                owner.grad = owner.grad.clone()
+        """Give every `.grad` that the next backward, or the next forward, overwrites memory of its own.
 
-    def give(self, owner: "weakref.ref[Tensor]", place: "GradientPlace") -> Tensor:
-        """Return a tensor on the memory of a gradient, and remember that `owner` gets it."""
-        gradient = place.view()
-        self._given.append(_Given(owner, StorageWeakRef(gradient.untyped_storage()), place.is_of_forward))
-        return gradient
+        It stays the same tensor, because the caller may hold it too.
+        """
+        for given in self._given:
+            place = given.place
+            if (place.is_of_forward or not before_forward) and not given.storage.expired() and given.is_grad():
+                owner: Any = given.owner()
+                owner.grad.data = owner.grad.clone()
+
+    def replay_backward(self, pair: "Pair", owners: "Sequence[weakref.ref[Tensor]]") -> list[Tensor | None]:
+        """Return the gradients that the backward of a pair computes, which the owners get."""
+        self.keep_gradients()
+        # Gradients that the caller took from `.grad` after the forward of this backward keep their values.
+        used = [given.place for given in self._given if not given.storage.expired()]
+        saved = [place.view().clone() for place in used]
+        pair.backward.replay()
+        gradients = [None if place is None else place.view() for place in pair.gradients]
+        if used:
+            gradients = [None if gradient is None else gradient.clone() for gradient in gradients]
+            for place, values in zip(used, saved, strict=True):
+                place.view().copy_(values)
+            return gradients
+        self._given = [
+            _Given(owner, StorageWeakRef(gradient.untyped_storage()), place)
+            for owner, gradient, place in zip(owners, gradients, pair.gradients, strict=True)
+            if gradient is not None and place is not None
+        ]
+        return gradients
 
 
 class _Given(NamedTuple):
@@ -89,12 +107,13 @@ class _Given(NamedTuple):
 
     owner: "weakref.ref[Tensor]"
     storage: StorageWeakRef
-    is_of_forward: bool
+    place: "GradientPlace"
 
     def is_grad(self) -> bool:
         """Return whether the `.grad` of the owner has this gradient."""
         owner = self.owner()
-        gradient = None if owner is None else owner.grad
+        # torch warns of `.grad` of any other tensor.
+        gradient = owner.grad if owner is not None and (owner.is_leaf or owner.retains_grad) else None
         return gradient is not None and gradient.untyped_storage()._cdata == self.storage.cdata
 
 
@@ -102,10 +121,12 @@ class GradientPlace:
     """The place of a gradient in the memory of a graph. It does not keep the memory from being used by other graphs.
 
     `torch.as_tensor` reads the attribute `__cuda_array_interface__`, and makes a tensor of the bytes without a copy.
+    The tensor keeps this object alive, and therefore the owners of the memory.
     """
 
-    def __init__(self, gradient: Tensor, is_of_forward: bool) -> None:
-        # whether the forward computes it, and the next forward overwrites it
+    def __init__(self, gradient: Tensor, owners: Any, is_of_forward: bool) -> None:
+        self.owners = owners
+        # Whether the forward computes it, and the next forward overwrites it.
         self.is_of_forward = is_of_forward
         self.shape, self.stride = gradient.shape, gradient.stride()
         self.dtype, self.device = gradient.dtype, gradient.device
@@ -148,8 +169,6 @@ class Pair:
     # Whether the forward writes to a buffer of the model, so that a replay must not be discarded.
     writes_to_model: bool = False
     seconds: float = 0.0
-    # How often the pair was replayed.
-    uses: int = field(default=0)
 
     def replay(self, inputs: dict[str, Tensor | float], differentiated: Sequence[Tensor]) -> Any:
         """Return the output of the call for other values of the inputs and of `differentiated`."""
@@ -157,7 +176,6 @@ class Pair:
             value = inputs[name]
             with torch.no_grad():
                 _ = static.copy_(value) if isinstance(value, Tensor) else static.fill_(value)
-        self.uses += 1
         self.memory.keep_gradients(before_forward=True)
         output = _Replay.apply(self, self.memory.issue_ticket(), *differentiated)
         return map_tensors(lambda tensor: output if tensor is self.output else tensor.clone(), self.outputs)
@@ -172,6 +190,7 @@ class _Replay(torch.autograd.Function):
         ctx.pair, ctx.ticket = pair, ticket
         # The references are weak, because autograd holds these tensors already.
         ctx.owners = [weakref.ref(tensor) for tensor in differentiated]
+        ctx.versions = [tensor._version for tensor in differentiated]
         pair.forward.replay()
         return pair.output.clone()
 
@@ -187,21 +206,24 @@ class _Replay(torch.autograd.Function):
             )
         if upstream is None:
             return (None,) * (2 + len(ctx.owners))
-        ticket.is_used = True
-        memory = pair.memory
-        memory.keep_gradients()
+        tensors = [owner() for owner in ctx.owners]
+        if any(x is not None and x._version != v for x, v in zip(tensors, ctx.versions, strict=True)):
+            raise RuntimeError(
+                "tigon: a parameter or an input was changed in place between the forward and the backward of a graph"
+            )
+        # A loss that the caller keeps does not keep the graphs.
+        ctx.pair = None
         pair.upstream.copy_(upstream)
-        pair.backward.replay()
-        gradients: list[Tensor | None] = []
-        for owner, place, needed in zip(ctx.owners, pair.gradients, ctx.needs_input_grad[2:], strict=True):
-            gradients.append(memory.give(owner, place) if place is not None and needed else None)
-        return None, None, *gradients
+        gradients = pair.memory.replay_backward(pair, ctx.owners)
+        ticket.is_used = True
+        needed = ctx.needs_input_grad[2:]
+        return None, None, *(x if is_needed else None for x, is_needed in zip(gradients, needed, strict=True))
 
 
 # --- capture -------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
+@contextmanager
 def _capturing(graph: torch.cuda.CUDAGraph, pool: Any, device: torch.device) -> Iterator[None]:
     """Capture what the block launches on the current stream. After an error, the process can go on."""
     # Other threads, such as that of a data loader that pins memory, may go on.
@@ -210,7 +232,7 @@ def _capturing(graph: torch.cuda.CUDAGraph, pool: Any, device: torch.device) -> 
         with shared_in_capture():
             yield
     except BaseException:
-        with contextlib.suppress(RuntimeError):
+        with suppress(RuntimeError):
             graph.capture_end()
         end_allocation(device, pool)
         raise
@@ -222,7 +244,8 @@ def _capturing(graph: torch.cuda.CUDAGraph, pool: Any, device: torch.device) -> 
 
 
 def capture(
-    compute: Callable[[dict[str, Tensor], Sequence[Tensor]], tuple[Any, Tensor]], memory: GraphMemory,
+    compute: Callable[[dict[str, Tensor], Sequence[Tensor]], tuple[Any, Tensor]],
+    replace: Callable[[Sequence[nn.Parameter]], AbstractContextManager], memory: GraphMemory,
     inputs: dict[str, Tensor | float], parameters: Sequence[Tensor], *, warms_up: bool,
 ) -> Pair:  # fmt: skip
     """Capture a call as a pair of graphs.
@@ -230,6 +253,7 @@ def capture(
     Args:
         compute: It takes static inputs and aliases of the parameters, and returns the outputs of the call, and the one
             of them that has a gradient.
+        replace: It takes aliases of the parameters, which the model has in the block that it returns.
         memory: The memory of the pairs of the model.
         inputs: The values of the inputs. A number becomes a tensor without dimensions.
         parameters: The parameters that get gradients, before the inputs that need a gradient.
@@ -242,11 +266,12 @@ def capture(
     leaves = [*aliases, *(x for x in static.values() if x.requires_grad)]
     release_cached_memory(memory.device)
     graphs = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-    with torch.cuda.device(memory.device), torch.cuda.stream(memory.stream), torch.enable_grad():
+    device, stream = torch.cuda.device(memory.device), torch.cuda.stream(memory.stream)
+    with device, stream, torch.enable_grad(), replace(aliases):
         if warms_up:
             state = memory.random_state()
             _, output = compute(static, aliases)
-            torch.autograd.grad(output, leaves, torch.ones_like(output), allow_unused=True)
+            differentiate(output, leaves, torch.ones_like(output))
             memory.set_random_state(state)
             del _, output
             release_cached_memory(memory.device)
@@ -254,13 +279,31 @@ def capture(
             outputs, output = compute(static, aliases)
         upstream = torch.ones_like(output)
         with _capturing(graphs[1], memory.backward_pool, memory.device):
-            gradients = torch.autograd.grad(output, leaves, upstream, allow_unused=True)
+            gradients = differentiate(output, leaves, upstream)
         forward_memory = _segments(memory.forward_pool)
-        places = [None if x is None else GradientPlace(x, _is_in(forward_memory, x)) for x in gradients]
+        owners = *graphs, upstream
+        places = [None if x is None else GradientPlace(x, owners, _is_in(forward_memory, x)) for x in gradients]
     torch.cuda.current_stream(memory.device).wait_stream(memory.stream)
     kept = output.detach()
     outputs = map_tensors(lambda tensor: kept if tensor is output else tensor.detach(), outputs)
     return Pair(memory, *graphs, static, kept, upstream, outputs, places, seconds=time.perf_counter() - begin)
+
+
+def differentiate(output: Tensor, leaves: Sequence[Tensor], upstream: Tensor) -> list[Tensor | None]:
+    """Return the gradients of leaves, no two of which have the same memory.
+
+    The backward of a training step runs outside of autocast, which its forward may run in.
+    """
+    with torch.autocast(output.device.type, enabled=False):
+        gradients = torch.autograd.grad(output, leaves, upstream, allow_unused=True)
+    addresses: set[int] = set()
+    distinct: list[Tensor | None] = []
+    for gradient in gradients:
+        if gradient is not None and gradient.data_ptr() in addresses:
+            gradient = gradient.clone()
+        distinct.append(gradient)
+        addresses |= {0 if gradient is None else gradient.data_ptr()} - {0}
+    return distinct
 
 
 def _segments(pool: Any) -> list[range]:

@@ -7,8 +7,8 @@ call runs eagerly, and the record says why.
 
 import contextlib
 import functools
-import inspect
 import logging
+import random
 import sys
 import threading
 from collections import Counter
@@ -17,23 +17,22 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from tigon.graphs import capture as capturing
 from tigon.graphs.capture import GraphMemory, Pair, map_tensors
+from tigon.graphs.obstacles import bind, check_model, check_torch
 from tigon.graphs.signature import Call, NotCaptured, divide_arguments
 from tigon.graphs.state import ModelState
-from tigon.runtime.compat.autograd import has_active_transform
-from tigon.runtime.compat.modules import HOOK_TABLES, any_global_hook, is_replica
-from tigon.runtime.stock import origin_of
+from tigon.runtime.compat.autograd import AccumulateGrad, has_active_transform
+from tigon.runtime.compat.modules import is_replica
 
 LOGGER = logging.getLogger("tigon")
 
 # Uses of a signature that run eagerly before it is captured: rare signatures are not worth the time.
 EAGER_USES = 2
-# With more pairs, the one that was used least is dropped.
-MOST_PAIRS = 16
+# With more pairs, the one that was used least is dropped, for a signature that was used this many times as often.
+MOST_PAIRS, MORE_USES = 16, 2
 # If the model has changed this often, it changes in every step, and is not captured again.
 MOST_CHANGES = 4
 
@@ -97,6 +96,8 @@ class GraphedForward:
         self.inner, self.record, self.prepare = inner, record, prepare
         # A reason why no call can be captured.
         self.obstacle: str | None = None
+        # Two threads may call a model.
+        self.lock = threading.Lock()
         self.forget()
         self.changes = self.failures = 0
 
@@ -118,13 +119,13 @@ class GraphedForward:
         run = self.inner or type(model).forward
         if not self.may_capture(model):
             return run(model, *args, **kwargs)
-        arguments = _bind(model, args, kwargs)
         _running.is_on = True
         try:
-            preparation = self.prepare(model, arguments)
-            return self.compute(model, run, preparation)
-        except NotCaptured as reason:
-            self.note(str(reason))
+            try:
+                with self.lock:
+                    return self.compute(model, run, bind(type(model).forward, args, kwargs))
+            except NotCaptured as reason:
+                self.note(str(reason))
             return run(model, *args, **kwargs)
         finally:
             _running.is_on = False
@@ -141,21 +142,22 @@ class GraphedForward:
             and not is_capturing_now()
         )
 
-    def compute(self, model: nn.Module, run: Callable, preparation: Preparation) -> Any:
-        """Return the output of a call: from a pair of graphs, or eagerly."""
-        arguments = preparation.arguments
-        try:
-            if self.obstacle is not None:
-                raise NotCaptured(self.obstacle)
-            if self.state is None:
-                check_model(model)
-            elif (change := self.state.changed_tensor()) is not None:
-                self.forget_after(change)
-            call = divide_arguments(arguments, next(model.parameters()).device)
-            output = self.replay(call, self.find_pair(model, run, call, preparation))
-        except NotCaptured as reason:
-            self.note(str(reason))
-            return run(model, **arguments)
+    def compute(self, model: nn.Module, run: Callable, arguments: dict[str, Any]) -> Any:
+        """Return the output of a call from a pair of graphs.
+
+        Raises:
+            NotCaptured: The call has to run eagerly.
+        """
+        if self.obstacle is not None:
+            raise NotCaptured(self.obstacle)
+        check_torch()
+        if self.state is None:
+            check_model(model)
+        elif (change := self.state.changed_tensor()) is not None:
+            self.forget_after(change)
+        preparation = self.prepare(model, arguments)
+        call = divide_arguments(preparation.arguments, next(model.parameters()).device)
+        output = self.replay(call, self.find_pair(model, run, call, preparation))
         self.record.replayed += 1
         return output
 
@@ -214,16 +216,24 @@ class GraphedForward:
 
     def capture(self, model: nn.Module, run: Callable, call: Call, key: tuple, preparation: Preparation) -> Pair:
         """Capture the call; after an error, its signature runs eagerly from then on."""
+        # Kernels are compiled, and libraries plan and allocate, before a capture.
+        warms_up = not self.pairs or self.uses[key] <= EAGER_USES
         if self.memory is None or self.state is None:
             self.memory, self.state = GraphMemory(next(model.parameters()).device), ModelState(model)
         if len(self.pairs) >= MOST_PAIRS:
+            least = min(self.uses[each] for each in self.pairs)
+            if self.uses[key] < MORE_USES * least:
+                raise NotCaptured(f"there are {MOST_PAIRS} pairs of graphs, and its signature is not used more often")
             self.drop_least_used()
-        compute = functools.partial(_compute, model, run, call.constants, self.state.trained)
+        context = preparation.context
+        compute = functools.partial(_compute, model, run, context, call.constants)
+        # A backward that runs a part of the forward again takes the same tensors.
+        replace = functools.partial(_with_parameters, model, self.state.trained)
         text = call.describe()
         versions = self.state.tensor_versions()
         try:
-            with preparation.context():
-                pair = self._capture(compute, call)
+            with _restored(model):
+                pair = self._capture(compute, replace, call, warms_up)
         except Exception as error:
             reason = str(error) if isinstance(error, NotCaptured) else f"{type(error).__name__}: {error}"
             reason = f"it cannot be captured ({reason.splitlines()[0] if reason else reason})"
@@ -233,36 +243,38 @@ class GraphedForward:
             self.failures += 1
             self.obstacle = reason if self.failures >= MOST_FAILURES else None
             raise NotCaptured(reason) from error
-        if (change := self.state.change()) is not None:
-            self.refused[key] = reason = f"its forward changes {change}"
+        finally:
+            # The run before the capture must not count as a run of the forward.
+            change = self.state.change()
+            if change is not None:
+                self.state.restore()
+        if change is not None:
+            self.refused[key] = reason = f"its forward changes {change.removesuffix(' has changed')}"
             raise NotCaptured(reason)
         pair.writes_to_model = self.state.tensor_versions() != versions
         self.record.captured.append(Captured(text, pair.seconds))
         _say(f"tigon: captured {text} as a pair of CUDA graphs in {pair.seconds:.1f} s")
         return pair
 
-    def _capture(self, compute: Callable, call: Call) -> Pair:
-        """Capture a call. If the memory does not suffice, the pair that was used least makes room.
-
-        The first capture has a warm-up. A later one has it if a library cannot prepare a new length during a capture.
-        """
+    def _capture(self, compute: Callable, replace: Callable, call: Call, warms_up: bool) -> Pair:
+        """Capture a call. If the memory does not suffice, the pair that was used least makes room."""
         assert self.memory is not None
         assert self.state is not None
-        make = functools.partial(capturing.capture, compute, self.memory, call.inputs, self.state.trained)
-        if self.pairs:
-            try:
-                return make(warms_up=False)
-            except torch.cuda.OutOfMemoryError:
-                self.drop_least_used()
-            except RuntimeError:
-                LOGGER.debug("tigon: a capture without a warm-up failed", exc_info=True)
-        return make(warms_up=True)
+        make = functools.partial(capturing.capture, compute, replace, self.memory, call.inputs, self.state.trained)
+        try:
+            return make(warms_up=warms_up)
+        except torch.cuda.OutOfMemoryError:
+            if not self.pairs:
+                raise
+        self.drop_least_used()
+        return make(warms_up=False)
 
     def drop_least_used(self) -> None:
-        """Drop the pair that was replayed least."""
-        key = min(self.pairs, key=lambda key: self.pairs[key].uses)
-        del self.pairs[key]
-        del self.uses[key]
+        """Drop the pair whose signature was used least."""
+        assert self.memory is not None
+        # Without a pair, the pools are freed.
+        self.memory.keep_gradients()
+        del self.pairs[min(self.pairs, key=self.uses.__getitem__)]
 
     def note(self, reason: str) -> None:
         """Record that a call runs eagerly."""
@@ -287,55 +299,42 @@ def is_capturing_now() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
-def _bind(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a forward by name."""
-    return {**dict(zip(_parameter_names(type(model).forward), args, strict=False)), **kwargs}
+@contextlib.contextmanager
+def _restored(model: nn.Module) -> Iterator[None]:
+    """Run a capture, which computes a call once, without changes of buffers and of random numbers on the host.
 
-
-@functools.cache
-def _parameter_names(forward: Callable) -> tuple[str, ...]:
-    return tuple(inspect.signature(forward).parameters)[1:]
-
-
-def check_model(model: nn.Module) -> None:
-    """Raise `NotCaptured` if the calls of a model cannot be captured, whatever their arguments are."""
-    kinds = {(p.device, type(p)) for p in model.parameters()}
-    devices = {device for device, _ in kinds}
-    if len(devices) != 1:
-        raise NotCaptured("the parameters are on several devices")
-    if not is_supported(device := devices.pop()):
-        raise NotCaptured(f"the model is on {device}, where no CUDA graph is captured")
-    if any(hasattr(kind, "__tensor_flatten__") for _, kind in kinds):
-        raise NotCaptured("the parameters are no plain tensors")
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        raise NotCaptured("there are several ranks")
-    if any_global_hook():
-        raise NotCaptured("torch has global hooks on modules")
-    if (origin := find_python_hook(model)) is not None:
-        raise NotCaptured(f"a hook of {origin} runs Python code in each call")
-
-
-def find_python_hook(model: nn.Module) -> str | None:
-    """Return the Python module that defines a hook which must run at each call; None if there is none.
-
-    Hooks of transformers and of Tigon only look at a call.
+    Raises:
+        NotCaptured: The block draws random numbers on the host, where each replay would have the same ones.
     """
-    for module in model.modules():
-        for table in HOOK_TABLES:
-            for hook in getattr(module, table).values():
-                if not (origin := origin_of(hook)).startswith(("tigon.", "transformers.")):
-                    return origin
-    return None
+    # A buffer that each forward writes to has been written to before.
+    buffers = [(x, x.clone()) for x in model.buffers() if not x.is_inference() and x._version]
+    numbers = host_random_state()
+    try:
+        yield
+        if has_drawn(numbers):
+            raise NotCaptured("it draws random numbers on the host")
+    finally:
+        random.setstate(numbers[0])
+        torch.set_rng_state(torch.frombuffer(bytearray(numbers[1]), dtype=torch.uint8))
+        with torch.no_grad():
+            for buffer, values in buffers:
+                buffer.copy_(values)
 
 
-def is_supported(device: torch.device) -> bool:
-    """Return whether graphs are captured on a device."""
-    return device.type == "cuda"
+def host_random_state() -> tuple[Any, bytes]:
+    """Return the states of the random numbers of Python, and of those of torch on the host."""
+    return random.getstate(), torch.get_rng_state().numpy().tobytes()
+
+
+def has_drawn(numbers: tuple[Any, bytes]) -> bool:
+    """Return whether random numbers were drawn on the host since `host_random_state` returned these."""
+    return host_random_state() != numbers
 
 
 @contextlib.contextmanager
-def _with_parameters(model: nn.Module, aliases: dict[int, nn.Parameter]) -> Iterator[None]:
-    """Let the modules of a model have other parameters in the block. The keys are the ids of those that they have."""
+def _with_parameters(model: nn.Module, trained: Sequence[Tensor], others: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Let the modules of a model have other parameters in place of the trained ones in the block."""
+    aliases = {id(p): alias for p, alias in zip(trained, others, strict=True)}
     tables = [module._parameters for module in model.modules()]
     replaced = [(table, name, p) for table in tables for name, p in table.items() if id(p) in aliases]
     try:
@@ -348,17 +347,35 @@ def _with_parameters(model: nn.Module, aliases: dict[int, nn.Parameter]) -> Iter
 
 
 def _compute(
-    model: nn.Module, run: Callable, constants: dict[str, Any], trained: Sequence[Tensor], inputs: dict[str, Tensor],
-    aliases: Sequence[nn.Parameter],
+    model: nn.Module, run: Callable, context: Callable[[], contextlib.AbstractContextManager],
+    constants: dict[str, Any], inputs: dict[str, Tensor], parameters: Sequence[nn.Parameter],
 ) -> tuple[Any, Tensor]:  # fmt: skip
-    """Run a forward with aliases of the trained parameters; return its outputs, and the one that has a gradient."""
+    """Run a forward; return its outputs, and the one that has a gradient."""
     # Autocast would take the casts of the warm-up, and a replay would not cast again.
     torch.clear_autocast_cache()
-    with _with_parameters(model, {id(p): alias for p, alias in zip(trained, aliases, strict=True)}):
+    with context():
         outputs = run(model, **constants, **inputs)
     torch.clear_autocast_cache()
     found: dict[int, Tensor] = {}
     map_tensors(lambda x: found.update({id(x): x} if x.requires_grad else {}), outputs)
     if len(found) != 1:
         raise NotCaptured(f"its output has {len(found)} tensors with a gradient, and a graph has one")
-    return outputs, *found.values()
+    (output,) = found.values()
+    known = {id(leaf) for leaf in (*parameters, *inputs.values())}
+    if any(id(leaf) not in known for leaf in _leaves(output)):
+        raise NotCaptured("it differentiates a tensor that is neither a parameter of a module nor an argument")
+    return outputs, output
+
+
+def _leaves(output: Tensor) -> Iterator[Tensor]:
+    """Yield the leaves that autograd would compute gradients of, from an output."""
+    stack: list[Any] = [output.grad_fn]
+    seen = {*stack}
+    while stack:
+        node = stack.pop()
+        is_leaf = isinstance(node, AccumulateGrad)
+        if is_leaf:
+            yield node.variable
+        new = {each for each, _ in node.next_functions if each is not None} - seen
+        stack += new
+        seen |= new

@@ -27,7 +27,8 @@ class Call(NamedTuple):
             (name, x.shape, x.dtype, x.requires_grad) if isinstance(x, Tensor) else (name, type(x))
             for name, x in self.inputs.items()
         )
-        return described, tuple(self.constants.items()), _settings_of_torch()
+        constants = tuple((name, type(x), x) for name, x in self.constants.items())
+        return described, constants, _settings_of_torch()
 
     def differentiated(self) -> list[Tensor]:
         """Return the inputs that need a gradient."""
@@ -45,7 +46,7 @@ def _settings_of_torch() -> tuple:
     return (
         is_autocast and torch.get_autocast_dtype("cuda"),
         torch.are_deterministic_algorithms_enabled(),
-        torch.get_float32_matmul_precision(),
+        _matmul_precision(),
         torch.get_default_dtype(),
         torch.backends.cuda.flash_sdp_enabled(),
         torch.backends.cuda.mem_efficient_sdp_enabled(),
@@ -54,6 +55,12 @@ def _settings_of_torch() -> tuple:
         torch.backends.cudnn.deterministic,
         torch.backends.cudnn.benchmark,
     )
+
+
+def _matmul_precision() -> str:
+    """Return the precision of fp32 products. From 2.9 on, torch refuses the older question after a newer setting."""
+    precision = getattr(torch.backends.cuda.matmul, "fp32_precision", None)
+    return torch.get_float32_matmul_precision() if precision is None else precision
 
 
 def divide_arguments(arguments: dict[str, Any], device: torch.device) -> Call:

@@ -6,6 +6,7 @@ modules and of their configurations, and compares them before each replay.
 """
 
 import operator
+import weakref
 from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
@@ -44,6 +45,8 @@ class ModelState:
         self.trained = [p for p in model.parameters() if p.requires_grad]
         self.tensors = [*model.parameters(), *model.buffers()]
         self.facts = self._read_tensors()
+        self.modules = [*map(weakref.ref, model.modules())]
+        self.classes = self._read_classes()
         names, attributes = zip(*_attributes(model), strict=True)
         self.names: tuple[str, ...] = names
         self.attributes: tuple[dict[str, Any], ...] = attributes
@@ -51,6 +54,11 @@ class ModelState:
         self.copies = [_copy(now, self.empty) for now in attributes]
         self.replacements = [x for now in attributes for x in now.values() if isinstance(x, Replacement)]
         self.recipes = self._read_recipes()
+
+    def _read_classes(self) -> tuple[list[type], list[Any]]:
+        """Return the classes of all modules, and the forwards of these classes."""
+        classes = [type(reference()) for reference in self.modules]
+        return classes, [getattr(cls, "forward", None) for cls in {*classes}]
 
     def _read_recipes(self) -> list[int]:
         return [id(replacement.recipe) for replacement in self.replacements]
@@ -73,21 +81,39 @@ class ModelState:
             return change
         if self._read_recipes() != self.recipes:
             return "a forward"
+        if self._read_classes() != self.classes:
+            return "a class"
         try:
             if not any(self.empty) and all(map(operator.eq, self.copies, self.attributes)):
                 return None
         except Exception:
             # Two tensors that are not the same have no comparison that is true or false.
-            return "an attribute"
+            return self._find_change()
         return self._find_change()
 
     def _find_change(self) -> str:
         """Return the first attribute that has changed."""
         for name, copy, now in zip(self.names, self.copies, self.attributes, strict=True):
             for key in copy.keys() | now.keys():
-                if key not in copy or key not in now or copy[key] != now[key]:
+                if key not in copy or key not in now or not _is_same(copy[key], now[key]):
                     return f"{name}.{key}"
         return "an empty list, dict or table of hooks"
+
+    def restore(self) -> None:
+        """Give the attributes that have changed their recorded values."""
+        for container in filter(None, self.empty):
+            container.clear()
+        for copy, now in zip(self.copies, self.attributes, strict=True):
+            for key in now.keys() - copy.keys():
+                del now[key]
+            now.update({k: _copy(x, self.empty) for k, x in copy.items() if k not in now or not _is_same(x, now[k])})
+
+
+def _is_same(x: Any, y: Any) -> bool:
+    try:
+        return x is y or bool(x == y)
+    except Exception:
+        return False
 
 
 def _attributes(model: nn.Module) -> Iterator[tuple[str, dict[str, Any]]]:

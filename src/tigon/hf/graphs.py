@@ -4,10 +4,10 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from tigon.graphs.forward import GraphedForward, GraphRecord, Preparation
+from tigon.graphs.obstacles import parameters_of
 from tigon.graphs.padding import ladder_length
 from tigon.graphs.signature import NotCaptured
 from tigon.hf.checkpoints import transformers_models
@@ -23,32 +23,38 @@ _FURTHER_OUTPUTS = ("output_hidden_states", "output_attentions", "output_router_
 def prepare_call(model: nn.Module, arguments: dict[str, Any]) -> Preparation:
     """Return a call that a graph can compute, and that gives the same results.
 
-    Positions that count from zero are left out. For this, the host waits for the device once.
+    If a mask is missing, and positions could show that the batch is packed, the host waits for the device once.
 
     Raises:
         NotCaptured: No graph can compute the call.
     """
-    arguments = {name: x for name, x in arguments.items() if x is not None}
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     for name in _FURTHER_OUTPUTS:
-        if arguments.get(name, getattr(config, name, False)):
+        value = arguments.get(name)
+        if getattr(config, name, False) if value is None else value:
             raise NotCaptured(f"{name} is set")
-    # A training call would fill a cache that nobody reads.
-    arguments.setdefault("use_cache", False)
-    has_mask = "attention_mask" in arguments
-    if not has_mask and _counts_from_zero(arguments.get("position_ids")):
-        del arguments["position_ids"]
-    is_plain = not has_mask and "position_ids" not in arguments
-    tokens: Any = arguments.get("input_ids", arguments.get("inputs_embeds"))
+    use_cache = arguments.get("use_cache")
+    if use_cache:
+        raise NotCaptured("use_cache is set")
+    if has_cache := use_cache is None and "use_cache" in parameters_of(type(model).forward):
+        # A training call would fill a cache that nobody reads.
+        arguments["use_cache"] = False
+        text_config = config.get_text_config() if hasattr(config, "get_text_config") else config
+        has_cache = getattr(text_config, "use_cache", False)
+    has_mask = arguments.get("attention_mask") is not None
+    # Beside a mask or a cache, transformers does not separate the samples of a packed batch.
+    is_plain = not has_mask and (has_cache or _is_one_sample(arguments.get("position_ids")))
+    embeds = arguments.get("inputs_embeds")
+    tokens = arguments.get("input_ids") if embeds is None else embeds
     is_bucket = isinstance(tokens, Tensor) and tokens.dim() > 1 and ladder_length(tokens.shape[1]) == tokens.shape[1]
     return Preparation(arguments, masks_as_in_eager_calls if is_plain else contextlib.nullcontext, is_bucket)
 
 
-def _counts_from_zero(positions: Any) -> bool:
-    """Return whether positions [B, S] are those that a model gives to tokens if it gets none."""
-    if not isinstance(positions, Tensor) or positions.dim() != 2:
-        return False
-    return bool((positions == torch.arange(positions.shape[1], device=positions.device)).all())
+def _is_one_sample(positions: Any) -> bool:
+    """Return whether positions [B, S] do not show several samples in a row."""
+    if positions is None:
+        return True
+    return isinstance(positions, Tensor) and positions.dim() == 2 and bool((positions.diff(dim=-1) == 1).all())
 
 
 def find_graphed_forward(module: nn.Module) -> GraphedForward | None:

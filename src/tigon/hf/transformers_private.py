@@ -91,21 +91,22 @@ def loss_type(model: nn.Module) -> str | None:
 
 @contextlib.contextmanager
 def masks_as_in_eager_calls() -> Iterator[None]:
-    """Let a call without mask and positions build no causal mask in the block, although a CUDA graph is captured.
+    """Let a call without mask, whose batch is not packed, build no causal mask in the block: a CUDA graph is captured.
 
     Attention would read the mask, and its kernels with a mask are slower. transformers builds one because it cannot
-    read the values of tensors during a capture, and such a call has none to read. The function is
-    `transformers.masking_utils.is_tracing`. Without it, the graph has the mask.
+    read the values of tensors during a capture, and such a call has none to read. The functions are `is_tracing` and
+    `find_packed_sequence_indices` of `transformers.masking_utils`. Without the first one, the graph has the mask.
+    Without the second one, it has the mask if the call has positions.
     """
-    module = sys.modules.get("transformers.masking_utils")
-    if (stock := getattr(module, "is_tracing", None)) is None:
-        yield
-        return
-    vars(module)["is_tracing"] = lambda *args, **kwargs: False
+    names = vars(sys.modules.get("transformers.masking_utils", object))
+    replaced = {"is_tracing": lambda *args: False, "find_packed_sequence_indices": lambda positions: None}
+    stock = {name: names[name] for name in replaced if name in names}
+    names = names if stock else {}
+    names.update({name: replaced[name] for name in stock})
     try:
         yield
     finally:
-        vars(module)["is_tracing"] = stock
+        names.update(stock)
 
 
 # --- checkpointing ---------------------------------------------------------------------------------
