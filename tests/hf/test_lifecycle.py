@@ -136,7 +136,7 @@ def test_a_compiled_function_distinguishes_stock_and_patched_models(patched, mak
     config = {"num_hidden_layers": 1}
     models = {"stock": make_model(**config), "patched": patched(loss=False, **config)}
     marked_rope = lambda q, k, cos, sin, **options: tuple(torch.erfinv(x) for x in (q, k))
-    monkeypatch.setattr("tigon.recognition.parts.rope_forms.rope", marked_rope)
+    monkeypatch.setattr("tigon.recognition.parts.rope_forms.rope_of_layer", marked_rope)
     targets = []
 
     def backend(graph, inputs):
@@ -234,7 +234,7 @@ def test_a_wrapper_around_a_patched_forward_runs_stock_code_after_restore(make_m
     report = tigon.patch(model)
     for attention in (layer.self_attn for layer in model.model.layers):
         attention.forward = functools.wraps(attention.forward)(lambda *a, inner=attention.forward, **k: inner(*a, **k))
-    monkeypatch.setattr("tigon.recognition.parts.rope_forms.rope", None)
+    monkeypatch.setattr("tigon.recognition.parts.rope_forms.rope_of_layer", None)
     with pytest.raises(TypeError):
         model(**batch)
     report.restore()

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import tigon
 from memory.steps import ROWS, WIDTH, Step, assert_same_bits, block, normal, run, total
 from tigon.memory.lean import recomputed_by_call
+from tigon.ops.norms.rms_norm import rms_norm_reference
 
 
 class Counted:
@@ -26,7 +27,7 @@ class Counted:
         self.recomputed_norm = recomputed_by_call(self.norm)
 
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        y = tigon.ops.norms.rms_norm.rms_norm_reference(x, weight)
+        y = rms_norm_reference(x, weight)
         self.results.append(StorageWeakRef(y.untyped_storage()))
         return y
 
@@ -277,8 +278,9 @@ def test_backward_refuses_other_tensors_that_were_written():
 
 
 @pytest.mark.parametrize("change", ["exchanged", "emptied"])
-def test_products_recompute_a_norm_whose_weight_was_freed(change):
+def test_products_recompute_a_norm_whose_weight_was_freed(change, monkeypatch):
     """An engine gathers the weight for the backward of the norm, which comes after that of the products."""
+    monkeypatch.setattr("tigon.memory.recomputation.dist.is_initialized", lambda: True)
 
     def gradients(lean: bool) -> list[Tensor]:
         step = Step()
@@ -307,6 +309,19 @@ def test_products_recompute_a_norm_whose_weight_was_freed(change):
         return step.gradients()
 
     assert_same_bits(gradients(True), gradients(False))
+
+
+def test_weights_are_copied_only_in_a_process_group(monkeypatch):
+    """Elsewhere a freed weight is an error, not a read of freed memory."""
+    step, copies = Step(), []
+    monkeypatch.setattr(Tensor, "clone", lambda x: copies.append(x))
+    with tigon.lean():
+        w = step.weight()
+        z = step.product(tigon.rms_norm(step.x(), w))
+    assert copies == []
+    w.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match="the memory of a weight was freed between forward and backward"):
+        total(z).backward()
 
 
 # --- blocks --------------------------------------------------------------------------------------

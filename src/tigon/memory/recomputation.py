@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from tigon.runtime.autograd import modified_in_place
@@ -24,8 +25,9 @@ def _autocast(device: torch.device) -> torch.dtype | None:
 class Recomputation:
     """A call that recomputes its results in backward. All autograd nodes that saved one of the results share it.
 
-    The constructor copies tensors of one dimension, which are the parameters of norms. Engines that shard a model free
-    these parameters between forward and backward, and gather them only for the backward of the module that holds them.
+    In a process group, the constructor copies tensors of one dimension, which are the parameters of norms. Engines that
+    shard a model free these parameters between forward and backward, and gather them only for the backward of the
+    module that holds them.
     """
 
     __slots__ = (
@@ -43,7 +45,7 @@ class Recomputation:
         self.saved_args: dict[int, Any] | None = None
         for i, x in enumerate(args):
             if isinstance(x, Tensor):
-                if x.dim() > 1:
+                if x.dim() > 1 or (x.numel() and not (dist.is_available() and dist.is_initialized())):
                     self.arg_versions[i], self.args[i] = (x, x._version), None
                 else:
                     self.args[i] = x.detach().clone()
@@ -71,6 +73,11 @@ class Recomputation:
         assert self.saved_args is not None
         for i, packed in self.saved_args.items():
             args[i] = x = unpack(packed)
+            if x.dim() == 1 and not x.untyped_storage().nbytes():
+                raise RuntimeError(
+                    "tigon: the memory of a weight was freed between forward and backward, outside of a process group, "
+                    "and lean needs the weight to recompute the output of a norm; use memory='default'"
+                )
             # The memory belongs to the stream of the forward pass, which might reuse it too early.
             if not is_forward_stream:
                 x.record_stream(torch.cuda.current_stream(self.device))

@@ -52,9 +52,10 @@ def _arguments(norm: Any, x: Tensor) -> NormArguments | None:
     # The type is compared, because a wrapper of accelerate has all attributes of a replacement.
     if type(forward) is not Replacement or type(recipe := forward.recipe) is not RMSNormRecipe:
         return None
-    if does_more_than_forward(norm) or not forward.holds():
+    # A shallow copy of a norm has the forward of the norm that it was copied from.
+    if forward.module() is not norm or does_more_than_forward(norm):
         return None
-    return recipe.arguments(norm, x)
+    return recipe.arguments(norm, x) if forward.guard is None or forward.guard.holds(norm) else None
 
 
 def add_norm(norm: nn.Module, a: Any, b: Any) -> tuple[Any, Any]:
