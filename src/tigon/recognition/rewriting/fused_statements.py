@@ -53,9 +53,9 @@ def _arguments(norm: Any, x: Tensor) -> NormArguments | None:
     if type(forward) is not Replacement or type(recipe := forward.recipe) is not RMSNormRecipe:
         return None
     # A shallow copy of a norm has the forward of the norm that it was copied from.
-    if forward.module() is not norm or does_more_than_forward(norm):
+    if (module := forward.module()) is None or module is not norm or does_more_than_forward(module):
         return None
-    return recipe.arguments(norm, x) if forward.guard is None or forward.guard.holds(norm) else None
+    return recipe.arguments(module, x) if forward.guard is None or forward.guard.holds(module) else None
 
 
 def add_norm(norm: nn.Module, a: Any, b: Any) -> tuple[Any, Any]:
