@@ -34,7 +34,9 @@ WORKERS := --numprocesses logical --maxprocesses 8 --dist worksteal
 # There is a worker for each core, so more threads in each would only wait for each other.
 test test-thorough: export OMP_NUM_THREADS = 1
 
-.PHONY: demo test test-thorough test-deepspeed test-transformers test-lowest test-gpu bench models docs lint dist install clean
+TRAINING_CASES := llama-1b llama-8b-lora qwen-4b-lora trl
+
+.PHONY: demo test test-thorough test-deepspeed test-transformers test-lowest test-gpu bench bench-train models docs lint dist install clean
 
 install: $(STAMP)
 
@@ -77,8 +79,14 @@ test-deepspeed: $(STAMP)  ## install DeepSpeed and test its ZeRO-3 on two ranks
 test-gpu: $(STAMP)  ## run the tests of the ops and those that need a GPU
 	$(BIN)/python -m pytest $(KERNEL_TESTS) tests/gpu $(ARGS)
 
-bench: $(STAMP)  ## time every op against its peers
+bench: $(STAMP)  ## time every op against its peers; without ARGS, on a GPU also `make bench-train`
 	$(BIN)/python -m benchmarks ops $(ARGS)
+	if [ -z "$(ARGS)" ] && $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
+		$(MAKE) bench-train; fi
+
+bench-train: $(STAMP)  ## train the cases of small batches, and write a page about them
+	for case in $(TRAINING_CASES); do $(BIN)/python -m benchmarks train --case $$case --out runs/$$case $(ARGS); done
+	$(BIN)/python -m benchmarks summary $(TRAINING_CASES:%=runs/%) --out runs/small_batches.md
 
 models: $(STAMP)  ## write docs/models.md and tests/hf/parts.json: what is replaced in every model type
 	PYTHONPATH=tests $(BIN)/python -m hf.models_page

@@ -3,12 +3,14 @@
 import json
 import subprocess
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 import torch
 import transformers
 
 from benchmarks.ops import against
+from benchmarks.train.cases import CASES
 from benchmarks.train.demo import DEMO_PRESETS, DemoOptions, demo_config, make_demo_plan
 from benchmarks.train.models import config_fields, random_model, read_config
 from benchmarks.train.plan import TrainOptions, make_plan, model_config, search_sizes
@@ -50,6 +52,20 @@ def test_lengths_are_distinct_and_depend_on_the_seed_alone(options):
     assert draw(providers="tigon-graphs").job(plan.runs[0], 64).lengths == plan.lengths
     assert draw(seed=1).lengths != plan.lengths
     assert make_plan(options).lengths == []
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_each_case_is_a_plan_that_make_trains(options, name, tmp_path):
+    text = tmp_path / "functions.py"
+    text.write_text("\n".join(f"def f{i}(x):\n" + f"    return x * {i} + x\n" * (8 + i) for i in range(40)))
+    settings = CASES[name] | ({"steps": 8} if CASES[name].get("trl") else {})
+    plan = make_plan(replace(options, text=text, **settings))
+    assert plan.runs[0].name == "stock"
+    assert any(run.provider.graphs for run in plan.runs)
+    assert len(plan.lengths) == (0 if name == "trl" else 40)
+    assert plan.job(plan.runs[0], plan.options.seq).trl == (name == "trl")
+    makefile = Path(__file__).parents[3] / "Makefile"
+    assert f"TRAINING_CASES := {' '.join(CASES)}\n" in makefile.read_text()
 
 
 def test_a_sweep_ends_where_the_text_ends(options):
