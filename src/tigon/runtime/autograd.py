@@ -72,5 +72,5 @@ def keep_none_gradients(ctx: Any) -> None:
 
     Not every version of `torch.compile` supports `set_materialize_grads`, so backward receives zeros in compiled code.
     """
-    if not torch.compiler.is_compiling():
+    if not torch.compiler.is_dynamo_compiling():
         ctx.set_materialize_grads(False)

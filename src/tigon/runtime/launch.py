@@ -271,7 +271,7 @@ def on_device(function: Function) -> Function:
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             return function(*args, **kwargs)
         # -1 stands for the CPU.
         device = args[0].get_device()
@@ -337,6 +337,16 @@ def _rebuild(form: _Form, flat: Iterator[Any]) -> Any:
     return tuple(items) if tuple_type is tuple else tuple_type(*items)
 
 
+# The types of values that need not wait for a collective, besides NamedTuples without tensors.
+_READY = {*PLAIN, types.NoneType, bool, int, float, str, torch.dtype}
+
+
+def _may_hold_tensors(annotation: Any) -> bool:
+    if _is_named_tuple(annotation):
+        return any(map(_may_hold_tensors, get_type_hints(annotation).values()))
+    return Tensor in (annotation, *get_args(annotation))
+
+
 def _wait_for_collectives(value: Any) -> Any:
     """Wait for the tensors in a value that a collective still computes. Return the value with their results."""
     if type(value) in PLAIN:
@@ -374,6 +384,7 @@ def launcher(fake: Callable) -> Callable[[Function], Function]:
         positions = [list(annotations).index(name) for name in inspect.signature(fake).parameters]
         argument_forms = [_form(annotation) for annotation in annotations.values()]
         tensors = (Tensor,) * _count_values(result_form)
+        ready = frozenset(x for x in annotations.values() if _is_named_tuple(x) and not _may_hold_tensors(x)) | _READY
         signature = inspect.Signature(
             [parameter for name, annotation in annotations.items() for parameter in _parameters(name, annotation)],
             return_annotation=Tensor if result_form is None else types.GenericAlias(tuple, tensors),
@@ -401,7 +412,7 @@ def launcher(fake: Callable) -> Callable[[Function], Function]:
             if torch.compiler.is_compiling():
                 results = operator(*_flatten(args))
                 return _rebuild(result_form, iter(results if isinstance(results, tuple) else (results,)))
-            if _HAS_PROCESS_GROUPS and dist.is_initialized():
+            if not ready.issuperset(map(type, args)) and _HAS_PROCESS_GROUPS and dist.is_initialized():
                 # Tensor parallelism passes tensors that a collective may still compute.
                 args = tuple([_wait_for_collectives(x) for x in args])
             device = args[0].get_device()

@@ -58,11 +58,10 @@ def _framed(name: str, backward: Callable) -> Callable:
 
     @functools.wraps(backward)
     def call(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
-        is_compiling = torch.compiler.is_compiling()
-        if torch.is_grad_enabled() and not is_compiling:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise RuntimeError(f"tigon: {name} has no second derivative, so it refuses create_graph=True")
         # The condition saves one call, because small models wait for the host. The compiler does not trace it.
-        is_plain = not is_compiling and not is_any_autocast_enabled()
+        is_plain = not torch.compiler.is_dynamo_compiling() and not is_any_autocast_enabled()
         gradients = backward(ctx, *upstream) if is_plain else run_without_autocast(ctx, *upstream)
         needs = ctx.needs_input_grad
         count = len(gradients)

@@ -280,7 +280,7 @@ def norm_backward(
     dz, dw, db = _empty_backward(z, needs)
     n, m, device = z.shape[-1], statistics.shape[1], device_of(z)
     # The second row of the statistics holds the means.
-    centred = len(statistics) == 2
+    centred = statistics.shape[0] == 2
     loads, sums = 2 if dtotal is None else 3, (dw is not None) + (db is not None)
     config = NormConfig.choose(NormProblem(n, z.element_size(), loads, sums), device)
     dy, stride_dy = dense_rows(dy)
