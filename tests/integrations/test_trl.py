@@ -15,9 +15,12 @@ import peft
 import transformers
 
 import tigon
+from graphs.emulation import emulate
 from integrations import trainers
 from integrations.trainers import build, load_model, save_model, train
+from tigon.graphs import forward as graphs
 from tigon.hf import loss_options
+from tigon.hf.graphs import find_graphed_forward
 from tigon.hf.layer_checkpoint import LayerCheckpoint
 from tigon.hf.transformers_private import checkpoint_function
 from tigon.integrations import trl, trl_head
@@ -69,6 +72,29 @@ def test_every_trainer_trains_as_without_tigon(kind, peft_config, path, tmp_path
     else:
         assert counts.losses == 0
         assert counts.log_probs >= trainers.STEPS
+
+
+@pytest.mark.parametrize("peft_config", [None, ADAPTERS], ids=["full", "LoRA"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.sampled(5)
+def test_every_trainer_trains_with_graphs(kind, peft_config, path, tmp_path, monkeypatch):
+    stock = run(kind, path, tmp_path, peft_config)
+    emulate(monkeypatch)
+    monkeypatch.setattr(graphs, "EAGER_USES", 0)
+    trl.enable(memory="lean", graphs=True)
+    trainer = build(kind, load_model(path), tmp_path, peft_config)
+    ours = train(trainer)
+    for log in (*ours.logs, *stock.logs):
+        # In the first step the policy is the reference, and rounding decides which reward is larger.
+        log.pop("rewards/accuracies", None)
+    assert_same_run(ours, stock)
+    forwards = [forward for module in trainer.model.modules() if (forward := find_graphed_forward(module)) is not None]
+    record = forwards[0].record
+    if kind == "distillation":
+        assert record.eager == {"logits_to_keep is a slice": trainers.STEPS}
+    else:
+        assert record.captured
+        assert record.replayed >= trainers.STEPS
 
 
 OPTIONS = {

@@ -42,6 +42,7 @@ from tigon.integrations.trl_head import (
     loss_is_sum,
 )
 from tigon.memory.levels import LEVEL_NAMES, Memory, MemoryLevel, parse_memory
+from tigon.runtime import checks
 from tigon.runtime.requirements import install_command
 
 LOGGER = logging.getLogger("tigon")
@@ -58,6 +59,9 @@ class State:
         self.undo: list[Callable[[], None]] = []
         # The level of the models of trainers that are built, or None if the user chooses it for each model.
         self.memory: Memory | MemoryLevel | str | None = None
+        # The options of `tigon.patch` for calls that the host is too slow for.
+        self.graphs: bool = False
+        self.pad_to: int | None = None
         # The models that were patched for this level.
         self.patched_models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -86,11 +90,13 @@ def _check_version() -> None:
         )
 
 
-def enable(memory: Memory | MemoryLevel | str | None = None) -> None:
+def enable(
+    memory: Memory | MemoryLevel | str | None = None, *, graphs: bool = False, pad_to: int | None = None
+) -> None:
     """Let the trainers of TRL compute their log-probabilities and losses with Tigon.
 
     Losses, gradients and metrics stay those of TRL up to the rounding of sums. Call it before the trainer is built. A
-    trainer that exists already uses Tigon when `train` is called. A second call only changes the level.
+    trainer that exists already uses Tigon when `train` is called. A second call only changes the options.
 
     Args:
         memory: The level for the models of all trainers, one of those of `tigon.patch`. Each model is patched when its
@@ -100,10 +106,15 @@ def enable(memory: Memory | MemoryLevel | str | None = None) -> None:
             models are patched only by your calls of `tigon.patch`, and TRL's `gradient_checkpointing` argument decides.
             It is True by default. A checkpointed layer saves only its input, so "lean" and "lean+mlp" then have no
             effect in it; a warning says so.
+        graphs: Run training calls as CUDA graphs, and take "default" for a `memory` of None. The trainer calls the
+            body of the model, which is what runs as graphs, and computes the loss outside.
+        pad_to: Pad training calls to a multiple of this number, and take "default" for a `memory` of None. The options
+            are those of `tigon.patch`.
 
     Raises:
         ImportError: TRL is not installed, or this version of TRL is not known; the message names both versions.
-        ValueError: `memory` is no level.
+        TypeError: `graphs` is no bool, or `pad_to` no int.
+        ValueError: `memory` is no level, or `pad_to` is below 1.
 
     Source: `trl.trainer.utils.add_fused_lm_head`, `trl.kernels.ChunkedLogProbFunction`, and
     `trl.trainer.distillation_trainer._chunked_divergence_loss` of TRL 1.16.
@@ -116,8 +127,13 @@ def enable(memory: Memory | MemoryLevel | str | None = None) -> None:
     """
     if memory is not None and parse_memory(memory) is None:
         raise ValueError(f"tigon.integrations.trl.enable: memory must be None or one of {LEVEL_NAMES}, got {memory!r}")
+    checks.flag("tigon.integrations.trl.enable", graphs=graphs)
+    if pad_to is not None:
+        checks.size("tigon.integrations.trl.enable", "pad_to", pad_to)
     _check_version()
-    _state.memory = memory
+    has_options = graphs or pad_to is not None
+    _state.memory = "default" if memory is None and has_options else memory
+    _state.graphs, _state.pad_to = graphs, pad_to
     if is_enabled():
         return
     utils, base, sft, distillation = (
@@ -204,7 +220,7 @@ def _wrap_add_fused_lm_head(original: Callable) -> Callable:
 def _patch(model: nn.Module) -> None:
     """Patch a model at the level of `enable`, if there is one."""
     if _state.memory is not None:
-        report = patch(model, memory=_state.memory)
+        report = patch(model, memory=_state.memory, graphs=_state.graphs, pad_to=_state.pad_to)
         _state.patched_models.add(model)
         LOGGER.info("%s", report)
 
