@@ -216,8 +216,6 @@ class GraphedForward:
 
     def capture(self, model: nn.Module, run: Callable, call: Call, key: tuple, preparation: Preparation) -> Pair:
         """Capture the call; after an error, its signature runs eagerly from then on."""
-        # Kernels are compiled, and libraries plan and allocate, before a capture.
-        warms_up = not self.pairs or self.uses[key] <= EAGER_USES
         if self.memory is None or self.state is None:
             self.memory, self.state = GraphMemory(next(model.parameters()).device), ModelState(model)
         if len(self.pairs) >= MOST_PAIRS:
@@ -233,7 +231,7 @@ class GraphedForward:
         versions = self.state.tensor_versions()
         try:
             with _restored(model):
-                pair = self._capture(compute, replace, call, warms_up)
+                pair = self._capture(compute, replace, call)
         except Exception as error:
             reason = str(error) if isinstance(error, NotCaptured) else f"{type(error).__name__}: {error}"
             reason = f"it cannot be captured ({reason.splitlines()[0] if reason else reason})"
@@ -256,18 +254,23 @@ class GraphedForward:
         _say(f"tigon: captured {text} as a pair of CUDA graphs in {pair.seconds:.1f} s")
         return pair
 
-    def _capture(self, compute: Callable, replace: Callable, call: Call, warms_up: bool) -> Pair:
-        """Capture a call. If the memory does not suffice, the pair that was used least makes room."""
+    def _capture(self, compute: Callable, replace: Callable, call: Call) -> Pair:
+        """Capture a call. If the memory does not suffice, the pair that was used least makes room.
+
+        The first capture has a warm-up. A later one has it only if a library cannot prepare a new length during a
+        capture, because a warm-up takes as much memory as an eager step.
+        """
         assert self.memory is not None
         assert self.state is not None
         make = functools.partial(capturing.capture, compute, replace, self.memory, call.inputs, self.state.trained)
-        try:
-            return make(warms_up=warms_up)
-        except torch.cuda.OutOfMemoryError:
-            if not self.pairs:
-                raise
-        self.drop_least_used()
-        return make(warms_up=False)
+        if self.pairs:
+            try:
+                return make(warms_up=False)
+            except torch.cuda.OutOfMemoryError:
+                self.drop_least_used()
+            except RuntimeError:
+                LOGGER.debug("tigon: a capture without a warm-up failed", exc_info=True)
+        return make(warms_up=True)
 
     def drop_least_used(self) -> None:
         """Drop the pair whose signature was used least."""
