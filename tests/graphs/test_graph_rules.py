@@ -1,0 +1,172 @@
+"""Errors of graphs, calls that stay eager and their reasons, and what holds the memory of graphs."""
+
+import gc
+import random
+import threading
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+import tigon
+from graphs.emulation import emulate
+from graphs.steps import LENGTH, TwoBiases, batch, gradients, llama, run_both, train, train_module
+from tigon.graphs import forward
+
+pytestmark = pytest.mark.no_interpreter("The emulation of graphs needs no kernel.")
+
+FEW_USES = "signatures are captured at their third use"
+
+
+@pytest.fixture(autouse=True)
+def _emulated(monkeypatch):
+    emulate(monkeypatch)
+
+
+# --- errors ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def patched():
+    """A model whose next call is a replay. Tests leave it as it is."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        emulate(monkeypatch)
+        model = llama()
+        report = tigon.patch(model, graphs=True)
+        train(model)
+    return model, report
+
+
+def test_a_second_backward_is_refused(patched):
+    loss = patched[0](**batch()).loss
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="a second backward .*graphs=False"):
+        loss.backward()
+
+
+def test_a_second_derivative_is_refused(patched):
+    loss = patched[0](**batch()).loss
+    with pytest.raises(RuntimeError, match="create_graph"):
+        torch.autograd.grad(loss, [*patched[0].parameters()], create_graph=True)
+
+
+def test_a_weight_that_changes_before_its_backward_is_an_error(patched):
+    weight = patched[0].lm_head.weight
+    loss = patched[0](**batch()).loss
+    with torch.no_grad():
+        weight.add_(0)
+    with pytest.raises(RuntimeError, match="changed in place between"):
+        loss.backward()
+
+
+def test_wrong_arguments_raise_the_error_of_the_forward():
+    model = TwoBiases()
+    tigon.patch(model, graphs=True)
+    with pytest.raises(TypeError, match="multiple values"):
+        model(torch.ones(2, 4), x=torch.ones(2, 4))
+    with pytest.raises(TypeError, match="positional arguments"):
+        model(torch.ones(2, 4), None)
+
+
+def test_the_report_says_what_ran_and_why(patched):
+    text = str(patched[1])
+    assert "graphs: 1 captured" in text
+    assert f"captured: input_ids 1x{LENGTH}, labels 1x{LENGTH}" in text
+    assert f"eager: 2 calls: {FEW_USES}" in text
+
+
+def test_threads_may_call_a_model(patched):
+    patched[0].zero_grad()
+    before = patched[1].graphs.replayed
+    results = []
+    threads = [threading.Thread(target=lambda: results.append(train(patched[0], 2))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+        thread.join()
+    assert all(map(torch.equal, *results))
+    assert patched[1].graphs.replayed == before + 4
+
+
+# --- memory ----------------------------------------------------------------------------------------
+
+
+def test_a_loss_that_is_kept_does_not_keep_the_graphs():
+    model = llama()
+    report = tigon.patch(model, graphs=True)
+    train(model)
+    loss = model(**batch()).loss
+    pair = weakref.ref(loss.grad_fn.pair)
+    loss.backward()
+    report.restore()
+    gc.collect()
+    assert pair() is None
+    expected = gradients(model)
+    model.zero_grad()
+    model(**batch()).loss.backward()
+    torch.testing.assert_close(gradients(model), expected)
+
+
+def test_a_backward_after_restore_has_its_graph():
+    model = llama()
+    report = tigon.patch(model, graphs=True)
+    expected = train(model, 4)[-len([*model.parameters()]) :]
+    loss = model(**batch(3)).loss
+    report.restore()
+    loss.backward()
+    assert all(map(torch.equal, gradients(model), expected))
+
+
+def test_a_deleted_model_is_freed_with_its_graphs():
+    model = llama()
+    report = tigon.patch(model, graphs=True)
+    train(model)
+    reference = weakref.ref(model)
+    del model, report
+    gc.collect()
+    assert reference() is None
+
+
+def test_only_a_signature_that_is_used_more_often_replaces_another(monkeypatch):
+    monkeypatch.setattr(forward, "MOST_PAIRS", 2)
+    model = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4))
+    report = tigon.patch(model, graphs=True)
+    for _ in range(6):
+        for size in (1, 2, 3):
+            model(torch.ones(size, 4)).sum().backward()
+    assert [x.signature for x in report.graphs.captured] == ["input 1x4", "input 2x4"]
+    for _ in range(7):
+        model(torch.ones(3, 4)).sum().backward()
+    assert [x.signature for x in report.graphs.captured][2:] == ["input 3x4"]
+
+
+def test_memory_that_does_not_suffice_drops_the_pair_that_was_used_least(monkeypatch):
+    model = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4))
+    report = tigon.patch(model, graphs=True)
+    for _ in range(3):
+        model(torch.ones(1, 4)).sum().backward()
+    capture, calls = forward.capturing.capture, []
+
+    def fail_once(*args, **options):
+        calls.append(len(calls))
+        if len(calls) == 1:
+            raise torch.cuda.OutOfMemoryError
+        return capture(*args, **options)
+
+    monkeypatch.setattr(forward.capturing, "capture", fail_once)
+    for size in (2, 2, 2, 2, 1):
+        model(torch.ones(size, 4)).sum().backward()
+    assert calls == [0, 1, 2]
+    assert [x.signature for x in report.graphs.captured] == ["input 1x4", "input 2x4", "input 1x4"]
+
+
+def test_random_numbers_of_the_host_make_a_call_eager():
+    class Random(nn.LayerNorm):
+        def forward(self, x):
+            return super().forward(x) * random.random()
+
+    def script(model):
+        random.seed(0)
+        return [*train_module(model), random.random()]
+
+    assert any("random numbers on the host" in reason for reason in run_both(script, Random(4), is_warm=False).eager)
