@@ -25,14 +25,13 @@ from tigon.recognition.parts.expert_adapters import ExpertAdapterRecipe, recogni
 from tigon.recognition.parts.fp8 import FP8Recipe, mark_bases
 from tigon.recognition.probing.standin import BF16, FP16, FP32, is_linear
 from tigon.recognition.replacement import find_replacement, install, installed_recipe, uninstall
-from tigon.runtime.compat.modules import any_global_hook, has_hooks
+from tigon.runtime.compat.modules import any_global_hook
 from tigon.runtime.compat.operators import any_changing_mode
 from tigon.runtime.device import PLAIN, runs_kernels
 from tigon.runtime.stock import (
     are_plain,
     does_more_than_forward,
     dropouts_are_stock,
-    has_stock_call,
     linears_are_stock,
 )
 
@@ -80,7 +79,7 @@ def _tensor(layer: nn.Module, name: str) -> Any:
 
 def _runs_forward_only(module: nn.Module) -> bool:
     """Return whether a call of a module runs the forward of its class and no hook."""
-    return not has_hooks(module) and "forward" not in module.__dict__ and has_stock_call(module)
+    return "forward" not in module.__dict__ and not does_more_than_forward(module)
 
 
 def _probability(dropout: Any) -> float | None:

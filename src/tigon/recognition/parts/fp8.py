@@ -199,9 +199,10 @@ def _find_cache(recipes: Sequence[FP8Recipe], weights: Sequence[Tensor]) -> Weig
 
 def _find_recipes(x: Any, layers: Sequence[nn.Module]) -> list[FP8Recipe] | None:
     """Return the recipes of the layers if all of them compute FP8 products of x with equal settings, or None."""
-    recipes = [installed_recipe(layer) for layer in layers]
-    if type(recipes[0]) is not FP8Recipe or not _takes(x):
+    # Most layers are not in FP8, so the first one is read alone.
+    if type(installed_recipe(layers[0])) is not FP8Recipe or not _takes(x):
         return None
+    recipes = [installed_recipe(layer) for layer in layers]
     for layer, recipe in zip(layers, recipes, strict=True):
         if type(recipe) is not FP8Recipe or recipe.settings != recipes[0].settings:
             return None

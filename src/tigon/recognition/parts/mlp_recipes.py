@@ -215,7 +215,7 @@ def _run_with_adapters(x: Tensor, layers: Sequence[nn.Module], kind: str) -> Ten
     """Return a gated MLP of which some layers have adapters; None if none has, or no op computes them all."""
     if not may_have_adapters(x, layers):
         return None
-    gate, up = (read_projection(layer, x) for layer in layers[:2])
+    gate, up = read_projection(layers[0], x), read_projection(layers[1], x)
     if gate is None or up is None:
         return None
     dtype = torch.promote_types(output_dtype(gate, x), output_dtype(up, x))
