@@ -121,6 +121,14 @@ def test_layers_of_one_rank_share_launches(biases, dtype, rank, launches, monkey
         for i, outputs in enumerate((48, 24, 200))
     ]
     _check(x, projections)
+    # The partial sums of all products of a launch fill its memory, so those of two products share none of it.
+    memories: list[Tensor] = []
+
+    def filled(x: Tensor, counters: int, floats: int) -> tuple[Tensor, Tensor]:
+        memories.append(torch.full((floats,), torch.nan, device=x.device))
+        return torch.zeros(counters, dtype=torch.int32, device=x.device), memories[-1]
+
+    monkeypatch.setattr(low_rank, "scratch", filled)
     launches.clear()
     ys = lora_linears(x, projections)
     splits = [] if rank == 4 and dtype == torch.float32 else ["split_kernel"]
@@ -130,6 +138,8 @@ def test_layers_of_one_rank_share_launches(biases, dtype, rank, launches, monkey
     assert [name for name in launches if name != "split_kernel"] == [
         "project_kernel", "token_sum_kernel", "expand_kernel"
     ]  # fmt: skip
+    assert len(memories) == 3
+    assert not any(memory.isnan().any() for memory in memories)
 
 
 @pytest.mark.parametrize("name", ["weight", "a", "b"])

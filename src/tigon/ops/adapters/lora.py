@@ -97,7 +97,7 @@ class _LoRALinears(Node):
         needs_dx, _, _, *needs = ctx.needs_input_grad
         fp8 = Fp8Group.of(projections, records and needs_dx)
         operand = None if fp8 is None else fp8.operand(rows)
-        h = compute_hidden(rows, entries, dropout_masks(entries, len(rows), seeds), operand) if entries else None
+        h = compute_hidden(rows, entries, dropout_masks(entries, rows, seeds), operand) if entries else None
         # The outputs are not views, because a view that a node returns cannot be modified in place.
         ys: dict[int, Tensor] = {}
         if fp8 is not None and operand is not None:
@@ -109,7 +109,7 @@ class _LoRALinears(Node):
         for i, projection in enumerate(projections):
             if i not in ys:
                 ys[i] = y = x.new_empty((*x.shape[:-1], projection.weight.shape[0]))
-                outputs[i] = y.view(len(rows), -1)
+                outputs[i] = y.view(rows.shape[0], -1)
         write_outputs(outputs, rows, projections, entries, h)
         trains_weight = any(projection.weight.requires_grad for projection in projections)
         needs_x = trains_weight or any(needs[entry.tensor_index] for entry in entries)
@@ -138,7 +138,7 @@ def _node_gradients(ctx: Any, dys: Mapping[int, Tensor]) -> tuple[Tensor | None,
         return None, []
     needs_dx, _, _, *needs = ctx.needs_input_grad
     rows, entries = None if x is None else rows_of(x), list_entries(projections)
-    masks = dropout_masks(entries, len(next(iter(dys.values()))), seeds)
+    masks = dropout_masks(entries, next(iter(dys.values())), seeds)
     dh: Tensor | None = None
     dh_entries: Sequence[Entry] = ()
     operand = ctx.fp8.operand_of_gradients(dys) if needs_dx and ctx.fp8 is not None else None
@@ -156,10 +156,10 @@ class _AddAdapters(Node):
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor, projections: Sequence[Projection], *tensors: Any) -> Tensor:
         rows, seeds, entries = rows_of(x), draw_seeds(projections, x), list_entries(projections)
-        h = compute_hidden(rows, entries, dropout_masks(entries, len(rows), seeds))
+        h = compute_hidden(rows, entries, dropout_masks(entries, rows, seeds))
         # The output is not a view, because a view that a node returns cannot be modified in place.
         out = x.new_empty(y.shape).copy_(y)
-        add_low_rank({0: out.view(len(rows), -1)}, projections, entries, h)
+        add_low_rank({0: out.view(rows.shape[0], -1)}, projections, entries, h)
         needs = ctx.needs_input_grad[3:]
         needs_a, needs_b = (any(needs[entry.tensor_index + i] for entry in entries) for i in (0, 1))
         others = tensors_to_save(ctx, projections, tensors)

@@ -283,7 +283,7 @@ class GLUAdapters(NamedTuple):
     def ranks(self) -> tuple[int, int, int]:
         """Return the ranks of gate, up and down. The rank of a projection without an adapter is 0."""
         gate_r, up_r = (0 if b is None else b.shape[1] for b in (self.gate_b, self.up_b))
-        return gate_r, up_r, 0 if self.down_a is None else len(self.down_a)
+        return gate_r, up_r, 0 if self.down_a is None else self.down_a.shape[0]
 
     def strides(self) -> tuple[int, int]:
         """Return the stride of the rows and the stride of the terms of `gate_h` and `up_h`."""

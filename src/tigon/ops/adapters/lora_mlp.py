@@ -137,7 +137,7 @@ class _LoRAGLUMLP(Node):
             y = reshape_without_view(product, (*x.shape[:-1], len(down.weight)))
         else:
             y = x.new_empty((*x.shape[:-1], down.weight.shape[0]))
-            write_outputs({2: y.view(len(rows), -1)}, a, projections, down_entries, down_h)
+            write_outputs({2: y.view(rows.shape[0], -1)}, a, projections, down_entries, down_h)
         for group in filter(None, (fp8, down_fp8)):
             group.end_forward()
         return y
@@ -197,7 +197,7 @@ def has_one_node(layers: Sequence[Projection]) -> bool:
     return (
         bool(adapters)
         and all(len(layer.adapters) <= 1 and layer.bias is None and not layer.weight.requires_grad for layer in layers)
-        and all(a.bias is None and a.dropout == 0.0 and len(a.a) <= LARGEST_RANK for a in adapters)
+        and all(a.bias is None and a.dropout == 0.0 and a.a.shape[0] <= LARGEST_RANK for a in adapters)
         and layers[0].weight.shape == layers[1].weight.shape
     )
 

@@ -70,12 +70,15 @@ def list_entries(projections: Sequence[Projection]) -> list[Entry]:
     return entries
 
 
-def dropout_masks(entries: Sequence[Entry], tokens: int, seeds: Tensor | None) -> Masks:
-    """Return the masks of the dropouts of all adapters."""
-    return {} if seeds is None else {
-        entry.position: dropout_bits(seeds, entry.position, tokens, entry.adapter.a.shape[1], entry.adapter.dropout)
-        for entry in entries if entry.adapter.dropout > 0
-    }  # fmt: skip
+def dropout_masks(entries: Sequence[Entry], rows: Tensor, seeds: Tensor | None) -> Masks:
+    """Return the masks of the dropouts of all adapters. `rows` has one row for each token."""
+    if seeds is None:
+        return {}
+    return {
+        entry.position: dropout_bits(seeds, entry.position, rows.shape[0], entry.adapter.a.shape[1], p)
+        for entry in entries
+        if (p := entry.adapter.dropout) > 0
+    }
 
 
 def _factor(entry: Entry) -> float:
