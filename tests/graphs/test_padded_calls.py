@@ -105,6 +105,12 @@ def test_attention_that_is_not_causal_gets_a_mask(call, attention):
     check_same(model, batch_of(call), is_padded=(attention, call) != ("eager", "left"))
 
 
+def test_attention_that_adds_a_bias_to_a_mask():
+    """It adds large negative numbers too, whatever the name of the attention is."""
+    check_same(build("inkling_text"), batch_of("left"), is_padded=False)
+    check_same(build("inkling_text"), batch_of("right"))
+
+
 @pytest.mark.parametrize("reads_padding", [True, False])
 def test_eager_attention_of_padding_on_the_left(reads_padding):
     """Padding on the left attends to nothing, which eager attention computes as the mean of all tokens."""
@@ -281,6 +287,7 @@ def test_models_whose_tokens_may_read_to_the_right_are_not_padded():
     assert "calls of LlamaForCausalLM are not padded: its Mixer (of " in str(report)
     # Without a mask of the caller, this attention is not causal.
     assert "its attention is not known to be causal" in str(tigon.patch(tiny_model("moshi"), pad_to=PADDED))
+    assert "depend on the length of a call (by keep_window_size)" in str(tigon.patch(tiny_model("doge"), pad_to=PADDED))
     encoder = transformers.BertLMHeadModel(
         transformers.BertConfig(
             vocab_size=64, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16
@@ -288,6 +295,15 @@ def test_models_whose_tokens_may_read_to_the_right_are_not_padded():
     )
     assert "not padded" in str(tigon.patch(encoder, pad_to=PADDED))
     assert "there is no causal language model" in str(tigon.patch(nn.Sequential(nn.LayerNorm(8)), pad_to=4))
+
+
+def test_a_compiled_model_is_not_padded():
+    model = build()
+    expected = model(**batch_of()).loss
+    tigon.patch(model, pad_to=PADDED)
+    torch._dynamo.reset()
+    loss = torch.compile(model, backend="eager", fullgraph=True)(**batch_of(use_cache=False)).loss
+    torch.testing.assert_close(loss, expected)
 
 
 def test_restore_copies_and_later_patches():

@@ -84,6 +84,8 @@ class PaddingRules:
     skips_logits: bool = False
     # True if some attention is not causal, and its mask excludes masked tokens.
     always_masks: bool = False
+    # True if attention adds large negative numbers where others have no key, as eager attention does.
+    adds_mask: bool = False
     # The config of the text part, which is read at each call.
     config: Any = None
 
@@ -228,11 +230,8 @@ def _find_mask(arguments: dict[str, Any], x: Tensor, missing: int, rules: Paddin
         return "its attention_mask is not of the shape [B, S]"
     if not needs_mask and not has_positions and _has_no_effect(mask, arguments, rules):
         return None
-    if (
-        missing
-        and getattr(rules.config, "_attn_implementation", "") == "eager"
-        and _reads_left_padding(mask, arguments)
-    ):
+    adds_mask = rules.adds_mask or getattr(rules.config, "_attn_implementation", "") == "eager"
+    if missing and adds_mask and _reads_left_padding(mask, arguments):
         return "its loss reads the results of padding on the left, which eager attention computes from all tokens"
     return F.pad(mask, (0, missing)) if missing else mask
 
@@ -263,11 +262,13 @@ def _has_no_effect(mask: Tensor, arguments: dict[str, Any], rules: PaddingRules)
     """
     if mask.is_meta or is_capturing(mask):
         return False
-    is_valid = mask != 0
+    if bool(mask.all()):
+        return True
     targets = _targets(arguments)
     if targets is None or targets.device != mask.device or rules.returns_states(arguments):
-        return bool(is_valid.all())
+        return False
     # The results of masked tokens do not reach the loss, and no token on their left reads them.
+    is_valid = mask != 0
     is_ignored = (is_valid | (targets == arguments.get("ignore_index", _IGNORED))).all()
     return bool((is_valid[:, 1:] <= is_valid[:, :-1]).all() & is_ignored)
 

@@ -9,6 +9,7 @@ themselves.
 """
 
 import ast
+import contextlib
 import dataclasses
 import inspect
 import logging
@@ -36,6 +37,8 @@ LOGGER = logging.getLogger("tigon")
 # The packages whose modules compute each token by itself, or are attention with the masks of transformers.
 _PACKAGES = {"tigon", "torch", "transformers", "peft", "accelerate", "trl", "bitsandbytes", "torchao", "deepspeed"}
 _LIMITS = ("max_position_embeddings", "original_max_position_embeddings", "max_seq_len", "n_ctx", "context_length")
+# Settings of attention that chooses tokens by scores, of which some may be equal, and of patches of bytes.
+_DEPENDENT = ("index_", "indexer_", "keep_window_size", "patching_mode")
 _MEDIA = ("image", "audio", "video", "vision", "speech")
 
 
@@ -57,8 +60,8 @@ def padding_rules(model: Any) -> PaddingRules | str:
             return f"its {type(module).__name__} (of {origin}) may read tokens on the right"
     decoder = builders[0] if builders else model
     config = model.config.get_text_config()
-    if any(name.startswith(("index_", "indexer_")) for name in vars(config)):
-        return "its attention chooses tokens by scores, and of equal scores others in a longer sequence"
+    if settings := [name for name in vars(config) if name.startswith(_DEPENDENT)]:
+        return f"the results of its tokens depend on the length of a call (by {settings[0]})"
     limits, is_dynamic = _position_limits(config)
     attention = (m for name, m in decoder.named_modules() if "cross" not in name.lower())
     return PaddingRules(
@@ -66,6 +69,7 @@ def padding_rules(model: Any) -> PaddingRules | str:
         position_limits=limits,
         keeps_positions=not is_dynamic,
         skips_logits=_find_recipe(model, CausalLMForward) is not None,
+        adds_mask=any("position_bias" in _variables(module) for module in decoder.modules()),
         always_masks=any(getattr(module, "is_causal", True) is False for module in attention),
         config=config,
     )
@@ -90,6 +94,11 @@ def _builds_causal_mask(module: nn.Module) -> bool:
     branches = [n for n in nodes if isinstance(n, ast.If) and ast.unparse(n.test) == "attention_mask is not None"]
     in_branches = {n.id for branch in branches for n in ast.walk(branch) if isinstance(n, ast.Name)}
     return not builders <= in_branches
+
+
+def _variables(module: nn.Module) -> tuple[str, ...]:
+    """Return the names of the variables in the forward of a module."""
+    return getattr(getattr(inspect.unwrap(type(module).forward), "__code__", None), "co_varnames", ())
 
 
 def _position_limits(config: Any) -> tuple[tuple[int, ...], bool]:
@@ -189,8 +198,10 @@ def _find_obstacle(model: Any, arguments: dict[str, Any]) -> str | None:
     origin = "" if isinstance(loss_function, (LossFunction, type(None))) else written_in(loss_function)
     if origin and not origin.startswith("transformers."):
         return f"its loss function (of {origin}) may count ignored labels"
-    if hasattr(model.get_input_embeddings(), "neftune_noise_alpha"):
-        return "the scale of the noise of NEFTune depends on the length"
+    # Some classes do not say which module embeds the tokens.
+    with contextlib.suppress(NotImplementedError, AttributeError):
+        if hasattr(model.get_input_embeddings(), "neftune_noise_alpha"):
+            return "the scale of the noise of NEFTune depends on the length"
     adapters = getattr(model, "peft_config", None)
     if isinstance(adapters, dict) and any(getattr(a, "alora_invocation_tokens", None) for a in adapters.values()):
         return "an adapter (aLoRA) counts tokens from the end"

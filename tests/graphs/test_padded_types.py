@@ -1,0 +1,64 @@
+"""Tiny models of every decoder type of transformers: padded calls have the loss and the gradients of stock calls."""
+
+import pytest
+import torch
+from torch import nn
+
+import tigon
+
+transformers = pytest.importorskip("transformers")
+from hf.parts import BUILT  # noqa: E402
+from hf.same_step import assert_within_noise, make_batch, noise, step  # noqa: E402
+from hf.tiny import VOCABULARY, tiny_model  # noqa: E402
+from tigon.hf.parts import PARTS  # noqa: E402
+
+pytestmark = pytest.mark.no_interpreter("The padding launches no kernel.")
+
+LENGTH = 12
+# The types whose calls are not padded: their attention has no mask of transformers or chooses tokens by scores, or they
+# read patches of bytes.
+NOT_PADDED = """
+    axk2 blt deepseek_v32 deepseek_v4 doge glm_moe_dsa hy_v4 minimax_m3_vl_text moshi openai-gpt qwen4_exp qwen4_exp_text
+""".split()  # noqa: SIM905
+# `make test` trains these types, and `make test-thorough` the others.
+TRAINED = ["gpt2", "falcon_h1", "gpt_oss", "olmo2"]
+
+
+def make(model_type: str, attention: str) -> nn.Module:
+    """Return a model without dropout, whose random numbers depend on the length."""
+    model = tiny_model(model_type)
+    for module in model.modules():
+        for holder in (module, getattr(module, "config", None)):
+            names = [name for name in getattr(holder, "__dict__", {}) if "drop" in name or name == "p"]
+            for name in names:
+                if isinstance(getattr(holder, name), float):
+                    setattr(holder, name, 0.0)
+    try:
+        model.set_attn_implementation(attention)
+    except ValueError:
+        pytest.skip(f"{model_type} has no {attention}")
+    return model
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("case", ["no mask", "right", "left"])
+@pytest.mark.parametrize(
+    "model_type", [name if name in TRAINED else pytest.param(name, marks=pytest.mark.thorough) for name in BUILT]
+)
+def test_padded_calls_are_those_without_padding(model_type, case, attention):
+    model, batch = make(model_type, attention), make_batch(VOCABULARY, length=LENGTH)
+    if case != "no mask":
+        mask = torch.ones_like(batch["input_ids"])
+        mask[1, 8:] = 0
+        mask = mask if case == "right" else mask.flip(1)
+        # No masked token predicts a label.
+        labels = batch["input_ids"].masked_fill(mask.roll(1, 1) * mask == 0, -100)
+        batch |= {"attention_mask": mask, "labels": labels}
+    expected = step(model, batch)
+    if any(value.isnan().any() for value in expected.values()):
+        pytest.skip("the stock model gives NaN")
+    allowed = noise(model, batch, expected)
+    report = tigon.patch(model, pad_to=2 * LENGTH, **dict.fromkeys(PARTS, False))
+    assert_within_noise(step(model, batch), expected, allowed, report)
+    is_padded = not any("not padded" in note for note in report.notes)
+    assert is_padded == (model_type not in NOT_PADDED), report
