@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,7 +13,8 @@ from tigon.cli.output import format_number, markdown_table
 
 # The short table of a page is between these lines.
 START, END = "<!-- The table of small batches starts here. -->", "<!-- The table of small batches ends here. -->"
-TITLES = ("case", "provider", "GPU ms", "ms", "tokens/s", "x stock", "first ms", "x stock", "again ms")
+
+_UNEVEN = ("mean_first_seconds", "mean_again_seconds")
 
 
 def summary(
@@ -45,33 +46,42 @@ def _section(page: str) -> str:
 
 
 def short_table(documents: Sequence[dict[str, Any]]) -> list[str]:
-    """Return the lines of a table with a line for each case and provider, and the machines below it."""
-    lines = []
+    """Return the lines of a table with the times of each case and provider, and the machines below it."""
+    lines, titles = [], [_column(row) for document in documents for row in document["rows"]]
+    columns = [title for title in dict.fromkeys(titles) if title is not None]
     for document in documents:
-        rows = [row for row in document["rows"] if row["provider"] not in REFERENCES]
-        stock: dict[str, Any] = next((row for row in rows if row["provider"] == "stock"), {})
-        lines += [[_name(document["settings"]) if row is rows[0] else "", *_cells(row, stock)] for row in rows]
+        rows = {_column(row): row for row in document["rows"]}
+        name, gpu_ms = _name(document["settings"]), _as_ms(rows.get("graphs", {}).get("gpu_seconds"))
+
+        def add(title: str, gpu_time: str, text: Callable[[dict[str, Any]], str], rows: dict = rows) -> None:
+            cells = [text(rows[column]) if column in rows else "-" for column in columns]
+            lines.append([title, gpu_time, *cells])
+
+        if document["settings"]["trl"]:
+            add(f"{name}, tokens/s", "-", lambda row: f"{row['tokens_per_second'] or 0:,.0f}")
+            continue
+        add(name, gpu_ms, lambda row: _as_ms(row["step_seconds"]) if row["step_seconds"] else row["status"])
+        add("first / again", "-", lambda row: " / ".join(_as_ms(row[name]) for name in _UNEVEN if row[name]) or "-")
     versions = [
         f"{document['machine']['name']}; {', '.join(map(' '.join, document['versions'].items()))}"
         for document in documents
     ]
-    return [*markdown_table(TITLES, lines, ("case", "provider")), "", *dict.fromkeys(versions)]
+    return [*markdown_table(["ms", "GPU", *columns], lines, ("ms",)), "", *dict.fromkeys(versions)]
+
+
+def _column(row: dict[str, Any]) -> str | None:
+    """Return the title of the column of a provider, such as "tigon" for "tigon-lean"; None for a reference."""
+    provider: str = row["provider"]
+    if provider in REFERENCES:
+        return None
+    return "graphs" if provider.endswith("-graphs") else provider.partition("-")[0]
+
+
+def _as_ms(seconds: float | None) -> str:
+    return format_number(seconds and 1e3 * seconds)
 
 
 def _name(options: dict[str, Any]) -> str:
     """Return the model, what is trained and the size of a step."""
     size = f"TRL, {options['batch']} texts" if options["trl"] else f"{options['batch']} x {options['seq']:,}"
     return f"{options['model']}{', LoRA' if options['lora'] else ''}, {size}"
-
-
-def _cells(row: dict[str, Any], stock: dict[str, Any]) -> list[str]:
-    def ratio(numerator: float | None, denominator: float | None) -> str:
-        return f"{numerator / denominator:.2f}" if numerator and denominator else "-"
-
-    as_ms = lambda seconds: format_number(seconds and 1e3 * seconds)
-    speed, first = row["tokens_per_second"], row["mean_first_seconds"]
-    return [
-        row["provider"], as_ms(row["gpu_seconds"]), as_ms(row["step_seconds"]) if speed else row["status"],
-        f"{speed:,.0f}" if speed else "-", ratio(speed, stock.get("tokens_per_second")), as_ms(first),
-        ratio(stock.get("mean_first_seconds"), first), as_ms(row["mean_again_seconds"]),
-    ]  # fmt: skip

@@ -39,7 +39,7 @@ def test_the_names_on_the_page_exist():
 
 def test_each_python_snippet_compiles():
     codes = [code for language, code in SNIPPETS if language == "python"]
-    assert len(codes) == 9
+    assert len(codes) == 8
     for code in codes:
         compile(code, "trainers.md", "exec")
 
