@@ -106,6 +106,22 @@ def does_more_than_forward(module: nn.Module) -> bool:
     )
 
 
+def runs_forward_only(module: nn.Module) -> bool:
+    """Return whether a call of the module runs the forward of its class, and no hook but those of all modules."""
+    cls, attributes = type(module), module.__dict__
+    return not (
+        attributes["_forward_hooks"]
+        or attributes["_forward_pre_hooks"]
+        or attributes["_backward_hooks"]
+        or attributes["_backward_pre_hooks"]
+        or cls.__call__ is not _CALL
+        or getattr(cls, CALL_IMPL, None) is not _CALL_IMPL
+        or CALL_IMPL in attributes
+        or COMPILED_CALL_IMPL in attributes
+        or "forward" in attributes
+    )
+
+
 def are_plain(layers: Iterable[Any]) -> bool:
     """Return whether each layer only computes the product of an `nn.Linear`: no hooks, and the forward of torch."""
     for layer in layers:

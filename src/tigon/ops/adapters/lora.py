@@ -54,6 +54,7 @@ from tigon.runtime.autograd import keep_none_gradients
 from tigon.runtime.compat.autograd import has_active_transform
 from tigon.runtime.compat.operators import reshape_without_view
 from tigon.runtime.device import KERNEL_DTYPES, PLAIN, runs_kernels
+from tigon.runtime.launch import on_device
 from tigon.runtime.op import Node
 
 # --- reference -----------------------------------------------------------------------------------
@@ -197,21 +198,16 @@ def takes_adapters(x: object, projections: Sequence[Projection]) -> bool:
         if weight is not None and (weight.dtype != dtype or weight.device != device):
             return False
         tensors = [bias] if isinstance(weight, FrozenWeight) else [weight, bias]
-        for adapter in adapters:
-            tensors += [adapter.a, adapter.b, adapter.bias]
+        for a, b, _, adapter_bias, _ in adapters:
+            tensors += (a, b, adapter_bias)
         for tensor in tensors:
-            if tensor is not None and not _is_operand(tensor, device):
+            # A subclass of `Tensor` may compute another product, and the kernels read dense memory on the device of x.
+            if tensor is not None and not (
+                type(tensor) in PLAIN and tensor.layout is torch.strided and tensor.numel() > 0
+                and tensor.dtype in KERNEL_DTYPES and tensor.device == device
+            ):  # fmt: skip
                 return False
     return True
-
-
-def _is_operand(tensor: Any, device: torch.device) -> bool:
-    """Return whether kernels read a tensor, which must be on the device of x.
-
-    A subclass of `Tensor` may compute another product, and the kernels read dense memory.
-    """
-    is_dense = type(tensor) in PLAIN and tensor.layout is torch.strided and tensor.numel() > 0
-    return is_dense and tensor.dtype in KERNEL_DTYPES and tensor.device == device
 
 
 def lora_linears(x: Tensor, projections: Sequence[Projection]) -> tuple[Tensor, ...]:
@@ -231,11 +227,13 @@ def lora_linears(x: Tensor, projections: Sequence[Projection]) -> tuple[Tensor, 
     return lora_node(x, projections)
 
 
+@on_device
 def lora_node(x: Tensor, projections: Sequence[Projection]) -> tuple[Tensor, ...]:
     """Return the same as `lora_linears` by one node. The caller knows that `takes_adapters` is True."""
     return _LoRALinears.apply(x, projections, torch.is_grad_enabled(), *flatten(projections))
 
 
+@on_device
 def add_adapters(x: Tensor, y: Tensor, adapters: Sequence[Adapter]) -> Tensor:
     """Return y + sum_j s_j (B_j(A_j(dropout(x))) + bias_j), in one node if it supports x and y.
 

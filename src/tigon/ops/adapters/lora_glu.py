@@ -33,7 +33,7 @@ from tigon.ops.mlps.activation_kernels import activation_and_slope
 from tigon.runtime.compat.triton import tl, triton
 from tigon.runtime.counters import scratch
 from tigon.runtime.device import Device, cdiv, device_of
-from tigon.runtime.launch import in_order, launch, on_device
+from tigon.runtime.launch import in_order, launch
 from tigon.runtime.maxima import magnitude_bits, raise_to_largest
 
 # --- kernels -------------------------------------------------------------------------------------
@@ -268,7 +268,7 @@ def _lora_glu_backward_kernel(
 class GLUAdapters(NamedTuple):
     """The tensors of the adapters that the kernels read. The tensors of a projection without an adapter are None."""
 
-    # [3, T, r] bf16. Both are columns of one tensor.
+    # [3, T, r] bf16. Both are columns of one tensor. More columns may follow, which the kernels do not read.
     gate_h: Tensor | None
     up_h: Tensor | None
     # [I, r], contiguous.
@@ -319,7 +319,6 @@ def _constants(x: Tensor, adapters: GLUAdapters, kind: str, tiles: PartTiles) ->
     }
 
 
-@on_device
 def lora_glu_forward(
     gate: Tensor, up: Tensor, adapters: GLUAdapters, kind: str, maximum: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
@@ -359,7 +358,6 @@ class GLUGradients(NamedTuple):
     down_a: Tensor | None  # [r, I]
 
 
-@on_device
 def lora_glu_backward(
     da: Tensor, gate: Tensor, up: Tensor, adapters: GLUAdapters, down_dh: Tensor | None, kind: str,
     dgate: Tensor, dup: Tensor, *, needs: Sequence[bool], maximum: Tensor | None = None,

@@ -42,6 +42,7 @@ from tigon.ops.adapters.projection import Projection, dense_weight, flatten, sav
 from tigon.ops.mlps.gated_node import check_version, gradient_buffers, multiply_gate, save_gated, unpack_gated
 from tigon.ops.mlps.glu_mlp import GATES
 from tigon.runtime.compat.operators import reshape_without_view
+from tigon.runtime.launch import on_device
 from tigon.runtime.op import Node
 from tigon.runtime.products import multiply
 
@@ -63,7 +64,7 @@ def _glu_adapters(entries: Sequence[Entry], h: Tensor | None, down: Projection) 
     scaling = [1.0, 1.0]
     for entry in entries:
         assert h is not None
-        hidden[entry.projection] = columns_of(h, entry, entry)
+        hidden[entry.projection] = h if entry.start == 0 else columns_of(h, entry, entry)
         b[entry.projection] = entry.adapter.b.contiguous()
         scaling[entry.projection] = entry.adapter.scaling
     down_a = down.adapters[0].a.contiguous() if down.adapters else None
@@ -207,6 +208,7 @@ def runs_as_one_node(x: object, layers: Sequence[Projection]) -> bool:
     return has_one_node(layers) and takes_adapters(x, layers)
 
 
+@on_device
 def lora_glu_mlp_node(x: Tensor, layers: Sequence[Projection], activation: str) -> Tensor:
     """Return the same as `lora_glu_mlp` by one node. The caller knows that `runs_as_one_node` is True."""
     records = torch.is_grad_enabled()

@@ -216,14 +216,11 @@ def project_gradients(
     passes = [fused_passes.pop(entry.projection, None) for entry in dh_entries]
     kinds = [_kind(entry.adapter.b) if each is None else None for entry, each in zip(dh_entries, passes, strict=True)]
     for run in _runs(dh_entries, kinds):
-        tensors, factors = [entry.adapter.b for entry in run], [entry.adapter.scaling for entry in run]
-        out, first = columns_of(dh, run[0], run[-1]), run[0]
-        if len(run) == 1:
-            project(
-                dys[first.projection], [tensors[0].t()], out, factors[0], fused_pass=passes[dh_entries.index(first)]
-            )
-        else:
-            project_each(out, [dys[entry.projection] for entry in run], tensors, factors)
+        project_each(
+            columns_of(dh, run[0], run[-1]), [dys[entry.projection] for entry in run],
+            [entry.adapter.b for entry in run], [entry.adapter.scaling for entry in run],
+            passes[dh_entries.index(run[0])],
+        )  # fmt: skip
     return dh, dh_entries
 
 

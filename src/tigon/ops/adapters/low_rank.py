@@ -45,7 +45,7 @@ from tigon.ops.adapters.low_rank_kernels import (
 from tigon.ops.fp8.formats import FusedPass
 from tigon.runtime.counters import scratch
 from tigon.runtime.device import Device, cdiv, device_of
-from tigon.runtime.launch import in_order, launch, on_device
+from tigon.runtime.launch import in_order, launch
 
 # The number of bf16 terms that represent a value exactly: 8, 11 and 24 bits of mantissa, 8 bits a term.
 TERMS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
@@ -111,10 +111,9 @@ def _sum_tiles(itemsize: int, device: Device) -> PartTiles:
     return PartTiles(128 // itemsize, 128, 8, 3 if device.async_copy else 1, programs_per_multiprocessor=2)
 
 
-# --- launchers (no autograd) ---------------------------------------------------------------------
+# --- launchers (no autograd), for tensors on the current device --------------------------------------
 
 
-@on_device
 def dropout_bits(seeds: Tensor, position: int, tokens: int, features: int, p: float) -> Tensor:
     """Return the mask of a dropout with probability p as bits [T, ceil(N / 8)], from one of the `seeds` [n] int64.
 
@@ -128,7 +127,6 @@ def dropout_bits(seeds: Tensor, position: int, tokens: int, features: int, p: fl
     return dropout_mask
 
 
-@on_device
 def split_terms(first: Tensor, *others: Tensor) -> Tensor:
     """Return the bf16 terms [S, R, N] of one or several tensors [r, N] of any strides, stacked by rows.
 
@@ -168,7 +166,6 @@ def empty_hidden(x: Tensor, tokens: int, rank: int) -> Tensor:
     return h if rows == tokens else h[:, :tokens]
 
 
-@on_device
 def project(
     x: Tensor, tensors: Sequence[Tensor], out: Tensor, factor: float = 1.0, dropout_mask: Tensor | None = None,
     fused_pass: FusedPass | None = None,
@@ -182,7 +179,7 @@ def project(
     shares_pass = len(tensors) == 1 or _share_pass(tensors)
     is_split = not shares_pass or _is_split_before(tensors[0])
     stack = [split_terms(*tensors)] if is_split else tensors
-    return _launch_project([x], stack, out, [factor] * len(stack), is_split, dropout_mask, fused_pass)
+    return _launch_project([x], stack, stack[0].stride()[-2:], out, [factor] * len(stack), dropout_mask, fused_pass)
 
 
 def _share_pass(tensors: Sequence[Tensor]) -> bool:
@@ -198,15 +195,20 @@ def _is_split_before(a: Tensor) -> bool:
     return a.shape[0] > LARGEST_RANK_TO_SPLIT or a.dtype == torch.bfloat16
 
 
-@on_device
-def project_each(out: Tensor, xs: Sequence[Tensor], bs: Sequence[Tensor], factors: Sequence[float]) -> Tensor:
+def project_each(
+    out: Tensor, xs: Sequence[Tensor], bs: Sequence[Tensor], factors: Sequence[float],
+    fused_pass: FusedPass | None = None,
+) -> Tensor:  # fmt: skip
     """Write the terms of h_i = factor_i * x_i B_i to columns i * r to (i + 1) * r of `out` [3, T, count * r].
 
-    There are at most three x_i [T, N_i]. The B_i [N_i, r] have equal dtypes and strides.
+    There are at most three x_i [T, N_i]. The B_i [N_i, r] have equal dtypes and strides. A single x may have a
+    `fused_pass`.
     """
-    transposed = [b.t() for b in bs]
-    is_split = _is_split_before(transposed[0])
-    return _launch_project(xs, [*map(split_terms, transposed)] if is_split else transposed, out, factors, is_split)
+    b = bs[0]
+    if b.shape[1] > LARGEST_RANK_TO_SPLIT or b.dtype == torch.bfloat16:
+        terms = [split_terms(b.t()) for b in bs]
+        return _launch_project(xs, terms, terms[0].stride()[1:], out, factors, None, fused_pass)
+    return _launch_project(xs, bs, b.stride()[::-1], out, factors, None, fused_pass)
 
 
 @functools.lru_cache(1024)
@@ -222,12 +224,15 @@ def _divide_project(
 
 
 def _launch_project(
-    xs: Sequence[Tensor], tensors: Sequence[Tensor], out: Tensor, factors: Sequence[float], is_split: bool,
-    dropout_mask: Tensor | None = None, fused_pass: FusedPass | None = None,
+    xs: Sequence[Tensor], tensors: Sequence[Tensor], strides: Sequence[int], out: Tensor, factors: Sequence[float],
+    dropout_mask: Tensor | None, fused_pass: FusedPass | None,
 ) -> Tensor:  # fmt: skip
-    """Launch the kernel of `project` and `project_each`, with one x for all tensors or one for each."""
+    """Launch the kernel of `project` and `project_each`, with one x for all tensors or one for each.
+
+    The tensors are the terms of A [S, r, N], or A itself, whose `strides` are those of its rows and columns.
+    """
     x, a, t, count = xs[0], tensors[0], xs[0].shape[0], len(xs)
-    r = a.shape[-2]
+    is_split, r = a.dim() == 3, out.shape[2] // len(tensors)
     widths = [each.shape[1] for each in xs]
     config, blocks, part_length, ends = _divide_project(t, tuple(widths), r, x.element_size(), device_of(x))
     parts = ends[-1]
@@ -236,12 +241,12 @@ def _launch_project(
     counters, sums = scratch(x, blocks * count, parts * t * sum_width)
     maximum, copy = (None, None) if fused_pass is None else fused_pass
     values, scale = (None, None) if copy is None else copy
-    strides = [each.stride(0) for each in xs]
+    x_strides = [each.stride(0) for each in xs]
     launch(
         project_kernel, blocks * parts,
         *(*xs, None, None)[:3], *(*tensors, None, None)[:3], sums, counters, out, dropout_mask, maximum, values, scale,
-        t, *(*widths, 0, 0)[:3], part_length, *(*ends, parts)[:2], parts, *(*strides, 0, 0)[:3],
-        a.stride(-2), a.stride(-1), sum_width, t * sum_width, 0 if dropout_mask is None else dropout_mask.stride(0),
+        t, *(*widths, 0, 0)[:3], part_length, *(*ends, parts)[:2], parts, *(*x_strides, 0, 0)[:3],
+        *strides, sum_width, t * sum_width, 0 if dropout_mask is None else dropout_mask.stride(0),
         out.stride(1), out.stride(0), 0 if values is None else values.stride(0), *(*factors, 1.0, 1.0)[:3],
         R=r, X_TERMS=TERMS[x.dtype], A_TERMS=a.shape[0] if is_split else TERMS[a.dtype], IS_SPLIT=is_split,
         BLOCK_T=config.block_t, BLOCK_N=config.block_n, BLOCK_R=rank_block(r), STAGES=config.num_stages,
@@ -250,7 +255,6 @@ def _launch_project(
     return out
 
 
-@on_device
 def expand(
     h: Tensor, bs: Sequence[Tensor], outs: Sequence[Tensor], factors: Sequence[float], biases: Sequence[Tensor | None],
     dropout_mask: Tensor | None = None, adds: bool = False, transposed: bool = False,
@@ -290,7 +294,6 @@ class TokenSums(NamedTuple):
     dtypes: Sequence[torch.dtype]
 
 
-@on_device
 def token_sums(
     z: Tensor, h: Tensor, factor: float = 1.0, dropout_mask: Tensor | None = None, transposed: bool = False,
     dtype: torch.dtype = torch.float32, others: TokenSums | None = None,

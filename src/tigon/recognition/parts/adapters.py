@@ -33,6 +33,7 @@ from tigon.runtime.stock import (
     does_more_than_forward,
     dropouts_are_stock,
     linears_are_stock,
+    runs_forward_only,
 )
 
 # --- what a layer computes ---------------------------------------------------------------------------
@@ -55,7 +56,10 @@ def output_dtype(layer: Projection, x: Tensor | TensorLike) -> torch.dtype:
 
 
 def cast_for_products(x: Tensor) -> Tensor:
-    """Return x in the dtype in which products with x are computed: under autocast, that of autocast."""
+    """Return x in the dtype in which products with x are computed: under autocast, that of autocast.
+
+    This is x itself if it has that dtype, and then the outputs of all layers for x have it too.
+    """
     return x.to(product_dtype(x))
 
 
@@ -65,26 +69,29 @@ def compute_layers(x: Tensor, layers: Sequence[Projection]) -> tuple[Tensor, ...
     if not takes_adapters(operand, layers):
         return None
     outputs = lora_node(operand, layers)
+    if operand is x:
+        return outputs
     return tuple(y.to(output_dtype(layer, x)) for y, layer in zip(outputs, layers, strict=True))
 
 
 # --- reading a layer ---------------------------------------------------------------------------------
 
 
-def _tensor(layer: nn.Module, name: str) -> Any:
-    """Return a parameter. FSDP1 stores it as a plain attribute. `nn.Module.__getattr__` takes four times as long."""
+def _tensors(layer: nn.Module) -> tuple[Any, Any]:
+    """Return the weight and the bias of an `nn.Linear`. FSDP1 stores them as plain attributes.
+
+    `nn.Module.__getattr__` takes four times as long.
+    """
     parameters = layer._parameters
-    return parameters[name] if name in parameters else getattr(layer, name)
-
-
-def _runs_forward_only(module: nn.Module) -> bool:
-    """Return whether a call of a module runs the forward of its class and no hook."""
-    return "forward" not in module.__dict__ and not does_more_than_forward(module)
+    try:
+        return parameters["weight"], parameters["bias"]
+    except KeyError:
+        return layer.weight, layer.bias
 
 
 def _probability(dropout: Any) -> float | None:
     """Return the probability of a dropout in its mode; None for a module that is no dropout of torch."""
-    if not _runs_forward_only(dropout):
+    if not runs_forward_only(dropout):
         return None
     if type(dropout) is nn.Identity:
         return 0.0
@@ -111,15 +118,15 @@ def _read_adapters(layer: Any, x: Tensor | TensorLike) -> tuple[Adapter, ...] | 
         if not type(layer_a) is type(layer_b) is nn.Linear or name in variants or type(scaling) not in (float, int):
             return None
         probability = _probability(dropouts._modules[name])
-        if probability is None or not _runs_forward_only(layer_a) or not _runs_forward_only(layer_b):
+        if probability is None or not runs_forward_only(layer_a) or not runs_forward_only(layer_b):
             return None
-        a, b, bias = _tensor(layer_a, "weight"), _tensor(layer_b, "weight"), _tensor(layer_b, "bias")
+        (a, a_bias), (b, bias) = _tensors(layer_a), _tensors(layer_b)
         # The dimensions differ while an engine has sharded the weights.
         if not a.dim() == b.dim() == 2:
             return None
         (rank, inputs), (outputs, columns), dtype = a.shape, b.shape, a.dtype
         # For products that torch refuses, or of rounded values, PEFT's forward runs.
-        if inputs != x.shape[-1] or columns != rank or b.dtype != dtype or _tensor(layer_a, "bias") is not None:
+        if inputs != x.shape[-1] or columns != rank or b.dtype != dtype or a_bias is not None:
             return None
         if bias is not None and (bias.shape != (outputs,) or bias.dtype != dtype):
             return None
@@ -140,9 +147,9 @@ def _read_base(base: Any, x: Tensor | TensorLike, adapters: tuple[Adapter, ...])
     """Return a layer with these adapters, and with the weight of its base if an op may multiply x by it."""
     recipe = installed_recipe(base)
     if recipe is None:
-        if not _runs_forward_only(base):
+        if not runs_forward_only(base):
             return None
-        weight = _tensor(base, "weight") if type(base) is nn.Linear else read_weight(base, x)
+        weight = _tensors(base)[0] if type(base) is nn.Linear else read_weight(base, x)
     elif type(recipe) is FP8Recipe:
         if does_more_than_forward(base):
             return None
@@ -153,7 +160,7 @@ def _read_base(base: Any, x: Tensor | TensorLike, adapters: tuple[Adapter, ...])
         return None
     if weight is None:
         return AdaptedCall(base, adapters)
-    bias = _tensor(base, "bias") if "bias" in base._parameters else getattr(base, "bias", None)
+    bias = base._parameters["bias"] if "bias" in base._parameters else getattr(base, "bias", None)
     rows, inputs = adapters[0].b.shape[0], adapters[0].a.shape[1]
     if weight.shape != (rows, inputs):
         return None
@@ -227,7 +234,7 @@ def _may_compute(x: Any) -> bool:
 
 def read_projection(layer: nn.Module, x: Tensor | TensorLike) -> Projection | None:
     """Return the linear layer, with its adapters, that `layer(x)` computes; None if the layer has to be called."""
-    if are_plain((layer,)):
+    if type(layer) is nn.Linear and are_plain((layer,)):
         return Projection(layer.weight, layer.bias)
     recipe = installed_recipe(layer)
     if type(recipe) is FP8Recipe and not does_more_than_forward(layer):
@@ -279,8 +286,8 @@ def recognise_adapters(module: nn.Module) -> AdapterRecipe | ExpertAdapterRecipe
     if variants and children[1]._modules.keys() <= variants.keys():
         return f"{DIFFERENT}: {', '.join(sorted({type(each).__name__ for each in variants.values()}))}"
     base, *others = (each for child in children for each in ([child] if is_linear(child) else child.children()))
-    runs_forwards = all(map(_runs_forward_only, others))
-    if not runs_forwards or not (installed_recipe(base) is not None or _runs_forward_only(base)):
+    runs_forwards = all(map(runs_forward_only, others))
+    if not runs_forwards or not (installed_recipe(base) is not None or runs_forward_only(base)):
         return "has hooks on its children, or their call or forward was replaced"
     recipe = AdapterRecipe(type(module))
     if recipe.code.reason is None and not recipe.code.is_that_of(module):

@@ -218,10 +218,11 @@ def _run_with_adapters(x: Tensor, layers: Sequence[nn.Module], kind: str) -> Ten
     gate, up = read_projection(layers[0], x), read_projection(layers[1], x)
     if gate is None or up is None:
         return None
-    dtype = torch.promote_types(output_dtype(gate, x), output_dtype(up, x))
-    inner = TensorLike(torch.Size((*x.shape[:-1], len(gate.weight))), dtype, x.device)
-    down = read_projection(layers[2], inner)
     operand = cast_for_products(x)
+    is_cast = operand is not x
+    dtype = torch.promote_types(output_dtype(gate, x), output_dtype(up, x)) if is_cast else x.dtype
+    inner = TensorLike(torch.Size((*x.shape[:-1], gate.weight.shape[0])), dtype, x.device)
+    down = read_projection(layers[2], inner)
     if down is None:
         return None
     projections = gate, up, down
@@ -234,7 +235,7 @@ def _run_with_adapters(x: Tensor, layers: Sequence[nn.Module], kind: str) -> Ten
         return None
     else:
         y = lora_glu_mlp(operand, *projections, kind)
-    return y.to(output_dtype(down, inner))
+    return y.to(output_dtype(down, inner)) if is_cast else y
 
 
 @dataclass(frozen=True)
