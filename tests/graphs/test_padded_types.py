@@ -18,7 +18,8 @@ LENGTH = 12
 # The types whose calls are not padded: their attention has no mask of transformers or chooses tokens by scores, or they
 # read patches of bytes.
 NOT_PADDED = """
-    axk2 blt deepseek_v32 deepseek_v4 doge glm_moe_dsa hy_v4 minimax_m3_vl_text moshi openai-gpt qwen4_exp qwen4_exp_text
+    axk2 blt deepseek_v32 deepseek_v4 doge glm_moe_dsa hy_v4 minimax_m3_vl_text moshi openai-gpt qwen4_exp
+    qwen4_exp_text
 """.split()  # noqa: SIM905
 # `make test` trains these types, and `make test-thorough` the others.
 TRAINED = ["gpt2", "falcon_h1", "gpt_oss", "olmo2"]

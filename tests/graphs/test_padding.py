@@ -170,6 +170,19 @@ def test_calls_that_stay_as_they_are(arguments, reason):
     assert re.search(reason, result)
 
 
+def test_a_rank_may_have_a_part_of_a_sequence(monkeypatch):
+    """Sequence parallelism gives each rank a part of the tokens, with their positions and shifted labels."""
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    for name in ("position_ids", "shift_labels"):
+        assert "part of a longer sequence" in pad_call({"input_ids": TOKENS, name: TOKENS}, 8)
+    ends = torch.tensor([0, 5])
+    assert padded(position_ids=TOKENS, cu_seq_lens_q=ends)["cu_seq_lens_q"].tolist() == [0, 5, 8]
+    assert padded(labels=TOKENS)["labels"].shape == (2, 8)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
+    assert padded(position_ids=TOKENS)["position_ids"].shape == (2, 8)
+
+
 @pytest.mark.parametrize(
     ("length", "limit", "is_dynamic", "positions", "is_padded"),
     [
