@@ -1,12 +1,13 @@
 """Direct launches: when they are used, and that they are not used if Triton launches kernels otherwise."""
 
+import contextlib
 import threading
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from tigon.runtime import launch
+from tigon.runtime import launch, self_check
 from tigon.runtime.compat import triton as triton_private
 
 pytestmark = pytest.mark.no_interpreter("The interpreter launches nothing directly.")
@@ -77,7 +78,7 @@ class _Kernel:
         self.function(x, *values)
 
     def __getitem__(self, grid):
-        def run(*arguments, num_warps, enable_fp_fusion, **constants):
+        def run(*arguments, num_warps, enable_fp_fusion=True, **constants):
             self.through_triton += 1
             values = *arguments, *constants.values()
             if isinstance(self.launcher, _SwappedLauncher):
@@ -107,15 +108,16 @@ def fake_device(monkeypatch):
             x = torch.arange(1000.0)
             return _on_device(x), _on_device(torch.stack([torch.full((300,), v) for v in (-1.0, -2.0)]))
 
-        check = _Kernel(_check, launch._check_kernel.arg_names, launcher, **options)
+        check = _Kernel(_check, self_check._check_kernel.arg_names, launcher, **options)
         driver = SimpleNamespace(active=SimpleNamespace(launcher_cls=launcher))
         monkeypatch.setattr(triton_private, "triton", SimpleNamespace(runtime=SimpleNamespace(driver=driver)))
-        monkeypatch.setattr(launch, "_check_kernel", check)
-        monkeypatch.setattr(launch, "_make_check_tensors", check_tensors)
+        monkeypatch.setattr(self_check, "_check_kernel", check)
+        monkeypatch.setattr(self_check, "_make_check_tensors", check_tensors)
         monkeypatch.setattr(launch, "_variants", {})
         monkeypatch.setattr(launch, "_key_functions", {})
         monkeypatch.setattr(launch, "_verdicts", {})
-        monkeypatch.setattr(launch, "current_raw_stream", lambda device: 5)
+        for module in (launch, self_check):
+            monkeypatch.setattr(module, "current_raw_stream", lambda device: 5)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
         return _Kernel(lambda programs, x, BLOCK: x.add_(BLOCK), ["x_ptr", "BLOCK"], launcher), check
@@ -213,6 +215,17 @@ def test_no_self_check_in_a_dispatch_mode(fake_device):
     with FlopCounterMode(display=False):
         _launch(kernel, 2)
     assert check.launches == 0
+
+
+@pytest.mark.parametrize(("launcher", "expected"), [(_Launcher, "direct"), (_SwappedLauncher, "self-check failed")])
+def test_the_environment_runs_the_self_check_on_each_device(fake_device, monkeypatch, launcher, expected):
+    _, check = fake_device(launcher)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    for _ in range(2):
+        assert expected in launch.launch_method(runs_self_checks=True)
+    assert check.through_triton <= 2, "the self-check runs once"
 
 
 def test_only_launches_of_this_thread_are_recorded(fake_device):

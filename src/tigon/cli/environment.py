@@ -76,7 +76,7 @@ def environment() -> dict[str, str]:
     if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
         facts["memory"] = f"{os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / 2**30:.0f} GiB"
     facts.update(_accelerators())
-    facts |= {"launches": launch_method(), "cuBLASLt": cublaslt.state()}
+    facts |= {"launches": launch_method(runs_self_checks=True), "cuBLASLt": cublaslt.state()}
     for name in ("TIGON_CUBLASLT", "TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS"):
         if name in os.environ:
             facts[name] = os.environ[name]

@@ -3,7 +3,6 @@
 import functools
 import inspect
 import itertools
-import logging
 import re
 import types
 from collections.abc import Callable, Iterable, Iterator
@@ -24,9 +23,8 @@ from tigon.runtime.compat.triton import (
     tl,
     triton,
 )
-from tigon.runtime.device import HIP, PLAIN, simulation_of
-
-_log = logging.getLogger("tigon")
+from tigon.runtime.device import HAS_TRITON, HIP, PLAIN, simulation_of
+from tigon.runtime.self_check import direct_launches_agree
 
 Function = TypeVar("Function", bound=Callable)
 
@@ -135,7 +133,7 @@ def _launch_and_store(
     device = key[1]
     with recorded_launches() as records:
         compiled = kernel[(programs,)](*arguments, **COMPILE | constants)
-    if not _launches_directly(kernel, device):
+    if not _launches_directly(device):
         return
     constexprs = [constants[name] for name in kernel.arg_names[len(arguments) :]]
     stream = current_raw_stream(device)
@@ -169,39 +167,17 @@ def _order_function(kernel: Callable) -> Callable[..., tuple]:
 # --- the self-check of direct launches -------------------------------------------------------------
 
 
-@triton.jit(do_not_specialize=["n"])
-def _check_kernel(
-    x_ptr, absent_ptr, out_ptr, stride, n, one, even, wide, factor,
-    BLOCK: tl.constexpr, SHIFT: tl.constexpr, KIND: tl.constexpr, AXES: tl.constexpr,
-):  # fmt: skip
-    """Write a sum in which every argument and the grid change the result."""
-    program = tl.program_id(0)
-    offsets = program * BLOCK + tl.arange(0, BLOCK)
-    y = tl.load(x_ptr + offsets * stride, offsets < n, 0.0) * factor + SHIFT + 1000.0 * program
-    y += one * 0.25 + even * 10000.0 + (wide - 8589934590) * 0.125
-    if absent_ptr is not None:
-        y += tl.load(absent_ptr)
-    if KIND == "plain" and AXES is None:
-        tl.store(out_ptr + offsets, y, offsets < n)
-
-
-# Two lists of arguments for which Triton should choose one variant: no property in the key of `_variants` differs.
-_CHECK_ARGUMENTS = (2, 300, 1, 16, 2**33, 0.5), (3, 290, 1, 96, 2**33 + 16, 1.0)
-
-
-def _launches_directly(kernel: JITFunction, device: int) -> bool:
-    """Return whether variants of the kernel may be launched directly on the device.
+def _launches_directly(device: int) -> bool:
+    """Return whether kernels may be launched directly on the device.
 
     For each device, the first call at which the host may wait runs the self-check. This function is called only after a
     launch through Triton, so it costs direct launches no time.
     """
-    if kernel is _check_kernel:
-        return True
     verdict = _verdicts.get(device)
     if verdict is None:
         if not _may_wait():
             return False
-        verdict = _verdicts[device] = _direct_launch_agrees(device)
+        verdict = _verdicts[device] = direct_launches_agree(device)
     return verdict
 
 
@@ -216,54 +192,25 @@ def _may_wait() -> bool:
     return not dispatch_modes()
 
 
-def _make_check_tensors(device: int) -> tuple[Tensor, Tensor]:
-    """Return the input of the self-check and two outputs, which differ in elements that the kernel does not write."""
-    x = torch.arange(1000, dtype=torch.float32, device=torch.device("cuda", device))
-    return x, torch.stack([torch.full_like(x[:300], value) for value in (-1.0, -2.0)])
-
-
-def _direct_launch_agrees(device: int) -> bool:
-    """Launch a small kernel through Triton and then directly, and return whether both write the same values.
-
-    Triton must also choose one variant for all arguments that have the same key.
-    """
-    constants = {"BLOCK": 128, "SHIFT": 3, "KIND": "plain", "AXES": None, "num_warps": 1}
-    with torch.no_grad():
-        try:
-            x, outputs = _make_check_tensors(device)
-            first, second = _CHECK_ARGUMENTS
-            before = set(_variants)
-            launch(_check_kernel, 3, x, None, outputs[0], *first, **constants)
-            (variant,) = (_variants[key] for key in set(_variants) - before)
-            # x[4:] is aligned to 16 bytes, but not to more.
-            x = x[4:]
-            compiled = _check_kernel[(3,)](x, None, outputs[0], *second, **COMPILE | constants)
-            launch(_check_kernel, 3, x, None, outputs[1], *second, **constants)
-            agrees = compiled is variant[-1][1] and torch.equal(outputs[0, :290], outputs[1, :290])
-        except Exception:
-            _log.debug("The self-check of direct launches raised on device %d.", device, exc_info=True)
-            agrees = False
-    if not agrees:
-        _log.warning(
-            "On device %d, Triton %s launches kernels in another way than Tigon expects. Each launch therefore goes "
-            "through Triton and takes about 10 us more of the host's time. Results are unaffected.",
-            device,
-            triton.__version__,
-        )
-    return agrees
-
-
 def self_check_verdict(device: int) -> bool | None:
     """Return whether the self-check passed on a device, or None if it has not run there."""
     return _verdicts.get(device)
 
 
-def launch_method() -> str:
-    """Return a text for `tigon env` that says how kernels are launched after the first time."""
+def launch_method(runs_self_checks: bool = False) -> str:
+    """Return a text for `tigon env` that says how kernels are launched after the first time.
+
+    `runs_self_checks` runs the self-check on each device where it has not run.
+    """
+    if runs_self_checks and HAS_TRITON and torch.cuda.is_available():
+        for device in range(torch.cuda.device_count()):
+            if device not in _verdicts:
+                with torch.cuda.device(device):
+                    _verdicts[device] = direct_launches_agree(device)
     failed = [device for device, passed in _verdicts.items() if not passed]
     if failed:
         return f"through Triton {triton.__version__} on devices {failed}, where the self-check failed"
-    return "direct, once the self-check on the device has passed"
+    return "direct" if _verdicts else "direct, once the self-check on the device has passed"
 
 
 def on_device(function: Function) -> Function:
