@@ -233,13 +233,26 @@ def _capturing(graph: torch.cuda.CUDAGraph, pool: Any, device: torch.device) -> 
             yield
     except BaseException:
         with suppress(RuntimeError):
-            graph.capture_end()
-        end_allocation(device, pool)
+            _end_capture(graph, pool, device)
         raise
+    _end_capture(graph, pool, device)
+
+
+def _end_capture(graph: torch.cuda.CUDAGraph, pool: Any, device: torch.device) -> None:
+    """End the capture on the current stream.
+
+    Raises:
+        RuntimeError: The capture has failed. Tensors are allocated and random numbers are drawn as before it.
+    """
     try:
         graph.capture_end()
     except RuntimeError:
         end_allocation(device, pool)
+        # The generator of random numbers remains in a capture until another capture of torch ends.
+        other = torch.cuda.CUDAGraph()
+        other.capture_begin(capture_error_mode="thread_local")
+        torch.zeros(1, device=device)
+        other.capture_end()
         raise
 
 
