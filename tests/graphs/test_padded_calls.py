@@ -13,6 +13,7 @@ import tigon
 transformers = pytest.importorskip("transformers")
 from hf.same_step import assert_within_noise, noise, step  # noqa: E402
 from hf.tiny import VOCABULARY, tiny_model  # noqa: E402
+from tigon.hf.padded_calls import MOST_NOTES  # noqa: E402
 
 pytestmark = pytest.mark.no_interpreter("The padding launches no kernel.")
 
@@ -248,6 +249,14 @@ def test_calls_that_are_not_padded(prepare, arguments, reason):
     assert lengths == [LENGTH, LENGTH]
     assert sum(reason in note for note in report.notes) == 1
     assert f"a call of {type(model).__name__} was not padded: " in str(report)
+
+
+def test_the_report_does_not_grow_with_every_call():
+    model = build()
+    report = tigon.patch(model, pad_to=PADDED)
+    for i in range(1, 20):
+        model(TOKENS, **{f"weights{i}": TOKENS})
+    assert sum("was not padded" in note for note in report.notes) == MOST_NOTES
 
 
 def test_only_training_is_padded():

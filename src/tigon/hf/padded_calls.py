@@ -39,6 +39,8 @@ _PACKAGES = {"tigon", "torch", "transformers", "peft", "accelerate", "trl", "bit
 _LIMITS = ("max_position_embeddings", "original_max_position_embeddings", "max_seq_len", "n_ctx", "context_length")
 # Settings of attention that chooses tokens by scores, of which some may be equal, and of patches of bytes.
 _DEPENDENT = ("index_", "indexer_", "keep_window_size", "patching_mode")
+# The largest number of notes about calls that were not padded.
+MOST_NOTES = 8
 _MEDIA = ("image", "audio", "video", "vision", "speech")
 
 
@@ -185,8 +187,10 @@ class PaddedForward:
         call = reason or pad_call(arguments, buckets.length(length), self.rules)
         if isinstance(call, PaddedCall):
             return call
-        note = f"a call of {type(model).__name__} was not padded: {call}"
-        if note not in self.notes:
+        prefix = f"a call of {type(model).__name__} was not padded: "
+        note = prefix + call
+        # A reason may name a shape, which differs from call to call.
+        if note not in self.notes and sum(text.startswith(prefix) for text in self.notes) < MOST_NOTES:
             self.notes.append(note)
             LOGGER.info(note)
         return None
@@ -248,7 +252,8 @@ def pad_calls(model: nn.Module, buckets: Buckets, notes: list[str]) -> Callable[
     Returns:
         The function that undoes this.
     """
-    owners = [owner for owner in transformers_models(model) if owner.get_output_embeddings() is not None]
+    head = lambda owner: getattr(owner, "get_output_embeddings", lambda: None)()
+    owners = [owner for owner in transformers_models(model) if head(owner) is not None]
     undo: list[Callable[[], None]] = []
     for owner in owners:
         rules = padding_rules(owner)
