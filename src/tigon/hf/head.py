@@ -359,7 +359,7 @@ class HeadForward:
             call.predictions = {name: value for name, value in predictions.items() if value is not None}
         call.loss = loss
         # The marker is in the graph of the loss. FSDP2 does not work well with outputs that are views.
-        marker = loss.new_full((1, 1, 1), spec.marker) + 0.0 * loss
+        marker = torch.add(loss.new_full((1, 1, 1), spec.marker), loss, alpha=0.0)
         # Anomaly detection would report the NaN in the gradient of a soft cap, although nothing uses that gradient.
         detects_anomalies = not torch.compiler.is_compiling() and torch.is_anomaly_enabled()
         outer = torch.full_like(marker, spec.marker if detects_anomalies else torch.nan)

@@ -140,12 +140,12 @@ class LossFunction:
                 "arguments than the model itself received, or wrote into its labels between the head and the loss "
                 "function, or called its head twice; use tigon.patch(model, loss=False) for this model"
             )
-        marker = logits[..., 1]
-        change = marker.detach().float() / self.fused.spec.marker_at_loss - 1.0
+        marker, expected = logits.reshape(-1)[1], self.fused.spec.marker_at_loss
+        is_changed = (marker.detach().float() - expected).abs() > tolerance * abs(expected)
         # If weights are NaN, the marker is NaN. This is no error: the loss is NaN anyway.
-        factor = check_later(~(change.abs() > tolerance).any(), "RuntimeError", LOGITS_CHANGED)
+        factor = check_later(~is_changed, "RuntimeError", LOGITS_CHANGED)
         # The added term is zero. It keeps the head's output in the graph, because hooks on it gather sharded weights.
-        return call.loss * factor + 0.0 * marker.sum()
+        return torch.add(call.loss * factor, marker, alpha=0.0)
 
 
 def _is_same(a: Any, b: Any) -> bool:

@@ -73,8 +73,8 @@ def check_later(holds: Tensor, error: str, message: str) -> Tensor:
         raise getattr(builtins, error)(message)
     if holds.is_cuda and not is_capturing(holds):
         _pending.append(_Check(LateFlag.copy(holds), error, message))
-    # Without a cast, the dtype of two numbers is the default dtype of torch.
-    return torch.where(holds, 1.0, torch.nan).float()
+    # One kernel computes 1 / 1 or 0 / 0. Without the cast, the dtype is the default dtype of torch.
+    return (holds / holds).float()
 
 
 def raise_earlier() -> None:
