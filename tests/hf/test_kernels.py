@@ -28,8 +28,8 @@ pytestmark = pytest.mark.kernels
 def calls(monkeypatch) -> list[tuple]:
     """Record the arguments of each call of the op for norms of heads and rotary embeddings."""
     arguments: list[tuple] = []
-    op = rope_recognition.qk_norm_rope
-    monkeypatch.setattr(rope_recognition, "qk_norm_rope", lambda *a, **k: arguments.append(a) or op(*a, **k))
+    op = rope_recognition.qk_norm_rope_of_layer
+    monkeypatch.setattr(rope_recognition, "qk_norm_rope_of_layer", lambda *a, **k: arguments.append(a) or op(*a, **k))
     return arguments
 
 

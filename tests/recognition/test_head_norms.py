@@ -234,9 +234,9 @@ LABEL = "q/k norm + rope"
 def calls(monkeypatch) -> list[dict]:
     """Record the options of each call of the op."""
     options: list[dict] = []
-    op = rope_recognition.qk_norm_rope
+    op = rope_recognition.qk_norm_rope_of_layer
     monkeypatch.setattr(
-        rope_recognition, "qk_norm_rope", lambda *args, **kwargs: options.append(kwargs) or op(*args, **kwargs)
+        rope_recognition, "qk_norm_rope_of_layer", lambda *args, **kwargs: options.append(kwargs) or op(*args, **kwargs)
     )
     return options
 

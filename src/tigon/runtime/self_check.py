@@ -1,6 +1,7 @@
 """The self-check of direct launches: on this device, does a recorded launch of Triton repeat what Triton does?"""
 
 import logging
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,7 +44,8 @@ def direct_launches_agree(device: int) -> bool:
     Triton must also choose one variant for all arguments that have the same key. No launcher is called in a form in
     which Triton has not called it.
     """
-    constexprs = {"BLOCK": 128, "SHIFT": 3, "KIND": "plain", "AXES": None}
+    constexprs: dict[str, Any] = {"BLOCK": 128, "SHIFT": 3, "KIND": "plain", "AXES": None}
+    options = {**constexprs, "num_warps": 1, "enable_fp_fusion": True}
     first, second = _CHECK_ARGUMENTS
     agrees = False
     with torch.no_grad():
@@ -51,13 +53,13 @@ def direct_launches_agree(device: int) -> bool:
             x, outputs = _make_check_tensors(device)
             out, direct_out = outputs.unbind()
             with recorded_launches() as records:
-                compiled = _check_kernel[(3,)](x, None, out, *first, **constexprs, num_warps=1)
+                compiled = _check_kernel[(3,)](x, None, out, *first, **options)
             values, stream = (x, None, out, *first, *constexprs.values()), current_raw_stream(device)
             if records and (repeated := direct_launch(records[-1], 3, stream, values)) is not None:
                 call, middle, is_packed = repeated
                 # This address is aligned to 16 bytes, but not to more.
                 x = x[4:]
-                other = _check_kernel[(3,)](x, None, out, *second, **constexprs, num_warps=1)
+                other = _check_kernel[(3,)](x, None, out, *second, **options)
                 values = (x, None, direct_out, *second, *constexprs.values())
                 call(3, 1, 1, stream, *middle, *([values] if is_packed else values))
                 agrees = compiled is other and torch.equal(out[:290], direct_out[:290])

@@ -80,15 +80,15 @@ class _QKNormRope(Node):
         cos: Tensor,
         sin: Tensor,
         round_first: bool,
-        *options: Any,
+        options: HeadOptions,
     ) -> tuple[Tensor, Tensor | None]:
         cos, sin = with_equal_strides(cos, sin)
         q_weight, k_weight = (w if w is None else w.contiguous() for w in (q_weight, k_weight))
         q_dtype = _result_dtype(q, q_weight, cos, round_first)
         k_dtype = None if k is None else _result_dtype(k, k_weight, cos, round_first)
         inputs = HeadInputs(q, k, q_weight, k_weight)
-        ctx.options = HeadOptions(*options)
-        q_out, k_out, rstd = qk_norm_rope_forward(cos, sin, inputs, ctx.options, q_dtype, k_dtype)
+        ctx.options = options
+        q_out, k_out, rstd = qk_norm_rope_forward(cos, sin, inputs, options, q_dtype, k_dtype)
         ctx.save_for_backward(cos, sin, rstd, *inputs)
         keep_none_gradients(ctx)
         return q_out, None if k is None else k_out
@@ -182,10 +182,17 @@ def qk_norm_rope(
     checks.floating("qk_norm_rope", q_weight=q_weight, k_weight=k_weight)
     together = _normalises_together(q.shape[3], q_weight, k_weight)
     _check_weights(q, k, q_weight, k_weight, unsqueeze_dim, together)
-    options = {
-        "eps": eps, "offset": offset, "rounding": rounding, "unsqueeze_dim": unsqueeze_dim, "layout": layout,
-        "sections": sections,
-    }  # fmt: skip
+    return qk_norm_rope_of_layer(
+        q, k, q_weight, k_weight, cos, sin, eps=eps, offset=offset, rounding=rounding, unsqueeze_dim=unsqueeze_dim,
+        layout=layout, sections=sections,
+    )  # fmt: skip
+
+
+def qk_norm_rope_of_layer(
+    q: Tensor, k: Tensor | None, q_weight: Tensor | None, k_weight: Tensor | None, cos: Tensor, sin: Tensor,
+    **options: Any,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Return `qk_norm_rope` of tensors that fit together, with all options."""
     return _qk_norm_rope(q, k, q_weight, k_weight, cos, sin, options)
 
 
@@ -202,11 +209,18 @@ def _qk_norm_rope(
     options: dict[str, Any],
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     inputs = q, k, q_weight, k_weight, cos, sin
-    eps, offset, rounding, heads, layout, sections = options.values()
+    heads = options["unsqueeze_dim"]
     together = _normalises_together(q.shape[3], q_weight, k_weight)
     can_run = runs_kernels(q, q_weight, k_weight) and can_run_kernels(q, k, cos, sin)
     if not (can_run and _fits_the_kernels(q, k, heads, together)):
         return qk_norm_rope_reference(*inputs, **options)
-    return _QKNormRope.apply(
-        *inputs, rounding == "before_weight", heads, layout, axes_of(sections), "halves", eps, offset, together
-    )  # fmt: skip
+    head_options = HeadOptions(
+        heads,
+        options["layout"],
+        axes_of(options["sections"]),
+        "halves",
+        float(options["eps"]),
+        options["offset"],
+        together,
+    )
+    return _QKNormRope.apply(*inputs, options["rounding"] == "before_weight", head_options)

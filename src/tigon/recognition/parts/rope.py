@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from tigon.ops.rotary.qk_norm_rope import qk_norm_rope
+from tigon.ops.rotary.qk_norm_rope import qk_norm_rope_of_layer
 from tigon.ops.rotary.rope import can_run_kernels, rotary_size
 from tigon.recognition.guards.function_guard import FunctionGuard
 from tigon.recognition.parts.functions import FunctionsRecipe, FusedFunction, restore_recipe
@@ -87,16 +87,9 @@ class FusedRope(FusedFunction):
         if not runs_kernels(q, k, *weights):
             return None
         sin = -sin if self.form.flipped else sin
-        results = qk_norm_rope(
-            q,
-            k,
-            first,
-            None if k is None else last,
-            cos,
-            sin,
-            unsqueeze_dim=unsqueeze_dim,
-            layout=self.form.layout,
-            **options,
+        last = None if k is None else last
+        results = qk_norm_rope_of_layer(
+            q, k, first, last, cos, sin, unsqueeze_dim=unsqueeze_dim, layout=self.form.layout, sections=None, **options
         )
         return results[0] if k is None else results
 
