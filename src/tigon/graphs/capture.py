@@ -13,6 +13,7 @@ follow the rules of `GraphMemory`:
 """
 
 import copy
+import functools
 import gc
 import time
 import weakref
@@ -37,11 +38,17 @@ class Ticket:
     is_used = False
 
 
+@functools.cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream on which all calls are captured, because libraries keep memory for each stream."""
+    return torch.cuda.Stream(device)
+
+
 class GraphMemory:
     """The stream and the memory that all pairs of a model share."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.stream = device, torch.cuda.Stream(device)
+        self.device, self.stream = device, _stream(device)
         self.forward_pool, self.backward_pool = torch.cuda.graph_pool_handle(), torch.cuda.graph_pool_handle()
         self._pending: Callable[[], Ticket | None] = lambda: None
         self._given: list[_Given] = []
