@@ -217,18 +217,17 @@ def _find_mask(arguments: dict[str, Any], x: Tensor, missing: int, rules: Paddin
 
     `x` holds the tokens [B, S, ...].
     """
-    mask, needs_mask = arguments.get("attention_mask"), rules.needs_mask(arguments)
-    has_positions = any(arguments.get(name) is not None for name in _POSITIONS)
+    mask = arguments.get("attention_mask")
     if mask is None:
-        if not needs_mask or not missing:
+        if not missing or not rules.needs_mask(arguments):
             return None
         # With a mask, transformers does not separate the samples of packed input.
-        if has_positions:
+        if any(arguments.get(name) is not None for name in _POSITIONS):
             return "its input may be packed, and this model needs a mask that excludes the padding"
         return F.pad(x.new_ones(x.shape[:2], dtype=torch.long), (0, missing))
     if not isinstance(mask, Tensor) or mask.shape != x.shape[:2]:
         return "its attention_mask is not of the shape [B, S]"
-    if not needs_mask and not has_positions and _has_no_effect(mask, arguments, rules):
+    if has_useless_mask(arguments, rules):
         return None
     adds_mask = rules.adds_mask or getattr(rules.config, "_attn_implementation", "") == "eager"
     if missing and adds_mask and _reads_left_padding(mask, arguments):
@@ -255,17 +254,25 @@ def _reads_left_padding(mask: Tensor, arguments: dict[str, Any]) -> bool:
     return bool((is_left.to(targets.device) & (targets != arguments.get("ignore_index", _IGNORED))).any())
 
 
-def _has_no_effect(mask: Tensor, arguments: dict[str, Any], rules: PaddingRules) -> bool:
-    """Return whether causal attention without a mask gives the same results.
+def has_useless_mask(arguments: dict[str, Any], rules: PaddingRules) -> bool:
+    """Return whether a call gives the same results without its mask [B, S]; False if it has none.
 
     The host waits for the result. transformers would wait too, because it looks for zeros in a mask.
     """
+    mask = arguments.get("attention_mask")
+    has_positions = any(arguments.get(name) is not None for name in _POSITIONS)
+    if not isinstance(mask, Tensor) or mask.dim() != 2 or has_positions or rules.needs_mask(arguments):
+        return False
     if mask.is_meta or is_capturing(mask):
         return False
     if bool(mask.all()):
         return True
     targets = _targets(arguments)
-    if targets is None or targets.device != mask.device or rules.returns_states(arguments):
+    if (
+        targets is None
+        or (targets.device, targets.shape) != (mask.device, mask.shape)
+        or rules.returns_states(arguments)
+    ):
         return False
     # The results of masked tokens do not reach the loss, and no token on their left reads them.
     is_valid = mask != 0

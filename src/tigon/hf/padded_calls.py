@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tigon.graphs.padding import Buckets, PaddedCall, PaddingRules, pad_call
+from tigon.graphs.padding import Buckets, PaddedCall, PaddingRules, has_useless_mask, pad_call
 from tigon.hf.checkpoints import transformers_models
 from tigon.hf.head import CausalLMForward
 from tigon.hf.loss_function import LossFunction
@@ -221,6 +221,24 @@ def _find_recipe(module: nn.Module, cls: type) -> Any:
     while recipe is not None and not isinstance(recipe, cls):
         recipe = getattr(recipe, "inner", None)
     return recipe
+
+
+def leave_out_mask(body: nn.Module, arguments: dict[str, Any], targets: torch.Tensor) -> dict[str, Any]:
+    """Return the arguments of a call of a body, without a mask that has no effect.
+
+    The body of a padded model cannot see that a loss ignores the masked tokens, so the caller of the body says it.
+
+    Args:
+        body: The body of a model.
+        arguments: Its arguments by name.
+        targets: The tokens [B, S] that the positions predict. The results of ignored positions are not used.
+    """
+    recipe = _find_recipe(body, PaddedForward)
+    if recipe is None or recipe.buckets is None or torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return arguments
+    rules = dataclasses.replace(recipe.rules, skips_logits=True)
+    is_useless = body.training and has_useless_mask({**arguments, "shift_labels": targets}, rules)
+    return {**arguments, "attention_mask": None} if is_useless else arguments
 
 
 def _pad_place(place: nn.Module, recipe: PaddedForward) -> Callable[[], None]:

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from tigon.hf.loss_options import recorded_options
+from tigon.hf.padded_calls import leave_out_mask
 from tigon.ops.head.computed_rows import find_rows
 from tigon.ops.head.linear_cross_entropy import linear_cross_entropy
 from tigon.ops.head.linear_log_probs import LogProbOutput, linear_log_probs
@@ -360,7 +361,8 @@ def _fused_forward(model: Any, trl_forward: TrlForward, args: tuple, kwargs: dic
     sizes = (getattr(trl_forward.text_config, name, 1) for name in ("vocab_size", "hidden_size"))
     valid_rows = find_rows(targets, IGNORE_INDEX, functools.reduce(lambda a, b: a * b, sizes, targets.numel()))
     backbone = getattr(model, trl_forward.backbone_attribute)
-    hidden = backbone(*args, **{**kwargs, "use_cache": False}).last_hidden_state
+    arguments = leave_out_mask(backbone, {**kwargs, "use_cache": False}, targets)
+    hidden = backbone(*args, **arguments).last_hidden_state
     module = model.get_output_embeddings()
     device = module.weight.device
     if targets.device != device:
