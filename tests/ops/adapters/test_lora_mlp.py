@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tigon
 from op_cases import DEVICE, assert_as_accurate_as_eager, one_in
+from tigon.ops.adapters import low_rank
 from tigon.ops.adapters.lora import eager_output
 from tigon.ops.adapters.lora_mlp import lora_glu_mlp, runs_as_one_node
 from tigon.ops.adapters.projection import Adapter, Projection, flatten, rebuild
@@ -106,6 +107,24 @@ def test_a_second_backward_gives_the_same_gradients():
     first = torch.autograd.grad(y, leaves, retain_graph=True)
     second = torch.autograd.grad(y, leaves)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_low_rank_products_share_launches(monkeypatch):
+    x, layers = _inputs((5, 5, 3), torch.bfloat16, torch.float32)
+    launches, launch = [], low_rank.launch
+
+    def record(kernel, *args, **kwargs):
+        launches.append(kernel.fn.__name__)
+        launch(kernel, *args, **kwargs)
+
+    monkeypatch.setattr(low_rank, "launch", record)
+    y = lora_glu_mlp(x, *layers)
+    assert launches == ["project_kernel", "expand_kernel"]
+    launches.clear()
+    y.sum().backward()
+    # The first product is that of down. The sums over tokens are the gradients of the A of gate and up, and of B of
+    # down.
+    assert launches == ["project_kernel", "project_kernel", "token_sum_kernel", "expand_kernel"]
 
 
 @pytest.mark.parametrize("case", ["base trains", "bias", "two adapters", "large rank"])

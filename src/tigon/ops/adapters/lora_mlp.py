@@ -212,7 +212,7 @@ def runs_as_one_node(x: object, layers: Sequence[Projection]) -> bool:
 def lora_glu_mlp_node(x: Tensor, layers: Sequence[Projection], activation: str) -> Tensor:
     """Return the same as `lora_glu_mlp` by one node. The caller knows that `runs_as_one_node` is True."""
     records = torch.is_grad_enabled()
-    is_checkpointed = in_checkpoint() and records
+    is_checkpointed = records and in_checkpoint()
     saves_gates = not recomputes_mlp()
     return _LoRAGLUMLP.apply(x, layers, activation, saves_gates, is_checkpointed, records, *flatten(layers))
 
