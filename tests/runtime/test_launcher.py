@@ -123,3 +123,10 @@ def test_collectives_are_awaited_within_named_tuples(monkeypatch):
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     results = launcher_test_scaled(torch.zeros(1, 3), Options(1.0, Promise(), Range(0.0)), None)
     assert results.y.tolist() == [[1.0, 1.0, 1.0]]
+
+
+def test_options_and_plain_tensors_need_no_look_for_a_process_group(monkeypatch):
+    """The look takes three calls, and small models wait for the host."""
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: pytest.fail("a process group was looked for"))
+    y, _ = launcher_test_pair(torch.tensor([-1.0, 0.0]), Range(0.0, 1.0))
+    assert y.tolist() == [0.0, 0.0]

@@ -85,3 +85,14 @@ def test_torch_computes_products_of_matrices_with_gaps(plans):
         products.product(_matrix(8, 4), _matrix(4, 6), torch.zeros(6, 8, dtype=torch.bfloat16).t())
     assert not plans
     assert (out == 4).all()
+
+
+@pytest.mark.parametrize("min_multiplications", [0, 2**39], ids=["long", "short"])
+def test_a_product_with_a_weight_is_no_view(plans, min_multiplications):
+    """A view that a node returns cannot be modified in place."""
+    weight = torch.ones(6, 4, dtype=torch.bfloat16)
+    for x in (torch.ones(2, 3, 4), torch.ones(2, 4, 3).transpose(1, 2), torch.ones(3, 4)):
+        y = products.multiply_by_weight(x.bfloat16(), weight, min_multiplications)
+        assert y.shape == (*x.shape[:-1], 6)
+        assert (y == 4).all()
+        assert y._base is None
