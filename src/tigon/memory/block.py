@@ -60,7 +60,8 @@ class Block:
             if key in self.by_storage and (ref is None or self.by_storage[key].ref is ref):
                 self.by_node.pop(self.by_storage.pop(key).node, None)
 
-        forget()
+        if key in self.by_storage:
+            forget()
         self.by_storage[key] = entry = _Entry(x, forget, source, index)
         if type(source) is Recomputation:
             self.by_node[entry.node] = entry

@@ -163,7 +163,10 @@ def recomputed_by_call(function: Callable | None = None, *, inputs: int = 0) -> 
             is_plain = inputs or _is_in_region or not torch.is_grad_enabled()
             return function(*args) if is_plain else _checkpoint_in_graph(function, *args)
         results = function(*args)
-        if (block := _block()) is not None and all(x is None or block.can_recompute(x) for x in args[:inputs]):
+        if (block := _block()) is not None:
+            for x in args[:inputs]:
+                if x is not None and not block.can_recompute(x):
+                    return results
             block.register(results, function, args)
         return results
 

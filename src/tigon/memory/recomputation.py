@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tigon.runtime.autograd import modified_in_place
+from tigon.runtime.compat.autograd import is_any_autocast_enabled
 from tigon.runtime.compat.operators import current_raw_stream
 
 
@@ -50,7 +51,8 @@ class Recomputation:
                 else:
                     self.args[i] = x.detach().clone()
         self.strides = [None if y is None else y.stride() for y in results]
-        self.device, self.stream, self.autocast = device, _stream(device), _autocast(device)
+        self.device, self.stream = device, _stream(device)
+        self.autocast = _autocast(device) if is_any_autocast_enabled() else None
         # Each list has one entry for each result. `values` holds the result while a node still needs it, `savers`
         # counts the nodes that saved it, `pending` counts those that have not unpacked it yet, and `generations` counts
         # how often it was recomputed.
@@ -61,8 +63,9 @@ class Recomputation:
     def save_args(self, pack: Callable[[Tensor], Any]) -> bool:
         """Save the arguments for backward. Return False if one of them was written in place since the call."""
         if self.saved_args is None:
-            if any(x._version != version for x, version in self.arg_versions.values()):
-                return False
+            for x, version in self.arg_versions.values():
+                if x._version != version:
+                    return False
             self.saved_args = {i: pack(x) for i, (x, _) in self.arg_versions.items()}
             self.arg_versions = {}
         return True
