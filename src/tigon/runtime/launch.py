@@ -106,7 +106,7 @@ def launch(kernel: JITFunction, programs: int, *arguments: Any, **constants: Any
         simulation.count_launch(arguments)
         return
     # The interpreter has no device, and only Triton calls the hooks of a profiler.
-    if device < 0 or has_launch_hook() or _verdicts.get(device) is False:
+    if device < 0 or has_launch_hook():
         kernel[(programs,)](*arguments, **COMPILE | constants)
         return
     kinds = (id(kernel), *map(type, arguments))
@@ -131,6 +131,9 @@ def _launch_and_store(
 ) -> None:
     """Launch a kernel through Triton, and store its variant if the next launch may be direct."""
     device = key[1]
+    if _verdicts.get(device) is False:
+        kernel[(programs,)](*arguments, **COMPILE | constants)
+        return
     with recorded_launches() as records:
         compiled = kernel[(programs,)](*arguments, **COMPILE | constants)
     if not _launches_directly(device):

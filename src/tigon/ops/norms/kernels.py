@@ -183,7 +183,7 @@ def _empty_forward(
     """Allocate what `norm_forward` returns. The second result is None without a residual."""
     dtype, total = x.dtype, None
     if residual is not None:
-        dtype = torch.promote_types(dtype, residual.dtype)
+        dtype = dtype if residual.dtype == dtype else torch.promote_types(dtype, residual.dtype)
         total = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
     if options.round_first and weight is not None and weight.dtype != dtype:
         dtype = torch.promote_types(dtype, weight.dtype)

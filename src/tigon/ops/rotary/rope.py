@@ -105,9 +105,11 @@ class _Rope(Node):
         ctx.save_for_backward(cos, sin)
         keep_none_gradients(ctx)
         ctx.options, ctx.dtypes = options, (q.dtype, None if k is None else k.dtype)
-        q_dtype = dtype or torch.promote_types(q.dtype, cos.dtype)
-        k_dtype = None if k is None else dtype or torch.promote_types(k.dtype, cos.dtype)
-        q_out, k_out = rope_rotate(q, k, cos, sin, ctx.options, False, q_dtype, k_dtype)
+        q_dtype, k_dtype = ctx.dtypes
+        if dtype is not None or cos.dtype != q_dtype or cos.dtype != k_dtype:
+            q_dtype = dtype or torch.promote_types(q_dtype, cos.dtype)
+            k_dtype = None if k is None else dtype or torch.promote_types(k.dtype, cos.dtype)
+        q_out, k_out = rope_rotate(q, k, cos, sin, options, False, q_dtype, k_dtype)
         return q_out, None if k is None else k_out
 
     @staticmethod
