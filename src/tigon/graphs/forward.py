@@ -35,6 +35,8 @@ EAGER_USES = 2
 MOST_PAIRS, MORE_USES = 16, 2
 # If the model has changed this often, it changes in every step, and is not captured again.
 MOST_CHANGES = 4
+# Changes do not count if each signature was used this often in between: a capture takes the time of so many replays.
+WORTHWHILE_USES = 50
 
 # After this many failed captures, none of other signatures is tried.
 MOST_FAILURES = 3
@@ -86,14 +88,16 @@ def prepare_nothing(model: nn.Module, arguments: dict[str, Any]) -> Preparation:
 class GraphedForward:
     """Recipe that runs a forward, or another recipe, as a pair of graphs where this is possible.
 
-    `prepare` returns the call with arguments for which few signatures exist, or raises `NotCaptured`.
+    `prepare` returns the call with arguments for which few signatures exist, or raises `NotCaptured`. `check` raises it
+    if no call of the model can be captured as it is now.
     """
 
     def __init__(
         self, inner: Callable | None, record: GraphRecord,
         prepare: Callable[[nn.Module, dict[str, Any]], Preparation] = prepare_nothing,
+        check: Callable[[nn.Module], None] = check_model,
     ) -> None:  # fmt: skip
-        self.inner, self.record, self.prepare = inner, record, prepare
+        self.inner, self.record, self.prepare, self.check = inner, record, prepare, check
         # A reason why no call can be captured.
         self.obstacle: str | None = None
         # Two threads may call a model.
@@ -103,7 +107,7 @@ class GraphedForward:
 
     def __reduce__(self) -> tuple:
         # A copy of the model captures graphs of its own.
-        return GraphedForward, (self.inner, GraphRecord(), self.prepare)
+        return GraphedForward, (self.inner, GraphRecord(), self.prepare, self.check)
 
     def forget(self) -> None:
         """Drop all pairs, and count the uses of signatures from zero."""
@@ -117,7 +121,7 @@ class GraphedForward:
 
     def __call__(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         run = self.inner or type(model).forward
-        if not self.may_capture(model):
+        if self.is_part_of_another(model):
             return run(model, *args, **kwargs)
         _running.is_on = True
         try:
@@ -130,16 +134,14 @@ class GraphedForward:
         finally:
             _running.is_on = False
 
-    def may_capture(self, model: nn.Module) -> bool:
-        """Return whether a call trains the model, and is no part of another call, of a trace or of a capture."""
+    def is_part_of_another(self, model: nn.Module) -> bool:
+        """Return whether a call is a part of another call, of a trace or of a capture."""
         return (
-            model.training
-            and torch.is_grad_enabled()
-            and not getattr(_running, "is_on", False)
-            and not torch.compiler.is_compiling()
-            and not has_active_transform()
-            and not is_replica(model)
-            and not is_capturing_now()
+            torch.compiler.is_compiling()
+            or getattr(_running, "is_on", False)
+            or has_active_transform()
+            or is_replica(model)
+            or is_capturing_now()
         )
 
     def compute(self, model: nn.Module, run: Callable, arguments: dict[str, Any]) -> Any:
@@ -148,11 +150,13 @@ class GraphedForward:
         Raises:
             NotCaptured: The call has to run eagerly.
         """
+        if not model.training or not torch.is_grad_enabled():
+            raise NotCaptured("it does not train")
         if self.obstacle is not None:
             raise NotCaptured(self.obstacle)
         check_torch()
         if self.state is None:
-            check_model(model)
+            self.check(model)
         elif (change := self.state.changed_tensor()) is not None:
             self.forget_after(change)
         preparation = self.prepare(model, arguments)
@@ -207,8 +211,10 @@ class GraphedForward:
 
     def forget_after(self, change: str) -> NoReturn:
         """Drop all pairs because the model has changed since they were captured, and let the call run eagerly."""
+        # Replays of many uses are worth a capture.
+        uses = sum(map(self.uses.__getitem__, self.pairs))
+        self.changes = 1 if uses > WORTHWHILE_USES * len(self.pairs) else self.changes + 1
         self.forget()
-        self.changes += 1
         reason = f"{change} has changed"
         if self.changes >= MOST_CHANGES:
             self.obstacle = reason = f"{change} has changed after {self.changes} captures"

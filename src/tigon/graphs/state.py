@@ -9,6 +9,7 @@ import operator
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterator
+from types import MethodType
 from typing import Any
 
 from torch import Tensor, nn
@@ -34,6 +35,18 @@ def _copy(x: Any, empty: list[Any]) -> Any:
     return type(x)(_copy(value, empty) for value in x)
 
 
+class _WeakCopy:
+    """An object that equals a method, or a replaced forward, without a reference to it."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, x: Any) -> None:
+        self.reference: Any = weakref.WeakMethod(x) if isinstance(x, MethodType) else weakref.ref(x)
+
+    def __eq__(self, other: object) -> bool:
+        return bool(self.reference() == other)
+
+
 class ModelState:
     """The recorded state of a model.
 
@@ -49,10 +62,14 @@ class ModelState:
         self.classes = self._read_classes()
         names, attributes = zip(*_attributes(model), strict=True)
         self.names: tuple[str, ...] = names
-        self.attributes: tuple[dict[str, Any], ...] = attributes
+        # The model refers to this state, so a reference to its own attributes would be a cycle.
+        self.others: tuple[dict[str, Any], ...] = attributes[1:]
         self.empty: list[Any] = []
         self.copies = [_copy(now, self.empty) for now in attributes]
-        self.replacements = [x for now in attributes for x in now.values() if isinstance(x, Replacement)]
+        methods = {k: _WeakCopy(x) for k, x in self.copies[0].items() if isinstance(x, (Replacement, MethodType))}
+        self.copies[0].update(methods)
+        replacements = [x for now in attributes for x in now.values() if isinstance(x, Replacement)]
+        self.replacements = [*map(weakref.ref, replacements)]
         self.recipes = self._read_recipes()
 
     def _read_classes(self) -> tuple[list[type], list[Any]]:
@@ -61,7 +78,10 @@ class ModelState:
         return classes, [getattr(cls, "forward", None) for cls in {*classes}]
 
     def _read_recipes(self) -> list[int]:
-        return [id(replacement.recipe) for replacement in self.replacements]
+        return [id(getattr(reference(), "recipe", None)) for reference in self.replacements]
+
+    def _attributes(self) -> list[dict[str, Any]]:
+        return [vars(self.modules[0]()), *self.others]
 
     def _read_tensors(self) -> list[tuple]:
         """Return the facts about the tensors of the model that a graph depends on."""
@@ -84,7 +104,7 @@ class ModelState:
         if self._read_classes() != self.classes:
             return "a class"
         try:
-            if not any(self.empty) and all(map(operator.eq, self.copies, self.attributes)):
+            if not any(self.empty) and all(map(operator.eq, self.copies, self._attributes())):
                 return None
         except Exception:
             # Two tensors that are not the same have no comparison that is true or false.
@@ -93,7 +113,7 @@ class ModelState:
 
     def _find_change(self) -> str:
         """Return the first attribute that has changed."""
-        for name, copy, now in zip(self.names, self.copies, self.attributes, strict=True):
+        for name, copy, now in zip(self.names, self.copies, self._attributes(), strict=True):
             for key in copy.keys() | now.keys():
                 if key not in copy or key not in now or not _is_same(copy[key], now[key]):
                     return f"{name}.{key}"
@@ -103,10 +123,11 @@ class ModelState:
         """Give the attributes that have changed their recorded values."""
         for container in filter(None, self.empty):
             container.clear()
-        for copy, now in zip(self.copies, self.attributes, strict=True):
+        for copy, now in zip(self.copies, self._attributes(), strict=True):
             for key in now.keys() - copy.keys():
                 del now[key]
-            now.update({k: _copy(x, self.empty) for k, x in copy.items() if k not in now or not _is_same(x, now[k])})
+            changed = {k: x for k, x in copy.items() if k not in now or not _is_same(x, now[k])}
+            now.update({k: _copy(x, self.empty) for k, x in changed.items() if not isinstance(x, _WeakCopy)})
 
 
 def _is_same(x: Any, y: Any) -> bool:

@@ -7,13 +7,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from tigon.graphs.forward import GraphedForward, GraphRecord, Preparation
-from tigon.graphs.obstacles import parameters_of
+from tigon.graphs.obstacles import check_model, parameters_of
 from tigon.graphs.padding import ladder_length
 from tigon.graphs.signature import NotCaptured
-from tigon.hf.checkpoints import transformers_models
+from tigon.hf.checkpoints import layer_calls, transformers_models
 from tigon.hf.padded_calls import PaddedForward
-from tigon.hf.transformers_private import masks_as_in_eager_calls
-from tigon.memory.levels import Memory
+from tigon.hf.report import Report
+from tigon.hf.transformers_private import is_switched_on, masks_as_in_eager_calls
 from tigon.recognition.replacement import exchange, find_replacement, foreign_forward, install
 
 # Arguments, and settings of the configuration, that request more outputs than a graph has.
@@ -73,31 +73,42 @@ def forget_graphs(model: nn.Module) -> None:
             forward.forget()
 
 
-def install_graphs(model: nn.Module, record: GraphRecord, memory: Memory) -> list[Callable[[], None]]:
+def check_call_model(model: nn.Module) -> None:
+    """Raise `NotCaptured` if no call of a model can be captured as it is now."""
+    check_model(model)
+    for module, call in layer_calls(model).items():
+        if call.place.memory.offload and is_switched_on(module):
+            raise NotCaptured(f"memory='{call.place.memory}' moves tensors to the host")
+
+
+def install_graphs(model: nn.Module, report: Report) -> list[Callable[[], None]]:
     """Let the models of transformers in a module, and their bodies, run their training calls as graphs.
 
-    A trainer may call the body alone. Inside a call of the model, the body is a part of the graphs of the model.
+    A trainer may call the body alone. Inside a call of the model, the body is a part of the graphs of the model. The
+    report shares the record of an earlier patch.
     """
     undo: list[Callable[[], None]] = []
     owners = [*transformers_models(model)] or [model]
-    for owner in owners:
-        for place in (owner, getattr(owner, "base_model", None)):
-            if not isinstance(place, nn.Module) or find_graphed_forward(place) is not None:
-                continue
-            replacement = find_replacement(place)
-            if replacement is None and foreign_forward(place):
-                continue
-            earlier: Any = None if replacement is None else replacement.recipe
-            # Calls are padded before they are captured.
-            padded = earlier if isinstance(earlier, PaddedForward) else None
-            graphed = GraphedForward(earlier if padded is None else padded.inner, record, prepare_call)
-            if memory.offload:
-                graphed.obstacle = f"memory='{memory}' moves tensors to the host"
-            undo.append(graphed.forget)
-            if padded is not None:
-                undo.append(_run_inside(padded, graphed))
-            else:
-                undo.append(install(place, graphed) if replacement is None else exchange(replacement, graphed))
+    places = [place for owner in owners for place in (owner, getattr(owner, "base_model", None))]
+    earlier_graphs = [f for p in places if isinstance(p, nn.Module) and (f := find_graphed_forward(p)) is not None]
+    record = report.graphs = earlier_graphs[0].record if earlier_graphs else GraphRecord()
+    for place in places:
+        if not isinstance(place, nn.Module) or find_graphed_forward(place) is not None:
+            continue
+        replacement = find_replacement(place)
+        if replacement is None and (reason := foreign_forward(place)):
+            report.notes.append(f"graphs=True has no effect on {type(place).__name__}: {reason}")
+            continue
+        earlier: Any = None if replacement is None else replacement.recipe
+        # Calls are padded before they are captured.
+        padded = earlier if isinstance(earlier, PaddedForward) else None
+        inner = earlier if padded is None else padded.inner
+        graphed = GraphedForward(inner, record, prepare_call, check_call_model)
+        undo.append(graphed.forget)
+        if padded is not None:
+            undo.append(_run_inside(padded, graphed))
+        else:
+            undo.append(install(place, graphed) if replacement is None else exchange(replacement, graphed))
     return undo
 
 

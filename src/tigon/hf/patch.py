@@ -12,7 +12,6 @@ from typing import Any, Literal, Never, ParamSpec
 import torch
 from torch import nn
 
-from tigon.graphs.forward import GraphRecord
 from tigon.graphs.padding import Buckets
 from tigon.hf.body_watch import watch_body
 from tigon.hf.by_type import patch_type
@@ -221,9 +220,9 @@ def _patch_instance(model: nn.Module, request: Request, stacklevel: int = 2) -> 
     find_resized_heads(search.installed)
     report.undo += apply_level()
     if request.graphs:
-        report.graphs = GraphRecord()
-        report.undo += install_graphs(model, report.graphs, level)
+        report.undo += install_graphs(model, report)
     report.undo.append(add_notes(model, report.notes))
+    report.undo.append(functools.partial(forget_graphs, model))
     if request.pad_to is not None or request.graphs:
         report.undo.append(pad_calls(model, Buckets(request.pad_to), report.notes))
     if earlier_count:
