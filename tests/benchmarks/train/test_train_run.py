@@ -15,6 +15,7 @@ import tigon
 from benchmarks.__main__ import app
 from benchmarks.train import plan, process, runs, worker
 from benchmarks.train.process import FINAL_EVENTS, is_out_of_memory
+from graphs.emulation import emulate
 from tigon.cli.main import INTERRUPTED
 
 
@@ -180,23 +181,28 @@ def trl_state(monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:.*pin_memory")
-def test_trl_trains_uneven_texts_with_the_losses_of_stock(run, in_process, trl_state, tmp_path):
+def test_trl_trains_uneven_texts_with_the_losses_of_stock(run, in_process, trl_state, monkeypatch, tmp_path):
     lines = [f"    {name} = {name} * {name} + 1\n" for name in ("first", "second", "third", "fourth", "fifth")]
     text = tmp_path / "functions.py"
     text.write_text("\n".join(f"def f{i}(x):\n{''.join(lines[: 2 + i % 4] * 4)}" for i in range(60)))
-    options = ("--case", "trl", "--seq", "48", "--steps", "3", "--lora", "4", "--text", str(text))
-    code, output, report = run("--providers", "stock,tigon", *options)
+    options = ("--case", "trl", "--seq", "80", "--steps", "5", "--lora", "4", "--text", str(text))
+    emulate(monkeypatch)
+    code, output, report = run("--providers", "stock,tigon-graphs", *options)
     assert code == 0, output
     stock, noise, patched = report["rows"]
-    assert (stock["provider"], noise["provider"], patched["provider"]) == ("stock", "stock-reversed", "tigon")
-    assert len(stock["losses"]) == 4
-    assert len(stock["samples"]["seconds"]) == len(stock["samples"]["host_seconds"]) == 3
+    assert (stock["provider"], noise["provider"], patched["provider"]) == ("stock", "stock-reversed", "tigon-graphs")
+    assert len(stock["losses"]) == 6
+    assert len(stock["samples"]["seconds"]) == len(stock["samples"]["host_seconds"]) == 5
     assert patched["losses"] == pytest.approx(stock["losses"], rel=1e-5)
-    assert report["curves"]["tigon"]["agrees"] is True
-    # Two texts a step, of 32 to 48 tokens each.
-    assert 3 * 2 * 32 <= stock["trained_tokens"] == patched["trained_tokens"] <= 3 * 2 * 48
+    assert report["curves"]["tigon-graphs"]["agrees"] is True
+    assert stock["captures"] == []
+    assert patched["captures"]
+    # Two texts a step, of 32 to 80 tokens each.
+    assert 5 * 2 * 32 <= stock["trained_tokens"] == patched["trained_tokens"] <= 5 * 2 * 80
     assert stock["tokens_per_second"] == pytest.approx(stock["trained_tokens"] / sum(stock["samples"]["seconds"]))
-    assert "linear_cross_entropy" in report["settings"]["applied"]["tigon"]
+    applied = report["settings"]["applied"]["tigon-graphs"]
+    assert "linear_cross_entropy" in applied
+    assert f"graphs: {len(patched['captures'])} captured in " in applied
     assert (tmp_path / "out" / "loss.png").exists()
 
 
