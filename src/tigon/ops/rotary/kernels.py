@@ -272,7 +272,8 @@ def _launch_forward(
 ) -> None:  # fmt: skip
     """Write q_out and, if there is k, k_out. With memory for rstd, the heads are normalised first."""
     q, k, q_weight, k_weight = inputs
-    q, k = dense_features(q), dense_features(k)
+    q = q if q.stride(-1) == 1 else q.contiguous()
+    k = k if k is None or k.stride(-1) == 1 else k.contiguous()
     block_h, num_warps = None, 4
     if rstd is not None:
         config = _choose_config(q, k, options)
@@ -280,16 +281,15 @@ def _launch_forward(
     heads, shape, strides = options.heads, q.shape, ordered_strides[options.heads]
     hk = 0 if k is None else k.shape[heads]
     constants = _constants(shape[heads], hk, shape[3], cos.shape[-1], options, block_h, backward)
-    length = shape[3 - heads]
     launch(
-        _forward_kernel, shape[0] * length,
+        _forward_kernel, shape[0] * shape[3 - heads],
         *_forward_arguments(
             cos_ptr=cos, sin_ptr=sin, q_ptr=q, k_ptr=k, wq_ptr=q_weight, wk_ptr=k_weight,
             q_out_ptr=q_out, k_out_ptr=k_out, rstd_ptr=rstd,
             strides_q=strides(q.stride()), strides_k=(0, 0, 0) if k is None else strides(k.stride()),
             strides_q_out=strides(q_out.stride()),
             strides_k_out=(0, 0, 0) if k is None else strides(k_out.stride()),
-            strides_cos=table_strides(cos), S=length, eps=options.eps, offset=options.offset,
+            strides_cos=table_strides(cos), S=shape[3 - heads], eps=options.eps, offset=options.offset,
         ),
         **constants, TABLE=options.table, STEP=cos.stride(-1), BACKWARD=backward, num_warps=num_warps,
     )  # fmt: skip
