@@ -1,0 +1,80 @@
+"""The trainers of transformers and TRL train with graphs as without, with accumulation and uneven lengths."""
+
+import peft
+import pytest
+import torch
+import transformers
+
+import tigon
+from graphs.emulation import emulate
+from graphs.steps import batch, llama
+
+pytest.importorskip("trl", reason="TRL is not installed")
+
+from integrations import trainers
+
+pytestmark = [
+    pytest.mark.no_interpreter("The emulation of graphs needs no kernel."),
+    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:.*pin_memory"),
+]
+
+LORA = peft.LoraConfig(r=2, target_modules="all-linear", exclude_modules=["lm_head"], init_lora_weights=False)
+STEPS = 4
+ACCUMULATION = 2
+
+
+@pytest.fixture(autouse=True)
+def _emulated(monkeypatch):
+    import accelerate
+
+    emulate(monkeypatch)
+    monkeypatch.setattr(trainers, "STEPS", STEPS)
+    yield
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    accelerate.state.GradientState._reset_state()
+
+
+def test_the_trainer_of_transformers_has_the_bits_of_eager_steps(tmp_path):
+    def run(graphs):
+        model = llama(use_cache=False)
+        report = tigon.patch(model, graphs=graphs)
+        data = [{name: x[0] for name, x in batch(seed).items()} for seed in range(8)]
+        options = transformers.TrainingArguments(
+            output_dir=tmp_path, max_steps=STEPS, per_device_train_batch_size=1, logging_steps=1, use_cpu=True,
+            gradient_accumulation_steps=ACCUMULATION, report_to="none", save_strategy="no", disable_tqdm=True, seed=0,
+            max_grad_norm=0.1,
+        )  # fmt: skip
+        trainer = transformers.Trainer(model, options, train_dataset=data)
+        trainer.train()
+        logs = [[entry["loss"], entry["grad_norm"]] for entry in trainer.state.log_history[:STEPS]]
+        return logs, [*model.parameters()], report.graphs
+
+    expected, parameters, _ = run(graphs=False)
+    logs, graphed, record = run(graphs=True)
+    assert logs == expected
+    assert all(map(torch.equal, graphed, parameters))
+    assert (record.replayed, len(record.captured)) == (STEPS * ACCUMULATION - 2, 1)
+
+
+@pytest.mark.parametrize("adapters", [None, LORA], ids=["full", "LoRA"])
+@pytest.mark.parametrize("kind", ["sft", "dpo", "kto", "grpo"])
+@pytest.mark.sampled(3)
+def test_trainers_of_trl_replay_their_steps(kind, adapters, tmp_path):
+    path = trainers.save_model(tmp_path)
+
+    def run(graphs):
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        options = {"gradient_accumulation_steps": ACCUMULATION, "per_device_train_batch_size": 2}
+        trainer = trainers.build(kind, model, tmp_path, adapters, **options)
+        report = tigon.patch(trainer.model, graphs=graphs)
+        return trainers.train(trainer), report.graphs
+
+    stock, _ = run(graphs=False)
+    ours, record = run(graphs=True)
+    # A batch of equal lengths has no mask, which is another signature.
+    assert record.replayed >= STEPS * ACCUMULATION - 4, record
+    losses, expected = ([log["loss"] for log in run.logs] for run in (ours, stock))
+    assert losses == pytest.approx(expected, rel=1e-3, abs=1e-4)
+    for name, parameter in ours.parameters.items():
+        torch.testing.assert_close(parameter, stock.parameters[name], rtol=1e-2, atol=2e-4, msg=name)
