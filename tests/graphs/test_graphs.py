@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch import nn
 
+import tigon
 from graphs.emulation import emulate
-from graphs.steps import TwoBiases, batch, gradients, llama, lora, qwen3_moe, run_both, train, train_module
-from tigon.graphs import forward
+from graphs.steps import batch, gradients, llama, lora, qwen3_moe, run_both, train, train_module
+from tigon.graphs import capture
 
 pytestmark = pytest.mark.no_interpreter("The emulation of graphs needs no kernel.")
 
@@ -71,27 +72,56 @@ def test_metrics_and_tuples_are_outputs():
     assert (len(record.captured), record.replayed) == (2, 5)
 
 
-def test_autocast_casts_the_weights_again_in_each_replay():
-    def script(model):
+@pytest.mark.parametrize("memory", ["default", "checkpoint"])
+def test_a_replay_casts_the_weights_again_if_autocast_has_cached_them(memory):
+    def train_in_bf16(model, is_cached):
         results = []
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-        for seed in range(3):
-            with torch.autocast("cpu", dtype=torch.bfloat16):
+        # Eager steps in one block would not cast again.
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=is_cached):
+            for seed in range(5):
                 loss = model(**batch(seed)).loss
-            loss.backward()
-            results += [loss.detach(), *gradients(model)]
-            optimizer.step()
-            optimizer.zero_grad()
+                loss.backward()
+                results += [loss.detach(), *gradients(model)]
+                optimizer.step()
+                optimizer.zero_grad()
         return results
 
-    assert run_both(script).replayed == 3
+    eager, graphed = llama(), llama()
+    tigon.patch(eager, memory=memory)
+    report = tigon.patch(graphed, memory=memory, graphs=True)
+    expected = train_in_bf16(eager, is_cached=False)
+    # The calls before the capture are eager.
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+        train(graphed, 2)
+    assert all(map(torch.equal, train_in_bf16(graphed, is_cached=True), expected))
+    assert report.graphs.replayed == 5
+
+
+class Squares(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.square().sum()
+
+    @staticmethod
+    def backward(ctx, upstream):
+        (x,) = ctx.saved_tensors
+        return 2 * x @ torch.eye(2)
 
 
 def test_a_backward_runs_outside_of_the_autocast_of_its_forward():
-    weight = torch.randn(4, 4, requires_grad=True)
+    x = torch.tensor([[1 / 3, 2 / 3]], requires_grad=True)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        (gradient,) = forward.capturing.differentiate((weight @ weight.detach()).float().exp().sum(), [weight], None)
-    assert gradient.dtype is torch.float32
+        (gradient,) = capture.differentiate(Squares.apply(x), [x], torch.ones(()))
+    assert torch.equal(gradient, 2 * x)
+
+
+def test_no_two_gradients_have_the_same_memory():
+    a, b, c = (torch.zeros(3, requires_grad=True) for _ in range(3))
+    gradients = capture.differentiate((a + b).sum() + c.sum(), [a, b, c], torch.ones(()))
+    assert len({x.data_ptr() for x in gradients}) == 3
+    assert all(torch.equal(x, torch.ones(3)) for x in gradients)
 
 
 def test_the_body_and_logits_are_graphed_too():
@@ -233,10 +263,6 @@ def test_two_losses_in_one_backward_are_not_replayed_both():
 
 def test_gradients_that_the_caller_keeps_make_the_next_call_eager():
     assert run_both(differentiate).eager["gradients of an earlier step are still in use outside of .grad"] == 2
-
-
-def test_two_parameters_do_not_share_the_memory_of_a_gradient():
-    assert run_both(train_module, TwoBiases(), is_warm=False).replayed == 3
 
 
 def test_running_statistics_count_each_batch_once():
