@@ -13,6 +13,7 @@ import tigon
 from graphs.emulation import emulate
 from graphs.steps import LENGTH, TwoBiases, batch, gradients, llama, run_both, train, train_module
 from tigon.graphs import forward
+from tigon.hf.graphs import find_graphed_forward
 
 pytestmark = pytest.mark.no_interpreter("The emulation of graphs needs no kernel.")
 
@@ -170,3 +171,27 @@ def test_random_numbers_of_the_host_make_a_call_eager():
         return [*train_module(model), random.random()]
 
     assert any("random numbers on the host" in reason for reason in run_both(script, Random(4), is_warm=False).eager)
+
+
+def test_a_capture_waits_for_the_eager_step_of_another_thread():
+    """A capture gives the model other parameters, of which an eager step would compute the gradients."""
+    model = llama()
+    record = tigon.patch(model, graphs=True).graphs
+    train(model, 2)
+    graphed = find_graphed_forward(model)
+    inner, threads = graphed.inner, []
+
+    def run_slowly(*args, **options):
+        graphed.inner = inner
+        threads.append(threading.Thread(target=lambda: model(**batch()).loss.backward()))
+        threads[0].start()
+        threads[0].join(0.1)
+        assert not record.captured
+        return inner(*args, **options)
+
+    graphed.inner = run_slowly
+    # The first call of another signature is eager.
+    model(**batch(length=65)).loss.backward()
+    threads[0].join()
+    assert len(record.captured) == 1
+    assert all(p.grad is not None for p in model.parameters())

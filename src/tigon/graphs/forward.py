@@ -125,11 +125,14 @@ class GraphedForward:
             return run(model, *args, **kwargs)
         _running.is_on = True
         try:
-            try:
-                with self.lock:
+            with self.lock:
+                try:
                     return self.compute(model, run, bind(type(model).forward, args, kwargs))
-            except NotCaptured as reason:
-                self.note(str(reason))
+                except NotCaptured as reason:
+                    self.note(str(reason))
+                # While a thread captures, the parameters of the model are others, which get no gradients.
+                if torch.is_grad_enabled():
+                    return run(model, *args, **kwargs)
             return run(model, *args, **kwargs)
         finally:
             _running.is_on = False
