@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from tigon.runtime.compat.graphs import end_allocation, storage_users
+from tigon.runtime.compat.graphs import end_allocation, has_storage, storage_users
 from tigon.runtime.counters import shared_in_capture
 
 # --- memory --------------------------------------------------------------------------------------
@@ -121,7 +121,7 @@ class _Given(NamedTuple):
         owner = self.owner()
         # torch warns of `.grad` of any other tensor.
         gradient = owner.grad if owner is not None and (owner.is_leaf or owner.retains_grad) else None
-        return gradient is not None and gradient.untyped_storage()._cdata == self.storage.cdata
+        return gradient is not None and has_storage(gradient, self.storage)
 
 
 class GradientPlace:

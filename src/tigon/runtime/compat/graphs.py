@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tigon.runtime.compat.operators import schema_of
@@ -76,7 +77,7 @@ def symbolic_tools() -> SymbolicTools:
 # --- graphs of CUDA --------------------------------------------------------------------------------
 
 
-def storage_users(storage: Any) -> int:
+def storage_users(storage: StorageWeakRef) -> int:
     """Return how many tensors and other objects refer to a storage, for a `StorageWeakRef` of it.
 
     The private function was seen in 2.8 to 2.13. Without it, the answer is 2: something else may refer to the storage.
@@ -90,6 +91,11 @@ def _references_of_count() -> int:
     """Return how many references the private function itself adds, which differs between releases."""
     tensor = torch.empty(1, device="cpu")
     return torch._C._storage_Use_Count(StorageWeakRef(tensor.untyped_storage()).cdata) - 1
+
+
+def has_storage(tensor: Tensor, storage: StorageWeakRef) -> bool:
+    """Return whether a tensor has a storage. The attribute `_cdata` was seen in 2.8 to 2.13; `lean` needs it too."""
+    return tensor.untyped_storage()._cdata == storage.cdata
 
 
 def end_allocation(device: torch.device, pool: Any) -> None:
