@@ -3,6 +3,7 @@
 import gc
 import random
 import threading
+import types
 import weakref
 
 import pytest
@@ -11,7 +12,7 @@ from torch import nn
 
 import tigon
 from graphs.emulation import emulate
-from graphs.steps import LENGTH, TwoBiases, batch, gradients, llama, run_both, train, train_module
+from graphs.steps import LENGTH, TwoBiases, batch, gradients, llama, lora, run_both, train, train_module
 from tigon.graphs import forward
 from tigon.hf.graphs import find_graphed_forward
 
@@ -195,3 +196,88 @@ def test_a_capture_waits_for_the_eager_step_of_another_thread():
     threads[0].join()
     assert len(record.captured) == 1
     assert all(p.grad is not None for p in model.parameters())
+
+
+# --- what one pair may compute -----------------------------------------------------------------------
+
+
+def test_packed_samples_are_not_replayed_as_one_sample():
+    """The graph of one sample has no mask, and that of packed samples has one, with arguments of the same shapes."""
+    one, packed = torch.arange(LENGTH)[None], torch.tensor([[*range(40), *range(LENGTH - 40)]])
+
+    def script(model):
+        positions = (one, packed, one)
+        return [train(model, 4, position_ids=x, use_cache=False) for x in positions]
+
+    assert len(run_both(script).captured) == 2
+
+
+class Box:
+    def __init__(self, value):
+        self.value = value
+
+
+class Boxes(nn.LayerNorm):
+    def forward(self, x):
+        y = super().forward(x)
+        return y, Box(y.detach())
+
+
+def test_an_output_that_cannot_be_copied_makes_a_call_eager():
+    def script(model):
+        results = []
+        for seed in range(5):
+            y, box = model(torch.randn(2, 4, generator=torch.Generator().manual_seed(seed)))
+            y.sum().backward()
+            results.append(box.value)
+        return results
+
+    record = run_both(script, Boxes(4), is_warm=False)
+    assert any("its output has a Box" in reason for reason in record.eager), record
+
+
+def test_embeddings_whose_output_needs_a_gradient_are_replayed():
+    """Checkpoints and quantised models need such a hook. Nobody can read the gradient of the output."""
+    model = lora()
+    model.enable_input_require_grads()
+    assert run_both(train, model).replayed == 3
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(4)
+        self.options = types.SimpleNamespace(scale=1.0)
+
+    def forward(self, x):
+        return self.norm(x) * self.options.scale
+
+
+def test_a_setting_in_an_object_of_a_module_is_noticed():
+    def script(model):
+        results = train_module(model)
+        model.options.scale = 2.0
+        return results + train_module(model)
+
+    record = run_both(script, Scaled(), is_warm=False)
+    assert (len(record.captured), record.replayed) == (2, 5)
+
+
+def test_failed_captures_leave_the_captured_calls_graphed(monkeypatch):
+    model = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4))
+    report = tigon.patch(model, graphs=True)
+    train = lambda size: model(torch.ones(size, 4)).sum().backward()
+    for _ in range(3):
+        train(1)
+
+    def fail(*args, **options):
+        raise torch.cuda.OutOfMemoryError
+
+    monkeypatch.setattr(forward.capturing, "capture", fail)
+    monkeypatch.setattr(forward.GraphedForward, "drop_least_used", lambda self: None)
+    for size in range(2, 2 + forward.MOST_FAILURES + 1):
+        for _ in range(3):
+            train(size)
+    assert report.graphs.replayed == 1
+    train(1)
+    assert report.graphs.replayed == 2

@@ -199,7 +199,7 @@ class Arguments(nn.LayerNorm):
 
 UNSEEN = {
     Counts: "its forward changes Counts.count",
-    Leaf: "neither a parameter of a module nor an argument",
+    Leaf: "neither a parameter nor an argument",
     Arguments: "its arguments do not fit",
 }
 

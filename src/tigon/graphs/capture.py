@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from tigon.graphs.signature import NotCaptured
 from tigon.runtime.compat.graphs import end_allocation, has_storage, storage_users
 from tigon.runtime.counters import shared_in_capture
 
@@ -351,7 +352,11 @@ def release_cached_memory(device: torch.device) -> None:
 
 
 def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
-    """Return a copy of an output, such as a tuple or a dict of tensors, with `function` applied to every tensor."""
+    """Return a copy of an output, such as a tuple or a dict of tensors, with `function` applied to every tensor.
+
+    Raises:
+        NotCaptured: The output has an object with attributes, which may be tensors that the next replay overwrites.
+    """
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, dict):
@@ -364,4 +369,6 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
         return type(value)(*(map_tensors(function, item) for item in value))
     if isinstance(value, (tuple, list)):
         return type(value)(map_tensors(function, item) for item in value)
+    if getattr(value, "__dict__", None):
+        raise NotCaptured(f"its output has a {type(value).__name__}, which a graph cannot copy")
     return value

@@ -11,6 +11,7 @@ import logging
 import random
 import sys
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -37,8 +38,7 @@ MOST_PAIRS, MORE_USES = 16, 2
 MOST_CHANGES = 4
 # Changes do not count if each signature was used this often in between: a capture takes the time of so many replays.
 WORTHWHILE_USES = 50
-
-# After this many failed captures, none of other signatures is tried.
+# After this many failed captures, no other signature is captured.
 MOST_FAILURES = 3
 
 # True in a thread while the forward of a model with graphs runs.
@@ -155,7 +155,7 @@ class GraphedForward:
         """
         if not model.training or not torch.is_grad_enabled():
             raise NotCaptured("it does not train")
-        if self.obstacle is not None:
+        if self.obstacle is not None and not self.pairs:
             raise NotCaptured(self.obstacle)
         check_torch()
         if self.state is None:
@@ -194,9 +194,10 @@ class GraphedForward:
         Raises:
             NotCaptured: No graph can compute the call, or its signature was used too rarely.
         """
-        key = call.signature()
-        if key in self.refused:
-            raise NotCaptured(self.refused[key])
+        # A graph without a mask, for one sample in a row, must not compute packed samples.
+        key = (*call.signature(), preparation.context)
+        if (reason := self.refused.get(key, self.obstacle)) is not None and key not in self.pairs:
+            raise NotCaptured(reason)
         self.uses[key] += 1
         is_at_once = preparation.is_bucket and 0 < len(self.pairs) < MOST_PAIRS
         if self.uses[key] <= EAGER_USES and not is_at_once:
@@ -232,15 +233,17 @@ class GraphedForward:
             if self.uses[key] < MORE_USES * least:
                 raise NotCaptured(f"there are {MOST_PAIRS} pairs of graphs, and its signature is not used more often")
             self.drop_least_used()
-        context = preparation.context
-        compute = functools.partial(_compute, model, run, context, call.constants)
+        further_leaves: list[weakref.ref[Tensor]] = []
+        compute = functools.partial(_compute, model, run, preparation.context, call.constants, further_leaves)
         # A backward that runs a part of the forward again takes the same tensors.
         replace = functools.partial(_with_parameters, model, self.state.trained)
-        text = call.describe()
-        versions = self.state.tensor_versions()
+        text, versions = call.describe(), self.state.tensor_versions()
         try:
             with _restored(model):
                 pair = self._capture(compute, replace, call)
+                # A leaf that is freed with the call has no gradient that can be read.
+                if any(leaf() is not None for leaf in further_leaves):
+                    raise NotCaptured("it differentiates a tensor that is neither a parameter nor an argument")
         except Exception as error:
             reason = str(error) if isinstance(error, NotCaptured) else f"{type(error).__name__}: {error}"
             reason = f"it cannot be captured ({reason.splitlines()[0] if reason else reason})"
@@ -360,9 +363,14 @@ def _with_parameters(model: nn.Module, trained: Sequence[Tensor], others: Sequen
 
 def _compute(
     model: nn.Module, run: Callable, context: Callable[[], contextlib.AbstractContextManager],
-    constants: dict[str, Any], inputs: dict[str, Tensor], parameters: Sequence[nn.Parameter],
+    constants: dict[str, Any], further_leaves: list[weakref.ref[Tensor]], inputs: dict[str, Tensor],
+    parameters: Sequence[nn.Parameter],
 ) -> tuple[Any, Tensor]:  # fmt: skip
-    """Run a forward; return its outputs, and the one that has a gradient."""
+    """Run a forward; return its outputs, and the one that has a gradient.
+
+    `further_leaves` gets references to the leaves that are neither parameters nor inputs. A hook may let the output of
+    the embeddings need a gradient.
+    """
     # Autocast would take the casts of the warm-up, and a replay would not cast again.
     torch.clear_autocast_cache()
     with context():
@@ -374,8 +382,7 @@ def _compute(
         raise NotCaptured(f"its output has {len(found)} tensors with a gradient, and a graph has one")
     (output,) = found.values()
     known = {id(leaf) for leaf in (*parameters, *inputs.values())}
-    if any(id(leaf) not in known for leaf in _leaves(output)):
-        raise NotCaptured("it differentiates a tensor that is neither a parameter of a module nor an argument")
+    further_leaves += [weakref.ref(leaf) for leaf in _leaves(output) if id(leaf) not in known]
     return outputs, output
 
 

@@ -5,11 +5,13 @@ setting, child, hook or forward than at the time of the capture. `ModelState` th
 modules and of their configurations, and compares them before each replay.
 """
 
+import dataclasses
 import operator
 import weakref
+from argparse import Namespace
 from collections import OrderedDict
 from collections.abc import Iterator
-from types import MethodType
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 from torch import Tensor, nn
@@ -138,14 +140,20 @@ def _is_same(x: Any, y: Any) -> bool:
 
 
 def _attributes(model: nn.Module) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the names and the attributes of the modules of a model, and of their configurations."""
+    """Yield the names and the attributes of the modules of a model, and of the objects that hold their settings."""
     configurations: dict[int, Any] = {}
     for name, module in model.named_modules():
         yield name or type(module).__name__, vars(module)
-        if hasattr(config := vars(module).get("config"), "__dict__"):
-            configurations[id(config)] = config
+        configurations |= {id(x): x for key, x in vars(module).items() if _is_configuration(key, x)}
     for config in configurations.values():
         yield type(config).__name__, vars(config)
+
+
+def _is_configuration(name: str, x: Any) -> bool:
+    """Return whether an attribute of a module is an object that holds settings."""
+    if not hasattr(x, "__dict__") or isinstance(x, type):
+        return False
+    return name == "config" or isinstance(x, (SimpleNamespace, Namespace)) or dataclasses.is_dataclass(x)
 
 
 def _version(x: Tensor) -> int:
