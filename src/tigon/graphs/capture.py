@@ -24,10 +24,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from tigon.graphs.signature import NotCaptured
-from tigon.runtime.compat.graphs import end_allocation, has_storage, storage_users
+from tigon.runtime.compat.graphs import StorageWeakRef, end_allocation, has_storage, storage_users
 from tigon.runtime.counters import shared_in_capture
 
 # --- memory --------------------------------------------------------------------------------------
