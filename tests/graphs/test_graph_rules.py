@@ -9,12 +9,14 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from transformers import masking_utils
 
 import tigon
 from graphs.emulation import emulate
 from graphs.steps import LENGTH, TwoBiases, batch, gradients, llama, lora, run_both, train, train_module
 from tigon.graphs import forward
 from tigon.hf.graphs import find_graphed_forward
+from tigon.hf.transformers_private import masks_as_in_eager_calls
 
 pytestmark = pytest.mark.no_interpreter("The emulation of graphs needs no kernel.")
 
@@ -210,6 +212,19 @@ def test_packed_samples_are_not_replayed_as_one_sample():
         return [train(model, 4, position_ids=x, use_cache=False) for x in positions]
 
     assert len(run_both(script).captured) == 2
+
+
+def test_a_capture_does_not_change_the_masks_of_other_threads():
+    packed, samples = torch.tensor([[*range(40), *range(LENGTH - 40)]]), []
+    find = lambda: samples.append(masking_utils.find_packed_sequence_indices(packed))
+    with masks_as_in_eager_calls():
+        thread = threading.Thread(target=find)
+        thread.start()
+        thread.join()
+        find()
+    find()
+    assert samples[1] is None
+    assert torch.equal(samples[0], samples[2])
 
 
 class Box:

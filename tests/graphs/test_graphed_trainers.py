@@ -8,6 +8,7 @@ import transformers
 import tigon
 from graphs.emulation import emulate
 from graphs.steps import batch, llama
+from tigon.hf.graphs import find_graphed_forward
 
 pytest.importorskip("trl", reason="TRL is not installed")
 
@@ -78,3 +79,17 @@ def test_trainers_of_trl_replay_their_steps(kind, adapters, tmp_path):
     assert losses == pytest.approx(expected, rel=1e-3, abs=1e-4)
     for name, parameter in ours.parameters.items():
         torch.testing.assert_close(parameter, stock.parameters[name], rtol=1e-2, atol=2e-4, msg=name)
+
+
+def test_adapters_train_with_graphs_by_the_default_arguments_of_trl(tmp_path):
+    """By default TRL checkpoints layers, so the output of the embeddings needs a gradient."""
+    path = trainers.save_model(tmp_path)
+    tigon.integrations.trl.enable(memory="lean", graphs=True)
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        options = {"gradient_checkpointing": True, "per_device_train_batch_size": 2}
+        trainer = trainers.build("sft", model, tmp_path, LORA, **options)
+        trainer.train()
+    finally:
+        tigon.integrations.trl.disable()
+    assert find_graphed_forward(trainer.model.get_base_model().model).record.replayed == STEPS - 2

@@ -17,6 +17,7 @@ import inspect
 import logging
 import re
 import sys
+import threading
 import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -99,14 +100,22 @@ def masks_as_in_eager_calls() -> Iterator[None]:
     Without the second one, it has the mask if the call has positions.
     """
     names = vars(sys.modules.get("transformers.masking_utils", object))
-    replaced = {"is_tracing": lambda *args: False, "find_packed_sequence_indices": lambda positions: None}
-    stock = {name: names[name] for name in replaced if name in names}
-    names = names if stock else {}
-    names.update({name: replaced[name] for name in stock})
+    results = {"is_tracing": False, "find_packed_sequence_indices": None}
+    stock = {name: names[name] for name in results if name in names}
+    thread = threading.get_ident()
+
+    def replace(name: str) -> Callable:
+        # Models of other threads may have packed batches.
+        is_here = lambda: threading.get_ident() == thread
+        return lambda *args, **kwargs: results[name] if is_here() else stock[name](*args, **kwargs)
+
+    if stock:
+        names.update({name: replace(name) for name in stock})
     try:
         yield
     finally:
-        names.update(stock)
+        if stock:
+            names.update(stock)
 
 
 # --- checkpointing ---------------------------------------------------------------------------------
