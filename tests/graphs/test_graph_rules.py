@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from transformers import masking_utils
+from transformers.models.llama import modeling_llama
 
 import tigon
 from graphs.emulation import emulate
@@ -296,3 +297,13 @@ def test_failed_captures_leave_the_captured_calls_graphed(monkeypatch):
     assert report.graphs.replayed == 1
     train(1)
     assert report.graphs.replayed == 2
+
+
+@pytest.mark.parametrize(("file", "name"), [(modeling_llama, "rotate_half"), (nn.functional, "silu")])
+def test_a_replaced_function_is_noticed(file, name, monkeypatch):
+    model, function = llama(), getattr(file, name)
+    record = tigon.patch(model, graphs=True).graphs
+    train(model)
+    monkeypatch.setattr(file, name, lambda *args, **options: function(*args, **options))
+    train(model, 1)
+    assert record.eager["a function that a forward may call has changed"] == 1

@@ -7,11 +7,12 @@ modules and of their configurations, and compares them before each replay.
 
 import dataclasses
 import operator
+import sys
 import weakref
 from argparse import Namespace
 from collections import OrderedDict
 from collections.abc import Iterator
-from types import MethodType, SimpleNamespace
+from types import BuiltinFunctionType, FunctionType, MethodType, SimpleNamespace
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from tigon.recognition.replacement import Replacement
 
 _CONTAINERS = (dict, OrderedDict, list, tuple, set)
+_CODE = (FunctionType, BuiltinFunctionType, type)
 
 
 def _copy(x: Any, empty: list[Any]) -> Any:
@@ -62,6 +64,11 @@ class ModelState:
         self.facts = self._read_tensors()
         self.modules = [*map(weakref.ref, model.modules())]
         self.classes = self._read_classes()
+        # The functions and classes that the code of the modules finds among the globals of its file.
+        files = {sys.modules[cls.__module__] for cls in self.classes[0] if cls.__module__ in sys.modules}
+        tables = [*map(vars, files), vars(nn.functional)]
+        self.names_of_code = [(table, [name for name, x in table.items() if isinstance(x, _CODE)]) for table in tables]
+        self.code = self._read_code()
         names, attributes = zip(*_attributes(model), strict=True)
         self.names: tuple[str, ...] = names
         # The model refers to this state, so a reference to its own attributes would be a cycle.
@@ -75,9 +82,12 @@ class ModelState:
         self.recipes = self._read_recipes()
 
     def _read_classes(self) -> tuple[list[type], list[Any]]:
-        """Return the classes of all modules, and the forwards of these classes."""
+        """Return the classes of all modules, and how these classes are called."""
         classes = [type(reference()) for reference in self.modules]
-        return classes, [getattr(cls, "forward", None) for cls in {*classes}]
+        return classes, [(getattr(cls, "forward", None), cls.__call__) for cls in {*classes}]
+
+    def _read_code(self) -> list[list[Any]]:
+        return [[*map(table.get, names)] for table, names in self.names_of_code]
 
     def _read_recipes(self) -> list[int]:
         return [id(getattr(reference(), "recipe", None)) for reference in self.replacements]
@@ -105,6 +115,8 @@ class ModelState:
             return "a forward"
         if self._read_classes() != self.classes:
             return "a class"
+        if self._read_code() != self.code:
+            return "a function that a forward may call"
         try:
             if not any(self.empty) and all(map(operator.eq, self.copies, self._attributes())):
                 return None
