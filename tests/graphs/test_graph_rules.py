@@ -16,6 +16,7 @@ import tigon
 from graphs.emulation import emulate
 from graphs.steps import LENGTH, TwoBiases, batch, gradients, llama, lora, run_both, train, train_module
 from tigon.graphs import forward
+from tigon.graphs.state import ModelState
 from tigon.hf.graphs import find_graphed_forward
 from tigon.hf.transformers_private import masks_as_in_eager_calls
 
@@ -307,3 +308,12 @@ def test_a_replaced_function_is_noticed(file, name, monkeypatch):
     monkeypatch.setattr(file, name, lambda *args, **options: function(*args, **options))
     train(model, 1)
     assert record.eager["a function that a forward may call has changed"] == 1
+
+
+def test_an_equal_parameter_of_one_element_is_another_parameter():
+    model = nn.Module()
+    model.scale = nn.Parameter(torch.ones(1))
+    state = ModelState(model)
+    assert state.change() is None
+    model.scale = nn.Parameter(torch.ones(1))
+    assert state.change() == "a parameter or a buffer"

@@ -9,7 +9,8 @@ follow the rules of `GraphMemory`:
 - A forward is replayed only if no backward of an earlier forward can still run.
 - Autograd takes the gradients of a replay as `p.grad` without a copy. If `p.grad` still has them when they are about to
   be overwritten, because micro-batches accumulate, its data becomes a copy first. If anything else still refers to
-  them, the call runs eagerly. If that is so only when the backward begins, the gradients of this backward are copied.
+  them, the call runs eagerly. If such a reference appears only after the forward, the backward returns copies of its
+  gradients, and restores the old values.
 """
 
 import copy

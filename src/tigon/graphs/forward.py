@@ -8,12 +8,11 @@ call runs eagerly, and the record says why.
 import contextlib
 import functools
 import logging
-import random
 import sys
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn
 
@@ -21,18 +20,19 @@ import torch
 from torch import Tensor, nn
 
 from tigon.graphs import capture as capturing
-from tigon.graphs.capture import GraphMemory, Pair, map_tensors
+from tigon.graphs.capture import GraphMemory, Pair
+from tigon.graphs.captured_call import compute_call, restored, with_parameters
 from tigon.graphs.obstacles import bind, check_model, check_torch
 from tigon.graphs.signature import Call, NotCaptured, divide_arguments
 from tigon.graphs.state import ModelState
-from tigon.runtime.compat.autograd import AccumulateGrad, has_active_transform
+from tigon.runtime.compat.autograd import has_active_transform
 from tigon.runtime.compat.modules import is_replica
 
 LOGGER = logging.getLogger("tigon")
 
 # Uses of a signature that run eagerly before it is captured: rare signatures are not worth the time.
 EAGER_USES = 2
-# With more pairs, the one that was used least is dropped, for a signature that was used this many times as often.
+# A further signature replaces the pair that was used least if it was used this many times as often.
 MOST_PAIRS, MORE_USES = 16, 2
 # If the model has changed this often, it changes in every step, and is not captured again.
 MOST_CHANGES = 4
@@ -41,6 +41,8 @@ WORTHWHILE_USES = 50
 # After this many failed captures, no other signature is captured.
 MOST_FAILURES = 3
 
+# Captures share a stream, and what `tigon.runtime.counters` and functions of transformers do in a capture.
+_one_capture = threading.RLock()
 # True in a thread while the forward of a model with graphs runs.
 _running = threading.local()
 
@@ -234,12 +236,12 @@ class GraphedForward:
                 raise NotCaptured(f"there are {MOST_PAIRS} pairs of graphs, and its signature is not used more often")
             self.drop_least_used()
         further_leaves: list[weakref.ref[Tensor]] = []
-        compute = functools.partial(_compute, model, run, preparation.context, call.constants, further_leaves)
+        compute = functools.partial(compute_call, model, run, preparation.context, call.constants, further_leaves)
         # A backward that runs a part of the forward again takes the same tensors.
-        replace = functools.partial(_with_parameters, model, self.state.trained)
+        replace = functools.partial(with_parameters, model, self.state.trained)
         text, versions = call.describe(), self.state.tensor_versions()
         try:
-            with _restored(model):
+            with _one_capture, restored(model):
                 pair = self._capture(compute, replace, call)
                 # A leaf that is freed with the call has no gradient that can be read.
                 if any(leaf() is not None for leaf in further_leaves):
@@ -280,6 +282,8 @@ class GraphedForward:
                 return make(warms_up=False)
             except torch.cuda.OutOfMemoryError:
                 self.drop_least_used()
+                if self.pairs:
+                    return make(warms_up=False)
             except RuntimeError:
                 LOGGER.debug("tigon: a capture without a warm-up failed", exc_info=True)
         return make(warms_up=True)
@@ -312,89 +316,3 @@ def _say(text: str) -> None:
 def is_capturing_now() -> bool:
     """Return whether a CUDA graph is captured on the current stream."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-
-
-@contextlib.contextmanager
-def _restored(model: nn.Module) -> Iterator[None]:
-    """Run a capture, which computes a call once, without changes of buffers and of random numbers on the host.
-
-    Raises:
-        NotCaptured: The block draws random numbers on the host, where each replay would have the same ones.
-    """
-    # A buffer that each forward writes to has been written to before.
-    buffers = [(x, x.clone()) for x in model.buffers() if not x.is_inference() and x._version]
-    numbers = host_random_state()
-    try:
-        yield
-        if has_drawn(numbers):
-            raise NotCaptured("it draws random numbers on the host")
-    finally:
-        random.setstate(numbers[0])
-        torch.set_rng_state(torch.frombuffer(bytearray(numbers[1]), dtype=torch.uint8))
-        with torch.no_grad():
-            for buffer, values in buffers:
-                buffer.copy_(values)
-
-
-def host_random_state() -> tuple[Any, bytes]:
-    """Return the states of the random numbers of Python, and of those of torch on the host."""
-    return random.getstate(), torch.get_rng_state().numpy().tobytes()
-
-
-def has_drawn(numbers: tuple[Any, bytes]) -> bool:
-    """Return whether random numbers were drawn on the host since `host_random_state` returned these."""
-    return host_random_state() != numbers
-
-
-@contextlib.contextmanager
-def _with_parameters(model: nn.Module, trained: Sequence[Tensor], others: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Let the modules of a model have other parameters in place of the trained ones in the block."""
-    aliases = {id(p): alias for p, alias in zip(trained, others, strict=True)}
-    tables = [module._parameters for module in model.modules()]
-    replaced = [(table, name, p) for table in tables for name, p in table.items() if id(p) in aliases]
-    try:
-        for table, name, parameter in replaced:
-            table[name] = aliases[id(parameter)]
-        yield
-    finally:
-        for table, name, parameter in replaced:
-            table[name] = parameter
-
-
-def _compute(
-    model: nn.Module, run: Callable, context: Callable[[], contextlib.AbstractContextManager],
-    constants: dict[str, Any], further_leaves: list[weakref.ref[Tensor]], inputs: dict[str, Tensor],
-    parameters: Sequence[nn.Parameter],
-) -> tuple[Any, Tensor]:  # fmt: skip
-    """Run a forward; return its outputs, and the one that has a gradient.
-
-    `further_leaves` gets references to the leaves that are neither parameters nor inputs. A hook may let the output of
-    the embeddings need a gradient.
-    """
-    # Autocast would take the casts of the warm-up, and a replay would not cast again.
-    torch.clear_autocast_cache()
-    with context():
-        outputs = run(model, **constants, **inputs)
-    torch.clear_autocast_cache()
-    found: dict[int, Tensor] = {}
-    map_tensors(lambda x: found.update({id(x): x} if x.requires_grad else {}), outputs)
-    if len(found) != 1:
-        raise NotCaptured(f"its output has {len(found)} tensors with a gradient, and a graph has one")
-    (output,) = found.values()
-    known = {id(leaf) for leaf in (*parameters, *inputs.values())}
-    further_leaves += [weakref.ref(leaf) for leaf in _leaves(output) if id(leaf) not in known]
-    return outputs, output
-
-
-def _leaves(output: Tensor) -> Iterator[Tensor]:
-    """Yield the leaves that autograd would compute gradients of, from an output."""
-    stack: list[Any] = [output.grad_fn]
-    seen = {*stack}
-    while stack:
-        node = stack.pop()
-        is_leaf = isinstance(node, AccumulateGrad)
-        if is_leaf:
-            yield node.variable
-        new = {each for each, _ in node.next_functions if each is not None} - seen
-        stack += new
-        seen |= new

@@ -58,9 +58,9 @@ def check_model(model: nn.Module) -> None:
     if not is_supported(device := devices.pop()):
         raise NotCaptured(f"the model is on {device}, where no CUDA graph is captured")
     if any(hasattr(kind, "__tensor_flatten__") or (kind is not nn.Parameter and trains) for _, kind, trains in kinds):
-        raise NotCaptured("the parameters are no plain tensors")
+        raise NotCaptured("some parameters are not plain tensors")
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        raise NotCaptured("there are several ranks")
+        raise NotCaptured("the process group has several ranks")
     if (origin := find_python_hook(model)) is not None:
         raise NotCaptured(f"a hook of {origin} runs Python code in each call")
 

@@ -62,6 +62,10 @@ class ModelState:
         self.trained = [p for p in model.parameters() if p.requires_grad]
         self.tensors = [*model.parameters(), *model.buffers()]
         self.facts = self._read_tensors()
+        # Two tensors of one element may be equal.
+        tables = [table for module in model.modules() for table in (module._parameters, module._buffers)]
+        items = [(table, name, x) for table in tables for name, x in table.items()]
+        self.single = [(table, name, x) for table, name, x in items if x is not None and x.numel() == 1]
         self.modules = [*map(weakref.ref, model.modules())]
         self.classes = self._read_classes()
         # The functions and classes that the code of the modules finds among the globals of its file.
@@ -105,7 +109,8 @@ class ModelState:
 
     def changed_tensor(self) -> str | None:
         """Return what has changed about the tensors of the model, or None. A replay reads and writes their memory."""
-        return None if self._read_tensors() == self.facts else "a parameter or a buffer"
+        is_same = all(table.get(name) is x for table, name, x in self.single) and self._read_tensors() == self.facts
+        return None if is_same else "a parameter or a buffer"
 
     def change(self) -> str | None:
         """Return what has changed since the capture, or None."""

@@ -37,7 +37,8 @@ LOGGER = logging.getLogger("tigon")
 # The packages whose modules compute each token by itself, or are attention with the masks of transformers.
 _PACKAGES = {"tigon", "torch", "transformers", "peft", "accelerate", "trl", "bitsandbytes", "torchao", "deepspeed"}
 _LIMITS = ("max_position_embeddings", "original_max_position_embeddings", "max_seq_len", "n_ctx", "context_length")
-# Settings of attention that chooses tokens by scores, of which some may be equal, and of patches of bytes.
+# Prefixes of settings of models whose results depend on the length: sparse attention selects tokens by scores, some of
+# which may be equal, and byte models group bytes into patches.
 _DEPENDENT = ("index_", "indexer_", "keep_window_size", "patching_mode")
 # The largest number of notes about calls that were not padded.
 MOST_NOTES = 8
@@ -92,7 +93,7 @@ def _builds_causal_mask(module: nn.Module) -> bool:
         nodes = [*ast.walk(definition_of(forward))]
     except (NotReadable, AttributeError):
         return False
-    # Without a mask of the caller, eager attention in such a branch is not causal.
+    # If the model builds its causal mask only in such a branch, eager attention is not causal in a call without a mask.
     branches = [n for n in nodes if isinstance(n, ast.If) and ast.unparse(n.test) == "attention_mask is not None"]
     in_branches = {n.id for branch in branches for n in ast.walk(branch) if isinstance(n, ast.Name)}
     return not builders <= in_branches

@@ -106,10 +106,10 @@ def enable(
             models are patched only by your calls of `tigon.patch`, and TRL's `gradient_checkpointing` argument decides.
             It is True by default. A checkpointed layer saves only its input, so "lean" and "lean+mlp" then have no
             effect in it; a warning says so.
-        graphs: Run training calls as CUDA graphs, and take "default" for a `memory` of None. The trainer calls the
-            body of the model, which is what runs as graphs, and computes the loss outside.
-        pad_to: Pad training calls to a multiple of this number, and take "default" for a `memory` of None. The options
-            are those of `tigon.patch`.
+        graphs: Run training calls as CUDA graphs, as `tigon.patch(graphs=True)` does. The trainer calls the body of the
+            model, which runs as graphs, and computes the loss outside. If `memory` is None, the level is "default".
+        pad_to: Pad training calls to a multiple of this number, as `tigon.patch` does. If `memory` is None, the level
+            is "default".
 
     Raises:
         ImportError: TRL is not installed, or this version of TRL is not known; the message names both versions.
