@@ -10,7 +10,7 @@ import time
 
 import torch
 
-from tigon.graphs import capture, forward, obstacles
+from tigon.graphs import capture, captured_call, forward, obstacles
 
 
 class EmulatedMemory(capture.GraphMemory):
@@ -108,4 +108,4 @@ def emulate(monkeypatch):
     monkeypatch.setattr(forward, "GraphMemory", EmulatedMemory)
     monkeypatch.setattr(capture, "capture", emulated_capture)
     # Here, the host draws the random numbers of the device.
-    monkeypatch.setattr(forward, "has_drawn", lambda numbers: random.getstate() != numbers[0])
+    monkeypatch.setattr(captured_call, "has_drawn", lambda numbers: random.getstate() != numbers[0])

@@ -23,10 +23,10 @@ def restored(model: nn.Module) -> Iterator[None]:
     """
     # A buffer that each forward writes to has been written to before.
     buffers = [(x, x.clone()) for x in model.buffers() if not x.is_inference() and x._version]
-    numbers = _host_random_state()
+    numbers = host_random_state()
     try:
         yield
-        if _has_drawn(numbers):
+        if has_drawn(numbers):
             raise NotCaptured("it draws random numbers on the host")
     finally:
         if buffers and buffers[0][0].is_cuda:
@@ -39,14 +39,14 @@ def restored(model: nn.Module) -> Iterator[None]:
                 buffer.copy_(values)
 
 
-def _host_random_state() -> tuple[Any, bytes]:
+def host_random_state() -> tuple[Any, bytes]:
     """Return the states of the random numbers of Python, and of those of torch on the host."""
     return random.getstate(), torch.get_rng_state().numpy().tobytes()
 
 
-def _has_drawn(numbers: tuple[Any, bytes]) -> bool:
-    """Return whether random numbers were drawn on the host since `_host_random_state` returned these."""
-    return _host_random_state() != numbers
+def has_drawn(numbers: tuple[Any, bytes]) -> bool:
+    """Return whether random numbers were drawn on the host since `host_random_state` returned these."""
+    return host_random_state() != numbers
 
 
 @contextmanager
