@@ -35,6 +35,8 @@ from tigon.cli.output import console_table, format_number, markdown_table
 
 # The columns that are aligned to the left.
 LEFT = ("provider", "note", "within")
+# The columns that are left out if no row has a value.
+OPTIONAL = ("GPU ms", "x GPU", "kernels", "captures", "reserved GiB")
 Value = Callable[[Measurement], float | None]
 
 
@@ -45,19 +47,19 @@ UNEVEN = (
 
 def legend(machine: dict[str, Any]) -> str:
     """Return sentences that explain the columns."""
-    memory = (
-        "peaks of torch's allocator over the timed steps, on the GPU with the highest peak, "
-        "with model and optimizer states"
-        if machine["type"] == "cuda"
-        else "the state and the growth of the process"
+    start = (
+        "One step: forward, backward, optimizer, zero_grad. ms: median of the timed steps, in brackets their quartiles"
     )
+    end = "above state: the peak less parameters and optimizer states, in the demo also less gradients."
+    if machine["type"] != "cuda":
+        return f"{start}; host ms: until the calls return; peak GiB: the state and the growth of the process; {end}"
     return (
-        "One step: forward, backward, optimizer, zero_grad. ms: median of the timed steps, in brackets their "
-        "quartiles; GPU ms and kernels: the sum of the times of a step's kernels, copies and fills in a profile of "
-        "three more steps, and their number; x GPU: ms divided by GPU ms; host ms: until the calls return; tokens/s: "
-        "of all ranks, or with TRL those of all timed steps, without padding and with the time of captures; captures: "
-        "pairs of CUDA graphs, with their seconds in all and those of the longest one; peak and reserved GiB: "
-        f"{memory}; above state: the peak less parameters and optimizer states, in the demo also less gradients."
+        f"{start}; GPU ms and kernels: the sum of the times of a step's kernels, copies and fills in a profile of "
+        "three more steps, and their number; x GPU: ms divided by GPU ms; host ms: until the calls return; tokens/s: of "
+        "all ranks, or with TRL those of all timed steps, without padding and with the time of captures; captures: pairs "
+        "of CUDA graphs, with their seconds in all and those of the longest one; peak and reserved GiB: peaks of "
+        "torch's allocator over the timed steps, on the GPU with the highest peak, with model and optimizer states; "
+        f"{end}"
     )
 
 
@@ -111,19 +113,20 @@ def _cells(rows: Sequence[Measurement]) -> tuple[list[str], list[list[str]]]:
 
     titles = ["provider", "batch", "length", "ms", "GPU ms", "x GPU", "kernels", "host ms", "tokens/s"]
     titles += [f"x {peer}" for peer in peers]
-    has_captures = any(row.captures for row in rows)
-    titles += [*["captures"] * has_captures, "peak GiB", "above state", "reserved GiB", "note"]
+    titles += ["captures", "peak GiB", "above state", "reserved GiB", "note"]
     cells = [
         [row.provider, str(row.batch), f"{row.seq:,}", _milliseconds(row), _as_ms(row.gpu_seconds),
          _ratio(row.step_seconds, row.gpu_seconds), "-" if row.kernels is None else f"{row.kernels:,}",
          _as_ms(row.median_host_seconds),
          "-" if row.tokens_per_second is None else f"{row.tokens_per_second:,.0f}",
-         *(ratio(row, peer) for peer in peers), *[_captures(row)] * has_captures, _format_gib(row.allocated),
+         *(ratio(row, peer) for peer in peers), _captures(row), _format_gib(row.allocated),
          _format_gib(row.above_state),
          _format_gib(row.reserved), _note(row)]
         for row in rows
     ]  # fmt: skip
-    return titles, cells
+    # A CPU has no kernels of a GPU, and most runs capture nothing.
+    used = [i for i, title in enumerate(titles) if title not in OPTIONAL or any(line[i] != "-" for line in cells)]
+    return [titles[i] for i in used], [[line[i] for i in used] for line in cells]
 
 
 def _uneven_cells(rows: Sequence[Measurement]) -> tuple[list[str], list[list[str]]]:

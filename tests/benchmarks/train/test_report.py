@@ -97,8 +97,8 @@ def test_the_report_of_a_sweep_has_all_rows(tmp_path):
     text = report.markdown(rows, settings)
     lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
     assert lines[2][:3] == ["stock", "2", "512"]
-    assert lines[2][8:] == ["10,240", "1.000", "3.0", "3.0", "4.0", ""]
-    assert lines[3][8:11] == ["20,480", "2.000", "3.0"]
+    assert lines[2][5:] == ["10,240", "1.000", "3.0", "3.0", "4.0", ""]
+    assert lines[3][5:8] == ["20,480", "2.000", "3.0"]
     assert lines[5][:3] + lines[5][-1:] == ["stock", "2", "1,024", "out of memory"]
     report.write_report(tmp_path / "train.json", rows, settings)
     document = json.loads((tmp_path / "train.json").read_text())
