@@ -55,10 +55,11 @@ def legend(machine: dict[str, Any]) -> str:
         return f"{start}; host ms: until the calls return; peak GiB: the state and the growth of the process; {end}"
     return (
         f"{start}; GPU ms and kernels: the sum of the times of a step's kernels, copies and fills in a profile of "
-        "three more steps, and their number; x GPU: ms divided by GPU ms; host ms: until the calls return; tokens/s: of "
-        "all ranks, or with TRL those of all timed steps, without padding and with the time of captures; captures: pairs "
-        "of CUDA graphs, with their seconds in all and those of the longest one; peak and reserved GiB: peaks of "
-        "torch's allocator over the timed steps, on the GPU with the highest peak, with model and optimizer states; "
+        "three more steps, and their number; x GPU: ms divided by GPU ms; host ms: until the calls return; "
+        "tokens/s: of all ranks, or with TRL those of all timed steps, without padding and with the time of "
+        "captures; captures: pairs of CUDA graphs, with their seconds in all and those of the longest one; peak "
+        "and reserved GiB: peaks of torch's allocator over the timed steps, on the GPU with the highest peak, with "
+        "model and optimizer states; "
         f"{end}"
     )
 
