@@ -134,7 +134,7 @@ class GradientPlace:
 
     def __init__(self, gradient: Tensor, owners: Any, is_of_forward: bool) -> None:
         self.owners = owners
-        # Whether the forward computes it, and the next forward overwrites it.
+        # True if the forward computes the gradient. The next forward then overwrites it.
         self.is_of_forward = is_of_forward
         self.shape, self.stride = gradient.shape, gradient.stride()
         self.dtype, self.device = gradient.dtype, gradient.device
@@ -174,7 +174,7 @@ class Pair:
     outputs: Any
     # The place of the gradient of each tensor that the call differentiates, or None if it has none.
     gradients: Sequence[GradientPlace | None]
-    # Whether the forward writes to a buffer of the model, so that a replay must not be discarded.
+    # True if the forward writes to a buffer of the model. A replay must then not be discarded.
     writes_to_model: bool = False
     seconds: float = 0.0
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from tigon.graphs import capture as capturing
 from tigon.graphs.capture import GraphMemory, Pair
 from tigon.graphs.captured_call import compute_call, restored, with_parameters
-from tigon.graphs.obstacles import bind, check_model, check_torch
+from tigon.graphs.obstacles import bind, check_torch
 from tigon.graphs.signature import Call, NotCaptured, divide_arguments
 from tigon.graphs.state import ModelState
 from tigon.runtime.compat.autograd import has_active_transform
@@ -56,7 +56,7 @@ class Captured(NamedTuple):
 
 @dataclass
 class GraphRecord:
-    """What was captured, and what ran eagerly and why. It belongs to a report."""
+    """The pairs of graphs that were captured, and the numbers of eager calls with their reasons. A report has it."""
 
     captured: list[Captured] = field(default_factory=list)
     # The number of eager calls for each reason.
@@ -78,13 +78,8 @@ class Preparation(NamedTuple):
     arguments: dict[str, Any]
     # The context in which the forward runs while it is captured.
     context: Callable[[], contextlib.AbstractContextManager]
-    # Whether the length of the call is one of a few, so that the call may be captured at its first use.
+    # True if the length of the call is one of a few. Such a call may be captured at its first use.
     is_bucket: bool
-
-
-def prepare_nothing(model: nn.Module, arguments: dict[str, Any]) -> Preparation:
-    """Return a call as it is."""
-    return Preparation(arguments, contextlib.nullcontext, False)
 
 
 class GraphedForward:
@@ -96,8 +91,7 @@ class GraphedForward:
 
     def __init__(
         self, inner: Callable | None, record: GraphRecord,
-        prepare: Callable[[nn.Module, dict[str, Any]], Preparation] = prepare_nothing,
-        check: Callable[[nn.Module], None] = check_model,
+        prepare: Callable[[nn.Module, dict[str, Any]], Preparation], check: Callable[[nn.Module], None],
     ) -> None:  # fmt: skip
         self.inner, self.record, self.prepare, self.check = inner, record, prepare, check
         # A reason why no call can be captured.

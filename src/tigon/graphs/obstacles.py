@@ -1,4 +1,4 @@
-"""What keeps all calls of a model, or calls with unusual arguments, from being captured."""
+"""Checks that refuse a capture: of a model, of the state of torch, and of the arguments of a call."""
 
 import inspect
 from collections.abc import Callable

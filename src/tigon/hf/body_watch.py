@@ -36,7 +36,6 @@ from tigon.recognition.probing.kind import kind_of
 from tigon.recognition.probing.standin import is_linear
 from tigon.recognition.replacement import (
     Replacement,
-    exchange,
     find_replacement,
     foreign_forward,
     install,
@@ -222,7 +221,7 @@ def watch_body(
         return lambda: None
     adapters = None if names is None else AdapterWatch(_parents(body, names), report)
     recipe = WatchedBody(None if replacement is None else replacement.recipe, loss, adapters)
-    undo = install(body, recipe) if replacement is None else exchange(replacement, recipe)
+    undo = install(body, recipe)
 
     def restore() -> None:
         if adapters is not None:

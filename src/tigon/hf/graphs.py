@@ -14,7 +14,7 @@ from tigon.hf.checkpoints import layer_calls, transformers_models
 from tigon.hf.padded_calls import PaddedForward
 from tigon.hf.report import Report
 from tigon.hf.transformers_private import is_switched_on, masks_as_in_eager_calls
-from tigon.recognition.replacement import exchange, find_replacement, foreign_forward, install
+from tigon.recognition.replacement import find_recipe, find_replacement, foreign_forward, install
 
 # Arguments, and settings of the configuration, that request more outputs than a graph has.
 _FURTHER_OUTPUTS = ("output_hidden_states", "output_attentions", "output_router_logits")
@@ -59,11 +59,7 @@ def _is_one_sample(positions: Any) -> bool:
 
 def find_graphed_forward(module: nn.Module) -> GraphedForward | None:
     """Return the recipe with graphs among those that a module runs; None if there is none."""
-    replacement = find_replacement(module)
-    recipe: Any = None if replacement is None else replacement.recipe
-    while recipe is not None and not isinstance(recipe, GraphedForward):
-        recipe = getattr(recipe, "inner", None)
-    return recipe
+    return find_recipe(module, GraphedForward)
 
 
 def forget_graphs(model: nn.Module) -> None:
@@ -105,10 +101,7 @@ def install_graphs(model: nn.Module, report: Report) -> list[Callable[[], None]]
         inner = earlier if padded is None else padded.inner
         graphed = GraphedForward(inner, record, prepare_call, check_call_model)
         undo.append(graphed.forget)
-        if padded is not None:
-            undo.append(_run_inside(padded, graphed))
-        else:
-            undo.append(install(place, graphed) if replacement is None else exchange(replacement, graphed))
+        undo.append(install(place, graphed) if padded is None else _run_inside(padded, graphed))
     return undo
 
 

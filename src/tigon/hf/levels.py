@@ -36,7 +36,7 @@ from tigon.hf.transformers_private import (
 from tigon.memory.lean import lean, share_reachable_states
 from tigon.memory.levels import MEMORY, Memory, parse_memory
 from tigon.memory.repeating import ReachableStates
-from tigon.recognition.replacement import exchange, find_replacement, foreign_forward, install
+from tigon.recognition.replacement import find_recipe, find_replacement, foreign_forward, install
 from tigon.runtime.compat.names import NAMES_FOR_LEAN, NAMES_FOR_OFFLOAD, require_names
 
 
@@ -206,17 +206,14 @@ def _make_lean(model: nn.Module, memory: Memory) -> Callable[[], None]:
 
 def _has_block(module: nn.Module) -> bool:
     """Return whether an earlier patch has installed a block in a module."""
-    replacement = find_replacement(module)
-    return replacement is not None and _find_lean_recipe(replacement.recipe) is not None
+    return find_recipe(module, LeanForward) is not None
 
 
 def _make_place_lean(module: nn.Module, memory: Memory, mlp: bool) -> Callable[[], None]:
-    replacement = find_replacement(module)
-    if replacement is None:
-        return install(module, LeanForward(None, memory, mlp))
-    installed = _find_lean_recipe(replacement.recipe)
+    installed = find_recipe(module, LeanForward)
     if installed is None:
-        return exchange(replacement, LeanForward(replacement.recipe, memory, mlp))
+        inner = getattr(find_replacement(module), "recipe", None)
+        return install(module, LeanForward(inner, memory, mlp))
     earlier = installed.memory, installed.mlp
     installed.memory, installed.mlp = memory, mlp
 
@@ -227,17 +224,9 @@ def _make_place_lean(module: nn.Module, memory: Memory, mlp: bool) -> Callable[[
     return undo
 
 
-def _find_lean_recipe(recipe: Any) -> LeanForward | None:
-    """Return the recipe of a lean level among a recipe and those that it runs; None if there is none."""
-    while recipe is not None and not isinstance(recipe, LeanForward):
-        recipe = getattr(recipe, "inner", None)
-    return recipe
-
-
 def find_lean_level(model: nn.Module) -> Memory | None:
     """Return the level with `lean` that a model, or a module in it, has; None if it has no such level."""
-    replacements = (find_replacement(module) for module in model.modules())
-    recipes = (_find_lean_recipe(replacement.recipe) for replacement in replacements if replacement is not None)
+    recipes = (find_recipe(module, LeanForward) for module in model.modules())
     return next((recipe.memory for recipe in recipes if recipe is not None and recipe.memory.level == "lean"), None)
 
 

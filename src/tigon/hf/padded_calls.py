@@ -26,7 +26,7 @@ from tigon.hf.checkpoints import transformers_models
 from tigon.hf.head import CausalLMForward
 from tigon.hf.loss_function import LossFunction
 from tigon.hf.transformers_private import builds_mask, model_facts
-from tigon.recognition.replacement import exchange, find_replacement, foreign_forward, install
+from tigon.recognition.replacement import find_recipe, find_replacement, foreign_forward, install
 from tigon.recognition.rewriting.source import NotReadable, definition_of, innermost
 from tigon.runtime.compat.autograd import has_active_transform
 from tigon.runtime.reach.code import code_facts
@@ -71,7 +71,7 @@ def padding_rules(model: Any) -> PaddingRules | str:
         token=_text_token(model.config),
         position_limits=limits,
         keeps_positions=not is_dynamic,
-        skips_logits=_find_recipe(model, CausalLMForward) is not None,
+        skips_logits=find_recipe(model, CausalLMForward) is not None,
         adds_mask=any("position_bias" in _variables(module) for module in decoder.modules()),
         always_masks=any(getattr(module, "is_causal", True) is False for module in attention),
         config=config,
@@ -216,14 +216,6 @@ def _find_obstacle(model: Any, arguments: dict[str, Any]) -> str | None:
 # --- the option ------------------------------------------------------------------------------------
 
 
-def _find_recipe(module: nn.Module, cls: type) -> Any:
-    """Return the recipe of a class among those that a module runs; None if there is none."""
-    recipe = getattr(find_replacement(module), "recipe", None)
-    while recipe is not None and not isinstance(recipe, cls):
-        recipe = getattr(recipe, "inner", None)
-    return recipe
-
-
 def leave_out_mask(body: nn.Module, arguments: dict[str, Any], targets: torch.Tensor) -> dict[str, Any]:
     """Return the arguments of a call of a body, without a mask that has no effect.
 
@@ -234,7 +226,7 @@ def leave_out_mask(body: nn.Module, arguments: dict[str, Any], targets: torch.Te
         arguments: Its arguments by name.
         targets: The tokens [B, S] that the positions predict. The results of ignored positions are not used.
     """
-    recipe = _find_recipe(body, PaddedForward)
+    recipe = find_recipe(body, PaddedForward)
     if recipe is None or recipe.buckets is None or torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return arguments
     rules = dataclasses.replace(recipe.rules, skips_logits=True)
@@ -244,13 +236,13 @@ def leave_out_mask(body: nn.Module, arguments: dict[str, Any], targets: torch.Te
 
 def _pad_place(place: nn.Module, recipe: PaddedForward) -> Callable[[], None]:
     """Install the recipe on a model or its body, or give its lengths to the one that is installed."""
-    installed, replacement = _find_recipe(place, PaddedForward), find_replacement(place)
+    installed = find_recipe(place, PaddedForward)
     if installed is not None:
         earlier, installed.buckets = installed.buckets, recipe.buckets
         return lambda: setattr(installed, "buckets", earlier)
-    if replacement is None and foreign_forward(place):
+    if find_replacement(place) is None and foreign_forward(place):
         return lambda: None
-    uninstall = install(place, recipe) if replacement is None else exchange(replacement, recipe)
+    uninstall = install(place, recipe)
 
     def undo() -> None:
         # A later patch may run the recipe inside its own one.

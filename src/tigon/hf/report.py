@@ -88,7 +88,7 @@ class Report:
     patched: weakref.ref[nn.Module] | None = field(default=None, repr=False, compare=False)
     # A function that returns the note about the memory level that the model has now, or None if there is no note.
     describe_level: Callable[[], str | None] | None = field(default=None, repr=False, compare=False)
-    # What ran as a graph, and what ran eagerly and why; None without `graphs=True`.
+    # The record of captures and of eager calls; None without `graphs=True`.
     graphs: GraphRecord | None = field(default=None, compare=False)
     # The latest result of this function.
     _level_note: str | None = field(default=None, repr=False, compare=False)

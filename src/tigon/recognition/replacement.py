@@ -238,6 +238,14 @@ def installed_recipe(module: Any) -> Any:
     return forward.recipe if type(forward) is Replacement else None
 
 
+def find_recipe(module: nn.Module, cls: type) -> Any:
+    """Return the recipe of a class among those that a module runs, one inside the other; None if there is none."""
+    recipe = getattr(find_replacement(module), "recipe", None)
+    while recipe is not None and not isinstance(recipe, cls):
+        recipe = getattr(recipe, "inner", None)
+    return recipe
+
+
 # --- hooks and other forwards ------------------------------------------------------------------------
 
 
