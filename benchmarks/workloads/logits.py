@@ -18,9 +18,6 @@ VOCABULARIES = (32000, 50304, 128256, 151936, 256000)
 IGNORED = {"ignored": 2 / 7}
 CLASS_WEIGHT = {"class_weight": True}
 SMOOTHED = {"z_loss": 0.01, "label_smoothing": 0.1}
-# The kernel that reads the logits once supports these options. A soft cap, label smoothing, predicted tokens and the
-# entropy need two passes.
-ONE_PASS = {"inplace": True, "z_loss": 1e-4, "logit_scale": 0.5, "return_z_loss": True}
 EVERY_TERM = {"label_smoothing": 0.1, "softcap": 30.0, "z_loss": 1e-4}
 EVERY_OPTION = {**EVERY_TERM, "return_predicted_tokens": True}
 TOKEN_OUTPUTS = {"return_log_probs": True, "return_entropy": True}
@@ -112,8 +109,6 @@ WORKLOADS = (
             Variant("128256", (2, 128256)),
             Variant("128256 in place", (2, 128256), {"inplace": True}),
             Variant("128256 in place, token scaling", (2, 128256), {"inplace": True, "token_scaling": True}),
-            Variant("128256 in place, options of one pass", (2, 128256), ONE_PASS, CLASS_WEIGHT),
-            Variant("128256 in place, fp32, options of one pass", (2, 128256), ONE_PASS, CLASS_WEIGHT, torch.float32),
             Variant("256000, every option", (2, 256000), EVERY_OPTION, CLASS_WEIGHT),
             Variant("128256, token scaling", (2, 128256), {"token_scaling": True}),
             Variant("128256, log-probabilities and entropy", (2, 128256), TOKEN_OUTPUTS),

@@ -2,7 +2,7 @@ r"""Cross entropy of logits, with the options that language models use. `token.k
 
 The gradient is computed in one of two ways. By default the forward pass saves the logits and two numbers per row (lse),
 and backward writes the gradient to a new buffer. With `inplace=True` the forward pass overwrites the logits with the
-gradient, and backward returns it: this takes half the memory, and reads the logits once less if a row fits on the chip.
+gradient, and backward returns it: this takes half the memory.
 
 With a process group, each rank has some columns of the logits. `vocab_parallel` has the exchange between the ranks,
 after which each rank computes the gradient of its columns.

@@ -125,25 +125,13 @@ def has_launch_hook() -> bool:
 
 # --- Gluon -----------------------------------------------------------------------------------------
 
-# Gluon is Triton's experimental language for kernels that place data in shared memory by hand. The kernel of
-# `ops/logits/token/row.py` needs it, and asynchronous copies from global to shared memory. Seen in 3.5 to 3.9. Between
-# 3.6 and 3.9 two functions have other names: `async_load` or `async_copy_global_to_shared`, `barrier` or
-# `thread_barrier`. If a name is missing, as all are in 3.4, `gluon` is None, and cross entropy reads the logits twice.
+# Gluon is Triton's experimental language for kernels that place data in shared memory by hand. Seen in 3.5 to 3.9. If a
+# name is missing, as all are in 3.4, `gluon` is None.
 gluon: Any = None
 gl: Any = None
-async_load: Any = None
-block_barrier: Any = None
-commit_group: Any = None
-wait_group: Any = None
-try:
+with contextlib.suppress(ImportError):
     gl = importlib.import_module("triton.experimental.gluon.language")
-    _async_copy = importlib.import_module("triton.experimental.gluon.language.nvidia.ampere").async_copy
-    async_load = getattr(_async_copy, "async_load", None) or _async_copy.async_copy_global_to_shared
-    block_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
-    commit_group, wait_group = _async_copy.commit_group, _async_copy.wait_group
     gluon = importlib.import_module("triton.experimental.gluon")
-except (ImportError, AttributeError):
-    pass
 
 
 # The instructions of Hopper in Gluon: products of tiles in shared memory, copies by the tensor memory accelerator, and

@@ -32,7 +32,6 @@ import torch
 from torch import Tensor
 
 from tigon.ops.logits.token.reference import gradient_scales_torch, gradient_torch, statistics_torch
-from tigon.ops.logits.token.row import RowConfig, can_read_once, row_losses
 from tigon.ops.logits.token.scan import (
     LOG2E,
     LOWEST,
@@ -323,14 +322,8 @@ def statistics(
         if with_gradient:
             gradient(logits, target, weight, scales, result, WHOLE_LOSS, options, out=logits)
         return result
-    (m, v), device, itemsize = logits.shape, device_of(logits), logits.element_size()
-    result = empty_statistics(logits, options, wants)
-    if with_gradient and can_read_once(logits, target, options, wants):
-        row_config = RowConfig.find(ScanProblem(v, itemsize), device)
-        if row_config is not None:
-            row_losses(logits, target, weight, scales, result, options, row_config, device)
-            return result
-    config = ScanConfig.choose(ScanProblem(v, itemsize), device)
+    (m, v), result = logits.shape, empty_statistics(logits, options, wants)
+    config = ScanConfig.choose(ScanProblem(v, logits.element_size()), device_of(logits))
     unless_empty = lambda x: x if x.numel() else None
     arguments = in_order(_loss_kernel)(
         logits_ptr=logits, target_ptr=target, weight_ptr=weight, scales_ptr=scales,
