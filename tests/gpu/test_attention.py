@@ -143,16 +143,6 @@ def test_the_peak_does_not_grow_with_the_number_of_layers(small_inputs):  # noqa
     assert -one <= growth <= 0.1 * one
 
 
-def test_the_pool_of_pages_is_reused(small_inputs):  # noqa: F811
-    model = make_model("checkpoint+attention+offload", attention="sdpa", num_hidden_layers=LAYERS)
-    for length in (1024, 512, 700, 1024):
-        batch = {name: tokens[:, :length].contiguous() for name, tokens in make_batch().items()}
-        take_step(model, batch)
-        torch.cuda.synchronize()
-        # The log-sum-exp takes less than a page, and stays on the GPU.
-        assert pages_of(model).capacity == 2 * (LAYERS - 1) * ONE == len(pages_of(model).free_pages) * PAGE
-
-
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_step_never_waits_for_the_device(level, small_inputs):  # noqa: F811
     model, batch = make_model(level, attention="sdpa", num_hidden_layers=LAYERS), make_batch()

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import nn
 
-import tigon
 from gpu.steps import no_waits
 from gpu.test_memory import SIZE, TOKENS, deterministic, make_batch, make_model, take_step  # noqa: F401
 from memory.steps import assert_same_bits, paged
@@ -83,15 +82,6 @@ def test_the_peak_does_not_grow_with_the_number_of_layers(level, least, most, sm
     assert least * one <= growth <= most * one
 
 
-def test_the_pool_of_pages_is_reused(small_inputs):
-    model = make_model("checkpoint+offload", attention="sdpa", num_hidden_layers=6)
-    for length in (1024, 512, 700, 1024):
-        batch = {name: tokens[:, :length].contiguous() for name, tokens in make_batch().items()}
-        take_step(model, batch)
-        torch.cuda.synchronize()
-        assert pages_of(model).capacity == 5 * ONE == len(pages_of(model).free_pages) * PAGE
-
-
 def test_a_step_never_waits_for_the_device(small_inputs):
     model, batch = make_model("checkpoint+offload", attention="sdpa", num_hidden_layers=6), make_batch()
     take_step(model, batch)
@@ -99,49 +89,7 @@ def test_a_step_never_waits_for_the_device(small_inputs):
         model(**batch).loss.backward()
 
 
-def test_pageable_memory_gives_the_same_bits(small_inputs, monkeypatch, deterministic):  # noqa: F811
-    allocate = host_pages._allocate
-
-    def refuse(nbytes: int, is_pinned: bool) -> torch.Tensor:
-        if is_pinned:
-            raise RuntimeError("out of memory")
-        return allocate(nbytes, False)
-
-    monkeypatch.setattr(host_pages, "_allocate", refuse)
-    results = []
-    for level in ("checkpoint", "checkpoint+offload"):
-        model, batch = make_model(level, num_hidden_layers=6), make_batch()
-        if level == "checkpoint":
-            take_step(model, batch)
-        else:
-            with pytest.warns(RuntimeWarning, match="pinned host memory cannot be allocated"):
-                take_step(model, batch)
-        results.append(take_step(model, batch)[0])
-        del model
-    assert_same_bits(*results)
-
-
 # --- tiles -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
-def test_tiles_are_as_accurate_as_the_whole(dtype):
-    torch.manual_seed(0)
-    x = torch.randn(5000, 1024, device="cuda", dtype=dtype, requires_grad=True)
-    weights = [torch.randn(s, device="cuda", dtype=dtype) / 32 for s in ((3584, 1024), (3584, 1024), (1024, 3584))]
-    leaves, dy = [x, *(w.requires_grad_() for w in weights)], torch.randn(5000, 1024, device="cuda", dtype=dtype)
-
-    def results(tile_bytes: int) -> list[torch.Tensor]:
-        with mock.patch.object(tiled_glu_mlp, "TILE_BYTES", tile_bytes), tigon.lean(mlp=True):
-            y = tigon.glu_mlp(*leaves)
-        return [y, *torch.autograd.grad(y, leaves, dy)]
-
-    wide = [t.detach().double().requires_grad_() for t in leaves]
-    y = (nn.functional.silu(wide[0] @ wide[1].t()) * (wide[0] @ wide[2].t())) @ wide[3].t()
-    exact = [y, *torch.autograd.grad(y, wide, dy.double())]
-    tiled, whole = results(3 * 3584 * dtype.itemsize * 512), results(2**60)
-    for a, b, c in zip(tiled, whole, exact, strict=True):
-        assert (a - c).norm() <= 1.05 * (b - c).norm()
 
 
 def test_a_checkpointed_layer_holds_one_tile(small_inputs):

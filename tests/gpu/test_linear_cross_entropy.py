@@ -15,8 +15,6 @@ import tigon.runtime.cublaslt as cublaslt
 import tigon.runtime.products as products
 from benchmarks.workloads import WORKLOADS
 from gpu.steps import capture, no_waits
-from op_cases import assert_as_accurate_as_eager
-from tigon.ops.head.linear_cross_entropy import linear_cross_entropy_reference
 
 BF16 = torch.bfloat16
 MIB = 2**20
@@ -86,14 +84,6 @@ def test_product_is_as_accurate_as_torch(size, kind):
     assert (whole[:, n:] == 7).all()
 
 
-def test_product_accepts_fp32_and_fp16():
-    for dtype, limit in ((torch.float32, 2e-3), (torch.float16, 1e-3)):
-        a, b = (_matrix(1024, 1024, dtype) for _ in range(2))
-        out = torch.empty(1024, 1024, device="cuda", dtype=dtype)
-        products.product(a, b.t(), out)
-        assert _error(out, a.double() @ b.double().t()) <= limit
-
-
 def _record_plans(monkeypatch: pytest.MonkeyPatch) -> list:
     """Return a list of the plans that `product` gets from here on."""
     plans, plan = [], cublaslt.plan
@@ -116,29 +106,6 @@ def test_cublaslt_offers_the_ping_pong_kernels(monkeypatch):
 
 
 # --- ignored tokens, waits, graphs ---------------------------------------------------------------
-
-
-def test_the_loss_with_ignored_tokens_is_accurate():
-    x, w, target = _peaked(3000, 1024, 32768, ignored=0.6)
-    (dx,) = torch.autograd.grad(tigon.linear_cross_entropy(x, w, target), x)
-    assert (dx[target == -100] == 0).all()
-    for valid_rows in (None, tigon.ValidRows(target)):
-        assert_as_accurate_as_eager(
-            lambda x, w: tigon.linear_cross_entropy(x, w, target, valid_rows=valid_rows),  # noqa: B023
-            lambda x, w: linear_cross_entropy_reference(x, w, target),
-            [x, w],
-            loss=True,
-        )
-
-
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=str)
-@pytest.mark.parametrize("n", [1, 2048, 100_003])
-def test_valid_rows_are_the_rows_that_are_not_ignored(n, dtype):
-    target = torch.randint(50, (n,), device="cuda").masked_fill(torch.rand(n, device="cuda") < 0.7, -100).to(dtype)
-    rows = tigon.ValidRows(target)
-    expected = (target != -100).nonzero()[:, 0]
-    assert rows.count == len(expected)
-    assert torch.equal(rows.rows, expected)
 
 
 def _record_rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -207,35 +174,6 @@ def test_the_loss_runs_in_a_cuda_graph(shape):
 # --- errors and memory ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", [(4096, 1024, 32768), (3001, 513, 20001)], ids=str)
-def test_the_gradients_of_the_chunked_loss_are_accurate(shape):
-    """The error of dW is that of one product if it is summed in fp32, and at most twice that by default."""
-    x, w, target = _peaked(*shape)
-    gradients = lambda f, *inputs: torch.autograd.grad(f(*inputs, target), inputs)
-    exact = gradients(linear_cross_entropy_reference, *(p.detach().double().requires_grad_() for p in (x, w)))
-    eager = [_error(*pair) for pair in zip(gradients(linear_cross_entropy_reference, x, w), exact, strict=True)]
-    # This budget gives eight chunks.
-    mib = shape[0] * shape[2] * 2 / MIB / 7.5
-    for acc_dtype, budget, limit in ((None, mib, 2.0), (torch.float32, mib, 1.05), (torch.float32, mib / 5, 1.05),
-                                    (None, mib / 5, 1.05), (torch.float32, None, 1.05)):  # fmt: skip
-        options = {"max_logits_mib": budget, "acc_dtype": acc_dtype}
-        run = lambda *inputs: tigon.linear_cross_entropy(*inputs, **options)  # noqa: B023
-        dx, dw = (_error(*pair) for pair in zip(gradients(run, x, w), exact, strict=True))
-        assert dw <= limit * eager[1], (acc_dtype, budget)
-        assert dx <= 1.01 * eager[0], (acc_dtype, budget)
-
-
-def test_the_gradient_of_fp32_weights_under_autocast_is_in_fp32():
-    x, w, target = _peaked(3000, 512, 20000)
-    narrow = torch.autograd.grad(tigon.linear_cross_entropy(x, w, target, acc_dtype=torch.float32), w)[0]
-    wide = w.detach().float().requires_grad_()
-    with torch.autocast("cuda", BF16):
-        loss = tigon.linear_cross_entropy(x, wide, target)
-    (dw,) = torch.autograd.grad(loss, wide)
-    assert dw.dtype == torch.float32
-    assert 1e-4 < _error(narrow, dw.double()) < 3e-3, "They differ by more than the rounding of the narrow gradient."
-
-
 @pytest.mark.parametrize(("acc_dtype", "limit"), [(None, 640), (torch.float32, 1700)], ids=str)
 def test_peak_memory_is_limited(acc_dtype, limit):
     """The limit does not include the inputs and their gradients."""
@@ -250,41 +188,6 @@ def test_peak_memory_is_limited(acc_dtype, limit):
         peak = torch.cuda.max_memory_allocated() - before - x.nbytes - w.nbytes
     assert peak <= limit * MIB
     assert torch.cuda.memory_allocated() - before == x.nbytes + w.nbytes, "Other memory is still allocated."
-
-
-def test_accumulate_grad_allocates_no_second_gradient():
-    """An upstream gradient other than one gives NaN."""
-    x, w, target = _peaked(2000, 1024, 32768, ignored=0.2)
-    head = torch.nn.Parameter(w.detach())
-    exact = torch.zeros(w.shape, device="cuda", dtype=torch.float64)
-    addresses: list[int] = []
-    for i in range(3):
-        labels = target.roll(i)
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        tigon.linear_cross_entropy(x, head, labels, accumulate_grad=True, max_logits_mib=32).backward()
-        peak = torch.cuda.max_memory_allocated() - before
-        addresses.append(head.grad.data_ptr())
-        assert i == 0 or peak < 32 * MIB + 3 * x.nbytes + MIB
-        exact += torch.autograd.grad(tigon.linear_cross_entropy(x, w, labels, acc_dtype=torch.float32), w)[0].double()
-    assert len(set(addresses)) == 1
-    assert _error(head.grad, exact) < 0.01
-    (tigon.linear_cross_entropy(x, head, target, accumulate_grad=True) * 2).backward()
-    assert head.grad.isnan().all()
-
-
-def test_main_grad_is_not_rounded():
-    x, w, target = _peaked(2000, 1024, 32768)
-    head = torch.nn.Parameter(w.detach())
-    head.main_grad = torch.zeros(w.shape, device="cuda")
-    for _ in range(2):
-        tigon.linear_cross_entropy(x, head, target, accumulate_grad=True).backward()
-    wide = w.detach().float().requires_grad_()
-    with torch.autocast("cuda", BF16):
-        (expected,) = torch.autograd.grad(tigon.linear_cross_entropy(x, wide, target), wide)
-    assert head.grad is None
-    assert _error(head.main_grad, 2 * expected.double()) < 1e-5
 
 
 def test_a_chunk_beyond_32_bits():

@@ -167,15 +167,6 @@ def test_gradients_of_weights_are_as_accurate_as_those_of_torch(shape, dtype, po
     assert_accurate(dweight, _gradient(factors, dtype), _gradient(factors, torch.float64))
 
 
-def test_three_hundred_experts_of_few_rows():
-    """Their number is no power of two, and a third of them has no rows."""
-    factors = _factors(tuple(expert % 3 for expert in range(300)), 64, 136, BF16, extra=torch.nan)
-    y = tiled_product(factors.x, factors.weight, factors.ends)
-    assert_accurate(y[: factors.count], _product(factors, BF16), _product(factors, torch.float64), msg="product")
-    dweight = tiled_weight_gradient(factors.x, factors.dy, factors.ends)
-    assert_accurate(dweight, _gradient(factors, BF16), _gradient(factors, torch.float64), msg="gradient")
-
-
 # --- bounds ----------------------------------------------------------------------------------------
 
 
