@@ -131,8 +131,7 @@ def test_layers_of_one_rank_share_launches(biases, dtype, rank, launches, monkey
     monkeypatch.setattr(low_rank, "scratch", filled)
     launches.clear()
     ys = lora_linears(x, projections)
-    splits = [] if rank == 4 and dtype == torch.float32 else ["split_kernel"]
-    assert launches == [*splits, "project_kernel", *["expand_kernel"] * (2 if biases == 1 else 1)]
+    assert launches == ["split_kernel", "project_kernel", *["expand_kernel"] * (2 if biases == 1 else 1)]
     launches.clear()
     torch.autograd.backward(ys, [torch.ones_like(y) for y in ys])
     assert [name for name in launches if name != "split_kernel"] == [

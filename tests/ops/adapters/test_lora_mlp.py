@@ -119,7 +119,7 @@ def test_low_rank_products_share_launches(monkeypatch):
 
     monkeypatch.setattr(low_rank, "launch", record)
     y = lora_glu_mlp(x, *layers)
-    assert launches == ["project_kernel", "expand_kernel"]
+    assert launches == ["split_kernel", "project_kernel", "expand_kernel"]
     launches.clear()
     y.sum().backward()
     # The first product is that of down. The sums over tokens are the gradients of the A of gate and up, and of B of

@@ -7,7 +7,7 @@ r"""The three products of a low-rank adapter. Each one takes about as long as th
 The adapters of a bf16 model are usually in fp32. Tensor cores multiply bf16 and add in fp32, and an fp32 value is the
 sum of three bf16 values of 8 bits each. So the kernels split an fp32 factor into such terms, and add the products of
 the terms. Products of two terms whose indices add up to three or more are below the precision of fp32, and are omitted.
-h is stored as terms. `project` splits up to three A of one small rank when it reads them. Others are split once by
+h is stored as terms. `project` splits a single A of a small rank when it reads it. Others are split once by
 `split_terms`, because their terms would not fit in the registers. h and the sums over tokens are then as accurate as
 products in fp32. `expand` rounds its result to the dtype of the model, so it needs fewer terms: one in
 bf16, two in fp16. In bf16 its error is therefore relative to the sum of |h| |B|, which is much larger than the result
@@ -53,6 +53,7 @@ TERMS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
 # The largest rank of each A that `project` splits when it reads it. On an H200, with tiles of 128 tokens (now 64), 8192
 # tokens of 4096 features took 27 us with rank 16, and 25 us with terms that were split before, which took 3 us more.
 # With rank 48 they took 49 and 37 us.
+# Three A of rank 16 in one pass took 71 us if the kernel split them, and 36 us with `split_terms` and its launch.
 LARGEST_RANK_TO_SPLIT = 16
 
 # A program of `expand` writes a tile of so many tokens and features. Milliseconds for 8192 tokens in bf16 on an H200:
@@ -176,18 +177,9 @@ def project(
     A [R, N] is the stack of `tensors` [r, N] of any strides. `fused_pass` is a pass of the quantisation of x that
     this kernel also does.
     """
-    shares_pass = len(tensors) == 1 or _share_pass(tensors)
-    is_split = not shares_pass or _is_split_before(tensors[0])
-    stack = [split_terms(*tensors)] if is_split else tensors
-    return _launch_project([x], stack, stack[0].stride()[-2:], out, [factor] * len(stack), dropout_mask, fused_pass)
-
-
-def _share_pass(tensors: Sequence[Tensor]) -> bool:
-    """Return whether `project_kernel` multiplies one x by these A [r, N] without splitting them before."""
-    a = tensors[0]
-    kind = a.dtype, a.shape, a.stride()
-    is_small = len(tensors) <= 3 and not _is_split_before(a)
-    return is_small and all((each.dtype, each.shape, each.stride()) == kind for each in tensors[1:])
+    is_split = len(tensors) > 1 or _is_split_before(tensors[0])
+    a = split_terms(*tensors) if is_split else tensors[0]
+    return _launch_project([x], [a], a.stride()[-2:], out, [factor], dropout_mask, fused_pass)
 
 
 def _is_split_before(a: Tensor) -> bool:
@@ -227,7 +219,7 @@ def _launch_project(
     xs: Sequence[Tensor], tensors: Sequence[Tensor], strides: Sequence[int], out: Tensor, factors: Sequence[float],
     dropout_mask: Tensor | None, fused_pass: FusedPass | None,
 ) -> Tensor:  # fmt: skip
-    """Launch the kernel of `project` and `project_each`, with one x for all tensors or one for each.
+    """Launch the kernel of `project` and `project_each` for up to three x, each with a tensor of its own.
 
     The tensors are the terms of A [S, r, N], or A itself, whose `strides` are those of its rows and columns.
     """
@@ -236,9 +228,7 @@ def _launch_project(
     widths = [each.shape[1] for each in xs]
     config, blocks, part_length, ends = _divide_project(t, tuple(widths), r, x.element_size(), device_of(x))
     parts = ends[-1]
-    # The sums of all A that share a pass lie side by side.
-    sum_width = r * (len(tensors) - count + 1)
-    counters, sums = scratch(x, blocks * count, parts * t * sum_width)
+    counters, sums = scratch(x, blocks * count, parts * t * r)
     maximum, copy = (None, None) if fused_pass is None else fused_pass
     values, scale = (None, None) if copy is None else copy
     x_strides = [each.stride(0) for each in xs]
@@ -246,7 +236,7 @@ def _launch_project(
         project_kernel, blocks * parts,
         *(*xs, None, None)[:3], *(*tensors, None, None)[:3], sums, counters, out, dropout_mask, maximum, values, scale,
         t, *(*widths, 0, 0)[:3], part_length, *(*ends, parts)[:2], parts, *(*x_strides, 0, 0)[:3],
-        *strides, sum_width, t * sum_width, 0 if dropout_mask is None else dropout_mask.stride(0),
+        *strides, t * r, 0 if dropout_mask is None else dropout_mask.stride(0),
         out.stride(1), out.stride(0), 0 if values is None else values.stride(0), *(*factors, 1.0, 1.0)[:3],
         R=r, X_TERMS=TERMS[x.dtype], A_TERMS=a.shape[0] if is_split else TERMS[a.dtype], IS_SPLIT=is_split,
         BLOCK_T=config.block_t, BLOCK_N=config.block_n, BLOCK_R=rank_block(r), STAGES=config.num_stages,

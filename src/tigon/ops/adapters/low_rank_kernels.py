@@ -135,26 +135,24 @@ def _multiply_terms(
 def project_kernel(
     # Up to three of each, or None: [T, N], [R, N] by strides or [S, R, N] bf16.
     x_ptr, x1_ptr, x2_ptr, a_ptr, a1_ptr, a2_ptr,
-    # [parts, T, R or count * R] fp32, an int32 for each tile, [3, T, count * R] bf16, [T, N / 8] uint8 or None,
+    # [parts, T, R] fp32, an int32 for each tile, [3, T, count * R] bf16, [T, N / 8] uint8 or None,
     # [1] int32 or None, [T, N] fp8 or None, [1] fp32 or None
     sum_ptr, counter_ptr, out_ptr, mask_ptr, maximum_ptr, copy_ptr, scale_ptr,
     T, N, N1, N2, part_length, first_end, second_end, parts, stride_x, stride_x1, stride_x2, stride_ar, stride_an,
-    stride_sum, stride_part, stride_mask, stride_out, stride_term, stride_copy, factor, factor1, factor2,
+    stride_part, stride_mask, stride_out, stride_term, stride_copy, factor, factor1, factor2,
     R: tl.constexpr, X_TERMS: tl.constexpr, A_TERMS: tl.constexpr, IS_SPLIT: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Compute factor * x A^T over the features of a part, for a block of tokens and a block of the columns of h.
 
-    If there are several A, h has R columns for each of them. They may have one x, and then R is at most BLOCK_R. Or
-    each has an x of its own: the parts of the first x end at `first_end`, and those of the second x at `second_end`.
+    If there are several x, each has an A of its own, and h has R columns for each of them. The parts of the first x end
+    at `first_end`, and those of the second x at `second_end`.
 
     If IS_SPLIT, `a` holds the terms of A. Otherwise it holds A itself. The maximum is the bits of an fp32 number.
     Without a copy, the kernel raises the maximum to the largest |x|. With a copy, the maximum is an input, and the
     kernel writes x to the copy in FP8. Both use x before dropout.
     """
     r_blocks: tl.constexpr = (R + BLOCK_R - 1) // BLOCK_R
-    has_second: tl.constexpr = a1_ptr is not None and x1_ptr is None
-    has_third: tl.constexpr = a2_ptr is not None and x1_ptr is None
     pid = tl.program_id(0)
     part = pid // r_blocks % parts
     block = pid // r_blocks // parts
@@ -175,10 +173,6 @@ def project_kernel(
     # The length of a part is a multiple of `BLOCK_N`. Triton vectorises the loads only if it knows that.
     first = tl.multiple_of((part - first_part) * part_length, BLOCK_N)
     total = tl.zeros([BLOCK_T, BLOCK_R], tl.float32)
-    if has_second:
-        total1 = tl.zeros([BLOCK_T, BLOCK_R], tl.float32)
-    if has_third:
-        total2 = tl.zeros([BLOCK_T, BLOCK_R], tl.float32)
     if copy_ptr is not None:
         copy_factor = tensorwise_factor(maximum_ptr, scale_ptr, pid == 0)
     elif maximum_ptr is not None:
@@ -197,31 +191,19 @@ def project_kernel(
             x = tl.where(_load_mask(mask_ptr, stride_mask, rows, cols, inside) == 1, x, 0.0)
         sums = _multiply_terms(x, a_ptr, ranks, cols, N, stride_ar, stride_an, R, X_TERMS, A_TERMS, IS_SPLIT)
         total += sums * factor
-        if has_second:
-            sums = _multiply_terms(x, a1_ptr, ranks, cols, N, stride_ar, stride_an, R, X_TERMS, A_TERMS, IS_SPLIT)
-            total1 += sums * factor1
-        if has_third:
-            sums = _multiply_terms(x, a2_ptr, ranks, cols, N, stride_ar, stride_an, R, X_TERMS, A_TERMS, IS_SPLIT)
-            total2 += sums * factor2
     if copy_ptr is None and maximum_ptr is not None:
         raise_to_largest(maximum_ptr, row_bits)
     mask = (rows < T) & (ranks[None, :] < R)
     # A single part is stored and read again too, so that few tokens need no other variant of this kernel.
-    offsets = rows * stride_sum + ranks[None, :]
-    part_ptr = sum_ptr + part.to(tl.int64) * stride_part
-    tl.store(part_ptr + offsets, total, mask)
-    if has_second:
-        tl.store(part_ptr + R + offsets, total1, mask)
-    if has_third:
-        tl.store(part_ptr + 2 * R + offsets, total2, mask)
+    offsets = rows * R + ranks[None, :]
+    tl.store(sum_ptr + part.to(tl.int64) * stride_part + offsets, total, mask)
     tile = (index * tl.cdiv(T, BLOCK_T) + block) * r_blocks + pid % r_blocks
     if is_last(counter_ptr + tile, parts_of_x):
         sum_ptr += first_part.to(tl.int64) * stride_part
         # More values of a large tile would not fit in the registers.
         unroll: tl.constexpr = 4 if BLOCK_R <= 32 else 1
-        for i in tl.static_range(1 + has_second + has_third):
-            total = add_parts(sum_ptr + i * R, offsets, stride_part.to(tl.int64), parts_of_x, mask, unroll)
-            store_terms(total, out_ptr, rows * stride_out + (index + i) * R + ranks[None, :], stride_term, mask)
+        total = add_parts(sum_ptr, offsets, stride_part.to(tl.int64), parts_of_x, mask, unroll)
+        store_terms(total, out_ptr, rows * stride_out + index * R + ranks[None, :], stride_term, mask)
 
 
 @triton.jit
