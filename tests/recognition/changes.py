@@ -1,20 +1,19 @@
-"""Settings that the forward of an MLP may read. Each function adds one to an MLP.
+"""Settings that the forward of an MLP may read, and a change of each."""
 
-It returns an activation that reads the setting, and a function that changes the setting.
-"""
-
-import collections
+# The sources in the tables use all of these imports.
+import collections  # noqa: F401
 import dataclasses
 import enum
-import functools
+import functools  # noqa: F401
 import types
+from collections.abc import Callable
 
-import torch
+import torch  # noqa: F401
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from recognition import modules
-from recognition.modules import MLP, variant
+from recognition import modules  # noqa: F401
+from recognition.modules import MLP, define, variant
 
 SCALE = 1.0
 
@@ -40,223 +39,19 @@ class CallableObject:
         return F.silu(x) * self.scale
 
 
-def by_function(mlp):
-    mlp.function = activation
-    return lambda self, x: self.function(x), lambda m: setattr(m, "function", F.gelu)
-
-
-def by_partial(mlp):
-    mlp.function = functools.partial(F.gelu, approximate="none")
-    return lambda self, x: self.function(x), lambda m: setattr(
-        m, "function", functools.partial(F.gelu, approximate="tanh")
-    )
-
-
-def by_callable_object(mlp):
-    mlp.function = CallableObject()
-    return lambda self, x: self.function(x), lambda m: setattr(m.function, "scale", 2.0)
-
-
-def by_config(mlp):
-    mlp.config = types.SimpleNamespace(scale=1.0)
-    return lambda self, x: F.silu(x) * self.config.scale, lambda m: setattr(m.config, "scale", 2.0)
-
-
-def by_config_in_a_variable(mlp):
-    mlp.config = Settings()
-
-    def act(self, x):
-        config = self.config
-        inner = config.inner
-        return F.silu(x) * inner.scale
-
-    return act, lambda m: setattr(m.config.inner, "scale", 2.0)
-
-
-def by_another_config(mlp):
-    mlp.config = Settings()
-    return lambda self, x: F.silu(x) * self.config.scale, lambda m: setattr(m, "config", Settings(2.0))
-
-
-def by_getattr(mlp):
-    mlp.scale = 1.0
-    return lambda self, x: F.silu(x) * getattr(self, "scale", 1.0), lambda m: setattr(m, "scale", 2.0)
-
-
-def by_list(mlp):
-    mlp.table = [1.0, 3.0]
-    return lambda self, x: F.silu(x) * self.table[0], lambda m: m.table.reverse()
-
-
-def by_dict(mlp):
-    mlp.table = {"scale": 1.0}
-    return lambda self, x: F.silu(x) * self.table["scale"], lambda m: m.table.update(scale=2.0)
-
-
-def by_nested_dict(mlp):
-    mlp.table = {"a": {"scale": [1.0]}}
-    return lambda self, x: F.silu(x) * self.table["a"]["scale"][0], lambda m: m.table["a"]["scale"].insert(0, 2.0)
-
-
-def by_set(mlp):
-    mlp.flags = {"plain"}
-    return lambda self, x: F.silu(x) * (2.0 if "double" in self.flags else 1.0), lambda m: m.flags.add("double")
-
-
-def by_attribute_that_shadows_the_class(mlp):
-    return lambda self, x: F.silu(x) * self.scale_of_class, lambda m: setattr(m, "scale_of_class", 2.0)
-
-
-def by_attribute_of_the_class(mlp):
-    return lambda self, x: F.silu(x) * self.scale_of_class, lambda m: setattr(type(m), "scale_of_class", 2.0)
-
-
-def by_method_of_the_instance(mlp):
-    return lambda self, x: F.silu(x), lambda m: setattr(m, "act", F.gelu)
-
-
-def by_method_of_the_class(mlp):
-    return lambda self, x: F.silu(x), lambda m: setattr(type(m), "finish", lambda self, y: 2 * y)
-
-
-def by_method_of_the_base(mlp):
-    def finish(self, y):
-        return super(type(self), self).finish(y)
-
-    mlp.__class__.finish = finish
-    return lambda self, x: F.silu(x), lambda m: setattr(MLP, "finish", lambda self, y: 2 * y)
-
-
-def by_property(mlp):
-    mlp._scale = 1.0
-    mlp.__class__.scale = property(lambda self: self._scale)
-    return lambda self, x: F.silu(x) * self.scale, lambda m: setattr(m, "_scale", 2.0)
-
-
 class Meta(type):
     @property
     def gain(cls):
         return SCALE
 
 
-def by_property_of_the_metaclass(mlp):
-    mlp.__class__ = Meta("Gains", (type(mlp),), {})
-    return lambda self, x: F.silu(x) * type(self).gain, lambda m: globals().update(SCALE=2.0)
-
-
-def by_lookup_of_the_metaclass(mlp):
-    meta = type("Looks", (type,), {"__getattr__": lambda cls, name: SCALE})
-    mlp.__class__ = meta("Gains", (type(mlp),), {})
-    return lambda self, x: F.silu(x) * type(self).gain, lambda m: globals().update(SCALE=2.0)
-
-
-def by_global(mlp):
-    return lambda self, x: F.silu(x) * SCALE, lambda m: globals().update(SCALE=2.0)
-
-
-def by_global_function(mlp):
-    return lambda self, x: activation(x), lambda m: globals().update(activation=F.gelu)
-
-
-def by_code_of_a_function(mlp):
-    return lambda self, x: activation(x), lambda m: setattr(ACTIVATION, "__code__", (lambda x: 2 * x).__code__)
-
-
-def by_function_of_torch(mlp):
-    return lambda self, x: F.silu(x), lambda m: setattr(F, "silu", F.gelu)
-
-
-def by_cell(mlp):
-    scale = 1.0
-
-    def change(m):
-        nonlocal scale
-        scale = 2.0
-
-    return lambda self, x: F.silu(x) * scale, change
-
-
-def by_default(mlp):
-    def act(self, x, scale=1.0):
-        return F.silu(x) * scale
-
-    return act, lambda m: setattr(act, "__defaults__", (2.0,))
-
-
-def by_child(mlp):
-    mlp.child = nn.SiLU()
-    return lambda self, x: self.child(x), lambda m: setattr(m, "child", nn.GELU())
-
-
-def by_forward_of_the_childs_class(mlp):
-    mlp.child = type("Act", (nn.SiLU,), {"forward": lambda self, x: F.silu(x)})()
-    return lambda self, x: self.child(x), lambda m: setattr(type(m.child), "forward", lambda self, x: F.gelu(x))
-
-
-def by_computed_name(mlp):
-    mlp.scale_1 = 1.0
-    return lambda self, x: F.silu(x) * getattr(self, "scale_" + str(1)), lambda m: setattr(m, "scale_1", 2.0)
-
-
-def by_name_in_an_attribute(mlp):
-    mlp.chosen, mlp.scale_1 = "scale_1", 1.0
-    return lambda self, x: F.silu(x) * getattr(self, self.chosen), lambda m: setattr(m, "scale_1", 2.0)
-
-
-def by_computed_name_of_the_class(mlp):
-    name = "scale_of_" + mlp.__class__.__name__[:0]
-    return lambda self, x: F.silu(x) * getattr(self, name + "class"), lambda m: setattr(type(m), "scale_of_class", 2.0)
+class Looks(type):
+    def __getattr__(cls, name):
+        return SCALE
 
 
 class Gains:
     gain_of_class = 1.0
-
-
-def by_computed_name_of_the_class_of_a_config(mlp):
-    mlp.config = Gains()
-    act = lambda self, x: F.silu(x) * getattr(self.config, "gain_of_" + "class")
-    return act, lambda m: setattr(m.config, "gain_of_class", 2.0)
-
-
-def by_training_of_a_config(mlp):
-    mlp.config = types.SimpleNamespace(training=False)
-    return lambda self, x: F.silu(x) * (2.0 if self.config.training else 1.0), lambda m: setattr(
-        m.config, "training", True
-    )
-
-
-def by_training_of_a_child(mlp):
-    mlp.drop = nn.Dropout(0.0)
-    act = lambda self, x: F.silu(x) * (1.0 if self.drop.training == self.training else 2.0)
-    return act, lambda m: m.drop.eval()
-
-
-def by_fields_of_a_dataclass(mlp):
-    mlp.config = Settings()
-    act = lambda self, x: F.silu(x) * dataclasses.asdict(self.config)["scale"]
-    return act, lambda m: setattr(m.config, "scale", 2.0)
-
-
-def by_pattern(mlp):
-    mlp.config = types.SimpleNamespace(scale=1.0)
-
-    def act(self, x):
-        match self.config:
-            case types.SimpleNamespace(scale=1.0):
-                return F.silu(x)
-        return 2.0 * F.silu(x)
-
-    return act, lambda m: setattr(m.config, "scale", 2.0)
-
-
-def by_user_dict(mlp):
-    mlp.table = collections.UserDict(scale=1.0)
-    return lambda self, x: F.silu(x) * self.table["scale"], lambda m: m.table.update(scale=2.0)
-
-
-def by_chain_map(mlp):
-    mlp.table = collections.ChainMap({}, {"scale": 1.0})
-    return lambda self, x: F.silu(x) * self.table["scale"], lambda m: m.table.maps[1].update(scale=2.0)
 
 
 class Equal:
@@ -268,11 +63,6 @@ class Equal:
     __hash__ = object.__hash__
 
 
-def by_comparison(mlp):
-    mlp.small = Equal()
-    return lambda self, x: F.silu(x) * (2.0 if self.small == 1.5 else 1.0), lambda m: setattr(m.small, "limit", 2.0)
-
-
 @dataclasses.dataclass(order=True)
 class Level:
     scale: float = 1.0
@@ -282,54 +72,7 @@ class Level:
 
 
 LOW, MIDDLE = Level(), Level(1.5)
-
-
-def by_equality_of_fields(mlp):
-    mlp.level = Level()
-    return lambda self, x: F.silu(x) * (1.0 if self.level == LOW else 2.0), lambda m: setattr(m.level, "scale", 2.0)
-
-
-def by_order_of_fields(mlp):
-    mlp.level = Level()
-    return lambda self, x: F.silu(x) * (2.0 if self.level > MIDDLE else 1.0), lambda m: setattr(m.level, "scale", 2.0)
-
-
-def by_text(mlp):
-    mlp.level, mlp.table = Level(), {"scale 1.0": 1.0, "scale 2.0": 2.0}
-    return lambda self, x: F.silu(x) * self.table[str(self.level)], lambda m: setattr(m.level, "scale", 2.0)
-
-
-def by_formatted_text(mlp):
-    mlp.level, mlp.table = Level(), {"scale 1.0": 1.0, "scale 2.0": 2.0}
-    return lambda self, x: F.silu(x) * self.table[f"{self.level}"], lambda m: setattr(m.level, "scale", 2.0)
-
-
-def by_class(mlp):
-    return lambda self, x: F.silu(x), lambda m: setattr(m, "__class__", variant("Other", act=lambda self, x: F.gelu(x)))
-
-
-def by_global_that_hides_a_builtin(mlp):
-    return lambda self, x: F.silu(x) * max(1.0, 0.5), lambda m: globals().update(max=lambda *numbers: 2.0)
-
-
-def by_missing_attribute_of_torch(mlp):
-    return lambda self, x: F.silu(x) * getattr(torch, "gain", 1.0), lambda m: setattr(torch, "gain", 2.0)
-
-
-def by_attribute_of_torch(mlp):
-    torch.gain = 1.0
-    return lambda self, x: F.silu(x) * getattr(torch, "gain", 3.0), lambda m: setattr(torch, "gain", 2.0)
-
-
-def by_function_in_torch(mlp):
-    torch.gain = lambda: SCALE
-    return lambda self, x: F.silu(x) * getattr(torch, "gain", None)(), lambda m: globals().update(SCALE=2.0)
-
-
-def by_missing_attribute_of_a_python_module(mlp):
-    return lambda self, x: F.silu(x) * getattr(modules, "gain", 1.0), lambda m: setattr(modules, "gain", 2.0)
-
-
+TEXTS = {"scale 1.0": 1.0, "scale 2.0": 2.0}
 GIVEN = types.SimpleNamespace(scale=1.0)
 
 
@@ -337,42 +80,143 @@ def gain_of_given() -> float:
     return getattr(GIVEN, "gain", 1.0)
 
 
-def by_missing_attribute_that_a_later_function_reads(mlp):
-    """The search visits the object before it reads the function that names the attribute."""
-    return lambda self, x: F.silu(x) * GIVEN.scale * gain_of_given(), lambda m: setattr(GIVEN, "gain", 2.0)
+def gelu(self: nn.Module, x: Tensor) -> Tensor:
+    return F.gelu(x)
 
 
-def by_value_of_a_member(mlp):
+def doubled(self: nn.Module, y: Tensor) -> Tensor:
+    return 2 * y
+
+
+def read_the_base(self: nn.Module, y: Tensor) -> Tensor:
+    return super(type(self), self).finish(y)
+
+
+MATCH = """
+match self.config:
+    case types.SimpleNamespace(scale=1.0):
+        return F.silu(x)
+return 2.0 * F.silu(x)
+"""
+CONFIG, SETTINGS, LEVEL = "m.config = types.SimpleNamespace(scale=1.0)", "m.config = Settings()", "m.level = Level()"
+TO_2, SCALE_TO_2 = "m.config.scale = 2.0", "global SCALE; SCALE = 2.0"
+PARTIAL = "m.function = functools.partial(F.gelu, approximate='{}')"
+# What prepares the MLP m, the factor by which its activation multiplies F.silu(x), and what changes the factor.
+FACTORS: dict[str, tuple[str, str, str]] = {
+    "config": (CONFIG, "self.config.scale", TO_2),
+    "another config": (SETTINGS, "self.config.scale", "m.config = Settings(2.0)"),
+    "getattr": ("m.scale = 1.0", "getattr(self, 'scale', 1.0)", "m.scale = 2.0"),
+    "list": ("m.table = [1.0, 3.0]", "self.table[0]", "m.table.reverse()"),
+    "dict": ("m.table = {'scale': 1.0}", "self.table['scale']", "m.table.update(scale=2.0)"),
+    "nested dict": (
+        "m.table = {'a': {'scale': [1.0]}}", "self.table['a']['scale'][0]", "m.table['a']['scale'].insert(0, 2.0)",
+    ),
+    "set": ("m.flags = {'plain'}", "(2.0 if 'double' in self.flags else 1.0)", "m.flags.add('double')"),
+    "attribute that shadows the class": ("", "self.scale_of_class", "m.scale_of_class = 2.0"),
+    "attribute of the class": ("", "self.scale_of_class", "type(m).scale_of_class = 2.0"),
+    "property": ("m._scale = 1.0; type(m).scale = property(lambda self: self._scale)", "self.scale", "m._scale = 2.0"),
+    "global": ("", "SCALE", SCALE_TO_2),
+    "computed name": ("m.scale_1 = 1.0", "getattr(self, 'scale_' + str(1))", "m.scale_1 = 2.0"),
+    "name in an attribute": ("m.chosen, m.scale_1 = 'scale_1', 1.0", "getattr(self, self.chosen)", "m.scale_1 = 2.0"),
+    "computed name of the class": ("", "getattr(self, 'scale_of_' + str('class'))", "type(m).scale_of_class = 2.0"),
+    "computed name of the class of a config": (
+        "m.config = Gains()", "getattr(self.config, 'gain_of_' + 'class')", "m.config.gain_of_class = 2.0",
+    ),
+    "training of a config": (
+        "m.config = types.SimpleNamespace(training=False)", "(2.0 if self.config.training else 1.0)",
+        "m.config.training = True",
+    ),
+    "training of a child": (
+        "m.drop = nn.Dropout(0.0)", "(1.0 if self.drop.training == self.training else 2.0)", "m.drop.eval()",
+    ),
+    "fields of a dataclass": (SETTINGS, "dataclasses.asdict(self.config)['scale']", TO_2),
+    "UserDict": ("m.table = collections.UserDict(scale=1.0)", "self.table['scale']", "m.table.update(scale=2.0)"),
+    "ChainMap": (
+        "m.table = collections.ChainMap({}, {'scale': 1.0})", "self.table['scale']",
+        "m.table.maps[1].update(scale=2.0)",
+    ),
+    "comparison": ("m.small = Equal()", "(2.0 if self.small == 1.5 else 1.0)", "m.small.limit = 2.0"),
+    "equality of fields": (LEVEL, "(1.0 if self.level == LOW else 2.0)", "m.level.scale = 2.0"),
+    "order of fields": (LEVEL, "(2.0 if self.level > MIDDLE else 1.0)", "m.level.scale = 2.0"),
+    "text": (f"{LEVEL}; m.table = dict(TEXTS)", "self.table[str(self.level)]", "m.level.scale = 2.0"),
+    "formatted text": (f"{LEVEL}; m.table = dict(TEXTS)", "self.table[f'{self.level}']", "m.level.scale = 2.0"),
+    "property of the metaclass": ("m.__class__ = Meta('Gains', (type(m),), {})", "type(self).gain", SCALE_TO_2),
+    "lookup of the metaclass": ("m.__class__ = Looks('Gains', (type(m),), {})", "type(self).gain", SCALE_TO_2),
+    "global that hides a builtin": ("", "max(1.0, 0.5)", "global max; max = lambda *numbers: 2.0"),
+    "missing attribute of torch": ("", "getattr(torch, 'gain', 1.0)", "torch.gain = 2.0"),
+    "attribute of torch": ("torch.gain = 1.0", "getattr(torch, 'gain', 3.0)", "torch.gain = 2.0"),
+    "function in torch": ("torch.gain = lambda: SCALE", "getattr(torch, 'gain', None)()", SCALE_TO_2),
+    "missing attribute of a Python module": ("", "getattr(modules, 'gain', 1.0)", "modules.gain = 2.0"),
+    # The search visits the object before it reads the function that names the attribute.
+    "missing attribute that a later function reads": ("", "GIVEN.scale * gain_of_given()", "GIVEN.gain = 2.0"),
+}  # fmt: skip
+# What prepares the MLP m, the body of its activation, and what changes its result.
+BODIES: dict[str, tuple[str, str, str]] = {
+    "function": ("m.function = activation", "return self.function(x)", "m.function = F.gelu"),
+    "partial": (PARTIAL.format("none"), "return self.function(x)", PARTIAL.format("tanh")),
+    "callable object": ("m.function = CallableObject()", "return self.function(x)", "m.function.scale = 2.0"),
+    "config in a variable": (
+        SETTINGS, "config = self.config; inner = config.inner; return F.silu(x) * inner.scale",
+        "m.config.inner.scale = 2.0",
+    ),
+    "method of the instance": ("", "return F.silu(x)", "m.act = F.gelu"),
+    "method of the class": ("", "return F.silu(x)", "type(m).finish = doubled"),
+    "method of the base": ("type(m).finish = read_the_base", "return F.silu(x)", "MLP.finish = doubled"),
+    "global function": ("", "return activation(x)", "global activation; activation = F.gelu"),
+    "code of a function": ("", "return activation(x)", "ACTIVATION.__code__ = (lambda x: 2 * x).__code__"),
+    "function of torch": ("", "return F.silu(x)", "F.silu = F.gelu"),
+    "child": ("m.child = nn.SiLU()", "return self.child(x)", "m.child = nn.GELU()"),
+    "forward of the child's class": (
+        "m.child = type('Act', (nn.SiLU,), {'forward': lambda self, x: F.silu(x)})()", "return self.child(x)",
+        "type(m.child).forward = gelu",
+    ),
+    "pattern": (CONFIG, MATCH, TO_2),
+    "class": ("", "return F.silu(x)", "m.__class__ = variant('Other', act=gelu)"),
+}  # fmt: skip
+BODIES |= {name: (given, f"return F.silu(x) * {factor}", to) for name, (given, factor, to) in FACTORS.items()}
+
+
+def by_cell(mlp: MLP) -> Callable[[MLP], None]:
+    scale = 1.0
+
+    def change(m: MLP) -> None:
+        nonlocal scale
+        scale = 2.0
+
+    type(mlp).act = lambda self, x: F.silu(x) * scale
+    return change
+
+
+def by_default(mlp: MLP) -> Callable[[MLP], None]:
+    act = type(mlp).act = define("return F.silu(x) * scale", globals(), "self, x, scale=1.0")
+    return lambda m: setattr(act, "__defaults__", (2.0,))
+
+
+def by_value_of_a_member(mlp: MLP) -> Callable[[MLP], None]:
     member = enum.Enum("Gains", {"PLAIN": 1.0}).PLAIN
-    return lambda self, x: F.silu(x) * member.value, lambda m: setattr(member, "_value_", 2.0)
+    type(mlp).act = lambda self, x: F.silu(x) * member.value
+    return lambda m: setattr(member, "_value_", 2.0)
 
 
-CHANGES = [
-    *(by_function, by_partial, by_callable_object, by_config, by_config_in_a_variable, by_another_config, by_getattr),
-    *(
-        by_list,
-        by_dict,
-        by_nested_dict,
-        by_set,
-        by_attribute_that_shadows_the_class,
-        by_attribute_of_the_class,
-        by_property,
-    ),
-    *(by_method_of_the_instance, by_method_of_the_class, by_method_of_the_base, by_global, by_global_function),
-    *(by_code_of_a_function, by_function_of_torch, by_cell, by_default, by_child, by_forward_of_the_childs_class),
-    *(by_computed_name_of_the_class, by_computed_name_of_the_class_of_a_config, by_training_of_a_config),
-    *(by_training_of_a_child, by_fields_of_a_dataclass, by_pattern),
-    *(by_computed_name, by_name_in_an_attribute, by_user_dict, by_chain_map, by_comparison, by_class),
-    *(by_equality_of_fields, by_order_of_fields, by_text, by_formatted_text),
-    *(by_property_of_the_metaclass, by_lookup_of_the_metaclass, by_global_that_hides_a_builtin),
-    *(
-        by_missing_attribute_of_torch,
-        by_attribute_of_torch,
-        by_function_in_torch,
-        by_missing_attribute_of_a_python_module,
-    ),
-    *(by_missing_attribute_that_a_later_function_reads, by_value_of_a_member),
-]
+def by_sources(given: str, body: str, change: str) -> Callable[[MLP], Callable[[MLP], None]]:
+    def add(mlp: MLP) -> Callable[[MLP], None]:
+        define(given or "pass", globals(), "m")(mlp)
+        type(mlp).act = define(body, globals())
+        return define(change, globals(), "m")
+
+    return add
+
+
+# Each function gives an MLP of a class of its own an activation that reads a setting. It returns the change.
+CHANGES = {name: by_sources(*sources) for name, sources in BODIES.items()}
+CHANGES |= {"cell": by_cell, "default": by_default, "value of a member": by_value_of_a_member}
+
+
+def with_setting(name: str) -> tuple[MLP, Callable[[MLP], None]]:
+    """Return an MLP that reads a setting, and the function that changes the setting."""
+    mlp = MLP()
+    mlp.__class__ = variant("Settings")
+    return mlp, CHANGES[name](mlp)
 
 
 class Pickled(MLP):

@@ -1,10 +1,17 @@
-"""Small modules that recognition replaces: a gated MLP and a norm, and variants of the MLP."""
+"""Small modules that recognition replaces, their variants, and the reason why a module keeps its forward."""
 
 import collections
+import textwrap
+import types
+from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+import tigon
+from tigon.hf.report import Report
 
 
 class MLP(nn.Module):
@@ -29,10 +36,6 @@ class MLP(nn.Module):
         return y
 
 
-def variant(name: str, **members) -> type[MLP]:
-    return type(name, (MLP,), members)
-
-
 class Norm(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -43,3 +46,25 @@ class Norm(nn.Module):
 
     def compute(self, x, w):
         return w * (x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+
+
+def variant(name: str, **members) -> type[MLP]:
+    return type(name, (MLP,), members)
+
+
+def define(body: str, scope: dict[str, Any], parameters: str = "self, x", name: str = "act") -> types.FunctionType:
+    """Return a function with this body, as if the file with the globals `scope` defined it."""
+    source, names = f"def {name}({parameters}):\n{textwrap.indent(body, '    ')}", {}
+    exec(compile(source, scope["__file__"], "exec"), scope, names)
+    return names[name]
+
+
+def patch(module: nn.Module) -> Report:
+    return tigon.patch(nn.ModuleList([module]))
+
+
+def reason(module: nn.Module) -> str:
+    """Patch a module, and return the only reason why it keeps its forward."""
+    with pytest.warns(UserWarning, match="nothing was replaced"):
+        (entry,) = patch(module).left_alone
+    return entry.detail
