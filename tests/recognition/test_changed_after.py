@@ -115,7 +115,6 @@ class Norm(nn.Module):
 def test_a_changed_norm_computes_what_its_class_computes():
     norm, x = Norm(), torch.randn(5, 48)
     with tigon.patched(norm):
-        # The op reads epsilon in every call.
         norm.eps = 1.0
         assert torch.equal(norm(x), Norm.forward(norm, x))
         norm.plus_one = True

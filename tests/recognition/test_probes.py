@@ -261,10 +261,6 @@ def test_an_epsilon_that_the_module_modifies_has_its_stock_effect(epsilon, eps):
         assert torch.allclose(norm(x), type(norm).forward(norm, x), rtol=0, atol=0, equal_nan=True)
 
 
-def test_the_epsilon_of_a_plain_norm_is_read_in_every_call():
-    assert recognise_norm(Norm()).live == ("weight", "eps")
-
-
 # --- children --------------------------------------------------------------------------------------
 
 

@@ -28,8 +28,6 @@ class Scope:
     needs_contiguity: bool = False
     # An attribute that must stay equal to the shape of the weight, such as `normalized_shape`.
     shape: str | None = None
-    # True if the recipe reads epsilon in every call. Otherwise the guard fails once epsilon changes.
-    live_eps: bool = True
 
     def fits(self, module: nn.Module, args: tuple, weight: Tensor | None) -> bool:
         """Return True if recognition compared the module with the op for arguments of this kind."""
@@ -53,12 +51,12 @@ def _matches_input(gate: Any, x: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class _Recipe:
-    """The recipe of a norm, which reads its weight, its bias and its epsilon at every call.
+    """The recipe of a norm, which reads its weight and its bias at every call. They are given by their names.
 
-    `eps` is the name of an attribute or a number, and `weight` and `bias` are names of parameters.
+    The guard of the recipe fails once epsilon changes.
     """
 
-    eps: str | float
+    eps: float
     weight: str | None
     scope: Scope = field(default_factory=Scope, compare=False, kw_only=True)
     choices: ClassVar[tuple[str, ...]] = ()
@@ -70,19 +68,17 @@ class _Recipe:
     @property
     def live(self) -> tuple[str, ...]:
         """Return the names of the attributes that the recipe reads in every call."""
-        names = self.weight, self.bias, self.eps if self.scope.live_eps else None
-        return tuple(name for name in names if isinstance(name, str))
+        return tuple(name for name in (self.weight, self.bias) if name is not None)
 
-    def _read(self, module: nn.Module) -> tuple[Tensor | None, Tensor | None, float] | None:
-        """Return weight, bias and epsilon; None if the module has others than those that were recognised."""
+    def _read(self, module: nn.Module) -> tuple[Tensor | None, Tensor | None] | None:
+        """Return weight and bias; None if the module has others than those that were recognised."""
         parameters, weight = module._parameters, None
         if self.weight is not None:
             # FSDP1 stores a parameter as a plain attribute. The table is faster than `nn.Module.__getattr__`.
             weight = parameters[self.weight] if self.weight in parameters else getattr(module, self.weight)
         bias = None if self.bias is None else getattr(module, self.bias)
-        eps = getattr(module, self.eps) if isinstance(self.eps, str) else self.eps
         is_set = (self.weight is None) == (weight is None) and (self.bias is None) == (bias is None)
-        return (weight, bias, eps) if is_set and type(eps) in (float, int) else None
+        return (weight, bias) if is_set else None
 
     def __call__(self, module: nn.Module, *args: Any, reference: bool = False, **kwargs: Any) -> Tensor:
         parameters = self._read(module)
@@ -93,7 +89,7 @@ class _Recipe:
             return type(module).forward(module, *args, **kwargs)
         return self._compute(args, *parameters, reference)
 
-    def _compute(self, args: tuple, weight: Tensor | None, bias: Tensor | None, eps: float, reference: bool) -> Tensor:
+    def _compute(self, args: tuple, weight: Tensor | None, bias: Tensor | None, reference: bool) -> Tensor:
         raise NotImplementedError
 
 
@@ -128,21 +124,22 @@ class RMSNormRecipe(_Recipe):
     finds_maximum: bool = field(default=False, compare=False)
     part = "rms_norm"
 
-    def _compute(self, args: tuple, weight: Tensor | None, bias: Tensor | None, eps: float, reference: bool) -> Tensor:
+    def _compute(self, args: tuple, weight: Tensor | None, bias: Tensor | None, reference: bool) -> Tensor:
         options: dict[str, Any] = {"offset": self.offset, "rounding": self.rounding}
         if self.gate is None and not reference:
-            return rms_norm_of_layer(args[0], weight, eps, **options, finds_maximum=self.finds_maximum)
+            return rms_norm_of_layer(args[0], weight, self.eps, **options, finds_maximum=self.finds_maximum)
         if self.gate is None:
-            return rms_norm_reference(args[0], weight, eps, **options)
+            return rms_norm_reference(args[0], weight, self.eps, **options)
         options |= vars(self.gate)
-        return (gated_rms_norm_reference if reference else gated_rms_norm)(args[0], args[1], weight, eps, **options)
+        op = gated_rms_norm_reference if reference else gated_rms_norm
+        return op(args[0], args[1], weight, self.eps, **options)
 
     def arguments(self, module: nn.Module, x: Tensor) -> NormArguments | None:
         """Return the arguments for the op; None if the module does anything else with x."""
         parameters = self._read(module)
         if self.gate is not None or parameters is None or not self.scope.fits(module, (x,), parameters[0]):
             return None
-        return parameters[0], parameters[2], {"offset": self.offset, "rounding": self.rounding}, self.finds_maximum
+        return parameters[0], self.eps, {"offset": self.offset, "rounding": self.rounding}, self.finds_maximum
 
     def __str__(self) -> str:
         offset = f", offset {self.offset:g}, rounded {self.rounding.replace('_', ' the ')}"
@@ -184,12 +181,12 @@ class LayerNormRecipe(_Recipe):
     formula: Callable = layer_norm_reference
     part = "layer_norm"
 
-    def _compute(self, args: tuple, weight: Tensor | None, bias: Tensor | None, eps: float, reference: bool) -> Tensor:
+    def _compute(self, args: tuple, weight: Tensor | None, bias: Tensor | None, reference: bool) -> Tensor:
         # Without kernels, torch's layer norm sums the gradient of a bf16 weight in bf16. A module that computes in fp32
         # therefore keeps its formula there.
         has_other_formula = self.formula is not layer_norm_reference
         uses_formula = reference or (has_other_formula and not runs_kernels(args[0], weight, bias))
-        return (self.formula if uses_formula else layer_norm)(args[0], weight, bias, eps)
+        return (self.formula if uses_formula else layer_norm)(args[0], weight, bias, self.eps)
 
     def __str__(self) -> str:
         without = [name for name in ("weight", "bias") if getattr(self, name) is None]

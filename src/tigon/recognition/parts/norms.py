@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from tigon.ops.norms.gated_rms_norm import GateActivation
 from tigon.ops.norms.rms_norm import Rounding
-from tigon.recognition.guards.code_facts import has_conditions, largest_number
+from tigon.recognition.guards.code_facts import largest_number
 from tigon.recognition.parts.comparison import (
     CANNOT_RUN,
     EQUAL_DTYPES,
@@ -39,7 +39,7 @@ from tigon.recognition.parts.norm_recipes import (
     RMSNormRecipe,
     Scope,
 )
-from tigon.recognition.probing.probes import DTYPES, agrees, agrees_in_all_combinations, runs_without_contiguity
+from tigon.recognition.probing.probes import DTYPES, agrees, runs_without_contiguity
 from tigon.recognition.probing.standin import (
     BF16,
     FP16,
@@ -52,9 +52,7 @@ from tigon.recognition.probing.standin import (
 )
 from tigon.recognition.probing.trials import not_recording
 from tigon.runtime.engines import full_shape
-from tigon.runtime.reach.code import code_facts
 from tigon.runtime.reach.explore import explore
-from tigon.runtime.reach.objects import bases_of_torch
 from tigon.runtime.reach.places import Reach
 
 DIFFERENT = "computes something else than rms_norm or layer_norm"
@@ -72,9 +70,9 @@ class _NormSubject(Subject):
     width: int
     gated: bool
 
-    def __call__(self, dtype: torch.dtype | None = FP32, training: bool = True, **attributes: Any) -> nn.Module:
+    def __call__(self, dtype: torch.dtype | None = FP32, training: bool = True) -> nn.Module:
         weights = {name: normal(40 + i, self.width).to(dtype) for i, name in enumerate(self.names)}
-        return stand_in(self.module, weights, training=training, **attributes)
+        return stand_in(self.module, weights, training=training)
 
     def inputs(self, dtype: torch.dtype, *shape: int) -> list[Tensor]:
         return [normal(60 + i, *shape, self.width, dtype=dtype) for i in range(1 + self.gated)]
@@ -132,12 +130,9 @@ def _gates(module: nn.Module, width: int) -> Iterator[Gate]:
 
 
 def _candidates(
-    module: nn.Module, names: Sequence[str], epsilons: Sequence[str | float], width: int, gated: bool
+    module: nn.Module, names: Sequence[str], epsilons: Sequence[float], width: int, gated: bool
 ) -> Iterator[NormRecipe]:
-    """Yield every recipe that a module with these parameters, for inputs of this width, may compute.
-
-    `epsilons` are the names of attributes that may hold epsilon, or values that the code may contain.
-    """
+    """Yield every recipe that a module with these parameters, for inputs of this width, may compute."""
     gates: list[Gate | None] = [*_gates(module, width)] if gated else [None]
     if len(names) < 2:
         forms = list(itertools.product((0.0, 1.0), _ROUNDINGS))[: None if names else 1]
@@ -150,58 +145,6 @@ def _candidates(
             pairs = list(itertools.permutations([*names, None][:2], 2))
         for eps, (weight, bias), formula in itertools.product(epsilons, pairs, LAYER_NORM_FORMULAS):
             yield LayerNormRecipe(eps, weight, bias, formula)
-
-
-# --- epsilon -----------------------------------------------------------------------------------------
-
-
-def _select_by_epsilon(subject: _NormSubject, candidates: list[NormRecipe]) -> list[NormRecipe]:
-    """Return the candidates that also agree with the forward after a change of each attribute that may be epsilon.
-
-    If several attributes that the forward reads have the same value, only such changes show which of them is epsilon.
-    If several of them are, for example one in training and one in evaluation, no candidate agrees.
-    """
-    names = sorted({candidate.eps for candidate in candidates if isinstance(candidate.eps, str)})
-    if len(names) > 1:
-        candidates = [each for each in candidates if all(_agrees_with_others(each, subject, name) for name in names)]
-    return candidates
-
-
-def _agrees_with_others(recipe: NormRecipe, subject: _NormSubject, name: str) -> bool:
-    """Return whether a recipe agrees with the forward when the attribute `name` has other values.
-
-    The comparison covers every combination of mode, dtypes, shape and gradients, because a forward may read another
-    epsilon in one of them.
-    """
-
-    def inputs(dtype: torch.dtype, *shape: int) -> list[Tensor]:
-        x, *gate = subject.inputs(dtype, *shape)
-        # The squares of these values are near the usual epsilons, so a larger and a smaller epsilon change the result.
-        return [x * 1e-3, *gate]
-
-    pairs = _agreeing_pairs(recipe, subject)
-    changes: list[dict[str, Any]] = [{name: eps} for eps in (1e-12, 0.5)]
-    with not_recording():
-        subjects = [functools.partial(subject, **change) for change in changes]
-        return all(agrees_in_all_combinations(recipe, each, inputs, pairs) for each in subjects)
-
-
-def _uses_eps_unchanged(recipe: NormRecipe, subject: _NormSubject) -> bool:
-    """Return True if the module uses any epsilon as the op does. Other modules limit epsilon or replace a zero."""
-    if not isinstance(recipe.eps, str):
-        return True
-    x, *gate = subject.inputs(FP32, 8)
-    x = x * torch.logspace(-8, 4, 8)[:, None]
-    x[0] = 0
-    attributes: list[dict[str, Any]] = [{recipe.eps: eps} for eps in (0.0, 1e-12, 1e-3, 0.5, 10.0)]
-    with not_recording():
-        return all(agrees(recipe, functools.partial(subject, FP32, **each), [x, *gate]) for each in attributes)
-
-
-def _names_in_torch(cls: type[nn.Module]) -> set[str]:
-    """Return the names of attributes that torch's forwards in the bases of a class read. `explore` skips this code."""
-    codes = [getattr(vars(base).get("forward"), "__code__", None) for base in bases_of_torch(cls)]
-    return {name for code in codes if code is not None for name in code_facts(code).attributes}
 
 
 # --- recognition -------------------------------------------------------------------------------------
@@ -224,15 +167,7 @@ def _confirm(recipe: NormRecipe, subject: _NormSubject, dims: frozenset[int], re
     }
     accepts_strides = runs_without_contiguity(recipe, subject, subject.inputs)
     shape = "normalized_shape" if getattr(module, "normalized_shape", None) == (subject.width,) else None
-    live_eps = not has_conditions(reach) and _uses_eps_unchanged(recipe, subject)
-    if isinstance(recipe.eps, str) and not live_eps and recipe.eps not in reach.own_settings:
-        # Only code of torch may read this attribute, so no guard watches it.
-        constant = replace(recipe, eps=getattr(module, recipe.eps))
-        agreeing = (each for each in (recipe, constant) if _agrees_with_others(each, subject, str(recipe.eps)))
-        if (agreeing_recipe := next(agreeing, None)) is None:
-            return DIFFERENT
-        recipe, live_eps = agreeing_recipe, True
-    return replace(recipe, scope=Scope(dims, weight_dtypes, not accepts_strides, shape, live_eps))
+    return replace(recipe, scope=Scope(dims, weight_dtypes, not accepts_strides, shape))
 
 
 def recognise_norm(module: nn.Module) -> NormRecipe | str | None:
@@ -261,16 +196,15 @@ def recognise_norm(module: nn.Module) -> NormRecipe | str | None:
     reach = explore(module)
     if reach.reason:
         return reach.reason
-    # An attribute that the forward does not read may have the value of epsilon by chance.
-    read_names = reach.own_settings | _names_in_torch(type(module))
-    read_epsilons: list[str | float] = [name for name in epsilons if name in read_names]
+    # The guard of the recipe fails once such an attribute changes. Other norms have epsilon as a number in their code.
+    values = dict.fromkeys(getattr(module, name) for name in epsilons if name in reach.own_settings)
     widths = [*next(iter(sizes))] if sizes else _likely_widths(module, reach)
     reasons: list[str] = []
     # A second argument may be a gate, or a residual that is None by default.
     for gated in (True, False):
         if not accepts_inputs(module, 1 + gated):
             continue
-        candidates = list(_candidates(module, list(tensors), read_epsilons or [1e-5, 1e-6], widths[0], gated))
+        candidates = list(_candidates(module, list(tensors), list(values) or [1e-5, 1e-6], widths[0], gated))
         subjects = [_NormSubject(module, tuple(tensors), width, gated) for width in widths]
         result = _find_recipe(subjects, candidates, reach)
         if not isinstance(result, str):
@@ -309,12 +243,7 @@ def _find_recipe(subjects: list[_NormSubject], candidates: list[NormRecipe], rea
     last_subject, dims = last
 
     def confirm_one() -> NormRecipe | str:
-        selected = _select_by_epsilon(last_subject, candidates)
-        if candidates and not selected:
-            names = " and ".join(sorted({str(candidate.eps) for candidate in candidates}))
-            same = "which have the same value, and changing each does not show which one it is"
-            return f"its epsilon may be {names}, {same}"
-        results = (_confirm(candidate, last_subject, dims, reach) for candidate in selected)
+        results = (_confirm(candidate, last_subject, dims, reach) for candidate in candidates)
         return next((result for result in results if result != DIFFERENT), DIFFERENT)
 
     return run_probes(confirm_one, module, reach)

@@ -20,6 +20,7 @@ from tigon.runtime.reach.objects import (
     has_attribute,
     holds_tensors,
     is_trusted,
+    names_in_torch,
     package_of,
     slots_of,
     special_methods,
@@ -78,13 +79,14 @@ class HolderWalk(FunctionWalk):
         self.visit_class_attributes(
             kind, {"forward", "__call__", "__getattr__", "__getattribute__", CALL_IMPL}, path, owner
         )
+        seen = names_in_torch(kind)
         if owner is not None:
             self.watch_call(module, path)
             # The code of torch's modules is not read, so all of their settings count.
-            if package_of(kind.__module__) in TRUSTED:
-                for name in sorted(attributes.keys() - skipped):
-                    visit(name)
-        self.hold(lambda: {*attributes, *_readable(kind)} - skipped, visit)
+            seen |= attributes.keys() - skipped if package_of(kind.__module__) in TRUSTED else set()
+        for name in sorted(seen):
+            visit(name)
+        self.holders.append((lambda: {*attributes, *_readable(kind)} - skipped, visit, seen))
         self.watch_registered(attributes, path, owner)
         self.visit_children(attributes, path, owner)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from tigon.runtime.reach.code import code_facts
 from tigon.runtime.reach.known_names import NEVER_CALLED, TRUSTED
 from tigon.runtime.reach.places import REGISTERED
 from tigon.runtime.stock import is_linear_of_zero
@@ -69,6 +70,13 @@ def defined_names(cls: type, ignored_bases: tuple[type, ...] = (object,)) -> set
 def bases_of_torch(cls: type) -> tuple[type, ...]:
     """Return `object` and those bases of a class that torch defines."""
     return tuple(base for base in cls.__mro__ if base is object or package_of(base.__module__) == "torch")
+
+
+def names_in_torch(cls: type[nn.Module]) -> set[str]:
+    """Return the names of the attributes that the forwards of torch in the bases of a class read."""
+    bases = set(bases_of_torch(cls)) - {*nn.Module.__mro__}
+    codes = [getattr(vars(base).get("forward"), "__code__", None) for base in bases]
+    return {name for code in codes if code is not None for name in code_facts(code).attributes}
 
 
 def slots_of(cls: type) -> set[str]:
