@@ -1,5 +1,6 @@
 """Distillation of a teacher into a student, as a module that takes the hidden states and heads of both models."""
 
+import inspect
 from typing import Any
 
 from torch import Tensor, nn
@@ -7,12 +8,17 @@ from torch import Tensor, nn
 from tigon.ops.head.linear_distillation import DistillationOutput, linear_distillation
 from tigon.runtime import checks
 
-# The options of `linear_distillation` that belong to the loss. The others are tensors of a call.
-_OPTIONS = (
-    "divergence", "beta", "temperature", "soft_weight", "hard_weight", "softcap", "logit_scale", "teacher_softcap",
-    "teacher_logit_scale", "ignore_index", "reduction", "return_parts", "return_entropy", "fp32_logits",
-    "max_logits_mib", "acc_dtype",
+# The tensors of a call. The other keyword arguments of `linear_distillation` are options of the loss.
+_TENSORS = (
+    "bias", "teacher_hidden", "teacher_weight", "teacher_bias", "teacher_logits", "teacher_probs", "teacher_log_probs",
+    "teacher_indices", "num_items",
 )  # fmt: skip
+# A module keeps no rows of a batch.
+_OPTIONS = tuple(
+    name
+    for name in list(inspect.signature(linear_distillation).parameters)[3:]
+    if name not in (*_TENSORS, "valid_rows")
+)
 
 
 class DistillationLoss(nn.Module):
@@ -52,29 +58,14 @@ class DistillationLoss(nn.Module):
         return ", ".join(f"{key}={value!r}" for key, value in self.options.items())
 
     def forward(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        targets: Tensor | None = None,
-        *,
-        bias: Tensor | None = None,
-        teacher_hidden: Tensor | None = None,
-        teacher_weight: Tensor | None = None,
-        teacher_bias: Tensor | None = None,
-        teacher_logits: Tensor | None = None,
-        teacher_probs: Tensor | None = None,
-        teacher_log_probs: Tensor | None = None,
-        teacher_indices: Tensor | None = None,
-        num_items: Tensor | float | None = None,
+        self, hidden: Tensor, weight: Tensor, targets: Tensor | None = None, **tensors: Any
     ) -> Tensor | DistillationOutput:
         """Return `linear_distillation` of hidden [..., H], weight [V, H] and the teacher in one of its forms.
 
-        For generated completions, `targets` are the tokens that the student has sampled, with `ignore_index` at the
-        prompt: the loss is then that of on-policy distillation.
+        `tensors` are `bias`, `num_items` and those of the teacher, by the names that `linear_distillation` has for
+        them. For generated completions, `targets` are the tokens that the student has sampled, with `ignore_index` at
+        the prompt: the loss is then that of on-policy distillation.
         """
-        return linear_distillation(
-            hidden, weight, targets,
-            bias=bias, teacher_hidden=teacher_hidden, teacher_weight=teacher_weight, teacher_bias=teacher_bias,
-            teacher_logits=teacher_logits, teacher_probs=teacher_probs, teacher_log_probs=teacher_log_probs,
-            teacher_indices=teacher_indices, num_items=num_items, **self.options,
-        )  # fmt: skip
+        for name in tensors:
+            checks.choice("DistillationLoss", "a tensor", name, _TENSORS)
+        return linear_distillation(hidden, weight, targets, **tensors, **self.options)

@@ -30,6 +30,10 @@ TENSORS = (
     "log_sum_sq_probs", "ref_sequence_log_probs", "nll_mask", "entropy", "top_entropy_threshold",
     "importance_sampling_ratio", "sampling_log_probs", "num_items_in_batch", "cu_seqlens", "part_of",
 )  # fmt: skip
+# The tensors that the module computes, or takes as arguments of its own.
+_COMPUTED = ("log_probs", "mask", "log_sum_sq_probs", "entropy", "cu_seqlens", "part_of")
+# The tensors of a reference model, from which the module computes `ref_log_probs`.
+_REFERENCE = ("ref_hidden", "ref_weight", "ref_bias")
 
 
 class HeadLoss(nn.Module):
@@ -39,11 +43,13 @@ class HeadLoss(nn.Module):
     function: Callable[..., tuple[Tensor, Metrics]]
     # The units over which the loss is a sum.
     group: Literal["sequence", "pair"] = "sequence"
+    # The tensors that a call may pass by position after the targets.
+    positional: tuple[str, ...] = ()
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
         name = type(self).__name__
-        parameters = inspect.signature(self.function).parameters.values()
+        parameters = list(inspect.signature(self.function).parameters.values())
         keywords = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY and each.name not in TENSORS]
         for option in options:
             checks.choice(name, "an option", option, (*_HEAD_OPTIONS, *_SUM_OPTIONS, *keywords))
@@ -51,6 +57,8 @@ class HeadLoss(nn.Module):
         self.sum_options = {key: options.pop(key) for key in _SUM_OPTIONS if key in options}
         defaults = {each.name: each.default for each in parameters if each.name in keywords}
         self.options = defaults | options
+        names = [each.name for each in parameters if each.name not in (*keywords, *_COMPUTED)]
+        self.tensor_names = (*names, *(_REFERENCE if "ref_log_probs" in names else ()))
         self._checked_arguments: object = None
 
     def extra_repr(self) -> str:
@@ -61,23 +69,54 @@ class HeadLoss(nn.Module):
         """Return whether the loss of the batch is a sum over its sequences or pairs."""
         return True
 
-    def _compute(
-        self, hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, tensors: dict[str, Any], *,
-        mask: Tensor | None, cu_seqlens: Tensor | None, reference: "tuple[Tensor | None, ...] | None" = None,
-        with_entropy: bool = False, with_sum_sq_probs: bool = False,
-    ) -> tuple[Tensor, Metrics]:  # fmt: skip
-        """Return the loss and its metrics for the other arguments of the function, by name, and for a reference model.
+    def _needs_entropy(self, tensors: dict[str, Any]) -> bool:
+        """Return whether the function takes the entropy."""
+        return bool(self.options.get("entropy_coef"))
 
-        An argument that is None was not passed.
+    def forward(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        *args: Tensor | None,
+        mask: Tensor | None = None,
+        bias: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        **tensors: Any,
+    ) -> tuple[Tensor, Metrics]:
+        """Return the loss and its metrics.
+
+        Args:
+            hidden: [N, L, H] or [T, H]: the hidden states of the policy. The first half of the sequences of pairs are
+                the chosen ones.
+            weight: [V, H] of its head.
+            targets: [N, L] or [T]: the token that each hidden state predicts, `ignore_index` outside of completions.
+            *args: `ref_hidden` and `ref_weight` of `DPOLoss`; `is_desirable`, `ref_hidden` and `ref_weight` of
+                `KTOLoss`; `advantages` and `old_log_probs` of `GRPOLoss`, `PPOLoss` and `RLOOLoss`.
+            mask: [N, L] or [T], bool: the tokens of completions, if `targets` does not mark them.
+            bias: [V].
+            cu_seqlens: [N + 1]: the boundaries of packed sequences.
+            **tensors: The tensors of the function of this loss by name, such as `ref_log_probs`, `kl` or `nll_mask`. A
+                loss that takes `ref_log_probs` also takes the hidden states and the head of the reference model in
+                place of them, `ref_hidden`, `ref_weight` and `ref_bias`, whose H may differ. `nll_mask` may have tokens
+                of prompts, whose `targets` must be tokens too, so pass `mask` with it.
         """
         name = type(self).__name__
-        check_shapes(name, hidden, weight, bias, targets, may_be_empty="process_group" in self.head_options)
+        if len(args) > len(self.positional):
+            raise TypeError(f"{name}: at most {3 + len(self.positional)} tensors by position, got {3 + len(args)}")
+        for key in (*self.positional[: len(args)], *tensors):
+            if key in self.positional[: len(args)] and key in tensors:
+                raise TypeError(f"{name}: {key} must be given once, got it by position and by name")
+            checks.choice(name, "a tensor", key, self.tensor_names)
+        tensors |= zip(self.positional, args, strict=False)
         tensors = {key: value for key, value in tensors.items() if value is not None}
+        check_shapes(name, hidden, weight, bias, targets, may_be_empty="process_group" in self.head_options)
         ignore_index = checks.ignore_index(name, self.head_options.get("ignore_index", -100))
         targets, masks = self._masked(targets, {"mask": mask, "nll_mask": tensors.get("nll_mask")}, ignore_index)
         tensors |= masks
-        ref_hidden, ref_weight, ref_bias = reference or (None, None, None)
+        ref_hidden, ref_weight, ref_bias = (tensors.pop(key, None) for key in _REFERENCE)
         self._check_reference(ref_hidden, ref_weight, ref_bias, targets, tensors)
+        with_entropy, with_sum_sq_probs = self._needs_entropy(tensors), bool(self.options.get("use_weighting"))
         outputs = ["entropy"] * with_entropy + ["log_sum_sq_probs"] * with_sum_sq_probs
         self._check(tensors, cu_seqlens, outputs, ref_hidden is not None)
         valid_rows = None

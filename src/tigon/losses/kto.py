@@ -28,10 +28,7 @@ def kto_kl(
     value by zero.
 
     Args:
-        log_probs: [N, L], or [T] with `cu_seqlens`, fp32: the policy's log-probability of each token.
-        mask: The shape of `log_probs`, bool: the tokens of the completions.
-        ref_log_probs: The shape and the dtype of `log_probs`: the same of the reference model.
-        cu_seqlens: [N + 1], int64 | int32: the boundaries of packed sequences.
+        log_probs, mask, ref_log_probs, cu_seqlens: See `dpo_loss`; [N, L] fp32 and bool, or [T] if they are packed.
 
     Returns:
         The mean, without dimensions and without a gradient.
@@ -77,21 +74,14 @@ def kto_loss(
     completion without tokens has the log-probability zero.
 
     Args:
-        log_probs: [N, L], or [T] with `cu_seqlens`, fp32: the policy's log-probability of each token.
-        mask: The shape of `log_probs`, bool: the tokens of the completions.
+        log_probs, mask, cu_seqlens, part_of: See `dpo_loss`; [N, L] fp32 and bool, or [T] if they are packed.
         is_desirable: [N], bool: the labels of the completions.
-        ref_log_probs: The shape and the dtype of `log_probs`: the same of the reference model. If it is None, and so
-            is `ref_sequence_log_probs`, the reference gives all completions the same probability.
+        ref_log_probs, ref_sequence_log_probs: As in `dpo_loss`: the shape of `log_probs`, or [N] in place of it.
         kl: Without dimensions, the result of `kto_kl`. It gets no gradient. None means zero, and
             `apo_zero_unpaired` needs None.
         beta: The strength of the reference, positive.
         loss_type: `kto` or `apo_zero_unpaired`.
-        desirable_weight: The weight of desirable completions, not negative.
-        undesirable_weight: The weight of undesirable completions, not negative.
-        ref_sequence_log_probs: [N], the dtype of `log_probs`, in place of `ref_log_probs`: the reference's sums.
-        cu_seqlens: [N + 1], int64 | int32: the boundaries of packed sequences.
-        part_of: The counts of the whole batch, from `batch_counts`, if these sequences are a part of it. The losses of
-            all parts then add up to the loss of the batch, and the result has no metrics.
+        desirable_weight, undesirable_weight: The weights of desirable and of undesirable completions, not negative.
 
     Returns:
         The loss, without dimensions, and the metrics `kl`, `rewards/chosen`, `rewards/rejected`, `rewards/margins`,

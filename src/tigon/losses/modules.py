@@ -11,19 +11,14 @@ Shapes: N sequences, L tokens of a padded row, T packed tokens, H hidden, V voca
 tokens are [N, L]. Packed tokens are [T], and need `cu_seqlens`.
 """
 
-import inspect
 from typing import Any
 
-from torch import Tensor
-
-from tigon.losses.head_loss import TENSORS, HeadLoss
+from tigon.losses.head_loss import HeadLoss
 from tigon.losses.kto import kto_loss
 from tigon.losses.policy import grpo_loss
 from tigon.losses.ppo import ppo_loss, rloo_loss
 from tigon.losses.preference import dpo_adds_up, dpo_loss
 from tigon.losses.reference_free import cpo_loss, orpo_loss, simpo_loss
-from tigon.losses.sequences import Metrics
-from tigon.runtime import checks
 
 
 class DPOLoss(HeadLoss):
@@ -51,75 +46,13 @@ class DPOLoss(HeadLoss):
     """
 
     function = staticmethod(dpo_loss)
-    group = "pair"
-
-    def forward(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        targets: Tensor,
-        ref_hidden: Tensor | None = None,
-        ref_weight: Tensor | None = None,
-        *,
-        mask: Tensor | None = None,
-        bias: Tensor | None = None,
-        ref_bias: Tensor | None = None,
-        ref_log_probs: Tensor | None = None,
-        ref_sequence_log_probs: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-    ) -> tuple[Tensor, Metrics]:
-        """Return the loss and its metrics.
-
-        Args:
-            hidden: [N, L, H] or [T, H]: the hidden states of the policy. The first half of the sequences are the chosen
-                ones.
-            weight: [V, H] of its head.
-            targets: [N, L] or [T]: the token that each hidden state predicts, `ignore_index` outside of completions.
-            ref_hidden, ref_weight, ref_bias: The same of the reference model, whose H may differ.
-            mask: [N, L] or [T], bool: the tokens of completions, if `targets` does not mark them.
-            bias: [V].
-            ref_log_probs, ref_sequence_log_probs, cu_seqlens: As in `dpo_loss`.
-        """
-        tensors = {"ref_log_probs": ref_log_probs, "ref_sequence_log_probs": ref_sequence_log_probs}
-        return self._compute(
-            hidden, weight, targets, bias, tensors, mask=mask, cu_seqlens=cu_seqlens,
-            reference=(ref_hidden, ref_weight, ref_bias), with_sum_sq_probs=bool(self.options["use_weighting"]),
-        )  # fmt: skip
+    group, positional = "pair", ("ref_hidden", "ref_weight")
 
     def _adds_up(self, tensors: dict[str, Any]) -> bool:
         return dpo_adds_up(self.options["loss_type"], bool(self.options["use_weighting"]))
 
 
-class _ReferenceFreeLoss(HeadLoss):
-    """A loss of pairs without a reference model."""
-
-    group = "pair"
-
-    def forward(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        targets: Tensor,
-        *,
-        mask: Tensor | None = None,
-        bias: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-    ) -> tuple[Tensor, Metrics]:
-        """Return the loss and its metrics.
-
-        Args:
-            hidden: [N, L, H] or [T, H]: the hidden states of the policy. The first half of the sequences are the chosen
-                ones.
-            weight: [V, H] of its head.
-            targets: [N, L] or [T]: the token that each hidden state predicts, `ignore_index` outside of completions.
-            mask: [N, L] or [T], bool: the tokens of completions, if `targets` does not mark them.
-            bias: [V].
-            cu_seqlens: [N + 1]: the boundaries of packed sequences.
-        """
-        return self._compute(hidden, weight, targets, bias, {}, mask=mask, cu_seqlens=cu_seqlens)
-
-
-class ORPOLoss(_ReferenceFreeLoss):
+class ORPOLoss(HeadLoss):
     """ORPO: `tigon.losses.orpo_loss` on hidden states and a head. It takes three products with the head.
 
     Args:
@@ -138,29 +71,10 @@ class ORPOLoss(_ReferenceFreeLoss):
     """
 
     function = staticmethod(orpo_loss)
-
-    def forward(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        targets: Tensor,
-        *,
-        mask: Tensor | None = None,
-        nll_mask: Tensor | None = None,
-        bias: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-    ) -> tuple[Tensor, Metrics]:
-        """Return the loss and its metrics. The arguments are those of `tigon.CPOLoss`, and `nll_mask`.
-
-        Args:
-            nll_mask: [N, L] or [T], bool: the tokens of the NLL term, as in `orpo_loss`. Their `targets` are tokens,
-                also in prompts, so pass `mask` too.
-        """
-        tensors = {"nll_mask": nll_mask}
-        return self._compute(hidden, weight, targets, bias, tensors, mask=mask, cu_seqlens=cu_seqlens)
+    group = "pair"
 
 
-class CPOLoss(_ReferenceFreeLoss):
+class CPOLoss(HeadLoss):
     """CPO and its variants: `tigon.losses.cpo_loss` on hidden states and a head. It takes three products with the head.
 
     Args:
@@ -179,9 +93,10 @@ class CPOLoss(_ReferenceFreeLoss):
     """
 
     function = staticmethod(cpo_loss)
+    group = "pair"
 
 
-class SimPOLoss(_ReferenceFreeLoss):
+class SimPOLoss(HeadLoss):
     """SimPO: `tigon.losses.simpo_loss` on hidden states and a head. It takes three products with the head.
 
     Args:
@@ -200,6 +115,7 @@ class SimPOLoss(_ReferenceFreeLoss):
     """
 
     function = staticmethod(simpo_loss)
+    group = "pair"
 
 
 class KTOLoss(HeadLoss):
@@ -224,97 +140,10 @@ class KTOLoss(HeadLoss):
     """
 
     function = staticmethod(kto_loss)
-
-    def forward(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        targets: Tensor,
-        is_desirable: Tensor,
-        ref_hidden: Tensor | None = None,
-        ref_weight: Tensor | None = None,
-        *,
-        kl: Tensor | None = None,
-        mask: Tensor | None = None,
-        bias: Tensor | None = None,
-        ref_bias: Tensor | None = None,
-        ref_log_probs: Tensor | None = None,
-        ref_sequence_log_probs: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-    ) -> tuple[Tensor, Metrics]:
-        """Return the loss and its metrics.
-
-        Args:
-            hidden: [N, L, H] or [T, H]: the hidden states of the policy.
-            weight: [V, H] of its head.
-            targets: [N, L] or [T]: the token that each hidden state predicts, `ignore_index` outside of completions.
-            is_desirable: [N], bool.
-            ref_hidden, ref_weight, ref_bias: The same of the reference model, whose H may differ.
-            kl: Without dimensions, the result of `tigon.losses.kto_kl`.
-            mask: [N, L] or [T], bool: the tokens of completions, if `targets` does not mark them.
-            bias: [V].
-            ref_log_probs, ref_sequence_log_probs, cu_seqlens: As in `kto_loss`.
-        """
-        tensors = {
-            "is_desirable": is_desirable, "kl": kl, "ref_log_probs": ref_log_probs,
-            "ref_sequence_log_probs": ref_sequence_log_probs,
-        }  # fmt: skip
-        return self._compute(
-            hidden, weight, targets, bias, tensors, mask=mask, cu_seqlens=cu_seqlens,
-            reference=(ref_hidden, ref_weight, ref_bias),
-        )  # fmt: skip
+    positional = ("is_desirable", "ref_hidden", "ref_weight")
 
 
-# The module computes these arguments of the functions.
-_COMPUTED = ("entropy", "part_of")
-
-
-class _PolicyLoss(HeadLoss):
-    """A loss of a policy that learns from advantages."""
-
-    def _needs_entropy(self, tensors: dict[str, Any]) -> bool:
-        return bool(self.options.get("entropy_coef"))
-
-    def forward(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        targets: Tensor,
-        advantages: Tensor,
-        old_log_probs: Tensor | None = None,
-        *,
-        mask: Tensor | None = None,
-        bias: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        **tensors: Any,
-    ) -> tuple[Tensor, Metrics]:
-        """Return the loss and its metrics.
-
-        Args:
-            hidden: [N, L, H] or [T, H]: the hidden states of the policy.
-            weight: [V, H] of its head.
-            targets: [N, L] or [T]: the token that each hidden state predicts, `ignore_index` outside of completions.
-            advantages: [N], [N, L] or [T].
-            old_log_probs: [N, L] or [T], fp32: the log-probabilities of the policy that sampled the tokens; by default
-                those of the policy itself.
-            mask: [N, L] or [T], bool: the tokens of completions, if `targets` does not mark them.
-            bias: [V].
-            cu_seqlens: [N + 1]: the boundaries of packed sequences.
-            **tensors: More tensors of the function of this loss, by name: for `GRPOLoss` `ref_log_probs`,
-                `num_items_in_batch`, `importance_sampling_ratio`, `sampling_log_probs` and `top_entropy_threshold`.
-        """
-        name, parameters = type(self).__name__, inspect.signature(self.function).parameters
-        names = tuple(each for each in ("ref_log_probs", *TENSORS) if each in parameters and each not in _COMPUTED)
-        for key in tensors:
-            checks.choice(name, "a tensor", key, names)
-        tensors = {"advantages": advantages, "old_log_probs": old_log_probs, **tensors}
-        return self._compute(
-            hidden, weight, targets, bias, tensors, mask=mask, cu_seqlens=cu_seqlens,
-            with_entropy=self._needs_entropy(tensors),
-        )  # fmt: skip
-
-
-class GRPOLoss(_PolicyLoss):
+class GRPOLoss(HeadLoss):
     """GRPO and its variants: `tigon.losses.grpo_loss` on hidden states and a head.
 
     It takes three products with the head, and four if tokens are selected by the entropies of the whole batch: with
@@ -337,6 +166,7 @@ class GRPOLoss(_PolicyLoss):
     """
 
     function = staticmethod(grpo_loss)
+    positional = ("advantages", "old_log_probs")
 
     def _adds_up(self, tensors: dict[str, Any]) -> bool:
         has_threshold = "top_entropy_threshold" in tensors
@@ -348,7 +178,7 @@ class GRPOLoss(_PolicyLoss):
         return bool(self.options["entropy_coef"] or self.options["top_entropy_quantile"] < 1 or has_threshold)
 
 
-class PPOLoss(_PolicyLoss):
+class PPOLoss(HeadLoss):
     """PPO's clipped objective: `tigon.losses.ppo_loss` on hidden states and a head. It takes three products.
 
     Args:
@@ -367,9 +197,10 @@ class PPOLoss(_PolicyLoss):
     """
 
     function = staticmethod(ppo_loss)
+    positional = ("advantages", "old_log_probs")
 
 
-class RLOOLoss(_PolicyLoss):
+class RLOOLoss(HeadLoss):
     """RLOO: `tigon.losses.rloo_loss` on hidden states and a head. It takes three products with the head.
 
     Args:
@@ -388,3 +219,4 @@ class RLOOLoss(_PolicyLoss):
     """
 
     function = staticmethod(rloo_loss)
+    positional = ("advantages", "old_log_probs")

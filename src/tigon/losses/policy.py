@@ -123,12 +123,9 @@ def grpo_loss(
         kl_estimator: `k1`, `k2` or `k3`; see `kl_estimate`.
         use_bias_correction_kl: Multiply the KL estimate by the ratio, which makes the gradient unbiased
             (arXiv:2512.02556).
-        sapo_temperature_pos: t_pos, positive.
-        sapo_temperature_neg: t_neg, positive.
-        vespo_k_pos: k for advantages that are not negative; not negative.
-        vespo_lambda_pos: l for advantages that are not negative; not negative.
-        vespo_k_neg: k for negative advantages; not negative.
-        vespo_lambda_neg: l for negative advantages; not negative.
+        sapo_temperature_pos, sapo_temperature_neg: t_pos and t_neg, positive.
+        vespo_k_pos, vespo_lambda_pos: k and l for advantages that are not negative; not negative.
+        vespo_k_neg, vespo_lambda_neg: The same for negative advantages.
         entropy: The shape of `log_probs`: the entropy of the policy at each token. It gets a gradient from
             `entropy_coef`.
         entropy_coef: The weight of the entropy bonus, the mean entropy of the tokens that are in the policy loss.
@@ -147,8 +144,7 @@ def grpo_loss(
             default it is the number of tokens of this batch. Other types need None.
         max_completion_length: The constant of dr_grpo, positive. Other types need None.
         cu_seqlens: [N + 1], int64 | int32: the boundaries of packed sequences.
-        part_of: The counts of the whole batch, from `batch_counts`, if these sequences are a part of it. The losses of
-            all parts then add up to the loss of the batch, and the result has no metrics.
+        part_of: As in `dpo_loss`.
 
     Returns:
         The loss, without dimensions, and the metrics: `policy_loss` (without the entropy bonus); `entropy` if it is

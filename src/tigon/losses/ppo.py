@@ -46,8 +46,7 @@ def rloo_loss(
         entropy: The shape of `log_probs`: the entropy of the policy at each token.
         entropy_coef: The weight of the entropy bonus, the mean entropy of the tokens.
         cu_seqlens: [N + 1], int64 | int32: the boundaries of packed sequences.
-        part_of: The counts of the whole batch, from `batch_counts`, if these sequences are a part of it. The losses of
-            all parts then add up to the loss of the batch, and the result has no metrics.
+        part_of: As in `dpo_loss`.
 
     Returns:
         The loss, without dimensions, and the metrics `policy_loss`, `entropy` if it is given, and
@@ -100,21 +99,11 @@ def ppo_loss(
     It is the mean over the tokens of -min(min(r, delta) A, clip(r) A), where r = p / p_old is the ratio of a token.
 
     Args:
-        log_probs: [N, L], or [T] with `cu_seqlens`, fp32: the policy's log-probability of each token. It gets a
-            gradient.
+        log_probs: [N, L], or [T] with `cu_seqlens`, fp32: the policy's log-probability of each token.
         advantages: The shape of `log_probs`, or [N], floating point.
-        mask: The shape of `log_probs`, bool: the tokens of the completions.
-        old_log_probs: The shape and the dtype of `log_probs`: the same of the policy that sampled the tokens. By
-            default they are those of the policy itself, detached.
-        epsilon: The lower bound of the ratio is 1 - epsilon.
-        epsilon_high: The upper bound of the ratio is 1 + epsilon_high; by default epsilon.
         delta: The largest ratio with a negative advantage that has a gradient, positive; the dual clipping of
             arXiv:1912.09729.
-        entropy: The shape of `log_probs`: the entropy of the policy at each token.
-        entropy_coef: The weight of the entropy bonus, the mean entropy of the tokens.
-        cu_seqlens: [N + 1], int64 | int32: the boundaries of packed sequences.
-        part_of: The counts of the whole batch, from `batch_counts`, if these sequences are a part of it. The losses of
-            all parts then add up to the loss of the batch, and the result has no metrics.
+        mask, old_log_probs, epsilon, epsilon_high, entropy, entropy_coef, cu_seqlens, part_of: As in `rloo_loss`.
 
     Returns:
         The loss, without dimensions, and the metrics of `rloo_loss`, of tokens, with `kl`: the mean of

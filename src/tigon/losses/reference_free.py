@@ -66,15 +66,11 @@ def orpo_loss(
     no tokens.
 
     Args:
-        log_probs: [N, L], or [T] with `cu_seqlens`, fp32: the log-probability of each token; chosen sequences first.
-        mask: The shape of `log_probs`, bool: the tokens of the completions.
+        log_probs, mask, cu_seqlens, part_of: See `dpo_loss`; [N, L] fp32 and bool, or [T] if they are packed.
         beta: The weight of the odds ratio, not negative; the lambda of the paper.
         nll_mask: The shape of `log_probs`, bool: the tokens of the NLL term, of which only those of chosen sequences
             count. By default they are those of `mask`. TRL uses the tokens of prompts too: `log_probs` must then hold
             their log-probabilities. The `chosen_tokens` of `part_of` are tokens of this mask.
-        cu_seqlens: [N + 1], int64 | int32: the boundaries of packed sequences.
-        part_of: The counts of the whole batch, from `batch_counts`, if these sequences are a part of it. The losses of
-            all parts then add up to the loss of the batch, and the result has no metrics.
 
     Returns:
         The loss, without dimensions, and the metrics of `dpo_loss`, where rewards are beta a and `logps` are a, with
@@ -148,8 +144,7 @@ def cpo_loss(
     names and the meaning of TRL's `CPOConfig`.
 
     Args:
-        log_probs: [N, L], or [T] with `cu_seqlens`, fp32: the log-probability of each token; chosen sequences first.
-        mask: The shape of `log_probs`, bool: the tokens of the completions.
+        log_probs, mask, cu_seqlens, part_of: See `dpo_loss`; [N, L] fp32 and bool, or [T] if they are packed.
         beta: The scale of the rewards, positive.
         loss_type: One of the table.
         cpo_alpha: The weight of the NLL term, not negative.
@@ -157,9 +152,6 @@ def cpo_loss(
             -(1 - e) log sigmoid(z) - e log sigmoid(-z). Other types need 0.
         simpo_gamma: The margin of simpo and alphapo.
         alpha: The shape of the reward (AlphaPO).
-        cu_seqlens: [N + 1], int64 | int32: the boundaries of packed sequences.
-        part_of: The counts of the whole batch, from `batch_counts`, if these sequences are a part of it. The losses of
-            all parts then add up to the loss of the batch, and the result has no metrics.
 
     Returns:
         The loss, without dimensions, and the metrics of `dpo_loss`, where a reward is beta times the reward above and
@@ -202,14 +194,10 @@ def simpo_loss(
     a completion, which is zero if it has none. `cpo_loss` computes the same by `loss_type="simpo"` and `cpo_alpha=0`.
 
     Args:
-        log_probs: [N, L], or [T] with `cu_seqlens`, fp32: the log-probability of each token; chosen sequences first.
-        mask: The shape of `log_probs`, bool: the tokens of the completions.
+        log_probs, mask, cu_seqlens, part_of: See `dpo_loss`; [N, L] fp32 and bool, or [T] if they are packed.
         beta: The scale of the rewards, positive.
         gamma: The margin by which the chosen completion should win.
         label_smoothing: e in [0, 1]: -log sigmoid(z) becomes -(1 - e) log sigmoid(z) - e log sigmoid(-z).
-        cu_seqlens: [N + 1], int64 | int32: the boundaries of packed sequences.
-        part_of: The counts of the whole batch, from `batch_counts`, if these sequences are a part of it. The losses of
-            all parts then add up to the loss of the batch, and the result has no metrics.
 
     Returns:
         The loss, without dimensions, and the metrics of `dpo_loss`, where a reward is beta a and `logps` are a, with

@@ -200,12 +200,7 @@ def jsd(
         target: [..., V] log-probabilities of the teacher. If it needs a gradient, the reference runs.
         beta: In [0, 1], the share of the teacher in the mixture. 0 is KL(teacher || student), and 1 is
             KL(student || teacher).
-        temperature: Divides the logits. Its square does not multiply the loss.
-        labels: [...] int64 | int32, or None if all rows are valid.
-        ignore_index: Rows with this label have loss and gradient zero, whatever their values are.
-        from_logits: Both tensors are logits, and the op computes their log-softmax in fp32.
-        reduction: "batchmean": the sum divided by `input.shape[0]`, or with `labels` by the number of valid rows;
-            "mean": the mean over all elements, or over those of valid rows; "sum"; "none": [..., V].
+        temperature, labels, ignore_index, from_logits, reduction: As in `kl_div`.
 
     Returns:
         The loss in fp32. A mean over no valid row is 0. Equal distributions have loss and gradient of exactly zero.
@@ -245,12 +240,7 @@ def tvd(
         input: [..., V] probabilities of the student, fp32 | bf16 | fp16. `input` gets the gradient, which is zero where
             both probabilities are equal.
         target: [..., V] probabilities of the teacher. If it needs a gradient, the reference runs.
-        reduction: "batchmean": the sum divided by `input.shape[0]`, or with `labels` by the number of valid rows;
-            "mean": the mean over all elements, or over those of valid rows; "sum"; "none": [..., V].
-        labels: [...] int64 | int32, or None if all rows are valid.
-        ignore_index: Rows with this label have loss and gradient zero, whatever their values are.
-        from_logits: Both tensors are logits, and the op computes their softmax in fp32.
-        temperature: Divides the logits. Its square does not multiply the loss.
+        reduction, labels, ignore_index, from_logits, temperature: As in `kl_div`.
 
     Returns:
         The loss in fp32. A mean over no valid row is 0.
