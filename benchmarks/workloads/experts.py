@@ -207,14 +207,6 @@ WORKLOADS = (
             Variant("", (2, 11, 24), _routers(24, 3), term_size=1.0),
             Variant("with a mask", (3, 10, 16), _routers(16, 1), {"mask": True}, term_size=0.5),
         ),
-        compile_variants=(
-            Variant("128", (2, 64, 128), _routers(128, 8)),
-            Variant("128 with a mask", (2, 64, 128), _routers(128, 8), {"mask": True}),
-            Variant("8 in fp32", (2, 64, 8), _routers(8, 2), dtype=torch.float32),
-            Variant("512", (2, 64, 512), _routers(512, 10)),
-            Variant("2048 with a mask", (2, 64, 2048), _routers(2048, 4), {"mask": True}),
-            Variant("8192", (2, 4, 8192), _routers(8192, 4)),
-        ),
         # The forward reads the logits, and the backward reads them and writes their gradients.
         elements=lambda layers, t, e: 3 * layers * t * e,
         bench_shapes=(
