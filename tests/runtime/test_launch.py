@@ -184,7 +184,7 @@ STEPS = {
     "relu2": lambda n: _run(tigon.relu2, _leaf(n, 256)),
     "relu2 of an odd width": lambda n: _run(tigon.relu2, _leaf(n, 77)),
     "softmax": lambda n: _run(tigon.softmax, _leaf(n, 4096)),
-    "softmax of wide rows": lambda n: _run(tigon.softmax, _leaf(n, 40000)),
+    "softmax of wide rows": lambda n: _run(tigon.softmax, _leaf(n, 32768)),
 }
 
 
