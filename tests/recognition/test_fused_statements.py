@@ -77,9 +77,17 @@ def make(seed: int = 0, bias: bool = False) -> nn.Sequential:
     return nn.Sequential(Layer(bias), Layer(bias)).to(DEVICE)
 
 
+def pair(**options) -> tuple[nn.Sequential, nn.Sequential]:
+    """Return a patched and a stock model."""
+    model = make()
+    tigon.patch(model, **options)
+    return model, make()
+
+
 def step(model: nn.Module, x: Tensor) -> list[Tensor]:
+    """Return the output, and the gradients of the input and of the parameters where they need one."""
     y = model(x)
-    return [y, *torch.autograd.grad(y.square().sum(), [x, *model.parameters()])]
+    return [y, *torch.autograd.grad(y.square().sum(), [t for t in (x, *model.parameters()) if t.requires_grad])]
 
 
 def inputs() -> Tensor:
@@ -106,163 +114,58 @@ def nodes(y: Tensor) -> set[str]:
 # --- which statements are rewritten ---------------------------------------------------------------------------------
 
 
-def called_functions(function) -> set[str]:
-    """Return the names of the functions that the rewritten form of a forward calls."""
-    rewritten = fuse_statements(function)
-    return set(rewritten.__code__.co_freevars) if isinstance(rewritten, types.FunctionType) else set()
-
-
 def test_the_report_names_the_fused_statements():
     report = tigon.patch(make())
     entries = {e.module: (e.detail, e.count) for e in report.replaced if e.part == "fused_statements"}
     assert entries == {"Layer": ("add + norm, norm + residual", 2), "Attention": ("products of one input", 2)}
 
 
-class Forms:
-    """Forwards that match a pattern, and forwards that resemble one."""
-
-    def other_names(self, x):
-        y = self.norm(x)
-        return x + y
-
-    def no_alias(self, a, b):
-        c = a + b
-        d = self.norm(c)
-        return c * d
-
-    def other_target(self, a, b):
-        a = a + b
-        r = a
-        d = self.norm(a)
-        return a * d * r
-
-    def in_a_branch(self, a, b, flag=True):
-        if flag:
-            a = b + a
-            r = a
-            a = self.norm(a)
-            return a + r
-        return a
-
-    def post_norm(self, a, b):
-        a = a + b
-        a = self.norm(a)
-        return a
-
-    def a_statement_between(self, a, b):
-        a = a + b
-        print(a)
-        r = a
-        print(r)
-        a = self.norm(a)
-        return a + r
-
-    def two_inputs(self, a, b):
-        q = self.q(a)
-        k = self.k(b)
-        return q, k
-
-    def rebound(self, a):
-        a = self.q(a)
-        k = self.k(a)
-        return a, k
-
-    def nested(self, a):
-        q = self.n(self.q(a).view(2, -1)).t()
-        k = self.n(self.k(a).view(2, -1)).t()
-        return q, k
-
-    def keywords(self, a):
-        q = self.q(a, scale=2)
-        k = self.k(a, scale=2)
-        return q, k
-
-    def one_of_two(self, a):
-        q = self.q(a)
-        k = self.k(a) if self.k is not None else q
-        return q, k
-
-    def in_a_lambda(self, a):
-        q = self.q(a)
-        k = lambda a: self.k(a)
-        return q, k(q)
-
-    def in_a_comprehension(self, a):
-        q = self.q(a)
-        k = [self.k(a) for a in (q, 2 * q)]
-        return q, *k
-
-    def walrus(self, a):
-        q = self.q(a) + (a := a * 2)
-        k = self.k(a)
-        return q, k
-
-    def written(self, a):
-        q = self.q(a) + a.mul_(2)
-        k = self.k(a)
-        return q, k
-
-    def reads_shape_and_dtype(self, a):
-        q = self.q(a).view(a.shape[0], -1)
-        k = self.k(a).to(a.dtype)
-        return q, k
-
-    def of_a_global(self, a):
-        r = WIDTH
-        d = self.double(WIDTH)
-        return r, d, a
-
-    def reads_locals(self, a):
-        q = self.q(a)
-        k = self.k(a)
-        return sorted(locals()), q, k
+# The pattern that a forward matches, and its body. Forwards without a pattern only resemble one.
+Q, K = "q = self.q(a)\n", "k = self.k(a)\nreturn q, k"
+FORMS = {
+    "other names": (set(), "y = self.norm(a)\nreturn a + y"),
+    "no alias": ({ADD_NORM}, "c = a + b\nd = self.norm(c)\nreturn c * d"),
+    "other target": ({ADD_NORM}, "a = a + b\nr = a\nd = self.norm(a)\nreturn a * d * r"),
+    "in a branch": (
+        {ADD_NORM}, "if flag:\n    a = b + a\n    r = a\n    a = self.norm(a)\n    return a + r\nreturn a",
+    ),
+    "post norm": (set(), "a = a + b\na = self.norm(a)\nreturn a"),
+    "a statement between": (set(), "a = a + b\nprint(a)\nr = a\nprint(r)\na = self.norm(a)\nreturn a + r"),
+    "two inputs": (set(), Q + "k = self.k(b)\nreturn q, k"),
+    "rebound": (set(), "a = self.q(a)\nk = self.k(a)\nreturn a, k"),
+    "nested": ({PRODUCTS}, "q = self.n(self.q(a).view(2, -1)).t()\nk = self.n(self.k(a).view(2, -1)).t()\nreturn q, k"),
+    "keywords": (set(), "q = self.q(a, scale=2)\nk = self.k(a, scale=2)\nreturn q, k"),
+    "one of two": (set(), Q + "k = self.k(a) if self.k is not None else q\nreturn q, k"),
+    "in a lambda": (set(), Q + "k = lambda a: self.k(a)\nreturn q, k(q)"),
+    "in a comprehension": (set(), Q + "k = [self.k(a) for a in (q, 2 * q)]\nreturn q, *k"),
+    "a walrus": (set(), "q = self.q(a) + (a := a * 2)\n" + K),
+    "written": (set(), "q = self.q(a) + a.mul_(2)\n" + K),
+    "reads shape and dtype": ({PRODUCTS}, "q = self.q(a).view(a.shape[0], -1)\nk = self.k(a).to(a.dtype)\nreturn q, k"),
+    "of a global": (set(), "r = WIDTH\nd = self.double(WIDTH)\nreturn r, d, a"),
+    "reads locals": (set(), Q + "k = self.k(a)\nreturn sorted(locals()), q, k"),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("form", "names"),
-    [
-        ("no_alias", {ADD_NORM}),
-        ("other_target", {ADD_NORM}),
-        ("in_a_branch", {ADD_NORM}),
-        ("post_norm", set()),
-        ("a_statement_between", set()),
-        ("two_inputs", set()),
-        ("rebound", set()),
-        ("nested", {PRODUCTS}),
-        ("keywords", set()),
-        ("one_of_two", set()),
-        ("in_a_lambda", set()),
-        ("in_a_comprehension", set()),
-        ("walrus", set()),
-        ("written", set()),
-        ("reads_shape_and_dtype", {PRODUCTS}),
-        ("of_a_global", set()),
-        ("reads_locals", set()),
-    ],
-)
-def test_only_statements_that_match_a_pattern_are_rewritten(form, names):
-    assert called_functions(vars(Forms)[form]) == names
-
-
-@pytest.mark.parametrize("form", ["no_alias", "other_target", "in_a_branch"])
-def test_a_rewritten_forward_computes_the_same(form):
+@pytest.mark.parametrize(("names", "body"), FORMS.values(), ids=FORMS)
+def test_only_statements_that_match_a_pattern_are_rewritten(tmp_path, names, body):
     """Every variable that a replaced statement assigned has its value afterwards."""
-    forms, a, b = Forms(), torch.randn(3, WIDTH), torch.randn(3, WIDTH)
-    forms.norm = Norm()
-    stock, rewritten = vars(Forms)[form], fuse_statements(vars(Forms)[form])
-    assert torch.equal(rewritten(forms, a, b), stock(forms, a, b))
-    assert rewritten.__defaults__ == stock.__defaults__
+    file = tmp_path / "form.py"
+    file.write_text(f"def forward(self, a, b, flag=True):\n{textwrap.indent(body, '    ')}\n")
+    scope = {"WIDTH": WIDTH}
+    exec(compile(file.read_text(), file, "exec"), scope)
+    stock, rewritten = scope["forward"], fuse_statements(scope["forward"])
+    calls = set(rewritten.__code__.co_freevars) if isinstance(rewritten, types.FunctionType) else set()
+    assert calls == names
+    if names and names != {PRODUCTS}:
+        module, a, b = nn.ModuleDict({"norm": Norm()}), torch.randn(3, WIDTH), torch.randn(3, WIDTH)
+        module.norm = module["norm"]
+        assert torch.equal(rewritten(module, a, b), stock(module, a, b))
+        assert rewritten.__defaults__ == stock.__defaults__
 
 
 def test_source_that_cannot_be_read_is_reported():
     scope = {}
-    source = """
-        def forward(self, a, b):
-            c = a + b
-            d = self.norm(c)
-            return c, d
-    """
-    exec(textwrap.dedent(source), scope)
+    exec("def forward(self, a, b):\n    c = a + b\n    d = self.norm(c)\n    return c, d", scope)
     assert fuse_statements(scope["forward"]) == "its forward has no source that can be read"
 
 
@@ -314,24 +217,6 @@ def test_gradients_of_hidden_states_are_the_stock_ones():
         loss = model(x).square().sum()
         results.append(torch.autograd.grad(loss, outputs))
         assert len(outputs) == 2
-    assert_close(*results[::-1])
-
-
-@pytest.mark.parametrize("frozen", ["norms", "layers", "all but one", "input"])
-def test_gradients_are_the_stock_ones_if_other_parameters_are_frozen(frozen):
-    stock, model, x = make(), make(), inputs()
-    tigon.patch(model)
-    for m in (stock, model):
-        for name, p in m.named_parameters():
-            norm = "before" in name or "after" in name
-            p.requires_grad_(
-                {"norms": not norm, "layers": norm, "all but one": name == "0.attention.k.weight"}.get(frozen, True)
-            )
-    x = x.detach() if frozen == "input" else x
-    results = []
-    for m in (stock, model):
-        leaves = [t for t in (x, *m.parameters()) if t.requires_grad]
-        results.append(torch.autograd.grad(m(x).square().sum(), leaves))
     assert_close(*results[::-1])
 
 
@@ -387,19 +272,65 @@ def test_the_pending_result_of_a_collective_is_computed_by_torch():
 # --- modules whose call does more run as they are ---------------------------------------------------------------
 
 
+class DoubledCall(Norm):
+    def __call__(self, x):
+        return 2 * super().__call__(x)
+
+
+class DoubledLinear(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def freeze(is_trained):
+    return lambda model: [p.requires_grad_(is_trained(name)) for name, p in model.named_parameters()]
+
+
+def replace_the_call(where: str):
+    def change(model: nn.Module) -> None:
+        norm = model[0].get_submodule(where)
+        norm._call_impl = lambda x: 2 * nn.Module._call_impl(norm, x)
+
+    return change
+
+
+def exchange_layers(model: nn.Module) -> None:
+    layer = DoubledLinear(WIDTH, 16, bias=False).to(DEVICE)
+    layer.load_state_dict(model[0].attention.k.state_dict())
+    model[0].attention.k = layer
+    model[1].after = nn.LayerNorm(WIDTH, device=DEVICE)
+
+
+NORM_NAMES = ("before", "after")
+# A change of the stock and of the patched model, before or after the patch.
+CHANGES = {
+    "frozen norms": freeze(lambda name: not any(norm in name for norm in NORM_NAMES)),
+    "frozen layers": freeze(lambda name: any(norm in name for norm in NORM_NAMES)),
+    "all frozen but one": freeze(lambda name: name == "0.attention.k.weight"),
+    "a class with another call": lambda model: setattr(model[0].after, "__class__", DoubledCall),
+    "a call of a norm with a sum": replace_the_call("before"),
+    "a call of a norm with a residual": replace_the_call("after"),
+    "exchanged layers": exchange_layers,
+}
+
+
+@pytest.mark.parametrize("when", ["before the patch", "after the patch"])
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_changed_model_has_the_stock_output_and_gradients(change, when):
+    (model, stock), x = (pair() if when == "after the patch" else (make(), make())), inputs()
+    change(model), change(stock)
+    if when == "before the patch":
+        tigon.patch(model)
+    assert_close(step(model, x), step(stock, x))
+    assert_close(step(model, x.detach()), step(stock, x.detach()))
+
+
 @pytest.mark.parametrize("where", ["before", "after", "attention.q"])
-@pytest.mark.parametrize("hook", ["forward", "pre", "backward"])
+@pytest.mark.parametrize("hook", ["forward_hook", "forward_pre_hook", "full_backward_hook"])
 def test_hooks_are_called(where, hook):
-    model, x, calls = make(), inputs(), []
-    tigon.patch(model)
-    module = model[0].get_submodule(where)
-    register = {
-        "forward": module.register_forward_hook,
-        "pre": module.register_forward_pre_hook,
-        "backward": module.register_full_backward_hook,
-    }[hook]
-    register(lambda *args: calls.append(1) or None)
-    assert_close(step(model, x), step(make(), x))
+    (model, stock), x, calls = pair(), inputs(), []
+    getattr(model[0].get_submodule(where), f"register_{hook}")(lambda *args: calls.append(1) or None)
+    assert_close(step(model, x), step(stock, x))
     assert calls
 
 
@@ -444,65 +375,18 @@ def test_hooks_of_accelerate_on_a_norm_run():
             self.calls += 1
             return args, kwargs
 
-    model, x, hook = make(), inputs(), Counter()
-    tigon.patch(model)
+    (model, stock), x, hook = pair(), inputs(), Counter()
     for norm in (model[0].before, model[0].after):
         hooks.add_hook_to_module(norm, hook)
-    assert_close(step(model, x), step(make(), x))
+    assert_close(step(model, x), step(stock, x))
     assert hook.calls == 2
 
 
-def test_a_norm_whose_class_has_another_call_runs_it():
-    class Doubled(Norm):
-        def __call__(self, x):
-            return 2 * super().__call__(x)
-
-    stock, model, x = make(), make(), inputs()
-    for m in (stock, model):
-        m[0].after.__class__ = Doubled
-    tigon.patch(model)
-    assert_close(step(model, x), step(stock, x))
-
-
-@pytest.mark.parametrize("when", ["before the patch", "after the patch"])
-@pytest.mark.parametrize("where", ["before", "after"])
-def test_a_call_that_was_assigned_to_a_norm_runs(where, when):
-    stock, model, x = make(), make(), inputs()
-
-    def replace(m: nn.Module) -> None:
-        norm = m[0].get_submodule(where)
-        norm._call_impl = lambda x: 2 * nn.Module._call_impl(norm, x)
-
-    replace(stock)
-    if when == "before the patch":
-        replace(model)
-    tigon.patch(model)
-    if when == "after the patch":
-        replace(model)
-    assert_close(step(model, x), step(stock, x))
-
-
 def test_a_model_that_is_unpickled_without_the_source_of_its_class_runs_the_stock_forward(monkeypatch):
-    model, x = make(), inputs()
-    tigon.patch(model)
+    (model, stock), x = pair(), inputs()
     data = pickle.dumps(model)
     monkeypatch.setattr(fused_statements, "fuse_statements", lambda function: None)
-    assert_close(step(pickle.loads(data), x), step(make(), x))
-
-
-def test_layers_that_are_exchanged_after_the_patch_are_used():
-    class Doubled(nn.Linear):
-        def forward(self, x):
-            return 2 * super().forward(x)
-
-    stock, model, x = make(), make(), inputs()
-    tigon.patch(model)
-    for m in (stock, model):
-        layer = Doubled(WIDTH, 16, bias=False).to(DEVICE)
-        layer.load_state_dict(m[0].attention.k.state_dict())
-        m[0].attention.k = layer
-        m[1].after = nn.LayerNorm(WIDTH, device=DEVICE)
-    assert_close(step(model, x), step(stock, x))
+    assert_close(step(pickle.loads(data), x), step(stock, x))
 
 
 def test_a_residual_of_another_shape_or_dtype_is_added_by_torch():
@@ -520,16 +404,14 @@ def test_a_residual_of_another_shape_or_dtype_is_added_by_torch():
 
 
 def test_a_forward_that_the_class_gets_after_the_patch_runs(monkeypatch):
-    model, x = make(), inputs()
-    tigon.patch(model)
+    (model, _), x = pair(), inputs()
     monkeypatch.setattr(Layer, "forward", lambda self, hidden: hidden * 3)
     assert torch.equal(model(x), x * 3 * 3)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointing_gives_the_stock_output_and_gradients(reentrant):
-    stock, model, x = make(), make(), inputs()
-    tigon.patch(model)
+    (model, stock), x = pair(), inputs()
     leaves = [x, *model.parameters()]
     y = model[1](torch.utils.checkpoint.checkpoint(model[0], x, use_reentrant=reentrant))
     y.square().sum().backward()
@@ -541,19 +423,17 @@ def test_checkpointing_gives_the_stock_output_and_gradients(reentrant):
     "duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"]
 )
 def test_copies_read_their_own_weights(duplicate):
-    model, x = make(), inputs()
-    tigon.patch(model)
+    (model, stock), x = pair(), inputs()
     other = duplicate(model)
     with torch.no_grad():
         for p in model.parameters():
             p.zero_()
-    assert_close(step(other, x), step(make(), x))
+    assert_close(step(other, x), step(stock, x))
     assert all(find_replacement(m) is not None for m in (other[0], other[0].attention))
 
 
 def test_a_step_under_autocast_is_as_accurate_as_the_stock_one():
-    stock, model, x = make(), make(), inputs()
-    tigon.patch(model)
+    (model, stock), x = pair(), inputs()
     with torch.autocast(DEVICE, torch.bfloat16):
         ours, eager = step(model, x), step(stock, x)
     exact = step(make().double(), x.detach().double().requires_grad_())

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import tigon
 from op_cases import DEVICE
+from tigon.hf.report import Report
 from tigon.recognition.parts import rope as rope_recognition
 from tigon.recognition.rewriting.fused_statements import fuse_statements
 from tigon.recognition.rewriting.rewriting import NORM_ROPE
@@ -94,7 +95,8 @@ class Attention(nn.Module):
         self.q_norm, self.k_norm = norm(), norm()
         self.has_norms = self.has_rope = True
 
-    def attend(self, q, k, v):
+    def attend(self, q, k, x):
+        v = self.v_proj(x).view(*x.shape[:-1], -1, SIZE).transpose(1, 2)
         k, v = (x.repeat_interleave(HEADS // KEY_HEADS, 1) for x in (k, v))
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.o_proj(out.transpose(1, 2).flatten(2))
@@ -103,10 +105,9 @@ class Attention(nn.Module):
         shape = (*x.shape[:-1], -1, SIZE)
         q = self.q_norm(self.q_proj(x).view(shape)).transpose(1, 2)
         k = self.k_norm(self.k_proj(x).view(shape)).transpose(1, 2)
-        v = self.v_proj(x).view(shape).transpose(1, 2)
         cos, sin = tables
         q, k = apply_rope(q, k, cos, sin)
-        return self.attend(q, k, v)
+        return self.attend(q, k, x)
 
 
 class NormAfterTranspose(Attention):
@@ -116,12 +117,11 @@ class NormAfterTranspose(Attention):
         shape = (*x.shape[:-1], -1, SIZE)
         q = self.q_proj(x).view(shape).transpose(1, 2)
         k = self.k_proj(x).view(shape).transpose(1, 2)
-        v = self.v_proj(x).view(shape).transpose(1, 2)
         q = self.q_norm(q)
         k = self.k_norm(k)
         cos, sin = tables
         q, k = apply_rope(q, k, cos, sin)
-        return self.attend(q, k, v)
+        return self.attend(q, k, x)
 
 
 class NormInBranch(Attention):
@@ -131,16 +131,14 @@ class NormInBranch(Attention):
         shape = (*x.shape[:-1], -1, SIZE)
         q = self.q_proj(x).view(shape)
         k = self.k_proj(x).view(shape)
-        v = self.v_proj(x).view(shape)
         if self.has_norms:
             q = self.q_norm(q)
             k = self.k_norm(k)
         q = q.transpose(1, 2)
         k = k.transpose(1, 2)
-        v = v.transpose(1, 2)
         cos, sin = tables
         q, k = apply_rope(q, k, cos, sin)
-        return self.attend(q, k, v)
+        return self.attend(q, k, x)
 
 
 class RopeInBranch(Attention):
@@ -150,13 +148,12 @@ class RopeInBranch(Attention):
         shape = (*x.shape[:-1], -1, SIZE)
         q = self.q_proj(x).view(shape)
         k = self.k_proj(x).view(shape)
-        v = self.v_proj(x).view(shape).transpose(1, 2)
         q = self.q_norm(q).transpose(1, 2)
         k = self.k_norm(k).transpose(1, 2)
         if self.has_rope:
             cos, sin = tables
             q, k = apply_rope(q, k, cos, sin)
-        return self.attend(q, k, v)
+        return self.attend(q, k, x)
 
 
 class OneTensorAtATime(Attention):
@@ -173,8 +170,7 @@ class OneTensorAtATime(Attention):
         k = self.k_norm(k)
         k = apply_rope_to_one(k, cos, sin, unsqueeze_dim=2)
         k = k.transpose(1, 2)
-        v = self.v_proj(x).view(shape).transpose(1, 2)
-        return self.attend(q, k, v)
+        return self.attend(q, k, x)
 
 
 class WholeTokenNorm(Attention):
@@ -188,12 +184,11 @@ class WholeTokenNorm(Attention):
         shape = (*x.shape[:-1], -1, SIZE)
         q = self.q_norm(self.q_proj(x))
         k = self.k_norm(self.k_proj(x))
-        v = self.v_proj(x).view(shape).transpose(1, 2)
         q = q.view(shape).transpose(1, 2)
         k = k.view(shape).transpose(1, 2)
         cos, sin = tables
         q, k = apply_rope(q, k, cos, sin)
-        return self.attend(q, k, v)
+        return self.attend(q, k, x)
 
 
 class ReadBetween(Attention):
@@ -203,11 +198,10 @@ class ReadBetween(Attention):
         shape = (*x.shape[:-1], -1, SIZE)
         q = self.q_norm(self.q_proj(x).view(shape)).transpose(1, 2)
         k = self.k_norm(self.k_proj(x).view(shape)).transpose(1, 2)
-        v = self.v_proj(x).view(shape).transpose(1, 2)
         scale = 1.0 + q.mean()
         cos, sin = tables
         q, k = apply_rope(q, k, cos, sin)
-        return self.attend(q * scale, k, v)
+        return self.attend(q * scale, k, x)
 
 
 class WrittenBetween(Attention):
@@ -218,15 +212,14 @@ class WrittenBetween(Attention):
         raw = self.q_proj(x).view(shape)
         q = self.q_norm(raw).transpose(1, 2)
         k = self.k_norm(self.k_proj(x).view(shape)).transpose(1, 2)
-        unused = raw.detach().zero_()
-        v = self.v_proj(x).view(shape).transpose(1, 2) + unused.sum()
+        raw.detach().zero_()
         cos, sin = tables
         q, k = apply_rope(q, k, cos, sin)
-        return self.attend(q, k, v)
+        return self.attend(q, k, x)
 
 
 FUSED = [Attention, NormAfterTranspose, NormInBranch, RopeInBranch, OneTensorAtATime]
-STOCK = [WholeTokenNorm, ReadBetween]
+STOCK = [WholeTokenNorm, ReadBetween, WrittenBetween]
 LABEL = "q/k norm + rope"
 
 
@@ -241,9 +234,14 @@ def calls(monkeypatch) -> list[dict]:
     return options
 
 
-def make(cls: type[nn.Module], *args, dtype: torch.dtype = torch.float32) -> nn.Module:
+def make(
+    cls: type[nn.Module] = Attention, *args, dtype: torch.dtype = torch.float32, **options
+) -> tuple[nn.Module, nn.Module, Report]:
+    """Return a patched module, a stock one with the same weights, and the report."""
     torch.manual_seed(0)
-    return cls(*args).to(DEVICE, dtype)
+    stock = cls(*args).to(DEVICE, dtype)
+    module = copy.deepcopy(stock)
+    return module, stock, tigon.patch(module, **options)
 
 
 def inputs(dtype: torch.dtype = torch.float32) -> tuple[Tensor, tuple[Tensor, Tensor]]:
@@ -278,9 +276,7 @@ def is_rewritten(cls: type[nn.Module]) -> bool:
 @pytest.mark.parametrize("norm", [Norm, OffsetNorm], ids=["plain", "offset"])
 @pytest.mark.parametrize("cls", FUSED, ids=lambda cls: cls.__name__)
 def test_one_op_computes_norm_and_rope(cls, norm, calls):
-    stock = make(cls, norm)
-    module = copy.deepcopy(stock)
-    report = tigon.patch(module)
+    module, stock, report = make(cls, norm)
     assert any(e.part == "fused_statements" and LABEL in e.detail for e in report.replaced)
     assert_equal_steps(module, stock)
     assert len(calls) == BY_KERNELS * (2 if cls is OneTensorAtATime else 1)
@@ -293,72 +289,69 @@ def test_one_op_computes_norm_and_rope(cls, norm, calls):
 
 @pytest.mark.parametrize("cls", STOCK, ids=lambda cls: cls.__name__)
 def test_other_statements_stay(cls, calls):
-    stock = make(cls)
-    module = copy.deepcopy(stock)
-    report = tigon.patch(module)
-    assert not any(LABEL in e.detail for e in report.entries)
-    assert "computed by themselves: q_norm, k_norm (no rotary embedding follows" in str(report.why(""))
+    """A norm does not move behind a write to its input, for example."""
+    module, stock, report = make(cls)
     assert not is_rewritten(cls)
-    assert_equal_steps(module, stock)
+    if cls is WrittenBetween:
+        # Backward through a tensor that is written in place is an error in the stock module too.
+        with torch.no_grad():
+            torch.testing.assert_close(module(*inputs()), stock(*inputs()))
+    else:
+        assert not any(LABEL in e.detail for e in report.entries)
+        assert "computed by themselves: q_norm, k_norm (no rotary embedding follows" in str(report.why(""))
+        assert_equal_steps(module, stock)
     assert not calls
 
 
-def test_a_norm_does_not_move_behind_a_write_to_its_input(calls):
-    stock = make(WrittenBetween)
-    module = copy.deepcopy(stock)
-    tigon.patch(module)
-    assert not is_rewritten(WrittenBetween)
-    # Backward through a tensor that is written in place is an error in the stock module too.
-    with torch.no_grad():
-        torch.testing.assert_close(module(*inputs()), stock(*inputs()))
-    assert not calls
+def double_the_output(module: Attention) -> None:
+    module.k_norm.register_forward_hook(lambda module, args, output: 2 * output)
 
 
-@pytest.mark.parametrize(("cls", "attribute"), [(NormInBranch, "has_norms"), (RopeInBranch, "has_rope")])
-def test_a_branch_that_is_skipped_computes_the_rest(cls, attribute, calls):
-    stock = make(cls)
-    module = copy.deepcopy(stock)
-    tigon.patch(module)
-    for each in (stock, module):
-        setattr(each, attribute, False)
-    assert_equal_steps(module, stock)
-    assert not calls
+def exchange_the_weight(module: Attention) -> None:
+    module.q_norm.weight = nn.Parameter(torch.ones_like(module.q_norm.weight).double())
+    module.q_norm.weight.data = module.q_norm.weight.data.float()
 
 
-def test_half_precision(calls):
-    stock = make(Attention, dtype=torch.float16)
-    module = copy.deepcopy(stock)
-    tigon.patch(module)
-    assert_equal_steps(module, stock, torch.float16)
-    assert len(calls) == BY_KERNELS
+def freeze(is_frozen):
+    return lambda module: [p.requires_grad_(not is_frozen("norm" in name)) for name, p in module.named_parameters()]
 
 
-@pytest.mark.parametrize("change", ["hook", "eps", "forward", "weight", "no norm", "no rope"])
-def test_a_norm_that_differs_runs_by_itself(change, calls):
-    stock = make(Attention)
-    module = copy.deepcopy(stock)
-    report = tigon.patch(module, rms_norm=change != "no norm", rope=change != "no rope")
-    assert any(LABEL in e.detail for e in report.replaced) == (not change.startswith("no "))
-    for each in (stock, module):
-        if change == "hook":
-            each.k_norm.register_forward_hook(lambda module, args, output: 2 * output)
-        elif change == "eps":
-            each.k_norm.eps = 0.5
-        elif change == "forward":
-            each.q_norm.forward = lambda x: 3 * x
-        elif change == "weight":
-            each.q_norm.weight = nn.Parameter(torch.ones_like(each.q_norm.weight).double())
-            each.q_norm.weight.data = each.q_norm.weight.data.float()
-    assert_equal_steps(module, stock)
-    assert len(calls) == (BY_KERNELS and change == "weight")
+def assign(path: str, value):
+    """Return a function that assigns an attribute of a child, or of the module."""
+    child, _, name = path.rpartition(".")
+    return lambda module: setattr(module.get_submodule(child), name, value)
+
+
+# The class, the options of the patch, a change of both modules afterwards, and whether the op still runs.
+CHANGES = {
+    "a skipped norm": (NormInBranch, {}, assign("has_norms", False), False),
+    "a skipped rope": (RopeInBranch, {}, assign("has_rope", False), False),
+    "a hook": (Attention, {}, double_the_output, False),
+    "eps": (Attention, {}, assign("k_norm.eps", 0.5), False),
+    "a forward": (Attention, {}, assign("q_norm.forward", lambda x: 3 * x), False),
+    "a weight": (Attention, {}, exchange_the_weight, True),
+    "no norm": (Attention, {"rms_norm": False}, lambda module: None, False),
+    "no rope": (Attention, {"rope": False}, lambda module: None, False),
+    "half precision": (Attention, {"dtype": torch.float16}, lambda module: None, True),
+    "frozen norms": (Attention, {}, freeze(lambda is_norm: is_norm), True),
+    "frozen projections": (Attention, {}, freeze(lambda is_norm: not is_norm), True),
+    "all frozen": (Attention, {}, freeze(lambda is_norm: True), True),
+}
+
+
+@pytest.mark.parametrize(("cls", "options", "change", "is_fused"), CHANGES.values(), ids=CHANGES)
+def test_a_change_after_the_patch_has_its_stock_effect(cls, options, change, is_fused, calls):
+    module, stock, report = make(cls, **options)
+    assert any(LABEL in e.detail for e in report.replaced) == (not {"rms_norm", "rope"} & options.keys())
+    change(module), change(stock)
+    assert_equal_steps(module, stock, options.get("dtype", torch.float32))
+    assert len(calls) == (BY_KERNELS and is_fused)
 
 
 @pytest.mark.parametrize("function", [rope_backwards, rope_on_a_part, rope_interleaved, rope_in_fp32])
 def test_other_rotary_embeddings(function, calls, monkeypatch):
     monkeypatch.setitem(globals(), "apply_rope", function)
-    stock = make(Attention)
-    module = copy.deepcopy(stock)
-    tigon.patch(module)
+    module, stock, _ = make()
     x, tables = inputs()
     if function is rope_on_a_part:
         tables = tuple(t[..., [0, 1, 2, 3] * 2] for t in tables)
@@ -369,20 +362,6 @@ def test_other_rotary_embeddings(function, calls, monkeypatch):
     for reference, result in zip(*results, strict=True):
         torch.testing.assert_close(result, reference, atol=1e-5, rtol=1e-4)
     assert len(calls) == BY_KERNELS
-
-
-@pytest.mark.parametrize("function", [apply_rope, rope_in_fp32])
-def test_the_dtype_is_that_of_the_stock_statements(function, calls, monkeypatch):
-    monkeypatch.setitem(globals(), "apply_rope", function)
-    stock = make(OnlyNorms, dtype=torch.float16)
-    module = copy.deepcopy(stock)
-    tigon.patch(module)
-    _, tables = inputs()
-    q, k = torch.randn(2, 4, 5, SIZE).to(DEVICE).half(), torch.randn(2, 2, 5, SIZE).to(DEVICE).half()
-    for result, expected in zip(module(q, k, tables), stock(q, k, tables), strict=True):
-        torch.testing.assert_close(result, expected, atol=5e-3, rtol=5e-3)
-    # The op returns fp32 for fp32 tables.
-    assert len(calls) == (BY_KERNELS and function is not rope_in_fp32)
 
 
 class OnlyNorms(nn.Module):
@@ -400,24 +379,31 @@ class OnlyNorms(nn.Module):
         return q, k
 
 
-@pytest.mark.parametrize("part", ["rms_norm", "rope", None])
-def test_the_report_lists_norms_only_if_they_are_fused(part, calls):
-    stock = make(OnlyNorms)
-    module = copy.deepcopy(stock)
-    report = tigon.patch(module, **({part: False} if part else {}))
-    details = [e.detail for e in report.entries if e.part == "fused_statements"]
-    assert details == ([] if part else [LABEL])
+# The options of the patch and the function of the rotary embedding. The op returns fp32 for fp32 tables, so it does not
+# run where the stock statements return fp16.
+ONLY_NORMS = {
+    "fp32": ({}, apply_rope), "no norm": ({"rms_norm": False}, apply_rope), "no rope": ({"rope": False}, apply_rope),
+    "fp16": ({"dtype": torch.float16}, apply_rope), "fp16, rope in fp32": ({"dtype": torch.float16}, rope_in_fp32),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("options", "function"), ONLY_NORMS.values(), ids=ONLY_NORMS)
+def test_the_dtype_is_that_of_the_stock_statements_and_the_report_lists_fused_norms(
+    options, function, calls, monkeypatch
+):
+    monkeypatch.setitem(globals(), "apply_rope", function)
+    module, stock, report = make(OnlyNorms, **options)
+    has_parts, is_half = not {"rms_norm", "rope"} & options.keys(), "dtype" in options
+    assert [e.detail for e in report.entries if e.part == "fused_statements"] == ([LABEL] if has_parts else [])
     _, tables = inputs()
-    q, k = torch.randn(2, 4, 5, SIZE).to(DEVICE), torch.randn(2, 2, 5, SIZE).to(DEVICE)
+    q, k = (torch.randn(2, heads, 5, SIZE).to(DEVICE, options.get("dtype", torch.float32)) for heads in (4, 2))
     for result, expected in zip(module(q, k, tables), stock(q, k, tables), strict=True):
-        torch.testing.assert_close(result, expected)
-    assert len(calls) == (BY_KERNELS and part is None)
+        torch.testing.assert_close(result, expected, **({"atol": 5e-3, "rtol": 5e-3} if is_half else {}))
+    assert len(calls) == (BY_KERNELS and has_parts and function is not rope_in_fp32)
 
 
 def test_a_rope_that_was_replaced_in_the_file_runs(calls, monkeypatch):
-    stock = make(Attention)
-    module = copy.deepcopy(stock)
-    tigon.patch(module)
+    module, stock, _ = make()
     monkeypatch.setitem(globals(), "apply_rope", lambda q, k, cos, sin: (q * cos[:, None], k * sin[:, None]))
     assert_equal_steps(module, stock)
     assert not calls
@@ -425,11 +411,8 @@ def test_a_rope_that_was_replaced_in_the_file_runs(calls, monkeypatch):
 
 @pytest.mark.kernels
 def test_tables_with_a_gradient_get_it(calls):
-    stock = make(Attention)
-    module = copy.deepcopy(stock)
-    tigon.patch(module)
     gradients = []
-    for each in (stock, module):
+    for each in make()[:2]:
         x, (cos, sin) = inputs()
         each(x, (cos.requires_grad_(), sin)).square().sum().backward()
         gradients.append(cos.grad)
@@ -437,43 +420,25 @@ def test_tables_with_a_gradient_get_it(calls):
     assert not calls
 
 
-@pytest.mark.parametrize("frozen", ["weights of norms", "projections", "all"])
-def test_frozen_parameters_get_no_gradient(frozen, calls):
-    stock = make(Attention)
-    for name, parameter in stock.named_parameters():
-        is_norm = "norm" in name
-        parameter.requires_grad_(not (frozen == "all" or is_norm == (frozen == "weights of norms")))
-    module = copy.deepcopy(stock)
-    tigon.patch(module)
-    assert_equal_steps(module, stock)
-    assert len(calls) == BY_KERNELS
-
-
 def test_autocast(calls):
-    stock = make(Attention)
-    module = copy.deepcopy(stock)
-    tigon.patch(module)
+    modules = make()[:2]
     with torch.autocast(DEVICE, torch.float16 if DEVICE == "cuda" else torch.bfloat16):
-        outputs = [each(*inputs()) for each in (stock, module)]
+        outputs = [each(*inputs()) for each in modules]
     torch.testing.assert_close(*outputs, rtol=2e-2, atol=2e-2)
     assert outputs[0].dtype == outputs[1].dtype
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["copy", "pickle"])
 def test_copies_are_fused_too(copied, calls):
-    stock = make(NormAfterTranspose)
-    module = copy.deepcopy(stock)
-    tigon.patch(module)
+    module, stock, _ = make(NormAfterTranspose)
     assert_equal_steps(copied(module), stock)
     assert len(calls) == BY_KERNELS
 
 
 def test_recomputation_gives_the_same_gradients(calls):
-    module = make(Attention)
-    tigon.patch(module)
-    with_checkpoint = lambda x, tables: torch.utils.checkpoint.checkpoint(module, x, tables, use_reentrant=False)
+    module, *_ = make()
     x, tables = inputs()
-    with_checkpoint(x, tables).square().mean().backward()
+    torch.utils.checkpoint.checkpoint(module, x, tables, use_reentrant=False).square().mean().backward()
     expected = {name: p.grad for name, p in module.named_parameters()}
     module.zero_grad()
     with tigon.lean():
@@ -485,11 +450,8 @@ def test_recomputation_gives_the_same_gradients(calls):
 
 
 def test_a_graph_has_the_ops_of_each_part(calls):
-    stock = make(Attention)
-    module = copy.deepcopy(stock)
-    tigon.patch(module)
+    module, stock, _ = make()
     torch._dynamo.reset()
-    x, tables = inputs()
     compiled = torch.compile(module, fullgraph=True, backend="eager")
-    torch.testing.assert_close(compiled(x, tables), stock(x, tables))
+    torch.testing.assert_close(compiled(*inputs()), stock(*inputs()))
     assert not calls
