@@ -4,7 +4,7 @@ import typer
 
 from benchmarks.compile.command import resources
 from benchmarks.ops.session import bench
-from benchmarks.train.command import demo, train
+from benchmarks.train.command import train
 from benchmarks.train.summary import summary
 from tigon.cli.main import run_application, sigterm_interrupts
 
@@ -20,7 +20,9 @@ def app() -> typer.Typer:
     application.command("ops")(sigterm_interrupts()(bench))
     application.command("train")(sigterm_interrupts()(train))
     application.command("summary")(summary)
-    application.command("demo")(sigterm_interrupts()(demo))
+    help_text = "Train a small decoder, stock and with Tigon, and compare: `train --case demo`."
+    demo = application.command("demo", help=help_text, context_settings={"default_map": {"case": "demo"}})
+    demo(sigterm_interrupts()(train))
     application.command("resources")(sigterm_interrupts()(resources))
     return application
 

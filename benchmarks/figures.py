@@ -53,6 +53,8 @@ FP8_COLOURS = {"-tensorwise": "#7b3fa0", "-rowwise": "#b07cc6"}
 TORCHAO_COLOURS = {"#7b3fa0": "#1f4e79", "#b07cc6": "#7aa6d1"}
 MARKERS = "osD^vP*Xp"
 DASHES = (0, (4, 3))
+# The smallest difference of losses that a picture shows.
+RESOLUTION = 1e-7
 
 
 # --- the look ------------------------------------------------------------------------------------
@@ -136,28 +138,22 @@ def draw_losses(
     subtitle: str,
     losses: Sequence[Curve],
     differences: Sequence[Curve] = (),
-    differences_label: str = "",
-    tolerances: Sequence[float] = (),
-    resolution: float = 1e-6,
+    differences_label: str = "difference",
 ) -> None:
-    """Draw the losses of all runs over each other, and below them their differences, with the tolerance if any.
+    """Draw the losses of all runs over each other, and below them their differences.
 
-    Differences have a logarithmic scale above `resolution` and a linear one below it, which has a place for zero.
+    Differences have a logarithmic scale above `RESOLUTION` and a linear one below it, which has a place for zero.
     """
     figure = new_figure(7.2, 4.9 if differences else 3.8)
     headline(figure, title, subtitle)
     if differences:
         above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1.3))
         _draw_curves(below, differences, differences_label)
-        below.set_yscale("symlog", linthresh=resolution)
+        below.set_yscale("symlog", linthresh=RESOLUTION)
         finite = [value for curve in differences for value in curve.values if value < float("inf")]
-        if tolerances:
-            below.plot(range(1, len(tolerances) + 1), tolerances, color=WARNING, linewidth=1, linestyle=DASHES)
-            place: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "ha": "right", "va": "bottom"}
-            below.annotate("tolerance", (1, tolerances[-1]), fontsize=8, color=WARNING, **place)
-        top = 20 * max([*finite, *tolerances, resolution])
-        below.set_ylim(-0.2 * resolution, top)
-        below.set_yticks([0, *(tick for power in range(6) if (tick := resolution * 100**power) <= top)])
+        top = 20 * max([*finite, RESOLUTION])
+        below.set_ylim(-0.2 * RESOLUTION, top)
+        below.set_yticks([0, *(tick for power in range(6) if (tick := RESOLUTION * 100**power) <= top)])
         below.minorticks_off()
     else:
         above = below = figure.subplots()

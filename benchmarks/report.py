@@ -1,4 +1,4 @@
-"""The parts that both benchmarks write into their reports: the machine, the versions, JSON and the head of a page.
+"""The parts that both benchmarks write into their reports: the machine, the versions, JSON, tables and heads of pages.
 
 A JSON report is one object with schema, command, versions, machine (type "cpu" or "cuda", name, runs_kernels, and the
 properties that matter), settings, and rows. A value that was not measured is null.
@@ -15,7 +15,7 @@ import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +77,25 @@ def page_head(title: str, machine: dict[str, Any]) -> list[str]:
     """Return the first lines of a page in Markdown: the command, the machine and the versions."""
     packages = ", ".join(f"{name} {version}" for name, version in versions().items())
     return [f"<!-- {command()} -->", f"# {title}", "", f"{machine['name']}; {packages}", ""]
+
+
+# A column is its title and the function that returns the text of a cell, "-" or "" without a value.
+Column = tuple[str, Callable[[Any], str]]
+# The columns that are aligned to the left.
+LEFT = ("provider", "case", "best peer", "note", "within")
+# Titles, cells, and the titles of the columns that are aligned to the left.
+Table = tuple[list[str], list[list[str]], tuple[str, ...]]
+
+
+def make_table(columns: Sequence[Column], rows: Iterable[Any]) -> Table:
+    """Return the table of some rows, without the columns in which no row has a value.
+
+    >>> make_table([("provider", str), ("length", len), ("note", lambda row: "")], ["stock", "tigon"])[0]
+    ['provider', 'length']
+    """
+    lines = [[text(row) for _, text in columns] for row in rows]
+    used = [i for i in range(len(columns)) if any(line[i] not in ("-", "") for line in lines)]
+    return [columns[i][0] for i in used], [[line[i] for i in used] for line in lines], LEFT
 
 
 def pick_folder(out: Path | None, prefix: str = "") -> Path:

@@ -39,10 +39,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.figures import INK, Curve, draw_losses, provider_colour
 from benchmarks.report import takes_options
-from benchmarks.train.measurement import TOLERANCE, loss_differences
+from benchmarks.train.measurement import loss_differences
 
 IGNORED = -100
 EXAMPLES = 512
+# The largest difference of the losses at the first step. It grows tenfold every 30 steps, because training amplifies
+# rounding.
+TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-3}
 SEED = 0
 # This is the format of models whose tokenizer has no chat template.
 CHAT_TEMPLATE = (
@@ -239,17 +242,16 @@ def train(
 
 
 def write_losses(folder: Path, losses: dict[str, list[float]], options: Options, dtype: str) -> bool:
-    """Write loss.json and loss.png; return False if two runs differ by more than the tolerance of the demo."""
+    """Write loss.json and loss.png; return False if two runs differ by more than the tolerance."""
     report = {"options": asdict(options), "dtype": dtype, "losses": losses}
-    curves, differences, tolerances, agree = [], [], [], True
+    curves, differences, agree = [], [], True
     if "stock" in losses:
-        differences = loss_differences(losses["tigon"], losses["stock"], relative=True)
-        tolerances = [TOLERANCE[dtype].at(step) for step in range(len(differences))]
-        agree = all(d <= tolerance for d, tolerance in zip(differences, tolerances, strict=True))
-        report |= {"differences": differences, "tolerances": tolerances, "agree": agree}
+        differences = loss_differences(losses["tigon"], losses["stock"])
+        agree = all(d <= min(0.1, TOLERANCE[dtype] * 10 ** (step / 30)) for step, d in enumerate(differences))
+        report |= {"differences": differences, "agree": agree}
         curves.append(Curve("stock", provider_colour("stock"), losses["stock"], broad=True))
         verdict = "agree" if agree else "DIFFER"
-        print(f"The losses {verdict}: they differ by at most {max(differences):.1e}, relative to the loss.")
+        print(f"The losses {verdict}: they differ by at most {max(differences):.1e}.")
     curves.append(Curve("Tigon", provider_colour("tigon"), losses["tigon"]))
     (folder / "loss.json").write_text(json.dumps(report, indent=1, default=str) + "\n", encoding="utf-8")
     subtitle = f"{options.model or 'tiny Llama, random weights'}, rank {options.rank}, {options.steps} steps, {dtype}"
@@ -259,8 +261,6 @@ def write_losses(folder: Path, losses: dict[str, list[float]], options: Options,
         subtitle,
         curves,
         [Curve("", INK, differences)] if differences else [],
-        "difference",
-        tolerances,
     )
     return agree
 

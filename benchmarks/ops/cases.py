@@ -58,7 +58,7 @@ def select(ops: str | None, cases: str) -> list[Case]:
     matching_cases = [case for case in CASES if case.op in requested_ops and matches(case)]
     if not matching_cases:
         raise ValueError(
-            f"bench: cases must match a tag ({', '.join(sorted(tags))}) or a part of a name (--list shows them), "
+            f"bench: cases must match a tag ({', '.join(sorted(tags))}) or a part of a name, "
             f"got {cases!r} within ops {', '.join(requested_ops)}"
         )
     return matching_cases

@@ -1,7 +1,8 @@
-"""The report of a run: JSON with all results, and Markdown tables, which the terminal shows too.
+"""The report of a run: JSON with all results, Markdown tables, which the terminal shows too, and pictures of sweeps.
 
 `bench.json` also has the roofline, as measured before the cases, and a row is a `runner.BenchRow`, one for each
-provider of each case. With --against, the settings have its ref, commit, title and provider.
+provider of each case. With --against, the settings have its ref, commit, title and provider. A picture for each family
+of ops has lines of speed and memory over the axis in which the cases of a sweep differ.
 """
 
 from collections.abc import Callable, Iterable
@@ -9,16 +10,14 @@ from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
 
-from rich.table import Table
+from rich import table as rich_table
 
+from benchmarks.figures import Panel, SweepLine, draw_panels, sweep_lines
 from benchmarks.ops.cases import OPS
 from benchmarks.ops.measure import Roofline
 from benchmarks.ops.runner import BenchRow
-from benchmarks.report import page_head, write
+from benchmarks.report import Column, Table, make_table, page_head, write
 from tigon.cli.output import console_table, format_number, markdown_table
-
-# The columns that are aligned to the left.
-LEFT, SUMMARY_LEFT = ("provider", "note"), ("case", "best peer")
 
 _LEGEND = (
     "Forward + backward, medians. Kernel ms: on the GPU, queued ahead; host ms: until the call returns; wall ms: "
@@ -46,26 +45,14 @@ def write_json(path: Path, rows: Iterable[BenchRow], roofline: Roofline, machine
 # --- tables --------------------------------------------------------------------------------------
 
 
-def _percent(row: BenchRow) -> str:
-    return "-" if row.percent_of_roofline is None else f"{row.percent_of_roofline:.0f}"
-
-
 def _error(row: BenchRow) -> str:
     return "-" if row.error is None or row.eager_error is None else f"{row.error:.1e} ({row.eager_error:.1e})"
-
-
-def _products_ratio(row: BenchRow) -> str:
-    return "" if row.products_ratio is None else f"{row.products_ratio:.3f}"
-
-
-def _above_gradients(row: BenchRow) -> str:
-    return "" if row.peak_above_gradients_mib is None else format_number(row.peak_above_gradients_mib)
 
 
 def _error_ratios(row: BenchRow) -> str:
     names = ("output 0", "gradient of input", "gradient of linear_weight")
     ratios = [row.errors.get(name, {}).get("ratio") for name in names]
-    return ", ".join("-" if ratio is None else f"{ratio:.3f}" for ratio in ratios) if row.errors else ""
+    return ", ".join("-" if ratio is None else f"{ratio:.3f}" for ratio in ratios) if row.errors and row.flops else "-"
 
 
 def _note(row: BenchRow) -> str:
@@ -74,29 +61,22 @@ def _note(row: BenchRow) -> str:
     return ": ".join(parts[:2]) + "".join(f"; {part}" for part in parts[2:])
 
 
-# A column is its title and the function that returns the text of a cell.
-Column = tuple[str, Callable[[BenchRow], str]]
-_TIMES: tuple[Column, ...] = (
-    ("kernel ms", lambda row: format_number(row.kernel_ms)),
-    ("wall ms", lambda row: format_number(row.wall_ms)),
-    ("host ms", lambda row: format_number(row.host_ms)),
+_ROOFLINE: Column = (
+    "% roofline",
+    lambda row: "-" if row.percent_of_roofline is None else f"{row.percent_of_roofline:.0f}",
 )
-_MEMORY: Column = ("peak MiB", lambda row: format_number(row.peak_mib))
-_ROOFLINE: Column = ("% roofline", _percent)
-_ERROR: Column = ("error (eager's)", _error)
-_NOTE: Column = ("note", _note)
-# These columns appear where matrix products are the bound.
-_PRODUCTS_RATIO: Column = ("x products", _products_ratio)
-_ABOVE_GRADIENTS: Column = ("peak MiB above gradients", _above_gradients)
-_ERROR_RATIOS: Column = ("error x eager: loss, dX, dW", _error_ratios)
-
-
-def _columns(rows: list[BenchRow]) -> tuple[Column, ...]:
-    """Return the columns of the table of one case."""
-    times = _TIMES if any(row.kernel_ms is not None for row in rows) else _TIMES[1:2]
-    if not rows[0].flops:
-        return (*times, _MEMORY, _ROOFLINE, _ERROR, _NOTE)
-    return (*times, _PRODUCTS_RATIO, _MEMORY, _ABOVE_GRADIENTS, _ROOFLINE, _ERROR, _ERROR_RATIOS, _NOTE)
+# These columns have values where matrix products are the bound.
+_PRODUCTS: tuple[Column, ...] = (
+    ("x products", lambda row: "-" if row.products_ratio is None else f"{row.products_ratio:.3f}"),
+    ("peak MiB above gradients", lambda row: format_number(row.peak_above_gradients_mib)),
+    ("error x eager: loss, dX, dW", _error_ratios),
+)
+_COLUMNS: tuple[Column, ...] = (
+    ("provider", lambda row: row.provider), ("kernel ms", lambda row: format_number(row.kernel_ms)),
+    ("wall ms", lambda row: format_number(row.wall_ms)), ("host ms", lambda row: format_number(row.host_ms)),
+    _PRODUCTS[0], ("peak MiB", lambda row: format_number(row.peak_mib)), _PRODUCTS[1], _ROOFLINE,
+    ("error (eager's)", _error), _PRODUCTS[2], ("note", _note),
+)  # fmt: skip
 
 
 def _title(row: BenchRow) -> str:
@@ -105,70 +85,57 @@ def _title(row: BenchRow) -> str:
     return f"{row.case} ({OPS[row.op].legend}, {row.dtype}): floor {format_number(row.floor_ms)} ms by {bound}, {work}"
 
 
-def _by_case(rows: Iterable[BenchRow]) -> Iterable[tuple[str, list[BenchRow]]]:
-    return ((case, list(group)) for case, group in groupby(rows, key=lambda row: row.case))
+def _by_case(rows: Iterable[BenchRow]) -> list[list[BenchRow]]:
+    return [list(group) for _, group in groupby(rows, key=lambda row: row.case)]
 
 
-# --- summary -------------------------------------------------------------------------------------
-
-
-def _speed_up(other: BenchRow | None, tigon: BenchRow) -> str:
-    return f"{other.time_ms / tigon.time_ms:.2f}x" if other and other.time_ms and tigon.time_ms else "-"
-
-
-def _time(row: BenchRow | None) -> str:
-    return format_number(row.time_ms if row else None)
-
-
-def _row_of(name: str, group: list[BenchRow]) -> BenchRow | None:
-    return next((row for row in group if row.provider == name and row.status == "ok"), None)
-
-
-def _summary(rows: list[BenchRow]) -> tuple[list[str], list[list[str]]]:
-    """Return titles and cells: each case is a line about Tigon, and empty columns are left out."""
+def _summary(rows: list[BenchRow]) -> Table:
+    """Return a table in which each case is a line about Tigon."""
     revision = next((row.provider for row in rows if row.provider.startswith("tigon@")), "")
-    titles = ["case", "tigon ms", "% roofline", "best peer", "its ms", "speed-up", "liger ms", "speed-up over liger"]
-    titles += ["host ms (liger's)", f"{revision} ms", f"speed-up over {revision}"]
-    titles += [title for title, _ in (_PRODUCTS_RATIO, _ABOVE_GRADIENTS, _ERROR_RATIOS)]
-    lines = []
-    for case, group in _by_case(rows):
-        tigon = next((row for row in group if row.provider == "tigon"), None)
-        if tigon is None:
-            continue
-        peers = [row for row in group if row.is_peer and row.status == "ok" and row.time_ms]
-        best = min(peers, key=lambda row: row.time_ms or 0.0, default=None)
-        liger, other = _row_of("liger", group), _row_of(revision, group)
-        liger_host = format_number(liger.host_ms if liger else None)
-        lines.append([
-            case, _time(tigon) if tigon.status == "ok" else tigon.status, _percent(tigon),
-            "-" if best is None else best.provider + (" (inaccurate)" if best.accurate is False else ""),
-            _time(best), _speed_up(best, tigon), _time(liger), _speed_up(liger, tigon),
-            "-" if tigon.host_ms is None else f"{format_number(tigon.host_ms)} ({liger_host})",
-            _time(other), _speed_up(other, tigon),
-            *(cell(tigon) or "-" for _, cell in (_PRODUCTS_RATIO, _ABOVE_GRADIENTS, _ERROR_RATIOS)),
-        ])  # fmt: skip
-    columns = [i for i in range(len(titles)) if any(line[i] != "-" for line in lines)]
-    return [titles[i] for i in columns], [[line[i] for i in columns] for line in lines]
+    groups = [{row.provider: row for row in group} for group in _by_case(rows)]
+    find = lambda name: lambda group: row if (row := group.get(name)) and row.status == "ok" else None
+    tigon, liger, other = (lambda group: group["tigon"]), find("liger"), find(revision)
+
+    def best(group: dict[str, BenchRow]) -> BenchRow | None:
+        peers = [row for row in group.values() if row.is_peer and row.status == "ok" and row.time_ms]
+        return min(peers, key=lambda row: row.time_ms or 0.0, default=None)
+
+    def best_name(group: dict[str, BenchRow]) -> str:
+        row = best(group)
+        return "-" if row is None else row.provider + (" (inaccurate)" if row.accurate is False else "")
+
+    def time(row: BenchRow | None) -> str:
+        return format_number(row.time_ms if row else None)
+
+    def speed_up(row: BenchRow | None, own: BenchRow) -> str:
+        return f"{row.time_ms / own.time_ms:.2f}x" if row and row.time_ms and own.time_ms else "-"
+
+    def host(group: dict[str, BenchRow]) -> str:
+        peer, own = liger(group), tigon(group).host_ms
+        return "-" if own is None else f"{format_number(own)} ({format_number(peer and peer.host_ms)})"
+
+    columns: list[Column] = [
+        ("case", lambda group: tigon(group).case),
+        ("tigon ms", lambda group: time(row) if (row := tigon(group)).status == "ok" else row.status),
+        (_ROOFLINE[0], lambda group: _ROOFLINE[1](tigon(group))), ("best peer", best_name),
+        ("its ms", lambda group: time(best(group))), ("speed-up", lambda group: speed_up(best(group), tigon(group))),
+        ("liger ms", lambda group: time(liger(group))),
+        ("speed-up over liger", lambda group: speed_up(liger(group), tigon(group))), ("host ms (liger's)", host),
+        (f"{revision} ms", lambda group: time(other(group))),
+        (f"speed-up over {revision}", lambda group: speed_up(other(group), tigon(group))),
+        *((title, lambda group, cell=cell: cell(tigon(group))) for title, cell in _PRODUCTS),
+    ]  # fmt: skip
+    return make_table(columns, [group for group in groups if "tigon" in group])
 
 
-def summary_table(rows: list[BenchRow]) -> Table:
+def summary_table(rows: list[BenchRow]) -> rich_table.Table:
     """Return the summary for the terminal."""
-    return console_table(*_summary(rows), SUMMARY_LEFT, "Summary")
+    return console_table(*_summary(rows), "Summary")
 
 
-# --- the report ----------------------------------------------------------------------------------
-
-
-def _cells(rows: list[BenchRow]) -> tuple[list[str], list[list[str]]]:
-    """Return titles and cells of the table of one case."""
-    columns = _columns(rows)
-    cells = [[row.provider, *(cell(row) for _, cell in columns)] for row in rows]
-    return ["provider", *(title for title, _ in columns)], cells
-
-
-def case_table(rows: list[BenchRow]) -> Table:
+def case_table(rows: list[BenchRow]) -> rich_table.Table:
     """Return the table of one case for the terminal."""
-    return console_table(*_cells(rows), LEFT, _title(rows[0]))
+    return console_table(*make_table(_COLUMNS, rows), _title(rows[0]))
 
 
 def markdown(rows: list[BenchRow], roofline: Roofline, machine: dict, settings: dict) -> str:
@@ -182,10 +149,55 @@ def markdown(rows: list[BenchRow], roofline: Roofline, machine: dict, settings: 
     ]
     if against:
         lines += [f"{against['provider']} is {against['commit'][:12]} ({against['title']}).", ""]
-    titles, cells = _summary(rows)
-    if cells:
-        lines += ["## Summary", "", *markdown_table(titles, cells, SUMMARY_LEFT), ""]
+    summary = _summary(rows)
+    if summary[1]:
+        lines += ["## Summary", "", *markdown_table(*summary), ""]
     lines += ["## Cases", "", legend(any(row.flops for row in rows))]
-    for _, group in _by_case(rows):
-        lines += ["", f"### {_title(group[0])}", "", *markdown_table(*_cells(group), LEFT)]
+    for group in _by_case(rows):
+        lines += ["", f"### {_title(group[0])}", "", *markdown_table(*make_table(_COLUMNS, group))]
     return "\n".join(lines) + "\n"
+
+
+# --- pictures ------------------------------------------------------------------------------------
+
+
+def plot(rows: Iterable[BenchRow], folder: Path, machine: str) -> list[Path]:
+    """Write a picture of each family that has a sweep of at least two sizes; return the files."""
+    # The rows of each sweep, by family, and by op and options.
+    families: dict[str, dict[tuple[str, ...], list[BenchRow]]] = {}
+    for row in rows:
+        if row.model == "sweep" and row.status == "ok" and row.time_ms is not None:
+            families.setdefault(row.family, {}).setdefault((row.op, *_options(row)), []).append(row)
+    files = []
+    for family, sweeps in families.items():
+        if panels := [_panels(rows) for rows in sweeps.values() if len({row.shape for row in rows}) > 1]:
+            files.append(folder / f"{family}.png")
+            draw_panels(files[-1], f"{family}: forward + backward", machine, panels)
+    return files
+
+
+def _options(row: BenchRow) -> list[str]:
+    # The name begins with op, model and shape.
+    return row.case.split("/")[3:]
+
+
+def _panels(rows: list[BenchRow]) -> tuple[Panel, Panel]:
+    """Return lines over the axis that varies: speed as a share of the roofline, and memory."""
+    first, names = rows[0], OPS[rows[0].op].legend.split(" x ")
+    axis = next(i for i, sizes in enumerate(zip(*(row.shape for row in rows), strict=True)) if len(set(sizes)) > 1)
+    fixed = [f"{name} = {size}" for i, (name, size) in enumerate(zip(names, first.shape, strict=True)) if i != axis]
+    title = ", ".join([first.op, *fixed, *_options(first)])
+    inaccurate = {row.provider for row in rows if row.accurate is False}
+
+    def lines(value: Callable[[BenchRow], float | None]) -> list[SweepLine]:
+        values = [(row.provider, row.shape[axis], value(row)) for row in rows]
+        return [
+            line._replace(label=line.label + " (inaccurate)" * (line.label in inaccurate))
+            for line in sweep_lines(point for point in values if point[2] is not None)
+        ]
+
+    speed, memory = lines(lambda row: row.percent_of_roofline), lines(lambda row: row.peak_mib)
+    return (
+        Panel(f"{title}: % of the roofline", (), speed, 100.0, names[axis], "roofline"),
+        Panel("Peak memory above the inputs, MiB", (), memory, None, names[axis]),
+    )

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from benchmarks.ops import cases as case_table
-from benchmarks.ops import plots, providers, report
+from benchmarks.ops import providers, report
 from benchmarks.ops.against import Revision, find_revision
 from benchmarks.ops.measure import make_meter
 from benchmarks.ops.runner import BenchRow, run_case
@@ -52,7 +52,6 @@ class BenchOptions:
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto"
     quick: Annotated[bool, typer.Option("--quick", help="Run one round of few calls, for a first look.")] = False
     out: Annotated[Path | None, typer.Option(help="Folder for the report.", show_default="runs/bench_<time>")] = None
-    list_cases: Annotated[bool, typer.Option("--list", help="Print the cases that would run, and stop.")] = False
 
 
 @takes_options
@@ -90,10 +89,6 @@ def session(options: BenchOptions) -> int:
             raise ValueError(f"bench: none of the ops chosen has a provider among {options.providers!r}")
     except ValueError as problem:
         raise typer.BadParameter(str(problem)) from problem
-    if options.list_cases:
-        for case in selected_cases:
-            console.print(f"{case.name}  [dim]{', '.join(case.tags)}[/dim]", soft_wrap=True)
-        return 0
     rounds = options.rounds or (1 if options.quick else 3)
     settings: dict[str, Any] = {
         "rounds": rounds,
@@ -171,7 +166,7 @@ def _run(
     settings["seconds"] = round(time.perf_counter() - start, 1)
     report.write_json(folder / "bench.json", rows, roofline, machine, settings)
     (folder / "bench.md").write_text(report.markdown(rows, roofline, machine, settings))
-    pictures = plots.draw(rows, folder, str(machine["name"]))
+    pictures = report.plot(rows, folder, str(machine["name"]))
     if len(settings["cases"]) > 1 or "against" in settings:
         console.print(report.summary_table(rows))
     names = ", ".join(["bench.json", "bench.md", *(picture.name for picture in pictures)])

@@ -1,8 +1,8 @@
-"""The commands of the training benchmark and of the demo: the order of the work, and the printed output."""
+"""The command of the training benchmark: the order of the runs, the printed output and the files."""
 
 import time
-from collections.abc import Callable
-from dataclasses import asdict, replace
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,24 +10,18 @@ import torch
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from benchmarks.report import describe_machine, make_folder, pick_folder, takes_options
 from benchmarks.train import report
-from benchmarks.train.demo import DemoOptions, make_demo_plan
-from benchmarks.train.measurement import (
-    TOLERANCE,
-    DemoComparison,
-    Measurement,
-    compare_demo,
-    compare_with_stock,
-)
-from benchmarks.train.plan import TrainOptions, TrainPlan, make_plan
-from benchmarks.train.runs import TrainSession, train_rounds
+from benchmarks.train.measurement import Measurement, compare_with_stock
+from benchmarks.train.plan import ProviderRun, TrainOptions, TrainPlan, make_plan, search_sizes
+from benchmarks.train.process import run_process
 from tigon.cli.main import INTERRUPTED, make_console, pick_device
 
-# Exit codes. The exit code for bad input is 2.
-DIFFERS, RUN_FAILED = 1, 3
+# The exit code if Tigon fails or its losses differ. The exit code for bad input is 2.
+DIFFERS = 1
+# These facts of the processes are settings in the report.
+FACTS = ("parameters", "parameters_of_a_rank", "attention", "state_bytes", "threads")
 
 
 @takes_options
@@ -41,30 +35,13 @@ def train(options: TrainOptions) -> None:
     Exit code: 0; 1 if Tigon raised an error, or with --curves its losses differ by more than the noise; 2 for bad
     input; 130 after Ctrl-C (the report has the sizes that were done).
     """
-    _run(options, lambda: make_plan(replace(options, device=pick_device(options.device))), "train_")
-
-
-@takes_options
-def demo(options: DemoOptions) -> None:
-    """Train a Hugging Face decoder on real text twice from one seed, stock and with Tigon, and compare.
-
-    Writes train.json, train.md, speed_memory.png and loss.png.
-
-    Exit code: 0; 1 if the loss curves differ by more than the tolerance printed; 2 for bad input; 3 if a run failed;
-    130 after Ctrl-C (the report has the runs that were done).
-    """
-    _run(options, lambda: make_demo_plan(options), "")
-
-
-def _run(options: Any, plan_runs: Callable[[], TrainPlan], prefix: str) -> None:
-    """Make the plan and the folder, train, write the report, and end with its exit code."""
     console = make_console()
     try:
-        folder = pick_folder(options.out, prefix)
+        folder = pick_folder(options.out, "train_")
         with console.status("Reading and tokenising the text"):
-            plan = plan_runs()
+            plan = make_plan(replace(options, device=pick_device(options.device)))
         make_folder(folder)
-        code = _conclude(console, *_train(console, plan, folder))
+        code = TrainSession(plan, folder, console).run()
     except ValueError as problem:
         raise typer.BadParameter(str(problem)) from problem
     except KeyboardInterrupt:
@@ -87,87 +64,99 @@ def _title(plan: TrainPlan) -> str:
     return f"{options.model}{layers}, {plan.dtype}, {processes}, {size}{lora}{lengths}"
 
 
-def _train(console: Console, plan: TrainPlan, folder: Path) -> tuple[TrainSession, dict[str, Any]]:
-    """Train, print each row when it is complete, and write the numbers after each row."""
-    start_time, options = time.perf_counter(), plan.options
-    plan.config.to_json_file(folder / "config.json", use_diff=False)
-    machine = describe_machine(torch.device(options.device))
-    settings = {
-        **asdict(options), "title": _title(plan), "dtype": plan.dtype, "steps": plan.steps, "warmup": plan.warmup,
-        "runs": [run.name for run in plan.runs], "text": plan.corpus.name, "text_tokens": plan.tokens.count,
-        "bpe_entries": plan.tokens.entries, "demo": plan.demo, "interrupted": False, "machine": machine,
-    }  # fmt: skip
-    del settings["out"]
-    console.print(f"[bold]{escape(settings['title'])}[/], {escape(str(machine['name']))}")
-    console.print(f"Text: {escape(plan.corpus.name)}, {plan.tokens.count:,} tokens. {report.legend(machine)}\n")
-    columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("starts", total=None)
+@dataclass
+class TrainSession:
+    """The runs of a plan, all their measurements in the order in which they began, and the settings of the report."""
 
-        def show_row(row: Measurement) -> None:
-            progress.console.print(escape(report.sentence(row)))
-            report.write_report(folder / "train.json", session.rows, settings)
+    plan: TrainPlan
+    folder: Path
+    console: Console
+    rows: list[Measurement] = field(default_factory=list)
+    settings: dict[str, Any] = field(default_factory=dict)
 
-        show_state = lambda state: progress.update(task, description=escape(state))
-        session = TrainSession(plan, folder, show_state, show_row)
-        settings["interrupted"] = not train_rounds(session)
-    seconds = round(time.perf_counter() - start_time, 1)
-    settings |= {**session.facts, "applied": session.patch_reports, "seconds": seconds}
-    console.print()
-    return session, settings
+    def run(self) -> int:
+        """Train all runs, write the numbers after each one and the report at the end, and return the exit code."""
+        plan, console, start_time = self.plan, self.console, time.perf_counter()
+        machine = describe_machine(torch.device(plan.options.device))
+        self.settings = {
+            **asdict(plan.options), "title": _title(plan), "dtype": plan.dtype, "steps": plan.steps,
+            "warmup": plan.warmup, "runs": [run.name for run in plan.runs], "text": plan.corpus.name,
+            "text_tokens": plan.tokens.count, "bpe_entries": plan.tokens.entries, "interrupted": False,
+            "machine": machine, "applied": {},
+        }  # fmt: skip
+        del self.settings["out"]
+        plan.config.to_json_file(self.folder / "config.json", use_diff=False)
+        console.print(f"[bold]{escape(self.settings['title'])}[/], {escape(str(machine['name']))}")
+        console.print(f"Text: {escape(plan.corpus.name)}, {plan.tokens.count:,} tokens. {report.legend(machine)}\n")
+        try:
+            self._train_rounds()
+        except KeyboardInterrupt:
+            self.rows = [row for row in self.rows if row.seconds or row.status != "ok"]
+            self.settings["interrupted"] = True
+        self.settings["seconds"] = round(time.perf_counter() - start_time, 1)
+        names = ", ".join(report.write_files(self.folder, self.rows, self.settings))
+        for table in report.console_tables(self.rows, self.settings):
+            console.print("", table)
+        if self.settings["interrupted"]:
+            console.print("[bold yellow]Interrupted[/]: the report has what was done.")
+        folder = escape(str(self.folder))
+        console.print(f"{self.settings['seconds']:.0f} s. Report in [bold]{folder}[/]: {names}", soft_wrap=True)
+        return INTERRUPTED if self.settings["interrupted"] else self._judge()
 
+    def _judge(self) -> int:
+        """Return the exit code. FP8 approximates, so its losses are compared but do not decide."""
+        curves = compare_with_stock(self.rows) if self.plan.options.curves else {}
+        exact = [run.name for run in self.plan.runs if run.provider.is_tigon and run.provider.fp8 is None]
+        differ = any(curve.agrees is False for name, curve in curves.items() if name in exact)
+        return DIFFERS if differ or any(row.failed for row in self.rows) else 0
 
-def _conclude(console: Console, session: TrainSession, settings: dict[str, Any]) -> int:
-    """Print the tables, write the numbers, the page and the pictures, and return the exit code."""
-    rows, plan, folder = session.rows, session.plan, session.folder
-    comparison = compare_demo(rows, plan.dtype) if plan.demo else None
-    report.write_report(folder / "train.json", rows, settings, comparison)
-    (folder / "train.md").write_text(report.markdown(rows, settings), encoding="utf-8")
-    pictures = report.plot(rows, folder, settings, comparison)
-    console.print(report.table(rows))
-    if (uneven := report.uneven_table(rows)) is not None:
-        console.print(uneven)
-    code = _judge_demo(console, rows, comparison, plan.dtype) if plan.demo else _judge_training(console, session)
-    if settings["interrupted"]:
-        console.print("[bold yellow]Interrupted[/]: the report has what was done.")
-        code = INTERRUPTED
-    names = ", ".join(["train.json", "train.md", *(picture.name for picture in pictures)])
-    console.print(f"{settings['seconds']:.0f} s. Report in [bold]{escape(str(folder))}[/]: {names}", soft_wrap=True)
-    return code
+    def _train_rounds(self) -> None:
+        """Train all runs, in rounds. A later round repeats the sizes that fitted.
 
+        Every second round is in reverse order, because a warm chip is slower.
+        """
+        plan = self.plan
+        fitting_sizes: dict[str, list[int]] = {}
+        with ExitStack() as stack:
+            sources = {
+                run.name: str(stack.enter_context(run.revision.files()).parent) if run.revision else ""
+                for run in plan.runs
+            }
+            for index in range(plan.options.rounds):
+                for run in plan.runs if index % 2 == 0 else reversed(plan.runs):
 
-def _judge_training(console: Console, session: TrainSession) -> int:
-    """Print the comparison of the losses with --curves, and return the exit code."""
-    curves = compare_with_stock(session.rows) if session.plan.options.curves else {}
-    if curves:
-        console.print(report.curve_table(curves))
-    # FP8 approximates, so its losses are compared but do not decide about the exit code.
-    exact = [run.name for run in session.plan.runs if run.provider.is_tigon and run.provider.fp8 is None]
-    differ = any(curve.agrees is False for name, curve in curves.items() if name in exact)
-    return DIFFERS if differ or any(row.failed for row in session.rows) else 0
+                    def attempt(size: int, run: ProviderRun = run) -> bool | None:
+                        return self._attempt(run, size, sources[run.name])
 
+                    if index == 0:
+                        fitting_sizes[run.name] = plan.search(attempt)
+                    else:
+                        search_sizes(attempt, sorted(fitting_sizes[run.name]))
 
-def _judge_demo(console: Console, rows: list[Measurement], comparison: DemoComparison | None, dtype: str) -> int:
-    """Print whether the losses of the demo agree and which run failed, and return the exit code."""
-    code = 0
-    if comparison is not None and comparison.agree:
-        console.print(
-            f"[bold green]The curves agree[/]: at most {max(comparison.differences):.1e} of the loss apart. The "
-            f"tolerance grows from {comparison.tolerances[0]:.0e} at the first step to {comparison.tolerances[-1]:.0e} "
-            "at the last."
-        )
-    elif comparison is not None:
-        worst = comparison.worst
-        console.print(
-            f"[bold red]The curves differ[/]: {comparison.differences[worst]:.1e} of the loss at step {worst + 1}, "
-            f"where {comparison.tolerances[worst]:.0e} is allowed."
-        )
-        code = DIFFERS
-    if comparison is not None:
-        console.print(TOLERANCE[dtype].reason, style="dim")
-    for row in rows:
-        if row.status != "ok":
-            reason = escape(f"{row.status}: {row.note}")
-            console.print(f"[bold red]{row.provider} failed[/]: {reason}", soft_wrap=True)
-            code = RUN_FAILED
-    return code
+    def _row(self, name: str, size: int) -> Measurement:
+        """Return the measurement of a run at a size: a new one, or that of an earlier round."""
+        batch, seq = self.plan.shape(size)
+        for row in self.rows:
+            if (row.provider, row.batch, row.seq) == (name, batch, seq):
+                return row
+        self.rows.append(Measurement(name, batch, seq, self.plan.options.gpus))
+        return self.rows[-1]
+
+    def _attempt(self, run: ProviderRun, size: int, source: str) -> bool | None:
+        """Train a run at a size, print its row, and return whether it fits; None if it failed for another reason."""
+        row = self._row(run.name, size)
+        with self.console.status(f"{escape(run.name)}, {row.batch} x {row.seq:,}"):
+            result = run_process(asdict(self.plan.job(run, size)), self.folder / f"{run.name}.log", source=source)
+        status = result["status"]
+        if status == "ok":
+            row.add(result)
+            self.settings |= {name: result[name] for name in FACTS}
+            self.settings["applied"] |= {run.name: result["applied"]} if result["applied"] else {}
+        elif status == "out of memory" and row.seconds:
+            # The measurements of an earlier round remain valid.
+            row.note = "out of memory in a later round"
+        else:
+            row.status, row.note = status, "" if status == "out of memory" else " ".join(result["note"].split())[:400]
+        self.console.print(escape(report.sentence(row)))
+        report.write_json(self.folder, self.rows, self.settings)
+        return {"ok": True, "out of memory": False}.get(status)

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from benchmarks.train.process import Event
 from benchmarks.train.providers import STOCK_FP32
 
 # The factor is three, because the noise of a single run is random, and because a patched model rounds differently in
@@ -31,7 +30,7 @@ class Measurement:
     `status` is "ok", "out of memory", "missing" (not installed, no GPU), "unsupported" (the provider refuses the
     model), "error" or "skipped" (no time left); `note` gives details. `seconds` and `host_seconds` have an entry for
     each timed step, `losses` for each step. `allocated` and `reserved` are peaks in bytes, of the rank that has the
-    highest. `state_bytes` are those of a rank's parameters and optimizer states, in the demo also of its gradients.
+    highest. `state_bytes` are those of a rank's parameters and optimizer states.
     `gpu_seconds` and `kernels` are the time and the number of the kernels, copies and fills of a step on a GPU.
 
     `first_seconds` and `again_seconds` are those of steps at uneven lengths, each for the first time and again, without
@@ -100,19 +99,19 @@ class Measurement:
         """Return True if the command must end with exit code 1."""
         return self.status == "error" and self.provider.startswith("tigon")
 
-    def add(self, event: Event) -> None:
-        """Add the steps of a worker's event "point". Peaks are the highest of all rounds.
+    def add(self, result: dict[str, Any]) -> None:
+        """Add the result of a process. Peaks are the highest of all rounds.
 
         Losses, kernels and graphs are those of the first round, because a later round trains the same steps again.
         """
         for name in ("seconds", "host_seconds", "first_seconds", "again_seconds", "trained_tokens"):
             # Training by TRL has no uneven lengths, and other training no count of the tokens.
-            if name in event:
-                setattr(self, name, getattr(self, name) + event[name])
-        for name in ("losses", "gpu_seconds", "kernels", "captures"):
-            setattr(self, name, getattr(self, name) or event.get(name))
+            if name in result:
+                setattr(self, name, getattr(self, name) + result[name])
+        for name in ("losses", "gpu_seconds", "kernels", "captures", "state_bytes"):
+            setattr(self, name, getattr(self, name) or result.get(name))
         for name in ("allocated", "reserved"):
-            values = [value for value in (getattr(self, name), event[name]) if value is not None]
+            values = [value for value in (getattr(self, name), result[name]) if value is not None]
             setattr(self, name, max(values, default=None))
 
     def as_dict(self) -> dict[str, Any]:
@@ -130,81 +129,12 @@ class Measurement:
 # --- losses --------------------------------------------------------------------------------------
 
 
-def loss_differences(losses: Sequence[float], reference: Sequence[float], relative: bool = False) -> list[float]:
-    """Return |loss - reference| for each step that both have; infinite where one of the two is not finite.
-
-    With `relative`, divide by the reference, or by 1 where the reference is smaller. A loss is a difference of logits
-    and rounds as they do, so a loss near zero has few correct digits, or none.
-    """
+def loss_differences(losses: Sequence[float], reference: Sequence[float]) -> list[float]:
+    """Return |loss - reference| for each step that both have; infinite where one of the two is not finite."""
     return [
-        abs(a - b) / (max(abs(b), 1.0) if relative else 1.0) if math.isfinite(a) and math.isfinite(b) else math.inf
+        abs(a - b) if math.isfinite(a) and math.isfinite(b) else math.inf
         for a, b in zip(losses, reference, strict=False)
     ]
-
-
-@dataclass(frozen=True)
-class Tolerance:
-    """The largest difference that the losses of a step may have in the demo, relative to the loss.
-
-    It is `first` at the first step and grows tenfold every 30 steps, because training amplifies rounding. It is at
-    most 3 %.
-    """
-
-    first: float
-    reason: str
-
-    def at(self, step: int) -> float:
-        """Return the tolerance of the step with that index.
-
-        >>> [round(Tolerance(1e-5, "").at(step), 6) for step in (0, 30, 60, 600)]
-        [1e-05, 0.0001, 0.001, 0.03]
-        """
-        return min(0.03, self.first * 10 ** (step / 30))
-
-
-# The fp32 tolerance was measured with the CPU preset. A fault shows as a larger difference in fp32: 5e-5 at step 4 if
-# the gradient of 1 token of 2048 is lost, and 8e-5 at step 5 and 2e-3 at step 14 if the gradients of the norms' weights
-# are lost. The bf16 tolerance was measured on an H200 with the CUDA preset. Stock with reversed batches differs from
-# stock by 9e-4 (llama, 30 steps) and 7e-4 (phi3, 12 steps), and patched from stock by up to 1.7e-3 (seven model types,
-# 12 to 30 steps).
-TOLERANCE = {
-    "float32": Tolerance(
-        1e-5,
-        "Tigon adds in another order than stock, and training amplifies the difference of the rounding: stock against "
-        "itself, with the sequences of each batch reversed, differed by 2e-07 within 30 steps, by 1e-03 within 150.",
-    ),
-    "bfloat16": Tolerance(
-        2e-3,
-        "bf16 rounds to three digits, stock in more places than Tigon: stock in bf16 differs from stock in fp32 by up "
-        "to 1e-02 within 8 steps. --dtype float32 gives a sharper comparison.",
-    ),
-}
-
-
-@dataclass(frozen=True)
-class DemoComparison:
-    """The second run against the first, over the steps that both have done.
-
-    `differences` are |a - b| / max(|a|, 1) of the losses of each step, infinite where a loss is not finite. `worst` is
-    the index of the difference that is largest relative to its tolerance.
-    """
-
-    differences: list[float]
-    tolerances: list[float]
-
-    @property
-    def worst(self) -> int:
-        return max(range(len(self.differences)), key=lambda step: self.differences[step] / self.tolerances[step])
-
-    @property
-    def agree(self) -> bool:
-        return self.differences[self.worst] <= self.tolerances[self.worst]
-
-
-def compare_demo(rows: Sequence[Measurement], dtype: str) -> DemoComparison | None:
-    """Compare the second run with the first; return None if there is no step that both have done."""
-    differences = loss_differences(rows[1].losses, rows[0].losses, relative=True) if len(rows) == 2 else []
-    return DemoComparison(differences, list(map(TOLERANCE[dtype].at, range(len(differences))))) if differences else None
 
 
 @dataclass(frozen=True)

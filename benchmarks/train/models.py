@@ -150,27 +150,21 @@ def quantise(model: Any) -> None:
 
 def _status_bytes(field: str) -> int | None:
     """Return a size that Linux reports for this process, or None on other systems."""
-    try:
-        match = re.search(rf"^{field}:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
-    except OSError:
-        return None
+    status = Path("/proc/self/status")
+    match = re.search(rf"^{field}:\s+(\d+) kB$", status.read_text(), re.MULTILINE) if status.exists() else None
     return int(match[1]) * 1024 if match else None
 
 
 class ResidentMemory:
-    """Peak resident memory of this process above the memory that it had when this object was created.
-
-    Linux records the peak (VmHWM) and resets it on request. Other systems and some containers do not.
-    """
+    """Peak resident memory of this process above the memory that it had when this object was created."""
 
     def __init__(self) -> None:
         gc.collect()
-        self._baseline: int | None = None
-        # Return freed memory from the C library to the system, so that it does not count as memory of the model.
+        # Return freed memory from the C library to the system, and reset the peak. Not every system can do both.
         with suppress(OSError, AttributeError):
             ctypes.CDLL(None).malloc_trim(0)
             Path("/proc/self/clear_refs").write_text("5")
-            self._baseline = _status_bytes("VmRSS")
+        self._baseline = _status_bytes("VmRSS")
 
     def growth(self) -> int | None:
         """Return the peak above the memory at the start, or None if the system does not report it."""

@@ -10,12 +10,13 @@ import torch
 import typer
 
 from benchmarks.ops.against import Revision, find_revision
-from benchmarks.train.cases import CASES, use_case
-from benchmarks.train.measurement import STOCK_REVERSED, TOLERANCE
+from benchmarks.train.cases import NAMES, use_case
+from benchmarks.train.measurement import STOCK_REVERSED
 from benchmarks.train.models import config_fields
 from benchmarks.train.providers import FROZEN, KNOWN, ModelProvider, select
 from benchmarks.train.text import (
     MIN_VOCAB,
+    SEED,
     Corpus,
     Tokens,
     cache_folder,
@@ -32,17 +33,11 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 SWEEPS = ("seq", "batch")
-DTYPES = tuple(TOLERANCE)
 LENGTH_COUNT = 40
 # The largest number of entries of the BPE. More would take long to train, and a model's speed does not depend on them.
 MAX_ENTRIES = 32_000
 # The longest sequence that a sweep tries if memory does not run out before.
 MAX_TOKENS = 2**21
-TextOption = Annotated[
-    Path | None,
-    typer.Option(help="File or folder to train on.", show_default="the Python standard library's sources"),
-]
-DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
 
 
 @dataclass(frozen=True)
@@ -102,19 +97,13 @@ class TrainOptions:
         bool,
         typer.Option("--trl", help="Train by the SFTTrainer of TRL, on paragraphs of the text of at most SEQ tokens."),
     ] = False
-    text: TextOption = None
-    device: DeviceOption = "auto"
-    dtype: Annotated[
-        str | None,
-        typer.Option(help="bfloat16 or float32, for weights and states.", show_default="bfloat16; float32 on a CPU"),
-    ] = None
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.", is_eager=True)] = "auto"
     lr: Annotated[float, typer.Option(help="Learning rate of AdamW.")] = 1e-4
-    seed: Annotated[int, typer.Option(help="Seed of the weights and of the order of the text.")] = 0
     out: Annotated[Path | None, typer.Option(help="Folder for the report.", show_default="runs/train_<time>")] = None
     case: Annotated[
         str | None,
         typer.Option(
-            help=f"A case of small batches, which sets the defaults of the options above: {', '.join(CASES)}.",
+            help=f"A case, which sets the defaults of the options above: {', '.join(NAMES)}.",
             is_eager=True,
             callback=use_case,
         ),
@@ -136,10 +125,7 @@ class ProviderRun:
 
 @dataclass(frozen=True)
 class TrainPlan:
-    """Runs that differ in their provider alone.
-
-    In the `demo`, gradients are a part of the state, memory is that above the state, and losses have a tolerance.
-    """
+    """Runs that differ in their provider alone."""
 
     options: TrainOptions
     config: "PretrainedConfig"
@@ -150,10 +136,9 @@ class TrainPlan:
     warmup: int
     runs: Sequence[ProviderRun]
     sizes: Sequence[int] = ()
-    demo: bool = False
     lengths: Sequence[int] = ()
 
-    def search(self, attempt: Callable[[int], bool]) -> list[int]:
+    def search(self, attempt: Callable[[int], bool | None]) -> list[int]:
         """Call `attempt` with the sizes of a run in the first round, and return those that fitted."""
         options = self.options
         if options.sweep is None:
@@ -171,15 +156,17 @@ class TrainPlan:
         options, (batch, seq) = self.options, self.shape(size)
         return Job(
             run.provider.name, config_fields(self.config), str(self.tokens.path), batch, seq, self.steps, self.warmup,
-            self.dtype, options.device, options.gpus, options.seed, options.lr, run.reverse, self.demo, options.lora,
-            options.qlora, self.lengths, options.trl,
+            self.dtype, options.device, options.gpus, options.lr, run.reverse, options.lora, options.qlora,
+            self.lengths, options.trl,
         )  # fmt: skip
 
 
 def search_sizes(
-    attempt: Callable[[int], bool], sizes: Sequence[int], limit: int | None = None, resolution: int | None = None
+    attempt: Callable[[int], bool | None], sizes: Sequence[int], limit: int | None = None, resolution: int | None = None
 ) -> list[int]:
     """Call `attempt` with sizes until it returns False, and return the sizes for which it returned True.
+
+    The search ends if `attempt` returns None, because other sizes would then fail in the same way.
 
     With a `limit`, doublings up to it follow after `sizes`. With a `resolution`, the gap between the largest size that
     fitted and the first one that did not is then halved. These sizes are multiples of the resolution, and the search
@@ -192,7 +179,9 @@ def search_sizes(
     pending, too_large = list(sizes), None
     while pending and too_large is None:
         size = pending.pop(0)
-        if not attempt(size):
+        if (fits := attempt(size)) is None:
+            return fitting_sizes
+        if not fits:
             too_large = size
             continue
         fitting_sizes.append(size)
@@ -205,7 +194,9 @@ def search_sizes(
             middle += resolution
         if too_large - below <= resolution or not below < middle < too_large:
             break
-        if attempt(middle):
+        if (fits := attempt(middle)) is None:
+            break
+        if fits:
             fitting_sizes.append(middle)
         else:
             too_large = middle
@@ -253,14 +244,9 @@ def _shorten(config: "PretrainedConfig", layers: int) -> "PretrainedConfig":
     return AutoConfig.for_model(**values)
 
 
-def read_tokens(
-    text: Path | None, config: "PretrainedConfig", longest: int, by_paragraph: bool = False
-) -> tuple[Corpus, Tokens]:
+def read_tokens(config: "PretrainedConfig", longest: int, by_paragraph: bool) -> tuple[Corpus, Tokens]:
     """Read and tokenise the text, which must hold a sequence of `longest` tokens."""
-    try:
-        corpus = split_paragraphs(read_text(text)) if by_paragraph else read_text(text)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"train: text {error}") from error
+    corpus = split_paragraphs(read_text()) if by_paragraph else read_text()
     try:
         tokens = tokenise(corpus, max(MIN_VOCAB, min(MAX_ENTRIES, config.vocab_size)))
     except OSError as error:
@@ -288,7 +274,7 @@ def _parse_sizes(options: TrainOptions) -> list[int]:
 
 
 def draw_lengths(options: TrainOptions) -> list[int]:
-    """Return distinct lengths of the range of the option, in an order that depends on the seed alone.
+    """Return distinct lengths of the range of the option, in random order.
 
     `seq` is not among them, because the steps before have had this length.
     """
@@ -300,7 +286,7 @@ def draw_lengths(options: TrainOptions) -> list[int]:
             "train: lengths must be a range such as 128-512 from 2 to at most seq, without a sweep, got "
             f"{options.lengths!r}"
         )
-    generator = torch.Generator().manual_seed(options.seed)
+    generator = torch.Generator().manual_seed(SEED)
     order = torch.randperm(int(high) - int(low), generator=generator)[:LENGTH_COUNT]
     return (int(low) + order).tolist()
 
@@ -320,9 +306,7 @@ def check_options(options: TrainOptions, sizes: list[int]) -> None:
         (options.sweep not in (None, *SWEEPS), f"sweep must be one of {', '.join(SWEEPS)}, got {options.sweep!r}"),
         (needs_sweep and not options.sweep, f"{needs_sweep and needs_sweep[0]} needs a sweep: --sweep, got none"),
         (options.sweep == "seq" and sizes and sizes[0] < 2, "sizes of a sweep over seq must be at least 2"),
-        (options.dtype not in (None, *DTYPES), f"dtype must be one of {', '.join(DTYPES)}, got {options.dtype!r}"),
         (not 0 < options.lr < math.inf, f"lr must be positive and finite, got {options.lr}"),
-        (not 0 <= options.seed < 2**63, f"seed must be at least 0 and below 2**63, got {options.seed}"),
         (options.qlora and options.lora is None, "qlora needs the rank of its adapters: --lora, got none"),
         (options.curves and options.sweep, "curves are compared at one size: leave out --sweep or --curves"),
         (options.curves and options.batch < 2, f"curves need a batch of at least 2, got {options.batch}"),
@@ -380,14 +364,14 @@ def make_plan(options: TrainOptions) -> TrainPlan:
         runs.insert(1 + runs.index(stock), replace(stock, name=STOCK_REVERSED, reverse=True))
     config = model_config(options.model, options.layers)
     longest = max([options.seq, *(sizes if options.sweep == "seq" else [])])
-    corpus, tokens = read_tokens(options.text, config, longest, options.trl)
+    corpus, tokens = read_tokens(config, longest, options.trl)
     steps = options.steps or (4 if options.sweep else 50 if options.curves else 10)
     warmup = options.warmup if options.warmup is not None else (2 if options.sweep else 3)
     if options.trl:
         # Refuse a text that has too few paragraphs.
-        draw_documents(tokens.path, (warmup + steps) * options.batch, options.seq, options.seed)
+        draw_documents(tokens.path, (warmup + steps) * options.batch, options.seq, SEED)
     return TrainPlan(
         options, config, tokens, corpus,
-        dtype=options.dtype or ("float32" if options.device == "cpu" else "bfloat16"),
+        dtype="float32" if options.device == "cpu" else "bfloat16",
         steps=steps, warmup=warmup, runs=runs, sizes=sizes, lengths=lengths,
     )  # fmt: skip

@@ -1,11 +1,9 @@
-"""Both sides of a training process: the parent starts it with a job and reads its events, the child writes them.
+"""Both sides of a training process: the parent starts it with a job and reads its result, which the child writes.
 
-The job is a JSON object, the last argument of the process. An event is a line of JSON on standard output. The last
-event of a process is one of these:
+The job is a JSON object, the last argument of the process. The result is another one, a line on standard output:
 
-    {"event": "point", ..}                                     the measurements
-    {"event": "refused", "status": .., "note": ..}             the job cannot be done here
-    {"event": "failed", "out_of_memory": .., "reason": ..}
+    {"status": "ok", ..}                      the measurements
+    {"status": .., "note": ..}                "out of memory", "error", or the status of a provider that refuses the job
 """
 
 import json
@@ -16,22 +14,16 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-Event = dict[str, Any]
+# A process that has written its result ends within this time.
+EXIT_SECONDS = 60.0
 WORKER = ("-m", "benchmarks.train.worker")
-FINAL_EVENTS = ("point", "refused", "failed")
 MEMORY_MESSAGES = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
-
-
-class WriteEvent(Protocol):
-    """A function that writes an event with its fields to the parent."""
-
-    def __call__(self, event: str, **fields: Any) -> None: ...
 
 
 # --- the parent ----------------------------------------------------------------------------------
@@ -58,17 +50,11 @@ def _environment(ranks: int, device: str, source: str) -> dict[str, str]:
     return values
 
 
-def run_process(
-    job: Mapping[str, Any],
-    log: Path,
-    listen: Callable[[Event], None],
-    program: Sequence[str] = WORKER,
-    source: str = "",
-) -> Event:
-    """Run a job in a process of `program`, or in a group of `job["ranks"]` processes, and return its last event.
+def run_process(job: Mapping[str, Any], log: Path, program: Sequence[str] = WORKER, source: str = "") -> dict[str, Any]:
+    """Run a job in a process of `program`, or in a group of `job["ranks"]` processes, and return its result.
 
-    `listen` gets the other events. The standard error goes to the file `log`, which is removed if it stays empty. The
-    process imports Tigon from the folder `source`, or the Tigon of this process if that is "".
+    The standard error goes to the file `log`, which is removed if it stays empty. The process imports Tigon from the
+    folder `source`, or the Tigon of this process if that is "".
     """
     with log.open("w", encoding="utf-8") as stderr:
         process = subprocess.Popen(
@@ -83,35 +69,27 @@ def run_process(
         )
     assert process.stdout is not None
     try:
-        for line in process.stdout:
-            event = json.loads(line)
-            if event["event"] in FINAL_EVENTS:
-                # The log is complete once the process has ended. A launcher that is terminated would write into it.
-                with suppress(subprocess.TimeoutExpired):
-                    process.wait(timeout=60)
-                return event
-            listen(event)
-        code = process.wait()
+        line = process.stdout.readline()
+        # The log is complete once the process has ended. A launcher that is terminated would write into it.
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=EXIT_SECONDS)
+        if line:
+            return json.loads(line)
         # Linux ends a process with signal 9 when memory runs out.
-        hint = " (killed: out of memory?)" if code == -9 else ""
+        code = process.returncode
         last_lines = " ".join(log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-8:])
-        reason = f"the process ended with code {code}{hint} {last_lines}"
-        return {"event": "failed", "out_of_memory": code == -9, "reason": reason}
+        note = f"the process ended with code {code} {last_lines}"
+        return {"status": "out of memory" if code == -9 else "error", "note": note}
     finally:
-        _end_process(process)
+        process.terminate()
+        try:
+            process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        process.stdout.close()
         if not log.stat().st_size:
             log.unlink()
-
-
-def _end_process(process: subprocess.Popen) -> None:
-    process.terminate()
-    try:
-        process.wait(timeout=10)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-    assert process.stdout is not None
-    process.stdout.close()
 
 
 # --- the child -----------------------------------------------------------------------------------
@@ -157,38 +135,38 @@ def _end(code: int) -> NoReturn:
     os._exit(code)
 
 
-def answer(work: Callable[[dict[str, Any], int, WriteEvent], None]) -> int:
-    """Call `work(job, rank, write_event)` with the job of the command line, and return the exit code.
+def run_job(work: Callable[[dict[str, Any], int], dict[str, Any]], job: dict[str, Any], rank: int) -> dict[str, Any]:
+    """Return the result of `work(job, rank)`. An error becomes its status: that of the error's class, if it has one."""
+    try:
+        return {"status": "ok", **work(job, rank)}
+    except Exception as error:
+        status = getattr(error, "status", "out of memory" if is_out_of_memory(error) else "error")
+        if status == "error":
+            traceback.print_exc()
+            return {"status": status, "note": f"{type(error).__name__}: {str(error).strip()}"}
+        return {"status": status, "note": str(error)}
 
-    Rank 0 writes the events of a group. An error goes to the parent as an event "failed", from any rank.
+
+def answer(work: Callable[[dict[str, Any], int], dict[str, Any]]) -> int:
+    """Call `work(job, rank)` with the job of the command line, write its result, and return the exit code.
+
+    Rank 0 writes the result of a group, and any rank an error.
     """
     job = json.loads(sys.argv[1])
-    ranks = job["ranks"]
-    rank = int(os.environ["RANK"]) if ranks > 1 else 0
-    # Events go to a copy of standard output. Everything that libraries print goes to standard error.
-    events = os.dup(1)
+    rank = int(os.environ["RANK"]) if job["ranks"] > 1 else 0
+    # The result goes to a copy of standard output. Everything that libraries print goes to standard error.
+    output = os.dup(1)
     os.dup2(2, 1)
-
-    def write_event(event: str, **fields: Any) -> None:
-        # Each line is a single write, because ranks share the pipe.
-        os.write(events, (json.dumps({"event": event, **fields}) + "\n").encode())
-
-    try:
-        work(job, rank, write_event if rank == 0 else lambda *_, **__: None)
-    except BrokenPipeError:
-        # The parent has ended.
-        return 1
-    except Exception as error:
-        out_of_memory = is_out_of_memory(error)
-        kind = "out of memory" if out_of_memory else type(error).__name__
-        write_event("failed", out_of_memory=out_of_memory, reason=f"{kind}: {str(error).strip()}")
-        if not out_of_memory:
-            traceback.print_exc()
-        if ranks > 1:
-            _end(1)
-        return 1
+    result = run_job(work, job, rank)
+    failed = result["status"] in ("error", "out of memory")
+    if rank == 0 or failed:
+        # The line is a single write, because ranks share the pipe. The parent may have ended.
+        with suppress(BrokenPipeError):
+            os.write(output, (json.dumps(result) + "\n").encode())
+    if job["ranks"] > 1 and failed:
+        _end(1)
     if dist.is_initialized():
         dist.destroy_process_group()
         # A thread of gloo can abort a process while Python ends (pytorch's issue 190489).
         _end(0)
-    return 0
+    return int(failed)

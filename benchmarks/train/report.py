@@ -1,4 +1,4 @@
-"""The report of training and of the demo: tables, JSON, Markdown and the pictures.
+"""The report of the training benchmark: tables, JSON, Markdown and the pictures.
 
 The rows of the JSON report are `Measurement`, one for each provider and size; `curves` compares losses with stock's.
 Times are medians of the timed steps of all rounds; samples hold each step.
@@ -8,22 +8,21 @@ The picture loss.png has the losses of one size.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from rich.table import Table
+from rich import table as rich_table
 
 from benchmarks import figures
-from benchmarks.report import page_head, write
+from benchmarks.report import Column, Table, make_table, page_head, write
 from benchmarks.train.measurement import (
     NOISE_FACTOR,
     REFERENCES,
     SLACK,
     STOCK_REVERSED,
-    DemoComparison,
     LossComparison,
     Measurement,
     compare_with_stock,
@@ -33,15 +32,14 @@ from tigon.cli.output import console_table, format_number, markdown_table
 
 # --- tables --------------------------------------------------------------------------------------
 
-# The columns that are aligned to the left.
-LEFT = ("provider", "note", "within")
-# The columns that are left out if no row has a value.
-OPTIONAL = ("GPU ms", "x GPU", "kernels", "captures", "reserved GiB")
 Value = Callable[[Measurement], float | None]
-
-
 UNEVEN = (
     "A step at each of several lengths, for the first time and again. ms: the mean, without captures of CUDA graphs."
+)
+CURVES = (
+    "Noise: stock against itself with the sequences of each batch reversed. Within: the root mean square of the "
+    f"differences is at most {NOISE_FACTOR:.0f} times the noise's, plus {SLACK:.0e}, or the losses are as near to "
+    "those of the same model in fp32 as stock's are."
 )
 
 
@@ -50,7 +48,7 @@ def legend(machine: dict[str, Any]) -> str:
     start = (
         "One step: forward, backward, optimizer, zero_grad. ms: median of the timed steps, in brackets their quartiles"
     )
-    end = "above state: the peak less parameters and optimizer states, in the demo also less gradients."
+    end = "above state: the peak less parameters and optimizer states."
     if machine["type"] != "cuda":
         return f"{start}; host ms: until the calls return; peak GiB: the state and the growth of the process; {end}"
     return (
@@ -72,8 +70,12 @@ def _as_ms(seconds: float | None) -> str:
     return format_number(None if seconds is None else 1e3 * seconds)
 
 
-def _ratio(value: float | None, reference: float | None) -> str:
-    return f"{value / reference:.2f}" if value and reference else "-"
+def _ratio(value: float | None, reference: float | None, digits: int = 2) -> str:
+    return f"{value / reference:.{digits}f}" if value and reference else "-"
+
+
+def _count(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.0f}"
 
 
 def _captures(row: Measurement) -> str:
@@ -82,11 +84,7 @@ def _captures(row: Measurement) -> str:
 
 
 def _milliseconds(row: Measurement) -> str:
-    if row.step_seconds is None:
-        return "-"
-    spread = row.spread
-    text = format_number(1e3 * row.step_seconds)
-    return text if spread is None else f"{text} ({format_number(1e3 * spread[0])}-{format_number(1e3 * spread[1])})"
+    return _as_ms(row.step_seconds) + (f" ({'-'.join(map(_as_ms, row.spread))})" if row.spread else "")
 
 
 def _note(row: Measurement) -> str:
@@ -95,108 +93,103 @@ def _note(row: Measurement) -> str:
     return ": ".join(note for note in notes if note)
 
 
-def _cells(rows: Sequence[Measurement]) -> tuple[list[str], list[list[str]]]:
-    """Return titles, and the cells of each row by size, with the ratios to stock and to Liger that were measured.
+def _main_table(rows: Sequence[Measurement]) -> Table:
+    """Return a line for each row by size, with the ratios to the stock and to the Liger that were measured.
 
     If a peer ran with and without checkpointing, ratios are to the faster of the two.
     """
-    rows = sorted(rows, key=lambda row: (row.batch, row.seq))
     best: dict[tuple[str, int, int], float] = {}
     for row in rows:
         if row.ok:
             key = row.provider.removesuffix("-checkpoint"), row.batch, row.seq
             best[key] = max(best.get(key, 0.0), row.tokens_per_second or 0.0)
-    peers = [name for name in ("stock", "liger") if any(provider == name for provider, *_ in best)]
 
-    def ratio(row: Measurement, peer: str) -> str:
-        speed = best.get((peer, row.batch, row.seq))
-        return f"{row.tokens_per_second / speed:.3f}" if row.ok and row.tokens_per_second and speed else "-"
+    def against(peer: str) -> Column:
+        speed = lambda row: row.tokens_per_second if row.ok else None
+        return f"x {peer}", lambda row: _ratio(speed(row), best.get((peer, row.batch, row.seq)), 3)
 
-    titles = ["provider", "batch", "length", "ms", "GPU ms", "x GPU", "kernels", "host ms", "tokens/s"]
-    titles += [f"x {peer}" for peer in peers]
-    titles += ["captures", "peak GiB", "above state", "reserved GiB", "note"]
-    cells = [
-        [row.provider, str(row.batch), f"{row.seq:,}", _milliseconds(row), _as_ms(row.gpu_seconds),
-         _ratio(row.step_seconds, row.gpu_seconds), "-" if row.kernels is None else f"{row.kernels:,}",
-         _as_ms(row.median_host_seconds),
-         "-" if row.tokens_per_second is None else f"{row.tokens_per_second:,.0f}",
-         *(ratio(row, peer) for peer in peers), _captures(row), _format_gib(row.allocated),
-         _format_gib(row.above_state),
-         _format_gib(row.reserved), _note(row)]
-        for row in rows
+    columns: list[Column] = [
+        ("provider", lambda row: row.provider), ("batch", lambda row: str(row.batch)),
+        ("length", lambda row: f"{row.seq:,}"), ("ms", _milliseconds), ("GPU ms", lambda row: _as_ms(row.gpu_seconds)),
+        ("x GPU", lambda row: _ratio(row.step_seconds, row.gpu_seconds)), ("kernels", lambda row: _count(row.kernels)),
+        ("host ms", lambda row: _as_ms(row.median_host_seconds)),
+        ("tokens/s", lambda row: _count(row.tokens_per_second)), against("stock"), against("liger"),
+        ("captures", _captures), ("peak GiB", lambda row: _format_gib(row.allocated)),
+        ("above state", lambda row: _format_gib(row.above_state)),
+        ("reserved GiB", lambda row: _format_gib(row.reserved)), ("note", _note),
     ]  # fmt: skip
-    # A CPU has no kernels of a GPU, and most runs capture nothing.
-    used = [i for i, title in enumerate(titles) if title not in OPTIONAL or any(line[i] != "-" for line in cells)]
-    return [titles[i] for i in used], [[line[i] for i in used] for line in cells]
+    return make_table(columns, sorted(rows, key=lambda row: (row.batch, row.seq)))
 
 
-def _uneven_cells(rows: Sequence[Measurement]) -> tuple[list[str], list[list[str]]]:
-    """Return titles and cells about the steps at uneven lengths, with ratios to the seconds of stock."""
+def _uneven_table(rows: Sequence[Measurement]) -> Table:
+    """Return the means of the steps at uneven lengths, with ratios to those of stock."""
+    first, again = (lambda row: fmean(row.first_seconds)), (lambda row: fmean(row.again_seconds))
     rows = [row for row in rows if row.first_seconds]
-    means = {row.provider: (fmean(row.first_seconds), fmean(row.again_seconds)) for row in rows}
-    stock = means.get("stock", (None, None))
-    cells = []
-    for row in rows:
-        first, again = means[row.provider]
-        ratios = _ratio(stock[0], first), _ratio(stock[1], again)
-        cells.append([row.provider, str(len(row.first_seconds)), _as_ms(first), ratios[0], _as_ms(again), ratios[1]])
-    return ["provider", "lengths", "first ms", "x stock", "again ms", "x stock"], cells
+    stock = next((row for row in rows if row.provider == "stock"), None)
+    against = lambda mean: lambda row: _ratio(mean(stock) if stock else None, mean(row))
+    columns: list[Column] = [
+        ("provider", lambda row: row.provider), ("lengths", lambda row: str(len(row.first_seconds))),
+        ("first ms", lambda row: _as_ms(first(row))), ("x stock", against(first)),
+        ("again ms", lambda row: _as_ms(again(row))), ("x stock", against(again)),
+    ]  # fmt: skip
+    return make_table(columns, rows)
 
 
-def _curve_cells(curves: dict[str, LossComparison]) -> tuple[list[str], list[list[str]]]:
-    titles = ["provider", "steps", "first loss", "last loss", "largest difference", "noise", "rms", "noise's rms"]
-    has_exact_run = any(curve.error is not None for curve in curves.values())
-    titles += ["rms from fp32", "stock's"] if has_exact_run else []
-    scientific = lambda value: "-" if value is None else f"{value:.1e}"
-    cells = []
-    for name, curve in curves.items():
-        verdict = {None: "-", True: "yes", False: "no"}[None if name in REFERENCES else curve.agrees]
-        errors = (curve.error, curve.stock_error) if has_exact_run else ()
-        cells.append([
-            name, str(curve.steps), f"{curve.first_loss:.4f}", f"{curve.last_loss:.4f}",
-            *map(scientific, (curve.largest, curve.noise, curve.rms, curve.noise_rms, *errors)), verdict,
-        ])  # fmt: skip
-    return [*titles, "within"], cells
+def _curve_table(curves: dict[str, LossComparison]) -> Table:
+    scientific = lambda name: lambda item: "-" if (value := getattr(item[1], name)) is None else f"{value:.1e}"
+    verdicts = {None: "-", True: "yes", False: "no"}
+    columns: list[Column] = [
+        ("provider", lambda item: item[0]), ("steps", lambda item: str(item[1].steps)),
+        ("first loss", lambda item: f"{item[1].first_loss:.4f}"),
+        ("last loss", lambda item: f"{item[1].last_loss:.4f}"),
+        ("largest difference", scientific("largest")), ("noise", scientific("noise")), ("rms", scientific("rms")),
+        ("noise's rms", scientific("noise_rms")), ("rms from fp32", scientific("error")),
+        ("stock's", scientific("stock_error")),
+        ("within", lambda item: "-" if item[0] in REFERENCES else verdicts[item[1].agrees]),
+    ]  # fmt: skip
+    return make_table(columns, curves.items())
+
+
+def _tables(rows: Sequence[Measurement], settings: dict[str, Any]) -> Iterator[tuple[str, str, Table]]:
+    """Yield the title, the legend and the table of each part of the report that has lines."""
+    yield "", legend(settings["machine"]), _main_table(rows)
+    if any(row.first_seconds for row in rows):
+        yield "Uneven lengths", UNEVEN, _uneven_table(rows)
+    curves = compare_with_stock(rows)
+    if curves and not settings["sweep"]:
+        yield "Losses against stock's", CURVES, _curve_table(curves)
 
 
 def sentence(row: Measurement) -> str:
     """Return a line about a row, which is printed as soon as the row is complete."""
-    start = f"{row.provider:<18} {row.batch} x {row.seq:,}"
+    start, note = f"{row.provider:<18} {row.batch} x {row.seq:,}", _note(row)
     if not row.ok:
-        return f"{start}  {_note(row)}"
+        return f"{start}  {note}"
     peak = "" if row.allocated is None else f"  {_format_gib(row.allocated)} GiB"
-    note = f"  {_note(row)}" if _note(row) else ""
-    return f"{start}  {_milliseconds(row)} ms  {row.tokens_per_second:,.0f} tokens/s{peak}{note}"
+    return f"{start}  {_milliseconds(row)} ms  {row.tokens_per_second:,.0f} tokens/s{peak}  {note}".rstrip()
 
 
-def table(rows: Sequence[Measurement]) -> Table:
-    """Return the table of all rows for the terminal."""
-    return console_table(*_cells(rows), LEFT, "")
-
-
-def uneven_table(rows: Sequence[Measurement]) -> Table | None:
-    """Return the table of the steps at uneven lengths for the terminal, or None if there are none."""
-    titles, cells = _uneven_cells(rows)
-    return console_table(titles, cells, LEFT, "Uneven lengths") if cells else None
-
-
-def curve_table(curves: dict[str, LossComparison]) -> Table:
-    """Return the table of the comparisons with stock for the terminal."""
-    return console_table(*_curve_cells(curves), LEFT, "Losses against stock's")
+def console_tables(rows: Sequence[Measurement], settings: dict[str, Any]) -> list[rich_table.Table]:
+    """Return the tables for the terminal."""
+    return [console_table(*table, title) for title, _, table in _tables(rows, settings)]
 
 
 # --- files ---------------------------------------------------------------------------------------
 
 
-def write_report(
-    path: Path, rows: Sequence[Measurement], settings: dict[str, Any], demo: DemoComparison | None = None
-) -> None:
+def write_json(folder: Path, rows: Sequence[Measurement], settings: dict[str, Any]) -> None:
     """Write all numbers, with those of every step."""
     curves = {name: {**asdict(curve), "agrees": curve.agrees} for name, curve in compare_with_stock(rows).items()}
-    comparison = demo and {**asdict(demo), "agree": demo.agree}
     shown = {name: value for name, value in settings.items() if name != "machine"}
-    content = {"rows": [row.as_dict() for row in rows], "curves": curves, "comparison": comparison}
-    write(path, settings["machine"], shown, **content)
+    content = {"rows": [row.as_dict() for row in rows], "curves": curves}
+    write(folder / "train.json", settings["machine"], shown, **content)
+
+
+def write_files(folder: Path, rows: Sequence[Measurement], settings: dict[str, Any]) -> list[str]:
+    """Write the numbers, the page and the pictures, and return the names of the files."""
+    write_json(folder, rows, settings)
+    (folder / "train.md").write_text(markdown(rows, settings), encoding="utf-8")
+    return ["train.json", "train.md", *(picture.name for picture in plot(rows, folder, settings))]
 
 
 def markdown(rows: Sequence[Measurement], settings: dict[str, Any]) -> str:
@@ -204,20 +197,9 @@ def markdown(rows: Sequence[Measurement], settings: dict[str, Any]) -> str:
     lines = [*page_head("Training steps", settings["machine"]), f"{settings['title']}", ""]
     if settings["interrupted"]:
         lines += ["Interrupted: these are the sizes that were done.", ""]
-    lines += [legend(settings["machine"]), "", *markdown_table(*_cells(rows), LEFT), ""]
-    titles, cells = _uneven_cells(rows)
-    if cells:
-        lines += ["## Uneven lengths", "", UNEVEN, "", *markdown_table(titles, cells, LEFT), ""]
-    curves = compare_with_stock(rows)
-    if curves and not settings["sweep"]:
-        lines += [
-            "## Losses against stock's", "",
-            "Noise: stock against itself with the sequences of each batch reversed. Within: the root mean square "
-            f"of the differences is at most {NOISE_FACTOR:.0f} times the noise's, plus {SLACK:.0e}, or the losses are "
-            "as near to those of the same model in fp32 as stock's are.", "",
-            *markdown_table(*_curve_cells(curves), LEFT), "",
-        ]  # fmt: skip
-    for name, text in settings.get("applied", {}).items():
+    for title, text, table in _tables(rows, settings):
+        lines += [*([f"## {title}", ""] if title else []), text, "", *markdown_table(*table), ""]
+    for name, text in settings["applied"].items():
         lines += [f"## Changes by {name}", "", "```text", text, "```", ""]
     return "\n".join(lines).rstrip() + "\n"
 
@@ -227,38 +209,28 @@ def markdown(rows: Sequence[Measurement], settings: dict[str, Any]) -> str:
 SIZE_LABELS = {"seq": "tokens a sequence", "batch": "sequences a GPU"}
 
 
-def plot(
-    rows: Sequence[Measurement], folder: Path, settings: dict[str, Any], demo: DemoComparison | None = None
-) -> list[Path]:
-    """Write the pictures that `rows` have numbers for; return their files. That of the demo has the tolerances."""
+def plot(rows: Sequence[Measurement], folder: Path, settings: dict[str, Any]) -> list[Path]:
+    """Write the pictures that `rows` have numbers for; return their files."""
     if not any(row.ok for row in rows):
         return []
     title, sweep = f"{settings['title']}, {settings['machine']['name']}", settings["sweep"]
-    limit = None if settings["demo"] else settings["machine"].get("memory_gib")
     providers = [row for row in rows if row.provider not in REFERENCES and row.status in ("ok", "out of memory")]
-
-    def gib(row: Measurement) -> float | None:
-        count = row.above_state if settings["demo"] else row.allocated
-        return None if count is None else count / 2**30
 
     def panel(label: str, value: Value, limit: float | None = None) -> figures.Panel:
         if not sweep:
             return figures.Panel(label, _provider_bars(providers, value), limit=limit)
-        return figures.Panel(label, (), _sweep_lines(providers, sweep, value), limit, SIZE_LABELS[sweep])
+        values = ((row.provider, getattr(row, sweep), value(row) if row.ok else None) for row in providers)
+        return figures.Panel(label, (), figures.sweep_lines(values), limit, SIZE_LABELS[sweep])
 
-    memory_label = "Peak memory above the state, GiB" if settings["demo"] else "Peak memory, GiB"
-    panels = panel("Tokens per second", lambda row: row.tokens_per_second), panel(memory_label, gib, limit)
+    gib: Value = lambda row: None if row.allocated is None else row.allocated / 2**30
+    memory = panel("Peak memory, GiB", gib, settings["machine"].get("memory_gib"))
     speed_memory, loss = folder / "speed_memory.png", folder / "loss.png"
+    panels = [panel("Tokens per second", lambda row: row.tokens_per_second), memory]
     figures.draw_panels(speed_memory, "Speed and memory", title, [panels])
     if sweep:
         return [speed_memory]
-    _plot_losses(loss, [row for row in rows if row.losses], title, demo)
+    _plot_losses(loss, [row for row in rows if row.losses], title)
     return [speed_memory, loss]
-
-
-def _sweep_lines(rows: Sequence[Measurement], sweep: str, value: Value) -> list[figures.SweepLine]:
-    """Return a line over the size for each provider that fitted or ran out of memory at any size."""
-    return figures.sweep_lines((row.provider, getattr(row, sweep), value(row) if row.ok else None) for row in rows)
 
 
 def _provider_bars(rows: Sequence[Measurement], value: Value) -> list[figures.Bar]:
@@ -278,7 +250,7 @@ def _provider_bars(rows: Sequence[Measurement], value: Value) -> list[figures.Ba
     return bars
 
 
-def _plot_losses(path: Path, rows: Sequence[Measurement], title: str, demo: DemoComparison | None) -> None:
+def _plot_losses(path: Path, rows: Sequence[Measurement], title: str) -> None:
     """Draw the losses over each other, and below them their differences from stock's."""
     losses, differences = [], []
     stock = next((row.losses for row in rows if row.provider == "stock"), [])
@@ -287,12 +259,7 @@ def _plot_losses(path: Path, rows: Sequence[Measurement], title: str, demo: Demo
         colour, is_noise = figures.provider_colour(row.provider), row.provider == STOCK_REVERSED
         if not is_noise:
             losses.append(figures.Curve(row.provider, colour, row.losses, broad=row.provider == "stock"))
-        if row.provider in comparisons and demo is None:
+        if row.provider in comparisons:
             label = "noise" if is_noise else ""
             differences.append(figures.Curve(label, colour, loss_differences(row.losses, stock), broad=is_noise))
-    if demo is None:
-        figures.draw_losses(path, "Training loss", title, losses, differences, "difference\nfrom stock")
-        return
-    relative = [figures.Curve("", figures.INK, demo.differences)]
-    label = "relative\ndifference"
-    figures.draw_losses(path, "Training loss", title, losses, relative, label, demo.tolerances, 1e-8)
+    figures.draw_losses(path, "Training loss", title, losses, differences, "difference\nfrom stock")

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 # Text beyond this limit is not read. Tokenising 12 MB of Python with 128256 entries took 11 s on 2 busy cores, and time
-# grows with the text, so the limit means less than 20 s. The longest preset reads 250 thousand tokens, about 1 MB.
+# grows with the text, so the limit means less than 20 s.
 MAX_CHARACTERS = 20_000_000
 # This token is between documents. Its id is 0.
 SEPARATOR = "<|endoftext|>"
@@ -25,6 +25,8 @@ SEPARATOR = "<|endoftext|>"
 MIN_VOCAB = 512
 # The least number of tokens of a text that TRL trains on.
 MIN_DOCUMENT = 32
+# The seed of the weights and of the order of the text.
+SEED = 0
 _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
@@ -50,23 +52,6 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tigon"
 
 
-def _find_files(source: Path | None) -> tuple[str, list[Path]]:
-    """Return the name of a source, and its files in order, without hidden ones and the tests of the library."""
-    if source is not None and source.is_file():
-        return str(source), [source]
-    if source is not None and not source.is_dir():
-        raise ValueError(f"must be a file or a folder that exists, got {str(source)!r}")
-    root = source or Path(sysconfig.get_paths()["stdlib"])
-    skipped = set() if source else _SKIPPED_FOLDERS
-    files = []
-    for path in root.rglob("*" if source else "*.py"):
-        parts = path.relative_to(root).parts
-        if path.is_file() and not skipped.intersection(parts) and not any(part.startswith(".") for part in parts):
-            files.append(path)
-    name = str(source) if source else f"Python {sysconfig.get_python_version()} standard library"
-    return name, sorted(files)
-
-
 def read_text(source: Path | None = None) -> Corpus:
     """Return the text of a file, of all text files in a folder, or (None) of the Python standard library's sources.
 
@@ -75,21 +60,21 @@ def read_text(source: Path | None = None) -> Corpus:
     Raises:
         ValueError: `source` does not exist, or has no text.
     """
-    name, files = _find_files(source)
+    name = str(source) if source else f"Python {sysconfig.get_python_version()} standard library"
+    root = source or Path(sysconfig.get_paths()["stdlib"])
+    skipped = set() if source else _SKIPPED_FOLDERS
     documents: list[str] = []
     characters_left = MAX_CHARACTERS
-    for path in files:
-        with path.open("rb") as file:
-            # A character has at most four bytes.
-            data = file.read(4 * characters_left)
-        if not data.strip() or b"\0" in data:
+    for path in [root] if root.is_file() else sorted(root.rglob("*" if source else "*.py")):
+        parts = path.relative_to(root).parts
+        if not path.is_file() or skipped.intersection(parts) or any(part.startswith(".") for part in parts):
             continue
-        documents.append(data.decode("utf-8", errors="replace")[:characters_left])
-        characters_left -= len(documents[-1])
-        if characters_left == 0:
-            break
+        text = path.read_text("utf-8", errors="replace")[:characters_left]
+        if text.strip() and "\0" not in text:
+            documents.append(text)
+            characters_left -= len(text)
     if not documents:
-        raise ValueError(f"must hold a file of text, got {name!r}: {len(files)} files, none of them text")
+        raise ValueError(f"must be a file or a folder of text, got {name!r}")
     return Corpus(name, documents)
 
 
@@ -102,15 +87,6 @@ def split_paragraphs(corpus: Corpus) -> Corpus:
     ['import os', 'def f():\\n    a\\n\\n    b\\n']
     """
     return Corpus(corpus.name, [text for document in corpus.documents for text in re.split(r"\n\n+(?=\S)", document)])
-
-
-def _load(path: Path) -> Tokens | None:
-    """Return the tokens of a file of the cache, or None if it is absent or damaged."""
-    try:
-        tokens = np.load(path, mmap_mode="r")
-        return Tokens(path, len(tokens), int(tokens.max()) + 1)
-    except (OSError, ValueError, EOFError):
-        return None
 
 
 def _encode(documents: list[str], vocab: int) -> np.ndarray:
@@ -133,21 +109,17 @@ def _encode(documents: list[str], vocab: int) -> np.ndarray:
 
 def tokenise(corpus: Corpus, vocab: int, cache: Path | None = None) -> Tokens:
     """Return the corpus as tokens of a byte-level BPE of at most `vocab` entries, which is trained on it and cached."""
-    digest = hashlib.sha256()
-    for document in corpus.documents:
-        data = document.encode("utf-8", errors="replace")
-        digest.update(len(data).to_bytes(8, "little") + data)
+    digest = hashlib.sha256("\0".join(corpus.documents).encode("utf-8", errors="replace")).hexdigest()
     cache = cache_folder() if cache is None else cache
-    path = cache / f"bpe-{digest.hexdigest()[:16]}-{vocab}.npy"
-    if (tokens := _load(path)) is None:
+    path = cache / f"bpe-{digest[:16]}-{vocab}.npy"
+    if not path.exists():
         cache.mkdir(parents=True, exist_ok=True)
         # A reader never sees an incomplete file, because the file is renamed when it is complete.
         with tempfile.TemporaryDirectory(dir=cache) as folder:
             np.save(Path(folder, path.name), _encode(corpus.documents, vocab))
             os.replace(Path(folder, path.name), path)
-        tokens = _load(path)
-    assert tokens is not None
-    return tokens
+    tokens = np.load(path, mmap_mode="r")
+    return Tokens(path, len(tokens), int(tokens.max()) + 1)
 
 
 def draw_documents(path: Path, count: int, longest: int, seed: int) -> list[list[int]]:

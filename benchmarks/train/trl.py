@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
 import tigon
-from benchmarks.train.text import draw_documents
+from benchmarks.train.text import SEED, draw_documents
 
 if TYPE_CHECKING:
     from benchmarks.train.worker import Trainer
@@ -43,13 +43,12 @@ class StepClock(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
         if logs and "loss" in logs:
             self.losses.append(float(logs["loss"]))
-            self.trainer.write_event("step", step=len(self.losses) - 1, loss=self.losses[-1], timed=True)
 
 
 def train_by_trl(trainer: "Trainer") -> dict[str, Any]:
-    """Train all steps of the job of `trainer`, with its model and its optimizer, and return the fields of "point"."""
+    """Train all steps of the job of `trainer`, with its model and its optimizer; return the fields of the result."""
     job, on_gpu = trainer.job, trainer.device.type == "cuda"
-    rows = draw_documents(Path(job.tokens), (job.warmup + job.steps) * job.batch, job.seq, job.seed)
+    rows = draw_documents(Path(job.tokens), (job.warmup + job.steps) * job.batch, job.seq, SEED)
     if job.reverse:
         rows = [row for i in range(0, len(rows), job.batch) for row in reversed(rows[i : i + job.batch])]
     if trainer.provider.is_tigon:
@@ -62,7 +61,7 @@ def train_by_trl(trainer: "Trainer") -> dict[str, Any]:
             output_dir=folder, max_steps=job.warmup + job.steps, per_device_train_batch_size=job.batch,
             max_length=job.seq, gradient_checkpointing=trainer.provider.checkpoints, lr_scheduler_type="constant",
             bf16=on_gpu, use_cpu=not on_gpu, train_sampling_strategy="sequential", logging_steps=1, save_strategy="no",
-            report_to=[], disable_tqdm=True, seed=job.seed,
+            report_to=[], disable_tqdm=True, seed=SEED,
         )  # fmt: skip
         SFTTrainer(
             trainer.model,
@@ -76,5 +75,5 @@ def train_by_trl(trainer: "Trainer") -> dict[str, Any]:
     return {
         "seconds": clock.meter.seconds(job.warmup), "host_seconds": clock.host_seconds[job.warmup :],
         "losses": clock.losses, "allocated": allocated_peak, "reserved": reserved_peak,
-        "trained_tokens": sum(map(len, rows[job.warmup * job.batch :])), **trainer.graph_facts(),
+        "trained_tokens": sum(map(len, rows[job.warmup * job.batch :])), **trainer.facts(),
     }  # fmt: skip

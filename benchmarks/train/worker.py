@@ -1,14 +1,6 @@
 """A training process of one model: `python -m benchmarks.train.worker JOB`, alone or as a rank of torchrun.
 
-It trains the steps of a `Job` and writes these events, the last of which is that of `benchmarks.train.process`:
-
-    {"event": "ready", "parameters": .., "parameters_of_a_rank": .., "state_bytes": .., "attention": ..,
-     "threads": .., "seconds": ..}
-    {"event": "step", "step": .., "loss": .., "timed": ..}
-    {"event": "point", "seconds": [..], "host_seconds": [..], "losses": [..], "allocated": .., "reserved": ..,
-     "captures": [..], "applied": ..}
-
-The last event also has "gpu_seconds", "kernels", "first_seconds" and "again_seconds", or "trained_tokens" of TRL.
+It trains the steps of a `Job`, and its result has the fields of `Trainer.train` or of `train_by_trl`.
 """
 
 import gc
@@ -34,9 +26,9 @@ from benchmarks.train.models import (
     read_config,
     shard,
 )
-from benchmarks.train.process import WriteEvent, answer, merge_ranks, select_device
-from benchmarks.train.providers import Missing, UnsupportedModel, find_provider
-from benchmarks.train.text import batches
+from benchmarks.train.process import answer, merge_ranks, select_device
+from benchmarks.train.providers import find_provider
+from benchmarks.train.text import SEED, batches
 
 LR_WARMUP_STEPS = 4
 # The number of steps under the profiler, after all others.
@@ -49,11 +41,10 @@ class Job:
 
     `config` holds the fields of a transformers config, `tokens` is the path of a file. Each of `ranks` processes holds
     a shard of the model; a single process holds all of it. With `reverse`, the sequences of a batch come in reverse
-    order, so that the loss is the same and its sums are taken in another order. With `keeps_gradients`, gradients are
-    zeroed in place, so that they are a part of the state between steps. With `lora`, only adapters of this rank are
-    trained; with `qlora`, the layers that have adapters are in 4 bits. `warmup` steps come before the timed `steps`.
-    Then the model trains a step at each of the `lengths`, which are shorter than `seq`, and a second time at each. With
-    `trl`, the SFTTrainer of TRL trains on texts of at most `seq` tokens.
+    order, so that the loss is the same and its sums are taken in another order. With `lora`, only adapters of this rank
+    are trained; with `qlora`, the layers that have adapters are in 4 bits. `warmup` steps come before the timed
+    `steps`. Then the model trains a step at each of the `lengths`, which are shorter than `seq`, and a second time at
+    each. With `trl`, the SFTTrainer of TRL trains on texts of at most `seq` tokens.
     """
 
     provider: str
@@ -66,10 +57,8 @@ class Job:
     dtype: str = "bfloat16"
     device: str = "cuda"
     ranks: int = 1
-    seed: int = 0
     lr: float = 1e-4
     reverse: bool = False
-    keeps_gradients: bool = False
     lora: int | None = None
     qlora: bool = False
     lengths: Sequence[int] = ()
@@ -142,8 +131,7 @@ def kernel_totals(events: Iterable[Any], steps: int) -> tuple[float, int]:
 class Trainer:
     """A model, its optimizer, and the steps that they have made."""
 
-    def __init__(self, job: Job, rank: int, write_event: WriteEvent) -> None:
-        start_time = time.perf_counter()
+    def __init__(self, job: Job, rank: int) -> None:
         provider = find_provider(job.provider)
         assert provider is not None, job.provider
         self.provider = provider
@@ -151,8 +139,8 @@ class Trainer:
             # Before other libraries and before CUDA starts: Unsloth changes both.
             unsloth_model.import_unsloth(job.device)
         self.device = select_device(job.device, rank, job.ranks)
-        self.job, self.rank, self.write_event, self._steps = job, rank, write_event, 0
-        self._data = batches(Path(job.tokens), job.batch * job.ranks, job.seq, job.seed)
+        self.job, self.rank, self._steps = job, rank, 0
+        self._data = batches(Path(job.tokens), job.batch * job.ranks, job.seq, SEED)
         self._facts: dict[str, Any] = {}
         model: nn.Module
         # The report of `tigon.patch`, or a description of what another provider changed.
@@ -162,7 +150,7 @@ class Trainer:
         else:
             model, self.applied = self._prepare(self._random_model())
         if job.lora is not None:
-            draw_adapters(model, job.seed)
+            draw_adapters(model, SEED)
         # An optimizer must have a parameter.
         trained_parameters = [p for p in model.parameters() if p.requires_grad] or [nn.Parameter(torch.zeros(1))]
         self.optimizer = self.provider.make_optimizer(trained_parameters, job.lr)
@@ -173,19 +161,18 @@ class Trainer:
         compiles, mode = self.provider.compiles, self.provider.mode
         self.model: Callable[..., Any] = torch.compile(model, mode=mode) if compiles else model
         shards = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
-        # Parameters, and the two moments of AdamW and the gradients that stay for those that are trained.
-        self.state_bytes = sum(p.nbytes for p in shards) + sum(
-            self.provider.moment_bytes(p) + job.keeps_gradients * p.nbytes for p in shards if p.requires_grad
-        )
-        write_event(
-            "ready", **self._facts, parameters_of_a_rank=sum(p.numel() for p in shards), state_bytes=self.state_bytes,
-            threads=torch.get_num_threads(), seconds=time.perf_counter() - start_time,
-        )  # fmt: skip
+        # Parameters, and the two moments of AdamW for those that are trained.
+        moments = sum(self.provider.moment_bytes(p) for p in shards if p.requires_grad)
+        self.state_bytes = sum(p.nbytes for p in shards) + moments
+        self._facts |= {
+            "parameters_of_a_rank": sum(p.numel() for p in shards), "state_bytes": self.state_bytes,
+            "threads": torch.get_num_threads(),
+        }  # fmt: skip
 
     def _random_model(self) -> Any:
         """Return the model of random weights, in 4 bits with `qlora`, and note its facts for the report."""
         job = self.job
-        torch.manual_seed(job.seed)
+        torch.manual_seed(SEED)
         model: Any = random_model(read_config(job.config), job.dtype, self.device)
         if self.provider.in_fp32:
             model = model.float()
@@ -231,7 +218,7 @@ class Trainer:
         loss = self.model(input_ids=ids, labels=ids, use_cache=False).loss
         loss.backward()
         self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=not self.job.keeps_gradients)
+        self.optimizer.zero_grad()
         self._steps += 1
         return loss.detach().float()
 
@@ -247,19 +234,14 @@ class Trainer:
         graphs = getattr(self.applied, "graphs", None)
         return [] if graphs is None else [{"signature": x.signature, "seconds": x.seconds} for x in graphs.captured]
 
-    def _time_steps(self, lengths: Sequence[int | None], meter: StepMeter, first_step: int | None = None) -> StepTimes:
-        """Train a step at each of the lengths; the host runs ahead of the device by at most one step.
-
-        With `first_step`, write an event for each step, whose number begins there.
-        """
+    def _time_steps(self, lengths: Sequence[int | None], meter: StepMeter) -> StepTimes:
+        """Train a step at each of the lengths; the host runs ahead of the device by at most one step."""
         times, capture_seconds, first_mark = StepTimes(), [], meter.mark()
         losses_on_host = torch.empty(len(lengths), pin_memory=self.device.type == "cuda")
 
         def end_step(index: int) -> None:
             meter.wait(first_mark + index + 1)
             times.losses.append(losses_on_host[index].item())
-            if first_step is not None:
-                self.write_event("step", step=first_step + index, loss=times.losses[-1], timed=True)
 
         for index, length in enumerate(lengths):
             ids, captured = self._next_batch(length), len(self.captures())
@@ -286,18 +268,16 @@ class Trainer:
         return kernel_totals(profiler.events(), PROFILED_STEPS)
 
     def train(self) -> dict[str, Any]:
-        """Train all steps, and return the fields of "point"."""
-        job, losses = self.job, []
+        """Train all steps, and return the measurements and the facts about the model."""
+        job = self.job
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-        torch.manual_seed(job.seed)
-        for index in range(job.warmup):
-            # `item` waits for the step.
-            losses.append(self.step(self._next_batch()).item())
-            self.write_event("step", step=index, loss=losses[-1], timed=False)
+        torch.manual_seed(SEED)
+        # `item` waits for the step.
+        losses = [self.step(self._next_batch()).item() for _ in range(job.warmup)]
         meter = self.make_meter()
-        timed = self._time_steps([None] * job.steps, meter, job.warmup)
+        timed = self._time_steps([None] * job.steps, meter)
         # `torch.compile` would compile each length anew, or give up the graphs.
         lengths = () if self.provider.compiles else job.lengths
         first, again = (self._time_steps(lengths, meter) if lengths else StepTimes() for _ in range(2))
@@ -309,29 +289,24 @@ class Trainer:
             "again_seconds": again.seconds, "allocated": allocated_peak, "reserved": reserved_peak,
             "gpu_seconds": gpu_seconds, "kernels": kernels,
         }  # fmt: skip
-        return merge_ranks(fields, job.ranks) | self.graph_facts()
+        return merge_ranks(fields, job.ranks) | self.facts()
 
-    def graph_facts(self) -> dict[str, Any]:
-        """Return the fields of "point" that the report of the patch has after the training."""
-        return {"captures": self.captures(), "applied": str(self.applied)}
+    def facts(self) -> dict[str, Any]:
+        """Return the facts about the model, and what the report of the patch has after the training."""
+        return self._facts | {"captures": self.captures(), "applied": str(self.applied)}
 
     def make_meter(self) -> StepMeter:
         return StepMeter(self.device, self.state_bytes)
 
 
-def train_job(job: dict[str, Any], rank: int, write_event: WriteEvent) -> None:
-    """Build the model of a job and train its steps, or write why the provider refuses it."""
-    try:
-        trainer = Trainer(Job(**job), rank, write_event)
-    except (Missing, UnsupportedModel) as refusal:
-        write_event("refused", status=refusal.status, note=str(refusal))
-        return
-    if trainer.job.trl:
-        from benchmarks.train.trl import train_by_trl
+def train_job(job: dict[str, Any], rank: int) -> dict[str, Any]:
+    """Build the model of a job, train its steps, and return the fields of the result."""
+    trainer = Trainer(Job(**job), rank)
+    if not trainer.job.trl:
+        return trainer.train()
+    from benchmarks.train.trl import train_by_trl
 
-        write_event("point", **train_by_trl(trainer))
-    else:
-        write_event("point", **trainer.train())
+    return train_by_trl(trainer)
 
 
 if __name__ == "__main__":

@@ -100,16 +100,16 @@ def main(words: list[str] | None = None) -> int:
                     length, options.optimizer, options.warmup, options.steps, options.device, options.gpus,
                 )  # fmt: skip
                 log = options.out / f"{variant}-{stage}-{length}.log"
-                event = run_process(vars(job), log, lambda event: None, PROGRAM)
+                numbers = run_process(vars(job), log, PROGRAM)
                 result = {"stage": stage, "heads": options.heads, "variant": variant, "length": length}
-                if event["event"] == "point":
-                    tokens = options.gpus * options.batch * length * len(event["seconds"])
-                    event["tokens_per_second"] = tokens / sum(event["seconds"])
-                    results.append(result | event)
+                if numbers["status"] == "ok":
+                    tokens = options.gpus * options.batch * length * len(numbers["seconds"])
+                    results.append(result | numbers | {"tokens_per_second": tokens / sum(numbers["seconds"])})
                 else:
-                    reason = "out of memory" if event["out_of_memory"] else " ".join(event["reason"].split())[:300]
+                    failed = numbers["status"] == "error"
+                    reason = " ".join(numbers["note"].split())[:300] if failed else "out of memory"
                     results.append(result | {"reason": reason})
-                    code |= not event["out_of_memory"]
+                    code |= failed
                 print("\n".join([*table(results), ""]), flush=True)
                 write_json(options.out / "medusa.json", {"options": vars(options) | {"out": ""}, "results": results})
                 if "reason" in results[-1]:

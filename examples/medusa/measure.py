@@ -1,8 +1,7 @@
 """One rank of one variant of Medusa, which trains a few steps: `python measure.py JOB`, alone or as a rank of torchrun.
 
-`benchmarks.train.process` describes the job and the events.
-
-    {"event": "point", "seconds": [..], "losses": [..], "peak_bytes": .., "state_bytes": ..}
+`benchmarks.train.process` describes the job and the result, which has "seconds", "losses", "peak_bytes" and
+"state_bytes".
 """
 
 import asyncio
@@ -26,7 +25,7 @@ import tigon
 # `benchmarks` is a folder of the repository, and not a part of the installed package.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.train.process import WriteEvent, answer, merge_ranks, select_device
+from benchmarks.train.process import answer, merge_ranks, select_device
 from benchmarks.train.text import read_text
 
 GIB = 2**30
@@ -149,10 +148,10 @@ def train(job: MedusaJob, rank: int = 0) -> dict[str, Any]:
     return merge_ranks({**fields, "state_bytes": state_bytes(model, optimizer)}, job.ranks)
 
 
-def train_job(job: dict[str, Any], rank: int, write_event: WriteEvent) -> None:
+def train_job(job: dict[str, Any], rank: int) -> dict[str, Any]:
     # Without this setting, long sequences would fragment the memory.
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    write_event("point", **train(MedusaJob(**job), rank))
+    return train(MedusaJob(**job), rank)
 
 
 if __name__ == "__main__":

@@ -161,16 +161,10 @@ def test_an_example_of_plan_finds_a_level_that_fits(run, example):
     assert run(*example.split()[1:]).exit_code == 0
 
 
-# The demo trains models of a size of its own, so it takes only the type of a preset.
 @pytest.mark.parametrize("name", ["gemma-2-2b", "tiny"])
 @pytest.mark.parametrize(
     "command",
-    [
-        "tigon inspect",
-        "tigon plan",
-        f"{BENCHMARKS} train --device cpu --model",
-        f"{BENCHMARKS} demo --device cpu --model-type",
-    ],
+    ["tigon inspect", "tigon plan", f"{BENCHMARKS} train --device cpu --model"],
 )
 def test_every_command_takes_a_preset_in_any_case(command, name, monkeypatch, tmp_path):
     pytest.importorskip("transformers")
@@ -299,7 +293,6 @@ BENCHMARK_COMMANDS = {
     "demo --out": (["demo", "--device", "cpu"], "--out", "x"),
     "ops --out": (["ops", "--device", "cpu", "--ops", "rms_norm"], "--out", "x"),
     "train --out": (["train", "--device", "cpu"], "--out", "x"),
-    "resources --out": (["resources", "--ops", "rms_norm"], "--out", "x.md"),
 }
 
 

@@ -118,12 +118,12 @@ def test_a_variant_ends_at_the_first_length_that_does_not_fit(monkeypatch, tmp_p
 
     room = {"stock": 100, "tigon": 250, "tigon:lean": 0}
 
-    def run_process(job, log, listen, program):
+    def run_process(job, log, program):
         if job["length"] > room[job["variant"]]:
             out_of_memory = job["variant"] != "tigon:lean"
-            return {"event": "failed", "out_of_memory": out_of_memory, "reason": "broken"}
+            return {"status": "out of memory" if out_of_memory else "error", "note": "broken"}
         numbers = {"seconds": [job["length"] / room[job["variant"]]], "losses": [1.0]}
-        return {"event": "point", **numbers, "peak_bytes": job["length"] * 2**30, "state_bytes": 2**30}
+        return {"status": "ok", **numbers, "peak_bytes": job["length"] * 2**30, "state_bytes": 2**30}
 
     monkeypatch.setattr(compare, "run_process", run_process)
     options = ["--stages", "1", "--device=cpu", "--lengths", "200", "100", "300", f"--out={tmp_path}"]

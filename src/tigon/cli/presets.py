@@ -1,4 +1,4 @@
-"""Configs of well-known decoders with their public sizes, and of a tiny decoder, by name. They need no network."""
+"""Configs of well-known decoders with their public sizes, and of two small decoders, by name. They need no network."""
 
 from typing import Any
 
@@ -61,6 +61,10 @@ PRESETS: dict[str, dict[str, Any]] = {
     ),
     "Gemma-7B": _decoder("gemma", 256000, 3072, 24576, 28, (16, 16), hidden_act="gelu_pytorch_tanh", **_GEMMA),
     "Gemma-2-2B": _decoder("gemma2", 256000, 2304, 9216, 26, (8, 4), **_GEMMA, **_GEMMA_2),
+    "small": {
+        "model_type": "llama", "vocab_size": 32000, "hidden_size": 256, "intermediate_size": 688, "head_dim": 64,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True,
+    },
     "tiny": {
         "model_type": "llama", "vocab_size": 1024, "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False,

@@ -205,13 +205,6 @@ def test_bad_options_are_refused_before_anything_is_written(run, arguments, mess
     assert report is None
 
 
-def test_list_prints_the_cases_and_measures_nothing(run):
-    code, output, report = run("--list")
-    assert code == 0
-    assert [line.split()[0] for line in output.splitlines()] == [case.name for case in TINY]
-    assert report is None
-
-
 def test_a_provider_that_overwrites_the_shared_inputs_is_refused(run, monkeypatch):
     tigon, eager = providers.PROVIDERS["rms_norm"][:2]
 

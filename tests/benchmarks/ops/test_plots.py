@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks import figures
-from benchmarks.ops import plots
+from benchmarks.ops import report
 from benchmarks.ops.runner import BenchRow
 
 
@@ -31,7 +31,7 @@ def test_a_sweep_is_drawn_as_lines_of_each_provider(tmp_path, drawn):
     rows = [row((4096, n), p) for n in (8192, 1024, 2048) for p in ("tigon", "tigon@HEAD", "liger")]
     rows += [row((4096, n), "cce", accurate=False) for n in (1024, 2048, 8192)]
     rows += [row((64, 512), model="llama"), row((64, 512), "eager", model="llama", status="missing")]
-    files = plots.draw(rows, tmp_path, "Some GPU")
+    files = report.plot(rows, tmp_path, "Some GPU")
     assert [file.name for file in files] == ["rms_norm.png"]
     assert files[0].stat().st_size > 10_000
     (figure,) = drawn
@@ -48,12 +48,12 @@ def test_a_sweep_is_drawn_as_lines_of_each_provider(tmp_path, drawn):
 
 def test_cases_with_other_options_are_another_sweep(tmp_path, drawn):
     rows = [row((4096, n), extra=extra) for extra in ("", "offset=1.0") for n in (1024, 2048)]
-    plots.draw(rows, tmp_path, "Some GPU")
+    report.plot(rows, tmp_path, "Some GPU")
     assert len(drawn[0].axes) == 4
 
 
 def test_memory_is_logarithmic_if_providers_are_far_apart(tmp_path, drawn):
     sizes = {"tigon": 1.0, "eager": 100.0}
-    plots.draw([row((4096, n), p, peak_mib=m) for n in (1, 2, 4) for p, m in sizes.items()], tmp_path, "Some GPU")
+    report.plot([row((4096, n), p, peak_mib=m) for n in (1, 2, 4) for p, m in sizes.items()], tmp_path, "Some GPU")
     assert drawn[0].axes[1].get_yscale() == "log"
-    assert plots.draw([row((4, 4))], tmp_path, "Some GPU") == []
+    assert report.plot([row((4, 4))], tmp_path, "Some GPU") == []

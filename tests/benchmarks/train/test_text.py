@@ -1,7 +1,6 @@
 """Tests of the text, the tokens, the cache and the batches."""
 
 from itertools import islice
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +12,6 @@ from benchmarks.train import text as module
 from benchmarks.train.text import (
     Corpus,
     batches,
-    cache_folder,
     draw_documents,
     read_text,
     split_paragraphs,
@@ -72,22 +70,6 @@ def test_the_cache_has_a_file_for_each_text_and_vocabulary(text, tmp_path, monke
     assert len(list(cache.iterdir())) == 3
     monkeypatch.setattr(module, "_encode", lambda *_: pytest.fail("the tokens are in the cache"))
     assert tokenise(corpus, 600, cache) == first
-
-
-@pytest.mark.parametrize("damage", [b"", b"other content"], ids=["empty", "garbage"])
-def test_a_damaged_file_is_written_again(tmp_path, damage):
-    corpus = Corpus("tiny", ["abc abc"])
-    first = tokenise(corpus, 600, tmp_path)
-    expected = np.load(first.path)
-    first.path.write_bytes(damage)
-    np.testing.assert_array_equal(np.load(tokenise(corpus, 600, tmp_path).path), expected)
-
-
-def test_cache_folder_follows_xdg(monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
-    assert cache_folder() == Path("/somewhere/tigon")
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    assert cache_folder() == Path.home() / ".cache" / "tigon"
 
 
 def test_batches_follow_the_seed_and_use_every_window_once(tmp_path):

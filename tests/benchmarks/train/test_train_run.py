@@ -13,33 +13,31 @@ from typer import testing
 
 import tigon
 from benchmarks.__main__ import app
-from benchmarks.train import plan, process, runs, worker
-from benchmarks.train.process import FINAL_EVENTS, is_out_of_memory
+from benchmarks.train import command, plan, process, worker
+from benchmarks.train.cases import use_case
+from benchmarks.train.text import Corpus
 from graphs.emulation import emulate
 from tigon.cli.main import INTERRUPTED
 
+CORPUS = Corpus("functions", [f"def function_{i}(x, y):\n    return x * {i} + y\n\n" for i in range(400)])
+
 
 @pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    """Return the file to train on; its tokens are cached in the same folder."""
-    file = tmp_path_factory.mktemp("text") / "text.py"
-    file.write_text("".join(f"def function_{i}(x, y):\n    return x * {i} + y\n\n" for i in range(400)))
-    return file
+def cache(tmp_path_factory):
+    """Return the folder of the tokens, which are computed once."""
+    return tmp_path_factory.mktemp("cache")
 
 
 @pytest.fixture
-def run(text, tmp_path, monkeypatch):
+def run(cache, tmp_path, monkeypatch):
     """Return a function that calls the command and returns its exit code, its output, and its report or None."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(text.parent))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
     monkeypatch.setenv("COLUMNS", "200")
-    shared = ("--device", "cpu", "--text", text, "--out", tmp_path / "out")
-    fixed = {
-        "train": ("--model", "tiny", "--warmup", "1", *shared),
-        "demo": ("--vocab", "512", "--batch", "2", "--seq", "32", *shared),
-    }
+    monkeypatch.setattr(plan, "read_text", lambda: CORPUS)
+    fixed = ("--model", "tiny", "--warmup", "1", "--device", "cpu", "--out", str(tmp_path / "out"))
 
     def call(*arguments, command="train"):
-        result = testing.CliRunner().invoke(app(), [command, *map(str, fixed[command]), *arguments])
+        result = testing.CliRunner().invoke(app(), [command, *fixed, *arguments])
         report = tmp_path / "out" / "train.json"
         return result.exit_code, result.output, json.loads(report.read_text()) if report.exists() else None
 
@@ -48,26 +46,18 @@ def run(text, tmp_path, monkeypatch):
 
 @pytest.fixture
 def in_process(monkeypatch):
-    """Replace processes by calls; return the list of all events."""
-    events = []
+    """Replace processes by calls; return the list of all results."""
+    results = []
     threads = torch.get_num_threads()
 
-    def run_process(job, log, listen, source=""):
-        def write_event(event, **fields):
-            events.append({"event": event, **fields})
-            if event not in FINAL_EVENTS:
-                listen(events[-1])
+    def run_process(job, log, source=""):
+        results.append(process.run_job(worker.train_job, job, 0))
+        return results[-1]
 
-        try:
-            worker.train_job(job, 0, write_event)
-        except (torch.OutOfMemoryError, RuntimeError) as error:
-            write_event("failed", out_of_memory=is_out_of_memory(error), reason=repr(error))
-        return events[-1]
-
-    monkeypatch.setattr(runs, "run_process", run_process)
+    monkeypatch.setattr(command, "run_process", run_process)
     # At sizes as small as these, several threads would wait for each other.
     torch.set_num_threads(1)
-    yield events
+    yield results
     torch.set_num_threads(threads)
 
 
@@ -183,9 +173,9 @@ def trl_state(monkeypatch):
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:.*pin_memory")
 def test_trl_trains_uneven_texts_with_the_losses_of_stock(run, in_process, trl_state, monkeypatch, tmp_path):
     lines = [f"    {name} = {name} * {name} + 1\n" for name in ("first", "second", "third", "fourth", "fifth")]
-    text = tmp_path / "functions.py"
-    text.write_text("\n".join(f"def f{i}(x):\n{''.join(lines[: 2 + i % 4] * 4)}" for i in range(60)))
-    options = ("--case", "trl", "--seq", "80", "--steps", "5", "--lora", "4", "--text", str(text))
+    functions = [f"def f{i}(x):\n{''.join(lines[: 2 + i % 4] * 4)}" for i in range(60)]
+    monkeypatch.setattr(plan, "read_text", lambda: Corpus("functions", ["\n".join(functions)]))
+    options = ("--case", "trl", "--seq", "80", "--steps", "5", "--lora", "4")
     emulate(monkeypatch)
     code, output, report = run("--providers", "stock,tigon-graphs", *options)
     assert code == 0, output
@@ -209,7 +199,9 @@ def test_trl_trains_uneven_texts_with_the_losses_of_stock(run, in_process, trl_s
 def test_an_unknown_case_is_refused(run):
     code, output, _ = run("--case", "llama-2b")
     assert code == 2
-    assert "must be one of llama-1b, llama-8b-lora, qwen-4b-lora, trl" in " ".join(output.replace("│", " ").split())
+    assert "must be one of demo, llama-1b, llama-8b-lora, qwen-4b-lora, trl" in " ".join(
+        output.replace("│", " ").split()
+    )
 
 
 def test_a_sweep_goes_on_after_a_size_that_does_not_fit(run, in_process, monkeypatch):
@@ -254,7 +246,7 @@ def terminate():
 @pytest.mark.sampled(2)
 def test_an_interrupted_command_keeps_its_measurements(run, in_process, monkeypatch, tmp_path, end):
     def end_after_the_first_run(job, ids):
-        if any(event["event"] == "point" for event in in_process):
+        if in_process:
             end()
 
     call_before_each_step(monkeypatch, end_after_the_first_run)
@@ -295,47 +287,19 @@ def test_two_ranks_shard_the_model_and_have_the_losses_of_one_process(run, reque
     assert len(lean["losses"]) == 3
 
 
-# --- the demo ------------------------------------------------------------------------------------
-
-
-def test_the_demo_says_that_the_curves_agree(run, in_process, tmp_path):
-    code, output, report = run("--steps", "4", command="demo")
+def test_the_demo_is_a_case_that_compares_the_losses_on_each_device(run, in_process, tmp_path, monkeypatch):
+    code, output, report = run("--steps", "3", "--seq", "32", command="demo")
     assert code == 0, output
+    assert (report["settings"]["case"], report["settings"]["batch"], report["settings"]["lr"]) == ("demo", 4, 1e-3)
+    assert [row["provider"] for row in report["rows"]] == ["stock", "stock-reversed", "tigon"]
+    assert report["curves"]["tigon"]["agrees"] is True
     assert {path.name for path in (tmp_path / "out").iterdir()} >= {"train.md", "loss.png", "speed_memory.png"}
-    (stock,), (tigon,) = rows_of(report, "stock"), rows_of(report, "tigon")
-    assert len(stock["losses"]) == len(tigon["losses"]) == 2 + len(tigon["samples"]["seconds"]) == 4
-    assert report["comparison"]["agree"] is True
-    assert stock["losses"][-1] < stock["losses"][0]
-    # Weights, gradients and two moments, in fp32.
-    assert stock["state_bytes"] == report["settings"]["state_bytes"] == 16 * report["settings"]["parameters"]
-    assert "linear_cross_entropy" in report["settings"]["applied"]["tigon"]
-    for part in ("tokens/s", "above state", "The curves agree", str(tmp_path / "out")):
+    for part in ("tokens/s", "peak GiB", "largest difference", str(tmp_path / "out")):
         assert part in output
-
-
-def test_the_demo_exits_with_1_if_the_curves_differ(run, in_process, monkeypatch):
-    def change_the_tokens(job, ids):
-        if job.provider == "tigon":
-            ids[:, 24:] = 0
-
-    call_before_each_step(monkeypatch, change_the_tokens)
-    code, output, report = run("--steps", "1", command="demo")
-    assert code == 1
-    assert "The curves differ: " in output
-    assert report["comparison"]["agree"] is False
-
-
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("9 GiB"), RuntimeError("broken")])
-def test_a_run_of_the_demo_that_fails_ends_with_3(run, in_process, monkeypatch, error):
-    def fail(job, ids):
-        if job.provider == "stock":
-            raise error
-
-    call_before_each_step(monkeypatch, fail)
-    code, output, report = run("--steps", "2", command="demo")
-    assert code == 3
-    assert "stock failed: " in output
-    assert [len(row["losses"]) for row in report["rows"]] == [0, 2]
+    # A GPU trains a larger model.
+    context = SimpleNamespace(params={"device": "cuda"})
+    use_case(context, "demo")
+    assert (context.default_map["model"], context.default_map["curves"]) == ("Llama-3.2-1B", True)
 
 
 # --- processes -----------------------------------------------------------------------------------
@@ -343,13 +307,13 @@ def test_a_run_of_the_demo_that_fails_ends_with_3(run, in_process, monkeypatch, 
 
 def test_a_process_that_fails_gives_its_reason_and_leaves_its_log(tmp_path):
     job = asdict(worker.Job("stock", {"model_type": "llama"}, "absent.npy", 1, 8, device="nowhere"))
-    event = process.run_process(job, tmp_path / "stock.log", lambda event: None)
-    assert (event["event"], event["out_of_memory"]) == ("failed", False)
-    assert "nowhere" in event["reason"]
+    result = process.run_process(job, tmp_path / "stock.log")
+    assert result["status"] == "error"
+    assert "nowhere" in result["note"]
     assert "Traceback" in (tmp_path / "stock.log").read_text()
     program = ["-c", "import sys; print('the last words', file=sys.stderr); sys.exit(5)"]
-    event = process.run_process(job, tmp_path / "other.log", lambda event: None, program)
-    assert event["reason"] == "the process ended with code 5 the last words"
+    result = process.run_process(job, tmp_path / "other.log", program)
+    assert result == {"status": "error", "note": "the process ended with code 5 the last words"}
 
 
 def test_an_interrupt_ends_the_process(tmp_path, monkeypatch):
@@ -360,12 +324,14 @@ def test_an_interrupt_ends_the_process(tmp_path, monkeypatch):
         started.append(popen(*arguments, **options))
         return started[-1]
 
-    def interrupt(event):
+    def interrupt(line):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(process.subprocess, "Popen", start)
-    program = ["-c", 'import time; print(\'{"event": "ready"}\', flush=True); time.sleep(600)']
+    monkeypatch.setattr(process.json, "loads", interrupt)
+    program = ["-c", "import os, time; os.write(1, b'\\n'); os.close(1); time.sleep(600)"]
+    monkeypatch.setattr(process, "EXIT_SECONDS", 0.1)
     with pytest.raises(KeyboardInterrupt):
-        process.run_process({"ranks": 1, "device": "cpu"}, tmp_path / "log", interrupt, program)
+        process.run_process({"ranks": 1, "device": "cpu"}, tmp_path / "log", program)
     assert started[0].poll() is not None
     assert not (tmp_path / "log").exists()
