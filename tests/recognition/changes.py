@@ -105,7 +105,6 @@ PARTIAL = "m.function = functools.partial(F.gelu, approximate='{}')"
 FACTORS: dict[str, tuple[str, str, str]] = {
     "config": (CONFIG, "self.config.scale", TO_2),
     "another config": (SETTINGS, "self.config.scale", "m.config = Settings(2.0)"),
-    "getattr": ("m.scale = 1.0", "getattr(self, 'scale', 1.0)", "m.scale = 2.0"),
     "list": ("m.table = [1.0, 3.0]", "self.table[0]", "m.table.reverse()"),
     "dict": ("m.table = {'scale': 1.0}", "self.table['scale']", "m.table.update(scale=2.0)"),
     "nested dict": (
@@ -116,12 +115,6 @@ FACTORS: dict[str, tuple[str, str, str]] = {
     "attribute of the class": ("", "self.scale_of_class", "type(m).scale_of_class = 2.0"),
     "property": ("m._scale = 1.0; type(m).scale = property(lambda self: self._scale)", "self.scale", "m._scale = 2.0"),
     "global": ("", "SCALE", SCALE_TO_2),
-    "computed name": ("m.scale_1 = 1.0", "getattr(self, 'scale_' + str(1))", "m.scale_1 = 2.0"),
-    "name in an attribute": ("m.chosen, m.scale_1 = 'scale_1', 1.0", "getattr(self, self.chosen)", "m.scale_1 = 2.0"),
-    "computed name of the class": ("", "getattr(self, 'scale_of_' + str('class'))", "type(m).scale_of_class = 2.0"),
-    "computed name of the class of a config": (
-        "m.config = Gains()", "getattr(self.config, 'gain_of_' + 'class')", "m.config.gain_of_class = 2.0",
-    ),
     "training of a config": (
         "m.config = types.SimpleNamespace(training=False)", "(2.0 if self.config.training else 1.0)",
         "m.config.training = True",
@@ -129,7 +122,6 @@ FACTORS: dict[str, tuple[str, str, str]] = {
     "training of a child": (
         "m.drop = nn.Dropout(0.0)", "(1.0 if self.drop.training == self.training else 2.0)", "m.drop.eval()",
     ),
-    "fields of a dataclass": (SETTINGS, "dataclasses.asdict(self.config)['scale']", TO_2),
     "UserDict": ("m.table = collections.UserDict(scale=1.0)", "self.table['scale']", "m.table.update(scale=2.0)"),
     "ChainMap": (
         "m.table = collections.ChainMap({}, {'scale': 1.0})", "self.table['scale']",
@@ -143,11 +135,21 @@ FACTORS: dict[str, tuple[str, str, str]] = {
     "property of the metaclass": ("m.__class__ = Meta('Gains', (type(m),), {})", "type(self).gain", SCALE_TO_2),
     "lookup of the metaclass": ("m.__class__ = Looks('Gains', (type(m),), {})", "type(self).gain", SCALE_TO_2),
     "global that hides a builtin": ("", "max(1.0, 0.5)", "global max; max = lambda *numbers: 2.0"),
+}  # fmt: skip
+# Factors that look up an attribute by a name that may be missing or computed.
+LOOKUPS: dict[str, tuple[str, str, str]] = {
+    "getattr": ("m.scale = 1.0", "getattr(self, 'scale', 1.0)", "m.scale = 2.0"),
+    "computed name": ("m.scale_1 = 1.0", "getattr(self, 'scale_' + str(1))", "m.scale_1 = 2.0"),
+    "name in an attribute": ("m.chosen, m.scale_1 = 'scale_1', 1.0", "getattr(self, self.chosen)", "m.scale_1 = 2.0"),
+    "computed name of the class": ("", "getattr(self, 'scale_of_' + str('class'))", "type(m).scale_of_class = 2.0"),
+    "computed name of the class of a config": (
+        "m.config = Gains()", "getattr(self.config, 'gain_of_' + 'class')", "m.config.gain_of_class = 2.0",
+    ),
+    "fields of a dataclass": (SETTINGS, "dataclasses.asdict(self.config)['scale']", TO_2),
     "missing attribute of torch": ("", "getattr(torch, 'gain', 1.0)", "torch.gain = 2.0"),
     "attribute of torch": ("torch.gain = 1.0", "getattr(torch, 'gain', 3.0)", "torch.gain = 2.0"),
     "function in torch": ("torch.gain = lambda: SCALE", "getattr(torch, 'gain', None)()", SCALE_TO_2),
     "missing attribute of a Python module": ("", "getattr(modules, 'gain', 1.0)", "modules.gain = 2.0"),
-    # The search visits the object before it reads the function that names the attribute.
     "missing attribute that a later function reads": ("", "GIVEN.scale * gain_of_given()", "GIVEN.gain = 2.0"),
 }  # fmt: skip
 # What prepares the MLP m, the body of its activation, and what changes its result.
@@ -170,10 +172,15 @@ BODIES: dict[str, tuple[str, str, str]] = {
         "m.child = type('Act', (nn.SiLU,), {'forward': lambda self, x: F.silu(x)})()", "return self.child(x)",
         "type(m.child).forward = gelu",
     ),
-    "pattern": (CONFIG, MATCH, TO_2),
     "class": ("", "return F.silu(x)", "m.__class__ = variant('Other', act=gelu)"),
 }  # fmt: skip
-BODIES |= {name: (given, f"return F.silu(x) * {factor}", to) for name, (given, factor, to) in FACTORS.items()}
+
+
+def with_factors(factors: dict[str, tuple[str, str, str]]) -> dict[str, tuple[str, str, str]]:
+    return {name: (given, f"return F.silu(x) * {factor}", to) for name, (given, factor, to) in factors.items()}
+
+
+BODIES |= with_factors(FACTORS)
 
 
 def by_cell(mlp: MLP) -> Callable[[MLP], None]:
@@ -209,6 +216,9 @@ def by_sources(given: str, body: str, change: str) -> Callable[[MLP], Callable[[
 
 # Each function gives an MLP of a class of its own an activation that reads a setting. It returns the change.
 CHANGES = {name: by_sources(*sources) for name, sources in BODIES.items()}
+LOOKED_UP = {
+    name: by_sources(*sources) for name, sources in {**with_factors(LOOKUPS), "pattern": (CONFIG, MATCH, TO_2)}.items()
+}
 CHANGES |= {"cell": by_cell, "default": by_default, "value of a member": by_value_of_a_member}
 
 
@@ -216,7 +226,7 @@ def with_setting(name: str) -> tuple[MLP, Callable[[MLP], None]]:
     """Return an MLP that reads a setting, and the function that changes the setting."""
     mlp = MLP()
     mlp.__class__ = variant("Settings")
-    return mlp, CHANGES[name](mlp)
+    return mlp, (CHANGES | LOOKED_UP)[name](mlp)
 
 
 class Pickled(MLP):

@@ -10,7 +10,7 @@ from torch import nn
 
 import tigon
 from recognition import changes
-from recognition.changes import CHANGES, Pickled, with_setting
+from recognition.changes import CHANGES, LOOKED_UP, Pickled, with_setting
 from recognition.modules import reason, variant
 from tigon.recognition.guards.guard import Guard
 
@@ -41,6 +41,13 @@ def test_a_setting_that_changes_after_the_patch_is_used(setting, is_copied, undo
     expected = type(model[0]).forward(model[0], x)
     assert not torch.equal(expected, before), "the change changes nothing"
     assert torch.equal(model[0](x), expected)
+
+
+@pytest.mark.parametrize("setting", LOOKED_UP)
+@pytest.mark.sampled(3)
+def test_a_forward_that_looks_attributes_up_stays_stock(setting, undo_changes):
+    mlp, _ = with_setting(setting)
+    assert "its forward looks up attributes by names that may be missing or computed" in reason(mlp)
 
 
 @pytest.mark.parametrize("change", [lambda m: m.table.insert(0, 2.0), lambda m: setattr(changes, "SCALE", 2.0)])

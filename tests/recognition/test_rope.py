@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import tigon
-from tigon.recognition.guards.function_guard import FunctionGuard
+from tigon.recognition.guards.guard import FunctionGuard
 from tigon.recognition.parts.rope import FusedComplexRope, recognise_rope
 from tigon.recognition.parts.rope_forms import FORMS, ComplexForm, Form, RopeCall, _find_form, recognise_function
 from tigon.recognition.probing.standin import probing

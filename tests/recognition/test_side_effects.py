@@ -290,34 +290,22 @@ def test_no_property_of_the_module_runs():
 
 # --- changes after the patch ---------------------------------------------------------------------
 
-TENSOR_CHANGES = {
-    "data": lambda t: t.data.add_(1.0),
-    "numpy": lambda t: t.numpy().fill(3.0),
-    "a view": lambda t: t.detach().view(-1)[:1].fill_(9.0),
-    "another storage": lambda t: setattr(t, "data", torch.full((2, 2), 5.0)),
-}
 
-
-@pytest.mark.parametrize("change", TENSOR_CHANGES.values(), ids=TENSOR_CHANGES)
-def test_a_tensor_whose_values_change_after_the_patch_is_used(change):
-    mlp, x = make_variant(act=lambda self, x: F.silu(x) * self.settings["scale"].sum()), torch.randn(2, 3, 16)
+def test_a_forward_that_reads_a_tensor_of_another_object_stays_stock():
+    mlp = make_variant(act=lambda self, x: F.silu(x) * self.settings["scale"].sum())
     mlp.settings = {"scale": torch.tensor([1.0, 0.0])}
-    assert patch(mlp)
-    change(mlp.settings["scale"])
-    assert torch.equal(mlp(x), type(mlp).forward(mlp, x))
+    assert "a tensor that is no parameter or buffer of the module" in reason(mlp)
 
 
-@pytest.mark.parametrize("kind", ["parameter", "buffer", "missing"])
+@pytest.mark.parametrize("kind", ["parameter", "buffer"])
 @pytest.mark.parametrize("copied", [False, True], ids=["the module", "a copy"])
 @pytest.mark.sampled(2)
 def test_a_tensor_that_is_set_later_is_used(kind, copied):
     def finish(self, y):
-        shift = getattr(self, "shift", None)
-        return y if shift is None else y + shift
+        return y if self.shift is None else y + self.shift
 
     mlp, x = make_variant(finish=finish), torch.randn(2, 3, 16)
-    if kind != "missing":
-        getattr(mlp, f"register_{kind}")("shift", None)
+    getattr(mlp, f"register_{kind}")("shift", None)
     assert patch(mlp)
     mlp = copy.deepcopy(mlp) if copied else mlp
     mlp.shift = nn.Parameter(torch.ones(16)) if kind != "buffer" else torch.ones(16)

@@ -303,7 +303,6 @@ class HeadForward:
 
     fused: FusedLoss
     live = ("weight", "bias")
-    choices = searched = ()
     # A layer with adapters may call the head and add them to the logits.
     computes_logits = True
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tigon.recognition.guards.guard import GuardedRecipe, install_guarded
+from tigon.recognition.guards.guard import install_guarded
 from tigon.recognition.parts.adapters import AdapterRecipe
 from tigon.recognition.probing.standin import (
     BF16,
@@ -82,7 +82,7 @@ def computes_linear(head: nn.Module) -> bool:
     return True
 
 
-def adopt_heads(head: nn.Module, recipe: GuardedRecipe) -> bool:
+def adopt_heads(head: nn.Module, recipe: Any) -> bool:
     """Install the recipe on linear layers that replace the recognised head; return whether there was such a layer.
 
     Only layers of the class `nn.Linear` are accepted. transformers and PEFT create such layers.

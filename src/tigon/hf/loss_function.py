@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from tigon.hf.logits import PLACEHOLDER_SHAPE, as_tensor, is_exact
 from tigon.hf.spec import IGNORE_INDEX, loss_arguments
 from tigon.hf.transformers_private import loss_slot, loss_type
-from tigon.recognition.guards.function_guard import FunctionGuard
+from tigon.recognition.guards.guard import FunctionGuard
 from tigon.runtime.late_checks import check_later
 
 # The allowed relative errors of the marker in the loss function, in fp32 and after a cast. A few operations in fp32

@@ -94,7 +94,6 @@ class ExpertsRecipe:
     # The decision which calls run in FP8; None if none does. Each module has its own.
     fp8: FP8Experts | None = field(default=None, compare=False)
     live: ClassVar[tuple[str, ...]] = ("_experts_implementation", "_experts_implementation_internal")
-    searched: ClassVar[tuple[str, ...]] = ()
 
     def __call__(self, module: Any, *args: Any, **kwargs: Any) -> Tensor:
         if not self.takes(module, args, kwargs):
@@ -208,7 +207,7 @@ def recognise_experts(module: Any) -> ExpertsRecipe | str | None:
         return f"has other state than {', '.join(parameter_names(module))}, or hooks on its activation"
     if (implementation := module.config._experts_implementation) not in CHOICES:
         return f"its config has chosen {implementation!r} for its experts"
-    if (reach := explore(module, ExpertsRecipe.live, CHOICES)).reason:
+    if (reach := explore(module, ExpertsRecipe.live)).reason:
         return reach.reason
 
     def find() -> ExpertsRecipe:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tigon.recognition.guards.function_guard import FunctionGuard
+from tigon.recognition.guards.guard import FunctionGuard
 from tigon.recognition.probing.exchanged_functions import ForwardWithFunctions, written_globals
 from tigon.recognition.rewriting.source import NotReadable, innermost
 

@@ -15,7 +15,7 @@ not choose.
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -67,8 +67,6 @@ class MixtureRecipe:
     # The number of experts that each token chooses.
     choices_per_token: int
     activation: str
-    live: ClassVar[tuple[str, ...]] = ()
-    choices: ClassVar[tuple[str, ...]] = ()
 
     @property
     def searched(self) -> tuple[str, ...]:

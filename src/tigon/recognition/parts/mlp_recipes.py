@@ -12,7 +12,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -102,9 +102,6 @@ class _Recipe:
     dims: frozenset[int] = field(default=frozenset((1, 2, 3, 4)), compare=False, kw_only=True)
     # True if the recipe takes contiguous inputs only.
     needs_contiguity: bool = field(default=False, compare=False, kw_only=True)
-    live: ClassVar[tuple[str, ...]] = ()
-    choices: ClassVar[tuple[str, ...]] = ()
-    searched: ClassVar[tuple[str, ...]] = ()
 
     def __call__(self, module: nn.Module, *args: Any, reference: bool = False, **kwargs: Any) -> Tensor:
         if len(args) == 1 and not kwargs and (reference or self._fits(args[0])):

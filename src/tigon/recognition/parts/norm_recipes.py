@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -59,8 +59,6 @@ class _Recipe:
     eps: float
     weight: str | None
     scope: Scope = field(default_factory=Scope, compare=False, kw_only=True)
-    choices: ClassVar[tuple[str, ...]] = ()
-    searched: ClassVar[tuple[str, ...]] = ()
     # A subclass may have fields of these names. An annotation here would change the order of its fields.
     bias = cast("str | None", None)
     gate = cast("Gate | None", None)

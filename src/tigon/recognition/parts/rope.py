@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from tigon.ops.rotary.qk_norm_rope import qk_norm_rope_of_layer
 from tigon.ops.rotary.rope import can_run_kernels, rotary_size
-from tigon.recognition.guards.function_guard import FunctionGuard
+from tigon.recognition.guards.guard import FunctionGuard
 from tigon.recognition.parts.functions import FunctionsRecipe, FusedFunction, restore_recipe
 from tigon.recognition.parts.rope_forms import ComplexForm, Form, RopeCall, recognise_function, takes_complex_table
 from tigon.recognition.probing.exchanged_functions import written_globals

@@ -265,7 +265,7 @@ def _find_form(function: types.FunctionType, call: RopeCall) -> Form | str:
 def _explain_limits(function: types.FunctionType, form: Any, modes: Modes) -> str | None:
     """Return why a function may compute something else for other tensors or other sizes, or None."""
     call, names = RopeCall.of(function), list(inspect.signature(function).parameters)
-    for number, (dtype, table_dtype) in enumerate(DTYPES if modes else DTYPES[:1]):
+    for number, (dtype, table_dtype) in enumerate(DTYPES if modes else ()):
         # A function with the argument `unsqueeze_dim` runs with both of its values.
         heads = form.heads if isinstance(form, ComplexForm) else 1 + number % 2 if call and call.unsqueeze_dim else 2
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from tigon.ops.experts.load_balancing import load_balancing_loss, load_balancing_loss_reference
-from tigon.recognition.guards.function_guard import FunctionGuard
+from tigon.recognition.guards.guard import FunctionGuard
 from tigon.recognition.parts.functions import FunctionsRecipe, FusedFunction, is_exchangeable
 from tigon.recognition.probing.standin import gradients, normal, probing, same_gradients
 from tigon.recognition.rewriting.source import innermost

@@ -8,7 +8,6 @@ candidate. `inputs(dtype, *shape)` returns the inputs with these leading dimensi
 import functools
 import itertools
 import logging
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -20,8 +19,6 @@ from tigon.recognition.probing.standin import BF16, FP16, FP32, describe, normal
 from tigon.recognition.probing.symbolic import find_size_use
 from tigon.recognition.probing.trials import record
 from tigon.runtime.reach.code import code_facts
-from tigon.runtime.reach.known_names import FACTS_OF_TENSORS, TRUSTED
-from tigon.runtime.reach.objects import package_of
 from tigon.runtime.reach.places import Reach
 
 LOGGER = logging.getLogger("tigon")
@@ -226,13 +223,9 @@ def explain_limits(
     dtypes of the input and of the weights) and `dims` (numbers of dimensions). If the code reads `requires_grad`, it
     also runs with inputs that require gradients. With `any_width`, the last size is a symbol too.
     """
-    modes: tuple[bool, ...] = True, False
-    for training in modes:
-        twin = subject(FP32, training)
-        if reason := _explain_reads_of_input(functools.partial(type(twin).forward, twin), inputs(FP32, 2, 4)):
-            return reason
     if not may_see_sizes(reach, module):
         return None
+    modes: tuple[bool, ...] = True, False
     tests_identity = any(code_facts(code).tests_identity for code in reach.codes)
     if not has_conditions(reach):
         modes, pairs, dims = (True,), ((FP32, FP32),), (3,)
@@ -255,29 +248,9 @@ def explain_limits_of_function(run: Callable, reference: Callable, x: Tensor, mo
     `run` calls the function with a tensor like `x`, and with further tensors that it creates from its sizes.
     `reference` does the same with the candidate. `modes` is the result of `symbolic_modes`.
     """
-    reason = _explain_reads_of_input(run, [x])
+    reason: str | None = None
     for has_grad, tests_identity in modes:
         with torch.set_grad_enabled(has_grad):
             inputs = (x.detach().requires_grad_(has_grad),)
             reason = reason or find_size_use(run, reference, inputs, tests_identity, any_width=True)
     return reason and reason.removeprefix("its forward ")
-
-
-def _explain_reads_of_input(run: Callable, inputs: Sequence[Tensor]) -> str | None:
-    """Return a reason if a forward reads an attribute of its input that only some tensors have, or None."""
-    names: list[str] = []
-
-    class Recorder(Tensor):
-        def __getattribute__(self, name: str) -> Any:
-            # Functions of torch and of Tigon read such facts too, to select a kernel.
-            is_fact = name in FACTS_OF_TENSORS and package_of(sys._getframe(1).f_globals.get("__name__")) not in TRUSTED
-            if name == "__dict__" or is_fact or not hasattr(Tensor, name):
-                names.append(name)
-            return super().__getattribute__(name)
-
-    try:
-        run(*(x.as_subclass(Recorder) for x in inputs))
-    except Exception:
-        LOGGER.debug("a forward refuses a tensor that records reads", exc_info=True)
-    missing = next((name for name in names if name == "__dict__" or not name.startswith("__")), None)
-    return missing and f"its forward reads .{missing} of its input, which only some tensors have"

@@ -88,19 +88,8 @@ reshape_without_view: Callable[..., Tensor] = getattr(
 # 2.8 to 2.13. Without it: `F.linear` counts as replaced, so projections are called one by one.
 native_linear: Any = getattr(getattr(_C, "_nn", None), "linear", None)
 
-# The types of `torch.ops`, of a namespace in it, of an operator and of one of its overloads. They are taken from
-# values, because their names, `torch._ops.OpOverload` among them, are private.
+# The types of `torch.ops` and of a namespace in it. They are taken from values, because their names are private.
 NAMESPACE_TYPES = type(torch.ops), type(torch.ops.aten)
-OPERATOR_TYPES = type(torch.ops.aten.add), type(torch.ops.aten.add.Tensor)
-
-
-def operator_namespaces() -> frozenset[str] | None:
-    """Return the namespaces of all registered operators, such as "aten".
-
-    Seen in 2.8 to 2.13. Without the private function, return None: a forward that uses `torch.ops` then stays stock.
-    """
-    names = getattr(_C, "_dispatch_get_all_op_names", None)
-    return None if names is None else frozenset(name.partition("::")[0] for name in names())
 
 
 # --- optimizers and process groups -----------------------------------------------------------------

@@ -23,9 +23,10 @@ inputs, of its tensors, and of settings that can be compared in every call. Thre
   number of dimensions, and whether gradients are needed.
 
 Some state cannot be compared, such as a generator of random numbers or an iterator. A forward that reaches such state
-is refused, and so is one that reads a mode of torch, the address of an object, or the memory or the device of a
-tensor. Code that catches errors, or that tells symbolic sizes from numbers, is refused too, because it could hide a
-decision.
+is refused, and so is one that reads a mode of torch, the address of an object, the memory or the device of a tensor, or
+a tensor that is no parameter or buffer of the module. Code that computes the names of attributes is
+refused, and code outside of transformers also if it looks up attributes that may be missing. Code that catches errors,
+or that tells symbolic sizes from numbers, is refused too, because it could hide a decision.
 
 | file          | its job |
 |---------------|---|

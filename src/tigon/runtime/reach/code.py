@@ -32,10 +32,10 @@ class CodeFacts(NamedTuple):
     attributes: frozenset[str]
     # Strings that may be names of attributes or keys of a table.
     strings: frozenset[str]
-    # Names of attributes that may be missing.
-    optional: frozenset[str]
     # True if the function may read attributes whose names it computes.
-    reads_all_names: bool
+    computes_names: bool
+    # True if the function looks up attributes that may be missing.
+    may_miss: bool
     # Python modules that the function imports.
     imports: frozenset[str]
     # A description and a line of each assignment to an attribute, a global or a variable of an outer function.
@@ -63,18 +63,16 @@ def code_facts(code: types.CodeType) -> CodeFacts:
     for each in codes:
         names = frozenset(each.co_names)
         strings = frozenset(c for c in each.co_consts if isinstance(c, str) and c.isidentifier())
-        optional = strings if GETTERS & names else frozenset()
-        # A handler may replace the value of an attribute that is missing. `with` has a handler too.
-        optional |= names if each.co_exceptiontable else frozenset()
-        facts.append((names | (strings if GETTERS & names else frozenset()), strings, optional))
+        facts.append((names | (strings if GETTERS & names else frozenset()), strings))
+    getters = [getter for each in codes for getter in _getters(each)]
     steps = [(each, step) for each in codes for step in dis.get_instructions(each)]
     count = collections.Counter(step.opname for _, step in steps)
     operations = count.keys()
-    names = frozenset().union(*(n for n, _, _ in facts))
+    names = frozenset().union(*(n for n, _ in facts))
     loads_global = lambda step: step.opname in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
     global_names = frozenset(step.argval for _, step in steps if loads_global(step))
     loaded = frozenset(s.argval for _, s in steps if not loads_global(s) and s.opcode in dis.hasname)
-    strings = frozenset().union(*(s for _, s, _ in facts))
+    strings = frozenset().union(*(s for _, s in facts))
     makes_text = any(o.startswith("FORMAT_") for o in operations) or {"str", "repr", "format"} & names
     special = CONVERSIONS if makes_text or any(s.argrepr in ("%", "%=") for _, s in steps) else frozenset()
     special |= COMPARISONS if {"COMPARE_OP", "CONTAINS_OP"} & operations else frozenset()
@@ -101,10 +99,8 @@ def code_facts(code: types.CodeType) -> CodeFacts:
         global_names=global_names,
         attributes=loaded | (strings if GETTERS & names else frozenset()) | special,
         strings=strings,
-        optional=frozenset().union(*(o for _, _, o in facts)),
-        reads_all_names=bool(READERS & names)
-        or "MATCH_CLASS" in operations
-        or any(_computes_name(each) for each in codes),
+        computes_names=bool(READERS & names) or "MATCH_CLASS" in operations or any(c for c, _ in getters),
+        may_miss=bool(GETTERS & loaded) or any(m for _, m in getters),
         imports=frozenset(step.argval for _, step in steps if step.opname == "IMPORT_NAME"),
         writes=tuple(writes),
         item_writes=tuple(item_writes),
@@ -117,10 +113,10 @@ def code_facts(code: types.CodeType) -> CodeFacts:
     )
 
 
-def _computes_name(code: types.CodeType) -> bool:
-    """Return True unless the second argument of each `getattr` is a constant.
+def _getters(code: types.CodeType) -> Iterator[tuple[bool, bool]]:
+    """Yield, for each use of a function such as `getattr`, whether it may compute the name, and may find no attribute.
 
-    Between the load of `getattr` and its call, the constant must be the second value that an instruction loads.
+    If the name is a constant, it is the second value that an instruction loads between the function and its call.
     """
     steps = [s for s in dis.get_instructions(code) if s.opname not in ("CACHE", "PRECALL", "PUSH_NULL", "LOAD_ATTR")]
     for i, step in enumerate(steps):
@@ -128,9 +124,8 @@ def _computes_name(code: types.CodeType) -> bool:
             arguments = list(itertools.takewhile(lambda s: s.opname.startswith("LOAD_"), steps[i + 1 :]))
             call = steps[i + 1 + len(arguments)]
             is_simple = call.opname == "CALL" and call.arg == len(arguments) > 1
-            if not is_simple or arguments[1].opname != "LOAD_CONST":
-                return True
-    return False
+            computes_name = not is_simple or arguments[1].opname != "LOAD_CONST"
+            yield computes_name, step.argval != "getattr" or not is_simple or len(arguments) > 2
 
 
 def nested_codes(code: types.CodeType) -> Iterator[types.CodeType]:

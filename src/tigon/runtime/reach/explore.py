@@ -10,12 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tigon.runtime.compat.operators import OPERATOR_TYPES
 from tigon.runtime.reach.code import digest, nested_codes
 from tigon.runtime.reach.holders import HolderWalk
 from tigon.runtime.reach.known_names import IMPURE, TRUSTED
 from tigon.runtime.reach.objects import is_table_of_functions, is_trusted, package_of, stable_repr, wrapped_function
-from tigon.runtime.reach.places import MAX_PLACES, Place, Reach, bits_of, is_simple
+from tigon.runtime.reach.places import MAX_PLACES, Place, Reach, is_simple
 
 CONTAINERS = (list, dict, set, collections.deque)
 # Nothing shows that an object of these types changes, or that it writes.
@@ -26,11 +25,6 @@ UNWATCHABLE = (
     types.MappingProxyType,
     types.CellType,
     bytearray,
-)
-# Objects of these types of torch hold nothing that a call changes.
-CONSTANTS_OF_TORCH: tuple[type, ...] = (
-    *(torch.finfo, torch.iinfo, torch.no_grad, torch.enable_grad, torch.inference_mode, torch.autocast, torch.qscheme),
-    *(torch.set_grad_enabled, *OPERATOR_TYPES),
 )
 
 
@@ -58,8 +52,8 @@ class _Walk(HolderWalk):
     def visit_new_names(self) -> bool:
         """Let every holder visit the names that it has not seen; return True if there were any."""
         has_new = False
-        for keys, visit, seen in self.holders:
-            new = (self.names | {*keys()} if self.reads_all_names else self.names) - seen
+        for visit, seen in self.holders:
+            new = self.names - seen
             seen |= new
             has_new |= bool(new)
             for name in sorted(new):
@@ -120,7 +114,7 @@ class _Walk(HolderWalk):
         if isinstance(value, CONTAINERS):
             self.visit_container(value, path)
         elif isinstance(value, Tensor):
-            self.visit_tensor(value, path)
+            self.refuse(f"reads {path}, a tensor that is no parameter or buffer of the module")
         elif isinstance(value, nn.Module):
             self.visit_module(value, path, value)
         elif isinstance(value, types.ModuleType):
@@ -133,32 +127,14 @@ class _Walk(HolderWalk):
             self.visit_builtin(value, path)
         elif (wrapped := wrapped_function(value)) is not None:
             self.entries.append((path, "holds", self.describe(wrapped, f"{path}.__wrapped__")))
-        elif package == "torch" and isinstance(value, CONSTANTS_OF_TORCH):
-            self.entries.append((path, "opaque", stable_repr(value)))
-            if isinstance(value, OPERATOR_TYPES):
-                self.refuse_foreign_namespace(str(value), path)
         elif package in TRUSTED - {"torch"} and not hasattr(value, "__dict__") and not hasattr(kind, "__next__"):
             if isinstance(value, UNWATCHABLE) or "view" in kind.__name__:
                 self.refuse(f"uses {path}, a {kind.__name__}, which cannot be watched")
             self.entries.append((path, "opaque", stable_repr(value)))
-        elif package == "numpy" and not hasattr(kind, "__setitem__"):
-            self.entries.append((path, "numpy", repr(value)))
         elif package not in ("torch", "numpy") and (hasattr(value, "__dict__") or hasattr(kind, "__slots__")):
             self.visit_object(value, path)
-        # The remaining callables are compiled code.
-        elif callable(value) and package not in ("torch", "numpy"):
-            self.entries.append((path, "opaque", repr(value)))
         else:
             self.refuse(f"uses {path}, a {kind.__module__}.{kind.__name__}, whose state cannot be watched")
-
-    def visit_tensor(self, tensor: Tensor, path: str) -> None:
-        """Watch the values of a small tensor that is no parameter or buffer of the module."""
-        self.reach.tensors.append((tensor, path))
-        if (bits := bits_of(tensor)) is None:
-            self.refuse(f"reads {path}, a tensor that is no parameter or buffer of the module")
-        else:
-            self.reach.places.append(Place(tensor, "bits", None, bits, path))
-            self.entries.append((path, str(tensor.dtype), tuple(tensor.shape), bits[2]))
 
     def visit_container(self, container: Any, path: str) -> None:
         """Watch the elements of a list, a dict, a set or a deque, or the entries that may be selected from a table."""
@@ -166,15 +142,9 @@ class _Walk(HolderWalk):
             for name in ("__getitem__", "__missing__", "__iter__", "__contains__", "__call__"):
                 self.visit_class_attribute(type(container), name, path, container)
             visit = lambda name: self.visit_class_attribute(type(container), name, path, container)
-            self.hold(list, visit)
+            self.holders.append((visit, set()))
         if not (isinstance(container, dict) and is_table_of_functions(container)):
             self.visit_elements(container, path)
-        elif keys := sorted(self.choices & dict.keys(container)):
-            # These entries are not searched, because the caller that passes `choices` knows what they compute.
-            for key in keys:
-                value = dict.__getitem__(container, key)
-                self.reach.places.append(Place(container, "entry", key, value, f"{path}[{key!r}]"))
-                self.entries.append((path, key, getattr(value, "__qualname__", None) or type(value).__qualname__))
         else:
             # A forward selects an entry by a key, which comes from an attribute or a constant.
             selected: set[str] = set()
@@ -185,7 +155,7 @@ class _Walk(HolderWalk):
                     self.watch_entry(container, name[1:], path)
 
             self.tables.append((container, path, selected))
-            self.hold(list, select)
+            self.holders.append((select, set()))
 
     def visit_elements(self, container: Any, path: str) -> None:
         """Watch every element of a container."""
@@ -213,18 +183,16 @@ class _Walk(HolderWalk):
 def explore(
     module: nn.Module | Callable,
     live: tuple[str, ...] = (),
-    choices: tuple[str, ...] = (),
     searched: tuple[str, ...] = (),
 ) -> Reach:
     """Return the state that the forward of a module, or a function, can reach.
 
-    `live` names attributes that the caller reads at every call; they are not watched. `choices` are the keys by which
-    the forward selects from a table of functions. The search does not read the code of that table's entries.
+    `live` names attributes that the caller reads at every call; they are not watched.
 
     Children that hold tensors are not searched: the recipe that replaces the forward calls them as the forward does.
     `searched` names the exceptions: children whose parameters or settings the recipe reads.
     """
-    walk = _Walk(module, ("training", *live), choices, searched)
+    walk = _Walk(module, ("training", *live), searched)
     try:
         return walk.run()
     finally:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from tigon.runtime.compat.operators import NAMESPACE_TYPES, operator_namespaces
+from tigon.runtime.compat.operators import NAMESPACE_TYPES
 from tigon.runtime.reach.code import CONSTRUCTORS, CodeFacts, code_facts
 from tigon.runtime.reach.known_names import (
     DEVICES,
@@ -31,8 +31,6 @@ from tigon.runtime.reach.objects import is_trusted_function, package_of, wrapped
 from tigon.runtime.reach.places import REGISTERED
 from tigon.runtime.reach.record import Record
 
-# The namespaces of torch's own operators.
-TORCH_NAMESPACES = {"aten", "prims"}
 # The names by which code gets a dict that holds attributes of a module or of another object.
 TABLES = {"vars", "__dict__", *REGISTERED}
 # A forward that reaches more functions is refused, because each function takes time to read and to compare.
@@ -79,9 +77,10 @@ class FunctionWalk(Record):
         self.names |= (facts.attributes | (facts.global_names & {"super"})) - {"__dict__", "__class__"}
         self.names |= {f"'{each}" for each in facts.strings}
         # Code of transformers looks up many names in configs. No code adds these names to a module later.
-        if package_of(function.__globals__.get("__name__")) != "transformers":
-            self.names |= {f"?{each}" for each in facts.optional}
-        self.reads_all_names |= facts.reads_all_names
+        is_known = package_of(function.__globals__.get("__name__")) == "transformers"
+        if facts.computes_names or (facts.may_miss and not is_known):
+            place = _locator(function)(function.__code__.co_firstlineno)
+            self.reach.unprobed_reads.append(f"looks up attributes by names that may be missing or computed {place}")
         self.stored_names |= facts.stored_names
         self.add_reasons(facts, function)
         self.watch(function, "attribute", "__code__", function.__code__, f"{path}.__code__")
@@ -220,7 +219,7 @@ class FunctionWalk(Record):
         if not isinstance(module, types.ModuleType) or package_of(module.__name__) not in TRUSTED:
             return
         if isinstance(module, NAMESPACE_TYPES):
-            self.visit_operators(module, facts, path)
+            self.refuse(f"calls operators of {path}, whose code is not read")
             return
         attributes = vars(module)
         for name in sorted(facts.attributes & attributes.keys()):
@@ -232,25 +231,7 @@ class FunctionWalk(Record):
                 continue
             self.watch_link(attributes, name, f"{path}.{name}")
             self.visit_links(value, facts, f"{path}.{name}")
-        for name in sorted(facts.optional - attributes.keys()):
-            self.watch_link(attributes, name, f"{path}.{name}")
         # Modules such as `torch.backends.cudnn` compute the values of their flags.
         for name in sorted(facts.attributes - attributes.keys()) if type(module) is not types.ModuleType else ():
             if not hasattr(types.ModuleType, name) and _has_flag(module, name):
                 self.refuse(f"reads {path}.{name}, a flag that cannot be watched")
-
-    def visit_operators(self, operators: Any, facts: CodeFacts, path: str) -> None:
-        """Refuse `torch.ops` with a namespace that is not torch's own."""
-        registered = operator_namespaces()
-        if operators is not torch.ops:
-            self.refuse_foreign_namespace(operators.name, path)
-        elif registered is None:
-            self.refuse(f"uses {path}, whose namespaces this torch does not list")
-        else:
-            for namespace in sorted(registered & facts.attributes):
-                self.refuse_foreign_namespace(namespace, f"{path}.{namespace}")
-
-    def refuse_foreign_namespace(self, name: str, path: str) -> None:
-        """Refuse an operator whose namespace is not torch's own, because its code is not read."""
-        if package_of(name) not in TORCH_NAMESPACES:
-            self.refuse(f"calls {path}, an operator of {package_of(name)}, whose code is not read")

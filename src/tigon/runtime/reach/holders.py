@@ -3,7 +3,6 @@
 import contextlib
 import enum
 import types
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,7 +16,6 @@ from tigon.runtime.reach.known_names import COMPARISONS, CONVERSIONS, EVASIONS, 
 from tigon.runtime.reach.objects import (
     bases_of_torch,
     defined_names,
-    has_attribute,
     holds_tensors,
     is_trusted,
     names_in_torch,
@@ -31,12 +29,6 @@ from tigon.runtime.reach.places import REGISTERED, Place
 MODULE_STATE = {*MODULE_ATTRIBUTES, "forward", *WRAPPER_ATTRIBUTES, REPLICATE}
 # These methods of an object run only when it is constructed, printed or written to.
 RARELY_CALLED = {*CONSTRUCTORS, "__replace__", "__setattr__", "__delattr__", *CONVERSIONS}
-
-
-def _readable(cls: type) -> Iterator[str]:
-    """Yield the names that a user's class defines and that code may compute, such as those of settings and methods."""
-    bases = [base for base in cls.__mro__ if package_of(base.__module__) not in TRUSTED | {"transformers"}]
-    return (name for base in bases for name in vars(base) if not name.startswith("__"))
 
 
 class HolderWalk(FunctionWalk):
@@ -56,16 +48,11 @@ class HolderWalk(FunctionWalk):
         defined = defined_names(kind, bases)
 
         def visit(name: str) -> None:
-            if name[0] == "?" and name[1:].isidentifier() and name[1:] not in skipped:
-                if any(name[1:] in attributes[table] for table in REGISTERED):
-                    self.entries.append((f"{path}.{name[1:]}", "registered"))
-                elif not has_attribute(module, name[1:]):
-                    self.reach.places.append(Place(owner, "missing", name[1:], None, f"{path}.{name[1:]}"))
-            elif name == "training" and owner is not None and isinstance(self.root, nn.Module):
+            if name == "training" and owner is not None and isinstance(self.root, nn.Module):
                 self.reach.places.append(Place(attributes, "mode", name, None, f"{path}.{name}"))
                 if module.training != self.root.training:
                     self.refuse(f"reads {path}.training, and the module itself is in the other mode")
-            elif name in skipped or name[0] in "?'":
+            elif name in skipped or name[0] == "'":
                 return
             elif name in attributes:
                 # Engines exchange the tensors of parameters, so tensors are not watched.
@@ -86,7 +73,7 @@ class HolderWalk(FunctionWalk):
             seen |= attributes.keys() - skipped if package_of(kind.__module__) in TRUSTED else set()
         for name in sorted(seen):
             visit(name)
-        self.holders.append((lambda: {*attributes, *_readable(kind)} - skipped, visit, seen))
+        self.holders.append((visit, seen))
         self.watch_registered(attributes, path, owner)
         self.visit_children(attributes, path, owner)
 
@@ -151,16 +138,10 @@ class HolderWalk(FunctionWalk):
         self.children_with_tensors.append((child_name, path))
 
         def visit(name: str) -> None:
-            if name[0] == "?" and name[1:].isidentifier() and name[1:] not in ignored:
-                # The name may be added to the child later, or another module may take the place of the child.
-                if not has_attribute(child, name[1:]):
-                    self.entries.append((path, "child without", name))
-                    self.reach.places.append(Place(None, "child", child_name, child, path))
-                    self.reach.places.append(Place(child, "missing", name[1:], None, f"{path}.{name[1:]}"))
-            elif name in (attributes.keys() | defined) - ignored and not isinstance(attributes.get(name), Tensor):
+            if name in (attributes.keys() | defined) - ignored and not isinstance(attributes.get(name), Tensor):
                 self.reach.unprobed_reads.append(f"may read {path}.{name}, an attribute of a child with weights")
 
-        self.hold(lambda: attributes.keys() - ignored, visit)
+        self.holders.append((visit, set()))
 
     # --- classes and objects -----------------------------------------------------------------------
 
@@ -183,7 +164,7 @@ class HolderWalk(FunctionWalk):
         if package not in TRUSTED:
             self.reach.objects.append((cls, path))
         self.visit_class_attributes(cls, names, path, cls)
-        self.hold(list, lambda name: self.visit_class_attribute(cls, name, path, cls))
+        self.holders.append((lambda name: self.visit_class_attribute(cls, name, path, cls), set()))
 
     def visit_class_attributes(self, cls: type, names: set[str], path: str, owner: Any) -> None:
         """Watch those of the names that a class defines, and the special methods of its metaclass."""
@@ -233,12 +214,9 @@ class HolderWalk(FunctionWalk):
         aliases = aliases if isinstance(aliases, dict) else {}
 
         def visit(name: str) -> None:
-            if name[0] == "?" and name[1:].isidentifier():
-                if name[1:] not in attributes and name[1:] not in defined and hasattr(value, "__dict__"):
-                    self.reach.places.append(Place(value, "missing", name[1:], None, f"{path}.{name[1:]}"))
-            elif name[0] in "?'":
+            if name[0] == "'":
                 return
-            elif (stored := aliases.get(name, name)) in attributes:
+            if (stored := aliases.get(name, name)) in attributes:
                 self.watch(attributes, "item", stored, attributes[stored], f"{path}.{stored}")
             elif name in slots:
                 with contextlib.suppress(AttributeError):
@@ -255,7 +233,7 @@ class HolderWalk(FunctionWalk):
             seen |= {name for name in attributes if isinstance(name, str)}
             for name in sorted(seen):
                 visit(name)
-        self.holders.append((lambda: {*attributes, *slots, *_readable(kind)}, visit, seen))
+        self.holders.append((visit, seen))
 
     # --- Python modules ----------------------------------------------------------------------------
 
@@ -267,8 +245,7 @@ class HolderWalk(FunctionWalk):
             attributes = vars(module)
 
             def visit(name: str) -> None:
-                plain = name.lstrip("?")
-                if name[0] != "'" and (plain in attributes) != (name[0] == "?"):
-                    self.watch_link(attributes, plain, f"{path}.{plain}")
+                if name in attributes:
+                    self.watch_link(attributes, name, f"{path}.{name}")
 
-            self.hold(list, visit)
+            self.holders.append((visit, set()))

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from tigon.runtime.reach.code import code_facts
 from tigon.runtime.reach.known_names import NEVER_CALLED, TRUSTED
-from tigon.runtime.reach.places import REGISTERED
 from tigon.runtime.stock import is_linear_of_zero
 
 _CACHE_TYPE = type(functools.cache(len))
@@ -97,14 +96,6 @@ def special_methods(cls: type) -> set[str]:
     is_special = lambda name: name.startswith("__") and name.endswith("__") and name not in NEVER_CALLED
     is_written = lambda f: isinstance(f, types.FunctionType) and f.__code__.co_filename != "<string>"
     return {name for name, f in definitions if is_special(name) and (is_written(f) or isinstance(f, property))}
-
-
-def has_attribute(module: nn.Module, name: str) -> bool:
-    """Return True if a module has an attribute. No property of the module runs, unlike in `hasattr`."""
-    if any(name in vars(module)[table] for table in REGISTERED):
-        return True
-    missing = object()
-    return inspect.getattr_static(module, name, missing) is not missing
 
 
 def holds_tensors(module: nn.Module) -> bool:

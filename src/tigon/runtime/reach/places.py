@@ -8,7 +8,6 @@ found it. For a forward that reads this attribute and a global `act`, the expres
 
 import collections
 import contextlib
-import ctypes
 import functools
 import types
 from collections.abc import Callable, Iterator
@@ -16,7 +15,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
 
 # Types whose values are immutable.
 SIMPLE_TYPES: frozenset[type] = frozenset(
@@ -29,26 +27,11 @@ SIMPLE_TYPES: frozenset[type] = frozenset(
 MAX_PLACES = 128
 # The tables of a module in which `nn.Module` looks attributes up.
 REGISTERED = "_parameters", "_buffers", "_modules"
-# After a probe has written to a tensor that is no parameter of the module, only a tensor of at most this many elements
-# is restored.
-MAX_RESTORED_ELEMENTS = 2**24
 
 
 def is_simple(value: object) -> bool:
     """Return True if a value is immutable, so that comparing it by value is enough."""
     return type(value) in SIMPLE_TYPES
-
-
-def bits_of(tensor: Tensor) -> tuple | None:
-    """Return the dtype, the shape and the bytes of a small tensor on the CPU; None for any other tensor.
-
-    The memory is read directly. A write through `.data` or through numpy leaves no other sign, and operators of torch
-    would depend on the modes of the caller.
-    """
-    is_plain = tensor.layout is torch.strided and tensor.device.type == "cpu" and tensor.is_contiguous()
-    if not is_plain or tensor.numel() > 64:
-        return None
-    return tensor.dtype, tensor.shape, ctypes.string_at(tensor.data_ptr(), tensor.numel() * tensor.element_size())
 
 
 @dataclass(frozen=True)
@@ -69,13 +52,10 @@ class Place:
     | "child"        | the child `name` of a torch module |
     | "element"      | the element with the index `name` of a list |
     | "absent"       | the dict has no key `name` |
-    | "missing"      | neither the owner, a module or another object, nor its class has an attribute `name` |
     | "type"         | the type of the owner |
     | "mode"         | the owner, the `__dict__` of a child, is in the mode of the module |
     | "length"       | the number of elements of a container |
     | "members"      | the elements of a set |
-    | "shape"        | the shape of a tensor |
-    | "bits"         | the dtype, the shape and the bytes of a tensor |
     | "unset"        | the parameter or buffer `name` is None; `value` is the table that holds it |
     """
 
@@ -103,8 +83,6 @@ class Reach:
     objects: list[tuple[Any, str]] = field(default_factory=list)
     # The code that a call may run.
     codes: list[types.CodeType] = field(default_factory=list)
-    # Tensors that are no parameters or buffers of the module, with their paths.
-    tensors: list[tuple[Tensor, str]] = field(default_factory=list)
     # Reads of objects that the probes of recognition replace, such as the type of a child with weights.
     unprobed_reads: list[str] = field(default_factory=list)
     # Names of all attributes that the code loads from any object.
@@ -142,11 +120,9 @@ class Reach:
 
     @contextlib.contextmanager
     def preserved(self) -> Iterator[None]:
-        """Undo every change that the block makes to reachable containers, objects, tensors, classes and globals."""
+        """Undo every change that the block makes to reachable containers, objects, classes and globals."""
         contents = [(container, path, _items(container)) for container, path in self.containers]
         states = [(each, path, dict(vars(each))) for each, path in self.objects]
-        small_tensors = [(tensor, path) for tensor, path in self.tensors if tensor.numel() <= MAX_RESTORED_ELEMENTS]
-        tensors = [(tensor, path, tensor.detach().clone()) for tensor, path in small_tensors]
         try:
             yield
         finally:
@@ -155,7 +131,6 @@ class Reach:
                     self.changed_paths.append(path)
                     container.clear()
                     container.update(elements) if isinstance(container, (dict, set)) else container.extend(elements)
-            self.changed_paths += [path for tensor, path, before in tensors if _restore_tensor(tensor, before)]
             for each, path, attributes in states:
                 self.changed_paths += _restore_attributes(each, path, attributes)
             for place in self.places:
@@ -181,19 +156,6 @@ def _restore_attributes(owner: Any, path: str, before: dict[str, Any]) -> list[s
     return [f"{path}.{name}" for name in names]
 
 
-@torch.no_grad()
-def _restore_tensor(tensor: Tensor, before: Tensor) -> bool:
-    """Give a tensor the shape and values that it had before, and return True if they have changed."""
-    if tensor.shape == before.shape and tensor.dtype == before.dtype:
-        is_same = torch.equal(tensor, before) or torch.allclose(tensor, before, rtol=0, atol=0, equal_nan=True)
-        if not is_same:
-            # A write through `.data` is allowed for inference tensors and for leaves that require a gradient.
-            tensor.data.copy_(before)
-        return not is_same
-    tensor.data = before
-    return True
-
-
 def _items(container: Any) -> list:
     """Return the elements of a container, or the (key, value) pairs of a dict."""
     return list(container.items()) if isinstance(container, dict) else list(container)
@@ -216,13 +178,6 @@ def compile_expression(source: str) -> Callable:
     return eval(source)
 
 
-def _is_missing(attributes: dict[str, Any], cls: type, name: str) -> bool:
-    """Return True if an object with these attributes has no attribute of this name."""
-    if name in attributes or hasattr(cls, name):
-        return False
-    return not any(name in attributes[table] for table in REGISTERED if table in attributes)
-
-
 def _condition_source(place: Place, number: int) -> str:
     """Return the source of a condition that is True as long as a place holds its recorded value.
 
@@ -230,7 +185,6 @@ def _condition_source(place: Place, number: int) -> str:
     """
     holder = "attributes" if place.owner is None else f"o{number}"
     value = f"v{number}"
-    parts = "attributes, cls" if place.owner is None else f"vars({holder}), type({holder})"
     if place.how == "length" and place.value == 0 and type(place.owner) in (dict, list, collections.OrderedDict):
         # This takes half the time of a comparison, and a module has four tables of hooks, which are empty.
         return f"not {holder}"
@@ -246,21 +200,17 @@ def _condition_source(place: Place, number: int) -> str:
         "attribute": f"{holder}.{place.name} is {value}",
         "static": f"{holder}.__dict__[{place.name!r}] is {value}",
         "absent": f"{place.name!r} not in {holder}",
-        "missing": f"missing({parts}, {place.name!r})",
         "type": f"type({holder}) is {value}",
         "mode": f"{holder}['training'] is attributes['training']",
         "length": f"len({holder}) == {value}",
-        "shape": f"{holder}.shape == {value}",
         "members": f"{holder} == {value}",
-        "bits": f"bits({holder}) == {value}",
         "unset": f"{holder}[{place.value!r}][{place.name!r}] is None",
     }[place.how]
 
 
 def build_check(places: list[Place]) -> Callable[[dict[str, Any], type], bool]:
     """Build a function (attributes, class) -> bool that returns True if every place holds its recorded value."""
-    names, conditions = ["entry", "bits", "missing"], []
-    values: list[Any] = [dict.__getitem__, bits_of, _is_missing]
+    names, conditions, values = ["entry"], [], [dict.__getitem__]
     for number, place in enumerate(places):
         conditions.append(_condition_source(place, number))
         for letter, value in (("o", place.owner), ("v", place.value), ("n", place.name)):

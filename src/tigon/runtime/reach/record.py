@@ -1,7 +1,7 @@
 """Hold the results of one walk over everything that a forward may read, and add places to them."""
 
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from tigon.runtime.reach.code import CodeFacts
@@ -13,22 +13,22 @@ class Record:
 
     `describe(value, path)` returns the part of the fingerprint that stands for the value, and visits the value once.
     `path` says how the code reaches the value, as "self.config.scale". An object with attributes becomes a holder. When
-    the walk finds a new name, every holder visits its attribute of this name. The attribute of a name with the prefix
-    "?" may be missing, and a name with the prefix "'" is a string in the code.
+    the walk finds a new name, every holder visits its attribute of this name. A name with the prefix "'" is a string in
+    the code.
     """
 
-    def __init__(self, root: Any, live: tuple[str, ...], choices: tuple[str, ...], searched: tuple[str, ...]) -> None:
-        self.root, self.live, self.choices = root, frozenset(live), frozenset(choices)
+    def __init__(self, root: Any, live: tuple[str, ...], searched: tuple[str, ...]) -> None:
+        self.root, self.live = root, frozenset(live)
         self.searched = [root._modules[name] for name in searched]
         self.reach = Reach()
         self.names: set[str] = set()
-        self.reads_all_names = False
         self.entries: list[tuple] = []
         # The number of each visited object by its id, and references, so that no id is used a second time.
         self.numbers: dict[int, int] = {}
         self.references: list[Any] = []
         self.functions: list[tuple[CodeFacts, types.FunctionType]] = []
-        self.holders: list[tuple[Callable[[], Iterable[str]], Callable[[str], None], set[str]]] = []
+        # The functions that visit the attribute of a name, with the names that they have visited.
+        self.holders: list[tuple[Callable[[str], None], set[str]]] = []
         self.tables: list[tuple[dict, str, set[str]]] = []
         self.overridden: list[tuple[type, str]] = []
         # Names of attributes that the code assigns.
@@ -41,9 +41,6 @@ class Record:
     def describe(self, value: Any, path: str) -> Any:
         """Return the part of the fingerprint that stands for a value, and visit everything reachable from it."""
         raise NotImplementedError
-
-    def hold(self, keys: Callable[[], Iterable[str]], visit: Callable[[str], None]) -> None:
-        self.holders.append((keys, visit, set()))
 
     def watch(self, owner: Any, how: str, name: Any, value: Any, path: str) -> None:
         """Add a place to the reach, and its value to the fingerprint."""
