@@ -155,5 +155,5 @@ def test_only_forwards_that_number_their_tokens_are_recognised(tmp_path, paramet
     file.write_text("\n    ".join([header, *statements]) + "\n")
     scope = {"__name__": "forward_of_test", "torch": torch, "create_causal_mask": create_causal_mask}
     exec(compile(file.read_text(), file, "exec"), scope)
-    assert (NumberingForward(scope["forward"]).exchanged is not None) == is_recognised
-    assert NumberingForward(len).exchanged is None
+    body = type("Body", (torch.nn.Module,), {"forward": scope["forward"]})
+    assert (NumberingForward(body).forward_for(body.forward) is not None) == is_recognised

@@ -453,7 +453,7 @@ def test_a_restored_model_is_the_stock_model():
 def test_rewriting_twice_gives_the_same_code_and_changes_no_class():
     before = Layer.forward
     first = fuse_statements(Layer.forward)
-    fused_statements._fuse.cache_clear()
+    fused_statements._rewrite.cache_clear()
     second = fuse_statements(Layer.forward)
     assert Layer.forward is before
     assert first.__code__.co_code == second.__code__.co_code

@@ -103,15 +103,25 @@ def test_a_rope_with_other_angles_or_gradients_keeps_its_function(attention, nam
     assert recognise_rope(attention()) == f"{name}: computes another rotary embedding than the op"
 
 
-def test_the_recipe_has_globals_of_its_own_and_the_file_keeps_its_function():
+def test_the_recipe_calls_a_function_of_its_own_and_the_file_keeps_its_function():
     recipe = recognise_rope(Attention())
-    assert recipe.exchanged.forward.__code__ is Attention.forward.__code__
-    assert recipe.exchanged.forward.__globals__["split_half"] is not split_half
+    assert recipe.forward.__code__.co_freevars == ("_tigon_function_split_half_",)
+    assert recipe.forward.__globals__ is Attention.forward.__globals__
     assert Attention.forward.__globals__["split_half"] is split_half
 
 
+class AssignsTheName(nn.Module):
+    def forward(self, q, k, cos, sin):
+        rotated = split_half(q, k, cos, sin)
+        return [split_half for split_half in rotated]  # noqa: C416
+
+
+def test_a_forward_that_assigns_the_name_of_the_function_keeps_its_function():
+    assert recognise_rope(AssignsTheName()) == "its forward assigns to split_half, which is also a global"
+
+
 def test_arguments_that_the_op_does_not_take_go_to_the_stock_function():
-    fused = recognise_rope(Attention()).exchanged.forward.__globals__["split_half"]
+    fused = recognise_rope(Attention()).functions["split_half"]
     q, k, angles = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 5, 8), torch.randn(5, 8)
     for result, expected in zip(fused(q, k, angles, angles, 0), split_half(q, k, angles, angles, 0), strict=True):
         assert torch.equal(result, expected)
@@ -215,7 +225,7 @@ def test_the_op_gives_the_results_of_a_complex_product(function, batch, dtype):
     generator = torch.Generator().manual_seed(0)
     q, k = (torch.randn(shape, generator=generator).to(dtype).requires_grad_() for _ in range(2))
     table = torch.polar(torch.ones(batch, 5, 4), torch.randn(batch, 5, 4, generator=generator))
-    fused = FusedComplexRope(function, recognise_function(function), FunctionGuard(function))
+    fused = FusedComplexRope({"f": function}, "f", recognise_function(function), FunctionGuard(function))
     assert fused.form.accepts(q, k, table)
     results = []
     for run in (function, fused):

@@ -182,11 +182,10 @@ class WatchedBody:
 
     def find_forward(self, body: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Callable:
         """Return the forward of the body's class, or a variant that computes the same for these arguments."""
-        stock = type(body).forward
         if torch.compiler.is_compiling():
-            return stock
-        if self.numbering is None or self.numbering.stock is not stock:
-            self.numbering = NumberingForward(stock)
+            return type(body).forward
+        if self.numbering is None:
+            self.numbering = NumberingForward(type(body))
         return self.numbering.for_call(body, args, kwargs)
 
 

@@ -13,7 +13,7 @@ The functions of transformers that build a mask compare only positions that are 
     causal_mask = create_causal_mask(..., position_ids=position_ids)   # compares, and the host waits
 
 If the source of a body's forward shows that it assigns nothing but these numbers to `position_ids`, the forward runs
-with replacements of these functions that pass no positions (`tigon.recognition.probing.exchanged_functions`). No module
+with replacements of these functions that pass no positions (`tigon.recognition.rewriting.fused_statements`). No module
 of transformers is changed.
 """
 
@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from tigon.hf.transformers_private import builds_mask
-from tigon.recognition.probing.exchanged_functions import ForwardWithFunctions, written_globals
+from tigon.recognition.rewriting.fused_statements import RewrittenForward, rewrite_forward
 from tigon.recognition.rewriting.source import NotReadable, definition_of, innermost
 from tigon.runtime.reach.code import code_facts
 
@@ -60,41 +60,37 @@ def _is_text(node: ast.expr | None, text: str) -> bool:
 class _MaskWithoutPositions:
     """Replaces a function that builds a mask, and calls it without positions."""
 
-    def __init__(self, stock: types.FunctionType) -> None:
-        self.stock = stock
+    def __init__(self, scope: dict[str, Any], name: str) -> None:
+        self.scope, self.name = scope, name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        function = self.scope[self.name]
         # Fake tensors and proxies belong to a graph, which contains the comparison of transformers.
-        if type(kwargs.get("position_ids")) is Tensor:
+        if type(kwargs.get("position_ids")) is Tensor and builds_mask(function):
             kwargs["position_ids"] = None
-        return self.stock(*args, **kwargs)
+        return function(*args, **kwargs)
 
 
-class NumberingForward:
+class NumberingForward(RewrittenForward):
     """The forward of a body's class. A call without positions and mask does not check whether its batch is packed."""
 
-    def __init__(self, stock: Callable) -> None:
-        self.stock, self.exchanged = stock, _exchange(stock)
+    def rewrite(self, forward: types.FunctionType) -> types.FunctionType | str | None:
+        """Return a variant that passes no positions to functions that build masks; None if that may differ."""
+        try:
+            if not _numbers_tokens(definition_of(forward)):
+                return None
+        except NotReadable:
+            return None
+        function = innermost(forward)
+        # A forward may call these functions in a lambda.
+        scope, names = function.__globals__, code_facts(function.__code__).global_names
+        masks = {name: _MaskWithoutPositions(scope, name) for name in names if builds_mask(scope.get(name))}
+        return rewrite_forward(forward, masks)
 
     def for_call(self, body: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Callable:
         """Return the function that computes the forward of the body for these arguments."""
         has_positions = len(args) > 1 or any(
             kwargs.get(name) is not None for name in ("position_ids", "attention_mask")
         )
-        if self.exchanged is None or has_positions or torch.jit.is_tracing():
-            return self.stock
-        return self.exchanged.forward_for(body)
-
-
-def _exchange(stock: Callable) -> ForwardWithFunctions | None:
-    """Return a variant of a forward that passes no positions to functions that build masks; None if that may differ."""
-    try:
-        if not isinstance(stock, types.FunctionType) or not _numbers_tokens(definition_of(stock)):
-            return None
-        function = innermost(stock)
-        # A forward may call these functions in a lambda.
-        scope, names = function.__globals__, code_facts(function.__code__).global_names
-        masks = {name: _MaskWithoutPositions(scope[name]) for name in names if builds_mask(scope.get(name))}
-        return ForwardWithFunctions(stock, masks) if masks and not written_globals(function) else None
-    except NotReadable:
-        return None
+        stock = type(body).forward
+        return stock if has_positions or torch.jit.is_tracing() else self.forward_for(stock) or stock

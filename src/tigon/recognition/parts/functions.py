@@ -1,7 +1,11 @@
 """Replace functions of a model's file, which a forward calls by their global names, by ops that compute the same.
 
-The recipe runs the forward of its class with the op in place of the function (`exchanged_functions`). If the globals of
-the file were changed, other models of the process would compute other bits.
+    def forward(self, hidden, ...):
+        ...
+        q, k = apply_rotary_pos_emb(q, k, cos, sin)   # a global of the file
+
+The forward is rewritten to call another function by another name. If the globals of the file were changed, other models
+of the process would compute other bits.
 """
 
 import inspect
@@ -12,45 +16,47 @@ import torch
 from torch import nn
 
 from tigon.recognition.guards.guard import FunctionGuard
-from tigon.recognition.probing.exchanged_functions import ForwardWithFunctions, written_globals
-from tigon.recognition.rewriting.source import NotReadable, innermost
+from tigon.recognition.rewriting.fused_statements import RewrittenForward, rewrite_forward
+from tigon.recognition.rewriting.source import innermost
 
 
 class FusedFunction:
-    """Takes the place of a stock function. It runs an op where the op accepts the arguments, else this function."""
+    """Takes the place of a global. It runs an op where the op accepts the arguments, else the function of the file."""
 
-    def __init__(self, stock: types.FunctionType, guard: FunctionGuard) -> None:
-        self.stock, self.guard = stock, guard
-        self.names = tuple(inspect.signature(stock).parameters)
+    def __init__(self, scope: dict[str, Any], name: str, guard: FunctionGuard) -> None:
+        self.scope, self.name, self.guard = scope, name, guard
+        self.stock: types.FunctionType = scope[name]
+        self.names = tuple(inspect.signature(self.stock).parameters)
         self.known_names = frozenset(self.names)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         arguments = self.read(args, kwargs)
         result = None if arguments is None else self.compute(arguments)
-        return self.stock(*args, **kwargs) if result is None else result
+        return self.scope[self.name](*args, **kwargs) if result is None else result
 
     def read(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any] | None:
-        """Return the arguments by name; None if the function takes no such arguments, or has changed.
-
-        A helper that the function calls may have been replaced in the file.
-        """
+        """Return the arguments by name; None if the function takes no such arguments, or has changed."""
         arguments = {**dict(zip(self.names, args, strict=False)), **kwargs}
         is_known = len(args) + len(kwargs) == len(arguments) and arguments.keys() <= self.known_names
-        holds = self._holds_for_graph() if torch.compiler.is_compiling() else self.guard.is_same(self.stock)
+        holds = self._holds_for_graph() if torch.compiler.is_compiling() else self._is_same()
         return arguments if is_known and holds else None
+
+    def _is_same(self) -> bool:
+        """Return True if neither the function nor a helper that it calls has been replaced in the file."""
+        return self.scope.get(self.name) is self.stock and self.guard.is_same(self.stock)
 
     @torch.compiler.assume_constant_result
     def _holds_for_graph(self) -> bool:
         """Compare the function once for each graph."""
-        return self.guard.holds(self.stock)
+        return self._is_same() and self.guard.holds(self.stock)
 
     def compute(self, arguments: dict[str, Any]) -> Any:
         """Return the results of the op; None if the op does not accept the arguments."""
         raise NotImplementedError
 
 
-class FunctionsRecipe:
-    """The stock forward of a class, with ops in place of functions.
+class FunctionsRecipe(RewrittenForward):
+    """The stock forward of a class, with ops in place of functions, and perhaps with fused statements.
 
     `forms` holds the name of each function among the globals of the file, and the form in which an op computes it.
     """
@@ -60,57 +66,40 @@ class FunctionsRecipe:
         cls: type[nn.Module],
         forms: tuple[tuple[str, Any], ...],
         guards: tuple[FunctionGuard, ...] | None = None,
-        rewritten: types.FunctionType | None = None,
+        fuses_statements: bool = False,
     ) -> None:
-        self.cls, self.forms = cls, forms
-        stock = inspect.getattr_static(cls, "forward")
-        file_globals = innermost(rewritten or stock).__globals__
+        super().__init__(cls)
+        self.forms, self.fuses_statements = forms, fuses_statements
+        # A model may be unpickled where the class has another forward.
+        scope = innermost(self.stock).__globals__ if isinstance(self.stock, types.FunctionType) else {}
         # A copy of a recipe keeps its guards, because the file may have other functions by now.
-        self.guards = guards or tuple(FunctionGuard(file_globals[name]) for name, _ in forms)
-        functions: dict[str, FusedFunction] = {}
+        self.guards = guards or tuple(FunctionGuard(scope[name]) for name, _ in forms)
+        self.functions: dict[str, FusedFunction] = {}
         for (name, form), guard in zip(forms, self.guards, strict=True):
-            current = file_globals.get(name)
+            current = scope.get(name)
             if isinstance(current, types.FunctionType) and guard.holds(current):
-                functions[name] = self.fuse(form, current, guard)
-        self.exchanged = ForwardWithFunctions(stock, functions, rewritten)
+                self.functions[name] = self.fuse(form, scope, name, guard)
+        self.forward = self.forward_for(self.stock)
 
-    def fuse(self, form: Any, stock: types.FunctionType, guard: FunctionGuard) -> FusedFunction:
-        """Return the function that runs the op in this form."""
+    def fuse(self, form: Any, scope: dict[str, Any], name: str, guard: FunctionGuard) -> FusedFunction:
+        """Return the function that runs the op in this form in place of a global."""
         raise NotImplementedError
 
-    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return self.exchanged.forward_for(module)(module, *args, **kwargs)
-
-    def __reduce__(self) -> tuple:
-        return restore_recipe, (type(self), self.cls, self.forms, self.guards)
-
-
-class StockForward:
-    """The forward of a module's class, in place of a recipe that cannot be built in this process."""
-
-    def __init__(self, arguments: tuple) -> None:
-        self.arguments = arguments
+    def rewrite(self, forward: types.FunctionType) -> types.FunctionType | str | None:
+        return rewrite_forward(forward, self.functions, self.fuses_statements)
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return type(module).forward(module, *args, **kwargs)
+        if not torch.compiler.is_compiling():
+            return super().__call__(module, *args, **kwargs)
+        forward: Any = type(module).forward
+        if forward is self.stock and self._has_forward_for_graph():
+            forward = self.forward
+        return forward(module, *args, **kwargs)
+
+    @torch.compiler.assume_constant_result
+    def _has_forward_for_graph(self) -> bool:
+        """Compare the code of the forward once for each graph."""
+        return self.forward_for(self.stock) is not None
 
     def __reduce__(self) -> tuple:
-        return restore_recipe, self.arguments
-
-
-def restore_recipe(recipe: Any, cls: type[nn.Module], *arguments: Any) -> Any:
-    """Return the recipe of a copied module, or the stock forward if the forward of its class cannot be rebuilt."""
-    if not is_exchangeable(inspect.getattr_static(cls, "forward", None)):
-        return StockForward((recipe, cls, *arguments))
-    return recipe(cls, *arguments)
-
-
-def is_exchangeable(forward: Any) -> bool:
-    """Return True if a forward can run with other functions."""
-    if not isinstance(forward, types.FunctionType) or written_globals(innermost(forward)):
-        return False
-    try:
-        ForwardWithFunctions(forward, {})
-    except NotReadable:
-        return False
-    return True
+        return type(self), (self.cls, self.forms, self.guards, self.fuses_statements)

@@ -5,8 +5,7 @@
         q, k = apply_rotary_pos_emb(q, k, cos, sin)   # a global of the file
 
 The recipe of each attention layer runs the forward of its class with the op in place of this function
-(`exchanged_functions`). If the globals of the file were changed, other models of the process would compute other bits,
-because the kernel rounds once where eager code rounds three times.
+(`tigon.recognition.parts.functions`). The kernel rounds once where eager code rounds three times.
 """
 
 import inspect
@@ -20,11 +19,10 @@ from torch import Tensor, nn
 from tigon.ops.rotary.qk_norm_rope import qk_norm_rope_of_layer
 from tigon.ops.rotary.rope import can_run_kernels, rotary_size
 from tigon.recognition.guards.guard import FunctionGuard
-from tigon.recognition.parts.functions import FunctionsRecipe, FusedFunction, restore_recipe
+from tigon.recognition.parts.functions import FunctionsRecipe, FusedFunction
 from tigon.recognition.parts.rope_forms import ComplexForm, Form, RopeCall, recognise_function, takes_complex_table
-from tigon.recognition.probing.exchanged_functions import written_globals
-from tigon.recognition.rewriting.fused_statements import FusedStatementsRecipe, fuse_statements
-from tigon.recognition.rewriting.source import NotReadable, innermost, rebuild_wrappers
+from tigon.recognition.rewriting.fused_statements import FusedStatementsRecipe, rewrite_forward
+from tigon.recognition.rewriting.source import innermost
 from tigon.runtime.device import runs_kernels
 
 
@@ -42,9 +40,9 @@ class _RopeArguments(NamedTuple):
 class FusedRope(FusedFunction):
     """Runs `rope` in place of a function of queries, keys, `cos` and `sin`."""
 
-    def __init__(self, stock: types.FunctionType, form: Form, guard: FunctionGuard) -> None:
-        super().__init__(stock, guard)
-        call = RopeCall.of(stock)
+    def __init__(self, scope: dict[str, Any], name: str, form: Form, guard: FunctionGuard) -> None:
+        super().__init__(scope, name, guard)
+        call = RopeCall.of(self.stock)
         assert call is not None, "recognition found a form, so the function has the arguments of a rotary embedding"
         self.form, self.call = form, call
 
@@ -130,8 +128,8 @@ class FusedRope(FusedFunction):
 class FusedComplexRope(FusedFunction):
     """Runs `rope` in place of a function of queries, keys and a complex table."""
 
-    def __init__(self, stock: types.FunctionType, form: ComplexForm, guard: FunctionGuard) -> None:
-        super().__init__(stock, guard)
+    def __init__(self, scope: dict[str, Any], name: str, form: ComplexForm, guard: FunctionGuard) -> None:
+        super().__init__(scope, name, guard)
         self.form = form
 
     def compute(self, arguments: dict[str, Any]) -> Any:
@@ -144,24 +142,8 @@ class RopeRecipe(FunctionsRecipe):
 
     forms: tuple[tuple[str, Form | ComplexForm], ...]
 
-    def __init__(
-        self,
-        cls: type[nn.Module],
-        forms: tuple[tuple[str, Form | ComplexForm], ...],
-        guards: tuple[FunctionGuard, ...] | None = None,
-        fuses_statements: bool = False,
-    ) -> None:
-        self.fuses_statements = fuses_statements
-        rewritten = fuse_statements(inspect.getattr_static(cls, "forward")) if fuses_statements else None
-        super().__init__(cls, forms, guards, rewritten if isinstance(rewritten, types.FunctionType) else None)
-
-    def fuse(self, form: Form | ComplexForm, stock: types.FunctionType, guard: FunctionGuard) -> FusedFunction:
-        if isinstance(form, ComplexForm):
-            return FusedComplexRope(stock, form, guard)
-        return FusedRope(stock, form, guard)
-
-    def __reduce__(self) -> tuple:
-        return restore_recipe, (RopeRecipe, self.cls, self.forms, self.guards, self.fuses_statements)
+    def fuse(self, form: Any, scope: dict[str, Any], name: str, guard: FunctionGuard) -> FusedFunction:
+        return (FusedComplexRope if isinstance(form, ComplexForm) else FusedRope)(scope, name, form, guard)
 
     def with_fused_statements(self) -> "RopeRecipe":
         """Return a recipe that also fuses the statements of the forward."""
@@ -215,10 +197,6 @@ def recognise_rope(module: nn.Module) -> RopeRecipe | str | None:
             reasons.append(f"{name}: {form}")
     if not forms:
         return "; ".join(reasons) or None
-    if targets := written_globals(forward):
-        return f"its forward writes {targets[0]}"
-    try:
-        rebuild_wrappers(stock, forward)
-    except NotReadable as error:
-        return f"its forward {error}"
+    if isinstance(reason := rewrite_forward(stock, dict.fromkeys((name for name, _ in forms), stock)), str):
+        return reason
     return RopeRecipe(type(module), tuple(forms))

@@ -21,8 +21,9 @@ from torch import Tensor, nn
 
 from tigon.ops.experts.load_balancing import load_balancing_loss, load_balancing_loss_reference
 from tigon.recognition.guards.guard import FunctionGuard
-from tigon.recognition.parts.functions import FunctionsRecipe, FusedFunction, is_exchangeable
+from tigon.recognition.parts.functions import FunctionsRecipe, FusedFunction
 from tigon.recognition.probing.standin import gradients, normal, probing, same_gradients
+from tigon.recognition.rewriting.fused_statements import rewrite_forward
 from tigon.recognition.rewriting.source import innermost
 from tigon.runtime.compat.autograd import has_active_transform
 from tigon.runtime.device import KERNEL_DTYPES, PLAIN
@@ -65,18 +66,20 @@ def _accepts(logits: Any, num_experts: Any, top_k: Any, mask: Any) -> bool:
 class RouterLossForward(FunctionsRecipe):
     """The stock forward of a class of models, with the op in place of functions that compute the loss of routers."""
 
-    def fuse(self, form: Any, stock: types.FunctionType, guard: FunctionGuard) -> FusedFunction:
-        return FusedRouterLoss(stock, guard)
+    def fuse(self, form: Any, scope: dict[str, Any], name: str, guard: FunctionGuard) -> FusedFunction:
+        return FusedRouterLoss(scope, name, guard)
 
 
 def find_router_losses(cls: type[nn.Module]) -> tuple[tuple[str, str], ...]:
     """Return the names of the functions in the forward of a class that compute what the op computes, as forms."""
     forward = inspect.getattr_static(cls, "forward", None)
-    if not is_exchangeable(forward):
+    if not isinstance(forward, types.FunctionType):
         return ()
     function = innermost(forward)
     candidates = {name: function.__globals__.get(name) for name in function.__code__.co_names}
-    return tuple((name, "load_balancing_loss") for name, value in candidates.items() if _computes_op(value))
+    functions: dict[str, Any] = {name: value for name, value in candidates.items() if _computes_op(value)}
+    is_exchangeable = isinstance(rewrite_forward(forward, functions), types.FunctionType)
+    return tuple((name, "load_balancing_loss") for name in functions) if is_exchangeable else ()
 
 
 def _computes_op(function: object) -> bool:

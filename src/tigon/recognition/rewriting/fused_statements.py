@@ -8,7 +8,7 @@ compute what the stock statements compute.
 """
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
@@ -145,28 +145,38 @@ def norm_rope(
 
 
 @cached_by_code
-def _fuse(function: FunctionType) -> Rewritten | str | None:
-    return rewrite(function, add_norm, norm_with_residual, products, start_norm, norm_rope)
+def _rewrite(function: FunctionType, fuses_statements: bool, *exchanged: str) -> Rewritten | str | None:
+    helpers = (add_norm, norm_with_residual, products, start_norm, norm_rope) if fuses_statements else ()
+    return rewrite(function, helpers, exchanged)
+
+
+def rewrite_forward(
+    function: FunctionType, exchanged: Mapping[str, Callable], fuses_statements: bool = False
+) -> FunctionType | str | None:
+    """Return a forward that calls other functions in place of globals, and whose statements may be fused.
+
+    Return None if nothing of the forward is replaced, or the reason why it cannot be rewritten.
+    """
+    result = _rewrite(function, fuses_statements, *exchanged)
+    return result.build(function, exchanged) if isinstance(result, Rewritten) else result
 
 
 def fuse_statements(function: FunctionType) -> FunctionType | str | None:
     """Return a forward whose patterns are replaced, None if it has none, or the reason why it cannot be rewritten."""
-    result = _fuse(function)
-    return result.build(function) if isinstance(result, Rewritten) else result
+    return rewrite_forward(function, {}, fuses_statements=True)
 
 
-class FusedStatementsRecipe:
-    """Recipe: the stock forward of a class, with its statements fused."""
+class RewrittenForward:
+    """A recipe that runs a rewritten form of the stock forward of a class."""
 
-    part = "fused_statements"
-
-    def __init__(self, cls: type[nn.Module], has_head_norms: bool = False) -> None:
-        self.cls, self.stock = cls, inspect.getattr_static(cls, "forward")
-        # True if one op computes the norms of queries and keys and the rotary embedding. Only the name depends on it.
-        self.has_head_norms = has_head_norms
+    def __init__(self, cls: type[nn.Module]) -> None:
+        self.cls, self.stock = cls, inspect.getattr_static(cls, "forward", None)
         # The rewritten form of each forward, and the state of the code that was rewritten.
-        self.forwards: dict[Any, FunctionType | None] = {}
-        self.states: dict[Any, CodeState] = {}
+        self.forwards: dict[Any, tuple[FunctionType | None, CodeState]] = {}
+
+    def rewrite(self, forward: FunctionType) -> FunctionType | str | None:
+        """Return the rewritten form of a forward; None or a reason if it has none."""
+        raise NotImplementedError
 
     def forward_for(self, forward: Any) -> FunctionType | None:
         """Return the rewritten form of `forward`, if it is the stock forward, or the stock forward in more wrappers.
@@ -177,18 +187,38 @@ class FusedStatementsRecipe:
         if forward not in self.forwards:
             are_functions = isinstance(forward, FunctionType) and isinstance(self.stock, FunctionType)
             is_stock = are_functions and innermost(forward) is innermost(self.stock)
-            result = fuse_statements(forward) if is_stock else None
-            self.forwards[forward] = result if isinstance(result, FunctionType) else None
-            self.states[forward] = code_state(forward) if is_stock else ()
+            result = self.rewrite(forward) if is_stock else None
+            rewritten = result if isinstance(result, FunctionType) else None
+            self.forwards[forward] = rewritten, code_state(forward) if is_stock else ()
         # A debugger may give a function other code. The rewritten form then belongs to the old code and must not run.
-        return self.forwards[forward] if is_unchanged(self.states[forward]) else None
+        rewritten, state = self.forwards[forward]
+        return rewritten if is_unchanged(state) else None
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         # The class may have another forward by now.
         stock = type(module).forward
+        forward = self.forward_for(stock)
+        return (stock if forward is None else forward)(module, *args, **kwargs)
+
+
+class FusedStatementsRecipe(RewrittenForward):
+    """Recipe: the stock forward of a class, with its statements fused."""
+
+    part = "fused_statements"
+
+    def __init__(self, cls: type[nn.Module], has_head_norms: bool = False) -> None:
+        super().__init__(cls)
+        # True if one op computes the norms of queries and keys and the rotary embedding. Only the name depends on it.
+        self.has_head_norms = has_head_norms
+
+    def rewrite(self, forward: FunctionType) -> FunctionType | str | None:
+        return fuse_statements(forward)
+
+    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         # A compiler fuses statements itself.
-        forward = None if torch.compiler.is_compiling() else self.forward_for(stock)
-        return (forward or stock)(module, *args, **kwargs)
+        if torch.compiler.is_compiling():
+            return type(module).forward(module, *args, **kwargs)
+        return super().__call__(module, *args, **kwargs)
 
     def __reduce__(self) -> tuple:
         return FusedStatementsRecipe, (self.cls, self.has_head_norms)

@@ -21,7 +21,7 @@ may have other names than here. Another statement between those of a pattern pre
 
 import ast
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import FunctionType
 from typing import NamedTuple
@@ -348,11 +348,17 @@ def _is_function_of_torch(function: ast.expr) -> bool:
 FRAME_READERS = frozenset(("locals", "vars", "eval", "exec", "dir", "_getframe", "currentframe"))
 
 
-def rewrite(function: FunctionType, *helpers: Callable) -> Rewritten | str | None:
+def rewrite(function: FunctionType, helpers: Sequence[Callable], exchanged: Sequence[str]) -> Rewritten | str | None:
     """Return the code of the function with its statements rewritten; None if there is nothing to rewrite.
 
     A string is the reason why the function cannot be rewritten, or why statements that resemble a pattern stay as they
-    are. `helpers` are the functions that the rewritten source calls, in the order of `NAMES`.
+    are.
+
+    Args:
+        function: The function.
+        helpers: The functions that the rewritten statements call, in the order of `NAMES`. Without them, all statements
+            stay as they are.
+        exchanged: The names of globals in whose place the function calls other functions.
     """
     try:
         definition = definition_of(function)
@@ -361,12 +367,13 @@ def rewrite(function: FunctionType, *helpers: Callable) -> Rewritten | str | Non
         if not FRAME_READERS.isdisjoint(code.co_names):
             raise NotReadable("reads its own frame")
         rewriter = _Rewriter(frozenset((*code.co_varnames, *code.co_cellvars)), definition, inner.__globals__)
-        definition.body = rewriter.rewrite_block(definition.body)
-        if not rewriter.count:
+        if helpers:
+            definition.body = rewriter.rewrite_block(definition.body)
+        if not (rewriter.count or exchanged):
             return rewriter.refusal
-        result = compile_definition(definition, function, dict(zip(NAMES, helpers, strict=True)))
+        result = compile_definition(definition, function, dict(zip(NAMES, helpers, strict=False)), exchanged)
         result.attributes[HEAD_NORMS] = tuple(rewriter.head_norms)
-        result.build(function)
+        result.build(function, dict.fromkeys(exchanged, rewrite))
         return result
     except NotReadable as error:
         return f"its forward {error}"

@@ -12,7 +12,7 @@ import ast
 import functools
 import itertools
 import linecache
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import CellType, CodeType, FunctionType
 from typing import Any, TypeVar, cast
@@ -64,19 +64,21 @@ def is_unchanged(state: CodeState) -> bool:
 
 
 def cached_by_code(compute: Cached) -> Cached:
-    """Cache the results of a function of a function, until its argument has other code or is freed.
+    """Cache the results of a function of a function, until its first argument has other code or is freed.
 
-    A result must not refer to the argument; it may be a `Rewritten`. The attribute `cache_clear` of the decorated
-    function empties the cache.
+    A result must not refer to this argument; it may be a `Rewritten`. Further arguments are hashable. The attribute
+    `cache_clear` of the decorated function empties the cache.
     """
-    results: WeakKeyDictionary[FunctionType, tuple[tuple[CodeType, ...], Any]] = WeakKeyDictionary()
+    results: WeakKeyDictionary[FunctionType, tuple[tuple[CodeType, ...], dict[tuple, Any]]] = WeakKeyDictionary()
 
     @functools.wraps(compute)
-    def look_up(function: FunctionType) -> Any:
+    def look_up(function: FunctionType, *arguments: Any) -> Any:
         codes = tuple(each.__code__ for each in _chain(function))
         if (entry := results.get(function)) is None or entry[0] != codes:
-            entry = results[function] = codes, compute(function)
-        return entry[1]
+            entry = results[function] = codes, {}
+        if arguments not in entry[1]:
+            entry[1][arguments] = compute(function, *arguments)
+        return entry[1][arguments]
 
     vars(look_up)["cache_clear"] = results.clear
     return cast(Cached, look_up)
@@ -192,32 +194,51 @@ class Rewritten:
     """The code that replaces the innermost function of a function. It does not refer to that function."""
 
     code: CodeType
-    # The additional functions that the code calls, by name.
+    # The additional functions that the code calls, by the names of their variables.
     helpers: dict[str, Callable]
     # The attributes of the new innermost function.
     attributes: dict[str, Any] = field(default_factory=dict)
 
-    def build(self, function: FunctionType) -> FunctionType:
+    def build(self, function: FunctionType, exchanged: Mapping[str, Callable]) -> FunctionType:
         """Return `function` with this code in its innermost function; globals, closure and defaults stay the same.
+
+        `exchanged` holds the functions that the code calls in place of globals, by the names of these globals.
 
         Raises:
             NotReadable: A wrapper of the function does not hold the function that it wraps.
         """
         inner = innermost(function)
         cells = dict(zip(inner.__code__.co_freevars, inner.__closure__ or (), strict=True))
-        closure = tuple(
-            CellType(self.helpers[name]) if name in self.helpers else cells[name] for name in self.code.co_freevars
-        )
-        result = _copy_with(inner, self.code, inner.__globals__, closure)
+        cells |= {name: CellType(helper) for name, helper in self.helpers.items()}
+        cells |= {exchanged_name(name): CellType(other) for name, other in exchanged.items()}
+        result = _copy_with(inner, self.code, inner.__globals__, tuple(cells[name] for name in self.code.co_freevars))
         vars(result).update(self.attributes)
         return rebuild_wrappers(function, result)
 
 
-def compile_definition(definition: ast.FunctionDef, function: FunctionType, helpers: dict[str, Callable]) -> Rewritten:
+def exchanged_name(name: str) -> str:
+    """Return the name of the variable that holds the function in place of a global."""
+    return f"_tigon_function_{name}_"
+
+
+def compile_definition(
+    definition: ast.FunctionDef, function: FunctionType, helpers: dict[str, Callable], exchanged: Sequence[str]
+) -> Rewritten:
     """Return the code of this definition, which replaces the innermost function of `function`.
 
-    `helpers` holds the additional functions that the definition calls, by name. They become part of its closure.
+    `helpers` holds the additional functions that the definition calls, by name. They become part of its closure, and so
+    do the functions that it calls in place of the globals with the names in `exchanged`.
+
+    Raises:
+        NotReadable: The function assigns to one of these names.
     """
+    for node in ast.walk(definition):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id in exchanged:
+            node.id = exchanged_name(node.id)
+        elif isinstance(node, (ast.Name, ast.arg)):
+            name = node.id if isinstance(node, ast.Name) else node.arg
+            if name in exchanged:
+                raise NotReadable(f"assigns to {name}, which is also a global")
     inner = innermost(function)
     fields: dict[str, Any] = {name: getattr(definition, name, None) for name in definition._fields}
     bare_definition = ast.FunctionDef(**fields)
@@ -232,7 +253,8 @@ def compile_definition(definition: ast.FunctionDef, function: FunctionType, help
     body: ast.stmt = bare_definition
     for name in reversed(inner.__qualname__.rpartition("<locals>.")[2].split(".")[:-1]):
         body = ast.ClassDef(name=name, bases=[], keywords=[], body=[body], decorator_list=[], **NO_TYPE_PARAMETERS)
-    outer_names = [*helpers, *(name for name in inner.__code__.co_freevars if name != "__class__")]
+    outer_names = [*helpers, *map(exchanged_name, exchanged)]
+    outer_names += [name for name in inner.__code__.co_freevars if name != "__class__"]
     arguments = ast.arguments(
         posonlyargs=[], args=[ast.arg(name) for name in outer_names], kwonlyargs=[], kw_defaults=[], defaults=[]
     )
