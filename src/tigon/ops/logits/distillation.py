@@ -308,7 +308,7 @@ def distill_rows(
 
 
 class DivergenceResults(NamedTuple):
-    """The results of `divergence_forward`: the loss, [] or [M, V] if elementwise, in fp32, and dx [M, V] or None."""
+    """The results of `divergence_forward`: the loss [] in fp32, and dx [M, V] or None."""
 
     loss: Tensor
     dx: Tensor | None
@@ -335,9 +335,8 @@ def _divergence(
 
 
 @launcher(
-    fake=lambda x, needs_dx, options: DivergenceResults(
-        x.new_empty(x.shape if options.elementwise else (), dtype=torch.float32),
-        x.new_empty(x.shape) if needs_dx else None,
+    fake=lambda x, needs_dx: DivergenceResults(
+        x.new_empty((), dtype=torch.float32), x.new_empty(x.shape) if needs_dx else None
     )
 )
 def divergence_forward(
@@ -358,7 +357,7 @@ def divergence_backward(
     dloss: Tensor, x: Tensor, y: Tensor, labels: Tensor | None, inverse_count: Tensor | None,
     options: DivergenceOptions,
 ) -> Tensor:  # fmt: skip
-    """Return dx [M, V] for dloss [], or [M, V] with elementwise losses."""
+    """Return dx [M, V] for dloss []."""
     dx = _divergence(x, y, labels, inverse_count, options, dloss, True)[1]
     assert dx is not None
     return dx

@@ -163,15 +163,13 @@ def divergence_element(
         return tl.abs(x - y) * (0.5 * unit), g * x if LOGS else g, x * unit
 
 
-@triton.jit(do_not_specialize=["ignore_index", "stride_dloss_m"])
+@triton.jit(do_not_specialize=["ignore_index"])
 def _divergence_kernel(
     x_ptr, y_ptr, label_ptr, valid_ptr,  # [M, V] twice, [M] or None, 1 / valid rows or None
-    dloss_ptr,  # [], [M, V] with ELEMENTWISE, or None
-    loss_ptr, dx_ptr,  # [M, parts], or [M, V] with ELEMENTWISE; [M, V]; each may be None
-    stride_x, stride_y, stride_dloss_m, stride_dloss_v, stride_dx, V, parts,
-    ignore_index, scale, beta, rest,
-    KIND: tl.constexpr, LOGS: tl.constexpr, ELEMENTWISE: tl.constexpr, NATIVE: tl.constexpr,
-    BLOCK_V: tl.constexpr, SPAN: tl.constexpr,
+    dloss_ptr,  # [] or None
+    loss_ptr, dx_ptr,  # [M, parts] and [M, V]; each may be None
+    stride_x, stride_y, stride_dx, V, parts, ignore_index, scale, beta, rest,
+    KIND: tl.constexpr, LOGS: tl.constexpr, NATIVE: tl.constexpr, BLOCK_V: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
     """Compute the loss and dx of one of the `parts` parts of a row per program, each if its pointer is not None."""
     row = (tl.program_id(0) // parts).to(tl.int64)
@@ -190,28 +188,21 @@ def _divergence_kernel(
     unit, rescale = 1.0, scale
     if dx_ptr is not None:
         unit, rescale = scale, 1.0
-        if dloss_ptr is not None and not ELEMENTWISE:
+        if dloss_ptr is not None:
             unit = scale * tl.load(dloss_ptr)
 
     losses = tl.zeros([BLOCK_V], tl.float32)
     first = part * (SPAN * BLOCK_V)
     for start in tl.range(first, tl.minimum(first + SPAN * BLOCK_V, V), BLOCK_V):
         cols = start + tl.arange(0, BLOCK_V)
-        inside = cols < V
         x = tl.load(x_ptr + row * stride_x + cols, mask=cols < width, other=OTHER_X).to(tl.float32)
         y = tl.load(y_ptr + row * stride_y + cols, mask=cols < width, other=OTHER_Y).to(tl.float32)
         loss, g, _ = divergence_element(x, y, unit, beta, rest, KIND, LOGS, False, NATIVE)
-        if ELEMENTWISE:
-            if loss_ptr is not None:
-                tl.store(loss_ptr + row * V + cols, loss, mask=inside)
-            if dloss_ptr is not None:
-                dloss_ptrs = dloss_ptr + row * stride_dloss_m + cols.to(tl.int64) * stride_dloss_v
-                g *= tl.load(dloss_ptrs, mask=inside, other=0)
         losses += loss
         if dx_ptr is not None:
-            tl.store(dx_ptr + row * stride_dx + cols, g, mask=inside)
+            tl.store(dx_ptr + row * stride_dx + cols, g, mask=cols < V)
 
-    if loss_ptr is not None and not ELEMENTWISE:
+    if loss_ptr is not None:
         tl.store(loss_ptr + tl.program_id(0), tl.sum(losses, axis=0) * rescale)
 
 
@@ -226,8 +217,6 @@ class DivergenceOptions(NamedTuple):
     # whether the target (for tvd also the input) holds logarithms or logits
     is_log: bool
     from_logits: bool
-    # whether the losses are elementwise, each with its own upstream gradient
-    elementwise: bool
     divisor: int
     ignore_index: int
     beta: float
@@ -238,21 +227,20 @@ def divergence(
     x: Tensor, y: Tensor, labels: Tensor | None, inverse_count: Tensor | None, options: DivergenceOptions, *,
     with_loss: bool, with_dx: bool, dloss: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-    """Read distributions x and y once, and return the loss ([] or [M, V]) and dx [M, V], each only if requested."""
+    """Read distributions x and y once, and return the loss [] and dx [M, V], each only if requested."""
     (m, v), device = x.shape, device_of(x)
     config = DivergenceConfig.choose(DivergenceProblem(v, options.kind), device)
-    parts, elementwise = cdiv(v, config.block_v * config.span), options.elementwise
-    losses = x.new_empty((m, v if elementwise else parts), dtype=torch.float32) if with_loss else None
+    parts = cdiv(v, config.block_v * config.span)
+    losses = x.new_empty((m, parts), dtype=torch.float32) if with_loss else None
     dx = x.new_empty(m, v) if with_dx else None
     arguments = in_order(_divergence_kernel)(
         x_ptr=x, y_ptr=y, label_ptr=labels, valid_ptr=inverse_count, dloss_ptr=dloss, loss_ptr=losses, dx_ptr=dx,
-        stride_x=x.stride(0), stride_y=y.stride(0),
-        strides_dloss=dloss.stride() if elementwise and dloss is not None else (0, 0), stride_dx=v, V=v, parts=parts,
+        stride_x=x.stride(0), stride_y=y.stride(0), stride_dx=v, V=v, parts=parts,
         ignore_index=options.ignore_index, scale=1.0 / options.divisor, beta=options.beta, rest=1.0 - options.beta,
     )  # fmt: skip
     launch(
         _divergence_kernel, m * parts, *arguments,
-        KIND=options.kind, LOGS=options.is_log, ELEMENTWISE=elementwise, NATIVE=has_native_log2(x, device),
+        KIND=options.kind, LOGS=options.is_log, NATIVE=has_native_log2(x, device),
         BLOCK_V=config.block_v, SPAN=config.span, num_warps=config.num_warps,
     )  # fmt: skip
-    return losses.sum() if losses is not None and not elementwise else losses, dx
+    return None if losses is None else losses.sum(), dx

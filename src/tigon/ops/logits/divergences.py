@@ -21,7 +21,6 @@ from tigon.ops.logits.divergence_reference import (
     divergence_reference,
     divisor,
     jsd_kind,
-    prepare_distributions,
 )
 from tigon.ops.logits.rescale import rescaled
 from tigon.ops.logits.token.kernels import gradient_scales
@@ -64,13 +63,12 @@ class _Divergence(Node):
         ctx: Any, input: Tensor, target: Tensor, labels: Tensor | None, inverse_count: Tensor | None, needs_dx: bool,
         options: DivergenceOptions,
     ) -> Tensor:  # fmt: skip
-        # The gradient is computed in backward if it needs the upstream gradient: elementwise losses have one for each
-        # element, and in fp16 it contains the loss scale.
-        in_forward = needs_dx and not options.elementwise and input.dtype != torch.float16
+        # In fp16 the gradient is computed in backward, because the upstream gradient contains the loss scale.
+        in_forward = needs_dx and input.dtype != torch.float16
         loss, dx = divergence_forward(_rows(input), _rows(target), labels, inverse_count, in_forward, options)
         ctx.save_for_backward(*((dx,) if in_forward else (input, target, labels, inverse_count) if needs_dx else ()))
         ctx.in_forward, ctx.options, ctx.shape = in_forward, options, input.shape
-        return loss.view(input.shape) if options.elementwise else loss
+        return loss
 
     @staticmethod
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
@@ -79,7 +77,6 @@ class _Divergence(Node):
             dx = rescaled(dx, dloss)
         else:
             input, target, labels, inverse_count = ctx.saved_tensors
-            dloss = dloss.reshape(-1, ctx.shape[-1]) if dloss.dim() else dloss
             dx = divergence_backward(dloss, _rows(input), _rows(target), labels, inverse_count, ctx.options)
         return (dx.view(ctx.shape),)
 
@@ -111,21 +108,18 @@ def _divergence(
         checks.shape(op, "labels", labels, input.shape[:-1])
     checks.same(op, "device", input=input, target=target, labels=labels)
     needs_grad = torch.is_grad_enabled()
-    if not runs_kernels(input, target) or (needs_grad and target.requires_grad):
+    # Elementwise losses take more memory than anything that a kernel would save.
+    if reduction == "none" or not runs_kernels(input, target) or (needs_grad and target.requires_grad):
         return divergence_reference(
             kind, input, target, reduction=reduction, labels=labels, ignore_index=ignore_index,
             from_logits=from_logits, temperature=temperature, is_log=is_log, beta=beta,
         )  # fmt: skip
-    if from_logits and reduction == "none":
-        # Autograd differentiates the softmax.
-        input, target = prepare_distributions(input, target, labels, ignore_index, True, temperature)
-        from_logits, is_log = False, True
     labels = None if labels is None else as_targets(labels, ignore_index)
     inverse_count = None
     if labels is not None and reduction in ("batchmean", "mean"):
         inverse_count = gradient_scales(labels, None, None, 1, ignore_index, True)
     options = DivergenceOptions(
-        kind=kind, is_log=is_log or from_logits, from_logits=from_logits, elementwise=reduction == "none",
+        kind=kind, is_log=is_log or from_logits, from_logits=from_logits,
         divisor=divisor(input, labels, reduction), ignore_index=ignore_index, beta=beta, temperature=temperature,
     )  # fmt: skip
     return _Divergence.apply(input, target, labels, inverse_count, needs_grad and input.requires_grad, options)
