@@ -11,16 +11,7 @@ import torch
 from torch import Tensor
 
 from tigon.ops.experts import grouped_linear
-from tigon.ops.experts.tiled_products import (
-    gates_in_product,
-    tiled_gated_product,
-    tiled_product,
-    tiled_weight_gradient,
-    tiles_gradient,
-    tiles_product,
-)
-from tigon.ops.mlps.activation_kernels import PLAIN_GATE, glu_forward
-from tigon.ops.mlps.glu import swiglu_reference
+from tigon.ops.experts.tiled_products import tiled_product, tiled_weight_gradient, tiles_gradient, tiles_product
 from tigon.runtime.compat.triton import hopper
 from tigon.testing import assert_accurate
 
@@ -131,30 +122,6 @@ def test_products_with_weights_stored_by_rows_have_the_same_bits(shape, dtype, p
 
 @every_dtype
 @pytest.mark.parametrize(
-    "shape",
-    [(UNEVEN, 72, 256), (UNEVEN, 200, 512), (UNEVEN, 128, 768), (MANY_TILES, 520, 1536)],
-    ids=["one column", "two columns", "three columns", "several tiles of a program"],
-)
-def test_gated_products_have_the_bits_of_the_product_and_of_swiglu(shape, dtype, poisoned):
-    """A tile has 128 columns of gate and of up. Whether h is stored does not matter."""
-    factors = _factors(*shape, dtype, extra=torch.nan)
-    x, weight, ends, count = factors.x, factors.weight, factors.ends, factors.count
-    assert gates_in_product(x, weight, "silu")
-    h, a = tiled_gated_product(x, weight, ends, "silu", True)
-    eager, exact = _product(factors, dtype), _product(factors, torch.float64)
-    assert_accurate(h[:count], eager, exact, msg="h")
-    assert_accurate(a[:count], swiglu_reference(eager), swiglu_reference(exact), msg="a")
-    # `lean(mlp=True)` recomputes h by a product of its own. The kernel of `swiglu` computes the activation by the same
-    # instructions.
-    assert torch.equal(h[:count], tiled_product(x, weight, ends)[:count])
-    assert torch.equal(a[:count], glu_forward(h[:count], None, "silu", PLAIN_GATE))
-    absent, alone = tiled_gated_product(x, weight, ends, "silu", False)
-    assert absent is None
-    assert torch.equal(alone[:count], a[:count])
-
-
-@every_dtype
-@pytest.mark.parametrize(
     "shape", [shape for name, shape in SHAPES.items() if name != "small"], ids=[n for n in SHAPES if n != "small"]
 )
 def test_gradients_of_weights_are_as_accurate_as_those_of_torch(shape, dtype, poisoned):
@@ -175,12 +142,9 @@ def test_rows_of_no_expert_are_not_written(sizes, poisoned):
     """The memory of the results is NaN, and all factors are finite. The last expert with rows has so many."""
     factors = _factors(sizes, 128, 512, BF16)
     x, weight, ends = factors.x, factors.weight, factors.ends
-    h, a = tiled_gated_product(x, weight, ends, "silu", True)
     results = {
         "product": tiled_product(x, weight, ends),
         "by rows": tiled_product(x, weight.contiguous(), ends),
-        "h": h,
-        "a": a,
     }
     for name, result in results.items():
         assert result[: factors.count].isfinite().all(), name
@@ -193,10 +157,9 @@ def test_values_of_one_expert_do_not_reach_the_others(shape):
     factors = _factors(*shape, BF16)
 
     def results(f: Factors) -> dict[str, Tensor]:
-        h, a = tiled_gated_product(f.x, f.weight, f.ends, "silu", True)
         y = tiled_product(f.x, f.weight, f.ends)
         by_rows = tiled_product(f.x, f.weight.contiguous(), f.ends)
-        return {"product": y, "by rows": by_rows, "h": h, "a": a, "dw": tiled_weight_gradient(f.x, f.dy, f.ends)}
+        return {"product": y, "by rows": by_rows, "dw": tiled_weight_gradient(f.x, f.dy, f.ends)}
 
     expected = results(factors)
     for expert, (start, end) in enumerate(factors.spans):
@@ -223,9 +186,8 @@ def test_every_repetition_has_the_same_bits(dtype):
 
     def run() -> list[Tensor]:
         x, weight, dy, ends, _ = factors
-        h, a = tiled_gated_product(x, weight, ends, "silu", True)
         y, by_rows = (tiled_product(x, w, ends) for w in (weight, weight.contiguous()))
-        return [*(t[: factors.count] for t in (h, a, y, by_rows)), tiled_weight_gradient(x, dy, ends)]
+        return [*(t[: factors.count] for t in (y, by_rows)), tiled_weight_gradient(x, dy, ends)]
 
     runs = [run() for _ in range(20)]
     for results in runs[1:]:

@@ -24,7 +24,6 @@ from tigon.ops.experts.fp8_products import (
 )
 from tigon.ops.experts.grouped_linear import group_sums, grouped_product, grouped_weight_gradient
 from tigon.ops.experts.routing import combine, dot_products, spread, spread_weighted
-from tigon.ops.experts.tiled_products import gates_in_product, tiled_gated_product
 from tigon.runtime.launch import launcher
 
 
@@ -92,19 +91,6 @@ def _empty_forward(
     return x.new_empty(x.shape), _empty_first_product(x, parameters.up, routing, options) if saves_h else None
 
 
-def _activated(
-    x: Tensor, weights: Tensor, parameters: ExpertParameters, routing: Routing, options: ExpertOptions, needs_h: bool
-) -> tuple[Tensor | None, Tensor]:
-    """Return h [S, 2 I] or [S, I] if it is needed, and its activation [S, I]."""
-    up, up_bias = parameters.up, parameters.up_bias
-    inputs, factor = _inputs(x, weights, routing, up.dtype, options), up if options.transposed else up.mT
-    if up_bias is None and gates_in_product(inputs, factor, options.kind):
-        return tiled_gated_product(inputs, factor, routing.ends, options.kind, needs_h)
-    h = product(inputs, up, up_bias, routing, options.transposed)
-    del inputs
-    return h if needs_h else None, ACTIVATIONS[options.kind][0](h)
-
-
 @launcher(fake=_empty_forward)
 def moe_forward(
     x: Tensor, weights: Tensor, parameters: ExpertParameters, routing: Routing, options: ExpertOptions, saves_h: bool,
@@ -112,16 +98,17 @@ def moe_forward(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Return y [T, H] and, if backward needs it, h [S, 2 I] or [S, I]."""
     up, down, up_bias, down_bias = parameters
+    h = moe_first_product(x, weights, up, up_bias, routing, options, copies)
+    saved_h = h if saves_h else None
     if copies.in_fp8:
-        h = moe_first_product(x, weights, up, up_bias, routing, options, copies)
         rows = quantise_activated(h, options.kind)
-        saved_h = h if saves_h else None
         del h
         z = fp8_row_product(rows, down, copies.down, routing.ends, by_rows=not options.transposed)
         z = add_bias(z, down_bias, routing)
         del rows
     else:
-        saved_h, a = _activated(x, weights, parameters, routing, options, saves_h)
+        a = ACTIVATIONS[options.kind][0](h)
+        del h
         z = product(a, down, down_bias, routing, options.transposed)
         del a
     return combine(z, None if options.weight_inputs else weights, routing, x.dtype), saved_h

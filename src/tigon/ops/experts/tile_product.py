@@ -1,7 +1,6 @@
 r"""The kernel of the grouped products of experts on Hopper, in Gluon: tiles of 192 x 256 by three groups of warps.
 
-    product            y[s] = x[s] W[e(s)]                  rows of one expert follow one another
-    gated product      the same, and a = act(gate) * up, where y[s] = [gate | up]
+    y[s] = x[s] W[e(s)]                  rows of one expert follow one another
 
 Hopper multiplies tiles that lie in shared memory, and all multiprocessors read them from the L2 cache. A tile of
 192 x 256 reads 22 % fewer bytes for each operation than one of 128 x 256, the largest outside of Gluon. Its fp32 sums
@@ -14,23 +13,12 @@ groups have multiplied them. The copies of a program's next tile start before th
 stored. A group of which no row belongs to the expert does not multiply, so an expert costs the time of its rows
 rounded up to a multiple of 64.
 
-Shapes: S rows, E experts, N and M features, I intermediate features. A step sums STEP features.
+Shapes: S rows, E experts, N and M features. A step sums STEP features.
 """
 
 from typing import Any
 
-from tigon.ops.experts.tile_results import (
-    BLOCK_ROWS,
-    COLUMNS,
-    GROUPS,
-    ROWS,
-    STEP,
-    STEP_BYTES,
-    halves,
-    store,
-    store_results,
-)
-from tigon.ops.mlps.activation_kernels import activation_and_slope
+from tigon.ops.experts.tile_results import BLOCK_ROWS, COLUMNS, GROUPS, ROWS, STEP, STEP_BYTES, store_results
 from tigon.runtime.compat.triton import gl, gluon, hopper, tl, triton
 
 # Without Gluon this kernel does not exist.
@@ -66,49 +54,6 @@ def row_blocks_kernel(ends_ptr, blocks_ptr, E, BLOCK_ROWS: tl.constexpr, BLOCK_E
 if gluon is not None and hopper is not None:
 
     @gluon.jit
-    def _gated(gate, up, KIND: gl.constexpr):
-        """Return act(gate) * up, computed in fp32 from rounded values, as backward does."""
-        act, _ = activation_and_slope(gate.to(gl.float32), KIND)
-        return (act * up.to(gl.float32)).to(gate.dtype)
-
-    @gluon.jit
-    def _store_part(y_ptr, y_tiles, buffers, y, tile_row, rows, col, columns, BUFFER: gl.constexpr):
-        """Store the first `rows` rows of y [64, 64] when the TMA has read both buffers."""
-        hopper.tma.store_wait(pendings=0)
-        if rows >= 64:
-            store(y_ptr, y_tiles, buffers, y, tile_row, rows, col, columns, True, BUFFER)
-        else:
-            store(y_ptr, y_tiles, buffers, y, tile_row, rows, col, columns, False, BUFFER)
-
-    @gluon.jit
-    def _store_gated(
-        h_ptr, a_ptr, h_tiles, a_tiles, buffers, h, first_row, end_row, col, inner,
-        KIND: gl.constexpr, BUFFER: gl.constexpr,
-    ):  # fmt: skip
-        """Store those rows of h = [gate | up] [64, 128 + 128] and of a = act(gate) * up that belong to the expert.
-
-        The choice between the two ways to store is made for each part. If it were made once, the compiler would compute
-        all of `a` before it, for which there are not enough registers.
-        """
-        gate, up = halves(h)
-        left_gate, right_gate = halves(gate)
-        left_up, right_up = halves(up)
-        width, rows = 2 * inner, end_row - first_row
-        a_ptr += first_row.to(gl.int64) * inner
-        a = _gated(left_gate, left_up, KIND)
-        _store_part(a_ptr, a_tiles, buffers, a, first_row, rows, col, inner, BUFFER)
-        if h_ptr is not None:
-            h_ptr += first_row.to(gl.int64) * width
-            _store_part(h_ptr, h_tiles, buffers, left_gate, first_row, rows, col, width, BUFFER + 1)
-            _store_part(h_ptr, h_tiles, buffers, left_up, first_row, rows, inner + col, width, BUFFER)
-        a = _gated(right_gate, right_up, KIND)
-        col += 64
-        _store_part(a_ptr, a_tiles, buffers, a, first_row, rows, col, inner, BUFFER + 1)
-        if h_ptr is not None:
-            _store_part(h_ptr, h_tiles, buffers, right_gate, first_row, rows, col, width, BUFFER)
-            _store_part(h_ptr, h_tiles, buffers, right_up, first_row, rows, inner + col, width, BUFFER + 1)
-
-    @gluon.jit
     def _find_block(blocks_ptr, tile, columns):
         """Return the expert of a tile, its first row, the end of the expert's rows, and its column of tiles.
 
@@ -120,13 +65,13 @@ if gluon is not None and hopper is not None:
         return gl.load(row), start + place % count * BLOCK_ROWS, end_row, place // count
 
     @gluon.jit
-    def _copy_step(pipeline, copies, GATED: gl.constexpr, BY_ROWS: gl.constexpr, STAGES: gl.constexpr):
+    def _copy_step(pipeline, copies, BY_ROWS: gl.constexpr, STAGES: gl.constexpr):
         """Start the copies of one step, and return the description of the step after it.
 
         `pipeline` has the descriptors, the stages and the list of tiles. `copies` describes the step: (its number,
         tile, feature, expert, first row, column).
         """
-        x_tiles, weight_tiles, x_smem, weight_smem, ready, empty, blocks_ptr, tiles, columns, N, M, inner = pipeline
+        x_tiles, weight_tiles, x_smem, weight_smem, ready, empty, blocks_ptr, tiles, columns, N, M = pipeline
         step, tile, k, expert, first_row, column = copies
         if tile < tiles:
             stage = step % STAGES
@@ -136,12 +81,7 @@ if gluon is not None and hopper is not None:
             for group in gl.static_range(GROUPS):
                 x = x_smem.index(stage * GROUPS + group)
                 hopper.tma.async_copy_global_to_shared(x_tiles, [first_row + group * ROWS, k], bar, x)
-            if GATED:
-                half: gl.constexpr = COLUMNS // 2
-                row = expert * M + column * half
-                hopper.tma.async_copy_global_to_shared(weight_tiles, [row, k], bar, weight.slice(0, half))
-                hopper.tma.async_copy_global_to_shared(weight_tiles, [row + inner, k], bar, weight.slice(half, half))
-            elif BY_ROWS:
+            if BY_ROWS:
                 hopper.tma.async_copy_global_to_shared(weight_tiles, [expert * N + k, column * COLUMNS], bar, weight)
             else:
                 hopper.tma.async_copy_global_to_shared(weight_tiles, [expert * M + column * COLUMNS, k], bar, weight)
@@ -156,25 +96,24 @@ if gluon is not None and hopper is not None:
 
     @gluon.jit
     def _product_group(
-        x_tiles, weight_tiles, y_tiles, a_tiles, y_ptr, a_ptr, x_smem, weight_smem, buffers, ready, empty, blocks_ptr,
-        columns, N, M, inner, KIND: gl.constexpr, BY_ROWS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
+        x_tiles, weight_tiles, y_tiles, y_ptr, x_smem, weight_smem, buffers, ready, empty, blocks_ptr, columns, N, M,
+        BY_ROWS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
     ):  # fmt: skip
         """Compute 64 rows of each tile of a program. The first group starts the copies of all groups."""
-        GATED: gl.constexpr = KIND is not None
         layout: gl.constexpr = gl.NVMMADistributedLayout(
             version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, COLUMNS, 16]
         )
         tiles = gl.load(blocks_ptr) * columns
         step = 0
         first_tile = gl.program_id(0)
-        pipeline = x_tiles, weight_tiles, x_smem, weight_smem, ready, empty, blocks_ptr, tiles, columns, N, M, inner
+        pipeline = x_tiles, weight_tiles, x_smem, weight_smem, ready, empty, blocks_ptr, tiles, columns, N, M
         copies = (0, first_tile, 0, 0, 0, 0)
         if GROUP == 0:
             if first_tile < tiles:
                 expert, first_row, _, column = _find_block(blocks_ptr, first_tile, columns)
                 copies = (0, first_tile, 0, expert, first_row, column)
             for _ in range(STAGES):
-                copies = _copy_step(pipeline, copies, GATED, BY_ROWS, STAGES)
+                copies = _copy_step(pipeline, copies, BY_ROWS, STAGES)
         for tile in range(first_tile, tiles, gl.num_programs(0)):
             _, block_row, end_row, column = _find_block(blocks_ptr, tile, columns)
             first_row = block_row + GROUP * ROWS
@@ -194,22 +133,14 @@ if gluon is not None and hopper is not None:
                     if k > 0:
                         hopper.mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES))
                         if GROUP == 0:
-                            copies = _copy_step(pipeline, copies, GATED, BY_ROWS, STAGES)
+                            copies = _copy_step(pipeline, copies, BY_ROWS, STAGES)
                     step += 1
                 total = hopper.warpgroup_mma_wait(num_outstanding=0, deps=(total,))
                 hopper.mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES))
                 if GROUP == 0:
-                    copies = _copy_step(pipeline, copies, GATED, BY_ROWS, STAGES)
+                    copies = _copy_step(pipeline, copies, BY_ROWS, STAGES)
                 y = total.to(x_tiles.dtype)
-                if GATED:
-                    _store_gated(
-                        y_ptr, a_ptr, y_tiles, a_tiles, buffers, y, first_row, end_row, column * (COLUMNS // 2), inner,
-                        KIND, 2 * GROUP,
-                    )  # fmt: skip
-                else:
-                    store_results(
-                        y_ptr, y_tiles, buffers, y, first_row, first_row, end_row, column * COLUMNS, M, 2 * GROUP
-                    )  # fmt: skip
+                store_results(y_ptr, y_tiles, buffers, y, first_row, first_row, end_row, column * COLUMNS, M, 2 * GROUP)
             else:
                 for _ in range(0, N, STEP):
                     stage = step % STAGES
@@ -220,14 +151,13 @@ if gluon is not None and hopper is not None:
 
     @gluon.jit(do_not_specialize=["columns"])
     def product_kernel(
-        # [B, 4], [S, M] or None, [S, I] if KIND, and descriptors of [S, N], of [E M, N] or [E N, M], of y and of a
-        blocks_ptr, y_ptr, a_ptr, x_tiles, weight_tiles, y_tiles, a_tiles, columns, N, M, inner,
-        KIND: gl.constexpr, BY_ROWS: gl.constexpr, STAGES: gl.constexpr, num_warps: gl.constexpr,
+        # [B, 4], [S, M], and descriptors of [S, N], of [E M, N] or [E N, M], and of y
+        blocks_ptr, y_ptr, x_tiles, weight_tiles, y_tiles, columns, N, M,
+        BY_ROWS: gl.constexpr, STAGES: gl.constexpr, num_warps: gl.constexpr,
     ):  # fmt: skip
         """Compute tiles of y. All rows of a tile belong to one expert. Program i of P computes the tiles i, i + P, ...
 
-        If BY_ROWS, the weight of an expert is stored as [N, M], otherwise as [M, N]. If KIND is an activation, M is
-        2 I, a tile holds 128 columns of gate and the same 128 columns of up, and `a` is computed too.
+        If BY_ROWS, the weight of an expert is stored as [N, M], otherwise as [M, N].
         """
         dtype: gl.constexpr = x_tiles.dtype
         shape: gl.constexpr = [STAGES, STEP, COLUMNS] if BY_ROWS else [STAGES, COLUMNS, STEP]
@@ -242,12 +172,12 @@ if gluon is not None and hopper is not None:
         hopper.fence_async_shared()
         gl.warp_specialize(
             [
-                (_product_group, (x_tiles, weight_tiles, y_tiles, a_tiles, y_ptr, a_ptr, x_smem, weight_smem, buffers,
-                                  ready, empty, blocks_ptr, columns, N, M, inner, KIND, BY_ROWS, STAGES, 0)),
-                (_product_group, (x_tiles, weight_tiles, y_tiles, a_tiles, y_ptr, a_ptr, x_smem, weight_smem, buffers,
-                                  ready, empty, blocks_ptr, columns, N, M, inner, KIND, BY_ROWS, STAGES, 1)),
-                (_product_group, (x_tiles, weight_tiles, y_tiles, a_tiles, y_ptr, a_ptr, x_smem, weight_smem, buffers,
-                                  ready, empty, blocks_ptr, columns, N, M, inner, KIND, BY_ROWS, STAGES, 2)),
+                (_product_group, (x_tiles, weight_tiles, y_tiles, y_ptr, x_smem, weight_smem, buffers, ready, empty,
+                                  blocks_ptr, columns, N, M, BY_ROWS, STAGES, 0)),
+                (_product_group, (x_tiles, weight_tiles, y_tiles, y_ptr, x_smem, weight_smem, buffers, ready, empty,
+                                  blocks_ptr, columns, N, M, BY_ROWS, STAGES, 1)),
+                (_product_group, (x_tiles, weight_tiles, y_tiles, y_ptr, x_smem, weight_smem, buffers, ready, empty,
+                                  blocks_ptr, columns, N, M, BY_ROWS, STAGES, 2)),
             ],
             [4, 4],
             [168, 168],

@@ -16,20 +16,18 @@ BLOCK_ROWS = tl.constexpr(GROUPS.value * ROWS.value)
 # The bytes of both factors of a step.
 STEP_BYTES = tl.constexpr((BLOCK_ROWS.value + COLUMNS.value) * STEP.value * 2)
 
-# Without Gluon these functions do not exist.
-halves: Any = None
-store: Any = None
+# Without Gluon this function does not exist.
 store_results: Any = None
 
 if gluon is not None and hopper is not None:
 
     @gluon.jit
-    def halves(x):
+    def _halves(x):
         """Return the left and the right half of x [64, C]."""
         return x.reshape([64, 2, x.shape[1] // 2]).permute(0, 2, 1).split()
 
     @gluon.jit
-    def store(y_ptr, y_tiles, buffers, y, tile_row, rows, col, columns, IS_WHOLE: gl.constexpr, BUFFER: gl.constexpr):
+    def _store(y_ptr, y_tiles, buffers, y, tile_row, rows, col, columns, IS_WHOLE: gl.constexpr, BUFFER: gl.constexpr):
         """Store the first `rows` rows of y [64, 64] from column `col` on.
 
         If IS_WHOLE, the TMA stores all rows, as those of y_tiles from `tile_row` on. It reads them from one of two
@@ -55,13 +53,13 @@ if gluon is not None and hopper is not None:
         y_ptr, y_tiles, buffers, y, tile_row, rows, col, columns, IS_WHOLE: gl.constexpr, BUFFER: gl.constexpr
     ):  # fmt: skip
         """Store the first `rows` rows of y [64, 256] with `BUFFER` and the buffer after it."""
-        left, right = halves(y)
-        a, b = halves(left)
-        store(y_ptr, y_tiles, buffers, a, tile_row, rows, col, columns, IS_WHOLE, BUFFER)
-        store(y_ptr, y_tiles, buffers, b, tile_row, rows, col + 64, columns, IS_WHOLE, BUFFER + 1)
-        a, b = halves(right)
-        store(y_ptr, y_tiles, buffers, a, tile_row, rows, col + 128, columns, IS_WHOLE, BUFFER)
-        store(y_ptr, y_tiles, buffers, b, tile_row, rows, col + 192, columns, IS_WHOLE, BUFFER + 1)
+        left, right = _halves(y)
+        a, b = _halves(left)
+        _store(y_ptr, y_tiles, buffers, a, tile_row, rows, col, columns, IS_WHOLE, BUFFER)
+        _store(y_ptr, y_tiles, buffers, b, tile_row, rows, col + 64, columns, IS_WHOLE, BUFFER + 1)
+        a, b = _halves(right)
+        _store(y_ptr, y_tiles, buffers, a, tile_row, rows, col + 128, columns, IS_WHOLE, BUFFER)
+        _store(y_ptr, y_tiles, buffers, b, tile_row, rows, col + 192, columns, IS_WHOLE, BUFFER + 1)
 
     @gluon.jit
     def store_results(

@@ -6,7 +6,7 @@ On an H100, the six products of Qwen3-30B-A3B's experts take 3.41 ms with 8192 t
 of torch. In all measured sizes the results have the same bits. Elsewhere `tigon.ops.experts.grouped_linear` calls
 `grouped_mm`.
 
-Shapes: S rows, E experts, N and M features, I intermediate features.
+Shapes: S rows, E experts, N and M features.
 """
 
 import torch
@@ -62,13 +62,6 @@ def tiles_product(x: Tensor, weight: Tensor) -> bool:
     return _is_tileable(weight.mT) or (_is_tileable(weight) and weight.shape[1] % STEP == 0)
 
 
-def gates_in_product(x: Tensor, weight: Tensor, kind: str) -> bool:
-    """Return whether `tiled_gated_product` computes the product with weight [E, N, 2 I] and the activation."""
-    # A tile has as many columns of gate as of up.
-    fits = kind == "silu" and weight.shape[2] % COLUMNS == 0
-    return fits and _runs_on(x, weight) and _is_tileable(x) and _is_tileable(weight.mT)
-
-
 def tiles_gradient(x: Tensor, dy: Tensor) -> bool:
     """Return whether `tiled_weight_gradient` computes the gradient from x [S, N] and dy [S, M]."""
     return _runs_on(x, dy) and _is_tileable(x) and _is_tileable(dy) and x.shape[1] >= ROWS
@@ -77,13 +70,9 @@ def tiles_gradient(x: Tensor, dy: Tensor) -> bool:
 # --- launches --------------------------------------------------------------------------------------
 
 
-def _tiles(x: Tensor, rows: int, columns: int, stored_rows: int | None = None) -> object:
-    """Return the descriptor of tiles [rows, columns] of x, with the layout in shared memory that the products read.
-
-    `stored_rows` is the number of rows of the whole tile, if one copy fills only `rows` of them.
-    """
-    dtype = getattr(gl, DTYPES[x.dtype])
-    layout = gl.NVMMASharedLayout.get_default_for([stored_rows or rows, columns], dtype)
+def _tiles(x: Tensor, rows: int, columns: int) -> object:
+    """Return the descriptor of tiles [rows, columns] of x, with the layout in shared memory that the products read."""
+    layout = gl.NVMMASharedLayout.get_default_for([rows, columns], getattr(gl, DTYPES[x.dtype]))
     return TileDescriptor(x, list(x.shape), list(x.stride()), [rows, columns], layout)
 
 
@@ -98,50 +87,28 @@ def _row_blocks(ends: Tensor, rows: int) -> Tensor:
     return blocks
 
 
-def _launch_product(
-    x: Tensor, weight: Tensor, ends: Tensor, y: Tensor | None, a: Tensor | None, kind: str | None
-) -> None:
-    """Launch the kernel of products, which writes y or the gated product."""
+def tiled_product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Return [S, M] for x [S, N], weight [E, N, M] and the end of each expert's rows, ends [E]."""
     experts, n, m = weight.shape
+    y = x.new_empty(x.shape[0], m)
     by_rows = not _is_tileable(weight.mT)
-    blocks = _row_blocks(ends, x.shape[0])
-    inner = m // 2
-    columns = cdiv(inner, COLUMNS // 2) if kind else cdiv(m, COLUMNS)
+    blocks, columns = _row_blocks(ends, x.shape[0]), cdiv(m, COLUMNS)
     if by_rows:
         weight_tiles = _tiles(weight.view(experts * n, m), STEP, COLUMNS)
     else:
-        stored = weight.mT.view(experts * m, n)
-        weight_tiles = _tiles(stored, COLUMNS // 2 if kind else COLUMNS, STEP, COLUMNS)
+        weight_tiles = _tiles(weight.mT.view(experts * m, n), COLUMNS, STEP)
     most_tiles = (blocks.shape[0] - 1) * columns
     # The last block of an expert has fewer rows. With 132 programs, a multiple of 3, some programs would get only last
     # blocks if each expert has three blocks, and others none.
     launch(
         product_kernel, min(most_tiles, device_of(x).multiprocessors - 1),
         *in_order(product_kernel)(
-            blocks_ptr=blocks, y_ptr=y, a_ptr=a, x_tiles=_tiles(x, ROWS, STEP), weight_tiles=weight_tiles,
-            y_tiles=None if y is None else _tiles(y, ROWS, STEP), a_tiles=None if a is None else _tiles(a, ROWS, STEP),
-            columns=columns, N=n, M=m, inner=inner,
+            blocks_ptr=blocks, y_ptr=y, x_tiles=_tiles(x, ROWS, STEP), weight_tiles=weight_tiles,
+            y_tiles=_tiles(y, ROWS, STEP), columns=columns, N=n, M=m,
         ),
-        KIND=kind, BY_ROWS=by_rows, STAGES=STAGES, num_warps=4,
+        BY_ROWS=by_rows, STAGES=STAGES, num_warps=4,
     )  # fmt: skip
-
-
-def tiled_product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Return [S, M] for x [S, N], weight [E, N, M] and the end of each expert's rows, ends [E]."""
-    y = x.new_empty(x.shape[0], weight.shape[2])
-    _launch_product(x, weight, ends, y, None, None)
     return y
-
-
-def tiled_gated_product(
-    x: Tensor, weight: Tensor, ends: Tensor, kind: str, needs_h: bool
-) -> tuple[Tensor | None, Tensor]:
-    """Return h = [gate | up] [S, 2 I] if it is needed, and act(gate) * up [S, I], for weight [E, N, 2 I]."""
-    rows, width = x.shape[0], weight.shape[2]
-    h = x.new_empty(rows, width) if needs_h else None
-    a = x.new_empty(rows, width // 2)
-    _launch_product(x, weight, ends, h, a, kind)
-    return h, a
 
 
 def tiled_weight_gradient(x: Tensor, dy: Tensor, ends: Tensor) -> Tensor:
