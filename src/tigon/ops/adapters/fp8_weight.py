@@ -19,8 +19,8 @@ from torch import Tensor
 from tigon.ops.adapters.projection import FrozenWeight, Projection
 from tigon.ops.fp8.formats import E4M3, Factor, Fp8Options, FusedPass, runs_fp8_kernels
 from tigon.ops.fp8.products import multiply_fp8
-from tigon.ops.fp8.quantisation import Layout, quantise
-from tigon.ops.fp8.weights import Fp8Weights, WeightCache, weight_rows, weight_transposed
+from tigon.ops.fp8.quantisation import Layout, Quantised, quantise
+from tigon.ops.fp8.weights import WeightCache, weight_rows, weight_transposed
 from tigon.runtime.counters import zero_number
 
 FindCache = Callable[[Sequence[Tensor], Sequence[int | None]], WeightCache | None]
@@ -57,7 +57,7 @@ class Fp8Group:
         cache = None
         if is_cacheable and first.find_cache is not None:
             cache = first.find_cache(self.weights, [each.merges for each in weights.values()])
-        self.copies: Fp8Weights | None = weight_rows(cache, "base", self.weights, self.options.is_rowwise, needs_dx)
+        self.copies: Quantised | None = weight_rows(cache, "base", self.weights, self.options.is_rowwise, needs_dx)
         self.is_cached = cache is not None
 
     @staticmethod

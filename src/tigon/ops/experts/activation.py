@@ -16,7 +16,6 @@ for an activation without a gate.
 """
 
 import functools
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -24,6 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tigon.ops.experts.choice_order import Routing
+from tigon.ops.fp8.gated_gradients import gated_gradients_reference
+from tigon.ops.fp8.quantisation import activate
 from tigon.ops.mlps.activation_kernels import activation_and_slope
 from tigon.runtime.compat.triton import tl, triton
 from tigon.runtime.device import runs_kernels
@@ -42,37 +43,23 @@ class NeededActivationGradients(NamedTuple):
 
 # --- reference -----------------------------------------------------------------------------------
 
-_aten = torch.ops.aten
-
-# For each activation, the first function computes act(x), and the second one computes the gradient of x from that of
-# act(x). They do not use autograd, which is off inside an operator that `torch.compile` calls.
-_DERIVATIVES: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
-    "silu": (F.silu, _aten.silu_backward),
-    "gelu": (F.gelu, _aten.gelu_backward),
-    "gelu_tanh": (
-        lambda x: F.gelu(x, approximate="tanh"),
-        lambda dy, x: _aten.gelu_backward(dy, x, approximate="tanh"),
-    ),
-    "relu2": (lambda x: F.relu(x).square(), lambda dy, x: 2.0 * F.relu(x) * dy),
-}
-
 
 def activation_gradients_reference(
     h: Tensor, da: Tensor | None, weights: Tensor, routing: Routing, kind: str, needs: NeededActivationGradients
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Compute `activation_gradients` in torch, for tests and for devices without Triton."""
     wide_dtype = torch.promote_types(h.dtype, torch.float32)
-    act, derivative = _DERIVATIVES[kind]
     inner = h.shape[1] // (1 if kind == "relu2" else 2)
     factors = weights.flatten()[routing.order, None].to(wide_dtype)
     gate, *up = h.to(wide_dtype).split(max(1, inner), -1)
-    a = act(gate) * up[0] if up else act(gate)
+    a = activate(gate, up[0], kind) if up else F.relu(gate).square()
     dh, dots = None, torch.zeros_like(factors)
     if da is not None:
         dots, dy = (da * a).sum(-1, keepdim=True), da * factors
-        if needs.dh:
-            dh = torch.cat([derivative(dy * up[0], gate), dy * act(gate)], -1) if up else derivative(dy, gate)
-            dh = dh.to(h.dtype)
+        if needs.dh and up:
+            dh = torch.cat(gated_gradients_reference(dy, gate, up[0], kind)[:2], -1).to(h.dtype)
+        elif needs.dh:
+            dh = (2.0 * F.relu(gate) * dy).to(h.dtype)
     dweights = dots.masked_fill(routing.absent, 0.0)[routing.slot, 0].to(weights.dtype) if needs.dweights else None
     return dh, (a * factors).to(h.dtype) if needs.wa else None, dweights
 

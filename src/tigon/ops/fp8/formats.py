@@ -51,6 +51,10 @@ class Factor(NamedTuple):
     values: Tensor
     scale: Tensor
 
+    def get_device(self) -> int:
+        """Return the number of the device, on which launchers run their function."""
+        return self.values.get_device()
+
     def rows(self, start: int, stop: int) -> "Factor":
         """Return the factor of the rows from `start` to `stop`."""
         return Factor(self.values[start:stop], self.scale if self.scale.dim() == 1 else self.scale[start:stop])

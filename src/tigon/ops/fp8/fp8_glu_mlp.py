@@ -27,8 +27,8 @@ from tigon.ops.fp8.formats import Factor, Fp8Options, check_options, check_sizes
 from tigon.ops.fp8.fp8_linear import quantise_again, quantise_input, uses_autocast, weight_gradient
 from tigon.ops.fp8.gated_gradients import GatedNeeds, gated_gradients, gated_gradients_reference
 from tigon.ops.fp8.products import multiply_fp8
-from tigon.ops.fp8.quantisation import Layout, activate, quantise, quantise_gated, quantise_tensor
-from tigon.ops.fp8.weights import Fp8Weights, WeightCache, quantise_weights, weight_rows, weight_transposed
+from tigon.ops.fp8.quantisation import Layout, Quantised, activate, quantise, quantise_gated, quantise_tensor
+from tigon.ops.fp8.weights import WeightCache, quantise_weights, weight_rows, weight_transposed
 from tigon.ops.mlps.activation_kernels import PLAIN_GATE, glu_backward_into
 from tigon.ops.mlps.gated_node import check_version, gradient_buffers, save_gated, unpack_gated
 from tigon.runtime import checks
@@ -42,7 +42,7 @@ KINDS = ("silu", "gelu", "gelu_tanh")
 # --- products ------------------------------------------------------------------------------------
 
 
-def _multiply_gates(x: Factor, weights: Fp8Weights, inner: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _multiply_gates(x: Factor, weights: Quantised, inner: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return gate and up [T, I] for x and the weights [2 I, H], I being `inner`."""
     halves = weights.rows_of(0, inner), weights.rows_of(inner, 2 * inner)
     gate, up = (multiply_fp8(x, half, dtype, is_fast=True) for half in halves)

@@ -62,8 +62,9 @@ class _GatedCopies(NamedTuple):
 
 
 def gated_gradients_reference(da: Tensor, gate: Tensor, up: Tensor, kind: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dgate, dup and a [T, I] in fp32."""
-    da, gate, up = da.float(), gate.float(), up.float()
+    """Return dgate, dup and a [T, I] in fp32 (or fp64)."""
+    wide = torch.promote_types(gate.dtype, torch.float32)
+    da, gate, up = da.to(wide), gate.to(wide), up.to(wide)
     a, dact = activate(gate, up, kind), da * up
     if kind == "silu":
         return torch.ops.aten.silu_backward(dact, gate), da * F.silu(gate), a

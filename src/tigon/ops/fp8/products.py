@@ -64,27 +64,21 @@ def has_grouped_units(x: Tensor) -> bool:
     return has_fp8_units(x) and device_of(x).arch == "sm_90"
 
 
-def _empty_products(values: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
-    return values.new_empty((values.shape[0], weights.shape[1]), dtype=dtype)
+def _empty_products(rows: Factor, weights: Factor, dtype: torch.dtype) -> Tensor:
+    return rows.values.new_empty((rows.values.shape[0], weights.values.shape[1]), dtype=dtype)
 
 
 @launcher(fake=_empty_products)
-def multiply_grouped_values(
-    values: Tensor, scale: Tensor, weights: Tensor, weight_scale: Tensor, ends: Tensor, dtype: torch.dtype
-) -> Tensor:
-    """Return `multiply_groups` of the tensors of two factors."""
-    if not has_grouped_units(values):
-        return emulate_groups(Factor(values, scale), Factor(weights, weight_scale), ends, dtype)
-    return multiply_scaled_groups(values, weights.mT, scale.view(-1), weight_scale, ends, is_fast=True).to(dtype)
-
-
 def multiply_groups(rows: Factor, weights: Factor, ends: Tensor, dtype: torch.dtype) -> Tensor:
     """Return [S, N] in `dtype` for rows [S, K], weights [E, N, K] and ends [E] int32, one past the last row of a group.
 
     The units return bf16, which is then converted, and keep fewer bits while they accumulate. With precise sums,
     products of a few hundred rows for each group would take longer than in bf16.
     """
-    return multiply_grouped_values(*rows, *weights, ends, dtype)
+    if not has_grouped_units(rows.values):
+        return emulate_groups(rows, weights, ends, dtype)
+    scale = rows.scale.view(-1)
+    return multiply_scaled_groups(rows.values, weights.values.mT, scale, weights.scale, ends, is_fast=True).to(dtype)
 
 
 def emulate_groups(rows: Factor, weights: Factor, ends: Tensor, dtype: torch.dtype) -> Tensor:
@@ -92,7 +86,7 @@ def emulate_groups(rows: Factor, weights: Factor, ends: Tensor, dtype: torch.dty
 
     The host waits for the sizes of the groups. On the meta device, which has none, nothing is computed.
     """
-    y = _empty_products(rows.values, weights.values, dtype).zero_()
+    y = _empty_products(rows, weights, dtype).zero_()
     start = 0
     for group, end in enumerate([] if ends.is_meta else ends.tolist()):
         product = rows.values[start:end].float() @ weights.values[group].float().t()

@@ -71,6 +71,12 @@ class Quantised(NamedTuple):
     rows: Factor | None
     transposed: Factor | None
 
+    def rows_of(self, start: int, stop: int) -> Factor:
+        """Return the rows from `start` to `stop`, such as those of one weight, of the copy by rows."""
+        assert self.rows is not None
+        is_whole = start == 0 and stop == self.rows.values.shape[0]
+        return self.rows if is_whole else self.rows.rows(start, stop)
+
 
 class Copies(NamedTuple):
     """The tensors of the FP8 copies of a matrix [M, K]. A copy that is not needed is None."""
@@ -116,8 +122,9 @@ def quantise_reference(x: Tensor, layout: Layout) -> Copies:
 
 
 def activate(gate: Tensor, up: Tensor, kind: str) -> Tensor:
-    """Return act(gate) * up in fp32, in torch."""
-    gate, up = gate.float(), up.float()
+    """Return act(gate) * up in fp32 (or fp64), in torch."""
+    wide = torch.promote_types(gate.dtype, torch.float32)
+    gate, up = gate.to(wide), up.to(wide)
     if kind == "silu":
         return F.silu(gate) * up
     return F.gelu(gate, approximate="tanh" if kind == "gelu_tanh" else "none") * up

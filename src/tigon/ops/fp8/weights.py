@@ -14,40 +14,21 @@ import torch
 from torch import Tensor
 
 from tigon.ops.fp8.formats import Factor
-from tigon.ops.fp8.quantisation import Layout, quantise
+from tigon.ops.fp8.quantisation import Layout, Quantised, quantise
 from tigon.ops.fp8.stacks import quantise_stack
 from tigon.runtime.device import is_capturing
 from tigon.runtime.optimizer_steps import count_steps, step_count
 
 
-class Fp8Weights:
-    """The FP8 copies of a group of weights. A copy that no product has needed yet is None."""
-
-    def __init__(self, rows: Factor | None, transposed: Factor | None) -> None:
-        self.rows = rows
-        self.transposed = transposed
-
-    def rows_of(self, start: int, stop: int) -> Factor:
-        """Return the rows from `start` to `stop`, which are those of one weight, of the copy by rows."""
-        assert self.rows is not None
-        is_whole = start == 0 and stop == self.rows.values.shape[0]
-        return self.rows if is_whole else self.rows.rows(start, stop)
-
-    @property
-    def nbytes(self) -> int:
-        """Return the bytes of the copies."""
-        return sum(x.nbytes for factor in (self.rows, self.transposed) if factor is not None for x in factor)
-
-
 def quantise_weights(
     weights: Sequence[Tensor], is_rowwise: bool, needs_rows: bool, needs_transposed: bool
-) -> Fp8Weights:
+) -> Quantised:
     """Return the FP8 copies of a group of weights [O_i, H], whose copies come from the same passes, or of one stack."""
     if weights[0].dim() == 3:
         (stack,) = weights
-        return Fp8Weights(*quantise_stack(stack, needs_rows, needs_transposed))
+        return quantise_stack(stack, needs_rows, needs_transposed)
     layout = Layout(is_rowwise, needs_rows, needs_transposed)
-    return Fp8Weights(*quantise([weight.detach() for weight in weights], layout))
+    return quantise([weight.detach() for weight in weights], layout)
 
 
 # --- the cache -----------------------------------------------------------------------------------
@@ -72,7 +53,7 @@ def _state_of(weight: Tensor, keeps_frozen: bool) -> _WeightState:
 class _Entry(NamedTuple):
     states: tuple[_WeightState, ...]
     is_rowwise: bool
-    copies: Fp8Weights
+    copies: Quantised
 
 
 class WeightCache:
@@ -103,7 +84,8 @@ class WeightCache:
     @property
     def nbytes(self) -> int:
         """Return the bytes of all copies."""
-        return sum(entry.copies.nbytes for entry in self._entries.values())
+        factors = [factor for entry in self._entries.values() for factor in entry.copies if factor is not None]
+        return sum(x.nbytes for factor in factors for x in factor)
 
     def __deepcopy__(self, memo: dict) -> "WeightCache":
         # A copied module has weights of its own.
@@ -122,7 +104,7 @@ class WeightCache:
 
     def find(
         self, name: str, weights: Sequence[Tensor], is_rowwise: bool, needs_rows: bool, needs_transposed: bool
-    ) -> Fp8Weights:
+    ) -> Quantised:
         """Return the copies of a group of weights, and make those that are needed and missing."""
         make = functools.partial(quantise_weights, weights, is_rowwise)
         if torch.compiler.is_compiling() or weights[0].is_meta or is_capturing(weights[0]):
@@ -137,14 +119,12 @@ class WeightCache:
             self._entries[name] = _Entry(states, is_rowwise, copies)
             return copies
         copies = entry.copies
-        lacks_rows, lacks_transposed = (
-            needs_rows and copies.rows is None,
-            needs_transposed and copies.transposed is None,
-        )
+        lacks_rows = needs_rows and copies.rows is None
+        lacks_transposed = needs_transposed and copies.transposed is None
         if lacks_rows or lacks_transposed:
             missing = make(lacks_rows, lacks_transposed)
-            copies.rows = missing.rows or copies.rows
-            copies.transposed = missing.transposed or copies.transposed
+            copies = Quantised(copies.rows or missing.rows, copies.transposed or missing.transposed)
+            self._entries[name] = entry._replace(copies=copies)
         return copies
 
 
@@ -153,14 +133,14 @@ class WeightCache:
 
 def weight_rows(
     cache: WeightCache | None, name: str, weights: Sequence[Tensor], is_rowwise: bool, needs_transposed: bool
-) -> Fp8Weights:
+) -> Quantised:
     """Return copies of a group of weights for the forward. Only a cache also makes the transposed copy."""
     if cache is None:
         return quantise_weights(weights, is_rowwise, True, False)
     return cache.find(name, weights, is_rowwise, True, needs_transposed)
 
 
-def weight_transposed(copies: Fp8Weights | None, weights: Sequence[Tensor], is_rowwise: bool) -> Factor:
+def weight_transposed(copies: Quantised | None, weights: Sequence[Tensor], is_rowwise: bool) -> Factor:
     """Return the transposed copy of a group of weights for dX: that of the forward, or a new one."""
     if copies is not None and copies.transposed is not None:
         return copies.transposed
