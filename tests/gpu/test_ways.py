@@ -106,34 +106,7 @@ def test_a_patched_model_is_accurate_in_fp16_with_a_scaled_loss(model_type):
     compare(run, model_type, torch.float32)
 
 
-@pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
-def test_a_patched_model_is_accurate_with_checkpointing(model_type, reentrant):
-    def run(model, batch):
-        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-        model.enable_input_require_grads()
-        return take_step(model, batch)
-
-    compare(run, model_type)
-
-
-def test_a_patched_model_is_accurate_with_activations_on_the_host(model_type):
-    def run(model, batch):
-        with torch.autograd.graph.save_on_cpu(pin_memory=True):
-            return take_step(model, batch)
-
-    compare(run, model_type)
-
-
 # --- graphs --------------------------------------------------------------------------------------
-
-
-def test_a_patched_model_is_accurate_in_one_graph(model_type):
-    def run(model, batch):
-        torch._dynamo.reset()
-        step = take_step(torch.compile(model, fullgraph=True), batch)
-        return {name.removeprefix("_orig_mod."): value for name, value in step.items()}
-
-    compare(run, model_type)
 
 
 def test_a_captured_step_is_replayed_on_another_batch(model_type):

@@ -39,8 +39,3 @@ def test_a_tensor_is_no_option_and_an_option_is_no_tensor():
 def test_an_unknown_option_is_refused():
     with pytest.raises(ValueError, match=r"DistillationLoss: an option must be one of 'divergence', .* got 'alpha'"):
         tigon.DistillationLoss(alpha=0.5)
-
-
-def test_the_representation_shows_the_options():
-    module = tigon.DistillationLoss(divergence="kl", temperature=2.0)
-    assert repr(module) == "DistillationLoss(divergence='kl', temperature=2.0)"

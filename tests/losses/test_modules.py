@@ -170,22 +170,6 @@ def test_packed_sequences_are_those_of_padded_rows(name, ignored):
         assert counter.get_total_flops() == products * 2 * 24 * HIDDEN * VOCABULARY
 
 
-def test_tokens_outside_packed_sequences_get_no_gradient():
-    hidden, weight, targets = (x.flatten(0, 1) if x.dim() == 3 or x.dtype == torch.int64 else x for x in make(False))
-    hidden = hidden.detach().requires_grad_()
-    cu_seqlens = torch.tensor([3, 10, 15, 24, 30])
-    with tuned(ChunkConfig, tokens=20):
-        loss, _ = tigon.SimPOLoss()(hidden, weight, targets, cu_seqlens=cu_seqlens)
-    (actual,) = torch.autograd.grad(loss, hidden)
-    inside = slice(3, 30)
-    with tuned(ChunkConfig, tokens=20):
-        loss, _ = tigon.SimPOLoss()(hidden[inside], weight, targets[inside], cu_seqlens=cu_seqlens - 3)
-    (expected,) = torch.autograd.grad(loss, hidden)
-    torch.testing.assert_close(actual, expected)
-    assert not actual[:3].any()
-    assert not actual[30:].any()
-
-
 def test_bad_arguments_are_refused_before_any_product():
     """The function checks its arguments on tensors without values. The second call has the shapes of the first one."""
     hidden, weight, targets = make()

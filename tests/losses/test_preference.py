@@ -1,6 +1,5 @@
 """Losses of preferences that `test_trl` does not compare: options that TRL lacks, and edge cases."""
 
-import itertools
 import math
 
 import pytest
@@ -10,8 +9,6 @@ from losses.cases import Tokens, tokens
 from tigon import losses
 
 pytestmark = pytest.mark.no_interpreter("It launches no kernel.")
-
-BETA = 0.6
 
 
 def _sigmoid(z: float) -> float:
@@ -30,34 +27,6 @@ def _rows(x: Tokens, name: str = "policy") -> list[list[float]]:
 
 def _average(values: list[float]) -> float:
     return sum(values) / max(len(values), 1)
-
-
-@pytest.mark.parametrize("name", ["sigmoid", "hinge", "sft"])
-def test_wpo_weighs_the_gradients_of_pairs(name):
-    """The weights are constants for autograd."""
-    x = tokens(6, 7, torch.float64, empty=(4,))
-    squares = x.normal("squares", 0.3, -2.0)
-    policy, reference = _rows(x), _rows(x, "reference")
-    rows = [y[mask].tolist() for y, mask in zip(squares, x.mask, strict=True)]
-    averages = [_average([p - s for p, s in zip(policy[i], rows[i], strict=True)]) for i in range(6)]
-    weights = [math.exp(averages[i] + averages[i + 3]) for i in range(3)]
-    ratios = [sum(p) - sum(r) for p, r in zip(policy, reference, strict=True)]
-    nll = -_average(list(itertools.chain(*policy[:3])))
-    values = {
-        "sigmoid": lambda i: _nls(BETA * (ratios[i] - ratios[i + 3])),
-        "hinge": lambda i: max(0.0, 1 - BETA * (ratios[i] - ratios[i + 3])),
-        "sft": lambda i: nll,
-    }
-    leaf = x.log_probs().clone().requires_grad_()
-    loss, _ = losses.dpo_loss(
-        leaf, x.mask, x.log_probs("reference"), beta=BETA, loss_type=name, use_weighting=True, log_sum_sq_probs=squares
-    )
-    assert loss.item() == pytest.approx(_average([weights[i] * values[name](i) for i in range(3)]), rel=1e-10)
-    if name == "sigmoid":
-        (grad,) = torch.autograd.grad(loss, leaf)
-        slopes = [-BETA * _sigmoid(-BETA * (ratios[i] - ratios[i + 3])) * weights[i] / 3 for i in range(3)]
-        expected = torch.tensor(slopes + [-slope for slope in slopes]).double()[:, None] * x.mask
-        torch.testing.assert_close(grad, expected, rtol=1e-6, atol=1e-9)
 
 
 def test_the_sums_of_the_reference_replace_its_tokens():

@@ -63,30 +63,6 @@ def test_three_products_share_one_recomputed_result():
     assert live_results == [[], []]
 
 
-class Twice(torch.autograd.Function):
-    """A function whose backward unpacks its saved tensor twice."""
-
-    @staticmethod
-    def forward(ctx, y):
-        ctx.save_for_backward(y)
-        return y.square()
-
-    @staticmethod
-    def backward(ctx, dy):
-        return ctx.saved_tensors[0] * dy + dy * ctx.saved_tensors[0]
-
-
-def test_a_node_that_unpacks_a_result_twice_counts_once():
-    step, norm = Step(), Counted()
-    with tigon.lean():
-        y = norm.recomputed_norm(step.x(), step.weight())
-        loss = total(step.product(y), Twice.apply(y))
-        del y
-    loss.backward()
-    assert len(norm.results) == 2
-    assert norm.alive() == []
-
-
 def test_a_node_outside_of_the_gradient_does_not_unpack_its_result():
     """The next backward still computes the right gradients."""
 
@@ -349,23 +325,6 @@ def test_a_nested_block_does_not_end_the_outer_one():
     assert_same_bits(actual, expected)
 
 
-def test_outside_of_a_block_nothing_changes():
-    with tigon.lean():
-        pass
-    assert run(norm_and_product, False)[0] == {"y"}
-    assert tigon.memory.lean._open_blocks == 0
-
-
-def test_a_result_that_is_saved_after_the_block_is_kept():
-    def forward(step: Step) -> Tensor:
-        with tigon.lean():
-            y = tigon.rms_norm(step.x(), step.weight())
-        step.watch(y=y)
-        return total(step.product(y))
-
-    assert run(forward, False)[0] == {"y"}
-
-
 def test_an_exception_ends_the_block():
     step = Step()
 
@@ -547,28 +506,6 @@ def test_a_freed_tensor_is_not_mistaken_for_a_later_one():
 
 
 @pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
-@pytest.mark.parametrize("backward_inside", [False, True], ids=["backward outside", "backward inside"])
-def test_some_layers_may_be_checkpointed_in_the_block(reentrant, backward_inside):
-
-    def gradients(lean: bool) -> list[Tensor]:
-        step = Step()
-        w, v = step.weight(), step.weight(WIDTH, WIDTH)
-        layer = lambda x: x + F.linear(tigon.swiglu(tigon.rms_norm(x, w), x), v)
-        with block(lean):
-            x = step.x()
-            for i in range(4):
-                x = checkpoint(layer, x, use_reentrant=reentrant) if i % 2 else layer(x)
-            loss = total(x)
-            if backward_inside:
-                loss.backward()
-        if not backward_inside:
-            loss.backward()
-        return [loss.detach(), *step.gradients()]
-
-    assert_same_bits(gradients(True), gradients(False))
-
-
-@pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
 def test_a_checkpointed_region_may_contain_the_block(reentrant):
     def gradients(lean: bool) -> list[Tensor]:
         step = Step()
@@ -663,11 +600,3 @@ def test_an_output_that_the_user_keeps_holds_no_other_tensor():
     del x, z
     assert torch.equal(y, before)
     assert step.alive() == set()
-
-
-def test_a_block_forgets_the_tensors_of_each_step():
-    step = Step()
-    with tigon.lean():
-        for _ in range(3):
-            total(step.product(tigon.rms_norm(step.x(), step.weight()))).backward()
-            assert not tigon.memory.lean._block().by_storage

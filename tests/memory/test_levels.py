@@ -133,18 +133,6 @@ def test_modules_that_write_or_return_their_input_are_not_recomputed():
         assert memory._block().find(memory.call_projection(nn.Linear(8, 8), x * 2)) is not None
 
 
-def test_hooks_of_every_module_see_one_call(calls):
-    called_modules = []
-    model = patched("lean+mlp")
-    handle = nn.modules.module.register_module_forward_hook(lambda module, *rest: called_modules.append(module))
-    try:
-        step(model)
-    finally:
-        handle.remove()
-    assert called_modules.count(model.model.layers[0].mlp.up_proj) == 1
-    assert not any(calls)
-
-
 class Watched(nn.Linear):
     """A linear layer that records which of its outputs are alive."""
 
@@ -312,27 +300,6 @@ def test_the_last_layer_of_a_checkpointed_model_runs_once(model_type):
     assert output.past_key_values is None
 
 
-def test_the_last_layer_of_a_checkpointed_model_is_lean():
-    sizes = {level: saved_bytes(patched(level, num_hidden_layers=1)) for level in ("default", "lean", "checkpoint")}
-    assert sizes["lean"] <= sizes["checkpoint"] < sizes["default"]
-
-
-@pytest.mark.thorough
-def test_checkpointed_layers_may_be_compiled_one_by_one():
-    results = []
-    for level in ("checkpoint", "default"):
-        torch._dynamo.reset()
-        model = patched(level, use_cache=False)
-        if level == "checkpoint":
-            for layer in model.model.layers:
-                layer.compile(backend="aot_eager")
-        step(model)
-        results.append(step(model))
-    torch._dynamo.reset()
-    for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(a, b)
-
-
 def list_checkpointed(model: nn.Module) -> list[bool]:
     """Return an item for each layer that supports checkpointing: True if the layer runs twice."""
     layers = [m for m in model.modules() if hasattr(m, "_gradient_checkpointing_func") and "Layer" in type(m).__name__]
@@ -365,25 +332,6 @@ def test_checkpointing_of_transformers_stays_enabled():
     before = attributes(model)
     tigon.patch(model, memory="checkpoint").restore()
     assert attributes(model) == before
-
-
-def test_checkpointing_keeps_hooks_for_gradients_of_inputs():
-    model = build("llama")
-    model.enable_input_require_grads()
-    before = attributes(model)
-    report = tigon.patch(model, memory="checkpoint")
-    assert vars(model)["_require_grads_hooks"] is before[""]["_require_grads_hooks"]
-    assert len(model.get_input_embeddings()._forward_hooks) == 1
-    report.restore()
-    assert attributes(model) == before
-
-
-def test_a_model_inside_another_module_is_checkpointed():
-    wrapped = nn.ModuleList([build("llama")])
-    report = tigon.patch(wrapped, memory="checkpoint")
-    assert wrapped[0].is_gradient_checkpointing
-    report.restore()
-    assert not wrapped[0].is_gradient_checkpointing
 
 
 def test_unsupported_levels_are_refused(monkeypatch):

@@ -110,15 +110,6 @@ def test_lean_models_work_with_save_on_cpu():
     assert_same_bits(actual, step(default))
 
 
-def test_the_passes_of_two_models_may_interleave():
-    (one, two), (other_one, other_two) = (pair(t) for t in ("llama", "qwen3"))
-    losses = [model(**batch(0)).loss for model in (one, other_one)]
-    for loss in losses:
-        loss.backward()
-    for model, default in ((one, two), (other_one, other_two)):
-        assert_same_bits([p.grad for p in model.parameters()], step(default)[1:])
-
-
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 def test_weights_may_be_gathered_for_their_module_only(monkeypatch):
     """ZeRO-3 gathers weights for the forward and for the backward of their own module."""
@@ -133,35 +124,7 @@ def test_weights_may_be_gathered_for_their_module_only(monkeypatch):
     assert_same_bits(list(actual.values()), list(expected.values()))
 
 
-@pytest.mark.thorough
-def test_a_compiled_model_with_norms_of_heads_saves_less():
-    """test_levels.py compiles a Llama."""
-    results, sizes = [], []
-    for model in pair("qwen3", num_hidden_layers=1):
-        torch._dynamo.reset()
-        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-        results.append(step(compiled))
-        sizes.append(saved_bytes(compiled))
-    torch._dynamo.reset()
-    assert sizes[0] < 0.9 * sizes[1]
-    assert_same_bits(*results)
-
-
 # --- patch, restore, copy ------------------------------------------------------------------------
-
-
-def test_a_patched_model_becomes_lean():
-    """Restoring the second report does not undo the first one."""
-    model, default = pair()
-    tigon.patch(default).restore()
-    size = saved_bytes(default)
-    report = tigon.patch(default, memory="lean")
-    assert saved_bytes(default) == saved_bytes(model) < size
-    second_report = tigon.patch(default, memory="lean")
-    second_report.restore()
-    assert saved_bytes(default) == saved_bytes(model)
-    report.restore()
-    assert saved_bytes(default) == size
 
 
 def test_lean_works_without_other_parts():

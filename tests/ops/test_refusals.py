@@ -441,6 +441,39 @@ MESSAGES = {
         lambda: tigon.SwiGLUMLP(8, 6, device=DEVICE)(X.half()),
         "SwiGLUMLP: x and weight must have the same dtype, got x torch.float16, weight torch.float32",
     ),
+    "items without a mean": (
+        lambda: tigon.cross_entropy(LOGITS, TARGET, num_items=3, reduction="sum"),
+        "cross_entropy: num_items needs reduction='mean', because it divides the sum, got 'sum'",
+    ),
+    "an empty vocabulary": (
+        lambda: tigon.cross_entropy(LOGITS[:, :0], TARGET),
+        "cross_entropy: input must have shape (..., V) with V > 0, got (4, 0)",
+    ),
+    "a temperature of probabilities": (
+        lambda: tigon.kl_div(LOGITS, LOGITS, temperature=2.0),
+        "kl_div: temperature must be 1 without from_logits=True, got 2; from_logits=True also accepts "
+        "log-probabilities",
+    ),
+    "a vocabulary that is not sharded": (
+        lambda: tigon.linear_log_probs(X, LINEAR["linear_weight"], TARGET, vocab_size=7),
+        "linear_log_probs: vocab_size needs a process_group over which the vocabulary is sharded, got None",
+    ),
+    "packed gate and up of an odd width": (
+        lambda: tigon.swiglu(X[:, :7]),
+        "swiglu: packed gate and up must have an even last dimension, got shape (4, 7)",
+    ),
+    "experts of another width": (
+        lambda: tigon.moe_mlp(**MOE | {"down_proj": MOE["down_proj"].mT}),
+        "moe_mlp: down_proj must have shape (3, 8, 4), got (3, 4, 8)",
+    ),
+    "a size that the FP8 units do not take": (
+        lambda: tigon.fp8_linear(torch.ones(4, 24), torch.ones(32, 24)),
+        "fp8_linear: both sizes of weight must be positive multiples of 16, got (32, 24)",
+    ),
+    "a weight of other features": (
+        lambda: tigon.glu_mlp(**MLP | {"gate_weight": _randn(6, 7)}),
+        "glu_mlp: gate_weight must have shape [I, H] with H of x (4, 8), got (6, 7)",
+    ),
     "an option of a group of parameters": (
         lambda: tigon.AdamW([{"params": [_parameter(3)], "lr": "fast"}]),
         "AdamW: lr must be a number, got 'fast'",

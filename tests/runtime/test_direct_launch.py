@@ -150,22 +150,6 @@ def test_direct_launches_call_the_function_in_c(fake_device, launcher):
     assert kernel.runs == before
 
 
-def test_a_kernel_that_needs_memory_gets_new_memory_for_each_launch(fake_device):
-    kernel, _ = fake_device(_AllocatingLauncher)
-    _launch(kernel, 1)
-    before = kernel.runs
-    _launch(kernel, 3)
-    assert kernel.runs == before + 3
-
-
-def test_self_check_runs_once_per_device(fake_device):
-    kernel, check = fake_device()
-    other, _ = _Kernel(kernel.function, kernel.arg_names, _Launcher), _launch(kernel, 2)
-    _launch(other, 2)
-    assert other.through_triton == 1
-    assert check.through_triton == 2
-
-
 @pytest.mark.parametrize(
     "options",
     [{"launcher": _SwappedLauncher}, {"changed_result": True}, {"properties": True}],

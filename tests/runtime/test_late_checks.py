@@ -51,18 +51,6 @@ def test_a_fake_tensor_has_a_fake_result():
     assert check_later(torch.tensor(False, device="meta"), "ValueError", "the rule").is_meta
 
 
-@pytest.fixture
-def double_precision():
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
-
-
-@pytest.mark.usefixtures("double_precision")
-def test_the_result_is_fp32_with_every_default_dtype():
-    assert check_later(torch.tensor(True), "ValueError", "the rule").dtype == torch.float32
-
-
 def test_the_operator_is_registered_correctly():
     torch.library.opcheck(torch.ops.tigon.check_later.default, (torch.tensor(True), "ValueError", "the rule"))
 

@@ -12,7 +12,7 @@ from packaging.specifiers import SpecifierSet
 
 import tigon
 from lowest_versions import PROJECT, floors
-from tigon.runtime.requirements import FLOORS, _release, install_command, require, unmet
+from tigon.runtime.requirements import FLOORS, install_command, require
 
 ROOT = Path(__file__).parents[2]
 CONSTRAINTS = (ROOT / "constraints.txt").read_text()
@@ -211,12 +211,6 @@ assert "transformers" not in sys.modules
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)
 
 
-def test_package_without_a_version_is_accepted(monkeypatch):
-    monkeypatch.setitem(sys.modules, "rich", type(sys)("rich"))
-    monkeypatch.setattr(metadata, "version", lambda name: (_ for _ in ()).throw(metadata.PackageNotFoundError))
-    assert unmet("rich") == ""
-
-
 def test_error_names_only_old_packages(monkeypatch):
     rich = pytest.importorskip("rich")
     monkeypatch.setattr(rich, "__version__", "12.9", raising=False)
@@ -224,13 +218,6 @@ def test_error_names_only_old_packages(monkeypatch):
         ImportError, match=r"^a test needs rich 13 or later \(12\.9 is .*: pip install '\.\[cli\]' in a"
     ):
         require("a test", "torch", "rich", extra="cli")
-
-
-@pytest.mark.parametrize(
-    ("version", "release"), [("2.8.0a0+git12", (2, 8, 0)), ("3.8.4.post1", (3, 8, 4)), ("13", (13,)), ("odd", ())]
-)
-def test_release_is_the_numbers_of_a_version(version, release):
-    assert _release(version) == release
 
 
 def test_import_loads_no_heavy_package():

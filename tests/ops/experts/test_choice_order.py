@@ -5,7 +5,7 @@ import torch
 
 from op_cases import DEVICE
 from tigon.ops.experts import choice_order
-from tigon.ops.experts.choice_order import BLOCK, MOST_EXPERTS, has_order_kernels, order_choices
+from tigon.ops.experts.choice_order import BLOCK, MOST_EXPERTS, order_choices
 
 CASES = {
     "one choice": (1, 1, torch.int64),
@@ -66,12 +66,3 @@ def test_route_gives_the_same_with_kernels_and_with_torch(monkeypatch):
 def test_a_compiled_graph_may_have_the_kernels():
     index = torch.tensor([[2, 0], [3, 2], [-1, 5]], device=DEVICE)
     torch.library.opcheck(torch.ops.tigon.order_choices.default, (index, 4))
-
-
-@pytest.mark.no_interpreter("It launches no kernel.")
-def test_the_kernels_run_on_a_gpu_only():
-    index = torch.zeros(4, 2, dtype=torch.int64, device=DEVICE)
-    assert has_order_kernels(index, 4) == index.is_cuda
-    assert not has_order_kernels(index[:0], 4)
-    assert not has_order_kernels(index, 0)
-    assert not has_order_kernels(index, MOST_EXPERTS + 1)

@@ -4,7 +4,6 @@ import functools
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -16,7 +15,6 @@ from tigon.ops.experts.arguments import ExpertParameters
 from tigon.ops.experts.choice_order import route
 from tigon.ops.experts.fp8_rows import quantise_and_spread, quantise_and_spread_reference
 from tigon.ops.experts.moe_mlp import moe_mlp_in_fp8, moe_mlp_reference
-from tigon.ops.fp8.products import emulate_groups, multiply_groups
 from tigon.ops.fp8.quantisation import Layout, quantise
 from tigon.ops.fp8.quantisation_kernels import Fp8RowConfig
 from tigon.ops.fp8.stacks import quantise_stack, quantise_stack_reference
@@ -25,7 +23,6 @@ from tigon.runtime.tuning import tuned
 
 # torch has no grouped products in FP8 for other chips, so a GPU of another kind emulates them like a CPU.
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
-TOLERANCE = {"rtol": 1e-2, "atol": 1e-2} if DEVICE == "cuda" else {"rtol": 1e-5, "atol": 1e-5}
 T, K, E, H, INNER = 21, 2, 5, 32, 48
 same_node = pytest.mark.no_interpreter("The node is the same where kernels run, and a kernel takes seconds there.")
 
@@ -40,7 +37,9 @@ def _index(tokens: int = T, choices: int = K, experts: int = E) -> Tensor:
     return torch.stack([torch.randperm(experts, generator=generator)[:choices] for _ in range(tokens)]).to(DEVICE)
 
 
-def _leaves(tokens: int = T, biases: bool = False, transposed: bool = False, activation: object = "silu") -> dict:
+def _leaves(
+    tokens: int = T, biases: bool = False, transposed: bool = False, activation: object = "silu", **_: object
+) -> dict:
     width = INNER if activation == "relu2" else 2 * INNER
     shapes = {"up": (E, width, H), "down": (E, H, INNER)}
     shapes = {name: (s[0], s[2], s[1]) if transposed else s for name, s in shapes.items()}
@@ -98,6 +97,7 @@ LAYOUTS = {
     "no gate": {"activation": "relu2"},
     "a function, transposed, biases": {"activation": _gate, "transposed": True, "biases": True},
     "a function": {"activation": _gate},
+    "weighted inputs": {"weight_inputs": True},
 }
 every_layout = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 # A function of the user takes another path than an activation with a name.
@@ -114,6 +114,7 @@ def _options(layout: dict) -> dict:
 
 
 @every_layout
+@pytest.mark.sampled(in_interpreter=3)
 def test_it_is_as_accurate_as_eager_code(layout):
     leaves, index, options = _leaves(**layout), _index(), _options(layout)
     exact = _step(_positional(moe_mlp_reference), _wide(leaves), index, **options)
@@ -123,7 +124,7 @@ def test_it_is_as_accurate_as_eager_code(layout):
     assert max(errors.values()) < 0.13
     # The bias of the last product is added after it.
     assert "down_bias" not in errors or errors["down_bias"] < 2**-7
-    if not callable(layout.get("activation")):
+    if not callable(layout.get("activation")) and "weight_inputs" not in layout:
         eager = _step(_positional(fp8_eager.experts), leaves, index, **options)
         for name, error in _errors(eager, exact).items():
             assert errors[name] < 1.3 * error + 2**-7, name
@@ -155,7 +156,7 @@ def test_the_products_of_forward_and_of_dx_are_in_fp8_and_those_of_dw_are_not(la
 ABSENT = {"E": E, "more": E + 7, "negative": -1, "most": 2**40}
 
 
-@one_in(4, layout=LAYOUTS, absent=ABSENT)
+@one_in(8, layout=LAYOUTS, absent=ABSENT)
 def test_experts_of_other_ranks_add_nothing(layout, absent):
     """Nothing writes their rows, so the values in that memory must not change results or gradients."""
     leaves, options = _leaves(**layout), _options(layout)
@@ -176,6 +177,7 @@ INDICES = {
 
 
 @pytest.mark.parametrize("index", INDICES.values(), ids=INDICES)
+@pytest.mark.sampled(in_interpreter=2)
 def test_experts_without_rows(index):
     index = index()
     leaves = _leaves(len(index), biases=True)
@@ -187,33 +189,6 @@ def test_experts_without_rows(index):
     unused = [e for e in range(E) if not (index == e).any()]
     assert (actual["up"][unused] == 0).all()
     assert (actual["down"][unused] == 0).all()
-
-
-@both_paths
-def test_without_tokens_the_output_is_empty_and_gradients_are_zero(layout):
-    leaves = _leaves(0, **layout)
-    results = _step(_run, leaves, torch.empty(0, K, dtype=torch.int64, device=DEVICE), **_options(layout))
-    assert results["y"].shape == (0, H)
-    assert all((gradient == 0).all() for gradient in results.values())
-
-
-@same_node
-@pytest.mark.parametrize("layout", [{}, {"transposed": True}, {"activation": _gate}], ids=["plain", "transposed", "f"])
-def test_each_gradient_depends_on_its_own_requires_grad(layout):
-    leaves, index = _leaves(**layout, biases=True), _index()
-    expected = _step(_run, leaves, index, **layout)
-    for needed in ({"x"}, {"weights"}, {"up"}, {"down"}, {"up_bias"}, {"down_bias"}, {"x", "weights"}, {"up", "down"}):
-        for name, leaf in leaves.items():
-            leaf.requires_grad_(name in needed)
-        for name, value in _step(_run, leaves, index, **layout).items():
-            torch.testing.assert_close(value, expected[name], **TOLERANCE)
-
-
-@same_node
-def test_weighted_inputs_scale_the_rows_without_a_second_rounding():
-    leaves, index = _leaves(), _index()
-    exact = _step(_positional(moe_mlp_reference), _wide(leaves), index, weight_inputs=True)
-    assert max(_errors(_step(_run, leaves, index, weight_inputs=True), exact).values()) < 0.13
 
 
 # --- the parts -----------------------------------------------------------------------------------
@@ -256,20 +231,6 @@ def test_tokens_are_quantised_before_they_are_spread(is_weighted, block):
     assert torch.equal(actual.scale[:present], expected.scale[:present])
 
 
-def test_products_of_groups_are_those_of_their_matrices():
-    index = _index()
-    index[0] = E
-    routing = route(index, E)
-    rows = quantise_and_spread(_normal(T, H), None, routing)
-    weights = quantise_stack(_normal(E, INNER, H), True, False).rows
-    y = multiply_groups(rows, weights, routing.ends, DTYPE)
-    wide = lambda factor: factor.values.double() * factor.scale.double().view(*factor.values.shape[:-1], 1)
-    expected = (wide(rows)[:, None] @ wide(weights)[routing.group].mT)[:, 0]
-    present = T * K - K
-    torch.testing.assert_close(y[:present].double(), expected[:present], rtol=2**-6, atol=2**-6)
-    assert emulate_groups(rows, weights, routing.ends.to("meta"), DTYPE).shape == (T * K, INNER)
-
-
 # --- memory --------------------------------------------------------------------------------------
 
 
@@ -310,77 +271,3 @@ def test_recomputation_gives_the_same_bits(layout, options):
         run = functools.partial(_run, cache=cache, **_options(layout))
         for name, value in _step(recomputing_run, leaves, index).items():
             assert torch.equal(value, expected[name]), name
-
-
-@same_node
-@both_paths
-def test_a_cache_makes_each_copy_once_for_a_step(layout, monkeypatch):
-    from tigon.ops.fp8 import weights as weights_module
-
-    copies, quantise = [], weights_module.quantise_stack
-    monkeypatch.setattr(weights_module, "quantise_stack", lambda *args: copies.append(args[1:]) or quantise(*args))
-    leaves, index, cache = _leaves(**layout), _index(), WeightCache()
-    run = functools.partial(_run, **_options(layout))
-    expected = _step(run, leaves, index)
-    by_rows = not layout.get("transposed", False)
-    directions = [(by_rows, not by_rows)] * 2 + [(not by_rows, by_rows)] * 2
-    assert copies == directions
-    copies.clear()
-    for _ in range(3):
-        for name, value in _step(run, leaves, index, cache=cache).items():
-            assert torch.equal(value, expected[name]), name
-    assert copies == directions
-    assert cache.holds("up", leaves["up"], True, True)
-    assert cache.nbytes == sum(2 * leaves[name].numel() for name in ("up", "down")) + 4 * E * sum(
-        size for name in ("up", "down") for size in leaves[name].shape[1:]
-    )
-    with torch.no_grad():
-        leaves["up"].mul_(-1.5)
-    assert not cache.holds("up", leaves["up"], True, False)
-    assert cache.holds("down", leaves["down"], True, True)
-    for name, value in _step(run, leaves, index, cache=cache).items():
-        assert torch.equal(value, _step(run, leaves, index)[name]), name
-
-
-# --- compiled code and bad input -----------------------------------------------------------------
-
-
-@pytest.mark.no_interpreter("The interpreter needs eager kernels.")
-@pytest.mark.parametrize(
-    "layout",
-    [{}, {"transposed": True, "biases": True}, {"activation": F.silu}],
-    ids=["packed", "transposed, biases", "function"],
-)
-def test_a_compiled_graph_has_no_break(layout):
-    torch._dynamo.reset()
-    if callable(layout.get("activation")):
-        layout = {"activation": lambda h: F.silu(h[:, :INNER]) * h[:, INNER:]}
-    leaves, index, options = _leaves(**layout), _index(), _options(layout)
-    compiled = torch.compile(
-        lambda leaves, index: _run(leaves, index, **options), fullgraph=True,
-        backend="inductor" if DEVICE == "cuda" else "aot_eager",
-    )  # fmt: skip
-    expected = _step(_run, leaves, index, **options)
-    actual = _step(compiled, leaves, index)
-    if DEVICE == "cuda" and callable(layout.get("activation")):
-        # Inductor keeps fp32 between the operations of the function, which eager code rounds to bf16, so some values
-        # are rounded to the next FP8 number. Rounding errs by at most 2^-4, and each result depends on one such
-        # factor. Products in bf16 would differ by about 2^-4 too, so the bound is half of it.
-        assert max(_errors(actual, expected).values()) < 2**-5
-        return
-    for name, value in actual.items():
-        torch.testing.assert_close(value, expected[name], **TOLERANCE)
-
-
-def test_sizes_that_the_units_do_not_take_are_refused():
-    parameters = ExpertParameters(_normal(E, 2 * 24, H), _normal(E, H, 24), None, None)
-    message = r"moe_mlp_in_fp8: both sizes of down_proj must be positive multiples of 16, got \(32, 24\)"
-    with pytest.raises(ValueError, match=message):
-        moe_mlp_in_fp8(_normal(T, H), parameters, _index(), _normal(T, K))
-
-
-@same_node
-def test_a_second_derivative_is_refused():
-    leaves = _leaves()
-    with pytest.raises(RuntimeError, match="has no second derivative"):
-        torch.autograd.grad(_run(leaves, _index()).sum(), list(leaves.values()), create_graph=True)

@@ -6,7 +6,6 @@ from torch.utils.checkpoint import checkpoint
 
 import tigon
 import tigon.ops.experts.moe_launchers as launchers_module
-import tigon.ops.experts.moe_mlp as moe_module
 from op_cases import DEVICE, DTYPES, assert_as_accurate_as_eager, one_in, outputs_and_gradients
 from tigon.ops.experts.activation import (
     NeededActivationGradients,
@@ -130,25 +129,6 @@ def test_moe_mlp_accepts_experts_in_a_lower_precision_than_the_tokens():
 # --- saved tensors and needed gradients ----------------------------------------------------------
 
 
-def _saved_bytes(run, tensors: list[Tensor]) -> int:
-    """Return the bytes that are saved for backward, without the inputs."""
-    storages = {}
-    record = lambda t: storages.update({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()}) or t
-    with torch.autograd.graph.saved_tensors_hooks(record, lambda t: t):
-        run(*tensors)
-    return sum(size for start, size in storages.items() if start not in {t.data_ptr() for t in tensors})
-
-
-@pytest.mark.parametrize("layout", [LAYOUTS["biases, transposed, gelu"], LAYOUTS["biases, no gate"]], ids=str)
-def test_moe_mlp_saves_only_the_first_product(layout):
-    tensors = [_normal(T, H), _normal(T, K), *_experts(**layout)]
-    options = {name: value for name, value in layout.items() if name != "biases"}
-    width = INNER if layout.get("activation") == "relu2" else 2 * INNER
-    # The slot, the choice and the expert of each row, and the end of each expert.
-    order = T * K * (8 + 8 + 2) + E * 4
-    assert _saved_bytes(_call(tigon.moe_mlp, _index(), **options), tensors) == T * K * width * 4 + order
-
-
 @pytest.mark.kernels
 @pytest.mark.parametrize("name", ["plain", "biases, no gate", "weighted inputs, a function"])
 def test_backward_overwrites_what_it_has_saved_only_if_no_one_needs_it_again(name, monkeypatch):
@@ -184,18 +164,6 @@ def test_backward_through_the_second_run_of_a_checkpoint_of_experts_is_refused()
     torch.autograd.grad(loss, tensors)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         torch.autograd.grad(outputs[1].sum(), tensors)
-
-
-def test_moe_mlp_saves_nothing_if_no_gradient_is_needed(monkeypatch):
-    launcher, saved = moe_module.moe_forward, []
-    monkeypatch.setattr(moe_module, "moe_forward", lambda *args: saved.append(launcher(*args)[1]) or launcher(*args))
-    tensors, run = [_normal(T, H), _normal(T, K), *_experts()], _call(tigon.moe_mlp, _index())
-    with torch.no_grad():
-        run(*tensors)
-    run(*[x.detach() for x in tensors])
-    assert saved == [None, None]
-    assert run(*tensors).requires_grad
-    assert saved[2].shape == (T * K, 2 * INNER)
 
 
 NEEDS = {
@@ -267,16 +235,6 @@ def test_activation_gradients_agree_with_their_reference(kind, inner):
 # --- spreading and combining ---------------------------------------------------------------------
 
 
-@pytest.mark.no_interpreter("It launches no kernel.")
-def test_route_sorts_rows_by_expert_and_keeps_the_order_of_the_tokens():
-    index = torch.tensor([[2, 0], [3, 2], [0, 5]], device=DEVICE)
-    routing = route(index, 4)
-    assert routing.slot.tolist() == [[2, 0], [4, 3], [1, 5]]
-    assert routing.order.tolist() == [1, 4, 0, 3, 2, 5]
-    assert routing.ends.tolist() == [2, 2, 4, 5]
-    assert routing.absent.flatten().tolist() == [False] * 5 + [True]
-
-
 @pytest.mark.parametrize("h", [1, 17, 1030, 8200])
 def test_spread_and_combine_accept_any_width(h):
     """The widths take one block or several. The last one does not fit in registers."""
@@ -295,22 +253,6 @@ def test_spread_and_combine_accept_any_width(h):
 
 
 # --- grouped products ----------------------------------------------------------------------------
-
-
-@pytest.mark.no_interpreter("It launches no kernel.")
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("sizes", [(16, 24), (5, 7)], ids=["aligned", "odd"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_grouped_linear_agrees_with_a_product_for_each_group(dtype, sizes, transposed):
-    """The sizes run `grouped_mm` or one product for each group. The first and the last group have no rows."""
-    n, m = sizes
-    x, weight = _normal(9, n, dtype=dtype), _normal(4, n, m, dtype=dtype)
-    ends = torch.tensor([0, 5, 9, 9], dtype=torch.int32, device=DEVICE)
-    stored = weight.detach().mT.contiguous().mT.requires_grad_() if transposed else weight
-    results = outputs_and_gradients(lambda x, w: grouped_linear(x, w, ends), [x, stored])
-    expected = outputs_and_gradients(lambda x, w: torch.cat((x[:5] @ w[1], x[5:] @ w[2])), [x, weight])
-    for a, b in zip([*results[0], *results[1]], [*expected[0], *expected[1]], strict=True):
-        torch.testing.assert_close(a, b)
 
 
 @pytest.mark.no_interpreter("It launches no kernel.")
@@ -397,25 +339,3 @@ def test_grouped_linear_accepts_any_strides(dtype, strides):
     torch.testing.assert_close(
         y, torch.cat((strides(x)[:5] @ weight[1], strides(x)[5:] @ weight[2])), rtol=1e-5, atol=1e-5
     )
-
-
-@pytest.mark.no_interpreter("It checks arguments before any kernel is launched.")
-def test_moe_mlp_refuses_bad_input():
-    x, up, down, index, weights = _normal(T, H), *_experts(), _index(), _normal(T, K)
-    bad = {
-        r"down_proj must have shape \(6, 16, 24\), got \(6, 24, 16\)": (x, up, down.mT, index, weights),
-        r"x must have shape \(9, 16\), got \(9, 8\)": (x[:, :8], up, down, index, weights),
-        r"top_k_index must have shape \(8, 3\), got \(9, 3\)": (x[1:], up, down, index, weights),
-        r"top_k_weights must have shape \(9, 3\), got \(9, 2\)": (x, up, down, index, weights[:, :2]),
-        r"must be \[T, H\], 3-D, 3-D and \[T, K\], got \(1, 9, 16\)": (x[None], up, down, index, weights),
-        r"up_proj and down_proj must have the same dtype": (x, up, down.double(), index, weights),
-    }
-    for message, arguments in bad.items():
-        with pytest.raises(ValueError, match=f"moe_mlp: .*{message}"):
-            tigon.moe_mlp(*arguments)
-    with pytest.raises(ValueError, match="moe_mlp: activation must be one of 'silu', 'gelu', .* got 'tanh'"):
-        tigon.moe_mlp(x, up, down, index, weights, activation="tanh")
-    with pytest.raises(TypeError, match="moe_mlp: top_k_index must be an int64 or int32 tensor, got torch.float32"):
-        tigon.moe_mlp(x, up, down, weights, weights)
-    with pytest.raises(TypeError, match="moe_mlp: x must be a Tensor, got NoneType"):
-        tigon.moe_mlp(None, up, down, index, weights)

@@ -15,8 +15,6 @@ from tigon.ops.fp8.quantisation import (
     quantise_gated,
     quantise_reference,
 )
-from tigon.ops.fp8.quantisation_kernels import Fp8RowConfig
-from tigon.runtime.tuning import tuned
 
 # The largest relative rounding error of a normal value.
 LARGEST_ERROR = 2.0**-4
@@ -162,14 +160,6 @@ def test_rows_may_have_gaps(is_rowwise, dtype):
         actual, expected = quantise([x], layout), quantise_reference(x.contiguous(), layout)
         _assert_same(actual.rows, *expected[:2])
         _assert_same(actual.transposed, *expected[2:])
-
-
-@pytest.mark.kernels
-def test_a_row_that_is_longer_than_a_block():
-    layout, x = Layout(True, True, False), _matrix(3, 80)
-    with tuned(Fp8RowConfig, block=32):
-        rows, _ = quantise([x], layout)
-    _assert_same(rows, *quantise_reference(x, layout)[:2])
 
 
 def _assert_close_in_fp8(actual: Factor | None, expected: torch.Tensor, scale: torch.Tensor) -> None:

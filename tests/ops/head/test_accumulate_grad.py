@@ -153,14 +153,6 @@ def test_dw_is_added_to_main_grad(reduction, has_flag):
         assert not hasattr(w, "grad_added_to_main_grad")
 
 
-def test_flag_is_set_for_main_grad_only():
-    w, (x, target) = _head(), _batch(0)
-    w.grad, w.main_grad, w.grad_added_to_main_grad = torch.zeros_like(w), None, False
-    _loss(x, w, target).backward()
-    assert w.grad_added_to_main_grad is False
-    assert (w.grad != 0).any()
-
-
 def test_gradients_of_further_results_are_added():
     """Backward adds them. If only a log-probability has an upstream gradient, the buffer becomes NaN."""
     requested = {"return_log_probs": True, "return_entropy": True}
@@ -290,3 +282,11 @@ def test_loss_without_backward_warns():
     w.grad = torch.zeros_like(w)
     with pytest.warns(RuntimeWarning, match="dropped before its backward; linear_weight.grad keeps its dW"):
         tigon.linear_cross_entropy(x, w, target, accumulate_grad=True)
+
+
+def test_flag_is_set_for_main_grad_only():
+    w, (x, target) = _head(), _batch(0)
+    w.grad, w.main_grad, w.grad_added_to_main_grad = torch.zeros_like(w), None, False
+    _loss(x, w, target).backward()
+    assert w.grad_added_to_main_grad is False
+    assert (w.grad != 0).any()

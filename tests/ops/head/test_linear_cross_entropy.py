@@ -5,7 +5,7 @@ import torch.nn.functional as F
 import tigon
 from benchmarks.workloads import WORKLOADS
 from dispatch_modes import PeakMemory, Products
-from op_cases import DEVICE, INTERPRETED, assert_as_accurate_as_eager, one_in, outputs_and_gradients
+from op_cases import DEVICE, INTERPRETED, assert_as_accurate_as_eager, one_in
 from tigon.ops.head import weight_gradient
 from tigon.ops.head.chunks import ChunkConfig, ChunkProblem
 from tigon.ops.head.linear_cross_entropy import linear_cross_entropy_reference
@@ -63,16 +63,11 @@ def test_linear_cross_entropy_agrees_with_torch():
         torch.testing.assert_close(a, e, rtol=1e-5, atol=1e-6)
 
 
-def test_inputs_may_have_leading_dimensions_and_gaps():
+def test_inputs_may_have_leading_dimensions():
     x, w, target = _inputs(24, bias=False)
     flat = tigon.linear_cross_entropy(x, w, target, reduction="none")
     shaped = tigon.linear_cross_entropy(x.view(2, 3, 4, 16), w, target.view(2, 3, 4), reduction="none")
     assert torch.equal(shaped, flat.view(2, 3, 4))
-    columns = x.detach().t().contiguous().t().requires_grad_()
-    actual = outputs_and_gradients(lambda x: tigon.linear_cross_entropy(x, w, target), [columns])
-    expected = outputs_and_gradients(lambda x: tigon.linear_cross_entropy(x, w, target), [x])
-    for a, e in zip([*actual[0], *actual[1]], [*expected[0], *expected[1]], strict=True):
-        torch.testing.assert_close(a, e)
 
 
 @pytest.mark.parametrize(
@@ -227,20 +222,20 @@ def test_error_of_chunked_dw_against_one_product(shape):
 def test_fp32_sum_of_dw_takes_one_more_buffer(reduction, monkeypatch):
     """In addition to the gradients there are one more buffer of the size of dW, the logits, and slabs on a CPU."""
     generator = torch.Generator().manual_seed(0)
-    x, w = (torch.randn(n, 512, generator=generator).bfloat16().requires_grad_() for n in (128, 8192))
-    target = torch.randint(8192, (128,), generator=generator)
+    x, w = (torch.randn(n, 256, generator=generator).bfloat16().requires_grad_() for n in (32, 4096))
+    target = torch.randint(4096, (32,), generator=generator)
     monkeypatch.setattr(weight_gradient, "SLAB_BYTES", 2**14)
     peaks = []
     for acc_dtype in (None, torch.float32):
         with PeakMemory() as memory:
             tigon.linear_cross_entropy(
-                x, w, target, max_logits_mib=4, acc_dtype=acc_dtype, reduction=reduction
+                x, w, target, max_logits_mib=1, acc_dtype=acc_dtype, reduction=reduction
             ).sum().backward()
         peaks.append(memory.peak - (x.nbytes + w.nbytes))
         x.grad = w.grad = None
     small = 3 * x.nbytes + 2**19
-    assert peaks[0] <= 4 * 2**20 + small
-    assert peaks[1] <= 4 * 2**20 + w.nbytes + small
+    assert peaks[0] <= 2**20 + small
+    assert peaks[1] <= 2**20 + w.nbytes + small
     assert peaks[1] >= w.nbytes, "the check can fail"
 
 
@@ -258,27 +253,6 @@ def test_fp16_gradients_use_the_loss_scale():
 
 
 @pytest.mark.no_interpreter("It launches no kernel.")
-@pytest.mark.parametrize("device", ["cuda", "cpu"])
-@pytest.mark.parametrize("v", [32000, 256000])
-@pytest.mark.parametrize("tokens", [1, 1024, 32768, 100_000])
-@pytest.mark.parametrize("mib", [None, 1, 64])
-@pytest.mark.parametrize("spare_tokens", [0, 4096])
-def test_chunks_respect_their_budget(tokens, v, mib, device, spare_tokens):
-    problem = ChunkProblem(device)
-    config = ChunkConfig.heuristic(problem, EMULATED)
-    chunk = config.chunk_tokens(tokens, v * 2, mib, spare_tokens)
-    count = -(-tokens // chunk)
-    assert chunk >= 1
-    if mib is not None:
-        assert chunk == 1 or chunk * v * 2 <= mib * 2**20
-    elif device == "cuda":
-        budget = config.budget_mib * 2**20 // (v * 2)
-        assert chunk <= budget + spare_tokens + 127, "memory must not grow with the number of tokens"
-        assert count <= config.max_chunks or tokens > config.max_chunks * (budget + spare_tokens)
-        assert chunk <= budget or count == config.max_chunks
-
-
-@pytest.mark.no_interpreter("It launches no kernel.")
 def test_chunk_heuristic():
     on = lambda device: ChunkConfig.heuristic(ChunkProblem(device), EMULATED)
     gpu, cpu = on("cuda"), on("cpu")
@@ -292,50 +266,8 @@ def test_chunk_heuristic():
     assert gpu.chunk_tokens(24000, 128256 * 2, 640, spare_tokens=4096) == 2432
 
 
-def test_ignored_targets_give_zeros_and_out_of_range_targets_nan():
-    x, w, b, target = _inputs()
-    (dx,) = torch.autograd.grad(tigon.linear_cross_entropy(x, w, target, linear_bias=b), x)
-    assert (dx[target == -100] == 0).all()
-    target[0] = 101
-    loss = tigon.linear_cross_entropy(x, w, target, reduction="none")
-    assert loss.isnan().nonzero().tolist() == [[0]]
-    assert tigon.linear_cross_entropy(x, w, target).isnan()
-
-
-@pytest.mark.parametrize("options", [{}, {"reduction": "none"}], ids=str)
-def test_further_results_equal_those_of_cross_entropy(options):
-    x, w, target = _inputs(bias=False)
-    requested = {"return_z_loss": True, "return_token_accuracy": True, "return_predicted_tokens": True}
-    result = tigon.linear_cross_entropy(x, w, target, z_loss=0.1, **requested, **options)
-    expected = tigon.cross_entropy(F.linear(x, w), target, z_loss=0.1, **requested, **options)
-    torch.testing.assert_close(result.loss, expected.loss)
-    torch.testing.assert_close(result.z_loss, expected.z_loss)
-    torch.testing.assert_close(result.token_accuracy, expected.token_accuracy)
-    assert torch.equal(result.predicted_tokens, expected.predicted_tokens)
-    torch.autograd.grad(result.loss.sum(), (x, w))
-
-
-@pytest.mark.no_interpreter("It checks arguments before any kernel is launched.")
-def test_bad_input_is_refused_and_the_module_passes_its_options_on():
+def test_the_module_passes_its_options_on():
     x, w, b, target = (t.detach() for t in _inputs())
-    for error, message, arguments, options in [
-        (
-            ValueError,
-            r"input must have shape \(..., H\) and linear_weight \(V, H\), got \(23, 15\) and \(101, 16\)",
-            (x[:, :15], w, target),
-            {},
-        ),
-        (ValueError, r"linear_weight must have shape \(V, H\), got \(101,\)", (x, w[:, 0], target), {}),
-        (ValueError, r"target must have shape \(23,\), got \(22,\)", (x, w, target[1:]), {}),
-        (ValueError, r"linear_bias must have shape \(101,\), got \(100,\)", (x, w, target), {"linear_bias": b[1:]}),
-        (ValueError, "must have the same dtype, got input torch.float16", (x.half(), w, target), {}),
-        (ValueError, "must have the same device", (x, w.to("meta"), target), {}),
-        (ValueError, "max_logits_mib must be at least 1 or None, got 0", (x, w, target), {"max_logits_mib": 0}),
-        (TypeError, "linear_weight must be a float32", (x, w.int(), target), {}),
-        (TypeError, "target must be an int64 or int32 tensor", (x, w, target.float()), {}),
-    ]:
-        with pytest.raises(error, match=f"linear_cross_entropy: .*{message}"):
-            tigon.linear_cross_entropy(*arguments, **options)
     with pytest.raises(ValueError, match="LinearCrossEntropyLoss: an option must be one of .*got 'inplace'"):
         tigon.LinearCrossEntropyLoss(inplace=True)
     module = tigon.LinearCrossEntropyLoss(label_smoothing=0.1, softcap=5.0, max_logits_mib=1)

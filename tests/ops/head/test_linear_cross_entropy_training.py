@@ -64,20 +64,19 @@ def test_compiled_loss_supports_missing_upstream_gradients():
 
 
 @pytest.mark.no_interpreter("The number of graphs does not depend on the kernels.")
-@pytest.mark.parametrize("options", [{}, {"acc_dtype": torch.float32, "return_entropy": True}], ids=str)
-def test_another_number_of_tokens_compiles_nothing(options):
+def test_another_number_of_tokens_compiles_nothing():
     torch._dynamo.reset()
+    options = {"acc_dtype": torch.float32, "return_entropy": True}
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(tigon.linear_cross_entropy, fullgraph=True, backend=counter)
     frame_counts = []
-    for t in (8, 23, 64, 129, 40):
+    for t in (8, 23, 129):
         x, w, _, target = _inputs(t)
-        result = compiled(x, w, target, **options)
-        loss = result if isinstance(result, Tensor) else result.loss
+        loss = compiled(x, w, target, **options).loss
         torch.testing.assert_close(loss, linear_cross_entropy_reference(x, w, target), rtol=1e-5, atol=1e-6)
         torch.autograd.grad(loss, (x, w))
         frame_counts.append(counter.frame_count)
-    assert frame_counts == [1, 2, 2, 2, 2], "one graph for the first number of tokens, one for all others"
+    assert frame_counts == [1, 2, 2], "one graph for the first number of tokens, one for all others"
 
 
 def test_compiled_loss_accepts_valid_rows():
@@ -176,6 +175,8 @@ def test_further_results_equal_their_definition(reduction):
     actual = tigon.linear_cross_entropy(x, w, target, linear_bias=b, softcap=5.0, reduction=reduction, **ALL_RESULTS)
     log_probs, entropy = log_probs_and_entropy_reference(F.linear(x, w, b), target, softcap=5.0)
     _same((actual.log_probs, actual.entropy), (log_probs, entropy))
+    of_logits = tigon.cross_entropy(F.linear(x, w, b), target, softcap=5.0, reduction=reduction, **ALL_RESULTS)
+    _same(actual, of_logits)
     loss = linear_cross_entropy_reference(x, w, target, linear_bias=b, softcap=5.0, reduction=reduction)
     expected = loss.sum() + (log_probs * 0.3).sum() + entropy.square().sum() * 0.1
     _same(torch.autograd.grad(_total(actual), tensors), torch.autograd.grad(expected, tensors))

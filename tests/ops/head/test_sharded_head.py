@@ -7,6 +7,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -14,9 +15,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from interpreter import speed_up_the_interpreter
-from ops.head.sharded_log_probs import OPTIONS as LOG_PROB_OPTIONS
-from ops.head.sharded_log_probs import compare_log_probs
-from ops.head.sharded_logits import check_refusals, compare_each_option
 from ranks import LIMIT, leave, run_ranks
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
@@ -30,31 +28,28 @@ def test_ranks(ranks):
 
 # --- a vocabulary sharded over the ranks ---------------------------------------------------------
 
-OPTIONS = {
-    "plain": {},
-    "sum": {"reduction": "sum"},
-    "none": {"reduction": "none"},
-    "items": {"num_items": 5},
-    "label smoothing": {"label_smoothing": 0.2},
-    "softcap": {"softcap": 3.0},
-    "logit scale": {"logit_scale": 0.4},
-    "z-loss": {"z_loss": 0.1},
-    "token scaling": {"token_scaling": True},
-    "all": {"label_smoothing": 0.2, "softcap": 5.0, "logit_scale": 1.5, "z_loss": 0.01, "token_scaling": True},
-    "all, none": {"label_smoothing": 0.2, "softcap": 5.0, "z_loss": 0.01, "token_scaling": True, "reduction": "none"},
-    "fp32 sum": {"acc_dtype": torch.float32},
-}
-if INTERPRETED:
-    OPTIONS = {name: OPTIONS[name] for name in ("plain", "all, none")}
+ALL = {"label_smoothing": 0.2, "softcap": 5.0, "logit_scale": 1.5, "z_loss": 0.01, "token_scaling": True}
+ALL_NONE = {"label_smoothing": 0.2, "softcap": 5.0, "z_loss": 0.01, "token_scaling": True, "reduction": "none"}
+OPTIONS = [
+    {}, ALL_NONE, {"reduction": "sum"}, {"reduction": "none"}, {"num_items": 5}, {"label_smoothing": 0.2},
+    {"softcap": 3.0}, {"logit_scale": 0.4}, {"z_loss": 0.1}, {"token_scaling": True}, ALL, {"acc_dtype": torch.float32},
+]  # fmt: skip
+LOGIT_OPTIONS = [{}, ALL, {"weighted": True, **ALL}, {"label_smoothing": 0.2, "z_loss": 0.01, "reduction": "none"}]
+LOGIT_OPTIONS += [{"num_items": 5, "inplace": True}]
+LOG_PROB_OPTIONS = [
+    {},
+    {
+        "temperature": 0.7, "softcap": 3.0, "logit_scale": 1.5, "return_entropy": True, "return_top1": True,
+        "return_mean_logits": True, "return_sum_sq_probs": True, "extra_targets": True,
+    },
+    {"fp32_products": True, "return_sum_sq_probs": True},
+    {"extra_targets": True},
+]  # fmt: skip
 RESULT_FLAGS = {
     "return_z_loss": True, "return_token_accuracy": True, "return_predicted_tokens": True,
     "return_log_probs": True, "return_entropy": True,
 }  # fmt: skip
 T, H = 26, 8
-
-
-def _rank_and_ranks() -> tuple[int, int]:
-    return dist.get_rank(), dist.get_world_size()
 
 
 def _tensors(v: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -69,7 +64,7 @@ def _tensors(v: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
 
 def _rows(v: int) -> slice:
     """Return the rows of this rank."""
-    rank, ranks = _rank_and_ranks()
+    rank, ranks = dist.get_rank(), dist.get_world_size()
     length = -(-v // ranks)
     return slice(min(rank * length, v), min((rank + 1) * length, v))
 
@@ -78,12 +73,11 @@ def _close(name: str, actual: Tensor | None, expected: Tensor | None, rtol: floa
     if expected is None:
         assert actual is None, name
         return
-    if not expected.is_floating_point() or expected.numel() == 0:
-        assert actual.shape == expected.shape, name
-        assert torch.equal(actual, expected), name
-        return
-    size = max(1.0, expected.abs().max().item())
-    torch.testing.assert_close(actual, expected, rtol=rtol, atol=1e-6 * size, msg=lambda m: f"{name}: {m}")
+    assert actual.shape == expected.shape, name
+    size = max(1.0, expected.double().abs().nan_to_num().max().item()) if expected.numel() else 1.0
+    torch.testing.assert_close(
+        actual, expected, rtol=rtol, atol=2e-6 * size, equal_nan=True, msg=lambda m: f"{name}: {m}"
+    )
 
 
 def _results(result) -> dict[str, Tensor | None]:
@@ -92,41 +86,64 @@ def _results(result) -> dict[str, Tensor | None]:
 
 def _total(results: dict[str, Tensor | None], parts: tuple[str, ...]) -> Tensor:
     """Return the sum of the differentiable results, with weights that make no upstream gradient one."""
-    factors = {"loss": 1.7, "log_probs": 0.3, "entropy": -0.6}
+    names = parts or [name for name, y in results.items() if y is not None and y.requires_grad]
     weigh = lambda y: torch.linspace(0.5, 1.5, y.numel()).view(y.shape) * y if y.dim() else y
-    return sum(factors[name] * weigh(results[name]).sum() for name in parts)
+    return sum((1.7 - i) * weigh(results[name]).sum() for i, name in enumerate(names))
 
 
-def compare(v: int, parts: tuple[str, ...] = ("loss",), bias: bool = True, weighted: bool = False, **options) -> None:
-    """Compare the losses and gradients of the sharded head with those of the whole head."""
+def _arguments(op: str, v: int) -> tuple[dict[str, Tensor], tuple[str, ...]]:
+    """Return the tensors of a call with the whole vocabulary, and the names of those that are sharded."""
+    x, w, b, _, target = (t.detach() for t in _tensors(v))
+    if op == "cross_entropy":
+        return {"input": x @ w.t() + b, "target": target}, ("input",)
+    if op == "linear_log_probs":
+        return {"hidden": x, "weight": w, "bias": b, "targets": target}, ("weight", "bias")
+    return {"input": x, "linear_weight": w, "linear_bias": b, "target": target}, ("linear_weight", "linear_bias")
+
+
+def compare(
+    op: str, v: int, parts: tuple[str, ...] = (), change: Callable[..., object] = lambda **tensors: None,
+    bias: bool = True, weighted: bool = False, **options: Any,
+) -> tuple[dict[str, Tensor | None], dict[str, Tensor]]:  # fmt: skip
+    """Compare the results and gradients of the sharded vocabulary with those of the whole one, and return the latter.
+
+    Only the results `parts` have an upstream gradient, or all differentiable ones. `change` may write to the tensors
+    before the calls.
+    """
     import tigon
 
-    rank, _ = _rank_and_ranks()
-    x, w, b, class_weight, target = _tensors(v)
-    rows = _rows(v)
+    tensors, sharded_names = _arguments(op, v)
+    change(**tensors)
+    if not bias:
+        tensors.pop("linear_bias")
     if weighted:
-        options["weight"] = class_weight
-    whole = _results(tigon.linear_cross_entropy(x, w, target, linear_bias=b if bias else None, **options))
-    inputs = [x, w, b] if bias else [x, w]
-    dx, *expected = torch.autograd.grad(_total(whole, parts), inputs)
-
-    y = x.detach().clone().requires_grad_()
-    shards = [p.detach()[rows].clone().requires_grad_() for p in inputs[1:]]
-    sharded = _results(
-        tigon.linear_cross_entropy(
-            y, shards[0], target, linear_bias=shards[1] if bias else None,
-            process_group=dist.group.WORLD, vocab_size=v, **options,
-        )
-    )  # fmt: skip
+        options["weight"] = _tensors(v)[3]
+    if "extra_targets" in options:
+        options["extra_targets"] = torch.randint(v, (T, 3), generator=torch.Generator().manual_seed(v))
+        options["extra_targets"][1::5, 1] = -100
+    if options.get("valid_rows"):
+        options["valid_rows"] = tigon.ValidRows(tensors["target"])
+    rows, dimension = _rows(v), 1 if op == "cross_entropy" else 0
+    part = lambda name, x: x.movedim(dimension, 0)[rows].movedim(0, dimension) if name in sharded_names else x
+    group = {"process_group": dist.group.WORLD, "vocab_size": v}
+    results, gradients = [], []
+    for cut, more in ((lambda name, x: x, {}), (part, group)):
+        leaves = {name: cut(name, x).clone() for name, x in tensors.items()}
+        # Valid rows belong to the very tensor of the targets.
+        leaves |= {name: x for name, x in tensors.items() if not x.is_floating_point()}
+        needed = {name: x.requires_grad_() for name, x in leaves.items() if x.is_floating_point()}
+        results.append(_results(getattr(tigon, op)(**leaves, **more, **options)))
+        total = _total(results[-1], parts)
+        for retain_graph in (True, False):
+            computed = torch.autograd.grad(total, list(needed.values()), retain_graph=retain_graph)
+            gradients.append(dict(zip(needed, computed, strict=True)))
+    (whole, sharded), where = results, f"of {op} of {v} on rank {dist.get_rank()}"
     for name, value in whole.items():
-        _close(f"{name} of {v} on {rank}", sharded[name], value)
-    total = _total(sharded, parts)
-    again = torch.autograd.grad(total, [y, *shards], retain_graph=True)
-    for gradients in (again, torch.autograd.grad(total, [y, *shards])):
-        for name, actual, e in zip(
-            ("dx", "dw", "db"), gradients, [dx, *(g[rows] for g in expected)], strict=False
-        ):  # fmt: skip
-            _close(f"{name} of {v} on {rank}", actual, e)
+        _close(f"{name} {where}", sharded[name], value)
+    for name, gradient in gradients[0].items():
+        for other in gradients[2:]:
+            _close(f"gradient of {name} {where}", other[name], part(name, gradient), rtol=2e-5)
+    return whole, gradients[0]
 
 
 def _sizes() -> tuple[int, ...]:
@@ -138,22 +155,43 @@ def _sizes() -> tuple[int, ...]:
 def each_option() -> None:
     """Every option meets one of the sizes, and class weights or a bias."""
     sizes = _sizes()[: 1 if INTERPRETED else None]
-    for i, options in enumerate(OPTIONS.values()):
-        compare(sizes[i % len(sizes)], weighted=i % 2 == 1, bias=i % 2 == 0, **options)
+    for i, options in enumerate(OPTIONS[: 2 if INTERPRETED else None]):
+        size = sizes[i % len(sizes)]
+        compare("linear_cross_entropy", size, weighted=i % 2 == 1, bias=i % 2 == 0, **options)
 
 
 def logits() -> None:
     for v in _sizes()[: 1 if INTERPRETED else None]:
-        compare_each_option(v, _rows(v))
-    v = 7 * dist.get_world_size()
-    check_refusals(v, _rows(v))
+        for options in LOGIT_OPTIONS:
+            compare("cross_entropy", v, **options)
+        for reduction in ("mean", "none"):
+            compare("cross_entropy", v, reduction=reduction, **RESULT_FLAGS)
+
+
+def unusual_logits() -> None:
+    """Compare rows with classes of minus infinity, equal logits, targets out of range, and NaN where it is ignored."""
+    v = 12 * dist.get_world_size()
+
+    def change(input: Tensor, target: Tensor) -> None:
+        target[:6] = torch.tensor([1, 0, v, 0, -1, -100])
+        # The logits of the last shards are minus infinity, and those of the first one far below zero.
+        input[0] -= 500.0
+        input[0, v // 2 :] = -torch.inf
+        input[1], input[3] = 0.0, 0.0
+        input[3, [v // 2 - 1, v - 1]] = 5.0
+        input[target == -100] = torch.nan
+
+    whole, gradients = compare("cross_entropy", v, change=change, reduction="none", z_loss=1e-6, **RESULT_FLAGS)
+    assert whole["predicted_tokens"][[1, 3]].tolist() == [0, v // 2 - 1]
+    assert whole["loss"].isnan().nonzero()[:, 0].tolist() == [2, 4]
+    assert gradients["input"].isnan().any(-1).nonzero()[:, 0].tolist() == [2, 4]
 
 
 def everything_returned() -> None:
     for i, v in enumerate(_sizes()):
-        for options in ({}, {"reduction": "none", "label_smoothing": 0.1}, OPTIONS["all, none"]):
-            for parts in (("loss", "log_probs", "entropy"), (("loss",), ("entropy",), ("log_probs",))[i]):
-                compare(v, parts, **RESULT_FLAGS, **options)
+        for options in ({}, {"reduction": "none", "label_smoothing": 0.1}, ALL_NONE):
+            for parts in ((), (("loss",), ("entropy",), ("log_probs",))[i]):
+                compare("linear_cross_entropy", v, parts, **RESULT_FLAGS, **options)
 
 
 def several_chunks() -> None:
@@ -165,31 +203,19 @@ def several_chunks() -> None:
     # shard has 12 rows, and at most 9 if it has 5 rows.
     with tuned(ChunkConfig, budget_mib=48 * 12 / 2**20):
         for v in _sizes():
-            for options in ({}, {"reduction": "none"}, {"acc_dtype": torch.float32}):
-                compare(v, **options)
-            compare(v, ("loss", "log_probs", "entropy"), **RESULT_FLAGS)
+            for options in ({}, {"reduction": "none"}, {"acc_dtype": torch.float32}, RESULT_FLAGS):
+                compare("linear_cross_entropy", v, **options)
 
 
 def ignored_tokens() -> None:
-    import tigon
-
     for v in _sizes():
-        rows = _rows(v)
-        x, w, b, _, target = _tensors(v)
         for ignored in (torch.ones(T, dtype=torch.bool), torch.arange(T) != 3, torch.zeros(T, dtype=torch.bool)):
-            labels = target.abs().clamp(max=v - 1).masked_fill(ignored, -100)
-            expected = tigon.linear_cross_entropy(x, w, labels, linear_bias=b)
-            dx, dw = torch.autograd.grad(expected, (x, w))
-            shards = [p.detach()[rows].requires_grad_() for p in (w, b)]
-            loss = tigon.linear_cross_entropy(
-                x, shards[0], labels, linear_bias=shards[1], process_group=dist.group.WORLD, vocab_size=v,
-                valid_rows=tigon.ValidRows(labels),
-            )  # fmt: skip
-            actual = torch.autograd.grad(loss, (x, shards[0]))
-            _close("loss", loss, expected)
-            _close("dx", actual[0], dx)
-            _close("dw", actual[1], dw[rows])
-            assert (actual[0][ignored] == 0).all()
+
+            def change(target: Tensor, ignored: Tensor = ignored, v: int = v, **_: Tensor) -> None:
+                target.copy_(target.abs().clamp(max=v - 1).masked_fill(ignored, -100))
+
+            _, gradients = compare("linear_cross_entropy", v, change=change, valid_rows=True)
+            assert (gradients["input"][ignored] == 0).all()
 
 
 def log_probs() -> None:
@@ -197,11 +223,10 @@ def log_probs() -> None:
     from tigon.ops.head.log_prob_chunks import SlabConfig
     from tigon.runtime.tuning import tuned
 
-    # The last vocabulary gives the last rank no row, or one row.
     for v in _sizes():
-        for options in LOG_PROB_OPTIONS.values():
+        for options in LOG_PROB_OPTIONS:
             with tuned(ChunkConfig, tokens=5), tuned(SlabConfig, columns=5, block_tokens=4):
-                compare_log_probs(v, _rows(v), options)
+                compare("linear_log_probs", v, **options)
 
 
 def half_precision() -> None:
@@ -229,8 +254,7 @@ def dtensor_heads() -> None:
 
     import tigon
 
-    _, ranks = _rank_and_ranks()
-    mesh = init_device_mesh("cpu", (ranks,))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     group = mesh.get_group()
     for v in _sizes():
         x, w, b, _, target = _tensors(v)
@@ -278,11 +302,11 @@ def _refused(error: type, message: str):
 
 def refusals() -> None:
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor import Shard, distribute_tensor
 
     import tigon
 
-    rank, ranks = _rank_and_ranks()
+    rank, ranks = dist.get_rank(), dist.get_world_size()
     v = 7 * ranks
     x, w, b, class_weight, target = _tensors(v)
     shard = w.detach()[_rows(v)]
@@ -304,16 +328,11 @@ def refusals() -> None:
         assert loss.isnan()
     with _refused(ValueError, "vocab_size needs a process_group over which the vocabulary is sharded, got None"):
         run(shard, vocab_size=v)
-    with _refused(TypeError, "process_group must be a torch.distributed.ProcessGroup, got str"):
-        run(shard, process_group="tp")
     with _refused(ValueError, rf"weight must have shape \({v},\), got \(7,\)"):
         run(shard, process_group=world, vocab_size=v, weight=class_weight[:7])
     with _refused(ValueError, r"linear_bias must have shape \(7,\)"):
         run(shard, process_group=world, vocab_size=v, linear_bias=b.detach())
     first = dist.new_group([0])
-    if rank:
-        with _refused(ValueError, f"process_group must contain this rank, {rank}"):
-            run(shard, process_group=first)
 
     mesh = init_device_mesh("cpu", (ranks,))
     place = lambda t, placement: distribute_tensor(t.detach(), mesh, [placement])
@@ -322,15 +341,21 @@ def refusals() -> None:
         run(sharded)
     with _refused(ValueError, "linear_weight must be sharded by rows over process_group, .* got"):
         run(place(w, Shard(1)), process_group=world)
-    with _refused(ValueError, "linear_weight must be sharded by rows over process_group"):
-        run(place(w, Replicate()), process_group=world)
     with _refused(ValueError, "input must be replicated, got"):
         tigon.linear_cross_entropy(place(x, Shard(1)), sharded, target, process_group=world)
-    with _refused(TypeError, "process_group must be a torch.distributed.ProcessGroup, got str"):
-        run(sharded, process_group="tp")
     if rank == 0:
         with _refused(ValueError, "linear_weight must be sharded by rows over process_group, .* on DeviceMesh"):
             run(sharded, process_group=first)
+    logits = torch.randn(T, v)
+    part, size = logits[:, _rows(v)], {"vocab_size": v}
+    for message, x, options in (
+        (rf"input must have 8 columns on rank {rank} of {ranks} .*, got 7", part, {"vocab_size": 8 * ranks}),
+        ("vocab_size must be the number of columns on all ranks of process_group", part, {}),
+        (rf"weight must have shape \({v},\), got \(7,\)", part, size | {"weight": class_weight[:7]}),
+        (r"input must not be a DTensor, got .*input.to_local\(\)", place(logits, Shard(1)), size),
+    ):
+        with pytest.raises(ValueError, match=f"^cross_entropy: {message}"):
+            tigon.cross_entropy(x, target, process_group=world, **options)
     parameter = nn.Parameter(sharded)
     parameter.grad = torch.zeros_like(parameter)
     with _refused(ValueError, "accumulate_grad needs a linear_weight whose .grad is the whole gradient, got a DTensor"):
@@ -352,7 +377,7 @@ def accumulate_in_a_sharded_head() -> None:
     _close("dw", shard.grad, whole.grad[_rows(v)])
 
 
-CHECKS: list[Callable[[], None]] = [each_option, log_probs, logits]
+CHECKS: list[Callable[[], None]] = [each_option, log_probs, logits, unusual_logits]
 if not INTERPRETED:
     CHECKS += [everything_returned, several_chunks, ignored_tokens]
     CHECKS += [half_precision, dtensor_heads, refusals, accumulate_in_a_sharded_head]

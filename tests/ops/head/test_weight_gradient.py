@@ -83,21 +83,6 @@ def test_half_precision_products_are_not_rounded_in_an_fp32_sum(kind, autocast, 
     assert torch.equal(buffer, expected + 3.0)
 
 
-def test_sum_may_have_another_half_precision_dtype():
-    """This is the gradient of a bf16 weight under fp16 autocast."""
-    parts, weight = _parts(70, 5, chunks=1, dtype=torch.float16), torch.empty(70, 5, dtype=BF16, device=DEVICE)
-    torch.testing.assert_close(_add_parts(weight, False, parts), _expected_sum(parts).to(BF16), rtol=2**-7, atol=0)
-    assert torch.equal(_add_parts(weight, True, parts), _expected_sum(parts).to(BF16))
-
-
-def test_strided_weight_gets_a_dense_gradient():
-    weight = torch.empty(6, 70, dtype=BF16, device=DEVICE).t()
-    parts = _parts(70, 6)
-    dw = _add_parts(weight, True, parts)
-    assert dw.is_contiguous()
-    assert torch.equal(dw, _expected_sum(parts).to(BF16))
-
-
 # --- fp64, whose sums are finer than the requested `acc_dtype` ---------------------------------------
 
 
@@ -116,16 +101,3 @@ def test_fp64_weight_may_accumulate_in_fp32_or_fp64(buffer_dtype):
     loss.backward()
     total = weight.grad if buffer_dtype == torch.float64 else weight.main_grad
     torch.testing.assert_close(total.double(), 1 + expected, rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("v", [7, 128, 300])
-def test_only_half_precision_splits_its_sum(v, dtype):
-    weight = torch.zeros(v, 3, dtype=dtype, device=DEVICE)
-    total = WeightGradient(weight, in_fp32=True)
-    assert total.is_split == (dtype == torch.float16)
-    assert total.lower.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    logits, x = torch.ones(2, v, dtype=dtype, device=DEVICE), torch.ones(2, 3, dtype=dtype, device=DEVICE)
-    total.add(logits, x)
-    total.add(logits, x)
-    assert torch.equal(total.finish(), torch.full_like(weight, 4.0))

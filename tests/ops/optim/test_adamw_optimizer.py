@@ -103,16 +103,6 @@ def test_graphs_run_torchs_code_and_each_stream_has_its_table():
     _assert_same(ours, theirs)
 
 
-def test_torch_takes_a_captured_step():
-    parameters = make_parameters([(8,)])
-    optimizer = tigon.AdamW(parameters, **OPTIONS, fused=True, capturable=True)
-    with (
-        patch.object(torch.cuda, "is_available", return_value=True),
-        patch.object(torch.cuda, "is_current_stream_capturing", return_value=True),
-    ):
-        assert _count_updates(lambda: train(optimizer, 1)) == 0
-
-
 def test_a_graph_captures_no_step_whose_number_is_on_the_host():
     optimizer = tigon.AdamW(make_parameters([(8,)]), **OPTIONS)
     with (
@@ -255,15 +245,6 @@ def test_a_compiled_step_is_taken_once():
         step()
         expected.step()
     _assert_same(parameters, theirs)
-
-
-def test_bad_arguments_raise_the_errors_of_torch():
-    with pytest.raises(ValueError, match="Invalid learning rate: -1"):
-        tigon.AdamW(make_parameters(SHAPES), lr=-1)
-    with pytest.raises(ValueError, match="Invalid beta parameter at index 1: 1.0"):
-        tigon.AdamW(make_parameters(SHAPES), betas=(0.9, 1.0))
-    with pytest.raises(RuntimeError, match="`fused` and `foreach` cannot be `True` together"):
-        tigon.AdamW(make_parameters(SHAPES), fused=True, foreach=True)
 
 
 def _adamw(dtype: torch.dtype = torch.bfloat16, **options):

@@ -131,35 +131,6 @@ def test_groups_have_their_own_formats_and_share_the_norm():
     torch.testing.assert_close(optimizer.grad_norm.double(), norm, rtol=1e-6, atol=0.0)
 
 
-def test_a_small_norm_changes_nothing():
-    """The factor is 1 if the norm is at most `max_grad_norm`."""
-    results = []
-    for max_grad_norm in (1e6, float("inf")):
-        optimizer = tigon.AdamW(make_parameters(), **OPTIONS, state="fp32", master="fp32", max_grad_norm=max_grad_norm)
-        results.append(train(optimizer))
-    assert_equal(*results)
-    # The kernel without a factor is another one, which may order products and sums in another way.
-    for p, q in zip(
-        results[0], train(tigon.AdamW(make_parameters(), **OPTIONS, state="fp32", master="fp32")), strict=True
-    ):
-        torch.testing.assert_close(p, q, rtol=2.0**-7, atol=1e-6)
-
-
-def test_the_norm_of_a_closure_is_that_of_its_gradients():
-    p = nn.Parameter(torch.ones(8, device=DEVICE))
-    optimizer = tigon.AdamW([p], max_grad_norm=1.0)
-    p.grad = torch.full_like(p, 100.0)
-
-    def closure():
-        optimizer.zero_grad()
-        loss = 3 * p.sum()
-        loss.backward()
-        return loss
-
-    optimizer.step(closure)
-    assert optimizer.grad_norm.item() == pytest.approx(3 * 8**0.5)
-
-
 @pytest.mark.parametrize("fused", [None, True])
 def test_a_scaler_unscales_the_gradients(fused):
     """An overflow skips the step, and a scaled loss trains as one that is not scaled."""
@@ -306,26 +277,6 @@ def test_an_infinite_limit_only_computes_the_norm():
     optimizer.step()
     assert optimizer.grad_norm.isinf()
     assert all(p.isfinite().all() for p in others)
-
-
-def test_a_group_with_formats_leaves_scaling_to_the_scaler():
-    a, b = (nn.Parameter(torch.zeros(8)) for _ in range(2))
-    optimizer = tigon.AdamW([a], fused=True)
-    assert optimizer._step_supports_amp_scaling
-    optimizer.add_param_group({"params": [b], "state": "fp32"})
-    assert not optimizer._step_supports_amp_scaling
-
-
-def test_a_parameter_may_be_exchanged_for_another_object():
-    p = nn.Parameter(torch.ones(8))
-    optimizer = tigon.AdamW([p], state="fp32")
-    p.grad = torch.ones_like(p)
-    optimizer.step()
-    q = nn.Parameter(torch.ones(8))
-    optimizer.param_groups[0]["params"][0] = q
-    q.grad = torch.ones_like(q)
-    optimizer.step()
-    assert (q < 1).all()
 
 
 # --- two ranks -------------------------------------------------------------------------------------

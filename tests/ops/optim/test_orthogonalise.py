@@ -15,11 +15,9 @@ from tigon.ops.optim.orthogonalise import (
 from tigon.ops.optim.symmetric_product import (
     Epilogue,
     SymmetricConfig,
-    SymmetricProblem,
     symmetric_product,
     symmetric_product_reference,
 )
-from tigon.runtime.device import Device
 from tigon.runtime.tuning import tuned
 
 TORCH = (3.4445, -4.7750, 2.0315)
@@ -85,24 +83,6 @@ def test_only_the_half_below_the_diagonal_is_computed(blocks):
     torch.testing.assert_close(c, expected, rtol=2e-3, atol=2e-3)
     assert torch.equal(c, c.mT)
     assert not torch.allclose(c.float(), a.float() @ b.float().mT, atol=1e-2)
-
-
-def test_half_of_the_tiles_are_computed():
-    tiles = products._tiles(4096, 128, 256, 8, torch.device("cpu"))
-    pairs = {(int(x) >> 16, int(x) & 0xFFFF) for x in tiles}
-    assert len(pairs) == len(tiles) == sum(i // 2 + 1 for i in range(32))
-    # The tiles of one group of rows are consecutive.
-    assert {i for i, _ in [(int(x) >> 16, 0) for x in tiles[:20]]} == set(range(8))
-
-
-def test_the_tma_is_used_where_the_chip_has_one():
-    hopper = Device(132, 32, 227 * 1024, True, "sm_90")
-    mi300 = Device(304, 64, 64 * 1024, False, "gfx942")
-    aligned, odd = SymmetricProblem(4096, 4096, True), SymmetricProblem(4096, 4096, False)
-    has_descriptors = products.TensorDescriptor is not None
-    assert SymmetricConfig.heuristic(aligned, hopper).uses_tma == has_descriptors
-    assert not SymmetricConfig.heuristic(odd, hopper).uses_tma
-    assert not SymmetricConfig.heuristic(aligned, mi300).uses_tma
 
 
 # --- the orthogonalisation -------------------------------------------------------------------------

@@ -141,26 +141,6 @@ def test_active_transforms_are_recognised():
     assert results == [False, True, True, False]
 
 
-def test_tensor_subclasses_are_plain_in_a_block():
-    class Subclass(torch.Tensor):
-        @classmethod
-        def __torch_function__(cls, function, types, args=(), kwargs=None):
-            raise RuntimeError("not plain")
-
-    x = torch.ones(2).as_subclass(Subclass)
-    with autograd.DisableTorchFunctionSubclass():
-        assert type(x.clone()) is torch.Tensor
-
-
-def test_function_modes_are_off_in_a_block():
-    class Mode(torch.overrides.TorchFunctionMode):
-        def __torch_function__(self, function, types, args=(), kwargs=None):
-            raise RuntimeError("the mode is on")
-
-    with Mode(), autograd.DisableTorchFunction():
-        assert torch.ones(2).sum() == 2
-
-
 def test_backward_runs_inside_the_active_modes():
     from torch.utils.flop_counter import FlopCounterMode
 

@@ -60,17 +60,6 @@ def test_the_schema_of_an_operator_names_its_arguments():
     assert operators.schema_of(torch.ops.higher_order.cond) is None
 
 
-def test_the_gpu_sleeps_for_a_number_of_cycles():
-    if not torch.cuda.is_available():
-        pytest.skip("The test needs a GPU.")
-    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    operators.sleep_on_device(4_000_000)
-    stop.record()
-    torch.cuda.synchronize()
-    assert start.elapsed_time(stop) > 0.5
-
-
 def test_the_process_group_of_a_name_is_found(tmp_path):
     if not dist.is_available() or dist.is_initialized():
         pytest.skip("The test needs a process group of its own.")
@@ -94,23 +83,6 @@ def test_a_read_of_one_value_is_an_operator():
     with Mode():
         torch.ones(1).item()
     assert operators.read_scalar.default in calls
-
-
-def test_products_of_groups_are_an_operator():
-    a, b = torch.ones(4, 16, dtype=torch.bfloat16), torch.ones(2, 16, 8, dtype=torch.bfloat16)
-    ends = torch.tensor([2, 4], dtype=torch.int32)
-    assert operators.grouped_mm(a, b, ends).shape == (4, 8)
-
-
-def test_many_tensors_are_incremented():
-    for increment in (operators.increment, operators._increment_one_by_one):
-        tensors = [torch.zeros(2), torch.ones(3)]
-        increment(tensors, 1)
-        assert [x.tolist() for x in tensors] == [[1.0, 1.0], [2.0, 2.0, 2.0]]
-
-
-def test_the_native_linear_is_that_of_functional():
-    assert torch.nn.functional.linear is operators.native_linear
 
 
 def test_operators_and_namespaces_have_the_known_types():

@@ -13,7 +13,6 @@ from tigon.ops.logits import softmax
 from tigon.runtime.compat import triton as triton_private
 from tigon.runtime.compat.triton import (
     JITFunction,
-    TensorDescriptor,
     TileDescriptor,
     compiler_tools,
     direct_launch,
@@ -70,32 +69,16 @@ def test_launches_of_another_form_are_not_repeated(record):
     assert direct_launch(record, 4, 7, (3, 128)) is None
 
 
-@pytest.mark.parametrize("version", ["3.6.0", "3.7.1+git4bd2c1b0", "3.10.0", "4.0"])
-def test_later_versions_have_tensor_descriptors(version):
-    assert has_tensor_descriptors(version)
+LATER, OTHERS = ["3.6.0", "3.7.1+git4bd2c1b0", "3.10.0", "4.0"], ["3.4.0", "3.5.1", "2.9", "not installed", ""]
+TESTED, UNTESTED = ["3.6.0", "3.7.1", "3.7.1+git4bd2c1b0", "3.7"], ["3.5.1", "3.8.0", "3.60.0", "3.10.0", "4.3.6", ""]
 
 
-@pytest.mark.parametrize("version", ["3.4.0", "3.5.1", "2.9", "not installed", ""])
-def test_other_versions_have_no_tensor_descriptors(version):
-    assert not has_tensor_descriptors(version)
-
-
-@pytest.mark.skipif(not has_tensor_descriptors(), reason="this Triton is older than 3.6")
-def test_a_descriptor_names_its_tensor_and_the_shape_of_its_tiles():
-    x = torch.zeros(32, 64, dtype=torch.bfloat16)
-    descriptor = TensorDescriptor(x, x.shape, x.stride(), [16, 32])
-    assert descriptor.base is x
-    assert descriptor.block_shape == [16, 32]
-
-
-@pytest.mark.parametrize("version", ["3.6.0", "3.7.1", "3.7.1+git4bd2c1b0", "3.7"])
-def test_tested_versions_have_the_instructions_of_hopper(version):
-    assert has_hopper_instructions(version)
-
-
-@pytest.mark.parametrize("version", ["3.4.0", "3.5.1", "3.8.0", "3.60.0", "3.10.0", "4.3.6", "not installed", ""])
-def test_other_versions_have_no_instructions_of_hopper(version):
-    assert not has_hopper_instructions(version)
+def test_versions_have_what_the_kernels_need():
+    for has, versions, others in (
+        (has_tensor_descriptors, LATER, OTHERS),
+        (has_hopper_instructions, TESTED, UNTESTED),
+    ):
+        assert [v for v in (*versions, *others) if has(v)] == versions
 
 
 needs_hopper = pytest.mark.skipif(not has_hopper_instructions(), reason="this Triton is neither 3.6 nor 3.7")
@@ -135,14 +118,6 @@ def test_the_descriptor_of_a_tile_names_its_tensor_its_shape_and_its_layout():
     descriptor = TileDescriptor(x, list(x.shape), list(x.stride()), [16, 64], layout)
     assert descriptor.base is x
     assert (descriptor.block_shape, descriptor.layout) == ([16, 64], layout)
-
-
-def test_compiled_kernel_has_the_arguments_of_a_direct_launch():
-    compiled = triton.compiler.CompiledKernel
-    assert isinstance(compiled.run, property)
-    codes = [function.__code__ for function in vars(compiled).values() if hasattr(function, "__code__")]
-    names = {name for code in codes for name in code.co_names}
-    assert {"function", "packed_metadata"} <= names
 
 
 def test_kernel_has_the_attributes_of_the_key():
