@@ -11,12 +11,7 @@ from torch import Tensor
 
 import tigon
 from benchmarks.workloads import WORKLOADS
-from variant_case import (
-    VariantCase,
-    as_list,
-    assert_as_accurate_as_eager,
-    outputs_and_gradients,
-)
+from variant_case import VariantCase, as_list, assert_as_accurate_as_eager, outputs_and_gradients
 
 __all__ = [
     "CASES",

@@ -12,16 +12,10 @@ from hf.ways import PARTS  # noqa: E402
 
 STEPS, ROWS, LENGTH, VOCABULARY = 50, 8, 256, 16384
 SIZE = {
-    "hidden_size": 512,
-    "intermediate_size": 1408,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 64,
-    "max_position_embeddings": LENGTH,
-    "vocab_size": VOCABULARY,
+    "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 4, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "head_dim": 64, "max_position_embeddings": LENGTH, "vocab_size": VOCABULARY,
     "pad_token_id": 0,
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

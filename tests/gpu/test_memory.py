@@ -16,16 +16,9 @@ from tigon.memory.levels import MEMORY
 transformers = pytest.importorskip("transformers")
 
 SIZE = {
-    "hidden_size": 1024,
-    "intermediate_size": 3584,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 4,
-    "head_dim": 64,
-    "max_position_embeddings": 2048,
-    "vocab_size": 32000,
-    "pad_token_id": 0,
-}
+    "hidden_size": 1024, "intermediate_size": 3584, "num_hidden_layers": 2, "num_attention_heads": 16,
+    "num_key_value_heads": 4, "head_dim": 64, "max_position_embeddings": 2048, "vocab_size": 32000, "pad_token_id": 0,
+}  # fmt: skip
 TOKENS = (2, 1024)
 
 

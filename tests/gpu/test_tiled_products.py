@@ -142,10 +142,7 @@ def test_rows_of_no_expert_are_not_written(sizes, poisoned):
     """The memory of the results is NaN, and all factors are finite. The last expert with rows has so many."""
     factors = _factors(sizes, 128, 512, BF16)
     x, weight, ends = factors.x, factors.weight, factors.ends
-    results = {
-        "product": tiled_product(x, weight, ends),
-        "by rows": tiled_product(x, weight.contiguous(), ends),
-    }
+    results = {"product": tiled_product(x, weight, ends), "by rows": tiled_product(x, weight.contiguous(), ends)}
     for name, result in results.items():
         assert result[: factors.count].isfinite().all(), name
         assert result[factors.count :].isnan().all(), name

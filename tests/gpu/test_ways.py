@@ -14,18 +14,10 @@ from hf.test_two_ranks import assert_same_on_two, every_launch  # noqa: E402
 from hf.ways import PARTS  # noqa: E402
 
 SIZE = {
-    "hidden_size": 512,
-    "intermediate_size": 1408,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 64,
-    "max_position_embeddings": 512,
-    "vocab_size": 32000,
-    "pad_token_id": 0,
-    "eos_token_id": 2,
-    "bos_token_id": 1,
-}
+    "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 2, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "head_dim": 64, "max_position_embeddings": 512, "vocab_size": 32000, "pad_token_id": 0,
+    "eos_token_id": 2, "bos_token_id": 1,
+}  # fmt: skip
 # The loss, and every gradient by name.
 Step = dict[str, torch.Tensor]
 

@@ -177,11 +177,7 @@ def alias_cases(mask: Tensor) -> Iterator[Case]:
 
 # --- the test ----------------------------------------------------------------------------------------
 
-SIZES = (
-    ("many", MANY, head_cases),
-    ("few", FEW, head_cases),
-    ("many", MANY, alias_cases),
-)
+SIZES = (("many", MANY, head_cases), ("few", FEW, head_cases), ("many", MANY, alias_cases))
 CASES = {f"{case.name}, {size} masked": case for size, mask, cases in SIZES for case in cases(mask)}
 
 

@@ -65,14 +65,9 @@ def noise_from_a_global(self):
 
 
 NOISES = [
-    noise_from_a_generator,
-    noise_from_numpy,
-    noise_from_python,
-    noise_from_a_counter,
-    noise_from_an_iterator,
-    noise_from_a_list,
-    noise_from_a_global,
-]
+    noise_from_a_generator, noise_from_numpy, noise_from_python, noise_from_a_counter, noise_from_an_iterator,
+    noise_from_a_list, noise_from_a_global,
+]  # fmt: skip
 
 
 def step(memory: str | None, noise) -> tuple[torch.Tensor, torch.Tensor]:

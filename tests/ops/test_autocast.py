@@ -162,10 +162,7 @@ def mlp_inputs(names: int) -> Callable[[torch.dtype], list[Tensor]]:
     ]
 
 
-MLPS = {
-    "glu_mlp": (tigon.glu_mlp, glu_mlp_reference, mlp_inputs(4)),
-    "mlp": (tigon.mlp, mlp_reference, mlp_inputs(3)),
-}
+MLPS = {"glu_mlp": (tigon.glu_mlp, glu_mlp_reference, mlp_inputs(4)), "mlp": (tigon.mlp, mlp_reference, mlp_inputs(3))}
 
 
 @pytest.mark.parametrize("i", range(len(MLPS)), ids=list(MLPS))

@@ -389,10 +389,7 @@ def test_every_public_name_is_tested():
 
 
 MESSAGES = {
-    "no tensor": (
-        lambda: tigon.jsd(LOGITS, None),
-        "jsd: target must be a Tensor, got NoneType",
-    ),
+    "no tensor": (lambda: tigon.jsd(LOGITS, None), "jsd: target must be a Tensor, got NoneType"),
     "a flag that is a string": (
         lambda: tigon.tvd(LOGITS, LOGITS, from_logits="no"),
         "tvd: from_logits must be a bool, got 'no'",
@@ -478,10 +475,7 @@ MESSAGES = {
         lambda: tigon.AdamW([{"params": [_parameter(3)], "lr": "fast"}]),
         "AdamW: lr must be a number, got 'fast'",
     ),
-    "a value that torch refuses": (
-        lambda: tigon.AdamW([_parameter(3)], lr=-1.0),
-        "AdamW: Invalid learning rate: -1.0",
-    ),
+    "a value that torch refuses": (lambda: tigon.AdamW([_parameter(3)], lr=-1.0), "AdamW: Invalid learning rate: -1.0"),
 }
 
 

@@ -181,8 +181,7 @@ def test_models_of_old_transformers_are_refused(old_transformers):
 
 
 @pytest.mark.parametrize(
-    "call",
-    ['tigon.patch("llama")', "tigon.AutoModelForCausalLM.from_config(None)", 'find_config("Llama-3-8B")'],
+    "call", ['tigon.patch("llama")', "tigon.AutoModelForCausalLM.from_config(None)", 'find_config("Llama-3-8B")']
 )
 @pytest.mark.sampled(3)
 def test_error_without_transformers_names_the_extra(call):

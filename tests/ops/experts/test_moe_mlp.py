@@ -7,21 +7,12 @@ from torch.utils.checkpoint import checkpoint
 import tigon
 import tigon.ops.experts.moe_launchers as launchers_module
 from op_cases import DEVICE, DTYPES, assert_as_accurate_as_eager, one_in, outputs_and_gradients
-from tigon.ops.experts.activation import (
-    NeededActivationGradients,
-    activation_gradients,
-    activation_gradients_reference,
-)
+from tigon.ops.experts.activation import NeededActivationGradients, activation_gradients, activation_gradients_reference
 from tigon.ops.experts.arguments import ACTIVATIONS
 from tigon.ops.experts.choice_order import route
 from tigon.ops.experts.grouped_linear import group_sums, grouped_linear, rows_of_groups
 from tigon.ops.experts.moe_mlp import moe_mlp_reference
-from tigon.ops.experts.routing import (
-    combine,
-    combine_reference,
-    spread,
-    spread_reference,
-)
+from tigon.ops.experts.routing import combine, combine_reference, spread, spread_reference
 
 T, K, E, H, INNER = 9, 3, 6, 16, 24
 

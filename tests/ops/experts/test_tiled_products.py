@@ -72,10 +72,7 @@ def _by_rows(n: int) -> dict[str, Tensor]:
 
 def _products(x: Tensor, weight: Tensor, dy: Tensor) -> set[str]:
     """Return which products run in kernels of tiles."""
-    products = {
-        "product": tiles_product(x, weight),
-        "gradient": tiles_gradient(x, dy),
-    }
+    products = {"product": tiles_product(x, weight), "gradient": tiles_gradient(x, dy)}
     return {name for name, runs in products.items() if runs}
 
 
@@ -106,10 +103,7 @@ CHANGES: dict[str, tuple[Callable[[], dict], set[str]]] = {
     "rows of x with gaps": (lambda: _factors() | {"x": _factors(n=256)["x"][:, :128]}, set()),
     "rows of dy with gaps": (lambda: _factors() | {"dy": _factors(m=512)["dy"][:, :256]}, {"product"}),
     "weights with gaps": (lambda: _factors() | {"weight": _factors(m=512)["weight"][..., :256]}, {"gradient"}),
-    "an odd address of x": (
-        lambda: _factors() | {"x": torch.zeros(12801, dtype=BF16)[1:].view(100, 128)},
-        set(),
-    ),
+    "an odd address of x": (lambda: _factors() | {"x": torch.zeros(12801, dtype=BF16)[1:].view(100, 128)}, set()),
 }
 
 

@@ -8,13 +8,7 @@ import torch
 from op_cases import DEVICE
 from tigon.ops.fp8.formats import LARGEST, SMALLEST_AMAX, Factor
 from tigon.ops.fp8.gated_gradients import GatedNeeds, gated_gradients, gated_gradients_reference
-from tigon.ops.fp8.quantisation import (
-    Layout,
-    activate,
-    quantise,
-    quantise_gated,
-    quantise_reference,
-)
+from tigon.ops.fp8.quantisation import Layout, activate, quantise, quantise_gated, quantise_reference
 
 # The largest relative rounding error of a normal value.
 LARGEST_ERROR = 2.0**-4

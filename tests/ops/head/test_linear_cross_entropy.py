@@ -104,8 +104,7 @@ IGNORED = {
 
 @pytest.mark.parametrize("options", [{}, {"reduction": "none"}, {"return_entropy": True}], ids=str)
 @pytest.mark.parametrize(
-    "ignored",
-    [name if name == "half" else pytest.param(name, marks=SLOW_IN_INTERPRETER) for name in IGNORED],
+    "ignored", [name if name == "half" else pytest.param(name, marks=SLOW_IN_INTERPRETER) for name in IGNORED]
 )
 def test_ignored_tokens_are_not_multiplied(ignored, options):
     """Products have the sizes of the valid rows. If fewer than one row in 64 is ignored, copies would cost more."""

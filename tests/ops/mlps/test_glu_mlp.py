@@ -208,10 +208,7 @@ def test_gradients_of_inputs_may_come_before_those_of_weights(level):
     inputs = _inputs(2, 9)
     expected = gradients_of(_mlp("default", *inputs), inputs)[1:]
     loss = _mlp(level, *inputs).square().sum()
-    results = [
-        *torch.autograd.grad(loss, inputs[:1], retain_graph=True),
-        *torch.autograd.grad(loss, inputs[1:]),
-    ]
+    results = [*torch.autograd.grad(loss, inputs[:1], retain_graph=True), *torch.autograd.grad(loss, inputs[1:])]
     assert_equal(results, expected)
 
 

@@ -63,19 +63,13 @@ REFUSALS = {
         "Muon: a parameter must have 2 dimensions, or 3 if it stacks matrices, got shape (3,); a group with "
         "use_muon=False takes it (tigon.muon_groups makes the groups of a model)",
     ),
-    "a step too many": (
-        lambda: tigon.Muon([MATRIX], ns_steps=100),
-        "Muon: ns_steps must be in [0, 99], got 100",
-    ),
+    "a step too many": (lambda: tigon.Muon([MATRIX], ns_steps=100), "Muon: ns_steps must be in [0, 99], got 100"),
     "coefficients of other steps": (
         lambda: tigon.Muon([MATRIX], ns_coefficients=[TORCH, TORCH]),
         f"Muon: ns_coefficients must be three numbers, or three numbers for each step, got {[TORCH, TORCH]}",
     ),
     "a negative rate": (lambda: tigon.Muon([MATRIX], lr=-1.0), "Muon: lr must not be negative, got -1.0"),
-    "momentum above one": (
-        lambda: tigon.Muon([MATRIX], momentum=1.5),
-        "Muon: momentum must be in [0, 1], got 1.5",
-    ),
+    "momentum above one": (lambda: tigon.Muon([MATRIX], momentum=1.5), "Muon: momentum must be in [0, 1], got 1.5"),
     "an option of a group": (
         lambda: tigon.Muon([{"params": [MATRIX], "momentum": "high"}]),
         "Muon: momentum must be a number, got 'high'",

@@ -12,12 +12,7 @@ from tigon.ops.optim.orthogonalise import (
     orthogonalise,
     restarts,
 )
-from tigon.ops.optim.symmetric_product import (
-    Epilogue,
-    SymmetricConfig,
-    symmetric_product,
-    symmetric_product_reference,
-)
+from tigon.ops.optim.symmetric_product import Epilogue, SymmetricConfig, symmetric_product, symmetric_product_reference
 from tigon.runtime.tuning import tuned
 
 TORCH = (3.4445, -4.7750, 2.0315)

@@ -74,10 +74,7 @@ TESTED, UNTESTED = ["3.6.0", "3.7.1", "3.7.1+git4bd2c1b0", "3.7"], ["3.5.1", "3.
 
 
 def test_versions_have_what_the_kernels_need():
-    for has, versions, others in (
-        (has_tensor_descriptors, LATER, OTHERS),
-        (has_hopper_instructions, TESTED, UNTESTED),
-    ):
+    for has, versions, others in ((has_tensor_descriptors, LATER, OTHERS), (has_hopper_instructions, TESTED, UNTESTED)):
         assert [v for v in (*versions, *others) if has(v)] == versions
 
 
