@@ -1,7 +1,4 @@
-"""Cross entropy and log-probabilities of a vocabulary that is sharded over processes equal those of a whole one.
-
-As a script, this file runs one rank: python test_sharded_head.py STORE
-"""
+"""Losses of a vocabulary that is sharded over processes equal those of a whole one. As a script, this runs one rank."""
 
 import contextlib
 import os
@@ -15,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from interpreter import speed_up_the_interpreter
+from ops.head import accumulate_grad_parallel as parallel
 from ranks import LIMIT, leave, run_ranks
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
@@ -381,6 +379,7 @@ CHECKS: list[Callable[[], None]] = [each_option, log_probs, logits, unusual_logi
 if not INTERPRETED:
     CHECKS += [everything_returned, several_chunks, ignored_tokens]
     CHECKS += [half_precision, dtensor_heads, refusals, accumulate_in_a_sharded_head]
+    CHECKS += [parallel.under_ddp, parallel.under_fsdp2]
 
 
 if __name__ == "__main__":

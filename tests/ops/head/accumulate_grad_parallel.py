@@ -1,27 +1,13 @@
-"""`linear_cross_entropy(accumulate_grad=True)` has the gradients of autograd under DDP and FSDP2.
-
-As a script, this file runs one rank: python test_accumulate_grad_parallel.py STORE
-"""
+"""Checks for `test_sharded_head.py`: `accumulate_grad=True` has the gradients of autograd under DDP and FSDP2."""
 
 import contextlib
-import os
-import sys
 from collections.abc import Callable
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ranks import LIMIT, leave, run_ranks
-
 T, H = 26, 8
-
-
-@pytest.mark.no_interpreter("The kernels are those of one rank.")
-def test_two_ranks():
-    for output in run_ranks(__file__):
-        assert output.splitlines()[-1] == "all checks passed", output
 
 
 def _close(name: str, actual: Tensor, expected: Tensor, rtol: float = 1e-5) -> None:
@@ -123,16 +109,3 @@ def under_fsdp2() -> None:
         for name, value in gradients_by_mode[0].items():
             _close(f"{name}, {accumulates=}", gradients_by_mode[1][name], value, rtol=1e-5 if policy is None else 0.02)
             _close(f"{name}, {accumulates=}", gradients_by_mode[2][name], gradients_by_mode[1][name])
-
-
-if __name__ == "__main__":
-    rank, ranks, store = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), sys.argv[1]
-    torch.set_num_threads(1)
-    # In this mode, memory that was not written holds NaN.
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=LIMIT)
-    under_ddp()
-    under_fsdp2()
-    print("all checks passed", flush=True)
-    dist.destroy_process_group()
-    leave()
