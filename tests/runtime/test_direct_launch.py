@@ -3,6 +3,7 @@
 import contextlib
 import threading
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -14,10 +15,17 @@ pytestmark = pytest.mark.no_interpreter("The interpreter launches nothing direct
 
 
 class _OnDevice(torch.Tensor):
-    """A CPU tensor whose `get_device` returns 0."""
+    """A CPU tensor that looks like one of a GPU, and finds itself by its address."""
+
+    by_address: ClassVar[dict[int, torch.Tensor]] = {}
+    is_cuda = True
 
     def get_device(self) -> int:
         return 0
+
+    def data_ptr(self) -> int:
+        self.by_address[address := super().data_ptr()] = self
+        return address
 
 
 def _on_device(x: torch.Tensor) -> torch.Tensor:
@@ -75,7 +83,8 @@ class _Kernel:
         assert (y, z, stream) == (1, 1, 5)
         values = arguments[-1] if isinstance(arguments[-1], tuple) else arguments[-len(self.arg_names) :]
         self.launches += 1
-        self.function(x, *values)
+        # Direct launches pass addresses.
+        self.function(x, *[_OnDevice.by_address.get(v, v) if type(v) is int else v for v in values])
 
     def __getitem__(self, grid):
         def run(*arguments, num_warps, enable_fp_fusion=True, **constants):
@@ -114,7 +123,7 @@ def fake_device(monkeypatch):
         monkeypatch.setattr(self_check, "_check_kernel", check)
         monkeypatch.setattr(self_check, "_make_check_tensors", check_tensors)
         monkeypatch.setattr(launch, "_variants", {})
-        monkeypatch.setattr(launch, "_key_functions", {})
+        monkeypatch.setattr(launch, "_split_functions", {})
         monkeypatch.setattr(launch, "_verdicts", {})
         for module in (launch, self_check):
             monkeypatch.setattr(module, "current_raw_stream", lambda device: 5)
@@ -125,10 +134,10 @@ def fake_device(monkeypatch):
     return install
 
 
-def _launch(kernel, times: int) -> torch.Tensor:
+def _launch(kernel, times: int, *others: torch.Tensor) -> torch.Tensor:
     x = torch.zeros(4)
     for _ in range(times):
-        launch.launch(kernel, 1, _on_device(x), BLOCK=2, num_warps=4)
+        launch.launch(kernel, 1, _on_device(x), *others, BLOCK=2, num_warps=4)
     return x
 
 
@@ -148,6 +157,24 @@ def test_direct_launches_call_the_function_in_c(fake_device, launcher):
     before = kernel.runs
     _launch(kernel, 3)
     assert kernel.runs == before
+
+
+def test_planned_launches_are_direct_from_the_second_one_on(fake_device):
+    kernel, _ = fake_device()
+    plan, x = launch.Plan(kernel, 1, BLOCK=2, num_warps=4), torch.zeros(4)
+    for _ in range(3):
+        plan.launch(_on_device(x))
+    assert (x == 6).all()
+    assert (kernel.through_triton, kernel.launches, len(plan.variants)) == (1, 3, 1)
+
+
+def test_no_launch_with_a_tensor_of_the_host_is_direct(fake_device):
+    """The address of such a tensor would be read by the GPU, where Triton raises an error."""
+    kernel, _ = fake_device()
+    kernel.function, kernel.arg_names = lambda programs, x, y, BLOCK: x.add_(BLOCK), ["x_ptr", "y_ptr", "BLOCK"]
+    _launch(kernel, 1, torch.zeros(4))
+    _launch(kernel, 2, torch.zeros(4))
+    assert kernel.through_triton == 3
 
 
 @pytest.mark.parametrize(

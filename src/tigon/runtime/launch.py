@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-import itertools
 import re
 import types
 from collections.abc import Callable, Iterable, Iterator
@@ -45,93 +44,120 @@ _variants: dict[tuple, tuple] = {}
 # The verdict of the self-check of direct launches on each device.
 _verdicts: dict[int, bool] = {}
 
-# For a kernel and the types of its arguments, a function that returns the rest of a key of `_variants`.
-_key_functions: dict[tuple, Callable[..., tuple]] = {}
+# The results of `_split_function` by the kernel and the types of its arguments.
+_split_functions: dict[tuple, Callable[..., tuple]] = {}
 
 
-# A number for each tuple of properties of ints. Rotary embeddings have 36 such properties, and the number is found
-# faster, because it is cached for the values of the last launches.
-_int_properties: dict[tuple, int] = {}
-_NUMBERS = {"numbers": _int_properties.setdefault, "new": itertools.count().__next__}
+def _split_function(kernel: JITFunction | None, kinds: tuple[type, ...]) -> Callable[..., tuple]:
+    """Return a function from arguments of these types to their properties, and to the values that a launch takes.
 
+    The properties are everything that Triton compiles a variant of the kernel for. For a tensor these are the dtype and
+    whether it is aligned to 16 bytes (on AMD also whether it has less than 2 GiB). For an int these are whether it
+    takes 64 bits and, unless the kernel does not specialise it (such as M), whether it is 1 or a multiple of 16. The
+    values of ints are not part of the key, because each batch has others. For a tensor descriptor they are its dtype
+    and the shape of its tiles. `kernel` may be None if there are no ints.
 
-def _key_function(kernel: JITFunction, arguments: tuple) -> Callable[..., tuple]:
-    """Return a function from arguments of these types to everything that Triton compiles a variant of the kernel for.
-
-    For a tensor these are the dtype and whether it is aligned to 16 bytes (on AMD also whether it has less than 2 GiB).
-    For an int these are whether it takes 64 bits and, unless the kernel does not specialise it (such as M), whether it
-    is 1 or a multiple of 16. The values of ints are not part of the key, because each batch has others. For a tensor
-    descriptor they are its dtype and the shape of its tiles. The function is compiled from source, once, because small
-    models wait for the host.
+    The value of a tensor is its address, because for a tensor Triton asks the driver at every launch whether the GPU
+    can read it. Therefore the properties say whether all tensors are on a GPU. The function is compiled from source,
+    once, because small models wait for the host.
     """
-    parts, properties, int_names = [], [], []
-    for i, value in enumerate(arguments):
-        if type(value) is int:
-            int_names.append(f"a{i}")
-            properties.append(f"a{i} >> 31, ")
+    parts, values, tensors = [], [], []
+    for i, kind in enumerate(kinds):
+        values.append(f"a{i}")
+        if kind is int and kernel is not None:
+            parts.append(f"a{i} >> 31")
             if not kernel.params[i].do_not_specialize:
-                properties.append(f"a{i} == 1 or (a{i} & 15 == 0 and 16), ")
-        elif type(value) in DESCRIPTORS:
+                parts.append(f"a{i} == 1 or (a{i} & 15 == 0 and 16)")
+        elif kind in DESCRIPTORS:
             parts.append(f"a{i}.base.dtype, *a{i}.block_shape")
-        elif value is not None and type(value) is not float:
-            parts.append(f"a{i}.dtype, a{i}.data_ptr() & 15")
+        elif kind is not types.NoneType and kind is not float:
+            tensors.append(i)
+            values[i] = f"p{i}"
+            parts.append(f"a{i}.dtype")
             if HIP:
                 parts.append(f"a{i}.untyped_storage().nbytes() >> 31 == 0")
-    ints, names = ", ".join(int_names), ", ".join(f"a{i}" for i in range(len(arguments)))
-    find = eval(f"lambda {ints}: numbers(({''.join(properties)}), new())", _NUMBERS)
-    parts.append(f"find({ints})")
-    return eval(f"lambda {names}: ({', '.join(parts)},)", {"find": functools.lru_cache(1024)(find)})
+    if tensors:
+        # Most tensors are aligned, so that one number stands for all of them.
+        addresses = " | ".join(f"(p{i} := a{i}.data_ptr())" for i in tensors)
+        parts.append(f"({addresses}) & 15 and ({''.join(f'p{i} & 15, ' for i in tensors)})")
+        parts.append(" and ".join(f"a{i}.is_cuda" for i in tensors))
+    names = ", ".join(f"a{i}" for i in range(len(kinds)))
+    return eval(f"lambda {names}: (({', '.join(parts)},), ({', '.join(values)},))")
 
 
-def launch(kernel: JITFunction, programs: int, *arguments: Any, **constants: Any) -> None:
+# The functions for tensors are the same for all kernels.
+_split_tensors = functools.cache(functools.partial(_split_function, None))
+
+
+def launch(kernel: JITFunction, programs: int, *arguments: Any, **constants: Any) -> tuple | None:
     """Launch `programs` programs of a kernel, or do nothing if there are none.
 
     Triton derives from the arguments, at every launch, which compiled variant it needs (11 us). Small models wait for
-    the host, so from the second launch on the variant is looked up here, and the call by which Triton launched it is
-    repeated with the new arguments. This is done only if that call has a known form, and only on devices where the
-    self-check passed; every other launch goes through `kernel[grid]`.
+    the host, so from the second launch on the variant is looked up here and returned, and the call by which Triton
+    launched it is repeated with the new arguments. This is done only if that call has a known form, and only on devices
+    where the self-check passed; every other launch goes through `kernel[grid]`.
 
-    Args:
-        kernel: The kernel.
-        programs: The size of the one-dimensional grid.
-        *arguments: All arguments except the constexprs, in the order of the kernel: first a tensor, then tensors,
-            tensor descriptors or None, then ints and floats. `in_order` puts arguments that are passed by name into
-            this order.
-        **constants: The constexprs by name, `num_warps`, and other options of the compiler, such as `enable_fp_fusion`.
+    `arguments` are those of the kernel except the constexprs, in its order, which `in_order` finds: first a tensor,
+    then tensors, tensor descriptors or None, then ints and floats. `constants` are the constexprs by name, `num_warps`,
+    and other options of the compiler, such as `enable_fp_fusion`.
     """
     if not programs:
-        return
+        return None
     device = arguments[0].get_device()
     if device < 0 and (simulation := simulation_of(arguments[0].device)) is not None:
         simulation.count_launch(arguments)
-        return
+        return None
     # The interpreter has no device, and only Triton calls the hooks of a profiler.
     if device < 0 or has_launch_hook():
         kernel[(programs,)](*arguments, **COMPILE | constants)
-        return
+        return None
     kinds = (id(kernel), *map(type, arguments))
-    key_function = _key_functions.get(kinds)
-    if key_function is None:
-        key_function = _key_functions[kinds] = _key_function(kernel, arguments)
+    split = _split_functions.get(kinds)
+    if split is None:
+        split = _split_functions[kinds] = _split_function(kernel, tuple(map(type, arguments)))
+    properties, values = split(*arguments)
     # There is one function for each kernel and types of arguments, so it stands for them.
-    key = (key_function, device, key_function(*arguments), *constants, *constants.values())
-    variant = _variants.get(key)
-    if variant is None:
+    key = (split, device, properties, *constants, *constants.values())
+    if (variant := _variants.get(key)) is None:
         _launch_and_store(key, kernel, programs, arguments, constants)
-        return
+        return None
     call, middle, is_packed, constexprs, _ = variant
-    if is_packed:
-        call(programs, 1, 1, current_raw_stream(device), *middle, (*arguments, *constexprs))
-    else:
-        call(programs, 1, 1, current_raw_stream(device), *middle, *arguments, *constexprs)
+    values = (*values, *constexprs)
+    call(programs, 1, 1, current_raw_stream(device), *middle, *((values,) if is_packed else values))
+    return variant
 
 
-def _launch_and_store(
-    key: tuple, kernel: JITFunction, programs: int, arguments: tuple, constants: dict[str, Any]
-) -> None:
+class Plan:
+    """A launch of a kernel with known numbers and constexprs, for which only tensors are missing.
+
+    Launchers cache plans, which saves a third of the host's time in `launch`, and the search for the numbers.
+    """
+
+    def __init__(self, kernel: JITFunction, programs: int, *numbers: float, **constants: Any) -> None:
+        self.kernel, self.programs, self.numbers, self.constants = kernel, programs, numbers, constants
+        # The variants, by the device and the properties of the tensors.
+        self.variants: dict[tuple, tuple] = {}
+
+    def launch(self, *tensors: Any) -> None:
+        """Launch the kernel on its tensors, some of which may be None."""
+        device, properties, values = tensors[0].get_device(), None, ()
+        if device >= 0 and not has_launch_hook():
+            properties, values = _split_tensors(tuple(map(type, tensors)))(*tensors)
+        variant = self.variants.get((device, properties))
+        if variant is None:
+            variant = launch(self.kernel, self.programs, *tensors, *self.numbers, **self.constants)
+            if variant is not None:
+                self.variants[device, properties] = variant
+            return
+        call, middle, is_packed, constexprs, _ = variant
+        values = (*values, *self.numbers, *constexprs)
+        call(self.programs, 1, 1, current_raw_stream(device), *middle, *((values,) if is_packed else values))
+
+
+def _launch_and_store(key: tuple, kernel: JITFunction, programs: int, arguments: tuple, constants: dict) -> None:
     """Launch a kernel through Triton, and store its variant if the next launch may be direct."""
     device = key[1]
-    if _verdicts.get(device) is False:
+    if _verdicts.get(device) is False or not all(getattr(x, "is_cuda", True) for x in arguments):
         kernel[(programs,)](*arguments, **COMPILE | constants)
         return
     with recorded_launches() as records:

@@ -1,7 +1,7 @@
 """Tensors [..., N] as rows, for ops over the last dimension and for elementwise ops.
 
-A program of an elementwise kernel computes one block of one row. `block_of_row` returns this block, and `launch_blocks`
-launches the kernel.
+A program of an elementwise kernel computes one block of one row. `block_of_row` returns this block, and `plan_blocks`
+plans the launch.
 """
 
 from typing import Any
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tigon.runtime.compat.triton import JITFunction, tl, triton
 from tigon.runtime.device import cdiv
-from tigon.runtime.launch import launch
+from tigon.runtime.launch import Plan
 
 
 def dense_rows(x: Tensor) -> tuple[Tensor, int]:
@@ -48,24 +48,19 @@ def block_of_row(width, blocks, BLOCK: tl.constexpr):
     return (pid // blocks).to(tl.int64), cols, cols < width
 
 
-def launch_blocks(
-    kernel: JITFunction, width: int, tensors: tuple[Tensor | None, ...], strides: tuple[int, ...], block: int,
-    *numbers: float, **constants: Any,
-) -> None:  # fmt: skip
-    """Run `kernel(*tensors, *strides, *numbers, width, blocks, ...)` over tensors with the same rows.
+def plan_blocks(
+    kernel: JITFunction, m: int, width: int, strides: tuple[int, ...], block: int, *numbers: float, **constants: Any
+) -> Plan:
+    """Return the launch of `kernel(*tensors, *strides, *numbers, width, blocks, ...)` over tensors with m rows.
 
     `strides` holds the row stride of each tensor. `numbers` are options of the op, such as a scale. They are not
     constexprs, so a new value does not compile the kernel again.
 
-    If no tensor has gaps, all rows are one long row, so that no block ends early at the end of a row. The first tensor
-    must not be None.
+    If no tensor has gaps, all rows are one long row, so that no block ends early at the end of a row.
     """
-    first = tensors[0]
-    assert first is not None
-    m = first.numel() // width
     # With an odd width, the length of the long row would be divisible by 16 for some batches only, and Triton would
     # compile the kernel twice.
     if width % 16 == 0 and strides.count(width) == len(strides):
         m, width, strides = 1, m * width, (0,) * len(strides)
     blocks = cdiv(width, block)
-    launch(kernel, m * blocks, *tensors, *strides, *numbers, width, blocks, **constants, BLOCK=block)
+    return Plan(kernel, m * blocks, *strides, *numbers, width, blocks, **constants, BLOCK=block)

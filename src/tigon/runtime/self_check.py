@@ -60,7 +60,7 @@ def direct_launches_agree(device: int) -> bool:
                 # This address is aligned to 16 bytes, but not to more.
                 x = x[4:]
                 other = _check_kernel[(3,)](x, None, out, *second, **options)
-                values = (x, None, direct_out, *second, *constexprs.values())
+                values = (x.data_ptr(), None, direct_out.data_ptr(), *second, *constexprs.values())
                 call(3, 1, 1, stream, *middle, *([values] if is_packed else values))
                 agrees = compiled is other and torch.equal(out[:290], direct_out[:290])
         except Exception:

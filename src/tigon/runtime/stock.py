@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tigon.runtime.compat.modules import CALL_IMPL, COMPILED_CALL_IMPL, GLOBAL_HOOKS, call_impl
+from tigon.runtime.compat.modules import CALL_IMPL, COMPILED_CALL_IMPL, GLOBAL_HOOKS, call_impl, has_hooks
 from tigon.runtime.compat.operators import native_linear
 
 
@@ -108,18 +108,7 @@ def does_more_than_forward(module: nn.Module) -> bool:
 
 def runs_forward_only(module: nn.Module) -> bool:
     """Return whether a call of the module runs the forward of its class, and no hook but those of all modules."""
-    cls, attributes = type(module), module.__dict__
-    return not (
-        attributes["_forward_hooks"]
-        or attributes["_forward_pre_hooks"]
-        or attributes["_backward_hooks"]
-        or attributes["_backward_pre_hooks"]
-        or cls.__call__ is not _CALL
-        or getattr(cls, CALL_IMPL, None) is not _CALL_IMPL
-        or CALL_IMPL in attributes
-        or COMPILED_CALL_IMPL in attributes
-        or "forward" in attributes
-    )
+    return not has_hooks(module) and has_stock_call(module) and "forward" not in module.__dict__
 
 
 def are_plain(layers: Iterable[Any]) -> bool:

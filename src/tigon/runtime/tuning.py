@@ -28,6 +28,8 @@ class LaunchConfig:
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         cls._choices = {}
+        # A hash of all fields takes longer. Equal configs may have several hashes, so caches may hold each of them.
+        cls.__hash__ = object.__hash__  # type: ignore[method-assign]
 
     @staticmethod
     def heuristic(problem: Any, device: Device) -> Any:

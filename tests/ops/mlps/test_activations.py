@@ -12,6 +12,7 @@ import tigon
 from op_cases import DEVICE, DTYPES, assert_as_accurate_as_eager, one_in, outputs_and_gradients
 from tigon.ops.mlps import activation_kernels
 from tigon.ops.mlps.activations import gelu_reference, relu2_reference
+from tigon.runtime.launch import Plan
 
 inf, nan = math.inf, math.nan
 
@@ -93,14 +94,14 @@ def test_activations_accept_strided_input(view):
 
 @pytest.fixture
 def launches(monkeypatch) -> list[tuple]:
-    """Return a list to which each launch adds its width and its tensors."""
-    calls, launch = [], activation_kernels.launch_blocks
+    """Return a list to which each launch adds the width of its rows and its tensors."""
+    calls, launch = [], Plan.launch
 
-    def recorded(kernel, width, tensors, *args, **options):
-        calls.append((width, tensors))
-        launch(kernel, width, tensors, *args, **options)
+    def recorded(plan, *tensors):
+        calls.append((plan.numbers[-2], tensors))
+        launch(plan, *tensors)
 
-    monkeypatch.setattr(activation_kernels, "launch_blocks", recorded)
+    monkeypatch.setattr(Plan, "launch", recorded)
     return calls
 
 
@@ -121,7 +122,7 @@ def test_dimensions_of_size_one_are_ignored_when_rows_are_formed(launches):
     """A program computes a block of a row, so each row of one feature would need its own program."""
     x = _input(6, 48, 1).transpose(0, 1)
     assert torch.equal(tigon.relu2(x), relu2_reference(x))
-    assert launches[0][0] == 48
+    assert launches[0][0] == 6 * 48, "one long row"
 
 
 @pytest.mark.kernels

@@ -14,6 +14,7 @@ The backward also raises a maximum to the largest |dz| as it is stored, if an FP
 Shapes: M = rows (all leading dimensions), N = features, P = programs of the backward.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +24,7 @@ from tigon.ops.norms.norm_config import NormConfig, NormProblem
 from tigon.ops.norms.row_sums import sum_rows
 from tigon.runtime.compat.triton import tl, triton
 from tigon.runtime.device import cdiv, device_of
-from tigon.runtime.launch import in_order, launch, launcher, on_device
+from tigon.runtime.launch import Plan, launcher, on_device
 from tigon.runtime.maxima import magnitude_bits, raise_to_largest
 from tigon.runtime.rows import dense_rows
 
@@ -161,8 +162,6 @@ def _backward_kernel(
 
 # --- launchers (any strides, no autograd) --------------------------------------------------------
 
-_forward_arguments, _backward_arguments = in_order(_forward_kernel), in_order(_backward_kernel)
-
 
 class NormOptions(NamedTuple):
     """The options of a norm.
@@ -191,28 +190,30 @@ def _empty_forward(
     return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format), total, statistics
 
 
+# Plans are cached, because small models wait for the host.
+@functools.lru_cache(4096)
+def _plan_forward(
+    config: NormConfig, m: int, n: int, stride_x: int, stride_residual: int, options: NormOptions, reads_rstd: bool
+) -> Plan:
+    return Plan(
+        _forward_kernel, cdiv(m, config.block_m), stride_x, stride_residual, m, n, options.eps, options.offset,
+        CENTRED=options.centred, ROUND_FIRST=options.round_first, READS_RSTD=reads_rstd, EVEN=n == config.block_n,
+        BLOCK_M=config.block_m, BLOCK_N=config.block_n, num_warps=config.num_warps,
+    )  # fmt: skip
+
+
 def _run_forward(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, options: NormOptions,
     results: tuple[Tensor, Tensor | None, Tensor], reads_rstd: bool = False,
 ) -> None:  # fmt: skip
     """Write y, x + residual and the statistics. With `reads_rstd`, the statistics are an input instead of a result."""
-    y, total, statistics = results
-    n, m = x.shape[-1], statistics.shape[1]
+    n, statistics = x.shape[-1], results[2]
     config = NormConfig.choose(NormProblem(n, x.element_size()), device_of(x))
     x, stride_x = dense_rows(x)
     residual, stride_residual = (None, 0) if residual is None else dense_rows(residual)
-    launch(
-        _forward_kernel, -(-m // config.block_m),
-        *_forward_arguments(
-            x_ptr=x, residual_ptr=residual,
-            w_ptr=weight if weight is None else weight.contiguous(),
-            b_ptr=bias if bias is None else bias.contiguous(),
-            y_ptr=y, total_ptr=total, statistics_ptr=statistics,
-            stride_x=stride_x, stride_residual=stride_residual, M=m, N=n, eps=options.eps, offset=options.offset,
-        ),
-        CENTRED=options.centred, ROUND_FIRST=options.round_first, READS_RSTD=reads_rstd, EVEN=n == config.block_n,
-        BLOCK_M=config.block_m, BLOCK_N=config.block_n, num_warps=config.num_warps,
-    )  # fmt: skip
+    weight, bias = weight if weight is None else weight.contiguous(), bias if bias is None else bias.contiguous()
+    plan = _plan_forward(config, statistics.shape[1], n, stride_x, stride_residual, options, reads_rstd)
+    plan.launch(x, residual, weight, bias, *results)
 
 
 @launcher(fake=_empty_forward)
@@ -262,6 +263,16 @@ def _empty_backward(z: Tensor, needs: NeededNormGradients) -> tuple[Any, Any, An
     return dz, dw, db
 
 
+@functools.lru_cache(4096)
+def _plan_backward(config: NormConfig, centred: bool, programs: int, numbers: tuple[Any, ...]) -> Plan:
+    *_, n, _ = numbers
+    return Plan(
+        _backward_kernel, programs, *numbers,
+        CENTRED=centred, KEEPS_W=config.keeps_w, KEEPS_ROW=config.keeps_row, EVEN=n % config.block_n == 0,
+        BLOCK_M=config.block_m, BLOCK_N=config.block_n, STAGES=config.num_stages, num_warps=config.backward_warps,
+    )  # fmt: skip
+
+
 @launcher(fake=_empty_backward)
 def norm_backward(
     dy: Tensor,
@@ -287,22 +298,11 @@ def norm_backward(
     z, stride_z = dense_rows(z)
     dtotal, stride_dtotal = (None, 0) if dtotal is None else dense_rows(dtotal)
     weight = weight if weight is None else weight.contiguous()
-
-    def run(config: NormConfig, programs: int, dz: Any, dw_parts: Any, db_parts: Any) -> None:
-        launch(
-            _backward_kernel, programs,
-            *_backward_arguments(
-                dy_ptr=dy, dtotal_ptr=dtotal, z_ptr=z, w_ptr=weight, statistics_ptr=statistics,
-                dz_ptr=dz, dw_ptr=dw_parts, db_ptr=db_parts, maximum_ptr=None if dz is None else maximum,
-                stride_dy=stride_dy, stride_dtotal=stride_dtotal, stride_z=stride_z, M=m, N=n, offset=offset,
-            ),
-            CENTRED=centred, KEEPS_W=config.keeps_w, KEEPS_ROW=config.keeps_row, EVEN=n % config.block_n == 0,
-            BLOCK_M=config.block_m, BLOCK_N=config.block_n, STAGES=config.num_stages, num_warps=config.backward_warps,
-        )  # fmt: skip
+    inputs, numbers = (dy, dtotal, z, weight, statistics), (stride_dy, stride_dtotal, stride_z, m, n, offset)
 
     is_split = config.splits or not sums
     if dz is not None and is_split:
-        run(config, config.count_programs(m), dz, None, None)
+        _plan_backward(config, centred, config.count_programs(m), numbers).launch(*inputs, dz, None, None, maximum)
     if sums:
         blocks = 1
         if is_split or dz is None:
@@ -311,7 +311,9 @@ def norm_backward(
         programs = config.count_programs(m, blocks)
         dw_parts = None if dw is None else z.new_empty((programs, n), dtype=torch.float32)
         db_parts = None if db is None else z.new_empty((programs, n), dtype=torch.float32)
-        run(config, programs * blocks, None if is_split else dz, dw_parts, db_parts)
+        stored, maximum = (None, None) if is_split or dz is None else (dz, maximum)
+        plan = _plan_backward(config, centred, programs * blocks, numbers)
+        plan.launch(*inputs, stored, dw_parts, db_parts, maximum)
         if dw_parts is not None:
             sum_rows(dw_parts, dw, db_parts, db)
         elif db_parts is not None:

@@ -3,11 +3,13 @@
 Shapes: P = programs of the backward, N = columns.
 """
 
+import functools
+
 from torch import Tensor
 
 from tigon.runtime.compat.triton import tl, triton
 from tigon.runtime.device import cdiv
-from tigon.runtime.launch import launch
+from tigon.runtime.launch import Plan
 
 # A program sums this many columns, and loads this many rows of them at a time.
 COLUMNS, ROWS = 32, 256
@@ -42,19 +44,11 @@ def _sum_kernel(
 # --- launcher ------------------------------------------------------------------------------------
 
 
+@functools.lru_cache(4096)
+def _plan_sum(p: int, n: int) -> Plan:
+    return Plan(_sum_kernel, cdiv(n, COLUMNS), p, n, BLOCK_P=ROWS, BLOCK_N=COLUMNS, num_warps=8)
+
+
 def sum_rows(partial: Tensor, out: Tensor, second: Tensor | None = None, second_out: Tensor | None = None) -> None:
     """Write the sum of `partial` [P, N] fp32 over P into `out` [N], and that of `second` into `second_out`."""
-    p, n = partial.shape
-    launch(
-        _sum_kernel,
-        cdiv(n, COLUMNS),
-        partial,
-        second,
-        out,
-        second_out,
-        p,
-        n,
-        BLOCK_P=ROWS,
-        BLOCK_N=COLUMNS,
-        num_warps=8,
-    )
+    _plan_sum(*partial.shape).launch(partial, second, out, second_out)

@@ -3,8 +3,6 @@
 The kernels are in `tigon.ops.rotary.kernels`. `rope` explains the shapes and the layouts.
 """
 
-import functools
-import operator
 from typing import Any, NamedTuple
 
 import torch
@@ -168,23 +166,18 @@ def with_equal_strides(cos: Tensor, sin: Tensor, largest_step: int = 1) -> tuple
     return (cos, sin) if is_suitable else (cos.contiguous(), sin.contiguous())
 
 
-# For the dimension of the heads, 1 or 2, a function that returns the strides of the batch, of the heads and of the
-# sequence, from all strides. It is written in C, because small models wait for the host.
-ordered_strides = {1: operator.itemgetter(0, 1, 2), 2: operator.itemgetter(0, 2, 1)}
-
-
-def head_strides(x: Tensor | None, heads: int) -> tuple[int, int, int]:
+def head_strides(heads: int, *strides: tuple[int, ...] | None) -> list[int]:
     """Return the strides of the batch, of the heads (dimension `heads`) and of the sequence; zeros for None."""
-    return (0, 0, 0) if x is None else ordered_strides[heads](x.stride())
+    order = 0, heads, 3 - heads
+    return [0 if each is None else each[i] for each in strides for i in order]
 
 
-def table_strides(table: Tensor) -> tuple[int, int, int]:
+def table_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, int, int]:
     """Return the strides of the axes, of the batch and of the sequence. A dimension that is shared has stride 0."""
-    axis, batch, sequence, _ = table.stride() if table.dim() == 4 else (0, *table.stride())
-    return axis, batch if table.shape[-3] > 1 else 0, sequence
+    axis, batch, sequence, _ = strides if len(strides) == 4 else (0, *strides)
+    return axis, batch if shape[-3] > 1 else 0, sequence
 
 
-@functools.cache
 def pack_axes(axes: str) -> int | None:
     """Pack the digits of `axes`, one for the axis of each frequency, into two bits each, from the lowest bits on.
 

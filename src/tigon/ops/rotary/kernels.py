@@ -30,7 +30,6 @@ from tigon.ops.rotary.heads import (
     head_strides,
     load_angles,
     load_heads,
-    ordered_strides,
     pack_axes,
     rotate_pairs,
     store_heads,
@@ -39,7 +38,7 @@ from tigon.ops.rotary.heads import (
 from tigon.ops.rotary.qk_norm_rope_config import QKNormRopeConfig, QKNormRopeProblem, heads_of_tile
 from tigon.runtime.compat.triton import tl, triton
 from tigon.runtime.device import cdiv, device_of, next_power_of_2
-from tigon.runtime.launch import in_order, launch, launcher
+from tigon.runtime.launch import Plan, launcher
 
 # --- kernels -------------------------------------------------------------------------------------
 
@@ -235,8 +234,6 @@ def _backward_kernel(
 
 # --- launchers -----------------------------------------------------------------------------------
 
-_forward_arguments, _backward_arguments = in_order(_forward_kernel), in_order(_backward_kernel)
-
 
 def _choose_config(q: Tensor, k: Tensor | None, options: HeadOptions) -> QKNormRopeConfig:
     """Return the launch parameters of heads that are normalised."""
@@ -245,14 +242,11 @@ def _choose_config(q: Tensor, k: Tensor | None, options: HeadOptions) -> QKNormR
     return QKNormRopeConfig.choose(problem, device_of(q))
 
 
-@functools.cache
 def _constants(
-    hq: int, hk: int, d: int, width: int, options: HeadOptions, block_h: int | None, backward: bool = False
+    shape: tuple[int, ...], hk: int, width: int, options: HeadOptions, block_h: int | None, backward: bool = False
 ) -> dict[str, Any]:
-    """Return the constexprs that both kernels have, for Hq, Hk (0 without k), D and the width of a table.
-
-    `block_h` is None without a norm. The result is cached, because small models wait for the host.
-    """
+    """Return the constexprs that both kernels have. `hk` is 0 without k, and `block_h` is None without a norm."""
+    hq, d = shape[options.heads], shape[3]
     r = width * (2 if options.table == "once" else 1)
     x_paired, y_paired = PAIRED[options.layout]
     block_hq = block_hk = heads_of_tile(max(hq, hk), d)
@@ -266,33 +260,50 @@ def _constants(
     }  # fmt: skip
 
 
+# Plans are cached, because small models wait for the host, which takes 6 us for the 18 or 24 ints of a launch.
+@functools.lru_cache(4096)
+def _plan_forward(
+    shape: tuple[int, ...], hk: int, strides: tuple[tuple[int, ...] | None, ...], table: tuple[tuple[int, ...], ...],
+    options: HeadOptions, config: QKNormRopeConfig | None, backward: bool,
+) -> Plan:  # fmt: skip
+    """Return the launch for the shape of q, the strides of q, k, q_out and k_out, and shape and strides of a table."""
+    length = shape[3 - options.heads]
+    block_h, num_warps = (None, 4) if config is None else (config.block_h, config.num_warps)
+    return Plan(
+        _forward_kernel, shape[0] * length,
+        *head_strides(options.heads, *strides), *table_strides(*table), length, options.eps, options.offset,
+        **_constants(shape, hk, table[0][-1], options, block_h, backward),
+        TABLE=options.table, STEP=table[1][-1], BACKWARD=backward, num_warps=num_warps,
+    )  # fmt: skip
+
+
+@functools.lru_cache(4096)
+def _plan_backward(
+    shape: tuple[int, ...], hk: int, strides: tuple[tuple[int, ...] | None, ...], table: tuple[tuple[int, ...], ...],
+    options: HeadOptions, config: QKNormRopeConfig, stride_dw: int,
+) -> Plan:  # fmt: skip
+    """Return the launch for the strides of dq_out, dk_out, q, k, dq and dk; the rest as in `_plan_forward`."""
+    length, constants = shape[3 - options.heads], _constants(shape, hk, table[0][-1], options, config.backward_block_h)
+    t = shape[0] * length
+    return Plan(
+        _backward_kernel, min(config.programs, t * cdiv(constants["HQ"], constants["BLOCK_HQ"])),
+        *head_strides(options.heads, *strides), stride_dw, *table_strides(*table), length, t, options.offset,
+        **constants, KEEPS_W=config.keeps_w, STAGES=config.num_stages, num_warps=config.backward_warps,
+    )  # fmt: skip
+
+
 def _launch_forward(
     cos: Tensor, sin: Tensor, inputs: HeadInputs, q_out: Tensor, k_out: Tensor, rstd: Tensor | None,
     options: HeadOptions, backward: bool = False,
 ) -> None:  # fmt: skip
     """Write q_out and, if there is k, k_out. With memory for rstd, the heads are normalised first."""
     q, k, q_weight, k_weight = inputs
-    q = q if q.stride(-1) == 1 else q.contiguous()
-    k = k if k is None or k.stride(-1) == 1 else k.contiguous()
-    block_h, num_warps = None, 4
-    if rstd is not None:
-        config = _choose_config(q, k, options)
-        block_h, num_warps = config.block_h, config.num_warps
-    heads, shape, strides = options.heads, q.shape, ordered_strides[options.heads]
-    hk = 0 if k is None else k.shape[heads]
-    constants = _constants(shape[heads], hk, shape[3], cos.shape[-1], options, block_h, backward)
-    launch(
-        _forward_kernel, shape[0] * shape[3 - heads],
-        *_forward_arguments(
-            cos_ptr=cos, sin_ptr=sin, q_ptr=q, k_ptr=k, wq_ptr=q_weight, wk_ptr=k_weight,
-            q_out_ptr=q_out, k_out_ptr=k_out, rstd_ptr=rstd,
-            strides_q=strides(q.stride()), strides_k=(0, 0, 0) if k is None else strides(k.stride()),
-            strides_q_out=strides(q_out.stride()),
-            strides_k_out=(0, 0, 0) if k is None else strides(k_out.stride()),
-            strides_cos=table_strides(cos), S=shape[3 - heads], eps=options.eps, offset=options.offset,
-        ),
-        **constants, TABLE=options.table, STEP=cos.stride(-1), BACKWARD=backward, num_warps=num_warps,
-    )  # fmt: skip
+    q, k = dense_features(q), dense_features(k)
+    config = None if rstd is None else _choose_config(q, k, options)
+    hk = 0 if k is None else k.shape[options.heads]
+    strides = q.stride(), None if k is None else k.stride(), q_out.stride(), None if k is None else k_out.stride()
+    plan = _plan_forward(q.shape, hk, strides, (cos.shape, cos.stride()), options, config, backward)
+    plan.launch(cos, sin, q, k, q_weight, k_weight, q_out, k_out, rstd)
 
 
 def _empty_rotated(
@@ -374,27 +385,15 @@ def qk_norm_rope_backward(
     dq, dk, dw = _empty_backward(inputs, needs)
     q, k, q_weight, k_weight = inputs
     dq_out, dk_out, q, k = dense_features(dq_out), dense_features(dk_out), dense_features(q), dense_features(k)
-    heads, t, n = options.heads, rstd.shape[0], dw.shape[0]
+    n, hk = dw.shape[0], 0 if k is None else k.shape[options.heads]
+    dq_stored, dk_stored = dq if needs.q else None, dk if needs.k else None
+    strides = tuple([None if x is None else x.stride() for x in (dq_out, dk_out, q, k, dq_stored, dk_stored)])
     config = _choose_config(q, k, options)
-    hk = 0 if k is None else k.shape[heads]
-    constants = _constants(q.shape[heads], hk, q.shape[3], cos.shape[-1], options, config.backward_block_h)
-    programs = min(config.programs, t * cdiv(constants["HQ"], constants["BLOCK_HQ"]))
-    partial = dw.new_empty((programs, n), dtype=torch.float32)
+    plan = _plan_backward(q.shape, hk, strides, (cos.shape, cos.stride()), options, config, n)
+    partial = dw.new_empty((plan.programs, n), dtype=torch.float32)
     # The partial gradients of q_weight come first.
     k_start = q_weight.shape[0] if q_weight is not None and needs.q_weight else 0
-    dq_stored, dk_stored = dq if needs.q else None, dk if needs.k else None
-    launch(
-        _backward_kernel, programs,
-        *_backward_arguments(
-            cos_ptr=cos, sin_ptr=sin, dq_out_ptr=dq_out, dk_out_ptr=dk_out,
-            q_ptr=q, k_ptr=k, wq_ptr=q_weight, wk_ptr=k_weight, rstd_ptr=rstd, dq_ptr=dq_stored, dk_ptr=dk_stored,
-            dwq_ptr=partial if needs.q_weight else None, dwk_ptr=partial[:, k_start:] if needs.k_weight else None,
-            strides_dq_out=head_strides(dq_out, heads), strides_dk_out=head_strides(dk_out, heads),
-            strides_q=head_strides(q, heads), strides_k=head_strides(k, heads),
-            strides_dq=head_strides(dq_stored, heads), strides_dk=head_strides(dk_stored, heads),
-            stride_dw=n, strides_cos=table_strides(cos), S=q.shape[3 - heads], T=t, offset=options.offset,
-        ),
-        **constants, KEEPS_W=config.keeps_w, STAGES=config.num_stages, num_warps=config.backward_warps,
-    )  # fmt: skip
+    dwq, dwk = partial if needs.q_weight else None, partial[:, k_start:] if needs.k_weight else None
+    plan.launch(cos, sin, dq_out, dk_out, q, k, q_weight, k_weight, rstd, dq_stored, dk_stored, dwq, dwk)
     sum_rows(partial, dw)
     return dq, dk, dw
