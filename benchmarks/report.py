@@ -9,7 +9,6 @@ import functools
 import importlib.metadata
 import inspect
 import itertools
-import os
 import platform
 import shlex
 import sys
@@ -98,40 +97,24 @@ def make_table(columns: Sequence[Column], rows: Iterable[Any]) -> Table:
     return [columns[i][0] for i in used], [[line[i] for i in used] for line in lines], LEFT
 
 
-def pick_folder(out: Path | None, prefix: str = "") -> Path:
-    """Return the folder for results: `out`, or a new name `runs/<prefix><time>`. The folder is not created here.
+def make_folder(out: Path | None, prefix: str) -> Path:
+    """Create and return the folder for results: `out`, or a new one with the name `runs/<prefix><time>`.
 
     Raises:
-        typer.BadParameter: The folder cannot be written.
+        typer.BadParameter: The folder cannot be created or written.
     """
-    if out is None:
-        stem = prefix + time.strftime("%Y-%m-%d_%H-%M-%S")
-        names = (stem if number == 1 else f"{stem}_{number}" for number in itertools.count(1))
-        out = next(folder for name in names if not (folder := Path("runs") / name).exists())
-    # Path.exists raises inside a folder that this user may not read.
-    nearest = next(folder for folder in (out, *out.absolute().parents) if os.path.exists(folder))
+    stem = prefix + time.strftime("%Y-%m-%d_%H-%M-%S")
     try:
-        # Create a file without a name: os.access allows root everything, and does not check the length of names.
-        with tempfile.TemporaryFile(dir=nearest):
-            pass
-        with contextlib.suppress(FileNotFoundError):
-            os.stat(out)
-    except OSError as error:
-        message = f"must be a folder that can be written, got {str(out)!r} ({error.strerror})"
-        raise typer.BadParameter(message, param_hint="--out") from error
-    return out
-
-
-def make_folder(folder: Path) -> None:
-    """Create the folder that `pick_folder` returned.
-
-    Raises:
-        typer.BadParameter: The folder cannot be created.
-    """
-    try:
+        for number in itertools.count(1):
+            folder = out or Path("runs", stem if number == 1 else f"{stem}_{number}")
+            if out is not None or not folder.exists():
+                break
         folder.mkdir(parents=True, exist_ok=True)
+        # Create a file without a name, because os.access allows root everything.
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
     except OSError as error:
-        message = f"must be a folder that can be created, got {str(folder)!r} ({error.strerror})"
+        message = f"must be a folder that can be written, got {str(out or folder)!r} ({error.strerror})"
         raise typer.BadParameter(message, param_hint="--out") from error
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch import Tensor
 
 import tigon
 from benchmarks.workloads import WORKLOADS, Variant, Workload
@@ -35,19 +36,28 @@ from tigon.ops.norms.rms_norm import add_rms_norm_of_layer, rms_norm_with_input
 CPU = torch.device("cpu")
 
 
+def _run(function: Callable[..., Any], *tensors: Any, **options: Any) -> None:
+    """Run forward and backward of a function."""
+    result = function(*tensors, **options)
+    outputs = [y for y in tensors_of(tuple(result) if isinstance(result, list) else result) if y.requires_grad]
+    torch.autograd.backward(outputs, [y.detach() for y in outputs])
+
+
+def _zeros(*shapes: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
+    return [torch.zeros(shape, dtype=dtype, requires_grad=True) for shape in shapes]
+
+
 def run_step(workload: Workload, variant: Variant) -> None:
     """Run forward and backward of a variant on zeros."""
-    options = variant.options
     inputs = workload.make_inputs(
-        variant.sizes, variant.dtype, CPU, seed=None, options=options, form=variant.form
-    ).tensors
+        variant.sizes, variant.dtype, CPU, seed=None, options=variant.options, form=variant.form
+    )
     function = workload.function_in()
     assert function is not None, workload.name
     # If launches are only recorded, no kernel counts the ignored tokens. Which kernels `linear_cross_entropy` launches
     # would then depend on memory that nothing has written.
     with mock.patch.object(computed_rows, "find_rows", return_value=None):
-        outputs = [y for y in tensors_of(function(**inputs, **options)) if y.requires_grad]
-        torch.autograd.backward(outputs, [y.detach() for y in outputs])
+        _run(function, **inputs.tensors, **variant.options)
 
 
 # --- steps that no workload can express ----------------------------------------------------------
@@ -74,71 +84,39 @@ def _valid_rows() -> None:
     tigon.ValidRows(torch.zeros(8, dtype=torch.int64))
 
 
-def _adamw(n: int, dtype: torch.dtype, **options: Any) -> None:
-    """Run a step of the optimizer, which is not a function of tensors."""
-    parameter = torch.zeros(n, dtype=dtype, requires_grad=True)
+def _optimizer(kind: type, *shape: int, dtype: torch.dtype = torch.bfloat16, **options: Any) -> None:
+    """Run a step of an optimizer, which is not a function of tensors."""
+    (parameter,) = _zeros(shape, dtype=dtype)
     parameter.grad = parameter.detach()
-    tigon.AdamW([parameter], **options).step()
+    kind([parameter], **options).step()
 
 
-def _muon(rows: int, columns: int, dtype: torch.dtype = torch.bfloat16, **options: Any) -> None:
-    """Run a step of Muon for one matrix."""
-    parameter = torch.zeros(rows, columns, dtype=dtype, requires_grad=True)
-    parameter.grad = parameter.detach()
-    tigon.Muon([parameter], **options).step()
+def _projection(outputs: int, inputs: int, fp8: Fp8Options | None = None) -> Projection:
+    """Return a linear layer with an adapter of rank 16, whose weight is in FP8 if there are options."""
+    weight = torch.zeros(outputs, inputs, dtype=torch.bfloat16)
+    a, b = _zeros((16, inputs), (outputs, 16), dtype=torch.float32)
+    return Projection(weight if fp8 is None else Fp8Weight(weight, fp8, None), adapters=(Adapter(a, b),))
 
 
-def _lora_linears(*outputs: int) -> None:
+def _lora_linears(*outputs: int, rows: int = 2, fp8: Fp8Options | None = None) -> None:
     """Run layers with one input and with adapters, whose low-rank products share launches."""
-    x = torch.zeros(2, 4096, dtype=torch.bfloat16, requires_grad=True)
-
-    def make_layer(size: int) -> Projection:
-        adapter = Adapter(torch.zeros(16, 4096, requires_grad=True), torch.zeros(size, 16, requires_grad=True))
-        return Projection(torch.zeros(size, 4096, dtype=torch.bfloat16), adapters=(adapter,))
-
-    ys = lora_linears(x, [make_layer(size) for size in outputs])
-    torch.autograd.backward(ys, [torch.zeros_like(y) for y in ys])
+    _run(lora_linears, *_zeros((rows, 4096)), [_projection(size, 4096, fp8) for size in outputs])
 
 
-def _lora_linear_in_fp8() -> None:
-    """Run a layer with an adapter whose weight is in FP8; recognition calls it, and it has no public name."""
-    a, b = torch.zeros(16, 4096, requires_grad=True), torch.zeros(256, 16, requires_grad=True)
-    weight = Fp8Weight(torch.zeros(256, 4096, dtype=torch.bfloat16), Fp8Options(), None)
-    x = torch.zeros(16, 4096, dtype=torch.bfloat16, requires_grad=True)
-    (y,) = lora_linears(x, [Projection(weight, None, (Adapter(a, b, 1.0),))])
-    y.backward(y.detach())
-
-
-def _lora_glu_mlp(hidden: int, inner: int, rank: int, options: Fp8Options | None = None) -> None:
-    """Run the MLP with adapters on its three projections; recognition calls it, and it has no public name yet.
-
-    With `options`, the weights are in FP8.
-    """
-
-    def projection(outputs: int, inputs: int) -> Projection:
-        a, b = torch.zeros(rank, inputs, requires_grad=True), torch.zeros(outputs, rank, requires_grad=True)
-        weight = torch.zeros(outputs, inputs, dtype=torch.bfloat16)
-        return Projection(weight if options is None else Fp8Weight(weight, options, None), adapters=(Adapter(a, b),))
-
-    gate, up, down = projection(inner, hidden), projection(inner, hidden), projection(hidden, inner)
-    y = lora_glu_mlp(torch.zeros(2, hidden, dtype=torch.bfloat16, requires_grad=True), gate, up, down)
-    y.backward(y.detach())
+def _lora_glu_mlp(hidden: int, inner: int, fp8: Fp8Options | None = None) -> None:
+    """Run the MLP with adapters on its three projections; recognition calls it, and it has no public name yet."""
+    sizes = (inner, hidden), (inner, hidden), (hidden, inner)
+    _run(lora_glu_mlp, *_zeros((2, hidden)), *(_projection(*size, fp8) for size in sizes))
 
 
 def _mlp(hidden: int, inner: int, activation: MLPActivation) -> None:
     """Run an MLP without a gate. Its kernels are those of `gelu`, but its backward also recomputes the activation."""
-    x, up, down = (
-        torch.zeros(shape, dtype=torch.bfloat16, requires_grad=True)
-        for shape in ((2, hidden), (inner, hidden), (hidden, inner))
-    )
-    y = tigon.mlp(x, up, down, activation=activation)
-    y.backward(y.detach())
+    _run(tigon.mlp, *_zeros((2, hidden), (inner, hidden), (hidden, inner)), activation=activation)
 
 
 def _clamped_glu(gate: ClampedGate, inner: int) -> None:
     """Run the gate of GPT-OSS or DeepSeek V4; recognition calls it for their experts, and it has no public name."""
-    y = gate(torch.zeros(2, 2 * inner, dtype=torch.bfloat16, requires_grad=True))
-    y.backward(y.detach())
+    _run(gate, *_zeros((2, 2 * inner)))
 
 
 def _choice_order(experts: int) -> None:
@@ -161,19 +139,15 @@ def _four_bit(block: int, is_nested: bool) -> None:
 
 def _fp8_glu_mlp(hidden: int, inner: int, **options: Any) -> None:
     """Run the gated MLP in FP8; recognition calls it, and it has no public name."""
-    shapes = (16, hidden), (inner, hidden), (inner, hidden), (hidden, inner)
-    y = fp8_glu_mlp(*[torch.zeros(shape, dtype=torch.bfloat16, requires_grad=True) for shape in shapes], **options)
-    y.backward(y.detach())
+    _run(fp8_glu_mlp, *_zeros((16, hidden), (inner, hidden), (inner, hidden), (hidden, inner)), **options)
 
 
 def _fp8_experts(hidden: int, inner: int, choices: int, **options: Any) -> None:
     """Run experts in FP8; recognition calls them, and they have no public name."""
     width = inner if options.get("activation") == "relu2" else 2 * inner
-    shapes = (2, hidden), (choices, width, hidden), (choices, hidden, inner)
-    x, up, down = (torch.zeros(shape, dtype=torch.bfloat16, requires_grad=True) for shape in shapes)
+    x, up, down = _zeros((2, hidden), (choices, width, hidden), (choices, hidden, inner))
     index, weights = torch.zeros(2, choices, dtype=torch.int64), torch.zeros(2, choices, requires_grad=True)
-    y = moe_mlp_in_fp8(x, ExpertParameters(up, down, None, None), index, weights, **options)
-    y.backward(y.detach())
+    _run(moe_mlp_in_fp8, x, ExpertParameters(up, down, None, None), index, weights, **options)
 
 
 def _norm_maxima(features: int) -> None:
@@ -205,9 +179,9 @@ _OTHER_STEPS: dict[str, Callable[[], None]] = {
     "rms_norm 4096, maxima": lambda: _norm_maxima(4096),
     "rms_norm 5120, maxima": lambda: _norm_maxima(5120),
     "lora_linear q, k and v": lambda: _lora_linears(4096, 1024, 1024),
-    "lora_linear MLP 14336": lambda: _lora_glu_mlp(4096, 14336, 16),
-    "lora_linear 4096, base in FP8": _lora_linear_in_fp8,
-    "lora_linear MLP 14336, base in FP8": lambda: _lora_glu_mlp(256, 14336, 16, Fp8Options()),
+    "lora_linear MLP 14336": lambda: _lora_glu_mlp(4096, 14336),
+    "lora_linear 4096, base in FP8": lambda: _lora_linears(256, rows=16, fp8=Fp8Options()),
+    "lora_linear MLP 14336, base in FP8": lambda: _lora_glu_mlp(256, 14336, Fp8Options()),
     "gelu MLP 3072": lambda: _mlp(768, 3072, "gelu"),
     "gelu MLP tanh 3072": lambda: _mlp(768, 3072, "gelu_tanh"),
     "gelu MLP sigmoid 4096": lambda: _mlp(1024, 4096, "gelu_sigmoid"),
@@ -220,23 +194,25 @@ _OTHER_STEPS: dict[str, Callable[[], None]] = {
     "lora_linear base of 4 bits": lambda: _four_bit(64, is_nested=False),
     "lora_linear base of 4 bits, double quantisation": lambda: _four_bit(64, is_nested=True),
     "lora_linear base of 4 bits, blocks of 4096": lambda: _four_bit(4096, is_nested=True),
-    "AdamW bf16": lambda: _adamw(4096, torch.bfloat16),
-    "AdamW 8-bit states, 24-bit masters, clipped": lambda: _adamw(
-        8192, torch.bfloat16, state="8bit", master="bf16+8", max_grad_norm=1.0
+    "AdamW bf16": lambda: _optimizer(tigon.AdamW, 4096),
+    "AdamW 8-bit states, 24-bit masters, clipped": lambda: _optimizer(
+        tigon.AdamW, 8192, state="8bit", master="bf16+8", max_grad_norm=1.0
     ),
-    "AdamW 8-bit states, fp32 masters": lambda: _adamw(8192, torch.bfloat16, state="8bit", master="fp32"),
-    "AdamW 8-bit states, stochastic rounding": lambda: _adamw(
-        8192, torch.bfloat16, state="8bit", stochastic_rounding=True
+    "AdamW 8-bit states, fp32 masters": lambda: _optimizer(tigon.AdamW, 8192, state="8bit", master="fp32"),
+    "AdamW 8-bit states, stochastic rounding": lambda: _optimizer(
+        tigon.AdamW, 8192, state="8bit", stochastic_rounding=True
     ),
-    "AdamW 8-bit states, an odd size": lambda: _adamw(8191, torch.bfloat16, state="8bit", master="bf16+8"),
-    "AdamW fp32 states and masters, steps on the device": lambda: _adamw(
-        8192, torch.bfloat16, state="fp32", master="fp32", fused=True
+    "AdamW 8-bit states, an odd size": lambda: _optimizer(tigon.AdamW, 8191, state="8bit", master="bf16+8"),
+    "AdamW fp32 states and masters, steps on the device": lambda: _optimizer(
+        tigon.AdamW, 8192, state="fp32", master="fp32", fused=True
     ),
-    "Muon 4096 x 1024": lambda: _muon(4096, 1024),
-    "Muon 1024 x 4096, fp32": lambda: _muon(1024, 4096, torch.float32, nesterov=False),
-    "Muon 2048 x 2048": lambda: _muon(2048, 2048),
-    "Muon 1023 x 2047": lambda: _muon(1023, 2047),
-    "AdamW fp32, the rate in a tensor": lambda: _adamw(4096, torch.float32, lr=torch.tensor(1e-3), maximize=True),
+    "Muon 4096 x 1024": lambda: _optimizer(tigon.Muon, 4096, 1024),
+    "Muon 1024 x 4096, fp32": lambda: _optimizer(tigon.Muon, 1024, 4096, dtype=torch.float32, nesterov=False),
+    "Muon 2048 x 2048": lambda: _optimizer(tigon.Muon, 2048, 2048),
+    "Muon 1023 x 2047": lambda: _optimizer(tigon.Muon, 1023, 2047),
+    "AdamW fp32, the rate in a tensor": lambda: _optimizer(
+        tigon.AdamW, 4096, dtype=torch.float32, lr=torch.tensor(1e-3), maximize=True
+    ),
 }
 
 STEPS: dict[str, Callable[[], None]] = {

@@ -70,6 +70,5 @@ EAGER: dict[str, Callable[[Case], Run]] = {
     "moe_mlp": _moe_mlp,
     "load_balancing_loss": _load_balancing_loss,
     "cross_entropy": _cross_entropy,
-    "cross_entropy_inplace": _cross_entropy,
     "linear_cross_entropy": _linear_cross_entropy,
 }

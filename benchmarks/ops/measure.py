@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
+from torch.utils.benchmark import Timer
 
 from benchmarks.ops.accuracy import BoundProvider
 from tigon.runtime.compat.operators import sleep_on_device
@@ -111,19 +112,17 @@ class Meter:
         source, n = normal(self.copy_bytes // 2), self.matmul_size
         target = torch.empty_like(source)
         a, b = normal(n, n), normal(n, n)
-        copy = self._median_seconds(lambda: target.copy_(source))
-        product = self._median_seconds(lambda: a @ b)
-        return Roofline(2 * source.nbytes / copy, 2 * n**3 / product)
+        return Roofline(
+            2 * source.nbytes / median_seconds(lambda: target.copy_(source)),
+            2 * n**3 / median_seconds(lambda: a @ b),
+        )
 
-    def _median_seconds(self, call: Callable[[], object], repeats: int = 10) -> float:
-        times = []
-        for _ in range(3 + repeats):
-            self.synchronize()
-            start = time.perf_counter()
-            call()
-            self.synchronize()
-            times.append(time.perf_counter() - start)
-        return statistics.median(times[3:])
+
+def median_seconds(call: Callable[[], object]) -> float:
+    """Return the median time of a call that works long enough for the launch not to matter."""
+    # The timer warms up, and waits for the device after each block of calls.
+    timer = Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
+    return timer.blocked_autorange(min_run_time=0.2).median
 
 
 class CudaMeter(Meter):
@@ -181,17 +180,6 @@ class CudaMeter(Meter):
         self.synchronize()
         del result
         return start.elapsed_time(stop)
-
-    def _median_seconds(self, call: Callable[[], object], repeats: int = 10) -> float:
-        times = []
-        for _ in range(3 + repeats):
-            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            call()
-            stop.record()
-            self.synchronize()
-            times.append(start.elapsed_time(stop) / 1e3)
-        return statistics.median(times[3:])
 
 
 def make_meter(device: torch.device) -> Meter:

@@ -212,14 +212,10 @@ def liger_loss(name: str, *options: str, **settings: Any) -> Loader:
     return load
 
 
-def liger_cross_entropy(copy: bool) -> Loader:
-    """Return the loader of the loss that overwrites its logits, or a copy of them."""
-
-    def load(case: Case) -> Run:
-        loss = _import("liger_kernel.transformers:LigerCrossEntropyLoss")()
-        return lambda input, target: (loss(input.clone() if copy else input, target),)
-
-    return load
+def liger_cross_entropy(case: Case) -> Run:
+    """Load the loss, which overwrites its logits, on a copy of them."""
+    loss = _import("liger_kernel.transformers:LigerCrossEntropyLoss")()
+    return lambda input, target: (loss(input.clone(), target),)
 
 
 def liger_jsd(case: Case) -> Run:

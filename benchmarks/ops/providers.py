@@ -65,7 +65,7 @@ def tigon_provider(op: str, package: ModuleType = tigon, name: str = "tigon") ->
                 raise Unsupported(f"no {', '.join(unknown)} in this revision")
         return _with_options(function, case)
 
-    return Provider(name, load, workload.overwrites)
+    return Provider(name, load)
 
 
 def _with_options(function: Callable[..., Any], case: Case) -> Run:
@@ -86,7 +86,6 @@ _EAGER_NOTES = {
     "moe_mlp": "expert by expert, waiting for each",
     "load_balancing_loss": "the code of transformers, which waits for each layer",
     "cross_entropy": "F.cross_entropy of logits in fp32",
-    "cross_entropy_inplace": "writes a new gradient buffer",
     "linear_cross_entropy": "F.cross_entropy of all logits in fp32",
 }
 
@@ -162,12 +161,8 @@ _PEERS: dict[str, tuple[Provider, ...]] = {
     ),
     "cross_entropy": (
         Provider("torch", peers.torch_function(lambda case: F.cross_entropy), note="loss in bf16"),
-        _liger(peers.liger_cross_entropy(copy=True), note="in place on a clone of the logits"),
+        _liger(peers.liger_cross_entropy, note="in place on a clone of the logits"),
         Provider("quack", peers.call("quack:cross_entropy", inplace_backward=False)),
-    ),
-    "cross_entropy_inplace": (
-        _liger(peers.liger_cross_entropy(copy=False), "input"),
-        Provider("quack", peers.call("quack:cross_entropy", inplace_backward=True), ("input",)),
     ),
     "linear_cross_entropy": (
         Provider("torch", peers.torch_linear_cross_entropy, note="F.linear_cross_entropy"),

@@ -15,7 +15,7 @@ from benchmarks.ops import providers, report
 from benchmarks.ops.against import Revision, find_revision
 from benchmarks.ops.measure import make_meter
 from benchmarks.ops.runner import BenchRow, run_case
-from benchmarks.report import describe_machine, make_folder, pick_folder, takes_options
+from benchmarks.report import describe_machine, make_folder, takes_options
 from benchmarks.workloads import Case
 from tigon.cli.main import INTERRUPTED, make_console, pick_device
 
@@ -96,11 +96,10 @@ def session(options: BenchOptions) -> int:
         "interrupted": False,
         "cases": [case.name for case in selected_cases],
     }
-    folder = pick_folder(options.out, "bench_")
     with contextlib.ExitStack() as stack:
         if revision:
             settings["against"] = _add_revision(revision, providers_of, stack)
-        make_folder(folder)
+        folder = make_folder(options.out, "bench_")
         rows = _run(selected_cases, providers_of, target, settings, folder, console)
     failed_rows = [row for row in rows if row.failed]
     for row in failed_rows:

@@ -1,7 +1,7 @@
 """The command of the training benchmark: the order of the runs, the printed output and the files."""
 
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from benchmarks.report import describe_machine, make_folder, pick_folder, takes_options
+from benchmarks.report import describe_machine, make_folder, takes_options
 from benchmarks.train import report
 from benchmarks.train.measurement import Measurement, compare_with_stock
 from benchmarks.train.plan import ProviderRun, TrainOptions, TrainPlan, make_plan, search_sizes
@@ -35,14 +35,16 @@ def train(options: TrainOptions) -> None:
     Exit code: 0; 1 if Tigon raised an error, or with --curves its losses differ by more than the noise; 2 for bad
     input; 130 after Ctrl-C (the report has the sizes that were done).
     """
-    console = make_console()
+    console, device = make_console(), pick_device(options.device)
+    folder = make_folder(options.out, "train_")
     try:
-        folder = pick_folder(options.out, "train_")
         with console.status("Reading and tokenising the text"):
-            plan = make_plan(replace(options, device=pick_device(options.device)))
-        make_folder(folder)
+            plan = make_plan(replace(options, device=device))
         code = TrainSession(plan, folder, console).run()
     except ValueError as problem:
+        # Only an empty folder can be removed.
+        with suppress(OSError):
+            folder.rmdir()
         raise typer.BadParameter(str(problem)) from problem
     except KeyboardInterrupt:
         console.print("[bold yellow]Interrupted[/]")

@@ -69,24 +69,6 @@ WORKLOADS = (
             *sweep((4096, n) for n in WIDTHS),
         ),
     ),
-    # This entry is for the benchmark alone, where the gradient that overwrites the logits has peers of its own.
-    Workload(
-        name="cross_entropy_inplace",
-        function="cross_entropy",
-        bench_options={"inplace": True},
-        overwrites=("input",),
-        reference=loss_reference,
-        inputs=_cross_entropy,
-        legend="T x V",
-        family="cross_entropy",
-        elements=lambda t, v: 2 * t * v,
-        bench_shapes=(
-            Case("llama-3-8b", (8192, 128256), FIRST_ROOFLINE),
-            Case("llama-2-7b", (8192, 32000), FIRST_ROOFLINE),
-            small(512, 16384),
-            *sweep((4096, v) for v in VOCABULARIES),
-        ),
-    ),
     Workload(
         name="cross_entropy",
         reference=loss_reference,

@@ -112,9 +112,8 @@ class Workload:
     family: str = ""
     elements: Callable[..., int] | None = None
     flops: Callable[[Case], int] | None = None
-    # The benchmark calls the op with these options and those of a shape, and such a call overwrites these inputs.
+    # The benchmark calls the op with these options and those of a shape.
     bench_options: Mapping[str, Any] = field(default_factory=dict)
-    overwrites: tuple[str, ...] = ()
 
     def bytes_of(self, case: Case) -> int | None:
         """Return the fewest bytes that memory must move, forward and backward; None where products are the bound."""

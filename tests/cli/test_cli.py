@@ -94,19 +94,6 @@ def test_a_mistake_is_one_line_and_exit_code_2(arguments, beginning, monkeypatch
     assert "Traceback" not in captured.out
 
 
-@pytest.mark.parametrize("width", [40, 133])
-def test_a_terminal_gets_a_mistake_that_breaks_at_spaces(width, monkeypatch, capsys):
-    """Names with hyphens and words that are longer than a line stay whole, so that they can be copied."""
-    monkeypatch.setenv("COLUMNS", str(width))
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    message = f"must be a preset (Llama-3-8B, Llama-3.2-1B, Qwen3-30B-A3B, Mistral-7B), got '/nowhere/{'x' * 150}' " * 2
-    with pytest.raises(SystemExit, match="^2$"):
-        cli._fail(message)
-    lines = capsys.readouterr().err.splitlines()
-    assert " ".join(lines) == message.strip()
-    assert all(len(line) <= width or " " not in line for line in lines)
-
-
 def test_a_file_gets_a_line_for_each_stage_on_standard_error(capsys):
     with cli.show_progress("Building") as show:
         show("Counting [1 of 2]")
@@ -202,10 +189,9 @@ def test_the_shell_completes_commands_and_options(words, candidate):
 def test_the_default_folder_is_new(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(report.time, "strftime", lambda pattern: "now")
-    assert report.pick_folder(None) == Path("runs/now")
-    Path("runs/now").mkdir(parents=True)
-    assert report.pick_folder(None) == Path("runs/now_2")
-    assert report.pick_folder(None, "bench_") == Path("runs/bench_now")
+    names = [report.make_folder(None, prefix) for prefix in ("train_", "train_", "bench_")]
+    assert names == [Path("runs", name) for name in ("train_now", "train_now_2", "bench_now")]
+    assert all(name.is_dir() and not [*name.iterdir()] for name in names)
 
 
 @pytest.mark.parametrize("out", [None, Path("new/er")], ids=["default", "given"])
@@ -219,18 +205,7 @@ def test_a_folder_that_cannot_be_written_is_refused(out, tmp_path, monkeypatch):
 
     monkeypatch.setattr(report.tempfile, "TemporaryFile", refuse)
     with pytest.raises(typer.BadParameter, match="must be a folder that can be written, got"):
-        report.pick_folder(out)
-
-
-def test_a_folder_that_cannot_be_created_is_refused(tmp_path):
-    import typer
-
-    out = report.pick_folder(tmp_path / "file")
-    out.write_text("written since")
-    with pytest.raises(typer.BadParameter, match=r"must be a folder that can be created, got .*\(File exists\)"):
-        report.make_folder(out)
-    report.make_folder(tmp_path / "a" / "b")
-    assert (tmp_path / "a" / "b").is_dir()
+        report.make_folder(out, "")
 
 
 UNWRITABLE = {
@@ -249,7 +224,7 @@ def test_a_path_that_cannot_be_written_is_refused_before_the_work(make_path, tmp
     (tmp_path / "file").write_text("here")
     path = make_path(tmp_path)
     with pytest.raises(typer.BadParameter, match="must be a folder that can be written, got"):
-        report.pick_folder(path)
+        report.make_folder(path, "")
     with pytest.raises(typer.BadParameter, match="must be (a file that can be written|in a folder that exists), got"):
         cli.check_file(path, "--json")
     assert [x.name for x in tmp_path.iterdir()] == ["file"]

@@ -8,10 +8,8 @@ import importlib
 import json
 import os
 import re
-import shutil
 import signal
 import sys
-import textwrap
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -88,15 +86,8 @@ def sigterm_interrupts() -> Iterator[None]:
 
 
 def _fail(message: str) -> NoReturn:
-    """Print a message, and end with the exit code for mistakes of the user.
-
-    For a terminal, lines break at spaces. A file or a pipe gets the message in one line.
-    """
-    line = " ".join(message.split())
-    if sys.stderr.isatty():
-        width = shutil.get_terminal_size().columns
-        line = textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False)
-    print(line, file=sys.stderr)
+    """Print a message in one line, and end with the exit code for mistakes of the user."""
+    print(" ".join(message.split()), file=sys.stderr)
     sys.exit(USER_MISTAKE)
 
 

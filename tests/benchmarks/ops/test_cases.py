@@ -34,7 +34,7 @@ def test_the_cases_of_the_results_exist_and_those_of_two_tags_are_among_them():
     """The commands in the results select by these tags."""
     text = RESULTS.read_text("utf-8")
     assert set(re.findall(r"^### (\S+) \(", text, re.MULTILINE)) <= by_name.keys()
-    for tag, count in {"roofline": 19, "linear": 12, "host": 1}.items():
+    for tag, count in {"roofline": 17, "linear": 12, "host": 1}.items():
         names = [case.name for case in CASES if tag in case.tags]
         assert len(names) == count
         assert all(name in text for name in names), tag
@@ -51,7 +51,7 @@ def test_every_option_of_a_linear_case_has_a_small_case():
         ("rms_norm/llama-3-8b/16384x4096", 0.157),
         ("rope/llama-3-8b/4x4096x32x8x128", 0.157),
         ("swiglu/llama-3-8b/16384x14336", 0.874),
-        ("cross_entropy_inplace/llama-3-8b/8192x128256", 0.978),
+        ("cross_entropy/llama-3-8b/8192x128256", 0.978),
         ("add_rms_norm/llama-3-8b/16384x4096", 0.250),
         ("qk_norm_rope/qwen3-8b/4x4096x32x8x128", 0.196),
         ("relu2/minitron-8b/16384x16384", 0.624),
@@ -168,15 +168,3 @@ def test_select_matches_tags_and_parts_of_names():
     assert all("small" in case.tags for case in select(None, "small"))
     assert [case.model for case in select("rms_norm", "405b")] == ["llama-3.1-405b"]
     assert len(select(None, "all")) == len(CASES)
-
-
-@pytest.mark.parametrize(
-    ("ops", "cases", "message"),
-    [
-        ("sofmax", "all", "bench: ops must be among rms_norm.*got 'sofmax'"),
-        (None, "nowhere", "bench: cases must match.*got 'nowhere'"),
-    ],
-)
-def test_select_refuses_an_unknown_op_or_case(ops, cases, message):
-    with pytest.raises(ValueError, match=message):
-        select(ops, cases)

@@ -32,7 +32,6 @@ SHAPES = {
     "moe_mlp": (32, 64, 4, 32, 2),
     "fp8_linear": (16, 32, 64),
     "cross_entropy": (32, 512),
-    "cross_entropy_inplace": (32, 512),
     "linear_cross_entropy": (32, 64, 512),
     **dict.fromkeys(("dpo_loss", "orpo_loss", "simpo_loss", "kto_loss", "grpo_loss"), (4, 8, 64, 512)),
     "kl_div": (32, 512),
@@ -349,5 +348,3 @@ def test_select_includes_and_excludes_providers():
     assert names(None) == ["tigon", "eager", "compile", "torch", "liger", "cce", "quack", "trl", "products"]
     assert names("tigon,liger") == ["tigon", "liger"]
     assert names("-compile,-cce,-quack") == ["tigon", "eager", "torch", "liger", "trl", "products"]
-    with pytest.raises(ValueError, match=r"bench: providers must be among .*got 'liga'"):
-        names("liga")

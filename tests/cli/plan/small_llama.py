@@ -1,8 +1,11 @@
 """The small Llama whose steps the tests of `tigon plan` count."""
 
+import contextlib
+
 import torch
 import transformers
 
+import tigon
 from tigon.cli.inspect.build import build
 from tigon.cli.plan.engines import optimizer_costs
 
@@ -26,3 +29,18 @@ def build_llama(dtype=torch.bfloat16, **sizes):
     for p in model.parameters():
         p.data = p.data.to(dtype)
     return model.train()
+
+
+def saved_bytes_of(model, tokens, **options) -> int:
+    """Return the bytes that a real step saves for backward, without parameters."""
+    parameters, saved_tensors = {p.untyped_storage()._cdata for p in model.parameters()}, {}
+
+    def pack(x):
+        if x.untyped_storage()._cdata not in parameters:
+            saved_tensors[x.untyped_storage()._cdata] = x
+        return x
+
+    patched = tigon.patched(model, **options) if options else contextlib.nullcontext()
+    with patched, torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        model(input_ids=tokens, labels=tokens)
+    return sum(x.untyped_storage().nbytes() for x in saved_tensors.values())

@@ -1,6 +1,5 @@
 """`tigon plan`: its bytes agree with counts by hand and with a real step; its search, errors and command work."""
 
-import contextlib
 import dataclasses
 import math
 from unittest import mock
@@ -13,7 +12,7 @@ typer_testing = pytest.importorskip("typer.testing")
 
 
 import tigon  # noqa: E402
-from cli.plan.small_llama import NO_OPTIMIZER, SIZES, build_llama  # noqa: E402
+from cli.plan.small_llama import NO_OPTIMIZER, SIZES, build_llama, saved_bytes_of  # noqa: E402
 from memory.steps import paged  # noqa: E402
 from tigon.cli.plan.engines import Replicated, Sharded, optimizer_costs  # noqa: E402
 from tigon.cli.plan.ledger import Ledger, Work  # noqa: E402
@@ -62,20 +61,7 @@ def test_saved_bytes_are_what_a_step_saves(memory):
     sizes = {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 224, "vocab_size": 128}
     planned_step = step_of(build_llama(torch.float32, **sizes), 1, 64, **options)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**SIZES, **sizes})).train()
-    parameters, saved_tensors = {p.untyped_storage()._cdata for p in model.parameters()}, {}
-
-    def pack(x):
-        if x.untyped_storage()._cdata not in parameters:
-            saved_tensors[x.untyped_storage()._cdata] = x
-        return x
-
-    tokens = torch.randint(128, (1, 64))
-    with (
-        tigon.patched(model, **options) if options else contextlib.nullcontext(),
-        torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x),
-    ):
-        model(input_ids=tokens, labels=tokens)
-    actual = sum(x.untyped_storage().nbytes() for x in saved_tensors.values())
+    actual = saved_bytes_of(model, torch.randint(128, (1, 64)), **options)
     assert planned_step.saved_bytes == pytest.approx(actual, rel=0.05)
 
 
@@ -85,18 +71,7 @@ def test_saved_outputs_of_attention_are_what_a_step_saves():
     tokens, actual, planned = torch.randint(128, (2, 64)), [], []
     for memory in ("checkpoint", "checkpoint+attention"):
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**SIZES, **sizes})).train()
-        saved_tensors = {}
-
-        def pack(x, saved_tensors=saved_tensors):
-            saved_tensors[x.untyped_storage()._cdata] = x
-            return x
-
-        with (
-            tigon.patched(model, memory=memory),
-            torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x),
-        ):
-            model(input_ids=tokens, labels=tokens)
-        actual.append(sum(x.untyped_storage().nbytes() for x in saved_tensors.values()))
+        actual.append(saved_bytes_of(model, tokens, memory=memory))
         planned.append(step_of(build_llama(torch.float32, **sizes), 2, 64, memory=memory).saved_bytes)
     assert planned[1] - planned[0] == actual[1] - actual[0] == 2 * 2 * 64 * (64 + 4) * 4
 
@@ -340,6 +315,8 @@ def test_recommended_is_the_fastest_that_fits():
     [
         ({"seq": 0}, "seq must be an integer of at least 1, got 0"),
         ({"gpus": -1}, "gpus must be"),
+        ({"batch": 0}, "batch must be"),
+        ({"lora": 0}, "lora must be an integer of at least 1, got 0"),
         ({"gpu_memory": 0.0}, "gpu_memory must be a positive number of GiB, got 0.0"),
         ({"gpu_memory": float("nan")}, "gpu_memory must be a positive"),
         ({"gpu_memory": 1.0}, "gpu_memory must leave memory for tensors"),

@@ -160,9 +160,8 @@ def test_plot_has_a_line_for_each_level(tmp_path):
     ("arguments", "message"),
     [
         (("--plot", "x.doc"), "--plot: must end in .png"),
-        (("--batch", "0"), "--batch: must be an integer"),
-        (("--gpu-memory", "-1"), "--gpu-memory"),
-        (("--optimizer", "lion"), "--optimizer"),
+        (("--gpu-memory", "-1"), "--gpu-memory: must be a positive number"),
+        (("--qlora",), "--qlora: needs the rank of the adapters that are trained (lora), got None"),
     ],
     ids=lambda x: x[0] if isinstance(x, tuple) else "",
 )
