@@ -18,7 +18,7 @@ from op_cases import DEVICE
 from tigon.recognition.replacement import find_replacement
 from tigon.recognition.rewriting import fused_statements
 from tigon.recognition.rewriting.fused_statements import fuse_statements
-from tigon.recognition.rewriting.rewriting import ADD_NORM, NORM_WITH_RESIDUAL, PRODUCTS
+from tigon.recognition.rewriting.statements import ADD_NORM, NORM_WITH_RESIDUAL, PRODUCTS
 from tigon.runtime.device import runs_kernels
 from tigon.testing import assert_accurate
 

@@ -17,7 +17,7 @@ from op_cases import DEVICE
 from tigon.hf.report import Report
 from tigon.recognition.parts import rope as rope_recognition
 from tigon.recognition.rewriting.fused_statements import fuse_statements
-from tigon.recognition.rewriting.rewriting import NORM_ROPE
+from tigon.recognition.rewriting.statements import NORM_ROPE
 from tigon.runtime.device import runs_kernels
 from tigon.testing import assert_accurate
 

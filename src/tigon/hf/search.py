@@ -18,11 +18,18 @@ from tigon.recognition.probing.kind import kinds_of
 from tigon.recognition.probing.standin import describe, has_no_tensors
 from tigon.recognition.probing.trials import Trials, recording
 from tigon.recognition.replacement import find_replacement, foreign_forward
-from tigon.recognition.rewriting.fused_statements import FusedStatementsRecipe, overwritten_children
+from tigon.recognition.rewriting.fused_statements import (
+    FusedStatementsRecipe,
+    has_fusible_child,
+    overwritten_children,
+)
 from tigon.runtime.requirements import require_for
 
 LOGGER = logging.getLogger("tigon")
 
+NOT_FUSIBLE = (
+    "not replaced: its forward could be rewritten, but it has no RMS norm with an op, and fewer than two linear layers"
+)
 # Recipes of these classes run the code of a module's class. One recipe of each class can be joined into one recipe.
 JOINABLE_RECIPES = RopeRecipe, FusedStatementsRecipe
 
@@ -126,10 +133,7 @@ class Search:
 
     def _explain_other_part(self, finding: Finding, first_part: str) -> str:
         """Return why a module is not of the part of a finding, or "" if it may be.
-
-        Args:
-            finding: The finding.
-            first_part: The first of the parts that its recogniser recognises.
+        `first_part` is the first of the parts that its recogniser recognises.
         """
         result, earlier_recipe = finding.result, self.recipes[finding.module]
         if result is None and first_part == finding.part:
@@ -146,6 +150,9 @@ class Search:
     def _choose_recipe(self, finding: Finding) -> None:
         """Set the recipe of a finding, or the reason why the module keeps its forward."""
         module, result, earlier_recipe = finding.module, finding.result, self.recipes[finding.module]
+        if finding.part == "fused_statements" and not has_fusible_child(module, self.recipes):
+            finding.note = NOT_FUSIBLE
+            return
         if earlier_recipe is None:
             may_be_wrapped = isinstance(result, ExpertsRecipe)
             result = _read(functools.partial(foreign_forward, may_be_wrapped=may_be_wrapped), module) or result

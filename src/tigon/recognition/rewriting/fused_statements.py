@@ -22,24 +22,15 @@ from tigon.ops.norms.rms_norm import add_rms_norm_of_layer, rms_norm_with_input
 from tigon.recognition.parts.adapters import compute_layers, read_projections
 from tigon.recognition.parts.fp8 import compute_in_fp8
 from tigon.recognition.parts.norm_recipes import NormArguments, RMSNormRecipe
-from tigon.recognition.parts.norms import recognise_norm
-from tigon.recognition.probing.kind import kind_of
 from tigon.recognition.probing.standin import is_linear
-from tigon.recognition.probing.trials import explain_none, not_recording
+from tigon.recognition.probing.trials import explain_none
 from tigon.recognition.replacement import Replacement
 from tigon.recognition.rewriting.overwriting import overwritten_inputs
-from tigon.recognition.rewriting.rewriting import (
-    ADD_NORM,
-    HEAD_NORMS,
-    NORM_WITH_RESIDUAL,
-    PRODUCTS,
-    rewrite,
-)
+from tigon.recognition.rewriting.rewriting import HEAD_NORMS, rewrite
 from tigon.recognition.rewriting.source import CodeState, Rewritten, cached_by_code, code_state, innermost, is_unchanged
+from tigon.recognition.rewriting.statements import ADD_NORM, NORM_WITH_RESIDUAL, PRODUCTS
 from tigon.runtime.device import runs_kernels
-from tigon.runtime.reach.explore import explore
 from tigon.runtime.stock import does_more_than_forward
-from tigon.runtime.weak_cache import cached_weakly, weak_key
 
 
 def _arguments(norm: Any, x: Tensor) -> NormArguments | None:
@@ -254,27 +245,6 @@ class FusedStatementsRecipe(RewrittenForward):
         return ", ".join(fused + ["q/k norm + rope"] * self.has_head_norms)
 
 
-@cached_weakly
-def _results_of(cls: type[nn.Module]) -> dict[tuple, bool]:
-    """Return the cached results of `_is_rms_norm` for modules of a class, by everything that they depend on.
-
-    Results are cached for norms and not for layers, because the number of a layer (`layer_idx`) makes each layer a kind
-    of its own, while the norms of all layers are of one kind.
-    """
-    return {}
-
-
-def _is_rms_norm(module: nn.Module) -> bool:
-    """Return True if recognition replaces a module by `rms_norm`."""
-    # A norm has no children. Reading those of an attention or an MLP would take longer than all norms.
-    if module._modules:
-        return False
-    results, key = _results_of(type(module)), (weak_key(kind_of(module)), explore(module).fingerprint)
-    if key not in results:
-        results[key] = isinstance(recognise_norm(module), RMSNormRecipe)
-    return results[key]
-
-
 def overwritten_children(modules: Iterable[nn.Module]) -> dict[nn.Module, str]:
     """Return the children whose input is written in place after they have run, with the reason to keep their forward.
 
@@ -297,17 +267,18 @@ def recognise_fused_statements(module: nn.Module) -> FusedStatementsRecipe | str
     Return a recipe, the reason why the forward of such a module cannot be rewritten, or None for another module.
     """
     forward = inspect.getattr_static(type(module), "forward", None)
-    children = [child for child in module._modules.values() if child is not None]
-    if len(children) < 2 or not isinstance(forward, FunctionType):
+    if sum(child is not None for child in module._modules.values()) < 2 or not isinstance(forward, FunctionType):
         return None
     function = fuse_statements(forward)
-    has_projections = sum(is_linear(child) for child in children) > 1
     if function is None:
         explain_none("its forward has no sum or residual before a norm, and no linear layers called with one input")
-        return None
-    with not_recording():
-        has_op = has_projections or any(map(_is_rms_norm, children))
-    if not has_op:
-        explain_none("its forward could be rewritten, but it has no RMS norm, and fewer than two linear layers")
-        return None
-    return function if isinstance(function, str) else FusedStatementsRecipe(type(module))
+    return FusedStatementsRecipe(type(module)) if isinstance(function, FunctionType) else function
+
+
+def has_fusible_child(module: nn.Module, recipes: Mapping[nn.Module, Any]) -> bool:
+    """Return True if a module has an RMS norm that an op computes, or several linear layers.
+
+    `recipes` holds the recipes of all modules of the model.
+    """
+    children = [child for child in module._modules.values() if child is not None]
+    return sum(map(is_linear, children)) > 1 or any(isinstance(recipes.get(c), RMSNormRecipe) for c in children)

@@ -20,21 +20,16 @@ import ast
 from types import FunctionType
 from typing import Any, NamedTuple
 
+from tigon.recognition.rewriting.statements import (
+    NORM_ROPE,
+    START_NORM,
+    call_of_child,
+    parse_statements,
+    single_target,
+)
+
 # Expressions that assign a variable or leave the function.
 UNSUPPORTED = ast.NamedExpr, ast.Await, ast.Yield, ast.YieldFrom
-
-
-def _load(name: str) -> ast.Name:
-    return ast.Name(name, ast.Load())
-
-
-def _store(names: list[str]) -> ast.expr:
-    targets: list[ast.expr] = [ast.Name(name, ast.Store()) for name in names]
-    return ast.Tuple(targets, ast.Store()) if len(targets) > 1 else targets[0]
-
-
-def _tuple(elements: list[ast.expr]) -> ast.Tuple:
-    return ast.Tuple(elements, ast.Load())
 
 
 def _uses(node: ast.AST, name: str) -> bool:
@@ -42,32 +37,12 @@ def _uses(node: ast.AST, name: str) -> bool:
     return any(isinstance(each, ast.Name) and each.id == name for each in ast.walk(node))
 
 
-def _single_target(statement: ast.stmt) -> str | None:
-    """Return the variable if a statement is `variable = value`."""
-    if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
-        target = statement.targets[0]
-        return target.id if isinstance(target, ast.Name) else None
-    return None
-
-
 def _transposed(value: ast.expr) -> ast.expr | None:
     """Return x if an expression is `x.transpose(1, 2)`."""
-    if not (isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and not value.keywords):
+    if not isinstance(value, ast.Call) or not isinstance(value.func, ast.Attribute):
         return None
-    numbers = [each.value for each in value.args if isinstance(each, ast.Constant)]
-    return (
-        value.func.value if value.func.attr == "transpose" and numbers == [1, 2] == numbers[: len(value.args)] else None
-    )
-
-
-def _norm_call(value: ast.expr) -> ast.Call | None:
-    """Return the call if an expression is `self.child(argument)`."""
-    if not isinstance(value, ast.Call) or value.keywords or len(value.args) != 1:
-        return None
-    function, argument = value.func, value.args[0]
-    if not (isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name)):
-        return None
-    return value if function.value.id == "self" and not isinstance(argument, ast.Starred) else None
+    x = value.func.value
+    return x if ast.unparse(value) == f"{ast.unparse(x)}.transpose(1, 2)" else None
 
 
 def _is_harmless(statement: ast.stmt) -> bool:
@@ -149,14 +124,14 @@ def _find_norm(block: list[ast.stmt], end: int, name: str, outer: ast.stmt | Non
                 return None
             norm = _find_norm(statement.body, len(statement.body), name, statement)
             return norm and norm._replace(is_transposed=norm.is_transposed != transposed)
-        if _single_target(statement) != name or not _is_harmless(statement):
+        if single_target(statement) != name or not _is_harmless(statement):
             return None
         assert isinstance(statement, ast.Assign), "the statement has a target"
         inner = _transposed(statement.value)
         if isinstance(inner, ast.Name) and inner.id == name:
             transposed = not transposed
             continue
-        call = _norm_call(statement.value if inner is None else inner)
+        call = call_of_child(statement.value if inner is None else inner)
         if call is None:
             return None
         is_here = inner is not None
@@ -165,18 +140,13 @@ def _find_norm(block: list[ast.stmt], end: int, name: str, outer: ast.stmt | Non
 
 
 def fuse_head_norms(
-    block: list[ast.stmt], scope: dict[str, Any], start: str, finish: str, number: int
+    block: list[ast.stmt], scope: dict[str, Any], number: int
 ) -> tuple[list[ast.stmt], list[str]] | None:
     """Replace the first norms with a rotary embedding in a block. Return the new block and the names of the norms.
 
     The result is None if the block has none.
 
-    Args:
-        block: Consecutive statements.
-        scope: The globals of the forward.
-        start: The name of the function that starts a norm.
-        finish: The name of the function that computes the norms and the rotary embedding.
-        number: A number that makes the names of the new variables unique.
+    `scope` holds the globals of the forward. `number` makes the names of the new variables unique.
     """
     for position, statement in enumerate(block):
         branch = statement if isinstance(statement, ast.If) and not statement.orelse else None
@@ -191,50 +161,38 @@ def fuse_head_norms(
             found_norms = [norm for norm in norms if norm is not None]
             if len(found_norms) == len(norms):
                 children = [norm.call.func.attr for norm in found_norms if isinstance(norm.call.func, ast.Attribute)]
-                new_block = _rewrite(block, branch, inner, rope, found_norms, start, finish, number)
+                new_block = _rewrite(block, branch, inner, rope, found_norms, number)
                 return new_block, children
     return None
 
 
 def _rewrite(
-    block: list[ast.stmt],
-    branch: ast.If | None,
-    rope_statement: ast.stmt,
-    rope: _Rope,
-    norms: list[_Norm],
-    start: str,
-    finish: str,
-    number: int,
+    block: list[ast.stmt], branch: ast.If | None, rope_statement: ast.stmt, rope: _Rope, norms: list[_Norm], number: int
 ) -> list[ast.stmt]:
     """Return the block with the norms and the rotary embedding replaced. `branch` contains the latter, or is None."""
     variables = [f"_tigon_norm_{number}_{i}_" for i in range(len(norms))]
     replacements: dict[ast.stmt, list[ast.stmt]] = {}
-    pairs = list(zip(norms, variables, rope.targets, strict=True))
-    for norm, variable, target in pairs:
-        norm_statement = norm.block[norm.position]
-        arguments = [_load(rope.function), norm.call.func, norm.call.args[0]]
-        new: list[ast.stmt] = [ast.Assign([_store([target, variable])], ast.Call(_load(start), arguments, []))]
-        if norm.is_transposed_here:
-            transpose = ast.Attribute(_load(target), "transpose", ast.Load())
-            new.append(ast.Assign([_store([target])], ast.Call(transpose, [ast.Constant(1), ast.Constant(2)], [])))
-        replacements[norm_statement] = [ast.copy_location(each, norm_statement) for each in new]
-    flags: list[ast.expr] = [ast.Constant(norm.is_transposed) for norm in norms]
-    states = [_tuple([_load(variable) for variable in variables]), _tuple(flags)]
-    call = ast.Call(_load(finish), [_load(rope.function), *states, *rope.call.args], rope.call.keywords)
-    replacements[rope_statement] = [ast.copy_location(ast.Assign([_store(rope.targets)], call), rope_statement)]
+    for norm, variable, target in zip(norms, variables, rope.targets, strict=True):
+        statement = norm.block[norm.position]
+        arguments = ", ".join([rope.function, ast.unparse(norm.call.func), ast.unparse(norm.call.args[0])])
+        text = f"{target}, {variable} = {START_NORM}({arguments})"
+        text += f"\n{target} = {target}.transpose(1, 2)" * norm.is_transposed_here
+        replacements[statement] = parse_statements(text, statement)
+    targets = ", ".join(rope.targets)
+    states = f"({', '.join(variables)},), {tuple(norm.is_transposed for norm in norms)}"
+    arguments = ", ".join(map(ast.unparse, [*rope.call.args, *rope.call.keywords]))
+    text = f"{targets} = {NORM_ROPE}({rope.function}, {states}, {arguments})"
+    replacements[rope_statement] = parse_statements(text, rope_statement)
     if branch is not None:
         # Without the rotary embedding, the norms alone are left to compute.
-        tensors = [_load(target) for target in rope.targets]
-        call = ast.Call(_load(finish), [ast.Constant(None), *states, *tensors], [])
-        branch.orelse = [ast.copy_location(ast.Assign([_store(rope.targets)], call), branch)]
+        branch.orelse = parse_statements(f"{targets} = {NORM_ROPE}(None, {states}, {targets})", branch)
         branch.body = [new for each in branch.body for new in replacements.get(each, [each])]
     result: list[ast.stmt] = []
     for each in block:
-        for norm, variable, _ in pairs:
+        for norm, variable in zip(norms, variables, strict=True):
             if norm.outer is each and isinstance(each, ast.If):
                 # The branch may be skipped, and the tensor then has no norm.
-                none = ast.Assign([_store([variable])], ast.Constant(None))
-                result.append(ast.copy_location(none, each))
+                result += parse_statements(f"{variable} = None", each)
         if isinstance(each, ast.If) and each is not branch:
             each.body = [new for inner in each.body for new in replacements.get(inner, [inner])]
         result += replacements.get(each, [each])

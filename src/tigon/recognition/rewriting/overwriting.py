@@ -10,8 +10,8 @@ source of the forward. It follows which variables hold the same tensor, through 
 import ast
 from types import FunctionType
 
-from tigon.recognition.rewriting.rewriting import child_call
 from tigon.recognition.rewriting.source import NotReadable, cached_by_code, definition_of
+from tigon.recognition.rewriting.statements import child_call
 
 
 class _AliasTracker:

@@ -21,93 +21,27 @@ may have other names than here. Another statement between those of a pattern pre
 
 import ast
 import copy
+import itertools
+import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from types import FunctionType
 from typing import NamedTuple
 
 from tigon.recognition.rewriting.head_norm_statements import fuse_head_norms
 from tigon.recognition.rewriting.source import NotReadable, Rewritten, compile_definition, definition_of, innermost
-
-# The names by which the rewritten source calls the functions. No forward uses such names.
-ADD_NORM, NORM_WITH_RESIDUAL, PRODUCTS, START_NORM, NORM_ROPE = NAMES = (
-    "_tigon_add_norm_",
-    "_tigon_norm_with_residual_",
-    "_tigon_products_",
-    "_tigon_start_norm_",
-    "_tigon_norm_rope_",
+from tigon.recognition.rewriting.statements import (
+    ADD_NORM,
+    NAMES,
+    NORM_WITH_RESIDUAL,
+    PRODUCTS,
+    ChildCall,
+    child_call,
+    parse_statements,
+    single_target,
 )
+
 # The attribute of a rewritten function that names the children which `start_norm` runs.
 HEAD_NORMS = "_tigon_head_norms_"
-
-
-# --- statements ------------------------------------------------------------------------------------
-
-
-class ChildCall(NamedTuple):
-    """The names in a call `self.child(argument)`."""
-
-    child: str
-    argument: str
-
-
-def child_call(node: ast.AST) -> ChildCall | None:
-    """Return the names of the child and the argument of a call `self.child(argument)`; None for any other node."""
-    if not isinstance(node, ast.Call) or node.keywords or len(node.args) != 1:
-        return None
-    function, argument = node.func, node.args[0]
-    if not (isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name)):
-        return None
-    is_child = function.value.id == "self" and isinstance(argument, ast.Name)
-    return ChildCall(function.attr, argument.id) if is_child and isinstance(argument, ast.Name) else None
-
-
-@dataclass(frozen=True)
-class _Assignment:
-    """The statement `target = value`, where the target is a plain name."""
-
-    target: str
-    value: ast.expr
-
-    @staticmethod
-    def of(statement: ast.stmt) -> "_Assignment | None":
-        """Return the assignment that a statement is; None for any other statement."""
-        if not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
-            return None
-        target = statement.targets[0]
-        return _Assignment(target.id, statement.value) if isinstance(target, ast.Name) else None
-
-    @property
-    def summands(self) -> tuple[str, str] | None:
-        """Return the names `(a, b)` if the value is `a + b`."""
-        value = self.value
-        if not (isinstance(value, ast.BinOp) and isinstance(value.op, ast.Add)):
-            return None
-        left, right = value.left, value.right
-        return (left.id, right.id) if isinstance(left, ast.Name) and isinstance(right, ast.Name) else None
-
-    @property
-    def alias(self) -> str | None:
-        """Return the name `a` if the value is `a`."""
-        return self.value.id if isinstance(self.value, ast.Name) else None
-
-    @property
-    def call(self) -> ChildCall | None:
-        """Return the names if the value is `self.child(a)`."""
-        return child_call(self.value)
-
-
-def _name(name: str, store: bool = False) -> ast.Name:
-    return ast.Name(name, ast.Store() if store else ast.Load())
-
-
-def _attribute(child: str) -> ast.Attribute:
-    return ast.Attribute(_name("self"), child, ast.Load())
-
-
-def _assign(targets: list[str], value: ast.expr) -> ast.Assign:
-    names: list[ast.expr] = [_name(target, store=True) for target in targets]
-    return ast.Assign([ast.Tuple(names, ast.Store()) if len(names) > 1 else names[0]], value)
 
 
 # --- patterns --------------------------------------------------------------------------------------
@@ -125,39 +59,38 @@ class _Match(NamedTuple):
     residuals: frozenset[str] = frozenset()
 
 
+_SUM_AND_NORM = re.compile(
+    r"(?P<h>NAME) = (?P<a>NAME) \+ (?P<b>NAME)\n((?P<residual>NAME) = (?P=h)\n)?"
+    r"(?P<y>NAME) = self\.(?P<norm>NAME)\((?P=h)\)\n".replace("NAME", r"[^\W\d]\w*")
+)
+_RESIDUAL_AND_NORM = re.compile(
+    r"(?P<residual>NAME) = (?P<h>NAME)\n(?P<y>NAME) = self\.(?P<norm>NAME)\((?P=h)\)\n".replace("NAME", r"[^\W\d]\w*")
+)
+
+
 def _match_norm(statements: list[ast.stmt], variables: frozenset[str]) -> _Match | None:
     """Return the match of a sum or a residual, followed by its norm; None if the first statements do not match.
 
     `variables` are the local variables of the function.
     """
-    first, *others = [_Assignment.of(s) for s in statements[:3]]
-    if first is None:
+    assignments = itertools.takewhile(lambda statement: isinstance(statement, ast.Assign), statements[:3])
+    text = "".join(f"{ast.unparse(statement)}\n" for statement in assignments)
+    match = _SUM_AND_NORM.match(text) or _RESIDUAL_AND_NORM.match(text)
+    if match is None:
         return None
-    second, third = [*others, None, None][:2]
-    summands = first.summands
-    if summands and second is not None and second.alias == first.target:
-        # h = a + b; residual = h; y = norm(h)
-        h, residual, last, count = first.target, second.target, third, 3
-    elif summands:
-        # h = a + b; y = norm(h)
-        h, residual, last, count = first.target, first.target, second, 2
-    elif first.alias is not None and first.alias in variables:
-        # residual = h; y = norm(h), where h is no global
-        h, residual, last, count = first.alias, first.target, second, 2
-    else:
+    h, y, norm, is_sum = match["h"], match["y"], match["norm"], match.re is _SUM_AND_NORM
+    residual = match["residual"] or h
+    # The norm and the residual must be assigned to two different variables, and a residual is no global.
+    if residual == y or h == "self" or not (is_sum or h in variables):
         return None
-    call = last.call if last is not None else None
-    # The norm and the residual must be assigned to two different variables.
-    if last is None or call is None or call.argument != h or residual == last.target or h == "self":
-        return None
-    function, inputs = (ADD_NORM, summands) if summands else (NORM_WITH_RESIDUAL, (h,))
-    fused_call = ast.Call(_name(function), [_attribute(call.child), *map(_name, inputs)], [])
-    replacement: list[ast.stmt] = [_assign([last.target, residual], fused_call)]
-    if h not in (last.target, residual):
-        replacement.append(_assign([h], _name(residual)))
+    call = (
+        f"{ADD_NORM}(self.{norm}, {match['a']}, {match['b']})" if is_sum else f"{NORM_WITH_RESIDUAL}(self.{norm}, {h})"
+    )
+    new = [f"{y}, {residual} = {call}"] + [f"{h} = {residual}"] * (h not in (y, residual))
+    count = match[0].count("\n")
     # Tracebacks show the line of the norm.
-    replacement = [ast.copy_location(statement, statements[count - 1]) for statement in replacement]
-    return _Match(count, replacement, call.child, frozenset((residual, h)) - {last.target})
+    replacement = parse_statements("\n".join(new), statements[count - 1])
+    return _Match(count, replacement, norm, frozenset((residual, h)) - {y})
 
 
 class _ProductCalls(ast.NodeTransformer):
@@ -172,8 +105,8 @@ class _ProductCalls(ast.NodeTransformer):
         if call is None or call.argument != self.argument:
             return self.generic_visit(node)
         self.children.append(call.child)
-        product = ast.Subscript(_name(self.products), ast.Constant(len(self.children) - 1), ast.Load())
-        return ast.IfExp(_name(self.products), product, node)
+        product = ast.Subscript(ast.Name(self.products, ast.Load()), ast.Constant(len(self.children) - 1), ast.Load())
+        return ast.IfExp(ast.Name(self.products, ast.Load()), product, node)
 
 
 # Inside one of these nodes, Python may skip an expression, evaluate it several times, or evaluate it with other values
@@ -212,22 +145,22 @@ def _match_products(statements: list[ast.stmt], number: int) -> _Match | None:
     argument, count = "", 0
     children: set[str] = set()
     for statement in statements:
-        assignment, call = _Assignment.of(statement), _only_call(statement)
-        if assignment is None or call is None or call.child in children or call.argument != (argument or call.argument):
+        target, call = single_target(statement), _only_call(statement)
+        if target is None or call is None or call.child in children or call.argument != (argument or call.argument):
             break
         argument, count = call.argument, count + 1
         children.add(call.child)
         # Later calls would take another input.
-        if assignment.target == argument:
+        if target == argument:
             break
     if count < 2:
         return None
     products = f"_tigon_products_{number}_"
     transformer = _ProductCalls(argument, products)
     new_statements = [transformer.visit(statement) for statement in statements[:count]]
-    fused_call = ast.Call(_name(PRODUCTS), [_name(argument), *map(_attribute, transformer.children)], [])
-    new_statements.insert(0, ast.copy_location(_assign([products], fused_call), statements[0]))
-    return _Match(count, new_statements)
+    children_called = ", ".join(f"self.{child}" for child in transformer.children)
+    text = f"{products} = {PRODUCTS}({argument}, {children_called})"
+    return _Match(count, [*parse_statements(text, statements[0]), *new_statements])
 
 
 class _Rewriter:
@@ -268,7 +201,7 @@ class _Rewriter:
             index += match.length
         # The norms come last, because the projections in their arguments must be consecutive statements above.
         scope = {name: value for name, value in self.scope.items() if name not in self.variables}
-        while (fused := fuse_head_norms(result, scope, START_NORM, NORM_ROPE, self.count)) is not None:
+        while (fused := fuse_head_norms(result, scope, self.count)) is not None:
             result, norms = fused
             self.head_norms += norms
             self.count += 1
