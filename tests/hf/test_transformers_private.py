@@ -150,19 +150,6 @@ def test_an_installed_setter_gets_the_settings_of_a_call(model, arguments, setti
     assert transformers_private.installed_switch_setter(model) is None
 
 
-@pytest.mark.parametrize("name", ["grouped_mm", "batched_mm"])
-def test_the_experts_of_transformers_take_a_module_with_these_attributes(name):
-    experts = transformers_private.experts_function(name)
-    width, count = 8, 2
-    weights = {"gate_up_proj": torch.ones(count, 2 * width, width), "down_proj": torch.ones(count, width, width)}
-    attributes = {"has_gate": True, "has_bias": False, "is_transposed": False, "num_experts": count}
-    # transformers 5.23 reads the first of these too, and 5.24 the second one.
-    attributes |= {"_is_expert_parallel": False, "has_post_expert_norm": False}
-    module = types.SimpleNamespace(_apply_gate=lambda x: x.chunk(2, -1)[0], **weights, **attributes)
-    index, scores = torch.tensor([[0], [1], [1]]), torch.ones(3, 1)
-    assert torch.equal(experts(module, torch.ones(3, width), index, scores), torch.full((3, width), float(width**2)))
-
-
 def test_experts_have_the_attributes_that_recognition_reads():
     sizes = SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2}
     model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes))
@@ -198,7 +185,6 @@ def cut_name(monkeypatch, path: str) -> None:
         monkeypatch.delattr(f"transformers.{path}")
 
 
-EXPERTS = "integrations.moe.ALL_EXPERTS_FUNCTIONS"
 AUTO = "models.auto.modeling_auto"
 # The missing name, what needs it, and the name in the message.
 REFUSALS = {
@@ -208,8 +194,6 @@ REFUSALS = {
         None, lambda: transformers_private.auto_class_has("AutoModelForCausalLM", transformers.LlamaConfig),
         "AutoModelForCausalLM._model_mapping",
     ),
-    "experts": (EXPERTS, lambda: transformers_private.experts_function("grouped_mm"), EXPERTS),
-    "unknown experts": (None, lambda: transformers_private.experts_function("fast"), f"{EXPERTS}['fast']"),
     "layers": (
         None, lambda: transformers_private.layer_classes(types.SimpleNamespace()), "PreTrainedModel._no_split_modules",
     ),

@@ -63,7 +63,7 @@ class Equal:
     __hash__ = object.__hash__
 
 
-@dataclasses.dataclass(order=True)
+@dataclasses.dataclass
 class Level:
     scale: float = 1.0
 
@@ -71,7 +71,6 @@ class Level:
         return f"scale {self.scale}"
 
 
-LOW, MIDDLE = Level(), Level(1.5)
 TEXTS = {"scale 1.0": 1.0, "scale 2.0": 2.0}
 GIVEN = types.SimpleNamespace(scale=1.0)
 
@@ -128,8 +127,6 @@ FACTORS: dict[str, tuple[str, str, str]] = {
         "m.table.maps[1].update(scale=2.0)",
     ),
     "comparison": ("m.small = Equal()", "(2.0 if self.small == 1.5 else 1.0)", "m.small.limit = 2.0"),
-    "equality of fields": (LEVEL, "(1.0 if self.level == LOW else 2.0)", "m.level.scale = 2.0"),
-    "order of fields": (LEVEL, "(2.0 if self.level > MIDDLE else 1.0)", "m.level.scale = 2.0"),
     "text": (f"{LEVEL}; m.table = dict(TEXTS)", "self.table[str(self.level)]", "m.level.scale = 2.0"),
     "formatted text": (f"{LEVEL}; m.table = dict(TEXTS)", "self.table[f'{self.level}']", "m.level.scale = 2.0"),
     "property of the metaclass": ("m.__class__ = Meta('Gains', (type(m),), {})", "type(self).gain", SCALE_TO_2),

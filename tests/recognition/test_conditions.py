@@ -224,7 +224,7 @@ PROBED_CONDITIONS = {
 
 PRODUCT = "self.down(F.silu(self.gate(x)) * self.up(x))"
 # Torch has a special Python module `config`, a logger `log` and a namespace `classes` too.
-NAMES_OF_TORCH = "self.config.scale * len(self.classes) * (0.5 if self.log is dist.ReduceOp else 1.0)"
+NAMES_OF_TORCH = "self.config.scale * len(self.classes) * (0.5 if self.log == dist.ReduceOp else 1.0)"
 MATCH = """
 match self.kind:
     case "tanh": gate = torch.tanh(self.gate(x))

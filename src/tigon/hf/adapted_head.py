@@ -7,7 +7,7 @@ the weight of the head may be trained or frozen. Every call reads which adapters
 """
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,15 +16,6 @@ from torch import Tensor, nn
 from tigon.ops.adapters.projection import Adapter, TensorLike
 from tigon.recognition.parts.adapters import AdaptedCall, AdapterRecipe, recognise_adapters
 from tigon.recognition.replacement import find_replacement, foreign_forward, install
-
-
-class LossState(Protocol):
-    """The part of `FusedLoss`, the state that the replacements share, that a layer around the head uses."""
-
-    @property
-    def call(self) -> Any: ...
-
-    def is_head(self, module: nn.Module) -> bool: ...
 
 
 class AdaptedHeadForward(AdapterRecipe):
@@ -69,7 +60,7 @@ def low_rank_factors(x: Tensor, adapters: Sequence[Adapter]) -> tuple[Tensor, Te
     return torch.cat(h, -1), torch.cat(columns, -1)
 
 
-def find_adapted_head(layer: nn.Module, fused: LossState) -> nn.Module | None:
+def find_adapted_head(layer: nn.Module, fused: Any) -> nn.Module | None:
     """Return the head inside a layer with adapters, and let the layer compute the loss; None for any other module."""
     head = next((module for module in layer.modules() if fused.is_head(module)), None)
     if head is None or torch.compiler.is_compiling():

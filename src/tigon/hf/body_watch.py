@@ -15,14 +15,14 @@ import logging
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
 from tigon.hf.loss_options import LossOptions
 from tigon.hf.positions import NumberingForward
-from tigon.hf.report import ModuleOutcomes, Outcome, Report
+from tigon.hf.report import Report
 from tigon.recognition.parts.adapters import (
     AdapterRecipe,
     install_adapters,
@@ -47,19 +47,10 @@ from tigon.runtime.stock import written_in
 LOGGER = logging.getLogger("tigon")
 
 
-class LossState(Protocol):
-    """The part of `FusedLoss` that shows whether the patched forward of the model is running in this thread."""
-
-    is_running: bool
-
-
 def describe_bypass(what: str, model: nn.Module, origin: str) -> str:
     """Return the sentence that says what replaced a part of a patched model, what is off, and what to call.
 
-    Args:
-        what: The part that was replaced, such as "the forward".
-        model: The model.
-        origin: The Python module that contains the new code; "" if the part is the one of the model's class again.
+    `what` is the part, such as "the forward". `origin` is the Python module with the new code; "" is the model's class.
     """
     if origin.partition(".")[0] == "trl":
         advice = "call tigon.integrations.trl.enable() before the trainer is built"
@@ -75,7 +66,8 @@ def describe_bypass(what: str, model: nn.Module, origin: str) -> str:
 class LossWatch:
     """Warns once if a model has another forward than the patched one. The warning is added to the notes of a report."""
 
-    def __init__(self, model: nn.Module, state: LossState, notes: list[str]) -> None:
+    def __init__(self, model: nn.Module, state: Any, notes: list[str]) -> None:
+        # The `FusedLoss` of the model.
         self.model, self.state, self.notes = weakref.ref(model), state, notes
         self.is_on = True
 
@@ -134,8 +126,9 @@ class AdapterWatch:
         self.replaced_modules.update(replaced_modules(child, recipe))
         if (report := self.report()) is not None:
             detail = f"{recipe}, added after the patch"
-            report.add("adapters", type(child).__name__, True, detail, name)
-            report.outcomes[name] = ModuleOutcomes(type(child).__name__, [Outcome("adapters", f"replaced: {detail}")])
+            # The name had another module before.
+            report.outcomes.pop(name, None)
+            report.record("adapters", child, True, detail, name)
         LOGGER.info("%s was added after the patch, and its adapters are computed by an op", name)
 
     def recognise(self, child: nn.Module) -> Any:
@@ -192,16 +185,9 @@ class WatchedBody:
 def watch_body(
     model: nn.Module, options: LossOptions | None, names: Mapping[nn.Module, str] | None, report: Report
 ) -> Callable[[], None]:
-    """Set the options of a loss in the head, and let the body of its model make the checks.
+    """Set the options of a loss in the head, and let the body of its model make the checks. Return the undoing.
 
-    Args:
-        model: A model in the model of the report, or this model itself.
-        options: The options of the loss that this patch has put into the head of the model; None without such a loss.
-        names: The names of the modules in the model of the report; None to look for no adapters.
-        report: The report of the patch. A warning about a replaced function of the model is added to its notes.
-
-    Returns:
-        The function that ends the checks.
+    `options` is None without a loss in the head, and `names` is None to look for no adapters.
     """
     loss: LossWatch | None = None
     if options is not None and (replacement := find_replacement(model)) is not None:

@@ -116,18 +116,13 @@ def layer_calls(model: nn.Module) -> dict[nn.Module, LayerCall]:
     return {module: function for module, function in functions.items() if isinstance(function, LayerCall)}
 
 
-def switch_on(model: nn.Module, memory: Memory) -> Callable[[], None]:
-    """Checkpoint the layers of a model at a level, in place of other checkpoints; return the function to undo this."""
+def switch_on(model: nn.Module, memory: Memory) -> list[Callable[[], None]]:
+    """Checkpoint the layers of a model at a level, in place of other checkpoints; return the functions to undo this."""
     undo: list[Callable[[], None]] = []
     for owner in transformers_models(model):
         undo.append(_change_places(owner, memory) if layer_calls(owner) else _install_calls(owner, memory))
         undo += [_install_body(body) for body in owner.modules() if _is_body(body)]
-
-    def undo_all() -> None:
-        while undo:
-            undo.pop()()
-
-    return undo_all
+    return undo
 
 
 def switch_off(model: nn.Module) -> Callable[[], None]:

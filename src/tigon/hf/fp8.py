@@ -5,7 +5,6 @@ one list of modules. All other linear layers keep their dtype: the head, routers
 product cannot compute or does not speed up. Experts run in FP8 if `moe_mlp` computes them.
 """
 
-import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tigon.hf.report import ModuleOutcomes, Outcome, Report
+from tigon.hf.report import Report
 from tigon.hf.transformers_private import is_checkpoint_layer
 from tigon.memory.levels import Memory
 from tigon.ops.fp8.formats import MULTIPLE, RECIPES, has_fp8_units
@@ -31,7 +30,7 @@ from tigon.recognition.parts.fp8_experts import FEWEST_ROWS, FP8Experts, explain
 from tigon.recognition.parts.mixtures import MixtureRecipe
 from tigon.recognition.parts.norm_recipes import RMSNormRecipe
 from tigon.recognition.probing.standin import is_linear
-from tigon.recognition.replacement import find_replacement, foreign_forward, install
+from tigon.recognition.replacement import foreign_forward, install
 
 # The smallest I O / (I + O) of a layer from I to O features that runs in FP8. For T rows, the three products of a
 # training step save 6 T I O (1 / 700 - 1 / 1300) / 10^12 seconds on an H200, at the speeds that its products reach in
@@ -113,11 +112,11 @@ def _parts_of_mixtures(layer: nn.Module) -> dict[nn.Module, str]:
 # --- the choice ----------------------------------------------------------------------------------
 
 
-def _explain(layer: Any) -> str | None:
+def _explain(layer: Any, recipe: Any) -> str | None:
     """Return why a linear layer in a decoder layer does not run in FP8, or None."""
     if type(layer).forward is not nn.Linear.forward:
         return "no plain nn.Linear"
-    if find_replacement(layer) is None and (reason := foreign_forward(layer)):
+    if recipe is None and (reason := foreign_forward(layer)):
         return reason
     if layer.weight.dtype not in (*FP8_DTYPES, torch.float32):
         return f"its weight is in {_name(layer.weight.dtype)}"
@@ -135,11 +134,6 @@ def _explain_experts(experts: Any, recipe: Any) -> str | None:
         return "experts that moe_mlp does not compute"
     reason = explain_experts(_expert_weights(experts))
     return None if reason is None else f"experts: {reason}"
-
-
-def _explain_mixture() -> str:
-    """Return why the experts of a mixture that one recipe replaces do not run in FP8."""
-    return "experts whose inputs are multiplied by the weights of the router"
 
 
 def _expert_weights(experts: Any) -> list[Any]:
@@ -189,16 +183,12 @@ class FP8Plan:
         settings = self.settings
         if settings is None:
             return []
-        undo = []
-        for module, recipe in self.changed.items():
-            undo.append(install(module, recipe))
+        undo = [install(module, recipe) for module, recipe in self.changed.items()]
         for module in self.adapted:
             mark_bases(module)
         for name, module, reason in self.lines:
             detail = reason or _describe_module(settings, module)
-            report.add("fp8", type(module).__name__, not reason, detail, name)
-            outcome = Outcome("fp8", f"{'left alone' if reason else 'replaced'}: {detail}")
-            report.outcomes.setdefault(name, ModuleOutcomes(type(module).__name__)).parts.append(outcome)
+            report.record("fp8", module, not reason, detail, name)
         if all(reason for _, _, reason in self.lines) and not self.has_fp8:
             report.notes.append(f"fp8={settings.recipe!r} has no effect, because no linear layer can run in FP8")
         return undo
@@ -206,29 +196,19 @@ class FP8Plan:
 
 def _describe_module(settings: FP8Settings, module: Any) -> str:
     """Return what the report says about a layer or experts in FP8."""
-    if not is_experts(module):
-        return _describe_products(settings, module.weight.dtype)
-    dtype = _expert_weights(module)[0].dtype
-    condition = "" if dtype in FP8_DTYPES else f", once their weights are in bf16 or fp16 (now {_name(dtype)})"
-    return f"rowwise FP8 products in forward and dX, but not dW, from {FEWEST_ROWS} rows for each expert on{condition}"
-
-
-def _describe_products(settings: FP8Settings, dtype: torch.dtype) -> str:
-    """Return what the report says about a layer in FP8 whose weight has this dtype."""
-    condition = (
-        "" if dtype in FP8_DTYPES else f", under autocast or once its weight is in bf16 or fp16 (now {_name(dtype)})"
-    )
-    dw = "dX and dW" if settings.fp8_dw else "dX, but not dW"
-    return f"{settings.recipe} FP8 products in forward, {dw}{condition}"
+    if is_experts(module):
+        dtype, now = _expert_weights(module)[0].dtype, "once their weights are in bf16 or fp16"
+        text = f"rowwise FP8 products in forward and dX, but not dW, from {FEWEST_ROWS} rows for each expert on"
+    else:
+        dtype, now = module.weight.dtype, "under autocast or once its weight is in bf16 or fp16"
+        text = f"{settings.recipe} FP8 products in forward, {'dX and dW' if settings.fp8_dw else 'dX, but not dW'}"
+    return text if dtype in FP8_DTYPES else f"{text}, {now} (now {_name(dtype)})"
 
 
 def plan_fp8(names: Mapping[nn.Module, str], settings: FP8Settings | None, recipes: Mapping[nn.Module, Any]) -> FP8Plan:
     """Choose the linear layers and the experts that run in FP8.
 
-    Args:
-        names: The modules of the model to patch, with their names.
-        settings: The options of the patch; None if they request no FP8.
-        recipes: The recipes of all modules, those of this patch included.
+    `recipes` holds the recipes of all modules, those of this patch included.
 
     Raises:
         ValueError: A layer that would run in FP8 is on a device without FP8 products.
@@ -247,17 +227,16 @@ def plan_fp8(names: Mapping[nn.Module, str], settings: FP8Settings | None, recip
             reasons[wrappers_of(module)[1]] = "experts with adapters"
     linears: list[Any] = []
     for module, name in names.items():
-        earlier = recipes.get(module)
-        explain: Callable[[], str | None]
-        if isinstance(earlier, MixtureRecipe):
-            explain = _explain_mixture
-        elif is_experts(module):
-            explain = functools.partial(_explain_experts, module, earlier)
-        elif is_linear(module) and not module._modules:
-            explain = functools.partial(_explain, module)
-        else:
+        earlier, is_mixture = recipes.get(module), isinstance(recipes.get(module), MixtureRecipe)
+        if not (is_mixture or is_experts(module) or (is_linear(module) and not module._modules)):
             continue
-        reason = reasons.get(module) or explain() if module in inside else "not in a repeated decoder layer"
+        if module not in inside:
+            reason: str | None = "not in a repeated decoder layer"
+        elif is_mixture:
+            reason = "experts whose inputs are multiplied by the weights of the router"
+        else:
+            explain = _explain_experts if is_experts(module) else _explain
+            reason = reasons.get(module) or explain(module, earlier)
         earlier_copies = copies_of(earlier)
         if reason is None and earlier_copies is not None and earlier_copies.settings == settings:
             plan.has_fp8 = True

@@ -42,7 +42,7 @@ from tigon.hf.linear_heads import adopt_heads, called_head, head_size
 from tigon.hf.logits import SKIPPED_LOGITS, as_placeholder, is_placeholder
 from tigon.hf.loss_function import LossFunction
 from tigon.hf.loss_options import LossOptions, with_predictions
-from tigon.hf.spec import IGNORE_INDEX, Spec, changed_setting, settings_check
+from tigon.hf.spec import IGNORE_INDEX, Spec, changed_setting
 from tigon.ops.head.computed_rows import find_rows
 from tigon.ops.head.linear_cross_entropy import linear_cross_entropy
 from tigon.recognition.parts.router_losses import RouterLossForward
@@ -54,12 +54,7 @@ from tigon.runtime.stock import calls_are_stock, linears_are_stock, written_in
 
 
 def is_sharded_by_rows(x: Any, *head: Any) -> bool:
-    """Return whether tensor parallelism has sharded a head by rows over one mesh on which `x` is replicated.
-
-    Args:
-        x: The input of the head.
-        head: The weight of the head, and its bias or None.
-    """
+    """Return whether tensor parallelism has sharded a head by rows over one mesh on which `x` is replicated."""
     if any(not hasattr(t, "placements") or t.device_mesh != x.device_mesh for t in (x, *head) if t is not None):
         return False
     has_row_shards = all(t is None or t.placements[0].is_shard(0) for t in head)
@@ -121,9 +116,6 @@ class FusedLoss(threading.local):
     # True while the patched forward of the model runs in this thread.
     is_running: bool = False
 
-    def __post_init__(self) -> None:
-        self._has_settings = settings_check(self.spec.settings, self.spec.vocabulary_settings)
-
     def __reduce__(self) -> tuple:
         return FusedLoss, (self.spec,)
 
@@ -156,12 +148,6 @@ class FusedLoss(threading.local):
         # this comparison detects the shard.
         if not self.spec.vocabulary_settings and head.out_features != vocabulary:
             return "the size of the head"
-        if not torch.compiler.is_compiling():
-            try:
-                if self._has_settings(model, vocabulary):
-                    return None
-            except (KeyError, AttributeError):
-                pass
         sizes = tuple((path, vocabulary) for path in self.spec.vocabulary_settings)
         return changed_setting(model, (*self.spec.settings, *sizes))
 
@@ -169,9 +155,6 @@ class FusedLoss(threading.local):
         """Return the linear layer that computes the logits, and the layer with adapters around it.
 
         The second value is None if there are no adapters. The first one is None if no such linear layer is found.
-
-        Args:
-            child: The child of the model that is its head now. Other code may have replaced the recognised head.
         """
         head = called_head(child, self.is_head)
         if head is None and not torch.compiler.is_compiling() and adopt_heads(child, HeadForward(self)):
@@ -288,9 +271,6 @@ def find_resized_heads(recipes: Mapping[nn.Module, Any]) -> None:
     """Replace the forward of each head that was resized since its model was patched.
 
     A compiled call of the model cannot do this.
-
-    Args:
-        recipes: The recipe of every module of a model.
     """
     for module, recipe in recipes.items():
         if isinstance(recipe, CausalLMForward):

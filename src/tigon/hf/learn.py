@@ -301,11 +301,7 @@ def _settings(model: nn.Module, places: list[Place]) -> Settings:
 
 
 def learn_loss(model: Any) -> Spec | str | None:
-    """Return how to compute the loss of a model in its head; a reason if the loss stays stock; None without a head.
-
-    Args:
-        model: Any module.
-    """
+    """Return how to compute the loss of a model in its head; a reason if the loss stays stock; None without a head."""
     if not callable(getattr(model, "get_output_embeddings", None)) or not hasattr(type(model), "loss_function"):
         return None
     head: Any = model.get_output_embeddings()

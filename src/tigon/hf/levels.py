@@ -83,8 +83,8 @@ def plan_level(model: nn.Module, memory: Memory) -> Callable[[], list[Callable[[
 def _apply_level(model: nn.Module, memory: Memory) -> list[Callable[[], None]]:
     """Apply a possible level to a model, in place of an earlier level; return the functions that undo this."""
     undo = [_watch_switches(model)]
-    undo.append(switch_on(model, memory) if memory.level == "checkpoint" else switch_off(model))
-    undo.append(_make_lean(model, memory))
+    undo += switch_on(model, memory) if memory.level == "checkpoint" else [switch_off(model)]
+    undo += _make_lean(model, memory)
     if memory.level == "lean":
         warn_of_useless_level(model, stacklevel=4)
     return undo
@@ -95,9 +95,7 @@ def describe_level(reference: Callable[[], nn.Module | None], requested: Memory)
 
     It is None if the model has the default level and nothing checkpoints its layers, or if the model was deleted.
 
-    Args:
-        reference: A weak reference to the model.
-        requested: The level that the call of `patch` requested. If another level is in force, the note says so.
+    If another level than `requested` is in force, the note says so.
     """
     if (model := reference()) is None:
         return None
@@ -183,10 +181,11 @@ def _explain_no_lean(model: nn.Module) -> str | None:
     return explain_no_lean_block() or (None if _lean_places(model) else foreign_forward(model))
 
 
-def _make_lean(model: nn.Module, memory: Memory) -> Callable[[], None]:
+def _make_lean(model: nn.Module, memory: Memory) -> list[Callable[[], None]]:
     """Let the forwards of the model and its bodies, which may be replacements already, run in a block of `lean`.
 
-    If the level does not use `lean`, the blocks of an earlier patch are switched off.
+    If the level does not use `lean`, the blocks of an earlier patch are switched off. Return the functions that undo
+    this.
     """
     is_lean, in_all = memory.level == "lean", memory.mlp is True
     undo = [_make_place_lean(place, memory, in_all) for place in _lean_places(model) if is_lean or _has_block(place)]
@@ -196,12 +195,7 @@ def _make_lean(model: nn.Module, memory: Memory) -> Callable[[], None]:
         has_option = not in_all and i < memory.mlp
         if has_option or _has_block(layer):
             undo.append(_make_place_lean(layer, memory, in_all or has_option))
-
-    def restore() -> None:
-        while undo:
-            undo.pop()()
-
-    return restore
+    return undo
 
 
 def _has_block(module: nn.Module) -> bool:

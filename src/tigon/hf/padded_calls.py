@@ -221,10 +221,7 @@ def leave_out_mask(body: nn.Module, arguments: dict[str, Any], targets: torch.Te
 
     The body of a padded model cannot see that a loss ignores the masked tokens, so the caller of the body says it.
 
-    Args:
-        body: The body of a model.
-        arguments: Its arguments by name.
-        targets: The tokens [B, S] that the positions predict. The results of ignored positions are not used.
+    `targets` [B, S] are the tokens that the positions predict. The results of ignored positions are not used.
     """
     recipe = find_recipe(body, PaddedForward)
     if recipe is None or recipe.buckets is None or torch.compiler.is_compiling() or not torch.is_grad_enabled():
@@ -252,16 +249,10 @@ def _pad_place(place: nn.Module, recipe: PaddedForward) -> Callable[[], None]:
     return undo
 
 
-def pad_calls(model: nn.Module, buckets: Buckets, notes: list[str]) -> Callable[[], None]:
-    """Let the causal language models in a module pad their calls in training.
+def pad_calls(model: nn.Module, buckets: Buckets, notes: list[str]) -> list[Callable[[], None]]:
+    """Let the causal language models in a module pad their calls in training, and return the functions to undo this.
 
-    Args:
-        model: The module that `tigon.patch` was called with.
-        buckets: The lengths that calls are padded to.
-        notes: The notes of the report. A note says what is padded.
-
-    Returns:
-        The function that undoes this.
+    A note says what is padded.
     """
     head = lambda owner: getattr(owner, "get_output_embeddings", lambda: None)()
     owners = [owner for owner in transformers_models(model) if head(owner) is not None]
@@ -279,9 +270,4 @@ def pad_calls(model: nn.Module, buckets: Buckets, notes: list[str]) -> Callable[
         notes.append(f"calls of {type(owner).__name__} in training are padded to {buckets}")
     if not owners:
         notes.append("calls are not padded: there is no causal language model of transformers")
-
-    def restore() -> None:
-        while undo:
-            undo.pop()()
-
-    return restore
+    return undo

@@ -224,7 +224,7 @@ def _patch_instance(model: nn.Module, request: Request, stacklevel: int = 2) -> 
     report.undo.append(add_notes(model, report.notes))
     report.undo.append(functools.partial(forget_graphs, model))
     if request.pad_to is not None or request.graphs:
-        report.undo.append(pad_calls(model, Buckets(request.pad_to), report.notes))
+        report.undo += pad_calls(model, Buckets(request.pad_to), report.notes)
     if earlier_count:
         report.notes.append(f"{earlier_count} places were patched already and stay as they are")
     elif not report and level == Memory() and request.pad_to is None and not request.graphs:

@@ -177,6 +177,13 @@ class Report:
             if copies is not None:
                 copies.clear()
 
+    def record(self, part: str, module: nn.Module, replaced: bool, detail: str, name: str) -> None:
+        """Add the module `name` to the table and to the texts of `why`."""
+        kind = type(module).__name__
+        self.add(part, kind, replaced, detail, name)
+        outcome = Outcome(part, f"{'replaced' if replaced else 'left alone'}: {detail}")
+        self.outcomes.setdefault(name, ModuleOutcomes(kind)).parts.append(outcome)
+
     def add(self, part: str, module: str, replaced: bool, detail: str, name: str) -> None:
         """Add the module `name` to the entry that it belongs to."""
         new = Entry(part, module, replaced, detail)

@@ -5,13 +5,10 @@
 
 import functools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
-
-from tigon.runtime.reach.places import compile_expression
 
 # The options that the standard loss reads. It ignores all others, and so does the fused loss.
 LOSS_ARGUMENTS = ("num_items_in_batch", "ignore_index", "shift_labels")
@@ -83,21 +80,3 @@ def changed_setting(model: nn.Module, settings: Settings) -> str | None:
         if current is not value and not (type(current) in NUMBERS and current == value):
             return ".".join(path)
     return None
-
-
-def settings_check(
-    settings: Settings, vocabulary_settings: tuple[tuple[str, ...], ...]
-) -> Callable[[nn.Module, int], bool]:
-    """Return a function that checks all settings of a model in a fraction of a microsecond.
-
-    The function takes the model and the size of the vocabulary of its head. It returns True if the settings are the
-    recorded objects, and if those in `vocabulary_settings` equal the size. It reads the `__dict__` of objects, because
-    a config class has slow code for attribute access. If it returns False or raises KeyError or AttributeError,
-    `changed_setting` must decide.
-    """
-    read = lambda path: functools.reduce(lambda owner, name: f"look({owner}, '__dict__')[{name!r}]", path, "model")
-    conditions = [f"{read(path)} is v{i}" for i, (path, _) in enumerate(settings)]
-    conditions += [f"{read(path)} == size" for path in vocabulary_settings]
-    names = ", ".join(["look", *(f"v{i}" for i in range(len(settings)))])
-    source = f"lambda {names}: lambda model, size: {' and '.join(conditions) or 'True'}"
-    return compile_expression(source)(object.__getattribute__, *(value for _, value in settings))

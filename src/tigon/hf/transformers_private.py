@@ -335,24 +335,6 @@ def attention_of(model: Any) -> str:
     return getattr(model.config, "_attn_implementation", None) or "unknown"
 
 
-def experts_function(name: str) -> Callable[..., Any]:
-    """Return an implementation of the experts of a mixture, such as "grouped_mm": `benchmarks.ops` compares with it.
-
-    It is an entry of the undocumented `transformers.integrations.moe.ALL_EXPERTS_FUNCTIONS`. Its first argument is a
-    module with the marks of experts, which `tigon.recognition.parts.experts` reads too.
-
-    Raises:
-        RuntimeError: transformers has no such implementation. `benchmarks.ops` then reports an unsupported peer.
-    """
-    try:
-        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-    except ImportError as error:
-        raise _missing("integrations.moe.ALL_EXPERTS_FUNCTIONS") from error
-    if name not in ALL_EXPERTS_FUNCTIONS:
-        raise _missing(f"integrations.moe.ALL_EXPERTS_FUNCTIONS[{name!r}]")
-    return ALL_EXPERTS_FUNCTIONS[name]
-
-
 class ModelFacts(NamedTuple):
     """The facts that transformers states about the layers of a model."""
 

@@ -19,8 +19,17 @@ def has_conditions(reach: Reach) -> bool:
     return bool(MODES & reach.names) or any(code_facts(code).has_conditions for code in reach.codes)
 
 
-def symbolic_modes(reach: Reach) -> tuple[tuple[bool, bool], ...]:
-    """Return the modes in which code must run with symbolic sizes, as (with gradients, compares objects by `is`).
+def explain_identity(reach: Reach) -> str | None:
+    """Return why code that compares objects by `is` cannot be compared with an op, or None.
+
+    `(n > 4) is True` is False for a symbol n, and leaves no guard in a run with symbolic sizes.
+    """
+    tests_identity = any(code_facts(code).tests_identity for code in reach.codes)
+    return "decides by its input (it compares objects by `is`)" if tests_identity else None
+
+
+def symbolic_modes(reach: Reach) -> tuple[bool, ...]:
+    """Return the modes in which code must run with symbolic sizes: without and with gradients.
 
     Code without conditions computes the same for sizes that small probes do not have, unless it contains a number that
     is larger than these sizes or calls a builtin function such as `max`.
@@ -31,8 +40,7 @@ def symbolic_modes(reach: Reach) -> tuple[tuple[bool, bool], ...]:
     names_builtin = any(not builtin_names.isdisjoint(code.co_names) for code in reach.codes)
     if not (has_conditions(reach) or has_floats or names_builtin or largest_number(reach) > 3):
         return ()
-    tests_identity = any(code_facts(code).tests_identity for code in reach.codes)
-    return tuple((has_grad, tests_identity) for has_grad in (False, True)[: 1 + ("requires_grad" in reach.names)])
+    return (False, True)[: 1 + ("requires_grad" in reach.names)]
 
 
 def may_see_sizes(reach: Reach, module: nn.Module) -> bool:

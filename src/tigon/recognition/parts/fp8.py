@@ -102,9 +102,7 @@ class FP8Recipe:
     def find_cache(self, weights: Sequence[Tensor], merges: Sequence[int | None]) -> WeightCache | None:
         """Return the cache for a group of weights, of which the first one is that of this layer.
 
-        Args:
-            weights: The weights of the group.
-            merges: The attributes `merges` of those recipes whose layers are bases of adapters, and None for others.
+        `merges` holds the attributes `merges` of recipes whose layers are bases of adapters, and None for others.
         """
         if torch.compiler.is_compiling():
             return None
@@ -152,10 +150,7 @@ def _takes(x: Any) -> bool:
 def _fits(layer: Any, x: Any, has_copies: bool) -> bool:
     """Return whether FP8 products may replace `F.linear(x, layer.weight, layer.bias)`.
 
-    Args:
-        layer: The linear layer.
-        x: The input, or a `TensorLike`, which has the properties of a tensor.
-        has_copies: The copies of a frozen weight are those of an earlier call.
+    `has_copies` is True if the copies of a frozen weight are those of an earlier call.
     """
     if not linears_are_stock() or type(layer).forward is not nn.Linear.forward or has_active_transform():
         return False

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from tigon.ops.rotary.rope import MAX_HEAD_SIZE, Layout, Table, rope, rope_of_layer, rope_reference
-from tigon.recognition.guards.code_facts import symbolic_modes
+from tigon.recognition.guards.code_facts import explain_identity, symbolic_modes
 from tigon.recognition.probing.probes import Modes, explain_limits_of_function
 from tigon.recognition.probing.standin import describe, gradients, normal, probing, same_bits, same_gradients
 from tigon.recognition.probing.trials import Trials, current_trials, not_recording, record, recording
@@ -322,10 +322,11 @@ def recognise_function(function: types.FunctionType) -> Form | ComplexForm | str
     """
     # A function is compared once for all layers, and again if anything that it reads has been replaced.
     reach = explore(function)
-    if reach.reason:
-        return reach.reason
+    modes = symbolic_modes(reach)
+    if reason := reach.reason or (modes and explain_identity(reach)):
+        return reason
     with reach.preserved():
-        form, trials = _recognise(function, reach.fingerprint, symbolic_modes(reach))
+        form, trials = _recognise(function, reach.fingerprint, modes)
     if (current := current_trials()) is not None:
         current.agreements.update(trials.agreements)
         current.mismatches.update(trials.mismatches)

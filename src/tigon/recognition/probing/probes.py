@@ -14,11 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tigon.recognition.guards.code_facts import has_conditions, may_see_sizes
+from tigon.recognition.guards.code_facts import explain_identity, has_conditions, may_see_sizes
 from tigon.recognition.probing.standin import BF16, FP16, FP32, describe, normal, same_values
 from tigon.recognition.probing.symbolic import find_size_use
 from tigon.recognition.probing.trials import record
-from tigon.runtime.reach.code import code_facts
 from tigon.runtime.reach.places import Reach
 
 LOGGER = logging.getLogger("tigon")
@@ -33,7 +32,7 @@ SMALL_SHAPES = ((1,), (1, 1), (2, 0), (1, 3), (3, 1), (2, 1, 3))
 
 Subject = Callable[..., nn.Module]
 ProbeInputs = Callable[..., list[Tensor]]
-Modes = tuple[tuple[bool, bool], ...]
+Modes = tuple[bool, ...]
 
 
 def agrees(
@@ -226,7 +225,8 @@ def explain_limits(
     if not may_see_sizes(reach, module):
         return None
     modes: tuple[bool, ...] = True, False
-    tests_identity = any(code_facts(code).tests_identity for code in reach.codes)
+    if reason := explain_identity(reach):
+        return f"its forward {reason}"
     if not has_conditions(reach):
         modes, pairs, dims = (True,), ((FP32, FP32),), (3,)
     gradients = (False, True) if "requires_grad" in reach.names else (False,)
@@ -236,7 +236,7 @@ def explain_limits(
         tensors = tuple(x.requires_grad_(has_grad) for x in inputs(dtype, *[2] * (dim - 1)))
         run = functools.partial(type(twin).forward, twin)
         with torch.set_grad_enabled(has_grad):
-            reason = find_size_use(run, reference, tensors, tests_identity, any_width=any_width)
+            reason = find_size_use(run, reference, tensors, any_width=any_width)
         if reason is not None:
             return reason
     return None
@@ -249,8 +249,8 @@ def explain_limits_of_function(run: Callable, reference: Callable, x: Tensor, mo
     `reference` does the same with the candidate. `modes` is the result of `symbolic_modes`.
     """
     reason: str | None = None
-    for has_grad, tests_identity in modes:
+    for has_grad in modes:
         with torch.set_grad_enabled(has_grad):
             inputs = (x.detach().requires_grad_(has_grad),)
-            reason = reason or find_size_use(run, reference, inputs, tests_identity, any_width=True)
+            reason = reason or find_size_use(run, reference, inputs, any_width=True)
     return reason and reason.removeprefix("its forward ")

@@ -34,16 +34,14 @@ SCANS = frozenset(["cumsum", "cumprod", "cummax", "cummin", "logcumsumexp"])
 
 
 class _ArgumentWatch(DispatchMode):
-    """Record the operators, and the first one that takes a size where its schema has a number or a tensor."""
+    """Record the first operator that takes a size where its schema has a number or a tensor."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first: tuple[str, Any] | None = None
-        self.operators: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
-        self.operators.append(str(func))
         if self.first is None and (value := _size_as_value(func, args, kwargs)) is not None:
             self.first = f"aten.{_short_name(func)}", value
         return func(*args, **kwargs)
@@ -75,26 +73,21 @@ def find_size_use(
     run: Callable,
     reference: Callable,
     inputs: tuple[Tensor, ...],
-    tests_identity: bool = True,
     *,
     any_width: bool = False,
 ) -> str | None:
     """Return why a forward may compute something else for inputs of other sizes, or None.
 
     `reference` computes what the recipe computes. A guard that a run of the reference also records comes from torch's
-    operators, not from a decision of the forward. `tests_identity` is True if the forward compares objects by `is`.
-    With `any_width`, the last size is a symbol too.
+    operators, not from a decision of the forward. With `any_width`, the last size is a symbol too.
     """
-    result = _run(run, inputs, any_width=any_width)
+    result = _run(run, inputs, any_width)
     if result.reason is not None:
         return result.reason
     if result.guards:
-        of_reference = _run(reference, inputs, any_width=any_width).guards
+        of_reference = _run(reference, inputs, any_width).guards
         if new_guards := sorted(text for text in result.guards if text not in of_reference):
             return f"its forward decides by {result.guards[new_guards[0]]}"
-    # `(n > 4) is True` is False for a symbol n, and leaves no guard.
-    if tests_identity and result.operators != _run(run, inputs, is_symbolic=False).operators:
-        return "its forward decides by its input (it runs other operators if its sizes are symbols)"
     return None
 
 
@@ -105,17 +98,16 @@ class _Run(NamedTuple):
     reason: str | None
     # The text of each guard, with its place in the code.
     guards: dict[str, str]
-    operators: list[str]
 
 
-def _run(run: Callable, inputs: tuple[Tensor, ...], is_symbolic: bool = True, any_width: bool = False) -> _Run:
-    """Run a function on tensors without values, whose sizes are symbols or numbers."""
+def _run(run: Callable, inputs: tuple[Tensor, ...], any_width: bool) -> _Run:
+    """Run a function on tensors without values, whose sizes are symbols."""
     tools = symbolic_tools()
     environment = tools.ShapeEnv(duck_shape=False)
     mode = tools.FakeTensorMode(shape_env=environment, allow_non_fake_inputs=True)
     # The cache of results is global, and nothing needs the results of these runs a second time.
     mode.cache_enabled = False
-    fakes = _without_values(tools, mode, inputs, is_symbolic, any_width)
+    fakes = _without_values(tools, mode, inputs, any_width)
     # torch records guards on strides when an input is created. These are no decisions of the forward.
     first_guard = len(environment.guards)
     watch = _ArgumentWatch()
@@ -141,25 +133,23 @@ def _run(run: Callable, inputs: tuple[Tensor, ...], is_symbolic: bool = True, an
     if watch.first is not None:
         operator, size = watch.first
         reason = f"its forward computes with the size of its input ({operator} of {readable(size)})"
-    return _Run(reason, guards, watch.operators)
+    return _Run(reason, guards)
 
 
 def _describe_place(frame: traceback.FrameSummary, text: str) -> str:
     return f"{frame.name}, {os.path.basename(frame.filename)}:{frame.lineno}: {text}"
 
 
-def _without_values(
-    tools: SymbolicTools, mode: Any, inputs: tuple[Tensor, ...], is_symbolic: bool, any_width: bool
-) -> list[Tensor]:
-    """Return tensors without values like the inputs. All their sizes but the last may be symbols, shared by them.
+def _without_values(tools: SymbolicTools, mode: Any, inputs: tuple[Tensor, ...], any_width: bool) -> list[Tensor]:
+    """Return tensors without values like the inputs. All their sizes but the last are symbols, shared by them.
 
-    With `any_width`, the last one may be a symbol too.
+    With `any_width`, the last one is a symbol too.
     """
     *batch, width = inputs[0].shape
     sizes, width = SIZES[: len(batch)], SIZES[len(batch)] if any_width else width
     real = torch.empty(*sizes, width, dtype=inputs[0].dtype)
-    kind = tools.DimDynamic.DYNAMIC if is_symbolic else tools.DimDynamic.STATIC
-    dynamic_sizes = [kind] * len(batch) + [kind if any_width else tools.DimDynamic.STATIC]
+    dynamic, static = tools.DimDynamic.DYNAMIC, tools.DimDynamic.STATIC
+    dynamic_sizes = [dynamic] * len(batch) + [dynamic if any_width else static]
     context = tools.StatelessSymbolicContext(dynamic_sizes=dynamic_sizes)
     first = mode.from_tensor(real, symbolic_context=context)
     with mode:

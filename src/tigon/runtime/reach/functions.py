@@ -105,7 +105,7 @@ class FunctionWalk(Record):
     def add_reasons(self, facts: CodeFacts, function: types.FunctionType) -> None:
         """Add the reasons for which the code of a function alone prevents a replacement."""
         code, reach = function.__code__, self.reach
-        locate = lambda line: f"({function.__qualname__}, {os.path.basename(code.co_filename)}:{line})"
+        locate = _locator(function)
         reach.writes += [f"writes {target} {locate(line)}" for target, line in facts.writes]
         impure_builtins = {n for n in IMPURE_BUILTINS & facts.global_names if n not in function.__globals__}
         reach.writes += [
@@ -167,8 +167,7 @@ class FunctionWalk(Record):
                 is_operator = method not in MUTATORS or method.startswith("__")
                 for path, name, container in containers:
                     if name in names if is_operator else hasattr(container, method):
-                        where = f"({function.__qualname__}, {os.path.basename(function.__code__.co_filename)}:{line})"
-                        self.reach.writes.append(f"may write to {path}, by {method} {where}")
+                        self.reach.writes.append(f"may write to {path}, by {method} {_locator(function)(line)}")
                         break
 
     def visit_trusted_function(self, function: types.FunctionType, path: str) -> None:
