@@ -6,6 +6,7 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -28,6 +29,13 @@ COPIES: dict[str, Callable[[nn.Module], nn.Module]] = {
     "pickle": lambda model: pickle.loads(pickle.dumps(model)),
     "torch.save": save_and_load,
 }
+
+
+def record_calls(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[tuple]:
+    """Return the list to which each call of the function `owner.name` adds its positional arguments."""
+    calls, function = [], getattr(owner, name)
+    monkeypatch.setattr(owner, name, lambda *args, **kwargs: calls.append(args) or function(*args, **kwargs))
+    return calls
 
 
 def is_fused(outputs: Any) -> bool:

@@ -156,9 +156,7 @@ def models_page() -> str:
         except NotInspected as error:
             failures[model_type] = str(error)
     page = INTRODUCTION.format(
-        tigon=tigon.__version__,
-        transformers=transformers.__version__,
-        totals=_totals(rows, failures),
+        tigon=tigon.__version__, transformers=transformers.__version__, totals=_totals(rows, failures)
     )
     page += f"\n## By type\n\n{table(rows)}\n"
     if failures:

@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import torch
+from torch import nn
 
 import tigon
 from hf.changes import is_fused, loss_entry
@@ -17,79 +18,68 @@ loss_utils = pytest.importorskip("transformers.loss.loss_utils")
 # --- hooks on the head ---------------------------------------------------------------------------
 
 
-def mask_a_part_of_the_vocabulary(head, args, output):
-    return output.masked_fill(torch.arange(output.shape[-1]) >= 100, -1e4)
-
-
-def change_a_little(head, args, output):
-    return 1.005 * output
-
-
-def zero_most_tokens(head, args, output):
-    return torch.cat((output[:, :4], 0 * output[:, 4:]), 1)
-
-
-def on_output(hook):
-    return lambda model: model.lm_head.register_forward_hook(hook)
-
-
-HOOKS = {
-    "mask": on_output(mask_a_part_of_the_vocabulary),
-    "scale": on_output(change_a_little),
-    "slice": on_output(zero_most_tokens),
-    "partial": on_output(functools.partial(change_a_little)),
-    "backward": lambda model: model.lm_head.register_full_backward_hook(
-        lambda head, grad_input, grad_output: (grad_input[0] * 0.5,)
-    ),
-    "backward pre": lambda model: model.lm_head.register_full_backward_pre_hook(
-        lambda head, gradients: (gradients[0] * 0.5,)
-    ),
-}
-
-
-@pytest.mark.parametrize("hook", HOOKS.values(), ids=HOOKS)
-def test_a_hook_that_changes_the_logits_or_their_gradient_is_not_ignored(pair, batch, assert_same_step, hook):
-    model, stock = pair()
-    hook(model), hook(stock)
-    with pytest.warns(UserWarning, match="the head of LlamaForCausalLM was changed, so the stock code"):
-        assert_same_step(model, stock, batch)
-
-
 def scale_linear_outputs(call):
     """Wrap `call`, the call of a module, so that it scales the output of linear layers."""
 
     def scaled_call(self, *args, **kwargs):
         output = call(self, *args, **kwargs)
-        return 0.9 * output if isinstance(self, torch.nn.Linear) else output
+        return 0.9 * output if isinstance(self, nn.Linear) else output
 
     return scaled_call
 
 
+def on_output(hook):
+    return lambda head, patch: head.register_forward_hook(hook)
+
+
+def on_class(cls, name):
+    """Return a change of the calls of all layers."""
+
+    def change(head, patch):
+        if name not in vars(cls) or "scaled_call" not in getattr(cls, name).__name__:
+            patch.setattr(cls, name, scale_linear_outputs(getattr(cls, name)), raising=False)
+
+    return change
+
+
+def replace_the_call(head, patch):
+    head._call_impl = scale_linear_outputs(nn.Module._call_impl).__get__(head)
+
+
+# Changes of the head that change the logits, or their gradient.
+CHANGES = {
+    "mask": on_output(lambda head, args, y: y.masked_fill(torch.arange(y.shape[-1]) >= 100, -1e4)),
+    "scale": on_output(lambda head, args, y: 1.005 * y),
+    "slice": on_output(lambda head, args, y: torch.cat((y[:, :4], 0 * y[:, 4:]), 1)),
+    "partial": on_output(functools.partial(lambda factor, head, args, y: factor * y, 1.005)),
+    "backward": lambda head, patch: head.register_full_backward_hook(lambda head, dx, dy: (dx[0] * 0.5,)),
+    "backward pre": lambda head, patch: head.register_full_backward_pre_hook(lambda head, dy: (dy[0] * 0.5,)),
+    "call": replace_the_call,
+    **{f"{name} of {cls.__name__}": on_class(cls, name) for cls in (nn.Module, nn.Linear)
+       for name in ("__call__", "_call_impl")},
+}  # fmt: skip
+WARNING = "the head of LlamaForCausalLM was changed, so the stock code"
+
+
 @pytest.mark.parametrize("duplicate", [lambda model: model, copy.deepcopy], ids=["same", "copy"])
-def test_a_replaced_call_of_the_head_is_not_ignored(pair, batch, assert_same_step, duplicate):
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@pytest.mark.sampled(3)
+def test_a_change_of_the_logits_or_of_their_gradient_is_not_ignored(
+    pair, batch, assert_same_step, monkeypatch, change, duplicate
+):
     model, stock = pair()
     model = duplicate(model)
-    for head in (model.lm_head, stock.lm_head):
-        head._call_impl = scale_linear_outputs(torch.nn.Module._call_impl).__get__(head)
-    with pytest.warns(UserWarning, match="the head of LlamaForCausalLM was changed, so the stock code"):
-        assert_same_step(model, stock, batch)
-
-
-@pytest.mark.parametrize("name", ["__call__", "_call_impl"])
-@pytest.mark.parametrize("cls", [torch.nn.Module, torch.nn.Linear])
-def test_a_replaced_call_of_all_layers_is_not_ignored(pair, batch, assert_same_step, monkeypatch, cls, name):
-    model, stock = pair()
-    monkeypatch.setattr(cls, name, scale_linear_outputs(getattr(cls, name)), raising=False)
-    with pytest.warns(UserWarning, match="the head of LlamaForCausalLM was changed, so the stock code"):
+    change(model.lm_head, monkeypatch), change(stock.lm_head, monkeypatch)
+    with pytest.warns(UserWarning, match=WARNING):
         assert_same_step(model, stock, batch)
 
 
 def test_a_hook_on_all_modules_is_not_ignored(pair, batch, assert_same_step):
     model, stock = pair()
-    hook = lambda module, args, output: 0.9 * output if isinstance(module, torch.nn.Linear) else None
-    handle = torch.nn.modules.module.register_module_forward_hook(hook)
+    hook = lambda module, args, output: 0.9 * output if isinstance(module, nn.Linear) else None
+    handle = nn.modules.module.register_module_forward_hook(hook)
     try:
-        with pytest.warns(UserWarning, match="the head of LlamaForCausalLM was changed, so the stock code"):
+        with pytest.warns(UserWarning, match=WARNING):
             assert_same_step(model, stock, batch)
     finally:
         handle.remove()
@@ -102,7 +92,8 @@ def test_a_compiled_model_does_not_ignore_a_hook(pair, batch, step):
     model, stock = pair(num_hidden_layers=1)
     compiled = torch.compile(model, backend="eager")
     assert is_fused(compiled(**batch))
-    HOOKS["slice"](model), HOOKS["slice"](stock)
+    for each in (model, stock):
+        CHANGES["slice"](each.lm_head, None)
     # A graph contains the hooks that existed when it was compiled.
     torch._dynamo.reset()
     torch.testing.assert_close(compiled(**batch).loss, stock(**batch).loss)
@@ -114,9 +105,6 @@ def test_a_hook_that_changes_the_input_of_the_head_is_not_ignored(pair, batch, a
         each.lm_head.register_forward_pre_hook(lambda head, args: (2 * args[0],))
     assert is_fused(model(**batch))
     assert_same_step(model, stock, batch)
-
-
-# --- other uses of the logits --------------------------------------------------------------------
 
 
 def test_anomaly_detection_finds_no_nan(pair, batch, assert_same_step):

@@ -125,8 +125,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize(
-    ("memory", "way"),
-    [("checkpoint+attention:1+offload:1", "enable"), *(("checkpoint", way) for way in WAYS)],
+    ("memory", "way"), [("checkpoint+attention:1+offload:1", "enable"), *(("checkpoint", way) for way in WAYS)]
 )
 def test_a_level_stays_when_checkpointing_is_switched_on(make_model, batch, tmp_path, memory, way):
     pytest.importorskip("accelerate")

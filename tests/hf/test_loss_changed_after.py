@@ -18,10 +18,6 @@ def doubled(logits, labels, vocab_size, **options):
     return 2.0 * stock_loss(logits, labels, vocab_size, **options)
 
 
-def doubled_cross_entropy(*args, **options):
-    return 2.0 * stock_cross_entropy(*args, **options)
-
-
 class Chosen:
     """A property that a class may have in place of the property of transformers."""
 
@@ -43,55 +39,39 @@ class Wrapping:
         return lambda *args, **options: 2.0 * inner(*args, **options)
 
 
-def exchange_the_entry(models, monkeypatch):
-    monkeypatch.setitem(MAPPING, "ForCausalLM", doubled)
+def new_loss_type(models, patch):
+    patch.setitem(MAPPING, "Doubled", doubled)
+    assign("loss_type", "Doubled")(models, patch)
 
 
-def exchange_the_table(models, monkeypatch):
-    table = {**MAPPING, "ForCausalLM": doubled}
-    monkeypatch.setattr(transformers.modeling_utils, "LOSS_MAPPING", table)
+def no_loss_type(models, patch):
+    patch.setitem(MAPPING, "ForCausalLM", doubled)
+    assign("loss_type", None)(models, patch)
 
 
-def new_loss_type(models, monkeypatch):
-    monkeypatch.setitem(MAPPING, "Doubled", doubled)
-    for model in models:
-        model.loss_type = "Doubled"
+def assign(name, value):
+    return lambda models, patch: [setattr(model, name, value) for model in models]
 
 
-def no_loss_type(models, monkeypatch):
-    monkeypatch.setitem(MAPPING, "ForCausalLM", doubled)
-    for model in models:
-        model.loss_type = None
-
-
-def property_of_transformers(models, monkeypatch):
-    monkeypatch.setattr(transformers.PreTrainedModel, "loss_function", Chosen.loss_function)
-
-
-def property_of_the_class(models, monkeypatch):
-    monkeypatch.setattr(type(models[0]), "loss_function", Chosen.loss_function, raising=False)
-
-
-def code_of_the_loss(models, monkeypatch):
-    monkeypatch.setattr(loss_utils, "fixed_cross_entropy", doubled_cross_entropy)
-
-
-def assign_the_loss(models, monkeypatch):
-    for model in models:
-        model.loss_function = doubled
-
-
-def assign_the_slot(models, monkeypatch):
-    for model in models:
-        model._loss_function = doubled
-
-
-CHANGES = [
-    *(exchange_the_entry, exchange_the_table, new_loss_type, no_loss_type, property_of_transformers),
-    *(property_of_the_class, code_of_the_loss, assign_the_loss, assign_the_slot),
-]
-
-
+CHANGES = {
+    "the entry": lambda models, patch: patch.setitem(MAPPING, "ForCausalLM", doubled),
+    "the table": lambda models, patch: patch.setattr(
+        transformers.modeling_utils, "LOSS_MAPPING", {**MAPPING, "ForCausalLM": doubled}
+    ),
+    "a new loss type": new_loss_type,
+    "no loss type": no_loss_type,
+    "a property of transformers": lambda models, patch: patch.setattr(
+        transformers.PreTrainedModel, "loss_function", Chosen.loss_function
+    ),
+    "a property of the class": lambda models, patch: patch.setattr(
+        type(models[0]), "loss_function", Chosen.loss_function, raising=False
+    ),
+    "code of the loss": lambda models, patch: patch.setattr(
+        loss_utils, "fixed_cross_entropy", lambda *args, **options: 2.0 * stock_cross_entropy(*args, **options)
+    ),
+    "the loss": assign("loss_function", doubled),
+    "the slot": assign("_loss_function", doubled),
+}
 WAYS = {"same": ("same", None), "a pickle, changed later": ("before", "pickle"), "pickled later": ("after", "pickle")}
 LATER_WAYS = {"a copy, changed later": ("before", "deepcopy"), "copied later": ("after", "deepcopy")}
 
@@ -102,7 +82,7 @@ LATER_WAYS = {"a copy, changed later": ("before", "deepcopy"), "copied later": (
     [*WAYS.values(), *(pytest.param(*each, marks=pytest.mark.thorough) for each in LATER_WAYS.values())],
     ids=[*WAYS, *LATER_WAYS],
 )
-@pytest.mark.parametrize("change", CHANGES, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 @pytest.mark.sampled(5)
 def test_another_loss_is_used(pair, batch, assert_same_step, monkeypatch, change, when, way):
     model, stock = pair()

@@ -27,21 +27,18 @@ class WithPenalty(transformers.modeling_outputs.CausalLMOutputWithPast):
     penalty: torch.Tensor | None = None
 
 
-def add_key(model, outputs, labels):
-    outputs["penalty"] = outputs.loss * 0.1 if outputs.loss is not None else None
-    return outputs
+def penalty_of(outputs):
+    return None if outputs.loss is None else outputs.loss * 0.1
 
 
-def add_attribute(model, outputs, labels):
-    outputs.penalty = outputs.loss * 0.1 if outputs.loss is not None else None
-    return outputs
+ADDITIONS = {
+    "key": lambda model, outputs, labels: outputs.__setitem__("penalty", penalty_of(outputs)) or outputs,
+    "attribute": lambda model, outputs, labels: setattr(outputs, "penalty", penalty_of(outputs)) or outputs,
+    "field": lambda model, outputs, labels: WithPenalty(outputs.loss, outputs.logits, penalty=penalty_of(outputs)),
+}
 
 
-def add_field(model, outputs, labels):
-    return WithPenalty(loss=outputs.loss, logits=outputs.logits, penalty=None if labels is None else outputs.loss * 0.1)
-
-
-@pytest.mark.parametrize("change", [add_key, add_attribute, add_field])
+@pytest.mark.parametrize("change", ADDITIONS.values(), ids=ADDITIONS)
 def test_additions_of_a_model_to_its_output_are_kept(pair, batch, change):
     model, stock = pair(change=with_outputs(change))
     outputs, expected = model(**batch), stock(**batch)
@@ -80,37 +77,13 @@ def test_a_model_that_starts_to_compute_from_its_logits_raises(pair, batch, comp
     assert np.array_equal(np.asarray(outputs.extra), np.asarray(expected.extra))
 
 
-def halve_the_gradient(model, logits):
-    logits.register_hook(lambda gradient: gradient / 2)
-    return logits
-
-
-def retain_the_gradient(model, logits):
-    logits.retain_grad()
-    return logits
-
-
-def compute_before_the_loss(model, logits):
-    model.extra = logits.square().mean()
-    return logits
-
-
-def write_the_labels(model, logits):
-    write(model.written_labels)
-    return logits
-
-
-def call_the_head_again(model, logits):
-    return model.lm_head(model.hidden)
-
-
 TREATMENTS = {
     "detach": (lambda model, logits: logits.detach(), REFUSAL),
-    "halve the gradient": (halve_the_gradient, REFUSAL),
-    "retain the gradient": (retain_the_gradient, REFUSAL),
-    "compute before the loss": (compute_before_the_loss, REFUSAL),
-    "write the labels": (write_the_labels, "wrote into its labels"),
-    "call the head again": (call_the_head_again, "called its head twice"),
+    "halve the gradient": (lambda model, logits: logits.register_hook(lambda g: g / 2) and logits, REFUSAL),
+    "retain the gradient": (lambda model, logits: logits.retain_grad() or logits, REFUSAL),
+    "compute before the loss": (lambda model, logits: (logits.square().mean(), logits)[1], REFUSAL),
+    "write the labels": (lambda model, logits: write(model.written_labels) or logits, "wrote into its labels"),
+    "call the head again": (lambda model, logits: model.lm_head(model.hidden), "called its head twice"),
 }
 
 
@@ -129,7 +102,7 @@ def test_a_model_that_starts_to_treat_its_logits_in_another_way_raises(pair, bat
 # --- labels written in the forward pass ----------------------------------------------------------
 
 
-def write(labels):
+def write(labels) -> None:
     labels.masked_fill_(labels % 3 == 0, -100)
 
 

@@ -14,11 +14,7 @@ import tigon
 from tigon.hf.logits import SKIPPED_LOGITS
 from tigon.recognition.replacement import find_replacement
 
-RESIZES = {
-    "larger": {"new_num_tokens": 150},
-    "smaller": {"new_num_tokens": 120},
-    "padded": {"pad_to_multiple_of": 64},
-}
+RESIZES = {"larger": {"new_num_tokens": 150}, "smaller": {"new_num_tokens": 120}, "padded": {"pad_to_multiple_of": 64}}
 
 
 def resize(model, how: str) -> None:

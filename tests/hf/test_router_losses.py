@@ -8,9 +8,10 @@ import pytest
 import torch
 
 import tigon
-from hf.changes import is_fused, loss_entry
+from hf.changes import is_fused, loss_entry, record_calls
 from hf.same_step import assert_within_noise, noise, step
 from hf.tiny import tiny_model
+from tigon.recognition.parts import router_losses
 
 modeling_qwen3_moe = pytest.importorskip("transformers.models.qwen3_moe.modeling_qwen3_moe")
 
@@ -22,11 +23,7 @@ DETAIL = "linear_cross_entropy in the head, load_balancing_loss"
 @pytest.fixture
 def op_calls(monkeypatch) -> list:
     """Return the list to which each call of the op adds its arguments."""
-    recorded, op = [], tigon.recognition.parts.router_losses.load_balancing_loss
-    monkeypatch.setattr(
-        tigon.recognition.parts.router_losses, "load_balancing_loss", lambda *args: recorded.append(args) or op(*args)
-    )
-    return recorded
+    return record_calls(monkeypatch, router_losses, "load_balancing_loss")
 
 
 @pytest.fixture
@@ -39,7 +36,7 @@ def routed(batch) -> dict:
 
 
 # These types have experts with routers of several forms.
-@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss", "deepseek_v4", "jamba"])
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss", "mixtral", "phimoe", "deepseek_v4", "jamba"])
 @pytest.mark.sampled(2)
 def test_the_op_computes_the_auxiliary_loss(model_type, routed, op_calls):
     """A model of the same type and a restored model run the function of transformers."""
@@ -55,6 +52,8 @@ def test_the_op_computes_the_auxiliary_loss(model_type, routed, op_calls):
     (arguments,) = op_calls
     assert arguments[0] is outputs.router_logits
     assert is_fused(outputs)
+    assert outputs.aux_loss > 0
+    assert outputs.loss > model(**routed | {"output_router_logits": False}).loss
     assert_within_noise(step(model, routed), expected, allowed, report)
     op_calls.clear()
     outputs = model.eval()(**routed)

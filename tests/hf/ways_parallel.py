@@ -23,17 +23,7 @@ from transformers import AttentionInterface
 from transformers.distributed import DistributedConfig
 
 import tigon
-from hf.ways import (
-    DEVICE,
-    EXPERTS,
-    assert_same,
-    batch,
-    build,
-    distributed,
-    patch,
-    step,
-    with_op_on_experts,
-)
+from hf.ways import DEVICE, EXPERTS, assert_same, batch, build, distributed, patch, step, with_op_on_experts
 from tigon.runtime import device
 
 

@@ -10,17 +10,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPr
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 
-from hf.ways import (
-    DEVICE,
-    EXPERTS,
-    assert_same,
-    batch,
-    build,
-    distributed,
-    patch,
-    step,
-    with_op_on_experts,
-)
+from hf.ways import DEVICE, EXPERTS, assert_same, batch, build, distributed, patch, step, with_op_on_experts
 
 BF16 = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)}
 

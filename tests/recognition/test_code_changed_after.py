@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import inspect
 import pickle
 
 import pytest
@@ -9,22 +10,12 @@ import torch
 from torch import nn
 
 import tigon
+from recognition.modules import Norm
 
 transformers = pytest.importorskip("transformers")
 modeling_llama = pytest.importorskip("transformers.models.llama.modeling_llama")
 
-WIDTH = 32
-
-
-class Norm(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.rand(WIDTH) + 0.5), 1e-6
-
-    def forward(self, x):
-        y = x.float()
-        y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.weight * y.to(x.dtype)
+WIDTH = 48
 
 
 class Layer(nn.Module):
@@ -76,15 +67,10 @@ CHANGES = {
 }
 
 
-def same(module):
-    return module
+COPIES = {"same": lambda m: m, "deepcopy": copy.deepcopy, "pickle": lambda m: pickle.loads(pickle.dumps(m))}
 
 
-def pickled(module):
-    return pickle.loads(pickle.dumps(module))
-
-
-@pytest.mark.parametrize("duplicate", [same, copy.deepcopy, pickled])
+@pytest.mark.parametrize("duplicate", COPIES.values(), ids=COPIES)
 @pytest.mark.parametrize(("cls", "function", "name", "value"), CHANGES.values(), ids=CHANGES)
 def test_a_layer_with_exchanged_code_computes_what_its_class_computes(
     monkeypatch, cls, function, name, value, duplicate
@@ -125,11 +111,7 @@ def make_attention() -> tuple[nn.Module, dict]:
     model = transformers.LlamaModel(config).train()
     x, positions = torch.randn(2, 6, 32), torch.arange(6)[None]
     tables = model.rotary_emb(x, positions)
-    return model.layers[0].self_attn, {
-        "hidden_states": x,
-        "position_embeddings": tables,
-        "attention_mask": None,
-    }
+    return model.layers[0].self_attn, {"hidden_states": x, "position_embeddings": tables, "attention_mask": None}
 
 
 def other_rope(q, k, cos, sin, unsqueeze_dim=1):
@@ -144,24 +126,8 @@ def other_rotate(x):
     return x
 
 
-def swap_rope(patch):
-    patch.setattr(modeling_llama, "apply_rotary_pos_emb", other_rope)
-
-
-def swap_helper(patch):
-    patch.setattr(modeling_llama, "rotate_half", other_rotate)
-
-
-def swap_code_of_rope(patch):
-    patch.setattr(modeling_llama.apply_rotary_pos_emb, "__code__", other_rope.__code__)
-
-
-def swap_attention(patch):
-    patch.setattr(modeling_llama, "eager_attention_forward", other_attention)
-
-
-def swap_entry(patch):
-    patch.setitem(modeling_llama.ALL_ATTENTION_FUNCTIONS._global_mapping, "eager", other_attention)
+def doubling(self, hidden_states, position_embeddings=None, attention_mask=None, past_key_values=None, **kwargs):
+    return 2.0 * hidden_states, None
 
 
 class Table(dict):
@@ -169,41 +135,43 @@ class Table(dict):
         return other_attention
 
 
-def swap_table(patch):
-    patch.setattr(modeling_llama, "ALL_ATTENTION_FUNCTIONS", Table())
-
-
-def doubling(self, hidden_states, position_embeddings=None, attention_mask=None, past_key_values=None, **kwargs):
-    return 2.0 * hidden_states, None
+def assign(name, value):
+    return lambda patch: patch.setattr(modeling_llama, name, value)
 
 
 def swap_code(patch):
-    function = modeling_llama.LlamaAttention.forward
-    while hasattr(function, "__wrapped__"):
-        function = function.__wrapped__
+    function = inspect.unwrap(modeling_llama.LlamaAttention.forward)
     if function.__code__.co_freevars:
         pytest.skip("code of another closure")
     patch.setattr(function, "__code__", doubling.__code__)
 
 
-def swap_forward(patch):
-    patch.setattr(modeling_llama.LlamaAttention, "forward", doubling)
-
-
-SWAPS = [swap_rope, swap_helper, swap_code_of_rope, swap_attention, swap_entry, swap_table, swap_code, swap_forward]
+SWAPS = {
+    "rope": assign("apply_rotary_pos_emb", other_rope),
+    "helper": assign("rotate_half", other_rotate),
+    "code of rope": lambda patch: patch.setattr(modeling_llama.apply_rotary_pos_emb, "__code__", other_rope.__code__),
+    "attention": assign("eager_attention_forward", other_attention),
+    "entry": lambda patch: patch.setitem(
+        modeling_llama.ALL_ATTENTION_FUNCTIONS._global_mapping, "eager", other_attention
+    ),
+    "table": assign("ALL_ATTENTION_FUNCTIONS", Table()),
+    "code": swap_code,
+    "forward": lambda patch: patch.setattr(modeling_llama.LlamaAttention, "forward", doubling),
+}
 
 
 @pytest.mark.parametrize("when", ["copied before", "copied after"])
-@pytest.mark.parametrize("duplicate", [same, copy.deepcopy, pickled])
-@pytest.mark.parametrize("swap", SWAPS, ids=lambda f: f.__name__)
-def test_an_attention_uses_functions_that_are_exchanged_in_its_file(monkeypatch, swap, duplicate, when):
+@pytest.mark.parametrize("way", COPIES)
+@pytest.mark.parametrize("swap", SWAPS)
+def test_an_attention_uses_functions_that_are_exchanged_in_its_file(monkeypatch, swap, way, when):
     attention, inputs = make_attention()
+    duplicate = COPIES[way]
     assert "rope" in {entry.part for entry in tigon.patch(attention).replaced}
     before = attention(**inputs)[0]
     attention = duplicate(attention) if when == "copied before" else attention
-    swap(monkeypatch)
+    SWAPS[swap](monkeypatch)
     holds_rope = "apply_rotary_pos_emb" in vars(attention).get("_hidden_kernels", {})
-    if when == "copied after" and duplicate is pickled and swap is swap_rope and holds_rope:
+    if when == "copied after" and way == "pickle" and swap == "rope" and holds_rope:
         pytest.skip("In transformers 5.13 an attention holds the function, and Python pickles only what its file has.")
     attention = duplicate(attention) if when == "copied after" else attention
     result, expected = attention(**inputs)[0], type(attention).forward(attention, **inputs)[0]
@@ -213,11 +181,11 @@ def test_an_attention_uses_functions_that_are_exchanged_in_its_file(monkeypatch,
     torch.testing.assert_close(attention(**inputs)[0], before)
 
 
-@pytest.mark.parametrize("swap", [swap_rope, swap_helper, swap_attention, swap_code])
+@pytest.mark.parametrize("swap", ["rope", "helper", "attention", "code"])
 def test_a_compiled_attention_uses_functions_that_were_exchanged_before(monkeypatch, swap):
     torch._dynamo.reset()
     attention, inputs = make_attention()
     tigon.patch(attention)
-    swap(monkeypatch)
+    SWAPS[swap](monkeypatch)
     compiled = torch.compile(attention, backend="eager")
     torch.testing.assert_close(compiled(**inputs)[0], type(attention).forward(attention, **inputs)[0])

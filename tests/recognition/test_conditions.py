@@ -102,10 +102,7 @@ MODES = {
 }
 
 
-ADDRESSES = {
-    "id": lambda self, x: F.silu(x) * (1 + 0 * id(x)),
-    "hash": lambda self, x: F.silu(x) * (1 + 0 * hash(x)),
-}
+ADDRESSES = {"id": lambda self, x: F.silu(x) * (1 + 0 * id(x)), "hash": lambda self, x: F.silu(x) * (1 + 0 * hash(x))}
 
 
 def tries_an_attribute(self, x):

@@ -40,17 +40,19 @@ FORMS = {
     "Llama": (lambda x, w, eps: w * x_hat(x, eps).to(x.dtype), 0.0, "before_weight"),
     "OLMo 2": (lambda x, w, eps: (w.float() * x_hat(x, eps)).to(x.dtype), 0.0, "after_weight"),
     "Gemma": (lambda x, w, eps: (x_hat(x, eps) * (1.0 + w.float())).type_as(x), 1.0, "after_weight"),
+    "no weight": (lambda x, w, eps: x_hat(x, eps).to(x.dtype), 0.0, "before_weight"),
 }
 
 
-@pytest.mark.parametrize(("compute", "offset", "rounding"), FORMS.values(), ids=FORMS)
-def test_the_bits_show_offset_and_rounding_of_a_norm(compute, offset, rounding):
-    assert recognise_norm(AnyNorm(compute)) == RMSNormRecipe(1e-5, "scale", offset, rounding)
+@pytest.mark.parametrize("name", FORMS)
+def test_the_bits_show_offset_and_rounding_of_a_norm(name):
+    compute, offset, rounding = FORMS[name]
+    weight = None if name == "no weight" else "scale"
+    recipe = RMSNormRecipe(1e-5, weight, offset, rounding)
+    assert recognise_norm(AnyNorm(compute, weight=weight is not None)) == recipe
 
 
-def test_norms_without_weight_and_of_torch_are_recognised():
-    norm = AnyNorm(lambda x, w, eps: x_hat(x, eps).to(x.dtype), weight=False)
-    assert recognise_norm(norm) == RMSNormRecipe(1e-5, None, 0.0, "before_weight")
+def test_the_norm_of_torch_is_recognised():
     recipe = recognise_norm(nn.RMSNorm(48, eps=1e-5))
     assert isinstance(recipe, RMSNormRecipe)
     assert recipe.eps == 1e-5
@@ -68,38 +70,45 @@ def test_a_warning_of_torch_during_a_probe_is_not_shown():
     assert not messages
 
 
-def detached(x, w, eps):
-    return w * (x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps).detach()).to(x.dtype)
-
-
 def rms(x, w, eps):
     return w * x_hat(x, eps).to(x.dtype)
 
 
+def rstd(x, eps):
+    return torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps)
+
+
+def fails(x, w, eps):
+    raise OSError("no such kernel")
+
+
+RANDOM = "its forward draws random numbers"
 IMPOSTORS = {
-    "no epsilon": lambda x, w, eps: rms(x, w, 0.0),
-    "multiplier": lambda x, w, eps: w * (1.001 * x_hat(x, eps)).to(x.dtype),
-    "dropout": lambda x, w, eps: w * F.dropout(x_hat(x, eps), 0.1).to(x.dtype),
-    "centred": lambda x, w, eps: rms(x - x.mean(-1, keepdim=True), w, eps),
-    "clamped": lambda x, w, eps: rms(x.clamp(-50, 50), w, eps),
-    "clamped late": lambda x, w, eps: rms(x.clamp(-5e4, 5e4), w, eps),
-    "part": lambda x, w, eps: rms(torch.cat((x[..., :24], x[..., :24]), -1), w, eps),
-    "wider product": lambda x, w, eps: w * x_hat(x, eps),
-    "wider result": lambda x, w, eps: rms(x, w, eps).float(),
-    "offset 2": lambda x, w, eps: rms(x, 2.0 + w, eps),
-    "rstd detached": detached,
-    "weight detached": lambda x, w, eps: rms(x, w.detach(), eps),
-    "rows swapped": lambda x, w, eps: (
-        rms(x.transpose(-2, -3), w, eps).transpose(-2, -3) if x.dim() == 3 else rms(x.flip(-2), w, eps)
+    "no epsilon": (lambda x, w, eps: rms(x, w, 0.0), DIFFERENT),
+    "multiplier": (lambda x, w, eps: w * (1.001 * x_hat(x, eps)).to(x.dtype), DIFFERENT),
+    "dropout": (lambda x, w, eps: w * F.dropout(x_hat(x, eps), 0.1).to(x.dtype), RANDOM),
+    "centred": (lambda x, w, eps: rms(x - x.mean(-1, keepdim=True), w, eps), DIFFERENT),
+    "clamped": (lambda x, w, eps: rms(x.clamp(-50, 50), w, eps), DIFFERENT),
+    "clamped late": (lambda x, w, eps: rms(x.clamp(-5e4, 5e4), w, eps), DIFFERENT),
+    "part": (lambda x, w, eps: rms(torch.cat((x[..., :24], x[..., :24]), -1), w, eps), DIFFERENT),
+    "wider product": (lambda x, w, eps: w * x_hat(x, eps), DIFFERENT),
+    "wider result": (lambda x, w, eps: rms(x, w, eps).float(), DIFFERENT),
+    "offset 2": (lambda x, w, eps: rms(x, 2.0 + w, eps), DIFFERENT),
+    "rstd detached": (lambda x, w, eps: w * (x.float() * rstd(x, eps).detach()).to(x.dtype), DIFFERENT),
+    "weight detached": (lambda x, w, eps: rms(x, w.detach(), eps), DIFFERENT),
+    "rows swapped": (
+        lambda x, w, eps: rms(x.flip(-2), w, eps) if x.dim() != 3 else rms(x.transpose(-2, -3), w, eps).transpose(
+            -2, -3), DIFFERENT,
     ),
-    "four dimensions": lambda x, w, eps: rms(x, w, eps) if x.dim() < 4 else rms(x, w, eps).flip(1),
-    "fp16": lambda x, w, eps: rms(x, w, eps) * (2.0 if x.dtype == torch.float16 else 1.0),
-}
+    "four dimensions": (lambda x, w, eps: rms(x, w, eps) if x.dim() < 4 else rms(x, w, eps).flip(1), DIFFERENT),
+    "fp16": (lambda x, w, eps: rms(x, w, eps) * (2.0 if x.dtype == torch.float16 else 1.0), DIFFERENT),
+    "an error": (fails, "cannot be run by itself (OSError: no such kernel)"),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("compute", IMPOSTORS.values(), ids=IMPOSTORS)
-def test_a_norm_that_differs_from_an_rms_norm_is_refused_with_a_reason(compute):
-    assert recognise_norm(AnyNorm(compute)) in (DIFFERENT, "its forward draws random numbers")
+@pytest.mark.parametrize(("compute", "detail"), IMPOSTORS.values(), ids=IMPOSTORS)
+def test_a_norm_that_differs_from_an_rms_norm_is_refused_with_a_reason(compute, detail):
+    assert recognise_norm(AnyNorm(compute)) == detail
 
 
 def each_head(x, w, eps):
@@ -134,39 +143,27 @@ def test_a_norm_that_computes_something_else_in_one_mode_is_refused_in_both(mode
     assert recognise_norm(norm) == recognise_norm(norm.eval()) == DIFFERENT
 
 
-def test_a_norm_that_cannot_be_run_has_the_error_as_its_reason():
-    def compute(x, w, eps):
-        raise OSError("no such kernel")
-
-    assert recognise_norm(AnyNorm(compute)) == "cannot be run by itself (OSError: no such kernel)"
-
-
 class GatedNorm(AnyNorm):
     def forward(self, signal, gate=None):
         return self.compute(signal, self.scale, self.tiny, gate)
 
 
-def norm_then_gate(x, w, eps, gate):
-    return (w * x_hat(x, eps).to(x.dtype) * F.silu(gate.float())).to(x.dtype)
+GATED = {
+    "norm, then silu": (
+        lambda x, w, eps, g: (rms(x, w, eps) * F.silu(g.float())).to(x.dtype), "before_weight", Gate(),
+    ),
+    "norm, then sigmoid": (
+        lambda x, w, eps, g: (w.float() * x_hat(x, eps) * torch.sigmoid(g.float())).to(x.dtype), "after_weight",
+        Gate("sigmoid"),
+    ),
+    "silu, then norm": (
+        lambda x, w, eps, g=None: w * x_hat(x.float() if g is None else x.float() * F.silu(g.float()), eps).to(x.dtype),
+        "before_weight", Gate(gate_first=True),
+    ),
+}  # fmt: skip
 
 
-def gate_then_norm(x, w, eps, gate=None):
-    z = x.float() if gate is None else x.float() * F.silu(gate.float())
-    return w * x_hat(z, eps).to(x.dtype)
-
-
-def norm_then_sigmoid(x, w, eps, gate):
-    return (w.float() * x_hat(x, eps) * torch.sigmoid(gate.float())).to(x.dtype)
-
-
-@pytest.mark.parametrize(
-    ("compute", "rounding", "gate"),
-    [
-        (norm_then_gate, "before_weight", Gate()),
-        (norm_then_sigmoid, "after_weight", Gate("sigmoid")),
-        (gate_then_norm, "before_weight", Gate(gate_first=True)),
-    ],
-)
+@pytest.mark.parametrize(("compute", "rounding", "gate"), GATED.values(), ids=GATED)
 def test_gated_norms_are_recognised(compute, rounding, gate):
     norm = GatedNorm(compute)
     inputs = torch.randn(3, 48, requires_grad=True), torch.randn(3, 48, requires_grad=True), norm.scale
@@ -199,11 +196,8 @@ def test_a_gated_norm_of_groups_is_recognised_and_the_size_of_a_group_is_watched
         assert torch.equal(norm(x, gate), GroupedNorm.forward(norm, x, gate))
 
 
-def norm_then_tanh(x, w, eps, gate):
-    return (w * x_hat(x, eps).to(x.dtype) * torch.tanh(gate.float())).to(x.dtype)
-
-
 def test_a_norm_with_another_gate_is_refused():
+    norm_then_tanh = lambda x, w, eps, gate: (rms(x, w, eps) * torch.tanh(gate.float())).to(x.dtype)
     assert recognise_norm(GatedNorm(norm_then_tanh)) == DIFFERENT
 
 
@@ -225,29 +219,22 @@ class ConstantNorm(nn.Module):
         return F.layer_norm(x.float(), (48,), eps=1e-5).to(x.dtype)
 
 
-@pytest.mark.parametrize(
-    ("norm", "weight", "bias", "eps"),
-    [
-        (nn.LayerNorm(48, eps=1e-3), "weight", "bias", 1e-3),
-        (nn.LayerNorm(48, bias=False), "weight", None, 1e-5),
-        (nn.LayerNorm(48, elementwise_affine=False), None, None, 1e-5),
-        (AnyNorm(in_steps), "scale", None, 1e-5),
-        (ConstantNorm(), None, None, 1e-5),
-    ],
-    ids=["torch", "without bias", "without weight", "in steps", "epsilon in the code"],
-)
+# For an input of another dtype, torch's kernel rounds a few values of a wide norm in thousands differently.
+LAYER_NORMS = {
+    "torch": (nn.LayerNorm(48, eps=1e-3), "weight", "bias", 1e-3),
+    "wide": (nn.LayerNorm(4096), "weight", "bias", 1e-5),
+    "without bias": (nn.LayerNorm(48, bias=False), "weight", None, 1e-5),
+    "without weight": (nn.LayerNorm(48, elementwise_affine=False), None, None, 1e-5),
+    "in steps": (AnyNorm(in_steps), "scale", None, 1e-5),
+    "epsilon in the code": (ConstantNorm(), None, None, 1e-5),
+}
+
+
+@pytest.mark.parametrize(("norm", "weight", "bias", "eps"), LAYER_NORMS.values(), ids=LAYER_NORMS)
 def test_layer_norms_are_recognised(norm, weight, bias, eps):
     recipe = recognise_norm(norm)
     assert isinstance(recipe, LayerNormRecipe)
     assert (recipe.weight, recipe.bias, recipe.eps) == (weight, bias, eps)
-
-
-# --- other modules -------------------------------------------------------------------------------
-
-
-def test_a_wide_layer_norm_with_weights_in_fp32_is_recognised():
-    """For an input of another dtype, torch's kernel rounds a few values in thousands differently."""
-    assert isinstance(recognise_norm(nn.LayerNorm(4096)), LayerNormRecipe)
 
 
 OTHERS = nn.LayerNorm((4, 12)), nn.Linear(4, 4), nn.Dropout(0.1), nn.SiLU(), nn.LeakyReLU(0.01), nn.ModuleList()

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import tigon
+from recognition.modules import define
 from tigon.recognition.guards.guard import FunctionGuard
 from tigon.recognition.parts.rope import FusedComplexRope, recognise_rope
 from tigon.recognition.parts.rope_forms import FORMS, ComplexForm, Form, RopeCall, _find_form, recognise_function
@@ -29,42 +30,41 @@ def in_fp32(q, k, cos, sin, unsqueeze_dim=1):
     return tuple(x.to(q.dtype) for x in split_half(q.float(), k.float(), cos, sin, unsqueeze_dim))
 
 
+def with_doubled_cosine(q, k, cos, sin, unsqueeze_dim=1):
+    return split_half(q, k, cos * 2, sin, unsqueeze_dim)
+
+
+def frozen_keys(q, k, cos, sin, unsqueeze_dim=1):
+    return split_half(q, k.detach(), cos, sin, unsqueeze_dim)
+
+
+def calling(name: str) -> type[nn.Module]:
+    """Return a class whose forward calls this function of this file."""
+    forward = define(f"return {name}(q, k, cos, sin)", globals(), "self, q, k, cos, sin")
+    return type("Attention", (nn.Module,), {"forward": forward, "__module__": __name__})
+
+
 class Attention(nn.Module):
     def forward(self, q, k, cos, sin):
         return split_half(q, k, cos, sin)
 
 
-class InterleavedAttention(nn.Module):
-    def forward(self, q, k, cos, sin):
-        return interleaved(q, k, cos, sin)
+FUNCTIONS = {
+    "split_half": ("split_half", "halves", "promoted", False, False),
+    "interleaved": ("interleaved", "pairs", "promoted", False, False),
+    "in_fp32": ("split_half", "halves", "fp32", False, False),
+}
 
 
-class WideAttention(nn.Module):
-    def forward(self, q, k, cos, sin):
-        return in_fp32(q, k, cos, sin)
-
-
-def with_doubled_cosine(q, k, cos, sin, unsqueeze_dim=1):
-    return split_half(q, k, cos * 2, sin, unsqueeze_dim)
-
-
-class OtherAttention(nn.Module):
-    def forward(self, q, k, cos, sin):
-        return with_doubled_cosine(q, k, cos, sin)
-
-
-@pytest.mark.parametrize(
-    ("attention", "name", "form"),
-    [
-        (Attention, "split_half", ("split_half", "halves", "promoted", False, False)),
-        (InterleavedAttention, "interleaved", ("interleaved", "pairs", "promoted", False, False)),
-        (WideAttention, "in_fp32", ("split_half", "halves", "fp32", False, False)),
-    ],
-    ids=["split half", "interleaved", "rounded once"],
-)
-def test_a_rope_is_recognised_by_what_it_computes(attention, name, form):
-    ((name_in_file, recognised_form),) = recognise_rope(attention()).forms
+@pytest.mark.parametrize(("name", "form"), FUNCTIONS.items(), ids=FUNCTIONS)
+def test_a_rope_is_recognised_by_what_it_computes(name, form):
+    ((name_in_file, recognised_form),) = recognise_rope(calling(name)()).forms
     assert (name_in_file, dataclasses.astuple(recognised_form)) == (name, form)
+
+
+@pytest.mark.parametrize("name", ["with_doubled_cosine", "frozen_keys"])
+def test_a_rope_with_other_angles_or_gradients_keeps_its_function(name):
+    assert recognise_rope(calling(name)()) == f"{name}: computes another rotary embedding than the op"
 
 
 @pytest.mark.parametrize(("partial", "tensors"), [(False, 2), (True, 1)], ids=["whole head", "a part of one tensor"])
@@ -85,22 +85,6 @@ def test_every_form_is_recognised_as_itself(form, partial, tensors):
     with probing():
         recognised_form = _find_form(function, RopeCall.of(function))
     assert recognised_form == dataclasses.replace(form, partial=partial)
-
-
-def frozen_keys(q, k, cos, sin, unsqueeze_dim=1):
-    return split_half(q, k.detach(), cos, sin, unsqueeze_dim)
-
-
-class FrozenAttention(nn.Module):
-    def forward(self, *args):
-        return frozen_keys(*args)
-
-
-@pytest.mark.parametrize(
-    ("attention", "name"), [(OtherAttention, "with_doubled_cosine"), (FrozenAttention, "frozen_keys")]
-)
-def test_a_rope_with_other_angles_or_gradients_keeps_its_function(attention, name):
-    assert recognise_rope(attention()) == f"{name}: computes another rotary embedding than the op"
 
 
 def test_the_recipe_calls_a_function_of_its_own_and_the_file_keeps_its_function():
@@ -137,30 +121,24 @@ def test_a_forward_that_the_class_gets_after_the_patch_runs(monkeypatch):
     assert recipe(Attention(), q, k, cos, sin) is q
 
 
-@pytest.mark.parametrize(
-    ("q", "k", "cos", "sin"),
-    [
-        ((2, 4, 5, 8), (2, 2, 5, 8), (1, 1, 8), (1, 1, 8)),
-        ((1, 4, 5, 8), (1, 2, 5, 8), (2, 5, 8), (2, 5, 8)),
-        ((2, 4, 5, 8), (1, 2, 5, 8), (1, 5, 8), (1, 5, 8)),
-        ((2, 4, 5, 8), (2, 2, 1, 8), (1, 1, 8), (1, 1, 8)),
-        ((2, 4, 5, 8), (2, 2, 5, 8), (1, 5, 8), (1, 1, 8)),
-    ],
-    ids=["one angle", "more tables", "one batch of keys", "one key", "sin of another shape"],
-)
-def test_arguments_that_broadcast_go_to_the_stock_function(q, k, cos, sin):
-    model, inputs = Attention(), [torch.randn(shape) for shape in (q, k, cos, sin)]
+BROADCAST = {
+    "one angle": ((2, 4, 5, 8), (2, 2, 5, 8), (1, 1, 8), (1, 1, 8)),
+    "more tables": ((1, 4, 5, 8), (1, 2, 5, 8), (2, 5, 8), (2, 5, 8)),
+    "one batch of keys": ((2, 4, 5, 8), (1, 2, 5, 8), (1, 5, 8), (1, 5, 8)),
+    "one key": ((2, 4, 5, 8), (2, 2, 1, 8), (1, 1, 8), (1, 1, 8)),
+    "sin of another shape": ((2, 4, 5, 8), (2, 2, 5, 8), (1, 5, 8), (1, 1, 8)),
+    "sin of another dtype": ((2, 4, 5, 8), (2, 2, 5, 8), (1, 5, 8), (1, 5, 8)),
+}
+
+
+@pytest.mark.parametrize("case", BROADCAST)
+def test_arguments_that_broadcast_or_differ_in_dtype_go_to_the_stock_function(case):
+    model, (*inputs, sin) = Attention(), (torch.randn(shape) for shape in BROADCAST[case])
+    inputs.append(sin.double() if "dtype" in case else sin)
     expected = model(*inputs)
     with tigon.patched(model) as report:
         assert [entry.part for entry in report.replaced] == ["rope"]
         assert all(torch.equal(a, b) for a, b in zip(model(*inputs), expected, strict=True))
-
-
-def test_tables_of_another_dtype_go_to_the_stock_function():
-    model, (q, k, cos) = Attention(), (torch.randn(shape) for shape in ((2, 4, 5, 8), (2, 2, 5, 8), (1, 5, 8)))
-    expected = model(q, k, cos, cos.double())
-    with tigon.patched(model):
-        assert all(torch.equal(a, b) for a, b in zip(model(q, k, cos, cos.double()), expected, strict=True))
 
 
 # --- complex tables ------------------------------------------------------------------------------
@@ -180,41 +158,22 @@ def multiply_transposed(xq, xk, freqs_cis):
     return tuple(x.transpose(1, 2) for x in results)
 
 
-def multiply_conjugate(xq, xk, freqs_cis):
-    return multiply_shared(xq, xk, freqs_cis.conj())
+COMPLEX_FORMS = {
+    multiply_shared: ComplexForm(heads=2, has_batch=True),
+    multiply_transposed: ComplexForm(heads=1, has_batch=True),
+}
+DIFFERENT = "computes another rotary embedding than the op"
+OTHER_PRODUCTS = {
+    "conjugate": lambda xq, xk, freqs_cis: multiply_shared(xq, xk, freqs_cis.conj()),
+    "queries only": lambda xq, xk, freqs_cis: (multiply_shared(xq, xk, freqs_cis)[0], xk),
+    "bf16": lambda xq, xk, freqs_cis: tuple(x.bfloat16().type_as(x) for x in multiply_shared(xq, xk, freqs_cis)),
+    "detached": lambda xq, xk, freqs_cis: multiply_shared(xq.detach() + 0 * xq, xk, freqs_cis),
+}
 
 
-def multiply_queries_only(xq, xk, freqs_cis):
-    return multiply_shared(xq, xk, freqs_cis)[0], xk
-
-
-def multiply_in_bf16(xq, xk, freqs_cis):
-    return tuple(x.bfloat16().type_as(x) for x in multiply_shared(xq, xk, freqs_cis))
-
-
-def multiply_and_detach(xq, xk, freqs_cis):
-    return multiply_shared(xq.detach() + 0 * xq, xk, freqs_cis)
-
-
-@pytest.mark.parametrize(
-    ("function", "form"),
-    [
-        (multiply_shared, ComplexForm(heads=2, has_batch=True)),
-        (multiply_transposed, ComplexForm(heads=1, has_batch=True)),
-    ],
-    ids=["heads last", "heads first"],
-)
-def test_products_with_a_complex_table_are_recognised(function, form):
-    assert recognise_function(function) == form
-
-
-@pytest.mark.parametrize(
-    "function",
-    [multiply_conjugate, multiply_queries_only, multiply_in_bf16, multiply_and_detach],
-    ids=lambda f: f.__name__,
-)
-def test_other_functions_of_a_complex_table_keep_their_code(function):
-    assert recognise_function(function) == "computes another rotary embedding than the op"
+def test_products_with_a_complex_table_are_recognised_and_other_functions_of_one_are_not():
+    assert {function: recognise_function(function) for function in COMPLEX_FORMS} == COMPLEX_FORMS
+    assert {recognise_function(function) for function in OTHER_PRODUCTS.values()} == {DIFFERENT}
 
 
 @pytest.mark.parametrize("function", [multiply_shared, multiply_transposed], ids=lambda f: f.__name__)

@@ -3,6 +3,7 @@
 import copy
 import linecache
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tigon
+from recognition.modules import define
 from tigon.recognition.parts.router_losses import RouterLossForward, find_router_losses
 
 pytestmark = pytest.mark.no_interpreter("It calls no kernel.")
@@ -37,40 +39,22 @@ def one_hot_loss(gate_logits, num_experts=None, top_k=2, attention_mask=None):
 
 
 calls: list[int] = []
-
-
-def counting(logits, num_experts, top_k, attention_mask):
-    calls.append(1)
-    return one_hot_loss(logits, num_experts, top_k, attention_mask)
-
-
-def no_factor(logits, num_experts, top_k, attention_mask):
-    return one_hot_loss(logits, num_experts, top_k, attention_mask) / num_experts
-
-
-def no_mask(logits, num_experts, top_k, attention_mask):
-    return one_hot_loss(logits, num_experts, top_k)
-
-
-def first_choice(logits, num_experts, top_k, attention_mask):
-    return one_hot_loss(logits, num_experts, 1, attention_mask)
-
-
-def last_layer(logits, num_experts, top_k, attention_mask):
-    return one_hot_loss(logits[-1:], num_experts, top_k, attention_mask)
-
-
-def no_gradient(logits, num_experts, top_k, attention_mask):
-    loss = one_hot_loss(logits, num_experts, top_k, attention_mask)
-    return loss.detach() + 0 * sum(x.sum() for x in logits)
-
-
-def in_fp64(logits, num_experts, top_k, attention_mask):
-    return one_hot_loss(logits, num_experts, top_k, attention_mask).double()
-
-
-def more_arguments(logits, num_experts, top_k, attention_mask, scale=1.0):
-    return scale * one_hot_loss(logits, num_experts, top_k, attention_mask)
+# Expressions of the loss of a function with the arguments (x, n, k, mask), and its further arguments.
+OTHERS = {
+    "counting": "calls.append(1) or one_hot_loss(x, n, k, mask)",
+    "no factor": "one_hot_loss(x, n, k, mask) / n",
+    "no mask": "one_hot_loss(x, n, k)",
+    "first choice": "one_hot_loss(x, n, 1, mask)",
+    "last layer": "one_hot_loss(x[-1:], n, k, mask)",
+    "no gradient": "one_hot_loss(x, n, k, mask).detach() + 0 * sum(logits.sum() for logits in x)",
+    "in fp64": "one_hot_loss(x, n, k, mask).double()",
+    "more arguments": "scale * one_hot_loss(x, n, k, mask)",
+}
+FUNCTIONS: dict[str, Any] = {"relu": F.relu, "none": None}
+FUNCTIONS |= {
+    name: define(f"return {loss}", globals(), "x, n, k, mask" + ", scale=1.0" * ("scale" in loss))
+    for name, loss in OTHERS.items()
+}
 
 
 def _router(logits, num_experts, top_k, attention_mask):
@@ -104,10 +88,7 @@ def test_a_function_with_the_losses_of_the_op_is_found(function):
     assert find_router_losses(_model_with(function)) == (("loss", "load_balancing_loss"),)
 
 
-OTHERS = [counting, no_factor, no_mask, first_choice, last_layer, no_gradient, in_fp64, more_arguments, F.relu, None]
-
-
-@pytest.mark.parametrize("function", OTHERS, ids=lambda f: getattr(f, "__name__", "none"))
+@pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
 def test_anything_else_keeps_its_function(function):
     assert find_router_losses(_model_with(function)) == ()
     assert not calls

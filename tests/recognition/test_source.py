@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 import tigon
-from tigon.recognition.rewriting.fused_statements import fuse_statements
 from tigon.recognition.rewriting.source import innermost
 
 FILE = """
@@ -234,8 +233,14 @@ def test_a_decorator_without_functools_wraps_is_reported():
 # --- residuals with other uses ---------------------------------------------------------------------
 
 
+# Forwards that do more with the residual of a norm, between its first statement and its last one.
+LAYER = """
+import torch
+from torch import nn
+from recognition.test_source import Norm, double
+
 class Layer(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.norm, self.a, self.last = Norm(), nn.Linear(16, 16), None
 
@@ -243,94 +248,46 @@ class Layer(nn.Module):
         x.register_hook(lambda g: 2 * g)
         return x
 
-    def hook(self, x):
-        residual = x
-        y = self.norm(x)
-        residual.register_hook(lambda g: g * 2)
-        return y + residual
-
-    def hook_on_an_alias(self, x):
-        residual = x
-        y = self.norm(x)
-        other = residual
-        other.register_hook(lambda g: g * 2)
-        return y + residual
-
-    def hook_by_a_method(self, x):
-        residual = x
-        y = self.norm(x)
-        return y + self.double(residual)
-
-    def hook_by_a_function(self, x):
-        residual = x
-        y = self.norm(x)
-        double(residual)
-        return y + residual
-
-    def identity(self, x):
-        residual = x
-        y = self.norm(x)
-        return y + (residual if residual is x else 2 * residual)
-
-    def retained(self, x):
-        residual = x
-        y = self.norm(x)
-        residual.retain_grad()
-        self.last = residual
-        return y + residual
-
-    def in_place(self, x):
-        residual = x
-        x = self.norm(x)
-        residual += self.a(x)
-        return residual
-
-    def in_place_by_a_method(self, x):
-        residual = x
-        x = self.norm(x)
-        residual.add_(self.a(x))
-        return residual
-
-    def in_place_in_a_branch(self, x):
-        residual = x
-        x = self.norm(x)
-        if self.a.bias is not None:
-            x = self.a(x)
-            residual += x
-        return residual
-
-    def in_place_by_index(self, x):
-        residual = x
-        x = self.norm(x)
-        residual[:] = residual + self.a(x)
-        return residual
-
-    def returned(self, x):
-        residual = x
-        y = self.norm(x)
-        return self.a(y), residual
-
-    def sum_in_place(self, x):
-        x = x + self.a(x)
-        residual = x
-        y = self.norm(x)
-        residual *= 2.0
-        return y + residual
+    def forward(self, x):
+        {}
+"""
+HOOK = "register_hook(lambda g: g * 2)"
+OTHERS = {
+    "hook": ["residual = x", "y = self.norm(x)", f"residual.{HOOK}", "return y + residual"],
+    "hook on an alias": ["residual = x", "y = self.norm(x)", "z = residual", f"z.{HOOK}", "return y + residual"],
+    "hook by a method": ["residual = x", "y = self.norm(x)", "return y + self.double(residual)"],
+    "hook by a function": ["residual = x", "y = self.norm(x)", "double(residual)", "return y + residual"],
+    "identity": ["residual = x", "y = self.norm(x)", "return y + (residual if residual is x else 2 * residual)"],
+    "retained": [
+        "residual = x", "y = self.norm(x)", "residual.retain_grad()", "self.last = residual", "return y + residual",
+    ],
+    "in place": ["residual = x", "x = self.norm(x)", "residual += self.a(x)", "return residual"],
+    "in place by a method": ["residual = x", "x = self.norm(x)", "residual.add_(self.a(x))", "return residual"],
+    "in place in a branch": [
+        "residual = x", "x = self.norm(x)", "if self.a.bias is not None:", "    x = self.a(x)", "    residual += x",
+        "return residual",
+    ],
+    "in place by index": ["residual = x", "x = self.norm(x)", "residual[:] = residual + self.a(x)", "return residual"],
+    "returned": ["residual = x", "y = self.norm(x)", "return self.a(y), residual"],
+    "sum in place": ["x = x + self.a(x)", "residual = x", "y = self.norm(x)", "residual *= 2.0", "return y + residual"],
+}  # fmt: skip
 
 
 def double(x):
     x.register_hook(lambda g: 2 * g)
 
 
-OTHERS = [name for name, value in vars(Layer).items() if isinstance(value, types.FunctionType) and name[0] != "_"]
-OTHERS.remove("double")
+@pytest.fixture
+def make_layer(write):
+    """Return make_layer(statements): it builds a layer whose forward has these statements."""
+    return lambda statements: write(LAYER.format("\n        ".join(statements)))[0].Layer()
 
 
 @pytest.mark.parametrize("name", OTHERS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_residual_with_other_uses_has_the_stock_results(name, dtype):
+def test_a_residual_with_other_uses_has_the_stock_results(make_layer, name, dtype):
     torch.manual_seed(0)
-    stock = type("Used", (Layer,), {"forward": vars(Layer)[name]})().to(dtype)
+    stock = make_layer(OTHERS[name]).to(dtype)
     ours, upstream = copy.deepcopy(stock), torch.randn(6, 16, dtype=dtype)
     report = tigon.patch(ours)
     entries = [entry for entry in report.entries if entry.part == "fused_statements"]
@@ -357,33 +314,20 @@ def test_a_residual_with_other_uses_has_the_stock_results(name, dtype):
         torch.testing.assert_close(results[1], results[0], rtol=0, atol=atol)
 
 
-IN_PLACE = [name for name in OTHERS if name.startswith(("in_place", "sum_in_place"))]
-
-
-@pytest.mark.parametrize("name", IN_PLACE)
-def test_a_norm_whose_input_is_overwritten_keeps_its_forward(name):
-    report = tigon.patch(type("Used", (Layer,), {"forward": vars(Layer)[name]})())
+@pytest.mark.parametrize("name", [name for name in OTHERS if name.startswith(("in place", "sum in place"))])
+def test_a_norm_whose_input_is_overwritten_keeps_its_forward(make_layer, name):
+    report = tigon.patch(make_layer(OTHERS[name]))
     (entry,) = (entry for entry in report.entries if entry.part == "rms_norm")
     assert not entry.replaced
-    assert entry.detail.startswith("its input is changed in place afterwards (Used, line ")
+    assert entry.detail.startswith("its input is changed in place afterwards (Layer, line ")
 
 
-def test_a_write_before_the_norm_does_not_matter():
-    def forward(self, x):
-        y = self.a(x)
-        y += x
-        residual = y
-        y = self.norm(y)
-        return residual + y
-
-    ours = type("Used", (Layer,), {"forward": forward})()
-    assert {entry.part for entry in tigon.patch(ours).replaced} == {"rms_norm", "fused_statements"}
+PLAIN = {
+    "plain": ["residual = x", "x = self.norm(x)", "return residual.to(x.dtype) + self.a(x)"],
+    "a write before the norm": ["y = self.a(x)", "y += x", "residual = y", "y = self.norm(y)", "return residual + y"],
+}
 
 
-def test_a_plain_residual_is_rewritten():
-    def forward(self, x):
-        residual = x
-        x = self.norm(x)
-        return residual.to(x.dtype) + self.a(x)
-
-    assert isinstance(fuse_statements(forward), types.FunctionType)
+@pytest.mark.parametrize("statements", PLAIN.values(), ids=PLAIN)
+def test_a_residual_without_other_uses_is_rewritten(make_layer, statements):
+    assert {entry.part for entry in tigon.patch(make_layer(statements)).replaced} == {"rms_norm", "fused_statements"}
