@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -29,6 +30,16 @@ COPIES: dict[str, Callable[[nn.Module], nn.Module]] = {
     "pickle": lambda model: pickle.loads(pickle.dumps(model)),
     "torch.save": save_and_load,
 }
+
+
+def with_adapters(model: nn.Module, names: str | list[str] = "all-linear", seed: int = 0, **options: Any) -> Any:
+    """Return a language model with adapters of PEFT on the layers of these names. Their weights are random."""
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(seed)
+    options = {"r": 4, "task_type": "CAUSAL_LM", "init_lora_weights": False} | options
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return peft.get_peft_model(model, peft.LoraConfig(target_modules=names, **options)).train()
 
 
 def record_calls(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[tuple]:

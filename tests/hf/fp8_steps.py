@@ -2,9 +2,7 @@
 
 import math
 
-import pytest
 import torch
-from torch import nn
 
 # The largest error of e4m3 is 2^-4, and that of e5m2 is 2^-3. Both are uniform, so an rms is the largest error divided
 # by sqrt(3), and less for values that are not just above a power of two. A product rounds two factors. Gradients pass
@@ -48,12 +46,3 @@ def layers_in_fp8(report) -> set[str]:
 
 def experts_in_fp8(report) -> set[str]:
     return {name for name in _names_in_fp8(report) if name.endswith("experts")}
-
-
-def with_lora(model: nn.Module, **options) -> nn.Module:
-    peft = pytest.importorskip("peft")
-    torch.manual_seed(0)
-    config = peft.LoraConfig(
-        r=8, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM", **options
-    )
-    return peft.get_peft_model(model, config).train()

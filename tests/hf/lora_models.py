@@ -84,3 +84,26 @@ def make_llama() -> nn.Module:
 def with_lora(model: nn.Module) -> nn.Module:
     torch.manual_seed(1)
     return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=NAMES, init_lora_weights=False))
+
+
+def to_4bit(linear: nn.Linear, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """Return a layer whose products have this dtype, and whose weight has 4 bits."""
+    bnb = pytest.importorskip("bitsandbytes")
+    layer = bnb.nn.Linear4bit(linear.in_features, linear.out_features, linear.bias is not None, compute_dtype=dtype)
+    layer.weight = bnb.nn.Params4bit(linear.weight.data, requires_grad=False, quant_type="nf4", module=layer)
+    layer.bias = linear.bias
+    # This call quantises the weight.
+    layer = layer.to(DEVICE)
+    assert layer.weight.numel() < linear.weight.numel()
+    return layer
+
+
+def to_8bit(linear: nn.Linear) -> nn.Module:
+    bnb = pytest.importorskip("bitsandbytes")
+    layer = bnb.nn.Linear8bitLt(
+        linear.in_features, linear.out_features, linear.bias is not None, has_fp16_weights=False
+    )
+    layer.load_state_dict(linear.state_dict())
+    layer = layer.to(DEVICE)
+    assert layer.weight.dtype == torch.int8
+    return layer

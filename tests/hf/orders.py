@@ -5,7 +5,6 @@
 
 import copy
 import functools
-import io
 import pickle
 import warnings
 from collections.abc import Callable
@@ -15,6 +14,7 @@ import torch
 from torch import nn
 
 import tigon
+from hf.changes import save_and_load
 from tigon.hf.logits import SKIPPED_LOGITS
 
 VOCABULARY, RESIZED = 40, 48
@@ -70,12 +70,6 @@ def shard(model: Any) -> nn.Module:
 
 def compile_model(model: nn.Module) -> Any:
     return torch.compile(model, backend="eager")
-
-
-def save_and_load(model: nn.Module) -> nn.Module:
-    file = io.BytesIO()
-    torch.save(model, file)
-    return torch.load(io.BytesIO(file.getvalue()), weights_only=False)
 
 
 STEPS: dict[str, Callable[[nn.Module], nn.Module]] = {

@@ -1,6 +1,7 @@
 """accelerate wraps the forward of a patched model; copies, restore and a second patch still find the right one."""
 
 import copy
+import functools
 import math
 import pickle
 
@@ -28,28 +29,23 @@ def accelerator(request, monkeypatch):
     return accelerator
 
 
-def prepare(accelerator, model):
-    return accelerator.prepare(model)
-
-
-def unwrap(accelerator, model):
-    return accelerator.unwrap_model(accelerator.prepare(model), keep_fp32_wrapper=False)
-
-
-def keep_wrapper(accelerator, model):
-    return accelerator.unwrap_model(accelerator.prepare(model), keep_fp32_wrapper=True)
+def unwrap(accelerator, model, keep_fp32_wrapper=False):
+    return accelerator.unwrap_model(accelerator.prepare(model), keep_fp32_wrapper=keep_fp32_wrapper)
 
 
 def extract(accelerator, model):
     return accelerate.utils.extract_model_from_parallel(accelerator.prepare(model), keep_fp32_wrapper=False)
 
 
-def prepare_again(accelerator, model):
-    return unwrap(accelerator, unwrap(accelerator, model))
-
-
+WAYS = {
+    "prepare": lambda accelerator, model: accelerator.prepare(model),
+    "unwrap": unwrap,
+    "keep the wrapper": functools.partial(unwrap, keep_fp32_wrapper=True),
+    "extract": extract,
+    "prepare again": lambda accelerator, model: unwrap(accelerator, unwrap(accelerator, model)),
+}
 in_both_precisions = pytest.mark.parametrize("accelerator", ["bf16", "fp16"], indirect=True)
-every_way = pytest.mark.parametrize("way", [prepare, unwrap, keep_wrapper, extract, prepare_again])
+every_way = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 every_copy = pytest.mark.parametrize("duplicate", COPIES.values(), ids=COPIES)
 
 
@@ -83,7 +79,7 @@ def test_restore_gives_the_forward_back_and_a_second_patch_fuses_the_loss(make_m
 
 
 @every_copy
-@pytest.mark.parametrize("way", [prepare, unwrap, keep_wrapper])
+@pytest.mark.parametrize("way", [*WAYS.values()][:3], ids=[*WAYS][:3])
 @pytest.mark.sampled(2)
 def test_a_copy_keeps_its_fused_loss_when_the_original_is_restored(make_model, batch, accelerator, way, duplicate):
     model = make_model()

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import tigon
+from hf.changes import with_adapters
 from tigon.hf import fp8
 
 pytest.importorskip("transformers")
@@ -54,8 +55,7 @@ def test_the_second_step_calls_what_the_sixth_calls(make_model, monkeypatch, kin
     monkeypatch.setattr(fp8, "NARROWEST", 1)
     model = make_model("llama").to(torch.bfloat16 if kind == "fp8" else torch.float32).train()
     if kind == "lora":
-        peft = pytest.importorskip("peft")
-        model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
+        model = with_adapters(model, init_lora_weights=True)
     report = tigon.patch(model, **OPTIONS[kind])
     assert {"lora": "adapters", "fp8": "fp8"}.get(kind, "glu") in {entry.part for entry in report.replaced}
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])

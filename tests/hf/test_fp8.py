@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 import tigon
-from hf.fp8_steps import BF16_ERROR, GRADIENT_ERROR, assert_near, error, layers_in_fp8, reasons, with_lora
+from hf.changes import with_adapters
+from hf.fp8_steps import BF16_ERROR, GRADIENT_ERROR, assert_near, error, layers_in_fp8, reasons
 from tigon.hf import fp8
 from tigon.recognition.parts.fp8 import FP8Recipe
 from tigon.recognition.replacement import find_replacement
@@ -257,12 +258,12 @@ def test_checkpointed_layers_keep_no_copies(make_bf16, batch, quantisations):
 
 @pytest.mark.parametrize("patched_first", [False, True], ids=["adapters first", "patch first"])
 def test_the_base_of_a_layer_with_adapters_runs_in_fp8(make_bf16, step, batch, fp8_calls, quantisations, patched_first):
-    model, stock = make_bf16(), with_lora(make_bf16())
+    model, stock = make_bf16(), with_adapters(make_bf16(), r=8)
     if patched_first:
         tigon.patch(model, fp8="rowwise")
-        model = with_lora(model)
+        model = with_adapters(model, r=8)
     else:
-        model = with_lora(model)
+        model = with_adapters(model, r=8)
         report = tigon.patch(model, fp8="rowwise")
         assert len(layers_in_fp8(report)) == 14
         assert "a low-rank adapter" in set(reasons(report).values())

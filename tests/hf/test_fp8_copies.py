@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import tigon
-from hf.fp8_steps import with_lora
+from hf.changes import with_adapters
 from tigon.hf import fp8
 from tigon.recognition.parts.fp8 import FP8Recipe
 from tigon.recognition.replacement import find_replacement
@@ -56,7 +56,7 @@ def _bytes_of_copies(model: nn.Module) -> int:
 
 
 def test_another_adapter_that_is_merged_is_seen(model, run):
-    model = with_lora(model)
+    model = with_adapters(model, r=8)
     _patch(model)
     run(model)
     model.merge_adapter()
@@ -74,7 +74,7 @@ def test_another_adapter_that_is_merged_is_seen(model, run):
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["copy", "pickle"])
 def test_a_merge_in_a_copy_of_a_model_is_seen(model, run, duplicate):
-    model = with_lora(model)
+    model = with_adapters(model, r=8)
     _patch(model)
     run(model)
     twin = duplicate(model)

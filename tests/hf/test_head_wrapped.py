@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import tigon
+from hf.changes import with_adapters
 from tigon.hf.logits import SKIPPED_LOGITS
 
 
@@ -101,14 +102,9 @@ ORDERS = ("patched first", "adapted first")
 @pytest.fixture
 def adapted(make_model, clone):
     """Return adapted(order, **lora): a patched and a stock model with the same adapter, and the report."""
-    peft = pytest.importorskip("peft")
 
-    def adapt(model, **options):
-        # The weights of the adapter are random and not zero.
-        torch.manual_seed(1)
-        options = {"target_modules": ["q_proj", "down_proj"], **options}
-        config = peft.LoraConfig(r=4, task_type="CAUSAL_LM", init_lora_weights=False, **options)
-        return peft.get_peft_model(model, config)
+    def adapt(model, target_modules=("q_proj", "down_proj"), **options):
+        return with_adapters(model, [*target_modules], seed=1, **options)
 
     def make(order: str, model_type: str = "gemma2", **options):
         model = make_model(model_type, tie_word_embeddings=False)

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import tigon
+from hf.changes import with_adapters
 from hf.fp8_steps import assert_near, layers_in_fp8
-from hf.fp8_steps import with_lora as with_lora_on_all_layers
 from hf.same_step import assert_same
 from hf.same_step import step as step_with
 from hf.tiny import tiny_model
@@ -40,11 +40,7 @@ def step(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def with_lora(model: nn.Module) -> nn.Module:
-    peft = pytest.importorskip("peft")
-    torch.manual_seed(0)
-    return peft.get_peft_model(
-        model, peft.LoraConfig(r=4, target_modules=["q_proj", "k_proj"], init_lora_weights=False)
-    )
+    return with_adapters(model, ["q_proj", "k_proj"])
 
 
 # The model type, the level of memory, the number of calls of the op in forward, and what is added before the patch. One
@@ -84,7 +80,7 @@ def test_models_train_as_stock(model_type, level, count, add, calls):
 def adapted(make_model, monkeypatch) -> nn.Module:
     """Return a model of one layer with adapters. Products in fp16 are right in the interpreter too."""
     monkeypatch.setattr(fp8, "NARROWEST", 1)
-    return with_lora_on_all_layers(make_model("qwen3", torch.float16, num_hidden_layers=1).to(DEVICE))
+    return with_adapters(make_model("qwen3", torch.float16, num_hidden_layers=1).to(DEVICE), r=8)
 
 
 def patch_in_fp8(model: nn.Module):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import tigon
-from hf.changes import COPIES
+from hf.changes import COPIES, with_adapters
 from memory.runs import count_runs
 from tigon.hf.layer_checkpoint import LayerCall
 from tigon.hf.transformers_private import (
@@ -89,11 +89,6 @@ def test_a_filled_cache_is_refused_where_layers_would_ignore_it(make_model, batc
 # --- switches --------------------------------------------------------------------------------------
 
 
-def with_adapters(model):
-    peft = pytest.importorskip("peft")
-    return peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules="all-linear"))
-
-
 def prepare_for_kbit_training(model):
     peft = pytest.importorskip("peft")
     model.is_loaded_in_4bit = True
@@ -116,7 +111,7 @@ def train_one_step(model, batch, folder, **options):
 WAYS = {
     "enable": lambda model, *_: model.gradient_checkpointing_enable(),
     "enable of the body": lambda model, *_: model.model.gradient_checkpointing_enable(),
-    "enable with adapters": lambda model, *_: with_adapters(model).gradient_checkpointing_enable(
+    "enable with adapters": lambda model, *_: with_adapters(model, r=2).gradient_checkpointing_enable(
         {"use_reentrant": False}
     ),
     "a Trainer": train_one_step,
@@ -173,6 +168,7 @@ def test_disable_switches_a_level_off_and_the_report_says_so(make_model, batch, 
     ("arguments", "setting"),
     [
         ({"gradient_checkpointing_kwargs": {"use_reentrant": True}}, "use_reentrant=True"),
+        ({"gradient_checkpointing_kwargs": {"preserve_rng_state": False}}, "preserve_rng_state=False"),
         ({"every_n_layers": 2}, "every_n_layers=2"),
         ({"offload": True}, "offload=True"),
     ],

@@ -1,6 +1,7 @@
 """Models with adapters of PEFT compute what they compute without Tigon, whatever happens to the adapters later."""
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import tigon
-from hf.lora_models import HIDDEN, NAMES, TOKENS, build, make_llama, with_lora
+from hf.lora_models import HIDDEN, NAMES, TOKENS, build, make_llama, to_4bit, to_8bit, with_lora
 from op_cases import DEVICE
 from tigon.ops.adapters import lora
 from tigon.ops.adapters.four_bit import FourBitWeight, dequantise
@@ -118,6 +119,9 @@ VARIANTS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "fp16": ({"dtype": torch.float16}, FUSED),
     "ranks by name": ({"rank_pattern": {"up_proj": 2, "v_proj": 3}, "alpha_pattern": {"q_proj": 1}}, FUSED),
     "few layers": ({"target_modules": ["q_proj", "down_proj"]}, ["_LoRALinears", "_LoRAGLUMLP"]),
+    "up alone": ({"target_modules": ["up_proj"]}, ["_LoRAGLUMLP"]),
+    "query and value": ({"target_modules": ["q_proj", "v_proj"]}, ["_LoRALinears"]),
+    "query and key with biases": ({"target_modules": ["q_proj", "k_proj"], "lora_bias": True}, ["_LoRALinears"]),
     "modules_to_save": ({"modules_to_save": ["head"]}, FUSED),
     "trained biases": ({"bias": "all"}, FUSED),
     "DoRA": ({"use_dora": True}, []),
@@ -227,25 +231,7 @@ def test_autocast_computes_in_its_dtype(nodes):
     assert not nodes
 
 
-def to_4bit(linear: nn.Linear) -> nn.Module:
-    bnb = pytest.importorskip("bitsandbytes")
-    layer = bnb.nn.Linear4bit(
-        linear.in_features, linear.out_features, linear.bias is not None, compute_dtype=torch.bfloat16
-    )
-    layer.weight = bnb.nn.Params4bit(
-        linear.weight.data, requires_grad=False, quant_type="nf4", compress_statistics=True, module=layer
-    )
-    layer.bias = linear.bias
-    return layer.to(DEVICE)
-
-
-def to_8bit(linear: nn.Linear) -> nn.Module:
-    bnb = pytest.importorskip("bitsandbytes")
-    layer = bnb.nn.Linear8bitLt(
-        linear.in_features, linear.out_features, linear.bias is not None, has_fp16_weights=False
-    )
-    layer.load_state_dict(linear.state_dict())
-    return layer.to(DEVICE)
+to_bf16_4bit = functools.partial(to_4bit, dtype=torch.bfloat16)
 
 
 def test_layers_of_8_bits_get_their_adapters_from_an_op(nodes):
@@ -264,7 +250,7 @@ def test_layers_of_8_bits_get_their_adapters_from_an_op(nodes):
 
 @pytest.mark.parametrize("agrees", [True, False])
 def test_weights_of_4_bits_are_dequantised_by_a_kernel_that_agrees_with_their_library(agrees, nodes, monkeypatch):
-    stock = build(convert=to_4bit)
+    stock = build(convert=to_bf16_4bit)
     model = copy.deepcopy(stock)
     results = []
 
@@ -282,7 +268,7 @@ def test_weights_of_4_bits_are_dequantised_by_a_kernel_that_agrees_with_their_li
 
 
 def test_a_quantised_weight_that_backward_needs_must_not_change(nodes):
-    model = build(convert=to_4bit)
+    model = build(convert=to_bf16_4bit)
     tigon.patch(model)
     y = model(TOKENS.to(DEVICE)).float().square().sum()
     layer = model.base_model.model.layer.o_proj.base_layer
@@ -300,7 +286,7 @@ def test_a_quantised_weight_that_backward_needs_must_not_change(nodes):
 @pytest.mark.parametrize("autocast", [False, True])
 def test_layers_of_4_bits_are_as_accurate_as_stock(autocast, is_prepared, nodes):
     """`prepare_model_for_kbit_training` casts all other weights to fp32, and so the inputs of the layers."""
-    stock = build(convert=to_4bit)
+    stock = build(convert=to_bf16_4bit)
     if is_prepared:
         stock.base_model.model.embed.float()
         stock.base_model.model.head.float()
@@ -315,7 +301,9 @@ def test_layers_of_4_bits_are_as_accurate_as_stock(autocast, is_prepared, nodes)
 # --- transformers ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("order", "memory"), [("adapters first", "lean+mlp"), ("patch first", "default")])
+@pytest.mark.parametrize(
+    ("order", "memory"), [("adapters first", "lean+mlp"), ("adapters first", "lean"), ("patch first", "default")]
+)
 def test_a_language_model_runs_its_adapters_by_ops_in_either_order(nodes, order, memory):
     stock, model = with_lora(make_llama()), make_llama()
     report = tigon.patch(model, memory=memory) if order == "patch first" else None

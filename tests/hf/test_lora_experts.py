@@ -186,39 +186,23 @@ def _add(model: nn.Module, name: str = "second", **options: Any) -> None:
     randomise(model)
 
 
-def _switch(model: Any) -> None:
-    _add(model)
-    model.set_adapter("second")
-
-
-def _activate_both(model: Any) -> None:
-    _add(model)
-    model.base_model.set_adapter(["default", "second"])
-
-
-def _unmerge(model: Any) -> None:
-    model.merge_adapter()
-    model.unmerge_adapter()
-
-
 def _scale(model: Any) -> None:
     for module in model.modules():
         if hasattr(module, "set_scale"):
             module.set_scale("default", 3.0)
 
 
-def _disable_one(model: Any) -> None:
-    wrapper_of(model).enable_adapters(False)
-
-
 # The change, and the numbers of adapters in the calls of the op; None if it is not called.
 CHANGES: dict[str, tuple[Callable, set | None]] = {
-    "switched": (_switch, {(1, 1)}),
-    "two active adapters": (_activate_both, {(2, 2)}),
+    "switched": (lambda model: (_add(model), model.set_adapter("second")), {(1, 1)}),
+    "two active adapters": (
+        lambda model: (_add(model), model.base_model.set_adapter(["default", "second"])),
+        {(2, 2)},
+    ),
     "disabled": (lambda model: model.base_model.disable_adapter_layers(), {(0, 0)}),
-    "one disabled": (_disable_one, {(1, 0), (1, 1)}),
+    "one disabled": (lambda model: wrapper_of(model).enable_adapters(False), {(1, 0), (1, 1)}),
     "merged": (lambda model: model.merge_adapter(), {(0, 0)}),
-    "unmerged": (_unmerge, {(1, 1)}),
+    "unmerged": (lambda model: (model.merge_adapter(), model.unmerge_adapter()), {(1, 1)}),
     "scaled": (_scale, {(1, 1)}),
     "unloaded": (lambda model: model.unload(), None),
 }

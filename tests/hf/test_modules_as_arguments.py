@@ -6,7 +6,6 @@ import pickle
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tigon
@@ -63,50 +62,6 @@ def test_a_language_model_that_takes_its_teacher_first_has_the_stock_loss(make_m
     assert expected > stock(**batch).loss
     for argument in (teacher, patched_teacher):
         torch.testing.assert_close(model(argument, **batch).loss, expected)
-
-
-# --- layers ----------------------------------------------------------------------------------------
-
-
-class Norm(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.rand(32) + 0.5), 1e-6
-
-    def forward(self, x):
-        y = x.float()
-        return self.weight * (y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype)
-
-
-class Layer(nn.Module):
-    """A layer with fused statements. Its first argument is another layer, which it calls."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = Norm(), nn.Linear(32, 80), nn.Linear(80, 32)
-
-    def forward(self, mixer, x):
-        residual = x
-        x = residual + mixer(x)
-        residual = x
-        x = self.norm(x)
-        x = self.down(F.silu(self.up(x)))
-        return residual + x
-
-
-class Mixer(Layer):
-    def forward(self, x):
-        return x + self.down(self.up(self.norm(x)))
-
-
-def test_a_layer_with_fused_statements_may_take_another_layer_first():
-    torch.manual_seed(0)
-    stock, mixer, x = Layer(), Mixer(), torch.randn(2, 7, 32)
-    model = nn.ModuleList([copy.deepcopy(stock)])
-    report = tigon.patch(model)
-    assert find_replacement(model[0]) is not None, report
-    torch.testing.assert_close(model[0](mixer, x), stock(mixer, x))
-    torch.testing.assert_close(model[0](nn.Identity(), x), stock(nn.Identity(), x))
 
 
 @pytest.mark.parametrize("name", ["", "model", "model.layers.0", "model.layers.0.mlp", "model.norm", "lm_head"])

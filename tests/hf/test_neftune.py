@@ -3,30 +3,18 @@
 The trainers of transformers and TRL register this hook on the embedding of the tokens, before or after the patch.
 """
 
-import copy
-
 import pytest
 import torch
 from torch import nn
 
 import tigon
 
-transformers = pytest.importorskip("transformers")
 neftune = pytest.importorskip("transformers.integrations.neftune")
 
 pytestmark = pytest.mark.no_interpreter("The test launches no kernel.")
 
 
 INSIDE = ("mlp.up_proj", "input_layernorm", "self_attn.q_proj")
-
-
-@pytest.fixture(scope="module")
-def stock_model() -> nn.Module:
-    config = transformers.LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2
-    )
-    torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(config).train()
 
 
 def add_noise(module: nn.Module) -> None:
@@ -56,9 +44,9 @@ def check_same_step(model: nn.Module, stock_model: nn.Module) -> None:
 @pytest.mark.parametrize("hook_is_first", [True, False], ids=["hook, patch", "patch, hook"])
 @pytest.mark.parametrize("name", ["model.embed_tokens", "lm_head", *(f"model.layers.0.{part}" for part in INSIDE)])
 @pytest.mark.sampled(4)
-def test_noise_is_that_of_a_stock_model(stock_model, memory, hook_is_first, name):
+def test_noise_is_that_of_a_stock_model(make_model, memory, hook_is_first, name):
     """A recomputation must not draw other noise, and neither a fused op nor the loss in the head may skip the hook."""
-    stock, model = copy.deepcopy(stock_model), copy.deepcopy(stock_model)
+    stock, model = make_model(), make_model()
     add_noise(stock.get_submodule(name))
     if hook_is_first:
         add_noise(model.get_submodule(name))
@@ -68,4 +56,4 @@ def test_noise_is_that_of_a_stock_model(stock_model, memory, hook_is_first, name
     (entry,) = [entry for entry in report.entries if entry.part == "loss"]
     assert entry.replaced == (name != "lm_head" or not hook_is_first)
     check_same_step(model, stock)
-    assert run_step(copy.deepcopy(stock_model))[0] != run_step(stock)[0], "the noise changes the loss"
+    assert run_step(make_model())[0] != run_step(stock)[0], "the noise changes the loss"

@@ -233,35 +233,6 @@ def test_a_deep_model_is_probed_once_for_each_kind_of_module(make_model, monkeyp
     assert len(runs) <= 2 * shallow
 
 
-def exchange_the_activation(mlp):
-    mlp.act_fn = nn.ReLU()
-
-
-def hook_the_activation(mlp):
-    mlp.act_fn.register_forward_hook(lambda act, args, output: output * (output > 1))
-
-
-def replace_the_forward_of_the_activation(mlp):
-    mlp.act_fn.forward = torch.relu
-
-
-CHANGES = [exchange_the_activation, hook_the_activation, replace_the_forward_of_the_activation]
-
-
-@pytest.mark.parametrize("when", ["before the patch", "after the patch"])
-@pytest.mark.parametrize("change", CHANGES)
-def test_an_activation_that_was_changed_is_called(make_model, batch, assert_same_step, change, when):
-    model, stock = make_model(), make_model()
-    tigon.patch(model, loss=False) if when == "after the patch" else None
-    for each in (model, stock):
-        change(each.model.layers[1].mlp)
-    assert_same_step(model, stock, batch)
-    if when == "before the patch":
-        entries = tigon.patch(model).left_alone
-        assert [(entry.part, entry.names) for entry in entries] == [("glu", ["model.layers.1.mlp"])]
-        assert_same_step(model, stock, batch)
-
-
 # --- reports, warnings and logs ------------------------------------------------------------------
 
 

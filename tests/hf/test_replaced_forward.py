@@ -38,8 +38,8 @@ def replace_on_the_instance(model):
     model.forward = types.MethodType(other_forward, model)
 
 
-def replace_the_loss(model):
-    model.loss_function = lambda logits, labels, vocab_size, **options: logits.float().mean()
+def mean_of_logits(logits, labels, vocab_size, **options):
+    return logits.float().mean()
 
 
 CALL_IT = "let the new code call the one that it replaces"
@@ -48,7 +48,7 @@ REPLACEMENTS = {
     "a partial": (lambda m: setattr(m, "forward", functools.partial(other_forward, m)), "the forward", CALL_IT),
     "deleted": (lambda m: delattr(m, "forward"), "the forward", CALL_IT),
     "TRL": (replace_by_trl, "the forward", "call tigon.integrations.trl.enable() before the trainer is built"),
-    "the loss function": (replace_the_loss, "the loss function", CALL_IT),
+    "the loss function": (lambda m: setattr(m, "loss_function", mean_of_logits), "the loss function", CALL_IT),
 }
 
 

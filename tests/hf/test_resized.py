@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import tigon
+from hf.changes import with_adapters
 from tigon.hf.logits import SKIPPED_LOGITS
 from tigon.recognition.replacement import find_replacement
 
@@ -145,12 +146,7 @@ TRAINED = {
 
 
 def adapt(model, **options):
-    peft = pytest.importorskip("peft")
-    torch.manual_seed(0)
-    config = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM", init_lora_weights=False, **options)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return peft.get_peft_model(model, config)
+    return with_adapters(model, ["q_proj"], r=2, **options)
 
 
 @pytest.mark.parametrize("is_patched_first", [True, False], ids=["patch first", "PEFT first"])

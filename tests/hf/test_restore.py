@@ -15,6 +15,7 @@ from torch import nn
 import tigon
 
 transformers = pytest.importorskip("transformers")
+from hf.changes import with_adapters  # noqa: E402
 from hf.tiny import EXCEPTIONS, tiny_config, tiny_model  # noqa: E402
 
 # --- the report ----------------------------------------------------------------------------------
@@ -33,6 +34,10 @@ def assert_restored(report, count=14):
 
 @pytest.mark.parametrize("memory", ["default", "lean", "checkpoint"])
 def test_a_restored_report_is_false_and_empty(make_model, memory):
+    """The end of a block of `patched` restores the report too."""
+    with tigon.patched(make_model()) as report:
+        assert report
+    assert_restored(report)
     model = make_model()
     report = tigon.patch(model, memory=memory)
     assert len(report) == 14
@@ -56,12 +61,6 @@ def test_a_patch_after_a_restored_one_has_its_own_report(make_model):
     assert "forward" in vars(model)
     reports[1].restore()
     assert "forward" not in vars(model)
-
-
-def test_a_block_ends_with_a_restored_report(make_model):
-    with tigon.patched(make_model()) as report:
-        assert report
-    assert_restored(report)
 
 
 def test_an_interrupted_restore_is_neither_done_nor_undone(make_model):
@@ -148,10 +147,7 @@ def own_model(model_type):
 
 
 def prepare(family, model):
-    if family == "adapters":
-        peft = pytest.importorskip("peft")
-        model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
-    return model.train()
+    return with_adapters(model, init_lora_weights=True) if family == "adapters" else model.train()
 
 
 def train(model):

@@ -1,19 +1,16 @@
 """The functions of `transformers_private` return known results, and without a private name Tigon raises an error."""
 
-import inspect
 import itertools
 import re
 import types
 from pathlib import Path
 
 import pytest
-import torch
 from torch import nn
 
 import tigon
 from hf.changes import loss_entry
 from tigon.hf import transformers_private
-from tigon.recognition.parts.experts import recognise_experts
 
 transformers = pytest.importorskip("transformers")
 
@@ -41,30 +38,7 @@ def test_classes_and_layers_of_a_model(model):
     assert transformers_private.attention_of(types.SimpleNamespace(config=types.SimpleNamespace())) == "unknown"
 
 
-def test_the_loss_function_of_a_model(model):
-    """The slot holds an assigned function, and the type chooses one if none was assigned."""
-    stock, slot = model.loss_function, transformers_private.loss_slot(model)
-    assert slot not in vars(model)
-    model.loss_function = function = lambda *args: None
-    assert vars(model)[slot] is model.loss_function is function
-    del vars(model)[slot]
-    assert model.loss_function is stock
-    assert transformers_private.loss_type(model) == "ForCausalLM"
-    model.loss_type = "ForMaskedLM"
-    assert transformers_private.loss_type(model) == "ForMaskedLM"
-    assert model.loss_function is not stock
-    # A model without a property has the attribute itself.
-    assert transformers_private.loss_slot(nn.Linear(1, 1)) == "loss_function"
-
-
-def test_constructors_and_tables_of_models(monkeypatch):
-    assert all(callable(getattr(transformers.PreTrainedModel, name)) for name in transformers_private.constructors())
-    calls = []
-    stock = transformers.LlamaForCausalLM._from_config
-    record = lambda cls, *args, **kwargs: calls.append(cls) or stock(*args, **kwargs)
-    monkeypatch.setattr(transformers.LlamaForCausalLM, "_from_config", classmethod(record))
-    transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**SIZES))
-    assert calls == [transformers.LlamaForCausalLM]
+def test_tables_of_models():
     mappings = transformers_private.model_mappings()
     classes = {mapping[transformers.LlamaConfig] for mapping in mappings if transformers.LlamaConfig in mapping}
     assert {transformers.LlamaModel, transformers.LlamaForCausalLM} <= classes
@@ -83,81 +57,6 @@ def test_the_functions_that_build_masks():
     assert all(transformers_private.builds_mask(getattr(masks, name)) for name in names)
     others = masks.find_packed_sequence_indices, masks.create_bidirectional_mask, cut_name, len, None
     assert not any(map(transformers_private.builds_mask, others))
-
-
-def test_the_function_of_the_switch_calls_every_checkpointed_layer(model):
-    assert transformers_private.checkpoint_refusal(model) is None
-    layers = model.model.layers
-    assert all(map(transformers_private.has_checkpoint_switch, layers))
-    assert not transformers_private.has_checkpoint_switch(model.lm_head)
-    assert all(map(transformers_private.is_checkpoint_layer, layers))
-    assert not transformers_private.is_checkpoint_layer(model.lm_head)
-    states = [transformers_private.switch_state(layer) for layer in layers]
-    calls = []
-
-    def call(function, *args):
-        calls.append(function)
-        return function(*args)
-
-    for layer in layers:
-        transformers_private.set_switch(layer, call, True)
-        assert transformers_private.checkpoint_function(layer) is call
-    inputs = {"input_ids": torch.tensor([[1, 2, 3]]), "use_cache": False}
-    model(**inputs)
-    assert len(calls) == len(layers)
-    with torch.no_grad():
-        assert all(map(transformers_private.is_switched_on, layers))
-        model(**inputs)
-    assert len(calls) == len(layers)
-    for layer, state in zip(layers, states, strict=True):
-        transformers_private.restore_switch(layer, state)
-        assert transformers_private.switch_state(layer) == state
-    assert not any(map(transformers_private.is_switched_on, layers))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "settings"),
-    [
-        ({}, {}),
-        ({"gradient_checkpointing_kwargs": {"use_reentrant": False}}, {}),
-        ({"gradient_checkpointing_kwargs": {"use_reentrant": True}}, {"use_reentrant": True}),
-        ({"gradient_checkpointing_kwargs": {"preserve_rng_state": False}}, {"preserve_rng_state": False}),
-        ({"every_n_layers": 2}, {"every_n_layers": 2}),
-        ({"offload": True}, {"offload": True}),
-    ],
-    ids=str,
-)
-def test_an_installed_setter_gets_the_settings_of_a_call(model, arguments, settings):
-    parameters = inspect.signature(model.gradient_checkpointing_enable).parameters
-    if not arguments.keys() <= parameters.keys():
-        pytest.skip("this transformers has no such argument")
-    assert transformers_private.has_switch_setter(model)
-    assert not transformers_private.has_switch_setter(model.lm_head)
-    calls = []
-
-    def setter(enable=True, *args, **kwargs):
-        calls.append((enable, transformers_private.checkpoint_settings(*args, **kwargs)))
-        transformers_private.call_switch_setter(model, enable, *args, **kwargs)
-
-    transformers_private.replace_switch_setter(model, setter)
-    assert transformers_private.installed_switch_setter(model) is setter
-    model.gradient_checkpointing_enable(**arguments)
-    assert transformers_private.is_switched_on(model.model.layers[0])
-    model.gradient_checkpointing_disable()
-    assert calls == [(True, settings), (False, {})]
-    assert not any(map(transformers_private.is_switched_on, model.model.layers))
-    transformers_private.replace_switch_setter(model, None)
-    assert transformers_private.installed_switch_setter(model) is None
-
-
-def test_experts_have_the_attributes_that_recognition_reads():
-    sizes = SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2}
-    model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes))
-    experts = next(m for m in model.modules() if type(m).__name__ == "MixtralExperts")
-    assert (experts.has_gate, experts.has_bias, experts.is_transposed) == (True, False, False)
-    assert experts._apply_gate(torch.ones(1, 4)).shape == (1, 2)
-    assert experts.config._experts_implementation == "grouped_mm"
-    assert str(recognise_experts(experts)).startswith("moe_mlp")
 
 
 # --- a transformers without the names --------------------------------------------------------------
@@ -228,6 +127,8 @@ def test_a_slot_of_another_name_is_found_and_restored(model, monkeypatch):
     write = lambda self, function: setattr(self, "another_name", function)
     monkeypatch.setattr(transformers.PreTrainedModel, "loss_function", property(read, write))
     assert transformers_private.loss_slot(model) == "another_name"
+    # A model without a property has the attribute itself.
+    assert transformers_private.loss_slot(nn.Linear(1, 1)) == "loss_function"
     report = tigon.patch(model)
     assert "another_name" in vars(model)
     report.restore()

@@ -5,6 +5,8 @@ import torch
 from torch import nn
 
 import tigon
+from hf.changes import with_adapters
+from hf.lora_models import to_4bit, to_8bit
 from tigon.hf.logits import SKIPPED_LOGITS
 
 PARTS = {"rms_norm", "glu", "rope", "fused_statements", "loss"}
@@ -13,28 +15,6 @@ PARTS = {"rms_norm", "glu", "rope", "fused_statements", "loss"}
 @pytest.fixture(params=["llama", "gemma2", "phi3"])
 def model_type(request) -> str:
     return request.param
-
-
-def to_4bit(linear: nn.Linear) -> nn.Module:
-    bnb = pytest.importorskip("bitsandbytes")
-    layer = bnb.nn.Linear4bit(linear.in_features, linear.out_features, linear.bias is not None, torch.float32)
-    layer.weight = bnb.nn.Params4bit(linear.weight.data, requires_grad=False, quant_type="nf4", module=layer)
-    layer.bias = linear.bias
-    # This call quantises the weight.
-    layer = layer.to("cpu")
-    assert layer.weight.numel() < linear.weight.numel()
-    return layer
-
-
-def to_8bit(linear: nn.Linear) -> nn.Module:
-    bnb = pytest.importorskip("bitsandbytes")
-    layer = bnb.nn.Linear8bitLt(
-        linear.in_features, linear.out_features, linear.bias is not None, has_fp16_weights=False
-    )
-    layer.load_state_dict(linear.state_dict())
-    layer = layer.to("cpu")
-    assert layer.weight.dtype == torch.int8
-    return layer
 
 
 class Wrapped(nn.Module):
@@ -50,7 +30,11 @@ class Wrapped(nn.Module):
         return nn.functional.linear(x, torch.cat(list(self.rows)), self.bias)
 
 
-OTHER_WEIGHTS = {"4 bit": to_4bit, "8 bit": to_8bit, "of an unknown class": Wrapped}
+OTHER_WEIGHTS = {
+    "4 bit": to_4bit,
+    "8 bit": to_8bit,
+    "of an unknown class": Wrapped,
+}
 
 
 def exchange(model: nn.Module, convert) -> nn.Module:
@@ -61,19 +45,6 @@ def exchange(model: nn.Module, convert) -> nn.Module:
                 setattr(module, name, convert(child))
     model.enable_input_require_grads()
     return model
-
-
-def with_lora(model: nn.Module, **options) -> nn.Module:
-    peft = pytest.importorskip("peft")
-    torch.manual_seed(0)
-    config = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", **options)
-    model = peft.get_peft_model(model, config)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            # This weight is initially zero, and lora_A would have no gradient then.
-            if "lora_B" in name:
-                parameter.normal_(0, 0.1)
-    return model.train()
 
 
 def patch(model: nn.Module, *, has_adapters: bool = False) -> None:
@@ -104,13 +75,12 @@ def test_quantised_and_wrapped_weights_give_the_results_of_stock(
 def test_adapters_on_every_layer_give_the_results_of_stock(
     make_model, batch, assert_same_step, model_type, weights, order
 ):
-    pytest.importorskip("peft")
     model, stock = make_model(model_type), make_model(model_type)
     if convert := OTHER_WEIGHTS.get(weights):
         model, stock = exchange(model, convert), exchange(stock, convert)
     if order == "patch first":
         patch(model)
-    model, stock = with_lora(model), with_lora(stock)
+    model, stock = with_adapters(model), with_adapters(stock)
     if order == "adapters first":
         patch(model, has_adapters=True)
     assert model(**batch).logits is SKIPPED_LOGITS
@@ -120,10 +90,9 @@ def test_adapters_on_every_layer_give_the_results_of_stock(
 
 @pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
 def test_adapters_with_checkpointing_give_the_results_of_stock(make_model, batch, assert_same_step, reentrant):
-    pytest.importorskip("peft")
     model, stock = make_model("gemma2"), make_model("gemma2")
     patch(model)
-    model, stock = with_lora(model), with_lora(stock)
+    model, stock = with_adapters(model), with_adapters(stock)
     for each in (model, stock):
         each.gradient_checkpointing_enable({"use_reentrant": reentrant})
         each.enable_input_require_grads()
@@ -131,20 +100,18 @@ def test_adapters_with_checkpointing_give_the_results_of_stock(make_model, batch
 
 
 def test_the_model_stays_patched_after_its_adapters_are_merged(make_model, batch, assert_same_step):
-    pytest.importorskip("peft")
     model, stock = make_model(), make_model()
     patch(model)
-    model, stock = (with_lora(m).merge_and_unload().requires_grad_(True) for m in (model, stock))
+    model, stock = (with_adapters(m).merge_and_unload().requires_grad_(True) for m in (model, stock))
     assert model(**batch).logits is SKIPPED_LOGITS
     assert_same_step(model, stock, batch)
 
 
 def test_dropout_of_adapters_uses_the_random_numbers_of_stock(make_model, batch, step):
     """Dropout in the adapters uses the same random numbers as in the stock model."""
-    pytest.importorskip("peft")
     model, stock = make_model(), make_model()
     patch(model)
-    model, stock = with_lora(model, lora_dropout=0.3), with_lora(stock, lora_dropout=0.3)
+    model, stock = with_adapters(model, lora_dropout=0.3), with_adapters(stock, lora_dropout=0.3)
     torch.manual_seed(1)
     actual = step(model, batch)
     torch.manual_seed(1)

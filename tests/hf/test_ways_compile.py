@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import tigon
+from hf.changes import with_adapters
 from hf.ways import assert_same
 from tigon.hf.logits import SKIPPED_LOGITS
 
@@ -55,16 +56,9 @@ def test_many_lengths_need_two_graphs(make_model, batch, step):
 
 @pytest.mark.thorough
 def test_adapters_give_the_results_of_stock(make_model, batch, step):
-    peft = pytest.importorskip("peft")
     model, stock = (make_model("gemma2", **ONE_LAYER) for _ in range(2))
     tigon.patch(model)
-
-    def adapted(model):
-        torch.manual_seed(0)
-        options = {"r": 4, "target_modules": "all-linear", "init_lora_weights": False, "task_type": "CAUSAL_LM"}
-        return peft.get_peft_model(model, peft.LoraConfig(**options))
-
-    model, stock = adapted(model), adapted(stock)
+    model, stock = with_adapters(model), with_adapters(stock)
     # The model inside is compiled, because the wrapper of peft has a graph break.
     model.base_model.model.compile(fullgraph=True, backend="aot_eager")
     assert model(**batch).logits is SKIPPED_LOGITS

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import tigon
+from hf.changes import with_adapters
 from tigon.hf.logits import SKIPPED_LOGITS
 
 accelerate = pytest.importorskip("accelerate")
@@ -22,12 +23,6 @@ def rows(batch) -> list[dict[str, torch.Tensor]]:
         row["labels"] = row["labels"].clone()
         row["labels"][: i % 5] = -100
     return rows
-
-
-def lora(model):
-    peft = pytest.importorskip("peft")
-    torch.manual_seed(0)
-    return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
 
 
 SETTINGS = {
@@ -62,7 +57,7 @@ def test_the_trainer_gives_the_results_of_stock(make_model, rows, tmp_path, sett
         if patched:
             tigon.patch(model)
         if setting == "adapters":
-            model = lora(model)
+            model = with_adapters(model, init_lora_weights=True)
         options = TrainingArguments(
             output_dir=str(tmp_path), logging_steps=1, report_to=[], use_cpu=True, save_strategy="no",
             disable_tqdm=True, **arguments | SETTINGS[setting],

@@ -30,8 +30,8 @@ pytest.importorskip("transformers")
 
 from transformers import AttentionInterface
 
+from hf.changes import with_adapters as with_lora
 from hf.copies import copy_of_patched
-from hf.test_ways_adapters import with_lora
 from hf.ways import batch, build
 from memory.test_models import saved_bytes, step
 

@@ -20,8 +20,9 @@ pytest.importorskip("transformers")
 
 import transformers
 
+from hf.changes import with_adapters as with_lora
 from hf.copies import copy_of_patched
-from hf.test_ways_adapters import exchange, to_4bit, with_lora
+from hf.test_ways_adapters import exchange, to_4bit
 from hf.ways import batch, build
 from memory.runs import count_runs
 from memory.test_models import saved_bytes, step

@@ -12,8 +12,9 @@ from memory.steps import assert_same_bits
 
 pytest.importorskip("transformers")
 
+from hf.changes import with_adapters as with_lora
 from hf.copies import copy_of_patched
-from hf.test_ways_adapters import exchange, to_4bit, to_8bit, with_lora
+from hf.test_ways_adapters import exchange, to_4bit, to_8bit
 from hf.test_ways_empty_weights import add_engine_hooks, empty_weights
 from hf.test_ways_empty_weights import step as step_without_weights
 from hf.tiny import tiny_model

@@ -9,12 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from recognition.expert_steps import assert_same, step
+from recognition.test_mixtures import _mixture
 from tigon.ops.experts.arguments import ACTIVATIONS
 from tigon.ops.experts.moe_mlp import moe_mlp
 from tigon.ops.mlps.glu import ClampedGate
 from tigon.recognition.guards.guard import install_guarded
 from tigon.recognition.parts import experts
 from tigon.recognition.parts.experts import ExpertsRecipe, recognise_experts
+from tigon.recognition.parts.mixtures import MixtureRecipe, recognise_mixture
 from tigon.runtime.requirements import _release
 from tigon.testing import assert_accurate
 
@@ -39,9 +41,14 @@ FLAVOURS = {
     "relu": ("mixtral", "MixtralConfig", "MixtralExperts", None, {"hidden_act": "relu"}),
 }
 every_flavour = pytest.mark.parametrize("flavour", FLAVOURS)
+# Llama 4 runs every expert on every token; test_mixtures.py has what is particular to it.
+MIXTURE = "a mixture"
+every_kind = pytest.mark.parametrize("flavour", [*FLAVOURS, MIXTURE])
 
 
 def _experts(flavour: str = "silu", chosen: str = "grouped_mm", dtype: torch.dtype = torch.float32) -> nn.Module:
+    if flavour == MIXTURE:
+        return _mixture(dtype=dtype)
     package, config, experts, _, options = FLAVOURS[flavour]
     models = f"transformers.models.{package}"
     config = getattr(importlib.import_module(f"{models}.configuration_{package}"), config)(**SIZES | options)
@@ -62,9 +69,18 @@ def _inputs(tokens: int = T, choices: int = K, dtype: torch.dtype = torch.float3
     return hidden, index, weights.to(dtype).requires_grad_()
 
 
+def _inputs_of(module: nn.Module, **options) -> tuple[Tensor, ...]:
+    """Return the inputs of a module; a mixture takes the hidden states alone."""
+    return _inputs(**options)[: 1 if hasattr(module, "router") else 3]
+
+
+def _recipe_of(module: nn.Module) -> object:
+    return (recognise_mixture if hasattr(module, "router") else recognise_experts)(module)
+
+
 def _patched(module: nn.Module) -> nn.Module:
-    recipe = recognise_experts(module)
-    assert isinstance(recipe, ExpertsRecipe), recipe
+    recipe = _recipe_of(module)
+    assert isinstance(recipe, ExpertsRecipe | MixtureRecipe), recipe
     install_guarded(module, recipe)
     return module
 
@@ -85,19 +101,20 @@ def test_output_and_gradients_are_the_stock_ones(flavour, chosen, inputs, monkey
     assert calls, "the stock forward was called"
 
 
-@every_flavour
+@every_kind
 def test_without_tokens_all_gradients_are_zero(flavour):
     """The gradients must exist, because a rank without tokens takes part in the reduction over all ranks."""
-    results = step(_patched(_experts(flavour)), _inputs(tokens=0))
+    module = _patched(_experts(flavour))
+    results = step(module, _inputs_of(module, tokens=0))
     assert results["output 0"].shape == (0, H)
     assert all((gradient == 0).all() for gradient in results.values())
 
 
 @pytest.mark.parametrize("chosen", ["grouped_mm", "eager"])
-@every_flavour
+@every_kind
 def test_bf16_is_as_near_to_fp32_as_the_stock_module(flavour, chosen):
     stock = _experts(flavour, chosen, torch.bfloat16)
-    module, inputs = _patched(copy.deepcopy(stock)), _inputs(dtype=torch.bfloat16)
+    module, inputs = _patched(copy.deepcopy(stock)), _inputs_of(stock, dtype=torch.bfloat16)
     wide = [x.detach().float().requires_grad_(x.requires_grad) if x.is_floating_point() else x for x in inputs]
     ours, eager, exact = step(module, inputs), step(stock, inputs), step(copy.deepcopy(stock).float(), wide)
     for name in exact:
@@ -125,14 +142,17 @@ def test_choices_of_experts_on_other_ranks_have_no_effect(flavour):
     assert_same(results, expected)
 
 
-@pytest.mark.parametrize("frozen", ["gate_up_proj", "down_proj", "hidden", "weights", "gate_up_proj down_proj"])
-def test_frozen_tensors_have_no_gradient_and_the_others_have_the_stock_one(frozen):
-    stock = _experts()
-    module, inputs = _patched(copy.deepcopy(stock)), _inputs()
-    for name in frozen.split():
+FROZEN = [("silu", names) for names in ("gate_up_proj", "down_proj", "input 0", "input 2", "gate_up_proj down_proj")]
+FROZEN += [(MIXTURE, name) for name in ("input 0", "experts.gate_up_proj", "experts.down_proj", "router.weight")]
+
+
+@pytest.mark.parametrize(("flavour", "frozen"), FROZEN)
+def test_frozen_tensors_have_no_gradient_and_the_others_have_the_stock_one(flavour, frozen):
+    stock = _experts(flavour)
+    module, inputs = _patched(copy.deepcopy(stock)), _inputs_of(stock)
+    for name in [frozen] if "input" in frozen else frozen.split():
         for each in (stock, module):
-            x = {"hidden": inputs[0], "weights": inputs[2]}.get(name)
-            (each.get_parameter(name) if x is None else x).requires_grad_(False)
+            (inputs[int(name[-1])] if "input" in name else each.get_parameter(name)).requires_grad_(False)
     assert_same(step(module, inputs), step(stock, inputs))
 
 
@@ -174,22 +194,26 @@ def test_undo_restores_the_module_and_the_config_is_unchanged():
     assert all(torch.equal(after[name], before[name]) for name in before)
 
 
-@pytest.mark.parametrize(
-    "duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"]
-)
-def test_a_copy_computes_with_its_own_parameters(duplicate):
-    module, inputs = _patched(_experts()), _inputs()
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["copy", "pickle"])
+@pytest.mark.parametrize("flavour", ["silu", MIXTURE])
+def test_a_copy_computes_with_its_own_parameters(duplicate, flavour):
+    module = _patched(_experts(flavour))
+    inputs = _inputs_of(module)
+    if flavour == MIXTURE:
+        module.shared_expert.down_proj.weight.data.zero_()
     other = duplicate(module)
     with torch.no_grad():
-        other.down_proj.mul_(2)
-    torch.testing.assert_close(other(*inputs), 2 * module(*inputs))
+        (other.experts if flavour == MIXTURE else other).down_proj.mul_(2)
+    ours, stock = other(*inputs), module(*inputs)
+    torch.testing.assert_close(*((ours[0], 2 * stock[0]) if flavour == MIXTURE else (ours, 2 * stock)))
 
 
-def test_recognition_reads_no_weights_and_leaves_the_random_state_alone():
+@pytest.mark.parametrize("flavour", ["silu", MIXTURE])
+def test_recognition_reads_no_weights_and_leaves_the_random_state_alone(flavour):
     with torch.device("meta"):
-        module = _experts()
-    state = torch.get_rng_state()
-    assert recognise_experts(module) == recognise_experts(_experts())
+        module = _experts(flavour)
+    other, state = _experts(flavour), torch.get_rng_state()
+    assert _recipe_of(module) == _recipe_of(other)
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -254,14 +278,14 @@ def test_parametrised_weights_give_the_stock_output_and_gradients():
 
 @pytest.mark.xfail(torch.__version__ < (2, 11), reason="torch.compile before 2.11 cannot trace every call of experts")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("flavour", ["silu", "no gate", "transposed, biases, interleaved, clamped"])
+@pytest.mark.parametrize("flavour", [MIXTURE, "silu", "no gate", "transposed, biases, interleaved, clamped"])
 @pytest.mark.sampled(5)
 def test_compiles_without_a_graph_break(flavour, dtype):
     torch._dynamo.reset()
     module = _patched(_experts(flavour, dtype=dtype))
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
     for tokens in (T, T + 4):
-        inputs = _inputs(tokens, dtype=dtype)
+        inputs = _inputs_of(module, tokens=tokens, dtype=dtype)
         expected, results = step(module, inputs), step(compiled, inputs, module.named_parameters())
         assert_same(results, expected, 2**-6 if dtype == torch.bfloat16 else 1e-5)
 

@@ -389,6 +389,25 @@ def test_a_model_that_is_unpickled_without_the_source_of_its_class_runs_the_stoc
     assert_close(step(pickle.loads(data), x), step(stock, x))
 
 
+class TakesAMixer(Layer):
+    """A layer whose first argument is another layer, which it calls."""
+
+    def forward(self, mixer, hidden):
+        residual = hidden
+        hidden = residual + mixer(hidden)
+        residual = hidden
+        hidden = self.after(hidden)
+        return residual + self.down(F.silu(self.up(hidden)))
+
+
+def test_a_layer_may_take_another_layer_first():
+    stock, x = TakesAMixer().to(DEVICE), inputs()
+    model = copy.deepcopy(stock)
+    assert any(e.part == "fused_statements" for e in tigon.patch(model).replaced)
+    for mixer in (Layer().to(DEVICE), nn.Identity()):
+        torch.testing.assert_close(model(mixer, x), stock(mixer, x))
+
+
 def test_a_residual_of_another_shape_or_dtype_is_added_by_torch():
     norm = Norm().to(DEVICE)
     tigon.patch(norm)

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tigon
+from recognition import modules
 from tigon.hf.parts import PARTS
 from tigon.recognition.parts.activations import recognise_relu2
 from tigon.recognition.probing.trials import record, recording
@@ -16,24 +17,13 @@ from tigon.recognition.probing.trials import record, recording
 pytestmark = pytest.mark.filterwarnings("ignore:tigon.patch")
 
 
-class Norm(nn.Module):
-    def __init__(self, compute=lambda y: y) -> None:
+class Norm(modules.Norm):
+    def __init__(self, change=lambda y: y) -> None:
         super().__init__()
-        self.weight, self.eps, self.compute = nn.Parameter(torch.ones(48)), 1e-6, compute
+        self.change = change
 
-    def forward(self, x: Tensor) -> Tensor:
-        y = x.float()
-        y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.compute(self.weight * y.to(x.dtype))
-
-
-class Activation(nn.Module):
-    def __init__(self, compute) -> None:
-        super().__init__()
-        self.compute = compute
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.compute(self, x)
+    def compute(self, x: Tensor, w: Tensor) -> Tensor:
+        return self.change(super().compute(x, w))
 
 
 class MLP(tigon.SwiGLUMLP):
@@ -150,17 +140,21 @@ def test_why_says_why_an_activation_is_no_squared_relu():
     assert "input float32 (16, 24), training: the largest difference is" in text
 
 
-def test_a_module_that_is_a_squared_relu_in_training_only_has_a_reason():
-    module = Activation(lambda m, x: F.relu(x).square() * (1.0 if m.training else 2.0))
+def in_training(self, x: Tensor) -> Tensor:
+    return F.relu(x).square() * (1.0 if self.training else 2.0)
+
+
+def noisy(self, x: Tensor) -> Tensor:
+    return F.dropout(F.relu(x).square())
+
+
+def test_a_squared_relu_in_training_only_or_with_random_numbers_has_a_reason():
+    module = type("Activation", (nn.Module,), {"forward": in_training})()
     with recording() as trials:
         assert recognise_relu2(module) == "computes something else than a squared ReLU"
     assert "evaluation" in trials.lines()[1]
     assert "relu2 " in str(tigon.patch(nn.Sequential(module)))
-
-
-def test_a_squared_relu_by_name_that_draws_random_numbers_has_a_reason():
-    noisy = type("NoisyReLUSquared", (Activation,), {})(lambda m, x: F.dropout(F.relu(x).square()))
-    assert "draws random numbers" in recognise_relu2(noisy)
+    assert "draws random numbers" in recognise_relu2(type("NoisyReLUSquared", (nn.Module,), {"forward": noisy})())
 
 
 def test_why_says_why_statements_are_not_replaced():
