@@ -56,10 +56,8 @@ class FP8Recipe:
 
     A copy of a layer starts without a quantised weight.
 
-    Args:
-        settings: The options of the patch.
-        is_base: The layer is, or was, the base of a layer with adapters. A merge of the adapters changes the weight
-            without a new version, so only an op that adds the adapters uses a cache. Any other call quantises.
+    `is_base` is True if the layer is, or was, the base of a layer with adapters. A merge of the adapters changes the
+    weight without a new version, so only an op that adds the adapters uses a cache. Any other call quantises.
     """
 
     def __init__(self, settings: FP8Settings, is_base: bool = False) -> None:
@@ -86,11 +84,7 @@ class FP8Recipe:
     def frozen_weight(self, layer: Any, x: Tensor | TensorLike, has_adapters: bool) -> Fp8Weight | None:
         """Return the weight for an op that adds adapters to products of x; None if the layer has to be called.
 
-        Args:
-            layer: The layer of this recipe.
-            x: The input of the layer.
-            has_adapters: The op adds adapters of this layer, which are therefore not merged into its weight. False for
-                a layer that only has the same input as one with adapters.
+        With `has_adapters`, the op adds adapters of this layer, which are therefore not merged into its weight.
         """
         self.free_moved_copies(layer)
         is_cacheable = has_adapters or not self.is_base

@@ -55,11 +55,9 @@ class FP8Experts:
 
     A copy of the module starts without quantised weights.
 
-    Args:
-        settings: The options of the patch. Experts have scales by rows with every recipe, because torch has no other
-            grouped products, and the gradients of their weights are never products in FP8.
-        is_base: The experts are, or were, the base of adapters. A merge of the adapters changes the weights without a
-            new version, so no copies are kept.
+    Experts have scales by rows with every recipe, because torch has no other grouped products, and the gradients of
+    their weights are never products in FP8. Experts that are, or were, the base of adapters (`is_base`) keep no copies,
+    because a merge of the adapters changes the weights without a new version.
     """
 
     def __init__(self, settings: FP8Settings, is_base: bool = False) -> None:

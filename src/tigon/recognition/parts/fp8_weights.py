@@ -48,10 +48,7 @@ class StepCache:
     def find(self, weights: Sequence[Tensor], merges: Sequence[int | None]) -> WeightCache | None:
         """Return the cache for a call with these weights; None if the call must quantise them.
 
-        Args:
-            weights: The weights of the layers that the call computes.
-            merges: For each weight, a number that is different after a merge of adapters into it; None if there are no
-                adapters.
+        `merges` holds a number for each weight with adapters, which is different after a merge into it.
         """
         trained_weights = [weight for weight in weights if weight.requires_grad]
         if is_capturing(weights[0]) or not all(map(keeps_versions, weights)):

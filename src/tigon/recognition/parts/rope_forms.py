@@ -22,8 +22,8 @@ from torch import Tensor
 
 from tigon.ops.rotary.rope import MAX_HEAD_SIZE, Layout, Table, rope, rope_of_layer, rope_reference
 from tigon.recognition.guards.code_facts import explain_identity, symbolic_modes
-from tigon.recognition.probing.probes import Modes, explain_limits_of_function
 from tigon.recognition.probing.standin import describe, gradients, normal, probing, same_bits, same_gradients
+from tigon.recognition.probing.symbolic import find_size_use
 from tigon.recognition.probing.trials import Trials, current_trials, not_recording, record, recording
 from tigon.runtime.device import KERNEL_DTYPES, PLAIN, runs_kernels
 from tigon.runtime.reach.explore import explore
@@ -262,7 +262,7 @@ def _find_form(function: types.FunctionType, call: RopeCall) -> Form | str:
     return reason if isinstance(reason, str) else DIFFERENT
 
 
-def _explain_limits(function: types.FunctionType, form: Any, modes: Modes) -> str | None:
+def _explain_limits(function: types.FunctionType, form: Any, modes: tuple[bool, ...]) -> str | None:
     """Return why a function may compute something else for other tensors or other sizes, or None."""
     call, names = RopeCall.of(function), list(inspect.signature(function).parameters)
     for number, (dtype, table_dtype) in enumerate(DTYPES if modes else ()):
@@ -290,14 +290,17 @@ def _explain_limits(function: types.FunctionType, form: Any, modes: Modes) -> st
 
         run = lambda half, expand=expand: function(**expand(half)[0])
         reference = lambda half, expand=expand: form(*expand(half)[1], reference=True)
-        if reason := explain_limits_of_function(run, reference, normal(0, 2, 2, 2, 8, dtype=dtype), modes):
-            return reason
+        for has_grad in modes:
+            with torch.set_grad_enabled(has_grad):
+                inputs = (normal(0, 2, 2, 2, 8, dtype=dtype).requires_grad_(has_grad),)
+                if reason := find_size_use(run, reference, inputs, any_width=True):
+                    return reason.removeprefix("its forward ")
     return None
 
 
 @cached_weakly
 def _recognise(
-    function: types.FunctionType, state: tuple, modes: Modes
+    function: types.FunctionType, state: tuple, modes: tuple[bool, ...]
 ) -> tuple[Form | ComplexForm | str | None, Trials]:
     """Return the form of a function and the comparisons that found it.
 

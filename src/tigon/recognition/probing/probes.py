@@ -32,7 +32,6 @@ SMALL_SHAPES = ((1,), (1, 1), (2, 0), (1, 3), (3, 1), (2, 1, 3))
 
 Subject = Callable[..., nn.Module]
 ProbeInputs = Callable[..., list[Tensor]]
-Modes = tuple[bool, ...]
 
 
 def agrees(
@@ -240,17 +239,3 @@ def explain_limits(
         if reason is not None:
             return reason
     return None
-
-
-def explain_limits_of_function(run: Callable, reference: Callable, x: Tensor, modes: Modes) -> str | None:
-    """Return why a function may compute something else for other tensors or other sizes, or None.
-
-    `run` calls the function with a tensor like `x`, and with further tensors that it creates from its sizes.
-    `reference` does the same with the candidate. `modes` is the result of `symbolic_modes`.
-    """
-    reason: str | None = None
-    for has_grad in modes:
-        with torch.set_grad_enabled(has_grad):
-            inputs = (x.detach().requires_grad_(has_grad),)
-            reason = reason or find_size_use(run, reference, inputs, any_width=True)
-    return reason and reason.removeprefix("its forward ")

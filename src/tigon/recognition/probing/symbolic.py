@@ -10,7 +10,7 @@ import os
 import re
 import traceback
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -69,39 +69,25 @@ def _size_as_value(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     return None
 
 
-def find_size_use(
-    run: Callable,
-    reference: Callable,
-    inputs: tuple[Tensor, ...],
-    *,
-    any_width: bool = False,
-) -> str | None:
+def find_size_use(run: Callable, reference: Callable, inputs: tuple[Tensor, ...], *, any_width: bool) -> str | None:
     """Return why a forward may compute something else for inputs of other sizes, or None.
 
     `reference` computes what the recipe computes. A guard that a run of the reference also records comes from torch's
     operators, not from a decision of the forward. With `any_width`, the last size is a symbol too.
     """
-    result = _run(run, inputs, any_width)
-    if result.reason is not None:
-        return result.reason
-    if result.guards:
-        of_reference = _run(reference, inputs, any_width).guards
-        if new_guards := sorted(text for text in result.guards if text not in of_reference):
-            return f"its forward decides by {result.guards[new_guards[0]]}"
-    return None
+    reason, guards = _run(run, inputs, any_width)
+    if reason is None and guards:
+        _, guards_of_reference = _run(reference, inputs, any_width)
+        if new_guards := sorted(guards.keys() - guards_of_reference):
+            return f"its forward decides by {guards[new_guards[0]]}"
+    return reason
 
 
-class _Run(NamedTuple):
-    """What a run on tensors without values shows."""
+def _run(run: Callable, inputs: tuple[Tensor, ...], any_width: bool) -> tuple[str | None, dict[str, str]]:
+    """Run a function on tensors without values, whose sizes are symbols.
 
-    # Why the function cannot be replaced.
-    reason: str | None
-    # The text of each guard, with its place in the code.
-    guards: dict[str, str]
-
-
-def _run(run: Callable, inputs: tuple[Tensor, ...], any_width: bool) -> _Run:
-    """Run a function on tensors without values, whose sizes are symbols."""
+    Return why the function cannot be replaced, or None, and the texts of the guards with their places in the code.
+    """
     tools = symbolic_tools()
     environment = tools.ShapeEnv(duck_shape=False)
     mode = tools.FakeTensorMode(shape_env=environment, allow_non_fake_inputs=True)
@@ -133,7 +119,7 @@ def _run(run: Callable, inputs: tuple[Tensor, ...], any_width: bool) -> _Run:
     if watch.first is not None:
         operator, size = watch.first
         reason = f"its forward computes with the size of its input ({operator} of {readable(size)})"
-    return _Run(reason, guards)
+    return reason, guards
 
 
 def _describe_place(frame: traceback.FrameSummary, text: str) -> str:

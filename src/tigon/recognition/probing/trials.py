@@ -117,15 +117,8 @@ def record(
 ) -> bool:
     """Record one comparison and return `is_same`.
 
-    Args:
-        is_same: The candidate does what the module does.
-        candidate: The recipe. It is hashable, and `str(candidate)` is the name that the user reads.
-        twin: The stand-in of the module, or None for a function.
-        inputs: The inputs of the comparison.
-        results: The tensor, or the sequence of tensors, that the candidate computed.
-        expected: The tensor, or the sequence of tensors, that the module computed.
-        mode: Further circumstances, such as "gradients".
-        text: A description of the difference, if it is no difference of values.
+    The candidate is hashable, and its text is the name that the user reads. `twin` is None for a function. `mode` names
+    further circumstances, such as "gradients", and `text` a difference that is no difference of values.
     """
     if (trials := _current.get()) is not None:
         mismatch = None

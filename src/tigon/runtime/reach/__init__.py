@@ -34,7 +34,6 @@ or that tells symbolic sizes from numbers, is refused too, because it could hide
 | `known_names` | lists names of functions and packages that write, that depend on hidden state, or that only compute |
 | `places`      | describes one place, compares all places in one expression, and undoes what a probe changes in them |
 | `objects`     | answers questions about one object or class, such as which names it defines |
-| `record`      | holds the results of one walk |
 | `functions`, `holders` | visit functions, and objects with attributes: modules, classes, configs |
 | `explore`     | walks over everything that is reachable, until no new name appears |
 
