@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from tigon.recognition.guards.code_facts import largest_number
-from tigon.recognition.parts.comparison import Subject, explain_difference, if_similar, run_probes, select
+from tigon.recognition.parts.comparison import explain_difference, if_similar, run_probes, select
 from tigon.recognition.parts.mlp_recipes import FORMULAS, ActivationRecipe
-from tigon.recognition.probing.probes import runs_without_contiguity
+from tigon.recognition.probing.probes import Subject, runs_without_contiguity
 from tigon.recognition.probing.standin import (
     BF16,
     FP16,
@@ -84,7 +84,7 @@ def _recognise_activation(
         selected, dims = select(subject, candidates)
         if not selected:
             return different
-        accepts_strides = runs_without_contiguity(selected[0], subject, subject.inputs)
+        accepts_strides = runs_without_contiguity(selected[0], subject)
         reason = reach.reason or explain_difference(selected[0], subject, reach, dims, different=different)
         return reason or replace(selected[0], needs_contiguity=not accepts_strides)
 

@@ -1,12 +1,12 @@
 """Compare a module with candidates: probes select candidates, and then one of them is compared in all circumstances.
 
-A part describes its modules by a `Subject`, which builds stand-ins of a module and inputs for them.
+A part describes its modules by a `Subject` (`tigon.recognition.probing.probes`).
 """
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from tigon.recognition.guards.code_facts import has_conditions
 from tigon.recognition.probing.probes import (
     DTYPES,
     SHAPES,
+    Subject,
     agrees,
     agrees_in_all_combinations,
     agrees_in_circumstances,
@@ -42,41 +43,6 @@ EQUAL_DTYPES: tuple[Pair, ...] = tuple((dtype, dtype) for dtype in DTYPES)
 
 Candidate = TypeVar("Candidate", bound=Callable)
 Result = TypeVar("Result")
-# A function that builds a stand-in, and the inputs for it.
-SpecialCase = tuple[Callable[[], nn.Module], list[Tensor]]
-
-
-class Subject:
-    """Builds stand-ins of a module and inputs for them."""
-
-    module: nn.Module
-    # True if the module may have any width, which the run with symbolic sizes then treats as a symbol.
-    has_any_width = False
-
-    def __call__(self, dtype: torch.dtype | None = FP32, training: bool = True) -> nn.Module:
-        """Return a fresh stand-in with parameters of this dtype."""
-        raise NotImplementedError
-
-    def inputs(self, dtype: torch.dtype, *shape: int) -> list[Tensor]:
-        """Return the inputs with these leading dimensions."""
-        raise NotImplementedError
-
-    def cases(self) -> Iterator[tuple[nn.Module, list[Tensor]]]:
-        """Yield stand-ins and inputs on which the outputs of a candidate must have the bits of the module's."""
-        raise NotImplementedError
-
-    def special_cases(self, recipe: Any, reach: Reach) -> Iterator[SpecialCase]:
-        """Yield further cases for the comparison of a single candidate."""
-        return iter(())
-
-    def with_weights(
-        self, dtype: torch.dtype | None, change: Callable[[str, Tensor], object], training: bool = True
-    ) -> nn.Module:
-        """Return a stand-in whose parameters `change(name, values)` has changed in place."""
-        twin = self(dtype, training)
-        for name, parameter in twin.named_parameters():
-            change(name, parameter.data)
-        return twin
 
 
 def run_probes(compute: Callable[[], Result], module: nn.Module, reach: Reach | None = None) -> Result | str:
@@ -149,15 +115,14 @@ def explain_difference(
     Return the reason why the candidate does not hold, or None. `different` is the reason if a comparison fails, and
     `pairs` are the dtypes that the module accepts.
     """
-    options = {"any_width": subject.has_any_width}
-    if reason := explain_limits(recipe, subject, subject.inputs, subject.module, reach, pairs, dims, **options):
+    if reason := explain_limits(recipe, subject, reach, pairs, dims):
         return reason
-    if not agrees_in_circumstances(recipe, subject, subject.inputs):
+    if not agrees_in_circumstances(recipe, subject):
         return different
     if any(agrees(recipe, make, inputs) is False for make, inputs in subject.special_cases(recipe, reach)):
         return different
     tries_all = subject.has_any_width or has_conditions(reach)
-    if tries_all and not agrees_in_all_combinations(recipe, subject, subject.inputs, pairs):
+    if tries_all and not agrees_in_all_combinations(recipe, subject, pairs):
         return different
     return None
 

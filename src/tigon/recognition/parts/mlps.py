@@ -28,15 +28,13 @@ from torch import Tensor, nn
 from tigon.recognition.guards.code_facts import largest_number
 from tigon.recognition.parts.comparison import (
     CANNOT_RUN,
-    SpecialCase,
-    Subject,
     explain_difference,
     if_similar,
     run_probes,
     select,
 )
 from tigon.recognition.parts.mlp_recipes import FORMULAS, GATE_KINDS, GLURecipe, MLPRecipe
-from tigon.recognition.probing.probes import DTYPES, runs_without_contiguity
+from tigon.recognition.probing.probes import DTYPES, SpecialCase, Subject, runs_without_contiguity
 from tigon.recognition.probing.standin import (
     BF16,
     FP16,
@@ -228,7 +226,7 @@ def _compare(subject: _MLPSubject, candidates: Sequence[RecipeType], reach: Reac
     if isinstance(recipe, GLURecipe):
         recipe = replace(recipe, up_first=order[0] == recipe.up)
     recipe = replace(recipe, dims=dims)
-    accepts_strides = runs_without_contiguity(recipe, subject, subject.inputs)
+    accepts_strides = runs_without_contiguity(recipe, subject)
     reason = explain_difference(recipe, subject, reach, dims, different=different)
     return reason or replace(recipe, needs_contiguity=not accepts_strides)
 

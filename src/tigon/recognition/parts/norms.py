@@ -25,8 +25,6 @@ from tigon.recognition.parts.comparison import (
     CANNOT_RUN,
     EQUAL_DTYPES,
     Pair,
-    SpecialCase,
-    Subject,
     explain_difference,
     run_probes,
     select,
@@ -39,7 +37,7 @@ from tigon.recognition.parts.norm_recipes import (
     RMSNormRecipe,
     Scope,
 )
-from tigon.recognition.probing.probes import DTYPES, agrees, runs_without_contiguity
+from tigon.recognition.probing.probes import DTYPES, SpecialCase, Subject, agrees, runs_without_contiguity
 from tigon.recognition.probing.standin import (
     BF16,
     FP16,
@@ -165,7 +163,7 @@ def _confirm(recipe: NormRecipe, subject: _NormSubject, dims: frozenset[int], re
     weight_dtypes: dict[torch.dtype, tuple[torch.dtype | None, ...]] = {
         x: tuple(w for dtype, w in pairs if dtype == x) if recipe.weight else (None,) for x in DTYPES
     }
-    accepts_strides = runs_without_contiguity(recipe, subject, subject.inputs)
+    accepts_strides = runs_without_contiguity(recipe, subject)
     shape = "normalized_shape" if getattr(module, "normalized_shape", None) == (subject.width,) else None
     return replace(recipe, scope=Scope(dims, weight_dtypes, not accepts_strides, shape))
 

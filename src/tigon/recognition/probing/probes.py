@@ -1,14 +1,13 @@
 """Compare a candidate with a forward in other modes, layouts and devices, and with special upstream gradients.
 
-A *subject* is a function `subject(dtype, training=True)` that returns a fresh stand-in with parameters of that dtype.
-The forward and the candidate run on their own stand-ins, so that a forward that changes its module cannot influence the
-candidate. `inputs(dtype, *shape)` returns the inputs with these leading dimensions.
+The forward and the candidate run on their own stand-ins, which a `Subject` builds, so that a forward that changes its
+module cannot influence the candidate.
 """
 
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -30,8 +29,41 @@ SHAPES = ((), (8,), (2, 4), (2, 2, 2))
 # Sizes of 0 and 1, which a run with symbolic sizes does not cover.
 SMALL_SHAPES = ((1,), (1, 1), (2, 0), (1, 3), (3, 1), (2, 1, 3))
 
-Subject = Callable[..., nn.Module]
-ProbeInputs = Callable[..., list[Tensor]]
+# A function that builds a stand-in, and the inputs for it.
+SpecialCase = tuple[Callable[[], nn.Module], list[Tensor]]
+
+
+class Subject:
+    """Builds stand-ins of a module and inputs for them."""
+
+    module: nn.Module
+    # True if the module may have any width, which the run with symbolic sizes then treats as a symbol.
+    has_any_width = False
+
+    def __call__(self, dtype: torch.dtype | None = FP32, training: bool = True) -> nn.Module:
+        """Return a fresh stand-in with parameters of this dtype."""
+        raise NotImplementedError
+
+    def inputs(self, dtype: torch.dtype, *shape: int) -> list[Tensor]:
+        """Return the inputs with these leading dimensions."""
+        raise NotImplementedError
+
+    def cases(self) -> Iterator[tuple[nn.Module, list[Tensor]]]:
+        """Yield stand-ins and inputs on which the outputs of a candidate must have the bits of the module's."""
+        raise NotImplementedError
+
+    def special_cases(self, recipe: Any, reach: Reach) -> Iterator[SpecialCase]:
+        """Yield further cases for the comparison of a single candidate."""
+        return iter(())
+
+    def with_weights(
+        self, dtype: torch.dtype | None, change: Callable[[str, Tensor], object], training: bool = True
+    ) -> nn.Module:
+        """Return a stand-in whose parameters `change(name, values)` has changed in place."""
+        twin = self(dtype, training)
+        for name, parameter in twin.named_parameters():
+            change(name, parameter.data)
+        return twin
 
 
 def agrees(
@@ -136,9 +168,9 @@ def _same_gradient(a: Tensor | None, b: Tensor | None) -> bool:
     return torch.equal(a.isfinite().all(-1), is_finite) and bool((~is_finite | (difference <= bound)).all())
 
 
-def agrees_in_circumstances(candidate: Callable, subject: Subject, inputs: ProbeInputs) -> bool:
+def agrees_in_circumstances(candidate: Callable, subject: Subject) -> bool:
     """Compare special gradients, small sizes, autocast, no_grad for inputs that require gradients, and devices."""
-    in_fp32 = functools.partial(subject, FP32)
+    in_fp32, inputs = functools.partial(subject, FP32), subject.inputs
     x, x_bf16 = inputs(FP32, 2, 4), inputs(BF16, 2, 4)
     in_bf16 = functools.partial(subject, BF16)
     runs_and_agrees = functools.partial(agrees, candidate, must_run=True)
@@ -174,7 +206,7 @@ def _to_meta(twin: nn.Module) -> nn.Module:
 
 
 def agrees_in_all_combinations(
-    candidate: Callable, subject: Subject, inputs: ProbeInputs, pairs: Sequence[tuple[torch.dtype, torch.dtype | None]]
+    candidate: Callable, subject: Subject, pairs: Sequence[tuple[torch.dtype, torch.dtype | None]]
 ) -> bool:
     """Compare in every combination of mode, dtypes, small and other shapes, and gradients.
 
@@ -182,18 +214,18 @@ def agrees_in_all_combinations(
     """
     shapes = dict.fromkeys(SHAPES + SMALL_SHAPES)
     for training, (dtype, weight_dtype), shape in itertools.product((True, False), pairs, shapes):
-        make, x = functools.partial(subject, weight_dtype, training), inputs(dtype, *shape)
+        make, x = functools.partial(subject, weight_dtype, training), subject.inputs(dtype, *shape)
         if any(agrees(candidate, make, x, needs_grad=needs_grad) is False for needs_grad in (False, True)):
             return False
     return True
 
 
-def runs_without_contiguity(candidate: Callable, subject: Subject, inputs: ProbeInputs) -> bool:
+def runs_without_contiguity(candidate: Callable, subject: Subject) -> bool:
     """Return True if the candidate reproduces a forward for an input that is not contiguous.
 
     A forward may refuse such an input, as `view` does, or copy it first, which changes the order of sums.
     """
-    x = [t.transpose(0, 1) for t in inputs(FP32, 3, 4)]
+    x = [t.transpose(0, 1) for t in subject.inputs(FP32, 3, 4)]
     stock = subject(FP32)
     try:
         expected = type(stock).forward(stock, *x)
@@ -206,22 +238,18 @@ def runs_without_contiguity(candidate: Callable, subject: Subject, inputs: Probe
 def explain_limits(
     candidate: Callable,
     subject: Subject,
-    inputs: ProbeInputs,
-    module: nn.Module,
     reach: Reach,
     pairs: Sequence[tuple[torch.dtype, torch.dtype | None]],
     dims: Iterable[int],
-    *,
-    any_width: bool = False,
 ) -> str | None:
     """Return why a forward may compute something else for other tensors or other batch sizes, or None.
 
-    `reach` is the code that the forward of `module` may run. The run with symbolic sizes is in training mode, in fp32,
-    with three dimensions. If the code has conditions, it runs in both modes with every combination of `pairs` (the
-    dtypes of the input and of the weights) and `dims` (numbers of dimensions). If the code reads `requires_grad`, it
-    also runs with inputs that require gradients. With `any_width`, the last size is a symbol too.
+    `reach` is the code that the forward may run. The run with symbolic sizes is in training mode, in fp32, with three
+    dimensions. If the code has conditions, it runs in both modes with every combination of `pairs` (the dtypes of the
+    input and of the weights) and `dims` (numbers of dimensions). If the code reads `requires_grad`, it also runs with
+    inputs that require gradients.
     """
-    if not may_see_sizes(reach, module):
+    if not may_see_sizes(reach, subject.module):
         return None
     modes: tuple[bool, ...] = True, False
     if reason := explain_identity(reach):
@@ -232,10 +260,10 @@ def explain_limits(
     for training, (dtype, weight_dtype), dim, has_grad in itertools.product(modes, pairs, sorted(dims), gradients):
         twin = subject(weight_dtype, training)
         reference = functools.partial(candidate, twin, reference=True)
-        tensors = tuple(x.requires_grad_(has_grad) for x in inputs(dtype, *[2] * (dim - 1)))
+        tensors = tuple(x.requires_grad_(has_grad) for x in subject.inputs(dtype, *[2] * (dim - 1)))
         run = functools.partial(type(twin).forward, twin)
         with torch.set_grad_enabled(has_grad):
-            reason = find_size_use(run, reference, tensors, any_width=any_width)
+            reason = find_size_use(run, reference, tensors, any_width=subject.has_any_width)
         if reason is not None:
             return reason
     return None
