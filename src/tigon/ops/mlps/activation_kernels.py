@@ -213,15 +213,11 @@ def activation_forward(x: Tensor, kind: str) -> Tensor:
     return result
 
 
-def _run_backward(tensors: tuple[Tensor | None, ...], strides: tuple[int, ...], kind: str) -> None:
-    """Write dx and, if it is no None, y, for dy, x, dx and y [M, N]."""
-    dy, x, dx, y = tensors
-    assert x is not None
-    width, (stride_dy, stride_x, stride_dx, stride_y) = x.shape[-1], strides
-    plan = _plan_backward(
-        x.numel(), width, (stride_dy, stride_x, width, stride_dx, width, stride_y), kind, block=_block(x),
-        NEEDS_DGATE=True, NEEDS_DUP=False,
-    )  # fmt: skip
+def _run_backward(dy: Tensor, x: Tensor, dx: Tensor, y: Tensor | None, kind: str, strides: tuple[int, ...]) -> None:
+    """Write dx and, if it is no None, y. `strides` are those of the rows of dy, x and dx."""
+    n, (stride_dy, stride_x, stride_dx) = x.shape[-1], strides
+    all_strides = stride_dy, stride_x, n, stride_dx, n, n
+    plan = _plan_backward(x.numel(), n, all_strides, kind, block=_block(x), NEEDS_DGATE=True, NEEDS_DUP=False)
     plan.launch(dy, x, None, dx, None, y)
 
 
@@ -230,7 +226,7 @@ def activation_backward(dy: Tensor, x: Tensor, kind: str) -> Tensor:
     """Return dx for dy and x of the same shape."""
     result = torch.empty_like(x)
     (dy, stride_dy), (x, stride_x), (dx, stride_dx) = map(dense_rows, in_memory_order(result, dy, x))
-    _run_backward((dy, x, dx, None), (stride_dy, stride_x, stride_dx, x.shape[-1]), kind)
+    _run_backward(dy, x, dx, None, kind, (stride_dy, stride_x, stride_dx))
     return result
 
 
@@ -240,7 +236,7 @@ def activation_backward_into(dy: Tensor, x: Tensor, kind: str, dx: Tensor, y: Te
 
     All tensors are contiguous [M, N]. A result may be the same tensor as dy or x.
     """
-    _run_backward((dy, x, dx, y), (x.shape[-1],) * 4, kind)
+    _run_backward(dy, x, dx, y, kind, (x.shape[-1],) * 3)
 
 
 def _gated_rows(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor, int, int]:

@@ -44,7 +44,7 @@ from tigon.ops.mlps.gated_node import (
     unpack_gated,
 )
 from tigon.ops.mlps.glu import geglu, swiglu
-from tigon.ops.mlps.projections import check_layer, input_gradient, linear, plain_parameters, supports_products
+from tigon.ops.mlps.projections import check_layer, linear, plain_parameters, supports_products
 from tigon.ops.mlps.tiled_glu_mlp import tile_rows, tiled_glu_mlp
 from tigon.runtime import checks
 from tigon.runtime.op import Node
@@ -74,20 +74,6 @@ def glu_mlp_reference(
 def scaled(x: Tensor, scale: float) -> Tensor:
     """Return scale * x; x itself if the scale is 1."""
     return x if scale == 1.0 else x * scale
-
-
-# --- products ------------------------------------------------------------------------------------
-
-
-def _gradients(
-    needs: Sequence[bool], x: Tensor | None, dgate: Tensor, dup: Tensor, gate_weight: Tensor, up_weight: Tensor
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return dx [T, H], dG and dU. A gradient that is not needed is None."""
-    needs_dx, needs_gate, needs_up = needs
-    dgate_weight = multiply(dgate.t(), x) if needs_gate and x is not None else None
-    dup_weight = multiply(dup.t(), x) if needs_up and x is not None else None
-    dx = input_gradient((dgate, dup), (gate_weight, up_weight)) if needs_dx else None
-    return dx, dgate_weight, dup_weight
 
 
 # --- autograd ------------------------------------------------------------------------------------
@@ -122,7 +108,7 @@ class _GLUMLP(Node):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, gate_weight, up_weight, down_weight, gate, up = unpack_gated(ctx)
-        *needs, needs_down = ctx.needs_input_grad[:4]
+        needs_dx, needs_gate, needs_up, needs_down = ctx.needs_input_grad[:4]
         dy = dy.reshape(-1, dy.shape[-1])
         if x is not None:
             x = x.flatten(0, -2)
@@ -130,13 +116,15 @@ class _GLUMLP(Node):
         is_recomputed = gate is None
         if is_recomputed:
             gate, up = multiply_gates(x, gate_weight, up_weight)
-        if not any(needs):
+        if not (needs_dx or needs_gate or needs_up):
             return None, None, None, torch.mm(dy.t(), glu_forward(gate, up, *ctx.activation))
         dgate, dup = gradient_buffers(ctx, gate, up, is_recomputed)
         ddown_weight = backward_of_activation(dy, down_weight, gate, up, ctx.activation, dgate, dup, needs_down)
         del gate, up
-        dx, *dweights = _gradients(needs, x, dgate, dup, gate_weight, up_weight)
-        return None if dx is None else dx.view(ctx.shape), *dweights, ddown_weight
+        dgate_weight = multiply(dgate.t(), x) if needs_gate else None
+        dup_weight = multiply(dup.t(), x) if needs_up else None
+        dx = multiply(dup, up_weight, total=multiply(dgate, gate_weight)).view(ctx.shape) if needs_dx else None
+        return dx, dgate_weight, dup_weight, ddown_weight
 
 
 # --- public --------------------------------------------------------------------------------------

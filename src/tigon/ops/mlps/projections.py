@@ -9,7 +9,7 @@ are such layers.
 Shapes: T tokens, H hidden, O outputs of a layer.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -32,14 +32,6 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return reshape_without_view(torch.addmm(bias, x.flatten(0, -2), weight.t()), (*x.shape[:-1], weight.shape[0]))
 
 
-def input_gradient(dys: Iterable[Tensor], weights: Iterable[Tensor]) -> Tensor | None:
-    """Return dx [T, H], the sum of the products of dys [T, O_i] and weights [O_i, H]; None if there are none."""
-    dx = None
-    for dy, weight in zip(dys, weights, strict=True):
-        dx = multiply(dy, weight, total=dx)
-    return dx
-
-
 class _Linears(Node):
     @staticmethod
     def forward(ctx: Any, x: Tensor, *parameters: Any) -> tuple[Tensor, ...]:
@@ -57,10 +49,14 @@ class _Linears(Node):
         if x is not None:
             x = x.flatten(0, -2)  # [T, H]
         needs_dx, *needs = ctx.needs_input_grad
-        dys = {i: dy.reshape(-1, dy.shape[-1]) for i, dy in enumerate(upstream) if dy is not None}  # [T, O]
-        dx = input_gradient(dys.values(), [weights[i] for i in dys]) if needs_dx else None
+        dx = None
         gradients: list[Tensor | None] = [None] * len(needs)
-        for i, dy in dys.items():
+        for i, dy in enumerate(upstream):
+            if dy is None:
+                continue
+            dy = dy.reshape(-1, dy.shape[-1])  # [T, O]
+            if needs_dx:
+                dx = multiply(dy, weights[i], total=dx)
             if needs[2 * i]:
                 # These products have too few tiles for ping-pong kernels.
                 gradients[2 * i] = torch.mm(dy.t(), x)
