@@ -39,20 +39,22 @@ def one_hot_loss(gate_logits, num_experts=None, top_k=2, attention_mask=None):
 
 
 calls: list[int] = []
-# Expressions of the loss of a function with the arguments (x, n, k, mask), and its further arguments.
+# Expressions of the loss of a function whose arguments have the names that recognition requires.
+ARGUMENTS = "logits, num_experts, top_k, attention_mask"
+STOCK = f"one_hot_loss({ARGUMENTS})"
 OTHERS = {
-    "counting": "calls.append(1) or one_hot_loss(x, n, k, mask)",
-    "no factor": "one_hot_loss(x, n, k, mask) / n",
-    "no mask": "one_hot_loss(x, n, k)",
-    "first choice": "one_hot_loss(x, n, 1, mask)",
-    "last layer": "one_hot_loss(x[-1:], n, k, mask)",
-    "no gradient": "one_hot_loss(x, n, k, mask).detach() + 0 * sum(logits.sum() for logits in x)",
-    "in fp64": "one_hot_loss(x, n, k, mask).double()",
-    "more arguments": "scale * one_hot_loss(x, n, k, mask)",
+    "counting": f"calls.append(1) or {STOCK}",
+    "no factor": f"{STOCK} / num_experts",
+    "no mask": "one_hot_loss(logits, num_experts, top_k)",
+    "first choice": "one_hot_loss(logits, num_experts, 1, attention_mask)",
+    "last layer": "one_hot_loss(logits[-1:], num_experts, top_k, attention_mask)",
+    "no gradient": f"{STOCK}.detach() + 0 * sum(x.sum() for x in logits)",
+    "in fp64": f"{STOCK}.double()",
+    "more arguments": f"scale * {STOCK}",
 }
 FUNCTIONS: dict[str, Any] = {"relu": F.relu, "none": None}
 FUNCTIONS |= {
-    name: define(f"return {loss}", globals(), "x, n, k, mask" + ", scale=1.0" * ("scale" in loss))
+    name: define(f"return {loss}", globals(), ARGUMENTS + ", scale=1.0" * ("scale" in loss))
     for name, loss in OTHERS.items()
 }
 
