@@ -50,11 +50,6 @@ class LayerCall:
     def __reduce__(self) -> tuple:
         return type(self), (self.layer(), self.place)
 
-    @property
-    def inputs(self) -> LayerInputs | None:
-        """The object that moves the inputs of the stack to the host; None if they stay on the device."""
-        return self.place.inputs
-
     def set_place(self, place: StackPlace) -> None:
         """Set the place of the layer in its stack, and add the layer to the object that moves its input."""
         self.place = place
@@ -63,8 +58,8 @@ class LayerCall:
 
     def __call__(self, function: Callable, *args: Any) -> Any:
         """Call the layer once."""
-        if self.inputs is not None:
-            self.inputs.leave_layer(self.place.number)
+        if self.place.inputs is not None:
+            self.place.inputs.leave_layer(self.place.number)
         if torch.compiler.is_compiling():
             with lean():
                 return function(*args)
@@ -93,7 +88,7 @@ class LayerCheckpoint(LayerCall):
             RuntimeError: The host has too little memory for the inputs of the layers.
         """
         if torch.compiler.is_compiling():
-            if self.inputs is not None:
+            if self.place.inputs is not None:
                 raise RuntimeError(_NOT_COMPILED)
             may_repeat = self._may_repeat_in_graph()
         elif may_repeat := self._may_repeat():

@@ -14,15 +14,15 @@ the order of their sums. Comparisons are recorded (`trials`), so that the report
 Probes cannot show everything. Every object to which the names in the code of the forward lead counts as read, and is
 compared before and after the probes (`tigon.runtime.reach`). A run with symbolic sizes shows whether the forward
 decides by its input (`symbolic`, `code_facts`). A guard compares in every call whatever the forward reads besides
-tensors (`guard`, `function_guard`, `graph_guard`). While the guard holds, `replacement` lets the recipe run instead of
-the forward. Layers with adapters have no guard, because their settings change in training: each call reads the
-attributes by which PEFT says what a layer computes (`parts.adapters`).
+tensors (`guard`, `graph_guard`). While the guard holds, `replacement` lets the recipe run instead of the forward.
+Layers with adapters have no guard, because their settings change in training: each call reads the attributes by which
+PEFT says what a layer computes (`parts.adapters`).
 
 | folder | its job |
 |--------|---------|
 | `probing` | runs stand-ins of modules on probes, and compares the results with those of candidates |
 | `guards` | checks in every call that a replaced module or function is still what was recognised |
-| `rewriting` | finds statements of a forward that one op computes together, and rewrites the source |
+| `rewriting` | finds statements and functions of a forward that an op computes, and rewrites the source |
 | `parts` | the recognisers and recipes: norms, MLPs, experts, rotary embeddings, adapters, FP8 |
 | `replacement` | gives one module another forward, and takes it out again |
 """

@@ -1,1 +1,1 @@
-"""Find statements of a forward that one op computes together, and rewrite its source."""
+"""Find statements and functions of a forward that an op computes, and rewrite its source."""
