@@ -248,7 +248,7 @@ SETTLED |= {name: {"forward": define(body, globals(), given)} for name, (given, 
 
 
 @pytest.mark.parametrize("members", SETTLED.values(), ids=SETTLED)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 def test_ordinary_checks_options_settings_and_probed_properties_are_no_decisions(members):
     mlp = make_variant(**members)
     mlp.width, mlp.kind = 16, "silu"

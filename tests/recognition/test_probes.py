@@ -360,7 +360,8 @@ def with_option(name: str):
     return types.FunctionType(scope["forward"].__code__, scope, "forward", (None,))
 
 
-@pytest.mark.parametrize("name", ["residual", pytest.param("shift", marks=pytest.mark.thorough), "position_ids"])
+@pytest.mark.parametrize("name", ["residual", "shift", "position_ids"])
+@pytest.mark.sampled(3)
 def test_an_optional_argument_is_no_gate(name):
     norm = variant(Norm, forward=with_option(name))
     recipe = recognise_norm(norm)
