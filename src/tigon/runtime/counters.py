@@ -26,8 +26,11 @@ NUMBERS = 1024
 class _Shared:
     """The memory that launches share."""
 
-    # int32, zero between launches, and fp32 of any content
+    # int32, zero between launches, and fp32 of any content. The lengths are numbers of their own, because `len` of a
+    # tensor takes the host 1 us.
     scratch: tuple[Tensor, Tensor] | None = None
+    counters: int = 4096
+    floats: int = 0
     # zeros that no call has returned yet
     numbers: list[Tensor] = field(default_factory=list)
 
@@ -83,17 +86,16 @@ def scratch(x: Tensor, counters: int, floats: int) -> tuple[Tensor, Tensor]:
     shared = None if floats > LARGEST_SCRATCH else _find_shared(x)
     if shared is None:
         return x.new_zeros(counters, dtype=torch.int32), x.new_empty(floats, dtype=torch.float32)
-    memory = shared.scratch
-    if memory is None or len(memory[0]) < counters or len(memory[1]) < floats:
-        lengths = (4096, 0) if memory is None else (len(memory[0]), len(memory[1]))
-        counters, floats = max(lengths[0], 2 * counters), max(lengths[1], floats)
+    if shared.scratch is None or shared.counters < counters or shared.floats < floats:
+        counters, floats = max(shared.counters, 2 * counters), max(shared.floats, floats)
         # An inference tensor could not be used outside of inference mode.
         with torch.inference_mode(False):
-            memory = shared.scratch = (
+            shared.scratch = (
                 torch.zeros(counters, dtype=torch.int32, device=x.device),
                 torch.empty(floats, dtype=torch.float32, device=x.device),
             )
-    return memory
+        shared.counters, shared.floats = counters, floats
+    return shared.scratch
 
 
 def zero_number(x: Tensor) -> Tensor:

@@ -229,11 +229,11 @@ def test_several_adapters_and_dropout_do_each_pass_once(monkeypatch):
 
 def test_copies_that_are_not_cached_are_freed_after_the_forward():
     layers = Layers([(HIDDEN, HIDDEN, 0)], "rowwise")
-    group = Fp8Group.of(layers.projections(), needs_dx=True)
+    group = Fp8Group.of([each.weight for each in layers.projections()], needs_dx=True)
     list(group.operand(layers.x.flatten(0, 1)).products())
     group.end_forward()
     assert group.copies is None
     layers = Layers([(HIDDEN, HIDDEN, 0)], "rowwise", WeightCache())
-    group = Fp8Group.of(layers.projections(), needs_dx=True)
+    group = Fp8Group.of([each.weight for each in layers.projections()], needs_dx=True)
     group.end_forward()
     assert group.copies.transposed is not None

@@ -7,12 +7,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import tigon
 from op_cases import DEVICE, assert_as_accurate_as_eager, one_in
+from projection_cases import flatten, rebuild
 from tigon.ops.adapters import low_rank
 from tigon.ops.adapters.grouped_low_rank import split_experts
 from tigon.ops.adapters.lora import eager_output, lora_linears, takes_adapters
 from tigon.ops.adapters.lora_products import draw_seeds
 from tigon.ops.adapters.low_rank import PartTiles, dropout_bits, empty_hidden, expand, project, split_terms, token_sums
-from tigon.ops.adapters.projection import Adapter, Projection, flatten, rebuild
+from tigon.ops.adapters.plan import plan_node
+from tigon.ops.adapters.projection import Adapter, Projection
 from tigon.ops.fp8.formats import Factor, FusedPass
 from tigon.ops.fp8.quantisation import Layout, quantise
 
@@ -42,17 +44,11 @@ def _adapter(inputs: int, outputs: int, rank: int, dtype: torch.dtype, seed: int
 def _check(x: Tensor, projections: list[Projection]) -> None:
     """Compare outputs and gradients with eager code and with exact values."""
     assert takes_adapters(x, projections)
-    tensors = flatten(projections)
-    present = [tensor is not None for tensor in tensors]
-
-    def unpack(values: tuple[Tensor, ...]) -> list[Projection]:
-        rest = iter(values)
-        return rebuild([next(rest) if flag else None for flag in present], projections)
-
+    assert takes_adapters(x, projections)
     assert_as_accurate_as_eager(
-        lambda x, *values: lora_linears(x, unpack(values)),
-        lambda x, *values: tuple(eager_output(x, projection) for projection in unpack(values)),
-        [x, *(tensor for tensor in tensors if tensor is not None)],
+        lambda x, *values: lora_linears(x, rebuild(values, projections)),
+        lambda x, *values: tuple(eager_output(x, projection) for projection in rebuild(values, projections)),
+        [x, *flatten(projections)],
     )
 
 
@@ -102,7 +98,7 @@ def launches(monkeypatch) -> list[str]:
 def _divide_into(monkeypatch, divide) -> None:
     """Let `divide` choose the parts of a product. Parts that were chosen before count no more."""
     monkeypatch.setattr(PartTiles, "divide", divide)
-    for name in ("_divide_project", "_divide_sums"):
+    for name in ("_plan_project", "_plan_sums"):
         monkeypatch.setattr(low_rank, name, getattr(low_rank, name).__wrapped__)
 
 
@@ -228,7 +224,9 @@ def test_dropout_applies_the_mask_of_its_seed():
     adapter = _adapter(inputs, 20, 4, torch.float32, 3)._replace(dropout=p)
     projection = Projection(weight, None, (adapter,))
     torch.manual_seed(5)
-    seeds = draw_seeds([projection], x)
+    call = plan_node(x, [projection])
+    assert call is not None
+    seeds = draw_seeds(call.plan, x)
     assert seeds is not None
     dropout_mask = dropout_bits(seeds, 0, tokens, inputs, p)
     mask = ((dropout_mask[:, :, None] >> torch.arange(8, device=DEVICE)) & 1).reshape(tokens, -1)[:, :inputs]
@@ -358,7 +356,7 @@ def test_more_than_2_to_the_31_elements_of_h():
     results = []
     for h in (empty_hidden(x, tokens, rank), memory.as_strided((3, tokens, rank), (stride_term, rank, 1))):
         project(x, [a], h)
-        results.append((h.clone(), expand(h, [b], [torch.empty_like(z)], [1.0], [None])[0], token_sums(z, h)[0]))
+        results.append((h.clone(), expand(h, [b], [torch.empty_like(z)], (1.0,), [None])[0], token_sums(z, h)[0]))
     for result, expected in zip(*results, strict=True):
         assert torch.equal(result, expected)
 
@@ -390,7 +388,7 @@ def test_factors_with_strides_of_more_than_2_to_the_30(dim):
     for run, a in (
         (lambda a: project(x, [a], empty_hidden(x, 5, 3)), factor),
         (split_terms, factor),
-        (lambda b: expand(h, [b], [torch.empty_like(x)], [1.0], [None])[0], factor),
+        (lambda b: expand(h, [b], [torch.empty_like(x)], (1.0,), [None])[0], factor),
         (lambda a: split_experts(a, factors=[2.0]), factor_of_experts),
     ):
         assert torch.equal(run(a), run(a.contiguous()))

@@ -36,7 +36,7 @@ def _check(h: Tensor, dh: Tensor, value: float, place: int | None) -> None:
     """
     # The weights are positive, and so are their second terms in bf16.
     weight = torch.full((INNER, RANK), 1 + 2.0**-9, device=DEVICE)
-    adapters = GLUAdapters(h, h, weight, weight, weight.t().contiguous(), 0.1, 0.1)
+    adapters = GLUAdapters(torch.cat((h, h), 2), weight, weight, weight.t().contiguous(), 0.1, 0.1)
     gate, up, da = (_positive(TOKENS, INNER).to(DTYPE) for _ in range(3))
     # With these factors, dup holds the largest value in the first half of the tokens, and dgate in the second half.
     up[: TOKENS // 2] /= 16
@@ -49,7 +49,7 @@ def _check(h: Tensor, dh: Tensor, value: float, place: int | None) -> None:
         a, _ = lora_glu_forward(gate, up_with_value, adapters, "silu", maxima[0])
         # The results lie in the memory of the inputs, as in the node.
         dgate, dup = gate.clone(), up.clone()
-        finite = adapters._replace(gate_h=_hidden(1.0), up_h=_hidden(1.0))
+        finite = adapters._replace(h=torch.cat((_hidden(1.0), _hidden(1.0)), 2))
         lora_glu_backward(da, dgate, dup, finite, dh, "silu", dgate, dup, needs=(True, True, True), maximum=maxima[1])
         results.append([a, dgate, dup])
     assert all(torch.equal(x.view(torch.int16), y.view(torch.int16)) for x, y in zip(*results, strict=True))

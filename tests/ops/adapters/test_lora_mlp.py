@@ -10,10 +10,11 @@ from torch.utils.checkpoint import checkpoint
 
 import tigon
 from op_cases import DEVICE, assert_as_accurate_as_eager, one_in
+from projection_cases import flatten, rebuild
 from tigon.ops.adapters import low_rank
 from tigon.ops.adapters.lora import eager_output
 from tigon.ops.adapters.lora_mlp import lora_glu_mlp, runs_as_one_node
-from tigon.ops.adapters.projection import Adapter, Projection, flatten, rebuild
+from tigon.ops.adapters.projection import Adapter, Projection
 
 pytestmark = pytest.mark.kernels
 
@@ -61,21 +62,15 @@ def _run(level: str, x: Tensor, layers: list[Projection], activation: str) -> Te
 def test_lora_glu_mlp_is_as_accurate_as_eager(ranks, activation, dtypes):
     x, layers = _inputs(ranks, *dtypes)
     assert runs_as_one_node(x, layers)
-    tensors = flatten(layers)
-    present = [tensor is not None for tensor in tensors]
-
-    def unpack(values: tuple[Tensor, ...]) -> list[Projection]:
-        rest = iter(values)
-        return rebuild([next(rest) if flag else None for flag in present], layers)
 
     def reference(x: Tensor, *values: Tensor) -> Tensor:
-        gate, up, down = unpack(values)
+        gate, up, down = rebuild(values, layers)
         return eager_output(ACTIVATIONS[activation](eager_output(x, gate)) * eager_output(x, up), down)
 
     assert_as_accurate_as_eager(
-        lambda x, *values: lora_glu_mlp(x, *unpack(values), activation),
+        lambda x, *values: lora_glu_mlp(x, *rebuild(values, layers), activation),
         reference,
-        [x, *(tensor for tensor in tensors if tensor is not None)],
+        [x, *flatten(layers)],
     )
 
 
@@ -85,7 +80,7 @@ def test_every_level_of_memory_gives_the_bits_of_the_default(level, ranks):
     results = []
     for name in ("default", level):
         x, layers = _inputs(ranks, torch.bfloat16, torch.float32)
-        leaves = [x, *(tensor for tensor in flatten(layers) if tensor is not None and tensor.requires_grad)]
+        leaves = [x, *(tensor for tensor in flatten(layers) if tensor.requires_grad)]
         y = _run(name, x, layers, "silu")
         results.append((y, *torch.autograd.grad(y.square().sum(), leaves)))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
@@ -102,7 +97,7 @@ def test_the_activation_is_not_saved():
 
 def test_a_second_backward_gives_the_same_gradients():
     x, layers = _inputs(ADAPTER_RANKS["all"], torch.bfloat16, torch.float32)
-    leaves = [x, *(tensor for tensor in flatten(layers) if tensor is not None and tensor.requires_grad)]
+    leaves = [x, *(tensor for tensor in flatten(layers) if tensor.requires_grad)]
     y = lora_glu_mlp(x, *layers).square().sum()
     first = torch.autograd.grad(y, leaves, retain_graph=True)
     second = torch.autograd.grad(y, leaves)

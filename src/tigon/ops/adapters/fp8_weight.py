@@ -12,11 +12,12 @@ Shapes: T tokens, I inputs, O outputs of a layer.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from tigon.ops.adapters.projection import FrozenWeight, Projection
+from tigon.ops.adapters.projection import FrozenWeight
 from tigon.ops.fp8.formats import E4M3, Factor, Fp8Options, FusedPass, runs_fp8_kernels
 from tigon.ops.fp8.products import multiply_fp8
 from tigon.ops.fp8.quantisation import Layout, Quantised, quantise
@@ -61,10 +62,10 @@ class Fp8Group:
         self.is_cached = cache is not None
 
     @staticmethod
-    def of(projections: Sequence[Projection], needs_dx: bool) -> "Fp8Group | None":
-        """Return the group of those projections that have FP8 weights; None if there are none."""
-        weights = {i: each.weight for i, each in enumerate(projections) if isinstance(each.weight, Fp8Weight)}
-        return Fp8Group(weights, needs_dx) if weights else None
+    def of(weights: Sequence[Any], needs_dx: bool) -> "Fp8Group | None":
+        """Return the group of those layers whose weights are in FP8; None if there are none."""
+        fp8_weights = {i: weight for i, weight in enumerate(weights) if isinstance(weight, Fp8Weight)}
+        return Fp8Group(fp8_weights, needs_dx) if fp8_weights else None
 
     def zero_maximum(self, like: Tensor) -> Tensor | None:
         """Return a zero [1] int32 for a kernel that finds the maximum of an operand; None if no copy needs it."""

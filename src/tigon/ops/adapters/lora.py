@@ -27,33 +27,21 @@ from torch import Tensor
 
 from tigon.ops.adapters.fp8_weight import Fp8Group
 from tigon.ops.adapters.lora_products import (
-    BackwardTensors,
-    Entry,
     add_low_rank,
     compute_hidden,
     compute_input_gradient,
     draw_seeds,
     dropout_masks,
     layer_gradients,
-    list_entries,
     project_gradients,
     rows_of,
     write_outputs,
 )
-from tigon.ops.adapters.projection import (
-    Adapter,
-    FrozenWeight,
-    Projection,
-    dense_weight,
-    flatten,
-    saved_projections,
-    tensors_to_save,
-)
+from tigon.ops.adapters.plan import NodeCall, Plan, plan_gradients, plan_node, plan_part
+from tigon.ops.adapters.projection import Adapter, Projection, dense_weight, saved_tensors, tensors_to_save
 from tigon.runtime import checks
 from tigon.runtime.autograd import keep_none_gradients
-from tigon.runtime.compat.autograd import has_active_transform
 from tigon.runtime.compat.operators import reshape_without_view
-from tigon.runtime.device import KERNEL_DTYPES, PLAIN, runs_kernels
 from tigon.runtime.launch import on_device
 from tigon.runtime.op import Node
 
@@ -86,40 +74,34 @@ def _eager_sum(x: Tensor, y: Tensor, adapters: Sequence[Adapter]) -> Tensor:
 
 
 class _LoRALinears(Node):
-    """Compute the outputs y_i of layers with the same input x. `tensors` are those of the projections."""
+    """Compute the outputs y_i of layers with the same input x. `plan` and `tensors` are those of a `NodeCall`."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, projections: Sequence[Projection], records: bool, *tensors: Any
-    ) -> tuple[Tensor, ...]:
-        rows = rows_of(x)
-        seeds, entries = draw_seeds(projections, x), list_entries(projections)
+    def forward(ctx: Any, x: Tensor, plan: Plan, records: bool, *tensors: Any) -> tuple[Tensor, ...]:
+        rows, seeds = rows_of(x), draw_seeds(plan, x)
         # In this method gradients are off, and `needs_input_grad` does not depend on them.
-        needs_dx, _, _, *needs = ctx.needs_input_grad
-        fp8 = Fp8Group.of(projections, records and needs_dx)
+        needs = ctx.needs_input_grad
+        fp8 = Fp8Group.of([tensors[layer.weight_index] for layer in plan.layers], records and needs[0])
         operand = None if fp8 is None else fp8.operand(rows)
-        h = compute_hidden(rows, entries, dropout_masks(entries, rows, seeds), operand) if entries else None
+        h = compute_hidden(rows, plan, tensors, dropout_masks(plan, rows, tensors, seeds), operand)
         # The outputs are not views, because a view that a node returns cannot be modified in place.
         ys: dict[int, Tensor] = {}
         if fp8 is not None and operand is not None:
             for i, product in operand.products():
-                add_low_rank({i: product}, projections, entries, h)
+                add_low_rank({i: product}, plan, tensors, h)
                 ys[i] = reshape_without_view(product, (*x.shape[:-1], product.shape[1]))
             fp8.end_forward()
         outputs: dict[int, Tensor] = {}
-        for i, projection in enumerate(projections):
+        for i, layer in enumerate(plan.layers):
             if i not in ys:
-                ys[i] = y = x.new_empty((*x.shape[:-1], projection.weight.shape[0]))
-                outputs[i] = y.view(rows.shape[0], -1)
-        write_outputs(outputs, rows, projections, entries, h)
-        trains_weight = any(projection.weight.requires_grad for projection in projections)
-        needs_x = trains_weight or any(needs[entry.tensor_index] for entry in entries)
-        needs_h = any(needs[entry.tensor_index + 1] for entry in entries)
-        others = tensors_to_save(ctx, projections, tensors)
-        ctx.save_for_backward(x if needs_x else None, h if needs_h else None, seeds, *others)
-        ctx.shape, ctx.fp8 = x.shape, fp8
+                width = layer.shape[0]
+                ys[i] = y = x.new_empty((*x.shape[:-1], width))
+                outputs[i] = y.view(-1, width)
+        write_outputs(outputs, rows, plan, tensors, h)
+        _save_for_backward(ctx, x, h, seeds, plan, tensors)
+        ctx.fp8 = fp8
         keep_none_gradients(ctx)
-        return tuple([ys[i] for i in range(len(projections))])
+        return tuple([ys[i] for i in range(len(ys))])
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
@@ -128,26 +110,39 @@ class _LoRALinears(Node):
         return dx, None, None, *gradients
 
 
+def _save_for_backward(
+    ctx: Any, x: Tensor, h: Tensor | None, seeds: Tensor | None, plan: Plan, tensors: Sequence[Any]
+) -> None:
+    """Save what `_node_gradients` reads. The tensors follow three other inputs of the node."""
+    gradient_plan = plan_gradients(plan, plan, ctx.needs_input_grad[3:], plan.all_layers)
+    needs_x = gradient_plan.weights or gradient_plan.needs_a
+    saved = tensors_to_save(ctx, tensors, plan.present)
+    ctx.save_for_backward(x if needs_x else None, h if gradient_plan.needs_b else None, seeds, *saved)
+    ctx.shape, ctx.plan = x.shape, plan
+
+
 def _node_gradients(ctx: Any, dys: Mapping[int, Tensor]) -> tuple[Tensor | None, list[Tensor | None]]:
     """Return dx in the shape of x and the gradients of the tensors of a node, from the upstream gradients [T, O_i].
 
-    The node has saved x, h, the seeds and its tensors, which follow three other inputs of the node.
+    The tensors follow three other inputs of the node.
     """
-    x, h, seeds, *tensors = ctx.saved_tensors
-    projections = saved_projections(ctx, tensors)
+    x, h, seeds, *saved = ctx.saved_tensors
+    tensors = saved_tensors(ctx, saved)
     if not dys:
         return None, []
-    needs_dx, _, _, *needs = ctx.needs_input_grad
-    rows, entries = None if x is None else rows_of(x), list_entries(projections)
-    masks = dropout_masks(entries, next(iter(dys.values())), seeds)
-    dh: Tensor | None = None
-    dh_entries: Sequence[Entry] = ()
+    needs = ctx.needs_input_grad
+    needs_dx, layers = needs[0], tuple(dys)
+    # dh has columns only for the adapters of layers with an upstream gradient.
+    plan = plan_part(ctx.plan, layers)
+    gradient_plan = plan_gradients(plan, ctx.plan, needs[3:], layers)
+    rows = None if x is None else rows_of(x)
+    masks = dropout_masks(plan, dys[layers[0]], tensors, seeds)
     operand = ctx.fp8.operand_of_gradients(dys) if needs_dx and ctx.fp8 is not None else None
-    if entries and (needs_dx or any(needs[entry.tensor_index] for entry in entries)):
-        dh, dh_entries = project_gradients(dys, entries, operand)
-    backward_tensors = BackwardTensors(rows, h, entries, dh, dh_entries, dys, masks)
-    gradients = layer_gradients(backward_tensors, projections, needs, {})
-    dx = compute_input_gradient(dys, projections, dh, dh_entries, masks, operand) if needs_dx else None
+    dh = None
+    if plan.rank and (needs_dx or gradient_plan.needs_a):
+        dh = project_gradients(dys, plan, tensors, operand)
+    gradients = layer_gradients(gradient_plan, rows, h, dh, dys, masks, len(tensors))
+    dx = compute_input_gradient(dys, plan, tensors, dh, masks, operand) if needs_dx else None
     return None if dx is None else dx.view(ctx.shape), gradients
 
 
@@ -155,17 +150,14 @@ class _AddAdapters(Node):
     """Add the outputs of adapters for the input x to y, the output of the layer without adapters."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, y: Tensor, projections: Sequence[Projection], *tensors: Any) -> Tensor:
-        rows, seeds, entries = rows_of(x), draw_seeds(projections, x), list_entries(projections)
-        h = compute_hidden(rows, entries, dropout_masks(entries, rows, seeds))
+    def forward(ctx: Any, x: Tensor, y: Tensor, plan: Plan, *tensors: Any) -> Tensor:
+        rows, seeds = rows_of(x), draw_seeds(plan, x)
+        h = compute_hidden(rows, plan, tensors, dropout_masks(plan, rows, tensors, seeds))
         # The output is not a view, because a view that a node returns cannot be modified in place.
         out = x.new_empty(y.shape).copy_(y)
-        add_low_rank({0: out.view(rows.shape[0], -1)}, projections, entries, h)
-        needs = ctx.needs_input_grad[3:]
-        needs_a, needs_b = (any(needs[entry.tensor_index + i] for entry in entries) for i in (0, 1))
-        others = tensors_to_save(ctx, projections, tensors)
-        ctx.save_for_backward(x if needs_a else None, h if needs_b else None, seeds, *others)
-        ctx.shape, ctx.fp8 = x.shape, None
+        add_low_rank({0: out.view(rows.shape[0], -1)}, plan, tensors, h)
+        _save_for_backward(ctx, x, h, seeds, plan, tensors)
+        ctx.fp8 = None
         return out
 
     @staticmethod
@@ -178,42 +170,14 @@ class _AddAdapters(Node):
 
 
 def takes_adapters(x: object, projections: Sequence[Projection]) -> bool:
-    """Return whether the nodes of this file support these projections of x: kernels run, and dtypes and devices match.
-
-    A model in fp32 runs in eager code, because it would gain nothing from tensor cores, and eager products are more
-    accurate. Under autocast, x and the weights must have the dtype of autocast, which eager products would have too.
-    """
-    if type(x) not in PLAIN or torch.compiler.is_compiling() or has_active_transform():
-        return False
-    assert isinstance(x, Tensor)
-    # The node saves x, where eager code saves a copy of x in the dtype of A. Autograd saves no inference tensor.
-    if x.is_inference() and torch.is_grad_enabled():
-        return False
-    dtype, device = x.dtype, x.device
-    if dtype == torch.float32 or not runs_kernels(x) or x.dim() < 2 or x.numel() == 0:
-        return False
-    if not x.is_meta and torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type) != dtype:
-        return False
-    for weight, bias, adapters in projections:
-        if weight is not None and (weight.dtype != dtype or weight.device != device):
-            return False
-        tensors = [bias] if isinstance(weight, FrozenWeight) else [weight, bias]
-        for a, b, _, adapter_bias, _ in adapters:
-            tensors += (a, b, adapter_bias)
-        for tensor in tensors:
-            # A subclass of `Tensor` may compute another product, and the kernels read dense memory on the device of x.
-            if tensor is not None and not (
-                type(tensor) in PLAIN and tensor.layout is torch.strided and tensor.numel() > 0
-                and tensor.dtype in KERNEL_DTYPES and tensor.device == device
-            ):  # fmt: skip
-                return False
-    return True
+    """Return whether the nodes of this file support these projections of x (`plan_node`)."""
+    return plan_node(x, projections) is not None
 
 
 def lora_linears(x: Tensor, projections: Sequence[Projection]) -> tuple[Tensor, ...]:
     """Return the outputs y_i of linear layers with adapters and with the same input x.
 
-    One autograd node computes them if `takes_adapters` is True, and eager code otherwise.
+    One autograd node computes them if `plan_node` finds a plan, and eager code otherwise.
 
     Args:
         x: [..., I].
@@ -222,15 +186,16 @@ def lora_linears(x: Tensor, projections: Sequence[Projection]) -> tuple[Tensor, 
     Returns:
         A tensor [..., O_i] for each layer, in the dtype of x.
     """
-    if not takes_adapters(x, projections):
+    call = plan_node(x, projections)
+    if call is None:
         return tuple(eager_output(x, projection) for projection in projections)
-    return lora_node(x, projections)
+    return lora_node(x, call)
 
 
 @on_device
-def lora_node(x: Tensor, projections: Sequence[Projection]) -> tuple[Tensor, ...]:
-    """Return the same as `lora_linears` by one node. The caller knows that `takes_adapters` is True."""
-    return _LoRALinears.apply(x, projections, torch.is_grad_enabled(), *flatten(projections))
+def lora_node(x: Tensor, call: NodeCall) -> tuple[Tensor, ...]:
+    """Return the same as `lora_linears` by one node, whose call `plan_node` has returned."""
+    return _LoRALinears.apply(x, call.plan, torch.is_grad_enabled(), *call.tensors)
 
 
 @on_device
@@ -246,9 +211,9 @@ def add_adapters(x: Tensor, y: Tensor, adapters: Sequence[Adapter]) -> Tensor:
     """
     projections = [Projection(None, None, tuple(adapters))]
     is_output = y.dtype == x.dtype and y.device == x.device and y.shape == (*x.shape[:-1], len(adapters[0].b))
-    if not is_output or not takes_adapters(x, projections):
+    if not is_output or (call := plan_node(x, projections)) is None:
         return _eager_sum(x, y, adapters)
-    return _AddAdapters.apply(x, y, projections, *flatten(projections))
+    return _AddAdapters.apply(x, y, call.plan, *call.tensors)
 
 
 def lora_linear(

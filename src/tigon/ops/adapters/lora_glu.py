@@ -21,19 +21,20 @@ together. The kernels find it on request, which saves a pass that reads 2 T I by
 Shapes: T tokens, I intermediate features, r rank of one adapter (at most 16).
 """
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tigon.ops.adapters.low_rank import TERMS, PartTiles, empty_hidden, rank_block
+from tigon.ops.adapters.low_rank import TERMS, LaunchPlan, PartTiles, empty_hidden, hidden_strides, rank_block
 from tigon.ops.adapters.low_rank_kernels import add_parts, is_last, store_terms
 from tigon.ops.mlps.activation_kernels import activation_and_slope
 from tigon.runtime.compat.triton import tl, triton
 from tigon.runtime.counters import scratch
 from tigon.runtime.device import Device, cdiv, device_of
-from tigon.runtime.launch import in_order, launch
+from tigon.runtime.launch import launch
 from tigon.runtime.maxima import magnitude_bits, raise_to_largest
 
 # --- kernels -------------------------------------------------------------------------------------
@@ -94,7 +95,7 @@ def _write_sum(out_ptr, sum_ptr, offsets, stride_part, parts, mask):
 def _lora_glu_forward_kernel(
     gate_ptr, up_ptr, a_ptr,  # [T, N] each
     maximum_ptr,  # [1] int32, the bits of the largest |a|, or None
-    gate_h_ptr, up_h_ptr, gate_b_ptr, up_b_ptr,  # [3, T, r] bf16 or None, [N, r] or None
+    h_ptr, gate_b_ptr, up_b_ptr,  # [3, T, GATE_R + UP_R] bf16 or None, [N, r] or None
     # [r, N] or None, [parts, T, r] fp32, an int32 for each block of tokens, [3, T, r] bf16
     down_a_ptr, sum_ptr, counter_ptr, down_h_ptr,
     T, N, part_length, parts, stride_h, stride_term, stride_down_term, gate_factor, up_factor,
@@ -107,12 +108,12 @@ def _lora_glu_forward_kernel(
     rows = ((pid // parts).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T))[:, None]
     ranks = tl.arange(0, BLOCK_R)[None, :]
     steps = tl.arange(0, BLOCK_N)
-    if gate_h_ptr is not None:
-        gate_h, gate_h2 = _load_terms(
-            gate_h_ptr, stride_term, rows * stride_h + ranks, (rows < T) & (ranks < GATE_R), ORDER
-        )  # fmt: skip
-    if up_h_ptr is not None:
-        up_h, up_h2 = _load_terms(up_h_ptr, stride_term, rows * stride_h + ranks, (rows < T) & (ranks < UP_R), ORDER)
+    if gate_b_ptr is not None:
+        gate_mask = (rows < T) & (ranks < GATE_R)
+        gate_h, gate_h2 = _load_terms(h_ptr, stride_term, rows * stride_h + ranks, gate_mask, ORDER)
+    if up_b_ptr is not None:
+        up_mask = (rows < T) & (ranks < UP_R)
+        up_h, up_h2 = _load_terms(h_ptr + GATE_R, stride_term, rows * stride_h + ranks, up_mask, ORDER)
     down_h = tl.zeros([BLOCK_T, BLOCK_R], tl.float32)
     # Keep one maximum for each row of a tile. One for each element of it would need so many registers that a
     # multiprocessor of an H200 runs one program instead of two.
@@ -127,11 +128,11 @@ def _lora_glu_forward_kernel(
         offsets = rows * N + cols
         gate = tl.load(gate_ptr + offsets, inside, 0.0)
         up = tl.load(up_ptr + offsets, inside, 0.0)
-        if gate_h_ptr is not None:
+        if gate_b_ptr is not None:
             mask = (features < N) & (ranks < GATE_R)
             b, b2 = _load_split(gate_b_ptr, features * GATE_R + ranks, mask, gate_factor, ORDER)
             gate = _add_product(gate, gate_h, gate_h2, b, b2, ORDER)
-        if up_h_ptr is not None:
+        if up_b_ptr is not None:
             b, b2 = _load_split(
                 up_b_ptr, features * UP_R + ranks, (features < N) & (ranks < UP_R), up_factor, ORDER
             )  # fmt: skip
@@ -164,7 +165,7 @@ def _lora_glu_forward_kernel(
 def _lora_glu_backward_kernel(
     da_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr,  # [T, N] each
     maximum_ptr,  # [1] int32, the bits of the largest |dgate| or |dup|, or None
-    gate_h_ptr, up_h_ptr, gate_b_ptr, up_b_ptr,  # [3, T, r] bf16 or None, [N, r] or None
+    h_ptr, gate_b_ptr, up_b_ptr,  # [3, T, GATE_R + UP_R] bf16 or None, [N, r] or None
     down_dh_ptr, down_a_ptr,  # [3, T, r] bf16 or None, [r, N] or None
     # [N, r] fp32 or None, the third [r, N]; [parts, N * (all ranks)] fp32; an int32 for each block of features
     gate_db_ptr, up_db_ptr, down_da_ptr, sum_ptr, counter_ptr,
@@ -185,9 +186,9 @@ def _lora_glu_backward_kernel(
     gate_mask, up_mask = (features < N) & (ranks < GATE_R), (features < N) & (ranks < UP_R)
     down_mask = (features < N) & (ranks < DOWN_R)
     gate_offsets, up_offsets, down_offsets = features * GATE_R + ranks, features * UP_R + ranks, ranks * N + features
-    if gate_h_ptr is not None:
+    if gate_b_ptr is not None:
         gate_b, gate_b2 = _load_split(gate_b_ptr, gate_offsets, gate_mask, gate_factor, ORDER)
-    if up_h_ptr is not None:
+    if up_b_ptr is not None:
         up_b, up_b2 = _load_split(up_b_ptr, up_offsets, up_mask, up_factor, ORDER)
     if down_dh_ptr is not None:
         # This is a tile [N, r], the transpose of the tensor in memory.
@@ -206,15 +207,13 @@ def _lora_glu_backward_kernel(
         gate = tl.load(gate_ptr + offsets, inside, 0.0)
         up = tl.load(up_ptr + offsets, inside, 0.0)
         da = tl.load(da_ptr + offsets, inside, 0.0)
-        if gate_h_ptr is not None:
-            gate_h, gate_h2 = _load_terms(
-                gate_h_ptr, stride_term, rows * stride_h + ranks, (rows < T) & (ranks < GATE_R), ORDER
-            )  # fmt: skip
+        if gate_b_ptr is not None:
+            mask = (rows < T) & (ranks < GATE_R)
+            gate_h, gate_h2 = _load_terms(h_ptr, stride_term, rows * stride_h + ranks, mask, ORDER)
             gate = _add_product(gate, gate_h, gate_h2, gate_b, gate_b2, ORDER)
-        if up_h_ptr is not None:
-            up_h, up_h2 = _load_terms(
-                up_h_ptr, stride_term, rows * stride_h + ranks, (rows < T) & (ranks < UP_R), ORDER
-            )  # fmt: skip
+        if up_b_ptr is not None:
+            mask = (rows < T) & (ranks < UP_R)
+            up_h, up_h2 = _load_terms(h_ptr + GATE_R, stride_term, rows * stride_h + ranks, mask, ORDER)
             up = _add_product(up, up_h, up_h2, up_b, up_b2, ORDER)
         if down_dh_ptr is not None:
             down_dh, down_dh2 = _load_terms(
@@ -268,9 +267,8 @@ def _lora_glu_backward_kernel(
 class GLUAdapters(NamedTuple):
     """The tensors of the adapters that the kernels read. The tensors of a projection without an adapter are None."""
 
-    # [3, T, r] bf16. Both are columns of one tensor. More columns may follow, which the kernels do not read.
-    gate_h: Tensor | None
-    up_h: Tensor | None
+    # [3, T, R] bf16, the columns of gate and then those of up.
+    h: Tensor | None
     # [I, r], contiguous.
     gate_b: Tensor | None
     up_b: Tensor | None
@@ -282,13 +280,12 @@ class GLUAdapters(NamedTuple):
     @property
     def ranks(self) -> tuple[int, int, int]:
         """Return the ranks of gate, up and down. The rank of a projection without an adapter is 0."""
-        gate_r, up_r = (0 if b is None else b.shape[1] for b in (self.gate_b, self.up_b))
-        return gate_r, up_r, 0 if self.down_a is None else self.down_a.shape[0]
-
-    def strides(self) -> tuple[int, int]:
-        """Return the stride of the rows and the stride of the terms of `gate_h` and `up_h`."""
-        h = self.up_h if self.gate_h is None else self.gate_h
-        return (0, 0) if h is None else (h.stride(1), h.stride(0))
+        _, gate_b, up_b, down_a, _, _ = self
+        return (
+            0 if gate_b is None else gate_b.shape[1],
+            0 if up_b is None else up_b.shape[1],
+            0 if down_a is None else down_a.shape[0],
+        )
 
 
 def _tiles(is_backward: bool, device: Device) -> PartTiles:
@@ -303,20 +300,32 @@ def _tiles(is_backward: bool, device: Device) -> PartTiles:
     return PartTiles(128, 32, 8, num_stages=3 if device.async_copy else 1, programs_per_multiprocessor=8)
 
 
-def _constants(x: Tensor, adapters: GLUAdapters, kind: str, tiles: PartTiles) -> dict[str, object]:
-    gate_r, up_r, down_r = adapters.ranks
-    return {
-        "GATE_R": gate_r,
-        "UP_R": up_r,
-        "DOWN_R": down_r,
+@functools.lru_cache(1024)
+def _plan_launch(
+    is_backward: bool, tokens: int, features: int, ranks: tuple[int, int, int], kind: str, dtype: torch.dtype,
+    device: Device,
+) -> LaunchPlan:  # fmt: skip
+    """Return the numbers of a launch. Those of the strides and the factors follow the numbers of the plan."""
+    tiles = _tiles(is_backward, device)
+    long, long_block, short, short_block = tokens, tiles.block_t, features, tiles.block_n
+    if not is_backward:
+        long, long_block, short, short_block = short, short_block, long, long_block
+    blocks = cdiv(short, short_block)
+    part_length, parts = tiles.divide(long, long_block, blocks, device)
+    constants = {
+        "GATE_R": ranks[0],
+        "UP_R": ranks[1],
+        "DOWN_R": ranks[2],
         "KIND": kind,
-        "ORDER": TERMS[x.dtype],
+        "ORDER": TERMS[dtype],
         "BLOCK_T": tiles.block_t,
         "BLOCK_N": tiles.block_n,
-        "BLOCK_R": rank_block(max(adapters.ranks)),
+        "BLOCK_R": rank_block(max(ranks)),
         "STAGES": tiles.num_stages,
         "num_warps": tiles.num_warps,
     }
+    sums = features * sum(ranks) if is_backward else tokens * ranks[2]
+    return LaunchPlan(blocks * parts, blocks, parts * sums, (tokens, features, part_length, parts), constants)
 
 
 def lora_glu_forward(
@@ -327,72 +336,41 @@ def lora_glu_forward(
     `maximum` [1] int32 holds the bits of an fp32 number. If it is passed, the kernel raises it to the largest |a|.
     """
     t, i = gate.shape
-    device = device_of(gate)
-    tiles = _tiles(False, device)
-    blocks = cdiv(t, tiles.block_t)
-    part_length, parts = tiles.divide(i, tiles.block_n, blocks, device)
-    a, down_r = torch.empty_like(gate), adapters.ranks[2]
-    down_h = empty_hidden(gate, t, down_r) if down_r else None
-    stride_h, stride_term = adapters.strides()
-    counters, sums = scratch(gate, blocks, parts * t * down_r)
+    ranks, h = adapters.ranks, adapters.h
+    plan = _plan_launch(False, t, i, ranks, kind, gate.dtype, device_of(gate))
+    a = torch.empty_like(gate)
+    down_h = empty_hidden(gate, t, ranks[2]) if ranks[2] else None
+    counters, sums = scratch(gate, plan.counters, plan.floats)
     launch(
-        _lora_glu_forward_kernel, blocks * parts,
-        *in_order(_lora_glu_forward_kernel)(
-            gate_ptr=gate, up_ptr=up, a_ptr=a, maximum_ptr=maximum, gate_h_ptr=adapters.gate_h, up_h_ptr=adapters.up_h,
-            gate_b_ptr=adapters.gate_b, up_b_ptr=adapters.up_b, down_a_ptr=adapters.down_a,
-            sum_ptr=sums, counter_ptr=counters, down_h_ptr=down_h,
-            T=t, N=i, part_length=part_length, parts=parts, stride_h=stride_h, stride_term=stride_term,
-            stride_down_term=0 if down_h is None else down_h.stride(0),
-            gate_factor=adapters.gate_scaling, up_factor=adapters.up_scaling,
-        ),
-        **_constants(gate, adapters, kind, tiles),
+        _lora_glu_forward_kernel, plan.programs,
+        gate, up, a, maximum, h, adapters.gate_b, adapters.up_b, adapters.down_a, sums, counters, down_h,
+        *plan.numbers, *hidden_strides(h), 0 if down_h is None else down_h.stride(0),
+        adapters.gate_scaling, adapters.up_scaling, **plan.constants,
     )  # fmt: skip
     return a, down_h
-
-
-class GLUGradients(NamedTuple):
-    """Gradients of the adapters, in their dtypes. A gradient that is not needed is None."""
-
-    gate_b: Tensor | None  # [I, r]
-    up_b: Tensor | None
-    down_a: Tensor | None  # [r, I]
 
 
 def lora_glu_backward(
     da: Tensor, gate: Tensor, up: Tensor, adapters: GLUAdapters, down_dh: Tensor | None, kind: str,
     dgate: Tensor, dup: Tensor, *, needs: Sequence[bool], maximum: Tensor | None = None,
-) -> GLUGradients:  # fmt: skip
+) -> list[Tensor | None]:  # fmt: skip
     """Write dgate and dup [T, I], which may be the tensors gate and up, and return the gradients of B_g, B_u and A_d.
 
     da [T, I] is the gradient of a through the base product of down. `down_dh` [3, T, r] holds the terms of the gradient
-    of h_d. `needs` says which of the gradients of B_g, B_u and A_d are needed. `maximum` [1] int32 holds the bits of an
-    fp32 number. If it is passed, the kernel raises it to the largest of |dgate| and |dup|.
+    of h_d. `needs` says which of the gradients of B_g, B_u and A_d are needed. The others are None. `maximum` [1] int32
+    holds the bits of an fp32 number. If it is passed, the kernel raises it to the largest of |dgate| and |dup|.
     """
     t, i = gate.shape
-    device = device_of(gate)
-    tiles = _tiles(True, device)
-    blocks = cdiv(i, tiles.block_n)
-    part_length, parts = tiles.divide(t, tiles.block_t, blocks, device)
-    gate_r, up_r, down_r = adapters.ranks
-    tensors = adapters.gate_b, adapters.up_b, adapters.down_a
-    gate_db, up_db, down_da = gradients = [
+    h, gate_b, up_b, down_a, gate_scaling, up_scaling = adapters
+    gradients = [
         torch.empty_like(tensor) if need and tensor is not None else None
-        for tensor, need in zip(tensors, needs, strict=True)
+        for tensor, need in zip((gate_b, up_b, down_a), needs, strict=True)
     ]
-    counters, sums = scratch(gate, blocks, parts * i * (gate_r + up_r + down_r))
-    stride_h, stride_term = adapters.strides()
-    stride_dh, stride_dh_term = (0, 0) if down_dh is None else (down_dh.stride(1), down_dh.stride(0))
+    plan = _plan_launch(True, t, i, adapters.ranks, kind, gate.dtype, device_of(gate))
+    counters, sums = scratch(gate, plan.counters, plan.floats)
     launch(
-        _lora_glu_backward_kernel, blocks * parts,
-        *in_order(_lora_glu_backward_kernel)(
-            da_ptr=da, gate_ptr=gate, up_ptr=up, dgate_ptr=dgate, dup_ptr=dup, maximum_ptr=maximum,
-            gate_h_ptr=adapters.gate_h, up_h_ptr=adapters.up_h, gate_b_ptr=adapters.gate_b, up_b_ptr=adapters.up_b,
-            down_dh_ptr=down_dh, down_a_ptr=adapters.down_a, gate_db_ptr=gate_db, up_db_ptr=up_db, down_da_ptr=down_da,
-            sum_ptr=sums, counter_ptr=counters,
-            T=t, N=i, part_length=part_length, parts=parts, stride_h=stride_h, stride_term=stride_term,
-            stride_dh=stride_dh, stride_dh_term=stride_dh_term,
-            gate_factor=adapters.gate_scaling, up_factor=adapters.up_scaling,
-        ),
-        **_constants(gate, adapters, kind, tiles),
+        _lora_glu_backward_kernel, plan.programs,
+        da, gate, up, dgate, dup, maximum, h, gate_b, up_b, down_dh, down_a, *gradients, sums, counters,
+        *plan.numbers, *hidden_strides(h), *hidden_strides(down_dh), gate_scaling, up_scaling, **plan.constants,
     )  # fmt: skip
-    return GLUGradients(*gradients)
+    return gradients

@@ -15,30 +15,28 @@ absolute values for the scales, so no second read of these tensors is needed.
 Shapes: T tokens, H hidden, I intermediate, r rank.
 """
 
+import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tigon.memory.lean import call_mlp_region, in_checkpoint, recomputes_mlp
 from tigon.ops.adapters.fp8_weight import Fp8Group, Fp8Operand
-from tigon.ops.adapters.lora import lora_linears, takes_adapters
+from tigon.ops.adapters.lora import lora_linears
 from tigon.ops.adapters.lora_glu import GLUAdapters, lora_glu_backward, lora_glu_forward
 from tigon.ops.adapters.lora_products import (
-    BackwardTensors,
-    Entry,
     add_low_rank,
-    columns_of,
     compute_hidden,
     compute_input_gradient,
     layer_gradients,
-    list_entries,
     project_gradients,
     rows_of,
     write_outputs,
 )
-from tigon.ops.adapters.projection import Projection, dense_weight, flatten, saved_projections, tensors_to_save
+from tigon.ops.adapters.plan import NodeCall, Plan, plan_gradients, plan_node, plan_part
+from tigon.ops.adapters.projection import Projection, dense_weight, saved_tensors, tensors_to_save
 from tigon.ops.mlps.gated_node import check_version, gradient_buffers, multiply_gate, save_gated, unpack_gated
 from tigon.ops.mlps.glu_mlp import GATES
 from tigon.runtime.compat.operators import reshape_without_view
@@ -50,25 +48,35 @@ from tigon.runtime.products import multiply
 LARGEST_RANK = 16
 
 
-def _list_entries(projections: Sequence[Projection]) -> tuple[list[Entry], list[Entry]]:
-    """Return the entries of gate and up, and that of down, whose h and dh are tensors of their own."""
-    entries = list_entries(projections)
-    down_entries = [each._replace(start=0, stop=each.stop - each.start) for each in entries if each.projection == 2]
-    return entries[: len(entries) - len(down_entries)], down_entries
+class _GLUPlan(NamedTuple):
+    """The plans of gate and up together, and of down, whose h and dh are tensors of their own."""
+
+    inner: Plan
+    down: Plan
+    # The indices of B of gate, B of up and A of down among the tensors of the node, or None without an adapter.
+    indices: tuple[int | None, ...]
+    gate_scaling: float
+    up_scaling: float
+
+    def adapters(self, tensors: Sequence[Any], h: Tensor | None) -> GLUAdapters:
+        """Return the tensors of adapters that the kernels of the activation read. `h` is that of gate and up."""
+        gate_b, up_b, down_a = [None if i is None else tensors[i].contiguous() for i in self.indices]
+        return GLUAdapters(h, gate_b, up_b, down_a, self.gate_scaling, self.up_scaling)
 
 
-def _glu_adapters(entries: Sequence[Entry], h: Tensor | None, down: Projection) -> GLUAdapters:
-    """Return the tensors of adapters that the kernels of the activation read. `entries` are those of gate and up."""
-    hidden: list[Tensor | None] = [None, None]
-    b: list[Tensor | None] = [None, None]
-    scaling = [1.0, 1.0]
-    for entry in entries:
-        assert h is not None
-        hidden[entry.projection] = h if entry.start == 0 else columns_of(h, entry, entry)
-        b[entry.projection] = entry.adapter.b.contiguous()
-        scaling[entry.projection] = entry.adapter.scaling
-    down_a = down.adapters[0].a.contiguous() if down.adapters else None
-    return GLUAdapters(hidden[0], hidden[1], b[0], b[1], down_a, scaling[0], scaling[1])
+@functools.lru_cache(1024)
+def _plan_glu(plan: Plan) -> _GLUPlan | None:
+    """Return the plans of the node, or None if it does not support these adapters."""
+    entries = {entry.layer: entry for entry in plan.entries}
+    is_supported = len(entries) == len(plan.entries) > 0 and not plan.has_dropout
+    if not is_supported or max(entry.stop - entry.start for entry in plan.entries) > LARGEST_RANK:
+        return None
+    gate, up, _ = plan.layers
+    if gate.shape != up.shape or any(layer.biases for layer in plan.layers):
+        return None
+    scalings = [entries[i].scaling if i in entries else 1.0 for i in (0, 1)]
+    indices = tuple(entries[i].a_index + (i < 2) if i in entries else None for i in (0, 1, 2))
+    return _GLUPlan(plan_part(plan, (0, 1)), plan_part(plan, (2,)), indices, *scalings)
 
 
 def _zero_maximum(fp8: Fp8Group | None, layer_count: int, like: Tensor) -> Tensor | None:
@@ -79,26 +87,16 @@ def _zero_maximum(fp8: Fp8Group | None, layer_count: int, like: Tensor) -> Tenso
     return fp8.zero_maximum(like) if fp8 is not None and len(fp8.indices) == layer_count else None
 
 
-def _multiply_gates(
-    rows: Tensor, gate: Projection, up: Projection, operand: Fp8Operand | None
-) -> tuple[Tensor, Tensor]:
+def _multiply_gates(rows: Tensor, weights: Sequence[Any], operand: Fp8Operand | None) -> tuple[Tensor, Tensor]:
     """Return the products of x [T, H] with the weights of gate and up, of which one is dense at a time.
 
     `operand` is x as the operand of products in FP8, if there are any.
     """
     products = {} if operand is None else dict(operand.products())
-    for i, layer in enumerate((gate, up)):
+    for i in (0, 1):
         if i not in products:
-            products[i] = multiply_gate(rows, dense_weight(layer.weight))
+            products[i] = multiply_gate(rows, dense_weight(weights[i]))
     return products[0], products[1]
-
-
-def _gradient_of_activation(dy: Tensor, down: Projection, operand: Fp8Operand | None) -> Tensor:
-    """Return da [T, I] for dy [T, O], without the part of the adapters.
-
-    `operand` holds dy if the weight of down is in FP8, and is None otherwise.
-    """
-    return multiply(dy, dense_weight(down.weight)) if operand is None else operand.input_gradient()
 
 
 class _LoRAGLUMLP(Node):
@@ -108,113 +106,101 @@ class _LoRAGLUMLP(Node):
     def forward(
         ctx: Any,
         x: Tensor,
-        projections: Sequence[Projection],
+        plan: Plan,
         kind: str,
         saves_gates: bool,
         is_checkpointed: bool,
         records: bool,
         *tensors: Any,
     ) -> Tensor:
-        gate_layer, up_layer, down = projections
-        rows, (entries, down_entries) = rows_of(x), _list_entries(projections)
+        rows, glu = rows_of(x), _plan_glu(plan)
+        assert glu is not None
+        weights = [tensors[layer.weight_index] for layer in plan.layers]
         # In this method gradients are off, and `needs_input_grad` does not depend on them.
-        fp8 = Fp8Group.of((gate_layer, up_layer), records and ctx.needs_input_grad[0])
+        fp8 = Fp8Group.of(weights[:2], records and ctx.needs_input_grad[0])
         operand = None if fp8 is None else fp8.operand(rows)
-        h = compute_hidden(rows, entries, {}, operand) if entries else None
-        gate, up = _multiply_gates(rows, gate_layer, up_layer, operand)
+        h = compute_hidden(rows, glu.inner, tensors, {}, operand)
+        gate, up = _multiply_gates(rows, weights, operand)
         # The gradients of gate and up need da.
-        down_fp8 = Fp8Group.of((down,), records and any(ctx.needs_input_grad))
+        down_fp8 = Fp8Group.of((None, None, weights[2]), records and any(ctx.needs_input_grad))
         maximum = _zero_maximum(down_fp8, 1, gate)
-        a, down_h = lora_glu_forward(gate, up, _glu_adapters(entries, h, down), kind, maximum)
+        a, down_h = lora_glu_forward(gate, up, glu.adapters(tensors, h), kind, maximum)
         gates = (gate, up) if saves_gates else (None, None)
-        others = tensors_to_save(ctx, projections, tensors)
+        others = tensors_to_save(ctx, tensors, plan.present)
         save_gated(ctx, gate, saves_gates, is_checkpointed, x, h, down_h, *gates, *others)
-        ctx.kind, ctx.shape = kind, x.shape
+        ctx.plan, ctx.kind, ctx.shape = plan, kind, x.shape
         ctx.fp8, ctx.down_fp8 = fp8, down_fp8
         # The output is not a view, because a view that a node returns cannot be modified in place.
+        outputs = plan.layers[2].shape[0]
         if down_fp8 is not None:
             ((_, product),) = down_fp8.operand(a, maximum).products()
-            add_low_rank({2: product}, projections, down_entries, down_h)
-            y = reshape_without_view(product, (*x.shape[:-1], len(down.weight)))
+            add_low_rank({2: product}, glu.down, tensors, down_h)
+            y = reshape_without_view(product, (*x.shape[:-1], outputs))
         else:
-            y = x.new_empty((*x.shape[:-1], down.weight.shape[0]))
-            write_outputs({2: y.view(rows.shape[0], -1)}, a, projections, down_entries, down_h)
+            y = x.new_empty((*x.shape[:-1], outputs))
+            write_outputs({2: y.view(-1, outputs)}, a, glu.down, tensors, down_h)
         for group in filter(None, (fp8, down_fp8)):
             group.end_forward()
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        x, h, down_h, gate, up, *tensors = unpack_gated(ctx)
-        projections = saved_projections(ctx, tensors)
-        *layers, down = projections
-        needs_dx, needs = ctx.needs_input_grad[0], ctx.needs_input_grad[6:]
-        rows, dy, (entries, down_entries) = rows_of(x), rows_of(dy), _list_entries(projections)
+        x, h, down_h, gate, up, *saved = unpack_gated(ctx)
+        tensors, glu = saved_tensors(ctx, saved), _plan_glu(ctx.plan)
+        assert glu is not None
+        needs_dx, *_ = needs = ctx.needs_input_grad
+        needs, rows, dy = needs[6:], rows_of(x), rows_of(dy)
         check_version("lora_glu_mlp", ctx, gate)
+        weights = [tensors[layer.weight_index] for layer in ctx.plan.layers]
         is_recomputed = gate is None
         if is_recomputed:
-            operand = None if ctx.fp8 is None else ctx.fp8.operand(rows)
-            gate, up = _multiply_gates(rows, layers[0], layers[1], operand)
-        down_operand = None if ctx.down_fp8 is None else ctx.down_fp8.operand_of_gradients({0: dy})
-        down_dh = None
-        if down_entries:
-            # The operand of down has a single layer.
-            down_dh, _ = project_gradients({0: dy}, [e._replace(projection=0) for e in down_entries], down_operand)
+            gate, up = _multiply_gates(rows, weights, None if ctx.fp8 is None else ctx.fp8.operand(rows))
+        down_operand = None if ctx.down_fp8 is None else ctx.down_fp8.operand_of_gradients({2: dy})
+        down_dh = project_gradients({2: dy}, glu.down, tensors, down_operand) if glu.down.rank else None
+        # This is the gradient of a without the part of the adapters.
+        da = multiply(dy, dense_weight(weights[2])) if down_operand is None else down_operand.input_gradient()
         dgate, dup = gradient_buffers(ctx, gate, up, is_recomputed)
-        # These flags say whether B of gate, B of up and A of down need gradients.
-        flags = [False, False, any(needs[entry.tensor_index] for entry in down_entries)]
-        for entry in entries:
-            flags[entry.projection] = needs[entry.tensor_index + 1]
         maximum = _zero_maximum(ctx.fp8, 2, gate) if needs_dx else None
         sums = lora_glu_backward(
-            _gradient_of_activation(dy, down, down_operand), gate, up, _glu_adapters(entries, h, down), down_dh,
-            ctx.kind, dgate, dup, needs=tuple(flags), maximum=maximum,
+            da, gate, up, glu.adapters(tensors, h), down_dh, ctx.kind, dgate, dup,
+            needs=[i is not None and needs[i] for i in glu.indices], maximum=maximum,
         )  # fmt: skip
-        del gate, up
+        del gate, up, da
         dys = {0: dgate, 1: dup}
         operand = ctx.fp8.operand_of_gradients(dys, maximum) if needs_dx and ctx.fp8 is not None else None
-        dh: Tensor | None = None
-        dh_entries: Sequence[Entry] = ()
-        if entries and (needs_dx or any(needs[entry.tensor_index] for entry in entries)):
-            dh, dh_entries = project_gradients(dys, entries, operand)
-        dbs = {entry.position: (sums.gate_b, sums.up_b)[entry.projection] for entry in entries}
-        backward_tensors = BackwardTensors(rows, down_h, [*entries, *down_entries], dh, dh_entries, {**dys, 2: dy}, {})
-        gradients = layer_gradients(backward_tensors, projections, needs, dbs)
-        for entry in down_entries:
-            gradients[entry.tensor_index] = sums.down_a
-        dx = compute_input_gradient(dys, layers, dh, dh_entries, {}, operand) if needs_dx else None
+        gradient_plan = plan_gradients(glu.inner, glu.down, needs, ctx.plan.all_layers)
+        dh = None
+        if glu.inner.rank and (needs_dx or gradient_plan.needs_a):
+            dh = project_gradients(dys, glu.inner, tensors, operand)
+        gradients = layer_gradients(gradient_plan, rows, down_h, dh, {**dys, 2: dy}, {}, len(tensors))
+        for index, gradient in zip(glu.indices, sums, strict=True):
+            if index is not None:
+                gradients[index] = gradient
+        dx = compute_input_gradient(dys, glu.inner, tensors, dh, {}, operand) if needs_dx else None
         return None if dx is None else dx.view(ctx.shape), *[None] * 5, *gradients
 
 
 # --- public --------------------------------------------------------------------------------------
 
 
-def has_one_node(layers: Sequence[Projection]) -> bool:
-    """Return whether one node can compute the MLP of layers for which `takes_adapters` is True.
-
-    The module docstring names the cases that it does not support.
-    """
-    adapters = [adapter for layer in layers for adapter in layer.adapters]
-    return (
-        bool(adapters)
-        and all(len(layer.adapters) <= 1 and layer.bias is None and not layer.weight.requires_grad for layer in layers)
-        and all(a.bias is None and a.dropout == 0.0 and a.a.shape[0] <= LARGEST_RANK for a in adapters)
-        and layers[0].weight.shape == layers[1].weight.shape
-    )
+def has_one_node(call: NodeCall) -> bool:
+    """Return whether one node can compute the MLP of the layers of a call. The module docstring names the others."""
+    plan, tensors = call
+    return _plan_glu(plan) is not None and not any(tensors[layer.weight_index].requires_grad for layer in plan.layers)
 
 
 def runs_as_one_node(x: object, layers: Sequence[Projection]) -> bool:
     """Return whether one node computes the MLP for the input x."""
-    return has_one_node(layers) and takes_adapters(x, layers)
+    return (call := plan_node(x, layers)) is not None and has_one_node(call)
 
 
 @on_device
-def lora_glu_mlp_node(x: Tensor, layers: Sequence[Projection], activation: str) -> Tensor:
-    """Return the same as `lora_glu_mlp` by one node. The caller knows that `runs_as_one_node` is True."""
+def lora_glu_mlp_node(x: Tensor, call: NodeCall, activation: str) -> Tensor:
+    """Return the same as `lora_glu_mlp` by one node, for whose call `has_one_node` is True."""
     records = torch.is_grad_enabled()
     is_checkpointed = records and in_checkpoint()
     saves_gates = not recomputes_mlp()
-    return _LoRAGLUMLP.apply(x, layers, activation, saves_gates, is_checkpointed, records, *flatten(layers))
+    return _LoRAGLUMLP.apply(x, call.plan, activation, saves_gates, is_checkpointed, records, *call.tensors)
 
 
 def lora_glu_mlp(x: Tensor, gate: Projection, up: Projection, down: Projection, activation: str = "silu") -> Tensor:
@@ -230,8 +216,8 @@ def lora_glu_mlp(x: Tensor, gate: Projection, up: Projection, down: Projection, 
     Returns:
         [..., O] in the dtype of x.
     """
-    if runs_as_one_node(x, (gate, up, down)):
-        return lora_glu_mlp_node(x, (gate, up, down), activation)
+    if (call := plan_node(x, (gate, up, down))) is not None and has_one_node(call):
+        return lora_glu_mlp_node(x, call, activation)
 
     def inner(x: Tensor) -> Tensor:
         return GATES[activation](*lora_linears(x, (gate, up)))

@@ -1,13 +1,13 @@
 """The products of linear layers with low-rank adapters, as the autograd nodes of `lora` and `lora_mlp` compute them.
 
-A node has several layers with the same input x, and each layer has any number of adapters. The ranks of all adapters
-lie side by side in h and in dh. The docstring of `lora` has the formulas.
+The docstring of `lora` has the formulas. A plan (`plan`) says which adapters share a launch. `tensors` are those of the
+node, in the order of `NodeCall`.
 
 Shapes: T tokens, I inputs, O outputs of a layer, r rank of an adapter, R ranks of all adapters of a node together.
 """
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,24 +22,9 @@ from tigon.ops.adapters.low_rank import (
     project_each,
     token_sums,
 )
-from tigon.ops.adapters.projection import Adapter, Projection, dense_weight
+from tigon.ops.adapters.plan import GradientPlan, Plan, gradient_runs, plan_outputs
+from tigon.ops.adapters.projection import dense_weight
 from tigon.runtime.products import multiply
-
-
-class Entry(NamedTuple):
-    """One adapter of an autograd node, and its columns in the tensors of the node."""
-
-    # The index of the adapter among all adapters of the node.
-    position: int
-    # The index of the adapter's layer.
-    projection: int
-    adapter: Adapter
-    # The columns of the adapter in h or in dh.
-    start: int
-    stop: int
-    # The index of the adapter's A among the tensors of the node. B and the bias follow.
-    tensor_index: int
-
 
 # The masks of dropouts, as bits (`dropout_bits`), by the position of the adapter. Those without dropout have none.
 Masks = Mapping[int, Tensor]
@@ -51,142 +36,78 @@ def rows_of(x: Tensor) -> Tensor:
     return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 
-def draw_seeds(projections: Sequence[Projection], x: Tensor) -> Tensor | None:
+def draw_seeds(plan: Plan, x: Tensor) -> Tensor | None:
     """Draw one seed for each adapter from torch's generator of the device. Return None if no adapter has dropout."""
-    dropouts = [adapter.dropout for projection in projections for adapter in projection.adapters]
-    return torch.randint(2**62, (len(dropouts),), device=x.device) if any(dropouts) else None
+    return torch.randint(2**62, (len(plan.entries),), device=x.device) if plan.has_dropout else None
 
 
-def list_entries(projections: Sequence[Projection]) -> list[Entry]:
-    """Return the entries of all adapters of the projections, with their columns of h."""
-    entries: list[Entry] = []
-    start = index = 0
-    for i, projection in enumerate(projections):
-        index += 2
-        for adapter in projection.adapters:
-            stop = start + adapter.a.shape[0]
-            entries.append(Entry(len(entries), i, adapter, start, stop, index))
-            start, index = stop, index + 3
-    return entries
-
-
-def dropout_masks(entries: Sequence[Entry], rows: Tensor, seeds: Tensor | None) -> Masks:
+def dropout_masks(plan: Plan, rows: Tensor, tensors: Sequence[Any], seeds: Tensor | None) -> Masks:
     """Return the masks of the dropouts of all adapters. `rows` has one row for each token."""
     if seeds is None:
         return {}
+    dropped = [entry for entry in plan.entries if entry.dropout > 0]
+    tokens, features = rows.shape[0], [tensors[entry.a_index].shape[1] for entry in dropped]
     return {
-        entry.position: dropout_bits(seeds, entry.position, rows.shape[0], entry.adapter.a.shape[1], p)
-        for entry in entries
-        if (p := entry.adapter.dropout) > 0
+        entry.position: dropout_bits(seeds, entry.position, tokens, width, entry.dropout)
+        for entry, width in zip(dropped, features, strict=True)
     }
 
 
-def _factor(entry: Entry) -> float:
-    """Return the factor by which dropout multiplies the elements that it keeps."""
-    return 1.0 / (1.0 - entry.adapter.dropout)
+def compute_hidden(
+    rows: Tensor, plan: Plan, tensors: Sequence[Any], masks: Masks, operand: Fp8Operand | None = None
+) -> Tensor | None:
+    """Return the terms of h [3, T, R] for x [T, I], or None if there is no adapter.
 
-
-def columns_of(h: Tensor, first: Entry, last: Entry) -> Tensor:
-    """Return the columns of h [3, T, R] from those of the first entry to those of the last one."""
-    is_whole = first.start == 0 and last.stop == h.shape[2]
-    return h if is_whole else h[:, :, first.start : last.stop]
-
-
-def _groups(entries: Sequence[Entry], masks: Masks) -> list[list[Entry]]:
-    """Return the entries in groups, each of which needs one pass over x: all together, or each one if any masks x."""
-    if entries and not masks:
-        return [list(entries)]
-    return [[entry] for entry in entries]
-
-
-def _runs(entries: Sequence[Entry], kinds: Sequence[object]) -> list[list[Entry]]:
-    """Return the entries in runs that one launch computes: at most three, with adjacent columns and equal kinds.
-
-    The kind None is never equal.
+    The kernels do the fused passes of x as an FP8 operand first.
     """
-    runs: list[list[Entry]] = []
-    last_kind = None
-    for entry, kind in zip(entries, kinds, strict=True):
-        if kind is not None and kind == last_kind and len(runs[-1]) < 3 and runs[-1][-1].stop == entry.start:
-            runs[-1].append(entry)
-        else:
-            runs.append([entry])
-        last_kind = kind
-    return runs
-
-
-def _kind(factor: Tensor) -> tuple:
-    """Return the properties that the factors [N, r] of one launch share."""
-    return factor.dtype, factor.stride(), factor.shape[1]
-
-
-def compute_hidden(rows: Tensor, entries: Sequence[Entry], masks: Masks, operand: Fp8Operand | None = None) -> Tensor:
-    """Return the terms of h [3, T, R] for x [T, I]. The kernels do the fused passes of x as an FP8 operand first."""
+    if not plan.rank:
+        return None
     fused_pass = None if operand is None else operand.fused_passes((0,)).get(0)
-    h = empty_hidden(rows, rows.shape[0], entries[-1].stop)
-    for group in _groups(entries, masks):
-        tensors = [entry.adapter.a for entry in group]
-        first, last = group[0], group[-1]
-        project(rows, tensors, columns_of(h, first, last), _factor(first), masks.get(first.position), fused_pass)
+    h = empty_hidden(rows, rows.shape[0], plan.rank)
+    for run in plan.passes:
+        project(rows, run.a(tensors), run.columns(h), run.factors[0], masks.get(run.position), fused_pass)
         # Only the first group does the pass, because it reads all of x.
         fused_pass = None
     return h
 
 
-def _total_bias(projection: Projection) -> Tensor | None:
+def _total_bias(biases: Sequence[tuple[int, float | None]], tensors: Sequence[Any]) -> Tensor | None:
     """Return b + sum_j s_j bias_j [O] in fp32, or None if there is no bias."""
-    terms = [] if projection.bias is None else [projection.bias.float()]
-    terms += [adapter.scaling * adapter.bias.float() for adapter in projection.adapters if adapter.bias is not None]
+    if not biases:
+        return None
+    terms = [tensors[i].float() if scaling is None else scaling * tensors[i].float() for i, scaling in biases]
     # `float` keeps an fp32 bias as it is, and the kernel reads dense memory.
-    return sum(terms[1:], terms[0]).contiguous() if terms else None
+    return sum(terms[1:], terms[0]).contiguous()
 
 
 def add_low_rank(
-    ys: Mapping[int, Tensor], projections: Sequence[Projection], entries: Sequence[Entry], h: Tensor | None,
-    adds: bool = True,
-) -> Collection[int]:  # fmt: skip
-    """Add the outputs of the adapters and the biases of projections to y_i [T, O_i]; without `adds`, write them to y_i.
+    ys: Mapping[int, Tensor], plan: Plan, tensors: Sequence[Any], h: Tensor | None, adds: bool = True
+) -> frozenset[int]:
+    """Add the outputs of the adapters and the biases of layers to y_i [T, O_i]; without `adds`, write them to y_i.
 
-    `ys` holds the y_i by the indices of their projections. Return the indices of those that have an adapter or a bias.
-    The others are not written.
+    `ys` holds the y_i by the indices of their layers. Return the indices of those that have an adapter or a bias. The
+    others are not written.
     """
-    biases = {i: _total_bias(projections[i]) for i in ys}
-    # The first entry of each projection, and those that add to the output of the first one.
-    first_entries: dict[int, Entry] = {}
-    other_entries = []
-    for entry in entries:
-        if entry.projection in ys and first_entries.setdefault(entry.projection, entry) is not entry:
-            other_entries.append(entry)
-    kinds = [(_kind(entry.adapter.b), biases[i] is None) for i, entry in first_entries.items()]
-    for run in _runs([*first_entries.values()], kinds):
-        _expand_run(run, ys, biases, h, adds)
-    for entry in other_entries:
-        _expand_run([entry], ys, {}, h, True)
-    for i, bias in biases.items():
-        if bias is not None and i not in first_entries:
-            ys[i].add_(bias) if adds else ys[i].copy_(bias.expand_as(ys[i]))
-    return [i for i, bias in biases.items() if bias is not None or i in first_entries]
+    outputs = plan_outputs(plan, tuple(ys))
+    for run in outputs.first_runs:
+        assert h is not None
+        biases = [_total_bias(plan.layers[i].biases, tensors) for i in run.layers] if plan.has_biases else []
+        expand(run.columns(h), run.b(tensors), [ys[i] for i in run.layers], run.scalings, biases, adds=adds)
+    for run in outputs.other_runs:
+        assert h is not None
+        expand(run.columns(h), run.b(tensors), [ys[run.layers[0]]], run.scalings, [], adds=True)
+    for i in outputs.biased_layers:
+        bias = _total_bias(plan.layers[i].biases, tensors)
+        assert bias is not None
+        ys[i].add_(bias) if adds else ys[i].copy_(bias.expand_as(ys[i]))
+    return outputs.written_layers
 
 
-def _expand_run(
-    run: Sequence[Entry], ys: Mapping[int, Tensor], biases: Mapping[int, Tensor | None], h: Tensor | None, adds: bool
-) -> None:
-    """Add the outputs of the adapters of a run to the y of their projections, or write them."""
-    assert h is not None
-    expand(
-        columns_of(h, run[0], run[-1]), [entry.adapter.b for entry in run], [ys[entry.projection] for entry in run],
-        [entry.adapter.scaling for entry in run], [biases.get(entry.projection) for entry in run], adds=adds,
-    )  # fmt: skip
-
-
-def write_outputs(
-    ys: Mapping[int, Tensor], rows: Tensor, projections: Sequence[Projection], entries: Sequence[Entry],
-    h: Tensor | None,
-) -> None:  # fmt: skip
-    """Write y_i [T, O_i] of projections, by their indices, from x [T, I] and the terms of h."""
-    written = add_low_rank(ys, projections, entries, h, adds=False)
+def write_outputs(ys: Mapping[int, Tensor], rows: Tensor, plan: Plan, tensors: Sequence[Any], h: Tensor | None) -> None:
+    """Write y_i [T, O_i] of layers, by their indices, from x [T, I] and the terms of h."""
+    written = add_low_rank(ys, plan, tensors, h, adds=False)
     for i, y in ys.items():
-        weight = dense_weight(projections[i].weight).t()
+        weight = dense_weight(tensors[plan.layers[i].weight_index]).t()
         if i in written:
             multiply(rows, weight, total=y)
         else:
@@ -194,150 +115,85 @@ def write_outputs(
 
 
 def project_gradients(
-    dys: Mapping[int, Tensor], entries: Sequence[Entry], operand: Fp8Operand | None = None
-) -> tuple[Tensor, Sequence[Entry]]:
-    """Return the terms of dh [3, T, R] for the upstream gradients dy_i [T, O_i], and the entries of dh.
+    dys: Mapping[int, Tensor], plan: Plan, tensors: Sequence[Any], operand: Fp8Operand | None = None
+) -> Tensor:
+    """Return the terms of dh [3, T, R] of the adapters of a plan, from the upstream gradients dy_i [T, O_i].
 
-    dh has columns only for the adapters of projections in `dys`, whose entries are returned. The kernels do the fused
-    passes of the gradients as an FP8 operand first.
+    The kernels do the fused passes of the gradients as an FP8 operand first.
     """
     some_dy = next(iter(dys.values()))
-    dh_entries = entries
-    if any(entry.projection not in dys for entry in entries):
-        dh_entries, start = [], 0
-        for entry in entries:
-            if entry.projection in dys:
-                stop = start + entry.stop - entry.start
-                dh_entries.append(entry._replace(start=start, stop=stop))
-                start = stop
-    dh = empty_hidden(some_dy, some_dy.shape[0], dh_entries[-1].stop if dh_entries else 0)
-    fused_passes = {} if operand is None else operand.fused_passes([entry.projection for entry in dh_entries])
+    dh = empty_hidden(some_dy, some_dy.shape[0], plan.rank)
+    passes = {} if operand is None else operand.fused_passes({entry.layer for entry in plan.entries})
     # Only the layer's first adapter does the pass, because it reads the whole gradient.
-    passes = [fused_passes.pop(entry.projection, None) for entry in dh_entries]
-    kinds = [_kind(entry.adapter.b) if each is None else None for entry, each in zip(dh_entries, passes, strict=True)]
-    for run in _runs(dh_entries, kinds):
-        project_each(
-            columns_of(dh, run[0], run[-1]), [dys[entry.projection] for entry in run],
-            [entry.adapter.b for entry in run], [entry.adapter.scaling for entry in run],
-            passes[dh_entries.index(run[0])],
-        )  # fmt: skip
-    return dh, dh_entries
+    for run in gradient_runs(plan, tuple(passes)) if passes else plan.b_runs:
+        fused_pass = passes.pop(run.layers[0], None) if passes else None
+        project_each(run.columns(dh), [dys[i] for i in run.layers], run.b(tensors), run.scalings, fused_pass)
+    return dh
 
 
 def compute_input_gradient(
-    dys: Mapping[int, Tensor], projections: Sequence[Projection], dh: Tensor | None, entries: Sequence[Entry],
-    masks: Masks, operand: Fp8Operand | None = None,
+    dys: Mapping[int, Tensor], plan: Plan, tensors: Sequence[Any], dh: Tensor | None, masks: Masks,
+    operand: Fp8Operand | None = None,
 ) -> Tensor | None:  # fmt: skip
-    """Return dx [T, I], from dy_i [T, O_i], dh and the entries of dh; None if `dys` is empty.
+    """Return dx [T, I], from dy_i [T, O_i] and the terms of dh, whose columns are those of the plan.
 
-    `operand` holds the dy_i of the layers whose weights are in FP8, or is None if there are none.
+    The result is None if `dys` is empty. `operand` holds the dy_i of the layers whose weights are in FP8, or is None if
+    there are none.
     """
     dx = None if operand is None else operand.input_gradient()
-    kinds = [
-        None if masks else (entry.adapter.a.dtype, entry.adapter.a.stride(), entry.stop - entry.start)
-        for entry in entries
-    ]
-    for run in _runs(entries, kinds):
+    for run in plan.a_runs:
         assert dh is not None
-        tensors = [entry.adapter.a for entry in run]
+        factors = run.a(tensors)
         is_first = dx is None
         if dx is None:
-            dx = next(iter(dys.values())).new_empty((dh.shape[1], tensors[0].shape[1]))
+            dx = next(iter(dys.values())).new_empty((dh.shape[1], factors[0].shape[1]))
         expand(
-            columns_of(dh, run[0], run[-1]), tensors, [dx], [_factor(entry) for entry in run], [],
-            masks.get(run[0].position), adds=not is_first, transposed=True,
+            run.columns(dh), factors, [dx], run.factors, [], masks.get(run.position),
+            adds=not is_first, transposed=True,
         )  # fmt: skip
     for i, dy in dys.items():
-        if projections[i].weight is not None and (operand is None or i not in operand.parts):
-            dx = multiply(dy, dense_weight(projections[i].weight), total=dx)
+        weight = tensors[plan.layers[i].weight_index]
+        if weight is not None and (operand is None or i not in operand.parts):
+            dx = multiply(dy, dense_weight(weight), total=dx)
     return dx
 
 
-class BackwardTensors(NamedTuple):
-    """What the gradients of the tensors of a node depend on. A tensor is None if no needed gradient depends on it."""
-
-    # x [T, I]
-    rows: Tensor | None
-    # The terms of h and of dh, and their entries.
-    h: Tensor | None
-    entries: Sequence[Entry]
-    dh: Tensor | None
-    dh_entries: Sequence[Entry]
-    # The upstream gradients [T, O_i] by the indices of their projections. Some may be missing.
-    dys: Mapping[int, Tensor]
-    masks: Masks
-
-
 def layer_gradients(
-    tensors: BackwardTensors, projections: Sequence[Projection], needs: Sequence[bool],
-    dbs: Mapping[int, Tensor | None],
+    plan: GradientPlan, rows: Tensor | None, h: Tensor | None, dh: Tensor | None, dys: Mapping[int, Tensor],
+    masks: Masks, count: int,
 ) -> list[Tensor | None]:  # fmt: skip
-    """Return the gradients of the tensors of the projections, in the order of `flatten`.
+    """Return the gradients of the `count` tensors of a node. A gradient that is not needed is None.
 
-    A gradient that is not needed is None. `needs` has a flag for each tensor. `dbs` holds those gradients of B that
-    another kernel has computed, by the positions of the adapters.
+    They depend on x [T, I], on the terms of h and dh, and on dy_i [T, O_i], of which some may be missing. A tensor may
+    be None if no needed gradient depends on it.
     """
-    rows, dys = tensors.rows, tensors.dys
-    gradients: list[Tensor | None] = [None] * len(needs)
-    index = 0
-    for i, projection in enumerate(projections):
-        if (needs[index] or needs[index + 1]) and (dy := dys.get(i)) is not None:
-            gradients[index] = torch.mm(dy.t(), rows) if needs[index] and rows is not None else None
-            gradients[index + 1] = dy.sum(0) if needs[index + 1] else None
-        index += 2 + 3 * len(projection.adapters)
-    b_entries = []
-    for entry in tensors.entries:
-        if (dy := dys.get(entry.projection)) is None:
-            continue
-        if needs[entry.tensor_index + 2]:
-            bias = entry.adapter.scaling * dy.sum(0, dtype=torch.float32)
-            gradients[entry.tensor_index + 2] = bias.to(entry.adapter.bias.dtype)
-        if entry.position in dbs:
-            gradients[entry.tensor_index + 1] = dbs[entry.position]
-        elif needs[entry.tensor_index + 1]:
-            b_entries.append(entry)
-    a_groups = _groups([entry for entry in tensors.dh_entries if needs[entry.tensor_index]], tensors.masks)
-    _sum_over_tokens(tensors, a_groups, b_entries, gradients)
-    return gradients
-
-
-def _sum_over_tokens(
-    tensors: BackwardTensors, a_groups: Sequence[Sequence[Entry]], b_entries: Sequence[Entry],
-    gradients: list[Tensor | None],
-) -> None:  # fmt: skip
-    """Write the gradients of the A of `a_groups`, and those of the B of `b_entries`, to the list of gradients.
-
-    One launch computes those of a group of A, and those of a run of B.
-    """
-    rows, h, dh = tensors.rows, tensors.h, tensors.dh
-    b_runs = _runs(b_entries, [_kind(entry.adapter.b) for entry in b_entries])
-    for group in a_groups:
+    gradients: list[Tensor | None] = [None] * count
+    for layer, index in plan.weights:
         assert rows is not None
-        assert dh is not None
-        run: Sequence[Entry] = b_runs.pop(0) if b_runs else ()
+        gradients[index] = torch.mm(dys[layer].t(), rows)
+    for layer, index in plan.biases:
+        gradients[index] = dys[layer].sum(0)
+    for entry in plan.adapter_biases:
+        db = entry.scaling * dys[entry.layer].sum(0, dtype=torch.float32)
+        gradients[entry.a_index + 2] = db.to(entry.bias_dtype)
+    for a_run, b_run in plan.sums:
         others = None
-        if run:
+        if b_run is not None:
             assert h is not None
-            others = TokenSums(
-                [tensors.dys[entry.projection] for entry in run], columns_of(h, run[0], run[-1]),
-                run[0].stop - run[0].start, [entry.adapter.scaling for entry in run],
-                [entry.adapter.b.dtype for entry in run],
-            )  # fmt: skip
-        first, last = group[0], group[-1]
-        dtypes = {entry.adapter.a.dtype for entry in group}
-        # Columns of adapters that need no gradient may lie between those of the group. Their sums are not used.
-        da, *b_gradients = token_sums(
-            rows, columns_of(dh, first, last), _factor(first), tensors.masks.get(first.position), True,
-            first.adapter.a.dtype if len(dtypes) == 1 else torch.float32, others,
-        )  # fmt: skip
-        for entry in group:
-            part = da if first is last else da[entry.start - first.start : entry.stop - first.start]
-            gradients[entry.tensor_index] = part if len(dtypes) == 1 else part.to(entry.adapter.a.dtype)
-        for entry, db in zip(run, b_gradients, strict=True):
-            gradients[entry.tensor_index + 1] = db
-    for entry in (entry for run in b_runs for entry in run):
-        assert h is not None
-        (gradients[entry.tensor_index + 1],) = token_sums(
-            tensors.dys[entry.projection], columns_of(h, entry, entry), entry.adapter.scaling,
-            dtype=entry.adapter.b.dtype,
-        )  # fmt: skip
+            zs = [dys[i] for i in b_run.layers]
+            others = TokenSums(zs, b_run.columns(h), b_run.ranks[0], b_run.scalings, b_run.b_dtypes)
+        if a_run is not None:
+            assert rows is not None
+            assert dh is not None
+            mask = masks.get(a_run.position)
+            da, *dbs = token_sums(rows, a_run.columns(dh), a_run.factors[0], mask, True, a_run.a_dtypes[0], others)
+            parts = (da,) if len(a_run.ranks) == 1 else da.split(a_run.ranks)
+            for index, part in zip(a_run.indices, parts, strict=True):
+                gradients[index] = part
+        elif others is not None:
+            assert others.h is not None
+            dbs = token_sums(others.zs[0], others.h, others.factors[0], dtype=others.dtypes[0])
+        if b_run is not None:
+            for index, db in zip(b_run.indices, dbs, strict=True):
+                gradients[index + 1] = db
+    return gradients

@@ -3,7 +3,7 @@
 Shapes: I inputs, O outputs of a layer, r rank of an adapter.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +31,8 @@ class FrozenWeight:
     """A weight [O, I] that gets no gradient, such as that of a quantised layer. Each product computes it once more."""
 
     requires_grad = False
+    # No layout of a tensor.
+    layout = None
 
     def __init__(
         self, compute: Callable[[], Tensor], shape: torch.Size, dtype: torch.dtype, device: torch.device
@@ -67,54 +69,31 @@ class Projection(NamedTuple):
 # --- the tensors of an autograd function -----------------------------------------------------------
 
 
-def flatten(projections: Sequence[Projection]) -> list[Any]:
-    """Return the tensors of the projections in a fixed order, with None in place of a `FrozenWeight`."""
-    tensors: list[Any] = []
-    for weight, bias, adapters in projections:
-        tensors += (None if isinstance(weight, FrozenWeight) else weight, bias)
-        for adapter in adapters:
-            tensors += (adapter.a, adapter.b, adapter.bias)
-    return tensors
+def tensors_to_save(ctx: Any, tensors: Sequence[Any], present: Sequence[int]) -> Sequence[Any]:
+    """Keep the tensors of a node for backward. Return those that autograd has to save.
 
-
-def rebuild(tensors: Iterable[Any], projections: Sequence[Projection]) -> list[Projection]:
-    """Return the projections with other tensors, in the order of `flatten`, in place of their own."""
-    values = iter(tensors)
-    result = []
-    for projection in projections:
-        weight, bias = next(values), next(values)
-        weight = projection.weight if isinstance(projection.weight, FrozenWeight) else weight
-        adapters = [
-            Adapter(next(values), next(values), adapter.scaling, next(values), adapter.dropout)
-            for adapter in projection.adapters
-        ]
-        result.append(Projection(weight, bias, tuple(adapters)))
-    return result
-
-
-def tensors_to_save(ctx: Any, projections: Sequence[Projection], tensors: Sequence[Any]) -> Sequence[Any]:
-    """Keep the projections, whose tensors are `tensors`, for backward. Return those that autograd has to save.
-
-    It has to save none of them if all are leaves with versions, as parameters are. A block of `lean` saves leaves
-    themselves anyway, because engines exchange their data, and each call of its hooks takes the host 10 us.
+    `present` are the indices of those that are neither None nor a `FrozenWeight`. Autograd has to save none if all of
+    these are leaves with versions, as parameters are. A block of `lean` saves leaves themselves anyway, because engines
+    exchange their data, and each call of its hooks takes the host 10 us.
     """
-    present = [tensor for tensor in tensors if tensor is not None]
-    if all(tensor.is_leaf and not tensor.is_inference() for tensor in present):
-        ctx.projections, ctx.leaves, ctx.versions = projections, present, [tensor._version for tensor in present]
+    leaves = [tensors[i] for i in present]
+    versions = [leaf._version for leaf in leaves if leaf.is_leaf and not leaf.is_inference()]
+    if len(versions) == len(leaves):
+        ctx.tensors, ctx.leaves, ctx.versions = tensors, leaves, versions
         return ()
-    ctx.projections, ctx.leaves, ctx.versions = rebuild([None] * len(tensors), projections), (), ()
-    return tensors
+    ctx.tensors = [None if isinstance(tensor, Tensor) else tensor for tensor in tensors]
+    return [tensor if isinstance(tensor, Tensor) else None for tensor in tensors]
 
 
-def saved_projections(ctx: Any, tensors: Sequence[Any]) -> Sequence[Projection]:
-    """Return the projections of a node, whose `tensors_to_save` autograd has saved.
+def saved_tensors(ctx: Any, tensors: Sequence[Any]) -> Sequence[Any]:
+    """Return the tensors of a node, whose `tensors_to_save` autograd has saved.
 
     Raises:
         RuntimeError: A tensor was written in place after forward.
     """
     if tensors:
-        return rebuild(tensors, ctx.projections)
-    for tensor, version in zip(ctx.leaves, ctx.versions, strict=True):
-        if tensor._version != version:
-            raise modified_in_place(tensor, version)
-    return ctx.projections
+        return [saved if other is None else other for saved, other in zip(tensors, ctx.tensors, strict=True)]
+    for leaf, version in zip(ctx.leaves, ctx.versions, strict=True):
+        if leaf._version != version:
+            raise modified_in_place(leaf, version)
+    return ctx.tensors

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from tigon.ops.adapters.fp8_weight import Fp8Weight
 from tigon.ops.adapters.lora import add_adapters, lora_node, takes_adapters
+from tigon.ops.adapters.plan import find_plan, takes_input
 from tigon.ops.adapters.projection import Adapter, FrozenWeight, Projection, TensorLike, product_dtype
 from tigon.recognition.parts.adapter_probes import CHILDREN, DIFFERENT, NAME, SETTINGS, code_of
 from tigon.recognition.parts.dequantisation import read_weight
@@ -27,7 +28,7 @@ from tigon.recognition.probing.standin import BF16, FP16, FP32, is_linear
 from tigon.recognition.replacement import find_replacement, install, installed_recipe, uninstall
 from tigon.runtime.compat.modules import any_global_hook
 from tigon.runtime.compat.operators import any_changing_mode
-from tigon.runtime.device import PLAIN, runs_kernels
+from tigon.runtime.device import PLAIN
 from tigon.runtime.stock import (
     are_plain,
     does_more_than_forward,
@@ -64,11 +65,14 @@ def cast_for_products(x: Tensor) -> Tensor:
 
 
 def compute_layers(x: Tensor, layers: Sequence[Projection]) -> tuple[Tensor, ...] | None:
-    """Return the outputs of linear layers with adapters and with the same input, or None if no op computes them."""
+    """Return the outputs of linear layers with adapters and with the same input, or None if no op computes them.
+
+    The caller knows that `_may_compute(x)` is True.
+    """
     operand = cast_for_products(x)
-    if not takes_adapters(operand, layers):
+    if (call := find_plan(operand, layers)) is None:
         return None
-    outputs = lora_node(operand, layers)
+    outputs = lora_node(operand, call)
     if operand is x:
         return outputs
     return tuple(y.to(output_dtype(layer, x)) for y, layer in zip(outputs, layers, strict=True))
@@ -104,14 +108,16 @@ def _probability(dropout: Any) -> float | None:
 
 def _read_adapters(layer: Any, x: Tensor | TensorLike) -> tuple[Adapter, ...] | None:
     """Return the active adapters of a layer; None if there are none, or if no op computes what PEFT does with them."""
-    if layer.disable_adapters or layer.merged:
+    # The properties of the same names take ten times as long, and `adapter_probes` has compared what they return.
+    settings, modules = layer.__dict__, layer._modules
+    if settings["_disable_adapters"] or settings["merged_adapters"]:
         return None
-    modules, variants, scalings = layer._modules, layer.lora_variant, layer.scaling
+    active, variants, scalings = settings["_active_adapter"], settings["lora_variant"], settings["scaling"]
     table_a, table_b, dropouts = modules["lora_A"], modules["lora_B"], modules["lora_dropout"]
     if not type(table_a) is type(table_b) is type(dropouts) is nn.ModuleDict:
         return None
     adapters = []
-    for name in layer.active_adapters:
+    for name in [active] if isinstance(active, str) else active:
         if (layer_a := table_a._modules.get(name)) is None:
             continue
         layer_b, scaling = table_b._modules[name], scalings[name]
@@ -120,17 +126,13 @@ def _read_adapters(layer: Any, x: Tensor | TensorLike) -> tuple[Adapter, ...] | 
         probability = _probability(dropouts._modules[name])
         if probability is None or not runs_forward_only(layer_a) or not runs_forward_only(layer_b):
             return None
-        (a, a_bias), (b, bias) = _tensors(layer_a), _tensors(layer_b)
-        # The dimensions differ while an engine has sharded the weights.
-        if not a.dim() == b.dim() == 2:
+        (a, a_bias), (b, bias), dtype = _tensors(layer_a), _tensors(layer_b), x.dtype
+        # For products that torch refuses, or of rounded values, PEFT's forward runs. The op checks the other shapes.
+        if a.shape[-1] != x.shape[-1] or b.dtype != a.dtype or a_bias is not None:
             return None
-        (rank, inputs), (outputs, columns), dtype = a.shape, b.shape, a.dtype
-        # For products that torch refuses, or of rounded values, PEFT's forward runs.
-        if inputs != x.shape[-1] or columns != rank or b.dtype != dtype or a_bias is not None:
+        if bias is not None and (bias.shape != b.shape[:1] or bias.dtype != b.dtype):
             return None
-        if bias is not None and (bias.shape != (outputs,) or bias.dtype != dtype):
-            return None
-        if dtype != x.dtype and not _keeps_values(layer, x, dtype):
+        if a.dtype != dtype and not _keeps_values(layer, x, a.dtype):
             return None
         adapters.append(Adapter(a, b, float(scaling), bias, probability))
     return tuple(adapters) or None
@@ -161,12 +163,10 @@ def _read_base(base: Any, x: Tensor | TensorLike, adapters: tuple[Adapter, ...])
     if weight is None:
         return AdaptedCall(base, adapters)
     bias = base._parameters["bias"] if "bias" in base._parameters else getattr(base, "bias", None)
-    rows, inputs = adapters[0].b.shape[0], adapters[0].a.shape[1]
-    if weight.shape != (rows, inputs):
-        return None
     # A quantised layer casts its bias. torch adds none of another dtype or shape, or broadcasts it.
-    fits = bias is None or (bias.shape == (rows,) and (isinstance(weight, FrozenWeight) or bias.dtype == weight.dtype))
-    return Projection(weight, bias, adapters) if fits else None
+    if bias is not None and bias.dtype != weight.dtype and not isinstance(weight, FrozenWeight):
+        return None
+    return Projection(weight, bias, adapters) if bias is None or bias.shape == weight.shape[:1] else None
 
 
 def read_layer(layer: nn.Module, x: Tensor | TensorLike) -> Projection | AdaptedCall | None:
@@ -220,16 +220,16 @@ class AdapterRecipe:
 
 
 def _may_compute(x: Any) -> bool:
-    """Return True if an op may compute the products of x."""
-    if type(x) not in PLAIN or x.layout is not torch.strided or x.is_nested or torch.compiler.is_compiling():
+    """Return True if an op may compute the products of x. Autocast converts an fp32 input to its own dtype."""
+    if type(x) not in PLAIN or torch.compiler.is_compiling():
         return False
-    # Autocast converts an fp32 input to its own dtype.
-    dtype = product_dtype(x)
-    has_dtype = dtype in (BF16, FP16) and x.dtype in (dtype, FP32)
-    if not has_dtype or x.dim() < 2 or not runs_kernels(x) or any_global_hook():
+    if x.layout is not torch.strided or x.is_nested or any_global_hook():
         return False
     # A function mode may change the values of a product. A meta tensor has none.
-    return x.is_meta or not any_changing_mode()
+    if not x.is_meta and any_changing_mode():
+        return False
+    dtype = product_dtype(x)
+    return x.dtype in (dtype, FP32) and takes_input(x, dtype)
 
 
 def read_projection(layer: nn.Module, x: Tensor | TensorLike) -> Projection | None:

@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tigon.memory.lean import call_mlp_region, call_projection, is_lean, recomputes_mlp
-from tigon.ops.adapters.lora import takes_adapters
 from tigon.ops.adapters.lora_mlp import has_one_node, lora_glu_mlp, lora_glu_mlp_node
+from tigon.ops.adapters.plan import find_plan
 from tigon.ops.adapters.projection import TensorLike
 from tigon.ops.mlps.activation_kernels import PLAIN_GATE, GateOptions
 from tigon.ops.mlps.activations import relu2_reference
@@ -223,10 +223,11 @@ def _run_with_adapters(x: Tensor, layers: Sequence[nn.Module], kind: str) -> Ten
     if down is None:
         return None
     projections = gate, up, down
-    if not any(each.adapters for each in projections) or not takes_adapters(operand, projections):
+    call = find_plan(operand, projections)
+    if call is None or not call.plan.entries:
         return None
-    if has_one_node(projections):
-        y = lora_glu_mlp_node(operand, projections, kind)
+    if has_one_node(call):
+        y = lora_glu_mlp_node(operand, call, kind)
     elif recomputes_mlp():
         # With `lean(mlp=True)`, an MLP of several autograd nodes takes the path that recomputes gate and up one by one.
         return None
