@@ -98,13 +98,10 @@ def test_key_depends_on_which_tensors_are_none():
 
 
 def _descriptors(x: torch.Tensor, rows: int, columns: int) -> list:
-    """Return a descriptor of tiles [rows, columns] of x for each language of kernels.
-
-    In a further one for Gluon, the tile is a part of a larger tile in shared memory.
-    """
+    """Return a descriptor of tiles [rows, columns] of x for each language of kernels."""
     descriptors = [TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns])]
     if hopper is not None:
-        descriptors += [tiled_products._tiles(x, rows, columns, stored) for stored in (rows, max(256, rows))]
+        descriptors.append(tiled_products._tiles(x, rows, columns))
     return descriptors
 
 
