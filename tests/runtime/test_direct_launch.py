@@ -168,6 +168,17 @@ def test_planned_launches_are_direct_from_the_second_one_on(fake_device):
     assert (kernel.through_triton, kernel.launches, len(plan.variants)) == (1, 3, 1)
 
 
+def test_a_plan_has_a_variant_for_each_choice_of_tensors_that_are_none(fake_device):
+    """A variant reads no address of a tensor that was None when it was compiled."""
+    kernel, _ = fake_device()
+    kernel.function, kernel.arg_names = lambda programs, x, y, z, BLOCK: None, ["x_ptr", "y_ptr", "z_ptr", "BLOCK"]
+    plan, x = launch.Plan(kernel, 1, BLOCK=2, num_warps=4), _on_device(torch.zeros(4))
+    for others in ((x, None), (None, x)):
+        for _ in range(3):
+            plan.launch(x, *others)
+    assert (kernel.through_triton, kernel.launches) == (2, 6)
+
+
 def test_no_launch_with_a_tensor_of_the_host_is_direct(fake_device):
     """The address of such a tensor would be read by the GPU, where Triton raises an error."""
     kernel, _ = fake_device()

@@ -135,19 +135,24 @@ class Plan:
 
     def __init__(self, kernel: JITFunction, programs: int, *numbers: float, **constants: Any) -> None:
         self.kernel, self.programs, self.numbers, self.constants = kernel, programs, numbers, constants
-        # The variants, by the device and the properties of the tensors.
+        # The variants, by the types, the device and the properties of the tensors.
         self.variants: dict[tuple, tuple] = {}
 
     def launch(self, *tensors: Any) -> None:
         """Launch the kernel on its tensors, some of which may be None."""
-        device, properties, values = tensors[0].get_device(), None, ()
-        if device >= 0 and not has_launch_hook():
-            properties, values = _split_tensors(tuple(map(type, tensors)))(*tensors)
-        variant = self.variants.get((device, properties))
+        device = tensors[0].get_device()
+        if device < 0 or has_launch_hook():
+            launch(self.kernel, self.programs, *tensors, *self.numbers, **self.constants)
+            return
+        split = _split_tensors(tuple(map(type, tensors)))
+        properties, values = split(*tensors)
+        # The properties do not say which tensors are None, but each list of types has a function of its own.
+        key = split, device, properties
+        variant = self.variants.get(key)
         if variant is None:
             variant = launch(self.kernel, self.programs, *tensors, *self.numbers, **self.constants)
             if variant is not None:
-                self.variants[device, properties] = variant
+                self.variants[key] = variant
             return
         call, middle, is_packed, constexprs, _ = variant
         values = (*values, *self.numbers, *constexprs)

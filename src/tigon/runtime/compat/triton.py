@@ -125,8 +125,8 @@ def has_launch_hook() -> bool:
 
 # --- Gluon -----------------------------------------------------------------------------------------
 
-# Gluon is Triton's experimental language for kernels that place data in shared memory by hand. Seen in 3.5 to 3.9. If a
-# name is missing, as all are in 3.4, `gluon` is None.
+# Gluon is Triton's experimental language for kernels that place data in shared memory by hand. Seen in 3.4 to 3.9. If a
+# name is missing, `gluon` is None, and no kernel in Gluon exists.
 gluon: Any = None
 gl: Any = None
 with contextlib.suppress(ImportError):
