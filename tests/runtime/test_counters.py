@@ -1,5 +1,7 @@
 """Tests of counters and numbers that are allocated in advance. CPU tensors stand for those of a GPU."""
 
+import contextlib
+
 import pytest
 import torch
 
@@ -49,6 +51,22 @@ def test_launches_share_counters_and_partial_sums(kept_on_cpu):
     # The memory of a large launch is not shared.
     assert len(scratch(x.to("meta"), 1, LARGEST_SCRATCH + 1)[1]) > LARGEST_SCRATCH
     assert scratch(x, 1, 1) is more
+
+
+def test_a_thread_that_needs_less_memory_takes_none_from_another_one(kept_on_cpu, monkeypatch):
+    """The end of the block of inference mode is where the other thread runs."""
+    inference_mode, x = torch.inference_mode, torch.empty(1)
+
+    @contextlib.contextmanager
+    def interrupted(mode):
+        monkeypatch.setattr(torch, "inference_mode", inference_mode)
+        with inference_mode(mode):
+            yield
+        scratch(x, 1, 10)
+
+    monkeypatch.setattr(torch, "inference_mode", interrupted)
+    assert len(scratch(x, 1, 1000)[1]) >= 1000
+    assert len(scratch(x, 1, 1000)[1]) >= 1000
 
 
 def test_zeros_of_inference_mode_serve_outside_of_it_too(kept_on_cpu):

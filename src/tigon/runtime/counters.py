@@ -26,11 +26,9 @@ NUMBERS = 1024
 class _Shared:
     """The memory that launches share."""
 
-    # int32, zero between launches, and fp32 of any content. The lengths are numbers of their own, because `len` of a
-    # tensor takes the host 1 us.
-    scratch: tuple[Tensor, Tensor] | None = None
-    counters: int = 4096
-    floats: int = 0
+    # Counters int32, which are zero between launches, and fp32 memory of any content; and the lengths of both, because
+    # `len` of a tensor takes the host 1 us. One assignment replaces them all, because other threads read them.
+    scratch: tuple[tuple[Tensor, Tensor] | None, int, int] = None, 4096, 0
     # zeros that no call has returned yet
     numbers: list[Tensor] = field(default_factory=list)
 
@@ -86,16 +84,17 @@ def scratch(x: Tensor, counters: int, floats: int) -> tuple[Tensor, Tensor]:
     shared = None if floats > LARGEST_SCRATCH else _find_shared(x)
     if shared is None:
         return x.new_zeros(counters, dtype=torch.int32), x.new_empty(floats, dtype=torch.float32)
-    if shared.scratch is None or shared.counters < counters or shared.floats < floats:
-        counters, floats = max(shared.counters, 2 * counters), max(shared.floats, floats)
+    memory, most_counters, most_floats = shared.scratch
+    if memory is None or most_counters < counters or most_floats < floats:
+        counters, floats = max(most_counters, 2 * counters), max(most_floats, floats)
         # An inference tensor could not be used outside of inference mode.
         with torch.inference_mode(False):
-            shared.scratch = (
+            memory = (
                 torch.zeros(counters, dtype=torch.int32, device=x.device),
                 torch.empty(floats, dtype=torch.float32, device=x.device),
             )
-        shared.counters, shared.floats = counters, floats
-    return shared.scratch
+        shared.scratch = memory, counters, floats
+    return memory
 
 
 def zero_number(x: Tensor) -> Tensor:
