@@ -1,6 +1,7 @@
 """Launches on a GPU: the self-check of direct launches, which a capture postpones, and the zeros that kernels use."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import tigon
@@ -29,8 +30,9 @@ def test_direct_launches_call_the_function_in_c():
 
 
 def test_the_self_check_waits_for_the_end_of_a_capture(monkeypatch):
-    # No other test launches a norm of so many rows, so no plan holds its variant.
+    # No other call launches a norm of so many rows, so no plan holds its variant. Triton loads the kernel before.
     x, weight = torch.randn(17, 64, device="cuda"), torch.ones(64, device="cuda")
+    tigon.rms_norm(x[:16], weight)
     expected = rms_norm_reference(x, weight)
     for name in ("_variants", "_verdicts"):
         monkeypatch.setattr(launch, name, {})
@@ -42,6 +44,18 @@ def test_the_self_check_waits_for_the_end_of_a_capture(monkeypatch):
     torch.testing.assert_close(y, expected)
     assert torch.equal(tigon.rms_norm(x, weight), y)
     assert launch._verdicts == {x.get_device(): True}
+
+
+def test_launches_with_other_tensors_absent_share_no_variant():
+    """The launches differ only in which of dw and db is None."""
+    x, weight, bias = torch.randn(16, 64, device="cuda"), torch.ones(64, device="cuda"), torch.zeros(64, device="cuda")
+    dy = torch.randn_like(x)
+    for leaf, frozen in ((weight, bias), (bias, weight)):
+        leaf.requires_grad_(True), frozen.requires_grad_(False)
+        (expected,) = torch.autograd.grad(F.layer_norm(x, (64,), weight, bias), leaf, dy)
+        for _ in range(3):
+            (gradient,) = torch.autograd.grad(tigon.layer_norm(x, weight, bias), leaf, dy)
+            torch.testing.assert_close(gradient, expected)
 
 
 @torch.library.custom_op("tigon_tests::low_rank_product", mutates_args=())
