@@ -28,7 +28,7 @@ class LaunchConfig:
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         cls._choices = {}
-        # A hash of all fields takes longer. Equal configs may have several hashes, so caches may hold each of them.
+        # A hash of all fields takes longer than that of the identity, by which a cache may hold two equal configs.
         cls.__hash__ = object.__hash__  # type: ignore[method-assign]
 
     @staticmethod

@@ -44,7 +44,6 @@ def _adapter(inputs: int, outputs: int, rank: int, dtype: torch.dtype, seed: int
 def _check(x: Tensor, projections: list[Projection]) -> None:
     """Compare outputs and gradients with eager code and with exact values."""
     assert takes_adapters(x, projections)
-    assert takes_adapters(x, projections)
     assert_as_accurate_as_eager(
         lambda x, *values: lora_linears(x, rebuild(values, projections)),
         lambda x, *values: tuple(eager_output(x, projection) for projection in rebuild(values, projections)),

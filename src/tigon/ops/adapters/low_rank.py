@@ -50,10 +50,10 @@ from tigon.runtime.launch import launch
 # The number of bf16 terms that represent a value exactly: 8, 11 and 24 bits of mantissa, 8 bits a term.
 TERMS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
 
-# The largest rank of each A that `project` splits when it reads it. On an H200, with tiles of 128 tokens (now 64), 8192
-# tokens of 4096 features took 27 us with rank 16, and 25 us with terms that were split before, which took 3 us more.
-# With rank 48 they took 49 and 37 us.
-# Three A of rank 16 in one pass took 71 us if the kernel split them, and 36 us with `split_terms` and its launch.
+# The largest rank of a single A that `project` splits when it reads it. On an H200, with tiles of 128 tokens (now 64),
+# 8192 tokens of 4096 features took 27 us with rank 16, and 25 us with terms that were split before, which took 3 us
+# more. With rank 48 they took 49 and 37 us. Three A of rank 16 in one pass took 71 us if the kernel split them, and 36
+# us with `split_terms` and its launch.
 LARGEST_RANK_TO_SPLIT = 16
 
 # A program of `expand` writes a tile of so many tokens and features. Milliseconds for 8192 tokens in bf16 on an H200:
@@ -94,7 +94,7 @@ class PartTiles:
 
 
 class LaunchPlan(NamedTuple):
-    """What a launch takes besides tensors. It is computed once for the same shapes, strides and factors."""
+    """The arguments of a launch that are no tensors, computed once for the same shapes, strides and factors."""
 
     programs: int
     # How many counters and how many fp32 numbers the launch needs (`scratch`).

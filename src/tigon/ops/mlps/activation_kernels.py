@@ -214,7 +214,7 @@ def activation_forward(x: Tensor, kind: str) -> Tensor:
 
 
 def _run_backward(dy: Tensor, x: Tensor, dx: Tensor, y: Tensor | None, kind: str, strides: tuple[int, ...]) -> None:
-    """Write dx and, if it is no None, y. `strides` are those of the rows of dy, x and dx."""
+    """Write dx and, if it is not None, y. `strides` are those of the rows of dy, x and dx."""
     n, (stride_dy, stride_x, stride_dx) = x.shape[-1], strides
     all_strides = stride_dy, stride_x, n, stride_dx, n, n
     plan = _plan_backward(x.numel(), n, all_strides, kind, block=_block(x), NEEDS_DGATE=True, NEEDS_DUP=False)
