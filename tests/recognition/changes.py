@@ -140,7 +140,7 @@ LOOKUPS: dict[str, tuple[str, str, str]] = {
     "name in an attribute": ("m.chosen, m.scale_1 = 'scale_1', 1.0", "getattr(self, self.chosen)", "m.scale_1 = 2.0"),
     "computed name of the class": ("", "getattr(self, 'scale_of_' + str('class'))", "type(m).scale_of_class = 2.0"),
     "computed name of the class of a config": (
-        "m.config = Gains()", "getattr(self.config, 'gain_of_' + 'class')", "m.config.gain_of_class = 2.0",
+        "m.config = Gains()", "getattr(self.config, 'gain_of_' + str('class'))", "m.config.gain_of_class = 2.0",
     ),
     "fields of a dataclass": (SETTINGS, "dataclasses.asdict(self.config)['scale']", TO_2),
     "missing attribute of torch": ("", "getattr(torch, 'gain', 1.0)", "torch.gain = 2.0"),

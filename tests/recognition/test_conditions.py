@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import logging
+import operator
 import re
 import types
 import warnings
@@ -112,7 +113,34 @@ def tries_an_attribute(self, x):
         return F.silu(x)
 
 
+def catches_in_a_stored_context(self, x):
+    with SUPPRESSES:
+        x = x * x.temperature
+    return F.silu(x)
+
+
+def catches_in_a_context(self, x):
+    with Suppresses(AttributeError):
+        x = x * x.temperature
+    return F.silu(x)
+
+
+class Suppresses(contextlib.suppress):
+    pass
+
+
+GET, METHOD, SUPPRESSES = getattr, operator.methodcaller, contextlib.suppress(AttributeError)
 ATTRIBUTES = {
+    "a stored context": catches_in_a_stored_context,
+    "a context": catches_in_a_context,
+    "another name of getattr": lambda self, x: F.silu(x) * GET(x, "temperature", 1.0),
+    "a default": lambda self, x, get=getattr: F.silu(x) * get(x, "temperature", 1.0),
+    "the names": lambda self, x: F.silu(x) * (2.0 if "temperature" in x.__dir__() else 1.0),
+    "the state": lambda self, x: F.silu(x) * (2.0 if x.__reduce_ex__(2)[2:] else 1.0),
+    "a method by its name": lambda self, x: F.silu(x) * METHOD("dim")(x) / 3,
+    "a table of the module": lambda self, x: F.silu(x) * (2.0 if "temperature" in self._buffers else 1.0),
+    "shared memory": lambda self, x: F.silu(x) * (2.0 if x.is_shared() else 1.0),
+    "hooks": lambda self, x: F.silu(x) * (2.0 if x._backward_hooks else 1.0),
     "getattr": lambda self, x: F.silu(x) * getattr(x, "temperature", 1.0),
     "a handler": tries_an_attribute,
     "in evaluation": lambda self, x: F.silu(x) if self.training else F.silu(x) * getattr(x, "temperature", 1.0),
@@ -241,7 +269,10 @@ ORDINARY = {
     "keywords": ("self, x, **options", f"y = {PRODUCT}; return y * options['factor'] if options else y"),
     "match": ("self, x", MATCH),
     "names of torch": ("self, x", f"return {PRODUCT} * {NAMES_OF_TORCH}"),
-    "a with block": ("self, x", f"with torch.autocast('cpu', enabled=False): return {PRODUCT}"),
+    "a with block": (
+        "self, x",
+        "y = self.gate(x)\nwith torch.autocast('cpu', enabled=False): y = F.silu(y)\nreturn self.down(y * self.up(x))",
+    ),
 }  # fmt: skip
 SETTLED = {name: {"act": act} for name, act in PROBED_CONDITIONS.items()}
 SETTLED |= {name: {"forward": define(body, globals(), given)} for name, (given, body) in ORDINARY.items()}

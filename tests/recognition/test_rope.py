@@ -104,14 +104,46 @@ def test_the_recipe_calls_a_function_of_its_own_and_the_file_keeps_its_function(
     assert Attention.forward.__globals__["split_half"] is split_half
 
 
-class AssignsTheName(nn.Module):
-    def forward(self, q, k, cos, sin):
-        rotated = split_half(q, k, cos, sin)
-        return [split_half for split_half in rotated]  # noqa: C416
+def assigns_in_a_loop(self, q, k, cos, sin):
+    rotated = split_half(q, k, cos, sin)
+    return [split_half for split_half in rotated]  # noqa: C416
 
 
-def test_a_forward_that_assigns_the_name_of_the_function_keeps_its_function():
-    assert recognise_rope(AssignsTheName()) == "its forward assigns to split_half, which is also a global"
+def assigns_by_a_function(self, q, k, cos, sin):
+    def inner():
+        def split_half():
+            return 2.0
+
+        return split_half()
+
+    return split_half(q, k, cos, sin)[0] * inner()
+
+
+def assigns_by_an_import(self, q, k, cos, sin):
+    def inner():
+        import math as split_half
+
+        return split_half.pi
+
+    return split_half(q, k, cos, sin)[0] * inner()
+
+
+def assigns_by_a_pattern(self, q, k, cos, sin):
+    def inner(x):
+        match x:
+            case split_half:
+                return split_half
+
+    return inner(split_half(q, k, cos, sin))
+
+
+ASSIGNMENTS = [assigns_in_a_loop, assigns_by_a_function, assigns_by_an_import, assigns_by_a_pattern]
+
+
+@pytest.mark.parametrize("forward", ASSIGNMENTS)
+def test_a_forward_that_assigns_the_name_of_the_function_keeps_its_function(forward):
+    attention = type("Attention", (nn.Module,), {"forward": forward})()
+    assert recognise_rope(attention) == "its forward assigns to split_half, which is also a global"
 
 
 def test_arguments_that_the_op_does_not_take_go_to_the_stock_function():

@@ -235,10 +235,11 @@ def compile_definition(
     for node in ast.walk(definition):
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id in exchanged:
             node.id = exchanged_name(node.id)
-        elif isinstance(node, (ast.Name, ast.arg)):
-            name = node.id if isinstance(node, ast.Name) else node.arg
-            if name in exchanged:
-                raise NotReadable(f"assigns to {name}, which is also a global")
+        elif not isinstance(node, ast.keyword):
+            # One of these fields holds the name that a node assigns, such as a nested function or an import.
+            names = {getattr(node, each, None) for each in ("id", "arg", "name", "asname", "rest")}
+            if assigned := names.intersection(exchanged):
+                raise NotReadable(f"assigns to {assigned.pop()}, which is also a global")
     inner = innermost(function)
     fields: dict[str, Any] = {name: getattr(definition, name, None) for name in definition._fields}
     bare_definition = ast.FunctionDef(**fields)

@@ -21,6 +21,7 @@ from tigon.runtime.reach.known_names import (
     DEVICES,
     EVASIONS,
     FACTS_OF_TENSORS,
+    GETTERS,
     IMPURE,
     IMPURE_BUILTINS,
     IMPURE_TORCH,
@@ -261,6 +262,8 @@ class FunctionWalk:
             self.reach.writes.append(f"calls {name}, which does more than compute")
         elif package not in TRUSTED | {"numpy"}:
             self.reach.writes.append(f"calls {path}, a function of {package} that may write")
+        elif package == "builtins" and name in GETTERS:
+            self.refuse(f"uses {name} by the name {path}")
         else:
             self.refuse_impure_torch(name, path)
 

@@ -12,11 +12,12 @@ from tigon.runtime.compat.modules import CALL_IMPL, HOOK_TABLES, INSTANCE_CALLS,
 from tigon.runtime.engines import WRAPPER_ATTRIBUTES, is_hook_of_deepspeed
 from tigon.runtime.reach.code import CONSTRUCTORS, code_facts
 from tigon.runtime.reach.functions import FunctionWalk
-from tigon.runtime.reach.known_names import COMPARISONS, CONVERSIONS, EVASIONS, IMPURE, TRUSTED
+from tigon.runtime.reach.known_names import COMPARISONS, CONVERSIONS, IMPURE, TRUSTED
 from tigon.runtime.reach.objects import (
     bases_of_torch,
     defined_names,
     holds_tensors,
+    is_evasion,
     is_trusted,
     names_in_torch,
     package_of,
@@ -148,7 +149,7 @@ class HolderWalk(FunctionWalk):
     def visit_class(self, cls: type, path: str) -> None:
         """Visit a class that the code names. The code may construct objects of it."""
         package = package_of(cls.__module__)
-        if package in IMPURE or (package in TRUSTED and cls.__name__ in EVASIONS):
+        if package in IMPURE or is_evasion(cls):
             self.refuse(f"uses {cls.__module__}.{cls.__qualname__}")
         if package in IMPURE | TRUSTED and not issubclass(cls, nn.Module):
             return
@@ -203,6 +204,8 @@ class HolderWalk(FunctionWalk):
     def visit_object(self, value: Any, path: str) -> None:
         """Visit an object with attributes, such as a config: its attributes and what its class defines."""
         kind = type(value)
+        if is_evasion(kind):
+            self.refuse(f"uses {path}, a {kind.__qualname__}")
         attributes = vars(value) if hasattr(value, "__dict__") else {}
         slots, defined = slots_of(kind), defined_names(kind)
         self.reach.places.append(Place(value, "type", None, kind, path))

@@ -23,7 +23,10 @@ SETTERS = _words("""
 # Functions that read or write an attribute whose name is a string.
 GETTERS = _words("getattr hasattr setattr delattr attrgetter")
 # Code that uses one of these names may read any attribute of an object.
-READERS = _words("vars dir __dict__ __getattribute__ __getattr__ attrgetter asdict astuple getmembers getattr_static")
+READERS = _words("""
+    vars dir __dict__ __dir__ __getattribute__ __getattr__ __getstate__ __reduce__ __reduce_ex__
+    _parameters _buffers _modules asdict astuple getmembers getattr_static
+""")
 # The functions of these packages depend on their arguments alone, as far as a forward can use them.
 TRUSTED = _words("""
     torch builtins math cmath operator _operator functools _functools typing types typing_extensions collections
@@ -71,11 +74,14 @@ MODES = _words("""
 FACTS_OF_TENSORS = _words("""
     is_cuda is_cpu is_mps is_xpu is_meta get_device is_leaf grad_fn grad is_inference data_ptr _version
     retains_grad output_nr stride is_contiguous storage_offset _base _is_view storage untyped_storage dim_order
+    is_shared is_pinned _backward_hooks
 """)
-# With these functions and classes, code tells the symbols of a run with symbolic sizes from numbers, or hides an error.
+# With these functions and classes, code tells the symbols of a run with symbolic sizes from numbers, hides an error, or
+# reads attributes whose names are texts.
 EVASIONS = _words("""
     SymInt SymFloat SymBool statically_known_true statically_known_false guard_or_true guard_or_false
     definitely_true definitely_false has_static_value is_symbolic suppress ExitStack
+    attrgetter methodcaller
 """)
 
 # The types of devices. Code that reads a device and contains one of these names decides by the device of its input.

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from tigon.runtime.reach.code import code_facts
-from tigon.runtime.reach.known_names import NEVER_CALLED, TRUSTED
+from tigon.runtime.reach.known_names import EVASIONS, NEVER_CALLED, TRUSTED
 from tigon.runtime.stock import is_linear_of_zero
 
 _CACHE_TYPE = type(functools.cache(len))
@@ -25,6 +25,11 @@ def package_of(name: str | None) -> str:
 def is_trusted(cls: type) -> bool:
     """Return True if a class was written in a package whose functions depend on their arguments alone."""
     return package_of(cls.__module__) in TRUSTED
+
+
+def is_evasion(cls: type) -> bool:
+    """Return True if a class is one of those in `EVASIONS`, or derives from one."""
+    return any(base.__name__ in EVASIONS and is_trusted(base) for base in cls.__mro__)
 
 
 def is_trusted_function(function: types.FunctionType) -> bool:
