@@ -133,6 +133,7 @@ class Search:
 
     def _explain_other_part(self, finding: Finding, first_part: str) -> str:
         """Return why a module is not of the part of a finding, or "" if it may be.
+
         `first_part` is the first of the parts that its recogniser recognises.
         """
         result, earlier_recipe = finding.result, self.recipes[finding.module]

@@ -35,7 +35,7 @@ class Guard:
     def _read_state(self, subject: Any) -> tuple | None:
         """Read the current state, use it for later comparisons by identity, and return its fingerprint.
 
-        The result is None if the state cannot be watched.
+        The result is None if the state of a module cannot be watched. Functions have a fingerprint in any case.
         """
         reach = explore(subject, self.live, self.searched)
         self.check, self.places = reach.check(), reach.places
