@@ -83,7 +83,7 @@ class Reach:
     objects: list[tuple[Any, str]] = field(default_factory=list)
     # The code that a call may run.
     codes: list[types.CodeType] = field(default_factory=list)
-    # Reads that no probe covers, such as those of the type of a child with weights, or of attributes that may be missing.
+    # Reads that no probe covers, such as the type of a child with weights, or attributes that may be missing.
     unprobed_reads: list[str] = field(default_factory=list)
     # Names of all attributes that the code loads from any object.
     names: frozenset[str] = frozenset()
