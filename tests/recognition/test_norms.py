@@ -297,7 +297,6 @@ EPSILONS: dict[str, tuple[str, dict[str, Any]]] = {
     "in a branch": ("self.other if self.flag else self.eps", {**TWO, "flag": False}),
     "without effect": ("self.eps + 0 * self.other", TWO),
     "by its name": ("getattr(self, 'eps')", TWO),
-    "in the dict": ("vars(self)['eps']", TWO),
     "constant": ("1e-6", TWO),
     "in a list": ("self.numbers[0]", {"numbers": [1e-6], "other": 1e-6}),
     "constant in one mode": ("self.eps if self.training else 1e-6", {"eps": 1e-6}),
