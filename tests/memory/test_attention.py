@@ -206,7 +206,7 @@ def test_outputs_move_to_the_host_with_the_inputs(copies):
         backward(loss)
     assert sorted(copies[len(sizes) :]) == sorted(("back", size) for size in sizes)
     assert watch.calls == LAYERS
-    inputs = model.model.layers[0]._gradient_checkpointing_func.inputs
+    inputs = model.model.layers[0]._gradient_checkpointing_func.place.inputs
     assert inputs.pages.capacity == (LAYERS - 1) * (6 + 6 + 1) * 1024
     assert len(inputs.pages.free_pages) * 1024 == inputs.pages.capacity
     # The next step takes the same pages.
@@ -247,7 +247,7 @@ def test_inputs_and_outputs_stay_where_gradients_need_as_much_memory_later(copie
 )
 def test_too_little_host_memory_is_an_error(pages, message, copies, monkeypatch):
     model = make_model("checkpoint+attention+offload")
-    inputs = model.model.layers[0]._gradient_checkpointing_func.inputs
+    inputs = model.model.layers[0]._gradient_checkpointing_func.place.inputs
     capacity = lambda: 0 if inputs.pages is None else inputs.pages.capacity
     monkeypatch.setattr(layer_inputs, "available_host_bytes", lambda: pages * 1024 - capacity())
     with pytest.raises(RuntimeError, match=message):
@@ -257,7 +257,7 @@ def test_too_little_host_memory_is_an_error(pages, message, copies, monkeypatch)
     if pages > 18:
         fitting = make_model(f"checkpoint+attention:{(pages - 18) // 7}+offload")
         step(fitting)
-        assert fitting.model.layers[0]._gradient_checkpointing_func.inputs.pages.capacity <= pages * 1024
+        assert fitting.model.layers[0]._gradient_checkpointing_func.place.inputs.pages.capacity <= pages * 1024
 
 
 # --- graphs ----------------------------------------------------------------------------------------

@@ -52,7 +52,7 @@ def make_model(level: str = "checkpoint+offload", model_type: str = "llama", lay
 
 
 def inputs_of(model: nn.Module) -> LayerInputs:
-    return model.model.layers[0]._gradient_checkpointing_func.inputs
+    return model.model.layers[0]._gradient_checkpointing_func.place.inputs
 
 
 def watch_inputs(model: nn.Module) -> list[StorageWeakRef]:
@@ -141,7 +141,8 @@ def model_with_vision() -> nn.Module:
 def calls_with_inputs(model: nn.Module) -> dict[str, int]:
     """Return the numbers of the layers whose inputs move to the host, by the names of the layers."""
     functions = {name: getattr(m, "_gradient_checkpointing_func", None) for name, m in model.named_modules()}
-    return {name: function.place.number for name, function in functions.items() if getattr(function, "inputs", None)}
+    places = {name: function.place for name, function in functions.items() if hasattr(function, "place")}
+    return {name: place.number for name, place in places.items() if place.inputs is not None}
 
 
 def test_inputs_of_the_decoder_move_although_the_vision_tower_has_more_layers():
@@ -149,7 +150,7 @@ def test_inputs_of_the_decoder_move_although_the_vision_tower_has_more_layers():
     tigon.patch(model, memory="checkpoint+offload")
     layers = model.model.language_model.layers
     assert calls_with_inputs(model) == {f"model.language_model.layers.{i}": i for i in range(len(layers))}
-    inputs = layers[0]._gradient_checkpointing_func.inputs
+    inputs = layers[0]._gradient_checkpointing_func.place.inputs
     assert inputs.checkpointed == len(layers) - 1
     with pytest.raises(ValueError, match=f"it has {len(layers)} layers"):
         tigon.patch(model_with_vision(), memory=f"checkpoint+offload:{len(layers) + 1}")
@@ -279,9 +280,9 @@ def test_copies_of_a_model_have_a_pool_of_their_own(make_copy, copies):
     expected = step(model)
     other = make_copy(model)
     functions = [layer._gradient_checkpointing_func for layer in other.model.layers]
-    assert len({id(function.inputs) for function in functions}) == 1
-    assert functions[0].inputs is not inputs_of(model)
-    assert dict(functions[0].inputs.layers) == dict(enumerate(other.model.layers))
+    assert len({id(function.place.inputs) for function in functions}) == 1
+    assert functions[0].place.inputs is not inputs_of(model)
+    assert dict(functions[0].place.inputs.layers) == dict(enumerate(other.model.layers))
     del copies[:]
     assert_same_bits(step(other), expected)
     assert copies.count("out") == LAYERS - 1
@@ -291,7 +292,7 @@ def test_copies_of_a_model_have_a_pool_of_their_own(make_copy, copies):
 def test_a_copy_of_one_layer_holds_no_other(make_copy, copies):
     layer = make_copy(make_model().model.layers[2])
     gc.collect()
-    assert dict(layer._gradient_checkpointing_func.inputs.layers) == {2: layer}
+    assert dict(layer._gradient_checkpointing_func.place.inputs.layers) == {2: layer}
     sizes = [len(pickle.dumps(m)) for m in (layer, make_model("checkpoint").model.layers[2])]
     assert sizes[0] < 1.1 * sizes[1]
 
