@@ -90,7 +90,7 @@ def planned_gib(config: Any, level: str, tokens: int, optimizer: str) -> tuple[f
 
 def host_gib(model: Any) -> float:
     """Return the GiB of the pool of pinned memory."""
-    inputs = model.model.layers[0]._gradient_checkpointing_func.inputs
+    inputs = model.model.layers[0]._gradient_checkpointing_func.place.inputs
     return 0.0 if inputs is None or inputs.pages is None else inputs.pages.capacity / GIB
 
 
@@ -246,7 +246,7 @@ def time_products(config: Any, tokens: int, device: str, dtype: torch.dtype) -> 
 
 def reserve_host(model: Any, config: Any, tokens: int) -> None:
     """Page-lock the host memory of a step, as the first step of a training does. This takes 0.3 s for each GiB."""
-    inputs = model.model.layers[0]._gradient_checkpointing_func.inputs
+    inputs = model.model.layers[0]._gradient_checkpointing_func.place.inputs
     if inputs is None or inputs.pages is None:
         return
     sizes = [2 * tokens * config.hidden_size]

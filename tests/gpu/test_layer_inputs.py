@@ -29,7 +29,7 @@ def small_inputs(monkeypatch):
 
 
 def pages_of(model: nn.Module) -> host_pages.HostPages:
-    return model.model.layers[0]._gradient_checkpointing_func.inputs.pages
+    return model.model.layers[0]._gradient_checkpointing_func.place.inputs.pages
 
 
 @pytest.mark.parametrize("how", ["idle", "busy", "another stream"])

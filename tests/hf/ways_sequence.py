@@ -97,7 +97,7 @@ def torch_context_parallel(level: str, valid: int = TOKENS, is_sharded: bool = F
         if level == "checkpoint+offload":
             function = model.model.layers[0]._gradient_checkpointing_func
             assert function.judge() is None
-            assert function.inputs.pages.capacity == 2 * 3 * 1024
+            assert function.place.inputs.pages.capacity == 2 * 3 * 1024
         assert_same(results, one_process(valid))
 
     return setup

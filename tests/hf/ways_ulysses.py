@@ -59,10 +59,10 @@ def attention_alone(level: str, valid: int = TOKENS) -> Callable[[int], None]:
                 dist.all_reduce(value)
             function = model.model.layers[0]._gradient_checkpointing_func if "checkpoint" in level else None
             if level == "checkpoint+offload":
-                assert function.inputs.pages.capacity == 2 * 3 * 1024
+                assert function.place.inputs.pages.capacity == 2 * 3 * 1024
             if level == "checkpoint+attention+offload":
                 # The output of attention has as many bytes as the input, and its log-sum-exp is small.
-                assert function.inputs.pages.capacity == 2 * 2 * 3 * 1024
+                assert function.place.inputs.pages.capacity == 2 * 2 * 3 * 1024
         assert_same(results, one_process(valid))
 
     return setup
