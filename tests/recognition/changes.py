@@ -100,7 +100,8 @@ return 2.0 * F.silu(x)
 CONFIG, SETTINGS, LEVEL = "m.config = types.SimpleNamespace(scale=1.0)", "m.config = Settings()", "m.level = Level()"
 TO_2, SCALE_TO_2 = "m.config.scale = 2.0", "global SCALE; SCALE = 2.0"
 PARTIAL = "m.function = functools.partial(F.gelu, approximate='{}')"
-# What prepares the MLP m, the factor by which its activation multiplies F.silu(x), and what changes the factor.
+# Each row holds statements that prepare the MLP m, the factor by which its activation multiplies F.silu(x), and
+# statements that change this factor.
 FACTORS: dict[str, tuple[str, str, str]] = {
     "config": (CONFIG, "self.config.scale", TO_2),
     "another config": (SETTINGS, "self.config.scale", "m.config = Settings(2.0)"),
@@ -149,7 +150,7 @@ LOOKUPS: dict[str, tuple[str, str, str]] = {
     "missing attribute of a Python module": ("", "getattr(modules, 'gain', 1.0)", "modules.gain = 2.0"),
     "missing attribute that a later function reads": ("", "GIVEN.scale * gain_of_given()", "GIVEN.gain = 2.0"),
 }  # fmt: skip
-# What prepares the MLP m, the body of its activation, and what changes its result.
+# Each row holds statements that prepare the MLP m, the body of its activation, and statements that change the result.
 BODIES: dict[str, tuple[str, str, str]] = {
     "function": ("m.function = activation", "return self.function(x)", "m.function = F.gelu"),
     "partial": (PARTIAL.format("none"), "return self.function(x)", PARTIAL.format("tanh")),

@@ -162,7 +162,7 @@ GIVEN: dict[str, Callable[[MLP], Any]] = {
 
 # --- attacks -------------------------------------------------------------------------------------
 
-# What an activation does before it returns F.silu(x).
+# Each body holds the statements that an activation runs before it returns F.silu(x).
 STATEMENTS = {
     "an attribute": "self.last = x.detach()",
     "setattr": "setattr(self, 'last', x.detach())",

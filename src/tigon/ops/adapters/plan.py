@@ -281,7 +281,7 @@ class GradientPlan(NamedTuple):
     adapter_biases: tuple[Entry, ...]
     # The launches that compute the gradients of the A of a run and of the B of another run. One of both may be None.
     sums: tuple[tuple[Run | None, Run | None], ...]
-    # Whether the gradients of an A, or of a B, are needed.
+    # These flags are True if the gradient of at least one A, or of at least one B, is needed.
     needs_a: bool
     needs_b: bool
 
