@@ -100,6 +100,12 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()
 
 
+@pytest.fixture(autouse=True)
+def seed():
+    """Give every test the same random numbers of torch, whatever ran before it."""
+    torch.manual_seed(0)
+
+
 @pytest.fixture
 def poisoned():
     """Fill the memory that an op allocates with NaN, or with the largest integer, until the op writes it."""
