@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from tigon.ops.logits.loss_arguments import LossOutput
     from tigon.ops.logits.softmax import Softmax, softmax
     from tigon.ops.logits.valid_rows import ValidRows
+    from tigon.ops.mixers.causal_conv1d import causal_conv1d
     from tigon.ops.mlps.activations import gelu, relu2
     from tigon.ops.mlps.glu import geglu, swiglu
     from tigon.ops.mlps.glu_mlp import GEGLUMLP, SwiGLUMLP, glu_mlp
@@ -101,6 +102,7 @@ _NAMES_BY_MODULE = {
     "tigon.ops.logits.loss_arguments": ("LossOutput",),
     "tigon.ops.logits.softmax": ("Softmax", "softmax"),
     "tigon.ops.logits.valid_rows": ("ValidRows",),
+    "tigon.ops.mixers.causal_conv1d": ("causal_conv1d",),
     "tigon.ops.mlps.activations": ("gelu", "relu2"),
     "tigon.ops.mlps.glu": ("geglu", "swiglu"),
     "tigon.ops.mlps.glu_mlp": ("GEGLUMLP", "SwiGLUMLP", "glu_mlp"),
@@ -151,6 +153,7 @@ __all__ = [
     "TVDLoss",
     "ValidRows",
     "add_rms_norm",
+    "causal_conv1d",
     "cross_entropy",
     "fp8_linear",
     "gated_rms_norm",

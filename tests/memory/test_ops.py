@@ -12,10 +12,14 @@ from memory.steps import HEADS, ROWS, WIDTH, Step, assert_same_bits, normal, run
 
 
 def product_of(op, *inputs: str):
-    """Return a product of op(...). "x" is an input, "w" a weight [WIDTH], and "packed" an input of twice the width."""
+    """Return a product of op(...). "x" is an input, "w" a weight [WIDTH], "taps" a weight [WIDTH, 4].
+
+    "packed" is an input of twice the width.
+    """
 
     def forward(step: Step) -> Tensor:
         factories = {"x": step.x, "w": step.weight, "packed": lambda: step.x(*ROWS, 2 * WIDTH)}
+        factories["taps"] = lambda: step.weight(WIDTH, 4)
         y = op(*(factories[name]() for name in inputs))
         step.watch(y=y)
         return total(step.product(y))
@@ -81,6 +85,10 @@ CASES = {
     "geglu, tanh": product_of(functools.partial(tigon.geglu, approximate="tanh"), "x", "x"),
     "gelu": product_of(tigon.gelu, "x"),
     "relu2": product_of(tigon.relu2, "x"),
+    "causal_conv1d": product_of(lambda x, w: tigon.causal_conv1d(x, w), "x", "taps"),
+    "causal_conv1d, channels first": product_of(
+        lambda x, w: tigon.causal_conv1d(x.mT, w, channels_last=False).mT, "x", "taps"
+    ),
     "add_rms_norm": added_norm,
     "gated norm": gated_norm,
     "qk_norm_rope": normed_heads,

@@ -16,6 +16,7 @@ import tigon
 from op_cases import CASES, Case, as_list, outputs_and_gradients
 from tigon.ops.logits.divergences import jsd_reference, kl_div_reference, tvd_reference
 from tigon.ops.logits.softmax import softmax_reference
+from tigon.ops.mixers.causal_conv1d import causal_conv1d_reference
 from tigon.ops.mlps.glu import geglu_reference
 from tigon.ops.norms.gated_rms_norm import gated_rms_norm_reference
 from tigon.ops.norms.layer_norm import layer_norm_reference
@@ -75,6 +76,13 @@ OPTIONS = {
     ),
     "layer_norm": (tigon.layer_norm, layer_norm_reference, [X, W, W.flip(0)], {"eps": 0.5}),
     "softmax": (tigon.softmax, softmax_reference, [X], {"dim": 0}),
+    "causal_conv1d": (
+        tigon.causal_conv1d, causal_conv1d_reference, [(W[:, None] * W)[None], X.T],
+        {"bias": X[0], "activation": None, "cu_seqlens": torch.tensor([0, 2, 8]), "channels_last": False},
+    ),
+    "causal_conv1d of positions": (
+        tigon.causal_conv1d, causal_conv1d_reference, [Q[0], X.T], {"position_ids": torch.tensor([[5, 6, 0]])},
+    ),
     "geglu": (tigon.geglu, geglu_reference, [X, X.flip(0)], {"approximate": "tanh"}),
     "rope": (
         tigon.rope, rope_reference, [Q, K, COS, SIN], {**ROTARY, "table": "pairs", "dtype": torch.bfloat16},

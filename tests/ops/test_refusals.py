@@ -114,6 +114,12 @@ FUNCTIONS: dict[str, dict[str, object]] = {
     "gelu": {"x": X},
     "relu2": {"x": X},
     "softmax": {"x": X},
+    "causal_conv1d": {
+        "x": _parameter(1, 8, 8),
+        "weight": _parameter(8, 4),
+        "bias": _parameter(8),
+        "cu_seqlens": torch.tensor([0, 1, 8], device=DEVICE),
+    },
     "glu_mlp": MLP,
     "fp8_linear": {"x": _parameter(4, 16), "weight": _parameter(32, 16), "bias": _parameter(32)},
     "mlp": {
@@ -265,6 +271,10 @@ ACCEPTED_BY_OP: dict[tuple[str, str], set[str]] = {
     ("gated_rms_norm", "gate"): FLOAT,
     ("gated_rms_norm", "group_size"): {"int", "None"},
     ("moe_mlp", "x"): FLOAT,
+    ("causal_conv1d", "x"): FLOAT,
+    # A kernel of one tap more, and one sample more that is empty.
+    ("causal_conv1d", "weight"): FLOAT | {"one element more"},
+    ("causal_conv1d", "cu_seqlens"): OPTIONAL | {"one element more"},
     ("lora_moe_mlp", "x"): FLOAT,
     ("load_balancing_loss", "router_logits"): FLOAT | {"one dimension more"},
     ("load_balancing_loss", "num_experts"): set(),

@@ -1,7 +1,7 @@
 """The calls with which `tigon check` tries each op, at odd sizes and at the sizes of models.
 
 Sizes: M rows, N columns; B batch, S sequence, Hq query heads, Hk key heads, D head size; T tokens, H hidden, I inner, O
-outputs, E experts, K experts of a token, r rank, V vocabulary.
+outputs, E experts, K experts of a token, r rank, V vocabulary; C channels, W taps.
 """
 
 import importlib
@@ -144,6 +144,14 @@ CALLS = (
     OpCall("layer_norm", lambda d, m, n: _norm(d, m, n) | {"bias": d(n)}, (7, 48), (8192, 4096)),
     OpCall("rope", _rope, options=({}, {"layout": "interleaved"}), **_ROTARY),
     OpCall("qk_norm_rope", _qk_norm_rope, options=({}, _AFTER), **_ROTARY),
+    OpCall(
+        "causal_conv1d",
+        lambda d, b, t, c, w: {"x": d(b, t, c), "weight": d(c, w, scale=w**-0.5), "bias": d(c, scale=0.1)},
+        (2, 7, 33, 4),
+        (1, 4096, 8192, 4),
+        ({}, {"activation": None}),
+        rows_axis=1,
+    ),
     OpCall("swiglu", _TWO("gate", "up"), (7, 48), (4096, 14336)),
     OpCall("geglu", _TWO("gate", "up"), (7, 48), (4096, 14336), ({}, {"approximate": "tanh"})),
     OpCall("gelu", _TWO("x"), (7, 66), (4096, 14336), ({}, {"approximate": "tanh"}, {"approximate": "sigmoid"})),
