@@ -192,6 +192,21 @@ def fla_gated_rms_norm(case: Case) -> Run:
     return lambda x, gate, weight: (function(x, weight, None, gate, group_size=size, norm_before_gate=norm_first),)
 
 
+# --- recurrences ---------------------------------------------------------------------------------
+
+
+def fla_gated_delta_rule(case: Case) -> Run:
+    function = _import("fla.ops.gated_delta_rule:chunk_gated_delta_rule")
+    refuse_other_options(case, "use_qk_l2norm")
+    options = {"use_qk_l2norm_in_kernel": case.options.get("use_qk_l2norm", False)}
+
+    def run(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, bounds: Tensor | None = None) -> tuple[Tensor]:
+        q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], 2) for x in (q, k))
+        return (function(q, k, v, g, beta, cu_seqlens=None if bounds is None else bounds.long(), **options)[0],)
+
+    return run
+
+
 # --- activations and losses of logits ------------------------------------------------------------
 
 

@@ -8,13 +8,26 @@ Three users share the table. The contract tests (`tests/op_cases.py`) run every 
 of `tigon.ops`. A new op is one entry in the file of its family.
 """
 
-from benchmarks.workloads import adapters, divergences, experts, fp8, head, logits, losses, mixers, mlps, norms, rotary
+from benchmarks.workloads import (
+    adapters,
+    delta_rules,
+    divergences,
+    experts,
+    fp8,
+    head,
+    logits,
+    losses,
+    mixers,
+    mlps,
+    norms,
+    rotary,
+)
 from benchmarks.workloads.inputs import InputMaker, Inputs
 from benchmarks.workloads.workload import Case, Variant, Workload
 
 __all__ = ["WORKLOADS", "Case", "InputMaker", "Inputs", "Variant", "Workload"]
 
 # The order is that of the cases in a report of the benchmark.
-_FAMILIES = (norms, rotary, mixers, mlps, fp8, adapters, experts, logits, head, divergences, losses)
+_FAMILIES = (norms, rotary, mixers, delta_rules, mlps, fp8, adapters, experts, logits, head, divergences, losses)
 
 WORKLOADS: dict[str, Workload] = {workload.name: workload for family in _FAMILIES for workload in family.WORKLOADS}

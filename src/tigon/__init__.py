@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from tigon.ops.logits.softmax import Softmax, softmax
     from tigon.ops.logits.valid_rows import ValidRows
     from tigon.ops.mixers.causal_conv1d import causal_conv1d
+    from tigon.ops.mixers.gated_delta_rule import gated_delta_rule
     from tigon.ops.mlps.activations import gelu, relu2
     from tigon.ops.mlps.glu import geglu, swiglu
     from tigon.ops.mlps.glu_mlp import GEGLUMLP, SwiGLUMLP, glu_mlp
@@ -103,6 +104,7 @@ _NAMES_BY_MODULE = {
     "tigon.ops.logits.softmax": ("Softmax", "softmax"),
     "tigon.ops.logits.valid_rows": ("ValidRows",),
     "tigon.ops.mixers.causal_conv1d": ("causal_conv1d",),
+    "tigon.ops.mixers.gated_delta_rule": ("gated_delta_rule",),
     "tigon.ops.mlps.activations": ("gelu", "relu2"),
     "tigon.ops.mlps.glu": ("geglu", "swiglu"),
     "tigon.ops.mlps.glu_mlp": ("GEGLUMLP", "SwiGLUMLP", "glu_mlp"),
@@ -156,6 +158,7 @@ __all__ = [
     "causal_conv1d",
     "cross_entropy",
     "fp8_linear",
+    "gated_delta_rule",
     "gated_rms_norm",
     "geglu",
     "gelu",

@@ -48,6 +48,11 @@ def _qk_norm_rope(draw: Draw, b: int, s: int, hq: int, hk: int, d: int) -> Tenso
     return {"q": tensors.pop("q"), "k": tensors.pop("k"), **weights, **tensors}
 
 
+def _gated_delta_rule(draw: Draw, b: int, t: int, hk: int, hv: int, d: int) -> Tensors:
+    q, k, v = draw(b, t, hk, d), draw(b, t, hk, d), draw(b, t, hv, d)
+    return {"q": q, "k": k, "v": v, "g": -draw(b, t, hv).abs(), "beta": draw(b, t, hv).sigmoid()}
+
+
 def _lora_linear(draw: Draw, t: int, i: int, o: int, r: int) -> Tensors:
     a, b = draw(r, i, scale=i**-0.5, dtype=torch.float32), draw(o, r, scale=r**-0.5, dtype=torch.float32)
     return {"x": draw(t, i), "weight": draw(o, i, scale=i**-0.5), "a": a, "b": b}
@@ -150,6 +155,14 @@ CALLS = (
         (2, 7, 33, 4),
         (1, 4096, 8192, 4),
         ({}, {"activation": None}),
+        rows_axis=1,
+    ),
+    OpCall(
+        "gated_delta_rule",
+        _gated_delta_rule,
+        (1, 70, 2, 4, 16),
+        (1, 4096, 4, 8, 128),
+        ({"use_qk_l2norm": True}, {"use_qk_l2norm": True, "scale": 0.5}),
         rows_axis=1,
     ),
     OpCall("swiglu", _TWO("gate", "up"), (7, 48), (4096, 14336)),

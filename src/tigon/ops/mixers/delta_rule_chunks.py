@@ -1,0 +1,322 @@
+r"""The gated delta rule in chunks of 64 tokens, in torch: forward and backward (no autograd).
+
+A chunk reads the state S before it and writes the state after it. G is the cumulative sum of g in the chunk, D its
+decay, and L its last token. The rule of one chunk is the solution of a triangular system (the WY form):
+
+    D_ij  = exp(G_i - G_j) for i >= j, else 0
+    A     = strict_lower(beta_i (k_i . k_j) D_ij)
+    X     = beta (v - exp(G) k S)                              [C, Dv]
+    U     = (I + A)^-1 X                                       [C, Dv], the updates of the state
+    o     = scale (exp(G) q S + (q k^T * D) U)
+    S'    = exp(G_L) S + (exp(G_L - G) k)^T U
+
+and its gradient, with dX from the transposed system:
+
+    dU    = scale (q k^T * D)^T do + exp(G_L - G) k dS'
+    dX    = (I + A)^-T dU,   dA = -strict_lower(dX U^T),   dv = beta dX
+    dq    = scale (exp(G) do S^T + (do U^T * D) k)
+    k_out = (dA * D) k - exp(G) dX S^T                         the part of dk that beta multiplies
+    k_in  = exp(G_L - G) U dS'^T + (dA * D)^T (beta k) + scale (do U^T * D)^T q
+    dk    = beta k_out + k_in,   dbeta = k . k_out + dX . v
+    dS    = exp(G_L) dS' + scale (exp(G) q)^T do - (beta exp(G) k)^T dX
+    dg_t  = sum over i >= t > j of (do U^T * scale q k^T * D + dA * A)_ij
+            + sum over i >= t of exp(G_i) (scale q_i . (do S^T)_i - beta_i k_i . (dX S^T)_i)
+            + sum over j < t of k_j . exp(G_L - G_j) (U dS'^T)_j + exp(G_L) <S, dS'>
+
+where "." is the dot product of a row. D is the exponential of sums of g between two tokens, which are more precise than
+differences of G, and are masked before the exponential, so that nothing overflows.
+
+Everything is in fp32, or in fp64 if an input is. Only one chunk is in memory at a time, and forward saves nothing:
+backward recomputes the states between the chunks.
+
+Shapes: B batch, T tokens, Hk heads of q and k, R heads of v for each of them, C = 64 tokens of a chunk, N samples.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tigon.runtime.autograd import without_autocast
+from tigon.runtime.device import cdiv
+
+CHUNK = 64
+# The number that is added to the sum of squares of a row of q or k.
+NORM_EPS = 1e-6
+
+
+class DeltaInputs(NamedTuple):
+    """The tensors of the gated delta rule."""
+
+    q: Tensor  # [B, T, Hk, Dk]
+    k: Tensor  # [B, T, Hk, Dk]
+    v: Tensor  # [B, T, Hk R, Dv]
+    g: Tensor  # [B, T, Hk R]
+    beta: Tensor  # [B, T, Hk R]
+    initial_state: Tensor | None  # [B or N, Hk R, Dk, Dv]
+    cu_seqlens: Tensor | None  # [N + 1]
+
+
+class DeltaOptions(NamedTuple):
+    """The options of the gated delta rule."""
+
+    scale: float
+    # True if q and k are divided by their l2 norms.
+    normalises: bool
+    # True if the state after the last token is returned.
+    returns_state: bool
+
+
+class DeltaGradients(NamedTuple):
+    """The gradients of the tensors of the gated delta rule; None for one that is not computed."""
+
+    dq: Tensor | None
+    dk: Tensor | None
+    dv: Tensor | None
+    dg: Tensor | None
+    dbeta: Tensor | None
+    dinitial_state: Tensor | None
+
+
+def count_samples(inputs: DeltaInputs) -> int:
+    """Return how many sequences have a state of their own: the batch, or the packed samples."""
+    return inputs.q.shape[0] if inputs.cu_seqlens is None else inputs.cu_seqlens.shape[0] - 1
+
+
+def count_chunks(inputs: DeltaInputs) -> int:
+    """Return the number of chunks of each sequence, or the largest possible number of chunks of all packed samples."""
+    tokens = inputs.q.shape[1]
+    is_packed = inputs.cu_seqlens is not None and tokens > 0
+    return tokens // CHUNK + count_samples(inputs) if is_packed else cdiv(tokens, CHUNK)
+
+
+def state_dtype(inputs: DeltaInputs) -> torch.dtype:
+    """Return the dtype of the state, in which everything is computed."""
+    is_wide = any(x.dtype == torch.float64 for x in inputs[:5])
+    return torch.float64 if is_wide else torch.float32
+
+
+# --- chunks of tokens ----------------------------------------------------------------------------
+
+
+class _Chunks:
+    """The chunks of a batch of sequences, or of packed samples. Each chunk starts at the start of its sample or later.
+
+    Without `cu_seqlens`, the sequences of the batch have their chunks in parallel. With it, `sample` is the sample of
+    each chunk on the device, or N for a chunk that does not exist. Nothing waits for the device.
+    """
+
+    def __init__(self, inputs: DeltaInputs) -> None:
+        self.count, self.groups = count_chunks(inputs), inputs.v.shape[2] // inputs.q.shape[2]
+        self.dtype, self.tokens = state_dtype(inputs), inputs.q.shape[1]
+        self.sample: Tensor | None = None
+        if inputs.cu_seqlens is None:
+            return
+        bounds = inputs.cu_seqlens.long()
+        ends = (bounds.diff() + CHUNK - 1).div(CHUNK, rounding_mode="floor").cumsum(0)
+        starts = F.pad(ends, (1, 0))
+        index = torch.arange(self.count, device=bounds.device)
+        self.sample = torch.searchsorted(ends, index, right=True)
+        sample = self.sample.clamp(max=ends.shape[0] - 1)
+        self.place = index - starts[sample]
+        rows = (bounds[sample] + CHUNK * self.place)[:, None] + torch.arange(CHUNK, device=bounds.device)
+        is_token = (rows < bounds[sample + 1][:, None]) & (self.sample < ends.shape[0])[:, None]
+        # Row T is no token.
+        self.rows = torch.where(is_token, rows, self.tokens)
+
+    def load(self, x: Tensor, chunk: int, is_per_key: bool = False) -> Tensor:
+        """Return one chunk of x [B, T, H, ...] as [B, Hk, R, C, ...], where R is 1 if H is Hk. Other rows are zeros."""
+        if self.sample is None:
+            x = x[:, chunk * CHUNK : (chunk + 1) * CHUNK]
+        else:
+            rows = self.rows[chunk]
+            is_token = (rows < self.tokens).view(1, -1, *[1] * (x.dim() - 2))
+            x = x.index_select(1, rows.clamp(max=self.tokens - 1)).masked_fill(~is_token, 0)
+        x = x.to(self.dtype).unflatten(2, (-1, 1 if is_per_key else self.groups)).movedim(1, 3)
+        missing = CHUNK - x.shape[3]
+        return F.pad(x, (0, 0) * (x.dim() - 4) + (0, missing)) if missing else x
+
+    def store(self, part: Tensor, x: Tensor, chunk: int) -> None:
+        """Write one chunk [B, Hk, R, C, ...] to x [B, T + 1, H, ...], whose last row takes the rows without a token."""
+        part = part.movedim(3, 1).flatten(2, 3).to(x.dtype)
+        if self.sample is None:
+            start, end = chunk * CHUNK, min((chunk + 1) * CHUNK, self.tokens)
+            x[:, start:end] = part[:, : end - start]
+        else:
+            x.index_copy_(1, self.rows[chunk], part)
+
+    def enter(self, state: Tensor, initial_states: Tensor, chunk: int) -> Tensor:
+        """Return the state before a chunk: that of the chunk before it, or the initial one of its sample."""
+        if self.sample is None:
+            return state
+        first = initial_states.index_select(0, self.sample[chunk : chunk + 1])
+        return torch.where(self.place[chunk] == 0, first, state)
+
+
+def _split_heads(state: Tensor, groups: int) -> Tensor:
+    """Return states [N, Hk R, Dk, Dv] as [N, Hk, R, Dk, Dv]."""
+    return state.unflatten(1, (-1, groups))
+
+
+def _initial_states(inputs: DeltaInputs, chunks: _Chunks) -> Tensor:
+    """Return the states [N, Hk, R, Dk, Dv] before the first tokens, and of one more sample if samples are packed."""
+    n, heads = count_samples(inputs), inputs.v.shape[2]
+    shape = n, heads, inputs.k.shape[3], inputs.v.shape[3]
+    state = inputs.initial_state
+    state = inputs.q.new_zeros(shape, dtype=chunks.dtype) if state is None else state.to(chunks.dtype)
+    state = _split_heads(state, chunks.groups)
+    return state if chunks.sample is None else torch.cat((state, torch.zeros_like(state[:1])))
+
+
+# --- one chunk -----------------------------------------------------------------------------------
+
+
+class _Chunk(NamedTuple):
+    """One chunk: its inputs, and what does not depend on the state."""
+
+    q: Tensor  # [B, Hk, 1, C, Dk]
+    k: Tensor
+    v: Tensor  # [B, Hk, R, C, Dv]
+    beta: Tensor  # [B, Hk, R, C, 1]
+    decay: Tensor  # exp(G), [B, Hk, R, C, 1]
+    rest: Tensor  # exp(G_L - G), [B, Hk, R, C, 1]
+    pairs: Tensor  # D, [B, Hk, R, C, C]
+    system: Tensor  # A, [B, Hk, R, C, C]
+    scores: Tensor  # scale q k^T * D, [B, Hk, R, C, C]
+
+    @property
+    def end(self) -> Tensor:
+        """Return exp(G_L), [B, Hk, R, 1, 1]."""
+        return self.decay[..., -1:, :]
+
+
+def _norm_factor(x: Tensor) -> Tensor:
+    return torch.rsqrt(x.square().sum(-1, keepdim=True) + NORM_EPS)
+
+
+def _load_chunk(inputs: DeltaInputs, options: DeltaOptions, chunks: _Chunks, index: int) -> _Chunk:
+    q, k = (chunks.load(x, index, is_per_key=True) for x in (inputs.q, inputs.k))
+    if options.normalises:
+        q, k = q * _norm_factor(q), k * _norm_factor(k)
+    v, g, beta = (chunks.load(x, index) for x in (inputs.v, inputs.g, inputs.beta))
+    total, beta = g.cumsum(-1)[..., None], beta[..., None]
+    is_later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).triu(1)
+    between = g[..., None].expand(*g.shape, CHUNK).tril(-1).cumsum(-2)
+    pairs = between.masked_fill(is_later, -torch.inf).exp()
+    system = (beta * (k @ k.mT) * pairs).tril(-1)
+    scores = options.scale * (q @ k.mT) * pairs
+    return _Chunk(q, k, v, beta, total.exp(), pairs[..., -1, :, None], pairs, system, scores)
+
+
+def _updates(chunk: _Chunk, state: Tensor) -> Tensor:
+    """Return U."""
+    x = chunk.beta * (chunk.v - chunk.decay * (chunk.k @ state))
+    return torch.linalg.solve_triangular(chunk.system, x, upper=False, unitriangular=True)
+
+
+def _next_state(chunk: _Chunk, state: Tensor, updates: Tensor) -> Tensor:
+    return chunk.end * state + (chunk.rest * chunk.k).mT @ updates
+
+
+def _chunk_gradients(
+    chunk: _Chunk, state: Tensor, do: Tensor, dstate: Tensor, scale: float
+) -> tuple[list[Tensor], Tensor]:
+    """Return dq, dk, dv, dg and dbeta of a chunk, where dq and dk are not added over heads yet, and dS before it."""
+    q, k, v, beta, decay, rest, pairs, system, scores = chunk
+    updates = _updates(chunk, state)
+    dupdates = scores.mT @ do + rest * (k @ dstate)
+    dx = torch.linalg.solve_triangular(system.mT, dupdates, upper=True, unitriangular=True)
+    dpairs = -(dx @ updates.mT).tril(-1), do @ updates.mT
+    dsystem, dscores = dpairs[0] * pairs, scale * dpairs[1] * pairs
+    dq_state, k_state = scale * decay * (do @ state.mT), decay * (dx @ state.mT)
+    k_next = rest * (updates @ dstate.mT)
+    dq, k_out = dq_state + dscores @ k, dsystem @ k - k_state
+    k_in = k_next + dsystem.mT @ (beta * k) + dscores.mT @ q
+    kept = (k * k_out).sum(-1, keepdim=True)
+    # Row t of `ends` sums the pairs (i, j) over i >= t.
+    ends = (dpairs[0] * system + dpairs[1] * scores).flip(-2).cumsum(-2).flip(-2)
+    dg = ends.tril(-1).sum(-1) + (chunk.end * state * dstate).sum((-1, -2))[..., None]
+    dg = dg + (q * dq_state - beta * k * k_state).sum(-1).flip(-1).cumsum(-1).flip(-1)
+    dg = dg + F.pad((k * k_next).sum(-1).cumsum(-1)[..., :-1], (1, 0))
+    dbeta = (kept + (dx * v).sum(-1, keepdim=True)).squeeze(-1)
+    dstate = chunk.end * dstate + scale * (decay * q).mT @ do - (beta * decay * k).mT @ dx
+    return [dq, beta * k_out + k_in, beta * dx, dg, dbeta], dstate
+
+
+def _norm_gradient(dx_hat: Tensor, x: Tensor) -> Tensor:
+    """Return the gradient of x, given that of x * factor(x)."""
+    factor = _norm_factor(x)
+    return factor * (dx_hat - x * factor.square() * (x * dx_hat).sum(-1, keepdim=True))
+
+
+# --- all chunks ----------------------------------------------------------------------------------
+
+
+@without_autocast
+def chunked_forward(inputs: DeltaInputs, options: DeltaOptions) -> tuple[Tensor, Tensor | None]:
+    """Return o [B, T, H, Dv] in the dtype of v, and the last state [B or N, H, Dk, Dv] in fp32 or None."""
+    chunks = _Chunks(inputs)
+    initial_states = _initial_states(inputs, chunks)
+    v = inputs.v
+    o = v.new_empty(v.shape[0], v.shape[1] + 1, *v.shape[2:])
+    state, last_states = initial_states if chunks.sample is None else initial_states[:1], initial_states.clone()
+    for i in range(chunks.count):
+        chunk, state = _load_chunk(inputs, options, chunks, i), chunks.enter(state, initial_states, i)
+        updates = _updates(chunk, state)
+        chunks.store(options.scale * chunk.decay * (chunk.q @ state) + chunk.scores @ updates, o, i)
+        state = _next_state(chunk, state, updates)
+        if chunks.sample is None:
+            last_states = state
+        else:
+            last_states.index_copy_(0, chunks.sample[i : i + 1], state)
+    if not options.returns_state:
+        return o[:, :-1].contiguous(), None
+    return o[:, :-1].contiguous(), last_states[: count_samples(inputs)].flatten(1, 2).contiguous()
+
+
+def _states_before_chunks(inputs: DeltaInputs, options: DeltaOptions, chunks: _Chunks) -> list[Tensor]:
+    initial_states = _initial_states(inputs, chunks)
+    state = initial_states if chunks.sample is None else initial_states[:1]
+    states = []
+    for i in range(chunks.count):
+        chunk, state = _load_chunk(inputs, options, chunks, i), chunks.enter(state, initial_states, i)
+        states.append(state)
+        state = _next_state(chunk, state, _updates(chunk, state))
+    return states
+
+
+@without_autocast
+def chunked_backward(
+    do: Tensor, dlast_state: Tensor | None, inputs: DeltaInputs, options: DeltaOptions
+) -> DeltaGradients:
+    """Return all gradients, each in the dtype of its tensor."""
+    chunks = _Chunks(inputs)
+    states = _states_before_chunks(inputs, options, chunks)
+    samples = count_samples(inputs)
+    dstates = torch.zeros_like(_initial_states(inputs, chunks))
+    if dlast_state is not None:
+        dstates[:samples] = _split_heads(dlast_state.to(chunks.dtype), chunks.groups)
+    gradients = [x.new_zeros(x.shape[0], x.shape[1] + 1, *x.shape[2:]) for x in inputs[:5]]
+    # A chunk of a packed sample reads the gradient of the state of its sample from `dstates`, and writes it there.
+    dstate = dstates
+    for i in reversed(range(chunks.count)):
+        if chunks.sample is not None:
+            dstate = dstates.index_select(0, chunks.sample[i : i + 1])
+        chunk, chunk_do = _load_chunk(inputs, options, chunks, i), chunks.load(do, i)
+        parts, dstate = _chunk_gradients(chunk, states[i], chunk_do, dstate, options.scale)
+        # The heads of v that share a head of q and k add their gradients.
+        for j, x in enumerate((inputs.q, inputs.k)):
+            parts[j] = parts[j].sum(2, keepdim=True)
+            if options.normalises:
+                parts[j] = _norm_gradient(parts[j], chunks.load(x, i, is_per_key=True))
+        for part, gradient in zip(parts, gradients, strict=True):
+            chunks.store(part, gradient, i)
+        if chunks.sample is not None:
+            dstates.index_copy_(0, chunks.sample[i : i + 1], dstate)
+    dinitial = None
+    if inputs.initial_state is not None:
+        dinitial = dstate if chunks.sample is None else dstates[:samples]
+        dinitial = dinitial.flatten(1, 2).to(inputs.initial_state.dtype)
+    dq, dk, dv, dg, dbeta = (x[:, :-1].contiguous() for x in gradients)
+    return DeltaGradients(dq, dk, dv, dg, dbeta, dinitial)

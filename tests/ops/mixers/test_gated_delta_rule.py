@@ -1,0 +1,213 @@
+"""The gated delta rule in chunks against the recurrence token by token in fp64, and against transformers' code."""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import tigon
+from op_cases import DEVICE, DTYPES, INTERPRETED, assert_refused
+from tigon.ops.mixers.gated_delta_rule import gated_delta_rule_reference
+from tigon.testing import assert_accurate
+
+NAMES = ("q", "k", "v", "g", "beta", "initial_state")
+# The heads of q and k, and those of v.
+HEADS = {"one head": (1, 1), "groups of 2": (2, 4), "groups of 4": (1, 4)}
+
+
+def make_inputs(
+    *, batch: int = 1, tokens: int = 70, heads: tuple[int, int] = (1, 2), sizes: tuple[int, int] = (16, 16),
+    samples: int | None = None, dtype: torch.dtype = torch.float32, seed: int = 0,
+) -> dict[str, torch.Tensor]:  # fmt: skip
+    """Return the tensors of a layer by name, with states before the first tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    normal = lambda *shape: torch.randn(shape, generator=generator)
+    (key_heads, value_heads), (key_size, value_size) = heads, sizes
+    tensors = {
+        "q": normal(batch, tokens, key_heads, key_size),
+        "k": normal(batch, tokens, key_heads, key_size),
+        "v": normal(batch, tokens, value_heads, value_size),
+        "g": -F.softplus(normal(batch, tokens, value_heads) - 1),
+        "beta": normal(batch, tokens, value_heads).sigmoid(),
+    }
+    tensors = {name: x.to(DEVICE, dtype) for name, x in tensors.items()}
+    tensors["initial_state"] = normal(samples or batch, value_heads, key_size, value_size).to(DEVICE)
+    return {name: x.requires_grad_() for name, x in tensors.items()}
+
+
+def widen(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: x.detach().double().requires_grad_() for name, x in inputs.items()}
+
+
+def results_of(function, inputs, cu_seqlens=None, **options) -> dict[str, torch.Tensor]:
+    """Return o, the last state and all gradients by name. A gradient flows into both outputs."""
+    options = {"use_qk_l2norm": True, "output_final_state": True} | options
+    o, state = function(**inputs, cu_seqlens=cu_seqlens, **options)
+    generator = torch.Generator().manual_seed(1)
+    outputs = [x for x in (o, state) if x is not None]
+    upstream = [torch.randn(x.shape, generator=generator).to(x) for x in outputs]
+    gradients = torch.autograd.grad(outputs, list(inputs.values()), upstream)
+    results = {"o": o} if state is None else {"o": o, "state": state}
+    return results | dict(zip(inputs, gradients, strict=True))
+
+
+def stock(q, k, v, g, beta, initial_state=None, cu_seqlens=None, output_final_state=False, use_qk_l2norm=False):
+    """Run transformers' function, which has neither groups nor packed samples."""
+    from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule
+
+    assert cu_seqlens is None
+    q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], 2) for x in (q, k))
+    return torch_chunk_gated_delta_rule(
+        q, k, v, g, beta, initial_state=initial_state, output_final_state=output_final_state,
+        use_qk_l2norm_in_kernel=use_qk_l2norm,
+    )  # fmt: skip
+
+
+def assert_as_accurate_as_stock(inputs, dtype: torch.dtype, **options) -> None:
+    """Check all results by the oracle in the dtype of q, k and v. The states between chunks are products in it."""
+    exact = results_of(gated_delta_rule_reference, widen(inputs), **options)
+    eager, actual = (results_of(f, inputs, **options) for f in (stock, tigon.gated_delta_rule))
+    for name, x in actual.items():
+        assert x.dtype == eager[name].dtype, name
+        size = exact[name].abs().max().item() if name in ("g", "beta") else 0.0
+        assert_accurate(x.to(dtype), eager[name].to(dtype), exact[name], smallest=size, msg=name)
+
+
+# Chunks have 64 tokens: none, part of one, exactly one, and tails of one and of two tokens.
+@pytest.mark.parametrize("tokens", [1, 63, 64, 65, 130])
+@pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
+@pytest.mark.no_interpreter("fp64 runs no kernel.")
+def test_chunks_compute_the_recurrence(tokens, heads):
+    inputs = widen(make_inputs(batch=2, tokens=tokens, heads=heads, sizes=(16, 24)))
+    for normalises in (True, False):
+        if not normalises:
+            inputs["k"] = (inputs["k"].detach() / 4).requires_grad_()
+        options = {"use_qk_l2norm": normalises, "scale": 0.3}
+        actual = results_of(tigon.gated_delta_rule, inputs, **options)
+        expected = results_of(gated_delta_rule_reference, inputs, **options)
+        for name, x in actual.items():
+            torch.testing.assert_close(x, expected[name], rtol=1e-9, atol=1e-9, msg=lambda text, n=name: f"{n}: {text}")
+
+
+@pytest.mark.no_interpreter("fp64 runs no kernel.")
+def test_chunks_compute_what_transformers_computes():
+    inputs = widen(make_inputs(batch=2, tokens=130, heads=(2, 4)))
+    exact, actual = (gated_delta_rule_reference(**inputs, output_final_state=True, use_qk_l2norm=True) for _ in "ab")
+    # transformers rounds to fp32 inside.
+    for expected, x in zip(stock(**inputs, output_final_state=True, use_qk_l2norm=True), actual, strict=True):
+        torch.testing.assert_close(x, expected.double(), rtol=1e-5, atol=1e-5)
+    assert exact[0].dtype == torch.float64
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("tokens", [1, 64, 130])
+@pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
+@pytest.mark.sampled(in_interpreter=4)
+def test_the_rule_is_as_accurate_as_transformers(tokens, heads, dtype):
+    assert_as_accurate_as_stock(make_inputs(tokens=tokens, heads=heads, sizes=(32, 16), dtype=dtype), dtype)
+
+
+STRENGTHS = {"strong decay": ("g", -50.0), "no decay": ("g", 0.0), "beta 0": ("beta", 0.0), "beta 1": ("beta", 1.0)}
+
+
+@pytest.mark.parametrize(("name", "value"), STRENGTHS.values(), ids=STRENGTHS)
+def test_extreme_gates(name, value):
+    inputs = make_inputs(tokens=130)
+    inputs[name] = torch.full_like(inputs[name], value).requires_grad_()
+    assert_as_accurate_as_stock(inputs, torch.float32)
+
+
+# Samples that end in, at and after the end of a chunk, and one that is empty.
+BOUNDS = (0, 5, 69, 69, 133, 150)
+
+
+@pytest.mark.parametrize("with_states", [False, True], ids=["no states", "states"])
+def test_packed_samples_equal_separate_ones_bit_for_bit(with_states):
+    bounds = torch.tensor(BOUNDS, device=DEVICE, dtype=torch.int32)
+    inputs = make_inputs(tokens=BOUNDS[-1], heads=(1, 2), samples=len(BOUNDS) - 1)
+    if not with_states:
+        del inputs["initial_state"]
+    do = torch.randn_like(inputs["v"])
+    options = {"use_qk_l2norm": True, "output_final_state": with_states}
+
+    def run(tensors, upstream, dstate, **more):
+        o, state = tigon.gated_delta_rule(**tensors, **options, **more)
+        outputs, gradients = ([o, state], [upstream, dstate]) if with_states else ([o], [upstream])
+        return [*outputs, *torch.autograd.grad(outputs, list(tensors.values()), gradients)]
+
+    dstate = torch.randn(len(BOUNDS) - 1, 2, 16, 16, device=DEVICE)
+    packed = run(inputs, do, dstate, cu_seqlens=bounds)
+    for i, (start, end) in enumerate(itertools.pairwise(BOUNDS)):
+        part = lambda x, i=i, start=start, end=end: x[i : i + 1] if x.shape[0] > 1 else x[:, start:end]
+        sample = {name: part(x).detach().requires_grad_() for name, x in inputs.items()}
+        separate = run(sample, part(do), dstate[i : i + 1])
+        for a, b in zip(packed, separate, strict=True):
+            assert torch.equal(part(a), b)
+
+
+def test_the_states_of_two_calls_join_them():
+    """A sequence in two calls has the results of one call, because the state and its gradient flow through."""
+    inputs = make_inputs(tokens=128, dtype=torch.float32)
+    whole = results_of(tigon.gated_delta_rule, inputs, output_final_state=False)
+    first, second = ({n: x if n == "initial_state" else x[:, s] for n, x in inputs.items()} for s in
+                     (slice(0, 64), slice(64, 128)))  # fmt: skip
+    o, state = tigon.gated_delta_rule(**first, use_qk_l2norm=True, output_final_state=True)
+    rest, _ = tigon.gated_delta_rule(**second | {"initial_state": state}, use_qk_l2norm=True)
+    joined = torch.cat((o, rest), 1)
+    upstream = torch.randn(joined.shape, generator=torch.Generator().manual_seed(1)).to(joined)
+    gradients = torch.autograd.grad(joined, list(inputs.values()), upstream)
+    torch.testing.assert_close(joined, whole["o"], rtol=1e-5, atol=1e-6)
+    for name, gradient in zip(inputs, gradients, strict=True):
+        torch.testing.assert_close(gradient, whole[name], rtol=1e-4, atol=1e-5)
+
+
+def test_bad_arguments_are_refused():
+    inputs = {name: x.detach() for name, x in make_inputs(batch=2, tokens=6, heads=(2, 4)).items()}
+    q, v, g, state = (inputs[name] for name in ("q", "v", "g", "initial_state"))
+    bounds = lambda *values, **options: torch.tensor(values, device=DEVICE, **options)
+    packed = {name: x[:1] for name, x in inputs.items() if name != "initial_state"}
+    changes = {
+        "the 2 heads of q and k must divide the heads of v, got 3": {"v": v[:, :, :3]},
+        r"k must have shape \(2, 6, 2, 16\)": {"k": q[:, :5]},
+        r"g must have shape \(2, 6, 4\)": {"g": g[:, :5]},
+        r"beta must have shape \(2, 6, 4\)": {"beta": g[:, :, :2]},
+        "q and k and v must have the same dtype": {"q": q.half()},
+        "g must be a float32": {"g": g.long()},
+        r"initial_state must have shape \(2, 4, 16, 16\)": {"initial_state": state[:1]},
+        r"q must have shape \(B, T, H, D\)": {"q": q[..., 0]},
+        "packed samples must be one sequence, B = 1, got B = 2": {"cu_seqlens": bounds(0, 6)},
+        "scale must be finite": {"scale": float("inf")},
+        "use_qk_l2norm must be a bool": {"use_qk_l2norm": 1},
+    }
+    on_cpu = {
+        "g must not be above 0, because a state must not grow, got 0.5": {"g": g.abs() + 0.5 - g.abs()},
+    }
+    assert_refused(tigon.gated_delta_rule, inputs, changes | (on_cpu if DEVICE == "cpu" else {}))
+    changes = {
+        "cu_seqlens must be an int64 or int32 tensor": {"cu_seqlens": bounds(0.0, 6.0)},
+        r"cu_seqlens must have shape \(N \+ 1,\)": {"cu_seqlens": bounds(0)},
+        r"initial_state must have shape \(2, 4, 16, 16\)": {
+            "cu_seqlens": bounds(0, 2, 6), "initial_state": state[:1]
+        },
+    }  # fmt: skip
+    on_cpu = {
+        rf"cu_seqlens must ascend from 0 to T = 6, got \[{values[0]}": {"cu_seqlens": bounds(*values)}
+        for values in ((0, 4, 3, 6), (1, 6))
+    }
+    on_cpu |= {r"cu_seqlens must ascend from 0 to T = 6, got \[0, 5\]": {"cu_seqlens": bounds(0, 5)}}
+    assert_refused(tigon.gated_delta_rule, packed, changes | (on_cpu if DEVICE == "cpu" else {}))
+    with pytest.raises(ValueError, match="gated_delta_rule: g must not be above 0"):
+        gated_delta_rule_reference(**inputs | {"g": g.abs()})
+
+
+@pytest.mark.skipif(INTERPRETED, reason="The interpreter has no compiled code.")
+def test_packed_samples_compile_without_a_graph_break():
+    torch._dynamo.reset()
+    inputs = make_inputs(tokens=70, samples=2)
+    bounds = torch.tensor([0, 30, 70], device=DEVICE)
+    backend = "inductor" if DEVICE == "cuda" else "aot_eager"
+    compiled = torch.compile(tigon.gated_delta_rule, fullgraph=True, backend=backend)
+    expected, actual = (results_of(f, inputs, bounds) for f in (tigon.gated_delta_rule, compiled))
+    for name, x in actual.items():
+        torch.testing.assert_close(x, expected[name], rtol=1e-5, atol=1e-5)
