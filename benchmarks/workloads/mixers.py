@@ -12,7 +12,7 @@ CHANNELS_FIRST = {"channels_last": False}
 def _causal_conv1d(make: InputMaker) -> Inputs:
     """Make x, the taps and a bias.
 
-    Form: `bounds`, the first tokens of packed samples, of which those before T are used; `positions`, the same samples
+    Form: `bounds`, the first tokens of packed samples, of which those below T are used; `positions`, the same samples
     by the position of each token; `dense_time`, x of shape [B, C, T] with dense rows.
     """
     b, t, c, w = make.sizes
@@ -22,12 +22,12 @@ def _causal_conv1d(make: InputMaker) -> Inputs:
         x, upstream = x.transpose(1, 2), upstream.transpose(1, 2)
     tensors = {"x": x.requires_grad_(), "weight": make.normal(c, w).mul_(w**-0.5).requires_grad_()}
     tensors["bias"] = make.normal(c).mul_(0.1).requires_grad_()
-    bounds = [bound for bound in make.form.get("bounds", ()) if bound < t]
+    bounds = [bound for bound in make.form.get("bounds", ()) if bound < max(t, 1)]
     if make.form.get("positions"):
         ranges = [torch.arange(end - start) for start, end in zip(bounds, [*bounds[1:], t], strict=True)]
-        tensors["position_ids"] = torch.cat([torch.arange(0), *ranges])[None].to(make.device)
-    elif bounds or "bounds" in make.form:
-        tensors["cu_seqlens"] = torch.tensor([*(bounds or [0]), t], dtype=torch.int32, device=make.device)
+        tensors["position_ids"] = torch.cat(ranges)[None].to(make.device)
+    elif bounds:
+        tensors["cu_seqlens"] = torch.tensor([*bounds, t], dtype=torch.int32, device=make.device)
     return Inputs(tensors, (upstream,))
 
 

@@ -12,15 +12,24 @@ A term exists only if tokens t and t - d belong to one sample. Only x is saved; 
 Shapes: B batch, T time, C channels, W taps of the kernel, N packed samples.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from tigon.memory.lean import recomputed_by_call
+from tigon.ops.mixers.causal_conv1d_kernels import (
+    ConvOptions,
+    NeededConvGradients,
+    conv_backward,
+    conv_forward,
+)
+from tigon.ops.mixers.reach import INVALID, reach_reference, sample_reach
 from tigon.runtime import checks
 from tigon.runtime.autograd import without_autocast
+from tigon.runtime.device import runs_kernels
+from tigon.runtime.op import Node
 
 ConvActivation = Literal["silu", "swish"]
 
@@ -29,26 +38,6 @@ MIN_TAPS, MAX_TAPS = 2, 8
 
 
 # --- reference -----------------------------------------------------------------------------------
-
-
-def _reach_reference(taps: int, length: int, cu_seqlens: Tensor | None, position_ids: Tensor | None) -> Tensor:
-    """Return how many earlier tokens of its sample each token reads, [B, T], at most W - 1.
-
-    It is -1 for all tokens if `cu_seqlens` are malformed.
-    """
-    if cu_seqlens is not None:
-        time = torch.arange(length, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
-        sample = (torch.searchsorted(cu_seqlens, time, right=True) - 1).clamp(min=0)
-        is_valid = (cu_seqlens[0] == 0) & (cu_seqlens[-1] == length) & (cu_seqlens.diff() >= 0).all()
-        return (time - cu_seqlens[sample]).clamp(max=taps - 1).where(is_valid, -1)[None]
-    assert position_ids is not None
-    # A token continues the sample of its predecessor if its position is the next one.
-    continues = (position_ids[:, 1:] == position_ids[:, :-1] + 1) & (position_ids[:, 1:] != 0)
-    reach, is_unbroken = torch.zeros_like(position_ids), torch.ones_like(position_ids, dtype=torch.bool)
-    for d in range(1, taps):
-        is_unbroken = is_unbroken & F.pad(continues, (d, 0))[:, :length]
-        reach = reach + is_unbroken
-    return reach
 
 
 @without_autocast
@@ -72,7 +61,7 @@ def causal_conv1d_reference(
     if rows.numel() and not is_packed:
         z = F.conv1d(rows, weight[:, None], bias, padding=taps - 1, groups=channels)[..., :length]
     else:
-        reach = _reach_reference(taps, length, cu_seqlens, position_ids)[:, None] if is_packed else None
+        reach = reach_reference(taps, length, cu_seqlens, position_ids)[:, None] if is_packed else None
         padded = F.pad(rows, (taps - 1, 0))
         z = torch.zeros_like(rows) if bias is None else bias[:, None].expand_as(rows)
         for tap in range(taps):
@@ -81,10 +70,29 @@ def causal_conv1d_reference(
                 term = term.where(reach >= taps - 1 - tap, 0.0)
             z = z + weight[:, tap, None] * term
         if cu_seqlens is not None and reach is not None:
-            z = z * torch.where(reach < 0, torch.nan, 1.0).to(fp32)
+            z = z * torch.where(reach == INVALID, torch.nan, 1.0).to(fp32)
     y = z if activation is None else F.silu(z)
     # The result has the dtype and the memory order of x. It is no view, because `lean` recomputes no views.
     return torch.empty_like(x).copy_(y.transpose(1, 2) if channels_last else y)
+
+
+# --- autograd ------------------------------------------------------------------------------------
+
+
+class _CausalConv1d(Node):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, reach: Tensor | None, options: ConvOptions
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight, bias, reach)
+        ctx.options = options
+        return conv_forward(x, weight, bias, reach, options)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, bias, reach = ctx.saved_tensors
+        needs = NeededConvGradients(*ctx.needs_input_grad[:3])
+        return conv_backward(dy, x, weight, bias, reach, ctx.options, needs)
 
 
 # --- public --------------------------------------------------------------------------------------
@@ -185,7 +193,14 @@ def _causal_conv1d(
     x: Tensor, weight: Tensor, bias: Tensor | None, is_silu: bool, cu_seqlens: Tensor | None,
     position_ids: Tensor | None, channels_last: bool,
 ) -> Tensor:  # fmt: skip
-    return causal_conv1d_reference(
-        x, weight, bias, "silu" if is_silu else None, cu_seqlens, position_ids=position_ids,
-        channels_last=channels_last,
-    )  # fmt: skip
+    if not runs_kernels(x, weight, bias):
+        activation: ConvActivation | None = "silu" if is_silu else None
+        return causal_conv1d_reference(
+            x, weight, bias, activation, cu_seqlens, position_ids=position_ids, channels_last=channels_last
+        )
+    weight = weight.view(weight.shape[0], weight.shape[-1])
+    source, reach = cu_seqlens if position_ids is None else position_ids, None
+    if source is not None:
+        length = x.shape[1 if channels_last else 2]
+        reach = sample_reach(source, position_ids is None, length, weight.shape[1])
+    return _CausalConv1d.apply(x, weight, bias, reach, ConvOptions(is_silu, channels_last))
