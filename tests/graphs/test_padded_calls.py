@@ -13,6 +13,7 @@ import tigon
 transformers = pytest.importorskip("transformers")
 from hf.same_step import assert_within_noise, noise, step  # noqa: E402
 from hf.tiny import VOCABULARY, tiny_model  # noqa: E402
+from op_cases import one_in  # noqa: E402
 from tigon.hf.padded_calls import MOST_NOTES  # noqa: E402
 
 pytestmark = pytest.mark.no_interpreter("The padding launches no kernel.")
@@ -70,9 +71,7 @@ def batch_of(call: str = "no mask", **arguments) -> dict:
     return {"input_ids": TOKENS, "labels": TOKENS, **CALLS[call], **arguments}
 
 
-@pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("model_type", ["llama", "qwen3", "gemma3_text", "mixtral"])
-@pytest.mark.sampled(16)
+@one_in(8, call=[*CALLS], model_type=["llama", "qwen3", "gemma3_text", "mixtral"])
 def test_loss_and_gradients_are_those_without_padding(model_type, call):
     # The loss that balances experts counts all tokens that are not masked. A mask would join packed samples.
     is_mixture = model_type == "mixtral"

@@ -10,6 +10,7 @@ from torch import nn
 
 import tigon
 from hf.changes import is_fused, loss_entry
+from op_cases import one_in
 
 transformers = pytest.importorskip("transformers")
 loss_utils = pytest.importorskip("transformers.loss.loss_utils")
@@ -61,9 +62,7 @@ CHANGES = {
 WARNING = "the head of LlamaForCausalLM was changed, so the stock code"
 
 
-@pytest.mark.parametrize("duplicate", [lambda model: model, copy.deepcopy], ids=["same", "copy"])
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-@pytest.mark.sampled(3)
+@one_in(4, change=CHANGES, duplicate={"same": lambda model: model, "copy": copy.deepcopy})
 def test_a_change_of_the_logits_or_of_their_gradient_is_not_ignored(
     pair, batch, assert_same_step, monkeypatch, change, duplicate
 ):

@@ -12,6 +12,7 @@ import tigon
 from hf import same_step
 from hf.changes import COPIES
 from hf.fp8_steps import BF16_ERROR, assert_near, error, experts_in_fp8, layers_in_fp8
+from op_cases import one_in
 from tigon.hf import fp8
 from tigon.memory.levels import MEMORY
 from tigon.ops.fp8.formats import RECIPES
@@ -47,12 +48,12 @@ def count_in_fp8(report) -> int:
     return len(layers_in_fp8(report)) + len(experts_in_fp8(report))
 
 
-@pytest.mark.parametrize("fp8_dw", [True, False], ids=["dW in FP8", "dW in bf16"])
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize(
-    "model_type", ["llama", "qwen3", "phi3", "qwen2_moe", "stablelm", "qwen3_moe", "mixtral", "gpt_oss"]
+@one_in(
+    4,
+    model_type=["llama", "qwen3", "phi3", "qwen2_moe", "stablelm", "qwen3_moe", "mixtral", "gpt_oss"],
+    recipe=[*RECIPES],
+    fp8_dw={"dW in FP8": True, "dW in bf16": False},
 )
-@pytest.mark.sampled(3)
 def test_loss_and_gradients_are_near_those_of_bf16(make_bf16, step, batch, monkeypatch, model_type, recipe, fp8_dw):
     """StableLM has biases and an MLP without a gate. After the step, `restore` gives the stock model back."""
     lower_limit(monkeypatch, model_type)
@@ -166,9 +167,7 @@ def test_weights_that_an_optimizer_changes_are_quantised_again(make_bf16, batch,
     assert torch.equal(model(**batch).loss, twin(**batch).loss)
 
 
-@pytest.mark.parametrize("level", MEMORY[1:])
-@pytest.mark.parametrize("model_type", ["qwen3", "qwen3_moe", "gpt_oss"])
-@pytest.mark.sampled(4)
+@one_in(4, level=MEMORY[1:], model_type=["qwen3", "qwen3_moe", "gpt_oss"])
 def test_each_level_of_memory_gives_the_same_step(make_bf16, step, batch, monkeypatch, fp8_calls, level, model_type):
     lower_limit(monkeypatch, model_type)
     model, other = make_bf16(model_type), make_bf16(model_type)

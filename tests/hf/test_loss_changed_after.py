@@ -5,6 +5,7 @@ import torch
 
 import tigon
 from hf.changes import COPIES, is_fused
+from op_cases import one_in
 
 transformers = pytest.importorskip("transformers")
 loss_utils = pytest.importorskip("transformers.loss.loss_utils")
@@ -72,19 +73,19 @@ CHANGES = {
     "the loss": assign("loss_function", doubled),
     "the slot": assign("_loss_function", doubled),
 }
-WAYS = {"same": ("same", None), "a pickle, changed later": ("before", "pickle"), "pickled later": ("after", "pickle")}
-LATER_WAYS = {"a copy, changed later": ("before", "deepcopy"), "copied later": ("after", "deepcopy")}
+WAYS = {
+    "same": ("same", None),
+    "a pickle, changed later": ("before", "pickle"),
+    "pickled later": ("after", "pickle"),
+    "a copy, changed later": ("before", "deepcopy"),
+    "copied later": ("after", "deepcopy"),
+}
 
 
 @pytest.mark.filterwarnings("ignore:tigon. the loss function")
-@pytest.mark.parametrize(
-    ("when", "way"),
-    [*WAYS.values(), *(pytest.param(*each, marks=pytest.mark.thorough) for each in LATER_WAYS.values())],
-    ids=[*WAYS, *LATER_WAYS],
-)
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-@pytest.mark.sampled(5)
-def test_another_loss_is_used(pair, batch, assert_same_step, monkeypatch, change, when, way):
+@one_in(5, change=CHANGES, way=WAYS)
+def test_another_loss_is_used(pair, batch, assert_same_step, monkeypatch, change, way):
+    when, way = way
     model, stock = pair()
     expected = stock(**batch).loss
     model = COPIES[way](model) if when == "before" else model

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import tigon
+from op_cases import one_in
 
 neftune = pytest.importorskip("transformers.integrations.neftune")
 
@@ -40,10 +41,12 @@ def check_same_step(model: nn.Module, stock_model: nn.Module) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:tigon. LlamaDecoderLayer is not checkpointed", "ignore:tigon. the head of")
-@pytest.mark.parametrize("memory", ["default", "lean+mlp", "checkpoint"])
-@pytest.mark.parametrize("hook_is_first", [True, False], ids=["hook, patch", "patch, hook"])
-@pytest.mark.parametrize("name", ["model.embed_tokens", "lm_head", *(f"model.layers.0.{part}" for part in INSIDE)])
-@pytest.mark.sampled(4)
+@one_in(
+    5,
+    name=["model.embed_tokens", "lm_head", *(f"model.layers.0.{part}" for part in INSIDE)],
+    hook_is_first={"hook, patch": True, "patch, hook": False},
+    memory=["default", "lean+mlp", "checkpoint"],
+)
 def test_noise_is_that_of_a_stock_model(make_model, memory, hook_is_first, name):
     """A recomputation must not draw other noise, and neither a fused op nor the loss in the head may skip the hook."""
     stock, model = make_model(), make_model()

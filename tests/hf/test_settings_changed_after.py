@@ -7,6 +7,7 @@ import torch
 
 import tigon
 from hf.changes import COPIES, is_fused, with_logits
+from op_cases import one_in
 
 pytest.importorskip("transformers")
 
@@ -33,12 +34,9 @@ CASES = {
 
 
 @pytest.mark.filterwarnings("ignore:tigon. .* was changed")
-@pytest.mark.parametrize("duplicate", [lambda model: model, COPIES["deepcopy"], COPIES["pickle"]])
-@pytest.mark.parametrize(("model_type", "config", "change"), CASES.values(), ids=CASES)
-@pytest.mark.sampled(3)
-def test_a_setting_changed_after_the_patch_is_used(
-    pair, batch, assert_same_step, model_type, config, change, duplicate
-):
+@one_in(3, case=CASES, duplicate={"same": lambda model: model, "copy": COPIES["deepcopy"], "pickle": COPIES["pickle"]})
+def test_a_setting_changed_after_the_patch_is_used(pair, batch, assert_same_step, case, duplicate):
+    model_type, config, change = case
     model, stock = pair(model_type, **config)
     assert is_fused(model(**batch))
     change(model), change(stock)
@@ -89,9 +87,7 @@ UNWATCHED = {
 }
 
 
-@pytest.mark.parametrize("scale", [1.0001, 0.9999, 1.004, 2.0])
-@pytest.mark.parametrize("process", UNWATCHED.values(), ids=UNWATCHED)
-@pytest.mark.sampled(3)
+@one_in(3, process=UNWATCHED, scale=[1.0001, 0.9999, 1.004, 2.0])
 def test_a_change_of_an_unwatched_value_raises(make_model, batch, monkeypatch, process, scale):
     model = make_model()
     with_logits(process)(model)
@@ -103,17 +99,15 @@ def test_a_change_of_an_unwatched_value_raises(make_model, batch, monkeypatch, p
         model(**batch)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(
-    "value", [7.0, 30.0, *(pytest.param(x, marks=pytest.mark.thorough) for x in (0.3, 50.0, 333.0))]
+SETTINGS = {"gemma2": "final_logit_softcapping", "cohere": "logit_scale", "granite": "logits_scaling"}
+
+
+@one_in(
+    5, model_type=[*SETTINGS], value=[7.0, 30.0, 0.3, 50.0, 333.0], dtype=[torch.float32, torch.bfloat16, torch.float16]
 )
-@pytest.mark.parametrize(
-    ("model_type", "name"),
-    [("gemma2", "final_logit_softcapping"), ("cohere", "logit_scale"), ("granite", "logits_scaling")],
-)
-@pytest.mark.sampled(3)
-def test_rounding_is_not_taken_for_a_change(make_model, batch, monkeypatch, model_type, name, value, dtype):
+def test_rounding_is_not_taken_for_a_change(make_model, batch, monkeypatch, model_type, value, dtype):
     """Rounding errors of fp32 raise no error, and neither does a cast that an engine may add to the head."""
+    name = SETTINGS[model_type]
     model = make_model(model_type, **{name: value})
     model.lm_head.weight.data /= 1000.0
     tigon.patch(model)

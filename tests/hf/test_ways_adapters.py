@@ -7,14 +7,11 @@ from torch import nn
 import tigon
 from hf.changes import with_adapters
 from hf.lora_models import to_4bit, to_8bit
+from op_cases import one_in
 from tigon.hf.logits import SKIPPED_LOGITS
 
+MODEL_TYPES = ["llama", "gemma2", "phi3"]
 PARTS = {"rms_norm", "glu", "rope", "fused_statements", "loss"}
-
-
-@pytest.fixture(params=["llama", "gemma2", "phi3"])
-def model_type(request) -> str:
-    return request.param
 
 
 class Wrapped(nn.Module):
@@ -53,9 +50,7 @@ def patch(model: nn.Module, *, has_adapters: bool = False) -> None:
     assert not report.left_alone, report
 
 
-@pytest.mark.parametrize("weights", OTHER_WEIGHTS)
-@pytest.mark.parametrize("order", ["patch first", "weights first"])
-@pytest.mark.sampled(3)
+@one_in(3, model_type=MODEL_TYPES, weights=[*OTHER_WEIGHTS], order=["patch first", "weights first"])
 def test_quantised_and_wrapped_weights_give_the_results_of_stock(
     make_model, batch, assert_same_step, model_type, weights, order
 ):
@@ -69,9 +64,7 @@ def test_quantised_and_wrapped_weights_give_the_results_of_stock(
     assert_same_step(model, stock, batch)
 
 
-@pytest.mark.parametrize("weights", ["full", "4 bit", "8 bit"])
-@pytest.mark.parametrize("order", ["patch first", "adapters first"])
-@pytest.mark.sampled(3)
+@one_in(3, model_type=MODEL_TYPES, weights=["full", "4 bit", "8 bit"], order=["patch first", "adapters first"])
 def test_adapters_on_every_layer_give_the_results_of_stock(
     make_model, batch, assert_same_step, model_type, weights, order
 ):

@@ -11,6 +11,7 @@ from torch import nn
 
 import tigon
 from hf.ways import assert_same
+from op_cases import one_in
 
 
 class Guarded(OrderedDict):
@@ -75,10 +76,12 @@ def step(model: nn.Module, batch: dict) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")
-@pytest.mark.parametrize("model_type", ["llama", "qwen3", "gemma2", "phi3"])
-@pytest.mark.parametrize("order", ["patch first", "engine first"])
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.sampled(3)
+@one_in(
+    4,
+    model_type=["llama", "qwen3", "gemma2", "phi3"],
+    order=["patch first", "engine first"],
+    tied={"untied": False, "tied": True},
+)
 def test_empty_weights_give_the_results_of_stock(make_model, batch, monkeypatch, model_type, order, tied):
     model, stock = (make_model(model_type, tie_word_embeddings=tied) for _ in range(2))
     empty_weights(model)

@@ -103,7 +103,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
             "full_attention": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [3, 3, 2]}
         }
     },
-    "gemma3n_text": {"num_kv_shared_layers": 0},
+    "gemma3n_text": {"num_kv_shared_layers": 0, "intermediate_size": 96},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},
     "mamba2": {"num_heads": 4, "head_dim": 32},
     "recurrent_gemma": {"block_types": ["recurrent", "attention"]},

@@ -15,6 +15,7 @@ import tigon
 from integrations import trainers
 from integrations.test_trl import assert_same_run, run
 from integrations.trainers import build, load_model, train
+from op_cases import one_in
 from tigon.integrations.trainer import TigonCallback
 
 pytestmark = [
@@ -27,10 +28,9 @@ PADDED = 16
 ADAPTERS = peft.LoraConfig(r=2, target_modules="all-linear", exclude_modules=["lm_head"], init_lora_weights=False)
 
 
-@pytest.mark.parametrize("peft_config", [None, ADAPTERS], ids=["full", "LoRA"])
-@pytest.mark.parametrize("enables", [False, True], ids=["trl", "tigon"])
-@pytest.mark.parametrize("kind", [*trainers.TRAINERS])
-@pytest.mark.sampled(4)
+@one_in(
+    4, kind=[*trainers.TRAINERS], enables={"trl": False, "tigon": True}, peft_config={"full": None, "LoRA": ADAPTERS}
+)
 def test_trainers_of_trl(kind, enables, peft_config, path, tmp_path):
     """The trainers call the model, or the body alone and compute the loss by themselves."""
     stock = run(kind, path, tmp_path, peft_config)

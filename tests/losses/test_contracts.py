@@ -8,6 +8,7 @@ from torch import Tensor
 
 from losses.cases import pack, tokens
 from losses.loss_calls import CALLS, POLICY_CALLS, Call
+from op_cases import one_in
 from tigon import losses
 
 pytestmark = pytest.mark.no_interpreter("It launches no kernel.")
@@ -26,9 +27,7 @@ def _loss_and_gradient(call: Call, arguments: dict) -> tuple[Tensor, dict[str, T
 DIFFERENTIABLE = [call for call in CALLS if not call.stops_gradient]
 
 
-@pytest.mark.parametrize("call", DIFFERENTIABLE, ids=lambda call: call.name)
-@pytest.mark.parametrize("shape", [(2, 1), (6, 9), (8, 33)], ids=str)
-@pytest.mark.sampled(4)
+@one_in(3, call={call.name: call for call in DIFFERENTIABLE}, shape=[(2, 1), (6, 9), (8, 33)])
 def test_the_gradient_is_the_derivative(call, shape):
     arguments = call.arguments(tokens(*shape, dtype=torch.float64))
     name = next(iter(arguments))
@@ -151,11 +150,12 @@ def test_nothing_depends_on_values_on_the_host(call):
         assert all(x.is_meta for x in metrics.values())
 
 
-# `make test` compiles one loss of pairs and one of policies. The test above shows for every call that no shape and no
-# branch depends on a value, which is why the others compile too.
-FIRST_CALLS = [next(call for call in CALLS if call.loss is loss) for loss in (losses.dpo_loss, losses.grpo_loss)]
+# The test above shows for every call that no shape and no branch depends on a value, which is why each loss compiles
+# with its other options too. `make test` compiles one loss of pairs and one of policies.
+FIRST_CALLS = {call.loss: call for call in reversed(CALLS)}
 COMPILED = [
-    pytest.param(call, id=call.name, marks=[] if call in FIRST_CALLS else pytest.mark.thorough) for call in CALLS
+    pytest.param(call, id=call.name, marks=() if loss in (losses.dpo_loss, losses.grpo_loss) else pytest.mark.thorough)
+    for loss, call in FIRST_CALLS.items()
 ]
 
 

@@ -10,6 +10,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import tigon
 from memory.steps import assert_same_bits, block, normal
+from op_cases import one_in
 
 T, K, E, H, INNER, RANK = 9, 3, 6, 16, 24, 4
 NAMES = "x", "up_proj", "down_proj", "top_k_weights", "up_bias", "down_bias"
@@ -109,9 +110,7 @@ def _gradients(run: Callable[[], Tensor], leaves: list[Tensor], calls: int = 1, 
     return results
 
 
-@every_layout
-@pytest.mark.parametrize("frozen", FROZEN.values(), ids=FROZEN)
-@pytest.mark.sampled(5)
+@one_in(5, layout=LAYOUTS, frozen=FROZEN)
 def test_gradients_have_the_bits_of_those_from_saved_tensors(layout, frozen):
     tensors, index = _tensors(layout), _index()
     leaves = [x for name, x in tensors.items() if name not in frozen]

@@ -9,6 +9,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import tigon
 from memory.steps import assert_same_bits
+from op_cases import one_in
 
 pytest.importorskip("transformers")
 
@@ -57,9 +58,7 @@ def assert_lean(lean: nn.Module, default: nn.Module, least: float = 0.1, **input
     assert_same_bits(step(lean, **inputs), step(default, **inputs))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("model_type", TYPES)
-@pytest.mark.sampled(5)
+@one_in(4, model_type=TYPES, dtype={"fp32": torch.float32, "bf16": torch.bfloat16})
 def test_models_save_less(model_type, dtype):
     """On a CPU the references save intermediate results: all those of squared ReLUs, and fp32 copies of bf16.
 
