@@ -310,30 +310,22 @@ class Scaled(nn.Linear):
     scale = 1.0
 
 
+READ, TYPE = "an attribute of a child with weights", "reads the type of self."
 CHILD_READS = {
-    "an attribute": "return y * self.up.factor",
-    "through a variable": "layer = self.up; return y * layer.factor",
-    "by an exception": "try: return y * self.gate.factor\nexcept AttributeError: return y",
+    "an attribute": (READ, "return y * self.up.factor"),
+    "through a variable": (READ, "layer = self.up; return y * layer.factor"),
+    "by an exception": (READ, "try: return y * self.gate.factor\nexcept AttributeError: return y"),
+    "issubclass": (TYPE, "return 2 * y if issubclass(type(self.gate), Scaled) else y"),
+    "an alias": (TYPE, "layer = self.up; return 2 * y if layer.__class__.__name__ == 'Scaled' else y"),
+    "getattr": (TYPE, "return 2 * y if isinstance(getattr(self, 'down'), Scaled) else y"),
 }
 
 
-@pytest.mark.parametrize("body", CHILD_READS.values(), ids=CHILD_READS)
-def test_an_attribute_of_a_child_with_weights_is_read(body):
+@pytest.mark.parametrize(("message", "body"), CHILD_READS.values(), ids=CHILD_READS)
+def test_a_forward_that_reads_a_child_with_weights_stays_stock(message, body):
     mlp = make_variant(finish=define(body, globals(), "self, y"))
     mlp.gate.factor = mlp.up.factor = 2.0
-    assert "an attribute of a child with weights" in reason(mlp)
-
-
-TYPES = {
-    "issubclass": "return 2 * y if issubclass(type(self.gate), Scaled) else y",
-    "an alias": "layer = self.up; return 2 * y if layer.__class__.__name__ == 'Scaled' else y",
-    "getattr": "return 2 * y if isinstance(getattr(self, 'down'), Scaled) else y",
-}
-
-
-@pytest.mark.parametrize("body", TYPES.values(), ids=TYPES)
-def test_a_forward_that_reads_the_type_of_a_child_with_weights_stays_stock(body):
-    assert "reads the type of self." in reason(make_variant(finish=define(body, globals(), "self, y")))
+    assert message in reason(mlp)
 
 
 # --- unusual values ------------------------------------------------------------------------------
