@@ -8,35 +8,39 @@ STAMP := $(VENV)/.installed
 TRANSFORMERS ?= 5.24.0
 DEEPSPEED ?= 0.19.8
 OTHER_VENV := .venv-transformers-$(TRANSFORMERS)
+OTHER_STAMP := $(OTHER_VENV)/.installed
 
 # `make test-lowest` installs the lowest versions that pyproject.toml allows into its own venv. PINS replaces some.
-LOWEST_VENV := .venv-lowest
 PINS ?=
+LOWEST_VENV := .venv-lowest$(if $(PINS),-pinned)
+LOWEST_STAMP := $(LOWEST_VENV)/.installed
 
-# These tests run with other versions: all tests that use transformers, or with PART=1 some of them (three minutes on
-# two cores).
+# These tests run with other versions: all tests that use transformers, or with PART=1 the quick ones of the files that
+# show the types, the patch, the guards, and what recognition reads of transformers and PEFT.
 PART ?=
-TYPES := afmoe deepseek_v3 falcon gemma2 gemma3_text glm4_moe gpt2 gpt_oss granitemoe llama llama4_text mamba mixtral \
-	olmo2 phi3 qwen3 qwen3_next
-TRAINING_TESTS := $(TYPES:%='tests/hf/test_all_types.py::test_loss_and_gradients_are_stock_and_restore_is_exact[%]')
-VERSION_TESTS = tests/runtime/test_requirements.py tests/cli/test_cli.py tests/benchmarks/ops/test_plots.py tests/recognition \
-	$(if $(PART),tests/hf/test_patch.py tests/hf/test_by_type.py $(TRAINING_TESTS),tests/hf)
+PART_TESTS := tests/recognition/test_adapters.py tests/recognition/test_code_changed_after.py \
+	tests/recognition/test_experts.py tests/recognition/test_guard.py tests/recognition/test_replacement.py \
+	tests/recognition/test_source.py tests/hf/test_patch.py tests/hf/test_by_type.py tests/hf/test_all_types.py
+VERSION_TESTS = tests/runtime/test_requirements.py tests/cli/test_cli.py tests/benchmarks/ops/test_plots.py \
+	$(if $(PART),$(PART_TESTS) -m 'not thorough',tests/recognition tests/hf)
 
 # KERNEL_TESTS run the kernels on a GPU or in Triton's interpreter. INTERPRETER_TESTS also have tests that run only in
 # the interpreter.
-KERNEL_TESTS := tests/ops tests/recognition/test_fused_statements.py tests/recognition/test_adapters.py \
-	tests/hf/test_fp8_maxima.py tests/hf/test_kernels.py tests/hf/test_lora.py tests/hf/test_lora_experts.py
-INTERPRETER_TESTS := $(KERNEL_TESTS) tests/memory/test_bytes.py tests/memory/test_lean.py \
+KERNEL_TESTS := tests/ops tests/recognition/test_fused_statements.py \
+	tests/recognition/test_fused_statements_changed.py tests/recognition/test_head_norms.py \
+	tests/recognition/test_adapters.py tests/hf/test_fp8_maxima.py tests/hf/test_kernels.py tests/hf/test_lora.py \
+	tests/hf/test_lora_experts.py
+INTERPRETER_TESTS := $(KERNEL_TESTS) tests/memory/test_bytes.py tests/memory/test_lean.py tests/memory/test_lean_hooks.py \
 	tests/cli/plan/test_plan.py::test_saved_bytes_are_what_a_step_saves
 # One worker for each core, and at most eight: each one needs up to 2 GiB of memory.
 WORKERS := --numprocesses logical --maxprocesses 8 --dist worksteal
 
 # There is a worker for each core, so more threads in each would only wait for each other.
-test test-thorough: export OMP_NUM_THREADS = 1
+test test-thorough test-transformers test-lowest: export OMP_NUM_THREADS = 1
 
 TRAINING_CASES := llama-1b llama-8b-lora qwen-4b-lora trl
 
-.PHONY: demo test test-thorough test-deepspeed test-transformers test-lowest test-gpu bench bench-train models docs lint dist install clean
+.PHONY: demo test test-thorough test-deepspeed test-transformers test-lowest other-versions test-gpu bench bench-train models docs lint dist install clean
 
 install: $(STAMP)
 
@@ -57,18 +61,26 @@ test-thorough: $(STAMP)  ## run the thorough tests: more sizes, chips, models, e
 	$(BIN)/python -m pytest tests --ignore tests/gpu -m thorough $(WORKERS) $(ARGS)
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest $(INTERPRETER_TESTS) -m thorough $(WORKERS) $(ARGS)
 
-test-transformers:  ## test another version of transformers: make test-transformers TRANSFORMERS=5.24.0
+$(OTHER_STAMP): pyproject.toml constraints.txt
 	test -x $(OTHER_VENV)/bin/python || $(PYTHON) -m venv $(OTHER_VENV)
 	grep -Ev '^(transformers|huggingface_hub|tokenizers|safetensors)==' constraints.txt > $(OTHER_VENV)/constraints.txt
 	$(OTHER_VENV)/bin/pip install --quiet --disable-pip-version-check --editable '.[dev]' \
 		'transformers==$(TRANSFORMERS)' --constraint $(OTHER_VENV)/constraints.txt
-	$(OTHER_VENV)/bin/python -m pytest $(VERSION_TESTS) $(WORKERS) $(ARGS)
+	touch $(OTHER_STAMP)
 
-test-lowest:  ## test the lowest versions, on Python 3.11: make test-lowest PINS='torch==2.13.0 triton==3.7.1'
+$(LOWEST_STAMP): pyproject.toml
 	test -x $(LOWEST_VENV)/bin/python || $(PYTHON) -m venv $(LOWEST_VENV)
 	$(LOWEST_VENV)/bin/python tests/lowest_versions.py $(PINS) > $(LOWEST_VENV)/constraints.txt
 	$(LOWEST_VENV)/bin/pip install --quiet --disable-pip-version-check --editable '.[dev]' \
 		--constraint $(LOWEST_VENV)/constraints.txt
+	touch $(LOWEST_STAMP)
+
+other-versions: $(OTHER_STAMP) $(LOWEST_STAMP)  ## install what test-transformers and test-lowest need
+
+test-transformers: $(OTHER_STAMP)  ## test another version of transformers: make test-transformers TRANSFORMERS=5.24.0
+	$(OTHER_VENV)/bin/python -m pytest $(VERSION_TESTS) $(WORKERS) $(ARGS)
+
+test-lowest: $(LOWEST_STAMP)  ## test the lowest versions, on Python 3.11: make test-lowest PINS='torch==2.13.0 triton==3.7.1'
 	$(LOWEST_VENV)/bin/python -m pytest $(VERSION_TESTS) $(WORKERS) $(ARGS)
 
 test-deepspeed: $(STAMP)  ## install DeepSpeed and test its ZeRO-3 on two ranks
@@ -107,4 +119,4 @@ dist: $(STAMP)  ## build the sdist and the wheel of the current commit twice, an
 	.ci/dist $(BIN)/python
 
 clean:
-	rm -rf $(VENV) .venv-transformers-* $(LOWEST_VENV) build dist site src/*.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-transformers-* .venv-lowest* build dist site src/*.egg-info .pytest_cache .ruff_cache
