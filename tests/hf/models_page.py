@@ -7,7 +7,7 @@ from pathlib import Path
 
 import tigon
 from tigon.cli.inspect.build import NotInspected, default_config
-from tigon.cli.inspect.inspection import ACTIVATIONS, GROUPS, inspect_config
+from tigon.cli.inspect.inspection import GROUPS, OCCASIONAL, inspect_config
 from tigon.hf.report import Entry
 from tigon.hf.transformers_private import causal_lm_types
 
@@ -27,7 +27,7 @@ prints each reason in full. Of the 143 decoders among these types, the tests tra
   some of the modules do.
 - An empty cell: no module resembles this kind.
 - *MLPs* are whole MLPs, with or without a gate. *Activations* are modules that compute an activation by itself.
-  *Statements* are [fused statements](patching.md#which-modules-are-replaced).
+  *Mixers* are recurrent layers. *Statements* are [fused statements](patching.md#which-modules-are-replaced).
 
 {totals}
 """
@@ -40,7 +40,7 @@ No model can be built from the defaults of these config classes; the config of a
 """
 
 # The columns of the table. The MLPs of a type are divided into experts and others.
-COLUMNS = ("norms", "MLPs", "experts", "activations", "rope", "statements", "loss")
+COLUMNS = ("norms", "MLPs", "experts", "activations", "rope", "mixers", "statements", "loss")
 
 
 @dataclass(frozen=True)
@@ -92,12 +92,12 @@ def _totals(rows: list[TypeRow], failures: dict[str, str]) -> str:
     """Return the number of types, and for each group the number of types in which modules of it are replaced."""
     counts = ", ".join(f"{group} in {sum(bool(row.replaced[group]) for row in rows)}" for group in GROUPS)
     # A model whose MLPs are all fused has no activations left to replace.
-    all_groups = sum(all(ops for group, ops in row.replaced.items() if group != ACTIVATIONS) for row in rows)
+    all_groups = sum(all(ops for group, ops in row.replaced.items() if group not in OCCASIONAL) for row in rows)
     any_group = sum(any(row.replaced.values()) for row in rows)
     text = (
         f"Of {len(rows) + len(failures)} types, {len(rows)} can be built from the defaults of their config class. "
-        f"Replaced are {counts}. All kinds but activations are replaced in {all_groups} types, at least one in "
-        f"{any_group}."
+        f"Replaced are {counts}. All kinds but {' and '.join(OCCASIONAL)} are replaced in {all_groups} types, at "
+        f"least one in {any_group}."
     )
     return textwrap.fill(text, 120)
 

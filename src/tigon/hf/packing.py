@@ -3,10 +3,13 @@
 A row is packed if it holds several samples, whose positions each begin at zero. Attention separates the samples by its
 mask. A recurrent layer (Mamba, Gated DeltaNet, a short convolution) must reset its state at the first token of each
 sample. Without the kernels of other packages, the layers of transformers up to 5.23 do not reset it, so the end of one
-sample changes the results of the next one. Tigon leaves these layers as they are.
+sample changes the results of the next one. The layers whose rule and convolution are ops of Tigon reset it at the
+boundaries `cu_seq_lens_q`. If a caller passes only positions, a hook computes the boundaries. Other layers stay as they
+are.
 """
 
 import inspect
+import types
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -16,6 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from tigon.hf.transformers_private import ModelFacts, model_facts
+from tigon.recognition.parts.mixers import MixerRecipe, passes_boundaries
+from tigon.recognition.replacement import installed_recipe
 from tigon.runtime.device import is_capturing
 from tigon.runtime.late_checks import LateFlag
 
@@ -53,6 +58,51 @@ def _begin_again(positions: Tensor) -> Tensor:
     return (positions[..., 1:] < positions[..., :-1]).any()
 
 
+def separated_layers(modules: Sequence[nn.Module], layers: dict[nn.Module, str]) -> dict[nn.Module, str]:
+    """Return the recurrent layers that get the boundaries of samples, and restart at them."""
+    separated = {}
+    for parent in modules:
+        for name, child in parent.named_children():
+            recipe = installed_recipe(child)
+            if child in layers and isinstance(recipe, MixerRecipe) and recipe.restarts_at_boundaries(child):
+                forward = inspect.getattr_static(type(parent), "forward", None)
+                if isinstance(forward, types.FunctionType) and passes_boundaries(forward, {name}):
+                    separated[child] = layers[child]
+    return separated
+
+
+def _holds_boundaries(kwargs: dict[str, Any]) -> bool:
+    return any(value is not None and ("cu_seq" in name or "seq_idx" in name) for name, value in kwargs.items())
+
+
+def _positions(kwargs: dict[str, Any]) -> Tensor | None:
+    """Return the positions of the tokens; None if they show no samples."""
+    positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
+    # In a padded batch, positions may also decrease at the end of the padding.
+    is_padded = isinstance(mask, Tensor) and mask.dim() == 2
+    return positions if isinstance(positions, Tensor) and not is_padded else None
+
+
+def add_boundaries(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Compute the boundaries of packed samples from their positions, in a forward pre-hook.
+
+    The host waits for a GPU here, as transformers does for the mask of such a batch.
+    """
+    positions = _positions(kwargs)
+    if positions is None or _holds_boundaries(kwargs) or torch.compiler.is_compiling() or positions.is_meta:
+        return None
+    # The first of several axes holds the positions of the text, or those in time, which stay the same in an image.
+    rows = positions if positions.dim() == 2 else positions[0]
+    begins = rows[:, 1:] <= rows[:, :-1] if positions.dim() == 2 else rows[:, 1:] < rows[:, :-1]
+    starts = torch.nn.functional.pad(begins, (1, 0), value=True).flatten().nonzero().flatten()
+    if len(starts) == len(rows):
+        return None
+    boundaries = torch.cat([starts, starts.new_full((1,), rows.numel())]).int()
+    return args, kwargs | {"cu_seq_lens_q": boundaries}
+
+
 class PackingWarning:
     """A forward pre-hook that warns once, at the first packed batch of training.
 
@@ -73,11 +123,9 @@ class PackingWarning:
 
     def _is_packed(self, kwargs: dict[str, Any]) -> bool:
         """Return True if the arguments show that this batch, or an earlier batch on a GPU, is packed."""
-        if any(value is not None and ("cu_seq" in name or "seq_idx" in name) for name, value in kwargs.items()):
+        if _holds_boundaries(kwargs):
             return True
-        positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
-        # In a padded batch, positions may also decrease at the end of the padding.
-        if not isinstance(positions, Tensor) or (isinstance(mask, Tensor) and mask.dim() == 2):
+        if (positions := _positions(kwargs)) is None:
             return False
         if not positions.is_cuda:
             return positions.device.type == "cpu" and bool(_begin_again(positions))
@@ -91,10 +139,13 @@ class PackingWarning:
 
 
 def add_notes(model: nn.Module, notes: list[str]) -> Callable[[], None]:
-    """Add notes about recurrent layers and heads that are not loaded to a report; warn at the first packed batch.
+    """Add notes about recurrent layers and heads that are not loaded to a report.
+
+    The body of the model gets a hook that computes boundaries of samples for layers that restart at them, and one that
+    warns at the first packed batch of training if there are other recurrent layers.
 
     Returns:
-        The function that removes the hook for the warning.
+        The function that removes the hooks.
     """
     facts, modules = model_facts(model), [*model.modules()]
     if heads := facts.dropped_heads:
@@ -103,25 +154,41 @@ def add_notes(model: nn.Module, notes: list[str]) -> Callable[[], None]:
             f"(weights of the checkpoint that match {', '.join(heads)})"
         )
     layers = recurrent_layers(modules, facts)
-    if not layers:
-        return lambda: None
-    listed = ", ".join(f"{count} {name}" for name, count in Counter(layers.values()).items())
-    text = (
-        f"packed samples are not independent in this model: the state of its recurrent layers ({listed}) carries over "
-        'from one sample to the next; docs/patching.md says more under "Packed samples"'
-    )
-    notes.append(text)
-    hooks = (hook for module in modules for hook in module._forward_pre_hooks.values())
-    # The hook of an earlier patch is installed once more, so that it stays when one of the two patches is undone.
-    hook = next((hook for hook in hooks if isinstance(hook, PackingWarning)), PackingWarning(text))
-    bodies = [module for module in modules if _is_body(module) and layers.keys() <= set(module.modules())]
-    handles = [body.register_forward_pre_hook(hook, with_kwargs=True) for body in bodies[-1:]]
+    bodies = [module for module in modules if _is_body(module) and layers.keys() <= set(module.modules())][-1:]
+    separated = separated_layers(modules, layers) if any(map(_takes_keywords, bodies)) else {}
+    handles = []
+    if separated:
+        notes.append(
+            f"packed samples are independent in {_list(separated)}: the state restarts at the boundaries that "
+            "cu_seq_lens_q or position_ids give"
+        )
+        handles += [body.register_forward_pre_hook(add_boundaries, with_kwargs=True) for body in bodies]
+    if others := {layer: name for layer, name in layers.items() if layer not in separated}:
+        text = (
+            f"packed samples are not independent in this model: the state of its recurrent layers ({_list(others)}) "
+            'carries over from one sample to the next; docs/patching.md says more under "Packed samples"'
+        )
+        notes.append(text)
+        hooks = (hook for module in modules for hook in module._forward_pre_hooks.values())
+        # The hook of an earlier patch is installed once more, so that it stays when one of the two patches is undone.
+        hook = next((hook for hook in hooks if isinstance(hook, PackingWarning)), PackingWarning(text))
+        handles += [body.register_forward_pre_hook(hook, with_kwargs=True) for body in bodies]
 
     def undo() -> None:
         for handle in handles:
             handle.remove()
 
     return undo
+
+
+def _list(layers: dict[nn.Module, str]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in Counter(layers.values()).items())
+
+
+def _takes_keywords(body: nn.Module) -> bool:
+    """Return True if the forward of a module takes keyword arguments that it has no names for."""
+    parameters = inspect.signature(type(body).forward).parameters.values()
+    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
 
 
 def _is_body(module: nn.Module) -> bool:

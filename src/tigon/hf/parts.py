@@ -11,6 +11,7 @@ from tigon.recognition.guards.guard import install_guarded
 from tigon.recognition.parts.activations import recognise_gelu, recognise_relu2
 from tigon.recognition.parts.adapters import install_adapters, recognise_adapters
 from tigon.recognition.parts.experts import recognise_experts
+from tigon.recognition.parts.mixers import recognise_mixer
 from tigon.recognition.parts.mixtures import recognise_mixture
 from tigon.recognition.parts.mlps import recognise_glu, recognise_mlp
 from tigon.recognition.parts.norms import recognise_norm
@@ -61,6 +62,9 @@ PARTS = {
         saves_input=True,
     ),
     "rope": Part(recognise_rope, install, "its forward names no function of cos and sin"),
+    "mixers": Part(
+        recognise_mixer, install, "its forward names no function of a gated delta rule, or of a convolution before one"
+    ),
     "fused_statements": Part(
         recognise_fused_statements, install, "the module has fewer than two children, or no forward of its own"
     ),

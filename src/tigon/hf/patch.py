@@ -58,6 +58,7 @@ def patch(
     gelu: bool = True,
     adapters: bool = True,
     rope: bool = True,
+    mixers: bool = True,
     fused_statements: bool = True,
     loss: bool = True,
     memory: Memory | MemoryLevel | str = "default",
@@ -93,6 +94,8 @@ def patch(
         adapters: Replace linear layers with low-rank adapters (LoRA). Which of them are active, their scaling and their
             dropout are read at every call. Merged, disabled and other kinds of adapters run as before.
         rope: Replace the rotary embeddings of attention layers.
+        mixers: Replace the gated delta rule of recurrent layers and the causal convolution before it. Packed samples
+            then stay apart in these layers. Decoding with a cache stays stock.
         fused_statements: Replace statements of a layer's forward that one op computes together: a residual sum and the
             norm of this sum, a norm whose input is also the residual, and linear layers that have the same input. The
             source of the forward is rewritten for this. The stock statements run if the norm or the linear layers do
@@ -168,7 +171,7 @@ def patch(
     if not isinstance(model, (nn.Module, str)):
         raise TypeError(f"patch: model must be a torch.nn.Module or a model type, got {type(model).__name__}")
     # The order of the values is that of the parts.
-    switches = rms_norm, layer_norm, glu, mlp, experts, relu2, gelu, adapters, rope, fused_statements, loss
+    switches = rms_norm, layer_norm, glu, mlp, experts, relu2, gelu, adapters, rope, mixers, fused_statements, loss
     options = dict(zip(PARTS, switches, strict=True))
     if not isinstance(graphs, bool):
         raise TypeError(f"patch: graphs must be True or False, got {graphs!r}")

@@ -11,6 +11,8 @@ from torch import nn
 from tigon.hf.parts import ACTIVATIONS, PARTS
 from tigon.hf.report import ModuleOutcomes, Outcome, Report
 from tigon.recognition.parts.experts import ExpertsRecipe
+from tigon.recognition.parts.functions import FunctionsRecipe
+from tigon.recognition.parts.mixers import MixerRecipe
 from tigon.recognition.parts.mixtures import MixtureRecipe
 from tigon.recognition.parts.mlp_recipes import GLURecipe, MLPRecipe
 from tigon.recognition.parts.rope import RopeRecipe
@@ -31,7 +33,7 @@ NOT_FUSIBLE = (
     "not replaced: its forward could be rewritten, but it has no RMS norm with an op, and fewer than two linear layers"
 )
 # Recipes of these classes run the code of a module's class. One recipe of each class can be joined into one recipe.
-JOINABLE_RECIPES = RopeRecipe, FusedStatementsRecipe
+JOINABLE_RECIPES = RopeRecipe, MixerRecipe, FusedStatementsRecipe
 
 
 @dataclass
@@ -203,12 +205,12 @@ def _activations_of(module: nn.Module, recipe: Any) -> list[nn.Module]:
     return [child for child in module.modules() if child is not module and has_no_tensors(child)]
 
 
-def _join(earlier_recipe: Any, recipe: Any) -> RopeRecipe | None:
+def _join(earlier_recipe: Any, recipe: Any) -> FunctionsRecipe | None:
     """Return one recipe that does what two recipes for one module do; None if they cannot be joined."""
     recipes = earlier_recipe, recipe
-    ropes = [r for r in recipes if isinstance(r, RopeRecipe) and not r.fuses_statements]
-    can_join = len(ropes) == 1 and any(isinstance(r, FusedStatementsRecipe) for r in recipes)
-    return ropes[0].with_fused_statements() if can_join else None
+    others = [r for r in recipes if isinstance(r, (RopeRecipe, MixerRecipe)) and not r.fuses_statements]
+    can_join = len(others) == 1 and any(isinstance(r, FusedStatementsRecipe) for r in recipes)
+    return others[0].with_fused_statements() if can_join else None
 
 
 class _Unreadable(str):

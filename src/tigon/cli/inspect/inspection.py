@@ -11,7 +11,9 @@ from tigon.hf.report import Entry, Report
 if TYPE_CHECKING:
     from rich.console import Console
 
-ACTIVATIONS = "activations"
+ACTIVATIONS, RECURRENT = "activations", "recurrent layers"
+# Most types have no modules of these groups.
+OCCASIONAL = (ACTIVATIONS, RECURRENT)
 # The table shows these groups of parts. The report lists the parts. Libraries add adapters to a model, so no config has
 # them.
 GROUPS = {
@@ -20,6 +22,7 @@ GROUPS = {
     # Activations that are modules. A type that has only these has no fused MLP.
     ACTIVATIONS: ("relu2", "gelu"),
     "rope": ("rope",),
+    RECURRENT: ("mixers",),
     "fused statements": ("fused_statements",),
     "loss": ("loss",),
 }
@@ -81,7 +84,7 @@ class Inspection:
         coverage = [
             f"{group} {replaced:,} of {total:,}" if total else f"{group} none recognised"
             for group, (replaced, total) in self.coverage().items()
-            if total or group != ACTIVATIONS
+            if total or group not in OCCASIONAL
         ]
         console.print(f"Replaced: {escape(', '.join(coverage))}.")
         if self.head:

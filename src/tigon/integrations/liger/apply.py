@@ -94,6 +94,7 @@ def _parts(options: dict[str, Any], others: bool) -> dict[str, Any]:
         "relu2": is_relu2,
         "gelu": False,
         "rope": is_on("rope"),
+        "mixers": is_rms,
         "loss": bool(options.get("fused_linear_cross_entropy", False)),
     }
 

@@ -23,12 +23,19 @@ from tigon.runtime.reach.explore import explore
 class Guard:
     """Checks that everything that a module's forward reads is as it was when the guard was constructed.
 
-    `live` names the attributes that the recipe itself reads in every call, and `searched` the children with tensors
-    that the recipe reads instead of calling them. A copied or unpickled guard compares by value at its first call.
+    `live`, `searched` and `texts` are arguments of `explore`: attributes that the recipe itself reads in every call,
+    children with tensors that the recipe reads instead of calling them, and strings that calls pass. A copied or
+    unpickled guard compares by value at its first call.
     """
 
-    def __init__(self, subject: Any, live: tuple[str, ...] = (), searched: tuple[str, ...] = ()) -> None:
-        self.live, self.searched = live, searched
+    def __init__(
+        self,
+        subject: Any,
+        live: tuple[str, ...] = (),
+        searched: tuple[str, ...] = (),
+        texts: tuple[str, ...] = (),
+    ) -> None:
+        self.live, self.searched, self.texts = live, searched, texts
         self.fingerprint = self._read_state(subject)
         self.is_unchanged = True
 
@@ -37,7 +44,7 @@ class Guard:
 
         The result is None if the state of a module cannot be watched. Functions have a fingerprint in any case.
         """
-        reach = explore(subject, self.live, self.searched)
+        reach = explore(subject, self.live, self.searched, self.texts)
         self.check, self.places = reach.check(), reach.places
         self.subject: Callable[[], Any] = weakref.ref(subject)
         return None if reach.reason and isinstance(subject, nn.Module) else reach.fingerprint
@@ -77,7 +84,7 @@ class Guard:
             yield id(place.value)
 
     def __reduce__(self) -> tuple:
-        return _restore_guard, (type(self), self.fingerprint, self.live, self.searched)
+        return _restore_guard, (type(self), self.fingerprint, self.live, self.searched, self.texts)
 
 
 class FunctionGuard(Guard):
@@ -112,9 +119,11 @@ def _never_holds(attributes: dict[str, Any], cls: type) -> bool:
     return False
 
 
-def _restore_guard(cls: type[Guard], fingerprint: tuple | None, live: tuple[str, ...], searched: tuple) -> Guard:
+def _restore_guard(
+    cls: type[Guard], fingerprint: tuple | None, live: tuple[str, ...], searched: tuple, texts: tuple[str, ...]
+) -> Guard:
     """Return the guard of a copy. It compares by value at its first call."""
     guard = object.__new__(cls)
-    guard.fingerprint, guard.live, guard.searched = fingerprint, live, searched
+    guard.fingerprint, guard.live, guard.searched, guard.texts = fingerprint, live, searched, texts
     guard.check, guard.subject, guard.places, guard.is_unchanged = _never_holds, lambda: None, [], True
     return guard

@@ -19,6 +19,17 @@ from tigon.recognition.guards.guard import FunctionGuard
 from tigon.recognition.rewriting.fused_statements import RewrittenForward, rewrite_forward
 from tigon.recognition.rewriting.source import innermost
 
+# The Python module whose wrappers call the function of another package, if that package is installed.
+_DISPATCHER = "transformers.integrations.hub_kernels"
+
+
+def computed_function(function: types.FunctionType) -> types.FunctionType:
+    """Return the function that a dispatcher of transformers wraps, or the function itself.
+
+    The function of a package, such as that of flash-linear-attention, computes what the wrapped function computes.
+    """
+    return innermost(function) if function.__globals__.get("__name__") == _DISPATCHER else function
+
 
 class FusedFunction:
     """Takes the place of a global. It runs an op where the op accepts the arguments, else the function of the file."""
@@ -26,7 +37,9 @@ class FusedFunction:
     def __init__(self, scope: dict[str, Any], name: str, guard: FunctionGuard) -> None:
         self.scope, self.name, self.guard = scope, name, guard
         self.stock: types.FunctionType = scope[name]
-        self.names = tuple(inspect.signature(self.stock).parameters)
+        self.computed = computed_function(self.stock)
+        parameters = inspect.signature(self.stock).parameters.values()
+        self.names = tuple(p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD))
         self.known_names = frozenset(self.names)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -43,12 +56,12 @@ class FusedFunction:
 
     def _is_same(self) -> bool:
         """Return True if neither the function nor a helper that it calls has been replaced in the file."""
-        return self.scope.get(self.name) is self.stock and self.guard.is_same(self.stock)
+        return self.scope.get(self.name) is self.stock and self.guard.is_same(self.computed)
 
     @torch.compiler.assume_constant_result
     def _holds_for_graph(self) -> bool:
         """Compare the function once for each graph."""
-        return self._is_same() and self.guard.holds(self.stock)
+        return self._is_same() and self.guard.holds(self.computed)
 
     def compute(self, arguments: dict[str, Any]) -> Any:
         """Return the results of the op; None if the op does not accept the arguments."""
@@ -73,13 +86,21 @@ class FunctionsRecipe(RewrittenForward):
         # A model may be unpickled where the class has another forward.
         scope = innermost(self.stock).__globals__ if isinstance(self.stock, types.FunctionType) else {}
         # A copy of a recipe keeps its guards, because the file may have other functions by now.
-        self.guards = guards or tuple(FunctionGuard(scope[name]) for name, _ in forms)
+        self.guards = guards or tuple(self.watch(computed_function(scope[name])) for name, _ in forms)
         self.functions: dict[str, FusedFunction] = {}
         for (name, form), guard in zip(forms, self.guards, strict=True):
             current = scope.get(name)
-            if isinstance(current, types.FunctionType) and guard.holds(current):
+            if isinstance(current, types.FunctionType) and guard.holds(computed_function(current)):
                 self.functions[name] = self.fuse(form, scope, name, guard)
         self.forward = self.forward_for(self.stock)
+
+    def watch(self, function: types.FunctionType) -> FunctionGuard:
+        """Return the guard of a function that an op replaces."""
+        return FunctionGuard(function)
+
+    def with_fused_statements(self) -> "FunctionsRecipe":
+        """Return a recipe that also fuses the statements of the forward."""
+        return type(self)(self.cls, self.forms, self.guards, True)
 
     def fuse(self, form: Any, scope: dict[str, Any], name: str, guard: FunctionGuard) -> FusedFunction:
         """Return the function that runs the op in this form in place of a global."""
@@ -100,6 +121,9 @@ class FunctionsRecipe(RewrittenForward):
     def _has_forward_for_graph(self) -> bool:
         """Compare the code of the forward once for each graph."""
         return self.forward_for(self.stock) is not None
+
+    def __str__(self) -> str:
+        return "; ".join(dict.fromkeys(str(form) for _, form in self.forms))
 
     def __reduce__(self) -> tuple:
         return type(self), (self.cls, self.forms, self.guards, self.fuses_statements)

@@ -145,10 +145,6 @@ class RopeRecipe(FunctionsRecipe):
     def fuse(self, form: Any, scope: dict[str, Any], name: str, guard: FunctionGuard) -> FusedFunction:
         return (FusedComplexRope if isinstance(form, ComplexForm) else FusedRope)(scope, name, form, guard)
 
-    def with_fused_statements(self) -> "RopeRecipe":
-        """Return a recipe that also fuses the statements of the forward."""
-        return RopeRecipe(self.cls, self.forms, self.guards, True)
-
     def describe_statements(
         self, module: nn.Module, recipe: FusedStatementsRecipe, recipes: Mapping[nn.Module, Any]
     ) -> FusedStatementsRecipe:
@@ -158,9 +154,6 @@ class RopeRecipe(FunctionsRecipe):
         """
         is_supported = all(isinstance(form, Form) and form.table == "halves" for _, form in self.forms)
         return recipe.with_head_norms(module, recipes) if is_supported else recipe
-
-    def __str__(self) -> str:
-        return "; ".join(dict.fromkeys(str(form) for _, form in self.forms))
 
 
 def _form_of(value: object, module_name: str) -> Form | ComplexForm | str | None:

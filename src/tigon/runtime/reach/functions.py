@@ -156,6 +156,8 @@ class FunctionWalk:
         # Names that are no identifiers come from tools that rewrite code, such as pytest.
         for name in sorted(filter(str.isidentifier, facts.global_names)):
             value = function.__globals__.get(name)
+            if name in self.live and isinstance(value, types.FunctionType) and _is_helper(value):
+                continue
             if name in function.__globals__ and not (isinstance(value, logging.Logger) and _is_helper(function)):
                 self.watch_link(function.__globals__, name, name)
                 self.visit_links(value, facts, name)

@@ -1,0 +1,230 @@
+"""Compare functions of a model's file with the ops of linear recurrences: the gated delta rule, a causal convolution.
+
+    o, state = chunk_gated_delta_rule(q, k, v, g=g, beta=beta, initial_state=None, output_final_state=False,
+                                      use_qk_l2norm_in_kernel=True)   # q, k [B, T, H, Dk], v [B, T, H, Dv]
+    y = causal_conv1d_fn(x, weight, bias, activation="silu")          # x [B, C, T], weight [C, K]
+
+A function with such arguments runs on random inputs. The rule sums in another order than the op, and both compute in
+fp32, so their results agree up to rounding: in fp32 within 1e-5 of the largest value, and in half precision the op must
+be as near to the results in fp32 as the function is. Loops over chunks cannot run with symbolic sizes, so short and
+long sequences are compared, and heads of the sizes that models have.
+"""
+
+import ast
+import functools
+import inspect
+import itertools
+import types
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tigon.ops.mixers.causal_conv1d import causal_conv1d
+from tigon.ops.mixers.gated_delta_rule import gated_delta_rule
+from tigon.recognition.guards.guard import FunctionGuard
+from tigon.recognition.parts.comparison import LOGGER, is_as_exact
+from tigon.recognition.probing.standin import BF16, FP16, FP32, describe, gradients, normal, probing, same_gradients
+from tigon.recognition.probing.trials import Trials, current_trials, record, recording
+from tigon.recognition.rewriting.source import NotReadable, definition_of
+from tigon.runtime.reach.explore import explore
+from tigon.runtime.weak_cache import cached_weakly
+
+# The function of transformers by which a rule chooses other statements while a model is exported. The op is not used
+# then.
+LIVE = ("is_torchdynamo_exporting",)
+# The activations of a convolution that the op computes. Code of models looks them up in a table.
+ACTIVATIONS = ("silu", "swish")
+# The names of the arguments that the ops serve, beside those of the tensors.
+RULE_OPTIONS = {"scale", "initial_state", "output_final_state", "use_qk_l2norm_in_kernel", "cu_seqlens", "chunk_size"}
+CONVOLUTION_ARGUMENTS = ("weight", "bias", "activation")
+DIFFERENT = "computes something else than the op"
+
+
+@dataclass(frozen=True)
+class RuleForm:
+    """A gated delta rule."""
+
+    # The names of the arguments q, k, v, g and beta.
+    tensors: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return "gated delta rule"
+
+
+@dataclass(frozen=True)
+class ConvolutionForm:
+    """A causal depthwise convolution."""
+
+    # The name of the input [B, C, T].
+    x: str
+
+    def __str__(self) -> str:
+        return "causal convolution"
+
+
+def form_of(function: types.FunctionType) -> RuleForm | ConvolutionForm | None:
+    """Return the form that the names of a function's arguments suggest; None for any other function."""
+    parameters = inspect.signature(function).parameters
+    names = [p.name for p in parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    tensors, options = tuple(names[:5]), set(names[5:])
+    if tensors[3:] == ("g", "beta") and [name[:1] for name in tensors[:3]] == ["q", "k", "v"]:
+        return RuleForm(tensors) if {"initial_state", "output_final_state"} <= options <= RULE_OPTIONS else None
+    return ConvolutionForm(names[0]) if tuple(names[1:]) == CONVOLUTION_ARGUMENTS else None
+
+
+def ignores_other_arguments(function: types.FunctionType) -> bool:
+    """Return True if a function takes any keyword arguments and never reads those that it has no names for."""
+    names = [p.name for p in inspect.signature(function).parameters.values() if p.kind is p.VAR_KEYWORD]
+    try:
+        nodes = list(ast.walk(definition_of(function))) if names else []
+    except NotReadable:
+        return False
+    loads = {node.id for node in nodes if isinstance(node, ast.Name)}
+    return bool(names) and loads.isdisjoint({*names, "locals", "vars"})
+
+
+def watch(function: types.FunctionType) -> FunctionGuard:
+    """Return the guard of a function that an op replaces."""
+    return FunctionGuard(function, LIVE, texts=ACTIVATIONS)
+
+
+def recognise_function(function: types.FunctionType) -> RuleForm | ConvolutionForm | str | None:
+    """Return the form that computes what a function computes, the reason why there is none, or None if not similar."""
+    if form_of(function) is None:
+        return None
+    # A function is compared once for all layers, and again if anything that it reads has been replaced.
+    reach = explore(function, LIVE, texts=ACTIVATIONS)
+    if reach.reason:
+        return reach.reason.removeprefix("its forward ")
+    with reach.preserved():
+        form, trials = _recognise(function, reach.fingerprint)
+    if (current := current_trials()) is not None:
+        current.agreements.update(trials.agreements)
+        current.mismatches.update(trials.mismatches)
+    return reach.reason or form
+
+
+@cached_weakly
+def _recognise(function: types.FunctionType, state: tuple) -> tuple[RuleForm | ConvolutionForm | str, Trials]:
+    """Return the form of a function and the comparisons that found it. `state` is the fingerprint of its reach."""
+    form = form_of(function)
+    assert form is not None
+    compare = _compare_rule if isinstance(form, RuleForm) else _compare_convolution
+    with recording() as trials, probing():
+        try:
+            return form if compare(function, form) else DIFFERENT, trials
+        except Exception as error:
+            LOGGER.debug("%s cannot be compared with an op", function.__qualname__, exc_info=True)
+            return f"takes other arguments than the op ({describe(error)})", trials
+
+
+# --- the gated delta rule ----------------------------------------------------------------------------
+
+# Batch, length, heads, and the sizes of the heads of keys and values. Stock chunks have 64 tokens.
+_SMALL, _TAIL, _LONG = (2, 5, 2, 16, 8), (2, 70, 2, 16, 8), (1, 200, 1, 128, 128)
+# Keys and queries this small show the epsilon of their l2 norm.
+_FACTORS = (1.0, 3e-4)
+
+
+def _rule_inputs(seed: int, sizes: tuple[int, ...], factor: float, dtype: torch.dtype) -> list[Tensor]:
+    """Return q, k, v, g and beta. Some steps do not decay the state, and some clear it."""
+    batch, length, heads, k_size, v_size = sizes
+    q, k = (normal(seed + i, batch, length, heads, k_size) * k_size**-0.5 * factor for i in range(2))
+    v, g = normal(seed + 2, batch, length, heads, v_size), -normal(seed + 3, batch, length, heads).abs()
+    g.view(-1)[::7], g.view(-1)[3::11] = 0.0, -30.0
+    # Models with negative eigenvalues double the sigmoid.
+    beta = 2 * normal(seed + 4, batch, length, heads).sigmoid()
+    return [q.to(dtype), k.to(dtype), v.to(dtype), g, beta.to(dtype)]
+
+
+def _compare_rule(function: types.FunctionType, form: RuleForm) -> bool:
+    """Return True if a function has the outputs, the states and the gradients of the op."""
+    names = inspect.signature(function).parameters
+    # Without the argument, a function may normalise always or never.
+    norms = (False, True) if "use_qk_l2norm_in_kernel" in names else ()
+    scales = (None, 0.3) if "scale" in names else (None,)
+    cases = [*itertools.product((_SMALL, _TAIL), norms, scales, (False, True), _FACTORS, (FP32, BF16, FP16))]
+    cases.append((_LONG, True, None, False, 1.0, FP32))
+    for seed, (sizes, norm, scale, has_state, factor, dtype) in enumerate(cases):
+        inputs = _rule_inputs(10 * seed, sizes, factor if norm else 1.0, dtype)
+        batch, _, heads, k_size, v_size = sizes
+        state = normal(10 * seed + 5, batch, heads, k_size, v_size) if has_state else None
+        stock, op = _rule_calls(function, norm, scale, state)
+        if not _agrees(form, inputs, stock, op):
+            return False
+    for norm in norms:
+        if not _has_gradients_of(form, _rule_inputs(7, _TAIL, 1.0, FP32), *_rule_calls(function, norm)):
+            return False
+    return bool(norms)
+
+
+def _rule_calls(
+    function: Callable, norm: bool, scale: float | None = None, state: Tensor | None = None
+) -> tuple[Callable[..., tuple], Callable[..., tuple]]:
+    """Return the function and the op with these options, as functions of q, k, v, g and beta.
+
+    With an initial state, both return the final state too.
+    """
+    options: dict[str, Any] = {"initial_state": state, "output_final_state": state is not None}
+    options |= {} if scale is None else {"scale": scale}
+    stock = lambda q, k, v, g, beta: function(q, k, v, g=g, beta=beta, **options, use_qk_l2norm_in_kernel=norm)
+    op = lambda *inputs: gated_delta_rule(*inputs, **options, use_qk_l2norm=norm)
+    return stock, op
+
+
+# --- the convolution ---------------------------------------------------------------------------------
+
+
+def _compare_convolution(function: types.FunctionType, form: ConvolutionForm) -> bool:
+    """Return True if a function has the outputs and the gradients of the op."""
+    cases = itertools.product((2, 4), (1, 9), (False, True), (None, *ACTIVATIONS[:1]), (FP32, BF16, FP16))
+    for seed, (width, length, has_bias, activation, dtype) in enumerate(cases):
+        # The op takes [B, T, C], as the projection before the convolution returns it.
+        x = normal(10 * seed, 2, length, 6).transpose(1, 2)
+        inputs = [x, normal(10 * seed + 1, 6, width), *([normal(10 * seed + 2, 6)] if has_bias else [])]
+        inputs = [each.to(dtype) for each in inputs]
+        stock, op = (
+            lambda *tensors, call=call, options=options: (call(*tensors, **options),)
+            for call, options in (
+                (function, {"activation": activation}),
+                (causal_conv1d, {"activation": activation, "channels_last": False}),
+            )
+        )
+        if not _agrees(form, inputs, stock, op):
+            return False
+        if dtype == FP32 and not _has_gradients_of(form, inputs, stock, op):
+            return False
+    return True
+
+
+# --- both --------------------------------------------------------------------------------------------
+
+
+def _agrees(form: Any, inputs: Sequence[Tensor], stock: Callable[..., tuple], op: Callable[..., tuple]) -> bool:
+    """Return True if the op has the results of a function, and record the comparison."""
+    expected, ours = stock(*(x.clone() for x in inputs)), op(*inputs)
+    # The results of both for the same values, computed in fp32.
+    wide_inputs = [x.float() for x in inputs]
+    exact, exact_ours = stock(*wide_inputs), op(*wide_inputs)
+    is_same = isinstance(expected, tuple) and len(expected) == len(ours)
+    for results in zip(expected, ours, exact, exact_ours, strict=True) if is_same else ():
+        if any(result is None for result in results):
+            is_same &= all(result is None for result in results)
+        else:
+            is_same &= _is_as_near(*results)
+    return record(bool(is_same), form, None, inputs, ours, expected)
+
+
+def _is_as_near(stock: Any, ours: Tensor, exact: Tensor, exact_ours: Tensor) -> bool:
+    """Return True if a result of the op is as near to the result in fp32 as that of the function is."""
+    is_like = isinstance(stock, Tensor) and (stock.dtype, stock.shape) == (ours.dtype, ours.shape)
+    return is_like and is_as_exact(stock, ours, exact, exact_ours)
+
+
+def _has_gradients_of(form: Any, inputs: list[Tensor], stock: Callable[..., tuple], op: Callable[..., tuple]) -> bool:
+    """Return True if the op has the gradients of a function, and record the comparison."""
+    expected, ours = (gradients(functools.partial(call, *inputs), inputs) for call in (stock, op))
+    return record(same_gradients(ours, expected), form, None, inputs, ours, expected, mode="gradients")

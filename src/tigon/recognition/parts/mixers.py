@@ -1,0 +1,213 @@
+"""Recognise linear recurrences: functions of the module's file, which the forward of a mixer calls.
+
+    def forward(self, hidden, cache_params=None, ..., **kwargs):
+        ...
+        qkv = causal_conv1d_fn(qkv, weight, bias, activation="silu", **kwargs)
+        o, state = chunk_gated_delta_rule(q, k, v, g=g, beta=beta, ..., **kwargs)   # globals of the file
+
+The recipe of each mixer runs the forward of its class with the ops in place of these functions
+(`tigon.recognition.parts.functions`). Both ops restart at the boundaries of packed samples, `cu_seq_lens_q`, which the
+functions of transformers ignore. With a cache and without gradients the stock forward runs, so that text is generated
+as before.
+"""
+
+import ast
+import inspect
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from tigon.ops.mixers.causal_conv1d import causal_conv1d
+from tigon.ops.mixers.gated_delta_rule import gated_delta_rule
+from tigon.recognition.guards.guard import FunctionGuard
+from tigon.recognition.parts.functions import FunctionsRecipe, FusedFunction, computed_function
+from tigon.recognition.parts.mixer_functions import (
+    ACTIVATIONS,
+    ConvolutionForm,
+    RuleForm,
+    form_of,
+    ignores_other_arguments,
+    recognise_function,
+    watch,
+)
+from tigon.recognition.rewriting.fused_statements import rewrite_forward
+from tigon.recognition.rewriting.source import NotReadable, definition_of, innermost
+from tigon.runtime.compat.autograd import has_active_transform
+from tigon.runtime.device import KERNEL_DTYPES, PLAIN
+
+# The widths of the kernels of convolutions that the op computes.
+WIDTHS = range(2, 9)
+# The names by which the boundaries of packed samples reach a function.
+BOUNDARIES = ("cu_seqlens", "cu_seq_lens_q")
+# The names of the argument of a forward that holds the states of earlier tokens.
+CACHES = ("cache_params", "cache", "past_key_values", "past_key_value")
+
+
+class FusedMixerFunction(FusedFunction):
+    """Runs an op in place of a function. Arguments that the function takes and ignores may name boundaries."""
+
+    def __init__(self, scope: dict[str, Any], name: str, form: Any, guard: FunctionGuard) -> None:
+        super().__init__(scope, name, guard)
+        self.form, self.ignores_others = form, ignores_other_arguments(self.computed)
+
+    def read(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any] | None:
+        others = kwargs.keys() - self.known_names
+        if others and not self.ignores_others:
+            return None
+        named = {name: value for name, value in kwargs.items() if name in self.known_names}
+        if (arguments := super().read(args, named)) is None:
+            return None
+        boundaries = [x for name in BOUNDARIES if (x := kwargs.get(name)) is not None]
+        if torch.compiler.is_exporting() or has_active_transform() or any(type(x) not in PLAIN for x in boundaries):
+            return None
+        return arguments | {"cu_seqlens": boundaries[0] if boundaries else None}
+
+
+class FusedRule(FusedMixerFunction):
+    """Runs `gated_delta_rule` in place of a function."""
+
+    form: RuleForm
+
+    def compute(self, arguments: dict[str, Any]) -> Any:
+        inputs = [arguments.get(name) for name in self.form.tensors]
+        state, keeps_state = arguments.get("initial_state"), bool(arguments.get("output_final_state"))
+        boundaries = arguments["cu_seqlens"]
+        if not _is_rule(inputs, state) or (boundaries is not None and state is not None):
+            return None
+        options = {
+            "scale": arguments.get("scale"),
+            "use_qk_l2norm": bool(arguments.get("use_qk_l2norm_in_kernel", False)),
+            "initial_state": state,
+            "output_final_state": keeps_state,
+        }
+        shape = inputs[2].shape
+        if boundaries is not None:
+            inputs = [x.reshape(1, -1, *x.shape[2:]) for x in inputs]
+        o, state = gated_delta_rule(*inputs, **options, cu_seqlens=boundaries)
+        if boundaries is not None and state is not None:
+            # The op returns the state of each sample. The last sample of each row leaves the state of the row.
+            ends = torch.arange(1, shape[0] + 1, dtype=boundaries.dtype, device=boundaries.device) * shape[1]
+            state = state[torch.searchsorted(boundaries, ends) - 1]
+        return o.reshape(shape), state
+
+
+def _is_rule(inputs: list[Any], state: Any) -> bool:
+    """Return True if the op accepts these tensors."""
+    if any(type(x) not in PLAIN for x in inputs) or (state is not None and type(state) not in PLAIN):
+        return False
+    q, k, v, g, beta = inputs
+    if q.dim() != 4 or v.dim() != 4 or q.shape != k.shape or q.shape[:3] != v.shape[:3] or not q.numel():
+        return False
+    if not (q.dtype == k.dtype == v.dtype and q.dtype in KERNEL_DTYPES and g.shape == beta.shape == v.shape[:3]):
+        return False
+    if g.dtype not in KERNEL_DTYPES or beta.dtype not in KERNEL_DTYPES:
+        return False
+    shape = q.shape[0], v.shape[2], q.shape[3], v.shape[3]
+    fits = state is None or (tuple(state.shape) == shape and state.dtype in KERNEL_DTYPES)
+    # On the CPU, the op refuses a decay that grows, which the function computes.
+    is_decay = g.device.type != "cpu" or torch.compiler.is_compiling() or bool((g <= 0).all())
+    return fits and is_decay and len({x.device for x in (*inputs, *([] if state is None else [state]))}) == 1
+
+
+class FusedConvolution(FusedMixerFunction):
+    """Runs `causal_conv1d` in place of a function."""
+
+    form: ConvolutionForm
+
+    def compute(self, arguments: dict[str, Any]) -> Any:
+        names = self.form.x, "weight", "bias", "activation"
+        x, weight, bias, activation = (arguments.get(name) for name in names)
+        if activation not in (None, *ACTIVATIONS) or not _is_convolution(x, weight, bias):
+            return None
+        if (boundaries := arguments["cu_seqlens"]) is None:
+            return causal_conv1d(x, weight, bias, activation, channels_last=False)
+        rows = x.transpose(1, 2)
+        y = causal_conv1d(rows.reshape(1, -1, rows.shape[2]), weight, bias, activation, boundaries)
+        return y.reshape(rows.shape).transpose(1, 2)
+
+
+def _is_convolution(x: Any, weight: Any, bias: Any) -> bool:
+    """Return True if the op accepts these tensors."""
+    tensors = [x, weight] if bias is None else [x, weight, bias]
+    if any(type(each) not in PLAIN for each in tensors) or x.dim() != 3 or not x.numel():
+        return False
+    if weight.dim() != 2 or weight.shape[0] != x.shape[1] or weight.shape[1] not in WIDTHS:
+        return False
+    fits = x.dtype in KERNEL_DTYPES and (bias is None or bias.shape == weight.shape[:1])
+    return fits and len({each.dtype for each in tensors}) == len({each.device for each in tensors}) == 1
+
+
+class MixerRecipe(FunctionsRecipe):
+    """The stock forward of a class of mixers, with ops in place of its rule and its convolution."""
+
+    part = "mixers"
+
+    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        has_cache = any(kwargs.get(name) is not None for name in CACHES)
+        has_boundaries = any(kwargs.get(name) is not None for name in BOUNDARIES)
+        if has_cache and not has_boundaries and not torch.is_grad_enabled():
+            return type(module).forward(module, *args, **kwargs)
+        return super().__call__(module, *args, **kwargs)
+
+    def restarts_at_boundaries(self, module: nn.Module) -> bool:
+        """Return True if the forward passes boundaries of samples on to its rule and its convolution, both ops."""
+        if not isinstance(self.stock, types.FunctionType):
+            return False
+        similar_names = {name for name, value in _globals_of(self.stock) if form_of(computed_function(value))}
+        has_convolution = any(isinstance(form, ConvolutionForm) for _, form in self.forms)
+        calls_child = not has_convolution and any(isinstance(child, nn.Conv1d) for child in module.children())
+        is_complete = similar_names == self.functions.keys() and not calls_child
+        return is_complete and passes_boundaries(self.stock, similar_names)
+
+    def watch(self, function: types.FunctionType) -> FunctionGuard:
+        return watch(function)
+
+    def fuse(self, form: Any, scope: dict[str, Any], name: str, guard: FunctionGuard) -> FusedFunction:
+        return (FusedRule if isinstance(form, RuleForm) else FusedConvolution)(scope, name, form, guard)
+
+
+def _globals_of(forward: types.FunctionType) -> Iterator[tuple[str, types.FunctionType]]:
+    """Yield the functions among the globals that a forward names, with their names."""
+    function = innermost(forward)
+    for name in function.__code__.co_names:
+        if isinstance(value := function.__globals__.get(name), types.FunctionType):
+            yield name, value
+
+
+def passes_boundaries(forward: types.FunctionType, names: set[str]) -> bool:
+    """Return True if a forward calls a function or a child with one of these names, and always passes boundaries on."""
+    try:
+        nodes = list(ast.walk(definition_of(forward)))
+    except NotReadable:
+        return False
+    name_of = lambda function: getattr(function, "attr", getattr(function, "id", None))
+    calls = [node for node in nodes if isinstance(node, ast.Call) and name_of(node.func) in names]
+    passes = lambda call: any(keyword.arg in (None, *BOUNDARIES) for keyword in call.keywords)
+    return bool(calls) and all(map(passes, calls))
+
+
+def recognise_mixer(module: nn.Module) -> MixerRecipe | str | None:
+    """Recognise a module whose forward calls a function that computes a gated delta rule.
+
+    Return a recipe, the reason why such a module keeps its forward, or None for another module. A convolution is
+    replaced only together with a rule, because both must restart at the same boundaries of samples.
+    """
+    stock = inspect.getattr_static(type(module), "forward", None)
+    if not isinstance(stock, types.FunctionType):
+        return None
+    forms: list[tuple[str, Any]] = []
+    reasons: list[str] = []
+    for name, value in _globals_of(stock):
+        form = recognise_function(computed_function(value))
+        if isinstance(form, str):
+            reasons.append(f"{name}: {form}")
+        elif form is not None:
+            forms.append((name, form))
+    if not any(isinstance(form, RuleForm) for _, form in forms):
+        return "; ".join(reasons) or None
+    if isinstance(reason := rewrite_forward(stock, dict.fromkeys((name for name, _ in forms), stock)), str):
+        return reason
+    return MixerRecipe(type(module), tuple(forms))

@@ -1,0 +1,159 @@
+"""Tiny hybrids of transformers: their recurrent layers run the ops, in training, packed, with a cache and after it."""
+
+import copy
+import pickle
+import warnings
+
+import pytest
+import torch
+
+import tigon
+
+transformers = pytest.importorskip("transformers")
+from hf.same_step import assert_within_noise, make_batch, noise, step  # noqa: E402
+from hf.tiny import VOCABULARY, tiny_model  # noqa: E402
+from tigon.recognition.parts import mixers  # noqa: E402
+
+TYPES = ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid"]
+NOW = "causal convolution; gated delta rule"
+TOKENS = torch.randint(3, VOCABULARY, (1, 16), generator=torch.Generator().manual_seed(0))
+POSITIONS = torch.cat([torch.arange(9), torch.arange(7)])[None]
+BOUNDARIES = torch.tensor([0, 9, 16], dtype=torch.int32)
+PACKED = {"positions": {}, "boundaries": {"cu_seq_lens_q": BOUNDARIES, "cu_seq_lens_k": BOUNDARIES}}
+
+pytestmark = pytest.mark.no_interpreter("It compares with stock models on the CPU.")
+
+
+@pytest.fixture
+def op_calls(monkeypatch) -> list[str]:
+    """Return the list to which each call of an op adds its name."""
+    recorded: list[str] = []
+
+    def count(name: str) -> None:
+        op = getattr(mixers, name)
+        monkeypatch.setattr(mixers, name, lambda *args, **kwargs: recorded.append(name) or op(*args, **kwargs))
+
+    for name in ("gated_delta_rule", "causal_conv1d"):
+        count(name)
+    return recorded
+
+
+def _patch(model, **options) -> tigon.hf.Report:
+    """Replace the recurrent layers alone."""
+    others = dict.fromkeys(("rms_norm", "glu", "mlp", "experts", "rope", "fused_statements", "loss"), False)
+    return tigon.patch(model, **(others | options))
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_loss_and_gradients_are_stock_and_restore_is_exact(model_type, op_calls):
+    model, batch = tiny_model(model_type), make_batch(VOCABULARY)
+    expected = step(model, batch)
+    allowed = noise(model, batch, expected)
+    report = _patch(model)
+    ((entry,),) = [[e for e in report.entries if e.part == "mixers"]]
+    assert (entry.replaced, entry.detail) == (True, NOW)
+    assert_within_noise(step(model, batch), expected, allowed, report)
+    assert op_calls
+    report.restore()
+    op_calls.clear()
+    restored = step(model, batch)
+    assert all(torch.equal(restored[name], value) for name, value in expected.items())
+    assert not op_calls
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_next", "olmo_hybrid"])
+@pytest.mark.parametrize("options", [{"fused_statements": True}, {"memory": "checkpoint"}, {"memory": "lean"}],
+                         ids=["statements", "checkpoint", "lean"])  # fmt: skip
+def test_other_parts_and_levels_keep_the_ops(model_type, options, op_calls):
+    model, batch = tiny_model(model_type), make_batch(VOCABULARY)
+    expected = step(model, batch)
+    report = _patch(model, **options)
+    assert_within_noise(step(model, batch), expected, noise(model, batch, expected), report)
+    assert {"gated_delta_rule", "causal_conv1d"} == {*op_calls}
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_generation_with_a_cache_is_stock(model_type, op_calls):
+    stock = tiny_model(model_type).eval()
+    model = copy.deepcopy(stock)
+    _patch(model)
+    options = {"max_new_tokens": 6, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    expected, ours = (each.generate(TOKENS.repeat(2, 1), **options) for each in (stock, model))
+    assert torch.equal(ours.sequences, expected.sequences)
+    assert all(map(torch.equal, ours.logits, expected.logits))
+    assert not op_calls
+    # A training loop that does not set `use_cache` builds a cache, too.
+    model(TOKENS, labels=TOKENS).loss.backward()
+    assert {*op_calls} == {"gated_delta_rule", "causal_conv1d"}
+
+
+@pytest.mark.parametrize("arguments", PACKED.values(), ids=PACKED)
+@pytest.mark.parametrize("model_type", TYPES)
+def test_packed_samples_are_independent(model_type, arguments):
+    """The logits and the gradients are those of the samples alone."""
+    model = tiny_model(model_type)
+    report = _patch(model)
+    assert any(note.startswith("packed samples are independent in 1 ") for note in report.notes)
+
+    def run(tokens, **more):
+        model.zero_grad()
+        logits = model(tokens, use_cache=False, **more).logits
+        return logits, torch.autograd.grad(logits.float().logsumexp(-1).sum(), [*model.parameters()], allow_unused=True)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        packed, packed_gradients = run(TOKENS, position_ids=POSITIONS, **arguments)
+    (first, first_gradients), (second, second_gradients) = run(TOKENS[:, :9]), run(TOKENS[:, 9:])
+    torch.testing.assert_close(packed, torch.cat([first, second], 1), rtol=1e-4, atol=1e-4)
+    for ours, a, b in zip(packed_gradients, first_gradients, second_gradients, strict=True):
+        if a is not None and b is not None:
+            torch.testing.assert_close(ours, a + b, rtol=1e-3, atol=1e-3 * float((a + b).abs().max()))
+
+
+def test_rows_without_packing_have_no_boundaries(monkeypatch):
+    model, seen = tiny_model("qwen3_next"), []
+    _patch(model)
+    op = mixers.gated_delta_rule
+    record = lambda *args, **kwargs: seen.append(kwargs["cu_seqlens"]) or op(*args, **kwargs)
+    monkeypatch.setattr(mixers, "gated_delta_rule", record)
+    mask = torch.cat([torch.zeros(4), torch.ones(12)])[None].long()
+    left_padded = torch.cat([torch.ones(4), torch.arange(12)])[None].long()
+    for arguments in ({}, {"position_ids": torch.arange(16)[None]},
+                      {"position_ids": left_padded, "attention_mask": mask}):  # fmt: skip
+        model(TOKENS, use_cache=False, **arguments)
+    assert seen == [None] * 3
+    # Two rows are packed: [9, 7] and [16].
+    positions = torch.cat([POSITIONS, torch.arange(16)[None]])
+    model(TOKENS.repeat(2, 1), use_cache=False, position_ids=positions)
+    assert seen[3].tolist() == [0, 9, 16, 32]
+
+
+def test_copies_run_the_ops_and_separate_samples(op_calls):
+    model = tiny_model("qwen3_5_text")
+    _patch(model)
+    expected = model(TOKENS, use_cache=False, position_ids=POSITIONS).logits
+    op_calls.clear()
+    other = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+    assert torch.equal(other(TOKENS, use_cache=False, position_ids=POSITIONS).logits, expected)
+    assert {*op_calls} == {"gated_delta_rule", "causal_conv1d"}
+
+
+def test_a_function_that_was_replaced_after_the_patch_is_used(op_calls, monkeypatch):
+    from transformers.models.qwen3_next import modeling_qwen3_next
+
+    model = tiny_model("qwen3_next")
+    stock = copy.deepcopy(model)
+    _patch(model)
+    monkeypatch.setattr(modeling_qwen3_next, "torch_chunk_gated_delta_rule", lambda q, k, v, **kwargs: (v, None))
+    # Activations are looked up by name.
+    monkeypatch.setitem(modeling_qwen3_next.ACT2FN, "silu", torch.nn.Tanh)
+    assert torch.equal(model(TOKENS, use_cache=False).logits, stock(TOKENS, use_cache=False).logits)
+    assert not op_calls
+
+
+def test_kimi_delta_attention_keeps_its_functions():
+    """Its decay differs between channels."""
+    report = _patch(tiny_model("kimi_linear"), mixers=True)
+    (entry,) = [entry for entry in report.left_alone if entry.part == "mixers"]
+    assert entry.detail.startswith("recurrent_kimi_delta_attention: takes other arguments than the op (")
+    assert any(note.startswith("packed samples are not independent") for note in report.notes)
