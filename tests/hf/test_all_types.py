@@ -66,4 +66,7 @@ def test_the_numbers_of_the_pages_agree_with_the_record():
         f"{counts['loss']} get the fused loss, {counts['rope']} rope, {counts['rms_norm']} RMSNorm, "
         f"{counts['mlp or experts']} a fused MLP or experts, {counts['all four']} all four" in page
     )
-    assert f"`fused_statements` are replaced in {counts['fused_statements']} of them" in page
+    assert (
+        f"`fused_statements` are replaced in {counts['fused_statements']} of them, and `mixers` in {counts['mixers']}"
+        in page
+    )

@@ -140,7 +140,7 @@ def _rule_inputs(seed: int, sizes: tuple[int, ...], factor: float, dtype: torch.
     return [q.to(dtype), k.to(dtype), v.to(dtype), g, beta.to(dtype)]
 
 
-def _compare_rule(function: types.FunctionType, form: RuleForm) -> bool:
+def _compare_rule(function: types.FunctionType, form: Any) -> bool:
     """Return True if a function has the outputs, the states and the gradients of the op."""
     names = inspect.signature(function).parameters
     # Without the argument, a function may normalise always or never.
@@ -178,7 +178,7 @@ def _rule_calls(
 # --- the convolution ---------------------------------------------------------------------------------
 
 
-def _compare_convolution(function: types.FunctionType, form: ConvolutionForm) -> bool:
+def _compare_convolution(function: types.FunctionType, form: Any) -> bool:
     """Return True if a function has the outputs and the gradients of the op."""
     cases = itertools.product((2, 4), (1, 9), (False, True), (None, *ACTIVATIONS[:1]), (FP32, BF16, FP16))
     for seed, (width, length, has_bias, activation, dtype) in enumerate(cases):

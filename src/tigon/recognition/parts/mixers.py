@@ -26,6 +26,7 @@ from tigon.recognition.guards.guard import FunctionGuard
 from tigon.recognition.parts.functions import FunctionsRecipe, FusedFunction, computed_function
 from tigon.recognition.parts.mixer_functions import (
     ACTIVATIONS,
+    CONVOLUTION_ARGUMENTS,
     ConvolutionForm,
     RuleForm,
     form_of,
@@ -72,12 +73,12 @@ class FusedRule(FusedMixerFunction):
     form: RuleForm
 
     def compute(self, arguments: dict[str, Any]) -> Any:
-        inputs = [arguments.get(name) for name in self.form.tensors]
+        inputs: list[Any] = [arguments.get(name) for name in self.form.tensors]
         state, keeps_state = arguments.get("initial_state"), bool(arguments.get("output_final_state"))
         boundaries = arguments["cu_seqlens"]
         if not _is_rule(inputs, state) or (boundaries is not None and state is not None):
             return None
-        options = {
+        options: dict[str, Any] = {
             "scale": arguments.get("scale"),
             "use_qk_l2norm": bool(arguments.get("use_qk_l2norm_in_kernel", False)),
             "initial_state": state,
@@ -86,7 +87,8 @@ class FusedRule(FusedMixerFunction):
         shape = inputs[2].shape
         if boundaries is not None:
             inputs = [x.reshape(1, -1, *x.shape[2:]) for x in inputs]
-        o, state = gated_delta_rule(*inputs, **options, cu_seqlens=boundaries)
+        q, k, v, g, beta = inputs
+        o, state = gated_delta_rule(q, k, v, g, beta, **options, cu_seqlens=boundaries)
         if boundaries is not None and state is not None:
             # The op returns the state of each sample. The last sample of each row leaves the state of the row.
             ends = torch.arange(1, shape[0] + 1, dtype=boundaries.dtype, device=boundaries.device) * shape[1]
@@ -118,8 +120,8 @@ class FusedConvolution(FusedMixerFunction):
     form: ConvolutionForm
 
     def compute(self, arguments: dict[str, Any]) -> Any:
-        names = self.form.x, "weight", "bias", "activation"
-        x, weight, bias, activation = (arguments.get(name) for name in names)
+        values: list[Any] = [arguments.get(name) for name in (self.form.x, *CONVOLUTION_ARGUMENTS)]
+        x, weight, bias, activation = values
         if activation not in (None, *ACTIVATIONS) or not _is_convolution(x, weight, bias):
             return None
         if (boundaries := arguments["cu_seqlens"]) is None:
