@@ -8,7 +8,7 @@ Each `recognise_*` function takes a module and returns one of three values:
 
 Names of classes and attributes are hints at most. A recogniser builds a small stand-in of the module (`standin`), runs
 it on random values and on unusual ones, in several dtypes and shapes, in training and in evaluation (`probes`), and
-compares it with the reference of an op. Outputs must be equal bit for bit. Gradients, experts and losses may differ by
+compares it with the reference of an op. Outputs must be equal bit for bit. Gradients, experts, mixers and losses may differ by
 the order of their sums. Comparisons are recorded (`trials`), so that the report can explain a refusal.
 
 Probes cannot show everything. Every object to which the names in the code of the forward lead counts as read, and is
@@ -23,6 +23,6 @@ PEFT says what a layer computes (`parts.adapters`).
 | `probing` | runs stand-ins of modules on probes, and compares the results with those of candidates |
 | `guards` | checks in every call that a replaced module or function is still what was recognised |
 | `rewriting` | finds statements and functions of a forward that an op computes, and rewrites the source |
-| `parts` | the recognisers and recipes: norms, MLPs, experts, rotary embeddings, adapters, FP8 |
+| `parts` | the recognisers and recipes: norms, MLPs, experts, rotary embeddings, mixers, adapters, FP8 |
 | `replacement` | gives one module another forward, and takes it out again |
 """

@@ -257,9 +257,9 @@ def test_the_page_lists_replaced_modules_reasons_and_types_that_were_not_built(m
     monkeypatch.setattr(module, "causal_lm_types", lambda: ["llama", "qwen3_moe", "reformer", "seed_oss"])
     page = models_page()
     assert "Of 4 types, 3 can be built" in page
-    assert "|llama|✓|✓|||✓|✓|✓|" in page
-    assert "|qwen3_moe|✓||✓||✓|✓|✓|" in page
-    assert "|seed_oss|✓|1|||✓|✓|✓|" in page
+    assert "|llama|✓|✓|||✓||✓|✓|" in page
+    assert "|qwen3_moe|✓||✓||✓||✓|✓|" in page
+    assert "|seed_oss|✓|1|||✓||✓|✓|" in page
     assert "\n1. its forward draws random numbers: SeedOssMLP of seed\\_oss\n" in page
     assert "`tests/hf/tiny.py`:\nreformer.\n" in page
 
@@ -281,8 +281,8 @@ def page_text() -> str:
 
 # Decoders with all parts, types whose modules keep their code, and types that are unusual or changed lately.
 TYPES_TO_COMPARE = """
-bert cohere falcon_mamba gemma2 gpt2 gpt_neox llama mamba2 mixtral nanochat nemotron_h olmo phi4_multimodal
-qwen3_moe seed_oss zamba"""
+bert cohere falcon_mamba gemma2 gpt2 gpt_neox kimi_linear llama mamba2 mixtral nanochat nemotron_h olmo phi4_multimodal
+qwen3_moe qwen3_next seed_oss zamba"""
 
 
 @pytest.mark.parametrize("model_type", TYPES_TO_COMPARE.split())
