@@ -8,8 +8,8 @@ Each `recognise_*` function takes a module and returns one of three values:
 
 Names of classes and attributes are hints at most. A recogniser builds a small stand-in of the module (`standin`), runs
 it on random values and on unusual ones, in several dtypes and shapes, in training and in evaluation (`probes`), and
-compares it with the reference of an op. Outputs must be equal bit for bit. Gradients, experts, mixers and losses may differ by
-the order of their sums. Comparisons are recorded (`trials`), so that the report can explain a refusal.
+compares it with the reference of an op. Outputs must be equal bit for bit. Gradients, experts, mixers and losses may
+differ by the order of their sums. Comparisons are recorded (`trials`), so that the report can explain a refusal.
 
 Probes cannot show everything. Every object to which the names in the code of the forward lead counts as read, and is
 compared before and after the probes (`tigon.runtime.reach`). A run with symbolic sizes shows whether the forward
