@@ -108,6 +108,7 @@ class Mixer(nn.Module):
     def forward(self, x, g, beta, cache_params=None, **kwargs):
         qkv = convolve(x.transpose(1, 2), self.taps, activation="silu", **kwargs).transpose(1, 2)
         q, k, v = (y.unflatten(-1, (2, 8)) for y in qkv.chunk(3, -1))
+        {statements}
         o, state = chunk_rule(q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=True,
                               output_final_state=cache_params is not None,
                               cu_seqlens=kwargs.pop("cu_seq_lens_q", None), **kwargs)
@@ -115,9 +116,11 @@ class Mixer(nn.Module):
 """
 
 
-def _mixer(chunk_rule: str = f"return rule({PASSED})", convolve: str = SAME_CONVOLUTION) -> type[nn.Module]:
+def _mixer(
+    chunk_rule: str = f"return rule({PASSED})", convolve: str = SAME_CONVOLUTION, statements: str = "pass"
+) -> type[nn.Module]:
     """Return a class of mixers whose forward calls functions with these bodies, from a file of its own."""
-    bodies = {"rule": chunk_rule, "convolution": convolve}
+    bodies = {"rule": chunk_rule, "convolution": convolve, "statements": statements}
     source = SOURCE.format(rule_arguments=RULE, convolution_arguments=CONVOLUTION, **bodies)
     scope = {**globals(), "__name__": __name__}
     # Recognition reads the source of the forward, and of functions that take any keyword arguments.
@@ -213,6 +216,49 @@ def test_calls_that_the_ops_do_not_take_run_the_stock_functions(op_calls):
     assert torch.equal(convolve(x, weight), convolution(x, weight))
     assert torch.equal(convolve(x, weight[:, :4], activation="gelu"), convolution(x, weight[:, :4], activation="gelu"))
     assert not op_calls
+
+
+# One head of q and k for two heads of v.
+ONE_HEAD = "q, k = q[:, :, :1], k[:, :, :1]\n        n = 2\n        "
+REPEATS = ONE_HEAD + "q = q.repeat_interleave(n, dim=2)\n        k = k.repeat_interleave(n, dim=2)"
+# Statements after which the heads are copied as in the stock forward.
+OTHER_USES = {
+    "a later statement": REPEATS + "\n        q = q * 1.0",
+    "another variable": REPEATS + "\n        p = q\n        q = p",
+    "keys with more heads": ONE_HEAD + "q = q.repeat_interleave(n, dim=2)\n        k = k.expand(-1, -1, 2, -1)",
+    "a loop": REPEATS + "\n        for i in range(1):\n            pass",
+    "another dimension": "q = q.repeat_interleave(1, dim=1)",
+}
+
+
+@pytest.fixture
+def head_counts(monkeypatch) -> list[int]:
+    """Return the list to which each call of the rule adds the number of heads of q."""
+    recorded, op = [], mixers.gated_delta_rule
+    monkeypatch.setattr(
+        mixers, "gated_delta_rule", lambda q, *args, **kwargs: recorded.append(q.shape[2]) or op(q, *args, **kwargs)
+    )
+    return recorded
+
+
+def test_heads_that_the_op_groups_are_not_copied(head_counts):
+    module = _mixer(statements=REPEATS)()
+    recipe, inputs = recognise_mixer(module), _arguments()
+    stock, ours = (_gradients(module, run, *inputs) for run in (module, lambda *x: recipe(module, *x)))
+    torch.testing.assert_close(ours, stock, rtol=1e-4, atol=1e-4)
+    assert head_counts == [1]
+    # The stock function gets all heads.
+    growing = inputs[0], -inputs[1], inputs[2]
+    torch.testing.assert_close(recipe(module, *growing), module(*growing), rtol=1e-4, atol=1e-4)
+    assert head_counts == [1]
+
+
+@pytest.mark.parametrize("statements", OTHER_USES.values(), ids=OTHER_USES)
+def test_heads_with_other_uses_are_copied(statements, head_counts):
+    module = _mixer(statements=statements)()
+    recipe, inputs = recognise_mixer(module), _arguments()
+    torch.testing.assert_close(recipe(module, *inputs), module(*inputs), rtol=1e-4, atol=1e-4)
+    assert head_counts == [2]
 
 
 def test_a_function_that_reads_its_other_arguments_gets_them(op_calls):

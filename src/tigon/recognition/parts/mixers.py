@@ -35,6 +35,7 @@ from tigon.recognition.parts.mixer_functions import (
     watch,
 )
 from tigon.recognition.rewriting.fused_statements import rewrite_forward
+from tigon.recognition.rewriting.repeated_heads import RepeatedHeads
 from tigon.recognition.rewriting.source import NotReadable, definition_of, innermost
 from tigon.runtime.compat.autograd import has_active_transform
 from tigon.runtime.device import KERNEL_DTYPES, PLAIN
@@ -53,6 +54,14 @@ class FusedMixerFunction(FusedFunction):
     def __init__(self, scope: dict[str, Any], name: str, form: Any, guard: FunctionGuard) -> None:
         super().__init__(scope, name, guard)
         self.form, self.ignores_others = form, ignores_other_arguments(self.computed)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        arguments = self.read(args, kwargs)
+        result = None if arguments is None else self.compute(arguments)
+        if result is not None:
+            return result
+        args, kwargs = tuple(map(_computed, args)), {name: _computed(value) for name, value in kwargs.items()}
+        return self.scope[self.name](*args, **kwargs)
 
     def read(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any] | None:
         others = kwargs.keys() - self.known_names
@@ -76,7 +85,12 @@ class FusedRule(FusedMixerFunction):
         inputs: list[Any] = [arguments.get(name) for name in self.form.tensors]
         state, keeps_state = arguments.get("initial_state"), bool(arguments.get("output_final_state"))
         boundaries = arguments["cu_seqlens"]
-        if not _is_rule(inputs, state) or (boundaries is not None and state is not None):
+        q, k = inputs[:2]
+        if isinstance(q, RepeatedHeads) and isinstance(k, RepeatedHeads) and q.copies == k.copies:
+            copies, inputs[:2] = q.copies, (q.heads, k.heads)
+        else:
+            copies, inputs[:2] = 1, map(_computed, (q, k))
+        if not _is_rule(inputs, state, copies) or (boundaries is not None and state is not None):
             return None
         options: dict[str, Any] = {
             "scale": arguments.get("scale"),
@@ -96,12 +110,19 @@ class FusedRule(FusedMixerFunction):
         return o.reshape(shape), state
 
 
-def _is_rule(inputs: list[Any], state: Any) -> bool:
-    """Return True if the op accepts these tensors."""
+def _computed(value: Any) -> Any:
+    """Return the tensor that stands for repeated heads, or any other value itself."""
+    return value.compute() if isinstance(value, RepeatedHeads) else value
+
+
+def _is_rule(inputs: list[Any], state: Any, copies: int) -> bool:
+    """Return True if the op accepts these tensors, with `copies` heads of v for each head of q."""
     if any(type(x) not in PLAIN for x in inputs) or (state is not None and type(state) not in PLAIN):
         return False
     q, k, v, g, beta = inputs
-    if q.dim() != 4 or v.dim() != 4 or q.shape != k.shape or q.shape[:3] != v.shape[:3] or not q.numel():
+    if q.dim() != 4 or v.dim() != 4 or q.shape != k.shape or q.shape[:2] != v.shape[:2] or not q.numel():
+        return False
+    if q.shape[2] * copies != v.shape[2]:
         return False
     if not (q.dtype == k.dtype == v.dtype and q.dtype in KERNEL_DTYPES and g.shape == beta.shape == v.shape[:3]):
         return False
@@ -146,6 +167,7 @@ class MixerRecipe(FunctionsRecipe):
     """The stock forward of a class of mixers, with ops in place of its rule and its convolution."""
 
     part = "mixers"
+    repeats_heads = True
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         has_cache = any(kwargs.get(name) is not None for name in CACHES)

@@ -12,7 +12,8 @@
                                            |   k = (p[1] if p else self.k(hidden)).view(shape)
 
 The norms of queries and keys with the rotary embedding after them are replaced too
-(`tigon.recognition.rewriting.head_norm_statements`).
+(`tigon.recognition.rewriting.head_norm_statements`), and heads are not repeated for functions that take grouped heads
+(`tigon.recognition.rewriting.repeated_heads`).
 
 All other statements of the forward stay as their author wrote them. Whether `self.norm` is a norm that an op computes
 is known only when the forward runs. If it is not, the three functions do what the original statements do. The variables
@@ -28,12 +29,14 @@ from types import FunctionType
 from typing import NamedTuple
 
 from tigon.recognition.rewriting.head_norm_statements import fuse_head_norms
+from tigon.recognition.rewriting.repeated_heads import repeat_heads, replace_repeats
 from tigon.recognition.rewriting.source import NotReadable, Rewritten, compile_definition, definition_of, innermost
 from tigon.recognition.rewriting.statements import (
     ADD_NORM,
     NAMES,
     NORM_WITH_RESIDUAL,
     PRODUCTS,
+    REPEAT_HEADS,
     ChildCall,
     child_call,
     parse_statements,
@@ -281,7 +284,9 @@ def _is_function_of_torch(function: ast.expr) -> bool:
 FRAME_READERS = frozenset(("locals", "vars", "eval", "exec", "dir", "_getframe", "currentframe"))
 
 
-def rewrite(function: FunctionType, helpers: Sequence[Callable], exchanged: Sequence[str]) -> Rewritten | str | None:
+def rewrite(
+    function: FunctionType, helpers: Sequence[Callable], exchanged: Sequence[str], repeats_heads: bool = False
+) -> Rewritten | str | None:
     """Return the code of the function with its statements rewritten; None if there is nothing to rewrite.
 
     A string is the reason why the function cannot be rewritten, or why statements that resemble a pattern stay as they
@@ -292,6 +297,7 @@ def rewrite(function: FunctionType, helpers: Sequence[Callable], exchanged: Sequ
         helpers: The functions that the rewritten statements call, in the order of `NAMES`. Without them, all statements
             stay as they are.
         exchanged: The names of globals in whose place the function calls other functions.
+        repeats_heads: True if the other functions take the results of `repeat_heads`.
     """
     try:
         definition = definition_of(function)
@@ -304,7 +310,10 @@ def rewrite(function: FunctionType, helpers: Sequence[Callable], exchanged: Sequ
             definition.body = rewriter.rewrite_block(definition.body)
         if not (rewriter.count or exchanged):
             return rewriter.refusal
-        result = compile_definition(definition, function, dict(zip(NAMES, helpers, strict=False)), exchanged)
+        named_helpers: dict[str, Callable] = dict(zip(NAMES, helpers, strict=False))
+        if repeats_heads and replace_repeats(definition, exchanged):
+            named_helpers[REPEAT_HEADS] = repeat_heads
+        result = compile_definition(definition, function, named_helpers, exchanged)
         result.attributes[HEAD_NORMS] = tuple(rewriter.head_norms)
         result.build(function, dict.fromkeys(exchanged, rewrite))
         return result
