@@ -151,6 +151,19 @@ def test_a_function_that_was_replaced_after_the_patch_is_used(op_calls, monkeypa
     assert not op_calls
 
 
+def test_a_compiled_layer_is_one_graph_with_the_ops(op_calls):
+    model = tiny_model("qwen3_5_text")
+    _patch(model)
+    layer, hidden = model.model.layers[0].linear_attn, torch.randn(1, 16, 64)
+    compiled = torch.compile(layer, fullgraph=True, backend="eager")
+    for arguments in ({}, {"cu_seq_lens_q": BOUNDARIES}):
+        expected = layer(hidden, **arguments)
+        op_calls.clear()
+        torch.testing.assert_close(compiled(hidden, **arguments), expected)
+        # The graph holds the ops. It was made in this call.
+        assert {*op_calls} == {"gated_delta_rule", "causal_conv1d"}
+
+
 def test_kimi_delta_attention_keeps_its_functions():
     """Its decay differs between channels."""
     report = _patch(tiny_model("kimi_linear"), mixers=True)

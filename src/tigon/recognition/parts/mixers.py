@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tigon.ops.mixers.causal_conv1d import causal_conv1d
 from tigon.ops.mixers.gated_delta_rule import gated_delta_rule
@@ -48,6 +48,14 @@ BOUNDARIES = ("cu_seqlens", "cu_seq_lens_q")
 CACHES = ("cache_params", "cache", "past_key_values", "past_key_value")
 
 
+def _boundaries_in(kwargs: dict[str, Any]) -> Any:
+    """Return the boundaries of packed samples among the arguments of a call, or None."""
+    for name in BOUNDARIES:
+        if kwargs.get(name) is not None:
+            return kwargs[name]
+    return None
+
+
 class FusedMixerFunction(FusedFunction):
     """Runs an op in place of a function. Arguments that the function takes and ignores may name boundaries."""
 
@@ -70,10 +78,12 @@ class FusedMixerFunction(FusedFunction):
         named = {name: value for name, value in kwargs.items() if name in self.known_names}
         if (arguments := super().read(args, named)) is None:
             return None
-        boundaries = [x for name in BOUNDARIES if (x := kwargs.get(name)) is not None]
-        if torch.compiler.is_exporting() or has_active_transform() or any(type(x) not in PLAIN for x in boundaries):
+        boundaries = _boundaries_in(kwargs)
+        if torch.compiler.is_exporting() or has_active_transform():
             return None
-        return arguments | {"cu_seqlens": boundaries[0] if boundaries else None}
+        if boundaries is not None and not isinstance(boundaries, Tensor):
+            return None
+        return arguments | {"cu_seqlens": boundaries}
 
 
 class FusedRule(FusedMixerFunction):
@@ -171,8 +181,7 @@ class MixerRecipe(FunctionsRecipe):
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         has_cache = any(kwargs.get(name) is not None for name in CACHES)
-        has_boundaries = any(kwargs.get(name) is not None for name in BOUNDARIES)
-        if has_cache and not has_boundaries and not torch.is_grad_enabled():
+        if has_cache and _boundaries_in(kwargs) is None and not torch.is_grad_enabled():
             return type(module).forward(module, *args, **kwargs)
         return super().__call__(module, *args, **kwargs)
 
