@@ -96,9 +96,8 @@ bench: $(STAMP)  ## time every op against its peers; without ARGS, on a GPU also
 	if [ -z "$(ARGS)" ] && $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
 		$(MAKE) bench-train; fi
 
-bench-train: $(STAMP)  ## train the cases of small batches, and write a page about them
+bench-train: $(STAMP)  ## train the cases of small batches; each writes its report into a folder of `runs`
 	for case in $(TRAINING_CASES); do $(BIN)/python -m benchmarks train --case $$case --out runs/$$case $(ARGS); done
-	$(BIN)/python -m benchmarks summary $(TRAINING_CASES:%=runs/%) --out runs/small_batches.md
 
 models: $(STAMP)  ## write docs/models.md and tests/hf/parts.json: what is replaced in every model type
 	PYTHONPATH=tests $(BIN)/python -m hf.models_page

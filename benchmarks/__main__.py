@@ -1,11 +1,10 @@
-"""The command line of the benchmarks: `python -m benchmarks ops | train | summary | demo | resources`."""
+"""The command line of the benchmarks: `python -m benchmarks ops | train | demo | resources`."""
 
 import typer
 
 from benchmarks.compile.command import resources
 from benchmarks.ops.session import bench
 from benchmarks.train.command import train
-from benchmarks.train.summary import summary
 from tigon.cli.main import run_application, sigterm_interrupts
 
 
@@ -19,7 +18,6 @@ def app() -> typer.Typer:
     )
     application.command("ops")(sigterm_interrupts()(bench))
     application.command("train")(sigterm_interrupts()(train))
-    application.command("summary")(summary)
     help_text = "Train a small decoder, stock and with Tigon, and compare: `train --case demo`."
     demo = application.command("demo", help=help_text, context_settings={"default_map": {"case": "demo"}})
     demo(sigterm_interrupts()(train))

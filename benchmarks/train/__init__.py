@@ -3,5 +3,4 @@
 A run at one size is a process (`process`, `worker`), or a group of them under FSDP2; `trl` lets TRL train the model.
 `providers` change the stock model, and `models` and `text` make the model and its data. `cases` has options by name,
 `plan` turns options into runs, `command` trains them, `measurement` holds their results, and `report` writes them.
-`summary` writes pages about several runs.
 """

@@ -52,7 +52,7 @@ def test_the_environment_consists_of_strings():
 def test_a_missing_extra_is_named(run, command, monkeypatch):
     absent = command.needs[0]
     monkeypatch.setitem(sys.modules, absent, None)  # The import fails as if the package were not installed.
-    result = run(command.name)
+    result = run(command.name, "llama")
     assert result.exit_code == 2
     assert result.output == f"tigon {command.name} needs {absent}: {install_command(command.name)}\n"
 

@@ -1,9 +1,10 @@
 """The command line: `tigon inspect`, `plan`, `check` and `env`.
 
-A command that needs other packages is imported when it is called. If one of them is missing, the command says so.
+The modules of a command import the packages that it needs when it is called. If one is missing, the command says so.
 """
 
 import contextlib
+import functools
 import importlib
 import json
 import os
@@ -12,9 +13,8 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, NoReturn
 
 from tigon.runtime.requirements import unmet
 
@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 INTERRUPTED, USER_MISTAKE = 130, 2
 
 
-@dataclass(frozen=True)
-class _Command:
+class _Command(NamedTuple):
     """A command: the function of its name in `tigon.cli.<name>.command`. The extra that it needs has its name too.
 
     `needs` are the packages that it needs besides torch, and its own `--help` shows the `examples`.
@@ -58,8 +57,6 @@ _COMMANDS = (
         examples=("tigon check", "tigon check --json check.json", "tigon check --parts ops --ops rms_norm,rope"),
     ),
 )
-# This variable is set while a shell asks for the words that complete a command.
-_COMPLETION = "_TIGON_COMPLETE"
 
 
 @contextlib.contextmanager
@@ -99,32 +96,28 @@ def run_application(application: "typer.Typer", arguments: list[str] | None, nam
         # All errors of the parser have this method. typer may hold its own copy of click, so their class has two names.
         if not hasattr(error, "format_message"):
             raise
-        message = error.format_message()
+        message, context = error.format_message(), getattr(error, "ctx", None)
         # Without a command, the parser raises an error whose message is the help.
         if not message or "\n" in message.strip():
             print(message)
             sys.exit(USER_MISTAKE)
-        _fail(f"{name}: {message} (see {name} --help)")
+        path = name if context is None else context.command_path
+        _fail(f"{path}: {message} (see {path} --help)")
     sys.exit(code if isinstance(code, int) else 0)
 
 
-def _load(command: _Command) -> Callable[..., Any]:
-    """Import the function of a command."""
-    return getattr(importlib.import_module(f"tigon.cli.{command.name}.command"), command.name)
+def _function(command: _Command) -> Callable[..., Any]:
+    """Return the function of a command, which typer reads the options from. It refuses missing packages at its call."""
+    function = getattr(importlib.import_module(f"tigon.cli.{command.name}.command"), command.name)
 
+    @functools.wraps(function)
+    def call(*arguments: Any, **options: Any) -> None:
+        if message := unmet(*command.needs, extra=command.name):
+            _fail(f"tigon {command.name} {message}")
+        with sigterm_interrupts():
+            function(*arguments, **options)
 
-def _call(command: _Command, arguments: list[str]) -> None:
-    """Import the function of a command and call it with the arguments of the command line."""
-    import typer
-
-    if message := unmet(*command.needs, extra=command.name):
-        _fail(f"tigon {command.name} {message}")
-    # In Markdown mode, typer joins the lines of a paragraph and wraps them at the width of the terminal.
-    application = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown")
-    epilog = "\n\n".join(["Examples:", "", *(f"- `{example}`" for example in command.examples)])
-    application.command(epilog=epilog)(_load(command))
-    with sigterm_interrupts():
-        run_application(application, arguments, f"tigon {command.name}")
+    return call
 
 
 def app() -> "typer.Typer":
@@ -135,6 +128,8 @@ def app() -> "typer.Typer":
         help="Train Hugging Face and PyTorch models faster and in less memory, exactly.",
         no_args_is_help=True,
         pretty_exceptions_enable=False,
+        # In Markdown mode, typer joins the lines of a paragraph and wraps them at the width of the terminal.
+        rich_markup_mode="markdown",
     )
 
     def print_version(requested: bool) -> None:
@@ -152,20 +147,9 @@ def app() -> "typer.Typer":
     ) -> None:
         pass
 
-    def add(command: _Command) -> None:
-        # The parser of the command gets all arguments after its name, --help among them.
-        settings = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
-
-        @application.command(command.name, help=command.help, context_settings=settings)
-        def _(context: typer.Context) -> None:
-            _call(command, context.args)
-
     for command in _COMMANDS:
-        if _COMPLETION in os.environ and not unmet(*command.needs):
-            # The shell also completes the options, which the function of the command has.
-            application.command(command.name)(_load(command))
-        else:
-            add(command)
+        examples = "\n\n".join(["Examples:", "", *(f"- `{example}`" for example in command.examples)])
+        application.command(command.name, short_help=command.help, epilog=examples)(_function(command))
 
     @application.command("env", epilog="Example: tigon env --json > env.json")
     def env(

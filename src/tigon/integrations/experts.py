@@ -30,16 +30,9 @@ def _activation_of(module: Any) -> Any:
 
 
 def compute_experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Compute the experts of a module that transformers marks with its layout, by `tigon.moe_mlp`.
+    """Return the sum of the experts [T, H] of a module that transformers marks with its layout, by `tigon.moe_mlp`.
 
-    Args:
-        module: The module of the experts, with the marks `has_gate`, `has_bias` and `is_transposed`.
-        hidden_states: [T, H].
-        top_k_index: [T, K] integers. The number of experts, or more, stands for an expert of another rank.
-        top_k_weights: [T, K].
-
-    Returns:
-        [T, H] in the dtype of `hidden_states`.
+    An index [T, K] of at least the number of experts stands for an expert of another rank.
 
     Raises:
         ValueError: The module normalises the result of each expert, as some do in transformers 5.23.

@@ -30,33 +30,17 @@ def _in_dtype_of(hidden: Tensor, head: Head) -> Head:
 
 
 def chunked_divergence_loss(
-    student_hidden_states: Tensor,
-    teacher_hidden_states: Tensor,
-    student_lm_head_weight: Tensor,
-    teacher_lm_head_weight: Tensor,
-    completion_mask: Tensor,
-    beta: float,
-    *,
-    num_items_in_batch: Tensor | int | None = None,
-    student_lm_head_bias: Tensor | None = None,
-    teacher_lm_head_bias: Tensor | None = None,
-    student_logit_scale: float = 1.0,
-    teacher_logit_scale: float = 1.0,
-    student_final_logit_softcapping: float | None = None,
-    teacher_final_logit_softcapping: float | None = None,
+    student_hidden_states: Tensor, teacher_hidden_states: Tensor, student_lm_head_weight: Tensor,
+    teacher_lm_head_weight: Tensor, completion_mask: Tensor, beta: float, *,
+    num_items_in_batch: Tensor | int | None = None, student_lm_head_bias: Tensor | None = None,
+    teacher_lm_head_bias: Tensor | None = None, student_logit_scale: float = 1.0, teacher_logit_scale: float = 1.0,
+    student_final_logit_softcapping: float | None = None, teacher_final_logit_softcapping: float | None = None,
     temperature: float = 1.0,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the loss, the sum of the student's entropies, and the number of tokens: TRL's `_chunked_divergence_loss`.
 
-    Args:
-        student_hidden_states, teacher_hidden_states: [B, K, H] and [B, K, G].
-        student_lm_head_weight, teacher_lm_head_weight: [V, H] and [V, G].
-        completion_mask: [B, K], not zero at the positions that count.
-        beta: 0 is KL(teacher || student), 1 is KL(student || teacher), and others are the generalised JSD.
-        num_items_in_batch: Divides the sum of the divergences; None divides by the number of tokens.
-        student_lm_head_bias, teacher_lm_head_bias: [V] each.
-        student_logit_scale, teacher_logit_scale, student_final_logit_softcapping, teacher_final_logit_softcapping,
-            temperature: As in `linear_distillation`.
+    `completion_mask` [B, K] is not zero at the positions that count, and `num_items_in_batch` divides the sum of the
+    divergences; None divides by the number of tokens.
     """
     valid = completion_mask != 0
     head, teacher_head = (

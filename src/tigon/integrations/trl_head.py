@@ -262,14 +262,8 @@ class ChunkedLogProbs:
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
         """Return log-probabilities, entropy, log sum of squared probabilities, mean logits and top-1 hits.
 
-        Args:
-            hidden: [N, H] hidden states of tokens that are not ignored.
-            weight: [V, H] of the head.
-            bias: [V] or None.
-            targets: [N] token indices.
-            temperature, final_logit_softcapping, logit_scale: As in `linear_log_probs`.
-            chunk_size: The width of TRL's slabs of the vocabulary. It has no effect here.
-            outputs: The names of the results that are computed. The others are None.
+        None of the tokens [N] is ignored. Results that `outputs` does not name are None. `chunk_size`, the width of
+        TRL's slabs of the vocabulary, has no effect.
         """
         options = LogitOptions(logit_scale, final_logit_softcapping, temperature)
         head = Head(weight, bias)

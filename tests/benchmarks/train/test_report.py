@@ -5,9 +5,8 @@ import math
 from types import SimpleNamespace
 
 import pytest
-import typer
 
-from benchmarks.train import report, summary
+from benchmarks.train import report
 from benchmarks.train.measurement import Measurement, compare_with_stock
 from benchmarks.train.worker import kernel_totals
 
@@ -150,34 +149,3 @@ def test_the_report_has_the_time_of_the_gpu_and_uneven_lengths():
     assert ["tigon-graphs", "2", "150.0", "4.00", "100.0", "3.00"] in lines
     assert graphs.as_dict()["mean_first_seconds"] == pytest.approx(0.15)
     assert "Uneven" not in report.markdown([make_row("stock", [0.4], [3.0])], SETTINGS)
-
-
-def test_a_summary_has_the_tables_of_all_runs_and_fills_a_page(tmp_path):
-    settings = {**SETTINGS, "model": "Llama-3-8B", "batch": 1, "seq": 1024, "lora": 16, "trl": False}
-    slow = make_row("stock", [0.4], [3.0], first_seconds=[0.8], again_seconds=[0.4])
-    fast = make_row("tigon-graphs", [0.1], [3.0], gpu_seconds=0.08, first_seconds=[0.1], again_seconds=[0.1])
-    rows = [slow, make_row("stock-reversed", [0.4], [3.0]), fast, make_row("liger", [], [], "missing")]
-    for name, more in (("fixed", {}), ("trl", {"trl": True, "applied": {"tigon": "a long report"}})):
-        folder = tmp_path / name
-        folder.mkdir()
-        report.write_json(folder, rows, settings | more)
-        (folder / "train.md").write_text(report.markdown(rows, settings | more))
-    page = tmp_path / "page.md"
-    page.write_text(f"above\n{summary.START}\nan older table\n{summary.END}\nbelow\n")
-    summary.summary([tmp_path / "fixed", tmp_path / "trl"], tmp_path / "out.md", page)
-    text, filled = (tmp_path / "out.md").read_text(), page.read_text()
-    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in filled.splitlines() if line[:1] == "|"]
-    assert lines == [
-        ["ms", "GPU", "stock", "graphs", "liger"], ["---", *["---:"] * 4],
-        ["Llama-3-8B, LoRA, 1 x 1,024", "80.00", "400.0", "100.0", "missing"],
-        ["first / again", "-", "800.0 / 400.0", "100.0 / 100.0", "-"],
-        ["Llama-3-8B, LoRA, TRL, 1 texts, tokens/s", "-", "10,240", "40,960", "0"],
-    ]  # fmt: skip
-    assert filled.startswith("above\n")
-    assert filled.endswith("\nbelow\n")
-    assert "older" not in filled
-    assert text.count("\n## Training steps\n\n```bash\n# needs a GPU\npython -m benchmarks") == 2
-    assert text.count("\n### Uneven lengths\n") == 2
-    assert "a long report" not in text
-    with pytest.raises(typer.BadParameter, match="must be a page with the comments"):
-        summary.summary([tmp_path / "fixed"], tmp_path / "out.md", tmp_path / "out.md")

@@ -1,7 +1,6 @@
 """The import finder that serves `liger_kernel` and answers `importlib.metadata` for the distribution liger-kernel."""
 
 import dis
-import importlib
 import sys
 from collections.abc import Iterator, Sequence
 from importlib.abc import Loader
@@ -9,7 +8,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from importlib.metadata import Distribution, DistributionFinder
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 from tigon.integrations.liger.names import LIGER_VERSION, MODULES, NOT_SERVED, NOT_SERVED_MODULES
 
@@ -29,7 +28,7 @@ def _missing_name(module: str, attribute: str) -> Exception:
     )
     advice = NOT_SERVED.get(attribute) or NOT_SERVED_MODULES.get(f"{module}.{attribute}".removeprefix(f"{ROOT}."))
     message = f"{module}.{attribute} is not served by Tigon" + (f": {advice}" if advice else f"; {default}")
-    # The caller of `find`, the `__getattr__` of the module.
+    # The caller of `refuse`, the `__getattr__` of the module.
     caller = sys._getframe(2)
     if caller.f_lasti >= 0 and caller.f_code.co_code[caller.f_lasti] == _IMPORT_FROM:
         return ImportError(message, name=module)
@@ -49,25 +48,18 @@ class _Distribution(Distribution):
 
 
 class _Loader(Loader):
-    """Fills a module with a `__getattr__` that imports Tigon's object when a name is first used."""
+    """Fills a module with Tigon's objects, and with a `__getattr__` for the names that are not served."""
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return None
 
     def exec_module(self, module: ModuleType) -> None:
-        table, name = MODULES[module.__name__], module.__name__
+        def refuse(attribute: str) -> NoReturn:
+            raise _missing_name(module.__name__, attribute)
 
-        def find(attribute: str) -> Any:
-            if attribute in table:
-                source, _, member = table[attribute].partition(":")
-                value = getattr(importlib.import_module(source), member)
-                setattr(module, attribute, value)
-                return value
-            raise _missing_name(name, attribute)
-
-        public = sorted(table)
-        vars(module).update(__version__=LIGER_VERSION, __getattr__=find, __all__=public, __dir__=lambda: public)
-        module.__doc__ = f"Tigon under the name {name}."
+        table = MODULES[module.__name__]
+        vars(module).update(table, __version__=LIGER_VERSION, __getattr__=refuse, __all__=sorted(table))
+        module.__doc__ = f"Tigon under the name {module.__name__}."
 
 
 class _Finder(DistributionFinder):

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from tigon.integrations.liger.functional import liger_geglu
 from tigon.ops.experts.moe_mlp import moe_mlp
-from tigon.ops.mlps.glu import geglu, swiglu
+from tigon.ops.mlps.glu import swiglu
 
 
 def _check_silu(module: nn.Module, config: Any) -> None:
@@ -19,7 +20,9 @@ def _check_silu(module: nn.Module, config: Any) -> None:
 
 
 class _GatedMLP(nn.Module):
-    """A gated MLP with the linear layers `gate_proj`, `up_proj` and `down_proj`."""
+    """`down_proj(gate(gate_proj(x), up_proj(x)))` with three linear layers."""
+
+    gate: Callable[[Tensor, Tensor], Tensor] = staticmethod(swiglu)
 
     def __init__(self, config: Any, intermediate_size: int | None = None) -> None:
         super().__init__()
@@ -29,14 +32,16 @@ class _GatedMLP(nn.Module):
         self.up_proj = nn.Linear(self.hidden_size, self.intermediate_size, bias=False)
         self.down_proj = nn.Linear(self.intermediate_size, self.hidden_size, bias=False)
 
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the MLP of x [..., H]."""
+        down: Tensor = self.down_proj(self.gate(self.gate_proj(x), self.up_proj(x)))
+        return down
+
 
 class LigerGEGLUMLP(_GatedMLP):
     """`down_proj(gelu_tanh(gate_proj(x)) * up_proj(x))` on `tigon.geglu`."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the MLP of x [..., H]."""
-        down: Tensor = self.down_proj(geglu(self.gate_proj(x), self.up_proj(x), approximate="tanh"))
-        return down
+    gate = staticmethod(liger_geglu)
 
 
 class LigerSwiGLUMLP(_GatedMLP):
@@ -45,11 +50,6 @@ class LigerSwiGLUMLP(_GatedMLP):
     def __init__(self, config: Any, intermediate_size: int | None = None) -> None:
         _check_silu(self, config)
         super().__init__(config, intermediate_size)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the MLP of x [..., H]."""
-        down: Tensor = self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
-        return down
 
 
 class LigerHunyuanV1SwiGLUMLP(LigerSwiGLUMLP):
@@ -68,8 +68,6 @@ class LigerSwiGLUMLPForMuseGlimmer(_GatedMLP):
         if activation not in ("silu", "swish"):
             raise ValueError(f"{type(self).__name__}: hidden_activation must be silu or swish, got {activation!r}")
         super().__init__(config)
-
-    forward = LigerSwiGLUMLP.forward
 
 
 class LigerGEGLUMLPForGemma4(LigerGEGLUMLP):

@@ -60,16 +60,10 @@ def pair_loss(
 ) -> tuple[Tensor, tuple[Any, ...]]:  # fmt: skip
     """Return a loss of pairs plus `alpha` times the likelihood's, and Liger's metrics.
 
-    Args:
-        name: The name of the class, for messages.
-        hidden, weight, target, bias: [N, L, H], [V, H], [N, L], [V].
-        loss: The loss of pairs, and further values, from the log-probabilities of `target`.
-        averages: The log-probability of a sequence is the average over its tokens, not the sum.
-        beta: The factor of the rewards, which are metrics.
-        reference: [N], the log-probabilities of the sequences under the reference model.
-        nll_target: [N, L], the targets of the negative log-likelihood if they differ from `target`.
-        with_nll: Compute the negative log-likelihood of the chosen sequences.
-        adds_up: The loss of the batch is the sum of the losses of its pairs.
+    The log-probability of a sequence is the sum over its tokens, or with `averages` the average. `reference` [N] are
+    those of the reference model, and `beta` is the factor of the rewards. With `with_nll`, the negative log-likelihood
+    of the chosen sequences is computed, for `nll_target` [N, L] if its targets differ from `target`. `adds_up` says
+    that the loss of the batch is the sum of the losses of its pairs.
     """
     pairs, length = len(target) // 2, target.shape[1]
     if len(target) % 2:

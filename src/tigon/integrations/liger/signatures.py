@@ -37,18 +37,13 @@ def serve(
 ) -> Callable[..., Any]:  # fmt: skip
     """Return a function with these parameters that calls `function` with those that it has, by name.
 
-    Args:
-        name: The name of the result, which has the docstring of `function`.
-        function: The function that computes the result.
-        parameters: The parameters of the result.
-        renamed: The name in `parameters` for each parameter of `function` that has another one there.
-        finish: A function that the result passes through.
+    `renamed` has the name in `parameters` for each parameter of `function` that has another one there. The result of
+    `function` passes through `finish`.
 
-    Example:
-        >>> def power(base, exponent):
-        ...     return base**exponent
-        >>> serve("square", power, "x, exponent=2, impl=None", {"base": "x"})(3)
-        9
+    >>> def power(base, exponent):
+    ...     return base**exponent
+    >>> serve("square", power, "x, exponent=2, impl=None", {"base": "x"})(3)
+    9
     """
     arguments = _arguments(function, {key: key for key in _names(parameters)}, renamed)
     call = f"finish(function({arguments}))" if finish else f"function({arguments})"
@@ -75,14 +70,9 @@ def module(
 ) -> Any:  # fmt: skip
     """Return a class of modules that stores its options as attributes and calls `function` in its forward.
 
-    Args:
-        place: The name of the Python module that the class belongs to, for pickle.
-        name: The name of the class, which has the docstring of `function`.
-        function: The function that the forward calls, with the current values of the attributes.
-        constructor: The parameters of the constructor, which are the options.
-        tensors: The parameters of the forward.
-        renamed: The name of an option or a tensor for each parameter of `function` that has another one there.
-        check: A function that refuses wrong options of a new module.
+    `constructor` has the parameters of the constructor, which are the options, and `tensors` those of the forward.
+    `renamed` is as in `serve`, and `check` refuses wrong options of a new module. `place` is the Python module to which
+    the class belongs, for pickle.
     """
     option_names = _names(constructor)
 
