@@ -5,11 +5,15 @@ checked that it can write its output. The work itself takes minutes. Other tests
 arguments.
 """
 
+import contextlib
 import importlib
+import io
 import shlex
+from typing import NamedTuple
 
 from benchmarks.__main__ import app as benchmarks_app
 from tigon.cli.main import app as tigon_app
+from tigon.cli.main import run_application
 
 # The function with which the work of each command begins. `inspect MODEL` and `env` take seconds, so they run in full.
 WORK = {
@@ -48,3 +52,21 @@ def begin_work(command: str, monkeypatch, folder) -> int | None:
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     return result.exit_code
+
+
+class ProgramResult(NamedTuple):
+    """The exit code of the program, and what it has printed."""
+
+    exit_code: int
+    output: str
+
+
+def run_tigon(*arguments: object) -> ProgramResult:
+    """Run the program `tigon` in this process, as a terminal does: a mistake of the user is one line."""
+    output, code = io.StringIO(), 0
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+        try:
+            run_application(tigon_app(), [str(argument) for argument in arguments], "tigon")
+        except SystemExit as end:
+            code = int(end.code or 0)
+    return ProgramResult(code, output.getvalue())

@@ -39,7 +39,7 @@ def legend(products: bool) -> str:
 
 def write_json(path: Path, rows: Iterable[BenchRow], roofline: Roofline, machine: dict, settings: dict) -> None:
     """Write all results as JSON, with every sample."""
-    write(path, machine, settings, roofline=asdict(roofline), rows=[row.as_dict() for row in rows])
+    write(path, machine, settings, roofline=asdict(roofline), rows=[asdict(row) for row in rows])
 
 
 # --- tables --------------------------------------------------------------------------------------

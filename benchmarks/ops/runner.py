@@ -5,7 +5,7 @@ import gc
 import math
 import random
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
@@ -86,10 +86,6 @@ class BenchRow:
     def add_note(self, text: str) -> None:
         self.note = f"{self.note}; {text}" if self.note else text
 
-    def as_dict(self) -> dict[str, object]:
-        """Return the fields for JSON."""
-        return asdict(self)
-
 
 @dataclass
 class _Entry:
@@ -128,13 +124,14 @@ def run_case(
     reset_compiler()
     for entry in entries:
         _attempt(entry, meter, partial(_load, entry, case, meter))
-    check = partial(_check, case, entries, meter)
-    measure = partial(_measure, case, entries, meter, rounds)
-    for step in (check, measure):
-        problem = _attempt_all(step)
+    try:
+        _check(case, entries, meter)
+        _measure(case, entries, meter, rounds)
+    # The inputs cannot be made, or a reference fails.
+    except Exception as problem:
         for entry in entries:
-            if problem and entry.is_active:
-                entry.row.status, entry.row.note = "error", problem
+            if entry.is_active:
+                entry.row.status, entry.row.note = "error", _describe(problem)
     for entry in entries:
         entry.run = None
         _finish(entry, roofline)
@@ -322,15 +319,6 @@ def _attempt(entry: _Entry, meter: Meter, action: Callable[[], Result]) -> Resul
     entry.run = None
     _free(meter)
     return None
-
-
-def _attempt_all(step: Callable[[], None]) -> str:
-    """Run a step of all providers, and return the description of its error, or ""."""
-    try:
-        step()
-    except Exception as problem:
-        return _describe(problem)
-    return ""
 
 
 def _describe(problem: Exception) -> str:

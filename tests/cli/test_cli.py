@@ -10,19 +10,19 @@ import pytest
 
 from benchmarks import report
 from benchmarks.__main__ import app as benchmarks_app
-from command_work import begin_work
+from command_work import begin_work, run_tigon
 from tigon import __version__
 from tigon.cli import main as cli
 from tigon.cli.environment import environment
 from tigon.runtime.requirements import install_command
 
-typer_testing = pytest.importorskip("typer.testing")
+pytest.importorskip("typer")
 BENCHMARKS = "python -m benchmarks"
 
 
 @pytest.fixture
 def run():
-    return lambda *arguments: typer_testing.CliRunner().invoke(cli.app(), list(arguments))
+    return run_tigon
 
 
 def test_help_names_every_command(run):

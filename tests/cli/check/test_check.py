@@ -12,12 +12,12 @@ import torch
 
 import tigon
 from benchmarks.workloads import WORKLOADS
-from tigon.cli import main as cli
+from command_work import run_tigon
 from tigon.cli.check import command, fast_path_checks, model_checks, op_checks, report
 from tigon.cli.check.calls import CALLS
 from tigon.cli.check.report import CheckOutcome, CheckReport, NotChecked, OpSpeed
 
-typer_testing = pytest.importorskip("typer.testing")
+pytest.importorskip("typer")
 pytestmark = pytest.mark.no_interpreter("The command refuses to run in the interpreter.")
 CPU = torch.device("cpu")
 
@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 def run(monkeypatch):
     """Return a function that calls `tigon check` on the CPU."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    return lambda *arguments: typer_testing.CliRunner().invoke(cli.app(), ["check", "--device", "cpu", *arguments])
+    return lambda *arguments: run_tigon("check", "--device", "cpu", *arguments)
 
 
 def outcome_of(function) -> CheckOutcome:

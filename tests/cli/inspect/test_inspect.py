@@ -8,11 +8,11 @@ import pytest
 import torch
 
 transformers = pytest.importorskip("transformers")
-typer_testing = pytest.importorskip("typer.testing")
+pytest.importorskip("typer")
 
+from command_work import run_tigon  # noqa: E402
 from hf.models_page import make_row, models_page, table  # noqa: E402
 from hf.tiny import TYPES, WITHOUT  # noqa: E402
-from tigon.cli import main as cli  # noqa: E402
 from tigon.cli.inspect.build import build, default_config, find_config  # noqa: E402
 from tigon.cli.inspect.inspection import GROUPS, OCCASIONAL, inspect_config  # noqa: E402
 from tigon.hf.parts import PARTS  # noqa: E402
@@ -38,7 +38,7 @@ def _offline(monkeypatch):
 
 @pytest.fixture
 def run():
-    return lambda *arguments: typer_testing.CliRunner().invoke(cli.app(), ["inspect", *map(str, arguments)])
+    return lambda *arguments: run_tigon("inspect", *arguments)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 transformers = pytest.importorskip("transformers")
-typer_testing = pytest.importorskip("typer.testing")
+pytest.importorskip("typer")
 
 
 import tigon  # noqa: E402

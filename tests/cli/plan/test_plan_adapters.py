@@ -10,11 +10,11 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
-typer_testing = pytest.importorskip("typer.testing")
+pytest.importorskip("typer")
 
 import tigon  # noqa: E402
 from cli.plan.small_llama import NO_OPTIMIZER, SIZES, build_llama, saved_bytes_of  # noqa: E402
-from tigon.cli import main as cli  # noqa: E402
+from command_work import run_tigon  # noqa: E402
 from tigon.cli.inspect.build import build  # noqa: E402
 from tigon.cli.plan.adapters import FourBitLinear, add_adapters  # noqa: E402
 from tigon.cli.plan.engines import Replicated, Sharded  # noqa: E402
@@ -214,7 +214,7 @@ def test_a_model_that_peft_refuses_is_refused(monkeypatch):
 def run(tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     CONFIG.save_pretrained(tmp_path)
-    return lambda *arguments: typer_testing.CliRunner().invoke(cli.app(), ["plan", str(tmp_path), *arguments])
+    return lambda *arguments: run_tigon("plan", tmp_path, *arguments)
 
 
 @pytest.mark.parametrize("options", [(), ("--qlora",)], ids=["lora", "qlora"])

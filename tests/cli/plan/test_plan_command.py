@@ -8,12 +8,12 @@ import json
 import pytest
 
 transformers = pytest.importorskip("transformers")
-typer_testing = pytest.importorskip("typer.testing")
+pytest.importorskip("typer")
 
 from rich.console import Console  # noqa: E402
 
 from cli.plan.small_llama import SIZES  # noqa: E402
-from tigon.cli import main as cli  # noqa: E402
+from command_work import run_tigon  # noqa: E402
 from tigon.cli.inspect.build import build, find_config  # noqa: E402
 from tigon.cli.plan.ledger import Work  # noqa: E402
 from tigon.cli.plan.plan_table import print_plan  # noqa: E402
@@ -46,7 +46,7 @@ def test_presets_have_the_public_sizes(name, billions):
 def run(tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     transformers.LlamaConfig(**SIZES).save_pretrained(tmp_path)
-    return lambda *arguments: typer_testing.CliRunner().invoke(cli.app(), ["plan", str(tmp_path), *arguments])
+    return lambda *arguments: run_tigon("plan", tmp_path, *arguments)
 
 
 def test_the_command_writes_the_plan_of_every_level(run, tmp_path):
@@ -97,8 +97,7 @@ def test_a_note_says_that_the_sequence_is_longer_than_the_config_names(run, tmp_
 
 def test_the_command_refuses_a_sequence_beyond_the_positions(tmp_path):
     transformers.GPT2Config(n_layer=1, n_positions=64).save_pretrained(tmp_path)
-    runner = typer_testing.CliRunner()
-    result = runner.invoke(cli.app(), ["plan", str(tmp_path), "--seq", "65"], env={"COLUMNS": "200"})
+    result = run_tigon("plan", tmp_path, "--seq", 65)
     assert result.exit_code == 2
     output = " ".join(result.output.split())
     assert "--seq: must be at most 64 (transformer.wpe has no more positions), got 65" in output

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 transformers = pytest.importorskip("transformers")
-typer_testing = pytest.importorskip("typer.testing")
+pytest.importorskip("typer")
 
 
 from cli.plan.small_llama import build_llama  # noqa: E402

@@ -129,112 +129,72 @@ class OpCall:
 
 
 _AFTER = {"offset": 1.0, "rounding": "after_weight"}
-_TABLES = ("cos", "sin")
-_FROM_LOGITS = {"from_logits": True}
 _ROTARY: dict[str, Any] = {
-    "small": (2, 3, 6, 2, 16), "large": (2, 2048, 32, 8, 128), "constants": _TABLES, "rows_axis": 1,
+    "small": (2, 3, 6, 2, 16), "large": (2, 2048, 32, 8, 128), "constants": ("cos", "sin"), "rows_axis": 1,
 }  # fmt: skip
-_TWO = lambda *names: lambda draw, m, n: {name: draw(m, n) for name in names}
+# The sizes of small and large calls, and what calls of one kind have in common.
+_NORM, _MLP = ((7, 48), (8192, 4096)), ((7, 66), (4096, 14336))
+_LOSS: dict[str, Any] = {"small": (7, 24, 100), "large": (4096, 2048, 32000), "is_loss": True}
+_DIVERGENCE: dict[str, Any] = {
+    "small": (7, 100), "large": (2048, 32000), "options": ({"from_logits": True},), "constants": ("target",),
+    "is_loss": True,
+}  # fmt: skip
+
+
+def _same_size(*names: str) -> Callable[..., Tensors]:
+    """Return the function that makes tensors [M, N] with these names."""
+    return lambda draw, m, n: {name: draw(m, n) for name in names}
+
 
 CALLS = (
-    OpCall("rms_norm", _norm, (7, 48), (8192, 4096), ({}, _AFTER)),
-    OpCall("add_rms_norm", lambda d, m, n: {"x": d(m, n), "residual": d(m, n), "weight": d(n)}, (7, 48), (8192, 4096)),
+    OpCall("rms_norm", _norm, *_NORM, ({}, _AFTER)),
+    OpCall("add_rms_norm", lambda d, m, n: {"x": d(m, n), "residual": d(m, n), "weight": d(n)}, *_NORM),
     OpCall(
-        "gated_rms_norm",
-        lambda d, m, n: {"x": d(m, n), "gate": d(m, n), "weight": d(n)},
-        (7, 48),
-        (8192, 4096),
+        "gated_rms_norm", lambda d, m, n: {"x": d(m, n), "gate": d(m, n), "weight": d(n)}, *_NORM,
         ({}, {"gate_first": True, "group_size": 16}),
     ),
-    OpCall("layer_norm", lambda d, m, n: _norm(d, m, n) | {"bias": d(n)}, (7, 48), (8192, 4096)),
+    OpCall("layer_norm", lambda d, m, n: _norm(d, m, n) | {"bias": d(n)}, *_NORM),
     OpCall("rope", _rope, options=({}, {"layout": "interleaved"}), **_ROTARY),
     OpCall("qk_norm_rope", _qk_norm_rope, options=({}, _AFTER), **_ROTARY),
     OpCall(
         "causal_conv1d",
         lambda d, b, t, c, w: {"x": d(b, t, c), "weight": d(c, w, scale=w**-0.5), "bias": d(c, scale=0.1)},
-        (2, 7, 33, 4),
-        (1, 4096, 8192, 4),
-        ({}, {"activation": None}),
-        rows_axis=1,
+        (2, 7, 33, 4), (1, 4096, 8192, 4), ({}, {"activation": None}), rows_axis=1,
     ),
     OpCall(
-        "gated_delta_rule",
-        _gated_delta_rule,
-        (1, 70, 2, 4, 16),
-        (1, 4096, 4, 8, 128),
-        ({"use_qk_l2norm": True}, {"use_qk_l2norm": True, "scale": 0.5}),
-        rows_axis=1,
+        "gated_delta_rule", _gated_delta_rule, (1, 70, 2, 4, 16), (1, 4096, 4, 8, 128),
+        ({"use_qk_l2norm": True}, {"use_qk_l2norm": True, "scale": 0.5}), rows_axis=1,
     ),
-    OpCall("swiglu", _TWO("gate", "up"), (7, 48), (4096, 14336)),
-    OpCall("geglu", _TWO("gate", "up"), (7, 48), (4096, 14336), ({}, {"approximate": "tanh"})),
-    OpCall("gelu", _TWO("x"), (7, 66), (4096, 14336), ({}, {"approximate": "tanh"}, {"approximate": "sigmoid"})),
-    OpCall("relu2", _TWO("x"), (7, 66), (4096, 14336)),
+    OpCall("swiglu", _same_size("gate", "up"), *_MLP),
+    OpCall("geglu", _same_size("gate", "up"), *_MLP, ({}, {"approximate": "tanh"})),
+    OpCall("gelu", _same_size("x"), *_MLP, ({}, {"approximate": "tanh"}, {"approximate": "sigmoid"})),
+    OpCall("relu2", _same_size("x"), *_MLP),
     OpCall("lora_linear", _lora_linear, (7, 8, 24, 4), (4096, 4096, 4096, 16), constants=("weight",)),
     OpCall("moe_mlp", _moe_mlp, (5, 16, 16, 24, 3), (4096, 2048, 16, 768, 4)),
     OpCall(
-        "lora_moe_mlp",
-        _lora_moe_mlp,
-        (5, 16, 16, 24, 3, 4),
-        (4096, 2048, 16, 768, 4, 16),
+        "lora_moe_mlp", _lora_moe_mlp, (5, 16, 16, 24, 3, 4), (4096, 2048, 16, 768, 4, 16),
         constants=("up_proj", "down_proj"),
     ),
     OpCall(
-        "load_balancing_loss",
-        lambda d, layers, t, e: {"router_logits": d(layers, t, e, scale=2.0)},
-        (2, 11, 16),
-        (24, 8192, 16),
-        ({"num_experts": 16, "top_k": 3},),
-        rows_axis=1,
-        is_loss=True,
-        term_size=1.0,
+        "load_balancing_loss", lambda d, layers, t, e: {"router_logits": d(layers, t, e, scale=2.0)}, (2, 11, 16),
+        (24, 8192, 16), ({"num_experts": 16, "top_k": 3},), rows_axis=1, is_loss=True, term_size=1.0,
     ),
-    OpCall("softmax", _TWO("x"), (7, 48), (8192, 4096)),
+    OpCall("softmax", _same_size("x"), *_NORM),
     OpCall(
-        "cross_entropy",
-        lambda d, t, v: {"input": d(t, v, scale=2.0), "target": d.targets(t, v)},
-        (7, 100),
-        (4096, 32000),
-        ({}, {"z_loss": 0.01, "label_smoothing": 0.1, "reduction": "none", "softcap": 5.0}),
+        "cross_entropy", lambda d, t, v: {"input": d(t, v, scale=2.0), "target": d.targets(t, v)}, (7, 100),
+        (4096, 32000), ({}, {"z_loss": 0.01, "label_smoothing": 0.1, "reduction": "none", "softcap": 5.0}),
         is_loss=True,
     ),
+    OpCall("linear_cross_entropy", _linear_cross_entropy, options=({}, {"reduction": "none"}), **_LOSS),
     OpCall(
-        "linear_cross_entropy",
-        _linear_cross_entropy,
-        (7, 24, 100),
-        (4096, 2048, 32000),
-        ({}, {"reduction": "none"}),
-        is_loss=True,
+        "linear_log_probs", _linear_log_probs,
+        options=({}, {"return_entropy": True, "temperature": 0.7, "softcap": 5.0}), **_LOSS,
     ),
     OpCall(
-        "linear_log_probs",
-        _linear_log_probs,
-        (7, 24, 100),
-        (4096, 2048, 32000),
-        ({}, {"return_entropy": True, "temperature": 0.7, "softcap": 5.0}),
-        is_loss=True,
+        "linear_distillation", _linear_distillation, constants=("teacher_hidden", "teacher_weight"), term_size=1.0,
+        options=({"beta": 0.3}, {"divergence": "kl", "temperature": 0.7}), **_LOSS,
     ),
-    OpCall(
-        "linear_distillation",
-        _linear_distillation,
-        (7, 24, 100),
-        (4096, 2048, 32000),
-        ({"beta": 0.3}, {"divergence": "kl", "temperature": 0.7}),
-        ("teacher_hidden", "teacher_weight"),
-        is_loss=True,
-        term_size=1.0,
-    ),
-    OpCall(
-        "kl_div", _TWO("input", "target"), (7, 100), (2048, 32000), (_FROM_LOGITS,), ("target",), is_loss=True
-    ),
-    OpCall(
-        "jsd",
-        _TWO("input", "target"),
-        (7, 100),
-        (2048, 32000),
-        (_FROM_LOGITS,),
-        ("target",),
-        is_loss=True,
-        term_size=1.0,
-    ),
-    OpCall("tvd", _TWO("input", "target"), (7, 100), (2048, 32000), (_FROM_LOGITS,), ("target",), is_loss=True),
+    OpCall("kl_div", _same_size("input", "target"), **_DIVERGENCE),
+    OpCall("jsd", _same_size("input", "target"), term_size=1.0, **_DIVERGENCE),
+    OpCall("tvd", _same_size("input", "target"), **_DIVERGENCE),
 )  # fmt: skip
