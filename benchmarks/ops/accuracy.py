@@ -8,7 +8,6 @@ The verdict also has the relative error of every output and gradient, |x - exact
 to the error of eager code.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -16,20 +15,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.ops.cases import OPS
 from benchmarks.ops.eager import eager_code, reference, softcapped
 from benchmarks.ops.providers import Provider, Run
 from benchmarks.workloads import Case, Inputs
-from benchmarks.workloads.workload import tensors_of
 from tigon.testing import assert_accurate
 
 # The key of a tensor is "output 0" or "gradient of x".
 Results = dict[str, Tensor]
 
-# The losses of these ops sum over rows, and are exact in chunks of rows.
-CHUNKED = ("cross_entropy", "linear_cross_entropy", "kl_div", "jsd", "tvd")
-# The exact reference holds this many logits at once. Each of its dozen fp64 temporaries is then half a GiB.
-REFERENCE_ELEMENTS = 2**26
+# These losses of logits have their exact results in fp64.
+IN_FP64 = ("cross_entropy", "linear_cross_entropy", "kl_div", "jsd", "tvd")
 # The oracle judges this many elements at once. It holds about ten fp64 copies of them.
 JUDGED_ELEMENTS = 2**26
 
@@ -93,52 +88,14 @@ def eager_results(case: Case, inputs: Inputs) -> Results:
 def exact_results(case: Case, inputs: Inputs) -> Results:
     """Compute the reference in fp32, or in fp64 if the case, its logits or one of its gradients is in fp32.
 
-    Losses that sum over rows of a vocabulary are in fp64, and chunks of rows are computed one by one.
+    Losses of logits are in fp64 too, because eager code computes them in fp32.
     """
-    if case.op in CHUNKED:
-        return _exact_loss(case, inputs)
     has_fp32_logits = case.options.get("fp32_logits") or case.options.get("fp32_products")
     has_fp32 = has_fp32_logits or any(inputs.tensors[name].dtype == torch.float32 for name in inputs.grad_names)
-    dtype = torch.float64 if has_fp32 or case.dtype == torch.float32 else torch.float32
+    needs_fp64 = has_fp32 or case.dtype == torch.float32 or case.op in IN_FP64
+    dtype = torch.float64 if needs_fp64 else torch.float32
     wide = inputs.map(lambda _, x: x.to(dtype) if x.is_floating_point() else x)
     return BoundProvider(Provider("exact", reference), reference(case), wide).results()
-
-
-def _chunks(inputs: Inputs) -> Iterator[tuple[slice, dict[str, Tensor]]]:
-    """Yield chunks of rows, and the tensors of each in fp64; all chunks have the same weight of a head."""
-
-    def widen(x: Tensor, like: Tensor) -> Tensor:
-        return x.detach().double().requires_grad_(like.requires_grad) if x.is_floating_point() else x
-
-    weights = {name: widen(x, x) for name, x in inputs.tensors.items() if name == "linear_weight"}
-    row_tensors = {name: x for name, x in inputs.tensors.items() if name not in weights}
-    vocabulary = next((len(weight) for weight in weights.values()), inputs.tensors["input"].shape[1])
-    size = max(1, REFERENCE_ELEMENTS // vocabulary)
-    for start in range(0, len(inputs.tensors["target"]), size):
-        rows = slice(start, start + size)
-        chunk = {name: widen(x[rows], x) for name, x in row_tensors.items()} | weights
-        yield rows, {name: chunk[name] for name in inputs.tensors}
-
-
-def _row_count(inputs: Inputs) -> Tensor | int:
-    target = inputs.tensors["target"]
-    return len(target) if target.is_floating_point() else (target >= 0).sum()
-
-
-def _exact_loss(case: Case, inputs: Inputs) -> Results:
-    count, token_parts = _row_count(inputs), []
-    gradients = {name: torch.zeros_like(inputs.tensors[name], dtype=torch.float64) for name in inputs.grad_names}
-    loss = torch.zeros((), dtype=torch.float64, device=inputs.tensors["target"].device)
-    for rows, chunk in _chunks(inputs):
-        part, *tokens = tensors_of(OPS[case.op].reference(**chunk, **case.options, reduction="sum"))
-        token_parts.append([result.detach() for result in tokens])
-        if gradients:
-            parts = torch.autograd.grad(part / count, [chunk[name] for name in gradients])
-            for (name, gradient), value in zip(gradients.items(), parts, strict=True):
-                (gradient if name == "linear_weight" else gradient[rows]).add_(value)
-        loss += part.detach() / count
-    outputs = {f"output {i}": torch.cat(parts) for i, parts in enumerate(zip(*token_parts, strict=True), 1)}
-    return {"output 0": loss} | outputs | {f"gradient of {name}": gradient for name, gradient in gradients.items()}
 
 
 @torch.no_grad()
@@ -149,15 +106,12 @@ def typical_loss_error(case: Case, inputs: Inputs) -> float:
     """
     if case.op != "linear_cross_entropy":
         return 0.0
-    total = torch.zeros((), dtype=torch.float64, device=inputs.tensors["target"].device)
-    softcap = case.options.get("softcap")
-    for rows, chunk in _chunks(inputs):
-        x, weight = (inputs.tensors[name] for name in ("input", "linear_weight"))
-        rounded_logits = softcapped(F.linear(x[rows], weight), softcap)
-        exact = softcapped(F.linear(chunk["input"], chunk["linear_weight"]), softcap)
-        losses = [F.cross_entropy(z.double(), chunk["target"], reduction="none") for z in (rounded_logits, exact)]
-        total += (losses[0] - losses[1]).square().sum()
-    return ((total**0.5) / _row_count(inputs)).item()
+    x, weight, target = (inputs.tensors[name] for name in ("input", "linear_weight", "target"))
+    rounded, exact = (
+        F.cross_entropy(softcapped(logits, case.options.get("softcap")).double(), target, reduction="none")
+        for logits in (F.linear(x, weight), F.linear(x.double(), weight.double()))
+    )
+    return ((rounded - exact).square().sum() ** 0.5 / (target >= 0).sum()).item()
 
 
 # --- verdict -------------------------------------------------------------------------------------

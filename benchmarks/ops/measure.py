@@ -113,8 +113,7 @@ class Meter:
         target = torch.empty_like(source)
         a, b = normal(n, n), normal(n, n)
         return Roofline(
-            2 * source.nbytes / median_seconds(lambda: target.copy_(source)),
-            2 * n**3 / median_seconds(lambda: a @ b),
+            2 * source.nbytes / median_seconds(lambda: target.copy_(source)), 2 * n**3 / median_seconds(lambda: a @ b)
         )
 
 

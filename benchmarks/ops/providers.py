@@ -174,10 +174,7 @@ _PEERS: dict[str, tuple[Provider, ...]] = {
         Provider("trl", peers.trl_linear_log_probs, note="four products"),
         _FLOOR,
     ),
-    "linear_log_probs": (
-        Provider("trl", peers.trl_linear_log_probs),
-        _FLOOR,
-    ),
+    "linear_log_probs": (Provider("trl", peers.trl_linear_log_probs), _FLOOR),
     "linear_distillation": (
         _liger(peers.liger_linear_distillation),
         Provider("trl", peers.trl_linear_distillation),

@@ -109,11 +109,7 @@ class _Entry:
 
 
 def run_case(
-    case: Case,
-    providers: Iterable[Provider],
-    meter: Meter,
-    roofline: Roofline,
-    rounds: int,
+    case: Case, providers: Iterable[Provider], meter: Meter, roofline: Roofline, rounds: int
 ) -> list[BenchRow]:
     """Check and measure `providers` on `case`, and return one row for each, even if it fails.
 

@@ -1,7 +1,7 @@
 """Workloads of the divergences between a student and its teacher. Sizes: T tokens, V vocabulary."""
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -52,51 +52,46 @@ def _elements(t: int, v: int) -> int:
     return 3 * t * v
 
 
+FROM_LOGITS = {"from_logits": True}
+# The sizes and properties of all divergences.
+TEST_SIZES, LLAMA_3 = (7, 100), (4096, 128256)
+_COMPARED = (small(256, 16384), *sweep((2048, v) for v in VOCABULARIES))
+_PROPERTIES: dict[str, Any] = {"legend": "T x V", "is_loss": True, "family": "divergence", "elements": _elements}
+
 WORKLOADS = (
     Workload(
         name="kl_div",
         reference=kl_div_reference,
         inputs=_distributions("log_probs", "probs"),
-        legend="T x V",
-        is_loss=True,
         test_variants=(
-            Variant("", (7, 100), {"log_target": True}, LABELLED),
-            Variant("none", (7, 100), {"log_target": True, "reduction": "none"}, LABELLED),
-            Variant("logits", (7, 100), {"from_logits": True, "temperature": 2.0}, LABELLED),
+            Variant("", TEST_SIZES, {"log_target": True}, LABELLED),
+            Variant("none", TEST_SIZES, {"log_target": True, "reduction": "none"}, LABELLED),
+            Variant("logits", TEST_SIZES, {"from_logits": True, "temperature": 2.0}, LABELLED),
         ),
         compile_variants=(
             Variant("128256", (2, 128256), {"log_target": True}),
             Variant("32000 of probabilities", (2, 32000)),
-            Variant("32000 from logits", (2, 32000), {"from_logits": True}),
+            Variant("32000 from logits", (2, 32000), FROM_LOGITS),
         ),
-        family="divergence",
         bench_options={"reduction": "batchmean"},
-        elements=_elements,
         bench_shapes=(
-            Case("llama-3-8b", (4096, 128256), ROOFLINE),
-            Case("llama-3-8b", (4096, 128256), MORE, {"log_target": True}),
-            small(256, 16384),
-            *sweep((2048, v) for v in VOCABULARIES),
+            Case("llama-3-8b", LLAMA_3, ROOFLINE), Case("llama-3-8b", LLAMA_3, MORE, {"log_target": True}), *_COMPARED,
         ),
+        **_PROPERTIES,
     ),
     Workload(
         name="jsd",
         reference=jsd_reference,
         inputs=_distributions("log_probs", "log_probs"),
-        legend="T x V",
-        is_loss=True,
         # From logits the gradient is a difference of entropies.
         test_variants=(
-            Variant("", (7, 100), {"beta": 0.1}, LABELLED),
-            Variant("logits", (7, 100), {"from_logits": True, "reduction": "sum"}, LABELLED, term_size=1.0),
+            Variant("", TEST_SIZES, {"beta": 0.1}, LABELLED),
+            Variant("logits", TEST_SIZES, {"from_logits": True, "reduction": "sum"}, LABELLED, term_size=1.0),
             Variant(
-                "logits none",
-                (7, 100),
-                {"from_logits": True, "temperature": 0.7, "reduction": "none"},
-                LABELLED,
+                "logits none", TEST_SIZES, {"from_logits": True, "temperature": 0.7, "reduction": "none"}, LABELLED,
                 term_size=1.0,
             ),
-            Variant("reverse", (7, 100), {"beta": 1.0, "reduction": "mean"}, LABELLED),
+            Variant("reverse", TEST_SIZES, {"beta": 1.0, "reduction": "mean"}, LABELLED),
         ),
         compile_variants=(
             Variant("128256", (2, 128256), {"beta": 0.1}),
@@ -104,35 +99,18 @@ WORKLOADS = (
             Variant("128256 from logits", (2, 128256), {"from_logits": True, "temperature": 2.0}),
             Variant("128256, the reverse KL", (2, 128256), {"beta": 1.0}),
         ),
-        family="divergence",
-        elements=_elements,
         bench_shapes=(
-            Case("llama-3-8b", (4096, 128256), ROOFLINE),
-            Case("llama-3-8b", (4096, 128256), MORE, {"from_logits": True}),
-            small(256, 16384),
-            *sweep((2048, v) for v in VOCABULARIES),
+            Case("llama-3-8b", LLAMA_3, ROOFLINE), Case("llama-3-8b", LLAMA_3, MORE, FROM_LOGITS), *_COMPARED,
         ),
+        **_PROPERTIES,
     ),
     Workload(
         name="tvd",
         reference=tvd_reference,
         inputs=_distributions("probs", "probs"),
-        legend="T x V",
-        is_loss=True,
-        test_variants=(
-            Variant("", (7, 100), form=LABELLED),
-            Variant("logits", (7, 100), {"from_logits": True}, LABELLED),
-        ),
-        compile_variants=(
-            Variant("128256", (2, 128256)),
-            Variant("32000 from logits", (2, 32000), {"from_logits": True}),
-        ),
-        family="divergence",
-        elements=_elements,
-        bench_shapes=(
-            Case("llama-3-8b", (4096, 128256), MORE),
-            small(256, 16384),
-            *sweep((2048, v) for v in VOCABULARIES),
-        ),
+        test_variants=(Variant("", TEST_SIZES, form=LABELLED), Variant("logits", TEST_SIZES, FROM_LOGITS, LABELLED)),
+        compile_variants=(Variant("128256", (2, 128256)), Variant("32000 from logits", (2, 32000), FROM_LOGITS)),
+        bench_shapes=(Case("llama-3-8b", LLAMA_3, MORE), *_COMPARED),
+        **_PROPERTIES,
     ),
-)
+)  # fmt: skip

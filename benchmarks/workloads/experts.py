@@ -17,6 +17,8 @@ from tigon.ops.experts.load_balancing import load_balancing_loss_reference
 from tigon.ops.experts.moe_mlp import moe_mlp_reference
 
 LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768)
+TEST_SIZES = (5, 16, 16, 24, 3)
+TRANSPOSED = {"transposed": True, "activation": "gelu_tanh"}
 # Routers compute their weights in fp32.
 FP32_ROUTER = {"router_dtype": torch.float32}
 
@@ -124,15 +126,10 @@ WORKLOADS = (
         legend="T x H x E x I x K",
         has_cpu_code=True,
         test_variants=(
-            Variant("", (5, 16, 16, 24, 3)),
-            Variant(
-                "transposed with biases",
-                (5, 16, 16, 24, 3),
-                {"transposed": True, "activation": "gelu_tanh"},
-                {"biases": True},
-            ),
-            Variant("without gate", (5, 16, 16, 24, 3), {"activation": "relu2"}),
-            Variant("weighted inputs", (5, 16, 16, 24, 3), {"weight_inputs": True}),
+            Variant("", TEST_SIZES),
+            Variant("transposed with biases", TEST_SIZES, TRANSPOSED, {"biases": True}),
+            Variant("without gate", TEST_SIZES, {"activation": "relu2"}),
+            Variant("weighted inputs", TEST_SIZES, {"weight_inputs": True}),
         ),
         compile_variants=(
             _variant("2048, 8 experts per token", 2048, 768, 8),
@@ -168,13 +165,9 @@ WORKLOADS = (
         legend="T x H x E x I x K x r",
         has_cpu_code=True,
         test_variants=(
-            Variant("", (5, 16, 16, 24, 3, 4)),
-            Variant(
-                "transposed",
-                (5, 16, 16, 24, 3, 4),
-                {"transposed": True, "activation": "gelu_tanh", "up_scaling": 0.5, "down_scaling": 2.0},
-            ),
-            Variant("without gate", (5, 16, 16, 24, 3, 4), {"activation": "relu2"}),
+            Variant("", (*TEST_SIZES, 4)),
+            Variant("transposed", (*TEST_SIZES, 4), {**TRANSPOSED, "up_scaling": 0.5, "down_scaling": 2.0}),
+            Variant("without gate", (*TEST_SIZES, 4), {"activation": "relu2"}),
         ),
         compile_variants=(
             _lora_variant("2048, 8 experts per token", 2048, 128, 768, 8, 16),

@@ -180,10 +180,7 @@ WORKLOADS = (
             Variant("128256", (2, 16, 128256)),
             Variant("128256, entropy and temperature", (2, 16, 128256), {"return_entropy": True, "temperature": 0.7}),
             Variant(
-                "256000, every output",
-                (2, 16, 256000),
-                {**EVERY_LOG_PROB_OUTPUT, **TRANSFORMED},
-                {"extra_targets": 20},
+                "256000, every output", (2, 16, 256000), {**EVERY_LOG_PROB_OUTPUT, **TRANSFORMED}, {"extra_targets": 20}
             ),
             Variant("128256, every output in fp32", (2, 16, 128256), {**EVERY_LOG_PROB_OUTPUT, "fp32_products": True}),
         ),

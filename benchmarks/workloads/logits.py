@@ -53,14 +53,8 @@ WORKLOADS = (
         any_shape=("x",),
         inputs=rows,
         legend="M x N",
-        test_variants=(
-            Variant("", (7, 48)),
-            Variant("of another dimension", (3, 5, 16), {"dim": 1}),
-        ),
-        compile_variants=(
-            Variant("128", (64, 128)),
-            *(Variant(f"{n}", (2, n)) for n in (4096, 16384, 32000)),
-        ),
+        test_variants=(Variant("", (7, 48)), Variant("of another dimension", (3, 5, 16), {"dim": 1})),
+        compile_variants=(Variant("128", (64, 128)), *(Variant(f"{n}", (2, n)) for n in (4096, 16384, 32000))),
         elements=lambda m, n: 5 * m * n,
         bench_shapes=(
             # These are the scores of attention over 4096 keys.

@@ -81,10 +81,6 @@ WORKLOADS = (
         test_variants=(Variant("", (7, 66)),),
         compile_variants=(Variant("16384", (2, 16384)),),
         elements=lambda t, i: 5 * t * i,
-        bench_shapes=(
-            Case("minitron-8b", (16384, 16384), MORE),
-            small(512, 2048),
-            *sweep((4096, i) for i in WIDTHS),
-        ),
+        bench_shapes=(Case("minitron-8b", (16384, 16384), MORE), small(512, 2048), *sweep((4096, i) for i in WIDTHS)),
     ),
 )

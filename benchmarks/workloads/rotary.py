@@ -14,7 +14,9 @@ LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768)
 
 # No two angles of a row are equal, so a kernel that reads one half of a table for the other one fails.
 UNEQUAL = {"unequal_angles": True}
-ALTERNATING = {"layout": "interleaved", "sections": (1,) * 6 + (2,)}
+INTERLEAVED = {"layout": "interleaved"}
+PAIRS, ONCE = INTERLEAVED | {"table": "pairs"}, INTERLEAVED | {"table": "once"}
+ALTERNATING = {**INTERLEAVED, "sections": (1,) * 6 + (2,)}
 TEST_SIZES = (2, 3, 6, 2, 16)
 
 
@@ -70,33 +72,19 @@ WORKLOADS = (
         rows_axis=1,
         test_variants=(
             Variant("", TEST_SIZES, form=UNEQUAL),
-            Variant("interleaved", TEST_SIZES, {"layout": "interleaved"}, UNEQUAL),
+            Variant("interleaved", TEST_SIZES, INTERLEAVED, UNEQUAL),
             Variant("deinterleaved", TEST_SIZES, {"layout": "deinterleaved"}, UNEQUAL),
-            Variant("pairs", TEST_SIZES, {"layout": "interleaved", "table": "pairs"}, UNEQUAL),
-            Variant("complex", TEST_SIZES, {"layout": "interleaved", "table": "once"}, UNEQUAL | {"complex": True}),
+            Variant("pairs", TEST_SIZES, PAIRS, UNEQUAL),
+            Variant("complex", TEST_SIZES, ONCE, UNEQUAL | {"complex": True}),
             Variant("sections", TEST_SIZES, {"sections": (2, 3, 3)}, UNEQUAL),
             Variant("of one tensor", TEST_SIZES, {"k": None}, UNEQUAL),
         ),
         compile_variants=(
             Variant("32 + 8 x 128", (1, 4, 32, 8, 128)),
             Variant("16 + 8 x 256, half of the head", (1, 4, 16, 8, 256), form={"rotated": 128}),
-            Variant(
-                "interleaved 32 + 2 x 128, half of the head",
-                (1, 4, 32, 2, 128),
-                {"layout": "interleaved"},
-                {"rotated": 64},
-            ),
-            Variant(
-                "interleaved, tables in pairs 32 + 8 x 128",
-                (1, 4, 32, 8, 128),
-                {"layout": "interleaved", "table": "pairs"},
-            ),
-            Variant(
-                "complex 40 + 8 x 128",
-                (1, 4, 40, 8, 128),
-                {"layout": "interleaved", "table": "once"},
-                {"complex": True},
-            ),
+            Variant("interleaved 32 + 2 x 128, half of the head", (1, 4, 32, 2, 128), INTERLEAVED, {"rotated": 64}),
+            Variant("interleaved, tables in pairs 32 + 8 x 128", (1, 4, 32, 8, 128), PAIRS),
+            Variant("complex 40 + 8 x 128", (1, 4, 40, 8, 128), ONCE, {"complex": True}),
             Variant("deinterleaved 128 + 1 x 64", (1, 4, 128, 1, 64), {"layout": "deinterleaved"}),
             Variant("sections 28 + 4 x 128", (1, 4, 28, 4, 128), {"sections": (16, 24, 24)}),
         ),
@@ -105,7 +93,7 @@ WORKLOADS = (
         bench_shapes=(
             Case("llama-3-8b", (4, 4096, 32, 8, 128), FIRST_ROOFLINE),
             Case("gemma-2-2b", (4, 4096, 8, 4, 256), MORE),
-            Case("helium-1-preview-2b", (4, 4096, 20, 20, 128), MORE, {"layout": "interleaved"}),
+            Case("helium-1-preview-2b", (4, 4096, 20, 20, 128), MORE, INTERLEAVED),
             Case("deepseek-v3", (4, 4096, 128, 1, 64), MORE, {"layout": "deinterleaved"}),
             Case("qwen2.5-vl-7b", (4, 4096, 28, 4, 128), MORE, {"sections": (16, 24, 24)}),
             small(1, 256, 8, 2, 64),
@@ -129,7 +117,7 @@ WORKLOADS = (
             Variant("32 + 8 x 128", (1, 4, 32, 8, 128)),
             Variant("8 + 4 x 256", (1, 4, 8, 4, 256), GEMMA_NORM),
             Variant("16 + 2 x 256, a quarter of the head", (1, 4, 16, 2, 256), form={"rotated": 64}),
-            Variant("interleaved 32 + 8 x 128", (1, 4, 32, 8, 128), {"layout": "interleaved"}),
+            Variant("interleaved 32 + 8 x 128", (1, 4, 32, 8, 128), INTERLEAVED),
             Variant("96 + 8 x 128, half of the head", (1, 4, 96, 8, 128), form={"rotated": 64}),
             Variant("one tensor 8 x 512", (1, 4, 8, 1, 512), {"k": None, "k_weight": None}),
             Variant("over all 16 + 16 x 128", (1, 4, 16, 16, 128), form={"all_heads": True}),

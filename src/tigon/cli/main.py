@@ -152,9 +152,7 @@ def app() -> "typer.Typer":
         application.command(command.name, short_help=command.help, epilog=examples)(_function(command))
 
     @application.command("env", epilog="Example: tigon env --json > env.json")
-    def env(
-        as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    ) -> None:
+    def env(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
         """Print versions and devices, for bug reports."""
         from tigon.cli.environment import environment
 

@@ -80,14 +80,10 @@ def install_command(extra: str) -> str:
 
 
 def unmet(*packages: str, extra: str | None = None) -> str:
-    """Return which packages are missing or too old and how to install them, or "" if none is.
+    """Return which packages of `FLOORS` are missing or too old and how to install them, or "" if none is.
 
     The text follows a subject: "needs typer 0.19.2 or later (0.12.5 is installed): pip install '.[cli]' in a checkout
-    of Tigon".
-
-    Args:
-        packages: Names in `FLOORS`.
-        extra: The extra of Tigon that installs the packages; None to name the packages themselves.
+    of Tigon". Without an extra of Tigon, it names the packages.
     """
     phrases, targets = [], []
     for package in packages:
@@ -116,16 +112,8 @@ def needs_triton() -> bool:
 def require(user: str, *packages: str, extra: str | None = None) -> None:
     """Check that packages are installed in versions that Tigon works with.
 
-    Args:
-        user: The subject of the message, such as "tigon.AutoModelForCausalLM".
-        packages, extra: As in `unmet`.
-
     Raises:
-        ImportError: One error that names every package that is missing or too old, the installed version, the oldest
-            version that works, and the pip command.
-
-    Example:
-        >>> tigon.runtime.requirements.require("tigon", "torch", "triton")
+        ImportError: The user, which is the subject of the message, and what `unmet` returns.
     """
     if message := unmet(*packages, extra=extra):
         raise ImportError(f"{user} {message}")

@@ -12,7 +12,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.ops import floor
 from benchmarks.ops.accuracy import (
-    CHUNKED,
     BoundProvider,
     Errors,
     eager_results,
@@ -21,7 +20,7 @@ from benchmarks.ops.accuracy import (
     typical_loss_error,
 )
 from benchmarks.ops.cases import OPS, make_inputs
-from benchmarks.ops.eager import EAGER, eager_code, reference
+from benchmarks.ops.eager import EAGER, reference
 from benchmarks.ops.providers import PROVIDERS, Provider, Unsupported, select, tigon_provider
 from benchmarks.workloads import Case
 
@@ -160,21 +159,6 @@ def test_a_loss_in_half_precision_is_judged_by_the_units_of_fp32():
     eager = eager_results(case, inputs)
     assert eager["output 0"].dtype == torch.float32
     assert judge(eager | {"output 0": exact["output 0"].bfloat16()}, eager, exact).wrong.startswith("output 0")
-
-
-def test_exact_losses_agree_with_fp64_autograd(monkeypatch):
-    # The chunks have 10 rows, and the last one has 2.
-    monkeypatch.setattr("benchmarks.ops.accuracy.REFERENCE_ELEMENTS", 512 * 10)
-    token_outputs = {"return_log_probs": True, "return_entropy": True}
-    for op in CHUNKED:
-        case = replace(tiny(op, **(token_outputs if op == "linear_cross_entropy" else {})), ignored=0.25)
-        inputs = make_inputs(case, CPU)
-        wide = inputs.map(lambda _, x: x.double() if x.is_floating_point() else x)
-        eager = Provider("eager", eager_code(op))
-        exact, expected = exact_results(case, inputs), BoundProvider(eager, eager.load(case), wide).results()
-        assert exact.keys() == expected.keys()
-        for name, value in exact.items():
-            torch.testing.assert_close(value.double(), expected[name].double(), rtol=1e-4, atol=1e-7)
 
 
 @pytest.mark.parametrize("seed", range(8))

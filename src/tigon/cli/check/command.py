@@ -8,15 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tigon.cli.main import (
-    INTERRUPTED,
-    check_file,
-    make_console,
-    pick_device,
-    say_written,
-    show_progress,
-    write_file,
-)
+from tigon.cli.main import INTERRUPTED, check_file, make_console, pick_device, say_written, show_progress, write_file
 
 if TYPE_CHECKING:
     import torch

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from tigon.runtime.compat.names import find
 
-__all__ = ["multiply_scaled", "multiply_scaled_groups"]
-
 # The product of two FP8 matrices and their scales: `_scaled_mm(a, b, scale_a, scale_b, bias, out_dtype=...,
 # use_fast_accum=...)`, with `a` [M, K] stored by rows and `b` [K, N] by columns. A scale is one fp32 number, or [M, 1]
 # and [1, N]. Seen in 2.8 to 2.13. Without it: a product in FP8 on a GPU raises a RuntimeError that names it.
@@ -36,15 +34,8 @@ def multiply_scaled_groups(
 ) -> Tensor:
     """Return the products [S, N] in bf16 of groups of rows with their matrices, both in FP8.
 
-    Rows behind the last group are not written. With `is_fast` the units keep fewer bits while they accumulate.
-
-    Args:
-        a: [S, K], stored by rows.
-        b: [E, K, N], stored by columns.
-        scale_a: [S] fp32.
-        scale_b: [E, N] fp32.
-        ends: [E] int32, one past the last row of each group.
-        is_fast: See above.
+    The rows are those of a [S, K], the columns those of b [E, K, N], and `ends` [E] int32 is one past the last row of
+    each group. Rows behind the last group are not written. With `is_fast` the units accumulate fewer bits.
     """
     if _public_grouped_mm is None:
         return _scaled_grouped_mm(

@@ -59,20 +59,19 @@ class CodeFacts(NamedTuple):
 @cached_weakly
 def code_facts(code: types.CodeType) -> CodeFacts:
     """Return the facts about a code object and the code objects of functions that it defines."""
-    codes, facts = list(nested_codes(code)), []
-    for each in codes:
-        names = frozenset(each.co_names)
-        strings = frozenset(c for c in each.co_consts if isinstance(c, str) and c.isidentifier())
-        facts.append((names | (strings if GETTERS & names else frozenset()), strings))
+    codes = list(nested_codes(code))
+    strings = frozenset(c for each in codes for c in each.co_consts if isinstance(c, str) and c.isidentifier())
+    names = frozenset(name for each in codes for name in each.co_names)
+    # With such a function, any text may be the name of an attribute.
+    attribute_texts = strings if GETTERS & names else frozenset()
+    names |= attribute_texts
     getters = [getter for each in codes for getter in _getters(each)]
     steps = [(each, step) for each in codes for step in dis.get_instructions(each)]
     count = collections.Counter(step.opname for _, step in steps)
     operations = count.keys()
-    names = frozenset().union(*(n for n, _ in facts))
     loads_global = lambda step: step.opname in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
     global_names = frozenset(step.argval for _, step in steps if loads_global(step))
     loaded = frozenset(s.argval for _, s in steps if not loads_global(s) and s.opcode in dis.hasname)
-    strings = frozenset().union(*(s for _, s in facts))
     makes_text = any(o.startswith("FORMAT_") for o in operations) or {"str", "repr", "format"} & names
     special = CONVERSIONS if makes_text or any(s.argrepr in ("%", "%=") for _, s in steps) else frozenset()
     special |= COMPARISONS if {"COMPARE_OP", "CONTAINS_OP"} & operations else frozenset()
@@ -97,7 +96,7 @@ def code_facts(code: types.CodeType) -> CodeFacts:
                 item_writes.append((name, line))
     return CodeFacts(
         global_names=global_names,
-        attributes=loaded | (strings if GETTERS & names else frozenset()) | special,
+        attributes=loaded | attribute_texts | special,
         strings=strings,
         computes_names=bool(READERS & names) or "MATCH_CLASS" in operations or any(c for c, _ in getters),
         may_miss=bool(GETTERS & loaded) or any(m for _, m in getters),
