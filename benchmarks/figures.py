@@ -251,10 +251,7 @@ def sweep_lines(results: Iterable[tuple[str, float, float | None]]) -> list[Swee
 
 
 def _draw_sweep(axes: Axes, panel: Panel) -> None:
-    """Draw each run over the size, on a logarithmic axis, with a cross at the size that did not fit.
-
-    The cross is at the height of the last value, or at the limit that was passed.
-    """
+    """Draw each run over the size, and a cross where memory ran out, at the last value or the limit that was passed."""
     crosses: Counter[tuple[float, float]] = Counter()
     for (label, colour, points, failed_size), marker in zip(panel.lines, cycle(MARKERS), strict=False):
         sizes, values = [size for size, _ in points], [value for _, value in points]

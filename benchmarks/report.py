@@ -98,11 +98,7 @@ def make_table(columns: Sequence[Column], rows: Iterable[Any]) -> Table:
 
 
 def make_folder(out: Path | None, prefix: str) -> Path:
-    """Create and return the folder for results: `out`, or a new one with the name `runs/<prefix><time>`.
-
-    Raises:
-        typer.BadParameter: The folder cannot be created or written.
-    """
+    """Create the folder for results, `out` or a new one with the name `runs/<prefix><time>`, and return it."""
     stem = prefix + time.strftime("%Y-%m-%d_%H-%M-%S")
     try:
         for number in itertools.count(1):

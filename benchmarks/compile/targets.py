@@ -163,12 +163,7 @@ def _number(pattern: str, text: str) -> int:
 
 
 def resources(launch: Launch, chip: Chip) -> KernelResources:
-    """Compile the launch for `chip`, and return its resources.
-
-    Raises:
-        RuntimeError: this Triton has another compiler.
-        Exception: the kernel does not compile. The error is that of Triton.
-    """
+    """Compile the launch for `chip`, and return its resources. If it does not compile, the error is that of Triton."""
     tools = compiler_tools()
     target = tools.GPUTarget(chip.backend, chip.arch, chip.device.warp_size)
     compiled_kernel = triton.compile(_source(launch, tools), target=target, options=launch.options)

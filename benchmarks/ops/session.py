@@ -69,11 +69,7 @@ def bench(options: BenchOptions) -> None:
 
 
 def session(options: BenchOptions) -> int:
-    """Run with the options, and return the exit code.
-
-    Raises:
-        typer.BadParameter: an option is wrong. The message names the rule and the value, and nothing has run.
-    """
+    """Run with the options, and return the exit code. A wrong option is refused before anything runs."""
     console = make_console()
     target = _select_device(pick_device(options.device))
     try:

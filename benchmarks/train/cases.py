@@ -45,11 +45,7 @@ NAMES = ("demo", *CASES)
 
 
 def use_case(context: typer.Context, name: str | None) -> str | None:
-    """Let the options of a case be the defaults of the command's other options, which the user can still set.
-
-    Raises:
-        typer.BadParameter: there is no case of that name.
-    """
+    """Let the options of a case be the defaults of the command's other options, which the user can still set."""
     if name is not None and name not in NAMES:
         raise typer.BadParameter(f"must be one of {', '.join(NAMES)}, got {name!r}")
     if name == "demo":

@@ -28,10 +28,10 @@ class Measurement:
     """The steps of one provider at one size.
 
     `status` is "ok", "out of memory", "missing" (not installed, no GPU), "unsupported" (the provider refuses the
-    model), "error" or "skipped" (no time left); `note` gives details. `seconds` and `host_seconds` have an entry for
-    each timed step, `losses` for each step. `allocated` and `reserved` are peaks in bytes, of the rank that has the
-    highest. `state_bytes` are those of a rank's parameters and optimizer states.
-    `gpu_seconds` and `kernels` are the time and the number of the kernels, copies and fills of a step on a GPU.
+    model) or "error"; `note` gives details. `seconds` and `host_seconds` have an entry for each timed step, `losses`
+    for each step. `allocated` and `reserved` are peaks in bytes, of the rank that has the highest. `state_bytes` are
+    those of a rank's parameters and optimizer states. `gpu_seconds` and `kernels` are the time and the number of the
+    kernels, copies and fills of a step on a GPU.
 
     `first_seconds` and `again_seconds` are those of steps at uneven lengths, each for the first time and again, without
     the seconds of `captures` of CUDA graphs. `trained_tokens` are those of all timed steps where texts are padded.

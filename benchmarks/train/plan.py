@@ -207,10 +207,7 @@ def search_sizes(
 
 
 def model_config(model: str, layers: int | None = None) -> "PretrainedConfig":
-    """Return the config that `find_config` finds for a name, with only the first `layers` layers.
-
-    Raises:
-        ValueError: there is no such model, transformers has no causal language model for it, or it has fewer layers.
+    """Return the config of a causal language model that `find_config` finds, with only the first `layers` layers.
 
     >>> model_config("Llama-3-8B", layers=2).num_hidden_layers
     2
@@ -337,11 +334,7 @@ def check_options(options: TrainOptions, sizes: list[int]) -> None:
 
 
 def make_plan(options: TrainOptions) -> TrainPlan:
-    """Check the options, read the config and tokenise the text.
-
-    Raises:
-        ValueError: the message names the option, the rule and the value.
-    """
+    """Check the options, read the config and tokenise the text. A wrong option raises a ValueError that names it."""
     sizes = _parse_sizes(options)
     check_options(options, sizes)
     lengths = draw_lengths(options)

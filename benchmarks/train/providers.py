@@ -97,14 +97,9 @@ class ModelProvider:
         return 2 * (parameter.numel() if self.adamw_8bit else parameter.nbytes)
 
     def apply(self, model: Any, device: str) -> Any:
-        """Change a model of transformers in place, before it is sharded.
+        """Change a model of transformers in place, before it is sharded. A provider that `loads` it does not come here.
 
-        Return the report of `tigon.patch`, or for another provider a description. A provider that `loads` the model
-        does not come here.
-
-        Raises:
-            Missing: the provider is not installed.
-            UnsupportedModel: the provider refuses this model.
+        Return the report of `tigon.patch`, or for another provider a description.
         """
         if self.is_tigon:
             return self._patch(model)
@@ -176,10 +171,7 @@ def find_provider(name: str) -> ModelProvider | None:
 
 
 def select(names: str) -> list[ModelProvider]:
-    """Return the providers of `names`, which are separated by commas.
-
-    Raises:
-        ValueError: a name is unknown, or is named twice, or there is none.
+    """Return the providers of `names`, which are separated by commas. An unknown or repeated name is refused.
 
     >>> [provider.level for provider in select("stock,tigon,tigon-lean")]
     [None, 'default', 'lean']

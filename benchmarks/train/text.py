@@ -111,11 +111,7 @@ def tokenise(corpus: Corpus, vocab: int, cache: Path | None = None) -> Tokens:
 
 
 def draw_documents(path: Path, count: int, longest: int, seed: int) -> list[list[int]]:
-    """Return the first `longest` tokens of documents that have at least 32, in an order that depends on the seed alone.
-
-    Raises:
-        ValueError: the text has fewer than `count` such documents.
-    """
+    """Return the first `longest` tokens of documents with at least 32, in an order that depends on the seed alone."""
     tokens = np.load(path, mmap_mode="r")
     ends = np.flatnonzero(tokens == 0)
     starts = np.concatenate([[0], ends[:-1] + 1])

@@ -25,11 +25,7 @@ SPECIAL_TOKENS = ("bos", "eos", "pad", "unk")
 
 
 def import_unsloth(device: str) -> None:
-    """Import Unsloth, which then changes other libraries. Call it before transformers, PEFT or TRL are imported.
-
-    Raises:
-        Missing: Unsloth or a package that it needs is not installed, or the device is not a GPU.
-    """
+    """Import Unsloth, which then changes other libraries. Call it before transformers, PEFT or TRL are imported."""
     if not device.startswith("cuda"):
         raise Missing("needs a GPU")
     # Unsloth counts its users by downloads in `from_pretrained`.
@@ -49,9 +45,6 @@ def load_with_adapters(
 
     `build_model` returns a model of transformers on the device, with its linear layers in 4 bits if `quantises`. With
     `checkpointing`, Unsloth's own gradient checkpointing copies the inputs of layers to the host.
-
-    Raises:
-        UnsupportedModel: Unsloth has no fused kernels for this type of model, or did not install them.
     """
     from unsloth import FastLanguageModel
 
@@ -127,11 +120,7 @@ def _save_tokenizer(folder: Path, entries: int) -> None:
 
 
 def _describe(model: Any) -> str:
-    """Return which kernels of Unsloth the model uses.
-
-    Raises:
-        UnsupportedModel: a layer of a 16-bit model runs without a fused kernel of adapters, except for biases of qwen2.
-    """
+    """Return which kernels of Unsloth the model uses. Refuse a 16-bit model that lacks some, except QKV with biases."""
     from unsloth import __version__
     from unsloth.kernels import apply_lora_o, apply_lora_qkv
     from unsloth.utils.attention_dispatch import select_attention_backend

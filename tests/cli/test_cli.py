@@ -1,6 +1,7 @@
 """The command line prints its help, and refuses missing packages and bad options before a command starts its work."""
 
 import errno
+import importlib
 import os
 import subprocess
 import sys
@@ -92,6 +93,23 @@ def test_a_mistake_is_one_line_and_exit_code_2(arguments, beginning, monkeypatch
     assert captured.err.startswith(beginning)
     assert captured.err.count("\n") == 1
     assert "Traceback" not in captured.out
+
+
+@pytest.mark.parametrize(
+    ("command", "work"),
+    [("inspect", "tigon.cli.inspect.inspection.inspect_config"), ("plan", "tigon.cli.plan.planner.plan")],
+)
+def test_ctrl_c_ends_a_command_with_its_exit_code(run, command, work, monkeypatch):
+    pytest.importorskip("transformers")
+
+    def interrupt(*arguments, **options):
+        raise KeyboardInterrupt
+
+    module, _, name = work.rpartition(".")
+    monkeypatch.setattr(importlib.import_module(module), name, interrupt)
+    result = run(command, "tiny")
+    assert result.exit_code == 130
+    assert result.output.endswith("Interrupted\n")
 
 
 def test_a_file_gets_a_line_for_each_stage_on_standard_error(capsys):

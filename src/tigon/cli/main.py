@@ -107,15 +107,19 @@ def run_application(application: "typer.Typer", arguments: list[str] | None, nam
 
 
 def _function(command: _Command) -> Callable[..., Any]:
-    """Return the function of a command, which typer reads the options from. It refuses missing packages at its call."""
+    """Return the function of a command, from which typer reads the options. Its call refuses missing packages."""
     function = getattr(importlib.import_module(f"tigon.cli.{command.name}.command"), command.name)
 
     @functools.wraps(function)
     def call(*arguments: Any, **options: Any) -> None:
         if message := unmet(*command.needs, extra=command.name):
             _fail(f"tigon {command.name} {message}")
-        with sigterm_interrupts():
-            function(*arguments, **options)
+        try:
+            with sigterm_interrupts():
+                function(*arguments, **options)
+        except KeyboardInterrupt:
+            make_console().print("[bold yellow]Interrupted[/]")
+            sys.exit(INTERRUPTED)
 
     return call
 

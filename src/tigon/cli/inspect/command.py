@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from tigon.cli.main import INTERRUPTED, check_file, make_console, say_written, write_file
+from tigon.cli.main import check_file, make_console, say_written, write_file
 from tigon.cli.presets import MODEL_HELP
 
 
@@ -28,20 +28,16 @@ def inspect(
     """
     if json_file is not None:
         check_file(json_file, "--json")
-    console = make_console()
-    try:
-        from tigon.cli.inspect.build import find_config
-        from tigon.cli.inspect.inspection import inspect_config
+    from tigon.cli.inspect.build import find_config
+    from tigon.cli.inspect.inspection import inspect_config
 
-        try:
-            config = find_config(model, trust_remote_code=trust_remote_code)
-            inspection = inspect_config(config, trust_remote_code=trust_remote_code)
-        except ValueError as error:
-            raise typer.BadParameter(str(error), param_hint="MODEL") from error
-        inspection.print(console)
-        if json_file is not None:
-            write_file(json_file, json.dumps(inspection.as_json(), indent=1) + "\n", "--json")
-            say_written(console, json_file)
-    except KeyboardInterrupt:
-        console.print("[bold yellow]Interrupted[/]")
-        raise typer.Exit(INTERRUPTED) from None
+    try:
+        config = find_config(model, trust_remote_code=trust_remote_code)
+        inspection = inspect_config(config, trust_remote_code=trust_remote_code)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="MODEL") from error
+    console = make_console()
+    inspection.print(console)
+    if json_file is not None:
+        write_file(json_file, json.dumps(inspection.as_json(), indent=1) + "\n", "--json")
+        say_written(console, json_file)

@@ -6,11 +6,10 @@ from typing import Annotated, Any
 
 import typer
 
-from tigon.cli.main import INTERRUPTED, check_file, make_console, say_written, show_progress, write_file
+from tigon.cli.main import check_file, make_console, say_written, show_progress, write_file
 from tigon.cli.presets import MODEL_HELP
 from tigon.runtime.requirements import unmet
 
-H200_GIB = 139.8
 # The exit code if no level fits.
 NOTHING_FITS = 1
 
@@ -19,7 +18,10 @@ def _gpu_memory() -> float:
     """Return the GiB of the GPU of this machine, or of an H200 if there is none."""
     import torch
 
-    return torch.cuda.get_device_properties(0).total_memory / 2**30 if torch.cuda.is_available() else H200_GIB
+    from tigon.cli.plan.planner import PlanSettings
+
+    has_gpu = torch.cuda.is_available()
+    return torch.cuda.get_device_properties(0).total_memory / 2**30 if has_gpu else PlanSettings.gpu_memory
 
 
 def plan(
@@ -109,12 +111,7 @@ def plan(
         lora=lora,
         qlora=qlora,
     )
-    try:
-        fits = _run(model, settings, batch is not None, trust_remote_code, json_file, plot)
-    except KeyboardInterrupt:
-        make_console().print("[bold yellow]Interrupted[/]")
-        raise typer.Exit(INTERRUPTED) from None
-    if not fits:
+    if not _run(model, settings, batch is not None, trust_remote_code, json_file, plot):
         raise typer.Exit(NOTHING_FITS)
 
 
