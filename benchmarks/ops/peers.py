@@ -207,6 +207,42 @@ def fla_gated_delta_rule(case: Case) -> Run:
     return run
 
 
+# --- token mixers --------------------------------------------------------------------------------
+
+
+def _convolution(convolve: Callable[..., Tensor], reads_channels_last: bool = False) -> Loader:
+    """Return the loader of `convolve(x, weight, bias)`, a convolution with SiLU of x [B, C, T] or [B, T, C]."""
+
+    def load(case: Case) -> Run:
+        refuse_other_options(case, "bias", "channels_last")
+        is_other_layout = case.options.get("channels_last", True) != reads_channels_last
+        view = (lambda x: x.mT) if is_other_layout else (lambda x: x)
+        return lambda x, weight, bias=None: (view(convolve(view(x), weight, bias)),)
+
+    return load
+
+
+def _stock_convolution(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    channels, taps = weight.shape
+    return F.silu(F.conv1d(x, weight[:, None], bias, padding=taps - 1, groups=channels)[..., : x.shape[-1]])
+
+
+def _imported_convolution(path: str, reads_channels_last: bool = False, **settings: Any) -> Loader:
+    def load(case: Case) -> Run:
+        function = _import(path)
+        convolve = lambda x, weight, bias: _tuple(function(x, weight, bias, **settings))[0]
+        return _convolution(convolve, reads_channels_last)(case)
+
+    return load
+
+
+CONVOLUTIONS: dict[str, Loader] = {
+    "torch": _convolution(_stock_convolution),
+    "causal-conv1d": _imported_convolution("causal_conv1d:causal_conv1d_fn", activation="silu"),
+    "fla": _imported_convolution("fla.modules.convolution:causal_conv1d", True, activation="silu"),
+}
+
+
 # --- activations and losses of logits ------------------------------------------------------------
 
 

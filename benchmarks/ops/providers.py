@@ -43,7 +43,7 @@ class Provider:
 
     @property
     def needs_gpu(self) -> bool:
-        return self.name in ("liger", "liger-cute", "quack", "fla", "cce", "trl")
+        return self.name in ("liger", "liger-cute", "quack", "fla", "causal-conv1d", "cce", "trl")
 
 
 # --- Tigon, eager, torch.compile -----------------------------------------------------------------
@@ -146,6 +146,11 @@ _PEERS: dict[str, tuple[Provider, ...]] = {
     "qk_norm_rope": (
         _liger(peers.liger_qk_norm_rope, "upstream", note="its norm of each head, then its rope"),
         Provider("quack", peers.quack_qk_norm_rope),
+    ),
+    "causal_conv1d": (
+        Provider("torch", peers.CONVOLUTIONS["torch"], note="F.conv1d and F.silu, what transformers runs by default"),
+        Provider("causal-conv1d", peers.CONVOLUTIONS["causal-conv1d"]),
+        Provider("fla", peers.CONVOLUTIONS["fla"]),
     ),
     "swiglu": (_liger("SiLUMul", "gate", "up"), _cute("swiglu", "gate", "up")),
     "geglu": (_liger(peers.liger_geglu, "gate", "up"), _cute("geglu", "gate", "up")),

@@ -111,8 +111,8 @@ def _load_rows(ptr, stride_t, offsets, first, stop, inside, ROWS: tl.constexpr, 
         mask = inside & (first + i < stop)
         if MAY_PRECEDE:
             mask = mask & (first + i >= 0)
-        row = tl.load(ptr + i * stride_t + offsets, mask=mask, other=0)
-        rows = rows + (row.to(tl.float32),)
+        rows = rows + (tl.load(ptr + offsets, mask=mask, other=0).to(tl.float32),)
+        ptr += stride_t
     return rows
 
 
@@ -166,7 +166,7 @@ def _convolve(rows, reach, weights, bias, ROW: tl.constexpr, TAPS: tl.constexpr,
     return z, window
 
 
-@triton.jit(do_not_specialize=["T", "runs", "run"])
+@triton.jit(do_not_specialize=["stride_reach", "T", "runs", "run"])
 def _forward_kernel(
     x_ptr, w_ptr, bias_ptr, reach_ptr, y_ptr,  # [B, T, C], [C, W], [C] or None, uint8 [B | 1, T] or None, [B, T, C]
     stride_x_b, stride_x_t, stride_x_c, stride_y_b, stride_y_t, stride_y_c, stride_reach,
@@ -190,15 +190,16 @@ def _forward_kernel(
         rows = past + _load_rows(x_ptr, stride_x_t, x_offsets, first, end, inside, ROWS)
         if IS_PACKED:
             reaches = _load_rows(reach_ptr, 1, 0, first, end, True, ROWS)
+        row_ptr = y_ptr + first.to(tl.int64) * stride_y_t
         for i in tl.static_range(ROWS):
             z, _window = _convolve(rows, reaches[i] if IS_PACKED else 0, weights, bias, i, TAPS, IS_PACKED)
             y = z * _sigmoid(z, NATIVE) if IS_SILU else z
-            row_ptr = y_ptr + first.to(tl.int64) * stride_y_t + i * stride_y_t
             tl.store(row_ptr + y_offsets, y, mask=inside & (first + i < end))
+            row_ptr += stride_y_t
         past = _last_rows(rows, ROWS, TAPS - 1)
 
 
-@triton.jit(do_not_specialize=["T", "runs", "run"])
+@triton.jit(do_not_specialize=["stride_reach", "T", "runs", "run"])
 def _backward_kernel(
     dy_ptr, x_ptr, w_ptr, bias_ptr, reach_ptr,  # [B, T, C], [B, T, C], [C, W], [C] or None, uint8 [B | 1, T] or None
     dx_ptr, dw_ptr, dbias_ptr,  # [B, T, C], fp32 [P, C, W], fp32 [P, C]; None if not needed
@@ -218,7 +219,7 @@ def _backward_kernel(
     if IS_PACKED:
         reach_ptr += batch * stride_reach
     if dx_ptr is not None:
-        dx_ptr += batch * stride_dx_b - (TAPS - 1) * stride_dx_t
+        dx_ptr += batch * stride_dx_b
         dx_offsets = cols.to(tl.int64) * stride_dx_c
     # `dw` has one row for each tap, and `dx` the rows t - W + 1 to t - 1, to which row t of dz is still added.
     dbias = tl.zeros([BLOCK_C], tl.float32)
@@ -236,6 +237,8 @@ def _backward_kernel(
         dys = _load_rows(dy_ptr, stride_dy_t, dy_offsets, first, stop, inside, ROWS)
         if IS_PACKED:
             reaches = _load_rows(reach_ptr, 1, 0, first, stop, True, ROWS)
+        if dx_ptr is not None:
+            row_ptr = dx_ptr + (first - (TAPS - 1)).to(tl.int64) * stride_dx_t
         for i in tl.static_range(ROWS):
             t = first + i
             reach = reaches[i] if IS_PACKED else 0
@@ -255,16 +258,12 @@ def _backward_kernel(
             if dx_ptr is not None:
                 sums = ()
                 for tap in tl.static_range(TAPS):
-                    term = weights[tap] * dz
-                    if IS_PACKED:
-                        term = tl.where(reach >= TAPS - 1 - tap, term, 0.0)
-                    if tap < TAPS - 1:
-                        term += dx[tap]
-                    sums = sums + (term,)
+                    term = tl.where(reach >= TAPS - 1 - tap, dz, 0.0) if IS_PACKED else dz
+                    sums = sums + ((dx[tap] if tap < TAPS - 1 else 0.0) + weights[tap] * term,)
                 # Row t is the last one that adds to dx of row t - W + 1.
                 is_own = (t >= start + TAPS - 1) & (t < end + TAPS - 1)
-                row_ptr = dx_ptr + first.to(tl.int64) * stride_dx_t + i * stride_dx_t
                 tl.store(row_ptr + dx_offsets, sums[0], mask=inside & is_own)
+                row_ptr += stride_dx_t
                 dx = _last_rows(sums, 1, TAPS - 1)
         past = _last_rows(rows, ROWS, TAPS - 1)
 
