@@ -192,5 +192,6 @@ def _takes_keywords(body: nn.Module) -> bool:
 
 
 def _is_body(module: nn.Module) -> bool:
-    """Return True if the forward of a module takes tokens."""
-    return "input_ids" in inspect.signature(type(module).forward).parameters
+    """Return True if the forward of a module takes tokens. The class of a scripted module has no forward."""
+    is_scripted = isinstance(module, torch.jit.ScriptModule)
+    return not is_scripted and "input_ids" in inspect.signature(type(module).forward).parameters
