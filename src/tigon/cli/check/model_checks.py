@@ -85,11 +85,7 @@ def tiny_model(model_type: str, device: torch.device) -> Any:
 
 
 def _compare(model_type: str, level: str, device: torch.device) -> str:
-    """Compare a patched model with the stock one, and check that `restore` gives back the stock model.
-
-    Raises:
-        AssertionError: The loss or a gradient differs by more than the noise, or the loss was not replaced.
-    """
+    """Assert that a patched model has the loss and the gradients of the stock one, and return what was replaced."""
     model, batch = tiny_model(model_type, device), make_batch(VOCABULARY, device=str(device))
     expected = step(model, batch)
     allowed = noise(model, batch, expected)

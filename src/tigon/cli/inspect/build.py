@@ -55,13 +55,9 @@ def quietly() -> Iterator[None]:
 
 
 def default_config(model_type: str) -> Any:
-    """Return a config of the type with the defaults of its class.
+    """Return a config of the type with the defaults of its class. The error of an unknown type names the nearest ones.
 
     If the defaults do not set the number of key and value heads or the size of a head, the usual values are used.
-
-    Raises:
-        NotInspected: The class has no defaults.
-        ValueError: There is no such type. The message names the nearest ones.
     """
     presets = {name.lower(): name for name in PRESETS}
     nearest = [presets[name] for name in difflib.get_close_matches(model_type.lower(), presets)]
@@ -85,15 +81,8 @@ def find_config(model: str, *, trust_remote_code: bool = False) -> Any:
     `model` is a file, a folder with a config.json, a preset, a model type (its defaults), or the name of a repository
     on the hub (owner/name). If a name matches several of these, the first one is used.
 
-    Raises:
-        ImportError: transformers is missing or too old.
-        NotInspected: `model` is none of these, or its config cannot be read.
-        ValueError: `model` has no slash and is neither a preset nor a model type. The message names the nearest ones.
-
-    Example:
-        >>> from tigon.cli.inspect.build import find_config
-        >>> find_config("Llama-3-8B").hidden_size
-        4096
+    >>> find_config("Llama-3-8B").hidden_size
+    4096
     """
     require("tigon.cli.inspect", "transformers", extra="hf")
     from transformers import AutoConfig, PretrainedConfig
@@ -129,10 +118,6 @@ def build(config: Any, *, trust_remote_code: bool = False, attention: str | None
     """Return the model of a config on the meta device, and the name of the auto class that builds it.
 
     `attention` is its implementation of attention; None lets the model choose.
-
-    Raises:
-        NotInspected: No auto class builds a model from this config, or the constructor fails.
-        RuntimeError: transformers lacks a private name that this needs.
     """
     import transformers
 

@@ -125,11 +125,7 @@ def _describe_head(model: Any, report: Report) -> str | None:
 
 
 def inspect_config(config: Any, *, trust_remote_code: bool = False) -> Inspection:
-    """Build the model of a config on the meta device, patch it, and return the result.
-
-    Raises:
-        NotInspected: transformers has no such model, or its constructor fails.
-    """
+    """Build the model of a config on the meta device, patch it, and return the result."""
     model, auto_class = build(config, trust_remote_code=trust_remote_code)
     with quietly():
         report = tigon.patch(model)

@@ -16,11 +16,8 @@ WEIGHTS_PER_SCALE, SCALES_PER_SCALE = 64, 256
 def add_adapters(model: nn.Module, rank: int, dtype: torch.dtype, is_quantised: bool) -> None:
     """Add adapters to all linear layers but the head of a model on meta, in place, and freeze all other parameters.
 
-    With `is_quantised`, the weights of the layers that get adapters take 4 bits.
-
-    Raises:
-        ImportError: PEFT is missing.
-        ValueError: PEFT adds no adapters to this model.
+    With `is_quantised`, the weights of the layers that get adapters take 4 bits. A model to which PEFT adds no adapters
+    raises the ValueError of PEFT.
     """
     require("A plan with adapters", "peft")
     from peft import LoraConfig, get_peft_model

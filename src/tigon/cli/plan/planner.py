@@ -68,9 +68,6 @@ class PlanSettings:
 
     `reserve` is the part of `gpu_memory` that tensors do not get. `lora` is the rank of the adapters if only
     adapters are trained. With `qlora`, the weights of the layers with adapters take 4 bits.
-
-    Raises:
-        ValueError: A setting is out of range, or two do not go together.
     """
 
     seq: int
@@ -275,14 +272,6 @@ def plan(
     Raises:
         TooLong: The model has a table of positions that ends before the sequence does.
         NotPlanned: The model cannot be built or trained on meta, or PEFT cannot add adapters to it.
-        ImportError: The settings have adapters, and PEFT is missing.
-
-    Example:
-        >>> from tigon.cli.inspect.build import find_config
-        >>> settings = PlanSettings(seq=4096, batch=2)
-        >>> (lean,) = plan(find_config("Llama-3.2-1B"), settings, levels=("lean",), search=False)
-        >>> lean.fits(settings)
-        True
     """
     model, auto, lengths = _build(config, settings, trust_remote_code, lengths)
     engine, optimizer = _costs(model, settings)

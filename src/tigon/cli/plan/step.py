@@ -40,11 +40,7 @@ def _backward(loss: Tensor) -> None:
 
 
 def count_step(model: nn.Module, engine: Replicated | Sharded, optimizer: OptimizerCosts, batch: int, seq: int) -> Step:
-    """Count a step of a model on meta. The optimizer's state exists already; gradients are None before and after.
-
-    Raises:
-        RuntimeError: torch lacks a private name that counting needs.
-    """
+    """Count a step of a model on meta. The optimizer's state exists already; gradients are None before and after."""
     require_names("tigon plan", *NAMES_FOR_PLAN)
     with Ledger() as ledger:
         engine.start(ledger)
