@@ -12,6 +12,7 @@ import tigon
 transformers = pytest.importorskip("transformers")
 from hf.same_step import assert_within_noise, make_batch, noise, step  # noqa: E402
 from hf.tiny import VOCABULARY, tiny_model  # noqa: E402
+from tigon.hf import packing  # noqa: E402
 from tigon.recognition.parts import mixers  # noqa: E402
 
 TYPES = ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid"]
@@ -126,6 +127,15 @@ def test_rows_without_packing_have_no_boundaries(monkeypatch):
     positions = torch.cat([POSITIONS, torch.arange(16)[None]])
     model(TOKENS.repeat(2, 1), use_cache=False, position_ids=positions)
     assert seen[3].tolist() == [0, 9, 16, 32]
+
+
+def test_a_captured_graph_needs_boundaries(monkeypatch):
+    model = tiny_model("qwen3_next")
+    _patch(model)
+    monkeypatch.setattr(packing, "is_capturing", lambda x: True)
+    model(TOKENS, use_cache=False, position_ids=POSITIONS, cu_seq_lens_q=BOUNDARIES)
+    with pytest.raises(RuntimeError, match="pass cu_seq_lens_q too"):
+        model(TOKENS, use_cache=False, position_ids=POSITIONS)
 
 
 def test_copies_run_the_ops_and_separate_samples(op_calls):

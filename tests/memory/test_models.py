@@ -62,13 +62,14 @@ def assert_lean(lean: nn.Module, default: nn.Module, least: float = 0.1, **input
 def test_models_save_less(model_type, dtype):
     """On a CPU the references save intermediate results: all those of squared ReLUs, and fp32 copies of bf16.
 
-    The reference of a gated norm (Qwen3-Next) saves no bf16 input, only the fp32 copies. `lean` saves the inputs too.
+    The references of a gated norm and of a convolution (Qwen3-Next) save no bf16 input, only fp32 copies. `lean` saves
+    the inputs too.
     """
     lean, default = (tiny_model(model_type, dtype) for _ in range(2))
     tigon.patch(lean, memory="lean"), tigon.patch(default)
     tokens = torch.randint(3, 131, (2, 12), generator=torch.Generator().manual_seed(0))
     least = 0.03 if dtype == torch.float32 and model_type != "nemotron" else -0.001
-    least = -0.003 if (dtype, model_type) == (torch.bfloat16, "qwen3_next") else least
+    least = -0.015 if (dtype, model_type) == (torch.bfloat16, "qwen3_next") else least
     assert_lean(lean, default, least, input_ids=tokens, labels=tokens)
 
 

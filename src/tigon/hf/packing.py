@@ -89,10 +89,18 @@ def add_boundaries(
     """Compute the boundaries of packed samples from their positions, in a forward pre-hook.
 
     The host waits for a GPU here, as transformers does for the mask of such a batch.
+
+    Raises:
+        RuntimeError: A CUDA graph is captured, and the call passes positions in place of boundaries.
     """
     positions = _positions(kwargs)
     if positions is None or _holds_boundaries(kwargs) or torch.compiler.is_compiling() or positions.is_meta:
         return None
+    if is_capturing(positions):
+        raise RuntimeError(
+            "tigon: a CUDA graph cannot compute the boundaries of packed samples from position_ids, because the host "
+            "waits for them: pass cu_seq_lens_q too, or no position_ids"
+        )
     # The first of several axes holds the positions of the text, or those in time, which stay the same in an image.
     rows = positions if positions.dim() == 2 else positions[0]
     begins = rows[:, 1:] <= rows[:, :-1] if positions.dim() == 2 else rows[:, 1:] < rows[:, :-1]
