@@ -23,6 +23,7 @@ __all__ = [
     "assert_as_accurate_as_eager",
     "assert_refused",
     "every_case",
+    "every_op",
     "one_in",
     "outputs_and_gradients",
 ]
@@ -48,6 +49,23 @@ def every_case(test: Callable) -> Callable:
     """Run a test on every case. A CPU without kernels leaves out the cases that run the reference there."""
     marks = {True: pytest.mark.kernels, False: ()}
     params = [pytest.param(case, marks=marks[case.is_reference_on_cpu], id=case.name) for case in CASES]
+    return pytest.mark.parametrize("case", params)(test)
+
+
+def every_op(test: Callable) -> Callable:
+    """Run a test on every case, but in the interpreter on two variants of each op, which share its launches.
+
+    `make test` runs the first variant there, and `make test-thorough` the last one.
+    """
+    if not INTERPRETED:
+        return every_case(test)
+    params = []
+    for case in CASES:
+        first, *others = case.workload.test_variants
+        if case.variant is first:
+            params.append(pytest.param(case, id=case.name))
+        elif case.variant is others[-1]:
+            params.append(pytest.param(case, id=case.name, marks=pytest.mark.thorough))
     return pytest.mark.parametrize("case", params)(test)
 
 

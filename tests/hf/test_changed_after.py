@@ -86,16 +86,30 @@ def test_a_hook_on_all_modules_is_not_ignored(pair, batch, assert_same_step):
 
 
 @pytest.mark.thorough
-def test_a_compiled_model_does_not_ignore_a_hook(pair, batch, step):
+def test_a_compiled_model_ignores_no_change(pair, batch, monkeypatch):
+    """A setting, the type of the loss and a hook change in turn, and the first two return to their old values."""
     torch._dynamo.reset()
-    model, stock = pair(num_hidden_layers=1)
+    model, stock = pair("gemma2", num_hidden_layers=1)
     compiled = torch.compile(model, backend="eager")
-    assert is_fused(compiled(**batch))
+
+    def check(has_changed: bool) -> None:
+        outputs = compiled(**batch)
+        assert is_fused(outputs) != has_changed
+        torch.testing.assert_close(outputs.loss, stock(**batch).loss)
+
+    check(False)
+    for cap in (7.01, model.config.final_logit_softcapping):
+        model.config.final_logit_softcapping = stock.config.final_logit_softcapping = cap
+        check(cap == 7.01)
+    monkeypatch.setitem(loss_utils.LOSS_MAPPING, "Doubled", lambda *x, **y: 2 * loss_utils.ForCausalLMLoss(*x, **y))
+    for loss_type in ("Doubled", "ForCausalLM"):
+        model.loss_type = stock.loss_type = loss_type
+        check(loss_type == "Doubled")
     for each in (model, stock):
         CHANGES["slice"](each.lm_head, None)
     # A graph contains the hooks that existed when it was compiled.
     torch._dynamo.reset()
-    torch.testing.assert_close(compiled(**batch).loss, stock(**batch).loss)
+    check(True)
 
 
 def test_a_hook_that_changes_the_input_of_the_head_is_not_ignored(pair, batch, assert_same_step):

@@ -125,13 +125,3 @@ def test_the_first_loss_is_fused_again_and_a_direct_call_runs_the_current_one(ma
     report.restore()
     assert model.loss_function is doubled
     assert "_loss_function" not in vars(model)
-
-
-@pytest.mark.thorough
-def test_a_compiled_model_uses_another_loss_type(pair, batch, monkeypatch):
-    torch._dynamo.reset()
-    model, stock = pair(num_hidden_layers=1)
-    compiled = torch.compile(model, backend="eager")
-    assert is_fused(compiled(**batch))
-    new_loss_type([model, stock], monkeypatch)
-    torch.testing.assert_close(compiled(**batch).loss, stock(**batch).loss)

@@ -61,16 +61,6 @@ def test_the_old_value_fuses_the_loss_again_and_a_copy_has_its_own_settings(make
     assert is_fused(duplicate(**batch))
 
 
-@pytest.mark.thorough
-def test_a_compiled_model_reads_settings_too(pair, batch, assert_same_step):
-    torch._dynamo.reset()
-    model, stock = pair("gemma2", num_hidden_layers=1)
-    compiled = torch.compile(model, backend="eager")
-    assert is_fused(compiled(**batch))
-    set_config("final_logit_softcapping", 7.01)(model), set_config("final_logit_softcapping", 7.01)(stock)
-    torch.testing.assert_close(compiled(**batch).loss, stock(**batch).loss)
-
-
 # --- values that the checks before a call do not watch -------------------------------------------
 
 FACTORS = {"scale": 1.0}

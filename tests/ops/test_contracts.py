@@ -11,6 +11,7 @@ from op_cases import (
     as_list,
     assert_as_accurate_as_eager,
     every_case,
+    every_op,
     outputs_and_gradients,
 )
 
@@ -25,8 +26,7 @@ def test_an_op_is_as_accurate_as_eager_code(case: Case, dtype: torch.dtype):
     )
 
 
-@every_case
-@pytest.mark.sampled(in_interpreter=2)
+@every_op
 def test_an_op_depends_on_its_inputs_alone_and_writes_nothing_of_the_caller(case: Case):
     """A second backward, a second run and a run without gradients have the same results."""
     tensors = case.inputs()
@@ -52,8 +52,7 @@ def test_an_op_depends_on_its_inputs_alone_and_writes_nothing_of_the_caller(case
             torch.testing.assert_close(y, expected.detach(), rtol=1e-6, atol=1e-6)
 
 
-@every_case
-@pytest.mark.sampled(in_interpreter=2)
+@every_op
 def test_only_the_inputs_that_need_a_gradient_get_one(case: Case):
     full = outputs_and_gradients(case.run, case.inputs())[1]
     for i in range(len(full)):
@@ -65,8 +64,7 @@ def test_only_the_inputs_that_need_a_gradient_get_one(case: Case):
         assert torch.equal(gradient, full[i]) or torch.allclose(gradient, full[i], rtol=1e-5, atol=1e-6)
 
 
-@every_case
-@pytest.mark.sampled(in_interpreter=2)
+@every_op
 def test_a_second_derivative_is_right_or_refused(case: Case):
     """torch differentiates the references twice. A kernel has no second derivative, and must raise an error for it."""
 
@@ -101,8 +99,7 @@ def _strided(x: torch.Tensor, step: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("step", [1, 2], ids=["gaps between rows", "gaps between elements"])
-@every_case
-@pytest.mark.sampled(in_interpreter=3)
+@every_op
 def test_strides_of_the_inputs_do_not_matter(case: Case, step: int):
     tensors = case.inputs()
     strided = [_strided(x, step) for x in tensors]
@@ -111,8 +108,7 @@ def test_strides_of_the_inputs_do_not_matter(case: Case, step: int):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
-@every_case
-@pytest.mark.sampled(in_interpreter=3)
+@every_op
 def test_upstream_gradients_may_be_expanded_or_transposed(case: Case):
     tensors = case.inputs()
     outputs = as_list(case.run(*tensors))
@@ -130,8 +126,7 @@ def test_upstream_gradients_may_be_expanded_or_transposed(case: Case):
             torch.testing.assert_close(a, b, **tolerance)
 
 
-@every_case
-@pytest.mark.sampled(in_interpreter=2)
+@every_op
 def test_zero_rows_give_empty_outputs_and_zero_gradients(case: Case):
     empty = case.without_rows()
     outputs, gradients = outputs_and_gradients(case.run, empty.inputs())
@@ -142,7 +137,7 @@ def test_zero_rows_give_empty_outputs_and_zero_gradients(case: Case):
 
 
 @pytest.mark.thorough
-@every_case
+@every_op
 def test_an_op_compiles_without_a_graph_break(case: Case):
     torch._dynamo.reset()
     # On a CPU the test is about the graph and not about the code, and the interpreter needs eager kernels.

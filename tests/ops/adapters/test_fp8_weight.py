@@ -210,6 +210,7 @@ def test_low_rank_products_write_the_copies_of_what_they_read(monkeypatch, ranks
     assert_fused_passes_change_nothing(monkeypatch, run)
 
 
+@pytest.mark.thorough_in_interpreter
 def test_several_adapters_and_dropout_do_each_pass_once(monkeypatch):
     """The copy holds the values before dropout, and the results are those of separate passes."""
 

@@ -101,9 +101,13 @@ def _divide_into(monkeypatch, divide) -> None:
         monkeypatch.setattr(low_rank, name, getattr(low_rank, name).__wrapped__)
 
 
-@pytest.mark.parametrize("biases", [0, 1, 3], ids=["no bias", "one bias", "biases"])
-@pytest.mark.parametrize(("dtype", "rank"), [(torch.float32, 4), (torch.float32, 20), (torch.bfloat16, 4)], ids=str)
-def test_layers_of_one_rank_share_launches(biases, dtype, rank, launches, monkeypatch):
+@one_in(
+    3,
+    biases={"no bias": 0, "one bias": 1, "biases": 3},
+    factors=[(torch.float32, 4), (torch.float32, 20), (torch.bfloat16, 4)],
+)
+def test_layers_of_one_rank_share_launches(biases, factors, launches, monkeypatch):
+    dtype, rank = factors
     # The shortest parts, so that each product but the smallest ones has several.
     _divide_into(monkeypatch, lambda self, length, step, blocks, device: (step, -(-length // step)))
     x = _leaf(2, 45, 136, dtype=torch.bfloat16, seed=1)

@@ -91,8 +91,8 @@ def _assert_close(actual: list[Tensor], expected: list[Tensor]) -> None:
         torch.testing.assert_close(a / size, b / size, **TOLERANCE)
 
 
-@one_in(2, op=OPS, needed=[{0}, {1}, {2}, {-1}, {0, 1}, {1, -1}, {0, -1}], recipe=RECIPES, fp8_dw=MODES)
-@pytest.mark.sampled(in_interpreter=5)
+@one_in(4, op=OPS, needed=[{0}, {1}, {2}, {-1}, {0, 1}, {1, -1}, {0, -1}], recipe=RECIPES, fp8_dw=MODES)
+@pytest.mark.sampled(in_interpreter=3)
 def test_each_gradient_depends_on_its_own_requires_grad(op, needed, recipe, fp8_dw):
     leaves, options = _leaves(op, 7), {"recipe": recipe, "fp8_dw": fp8_dw}
     needed = {i % len(leaves) for i in needed}
@@ -114,8 +114,8 @@ VIEWS = {
 }
 
 
-@one_in(2, op=OPS, view=VIEWS, recipe=RECIPES, fp8_dw=MODES)
-@pytest.mark.sampled(in_interpreter=5)
+@one_in(4, op=OPS, view=VIEWS, recipe=RECIPES, fp8_dw=MODES)
+@pytest.mark.sampled(in_interpreter=3)
 def test_strides_do_not_matter(op, view, recipe, fp8_dw):
     x, *parameters = _leaves(op, 4, 7)
     stored = [p if p.dim() == 1 else p.detach().mT.contiguous().mT.requires_grad_() for p in parameters]
@@ -171,8 +171,7 @@ def test_autocast_has_the_dtype_and_the_values_of_a_cast_input(op, recipe, fp8_d
 
 @pytest.mark.thorough
 @pytest.mark.no_interpreter("The interpreter needs eager kernels.")
-@pytest.mark.parametrize("fp8_dw", MODES.values(), ids=MODES)
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(("recipe", "fp8_dw"), zip(RECIPES, MODES.values(), strict=True), ids=RECIPES)
 @every_op
 def test_a_compiled_graph_has_no_break(op, recipe, fp8_dw):
     torch._dynamo.reset()
