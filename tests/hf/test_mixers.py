@@ -2,6 +2,8 @@
 
 import copy
 import pickle
+import sys
+import types
 import warnings
 
 import pytest
@@ -172,6 +174,43 @@ def test_a_compiled_layer_is_one_graph_with_the_ops(op_calls):
         torch.testing.assert_close(compiled(hidden, **arguments), expected)
         # The graph holds the ops. It was made in this call.
         assert {*op_calls} == {"gated_delta_rule", "causal_conv1d"}
+
+
+def test_autocast_runs_the_ops(op_calls):
+    """The convolution gets an input in bf16 and a weight in fp32."""
+    model = tiny_model("qwen3_5_text")
+    _patch(model)
+    stock = tiny_model("qwen3_5_text")
+    with torch.autocast("cpu", torch.bfloat16):
+        ours, expected = (each(TOKENS, use_cache=False).logits for each in (model, stock))
+    assert {*op_calls} == {"gated_delta_rule", "causal_conv1d"}
+    exact = stock(TOKENS, use_cache=False).logits
+    assert (ours - exact).abs().max() <= 2 * (expected - exact).abs().max()
+
+
+def test_a_function_of_another_package_is_replaced(op_calls, monkeypatch):
+    """transformers calls the function of flash-linear-attention in place of its own, if that package is installed."""
+    from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_fallback
+    from transformers.models.qwen3_5 import modeling_qwen3_5
+
+    def chunk_gated_delta_rule(query, key, value, g, beta, cu_seqlens=None, output_final_state=False):
+        return torch.zeros_like(value), None
+
+    for name in ("installed", "installed.ops", "installed.ops.gated_delta_rule"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    sys.modules["installed.ops.gated_delta_rule"].chunk_gated_delta_rule = chunk_gated_delta_rule
+    model = tiny_model("qwen3_5_text")
+    expected = model(TOKENS, use_cache=False).logits
+    function = modeling_qwen3_5.torch_chunk_gated_delta_rule.__wrapped__
+    dispatch = use_kernel_func_from_hub_with_fallback("chunk_gated_delta_rule", "installed")
+    monkeypatch.setattr(modeling_qwen3_5, "torch_chunk_gated_delta_rule", dispatch(function))
+    zeros = model(TOKENS, use_cache=False).logits
+    assert not torch.allclose(zeros, expected)
+    report = _patch(model)
+    torch.testing.assert_close(model(TOKENS, use_cache=False).logits, expected, rtol=1e-4, atol=1e-4)
+    assert "gated_delta_rule" in op_calls
+    report.restore()
+    assert torch.equal(model(TOKENS, use_cache=False).logits, zeros)
 
 
 def test_kimi_delta_attention_keeps_its_functions():

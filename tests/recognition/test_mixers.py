@@ -82,6 +82,13 @@ def test_functions_with_the_results_of_the_ops_are_found():
     assert str(recognise_function(define(SAME_CONVOLUTION, globals(), CONVOLUTION))) == "causal convolution"
 
 
+def test_a_convolution_that_casts_takes_mixed_dtypes():
+    """Under autocast, the input is in half precision and the weight in fp32. `F.conv1d` alone refuses this."""
+    casts = "return convolution(x.to(weight.dtype), weight, bias, activation).to(x.dtype)"
+    forms = [recognise_function(define(body, globals(), CONVOLUTION)) for body in (SAME_CONVOLUTION, casts)]
+    assert [form.is_mixed for form in forms] == [False, True]
+
+
 @pytest.mark.parametrize(("arguments", "body"), OTHERS.values(), ids=OTHERS)
 def test_anything_else_keeps_its_function(arguments, body):
     assert isinstance(recognise_function(define(body, globals(), arguments)), str)

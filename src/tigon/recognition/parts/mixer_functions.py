@@ -16,7 +16,7 @@ import inspect
 import itertools
 import types
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from tigon.ops.mixers.gated_delta_rule import gated_delta_rule
 from tigon.recognition.guards.guard import FunctionGuard
 from tigon.recognition.parts.comparison import LOGGER, is_as_exact
 from tigon.recognition.probing.standin import BF16, FP16, FP32, describe, gradients, normal, probing, same_gradients
-from tigon.recognition.probing.trials import Trials, current_trials, record, recording
+from tigon.recognition.probing.trials import Trials, current_trials, not_recording, record, recording
 from tigon.recognition.rewriting.source import NotReadable, definition_of
 from tigon.runtime.reach.explore import explore
 from tigon.runtime.weak_cache import cached_weakly
@@ -39,6 +39,8 @@ LIVE = ("is_torchdynamo_exporting",)
 ACTIVATIONS = ("silu", "swish")
 # The names of the arguments that the ops serve, beside those of the tensors.
 RULE_OPTIONS = {"scale", "initial_state", "output_final_state", "use_qk_l2norm_in_kernel", "cu_seqlens", "chunk_size"}
+# A dtype of the input of a convolution and one of its weight.
+Pair = tuple[torch.dtype, torch.dtype]
 CONVOLUTION_ARGUMENTS = ("weight", "bias", "activation")
 DIFFERENT = "computes something else than the op"
 
@@ -60,6 +62,8 @@ class ConvolutionForm:
 
     # The name of the input [B, C, T].
     x: str
+    # True if the function accepts an input in half precision with a weight in fp32, as under autocast.
+    is_mixed: bool = False
 
     def __str__(self) -> str:
         return "causal convolution"
@@ -115,7 +119,9 @@ def _recognise(function: types.FunctionType, state: tuple) -> tuple[RuleForm | C
     compare = _compare_rule if isinstance(form, RuleForm) else _compare_convolution
     with recording() as trials, probing():
         try:
-            return form if compare(function, form) else DIFFERENT, trials
+            if not compare(function, form):
+                return DIFFERENT, trials
+            return _with_mixed_dtypes(function, form) if isinstance(form, ConvolutionForm) else form, trials
         except Exception as error:
             LOGGER.debug("%s cannot be compared with an op", function.__qualname__, exc_info=True)
             return f"takes other arguments than the op ({describe(error)})", trials
@@ -178,14 +184,16 @@ def _rule_calls(
 # --- the convolution ---------------------------------------------------------------------------------
 
 
-def _compare_convolution(function: types.FunctionType, form: Any) -> bool:
-    """Return True if a function has the outputs and the gradients of the op."""
-    cases = itertools.product((2, 4), (1, 9), (False, True), (None, *ACTIVATIONS[:1]), (FP32, BF16, FP16))
-    for seed, (width, length, has_bias, activation, dtype) in enumerate(cases):
+def _compare_convolution(
+    function: types.FunctionType, form: Any, dtypes: Sequence[Pair] = ((FP32, FP32), (BF16, BF16), (FP16, FP16))
+) -> bool:
+    """Return True if a function has the outputs and the gradients of the op. The dtypes are those of x and weight."""
+    cases = itertools.product((2, 4), (1, 9), (False, True), (None, *ACTIVATIONS[:1]), dtypes)
+    for seed, (width, length, has_bias, activation, (dtype, weight_dtype)) in enumerate(cases):
         # The op takes [B, T, C], as the projection before the convolution returns it.
         x = normal(10 * seed, 2, length, 6).transpose(1, 2)
         inputs = [x, normal(10 * seed + 1, 6, width), *([normal(10 * seed + 2, 6)] if has_bias else [])]
-        inputs = [each.to(dtype) for each in inputs]
+        inputs = [x.to(dtype), *(each.to(weight_dtype) for each in inputs[1:])]
         stock, op = (
             lambda *tensors, call=call, options=options: (call(*tensors, **options),)
             for call, options in (
@@ -198,6 +206,16 @@ def _compare_convolution(function: types.FunctionType, form: Any) -> bool:
         if dtype == FP32 and not _has_gradients_of(form, inputs, stock, op):
             return False
     return True
+
+
+def _with_mixed_dtypes(function: types.FunctionType, form: ConvolutionForm) -> ConvolutionForm:
+    """Return a form that says whether a function accepts mixed dtypes, and then computes what the op computes."""
+    try:
+        with not_recording():
+            return replace(form, is_mixed=_compare_convolution(function, form, ((BF16, FP32), (FP16, FP32))))
+    except Exception:
+        LOGGER.debug("%s refuses mixed dtypes", function.__qualname__, exc_info=True)
+        return form
 
 
 # --- both --------------------------------------------------------------------------------------------

@@ -155,6 +155,8 @@ class FusedConvolution(FusedMixerFunction):
         x, weight, bias, activation = values
         if activation not in (None, *ACTIVATIONS) or not _is_convolution(x, weight, bias):
             return None
+        if weight.dtype != x.dtype and not (self.form.is_mixed and weight.dtype == torch.float32):
+            return None
         if (boundaries := arguments["cu_seqlens"]) is None:
             return causal_conv1d(x, weight, bias, activation, channels_last=False)
         rows = x.transpose(1, 2)
@@ -169,8 +171,10 @@ def _is_convolution(x: Any, weight: Any, bias: Any) -> bool:
         return False
     if weight.dim() != 2 or weight.shape[0] != x.shape[1] or weight.shape[1] not in WIDTHS:
         return False
-    fits = x.dtype in KERNEL_DTYPES and (bias is None or bias.shape == weight.shape[:1])
-    return fits and len({each.dtype for each in tensors}) == len({each.device for each in tensors}) == 1
+    if bias is not None and (bias.shape != weight.shape[:1] or bias.dtype != weight.dtype):
+        return False
+    fits = x.dtype in KERNEL_DTYPES and weight.dtype in KERNEL_DTYPES
+    return fits and len({each.device for each in tensors}) == 1
 
 
 class MixerRecipe(FunctionsRecipe):
