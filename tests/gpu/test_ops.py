@@ -301,8 +301,18 @@ def test_cross_entropy_in_place_allocates_less_than_2_mib():
 # --- more than 2^31 elements ---------------------------------------------------------------------
 
 HUGE = 2**31 + 2**16
+
+
+def _convolve(x: Tensor) -> Tensor:
+    """Convolve rows, of which the last two are a sample of their own."""
+    bounds = torch.tensor([0, len(x) - 2, len(x)], device="cuda")
+    weight = torch.tensor([0.25, -0.5, 1.0], device="cuda").expand(x.shape[1], 3)
+    return tigon.causal_conv1d(x[None], weight, cu_seqlens=bounds)[0]
+
+
 # For each op of rows: the width, and how many of its inputs have rows.
 ROWS = {
+    "causal_conv1d": (_convolve, 8192, 1),
     "rms_norm": (lambda x: tigon.rms_norm(x, None), 4096, 1),
     "swiglu": (tigon.swiglu, 8192, 2),
     "relu2": (tigon.relu2, 8192, 1),

@@ -37,6 +37,7 @@ class ConvProblem(NamedTuple):
 
     channels: int
     taps: int
+    is_packed: bool
 
 
 class WalkConfig(NamedTuple):
@@ -65,14 +66,17 @@ class ConvConfig(LaunchConfig):
         """Return the parameters for any number of channels and 2 to 8 taps.
 
         A thread computes 8 channels in forward, so that it loads 16 bytes of bf16. In backward, taps, sums and rows
-        take 4 W registers for each channel, so it computes 4, or 2 of more than 4 taps.
+        take 4 W registers for each channel, so it computes 4, or 2 of more than 4 taps. All programs run at once: on
+        Hopper, a thread of the forward takes 128 registers, and one of the backward 96 (10 programs a multiprocessor),
+        121 with 8 taps, or 168 with packed samples.
         """
         width, warps = next_power_of_2(problem.channels), 2
         block = lambda thread_channels: min(width, thread_channels * warps * device.warp_size)
         few_taps = problem.taps <= 4
+        programs = 6 if problem.is_packed else 10 if few_taps else 8
         return ConvConfig(
             WalkConfig(block(8 if few_taps else 4), warps, 8, 1, 8 * device.multiprocessors),
-            WalkConfig(block(4 if few_taps else 2), warps, 8, 1, 8 * device.multiprocessors),
+            WalkConfig(block(4 if few_taps else 2), warps, 4, 1, programs * device.multiprocessors),
         )
 
 
@@ -86,6 +90,10 @@ def split_time(length: int, rows: int, shares: int, programs: int) -> tuple[int,
     return cdiv(length, run), run
 
 
+def _strides(*tensors: str) -> list[str]:
+    return [f"stride_{name}_{dimension}" for name in tensors for dimension in "btc"]
+
+
 # --- kernels -------------------------------------------------------------------------------------
 
 
@@ -97,6 +105,23 @@ def _place(T, C, runs, run, EVEN: tl.constexpr, BLOCK_C: tl.constexpr):
     part = tl.program_id(0) // blocks
     start = part % runs * run
     return (part // runs).to(tl.int64), part.to(tl.int64), start, tl.minimum(start + run, T), cols, EVEN | (cols < C)
+
+
+@triton.jit
+def _locate(ptr, batch, stride_b, stride_t, stride_c, cols, UNIT: tl.constexpr):
+    """Return the address of a sequence, the stride of its rows in int64, and the offsets of the channels.
+
+    With UNIT, channels are dense, and the other strides are numbers of units. So the compiler knows that rows are
+    aligned, and compiles the same for every batch and length. Without it, strides are those of any view.
+    """
+    row_stride, offsets = stride_t.to(tl.int64), cols.to(tl.int64)
+    sequence = batch * stride_b
+    if UNIT > 0:
+        row_stride *= UNIT
+        sequence *= UNIT
+    else:
+        offsets *= stride_c
+    return ptr + sequence, row_stride, offsets
 
 
 @triton.jit
@@ -166,40 +191,39 @@ def _convolve(rows, reach, weights, bias, ROW: tl.constexpr, TAPS: tl.constexpr,
     return z, window
 
 
-@triton.jit(do_not_specialize=["stride_reach", "T", "runs", "run"])
+@triton.jit(do_not_specialize=[*_strides("x", "y"), "stride_reach", "T", "runs", "run"])
 def _forward_kernel(
     x_ptr, w_ptr, bias_ptr, reach_ptr, y_ptr,  # [B, T, C], [C, W], [C] or None, uint8 [B | 1, T] or None, [B, T, C]
     stride_x_b, stride_x_t, stride_x_c, stride_y_b, stride_y_t, stride_y_c, stride_reach,
     T, C, runs, run,
     TAPS: tl.constexpr, IS_SILU: tl.constexpr, NATIVE: tl.constexpr, INVALID: tl.constexpr,
-    EVEN: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr, STAGES: tl.constexpr,
+    UNIT: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Compute y of a run of tokens and a block of channels."""
     IS_PACKED: tl.constexpr = reach_ptr is not None
     batch, _, start, end, cols, inside = _place(T, C, runs, run, EVEN, BLOCK_C)
-    x_ptr += batch * stride_x_b
-    y_ptr += batch * stride_y_b
-    x_offsets, y_offsets = cols.to(tl.int64) * stride_x_c, cols.to(tl.int64) * stride_y_c
+    x_ptr, x_stride, x_offsets = _locate(x_ptr, batch, stride_x_b, stride_x_t, stride_x_c, cols, UNIT)
+    y_ptr, y_stride, y_offsets = _locate(y_ptr, batch, stride_y_b, stride_y_t, stride_y_c, cols, UNIT)
     weights, bias, _ = _load_parameters(w_ptr, bias_ptr, reach_ptr, cols, inside, TAPS, INVALID)
     if IS_PACKED:
         reach_ptr += batch * stride_reach
 
-    past = _load_rows(x_ptr, stride_x_t, x_offsets, start - TAPS + 1, end, inside, TAPS - 1, True)
+    past = _load_rows(x_ptr, x_stride, x_offsets, start - TAPS + 1, end, inside, TAPS - 1, True)
     for step in tl.range(0, end - start, ROWS, num_stages=STAGES):
         first = start + step
-        rows = past + _load_rows(x_ptr, stride_x_t, x_offsets, first, end, inside, ROWS)
+        rows = past + _load_rows(x_ptr, x_stride, x_offsets, first, end, inside, ROWS)
         if IS_PACKED:
             reaches = _load_rows(reach_ptr, 1, 0, first, end, True, ROWS)
-        row_ptr = y_ptr + first.to(tl.int64) * stride_y_t
+        row_ptr = y_ptr + first.to(tl.int64) * y_stride
         for i in tl.static_range(ROWS):
             z, _window = _convolve(rows, reaches[i] if IS_PACKED else 0, weights, bias, i, TAPS, IS_PACKED)
             y = z * _sigmoid(z, NATIVE) if IS_SILU else z
             tl.store(row_ptr + y_offsets, y, mask=inside & (first + i < end))
-            row_ptr += stride_y_t
+            row_ptr += y_stride
         past = _last_rows(rows, ROWS, TAPS - 1)
 
 
-@triton.jit(do_not_specialize=["stride_reach", "T", "runs", "run"])
+@triton.jit(do_not_specialize=[*_strides("dy", "x", "dx"), "stride_reach", "T", "runs", "run"])
 def _backward_kernel(
     dy_ptr, x_ptr, w_ptr, bias_ptr, reach_ptr,  # [B, T, C], [B, T, C], [C, W], [C] or None, uint8 [B | 1, T] or None
     dx_ptr, dw_ptr, dbias_ptr,  # [B, T, C], fp32 [P, C, W], fp32 [P, C]; None if not needed
@@ -207,20 +231,18 @@ def _backward_kernel(
     stride_reach,
     T, C, runs, run,
     TAPS: tl.constexpr, IS_SILU: tl.constexpr, NATIVE: tl.constexpr, INVALID: tl.constexpr,
-    EVEN: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr, STAGES: tl.constexpr,
+    UNIT: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Compute dx of a run of tokens and a block of channels, and their parts of dw and dbias."""
     IS_PACKED: tl.constexpr = reach_ptr is not None
     batch, part, start, end, cols, inside = _place(T, C, runs, run, EVEN, BLOCK_C)
-    dy_ptr += batch * stride_dy_b
-    x_ptr += batch * stride_x_b
-    dy_offsets, x_offsets = cols.to(tl.int64) * stride_dy_c, cols.to(tl.int64) * stride_x_c
+    dy_ptr, dy_stride, dy_offsets = _locate(dy_ptr, batch, stride_dy_b, stride_dy_t, stride_dy_c, cols, UNIT)
+    x_ptr, x_stride, x_offsets = _locate(x_ptr, batch, stride_x_b, stride_x_t, stride_x_c, cols, UNIT)
     weights, bias, poison = _load_parameters(w_ptr, bias_ptr, reach_ptr, cols, inside, TAPS, INVALID)
     if IS_PACKED:
         reach_ptr += batch * stride_reach
     if dx_ptr is not None:
-        dx_ptr += batch * stride_dx_b
-        dx_offsets = cols.to(tl.int64) * stride_dx_c
+        dx_ptr, dx_stride, dx_offsets = _locate(dx_ptr, batch, stride_dx_b, stride_dx_t, stride_dx_c, cols, UNIT)
     # `dw` has one row for each tap, and `dx` the rows t - W + 1 to t - 1, to which row t of dz is still added.
     dbias = tl.zeros([BLOCK_C], tl.float32)
     dw = ()
@@ -230,15 +252,15 @@ def _backward_kernel(
 
     # The tokens after the run add to dx of its last rows.
     stop = tl.minimum(end + TAPS - 1, T)
-    past = _load_rows(x_ptr, stride_x_t, x_offsets, start - TAPS + 1, stop, inside, TAPS - 1, True)
+    past = _load_rows(x_ptr, x_stride, x_offsets, start - TAPS + 1, stop, inside, TAPS - 1, True)
     for step in tl.range(0, end - start + TAPS - 1, ROWS, num_stages=STAGES):
         first = start + step
-        rows = past + _load_rows(x_ptr, stride_x_t, x_offsets, first, stop, inside, ROWS)
-        dys = _load_rows(dy_ptr, stride_dy_t, dy_offsets, first, stop, inside, ROWS)
+        rows = past + _load_rows(x_ptr, x_stride, x_offsets, first, stop, inside, ROWS)
+        dys = _load_rows(dy_ptr, dy_stride, dy_offsets, first, stop, inside, ROWS)
         if IS_PACKED:
             reaches = _load_rows(reach_ptr, 1, 0, first, stop, True, ROWS)
         if dx_ptr is not None:
-            row_ptr = dx_ptr + (first - (TAPS - 1)).to(tl.int64) * stride_dx_t
+            row_ptr = dx_ptr + (first - (TAPS - 1)).to(tl.int64) * dx_stride
         for i in tl.static_range(ROWS):
             t = first + i
             reach = reaches[i] if IS_PACKED else 0
@@ -263,7 +285,7 @@ def _backward_kernel(
                 # Row t is the last one that adds to dx of row t - W + 1.
                 is_own = (t >= start + TAPS - 1) & (t < end + TAPS - 1)
                 tl.store(row_ptr + dx_offsets, sums[0], mask=inside & is_own)
-                row_ptr += stride_dx_t
+                row_ptr += dx_stride
                 dx = _last_rows(sums, 1, TAPS - 1)
         past = _last_rows(rows, ROWS, TAPS - 1)
 
@@ -291,20 +313,31 @@ def _sizes(x: Tensor, channels_last: bool) -> tuple[int, ...]:
     return *x.shape, batch_stride if len(x) > 1 else 0, *strides
 
 
+def _unit(strides: tuple[tuple[int, ...], ...], channels: int) -> int:
+    """Return the largest unit of the strides of batch and time, 16 or 1, or 0 if channels are not dense in a tensor.
+
+    The channels of a tensor [B, C, 1] do not count as dense, because those of a longer one are not.
+    """
+    if not all(channel == 1 and time >= channels for _, time, channel in strides):
+        return 0
+    return 16 if all(batch % 16 == time % 16 == 0 for batch, time, _ in strides) else 1
+
+
 @functools.lru_cache(4096)
 def _cached_plan(
     config: ConvConfig, is_backward: bool, is_native: bool, is_silu: bool, taps: int, sizes: tuple[int, ...],
-    strides: tuple[int, ...],
+    strides: tuple[tuple[int, ...], ...], reach_stride: int,
 ) -> tuple[Plan, int]:  # fmt: skip
     kernel = _backward_kernel if is_backward else _forward_kernel
     block_c, num_warps, rows, num_stages, limit = config.backward if is_backward else config.forward
     batch, length, channels = sizes
-    blocks = cdiv(channels, block_c)
+    blocks, unit = cdiv(channels, block_c), _unit(strides, channels)
     runs, run = split_time(length, rows, batch * blocks, limit)
+    numbers = [n // unit if unit else n for stride in strides for n in stride]
     plan = Plan(
-        kernel, blocks * batch * runs, *strides, length, channels, runs, run,
-        TAPS=taps, IS_SILU=is_silu, NATIVE=is_native, INVALID=INVALID, EVEN=channels % block_c == 0, ROWS=rows,
-        BLOCK_C=block_c, STAGES=num_stages, num_warps=num_warps,
+        kernel, blocks * batch * runs, *numbers, reach_stride, length, channels, runs, run,
+        TAPS=taps, IS_SILU=is_silu, NATIVE=is_native, INVALID=INVALID, UNIT=unit, EVEN=channels % block_c == 0,
+        ROWS=rows, BLOCK_C=block_c, STAGES=num_stages, num_warps=num_warps,
     )  # fmt: skip
     return plan, batch * runs
 
@@ -314,14 +347,13 @@ def _plan(
 ) -> tuple[Plan, int]:
     """Return the launch for x and other tensors of its shape, and the number of programs for one block of channels."""
     sizes, taps, device = _sizes(x, options.channels_last), weight.shape[1], device_of(x)
-    strides = [(0, 0, 0) if y is None else _sizes(y, options.channels_last)[3:] for y in others]
+    # A gradient that is not needed has the strides of x.
+    strides = tuple([_sizes(x if y is None else y, options.channels_last)[3:] for y in others])
     reach_stride = 0 if reach is None or len(reach) == 1 else sizes[1]
     # The instructions of NVIDIA are exact to two units in the last place of fp32. The interpreter does not have them.
     is_native = x.element_size() == 2 and device.warp_size == 32 and not HIP and not INTERPRETED
-    return _cached_plan(
-        ConvConfig.choose(ConvProblem(sizes[2], taps), device), is_backward, is_native, options.is_silu, taps,
-        sizes[:3], (*(n for stride in strides for n in stride), reach_stride),
-    )  # fmt: skip
+    config = ConvConfig.choose(ConvProblem(sizes[2], taps, reach is not None), device)
+    return _cached_plan(config, is_backward, is_native, options.is_silu, taps, sizes[:3], strides, reach_stride)
 
 
 @launcher(fake=lambda x: torch.empty_like(x))
