@@ -62,7 +62,11 @@ WORKLOADS = (
         has_cpu_code=True,
         test_variants=(
             Variant("", (2, 70, 1, 1, 2, 16), NORMALISED, term_size=1.0),
-            Variant("packed", (1, 70, 3, 2, 2, 16), {"scale": 0.5}, {"value_size": 32}, term_size=1.0),
+            Variant("packed", (1, 70, 3, 2, 2, 32), NORMALISED | {"scale": 0.5}, {"value_size": 16}, term_size=1.0),
+        ),
+        compile_variants=(
+            Variant("packed 16 + 32 x 128", (1, 200, 2, 2, 4, 128), NORMALISED),
+            Variant("16 + 32 x 128", (1, 200, 1, 2, 4, 128), NORMALISED),
         ),
         # Forward reads q, k and v and writes o; backward reads these and do and writes dq, dk and dv.
         elements=lambda b, t, n, hk, hv, d: b * t * (d * (6 * hk + 5 * hv) + 6 * hv),

@@ -209,13 +209,13 @@ def _launches_directly(device: int) -> bool:
     """
     verdict = _verdicts.get(device)
     if verdict is None:
-        if not _may_wait():
+        if not may_wait():
             return False
         verdict = _verdicts[device] = direct_launches_agree(device)
     return verdict
 
 
-def _may_wait() -> bool:
+def may_wait() -> bool:
     """Return whether the host may wait for the device, and new tensors are ordinary tensors.
 
     Waiting would end the capture of a CUDA graph, and raises in torch's synchronisation debug mode. A dispatch mode

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 import tigon
 from op_cases import DEVICE, DTYPES, INTERPRETED, assert_refused
+from tigon.ops.mixers import delta_rule_launchers
 from tigon.ops.mixers.gated_delta_rule import gated_delta_rule_reference
 from tigon.testing import assert_accurate
 
@@ -70,7 +71,7 @@ def assert_as_accurate_as_stock(inputs, dtype: torch.dtype, **options) -> None:
     eager, actual = (results_of(f, inputs, **options) for f in (stock, tigon.gated_delta_rule))
     for name, x in actual.items():
         assert x.dtype == eager[name].dtype, name
-        size = exact[name].abs().max().item() if name in ("g", "beta") else 0.0
+        size = exact[name].abs().max().item() if name in ("g", "beta", "state") else 0.0
         assert_accurate(x.to(dtype), eager[name].to(dtype), exact[name], smallest=size, msg=name)
 
 
@@ -114,6 +115,8 @@ STRENGTHS = {"strong decay": ("g", -50.0), "no decay": ("g", 0.0), "beta 0": ("b
 @pytest.mark.parametrize(("name", "value"), STRENGTHS.values(), ids=STRENGTHS)
 def test_extreme_gates(name, value):
     inputs = make_inputs(tokens=130)
+    # The logarithm of the decay of a chunk is rounded, so a state that has decayed to 1e-23 has few digits.
+    inputs["g"] = (inputs["g"].detach() / 64).requires_grad_()
     inputs[name] = torch.full_like(inputs[name], value).requires_grad_()
     assert_as_accurate_as_stock(inputs, torch.float32)
 
@@ -211,3 +214,30 @@ def test_packed_samples_compile_without_a_graph_break():
     expected, actual = (results_of(f, inputs, bounds) for f in (tigon.gated_delta_rule, compiled))
     for name, x in actual.items():
         torch.testing.assert_close(x, expected[name], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("is_broken", [False, True], ids=["right kernels", "a wrong kernel"])
+def test_the_self_check_finds_a_wrong_kernel(is_broken, monkeypatch):
+    """A wrong kernel is replaced by PyTorch code, with one warning."""
+    if is_broken:
+        launch = delta_rule_launchers.launch
+
+        def launch_twice_the_scores(kernel, *arguments, **constants):
+            launch(kernel, *arguments, **constants)
+            if kernel is delta_rule_launchers.chunk_pairs_kernel:
+                arguments[8].mul_(2)
+
+        monkeypatch.setattr(delta_rule_launchers, "launch", launch_twice_the_scores)
+    like = torch.empty(1, 1, 1, 32, dtype=DTYPES[-1], device=DEVICE)
+    assert delta_rule_launchers.check_kernels(like, 16, 2, True) is not is_broken
+
+
+@pytest.mark.kernels
+def test_torch_computes_what_wrong_kernels_would(monkeypatch):
+    inputs = make_inputs(tokens=70)
+    monkeypatch.setattr(delta_rule_launchers, "kernels_agree", lambda *arguments: False)
+    monkeypatch.setattr(delta_rule_launchers, "launch", None)
+    expected, actual = (results_of(f, inputs) for f in (gated_delta_rule_reference, tigon.gated_delta_rule))
+    for name, x in actual.items():
+        torch.testing.assert_close(x, expected[name], rtol=1e-4, atol=1e-5)

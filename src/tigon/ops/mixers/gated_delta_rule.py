@@ -27,8 +27,14 @@ from tigon.ops.mixers.delta_rule_chunks import (
     count_samples,
     state_dtype,
 )
+from tigon.ops.mixers.delta_rule_launchers import (
+    NeededDeltaGradients,
+    delta_rule_backward,
+    delta_rule_forward,
+    fits_kernels,
+)
 from tigon.runtime import checks
-from tigon.runtime.device import PLAIN
+from tigon.runtime.device import PLAIN, runs_kernels
 from tigon.runtime.op import Node
 
 _OP = "gated_delta_rule"
@@ -83,14 +89,21 @@ class _GatedDeltaRule(Node):
         *tensors, options = arguments
         inputs = DeltaInputs(*tensors)
         ctx.save_for_backward(*inputs)
-        ctx.options = options
-        o, last_state = chunked_forward(inputs, options)
-        return o if last_state is None else (o, last_state)
+        ctx.options, ctx.runs_kernels = options, runs_kernels(*inputs[:6]) and fits_kernels(inputs)
+        if ctx.runs_kernels:
+            o, last_state = delta_rule_forward(inputs.q, inputs, options)
+        else:
+            o, last_state = chunked_forward(inputs, options)
+        return (o, last_state) if options.returns_state else o
 
     @staticmethod
     def backward(ctx: Any, do: Tensor, dlast_state: Tensor | None = None) -> tuple[Tensor | None, ...]:
         inputs = DeltaInputs(*ctx.saved_tensors)
-        return tuple(chunked_backward(do, dlast_state, inputs, ctx.options))
+        if not ctx.runs_kernels:
+            return tuple(chunked_backward(do, dlast_state, inputs, ctx.options))
+        needs_dq, needs_dk, _, needs_dg, needs_dbeta, needs_dinitial = ctx.needs_input_grad[:6]
+        needs = NeededDeltaGradients(needs_dq or needs_dk or needs_dg or needs_dbeta, needs_dinitial)
+        return tuple(delta_rule_backward(do, dlast_state, inputs, ctx.options, needs))
 
 
 # --- public --------------------------------------------------------------------------------------

@@ -1,0 +1,320 @@
+r"""The backward kernels of the gated delta rule. The docstring of `delta_rule_chunks` has the formulas.
+
+`forward_scan_kernel` recomputes the states before all chunks and U. `backward_scan_kernel` walks from the last chunk to
+the first one, with a block of columns of dS in registers; it writes dX and dv, and dS after each chunk.
+`chunk_gradients_kernel` then computes the other gradients, for all chunks in parallel.
+
+The gradient of G needs no products of its own, because each of its terms is the dot product of a row of q or k with a
+term of dq or dk. The gradient of the system needs no inverse either: dA is -dX U^T.
+
+Shapes: H heads of v, Hk heads of q and k, C = 64 tokens of a chunk, M chunks in total, N sequences or samples.
+"""
+
+from tigon.ops.mixers.delta_rule_kernels import (
+    BETA,
+    CHUNK,
+    DQUERY,
+    LOG_DECAY,
+    QUERY,
+    READ,
+    REST,
+    TOTAL,
+    VECTORS,
+    WRITE,
+    chunks_of_sample,
+    load_tile,
+    norm_factor,
+    pair_decays,
+    rows_of_chunk,
+    square_offsets,
+    store_tile,
+)
+from tigon.runtime.compat.triton import tl, triton
+
+
+@triton.jit(do_not_specialize=["T", "chunks"])
+def backward_scan_kernel(
+    q_ptr, k_ptr, do_ptr, inverse_ptr, scores_ptr, vectors_ptr,
+    dlast_ptr, bounds_ptr, starts_ptr,  # [N, H, Dk, Dv] fp32 or None, [N + 1] or None, [N] or None
+    dx_ptr, dv_ptr, dstates_ptr, dinitial_ptr,  # rows, rows, [M, H, Dk, Dv], [N, H, Dk, Dv] fp32 or None
+    T, chunks, stride_q, stride_k, stride_do,
+    HEADS: tl.constexpr, GROUPS: tl.constexpr, KEY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Compute a block of columns of dX, of dv and of dS after each chunk, for one head of one sequence."""
+    blocks: tl.constexpr = (VALUE_SIZE + BLOCK_V - 1) // BLOCK_V
+    block, pid = tl.program_id(0) % blocks, tl.program_id(0) // blocks
+    head, sample = pid % HEADS, pid // HEADS
+    first, end, first_chunk, count = chunks_of_sample(bounds_ptr, starts_ptr, sample, T, chunks)
+    index, key_cols = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K)
+    cols = block * BLOCK_V + tl.arange(0, BLOCK_V)
+    q_ptr, k_ptr = q_ptr + head // GROUPS * KEY_SIZE, k_ptr + head // GROUPS * KEY_SIZE
+    do_ptr, dx_ptr, dv_ptr = do_ptr + head * VALUE_SIZE, dx_ptr + head * VALUE_SIZE, dv_ptr + head * VALUE_SIZE
+    dtype: tl.constexpr = k_ptr.dtype.element_ty
+    state_offsets = key_cols[:, None] * VALUE_SIZE + cols[None, :]
+    state_mask = (key_cols[:, None] < KEY_SIZE) & (cols[None, :] < VALUE_SIZE)
+    state_place = pid.to(tl.int64) * (KEY_SIZE * VALUE_SIZE)
+    dstate = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
+    if dlast_ptr is not None:
+        dstate += tl.load(dlast_ptr + state_place + state_offsets, state_mask, 0.0)
+    for step in tl.range(0, count, num_stages=STAGES):
+        i = count - 1 - step
+        row = first + i * CHUNK
+        place = (first_chunk + i) * HEADS + head
+        q = load_tile(q_ptr, row, end, stride_q, KEY_SIZE, key_cols)
+        k = load_tile(k_ptr, row, end, stride_k, KEY_SIZE, key_cols)
+        do = load_tile(do_ptr, row, end, stride_do, VALUE_SIZE, cols)
+        inverse = tl.load(inverse_ptr + place * (CHUNK * CHUNK) + square_offsets())
+        scores = tl.load(scores_ptr + place * (CHUNK * CHUNK) + square_offsets())
+        vectors = vectors_ptr + place * (VECTORS * CHUNK) + index
+        beta, read = tl.load(vectors + BETA * CHUNK), tl.load(vectors + READ * CHUNK)
+        write, query = tl.load(vectors + WRITE * CHUNK), tl.load(vectors + QUERY * CHUNK)
+        last_decay = tl.exp(tl.load(vectors_ptr + place * (VECTORS * CHUNK) + (TOTAL * CHUNK + CHUNK - 1)))
+        rounded_dstate = dstate.to(dtype)
+        dstates = dstates_ptr + place * (KEY_SIZE * VALUE_SIZE)
+        tl.store(dstates + state_offsets, rounded_dstate, state_mask)
+        dupdates = write[:, None] * tl.dot(k, rounded_dstate, input_precision="ieee")
+        dupdates = tl.dot(tl.trans(scores), do, dupdates, input_precision="ieee")
+        dx = tl.dot(tl.trans(inverse), dupdates.to(dtype), input_precision="ieee")
+        store_tile(dx_ptr, dx, row, end, HEADS * VALUE_SIZE, VALUE_SIZE, cols)
+        dvalues = beta[:, None] * dx
+        store_tile(dv_ptr, dvalues, row, end, HEADS * VALUE_SIZE, VALUE_SIZE, cols)
+        asked = (query[:, None] * do).to(dtype)
+        dstate = tl.dot(tl.trans(q), asked, last_decay * dstate, input_precision="ieee")
+        read_again = (-read[:, None] * dvalues).to(dtype)
+        dstate = tl.dot(tl.trans(k), read_again, dstate, input_precision="ieee")
+    if dinitial_ptr is not None:
+        tl.store(dinitial_ptr + state_place + state_offsets, dstate, state_mask)
+
+
+@triton.jit
+def _load_state(ptr, KEY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, key_cols, cols):
+    """Return a block of columns of a state, transposed: [columns, Dk]."""
+    state = ptr + key_cols[None, :] * VALUE_SIZE + cols[:, None]
+    if key_cols.shape[0] == KEY_SIZE and ((cols.shape[0] - 1) & VALUE_SIZE) == 0:
+        tile = tl.load(state)
+    else:
+        tile = tl.load(state, (key_cols[None, :] < KEY_SIZE) & (cols[:, None] < VALUE_SIZE), 0.0)
+    return tile
+
+
+@triton.jit
+def _add_state_product(
+    term, width, x_ptr, first, end, stride_x, factors, state_ptr, key_cols,
+    KEY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Return term + (factors * x) S^T, for the rows x [C, Dv] and a state S."""
+    for start in tl.range(0, width, BLOCK_V, num_stages=STAGES):
+        cols = start + tl.arange(0, BLOCK_V)
+        x = load_tile(x_ptr, first, end, stride_x, VALUE_SIZE, cols)
+        state = _load_state(state_ptr, KEY_SIZE, VALUE_SIZE, key_cols, cols)
+        term = tl.dot((x * factors[:, None]).to(state.dtype), state, term, input_precision="ieee")
+    return term
+
+
+@triton.jit
+def _dot_of_states(
+    width, a_ptr, b_ptr, key_cols, KEY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, BLOCK_V: tl.constexpr
+):  # fmt: skip
+    """Return the sum of the products of the elements of two states."""
+    products = tl.zeros([BLOCK_V, key_cols.shape[0]], tl.float32)
+    for start in range(0, width, BLOCK_V):
+        cols = start + tl.arange(0, BLOCK_V)
+        a = _load_state(a_ptr, KEY_SIZE, VALUE_SIZE, key_cols, cols)
+        b = _load_state(b_ptr, KEY_SIZE, VALUE_SIZE, key_cols, cols)
+        products += a.to(tl.float32) * b.to(tl.float32)
+    return tl.sum(products)
+
+
+@triton.jit
+def _pair_gradients(
+    width, updates_ptr, dx_ptr, do_ptr, v_ptr, first, end, stride_updates, stride_do, stride_v,
+    VALUE_SIZE: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Return do U^T and -dX U^T, both [C, C], and the dot products of the rows of dX and v."""
+    dscores, dsystem = tl.zeros([CHUNK, CHUNK], tl.float32), tl.zeros([CHUNK, CHUNK], tl.float32)
+    dbeta = tl.zeros([CHUNK], tl.float32)
+    for start in tl.range(0, width, BLOCK_V, num_stages=STAGES):
+        cols = start + tl.arange(0, BLOCK_V)
+        updates = load_tile(updates_ptr, first, end, stride_updates, VALUE_SIZE, cols)
+        dx = load_tile(dx_ptr, first, end, stride_updates, VALUE_SIZE, cols)
+        do = load_tile(do_ptr, first, end, stride_do, VALUE_SIZE, cols)
+        v = load_tile(v_ptr, first, end, stride_v, VALUE_SIZE, cols)
+        dscores = tl.dot(do, tl.trans(updates), dscores, input_precision="ieee")
+        dsystem = tl.dot(dx, tl.trans(updates), dsystem, input_precision="ieee")
+        dbeta += tl.sum(dx.to(tl.float32) * v.to(tl.float32), 1)
+    return dscores, -dsystem, dbeta
+
+
+@triton.jit
+def _row_dots(a, b):
+    return tl.sum(a.to(tl.float32) * b, 1)
+
+
+@triton.jit
+def _load_normalised(x_ptr, first, end, stride, SIZE: tl.constexpr, cols, NORMALISES: tl.constexpr):
+    """Return the rows of a tile divided by their norms, and the inverse norms."""
+    x = load_tile(x_ptr, first, end, stride, SIZE, cols)
+    factor = norm_factor(x, NORMALISES)
+    return (x * factor[:, None]).to(x.dtype), factor
+
+
+@triton.jit
+def _normalise_gradient(dx, x_hat, factor, NORMALISES: tl.constexpr):
+    """Return the gradient of a tile x, given that of x_hat = x * factor."""
+    if NORMALISES:
+        dx = factor[:, None] * (dx - x_hat * _row_dots(x_hat, dx)[:, None])
+    return dx
+
+
+@triton.jit
+def _key_gradients(
+    dk, width, q_hat, k_hat, do_ptr, dx_ptr, updates_ptr, v_ptr, vectors, state, dstate, dg, dbeta,
+    first, end, stride, stride_do, stride_v, scale, key_cols,
+    KEY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Store dg and dbeta of one chunk of a head, and return dk with its part. `vectors` has the part of dG from dq."""
+    index = tl.arange(0, CHUNK)
+    is_later = index[:, None] > index[None, :]
+    dtype: tl.constexpr = k_hat.dtype
+    is_wide: tl.constexpr = dtype == tl.float32
+    total, beta = tl.load(vectors + TOTAL * CHUNK), tl.load(vectors + BETA * CHUNK)
+    g, dtotal = tl.load(vectors + LOG_DECAY * CHUNK), tl.load(vectors + DQUERY * CHUNK)
+    dscores, dsystem, dbeta_values = _pair_gradients(
+        width, updates_ptr, dx_ptr, do_ptr, v_ptr, first, end, stride, stride_do, stride_v, VALUE_SIZE, BLOCK_V, STAGES
+    )
+    pairs = pair_decays(g, total, is_wide)
+    dscores *= pairs * scale
+    dsystem = tl.where(is_later, dsystem * pairs, 0.0)
+    dsystem_beta = dsystem * beta[:, None]
+    if is_wide:
+        queries = tl.dot(q_hat, tl.trans(k_hat), input_precision="ieee")
+        keys = tl.dot(k_hat, tl.trans(k_hat), input_precision="ieee")
+        ends = tl.cumsum(dscores * queries + dsystem_beta * keys, 0, reverse=True)
+        dlog_decay = tl.sum(tl.where(is_later, ends, 0.0), 1)
+    dscores, dsystem, dsystem_beta = dscores.to(dtype), dsystem.to(dtype), dsystem_beta.to(dtype)
+    # The sum of two products that start from zero: Triton gives a chain of products another layout, which spills.
+    term = tl.dot(tl.trans(dsystem_beta), k_hat, input_precision="ieee")
+    term += tl.dot(tl.trans(dscores), q_hat, input_precision="ieee")
+    dk += term
+    if not is_wide:
+        dtotal -= _row_dots(k_hat, term)
+
+    term = _add_state_product(
+        tl.zeros([CHUNK, key_cols.shape[0]], tl.float32), width, dx_ptr, first, end, stride, -tl.exp(total), state,
+        key_cols, KEY_SIZE, VALUE_SIZE, BLOCK_V, STAGES,
+    )  # fmt: skip
+    if is_wide:
+        dtotal += beta * _row_dots(k_hat, term)
+    term = tl.dot(dsystem, k_hat, term, input_precision="ieee")
+    kept = _row_dots(k_hat, term)
+    if not is_wide:
+        dtotal += beta * kept
+    dk += beta[:, None] * term
+
+    term = _add_state_product(
+        tl.zeros([CHUNK, key_cols.shape[0]], tl.float32), width, updates_ptr, first, end, stride,
+        tl.load(vectors + REST * CHUNK), dstate, key_cols, KEY_SIZE, VALUE_SIZE, BLOCK_V, STAGES,
+    )  # fmt: skip
+    written = _row_dots(k_hat, term)
+    if is_wide:
+        dlog_decay += tl.sum(tl.where(is_later, written[None, :], 0.0), 1)
+        dlog_decay += tl.cumsum(dtotal, 0, reverse=True)
+    else:
+        dtotal += tl.where(index == CHUNK - 1, tl.sum(written), 0.0) - written
+        dlog_decay = tl.cumsum(dtotal, 0, reverse=True)
+    tl.store(dg, dlog_decay, index < end - first)
+    tl.store(dbeta, dbeta_values + kept, index < end - first)
+    return dk + term
+
+
+@triton.jit
+def _scores_gradient(
+    width, do_ptr, updates_ptr, first, end, stride_do, stride_updates,
+    VALUE_SIZE: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Return do U^T, [C, C]."""
+    dscores = tl.zeros([CHUNK, CHUNK], tl.float32)
+    for start in tl.range(0, width, BLOCK_V, num_stages=STAGES):
+        cols = start + tl.arange(0, BLOCK_V)
+        do = load_tile(do_ptr, first, end, stride_do, VALUE_SIZE, cols)
+        updates = load_tile(updates_ptr, first, end, stride_updates, VALUE_SIZE, cols)
+        dscores = tl.dot(do, tl.trans(updates), dscores, input_precision="ieee")
+    return dscores
+
+
+@triton.jit(do_not_specialize=["T", "chunks"])
+def chunk_gradients_kernel(
+    q_ptr, k_ptr, v_ptr, do_ptr, vectors_ptr, states_ptr, dstates_ptr, updates_ptr, dx_ptr, chunks_ptr, bounds_ptr,
+    dq_ptr, dk_ptr, dg_ptr, dbeta_ptr,  # rows
+    T, chunks, groups, width, stride_q, stride_k, stride_v, stride_do, scale,
+    KEY_HEADS: tl.constexpr, KEY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, NORMALISES: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Compute dq, dk, dg and dbeta of one chunk, for all heads that share a head of q and k.
+
+    The sums over these heads stay in registers, so their order is fixed. The registers do not hold dq and dk at once,
+    so there are two loops over the heads, and the second one reads its rows and states from the L2 cache.
+
+    In bf16 and fp16, dg is the sum of dG over the later tokens of the chunk, in which pairs of later tokens cancel. In
+    fp32, only the other pairs are added, as the formulas have them, which takes two more products and a cumulative sum
+    of a matrix.
+    """
+    chunk, key_head = tl.program_id(0) // KEY_HEADS, tl.program_id(0) % KEY_HEADS
+    sample, first, end = rows_of_chunk(chunks_ptr, bounds_ptr, chunk, T, chunks)
+    if sample < 0:
+        return
+    heads = KEY_HEADS * groups
+    stride = heads * VALUE_SIZE
+    index, key_cols = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K)
+    rows = first + index
+    q_ptr, k_ptr = q_ptr + key_head * KEY_SIZE, k_ptr + key_head * KEY_SIZE
+    dtype: tl.constexpr = k_ptr.dtype.element_ty
+    is_wide: tl.constexpr = dtype == tl.float32
+
+    # Each iteration loads q and k again, because the registers do not hold them beside the sums.
+    dq = tl.zeros([CHUNK, BLOCK_K], tl.float32)
+    for i in range(groups):
+        head = key_head * groups + i
+        place = chunk.to(tl.int64) * heads + head
+        do, updates = do_ptr + head * VALUE_SIZE, updates_ptr + head * VALUE_SIZE
+        vectors = vectors_ptr + place * (VECTORS * CHUNK) + index
+        total, g = tl.load(vectors + TOTAL * CHUNK), tl.load(vectors + LOG_DECAY * CHUNK)
+        q_hat, _ = _load_normalised(q_ptr, first, end, stride_q, KEY_SIZE, key_cols, NORMALISES)
+        k_hat, _ = _load_normalised(k_ptr, first, end, stride_k, KEY_SIZE, key_cols, NORMALISES)
+        dscores = _scores_gradient(width, do, updates, first, end, stride_do, stride, VALUE_SIZE, BLOCK_V, STAGES)
+        dscores = (dscores * pair_decays(g, total, is_wide) * scale).to(dtype)
+        state, dstate = states_ptr + place * (KEY_SIZE * VALUE_SIZE), dstates_ptr + place * (KEY_SIZE * VALUE_SIZE)
+        dlast = tl.exp(tl.sum(g, 0)) * _dot_of_states(width, state, dstate, key_cols, KEY_SIZE, VALUE_SIZE, BLOCK_V)
+        term = _add_state_product(
+            tl.zeros([CHUNK, BLOCK_K], tl.float32), width, do, first, end, stride_do, tl.exp(total) * scale, state,
+            key_cols, KEY_SIZE, VALUE_SIZE, BLOCK_V, STAGES,
+        )  # fmt: skip
+        dtotal = _row_dots(q_hat, term)
+        term = tl.dot(dscores, k_hat, term, input_precision="ieee")
+        if not is_wide:
+            dtotal = _row_dots(q_hat, term)
+        tl.store(vectors + DQUERY * CHUNK, dtotal + tl.where(index == CHUNK - 1, dlast, 0.0))
+        dq += term
+    q_hat, factor = _load_normalised(q_ptr, first, end, stride_q, KEY_SIZE, key_cols, NORMALISES)
+    dq = _normalise_gradient(dq, q_hat, factor, NORMALISES)
+    store_tile(dq_ptr + key_head * KEY_SIZE, dq, first, end, KEY_HEADS * KEY_SIZE, KEY_SIZE, key_cols)
+    # All threads have stored their parts of dG before others load them.
+    tl.debug_barrier()
+
+    dk = tl.zeros([CHUNK, BLOCK_K], tl.float32)
+    for i in range(groups):
+        head = key_head * groups + i
+        place = chunk.to(tl.int64) * heads + head
+        q_hat, _ = _load_normalised(q_ptr, first, end, stride_q, KEY_SIZE, key_cols, NORMALISES)
+        k_hat, _ = _load_normalised(k_ptr, first, end, stride_k, KEY_SIZE, key_cols, NORMALISES)
+        dk = _key_gradients(
+            dk, width, q_hat, k_hat, do_ptr + head * VALUE_SIZE, dx_ptr + head * VALUE_SIZE,
+            updates_ptr + head * VALUE_SIZE, v_ptr + head * VALUE_SIZE, vectors_ptr + place * (VECTORS * CHUNK) + index,
+            states_ptr + place * (KEY_SIZE * VALUE_SIZE), dstates_ptr + place * (KEY_SIZE * VALUE_SIZE),
+            dg_ptr + rows * heads + head, dbeta_ptr + rows * heads + head,
+            first, end, stride, stride_do, stride_v, scale, key_cols, KEY_SIZE, VALUE_SIZE, BLOCK_V, STAGES,
+        )  # fmt: skip
+    k_hat, factor = _load_normalised(k_ptr, first, end, stride_k, KEY_SIZE, key_cols, NORMALISES)
+    dk = _normalise_gradient(dk, k_hat, factor, NORMALISES)
+    store_tile(dk_ptr + key_head * KEY_SIZE, dk, first, end, KEY_HEADS * KEY_SIZE, KEY_SIZE, key_cols)

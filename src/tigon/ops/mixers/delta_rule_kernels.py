@@ -1,0 +1,297 @@
+r"""The forward kernels of the gated delta rule. The docstring of `delta_rule_chunks` has the formulas.
+
+`chunk_pairs_kernel` computes, for all chunks in parallel, what does not depend on the state: (I + A)^-1, the scores
+(scale q k^T * D) and some vectors. `forward_scan_kernel` then walks through the chunks of a sequence, with a block of
+columns of the state in registers. A chunk is a chain of three products, k S, (I + A)^-1 X and k^T U, so the latency of
+this chain bounds the kernel. The inverse costs 8 KiB of memory for a chunk of a head in bf16. The usual matrices
+W = (I + A)^-1 (beta exp(G) k) and (I + A)^-1 (beta v) would shorten the chain by one product, but they take 32 KiB.
+Because o is computed in the scan, forward never writes the states, which take as many bytes.
+
+The products read q and k as they are stored. Their l2 norms are factors of rows, which the vectors contain.
+
+Shapes: H heads of v, Hk heads of q and k, C = 64 tokens of a chunk, M chunks in total, N sequences or samples.
+"""
+
+from tigon.runtime.compat.triton import tl, triton
+
+# The vectors [C] of a chunk of a head in `vectors` [M, H, 8, C], fp32: G, g, beta, exp(G_L - G), the factors of rows of
+# k S (decay, norm of k), those of the rows of U in the next state (exp(G_L - G), norm of k), those of q S (scale,
+# decay, norm of q), and the part of dG from dq and from the decay of the state.
+TOTAL, LOG_DECAY, BETA, REST, READ, WRITE, QUERY, DQUERY = (tl.constexpr(i) for i in range(8))
+VECTORS = tl.constexpr(8)
+CHUNK = tl.constexpr(64)
+EPS = tl.constexpr(1e-6)
+
+
+@triton.jit(do_not_specialize=["N", "T"])
+def chunk_list_kernel(bounds_ptr, chunks_ptr, starts_ptr, N, T, BLOCK_N: tl.constexpr):  # [N + 1], [M, 2], [N]
+    """List the chunks of packed samples. Program i writes the sample of chunk i, or -1, and its first row.
+
+    Program n also writes the first chunk of sample n.
+    """
+    program = tl.program_id(0)
+    before = tl.zeros([], tl.int32)
+    sample = tl.full([], -1, tl.int32)
+    row = tl.zeros([], tl.int32)
+    for first in range(0, N, BLOCK_N):
+        index = first + tl.arange(0, BLOCK_N)
+        start = tl.minimum(tl.load(bounds_ptr + index, index < N, 0), T).to(tl.int32)
+        end = tl.minimum(tl.load(bounds_ptr + index + 1, index < N, 0), T).to(tl.int32)
+        counts = (tl.maximum(end - start, 0) + CHUNK - 1) // CHUNK
+        chunk_ends = before + tl.cumsum(counts, 0)
+        chunk_starts = chunk_ends - counts
+        tl.store(starts_ptr + index, chunk_starts, (index == program) & (index < N))
+        is_mine = (chunk_starts <= program) & (program < chunk_ends)
+        sample = tl.maximum(sample, tl.max(tl.where(is_mine, index, -1), 0))
+        row += tl.sum(tl.where(is_mine, start + (program - chunk_starts) * CHUNK, 0), 0)
+        before += tl.sum(counts, 0)
+    tl.store(chunks_ptr + 2 * program, sample)
+    tl.store(chunks_ptr + 2 * program + 1, row)
+
+
+@triton.jit
+def rows_of_chunk(chunks_ptr, bounds_ptr, chunk, T, chunks):
+    """Return the sample of a chunk, or -1, its first row, and the end of its sample; rows count through the batch."""
+    if chunks_ptr is None:
+        sample = chunk // chunks
+        first = sample.to(tl.int64) * T + chunk % chunks * CHUNK
+        end = (sample.to(tl.int64) + 1) * T
+    else:
+        sample = tl.load(chunks_ptr + 2 * chunk)
+        first = tl.load(chunks_ptr + 2 * chunk + 1).to(tl.int64)
+        end = tl.minimum(tl.load(bounds_ptr + tl.maximum(sample, 0) + 1), T).to(tl.int64)
+    return sample, first, end
+
+
+@triton.jit
+def _tile(first, end, stride, SIZE: tl.constexpr, cols):
+    """Return the offsets of 64 rows from their first element, and the mask of rows before `end` and columns below SIZE.
+
+    The offsets within a tile take 32 bits, because offsets of 64 bits would take too many registers.
+    """
+    index = tl.arange(0, CHUNK)[:, None]
+    mask = index < (end - first).to(tl.int32)
+    # The number of columns is a power of 2. A constant mask would take registers.
+    if ((cols.shape[0] - 1) & SIZE) != 0:
+        mask = mask & (cols[None, :] < SIZE)
+    return index * stride + cols[None, :], mask
+
+
+@triton.jit
+def load_tile(ptr, first, end, stride, SIZE: tl.constexpr, cols):
+    """Return the rows from `first` to `end`, at most 64, with zeros in other rows and in columns from SIZE on."""
+    offsets, mask = _tile(first, end, stride, SIZE, cols)
+    return tl.load(ptr + first * stride + offsets, mask, 0.0)
+
+
+@triton.jit
+def store_tile(ptr, value, first, end, stride, SIZE: tl.constexpr, cols):
+    offsets, mask = _tile(first, end, stride, SIZE, cols)
+    tl.store(ptr + first * stride + offsets, value, mask)
+
+
+@triton.jit
+def square_offsets():
+    """Return the offsets of the elements of a matrix [C, C]."""
+    index = tl.arange(0, CHUNK)
+    return index[:, None] * CHUNK + index[None, :]
+
+
+@triton.jit
+def norm_factor(x, NORMALISES: tl.constexpr):
+    """Return the inverse l2 norms of the rows of a tile, or ones."""
+    factor = tl.full([CHUNK], 1.0, tl.float32)
+    if NORMALISES:
+        x = x.to(tl.float32)
+        factor = tl.rsqrt(tl.sum(x * x, 1) + EPS)
+    return factor
+
+
+@triton.jit
+def pair_decays(g, total, IS_WIDE: tl.constexpr):
+    """Return D [C, C]. Sums of g between two tokens are more precise than differences of G, and slower: only in fp32.
+
+    The exponents of later tokens are masked before the exponential, so nothing overflows.
+    """
+    index = tl.arange(0, CHUNK)
+    if IS_WIDE:
+        between = tl.cumsum(tl.where(index[:, None] > index[None, :], g[:, None], 0.0), 0)
+    else:
+        between = total[:, None] - total[None, :]
+    return tl.exp(tl.where(index[:, None] >= index[None, :], between, float("-inf")))
+
+
+# --- the inverse ---------------------------------------------------------------------------------
+
+
+@triton.jit
+def _invert_16(a):
+    """Return (I + a)^-1 for a strictly lower triangular matrix, by forward substitution, which is stable."""
+    index = tl.arange(0, 16)
+    x = tl.where(index[:, None] == index[None, :], 1.0, 0.0)
+    for j in range(15):
+        column = tl.sum(tl.where(index[None, :] == j, a, 0.0), 1)
+        row = tl.sum(tl.where(index[:, None] == j, x, 0.0), 0)
+        x -= column[:, None] * row[None, :]
+    return x
+
+
+@triton.jit
+def _quarters(a, SIZE: tl.constexpr):
+    """Return the blocks (1, 1), (2, 1) and (2, 2) of a matrix of 2 x 2 blocks."""
+    blocks = tl.permute(tl.reshape(a, [2, SIZE, 2, SIZE]), [1, 3, 0, 2])
+    left, right = tl.split(blocks)
+    a11, a21 = tl.split(left)
+    _, a22 = tl.split(right)
+    return a11, a21, a22
+
+
+@triton.jit
+def _join_inverse(x11, a21, x22, SIZE: tl.constexpr, PRECISION: tl.constexpr):
+    """Return the inverse of a block triangular matrix, given the inverses of its diagonal blocks."""
+    x21 = -tl.dot(tl.dot(x22, a21, input_precision=PRECISION), x11, input_precision=PRECISION)
+    blocks = tl.join(tl.join(x11, x21), tl.join(tl.zeros_like(x11), x22))
+    return tl.reshape(tl.permute(blocks, [2, 0, 3, 1]), [2 * SIZE, 2 * SIZE])
+
+
+@triton.jit
+def _invert_32(a, PRECISION: tl.constexpr):
+    a11, a21, a22 = _quarters(a, 16)
+    return _join_inverse(_invert_16(a11), a21, _invert_16(a22), 16, PRECISION)
+
+
+@triton.jit
+def invert_64(a, PRECISION: tl.constexpr):
+    """Return (I + a)^-1 for a strictly lower triangular matrix [64, 64] in fp32."""
+    a11, a21, a22 = _quarters(a, 32)
+    return _join_inverse(_invert_32(a11, PRECISION), a21, _invert_32(a22, PRECISION), 32, PRECISION)
+
+
+# --- chunks in parallel --------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["T", "chunks"])
+def chunk_pairs_kernel(
+    q_ptr, k_ptr, g_ptr, beta_ptr, chunks_ptr, bounds_ptr,  # rows, rows, rows, rows, [M, 2], [N + 1] or None
+    inverse_ptr, scores_ptr, vectors_ptr,  # [M, H, C, C], [M, H, C, C], [M, H, 8, C]
+    T, chunks, groups, stride_q, stride_k, stride_g, stride_beta, scale,
+    KEY_HEADS: tl.constexpr, KEY_SIZE: tl.constexpr, BLOCK_K: tl.constexpr,
+    NORMALISES: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Compute the inverse, the scores and the vectors of one chunk, for all heads that share a head of q and k."""
+    chunk, key_head = tl.program_id(0) // KEY_HEADS, tl.program_id(0) % KEY_HEADS
+    sample, first, end = rows_of_chunk(chunks_ptr, bounds_ptr, chunk, T, chunks)
+    if sample < 0:
+        return
+    index, cols = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K)
+    rows = first + index
+    q = load_tile(q_ptr + key_head * KEY_SIZE, first, end, stride_q, KEY_SIZE, cols)
+    k = load_tile(k_ptr + key_head * KEY_SIZE, first, end, stride_k, KEY_SIZE, cols)
+    q_factor, k_factor = norm_factor(q, NORMALISES) * scale, norm_factor(k, NORMALISES)
+    first_place = (chunk.to(tl.int64) * KEY_HEADS + key_head) * groups
+    queries = tl.dot(q, tl.trans(k), input_precision="ieee") * q_factor[:, None] * k_factor[None, :]
+    for i in range(groups):
+        head = key_head * groups + i
+        g = tl.load(g_ptr + rows * stride_g + head, rows < end, 0.0).to(tl.float32)
+        beta = tl.load(beta_ptr + rows * stride_beta + head, rows < end, 0.0).to(tl.float32)
+        total = tl.cumsum(g, 0)
+        pairs = pair_decays(g, total, k.dtype == tl.float32)
+        tl.store(scores_ptr + (first_place + i) * (CHUNK * CHUNK) + square_offsets(), queries * pairs)
+        vectors = vectors_ptr + (first_place + i) * (VECTORS * CHUNK) + index
+        decay = tl.exp(total)
+        # The last row of D is exp(G_L - G).
+        rest = tl.sum(tl.where(index[:, None] == CHUNK - 1, pairs, 0.0), 0)
+        tl.store(vectors + TOTAL * CHUNK, total)
+        tl.store(vectors + LOG_DECAY * CHUNK, g)
+        tl.store(vectors + BETA * CHUNK, beta)
+        tl.store(vectors + READ * CHUNK, decay * k_factor)
+        tl.store(vectors + REST * CHUNK, rest)
+        tl.store(vectors + WRITE * CHUNK, rest * k_factor)
+        tl.store(vectors + QUERY * CHUNK, decay * q_factor)
+    # A second loop, because the registers do not hold both products beside the blocks of an inverse.
+    keys = tl.dot(k, tl.trans(k), input_precision="ieee") * k_factor[:, None] * k_factor[None, :]
+    keys = tl.where(index[:, None] > index[None, :], keys, 0.0)
+    for i in range(groups):
+        head = key_head * groups + i
+        g = tl.load(g_ptr + rows * stride_g + head, rows < end, 0.0).to(tl.float32)
+        beta = tl.load(beta_ptr + rows * stride_beta + head, rows < end, 0.0).to(tl.float32)
+        system = beta[:, None] * keys * pair_decays(g, tl.cumsum(g, 0), k.dtype == tl.float32)
+        inverse = invert_64(system, PRECISION)
+        tl.store(inverse_ptr + (first_place + i) * (CHUNK * CHUNK) + square_offsets(), inverse)
+
+
+# --- the sequence of chunks ----------------------------------------------------------------------
+
+
+@triton.jit
+def chunks_of_sample(bounds_ptr, starts_ptr, sample, T, chunks):
+    """Return the first row of a sequence or of a packed sample, its end, its first chunk and its number of chunks."""
+    if bounds_ptr is None:
+        first, first_chunk, count = sample.to(tl.int64) * T, sample.to(tl.int64) * chunks, chunks
+        end = first + T
+    else:
+        first = tl.minimum(tl.load(bounds_ptr + sample), T).to(tl.int64)
+        end = tl.minimum(tl.load(bounds_ptr + sample + 1), T).to(tl.int64)
+        first_chunk = tl.load(starts_ptr + sample).to(tl.int64)
+        count = ((tl.maximum(end - first, 0) + CHUNK - 1) // CHUNK).to(tl.int32)
+    return first, end, first_chunk, count
+
+
+@triton.jit(do_not_specialize=["T", "chunks"])
+def forward_scan_kernel(
+    q_ptr, k_ptr, v_ptr, inverse_ptr, scores_ptr, vectors_ptr,
+    initial_ptr, bounds_ptr, starts_ptr,  # [N, H, Dk, Dv] fp32 or None, [N + 1] or None, [N] or None
+    o_ptr, last_ptr, states_ptr, updates_ptr,  # rows, [N, H, Dk, Dv] fp32, [M, H, Dk, Dv], rows; each may be None
+    T, chunks, stride_q, stride_k, stride_v,
+    HEADS: tl.constexpr, GROUPS: tl.constexpr, KEY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Compute a block of columns of o, of the states and of U, for one head of one sequence."""
+    blocks: tl.constexpr = (VALUE_SIZE + BLOCK_V - 1) // BLOCK_V
+    block, pid = tl.program_id(0) % blocks, tl.program_id(0) // blocks
+    head, sample = pid % HEADS, pid // HEADS
+    first, end, first_chunk, count = chunks_of_sample(bounds_ptr, starts_ptr, sample, T, chunks)
+    index, key_cols = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K)
+    cols = block * BLOCK_V + tl.arange(0, BLOCK_V)
+    q_ptr, k_ptr, v_ptr = (
+        q_ptr + head // GROUPS * KEY_SIZE,
+        k_ptr + head // GROUPS * KEY_SIZE,
+        v_ptr + head * VALUE_SIZE,
+    )
+    dtype: tl.constexpr = k_ptr.dtype.element_ty
+    state_offsets = key_cols[:, None] * VALUE_SIZE + cols[None, :]
+    state_mask = (key_cols[:, None] < KEY_SIZE) & (cols[None, :] < VALUE_SIZE)
+    state_place = pid.to(tl.int64) * (KEY_SIZE * VALUE_SIZE)
+    state = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
+    if initial_ptr is not None:
+        state += tl.load(initial_ptr + state_place + state_offsets, state_mask, 0.0)
+    for i in tl.range(0, count, num_stages=STAGES):
+        row = first + i * CHUNK
+        place = (first_chunk + i) * HEADS + head
+        k = load_tile(k_ptr, row, end, stride_k, KEY_SIZE, key_cols)
+        v = load_tile(v_ptr, row, end, stride_v, VALUE_SIZE, cols)
+        inverse = tl.load(inverse_ptr + place * (CHUNK * CHUNK) + square_offsets())
+        vectors = vectors_ptr + place * (VECTORS * CHUNK) + index
+        beta, read = tl.load(vectors + BETA * CHUNK), tl.load(vectors + READ * CHUNK)
+        write = tl.load(vectors + WRITE * CHUNK)
+        last_decay = tl.exp(tl.load(vectors_ptr + place * (VECTORS * CHUNK) + (TOTAL * CHUNK + CHUNK - 1)))
+        rounded_state = state.to(dtype)
+        if states_ptr is not None:
+            states = states_ptr + place * (KEY_SIZE * VALUE_SIZE)
+            tl.store(states + state_offsets, rounded_state, state_mask)
+        x = beta[:, None] * (v - read[:, None] * tl.dot(k, rounded_state, input_precision="ieee"))
+        updates = tl.dot(inverse, x.to(dtype), input_precision="ieee")
+        if updates_ptr is not None:
+            updates_rows = updates_ptr + head * VALUE_SIZE
+            store_tile(updates_rows, updates, row, end, HEADS * VALUE_SIZE, VALUE_SIZE, cols)
+        if o_ptr is not None:
+            q = load_tile(q_ptr, row, end, stride_q, KEY_SIZE, key_cols)
+            scores = tl.load(scores_ptr + place * (CHUNK * CHUNK) + square_offsets())
+            query = tl.load(vectors + QUERY * CHUNK)
+            o = query[:, None] * tl.dot(q, rounded_state, input_precision="ieee")
+            o = tl.dot(scores, updates.to(dtype), o, input_precision="ieee")
+            store_tile(o_ptr + head * VALUE_SIZE, o, row, end, HEADS * VALUE_SIZE, VALUE_SIZE, cols)
+        written = (write[:, None] * updates).to(dtype)
+        state = tl.dot(tl.trans(k), written, last_decay * state, input_precision="ieee")
+    if last_ptr is not None:
+        tl.store(last_ptr + state_place + state_offsets, state, state_mask)

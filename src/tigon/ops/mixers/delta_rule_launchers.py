@@ -1,0 +1,354 @@
+"""Launches of the gated delta rule's kernels, their parameters, and the self-check on each device.
+
+Triton has miscompiled kernels of this kind. Therefore the first call on a device with another dtype, other sizes of
+heads or other launch parameters first runs the kernels on a small problem, and compares all results with those of
+`delta_rule_chunks`. If they disagree, `delta_rule_chunks` computes such calls.
+"""
+
+import dataclasses
+import logging
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tigon.ops.mixers.delta_rule_chunks import (
+    CHUNK,
+    DeltaGradients,
+    DeltaInputs,
+    DeltaOptions,
+    chunked_backward,
+    chunked_forward,
+    count_chunks,
+    count_samples,
+)
+from tigon.ops.mixers.delta_rule_gradient_kernels import backward_scan_kernel, chunk_gradients_kernel
+from tigon.ops.mixers.delta_rule_kernels import VECTORS, chunk_list_kernel, chunk_pairs_kernel, forward_scan_kernel
+from tigon.runtime.compat.triton import triton
+from tigon.runtime.device import Device, cdiv, device_of, next_power_of_2
+from tigon.runtime.launch import in_order, launch, launcher, may_wait
+from tigon.runtime.rows import dense_rows
+from tigon.runtime.tuning import LaunchConfig
+
+_log = logging.getLogger("tigon")
+
+# Wider heads do not fit into the registers.
+MAX_SIZE = 256
+# The offsets of 64 rows take 32 bits. Rows that are further apart are copied.
+MAX_STRIDE = 2**24
+
+
+# --- configuration -------------------------------------------------------------------------------
+
+
+class DeltaProblem(NamedTuple):
+    """The sizes that the launch parameters depend on. The number of tokens and of sequences is not among them."""
+
+    key_size: int
+    value_size: int
+    # Bytes of an element of q, k and v.
+    itemsize: int
+
+
+# The columns of a block of the state, the warps and the stages of the scans; and the columns, the warps and the stages
+# of the kernel of the other gradients. The first number is the largest size of a head of q and k. These rows are
+# estimates from registers and shared memory, and no measurement has confirmed them.
+HALF_LADDER = ((64, (32, 4, 2, 32, 4, 1)), (128, (32, 4, 2, 32, 8, 1)), (256, (32, 8, 1, 32, 8, 1)))
+WIDE_LADDER = ((64, (32, 4, 1, 32, 8, 1)), (128, (16, 4, 1, 16, 8, 1)), (256, (16, 8, 1, 16, 8, 1)))
+
+
+@dataclass(frozen=True)
+class DeltaConfig(LaunchConfig):
+    """Launch parameters of the kernels."""
+
+    # The kernel that computes the inverses and the scores: its warps, and how it multiplies fp32 blocks of an inverse.
+    # Three products in TF32 are as precise as one in fp32, and take fewer registers.
+    pairs_warps: int
+    inverse_precision: str
+    # The scans over the chunks: columns of the state, warps, and stages of the pipeline.
+    scan_block_v: int
+    scan_warps: int
+    scan_stages: int
+    # The kernel of dq, dk, dg and dbeta: columns of v at a time, warps, and stages of the pipeline.
+    gradient_block_v: int
+    gradient_warps: int
+    gradient_stages: int
+
+    @staticmethod
+    def heuristic(problem: DeltaProblem, device: Device) -> "DeltaConfig":
+        """Return the parameters for heads of up to `MAX_SIZE` features."""
+        ladder = HALF_LADDER if problem.itemsize == 2 else WIDE_LADDER
+        row = next(row for limit, row in ladder if problem.key_size <= limit)
+        scan_block, scan_warps, scan_stages, gradient_block, gradient_warps, gradient_stages = row
+        most_columns = max(16, next_power_of_2(problem.value_size))
+        has_room = device.shared_memory >= 160 * 1024
+        return DeltaConfig(
+            pairs_warps=4 if problem.key_size <= 128 else 8,
+            inverse_precision="ieee",
+            scan_block_v=min(scan_block, most_columns),
+            scan_warps=min(scan_warps, device.max_warps),
+            scan_stages=scan_stages if has_room else 1,
+            gradient_block_v=min(gradient_block, most_columns),
+            gradient_warps=min(gradient_warps, device.max_warps),
+            gradient_stages=gradient_stages if has_room else 1,
+        )
+
+
+def choose_config(inputs: DeltaInputs) -> DeltaConfig:
+    """Return the launch parameters for these inputs."""
+    q, v = inputs.q, inputs.v
+    return DeltaConfig.choose(DeltaProblem(q.shape[3], v.shape[3], q.element_size()), device_of(q))
+
+
+def fits_kernels(inputs: DeltaInputs) -> bool:
+    """Return whether the kernels compute heads of these sizes, and there is something to compute."""
+    return max(inputs.q.shape[3], inputs.v.shape[3]) <= MAX_SIZE and inputs.q.shape[0] * inputs.q.shape[1] > 0
+
+
+# --- launches ------------------------------------------------------------------------------------
+
+
+class _Launch:
+    """The arguments that the kernels share: rows of the inputs, sizes, and the chunks of packed samples."""
+
+    def __init__(self, inputs: DeltaInputs, options: DeltaOptions) -> None:
+        q, _, v, *_, bounds = inputs
+        self.config, self.options = choose_config(inputs), options
+        self.samples, self.chunks = count_samples(inputs), count_chunks(inputs)
+        self.key_heads, self.heads, self.key_size, self.value_size = (
+            *q.shape[2:3],
+            *v.shape[2:3],
+            q.shape[3],
+            v.shape[3],
+        )
+        self.groups = self.heads // self.key_heads
+        self.total_chunks = self.chunks * (q.shape[0] if bounds is None else 1)
+        self.block_k = max(16, next_power_of_2(self.key_size))
+        self.like, self.tokens = q, q.shape[1]
+        self.rows: dict[str, Tensor] = {}
+        self.strides: dict[str, int] = {}
+        for name in ("q", "k", "v", "g", "beta"):
+            self.add_rows(name, getattr(inputs, name))
+        self.bounds = None if bounds is None else bounds.contiguous()
+        self.list: Any = None
+        self.starts: Any = None
+        if bounds is not None:
+            self.list = q.new_empty((self.chunks, 2), dtype=torch.int32)
+            self.starts = q.new_empty((self.samples,), dtype=torch.int32)
+            launch(
+                chunk_list_kernel, self.chunks,
+                *in_order(chunk_list_kernel)(
+                    bounds_ptr=self.bounds, chunks_ptr=self.list, starts_ptr=self.starts, N=self.samples, T=self.tokens
+                ),
+                BLOCK_N=128, num_warps=1,
+            )  # fmt: skip
+
+    def add_rows(self, name: str, x: Tensor) -> None:
+        """Store the rows of x [B, T, ...], whose other dimensions are dense, and their stride."""
+        rows, stride = dense_rows(x.flatten(2) if x.dim() > 3 else x)
+        if stride >= MAX_STRIDE:
+            rows, stride = dense_rows(rows.contiguous())
+        self.rows[f"{name}_ptr"], self.strides[f"stride_{name}"] = rows, stride
+
+    def arguments(self, *names: str) -> dict[str, Any]:
+        """Return the rows of these tensors, their strides and the sizes, by the names of the kernels' parameters."""
+        rows = {f"{name}_ptr": self.rows[f"{name}_ptr"] for name in names}
+        strides = {f"stride_{name}": self.strides[f"stride_{name}"] for name in names}
+        return rows | strides | {"T": self.tokens, "chunks": self.chunks, "bounds_ptr": self.bounds}
+
+    def states(self, dtype: torch.dtype) -> Tensor:
+        """Allocate one state of each sequence and head."""
+        return self.like.new_empty((self.samples, self.heads, self.key_size, self.value_size), dtype=dtype)
+
+    def chunk_states(self) -> Tensor:
+        """Allocate one state of each chunk and head, in the dtype of q."""
+        return self.like.new_empty((self.total_chunks, self.heads, self.key_size, self.value_size))
+
+    def scan_constants(self) -> dict[str, Any]:
+        return {
+            "HEADS": self.heads, "GROUPS": self.groups,
+            "KEY_SIZE": self.key_size, "VALUE_SIZE": self.value_size,
+            "BLOCK_K": self.block_k, "BLOCK_V": self.config.scan_block_v,
+            "STAGES": self.config.scan_stages, "num_warps": self.config.scan_warps,
+        }  # fmt: skip
+
+    @property
+    def scan_programs(self) -> int:
+        return self.samples * self.heads * cdiv(self.value_size, self.config.scan_block_v)
+
+    def compute_pairs(self) -> dict[str, Tensor]:
+        """Return the inverses, the scores and the vectors of all chunks."""
+        places = self.total_chunks, self.heads
+        pairs = {
+            "inverse_ptr": self.like.new_empty((*places, CHUNK, CHUNK)),
+            "scores_ptr": self.like.new_empty((*places, CHUNK, CHUNK)),
+            "vectors_ptr": self.like.new_empty((*places, VECTORS.value, CHUNK), dtype=torch.float32),
+        }
+        launch(
+            chunk_pairs_kernel, self.total_chunks * self.key_heads,
+            *in_order(chunk_pairs_kernel)(
+                **self.arguments("q", "k", "g", "beta"), **pairs, chunks_ptr=self.list, groups=self.groups,
+                scale=self.options.scale,
+            ),
+            KEY_HEADS=self.key_heads, KEY_SIZE=self.key_size, BLOCK_K=self.block_k, NORMALISES=self.options.normalises,
+            PRECISION=self.config.inverse_precision, num_warps=self.config.pairs_warps,
+        )  # fmt: skip
+        return pairs
+
+    def scan_forward(self, pairs: dict[str, Tensor], initial_state: Tensor | None, **outputs: Tensor | None) -> None:
+        """Write o, the last states, the states before all chunks and U, each if there is a tensor for it."""
+        initial = None if initial_state is None else initial_state.float().contiguous()
+        launch(
+            forward_scan_kernel, self.scan_programs,
+            *in_order(forward_scan_kernel)(
+                **self.arguments("q", "k", "v"), **pairs, initial_ptr=initial, starts_ptr=self.starts,
+                **{f"{name}_ptr": outputs.get(name) for name in ("o", "last", "states", "updates")},
+            ),
+            **self.scan_constants(),
+        )  # fmt: skip
+
+
+def _empty_forward(inputs: DeltaInputs, options: DeltaOptions) -> tuple[Tensor, Any]:
+    """Allocate what `delta_rule_forward` returns."""
+    q, v = inputs.q, inputs.v
+    o = torch.empty_like(v, memory_format=torch.contiguous_format)
+    shape = count_samples(inputs), v.shape[2], q.shape[3], v.shape[3]
+    return o, q.new_empty(shape, dtype=torch.float32) if options.returns_state else None
+
+
+@launcher(fake=_empty_forward)
+def delta_rule_forward(like: Tensor, inputs: DeltaInputs, options: DeltaOptions) -> tuple[Tensor, Tensor]:
+    """Return o [B, T, H, Dv] and, if requested, the last states in fp32. `like` is any tensor on the device."""
+    if not kernels_agree(inputs, options):
+        o, last_state = chunked_forward(inputs, options)
+        return o, last_state
+    o, last_state = _empty_forward(inputs, options)
+    run = _Launch(inputs, options)
+    run.scan_forward(run.compute_pairs(), inputs.initial_state, o=o, last=last_state)
+    return o, last_state
+
+
+class NeededDeltaGradients(NamedTuple):
+    """True for each kind of gradients that the backward computes. dv costs no kernel of its own."""
+
+    # dq, dk, dg or dbeta.
+    others: bool
+    initial_state: bool
+
+
+def _empty_backward(inputs: DeltaInputs, needs: NeededDeltaGradients) -> DeltaGradients:
+    """Allocate the gradients that are needed. The others are None."""
+    empty = lambda x: torch.empty_like(x, memory_format=torch.contiguous_format)
+    q, k, v, g, beta, initial_state, _ = inputs
+    dq, dk, dg, dbeta = (empty(x) if needs.others else None for x in (q, k, g, beta))
+    dinitial = empty(initial_state) if needs.initial_state and initial_state is not None else None
+    return DeltaGradients(dq, dk, empty(v), dg, dbeta, dinitial)
+
+
+@launcher(fake=_empty_backward)
+def delta_rule_backward(
+    do: Tensor, dlast_state: Tensor | None, inputs: DeltaInputs, options: DeltaOptions, needs: NeededDeltaGradients
+) -> DeltaGradients:
+    """Return the gradients of the inputs. Gradients that are not needed are None."""
+    if not kernels_agree(inputs, options):
+        gradients = chunked_backward(do, dlast_state, inputs, options)
+        names = _empty_backward(inputs, needs)._asdict()
+        return gradients._replace(**{name: None for name, x in names.items() if x is None})
+    results = _empty_backward(inputs, needs)
+    run = _Launch(inputs, options)
+    run.add_rows("do", do)
+    pairs, states, dstates = run.compute_pairs(), run.chunk_states(), run.chunk_states()
+    updates, dx = (torch.empty_like(inputs.v, memory_format=torch.contiguous_format) for _ in range(2))
+    run.scan_forward(pairs, inputs.initial_state, states=states, updates=updates)
+    initial = results.dinitial_state
+    dinitial = initial if initial is None or initial.dtype == torch.float32 else run.states(torch.float32)
+    launch(
+        backward_scan_kernel, run.scan_programs,
+        *in_order(backward_scan_kernel)(
+            **run.arguments("q", "k", "do"), **pairs, starts_ptr=run.starts,
+            dlast_ptr=None if dlast_state is None else dlast_state.float().contiguous(),
+            dx_ptr=dx, dv_ptr=results.dv, dstates_ptr=dstates, dinitial_ptr=dinitial,
+        ),
+        **run.scan_constants(),
+    )  # fmt: skip
+    if initial is not None and dinitial is not None and dinitial is not initial:
+        initial.copy_(dinitial)
+    if needs.others:
+        config = run.config
+        launch(
+            chunk_gradients_kernel, run.total_chunks * run.key_heads,
+            *in_order(chunk_gradients_kernel)(
+                **run.arguments("q", "k", "v", "do"), vectors_ptr=pairs["vectors_ptr"], chunks_ptr=run.list,
+                groups=run.groups, width=run.value_size,
+                states_ptr=states, dstates_ptr=dstates, updates_ptr=updates, dx_ptr=dx, scale=options.scale,
+                dq_ptr=results.dq, dk_ptr=results.dk, dg_ptr=results.dg, dbeta_ptr=results.dbeta,
+            ),
+            KEY_HEADS=run.key_heads, KEY_SIZE=run.key_size, VALUE_SIZE=run.value_size, BLOCK_K=run.block_k,
+            BLOCK_V=config.gradient_block_v,
+            NORMALISES=options.normalises, STAGES=config.gradient_stages, num_warps=config.gradient_warps,
+        )  # fmt: skip
+    return results
+
+
+# --- the self-check ------------------------------------------------------------------------------
+
+# The verdict for each device, dtype, sizes of heads and launch parameters.
+_verdicts: dict[tuple, bool] = {}
+# The root mean square of the errors that the check allows, relative to that of the results. Products of rounded factors
+# cause 0.5 % in bf16. A wrong kernel causes much more.
+MAX_ERROR = 0.05
+
+
+def kernels_agree(inputs: DeltaInputs, options: DeltaOptions) -> bool:
+    """Return whether the kernels that these inputs need passed the self-check on their device.
+
+    The first call at which the host may wait runs the check. Until then, and in the interpreter, the answer is True.
+    """
+    q, v = inputs.q, inputs.v
+    if q.get_device() < 0:
+        return True
+    config = dataclasses.astuple(choose_config(inputs))
+    groups = v.shape[2] // q.shape[2]
+    key = q.get_device(), q.dtype, q.shape[3], v.shape[3], groups, options.normalises, config
+    verdict = _verdicts.get(key)
+    if verdict is None:
+        if not may_wait():
+            return True
+        # The check itself calls the launchers.
+        _verdicts[key] = True
+        verdict = _verdicts[key] = check_kernels(q, v.shape[3], groups, options.normalises)
+        if not verdict:
+            _log.warning(
+                "On device %s, Triton %s compiles kernels of gated_delta_rule that are wrong for %s heads of %d and %d "
+                "features. PyTorch code computes them, correctly but slowly.",
+                q.device, triton.__version__, q.dtype, q.shape[3], v.shape[3],
+            )  # fmt: skip
+    return verdict
+
+
+@torch.no_grad()
+def check_kernels(like: Tensor, value_size: int, groups: int, normalises: bool) -> bool:
+    """Return whether the kernels compute what `delta_rule_chunks` computes: two chunks, a tail, and all gradients."""
+    size, tokens = like.shape[3], 2 * CHUNK + 5
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda *shape: torch.randn(shape, generator=generator)
+    q, k = draw(1, tokens, 1, size), draw(1, tokens, 1, size) * (1.0 if normalises else size**-0.5)
+    v, do = draw(1, tokens, groups, value_size), draw(1, tokens, groups, value_size)
+    g, beta = -draw(1, tokens, groups).abs(), draw(1, tokens, groups).sigmoid()
+    state, dstate = draw(1, groups, size, value_size), draw(1, groups, size, value_size)
+    options = DeltaOptions(size**-0.5, normalises, True)
+    rounded = [x.to(like.dtype) for x in (q, k, v, g, beta, state, do, dstate)]
+    try:
+        *tensors, do, dstate = rounded
+        inputs = DeltaInputs._make([*tensors, None])
+        expected = (*chunked_forward(inputs, options), *chunked_backward(do, dstate, inputs, options))
+        *tensors, do, dstate = (x.to(like.device) for x in rounded)
+        inputs = DeltaInputs._make([*tensors, None])
+        outputs = delta_rule_forward(inputs.q, inputs, options)
+        gradients = delta_rule_backward(do, dstate, inputs, options, NeededDeltaGradients(True, True))
+        pairs = [(x.float().cpu(), y.float()) for x, y in zip((*outputs, *gradients), expected, strict=True)]
+    except Exception:
+        _log.debug("The self-check of gated_delta_rule raised on device %s.", like.device, exc_info=True)
+        return False
+    return all(bool((x - y).square().mean() <= MAX_ERROR**2 * y.square().mean()) for x, y in pairs)
