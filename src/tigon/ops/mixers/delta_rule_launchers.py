@@ -342,12 +342,13 @@ def check_kernels(like: Tensor, value_size: int, groups: int, normalises: bool) 
     try:
         *tensors, do, dstate = rounded
         inputs = DeltaInputs._make([*tensors, None])
-        expected = (*chunked_forward(inputs, options), *chunked_backward(do, dstate, inputs, options))
+        expected: tuple[Any, ...] = (*chunked_forward(inputs, options), *chunked_backward(do, dstate, inputs, options))
         *tensors, do, dstate = (x.to(like.device) for x in rounded)
         inputs = DeltaInputs._make([*tensors, None])
         outputs = delta_rule_forward(inputs.q, inputs, options)
         gradients = delta_rule_backward(do, dstate, inputs, options, NeededDeltaGradients(True, True))
-        pairs = [(x.float().cpu(), y.float()) for x, y in zip((*outputs, *gradients), expected, strict=True)]
+        actual: tuple[Any, ...] = (*outputs, *gradients)
+        pairs = [(x.float().cpu(), y.float()) for x, y in zip(actual, expected, strict=True)]
     except Exception:
         _log.debug("The self-check of gated_delta_rule raised on device %s.", like.device, exc_info=True)
         return False
