@@ -26,7 +26,7 @@ from tigon.cli.output import write_json
 from tigon.runtime.device import runs_kernels
 
 # The last package decides which kernels Liger runs.
-PEERS = ("unsloth", "cut-cross-entropy", "fla-core", "quack-kernels", "nvidia-cutlass-dsl")
+PEERS = ("unsloth", "cut-cross-entropy", "fla-core", "causal-conv1d", "quack-kernels", "nvidia-cutlass-dsl")
 NO_KERNELS = " (no kernels run here: the rows of Tigon measure its references in torch)"
 
 

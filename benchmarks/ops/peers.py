@@ -1,4 +1,4 @@
-"""Calls of the peers for a case: Liger, Quack, fla (flash-linear-attention), cut-cross-entropy, TRL, torch's fused ops.
+"""Calls of the peers for a case: Liger, Quack, fla, causal-conv1d, cut-cross-entropy, TRL, torch's fused ops.
 
 A loader takes a case and returns a call. It imports its package, and raises `ImportError` if that is not installed and
 `Unsupported` if the peer cannot compute the case.
