@@ -15,9 +15,9 @@ from hf.tiny import TYPES, VOCABULARY, WITHOUT, tiny_model  # noqa: E402
 # `make test` trains these types, and `make test-thorough` the others. Together they show every kind of recipe and every
 # kind of reason why a module is not replaced.
 TRAINED = """
-    axk2 bitnet blt cohere2 dbrx deepseek_v3 deepseek_v4 ernie4_5 gemma3n_text glm got_ocr2 gpt_oss granitemoehybrid
-    kimi_linear llama4_text modernbert-decoder nanochat nemotron nemotron_h olmo olmo2 phi4_multimodal qwen3_next
-    seed_oss xlstm zamba
+    bitnet blt cohere dbrx deepseek_v4 ernie4_5_moe falcon_mamba gemma4_unified glm4 gpt_neox gpt_oss gptj
+    granitemoehybrid kimi_linear llama4 longcat_flash minimax_m3_vl_text modernbert-decoder nanochat nemotron nemotron_h
+    olmo qwen3_5_moe_text recurrent_gemma seed_oss xglm xlstm youtu zamba
 """.split()  # noqa: SIM905
 
 

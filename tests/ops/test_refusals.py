@@ -123,24 +123,15 @@ FUNCTIONS: dict[str, dict[str, object]] = {
     "glu_mlp": MLP,
     "fp8_linear": {"x": _parameter(4, 16), "weight": _parameter(32, 16), "bias": _parameter(32)},
     "mlp": {
-        "x": X,
-        "up_weight": _parameter(6, 8),
-        "down_weight": _parameter(8, 6),
-        "up_bias": _parameter(6),
+        "x": X, "up_weight": _parameter(6, 8), "down_weight": _parameter(8, 6), "up_bias": _parameter(6),
         "down_bias": _parameter(8),
     },
     "moe_mlp": MOE | {"up_bias": _parameter(3, 8), "down_bias": _parameter(3, 8)},
     "load_balancing_loss": {
-        "router_logits": _parameter(4, 8),
-        "num_experts": 8,
-        "top_k": 2,
-        "attention_mask": _index(4, high=2),
+        "router_logits": _parameter(4, 8), "num_experts": 8, "top_k": 2, "attention_mask": _index(4, high=2)
     },
-    "lora_moe_mlp": MOE
-    | {
-        "up_a": _parameter(3, 2, 8),
-        "up_b": _parameter(3, 8, 2),
-        "down_a": _parameter(3, 2, 4),
+    "lora_moe_mlp": MOE | {
+        "up_a": _parameter(3, 2, 8), "up_b": _parameter(3, 8, 2), "down_a": _parameter(3, 2, 4),
         "down_b": _parameter(3, 8, 2),
     },
     "rope": ROPE,
@@ -148,10 +139,7 @@ FUNCTIONS: dict[str, dict[str, object]] = {
     "cross_entropy": {"input": LOGITS, "target": TARGET, "weight": _randn(8), "inplace": True},
     "linear_cross_entropy": LINEAR | {"linear_bias": _parameter(10), "weight": _randn(10), "accumulate_grad": True},
     "linear_log_probs": {
-        "hidden": X,
-        "weight": _parameter(10, 8),
-        "targets": TARGET,
-        "bias": _parameter(10),
+        "hidden": X, "weight": _parameter(10, 8), "targets": TARGET, "bias": _parameter(10),
         "extra_targets": _index(4, 3),
     },
     "kl_div": DISTRIBUTIONS,
@@ -161,7 +149,7 @@ FUNCTIONS: dict[str, dict[str, object]] = {
     "AdamW": {"params": [_parameter(3)]},
     "Muon": {"params": [_parameter(3, 4)]},
     "muon_groups": {"model": torch.nn.Linear(4, 3)},
-}
+}  # fmt: skip
 for workload in WORKLOADS.values():
     if workload.name in set(tigon.__all__) - set(FUNCTIONS):
         sizes = (4, 8) if len(workload.legend.split(" x ")) == 2 else workload.test_variants[0].sizes
