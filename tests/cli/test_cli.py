@@ -158,14 +158,6 @@ def test_an_example_begins_its_work(example, monkeypatch, tmp_path):
     assert begin_work(example, monkeypatch, tmp_path) in (None, 0)
 
 
-@pytest.mark.thorough
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("example", [example for example in EXAMPLES if example.startswith("tigon plan")])
-def test_an_example_of_plan_finds_a_level_that_fits(run, example):
-    pytest.importorskip("peft")
-    assert run(*example.split()[1:]).exit_code == 0
-
-
 @pytest.mark.parametrize("name", ["gemma-2-2b", "tiny"])
 @pytest.mark.parametrize(
     "command",

@@ -112,18 +112,15 @@ def test_the_report_of_a_restored_type_says_which_models_stay_patched(make_model
 
 # One model of each kind of architecture, with the options of `tigon.patch` and a change before the patch.
 FAMILIES = {
-    "dense": ("llama", {}),
     "gemma": ("gemma2", {}),
     "partial rope": ("glm", {}),
     "experts": ("mixtral", {}),
     "hybrid": ("qwen3_next", {}),
     "adapters": ("llama", {"memory": "lean+mlp"}),
-    "fp8": ("llama", {"fp8": "tensorwise"}),
-    "checkpoint": ("llama", {"memory": "checkpoint+attention"}),
-    "accuracy": ("llama", {"return_token_accuracy": True}),
-    "padding": ("llama", {"pad_to": 16}),
+    "fp8 and padding": ("llama", {"fp8": "tensorwise", "pad_to": 16}),
+    "checkpoint and accuracy": ("llama", {"memory": "checkpoint+attention", "return_token_accuracy": True}),
 }
-# `make test` runs this one, whose model has every kind of module of the dense one too.
+# `make test` runs this one, whose model has adapters beside every kind of module of a dense one.
 QUICK = "adapters"
 families = pytest.mark.parametrize(
     "family", [name if name == QUICK else pytest.param(name, marks=pytest.mark.thorough) for name in FAMILIES]

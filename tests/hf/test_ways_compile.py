@@ -23,9 +23,9 @@ def assert_close_to_stock(actual: dict, expected: dict) -> None:
     assert_same({name.removeprefix("_orig_mod."): value for name, value in actual.items()}, expected)
 
 
+# The test below compiles Qwen3, whose queries and keys have norms.
 @pytest.mark.parametrize(
-    "model_type",
-    ["llama", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("qwen2", "qwen3", "gemma2", "phi3"))],
+    "model_type", ["llama", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("gemma2", "phi3"))]
 )
 def test_no_type_breaks_the_graph(make_model, model_type, batch, step):
     model, stock = (make_model(model_type, **ONE_LAYER) for _ in range(2))

@@ -204,10 +204,9 @@ def count_in_profile(call) -> tuple[list, int]:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("level", "calls"), [("checkpoint+attention", 2), ("checkpoint", 3)])
-def test_the_graph_of_a_model_saves_the_outputs(level, calls):
+def test_the_graph_of_a_model_saves_the_outputs():
     torch._dynamo.reset()
-    model = make_model(level, num_hidden_layers=2)
+    model = make_model("checkpoint+attention", num_hidden_layers=2)
     compiled = torch.compile(model, backend="aot_eager_decomp_partition", fullgraph=True)
 
     def run() -> list:
@@ -218,7 +217,8 @@ def test_the_graph_of_a_model_saves_the_outputs(level, calls):
 
     run()
     results, count = count_in_profile(run)
-    assert count == calls
+    # Each layer calls it once. At the level "checkpoint", the first layer would call it again.
+    assert count == 2
     for a, b in zip(results, step(make_model("default", num_hidden_layers=2)), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
     torch._dynamo.reset()

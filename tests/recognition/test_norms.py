@@ -15,6 +15,7 @@ from tigon.recognition.parts.mlps import recognise_glu
 from tigon.recognition.parts.norm_recipes import Gate, LayerNormRecipe, RMSNormRecipe
 from tigon.recognition.parts.norms import recognise_norm
 from tigon.recognition.parts.rope import recognise_rope
+from tigon.recognition.replacement import installed_recipe
 
 DIFFERENT = "computes something else than rms_norm or layer_norm"
 
@@ -329,10 +330,10 @@ def assert_changes_have_their_stock_effect(norm: nn.Module, attributes: dict[str
 @pytest.mark.sampled(5)
 def test_a_changed_epsilon_has_its_stock_effect(expression, attributes):
     norm = with_epsilon(expression, **attributes)
-    recipe = recognise_norm(norm)
+    assert tigon.patch(norm)
+    recipe = installed_recipe(norm)
     assert isinstance(recipe, RMSNormRecipe), recipe
     assert recipe.eps == 1e-6
-    tigon.patch(norm)
     assert_changes_have_their_stock_effect(norm, attributes)
 
 
