@@ -5,7 +5,6 @@ heads or other launch parameters first runs the kernels on a small problem, and 
 `delta_rule_chunks`. If they disagree, `delta_rule_chunks` computes such calls.
 """
 
-import dataclasses
 import logging
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -26,10 +25,10 @@ from tigon.ops.mixers.delta_rule_chunks import (
 from tigon.ops.mixers.delta_rule_gradient_kernels import backward_scan_kernel, chunk_gradients_kernel
 from tigon.ops.mixers.delta_rule_kernels import VECTORS, chunk_list_kernel, chunk_pairs_kernel, forward_scan_kernel
 from tigon.runtime.compat.triton import triton
-from tigon.runtime.device import Device, cdiv, device_of, next_power_of_2
+from tigon.runtime.device import Device, cdiv, device_kind, device_of, next_power_of_2
 from tigon.runtime.launch import in_order, launch, launcher, may_wait
 from tigon.runtime.rows import dense_rows
-from tigon.runtime.tuning import LaunchConfig
+from tigon.runtime.tuning import LaunchConfig, rung
 
 _log = logging.getLogger("tigon")
 
@@ -47,23 +46,20 @@ class DeltaProblem(NamedTuple):
 
     key_size: int
     value_size: int
-    # Bytes of an element of q, k and v.
-    itemsize: int
 
 
 # The columns of a block of the state, the warps and the stages of the scans; and the columns, the warps and the stages
 # of the kernel of the other gradients. The first number is the largest size of a head of q and k. These rows are
 # estimates from registers and shared memory, and no measurement has confirmed them.
-HALF_LADDER = ((64, (32, 4, 2, 32, 4, 1)), (128, (32, 4, 2, 32, 8, 1)), (256, (32, 8, 1, 32, 8, 1)))
-WIDE_LADDER = ((64, (32, 4, 1, 32, 8, 1)), (128, (16, 4, 1, 16, 8, 1)), (256, (16, 8, 1, 16, 8, 1)))
+LADDER = ((64, (32, 4, 2, 32, 4, 1)), (128, (32, 4, 2, 32, 8, 1)), (256, (32, 8, 1, 32, 8, 1)))
 
 
 @dataclass(frozen=True)
 class DeltaConfig(LaunchConfig):
     """Launch parameters of the kernels."""
 
-    # The kernel that computes the inverses and the scores: its warps, and how it multiplies fp32 blocks of an inverse.
-    # Three products in TF32 are as precise as one in fp32, and take fewer registers.
+    # The kernel that computes the inverses and the scores: its warps, and how it multiplies fp32 blocks of an inverse
+    # ("ieee" or "tf32x3").
     pairs_warps: int
     inverse_precision: str
     # The scans over the chunks: columns of the state, warps, and stages of the pipeline.
@@ -78,9 +74,8 @@ class DeltaConfig(LaunchConfig):
     @staticmethod
     def heuristic(problem: DeltaProblem, device: Device) -> "DeltaConfig":
         """Return the parameters for heads of up to `MAX_SIZE` features."""
-        ladder = HALF_LADDER if problem.itemsize == 2 else WIDE_LADDER
-        row = next(row for limit, row in ladder if problem.key_size <= limit)
-        scan_block, scan_warps, scan_stages, gradient_block, gradient_warps, gradient_stages = row
+        numbers = rung(LADDER, problem.key_size)
+        scan_block, scan_warps, scan_stages, gradient_block, gradient_warps, gradient_stages = numbers
         most_columns = max(16, next_power_of_2(problem.value_size))
         has_room = device.shared_memory >= 160 * 1024
         return DeltaConfig(
@@ -98,12 +93,18 @@ class DeltaConfig(LaunchConfig):
 def choose_config(inputs: DeltaInputs) -> DeltaConfig:
     """Return the launch parameters for these inputs."""
     q, v = inputs.q, inputs.v
-    return DeltaConfig.choose(DeltaProblem(q.shape[3], v.shape[3], q.element_size()), device_of(q))
+    return DeltaConfig.choose(DeltaProblem(q.shape[3], v.shape[3]), device_of(q))
 
 
 def fits_kernels(inputs: DeltaInputs) -> bool:
-    """Return whether the kernels compute heads of these sizes, and there is something to compute."""
-    return max(inputs.q.shape[3], inputs.v.shape[3]) <= MAX_SIZE and inputs.q.shape[0] * inputs.q.shape[1] > 0
+    """Return whether the kernels compute heads of these sizes and this dtype, and there is something to compute.
+
+    In fp32, the tiles fit neither into the registers nor into the shared memory of a GPU: on Hopper, a thread would
+    spill 7 KB, and the compiler would take minutes. Only the interpreter runs the kernels in fp32.
+    """
+    q, v = inputs.q, inputs.v
+    has_room = q.element_size() == 2 or device_kind(q) != "cuda"
+    return has_room and max(q.shape[3], v.shape[3]) <= MAX_SIZE and q.shape[0] * q.shape[1] > 0
 
 
 # --- launches ------------------------------------------------------------------------------------
@@ -308,9 +309,8 @@ def kernels_agree(inputs: DeltaInputs, options: DeltaOptions) -> bool:
     q, v = inputs.q, inputs.v
     if q.get_device() < 0:
         return True
-    config = dataclasses.astuple(choose_config(inputs))
     groups = v.shape[2] // q.shape[2]
-    key = q.get_device(), q.dtype, q.shape[3], v.shape[3], groups, options.normalises, config
+    key = q.get_device(), q.dtype, q.shape[3], v.shape[3], groups, options.normalises, choose_config(inputs)
     verdict = _verdicts.get(key)
     if verdict is None:
         if not may_wait():
