@@ -72,6 +72,8 @@ def assert_as_accurate_as_stock(inputs, dtype: torch.dtype, **options) -> None:
     for name, x in actual.items():
         assert x.dtype == eager[name].dtype, name
         size = exact[name].abs().max().item() if name in ("g", "beta", "state") else 0.0
+        # The gradient of a gate is a sum over the features of a head, whose rounded terms are of the order of 1.
+        size = max(size, inputs["v"].shape[3] ** 0.5) if name in ("g", "beta") else size
         assert_accurate(x.to(dtype), eager[name].to(dtype), exact[name], smallest=size, msg=name)
 
 
@@ -102,11 +104,12 @@ def test_chunks_compute_what_transformers_computes():
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("tokens", [1, 64, 130])
+@pytest.mark.parametrize("tokens", [1, 63, 64, 65, 130])
 @pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
 @pytest.mark.sampled(in_interpreter=4)
 def test_the_rule_is_as_accurate_as_transformers(tokens, heads, dtype):
-    assert_as_accurate_as_stock(make_inputs(tokens=tokens, heads=heads, sizes=(32, 16), dtype=dtype), dtype)
+    # A block of keys with a mask, and a last block of values that is half full.
+    assert_as_accurate_as_stock(make_inputs(tokens=tokens, heads=heads, sizes=(24, 48), dtype=dtype), dtype)
 
 
 STRENGTHS = {"strong decay": ("g", -50.0), "no decay": ("g", 0.0), "beta 0": ("beta", 0.0), "beta 1": ("beta", 1.0)}
