@@ -1,4 +1,4 @@
-"""Text to train on: the sources of the Python standard library, which every machine has.
+"""Text to train on: by default the sources of the Python standard library, which every machine has.
 
 A BPE that is trained on the text tokenises it. The tokens are cached in a file, `bpe-<hash of the text>-<vocabulary>`.
 """
@@ -52,18 +52,30 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tigon"
 
 
-def read_text() -> Corpus:
-    """Return the sources of the Python standard library, without its tests, in the order of their paths."""
-    root = Path(sysconfig.get_paths()["stdlib"])
+def read_text(source: Path | None = None) -> Corpus:
+    """Return the text of a file, of all text files in a folder, or (None) of the Python standard library's sources.
+
+    Hidden files and files with a zero byte are left out. Bytes that are not UTF-8 become replacement characters.
+
+    Raises:
+        ValueError: `source` does not exist, or has no text.
+    """
+    name = str(source) if source else f"Python {sysconfig.get_python_version()} standard library"
+    root = source or Path(sysconfig.get_paths()["stdlib"])
+    skipped = set() if source else _SKIPPED_FOLDERS
     documents: list[str] = []
     characters_left = MAX_CHARACTERS
-    for path in sorted(root.rglob("*.py")):
-        if _SKIPPED_FOLDERS.isdisjoint(path.relative_to(root).parts):
-            text = path.read_text("utf-8", errors="replace")[:characters_left]
-            if text.strip():
-                documents.append(text)
-                characters_left -= len(text)
-    return Corpus(f"Python {sysconfig.get_python_version()} standard library", documents)
+    for path in [root] if root.is_file() else sorted(root.rglob("*" if source else "*.py")):
+        parts = path.relative_to(root).parts
+        if not path.is_file() or skipped.intersection(parts) or any(part.startswith(".") for part in parts):
+            continue
+        text = path.read_text("utf-8", errors="replace")[:characters_left]
+        if text.strip() and "\0" not in text:
+            documents.append(text)
+            characters_left -= len(text)
+    if not documents:
+        raise ValueError(f"must be a file or a folder of text, got {name!r}")
+    return Corpus(name, documents)
 
 
 def split_paragraphs(corpus: Corpus) -> Corpus:
@@ -111,7 +123,11 @@ def tokenise(corpus: Corpus, vocab: int, cache: Path | None = None) -> Tokens:
 
 
 def draw_documents(path: Path, count: int, longest: int, seed: int) -> list[list[int]]:
-    """Return the first `longest` tokens of documents with at least 32, in an order that depends on the seed alone."""
+    """Return the first `longest` tokens of documents that have at least 32, in an order that depends on the seed alone.
+
+    Raises:
+        ValueError: the text has fewer than `count` such documents.
+    """
     tokens = np.load(path, mmap_mode="r")
     ends = np.flatnonzero(tokens == 0)
     starts = np.concatenate([[0], ends[:-1] + 1])

@@ -18,8 +18,10 @@ from benchmarks.train.text import (
     tokenise,
 )
 
-FUNCTIONS = "".join(f"def function_{i}(x, y):\n    return x * {i} + y\n\n" for i in range(300))
-CORPUS = Corpus("text", [FUNCTIONS, "the quick brown fox jumps over the lazy dog, again and again\n" * 60])
+
+def test_files_are_read_in_order(text):
+    assert [document[:9] for document in read_text(text).documents] == ["def funct", "the quick"]
+    assert read_text(text / "b.txt").documents == [(text / "b.txt").read_text()]
 
 
 def test_the_standard_library_has_enough_text_without_its_tests():
@@ -29,30 +31,45 @@ def test_the_standard_library_has_enough_text_without_its_tests():
     assert not any(document.startswith('"""Unit tests') for document in corpus.documents)
 
 
-def test_text_beyond_the_limit_is_left_out(monkeypatch):
+def test_text_beyond_the_limit_is_left_out(text, monkeypatch):
     monkeypatch.setattr(module, "MAX_CHARACTERS", 1000)
-    assert sum(map(len, read_text().documents)) == 1000
+    assert sum(map(len, read_text(text).documents)) == 1000
 
 
-def test_documents_are_tokens_that_end_with_a_separator(tmp_path):
-    tokens = tokenise(CORPUS, 600, tmp_path / "cache")
+def test_hidden_and_binary_files_are_left_out_and_bytes_that_are_not_utf8_are_replaced(tmp_path):
+    (tmp_path / "latin.txt").write_bytes("café".encode("latin-1"))
+    (tmp_path / ".hidden").write_text("hidden")
+    (tmp_path / "binary").write_bytes(b"a\0b")
+    assert read_text(tmp_path).documents == ["caf\N{REPLACEMENT CHARACTER}"]
+
+
+@pytest.mark.parametrize("name", ["nothing here", "empty"])
+def test_a_source_without_text_is_refused(tmp_path, name):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=f"must .* got .*{name}"):
+        read_text(tmp_path / name)
+
+
+def test_documents_are_tokens_that_end_with_a_separator(text, tmp_path):
+    corpus = read_text(text)
+    tokens = tokenise(corpus, 600, tmp_path / "cache")
     ids = np.load(tokens.path)
     assert (tokens.count, tokens.entries) == (len(ids), ids.max() + 1)
     assert 257 < tokens.entries <= 600
-    assert (ids == 0).sum() == len(CORPUS.documents)
+    assert (ids == 0).sum() == len(corpus.documents)
     assert ids[-1] == 0
     # Merged pairs make the text shorter than its bytes.
-    assert len(ids) < 0.7 * sum(len(document.encode()) for document in CORPUS.documents)
+    assert len(ids) < 0.7 * sum(len(document.encode()) for document in corpus.documents)
 
 
-def test_the_cache_has_a_file_for_each_text_and_vocabulary(tmp_path, monkeypatch):
-    cache = tmp_path / "cache"
-    first = tokenise(CORPUS, 600, cache)
-    tokenise(CORPUS, 700, cache)
+def test_the_cache_has_a_file_for_each_text_and_vocabulary(text, tmp_path, monkeypatch):
+    cache, corpus = tmp_path / "cache", read_text(text)
+    first = tokenise(corpus, 600, cache)
+    tokenise(corpus, 700, cache)
     tokenise(Corpus("other", ["other text"]), 600, cache)
     assert len(list(cache.iterdir())) == 3
     monkeypatch.setattr(module, "_encode", lambda *_: pytest.fail("the tokens are in the cache"))
-    assert tokenise(CORPUS, 600, cache) == first
+    assert tokenise(corpus, 600, cache) == first
 
 
 def test_batches_follow_the_seed_and_use_every_window_once(tmp_path):
