@@ -32,11 +32,11 @@ def refuse_other_options(case: Case, *options: str) -> None:
         raise Unsupported(f"no {', '.join(others)}")
 
 
-def _tuple(result: Any) -> tuple[Tensor, ...]:
+def as_tuple(result: Any) -> tuple[Tensor, ...]:
     return result if isinstance(result, tuple) else (result,)
 
 
-def _import(path: str) -> Any:
+def import_path(path: str) -> Any:
     """Return the object of a path such as "package.module:Class.method"."""
     module, _, names = path.partition(":")
     try:
@@ -49,8 +49,8 @@ def call(path: str, *more: Any, **settings: Any) -> Loader:
     """Return the loader of a function that gets the tensors of a case in their order, then `more`."""
 
     def load(case: Case) -> Run:
-        function = _import(path)
-        return lambda *tensors: _tuple(function(*tensors, *more, **settings))
+        function = import_path(path)
+        return lambda *tensors: as_tuple(function(*tensors, *more, **settings))
 
     return load
 
@@ -117,7 +117,7 @@ def peft_experts(case: Case) -> Run:
 
 
 def liger_moe_mlp(case: Case) -> Run:
-    function = _import("liger_kernel.ops:LigerFusedMoEFunction.apply")
+    function = import_path("liger_kernel.ops:LigerFusedMoEFunction.apply")
     return lambda x, up, down, index, weights: (function(x, up, down, index.int(), weights),)
 
 
@@ -150,14 +150,14 @@ def _normalised_rope(normalise: Callable[[Tensor, Tensor], Tensor], rotate: Call
 
 def liger_qk_norm_rope(case: Case) -> Run:
     refuse_other_options(case, "offset", "rounding")
-    function, (offset, casting) = _import("liger_kernel.ops:LigerRMSNormFunction.apply"), _casting(case)
+    function, (offset, casting) = import_path("liger_kernel.ops:LigerRMSNormFunction.apply"), _casting(case)
     normalise = lambda x, weight: function(x, weight, 1e-6, offset, casting, False)
-    return _normalised_rope(normalise, _import("liger_kernel.transformers:liger_rotary_pos_emb"))
+    return _normalised_rope(normalise, import_path("liger_kernel.transformers:liger_rotary_pos_emb"))
 
 
 def quack_norm(case: Case) -> Run:
     """Load Quack's RMS norm, with a residual if the op has one."""
-    function, offset = _import("quack:rmsnorm"), case.options.get("offset", 0.0)
+    function, offset = import_path("quack:rmsnorm"), case.options.get("offset", 0.0)
     if case.op == "rms_norm":
         return lambda x, weight: (function(x, weight, eps=1e-6, weight_offset=offset),)
     return lambda x, residual, weight: function(
@@ -166,7 +166,7 @@ def quack_norm(case: Case) -> Run:
 
 
 def quack_rope(case: Case) -> Run:
-    function = _import("quack.rotary:apply_rotary_emb")
+    function = import_path("quack.rotary:apply_rotary_emb")
     refuse_other_options(case, "offset", "rounding")
 
     # x is [B, H, S, D]; Quack expects [B, S, H, D] and tables of shape [S, D / 2].
@@ -178,7 +178,7 @@ def quack_rope(case: Case) -> Run:
 
 
 def quack_qk_norm_rope(case: Case) -> Run:
-    rotate, function, offset = quack_rope(case), _import("quack:rmsnorm"), case.options.get("offset", 0.0)
+    rotate, function, offset = quack_rope(case), import_path("quack:rmsnorm"), case.options.get("offset", 0.0)
     return _normalised_rope(lambda x, weight: function(x, weight, eps=1e-6, weight_offset=offset), rotate)
 
 
@@ -187,60 +187,9 @@ def fla_gated_rms_norm(case: Case) -> Run:
     refuse_other_options(case, "gate_first", "group_size")
     if not case.options:
         return call("fla.modules.norm.fused_norm_gate:rms_norm_gated", None)(case)
-    function = _import("fla.modules.norm.layernorm_gated:rmsnorm_fn")
+    function = import_path("fla.modules.norm.layernorm_gated:rmsnorm_fn")
     size, norm_first = case.options.get("group_size"), not case.options.get("gate_first", False)
     return lambda x, gate, weight: (function(x, weight, None, gate, group_size=size, norm_before_gate=norm_first),)
-
-
-# --- recurrences ---------------------------------------------------------------------------------
-
-
-def fla_gated_delta_rule(case: Case) -> Run:
-    function = _import("fla.ops.gated_delta_rule:chunk_gated_delta_rule")
-    refuse_other_options(case, "use_qk_l2norm")
-    options = {"use_qk_l2norm_in_kernel": case.options.get("use_qk_l2norm", False)}
-
-    def run(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, bounds: Tensor | None = None) -> tuple[Tensor]:
-        q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], 2) for x in (q, k))
-        return (function(q, k, v, g, beta, cu_seqlens=None if bounds is None else bounds.long(), **options)[0],)
-
-    return run
-
-
-# --- token mixers --------------------------------------------------------------------------------
-
-
-def _convolution(convolve: Callable[..., Tensor], reads_channels_last: bool = False) -> Loader:
-    """Return the loader of `convolve(x, weight, bias)`, a convolution with SiLU of x [B, C, T] or [B, T, C]."""
-
-    def load(case: Case) -> Run:
-        refuse_other_options(case, "bias", "channels_last")
-        is_other_layout = case.options.get("channels_last", True) != reads_channels_last
-        view = (lambda x: x.mT) if is_other_layout else (lambda x: x)
-        return lambda x, weight, bias=None: (view(convolve(view(x), weight, bias)),)
-
-    return load
-
-
-def _stock_convolution(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    channels, taps = weight.shape
-    return F.silu(F.conv1d(x, weight[:, None], bias, padding=taps - 1, groups=channels)[..., : x.shape[-1]])
-
-
-def _imported_convolution(path: str, reads_channels_last: bool = False, **settings: Any) -> Loader:
-    def load(case: Case) -> Run:
-        function = _import(path)
-        convolve = lambda x, weight, bias: _tuple(function(x, weight, bias, **settings))[0]
-        return _convolution(convolve, reads_channels_last)(case)
-
-    return load
-
-
-CONVOLUTIONS: dict[str, Loader] = {
-    "torch": _convolution(_stock_convolution),
-    "causal-conv1d": _imported_convolution("causal_conv1d:causal_conv1d_fn", activation="silu"),
-    "fla": _imported_convolution("fla.modules.convolution:causal_conv1d", True, activation="silu"),
-}
 
 
 # --- activations and losses of logits ------------------------------------------------------------
@@ -257,7 +206,7 @@ def liger_loss(name: str, *options: str, **settings: Any) -> Loader:
 
     def load(case: Case) -> Run:
         refuse_other_options(case, *options)
-        module = _import(f"liger_kernel.transformers:{name}")(**settings, **case.options)
+        module = import_path(f"liger_kernel.transformers:{name}")(**settings, **case.options)
         return lambda *tensors: (module(*tensors),)
 
     return load
@@ -265,13 +214,13 @@ def liger_loss(name: str, *options: str, **settings: Any) -> Loader:
 
 def liger_cross_entropy(case: Case) -> Run:
     """Load the loss, which overwrites its logits, on a copy of them."""
-    loss = _import("liger_kernel.transformers:LigerCrossEntropyLoss")()
+    loss = import_path("liger_kernel.transformers:LigerCrossEntropyLoss")()
     return lambda input, target: (loss(input.clone(), target),)
 
 
 def liger_jsd(case: Case) -> Run:
     refuse_other_options(case, "beta", "from_logits")
-    loss = _import("liger_kernel.transformers:LigerJSD")(beta=case.options.get("beta", 0.5))
+    loss = import_path("liger_kernel.transformers:LigerJSD")(beta=case.options.get("beta", 0.5))
     # LigerJSD accepts log-probabilities only, so torch's log_softmax converts logits, as in Liger's distillation code.
     convert = F.log_softmax if case.options.get("from_logits") else lambda x, dim: x
     return lambda input, target: (loss(convert(input, -1), convert(target, -1)),)
@@ -299,7 +248,7 @@ def liger_cute(name: str) -> Loader:
 def liger_linear_cross_entropy(case: Case) -> Run:
     refuse_other_options(case, "softcap", "acc_dtype")
     options = {"softcap": case.options.get("softcap"), "accum_dtype": case.options.get("acc_dtype")}
-    loss = _import("liger_kernel.transformers:LigerFusedLinearCrossEntropyLoss")(**options)
+    loss = import_path("liger_kernel.transformers:LigerFusedLinearCrossEntropyLoss")(**options)
     return lambda input, linear_weight, target: (loss(linear_weight, input, target),)
 
 
@@ -351,7 +300,7 @@ def liger_linear_distillation(case: Case) -> Run:
     """Load Liger's fused Jensen-Shannon divergence of two heads."""
     refuse_other_options(case, "beta", "temperature", "fp32_logits")
     settings = {"jsd_beta": case.options.get("beta", 0.5), "temperature": case.options.get("temperature", 1.0)}
-    loss = _import("liger_kernel.transformers:LigerFusedLinearJSD")(ignore_index=-100, **settings)
+    loss = import_path("liger_kernel.transformers:LigerFusedLinearJSD")(ignore_index=-100, **settings)
     return lambda hidden, weight, targets, teacher_hidden, teacher_weight: (
         loss(hidden, weight, teacher_hidden, teacher_weight, targets),
     )
@@ -387,7 +336,7 @@ def _liger_alignment(name: str, run: Callable[..., Any], *unknown: str, **settin
     def load(case: Case) -> Run:
         refuse_other_options(case)
         options = {key: value for key, value in OPS[case.op].bench_options.items() if key not in unknown}
-        loss = _import(f"liger_kernel.chunked_loss:LigerFusedLinear{name}Loss")(**options, **settings)
+        loss = import_path(f"liger_kernel.chunked_loss:LigerFusedLinear{name}Loss")(**options, **settings)
         return lambda *tensors: (run(loss, *tensors)[0],)
 
     return load

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 import tigon
-from benchmarks.ops import floor, peers
+from benchmarks.ops import floor, mixer_peers, peers
 from benchmarks.ops.cases import OPS, split_words
 from benchmarks.ops.eager import Run, eager_code
 from benchmarks.ops.peers import Unsupported
@@ -139,7 +139,7 @@ _PEERS: dict[str, tuple[Provider, ...]] = {
         Provider("quack", peers.quack_norm),
     ),
     "gated_rms_norm": (Provider("fla", peers.fla_gated_rms_norm),),
-    "gated_delta_rule": (Provider("fla", peers.fla_gated_delta_rule, note="keys and queries repeated"),),
+    "gated_delta_rule": (Provider("fla", mixer_peers.fla_gated_delta_rule, note="keys and queries repeated"),),
     "layer_norm": (_liger(peers.call("liger_kernel.ops:LigerLayerNormFunction.apply", 1e-5)), _cute("layer_norm")),
     # Liger's rope overwrites q, k and the upstream gradients.
     "rope": (_liger(peers.liger_rope, "q", "k", "upstream"), Provider("quack", peers.quack_rope)),
@@ -148,9 +148,9 @@ _PEERS: dict[str, tuple[Provider, ...]] = {
         Provider("quack", peers.quack_qk_norm_rope),
     ),
     "causal_conv1d": (
-        Provider("torch", peers.CONVOLUTIONS["torch"], note="F.conv1d and F.silu, what transformers runs by default"),
-        Provider("causal-conv1d", peers.CONVOLUTIONS["causal-conv1d"]),
-        Provider("fla", peers.CONVOLUTIONS["fla"]),
+        Provider("torch", mixer_peers.CONVOLUTIONS["torch"], note="F.conv1d and F.silu, as in transformers"),
+        Provider("causal-conv1d", mixer_peers.CONVOLUTIONS["causal-conv1d"]),
+        Provider("fla", mixer_peers.CONVOLUTIONS["fla"]),
     ),
     "swiglu": (_liger("SiLUMul", "gate", "up"), _cute("swiglu", "gate", "up")),
     "geglu": (_liger(peers.liger_geglu, "gate", "up"), _cute("geglu", "gate", "up")),
