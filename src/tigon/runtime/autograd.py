@@ -14,6 +14,8 @@ from tigon.runtime.compat.autograd import is_any_autocast_enabled, keeps_graph, 
 def without_autocast(function: Callable) -> Callable:
     """Decorate a function of tensors, such as the backward of an autograd function: autocast is off while it runs.
 
+    The first tensor among its arguments, or in a tuple among them, says on which device.
+
     Its operations then compute in the dtypes of its tensors. This matters if the caller runs the backward pass in a
     block of autocast, and for operators such as `torch.cat`, which refuse fp16 tensors under autocast to bf16.
     """
@@ -22,7 +24,8 @@ def without_autocast(function: Callable) -> Callable:
     def call(*args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling() and not is_any_autocast_enabled():
             return function(*args, **kwargs)
-        device_type = next((x.device.type for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), "meta")
+        tuples = [x if isinstance(x, tuple) else (x,) for x in (*args, *kwargs.values())]
+        device_type = next((x.device.type for part in tuples for x in part if isinstance(x, Tensor)), "meta")
         if device_type == "meta" or not torch.is_autocast_enabled(device_type):
             return function(*args, **kwargs)
         with torch.autocast(device_type, enabled=False):

@@ -1,6 +1,7 @@
 """The gated delta rule in chunks against the recurrence token by token in fp64, and against transformers' code."""
 
 import itertools
+import sys
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from tigon.ops.mixers import delta_rule_launchers
 from tigon.ops.mixers.gated_delta_rule import gated_delta_rule_reference
 from tigon.testing import assert_accurate
 
+MODULE = sys.modules["tigon.ops.mixers.gated_delta_rule"]
 NAMES = ("q", "k", "v", "g", "beta", "initial_state")
 # The heads of q and k, and those of v.
 HEADS = {"one head": (1, 1), "groups of 2": (2, 4), "groups of 4": (1, 4)}
@@ -166,6 +168,36 @@ def test_the_states_of_two_calls_join_them():
     torch.testing.assert_close(joined, whole["o"], rtol=1e-5, atol=1e-6)
     for name, gradient in zip(inputs, gradients, strict=True):
         torch.testing.assert_close(gradient, whole[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_autocast_changes_no_result(dtype):
+    """Under autocast, the products of forward and of backward compute in the dtypes of the inputs."""
+    inputs = make_inputs(tokens=70, dtype=dtype)
+    expected = results_of(tigon.gated_delta_rule, inputs)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        actual = results_of(tigon.gated_delta_rule, inputs)
+    for name, x in actual.items():
+        assert torch.equal(x, expected[name]), name
+
+
+@pytest.mark.parametrize("output", ["o", "state"])
+def test_an_output_without_a_gradient_costs_no_zeros(output, monkeypatch):
+    """The gradient of a state that no loss reads is None, not zeros [B, H, Dk, Dv]."""
+    upstream = []
+    for name in ("chunked_backward", "delta_rule_backward"):
+        function = getattr(MODULE, name)
+        spy = lambda *arguments, function=function: upstream.append(arguments[1]) or function(*arguments)
+        monkeypatch.setattr(MODULE, name, spy)
+    inputs = make_inputs(tokens=70)
+    gradients = []
+    for function, tensors in ((gated_delta_rule_reference, widen(inputs)), (tigon.gated_delta_rule, inputs)):
+        o, state = function(**tensors, output_final_state=True, use_qk_l2norm=True)
+        loss = (o if output == "o" else state).square().sum()
+        gradients.append(torch.autograd.grad(loss, list(tensors.values()), materialize_grads=True))
+    for expected, actual in zip(*gradients, strict=True):
+        torch.testing.assert_close(actual, expected.float(), rtol=1e-4, atol=1e-4)
+    assert [x is None for x in upstream] == [output == "o"]
 
 
 def test_bad_arguments_are_refused():

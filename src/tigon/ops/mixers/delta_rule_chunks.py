@@ -233,13 +233,13 @@ def _chunk_gradients(
     k_next = rest * (updates @ dstate.mT)
     dq, k_out = dq_state + dscores @ k, dsystem @ k - k_state
     k_in = k_next + dsystem.mT @ (beta * k) + dscores.mT @ q
-    kept = (k * k_out).sum(-1, keepdim=True)
+    key_dots = (k * k_out).sum(-1, keepdim=True)
     # Row t of `ends` sums the pairs (i, j) over i >= t.
     ends = (dpairs[0] * system + dpairs[1] * scores).flip(-2).cumsum(-2).flip(-2)
     dg = ends.tril(-1).sum(-1) + (chunk.end * state * dstate).sum((-1, -2))[..., None]
     dg = dg + (q * dq_state - beta * k * k_state).sum(-1).flip(-1).cumsum(-1).flip(-1)
     dg = dg + F.pad((k * k_next).sum(-1).cumsum(-1)[..., :-1], (1, 0))
-    dbeta = (kept + (dx * v).sum(-1, keepdim=True)).squeeze(-1)
+    dbeta = (key_dots + (dx * v).sum(-1, keepdim=True)).squeeze(-1)
     dstate = chunk.end * dstate + scale * (decay * q).mT @ do - (beta * decay * k).mT @ dx
     return [dq, beta * k_out + k_in, beta * dx, dg, dbeta], dstate
 

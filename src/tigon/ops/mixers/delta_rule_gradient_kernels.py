@@ -79,10 +79,10 @@ def backward_scan_kernel(
         store_tile(dx_ptr, dx, row, end, HEADS * VALUE_SIZE, VALUE_SIZE, cols)
         dvalues = beta[:, None] * dx
         store_tile(dv_ptr, dvalues, row, end, HEADS * VALUE_SIZE, VALUE_SIZE, cols)
-        asked = (query[:, None] * do).to(dtype)
-        dstate = tl.dot(tl.trans(q), asked, last_decay * dstate, input_precision="ieee")
-        read_again = (-read[:, None] * dvalues).to(dtype)
-        dstate = tl.dot(tl.trans(k), read_again, dstate, input_precision="ieee")
+        scaled_do = (query[:, None] * do).to(dtype)
+        dstate = tl.dot(tl.trans(q), scaled_do, last_decay * dstate, input_precision="ieee")
+        scaled_dvalues = (-read[:, None] * dvalues).to(dtype)
+        dstate = tl.dot(tl.trans(k), scaled_dvalues, dstate, input_precision="ieee")
     if dinitial_ptr is not None:
         tl.store(dinitial_ptr + state_place + state_offsets, dstate, state_mask)
 
@@ -207,24 +207,24 @@ def _key_gradients(
     if is_wide:
         dtotal += beta * _row_dots(k_hat, term)
     term = tl.dot(dsystem, k_hat, term, input_precision="ieee")
-    kept = _row_dots(k_hat, term)
+    key_dots = _row_dots(k_hat, term)
     if not is_wide:
-        dtotal += beta * kept
+        dtotal += beta * key_dots
     dk += beta[:, None] * term
 
     term = _add_state_product(
         tl.zeros([CHUNK, key_cols.shape[0]], tl.float32), width, updates_ptr, first, end, stride,
         tl.load(vectors + REST * CHUNK), dstate, key_cols, KEY_SIZE, VALUE_SIZE, BLOCK_V, STAGES,
     )  # fmt: skip
-    written = _row_dots(k_hat, term)
+    next_state_dots = _row_dots(k_hat, term)
     if is_wide:
-        dlog_decay += tl.sum(tl.where(is_later, written[None, :], 0.0), 1)
+        dlog_decay += tl.sum(tl.where(is_later, next_state_dots[None, :], 0.0), 1)
         dlog_decay += tl.cumsum(dtotal, 0, reverse=True)
     else:
-        dtotal += tl.where(index == CHUNK - 1, tl.sum(written), 0.0) - written
+        dtotal += tl.where(index == CHUNK - 1, tl.sum(next_state_dots), 0.0) - next_state_dots
         dlog_decay = tl.cumsum(dtotal, 0, reverse=True)
     tl.store(dg, dlog_decay, index < end - first)
-    tl.store(dbeta, dbeta_values + kept, index < end - first)
+    tl.store(dbeta, dbeta_values + key_dots, index < end - first)
     return dk + term
 
 

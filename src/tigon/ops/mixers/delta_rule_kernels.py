@@ -291,7 +291,7 @@ def forward_scan_kernel(
             o = query[:, None] * tl.dot(q, rounded_state, input_precision="ieee")
             o = tl.dot(scores, updates.to(dtype), o, input_precision="ieee")
             store_tile(o_ptr + head * VALUE_SIZE, o, row, end, HEADS * VALUE_SIZE, VALUE_SIZE, cols)
-        written = (write[:, None] * updates).to(dtype)
-        state = tl.dot(tl.trans(k), written, last_decay * state, input_precision="ieee")
+        weighted_updates = (write[:, None] * updates).to(dtype)
+        state = tl.dot(tl.trans(k), weighted_updates, last_decay * state, input_precision="ieee")
     if last_ptr is not None:
         tl.store(last_ptr + state_place + state_offsets, state, state_mask)

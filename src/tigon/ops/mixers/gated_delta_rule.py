@@ -35,6 +35,7 @@ from tigon.ops.mixers.delta_rule_launchers import (
     fits_kernels,
 )
 from tigon.runtime import checks
+from tigon.runtime.autograd import keep_none_gradients
 from tigon.runtime.device import PLAIN, runs_kernels
 from tigon.runtime.op import Node
 
@@ -87,6 +88,7 @@ def gated_delta_rule_reference(
 class _GatedDeltaRule(Node):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Any:
+        keep_none_gradients(ctx)
         *tensors, options = arguments
         inputs = DeltaInputs(*tensors)
         ctx.save_for_backward(*inputs)
@@ -98,8 +100,9 @@ class _GatedDeltaRule(Node):
         return (o, last_state) if options.returns_state else o
 
     @staticmethod
-    def backward(ctx: Any, do: Tensor, dlast_state: Tensor | None = None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, do: Tensor | None, dlast_state: Tensor | None = None) -> tuple[Tensor | None, ...]:
         inputs = DeltaInputs(*ctx.saved_tensors)
+        do = torch.zeros_like(inputs.v) if do is None else do
         if not ctx.runs_kernels:
             return tuple(chunked_backward(do, dlast_state, inputs, ctx.options))
         needs_dq, needs_dk, _, needs_dg, needs_dbeta, needs_dinitial = ctx.needs_input_grad[:6]
