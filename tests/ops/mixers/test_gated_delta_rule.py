@@ -6,15 +6,19 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._pytree import tree_map_only
 
 import tigon
 from op_cases import DEVICE, DTYPES, INTERPRETED, assert_refused
 from tigon.ops.mixers import delta_rule_launchers
+from tigon.ops.mixers.delta_rule_chunks import DeltaInputs, DeltaOptions, chunked_backward, chunked_forward
 from tigon.ops.mixers.gated_delta_rule import gated_delta_rule_reference
 from tigon.testing import assert_accurate
 
 MODULE = sys.modules["tigon.ops.mixers.gated_delta_rule"]
 NAMES = ("q", "k", "v", "g", "beta", "initial_state")
+# The kernels compute fp32 only in the interpreter.
+KERNEL_DTYPES = [torch.float32, torch.float16 if INTERPRETED else torch.bfloat16]
 # The heads of q and k, and those of v.
 HEADS = {"one head": (1, 1), "groups of 2": (2, 4), "groups of 4": (1, 4)}
 
@@ -154,6 +158,52 @@ def test_packed_samples_equal_separate_ones_bit_for_bit(with_states):
             assert torch.equal(part(a), b)
 
 
+@pytest.mark.parametrize(
+    "bounds", [(0, 5), (0, 640, 0, 640, 0, 640), (3, 70), (0, 50, 20, 70), (-9, 70), (0, 71)], ids=str
+)
+@pytest.mark.parametrize(
+    "runs_kernels", [False, pytest.param(True, marks=pytest.mark.kernels)], ids=["torch", "kernels"]
+)
+def test_malformed_bounds_make_all_results_nan(bounds, runs_kernels, monkeypatch):
+    """Nothing reads the bounds of packed samples on a GPU before a launch, so they may be wrong there."""
+    dtype = KERNEL_DTYPES[-1] if runs_kernels else torch.float32
+    tensors = make_inputs(tokens=70, samples=len(bounds) - 1, dtype=dtype)
+    cu_seqlens = torch.tensor(bounds, device=DEVICE)
+    inputs = DeltaInputs(**{name: x.detach() for name, x in tensors.items()}, cu_seqlens=cu_seqlens)
+    options = DeltaOptions(0.25, True, True)
+    do, dlast = torch.ones_like(inputs.v), torch.ones_like(inputs.initial_state)
+    if runs_kernels:
+        # The memory of results is zeros before the kernels write it.
+        for name in ("_empty_forward", "_empty_backward"):
+            function = getattr(delta_rule_launchers, name)
+            zeros = lambda *arguments, function=function: tree_map_only(torch.Tensor, torch.zero_, function(*arguments))
+            monkeypatch.setattr(delta_rule_launchers, name, zeros)
+        outputs = delta_rule_launchers.delta_rule_forward(inputs.q, inputs, options)
+        needs = delta_rule_launchers.NeededDeltaGradients(True, True)
+        gradients = delta_rule_launchers.delta_rule_backward(do, dlast, inputs, options, needs)
+    else:
+        outputs, gradients = chunked_forward(inputs, options), chunked_backward(do, dlast, inputs, options)
+    for x in (*outputs, *gradients):
+        assert x.isnan().all()
+
+
+@pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
+def test_resets_lose_no_digits_of_other_tokens(dtype):
+    """A g of -1e6 or of -inf at two tokens resets the state, and changes nothing else."""
+    results = {}
+    for value in (-1e6, -torch.inf):
+        inputs = make_inputs(tokens=100, dtype=dtype)
+        inputs["g"] = inputs["g"].detach().float().index_fill(1, torch.tensor([10, 40], device=DEVICE), value)
+        inputs["g"].requires_grad_()
+        results[value] = results_of(tigon.gated_delta_rule, inputs)
+    expected = results_of(gated_delta_rule_reference, widen(inputs))
+    for name, x in results[-1e6].items():
+        assert torch.equal(x, results[-torch.inf][name]), name
+        error = (x.double() - expected[name]).square().mean().sqrt() / expected[name].square().mean().sqrt()
+        assert error < (1e-5 if dtype == torch.float32 else 0.02), (name, error)
+    assert not results[-1e6]["g"][:, [10, 40]].any()
+
+
 def test_the_states_of_two_calls_join_them():
     """A sequence in two calls has the results of one call, because the state and its gradient flow through."""
     inputs = make_inputs(tokens=128, dtype=torch.float32)
@@ -261,7 +311,7 @@ def test_the_self_check_finds_a_wrong_kernel(is_broken, monkeypatch):
         def launch_twice_the_scores(kernel, *arguments, **constants):
             launch(kernel, *arguments, **constants)
             if kernel is delta_rule_launchers.chunk_pairs_kernel:
-                arguments[8].mul_(2)
+                arguments[7].mul_(2)
 
         monkeypatch.setattr(delta_rule_launchers, "launch", launch_twice_the_scores)
     like = torch.empty(1, 1, 1, 32, dtype=DTYPES[-1], device=DEVICE)

@@ -104,7 +104,8 @@ class _Chunks:
     """The chunks of a batch of sequences, or of packed samples. Each chunk starts at the start of its sample or later.
 
     Without `cu_seqlens`, the sequences of the batch have their chunks in parallel. With it, `sample` is the sample of
-    each chunk on the device, or N for a chunk that does not exist. Nothing waits for the device.
+    each chunk on the device, or N for a chunk that does not exist. Nothing waits for the device. If the bounds are
+    malformed, sample 0 has all tokens, and `poison`, which is added to all states, is NaN, not 0.
     """
 
     def __init__(self, inputs: DeltaInputs) -> None:
@@ -114,6 +115,9 @@ class _Chunks:
         if inputs.cu_seqlens is None:
             return
         bounds = inputs.cu_seqlens.long()
+        is_valid = (bounds[0] == 0) & (bounds[-1] == self.tokens) & (bounds.diff() >= 0).all()
+        bounds = torch.where(is_valid, bounds, F.pad(torch.full_like(bounds[1:], self.tokens), (1, 0)))
+        self.poison = torch.where(is_valid, 0.0, torch.nan)
         ends = (bounds.diff() + CHUNK - 1).div(CHUNK, rounding_mode="floor").cumsum(0)
         starts = F.pad(ends, (1, 0))
         index = torch.arange(self.count, device=bounds.device)
@@ -166,7 +170,7 @@ def _initial_states(inputs: DeltaInputs, chunks: _Chunks) -> Tensor:
     state = inputs.initial_state
     state = inputs.q.new_zeros(shape, dtype=chunks.dtype) if state is None else state.to(chunks.dtype)
     state = _split_heads(state, chunks.groups)
-    return state if chunks.sample is None else torch.cat((state, torch.zeros_like(state[:1])))
+    return state if chunks.sample is None else torch.cat((state, torch.zeros_like(state[:1]))) + chunks.poison
 
 
 # --- one chunk -----------------------------------------------------------------------------------
@@ -297,6 +301,8 @@ def chunked_backward(
     dstates = torch.zeros_like(_initial_states(inputs, chunks))
     if dlast_state is not None:
         dstates[:samples] = _split_heads(dlast_state.to(chunks.dtype), chunks.groups)
+    if chunks.sample is not None:
+        dstates = dstates + chunks.poison
     gradients = [x.new_zeros(x.shape[0], x.shape[1] + 1, *x.shape[2:]) for x in inputs[:5]]
     # A chunk of a packed sample reads the gradient of the state of its sample from `dstates`, and writes it there.
     dstate = dstates

@@ -15,6 +15,7 @@ from tigon.ops.mixers.delta_rule_kernels import (
     CHUNK,
     DQUERY,
     LOG_DECAY,
+    MIN_LOG_DECAY,
     QUERY,
     READ,
     REST,
@@ -45,7 +46,7 @@ def backward_scan_kernel(
     blocks: tl.constexpr = (VALUE_SIZE + BLOCK_V - 1) // BLOCK_V
     block, pid = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     head, sample = pid % HEADS, pid // HEADS
-    first, end, first_chunk, count = chunks_of_sample(bounds_ptr, starts_ptr, sample, T, chunks)
+    first, end, first_chunk, count, poison = chunks_of_sample(bounds_ptr, starts_ptr, sample, T, chunks)
     index, key_cols = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K)
     cols = block * BLOCK_V + tl.arange(0, BLOCK_V)
     q_ptr, k_ptr = q_ptr + head // GROUPS * KEY_SIZE, k_ptr + head // GROUPS * KEY_SIZE
@@ -54,7 +55,7 @@ def backward_scan_kernel(
     state_offsets = key_cols[:, None] * VALUE_SIZE + cols[None, :]
     state_mask = (key_cols[:, None] < KEY_SIZE) & (cols[None, :] < VALUE_SIZE)
     state_place = pid.to(tl.int64) * (KEY_SIZE * VALUE_SIZE)
-    dstate = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
+    dstate = tl.zeros([BLOCK_K, BLOCK_V], tl.float32) + poison
     if dlast_ptr is not None:
         dstate += tl.load(dlast_ptr + state_place + state_offsets, state_mask, 0.0)
     for step in tl.range(0, count, num_stages=STAGES):
@@ -223,7 +224,8 @@ def _key_gradients(
     else:
         dtotal += tl.where(index == CHUNK - 1, tl.sum(next_state_dots), 0.0) - next_state_dots
         dlog_decay = tl.cumsum(dtotal, 0, reverse=True)
-    tl.store(dg, dlog_decay, index < end - first)
+    # The decay of a token whose g was below the limit has underflowed. A product, because NaN must remain NaN.
+    tl.store(dg, tl.where(g > MIN_LOG_DECAY, dlog_decay, 0.0 * dlog_decay), index < end - first)
     tl.store(dbeta, dbeta_values + key_dots, index < end - first)
     return dk + term
 
@@ -245,7 +247,7 @@ def _scores_gradient(
 
 @triton.jit(do_not_specialize=["T", "chunks"])
 def chunk_gradients_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, vectors_ptr, states_ptr, dstates_ptr, updates_ptr, dx_ptr, chunks_ptr, bounds_ptr,
+    q_ptr, k_ptr, v_ptr, do_ptr, vectors_ptr, states_ptr, dstates_ptr, updates_ptr, dx_ptr, chunks_ptr,
     dq_ptr, dk_ptr, dg_ptr, dbeta_ptr,  # rows
     T, chunks, groups, width, stride_q, stride_k, stride_v, stride_do, scale,
     KEY_HEADS: tl.constexpr, KEY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr,
@@ -261,7 +263,7 @@ def chunk_gradients_kernel(
     of a matrix.
     """
     chunk, key_head = tl.program_id(0) // KEY_HEADS, tl.program_id(0) % KEY_HEADS
-    sample, first, end = rows_of_chunk(chunks_ptr, bounds_ptr, chunk, T, chunks)
+    sample, first, end = rows_of_chunk(chunks_ptr, chunk, T, chunks)
     if sample < 0:
         return
     heads = KEY_HEADS * groups

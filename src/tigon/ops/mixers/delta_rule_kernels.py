@@ -21,45 +21,58 @@ TOTAL, LOG_DECAY, BETA, REST, READ, WRITE, QUERY, DQUERY = (tl.constexpr(i) for 
 VECTORS = tl.constexpr(8)
 CHUNK = tl.constexpr(64)
 EPS = tl.constexpr(1e-6)
+# The limit of g, whose exponential is 4e-44, almost the smallest number in fp32. Below this limit, the sum of g in a
+# chunk would lose digits of the other tokens, and a difference of two sums would be NaN for g = -inf.
+MIN_LOG_DECAY = tl.constexpr(-100.0)
 
 
 @triton.jit(do_not_specialize=["N", "T"])
-def chunk_list_kernel(bounds_ptr, chunks_ptr, starts_ptr, N, T, BLOCK_N: tl.constexpr):  # [N + 1], [M, 2], [N]
-    """List the chunks of packed samples. Program i writes the sample of chunk i, or -1, and its first row.
+def chunk_list_kernel(bounds_ptr, chunks_ptr, starts_ptr, N, T, BLOCK_N: tl.constexpr):  # [N + 1], [M, 3], [N]
+    """List the chunks of packed samples. Program i writes the sample of chunk i, or -1, its first row and its end.
 
-    Program n also writes the first chunk of sample n.
+    The end is that of the sample. Program n also writes the first chunk of sample n. If the bounds are malformed, all
+    chunks belong to sample 0, and the first chunk of each sample is -1: the scans then start from states of NaN.
     """
     program = tl.program_id(0)
     before = tl.zeros([], tl.int32)
     sample = tl.full([], -1, tl.int32)
-    row = tl.zeros([], tl.int32)
+    row, row_end, first_chunk = tl.zeros([], tl.int32), tl.zeros([], tl.int32), tl.zeros([], tl.int32)
+    errors = ((tl.load(bounds_ptr) != 0) | (tl.load(bounds_ptr + N) != T)).to(tl.int32)
     for first in range(0, N, BLOCK_N):
         index = first + tl.arange(0, BLOCK_N)
-        start = tl.minimum(tl.load(bounds_ptr + index, index < N, 0), T).to(tl.int32)
-        end = tl.minimum(tl.load(bounds_ptr + index + 1, index < N, 0), T).to(tl.int32)
-        counts = (tl.maximum(end - start, 0) + CHUNK - 1) // CHUNK
+        start = tl.load(bounds_ptr + index, index < N, 0)
+        end = tl.load(bounds_ptr + index + 1, index < N, 0)
+        errors += tl.sum((start > end).to(tl.int32), 0)
+        start, end = start.to(tl.int32), end.to(tl.int32)
+        counts = (end - start + CHUNK - 1) // CHUNK
         chunk_ends = before + tl.cumsum(counts, 0)
         chunk_starts = chunk_ends - counts
-        tl.store(starts_ptr + index, chunk_starts, (index == program) & (index < N))
+        first_chunk += tl.sum(tl.where(index == program, chunk_starts, 0), 0)
         is_mine = (chunk_starts <= program) & (program < chunk_ends)
         sample = tl.maximum(sample, tl.max(tl.where(is_mine, index, -1), 0))
         row += tl.sum(tl.where(is_mine, start + (program - chunk_starts) * CHUNK, 0), 0)
+        row_end += tl.sum(tl.where(is_mine, end, 0), 0)
         before += tl.sum(counts, 0)
-    tl.store(chunks_ptr + 2 * program, sample)
-    tl.store(chunks_ptr + 2 * program + 1, row)
+    if errors > 0:
+        row, row_end, first_chunk = program * CHUNK, T, tl.full([], -1, tl.int32)
+        sample = tl.where(row < T, 0, -1)
+    tl.store(chunks_ptr + 3 * program, sample)
+    tl.store(chunks_ptr + 3 * program + 1, row)
+    tl.store(chunks_ptr + 3 * program + 2, row_end)
+    tl.store(starts_ptr + program, first_chunk, program < N)
 
 
 @triton.jit
-def rows_of_chunk(chunks_ptr, bounds_ptr, chunk, T, chunks):
+def rows_of_chunk(chunks_ptr, chunk, T, chunks):
     """Return the sample of a chunk, or -1, its first row, and the end of its sample; rows count through the batch."""
     if chunks_ptr is None:
         sample = chunk // chunks
         first = sample.to(tl.int64) * T + chunk % chunks * CHUNK
         end = (sample.to(tl.int64) + 1) * T
     else:
-        sample = tl.load(chunks_ptr + 2 * chunk)
-        first = tl.load(chunks_ptr + 2 * chunk + 1).to(tl.int64)
-        end = tl.minimum(tl.load(bounds_ptr + tl.maximum(sample, 0) + 1), T).to(tl.int64)
+        sample = tl.load(chunks_ptr + 3 * chunk)
+        first = tl.load(chunks_ptr + 3 * chunk + 1).to(tl.int64)
+        end = tl.load(chunks_ptr + 3 * chunk + 2).to(tl.int64)
     return sample, first, end
 
 
@@ -105,6 +118,13 @@ def norm_factor(x, NORMALISES: tl.constexpr):
         x = x.to(tl.float32)
         factor = tl.rsqrt(tl.sum(x * x, 1) + EPS)
     return factor
+
+
+@triton.jit
+def _load_log_decay(ptr, mask):
+    """Return g of the rows of a chunk in fp32, at least `MIN_LOG_DECAY`, or NaN where it is NaN."""
+    g = tl.load(ptr, mask, 0.0).to(tl.float32)
+    return tl.where(g < MIN_LOG_DECAY, MIN_LOG_DECAY, g)
 
 
 @triton.jit
@@ -172,7 +192,7 @@ def invert_64(a, PRECISION: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "chunks"])
 def chunk_pairs_kernel(
-    q_ptr, k_ptr, g_ptr, beta_ptr, chunks_ptr, bounds_ptr,  # rows, rows, rows, rows, [M, 2], [N + 1] or None
+    q_ptr, k_ptr, g_ptr, beta_ptr, chunks_ptr,  # rows, rows, rows, rows, [M, 3] or None
     inverse_ptr, scores_ptr, vectors_ptr,  # [M, H, C, C], [M, H, C, C], [M, H, 8, C]
     T, chunks, groups, stride_q, stride_k, stride_g, stride_beta, scale,
     KEY_HEADS: tl.constexpr, KEY_SIZE: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -180,7 +200,7 @@ def chunk_pairs_kernel(
 ):  # fmt: skip
     """Compute the inverse, the scores and the vectors of one chunk, for all heads that share a head of q and k."""
     chunk, key_head = tl.program_id(0) // KEY_HEADS, tl.program_id(0) % KEY_HEADS
-    sample, first, end = rows_of_chunk(chunks_ptr, bounds_ptr, chunk, T, chunks)
+    sample, first, end = rows_of_chunk(chunks_ptr, chunk, T, chunks)
     if sample < 0:
         return
     index, cols = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K)
@@ -192,7 +212,7 @@ def chunk_pairs_kernel(
     queries = tl.dot(q, tl.trans(k), input_precision="ieee") * q_factor[:, None] * k_factor[None, :]
     for i in range(groups):
         head = key_head * groups + i
-        g = tl.load(g_ptr + rows * stride_g + head, rows < end, 0.0).to(tl.float32)
+        g = _load_log_decay(g_ptr + rows * stride_g + head, rows < end)
         beta = tl.load(beta_ptr + rows * stride_beta + head, rows < end, 0.0).to(tl.float32)
         total = tl.cumsum(g, 0)
         pairs = pair_decays(g, total, k.dtype == tl.float32)
@@ -213,7 +233,7 @@ def chunk_pairs_kernel(
     keys = tl.where(index[:, None] > index[None, :], keys, 0.0)
     for i in range(groups):
         head = key_head * groups + i
-        g = tl.load(g_ptr + rows * stride_g + head, rows < end, 0.0).to(tl.float32)
+        g = _load_log_decay(g_ptr + rows * stride_g + head, rows < end)
         beta = tl.load(beta_ptr + rows * stride_beta + head, rows < end, 0.0).to(tl.float32)
         system = beta[:, None] * keys * pair_decays(g, tl.cumsum(g, 0), k.dtype == tl.float32)
         inverse = invert_64(system, PRECISION)
@@ -225,16 +245,24 @@ def chunk_pairs_kernel(
 
 @triton.jit
 def chunks_of_sample(bounds_ptr, starts_ptr, sample, T, chunks):
-    """Return the first row of a sequence or of a packed sample, its end, its first chunk and its number of chunks."""
+    """Return the first row of a sequence or of a packed sample, its end, its first chunk and its number of chunks.
+
+    The last result is 0, or NaN if the bounds of the samples are malformed.
+    """
     if bounds_ptr is None:
         first, first_chunk, count = sample.to(tl.int64) * T, sample.to(tl.int64) * chunks, chunks
         end = first + T
+        poison = tl.zeros([], tl.float32)
     else:
-        first = tl.minimum(tl.load(bounds_ptr + sample), T).to(tl.int64)
-        end = tl.minimum(tl.load(bounds_ptr + sample + 1), T).to(tl.int64)
         first_chunk = tl.load(starts_ptr + sample).to(tl.int64)
-        count = ((tl.maximum(end - first, 0) + CHUNK - 1) // CHUNK).to(tl.int32)
-    return first, end, first_chunk, count
+        is_valid = first_chunk >= 0
+        first = tl.where(is_valid, tl.load(bounds_ptr + sample), 0).to(tl.int64)
+        # Sample 0 has all rows if the bounds are malformed.
+        end = tl.where(is_valid, tl.load(bounds_ptr + sample + 1), tl.where(sample == 0, T, 0)).to(tl.int64)
+        first_chunk = tl.maximum(first_chunk, 0)
+        count = ((end - first + CHUNK - 1) // CHUNK).to(tl.int32)
+        poison = tl.where(is_valid, 0.0, float("nan"))
+    return first, end, first_chunk, count, poison
 
 
 @triton.jit(do_not_specialize=["T", "chunks"])
@@ -250,7 +278,7 @@ def forward_scan_kernel(
     blocks: tl.constexpr = (VALUE_SIZE + BLOCK_V - 1) // BLOCK_V
     block, pid = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     head, sample = pid % HEADS, pid // HEADS
-    first, end, first_chunk, count = chunks_of_sample(bounds_ptr, starts_ptr, sample, T, chunks)
+    first, end, first_chunk, count, poison = chunks_of_sample(bounds_ptr, starts_ptr, sample, T, chunks)
     index, key_cols = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K)
     cols = block * BLOCK_V + tl.arange(0, BLOCK_V)
     q_ptr, k_ptr, v_ptr = (
@@ -262,7 +290,7 @@ def forward_scan_kernel(
     state_offsets = key_cols[:, None] * VALUE_SIZE + cols[None, :]
     state_mask = (key_cols[:, None] < KEY_SIZE) & (cols[None, :] < VALUE_SIZE)
     state_place = pid.to(tl.int64) * (KEY_SIZE * VALUE_SIZE)
-    state = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
+    state = tl.zeros([BLOCK_K, BLOCK_V], tl.float32) + poison
     if initial_ptr is not None:
         state += tl.load(initial_ptr + state_place + state_offsets, state_mask, 0.0)
     for i in tl.range(0, count, num_stages=STAGES):

@@ -136,7 +136,7 @@ class _Launch:
         self.list: Any = None
         self.starts: Any = None
         if bounds is not None:
-            self.list = q.new_empty((self.chunks, 2), dtype=torch.int32)
+            self.list = q.new_empty((self.chunks, 3), dtype=torch.int32)
             self.starts = q.new_empty((self.samples,), dtype=torch.int32)
             launch(
                 chunk_list_kernel, self.chunks,
@@ -157,7 +157,7 @@ class _Launch:
         """Return the rows of these tensors, their strides and the sizes, by the names of the kernels' parameters."""
         rows = {f"{name}_ptr": self.rows[f"{name}_ptr"] for name in names}
         strides = {f"stride_{name}": self.strides[f"stride_{name}"] for name in names}
-        return rows | strides | {"T": self.tokens, "chunks": self.chunks, "bounds_ptr": self.bounds}
+        return rows | strides | {"T": self.tokens, "chunks": self.chunks}
 
     def states(self, dtype: torch.dtype) -> Tensor:
         """Allocate one state of each sequence and head."""
@@ -204,7 +204,8 @@ class _Launch:
         launch(
             forward_scan_kernel, self.scan_programs,
             *in_order(forward_scan_kernel)(
-                **self.arguments("q", "k", "v"), **pairs, initial_ptr=initial, starts_ptr=self.starts,
+                **self.arguments("q", "k", "v"), **pairs, initial_ptr=initial, bounds_ptr=self.bounds,
+                starts_ptr=self.starts,
                 **{f"{name}_ptr": outputs.get(name) for name in ("o", "last", "states", "updates")},
             ),
             **self.scan_constants(),
@@ -268,7 +269,7 @@ def delta_rule_backward(
     launch(
         backward_scan_kernel, run.scan_programs,
         *in_order(backward_scan_kernel)(
-            **run.arguments("q", "k", "do"), **pairs, starts_ptr=run.starts,
+            **run.arguments("q", "k", "do"), **pairs, bounds_ptr=run.bounds, starts_ptr=run.starts,
             dlast_ptr=None if dlast_state is None else dlast_state.float().contiguous(),
             dx_ptr=dx, dv_ptr=results.dv, dstates_ptr=dstates, dinitial_ptr=dinitial,
         ),

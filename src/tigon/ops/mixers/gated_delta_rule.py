@@ -183,7 +183,8 @@ def gated_delta_rule(
         output_final_state: True to return the states after the last tokens.
         use_qk_l2norm: True to divide each row of q and of k by sqrt(sum of squares + 1e-6).
         cu_seqlens: [N + 1], int64 | int32, ascending from 0 to T: the bounds of N packed samples. B must be 1. Outputs
-            and gradients are those of separate calls, bit for bit. The values are checked on the CPU only.
+            and gradients are those of separate calls, bit for bit. The values are checked on the CPU only; on a GPU,
+            all results are NaN if they do not ascend from 0 to T.
 
     Returns:
         o [B, T, Hv, Dv] in `v.dtype`, and the states after the last tokens, [B or N, Hv, Dk, Dv] in fp32, or None.
