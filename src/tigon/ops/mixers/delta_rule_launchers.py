@@ -1,8 +1,8 @@
 """Launches of the gated delta rule's kernels, their parameters, and the self-check on each device.
 
 Triton has miscompiled kernels of this kind. Therefore the first call on a device with another dtype, other sizes of
-heads or other launch parameters first runs the kernels on a small problem, and compares all results with those of
-`delta_rule_chunks`. If they disagree, `delta_rule_chunks` computes such calls.
+heads, other launch parameters or other optional tensors first runs the kernels on a small problem, and compares all
+results with those of `delta_rule_chunks`. If they disagree, `delta_rule_chunks` computes such calls.
 """
 
 import logging
@@ -223,7 +223,7 @@ def _empty_forward(inputs: DeltaInputs, options: DeltaOptions) -> tuple[Tensor, 
 @launcher(fake=_empty_forward)
 def delta_rule_forward(like: Tensor, inputs: DeltaInputs, options: DeltaOptions) -> tuple[Tensor, Tensor]:
     """Return o [B, T, H, Dv] and, if requested, the last states in fp32. `like` is any tensor on the device."""
-    if not kernels_agree(inputs, options):
+    if not kernels_agree(inputs, options.normalises, options.returns_state):
         o, last_state = chunked_forward(inputs, options)
         return o, last_state
     o, last_state = _empty_forward(inputs, options)
@@ -254,7 +254,7 @@ def delta_rule_backward(
     do: Tensor, dlast_state: Tensor | None, inputs: DeltaInputs, options: DeltaOptions, needs: NeededDeltaGradients
 ) -> DeltaGradients:
     """Return the gradients of the inputs. Gradients that are not needed are None."""
-    if not kernels_agree(inputs, options):
+    if not kernels_agree(inputs, options.normalises, dlast_state is not None):
         gradients = chunked_backward(do, dlast_state, inputs, options)
         names = _empty_backward(inputs, needs)._asdict()
         return gradients._replace(**{name: None for name, x in names.items() if x is None})
@@ -296,30 +296,51 @@ def delta_rule_backward(
 
 # --- the self-check ------------------------------------------------------------------------------
 
-# The verdict for each device, dtype, sizes of heads and launch parameters.
+
+class DeltaVariant(NamedTuple):
+    """What the kernels are compiled for, besides the dtype, the size of a head of q and the launch parameters."""
+
+    value_size: int
+    groups: int
+    normalises: bool
+    has_initial_state: bool
+    # True if forward returns the last state, and backward reads its gradient.
+    has_last_state: bool
+    # The dtype of `cu_seqlens`, or None without packed samples.
+    bounds_dtype: torch.dtype | None
+
+
+# The verdict for each device, dtype, size of a head of q, launch parameters and variant.
 _verdicts: dict[tuple, bool] = {}
 # The root mean square of the errors that the check allows, relative to that of the results. Products of rounded factors
 # cause 0.5 % in bf16. A wrong kernel causes much more.
 MAX_ERROR = 0.05
 
 
-def kernels_agree(inputs: DeltaInputs, options: DeltaOptions) -> bool:
+def kernels_agree(inputs: DeltaInputs, normalises: bool, has_last_state: bool) -> bool:
     """Return whether the kernels that these inputs need passed the self-check on their device.
 
     The first call at which the host may wait runs the check. Until then, and in the interpreter, the answer is True.
     """
-    q, v = inputs.q, inputs.v
+    q, _, v, *_, initial_state, bounds = inputs
     if q.get_device() < 0:
         return True
-    groups = v.shape[2] // q.shape[2]
-    key = q.get_device(), q.dtype, q.shape[3], v.shape[3], groups, options.normalises, choose_config(inputs)
+    variant = DeltaVariant(
+        v.shape[3], v.shape[2] // q.shape[2], normalises, initial_state is not None, has_last_state,
+        None if bounds is None else bounds.dtype,
+    )  # fmt: skip
+    key = q.get_device(), q.dtype, q.shape[3], choose_config(inputs), variant
     verdict = _verdicts.get(key)
     if verdict is None:
         if not may_wait():
             return True
         # The check itself calls the launchers.
         _verdicts[key] = True
-        verdict = _verdicts[key] = check_kernels(q, v.shape[3], groups, options.normalises)
+        try:
+            verdict = check_kernels(q, variant)
+        finally:
+            del _verdicts[key]
+        _verdicts[key] = verdict
         if not verdict:
             _log.warning(
                 "On device %s, Triton %s compiles kernels of gated_delta_rule that are wrong for %s heads of %d and %d "
@@ -329,28 +350,46 @@ def kernels_agree(inputs: DeltaInputs, options: DeltaOptions) -> bool:
     return verdict
 
 
-@torch.no_grad()
-def check_kernels(like: Tensor, value_size: int, groups: int, normalises: bool) -> bool:
-    """Return whether the kernels compute what `delta_rule_chunks` computes: two chunks, a tail, and all gradients."""
-    size, tokens = like.shape[3], 2 * CHUNK + 5
-    generator = torch.Generator().manual_seed(0)
-    draw = lambda *shape: torch.randn(shape, generator=generator)
-    q, k = draw(1, tokens, 1, size), draw(1, tokens, 1, size) * (1.0 if normalises else size**-0.5)
+def _draw_check(like: Tensor, variant: DeltaVariant) -> tuple[DeltaInputs, Tensor, Tensor | None]:
+    """Return inputs on the CPU in the dtype of `like`, and the gradients of o and of the last state."""
+    size, value_size, groups, tokens = like.shape[3], variant.value_size, variant.groups, 2 * CHUNK + 5
+    generator = torch.Generator(device="cpu").manual_seed(0)
+    draw = lambda *shape: torch.randn(shape, generator=generator, device="cpu")
+    bounds = None
+    if variant.bounds_dtype is not None:
+        bounds = torch.tensor([0, CHUNK + 3, tokens], dtype=variant.bounds_dtype, device="cpu")
+    shape = 1 if bounds is None else 2, groups, size, value_size
+    q, k = draw(1, tokens, 1, size), draw(1, tokens, 1, size) * (1.0 if variant.normalises else size**-0.5)
     v, do = draw(1, tokens, groups, value_size), draw(1, tokens, groups, value_size)
     g, beta = -draw(1, tokens, groups).abs(), draw(1, tokens, groups).sigmoid()
-    state, dstate = draw(1, groups, size, value_size), draw(1, groups, size, value_size)
-    options = DeltaOptions(size**-0.5, normalises, True)
-    rounded = [x.to(like.dtype) for x in (q, k, v, g, beta, state, do, dstate)]
+    state = draw(*shape) if variant.has_initial_state else None
+    dlast = draw(*shape) if variant.has_last_state else None
+    q, k, v, g, beta, state, do, dlast = (_move(x, like.dtype) for x in (q, k, v, g, beta, state, do, dlast))
+    return DeltaInputs(q, k, v, g, beta, state, bounds), do, dlast
+
+
+def _move(x: Tensor | None, to: torch.dtype | torch.device) -> Any:
+    return None if x is None else x.to(to)
+
+
+@torch.no_grad()
+def check_kernels(like: Tensor, variant: DeltaVariant) -> bool:
+    """Return whether the kernels compute what `delta_rule_chunks` computes: full chunks, a tail, and all gradients.
+
+    An exception means a wrong kernel, but a lack of memory is raised.
+    """
+    options = DeltaOptions(like.shape[3] ** -0.5, variant.normalises, variant.has_last_state)
     try:
-        *tensors, do, dstate = rounded
-        inputs = DeltaInputs._make([*tensors, None])
-        expected: tuple[Any, ...] = (*chunked_forward(inputs, options), *chunked_backward(do, dstate, inputs, options))
-        *tensors, do, dstate = (x.to(like.device) for x in rounded)
-        inputs = DeltaInputs._make([*tensors, None])
+        inputs, do, dlast = _draw_check(like, variant)
+        expected = *chunked_forward(inputs, options), *chunked_backward(do, dlast, inputs, options)
+        inputs = DeltaInputs._make(_move(x, like.device) for x in inputs)
+        do, dlast = _move(do, like.device), _move(dlast, like.device)
         outputs = delta_rule_forward(inputs.q, inputs, options)
-        gradients = delta_rule_backward(do, dstate, inputs, options, NeededDeltaGradients(True, True))
+        gradients = delta_rule_backward(do, dlast, inputs, options, NeededDeltaGradients(True, True))
         actual: tuple[Any, ...] = (*outputs, *gradients)
-        pairs = [(x.float().cpu(), y.float()) for x, y in zip(actual, expected, strict=True)]
+        pairs = [(x.float().cpu(), y.float()) for x, y in zip(actual, expected, strict=True) if y is not None]
+    except torch.OutOfMemoryError:
+        raise
     except Exception:
         _log.debug("The self-check of gated_delta_rule raised on device %s.", like.device, exc_info=True)
         return False
