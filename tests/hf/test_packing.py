@@ -11,8 +11,10 @@ import tigon
 
 transformers = pytest.importorskip("transformers")
 from hf.tiny import VOCABULARY, tiny_model  # noqa: E402
-from tigon.hf.packing import PackingWarning, recurrent_layers  # noqa: E402
+from tigon.hf import packing  # noqa: E402
+from tigon.hf.packing import PackingWarning, add_boundaries, recurrent_layers, separated_layers  # noqa: E402
 from tigon.hf.transformers_private import model_facts  # noqa: E402
+from tigon.recognition.parts import mixers  # noqa: E402
 
 TOKENS = torch.randint(3, VOCABULARY, (1, 16), generator=torch.Generator().manual_seed(0))
 POSITIONS = torch.cat([torch.arange(9), torch.arange(7)])[None]
@@ -100,6 +102,105 @@ def test_models_without_recurrent_layers_have_no_note(model_type):
     model = tiny_model(model_type).train()
     assert not any("packed samples" in note for note in tigon.patch(model).notes)
     assert warnings_of_packing(lambda: train(model, **PACKED["positions"])) == 0
+
+
+# --- boundaries from positions ---------------------------------------------------------------------
+
+JUMP = torch.cat([torch.arange(9), torch.arange(20, 27)])[None]
+# The arguments of a body, and the boundaries that the hook adds; None if it adds none.
+CALLS = {
+    "positions": ({"position_ids": POSITIONS}, [0, 9, 16]),
+    "positions and sample numbers": ({"position_ids": POSITIONS} | PACKED["sample numbers"], [0, 9, 16]),
+    "positions and boundaries of keys": ({"position_ids": POSITIONS, "cu_seq_lens_k": BOUNDARIES}, [0, 9, 16]),
+    "boundaries": ({"position_ids": POSITIONS, "cu_seq_lens_q": BOUNDARIES}, None),
+    "a jump": ({"position_ids": JUMP}, [0, 9, 16]),
+    "a jump in the text axis": ({"position_ids": torch.stack([JUMP, *[POSITIONS] * 3])}, [0, 9, 16]),
+    "a jump after an image": ({"position_ids": JUMP.expand(3, 1, 16)}, None),
+    "one row for two": ({"position_ids": POSITIONS, "input_ids": TOKENS.repeat(2, 1)}, [0, 9, 16, 25, 32]),
+    "one row for two, embedded": (
+        {"position_ids": POSITIONS, "input_ids": None, "inputs_embeds": torch.ones(2, 16, 4)}, [0, 9, 16, 25, 32]
+    ),
+    "a mask": ({"position_ids": POSITIONS, "attention_mask": torch.ones(1, 1, 16, 16)}, None),
+    "masks of each layer": ({"position_ids": POSITIONS, "attention_mask": {}}, None),
+    "a cache": ({"position_ids": POSITIONS, "past_key_values": object()}, None),
+    "decoding": ({"position_ids": torch.tensor([[3], [5]]), "input_ids": TOKENS[:, :2].T}, None),
+    "no positions": ({}, None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("arguments", "boundaries"), CALLS.values(), ids=CALLS)
+def test_the_hook_adds_boundaries_where_transformers_looks_for_them(arguments, boundaries, monkeypatch):
+    call = lambda: add_boundaries(torch.nn.Identity(), (), {"input_ids": TOKENS} | arguments)
+    result = call()
+    assert (result and result[1]["cu_seq_lens_q"].tolist()) == boundaries
+    # A CUDA graph refuses only calls that may need boundaries.
+    monkeypatch.setattr(packing, "is_capturing", lambda x: True)
+    if boundaries is None and arguments.keys() != {"position_ids"}:
+        assert call() is None
+    else:
+        with pytest.raises(RuntimeError, match="pass cu_seq_lens_q too"):
+            call()
+
+
+def test_a_mask_that_is_passed_by_position_is_seen():
+    args = TOKENS, torch.ones(1, 16)
+    assert add_boundaries(torch.nn.Identity(), args, {"position_ids": POSITIONS}) is None
+    assert add_boundaries(torch.nn.Identity(), args[:1], {"position_ids": POSITIONS}) is not None
+
+
+class Layers(torch.nn.Module):
+    """Passes all arguments on to its layers."""
+
+    def __init__(self, layers):
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, input_ids, **kwargs):
+        for i, layer in enumerate(self.layers[:2]):
+            input_ids = layer(input_ids, layer_number=i, **kwargs)
+        return input_ids
+
+
+class Silent(Layers):
+    """Takes keyword arguments and passes none of them on."""
+
+    def forward(self, input_ids, **kwargs):
+        for layer in self.layers:
+            input_ids = layer(input_ids)
+        return input_ids
+
+
+def test_all_modules_between_the_body_and_a_layer_pass_boundaries_on():
+    model = tiny_model("qwen3_next")
+    tigon.patch(model)
+    layers = recurrent_layers([*model.modules()], model_facts(model))
+    assert separated_layers(model.model, layers) == separated_layers(Layers(model.model.layers), layers) == layers != {}
+    assert separated_layers(Silent(model.model.layers), layers) == {}
+
+
+def test_a_compiled_body_warns_of_positions():
+    model = tiny_model("qwen3_next")
+    tigon.patch(model, **dict.fromkeys(("rms_norm", "glu", "mlp", "experts", "rope", "fused_statements"), False))
+    for arguments, count in (({}, 0), ({"position_ids": POSITIONS}, 1)):
+        mixers._warn_once.cache_clear()
+        torch.compiler.reset()
+        compiled = torch.compile(model.model, backend="eager")
+        call = lambda compiled=compiled, arguments=arguments: compiled(TOKENS, use_cache=False, **arguments)
+        assert [warnings_of_packing(call) for _ in range(2)] == [count, 0]
+
+
+def test_generation_from_a_padded_batch_is_stock_and_looks_for_no_samples(monkeypatch):
+    stock = tiny_model("qwen3_5_text").eval()
+    model = copy.deepcopy(stock)
+    tigon.patch(model, **dict.fromkeys(("rms_norm", "glu", "mlp", "experts", "rope", "fused_statements"), False))
+    mask = torch.ones(2, 16, dtype=torch.long)
+    mask[0, :5] = 0
+    options = {"attention_mask": mask, "max_new_tokens": 4, "do_sample": False}
+    options |= {"output_logits": True, "return_dict_in_generate": True}
+    # No call reads positions.
+    monkeypatch.delattr(packing, "_begins")
+    expected, ours = (each.generate(TOKENS.repeat(2, 1), **options) for each in (stock, model))
+    assert all(map(torch.equal, ours.logits, expected.logits))
 
 
 # --- heads that are not loaded ---------------------------------------------------------------------

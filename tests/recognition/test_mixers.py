@@ -1,9 +1,12 @@
 """Functions that compute a gated delta rule or a causal convolution are found by what they compute."""
 
+import contextlib
 import copy
 import itertools
 import linecache
 import pickle
+import types
+import warnings
 
 import pytest
 import torch
@@ -124,11 +127,15 @@ class Mixer(nn.Module):
 
 
 def _mixer(
-    chunk_rule: str = f"return rule({PASSED})", convolve: str = SAME_CONVOLUTION, statements: str = "pass"
+    chunk_rule: str = f"return rule({PASSED})",
+    convolve: str = SAME_CONVOLUTION,
+    statements: str = "pass",
+    rule_arguments: str = RULE,
+    convolution_arguments: str = CONVOLUTION,
 ) -> type[nn.Module]:
     """Return a class of mixers whose forward calls functions with these bodies, from a file of its own."""
     bodies = {"rule": chunk_rule, "convolution": convolve, "statements": statements}
-    source = SOURCE.format(rule_arguments=RULE, convolution_arguments=CONVOLUTION, **bodies)
+    source = SOURCE.format(rule_arguments=rule_arguments, convolution_arguments=convolution_arguments, **bodies)
     scope = {**globals(), "__name__": __name__}
     # Recognition reads the source of the forward, and of functions that take any keyword arguments.
     file = f"<mixer {len(linecache.cache)}>"
@@ -193,9 +200,83 @@ def test_packed_samples_are_those_of_separate_calls():
     alone = [run(*(each[:, a:b] for each in inputs))[0] for a, b in itertools.pairwise(boundaries)]
     assert torch.equal(run(*_inputs(), cu_seqlens=boundaries)[0].reshape(1, 140, 2, 8), torch.cat(alone, 1))
     # With a cache, each row leaves the state of its last sample.
-    _, state = recipe(module, x, g, beta, cu_seq_lens_q=boundaries, cache_params=object())
+    cache = types.SimpleNamespace(has_previous_state=False)
+    _, state = recipe(module, x, g, beta, cu_seq_lens_q=boundaries, cache_params=cache)
     expected = [recipe(module, *samples[i], cache_params=object())[1] for i in (1, 3)]
     torch.testing.assert_close(state, torch.cat(expected))
+
+
+def warnings_of(call) -> list[str]:
+    """Return the warnings while `call` runs, of which each text is given once in a process."""
+    mixers._warn_once.cache_clear()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call(), call()
+    return [str(warning.message) for warning in caught]
+
+
+@pytest.mark.parametrize(("length", "has_state"), [(70, True), (5, False)], ids=["a state", "short"])
+def test_boundaries_with_a_cache_that_adds_columns_run_the_stock_forward(op_calls, length, has_state):
+    module = _mixer()()
+    x, g, beta = (each[:, :length] for each in _arguments())
+    cache = types.SimpleNamespace(has_previous_state=lambda layer_idx: has_state)
+    arguments = {"cache_params": cache, "cu_seq_lens_q": torch.tensor([0, 2, 2 * length], dtype=torch.int32)}
+    recipe = recognise_mixer(module)
+    (warning,) = warnings_of(lambda: recipe(module, x, g, beta, **arguments))
+    assert "not independent in this call: the ops do not take boundaries together with" in warning
+    assert all(map(torch.equal, recipe(module, x, g, beta, **arguments), module(x, g, beta, **arguments)))
+    assert not op_calls
+
+
+FALLBACKS = {
+    "fp64": (lambda inputs: [x.double() for x in inputs], {}, "Tensor torch.float64"),
+    "mixed dtypes": (lambda inputs: [inputs[0].bfloat16(), *inputs[1:]], {}, "torch.bfloat16"),
+    "a state": (lambda inputs: inputs, {"initial_state": torch.ones(2, 2, 8, 8)}, "it has an initial state"),
+    "too many arguments": (lambda inputs: [*inputs, None, False, False, None], {}, "does not take its arguments"),
+}
+
+
+@pytest.mark.parametrize(("change", "arguments", "reason"), FALLBACKS.values(), ids=FALLBACKS)
+def test_a_function_that_ignores_boundaries_warns_once(change, arguments, reason, op_calls):
+    run, boundaries = recognise_mixer(_mixer()()).functions["chunk_rule"], torch.tensor([0, 9, 140]).int()
+
+    def call():
+        with contextlib.suppress(TypeError):
+            run(*change(_inputs()), **arguments, cu_seqlens=boundaries)
+
+    (warning,) = warnings_of(call)
+    assert reason in warning.partition("chunk_rule runs in place of the op")[2]
+    assert not op_calls
+    assert not warnings_of(lambda: run(*_inputs(), cu_seqlens=boundaries))
+
+
+def test_a_replaced_function_and_a_graph_warn_of_boundaries(monkeypatch):
+    module, (x, g, beta) = _mixer()(), _arguments()
+    recipe, boundaries = recognise_mixer(module), torch.tensor([0, 9, 140], dtype=torch.int32)
+    monkeypatch.setitem(type(module).forward.__globals__, "chunk_rule", lambda q, k, v, **kwargs: (v, None))
+    call = lambda: recipe(module, x, g, beta, cu_seq_lens_q=boundaries)
+    (warning,) = warnings_of(call)
+    assert "the function has changed since the patch" in warning
+    assert warnings_of(torch.compile(call, backend="eager", fullgraph=True)) == [warning]
+
+
+def test_defaults_of_the_functions_are_read(op_calls):
+    arguments = RULE.replace("False", "True"), CONVOLUTION.replace("activation=None", "activation='silu'")
+    module = _mixer(rule_arguments=arguments[0], convolution_arguments=arguments[1])()
+    convolve, run = recognise_mixer(module).functions.values()
+    scope, inputs, x = type(module).forward.__globals__, _inputs(), torch.randn(2, 48, 7)
+    torch.testing.assert_close(run(*inputs), scope["chunk_rule"](*inputs), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(convolve(x, module.taps), scope["convolve"](x, module.taps), rtol=1e-4, atol=1e-5)
+    assert op_calls == [*reversed(BOTH)]
+
+
+def test_boundaries_may_be_passed_by_position(op_calls):
+    module = _mixer(rule_arguments=f"{RULE}, cu_seqlens=None")()
+    run, boundaries = recognise_mixer(module).functions["chunk_rule"], torch.tensor([0, 9, 140], dtype=torch.int32)
+    expected = run(*_inputs(), cu_seqlens=boundaries)[0]
+    assert torch.equal(run(*_inputs(), None, False, False, boundaries)[0], expected)
+    assert op_calls == ["gated_delta_rule"] * 2
+    assert not torch.equal(run(*_inputs())[0], expected)
 
 
 @pytest.mark.parametrize("has_grad", [False, True])

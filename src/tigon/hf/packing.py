@@ -19,13 +19,21 @@ import torch
 from torch import Tensor, nn
 
 from tigon.hf.transformers_private import ModelFacts, model_facts
-from tigon.recognition.parts.mixers import MixerRecipe, passes_boundaries
+from tigon.recognition.parts.mixers import (
+    CACHES,
+    MixerRecipe,
+    boundaries_in,
+    passes_boundaries,
+    warn_of_mixed_samples,
+)
 from tigon.recognition.replacement import installed_recipe
 from tigon.runtime.device import is_capturing
 from tigon.runtime.late_checks import LateFlag
 
 # The values of `config.layer_types` that stand for layers with a state.
 RECURRENT_TYPES = {"linear_attention", "conv", "mamba", "recurrent"}
+# The first parameters of the bodies of transformers, which a caller may pass without names.
+FIRST_PARAMETERS = ("input_ids", "attention_mask", "position_ids", "past_key_values")
 
 
 def is_short_convolution(module: nn.Module) -> bool:
@@ -50,28 +58,39 @@ def recurrent_layers(modules: Sequence[nn.Module], facts: ModelFacts) -> dict[nn
     return {module: type(module).__name__ for module in mixers}
 
 
-def _begin_again(positions: Tensor) -> Tensor:
-    """Return, as a tensor [], bool, whether positions decrease within a row."""
-    if positions.dim() == 3:
-        # M-RoPE has three axes of positions. Within an image, only those of the first axis never decrease.
-        positions = positions[0]
-    return (positions[..., 1:] < positions[..., :-1]).any()
+def _begins(positions: Tensor) -> Tensor:
+    """Return, as a tensor [B, T - 1], bool, which tokens after the first begin a sample, as transformers decides it.
+
+    Of 4 axes, the first holds the positions of the text. 3 axes are those of M-RoPE: the positions of the first axis
+    stay the same within an image, and decrease only where a sample begins.
+    """
+    is_mrope = positions.dim() == 3 and positions.shape[0] == 3
+    steps = (positions if positions.dim() == 2 else positions[0]).diff()
+    return steps < 0 if is_mrope else steps != 1
 
 
-def separated_layers(modules: Sequence[nn.Module], layers: dict[nn.Module, str]) -> dict[nn.Module, str]:
-    """Return the recurrent layers that get the boundaries of samples, and restart at them."""
-    separated = {}
-    for parent in modules:
+def separated_layers(body: nn.Module, layers: dict[nn.Module, str]) -> dict[nn.Module, str]:
+    """Return the recurrent layers that get the boundaries of samples from the body of a model, and restart at them."""
+    separated: dict[nn.Module, str] = {}
+    waiting = [body]
+    while waiting:
+        parent = waiting.pop()
+        forward = inspect.getattr_static(type(parent), "forward", None)
         for name, child in parent.named_children():
-            recipe = installed_recipe(child)
-            if child in layers and isinstance(recipe, MixerRecipe) and recipe.restarts_at_boundaries(child):
-                forward = inspect.getattr_static(type(parent), "forward", None)
-                if isinstance(forward, types.FunctionType) and passes_boundaries(forward, {name}):
-                    separated[child] = layers[child]
+            parts = [*child.children()] if isinstance(child, nn.ModuleList) else [child]
+            parts = [part for part in parts if not layers.keys().isdisjoint(part.modules())]
+            if not parts or not isinstance(forward, types.FunctionType) or not passes_boundaries(forward, {name}):
+                continue
+            waiting += [part for part in parts if part not in layers]
+            for part in parts:
+                recipe = installed_recipe(part)
+                if part in layers and isinstance(recipe, MixerRecipe) and recipe.restarts_at_boundaries(part):
+                    separated[part] = layers[part]
     return separated
 
 
-def _holds_boundaries(kwargs: dict[str, Any]) -> bool:
+def _names_samples(kwargs: dict[str, Any]) -> bool:
+    """Return True if arguments show samples by other means than positions."""
     return any(value is not None and ("cu_seq" in name or "seq_idx" in name) for name, value in kwargs.items())
 
 
@@ -80,7 +99,8 @@ def _positions(kwargs: dict[str, Any]) -> Tensor | None:
     positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
     # In a padded batch, positions may also decrease at the end of the padding.
     is_padded = isinstance(mask, Tensor) and mask.dim() == 2
-    return positions if isinstance(positions, Tensor) and not is_padded else None
+    has_axes = isinstance(positions, Tensor) and positions.dim() in (2, 3)
+    return positions if has_axes and not is_padded else None
 
 
 def add_boundaries(
@@ -88,26 +108,38 @@ def add_boundaries(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Compute the boundaries of packed samples from their positions, in a forward pre-hook.
 
-    The host waits for a GPU here, as transformers does for the mask of such a batch.
+    As in transformers, a call with a mask or a cache is not packed. The host waits for a GPU here, as transformers does
+    for the mask of such a batch.
 
     Raises:
         RuntimeError: A CUDA graph is captured, and the call passes positions in place of boundaries.
     """
-    positions = _positions(kwargs)
-    if positions is None or _holds_boundaries(kwargs) or torch.compiler.is_compiling() or positions.is_meta:
+    arguments = {**dict(zip(FIRST_PARAMETERS, args, strict=False)), **kwargs}
+    is_given = lambda name: arguments.get(name) is not None
+    if boundaries_in(arguments) is not None or is_given("attention_mask") or any(map(is_given, CACHES)):
+        return None
+    positions = _positions(arguments)
+    tokens = arguments.get("input_ids") if is_given("input_ids") else arguments.get("inputs_embeds")
+    if positions is None or not isinstance(tokens, Tensor):
+        if _names_samples(arguments):
+            warn_of_mixed_samples("recurrent layers read only cu_seq_lens_q or position_ids")
+        return None
+    if positions.shape[-1] == 1 or positions.is_meta:
+        return None
+    if torch.compiler.is_compiling():
+        warn_of_mixed_samples("a compiled model cannot read position_ids: pass cu_seq_lens_q too if rows are packed")
         return None
     if is_capturing(positions):
         raise RuntimeError(
             "tigon: a CUDA graph cannot compute the boundaries of packed samples from position_ids, because the host "
             "waits for them: pass cu_seq_lens_q too, or no position_ids"
         )
-    # The first of several axes holds the positions of the text, or those in time, which stay the same in an image.
-    rows = positions if positions.dim() == 2 else positions[0]
-    begins = rows[:, 1:] <= rows[:, :-1] if positions.dim() == 2 else rows[:, 1:] < rows[:, :-1]
+    # Positions of one row may stand for all rows.
+    begins = _begins(positions).expand(tokens.shape[0], -1)
     starts = torch.nn.functional.pad(begins, (1, 0), value=True).flatten().nonzero().flatten()
-    if len(starts) == len(rows):
+    if len(starts) == len(begins):
         return None
-    boundaries = torch.cat([starts, starts.new_full((1,), rows.numel())]).int()
+    boundaries = torch.cat([starts, starts.new_full((1,), len(begins) * positions.shape[-1])]).int()
     return args, kwargs | {"cu_seq_lens_q": boundaries}
 
 
@@ -131,15 +163,15 @@ class PackingWarning:
 
     def _is_packed(self, kwargs: dict[str, Any]) -> bool:
         """Return True if the arguments show that this batch, or an earlier batch on a GPU, is packed."""
-        if _holds_boundaries(kwargs):
+        if _names_samples(kwargs):
             return True
         if (positions := _positions(kwargs)) is None:
             return False
         if not positions.is_cuda:
-            return positions.device.type == "cpu" and bool(_begin_again(positions))
+            return positions.device.type == "cpu" and bool(_begins(positions).any())
         if is_capturing(positions) or (self.earlier_result is not None and not self.earlier_result.is_known()):
             return False
-        earlier_result, self.earlier_result = self.earlier_result, LateFlag.copy(_begin_again(positions))
+        earlier_result, self.earlier_result = self.earlier_result, LateFlag.copy(_begins(positions).any())
         return earlier_result is not None and bool(earlier_result)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -163,7 +195,7 @@ def add_notes(model: nn.Module, notes: list[str]) -> Callable[[], None]:
         )
     layers = recurrent_layers(modules, facts)
     bodies = [module for module in modules if _is_body(module) and layers.keys() <= set(module.modules())][-1:]
-    separated = separated_layers(modules, layers) if any(map(_takes_keywords, bodies)) else {}
+    separated = separated_layers(bodies[0], layers) if any(map(_takes_keywords, bodies)) else {}
     handles = []
     if separated:
         notes.append(

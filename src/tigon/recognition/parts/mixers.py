@@ -12,8 +12,10 @@ as before.
 """
 
 import ast
+import functools
 import inspect
 import types
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -48,12 +50,24 @@ BOUNDARIES = ("cu_seqlens", "cu_seq_lens_q")
 CACHES = ("cache_params", "cache", "past_key_values", "past_key_value")
 
 
-def _boundaries_in(kwargs: dict[str, Any]) -> Any:
+def boundaries_in(kwargs: dict[str, Any]) -> Any:
     """Return the boundaries of packed samples among the arguments of a call, or None."""
     for name in BOUNDARIES:
         if kwargs.get(name) is not None:
             return kwargs[name]
     return None
+
+
+@torch.compiler.assume_constant_result
+def warn_of_mixed_samples(text: str) -> bool:
+    """Warn, once for each text, that the samples of a call are not independent. In a graph, warn at the trace."""
+    return _warn_once(f"tigon: packed samples are not independent in this call: {text}")
+
+
+@functools.cache
+def _warn_once(text: str) -> bool:
+    warnings.warn(text, stacklevel=4)
+    return True
 
 
 class FusedMixerFunction(FusedFunction):
@@ -62,12 +76,18 @@ class FusedMixerFunction(FusedFunction):
     def __init__(self, scope: dict[str, Any], name: str, form: Any, guard: FunctionGuard) -> None:
         super().__init__(scope, name, guard)
         self.form, self.ignores_others = form, ignores_other_arguments(self.computed)
+        parameters = inspect.signature(self.stock).parameters.values()
+        self.defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         arguments = self.read(args, kwargs)
         result = None if arguments is None else self.compute(arguments)
         if result is not None:
             return result
+        if boundaries_in({**dict(zip(self.names, args, strict=False)), **kwargs}) is not None:
+            warn_of_mixed_samples(
+                f"{self.name} runs in place of the op, which restarts at their boundaries ({_reason(arguments)})"
+            )
         args, kwargs = tuple(map(_computed, args)), {name: _computed(value) for name, value in kwargs.items()}
         return self.scope[self.name](*args, **kwargs)
 
@@ -78,12 +98,24 @@ class FusedMixerFunction(FusedFunction):
         named = {name: value for name, value in kwargs.items() if name in self.known_names}
         if (arguments := super().read(args, named)) is None:
             return None
-        boundaries = _boundaries_in(kwargs)
+        boundaries = boundaries_in(kwargs | arguments)
         if torch.compiler.is_exporting() or has_active_transform():
             return None
         if boundaries is not None and not isinstance(boundaries, Tensor):
             return None
-        return arguments | {"cu_seqlens": boundaries}
+        return self.defaults | arguments | {"cu_seqlens": boundaries}
+
+
+def _reason(arguments: dict[str, Any] | None) -> str:
+    """Return the reason why an op does not run with these arguments, which `FusedMixerFunction.read` returned."""
+    if arguments is None:
+        return "the function has changed since the patch, or the op does not take its arguments"
+    if arguments.get("initial_state") is not None:
+        return "it has an initial state"
+    tensors = [x for name, x in arguments.items() if isinstance(x, Tensor) and name != "cu_seqlens"]
+    return "the op does not take its tensors: " + ", ".join(
+        dict.fromkeys(f"{type(x).__name__} {x.dtype}" for x in tensors)
+    )
 
 
 class FusedRule(FusedMixerFunction):
@@ -184,8 +216,13 @@ class MixerRecipe(FunctionsRecipe):
     repeats_heads = True
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        has_cache = any(kwargs.get(name) is not None for name in CACHES)
-        if has_cache and _boundaries_in(kwargs) is None and not torch.is_grad_enabled():
+        caches = [kwargs[name] for name in CACHES if kwargs.get(name) is not None]
+        is_packed = boundaries_in(kwargs) is not None
+        # A cache with a state, or of a call that is shorter than the kernel, adds columns before the first sample.
+        has_more_columns = is_packed and caches and not (_is_long(args, kwargs) and _is_empty(caches[0], module))
+        if has_more_columns:
+            warn_of_mixed_samples("the ops do not take boundaries together with the states of a cache")
+        if has_more_columns or (caches and not is_packed and not torch.is_grad_enabled()):
             return type(module).forward(module, *args, **kwargs)
         return super().__call__(module, *args, **kwargs)
 
@@ -206,6 +243,18 @@ class MixerRecipe(FunctionsRecipe):
         return (FusedRule if isinstance(form, RuleForm) else FusedConvolution)(scope, name, form, guard)
 
 
+def _is_empty(cache: Any, module: nn.Module) -> bool:
+    """Return True if a cache of transformers has no state of a layer yet."""
+    has_state = getattr(cache, "has_previous_state", True)
+    return not (has_state(getattr(module, "layer_idx", None)) if callable(has_state) else has_state)
+
+
+def _is_long(args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Return True if the hidden states, [B, T, C], have no fewer tokens than any kernel."""
+    hidden = args[0] if args else kwargs.get("hidden_states")
+    return isinstance(hidden, Tensor) and hidden.dim() == 3 and hidden.shape[1] >= WIDTHS[-1]
+
+
 def _globals_of(forward: types.FunctionType) -> Iterator[tuple[str, types.FunctionType]]:
     """Yield the functions among the globals that a forward names, with their names."""
     function = innermost(forward)
@@ -215,15 +264,30 @@ def _globals_of(forward: types.FunctionType) -> Iterator[tuple[str, types.Functi
 
 
 def passes_boundaries(forward: types.FunctionType, names: set[str]) -> bool:
-    """Return True if a forward calls a function or a child with one of these names, and always passes boundaries on."""
+    """Return True if a forward calls functions or children with these names, and always passes boundaries on.
+
+    If a name is that of a list, the forward calls its items, for example in a loop.
+    """
     try:
         nodes = list(ast.walk(definition_of(forward)))
     except NotReadable:
         return False
-    name_of = lambda function: getattr(function, "attr", getattr(function, "id", None))
-    calls = [node for node in nodes if isinstance(node, ast.Call) and name_of(node.func) in names]
+    # The variable of a loop stands for the items.
+    loops = [node for node in nodes if isinstance(node, ast.For) and names & {*_names_in(node.iter)}]
+    names = names.union(*(_names_in(loop.target) for loop in loops))
+    calls = [node for node in nodes if isinstance(node, ast.Call) and _name_of(node.func) in names]
     passes = lambda call: any(keyword.arg in (None, *BOUNDARIES) for keyword in call.keywords)
     return bool(calls) and all(map(passes, calls))
+
+
+def _name_of(node: ast.AST) -> str | None:
+    """Return the name of a variable, an attribute or an item of these."""
+    return _name_of(node.value) if isinstance(node, ast.Subscript) else getattr(node, "attr", getattr(node, "id", None))
+
+
+def _names_in(node: ast.AST) -> set[str]:
+    """Return the names of the variables and attributes of an expression."""
+    return {name for each in ast.walk(node) if (name := _name_of(each)) is not None}
 
 
 def recognise_mixer(module: nn.Module) -> MixerRecipe | str | None:
