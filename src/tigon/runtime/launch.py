@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, library
 
-from tigon.runtime.compat.operators import current_device, current_raw_stream, dispatch_modes
+from tigon.runtime.compat.operators import current_device, current_raw_stream
 from tigon.runtime.compat.triton import (
     JITFunction,
     TensorDescriptor,
@@ -23,7 +23,7 @@ from tigon.runtime.compat.triton import (
     triton,
 )
 from tigon.runtime.device import HAS_TRITON, HIP, PLAIN, simulation_of
-from tigon.runtime.self_check import direct_launches_agree
+from tigon.runtime.self_check import direct_launches_agree, may_wait
 
 Function = TypeVar("Function", bound=Callable)
 
@@ -213,17 +213,6 @@ def _launches_directly(device: int) -> bool:
             return False
         verdict = _verdicts[device] = direct_launches_agree(device)
     return verdict
-
-
-def may_wait() -> bool:
-    """Return whether the host may wait for the device, and new tensors are ordinary tensors.
-
-    Waiting would end the capture of a CUDA graph, and raises in torch's synchronisation debug mode. A dispatch mode
-    counts or fakes the tensors that it sees.
-    """
-    if torch.cuda.is_current_stream_capturing() or torch.cuda.get_sync_debug_mode():
-        return False
-    return not dispatch_modes()
 
 
 def self_check_verdict(device: int) -> bool | None:

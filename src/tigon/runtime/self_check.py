@@ -1,4 +1,7 @@
-"""The self-check of direct launches: on this device, does a recorded launch of Triton repeat what Triton does?"""
+"""The self-check of direct launches: on this device, does a recorded launch of Triton repeat what Triton does?
+
+`may_wait` says whether a self-check may run now.
+"""
 
 import logging
 from typing import Any
@@ -6,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tigon.runtime.compat.operators import current_raw_stream
+from tigon.runtime.compat.operators import current_raw_stream, dispatch_modes
 from tigon.runtime.compat.triton import direct_launch, recorded_launches, tl, triton
 
 _log = logging.getLogger("tigon")
@@ -73,3 +76,14 @@ def direct_launches_agree(device: int) -> bool:
             triton.__version__,
         )
     return agrees
+
+
+def may_wait() -> bool:
+    """Return whether the host may wait for the device, and new tensors are ordinary tensors.
+
+    Waiting would end the capture of a CUDA graph, and raises in torch's synchronisation debug mode. A dispatch mode
+    counts or fakes the tensors that it sees.
+    """
+    if torch.cuda.is_current_stream_capturing() or torch.cuda.get_sync_debug_mode():
+        return False
+    return not dispatch_modes()

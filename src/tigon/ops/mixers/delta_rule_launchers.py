@@ -26,8 +26,9 @@ from tigon.ops.mixers.delta_rule_gradient_kernels import backward_scan_kernel, c
 from tigon.ops.mixers.delta_rule_kernels import VECTORS, chunk_list_kernel, chunk_pairs_kernel, forward_scan_kernel
 from tigon.runtime.compat.triton import triton
 from tigon.runtime.device import Device, cdiv, device_kind, device_of, next_power_of_2
-from tigon.runtime.launch import in_order, launch, launcher, may_wait
+from tigon.runtime.launch import in_order, launch, launcher
 from tigon.runtime.rows import dense_rows
+from tigon.runtime.self_check import may_wait
 from tigon.runtime.tuning import LaunchConfig, rung
 
 _log = logging.getLogger("tigon")
