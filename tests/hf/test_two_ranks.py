@@ -14,7 +14,8 @@ GROUPS = {
 # One launch runs several groups, because two processes take longer to start than most setups take.
 LAUNCHES = {
     "sharded": ("sharded",),
-    "more ways": ("sharded_more", "parallel", "sequence", "head", "adapters", "lean", "lean_more"),
+    "more shards": ("sharded_more", "parallel", "sequence"),
+    "more parts": ("head", "adapters", "lean", "lean_more"),
     "zero": ("zero", "ulysses"),
     "fp8": ("fp8",),
     "adapters by ops": ("adapter_ops",),
@@ -23,7 +24,8 @@ LAUNCHES = {
 INTERPRETED_LAUNCH = "adapters by ops"
 MARKS = {
     "zero": pytest.mark.deepspeed,
-    "more ways": pytest.mark.thorough,
+    "more shards": pytest.mark.thorough,
+    "more parts": pytest.mark.thorough,
     "fp8": pytest.mark.thorough,
     "adapters by ops": pytest.mark.thorough,
 }
