@@ -16,7 +16,7 @@ def _gate_and_up(make: InputMaker) -> Inputs:
     return Inputs({"gate": gate.requires_grad_(), "up": up.requires_grad_()}, (upstream,))
 
 
-# What the activations of gated MLPs have in common, and those of MLPs without a gate.
+# Properties that the workloads of gated activations share, and below those of activations without a gate.
 _GATED: dict[str, Any] = {
     "inputs": _gate_and_up, "legend": "T x I", "family": "glu", "elements": lambda t, i: 8 * t * i,
 }  # fmt: skip

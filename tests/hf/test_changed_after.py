@@ -241,7 +241,7 @@ def zero3_linear_wrap(input, weight, bias=None):
 """
 
 
-@pytest.mark.parametrize("owner", ["deepspeed.runtime.zero.linear", "another.library"])
+@pytest.mark.parametrize("owner", ["deepspeed.runtime.zero.linear", "another.package"])
 def test_only_the_linear_of_zero_counts_as_stock(make_model, batch, monkeypatch, owner):
     """`make test-deepspeed` runs ZeRO-3 itself. This test needs no DeepSpeed."""
     stock, model = make_model(), make_model()

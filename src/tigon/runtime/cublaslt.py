@@ -195,7 +195,7 @@ class Plan:
         self.cublaslt: Any = _library()
         self.handle = handle
         # the objects of the library that `__del__` destroys, each with the name of its kind
-        self.library_objects: list[tuple[str, ctypes.c_void_p]] = []
+        self.created_objects: list[tuple[str, ctypes.c_void_p]] = []
         m, k, n, a_layout, b_layout = problem.m, problem.k, problem.n, problem.a_layout, problem.b_layout
         self.operation = self._create("cublasLtMatmulDesc", COMPUTE_32F, DATA_TYPES[torch.float32])
         for attribute, layout in ((MATMUL_DESC_TRANSA, b_layout), (MATMUL_DESC_TRANSB, a_layout)):
@@ -217,7 +217,7 @@ class Plan:
     def _create(self, kind: str, *arguments: Any) -> ctypes.c_void_p:
         pointer = ctypes.c_void_p()
         _check(getattr(self.cublaslt, f"{kind}Create")(ctypes.byref(pointer), *arguments))
-        self.library_objects.append((kind, pointer))
+        self.created_objects.append((kind, pointer))
         return pointer
 
     def _create_layout(self, dtype: torch.dtype, rows: int, columns: int, stride: int) -> ctypes.c_void_p:
@@ -278,7 +278,7 @@ class Plan:
         return status == 0
 
     def __del__(self) -> None:
-        for kind, pointer in self.library_objects:
+        for kind, pointer in self.created_objects:
             getattr(self.cublaslt, f"{kind}Destroy")(pointer)
 
 

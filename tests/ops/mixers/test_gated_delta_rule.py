@@ -307,7 +307,7 @@ def test_bad_arguments_are_refused():
         gated_delta_rule_reference(**inputs | {"g": g.abs()})
 
 
-@pytest.mark.skipif(INTERPRETED, reason="The interpreter has no compiled code.")
+@pytest.mark.no_interpreter("the interpreter has no compiled code")
 def test_packed_samples_compile_without_a_graph_break():
     torch._dynamo.reset()
     inputs = make_inputs(tokens=70, samples=2)

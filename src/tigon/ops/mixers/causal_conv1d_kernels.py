@@ -300,7 +300,7 @@ def _backward_kernel(
 
 
 class ConvOptions(NamedTuple):
-    """The activation, silu or none, and whether x is [B, T, C] or [B, C, T]."""
+    """The flags say whether the activation is silu or none, and whether x is [B, T, C] or [B, C, T]."""
 
     is_silu: bool
     channels_last: bool
@@ -366,7 +366,7 @@ def conv_forward(x: Tensor, weight: Tensor, bias: Tensor | None, reach: Tensor |
 
 
 class NeededConvGradients(NamedTuple):
-    """Whether the gradients of x, of the taps and of the bias are needed."""
+    """The flags say whether the gradients of x, of the taps and of the bias are needed."""
 
     x: bool
     weight: bool

@@ -119,12 +119,7 @@ class _Launch:
         q, _, v, *_, bounds = inputs
         self.config, self.options = choose_config(inputs), options
         self.samples, self.chunks = count_samples(inputs), count_chunks(inputs)
-        self.key_heads, self.heads, self.key_size, self.value_size = (
-            *q.shape[2:3],
-            *v.shape[2:3],
-            q.shape[3],
-            v.shape[3],
-        )
+        (self.key_heads, self.key_size), (self.heads, self.value_size) = q.shape[2:], v.shape[2:]
         self.groups = self.heads // self.key_heads
         self.total_chunks = self.chunks * (q.shape[0] if bounds is None else 1)
         self.block_k = max(16, next_power_of_2(self.key_size))
@@ -299,7 +294,10 @@ def delta_rule_backward(
 
 
 class DeltaVariant(NamedTuple):
-    """What the kernels are compiled for, besides the dtype, the size of a head of q and the launch parameters."""
+    """The properties of a call for which Triton compiles kernels of their own.
+
+    The dtype, the size of a head of q and the launch parameters are such properties too.
+    """
 
     value_size: int
     groups: int

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tigon.ops.mixers.causal_conv1d import causal_conv1d
+from tigon.ops.mixers.causal_conv1d import MAX_TAPS, MIN_TAPS, causal_conv1d
 from tigon.ops.mixers.gated_delta_rule import gated_delta_rule
 from tigon.recognition.guards.guard import FunctionGuard
 from tigon.recognition.parts.functions import FunctionsRecipe, FusedFunction, computed_function
@@ -42,8 +42,6 @@ from tigon.recognition.rewriting.source import NotReadable, definition_of, inner
 from tigon.runtime.compat.autograd import has_active_transform
 from tigon.runtime.device import KERNEL_DTYPES, PLAIN
 
-# The widths of the kernels of convolutions that the op computes.
-WIDTHS = range(2, 9)
 # The names by which the boundaries of packed samples reach a function.
 BOUNDARIES = ("cu_seqlens", "cu_seq_lens_q")
 # The names of the argument of a forward that holds the states of earlier tokens.
@@ -201,7 +199,7 @@ def _is_convolution(x: Any, weight: Any, bias: Any) -> bool:
     tensors = [x, weight] if bias is None else [x, weight, bias]
     if any(type(each) not in PLAIN for each in tensors) or x.dim() != 3 or not x.numel():
         return False
-    if weight.dim() != 2 or weight.shape[0] != x.shape[1] or weight.shape[1] not in WIDTHS:
+    if weight.dim() != 2 or weight.shape[0] != x.shape[1] or not MIN_TAPS <= weight.shape[1] <= MAX_TAPS:
         return False
     if bias is not None and (bias.shape != weight.shape[:1] or bias.dtype != weight.dtype):
         return False
@@ -252,7 +250,7 @@ def _is_empty(cache: Any, module: nn.Module) -> bool:
 def _is_long(args: tuple, kwargs: dict[str, Any]) -> bool:
     """Return True if the hidden states, [B, T, C], have no fewer tokens than any kernel."""
     hidden = args[0] if args else kwargs.get("hidden_states")
-    return isinstance(hidden, Tensor) and hidden.dim() == 3 and hidden.shape[1] >= WIDTHS[-1]
+    return isinstance(hidden, Tensor) and hidden.dim() == 3 and hidden.shape[1] >= MAX_TAPS
 
 
 def _globals_of(forward: types.FunctionType) -> Iterator[tuple[str, types.FunctionType]]:
