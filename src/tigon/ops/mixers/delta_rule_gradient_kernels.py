@@ -224,7 +224,9 @@ def _key_gradients(
     else:
         dtotal += tl.where(index == CHUNK - 1, tl.sum(next_state_dots), 0.0) - next_state_dots
         dlog_decay = tl.cumsum(dtotal, 0, reverse=True)
-    # The decay of a token whose g was below the limit has underflowed. A product, because NaN must remain NaN.
+    # The decay of a token whose g was below the limit has underflowed. A product, because NaN must remain NaN. g is
+    # loaded again, because the registers do not hold it until here.
+    g = tl.load(vectors + LOG_DECAY * CHUNK)
     tl.store(dg, tl.where(g > MIN_LOG_DECAY, dlog_decay, 0.0 * dlog_decay), index < end - first)
     tl.store(dbeta, dbeta_values + key_dots, index < end - first)
     return dk + term

@@ -53,7 +53,7 @@ class DeltaProblem(NamedTuple):
 # of the kernel of the other gradients. The first number is the largest size of a head of q and k. Registers bound the
 # columns and the warps: the block of the state in fp32 takes at most 32 registers of a thread of the scans, and the sum
 # of dq or dk at most 64 of a thread of the last kernel. Shared memory bounds the stages.
-LADDER = ((64, (32, 4, 2, 32, 4, 1)), (128, (32, 4, 2, 32, 8, 1)), (256, (32, 8, 1, 32, 8, 1)))
+LADDER = ((64, (32, 4, 2, 32, 4, 1)), (128, (32, 8, 2, 32, 8, 1)), (256, (32, 8, 1, 32, 8, 1)))
 
 
 @dataclass(frozen=True)
