@@ -52,7 +52,8 @@ class DeltaProblem(NamedTuple):
 # The columns of a block of the state, the warps and the stages of the scans; and the columns, the warps and the stages
 # of the kernel of the other gradients. The first number is the largest size of a head of q and k. Registers bound the
 # columns and the warps: the block of the state in fp32 takes at most 32 registers of a thread of the scans, and the sum
-# of dq or dk at most 64 of a thread of the last kernel. Shared memory bounds the stages.
+# of dq or dk at most 64 of a thread of the last kernel. The scans have at most 256 threads, because more of them leave
+# too few registers to each on AMD. Shared memory bounds the stages.
 LADDER = ((64, (32, 4, 2, 32, 4, 1)), (128, (32, 8, 2, 32, 8, 1)), (256, (32, 8, 1, 32, 8, 1)))
 
 
@@ -84,7 +85,7 @@ class DeltaConfig(LaunchConfig):
             pairs_warps=4 if problem.key_size <= 128 else 8,
             inverse_precision="ieee",
             scan_block_v=min(scan_block, most_columns),
-            scan_warps=min(scan_warps, device.max_warps),
+            scan_warps=min(scan_warps, 256 // device.warp_size),
             scan_stages=scan_stages if has_room else 1,
             gradient_block_v=min(gradient_block, most_columns),
             gradient_warps=min(gradient_warps, device.max_warps),
