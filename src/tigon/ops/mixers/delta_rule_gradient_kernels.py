@@ -5,7 +5,8 @@ the first one, with a block of columns of dS in registers; it writes dX and dv, 
 `chunk_gradients_kernel` then computes the other gradients, for all chunks in parallel.
 
 The gradient of G needs no products of its own, because each of its terms is the dot product of a row of q or k with a
-term of dq or dk. The gradient of the system needs no inverse either: dA is -dX U^T.
+term of dq or dk. The gradient of the system needs no inverse either: dA is -dX U^T. Rows of q and k are not divided by
+their norms before a product, which would round them: the other factor is multiplied.
 
 Shapes: H heads of v, Hk heads of q and k, C = 64 tokens of a chunk, M chunks in total, N sequences or samples.
 """
@@ -23,6 +24,7 @@ from tigon.ops.mixers.delta_rule_kernels import (
     VECTORS,
     WRITE,
     chunks_of_sample,
+    dot_of_parts,
     load_tile,
     norm_factor,
     pair_decays,
@@ -76,7 +78,7 @@ def backward_scan_kernel(
         tl.store(dstates + state_offsets, rounded_dstate, state_mask)
         dupdates = write[:, None] * tl.dot(k, rounded_dstate, input_precision="ieee")
         dupdates = tl.dot(tl.trans(scores), do, dupdates, input_precision="ieee")
-        dx = tl.dot(tl.trans(inverse), dupdates.to(dtype), input_precision="ieee")
+        dx = dot_of_parts(tl.trans(inverse), dupdates)
         store_tile(dx_ptr, dx, row, end, HEADS * VALUE_SIZE, VALUE_SIZE, cols)
         dvalues = beta[:, None] * dx
         store_tile(dv_ptr, dvalues, row, end, HEADS * VALUE_SIZE, VALUE_SIZE, cols)
@@ -132,18 +134,19 @@ def _pair_gradients(
     width, updates_ptr, dx_ptr, do_ptr, v_ptr, first, end, stride_updates, stride_do, stride_v,
     VALUE_SIZE: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Return do U^T and -dX U^T, both [C, C], and the dot products of the rows of dX and v."""
+    """Return do U^T and -dX U^T, both [C, C], and the dot products of the rows of dX and v. Without dX, only do U^T."""
     dscores, dsystem = tl.zeros([CHUNK, CHUNK], tl.float32), tl.zeros([CHUNK, CHUNK], tl.float32)
     dbeta = tl.zeros([CHUNK], tl.float32)
     for start in tl.range(0, width, BLOCK_V, num_stages=STAGES):
         cols = start + tl.arange(0, BLOCK_V)
         updates = load_tile(updates_ptr, first, end, stride_updates, VALUE_SIZE, cols)
-        dx = load_tile(dx_ptr, first, end, stride_updates, VALUE_SIZE, cols)
         do = load_tile(do_ptr, first, end, stride_do, VALUE_SIZE, cols)
-        v = load_tile(v_ptr, first, end, stride_v, VALUE_SIZE, cols)
         dscores = tl.dot(do, tl.trans(updates), dscores, input_precision="ieee")
-        dsystem = tl.dot(dx, tl.trans(updates), dsystem, input_precision="ieee")
-        dbeta += tl.sum(dx.to(tl.float32) * v.to(tl.float32), 1)
+        if dx_ptr is not None:
+            dx = load_tile(dx_ptr, first, end, stride_updates, VALUE_SIZE, cols)
+            v = load_tile(v_ptr, first, end, stride_v, VALUE_SIZE, cols)
+            dsystem = tl.dot(dx, tl.trans(updates), dsystem, input_precision="ieee")
+            dbeta += tl.sum(dx.to(tl.float32) * v.to(tl.float32), 1)
     return dscores, -dsystem, dbeta
 
 
@@ -153,98 +156,58 @@ def _row_dots(a, b):
 
 
 @triton.jit
-def _load_normalised(x_ptr, first, end, stride, SIZE: tl.constexpr, cols, NORMALISES: tl.constexpr):
-    """Return the rows of a tile divided by their norms, and the inverse norms."""
-    x = load_tile(x_ptr, first, end, stride, SIZE, cols)
-    factor = norm_factor(x, NORMALISES)
-    return (x * factor[:, None]).to(x.dtype), factor
-
-
-@triton.jit
-def _normalise_gradient(dx, x_hat, factor, NORMALISES: tl.constexpr):
-    """Return the gradient of a tile x, given that of x_hat = x * factor."""
+def _normalise_gradient(dx_hat, x, factor, NORMALISES: tl.constexpr):
+    """Return the gradient of a tile x, given that of x * factor."""
     if NORMALISES:
-        dx = factor[:, None] * (dx - x_hat * _row_dots(x_hat, dx)[:, None])
-    return dx
+        dx_hat = factor[:, None] * (dx_hat - x * (factor * factor * _row_dots(x, dx_hat))[:, None])
+    return dx_hat
 
 
 @triton.jit
 def _key_gradients(
-    dk, width, q_hat, k_hat, do_ptr, dx_ptr, updates_ptr, v_ptr, vectors, state, dstate, dg, dbeta,
+    dk, width, q, k, q_factor, k_factor, do_ptr, dx_ptr, updates_ptr, v_ptr, vectors, state, dstate, dg, dbeta,
     first, end, stride, stride_do, stride_v, scale, key_cols,
     KEY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Store dg and dbeta of one chunk of a head, and return dk with its part. `vectors` has the part of dG from dq."""
     index = tl.arange(0, CHUNK)
-    is_later = index[:, None] > index[None, :]
-    dtype: tl.constexpr = k_hat.dtype
-    is_wide: tl.constexpr = dtype == tl.float32
     total, beta = tl.load(vectors + TOTAL * CHUNK), tl.load(vectors + BETA * CHUNK)
-    g, dtotal = tl.load(vectors + LOG_DECAY * CHUNK), tl.load(vectors + DQUERY * CHUNK)
+    dtotal = tl.load(vectors + DQUERY * CHUNK)
     dscores, dsystem, dbeta_values = _pair_gradients(
         width, updates_ptr, dx_ptr, do_ptr, v_ptr, first, end, stride, stride_do, stride_v, VALUE_SIZE, BLOCK_V, STAGES
     )
-    pairs = pair_decays(g, total, is_wide)
-    dscores *= pairs * scale
-    dsystem = tl.where(is_later, dsystem * pairs, 0.0)
-    dsystem_beta = dsystem * beta[:, None]
-    if is_wide:
-        queries = tl.dot(q_hat, tl.trans(k_hat), input_precision="ieee")
-        keys = tl.dot(k_hat, tl.trans(k_hat), input_precision="ieee")
-        ends = tl.cumsum(dscores * queries + dsystem_beta * keys, 0, reverse=True)
-        dlog_decay = tl.sum(tl.where(is_later, ends, 0.0), 1)
-    dscores, dsystem, dsystem_beta = dscores.to(dtype), dsystem.to(dtype), dsystem_beta.to(dtype)
+    pairs = pair_decays(total)
+    dscores = (dscores * pairs * (scale * q_factor)[:, None]).to(q.dtype)
+    dsystem = tl.where(index[:, None] > index[None, :], dsystem * pairs, 0.0)
+    dsystem_rows = (dsystem * (beta * k_factor)[:, None]).to(k.dtype)
+    dsystem = (dsystem * k_factor[None, :]).to(k.dtype)
     # The sum of two products that start from zero: Triton gives a chain of products another layout, which spills.
-    term = tl.dot(tl.trans(dsystem_beta), k_hat, input_precision="ieee")
-    term += tl.dot(tl.trans(dscores), q_hat, input_precision="ieee")
+    term = tl.dot(tl.trans(dsystem_rows), k, input_precision="ieee")
+    term += tl.dot(tl.trans(dscores), q, input_precision="ieee")
     dk += term
-    if not is_wide:
-        dtotal -= _row_dots(k_hat, term)
+    dtotal -= k_factor * _row_dots(k, term)
 
     term = _add_state_product(
         tl.zeros([CHUNK, key_cols.shape[0]], tl.float32), width, dx_ptr, first, end, stride, -tl.exp(total), state,
         key_cols, KEY_SIZE, VALUE_SIZE, BLOCK_V, STAGES,
     )  # fmt: skip
-    if is_wide:
-        dtotal += beta * _row_dots(k_hat, term)
-    term = tl.dot(dsystem, k_hat, term, input_precision="ieee")
-    key_dots = _row_dots(k_hat, term)
-    if not is_wide:
-        dtotal += beta * key_dots
+    term = tl.dot(dsystem, k, term, input_precision="ieee")
+    key_dots = k_factor * _row_dots(k, term)
+    dtotal += beta * key_dots
     dk += beta[:, None] * term
 
     term = _add_state_product(
         tl.zeros([CHUNK, key_cols.shape[0]], tl.float32), width, updates_ptr, first, end, stride,
         tl.load(vectors + REST * CHUNK), dstate, key_cols, KEY_SIZE, VALUE_SIZE, BLOCK_V, STAGES,
     )  # fmt: skip
-    next_state_dots = _row_dots(k_hat, term)
-    if is_wide:
-        dlog_decay += tl.sum(tl.where(is_later, next_state_dots[None, :], 0.0), 1)
-        dlog_decay += tl.cumsum(dtotal, 0, reverse=True)
-    else:
-        dtotal += tl.where(index == CHUNK - 1, tl.sum(next_state_dots), 0.0) - next_state_dots
-        dlog_decay = tl.cumsum(dtotal, 0, reverse=True)
-    # The decay of a token whose g was below the limit has underflowed. A product, because NaN must remain NaN. g is
-    # loaded again, because the registers do not hold it until here.
+    next_state_dots = k_factor * _row_dots(k, term)
+    dtotal += tl.where(index == CHUNK - 1, tl.sum(next_state_dots), 0.0) - next_state_dots
+    dlog_decay = tl.cumsum(dtotal, 0, reverse=True)
+    # The decay of a token whose g was below the limit has underflowed. A product, because NaN must remain NaN.
     g = tl.load(vectors + LOG_DECAY * CHUNK)
     tl.store(dg, tl.where(g > MIN_LOG_DECAY, dlog_decay, 0.0 * dlog_decay), index < end - first)
     tl.store(dbeta, dbeta_values + key_dots, index < end - first)
     return dk + term
-
-
-@triton.jit
-def _scores_gradient(
-    width, do_ptr, updates_ptr, first, end, stride_do, stride_updates,
-    VALUE_SIZE: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """Return do U^T, [C, C]."""
-    dscores = tl.zeros([CHUNK, CHUNK], tl.float32)
-    for start in tl.range(0, width, BLOCK_V, num_stages=STAGES):
-        cols = start + tl.arange(0, BLOCK_V)
-        do = load_tile(do_ptr, first, end, stride_do, VALUE_SIZE, cols)
-        updates = load_tile(updates_ptr, first, end, stride_updates, VALUE_SIZE, cols)
-        dscores = tl.dot(do, tl.trans(updates), dscores, input_precision="ieee")
-    return dscores
 
 
 @triton.jit(do_not_specialize=["T", "chunks"])
@@ -258,11 +221,8 @@ def chunk_gradients_kernel(
     """Compute dq, dk, dg and dbeta of one chunk, for all heads that share a head of q and k.
 
     The sums over these heads stay in registers, so their order is fixed. The registers do not hold dq and dk at once,
-    so there are two loops over the heads, and the second one reads its rows and states from the L2 cache.
-
-    In bf16 and fp16, dg is the sum of dG over the later tokens of the chunk, in which pairs of later tokens cancel. In
-    fp32, only the other pairs are added, as the formulas have them, which takes two more products and a cumulative sum
-    of a matrix.
+    so there are two loops over the heads, and the second one reads its rows and states from the L2 cache. dg is the sum
+    of dG over the later tokens of the chunk.
     """
     chunk, key_head = tl.program_id(0) // KEY_HEADS, tl.program_id(0) % KEY_HEADS
     sample, first, end = rows_of_chunk(chunks_ptr, chunk, T, chunks)
@@ -273,8 +233,6 @@ def chunk_gradients_kernel(
     index, key_cols = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K)
     rows = first + index
     q_ptr, k_ptr = q_ptr + key_head * KEY_SIZE, k_ptr + key_head * KEY_SIZE
-    dtype: tl.constexpr = k_ptr.dtype.element_ty
-    is_wide: tl.constexpr = dtype == tl.float32
 
     # Each iteration loads q and k again, because the registers do not hold them beside the sums.
     dq = tl.zeros([CHUNK, BLOCK_K], tl.float32)
@@ -284,24 +242,25 @@ def chunk_gradients_kernel(
         do, updates = do_ptr + head * VALUE_SIZE, updates_ptr + head * VALUE_SIZE
         vectors = vectors_ptr + place * (VECTORS * CHUNK) + index
         total, g = tl.load(vectors + TOTAL * CHUNK), tl.load(vectors + LOG_DECAY * CHUNK)
-        q_hat, _ = _load_normalised(q_ptr, first, end, stride_q, KEY_SIZE, key_cols, NORMALISES)
-        k_hat, _ = _load_normalised(k_ptr, first, end, stride_k, KEY_SIZE, key_cols, NORMALISES)
-        dscores = _scores_gradient(width, do, updates, first, end, stride_do, stride, VALUE_SIZE, BLOCK_V, STAGES)
-        dscores = (dscores * pair_decays(g, total, is_wide) * scale).to(dtype)
+        q = load_tile(q_ptr, first, end, stride_q, KEY_SIZE, key_cols)
+        k = load_tile(k_ptr, first, end, stride_k, KEY_SIZE, key_cols)
+        q_factor, k_factor = norm_factor(q, NORMALISES), norm_factor(k, NORMALISES)
+        dscores, _, _ = _pair_gradients(
+            width, updates, None, do, None, first, end, stride, stride_do, 0, VALUE_SIZE, BLOCK_V, STAGES
+        )
+        dscores = (dscores * pair_decays(total) * (scale * k_factor)[None, :]).to(k.dtype)
         state, dstate = states_ptr + place * (KEY_SIZE * VALUE_SIZE), dstates_ptr + place * (KEY_SIZE * VALUE_SIZE)
         dlast = tl.exp(tl.sum(g, 0)) * _dot_of_states(width, state, dstate, key_cols, KEY_SIZE, VALUE_SIZE, BLOCK_V)
         term = _add_state_product(
             tl.zeros([CHUNK, BLOCK_K], tl.float32), width, do, first, end, stride_do, tl.exp(total) * scale, state,
             key_cols, KEY_SIZE, VALUE_SIZE, BLOCK_V, STAGES,
         )  # fmt: skip
-        dtotal = _row_dots(q_hat, term)
-        term = tl.dot(dscores, k_hat, term, input_precision="ieee")
-        if not is_wide:
-            dtotal = _row_dots(q_hat, term)
-        tl.store(vectors + DQUERY * CHUNK, dtotal + tl.where(index == CHUNK - 1, dlast, 0.0))
+        term = tl.dot(dscores, k, term, input_precision="ieee")
+        dtotal = q_factor * _row_dots(q, term) + tl.where(index == CHUNK - 1, dlast, 0.0)
+        tl.store(vectors + DQUERY * CHUNK, dtotal)
         dq += term
-    q_hat, factor = _load_normalised(q_ptr, first, end, stride_q, KEY_SIZE, key_cols, NORMALISES)
-    dq = _normalise_gradient(dq, q_hat, factor, NORMALISES)
+    q = load_tile(q_ptr, first, end, stride_q, KEY_SIZE, key_cols)
+    dq = _normalise_gradient(dq, q, norm_factor(q, NORMALISES), NORMALISES)
     store_tile(dq_ptr + key_head * KEY_SIZE, dq, first, end, KEY_HEADS * KEY_SIZE, KEY_SIZE, key_cols)
     # All threads have stored their parts of dG before others load them.
     tl.debug_barrier()
@@ -310,15 +269,16 @@ def chunk_gradients_kernel(
     for i in range(groups):
         head = key_head * groups + i
         place = chunk.to(tl.int64) * heads + head
-        q_hat, _ = _load_normalised(q_ptr, first, end, stride_q, KEY_SIZE, key_cols, NORMALISES)
-        k_hat, _ = _load_normalised(k_ptr, first, end, stride_k, KEY_SIZE, key_cols, NORMALISES)
+        q = load_tile(q_ptr, first, end, stride_q, KEY_SIZE, key_cols)
+        k = load_tile(k_ptr, first, end, stride_k, KEY_SIZE, key_cols)
         dk = _key_gradients(
-            dk, width, q_hat, k_hat, do_ptr + head * VALUE_SIZE, dx_ptr + head * VALUE_SIZE,
+            dk, width, q, k, norm_factor(q, NORMALISES), norm_factor(k, NORMALISES),
+            do_ptr + head * VALUE_SIZE, dx_ptr + head * VALUE_SIZE,
             updates_ptr + head * VALUE_SIZE, v_ptr + head * VALUE_SIZE, vectors_ptr + place * (VECTORS * CHUNK) + index,
             states_ptr + place * (KEY_SIZE * VALUE_SIZE), dstates_ptr + place * (KEY_SIZE * VALUE_SIZE),
             dg_ptr + rows * heads + head, dbeta_ptr + rows * heads + head,
             first, end, stride, stride_do, stride_v, scale, key_cols, KEY_SIZE, VALUE_SIZE, BLOCK_V, STAGES,
         )  # fmt: skip
-    k_hat, factor = _load_normalised(k_ptr, first, end, stride_k, KEY_SIZE, key_cols, NORMALISES)
-    dk = _normalise_gradient(dk, k_hat, factor, NORMALISES)
+    k = load_tile(k_ptr, first, end, stride_k, KEY_SIZE, key_cols)
+    dk = _normalise_gradient(dk, k, norm_factor(k, NORMALISES), NORMALISES)
     store_tile(dk_ptr + key_head * KEY_SIZE, dk, first, end, KEY_HEADS * KEY_SIZE, KEY_SIZE, key_cols)

@@ -128,17 +128,19 @@ def _load_log_decay(ptr, mask):
 
 
 @triton.jit
-def pair_decays(g, total, IS_WIDE: tl.constexpr):
-    """Return D [C, C]. Sums of g between two tokens are more precise than differences of G, and slower: only in fp32.
-
-    The exponents of later tokens are masked before the exponential, so nothing overflows.
-    """
+def pair_decays(total):
+    """Return D [C, C]. The exponents of later tokens are masked before the exponential, so nothing overflows."""
     index = tl.arange(0, CHUNK)
-    if IS_WIDE:
-        between = tl.cumsum(tl.where(index[:, None] > index[None, :], g[:, None], 0.0), 0)
-    else:
-        between = total[:, None] - total[None, :]
+    between = total[:, None] - total[None, :]
     return tl.exp(tl.where(index[:, None] >= index[None, :], between, float("-inf")))
+
+
+@triton.jit
+def dot_of_parts(a, b):
+    """Return a b for b in fp32: the products with b rounded to the dtype of a, and with what the rounding took."""
+    high = b.to(a.dtype)
+    product = tl.dot(a, high, input_precision="ieee")
+    return tl.dot(a, (b - high.to(tl.float32)).to(a.dtype), product, input_precision="ieee")
 
 
 # --- the inverse ---------------------------------------------------------------------------------
@@ -215,7 +217,7 @@ def chunk_pairs_kernel(
         g = _load_log_decay(g_ptr + rows * stride_g + head, rows < end)
         beta = tl.load(beta_ptr + rows * stride_beta + head, rows < end, 0.0).to(tl.float32)
         total = tl.cumsum(g, 0)
-        pairs = pair_decays(g, total, k.dtype == tl.float32)
+        pairs = pair_decays(total)
         tl.store(scores_ptr + (first_place + i) * (CHUNK * CHUNK) + square_offsets(), queries * pairs)
         vectors = vectors_ptr + (first_place + i) * (VECTORS * CHUNK) + index
         decay = tl.exp(total)
@@ -235,7 +237,7 @@ def chunk_pairs_kernel(
         head = key_head * groups + i
         g = _load_log_decay(g_ptr + rows * stride_g + head, rows < end)
         beta = tl.load(beta_ptr + rows * stride_beta + head, rows < end, 0.0).to(tl.float32)
-        system = beta[:, None] * keys * pair_decays(g, tl.cumsum(g, 0), k.dtype == tl.float32)
+        system = beta[:, None] * keys * pair_decays(tl.cumsum(g, 0))
         inverse = invert_64(system, PRECISION)
         tl.store(inverse_ptr + (first_place + i) * (CHUNK * CHUNK) + square_offsets(), inverse)
 
@@ -308,7 +310,7 @@ def forward_scan_kernel(
             states = states_ptr + place * (KEY_SIZE * VALUE_SIZE)
             tl.store(states + state_offsets, rounded_state, state_mask)
         x = beta[:, None] * (v - read[:, None] * tl.dot(k, rounded_state, input_precision="ieee"))
-        updates = tl.dot(inverse, x.to(dtype), input_precision="ieee")
+        updates = dot_of_parts(inverse, x)
         if updates_ptr is not None:
             updates_rows = updates_ptr + head * VALUE_SIZE
             store_tile(updates_rows, updates, row, end, HEADS * VALUE_SIZE, VALUE_SIZE, cols)

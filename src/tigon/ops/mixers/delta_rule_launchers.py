@@ -25,7 +25,7 @@ from tigon.ops.mixers.delta_rule_chunks import (
 from tigon.ops.mixers.delta_rule_gradient_kernels import backward_scan_kernel, chunk_gradients_kernel
 from tigon.ops.mixers.delta_rule_kernels import VECTORS, chunk_list_kernel, chunk_pairs_kernel, forward_scan_kernel
 from tigon.runtime.compat.triton import triton
-from tigon.runtime.device import Device, cdiv, device_kind, device_of, next_power_of_2
+from tigon.runtime.device import Device, cdiv, device_of, next_power_of_2
 from tigon.runtime.launch import in_order, launch, launcher
 from tigon.runtime.rows import dense_rows
 from tigon.runtime.self_check import may_wait
@@ -52,7 +52,7 @@ class DeltaProblem(NamedTuple):
 # The columns of a block of the state, the warps and the stages of the scans; and the columns, the warps and the stages
 # of the kernel of the other gradients. The first number is the largest size of a head of q and k. Registers bound the
 # columns and the warps: the block of the state in fp32 takes at most 32 registers of a thread of the scans, and the sum
-# of dq or dk at most 64 of a thread of the last kernel. The scans have at most 256 threads, because more of them leave
+# of dq or dk at most 64 of a thread of the last kernel. A kernel has at most 256 threads, because more of them leave
 # too few registers to each on AMD. Shared memory bounds the stages.
 LADDER = ((64, (32, 4, 2, 32, 4, 1)), (128, (32, 8, 2, 32, 8, 1)), (256, (32, 8, 1, 32, 8, 1)))
 
@@ -88,7 +88,7 @@ class DeltaConfig(LaunchConfig):
             scan_warps=min(scan_warps, 256 // device.warp_size),
             scan_stages=scan_stages if has_room else 1,
             gradient_block_v=min(gradient_block, most_columns),
-            gradient_warps=min(gradient_warps, device.max_warps),
+            gradient_warps=min(gradient_warps, 256 // device.warp_size),
             gradient_stages=gradient_stages if has_room else 1,
         )
 
@@ -103,11 +103,10 @@ def fits_kernels(inputs: DeltaInputs) -> bool:
     """Return whether the kernels compute heads of these sizes and this dtype, and there is something to compute.
 
     In fp32, the tiles fit neither into the registers nor into the shared memory of a GPU: on Hopper, a thread would
-    spill 7 KB, and the compiler would take minutes. Only the interpreter runs the kernels in fp32.
+    spill 7 KB, and the compiler would take minutes.
     """
     q, v = inputs.q, inputs.v
-    has_room = q.element_size() == 2 or device_kind(q) != "cuda"
-    return has_room and max(q.shape[3], v.shape[3]) <= MAX_SIZE and q.shape[0] * q.shape[1] > 0
+    return q.element_size() == 2 and max(q.shape[3], v.shape[3]) <= MAX_SIZE and q.shape[0] * q.shape[1] > 0
 
 
 # --- launches ------------------------------------------------------------------------------------
