@@ -29,6 +29,7 @@ from tigon.ops.fp8.fp8_glu_mlp import fp8_glu_mlp
 from tigon.ops.head import computed_rows
 from tigon.ops.logits.token import kernels as token_loss
 from tigon.ops.logits.vocab_parallel import partial_statistics
+from tigon.ops.mixers.log_decay import log_decay
 from tigon.ops.mlps.glu import ClampedGate
 from tigon.ops.mlps.mlp import MLPActivation
 from tigon.ops.norms.rms_norm import add_rms_norm_of_layer, rms_norm_with_input
@@ -198,6 +199,7 @@ _OTHER_STEPS: dict[str, Callable[[], None]] = {
     "lora_linear base of 4 bits": lambda: _four_bit(64, is_nested=False),
     "lora_linear base of 4 bits, double quantisation": lambda: _four_bit(64, is_nested=True),
     "lora_linear base of 4 bits, blocks of 4096": lambda: _four_bit(4096, is_nested=True),
+    "gated_delta_rule decays of 32 heads": lambda: _run(log_decay, *_zeros((2, 32), (32,), (32,))),
     "AdamW bf16": lambda: _optimizer(tigon.AdamW, 4096),
     "AdamW 8-bit states, 24-bit masters, clipped": lambda: _optimizer(
         tigon.AdamW, 8192, state="8bit", master="bf16+8", max_grad_norm=1.0

@@ -74,8 +74,8 @@ class FunctionsRecipe(RewrittenForward):
     `forms` holds the name of each function among the globals of the file, and the form in which an op computes it.
     """
 
-    # True if the ops take heads that the forward repeats for them.
-    repeats_heads = False
+    # True for a linear recurrence: its ops take heads that the forward repeats for them, and one op computes its decay.
+    is_recurrent = False
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class FunctionsRecipe(RewrittenForward):
         raise NotImplementedError
 
     def rewrite(self, forward: types.FunctionType) -> types.FunctionType | str | None:
-        return rewrite_forward(forward, self.functions, self.fuses_statements, self.repeats_heads)
+        return rewrite_forward(forward, self.functions, self.fuses_statements, self.is_recurrent)
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():

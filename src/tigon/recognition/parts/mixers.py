@@ -211,7 +211,7 @@ class MixerRecipe(FunctionsRecipe):
     """The stock forward of a class of mixers, with ops in place of its rule and its convolution."""
 
     part = "mixers"
-    repeats_heads = True
+    is_recurrent = True
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         caches = [kwargs[name] for name in CACHES if kwargs.get(name) is not None]

@@ -137,24 +137,24 @@ def norm_rope(
 
 @cached_by_code
 def _rewrite(
-    function: FunctionType, fuses_statements: bool, repeats_heads: bool, *exchanged: str
+    function: FunctionType, fuses_statements: bool, is_recurrent: bool, *exchanged: str
 ) -> Rewritten | str | None:
     helpers = (add_norm, norm_with_residual, products, start_norm, norm_rope) if fuses_statements else ()
-    return rewrite(function, helpers, exchanged, repeats_heads)
+    return rewrite(function, helpers, exchanged, is_recurrent)
 
 
 def rewrite_forward(
     function: FunctionType,
     exchanged: Mapping[str, Callable],
     fuses_statements: bool = False,
-    repeats_heads: bool = False,
+    is_recurrent: bool = False,
 ) -> FunctionType | str | None:
     """Return a forward that calls other functions in place of globals, and whose statements may be fused.
 
-    With `repeats_heads`, the other functions take results of `repeat_heads` too. Return None if nothing of the forward
+    With `is_recurrent`, the other functions take results of `repeat_heads` too. Return None if nothing of the forward
     is replaced, or the reason why it cannot be rewritten.
     """
-    result = _rewrite(function, fuses_statements, repeats_heads, *exchanged)
+    result = _rewrite(function, fuses_statements, is_recurrent, *exchanged)
     return result.build(function, exchanged) if isinstance(result, Rewritten) else result
 
 

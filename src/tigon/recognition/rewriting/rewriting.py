@@ -13,7 +13,8 @@
 
 The norms of queries and keys with the rotary embedding after them are replaced too
 (`tigon.recognition.rewriting.head_norm_statements`), and heads are not repeated for functions that take grouped heads
-(`tigon.recognition.rewriting.repeated_heads`).
+(`tigon.recognition.rewriting.repeated_heads`). One op computes the decay of a linear recurrence
+(`tigon.recognition.rewriting.log_decays`).
 
 All other statements of the forward stay as their author wrote them. Whether `self.norm` is a norm that an op computes
 is known only when the forward runs. If it is not, the three functions do what the original statements do. The variables
@@ -29,10 +30,12 @@ from types import FunctionType
 from typing import NamedTuple
 
 from tigon.recognition.rewriting.head_norm_statements import fuse_head_norms
+from tigon.recognition.rewriting.log_decays import log_decay_of, replace_log_decays
 from tigon.recognition.rewriting.repeated_heads import repeat_heads, replace_repeats
 from tigon.recognition.rewriting.source import NotReadable, Rewritten, compile_definition, definition_of, innermost
 from tigon.recognition.rewriting.statements import (
     ADD_NORM,
+    LOG_DECAY,
     NAMES,
     NORM_WITH_RESIDUAL,
     PRODUCTS,
@@ -285,7 +288,7 @@ FRAME_READERS = frozenset(("locals", "vars", "eval", "exec", "dir", "_getframe",
 
 
 def rewrite(
-    function: FunctionType, helpers: Sequence[Callable], exchanged: Sequence[str], repeats_heads: bool = False
+    function: FunctionType, helpers: Sequence[Callable], exchanged: Sequence[str], is_recurrent: bool = False
 ) -> Rewritten | str | None:
     """Return the code of the function with its statements rewritten; None if there is nothing to rewrite.
 
@@ -297,7 +300,7 @@ def rewrite(
         helpers: The functions that the rewritten statements call, in the order of `NAMES`. Without them, all statements
             stay as they are.
         exchanged: The names of globals in whose place the function calls other functions.
-        repeats_heads: True if the other functions take the results of `repeat_heads`.
+        is_recurrent: True if the other functions take the results of `repeat_heads`, and one op computes a decay.
     """
     try:
         definition = definition_of(function)
@@ -311,8 +314,10 @@ def rewrite(
         if not (rewriter.count or exchanged):
             return rewriter.refusal
         named_helpers: dict[str, Callable] = dict(zip(NAMES, helpers, strict=False))
-        if repeats_heads and replace_repeats(definition, exchanged):
+        if is_recurrent and replace_repeats(definition, exchanged):
             named_helpers[REPEAT_HEADS] = repeat_heads
+        if is_recurrent and replace_log_decays(definition):
+            named_helpers[LOG_DECAY] = log_decay_of
         result = compile_definition(definition, function, named_helpers, exchanged)
         result.attributes[HEAD_NORMS] = tuple(rewriter.head_norms)
         result.build(function, dict.fromkeys(exchanged, rewrite))

@@ -4,7 +4,7 @@ import ast
 from typing import NamedTuple
 
 # The names by which the rewritten source calls the functions. No forward uses such names.
-REPEAT_HEADS = "_tigon_repeat_heads_"
+REPEAT_HEADS, LOG_DECAY = "_tigon_repeat_heads_", "_tigon_log_decay_"
 ADD_NORM, NORM_WITH_RESIDUAL, PRODUCTS, START_NORM, NORM_ROPE = NAMES = (
     "_tigon_add_norm_",
     "_tigon_norm_with_residual_",
