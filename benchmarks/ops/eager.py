@@ -26,10 +26,12 @@ def reference(case: Case) -> Run:
     return lambda *tensors: tensors_of(workload.reference(*tensors, **options))
 
 
-def _gated_delta_rule(case: Case) -> Run:
+def _delta_rule(case: Case) -> Run:
     """Load what transformers runs without other packages. It has no packed samples, so they are computed one by one."""
-    from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule
-
+    if case.op == "kda":
+        from transformers.models.kimi_linear.modeling_kimi_linear import chunk_kimi_delta_attention as function
+    else:
+        from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule as function
     normalises = case.options.get("use_qk_l2norm", False)
 
     def run(q: Tensor, k: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
@@ -37,7 +39,7 @@ def _gated_delta_rule(case: Case) -> Run:
         q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], 2) for x in (q, k))
         lengths = bounds[0].diff().tolist() if bounds else [v.shape[1]]
         samples = zip(*(x.split(lengths, 1) for x in (q, k, v, g, beta)), strict=True)
-        outputs = [torch_chunk_gated_delta_rule(*sample, use_qk_l2norm_in_kernel=normalises)[0] for sample in samples]
+        outputs = [function(*sample, use_qk_l2norm_in_kernel=normalises)[0] for sample in samples]
         return (torch.cat(outputs, 1),)
 
     return run
@@ -84,7 +86,8 @@ def _linear_cross_entropy(case: Case) -> Run:
 
 
 EAGER: dict[str, Callable[[Case], Run]] = {
-    "gated_delta_rule": _gated_delta_rule,
+    "gated_delta_rule": _delta_rule,
+    "kda": _delta_rule,
     "moe_mlp": _moe_mlp,
     "load_balancing_loss": _load_balancing_loss,
     "cross_entropy": _cross_entropy,

@@ -12,8 +12,9 @@ from benchmarks.workloads import Case
 # --- recurrences ---------------------------------------------------------------------------------
 
 
-def fla_gated_delta_rule(case: Case) -> Run:
-    function = import_path("fla.ops.gated_delta_rule:chunk_gated_delta_rule")
+def fla_delta_rule(case: Case) -> Run:
+    path = "fla.ops.kda:chunk_kda" if case.op == "kda" else "fla.ops.gated_delta_rule:chunk_gated_delta_rule"
+    function = import_path(path)
     refuse_other_options(case, "use_qk_l2norm")
     options = {"use_qk_l2norm_in_kernel": case.options.get("use_qk_l2norm", False)}
 

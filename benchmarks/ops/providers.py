@@ -83,7 +83,7 @@ def _compiled(op: str) -> Callable[[Case], Run]:
 # These notes describe eager code that a reader would not expect.
 _EAGER_NOTES = {
     "layer_norm": "F.layer_norm, which models call",
-    "gated_delta_rule": "the chunked code of transformers in torch",
+    **dict.fromkeys(("gated_delta_rule", "kda"), "the chunked code of transformers in torch"),
     "moe_mlp": "expert by expert, waiting for each",
     "load_balancing_loss": "the code of transformers, which waits for each layer",
     "cross_entropy": "F.cross_entropy of logits in fp32",
@@ -139,7 +139,8 @@ _PEERS: dict[str, tuple[Provider, ...]] = {
         Provider("quack", peers.quack_norm),
     ),
     "gated_rms_norm": (Provider("fla", peers.fla_gated_rms_norm),),
-    "gated_delta_rule": (Provider("fla", mixer_peers.fla_gated_delta_rule, note="keys and queries repeated"),),
+    "gated_delta_rule": (Provider("fla", mixer_peers.fla_delta_rule, note="keys and queries repeated"),),
+    "kda": (Provider("fla", mixer_peers.fla_delta_rule),),
     "layer_norm": (_liger(peers.call("liger_kernel.ops:LigerLayerNormFunction.apply", 1e-5)), _cute("layer_norm")),
     # Liger's rope overwrites q, k and the upstream gradients.
     "rope": (_liger(peers.liger_rope, "q", "k", "upstream"), Provider("quack", peers.quack_rope)),

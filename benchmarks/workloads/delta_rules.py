@@ -4,6 +4,7 @@ Sizes: B batch, T tokens, N packed samples of each sequence (1: not packed), Hk 
 features of a head.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,13 +15,14 @@ import tigon
 from benchmarks.workloads.inputs import InputMaker, Inputs
 from benchmarks.workloads.workload import MORE, Case, Variant, Workload, small, sweep
 from tigon.ops.mixers.gated_delta_rule import gated_delta_rule_reference
+from tigon.ops.mixers.kda import kda_reference
 
 NORMALISED = {"use_qk_l2norm": True}
 # Autograd saves the states of all tokens of a sequential run, which would take 100 GB for 8192 tokens of a model.
 MAX_SEQUENTIAL_TOKENS = 1024
 
 
-def _gated_delta_rule(make: InputMaker) -> Inputs:
+def _inputs(make: InputMaker, has_feature_decay: bool) -> Inputs:
     """Make the inputs of a layer. Form: `value_size` is the number of features of a head of v, by default D."""
     b, t, n, key_heads, heads, size = make.sizes
     value_size = make.form.get("value_size", size)
@@ -29,7 +31,8 @@ def _gated_delta_rule(make: InputMaker) -> Inputs:
         # The keys of a model have a norm of about 1. Longer ones would let the state grow.
         k.mul_(size**-0.5)
     v, upstream = make.normal(b, t, heads, value_size), make.normal(b, t, heads, value_size)
-    g, beta = -F.softplus(make.normal(b, t, heads) - 2), make.normal(b, t, heads).sigmoid()
+    features = (size,) if has_feature_decay else ()
+    g, beta = -F.softplus(make.normal(b, t, heads, *features) - 2), make.normal(b, t, heads).sigmoid()
     tensors = {name: x.requires_grad_() for name, x in (("q", q), ("k", k), ("v", v), ("g", g), ("beta", beta))}
     if n > 1:
         bounds = torch.arange(n + 1, device=make.device) * t // n
@@ -40,10 +43,11 @@ def _gated_delta_rule(make: InputMaker) -> Inputs:
 def _reference(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cu_seqlens: Tensor | None = None, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
+    op, reference = (tigon.kda, kda_reference) if g.dim() == 4 else (tigon.gated_delta_rule, gated_delta_rule_reference)
     if q.shape[1] <= MAX_SEQUENTIAL_TOKENS:
-        return gated_delta_rule_reference(q, k, v, g, beta, cu_seqlens=cu_seqlens, **options)
+        return reference(q, k, v, g, beta, cu_seqlens=cu_seqlens, **options)
     wide = (x.double() for x in (q, k, v, g, beta))
-    o, state = tigon.gated_delta_rule(*wide, cu_seqlens=cu_seqlens, **options)
+    o, state = op(*wide, cu_seqlens=cu_seqlens, **options)
     return o.to(v.dtype), state
 
 
@@ -56,7 +60,7 @@ WORKLOADS = (
         name="gated_delta_rule",
         call=_call,
         reference=_reference,
-        inputs=_gated_delta_rule,
+        inputs=partial(_inputs, has_feature_decay=False),
         legend="B x T x N x Hk x Hv x D",
         rows_axis=1,
         has_cpu_code=True,
@@ -76,6 +80,27 @@ WORKLOADS = (
             Case("qwen3.5-9b", (1, 8192, 16, 16, 32, 128), MORE, NORMALISED),
             small(1, 256, 1, 2, 4, 64, options=NORMALISED),
             *sweep(((1, t, 1, 16, 32, 128) for t in (1024, 2048, 4096, 8192, 16384, 32768)), NORMALISED),
+        ),
+    ),
+    Workload(
+        name="kda",
+        call=_call,
+        reference=_reference,
+        inputs=partial(_inputs, has_feature_decay=True),
+        legend="B x T x N x Hk x Hv x D",
+        rows_axis=1,
+        has_cpu_code=True,
+        test_variants=(
+            Variant("", (2, 70, 1, 2, 2, 16), NORMALISED, term_size=1.0),
+            Variant("packed", (1, 70, 3, 1, 2, 32), NORMALISED | {"scale": 0.5}, {"value_size": 16}, term_size=1.0),
+        ),
+        # As above, and forward and backward read g, and backward writes dg.
+        elements=lambda b, t, n, hk, hv, d: b * t * (d * (6 * hk + 8 * hv) + 3 * hv),
+        bench_shapes=(
+            Case("kimi-linear-48b", (2, 4096, 1, 32, 32, 128), MORE, NORMALISED),
+            Case("kimi-linear-48b", (1, 8192, 16, 32, 32, 128), MORE, NORMALISED),
+            small(1, 256, 1, 4, 4, 64, options=NORMALISED),
+            *sweep(((1, t, 1, 32, 32, 128) for t in (1024, 4096, 16384)), NORMALISED),
         ),
     ),
 )

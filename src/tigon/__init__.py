@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from tigon.ops.logits.valid_rows import ValidRows
     from tigon.ops.mixers.causal_conv1d import causal_conv1d
     from tigon.ops.mixers.gated_delta_rule import gated_delta_rule
+    from tigon.ops.mixers.kda import kda
     from tigon.ops.mlps.activations import gelu, relu2
     from tigon.ops.mlps.glu import geglu, swiglu
     from tigon.ops.mlps.glu_mlp import GEGLUMLP, SwiGLUMLP, glu_mlp
@@ -105,6 +106,7 @@ _NAMES_BY_MODULE = {
     "tigon.ops.logits.valid_rows": ("ValidRows",),
     "tigon.ops.mixers.causal_conv1d": ("causal_conv1d",),
     "tigon.ops.mixers.gated_delta_rule": ("gated_delta_rule",),
+    "tigon.ops.mixers.kda": ("kda",),
     "tigon.ops.mlps.activations": ("gelu", "relu2"),
     "tigon.ops.mlps.glu": ("geglu", "swiglu"),
     "tigon.ops.mlps.glu_mlp": ("GEGLUMLP", "SwiGLUMLP", "glu_mlp"),
@@ -165,6 +167,7 @@ __all__ = [
     "glu_mlp",
     "install_as_liger_kernel",
     "jsd",
+    "kda",
     "kl_div",
     "layer_norm",
     "lean",

@@ -253,14 +253,20 @@ ACCEPTED_BY_OP: dict[tuple[str, str], set[str]] = {
     ("linear_distillation", "teacher_logit_scale"): NUMBER,
     ("add_rms_norm", "x"): FLOAT,
     ("gated_rms_norm", "x"): FLOAT,
-    ("gated_delta_rule", "q"): set(),
-    # A head of v with one feature more.
-    ("gated_delta_rule", "v"): {"one element more"},
-    ("gated_delta_rule", "beta"): FLOAT,
-    ("gated_delta_rule", "g"): FLOAT,
-    ("gated_delta_rule", "scale"): NUMBER | OPTIONAL,
-    ("gated_delta_rule", "initial_state"): OPTIONAL,
-    ("gated_delta_rule", "cu_seqlens"): OPTIONAL,
+    **{
+        (op, name): values
+        for op in ("gated_delta_rule", "kda")
+        for name, values in {
+            "q": set(),
+            # A head of v with one feature more.
+            "v": {"one element more"},
+            "beta": FLOAT,
+            "g": FLOAT,
+            "scale": NUMBER | OPTIONAL,
+            "initial_state": OPTIONAL,
+            "cu_seqlens": OPTIONAL,
+        }.items()
+    },
     ("glu_mlp", "gate_scale"): NUMBER,
     ("glu_mlp", "output_scale"): NUMBER,
     ("glu_mlp", "limit"): POSITIVE | OPTIONAL,

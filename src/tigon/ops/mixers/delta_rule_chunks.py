@@ -1,4 +1,4 @@
-r"""The gated delta rule in chunks of 64 tokens, in torch: forward and backward (no autograd).
+r"""The gated delta rule and Kimi Delta Attention in chunks of 64 tokens, in torch: forward and backward (no autograd).
 
 A chunk reads the state S before it and writes the state after it. G is the cumulative sum of g in the chunk, D its
 decay, and L its last token. The rule of one chunk is the solution of a triangular system (the WY form):
@@ -23,8 +23,9 @@ and its gradient, with dX from the transposed system:
             + sum over i >= t of exp(G_i) (scale q_i . (do S^T)_i - beta_i k_i . (dX S^T)_i)
             + sum over j < t of k_j . exp(G_L - G_j) (U dS'^T)_j + exp(G_L) <S, dS'>
 
-where "." is the dot product of a row. D is the exponential of sums of g between two tokens, which are more precise than
-differences of G, and are masked before the exponential, so that nothing overflows.
+where "." is the dot product of a row. `delta_rule_pairs` has the products of pairs, with D. If g has a number for each
+feature of a head of k, exp(G) is a matrix [C, Dk], k_i . k_j D_ij is a sum over features, each with a D of its own, and
+the dot products in dg are those of single features.
 
 Everything is in fp32, or in fp64 if an input is. Only one chunk is in memory at a time, and forward saves nothing:
 backward recomputes the states between the chunks.
@@ -38,6 +39,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tigon.ops.mixers.delta_rule_pairs import FeaturePairs, TokenPairs, sum_after, sum_before, sum_from
 from tigon.runtime.autograd import without_autocast
 from tigon.runtime.device import cdiv
 
@@ -52,7 +54,7 @@ class DeltaInputs(NamedTuple):
     q: Tensor  # [B, T, Hk, Dk]
     k: Tensor  # [B, T, Hk, Dk]
     v: Tensor  # [B, T, Hk R, Dv]
-    g: Tensor  # [B, T, Hk R]
+    g: Tensor  # [B, T, Hk R], or [B, T, Hk R, Dk] with a decay of each feature
     beta: Tensor  # [B, T, Hk R]
     initial_state: Tensor | None  # [B or N, Hk R, Dk, Dv]
     cu_seqlens: Tensor | None  # [N + 1]
@@ -139,7 +141,8 @@ class _Chunks:
             x = x.index_select(1, rows.clamp(max=self.tokens - 1)).masked_fill(~is_token, 0)
         x = x.to(self.dtype).unflatten(2, (-1, 1 if is_per_key else self.groups)).movedim(1, 3)
         missing = CHUNK - x.shape[3]
-        return F.pad(x, (0, 0) * (x.dim() - 4) + (0, missing)) if missing else x
+        # One layout, because the order of a sum depends on it, and packed samples equal separate ones bit for bit.
+        return F.pad(x, (0, 0) * (x.dim() - 4) + (0, missing)) if missing else x.contiguous()
 
     def store(self, part: Tensor, x: Tensor, chunk: int) -> None:
         """Write one chunk [B, Hk, R, C, ...] to x [B, T + 1, H, ...], whose last row takes the rows without a token."""
@@ -177,22 +180,29 @@ def _initial_states(inputs: DeltaInputs, chunks: _Chunks) -> Tensor:
 
 
 class _Chunk(NamedTuple):
-    """One chunk: its inputs, and what does not depend on the state."""
+    """One chunk: its inputs, and what does not depend on the state. E is Dk for a decay of each feature, else 1."""
 
     q: Tensor  # [B, Hk, 1, C, Dk]
     k: Tensor
     v: Tensor  # [B, Hk, R, C, Dv]
     beta: Tensor  # [B, Hk, R, C, 1]
-    decay: Tensor  # exp(G), [B, Hk, R, C, 1]
-    rest: Tensor  # exp(G_L - G), [B, Hk, R, C, 1]
-    pairs: Tensor  # D, [B, Hk, R, C, C]
-    system: Tensor  # A, [B, Hk, R, C, C]
-    scores: Tensor  # scale q k^T * D, [B, Hk, R, C, C]
+    decay: Tensor  # exp(G), [B, Hk, R, C, E]
+    rest: Tensor  # exp(G_L - G), [B, Hk, R, C, E]
+    pairs: TokenPairs | FeaturePairs
 
     @property
     def end(self) -> Tensor:
-        """Return exp(G_L), [B, Hk, R, 1, 1]."""
-        return self.decay[..., -1:, :]
+        """Return exp(G_L), [B, Hk, R, E, 1]."""
+        return self.decay[..., -1, :, None]
+
+    @property
+    def system(self) -> Tensor:
+        """Return A, [B, Hk, R, C, C]."""
+        return self.beta * self.pairs.keys
+
+    def fit(self, dg: Tensor) -> Tensor:
+        """Return the gradient of g [..., E], given that of a decay of each feature [..., Dk]."""
+        return dg if self.decay.shape[-1] > 1 else dg.sum(-1, keepdim=True)
 
 
 def _norm_factor(x: Tensor) -> Tensor:
@@ -204,18 +214,13 @@ def _load_chunk(inputs: DeltaInputs, options: DeltaOptions, chunks: _Chunks, ind
     if options.normalises:
         q, k = q * _norm_factor(q), k * _norm_factor(k)
     v, g, beta = (chunks.load(x, index) for x in (inputs.v, inputs.g, inputs.beta))
-    total, beta = g.cumsum(-1)[..., None], beta[..., None]
-    is_later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).triu(1)
-    between = g[..., None].expand(*g.shape, CHUNK).tril(-1).cumsum(-2)
-    pairs = between.masked_fill(is_later, -torch.inf).exp()
-    system = (beta * (k @ k.mT) * pairs).tril(-1)
-    scores = options.scale * (q @ k.mT) * pairs
-    return _Chunk(q, k, v, beta, total.exp(), pairs[..., -1, :, None], pairs, system, scores)
+    pairs = FeaturePairs(q, k, g) if inputs.g.dim() == 4 else TokenPairs(q, k, g := g[..., None])
+    return _Chunk(q, k, v, beta[..., None], g.cumsum(-2).exp(), sum_after(g).exp(), pairs)
 
 
 def _updates(chunk: _Chunk, state: Tensor) -> Tensor:
     """Return U."""
-    x = chunk.beta * (chunk.v - chunk.decay * (chunk.k @ state))
+    x = chunk.beta * (chunk.v - (chunk.decay * chunk.k) @ state)
     return torch.linalg.solve_triangular(chunk.system, x, upper=False, unitriangular=True)
 
 
@@ -227,25 +232,19 @@ def _chunk_gradients(
     chunk: _Chunk, state: Tensor, do: Tensor, dstate: Tensor, scale: float
 ) -> tuple[list[Tensor], Tensor]:
     """Return dq, dk, dv, dg and dbeta of a chunk, where dq and dk are not added over heads yet, and dS before it."""
-    q, k, v, beta, decay, rest, pairs, system, scores = chunk
-    updates = _updates(chunk, state)
-    dupdates = scores.mT @ do + rest * (k @ dstate)
-    dx = torch.linalg.solve_triangular(system.mT, dupdates, upper=True, unitriangular=True)
-    dpairs = -(dx @ updates.mT).tril(-1), do @ updates.mT
-    dsystem, dscores = dpairs[0] * pairs, scale * dpairs[1] * pairs
-    dq_state, k_state = scale * decay * (do @ state.mT), decay * (dx @ state.mT)
-    k_next = rest * (updates @ dstate.mT)
-    dq, k_out = dq_state + dscores @ k, dsystem @ k - k_state
-    k_in = k_next + dsystem.mT @ (beta * k) + dscores.mT @ q
-    key_dots = (k * k_out).sum(-1, keepdim=True)
-    # Row t of `ends` sums the pairs (i, j) over i >= t.
-    ends = (dpairs[0] * system + dpairs[1] * scores).flip(-2).cumsum(-2).flip(-2)
-    dg = ends.tril(-1).sum(-1) + (chunk.end * state * dstate).sum((-1, -2))[..., None]
-    dg = dg + (q * dq_state - beta * k * k_state).sum(-1).flip(-1).cumsum(-1).flip(-1)
-    dg = dg + F.pad((k * k_next).sum(-1).cumsum(-1)[..., :-1], (1, 0))
-    dbeta = (key_dots + (dx * v).sum(-1, keepdim=True)).squeeze(-1)
-    dstate = chunk.end * dstate + scale * (decay * q).mT @ do - (beta * decay * k).mT @ dx
-    return [dq, beta * k_out + k_in, beta * dx, dg, dbeta], dstate
+    q, k, v, beta, decay, rest, pairs = chunk
+    updates, scaled_do = _updates(chunk, state), scale * do
+    dupdates = pairs.queries.mT @ scaled_do + (rest * k) @ dstate
+    dx = torch.linalg.solve_triangular(chunk.system.mT, dupdates, upper=True, unitriangular=True)
+    dsystem = -(dx @ updates.mT).tril(-1)
+    dq, dk, dg = pairs.gradients(beta * dsystem, (scaled_do @ updates.mT).tril())
+    dq_state, k_state, dk_next = decay * (scaled_do @ state.mT), decay * (dx @ state.mT), rest * (updates @ dstate.mT)
+    dbeta = (dsystem * pairs.keys).sum(-1) + (dx * v).sum(-1) - (k * k_state).sum(-1)
+    dg = dg + sum_from(chunk.fit(q * dq_state - beta * k * k_state)) + sum_before(chunk.fit(k * dk_next))
+    dg = dg + chunk.fit((chunk.end * state * dstate).sum(-1)).unsqueeze(-2)
+    dstate = chunk.end * dstate + (decay * q).mT @ scaled_do - (beta * decay * k).mT @ dx
+    dg = dg.squeeze(-1) if isinstance(pairs, TokenPairs) else dg
+    return [dq + dq_state, dk - beta * k_state + dk_next, beta * dx, dg, dbeta], dstate
 
 
 def _norm_gradient(dx_hat: Tensor, x: Tensor) -> Tensor:
@@ -268,7 +267,8 @@ def chunked_forward(inputs: DeltaInputs, options: DeltaOptions) -> tuple[Tensor,
     for i in range(chunks.count):
         chunk, state = _load_chunk(inputs, options, chunks, i), chunks.enter(state, initial_states, i)
         updates = _updates(chunk, state)
-        chunks.store(options.scale * chunk.decay * (chunk.q @ state) + chunk.scores @ updates, o, i)
+        o_chunk = (chunk.decay * chunk.q) @ state + chunk.pairs.queries @ updates
+        chunks.store(options.scale * o_chunk, o, i)
         state = _next_state(chunk, state, updates)
         if chunks.sample is None:
             last_states = state

@@ -102,11 +102,14 @@ def choose_config(inputs: DeltaInputs) -> DeltaConfig:
 def fits_kernels(inputs: DeltaInputs) -> bool:
     """Return whether the kernels compute heads of these sizes and this dtype, and there is something to compute.
 
+    They have one decay for all features of a head.
+
     In fp32, the tiles fit neither into the registers nor into the shared memory of a GPU: on Hopper, a thread would
     spill 7 KB, and the compiler would take minutes.
     """
     q, v = inputs.q, inputs.v
-    return q.element_size() == 2 and max(q.shape[3], v.shape[3]) <= MAX_SIZE and q.shape[0] * q.shape[1] > 0
+    fits = inputs.g.dim() == 3 and max(q.shape[3], v.shape[3]) <= MAX_SIZE
+    return fits and q.element_size() == 2 and q.shape[0] * q.shape[1] > 0
 
 
 # --- launches ------------------------------------------------------------------------------------

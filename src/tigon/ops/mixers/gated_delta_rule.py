@@ -59,14 +59,23 @@ def gated_delta_rule_reference(
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute `gated_delta_rule` token by token in eager torch, for tests. A g above 0 is refused."""
-    _refuse_growth(g)
     inputs = DeltaInputs(q, k, v, g, beta, initial_state, cu_seqlens)
+    return compute_by_token(_OP, inputs, scale, output_final_state, use_qk_l2norm)
+
+
+def compute_by_token(
+    op: str, inputs: DeltaInputs, scale: float | None, output_final_state: bool, use_qk_l2norm: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Compute the rule token by token. g [B, T, Hv, Dk] has a decay of each feature, g [B, T, Hv] one for all."""
+    q, k, v, g, beta, initial_state, cu_seqlens = inputs
+    _refuse_growth(op, g)
     dtype, groups = state_dtype(inputs), v.shape[2] // k.shape[2]
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     shape = count_samples(inputs), v.shape[2], k.shape[3], v.shape[3]
     states = q.new_zeros(shape, dtype=dtype) if initial_state is None else initial_state.to(dtype)
     bounds = [0, q.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
     q, k, values, g, beta = (x.to(dtype) for x in (q, k, v, g, beta))
+    g = g[..., None] if g.dim() == 3 else g
     if use_qk_l2norm:
         q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + NORM_EPS) for x in (q, k))
     q, k = (x.repeat_interleave(groups, 2) for x in (q, k))
@@ -74,7 +83,7 @@ def gated_delta_rule_reference(
     for i, (start, end) in enumerate(itertools.pairwise(bounds)):
         state = states if cu_seqlens is None else states[i : i + 1]
         for t in range(start, end):
-            state = g[:, t, :, None, None].exp() * state
+            state = g[:, t, :, :, None].exp() * state
             update = beta[:, t, :, None] * (values[:, t] - (k[:, t, :, :, None] * state).sum(2))
             state = state + k[:, t, :, :, None] * update[:, :, None]
             outputs.append(scale * (q[:, t, :, :, None] * state).sum(2)[:, None])
@@ -85,7 +94,7 @@ def gated_delta_rule_reference(
 # --- autograd ------------------------------------------------------------------------------------
 
 
-class _GatedDeltaRule(Node):
+class _DeltaRule(Node):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Any:
         keep_none_gradients(ctx)
@@ -110,49 +119,64 @@ class _GatedDeltaRule(Node):
         return tuple(delta_rule_backward(do, dlast_state, inputs, ctx.options, needs))
 
 
-# --- public --------------------------------------------------------------------------------------
+# --- checks --------------------------------------------------------------------------------------
 
 
-def _refuse_growth(g: Tensor) -> None:
+def _refuse_growth(op: str, g: Tensor) -> None:
     """Raise a ValueError if an element of g on the CPU is above 0. Reading g on a GPU would wait for it."""
     if type(g) in PLAIN and g.device.type == "cpu" and not torch.compiler.is_compiling() and bool((g > 0).any()):
-        raise ValueError(f"{_OP}: g must not be above 0, because a state must not grow, got {g.max().item():g}")
+        raise ValueError(f"{op}: g must not be above 0, because a state must not grow, got {g.max().item():g}")
 
 
-def _check_bounds(bounds: Tensor, tokens: int) -> None:
+def _check_bounds(op: str, bounds: Tensor, tokens: int) -> None:
     """Check the bounds of packed samples; their values only on the CPU, because reading others would wait."""
-    checks.integer(_OP, cu_seqlens=bounds)
+    checks.integer(op, cu_seqlens=bounds)
     if bounds.dim() != 1 or bounds.shape[0] < 2:
-        raise ValueError(f"{_OP}: cu_seqlens must have shape (N + 1,) with N > 0, got {tuple(bounds.shape)}")
+        raise ValueError(f"{op}: cu_seqlens must have shape (N + 1,) with N > 0, got {tuple(bounds.shape)}")
     if type(bounds) not in PLAIN or bounds.device.type != "cpu" or torch.compiler.is_compiling():
         return
     first, last = int(bounds[0]), int(bounds[-1])
     if first != 0 or last != tokens or bool((bounds.diff() < 0).any()):
-        raise ValueError(f"{_OP}: cu_seqlens must ascend from 0 to T = {tokens}, got {bounds[:9].tolist()}")
+        raise ValueError(f"{op}: cu_seqlens must ascend from 0 to T = {tokens}, got {bounds[:9].tolist()}")
 
 
-def _check(inputs: DeltaInputs) -> None:
+def _check(op: str, inputs: DeltaInputs, has_feature_decay: bool) -> None:
     q, k, v, g, beta, initial_state, cu_seqlens = inputs
-    checks.tensor(_OP, q=q, k=k, v=v, g=g, beta=beta)
-    checks.floating(_OP, q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state)
+    checks.tensor(op, q=q, k=k, v=v, g=g, beta=beta)
+    checks.floating(op, q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state)
     for name, x in (("q", q), ("v", v)):
         if x.dim() != 4 or not (x.shape[2] and x.shape[3]):
-            raise ValueError(f"{_OP}: {name} must have shape (B, T, H, D) with H, D > 0, got {tuple(x.shape)}")
-    checks.shape(_OP, "k", k, q.shape)
+            raise ValueError(f"{op}: {name} must have shape (B, T, H, D) with H, D > 0, got {tuple(x.shape)}")
+    checks.shape(op, "k", k, q.shape)
     heads, size = v.shape[2:]
-    checks.shape(_OP, "v", v, (*q.shape[:2], heads, size))
+    checks.shape(op, "v", v, (*q.shape[:2], heads, size))
     if heads % q.shape[2]:
-        raise ValueError(f"{_OP}: the {q.shape[2]} heads of q and k must divide the heads of v, got {heads}")
-    checks.shape(_OP, "g", g, v.shape[:3])
-    checks.shape(_OP, "beta", beta, v.shape[:3])
-    checks.same(_OP, "dtype", q=q, k=k, v=v)
-    checks.same(_OP, "device", **{name: x for name, x in inputs._asdict().items() if isinstance(x, Tensor)})
+        raise ValueError(f"{op}: the {q.shape[2]} heads of q and k must divide the heads of v, got {heads}")
+    checks.shape(op, "g", g, (*v.shape[:3], q.shape[3]) if has_feature_decay else v.shape[:3])
+    checks.shape(op, "beta", beta, v.shape[:3])
+    checks.same(op, "dtype", q=q, k=k, v=v)
+    checks.same(op, "device", **{name: x for name, x in inputs._asdict().items() if isinstance(x, Tensor)})
     if cu_seqlens is not None:
-        _check_bounds(cu_seqlens, q.shape[1])
+        _check_bounds(op, cu_seqlens, q.shape[1])
         if q.shape[0] != 1:
-            raise ValueError(f"{_OP}: packed samples must be one sequence, B = 1, got B = {q.shape[0]}")
+            raise ValueError(f"{op}: packed samples must be one sequence, B = 1, got B = {q.shape[0]}")
     if initial_state is not None:
-        checks.shape(_OP, "initial_state", initial_state, (count_samples(inputs), heads, q.shape[3], size))
+        checks.shape(op, "initial_state", initial_state, (count_samples(inputs), heads, q.shape[3], size))
+
+
+# --- public --------------------------------------------------------------------------------------
+
+
+def compute_rule(
+    op: str, inputs: DeltaInputs, scale: float | None, output_final_state: bool, use_qk_l2norm: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Check the arguments of `op`, "kda" or "gated_delta_rule", and compute it."""
+    _check(op, inputs, has_feature_decay=op != _OP)
+    checks.flag(op, output_final_state=output_final_state, use_qk_l2norm=use_qk_l2norm)
+    scale = inputs.q.shape[3] ** -0.5 if scale is None else checks.number(op, "scale", scale)
+    _refuse_growth(op, inputs.g)
+    result = _DeltaRule.apply(*inputs, DeltaOptions(scale, use_qk_l2norm, output_final_state))
+    return result if output_final_state else (result, None)
 
 
 def gated_delta_rule(
@@ -205,9 +229,4 @@ def gated_delta_rule(
         (torch.Size([1, 100, 4, 64]), torch.Size([1, 4, 64, 64]))
     """
     inputs = DeltaInputs(q, k, v, g, beta, initial_state, cu_seqlens)
-    _check(inputs)
-    checks.flag(_OP, output_final_state=output_final_state, use_qk_l2norm=use_qk_l2norm)
-    scale = q.shape[3] ** -0.5 if scale is None else checks.number(_OP, "scale", scale)
-    _refuse_growth(g)
-    result = _GatedDeltaRule.apply(*inputs, DeltaOptions(scale, use_qk_l2norm, output_final_state))
-    return result if output_final_state else (result, None)
+    return compute_rule(_OP, inputs, scale, output_final_state, use_qk_l2norm)

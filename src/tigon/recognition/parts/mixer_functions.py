@@ -1,7 +1,8 @@
-"""Compare functions of a model's file with the ops of linear recurrences: the gated delta rule, a causal convolution.
+"""Compare functions of a model's file with the ops of linear recurrences: two delta rules, a causal convolution.
 
     o, state = chunk_gated_delta_rule(q, k, v, g=g, beta=beta, initial_state=None, output_final_state=False,
                                       use_qk_l2norm_in_kernel=True)   # q, k [B, T, H, Dk], v [B, T, H, Dv]
+    o, state = chunk_kimi_delta_attention(...)                        # the same, but g is [B, T, H, Dk]
     y = causal_conv1d_fn(x, weight, bias, activation="silu")          # x [B, C, T], weight [C, K]
 
 A function with such arguments runs on random inputs. It sums in another order than the op's reference, and both compute
@@ -24,6 +25,7 @@ from torch import Tensor
 
 from tigon.ops.mixers.causal_conv1d import causal_conv1d_reference
 from tigon.ops.mixers.gated_delta_rule import gated_delta_rule_reference
+from tigon.ops.mixers.kda import kda_reference
 from tigon.recognition.guards.guard import FunctionGuard
 from tigon.recognition.parts.comparison import LOGGER, is_as_exact
 from tigon.recognition.probing.standin import BF16, FP16, FP32, describe, gradients, normal, probing, same_gradients
@@ -47,13 +49,15 @@ DIFFERENT = "computes something else than the op"
 
 @dataclass(frozen=True)
 class RuleForm:
-    """A gated delta rule."""
+    """A gated delta rule, or Kimi Delta Attention."""
 
     # The names of the arguments q, k, v, g and beta.
     tensors: tuple[str, ...]
+    # True for Kimi Delta Attention: g has a number for each feature of a head of k.
+    has_feature_decay: bool = False
 
     def __str__(self) -> str:
-        return "gated delta rule"
+        return "Kimi Delta Attention" if self.has_feature_decay else "gated delta rule"
 
 
 @dataclass(frozen=True)
@@ -116,18 +120,23 @@ def _recognise(function: types.FunctionType, state: tuple) -> tuple[RuleForm | C
     """Return the form of a function and the comparisons that found it. `state` is the fingerprint of its reach."""
     form = form_of(function)
     assert form is not None
-    compare = _compare_rule if isinstance(form, RuleForm) else _compare_convolution
+    # A rule that takes one kind of g raises an error for the other kind.
+    forms = (form, replace(form, has_feature_decay=True)) if isinstance(form, RuleForm) else (form,)
+    reason = DIFFERENT
     with recording() as trials, probing():
-        try:
-            if not compare(function, form):
-                return DIFFERENT, trials
-            return _with_mixed_dtypes(function, form) if isinstance(form, ConvolutionForm) else form, trials
-        except Exception as error:
-            LOGGER.debug("%s cannot be compared with an op", function.__qualname__, exc_info=True)
-            return f"takes other arguments than the op ({describe(error)})", trials
+        for form in forms:
+            try:
+                if isinstance(form, RuleForm):
+                    return form if _compare_rule(function, form) else DIFFERENT, trials
+                is_same = _compare_convolution(function, form)
+                return _with_mixed_dtypes(function, form) if is_same else DIFFERENT, trials
+            except Exception as error:
+                LOGGER.debug("%s cannot be compared with an op", function.__qualname__, exc_info=True)
+                reason = f"takes other arguments than the op ({describe(error)})"
+    return reason, trials
 
 
-# --- the gated delta rule ----------------------------------------------------------------------------
+# --- the delta rules ----------------------------------------------------------------------------
 
 # Batch, length, heads, and the sizes of the heads of keys and values. Stock chunks have 64 tokens.
 _SMALL, _TAIL, _LONG = (2, 5, 2, 16, 8), (2, 70, 2, 16, 8), (1, 200, 1, 128, 128)
@@ -135,18 +144,19 @@ _SMALL, _TAIL, _LONG = (2, 5, 2, 16, 8), (2, 70, 2, 16, 8), (1, 200, 1, 128, 128
 _FACTORS = (1.0, 3e-4)
 
 
-def _rule_inputs(seed: int, sizes: tuple[int, ...], factor: float, dtype: torch.dtype) -> list[Tensor]:
+def _rule_inputs(form: RuleForm, seed: int, sizes: tuple[int, ...], factor: float, dtype: torch.dtype) -> list[Tensor]:
     """Return q, k, v, g and beta. Some steps do not decay the state, and some clear it."""
     batch, length, heads, k_size, v_size = sizes
+    features = (k_size,) if form.has_feature_decay else ()
     q, k = (normal(seed + i, batch, length, heads, k_size) * k_size**-0.5 * factor for i in range(2))
-    v, g = normal(seed + 2, batch, length, heads, v_size), -normal(seed + 3, batch, length, heads).abs()
+    v, g = normal(seed + 2, batch, length, heads, v_size), -normal(seed + 3, batch, length, heads, *features).abs()
     g.view(-1)[::7], g.view(-1)[3::11] = 0.0, -30.0
     # Models with negative eigenvalues double the sigmoid.
     beta = 2 * normal(seed + 4, batch, length, heads).sigmoid()
     return [q.to(dtype), k.to(dtype), v.to(dtype), g, beta.to(dtype)]
 
 
-def _compare_rule(function: types.FunctionType, form: Any) -> bool:
+def _compare_rule(function: types.FunctionType, form: RuleForm) -> bool:
     """Return True if a function has the outputs, the states and the gradients of the op."""
     names = inspect.signature(function).parameters
     # Without the argument, a function may normalise always or never.
@@ -159,20 +169,20 @@ def _compare_rule(function: types.FunctionType, form: Any) -> bool:
     ]
     cases.append((_LONG, True, None, False, 1.0, FP32))
     for seed, (sizes, norm, scale, has_state, factor, dtype) in enumerate(cases):
-        inputs = _rule_inputs(10 * seed, sizes, factor if norm else 1.0, dtype)
+        inputs = _rule_inputs(form, 10 * seed, sizes, factor if norm else 1.0, dtype)
         batch, _, heads, k_size, v_size = sizes
         state = normal(10 * seed + 5, batch, heads, k_size, v_size) if has_state else None
-        stock, op = _rule_calls(function, norm, scale, state)
+        stock, op = _rule_calls(function, form, norm, scale, state)
         if not _agrees(form, inputs, stock, op):
             return False
     for norm in norms:
-        if not _has_gradients_of(form, _rule_inputs(7, _TAIL, 1.0, FP32), *_rule_calls(function, norm)):
+        if not _has_gradients_of(form, _rule_inputs(form, 7, _TAIL, 1.0, FP32), *_rule_calls(function, form, norm)):
             return False
     return bool(norms)
 
 
 def _rule_calls(
-    function: Callable, norm: bool, scale: float | None = None, state: Tensor | None = None
+    function: Callable, form: RuleForm, norm: bool, scale: float | None = None, state: Tensor | None = None
 ) -> tuple[Callable[..., tuple], Callable[..., tuple]]:
     """Return the function and the op with these options, as functions of q, k, v, g and beta.
 
@@ -181,8 +191,8 @@ def _rule_calls(
     options: dict[str, Any] = {"initial_state": state, "output_final_state": state is not None}
     options |= {} if scale is None else {"scale": scale}
     stock = lambda q, k, v, g, beta: function(q, k, v, g=g, beta=beta, **options, use_qk_l2norm_in_kernel=norm)
-    op = lambda *inputs: gated_delta_rule_reference(*inputs, **options, use_qk_l2norm=norm)
-    return stock, op
+    reference = kda_reference if form.has_feature_decay else gated_delta_rule_reference
+    return stock, lambda *inputs: reference(*inputs, **options, use_qk_l2norm=norm)
 
 
 # --- the convolution ---------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from tigon.ops.mixers.causal_conv1d import MAX_TAPS, MIN_TAPS, causal_conv1d
 from tigon.ops.mixers.gated_delta_rule import gated_delta_rule
+from tigon.ops.mixers.kda import kda
 from tigon.recognition.guards.guard import FunctionGuard
 from tigon.recognition.parts.functions import FunctionsRecipe, FusedFunction, computed_function
 from tigon.recognition.parts.mixer_functions import (
@@ -117,7 +118,7 @@ def _reason(arguments: dict[str, Any] | None) -> str:
 
 
 class FusedRule(FusedMixerFunction):
-    """Runs `gated_delta_rule` in place of a function."""
+    """Runs `gated_delta_rule` or `kda` in place of a function."""
 
     form: RuleForm
 
@@ -130,7 +131,7 @@ class FusedRule(FusedMixerFunction):
             copies, inputs[:2] = q.copies, (q.heads, k.heads)
         else:
             copies, inputs[:2] = 1, map(_computed, (q, k))
-        if not _is_rule(inputs, state, copies) or (boundaries is not None and state is not None):
+        if not _is_rule(inputs, self.form, state, copies) or (boundaries is not None and state is not None):
             return None
         options: dict[str, Any] = {
             "scale": arguments.get("scale"),
@@ -142,7 +143,8 @@ class FusedRule(FusedMixerFunction):
         if boundaries is not None:
             inputs = [x.reshape(1, -1, *x.shape[2:]) for x in inputs]
         q, k, v, g, beta = inputs
-        o, state = gated_delta_rule(q, k, v, g, beta, **options, cu_seqlens=boundaries)
+        op = kda if self.form.has_feature_decay else gated_delta_rule
+        o, state = op(q, k, v, g, beta, **options, cu_seqlens=boundaries)
         if boundaries is not None and state is not None:
             # The op returns the state of each sample. The last sample of each row leaves the state of the row.
             ends = torch.arange(1, shape[0] + 1, dtype=boundaries.dtype, device=boundaries.device) * shape[1]
@@ -155,7 +157,7 @@ def _computed(value: Any) -> Any:
     return value.compute() if isinstance(value, RepeatedHeads) else value
 
 
-def _is_rule(inputs: list[Any], state: Any, copies: int) -> bool:
+def _is_rule(inputs: list[Any], form: RuleForm, state: Any, copies: int) -> bool:
     """Return True if the op accepts these tensors, with `copies` heads of v for each head of q."""
     if any(type(x) not in PLAIN for x in inputs) or (state is not None and type(state) not in PLAIN):
         return False
@@ -164,7 +166,10 @@ def _is_rule(inputs: list[Any], state: Any, copies: int) -> bool:
         return False
     if q.shape[2] * copies != v.shape[2]:
         return False
-    if not (q.dtype == k.dtype == v.dtype and q.dtype in KERNEL_DTYPES and g.shape == beta.shape == v.shape[:3]):
+    decay_shape = (*v.shape[:3], q.shape[3]) if form.has_feature_decay else v.shape[:3]
+    if not (q.dtype == k.dtype == v.dtype and q.dtype in KERNEL_DTYPES):
+        return False
+    if beta.shape != v.shape[:3] or tuple(g.shape) != tuple(decay_shape):
         return False
     if g.dtype not in KERNEL_DTYPES or beta.dtype not in KERNEL_DTYPES:
         return False
@@ -289,7 +294,7 @@ def _names_in(node: ast.AST) -> set[str]:
 
 
 def recognise_mixer(module: nn.Module) -> MixerRecipe | str | None:
-    """Recognise a module whose forward calls a function that computes a gated delta rule.
+    """Recognise a module whose forward calls a function that computes a delta rule.
 
     Return a recipe, the reason why such a module keeps its forward, or None for another module. A convolution is
     replaced only together with a rule, because both must restart at the same boundaries of samples.

@@ -1,81 +1,36 @@
-"""The gated delta rule in chunks against the recurrence token by token in fp64, and against transformers' code."""
+"""The delta rules in chunks against the recurrence token by token in fp64, and against transformers' code."""
 
 import itertools
 import sys
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch.utils._pytree import tree_map_only
 
 import tigon
+from delta_rule_cases import GATED, KDA, RULES, make_inputs, results_of, widen
 from op_cases import DEVICE, DTYPES, INTERPRETED, assert_refused
 from tigon.ops.mixers import delta_rule_launchers
 from tigon.ops.mixers.delta_rule_chunks import DeltaInputs, DeltaOptions, chunked_backward, chunked_forward
 from tigon.ops.mixers.delta_rule_launchers import DeltaVariant
-from tigon.ops.mixers.gated_delta_rule import gated_delta_rule_reference
 from tigon.testing import assert_accurate
 
 MODULE = sys.modules["tigon.ops.mixers.gated_delta_rule"]
-NAMES = ("q", "k", "v", "g", "beta", "initial_state")
 # The kernels compute fp32 only in the interpreter.
 KERNEL_DTYPES = [torch.float32, torch.float16 if INTERPRETED else torch.bfloat16]
 # The heads of q and k, and those of v.
 HEADS = {"one head": (1, 1), "groups of 2": (2, 4), "groups of 4": (1, 4)}
 
 
-def make_inputs(
-    *, batch: int = 1, tokens: int = 70, heads: tuple[int, int] = (1, 2), sizes: tuple[int, int] = (16, 16),
-    samples: int | None = None, dtype: torch.dtype = torch.float32, seed: int = 0,
-) -> dict[str, torch.Tensor]:  # fmt: skip
-    """Return the tensors of a layer by name, with states before the first tokens."""
-    generator = torch.Generator().manual_seed(seed)
-    normal = lambda *shape: torch.randn(shape, generator=generator)
-    (key_heads, value_heads), (key_size, value_size) = heads, sizes
-    tensors = {
-        "q": normal(batch, tokens, key_heads, key_size),
-        "k": normal(batch, tokens, key_heads, key_size),
-        "v": normal(batch, tokens, value_heads, value_size),
-        "g": -F.softplus(normal(batch, tokens, value_heads) - 1),
-        "beta": normal(batch, tokens, value_heads).sigmoid(),
-    }
-    tensors = {name: x.to(DEVICE, dtype) for name, x in tensors.items()}
-    tensors["initial_state"] = normal(samples or batch, value_heads, key_size, value_size).to(DEVICE)
-    return {name: x.requires_grad_() for name, x in tensors.items()}
+def every_rule(test):
+    """Run a test with each rule."""
+    return pytest.mark.parametrize("rule", RULES.values(), ids=RULES)(test)
 
 
-def widen(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: x.detach().double().requires_grad_() for name, x in inputs.items()}
-
-
-def results_of(function, inputs, cu_seqlens=None, **options) -> dict[str, torch.Tensor]:
-    """Return o, the last state and all gradients by name. A gradient flows into both outputs."""
-    options = {"use_qk_l2norm": True, "output_final_state": True} | options
-    o, state = function(**inputs, cu_seqlens=cu_seqlens, **options)
-    generator = torch.Generator().manual_seed(1)
-    outputs = [x for x in (o, state) if x is not None]
-    upstream = [torch.randn(x.shape, generator=generator).to(x) for x in outputs]
-    gradients = torch.autograd.grad(outputs, list(inputs.values()), upstream)
-    results = {"o": o} if state is None else {"o": o, "state": state}
-    return results | dict(zip(inputs, gradients, strict=True))
-
-
-def stock(q, k, v, g, beta, initial_state=None, cu_seqlens=None, output_final_state=False, use_qk_l2norm=False):
-    """Run transformers' function, which has neither groups nor packed samples."""
-    from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule
-
-    assert cu_seqlens is None
-    q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], 2) for x in (q, k))
-    return torch_chunk_gated_delta_rule(
-        q, k, v, g, beta, initial_state=initial_state, output_final_state=output_final_state,
-        use_qk_l2norm_in_kernel=use_qk_l2norm,
-    )  # fmt: skip
-
-
-def assert_as_accurate_as_stock(inputs, dtype: torch.dtype, **options) -> None:
+def assert_as_accurate_as_stock(rule, inputs, dtype: torch.dtype, **options) -> None:
     """Check all results by the oracle in the dtype of q, k and v. The states between chunks are products in it."""
-    exact = results_of(gated_delta_rule_reference, widen(inputs), **options)
-    eager, actual = (results_of(f, inputs, **options) for f in (stock, tigon.gated_delta_rule))
+    exact = results_of(rule.reference, widen(inputs), **options)
+    eager, actual = (results_of(f, inputs, **options) for f in (rule.stock, rule.op))
     for name, x in actual.items():
         assert x.dtype == eager[name].dtype, name
         size = exact[name].abs().max().item() if name in ("g", "beta", "state") else 0.0
@@ -84,9 +39,9 @@ def assert_as_accurate_as_stock(inputs, dtype: torch.dtype, **options) -> None:
         assert_accurate(x.to(dtype), eager[name].to(dtype), exact[name], smallest=size, msg=name)
 
 
-def assert_small_errors(results, inputs, limit: float) -> None:
+def assert_small_errors(rule, results, inputs, limit: float) -> None:
     """Check the root mean square of the errors of each result, relative to that of the exact result."""
-    for name, exact in results_of(gated_delta_rule_reference, widen(inputs)).items():
+    for name, exact in results_of(rule.reference, widen(inputs)).items():
         error, size = (x.square().mean().sqrt().item() for x in (results[name] - exact, exact))
         # The gradient of a gate is a sum over the features of a head, whose rounded terms are of the order of 1.
         size = max(size, 1.0) if name in ("g", "beta") else size
@@ -95,73 +50,78 @@ def assert_small_errors(results, inputs, limit: float) -> None:
 
 
 # Chunks have 64 tokens: none, part of one, exactly one, and tails of one and of two tokens.
+@every_rule
 @pytest.mark.parametrize("tokens", [1, 63, 64, 65, 130])
 @pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
 @pytest.mark.no_interpreter("fp64 runs no kernel.")
-def test_chunks_compute_the_recurrence(tokens, heads):
-    inputs = widen(make_inputs(batch=2, tokens=tokens, heads=heads, sizes=(16, 24)))
+def test_chunks_compute_the_recurrence(tokens, heads, rule):
+    inputs = widen(make_inputs(rule, batch=2, tokens=tokens, heads=heads, sizes=(16, 24)))
     for normalises in (True, False):
         if not normalises:
             inputs["k"] = (inputs["k"].detach() / 4).requires_grad_()
         options = {"use_qk_l2norm": normalises, "scale": 0.3}
-        actual = results_of(tigon.gated_delta_rule, inputs, **options)
-        expected = results_of(gated_delta_rule_reference, inputs, **options)
+        actual = results_of(rule.op, inputs, **options)
+        expected = results_of(rule.reference, inputs, **options)
         for name, x in actual.items():
             torch.testing.assert_close(x, expected[name], rtol=1e-9, atol=1e-9, msg=lambda text, n=name: f"{n}: {text}")
 
 
+@every_rule
 @pytest.mark.no_interpreter("fp64 runs no kernel.")
-def test_chunks_compute_what_transformers_computes():
-    inputs = widen(make_inputs(batch=2, tokens=130, heads=(2, 4)))
-    exact, actual = (gated_delta_rule_reference(**inputs, output_final_state=True, use_qk_l2norm=True) for _ in "ab")
+def test_chunks_compute_what_transformers_computes(rule):
+    inputs = widen(make_inputs(rule, batch=2, tokens=130, heads=(2, 4)))
+    exact, actual = (rule.reference(**inputs, output_final_state=True, use_qk_l2norm=True) for _ in "ab")
     # transformers rounds to fp32 inside.
-    for expected, x in zip(stock(**inputs, output_final_state=True, use_qk_l2norm=True), actual, strict=True):
+    for expected, x in zip(rule.stock(**inputs, output_final_state=True, use_qk_l2norm=True), actual, strict=True):
         torch.testing.assert_close(x, expected.double(), rtol=1e-5, atol=1e-5)
     assert exact[0].dtype == torch.float64
 
 
+@every_rule
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("tokens", [1, 63, 64, 65, 130])
 @pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
 @pytest.mark.sampled(in_interpreter=4)
-def test_the_rule_is_as_accurate_as_transformers(tokens, heads, dtype):
+def test_the_rule_is_as_accurate_as_transformers(tokens, heads, dtype, rule):
     # A block of keys with a mask, and a last block of values that is half full.
-    assert_as_accurate_as_stock(make_inputs(tokens=tokens, heads=heads, sizes=(24, 48), dtype=dtype), dtype)
+    assert_as_accurate_as_stock(rule, make_inputs(rule, tokens=tokens, heads=heads, sizes=(24, 48), dtype=dtype), dtype)
 
 
 STRENGTHS = {"strong decay": ("g", -50.0), "no decay": ("g", 0.0), "beta 0": ("beta", 0.0), "beta 1": ("beta", 1.0)}
 
 
+@every_rule
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
 @pytest.mark.parametrize(("name", "value"), STRENGTHS.values(), ids=STRENGTHS)
-def test_extreme_gates(name, value, dtype):
-    inputs = make_inputs(tokens=130, dtype=dtype)
+def test_extreme_gates(name, value, dtype, rule):
+    inputs = make_inputs(rule, tokens=130, dtype=dtype)
     # The logarithm of the decay of a chunk is rounded, so a state that has decayed to 1e-23 has few digits.
     inputs["g"] = (inputs["g"].detach() / 64).requires_grad_()
     inputs[name] = torch.full_like(inputs[name], value).requires_grad_()
     if dtype == torch.float32:
-        assert_as_accurate_as_stock(inputs, dtype)
+        assert_as_accurate_as_stock(rule, inputs, dtype)
     else:
         # The kernels round the state that each chunk reads, which transformers' code does not.
-        assert_small_errors(results_of(tigon.gated_delta_rule, inputs), inputs, 0.02)
+        assert_small_errors(rule, results_of(rule.op, inputs), inputs, 0.02)
 
 
 # Samples that end in, at and after the end of a chunk, and one that is empty.
 BOUNDS = (0, 5, 69, 69, 133, 150)
 
 
+@every_rule
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
 @pytest.mark.parametrize("with_states", [False, True], ids=["no states", "states"])
-def test_packed_samples_equal_separate_ones_bit_for_bit(with_states, dtype):
+def test_packed_samples_equal_separate_ones_bit_for_bit(with_states, dtype, rule):
     bounds = torch.tensor(BOUNDS, device=DEVICE, dtype=torch.int32)
-    inputs = make_inputs(tokens=BOUNDS[-1], heads=(1, 2), samples=len(BOUNDS) - 1, dtype=dtype)
+    inputs = make_inputs(rule, tokens=BOUNDS[-1], heads=(1, 2), samples=len(BOUNDS) - 1, dtype=dtype)
     if not with_states:
         del inputs["initial_state"]
     do = torch.randn_like(inputs["v"])
     options = {"use_qk_l2norm": True, "output_final_state": with_states}
 
     def run(tensors, upstream, dstate, **more):
-        o, state = tigon.gated_delta_rule(**tensors, **options, **more)
+        o, state = rule.op(**tensors, **options, **more)
         outputs, gradients = ([o, state], [upstream, dstate]) if with_states else ([o], [upstream])
         return [*outputs, *torch.autograd.grad(outputs, list(tensors.values()), gradients)]
 
@@ -179,12 +139,13 @@ def test_packed_samples_equal_separate_ones_bit_for_bit(with_states, dtype):
     "bounds", [(0, 5), (0, 640, 0, 640, 0, 640), (3, 70), (0, 50, 20, 70), (-9, 70), (0, 71)], ids=str
 )
 @pytest.mark.parametrize(
-    "runs_kernels", [False, pytest.param(True, marks=pytest.mark.kernels)], ids=["torch", "kernels"]
-)
-def test_malformed_bounds_make_all_results_nan(bounds, runs_kernels, monkeypatch):
+    ("rule", "runs_kernels"), [(GATED, False), (KDA, False), pytest.param(GATED, True, marks=pytest.mark.kernels)],
+    ids=["gated_delta_rule", "kda", "kernels"],
+)  # fmt: skip
+def test_malformed_bounds_make_all_results_nan(bounds, runs_kernels, rule, monkeypatch):
     """Nothing reads the bounds of packed samples on a GPU before a launch, so they may be wrong there."""
     dtype = KERNEL_DTYPES[-1] if runs_kernels else torch.float32
-    tensors = make_inputs(tokens=70, samples=len(bounds) - 1, dtype=dtype)
+    tensors = make_inputs(rule, tokens=70, samples=len(bounds) - 1, dtype=dtype)
     cu_seqlens = torch.tensor(bounds, device=DEVICE)
     inputs = DeltaInputs(**{name: x.detach() for name, x in tensors.items()}, cu_seqlens=cu_seqlens)
     options = DeltaOptions(0.25, True, True)
@@ -204,30 +165,32 @@ def test_malformed_bounds_make_all_results_nan(bounds, runs_kernels, monkeypatch
         assert x.isnan().all()
 
 
+@every_rule
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
-def test_resets_lose_no_digits_of_other_tokens(dtype):
+def test_resets_lose_no_digits_of_other_tokens(dtype, rule):
     """A g of -1e6 or of -inf at two tokens resets the state, and changes nothing else."""
     results = {}
     for value in (-1e6, -torch.inf):
-        inputs = make_inputs(tokens=100, dtype=dtype)
+        inputs = make_inputs(rule, tokens=100, dtype=dtype)
         inputs["g"] = inputs["g"].detach().float().index_fill(1, torch.tensor([10, 40], device=DEVICE), value)
         inputs["g"].requires_grad_()
-        results[value] = results_of(tigon.gated_delta_rule, inputs)
-    assert_small_errors(results[-1e6], inputs, 1e-5 if dtype == torch.float32 else 0.02)
+        results[value] = results_of(rule.op, inputs)
+    assert_small_errors(rule, results[-1e6], inputs, 1e-5 if dtype == torch.float32 else 0.02)
     for name, x in results[-1e6].items():
         assert torch.equal(x, results[-torch.inf][name]), name
     assert not results[-1e6]["g"][:, [10, 40]].any()
 
 
+@every_rule
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
-def test_the_states_of_two_calls_join_them(dtype):
+def test_the_states_of_two_calls_join_them(dtype, rule):
     """A sequence in two calls has the results of one call, because the state and its gradient flow through."""
-    inputs = make_inputs(tokens=128, dtype=dtype)
-    whole = results_of(tigon.gated_delta_rule, inputs, output_final_state=False)
+    inputs = make_inputs(rule, tokens=128, dtype=dtype)
+    whole = results_of(rule.op, inputs, output_final_state=False)
     first, second = ({n: x if n == "initial_state" else x[:, s] for n, x in inputs.items()} for s in
                      (slice(0, 64), slice(64, 128)))  # fmt: skip
-    o, state = tigon.gated_delta_rule(**first, use_qk_l2norm=True, output_final_state=True)
-    rest, _ = tigon.gated_delta_rule(**second | {"initial_state": state}, use_qk_l2norm=True)
+    o, state = rule.op(**first, use_qk_l2norm=True, output_final_state=True)
+    rest, _ = rule.op(**second | {"initial_state": state}, use_qk_l2norm=True)
     joined = torch.cat((o, rest), 1)
     upstream = torch.randn(joined.shape, generator=torch.Generator().manual_seed(1)).to(joined)
     gradients = torch.autograd.grad(joined, list(inputs.values()), upstream)
@@ -238,13 +201,14 @@ def test_the_states_of_two_calls_join_them(dtype):
         torch.testing.assert_close(gradient, whole[name], **tolerance)
 
 
+@every_rule
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_autocast_changes_no_result(dtype):
+def test_autocast_changes_no_result(dtype, rule):
     """Under autocast, the products of forward and of backward compute in the dtypes of the inputs."""
-    inputs = make_inputs(tokens=70, dtype=dtype)
-    expected = results_of(tigon.gated_delta_rule, inputs)
+    inputs = make_inputs(rule, tokens=70, dtype=dtype)
+    expected = results_of(rule.op, inputs)
     with torch.autocast(DEVICE, torch.bfloat16):
-        actual = results_of(tigon.gated_delta_rule, inputs)
+        actual = results_of(rule.op, inputs)
     for name, x in actual.items():
         assert torch.equal(x, expected[name]), name
 
@@ -259,7 +223,7 @@ def test_an_output_without_a_gradient_costs_no_zeros(output, monkeypatch):
         monkeypatch.setattr(MODULE, name, spy)
     inputs = make_inputs(tokens=70)
     gradients = []
-    for function, tensors in ((gated_delta_rule_reference, widen(inputs)), (tigon.gated_delta_rule, inputs)):
+    for function, tensors in ((GATED.reference, widen(inputs)), (tigon.gated_delta_rule, inputs)):
         o, state = function(**tensors, output_final_state=True, use_qk_l2norm=True)
         loss = (o if output == "o" else state).square().sum()
         gradients.append(torch.autograd.grad(loss, list(tensors.values()), materialize_grads=True))
@@ -268,15 +232,16 @@ def test_an_output_without_a_gradient_costs_no_zeros(output, monkeypatch):
     assert [x is None for x in upstream] == [output == "o"]
 
 
-def test_bad_arguments_are_refused():
-    inputs = {name: x.detach() for name, x in make_inputs(batch=2, tokens=6, heads=(2, 4)).items()}
+@every_rule
+def test_bad_arguments_are_refused(rule):
+    inputs = {name: x.detach() for name, x in make_inputs(rule, batch=2, tokens=6, heads=(2, 4)).items()}
     q, v, g, state = (inputs[name] for name in ("q", "v", "g", "initial_state"))
     bounds = lambda *values, **options: torch.tensor(values, device=DEVICE, **options)
     packed = {name: x[:1] for name, x in inputs.items() if name != "initial_state"}
     changes = {
         "the 2 heads of q and k must divide the heads of v, got 3": {"v": v[:, :, :3]},
         r"k must have shape \(2, 6, 2, 16\)": {"k": q[:, :5]},
-        r"g must have shape \(2, 6, 4\)": {"g": g[:, :5]},
+        r"g must have shape \(2, 6, 4": {"g": g[:, :5]},
         r"beta must have shape \(2, 6, 4\)": {"beta": g[:, :, :2]},
         "q and k and v must have the same dtype": {"q": q.half()},
         "g must be a float32": {"g": g.long()},
@@ -289,7 +254,7 @@ def test_bad_arguments_are_refused():
     on_cpu = {
         "g must not be above 0, because a state must not grow, got 0.5": {"g": g.abs() + 0.5 - g.abs()},
     }
-    assert_refused(tigon.gated_delta_rule, inputs, changes | (on_cpu if DEVICE == "cpu" else {}))
+    assert_refused(rule.op, inputs, changes | (on_cpu if DEVICE == "cpu" else {}))
     changes = {
         "cu_seqlens must be an int64 or int32 tensor": {"cu_seqlens": bounds(0.0, 6.0)},
         r"cu_seqlens must have shape \(N \+ 1,\)": {"cu_seqlens": bounds(0)},
@@ -302,19 +267,20 @@ def test_bad_arguments_are_refused():
         for values in ((0, 4, 3, 6), (1, 6))
     }
     on_cpu |= {r"cu_seqlens must ascend from 0 to T = 6, got \[0, 5\]": {"cu_seqlens": bounds(0, 5)}}
-    assert_refused(tigon.gated_delta_rule, packed, changes | (on_cpu if DEVICE == "cpu" else {}))
-    with pytest.raises(ValueError, match="gated_delta_rule: g must not be above 0"):
-        gated_delta_rule_reference(**inputs | {"g": g.abs()})
+    assert_refused(rule.op, packed, changes | (on_cpu if DEVICE == "cpu" else {}))
+    with pytest.raises(ValueError, match=f"{rule.op.__name__}: g must not be above 0"):
+        rule.reference(**inputs | {"g": g.abs()})
 
 
+@every_rule
 @pytest.mark.no_interpreter("the interpreter has no compiled code")
-def test_packed_samples_compile_without_a_graph_break():
+def test_packed_samples_compile_without_a_graph_break(rule):
     torch._dynamo.reset()
-    inputs = make_inputs(tokens=70, samples=2)
+    inputs = make_inputs(rule, tokens=70, samples=2)
     bounds = torch.tensor([0, 30, 70], device=DEVICE)
     backend = "inductor" if DEVICE == "cuda" else "aot_eager"
-    compiled = torch.compile(tigon.gated_delta_rule, fullgraph=True, backend=backend)
-    expected, actual = (results_of(f, inputs, bounds) for f in (tigon.gated_delta_rule, compiled))
+    compiled = torch.compile(rule.op, fullgraph=True, backend=backend)
+    expected, actual = (results_of(f, inputs, bounds) for f in (rule.op, compiled))
     for name, x in actual.items():
         torch.testing.assert_close(x, expected[name], rtol=1e-5, atol=1e-5)
 
@@ -388,6 +354,6 @@ def test_torch_computes_what_wrong_kernels_would(monkeypatch):
     inputs = make_inputs(tokens=70)
     monkeypatch.setattr(delta_rule_launchers, "kernels_agree", lambda *arguments: False)
     monkeypatch.setattr(delta_rule_launchers, "launch", None)
-    expected, actual = (results_of(f, inputs) for f in (gated_delta_rule_reference, tigon.gated_delta_rule))
+    expected, actual = (results_of(f, inputs) for f in (GATED.reference, tigon.gated_delta_rule))
     for name, x in actual.items():
         torch.testing.assert_close(x, expected[name], rtol=1e-4, atol=1e-5)
