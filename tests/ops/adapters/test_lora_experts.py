@@ -92,7 +92,7 @@ LAYOUTS = {
 
 
 @one_in(2, layout=LAYOUTS, dtypes=DTYPE_PAIRS, trains=[False, True])
-@pytest.mark.sampled(in_interpreter=3)
+@pytest.mark.sampled(in_interpreter=5)
 def test_lora_moe_mlp_is_as_accurate_as_peft(layout, dtypes, trains):
     gated, transposed = layout.get("activation") != "relu2", layout.get("transposed", False)
     _check(_inputs(*dtypes, transposed=transposed, gated=gated, trains=trains), **layout)
@@ -103,7 +103,7 @@ SIZES = {
     "one": ((1, 8, 2, 8, 1), 1, BF16),
     "odd": ((37, 43, 5, 29, 2), 3, BF16),
     "odd, fp16": ((37, 43, 5, 29, 2), 3, FP16),
-    "several tiles": ((200, 150, 3, 72, 2), 16, BF16),
+    "several tiles": ((140, 150, 2, 72, 1), 16, BF16),
     "rank 20": ((40, 24, 4, 16, 2), 20, FP16),
     "a large rank": ((40, 24, 4, 16, 2), 70, BF16),
 }
@@ -128,7 +128,7 @@ def test_small_tiles(fused_rank, monkeypatch):
 
 
 @pytest.mark.kernels
-@one_in(2, transposed=[False, True], dtype={"bf16": BF16, "fp16": FP16}, rank=[3, 16, 20])
+@one_in(3, transposed=[False, True], dtype={"bf16": BF16, "fp16": FP16}, rank=[3, 16, 20])
 def test_products_with_the_weights_add_the_adapters(transposed, dtype, rank, monkeypatch):
     inputs = _inputs(dtype, FP32, rank=rank, sizes=(50, 48, 3, 32, 2), transposed=transposed)
     weight = inputs["up_proj"] if transposed else inputs["up_proj"].mT
@@ -165,19 +165,6 @@ def test_every_form_of_index(index, poisoned):
     _check(_inputs(BF16, FP32) | {"top_k_index": index()})
 
 
-@pytest.mark.kernels
-def test_no_tokens():
-    inputs = _inputs(BF16, FP32)
-    inputs |= {
-        n: inputs[n].detach()[:0].requires_grad_(n != "top_k_index") for n in ("x", "top_k_index", "top_k_weights")
-    }
-    y, gradients = outputs_and_gradients(
-        lambda *v: tigon.lora_moe_mlp(**dict(zip(NAMES, v, strict=True))), list(inputs.values())
-    )
-    assert y[0].shape == (0, H)
-    assert all((gradient == 0).all() for gradient in gradients)
-
-
 @pytest.mark.parametrize("adapted", [False, True], ids=["moe_mlp", "lora_moe_mlp"])
 @pytest.mark.parametrize("trains", [False, True])
 def test_a_rank_without_experts(adapted, trains):
@@ -209,7 +196,7 @@ def _adapters(inputs: int, outputs: int, ranks: tuple[int, ...], dtype: torch.dt
 @pytest.mark.parametrize("biases", [False, True], ids=["", "biases"])
 @pytest.mark.parametrize("ranks", [((2, 5), (3,)), ((), (4, 1)), ((4,), ()), ((), ())], ids=str)
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
-@pytest.mark.sampled(in_interpreter=3)
+@pytest.mark.sampled(in_interpreter=5)
 def test_any_number_of_adapters(dtype, ranks, biases):
     """The result is that of experts whose weights contain the adapters, here in fp64."""
     inputs = _inputs(dtype, FP32)

@@ -63,6 +63,7 @@ def _check(h: Tensor, dh: Tensor, value: float, place: int | None) -> None:
 
 @pytest.mark.parametrize("value", [-1000.0, torch.inf, torch.nan])
 @pytest.mark.parametrize("place", [0, -1], ids=["first", "last"])
+@pytest.mark.sampled(in_interpreter=5)
 def test_the_maximum_has_the_bits_of_the_largest_value(value, place):
     _check(_hidden(1.0), _hidden(1.0), value, place)
 

@@ -114,7 +114,7 @@ def _options(layout: dict) -> dict:
 
 
 @every_layout
-@pytest.mark.sampled(in_interpreter=3)
+@pytest.mark.sampled(in_interpreter=5)
 def test_it_is_as_accurate_as_eager_code(layout):
     leaves, index, options = _leaves(**layout), _index(), _options(layout)
     exact = _step(_positional(moe_mlp_reference), _wide(leaves), index, **options)
@@ -157,6 +157,7 @@ ABSENT = {"E": E, "more": E + 7, "negative": -1, "most": 2**40}
 
 
 @one_in(8, layout=LAYOUTS, absent=ABSENT)
+@pytest.mark.sampled(in_interpreter=3)
 def test_experts_of_other_ranks_add_nothing(layout, absent):
     """Nothing writes their rows, so the values in that memory must not change results or gradients."""
     leaves, options = _leaves(**layout), _options(layout)

@@ -53,6 +53,7 @@ class _LargestAllocation(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("options", [{}, {"num_items": 60}, {"softcap": 5.0, "z_loss": 0.1}], ids=str)
+@pytest.mark.sampled(in_interpreter=3)
 def test_three_micro_batches_accumulate_in_one_buffer(options):
     w, addresses = _head(), []
     for i in range(3):
@@ -83,6 +84,7 @@ def test_dw_needs_no_second_buffer(reduction):
 
 
 @pytest.mark.parametrize("upstream", [2.0, 0.0, -1.0, float("nan")])
+@pytest.mark.sampled(in_interpreter=4)
 def test_upstream_gradient_that_is_not_one_makes_the_buffer_nan(upstream):
     w, (x, target) = _head(), _batch(0)
     w.grad = torch.ones_like(w)
@@ -183,6 +185,7 @@ def test_nothing_is_added_without_gradients_or_valid_tokens():
     assert (w.grad == 1).all()
 
 
+@pytest.mark.thorough_in_interpreter
 def test_option_has_no_effect_under_compile():
     torch._dynamo.reset()
     compiled, w = torch.compile(_loss, fullgraph=True, backend="aot_eager"), _head()
@@ -209,6 +212,7 @@ def test_buffer_replaced_between_forward_and_backward_is_refused(reduction):
 
 @pytest.mark.parametrize("reentrant", [False, True], ids=["", "reentrant"])
 @pytest.mark.parametrize("first", [False, True], ids=["", "first micro-batch"])
+@pytest.mark.thorough_in_interpreter
 def test_activation_checkpointing_is_refused(first, reentrant):
     """A checkpointed forward pass runs twice, and would add dW twice."""
     w, (x, target) = _head(), _batch(0)

@@ -37,6 +37,7 @@ CHUNKS = {f"chunks of {n}": n for n in ([7, 23, 64] if INTERPRETED else [1, 7, 2
 
 
 @one_in(2, options=OPTIONS, weighted={"": False, "class weights": True}, chunk=CHUNKS)
+@pytest.mark.sampled(in_interpreter=4)
 def test_linear_cross_entropy_is_as_accurate_as_eager_code(options, weighted, chunk):
     """Each chunk adds its part to an fp32 dW. The error of the sum must not exceed that of eager code."""
     # On a GPU, small products of other sizes use other kernels. With more tokens the largest error of eager code is
@@ -92,7 +93,6 @@ def test_only_needed_products_are_computed(needs, reduction, products):
     assert [p.grad is not None for p in (x, w)] == list(needs)
 
 
-SLOW_IN_INTERPRETER = pytest.mark.no_interpreter("The interpreter takes long for 200 tokens.")
 IGNORED = {
     "none": lambda t: torch.zeros(t, dtype=torch.bool),
     "one in a hundred": lambda t: torch.arange(t) % 100 == 3,
@@ -103,9 +103,8 @@ IGNORED = {
 
 
 @pytest.mark.parametrize("options", [{}, {"reduction": "none"}, {"return_entropy": True}], ids=str)
-@pytest.mark.parametrize(
-    "ignored", [name if name == "half" else pytest.param(name, marks=SLOW_IN_INTERPRETER) for name in IGNORED]
-)
+@pytest.mark.parametrize("ignored", IGNORED)
+@pytest.mark.no_interpreter("The interpreter takes long for 200 tokens.")
 def test_ignored_tokens_are_not_multiplied(ignored, options):
     """Products have the sizes of the valid rows. If fewer than one row in 64 is ignored, copies would cost more."""
     x, w, b, target = _inputs(200)

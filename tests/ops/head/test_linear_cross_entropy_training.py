@@ -79,6 +79,7 @@ def test_another_number_of_tokens_compiles_nothing():
     assert frame_counts == [1, 2, 2], "one graph for the first number of tokens, one for all others"
 
 
+@pytest.mark.thorough_in_interpreter
 def test_compiled_loss_accepts_valid_rows():
     """The number of valid rows is unknown when the graph is compiled, so the compiled code finds the rows itself."""
     x, w, _, target = _inputs()
@@ -92,6 +93,7 @@ def test_compiled_loss_accepts_valid_rows():
 
 @pytest.mark.parametrize("reentrant", [False, True], ids=["", "reentrant"])
 @pytest.mark.parametrize("options", [{}, {"reduction": "none"}, ALL_RESULTS], ids=["mean", "none", "returned"])
+@pytest.mark.sampled(in_interpreter=5)
 def test_activation_checkpointing_is_supported(options, reentrant):
     *tensors, target = _inputs()
     run = lambda x, w, b: tigon.linear_cross_entropy(x.tanh(), w, target, linear_bias=b, **options)

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tigon
+from op_cases import one_in
 from tigon.ops.head.chunks import ChunkConfig, ChunkProblem
 from tigon.ops.head.linear_distillation import linear_distillation_reference
 from tigon.ops.logits.distillation import DistillationConfig
@@ -81,6 +82,7 @@ every_divergence = pytest.mark.parametrize("divergence", DIVERGENCES)
 @pytest.mark.kernels
 @every_divergence
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.sampled(in_interpreter=3)
 def test_it_is_accurate(divergence, dtype):
     check(make(dtype), {"divergence": divergence, "beta": 0.3})
 
@@ -88,6 +90,7 @@ def test_it_is_accurate(divergence, dtype):
 @pytest.mark.kernels
 @every_divergence
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.sampled(in_interpreter=4)
 def test_fp32_logits_are_not_rounded(divergence, dtype):
     tensors = make(dtype) | {"targets": torch.tensor([3, 99, -100, 0, 130, 64], device=DEVICE)}
     options = {"divergence": divergence, "beta": 0.3, "fp32_logits": True}
@@ -116,8 +119,7 @@ def test_the_ends_of_beta_are_the_two_kls(beta):
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("width", [VOCABULARY - 41, VOCABULARY + 37], ids=["smaller", "larger"])
-@pytest.mark.parametrize("divergence", ["jsd", "kl", "tvd"])
+@one_in(2, width={"smaller": VOCABULARY - 41, "larger": VOCABULARY + 37}, divergence=["jsd", "kl", "tvd"])
 def test_a_teacher_with_another_vocabulary(width, divergence):
     tensors = make(teacher_vocabulary=width)
     check(tensors, {"divergence": divergence, "hard_weight": 0.3})
@@ -141,8 +143,7 @@ def as_form(tensors: dict[str, Tensor], form: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("form", ["logits", "probs", "log_probs", "top_k"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@one_in(2, form=["logits", "probs", "log_probs", "top_k"], dtype={"fp32": torch.float32, "bf16": torch.bfloat16})
 def test_other_forms_of_the_teacher(form, dtype):
     tensors = as_form(make(dtype), form)
     check(tensors, {"temperature": 2.0, "divergence": "jsd" if form == "log_probs" else "kl"})

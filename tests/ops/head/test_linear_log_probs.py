@@ -58,7 +58,7 @@ def _runs(targets: Tensor, extra: Tensor, options: dict):
 # --- values and gradients ------------------------------------------------------------------------
 
 
-@one_in(2, options=OPTIONS, division=DIVISIONS, with_bias={"": False, "bias": True})
+@one_in(4, options=OPTIONS, division=DIVISIONS, with_bias={"": False, "bias": True})
 def test_log_probs_and_gradients_are_as_accurate_as_eager_code(options, division, with_bias):
     """The upstream gradients of all outputs differ from token to token."""
     tensors, targets, extra = _inputs(t=MANY)
@@ -210,6 +210,7 @@ def test_targets_out_of_range_are_nan(value):
     ],
 )
 @pytest.mark.parametrize("division", DIVISIONS.values(), ids=DIVISIONS)
+@pytest.mark.sampled(in_interpreter=5)
 def test_only_needed_products_of_valid_tokens_are_computed(needs, products, division):
     (hidden, weight, _), targets, _ = _inputs()
     for x, need in zip((hidden, weight), needs, strict=True):

@@ -29,13 +29,6 @@ def test_softmax_is_as_accurate_as_eager_code(shape, dtype):
 
 @pytest.mark.kernels
 @pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize("n", [1, 63, 64, 65, 128, 200])
-def test_narrow_rows_are_accurate(n):
-    assert_as_accurate_as_eager(tigon.softmax, softmax_reference, [_input(3, n)])
-
-
-@pytest.mark.kernels
-@pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize(("block_m", "keeps_y"), [(1, True), (4, True), (4, False)])
 def test_tiles_of_several_rows_are_accurate(block_m, keeps_y):
     with tuned(SoftmaxConfig, block_m=block_m, block_n=128, num_warps=1, keeps_y=keeps_y):
