@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from tigon.recognition.probing.standin import probing
+from tigon.recognition.probing.symbolic import reads_no_size
 from tigon.runtime.compat.operators import function_modes
 
 pytestmark = pytest.mark.no_interpreter("The test launches no kernel.")
@@ -63,3 +65,21 @@ def test_a_mode_of_the_user_is_ignored():
     with OnMeta():
         assert torch.empty(1).device.type == "meta"
         assert_probes_are_on_cpu()
+
+
+READS = {
+    "shape": lambda x: x.shape, "len": len, "rows": tuple, "slice": lambda x: x[:4096], "dim": lambda x: x.dim(),
+    "last row": lambda x: [*x][-1], "value": lambda x: bool(x.sum() > 0),
+    "method": lambda x: x.__getitem__(0), "transpose": lambda x: x.T, "array": lambda x: x.numpy(),
+    "sum over a batch": lambda x: x.cumsum(0), "reshape": lambda x: x.reshape(-1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+def test_a_mode_sees_that_a_size_may_be_read(read):
+    assert not reads_no_size(lambda x: (read(x), x * 2)[1], (torch.ones(2, 3),))
+
+
+def test_a_norm_reads_no_size():
+    norm = lambda x, gate: (1 - x * torch.rsqrt(x.float().pow(2).mean(-1) + 1)).to(x.dtype) * F.silu(gate) / 2
+    assert reads_no_size(norm, (torch.ones(3), torch.ones(3)))

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from tigon.runtime.reach.code import code_facts
-from tigon.runtime.reach.known_names import WITHOUT_SIZES
+from tigon.runtime.reach.known_names import OF_PYTHON, WITHOUT_SIZES
 from tigon.runtime.reach.places import Reach
 
 # Names of modes that the probes change.
@@ -46,15 +46,33 @@ def symbolic_modes(reach: Reach) -> tuple[bool, ...]:
 def may_see_sizes(reach: Reach, module: nn.Module) -> bool:
     """Return True unless the names in the code show that it cannot learn the size of a tensor.
 
-    If the result is False, the forward needs no run with symbolic sizes. Names of attributes and functions of the
-    model's author are harmless, because `explore` has read the code of these functions too. A name that torch or Python
-    also uses is not harmless.
+    If the result is False, the forward needs no run with symbolic sizes.
+    """
+    facts = map(code_facts, reach.codes)
+    return not _uses_only(WITHOUT_SIZES, reach, module) or any(fact.may_see_sizes for fact in facts)
+
+
+def shows_sizes_to_modes(reach: Reach, module: nn.Module) -> bool:
+    """Return True if the names in the code show that it can learn a size only by a function of torch.
+
+    A mode sees each call of such a function, also those for an index, a loop or a comparison of a tensor.
+    """
+    imports = any(code_facts(code).imports for code in reach.codes)
+    return not imports and _uses_only(WITHOUT_SIZES | OF_PYTHON, reach, module)
+
+
+def _uses_only(names: frozenset[str], reach: Reach, module: nn.Module) -> bool:
+    """Return True if the code uses only these names and names of its author.
+
+    Names of attributes, functions and tables of the model's author are harmless, because `explore` has read the code of
+    these functions too. A name that torch or Python also uses is not harmless.
     """
     names_of_author = {code.co_name for code in reach.codes}
+    names_of_author |= {place.name for place in reach.places if place.how == "item" and isinstance(place.value, dict)}
     for each in module.modules():
         names_of_author.update(vars(each), each._parameters, each._buffers, each._modules)
-    harmless = WITHOUT_SIZES | {name for name in names_of_author if not _is_of_torch(name)}
-    return not all(harmless.issuperset(code.co_names) and not code_facts(code).may_see_sizes for code in reach.codes)
+    names = names.union(name for name in names_of_author if not _is_of_torch(name))
+    return all(names.issuperset(code.co_names) for code in reach.codes)
 
 
 def _is_of_torch(name: str) -> bool:

@@ -13,10 +13,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from tigon.runtime.compat.graphs import DispatchMode, SymbolicTools, symbolic_tools
 from tigon.runtime.compat.operators import schema_of
+from tigon.runtime.reach.known_names import ARITHMETIC, WITHOUT_SIZES
 
 LOGGER = logging.getLogger("tigon")
 
@@ -31,6 +33,33 @@ BY_POSITION = frozenset(
 )
 # These operators scan one dimension, so their results depend on its size.
 SCANS = frozenset(["cumsum", "cumprod", "cummax", "cummin", "logcumsumexp"])
+
+
+class _SizeWatch(TorchFunctionMode):
+    """Record whether a function of torch tells its caller something about a tensor, other than its dtype."""
+
+    tells = False
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        is_plain = type(result) in (Tensor, nn.Parameter) and func.__name__ in WITHOUT_SIZES | ARITHMETIC
+        self.tells |= not is_plain and not isinstance(result, torch.dtype)
+        return result
+
+
+def reads_no_size(run: Callable, inputs: tuple[Tensor, ...]) -> bool:
+    """Return True if a forward gets nothing but tensors and dtypes from torch, by functions that hide all sizes.
+
+    Its code must have no other way to learn a size, see `shows_sizes_to_modes`.
+    """
+    watch = _SizeWatch()
+    try:
+        with watch:
+            run(*inputs)
+    except Exception:
+        LOGGER.debug("a forward refuses small inputs", exc_info=True)
+        return False
+    return not watch.tells
 
 
 class _ArgumentWatch(DispatchMode):

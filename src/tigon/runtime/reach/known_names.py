@@ -101,3 +101,7 @@ WITHOUT_SIZES = _words("""
     torch nn functional F Tensor self super forward dtype float32 contiguous float to type_as pow square mean var sqrt
     rsqrt mul add div mul_ add_ relu silu gelu sigmoid tanh
 """)
+# Python's functions and methods that give no size, or that call a function of torch when they meet a tensor.
+OF_PYTHON = _words("isinstance tuple __getitem__")
+# The names of the functions of torch that arithmetic calls, where they differ from the names of methods.
+ARITHMETIC = _words("neg sub sub_ div_ __rsub__ __rdiv__ __rpow__")
