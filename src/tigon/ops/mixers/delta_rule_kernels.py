@@ -147,14 +147,20 @@ def dot_of_parts(a, b):
 
 
 @triton.jit
-def _invert_16(a):
-    """Return (I + a)^-1 for a strictly lower triangular matrix, by forward substitution, which is stable."""
-    index = tl.arange(0, 16)
-    x = tl.where(index[:, None] == index[None, :], 1.0, 0.0)
+def _invert_diagonal(a):
+    """Return the inverses of the diagonal blocks [16, 16] of I + a, by forward substitution, which is stable.
+
+    All blocks are computed at once, [4, 16, 16], because each step waits for the one before it.
+    """
+    index, block = tl.arange(0, 16), tl.arange(0, 4)
+    blocks = tl.permute(tl.reshape(a, [4, 16, 4, 16]), [0, 2, 1, 3])
+    is_diagonal = block[:, None, None, None] == block[None, :, None, None]
+    a = tl.sum(tl.where(is_diagonal, blocks, 0.0), 1)
+    x = tl.where(index[None, :, None] == index[None, None, :], 1.0, tl.zeros_like(a))
     for j in range(15):
-        column = tl.sum(tl.where(index[None, :] == j, a, 0.0), 1)
-        row = tl.sum(tl.where(index[:, None] == j, x, 0.0), 0)
-        x -= column[:, None] * row[None, :]
+        column = tl.sum(tl.where(index[None, None, :] == j, a, 0.0), 2)
+        row = tl.sum(tl.where(index[None, :, None] == j, x, 0.0), 1)
+        x -= column[:, :, None] * row[:, None, :]
     return x
 
 
@@ -177,16 +183,17 @@ def _join_inverse(x11, a21, x22, SIZE: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def _invert_32(a, PRECISION: tl.constexpr):
-    a11, a21, a22 = _quarters(a, 16)
-    return _join_inverse(_invert_16(a11), a21, _invert_16(a22), 16, PRECISION)
-
-
-@triton.jit
 def invert_64(a, PRECISION: tl.constexpr):
     """Return (I + a)^-1 for a strictly lower triangular matrix [64, 64] in fp32."""
+    inverses = tl.permute(tl.reshape(_invert_diagonal(a), [2, 2, 16, 16]), [2, 3, 0, 1])
+    left, right = tl.split(inverses)
+    x1, x3 = tl.split(left)
+    x2, x4 = tl.split(right)
     a11, a21, a22 = _quarters(a, 32)
-    return _join_inverse(_invert_32(a11, PRECISION), a21, _invert_32(a22, PRECISION), 32, PRECISION)
+    _, b21, _ = _quarters(a11, 16)
+    _, b43, _ = _quarters(a22, 16)
+    x11, x22 = _join_inverse(x1, b21, x2, 16, PRECISION), _join_inverse(x3, b43, x4, 16, PRECISION)
+    return _join_inverse(x11, a21, x22, 32, PRECISION)
 
 
 # --- chunks in parallel --------------------------------------------------------------------------
