@@ -165,8 +165,8 @@ def _normalise_gradient(dx_hat, x, factor, NORMALISES: tl.constexpr):
 
 @triton.jit
 def _key_gradients(
-    dk, width, q, k, q_factor, k_factor, do_ptr, dx_ptr, updates_ptr, v_ptr, vectors, state, dstate, dg, dbeta,
-    first, end, stride, stride_do, stride_v, scale, key_cols,
+    dk, width, q_ptr, k_ptr, q_factor, k_factor, do_ptr, dx_ptr, updates_ptr, v_ptr, vectors, state, dstate, dg, dbeta,
+    first, end, stride, stride_q, stride_k, stride_do, stride_v, scale, key_cols,
     KEY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Store dg and dbeta of one chunk of a head, and return dk with its part. `vectors` has the part of dG from dq."""
@@ -177,6 +177,11 @@ def _key_gradients(
         width, updates_ptr, dx_ptr, do_ptr, v_ptr, first, end, stride, stride_do, stride_v, VALUE_SIZE, BLOCK_V, STAGES
     )
     pairs = pair_decays(total)
+    # q and k are loaded before each use, because the registers do not hold them through the loops. Without a barrier,
+    # the compiler would load them once.
+    tl.debug_barrier()
+    q = load_tile(q_ptr, first, end, stride_q, KEY_SIZE, key_cols)
+    k = load_tile(k_ptr, first, end, stride_k, KEY_SIZE, key_cols)
     dscores = (dscores * pairs * (scale * q_factor)[:, None]).to(q.dtype)
     dsystem = tl.where(index[:, None] > index[None, :], dsystem * pairs, 0.0)
     dsystem_rows = (dsystem * (beta * k_factor)[:, None]).to(k.dtype)
@@ -191,6 +196,8 @@ def _key_gradients(
         tl.zeros([CHUNK, key_cols.shape[0]], tl.float32), width, dx_ptr, first, end, stride, -tl.exp(total), state,
         key_cols, KEY_SIZE, VALUE_SIZE, BLOCK_V, STAGES,
     )  # fmt: skip
+    tl.debug_barrier()
+    k = load_tile(k_ptr, first, end, stride_k, KEY_SIZE, key_cols)
     term = tl.dot(dsystem, k, term, input_precision="ieee")
     key_dots = k_factor * _row_dots(k, term)
     dtotal += beta * key_dots
@@ -200,6 +207,8 @@ def _key_gradients(
         tl.zeros([CHUNK, key_cols.shape[0]], tl.float32), width, updates_ptr, first, end, stride,
         tl.load(vectors + REST * CHUNK), dstate, key_cols, KEY_SIZE, VALUE_SIZE, BLOCK_V, STAGES,
     )  # fmt: skip
+    tl.debug_barrier()
+    k = load_tile(k_ptr, first, end, stride_k, KEY_SIZE, key_cols)
     next_state_dots = k_factor * _row_dots(k, term)
     dtotal += tl.where(index == CHUNK - 1, tl.sum(next_state_dots), 0.0) - next_state_dots
     dlog_decay = tl.cumsum(dtotal, 0, reverse=True)
@@ -272,12 +281,13 @@ def chunk_gradients_kernel(
         q = load_tile(q_ptr, first, end, stride_q, KEY_SIZE, key_cols)
         k = load_tile(k_ptr, first, end, stride_k, KEY_SIZE, key_cols)
         dk = _key_gradients(
-            dk, width, q, k, norm_factor(q, NORMALISES), norm_factor(k, NORMALISES),
+            dk, width, q_ptr, k_ptr, norm_factor(q, NORMALISES), norm_factor(k, NORMALISES),
             do_ptr + head * VALUE_SIZE, dx_ptr + head * VALUE_SIZE,
             updates_ptr + head * VALUE_SIZE, v_ptr + head * VALUE_SIZE, vectors_ptr + place * (VECTORS * CHUNK) + index,
             states_ptr + place * (KEY_SIZE * VALUE_SIZE), dstates_ptr + place * (KEY_SIZE * VALUE_SIZE),
             dg_ptr + rows * heads + head, dbeta_ptr + rows * heads + head,
-            first, end, stride, stride_do, stride_v, scale, key_cols, KEY_SIZE, VALUE_SIZE, BLOCK_V, STAGES,
+            first, end, stride, stride_q, stride_k, stride_do, stride_v, scale, key_cols,
+            KEY_SIZE, VALUE_SIZE, BLOCK_V, STAGES,
         )  # fmt: skip
     k = load_tile(k_ptr, first, end, stride_k, KEY_SIZE, key_cols)
     dk = _normalise_gradient(dk, k, norm_factor(k, NORMALISES), NORMALISES)

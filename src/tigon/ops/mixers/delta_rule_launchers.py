@@ -54,7 +54,7 @@ class DeltaProblem(NamedTuple):
 # columns and the warps: the block of the state in fp32 takes at most 32 registers of a thread of the scans, and the sum
 # of dq or dk at most 64 of a thread of the last kernel. A kernel has at most 256 threads, because more of them leave
 # too few registers to each on AMD. Shared memory bounds the stages.
-LADDER = ((64, (32, 4, 2, 32, 4, 1)), (128, (32, 8, 2, 32, 8, 1)), (256, (32, 8, 1, 32, 8, 1)))
+LADDER = ((64, (32, 4, 2, 32, 4, 1)), (128, (32, 8, 2, 64, 8, 1)), (256, (32, 8, 1, 32, 8, 1)))
 
 
 @dataclass(frozen=True)
