@@ -80,6 +80,16 @@ def test_a_mode_sees_that_a_size_may_be_read(read):
     assert not reads_no_size(lambda x: (read(x), x * 2)[1], (torch.ones(2, 3),))
 
 
+def test_an_error_that_a_forward_catches_tells_a_size():
+    def forward(x):
+        try:
+            return x + torch.ones(7)
+        except RuntimeError:
+            return x
+
+    assert not reads_no_size(forward, (torch.ones(2, 3),))
+
+
 def test_a_norm_reads_no_size():
     norm = lambda x, gate: (1 - x * torch.rsqrt(x.float().pow(2).mean(-1) + 1)).to(x.dtype) * F.silu(gate) / 2
     assert reads_no_size(norm, (torch.ones(3), torch.ones(3)))

@@ -41,9 +41,11 @@ class _SizeWatch(TorchFunctionMode):
     tells = False
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        previous, self.tells = self.tells, True
+        # An error tells something too: a forward may catch that of sizes that do not fit together.
         result = func(*args, **(kwargs or {}))
         is_plain = type(result) in (Tensor, nn.Parameter) and func.__name__ in WITHOUT_SIZES | ARITHMETIC
-        self.tells |= not is_plain and not isinstance(result, torch.dtype)
+        self.tells = previous or not (is_plain or isinstance(result, torch.dtype))
         return result
 
 
