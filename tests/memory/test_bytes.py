@@ -3,6 +3,8 @@
 References save their intermediate results, so these tests need kernels and run in Triton's interpreter (`make test`).
 """
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -38,6 +40,23 @@ class Layer(nn.Module):
         return x + self.mlp(self.norm2(x))
 
 
+class RecurrentLayer(nn.Module):
+    """The mixer of a hybrid: a convolution and a gated delta rule with 2 heads of keys and 4 of values, and a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.z, self.o = (nn.Linear(HIDDEN, n, bias=False) for n in (HIDDEN * 3 // 2, HIDDEN, HIDDEN))
+        self.taps, self.weight = nn.Parameter(torch.randn(HIDDEN * 3 // 2, 4)), nn.Parameter(torch.ones(32))
+        self.g, self.beta = nn.Parameter(torch.full((4,), -0.1)), nn.Parameter(torch.full((4,), 0.5))
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        qkv = tigon.causal_conv1d(self.qkv(x), self.taps).split([HIDDEN // 4, HIDDEN // 4, HIDDEN], -1)
+        q, k, v = (y.unflatten(-1, (heads, -1)) for y, heads in zip(qkv, (2, 2, 4), strict=True))
+        g, beta = (value.expand(v.shape[:3]) for value in (self.g, self.beta))
+        y, _ = tigon.gated_delta_rule(q, k, v, g, beta, use_qk_l2norm=True)
+        return self.o(tigon.gated_rms_norm(y, self.z(x).view_as(y), self.weight).flatten(2))
+
+
 class _Attention(torch.autograd.Function):
     """An attention that saves what fused attention saves, its inputs and its output, except for one number per row."""
 
@@ -49,9 +68,9 @@ class _Attention(torch.autograd.Function):
         return y
 
 
-def units(lean: bool, **options: bool) -> float:
+def units(lean: bool, make: Callable[[], nn.Module] = Layer, **options: bool) -> float:
     """Return the bytes that a layer saves, divided by the bytes of its hidden state."""
-    layer, batch, length = Layer(), 2, 24
+    layer, batch, length = make(), 2, 24
     weights = {p.untyped_storage()._cdata for p in layer.parameters()}
     angles = torch.randn(1, length, HIDDEN // HEADS)
     x, storages = torch.randn(batch, length, HIDDEN, requires_grad=True), {}
@@ -66,7 +85,8 @@ def units(lean: bool, **options: bool) -> float:
 
     with saved_tensors_hooks(pack, lambda t: t), block(lean, **options):
         layer(x * 1, *tables)
-    sizes = [storage.nbytes() for storage in storages.values() if storage.nbytes() > batch * length * 4 * 2]
+    # A norm of each head saves four numbers in fp32 for a token.
+    sizes = [storage.nbytes() for storage in storages.values() if storage.nbytes() > batch * length * 4 * 4]
     return sum(sizes) / (x.numel() * 4)
 
 
@@ -113,3 +133,13 @@ def test_bytes_that_a_layer_saves():
     assert units(lean=False) == 13.5
     assert units(lean=True) == 11.5
     assert units(lean=True, mlp=True) == 4.5
+
+
+@pytest.mark.interpreter
+def test_bytes_that_a_recurrent_layer_saves():
+    """By default, the layer saves 7 units: x 1, q/k/v 1.5, their convolution 1.5, the rule 1, the gate 1, the norm 1.
+
+    `lean` saves neither the convolution nor the norm.
+    """
+    assert units(lean=False, make=RecurrentLayer) == 7.0
+    assert units(lean=True, make=RecurrentLayer) == 4.5
