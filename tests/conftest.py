@@ -110,11 +110,12 @@ def seed():
 def poisoned():
     """Fill the memory that an op allocates with NaN, or with the largest integer, until the op writes it."""
     before = torch.utils.deterministic.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    # `torch.use_deterministic_algorithms` would import the compiler, which takes seconds.
+    torch.set_deterministic_debug_mode("warn")
     torch.utils.deterministic.fill_uninitialized_memory = True
     assert torch.empty(3).isnan().all()
     yield
-    torch.use_deterministic_algorithms(False)
+    torch.set_deterministic_debug_mode("default")
     torch.utils.deterministic.fill_uninitialized_memory = before
 
 

@@ -27,7 +27,7 @@ def _loss_and_gradient(call: Call, arguments: dict) -> tuple[Tensor, dict[str, T
 DIFFERENTIABLE = [call for call in CALLS if not call.stops_gradient]
 
 
-@one_in(3, call={call.name: call for call in DIFFERENTIABLE}, shape=[(2, 1), (6, 9), (8, 33)])
+@one_in(3, call={call.name: call for call in DIFFERENTIABLE}, shape=[(2, 1), (4, 5), (6, 9)])
 def test_the_gradient_is_the_derivative(call, shape):
     arguments = call.arguments(tokens(*shape, dtype=torch.float64))
     name = next(iter(arguments))
@@ -151,10 +151,10 @@ def test_nothing_depends_on_values_on_the_host(call):
 
 
 # The test above shows for every call that no shape and no branch depends on a value, which is why each loss compiles
-# with its other options too. `make test` compiles one loss of pairs and one of policies.
+# with its other options too. `make test` compiles one loss.
 FIRST_CALLS = {call.loss: call for call in reversed(CALLS)}
 COMPILED = [
-    pytest.param(call, id=call.name, marks=() if loss in (losses.dpo_loss, losses.grpo_loss) else pytest.mark.thorough)
+    pytest.param(call, id=call.name, marks=() if loss is losses.grpo_loss else pytest.mark.thorough)
     for loss, call in FIRST_CALLS.items()
 ]
 

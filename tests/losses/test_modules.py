@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import tigon
+from op_cases import one_in
 from tigon import losses
 from tigon.ops.head.chunks import ChunkConfig
 from tigon.ops.head.linear_log_probs import linear_log_probs_reference
@@ -101,8 +102,7 @@ def expected_loss(name: str, options: dict, tensors: dict, hidden: Tensor, weigh
     return function(result.log_probs, **{"mask": mask} | tensors | masks, **extra, **options)
 
 
-@pytest.mark.parametrize("ignored", [False, True], ids=["all tokens", "ignored tokens"])
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@one_in(2, case=CASES, ignored={"all tokens": False, "ignored tokens": True})
 def test_a_module_computes_its_function(case, ignored):
     name, options, tensors, products = case
     hidden, weight, targets = make(ignored)

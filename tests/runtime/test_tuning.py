@@ -29,11 +29,6 @@ class Config(LaunchConfig):
         return Config(problem.n) if problem.n else None
 
 
-def test_without_a_block_the_heuristic_chooses():
-    assert Config.choose(Problem(8), EMULATED) == Config(8, 4)
-    assert Config.find(Problem(0), EMULATED) is None
-
-
 def test_block_replaces_the_fields_that_it_names():
     with tuned(Config, num_warps=2):
         assert Config.choose(Problem(8), EMULATED) == Config(8, 2)

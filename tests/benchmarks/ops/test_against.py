@@ -97,11 +97,6 @@ def test_the_operators_of_a_revision_have_their_own_namespace(imported_checkout)
     assert shape_of_result("tigon") == (2, 8)
 
 
-def test_a_full_hash_is_shortened(imported_checkout):
-    full = git(imported_checkout, "rev-parse", "before")
-    assert find_revision(full).name == f"tigon@{full[:12]}"
-
-
 @pytest.mark.parametrize("ref", ["nowhere", "--all", "", "before:README"])
 def test_an_unknown_ref_is_refused(imported_checkout, ref):
     with pytest.raises(ValueError, match=f"bench: --against must name a commit of .*, got '{ref}'"):

@@ -17,14 +17,6 @@ RESULTS = Path(__file__).parents[3] / "benchmarks" / "results" / "ops_h200.md"
 by_name = {case.name: case for case in CASES}
 
 
-def test_every_op_has_a_floor_by_memory_or_by_products():
-    assert all((workload.elements is None) != (workload.flops is None) for workload in OPS.values())
-
-
-def test_names_of_cases_are_unique():
-    assert len(by_name) == len(CASES)
-
-
 def test_every_op_has_a_small_case_a_case_of_a_model_and_a_sweep():
     ops_with = lambda *tags: {case.op for case in CASES if set(tags) & set(case.tags)}
     assert ops_with("small") == ops_with("sweep") == ops_with("first-light", "roofline", "more") == set(OPS)
@@ -38,11 +30,6 @@ def test_the_cases_of_the_results_exist_and_those_of_two_tags_are_among_them():
         names = [case.name for case in CASES if tag in case.tags]
         assert len(names) == count
         assert all(name in text for name in names), tag
-
-
-def test_every_option_of_a_linear_case_has_a_small_case():
-    extras = lambda tag: {case.extras for case in CASES if case.op == "linear_cross_entropy" and tag in case.tags}
-    assert extras("linear") == extras("small")
 
 
 @pytest.mark.parametrize(
@@ -114,6 +101,8 @@ def test_logits_are_as_peaked_as_those_of_a_trained_model(op):
 
 @pytest.mark.parametrize("case", [case for case in CASES if "small" in case.tags], ids=lambda case: case.name)
 def test_inputs_need_gradients_and_each_output_has_an_upstream_gradient(case):
+    while (half := halve_rows(case)).shape != case.shape and math.prod(case.shape) > 2**22:
+        case = half
     inputs = make_inputs(case, CPU)
     assert bool(inputs.grad_names) is not case.no_grad
     assert next(iter(inputs.tensors.values())).dtype == case.dtype
@@ -127,41 +116,12 @@ def test_inputs_need_gradients_and_each_output_has_an_upstream_gradient(case):
     assert [output.shape for output in outputs] == shapes
 
 
-@pytest.mark.parametrize("op", ["kl_div", "jsd", "tvd"])
-def test_a_student_is_near_its_teacher(op):
-    case = Case("tiny", (64, 4096), op=op, dtype=torch.float32)
-    input, target = make_inputs(case, CPU).tensors.values()
-    student, teacher = (x if op == "tvd" or (op == "kl_div" and x is target) else x.exp() for x in (input, target))
-    for probabilities in (student, teacher):
-        assert (probabilities.sum(-1) - 1).abs().max() < 1e-4
-    assert 0.01 < (student - teacher).abs().sum(-1).mean() / 2 < 0.5
-
-
-def test_options_select_logits_and_log_targets():
-    logits = make_inputs(Case("tiny", (8, 64), op="jsd", options={"from_logits": True}), CPU).tensors["target"]
-    assert logits.max() > 0
-    log_target = make_inputs(Case("tiny", (8, 64), op="kl_div", options={"log_target": True}), CPU).tensors["target"]
-    assert log_target.max() <= 0
-
-
 def test_a_case_may_ignore_targets_and_freeze_inputs():
     case = Case("tiny", (64, 8, 32), op="linear_cross_entropy", ignored=0.75, frozen=("linear_weight",))
     inputs = make_inputs(case, CPU)
     assert (inputs.tensors["target"] == -100).sum() == 48
     assert inputs.grad_names == ("input",)
     assert inputs.gradient_bytes == 64 * 8 * 2
-
-
-def test_no_input_needs_a_gradient_in_a_case_without_gradients():
-    case = Case("tiny", (64, 8, 32), op="linear_cross_entropy", no_grad=True)
-    assert case.name == "linear_cross_entropy/tiny/64x8x32/no_grad"
-    assert make_inputs(case, CPU).grad_names == ()
-    assert make_inputs(case, CPU).gradient_bytes == 0
-
-
-def test_smaller_halves_only_the_rows():
-    assert halve_rows(Case("tiny", (64, 8, 32), op="linear_cross_entropy")).shape == (32, 8, 32)
-    assert halve_rows(Case("tiny", (2, 8, 4, 2, 16), op="rope")).shape == (2, 4, 4, 2, 16)
 
 
 def test_select_matches_tags_and_parts_of_names():

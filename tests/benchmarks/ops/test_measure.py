@@ -42,14 +42,6 @@ def test_without_gradients_only_the_forward_pass_runs_and_autograd_is_off():
     assert bound.gradient_bytes == 0
 
 
-def test_only_the_loss_among_several_outputs_is_differentiated():
-    inputs = make_inputs(Case("tiny", (8, 16), op="cross_entropy"), CPU)
-    run = lambda input, target: (input.sum(), 2 * input)
-    outputs, (gradient,) = BoundProvider(Provider("test", lambda case: None), run, inputs)()
-    assert len(outputs) == 2
-    assert gradient.eq(1).all()
-
-
 def test_a_round_on_a_cpu_samples_wall_time():
     samples, meter = Samples(), Meter(CPU)
     meter.measure_round(make_provider(), 4, samples)

@@ -20,8 +20,8 @@ from benchmarks.ops.accuracy import (
     typical_loss_error,
 )
 from benchmarks.ops.cases import OPS, make_inputs
-from benchmarks.ops.eager import EAGER, reference
-from benchmarks.ops.providers import PROVIDERS, Provider, Unsupported, select, tigon_provider
+from benchmarks.ops.eager import EAGER
+from benchmarks.ops.providers import PROVIDERS, Unsupported, select, tigon_provider
 from benchmarks.workloads import Case
 
 CPU = torch.device("cpu")
@@ -112,24 +112,6 @@ def test_every_op_of_models_is_compared_with_liger():
     others = {"linear_log_probs", "gelu", "gated_rms_norm", "causal_conv1d", "gated_delta_rule", "kda"}
     for op in OPS.keys() - others - {"load_balancing_loss", "fp8_linear", "lora_linear", "lora_moe_mlp"}:
         assert "liger" in [provider.name for provider in PROVIDERS[op]], op
-
-
-@pytest.mark.parametrize("op", [op for op in EAGER if op != "load_balancing_loss"])
-def test_the_faster_code_of_models_computes_the_reference(op):
-    case = tiny(op)
-    inputs = make_inputs(replace(case, dtype=torch.float32), CPU)
-    results = [
-        BoundProvider(Provider("test", reference), load(case), inputs).results() for load in (EAGER[op], reference)
-    ]
-    for name, value in results[0].items():
-        torch.testing.assert_close(value, results[1][name], rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.thorough
-def test_compiled_code_agrees():
-    case = tiny("rope")
-    compile_provider = next(provider for provider in PROVIDERS[case.op] if provider.name == "compile")
-    assert verdict_of(case, compile_provider).error < 0.03
 
 
 @pytest.mark.parametrize("op", ["rope", "moe_mlp"])
@@ -267,35 +249,6 @@ def install(monkeypatch, name, **contents):
     vars(module).update(contents)
 
 
-class ChunkedLogProbs:
-    """A function with the signature of TRL 1.16 that does not use chunks."""
-
-    @staticmethod
-    def apply(hidden, weight, bias, targets, temperature, chunk_size, softcap, logit_scale, outputs):
-        assert (bias, temperature, chunk_size, logit_scale) == (None, 1.0, 77, 1.0)
-        logits = F.linear(hidden, weight).float()
-        log_p = torch.log_softmax(logits if softcap is None else softcap * torch.tanh(logits / softcap), -1)
-        entropy = -(log_p.exp() * log_p).sum(-1).detach() if "entropy" in outputs else None
-        return log_p.gather(-1, targets[:, None])[:, 0], entropy, None, None, None
-
-
-@pytest.mark.parametrize("case", LINEAR, ids=lambda case: case.name)
-def test_trl_scores_valid_positions_and_returns_all_positions(monkeypatch, case):
-    contents = {"_ChunkedLogProbFunction": ChunkedLogProbs, "_CHUNKED_LOGPROB_CHUNK_SIZE": 77}
-    install(monkeypatch, "trl.trainer.utils", **contents)
-    trl = next(provider for provider in PROVIDERS[case.op] if provider.name == "trl")
-    assert verdict_of(case, trl).wrong == ""
-
-
-def test_trl_names_the_missing_module(monkeypatch):
-    install(monkeypatch, "trl.trainer")
-    # None stands for a module that cannot be imported.
-    monkeypatch.setitem(sys.modules, "trl.trainer.utils", None)
-    trl = next(provider for provider in PROVIDERS["linear_cross_entropy"] if provider.name == "trl")
-    with pytest.raises(ImportError, match=r"trl\.trainer\.utils"):
-        trl.load(tiny("linear_cross_entropy"))
-
-
 def test_liger_sums_in_the_dtype_of_the_case_and_refuses_other_options(monkeypatch):
     calls = []
     install(monkeypatch, "liger_kernel.transformers", LigerFusedLinearCrossEntropyLoss=lambda **o: calls.append(o))
@@ -307,26 +260,6 @@ def test_liger_sums_in_the_dtype_of_the_case_and_refuses_other_options(monkeypat
     assert calls == [{"softcap": s, "accum_dtype": d} for s, d in zip((None, None, 30.0), dtypes, strict=True)]
     with pytest.raises(Unsupported, match="no return_entropy=True"):
         providers_by_name["liger"].load(tiny("linear_cross_entropy", return_entropy=True))
-
-
-def test_only_tensors_that_are_overwritten_are_copied():
-    case = tiny("rope")
-    inputs = make_inputs(case, CPU)
-    liger = next(provider for provider in PROVIDERS["rope"] if provider.name == "liger")
-
-    def overwrite(q, k, cos, sin):
-        with torch.no_grad():
-            q.zero_()
-        return 2.0 * q, 2.0 * k
-
-    bound = BoundProvider(liger, overwrite, inputs)
-    before = inputs.tensors["q"].detach().clone()
-    (first, _), _ = bound()
-    assert torch.equal(inputs.tensors["q"], before)
-    assert first.eq(0).all()
-    bound.restore()
-    assert torch.equal(bound._inputs.tensors["q"], before)
-    assert bound._inputs.tensors["cos"].data_ptr() == inputs.tensors["cos"].data_ptr()
 
 
 def test_select_includes_and_excludes_providers():

@@ -3,8 +3,6 @@
 import json
 from dataclasses import fields
 
-import pytest
-
 from benchmarks.ops import report
 from benchmarks.ops.measure import Roofline
 from benchmarks.ops.runner import BenchRow
@@ -94,12 +92,6 @@ def test_the_summary_compares_with_products_too():
     assert cells["error x eager: loss, dX, dW"] == "1.000, 1.000, 1.732"
 
 
-def test_summary_leaves_out_empty_columns():
-    assert list(summary([row("tigon", 0.5)])) == ["case", "tigon ms"]
-    assert summary([row("tigon", status="wrong"), row("eager", 5.0)])["tigon ms"] == "wrong"
-    assert report._summary([row("eager", 5.0)])[1] == []
-
-
 def test_markdown_opens_with_the_summary():
     against = {"against": {"provider": "tigon@main", "commit": "0123456789abcdef", "title": "A | B"}}
     second = [row("tigon", 0.2, case="softmax/model/16x64"), row("eager", 0.3, case="softmax/model/16x64")]
@@ -121,11 +113,3 @@ def test_json_holds_every_field_that_its_schema_names(tmp_path):
     assert len(document["rows"]) == len(ROWS)
     for field in fields(BenchRow):
         assert field.name in document["rows"][0]
-
-
-@pytest.mark.parametrize(
-    ("provider", "is_peer"),
-    [("eager", True), ("liger", True), ("tigon", False), ("tigon@HEAD~1", False), ("products", False)],
-)
-def test_a_revision_of_tigon_and_the_floor_are_no_peers(provider, is_peer):
-    assert row(provider).is_peer is is_peer

@@ -1,6 +1,5 @@
 """Measurements, the comparison of losses, and the reports of the training benchmark."""
 
-import json
 import math
 from types import SimpleNamespace
 
@@ -85,34 +84,6 @@ def test_losses_agree_if_they_are_as_near_to_fp32_as_those_of_stock():
     assert "rms from fp32" in text
     (line,) = [line for line in text.splitlines() if line.startswith("| tigon-lean") and line.endswith("no |")]
     assert "1.2e-01 | 5.8e-02" in line
-
-
-def test_losses_that_are_not_finite_are_drawn(tmp_path):
-    rows = [make_row("stock", [1.0], [3.0]), make_row("tigon", [1.0], [NAN])]
-    pictures = report.plot(rows, tmp_path, SETTINGS)
-    assert [picture.name for picture in pictures] == ["speed_memory.png", "loss.png"]
-
-
-def test_the_report_of_a_sweep_has_all_rows(tmp_path):
-    rows = [
-        make_row("stock", [0.4, 0.4], [3.0]), make_row("stock", [], [], "out of memory", 1024),
-        make_row("tigon", [0.2, 0.2], [3.0]), make_row("tigon", [0.5], [3.0], seq=1024),
-        make_row("liger", [], [], "missing"),
-    ]  # fmt: skip
-    settings = {**SETTINGS, "sweep": "seq", "machine": {"type": "cuda", "name": "a GPU", "memory_gib": 4.5}}
-    text = report.markdown(rows, settings)
-    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
-    assert lines[2][:3] == ["stock", "2", "512"]
-    assert lines[2][5:] == ["10,240", "1.000", "3.0", "3.0", "4.0", ""]
-    assert lines[3][5:8] == ["20,480", "2.000", "3.0"]
-    assert lines[5][:3] + lines[5][-1:] == ["stock", "2", "1,024", "out of memory"]
-    report.write_json(tmp_path, rows, settings)
-    document = json.loads((tmp_path / "train.json").read_text())
-    assert document["rows"][1]["status"] == "out of memory"
-    assert document["rows"][2]["samples"]["seconds"] == [0.2, 0.2]
-    assert document["command"].startswith("python -m benchmarks")
-    assert [picture.name for picture in report.plot(rows, tmp_path, settings)] == ["speed_memory.png"]
-    assert report.plot([rows[1]], tmp_path, settings) == []
 
 
 def test_kernels_are_those_of_a_step_without_annotations():

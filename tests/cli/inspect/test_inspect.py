@@ -99,10 +99,10 @@ def test_a_module_that_keeps_its_code_is_listed_with_its_reason(run):
     assert row[3].startswith("left alone: ")
 
 
-def test_every_module_is_counted_once(run, tmp_path):
-    assert run("qwen3_next", "--json", tmp_path / "out.json").exit_code == 0
-    result = json.loads((tmp_path / "out.json").read_text())
-    model, _ = build(default_config("qwen3_next"))
+def test_every_module_is_counted_once(run, folder):
+    assert run(folder, "--json", folder / "out.json").exit_code == 0
+    result = json.loads((folder / "out.json").read_text())
+    model, _ = build(find_config(str(folder)))
     names = {name for part in result["parts"] for name in part["names"]}
     assert len(names) + sum(result["others"].values()) == len(list(model.modules()))
 

@@ -217,7 +217,8 @@ def run(tmp_path, monkeypatch):
     return lambda *arguments: run_tigon("plan", tmp_path, *arguments)
 
 
-@pytest.mark.parametrize("options", [(), ("--qlora",)], ids=["lora", "qlora"])
+@pytest.mark.parametrize("options", [("--qlora",), ()], ids=["qlora", "lora"])
+@pytest.mark.sampled(2)
 def test_the_command_says_what_is_trained(run, tmp_path, options):
     file = tmp_path / "plan.json"
     arguments = ("--seq", "128", "--batch", "1", "--gpu-memory", "1.1", "--json", str(file))

@@ -165,6 +165,19 @@ def test_every_form_of_index(index, poisoned):
     _check(_inputs(BF16, FP32) | {"top_k_index": index()})
 
 
+@pytest.mark.kernels
+def test_no_tokens():
+    inputs = _inputs(BF16, FP32)
+    inputs |= {
+        n: inputs[n].detach()[:0].requires_grad_(n != "top_k_index") for n in ("x", "top_k_index", "top_k_weights")
+    }
+    y, gradients = outputs_and_gradients(
+        lambda *v: tigon.lora_moe_mlp(**dict(zip(NAMES, v, strict=True))), list(inputs.values())
+    )
+    assert y[0].shape == (0, H)
+    assert all((gradient == 0).all() for gradient in gradients)
+
+
 @pytest.mark.parametrize("adapted", [False, True], ids=["moe_mlp", "lora_moe_mlp"])
 @pytest.mark.parametrize("trains", [False, True])
 def test_a_rank_without_experts(adapted, trains):

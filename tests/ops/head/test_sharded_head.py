@@ -388,7 +388,7 @@ if __name__ == "__main__":
     rank, ranks, store = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), sys.argv[1]
     torch.set_num_threads(1)
     # In this mode, memory that was not written holds NaN.
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.set_deterministic_debug_mode("warn")
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=LIMIT)
     for check in CHECKS:
         check()
