@@ -65,17 +65,18 @@ test-thorough: $(STAMP)  ## run the thorough tests: more sizes, chips, models, e
 	$(BIN)/python -m pytest tests --ignore tests/gpu -m thorough $(WORKERS) $(ARGS)
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest $(INTERPRETER_TESTS) -m thorough $(WORKERS) $(ARGS)
 
+# Without `--no-compile`, pip compiles all modules, of which these tests import a part.
 $(OTHER_STAMP): pyproject.toml constraints.txt
 	test -x $(OTHER_VENV)/bin/python || $(PYTHON) -m venv $(OTHER_VENV)
 	grep -Ev '^(transformers|huggingface_hub|tokenizers|safetensors)==' constraints.txt > $(OTHER_VENV)/constraints.txt
-	$(OTHER_VENV)/bin/pip install --quiet --disable-pip-version-check --editable '.[dev]' \
+	$(OTHER_VENV)/bin/pip install --quiet --disable-pip-version-check --no-compile --editable '.[dev]' \
 		'transformers==$(TRANSFORMERS)' --constraint $(OTHER_VENV)/constraints.txt
 	touch $(OTHER_STAMP)
 
 $(LOWEST_STAMP): pyproject.toml
 	test -x $(LOWEST_VENV)/bin/python || $(PYTHON) -m venv $(LOWEST_VENV)
 	$(LOWEST_VENV)/bin/python tests/lowest_versions.py $(PINS) > $(LOWEST_VENV)/constraints.txt
-	$(LOWEST_VENV)/bin/pip install --quiet --disable-pip-version-check --editable '.[dev]' \
+	$(LOWEST_VENV)/bin/pip install --quiet --disable-pip-version-check --no-compile --editable '.[dev]' \
 		--constraint $(LOWEST_VENV)/constraints.txt
 	touch $(LOWEST_STAMP)
 
