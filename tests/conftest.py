@@ -33,6 +33,7 @@ MARKERS = {
     "sampled(step, in_interpreter)": "`make test` runs the first case and then one in `step`; the other cases are "
     "thorough. The run in the interpreter uses the step `in_interpreter`, if that is given",
     "thorough_in_interpreter": "the test is thorough in the run in the interpreter, where it takes many seconds",
+    "probes": "the test patches models whose modules must be recognised anew, see tests/remembered.py",
     "deepspeed": "the test needs DeepSpeed, which `make test-deepspeed` installs",
 }
 

@@ -113,31 +113,6 @@ def test_a_variant_trains_and_reports_its_state(optimizer):
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
-def test_a_variant_ends_at_the_first_length_that_does_not_fit(monkeypatch, tmp_path):
-    import compare
-
-    room = {"stock": 100, "tigon": 250, "tigon:lean": 0}
-
-    def run_process(job, log, program):
-        if job["length"] > room[job["variant"]]:
-            out_of_memory = job["variant"] != "tigon:lean"
-            return {"status": "out of memory" if out_of_memory else "error", "note": "broken"}
-        numbers = {"seconds": [job["length"] / room[job["variant"]]], "losses": [1.0]}
-        return {"status": "ok", **numbers, "peak_bytes": job["length"] * 2**30, "state_bytes": 2**30}
-
-    monkeypatch.setattr(compare, "run_process", run_process)
-    options = ["--stages", "1", "--device=cpu", "--lengths", "200", "100", "300", f"--out={tmp_path}"]
-    assert compare.main([*options, "--variants", "stock", "tigon"]) == 0
-    results = json.loads((tmp_path / "medusa.json").read_text())["results"]
-    assert [(result["variant"], result["length"], result.get("reason")) for result in results] == [
-        ("stock", 100, None), ("stock", 200, "out of memory"),
-        ("tigon", 100, None), ("tigon", 200, None), ("tigon", 300, "out of memory"),
-    ]  # fmt: skip
-    (line,) = [line for line in compare.table(results) if line.startswith("| 1 | 5 | tigon | 100 |")]
-    assert "| 250 | 2.50x | 100.00 | 1.00x | 1.00 | 1.0000 |" in line
-    assert compare.main([*options, "--variants", "tigon:lean"]) == 1
-
-
 @pytest.mark.parametrize(
     ("option", "message"),
     [

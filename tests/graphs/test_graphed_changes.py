@@ -113,6 +113,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize(("change", "make", "reason", "is_captured"), CHANGES.values(), ids=CHANGES)
+@pytest.mark.sampled(2)
 @pytest.mark.filterwarnings("ignore:tigon. the head of")
 def test_a_changed_model_is_not_replayed(change, make, reason, is_captured):
     def script(model):
@@ -269,6 +270,7 @@ STATES = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("script", STATES, ids=lambda script: script.__name__)
 @pytest.mark.filterwarnings("ignore:tigon. the head of")
 def test_calls_that_need_python_run_eagerly(script):
@@ -298,6 +300,7 @@ ARGUMENTS = {
 
 
 @pytest.mark.parametrize("arguments", ARGUMENTS.values(), ids=ARGUMENTS)
+@pytest.mark.sampled(2)
 def test_masks_and_positions_mean_what_they_mean_in_eager_calls(arguments):
     assert run_both(lambda model: train(model, 4, **arguments), is_warm=False).replayed == 2
 

@@ -243,6 +243,7 @@ SCRIPTS = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
 def test_gradients_are_those_of_eager_calls(script):
     assert run_both(script).replayed >= SCRIPTS[script]

@@ -9,6 +9,7 @@ from torch import nn
 import tigon
 from hf import same_step
 from hf.copies import copy_of_patched
+from remembered import remembers_probes  # noqa: F401
 from tigon.ops.fp8 import weights
 from tigon.recognition.parts import fp8, fp8_experts
 

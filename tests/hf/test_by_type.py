@@ -1,9 +1,6 @@
 """`tigon.patch("llama")` patches the models of this type that are built later, and no others."""
 
-import copy
 import gc
-import pickle
-import sys
 import threading
 import warnings
 import weakref
@@ -85,28 +82,6 @@ def test_from_pretrained_patches_after_the_weights_are_loaded(saved_model, patch
     assert all(torch.equal(actual[name], value) for name, value in expected.items())
 
 
-@pytest.mark.parametrize("build", ["from_pretrained", "from_config"])
-def test_the_patch_runs_after_the_constructor_has_restored_all_modes(saved_model, patch_type, monkeypatch, build):
-    """The weights are loaded, and the default device and dtype are those of the user again."""
-    states = []
-    module = sys.modules["tigon.hf.patch"]
-
-    def patch_instance(model: nn.Module, **options) -> tigon.hf.Report:
-        devices = {tensor.device.type for tensor in (torch.empty(0), *model.parameters())}
-        states.append((devices, torch.get_default_dtype(), model.lm_head.weight is model.model.embed_tokens.weight))
-        return original(model, **options)
-
-    original = module._patch_instance
-    monkeypatch.setattr(module, "_patch_instance", patch_instance)
-    patch_type("llama")
-    if build == "from_pretrained":
-        transformers.AutoModelForCausalLM.from_pretrained(saved_model, dtype=torch.bfloat16)
-    else:
-        config = transformers.LlamaConfig(**SIZE, tie_word_embeddings=True)
-        transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    assert states == [({"cpu"}, torch.float32, True)]
-
-
 def test_the_options_of_patch_apply(patch_type):
     patch_type("llama", loss=False, rope=False, fused_statements=False)
     model = CONSTRUCTORS["class"]()
@@ -143,17 +118,6 @@ def test_derived_classes_and_models_that_are_built_in_threads_are_patched(patch_
     models.append(CONSTRUCTORS["class"]())
     assert len(models) == 4
     assert all(map(is_patched, models))
-
-
-def test_copies_and_pickles_are_patched_also_after_restore(patch_type, batch, step):
-    report = patch_type("llama")
-    model = CONSTRUCTORS["class"]().train()
-    expected = step(model, batch)
-    for duplicate in (copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))):
-        other = duplicate(model)
-        report.restore()
-        assert is_patched(other)
-        assert all(torch.equal(value, expected[name]) for name, value in step(other, batch).items())
 
 
 # --- models that stay stock ----------------------------------------------------------------------

@@ -51,6 +51,7 @@ def count_calls(model: nn.Module, tokens: torch.Tensor, optimizer: torch.optim.O
 
 
 @pytest.mark.parametrize("kind", OPTIONS)
+@pytest.mark.sampled(3)
 def test_the_second_step_calls_what_the_sixth_calls(make_model, monkeypatch, kind):
     monkeypatch.setattr(fp8, "NARROWEST", 1)
     model = make_model("llama").to(torch.bfloat16 if kind == "fp8" else torch.float32).train()

@@ -11,7 +11,6 @@ import tigon
 from hf.changes import with_adapters
 from hf.fp8_steps import BF16_ERROR, GRADIENT_ERROR, assert_near, error, layers_in_fp8, reasons
 from tigon.hf import fp8
-from tigon.recognition.parts.fp8 import FP8Recipe
 from tigon.recognition.replacement import find_replacement
 
 transformers = pytest.importorskip("transformers")
@@ -205,17 +204,6 @@ def train(model: nn.Module, batch: dict, micro_batches: int, optimizer: torch.op
     optimizer.zero_grad()
 
 
-def test_micro_batches_share_the_quantised_weights(make_bf16, batch, quantisations):
-    model = make_bf16()
-    tigon.patch(model, fp8="rowwise")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    groups = 2 * 4
-    for micro_batches in (1, 3, 1):
-        del quantisations[:]
-        train(model, batch, micro_batches, optimizer)
-        assert quantisations == groups * [(True, True)]
-
-
 def test_a_level_of_memory_keeps_no_copies_unless_steps_accumulate(make_bf16, batch, quantisations):
     model = make_bf16()
     tigon.patch(model, fp8="rowwise", memory="lean")
@@ -232,25 +220,6 @@ def test_a_level_of_memory_keeps_no_copies_unless_steps_accumulate(make_bf16, ba
     train(model, batch, 1, optimizer)
     train(model, batch, 1, optimizer)
     assert all(cache.cache is None for cache in recipe.caches.values())
-
-
-def test_checkpointed_layers_keep_no_copies(make_bf16, batch, quantisations):
-    model = make_bf16()
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    tigon.patch(model, fp8="rowwise")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(2):
-        train(model, batch, 1, optimizer)
-    recipes = (getattr(find_replacement(module), "recipe", None) for module in model.modules())
-    caches = [c for recipe in recipes if isinstance(recipe, FP8Recipe) for c in recipe.caches.values()]
-    assert len(caches) == 2 * 3
-    assert all(cache.cache is None for cache in caches)
-    del quantisations[:]
-    train(model, batch, 3, optimizer)
-    train(model, batch, 3, optimizer)
-    # The second step knows that it accumulates, and quantises each of eight groups once.
-    assert quantisations[-8:] == [(True, True)] * 8
-    assert len(quantisations) > 16
 
 
 # --- adapters ------------------------------------------------------------------------------------

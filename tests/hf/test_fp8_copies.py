@@ -1,7 +1,6 @@
 """When the FP8 copy of a frozen weight is used again: never after a write that a training library makes."""
 
 import copy
-import pickle
 
 import pytest
 import torch
@@ -72,19 +71,6 @@ def test_another_adapter_that_is_merged_is_seen(model, run):
     assert torch.equal(second, _expected(model, run))
 
 
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["copy", "pickle"])
-def test_a_merge_in_a_copy_of_a_model_is_seen(model, run, duplicate):
-    model = with_adapters(model, r=8)
-    _patch(model)
-    run(model)
-    twin = duplicate(model)
-    # PEFT calls the base by itself while the adapters are disabled.
-    with twin.disable_adapter():
-        run(twin)
-    twin.merge_adapter()
-    assert torch.equal(run(twin), _expected(twin, run))
-
-
 def test_a_merge_into_one_layer_of_a_group_is_seen(model, run):
     """Query, key and value share a cache, which is that of the query."""
     layer = model.model.layers[0].self_attn
@@ -126,17 +112,3 @@ def test_clear_fp8_makes_any_write_visible(model, run, of_copy):
     report.clear_fp8(model) if of_copy else report.clear_fp8()
     assert _bytes_of_copies(model) == 0
     assert torch.equal(run(model), _expected(model, run))
-
-
-def test_the_copies_of_a_model_that_was_moved_are_freed(model):
-    """On another device, a short call may keep its dtype, and groups of layers may be others."""
-    _patch(model)
-    linear = model.requires_grad_(False).model.layers[0].mlp.down_proj
-    recipe, x = find_replacement(linear).recipe, torch.randn(4, linear.in_features, device=DEVICE, dtype=torch.float16)
-    linear(x)
-    recipe.caches[3] = recipe.caches[1]
-    assert _bytes_of_copies(model) > 0
-    linear.to("meta")
-    linear(x.to("meta").float().double().half())
-    assert 3 not in recipe.caches
-    assert _bytes_of_copies(model) == 0

@@ -105,13 +105,6 @@ def test_the_report_names_the_experts_and_the_reasons(make, monkeypatch):
     assert other_gpu[name] == "experts: torch has grouped products in FP8 only for GPUs of compute capability 9.0"
 
 
-def test_the_limit_is_that_of_the_measured_models(monkeypatch):
-    """At 8192 tokens, Mixtral-8x7B has enough rows for each expert, and gpt-oss-20b has them in two micro-batches."""
-    monkeypatch.undo()
-    qwen, gpt_oss, mixtral = 8192 * 8 / 128, 8192 * 4 / 32, 8192 * 2 / 8
-    assert max(2 * qwen, gpt_oss) < recognised.FEWEST_ROWS <= min(2 * gpt_oss, mixtral)
-
-
 def test_a_call_with_few_rows_is_that_of_bf16(make, step, batch, fp8_calls, monkeypatch):
     model, stock = make(), make()
     tigon.patch(stock)
@@ -165,34 +158,7 @@ def test_a_short_call_uses_the_copies_of_frozen_weights(make, batch, fp8_calls, 
     assert len(fp8_calls) == 5
 
 
-def test_short_calls_of_frozen_experts_make_no_copies(make, batch, fp8_calls, monkeypatch):
-    """An optimizer step outdates their copies, so not even a second call is sure to share them."""
-    model = make().requires_grad_(False)
-    tigon.patch(model, fp8="rowwise")
-    monkeypatch.setattr(recognised, "FEWEST_ROWS", batch["input_ids"].numel())
-    for _ in range(3):
-        model(**batch)
-    assert not fp8_calls
-
-
 # --- the quantised weights -----------------------------------------------------------------------
-
-
-def test_copies_are_made_in_each_direction_unless_steps_accumulate(make, batch, quantisations):
-    model = make()
-    tigon.patch(model, fp8="rowwise")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    stacks = 2 * 2
-    _train(model, batch, 1, optimizer)
-    assert sorted(quantisations) == stacks * [(False, True)] + stacks * [(True, False)]
-    # The first step that accumulates is not known to do so before its second backward.
-    for expected in (4 * stacks, 2 * stacks):
-        del quantisations[:]
-        _train(model, batch, 3, optimizer)
-        assert len(quantisations) == expected
-    for _ in range(2):
-        _train(model, batch, 1, optimizer)
-    assert _copies(model) == [None, None]
 
 
 def test_frozen_weights_are_quantised_once_and_clear_fp8_frees_the_copies(make, batch, quantisations):

@@ -126,7 +126,7 @@ def test_later_patches_change_the_recipe_and_restore_returns_to_the_earlier_one(
 
 
 @pytest.mark.parametrize("duplicate", COPIES.values(), ids=COPIES)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 def test_a_copy_runs_in_fp8_with_its_own_weights(make_bf16, batch, kind, fp8_calls, duplicate):
     model_type, name, _ = kind
     model = make_bf16(model_type).requires_grad_(False)
@@ -149,6 +149,7 @@ WRITES = {
 
 
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+@pytest.mark.sampled(2)
 def test_weights_that_an_optimizer_changes_are_quantised_again(make_bf16, batch, kind, write):
     """After steps of two backwards and a write, a model has the loss of a fresh one with its weights.
 

@@ -62,38 +62,6 @@ def test_the_loss_uses_the_head_that_the_wrapper_calls(make_model, clone, batch,
     assert_step(model, stock, batch, fused=False)
 
 
-def test_finding_the_called_head_does_not_change_the_wrapper(make_model, clone, batch, step):
-    class Counting(Choice):
-        def forward(self, x, *args):
-            self.chosen.append("b")
-            return super().forward(x, *args)
-
-    model = make_model()
-    wrapper = wrap(model)
-    tigon.patch(model)
-    wrapper.__class__ = Counting
-    wrapper.heads["b"].weight.data.zero_()
-    with pytest.warns(UserWarning, match="was changed"):
-        model(**batch)
-    # Only the call itself has chosen a head.
-    assert wrapper.chosen == ["a", "b"]
-
-
-def test_a_copy_of_the_head_returns_logits_if_the_model_calls_both(make_model, clone, batch, step):
-    """Heads for later tokens are often initialised as copies of the head."""
-    model = make_model()
-    stock = clone(model)
-    tigon.patch(model)
-    for each in (model, stock):
-        each.second_head = clone(each.lm_head)
-        each.lm_head.register_forward_pre_hook(
-            lambda m, args, each=each: setattr(each, "second_logits", each.second_head(*args))
-        )
-    actual, expected = step(model, batch), step(stock, batch)
-    torch.testing.assert_close(actual["loss"], expected["loss"])
-    assert torch.equal(model.second_logits, stock.second_logits)
-
-
 # --- PEFT ----------------------------------------------------------------------------------------
 
 ORDERS = ("patched first", "adapted first")

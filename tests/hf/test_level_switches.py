@@ -10,12 +10,10 @@ import torch
 import tigon
 from hf.changes import COPIES, with_adapters
 from memory.runs import count_runs
-from tigon.hf.layer_checkpoint import LayerCall
 from tigon.hf.transformers_private import (
     checkpoint_function,
     has_checkpoint_switch,
     installed_switch_setter,
-    is_switched_on,
 )
 from tigon.memory.lean import is_lean, recomputes_mlp
 from tigon.recognition.replacement import find_replacement
@@ -191,17 +189,6 @@ def test_restore_brings_the_switches_of_stock_back(make_model, calls, memory):
         assert switches_of(model) == switches_of(stock)
 
 
-def test_a_level_replaces_the_checkpointing_of_transformers(make_model, batch):
-    for memory in ("checkpoint", "checkpoint+attention+offload"):
-        model = make_model(num_hidden_layers=LAYERS)
-        enable(model)
-        report = tigon.patch(model, memory=memory)
-        assert runs_of_layers(model, batch) == [2] * (LAYERS - 1) + [1]
-        assert level_line(report).startswith(f"{memory}: layers except the last")
-        report.restore()
-        assert runs_of_layers(model, batch) == [2] * LAYERS
-
-
 @pytest.mark.parametrize("memory", ["lean", "lean+mlp:1"])
 def test_checkpointing_with_a_level_of_lean_warns(make_model, batch, memory):
     model = make_model()
@@ -219,21 +206,6 @@ def test_checkpointing_with_a_level_of_lean_warns(make_model, batch, memory):
     with pytest.warns(UserWarning, match=message):
         report = tigon.patch(model, memory=memory)
     assert "transformers checkpoints 2 layers" in level_line(report)
-
-
-def test_checkpointing_at_the_default_level_is_that_of_transformers(make_model, batch, assert_same_step):
-    model = make_model()
-    report = tigon.patch(model)
-    assert level_line(report) == ""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        # transformers 5.24 gives the method another name.
-        warnings.filterwarnings("ignore", "`gradient_checkpointing_enable` is deprecated")
-        enable(model)
-    assert level_line(report) == "transformers checkpoints 2 layers (gradient_checkpointing_enable)"
-    assert_same_step(model, make_model(), batch)
-    disable(model)
-    assert level_line(report) == ""
 
 
 # --- several patches -------------------------------------------------------------------------------
@@ -270,23 +242,6 @@ def test_a_second_patch_changes_the_level(make_model, batch, names):
     assert level_line(report).startswith(f"{first}: ")
     report.restore()
     assert switches_of(model) == switches_of(make_model())
-
-
-def test_a_second_patch_without_a_level_reports_the_first(make_model):
-    model = make_model()
-    first = tigon.patch(model, memory="checkpoint")
-    second = tigon.patch(model)
-    assert level_line(second) == level_line(first)
-    disable(model)
-    assert level_line(second) == ""
-    third = tigon.patch(model, memory="checkpoint")
-    assert is_switched_on(model.model.layers[0])
-    third.restore()
-    assert not is_switched_on(model.model.layers[0])
-    assert find_replacement(model.model) is not None
-    second.restore(), first.restore()
-    assert find_replacement(model.model) is None
-    assert not any(isinstance(checkpoint_function(m), LayerCall) for m in model.modules())
 
 
 # --- copies ----------------------------------------------------------------------------------------

@@ -1,9 +1,6 @@
 """A patched model can be copied, saved, compiled, checkpointed and hooked like a stock model."""
 
-import copy
-import functools
 import gc
-import pickle
 import threading
 import weakref
 
@@ -68,13 +65,6 @@ def test_a_copy_is_patched_and_uses_its_own_parameters(make_model, model_type, b
             parameter *= 0.9
     other.load_state_dict(stock.state_dict())
     same_step.assert_same(step(other, batch), step(stock, batch))
-
-
-def test_a_copied_head_holds_no_reference_to_the_model(patched):
-    head = copy.deepcopy(patched().lm_head)
-    assert not any(isinstance(m, nn.Embedding) for m in pickle.loads(pickle.dumps(head)).modules())
-    x = torch.randn(2, 64)
-    assert torch.equal(head(x), nn.functional.linear(x, head.weight))
 
 
 def test_a_deleted_model_is_freed_at_once(patched, batch):
@@ -185,6 +175,7 @@ def test_threads_do_not_share_calls(patched, batch):
 
 
 @pytest.mark.parametrize("order", ["hooks first", "patch first", "hooks removed before restore"])
+@pytest.mark.sampled(3)
 def test_hooks_of_accelerate_and_patches_do_not_remove_each_other(make_model, batch, assert_same_step, order):
     hooks = pytest.importorskip("accelerate.hooks")
     called_names = []
@@ -217,18 +208,6 @@ def test_hooks_of_accelerate_and_patches_do_not_remove_each_other(make_model, ba
     hooks.remove_hook_from_submodules(model)
     assert not any(find_replacement(m) for m in model.modules())
     assert_same_step(model, stock, batch)
-
-
-def test_a_wrapper_around_a_patched_forward_runs_stock_code_after_restore(make_model, batch, monkeypatch):
-    model = make_model()
-    report = tigon.patch(model)
-    for attention in (layer.self_attn for layer in model.model.layers):
-        attention.forward = functools.wraps(attention.forward)(lambda *a, inner=attention.forward, **k: inner(*a, **k))
-    monkeypatch.setattr("tigon.recognition.parts.rope_forms.rope_of_layer", None)
-    with pytest.raises(TypeError):
-        model(**batch)
-    report.restore()
-    assert model(**batch).logits is not SKIPPED_LOGITS
 
 
 def test_offloaded_weights_work(make_model, batch):

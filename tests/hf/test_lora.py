@@ -2,7 +2,6 @@
 
 import copy
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,12 +9,11 @@ import torch
 from torch import Tensor, nn
 
 import tigon
-from hf.lora_models import HIDDEN, NAMES, TOKENS, build, make_llama, to_4bit, to_8bit, with_lora
+from hf.lora_models import NAMES, TOKENS, build, make_llama, to_4bit, to_8bit, with_lora
 from op_cases import DEVICE
 from tigon.ops.adapters import lora
 from tigon.ops.adapters.four_bit import FourBitWeight, dequantise
 from tigon.recognition.parts import dequantisation
-from tigon.recognition.probing.kind import kind_of
 from tigon.recognition.replacement import find_replacement
 
 peft = pytest.importorskip("peft")
@@ -81,15 +79,6 @@ def assert_same_step(model: nn.Module, stock: nn.Module) -> None:
         assert distance(actual[name], exact[name]) <= limit, name
 
 
-def test_equal_layers_are_one_kind():
-    """PEFT stores the name of a layer in the layer. Recognition runs once for layers that differ in nothing else."""
-    layers = build(target_modules=["q_proj", "k_proj", "v_proj"]).base_model.model.layer
-    kinds = {name: kind_of(getattr(layers, name)) for name in ("q_proj", "k_proj", "v_proj")}
-    assert kinds["k_proj"] == kinds["v_proj"]
-    # Only the layer of the query has a bias.
-    assert kinds["q_proj"] != kinds["k_proj"]
-
-
 @pytest.fixture
 def nodes(monkeypatch) -> list[str]:
     """Return the names of the autograd nodes for adapters, in the order in which they are called."""
@@ -129,7 +118,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], list[str]]] = {
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.sampled(in_interpreter=2)
+@pytest.mark.sampled(in_interpreter=4)
 def test_variants_of_lora_compute_what_stock_computes(variant, nodes):
     options, expected = VARIANTS[variant]
     stock = build(**options)
@@ -144,60 +133,10 @@ def test_variants_of_lora_compute_what_stock_computes(variant, nodes):
         assert not report.left_alone
 
 
-def test_dropout_is_the_same_in_evaluation_and_has_the_right_mean_in_training(nodes):
-    stock = build(lora_dropout=0.5)
-    model = copy.deepcopy(stock)
-    tigon.patch(model)
-    assert_same_step(model.eval(), stock.eval())
-    nodes.clear()
-    model.train()
-    layer = model.get_submodule("base_model.model.layer.o_proj")
-    plain = stock.get_submodule("base_model.model.layer.o_proj")
-    x = torch.randn(1, 4, HIDDEN, generator=torch.Generator().manual_seed(1)).to(DEVICE, torch.bfloat16)
-    with torch.no_grad():
-        mean = torch.stack([layer(x).float() for _ in range(24)]).mean(0)
-        expected = plain(x).float()
-    assert nodes == ["_LoRALinears"] * 24
-    # The deviation of a mean of 24 draws is about a fifth of that of one draw.
-    adapter = (expected - plain.base_layer(x).float()).abs().mean()
-    assert (mean - expected).abs().mean() < 0.4 * adapter
-
-
 def _add(model: Any) -> None:
     torch.manual_seed(7)
     model.add_adapter("second", peft.LoraConfig(r=2, target_modules=NAMES, init_lora_weights=False))
     model.to(DEVICE)
-
-
-STEPS: list[tuple[str, Callable[[Any], object], list[str]]] = [
-    ("disable", lambda model: model.base_model.disable_adapter_layers(), []),
-    ("enable", lambda model: model.base_model.enable_adapter_layers(), FUSED),
-    ("add", _add, FUSED),
-    ("both", lambda model: model.base_model.set_adapter(["default", "second"]), COMPOSED),
-    ("delete", lambda model: model.delete_adapter("second"), FUSED),
-    ("merge", lambda model: model.merge_adapter(), []),
-    ("unmerge", lambda model: model.unmerge_adapter(), FUSED),
-    ("cast", lambda model: model.to(torch.bfloat16), FUSED),
-]
-
-
-def test_changes_of_the_adapters_apply_at_the_next_call(nodes):
-    stock = build()
-    model = copy.deepcopy(stock)
-    tigon.patch(model)
-    for name, change, expected in STEPS:
-        for each in (model, stock):
-            change(each)
-        nodes.clear()
-        assert_same_step(model, stock)
-        assert nodes == expected, name
-    unloaded, plain = (each.merge_and_unload() for each in (model, stock))
-    nodes.clear()
-    with torch.no_grad():
-        torch.testing.assert_close(
-            unloaded(TOKENS.to(DEVICE)), plain(TOKENS.to(DEVICE)), rtol=2e-2, atol=2e-2
-        )  # fmt: skip
-    assert not nodes
 
 
 def test_a_mixed_batch_runs_stock(nodes):
@@ -211,23 +150,6 @@ def test_a_mixed_batch_runs_stock(nodes):
             each.eval()(TOKENS.to(DEVICE), adapter_names=names) for each in (model, stock)
         )  # fmt: skip
     assert torch.equal(actual, expected)
-    assert not nodes
-
-
-def test_autocast_computes_in_its_dtype(nodes):
-    """Layers in the dtype of autocast run the ops, and layers in fp32 run as before."""
-    stock = build()
-    model = copy.deepcopy(stock)
-    tigon.patch(model)
-    with torch.autocast(torch.device(DEVICE).type, torch.bfloat16):
-        assert_same_step(model, stock)
-    assert nodes == FUSED
-    nodes.clear()
-    stock = build(torch.float32)
-    model = copy.deepcopy(stock)
-    tigon.patch(model)
-    with torch.autocast(torch.device(DEVICE).type, torch.bfloat16):
-        assert_same_step(model, stock)
     assert not nodes
 
 
@@ -282,8 +204,7 @@ def test_a_quantised_weight_that_backward_needs_must_not_change(nodes):
         y.backward()
 
 
-@pytest.mark.parametrize("is_prepared", [False, True])
-@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize(("autocast", "is_prepared"), [(False, False), (True, True), (False, True)])
 def test_layers_of_4_bits_are_as_accurate_as_stock(autocast, is_prepared, nodes):
     """`prepare_model_for_kbit_training` casts all other weights to fp32, and so the inputs of the layers."""
     stock = build(convert=to_bf16_4bit)

@@ -5,7 +5,6 @@ experts' weights.
 """
 
 import copy
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -137,8 +136,8 @@ def test_the_experts_are_as_accurate_as_with_peft(model_type, dtype, calls):
     assert isinstance(find_replacement(ours).recipe, ExpertAdapterRecipe)
     e, h = experts_of(model).num_experts, model.config.hidden_size
     generator = torch.Generator().manual_seed(0)
-    x, upstream = (torch.randn(200, h, generator=generator).to(DEVICE, dtype) for _ in range(2))
-    weights, index = torch.rand(200, e, generator=generator).to(DEVICE, dtype).topk(2)
+    x, upstream = (torch.randn(96, h, generator=generator).to(DEVICE, dtype) for _ in range(2))
+    weights, index = torch.rand(96, e, generator=generator).to(DEVICE, dtype).topk(2)
     results = []
     for wrapper, kind in ((exact, torch.float64), (stock, dtype), (ours, dtype)):
         leaf = x.to(kind).requires_grad_()
@@ -165,16 +164,6 @@ def test_the_patch_may_come_first(calls):
     calls.clear()
     assert_same_step(model, stock)
     assert not calls
-
-
-@pytest.mark.parametrize("memory", ["lean", "lean+mlp", "checkpoint"])
-@pytest.mark.thorough_in_interpreter
-def test_levels_of_memory(memory, calls):
-    stock = build()
-    model = copy.deepcopy(stock)
-    tigon.patch(model, memory=memory)
-    assert_same_step(model, stock)
-    assert set(calls) == {(1, 1)}
 
 
 # --- changes after the patch -----------------------------------------------------------------------
@@ -259,17 +248,6 @@ def test_a_method_that_changes_after_the_patch_runs(monkeypatch, calls):
 
 
 @pytest.mark.thorough_in_interpreter
-def test_hooks_of_the_experts_run(calls):
-    model = build()
-    tigon.patch(model)
-    shapes = []
-    experts_of(model).register_forward_hook(lambda module, args, output: shapes.append(output.shape))
-    step(model)
-    assert len(shapes) == 1
-    assert calls
-
-
-@pytest.mark.thorough_in_interpreter
 def test_a_hook_that_lets_the_stock_experts_run_loses_no_adapter(calls):
     """The wrapper has read the adapters by then, and the recipe of the experts does not run."""
     stock = build()
@@ -280,22 +258,6 @@ def test_a_hook_that_lets_the_stock_experts_run_loses_no_adapter(calls):
         experts_of(each).register_forward_pre_hook(change)
     assert_same_step(model, stock)
     assert not calls
-
-
-@pytest.mark.thorough_in_interpreter
-def test_a_copy_of_a_patched_model_reads_its_own_adapters(calls):
-    model = build()
-    tigon.patch(model)
-    twin = pickle.loads(pickle.dumps(wrapper_of(copy.deepcopy(model))))
-    for parameter in wrapper_of(model).parameters():
-        parameter.data.zero_()
-    x, index = (
-        torch.ones(3, model.config.hidden_size, device=DEVICE),
-        torch.zeros(3, 1, dtype=torch.int64, device=DEVICE),
-    )
-    y = twin(x, index, torch.ones(3, 1, device=DEVICE))
-    assert y.abs().max() > 0
-    assert calls == [(1, 1)]
 
 
 @pytest.mark.thorough_in_interpreter

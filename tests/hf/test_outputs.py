@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
-import tigon
 from hf.changes import COMPUTATIONS, is_fused, with_extra, with_logits, with_outputs
 from tigon.hf.logits import SKIPPED_LOGITS
 
@@ -172,34 +171,3 @@ def test_engines_may_copy_and_move_skipped_logits(pair, batch, handle):
     model, _ = pair()
     outputs = handle(model(**batch))
     assert isinstance(outputs, str) or outputs.logits is SKIPPED_LOGITS
-
-
-# --- probes --------------------------------------------------------------------------------------
-
-HISTORY: list[float] = []
-
-
-@pytest.mark.parametrize("where", ["instance", "class", "global", "buffer"])
-def test_recognition_does_not_change_the_objects_of_the_user(make_model, batch, where):
-    model = make_model()
-
-    def record_loss(model, outputs, labels):
-        if outputs.loss is not None:
-            if where == "buffer":
-                model.steps += 1
-            else:
-                {"instance": model.history, "class": type(model).shared, "global": HISTORY}[where].append(
-                    outputs.loss.item()
-                )
-        return outputs
-
-    with_outputs(record_loss)(model)
-    model.history, type(model).shared = [], []
-    model.register_buffer("steps", torch.zeros((), dtype=torch.long))
-    HISTORY.clear()
-    tigon.patch(model)
-    records = {"instance": model.history, "class": type(model).shared, "global": HISTORY}
-    assert all(each == [] for each in records.values())
-    assert model.steps == 0
-    model(**batch)
-    assert model.steps == 1 if where == "buffer" else len(records[where]) == 1

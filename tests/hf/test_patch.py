@@ -126,20 +126,6 @@ def test_bf16_training_is_as_accurate_as_stock(make_model, model_type, batch, st
 # --- this instance only, and undone exactly ------------------------------------------------------
 
 
-def test_patched_undoes_itself_even_after_an_error(make_model):
-    model = make_model()
-
-    def interrupted() -> None:
-        with tigon.patched(model) as report:
-            assert report
-            assert "forward" in vars(model)
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        interrupted()
-    assert not any("forward" in vars(m) for m in model.modules())
-
-
 @pytest.mark.parametrize(
     "left_out",
     [("rope",), ("fused_statements",), ("rope", "fused_statements"), ("glu", "fused_statements")],
@@ -169,6 +155,7 @@ def test_patches_are_undone_in_any_order(make_model, batch, step, first):
 
 
 @pytest.mark.sampled(4)
+@pytest.mark.probes
 def test_recognition_needs_no_weights(make_model, model_type):
     model = make_model(model_type)
     expected = str(tigon.patch(model))
@@ -197,6 +184,7 @@ MODES = {
 
 
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+@pytest.mark.probes
 def test_modes_that_are_active_during_the_patch_do_not_matter(make_model, batch, assert_same_step, mode):
     """The parameters may change after the patch."""
     model, stock = make_model("gemma2"), make_model("gemma2")
@@ -212,6 +200,7 @@ def test_modes_that_are_active_during_the_patch_do_not_matter(make_model, batch,
     assert_same_step(model, stock, batch)
 
 
+@pytest.mark.probes
 def test_the_random_state_does_not_change(make_model):
     model = make_model()
     # This module draws random numbers when it runs in recognition.
@@ -221,6 +210,7 @@ def test_the_random_state_does_not_change(make_model):
     assert torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.probes
 def test_a_deep_model_is_probed_once_for_each_kind_of_module(make_model, monkeypatch):
     runs = []
     for name in ("norms", "mlps", "rope_forms"):
@@ -287,6 +277,7 @@ def test_errors_of_recognition_are_logged_with_their_traceback(caplog):
 # --- find, decide, apply -------------------------------------------------------------------------
 
 
+@pytest.mark.probes
 def test_only_apply_changes_the_model(make_model):
     model = make_model("gemma2")
     search = Search(model, PARTS)

@@ -48,7 +48,7 @@ def assert_fused_as_stock(step, assert_same_step, batch):
 
 @pytest.mark.parametrize("how", RESIZES)
 @pytest.mark.parametrize("model_type", ["llama", "qwen2", "gemma2"], ids=["untied", "tied", "soft cap"])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_the_loss_of_a_resized_model_stays_in_the_head(make_model, assert_fused_as_stock, batch, model_type, how):
     """The same holds for a copy whose new head has not been called. The report keeps no weight of the old head."""
     model, stock = make_model(model_type), make_model(model_type)
@@ -73,7 +73,7 @@ def test_the_loss_of_a_resized_model_stays_in_the_head(make_model, assert_fused_
     assert_fused_as_stock(copied, stock, how)
 
 
-@pytest.mark.parametrize("by_type", [True, False])
+@pytest.mark.parametrize("by_type", [True, pytest.param(False, marks=pytest.mark.thorough)])
 def test_models_of_a_patched_type_and_models_resized_before_the_patch_are_fused(
     make_model, assert_fused_as_stock, by_type
 ):
@@ -153,7 +153,7 @@ def adapt(model, **options):
 @pytest.mark.parametrize(
     ("trained", "is_tied"), [*((trained, True) for trained in TRAINED), ("head", False)], ids=[*TRAINED, "untied head"]
 )
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 def test_a_head_in_modules_to_save_is_fused(make_model, batch, assert_same_step, trained, is_tied, is_patched_first):
     build = lambda: make_model("llama", tie_word_embeddings=is_tied)
     model, stock = build(), adapt(build(), **TRAINED[trained])
@@ -176,6 +176,7 @@ def test_a_head_in_modules_to_save_is_fused(make_model, batch, assert_same_step,
 
 
 @pytest.mark.parametrize("is_resized_first", [True, False], ids=["resize first", "PEFT first"])
+@pytest.mark.sampled(2)
 def test_a_resized_model_with_adapters_is_fused(make_model, batch, assert_same_step, is_resized_first):
     models = []
     for is_patched in (True, False):

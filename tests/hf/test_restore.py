@@ -82,14 +82,6 @@ def test_an_interrupted_restore_is_neither_done_nor_undone(make_model):
     assert not any("forward" in vars(module) for module in model.modules())
 
 
-def test_the_report_of_a_patch_that_changed_nothing_is_restored_too():
-    model = nn.Sequential(nn.Linear(4, 4))
-    with pytest.warns(UserWarning, match="nothing was recognised"):
-        report = tigon.patch(model)
-    report.restore()
-    assert_restored(report, count=0)
-
-
 def test_the_report_of_a_restored_type_says_which_models_stay_patched(make_model):
     with tigon.patched("llama") as report:
         model = make_model()
@@ -196,6 +188,7 @@ def names_of_survivors(family, patches):
     return {name for name, reference in alive.items() if reference() is not None}
 
 
+@pytest.mark.probes
 @families
 def test_nothing_lives_longer_than_the_model(family):
     """transformers itself keeps a function or two of some files."""
@@ -245,6 +238,7 @@ def own_transposed_layer(make_model):
     return model, [Made, Made.forward]
 
 
+@pytest.mark.probes
 @pytest.mark.parametrize("build", [own_projection, own_output, own_transposed_layer])
 def test_classes_of_the_user_are_freed(make_model, build):
     model, objects = build(make_model)
@@ -311,6 +305,7 @@ def sizes_of_caches():
     return sizes
 
 
+@pytest.mark.probes
 @families
 def test_restore_leaves_every_attribute_and_global_as_before(family):
     model_type, options = FAMILIES[family]

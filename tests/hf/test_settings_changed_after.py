@@ -23,12 +23,10 @@ def exchange_the_config(model):
 
 CASES = {
     "soft cap": ("gemma2", {}, set_config("final_logit_softcapping", 7.0007)),
-    "soft cap, 1 %": ("gemma2", {}, set_config("final_logit_softcapping", 7.05)),
     "soft cap removed": ("gemma2", {}, set_config("final_logit_softcapping", None)),
     "soft cap added": ("gemma2", {"final_logit_softcapping": None}, set_config("final_logit_softcapping", 500.0)),
     "another config": ("gemma2", {}, exchange_the_config),
     "scale": ("cohere", {"logit_scale": 0.3}, lambda model: setattr(model, "logit_scale", 0.30003)),
-    "divisor": ("granite", {"logits_scaling": 7.0}, set_config("logits_scaling", 7.0007)),
     "divisor by one": ("granite", {"logits_scaling": 1.0}, set_config("logits_scaling", 1.0001)),
 }
 
@@ -92,9 +90,7 @@ def test_a_change_of_an_unwatched_value_raises(make_model, batch, monkeypatch, p
 SETTINGS = {"gemma2": "final_logit_softcapping", "cohere": "logit_scale", "granite": "logits_scaling"}
 
 
-@one_in(
-    5, model_type=[*SETTINGS], value=[7.0, 30.0, 0.3, 50.0, 333.0], dtype=[torch.float32, torch.bfloat16, torch.float16]
-)
+@one_in(3, model_type=[*SETTINGS], value=[7.0, 333.0], dtype=[torch.float32, torch.bfloat16, torch.float16])
 def test_rounding_is_not_taken_for_a_change(make_model, batch, monkeypatch, model_type, value, dtype):
     """Rounding errors of fp32 raise no error, and neither does a cast that an engine may add to the head."""
     name = SETTINGS[model_type]

@@ -6,7 +6,6 @@ import types
 from pathlib import Path
 
 import pytest
-from torch import nn
 
 import tigon
 from hf.changes import loss_entry
@@ -21,42 +20,6 @@ SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidd
 @pytest.fixture
 def model():
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).train()
-
-
-# --- known answers ---------------------------------------------------------------------------------
-
-
-def test_classes_and_layers_of_a_model(model):
-    names = [cls.__name__ for cls in type(model).__mro__ if transformers_private.is_code_of_base_class(cls)]
-    assert "PreTrainedModel" in names
-    assert "LlamaForCausalLM" not in names
-    assert transformers_private.layer_classes(model) == {"LlamaDecoderLayer"}
-    facts = transformers_private.model_facts(model)
-    assert (facts.layer_classes, facts.is_stateful, facts.dropped_heads) == ({"LlamaDecoderLayer"}, False, [])
-    assert transformers_private.model_facts(nn.Linear(1, 1)).layer_classes == set()
-    assert transformers_private.attention_of(model) == "sdpa"
-    assert transformers_private.attention_of(types.SimpleNamespace(config=types.SimpleNamespace())) == "unknown"
-
-
-def test_tables_of_models():
-    mappings = transformers_private.model_mappings()
-    classes = {mapping[transformers.LlamaConfig] for mapping in mappings if transformers.LlamaConfig in mapping}
-    assert {transformers.LlamaModel, transformers.LlamaForCausalLM} <= classes
-    assert transformers_private.auto_class_has("AutoModelForCausalLM", transformers.LlamaConfig)
-    assert not transformers_private.auto_class_has("AutoModelForCausalLM", transformers.SiglipConfig)
-    assert transformers_private.auto_class_has("AutoModel", transformers.SiglipConfig)
-    model_types = transformers_private.causal_lm_types()
-    assert model_types == sorted(model_types)
-    assert {"gpt2", "llama", "mixtral", "qwen3"} <= set(model_types)
-    assert "siglip" not in model_types
-
-
-def test_the_functions_that_build_masks():
-    masks = pytest.importorskip("transformers.masking_utils")
-    names = "create_causal_mask", "create_sliding_window_causal_mask", "create_chunked_causal_mask"
-    assert all(transformers_private.builds_mask(getattr(masks, name)) for name in names)
-    others = masks.find_packed_sequence_indices, masks.create_bidirectional_mask, cut_name, len, None
-    assert not any(map(transformers_private.builds_mask, others))
 
 
 # --- a transformers without the names --------------------------------------------------------------
@@ -107,32 +70,6 @@ def test_missing_names_are_refused_by_name(monkeypatch, missing, use, name):
         monkeypatch.setattr(transformers.AutoModelForCausalLM, "_model_mapping", None)
     with pytest.raises(RuntimeError, match=f"transformers .* has no {re.escape(name)}, which Tigon needs"):
         use()
-
-
-def test_the_types_are_read_from_the_public_table_without_the_private_one(monkeypatch):
-    from transformers.models.auto import modeling_auto
-
-    model_types = set(transformers_private.causal_lm_types())
-    cut_name(monkeypatch, f"{AUTO}.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES")
-    public = set(transformers_private.causal_lm_types())
-    assert "llama" in public
-    # A test that loads remote code registers its type, and only the public table has such types.
-    registered = {config.model_type for config in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING._extra_content}
-    assert public - registered <= model_types
-
-
-def test_a_slot_of_another_name_is_found_and_restored(model, monkeypatch):
-    chosen = model.loss_function
-    read = lambda self: getattr(self, "another_name", chosen)
-    write = lambda self, function: setattr(self, "another_name", function)
-    monkeypatch.setattr(transformers.PreTrainedModel, "loss_function", property(read, write))
-    assert transformers_private.loss_slot(model) == "another_name"
-    # A model without a property has the attribute itself.
-    assert transformers_private.loss_slot(nn.Linear(1, 1)) == "loss_function"
-    report = tigon.patch(model)
-    assert "another_name" in vars(model)
-    report.restore()
-    assert "another_name" not in vars(model)
 
 
 def test_checkpointing_is_refused_by_name_if_the_model_has_another_switch(model, monkeypatch):

@@ -35,7 +35,7 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(5)
 def test_the_trainer_gives_the_results_of_stock(make_model, rows, tmp_path, setting):
     """Train two steps, and evaluate with logits."""
     from transformers import Trainer, TrainingArguments, default_data_collator
@@ -81,7 +81,7 @@ def test_the_trainer_gives_the_results_of_stock(make_model, rows, tmp_path, sett
         torch.testing.assert_close(weights[name], value, rtol=0, atol=1e-4 * float(value.abs().max()), msg=name)
 
 
-@pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.parametrize("precision", ["bf16", pytest.param("no", marks=pytest.mark.thorough)])
 def test_a_loop_of_accelerate_is_as_accurate_as_stock(make_model, rows, step, precision):
     """Gradients are accumulated over two batches and clipped. In bf16 they are as close to fp32 as those of stock."""
     from accelerate import Accelerator

@@ -9,7 +9,7 @@ from torch.distributed.fsdp import fully_shard
 
 import tigon
 from hf.ways import DEVICE, batch, build, step
-from hf.ways_parallel import by_layers, by_plan
+from hf.ways_parallel import by_plan
 from hf.ways_sharded import BF16, checkpointed, ddp, fsdp1, fsdp2
 
 
@@ -119,29 +119,10 @@ SETUPS = {
 # The group `lean_more`.
 MORE_SETUPS = {
     "DDP with accumulation": accumulated,
-    "FSDP2, norms of heads": make_setup(fsdp2, model_type="qwen3"),
-    "FSDP2, norm and head one unit": make_setup(functools.partial(fsdp2, groups=("norm", "head"))),
-    "FSDP2, patched after": make_setup(fsdp2, patch_after=True),
     "FSDP2, checkpointing of one layer": make_setup(checkpoint_one_layer),
     "FSDP2, bf16 parameters": make_setup(functools.partial(fsdp2, **BF16)),
     "FSDP1, original parameters": make_setup(functools.partial(fsdp1, use_orig_params=True)),
-    "FSDP1, flat parameters, patched after": make_setup(
-        functools.partial(fsdp1, use_orig_params=False), patch_after=True
-    ),
-    "tensor parallel, DTensors between layers": make_setup(
-        functools.partial(by_layers, local=False), patch_after=True, one_batch=True
-    ),
-    "lean+mlp, DDP": lean_mlp(ddp),
-    "lean+mlp, FSDP2, bf16 parameters": lean_mlp(functools.partial(fsdp2, **BF16)),
-    "lean+mlp, FSDP1, original parameters": lean_mlp(functools.partial(fsdp1, use_orig_params=True)),
     "lean+mlp, FSDP1, flat parameters": lean_mlp(functools.partial(fsdp1, use_orig_params=False)),
     "lean+mlp, tensor parallel": lean_mlp(by_plan, patch_after=True, one_batch=True, model_type="llama"),
     "checkpoint, DDP": checkpoint(ddp),
-    "checkpoint, FSDP2, bf16 parameters": checkpoint(functools.partial(fsdp2, **BF16)),
-    "checkpoint+attention, FSDP1": make_setup(
-        functools.partial(fsdp1, use_orig_params=False), level="checkpoint+attention", model_type="llama"
-    ),
-    "checkpoint+attention, tensor parallel": make_setup(
-        by_plan, patch_after=True, one_batch=True, level="checkpoint+attention", model_type="llama"
-    ),
 }

@@ -106,8 +106,6 @@ def torch_context_parallel(level: str, valid: int = TOKENS, is_sharded: bool = F
 SETUPS = {
     "torch's context parallelism": torch_context_parallel("default"),
     "torch's context parallelism, few labels": torch_context_parallel("lean", valid=3),
-    "torch's context parallelism, lean+mlp": torch_context_parallel("lean+mlp"),
-    "torch's context parallelism, checkpoint": torch_context_parallel("checkpoint"),
     "torch's context parallelism, checkpoint+offload": torch_context_parallel("checkpoint+offload"),
     "torch's context parallelism, FSDP2, checkpoint+offload": torch_context_parallel(
         "checkpoint+offload", is_sharded=True

@@ -130,23 +130,11 @@ SETUPS = {
 # The group `sharded_more`.
 MORE_SETUPS = {
     "DDP with accumulation": accumulated,
-    "FSDP2, plain root": make_setup(fsdp2),
-    "FSDP2, the head as a unit": make_setup(functools.partial(fsdp2, groups=("head",))),
     "FSDP2, tied embeddings, norm and head one unit": make_setup(
         functools.partial(fsdp2, groups=("norm", "embed", "head")), tie_word_embeddings=True
     ),
     "FSDP2, checkpointing": make_setup(checkpointed),
     "FSDP2, bf16 parameters": mixed_precision,
-    "FSDP2 by accelerate": make_setup(by_accelerate),
     "FSDP2 by accelerate, tied embeddings": make_setup(by_accelerate, tie_word_embeddings=True),
-    "DDP, experts": make_experts_setup(ddp),
-    "FSDP2, experts": make_experts_setup(fsdp2),
-    "FSDP2, experts as a unit, patched after": make_experts_setup(experts_as_unit, patch_after=True),
-    "FSDP1, original parameters, patched after": make_setup(
-        functools.partial(fsdp1, use_orig_params=True), patch_after=True
-    ),
     "FSDP1, flat parameters": make_setup(functools.partial(fsdp1, use_orig_params=False)),
-    "FSDP1, flat parameters, patched after": make_setup(
-        functools.partial(fsdp1, use_orig_params=False), patch_after=True
-    ),
 }

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import tigon
+from remembered import remembers_probes  # noqa: F401
 from tigon.integrations.liger import uninstall
 
 

@@ -285,7 +285,7 @@ def test_the_map_of_types_decides_which_function_patches(monkeypatch):
     assert calls == [(False, None), (True, model)]
 
 
-@pytest.mark.parametrize("from_disk", [False, True])
+@pytest.mark.parametrize("from_disk", [True, pytest.param(False, marks=pytest.mark.thorough)])
 def test_the_automatic_class_patches_or_calls_a_function_of_the_program(monkeypatch, tmp_path, from_disk):
     from liger_kernel.transformers import AutoLigerKernelForCausalLM
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
@@ -318,7 +318,8 @@ def test_a_type_that_nobody_knows_is_logged(caplog):
     assert "model_type must be a model type, got 'no_such_type'" in caplog.text
 
 
-@pytest.mark.parametrize("config", [None, {"rope": False, "fused_linear_cross_entropy": False}], ids=["", "config"])
+@pytest.mark.parametrize("config", [{"rope": False, "fused_linear_cross_entropy": False}, None], ids=["config", ""])
+@pytest.mark.sampled(2)
 def test_trainer_with_use_liger_kernel_trains_with_tigon(tmp_path, config):
     """With `prediction_loss_only`, evaluation passes `skip_logits=True` to the model, and computes the same loss."""
     losses, evaluated = [], []

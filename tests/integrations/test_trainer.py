@@ -51,7 +51,9 @@ def _losses(tmp_path, callbacks: list[Any], late: bool = False) -> list[float]:
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-@pytest.mark.parametrize("late", [False, True], ids=["argument", "added later"])
+@pytest.mark.parametrize(
+    "late", [False, pytest.param(True, marks=pytest.mark.thorough)], ids=["argument", "added later"]
+)
 def test_the_trainer_trains_a_patched_model(tmp_path, late):
     callback = TigonCallback(memory="lean", rope=False)
     assert _losses(tmp_path, [callback], late) == pytest.approx(_losses(tmp_path, []), rel=1e-4)

@@ -24,15 +24,6 @@ from tigon.integrations import trl, trl_head
 pytestmark = [pytest.mark.usefixtures("clean_trl"), pytest.mark.no_interpreter("It launches no kernel.")]
 
 
-def test_the_forward_of_trl_calls_the_log_probabilities_after_enable(path, counts):
-    model = load_model(path)
-    utils.add_fused_lm_head(model)
-    trl.enable()
-    tokens = torch.arange(4, 16).view(2, 6)
-    model(input_ids=tokens, labels=tokens, fused_lm_head=True)
-    assert counts.log_probs == 1
-
-
 def test_the_forward_has_the_outputs_and_gradients_of_trl(path):
     outputs = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
     generator = torch.Generator().manual_seed(0)

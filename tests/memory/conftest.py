@@ -1,4 +1,8 @@
+"""Fixtures of tests that train tiny models."""
+
 import pytest
+
+from remembered import remembers_probes  # noqa: F401
 
 
 @pytest.fixture(autouse=True)

@@ -7,12 +7,11 @@ import pytest
 import torch
 import torch._dynamo.testing
 import torch.nn.functional as F
-from torch import Tensor
 
 import tigon
 from memory.steps import assert_same_bits, paged
 from memory.test_attention import KERNEL, LAYERS, count_calls, make_model
-from tigon.memory.attention import AttentionOutputs, LayerAttention, find_kernel, run_attention
+from tigon.memory.attention import find_kernel
 
 pytest.importorskip("transformers")
 
@@ -97,30 +96,6 @@ def test_kernels_of_packages_are_recognised(package):
         assert kernel.find_obstacle((q, q, q), options) == "attention has dropout"
     for other in ("bwd", "fwd_kvcache", "layer_norm_fwd", "_flash_attn_backward"):
         assert find_kernel(getattr(operators, other).default) is None
-
-
-def test_other_operators_are_no_attention():
-    backward_names = [n for n in dir(torch.ops.aten) if "attention_backward" in n]
-    operators = [torch.ops.aten.mm.default, *(getattr(torch.ops.aten, n).default for n in backward_names)]
-    assert backward_names
-    assert not list(filter(find_kernel, operators))
-
-
-def counting(call) -> tuple:
-    calls = []
-    return calls, lambda: (calls.append(1), call())[1]
-
-
-def test_another_kernel_in_the_second_run_is_called():
-    x, names = torch.randn(4, requires_grad=True), iter(("a", "b", "b"))
-    calls, attend = counting(lambda: (x.detach() * 3,))
-
-    def layer(x: Tensor) -> Tensor:
-        return run_attention(next(names), attend)[0] * x
-
-    outputs = AttentionOutputs(layer, LayerAttention(), 0)
-    torch.utils.checkpoint.checkpoint(outputs, x, use_reentrant=False).sum().backward()
-    assert len(calls) == 2
 
 
 def attend_outside_of_torch(module, query, key, value, attention_mask, **unused):

@@ -216,7 +216,7 @@ def test_a_graph_recomputes_the_first_product(backend):
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss", "llama4_text"])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 def test_models_recompute_the_first_product_of_their_experts(model_type):
     """GPT-OSS has an activation of its own, and the router of Llama 4 weighs the inputs of experts."""
     pytest.importorskip("transformers")

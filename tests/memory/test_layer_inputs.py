@@ -1,7 +1,6 @@
 """Which inputs of checkpointed layers move to the host, and when. On a CPU, pageable memory replaces the host."""
 
 import copy
-import gc
 import pickle
 import warnings
 from collections.abc import Iterator
@@ -67,7 +66,7 @@ def watch_inputs(model: nn.Module) -> list[StorageWeakRef]:
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen3", "gemma2", "olmo2"])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 def test_steps_have_the_bits_of_checkpoint(model_type, copies):
     model, expected = make_model(model_type=model_type), make_model("checkpoint", model_type)
     for seed in range(2):
@@ -88,16 +87,6 @@ def test_the_device_holds_no_input_after_the_forward_pass(copies):
     assert [not s.expired() for s in storages] == [False] * (LAYERS - 1) + [True]
     loss.backward()
     assert all(s.expired() for s in storages)
-
-
-def test_backward_copies_back_one_input_ahead(copies):
-    model = make_model()
-    counts = []
-    for layer in model.model.layers[:-1]:
-        layer.register_forward_pre_hook(hook := lambda *_: counts.append(copies.count("back")))
-        hook.__module__ = "accelerate.hooks"
-    step(model)
-    assert counts[LAYERS - 1 :] == [2, 3, 4, 4]
 
 
 @pytest.mark.parametrize("layers", [1, 3])
@@ -239,21 +228,6 @@ def test_pageable_memory_replaces_pinned_memory_with_one_warning(monkeypatch):
     assert pages.capacity == pages.pageable == 3 * 1024
 
 
-def test_pages_hold_tensors_of_any_size():
-    pages = HostPages(1024, is_pinned=False)
-    pages.reserve(2500, 2)
-    # The slabs have 4 and 2 pages.
-    assert pages.capacity == 6 * 1024
-    tensors = [torch.randint(256, (n,), dtype=torch.uint8) for n in (2500, 1, 1024, 1025)]
-    saved = [pages.copy(t) for t in tensors]
-    assert pages.capacity == 7 * 1024
-    for t, pages_of_t in zip(tensors, saved, strict=True):
-        pages_of_t.copy_to(result := torch.zeros_like(t))
-        assert torch.equal(result, t)
-    del saved, pages_of_t
-    assert len(pages.free_pages) == 7
-
-
 def test_the_available_memory_of_the_host_is_that_of_the_smallest_group(tmp_path):
     def write(name: str, text: str) -> None:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -288,15 +262,6 @@ def test_copies_of_a_model_have_a_pool_of_their_own(make_copy, copies):
     assert copies.count("out") == LAYERS - 1
 
 
-@pytest.mark.parametrize("make_copy", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))])
-def test_a_copy_of_one_layer_holds_no_other(make_copy, copies):
-    layer = make_copy(make_model().model.layers[2])
-    gc.collect()
-    assert dict(layer._gradient_checkpointing_func.place.inputs.layers) == {2: layer}
-    sizes = [len(pickle.dumps(m)) for m in (layer, make_model("checkpoint").model.layers[2])]
-    assert sizes[0] < 1.1 * sizes[1]
-
-
 def test_missing_names_are_refused_before_the_model_changes(monkeypatch):
     monkeypatch.setitem(missing, NAMES_FOR_OFFLOAD[0], "torch has no such name")
     model = build("llama")
@@ -307,22 +272,6 @@ def test_missing_names_are_refused_before_the_model_changes(monkeypatch):
             tigon.patch(model, memory=level)
         assert not model.is_gradient_checkpointing
         assert not any("forward" in vars(module) for module in model.modules())
-
-
-def test_patches_change_the_level_of_a_checkpointed_model(copies):
-    model = make_model("checkpoint")
-    report = tigon.patch(model, memory="checkpoint+offload")
-    step(model)
-    assert copies.count("out") == LAYERS - 1
-    inner = tigon.patch(model, memory="checkpoint")
-    step(model)
-    assert copies.count("out") == LAYERS - 1
-    inner.restore()
-    step(model)
-    assert copies.count("out") == 2 * (LAYERS - 1)
-    report.restore()
-    step(model)
-    assert copies.count("out") == 2 * (LAYERS - 1)
 
 
 def test_one_graph_of_the_whole_model_is_refused():

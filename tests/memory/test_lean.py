@@ -4,7 +4,6 @@ import threading
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -57,23 +56,6 @@ def test_three_products_share_one_recomputed_result():
     loss.backward()
     assert len(norm.results) == 2
     assert live_results == [[], []]
-
-
-def test_a_node_outside_of_the_gradient_does_not_unpack_its_result():
-    """The next backward still computes the right gradients."""
-
-    def gradients(lean: bool) -> list[Tensor]:
-        step = Step()
-        with block(lean):
-            y = tigon.rms_norm(step.x(), step.weight())
-            one, two = step.product(y), step.product(y)
-            del y
-        first = torch.autograd.grad(total(one), step.leaves[:3], retain_graph=True)
-        total(one, two).backward(retain_graph=True)
-        total(two).backward()
-        return [*first, *step.gradients()]
-
-    assert_same_bits(gradients(True), gradients(False))
 
 
 def test_every_backward_recomputes_once():
@@ -160,19 +142,6 @@ def test_backward_recomputes_with_the_autocast_of_the_forward_pass(forward, back
         return step.gradients()
 
     assert_same_bits(gradients(True), gradients(False))
-
-
-def test_casts_of_adapters_are_recomputed():
-    """Adapters in fp32 cast the input of a layer in bf16. Without lean each cast is saved."""
-
-    def forward(step: Step) -> Tensor:
-        y = tigon.rms_norm(step.x(), step.weight())
-        casts = [y.to(torch.float32) for _ in range(2)]
-        step.watch(y=y, a=casts[0], b=casts[1])
-        a = step.leaf(4, WIDTH).float()
-        return total(step.product(y), *(F.linear(cast.view(-1, WIDTH), a) for cast in casts))
-
-    assert compare(forward, dtype=torch.bfloat16) == ({"y", "a", "b"}, set())
 
 
 # --- tensors that were written in place ----------------------------------------------------------
@@ -302,18 +271,6 @@ def norm_and_product(step: Step) -> Tensor:
     y = tigon.rms_norm(step.x(), step.weight())
     step.watch(y=y)
     return total(step.product(y))
-
-
-def test_a_nested_block_does_not_end_the_outer_one():
-    def forward(step: Step) -> Tensor:
-        with tigon.lean(), tigon.lean():
-            y = tigon.rms_norm(step.x(), step.weight())
-            one = step.product(y)
-        step.watch(y=y)
-        # The outer block has not ended.
-        return total(one, step.product(y))
-
-    assert compare(forward) == ({"y"}, set())
 
 
 def test_an_exception_ends_the_block():

@@ -2,11 +2,9 @@
 
 import copy
 import gc
-import pickle
 import types
 import weakref
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -73,26 +71,6 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("cls", [Subtracts, Fails])
-def test_a_comparison_that_failed_is_not_repeated(monkeypatch, cls):
-    layer = make()
-    layer.__class__ = cls
-    reason = recognise_adapters(layer)
-    monkeypatch.setattr(adapter_probes, "_learn", None)
-    assert recognise_adapters(layer) == reason
-
-
-def test_threads_compare_a_class_once(monkeypatch):
-    cls = type("Linear", (lora_layer.Linear,), {"__module__": lora_layer.__name__})
-    layers, learn, calls = [make() for _ in range(4)], adapter_probes._learn, []
-    monkeypatch.setattr(adapter_probes, "_learn", lambda *args: calls.append(1) or learn(*args))
-    for layer in layers:
-        layer.__class__ = cls
-    with ThreadPoolExecutor(len(layers)) as pool:
-        assert all(isinstance(recipe, AdapterRecipe) for recipe in pool.map(recognise_adapters, layers))
-    assert calls == [1]
-
-
 @pytest.mark.parametrize("cls", OTHERS)
 def test_other_forwards_are_left_alone_with_a_reason(cls):
     layer = make()
@@ -116,24 +94,6 @@ def test_an_adapter_of_another_kind_keeps_the_forward_while_it_is_active():
         layer.set_adapter(active)
         assert (read(layer) is not None) == is_read
         assert_stock(layer)
-
-
-class Adapted(nn.Module):
-    """A layer with an adapter that is not PEFT's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.base, self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 2, bias=False), nn.Linear(2, 8, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base(x) + self.b(self.a(x))
-
-
-@pytest.mark.parametrize(
-    "module", [nn.Linear(8, 8), nn.MultiheadAttention(8, 2), nn.Sequential(nn.Linear(8, 8)), Adapted()]
-)
-def test_other_modules_are_no_layers_with_adapters(module):
-    assert recognise_adapters(module) is None
 
 
 def test_hooks_methods_and_variants_of_a_layer_are_reasons():
@@ -318,16 +278,6 @@ def test_a_function_of_torch_that_is_replaced_runs(monkeypatch, owner, name, pro
     function = getattr(owner, name)
     monkeypatch.setattr(owner, name, lambda *args, **options: function(*args, **options) * 2)
     assert read(layer) is None
-
-
-def test_copies_read_their_own_tensors():
-    layer = patched(make())
-    for twin in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
-        with torch.no_grad():
-            twin.lora_B["first"].weight.mul_(3)
-        assert read(twin).adapters[0].b is twin.lora_B["first"].weight
-        assert_stock(twin)
-    assert_stock(layer)
 
 
 def test_a_layer_and_its_removed_adapters_are_freed():

@@ -182,6 +182,7 @@ def test_an_attention_uses_functions_that_are_exchanged_in_its_file(monkeypatch,
 
 
 @pytest.mark.parametrize("swap", ["rope", "helper", "attention", "code"])
+@pytest.mark.sampled(2)
 def test_a_compiled_attention_uses_functions_that_were_exchanged_before(monkeypatch, swap):
     torch._dynamo.reset()
     attention, inputs = make_attention()

@@ -281,7 +281,7 @@ SETTLED |= {name: {"forward": define(body, globals(), given)} for name, (given, 
 
 
 @pytest.mark.parametrize("members", SETTLED.values(), ids=SETTLED)
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 def test_ordinary_checks_options_settings_and_probed_properties_are_no_decisions(members):
     mlp = make_variant(**members)
     mlp.width, mlp.kind = 16, "silu"
@@ -340,12 +340,10 @@ def is_token(x: torch.Tensor) -> bool:
 UNUSUAL = {
     "NaN of the output": lambda self, x, w: torch.nan_to_num(Norm.compute(self, x, w)),
     "NaN of the input": lambda self, x, w: Norm.compute(self, torch.nan_to_num(x, posinf=torch.inf), w),
-    "infinity": lambda self, x, w: Norm.compute(self, x.clamp(-6e4, 6e4), w),
     "zeros": lambda self, x, w: Norm.compute(self, x, w) + (x == 0).all(-1, keepdim=True).to(x.dtype),
     "large weights": lambda self, x, w: Norm.compute(self, x, w.clamp(-100, 100)),
     "tiny inputs": lambda self, x, w: Norm.compute(self, torch.where(x.abs() < 1e-20, 0.0, x).to(x.dtype) * 2 - x, w),
     "one dimension": lambda self, x, w: Norm.compute(self, x, w) * (2 if x.dim() == 1 else 1),
-    "four dimensions": lambda self, x, w: Norm.compute(self, x, w) * (2 if x.dim() == 4 else 1),
     "one token in evaluation": lambda self, x, w: Norm.compute(self, x, w) * (2 - self.training if is_token(x) else 1),
     "inputs that need a gradient": lambda self, x, w: Norm.compute(self, x, w) * (2 if x.requires_grad else 1),
     "inputs that need none": lambda self, x, w: Norm.compute(self, x, w) * (1 if x.requires_grad else 2),
@@ -354,8 +352,6 @@ UNUSUAL = {
 
 UNUSUAL_MLPS = {
     "NaN": lambda self, y: torch.nan_to_num(y),
-    "infinity": lambda self, y: y.clamp(-6e4, 6e4),
-    "two dimensions": lambda self, y: y * (2 if y.dim() == 2 else 1),
     "one dimension": lambda self, y: y * (2 if y.dim() == 1 else 1),
     "four dimensions": lambda self, y: y * (2 if y.dim() == 4 else 1),
     "one token in bf16": lambda self, y: y * (2 if y.dtype == torch.bfloat16 and is_token(y) else 1),

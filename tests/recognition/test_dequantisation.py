@@ -115,23 +115,6 @@ def test_as_many_rows_are_compared_as_training_has(monkeypatch, compared_rows):
     assert bool(calls) == (compared_rows == 129)
 
 
-def test_a_layer_is_compared_once_for_each_weight_and_dtype(monkeypatch):
-    layer, x = make_layer().base_layer, input_of()
-    compare, compared_dtypes = dequantisation.compare, []
-    monkeypatch.setattr(
-        dequantisation, "compare", lambda layer, dtype: compared_dtypes.append(dtype) or compare(layer, dtype)
-    )
-    assert read_weight(layer, x.float()) is None
-    for _ in range(3):
-        assert read_weight(layer, x) is not None
-    assert compared_dtypes == [torch.float32, torch.bfloat16]
-    layer.weight = copy.deepcopy(layer.weight)
-    assert read_weight(layer, x) is not None
-    assert len(compared_dtypes) == 3
-    monkeypatch.setattr(dequantisation, "MIN_ROWS", len(x) + 1)
-    assert read_weight(layer, x) is None
-
-
 def test_a_weight_that_another_thread_replaces_during_a_comparison_is_compared(monkeypatch):
     layer, x = make_layer().base_layer, input_of()
     compare, compared_weights = dequantisation.compare, []

@@ -13,8 +13,6 @@ from op_cases import DEVICE
 from recognition.test_fused_statements import WIDTH, Layer, Norm, assert_close, inputs, make, pair, step
 from tigon.recognition.replacement import find_replacement
 from tigon.recognition.rewriting import fused_statements
-from tigon.recognition.rewriting.fused_statements import fuse_statements
-from tigon.recognition.rewriting.statements import ADD_NORM, NORM_WITH_RESIDUAL, PRODUCTS
 from tigon.testing import assert_accurate
 
 # --- modules whose call does more run as they are ---------------------------------------------------------------
@@ -64,6 +62,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("when", ["before the patch", "after the patch"])
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@pytest.mark.sampled(in_interpreter=3)
 def test_a_changed_model_has_the_stock_output_and_gradients(change, when):
     (model, stock), x = (pair() if when == "after the patch" else (make(), make())), inputs()
     change(model), change(stock)
@@ -170,12 +169,6 @@ def test_a_residual_of_another_shape_or_dtype_is_added_by_torch():
         torch.testing.assert_close(y, norm(a + b))
 
 
-def test_a_forward_that_the_class_gets_after_the_patch_runs(monkeypatch):
-    (model, _), x = pair(), inputs()
-    monkeypatch.setattr(Layer, "forward", lambda self, hidden: hidden * 3)
-    assert torch.equal(model(x), x * 3 * 3)
-
-
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointing_gives_the_stock_output_and_gradients(reentrant):
     (model, stock), x = pair(), inputs()
@@ -206,23 +199,3 @@ def test_a_step_under_autocast_is_as_accurate_as_the_stock_one():
     exact = step(make().double(), x.detach().double().requires_grad_())
     for i, triple in enumerate(zip(ours, eager, exact, strict=True)):
         assert_accurate(*triple, msg=str(i))
-
-
-def test_a_restored_model_is_the_stock_model():
-    model, x = make(), inputs()
-    expected = step(make(), x)
-    with tigon.patched(model):
-        pass
-    assert not any("forward" in vars(m) for m in model.modules())
-    assert all(torch.equal(a, b) for a, b in zip(step(model, x), expected, strict=True))
-
-
-def test_rewriting_twice_gives_the_same_code_and_changes_no_class():
-    before = Layer.forward
-    first = fuse_statements(Layer.forward)
-    fused_statements._rewrite.cache_clear()
-    second = fuse_statements(Layer.forward)
-    assert Layer.forward is before
-    assert first.__code__.co_code == second.__code__.co_code
-    assert first.__globals__ is before.__globals__
-    assert not {ADD_NORM, NORM_WITH_RESIDUAL, PRODUCTS} & before.__globals__.keys()

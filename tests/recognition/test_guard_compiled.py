@@ -42,14 +42,14 @@ OTHER_CHANGES = {
 
 # Dynamo evaluates the guards, whatever the backend is.
 @pytest.mark.parametrize("setting", [*CHANGES, *OTHER_CHANGES])
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 def test_a_compiled_module_is_compiled_again_after_a_change(setting, undo_changes):
     before, after, expected = compiled_outputs(setting)
     assert not torch.equal(expected, before), "the change changes nothing"
     torch.testing.assert_close(after, expected)
 
 
-@pytest.mark.parametrize("setting", ["list", "cell", "config", "partial", "ChainMap"])
+@pytest.mark.parametrize("setting", ["cell", "config"])
 def test_the_guard_breaks_no_graph(setting, undo_changes):
     _, after, expected = compiled_outputs(setting, fullgraph=True)
     torch.testing.assert_close(after, expected)

@@ -70,8 +70,8 @@ def make(
 
 def inputs(dtype: torch.dtype = torch.float32) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     torch.manual_seed(1)
-    angles = torch.randn(2, 5, SIZE // 2).repeat(1, 1, 2).to(DEVICE)
-    return torch.randn(2, 5, WIDTH).to(DEVICE, dtype), (angles.cos().to(dtype), angles.sin().to(dtype))
+    angles = torch.randn(2, 3, SIZE // 2).repeat(1, 1, 2).to(DEVICE)
+    return torch.randn(2, 3, WIDTH).to(DEVICE, dtype), (angles.cos().to(dtype), angles.sin().to(dtype))
 
 
 def step(module: nn.Module, dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -99,6 +99,7 @@ def is_rewritten(cls: type[nn.Module]) -> bool:
 
 @pytest.mark.parametrize("norm", [Norm, OffsetNorm], ids=["plain", "offset"])
 @pytest.mark.parametrize("cls", FUSED, ids=lambda cls: cls.__name__)
+@pytest.mark.sampled(in_interpreter=3)
 def test_one_op_computes_norm_and_rope(cls, norm, calls):
     module, stock, report = make(cls, norm)
     assert any(e.part == "fused_statements" and LABEL in e.detail for e in report.replaced)
@@ -164,6 +165,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize(("cls", "options", "change", "is_fused"), CHANGES.values(), ids=CHANGES)
+@pytest.mark.sampled(in_interpreter=3)
 def test_a_change_after_the_patch_has_its_stock_effect(cls, options, change, is_fused, calls):
     module, stock, report = make(cls, **options)
     assert any(LABEL in e.detail for e in report.replaced) == (not {"rms_norm", "rope"} & options.keys())
@@ -173,6 +175,7 @@ def test_a_change_after_the_patch_has_its_stock_effect(cls, options, change, is_
 
 
 @pytest.mark.parametrize("function", [rope_backwards, rope_on_a_part, rope_interleaved, rope_in_fp32])
+@pytest.mark.sampled(2)
 def test_other_rotary_embeddings(function, calls, monkeypatch):
     monkeypatch.setattr(head_norms, "apply_rope", function)
     module, stock, _ = make()
@@ -205,7 +208,7 @@ def test_the_dtype_is_that_of_the_stock_statements_and_the_report_lists_fused_no
     has_parts, is_half = not {"rms_norm", "rope"} & options.keys(), "dtype" in options
     assert [e.detail for e in report.entries if e.part == "fused_statements"] == ([LABEL] if has_parts else [])
     _, tables = inputs()
-    q, k = (torch.randn(2, heads, 5, SIZE).to(DEVICE, options.get("dtype", torch.float32)) for heads in (4, 2))
+    q, k = (torch.randn(2, heads, 3, SIZE).to(DEVICE, options.get("dtype", torch.float32)) for heads in (4, 2))
     for result, expected in zip(module(q, k, tables), stock(q, k, tables), strict=True):
         torch.testing.assert_close(result, expected, **({"atol": 5e-3, "rtol": 5e-3} if is_half else {}))
     assert len(calls) == (BY_KERNELS and has_parts and function is not rope_in_fp32)

@@ -1,10 +1,8 @@
 """Functions that compute a gated delta rule or a causal convolution are found by what they compute."""
 
 import contextlib
-import copy
 import itertools
 import linecache
-import pickle
 import types
 import warnings
 
@@ -17,7 +15,7 @@ import tigon
 from recognition.modules import define
 from tigon.recognition.parts import mixers
 from tigon.recognition.parts.mixer_functions import recognise_function
-from tigon.recognition.parts.mixers import MixerRecipe, recognise_mixer
+from tigon.recognition.parts.mixers import recognise_mixer
 
 pytestmark = pytest.mark.no_interpreter("It compares functions on the CPU.")
 
@@ -373,17 +371,6 @@ def test_a_function_that_was_replaced_after_the_patch_is_used(op_calls, monkeypa
     assert op_calls == ["causal_conv1d"]
     recipe(module, *inputs)
     assert op_calls == ["causal_conv1d", *BOTH]
-
-
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["copy", "pickle"])
-def test_copies_run_the_ops(duplicate, op_calls, monkeypatch):
-    cls = _mixer()
-    # pickle finds the class by its name in this file.
-    monkeypatch.setitem(globals(), "Mixer", cls)
-    recipe = duplicate(recognise_mixer(cls()))
-    assert isinstance(recipe, MixerRecipe)
-    recipe(cls(), *_arguments())
-    assert op_calls == BOTH
 
 
 def test_a_forward_with_another_rule_keeps_its_convolution():

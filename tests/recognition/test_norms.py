@@ -327,7 +327,7 @@ def assert_changes_have_their_stock_effect(norm: nn.Module, attributes: dict[str
 
 
 @pytest.mark.parametrize(("expression", "attributes"), EPSILONS.values(), ids=EPSILONS)
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(9)
 def test_a_changed_epsilon_has_its_stock_effect(expression, attributes):
     norm = with_epsilon(expression, **attributes)
     assert tigon.patch(norm)
@@ -356,7 +356,8 @@ class CallsFunction(nn.LayerNorm):
         return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, 1e-5)
 
 
-@pytest.mark.parametrize("cls", [CallsTorch, CallsFunction, CallsTorchInTraining])
+@pytest.mark.parametrize("cls", [CallsTorchInTraining, CallsTorch, CallsFunction])
+@pytest.mark.sampled(3)
 def test_epsilon_that_only_code_of_torch_may_read(cls):
     norm = cls(48)
     recipe = recognise_norm(norm)

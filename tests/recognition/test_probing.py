@@ -7,7 +7,6 @@ from torch.overrides import TorchFunctionMode
 
 from tigon.recognition.probing.standin import probing
 from tigon.recognition.probing.symbolic import reads_no_size
-from tigon.runtime.compat.operators import function_modes
 
 pytestmark = pytest.mark.no_interpreter("The test launches no kernel.")
 
@@ -33,21 +32,6 @@ def test_hooks_of_the_caller_see_no_tensor_of_a_probe():
 def assert_probes_are_on_cpu() -> None:
     with probing():
         assert torch.empty(1).device.type == "cpu"
-
-
-def test_without_a_mode_no_context_is_needed():
-    with probing():
-        assert function_modes() == 0
-    assert_probes_are_on_cpu()
-
-
-# No tensor is made on these devices, so a machine need not have them.
-@pytest.mark.parametrize("device", ["meta", "cpu", "cuda", "mps"])
-def test_a_device_context_of_the_caller_is_ignored(device):
-    with torch.device(device):
-        assert_probes_are_on_cpu()
-        with torch.device("meta"):
-            assert_probes_are_on_cpu()
 
 
 @pytest.mark.parametrize("device", ["meta", "cpu", "cuda"])

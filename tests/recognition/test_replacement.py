@@ -60,16 +60,6 @@ def test_a_method_made_of_the_forward_runs_the_module_that_it_is_bound_to(layer)
     assert_reads_own_weight(other)
 
 
-def test_a_copy_of_a_model_in_mixed_precision_has_its_own_weights(layer):
-    accelerate = pytest.importorskip("accelerate")
-    install(layer, twice)
-    prepared = accelerate.Accelerator(mixed_precision="bf16", cpu=True).prepare(layer)
-    other = zero_parameters(copy.deepcopy(prepared))
-    assert not other(X).any()
-    assert prepared(X).any()
-    assert prepared(X).dtype == torch.float32
-
-
 def test_compiled_regions_call_the_compiled_copy():
     other = pytest.importorskip("accelerate.utils.other")
     if tuple(map(int, importlib.metadata.version("accelerate").split(".")[:2])) < (1, 15):
@@ -177,12 +167,6 @@ def test_a_replica_of_a_restored_module_is_stock(layer):
     assert_reads_own_weight(make_replica(layer, torch.full((2, 3), 5.0)), 1)
     # A replica lives only during the call for which it was made.
     assert_reads_own_weight(replica)
-
-
-def test_replicating_leaves_nothing_in_the_state_dict(layer):
-    before = layer.state_dict().keys()
-    install(layer, twice)
-    assert layer.state_dict().keys() == before
 
 
 # --- what other code reads -----------------------------------------------------------------------

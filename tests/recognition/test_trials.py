@@ -5,13 +5,11 @@ import re
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tigon
 from recognition import modules
 from tigon.hf.parts import PARTS
-from tigon.recognition.parts.activations import recognise_relu2
 from tigon.recognition.probing.trials import record, recording
 
 pytestmark = pytest.mark.filterwarnings("ignore:tigon.patch")
@@ -24,12 +22,6 @@ class Norm(modules.Norm):
 
     def compute(self, x: Tensor, w: Tensor) -> Tensor:
         return self.change(super().compute(x, w))
-
-
-class MLP(tigon.SwiGLUMLP):
-    def forward(self, x: Tensor) -> Tensor:
-        gate = self.gate_proj(x)
-        return self.down_proj(F.silu(gate) * self.up_proj(x) * (1.0 if self.training else 1.25))
 
 
 class Block(nn.Module):
@@ -62,17 +54,6 @@ def test_why_names_every_part_that_was_tried():
     assert "the model (Sequential)" in report.why("")
 
 
-def test_why_says_where_a_gated_mlp_differs():
-    text = why(MLP(16, 40), "glu")
-    assert "left alone: computes something else than silu, gelu or gelu-tanh gates" in text
-    # The first case is an evaluation.
-    assert "nearest candidate: swiglu (0 comparisons agreed before the first difference)" in text
-    match = re.search(
-        r"input float32 \(2, 16, 24\), weights float32, evaluation: the largest difference is (\S+),", text
-    )
-    assert float(match[1]) > 0
-
-
 @pytest.mark.parametrize(
     ("compute", "case"),
     [
@@ -92,20 +73,6 @@ def test_why_names_the_dtype_shape_and_mode_in_which_a_norm_differs(compute, cas
     assert re.search(f"first case that differs: {case}", text)
 
 
-@pytest.mark.parametrize("factor", [1.01, 0.98], ids=["one percent more", "two percent less"])
-def test_why_states_the_difference_relative_to_the_largest_value_of_the_module(factor):
-    """The candidate computes y, and the module computes factor * y. The ratio is |1 - factor| / factor."""
-    text = why(Norm(lambda y: y * factor), "rms_norm")
-    number = r"([0-9.e+-]+)"
-    sentence = (
-        rf"the largest difference is {number}, which is {number} times the largest value that the module computes"
-    )
-    difference, stated, largest = map(float, re.search(rf"{sentence} \({number}\)", text).groups())
-    assert stated == pytest.approx(abs(1 - factor) / factor, rel=0.02)
-    # Each number is rounded to three digits.
-    assert stated == pytest.approx(difference / largest, rel=0.02)
-
-
 @pytest.mark.parametrize(
     ("ours", "stock", "sentence"),
     [
@@ -122,14 +89,6 @@ def test_a_difference_is_a_sentence_for_all_values(ours, stock, sentence):
     assert sentence in trials.lines()[1]
 
 
-def test_the_ratio_belongs_to_the_tensor_with_the_largest_difference():
-    """Another tensor of larger values, such as a gradient of a weight, does not make a difference look small."""
-    results, expected = [torch.tensor([2.0]), torch.tensor([1e6])], [torch.tensor([4.0]), torch.tensor([1e6])]
-    with recording() as trials:
-        record(False, "candidate", None, (), results, expected)
-    assert "which is 0.5 times the largest value that the module computes (4)" in trials.lines()[1]
-
-
 def test_why_says_why_an_activation_is_no_squared_relu():
     report = tigon.patch(nn.Sequential(nn.LayerNorm(16), nn.SiLU()))
     # The report does not list every activation.
@@ -138,23 +97,6 @@ def test_why_says_why_an_activation_is_no_squared_relu():
     assert "relu2             not replaced: computes something else than a squared ReLU" in text
     assert "nearest candidate: relu2 (0 comparisons agreed" in text
     assert "input float32 (16, 24), training: the largest difference is" in text
-
-
-def in_training(self, x: Tensor) -> Tensor:
-    return F.relu(x).square() * (1.0 if self.training else 2.0)
-
-
-def noisy(self, x: Tensor) -> Tensor:
-    return F.dropout(F.relu(x).square())
-
-
-def test_a_squared_relu_in_training_only_or_with_random_numbers_has_a_reason():
-    module = type("Activation", (nn.Module,), {"forward": in_training})()
-    with recording() as trials:
-        assert recognise_relu2(module) == "computes something else than a squared ReLU"
-    assert "evaluation" in trials.lines()[1]
-    assert "relu2 " in str(tigon.patch(nn.Sequential(module)))
-    assert "draws random numbers" in recognise_relu2(type("NoisyReLUSquared", (nn.Module,), {"forward": noisy})())
 
 
 def test_why_says_why_statements_are_not_replaced():
