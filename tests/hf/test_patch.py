@@ -44,6 +44,7 @@ def outputs_of(model: nn.Module, batch: dict) -> dict[str, torch.Tensor]:
 # --- the same numbers ----------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 def test_a_patch_gives_the_results_of_stock_and_restore_undoes_it(make_model, model_type, batch, step, monkeypatch):
     """Modules have the bits of stock. Other instances, and the file of the model's class, do not change."""
     model, other = make_model(model_type), make_model(model_type)
@@ -184,6 +185,7 @@ MODES = {
 
 
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+@pytest.mark.sampled(2)
 @pytest.mark.probes
 def test_modes_that_are_active_during_the_patch_do_not_matter(make_model, batch, assert_same_step, mode):
     """The parameters may change after the patch."""

@@ -122,7 +122,6 @@ def accumulated(rank: int) -> None:
 SETUPS = {
     "DDP": make_setup(ddp),
     "FSDP2, norm and head one unit": make_setup(functools.partial(fsdp2, groups=("norm", "head"))),
-    "FSDP2, tied embeddings": make_setup(fsdp2, tie_word_embeddings=True),
     "FSDP2, patched after": make_setup(functools.partial(fsdp2, groups=("norm", "head")), patch_after=True),
     "FSDP2, experts as a unit": make_experts_setup(experts_as_unit),
     "FSDP1, original parameters": make_setup(functools.partial(fsdp1, use_orig_params=True)),

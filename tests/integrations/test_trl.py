@@ -289,7 +289,7 @@ def test_a_warning_says_that_the_checkpoints_of_fsdp_make_the_level_useless(path
         trl._reconcile_checkpointing(trainer)
 
 
-@pytest.mark.parametrize("loss_type", ["nll", "dft"])
+@pytest.mark.parametrize("loss_type", ["nll", pytest.param("dft", marks=pytest.mark.thorough)])
 def test_a_warning_says_that_token_scaling_of_the_patch_is_not_read(loss_type, path, tmp_path, recwarn):
     trl.enable()
     model = load_model(path)
