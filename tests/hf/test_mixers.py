@@ -223,18 +223,19 @@ def test_a_function_that_was_replaced_after_the_patch_is_used(op_calls, monkeypa
     assert not op_calls
 
 
-def test_a_compiled_layer_is_one_graph_with_the_ops(op_calls):
+@pytest.mark.parametrize("arguments", [pytest.param({}, marks=pytest.mark.thorough), {"cu_seq_lens_q": BOUNDARIES}],
+                         ids=["one sample", "packed"])  # fmt: skip
+def test_a_compiled_layer_is_one_graph_with_the_ops(arguments, op_calls):
     model = tiny_model("qwen3_5_text")
     _patch(model)
     layer, hidden = model.model.layers[0].linear_attn, torch.randn(1, 16, 64)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    results = lambda run, arguments: [y := run(hidden, **arguments), *torch.autograd.grad(y.sum(), layer.parameters())]
-    for arguments in ({}, {"cu_seq_lens_q": BOUNDARIES}):
-        expected = results(layer, arguments)
-        op_calls.clear()
-        torch.testing.assert_close(results(compiled, arguments), expected)
-        # The graph holds the ops. It was made in this call.
-        assert {*op_calls} == {"gated_delta_rule", "causal_conv1d"}
+    results = lambda run: [y := run(hidden, **arguments), *torch.autograd.grad(y.sum(), layer.parameters())]
+    expected = results(layer)
+    op_calls.clear()
+    torch.testing.assert_close(results(compiled), expected)
+    # The graph holds the ops. It was made in this call.
+    assert {*op_calls} == {"gated_delta_rule", "causal_conv1d"}
 
 
 def test_autocast_runs_the_ops(op_calls):
