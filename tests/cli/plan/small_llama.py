@@ -25,7 +25,12 @@ NO_OPTIMIZER = optimizer_costs("none", [], torch.bfloat16)
 
 def build_llama(dtype=torch.bfloat16, **sizes):
     """Return a model on meta in a dtype and in training mode. `sizes` replace those of `SIZES`."""
-    model, _ = build(transformers.LlamaConfig(**SIZES | sizes), attention=None)
+    return on_meta(transformers.LlamaConfig(**SIZES | sizes), dtype)
+
+
+def on_meta(config, dtype):
+    """Return the model of a config on meta in a dtype and in training mode."""
+    model, _ = build(config, attention=None)
     for p in model.parameters():
         p.data = p.data.to(dtype)
     return model.train()

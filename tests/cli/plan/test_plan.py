@@ -1,6 +1,7 @@
 """`tigon plan`: its bytes agree with counts by hand and with a real step; its search, errors and command work."""
 
 import dataclasses
+import itertools
 import math
 from unittest import mock
 
@@ -12,7 +13,7 @@ pytest.importorskip("typer")
 
 
 import tigon  # noqa: E402
-from cli.plan.small_llama import NO_OPTIMIZER, SIZES, build_llama, saved_bytes_of  # noqa: E402
+from cli.plan.small_llama import NO_OPTIMIZER, SIZES, build_llama, on_meta, saved_bytes_of  # noqa: E402
 from memory.steps import paged  # noqa: E402
 from tigon.cli.plan.engines import Replicated, Sharded, optimizer_costs  # noqa: E402
 from tigon.cli.plan.ledger import Ledger, Work  # noqa: E402
@@ -54,13 +55,27 @@ def test_a_layer_saves_the_expected_bytes(memory, units):
     assert bytes_of_layer(memory=memory) == units * UNIT + numbers_of_row * fp32
 
 
-@pytest.mark.parametrize("memory", ["stock", pytest.param("default", marks=pytest.mark.interpreter)])
-def test_saved_bytes_are_what_a_step_saves(memory):
+FEW = {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 224, "vocab_size": 128}
+RECURRENT = {"layer_types": ["linear_attention"], "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+             "linear_key_head_dim": 16, "linear_value_head_dim": 16}  # fmt: skip
+CONFIGS = {
+    "llama": lambda: transformers.LlamaConfig(**SIZES | FEW),
+    "hybrid": lambda: transformers.Qwen3_5TextConfig(**SIZES | FEW | RECURRENT),
+}
+
+
+@pytest.mark.parametrize(
+    ("memory", "name"),
+    [
+        *itertools.product(["stock"], CONFIGS),
+        *(pytest.param(*case, marks=pytest.mark.interpreter) for case in (("default", "llama"), ("lean", "hybrid"))),
+    ],
+)
+def test_saved_bytes_are_what_a_step_saves(memory, name):
     """A real step on the CPU saves the bytes that the plan counts."""
     options = {} if memory == "stock" else {"memory": memory}
-    sizes = {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 224, "vocab_size": 128}
-    planned_step = step_of(build_llama(torch.float32, **sizes), 1, 64, **options)
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**SIZES, **sizes})).train()
+    planned_step = step_of(on_meta(CONFIGS[name](), torch.float32), 1, 64, **options)
+    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name]()).train()
     actual = saved_bytes_of(model, torch.randint(128, (1, 64)), **options)
     assert planned_step.saved_bytes == pytest.approx(actual, rel=0.05)
 
