@@ -206,7 +206,7 @@ def add_notes(model: nn.Module, notes: list[str]) -> Callable[[], None]:
     if others := {layer: name for layer, name in layers.items() if layer not in separated}:
         text = (
             f"packed samples are not independent in this model: the state of its recurrent layers ({_list(others)}) "
-            'carries over from one sample to the next; docs/patching.md says more under "Packed samples"'
+            'carries over from one sample to the next; docs/hybrids.md says more under "Packed samples"'
         )
         notes.append(text)
         hooks = (hook for module in modules for hook in module._forward_pre_hooks.values())
