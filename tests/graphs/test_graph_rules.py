@@ -82,18 +82,6 @@ def test_the_report_says_what_ran_and_why(patched):
     assert f"eager: 2 calls: {FEW_USES}" in text
 
 
-def test_threads_may_call_a_model(patched):
-    patched[0].zero_grad()
-    before = patched[1].graphs.replayed
-    results = []
-    threads = [threading.Thread(target=lambda: results.append(train(patched[0], 2))) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-        thread.join()
-    assert all(map(torch.equal, *results))
-    assert patched[1].graphs.replayed == before + 4
-
-
 # --- memory ----------------------------------------------------------------------------------------
 
 

@@ -16,8 +16,6 @@ pytest.importorskip("transformers")
 from hf.changes import with_adapters as with_lora
 from hf.copies import copy_of_patched
 from hf.test_ways_adapters import exchange, to_4bit, to_8bit
-from hf.test_ways_empty_weights import add_engine_hooks, empty_weights
-from hf.test_ways_empty_weights import step as step_without_weights
 from hf.tiny import tiny_model
 from hf.ways import batch, build
 
@@ -109,20 +107,6 @@ def test_lean_models_work_with_save_on_cpu():
     with torch.autograd.graph.save_on_cpu():
         actual = step(lean)
     assert_same_bits(actual, step(default))
-
-
-@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
-def test_weights_may_be_gathered_for_their_module_only(monkeypatch):
-    """ZeRO-3 gathers weights for the forward and for the backward of their own module."""
-    # ZeRO-3 needs a process group.
-    monkeypatch.setattr("tigon.memory.recomputation.dist.is_initialized", lambda: True)
-    results = []
-    for model in pair("qwen3"):
-        empty_weights(model), add_engine_hooks(model)
-        results.append(step_without_weights(model, batch(0)))
-    actual, expected = results
-    assert actual.keys() == expected.keys()
-    assert_same_bits(list(actual.values()), list(expected.values()))
 
 
 # --- patch, restore, copy ------------------------------------------------------------------------
