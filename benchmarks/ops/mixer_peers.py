@@ -8,6 +8,7 @@ from torch import Tensor
 from benchmarks.ops.eager import Run
 from benchmarks.ops.peers import Loader, as_tuple, import_path, refuse_other_options
 from benchmarks.workloads import Case
+from benchmarks.workloads.mixers import build_mixer, call_mixer
 
 # --- recurrences ---------------------------------------------------------------------------------
 
@@ -23,6 +24,17 @@ def fla_delta_rule(case: Case) -> Run:
         return (function(q, k, v, g, beta, cu_seqlens=None if bounds is None else bounds.long(), **options)[0],)
 
     return run
+
+
+def stock_mixer(case: Case) -> Run:
+    """Load the mixer of transformers, which calls fla and causal-conv1d if they are installed."""
+    mixer = build_mixer(id, *case.shape[2:])
+    return lambda *tensors: (call_mixer(mixer, *tensors),)
+
+
+def fla_mixer(case: Case) -> Run:
+    import_path("fla.ops.gated_delta_rule:chunk_gated_delta_rule")
+    return stock_mixer(case)
 
 
 # --- convolutions --------------------------------------------------------------------------------

@@ -76,6 +76,8 @@ def _with_options(function: Callable[..., Any], case: Case) -> Run:
 def _compiled(op: str) -> Callable[[Case], Run]:
     # Eager code loops over the experts, and a loop over experts is not one graph.
     graphs = {"moe_mlp": peers.transformers_experts, "lora_moe_mlp": peers.peft_experts}
+    # The compiler does not follow functions whose globals are no module's.
+    graphs["gated_delta_net"] = mixer_peers.stock_mixer
     load = graphs.get(op) or eager_code(op)
     return lambda case: torch.compile(load(case), dynamic=False)
 
@@ -84,6 +86,7 @@ def _compiled(op: str) -> Callable[[Case], Run]:
 _EAGER_NOTES = {
     "layer_norm": "F.layer_norm, which models call",
     **dict.fromkeys(("gated_delta_rule", "kda"), "the chunked code of transformers in torch"),
+    "gated_delta_net": "the mixer of transformers in torch",
     "moe_mlp": "expert by expert, waiting for each",
     "load_balancing_loss": "the code of transformers, which waits for each layer",
     "cross_entropy": "F.cross_entropy of logits in fp32",
@@ -141,6 +144,7 @@ _PEERS: dict[str, tuple[Provider, ...]] = {
     "gated_rms_norm": (Provider("fla", peers.fla_gated_rms_norm),),
     "gated_delta_rule": (Provider("fla", mixer_peers.fla_delta_rule, note="keys and queries repeated"),),
     "kda": (Provider("fla", mixer_peers.fla_delta_rule),),
+    "gated_delta_net": (Provider("fla", mixer_peers.fla_mixer, note="the stock mixer, which calls fla"),),
     "layer_norm": (_liger(peers.call("liger_kernel.ops:LigerLayerNormFunction.apply", 1e-5)), _cute("layer_norm")),
     # Liger's rope overwrites q, k and the upstream gradients.
     "rope": (_liger(peers.liger_rope, "q", "k", "upstream"), Provider("quack", peers.quack_rope)),
