@@ -31,6 +31,7 @@ OUTPUT_OPTIONS = {name: OPTIONS[name] for name in ("plain", "none", "softcap", "
 
 
 @one_in(2, shape=SHAPES, options=OUTPUT_OPTIONS, weighted={"": False, "class weights": True})
+@pytest.mark.sampled(in_interpreter=3)
 def test_outputs_are_as_accurate_as_eager_code(shape, options, weighted):
     """All three outputs have random upstream gradients. That of the entropy subtracts p log p and p H."""
     *rows, v = shape

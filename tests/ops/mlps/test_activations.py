@@ -160,6 +160,7 @@ def test_the_backward_of_mlps_recomputes_the_output_in_the_memory_of_its_inputs(
     torch.testing.assert_close(dy, y.detach())
 
 
+@pytest.mark.no_interpreter("The parameters do not depend on kernels.")
 def test_relu2_module_has_the_parameters_of_transformers():
     nemotron = pytest.importorskip("transformers.models.nemotron.modeling_nemotron")
     config = nemotron.NemotronConfig(hidden_size=8, intermediate_size=24, mlp_bias=True)

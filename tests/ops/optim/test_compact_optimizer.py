@@ -175,6 +175,7 @@ WAYS = [("state dict", name) for name in FORMATS] + [
 
 
 @pytest.mark.parametrize(("way", "name"), WAYS)
+@pytest.mark.sampled(in_interpreter=2)
 def test_copies_continue_the_training(way, name):
     """So steps are deterministic too."""
     options = FORMATS.get(name, {})
@@ -192,6 +193,7 @@ def test_copies_continue_the_training(way, name):
 
 @pytest.mark.parametrize("source", [None, "8bit, bf16+8", "fp32, fp32", "bf16", "stochastic"], ids=str)
 @pytest.mark.parametrize("target", [None, "8bit, bf16+8", "8bit, fp32", "fp32, fp32"], ids=str)
+@pytest.mark.sampled(in_interpreter=3)
 def test_state_dicts_of_all_formats_are_converted(source, target):
     """Moments keep their values up to the formats of both optimizers. None stands for torch's optimizer."""
     parameters = make_parameters(shapes=SHAPES[:2])
