@@ -134,7 +134,7 @@ def sampled(test: Callable) -> Callable:
 
 @pytest.mark.parametrize("i", range(len(CASES)), ids=lambda i: CASES[i].name)
 @sampled
-@pytest.mark.sampled(in_interpreter=2)
+@pytest.mark.sampled(2)
 def test_an_op_computes_under_autocast_what_eager_code_computes(i: int, combinations: Function):
     case: Case = CASES[i]
     for combination in combinations(i):

@@ -135,7 +135,7 @@ OLD = "tigon needs torch 2.8 or later (2.7.1+cu126 is installed), triton 3.4 or 
     ],
     ids=["both old", "old torch", "old triton", "no triton", "neither", "built from source", "two digits"],
 )
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_import_refuses_old_packages_in_one_error(versions, message):
     assert import_with(**versions) == message
 
@@ -183,7 +183,7 @@ def test_models_of_old_transformers_are_refused(old_transformers):
 @pytest.mark.parametrize(
     "call", ['tigon.patch("llama")', "tigon.AutoModelForCausalLM.from_config(None)", 'find_config("Llama-3-8B")']
 )
-@pytest.mark.sampled(3)
+@pytest.mark.thorough
 def test_error_without_transformers_names_the_extra(call):
     code = f"""
 import sys

@@ -14,9 +14,9 @@ if not INTERPRETED:
     from benchmarks.compile.targets import CHIPS, Chip, recorded, resources
 
 
-# `make test` compiles each kernel of an op once for an H100, at the last of its recorded sizes, and the kernels of the
-# widest row for every chip. `make test-thorough` compiles each step for one chip, so every chip gets a sixth of the
-# steps. `python -m benchmarks resources` compiles every step for every chip.
+# `make test` compiles each kernel of every second op once for an H100, at the last of its recorded sizes, and the kernels
+# of the widest row for every chip. `make test-thorough` compiles each step for one chip, so every chip gets a sixth of
+# the steps. `python -m benchmarks resources` compiles every step for every chip.
 WIDEST_ROW = "rms_norm 16384"
 OPS = tuple(dict.fromkeys(step.split()[0] for step in STEPS))
 
@@ -33,6 +33,7 @@ def _compile(launch, chip: "Chip") -> None:
 
 
 @pytest.mark.parametrize("op", OPS)
+@pytest.mark.sampled(2)
 def test_each_kernel_of_an_op_compiles_without_spilling(op: str):
     chip, last_launches = _chip("sm_90"), {}
     for step in (step for step in STEPS if step.split()[0] == op and launches_kernels(step, chip.name)):

@@ -170,6 +170,7 @@ def trl_state(monkeypatch):
     accelerate.state.GradientState._reset_state()
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:.*pin_memory")
 def test_trl_trains_uneven_texts_with_the_losses_of_stock(run, in_process, trl_state, monkeypatch, tmp_path):
     lines = [f"    {name} = {name} * {name} + 1\n" for name in ("first", "second", "third", "fourth", "fifth")]
@@ -204,6 +205,7 @@ def test_an_unknown_case_is_refused(run):
     )
 
 
+@pytest.mark.thorough
 def test_a_sweep_goes_on_after_a_size_that_does_not_fit(run, in_process, monkeypatch):
     def run_out_of_memory(job, ids):
         if job.provider == "stock" and ids.shape[1] > 40:

@@ -69,6 +69,7 @@ def test_the_command_writes_the_plan_of_every_level(run, tmp_path):
 
 
 @pytest.mark.parametrize("arguments", [(), ("--batch", "64")], ids=["one sequence", "a batch"])
+@pytest.mark.sampled(2)
 def test_the_exit_code_is_1_if_no_level_fits(run, tmp_path, arguments):
     """The results are written nevertheless."""
     file = tmp_path / "plan.json"

@@ -119,6 +119,7 @@ def test_the_bench_refuses_to_measure_a_gpu_that_cannot_sleep(monkeypatch, impor
         import_again(operators).sleep_on_device(1)
 
 
+@pytest.mark.thorough
 def test_torch_computes_the_step_if_init_group_differs():
     """`tigon.AdamW` decides at import, so another process changes torch before the import."""
     program = """
