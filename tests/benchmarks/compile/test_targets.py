@@ -14,9 +14,9 @@ if not INTERPRETED:
     from benchmarks.compile.targets import CHIPS, Chip, recorded, resources
 
 
-# `make test` compiles each kernel of every second op once for an H100, at the last of its recorded sizes, and the kernels
-# of the widest row for every chip. `make test-thorough` compiles each step for one chip, so every chip gets a sixth of
-# the steps. `python -m benchmarks resources` compiles every step for every chip.
+# `make test` compiles the kernels of every second op for an H100, at the last of their recorded sizes, and those of
+# the widest row for every chip. `make test-thorough` compiles each step for one chip, so every chip gets a sixth of the
+# steps. `python -m benchmarks resources` compiles every step for every chip.
 WIDEST_ROW = "rms_norm 16384"
 OPS = tuple(dict.fromkeys(step.split()[0] for step in STEPS))
 
