@@ -94,6 +94,10 @@ WORKLOADS = (
             Variant("", (2, 70, 1, 2, 2, 16), NORMALISED, term_size=1.0),
             Variant("packed", (1, 70, 3, 1, 2, 32), NORMALISED | {"scale": 0.5}, {"value_size": 16}, term_size=1.0),
         ),
+        compile_variants=(
+            Variant("packed 16 + 16 x 128", (1, 200, 2, 2, 2, 128), NORMALISED),
+            Variant("16 + 32 x 128", (1, 200, 1, 2, 4, 128), NORMALISED),
+        ),
         # As above, and forward and backward read g, and backward writes dg.
         elements=lambda b, t, n, hk, hv, d: b * t * (d * (6 * hk + 8 * hv) + 3 * hv),
         bench_shapes=(

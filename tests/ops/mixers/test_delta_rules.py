@@ -8,7 +8,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 import tigon
-from delta_rule_cases import GATED, KDA, RULES, make_inputs, results_of, widen
+from delta_rule_cases import GATED, RULES, make_inputs, results_of, widen
 from op_cases import DEVICE, DTYPES, INTERPRETED, assert_refused
 from tigon.ops.mixers import delta_rule_launchers
 from tigon.ops.mixers.delta_rule_chunks import DeltaInputs, DeltaOptions, chunked_backward, chunked_forward
@@ -139,9 +139,9 @@ def test_packed_samples_equal_separate_ones_bit_for_bit(with_states, dtype, rule
     "bounds", [(0, 5), (0, 640, 0, 640, 0, 640), (3, 70), (0, 50, 20, 70), (-9, 70), (0, 71)], ids=str
 )
 @pytest.mark.parametrize(
-    ("rule", "runs_kernels"), [(GATED, False), (KDA, False), pytest.param(GATED, True, marks=pytest.mark.kernels)],
-    ids=["gated_delta_rule", "kda", "kernels"],
-)  # fmt: skip
+    "runs_kernels", [False, pytest.param(True, marks=pytest.mark.kernels)], ids=["torch", "kernels"]
+)
+@every_rule
 def test_malformed_bounds_make_all_results_nan(bounds, runs_kernels, rule, monkeypatch):
     """Nothing reads the bounds of packed samples on a GPU before a launch, so they may be wrong there."""
     dtype = KERNEL_DTYPES[-1] if runs_kernels else torch.float32
@@ -291,6 +291,8 @@ VARIANTS = {
     "states": DeltaVariant(16, 2, True, True, True, None),
     "packed": DeltaVariant(16, 1, False, False, False, torch.int32),
     "packed states": DeltaVariant(16, 2, True, True, True, torch.int64),
+    "kda": DeltaVariant(16, 1, True, False, False, None, has_feature_decay=True),
+    "kda, packed states": DeltaVariant(16, 2, True, True, True, torch.int64, has_feature_decay=True),
 }
 
 
@@ -304,7 +306,7 @@ def test_the_self_check_finds_a_wrong_kernel(variant, is_broken, monkeypatch):
 
         def launch_twice_the_scores(kernel, *arguments, **constants):
             launch(kernel, *arguments, **constants)
-            if kernel is delta_rule_launchers.chunk_pairs_kernel:
+            if kernel in (delta_rule_launchers.chunk_pairs_kernel, delta_rule_launchers.kda_pairs_kernel):
                 arguments[7].mul_(2)
 
         monkeypatch.setattr(delta_rule_launchers, "launch", launch_twice_the_scores)

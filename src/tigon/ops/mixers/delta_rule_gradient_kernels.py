@@ -24,11 +24,13 @@ from tigon.ops.mixers.delta_rule_kernels import (
     VECTORS,
     WRITE,
     chunks_of_sample,
+    decay_of_chunk,
     dot_of_parts,
     load_tile,
     norm_factor,
     pair_decays,
     rows_of_chunk,
+    rows_to_write,
     square_offsets,
     store_tile,
 )
@@ -37,7 +39,7 @@ from tigon.runtime.compat.triton import tl, triton
 
 @triton.jit(do_not_specialize=["T", "chunks"])
 def backward_scan_kernel(
-    q_ptr, k_ptr, do_ptr, inverse_ptr, scores_ptr, vectors_ptr,
+    q_ptr, k_ptr, do_ptr, inverse_ptr, scores_ptr, vectors_ptr, totals_ptr, writes_ptr,
     dlast_ptr, bounds_ptr, starts_ptr,  # [N, H, Dk, Dv] fp32 or None, [N + 1] or None, [N] or None
     dx_ptr, dv_ptr, dstates_ptr, dinitial_ptr,  # rows, rows, [M, H, Dk, Dv], [N, H, Dk, Dv] fp32 or None
     T, chunks, stride_q, stride_k, stride_do,
@@ -66,17 +68,18 @@ def backward_scan_kernel(
         place = (first_chunk + i) * HEADS + head
         q = load_tile(q_ptr, row, end, stride_q, KEY_SIZE, key_cols)
         k = load_tile(k_ptr, row, end, stride_k, KEY_SIZE, key_cols)
+        writes = rows_to_write(k, writes_ptr, head, row, end, HEADS, KEY_SIZE, key_cols)
         do = load_tile(do_ptr, row, end, stride_do, VALUE_SIZE, cols)
         inverse = tl.load(inverse_ptr + place * (CHUNK * CHUNK) + square_offsets())
         scores = tl.load(scores_ptr + place * (CHUNK * CHUNK) + square_offsets())
         vectors = vectors_ptr + place * (VECTORS * CHUNK) + index
         beta, read = tl.load(vectors + BETA * CHUNK), tl.load(vectors + READ * CHUNK)
         write, query = tl.load(vectors + WRITE * CHUNK), tl.load(vectors + QUERY * CHUNK)
-        last_decay = tl.exp(tl.load(vectors_ptr + place * (VECTORS * CHUNK) + (TOTAL * CHUNK + CHUNK - 1)))
+        last_decay = decay_of_chunk(vectors_ptr, totals_ptr, place, KEY_SIZE, key_cols)
         rounded_dstate = dstate.to(dtype)
         dstates = dstates_ptr + place * (KEY_SIZE * VALUE_SIZE)
         tl.store(dstates + state_offsets, rounded_dstate, state_mask)
-        dupdates = write[:, None] * tl.dot(k, rounded_dstate, input_precision="ieee")
+        dupdates = write[:, None] * tl.dot(writes, rounded_dstate, input_precision="ieee")
         dupdates = tl.dot(tl.trans(scores), do, dupdates, input_precision="ieee")
         dx = dot_of_parts(tl.trans(inverse), dupdates)
         store_tile(dx_ptr, dx, row, end, HEADS * VALUE_SIZE, VALUE_SIZE, cols)
@@ -91,7 +94,7 @@ def backward_scan_kernel(
 
 
 @triton.jit
-def _load_state(ptr, KEY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, key_cols, cols):
+def load_state(ptr, KEY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, key_cols, cols):
     """Return a block of columns of a state, transposed: [columns, Dk]."""
     state = ptr + key_cols[None, :] * VALUE_SIZE + cols[:, None]
     if key_cols.shape[0] == KEY_SIZE and ((cols.shape[0] - 1) & VALUE_SIZE) == 0:
@@ -102,7 +105,7 @@ def _load_state(ptr, KEY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, key_cols,
 
 
 @triton.jit
-def _add_state_product(
+def add_state_product(
     term, width, x_ptr, first, end, stride_x, factors, state_ptr, key_cols,
     KEY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -110,7 +113,7 @@ def _add_state_product(
     for start in tl.range(0, width, BLOCK_V, num_stages=STAGES):
         cols = start + tl.arange(0, BLOCK_V)
         x = load_tile(x_ptr, first, end, stride_x, VALUE_SIZE, cols)
-        state = _load_state(state_ptr, KEY_SIZE, VALUE_SIZE, key_cols, cols)
+        state = load_state(state_ptr, KEY_SIZE, VALUE_SIZE, key_cols, cols)
         term = tl.dot((x * factors[:, None]).to(state.dtype), state, term, input_precision="ieee")
     return term
 
@@ -123,14 +126,14 @@ def _dot_of_states(
     products = tl.zeros([BLOCK_V, key_cols.shape[0]], tl.float32)
     for start in range(0, width, BLOCK_V):
         cols = start + tl.arange(0, BLOCK_V)
-        a = _load_state(a_ptr, KEY_SIZE, VALUE_SIZE, key_cols, cols)
-        b = _load_state(b_ptr, KEY_SIZE, VALUE_SIZE, key_cols, cols)
+        a = load_state(a_ptr, KEY_SIZE, VALUE_SIZE, key_cols, cols)
+        b = load_state(b_ptr, KEY_SIZE, VALUE_SIZE, key_cols, cols)
         products += a.to(tl.float32) * b.to(tl.float32)
     return tl.sum(products)
 
 
 @triton.jit
-def _pair_gradients(
+def pair_gradients(
     width, updates_ptr, dx_ptr, do_ptr, v_ptr, first, end, stride_updates, stride_do, stride_v,
     VALUE_SIZE: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -173,7 +176,7 @@ def _key_gradients(
     index = tl.arange(0, CHUNK)
     total, beta = tl.load(vectors + TOTAL * CHUNK), tl.load(vectors + BETA * CHUNK)
     dtotal = tl.load(vectors + DQUERY * CHUNK)
-    dscores, dsystem, dbeta_values = _pair_gradients(
+    dscores, dsystem, dbeta_values = pair_gradients(
         width, updates_ptr, dx_ptr, do_ptr, v_ptr, first, end, stride, stride_do, stride_v, VALUE_SIZE, BLOCK_V, STAGES
     )
     pairs = pair_decays(total)
@@ -192,7 +195,7 @@ def _key_gradients(
     dk += term
     dtotal -= k_factor * _row_dots(k, term)
 
-    term = _add_state_product(
+    term = add_state_product(
         tl.zeros([CHUNK, key_cols.shape[0]], tl.float32), width, dx_ptr, first, end, stride, -tl.exp(total), state,
         key_cols, KEY_SIZE, VALUE_SIZE, BLOCK_V, STAGES,
     )  # fmt: skip
@@ -203,7 +206,7 @@ def _key_gradients(
     dtotal += beta * key_dots
     dk += beta[:, None] * term
 
-    term = _add_state_product(
+    term = add_state_product(
         tl.zeros([CHUNK, key_cols.shape[0]], tl.float32), width, updates_ptr, first, end, stride,
         tl.load(vectors + REST * CHUNK), dstate, key_cols, KEY_SIZE, VALUE_SIZE, BLOCK_V, STAGES,
     )  # fmt: skip
@@ -254,13 +257,13 @@ def chunk_gradients_kernel(
         q = load_tile(q_ptr, first, end, stride_q, KEY_SIZE, key_cols)
         k = load_tile(k_ptr, first, end, stride_k, KEY_SIZE, key_cols)
         q_factor, k_factor = norm_factor(q, NORMALISES), norm_factor(k, NORMALISES)
-        dscores, _, _ = _pair_gradients(
+        dscores, _, _ = pair_gradients(
             width, updates, None, do, None, first, end, stride, stride_do, 0, VALUE_SIZE, BLOCK_V, STAGES
         )
         dscores = (dscores * pair_decays(total) * (scale * k_factor)[None, :]).to(k.dtype)
         state, dstate = states_ptr + place * (KEY_SIZE * VALUE_SIZE), dstates_ptr + place * (KEY_SIZE * VALUE_SIZE)
         dlast = tl.exp(tl.sum(g, 0)) * _dot_of_states(width, state, dstate, key_cols, KEY_SIZE, VALUE_SIZE, BLOCK_V)
-        term = _add_state_product(
+        term = add_state_product(
             tl.zeros([CHUNK, BLOCK_K], tl.float32), width, do, first, end, stride_do, tl.exp(total) * scale, state,
             key_cols, KEY_SIZE, VALUE_SIZE, BLOCK_V, STAGES,
         )  # fmt: skip

@@ -274,9 +274,27 @@ def chunks_of_sample(bounds_ptr, starts_ptr, sample, T, chunks):
     return first, end, first_chunk, count, poison
 
 
+@triton.jit
+def rows_to_write(k, writes_ptr, head, first, end, HEADS: tl.constexpr, KEY_SIZE: tl.constexpr, cols):
+    """Return the rows of k that a chunk writes to the state: other rows only if each feature has its own decay."""
+    if writes_ptr is not None:
+        k = load_tile(writes_ptr + head * KEY_SIZE, first, end, HEADS * KEY_SIZE, KEY_SIZE, cols)
+    return k
+
+
+@triton.jit
+def decay_of_chunk(vectors_ptr, totals_ptr, place, KEY_SIZE: tl.constexpr, cols):
+    """Return exp(G_L): a number, or a column [Dk, 1] if each feature has its own decay."""
+    if totals_ptr is None:
+        total = tl.load(vectors_ptr + place * (VECTORS * CHUNK) + (TOTAL * CHUNK + CHUNK - 1))
+    else:
+        total = tl.load(totals_ptr + (place * CHUNK + CHUNK - 1) * KEY_SIZE + cols, cols < KEY_SIZE, 0.0)[:, None]
+    return tl.exp(total)
+
+
 @triton.jit(do_not_specialize=["T", "chunks"])
 def forward_scan_kernel(
-    q_ptr, k_ptr, v_ptr, inverse_ptr, scores_ptr, vectors_ptr,
+    q_ptr, k_ptr, v_ptr, inverse_ptr, scores_ptr, vectors_ptr, totals_ptr, writes_ptr,
     initial_ptr, bounds_ptr, starts_ptr,  # [N, H, Dk, Dv] fp32 or None, [N + 1] or None, [N] or None
     o_ptr, last_ptr, states_ptr, updates_ptr,  # rows, [N, H, Dk, Dv] fp32, [M, H, Dk, Dv], rows; each may be None
     T, chunks, stride_q, stride_k, stride_v,
@@ -306,12 +324,13 @@ def forward_scan_kernel(
         row = first + i * CHUNK
         place = (first_chunk + i) * HEADS + head
         k = load_tile(k_ptr, row, end, stride_k, KEY_SIZE, key_cols)
+        writes = rows_to_write(k, writes_ptr, head, row, end, HEADS, KEY_SIZE, key_cols)
         v = load_tile(v_ptr, row, end, stride_v, VALUE_SIZE, cols)
         inverse = tl.load(inverse_ptr + place * (CHUNK * CHUNK) + square_offsets())
         vectors = vectors_ptr + place * (VECTORS * CHUNK) + index
         beta, read = tl.load(vectors + BETA * CHUNK), tl.load(vectors + READ * CHUNK)
         write = tl.load(vectors + WRITE * CHUNK)
-        last_decay = tl.exp(tl.load(vectors_ptr + place * (VECTORS * CHUNK) + (TOTAL * CHUNK + CHUNK - 1)))
+        last_decay = decay_of_chunk(vectors_ptr, totals_ptr, place, KEY_SIZE, key_cols)
         rounded_state = state.to(dtype)
         if states_ptr is not None:
             states = states_ptr + place * (KEY_SIZE * VALUE_SIZE)
@@ -329,6 +348,6 @@ def forward_scan_kernel(
             o = tl.dot(scores, updates.to(dtype), o, input_precision="ieee")
             store_tile(o_ptr + head * VALUE_SIZE, o, row, end, HEADS * VALUE_SIZE, VALUE_SIZE, cols)
         weighted_updates = (write[:, None] * updates).to(dtype)
-        state = tl.dot(tl.trans(k), weighted_updates, last_decay * state, input_precision="ieee")
+        state = tl.dot(tl.trans(writes), weighted_updates, last_decay * state, input_precision="ieee")
     if last_ptr is not None:
         tl.store(last_ptr + state_place + state_offsets, state, state_mask)

@@ -6,7 +6,6 @@ results with those of `delta_rule_chunks`. If they disagree, `delta_rule_chunks`
 """
 
 import logging
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -22,94 +21,20 @@ from tigon.ops.mixers.delta_rule_chunks import (
     count_chunks,
     count_samples,
 )
+from tigon.ops.mixers.delta_rule_config import choose_config
 from tigon.ops.mixers.delta_rule_gradient_kernels import backward_scan_kernel, chunk_gradients_kernel
 from tigon.ops.mixers.delta_rule_kernels import VECTORS, chunk_list_kernel, chunk_pairs_kernel, forward_scan_kernel
+from tigon.ops.mixers.kda_kernels import kda_gradients_kernel, kda_pairs_kernel
 from tigon.runtime.compat.triton import triton
-from tigon.runtime.device import Device, cdiv, device_of, next_power_of_2
+from tigon.runtime.device import cdiv, next_power_of_2
 from tigon.runtime.launch import in_order, launch, launcher
 from tigon.runtime.rows import dense_rows
 from tigon.runtime.self_check import may_wait
-from tigon.runtime.tuning import LaunchConfig, rung
 
 _log = logging.getLogger("tigon")
 
-# Wider heads do not fit into the registers.
-MAX_SIZE = 256
 # The offsets of 64 rows take 32 bits. Rows that are further apart are copied.
 MAX_STRIDE = 2**24
-
-
-# --- configuration -------------------------------------------------------------------------------
-
-
-class DeltaProblem(NamedTuple):
-    """The sizes that the launch parameters depend on. The number of tokens and of sequences is not among them."""
-
-    key_size: int
-    value_size: int
-
-
-# The columns of a block of the state, the warps and the stages of the scans; and the columns, the warps and the stages
-# of the kernel of the other gradients. The first number is the largest size of a head of q and k. Registers bound the
-# columns and the warps: the block of the state in fp32 takes at most 32 registers of a thread of the scans, and the sum
-# of dq or dk at most 64 of a thread of the last kernel. A kernel has at most 256 threads, because more of them leave
-# too few registers to each on AMD. Shared memory bounds the stages.
-LADDER = ((64, (32, 4, 2, 32, 4, 1)), (128, (32, 8, 2, 64, 8, 1)), (256, (32, 8, 1, 32, 8, 1)))
-
-
-@dataclass(frozen=True)
-class DeltaConfig(LaunchConfig):
-    """Launch parameters of the kernels."""
-
-    # The kernel that computes the inverses and the scores: its warps, and how it multiplies fp32 blocks of an inverse
-    # ("ieee" or "tf32x3").
-    pairs_warps: int
-    inverse_precision: str
-    # The scans over the chunks: columns of the state, warps, and stages of the pipeline.
-    scan_block_v: int
-    scan_warps: int
-    scan_stages: int
-    # The kernel of dq, dk, dg and dbeta: columns of v at a time, warps, and stages of the pipeline.
-    gradient_block_v: int
-    gradient_warps: int
-    gradient_stages: int
-
-    @staticmethod
-    def heuristic(problem: DeltaProblem, device: Device) -> "DeltaConfig":
-        """Return the parameters for heads of up to `MAX_SIZE` features."""
-        numbers = rung(LADDER, problem.key_size)
-        scan_block, scan_warps, scan_stages, gradient_block, gradient_warps, gradient_stages = numbers
-        most_columns = max(16, next_power_of_2(problem.value_size))
-        has_room = device.shared_memory >= 160 * 1024
-        return DeltaConfig(
-            pairs_warps=4 if problem.key_size <= 128 else 8,
-            inverse_precision="ieee",
-            scan_block_v=min(scan_block, most_columns),
-            scan_warps=min(scan_warps, 256 // device.warp_size),
-            scan_stages=scan_stages if has_room else 1,
-            gradient_block_v=min(gradient_block, most_columns),
-            gradient_warps=min(gradient_warps, 256 // device.warp_size),
-            gradient_stages=gradient_stages if has_room else 1,
-        )
-
-
-def choose_config(inputs: DeltaInputs) -> DeltaConfig:
-    """Return the launch parameters for these inputs."""
-    q, v = inputs.q, inputs.v
-    return DeltaConfig.choose(DeltaProblem(q.shape[3], v.shape[3]), device_of(q))
-
-
-def fits_kernels(inputs: DeltaInputs) -> bool:
-    """Return whether the kernels compute heads of these sizes and this dtype, and there is something to compute.
-
-    They have one decay for all features of a head.
-
-    In fp32, the tiles fit neither into the registers nor into the shared memory of a GPU: on Hopper, a thread would
-    spill 7 KB, and the compiler would take minutes.
-    """
-    q, v = inputs.q, inputs.v
-    fits = inputs.g.dim() == 3 and max(q.shape[3], v.shape[3]) <= MAX_SIZE
-    return fits and q.element_size() == 2 and q.shape[0] * q.shape[1] > 0
 
 
 # --- launches ------------------------------------------------------------------------------------
@@ -123,7 +48,7 @@ class _Launch:
         self.config, self.options = choose_config(inputs), options
         self.samples, self.chunks = count_samples(inputs), count_chunks(inputs)
         (self.key_heads, self.key_size), (self.heads, self.value_size) = q.shape[2:], v.shape[2:]
-        self.groups = self.heads // self.key_heads
+        self.groups, self.has_feature_decay = self.heads // self.key_heads, inputs.g.dim() == 4
         self.total_chunks = self.chunks * (q.shape[0] if bounds is None else 1)
         self.block_k = max(16, next_power_of_2(self.key_size))
         self.like, self.tokens = q, q.shape[1]
@@ -168,7 +93,7 @@ class _Launch:
 
     def scan_constants(self) -> dict[str, Any]:
         return {
-            "HEADS": self.heads, "GROUPS": self.groups,
+            "HEADS": self.heads, "GROUPS": 1 if self.has_feature_decay else self.groups,
             "KEY_SIZE": self.key_size, "VALUE_SIZE": self.value_size,
             "BLOCK_K": self.block_k, "BLOCK_V": self.config.scan_block_v,
             "STAGES": self.config.scan_stages, "num_warps": self.config.scan_warps,
@@ -178,14 +103,16 @@ class _Launch:
     def scan_programs(self) -> int:
         return self.samples * self.heads * cdiv(self.value_size, self.config.scan_block_v)
 
-    def compute_pairs(self) -> dict[str, Tensor]:
-        """Return the inverses, the scores and the vectors of all chunks."""
+    def compute_pairs(self) -> dict[str, Any]:
+        """Return the inverses, the scores and the vectors of all chunks, and the rows that the scans multiply."""
         places = self.total_chunks, self.heads
         pairs = {
             "inverse_ptr": self.like.new_empty((*places, CHUNK, CHUNK)),
             "scores_ptr": self.like.new_empty((*places, CHUNK, CHUNK)),
             "vectors_ptr": self.like.new_empty((*places, VECTORS.value, CHUNK), dtype=torch.float32),
         }
+        if self.has_feature_decay:
+            return pairs | self.compute_feature_pairs(pairs)
         launch(
             chunk_pairs_kernel, self.total_chunks * self.key_heads,
             *in_order(chunk_pairs_kernel)(
@@ -195,15 +122,52 @@ class _Launch:
             KEY_HEADS=self.key_heads, KEY_SIZE=self.key_size, BLOCK_K=self.block_k, NORMALISES=self.options.normalises,
             PRECISION=self.config.inverse_precision, num_warps=self.config.pairs_warps,
         )  # fmt: skip
-        return pairs
+        return pairs | {"totals_ptr": None, "writes_ptr": None}
 
-    def scan_forward(self, pairs: dict[str, Tensor], initial_state: Tensor | None, **outputs: Tensor | None) -> None:
+    def compute_feature_pairs(self, pairs: dict[str, Tensor]) -> dict[str, Any]:
+        """Compute the pairs of Kimi Delta Attention, and return G and the rows with its decays."""
+        rows = lambda: self.like.new_empty((*self.like.shape[:2], self.heads, self.key_size))
+        queries, reads, writes = rows(), rows(), rows()
+        shape = self.total_chunks, self.heads, CHUNK, self.key_size
+        totals = self.like.new_empty(shape, dtype=torch.float32)
+        launch(
+            kda_pairs_kernel, self.total_chunks * self.heads,
+            *in_order(kda_pairs_kernel)(
+                **self.arguments("q", "k", "g", "beta"), **pairs, chunks_ptr=self.list, groups=self.groups,
+                scale=self.options.scale, totals_ptr=totals, queries_ptr=queries, reads_ptr=reads, writes_ptr=writes,
+            ),
+            HEADS=self.heads, KEY_SIZE=self.key_size, BLOCK_K=self.config.feature_block,
+            NORMALISES=self.options.normalises, PRECISION=self.config.inverse_precision,
+            num_warps=self.config.feature_warps,
+        )  # fmt: skip
+        stride = self.heads * self.key_size
+        scanned = {"q_ptr": queries, "stride_q": stride, "k_ptr": reads, "stride_k": stride}
+        return scanned | {"totals_ptr": totals, "writes_ptr": writes}
+
+    def compute_feature_gradients(self, results: DeltaGradients, pairs: dict[str, Any], **tensors: Tensor) -> None:
+        """Write dq, dk, dg and dbeta of Kimi Delta Attention."""
+        shape = *self.like.shape[:2], self.key_heads, self.key_size
+        dq_sums, dk_sums = (self.like.new_empty(shape, dtype=torch.float32) for _ in range(2))
+        launch(
+            kda_gradients_kernel, self.total_chunks * self.key_heads,
+            *in_order(kda_gradients_kernel)(
+                **self.arguments("q", "k", "v", "g", "do"), **tensors, vectors_ptr=pairs["vectors_ptr"],
+                totals_ptr=pairs["totals_ptr"], chunks_ptr=self.list, groups=self.groups, width=self.value_size,
+                scale=self.options.scale, dq_sums_ptr=dq_sums, dk_sums_ptr=dk_sums,
+                dq_ptr=results.dq, dk_ptr=results.dk, dg_ptr=results.dg, dbeta_ptr=results.dbeta,
+            ),
+            KEY_HEADS=self.key_heads, KEY_SIZE=self.key_size, VALUE_SIZE=self.value_size,
+            BLOCK_K=self.config.feature_block, BLOCK_V=self.config.feature_block,
+            NORMALISES=self.options.normalises, num_warps=self.config.feature_warps,
+        )  # fmt: skip
+
+    def scan_forward(self, pairs: dict[str, Any], initial_state: Tensor | None, **outputs: Tensor | None) -> None:
         """Write o, the last states, the states before all chunks and U, each if there is a tensor for it."""
         initial = None if initial_state is None else initial_state.float().contiguous()
         launch(
             forward_scan_kernel, self.scan_programs,
             *in_order(forward_scan_kernel)(
-                **self.arguments("q", "k", "v"), **pairs, initial_ptr=initial, bounds_ptr=self.bounds,
+                **(self.arguments("q", "k", "v") | pairs), initial_ptr=initial, bounds_ptr=self.bounds,
                 starts_ptr=self.starts,
                 **{f"{name}_ptr": outputs.get(name) for name in ("o", "last", "states", "updates")},
             ),
@@ -268,7 +232,7 @@ def delta_rule_backward(
     launch(
         backward_scan_kernel, run.scan_programs,
         *in_order(backward_scan_kernel)(
-            **run.arguments("q", "k", "do"), **pairs, bounds_ptr=run.bounds, starts_ptr=run.starts,
+            **(run.arguments("q", "k", "do") | pairs), bounds_ptr=run.bounds, starts_ptr=run.starts,
             dlast_ptr=None if dlast_state is None else dlast_state.float().contiguous(),
             dx_ptr=dx, dv_ptr=results.dv, dstates_ptr=dstates, dinitial_ptr=dinitial,
         ),
@@ -276,7 +240,11 @@ def delta_rule_backward(
     )  # fmt: skip
     if initial is not None and dinitial is not None and dinitial is not initial:
         initial.copy_(dinitial)
-    if needs.others:
+    if needs.others and run.has_feature_decay:
+        run.compute_feature_gradients(
+            results, pairs, states_ptr=states, dstates_ptr=dstates, updates_ptr=updates, dx_ptr=dx
+        )
+    elif needs.others:
         config = run.config
         launch(
             chunk_gradients_kernel, run.total_chunks * run.key_heads,
@@ -310,6 +278,8 @@ class DeltaVariant(NamedTuple):
     has_last_state: bool
     # The dtype of `cu_seqlens`, or None without packed samples.
     bounds_dtype: torch.dtype | None
+    # True for Kimi Delta Attention.
+    has_feature_decay: bool = False
 
 
 # The verdict for each device, dtype, size of a head of q, launch parameters and variant.
@@ -324,12 +294,12 @@ def kernels_agree(inputs: DeltaInputs, normalises: bool, has_last_state: bool) -
 
     The first call at which the host may wait runs the check. Until then, and in the interpreter, the answer is True.
     """
-    q, _, v, *_, initial_state, bounds = inputs
+    q, _, v, g, _, initial_state, bounds = inputs
     if q.get_device() < 0:
         return True
     variant = DeltaVariant(
         v.shape[3], v.shape[2] // q.shape[2], normalises, initial_state is not None, has_last_state,
-        None if bounds is None else bounds.dtype,
+        None if bounds is None else bounds.dtype, g.dim() == 4,
     )  # fmt: skip
     key = q.get_device(), q.dtype, q.shape[3], choose_config(inputs), variant
     verdict = _verdicts.get(key)
@@ -345,9 +315,10 @@ def kernels_agree(inputs: DeltaInputs, normalises: bool, has_last_state: bool) -
         _verdicts[key] = verdict
         if not verdict:
             _log.warning(
-                "On device %s, Triton %s compiles kernels of gated_delta_rule that are wrong for %s heads of %d and %d "
-                "features. PyTorch code computes them, correctly but slowly.",
-                q.device, triton.__version__, q.dtype, q.shape[3], v.shape[3],
+                "On device %s, Triton %s compiles kernels of %s that are wrong for %s heads of %d and %d features. "
+                "PyTorch code computes them, correctly but slowly.",
+                q.device, triton.__version__, "kda" if variant.has_feature_decay else "gated_delta_rule",
+                q.dtype, q.shape[3], v.shape[3],
             )  # fmt: skip
     return verdict
 
@@ -363,7 +334,8 @@ def _draw_check(like: Tensor, variant: DeltaVariant) -> tuple[DeltaInputs, Tenso
     shape = 1 if bounds is None else 2, groups, size, value_size
     q, k = draw(1, tokens, 1, size), draw(1, tokens, 1, size) * (1.0 if variant.normalises else size**-0.5)
     v, do = draw(1, tokens, groups, value_size), draw(1, tokens, groups, value_size)
-    g, beta = -draw(1, tokens, groups).abs(), draw(1, tokens, groups).sigmoid()
+    features = (size,) if variant.has_feature_decay else ()
+    g, beta = -draw(1, tokens, groups, *features).abs(), draw(1, tokens, groups).sigmoid()
     state = draw(*shape) if variant.has_initial_state else None
     dlast = draw(*shape) if variant.has_last_state else None
     q, k, v, g, beta, state, do, dlast = (_move(x, like.dtype) for x in (q, k, v, g, beta, state, do, dlast))
@@ -393,6 +365,6 @@ def check_kernels(like: Tensor, variant: DeltaVariant) -> bool:
     except torch.OutOfMemoryError:
         raise
     except Exception:
-        _log.debug("The self-check of gated_delta_rule raised on device %s.", like.device, exc_info=True)
+        _log.debug("The self-check of a delta rule raised on device %s.", like.device, exc_info=True)
         return False
     return all(bool((x - y).square().mean() <= MAX_ERROR**2 * y.square().mean()) for x, y in pairs)

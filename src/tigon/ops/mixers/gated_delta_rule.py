@@ -28,11 +28,11 @@ from tigon.ops.mixers.delta_rule_chunks import (
     count_samples,
     state_dtype,
 )
+from tigon.ops.mixers.delta_rule_config import fits_kernels
 from tigon.ops.mixers.delta_rule_launchers import (
     NeededDeltaGradients,
     delta_rule_backward,
     delta_rule_forward,
-    fits_kernels,
 )
 from tigon.runtime import checks
 from tigon.runtime.autograd import keep_none_gradients

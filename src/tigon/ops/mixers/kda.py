@@ -3,7 +3,7 @@ r"""Kimi Delta Attention (Kimi Team, arXiv 2510.26692): the gated delta rule wit
     S_t = Diag(exp(g_t)) S_{t-1} + k_t u_t^T,   u_t = beta_t (v_t - (Diag(exp(g_t)) S_{t-1})^T k_t)
     o_t = scale S_t^T q_t
 
-`gated_delta_rule` describes the rest. The code in torch computes this op on all devices.
+`gated_delta_rule` describes the rest, and `kda_kernels` the kernels of this op alone.
 """
 
 from torch import Tensor

@@ -1,0 +1,86 @@
+"""Launch parameters of the kernels of the delta rules, and which inputs the kernels compute."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from tigon.ops.mixers.delta_rule_chunks import DeltaInputs
+from tigon.runtime.device import Device, device_of, next_power_of_2
+from tigon.runtime.tuning import LaunchConfig, rung
+
+# Wider heads do not fit into the registers.
+MAX_SIZE = 256
+
+
+class DeltaProblem(NamedTuple):
+    """The sizes that the launch parameters depend on. The number of tokens and of sequences is not among them."""
+
+    key_size: int
+    value_size: int
+
+
+# The columns of a block of the state, the warps and the stages of the scans; and the columns, the warps and the stages
+# of the kernel of the other gradients. The first number is the largest size of a head of q and k. Registers bound the
+# columns and the warps: the block of the state in fp32 takes at most 32 registers of a thread of the scans, and the sum
+# of dq or dk at most 64 of a thread of the last kernel. A kernel has at most 256 threads, because more of them leave
+# too few registers to each on AMD. Shared memory bounds the stages.
+LADDER = ((64, (32, 4, 2, 32, 4, 1)), (128, (32, 8, 2, 64, 8, 1)), (256, (32, 8, 1, 32, 8, 1)))
+
+
+@dataclass(frozen=True)
+class DeltaConfig(LaunchConfig):
+    """Launch parameters of the kernels."""
+
+    # The kernel that computes the inverses and the scores: its warps, and how it multiplies fp32 blocks of an inverse
+    # ("ieee" or "tf32x3").
+    pairs_warps: int
+    inverse_precision: str
+    # The kernels of Kimi Delta Attention compute these features of a head at a time, with these warps.
+    feature_block: int
+    feature_warps: int
+    # The scans over the chunks: columns of the state, warps, and stages of the pipeline.
+    scan_block_v: int
+    scan_warps: int
+    scan_stages: int
+    # The kernel of dq, dk, dg and dbeta: columns of v at a time, warps, and stages of the pipeline.
+    gradient_block_v: int
+    gradient_warps: int
+    gradient_stages: int
+
+    @staticmethod
+    def heuristic(problem: DeltaProblem, device: Device) -> "DeltaConfig":
+        """Return the parameters for heads of up to `MAX_SIZE` features."""
+        numbers = rung(LADDER, problem.key_size)
+        scan_block, scan_warps, scan_stages, gradient_block, gradient_warps, gradient_stages = numbers
+        most_columns = max(16, next_power_of_2(problem.value_size))
+        has_room = device.shared_memory >= 160 * 1024
+        return DeltaConfig(
+            pairs_warps=4 if problem.key_size <= 128 else 8,
+            inverse_precision="ieee",
+            feature_block=min(32, max(16, next_power_of_2(problem.key_size))),
+            feature_warps=min(8, 256 // device.warp_size),
+            scan_block_v=min(scan_block, most_columns),
+            scan_warps=min(scan_warps, 256 // device.warp_size),
+            scan_stages=scan_stages if has_room else 1,
+            gradient_block_v=min(gradient_block, most_columns),
+            gradient_warps=min(gradient_warps, 256 // device.warp_size),
+            gradient_stages=gradient_stages if has_room else 1,
+        )
+
+
+def choose_config(inputs: DeltaInputs) -> DeltaConfig:
+    """Return the launch parameters for these inputs."""
+    q, v = inputs.q, inputs.v
+    return DeltaConfig.choose(DeltaProblem(q.shape[3], v.shape[3]), device_of(q))
+
+
+def fits_kernels(inputs: DeltaInputs) -> bool:
+    """Return whether the kernels compute heads of these sizes and this dtype, and there is something to compute.
+
+    In fp32, the tiles fit neither into the registers nor into the shared memory of a GPU: on Hopper, a thread would
+    spill 7 KB, and the compiler would take minutes. With a decay of each feature, a thread spills on Ampere.
+    """
+    q, v = inputs.q, inputs.v
+    if inputs.g.dim() == 4 and device_of(q).arch.startswith("sm_8"):
+        return False
+    fits = max(q.shape[3], v.shape[3]) <= MAX_SIZE
+    return fits and q.element_size() == 2 and q.shape[0] * q.shape[1] > 0
