@@ -178,6 +178,7 @@ def test_all_modules_between_the_body_and_a_layer_pass_boundaries_on():
     assert separated_layers(Silent(model.model.layers), layers) == {}
 
 
+@pytest.mark.thorough
 def test_a_compiled_body_warns_of_positions():
     model = tiny_model("qwen3_next")
     tigon.patch(model, **dict.fromkeys(("rms_norm", "glu", "mlp", "experts", "rope", "fused_statements"), False))

@@ -241,7 +241,7 @@ def test_parametrised_weights_give_the_stock_output_and_gradients():
 @pytest.mark.xfail(torch.__version__ < (2, 11), reason="torch.compile before 2.11 cannot trace every call of experts")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("flavour", [MIXTURE, "silu", "no gate", "transposed, biases, interleaved, clamped"])
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(8)
 def test_compiles_without_a_graph_break(flavour, dtype):
     torch._dynamo.reset()
     module = _patched(_experts(flavour, dtype=dtype))
