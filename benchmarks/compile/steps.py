@@ -29,6 +29,7 @@ from tigon.ops.fp8.fp8_glu_mlp import fp8_glu_mlp
 from tigon.ops.head import computed_rows
 from tigon.ops.logits.token import kernels as token_loss
 from tigon.ops.logits.vocab_parallel import partial_statistics
+from tigon.ops.mixers.delta_rule_config import has_feature_kernels
 from tigon.ops.mixers.log_decay import log_decay
 from tigon.ops.mlps.glu import ClampedGate
 from tigon.ops.mlps.mlp import MLPActivation
@@ -230,4 +231,5 @@ STEPS: dict[str, Callable[[], None]] = {
 
 def launches_kernels(step: str, arch: str) -> bool:
     """Return whether a step launches kernels on a chip. Tigon emulates FP8 on chips whose units it does not use."""
-    return step.split()[0] != "fp8_linear" or has_units(arch)
+    op = step.split()[0]
+    return (op != "fp8_linear" or has_units(arch)) and (op != "kda" or has_feature_kernels(arch))
