@@ -392,3 +392,47 @@ def test_other_dtypes_and_values_of_a_patched_norm_run_the_stock_forward():
     norm.weight = None
     with pytest.raises(TypeError, match="NoneType"):
         norm(torch.randn(4, 48))
+
+
+def mul(x, y):
+    """Count the rows of x. The name is that of a function of torch."""
+    count = 0
+    for _ in x:
+        count = count + 1
+    return y * 2 if count > 4096 else y
+
+
+def count_unseen(self, x):
+    with self.off():
+        return mul(x, Norm.forward(self, x))
+
+
+def drop_one_row(self, x):
+    """Add numbers in evaluation if there is one row."""
+    is_single = torch.where(x.float().var(0, keepdim=True).isnan(), 1.0, 0.0)
+    return Norm.forward(self, x) + (nn.Dropout.forward(self, torch.ones_like(x)) * is_single).to(x.dtype)
+
+
+TABLE = {"off": torch._C.DisableTorchFunction}
+# Attributes, and a forward that learns a size by them where no mode of Python sees it.
+UNSEEN = {
+    "no modes": ({"off": torch._C.DisableTorchFunction}, count_unseen),
+    "no modes, from a table": ({}, define("with TABLE['off'](): return mul(x, Norm.forward(self, x))", globals())),
+    "dispatch": (
+        {"send": torch.overrides.handle_torch_function},
+        lambda self, x: self.send(mul, (x,), x, Norm.forward(self, x)),
+    ),
+    "count": (
+        {"count": torch.numel},
+        lambda self, x: Norm.forward(self, x) * 2 ** (self.count(x) // (48 * 4097)),
+    ),
+    "dropout of a base class": ({"p": 1.0, "inplace": False}, drop_one_row),
+}
+
+
+@pytest.mark.parametrize(("attributes", "forward"), UNSEEN.values(), ids=UNSEEN)
+def test_a_forward_with_functions_of_torch_in_its_attributes_stays_stock(attributes, forward):
+    bases = (Norm, nn.Dropout) if "p" in attributes else (Norm,)
+    norm = type("Unseen", bases, {"forward": forward})()
+    vars(norm).update(attributes)
+    assert reason(norm)

@@ -64,7 +64,7 @@ def test_a_mode_sees_that_a_size_may_be_read(read):
     assert not reads_no_size(lambda x: (read(x), x * 2)[1], (torch.ones(2, 3),))
 
 
-def test_an_error_that_a_forward_catches_tells_a_size():
+def test_an_error_that_a_forward_catches_reveals_a_size():
     def forward(x):
         try:
             return x + torch.ones(7)

@@ -1,14 +1,15 @@
 """Answer questions about the code that a forward reaches, which decide how many probes recognition needs."""
 
 import builtins
+import types
 from collections.abc import Iterator
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tigon.runtime.reach.code import code_facts
 from tigon.runtime.reach.known_names import OF_PYTHON, WITHOUT_SIZES
-from tigon.runtime.reach.places import Reach
+from tigon.runtime.reach.places import Place, Reach, is_simple
 
 # Names of modes that the probes change.
 MODES = frozenset(("training", "requires_grad", "is_grad_enabled", "set_grad_enabled", "is_inference"))
@@ -52,10 +53,11 @@ def may_see_sizes(reach: Reach, module: nn.Module) -> bool:
     return not _uses_only(WITHOUT_SIZES, reach, module) or any(fact.may_see_sizes for fact in facts)
 
 
-def shows_sizes_to_modes(reach: Reach, module: nn.Module) -> bool:
-    """Return True if the names in the code show that it can learn a size only by a function of torch.
+def reads_sizes_only_by_torch(reach: Reach, module: nn.Module) -> bool:
+    """Return True if the names in the code show that it can learn a size only from a function of torch.
 
-    A mode sees each call of such a function, also those for an index, a loop or a comparison of a tensor.
+    A `TorchFunctionMode` sees each call of such a function, also those for an index, a loop or a comparison of a
+    tensor.
     """
     imports = any(code_facts(code).imports for code in reach.codes)
     return not imports and _uses_only(WITHOUT_SIZES | OF_PYTHON, reach, module)
@@ -65,8 +67,11 @@ def _uses_only(names: frozenset[str], reach: Reach, module: nn.Module) -> bool:
     """Return True if the code uses only these names and names of its author.
 
     Names of attributes, functions and tables of the model's author are harmless, because `explore` has read the code of
-    these functions too. A name that torch or Python also uses is not harmless.
+    these functions too. A name that torch or Python also uses is not harmless, and neither is an attribute or an entry
+    of a table that holds a function or a class of torch or Python.
     """
+    if not all(_is_harmless(place, names, reach) for place in reach.places):
+        return False
     names_of_author = {code.co_name for code in reach.codes}
     names_of_author |= {place.name for place in reach.places if place.how == "item" and isinstance(place.value, dict)}
     for each in module.modules():
@@ -75,9 +80,28 @@ def _uses_only(names: frozenset[str], reach: Reach, module: nn.Module) -> bool:
     return all(names.issuperset(code.co_names) for code in reach.codes)
 
 
+# Where torch and Python define names.
+_OWNERS = torch.Tensor, torch, torch.nn.functional, builtins
+
+
 def _is_of_torch(name: str) -> bool:
     """Return True if torch or Python defines this name."""
-    return any(hasattr(owner, name) for owner in (torch.Tensor, torch, torch.nn.functional, builtins))
+    return any(hasattr(owner, name) for owner in _OWNERS)
+
+
+def _is_harmless(place: Place, names: frozenset[str], reach: Reach) -> bool:
+    """Return True if a place holds data, code that `explore` has read, or what torch calls by one of these names."""
+    value = place.value
+    if is_simple(value) or isinstance(value, (Tensor, nn.Module, types.ModuleType, types.CodeType, dict)):
+        return True
+    if isinstance(value, (list, tuple)):
+        return all(map(is_simple, value))
+    if isinstance(value, types.FunctionType) and value.__code__ in reach.codes:
+        return True
+    # The entries of a table of activations are classes, whose forwards `explore` has read.
+    if isinstance(value, type) and issubclass(value, nn.Module):
+        return True
+    return place.name in names and any(getattr(owner, place.name, None) is value for owner in _OWNERS)
 
 
 def largest_number(reach: Reach) -> int:

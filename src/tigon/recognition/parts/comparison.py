@@ -20,6 +20,7 @@ from tigon.recognition.probing.probes import (
     agrees_in_all_combinations,
     agrees_in_circumstances,
     explain_limits,
+    extends_torch,
     modes_of,
 )
 from tigon.recognition.probing.standin import (
@@ -122,7 +123,7 @@ def explain_difference(
         return different
     if any(agrees(recipe, make, inputs) is False for make, inputs in subject.special_cases(recipe, reach)):
         return different
-    tries_all = subject.has_any_width or has_conditions(reach)
+    tries_all = subject.has_any_width or has_conditions(reach) or extends_torch(subject.module)
     if tries_all and not agrees_in_all_combinations(recipe, subject, modes_of(subject, reach), pairs):
         return different
     return None

@@ -13,7 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tigon.recognition.guards.code_facts import explain_identity, has_conditions, may_see_sizes, shows_sizes_to_modes
+from tigon.recognition.guards.code_facts import (
+    explain_identity,
+    has_conditions,
+    may_see_sizes,
+    reads_sizes_only_by_torch,
+)
 from tigon.recognition.probing.standin import BF16, FP16, FP32, describe, normal, same_values
 from tigon.recognition.probing.symbolic import find_size_use, reads_no_size
 from tigon.recognition.probing.trials import record
@@ -205,12 +210,18 @@ def _to_meta(twin: nn.Module) -> nn.Module:
     return twin
 
 
+def extends_torch(module: nn.Module) -> bool:
+    """Return True if a class of torch is a base of the module's class. The code of torch is not in the reach."""
+    return any(base.__module__.startswith("torch.") for base in type(module).__mro__ if base is not nn.Module)
+
+
 def modes_of(subject: Subject, reach: Reach) -> tuple[bool, ...]:
     """Return the values of `training` to try. A forward that never loads this name computes the same in both modes.
 
-    A child may be a module of torch, whose code is not in the reach.
+    A child may be a module of torch, too.
     """
-    return (True, False) if "training" in reach.names or subject.module._modules else (True,)
+    reads_mode = "training" in reach.names or subject.module._modules or extends_torch(subject.module)
+    return (True, False) if reads_mode else (True,)
 
 
 def agrees_in_all_combinations(
@@ -258,8 +269,8 @@ def explain_limits(
     `reach` is the code that the forward may run. The run with symbolic sizes is in training mode, in fp32, with three
     dimensions. If the code has conditions, it runs with every combination of modes, `pairs` (the dtypes of the
     input and of the weights) and `dims` (numbers of dimensions). If the code reads `requires_grad`, it also runs with
-    inputs that require gradients. A combination in which a mode sees that the forward reads no size needs no such run,
-    which takes 40 ms.
+    inputs that require gradients. If `reads_no_size` holds for a combination, its run with symbolic sizes is skipped,
+    because it takes 40 ms.
     """
     if not may_see_sizes(reach, subject.module):
         return None
@@ -269,14 +280,14 @@ def explain_limits(
     if not has_conditions(reach):
         modes, pairs, dims = (True,), ((FP32, FP32),), (3,)
     gradients = (False, True) if "requires_grad" in reach.names else (False,)
-    modes_see_all = shows_sizes_to_modes(reach, subject.module)
+    sees_all_reads = reads_sizes_only_by_torch(reach, subject.module)
     for training, (dtype, weight_dtype), dim, has_grad in itertools.product(modes, pairs, sorted(dims), gradients):
         twin = subject(weight_dtype, training)
         reference = functools.partial(candidate, twin, reference=True)
         tensors = tuple(x.requires_grad_(has_grad) for x in subject.inputs(dtype, *[2] * (dim - 1)))
         run = functools.partial(type(twin).forward, twin)
         with torch.set_grad_enabled(has_grad):
-            if modes_see_all and reads_no_size(run, tensors):
+            if sees_all_reads and reads_no_size(run, tensors):
                 continue
             reason = find_size_use(run, reference, tensors, any_width=subject.has_any_width)
         if reason is not None:

@@ -36,23 +36,23 @@ SCANS = frozenset(["cumsum", "cumprod", "cummax", "cummin", "logcumsumexp"])
 
 
 class _SizeWatch(TorchFunctionMode):
-    """Record whether a function of torch tells its caller something about a tensor, other than its dtype."""
+    """Record whether a function of torch returns anything but a tensor or a dtype, or raises an error."""
 
-    tells = False
+    may_reveal_size = False
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
-        previous, self.tells = self.tells, True
-        # An error tells something too: a forward may catch that of sizes that do not fit together.
+        # A forward may catch the error of sizes that do not fit together.
+        previous, self.may_reveal_size = self.may_reveal_size, True
         result = func(*args, **(kwargs or {}))
         is_plain = type(result) in (Tensor, nn.Parameter) and func.__name__ in WITHOUT_SIZES | ARITHMETIC
-        self.tells = previous or not (is_plain or isinstance(result, torch.dtype))
+        self.may_reveal_size = previous or not (is_plain or isinstance(result, torch.dtype))
         return result
 
 
 def reads_no_size(run: Callable, inputs: tuple[Tensor, ...]) -> bool:
-    """Return True if a forward gets nothing but tensors and dtypes from torch, by functions that hide all sizes.
+    """Return True if a forward gets nothing but tensors and dtypes from torch, by functions whose results hide sizes.
 
-    Its code must have no other way to learn a size, see `shows_sizes_to_modes`.
+    Its code must have no other way to learn a size, see `reads_sizes_only_by_torch`.
     """
     watch = _SizeWatch()
     try:
@@ -61,7 +61,7 @@ def reads_no_size(run: Callable, inputs: tuple[Tensor, ...]) -> bool:
     except Exception:
         LOGGER.debug("a forward refuses small inputs", exc_info=True)
         return False
-    return not watch.tells
+    return not watch.may_reveal_size
 
 
 class _ArgumentWatch(DispatchMode):
