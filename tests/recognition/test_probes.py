@@ -223,11 +223,17 @@ TABLES = {
     "weights": ((Norm,), "after", WEIGHTS),
     **{f"gradients of {base.__name__}": ((base,), "forward", {"enabled": with_grad(base)}) for base in EVERY},
 }
+# `make test` runs each attack on one of its modules, and `make test-thorough` on the others.
 ATTACKS = [
-    pytest.param(bases[i % len(bases)], method, attack, id=f"{bases[i % len(bases)].__name__}, {kind}: {name}")
+    pytest.param(
+        base, method, attack,
+        id=f"{base.__name__}, {kind}: {name}",
+        marks=[] if base is bases[i % len(bases)] else pytest.mark.thorough,
+    )
     for kind, (bases, method, table) in TABLES.items()
     for i, (name, attack) in enumerate(table.items())
-]
+    for base in bases
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("base", "method", "attack"), ATTACKS)
