@@ -132,9 +132,15 @@ def sampled(test: Callable) -> Callable:
 # --- the ops of the table --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("i", range(len(CASES)), ids=lambda i: CASES[i].name)
+def quick_or_thorough(i: int) -> Any:
+    """`make test` runs the first variant of each op, and then every second one."""
+    case = CASES[i]
+    is_thorough = case.workload.test_variants.index(case.variant) % 2
+    return pytest.param(i, id=case.name, marks=pytest.mark.thorough if is_thorough else ())
+
+
+@pytest.mark.parametrize("i", map(quick_or_thorough, range(len(CASES))))
 @sampled
-@pytest.mark.sampled(2)
 def test_an_op_computes_under_autocast_what_eager_code_computes(i: int, combinations: Function):
     case: Case = CASES[i]
     for combination in combinations(i):
