@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import threading
 
 import pytest
 import torch
@@ -119,6 +120,13 @@ def test_a_hook_that_changes_the_input_of_the_head_is_not_ignored(pair, batch, a
     assert_same_step(model, stock, batch)
 
 
+def test_anomaly_detection_finds_no_nan(pair, batch, assert_same_step):
+    model, stock = pair("gemma2")
+    with torch.autograd.detect_anomaly(check_nan=True):
+        assert is_fused(model(**batch))
+        assert_same_step(model, stock, batch)
+
+
 # --- the loss ------------------------------------------------------------------------------------
 
 
@@ -150,6 +158,51 @@ def test_torch_func_gives_the_gradients_of_stock(pair, batch):
         parameters = {name: p.detach() for name, p in each.named_parameters()}
         gradients.append(grad(lambda p, m=each: functional_call(m, p, (), batch).loss)(parameters))
     torch.testing.assert_close(*gradients)
+
+
+def test_each_replica_of_data_parallelism_computes_its_own_loss(pair, batch):
+    """Replicas on the CPU are like those of `nn.DataParallel`: parameters are plain tensors, and each has a thread."""
+
+    def replicate(model, factor):
+        weights = {name: (factor * p.detach()).requires_grad_() for name, p in model.named_parameters()}
+        modules = dict(model.named_modules())
+        copies = {name: module._replicate_for_data_parallel() for name, module in modules.items()}
+        for name, copied in copies.items():
+            prefix = f"{name}." if name else ""
+            for key in modules[name]._modules:
+                setattr(copied, key, copies[prefix + key])
+            for key, parameter in modules[name]._parameters.items():
+                if parameter is None:
+                    copied._parameters[key] = None
+                else:
+                    setattr(copied, key, weights[prefix + key])
+        return copies[""], weights
+
+    def losses(model):
+        results, barrier = [None, None], threading.Barrier(2)
+
+        def run(i):
+            replica, weights = replicate(model, 1 - i / 2)
+            part = {name: value[i : i + 2] for name, value in batch.items()}
+            barrier.wait()
+            outputs = replica(**part)
+            outputs.loss.backward()
+            # A replica's output holds None, which `nn.DataParallel` can gather.
+            fused = outputs.logits is None
+            results[i] = outputs.loss.detach(), {name: w.grad for name, w in weights.items()}, fused
+
+        threads = [threading.Thread(target=run, args=(i,)) for i in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return results
+
+    model, stock = pair()
+    for (loss, gradients, fused), (expected, stock_gradients, _) in zip(losses(model), losses(stock), strict=True):
+        assert fused
+        torch.testing.assert_close(loss, expected)
+        torch.testing.assert_close(gradients, stock_gradients)
 
 
 # --- the function of linear layers -----------------------------------------------------------------

@@ -5,6 +5,7 @@ import gc
 import types
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -69,6 +70,17 @@ OTHERS = {
     Subtracts: "computes something else than a linear layer with low-rank adapters",
     Fails: "cannot be run by itself (RuntimeError: not today)",
 }
+
+
+def test_threads_compare_a_class_once(monkeypatch):
+    cls = type("Linear", (lora_layer.Linear,), {"__module__": lora_layer.__name__})
+    layers, learn, calls = [make() for _ in range(4)], adapter_probes._learn, []
+    monkeypatch.setattr(adapter_probes, "_learn", lambda *args: calls.append(1) or learn(*args))
+    for layer in layers:
+        layer.__class__ = cls
+    with ThreadPoolExecutor(len(layers)) as pool:
+        assert all(isinstance(recipe, AdapterRecipe) for recipe in pool.map(recognise_adapters, layers))
+    assert calls == [1]
 
 
 @pytest.mark.parametrize("cls", OTHERS)
