@@ -404,27 +404,30 @@ def mul(x, y):
 
 def count_unseen(self, x):
     with self.off():
-        return mul(x, Norm.forward(self, x))
+        return mul(x, self.compute(x, self.weight))
 
 
 def drop_one_row(self, x):
     """Add numbers in evaluation if there is one row."""
     is_single = torch.where(x.float().var(0, keepdim=True).isnan(), 1.0, 0.0)
-    return Norm.forward(self, x) + (nn.Dropout.forward(self, torch.ones_like(x)) * is_single).to(x.dtype)
+    return self.compute(x, self.weight) + (nn.Dropout.forward(self, torch.ones_like(x)) * is_single).to(x.dtype)
 
 
 TABLE = {"off": torch._C.DisableTorchFunction}
 # Attributes, and a forward that learns a size by them where no mode of Python sees it.
 UNSEEN = {
     "no modes": ({"off": torch._C.DisableTorchFunction}, count_unseen),
-    "no modes, from a table": ({}, define("with TABLE['off'](): return mul(x, Norm.forward(self, x))", globals())),
+    "no modes, from a table": (
+        {},
+        define("with TABLE['off'](): return mul(x, self.compute(x, self.weight))", globals()),
+    ),
     "dispatch": (
         {"send": torch.overrides.handle_torch_function},
-        lambda self, x: self.send(mul, (x,), x, Norm.forward(self, x)),
+        lambda self, x: self.send(mul, (x,), x, self.compute(x, self.weight)),
     ),
     "count": (
         {"count": torch.numel},
-        lambda self, x: Norm.forward(self, x) * 2 ** (self.count(x) // (48 * 4097)),
+        lambda self, x: self.compute(x, self.weight) * 2 ** (self.count(x) // (48 * 4097)),
     ),
     "dropout of a base class": ({"p": 1.0, "inplace": False}, drop_one_row),
 }
