@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import tigon
 from recognition.modules import define
 from tigon.recognition.parts import mixers
-from tigon.recognition.parts.mixer_functions import recognise_function
+from tigon.recognition.parts.mixer_functions import RuleForm, recognise_function
 from tigon.recognition.parts.mixers import recognise_mixer
 
 pytestmark = pytest.mark.no_interpreter("It compares functions on the CPU.")
@@ -385,3 +385,16 @@ def test_a_mixer_with_another_convolution_does_not_restart(op_calls):
     assert not recipe.restarts_at_boundaries(module)
     torch.testing.assert_close(recipe(module, *inputs), module(*inputs), rtol=1e-4, atol=1e-5)
     assert op_calls == ["gated_delta_rule"]
+
+
+def test_a_rule_that_torch_would_compute_on_a_gpu_stays_stock(monkeypatch, op_calls):
+    """On a GPU without kernels of Kimi Delta Attention, the stock function or that of another package is faster."""
+    function = types.SimpleNamespace(form=RuleForm(("q", "k", "v", "g", "beta"), has_feature_decay=True))
+    q, k, v, g, beta = _inputs(3)
+    arguments = {"q": q, "k": k, "v": v, "g": g[..., None].expand(*g.shape, q.shape[3]), "beta": beta}
+    arguments |= {"cu_seqlens": None, "use_qk_l2norm_in_kernel": True}
+    assert mixers.FusedRule.compute(function, arguments) is not None
+    monkeypatch.setattr(mixers, "_lacks_kernels", lambda inputs: True)
+    assert mixers.FusedRule.compute(function, arguments) is None
+    packed = {name: x[:1] if isinstance(x, Tensor) else x for name, x in arguments.items()}
+    assert mixers.FusedRule.compute(function, packed | {"cu_seqlens": torch.tensor([0, 1, 3])}) is not None

@@ -16,8 +16,9 @@ from tigon.ops.mixers.delta_rule_launchers import DeltaVariant
 from tigon.testing import assert_accurate
 
 MODULE = sys.modules["tigon.ops.mixers.gated_delta_rule"]
-# The kernels compute fp32 only in the interpreter.
-KERNEL_DTYPES = [torch.float32, torch.float16 if INTERPRETED else torch.bfloat16]
+# In fp32, torch computes the rules on all devices. The limit of the errors of the kernels is relative.
+KERNEL_DTYPES = [torch.float16] if INTERPRETED else [torch.float32, torch.bfloat16]
+KERNEL_LIMIT = 0.004 if INTERPRETED else 0.02
 # The heads of q and k, and those of v.
 HEADS = {"one head": (1, 1), "groups of 2": (2, 4), "groups of 4": (1, 4)}
 
@@ -102,7 +103,7 @@ def test_extreme_gates(name, value, dtype, rule):
         assert_as_accurate_as_stock(rule, inputs, dtype)
     else:
         # The kernels round the state that each chunk reads, which transformers' code does not.
-        assert_small_errors(rule, results_of(rule.op, inputs), inputs, 0.02)
+        assert_small_errors(rule, results_of(rule.op, inputs), inputs, KERNEL_LIMIT)
 
 
 # Samples that end in, at and after the end of a chunk, and one that is empty.
@@ -175,7 +176,7 @@ def test_resets_lose_no_digits_of_other_tokens(dtype, rule):
         inputs["g"] = inputs["g"].detach().float().index_fill(1, torch.tensor([10, 40], device=DEVICE), value)
         inputs["g"].requires_grad_()
         results[value] = results_of(rule.op, inputs)
-    assert_small_errors(rule, results[-1e6], inputs, 1e-5 if dtype == torch.float32 else 0.02)
+    assert_small_errors(rule, results[-1e6], inputs, 1e-5 if dtype == torch.float32 else KERNEL_LIMIT)
     for name, x in results[-1e6].items():
         assert torch.equal(x, results[-torch.inf][name]), name
     assert not results[-1e6]["g"][:, [10, 40]].any()
@@ -195,7 +196,7 @@ def test_the_states_of_two_calls_join_them(dtype, rule):
     upstream = torch.randn(joined.shape, generator=torch.Generator().manual_seed(1)).to(joined)
     gradients = torch.autograd.grad(joined, list(inputs.values()), upstream)
     # The gradients of both calls are rounded before they are joined.
-    tolerance = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
+    tolerance = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": KERNEL_LIMIT, "atol": KERNEL_LIMIT}
     torch.testing.assert_close(joined, whole["o"], **tolerance)
     for name, gradient in zip(inputs, gradients, strict=True):
         torch.testing.assert_close(gradient, whole[name], **tolerance)

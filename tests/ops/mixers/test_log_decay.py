@@ -1,5 +1,7 @@
 """The decay of a gated delta rule against eager code."""
 
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -34,6 +36,15 @@ def test_it_is_as_accurate_as_eager_code(rows, heads, dtype):
                              strict=True):  # fmt: skip
         # The gradients of A and b are sums over rows whose terms cancel.
         assert_accurate(x, y, z, smallest=z.abs().max().item() if name in ("dA", "db") else 0.0, msg=name)
+
+
+@pytest.mark.kernels
+def test_frozen_parameters_cost_no_sums(monkeypatch):
+    """LoRA trains the projection alone."""
+    monkeypatch.setattr(sys.modules[log_decay.__module__], "sum_rows", None)
+    a = torch.randn(3, 5, 4, device=DEVICE, requires_grad=True)
+    g = log_decay(a, torch.zeros(4, device=DEVICE), torch.zeros(4, device=DEVICE))
+    torch.testing.assert_close(torch.autograd.grad(g.sum(), a)[0], -a.sigmoid())
 
 
 def test_extreme_values_are_those_of_eager_code():

@@ -4,7 +4,7 @@ r"""The logarithm of the decay of a gated delta rule, from a projection of the h
     da  = -dg * exp(A) * s(x),    db = sum_rows(da)
     dA  = sum_rows(dg * g)
 
-s is the logistic function. Stock code runs eight kernels forward and more than ten backward for these few numbers; a
+s is the logistic function. Stock code runs seven kernels forward and about ten backward for these few numbers, and a
 small batch waits for the host at each of them.
 
 Shapes: M = rows (all leading dimensions), H = heads.
@@ -69,13 +69,14 @@ def _forward_kernel(
 
 @triton.jit(do_not_specialize=["M"])
 def _backward_kernel(
-    dg_ptr, a_ptr, a_log_ptr, bias_ptr, da_ptr, da_log_ptr, dbias_ptr,  # the last two are [P, H] fp32
+    dg_ptr, a_ptr, a_log_ptr, bias_ptr, da_ptr, da_log_ptr, dbias_ptr,  # the last two are [P, H] fp32 or None
     M, stride_dg, stride_a, H, BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """Compute da of the rows of a program, and its partial sums of dA and db."""
+    """Compute da of the rows of a program, and its partial sums of dA and db if they are needed."""
     pid, cols = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_H)
     bias, rate = _load_row(bias_ptr, cols, H), -tl.exp(_load_row(a_log_ptr, cols, H))
-    da_log, dbias = tl.zeros([BLOCK_M, BLOCK_H], tl.float32), tl.zeros([BLOCK_M, BLOCK_H], tl.float32)
+    if da_log_ptr is not None:
+        da_log, dbias = tl.zeros([BLOCK_M, BLOCK_H], tl.float32), tl.zeros([BLOCK_M, BLOCK_H], tl.float32)
     for tile in tl.range(pid, tl.cdiv(M, BLOCK_M), tl.num_programs(0)):
         rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
         mask = (rows < M) & (cols < H)[None, :]
@@ -83,11 +84,13 @@ def _backward_kernel(
         dg = tl.load(dg_ptr + rows * stride_dg + cols[None, :], mask, 0.0)
         da = dg * rate * tl.sigmoid(x)
         tl.store(da_ptr + rows * H + cols[None, :], da, mask)
-        # A masked dg is 0, and so are its terms.
-        da_log += dg * rate * _softplus(x)
-        dbias += da
-    tl.store(da_log_ptr + pid * H + cols, tl.sum(da_log, 0), cols < H)
-    tl.store(dbias_ptr + pid * H + cols, tl.sum(dbias, 0), cols < H)
+        if da_log_ptr is not None:
+            # A masked dg is 0, and so are its terms.
+            da_log += dg * rate * _softplus(x)
+            dbias += da
+    if da_log_ptr is not None:
+        tl.store(da_log_ptr + pid * H + cols, tl.sum(da_log, 0), cols < H)
+        tl.store(dbias_ptr + pid * H + cols, tl.sum(dbias, 0), cols < H)
 
 
 # --- launchers (any strides, no autograd) --------------------------------------------------------
@@ -95,12 +98,11 @@ def _backward_kernel(
 
 @functools.lru_cache(4096)
 def _plan(kernel: JITFunction, m: int, programs: int, h: int, *strides: int) -> Plan:
-    block_h = next_power_of_2(h)
-    return Plan(kernel, programs, m, *strides, h, BLOCK_M=max(1, TILE // block_h), BLOCK_H=block_h, num_warps=4)
+    return Plan(kernel, programs, m, *strides, h, BLOCK_M=_tile_rows(h), BLOCK_H=next_power_of_2(h), num_warps=4)
 
 
-def _count_tiles(m: int, h: int) -> int:
-    return cdiv(m, max(1, TILE // next_power_of_2(h)))
+def _tile_rows(h: int) -> int:
+    return max(1, TILE // next_power_of_2(h))
 
 
 def _empty_forward(a: Tensor) -> Tensor:
@@ -113,27 +115,33 @@ def log_decay_forward(a: Tensor, a_log: Tensor, bias: Tensor) -> Tensor:
     g, h = _empty_forward(a), a.shape[-1]
     rows, stride = dense_rows(a)
     m = a.numel() // h
-    _plan(_forward_kernel, m, _count_tiles(m, h), h, stride).launch(rows, a_log.contiguous(), bias.contiguous(), g)
+    _plan(_forward_kernel, m, cdiv(m, _tile_rows(h)), h, stride).launch(rows, a_log.contiguous(), bias.contiguous(), g)
     return g
 
 
-def _empty_backward(dg: Tensor, a: Tensor, a_log: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Allocate da, dA and db."""
-    return torch.empty_like(a, memory_format=torch.contiguous_format), torch.empty_like(a_log), torch.empty_like(bias)
+def _empty_backward(
+    dg: Tensor, a: Tensor, a_log: Tensor, bias: Tensor, needs_parameters: bool
+) -> tuple[Tensor, Any, Any]:
+    """Allocate da, dA and db. The last two are None if they are not needed."""
+    da = torch.empty_like(a, memory_format=torch.contiguous_format)
+    return (da, torch.empty_like(a_log), torch.empty_like(bias)) if needs_parameters else (da, None, None)
 
 
 @launcher(fake=_empty_backward)
-def log_decay_backward(dg: Tensor, a: Tensor, a_log: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return da [..., H], dA [H] and db [H]."""
-    da, da_log, dbias = _empty_backward(dg, a, a_log, bias)
+def log_decay_backward(
+    dg: Tensor, a: Tensor, a_log: Tensor, bias: Tensor, needs_parameters: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return da [..., H], dA [H] and db [H]. The last two are None if no parameter needs a gradient, as with LoRA."""
+    da, da_log, dbias = _empty_backward(dg, a, a_log, bias, needs_parameters)
     h = a.shape[-1]
     m = a.numel() // h
     (dg, stride_dg), (a, stride_a) = dense_rows(dg), dense_rows(a)
-    programs = min(MAX_PROGRAMS, _count_tiles(m, h))
-    parts = dg.new_empty((2, programs, h), dtype=torch.float32)
+    programs = min(MAX_PROGRAMS, cdiv(m, _tile_rows(h)))
+    parts: Any = dg.new_empty((2, programs, h), dtype=torch.float32) if needs_parameters else (None, None)
     plan = _plan(_backward_kernel, m, programs, h, stride_dg, stride_a)
-    plan.launch(dg, a, a_log.contiguous(), bias.contiguous(), da, parts[0], parts[1])
-    sum_rows(parts[0], da_log, parts[1], dbias)
+    plan.launch(dg, a, a_log.contiguous(), bias.contiguous(), da, *parts)
+    if needs_parameters:
+        sum_rows(parts[0], da_log, parts[1], dbias)
     return da, da_log, dbias
 
 
@@ -148,7 +156,8 @@ class _LogDecay(Node):
 
     @staticmethod
     def backward(ctx: Any, dg: Tensor) -> tuple[Tensor | None, ...]:
-        return log_decay_backward(dg, *ctx.saved_tensors)
+        a, a_log, bias = ctx.saved_tensors
+        return log_decay_backward(dg, a, a_log, bias, any(ctx.needs_input_grad[1:3]))
 
 
 def log_decay(a: Tensor, a_log: Tensor, bias: Tensor) -> Tensor:

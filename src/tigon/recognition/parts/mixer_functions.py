@@ -121,20 +121,21 @@ def _recognise(function: types.FunctionType, state: tuple) -> tuple[RuleForm | C
     """Return the form of a function and the comparisons that found it. `state` is the fingerprint of its reach."""
     form = form_of(function)
     assert form is not None
-    # A rule that takes one kind of g raises an error for the other kind.
+    # A rule may take either kind of g. The reason is that of the first one.
     forms = (form, replace(form, has_feature_decay=True)) if isinstance(form, RuleForm) else (form,)
-    reason = DIFFERENT
+    reasons: list[str] = []
     with recording() as trials, probing():
         for form in forms:
             try:
-                if isinstance(form, RuleForm):
-                    return form if _compare_rule(function, form) else DIFFERENT, trials
-                is_same = _compare_convolution(function, form)
-                return _with_mixed_dtypes(function, form) if is_same else DIFFERENT, trials
+                if isinstance(form, RuleForm) and _compare_rule(function, form):
+                    return form, trials
+                if isinstance(form, ConvolutionForm) and _compare_convolution(function, form):
+                    return _with_mixed_dtypes(function, form), trials
+                reasons.append(DIFFERENT)
             except Exception as error:
                 LOGGER.debug("%s cannot be compared with an op", function.__qualname__, exc_info=True)
-                reason = f"takes other arguments than the op ({describe(error)})"
-    return reason, trials
+                reasons.append(f"takes other arguments than the op ({describe(error)})")
+    return reasons[0], trials
 
 
 # --- the delta rules ----------------------------------------------------------------------------

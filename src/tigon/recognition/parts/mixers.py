@@ -23,6 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from tigon.ops.mixers.causal_conv1d import MAX_TAPS, MIN_TAPS, causal_conv1d
+from tigon.ops.mixers.delta_rule_chunks import DeltaInputs
+from tigon.ops.mixers.delta_rule_config import fits_kernels
 from tigon.ops.mixers.gated_delta_rule import gated_delta_rule
 from tigon.ops.mixers.kda import kda
 from tigon.recognition.guards.guard import FunctionGuard
@@ -133,6 +135,8 @@ class FusedRule(FusedMixerFunction):
             copies, inputs[:2] = 1, map(_computed, (q, k))
         if not _is_rule(inputs, self.form, state, copies) or (boundaries is not None and state is not None):
             return None
+        if self.form.has_feature_decay and boundaries is None and _lacks_kernels(inputs):
+            return None
         options: dict[str, Any] = {
             "scale": arguments.get("scale"),
             "use_qk_l2norm": bool(arguments.get("use_qk_l2norm_in_kernel", False)),
@@ -150,6 +154,12 @@ class FusedRule(FusedMixerFunction):
             ends = torch.arange(1, shape[0] + 1, dtype=boundaries.dtype, device=boundaries.device) * shape[1]
             state = state[torch.searchsorted(boundaries, ends) - 1]
         return o.reshape(shape), state
+
+
+def _lacks_kernels(inputs: list[Any]) -> bool:
+    """Return True on a GPU on which torch would compute `kda`, in more operations than the stock function."""
+    q, k, v, g, beta = inputs
+    return q.is_cuda and not fits_kernels(DeltaInputs(q, k, v, g, beta, None, None))
 
 
 def _computed(value: Any) -> Any:
