@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 import tigon
 from op_cases import DEVICE
-from recognition.lora_layers import adapt, input_for, make, to_dtypes
+from recognition.lora_layers import INPUTS, OUTPUTS, adapt, input_for, make, to_dtypes
 from recognition.modules import reason
 
 
@@ -134,6 +134,43 @@ def test_dropout_draws_one_mask_for_forward_and_backward():
     torch.testing.assert_close((x.float() * dx.float()).sum(), 2 * y.float().square().sum(), rtol=2e-2, atol=0.0)
 
 
+class Quantised(nn.Module):
+    """A layer of another library with frozen weights of 8 bits and a factor."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.in_features, self.out_features = inputs, outputs
+        self.register_buffer("codes", torch.randint(-127, 127, (outputs, inputs), dtype=torch.int8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.codes.to(x.dtype) * (x.new_tensor(0.01) / 127 * 12)
+        return x @ weight.t()
+
+
+class Returns32(Quantised):
+    """A layer whose output has another dtype than its input."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x).float()
+
+
+@pytest.mark.kernels
+def test_a_base_whose_output_has_another_dtype_runs_once():
+    layer = make(lora_bias=True, lora_dropout=0.5)
+    layer.base_layer = Returns32(INPUTS, OUTPUTS)
+    stock, x = copy.deepcopy(to_dtypes(layer)), input_for()
+    tigon.patch(layer)
+    outputs = []
+    for each in (layer, stock):
+        torch.manual_seed(1)
+        outputs.append(each(x))
+    assert torch.equal(*outputs)
+    assert layer.base_layer.calls == 1
+
+
 @pytest.mark.kernels
 def test_adapters_draw_masks_of_their_own():
     """Two adapters that cancel each other give another sum if each of them has a dropout, as in PEFT."""
@@ -150,6 +187,30 @@ def test_adapters_draw_masks_of_their_own():
 
 
 # --- several layers in one node ------------------------------------------------------------------------
+
+
+class MLP(nn.Module):
+    def __init__(self, hidden: int = 32, inner: int = 48) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = (nn.Linear(hidden, inner, bias=False) for _ in range(2))
+        self.down_proj = nn.Linear(inner, hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Heads(nn.Module):
+    """Three projections of one input, as in an attention."""
+
+    def __init__(self, hidden: int = 32) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(hidden, size, bias=False) for size in (32, 16, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.q_proj(x)
+        k = self.k_proj(x)
+        v = self.v_proj(x)
+        return torch.cat((q, k, v), -1)
 
 
 class Overwrites(nn.Module):
@@ -172,8 +233,40 @@ def with_adapters(module: nn.Module, names: tuple[str, ...], **options: Any) -> 
     return module
 
 
+@pytest.mark.kernels
+@pytest.mark.parametrize("module", [MLP, Heads])
+def test_hooks_on_adapted_projections_run(module):
+    """A hook of a layer with adapters sees its output, so the layer is called."""
+    model = with_adapters(module(), tuple(module()._modules))
+    name = "up_proj" if module is MLP else "k_proj"
+    x = input_for(hidden=32)
+    tigon.patch(model)
+    expected = getattr(model, name)(x)
+    outputs: list[Tensor] = []
+    getattr(model, name).register_forward_hook(lambda layer, args, output: outputs.append(output))
+    model(x)
+    assert len(outputs) == 1
+    torch.testing.assert_close(outputs[0], expected)
+
+
 def test_an_input_that_is_overwritten_afterwards_keeps_the_forward():
     """Eager code saves a copy of the input in fp32, and the op would save the input itself."""
     model = with_adapters(Overwrites(), ("fc",))
     assert "changed in place" in reason(model)
     model(input_for(hidden=32)).float().sum().backward()
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("name", ["gate_proj", "up_proj", "down_proj", "q_proj"])
+def test_a_projection_may_become_any_module_or_a_builtin_function(name):
+    model = (Heads if name == "q_proj" else MLP)().to(DEVICE, torch.bfloat16)
+    stock = copy.deepcopy(model)
+    tigon.patch(model)
+    for each in (model, stock):
+        layer = each._modules.pop(name)
+        if name == "q_proj":
+            object.__setattr__(each, name, torch.relu)
+        else:
+            setattr(each, name, nn.Sequential(layer, nn.Tanh()))
+    x = input_for(hidden=32)
+    torch.testing.assert_close(model(x), stock(x), rtol=2e-2, atol=2e-2)
