@@ -3,8 +3,9 @@
 Half of the time of a patch of a tiny model goes into the probes of these modules, and many tests patch models of the
 same few classes. With the fixture `remembers_probes`, `tigon.patch` gets the result of an earlier patch for a module
 that has the same state by value: the same class, settings, shapes and children, and the same fingerprint of everything
-that its forward reads, which is what a guard compares. The tests of recognition do not use the fixture, and a test with
-the mark `probes` recognises every model anew.
+that its forward reads, which is what a guard compares. The functions of torch are not part of this state, so a test
+that may patch them, because it uses `monkeypatch`, recognises every model anew. So does a test with the mark `probes`.
+The tests of recognition do not use the fixture.
 """
 
 import copy
@@ -78,7 +79,7 @@ REMEMBERING["layer_norm"] = REMEMBERING["rms_norm"]
 def remembers_probes(request):
     """Let patches of this test use the results of earlier probes."""
     before = dict(PARTS)
-    if not request.node.get_closest_marker("probes"):
+    if not request.node.get_closest_marker("probes") and "monkeypatch" not in request.fixturenames:
         PARTS.update({part: dataclasses.replace(PARTS[part], recognise=f) for part, f in REMEMBERING.items()})
     yield
     PARTS.update(before)
