@@ -1,10 +1,12 @@
-"""Probes run on the CPU, whatever the default device of the caller is."""
+"""Probes run on the CPU, whatever the default device of the caller is, and see every size that a forward reads."""
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from recognition.modules import Norm, define, reason
 from tigon.recognition.probing.standin import probing
 from tigon.recognition.probing.symbolic import reads_no_size
 
@@ -77,3 +79,50 @@ def test_an_error_that_a_forward_catches_reveals_a_size():
 def test_a_norm_reads_no_size():
     norm = lambda x, gate: (1 - x * torch.rsqrt(x.float().pow(2).mean(-1) + 1)).to(x.dtype) * F.silu(gate) / 2
     assert reads_no_size(norm, (torch.ones(3), torch.ones(3)))
+
+
+def mul(x, y):
+    """Count the rows of x. The name is that of a function of torch."""
+    count = 0
+    for _ in x:
+        count = count + 1
+    return y * 2 if count > 4096 else y
+
+
+def count_unseen(self, x):
+    with self.off():
+        return mul(x, self.compute(x, self.weight))
+
+
+def drop_one_row(self, x):
+    """Add numbers in evaluation if there is one row."""
+    is_single = torch.where(x.float().var(0, keepdim=True).isnan(), 1.0, 0.0)
+    return self.compute(x, self.weight) + (nn.Dropout.forward(self, torch.ones_like(x)) * is_single).to(x.dtype)
+
+
+TABLE = {"off": torch._C.DisableTorchFunction}
+# Attributes, and a forward that learns a size by them where no mode of Python sees it.
+UNSEEN = {
+    "no modes": ({"off": torch._C.DisableTorchFunction}, count_unseen),
+    "no modes, from a table": (
+        {},
+        define("with TABLE['off'](): return mul(x, self.compute(x, self.weight))", globals()),
+    ),
+    "dispatch": (
+        {"send": torch.overrides.handle_torch_function},
+        lambda self, x: self.send(mul, (x,), x, self.compute(x, self.weight)),
+    ),
+    "count": (
+        {"count": torch.numel},
+        lambda self, x: self.compute(x, self.weight) * 2 ** (self.count(x) // (48 * 4097)),
+    ),
+    "dropout of a base class": ({"p": 1.0, "inplace": False}, drop_one_row),
+}
+
+
+@pytest.mark.parametrize(("attributes", "forward"), UNSEEN.values(), ids=UNSEEN)
+def test_a_forward_with_functions_of_torch_in_its_attributes_stays_stock(attributes, forward):
+    bases = (Norm, nn.Dropout) if "p" in attributes else (Norm,)
+    norm = type("Unseen", bases, {"forward": forward})()
+    vars(norm).update(attributes)
+    assert reason(norm)
