@@ -98,7 +98,7 @@ WORKLOADS = (
             Variant("packed 16 + 16 x 128", (1, 200, 2, 2, 2, 128), NORMALISED),
             Variant("16 + 32 x 128", (1, 200, 1, 2, 4, 128), NORMALISED),
         ),
-        # As above, and forward and backward read g, and backward writes dg.
+        # The tensors are those of the workload above. Forward and backward also read g, and backward writes dg.
         elements=lambda b, t, n, hk, hv, d: b * t * (d * (6 * hk + 8 * hv) + 3 * hv),
         bench_shapes=(
             Case("kimi-linear-48b", (2, 4096, 1, 32, 32, 128), MORE, NORMALISED),

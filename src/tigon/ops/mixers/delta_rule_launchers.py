@@ -1,4 +1,4 @@
-"""Launches of the gated delta rule's kernels, their parameters, and the self-check on each device.
+"""Launches of the kernels of the delta rules, and the self-check on each device.
 
 Triton has miscompiled kernels of this kind. Therefore the first call on a device with another dtype, other sizes of
 heads, other launch parameters or other optional tensors first runs the kernels on a small problem, and compares all

@@ -80,7 +80,7 @@ def _uses_only(names: frozenset[str], reach: Reach, module: nn.Module) -> bool:
     return all(names.issuperset(code.co_names) for code in reach.codes)
 
 
-# Where torch and Python define names.
+# Torch and Python define their names in these objects.
 _OWNERS = torch.Tensor, torch, torch.nn.functional, builtins
 
 

@@ -142,7 +142,7 @@ def _recognise(function: types.FunctionType, state: tuple) -> tuple[RuleForm | C
 
 # Batch, length, heads, and the sizes of the heads of keys and values. Stock chunks have 64 tokens.
 _SMALL, _TAIL, _LONG = (2, 5, 2, 16, 8), (2, 70, 2, 16, 8), (1, 200, 1, 128, 128)
-# Whether q and k are divided by their l2 norms, with their size. Small ones show the epsilon of the norm.
+# Each pair says whether q and k are divided by their l2 norms, and how large they are. Small ones show the epsilon.
 _NORMS = (False, 1.0), (True, 1.0), (True, 3e-4)
 
 

@@ -35,6 +35,10 @@ BY_POSITION = frozenset(
 SCANS = frozenset(["cumsum", "cumprod", "cummax", "cummin", "logcumsumexp"])
 
 
+# The results of these functions of torch, if they are tensors, reveal no size.
+HIDES_SIZES = WITHOUT_SIZES | ARITHMETIC
+
+
 class _SizeWatch(TorchFunctionMode):
     """Record whether a function of torch returns anything but a tensor or a dtype, or raises an error."""
 
@@ -44,7 +48,7 @@ class _SizeWatch(TorchFunctionMode):
         # A forward may catch the error of sizes that do not fit together.
         previous, self.may_reveal_size = self.may_reveal_size, True
         result = func(*args, **(kwargs or {}))
-        is_plain = type(result) in (Tensor, nn.Parameter) and func.__name__ in WITHOUT_SIZES | ARITHMETIC
+        is_plain = type(result) in (Tensor, nn.Parameter) and func.__name__ in HIDES_SIZES
         self.may_reveal_size = previous or not (is_plain or isinstance(result, torch.dtype))
         return result
 
