@@ -135,6 +135,23 @@ def test_graphs_replay_packed_samples(monkeypatch):
     assert len(report.graphs.captured) == 1
 
 
+def test_graphs_leave_samples_that_only_positions_show_to_eager_calls(monkeypatch):
+    """The host computes their boundaries, which no graph can contain, so no capture is tried."""
+    emulate(monkeypatch)
+    model = tiny_model("qwen3_5_text").train()
+    eager = copy.deepcopy(model)
+    tigon.patch(eager)
+    record = tigon.patch(model, graphs=True).graphs
+    batch = {"input_ids": TOKENS, "labels": TOKENS}
+    packed = {**batch, "position_ids": POSITIONS, "use_cache": False}
+    for _ in range(4):
+        assert_same(step(model, packed), step(eager, packed))
+        assert_same(step(model, batch), step(eager, batch))
+    assert record.eager["its recurrent layers need the boundaries of packed samples: pass cu_seq_lens_q"] == 4
+    # Calls without positions are captured.
+    assert (len(record.captured), record.replayed) == (1, 2)
+
+
 @pytest.mark.parametrize("model_type", TYPES)
 def test_generation_with_a_cache_is_stock(model_type, op_calls):
     stock = tiny_model(model_type).eval()

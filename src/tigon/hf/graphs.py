@@ -11,9 +11,11 @@ from tigon.graphs.obstacles import check_model, parameters_of
 from tigon.graphs.padding import ladder_length
 from tigon.graphs.signature import NotCaptured
 from tigon.hf.checkpoints import layer_calls, transformers_models
+from tigon.hf.packing import add_boundaries
 from tigon.hf.padded_calls import PaddedForward
 from tigon.hf.report import Report
 from tigon.hf.transformers_private import is_switched_on, masks_as_in_eager_calls
+from tigon.recognition.parts.mixers import boundaries_in
 from tigon.recognition.replacement import find_recipe, find_replacement, foreign_forward, install
 
 # Arguments, and settings of the configuration, that request more outputs than a graph has.
@@ -42,12 +44,20 @@ def prepare_call(model: nn.Module, arguments: dict[str, Any]) -> Preparation:
         text_config = config.get_text_config() if hasattr(config, "get_text_config") else config
         has_cache = getattr(text_config, "use_cache", False)
     has_mask = arguments.get("attention_mask") is not None
+    if not has_mask and arguments.get("position_ids") is not None and boundaries_in(arguments) is None:
+        _check_recurrent_layers(model)
     # Beside a mask or a cache, transformers does not separate the samples of a packed batch.
     is_plain = not has_mask and (has_cache or _is_one_sample(arguments.get("position_ids")))
     embeds = arguments.get("inputs_embeds")
     tokens = arguments.get("input_ids") if embeds is None else embeds
     is_bucket = isinstance(tokens, Tensor) and tokens.dim() > 1 and ladder_length(tokens.shape[1]) == tokens.shape[1]
     return Preparation(arguments, masks_as_in_eager_calls if is_plain else contextlib.nullcontext, is_bucket)
+
+
+def _check_recurrent_layers(model: nn.Module) -> None:
+    """Raise `NotCaptured` if a hook of a model computes boundaries from positions, for which the host waits."""
+    if any(add_boundaries in module._forward_pre_hooks.values() for module in model.modules()):
+        raise NotCaptured("its recurrent layers need the boundaries of packed samples: pass cu_seq_lens_q")
 
 
 def _is_one_sample(positions: Any) -> bool:
