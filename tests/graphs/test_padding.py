@@ -139,7 +139,7 @@ def test_padding_of_packed_samples_is_a_sample():
         assert result[f"max_length_{side}"] == 4
 
 
-@pytest.mark.parametrize(("kept", "expected"), [(2, slice(3, 5)), (9, slice(0, 5)), (0, 0)])
+@pytest.mark.parametrize(("kept", "expected"), [(2, slice(3, 5)), (9, slice(0, 5)), (0, 0), (-2, slice(2, 5))])
 def test_kept_logits_count_from_the_true_end(kept, expected):
     assert padded(logits_to_keep=kept)["logits_to_keep"] == expected
 

@@ -161,7 +161,7 @@ def pad_call(arguments: dict[str, Any], length: int, rules: PaddingRules | None 
         if rules.takes_use_cache:
             padded["use_cache"] = False
         if kept := arguments.get("logits_to_keep"):
-            padded["logits_to_keep"] = slice(max(0, true_length - kept), true_length)
+            padded["logits_to_keep"] = slice(*slice(-kept, None).indices(true_length)[:2])
     return PaddedCall(padded, true_length, length)
 
 
