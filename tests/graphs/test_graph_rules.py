@@ -1,5 +1,6 @@
 """Errors of graphs, calls that stay eager and their reasons, and what holds the memory of graphs."""
 
+import contextlib
 import gc
 import random
 import threading
@@ -9,6 +10,7 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from transformers import masking_utils
 from transformers.models.llama import modeling_llama
 
@@ -246,6 +248,62 @@ def test_embeddings_whose_output_needs_a_gradient_are_replayed():
     model = lora()
     model.enable_input_require_grads()
     assert run_both(train, model).replayed == 3
+
+
+def test_a_call_whose_loss_and_logits_are_differentiated_runs_eagerly():
+    def script(model):
+        results = []
+        for seed in range(4):
+            outputs = model(**batch(seed))
+            (outputs.loss + outputs.logits.square().mean()).backward()
+            results += [outputs.loss.detach(), outputs.logits.detach(), *gradients(model)]
+        return results
+
+    record = run_both(script, loss=False)
+    assert record.replayed == 0
+    assert any("its output has 2 tensors with a gradient" in reason for reason in record.eager), record
+
+
+@pytest.mark.parametrize("kept", [3, LENGTH, -3, torch.tensor([7, 2])], ids=["3", "all", "all but 3", "two tokens"])
+@pytest.mark.parametrize("length", [LENGTH, LENGTH - 5], ids=["of a graph", "padded"])
+def test_logits_to_keep_count_from_the_true_end(length, kept):
+    eager, graphed = llama(), llama()
+    tigon.patch(eager)
+    record = tigon.patch(graphed, graphs=True).graphs
+    for seed in range(3):
+        tokens = batch(seed, length)["input_ids"]
+        expected, logits = (model(input_ids=tokens, logits_to_keep=kept).logits for model in (eager, graphed))
+        expected.square().mean().backward()
+        logits.square().mean().backward()
+        torch.testing.assert_close(logits, expected)
+        torch.testing.assert_close(gradients(graphed), gradients(eager))
+    is_eager = length < LENGTH and isinstance(kept, int)
+    assert (record.replayed, record.eager["logits_to_keep is a slice"]) == ((0, 3) if is_eager else (1, 0)), record
+
+
+class NoHostCopies(TorchFunctionMode):
+    """Raise an error where torch would copy a number from the host to a GPU, as torch does during a capture."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.tensor:
+            raise RuntimeError("Cannot copy between CPU and CUDA tensors during CUDA graph capture")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("is_refused", [False, True], ids=["the capture works", "the capture fails"])
+def test_eager_attention_is_graphed_if_its_mask_can_be_captured(is_refused, monkeypatch, caplog):
+    """transformers copies a number of this mask from the host, which a capture on a GPU does not allow."""
+    emulated = forward.capturing.capture
+
+    def capture_as_on_a_gpu(*args, **options):
+        with NoHostCopies() if is_refused else contextlib.nullcontext():
+            return emulated(*args, **options)
+
+    monkeypatch.setattr(forward.capturing, "capture", capture_as_on_a_gpu)
+    record = run_both(train, llama(attn_implementation="eager"))
+    assert record.replayed == (0 if is_refused else 3)
+    assert any("Cannot copy between CPU" in reason for reason in record.eager) == is_refused
+    assert sum(entry.levelname == "WARNING" for entry in caplog.records) == is_refused
 
 
 class Scaled(nn.Module):

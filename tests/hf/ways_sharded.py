@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Callable
 from types import SimpleNamespace
+from unittest import mock
 
 import torch
 from torch import nn
@@ -11,6 +12,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 from hf.ways import DEVICE, EXPERTS, assert_same, batch, build, distributed, patch, step, with_op_on_experts
+from tigon.graphs import obstacles
 
 BF16 = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)}
 
@@ -119,8 +121,23 @@ def accumulated(rank: int) -> None:
     assert_same(*steps)
 
 
+def graphed(rank: int) -> None:
+    """Assert that several ranks run eagerly, with the reason in the report, although their device captures graphs."""
+    steps = []
+    with mock.patch.object(obstacles, "is_supported", return_value=True):
+        for graphs in (True, False):
+            model = build()
+            report = patch(model, graphs=graphs)
+            model = ddp(model)
+            steps += [[step(model, True, **batch(rank, seed)) for seed in range(4)]]
+            assert report.graphs is None or report.graphs.eager == {"the process group has several ranks": 4}, report
+    for ours, expected in zip(*steps, strict=True):
+        assert_same(ours, expected)
+
+
 SETUPS = {
     "DDP": make_setup(ddp),
+    "DDP, graphs": graphed,
     "FSDP2, norm and head one unit": make_setup(functools.partial(fsdp2, groups=("norm", "head"))),
     "FSDP2, patched after": make_setup(functools.partial(fsdp2, groups=("norm", "head")), patch_after=True),
     "FSDP2, experts as a unit": make_experts_setup(experts_as_unit),
