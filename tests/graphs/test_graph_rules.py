@@ -1,6 +1,5 @@
 """Errors of graphs, calls that stay eager and their reasons, and what holds the memory of graphs."""
 
-import contextlib
 import gc
 import random
 import threading
@@ -10,8 +9,6 @@ import weakref
 import pytest
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
-from transformers import masking_utils
 from transformers.models.llama import modeling_llama
 
 import tigon
@@ -20,7 +17,6 @@ from graphs.steps import LENGTH, TwoBiases, batch, gradients, llama, lora, run_b
 from tigon.graphs import forward
 from tigon.graphs.state import ModelState
 from tigon.hf.graphs import find_graphed_forward
-from tigon.hf.transformers_private import masks_as_in_eager_calls
 
 pytestmark = pytest.mark.no_interpreter("The emulation of graphs needs no kernel.")
 
@@ -195,30 +191,6 @@ def test_a_capture_waits_for_the_eager_step_of_another_thread():
 # --- what one pair may compute -----------------------------------------------------------------------
 
 
-def test_packed_samples_are_not_replayed_as_one_sample():
-    """The graph of one sample has no mask, and that of packed samples has one, with arguments of the same shapes."""
-    one, packed = torch.arange(LENGTH)[None], torch.tensor([[*range(40), *range(LENGTH - 40)]])
-
-    def script(model):
-        positions = (one, packed, one)
-        return [train(model, 4, position_ids=x, use_cache=False) for x in positions]
-
-    assert len(run_both(script).captured) == 2
-
-
-def test_a_capture_does_not_change_the_masks_of_other_threads():
-    packed, samples = torch.tensor([[*range(40), *range(LENGTH - 40)]]), []
-    find = lambda: samples.append(masking_utils.find_packed_sequence_indices(packed))
-    with masks_as_in_eager_calls():
-        thread = threading.Thread(target=find)
-        thread.start()
-        thread.join()
-        find()
-    find()
-    assert samples[1] is None
-    assert torch.equal(samples[0], samples[2])
-
-
 class Box:
     def __init__(self, value):
         self.value = value
@@ -279,31 +251,6 @@ def test_logits_to_keep_count_from_the_true_end(length, kept):
         torch.testing.assert_close(gradients(graphed), gradients(eager))
     is_eager = length < LENGTH and isinstance(kept, int)
     assert (record.replayed, record.eager["logits_to_keep is a slice"]) == ((0, 3) if is_eager else (1, 0)), record
-
-
-class NoHostCopies(TorchFunctionMode):
-    """Raise an error where torch would copy a number from the host to a GPU, as torch does during a capture."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func is torch.tensor:
-            raise RuntimeError("Cannot copy between CPU and CUDA tensors during CUDA graph capture")
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("is_refused", [False, True], ids=["the capture works", "the capture fails"])
-def test_eager_attention_is_graphed_if_its_mask_can_be_captured(is_refused, monkeypatch, caplog):
-    """transformers copies a number of this mask from the host, which a capture on a GPU does not allow."""
-    emulated = forward.capturing.capture
-
-    def capture_as_on_a_gpu(*args, **options):
-        with NoHostCopies() if is_refused else contextlib.nullcontext():
-            return emulated(*args, **options)
-
-    monkeypatch.setattr(forward.capturing, "capture", capture_as_on_a_gpu)
-    record = run_both(train, llama(attn_implementation="eager"))
-    assert record.replayed == (0 if is_refused else 3)
-    assert any("Cannot copy between CPU" in reason for reason in record.eager) == is_refused
-    assert sum(entry.levelname == "WARNING" for entry in caplog.records) == is_refused
 
 
 class Scaled(nn.Module):

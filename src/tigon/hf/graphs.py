@@ -14,7 +14,7 @@ from tigon.hf.checkpoints import layer_calls, transformers_models
 from tigon.hf.packing import add_boundaries
 from tigon.hf.padded_calls import PaddedForward
 from tigon.hf.report import Report
-from tigon.hf.transformers_private import is_switched_on, masks_as_in_eager_calls
+from tigon.hf.transformers_private import attention_of, is_switched_on, masks_as_in_eager_calls
 from tigon.recognition.parts.mixers import boundaries_in
 from tigon.recognition.replacement import find_recipe, find_replacement, foreign_forward, install
 
@@ -46,7 +46,8 @@ def prepare_call(model: nn.Module, arguments: dict[str, Any]) -> Preparation:
     has_mask = arguments.get("attention_mask") is not None
     if not has_mask and arguments.get("position_ids") is not None and boundaries_in(arguments) is None:
         _check_recurrent_layers(model)
-    # Beside a mask or a cache, transformers does not separate the samples of a packed batch.
+    # Beside a mask or a cache, transformers does not separate the samples of a packed batch, except by flash-attn.
+    has_cache = has_cache and "flash" not in attention_of(model)
     is_plain = not has_mask and (has_cache or _is_one_sample(arguments.get("position_ids")))
     embeds = arguments.get("inputs_embeds")
     tokens = arguments.get("input_ids") if embeds is None else embeds

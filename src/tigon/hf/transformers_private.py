@@ -90,32 +90,37 @@ def loss_type(model: nn.Module) -> str | None:
 # --- masks -----------------------------------------------------------------------------------------
 
 
+# The functions that read masks and positions, by their files, and what they return for one sample without a mask.
+_READERS: dict[str, dict[str, Any]] = {
+    "transformers.masking_utils": {"is_tracing": False, "find_packed_sequence_indices": None},
+    "transformers.modeling_flash_attention_utils": {"_is_packed_sequence": False},
+}
+
+
 @contextlib.contextmanager
 def masks_as_in_eager_calls() -> Iterator[None]:
     """Let a call without mask, whose batch is not packed, build no causal mask in the block: a CUDA graph is captured.
 
     Attention would read the mask, and its kernels with a mask are slower. transformers builds one because it cannot
-    read the values of tensors during a capture, and such a call has none to read. The functions are `is_tracing` and
-    `find_packed_sequence_indices` of `transformers.masking_utils`. Without the first one, the graph has the mask.
-    Without the second one, it has the mask if the call has positions.
+    read the values of tensors during a capture, and such a call has none to read. Without `is_tracing`, the graph has
+    the mask. Without `find_packed_sequence_indices`, it has the mask if the call has positions. Without
+    `_is_packed_sequence`, a call of one row by flash-attn cannot be captured, because the host reads its positions.
     """
-    names = vars(sys.modules.get("transformers.masking_utils", object))
-    results = {"is_tracing": False, "find_packed_sequence_indices": None}
-    stock = {name: names[name] for name in results if name in names}
     thread = threading.get_ident()
 
-    def replace(name: str) -> Callable:
+    def replace(function: Callable, result: Any) -> Callable:
         # Models of other threads may have packed batches.
-        is_here = lambda: threading.get_ident() == thread
-        return lambda *args, **kwargs: results[name] if is_here() else stock[name](*args, **kwargs)
+        return lambda *args, **kwargs: result if threading.get_ident() == thread else function(*args, **kwargs)
 
-    if stock:
-        names.update({name: replace(name) for name in stock})
+    tables = {file: vars(sys.modules[file]) for file in _READERS if file in sys.modules}
+    stock = {file: {name: table[name] for name in _READERS[file] if name in table} for file, table in tables.items()}
+    for file, functions in stock.items():
+        tables[file].update({name: replace(f, _READERS[file][name]) for name, f in functions.items()})
     try:
         yield
     finally:
-        if stock:
-            names.update(stock)
+        for file, functions in stock.items():
+            tables[file].update(functions)
 
 
 # --- checkpointing ---------------------------------------------------------------------------------
