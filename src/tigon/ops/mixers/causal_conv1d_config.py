@@ -21,7 +21,7 @@ class WalkConfig(NamedTuple):
     # Channels of a program.
     block_c: int
     num_warps: int
-    # The rows of a chunk. A program loads each row while it computes the one that precedes it by so many.
+    # The rows of a chunk. A program loads them while it computes the chunk before.
     rows: int
     # More programs would not shorten the runs of tokens.
     programs: int
@@ -39,18 +39,18 @@ class ConvConfig(LaunchConfig):
         """Return the parameters for any number of channels and 2 to 8 taps.
 
         A thread computes 4 channels in forward, or 2 of more than 4 taps. In backward it computes 2, because taps, sums
-        and rows take 4 W registers for each channel. It loads rows 8 ahead, or 4 in backward of more than 4 taps. All
+        and rows take 4 W registers for each channel. A chunk has 8 rows, or 4 in backward of more than 4 taps. All
         programs run at once: on Hopper, a thread of the forward takes up to 96 registers (10 programs a
-        multiprocessor), and one of the backward 104 (9), or 128 with packed samples (8), of 8 taps 158 (6).
+        multiprocessor), and one of the backward 128 (8). With packed samples these are 128 (8) and 160 (6).
         """
-        # A pair of channels is the least that a program computes.
+        # A program computes at least two channels, because it loads pairs of bf16.
         width, warps = next_power_of_2(max(2, problem.channels)), 2
         block = lambda thread_channels: min(width, thread_channels * warps * device.warp_size)
         few_taps = problem.taps <= 4
-        programs = 9 if not problem.is_packed else 8 if few_taps else 6
+        forward_programs, backward_programs = (8, 6) if problem.is_packed else (10, 8)
         return ConvConfig(
-            WalkConfig(block(4 if few_taps else 2), warps, 8, 10 * device.multiprocessors),
-            WalkConfig(block(2), warps, 8 if few_taps else 4, programs * device.multiprocessors),
+            WalkConfig(block(4 if few_taps else 2), warps, 8, forward_programs * device.multiprocessors),
+            WalkConfig(block(2), warps, 8 if few_taps else 4, backward_programs * device.multiprocessors),
         )
 
 
