@@ -12,7 +12,9 @@ from delta_rule_cases import GATED, RULES, make_inputs, results_of, widen
 from op_cases import DEVICE, DTYPES, INTERPRETED, assert_refused
 from tigon.ops.mixers import delta_rule_launchers
 from tigon.ops.mixers.delta_rule_chunks import DeltaInputs, DeltaOptions, chunked_backward, chunked_forward
+from tigon.ops.mixers.delta_rule_config import DeltaConfig, DeltaProblem
 from tigon.ops.mixers.delta_rule_launchers import DeltaVariant
+from tigon.runtime.device import device_of
 from tigon.testing import assert_accurate
 
 MODULE = sys.modules["tigon.ops.mixers.gated_delta_rule"]
@@ -159,7 +161,7 @@ def test_malformed_bounds_make_all_results_nan(bounds, runs_kernels, rule, monke
             monkeypatch.setattr(delta_rule_launchers, name, zeros)
         outputs = delta_rule_launchers.delta_rule_forward(inputs.q, inputs, options)
         needs = delta_rule_launchers.NeededDeltaGradients(True, True)
-        gradients = delta_rule_launchers.delta_rule_backward(do, dlast, inputs, options, needs)
+        gradients = delta_rule_launchers.delta_rule_backward(do, dlast, outputs[0], inputs, options, needs)
     else:
         outputs, gradients = chunked_forward(inputs, options), chunked_backward(do, dlast, inputs, options)
     for x in (*outputs, *gradients):
@@ -297,6 +299,13 @@ VARIANTS = {
 }
 
 
+def check_kernels(variant: DeltaVariant) -> bool:
+    """Run the self-check with the launch parameters of a small problem."""
+    like = torch.empty(1, 1, 1, 32, dtype=DTYPES[-1], device=DEVICE)
+    problem = DeltaProblem(32, variant.value_size, variant.groups, variant.has_feature_decay)
+    return delta_rule_launchers.check_kernels(like, variant, DeltaConfig.choose(problem, device_of(like)))
+
+
 @pytest.mark.kernels
 @pytest.mark.parametrize("is_broken", [False, True], ids=["right kernels", "a wrong kernel"])
 @pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
@@ -311,15 +320,13 @@ def test_the_self_check_finds_a_wrong_kernel(variant, is_broken, monkeypatch):
                 arguments[7].mul_(2)
 
         monkeypatch.setattr(delta_rule_launchers, "launch", launch_twice_the_scores)
-    like = torch.empty(1, 1, 1, 32, dtype=DTYPES[-1], device=DEVICE)
     with torch.device("meta"):
-        assert delta_rule_launchers.check_kernels(like, variant) is not is_broken
+        assert check_kernels(variant) is not is_broken
 
 
 @pytest.mark.kernels
 def test_the_self_check_of_a_variant_launches_the_kernels_of_this_variant(monkeypatch):
     """Training passes neither states nor bounds, and Triton compiles other code for that."""
-    like = torch.empty(1, 1, 1, 32, dtype=DTYPES[-1], device=DEVICE)
     launch, optional = delta_rule_launchers.launch, {}
 
     def record(kernel, grid, *arguments, **constants):
@@ -329,11 +336,11 @@ def test_the_self_check_of_a_variant_launches_the_kernels_of_this_variant(monkey
         launch(kernel, grid, *arguments, **constants)
 
     monkeypatch.setattr(delta_rule_launchers, "launch", record)
-    assert delta_rule_launchers.check_kernels(like, VARIANTS["training"])
+    assert check_kernels(VARIANTS["training"])
     assert not optional
-    assert delta_rule_launchers.check_kernels(like, VARIANTS["packed"])
+    assert check_kernels(VARIANTS["packed"])
     assert list(optional) == ["bounds_ptr"]
-    assert delta_rule_launchers.check_kernels(like, VARIANTS["packed states"])
+    assert check_kernels(VARIANTS["packed states"])
     assert len(optional) == 4
 
 
@@ -342,7 +349,7 @@ def test_a_self_check_without_memory_has_no_verdict(monkeypatch):
         raise torch.OutOfMemoryError
 
     inputs = DeltaInputs(**{name: x.detach() for name, x in make_inputs(tokens=3).items()}, cu_seqlens=None)
-    monkeypatch.setattr(delta_rule_launchers, "delta_rule_forward", lack_memory)
+    monkeypatch.setattr(delta_rule_launchers, "_launch_forward", lack_memory)
     monkeypatch.setattr(delta_rule_launchers, "choose_config", lambda inputs: None)
     monkeypatch.setattr(delta_rule_launchers, "may_wait", lambda: True)
     monkeypatch.setattr(delta_rule_launchers, "_verdicts", {})

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tigon.ops.mixers.delta_rule_chunks import DeltaInputs
-from tigon.runtime.device import Device, device_of, next_power_of_2
+from tigon.ops.mixers.delta_rule_chunks import DeltaInputs, count_samples
+from tigon.runtime.device import Device, cdiv, device_of, next_power_of_2
 from tigon.runtime.tuning import LaunchConfig, rung
 
 # Wider heads do not fit into the registers.
@@ -12,18 +12,24 @@ MAX_SIZE = 256
 
 
 class DeltaProblem(NamedTuple):
-    """The sizes that the launch parameters depend on. The number of tokens and of sequences is not among them."""
+    """The sizes that the launch parameters depend on. The number of tokens is not among them."""
 
     key_size: int
     value_size: int
+    # Heads of v times sequences or packed samples.
+    sequences: int
+    # True for Kimi Delta Attention.
+    has_feature_decay: bool
 
 
-# The columns of a block of the state, the warps and the stages of the scans; and the columns, the warps and the stages
-# of the kernel of the other gradients. The first number is the largest size of a head of q and k. Registers bound the
-# columns and the warps: the block of the state in fp32 takes at most 32 registers of a thread of the scans, and the sum
-# of dq or dk at most 64 of a thread of the last kernel. A kernel has at most 256 threads, because more of them leave
-# too few registers to each on AMD. Shared memory bounds the stages.
-LADDER = ((64, (32, 4, 2, 32, 4, 1)), (128, (32, 8, 2, 64, 8, 1)), (256, (32, 8, 1, 32, 8, 1)))
+# The columns of a block of the state in the forward scan and in the two scans of backward, the warps and the stages of
+# the scans; and the columns, the warps and the stages of the kernels of the other gradients. The first number is the
+# largest size of a head of q and k. Registers bound the columns and the warps. A kernel has at most 256 threads,
+# because more of them leave too few registers to each on AMD. Shared memory bounds the stages.
+LADDER = ((64, (32, 32, 4, 2, 32, 4, 1)), (128, (32, 32, 8, 2, 32, 8, 1)), (256, (32, 32, 8, 1, 32, 8, 1)))
+# A product of Hopper's tensor cores has at least 64 rows for 4 warps, and the chunks have 64 rows. Of a product that
+# reads another one, Triton gives 8 warps the same rows twice.
+HOPPER = ((128, (64, 32, 4, 3, 32, 4, 3)), (256, (32, 32, 8, 1, 32, 8, 1)))
 
 
 @dataclass(frozen=True)
@@ -37,8 +43,9 @@ class DeltaConfig(LaunchConfig):
     # The kernels of Kimi Delta Attention compute these features of a head at a time, with these warps.
     feature_block: int
     feature_warps: int
-    # The scans over the chunks: columns of the state, warps, and stages of the pipeline.
+    # The scans over the chunks: columns of the state in forward and in backward, warps, and stages of the pipeline.
     scan_block_v: int
+    backward_block_v: int
     scan_warps: int
     scan_stages: int
     # The kernel of dq, dk, dg and dbeta: columns of v at a time, warps, and stages of the pipeline.
@@ -49,16 +56,24 @@ class DeltaConfig(LaunchConfig):
     @staticmethod
     def heuristic(problem: DeltaProblem, device: Device) -> "DeltaConfig":
         """Return the parameters for heads of up to `MAX_SIZE` features."""
-        numbers = rung(LADDER, problem.key_size)
-        scan_block, scan_warps, scan_stages, gradient_block, gradient_warps, gradient_stages = numbers
+        is_hopper = device.arch == "sm_90"
+        numbers = rung(HOPPER if is_hopper else LADDER, problem.key_size)
+        scan_block, backward_block, scan_warps, scan_stages, gradient_block, gradient_warps, gradient_stages = numbers
+        if problem.sequences * cdiv(problem.value_size, scan_block) < 0.75 * device.multiprocessors:
+            # More programs than these leave no multiprocessor idle.
+            scan_block = min(scan_block, backward_block)
+        elif is_hopper and problem.has_feature_decay:
+            # The scans read more rows.
+            scan_stages = min(scan_stages, 2)
         most_columns = max(16, next_power_of_2(problem.value_size))
         has_room = device.shared_memory >= 160 * 1024
         return DeltaConfig(
             pairs_warps=4 if problem.key_size <= 128 else 8,
-            inverse_precision="ieee",
+            inverse_precision="tf32" if device.arch.startswith("sm_") else "ieee",
             feature_block=min(32, max(16, next_power_of_2(problem.key_size))),
             feature_warps=min(8, 256 // device.warp_size),
             scan_block_v=min(scan_block, most_columns),
+            backward_block_v=min(backward_block, most_columns),
             scan_warps=min(scan_warps, 256 // device.warp_size),
             scan_stages=scan_stages if has_room else 1,
             gradient_block_v=min(gradient_block, most_columns),
@@ -70,7 +85,8 @@ class DeltaConfig(LaunchConfig):
 def choose_config(inputs: DeltaInputs) -> DeltaConfig:
     """Return the launch parameters for these inputs."""
     q, v = inputs.q, inputs.v
-    return DeltaConfig.choose(DeltaProblem(q.shape[3], v.shape[3]), device_of(q))
+    sequences = count_samples(inputs) * v.shape[2]
+    return DeltaConfig.choose(DeltaProblem(q.shape[3], v.shape[3], sequences, inputs.g.dim() == 4), device_of(q))
 
 
 def has_feature_kernels(arch: str) -> bool:

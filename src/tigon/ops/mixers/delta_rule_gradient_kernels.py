@@ -14,12 +14,13 @@ Shapes: H heads of v, Hk heads of q and k, C = 64 tokens of a chunk, M chunks in
 from tigon.ops.mixers.delta_rule_kernels import (
     BETA,
     CHUNK,
-    DQUERY,
     LOG_DECAY,
     MIN_LOG_DECAY,
+    OUTPUT_DOTS,
     QUERY,
     READ,
     REST,
+    STATE_DOT,
     TOTAL,
     VECTORS,
     WRITE,
@@ -39,14 +40,15 @@ from tigon.runtime.compat.triton import tl, triton
 
 @triton.jit(do_not_specialize=["T", "chunks"])
 def backward_scan_kernel(
-    q_ptr, k_ptr, do_ptr, inverse_ptr, scores_ptr, vectors_ptr, totals_ptr, writes_ptr,
+    q_ptr, k_ptr, do_ptr, errors_ptr, couplings_ptr, scores_ptr, vectors_ptr, totals_ptr, writes_ptr,
     dlast_ptr, bounds_ptr, starts_ptr,  # [N, H, Dk, Dv] fp32 or None, [N + 1] or None, [N] or None
     dx_ptr, dv_ptr, dstates_ptr, dinitial_ptr,  # rows, rows, [M, H, Dk, Dv], [N, H, Dk, Dv] fp32 or None
+    dbeta_parts_ptr,  # [M, H, blocks, C] fp32
     T, chunks, stride_q, stride_k, stride_do,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, KEY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Compute a block of columns of dX, of dv and of dS after each chunk, for one head of one sequence."""
+    """Compute a block of columns of dX, dv and dS after each chunk, and its part of dbeta, for a head of a sequence."""
     blocks: tl.constexpr = (VALUE_SIZE + BLOCK_V - 1) // BLOCK_V
     block, pid = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     head, sample = pid % HEADS, pid // HEADS
@@ -70,7 +72,8 @@ def backward_scan_kernel(
         k = load_tile(k_ptr, row, end, stride_k, KEY_SIZE, key_cols)
         writes = rows_to_write(k, writes_ptr, head, row, end, HEADS, KEY_SIZE, key_cols)
         do = load_tile(do_ptr, row, end, stride_do, VALUE_SIZE, cols)
-        inverse = tl.load(inverse_ptr + place * (CHUNK * CHUNK) + square_offsets())
+        errors = load_tile(errors_ptr + head * VALUE_SIZE, row, end, HEADS * VALUE_SIZE, VALUE_SIZE, cols)
+        coupling = tl.load(couplings_ptr + place * (CHUNK * CHUNK) + square_offsets())
         scores = tl.load(scores_ptr + place * (CHUNK * CHUNK) + square_offsets())
         vectors = vectors_ptr + place * (VECTORS * CHUNK) + index
         beta, read = tl.load(vectors + BETA * CHUNK), tl.load(vectors + READ * CHUNK)
@@ -81,7 +84,8 @@ def backward_scan_kernel(
         tl.store(dstates + state_offsets, rounded_dstate, state_mask)
         dupdates = write[:, None] * tl.dot(writes, rounded_dstate, input_precision="ieee")
         dupdates = tl.dot(tl.trans(scores), do, dupdates, input_precision="ieee")
-        dx = dot_of_parts(tl.trans(inverse), dupdates)
+        dx = dupdates - dot_of_parts(tl.trans(coupling), beta[:, None] * dupdates)
+        tl.store(dbeta_parts_ptr + (place * blocks + block) * CHUNK + index, tl.sum(dx * errors, 1))
         store_tile(dx_ptr, dx, row, end, HEADS * VALUE_SIZE, VALUE_SIZE, cols)
         dvalues = beta[:, None] * dx
         store_tile(dv_ptr, dvalues, row, end, HEADS * VALUE_SIZE, VALUE_SIZE, cols)
@@ -105,137 +109,100 @@ def load_state(ptr, KEY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, key_cols, 
 
 
 @triton.jit
-def add_state_product(
-    term, width, x_ptr, first, end, stride_x, factors, state_ptr, key_cols,
-    KEY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """Return term + (factors * x) S^T, for the rows x [C, Dv] and a state S."""
-    for start in tl.range(0, width, BLOCK_V, num_stages=STAGES):
-        cols = start + tl.arange(0, BLOCK_V)
-        x = load_tile(x_ptr, first, end, stride_x, VALUE_SIZE, cols)
-        state = load_state(state_ptr, KEY_SIZE, VALUE_SIZE, key_cols, cols)
-        term = tl.dot((x * factors[:, None]).to(state.dtype), state, term, input_precision="ieee")
-    return term
-
-
-@triton.jit
-def _dot_of_states(
-    width, a_ptr, b_ptr, key_cols, KEY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, BLOCK_V: tl.constexpr
-):  # fmt: skip
-    """Return the sum of the products of the elements of two states."""
-    products = tl.zeros([BLOCK_V, key_cols.shape[0]], tl.float32)
-    for start in range(0, width, BLOCK_V):
-        cols = start + tl.arange(0, BLOCK_V)
-        a = load_state(a_ptr, KEY_SIZE, VALUE_SIZE, key_cols, cols)
-        b = load_state(b_ptr, KEY_SIZE, VALUE_SIZE, key_cols, cols)
-        products += a.to(tl.float32) * b.to(tl.float32)
-    return tl.sum(products)
-
-
-@triton.jit
-def pair_gradients(
-    width, updates_ptr, dx_ptr, do_ptr, v_ptr, first, end, stride_updates, stride_do, stride_v,
-    VALUE_SIZE: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """Return do U^T and -dX U^T, both [C, C], and the dot products of the rows of dX and v. Without dX, only do U^T."""
-    dscores, dsystem = tl.zeros([CHUNK, CHUNK], tl.float32), tl.zeros([CHUNK, CHUNK], tl.float32)
+def sum_dbeta(parts_ptr, place, BLOCKS: tl.constexpr):
+    """Return the sum of the parts of dbeta [C] that the blocks of columns have computed."""
     dbeta = tl.zeros([CHUNK], tl.float32)
-    for start in tl.range(0, width, BLOCK_V, num_stages=STAGES):
-        cols = start + tl.arange(0, BLOCK_V)
-        updates = load_tile(updates_ptr, first, end, stride_updates, VALUE_SIZE, cols)
-        do = load_tile(do_ptr, first, end, stride_do, VALUE_SIZE, cols)
-        dscores = tl.dot(do, tl.trans(updates), dscores, input_precision="ieee")
-        if dx_ptr is not None:
-            dx = load_tile(dx_ptr, first, end, stride_updates, VALUE_SIZE, cols)
-            v = load_tile(v_ptr, first, end, stride_v, VALUE_SIZE, cols)
-            dsystem = tl.dot(dx, tl.trans(updates), dsystem, input_precision="ieee")
-            dbeta += tl.sum(dx.to(tl.float32) * v.to(tl.float32), 1)
-    return dscores, -dsystem, dbeta
+    for block in range(BLOCKS):
+        dbeta += tl.load(parts_ptr + (place * BLOCKS + block) * CHUNK + tl.arange(0, CHUNK))
+    return dbeta
 
 
 @triton.jit
-def _row_dots(a, b):
-    return tl.sum(a.to(tl.float32) * b, 1)
-
-
-@triton.jit
-def _normalise_gradient(dx_hat, x, factor, NORMALISES: tl.constexpr):
-    """Return the gradient of a tile x, given that of x * factor."""
+def _normalise_gradient(dx_hat, x, factor, dots, NORMALISES: tl.constexpr):
+    """Return the gradient of a tile x, given that of x * factor, and the dot products of the rows of these two."""
     if NORMALISES:
-        dx_hat = factor[:, None] * (dx_hat - x * (factor * factor * _row_dots(x, dx_hat))[:, None])
+        dx_hat = factor[:, None] * (dx_hat - x * (factor * dots)[:, None])
     return dx_hat
 
 
-@triton.jit
-def _key_gradients(
-    dk, width, q_ptr, k_ptr, q_factor, k_factor, do_ptr, dx_ptr, updates_ptr, v_ptr, vectors, state, dstate, dg, dbeta,
-    first, end, stride, stride_q, stride_k, stride_do, stride_v, scale, key_cols,
-    KEY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """Store dg and dbeta of one chunk of a head, and return dk with its part. `vectors` has the part of dG from dq."""
-    index = tl.arange(0, CHUNK)
-    total, beta = tl.load(vectors + TOTAL * CHUNK), tl.load(vectors + BETA * CHUNK)
-    dtotal = tl.load(vectors + DQUERY * CHUNK)
-    dscores, dsystem, dbeta_values = pair_gradients(
-        width, updates_ptr, dx_ptr, do_ptr, v_ptr, first, end, stride, stride_do, stride_v, VALUE_SIZE, BLOCK_V, STAGES
-    )
-    pairs = pair_decays(total)
-    # q and k are loaded before each use, because the registers do not hold them through the loops. Without a barrier,
-    # the compiler would load them once.
-    tl.debug_barrier()
-    q = load_tile(q_ptr, first, end, stride_q, KEY_SIZE, key_cols)
-    k = load_tile(k_ptr, first, end, stride_k, KEY_SIZE, key_cols)
-    dscores = (dscores * pairs * (scale * q_factor)[:, None]).to(q.dtype)
-    dsystem = tl.where(index[:, None] > index[None, :], dsystem * pairs, 0.0)
-    dsystem_rows = (dsystem * (beta * k_factor)[:, None]).to(k.dtype)
-    dsystem = (dsystem * k_factor[None, :]).to(k.dtype)
-    # The sum of two products that start from zero: Triton gives a chain of products another layout, which spills.
-    term = tl.dot(tl.trans(dsystem_rows), k, input_precision="ieee")
-    term += tl.dot(tl.trans(dscores), q, input_precision="ieee")
-    dk += term
-    dtotal -= k_factor * _row_dots(k, term)
-
-    term = add_state_product(
-        tl.zeros([CHUNK, key_cols.shape[0]], tl.float32), width, dx_ptr, first, end, stride, -tl.exp(total), state,
-        key_cols, KEY_SIZE, VALUE_SIZE, BLOCK_V, STAGES,
-    )  # fmt: skip
-    tl.debug_barrier()
-    k = load_tile(k_ptr, first, end, stride_k, KEY_SIZE, key_cols)
-    term = tl.dot(dsystem, k, term, input_precision="ieee")
-    key_dots = k_factor * _row_dots(k, term)
-    dtotal += beta * key_dots
-    dk += beta[:, None] * term
-
-    term = add_state_product(
-        tl.zeros([CHUNK, key_cols.shape[0]], tl.float32), width, updates_ptr, first, end, stride,
-        tl.load(vectors + REST * CHUNK), dstate, key_cols, KEY_SIZE, VALUE_SIZE, BLOCK_V, STAGES,
-    )  # fmt: skip
-    tl.debug_barrier()
-    k = load_tile(k_ptr, first, end, stride_k, KEY_SIZE, key_cols)
-    next_state_dots = k_factor * _row_dots(k, term)
-    dtotal += tl.where(index == CHUNK - 1, tl.sum(next_state_dots), 0.0) - next_state_dots
-    dlog_decay = tl.cumsum(dtotal, 0, reverse=True)
-    # The decay of a token whose g was below the limit has underflowed. A product, because NaN must remain NaN.
-    g = tl.load(vectors + LOG_DECAY * CHUNK)
-    tl.store(dg, tl.where(g > MIN_LOG_DECAY, dlog_decay, 0.0 * dlog_decay), index < end - first)
-    tl.store(dbeta, dbeta_values + key_dots, index < end - first)
-    return dk + term
-
-
 @triton.jit(do_not_specialize=["T", "chunks"])
-def chunk_gradients_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, vectors_ptr, states_ptr, dstates_ptr, updates_ptr, dx_ptr, chunks_ptr,
-    dq_ptr, dk_ptr, dg_ptr, dbeta_ptr,  # rows
-    T, chunks, groups, width, stride_q, stride_k, stride_v, stride_do, scale,
+def query_gradients_kernel(
+    q_ptr, k_ptr, do_ptr, o_ptr, errors_ptr, scores_ptr, vectors_ptr, states_ptr, dstates_ptr,
+    chunks_ptr, bounds_ptr, dinitial_ptr,  # [M, 3] or None, [N + 1] or None, [N, H, Dk, Dv] fp32 or None
+    dq_ptr,  # rows
+    T, chunks, groups, width, stride_q, stride_k, stride_do, scale,
     KEY_HEADS: tl.constexpr, KEY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, NORMALISES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Compute dq, dk, dg and dbeta of one chunk, for all heads that share a head of q and k.
+    """Compute dq of one chunk, for all heads that share a head of q and k.
 
-    The sums over these heads stay in registers, so their order is fixed. The registers do not hold dq and dk at once,
-    so there are two loops over the heads, and the second one reads its rows and states from the L2 cache. dg is the sum
-    of dG over the later tokens of the chunk.
+    The sum over these heads stays in registers, so its order is fixed. `scores` gets the gradients of the scores, and
+    `vectors` the parts of dG that come from o and from the state, for `key_gradients_kernel`.
     """
+    chunk, key_head = tl.program_id(0) // KEY_HEADS, tl.program_id(0) % KEY_HEADS
+    sample, first, end = rows_of_chunk(chunks_ptr, chunk, T, chunks)
+    if sample < 0:
+        return
+    if bounds_ptr is None:
+        is_first = chunk % chunks == 0
+    else:
+        is_first = first == tl.load(bounds_ptr + sample).to(tl.int64)
+    heads = KEY_HEADS * groups
+    stride = heads * VALUE_SIZE
+    index, key_cols = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K)
+    k = load_tile(k_ptr + key_head * KEY_SIZE, first, end, stride_k, KEY_SIZE, key_cols)
+    k_factor = norm_factor(k, NORMALISES)
+    dq = tl.zeros([CHUNK, BLOCK_K], tl.float32)
+    dots = tl.zeros([CHUNK], tl.float32)
+    for i in tl.range(0, groups, disable_licm=True):
+        head = key_head * groups + i
+        place = chunk.to(tl.int64) * heads + head
+        vectors = vectors_ptr + place * (VECTORS * CHUNK) + index
+        total, beta = tl.load(vectors + TOTAL * CHUNK), tl.load(vectors + BETA * CHUNK)
+        decay = tl.exp(total) * scale
+        state_ptr = states_ptr + place * (KEY_SIZE * VALUE_SIZE)
+        # Backward has stored dS after each chunk. The gradient of an initial state is apart.
+        dstate_ptr = dstates_ptr + (place - tl.where(is_first, 0, heads)) * (KEY_SIZE * VALUE_SIZE)
+        dscores, output_dots = tl.zeros([CHUNK, CHUNK], tl.float32), tl.zeros([CHUNK], tl.float32)
+        state_dots = tl.zeros([BLOCK_K], tl.float32)
+        for start in tl.range(0, width, BLOCK_V, num_stages=STAGES):
+            cols = start + tl.arange(0, BLOCK_V)
+            do = load_tile(do_ptr + head * VALUE_SIZE, first, end, stride_do, VALUE_SIZE, cols)
+            o = load_tile(o_ptr + head * VALUE_SIZE, first, end, stride, VALUE_SIZE, cols)
+            errors = load_tile(errors_ptr + head * VALUE_SIZE, first, end, stride, VALUE_SIZE, cols)
+            state = load_state(state_ptr, KEY_SIZE, VALUE_SIZE, key_cols, cols)
+            dstate = load_state(dstate_ptr, KEY_SIZE, VALUE_SIZE, key_cols, cols)
+            dscores = tl.dot(do, tl.trans(errors), dscores, input_precision="ieee")
+            dq = tl.dot((decay[:, None] * do).to(k.dtype), state, dq, input_precision="ieee")
+            output_dots += tl.sum(do.to(tl.float32) * o.to(tl.float32), 1)
+            state_dots += tl.sum(state.to(tl.float32) * dstate.to(tl.float32), 0)
+        dscores *= pair_decays(total) * (scale * beta)[None, :]
+        tl.store(scores_ptr + place * (CHUNK * CHUNK) + square_offsets(), dscores)
+        dq = tl.dot((dscores * k_factor[None, :]).to(k.dtype), k, dq, input_precision="ieee")
+        state_dot = tl.where(is_first, 0.0, tl.sum(state_dots))
+        if dinitial_ptr is not None:
+            dstate_ptr = dinitial_ptr + (sample.to(tl.int64) * heads + head) * (KEY_SIZE * VALUE_SIZE)
+            for start in range(0, tl.where(is_first, width, 0), BLOCK_V):
+                cols = start + tl.arange(0, BLOCK_V)
+                state = load_state(state_ptr, KEY_SIZE, VALUE_SIZE, key_cols, cols)
+                state_dot += tl.sum(state * load_state(dstate_ptr, KEY_SIZE, VALUE_SIZE, key_cols, cols))
+        tl.store(vectors + OUTPUT_DOTS * CHUNK, output_dots)
+        tl.store(vectors + STATE_DOT * CHUNK, tl.zeros_like(output_dots) + state_dot)
+        dots += output_dots
+    q = load_tile(q_ptr + key_head * KEY_SIZE, first, end, stride_q, KEY_SIZE, key_cols)
+    dq = _normalise_gradient(dq, q, norm_factor(q, NORMALISES), dots, NORMALISES)
+    store_tile(dq_ptr + key_head * KEY_SIZE, dq, first, end, KEY_HEADS * KEY_SIZE, KEY_SIZE, key_cols)
+
+
+@triton.jit(do_not_specialize=["T", "chunks"])
+def key_gradients_kernel(
+    q_ptr, k_ptr, v_ptr, errors_ptr, dx_ptr, scores_ptr, vectors_ptr, states_ptr, dstates_ptr, chunks_ptr,
+    dbeta_parts_ptr, dk_ptr, dg_ptr, dbeta_ptr,  # [M, H, BLOCKS, C] fp32, rows, rows, rows
+    T, chunks, groups, width, stride_q, stride_k, stride_v,
+    KEY_HEADS: tl.constexpr, KEY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCKS: tl.constexpr, NORMALISES: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Compute dk, dg and dbeta of one chunk, for all heads that share a head of q and k."""
     chunk, key_head = tl.program_id(0) // KEY_HEADS, tl.program_id(0) % KEY_HEADS
     sample, first, end = rows_of_chunk(chunks_ptr, chunk, T, chunks)
     if sample < 0:
@@ -243,55 +210,51 @@ def chunk_gradients_kernel(
     heads = KEY_HEADS * groups
     stride = heads * VALUE_SIZE
     index, key_cols = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K)
-    rows = first + index
     q_ptr, k_ptr = q_ptr + key_head * KEY_SIZE, k_ptr + key_head * KEY_SIZE
-
-    # Each iteration loads q and k again, because the registers do not hold them beside the sums.
-    dq = tl.zeros([CHUNK, BLOCK_K], tl.float32)
-    for i in range(groups):
-        head = key_head * groups + i
-        place = chunk.to(tl.int64) * heads + head
-        do, updates = do_ptr + head * VALUE_SIZE, updates_ptr + head * VALUE_SIZE
-        vectors = vectors_ptr + place * (VECTORS * CHUNK) + index
-        total, g = tl.load(vectors + TOTAL * CHUNK), tl.load(vectors + LOG_DECAY * CHUNK)
-        q = load_tile(q_ptr, first, end, stride_q, KEY_SIZE, key_cols)
-        k = load_tile(k_ptr, first, end, stride_k, KEY_SIZE, key_cols)
-        q_factor, k_factor = norm_factor(q, NORMALISES), norm_factor(k, NORMALISES)
-        dscores, _, _ = pair_gradients(
-            width, updates, None, do, None, first, end, stride, stride_do, 0, VALUE_SIZE, BLOCK_V, STAGES
-        )
-        dscores = (dscores * pair_decays(total) * (scale * k_factor)[None, :]).to(k.dtype)
-        state, dstate = states_ptr + place * (KEY_SIZE * VALUE_SIZE), dstates_ptr + place * (KEY_SIZE * VALUE_SIZE)
-        dlast = tl.exp(tl.sum(g, 0)) * _dot_of_states(width, state, dstate, key_cols, KEY_SIZE, VALUE_SIZE, BLOCK_V)
-        term = add_state_product(
-            tl.zeros([CHUNK, BLOCK_K], tl.float32), width, do, first, end, stride_do, tl.exp(total) * scale, state,
-            key_cols, KEY_SIZE, VALUE_SIZE, BLOCK_V, STAGES,
-        )  # fmt: skip
-        term = tl.dot(dscores, k, term, input_precision="ieee")
-        dtotal = q_factor * _row_dots(q, term) + tl.where(index == CHUNK - 1, dlast, 0.0)
-        tl.store(vectors + DQUERY * CHUNK, dtotal)
-        dq += term
-    q = load_tile(q_ptr, first, end, stride_q, KEY_SIZE, key_cols)
-    dq = _normalise_gradient(dq, q, norm_factor(q, NORMALISES), NORMALISES)
-    store_tile(dq_ptr + key_head * KEY_SIZE, dq, first, end, KEY_HEADS * KEY_SIZE, KEY_SIZE, key_cols)
-    # All threads have stored their parts of dG before others load them.
-    tl.debug_barrier()
-
+    dtype: tl.constexpr = k_ptr.dtype.element_ty
     dk = tl.zeros([CHUNK, BLOCK_K], tl.float32)
-    for i in range(groups):
+    dots = tl.zeros([CHUNK], tl.float32)
+    for i in tl.range(0, groups, disable_licm=True):
         head = key_head * groups + i
         place = chunk.to(tl.int64) * heads + head
+        vectors = vectors_ptr + place * (VECTORS * CHUNK) + index
+        total, beta = tl.load(vectors + TOTAL * CHUNK), tl.load(vectors + BETA * CHUNK)
+        read, write = -beta * tl.exp(total), beta * tl.load(vectors + REST * CHUNK)
+        dsystem = tl.zeros([CHUNK, CHUNK], tl.float32)
+        value_dots = tl.zeros([CHUNK], tl.float32)
+        for start in tl.range(0, width, BLOCK_V, num_stages=STAGES):
+            cols = start + tl.arange(0, BLOCK_V)
+            errors = load_tile(errors_ptr + head * VALUE_SIZE, first, end, stride, VALUE_SIZE, cols)
+            dx = load_tile(dx_ptr + head * VALUE_SIZE, first, end, stride, VALUE_SIZE, cols)
+            v = load_tile(v_ptr + head * VALUE_SIZE, first, end, stride_v, VALUE_SIZE, cols)
+            state = load_state(states_ptr + place * (KEY_SIZE * VALUE_SIZE), KEY_SIZE, VALUE_SIZE, key_cols, cols)
+            dstate = load_state(dstates_ptr + place * (KEY_SIZE * VALUE_SIZE), KEY_SIZE, VALUE_SIZE, key_cols, cols)
+            dsystem = tl.dot(dx, tl.trans(errors), dsystem, input_precision="ieee")
+            dk = tl.dot((read[:, None] * dx).to(dtype), state, dk, input_precision="ieee")
+            dk = tl.dot((write[:, None] * errors).to(dtype), dstate, dk, input_precision="ieee")
+            value_dots += tl.sum(dx.to(tl.float32) * v.to(tl.float32), 1)
         q = load_tile(q_ptr, first, end, stride_q, KEY_SIZE, key_cols)
+        dscores = tl.load(scores_ptr + place * (CHUNK * CHUNK) + square_offsets())
+        dscores = (dscores * norm_factor(q, NORMALISES)[:, None]).to(dtype)
+        dk = tl.dot(tl.trans(dscores), q, dk, input_precision="ieee")
         k = load_tile(k_ptr, first, end, stride_k, KEY_SIZE, key_cols)
-        dk = _key_gradients(
-            dk, width, q_ptr, k_ptr, norm_factor(q, NORMALISES), norm_factor(k, NORMALISES),
-            do_ptr + head * VALUE_SIZE, dx_ptr + head * VALUE_SIZE,
-            updates_ptr + head * VALUE_SIZE, v_ptr + head * VALUE_SIZE, vectors_ptr + place * (VECTORS * CHUNK) + index,
-            states_ptr + place * (KEY_SIZE * VALUE_SIZE), dstates_ptr + place * (KEY_SIZE * VALUE_SIZE),
-            dg_ptr + rows * heads + head, dbeta_ptr + rows * heads + head,
-            first, end, stride, stride_q, stride_k, stride_do, stride_v, scale, key_cols,
-            KEY_SIZE, VALUE_SIZE, BLOCK_V, STAGES,
-        )  # fmt: skip
+        k_factor = norm_factor(k, NORMALISES)
+        dsystem = tl.where(index[:, None] > index[None, :], -dsystem * pair_decays(total), 0.0)
+        dsystem *= beta[:, None] * beta[None, :]
+        # Each pair of keys is the product of two rows of k, and both get its gradient.
+        dsystem = (dsystem + tl.trans(dsystem)) * k_factor[None, :]
+        dk = tl.dot(dsystem.to(dtype), k, dk, input_precision="ieee")
+        # dG of a token is the dot product of its o and do without that of its v and dv. dg is the sum of dG over the
+        # later tokens, which is the dot product of S and dS before the chunk without the sum over the earlier ones.
+        dtotal = tl.load(vectors + OUTPUT_DOTS * CHUNK) - beta * value_dots
+        dlog_decay = tl.load(vectors + STATE_DOT * CHUNK) - (tl.cumsum(dtotal, 0) - dtotal)
+        # The decay of a token whose g was below the limit has underflowed. A product, because NaN must remain NaN.
+        g = tl.load(vectors + LOG_DECAY * CHUNK)
+        dlog_decay = tl.where(g > MIN_LOG_DECAY, dlog_decay, 0.0 * dlog_decay)
+        dbeta = sum_dbeta(dbeta_parts_ptr, place, BLOCKS)
+        tl.store(dg_ptr + (first + index) * heads + head, dlog_decay, index < end - first)
+        tl.store(dbeta_ptr + (first + index) * heads + head, dbeta, index < end - first)
+        dots += beta * (2.0 * dbeta - value_dots)
     k = load_tile(k_ptr, first, end, stride_k, KEY_SIZE, key_cols)
-    dk = _normalise_gradient(dk, k, norm_factor(k, NORMALISES), NORMALISES)
+    dk = _normalise_gradient(dk, k, norm_factor(k, NORMALISES), dots, NORMALISES)
     store_tile(dk_ptr + key_head * KEY_SIZE, dk, first, end, KEY_HEADS * KEY_SIZE, KEY_SIZE, key_cols)

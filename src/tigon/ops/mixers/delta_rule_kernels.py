@@ -1,11 +1,17 @@
 r"""The forward kernels of the gated delta rule. The docstring of `delta_rule_chunks` has the formulas.
 
-`chunk_pairs_kernel` computes, for all chunks in parallel, what does not depend on the state: (I + A)^-1, the scores
+`chunk_pairs_kernel` computes, for all chunks in parallel, what does not depend on the state: Z, the scores
 (scale q k^T * D) and some vectors. `forward_scan_kernel` then walks through the chunks of a sequence, with a block of
-columns of the state in registers. A chunk is a chain of three products, k S, (I + A)^-1 X and k^T U, so the latency of
-this chain bounds the kernel. The inverse costs 8 KiB of memory for a chunk of a head in bf16. The usual matrices
-W = (I + A)^-1 (beta exp(G) k) and (I + A)^-1 (beta v) would shorten the chain by one product, but they take 32 KiB.
-Because o is computed in the scan, forward never writes the states, which take as many bytes.
+columns of the state in registers. The update of a token is U = beta E. The errors E = v - k S take S with the updates
+of all tokens before. A scan computes them from the errors Y that take the state before the chunk:
+
+    E = Y - Z (beta Y)    for Z = (I + M beta)^-1 M, where beta M = A
+
+Z has no division by beta, the part Y of E is not rounded, and neither of the products is larger than that of U with
+(I + A)^-1. A chunk is a chain of three products, k S, Z (beta Y) and k^T U, so the latency of this chain bounds the
+kernel. Z costs 8 KiB of memory for a chunk of a head in bf16. The usual matrices W = (I + A)^-1 (beta exp(G) k) and
+(I + A)^-1 (beta v) would shorten the chain by one product, but they take 32 KiB. Because o is computed in the scan,
+forward never writes the states, which take as many bytes.
 
 The products read q and k as they are stored. Their l2 norms are factors of rows, which the vectors contain.
 
@@ -14,16 +20,18 @@ Shapes: H heads of v, Hk heads of q and k, C = 64 tokens of a chunk, M chunks in
 
 from tigon.runtime.compat.triton import tl, triton
 
-# The vectors [C] of a chunk of a head in `vectors` [M, H, 8, C], fp32: G, g, beta, exp(G_L - G), the factors of rows of
+# The vectors [C] of a chunk of a head in `vectors` [M, H, 9, C], fp32: G, g, beta, exp(G_L - G), the factors of rows of
 # k S (decay, norm of k), those of the rows of U in the next state (exp(G_L - G), norm of k), those of q S (scale,
-# decay, norm of q), and the part of dG from dq and from the decay of the state.
-TOTAL, LOG_DECAY, BETA, REST, READ, WRITE, QUERY, DQUERY = (tl.constexpr(i) for i in range(8))
-VECTORS = tl.constexpr(8)
+# decay, norm of q), the dot products of the rows of o and do, and that of S and dS before the chunk.
+TOTAL, LOG_DECAY, BETA, REST, READ, WRITE, QUERY, OUTPUT_DOTS, STATE_DOT = (tl.constexpr(i) for i in range(9))
+VECTORS = tl.constexpr(9)
 CHUNK = tl.constexpr(64)
 EPS = tl.constexpr(1e-6)
 # The limit of g, whose exponential is 4e-44, almost the smallest number in fp32. Below this limit, the sum of g in a
 # chunk would lose digits of the other tokens, and a difference of two sums would be NaN for g = -inf.
 MIN_LOG_DECAY = tl.constexpr(-100.0)
+# The smallest size of a beta in the system, because Z is an inverse divided by beta. Z is the same for smaller ones.
+MIN_BETA = tl.constexpr(1e-20)
 
 
 @triton.jit(do_not_specialize=["N", "T"])
@@ -143,7 +151,7 @@ def dot_of_parts(a, b):
     return tl.dot(a, (b - high.to(tl.float32)).to(a.dtype), product, input_precision="ieee")
 
 
-# --- the inverse ---------------------------------------------------------------------------------
+# --- the inverse and Z ---------------------------------------------------------------------------
 
 
 @triton.jit
@@ -196,18 +204,28 @@ def invert_64(a, PRECISION: tl.constexpr):
     return _join_inverse(x11, a21, x22, 32, PRECISION)
 
 
+@triton.jit
+def couple(pairs, beta, PRECISION: tl.constexpr):
+    """Return Z [C, C] for M, which is strictly lower triangular, and beta [C]."""
+    index = tl.arange(0, CHUNK)
+    beta = tl.where(tl.abs(beta) < MIN_BETA, MIN_BETA, beta)
+    # (I + beta M)^-1 = I - beta Z.
+    inverse = invert_64(beta[:, None] * pairs, PRECISION)
+    return tl.where(index[:, None] > index[None, :], inverse * (-1.0 / beta)[:, None], 0.0)
+
+
 # --- chunks in parallel --------------------------------------------------------------------------
 
 
 @triton.jit(do_not_specialize=["T", "chunks"])
 def chunk_pairs_kernel(
     q_ptr, k_ptr, g_ptr, beta_ptr, chunks_ptr,  # rows, rows, rows, rows, [M, 3] or None
-    inverse_ptr, scores_ptr, vectors_ptr,  # [M, H, C, C], [M, H, C, C], [M, H, 8, C]
+    couplings_ptr, scores_ptr, vectors_ptr,  # [M, H, C, C], [M, H, C, C], [M, H, 9, C]
     T, chunks, groups, stride_q, stride_k, stride_g, stride_beta, scale,
     KEY_HEADS: tl.constexpr, KEY_SIZE: tl.constexpr, BLOCK_K: tl.constexpr,
     NORMALISES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute the inverse, the scores and the vectors of one chunk, for all heads that share a head of q and k."""
+    """Compute Z, the scores and the vectors of one chunk, for all heads that share a head of q and k."""
     chunk, key_head = tl.program_id(0) // KEY_HEADS, tl.program_id(0) % KEY_HEADS
     sample, first, end = rows_of_chunk(chunks_ptr, chunk, T, chunks)
     if sample < 0:
@@ -244,9 +262,8 @@ def chunk_pairs_kernel(
         head = key_head * groups + i
         g = _load_log_decay(g_ptr + rows * stride_g + head, rows < end)
         beta = tl.load(beta_ptr + rows * stride_beta + head, rows < end, 0.0).to(tl.float32)
-        system = beta[:, None] * keys * pair_decays(tl.cumsum(g, 0))
-        inverse = invert_64(system, PRECISION)
-        tl.store(inverse_ptr + (first_place + i) * (CHUNK * CHUNK) + square_offsets(), inverse)
+        coupling = couple(keys * pair_decays(tl.cumsum(g, 0)), beta, PRECISION)
+        tl.store(couplings_ptr + (first_place + i) * (CHUNK * CHUNK) + square_offsets(), coupling)
 
 
 # --- the sequence of chunks ----------------------------------------------------------------------
@@ -294,14 +311,14 @@ def decay_of_chunk(vectors_ptr, totals_ptr, place, KEY_SIZE: tl.constexpr, cols)
 
 @triton.jit(do_not_specialize=["T", "chunks"])
 def forward_scan_kernel(
-    q_ptr, k_ptr, v_ptr, inverse_ptr, scores_ptr, vectors_ptr, totals_ptr, writes_ptr,
+    q_ptr, k_ptr, v_ptr, couplings_ptr, scores_ptr, vectors_ptr, totals_ptr, writes_ptr,
     initial_ptr, bounds_ptr, starts_ptr,  # [N, H, Dk, Dv] fp32 or None, [N + 1] or None, [N] or None
-    o_ptr, last_ptr, states_ptr, updates_ptr,  # rows, [N, H, Dk, Dv] fp32, [M, H, Dk, Dv], rows; each may be None
+    o_ptr, last_ptr, states_ptr, errors_ptr,  # rows, [N, H, Dk, Dv] fp32, [M, H, Dk, Dv], rows; each may be None
     T, chunks, stride_q, stride_k, stride_v,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, KEY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Compute a block of columns of o, of the states and of U, for one head of one sequence."""
+    """Compute a block of columns of o, of the states and of E, for one head of one sequence."""
     blocks: tl.constexpr = (VALUE_SIZE + BLOCK_V - 1) // BLOCK_V
     block, pid = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     head, sample = pid % HEADS, pid // HEADS
@@ -326,7 +343,7 @@ def forward_scan_kernel(
         k = load_tile(k_ptr, row, end, stride_k, KEY_SIZE, key_cols)
         writes = rows_to_write(k, writes_ptr, head, row, end, HEADS, KEY_SIZE, key_cols)
         v = load_tile(v_ptr, row, end, stride_v, VALUE_SIZE, cols)
-        inverse = tl.load(inverse_ptr + place * (CHUNK * CHUNK) + square_offsets())
+        coupling = tl.load(couplings_ptr + place * (CHUNK * CHUNK) + square_offsets())
         vectors = vectors_ptr + place * (VECTORS * CHUNK) + index
         beta, read = tl.load(vectors + BETA * CHUNK), tl.load(vectors + READ * CHUNK)
         write = tl.load(vectors + WRITE * CHUNK)
@@ -335,11 +352,11 @@ def forward_scan_kernel(
         if states_ptr is not None:
             states = states_ptr + place * (KEY_SIZE * VALUE_SIZE)
             tl.store(states + state_offsets, rounded_state, state_mask)
-        x = beta[:, None] * (v - read[:, None] * tl.dot(k, rounded_state, input_precision="ieee"))
-        updates = dot_of_parts(inverse, x)
-        if updates_ptr is not None:
-            updates_rows = updates_ptr + head * VALUE_SIZE
-            store_tile(updates_rows, updates, row, end, HEADS * VALUE_SIZE, VALUE_SIZE, cols)
+        errors = v - read[:, None] * tl.dot(k, rounded_state, input_precision="ieee")
+        errors -= dot_of_parts(coupling, beta[:, None] * errors)
+        if errors_ptr is not None:
+            store_tile(errors_ptr + head * VALUE_SIZE, errors, row, end, HEADS * VALUE_SIZE, VALUE_SIZE, cols)
+        updates = beta[:, None] * errors
         if o_ptr is not None:
             q = load_tile(q_ptr, row, end, stride_q, KEY_SIZE, key_cols)
             scores = tl.load(scores_ptr + place * (CHUNK * CHUNK) + square_offsets())

@@ -21,8 +21,12 @@ from tigon.ops.mixers.delta_rule_chunks import (
     count_chunks,
     count_samples,
 )
-from tigon.ops.mixers.delta_rule_config import choose_config
-from tigon.ops.mixers.delta_rule_gradient_kernels import backward_scan_kernel, chunk_gradients_kernel
+from tigon.ops.mixers.delta_rule_config import DeltaConfig, choose_config
+from tigon.ops.mixers.delta_rule_gradient_kernels import (
+    backward_scan_kernel,
+    key_gradients_kernel,
+    query_gradients_kernel,
+)
 from tigon.ops.mixers.delta_rule_kernels import VECTORS, chunk_list_kernel, chunk_pairs_kernel, forward_scan_kernel
 from tigon.ops.mixers.kda_kernels import kda_gradients_kernel, kda_pairs_kernel
 from tigon.runtime.compat.triton import triton
@@ -43,9 +47,9 @@ MAX_STRIDE = 2**24
 class _Launch:
     """The arguments that the kernels share: rows of the inputs, sizes, and the chunks of packed samples."""
 
-    def __init__(self, inputs: DeltaInputs, options: DeltaOptions) -> None:
+    def __init__(self, inputs: DeltaInputs, options: DeltaOptions, config: DeltaConfig) -> None:
         q, _, v, *_, bounds = inputs
-        self.config, self.options = choose_config(inputs), options
+        self.config, self.options = config, options
         self.samples, self.chunks = count_samples(inputs), count_chunks(inputs)
         (self.key_heads, self.key_size), (self.heads, self.value_size) = q.shape[2:], v.shape[2:]
         self.groups, self.has_feature_decay = self.heads // self.key_heads, inputs.g.dim() == 4
@@ -91,23 +95,25 @@ class _Launch:
         """Allocate one state of each chunk and head, in the dtype of q."""
         return self.like.new_empty((self.total_chunks, self.heads, self.key_size, self.value_size))
 
-    def scan_constants(self) -> dict[str, Any]:
+    def scan_constants(self, block: int) -> dict[str, Any]:
+        """Return the constants of a scan that computes blocks of these columns."""
         return {
             "HEADS": self.heads, "GROUPS": 1 if self.has_feature_decay else self.groups,
             "KEY_SIZE": self.key_size, "VALUE_SIZE": self.value_size,
-            "BLOCK_K": self.block_k, "BLOCK_V": self.config.scan_block_v,
+            "BLOCK_K": self.block_k, "BLOCK_V": block,
             "STAGES": self.config.scan_stages, "num_warps": self.config.scan_warps,
         }  # fmt: skip
 
     @property
-    def scan_programs(self) -> int:
-        return self.samples * self.heads * cdiv(self.value_size, self.config.scan_block_v)
+    def backward_blocks(self) -> int:
+        """The number of blocks of columns of a state in backward."""
+        return cdiv(self.value_size, self.config.backward_block_v)
 
     def compute_pairs(self) -> dict[str, Any]:
-        """Return the inverses, the scores and the vectors of all chunks, and the rows that the scans multiply."""
+        """Return Z, the scores and the vectors of all chunks, and the rows that the scans multiply."""
         places = self.total_chunks, self.heads
         pairs = {
-            "inverse_ptr": self.like.new_empty((*places, CHUNK, CHUNK)),
+            "couplings_ptr": self.like.new_empty((*places, CHUNK, CHUNK)),
             "scores_ptr": self.like.new_empty((*places, CHUNK, CHUNK)),
             "vectors_ptr": self.like.new_empty((*places, VECTORS.value, CHUNK), dtype=torch.float32),
         }
@@ -151,27 +157,60 @@ class _Launch:
         launch(
             kda_gradients_kernel, self.total_chunks * self.key_heads,
             *in_order(kda_gradients_kernel)(
-                **self.arguments("q", "k", "v", "g", "do"), **tensors, vectors_ptr=pairs["vectors_ptr"],
+                **self.arguments("q", "k", "g", "do"), **tensors, vectors_ptr=pairs["vectors_ptr"],
                 totals_ptr=pairs["totals_ptr"], chunks_ptr=self.list, groups=self.groups, width=self.value_size,
                 scale=self.options.scale, dq_sums_ptr=dq_sums, dk_sums_ptr=dk_sums,
                 dq_ptr=results.dq, dk_ptr=results.dk, dg_ptr=results.dg, dbeta_ptr=results.dbeta,
             ),
             KEY_HEADS=self.key_heads, KEY_SIZE=self.key_size, VALUE_SIZE=self.value_size,
-            BLOCK_K=self.config.feature_block, BLOCK_V=self.config.feature_block,
+            BLOCK_K=self.config.feature_block, BLOCK_V=self.config.feature_block, BLOCKS=self.backward_blocks,
             NORMALISES=self.options.normalises, num_warps=self.config.feature_warps,
         )  # fmt: skip
 
-    def scan_forward(self, pairs: dict[str, Any], initial_state: Tensor | None, **outputs: Tensor | None) -> None:
-        """Write o, the last states, the states before all chunks and U, each if there is a tensor for it."""
-        initial = None if initial_state is None else initial_state.float().contiguous()
+    def compute_gradients(self, results: DeltaGradients, pairs: dict[str, Any], **tensors: Tensor | None) -> None:
+        """Write dq, dk, dg and dbeta of the gated delta rule."""
+        config = self.config
+        shared = {
+            "vectors_ptr": pairs["vectors_ptr"], "scores_ptr": pairs["scores_ptr"], "chunks_ptr": self.list,
+            "groups": self.groups, "width": self.value_size,
+            **{name: tensors[name] for name in ("errors_ptr", "states_ptr", "dstates_ptr")},
+        }  # fmt: skip
+        constants = {
+            "KEY_HEADS": self.key_heads, "KEY_SIZE": self.key_size, "VALUE_SIZE": self.value_size,
+            "BLOCK_K": self.block_k, "BLOCK_V": config.gradient_block_v, "NORMALISES": self.options.normalises,
+            "STAGES": config.gradient_stages, "num_warps": config.gradient_warps,
+        }  # fmt: skip
+        programs = self.total_chunks * self.key_heads
         launch(
-            forward_scan_kernel, self.scan_programs,
+            query_gradients_kernel, programs,
+            *in_order(query_gradients_kernel)(
+                **self.arguments("q", "k", "do"), **shared, scale=self.options.scale, bounds_ptr=self.bounds,
+                o_ptr=tensors["o_ptr"], dinitial_ptr=tensors["dinitial_ptr"], dq_ptr=results.dq,
+            ),
+            **constants,
+        )  # fmt: skip
+        launch(
+            key_gradients_kernel, programs,
+            *in_order(key_gradients_kernel)(
+                **self.arguments("q", "k", "v"), **shared, dx_ptr=tensors["dx_ptr"],
+                dbeta_parts_ptr=tensors["dbeta_parts_ptr"],
+                dk_ptr=results.dk, dg_ptr=results.dg, dbeta_ptr=results.dbeta,
+            ),
+            BLOCKS=self.backward_blocks, **constants,
+        )  # fmt: skip
+
+    def scan_forward(self, pairs: dict[str, Any], initial_state: Tensor | None, **outputs: Tensor | None) -> None:
+        """Write o, the last states, the states before all chunks and E, each if there is a tensor for it."""
+        initial = None if initial_state is None else initial_state.float().contiguous()
+        block = self.config.scan_block_v if "o" in outputs else self.config.backward_block_v
+        launch(
+            forward_scan_kernel, self.samples * self.heads * cdiv(self.value_size, block),
             *in_order(forward_scan_kernel)(
                 **(self.arguments("q", "k", "v") | pairs), initial_ptr=initial, bounds_ptr=self.bounds,
                 starts_ptr=self.starts,
-                **{f"{name}_ptr": outputs.get(name) for name in ("o", "last", "states", "updates")},
+                **{f"{name}_ptr": outputs.get(name) for name in ("o", "last", "states", "errors")},
             ),
-            **self.scan_constants(),
+            **self.scan_constants(block),
         )  # fmt: skip
 
 
@@ -189,8 +228,12 @@ def delta_rule_forward(like: Tensor, inputs: DeltaInputs, options: DeltaOptions)
     if not kernels_agree(inputs, options.normalises, options.returns_state):
         o, last_state = chunked_forward(inputs, options)
         return o, last_state
+    return _launch_forward(inputs, options, choose_config(inputs))
+
+
+def _launch_forward(inputs: DeltaInputs, options: DeltaOptions, config: DeltaConfig) -> tuple[Tensor, Tensor]:
     o, last_state = _empty_forward(inputs, options)
-    run = _Launch(inputs, options)
+    run = _Launch(inputs, options, config)
     run.scan_forward(run.compute_pairs(), inputs.initial_state, o=o, last=last_state)
     return o, last_state
 
@@ -214,50 +257,51 @@ def _empty_backward(inputs: DeltaInputs, needs: NeededDeltaGradients) -> DeltaGr
 
 @launcher(fake=_empty_backward)
 def delta_rule_backward(
-    do: Tensor, dlast_state: Tensor | None, inputs: DeltaInputs, options: DeltaOptions, needs: NeededDeltaGradients
-) -> DeltaGradients:
+    do: Tensor, dlast_state: Tensor | None, o: Tensor, inputs: DeltaInputs, options: DeltaOptions,
+    needs: NeededDeltaGradients,
+) -> DeltaGradients:  # fmt: skip
     """Return the gradients of the inputs. Gradients that are not needed are None."""
     if not kernels_agree(inputs, options.normalises, dlast_state is not None):
         gradients = chunked_backward(do, dlast_state, inputs, options)
         names = _empty_backward(inputs, needs)._asdict()
         return gradients._replace(**{name: None for name, x in names.items() if x is None})
+    return _launch_backward(do, dlast_state, o, inputs, options, needs, choose_config(inputs))
+
+
+def _launch_backward(
+    do: Tensor, dlast_state: Tensor | None, o: Tensor, inputs: DeltaInputs, options: DeltaOptions,
+    needs: NeededDeltaGradients, config: DeltaConfig,
+) -> DeltaGradients:  # fmt: skip
     results = _empty_backward(inputs, needs)
-    run = _Launch(inputs, options)
+    run = _Launch(inputs, options, config)
     run.add_rows("do", do)
     pairs, states, dstates = run.compute_pairs(), run.chunk_states(), run.chunk_states()
-    updates, dx = (torch.empty_like(inputs.v, memory_format=torch.contiguous_format) for _ in range(2))
-    run.scan_forward(pairs, inputs.initial_state, states=states, updates=updates)
+    errors, dx = (torch.empty_like(inputs.v, memory_format=torch.contiguous_format) for _ in range(2))
+    run.scan_forward(pairs, inputs.initial_state, states=states, errors=errors)
     initial = results.dinitial_state
-    dinitial = initial if initial is None or initial.dtype == torch.float32 else run.states(torch.float32)
+    dbeta_parts = run.like.new_empty((run.total_chunks, run.heads, run.backward_blocks, CHUNK), dtype=torch.float32)
+    has_dinitial = inputs.initial_state is not None and (needs.initial_state or needs.others)
+    dinitial = run.states(torch.float32) if has_dinitial else None
     launch(
-        backward_scan_kernel, run.scan_programs,
+        backward_scan_kernel, run.samples * run.heads * run.backward_blocks,
         *in_order(backward_scan_kernel)(
             **(run.arguments("q", "k", "do") | pairs), bounds_ptr=run.bounds, starts_ptr=run.starts,
             dlast_ptr=None if dlast_state is None else dlast_state.float().contiguous(),
-            dx_ptr=dx, dv_ptr=results.dv, dstates_ptr=dstates, dinitial_ptr=dinitial,
+            errors_ptr=errors, dx_ptr=dx, dv_ptr=results.dv, dstates_ptr=dstates, dinitial_ptr=dinitial,
+            dbeta_parts_ptr=dbeta_parts,
         ),
-        **run.scan_constants(),
+        **run.scan_constants(run.config.backward_block_v),
     )  # fmt: skip
-    if initial is not None and dinitial is not None and dinitial is not initial:
+    if initial is not None and dinitial is not None:
         initial.copy_(dinitial)
+    tensors = {
+        "states_ptr": states, "dstates_ptr": dstates, "errors_ptr": errors, "dx_ptr": dx,
+        "dbeta_parts_ptr": dbeta_parts,
+    }  # fmt: skip
     if needs.others and run.has_feature_decay:
-        run.compute_feature_gradients(
-            results, pairs, states_ptr=states, dstates_ptr=dstates, updates_ptr=updates, dx_ptr=dx
-        )
+        run.compute_feature_gradients(results, pairs, **tensors)
     elif needs.others:
-        config = run.config
-        launch(
-            chunk_gradients_kernel, run.total_chunks * run.key_heads,
-            *in_order(chunk_gradients_kernel)(
-                **run.arguments("q", "k", "v", "do"), vectors_ptr=pairs["vectors_ptr"], chunks_ptr=run.list,
-                groups=run.groups, width=run.value_size,
-                states_ptr=states, dstates_ptr=dstates, updates_ptr=updates, dx_ptr=dx, scale=options.scale,
-                dq_ptr=results.dq, dk_ptr=results.dk, dg_ptr=results.dg, dbeta_ptr=results.dbeta,
-            ),
-            KEY_HEADS=run.key_heads, KEY_SIZE=run.key_size, VALUE_SIZE=run.value_size, BLOCK_K=run.block_k,
-            BLOCK_V=config.gradient_block_v,
-            NORMALISES=options.normalises, STAGES=config.gradient_stages, num_warps=config.gradient_warps,
-        )  # fmt: skip
+        run.compute_gradients(results, pairs, **tensors, o_ptr=o.contiguous(), dinitial_ptr=dinitial)
     return results
 
 
@@ -301,18 +345,13 @@ def kernels_agree(inputs: DeltaInputs, normalises: bool, has_last_state: bool) -
         v.shape[3], v.shape[2] // q.shape[2], normalises, initial_state is not None, has_last_state,
         None if bounds is None else bounds.dtype, g.dim() == 4,
     )  # fmt: skip
-    key = q.get_device(), q.dtype, q.shape[3], choose_config(inputs), variant
+    config = choose_config(inputs)
+    key = q.get_device(), q.dtype, q.shape[3], config, variant
     verdict = _verdicts.get(key)
     if verdict is None:
         if not may_wait():
             return True
-        # The check itself calls the launchers.
-        _verdicts[key] = True
-        try:
-            verdict = check_kernels(q, variant)
-        finally:
-            del _verdicts[key]
-        _verdicts[key] = verdict
+        verdict = _verdicts[key] = check_kernels(q, variant, config)
         if not verdict:
             _log.warning(
                 "On device %s, Triton %s compiles kernels of %s that are wrong for %s heads of %d and %d features. "
@@ -347,7 +386,7 @@ def _move(x: Tensor | None, to: torch.dtype | torch.device) -> Any:
 
 
 @torch.no_grad()
-def check_kernels(like: Tensor, variant: DeltaVariant) -> bool:
+def check_kernels(like: Tensor, variant: DeltaVariant, config: DeltaConfig) -> bool:
     """Return whether the kernels compute what `delta_rule_chunks` computes: full chunks, a tail, and all gradients.
 
     An exception means a wrong kernel, but a lack of memory is raised.
@@ -358,8 +397,9 @@ def check_kernels(like: Tensor, variant: DeltaVariant) -> bool:
         expected = *chunked_forward(inputs, options), *chunked_backward(do, dlast, inputs, options)
         inputs = DeltaInputs._make(_move(x, like.device) for x in inputs)
         do, dlast = _move(do, like.device), _move(dlast, like.device)
-        outputs = delta_rule_forward(inputs.q, inputs, options)
-        gradients = delta_rule_backward(do, dlast, inputs, options, NeededDeltaGradients(True, True))
+        outputs = _launch_forward(inputs, options, config)
+        needs = NeededDeltaGradients(True, True)
+        gradients = _launch_backward(do, dlast, outputs[0], inputs, options, needs, config)
         actual: tuple[Any, ...] = (*outputs, *gradients)
         pairs = [(x.float().cpu(), y.float()) for x, y in zip(actual, expected, strict=True) if y is not None]
     except torch.OutOfMemoryError:

@@ -100,23 +100,25 @@ class _DeltaRule(Node):
         keep_none_gradients(ctx)
         *tensors, options = arguments
         inputs = DeltaInputs(*tensors)
-        ctx.save_for_backward(*inputs)
         ctx.options, ctx.runs_kernels = options, runs_kernels(*inputs[:6]) and fits_kernels(inputs)
         if ctx.runs_kernels:
             o, last_state = delta_rule_forward(inputs.q, inputs, options)
         else:
             o, last_state = chunked_forward(inputs, options)
+        # The kernels read o for dg and for the gradients of the norms.
+        ctx.save_for_backward(*inputs, o if ctx.runs_kernels else None)
         return (o, last_state) if options.returns_state else o
 
     @staticmethod
     def backward(ctx: Any, do: Tensor | None, dlast_state: Tensor | None = None) -> tuple[Tensor | None, ...]:
-        inputs = DeltaInputs(*ctx.saved_tensors)
+        *tensors, o = ctx.saved_tensors
+        inputs = DeltaInputs(*tensors)
         do = torch.zeros_like(inputs.v) if do is None else do
         if not ctx.runs_kernels:
             return tuple(chunked_backward(do, dlast_state, inputs, ctx.options))
         needs_dq, needs_dk, _, needs_dg, needs_dbeta, needs_dinitial = ctx.needs_input_grad[:6]
         needs = NeededDeltaGradients(needs_dq or needs_dk or needs_dg or needs_dbeta, needs_dinitial)
-        return tuple(delta_rule_backward(do, dlast_state, inputs, ctx.options, needs))
+        return tuple(delta_rule_backward(do, dlast_state, o, inputs, ctx.options, needs))
 
 
 # --- checks --------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ would move the masked matrices of all levels out of the loop over features, and 
 Shapes: H heads of v, Hk heads of q and k, C = 64 tokens of a chunk, M chunks in total.
 """
 
-from tigon.ops.mixers.delta_rule_gradient_kernels import add_state_product, load_state, pair_gradients
+from tigon.ops.mixers.delta_rule_gradient_kernels import load_state, sum_dbeta
 from tigon.ops.mixers.delta_rule_kernels import (
     BETA,
     CHUNK,
@@ -22,7 +22,7 @@ from tigon.ops.mixers.delta_rule_kernels import (
     READ,
     VECTORS,
     WRITE,
-    invert_64,
+    couple,
     load_tile,
     rows_of_chunk,
     square_offsets,
@@ -65,13 +65,13 @@ def _are_pairs(level):
 @triton.jit(do_not_specialize=["T", "chunks"])
 def kda_pairs_kernel(
     q_ptr, k_ptr, g_ptr, beta_ptr, chunks_ptr,  # rows, rows, rows, rows, [M, 3] or None
-    inverse_ptr, scores_ptr, vectors_ptr,  # [M, H, C, C], [M, H, C, C], [M, H, 8, C]
+    couplings_ptr, scores_ptr, vectors_ptr,  # [M, H, C, C], [M, H, C, C], [M, H, 9, C]
     totals_ptr, queries_ptr, reads_ptr, writes_ptr,  # [M, H, C, Dk] fp32, and rows [H, Dk]
     T, chunks, groups, stride_q, stride_k, stride_g, stride_beta, scale,
     HEADS: tl.constexpr, KEY_SIZE: tl.constexpr, BLOCK_K: tl.constexpr,
     NORMALISES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute the inverse, the scores, G and the rows of the scans of one chunk of a head."""
+    """Compute Z, the scores, G and the rows of the scans of one chunk of a head."""
     chunk, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
     sample, first, end = rows_of_chunk(chunks_ptr, chunk, T, chunks)
     if sample < 0:
@@ -118,8 +118,8 @@ def kda_pairs_kernel(
     tl.store(vectors + READ * CHUNK, ones)
     tl.store(vectors + WRITE * CHUNK, ones)
     tl.store(vectors + QUERY * CHUNK, ones)
-    inverse = invert_64(beta[:, None] * keys, PRECISION)
-    tl.store(inverse_ptr + place * (CHUNK * CHUNK) + square_offsets(), inverse)
+    coupling = couple(keys, beta, PRECISION)
+    tl.store(couplings_ptr + place * (CHUNK * CHUNK) + square_offsets(), coupling)
 
 
 # --- gradients -----------------------------------------------------------------------------------
@@ -139,10 +139,42 @@ def _dots_of_states(
 
 
 @triton.jit
-def _add_pairs(
-    dq, dk, dtotal, key_dots, q, k, total, totals, beta, dscores, dsystem, cols, SIZE: tl.constexpr
+def _state_product(
+    width, x_ptr, first, end, stride_x, state_ptr, key_cols,
+    KEY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Add the gradients of all pairs, given do U^T, and a matrix with dA below the diagonal and beta dA above it."""
+    """Return x S^T, for the rows x [C, Dv] and some rows [Dv] of a state S."""
+    product = tl.zeros([CHUNK, key_cols.shape[0]], tl.float32)
+    for start in tl.range(0, width, BLOCK_V, num_stages=1):
+        cols = start + tl.arange(0, BLOCK_V)
+        x = load_tile(x_ptr, first, end, stride_x, VALUE_SIZE, cols)
+        state = load_state(state_ptr, KEY_SIZE, VALUE_SIZE, key_cols, cols)
+        product = tl.dot(x, state, product, input_precision="ieee")
+    return product
+
+
+@triton.jit
+def _pair_gradients(
+    width, errors_ptr, dx_ptr, do_ptr, first, end, stride_errors, stride_do,
+    VALUE_SIZE: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """Return do E^T and -dX E^T, both [C, C]."""
+    dscores, dsystem = tl.zeros([CHUNK, CHUNK], tl.float32), tl.zeros([CHUNK, CHUNK], tl.float32)
+    for start in tl.range(0, width, BLOCK_V, num_stages=1):
+        cols = start + tl.arange(0, BLOCK_V)
+        errors = load_tile(errors_ptr, first, end, stride_errors, VALUE_SIZE, cols)
+        do = load_tile(do_ptr, first, end, stride_do, VALUE_SIZE, cols)
+        dx = load_tile(dx_ptr, first, end, stride_errors, VALUE_SIZE, cols)
+        dscores = tl.dot(do, tl.trans(errors), dscores, input_precision="ieee")
+        dsystem = tl.dot(dx, tl.trans(errors), dsystem, input_precision="ieee")
+    return dscores, -dsystem
+
+
+@triton.jit
+def _add_pairs(
+    dq, dk, dtotal, q, k, total, totals, dscores, dsystem, cols, SIZE: tl.constexpr
+):  # fmt: skip
+    """Add the gradients of all pairs, given do U^T, and the sum of beta dA and its transpose."""
     dtype: tl.constexpr = dscores.dtype
     index = tl.arange(0, CHUNK)
     # Two loops, because the registers do not hold all terms of both gradients.
@@ -161,11 +193,9 @@ def _add_pairs(
         dk_part = near * tl.dot(tl.trans(dpairs), (q * near).to(dtype), dk_part, input_precision="ieee")
         # The rows of a system are tokens of a second half, and its columns those of a first half.
         is_second = half & 1 == 1
-        key_dots += tl.where(is_second, tl.sum(k * dk_part, 1), 0.0)
-        dk_part *= tl.where(is_second, beta, 1.0)[:, None]
         dtotal += tl.where(is_second, 1.0, -1.0)[:, None] * k * dk_part
         dk += dk_part
-    return dq, dk, dtotal, key_dots
+    return dq, dk, dtotal
 
 
 @triton.jit
@@ -201,12 +231,12 @@ def _store_gradient(
 
 @triton.jit(do_not_specialize=["T", "chunks"])
 def kda_gradients_kernel(
-    q_ptr, k_ptr, v_ptr, g_ptr, do_ptr, vectors_ptr, totals_ptr, states_ptr, dstates_ptr, updates_ptr, dx_ptr,
-    chunks_ptr, dq_sums_ptr, dk_sums_ptr,  # [M, 3] or None, rows in fp32, rows in fp32
+    q_ptr, k_ptr, g_ptr, do_ptr, vectors_ptr, totals_ptr, states_ptr, dstates_ptr, errors_ptr, dx_ptr,
+    chunks_ptr, dbeta_parts_ptr, dq_sums_ptr, dk_sums_ptr,  # [M, 3] or None, [M, H, BLOCKS, C] fp32, rows in fp32 twice
     dq_ptr, dk_ptr, dg_ptr, dbeta_ptr,  # rows
-    T, chunks, groups, width, stride_q, stride_k, stride_v, stride_g, stride_do, scale,
+    T, chunks, groups, width, stride_q, stride_k, stride_g, stride_do, scale,
     KEY_HEADS: tl.constexpr, KEY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, NORMALISES: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCKS: tl.constexpr, NORMALISES: tl.constexpr,
 ):  # fmt: skip
     """Compute dq, dk, dg and dbeta of one chunk, for all heads that share a head of q and k, a few features at a time.
 
@@ -226,20 +256,19 @@ def kda_gradients_kernel(
     key_stride: tl.constexpr = KEY_HEADS * KEY_SIZE
     q_factor = _norm_factor(q_ptr, first, end, stride_q, KEY_SIZE, BLOCK_K, NORMALISES) * scale
     k_factor = _norm_factor(k_ptr, first, end, stride_k, KEY_SIZE, BLOCK_K, NORMALISES)
-    ones = tl.full([CHUNK], 1.0, tl.float32)
     for i in range(groups):
         head = key_head * groups + i
         place = chunk.to(tl.int64) * heads + head
-        do, dx, updates = do_ptr + head * VALUE_SIZE, dx_ptr + head * VALUE_SIZE, updates_ptr + head * VALUE_SIZE
+        do, dx, errors = do_ptr + head * VALUE_SIZE, dx_ptr + head * VALUE_SIZE, errors_ptr + head * VALUE_SIZE
         beta = tl.load(vectors_ptr + place * (VECTORS * CHUNK) + BETA * CHUNK + index)
         totals = totals_ptr + place * (CHUNK * KEY_SIZE)
         state, dstate = states_ptr + place * (KEY_SIZE * VALUE_SIZE), dstates_ptr + place * (KEY_SIZE * VALUE_SIZE)
-        dscores, dsystem, dbeta = pair_gradients(
-            width, updates, dx, do, v_ptr + head * VALUE_SIZE, first, end, stride, stride_do, stride_v,
-            VALUE_SIZE, BLOCK_V, 1,
+        dscores, dsystem = _pair_gradients(
+            width, errors, dx, do, first, end, stride, stride_do, VALUE_SIZE, BLOCK_V
         )  # fmt: skip
-        dsystem = tl.where(index[:, None] > index[None, :], dsystem, 0.0)
-        dsystem = (dsystem + tl.trans(dsystem * beta[:, None])).to(dtype)
+        dscores *= beta[None, :]
+        dsystem = tl.where(index[:, None] > index[None, :], dsystem * beta[:, None] * beta[None, :], 0.0)
+        dsystem = (dsystem + tl.trans(dsystem)).to(dtype)
         dsame = tl.sum(tl.where(index[:, None] == index[None, :], dscores, 0.0), 1)
         dscores = dscores.to(dtype)
         for start in tl.range(0, KEY_SIZE, BLOCK_K, num_stages=1):
@@ -248,29 +277,20 @@ def kda_gradients_kernel(
             k = load_tile(k_ptr, first, end, stride_k, KEY_SIZE, cols) * k_factor[:, None]
             total = tl.load(totals + index[:, None] * KEY_SIZE + cols[None, :], cols[None, :] < KEY_SIZE, 0.0)
             last = tl.load(totals + (CHUNK - 1) * KEY_SIZE + cols, cols < KEY_SIZE, 0.0)
-            zeros = tl.zeros([CHUNK, BLOCK_K], tl.float32)
             decay = tl.exp(total)
-            dq = decay * add_state_product(
-                zeros, width, do, first, end, stride_do, ones, state, cols, KEY_SIZE, VALUE_SIZE, BLOCK_V, 1
-            )
+            dq = decay * _state_product(width, do, first, end, stride_do, state, cols, KEY_SIZE, VALUE_SIZE, BLOCK_V)
             dtotal = q * dq
-            read = -decay * add_state_product(
-                zeros, width, dx, first, end, stride, ones, state, cols, KEY_SIZE, VALUE_SIZE, BLOCK_V, 1
-            )
-            dbeta += tl.sum(k * read, 1)
-            dk = beta[:, None] * read
+            dk = -beta[:, None] * decay
+            dk *= _state_product(width, dx, first, end, stride, state, cols, KEY_SIZE, VALUE_SIZE, BLOCK_V)
             dtotal += k * dk
-            write = tl.exp(last[None, :] - total) * add_state_product(
-                zeros, width, updates, first, end, stride, ones, dstate, cols, KEY_SIZE, VALUE_SIZE, BLOCK_V, 1
-            )
+            write = beta[:, None] * tl.exp(last[None, :] - total)
+            write *= _state_product(width, errors, first, end, stride, dstate, cols, KEY_SIZE, VALUE_SIZE, BLOCK_V)
             dlast = tl.exp(last) * _dots_of_states(width, state, dstate, cols, KEY_SIZE, VALUE_SIZE, BLOCK_V)
             dlast += tl.sum(k * write, 0)
             dtotal += tl.where(index[:, None] == CHUNK - 1, dlast[None, :], 0.0) - k * write
             dq += dsame[:, None] * k
             dk += write + dsame[:, None] * q
-            dq, dk, dtotal, dbeta = _add_pairs(
-                dq, dk, dtotal, dbeta, q, k, total, totals, beta, dscores, dsystem, cols, KEY_SIZE
-            )
+            dq, dk, dtotal = _add_pairs(dq, dk, dtotal, q, k, total, totals, dscores, dsystem, cols, KEY_SIZE)
             dlog_decay = tl.cumsum(dtotal, 0, reverse=True)
             # The decay of a token whose g was below the limit has underflowed. A product, because NaN must remain NaN.
             g = load_tile(g_ptr + head * KEY_SIZE, first, end, stride_g, KEY_SIZE, cols)
@@ -278,7 +298,7 @@ def kda_gradients_kernel(
             store_tile(dg_ptr + head * KEY_SIZE, dlog_decay, first, end, heads * KEY_SIZE, KEY_SIZE, cols)
             _add_tile(dq_sums_ptr, dq, first, end, key_stride, KEY_SIZE, cols, i == 0)
             _add_tile(dk_sums_ptr, dk, first, end, key_stride, KEY_SIZE, cols, i == 0)
-        tl.store(dbeta_ptr + rows * heads + head, dbeta, rows < end)
+        tl.store(dbeta_ptr + rows * heads + head, sum_dbeta(dbeta_parts_ptr, place, BLOCKS), rows < end)
         # All threads have stored their sums before others load them.
         tl.debug_barrier()
     _store_gradient(
