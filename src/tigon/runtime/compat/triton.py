@@ -8,6 +8,7 @@ changed.
 import contextlib
 import copy
 import importlib
+import inspect
 import operator
 import re
 import threading
@@ -37,6 +38,19 @@ else:
 def _is_one_of(releases: tuple[str, ...], version: str) -> bool:
     """Return whether the version is one of the releases, such as "3.7", or a patch of it, such as "3.7.1"."""
     return any(version == release or version.startswith(f"{release}.") for release in releases)
+
+
+# --- loops -----------------------------------------------------------------------------------------
+
+# `tl.range(..., disable_licm=True)` keeps what a loop computes inside of the loop, where fewer registers hold it. Seen
+# in 3.6 and 3.7. Triton 3.4 does not know the argument, which is ignored there: kernels spill up to 120 bytes a thread.
+if HAS_TRITON and "disable_licm" not in inspect.signature(tl.range.__init__).parameters:
+    _init_range = tl.range.__init__
+
+    def _init_range_without_licm(self: Any, *arguments: Any, disable_licm: bool = False, **options: Any) -> None:
+        _init_range(self, *arguments, **options)
+
+    tl.range.__init__ = _init_range_without_licm
 
 
 # --- launches --------------------------------------------------------------------------------------
