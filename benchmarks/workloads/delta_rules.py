@@ -69,8 +69,8 @@ WORKLOADS = (
             Variant("packed", (1, 70, 3, 2, 2, 32), NORMALISED | {"scale": 0.5}, {"value_size": 16}, term_size=1.0),
         ),
         compile_variants=(
-            Variant("packed 16 + 32 x 128", (1, 200, 2, 2, 4, 128), NORMALISED),
-            Variant("16 + 32 x 128", (1, 200, 1, 2, 4, 128), NORMALISED),
+            Variant("packed 2 + 4 x 128", (1, 200, 2, 2, 4, 128), NORMALISED),
+            Variant("32 + 64 x 128", (1, 200, 1, 32, 64, 128), NORMALISED),
         ),
         # Forward reads q, k and v and writes o; backward reads these and do and writes dq, dk and dv.
         elements=lambda b, t, n, hk, hv, d: b * t * (d * (6 * hk + 5 * hv) + 6 * hv),
@@ -95,8 +95,8 @@ WORKLOADS = (
             Variant("packed", (1, 70, 3, 1, 2, 32), NORMALISED | {"scale": 0.5}, {"value_size": 16}, term_size=1.0),
         ),
         compile_variants=(
-            Variant("packed 16 + 16 x 128", (1, 200, 2, 2, 2, 128), NORMALISED),
-            Variant("16 + 32 x 128", (1, 200, 1, 2, 4, 128), NORMALISED),
+            Variant("packed 2 + 2 x 128", (1, 200, 2, 2, 2, 128), NORMALISED),
+            Variant("32 + 64 x 128", (1, 200, 1, 32, 64, 128), NORMALISED),
         ),
         # The tensors are those of the workload above. Forward and backward also read g, and backward writes dg.
         elements=lambda b, t, n, hk, hv, d: b * t * (d * (6 * hk + 8 * hv) + 3 * hv),

@@ -367,3 +367,14 @@ def test_torch_computes_what_wrong_kernels_would(monkeypatch):
     expected, actual = (results_of(f, inputs) for f in (GATED.reference, tigon.gated_delta_rule))
     for name, x in actual.items():
         torch.testing.assert_close(x, expected[name], rtol=1e-4, atol=1e-5)
+
+
+@every_rule
+@pytest.mark.kernels
+@pytest.mark.parametrize("beta", [0.0, 1e-7, -0.5, 1.9])
+def test_every_beta_has_its_gradient(rule, beta):
+    """A kernel divides by beta. A token whose beta is 0 writes nothing, but its beta has a gradient."""
+    inputs = make_inputs(rule, heads=(1, 2), sizes=(16, 24), dtype=KERNEL_DTYPES[-1])
+    with torch.no_grad():
+        inputs["beta"][:, ::3] = beta
+    assert_small_errors(rule, results_of(rule.op, inputs), inputs, KERNEL_LIMIT)

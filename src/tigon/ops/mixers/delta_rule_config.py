@@ -59,12 +59,11 @@ class DeltaConfig(LaunchConfig):
         is_hopper = device.arch == "sm_90"
         numbers = rung(HOPPER if is_hopper else LADDER, problem.key_size)
         scan_block, backward_block, scan_warps, scan_stages, gradient_block, gradient_warps, gradient_stages = numbers
-        if problem.sequences * cdiv(problem.value_size, scan_block) < 0.75 * device.multiprocessors:
-            # More programs than these leave no multiprocessor idle.
+        programs = problem.sequences * cdiv(problem.value_size, scan_block)
+        if problem.has_feature_decay or programs < 0.75 * device.multiprocessors:
+            # The scans of Kimi Delta Attention read more rows, for which shared memory has no room beside wider blocks.
+            # With fewer programs, multiprocessors would be idle.
             scan_block = min(scan_block, backward_block)
-        elif is_hopper and problem.has_feature_decay:
-            # The scans read more rows.
-            scan_stages = min(scan_stages, 2)
         most_columns = max(16, next_power_of_2(problem.value_size))
         has_room = device.shared_memory >= 160 * 1024
         return DeltaConfig(
