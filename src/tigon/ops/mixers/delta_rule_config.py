@@ -37,7 +37,7 @@ class DeltaConfig(LaunchConfig):
     """Launch parameters of the kernels."""
 
     # The kernel that computes the inverses and the scores: its warps, and how it multiplies fp32 blocks of an inverse
-    # ("ieee" or "tf32x3").
+    # ("ieee" or "tf32").
     pairs_warps: int
     inverse_precision: str
     # The kernels of Kimi Delta Attention compute these features of a head at a time, with these warps.
@@ -48,7 +48,7 @@ class DeltaConfig(LaunchConfig):
     backward_block_v: int
     scan_warps: int
     scan_stages: int
-    # The kernel of dq, dk, dg and dbeta: columns of v at a time, warps, and stages of the pipeline.
+    # The kernels of dq, dk, dg and dbeta: columns of v at a time, warps, and stages of the pipeline.
     gradient_block_v: int
     gradient_warps: int
     gradient_stages: int

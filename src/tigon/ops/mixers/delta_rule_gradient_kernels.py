@@ -1,12 +1,19 @@
 r"""The backward kernels of the gated delta rule. The docstring of `delta_rule_chunks` has the formulas.
 
-`forward_scan_kernel` recomputes the states before all chunks and U. `backward_scan_kernel` walks from the last chunk to
-the first one, with a block of columns of dS in registers; it writes dX and dv, and dS after each chunk.
-`chunk_gradients_kernel` then computes the other gradients, for all chunks in parallel.
+`forward_scan_kernel` recomputes the states before all chunks and E. `backward_scan_kernel` walks from the last chunk to
+the first one, with a block of columns of dS in registers; it writes dX, dv and dS after each chunk, and sums dbeta,
+which is the dot product of the rows of dX and E. Two kernels then compute the other gradients, for all chunks in
+parallel: one dq, and one dk and dg.
 
-The gradient of G needs no products of its own, because each of its terms is the dot product of a row of q or k with a
-term of dq or dk. The gradient of the system needs no inverse either: dA is -dX U^T. Rows of q and k are not divided by
-their norms before a product, which would round them: the other factor is multiplied.
+Gradients that are sums over the features of a row need no products of their own. Each factor of a term of o, such as
+the length of q or the decay of a token, has a gradient that is a dot product of rows:
+
+    q . dq = o . do          k . dk = 2 U . dX - v . dv          dG = o . do - v . dv
+
+The first two give the gradients of the norms of q and k. dg of a token is the sum of dG over the later tokens, which is
+the dot product of S and dS before the chunk, without the sum of dG over the earlier tokens of the chunk. The gradient
+of the system needs no inverse either: dA is -dX U^T. Rows of q and k are not divided by their norms before a product,
+which would round them: the other factor is multiplied.
 
 Shapes: H heads of v, Hk heads of q and k, C = 64 tokens of a chunk, M chunks in total, N sequences or samples.
 """
