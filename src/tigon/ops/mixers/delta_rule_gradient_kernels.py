@@ -33,7 +33,6 @@ from tigon.ops.mixers.delta_rule_kernels import (
     WRITE,
     chunks_of_sample,
     decay_of_chunk,
-    dot_of_parts,
     load_tile,
     norm_factor,
     pair_decays,
@@ -91,7 +90,8 @@ def backward_scan_kernel(
         tl.store(dstates + state_offsets, rounded_dstate, state_mask)
         dupdates = write[:, None] * tl.dot(writes, rounded_dstate, input_precision="ieee")
         dupdates = tl.dot(tl.trans(scores), do, dupdates, input_precision="ieee")
-        dx = dupdates - dot_of_parts(tl.trans(coupling), beta[:, None] * dupdates)
+        derrors = (beta[:, None] * dupdates).to(dtype)
+        dx = dupdates - tl.dot(tl.trans(coupling), derrors, input_precision="ieee")
         tl.store(dbeta_parts_ptr + (place * blocks + block) * CHUNK + index, tl.sum(dx * errors, 1))
         store_tile(dx_ptr, dx, row, end, HEADS * VALUE_SIZE, VALUE_SIZE, cols)
         dvalues = beta[:, None] * dx

@@ -143,14 +143,6 @@ def pair_decays(total):
     return tl.exp(tl.where(index[:, None] >= index[None, :], between, float("-inf")))
 
 
-@triton.jit
-def dot_of_parts(a, b):
-    """Return a b for b in fp32: the products with b rounded to the dtype of a, and with what the rounding took."""
-    high = b.to(a.dtype)
-    product = tl.dot(a, high, input_precision="ieee")
-    return tl.dot(a, (b - high.to(tl.float32)).to(a.dtype), product, input_precision="ieee")
-
-
 # --- the inverse and Z ---------------------------------------------------------------------------
 
 
@@ -353,7 +345,7 @@ def forward_scan_kernel(
             states = states_ptr + place * (KEY_SIZE * VALUE_SIZE)
             tl.store(states + state_offsets, rounded_state, state_mask)
         errors = v - read[:, None] * tl.dot(k, rounded_state, input_precision="ieee")
-        errors -= dot_of_parts(coupling, beta[:, None] * errors)
+        errors -= tl.dot(coupling, (beta[:, None] * errors).to(dtype), input_precision="ieee")
         if errors_ptr is not None:
             store_tile(errors_ptr + head * VALUE_SIZE, errors, row, end, HEADS * VALUE_SIZE, VALUE_SIZE, cols)
         updates = beta[:, None] * errors
