@@ -378,3 +378,10 @@ def test_every_beta_has_its_gradient(rule, beta):
     with torch.no_grad():
         inputs["beta"][:, ::3] = beta
     assert_small_errors(rule, results_of(rule.op, inputs), inputs, KERNEL_LIMIT)
+
+
+def test_an_output_that_is_changed_in_place_is_refused():
+    """The kernels read the output in backward."""
+    o = tigon.gated_delta_rule(*list(make_inputs(tokens=3).values())[:5])[0]
+    with pytest.raises(RuntimeError, match="inplace"):
+        o.mul_(2).sum().backward()
