@@ -168,3 +168,14 @@ def test_missing_hooks_count_as_none(monkeypatch):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     assert not module.has_launch_hook()
+
+
+def test_ranges_take_the_argument_that_keeps_a_loop_as_it_is():
+    class Range:
+        def __init__(self, start, end=None, num_stages=None):
+            self.values = start, end, num_stages
+
+    triton_private.ignore_disable_licm(Range)
+    assert Range(0, 4, num_stages=2, disable_licm=True).values == (0, 4, 2)
+    assert Range(3).values == (3, None, None)
+    assert triton_private.tl.range(0, 4, disable_licm=True).end == 4

@@ -16,8 +16,8 @@ class DeltaProblem(NamedTuple):
 
     key_size: int
     value_size: int
-    # Heads of v times sequences or packed samples.
-    sequences: int
+    # True if a scan with the wider blocks of columns has a program for most multiprocessors.
+    fills_device: bool
     # True for Kimi Delta Attention.
     has_feature_decay: bool
 
@@ -27,17 +27,18 @@ class DeltaProblem(NamedTuple):
 # largest size of a head of q and k. Registers bound the columns and the warps. A kernel has at most 256 threads,
 # because more of them leave too few registers to each on AMD. Shared memory bounds the stages.
 LADDER = ((64, (32, 32, 4, 2, 32, 4, 1)), (128, (32, 32, 8, 2, 32, 8, 1)), (256, (32, 32, 8, 1, 32, 8, 1)))
-# A product of Hopper's tensor cores has at least 64 rows for 4 warps, and the chunks have 64 rows. Of a product that
-# reads another one, Triton gives 8 warps the same rows twice.
-HOPPER = ((128, (64, 32, 4, 3, 32, 4, 3)), (256, (32, 32, 8, 1, 32, 8, 1)))
+# A product of Hopper's tensor cores has at least 64 rows for 4 warps, and the chunks have 64 rows. If a product reads
+# the result of another product, Triton lets two groups of 4 warps compute the same rows.
+WIDE_BLOCK = 64
+HOPPER = ((128, (WIDE_BLOCK, 32, 4, 3, 32, 4, 3)), (256, (32, 32, 8, 1, 32, 8, 1)))
 
 
 @dataclass(frozen=True)
 class DeltaConfig(LaunchConfig):
     """Launch parameters of the kernels."""
 
-    # The kernel that computes the inverses and the scores: its warps, and how it multiplies fp32 blocks of an inverse
-    # ("ieee" or "tf32").
+    # The kernel that computes Z and the scores: its warps, and how it multiplies fp32 blocks of an inverse in bf16
+    # ("ieee" or "tf32"). In fp16, the errors of TF32 would be larger than those of rounding.
     pairs_warps: int
     inverse_precision: str
     # The kernels of Kimi Delta Attention compute these features of a head at a time, with these warps.
@@ -59,10 +60,8 @@ class DeltaConfig(LaunchConfig):
         is_hopper = device.arch == "sm_90"
         numbers = rung(HOPPER if is_hopper else LADDER, problem.key_size)
         scan_block, backward_block, scan_warps, scan_stages, gradient_block, gradient_warps, gradient_stages = numbers
-        programs = problem.sequences * cdiv(problem.value_size, scan_block)
-        if problem.has_feature_decay or programs < 0.75 * device.multiprocessors:
+        if problem.has_feature_decay or not problem.fills_device:
             # The scans of Kimi Delta Attention read more rows, for which shared memory has no room beside wider blocks.
-            # With fewer programs, multiprocessors would be idle.
             scan_block = min(scan_block, backward_block)
         most_columns = max(16, next_power_of_2(problem.value_size))
         has_room = device.shared_memory >= 160 * 1024
@@ -83,9 +82,11 @@ class DeltaConfig(LaunchConfig):
 
 def choose_config(inputs: DeltaInputs) -> DeltaConfig:
     """Return the launch parameters for these inputs."""
-    q, v = inputs.q, inputs.v
-    sequences = count_samples(inputs) * v.shape[2]
-    return DeltaConfig.choose(DeltaProblem(q.shape[3], v.shape[3], sequences, inputs.g.dim() == 4), device_of(q))
+    q, v, device = inputs.q, inputs.v, device_of(inputs.q)
+    programs = count_samples(inputs) * v.shape[2] * cdiv(v.shape[3], WIDE_BLOCK)
+    # With an initial state, wider blocks would spill registers.
+    fills_device = programs >= 0.75 * device.multiprocessors and inputs.initial_state is None
+    return DeltaConfig.choose(DeltaProblem(q.shape[3], v.shape[3], fills_device, inputs.g.dim() == 4), device)
 
 
 def has_feature_kernels(arch: str) -> bool:

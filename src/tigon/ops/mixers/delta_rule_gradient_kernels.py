@@ -3,7 +3,7 @@ r"""The backward kernels of the gated delta rule. The docstring of `delta_rule_c
 `forward_scan_kernel` recomputes the states before all chunks and E. `backward_scan_kernel` walks from the last chunk to
 the first one, with a block of columns of dS in registers; it writes dX, dv and dS after each chunk, and sums dbeta,
 which is the dot product of the rows of dX and E. Two kernels then compute the other gradients, for all chunks in
-parallel: one dq, and one dk and dg.
+parallel: one computes dq, and one dk, dg and the sum of dbeta.
 
 Gradients that are sums over the features of a row need no products of their own. Each factor of a term of o, such as
 the length of q or the decay of a token, has a gradient that is a dot product of rows:
@@ -153,7 +153,8 @@ def query_gradients_kernel(
     if bounds_ptr is None:
         is_first = chunk % chunks == 0
     else:
-        is_first = first == tl.load(bounds_ptr + sample).to(tl.int64)
+        # If the bounds are malformed, chunk 0 may not start at the bound of its sample.
+        is_first = (chunk == 0) | (first == tl.load(bounds_ptr + sample).to(tl.int64))
     heads = KEY_HEADS * groups
     stride = heads * VALUE_SIZE
     index, key_cols = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K)

@@ -112,6 +112,18 @@ def store_tile(ptr, value, first, end, stride, SIZE: tl.constexpr, cols):
 
 
 @triton.jit
+def saturate(x, ptr):
+    """Return x in fp32 within the range of the numbers at `ptr`, if these are fp16. NaN remains NaN.
+
+    Keys of large norm and a beta near 0 have elements of Z and E that fp16 does not hold, and infinity times 0 is NaN.
+    """
+    if ptr.dtype.element_ty == tl.float16:
+        x = tl.where(x > 65504.0, 65504.0, x)
+        x = tl.where(x < -65504.0, -65504.0, x)
+    return x
+
+
+@triton.jit
 def square_offsets():
     """Return the offsets of the elements of a matrix [C, C]."""
     index = tl.arange(0, CHUNK)
@@ -255,7 +267,9 @@ def chunk_pairs_kernel(
         g = _load_log_decay(g_ptr + rows * stride_g + head, rows < end)
         beta = tl.load(beta_ptr + rows * stride_beta + head, rows < end, 0.0).to(tl.float32)
         coupling = couple(keys * pair_decays(tl.cumsum(g, 0)), beta, PRECISION)
-        tl.store(couplings_ptr + (first_place + i) * (CHUNK * CHUNK) + square_offsets(), coupling)
+        tl.store(
+            couplings_ptr + (first_place + i) * (CHUNK * CHUNK) + square_offsets(), saturate(coupling, couplings_ptr)
+        )
 
 
 # --- the sequence of chunks ----------------------------------------------------------------------
@@ -347,7 +361,8 @@ def forward_scan_kernel(
         errors = v - read[:, None] * tl.dot(k, rounded_state, input_precision="ieee")
         errors -= tl.dot(coupling, (beta[:, None] * errors).to(dtype), input_precision="ieee")
         if errors_ptr is not None:
-            store_tile(errors_ptr + head * VALUE_SIZE, errors, row, end, HEADS * VALUE_SIZE, VALUE_SIZE, cols)
+            saturated = saturate(errors, errors_ptr)
+            store_tile(errors_ptr + head * VALUE_SIZE, saturated, row, end, HEADS * VALUE_SIZE, VALUE_SIZE, cols)
         updates = beta[:, None] * errors
         if o_ptr is not None:
             q = load_tile(q_ptr, row, end, stride_q, KEY_SIZE, key_cols)

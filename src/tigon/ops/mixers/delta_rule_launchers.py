@@ -1,4 +1,4 @@
-"""Launches of the kernels of the delta rules, and the self-check on each device.
+"""The operators that launch the kernels of the delta rules, and the self-check on each device.
 
 Triton has miscompiled kernels of this kind. Therefore the first call on a device with another dtype, other sizes of
 heads, other launch parameters or other optional tensors first runs the kernels on a small problem, and compares all
@@ -18,291 +18,44 @@ from tigon.ops.mixers.delta_rule_chunks import (
     DeltaOptions,
     chunked_backward,
     chunked_forward,
-    count_chunks,
-    count_samples,
 )
 from tigon.ops.mixers.delta_rule_config import DeltaConfig, choose_config
-from tigon.ops.mixers.delta_rule_gradient_kernels import (
-    backward_scan_kernel,
-    key_gradients_kernel,
-    query_gradients_kernel,
+from tigon.ops.mixers.delta_rule_steps import (
+    NeededDeltaGradients,
+    empty_backward,
+    empty_forward,
+    launch_backward,
+    launch_forward,
 )
-from tigon.ops.mixers.delta_rule_kernels import VECTORS, chunk_list_kernel, chunk_pairs_kernel, forward_scan_kernel
-from tigon.ops.mixers.kda_kernels import kda_gradients_kernel, kda_pairs_kernel
 from tigon.runtime.compat.triton import triton
-from tigon.runtime.device import cdiv, next_power_of_2
-from tigon.runtime.launch import in_order, launch, launcher
-from tigon.runtime.rows import dense_rows
+from tigon.runtime.launch import launcher
 from tigon.runtime.self_check import may_wait
 
 _log = logging.getLogger("tigon")
 
-# The offsets of 64 rows take 32 bits. Rows that are further apart are copied.
-MAX_STRIDE = 2**24
+# --- operators -----------------------------------------------------------------------------------
 
 
-# --- launches ------------------------------------------------------------------------------------
-
-
-class _Launch:
-    """The arguments that the kernels share: rows of the inputs, sizes, and the chunks of packed samples."""
-
-    def __init__(self, inputs: DeltaInputs, options: DeltaOptions, config: DeltaConfig) -> None:
-        q, _, v, *_, bounds = inputs
-        self.config, self.options = config, options
-        self.samples, self.chunks = count_samples(inputs), count_chunks(inputs)
-        (self.key_heads, self.key_size), (self.heads, self.value_size) = q.shape[2:], v.shape[2:]
-        self.groups, self.has_feature_decay = self.heads // self.key_heads, inputs.g.dim() == 4
-        self.total_chunks = self.chunks * (q.shape[0] if bounds is None else 1)
-        self.block_k = max(16, next_power_of_2(self.key_size))
-        self.like, self.tokens = q, q.shape[1]
-        self.rows: dict[str, Tensor] = {}
-        self.strides: dict[str, int] = {}
-        for name in ("q", "k", "v", "g", "beta"):
-            self.add_rows(name, getattr(inputs, name))
-        self.bounds = None if bounds is None else bounds.contiguous()
-        self.list: Any = None
-        self.starts: Any = None
-        if bounds is not None:
-            self.list = q.new_empty((self.chunks, 3), dtype=torch.int32)
-            self.starts = q.new_empty((self.samples,), dtype=torch.int32)
-            launch(
-                chunk_list_kernel, self.chunks,
-                *in_order(chunk_list_kernel)(
-                    bounds_ptr=self.bounds, chunks_ptr=self.list, starts_ptr=self.starts, N=self.samples, T=self.tokens
-                ),
-                BLOCK_N=128, num_warps=1,
-            )  # fmt: skip
-
-    def add_rows(self, name: str, x: Tensor) -> None:
-        """Store the rows of x [B, T, ...], whose other dimensions are dense, and their stride."""
-        rows, stride = dense_rows(x.flatten(2) if x.dim() > 3 else x)
-        if stride >= MAX_STRIDE:
-            rows, stride = dense_rows(rows.contiguous())
-        self.rows[f"{name}_ptr"], self.strides[f"stride_{name}"] = rows, stride
-
-    def arguments(self, *names: str) -> dict[str, Any]:
-        """Return the rows of these tensors, their strides and the sizes, by the names of the kernels' parameters."""
-        rows = {f"{name}_ptr": self.rows[f"{name}_ptr"] for name in names}
-        strides = {f"stride_{name}": self.strides[f"stride_{name}"] for name in names}
-        return rows | strides | {"T": self.tokens, "chunks": self.chunks}
-
-    def states(self, dtype: torch.dtype) -> Tensor:
-        """Allocate one state of each sequence and head."""
-        return self.like.new_empty((self.samples, self.heads, self.key_size, self.value_size), dtype=dtype)
-
-    def chunk_states(self) -> Tensor:
-        """Allocate one state of each chunk and head, in the dtype of q."""
-        return self.like.new_empty((self.total_chunks, self.heads, self.key_size, self.value_size))
-
-    def scan_constants(self, block: int) -> dict[str, Any]:
-        """Return the constants of a scan that computes blocks of these columns."""
-        return {
-            "HEADS": self.heads, "GROUPS": 1 if self.has_feature_decay else self.groups,
-            "KEY_SIZE": self.key_size, "VALUE_SIZE": self.value_size,
-            "BLOCK_K": self.block_k, "BLOCK_V": block,
-            "STAGES": self.config.scan_stages, "num_warps": self.config.scan_warps,
-        }  # fmt: skip
-
-    @property
-    def backward_blocks(self) -> int:
-        """The number of blocks of columns of a state in backward."""
-        return cdiv(self.value_size, self.config.backward_block_v)
-
-    def compute_pairs(self) -> dict[str, Any]:
-        """Return Z, the scores and the vectors of all chunks, and the rows that the scans multiply."""
-        places = self.total_chunks, self.heads
-        pairs = {
-            "couplings_ptr": self.like.new_empty((*places, CHUNK, CHUNK)),
-            "scores_ptr": self.like.new_empty((*places, CHUNK, CHUNK)),
-            "vectors_ptr": self.like.new_empty((*places, VECTORS.value, CHUNK), dtype=torch.float32),
-        }
-        if self.has_feature_decay:
-            return pairs | self.compute_feature_pairs(pairs)
-        launch(
-            chunk_pairs_kernel, self.total_chunks * self.key_heads,
-            *in_order(chunk_pairs_kernel)(
-                **self.arguments("q", "k", "g", "beta"), **pairs, chunks_ptr=self.list, groups=self.groups,
-                scale=self.options.scale,
-            ),
-            KEY_HEADS=self.key_heads, KEY_SIZE=self.key_size, BLOCK_K=self.block_k, NORMALISES=self.options.normalises,
-            PRECISION=self.config.inverse_precision, num_warps=self.config.pairs_warps,
-        )  # fmt: skip
-        return pairs | {"totals_ptr": None, "writes_ptr": None}
-
-    def compute_feature_pairs(self, pairs: dict[str, Tensor]) -> dict[str, Any]:
-        """Compute the pairs of Kimi Delta Attention, and return G and the rows with its decays."""
-        rows = lambda: self.like.new_empty((*self.like.shape[:2], self.heads, self.key_size))
-        queries, reads, writes = rows(), rows(), rows()
-        shape = self.total_chunks, self.heads, CHUNK, self.key_size
-        totals = self.like.new_empty(shape, dtype=torch.float32)
-        launch(
-            kda_pairs_kernel, self.total_chunks * self.heads,
-            *in_order(kda_pairs_kernel)(
-                **self.arguments("q", "k", "g", "beta"), **pairs, chunks_ptr=self.list, groups=self.groups,
-                scale=self.options.scale, totals_ptr=totals, queries_ptr=queries, reads_ptr=reads, writes_ptr=writes,
-            ),
-            HEADS=self.heads, KEY_SIZE=self.key_size, BLOCK_K=self.config.feature_block,
-            NORMALISES=self.options.normalises, PRECISION=self.config.inverse_precision,
-            num_warps=self.config.feature_warps,
-        )  # fmt: skip
-        stride = self.heads * self.key_size
-        scanned = {"q_ptr": queries, "stride_q": stride, "k_ptr": reads, "stride_k": stride}
-        return scanned | {"totals_ptr": totals, "writes_ptr": writes}
-
-    def compute_feature_gradients(self, results: DeltaGradients, pairs: dict[str, Any], **tensors: Tensor) -> None:
-        """Write dq, dk, dg and dbeta of Kimi Delta Attention."""
-        shape = *self.like.shape[:2], self.key_heads, self.key_size
-        dq_sums, dk_sums = (self.like.new_empty(shape, dtype=torch.float32) for _ in range(2))
-        launch(
-            kda_gradients_kernel, self.total_chunks * self.key_heads,
-            *in_order(kda_gradients_kernel)(
-                **self.arguments("q", "k", "g", "do"), **tensors, vectors_ptr=pairs["vectors_ptr"],
-                totals_ptr=pairs["totals_ptr"], chunks_ptr=self.list, groups=self.groups, width=self.value_size,
-                scale=self.options.scale, dq_sums_ptr=dq_sums, dk_sums_ptr=dk_sums,
-                dq_ptr=results.dq, dk_ptr=results.dk, dg_ptr=results.dg, dbeta_ptr=results.dbeta,
-            ),
-            KEY_HEADS=self.key_heads, KEY_SIZE=self.key_size, VALUE_SIZE=self.value_size,
-            BLOCK_K=self.config.feature_block, BLOCK_V=self.config.feature_block, BLOCKS=self.backward_blocks,
-            NORMALISES=self.options.normalises, num_warps=self.config.feature_warps,
-        )  # fmt: skip
-
-    def compute_gradients(self, results: DeltaGradients, pairs: dict[str, Any], **tensors: Tensor | None) -> None:
-        """Write dq, dk, dg and dbeta of the gated delta rule."""
-        config = self.config
-        shared = {
-            "vectors_ptr": pairs["vectors_ptr"], "scores_ptr": pairs["scores_ptr"], "chunks_ptr": self.list,
-            "groups": self.groups, "width": self.value_size,
-            **{name: tensors[name] for name in ("errors_ptr", "states_ptr", "dstates_ptr")},
-        }  # fmt: skip
-        constants = {
-            "KEY_HEADS": self.key_heads, "KEY_SIZE": self.key_size, "VALUE_SIZE": self.value_size,
-            "BLOCK_K": self.block_k, "BLOCK_V": config.gradient_block_v, "NORMALISES": self.options.normalises,
-            "STAGES": config.gradient_stages, "num_warps": config.gradient_warps,
-        }  # fmt: skip
-        programs = self.total_chunks * self.key_heads
-        launch(
-            query_gradients_kernel, programs,
-            *in_order(query_gradients_kernel)(
-                **self.arguments("q", "k", "do"), **shared, scale=self.options.scale, bounds_ptr=self.bounds,
-                o_ptr=tensors["o_ptr"], dinitial_ptr=tensors["dinitial_ptr"], dq_ptr=results.dq,
-            ),
-            **constants,
-        )  # fmt: skip
-        launch(
-            key_gradients_kernel, programs,
-            *in_order(key_gradients_kernel)(
-                **self.arguments("q", "k", "v"), **shared, dx_ptr=tensors["dx_ptr"],
-                dbeta_parts_ptr=tensors["dbeta_parts_ptr"],
-                dk_ptr=results.dk, dg_ptr=results.dg, dbeta_ptr=results.dbeta,
-            ),
-            BLOCKS=self.backward_blocks, **constants,
-        )  # fmt: skip
-
-    def scan_forward(self, pairs: dict[str, Any], initial_state: Tensor | None, **outputs: Tensor | None) -> None:
-        """Write o, the last states, the states before all chunks and E, each if there is a tensor for it."""
-        initial = None if initial_state is None else initial_state.float().contiguous()
-        block = self.config.scan_block_v if "o" in outputs else self.config.backward_block_v
-        launch(
-            forward_scan_kernel, self.samples * self.heads * cdiv(self.value_size, block),
-            *in_order(forward_scan_kernel)(
-                **(self.arguments("q", "k", "v") | pairs), initial_ptr=initial, bounds_ptr=self.bounds,
-                starts_ptr=self.starts,
-                **{f"{name}_ptr": outputs.get(name) for name in ("o", "last", "states", "errors")},
-            ),
-            **self.scan_constants(block),
-        )  # fmt: skip
-
-
-def _empty_forward(inputs: DeltaInputs, options: DeltaOptions) -> tuple[Tensor, Any]:
-    """Allocate what `delta_rule_forward` returns."""
-    q, v = inputs.q, inputs.v
-    o = torch.empty_like(v, memory_format=torch.contiguous_format)
-    shape = count_samples(inputs), v.shape[2], q.shape[3], v.shape[3]
-    return o, q.new_empty(shape, dtype=torch.float32) if options.returns_state else None
-
-
-@launcher(fake=_empty_forward)
+@launcher(fake=empty_forward)
 def delta_rule_forward(like: Tensor, inputs: DeltaInputs, options: DeltaOptions) -> tuple[Tensor, Tensor]:
     """Return o [B, T, H, Dv] and, if requested, the last states in fp32. `like` is any tensor on the device."""
     if not kernels_agree(inputs, options.normalises, options.returns_state):
         o, last_state = chunked_forward(inputs, options)
         return o, last_state
-    return _launch_forward(inputs, options, choose_config(inputs))
+    return launch_forward(inputs, options, choose_config(inputs))
 
 
-def _launch_forward(inputs: DeltaInputs, options: DeltaOptions, config: DeltaConfig) -> tuple[Tensor, Tensor]:
-    o, last_state = _empty_forward(inputs, options)
-    run = _Launch(inputs, options, config)
-    run.scan_forward(run.compute_pairs(), inputs.initial_state, o=o, last=last_state)
-    return o, last_state
-
-
-class NeededDeltaGradients(NamedTuple):
-    """True for each kind of gradients that the backward computes. dv costs no kernel of its own."""
-
-    # dq, dk, dg or dbeta.
-    others: bool
-    initial_state: bool
-
-
-def _empty_backward(inputs: DeltaInputs, needs: NeededDeltaGradients) -> DeltaGradients:
-    """Allocate the gradients that are needed. The others are None."""
-    empty = lambda x: torch.empty_like(x, memory_format=torch.contiguous_format)
-    q, k, v, g, beta, initial_state, _ = inputs
-    dq, dk, dg, dbeta = (empty(x) if needs.others else None for x in (q, k, g, beta))
-    dinitial = empty(initial_state) if needs.initial_state and initial_state is not None else None
-    return DeltaGradients(dq, dk, empty(v), dg, dbeta, dinitial)
-
-
-@launcher(fake=_empty_backward)
+@launcher(fake=empty_backward)
 def delta_rule_backward(
-    do: Tensor, dlast_state: Tensor | None, o: Tensor, inputs: DeltaInputs, options: DeltaOptions,
+    do: Tensor, dlast_state: Tensor | None, o: Tensor | None, inputs: DeltaInputs, options: DeltaOptions,
     needs: NeededDeltaGradients,
 ) -> DeltaGradients:  # fmt: skip
     """Return the gradients of the inputs. Gradients that are not needed are None."""
     if not kernels_agree(inputs, options.normalises, dlast_state is not None):
         gradients = chunked_backward(do, dlast_state, inputs, options)
-        names = _empty_backward(inputs, needs)._asdict()
+        names = empty_backward(inputs, needs)._asdict()
         return gradients._replace(**{name: None for name, x in names.items() if x is None})
-    return _launch_backward(do, dlast_state, o, inputs, options, needs, choose_config(inputs))
-
-
-def _launch_backward(
-    do: Tensor, dlast_state: Tensor | None, o: Tensor, inputs: DeltaInputs, options: DeltaOptions,
-    needs: NeededDeltaGradients, config: DeltaConfig,
-) -> DeltaGradients:  # fmt: skip
-    results = _empty_backward(inputs, needs)
-    run = _Launch(inputs, options, config)
-    run.add_rows("do", do)
-    pairs, states, dstates = run.compute_pairs(), run.chunk_states(), run.chunk_states()
-    errors, dx = (torch.empty_like(inputs.v, memory_format=torch.contiguous_format) for _ in range(2))
-    run.scan_forward(pairs, inputs.initial_state, states=states, errors=errors)
-    initial = results.dinitial_state
-    dbeta_parts = run.like.new_empty((run.total_chunks, run.heads, run.backward_blocks, CHUNK), dtype=torch.float32)
-    has_dinitial = inputs.initial_state is not None and (needs.initial_state or needs.others)
-    dinitial = run.states(torch.float32) if has_dinitial else None
-    launch(
-        backward_scan_kernel, run.samples * run.heads * run.backward_blocks,
-        *in_order(backward_scan_kernel)(
-            **(run.arguments("q", "k", "do") | pairs), bounds_ptr=run.bounds, starts_ptr=run.starts,
-            dlast_ptr=None if dlast_state is None else dlast_state.float().contiguous(),
-            errors_ptr=errors, dx_ptr=dx, dv_ptr=results.dv, dstates_ptr=dstates, dinitial_ptr=dinitial,
-            dbeta_parts_ptr=dbeta_parts,
-        ),
-        **run.scan_constants(run.config.backward_block_v),
-    )  # fmt: skip
-    if initial is not None and dinitial is not None:
-        initial.copy_(dinitial)
-    tensors = {
-        "states_ptr": states, "dstates_ptr": dstates, "errors_ptr": errors, "dx_ptr": dx,
-        "dbeta_parts_ptr": dbeta_parts,
-    }  # fmt: skip
-    if needs.others and run.has_feature_decay:
-        run.compute_feature_gradients(results, pairs, **tensors)
-    elif needs.others:
-        run.compute_gradients(results, pairs, **tensors, o_ptr=o.contiguous(), dinitial_ptr=dinitial)
-    return results
+    return launch_backward(do, dlast_state, o, inputs, options, needs, choose_config(inputs))
 
 
 # --- the self-check ------------------------------------------------------------------------------
@@ -397,9 +150,9 @@ def check_kernels(like: Tensor, variant: DeltaVariant, config: DeltaConfig) -> b
         expected = *chunked_forward(inputs, options), *chunked_backward(do, dlast, inputs, options)
         inputs = DeltaInputs._make(_move(x, like.device) for x in inputs)
         do, dlast = _move(do, like.device), _move(dlast, like.device)
-        outputs = _launch_forward(inputs, options, config)
+        outputs = launch_forward(inputs, options, config)
         needs = NeededDeltaGradients(True, True)
-        gradients = _launch_backward(do, dlast, outputs[0], inputs, options, needs, config)
+        gradients = launch_backward(do, dlast, outputs[0], inputs, options, needs, config)
         actual: tuple[Any, ...] = (*outputs, *gradients)
         pairs = [(x.float().cpu(), y.float()) for x, y in zip(actual, expected, strict=True) if y is not None]
     except torch.OutOfMemoryError:

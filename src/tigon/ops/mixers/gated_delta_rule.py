@@ -105,8 +105,8 @@ class _DeltaRule(Node):
             o, last_state = delta_rule_forward(inputs.q, inputs, options)
         else:
             o, last_state = chunked_forward(inputs, options)
-        # The kernels read o for dg and for the gradients of the norms.
-        ctx.save_for_backward(*inputs, o if ctx.runs_kernels else None)
+        # The kernels of the gated delta rule read o for dg and for the gradients of the norms.
+        ctx.save_for_backward(*inputs, o if ctx.runs_kernels and inputs.g.dim() == 3 else None)
         return (o, last_state) if options.returns_state else o
 
     @staticmethod

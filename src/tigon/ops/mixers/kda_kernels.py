@@ -25,6 +25,7 @@ from tigon.ops.mixers.delta_rule_kernels import (
     couple,
     load_tile,
     rows_of_chunk,
+    saturate,
     square_offsets,
     store_tile,
 )
@@ -119,7 +120,7 @@ def kda_pairs_kernel(
     tl.store(vectors + WRITE * CHUNK, ones)
     tl.store(vectors + QUERY * CHUNK, ones)
     coupling = couple(keys, beta, PRECISION)
-    tl.store(couplings_ptr + place * (CHUNK * CHUNK) + square_offsets(), coupling)
+    tl.store(couplings_ptr + place * (CHUNK * CHUNK) + square_offsets(), saturate(coupling, couplings_ptr))
 
 
 # --- gradients -----------------------------------------------------------------------------------
@@ -174,7 +175,7 @@ def _pair_gradients(
 def _add_pairs(
     dq, dk, dtotal, q, k, total, totals, dscores, dsystem, cols, SIZE: tl.constexpr
 ):  # fmt: skip
-    """Add the gradients of all pairs, given do U^T, and the sum of beta dA and its transpose."""
+    """Add the gradients of all pairs, given do U^T, and the sum of dA, scaled by beta, and its transpose."""
     dtype: tl.constexpr = dscores.dtype
     index = tl.arange(0, CHUNK)
     # Two loops, because the registers do not hold all terms of both gradients.

@@ -43,14 +43,22 @@ def _is_one_of(releases: tuple[str, ...], version: str) -> bool:
 # --- loops -----------------------------------------------------------------------------------------
 
 # `tl.range(..., disable_licm=True)` keeps what a loop computes inside of the loop, where fewer registers hold it. Seen
-# in 3.6 and 3.7. Triton 3.4 does not know the argument, which is ignored there: kernels spill up to 120 bytes a thread.
+# in 3.6 and 3.7. Triton 3.4 has no such argument. There `tl.range` of the whole process takes and ignores it, and
+# kernels with such loops spill up to 130 bytes of a thread.
+
+
+def ignore_disable_licm(cls: Any) -> None:
+    """Let the constructor of a class take `disable_licm`, and ignore it."""
+    construct = cls.__init__
+
+    def construct_without(self: Any, *arguments: Any, disable_licm: bool = False, **options: Any) -> None:
+        construct(self, *arguments, **options)
+
+    cls.__init__ = construct_without
+
+
 if HAS_TRITON and "disable_licm" not in inspect.signature(tl.range.__init__).parameters:
-    _init_range = tl.range.__init__
-
-    def _init_range_without_licm(self: Any, *arguments: Any, disable_licm: bool = False, **options: Any) -> None:
-        _init_range(self, *arguments, **options)
-
-    tl.range.__init__ = _init_range_without_licm
+    ignore_disable_licm(tl.range)
 
 
 # --- launches --------------------------------------------------------------------------------------
