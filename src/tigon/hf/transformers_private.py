@@ -90,7 +90,7 @@ def loss_type(model: nn.Module) -> str | None:
 # --- masks -----------------------------------------------------------------------------------------
 
 
-# The functions that read masks and positions, by their files, and what they return for one sample without a mask.
+# The functions that decide whether a mask is built, by their files, and their results for one sample without a mask.
 _READERS: dict[str, dict[str, Any]] = {
     "transformers.masking_utils": {"is_tracing": False, "find_packed_sequence_indices": None},
     "transformers.modeling_flash_attention_utils": {"_is_packed_sequence": False},
@@ -99,12 +99,13 @@ _READERS: dict[str, dict[str, Any]] = {
 
 @contextlib.contextmanager
 def masks_as_in_eager_calls() -> Iterator[None]:
-    """Let a call without mask, whose batch is not packed, build no causal mask in the block: a CUDA graph is captured.
+    """Let a call without a mask, whose samples are not packed, build no causal mask while a CUDA graph is captured.
 
     Attention would read the mask, and its kernels with a mask are slower. transformers builds one because it cannot
-    read the values of tensors during a capture, and such a call has none to read. Without `is_tracing`, the graph has
-    the mask. Without `find_packed_sequence_indices`, it has the mask if the call has positions. Without
-    `_is_packed_sequence`, a call of one row by flash-attn cannot be captured, because the host reads its positions.
+    read the values of tensors during a capture, and such a call has none to read. If `is_tracing` were not replaced,
+    the graph would have the mask. The same is true of `find_packed_sequence_indices` for a call with positions. If
+    `_is_packed_sequence` were not replaced, a call of one row by flash-attn could not be captured, because the host
+    reads its positions.
     """
     thread = threading.get_ident()
 

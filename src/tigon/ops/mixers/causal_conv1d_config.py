@@ -23,7 +23,7 @@ class WalkConfig(NamedTuple):
     num_warps: int
     # The rows of a chunk. A program loads them while it computes the chunk before.
     rows: int
-    # More programs would not shorten the runs of tokens.
+    # The tokens are split into runs until there are this many programs.
     programs: int
 
 

@@ -85,7 +85,7 @@ def _load_rows(ptrs, STRIDE: tl.constexpr, first, stop, inside, ROWS: tl.constex
         mask = inside if IS_FULL else inside & (first + i >= 0) & (first + i < stop)
         row = tl.load(ptrs + i * STRIDE, mask=mask, other=0)
         if row.dtype == tl.bfloat16:
-            # A number of 16 bits would take a register.
+            # A number of 16 bits would take a whole register of 32 bits.
             low, high = tl.split(row.to(tl.uint16, bitcast=True).reshape([row.shape[0] // 2, 2]))
             row = low.to(tl.uint32) | (high.to(tl.uint32) << 16)
         rows = rows + (row,)

@@ -16,19 +16,20 @@ class DeltaProblem(NamedTuple):
 
     key_size: int
     value_size: int
-    # True if a scan with the wider blocks of columns has a program for most multiprocessors.
-    fills_device: bool
+    # True if the forward scan has a program for most multiprocessors with `WIDE_BLOCK`, and no initial state.
+    allows_wide_blocks: bool
     # True for Kimi Delta Attention.
     has_feature_decay: bool
 
 
-# The columns of a block of the state in the forward scan and in the two scans of backward, the warps and the stages of
-# the scans; and the columns, the warps and the stages of the kernels of the other gradients. The first number is the
-# largest size of a head of q and k. Registers bound the columns and the warps. A kernel has at most 256 threads,
-# because more of them leave too few registers to each on AMD. Shared memory bounds the stages.
+# Each row has the largest size of a head of q and k; the columns of a block of the state in the forward scan and in the
+# two scans of backward, the warps and the stages of the scans; and the columns, the warps and the stages of the kernels
+# of the other gradients. Registers bound the columns and the warps. A kernel has at most 256 threads, because more of
+# them leave too few registers to each on AMD. Shared memory bounds the stages.
 LADDER = ((64, (32, 32, 4, 2, 32, 4, 1)), (128, (32, 32, 8, 2, 32, 8, 1)), (256, (32, 32, 8, 1, 32, 8, 1)))
 # A product of Hopper's tensor cores has at least 64 rows for 4 warps, and the chunks have 64 rows. If a product reads
-# the result of another product, Triton lets two groups of 4 warps compute the same rows.
+# the result of another product, Triton lets two groups of 4 warps compute the same rows. Therefore these kernels have 4
+# warps. Heads of more than 128 features need the registers of 8.
 WIDE_BLOCK = 64
 HOPPER = ((128, (WIDE_BLOCK, 32, 4, 3, 32, 4, 3)), (256, (32, 32, 8, 1, 32, 8, 1)))
 
@@ -60,8 +61,8 @@ class DeltaConfig(LaunchConfig):
         is_hopper = device.arch == "sm_90"
         numbers = rung(HOPPER if is_hopper else LADDER, problem.key_size)
         scan_block, backward_block, scan_warps, scan_stages, gradient_block, gradient_warps, gradient_stages = numbers
-        if problem.has_feature_decay or not problem.fills_device:
-            # The scans of Kimi Delta Attention read more rows, for which shared memory has no room beside wider blocks.
+        if problem.has_feature_decay or not problem.allows_wide_blocks:
+            # The scans of Kimi Delta Attention read more rows, and shared memory does not hold these and wider blocks.
             scan_block = min(scan_block, backward_block)
         most_columns = max(16, next_power_of_2(problem.value_size))
         has_room = device.shared_memory >= 160 * 1024
@@ -85,8 +86,8 @@ def choose_config(inputs: DeltaInputs) -> DeltaConfig:
     q, v, device = inputs.q, inputs.v, device_of(inputs.q)
     programs = count_samples(inputs) * v.shape[2] * cdiv(v.shape[3], WIDE_BLOCK)
     # With an initial state, wider blocks would spill registers.
-    fills_device = programs >= 0.75 * device.multiprocessors and inputs.initial_state is None
-    return DeltaConfig.choose(DeltaProblem(q.shape[3], v.shape[3], fills_device, inputs.g.dim() == 4), device)
+    allows_wide_blocks = programs >= 0.75 * device.multiprocessors and inputs.initial_state is None
+    return DeltaConfig.choose(DeltaProblem(q.shape[3], v.shape[3], allows_wide_blocks, inputs.g.dim() == 4), device)
 
 
 def has_feature_kernels(arch: str) -> bool:

@@ -1,4 +1,4 @@
-r"""The backward kernels of the gated delta rule. The docstring of `delta_rule_chunks` has the formulas.
+r"""The backward kernels of the gated delta rule. `delta_rule_chunks` and `delta_rule_kernels` have the formulas.
 
 `forward_scan_kernel` recomputes the states before all chunks and E. `backward_scan_kernel` walks from the last chunk to
 the first one, with a block of columns of dS in registers; it writes dX, dv and dS after each chunk, and sums dbeta,
@@ -6,14 +6,16 @@ which is the dot product of the rows of dX and E. Two kernels then compute the o
 parallel: one computes dq, and one dk, dg and the sum of dbeta.
 
 Gradients that are sums over the features of a row need no products of their own. Each factor of a term of o, such as
-the length of q or the decay of a token, has a gradient that is a dot product of rows:
+the norm of q or the decay of a token, has a gradient that is a dot product of rows. For normalised q and k:
 
     q . dq = o . do          k . dk = 2 U . dX - v . dv          dG = o . do - v . dv
 
-The first two give the gradients of the norms of q and k. dg of a token is the sum of dG over the later tokens, which is
-the dot product of S and dS before the chunk, without the sum of dG over the earlier tokens of the chunk. The gradient
-of the system needs no inverse either: dA is -dX U^T. Rows of q and k are not divided by their norms before a product,
-which would round them: the other factor is multiplied.
+The first two give the gradients of the norms. dg of a token is the sum of dG over this token and all later ones, and a
+term of the last state. For the first token of a chunk, it equals the dot product of S and dS before the chunk. For the
+other tokens, dG of the earlier tokens of the chunk is subtracted from that.
+
+The gradient of the system needs no inverse either: dA is -dX U^T. Rows of q and k are not divided by their norms before
+a product, which would round them: the other factor is multiplied.
 
 Shapes: H heads of v, Hk heads of q and k, C = 64 tokens of a chunk, M chunks in total, N sequences or samples.
 """
@@ -126,7 +128,7 @@ def sum_dbeta(parts_ptr, place, BLOCKS: tl.constexpr):
 
 @triton.jit
 def _normalise_gradient(dx_hat, x, factor, dots, NORMALISES: tl.constexpr):
-    """Return the gradient of a tile x, given that of x * factor, and the dot products of the rows of these two."""
+    """Return dx, given dx_hat for x_hat = factor * x, and the dot products of the rows of x_hat and dx_hat."""
     if NORMALISES:
         dx_hat = factor[:, None] * (dx_hat - x * (factor * dots)[:, None])
     return dx_hat
@@ -143,8 +145,8 @@ def query_gradients_kernel(
 ):  # fmt: skip
     """Compute dq of one chunk, for all heads that share a head of q and k.
 
-    The sum over these heads stays in registers, so its order is fixed. `scores` gets the gradients of the scores, and
-    `vectors` the parts of dG that come from o and from the state, for `key_gradients_kernel`.
+    The sum over these heads stays in registers, so its order is fixed. The kernel replaces the scores by the gradients
+    of the products q k^T, and stores two dot products in `vectors`, for `key_gradients_kernel`.
     """
     chunk, key_head = tl.program_id(0) // KEY_HEADS, tl.program_id(0) % KEY_HEADS
     sample, first, end = rows_of_chunk(chunks_ptr, chunk, T, chunks)
@@ -169,7 +171,7 @@ def query_gradients_kernel(
         total, beta = tl.load(vectors + TOTAL * CHUNK), tl.load(vectors + BETA * CHUNK)
         decay = tl.exp(total) * scale
         state_ptr = states_ptr + place * (KEY_SIZE * VALUE_SIZE)
-        # Backward has stored dS after each chunk. The gradient of an initial state is apart.
+        # The state before this chunk is the one after the chunk before. That of the first chunk is the initial state.
         dstate_ptr = dstates_ptr + (place - tl.where(is_first, 0, heads)) * (KEY_SIZE * VALUE_SIZE)
         dscores, output_dots = tl.zeros([CHUNK, CHUNK], tl.float32), tl.zeros([CHUNK], tl.float32)
         state_dots = tl.zeros([BLOCK_K], tl.float32)
@@ -252,8 +254,6 @@ def key_gradients_kernel(
         # Each pair of keys is the product of two rows of k, and both get its gradient.
         dsystem = (dsystem + tl.trans(dsystem)) * k_factor[None, :]
         dk = tl.dot(dsystem.to(dtype), k, dk, input_precision="ieee")
-        # dG of a token is the dot product of its o and do without that of its v and dv. dg is the sum of dG over the
-        # later tokens, which is the dot product of S and dS before the chunk without the sum over the earlier ones.
         dtotal = tl.load(vectors + OUTPUT_DOTS * CHUNK) - beta * value_dots
         dlog_decay = tl.load(vectors + STATE_DOT * CHUNK) - (tl.cumsum(dtotal, 0) - dtotal)
         # The decay of a token whose g was below the limit has underflowed. A product, because NaN must remain NaN.

@@ -5,13 +5,16 @@ r"""The forward kernels of the gated delta rule. The docstring of `delta_rule_ch
 columns of the state in registers. The update of a token is U = beta E. The errors E = v - k S take S with the updates
 of all tokens before. A scan computes them from the errors Y that take the state before the chunk:
 
-    E = Y - Z (beta Y)    for Z = (I + M beta)^-1 M, where beta M = A
+    E = Y - Z (beta Y)    for Z = (I + K beta)^-1 K, where beta K = A, the system of a chunk
 
-Z has no division by beta, the part Y of E is not rounded, and neither of the products is larger than that of U with
-(I + A)^-1. A chunk is a chain of three products, k S, Z (beta Y) and k^T U, so the latency of this chain bounds the
-kernel. Z costs 8 KiB of memory for a chunk of a head in bf16. The usual matrices W = (I + A)^-1 (beta exp(G) k) and
-(I + A)^-1 (beta v) would shorten the chain by one product, but they take 32 KiB. Because o is computed in the scan,
-forward never writes the states, which take as many bytes.
+This formula has no division by beta, so Z is finite for beta = 0. The kernel computes Z as (I - (I + A)^-1) / beta,
+where the magnitude of beta is at least `MIN_BETA`. Y itself is not rounded: only the product that is subtracted from it
+has rounded factors.
+
+A chunk is a chain of three products, k S, Z (beta Y) and k^T U, so the latency of this chain bounds the kernel. Z costs
+8 KiB of memory for a chunk of a head in bf16. The usual matrices W = (I + A)^-1 (beta exp(G) k) and (I + A)^-1 (beta v)
+would shorten the chain by one product, but they take 32 KiB. Because o is computed in the scan, forward never writes
+the states, which take as many bytes.
 
 The products read q and k as they are stored. Their l2 norms are factors of rows, which the vectors contain.
 
@@ -20,9 +23,16 @@ Shapes: H heads of v, Hk heads of q and k, C = 64 tokens of a chunk, M chunks in
 
 from tigon.runtime.compat.triton import tl, triton
 
-# The vectors [C] of a chunk of a head in `vectors` [M, H, 9, C], fp32: G, g, beta, exp(G_L - G), the factors of rows of
-# k S (decay, norm of k), those of the rows of U in the next state (exp(G_L - G), norm of k), those of q S (scale,
-# decay, norm of q), the dot products of the rows of o and do, and that of S and dS before the chunk.
+# The vectors [C] of a chunk of a head in `vectors` [M, H, 9, C], fp32:
+#   TOTAL        G
+#   LOG_DECAY    g
+#   BETA         beta
+#   REST         exp(G_L - G)
+#   READ         exp(G) / |k|, which multiplies the rows of k S
+#   WRITE        exp(G_L - G) / |k|, which multiplies the rows of U in the next state
+#   QUERY        scale exp(G) / |q|, which multiplies the rows of q S
+#   OUTPUT_DOTS  the dot products of the rows of o and do
+#   STATE_DOT    the dot product of S and dS before the chunk, the same number C times
 TOTAL, LOG_DECAY, BETA, REST, READ, WRITE, QUERY, OUTPUT_DOTS, STATE_DOT = (tl.constexpr(i) for i in range(9))
 VECTORS = tl.constexpr(9)
 CHUNK = tl.constexpr(64)
@@ -30,7 +40,7 @@ EPS = tl.constexpr(1e-6)
 # The limit of g, whose exponential is 4e-44, almost the smallest number in fp32. Below this limit, the sum of g in a
 # chunk would lose digits of the other tokens, and a difference of two sums would be NaN for g = -inf.
 MIN_LOG_DECAY = tl.constexpr(-100.0)
-# The smallest size of a beta in the system, because Z is an inverse divided by beta. Z is the same for smaller ones.
+# The smallest magnitude of beta in `couple`, which divides by it. Smaller ones give the same Z.
 MIN_BETA = tl.constexpr(1e-20)
 
 
@@ -45,12 +55,12 @@ def chunk_list_kernel(bounds_ptr, chunks_ptr, starts_ptr, N, T, BLOCK_N: tl.cons
     before = tl.zeros([], tl.int32)
     sample = tl.full([], -1, tl.int32)
     row, row_end, first_chunk = tl.zeros([], tl.int32), tl.zeros([], tl.int32), tl.zeros([], tl.int32)
-    errors = ((tl.load(bounds_ptr) != 0) | (tl.load(bounds_ptr + N) != T)).to(tl.int32)
+    faults = ((tl.load(bounds_ptr) != 0) | (tl.load(bounds_ptr + N) != T)).to(tl.int32)
     for first in range(0, N, BLOCK_N):
         index = first + tl.arange(0, BLOCK_N)
         start = tl.load(bounds_ptr + index, index < N, 0)
         end = tl.load(bounds_ptr + index + 1, index < N, 0)
-        errors += tl.sum((start > end).to(tl.int32), 0)
+        faults += tl.sum((start > end).to(tl.int32), 0)
         start, end = start.to(tl.int32), end.to(tl.int32)
         counts = (end - start + CHUNK - 1) // CHUNK
         chunk_ends = before + tl.cumsum(counts, 0)
@@ -61,7 +71,7 @@ def chunk_list_kernel(bounds_ptr, chunks_ptr, starts_ptr, N, T, BLOCK_N: tl.cons
         row += tl.sum(tl.where(is_mine, start + (program - chunk_starts) * CHUNK, 0), 0)
         row_end += tl.sum(tl.where(is_mine, end, 0), 0)
         before += tl.sum(counts, 0)
-    if errors > 0:
+    if faults > 0:
         row, row_end, first_chunk = program * CHUNK, T, tl.full([], -1, tl.int32)
         sample = tl.where(row < T, 0, -1)
     tl.store(chunks_ptr + 3 * program, sample)
@@ -210,10 +220,10 @@ def invert_64(a, PRECISION: tl.constexpr):
 
 @triton.jit
 def couple(pairs, beta, PRECISION: tl.constexpr):
-    """Return Z [C, C] for M, which is strictly lower triangular, and beta [C]."""
+    """Return Z [C, C] for K, which is strictly lower triangular, and beta [C]."""
     index = tl.arange(0, CHUNK)
     beta = tl.where(tl.abs(beta) < MIN_BETA, MIN_BETA, beta)
-    # (I + beta M)^-1 = I - beta Z.
+    # (I + beta K)^-1 = I - beta Z.
     inverse = invert_64(beta[:, None] * pairs, PRECISION)
     return tl.where(index[:, None] > index[None, :], inverse * (-1.0 / beta)[:, None], 0.0)
 
@@ -259,7 +269,7 @@ def chunk_pairs_kernel(
         tl.store(vectors + REST * CHUNK, rest)
         tl.store(vectors + WRITE * CHUNK, rest * k_factor)
         tl.store(vectors + QUERY * CHUNK, decay * q_factor)
-    # A second loop, because the registers do not hold both products beside the blocks of an inverse.
+    # A second loop, because the registers do not hold both products and the blocks of an inverse.
     keys = tl.dot(k, tl.trans(k), input_precision="ieee") * k_factor[:, None] * k_factor[None, :]
     keys = tl.where(index[:, None] > index[None, :], keys, 0.0)
     for i in range(groups):

@@ -228,7 +228,7 @@ class NeededDeltaGradients(NamedTuple):
 
 
 def empty_backward(inputs: DeltaInputs, needs: NeededDeltaGradients) -> DeltaGradients:
-    """Allocate the gradients that are needed. The others are None."""
+    """Allocate dv and the gradients that are needed. All other fields are None."""
     empty = lambda x: torch.empty_like(x, memory_format=torch.contiguous_format)
     q, k, v, g, beta, initial_state, _ = inputs
     dq, dk, dg, dbeta = (empty(x) if needs.others else None for x in (q, k, g, beta))

@@ -7,8 +7,8 @@ Every head of v has a state S [Dk, Dv] in fp32. Neighbouring heads of v may shar
 `use_qk_l2norm`, q and k are divided by sqrt(sum of squares + 1e-6) first.
 
 The op computes 64 tokens at a time: in bf16 and fp16 on a GPU by the kernels of `delta_rule_launchers`, in fp32 and
-fp64 and elsewhere by `delta_rule_chunks`, which has the formulas. Forward saves its inputs and o, and backward
-recomputes the states.
+fp64 and elsewhere by `delta_rule_chunks`, which has the formulas. Forward saves its inputs, and o if the kernels
+run. Backward recomputes the states.
 
 Shapes: B batch, T tokens, Hk heads of q and k, Hv heads of v, Dk and Dv features of a head, N packed samples.
 """

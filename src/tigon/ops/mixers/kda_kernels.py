@@ -175,7 +175,7 @@ def _pair_gradients(
 def _add_pairs(
     dq, dk, dtotal, q, k, total, totals, dscores, dsystem, cols, SIZE: tl.constexpr
 ):  # fmt: skip
-    """Add the gradients of all pairs, given do U^T, and the sum of dA, scaled by beta, and its transpose."""
+    """Add the gradients of all pairs. `dscores` is do U^T, and `dsystem` the sum of beta dA and its transpose."""
     dtype: tl.constexpr = dscores.dtype
     index = tl.arange(0, CHUNK)
     # Two loops, because the registers do not hold all terms of both gradients.

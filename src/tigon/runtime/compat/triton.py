@@ -42,9 +42,9 @@ def _is_one_of(releases: tuple[str, ...], version: str) -> bool:
 
 # --- loops -----------------------------------------------------------------------------------------
 
-# `tl.range(..., disable_licm=True)` keeps what a loop computes inside of the loop, where fewer registers hold it. Seen
-# in 3.6 and 3.7. Triton 3.4 has no such argument. There `tl.range` of the whole process takes and ignores it, and
-# kernels with such loops spill up to 130 bytes of a thread.
+# `tl.range(..., disable_licm=True)` switches off the motion of loop-invariant code, whose results would occupy
+# registers through the whole loop. Seen in 3.6 and 3.7. Where it is missing, as in 3.4, Tigon lets `tl.range` of the
+# whole process take and ignore it, and kernels with such loops spill up to 130 bytes of a thread.
 
 
 def ignore_disable_licm(cls: Any) -> None:
