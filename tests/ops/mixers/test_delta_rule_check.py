@@ -79,14 +79,14 @@ def test_a_self_check_without_memory_has_no_verdict(monkeypatch):
     monkeypatch.setattr(delta_rule_launchers, "_verdicts", {})
     monkeypatch.setattr(torch.Tensor, "get_device", lambda x: 0)
     with pytest.raises(torch.OutOfMemoryError):
-        delta_rule_launchers.kernels_agree(inputs, True, True)
+        delta_rule_launchers.checked_config(inputs, True, True)
     assert not delta_rule_launchers._verdicts
 
 
 @pytest.mark.kernels
 def test_torch_computes_what_wrong_kernels_would(monkeypatch):
     inputs = make_inputs(tokens=70)
-    monkeypatch.setattr(delta_rule_launchers, "kernels_agree", lambda *arguments: False)
+    monkeypatch.setattr(delta_rule_launchers, "checked_config", lambda *arguments: None)
     monkeypatch.setattr(delta_rule_steps, "launch", None)
     expected, actual = (results_of(f, inputs) for f in (GATED.reference, tigon.gated_delta_rule))
     for name, x in actual.items():

@@ -262,7 +262,7 @@ def _backward_kernel(
                     # Row t is the last one that adds to dx of row t - W + 1.
                     mask = inside & (t < end + TAPS - 1) if IS_LAST else inside
                     if i < TAPS - 1:
-                        # That is t - W + 1 >= start, in terms of `first`, so that the rows of a chunk share the mask.
+                        # The condition is t - W + 1 >= start. All rows of a chunk share a mask that depends on `first`.
                         mask &= first >= start + (TAPS - 2 - i + ROWS) // ROWS * ROWS
                     tl.store(dx_ptr + dx_offsets, sums[0], mask=mask)
                     dx_ptr += STRIDE_DX_T

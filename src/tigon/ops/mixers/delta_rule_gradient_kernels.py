@@ -171,7 +171,7 @@ def query_gradients_kernel(
         total, beta = tl.load(vectors + TOTAL * CHUNK), tl.load(vectors + BETA * CHUNK)
         decay = tl.exp(total) * scale
         state_ptr = states_ptr + place * (KEY_SIZE * VALUE_SIZE)
-        # The state before this chunk is the one after the chunk before. That of the first chunk is the initial state.
+        # dS before this chunk is dS after the preceding one. dS before a first chunk is in `dinitial_ptr`.
         dstate_ptr = dstates_ptr + (place - tl.where(is_first, 0, heads)) * (KEY_SIZE * VALUE_SIZE)
         dscores, output_dots = tl.zeros([CHUNK, CHUNK], tl.float32), tl.zeros([CHUNK], tl.float32)
         state_dots = tl.zeros([BLOCK_K], tl.float32)

@@ -39,10 +39,11 @@ _log = logging.getLogger("tigon")
 @launcher(fake=empty_forward)
 def delta_rule_forward(like: Tensor, inputs: DeltaInputs, options: DeltaOptions) -> tuple[Tensor, Tensor]:
     """Return o [B, T, H, Dv] and, if requested, the last states in fp32. `like` is any tensor on the device."""
-    if not kernels_agree(inputs, options.normalises, options.returns_state):
+    config = checked_config(inputs, options.normalises, options.returns_state)
+    if config is None:
         o, last_state = chunked_forward(inputs, options)
         return o, last_state
-    return launch_forward(inputs, options, choose_config(inputs))
+    return launch_forward(inputs, options, config)
 
 
 @launcher(fake=empty_backward)
@@ -51,11 +52,12 @@ def delta_rule_backward(
     needs: NeededDeltaGradients,
 ) -> DeltaGradients:  # fmt: skip
     """Return the gradients of the inputs. Gradients that are not needed are None."""
-    if not kernels_agree(inputs, options.normalises, dlast_state is not None):
+    config = checked_config(inputs, options.normalises, dlast_state is not None)
+    if config is None:
         gradients = chunked_backward(do, dlast_state, inputs, options)
         names = empty_backward(inputs, needs)._asdict()
         return gradients._replace(**{name: None for name, x in names.items() if x is None})
-    return launch_backward(do, dlast_state, o, inputs, options, needs, choose_config(inputs))
+    return launch_backward(do, dlast_state, o, inputs, options, needs, config)
 
 
 # --- the self-check ------------------------------------------------------------------------------
@@ -86,24 +88,24 @@ _verdicts: dict[tuple, bool] = {}
 MAX_ERROR = 0.05
 
 
-def kernels_agree(inputs: DeltaInputs, normalises: bool, has_last_state: bool) -> bool:
-    """Return whether the kernels that these inputs need passed the self-check on their device.
+def checked_config(inputs: DeltaInputs, normalises: bool, has_last_state: bool) -> DeltaConfig | None:
+    """Return the launch parameters for these inputs, or None if their kernels failed the self-check on the device.
 
-    The first call at which the host may wait runs the check. Until then, and in the interpreter, the answer is True.
+    The first call at which the host may wait runs the check. Until then, and in the interpreter, no kernel has failed.
     """
     q, _, v, g, _, initial_state, bounds = inputs
+    config = choose_config(inputs)
     if q.get_device() < 0:
-        return True
+        return config
     variant = DeltaVariant(
         v.shape[3], v.shape[2] // q.shape[2], normalises, initial_state is not None, has_last_state,
         None if bounds is None else bounds.dtype, g.dim() == 4,
     )  # fmt: skip
-    config = choose_config(inputs)
     key = q.get_device(), q.dtype, q.shape[3], config, variant
     verdict = _verdicts.get(key)
     if verdict is None:
         if not may_wait():
-            return True
+            return config
         verdict = _verdicts[key] = check_kernels(q, variant, config)
         if not verdict:
             _log.warning(
@@ -112,7 +114,7 @@ def kernels_agree(inputs: DeltaInputs, normalises: bool, has_last_state: bool) -
                 q.device, triton.__version__, "kda" if variant.has_feature_decay else "gated_delta_rule",
                 q.dtype, q.shape[3], v.shape[3],
             )  # fmt: skip
-    return verdict
+    return config if verdict else None
 
 
 def _draw_check(like: Tensor, variant: DeltaVariant) -> tuple[DeltaInputs, Tensor, Tensor | None]:

@@ -249,10 +249,9 @@ def launch_backward(
     run.scan_forward(pairs, inputs.initial_state, states=states, errors=errors)
     initial = results.dinitial_state
     dbeta_parts = run.like.new_empty((run.total_chunks, run.heads, run.backward_blocks, CHUNK), dtype=torch.float32)
-    dinitial = initial
+    has_dinitial = inputs.initial_state is not None and (needs.others or needs.initial_state)
     is_fp32 = initial is not None and initial.dtype == torch.float32
-    if inputs.initial_state is not None and (needs.others or needs.initial_state) and not is_fp32:
-        dinitial = run.states(torch.float32)
+    dinitial = initial if is_fp32 or not has_dinitial else run.states(torch.float32)
     launch(
         backward_scan_kernel, run.samples * run.heads * run.backward_blocks,
         *in_order(backward_scan_kernel)(
@@ -263,7 +262,7 @@ def launch_backward(
         ),
         **run.scan_constants(run.config.backward_block_v),
     )  # fmt: skip
-    if initial is not None and dinitial is not None and dinitial is not initial:
+    if initial is not None and dinitial is not None and not is_fp32:
         initial.copy_(dinitial)
     tensors = {
         "states_ptr": states, "dstates_ptr": dstates, "errors_ptr": errors, "dx_ptr": dx,
