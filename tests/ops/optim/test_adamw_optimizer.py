@@ -94,8 +94,8 @@ def test_graphs_run_torchs_code_and_each_stream_has_its_table():
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         assert _count_updates(optimizer.step) == 0
+    gradients = [p.grad for p in ours]
     for step in (3, 4):
-        gradients = [p.grad for p in ours]
         set_gradients(ours, step)
         torch._foreach_copy_(gradients, [p.grad for p in ours])
         graph.replay()
