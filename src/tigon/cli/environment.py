@@ -8,46 +8,29 @@ from pathlib import Path
 
 import torch
 
+import tigon
 from tigon.runtime import cublaslt
 from tigon.runtime.launch import launch_method
 
-_PACKAGES = ("tigon", "torch", "triton", "transformers", "tokenizers", "accelerate", "peft", "trl", "liger-kernel")
+_PACKAGES = ("torch", "triton", "transformers", "tokenizers", "accelerate", "peft", "trl", "liger-kernel")
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python and of those packages in `_PACKAGES` that are installed."""
-    numbers = {"python": platform.python_version()}
+    """Return the versions of Python, of Tigon, and of those packages in `_PACKAGES` that are installed."""
+    numbers = {"python": platform.python_version(), "tigon": tigon.__version__}
     for package in _PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
             numbers[package] = metadata.version(package)
-    # Tigon may run from its source folder without being installed.
-    if "tigon" not in numbers:
-        import tigon
-
-        numbers["tigon"] = tigon.__version__
     return numbers
 
 
 def cpu_name() -> str:
     """Return the name of the processor, or its architecture if it has no name."""
-    try:
+    with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
                 return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
     return platform.processor() or platform.machine()
-
-
-def device_name(device: str) -> str:
-    """Return the name of a device for readers.
-
-    >>> device_name("cpu").endswith("cores")
-    True
-    """
-    if torch.device(device).type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{cpu_name()}, {cpu_count()} cores"
 
 
 def cpu_count() -> int:

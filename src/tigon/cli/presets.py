@@ -36,12 +36,6 @@ _GEMMA_2: dict[str, Any] = {
     "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256, "attn_logit_softcapping": 50.0,
     "final_logit_softcapping": 30.0, "sliding_window": 4096,
 }  # fmt: skip
-_MIXTURE: dict[str, Any] = {
-    "moe_intermediate_size": 768,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "norm_topk_prob": True,
-}
 
 PRESETS: dict[str, dict[str, Any]] = {
     "Llama-3-8B": _decoder("llama", 128256, 4096, 14336, 32, (32, 8), positions=8192, **_LLAMA_3),
@@ -53,7 +47,10 @@ PRESETS: dict[str, dict[str, Any]] = {
         "qwen2", 152064, 3584, 18944, 28, (28, 4), positions=131072, theta=1e6, ids=(151643, 151643)
     ),
     "Qwen3-4B": _decoder("qwen3", 151936, 2560, 9728, 36, (32, 8), is_tied=True, **_QWEN_3),
-    "Qwen3-30B-A3B": _decoder("qwen3_moe", 151936, 2048, 6144, 48, (32, 4), **_QWEN_3, **_MIXTURE),
+    "Qwen3-30B-A3B": _decoder(
+        "qwen3_moe", 151936, 2048, 6144, 48, (32, 4), moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8,
+        norm_topk_prob=True, **_QWEN_3,
+    ),
     # This is v0.1. Later versions have the same layers, but no window and other vocabularies.
     "Mistral-7B": _decoder(
         "mistral", 32000, 4096, 14336, 32, (32, 8), positions=32768, theta=1e4, ids=(1, 2), epsilon=1e-5,

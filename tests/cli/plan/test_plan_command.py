@@ -111,7 +111,7 @@ def test_names_of_levels_are_whole_at_every_width(width, fits):
     """A user copies them into `memory=`. From 66 columns on, headings and numbers are whole too."""
     console = Console(width=width, file=io.StringIO(), color_system=None)
     settings = PlanSettings(131072, gpus=8, batch=1)
-    print_plan(console, "Llama-3-8B", _plans(fits), settings, has_batch=False)
+    print_plan(console, "Llama-3-8B", _plans(fits), settings, has_batch=False, notes=[])
     output = console.file.getvalue()
     # A paragraph with a rule is a table: its headings, the rule, and a line for each level.
     tables = [paragraph.split("\n") for paragraph in output.split("\n\n") if "\n──" in paragraph]
@@ -130,7 +130,7 @@ def test_the_output_names_the_memory_of_the_host(host_memory):
     console = Console(width=120, file=io.StringIO(), color_system=None)
     step = Step(1, 512, 0, 2**30, 96 * 2**30, (2**30, 2**33, 2**32), (Work(traffic=1),) * 3)
     plans = [LevelPlan("checkpoint+offload", step, step, speed=1.0, largest_speed=1.0)]
-    print_plan(console, "Llama-3-8B", plans, PlanSettings(4096, host_memory=host_memory), has_batch=True)
+    print_plan(console, "Llama-3-8B", plans, PlanSettings(4096, host_memory=host_memory), has_batch=True, notes=[])
     output = console.file.getvalue()
     assert "checkpoint+offload: 96 GiB of pinned memory per GPU at batch 1" in output
     assert ("but the host has 1 GiB for each GPU (--host-memory)" in output) == (host_memory == 1.0)

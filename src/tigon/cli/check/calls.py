@@ -43,9 +43,7 @@ def _rope(draw: Draw, b: int, s: int, hq: int, hk: int, d: int) -> Tensors:
 
 
 def _qk_norm_rope(draw: Draw, b: int, s: int, hq: int, hk: int, d: int) -> Tensors:
-    tensors = _rope(draw, b, s, hq, hk, d)
-    weights = {"q_weight": draw(d), "k_weight": draw(d)}
-    return {"q": tensors.pop("q"), "k": tensors.pop("k"), **weights, **tensors}
+    return _rope(draw, b, s, hq, hk, d) | {"q_weight": draw(d), "k_weight": draw(d)}
 
 
 def _gated_delta_rule(draw: Draw, b: int, t: int, hk: int, hv: int, d: int) -> Tensors:

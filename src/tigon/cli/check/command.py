@@ -94,13 +94,15 @@ def run_checks(
     import torch
 
     from tigon.cli.check.report import CheckReport
-    from tigon.cli.environment import device_name, environment
+    from tigon.cli.environment import environment
     from tigon.cli.output import write_json
     from tigon.runtime.device import runs_kernels
 
     console, start = make_console(), time.perf_counter()
-    name = "the GPU of this Mac (MPS)" if device.type == "mps" else device_name(str(device))
-    report = CheckReport(name, device.type)
+    facts = environment()
+    names = {"cpu": facts["cpu"], "mps": "the GPU of this Mac (MPS)"}
+    name = names.get(device.type) or torch.cuda.get_device_name(device)
+    report = CheckReport(name, device.type, environment=facts)
     has_kernels = runs_kernels(torch.empty(1, device=device))
 
     def save(running: str = "") -> None:

@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 from rich.table import Table
 
-from tigon.cli.environment import environment
 from tigon.cli.output import console_table, format_number
 
 SCHEMA = 2
@@ -61,7 +60,7 @@ class CheckReport:
     seconds: float = 0.0
     running: str = ""
     interrupted: bool = False
-    environment: dict[str, str] = field(default_factory=environment)
+    environment: dict[str, str] = field(default_factory=dict)
 
     def run(self, check: Check) -> None:
         """Run a check, and add its outcome. An error never ends the run.

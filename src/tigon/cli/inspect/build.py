@@ -88,18 +88,18 @@ def find_config(model: str, *, trust_remote_code: bool = False) -> Any:
     from transformers import AutoConfig, PretrainedConfig
 
     path = Path(model).expanduser()
-    is_local = path.is_file() or (path / "config.json").is_file()
-    if not is_local and path.is_dir() and "/" in model:
+    if path.is_file() or (path / "config.json").is_file():
+        source = str(path)
+    elif path.is_dir() and "/" in model:
         raise NotInspected(f"must have a config.json if it is a folder, got {model!r}")
-    if not is_local and (
-        path.is_absolute() or model.startswith(".") or model.count("/") > 1 or model.endswith(".json")
-    ):
+    elif path.is_absolute() or model.startswith(".") or model.count("/") > 1 or model.endswith(".json"):
         raise NotInspected(f"must be a file or folder that exists, got {model!r}")
-    if not is_local and (preset := find_preset(model)) is not None:
+    elif (preset := find_preset(model)) is not None:
         return AutoConfig.for_model(**preset)
-    if not is_local and "/" not in model:
+    elif "/" not in model:
         return default_config(model)
-    source = str(path) if is_local else model
+    else:
+        source = model
     try:
         with quietly():
             return AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)

@@ -11,18 +11,17 @@ from tigon.hf.report import Entry, Report
 if TYPE_CHECKING:
     from rich.console import Console
 
-ACTIVATIONS, RECURRENT = "activations", "recurrent layers"
 # Most types have no modules of these groups.
-OCCASIONAL = (ACTIVATIONS, RECURRENT)
+OCCASIONAL = ("activations", "recurrent layers")
 # The table shows these groups of parts. The report lists the parts. Libraries add adapters to a model, so no config has
 # them.
 GROUPS = {
     "norms": ("rms_norm", "layer_norm"),
     "MLPs and experts": ("glu", "mlp", "experts"),
     # Activations that are modules. A type that has only these has no fused MLP.
-    ACTIVATIONS: ("relu2", "gelu"),
+    "activations": ("relu2", "gelu"),
     "rope": ("rope",),
-    RECURRENT: ("mixers",),
+    "recurrent layers": ("mixers",),
     "fused statements": ("fused_statements",),
     "loss": ("loss",),
 }

@@ -132,29 +132,30 @@ def _run(
 ) -> bool:
     """Plan all levels, print and write the results, and return whether a level fits."""
     from tigon.cli.inspect.build import find_config
+    from tigon.cli.plan import planner
     from tigon.cli.plan.plan_table import as_json, print_plan
-    from tigon.cli.plan.planner import TooLong, recommend
+    from tigon.cli.plan.plot import draw, lengths
 
-    console = make_console()
+    console, plot_lengths = make_console(), lengths(settings.seq) if plot is not None else ()
     try:
         config = find_config(model, trust_remote_code=trust_remote_code)
-        plans = _plan_levels(config, settings, trust_remote_code, plot is not None)
-    except TooLong as error:
+        with show_progress("Building the model on meta") as show:
+            options: Any = {"trust_remote_code": trust_remote_code, "lengths": plot_lengths, "show": show}
+            plans = list(planner.plan(config, settings, **options))
+    except planner.TooLong as error:
         raise typer.BadParameter(str(error), param_hint="--seq") from error
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="MODEL") from error
     notes = _notes(config, settings)
     print_plan(console, model, plans, settings, has_batch, notes)
     if plot is not None:
-        from tigon.cli.plan.plot import draw
-
         write_file(plot, lambda path: draw(path, model, plans, settings), "--plot")
         say_written(console, plot)
     if json_file is not None:
         text = json.dumps(as_json(model, plans, settings, has_batch, notes), indent=1) + "\n"
         write_file(json_file, text, "--json")
         say_written(console, json_file)
-    return recommend(plans, settings, has_batch) is not None
+    return planner.recommend(plans, settings, has_batch) is not None
 
 
 def _notes(config: Any, settings: Any) -> list[str]:
@@ -162,15 +163,13 @@ def _notes(config: Any, settings: Any) -> list[str]:
     from tigon.cli.plan.plan_table import describe_adapters
     from tigon.cli.plan.positions import configured_positions
 
-    notes = describe_adapters(settings)
-    positions = configured_positions(config)
-    if positions is None or settings.seq <= positions:
-        return notes
-    return [
-        *notes,
-        f"The config names {positions:,} positions. The model computes the positions beyond these too, but was not "
-        "trained for them; see its scaling of the rotary embedding.",
-    ]
+    notes, positions = describe_adapters(settings), configured_positions(config)
+    if positions is not None and settings.seq > positions:
+        notes.append(
+            f"The config names {positions:,} positions. The model computes the positions beyond these too, but was not "
+            "trained for them; see its scaling of the rotary embedding."
+        )
+    return notes
 
 
 def _check_plot(path: Path) -> None:
@@ -179,17 +178,3 @@ def _check_plot(path: Path) -> None:
         raise typer.BadParameter(message, param_hint="--plot")
     if path.suffix not in (".png", ".svg", ".pdf"):
         raise typer.BadParameter(f"must end in .png, .svg or .pdf, got {str(path)!r}", param_hint="--plot")
-
-
-def _plan_levels(config: Any, settings: Any, trust_remote_code: bool, has_plot: bool) -> list:
-    """Plan all levels, and show the current stage. A plot needs steps at several lengths of the sequence."""
-    from tigon.cli.plan import planner
-    from tigon.cli.plan.plot import lengths
-
-    plans, plot_lengths = [], lengths(settings.seq) if has_plot else ()
-    with show_progress("Building the model on meta") as show:
-        for level_plan in planner.plan(
-            config, settings, trust_remote_code=trust_remote_code, lengths=plot_lengths, show=show
-        ):
-            plans.append(level_plan)
-    return plans

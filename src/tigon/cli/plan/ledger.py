@@ -110,7 +110,7 @@ class Ledger(DispatchMode):
         self._blocks.enter_context(simulated(self))
         self._blocks.enter_context(_Attention(self))
         for owner in (torch, torch.amp):
-            self._blocks.enter_context(patch.object(owner, "autocast", _Autocast))
+            self._blocks.enter_context(patch.object(owner, "autocast", _autocast))
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
@@ -198,19 +198,9 @@ class Ledger(DispatchMode):
 # --- attention -----------------------------------------------------------------------------------
 
 
-class _Autocast(torch.autocast):
-    """`torch.autocast`, which has no effect on meta tensors. Torch raises an error for them."""
-
-    def __init__(self, device_type: str, *args: Any, **kwargs: Any) -> None:
-        self._has_effect = device_type != "meta"
-        if self._has_effect:
-            super().__init__(device_type, *args, **kwargs)
-
-    def __enter__(self) -> Any:
-        return super().__enter__() if self._has_effect else self
-
-    def __exit__(self, *error: Any) -> Any:
-        return super().__exit__(*error) if self._has_effect else None
+def _autocast(device_type: str, *args: Any, autocast: Any = torch.autocast, **kwargs: Any) -> Any:
+    """Return `torch.autocast`, or no block for meta tensors, for which torch raises an error."""
+    return contextlib.nullcontext() if device_type == "meta" else autocast(device_type, *args, **kwargs)
 
 
 class _Attention(TorchFunctionMode):

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import tigon
-from tigon.cli.plan.planner import DTYPES, GIB, STOCK, LevelPlan, PlanSettings, recommend, seconds
+from tigon.cli.plan.planner import GIB, STOCK, LevelPlan, PlanSettings, recommend, seconds
 from tigon.cli.plan.step import Step
 
 if TYPE_CHECKING:
@@ -46,45 +46,32 @@ def describe_adapters(settings: PlanSettings) -> list[str]:
     ]
 
 
-def _size(step: Step | None) -> str:
-    """Return the GiB of a step for a cell of the table."""
-    return "-" if step is None else f"{step.peak / GIB:.1f}"
-
-
-# A column of the table: its heading, and a function that returns the cell of a level.
-_Column = tuple[str, Callable[[LevelPlan], str]]
+# A column of the table: its heading, and a function that returns the cell of a level, and of a step at that level.
+_Column = tuple[str, Callable[[LevelPlan, Step], str]]
 
 
 def _columns(settings: PlanSettings) -> tuple[list[_Column], list[_Column]]:
-    """Return the columns about the batch of the settings, and those about the largest batch of each level.
-
-    A row without a step has no cells; see `_table`.
-    """
-
-    def of_largest(text: Callable[[Step], str], missing: str = "-") -> Callable[[LevelPlan], str]:
-        return lambda row: missing if row.largest is None else text(row.largest)
-
-    def saved_size(row: LevelPlan) -> str:
-        assert row.step is not None
-        return f"{row.step.saved_bytes / GIB:.1f}"
-
+    """Return the columns about the batch of the settings, and those about the largest batch of each level."""
     at_batch: list[_Column] = [
-        (f"GiB at\nbatch {settings.batch}", lambda row: _size(row.step)),
-        ("GiB for\nbackward", saved_size),
-        ("fits", lambda row: "yes" if row.fits(settings) else "[red]no[/]"),
-        ("speed", lambda row: f"{row.speed:.2f}"),
+        (f"GiB at\nbatch {settings.batch}", lambda row, step: f"{step.peak / GIB:.1f}"),
+        ("GiB for\nbackward", lambda row, step: f"{step.saved_bytes / GIB:.1f}"),
+        ("fits", lambda row, step: "yes" if row.fits(settings) else "[red]no[/]"),
+        ("speed", lambda row, step: f"{row.speed:.2f}"),
     ]
     at_largest: list[_Column] = [
-        ("largest\nbatch", of_largest(lambda step: f"{step.batch:,}", missing="[red]none[/]")),
-        ("GiB", of_largest(_size)),
-        ("tokens\na step", of_largest(lambda step: f"{step.batch * step.seq * settings.gpus:,}")),
-        ("speed", lambda row: f"{row.largest_speed:.2f}" if row.largest else "-"),
+        ("largest\nbatch", lambda row, step: f"{step.batch:,}"),
+        ("GiB", lambda row, step: f"{step.peak / GIB:.1f}"),
+        ("tokens\na step", lambda row, step: f"{step.batch * step.seq * settings.gpus:,}"),
+        ("speed", lambda row, step: f"{row.largest_speed:.2f}"),
     ]
     return at_batch, at_largest
 
 
-def _table(rows: list[LevelPlan], columns: list[_Column], best: LevelPlan | None) -> "Table":
-    """Return a table with a row for each level, and the recommended level in bold."""
+def _table(rows: list[LevelPlan], columns: list[_Column], best: LevelPlan | None, of_largest: bool) -> "Table":
+    """Return a table with a row for each level at the batch of the settings or at the largest one.
+
+    The recommended level is bold. A row without a step has no cells.
+    """
     from rich import box
     from rich.table import Table
 
@@ -94,21 +81,17 @@ def _table(rows: list[LevelPlan], columns: list[_Column], best: LevelPlan | None
     for heading, _ in columns:
         table.add_column(heading, justify="right")
     for row in sorted(rows, key=lambda row: row.level != STOCK):
-        if row.step is None:
-            table.add_row(row.level, "-", style="dim")
-            continue
         level = f"[bold]{row.level}[/]" if row is best else row.level
-        table.add_row(level, *(cell(row) for _, cell in columns))
+        step = row.largest if of_largest else row.step
+        if step is not None:
+            table.add_row(level, *(cell(row, step) for _, cell in columns))
+        else:
+            table.add_row(level, "-" if row.step is None else "[red]none[/]", style="dim" if row.step is None else "")
     return table
 
 
 def print_plan(
-    console: "Console",
-    name: str,
-    rows: list[LevelPlan],
-    settings: PlanSettings,
-    has_batch: bool,
-    notes: list[str] | None = None,
+    console: "Console", name: str, rows: list[LevelPlan], settings: PlanSettings, has_batch: bool, notes: list[str]
 ) -> None:
     """Print both tables, the recommended level and the assumptions."""
     from rich.markup import escape
@@ -119,14 +102,11 @@ def print_plan(
         title += f", {'QLoRA' if settings.qlora else 'LoRA'} of rank {settings.lora}"
     console.print(f"{title}, {settings.optimizer}, {settings.gpu_memory:.1f} GiB per GPU\n")
     best = recommend(rows, settings, has_batch)
-    for columns in _columns(settings):
-        console.print(_table(rows, columns, best))
+    for of_largest, columns in enumerate(_columns(settings)):
+        console.print(_table(rows, columns, best, bool(of_largest)))
         console.print()
-    for note in notes or ():
+    for note in (*notes, *(f"{row.level}: {row.reason}" for row in rows if row.reason)):
         console.print(escape(note), style="yellow")
-    for row in rows:
-        if row.reason:
-            console.print(escape(f"{row.level}: {row.reason}"), style="yellow")
     for sentence in _describe_host(rows, settings):
         console.print(sentence)
     console.print(_advice(best, settings, has_batch))
@@ -180,18 +160,16 @@ def _step_json(step: Step | None, settings: PlanSettings) -> dict[str, Any] | No
 
 
 def as_json(
-    name: str, rows: list[LevelPlan], settings: PlanSettings, has_batch: bool, notes: list[str] | None = None
+    name: str, rows: list[LevelPlan], settings: PlanSettings, has_batch: bool, notes: list[str]
 ) -> dict[str, Any]:
     """Return the whole plan as values that `json` can write."""
     import torch
     import transformers
 
     best = recommend(rows, settings, has_batch)
-    arithmetic_dtype, stored_dtype = DTYPES[settings.dtype]
     return {
         "model": name,
         "settings": {**dataclasses.asdict(settings), "strategy": settings.engine, "budget_bytes": settings.budget},
-        "dtypes": {"arithmetic": str(arithmetic_dtype), "stored": str(stored_dtype)},
         "recommended": best and best.level,
         "levels": {
             row.level: {
@@ -203,7 +181,7 @@ def as_json(
             }
             for row in rows
         },
-        "notes": notes or [],
+        "notes": notes,
         "assumptions": assumptions(settings),
         "versions": {"tigon": tigon.__version__, "torch": torch.__version__, "transformers": transformers.__version__},
     }

@@ -84,10 +84,13 @@ class PlanSettings:
     rates: Rates = Rates()
 
     def __post_init__(self) -> None:
-        for name in ("seq", "batch", "gpus", "lora"):
-            value = getattr(self, name)
-            if name == "lora" and value is None:
-                continue
+        counts = {
+            "seq": self.seq,
+            "batch": self.batch,
+            "gpus": self.gpus,
+            "lora": 1 if self.lora is None else self.lora,
+        }
+        for name, value in counts.items():
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be an integer of at least 1, got {value}")
         for name in ("gpu_memory", "host_memory"):
@@ -244,13 +247,9 @@ def _costs(model: Any, settings: PlanSettings) -> tuple[Replicated | Sharded, Op
     _, stored_dtype = DTYPES[settings.dtype]
     # Adapters are fp32 between steps, whatever the dtype of the arithmetic is.
     trained_dtype = stored_dtype if settings.lora is None else torch.float32
-    engine: Replicated | Sharded
-    if settings.engine == "fsdp":
-        engine = Sharded(model, settings.gpus, stored_dtype)
-    else:
-        engine = Replicated(model, settings.gpus)
-    shards = settings.gpus if settings.engine == "fsdp" else 1
-    sizes = [-(-p.numel() // shards) for p in model.parameters() if p.requires_grad]
+    is_sharded, gpus = settings.engine == "fsdp", settings.gpus
+    sizes = [-(-p.numel() // (gpus if is_sharded else 1)) for p in model.parameters() if p.requires_grad]
+    engine = Sharded(model, gpus, stored_dtype) if is_sharded else Replicated(model, gpus)
     return engine, optimizer_costs(settings.optimizer, sizes, trained_dtype)
 
 
@@ -298,15 +297,14 @@ def plan(
     # The tokens a second of the first planned level. The speeds of all levels are relative to it.
     reference: float | None = None
     patch_report: Report | None = None
+    if set(levels) != {STOCK}:
+        show("Patching the model, to find its parts")
+        with quietly():
+            patch_report = tigon.patch(model)
     # The default level is first, because the others are compared with it. Stock is last, so that the parts of the model
     # are recognised once and stay patched for all levels.
-    order = ("default", *MEMORY, *levels, STOCK)
-    order_key = lambda level: len(order) if level == STOCK else order.index(level)
-    for number, level in enumerate(sorted(levels, key=order_key), start=1):
-        if level != STOCK and patch_report is None:
-            show("Patching the model, to find its parts")
-            with quietly():
-                patch_report = tigon.patch(model)
+    order = sorted(levels, key=lambda level: (level == STOCK, level != "default"))
+    for number, level in enumerate(order, start=1):
         what = "stock model" if level == STOCK else f"level {level}"
         show(f"Counting the memory of steps: {what} ({number} of {len(levels)})")
         if level == STOCK:
