@@ -2,20 +2,19 @@ r"""The backward kernels of the gated delta rule. `delta_rule_chunks` and `delta
 
 `forward_scan_kernel` recomputes the states before all chunks and E. `backward_scan_kernel` walks from the last chunk to
 the first one, with a block of columns of dS in registers; it writes dX, dv and dS after each chunk, and sums dbeta,
-which is the dot product of the rows of dX and E. Two kernels then compute the other gradients, for all chunks in
-parallel: one computes dq, and one dk, dg and the sum of dbeta.
+which is the dot product of the rows of dX and E. Three kernels then compute the other gradients, for all chunks in
+parallel. They compute the gradients of the products of pairs of tokens, dq, and dk with dg and the sum of dbeta.
 
-Gradients that are sums over the features of a row need no products of their own. Each factor of a term of o, such as
-the norm of q or the decay of a token, has a gradient that is a dot product of rows. For normalised q and k:
+dg of token t sums what its decay multiplies: the pairs of tokens on both sides of it, what token t and later ones read
+from the state before the chunk, what earlier tokens write to the state after it, and the part of that state that comes
+from the state before. If the decay is strong, all of these are small. Shorter formulas exist, such as o . do - v . dv
+for the gradient of G, but their terms are as large as for a weak decay: rounded to bf16, they would leave no digit of
+their difference. What a token reads is the dot product of q and the part of dq that comes from the state, and so on.
+These parts are added to one sum in registers, and each dot product is the difference of that of the sum before and
+after.
 
-    q . dq = o . do          k . dk = 2 U . dX - v . dv          dG = o . do - v . dv
-
-The first two give the gradients of the norms. dg of a token is the sum of dG over this token and all later ones, and a
-term of the last state. For the first token of a chunk, it equals the dot product of S and dS before the chunk. For the
-other tokens, dG of the earlier tokens of the chunk is subtracted from that.
-
-The gradient of the system needs no inverse either: dA is -dX U^T. Rows of q and k are not divided by their norms before
-a product, which would round them: the other factor is multiplied.
+The gradient of the system needs no inverse: dA is -dX U^T. Rows of q and k are not divided by their norms before a
+product, which would round them: the other factor is multiplied.
 
 Shapes: H heads of v, Hk heads of q and k, C = 64 tokens of a chunk, M chunks in total, N sequences or samples.
 """
@@ -23,20 +22,21 @@ Shapes: H heads of v, Hk heads of q and k, C = 64 tokens of a chunk, M chunks in
 from tigon.ops.mixers.delta_rule_kernels import (
     BETA,
     CHUNK,
+    K_FACTOR,
     LOG_DECAY,
     MIN_LOG_DECAY,
-    OUTPUT_DOTS,
+    PAIR_PART,
+    Q_FACTOR,
     QUERY,
+    QUERY_PART,
     READ,
     REST,
-    STATE_DOT,
     TOTAL,
     VECTORS,
     WRITE,
     chunks_of_sample,
     decay_of_chunk,
     load_tile,
-    norm_factor,
     pair_decays,
     rows_of_chunk,
     rows_to_write,
@@ -127,7 +127,13 @@ def sum_dbeta(parts_ptr, place, BLOCKS: tl.constexpr):
 
 
 @triton.jit
-def _normalise_gradient(dx_hat, x, factor, dots, NORMALISES: tl.constexpr):
+def row_dots(x, y, factor):
+    """Return the dot products of the rows of two tiles, times a factor of each row [C]."""
+    return factor * tl.sum(x.to(tl.float32) * y, 1)
+
+
+@triton.jit
+def normalise_gradient(dx_hat, x, factor, dots, NORMALISES: tl.constexpr):
     """Return dx, given dx_hat for x_hat = factor * x, and the dot products of the rows of x_hat and dx_hat."""
     if NORMALISES:
         dx_hat = factor[:, None] * (dx_hat - x * (factor * dots)[:, None])
@@ -135,80 +141,104 @@ def _normalise_gradient(dx_hat, x, factor, dots, NORMALISES: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["T", "chunks"])
+def pair_gradients_kernel(
+    k_ptr, do_ptr, errors_ptr, dx_ptr, couplings_ptr, scores_ptr, systems_ptr, vectors_ptr,
+    chunks_ptr,  # [M, 3] or None
+    T, chunks, groups, width, stride_k, stride_do, scale,
+    KEY_HEADS: tl.constexpr, KEY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Compute the gradients of the products of all pairs of tokens of a chunk, for one head, and what they add to dg.
+
+    The gradients of the products q k^T, with the factors of k, replace the scores; with those of q, they replace Z,
+    which is not read any more. `systems` [M, H, C, C] gets the gradients of the products k k^T.
+    """
+    heads = KEY_HEADS * groups
+    chunk, head = tl.program_id(0) // heads, tl.program_id(0) % heads
+    sample, first, end = rows_of_chunk(chunks_ptr, chunk, T, chunks)
+    if sample < 0:
+        return
+    place = chunk.to(tl.int64) * heads + head
+    square = place * (CHUNK * CHUNK) + square_offsets()
+    stride = heads * VALUE_SIZE
+    index, key_cols = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K)
+    dscores, dsystem = tl.zeros([CHUNK, CHUNK], tl.float32), tl.zeros([CHUNK, CHUNK], tl.float32)
+    for start in tl.range(0, width, BLOCK_V, num_stages=STAGES):
+        cols = start + tl.arange(0, BLOCK_V)
+        do = load_tile(do_ptr + head * VALUE_SIZE, first, end, stride_do, VALUE_SIZE, cols)
+        errors = load_tile(errors_ptr + head * VALUE_SIZE, first, end, stride, VALUE_SIZE, cols)
+        dx = load_tile(dx_ptr + head * VALUE_SIZE, first, end, stride, VALUE_SIZE, cols)
+        dscores = tl.dot(do, tl.trans(errors), dscores, input_precision="ieee")
+        dsystem = tl.dot(dx, tl.trans(errors), dsystem, input_precision="ieee")
+    vectors = vectors_ptr + place * (VECTORS * CHUNK) + index
+    total, beta = tl.load(vectors + TOTAL * CHUNK), tl.load(vectors + BETA * CHUNK)
+    q_factor, k_factor = tl.load(vectors + Q_FACTOR * CHUNK), tl.load(vectors + K_FACTOR * CHUNK)
+    is_later = index[:, None] > index[None, :]
+    dscores *= beta[None, :]
+    products = tl.where(is_later, dscores * tl.load(scores_ptr + square), 0.0)
+    decays = pair_decays(total)
+    dscores *= scale * decays
+    tl.store(scores_ptr + square, dscores * k_factor[None, :])
+    tl.store(couplings_ptr + square, dscores * q_factor[:, None])
+    dsystem = tl.where(is_later, -dsystem * decays, 0.0) * beta[:, None] * beta[None, :]
+    k = load_tile(k_ptr + head // groups * KEY_SIZE, first, end, stride_k, KEY_SIZE, key_cols)
+    products += dsystem * (tl.dot(k, tl.trans(k), input_precision="ieee") * k_factor[:, None] * k_factor[None, :])
+    # D_ij has the factors exp(G_i) and exp(-G_j).
+    tl.store(vectors + PAIR_PART * CHUNK, tl.sum(products, 1) - tl.sum(products, 0))
+    # Each pair of keys is the product of two rows of k, and both get its gradient.
+    tl.store(systems_ptr + square, (dsystem + tl.trans(dsystem)) * k_factor[None, :])
+
+
+@triton.jit(do_not_specialize=["T", "chunks"])
 def query_gradients_kernel(
-    q_ptr, k_ptr, do_ptr, o_ptr, errors_ptr, scores_ptr, vectors_ptr, states_ptr, dstates_ptr,
-    chunks_ptr, bounds_ptr, dinitial_ptr,  # [M, 3] or None, [N + 1] or None, [N, H, Dk, Dv] fp32 or None
+    q_ptr, k_ptr, do_ptr, scores_ptr, vectors_ptr, states_ptr, chunks_ptr,  # [M, 3] or None
     dq_ptr,  # rows
     T, chunks, groups, width, stride_q, stride_k, stride_do, scale,
     KEY_HEADS: tl.constexpr, KEY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, NORMALISES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Compute dq of one chunk, for all heads that share a head of q and k.
+    """Compute dq of one chunk, for all heads that share a head of q and k, and what the queries add to dg.
 
-    The sum over these heads stays in registers, so its order is fixed. The kernel replaces the scores by the gradients
-    of the products q k^T, and stores two dot products in `vectors`, for `key_gradients_kernel`.
+    The sum over these heads stays in registers, so its order is fixed.
     """
     chunk, key_head = tl.program_id(0) // KEY_HEADS, tl.program_id(0) % KEY_HEADS
     sample, first, end = rows_of_chunk(chunks_ptr, chunk, T, chunks)
     if sample < 0:
         return
-    if bounds_ptr is None:
-        is_first = chunk % chunks == 0
-    else:
-        # If the bounds are malformed, chunk 0 may not start at the bound of its sample.
-        is_first = (chunk == 0) | (first == tl.load(bounds_ptr + sample).to(tl.int64))
     heads = KEY_HEADS * groups
-    stride = heads * VALUE_SIZE
     index, key_cols = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K)
-    k = load_tile(k_ptr + key_head * KEY_SIZE, first, end, stride_k, KEY_SIZE, key_cols)
-    k_factor = norm_factor(k, NORMALISES)
+    q_ptr, k_ptr = q_ptr + key_head * KEY_SIZE, k_ptr + key_head * KEY_SIZE
+    first_place = chunk.to(tl.int64) * heads + key_head * groups
+    q_factor = tl.load(vectors_ptr + first_place * (VECTORS * CHUNK) + Q_FACTOR * CHUNK + index)
     dq = tl.zeros([CHUNK, BLOCK_K], tl.float32)
     dots = tl.zeros([CHUNK], tl.float32)
     for i in tl.range(0, groups, disable_licm=True):
-        head = key_head * groups + i
-        place = chunk.to(tl.int64) * heads + head
+        place = first_place + i
         vectors = vectors_ptr + place * (VECTORS * CHUNK) + index
-        total, beta = tl.load(vectors + TOTAL * CHUNK), tl.load(vectors + BETA * CHUNK)
-        decay = tl.exp(total) * scale
+        decay = tl.exp(tl.load(vectors + TOTAL * CHUNK)) * scale
         state_ptr = states_ptr + place * (KEY_SIZE * VALUE_SIZE)
-        # dS before this chunk is dS after the preceding one. dS before a first chunk is in `dinitial_ptr`.
-        dstate_ptr = dstates_ptr + (place - tl.where(is_first, 0, heads)) * (KEY_SIZE * VALUE_SIZE)
-        dscores, output_dots = tl.zeros([CHUNK, CHUNK], tl.float32), tl.zeros([CHUNK], tl.float32)
-        state_dots = tl.zeros([BLOCK_K], tl.float32)
         for start in tl.range(0, width, BLOCK_V, num_stages=STAGES):
             cols = start + tl.arange(0, BLOCK_V)
-            do = load_tile(do_ptr + head * VALUE_SIZE, first, end, stride_do, VALUE_SIZE, cols)
-            o = load_tile(o_ptr + head * VALUE_SIZE, first, end, stride, VALUE_SIZE, cols)
-            errors = load_tile(errors_ptr + head * VALUE_SIZE, first, end, stride, VALUE_SIZE, cols)
+            do_of_head = do_ptr + (key_head * groups + i) * VALUE_SIZE
+            do = load_tile(do_of_head, first, end, stride_do, VALUE_SIZE, cols)
             state = load_state(state_ptr, KEY_SIZE, VALUE_SIZE, key_cols, cols)
-            dstate = load_state(dstate_ptr, KEY_SIZE, VALUE_SIZE, key_cols, cols)
-            dscores = tl.dot(do, tl.trans(errors), dscores, input_precision="ieee")
-            dq = tl.dot((decay[:, None] * do).to(k.dtype), state, dq, input_precision="ieee")
-            output_dots += tl.sum(do.to(tl.float32) * o.to(tl.float32), 1)
-            state_dots += tl.sum(state.to(tl.float32) * dstate.to(tl.float32), 0)
-        dscores *= pair_decays(total) * (scale * beta)[None, :]
-        tl.store(scores_ptr + place * (CHUNK * CHUNK) + square_offsets(), dscores)
-        dq = tl.dot((dscores * k_factor[None, :]).to(k.dtype), k, dq, input_precision="ieee")
-        state_dot = tl.where(is_first, 0.0, tl.sum(state_dots))
-        if dinitial_ptr is not None:
-            dstate_ptr = dinitial_ptr + (sample.to(tl.int64) * heads + head) * (KEY_SIZE * VALUE_SIZE)
-            for start in range(0, tl.where(is_first, width, 0), BLOCK_V):
-                cols = start + tl.arange(0, BLOCK_V)
-                state = load_state(state_ptr, KEY_SIZE, VALUE_SIZE, key_cols, cols)
-                state_dot += tl.sum(state * load_state(dstate_ptr, KEY_SIZE, VALUE_SIZE, key_cols, cols))
-        tl.store(vectors + OUTPUT_DOTS * CHUNK, output_dots)
-        tl.store(vectors + STATE_DOT * CHUNK, tl.zeros_like(output_dots) + state_dot)
-        dots += output_dots
-    q = load_tile(q_ptr + key_head * KEY_SIZE, first, end, stride_q, KEY_SIZE, key_cols)
-    dq = _normalise_gradient(dq, q, norm_factor(q, NORMALISES), dots, NORMALISES)
+            dq = tl.dot((decay[:, None] * do).to(q_ptr.dtype.element_ty), state, dq, input_precision="ieee")
+        q = load_tile(q_ptr, first, end, stride_q, KEY_SIZE, key_cols)
+        tl.store(vectors + QUERY_PART * CHUNK, row_dots(q, dq, q_factor) - dots)
+        k = load_tile(k_ptr, first, end, stride_k, KEY_SIZE, key_cols)
+        dscores = tl.load(scores_ptr + place * (CHUNK * CHUNK) + square_offsets())
+        dq = tl.dot(dscores, k, dq, input_precision="ieee")
+        dots = row_dots(q, dq, q_factor)
+    q = load_tile(q_ptr, first, end, stride_q, KEY_SIZE, key_cols)
+    dq = normalise_gradient(dq, q, q_factor, dots, NORMALISES)
     store_tile(dq_ptr + key_head * KEY_SIZE, dq, first, end, KEY_HEADS * KEY_SIZE, KEY_SIZE, key_cols)
 
 
 @triton.jit(do_not_specialize=["T", "chunks"])
 def key_gradients_kernel(
-    q_ptr, k_ptr, v_ptr, errors_ptr, dx_ptr, scores_ptr, vectors_ptr, states_ptr, dstates_ptr, chunks_ptr,
+    q_ptr, k_ptr, errors_ptr, dx_ptr, couplings_ptr, systems_ptr, vectors_ptr, states_ptr, dstates_ptr, chunks_ptr,
     dbeta_parts_ptr, dk_ptr, dg_ptr, dbeta_ptr,  # [M, H, BLOCKS, C] fp32, rows, rows, rows
-    T, chunks, groups, width, stride_q, stride_k, stride_v,
+    T, chunks, groups, width, stride_q, stride_k,
     KEY_HEADS: tl.constexpr, KEY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCKS: tl.constexpr, NORMALISES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -222,47 +252,52 @@ def key_gradients_kernel(
     index, key_cols = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K)
     q_ptr, k_ptr = q_ptr + key_head * KEY_SIZE, k_ptr + key_head * KEY_SIZE
     dtype: tl.constexpr = k_ptr.dtype.element_ty
+    first_place = chunk.to(tl.int64) * heads + key_head * groups
+    k_factor = tl.load(vectors_ptr + first_place * (VECTORS * CHUNK) + K_FACTOR * CHUNK + index)
     dk = tl.zeros([CHUNK, BLOCK_K], tl.float32)
     dots = tl.zeros([CHUNK], tl.float32)
     for i in tl.range(0, groups, disable_licm=True):
-        head = key_head * groups + i
-        place = chunk.to(tl.int64) * heads + head
+        head, place = key_head * groups + i, first_place + i
+        square = place * (CHUNK * CHUNK) + square_offsets()
         vectors = vectors_ptr + place * (VECTORS * CHUNK) + index
         total, beta = tl.load(vectors + TOTAL * CHUNK), tl.load(vectors + BETA * CHUNK)
         read, write = -beta * tl.exp(total), beta * tl.load(vectors + REST * CHUNK)
-        dsystem = tl.zeros([CHUNK, CHUNK], tl.float32)
-        value_dots = tl.zeros([CHUNK], tl.float32)
+        state_dots = tl.zeros([BLOCK_K], tl.float32)
+        errors_of_head, dx_of_head = errors_ptr + head * VALUE_SIZE, dx_ptr + head * VALUE_SIZE
+        state_ptr = states_ptr + place * (KEY_SIZE * VALUE_SIZE)
+        dstate_ptr = dstates_ptr + place * (KEY_SIZE * VALUE_SIZE)
         for start in tl.range(0, width, BLOCK_V, num_stages=STAGES):
             cols = start + tl.arange(0, BLOCK_V)
-            errors = load_tile(errors_ptr + head * VALUE_SIZE, first, end, stride, VALUE_SIZE, cols)
-            dx = load_tile(dx_ptr + head * VALUE_SIZE, first, end, stride, VALUE_SIZE, cols)
-            v = load_tile(v_ptr + head * VALUE_SIZE, first, end, stride_v, VALUE_SIZE, cols)
-            state = load_state(states_ptr + place * (KEY_SIZE * VALUE_SIZE), KEY_SIZE, VALUE_SIZE, key_cols, cols)
-            dstate = load_state(dstates_ptr + place * (KEY_SIZE * VALUE_SIZE), KEY_SIZE, VALUE_SIZE, key_cols, cols)
-            dsystem = tl.dot(dx, tl.trans(errors), dsystem, input_precision="ieee")
+            dx = load_tile(dx_of_head, first, end, stride, VALUE_SIZE, cols)
+            state = load_state(state_ptr, KEY_SIZE, VALUE_SIZE, key_cols, cols)
+            dstate = load_state(dstate_ptr, KEY_SIZE, VALUE_SIZE, key_cols, cols)
             dk = tl.dot((read[:, None] * dx).to(dtype), state, dk, input_precision="ieee")
-            dk = tl.dot((write[:, None] * errors).to(dtype), dstate, dk, input_precision="ieee")
-            value_dots += tl.sum(dx.to(tl.float32) * v.to(tl.float32), 1)
-        q = load_tile(q_ptr, first, end, stride_q, KEY_SIZE, key_cols)
-        dscores = tl.load(scores_ptr + place * (CHUNK * CHUNK) + square_offsets())
-        dscores = (dscores * norm_factor(q, NORMALISES)[:, None]).to(dtype)
-        dk = tl.dot(tl.trans(dscores), q, dk, input_precision="ieee")
+            state_dots += tl.sum(state.to(tl.float32) * dstate.to(tl.float32), 0)
         k = load_tile(k_ptr, first, end, stride_k, KEY_SIZE, key_cols)
-        k_factor = norm_factor(k, NORMALISES)
-        dsystem = tl.where(index[:, None] > index[None, :], -dsystem * pair_decays(total), 0.0)
-        dsystem *= beta[:, None] * beta[None, :]
-        # Each pair of keys is the product of two rows of k, and both get its gradient.
-        dsystem = (dsystem + tl.trans(dsystem)) * k_factor[None, :]
-        dk = tl.dot(dsystem.to(dtype), k, dk, input_precision="ieee")
-        dtotal = tl.load(vectors + OUTPUT_DOTS * CHUNK) - beta * value_dots
-        dlog_decay = tl.load(vectors + STATE_DOT * CHUNK) - (tl.cumsum(dtotal, 0) - dtotal)
+        dtotal = tl.load(vectors + PAIR_PART * CHUNK) + tl.load(vectors + QUERY_PART * CHUNK)
+        dtotal += row_dots(k, dk, k_factor) - dots
+        dk = tl.dot(tl.load(systems_ptr + square), k, dk, input_precision="ieee")
+        q = load_tile(q_ptr, first, end, stride_q, KEY_SIZE, key_cols)
+        dk = tl.dot(tl.trans(tl.load(couplings_ptr + square)), q, dk, input_precision="ieee")
+        dots = row_dots(k, dk, k_factor)
+        for start in tl.range(0, width, BLOCK_V, num_stages=STAGES):
+            cols = start + tl.arange(0, BLOCK_V)
+            errors = load_tile(errors_of_head, first, end, stride, VALUE_SIZE, cols)
+            dstate = load_state(dstate_ptr, KEY_SIZE, VALUE_SIZE, key_cols, cols)
+            dk = tl.dot((write[:, None] * errors).to(dtype), dstate, dk, input_precision="ieee")
+        write_dots = row_dots(k, dk, k_factor) - dots
+        dots += write_dots
+        # The difference of the sum of all and of this token would lose the digits of a small sum.
+        earlier_dots = tl.where(index > 0, tl.gather(write_dots, tl.maximum(index - 1, 0), 0), 0.0)
+        dlog_decay = tl.cumsum(dtotal, 0, reverse=True) + tl.cumsum(earlier_dots, 0)
+        last_total = tl.load(vectors_ptr + place * (VECTORS * CHUNK) + (TOTAL * CHUNK + CHUNK - 1))
+        dlog_decay += tl.exp(last_total) * tl.sum(state_dots)
         # The decay of a token whose g was below the limit has underflowed. A product, because NaN must remain NaN.
         g = tl.load(vectors + LOG_DECAY * CHUNK)
         dlog_decay = tl.where(g > MIN_LOG_DECAY, dlog_decay, 0.0 * dlog_decay)
-        dbeta = sum_dbeta(dbeta_parts_ptr, place, BLOCKS)
         tl.store(dg_ptr + (first + index) * heads + head, dlog_decay, index < end - first)
+        dbeta = sum_dbeta(dbeta_parts_ptr, place, BLOCKS)
         tl.store(dbeta_ptr + (first + index) * heads + head, dbeta, index < end - first)
-        dots += beta * (2.0 * dbeta - value_dots)
     k = load_tile(k_ptr, first, end, stride_k, KEY_SIZE, key_cols)
-    dk = _normalise_gradient(dk, k, norm_factor(k, NORMALISES), dots, NORMALISES)
+    dk = normalise_gradient(dk, k, k_factor, dots, NORMALISES)
     store_tile(dk_ptr + key_head * KEY_SIZE, dk, first, end, KEY_HEADS * KEY_SIZE, KEY_SIZE, key_cols)

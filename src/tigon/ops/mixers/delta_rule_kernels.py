@@ -23,18 +23,22 @@ Shapes: H heads of v, Hk heads of q and k, C = 64 tokens of a chunk, M chunks in
 
 from tigon.runtime.compat.triton import tl, triton
 
-# The vectors [C] of a chunk of a head in `vectors` [M, H, 9, C], fp32:
-#   TOTAL        G
-#   LOG_DECAY    g
-#   BETA         beta
-#   REST         exp(G_L - G)
-#   READ         exp(G) / |k|, which multiplies the rows of k S
-#   WRITE        exp(G_L - G) / |k|, which multiplies the rows of U in the next state
-#   QUERY        scale exp(G) / |q|, which multiplies the rows of q S
-#   OUTPUT_DOTS  the dot products of the rows of o and do
-#   STATE_DOT    the dot product of S and dS before the chunk, the same number C times
-TOTAL, LOG_DECAY, BETA, REST, READ, WRITE, QUERY, OUTPUT_DOTS, STATE_DOT = (tl.constexpr(i) for i in range(9))
-VECTORS = tl.constexpr(9)
+# The vectors [C] of a chunk of a head in `vectors` [M, H, 11, C], fp32:
+#   TOTAL       G
+#   LOG_DECAY   g
+#   BETA        beta
+#   REST        exp(G_L - G)
+#   READ        exp(G) / |k|, which multiplies the rows of k S
+#   WRITE       exp(G_L - G) / |k|, which multiplies the rows of U in the next state
+#   QUERY       scale exp(G) / |q|, which multiplies the rows of q S
+#   Q_FACTOR    1 / |q|, or 1 if q is not normalised
+#   K_FACTOR    1 / |k|
+#   PAIR_PART   the part of the gradient of G that comes from pairs of tokens of the chunk
+#   QUERY_PART  the part that comes from what the queries read from the state
+TOTAL, LOG_DECAY, BETA, REST, READ, WRITE, QUERY, Q_FACTOR, K_FACTOR, PAIR_PART, QUERY_PART = (
+    tl.constexpr(i) for i in range(11)
+)
+VECTORS = tl.constexpr(11)
 CHUNK = tl.constexpr(64)
 EPS = tl.constexpr(1e-6)
 # The limit of g, whose exponential is 4e-44, almost the smallest number in fp32. Below this limit, the sum of g in a
@@ -234,7 +238,7 @@ def couple(pairs, beta, PRECISION: tl.constexpr):
 @triton.jit(do_not_specialize=["T", "chunks"])
 def chunk_pairs_kernel(
     q_ptr, k_ptr, g_ptr, beta_ptr, chunks_ptr,  # rows, rows, rows, rows, [M, 3] or None
-    couplings_ptr, scores_ptr, vectors_ptr,  # [M, H, C, C], [M, H, C, C], [M, H, 9, C]
+    couplings_ptr, scores_ptr, vectors_ptr,  # [M, H, C, C], [M, H, C, C], [M, H, 11, C]
     T, chunks, groups, stride_q, stride_k, stride_g, stride_beta, scale,
     KEY_HEADS: tl.constexpr, KEY_SIZE: tl.constexpr, BLOCK_K: tl.constexpr,
     NORMALISES: tl.constexpr, PRECISION: tl.constexpr,
@@ -248,9 +252,9 @@ def chunk_pairs_kernel(
     rows = first + index
     q = load_tile(q_ptr + key_head * KEY_SIZE, first, end, stride_q, KEY_SIZE, cols)
     k = load_tile(k_ptr + key_head * KEY_SIZE, first, end, stride_k, KEY_SIZE, cols)
-    q_factor, k_factor = norm_factor(q, NORMALISES) * scale, norm_factor(k, NORMALISES)
+    q_factor, k_factor = norm_factor(q, NORMALISES), norm_factor(k, NORMALISES)
     first_place = (chunk.to(tl.int64) * KEY_HEADS + key_head) * groups
-    queries = tl.dot(q, tl.trans(k), input_precision="ieee") * q_factor[:, None] * k_factor[None, :]
+    queries = tl.dot(q, tl.trans(k), input_precision="ieee") * (scale * q_factor)[:, None] * k_factor[None, :]
     for i in range(groups):
         head = key_head * groups + i
         g = _load_log_decay(g_ptr + rows * stride_g + head, rows < end)
@@ -268,7 +272,9 @@ def chunk_pairs_kernel(
         tl.store(vectors + READ * CHUNK, decay * k_factor)
         tl.store(vectors + REST * CHUNK, rest)
         tl.store(vectors + WRITE * CHUNK, rest * k_factor)
-        tl.store(vectors + QUERY * CHUNK, decay * q_factor)
+        tl.store(vectors + QUERY * CHUNK, decay * scale * q_factor)
+        tl.store(vectors + Q_FACTOR * CHUNK, q_factor)
+        tl.store(vectors + K_FACTOR * CHUNK, k_factor)
     # A second loop, because the registers do not hold both products and the blocks of an inverse.
     keys = tl.dot(k, tl.trans(k), input_precision="ieee") * k_factor[:, None] * k_factor[None, :]
     keys = tl.where(index[:, None] > index[None, :], keys, 0.0)

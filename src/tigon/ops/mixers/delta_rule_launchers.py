@@ -48,8 +48,7 @@ def delta_rule_forward(like: Tensor, inputs: DeltaInputs, options: DeltaOptions)
 
 @launcher(fake=empty_backward)
 def delta_rule_backward(
-    do: Tensor, dlast_state: Tensor | None, o: Tensor | None, inputs: DeltaInputs, options: DeltaOptions,
-    needs: NeededDeltaGradients,
+    do: Tensor, dlast_state: Tensor | None, inputs: DeltaInputs, options: DeltaOptions, needs: NeededDeltaGradients
 ) -> DeltaGradients:  # fmt: skip
     """Return the gradients of the inputs. Gradients that are not needed are None."""
     config = checked_config(inputs, options.normalises, dlast_state is not None)
@@ -57,7 +56,7 @@ def delta_rule_backward(
         gradients = chunked_backward(do, dlast_state, inputs, options)
         names = empty_backward(inputs, needs)._asdict()
         return gradients._replace(**{name: None for name, x in names.items() if x is None})
-    return launch_backward(do, dlast_state, o, inputs, options, needs, config)
+    return launch_backward(do, dlast_state, inputs, options, needs, config)
 
 
 # --- the self-check ------------------------------------------------------------------------------
@@ -154,7 +153,7 @@ def check_kernels(like: Tensor, variant: DeltaVariant, config: DeltaConfig) -> b
         do, dlast = _move(do, like.device), _move(dlast, like.device)
         outputs = launch_forward(inputs, options, config)
         needs = NeededDeltaGradients(True, True)
-        gradients = launch_backward(do, dlast, outputs[0], inputs, options, needs, config)
+        gradients = launch_backward(do, dlast, inputs, options, needs, config)
         actual: tuple[Any, ...] = (*outputs, *gradients)
         pairs = [(x.float().cpu(), y.float()) for x, y in zip(actual, expected, strict=True) if y is not None]
     except torch.OutOfMemoryError:

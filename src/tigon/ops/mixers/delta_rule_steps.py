@@ -17,6 +17,7 @@ from tigon.ops.mixers.delta_rule_config import DeltaConfig
 from tigon.ops.mixers.delta_rule_gradient_kernels import (
     backward_scan_kernel,
     key_gradients_kernel,
+    pair_gradients_kernel,
     query_gradients_kernel,
 )
 from tigon.ops.mixers.delta_rule_kernels import VECTORS, chunk_list_kernel, chunk_pairs_kernel, forward_scan_kernel
@@ -156,34 +157,41 @@ class _Launch:
             NORMALISES=self.options.normalises, num_warps=self.config.feature_warps,
         )  # fmt: skip
 
-    def compute_gradients(self, results: DeltaGradients, pairs: dict[str, Any], **tensors: Tensor | None) -> None:
+    def compute_gradients(self, results: DeltaGradients, pairs: dict[str, Any], **tensors: Tensor) -> None:
         """Write dq, dk, dg and dbeta of the gated delta rule."""
         config = self.config
-        shared = {
-            "vectors_ptr": pairs["vectors_ptr"], "scores_ptr": pairs["scores_ptr"], "chunks_ptr": self.list,
-            "groups": self.groups, "width": self.value_size,
-            **{name: tensors[name] for name in ("errors_ptr", "states_ptr", "dstates_ptr")},
-        }  # fmt: skip
+        shared = {"vectors_ptr": pairs["vectors_ptr"], "chunks_ptr": self.list}
+        shared |= {"groups": self.groups, "width": self.value_size}
         constants = {
             "KEY_HEADS": self.key_heads, "KEY_SIZE": self.key_size, "VALUE_SIZE": self.value_size,
-            "BLOCK_K": self.block_k, "BLOCK_V": config.gradient_block_v, "NORMALISES": self.options.normalises,
-            "STAGES": config.gradient_stages, "num_warps": config.gradient_warps,
+            "BLOCK_K": self.block_k, "BLOCK_V": config.gradient_block_v, "STAGES": config.gradient_stages,
+            "num_warps": config.gradient_warps,
         }  # fmt: skip
-        programs = self.total_chunks * self.key_heads
+        rows = {name: tensors[name] for name in ("errors_ptr", "dx_ptr")}
+        matrices = {name: pairs[name] for name in ("couplings_ptr", "scores_ptr")}
+        systems = torch.empty_like(pairs["couplings_ptr"])
         launch(
-            query_gradients_kernel, programs,
+            pair_gradients_kernel, self.total_chunks * self.heads,
+            *in_order(pair_gradients_kernel)(
+                **self.arguments("k", "do"), **shared, **rows, **matrices, systems_ptr=systems,
+                scale=self.options.scale,
+            ),
+            **constants,
+        )  # fmt: skip
+        constants["NORMALISES"] = self.options.normalises
+        launch(
+            query_gradients_kernel, self.total_chunks * self.key_heads,
             *in_order(query_gradients_kernel)(
-                **self.arguments("q", "k", "do"), **shared, scale=self.options.scale, bounds_ptr=self.bounds,
-                o_ptr=tensors["o_ptr"], dinitial_ptr=tensors["dinitial_ptr"], dq_ptr=results.dq,
+                **self.arguments("q", "k", "do"), **shared, scores_ptr=pairs["scores_ptr"],
+                states_ptr=tensors["states_ptr"], scale=self.options.scale, dq_ptr=results.dq,
             ),
             **constants,
         )  # fmt: skip
         launch(
-            key_gradients_kernel, programs,
+            key_gradients_kernel, self.total_chunks * self.key_heads,
             *in_order(key_gradients_kernel)(
-                **self.arguments("q", "k", "v"), **shared, dx_ptr=tensors["dx_ptr"],
-                dbeta_parts_ptr=tensors["dbeta_parts_ptr"],
-                dk_ptr=results.dk, dg_ptr=results.dg, dbeta_ptr=results.dbeta,
+                **self.arguments("q", "k"), **shared, **tensors, couplings_ptr=pairs["couplings_ptr"],
+                systems_ptr=systems, dk_ptr=results.dk, dg_ptr=results.dg, dbeta_ptr=results.dbeta,
             ),
             BLOCKS=self.backward_blocks, **constants,
         )  # fmt: skip
@@ -237,10 +245,10 @@ def empty_backward(inputs: DeltaInputs, needs: NeededDeltaGradients) -> DeltaGra
 
 
 def launch_backward(
-    do: Tensor, dlast_state: Tensor | None, o: Tensor | None, inputs: DeltaInputs, options: DeltaOptions,
-    needs: NeededDeltaGradients, config: DeltaConfig,
+    do: Tensor, dlast_state: Tensor | None, inputs: DeltaInputs, options: DeltaOptions, needs: NeededDeltaGradients,
+    config: DeltaConfig,
 ) -> DeltaGradients:  # fmt: skip
-    """Return the gradients of the inputs. Kimi Delta Attention needs no o."""
+    """Return the gradients of the inputs."""
     results = empty_backward(inputs, needs)
     run = _Launch(inputs, options, config)
     run.add_rows("do", do)
@@ -249,9 +257,7 @@ def launch_backward(
     run.scan_forward(pairs, inputs.initial_state, states=states, errors=errors)
     initial = results.dinitial_state
     dbeta_parts = run.like.new_empty((run.total_chunks, run.heads, run.backward_blocks, CHUNK), dtype=torch.float32)
-    has_dinitial = inputs.initial_state is not None and (needs.others or needs.initial_state)
-    is_fp32 = initial is not None and initial.dtype == torch.float32
-    dinitial = initial if is_fp32 or not has_dinitial else run.states(torch.float32)
+    dinitial = initial if initial is None or initial.dtype == torch.float32 else run.states(torch.float32)
     launch(
         backward_scan_kernel, run.samples * run.heads * run.backward_blocks,
         *in_order(backward_scan_kernel)(
@@ -262,7 +268,7 @@ def launch_backward(
         ),
         **run.scan_constants(run.config.backward_block_v),
     )  # fmt: skip
-    if initial is not None and dinitial is not None and not is_fp32:
+    if initial is not None and dinitial is not None and dinitial is not initial:
         initial.copy_(dinitial)
     tensors = {
         "states_ptr": states, "dstates_ptr": dstates, "errors_ptr": errors, "dx_ptr": dx,
@@ -271,5 +277,5 @@ def launch_backward(
     if needs.others and run.has_feature_decay:
         run.compute_feature_gradients(results, pairs, **tensors)
     elif needs.others:
-        run.compute_gradients(results, pairs, **tensors, o_ptr=o, dinitial_ptr=dinitial)
+        run.compute_gradients(results, pairs, **tensors)
     return results

@@ -7,8 +7,8 @@ Every head of v has a state S [Dk, Dv] in fp32. Neighbouring heads of v may shar
 `use_qk_l2norm`, q and k are divided by sqrt(sum of squares + 1e-6) first.
 
 The op computes 64 tokens at a time: in bf16 and fp16 on a GPU by the kernels of `delta_rule_launchers`, in fp32 and
-fp64 and elsewhere by `delta_rule_chunks`, which has the formulas. Forward saves its inputs, and o if the kernels
-run. Backward recomputes the states.
+fp64 and elsewhere by `delta_rule_chunks`, which has the formulas. Forward saves its inputs, and backward recomputes the
+states.
 
 Shapes: B batch, T tokens, Hk heads of q and k, Hv heads of v, Dk and Dv features of a head, N packed samples.
 """
@@ -105,20 +105,18 @@ class _DeltaRule(Node):
             o, last_state = delta_rule_forward(inputs.q, inputs, options)
         else:
             o, last_state = chunked_forward(inputs, options)
-        # The kernels of the gated delta rule read o for dg and for the gradients of the norms.
-        ctx.save_for_backward(*inputs, o if ctx.runs_kernels and inputs.g.dim() == 3 else None)
+        ctx.save_for_backward(*inputs)
         return (o, last_state) if options.returns_state else o
 
     @staticmethod
     def backward(ctx: Any, do: Tensor | None, dlast_state: Tensor | None = None) -> tuple[Tensor | None, ...]:
-        *tensors, o = ctx.saved_tensors
-        inputs = DeltaInputs(*tensors)
+        inputs = DeltaInputs(*ctx.saved_tensors)
         do = torch.zeros_like(inputs.v) if do is None else do
         if not ctx.runs_kernels:
             return tuple(chunked_backward(do, dlast_state, inputs, ctx.options))
         needs_dq, needs_dk, _, needs_dg, needs_dbeta, needs_dinitial = ctx.needs_input_grad[:6]
         needs = NeededDeltaGradients(needs_dq or needs_dk or needs_dg or needs_dbeta, needs_dinitial)
-        return tuple(delta_rule_backward(do, dlast_state, o, inputs, ctx.options, needs))
+        return tuple(delta_rule_backward(do, dlast_state, inputs, ctx.options, needs))
 
 
 # --- checks --------------------------------------------------------------------------------------
