@@ -41,6 +41,9 @@ WORKERS := --numprocesses logical --maxprocesses 8 --dist worksteal
 
 # There is a worker for each core, so more threads in each would only wait for each other.
 test test-thorough test-transformers test-lowest: export OMP_NUM_THREADS = 1
+# Images of containers often set this variable. Then each of the 60 processes that the tests start would compile the
+# package and the tests again.
+export PYTHONDONTWRITEBYTECODE =
 
 TRAINING_CASES := llama-1b llama-8b-lora qwen-4b-lora trl
 
