@@ -24,6 +24,8 @@ PART_TESTS := tests/recognition/test_adapters.py tests/recognition/test_code_cha
 VERSION_TESTS = tests/runtime/test_requirements.py tests/cli/test_cli.py tests/benchmarks/ops/test_plots.py \
 	$(if $(PART),$(PART_TESTS) -m 'not thorough',tests/recognition tests/hf)
 
+TYPE_TESTS := tests/hf/test_all_types.py
+
 # The lowest transformers ignores the sizes in the config of this type, so its own small model raises an error.
 LEFT_OUT := --deselect \
 	'tests/hf/test_all_types.py::test_loss_and_gradients_are_stock_and_restore_is_exact[dbrx]'
@@ -64,9 +66,9 @@ test: $(STAMP)  ## run all tests that need no GPU, except the thorough ones
 	$(BIN)/python -m pytest tests --ignore tests/gpu -m 'not thorough' $(WORKERS) $(ARGS)
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest $(INTERPRETER_TESTS) -m 'not thorough' $(WORKERS) $(ARGS)
 
-test-thorough: $(STAMP)  ## run the thorough tests: more sizes, chips, models, engines and graphs
-	$(BIN)/python -m pytest tests --ignore tests/gpu -m thorough $(WORKERS) $(ARGS)
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest $(INTERPRETER_TESTS) -m thorough $(WORKERS) $(ARGS)
+test-thorough: $(STAMP)  ## run the thorough tests: more sizes, chips, models and engines; with PART=1 all model types
+	$(BIN)/python -m pytest $(if $(PART),$(TYPE_TESTS),tests --ignore tests/gpu) -m thorough $(WORKERS) $(ARGS)
+	$(if $(PART),,TRITON_INTERPRET=1 $(BIN)/python -m pytest $(INTERPRETER_TESTS) -m thorough $(WORKERS) $(ARGS))
 
 # Without `--no-compile`, pip compiles all modules, of which these tests import a part.
 $(OTHER_STAMP): pyproject.toml constraints.txt

@@ -1,6 +1,7 @@
 """Imports run one way, from the command line down to the runtime. Few families of ops import another family."""
 
 import ast
+import functools
 from pathlib import Path
 
 import pytest
@@ -31,12 +32,21 @@ FAMILIES = {
 ROOT_FILES = {"__init__", "as_liger", "testing"}
 
 
+Imports = list[ast.Import | ast.ImportFrom]
+
+
+@functools.cache
+def _statements_of(file: Path) -> tuple[Imports, Imports]:
+    """Return all import statements of a file, and those that are outside of functions and blocks."""
+    tree = ast.parse(file.read_text("utf-8"))
+    return tuple([node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
+                 for nodes in (ast.walk(tree), tree.body))  # fmt: skip
+
+
 def _imports_of(file: Path, within_functions: bool = True) -> list[tuple[int, str]]:
     """Return the names that a file imports from Tigon, with their lines."""
-    tree = ast.parse(file.read_text("utf-8"))
-    nodes = ast.walk(tree) if within_functions else iter(tree.body)
     imports = []
-    for node in nodes:
+    for node in _statements_of(file)[0 if within_functions else 1]:
         if isinstance(node, ast.ImportFrom) and node.module and node.module.partition(".")[0] == "tigon":
             # `from tigon.cli import environment` may name a module.
             imports += [(node.lineno, f"{node.module}.{alias.name}") for alias in node.names]
@@ -45,21 +55,22 @@ def _imports_of(file: Path, within_functions: bool = True) -> list[tuple[int, st
     return imports
 
 
-def _files() -> list[Path]:
-    return [file for file in sorted(PACKAGE.rglob("*.py")) if file.parent != PACKAGE]
+@pytest.mark.parametrize("layer", LAYERS)
+def test_a_file_imports_only_from_its_own_and_lower_folders(layer):
+    for file in sorted((PACKAGE / layer).rglob("*.py")):
+        check_imports_of(file)
 
 
-@pytest.mark.parametrize("file", _files(), ids=lambda file: file.relative_to(PACKAGE).as_posix())
-def test_a_file_imports_only_from_its_own_and_lower_folders(file):
+def check_imports_of(file: Path) -> None:
     layer, *rest = file.relative_to(PACKAGE).with_suffix("").parts
     for line, name in _imports_of(file):
         parts = name.split(".")[1:]
         # The other names are public names of `tigon`, or `tigon.testing`.
         if not parts or parts[0] not in LAYERS:
             continue
-        assert LAYERS.index(parts[0]) <= LAYERS.index(layer), f"line {line}: {layer} imports {name}"
+        assert LAYERS.index(parts[0]) <= LAYERS.index(layer), f"{file}: line {line}: {layer} imports {name}"
         if layer == parts[0] == "ops" and len(rest) > 1 and len(parts) > 1 and parts[1] != rest[0]:
-            assert (rest[0], parts[1]) in FAMILIES, f"line {line}: ops/{rest[0]} imports {name}"
+            assert (rest[0], parts[1]) in FAMILIES, f"{file}: line {line}: ops/{rest[0]} imports {name}"
 
 
 @pytest.mark.parametrize("layer", LAYERS[: LAYERS.index("cli")])
@@ -110,7 +121,7 @@ def test_the_package_has_no_other_folders_and_files():
 @pytest.mark.parametrize("layer", LAYERS[: LAYERS.index("hf")])
 def test_nothing_below_hf_imports_transformers(layer):
     for file in (PACKAGE / layer).rglob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+        for node in _statements_of(file)[0]:
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             assert not any(name.partition(".")[0] == "transformers" for name in names), f"{file}:{node.lineno}"

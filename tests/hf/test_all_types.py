@@ -15,9 +15,9 @@ from hf.tiny import TYPES, VOCABULARY, WITHOUT, tiny_model  # noqa: E402
 # `make test` trains these types, and `make test-thorough` the others. Together they show every kind of recipe and every
 # kind of reason why a module is not replaced.
 TRAINED = """
-    bitnet blt cohere dbrx deepseek_v4 ernie4_5_moe falcon_mamba gemma4_unified glm4 gpt_neox gpt_oss gptj
-    granitemoehybrid kimi_linear llama4 longcat_flash minimax_m3_vl_text modernbert-decoder nanochat nemotron nemotron_h
-    olmo qwen3_5_moe_text recurrent_gemma seed_oss xglm xlstm youtu zamba
+    bitnet blt cohere dbrx deepseek_v4 falcon falcon_mamba flex_olmo gemma3 gemma4_text glm4 glm4_moe_lite
+    glm_moe_dsa gpt_oss granitemoehybrid helium kimi_linear llama4 minimax_m3_vl_text modernbert-decoder nanochat
+    nemotron nemotron_h olmo phi3 qwen3_5_moe seed_oss xlstm zamba
 """.split()  # noqa: SIM905
 
 

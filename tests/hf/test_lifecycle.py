@@ -119,7 +119,9 @@ def test_ways_of_running_give_the_results_of_stock(patched, make_model, model_ty
     same_step.assert_same(step(model, batch), exact)
 
 
-@pytest.mark.parametrize("first", [pytest.param("stock", marks=pytest.mark.thorough), "patched"])
+# In `make test`, tests/recognition/test_guard_compiled.py shows the guards of graphs.
+@pytest.mark.thorough
+@pytest.mark.parametrize("first", ["stock", "patched"])
 def test_a_compiled_function_distinguishes_stock_and_patched_models(patched, make_model, batch, monkeypatch, first):
     torch._dynamo.reset()
     config = {"num_hidden_layers": 1}

@@ -23,8 +23,10 @@ GATED = "gated_delta_rule", "causal convolution; gated delta rule"
 KDA = "kda", "causal convolution; Kimi Delta Attention"
 # The rule of each type, and what the report says.
 RULES = {**dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid"), GATED), "kimi_linear": KDA}
-# The mixer of qwen3_5_moe_text is that of qwen3_5_text.
-TYPES = [pytest.param(name, marks=[pytest.mark.thorough] * (name == "qwen3_5_moe_text")) for name in RULES]
+# The mixer of qwen3_5_moe_text is that of qwen3_5_text. The reference of Kimi Delta Attention takes seconds, and
+# test_all_types.py trains its model in `make test`.
+SLOW = "qwen3_5_moe_text", "kimi_linear"
+TYPES = [pytest.param(name, marks=[pytest.mark.thorough] * (name in SLOW)) for name in RULES]
 TOKENS = torch.randint(3, VOCABULARY, (1, 16), generator=torch.Generator().manual_seed(0))
 POSITIONS = torch.cat([torch.arange(9), torch.arange(7)])[None]
 BOUNDARIES = torch.tensor([0, 9, 16], dtype=torch.int32)
@@ -71,7 +73,7 @@ def test_loss_and_gradients_are_stock_and_restore_is_exact(model_type, op_calls)
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_next", pytest.param("olmo_hybrid", marks=pytest.mark.thorough)])
-@pytest.mark.parametrize("level", ["lean", "checkpoint", "checkpoint+attention"])
+@pytest.mark.parametrize("level", ["lean", "checkpoint+attention"])
 def test_levels_of_memory_have_the_bits_of_the_default_level(model_type, level, op_calls):
     default, model, batch = tiny_model(model_type), tiny_model(model_type), make_batch(VOCABULARY)
     _patch(default)
@@ -84,7 +86,7 @@ def test_levels_of_memory_have_the_bits_of_the_default_level(model_type, level, 
     assert [op_calls.count(name) for name in ("gated_delta_rule", "causal_conv1d")] == [count, count]
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_next", "olmo_hybrid"])
+@pytest.mark.parametrize("model_type", ["qwen3_next", pytest.param("olmo_hybrid", marks=pytest.mark.thorough)])
 def test_fused_statements_keep_the_ops(model_type, op_calls):
     model, batch = tiny_model(model_type), make_batch(VOCABULARY)
     expected = step(model, batch)
@@ -111,6 +113,7 @@ def test_adapters_of_the_projections_are_fused_around_the_ops(op_calls):
     assert {"gated_delta_rule", "causal_conv1d"} == {*op_calls}
 
 
+@pytest.mark.thorough
 def test_projections_run_in_fp8(make_bf16, fp8_calls, op_calls, monkeypatch):
     monkeypatch.setattr(fp8, "NARROWEST", 1)
     model, stock, batch = make_bf16("qwen3_5_text"), make_bf16("qwen3_5_text"), make_batch(VOCABULARY)
@@ -169,6 +172,7 @@ def test_generation_with_a_cache_is_stock(model_type, op_calls):
 
 @pytest.mark.parametrize("arguments", PACKED.values(), ids=PACKED)
 @pytest.mark.parametrize("model_type", TYPES)
+@pytest.mark.sampled(2)
 def test_packed_samples_are_independent(model_type, arguments):
     """The logits and the gradients are those of the samples alone."""
     model = tiny_model(model_type)
@@ -240,8 +244,9 @@ def test_a_function_that_was_replaced_after_the_patch_is_used(op_calls, monkeypa
     assert not op_calls
 
 
-@pytest.mark.parametrize("arguments", [pytest.param({}, marks=pytest.mark.thorough), {"cu_seq_lens_q": BOUNDARIES}],
-                         ids=["one sample", "packed"])  # fmt: skip
+# It takes 20 s to compile. tests/ops/mixers compiles a rule with boundaries in `make test`.
+@pytest.mark.thorough
+@pytest.mark.parametrize("arguments", [{}, {"cu_seq_lens_q": BOUNDARIES}], ids=["one sample", "packed"])
 def test_a_compiled_layer_is_one_graph_with_the_ops(arguments, op_calls):
     model = tiny_model("qwen3_5_text")
     _patch(model)
