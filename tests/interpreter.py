@@ -26,6 +26,9 @@ def repair_the_interpreter() -> None:
     cast, dot = InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot
 
     def rounded_cast(self, x, dtype):
+        if dtype.scalar is tl.float32 and x.dtype.scalar is tl.bfloat16:
+            # A bf16 is the upper half of an fp32. The interpreter converts sign, exponent and mantissa by themselves.
+            return TensorHandle((x.data.astype(numpy.uint32) << 16).view(numpy.float32), tl.float32)
         if x.dtype.scalar != tl.float32 or dtype.scalar != tl.bfloat16:
             return cast(self, x, dtype)
         values = torch.from_numpy(numpy.ascontiguousarray(x.data)).to(torch.bfloat16)
@@ -59,7 +62,8 @@ def speed_up_the_interpreter() -> None:
     Before every launch, and before every call of a device function such as `tl.sum`, the interpreter searches the
     modules of `triton.language` for functions to replace, which takes 0.6 ms. Here it does so once for each module
     whose kernels it runs. The replacements stay, because a process of the tests either interprets or compiles kernels.
-    The dtype in numpy of each dtype of Triton is looked up in a dict that is made only once. The interpreter also
+    The dtype in numpy of each dtype of Triton is looked up in a dict that is made only once. The error function is that
+    of torch, in fp64, because the interpreter calls the one of Python for every element. The interpreter also
     computes every operation on integers again in int64, and then drops the result, because its option `debug` is off.
     After a launch, it copies the storage of every tensor to the device, which for a tensor on the CPU is a copy of all
     of its memory to the same place.
@@ -85,6 +89,7 @@ def speed_up_the_interpreter() -> None:
         scalar = dtype.scalar
         return pointer_dtype if isinstance(scalar, tl.pointer_type) else find_numpy_dtype(scalar)
 
+    interpreter.np_erf_fp32 = lambda x: torch.from_numpy(numpy.array(x)).double().erf_().float().numpy()
     interpreter.GridExecutor._restore_args_dev = lambda *args: None
     interpreter._patch_lang, interpreter._get_np_dtype = patch_language_once, numpy_dtype
     interpreter.interpreter_builder.options = dataclasses.replace(
