@@ -1,7 +1,7 @@
 """`tigon.patch(model, graphs=True)`: the training calls of transformers models as CUDA graphs."""
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -57,8 +57,16 @@ def prepare_call(model: nn.Module, arguments: dict[str, Any]) -> Preparation:
 
 def _check_recurrent_layers(model: nn.Module) -> None:
     """Raise `NotCaptured` if a hook of a model computes boundaries from positions, for which the host waits."""
-    if any(add_boundaries in module._forward_pre_hooks.values() for module in model.modules()):
+    if any(add_boundaries in module._forward_pre_hooks.values() for module in _modules_above_layers(model)):
         raise NotCaptured("its recurrent layers need the boundaries of packed samples: pass cu_seq_lens_q")
+
+
+def _modules_above_layers(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules of a model that are not in a list of layers. These are few, and each call visits them."""
+    yield module
+    for child in module.children():
+        if not isinstance(child, nn.ModuleList):
+            yield from _modules_above_layers(child)
 
 
 def _is_one_sample(positions: Any) -> bool:
