@@ -14,43 +14,17 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
 INK, MUTED, FAINT, WARNING = "#22262b", "#6b7280", "#d9dce1", "#c0392b"
 
-# The levels of memory are shades of one colour.
 STOCK = "#8c8c8c"
-LEVELS = {
-    "default": "#d55e00",
-    "lean": "#f08c3a",
-    "lean+mlp": "#a8480a",
-    "checkpoint": "#5e2a06",
-    "checkpoint+attention": "#c8a415",
-    "checkpoint+attention+offload": "#e0cf7d",
-    "checkpoint+offload": "#8a6d5a",
-}
-# The hues are those of Okabe and Ito, which colour-blind people can distinguish. Their yellow is too pale for a line.
-PEER_COLOURS = {
-    "stock": STOCK,
-    "eager": STOCK,
-    "stock-reversed": "#c4c4c4",
-    "stock-fp32": "#000000",
-    "liger": "#009e73",
-    "compile": "#0072b2",
-    "compile-reduce-overhead": "#5b8fc7",
-    "stock-checkpoint": STOCK,
-    "liger-checkpoint": "#5b8fc7",
-    "unsloth": "#cc79a7",
-    "unsloth-checkpoint": "#e3b3ce",
-    "torch": "#56b4e9",
-    "liger-cute": "#7fceb9",
-    "quack": "#e69f00",
-    "fla": "#9c6b00",
-    "cce": "#cc79a7",
-    "trl": "#4d3319",
-    "products": "#c9c9c9",
-}
-REVISION_COLOUR = "#7a3b00"
-GRAPHS_COLOUR = "#1d6f42"
-# The recipes of FP8, in the colours of Tigon and of torchao.
-FP8_COLOURS = {"-tensorwise": "#7b3fa0", "-rowwise": "#b07cc6"}
-TORCHAO_COLOURS = {"#7b3fa0": "#1f4e79", "#b07cc6": "#7aa6d1"}
+# The levels of memory are shades of one colour. The other hues are those of Okabe and Ito for colour-blind people.
+COLOURS = {
+    "stock": STOCK, "eager": STOCK, "stock-reversed": "#c4c4c4", "stock-fp32": "#000000", "products": "#c9c9c9",
+    "liger": "#009e73", "liger-cute": "#7fceb9", "compile": "#0072b2", "unsloth": "#cc79a7", "cce": "#cc79a7",
+    "compile-reduce-overhead": "#5b8fc7", "liger-checkpoint": "#66c2a5", "unsloth-checkpoint": "#e3b3ce",
+    "torch": "#56b4e9", "quack": "#e69f00", "fla": "#9c6b00", "trl": "#4d3319", "torchao": "#1f4e79",
+    "tigon": "#d55e00", "lean": "#f08c3a", "lean+mlp": "#a8480a", "checkpoint": "#5e2a06",
+    "checkpoint+attention": "#c8a415", "checkpoint+attention+offload": "#e0cf7d", "checkpoint+offload": "#8a6d5a",
+    "fp8": "#7b3fa0", "rowwise": "#b07cc6", "graphs": "#1d6f42", "revision": "#7a3b00",
+}  # fmt: skip
 MARKERS = "osD^vP*Xp"
 DASHES = (0, (4, 3))
 # The smallest difference of losses that a picture shows.
@@ -63,14 +37,13 @@ RESOLUTION = 1e-7
 def provider_colour(provider: str) -> str:
     """Return the colour of a provider, such as liger, tigon, tigon-lean, or the revision tigon@main."""
     if "@" in provider:
-        return REVISION_COLOUR
-    if provider.endswith("-graphs"):
-        return GRAPHS_COLOUR
-    colour = next((colour for name, colour in FP8_COLOURS.items() if name in provider), None)
-    if colour is not None:
-        return colour if provider.startswith("tigon") else TORCHAO_COLOURS[colour]
-    level = provider.removeprefix("tigon").removeprefix("-") or "default"
-    return PEER_COLOURS.get(provider) or LEVELS.get(level.partition("-")[0], "#444444")
+        return COLOURS["revision"]
+    if provider in COLOURS:
+        return COLOURS[provider]
+    words = provider.split("-")
+    special = [word for word in ("graphs", "rowwise", "fp8") if word in words and words[0] == "tigon"]
+    levels = [word.partition(":")[0] for word in words[1:2] if words[0] == "tigon"]
+    return next((COLOURS[name] for name in (*special, *levels, words[0]) if name in COLOURS), "#444444")
 
 
 def new_figure(width: float, height: float) -> Figure:

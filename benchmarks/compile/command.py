@@ -12,7 +12,6 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.ops.cases import split_words
-from benchmarks.report import Column, make_table
 from tigon.cli import environment
 from tigon.cli.main import INTERRUPTED, make_console, show_progress
 from tigon.cli.output import console_table
@@ -27,49 +26,31 @@ Usage = dict[str, Any]
 
 def compile_case(case: str, chip_name: str) -> list[Usage]:
     """Compile each kernel of a case for a chip once."""
-    from benchmarks.compile.steps import STEPS
-    from benchmarks.compile.targets import CHIPS, recorded
-    from benchmarks.compile.targets import resources as resources_of
+    from benchmarks.compile import steps, targets
 
-    chip = next(chip for chip in CHIPS if chip.name == chip_name)
-    usages: list[Usage] = []
-
-    def add(kernel: str, problem: str, numbers: Any = None) -> None:
-        usage = {**(numbers or {}), "kernel": kernel, "case": case, "chip": chip_name, "problem": problem}
-        if usage not in usages:
-            usages.append(usage)
-
-    with recorded(chip) as launches:
+    chip = next(chip for chip in targets.CHIPS if chip.name == chip_name)
+    place, usages = {"case": case, "chip": chip_name}, []
+    with targets.recorded(chip) as launches:
         try:
-            STEPS[case]()
+            steps.STEPS[case]()
         except Exception as error:
-            add("-", f"does not run: {type(error).__name__}: {error}")
+            usages.append({"kernel": "-", "problem": f"does not run: {type(error).__name__}: {error}"})
     for launch in launches:
-        kernel = f"{launch.kernel.fn.__module__.rpartition('.')[2]}.{launch.kernel.__name__}"
+        numbers: Usage = {}
         try:
-            numbers = resources_of(launch, chip)
+            numbers = {**targets.resources(launch, chip)}
+            shared_memory = chip.device.shared_memory
+            problems = {
+                "spills": numbers["spilled"] > chip.allowed_spills,
+                f"more than {MAX_THREADS} threads": numbers["threads"] > MAX_THREADS,
+                f"more than {shared_memory} bytes of shared memory": numbers["shared"] > shared_memory,
+            }
+            problem = ", ".join(problem for problem, exists in problems.items() if exists)
         except Exception as error:
-            add(kernel, f"does not compile: {type(error).__name__}: {error}")
-            continue
-        problems = {
-            "spills": numbers["spilled"] > chip.allowed_spills,
-            f"more than {MAX_THREADS} threads": numbers["threads"] > MAX_THREADS,
-            f"more than {chip.device.shared_memory} bytes of shared memory": (
-                numbers["shared"] > chip.device.shared_memory
-            ),
-        }
-        add(kernel, ", ".join(problem for problem, exists in problems.items() if exists), numbers)
-    return usages
-
-
-def _number(name: str) -> Column:
-    return name, lambda usage: f"{usage[name]:,}" if name in usage else "-"
-
-
-_COLUMNS: tuple[Column, ...] = (
-    *((name, lambda usage, name=name: usage[name]) for name in ("kernel", "case", "chip")),
-    *map(_number, ("threads", "registers", "spilled", "shared")),
-)
+            problem = f"does not compile: {type(error).__name__}: {error}"
+        kernel = f"{launch.kernel.fn.__module__.rpartition('.')[2]}.{launch.kernel.__name__}"
+        usages.append({**numbers, "kernel": kernel, "problem": problem})
+    return [place | usage for i, usage in enumerate(usages) if usage not in usages[:i]]
 
 
 def resources(
@@ -89,10 +70,10 @@ def resources(
     from benchmarks.compile.steps import STEPS, launches_kernels
     from benchmarks.compile.targets import CHIPS
 
-    names, words = dict.fromkeys(step.split()[0] for step in STEPS), split_words(ops)
+    known_ops, words = dict.fromkeys(step.split()[0] for step in STEPS), split_words(ops)
     for word in words:
-        if word not in names:
-            raise typer.BadParameter(f"must be among {', '.join(names)}, got {word!r}", param_hint="--ops")
+        if word not in known_ops:
+            raise typer.BadParameter(f"must be among {', '.join(known_ops)}, got {word!r}", param_hint="--ops")
     cases = [step for step in STEPS if not words or step.split()[0] in words]
     console, chips = make_console(), [chip.name for chip in CHIPS]
     work = [(case, name) for name in chips for case in cases if launches_kernels(case, name)]
@@ -104,8 +85,11 @@ def resources(
     # The kernels of a case are in the order of their launches: forward before backward.
     kernels = list(dict.fromkeys(usage["kernel"] for usage in usages))
     place = lambda usage: (cases.index(usage["case"]), kernels.index(usage["kernel"]), chips.index(usage["chip"]))
-    titles, lines, _ = make_table(_COLUMNS, sorted(usages, key=place))
-    console.print(console_table(titles, lines, titles[:3], ""))
+    usages.sort(key=place)
+    names, numbers = ("kernel", "case", "chip"), ("threads", "registers", "spilled", "shared")
+    number = lambda usage, name: f"{usage[name]:,}" if name in usage else "-"
+    lines = [[*(usage[name] for name in names), *(number(usage, name) for name in numbers)] for usage in usages]
+    console.print(console_table((*names, *numbers), lines, names, ""))
     problems = [usage for usage in usages if usage["problem"]]
     for usage in problems:
         text = "{kernel}, {case}, {chip}: {problem}".format(**usage)

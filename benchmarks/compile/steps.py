@@ -81,11 +81,6 @@ def _cross_entropy_of_a_shard(v: int, vocabulary: int, **options: Any) -> None:
     token_loss.gradient(logits, target, weight, divisors, statistics, upstream, loss_options, out=logits, shard=shard)
 
 
-def _valid_rows() -> None:
-    """Count the rows of `linear_cross_entropy` that have a label; it is not differentiable."""
-    tigon.ValidRows(torch.zeros(8, dtype=torch.int64))
-
-
 def _optimizer(kind: type, *shape: int, dtype: torch.dtype = torch.bfloat16, **options: Any) -> None:
     """Run a step of an optimizer, which is not a function of tensors.
 
@@ -120,16 +115,6 @@ def _mlp(hidden: int, inner: int, activation: MLPActivation) -> None:
     _run(tigon.mlp, *_zeros((2, hidden), (inner, hidden), (hidden, inner)), activation=activation)
 
 
-def _clamped_glu(gate: ClampedGate, inner: int) -> None:
-    """Run the gate of GPT-OSS or DeepSeek V4; recognition calls it for their experts, and it has no public name."""
-    _run(gate, *_zeros((2, 2 * inner)))
-
-
-def _choice_order(experts: int) -> None:
-    """Call the kernels that sort choices directly, because `route` sorts CPU tensors by torch."""
-    order_choices(torch.zeros(2, 8, dtype=torch.int64), experts)
-
-
 def _four_bit(block: int, is_nested: bool) -> None:
     """Dequantise a weight of 4 bits; recognition calls it for layers of bitsandbytes."""
     rows, columns = 2, 8192
@@ -143,9 +128,9 @@ def _four_bit(block: int, is_nested: bool) -> None:
     dequantise(FourBitWeight(packed, torch.zeros(16), scale_codes, block, quantised_scales, shape, torch.bfloat16))
 
 
-def _fp8_glu_mlp(hidden: int, inner: int, **options: Any) -> None:
+def _fp8_glu_mlp(inner: int, **options: Any) -> None:
     """Run the gated MLP in FP8; recognition calls it, and it has no public name."""
-    _run(fp8_glu_mlp, *_zeros((16, hidden), (inner, hidden), (inner, hidden), (hidden, inner)), **options)
+    _run(fp8_glu_mlp, *_zeros((16, 256), (inner, 256), (inner, 256), (256, inner)), **options)
 
 
 def _fp8_experts(hidden: int, inner: int, choices: int, **options: Any) -> None:
@@ -165,17 +150,17 @@ def _norm_maxima(features: int) -> None:
     torch.autograd.backward([y, total], [y.detach(), total.detach()])
 
 
-_OTHER_STEPS: dict[str, Callable[[], None]] = {
+_OTHER_STEPS: dict[str, Callable[[], Any]] = {
     "cross_entropy 128256, one of 8 shards": lambda: _cross_entropy_of_a_shard(16032, 128256),
     "cross_entropy 256000, one of 2 shards, every option": lambda: _cross_entropy_of_a_shard(
         128000, 256000, token_scaling=True, **EVERY_TERM
     ),
-    "linear_cross_entropy valid rows": _valid_rows,
-    "fp8_linear GLU 4096": lambda: _fp8_glu_mlp(256, 4096),
-    "fp8_linear GLU 4096, rowwise": lambda: _fp8_glu_mlp(256, 4096, recipe="rowwise"),
-    "fp8_linear GLU 4096, no dW in FP8": lambda: _fp8_glu_mlp(256, 4096, fp8_dw=False),
-    "fp8_linear GLU tanh 4096": lambda: _fp8_glu_mlp(256, 4096, activation="gelu_tanh"),
-    "fp8_linear GLU gelu 14336, rowwise": lambda: _fp8_glu_mlp(256, 14336, activation="gelu", recipe="rowwise"),
+    "linear_cross_entropy valid rows": lambda: tigon.ValidRows(torch.zeros(8, dtype=torch.int64)),
+    "fp8_linear GLU 4096": lambda: _fp8_glu_mlp(4096),
+    "fp8_linear GLU 4096, rowwise": lambda: _fp8_glu_mlp(4096, recipe="rowwise"),
+    "fp8_linear GLU 4096, no dW in FP8": lambda: _fp8_glu_mlp(4096, fp8_dw=False),
+    "fp8_linear GLU tanh 4096": lambda: _fp8_glu_mlp(4096, activation="gelu_tanh"),
+    "fp8_linear GLU gelu 14336, rowwise": lambda: _fp8_glu_mlp(14336, activation="gelu", recipe="rowwise"),
     "fp8_linear experts 2048, 8 per token": lambda: _fp8_experts(2048, 768, 8),
     "fp8_linear experts 4096, 2 per token": lambda: _fp8_experts(4096, 64, 2),
     "fp8_linear experts 7168, gelu": lambda: _fp8_experts(7168, 64, 8, activation="gelu"),
@@ -192,11 +177,14 @@ _OTHER_STEPS: dict[str, Callable[[], None]] = {
     "gelu MLP tanh 3072": lambda: _mlp(768, 3072, "gelu_tanh"),
     "gelu MLP sigmoid 4096": lambda: _mlp(1024, 4096, "gelu_sigmoid"),
     "gelu MLP squared ReLU 16384": lambda: _mlp(4096, 16384, "relu2"),
-    "moe_mlp clamped gate, interleaved 2880": lambda: _clamped_glu(ClampedGate(7.0, 1.702, 1.0, True), 2880),
-    "moe_mlp clamped gate 2048": lambda: _clamped_glu(ClampedGate(10.0), 2048),
-    "moe_mlp order of choices, 8 experts": lambda: _choice_order(8),
-    "moe_mlp order of choices, 128 experts": lambda: _choice_order(128),
-    "moe_mlp order of choices, 512 experts": lambda: _choice_order(512),
+    # The gates of GPT-OSS and DeepSeek V4.
+    "moe_mlp clamped gate, interleaved 2880": lambda: _run(ClampedGate(7.0, 1.702, 1.0, True), *_zeros((2, 5760))),
+    "moe_mlp clamped gate 2048": lambda: _run(ClampedGate(10.0), *_zeros((2, 4096))),
+    # `route` sorts CPU tensors by torch, so its kernels are called directly.
+    **{
+        f"moe_mlp order of choices, {experts} experts": partial(order_choices, torch.zeros(2, 8).long(), experts)
+        for experts in (8, 128, 512)
+    },
     "lora_linear base of 4 bits": lambda: _four_bit(64, is_nested=False),
     "lora_linear base of 4 bits, double quantisation": lambda: _four_bit(64, is_nested=True),
     "lora_linear base of 4 bits, blocks of 4096": lambda: _four_bit(4096, is_nested=True),
@@ -222,7 +210,7 @@ _OTHER_STEPS: dict[str, Callable[[], None]] = {
     ),
 }
 
-STEPS: dict[str, Callable[[], None]] = {
+STEPS: dict[str, Callable[[], Any]] = {
     f"{workload.name} {variant.name}": partial(run_step, workload, variant)
     for workload in WORKLOADS.values()
     for variant in workload.compile_variants

@@ -3,9 +3,6 @@
 |actual - exact| <= 2 |eager - exact| + 2 units in the last place          (`tigon.testing.assert_accurate`)
 
 The units are those of the dtype of eager code, so a loss in half precision gets no larger tolerance.
-
-The verdict also has the relative error of every output and gradient, |x - exact| / |exact| in the 2-norm, and its ratio
-to the error of eager code.
 """
 
 from dataclasses import dataclass, field
@@ -23,7 +20,7 @@ from tigon.testing import assert_accurate
 # The key of a tensor is "output 0" or "gradient of x".
 Results = dict[str, Tensor]
 
-# These losses of logits have their exact results in fp64.
+# These losses of logits have their exact results in fp64, because eager code computes them in fp32.
 IN_FP64 = ("cross_entropy", "linear_cross_entropy", "kl_div", "jsd", "tvd")
 # The oracle judges this many elements at once. It holds about ten fp64 copies of them.
 JUDGED_ELEMENTS = 2**26
@@ -44,15 +41,17 @@ class BoundProvider:
         """Return the size of the gradients that a call returns."""
         return self._inputs.gradient_bytes
 
+    @torch.no_grad()
     def restore(self) -> None:
         """Reset the tensors that a call has overwritten."""
-        with torch.no_grad():
-            for name in self._provider.overwrites:
-                if name == "upstream":
-                    for copy, source in zip(self._inputs.upstream, self._pristine.upstream, strict=True):
-                        copy.copy_(source)
-                else:
-                    self._inputs.tensors[name].copy_(self._pristine.tensors[name])
+        inputs, pristine = self._inputs, self._pristine
+        pairs = [
+            (inputs.tensors[name], pristine.tensors[name]) for name in self._provider.overwrites if name != "upstream"
+        ]
+        if "upstream" in self._provider.overwrites:
+            pairs += zip(inputs.upstream, pristine.upstream, strict=True)
+        for copy, source in pairs:
+            copy.copy_(source)
 
     def __call__(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """Return the outputs, and the gradients of the inputs that need one."""
@@ -71,10 +70,9 @@ class BoundProvider:
     def results(self) -> Results:
         """Return the outputs and gradients of one call by name."""
         outputs, gradients = self()
-        outputs_by_name = {f"output {i}": output.detach() for i, output in enumerate(outputs)}
-        return outputs_by_name | {
-            f"gradient of {n}": g for n, g in zip(self._inputs.grad_names, gradients, strict=True)
-        }
+        results = {f"output {i}": output.detach() for i, output in enumerate(outputs)}
+        named_gradients = zip(self._inputs.grad_names, gradients, strict=True)
+        return results | {f"gradient of {name}": gradient for name, gradient in named_gradients}
 
 
 # --- references ----------------------------------------------------------------------------------
@@ -86,10 +84,7 @@ def eager_results(case: Case, inputs: Inputs) -> Results:
 
 
 def exact_results(case: Case, inputs: Inputs) -> Results:
-    """Compute the reference in fp32, or in fp64 if the case, its logits or one of its gradients is in fp32.
-
-    Losses of logits are in fp64 too, because eager code computes them in fp32.
-    """
+    """Compute the reference in fp32, or in fp64 for some losses and if the case, logits or a gradient are in fp32."""
     has_fp32_logits = case.options.get("fp32_logits") or case.options.get("fp32_products")
     has_fp32 = has_fp32_logits or any(inputs.tensors[name].dtype == torch.float32 for name in inputs.grad_names)
     needs_fp64 = has_fp32 or case.dtype == torch.float32 or case.op in IN_FP64
@@ -118,7 +113,7 @@ def typical_loss_error(case: Case, inputs: Inputs) -> float:
 
 
 class Errors(NamedTuple):
-    """The relative errors |x - exact| / |exact| of one tensor: that of the provider and that of eager code."""
+    """The relative errors |x - exact| / |exact| of one tensor in the 2-norm: of the provider and of eager code."""
 
     error: float
     eager_error: float
@@ -131,11 +126,7 @@ class Errors(NamedTuple):
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result of the check.
-
-    `wrong` is the reason why the provider is wrong, or "". `error` and `eager_error` belong to the worst tensor, and
-    `errors` has those of each tensor by name.
-    """
+    """The reason why a provider is wrong, or "", the errors of its worst tensor, and those of each tensor by name."""
 
     wrong: str
     error: float = float("nan")
@@ -147,8 +138,8 @@ def judge(actual: Results, eager: Results, exact: Results, typical: float = 0.0)
     """Compare every output and gradient, and name the first that breaks the rule.
 
     Eager code can compute a single number exactly by chance, and then its error sets no useful limit. For a loss, the
-    error of eager code therefore counts as at least `typical` in the ratios, and as at least twice `typical` in the
-    rule. `typical` is the standard error of the loss of eager code.
+    error of eager code therefore counts as at least `typical`, its standard error, in the ratios, and as at least twice
+    `typical` in the rule.
     """
     wrong = ""
     errors: dict[str, Errors] = {}
@@ -174,16 +165,13 @@ def judge(actual: Results, eager: Results, exact: Results, typical: float = 0.0)
     return Verdict(wrong, *worst, errors)
 
 
-def _first_error(name: str, actual: Tensor, eager: Tensor, exact: Tensor) -> str:
+def _first_error(name: str, *tensors: Tensor) -> str:
+    """Return the message of the oracle about the actual, the eager and the exact tensor; "" if the first is right."""
+    smallest = 1.0 if tensors[0].dim() == 0 else 0.0
+    parts = zip(*(x.reshape(-1).split(JUDGED_ELEMENTS) for x in tensors), strict=True)
     try:
-        if exact.dim() == 0:
-            assert_accurate(actual, eager, exact, smallest=1.0, msg=name)
-        elif exact.numel() <= JUDGED_ELEMENTS:
-            assert_accurate(actual, eager, exact, msg=name)
-        else:
-            parts = [x.reshape(-1).split(JUDGED_ELEMENTS) for x in (actual, eager, exact)]
-            for i, (a, b, c) in enumerate(zip(*parts, strict=True)):
-                assert_accurate(a, b, c, msg=f"{name}, elements from {i * JUDGED_ELEMENTS}")
+        for part in [tensors] if tensors[0].numel() <= JUDGED_ELEMENTS else parts:
+            assert_accurate(*part, smallest=smallest, msg=name)
     except AssertionError as problem:
         return " ".join(str(problem).split())
     return ""

@@ -43,7 +43,6 @@ class Revision:
 
     @property
     def name(self) -> str:
-        """Return the name of the provider, `tigon@<ref>`."""
         return f"tigon@{self.short}"
 
     @contextmanager

@@ -9,7 +9,6 @@ from torch import Tensor
 from benchmarks.ops.cases import OPS
 from benchmarks.workloads import Case
 from benchmarks.workloads.logits import token_results
-from benchmarks.workloads.mixers import build_mixer, call_mixer, without_packages
 from benchmarks.workloads.workload import tensors_of
 
 Run = Callable[..., tuple[Tensor, ...]]
@@ -44,11 +43,6 @@ def _delta_rule(case: Case) -> Run:
         return (torch.cat(outputs, 1),)
 
     return run
-
-
-def _gated_delta_net(case: Case) -> Run:
-    mixer = build_mixer(without_packages, *case.shape[2:])
-    return lambda *tensors: (call_mixer(mixer, *tensors),)
 
 
 def _moe_mlp(case: Case) -> Run:
@@ -94,7 +88,6 @@ def _linear_cross_entropy(case: Case) -> Run:
 EAGER: dict[str, Callable[[Case], Run]] = {
     "gated_delta_rule": _delta_rule,
     "kda": _delta_rule,
-    "gated_delta_net": _gated_delta_net,
     "moe_mlp": _moe_mlp,
     "load_balancing_loss": _load_balancing_loss,
     "cross_entropy": _cross_entropy,

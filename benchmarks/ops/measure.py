@@ -5,10 +5,9 @@
 - Host time lasts until the call returns, with an idle GPU. Wall time lasts until the GPU is done too.
 - Peak memory is the most that is allocated above the inputs: activations, temporaries and gradients.
 
-On a GPU the L2 cache is emptied before each call, and overwritten inputs are reset. Neither is measured. Each round of
-long calls begins with the same number of calls that are not measured: at its power limit a GPU lowers its clock within
-milliseconds, and how far depends on the work that it has just done. So each provider is measured at the clock of its
-own work.
+On a GPU the L2 cache is emptied before each call. Each round of long calls begins with the same number of calls that
+are not measured: at its power limit a GPU lowers its clock within milliseconds, and how far depends on the work that it
+has just done. So each provider is measured at the clock of its own work.
 """
 
 import statistics

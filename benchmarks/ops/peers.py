@@ -79,12 +79,9 @@ def torch_linear_cross_entropy(case: Case) -> Run:
 
 def transformers_experts(case: Case) -> Run:
     """Load what transformers runs by default for experts."""
-    try:
-        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-        compute = ALL_EXPERTS_FUNCTIONS["grouped_mm"]
-    except (ImportError, KeyError) as error:
-        raise Unsupported(f"this transformers has no experts by grouped products ({error})") from error
+    compute = ALL_EXPERTS_FUNCTIONS["grouped_mm"]
     flags: dict[str, Any] = {"has_gate": True, "has_bias": False, "is_transposed": False, "num_experts": case.shape[2]}
     # transformers 5.23 reads this attribute too.
     flags |= {"_is_expert_parallel": False}
@@ -192,7 +189,45 @@ def fla_gated_rms_norm(case: Case) -> Run:
     return lambda x, gate, weight: (function(x, weight, None, gate, group_size=size, norm_before_gate=norm_first),)
 
 
-# --- activations and losses of logits ------------------------------------------------------------
+# --- recurrent layers ----------------------------------------------------------------------------
+
+
+def fla_delta_rule(case: Case) -> Run:
+    path = "fla.ops.kda:chunk_kda" if case.op == "kda" else "fla.ops.gated_delta_rule:chunk_gated_delta_rule"
+    function = import_path(path)
+    refuse_other_options(case, "use_qk_l2norm")
+    options = {"use_qk_l2norm_in_kernel": case.options.get("use_qk_l2norm", False)}
+
+    def run(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, bounds: Tensor | None = None) -> tuple[Tensor]:
+        q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], 2) for x in (q, k))
+        return (function(q, k, v, g, beta, cu_seqlens=None if bounds is None else bounds.long(), **options)[0],)
+
+    return run
+
+
+def convolution(load: Callable[[], Callable[..., Tensor]]) -> Loader:
+    """Return the loader of a convolution with SiLU of x [B, C, T], a weight and a bias."""
+
+    def load_case(case: Case) -> Run:
+        refuse_other_options(case, "bias", "channels_last")
+        convolve = load()
+        view = (lambda x: x.mT) if case.options.get("channels_last", True) else (lambda x: x)
+        return lambda x, weight, bias=None: (view(convolve(view(x), weight, bias)),)
+
+    return load_case
+
+
+def stock_convolution(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Convolve as transformers does without other packages."""
+    channels, taps = weight.shape
+    return F.silu(F.conv1d(x, weight[:, None], bias, padding=taps - 1, groups=channels)[..., : x.shape[-1]])
+
+
+def imported_convolution() -> Callable[..., Tensor]:
+    return functools.partial(import_path("causal_conv1d:causal_conv1d_fn"), activation="silu")
+
+
+# --- activations and losses ----------------------------------------------------------------------
 
 
 def liger_geglu(case: Case) -> Run:
@@ -201,21 +236,31 @@ def liger_geglu(case: Case) -> Run:
     return call("liger_kernel.ops:LigerGELUMulFunction.apply")(case)
 
 
-def liger_loss(name: str, *options: str, **settings: Any) -> Loader:
-    """Return the loader of a loss module of Liger, which gets the options of the case that are named."""
+def _liger_loss(
+    path: str, arguments: Callable[[Case], dict[str, Any]], run: Callable[..., Any], *options: str
+) -> Loader:
+    """Return the loader of a loss module: `run` calls the module of the `arguments` with the tensors of a case.
+
+    The module knows these options of a case.
+    """
 
     def load(case: Case) -> Run:
         refuse_other_options(case, *options)
-        module = import_path(f"liger_kernel.transformers:{name}")(**settings, **case.options)
-        return lambda *tensors: (module(*tensors),)
+        loss = import_path(f"liger_kernel.{path}")(**arguments(case))
+        return lambda *tensors: as_tuple(run(loss, *tensors))[:1]
 
     return load
 
 
-def liger_cross_entropy(case: Case) -> Run:
-    """Load the loss, which overwrites its logits, on a copy of them."""
-    loss = import_path("liger_kernel.transformers:LigerCrossEntropyLoss")()
-    return lambda input, target: (loss(input.clone(), target),)
+def _liger_logits_loss(name: str, *options: str, **settings: Any) -> Loader:
+    arguments = lambda case: {**settings, **case.options}
+    return _liger_loss(f"transformers:{name}", arguments, lambda loss, *tensors: loss(*tensors), *options)
+
+
+def _liger_alignment(name: str, run: Callable[..., Any], *unknown: str, **settings: Any) -> Loader:
+    """Return the loader of a loss of alignment, which does not have the options `unknown` of the op."""
+    options = lambda case: {key: x for key, x in OPS[case.op].bench_options.items() if key not in unknown}
+    return _liger_loss(f"chunked_loss:LigerFusedLinear{name}Loss", lambda case: {**options(case), **settings}, run)
 
 
 def liger_jsd(case: Case) -> Run:
@@ -224,6 +269,50 @@ def liger_jsd(case: Case) -> Run:
     # LigerJSD accepts log-probabilities only, so torch's log_softmax converts logits, as in Liger's distillation code.
     convert = F.log_softmax if case.options.get("from_logits") else lambda x, dim: x
     return lambda input, target: (loss(convert(input, -1), convert(target, -1)),)
+
+
+LIGER_LOSSES: dict[str, Loader] = {
+    # It overwrites its logits.
+    "cross_entropy": _liger_loss(
+        "transformers:LigerCrossEntropyLoss", lambda case: {}, lambda loss, input, target: loss(input.clone(), target)
+    ),
+    "kl_div": _liger_logits_loss("LigerKLDIVLoss", "log_target", reduction="batchmean"),
+    "jsd": liger_jsd,
+    "tvd": _liger_logits_loss("LigerTVDLoss", reduction="batchmean"),
+    "linear_cross_entropy": _liger_loss(
+        "transformers:LigerFusedLinearCrossEntropyLoss",
+        lambda case: {"softcap": case.options.get("softcap"), "accum_dtype": case.options.get("acc_dtype")},
+        lambda loss, x, w, targets: loss(w, x, targets), "softcap", "acc_dtype",
+    ),
+    "linear_distillation": _liger_loss(
+        "transformers:LigerFusedLinearJSD",
+        lambda case: {"jsd_beta": case.options.get("beta", 0.5), "temperature": case.options.get("temperature", 1.0)},
+        lambda loss, x, w, targets, teacher_x, teacher_w: loss(x, w, teacher_x, teacher_w, targets),
+        "beta", "temperature", "fp32_logits",
+    ),
+    "dpo_loss": _liger_alignment(
+        "DPO", lambda loss, x, w, targets, ref_x, ref_w: loss(w, x, targets, ref_input=ref_x, ref_weight=ref_w)
+    ),
+    "orpo_loss": _liger_alignment("ORPO", lambda loss, x, w, targets: loss(w, x, targets)),
+    # By default it adds the NLL of the chosen completions.
+    "simpo_loss": _liger_alignment("SimPO", lambda loss, x, w, targets: loss(w, x, targets), compute_nll_loss=False),
+    "kto_loss": _liger_alignment(
+        "KTO",
+        lambda loss, x, w, targets, labels, ref_x, ref_w, kl: loss(
+            x, w, targets, preference_labels=labels, ref_input=ref_x, ref_weight=ref_w, kl=kl.expand(len(labels))
+        ),
+        use_ref_model=True,
+    ),
+    # It takes a mask in place of ignored targets.
+    "grpo_loss": _liger_alignment(
+        "GRPO",
+        lambda loss, x, w, targets, advantages, old, ref: loss(
+            x, w, targets.clamp(min=0), (targets != -100).to(ref.dtype), advantages, ref_per_token_logps=ref,
+            old_per_token_logps=old,
+        ),
+        "use_bias_correction_kl",
+    ),
+}  # fmt: skip
 
 
 def liger_cute(name: str) -> Loader:
@@ -240,16 +329,6 @@ def liger_cute(name: str) -> Loader:
         return call(path, **({"reduction": "batchmean", **case.options} if name == "kl_div" else {}))(case)
 
     return load
-
-
-# --- losses and log-probabilities of hidden states -----------------------------------------------
-
-
-def liger_linear_cross_entropy(case: Case) -> Run:
-    refuse_other_options(case, "softcap", "acc_dtype")
-    options = {"softcap": case.options.get("softcap"), "accum_dtype": case.options.get("acc_dtype")}
-    loss = import_path("liger_kernel.transformers:LigerFusedLinearCrossEntropyLoss")(**options)
-    return lambda input, linear_weight, target: (loss(linear_weight, input, target),)
 
 
 def quack_linear_cross_entropy(case: Case) -> Run:
@@ -296,16 +375,6 @@ def trl_linear_log_probs(case: Case) -> Run:
     return run
 
 
-def liger_linear_distillation(case: Case) -> Run:
-    """Load Liger's fused Jensen-Shannon divergence of two heads."""
-    refuse_other_options(case, "beta", "temperature", "fp32_logits")
-    settings = {"jsd_beta": case.options.get("beta", 0.5), "temperature": case.options.get("temperature", 1.0)}
-    loss = import_path("liger_kernel.transformers:LigerFusedLinearJSD")(ignore_index=-100, **settings)
-    return lambda hidden, weight, targets, teacher_hidden, teacher_weight: (
-        loss(hidden, weight, teacher_hidden, teacher_weight, targets),
-    )
-
-
 def trl_linear_distillation(case: Case) -> Run:
     """Load the divergence of TRL's distillation trainer; as there, only the valid positions are computed."""
     module = import_module("trl.trainer.distillation_trainer")
@@ -325,44 +394,3 @@ def trl_linear_distillation(case: Case) -> Run:
         return (divergence.sum() / valid.sum().clamp(min=1),)
 
     return run
-
-
-def _liger_alignment(name: str, run: Callable[..., Any], *unknown: str, **settings: Any) -> Loader:
-    """Return the loader of a loss of alignment: `run` calls it with the tensors of a case in their order.
-
-    The loss does not have the options `unknown`.
-    """
-
-    def load(case: Case) -> Run:
-        refuse_other_options(case)
-        options = {key: value for key, value in OPS[case.op].bench_options.items() if key not in unknown}
-        loss = import_path(f"liger_kernel.chunked_loss:LigerFusedLinear{name}Loss")(**options, **settings)
-        return lambda *tensors: (run(loss, *tensors)[0],)
-
-    return load
-
-
-LIGER_ALIGNMENT: dict[str, Loader] = {
-    "dpo_loss": _liger_alignment(
-        "DPO", lambda loss, x, w, targets, ref_x, ref_w: loss(w, x, targets, ref_input=ref_x, ref_weight=ref_w)
-    ),
-    "orpo_loss": _liger_alignment("ORPO", lambda loss, x, w, targets: loss(w, x, targets)),
-    # By default it adds the NLL of the chosen completions.
-    "simpo_loss": _liger_alignment("SimPO", lambda loss, x, w, targets: loss(w, x, targets), compute_nll_loss=False),
-    "kto_loss": _liger_alignment(
-        "KTO",
-        lambda loss, x, w, targets, labels, ref_x, ref_w, kl: loss(
-            x, w, targets, preference_labels=labels, ref_input=ref_x, ref_weight=ref_w, kl=kl.expand(len(labels))
-        ),
-        use_ref_model=True,
-    ),
-    # It takes a mask in place of ignored targets.
-    "grpo_loss": _liger_alignment(
-        "GRPO",
-        lambda loss, x, w, targets, advantages, old, ref: loss(
-            x, w, targets.clamp(min=0), (targets != -100).to(ref.dtype), advantages, ref_per_token_logps=ref,
-            old_per_token_logps=old,
-        ),
-        "use_bias_correction_kl",
-    ),
-}  # fmt: skip

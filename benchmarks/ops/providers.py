@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 import tigon
-from benchmarks.ops import floor, mixer_peers, peers
+from benchmarks.ops import floor, peers
 from benchmarks.ops.cases import OPS, split_words
 from benchmarks.ops.eager import Run, eager_code
 from benchmarks.ops.peers import Unsupported
@@ -76,8 +76,6 @@ def _with_options(function: Callable[..., Any], case: Case) -> Run:
 def _compiled(op: str) -> Callable[[Case], Run]:
     # Eager code loops over the experts, and a loop over experts is not one graph.
     graphs = {"moe_mlp": peers.transformers_experts, "lora_moe_mlp": peers.peft_experts}
-    # The compiler does not follow functions whose globals are no module's.
-    graphs["gated_delta_net"] = mixer_peers.stock_mixer
     load = graphs.get(op) or eager_code(op)
     return lambda case: torch.compile(load(case), dynamic=False)
 
@@ -86,7 +84,6 @@ def _compiled(op: str) -> Callable[[Case], Run]:
 _EAGER_NOTES = {
     "layer_norm": "F.layer_norm, which models call",
     **dict.fromkeys(("gated_delta_rule", "kda"), "the chunked code of transformers in torch"),
-    "gated_delta_net": "the mixer of transformers in torch",
     "moe_mlp": "expert by expert, waiting for each",
     "load_balancing_loss": "the code of transformers, which waits for each layer",
     "cross_entropy": "F.cross_entropy of logits in fp32",
@@ -142,9 +139,8 @@ _PEERS: dict[str, tuple[Provider, ...]] = {
         Provider("quack", peers.quack_norm),
     ),
     "gated_rms_norm": (Provider("fla", peers.fla_gated_rms_norm),),
-    "gated_delta_rule": (Provider("fla", mixer_peers.fla_delta_rule, note="keys and queries repeated"),),
-    "kda": (Provider("fla", mixer_peers.fla_delta_rule),),
-    "gated_delta_net": (Provider("fla", mixer_peers.fla_mixer, note="the stock mixer, which calls fla"),),
+    "gated_delta_rule": (Provider("fla", peers.fla_delta_rule, note="keys and queries repeated"),),
+    "kda": (Provider("fla", peers.fla_delta_rule),),
     "layer_norm": (_liger(peers.call("liger_kernel.ops:LigerLayerNormFunction.apply", 1e-5)), _cute("layer_norm")),
     # Liger's rope overwrites q, k and the upstream gradients.
     "rope": (_liger(peers.liger_rope, "q", "k", "upstream"), Provider("quack", peers.quack_rope)),
@@ -153,9 +149,8 @@ _PEERS: dict[str, tuple[Provider, ...]] = {
         Provider("quack", peers.quack_qk_norm_rope),
     ),
     "causal_conv1d": (
-        Provider("torch", mixer_peers.CONVOLUTIONS["torch"], note="F.conv1d and F.silu, as in transformers"),
-        Provider("causal-conv1d", mixer_peers.CONVOLUTIONS["causal-conv1d"]),
-        Provider("fla", mixer_peers.CONVOLUTIONS["fla"]),
+        Provider("torch", peers.convolution(lambda: peers.stock_convolution), note="F.conv1d and F.silu"),
+        Provider("causal-conv1d", peers.convolution(peers.imported_convolution)),
     ),
     "swiglu": (_liger("SiLUMul", "gate", "up"), _cute("swiglu", "gate", "up")),
     "geglu": (_liger(peers.liger_geglu, "gate", "up"), _cute("geglu", "gate", "up")),
@@ -173,12 +168,12 @@ _PEERS: dict[str, tuple[Provider, ...]] = {
     ),
     "cross_entropy": (
         Provider("torch", peers.torch_function(lambda case: F.cross_entropy), note="loss in bf16"),
-        _liger(peers.liger_cross_entropy, note="in place on a clone of the logits"),
+        _liger(peers.LIGER_LOSSES["cross_entropy"], note="in place on a clone of the logits"),
         Provider("quack", peers.call("quack:cross_entropy", inplace_backward=False)),
     ),
     "linear_cross_entropy": (
         Provider("torch", peers.torch_linear_cross_entropy, note="F.linear_cross_entropy"),
-        _liger(peers.liger_linear_cross_entropy),
+        _liger(peers.LIGER_LOSSES["linear_cross_entropy"]),
         Provider("cce", peers.cce, note="skips small gradients"),
         Provider("quack", peers.quack_linear_cross_entropy, note="chunks of 4096 tokens, of 8192 where H is 4096"),
         Provider("trl", peers.trl_linear_log_probs, note="four products"),
@@ -186,11 +181,14 @@ _PEERS: dict[str, tuple[Provider, ...]] = {
     ),
     "linear_log_probs": (Provider("trl", peers.trl_linear_log_probs), _FLOOR),
     "linear_distillation": (
-        _liger(peers.liger_linear_distillation),
+        _liger(peers.LIGER_LOSSES["linear_distillation"]),
         Provider("trl", peers.trl_linear_distillation),
         _FLOOR,
     ),
-    **{op: (_liger(load), _FLOOR) for op, load in peers.LIGER_ALIGNMENT.items()},
+    **{
+        f"{name}_loss": (_liger(peers.LIGER_LOSSES[f"{name}_loss"]), _FLOOR)
+        for name in ("dpo", "orpo", "simpo", "kto", "grpo")
+    },
     "kl_div": (
         Provider(
             "torch",
@@ -199,11 +197,11 @@ _PEERS: dict[str, tuple[Provider, ...]] = {
             ),
             note="F.kl_div, loss in bf16",
         ),
-        _liger(peers.liger_loss("LigerKLDIVLoss", "log_target", reduction="batchmean")),
+        _liger(peers.LIGER_LOSSES["kl_div"]),
         _cute("kl_div"),
     ),
-    "jsd": (_liger(peers.liger_jsd),),
-    "tvd": (_liger(peers.liger_loss("LigerTVDLoss", reduction="batchmean")),),
+    "jsd": (_liger(peers.LIGER_LOSSES["jsd"]),),
+    "tvd": (_liger(peers.LIGER_LOSSES["tvd"]),),
 }
 
 PROVIDERS: dict[str, tuple[Provider, ...]] = {op: (*_common(op), *_PEERS.get(op, ())) for op in OPS}

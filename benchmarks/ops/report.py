@@ -1,8 +1,7 @@
 """The report of a run: JSON with all results, Markdown tables, which the terminal shows too, and pictures of sweeps.
 
-`bench.json` also has the roofline, as measured before the cases, and a row is a `runner.BenchRow`, one for each
-provider of each case. With --against, the settings have its ref, commit, title and provider. A picture for each family
-of ops has lines of speed and memory over the axis in which the cases of a sweep differ.
+A row is a `runner.BenchRow`. A picture for each family of ops has lines of speed and memory over the axis in which the
+cases of a sweep differ.
 """
 
 from collections.abc import Callable, Iterable
@@ -32,6 +31,11 @@ _PRODUCTS_LEGEND = (
 )
 
 
+def describe_roofline(roofline: Roofline) -> str:
+    copied, products = roofline.bytes_per_second / 1e9, roofline.flops_per_second / 1e12
+    return f"{copied:,.0f} GB/s (copy, read + written), {products:.3g} TFLOP/s (bf16 product)"
+
+
 def legend(products: bool) -> str:
     """Return the meaning of the columns; with `products` also of those for ops whose bound is matrix products."""
     return _LEGEND + _PRODUCTS_LEGEND * products
@@ -56,9 +60,7 @@ def _error_ratios(row: BenchRow) -> str:
 
 
 def _note(row: BenchRow) -> str:
-    parts = [] if row.status == "ok" else [row.status]
-    parts += [row.note] if row.note else []
-    return ": ".join(parts[:2]) + "".join(f"; {part}" for part in parts[2:])
+    return ": ".join(part for part in ("" if row.status == "ok" else row.status, row.note) if part)
 
 
 _ROOFLINE: Column = (
@@ -92,40 +94,33 @@ def _by_case(rows: Iterable[BenchRow]) -> list[list[BenchRow]]:
 def _summary(rows: list[BenchRow]) -> Table:
     """Return a table in which each case is a line about Tigon."""
     revision = next((row.provider for row in rows if row.provider.startswith("tigon@")), "")
-    groups = [{row.provider: row for row in group} for group in _by_case(rows)]
-    find = lambda name: lambda group: row if (row := group.get(name)) and row.status == "ok" else None
-    tigon, liger, other = (lambda group: group["tigon"]), find("liger"), find(revision)
-
-    def best(group: dict[str, BenchRow]) -> BenchRow | None:
-        peers = [row for row in group.values() if row.is_peer and row.status == "ok" and row.time_ms]
-        return min(peers, key=lambda row: row.time_ms or 0.0, default=None)
-
-    def best_name(group: dict[str, BenchRow]) -> str:
-        row = best(group)
-        return "-" if row is None else row.provider + (" (inaccurate)" if row.accurate is False else "")
+    lines = []
+    for group in _by_case(rows):
+        done = {row.provider: row for row in group if row.status == "ok"}
+        peers = [row for row in done.values() if row.is_peer and row.time_ms]
+        best, liger = min(peers, key=lambda row: row.time_ms or 0.0, default=None), done.get("liger")
+        lines += [(row, best, liger, done.get(revision)) for row in group if row.provider == "tigon"]
 
     def time(row: BenchRow | None) -> str:
         return format_number(row.time_ms if row else None)
 
-    def speed_up(row: BenchRow | None, own: BenchRow) -> str:
-        return f"{row.time_ms / own.time_ms:.2f}x" if row and row.time_ms and own.time_ms else "-"
+    def times(title: str, speed_up_title: str, index: int) -> list[Column]:
+        """Return the columns of the time of another provider, and of its ratio to that of Tigon."""
+        ratio = lambda other, own: f"{other.time_ms / own.time_ms:.2f}x" if other and own.time_ms else "-"
+        return [(title, lambda line: time(line[index])), (speed_up_title, lambda line: ratio(line[index], line[0]))]
 
-    def host(group: dict[str, BenchRow]) -> str:
-        peer, own = liger(group), tigon(group).host_ms
-        return "-" if own is None else f"{format_number(own)} ({format_number(peer and peer.host_ms)})"
-
+    best_name = lambda best: best.provider + " (inaccurate)" * (best.accurate is False) if best else "-"
+    host = lambda row, liger: f"{format_number(row.host_ms)} ({format_number(liger and liger.host_ms)})"
     columns: list[Column] = [
-        ("case", lambda group: tigon(group).case),
-        ("tigon ms", lambda group: time(row) if (row := tigon(group)).status == "ok" else row.status),
-        (_ROOFLINE[0], lambda group: _ROOFLINE[1](tigon(group))), ("best peer", best_name),
-        ("its ms", lambda group: time(best(group))), ("speed-up", lambda group: speed_up(best(group), tigon(group))),
-        ("liger ms", lambda group: time(liger(group))),
-        ("speed-up over liger", lambda group: speed_up(liger(group), tigon(group))), ("host ms (liger's)", host),
-        (f"{revision} ms", lambda group: time(other(group))),
-        (f"speed-up over {revision}", lambda group: speed_up(other(group), tigon(group))),
-        *((title, lambda group, cell=cell: cell(tigon(group))) for title, cell in _PRODUCTS),
+        ("case", lambda line: line[0].case),
+        ("tigon ms", lambda line: time(line[0]) if line[0].status == "ok" else line[0].status),
+        (_ROOFLINE[0], lambda line: _ROOFLINE[1](line[0])), ("best peer", lambda line: best_name(line[1])),
+        *times("its ms", "speed-up", 1), *times("liger ms", "speed-up over liger", 2),
+        ("host ms (liger's)", lambda line: "-" if line[0].host_ms is None else host(line[0], line[2])),
+        *times(f"{revision} ms", f"speed-up over {revision}", 3),
+        *((title, lambda line, cell=cell: cell(line[0])) for title, cell in _PRODUCTS),
     ]  # fmt: skip
-    return make_table(columns, [group for group in groups if "tigon" in group])
+    return make_table(columns, lines)
 
 
 def summary_table(rows: list[BenchRow]) -> rich_table.Table:
@@ -143,8 +138,7 @@ def markdown(rows: list[BenchRow], roofline: Roofline, machine: dict, settings: 
     against = settings.get("against")
     lines = [
         *page_head("Ops", machine),
-        f"Roofline measured first: {roofline.bytes_per_second / 1e9:,.0f} GB/s (copy, read + written), "
-        f"{roofline.flops_per_second / 1e12:.3g} TFLOP/s (bf16 product).",
+        f"Roofline measured first: {describe_roofline(roofline)}.",
         "",
     ]
     if against:
@@ -165,10 +159,10 @@ def plot(rows: Iterable[BenchRow], folder: Path, machine: str) -> list[Path]:
     """Write a picture of each family that has a sweep of at least two sizes; return the files."""
     # The rows of each sweep, by family, and by op and options.
     families: dict[str, dict[tuple[str, ...], list[BenchRow]]] = {}
+    files = []
     for row in rows:
         if row.model == "sweep" and row.status == "ok" and row.time_ms is not None:
             families.setdefault(row.family, {}).setdefault((row.op, *_options(row)), []).append(row)
-    files = []
     for family, sweeps in families.items():
         if panels := [_panels(rows) for rows in sweeps.values() if len({row.shape for row in rows}) > 1]:
             files.append(folder / f"{family}.png")

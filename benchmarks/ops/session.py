@@ -64,43 +64,33 @@ def bench(options: BenchOptions) -> None:
     A peer that is not installed or raises is a line in the report. Exit code: 0; 1 if Tigon raises or is wrong, and
     then it is not timed; 2 for bad input; 130 after Ctrl-C.
     """
-    if code := session(options):
-        raise typer.Exit(code)
-
-
-def session(options: BenchOptions) -> int:
-    """Run with the options, and return the exit code. A wrong option is refused before anything runs."""
-    console = make_console()
-    target = _select_device(pick_device(options.device))
+    console, device = make_console(), _select_device(pick_device(options.device))
     try:
         revision = None if options.against is None else find_revision(options.against)
-        selected_cases = case_table.select(
-            options.ops, options.cases or ("first-light,roofline" if target.type == "cuda" else "small")
+        cases = case_table.select(
+            options.ops, options.cases or ("first-light,roofline" if device.type == "cuda" else "small")
         )
         # With --against, other providers run only if --providers names them.
         names = options.providers or ("tigon" if revision else None)
-        providers_of = {case.op: providers.select(case.op, names) for case in selected_cases}
-        selected_cases = [case for case in selected_cases if providers_of[case.op]]
-        if not selected_cases:
+        providers_of = {case.op: providers.select(case.op, names) for case in cases}
+        cases = [case for case in cases if providers_of[case.op]]
+        if not cases:
             raise ValueError(f"bench: none of the ops chosen has a provider among {options.providers!r}")
     except ValueError as problem:
         raise typer.BadParameter(str(problem)) from problem
-    rounds = options.rounds or (1 if options.quick else 3)
     settings: dict[str, Any] = {
-        "rounds": rounds,
-        "quick": options.quick,
-        "interrupted": False,
-        "cases": [case.name for case in selected_cases],
-    }
+        "rounds": options.rounds or (1 if options.quick else 3), "quick": options.quick, "interrupted": False,
+        "cases": [case.name for case in cases],
+    }  # fmt: skip
     with contextlib.ExitStack() as stack:
         if revision:
             settings["against"] = _add_revision(revision, providers_of, stack)
-        folder = make_folder(options.out, "bench_")
-        rows = _run(selected_cases, providers_of, target, settings, folder, console)
+        rows = _run(cases, providers_of, device, settings, make_folder(options.out, "bench_"), console)
     failed_rows = [row for row in rows if row.failed]
     for row in failed_rows:
         console.print(f"{row.case}: tigon: {row.status}: {row.note}", style="bold red", markup=False, soft_wrap=True)
-    return INTERRUPTED if settings["interrupted"] else int(bool(failed_rows))
+    if settings["interrupted"] or failed_rows:
+        raise typer.Exit(INTERRUPTED if settings["interrupted"] else 1)
 
 
 def _add_revision(
@@ -120,35 +110,26 @@ def _add_revision(
 
 
 def _select_device(name: str) -> torch.device:
-    """Return the device of that name. A GPU becomes the current one, which profiler, markers and peers use."""
-    if name == "cpu":
-        return torch.device(name)
-    device = torch.device("cuda", torch.device(name).index or 0)
-    torch.cuda.set_device(device)
+    """Return the device of that name. A GPU becomes the current one, which peers use."""
+    device = torch.device(name)
+    if device.type == "cuda":
+        device = torch.device("cuda", device.index or 0)
+        torch.cuda.set_device(device)
     return device
 
 
 def _run(
-    cases: list[Case],
-    providers_of: dict[str, list[providers.Provider]],
-    device: torch.device,
-    settings: dict[str, Any],
-    folder: Path,
-    console: Console,
-) -> list[BenchRow]:
+    cases: list[Case], providers_of: dict[str, list[providers.Provider]], device: torch.device,
+    settings: dict[str, Any], folder: Path, console: Console,
+) -> list[BenchRow]:  # fmt: skip
     """Measure and print case by case, and write the report. After Ctrl-C the report has the cases that are done."""
-    start = time.perf_counter()
-    meter, machine = make_meter(device), describe_machine(device)
+    start, meter, machine = time.perf_counter(), make_meter(device), describe_machine(device)
     rows: list[BenchRow] = []
     if settings["quick"]:
         meter.busy_ms /= 10
     roofline = meter.roofline()
-    console.print(
-        f"{machine['name']}: {roofline.bytes_per_second / 1e9:,.0f} GB/s copied, "
-        f"{roofline.flops_per_second / 1e12:.3g} TFLOP/s in bf16 products\n"
-        f"{report.legend(any(case_table.OPS[case.op].flops for case in cases))}\n",
-        markup=False,
-    )
+    legend = report.legend(any(case_table.OPS[case.op].flops for case in cases))
+    console.print(f"{machine['name']}: {report.describe_roofline(roofline)}\n{legend}\n", markup=False)
     try:
         for case in cases:
             case_rows = run_case(case, providers_of[case.op], meter, roofline, settings["rounds"])

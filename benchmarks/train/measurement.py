@@ -72,7 +72,6 @@ class Measurement:
 
     @property
     def median_host_seconds(self) -> float | None:
-        """Return the median time in seconds until the calls of a step return."""
         return statistics.median(self.host_seconds) if self.host_seconds else None
 
     @property
@@ -141,9 +140,9 @@ def loss_differences(losses: Sequence[float], reference: Sequence[float]) -> lis
 class LossComparison:
     """The largest and the root-mean-square difference of a run's losses from stock's.
 
-    `noise` and `noise_rms` are the same differences of stock with the sequences of each batch reversed; None if that
-    run is missing, and then there is no verdict. `error` and `stock_error` are the root-mean-square differences of the
-    run and of stock from the losses of the same model in fp32; None if that run is missing.
+    `noise` and `noise_rms` are the same differences of stock with the sequences of each batch reversed; without that
+    run there is no verdict. `error` and `stock_error` are the root-mean-square differences of the run and of stock from
+    the losses of the same model in fp32. None stands for a run that is missing.
     """
 
     steps: int
@@ -168,31 +167,26 @@ class LossComparison:
         return self.error <= self.stock_error + SLACK
 
 
-def _largest_and_rms(differences: Sequence[float]) -> tuple[float, float]:
-    return max(differences), math.sqrt(sum(value * value for value in differences) / len(differences))
-
-
 def compare_with_stock(measurements: Iterable[Measurement]) -> dict[str, LossComparison]:
     """Compare every run that has losses with stock at the first size of both; {} without stock."""
-    first: dict[str, Measurement] = {}
-    for measurement in measurements:
-        if measurement.losses:
-            first.setdefault(measurement.provider, measurement)
+    first = {run.provider: run for run in reversed(list(measurements)) if run.losses}
     stock = first.pop("stock", None)
     if stock is None:
         return {}
     runs = {name: run for name, run in first.items() if (run.batch, run.seq) == (stock.batch, stock.seq)}
-    differences = {name: loss_differences(run.losses, stock.losses) for name, run in runs.items()}
-    noise = _largest_and_rms(differences[STOCK_REVERSED]) if STOCK_REVERSED in runs else (None, None)
-    exact_run = runs.get(STOCK_FP32)
 
-    def error(run: Measurement) -> float | None:
-        return None if exact_run is None else _largest_and_rms(loss_differences(run.losses, exact_run.losses))[1]
+    def compare(run: Measurement | None, other: Measurement | None) -> tuple[Any, Any]:
+        """Return the largest and the root-mean-square difference of the losses of two runs."""
+        if run is None or other is None:
+            return None, None
+        differences = loss_differences(run.losses, other.losses)
+        return max(differences), math.sqrt(statistics.fmean(value * value for value in differences))
 
+    noise, exact_run = compare(runs.get(STOCK_REVERSED), stock), runs.get(STOCK_FP32)
     return {
         name: LossComparison(
-            len(differences[name]), *_largest_and_rms(differences[name]), run.losses[0], run.losses[-1],
-            noise[0], noise[1], error(run), error(stock),
+            min(len(run.losses), len(stock.losses)), *compare(run, stock), run.losses[0], run.losses[-1], *noise,
+            compare(run, exact_run)[1], compare(stock, exact_run)[1],
         )
-        for name, run in runs.items()
+        for name, run in reversed(runs.items())
     }  # fmt: skip

@@ -8,13 +8,14 @@ The job is a JSON object, the last argument of the process. The result is anothe
 
 import json
 import os
+import statistics
 import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,8 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 # A process that has written its result ends within this time.
 EXIT_SECONDS = 60.0
 WORKER = ("-m", "benchmarks.train.worker")
+# The function of a child: it gets the job and its rank, and returns the fields of the result.
+Work = Callable[[dict[str, Any], int], dict[str, Any]]
 MEMORY_MESSAGES = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
 
 
@@ -31,10 +34,8 @@ MEMORY_MESSAGES = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLO
 
 def worker_command(ranks: int, program: Sequence[str] = WORKER) -> list[str]:
     """Return the command line of one process of `program`, or of torchrun, which starts a group on a free port."""
-    if ranks == 1:
-        return [sys.executable, *program]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "localhost"]
-    return [*launcher, "--nproc-per-node", str(ranks), *program]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "localhost", "--nproc-per-node"]
+    return [sys.executable, *([*launcher, str(ranks)] if ranks > 1 else []), *program]
 
 
 def _environment(ranks: int, device: str, source: str) -> dict[str, str]:
@@ -56,17 +57,11 @@ def run_process(job: Mapping[str, Any], log: Path, program: Sequence[str] = WORK
     The standard error goes to the file `log`, which is removed if it stays empty. The process imports Tigon from the
     folder `source`, or the Tigon of this process if that is "".
     """
+    command, environment = worker_command(job["ranks"], program), _environment(job["ranks"], job["device"], source)
     with log.open("w", encoding="utf-8") as stderr:
-        process = subprocess.Popen(
-            [*worker_command(job["ranks"], program), json.dumps(job)],
-            stdout=subprocess.PIPE,
-            stderr=stderr,
-            text=True,
-            encoding="utf-8",
-            env=_environment(job["ranks"], job["device"], source),
-            # Ctrl-C reaches the parent alone, which then ends the process.
-            start_new_session=True,
-        )
+        # In a session of its own: Ctrl-C reaches the parent alone, which then ends the process.
+        options: Any = {"stderr": stderr, "encoding": "utf-8", "env": environment, "start_new_session": True}
+        process = subprocess.Popen([*command, json.dumps(job)], stdout=subprocess.PIPE, **options)
     assert process.stdout is not None
     try:
         line = process.stdout.readline()
@@ -116,26 +111,17 @@ def merge_ranks(fields: dict[str, Any], ranks: int) -> dict[str, Any]:
         return fields
     of_ranks: list[Any] = [None] * ranks
     dist.all_gather_object(of_ranks, fields)
-    merged: dict[str, Any] = {}
-    for name, field in fields.items():
-        values = [rank[name] for rank in of_ranks]
-        if name == "losses":
-            merged[name] = [sum(losses) / ranks for losses in zip(*values, strict=True)]
-        elif isinstance(field, list):
-            merged[name] = [max(items) for items in zip(*values, strict=True)]
-        else:
-            merged[name] = None if field is None else max(values)
-    return merged
+
+    def merge(name: str) -> Any:
+        values, summary = [rank[name] for rank in of_ranks], statistics.fmean if name == "losses" else max
+        if isinstance(values[0], list):
+            return [summary(items) for items in zip(*values, strict=True)]
+        return None if values[0] is None else summary(values)
+
+    return {name: merge(name) for name in fields}
 
 
-def _end(code: int) -> NoReturn:
-    """End the process at once, without the exit handlers of libraries, which could wait for other ranks."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-
-def run_job(work: Callable[[dict[str, Any], int], dict[str, Any]], job: dict[str, Any], rank: int) -> dict[str, Any]:
+def run_job(work: Work, job: dict[str, Any], rank: int) -> dict[str, Any]:
     """Return the result of `work(job, rank)`. An error becomes its status: that of the error's class, if it has one."""
     try:
         return {"status": "ok", **work(job, rank)}
@@ -147,7 +133,7 @@ def run_job(work: Callable[[dict[str, Any], int], dict[str, Any]], job: dict[str
         return {"status": status, "note": str(error)}
 
 
-def answer(work: Callable[[dict[str, Any], int], dict[str, Any]]) -> int:
+def answer(work: Work) -> int:
     """Call `work(job, rank)` with the job of the command line, write its result, and return the exit code.
 
     Rank 0 writes the result of a group, and any rank an error.
@@ -163,10 +149,11 @@ def answer(work: Callable[[dict[str, Any], int], dict[str, Any]]) -> int:
         # The line is a single write, because ranks share the pipe. The parent may have ended.
         with suppress(BrokenPipeError):
             os.write(output, (json.dumps(result) + "\n").encode())
-    if job["ranks"] > 1 and failed:
-        _end(1)
-    if dist.is_initialized():
+    if dist.is_initialized() and not failed:
         dist.destroy_process_group()
-        # A thread of gloo can abort a process while Python ends (pytorch's issue 190489).
-        _end(0)
+    if job["ranks"] > 1:
+        # End at once: exit handlers of libraries could wait for other ranks, and a thread of gloo can abort a process
+        # while Python ends (pytorch's issue 190489).
+        sys.stderr.flush()
+        os._exit(int(failed))
     return int(failed)

@@ -1,10 +1,7 @@
 """The report of the training benchmark: tables, JSON, Markdown and the pictures.
 
 The rows of the JSON report are `Measurement`, one for each provider and size; `curves` compares losses with stock's.
-Times are medians of the timed steps of all rounds; samples hold each step.
-
-The picture speed_memory.png has bars at one size. Over a sweep it has lines, which end in a cross where memory ran out.
-The picture loss.png has the losses of one size.
+The picture speed_memory.png has bars at one size, or lines over a sweep, and loss.png the losses of one size.
 """
 
 import math
@@ -170,7 +167,6 @@ def sentence(row: Measurement) -> str:
 
 
 def console_tables(rows: Sequence[Measurement], settings: dict[str, Any]) -> list[rich_table.Table]:
-    """Return the tables for the terminal."""
     return [console_table(*table, title) for title, _, table in _tables(rows, settings)]
 
 
@@ -241,12 +237,10 @@ def _provider_bars(rows: Sequence[Measurement], value: Value) -> list[figures.Ba
     digits = 0 if highest >= 1000 else 1 if highest >= 10 else 2 if highest >= 0.1 else 4
     bars = []
     for row, n in zip(rows, numbers, strict=True):
-        label, colour = row.provider.replace("-", "\n", 1), figures.provider_colour(row.provider)
-        if n is None:
-            bars.append(figures.Bar(label, colour, n, "not measured" if row.ok else row.status))
-        else:
-            ratio = f"{n / stock:.2f}x" if stock and row.provider != "stock" else ""
-            bars.append(figures.Bar(label, colour, n, f"{n:,.{digits}f}", ratio))
+        text = f"{n:,.{digits}f}" if n is not None else "not measured" if row.ok else row.status
+        ratio = f"{n / stock:.2f}x" if n is not None and stock and row.provider != "stock" else ""
+        label = row.provider.replace("-", "\n", 1)
+        bars.append(figures.Bar(label, figures.provider_colour(row.provider), n, text, ratio))
     return bars
 
 

@@ -94,17 +94,13 @@ def _encode(documents: list[str], vocab: int) -> np.ndarray:
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab,
-        special_tokens=[SEPARATOR],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
+        vocab_size=vocab, special_tokens=[SEPARATOR], initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator(documents, trainer)
-    pieces = []
-    for encoding in tokenizer.encode_batch(documents, add_special_tokens=False):
-        pieces += [np.asarray(encoding.ids, dtype=np.uint32), np.zeros(1, dtype=np.uint32)]
-    return np.concatenate(pieces)
+    encodings = tokenizer.encode_batch(documents, add_special_tokens=False)
+    return np.concatenate([np.asarray([*encoding.ids, 0], dtype=np.uint32) for encoding in encodings])
 
 
 def tokenise(corpus: Corpus, vocab: int, cache: Path | None = None) -> Tokens:

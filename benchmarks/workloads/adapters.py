@@ -42,7 +42,6 @@ WORKLOADS = (
         flops=_flops,
         bench_shapes=(
             Case("llama-3-8b-q", (8192, 4096, 4096, 16), MORE),
-            Case("llama-3-8b-up", (8192, 4096, 14336, 16), MORE),
             Case("llama-3-8b-down", (8192, 14336, 4096, 16), MORE),
             small(256, 512, 512, 16),
             *sweep((8192, 4096, 4096, rank) for rank in (8, 16, 32, 64, 128)),

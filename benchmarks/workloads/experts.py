@@ -149,7 +149,6 @@ WORKLOADS = (
             Case("qwen3-30b-a3b", (8192, 2048, 128, 768, 8), MORE, skewed=1.0),
             Case("mixtral-8x7b", (8192, 4096, 8, 14336, 2), MORE),
             Case("gpt-oss-20b", (8192, 2880, 32, 2880, 4), MORE),
-            Case("olmoe-1b-7b", (8192, 2048, 64, 1024, 8), MORE),
             # The experts of one of eight ranks.
             Case("deepseek-v3", (8192, 7168, 32, 2048, 8), MORE),
             Case("qwen3-30b-a3b-frozen", (8192, 2048, 128, 768, 8), MORE, frozen=("up_proj", "down_proj")),
@@ -204,9 +203,6 @@ WORKLOADS = (
         elements=lambda layers, t, e: 3 * layers * t * e,
         bench_shapes=(
             Case("qwen3-30b-a3b", (48, 8192, 128), MORE, _routers(128, 8)),
-            Case("mixtral-8x7b", (32, 8192, 8), MORE, _routers(8, 2)),
-            Case("gpt-oss-20b", (24, 8192, 32), MORE, _routers(32, 4)),
-            Case("qwen3-next-80b-a3b", (48, 8192, 512), MORE, _routers(512, 10)),
             small(2, 256, 16, options=_routers(16, 2)),
             *sweep(((48, t, 128) for t in LENGTHS), _routers(128, 8)),
         ),

@@ -38,7 +38,6 @@ WORKLOADS = (
         bench_shapes=(
             Case("llama-3-8b-q", (8192, 4096, 4096), MORE),
             Case("llama-3-8b-q", (8192, 4096, 4096), MORE, ROWWISE),
-            Case("llama-3-8b-up", (8192, 4096, 14336), MORE),
             Case("llama-3-8b-down", (8192, 14336, 4096), MORE),
             small(256, 512, 512),
             *sweep((tokens, 4096, 4096) for tokens in (1024, 2048, 4096, 8192, 16384)),

@@ -98,7 +98,6 @@ WORKLOADS = (
         elements=lambda t, v: 2 * t * v,
         bench_shapes=(
             Case("llama-3-8b", (8192, 128256), FIRST_ROOFLINE),
-            Case("llama-2-7b", (8192, 32000)),
             small(512, 16384),
             *sweep((4096, v) for v in VOCABULARIES),
         ),

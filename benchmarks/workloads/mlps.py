@@ -34,7 +34,6 @@ WORKLOADS = (
         compile_variants=(Variant("14336", (2, 14336)),),
         bench_shapes=(
             Case("llama-3-8b", (16384, 14336), FIRST_ROOFLINE),
-            Case("qwen3-4b", (16384, 9728), MORE),
             small(512, 2048),
             *sweep(_SWEEP),
         ),
@@ -47,7 +46,6 @@ WORKLOADS = (
         compile_variants=(Variant("14336", (2, 14336)), Variant("tanh 14336", (2, 14336), TANH)),
         bench_shapes=(
             Case("gemma-2-9b", (16384, 14336), FIRST_ROOFLINE, TANH),
-            Case("gemma-2-2b", (16384, 9216), MORE, TANH),
             small(512, 2048, options=TANH),
             *sweep(_SWEEP, TANH),
         ),
@@ -64,7 +62,6 @@ WORKLOADS = (
         ),
         bench_shapes=(
             Case("gpt-2", (16384, 3072), MORE, TANH),
-            Case("siglip-so400m", (16384, 4304), MORE, TANH),
             small(512, 2048, options=TANH),
             *sweep(_SWEEP, TANH),
         ),

@@ -59,7 +59,6 @@ WORKLOADS = (
             Case("llama-3-70b", (8192, 8192), FIRST_ROOFLINE),
             Case("llama-3.1-405b", (4096, 16384), FIRST_ROOFLINE),
             Case("llama-3.2-1b", (16384, 2048), FIRST_ROOFLINE),
-            Case("qwen3-4b", (16384, 2560), MORE),
             Case("gemma-2-2b", (16384, 2304), MORE, GEMMA_NORM),
             # The GPU has so little to do here that the time of the host shows.
             Case("llama-3-8b", (64, 4096), ("roofline", "more", "host")),
@@ -79,7 +78,6 @@ WORKLOADS = (
         elements=lambda m, n: 8 * m * n + 3 * n,
         bench_shapes=(
             Case("llama-3-8b", (16384, 4096), ROOFLINE),
-            Case("qwen3-4b", (16384, 2560), MORE),
             small(512, 1024),
             *sweep((4096, n) for n in WIDTHS),
         ),
@@ -120,7 +118,6 @@ WORKLOADS = (
         elements=lambda m, n: 5 * m * n + 5 * n,
         bench_shapes=(
             Case("gpt-j-6b", (16384, 4096), ROOFLINE),
-            Case("starcoder2-3b", (16384, 3072), MORE),
             small(512, 1024),
             *sweep((4096, n) for n in WIDTHS),
         ),

@@ -30,7 +30,6 @@ SHAPES = {
     "qk_norm_rope": (2, 8, 4, 2, 16),
     "gated_delta_rule": (2, 5, 1, 1, 2, 16),
     "kda": (2, 5, 1, 2, 2, 16),
-    "gated_delta_net": (2, 32, 64, 1, 2, 32),
     "moe_mlp": (32, 64, 4, 32, 2),
     "fp8_linear": (16, 32, 64),
     "cross_entropy": (32, 512),
@@ -111,7 +110,7 @@ def test_every_op_of_models_is_compared_with_liger():
     # Liger's losses of log-probabilities do not return them. Liger has no MLPs of two layers, no gated norms, no
     # convolution, no recurrences, and no loss of routers.
     others = {"linear_log_probs", "gelu", "gated_rms_norm", "causal_conv1d", "gated_delta_rule", "kda"}
-    others |= {"gated_delta_net", "load_balancing_loss", "fp8_linear", "lora_linear", "lora_moe_mlp"}
+    others |= {"load_balancing_loss", "fp8_linear", "lora_linear", "lora_moe_mlp"}
     for op in OPS.keys() - others:
         assert "liger" in [provider.name for provider in PROVIDERS[op]], op
 
