@@ -67,34 +67,26 @@ def find_revision(ref: str) -> Revision:
     Raises:
         ValueError: this Tigon is not a git checkout, `ref` names no commit, or the commit has no Tigon.
     """
-    rule = f"bench: --against needs Tigon imported from a git checkout, got {str(PACKAGE)!r}"
+    rule = f"needs Tigon imported from a git checkout, got {str(PACKAGE)!r}"
     try:
         root = Path(_git(PACKAGE, "rev-parse", "--show-toplevel").decode().strip()).resolve()
         folder = PACKAGE.relative_to(root).as_posix()
         _git(root, "ls-files", "--error-unmatch", f"{folder}/__init__.py")
-    except (OSError, ValueError, subprocess.CalledProcessError) as problem:
-        raise ValueError(f"{rule}{_message_of_git(problem)}") from problem
-    try:
-        output = _git(root, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{ref}^{{commit}}")
-    except subprocess.CalledProcessError as problem:
-        raise ValueError(f"bench: --against must name a commit of {str(root)!r}, got {ref!r}") from problem
-    commit = output.decode().strip()
-    try:
+        rule = f"must name a commit of {str(root)!r}, got {ref!r}"
+        commit = (
+            _git(root, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{ref}^{{commit}}").decode().strip()
+        )
+        rule = f"must name a commit with Tigon in {folder!r}, got {ref!r}"
         _git(root, "cat-file", "-e", f"{commit}:{folder}/__init__.py")
-    except subprocess.CalledProcessError as problem:
-        raise ValueError(f"bench: --against must name a commit with Tigon in {folder!r}, got {ref!r}") from problem
+    except (OSError, ValueError, subprocess.CalledProcessError) as problem:
+        message = (getattr(problem, "stderr", None) or b"").decode(errors="replace").strip().partition("\n")[0]
+        raise ValueError(f"bench: --against {rule}{f' ({message})' if message else ''}") from problem
     title = _git(root, "log", "-1", "--format=%s", commit).decode().strip()
     return Revision(ref, commit, title, root, folder)
 
 
 def _git(folder: Path, *arguments: str) -> bytes:
     return subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, check=True).stdout
-
-
-def _message_of_git(problem: Exception) -> str:
-    """Return the first line that git wrote on standard error, in brackets, or ""."""
-    output = getattr(problem, "stderr", b"") or b""
-    return f" ({output.decode(errors='replace').strip().splitlines()[0]})" if output.strip() else ""
 
 
 def _import_copy(folder: Path, namespace: str) -> ModuleType:

@@ -8,7 +8,6 @@ from benchmarks.ops.cases import OPS
 from benchmarks.ops.eager import softcapped
 from benchmarks.ops.peers import Run, refuse_other_options
 from benchmarks.workloads import Case, Inputs
-from tigon.ops.logits.divergence_reference import divergence_of_logits
 
 # This many logits are converted into their gradient at once. Each of a few fp32 temporaries is then half a GiB.
 PREPARED_ELEMENTS = 2**27
@@ -17,8 +16,8 @@ PREPARED_ELEMENTS = 2**27
 def with_dlogits(case: Case, inputs: Inputs) -> Inputs:
     """Return the operands of `products`: hidden states of the valid tokens, the weight, and d(logits) for gradients.
 
-    d(logits) [valid, V] is the gradient of the mean loss. It is computed from logits as the head rounds them, and
-    rounded to their dtype. Sequences [N, L] become tokens [N L]. A teacher's hidden states and weight follow.
+    d(logits) [valid, V] is the gradient of the mean cross entropy. It is computed from logits as the head rounds them,
+    and rounded to their dtype. Sequences [N, L] become tokens [N L]. A teacher's hidden states and weight follow.
     """
     hidden, weight, targets, *others = inputs.tensors.values()
     targets = targets.flatten()
@@ -35,21 +34,11 @@ def with_dlogits(case: Case, inputs: Inputs) -> Inputs:
         rows = slice(start, start + step)
         logits = F.linear(x[rows].detach(), weight.detach()).requires_grad_()
         wide = logits.to(torch.promote_types(x.dtype, torch.float32))
-        if case.op == "linear_distillation":
-            loss = _divergence(case, wide, F.linear(tensors["teacher_hidden"][rows], tensors["teacher_weight"]))
-        else:
-            wide = softcapped(wide, case.options.get("softcap"))
-            loss = F.cross_entropy(wide, targets[rows], reduction="sum")
+        wide = softcapped(wide, case.options.get("softcap"))
+        loss = F.cross_entropy(wide, targets[rows], reduction="sum")
         dlogits[rows] = torch.autograd.grad(loss / len(x), logits)[0]
         del logits, wide, loss
     return Inputs(tensors | {"dlogits": dlogits})
-
-
-def _divergence(case: Case, logits: Tensor, teacher_logits: Tensor) -> Tensor:
-    beta, temperature = case.options.get("beta", 0.5), case.options.get("temperature", 1.0)
-    kind = {0.0: "kl", 1.0: "reverse_kl"}.get(beta, "jsd")
-    teacher_logits = teacher_logits.to(logits.dtype)
-    return divergence_of_logits(logits / temperature, teacher_logits / temperature, kind, beta).sum()
 
 
 # The options of each op that do not change its products.

@@ -35,17 +35,14 @@ def random_model(config: "PretrainedConfig", dtype: str, device: str | torch.dev
     """
     from transformers import AutoModelForCausalLM
 
-    build = lambda attention: AutoModelForCausalLM.from_config(
-        config, dtype=getattr(torch, dtype), attn_implementation=attention
-    )
     # Build on the device: a CPU needs half a minute to draw 1.2 billion random numbers.
     with torch.device(device):
         try:
-            model = build("sdpa")
+            model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype), attn_implementation="sdpa")
         except ValueError as error:
             if "scaled_dot_product_attention" not in str(error):
                 raise
-            model = build("eager")
+            model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype), attn_implementation="eager")
     return model.to(device).train()
 
 
@@ -126,21 +123,17 @@ def quantise(model: Any) -> None:
     """Convert the linear layers of a model to 4 bits (nf4 with double quantisation), except the head."""
     import bitsandbytes as bnb
 
-    head = model.get_output_embeddings()
-    for module in list(model.modules()):
-        for name, child in list(module.named_children()):
-            if type(child) is not nn.Linear or child is head:
-                continue
-            layer = bnb.nn.Linear4bit(
-                child.in_features, child.out_features, child.bias is not None, compute_dtype=child.weight.dtype,
-                quant_type="nf4", compress_statistics=True, device="meta",
-            )  # fmt: skip
-            weight = bnb.nn.Params4bit(
-                child.weight.data, requires_grad=False, quant_type="nf4", compress_statistics=True, module=layer
-            )
-            layer.weight, layer.bias = weight, child.bias
-            # The move to the device quantises the weight.
-            setattr(module, name, layer.to(child.weight.device))
+    head, kind = model.get_output_embeddings(), {"quant_type": "nf4", "compress_statistics": True}
+    layers = {
+        name: module for name, module in model.named_modules() if type(module) is nn.Linear and module is not head
+    }
+    for name, old in layers.items():
+        options = {"compute_dtype": old.weight.dtype, "device": "meta", **kind}
+        layer = bnb.nn.Linear4bit(old.in_features, old.out_features, old.bias is not None, **options)
+        layer.weight = bnb.nn.Params4bit(old.weight.data, requires_grad=False, module=layer, **kind)
+        layer.bias = old.bias
+        # The move to the device quantises the weight.
+        model.set_submodule(name, layer.to(old.weight.device))
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 

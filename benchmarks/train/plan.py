@@ -10,6 +10,7 @@ import torch
 import typer
 
 from benchmarks.ops.against import Revision, find_revision
+from benchmarks.ops.cases import split_words
 from benchmarks.train.cases import NAMES, use_case
 from benchmarks.train.measurement import STOCK_REVERSED
 from benchmarks.train.models import config_fields
@@ -169,8 +170,7 @@ def search_sizes(
     The search ends if `attempt` returns None, because other sizes would then fail in the same way.
 
     With a `limit`, doublings up to it follow after `sizes`. With a `resolution`, the gap between the largest size that
-    fitted and the first one that did not is then halved. These sizes are multiples of the resolution, and the search
-    ends when the gap is at most as wide.
+    fitted and the first one that did not is then halved, by multiples of the resolution, until it is at most as wide.
 
     >>> search_sizes(lambda size: size <= 21, [4], limit=100, resolution=2)
     [4, 8, 16, 20]
@@ -212,6 +212,8 @@ def model_config(model: str, layers: int | None = None) -> "PretrainedConfig":
     >>> model_config("Llama-3-8B", layers=2).num_hidden_layers
     2
     """
+    from transformers import AutoConfig
+
     from tigon.cli.inspect.build import find_config
     from tigon.hf.transformers_private import auto_class_has
 
@@ -221,24 +223,15 @@ def model_config(model: str, layers: int | None = None) -> "PretrainedConfig":
         raise ValueError(f"train: model {reason}") from reason
     if not auto_class_has("AutoModelForCausalLM", type(config)):
         raise ValueError(f"train: model must be a causal language model, got {model!r} ({config.model_type})")
-    return config if layers is None else _shorten(config, layers)
-
-
-def _shorten(config: "PretrainedConfig", layers: int) -> "PretrainedConfig":
-    """Return the config of the first `layers` layers. Lists with an entry for each layer are cut too."""
-    from transformers import AutoConfig
-
-    all_layers = getattr(config, "num_hidden_layers", None)
-    if not isinstance(all_layers, int) or not 1 <= layers <= all_layers:
-        raise ValueError(
-            f"train: layers must be between 1 and {all_layers}, the number of the model's layers, got {layers}"
-        )
-    values: dict[str, Any] = config.to_dict()
-    for name, value in values.items():
-        if isinstance(value, list) and len(value) == all_layers:
-            values[name] = value[:layers]
-    values["num_hidden_layers"] = layers
-    return AutoConfig.for_model(**values)
+    if layers is None:
+        return config
+    count = getattr(config, "num_hidden_layers", None)
+    if not isinstance(count, int) or not 1 <= layers <= count:
+        raise ValueError(f"train: layers must be between 1 and {count}, the number of the model's layers, got {layers}")
+    # Lists with an entry for each layer are cut too.
+    is_cut = lambda value: isinstance(value, list) and len(value) == count
+    values = {name: value[:layers] if is_cut(value) else value for name, value in config.to_dict().items()}
+    return AutoConfig.for_model(**values | {"num_hidden_layers": layers})
 
 
 def read_tokens(config: "PretrainedConfig", longest: int, by_paragraph: bool) -> tuple[Corpus, Tokens]:
@@ -247,10 +240,8 @@ def read_tokens(config: "PretrainedConfig", longest: int, by_paragraph: bool) ->
     try:
         tokens = tokenise(corpus, max(MIN_VOCAB, min(MAX_ENTRIES, config.vocab_size)))
     except OSError as error:
-        raise ValueError(
-            f"train: the cache must be a folder that can be written, got {str(cache_folder())!r} ({error.strerror}): "
-            "set the environment variable XDG_CACHE_HOME to another folder"
-        ) from error
+        rule = f"must be a folder that can be written, got {str(cache_folder())!r} ({error.strerror})"
+        raise ValueError(f"train: the cache {rule}: set the environment variable XDG_CACHE_HOME") from error
     if tokens.entries > config.vocab_size:
         raise ValueError(f"train: the model's vocabulary must have {tokens.entries} entries, got {config.vocab_size}")
     if tokens.count < longest:
@@ -262,10 +253,8 @@ def read_tokens(config: "PretrainedConfig", longest: int, by_paragraph: bool) ->
 
 
 def _parse_sizes(options: TrainOptions) -> list[int]:
-    if options.sizes is None:
-        return []
-    words = [word.strip() for word in options.sizes.split(",") if word.strip()]
-    if not words or not all(word.isdecimal() and int(word) > 0 for word in words):
+    words = split_words(options.sizes)
+    if options.sizes is not None and not (words and all(word.isdecimal() and int(word) > 0 for word in words)):
         raise ValueError(f"train: sizes must be positive integers, separated by commas, got {options.sizes!r}")
     return sorted({int(word) for word in words})
 

@@ -20,7 +20,7 @@ from benchmarks.train.providers import Missing, UnsupportedModel
 # The model types that Unsloth trains with its fused kernels. It compiles all others with torch.compile.
 MODEL_TYPES = ("llama", "mistral", "gemma", "gemma2", "qwen2", "qwen3")
 
-TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 SPECIAL_TOKENS = ("bos", "eos", "pad", "unk")
 
 
@@ -46,12 +46,13 @@ def load_with_adapters(
     `build_model` returns a model of transformers on the device, with its linear layers in 4 bits if `quantises`. With
     `checkpointing`, Unsloth's own gradient checkpointing copies the inputs of layers to the host.
     """
+    from transformers import AutoModelForCausalLM
     from unsloth import FastLanguageModel
 
     if config.model_type not in MODEL_TYPES:
         types = ", ".join(MODEL_TYPES)
         raise UnsupportedModel(f"Unsloth has no fused kernels for {config.model_type}, only for {types}")
-    use_gradient_checkpointing = "unsloth" if checkpointing else False
+    checkpoint: Any = {"use_gradient_checkpointing": "unsloth" if checkpointing else False}
     special_rows: list[torch.Tensor] = []
 
     def build_and_save_rows() -> Any:
@@ -62,7 +63,9 @@ def load_with_adapters(
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
         _save_tokenizer(Path(folder), config.vocab_size)
-        with _weights_from(build_and_save_rows):
+        # Transformers loads this model whatever weights are requested.
+        loader = lambda *_, **__: build_and_save_rows()
+        with mock.patch.object(AutoModelForCausalLM, "from_pretrained", loader):
             model, _ = FastLanguageModel.from_pretrained(
                 folder,
                 # A longer sequence than the model's own would scale its rotary embedding.
@@ -71,14 +74,13 @@ def load_with_adapters(
                 load_in_4bit=quantises,
                 use_exact_model_name=True,
                 local_files_only=True,
-                # By default Unsloth moves the embedding to the host if memory is scarce. Others do not.
+                # By default Unsloth moves the embedding to the host if memory is scarce.
                 offload_embedding=False,
-                use_gradient_checkpointing=use_gradient_checkpointing,
+                **checkpoint,
             )
         model = FastLanguageModel.get_peft_model(
-            model, r=rank, lora_alpha=2 * rank, lora_dropout=0.0, bias="none", target_modules=list(TARGETS),
-            use_gradient_checkpointing=use_gradient_checkpointing,
-        )  # fmt: skip
+            model, r=rank, lora_alpha=2 * rank, lora_dropout=0.0, bias="none", target_modules=TARGETS, **checkpoint
+        )
     # Unsloth zeroes the embedding of the padding token of some types of models.
     with torch.no_grad():
         model.get_input_embeddings().weight[: len(SPECIAL_TOKENS)] = special_rows[0]
@@ -95,16 +97,6 @@ def allow_length(model: Any, seq: int) -> None:
     for module in model.modules():
         if (longest := getattr(module, "max_seq_length", None)) is not None:
             module.max_seq_length = max(longest, seq)
-
-
-def _weights_from(build_model: Callable[[], Any]) -> Any:
-    """Return a context in which transformers loads the model of `build_model` whatever weights are requested."""
-    from transformers import AutoModelForCausalLM
-
-    def from_pretrained(*_: Any, **__: Any) -> Any:
-        return build_model()
-
-    return mock.patch.object(AutoModelForCausalLM, "from_pretrained", from_pretrained)
 
 
 def _save_tokenizer(folder: Path, entries: int) -> None:
@@ -133,9 +125,8 @@ def _describe(model: Any) -> str:
         "MLP": sum("forward" in vars(layer.mlp) for layer in layers),
     }
     biases = any(getattr(layer.self_attn.q_proj, "bias", None) is not None for layer in layers)
-    if model.dtype != torch.float32 and any(
-        count < len(layers) for name, count in counts.items() if not (biases and name == "QKV")
-    ):
+    needed_counts = [counts["O"], counts["MLP"], *([] if biases else [counts["QKV"]])]
+    if model.dtype != torch.float32 and min(needed_counts) < len(layers):
         raise UnsupportedModel(f"Unsloth installed its fused kernels in {counts} of {len(layers)} layers")
     compiled = any(hasattr(type(layer).forward, "_unsloth_block_compiled") for layer in layers)
     return (

@@ -142,13 +142,9 @@ class Trainer:
         self.job, self.rank, self._steps = job, rank, 0
         self._data = batches(Path(job.tokens), job.batch * job.ranks, job.seq, SEED)
         self._facts: dict[str, Any] = {}
+        # `applied` is the report of `tigon.patch`, or a description of what another provider changed.
         model: nn.Module
-        # The report of `tigon.patch`, or a description of what another provider changed.
-        self.applied: Any
-        if self.provider.loads:
-            model, self.applied = self._load()
-        else:
-            model, self.applied = self._prepare(self._random_model())
+        model, self.applied = self._prepare()
         if job.lora is not None:
             draw_adapters(model, SEED)
         # An optimizer must have a parameter.
@@ -158,8 +154,9 @@ class Trainer:
             model, self.optimizer = shard(model, self.optimizer)
         if self.provider.loads:
             unsloth_model.allow_length(model, job.seq)
-        compiles, mode = self.provider.compiles, self.provider.mode
-        self.model: Callable[..., Any] = torch.compile(model, mode=mode) if compiles else model
+        self.model: Callable[..., Any] = model
+        if self.provider.compiles:
+            self.model = torch.compile(model, mode=self.provider.mode)
         shards = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
         # Parameters, and the two moments of AdamW for those that are trained.
         moments = sum(self.provider.moment_bytes(p) for p in shards if p.requires_grad)
@@ -184,17 +181,15 @@ class Trainer:
             quantise(model)
         return model
 
-    def _load(self) -> tuple[Any, str]:
-        """Return the model that Unsloth loads and changes, and a description for the report."""
+    def _prepare(self) -> tuple[Any, Any]:
+        """Return the model that is trained, changed by the provider, and what the provider says about it."""
         job = self.job
-        assert job.lora is not None
-        return unsloth_model.load_with_adapters(
-            self._random_model, read_config(job.config), job.dtype, job.lora, job.qlora, self.provider.checkpoints
-        )
-
-    def _prepare(self, model: Any) -> tuple[Any, Any]:
-        """Return the model that is trained, changed by the provider, and what `apply` of the provider returned."""
-        job = self.job
+        if self.provider.loads:
+            assert job.lora is not None
+            return unsloth_model.load_with_adapters(
+                self._random_model, read_config(job.config), job.dtype, job.lora, job.qlora, self.provider.checkpoints
+            )
+        model = self._random_model()
         if not self.provider.trains:
             freeze(model)
         elif job.lora is not None and self.provider.is_tigon:

@@ -91,16 +91,11 @@ def _routers(experts: int, top_k: int) -> dict[str, int]:
 
 
 def _flops(case: Case) -> int:
-    t, h, _, i, k = case.shape
+    """Count the operations of the products with the weights; low-rank products are far fewer."""
+    t, h, _, i, k, *rank = case.shape
     # There are two products in the forward pass, two for dx in the backward pass, and two for dW unless W is frozen.
-    passes = 2 if {"up_proj", "down_proj"} <= {*case.frozen} else 3
+    passes = 2 if rank or {"up_proj", "down_proj"} <= {*case.frozen} else 3
     return passes * 2 * t * k * h * (2 * i + i)
-
-
-def _lora_flops(case: Case) -> int:
-    """Count the operations of the products with the frozen weights; the low-rank products are far fewer."""
-    t, h, _, i, k, _ = case.shape
-    return 2 * 2 * t * k * h * (2 * i + i)
 
 
 def _sigmoid_gate(h: Tensor) -> Tensor:
@@ -108,14 +103,9 @@ def _sigmoid_gate(h: Tensor) -> Tensor:
     return h[:, ::2] * h[:, 1::2].sigmoid()
 
 
-def _variant(name: str, h: int, i: int, k: int, dtype: torch.dtype = torch.bfloat16, **options: object) -> Variant:
-    return Variant(name, (2, h, k, i, k), options, FP32_ROUTER, dtype)
-
-
-def _lora_variant(
-    name: str, h: int, e: int, i: int, k: int, rank: int, dtype: torch.dtype = torch.bfloat16, **options: object
-) -> Variant:
-    return Variant(name, (2, h, e, i, k, rank), options, FP32_ROUTER, dtype)
+def _variant(name: str, *sizes: int, dtype: torch.dtype = torch.bfloat16, **options: object) -> Variant:
+    """Return a variant of two tokens and a router in fp32. Sizes: H, E, I, K, and the rank of adapters."""
+    return Variant(name, (2, *sizes), options, FP32_ROUTER, dtype)
 
 
 WORKLOADS = (
@@ -132,16 +122,16 @@ WORKLOADS = (
             Variant("weighted inputs", TEST_SIZES, {"weight_inputs": True}),
         ),
         compile_variants=(
-            _variant("2048, 8 experts per token", 2048, 768, 8),
-            _variant("4096, 2 experts per token", 4096, 64, 2),
-            _variant("7168, 8 experts per token", 7168, 64, 8),
-            _variant("1024, gelu, 2 experts per token", 1024, 14336, 2, activation="gelu"),
-            _variant("1024, gelu_tanh, 2 experts per token", 1024, 704, 2, activation="gelu_tanh"),
-            _variant("1024 without gate, 6 experts per token", 1024, 1856, 6, activation="relu2"),
-            _variant("4096, a custom activation, 2 experts per token", 4096, 64, 2, activation=_sigmoid_gate),
-            _variant("2880, a custom activation, 4 experts per token", 2880, 64, 4, activation=_sigmoid_gate),
-            _variant("5120, weighted inputs, 1 expert per token", 5120, 64, 1, weight_inputs=True),
-            _variant("10240 in fp32, 22 experts per token", 10240, 16, 22, torch.float32),
+            _variant("2048, 8 experts per token", 2048, 8, 768, 8),
+            _variant("4096, 2 experts per token", 4096, 2, 64, 2),
+            _variant("7168, 8 experts per token", 7168, 8, 64, 8),
+            _variant("1024, gelu, 2 experts per token", 1024, 2, 14336, 2, activation="gelu"),
+            _variant("1024, gelu_tanh, 2 experts per token", 1024, 2, 704, 2, activation="gelu_tanh"),
+            _variant("1024 without gate, 6 experts per token", 1024, 6, 1856, 6, activation="relu2"),
+            _variant("4096, a custom activation, 2 experts per token", 4096, 2, 64, 2, activation=_sigmoid_gate),
+            _variant("2880, a custom activation, 4 experts per token", 2880, 4, 64, 4, activation=_sigmoid_gate),
+            _variant("5120, weighted inputs, 1 expert per token", 5120, 1, 64, 1, weight_inputs=True),
+            _variant("10240 in fp32, 22 experts per token", 10240, 22, 16, 22, dtype=torch.float32),
         ),
         flops=_flops,
         bench_shapes=(
@@ -169,17 +159,15 @@ WORKLOADS = (
             Variant("without gate", (*TEST_SIZES, 4), {"activation": "relu2"}),
         ),
         compile_variants=(
-            _lora_variant("2048, 8 experts per token", 2048, 128, 768, 8, 16),
-            _lora_variant("2048, 8 experts per token, rank 32", 2048, 128, 64, 8, 32),
-            _lora_variant("4096, 2 experts per token, rank 64", 4096, 8, 64, 2, 64),
-            _lora_variant("2048, rank 150", 2048, 4, 64, 2, 150),
-            _lora_variant("2048 in fp16, 8 experts per token", 2048, 128, 64, 8, 16, torch.float16),
-            _lora_variant("1024, gelu, 2 experts per token", 1024, 4, 704, 2, 8, activation="gelu"),
-            _lora_variant(
-                "2880, a custom activation, 4 experts per token", 2880, 32, 64, 4, 16, activation=_sigmoid_gate
-            ),
+            _variant("2048, 8 experts per token", 2048, 128, 768, 8, 16),
+            _variant("2048, 8 experts per token, rank 32", 2048, 128, 64, 8, 32),
+            _variant("4096, 2 experts per token, rank 64", 4096, 8, 64, 2, 64),
+            _variant("2048, rank 150", 2048, 4, 64, 2, 150),
+            _variant("2048 in fp16, 8 experts per token", 2048, 128, 64, 8, 16, dtype=torch.float16),
+            _variant("1024, gelu, 2 experts per token", 1024, 4, 704, 2, 8, activation="gelu"),
+            _variant("2880, a custom activation, 4 experts per token", 2880, 32, 64, 4, 16, activation=_sigmoid_gate),
         ),
-        flops=_lora_flops,
+        flops=_flops,
         bench_shapes=(
             Case("qwen3-30b-a3b", (8192, 2048, 128, 768, 8, 16), MORE),
             Case("mixtral-8x7b", (8192, 4096, 8, 14336, 2, 16), MORE),
