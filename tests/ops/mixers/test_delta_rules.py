@@ -87,8 +87,8 @@ def test_the_rule_is_as_accurate_as_transformers(tokens, heads, dtype, rule):
 
 
 STRENGTHS = {
-    "strong decay": ("g", -50.0),
-    "fast decay": ("g", -8.0),
+    "g -50": ("g", -50.0),
+    "g -8": ("g", -8.0),
     "no decay": ("g", 0.0),
     "beta 0": ("beta", 0.0),
     "beta 1": ("beta", 1.0),
@@ -108,6 +108,20 @@ def test_extreme_gates(name, value, dtype, rule):
     else:
         # The kernels round the state that each chunk reads, which transformers' code does not.
         assert_small_errors(rule, results_of(rule.op, inputs), inputs, KERNEL_LIMIT)
+
+
+@pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
+@pytest.mark.parametrize(("strong", "decay"), [("head", -10.0), ("tokens", -8.0)])
+def test_a_strong_decay_beside_weak_ones_keeps_the_digits_of_its_gradient(strong, decay, dtype):
+    """The heads of a group share sums, and so do the tokens of a chunk."""
+    inputs = make_inputs(tokens=130, heads=(1, 2), dtype=dtype)
+    decays = torch.full(inputs["g"].shape, -0.01)
+    is_strong = torch.zeros_like(decays, dtype=torch.bool)
+    is_strong[:, slice(None) if strong == "head" else [10, 40, 90], int(strong == "head") :] = True
+    inputs["g"] = decays.masked_fill(is_strong, decay).to(DEVICE).requires_grad_()
+    actual, exact = results_of(tigon.gated_delta_rule, inputs)["g"], results_of(GATED.reference, widen(inputs))["g"]
+    error, size = (x[is_strong.to(DEVICE)].square().mean().sqrt().item() for x in (actual - exact, exact))
+    assert error <= KERNEL_LIMIT * size
 
 
 # Samples that end in, at and after the end of a chunk, and one that is empty.

@@ -3,15 +3,19 @@ r"""The backward kernels of the gated delta rule. `delta_rule_chunks` and `delta
 `forward_scan_kernel` recomputes the states before all chunks and E. `backward_scan_kernel` walks from the last chunk to
 the first one, with a block of columns of dS in registers; it writes dX, dv and dS after each chunk, and sums dbeta,
 which is the dot product of the rows of dX and E. Three kernels then compute the other gradients, for all chunks in
-parallel. They compute the gradients of the products of pairs of tokens, dq, and dk with dg and the sum of dbeta.
+parallel: `pair_gradients_kernel` those of the products of pairs of tokens, `query_gradients_kernel` dq, and
+`key_gradients_kernel` dk, dg and dbeta.
 
-dg of token t sums what its decay multiplies: the pairs of tokens on both sides of it, what token t and later ones read
-from the state before the chunk, what earlier tokens write to the state after it, and the part of that state that comes
-from the state before. If the decay is strong, all of these are small. Shorter formulas exist, such as o . do - v . dv
-for the gradient of G, but their terms are as large as for a weak decay: rounded to bf16, they would leave no digit of
-their difference. What a token reads is the dot product of q and the part of dq that comes from the state, and so on.
-These parts are added to one sum in registers, and each dot product is the difference of that of the sum before and
-after.
+dg of token t is the sum of these parts, which the decay of the token multiplies:
+
+- the pairs (i, j) of tokens of the chunk with j < t <= i,
+- what token t and later ones read from the state before the chunk: q . (S do) and k . (S dX),
+- what earlier tokens write to the state after the chunk: k . (dS U),
+- the product of the states before and after the chunk, S . dS.
+
+If the decay is strong, all of these are small. Shorter formulas exist, such as o . do - v . dv for the gradient of G,
+but their terms are as large as for a weak decay, and the difference of rounded terms has no correct digit. For the same
+reason, no part is the difference of two sums.
 
 The gradient of the system needs no inverse: dA is -dX U^T. Rows of q and k are not divided by their norms before a
 product, which would round them: the other factor is multiplied.
@@ -51,12 +55,15 @@ def backward_scan_kernel(
     q_ptr, k_ptr, do_ptr, errors_ptr, couplings_ptr, scores_ptr, vectors_ptr, totals_ptr, writes_ptr,
     dlast_ptr, bounds_ptr, starts_ptr,  # [N, H, Dk, Dv] fp32 or None, [N + 1] or None, [N] or None
     dx_ptr, dv_ptr, dstates_ptr, dinitial_ptr,  # rows, rows, [M, H, Dk, Dv], [N, H, Dk, Dv] fp32 or None
-    dbeta_parts_ptr,  # [M, H, blocks, C] fp32
+    parts_ptr,  # [M, H, blocks, 2, C] fp32
     T, chunks, stride_q, stride_k, stride_do,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, KEY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Compute a block of columns of dX, dv and dS after each chunk, and its part of dbeta, for a head of a sequence."""
+    """Compute a block of columns of dX, dv and dS after each chunk, for a head of a sequence.
+
+    `parts` gets what these columns add to dbeta and to the dot products k . (dS U).
+    """
     blocks: tl.constexpr = (VALUE_SIZE + BLOCK_V - 1) // BLOCK_V
     block, pid = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     head, sample = pid % HEADS, pid // HEADS
@@ -91,10 +98,12 @@ def backward_scan_kernel(
         dstates = dstates_ptr + place * (KEY_SIZE * VALUE_SIZE)
         tl.store(dstates + state_offsets, rounded_dstate, state_mask)
         dupdates = write[:, None] * tl.dot(writes, rounded_dstate, input_precision="ieee")
+        parts = parts_ptr + (place * blocks + block) * (2 * CHUNK) + index
+        tl.store(parts + CHUNK, beta * tl.sum(dupdates * errors, 1))
         dupdates = tl.dot(tl.trans(scores), do, dupdates, input_precision="ieee")
         derrors = (beta[:, None] * dupdates).to(dtype)
         dx = dupdates - tl.dot(tl.trans(coupling), derrors, input_precision="ieee")
-        tl.store(dbeta_parts_ptr + (place * blocks + block) * CHUNK + index, tl.sum(dx * errors, 1))
+        tl.store(parts, tl.sum(dx * errors, 1))
         store_tile(dx_ptr, dx, row, end, HEADS * VALUE_SIZE, VALUE_SIZE, cols)
         dvalues = beta[:, None] * dx
         store_tile(dv_ptr, dvalues, row, end, HEADS * VALUE_SIZE, VALUE_SIZE, cols)
@@ -118,24 +127,19 @@ def load_state(ptr, KEY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, key_cols, 
 
 
 @triton.jit
-def sum_dbeta(parts_ptr, place, BLOCKS: tl.constexpr):
-    """Return the sum of the parts of dbeta [C] that the blocks of columns have computed."""
-    dbeta = tl.zeros([CHUNK], tl.float32)
+def sum_parts(parts_ptr, place, BLOCKS: tl.constexpr, PART: tl.constexpr):
+    """Return the sum [C] over blocks of columns of one of the two numbers that `backward_scan_kernel` has stored."""
+    total = tl.zeros([CHUNK], tl.float32)
     for block in range(BLOCKS):
-        dbeta += tl.load(parts_ptr + (place * BLOCKS + block) * CHUNK + tl.arange(0, CHUNK))
-    return dbeta
+        total += tl.load(parts_ptr + ((place * BLOCKS + block) * 2 + PART) * CHUNK + tl.arange(0, CHUNK))
+    return total
 
 
 @triton.jit
-def row_dots(x, y, factor):
-    """Return the dot products of the rows of two tiles, times a factor of each row [C]."""
-    return factor * tl.sum(x.to(tl.float32) * y, 1)
-
-
-@triton.jit
-def normalise_gradient(dx_hat, x, factor, dots, NORMALISES: tl.constexpr):
-    """Return dx, given dx_hat for x_hat = factor * x, and the dot products of the rows of x_hat and dx_hat."""
+def normalise_gradient(dx_hat, x, factor, NORMALISES: tl.constexpr):
+    """Return dx, given dx_hat for x_hat = factor * x."""
     if NORMALISES:
+        dots = factor * tl.sum(x.to(tl.float32) * dx_hat, 1)
         dx_hat = factor[:, None] * (dx_hat - x * (factor * dots)[:, None])
     return dx_hat
 
@@ -148,10 +152,10 @@ def pair_gradients_kernel(
     KEY_HEADS: tl.constexpr, KEY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of the products of all pairs of tokens of a chunk, for one head, and what they add to dg.
+    """Compute the gradients of the products of all pairs of tokens of a chunk, for one head, and the part of dg.
 
-    The gradients of the products q k^T, with the factors of k, replace the scores; with those of q, they replace Z,
-    which is not read any more. `systems` [M, H, C, C] gets the gradients of the products k k^T.
+    The gradients of the products q k^T, times the inverse norms of k, replace the scores. Times the inverse norms of q,
+    they replace Z, which is not read any more. `systems` [M, H, C, C] gets the gradients of the products k k^T.
     """
     heads = KEY_HEADS * groups
     chunk, head = tl.program_id(0) // heads, tl.program_id(0) % heads
@@ -176,6 +180,8 @@ def pair_gradients_kernel(
     is_later = index[:, None] > index[None, :]
     dscores *= beta[None, :]
     products = tl.where(is_later, dscores * tl.load(scores_ptr + square), 0.0)
+    # Other threads may store the scores that a thread loads.
+    tl.debug_barrier()
     decays = pair_decays(total)
     dscores *= scale * decays
     tl.store(scores_ptr + square, dscores * k_factor[None, :])
@@ -183,8 +189,9 @@ def pair_gradients_kernel(
     dsystem = tl.where(is_later, -dsystem * decays, 0.0) * beta[:, None] * beta[None, :]
     k = load_tile(k_ptr + head // groups * KEY_SIZE, first, end, stride_k, KEY_SIZE, key_cols)
     products += dsystem * (tl.dot(k, tl.trans(k), input_precision="ieee") * k_factor[:, None] * k_factor[None, :])
-    # D_ij has the factors exp(G_i) and exp(-G_j).
-    tl.store(vectors + PAIR_PART * CHUNK, tl.sum(products, 1) - tl.sum(products, 0))
+    # Row t of the cumulative sum has the sums over i >= t.
+    part = tl.sum(tl.where(is_later, tl.cumsum(products, 0, reverse=True), 0.0), 1)
+    tl.store(vectors + PAIR_PART * CHUNK, part)
     # Each pair of keys is the product of two rows of k, and both get its gradient.
     tl.store(systems_ptr + square, (dsystem + tl.trans(dsystem)) * k_factor[None, :])
 
@@ -197,7 +204,7 @@ def query_gradients_kernel(
     KEY_HEADS: tl.constexpr, KEY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, NORMALISES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Compute dq of one chunk, for all heads that share a head of q and k, and what the queries add to dg.
+    """Compute dq of one chunk, for all heads that share a head of q and k, and the dot products q . (S do).
 
     The sum over these heads stays in registers, so its order is fixed.
     """
@@ -211,33 +218,32 @@ def query_gradients_kernel(
     first_place = chunk.to(tl.int64) * heads + key_head * groups
     q_factor = tl.load(vectors_ptr + first_place * (VECTORS * CHUNK) + Q_FACTOR * CHUNK + index)
     dq = tl.zeros([CHUNK, BLOCK_K], tl.float32)
-    dots = tl.zeros([CHUNK], tl.float32)
     for i in tl.range(0, groups, disable_licm=True):
         place = first_place + i
         vectors = vectors_ptr + place * (VECTORS * CHUNK) + index
         decay = tl.exp(tl.load(vectors + TOTAL * CHUNK)) * scale
         state_ptr = states_ptr + place * (KEY_SIZE * VALUE_SIZE)
+        q, part = load_tile(q_ptr, first, end, stride_q, KEY_SIZE, key_cols), tl.zeros([CHUNK], tl.float32)
         for start in tl.range(0, width, BLOCK_V, num_stages=STAGES):
             cols = start + tl.arange(0, BLOCK_V)
             do_of_head = do_ptr + (key_head * groups + i) * VALUE_SIZE
             do = load_tile(do_of_head, first, end, stride_do, VALUE_SIZE, cols)
             state = load_state(state_ptr, KEY_SIZE, VALUE_SIZE, key_cols, cols)
+            part += tl.sum(do * tl.dot(q, tl.trans(state), input_precision="ieee"), 1)
             dq = tl.dot((decay[:, None] * do).to(q_ptr.dtype.element_ty), state, dq, input_precision="ieee")
-        q = load_tile(q_ptr, first, end, stride_q, KEY_SIZE, key_cols)
-        tl.store(vectors + QUERY_PART * CHUNK, row_dots(q, dq, q_factor) - dots)
+        tl.store(vectors + QUERY_PART * CHUNK, decay * q_factor * part)
         k = load_tile(k_ptr, first, end, stride_k, KEY_SIZE, key_cols)
         dscores = tl.load(scores_ptr + place * (CHUNK * CHUNK) + square_offsets())
         dq = tl.dot(dscores, k, dq, input_precision="ieee")
-        dots = row_dots(q, dq, q_factor)
     q = load_tile(q_ptr, first, end, stride_q, KEY_SIZE, key_cols)
-    dq = normalise_gradient(dq, q, q_factor, dots, NORMALISES)
+    dq = normalise_gradient(dq, q, q_factor, NORMALISES)
     store_tile(dq_ptr + key_head * KEY_SIZE, dq, first, end, KEY_HEADS * KEY_SIZE, KEY_SIZE, key_cols)
 
 
 @triton.jit(do_not_specialize=["T", "chunks"])
 def key_gradients_kernel(
     q_ptr, k_ptr, errors_ptr, dx_ptr, couplings_ptr, systems_ptr, vectors_ptr, states_ptr, dstates_ptr, chunks_ptr,
-    dbeta_parts_ptr, dk_ptr, dg_ptr, dbeta_ptr,  # [M, H, BLOCKS, C] fp32, rows, rows, rows
+    parts_ptr, dk_ptr, dg_ptr, dbeta_ptr,  # [M, H, BLOCKS, 2, C] fp32, rows, rows, rows
     T, chunks, groups, width, stride_q, stride_k,
     KEY_HEADS: tl.constexpr, KEY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCKS: tl.constexpr, NORMALISES: tl.constexpr, STAGES: tl.constexpr,
@@ -255,49 +261,42 @@ def key_gradients_kernel(
     first_place = chunk.to(tl.int64) * heads + key_head * groups
     k_factor = tl.load(vectors_ptr + first_place * (VECTORS * CHUNK) + K_FACTOR * CHUNK + index)
     dk = tl.zeros([CHUNK, BLOCK_K], tl.float32)
-    dots = tl.zeros([CHUNK], tl.float32)
     for i in tl.range(0, groups, disable_licm=True):
         head, place = key_head * groups + i, first_place + i
         square = place * (CHUNK * CHUNK) + square_offsets()
         vectors = vectors_ptr + place * (VECTORS * CHUNK) + index
         total, beta = tl.load(vectors + TOTAL * CHUNK), tl.load(vectors + BETA * CHUNK)
         read, write = -beta * tl.exp(total), beta * tl.load(vectors + REST * CHUNK)
-        state_dots = tl.zeros([BLOCK_K], tl.float32)
-        errors_of_head, dx_of_head = errors_ptr + head * VALUE_SIZE, dx_ptr + head * VALUE_SIZE
         state_ptr = states_ptr + place * (KEY_SIZE * VALUE_SIZE)
         dstate_ptr = dstates_ptr + place * (KEY_SIZE * VALUE_SIZE)
+        k = load_tile(k_ptr, first, end, stride_k, KEY_SIZE, key_cols)
+        read_part, state_dots = tl.zeros([CHUNK], tl.float32), tl.zeros([BLOCK_K], tl.float32)
         for start in tl.range(0, width, BLOCK_V, num_stages=STAGES):
             cols = start + tl.arange(0, BLOCK_V)
-            dx = load_tile(dx_of_head, first, end, stride, VALUE_SIZE, cols)
+            dx = load_tile(dx_ptr + head * VALUE_SIZE, first, end, stride, VALUE_SIZE, cols)
+            errors = load_tile(errors_ptr + head * VALUE_SIZE, first, end, stride, VALUE_SIZE, cols)
             state = load_state(state_ptr, KEY_SIZE, VALUE_SIZE, key_cols, cols)
             dstate = load_state(dstate_ptr, KEY_SIZE, VALUE_SIZE, key_cols, cols)
+            read_part += tl.sum(dx * tl.dot(k, tl.trans(state), input_precision="ieee"), 1)
             dk = tl.dot((read[:, None] * dx).to(dtype), state, dk, input_precision="ieee")
+            dk = tl.dot((write[:, None] * errors).to(dtype), dstate, dk, input_precision="ieee")
             state_dots += tl.sum(state.to(tl.float32) * dstate.to(tl.float32), 0)
-        k = load_tile(k_ptr, first, end, stride_k, KEY_SIZE, key_cols)
-        dtotal = tl.load(vectors + PAIR_PART * CHUNK) + tl.load(vectors + QUERY_PART * CHUNK)
-        dtotal += row_dots(k, dk, k_factor) - dots
         dk = tl.dot(tl.load(systems_ptr + square), k, dk, input_precision="ieee")
         q = load_tile(q_ptr, first, end, stride_q, KEY_SIZE, key_cols)
         dk = tl.dot(tl.trans(tl.load(couplings_ptr + square)), q, dk, input_precision="ieee")
-        dots = row_dots(k, dk, k_factor)
-        for start in tl.range(0, width, BLOCK_V, num_stages=STAGES):
-            cols = start + tl.arange(0, BLOCK_V)
-            errors = load_tile(errors_of_head, first, end, stride, VALUE_SIZE, cols)
-            dstate = load_state(dstate_ptr, KEY_SIZE, VALUE_SIZE, key_cols, cols)
-            dk = tl.dot((write[:, None] * errors).to(dtype), dstate, dk, input_precision="ieee")
-        write_dots = row_dots(k, dk, k_factor) - dots
-        dots += write_dots
-        # The difference of the sum of all and of this token would lose the digits of a small sum.
-        earlier_dots = tl.where(index > 0, tl.gather(write_dots, tl.maximum(index - 1, 0), 0), 0.0)
-        dlog_decay = tl.cumsum(dtotal, 0, reverse=True) + tl.cumsum(earlier_dots, 0)
+        reads = tl.load(vectors + QUERY_PART * CHUNK) + read * k_factor * read_part
+        writes = sum_parts(parts_ptr, place, BLOCKS, 1)
+        # A sum of the writes before token t that contained that of token t would have lost the digits of small ones.
+        writes = tl.where(index > 0, tl.gather(writes, tl.maximum(index - 1, 0), 0), 0.0)
+        dlog_decay = tl.cumsum(reads, 0, reverse=True) + tl.cumsum(writes, 0) + tl.load(vectors + PAIR_PART * CHUNK)
         last_total = tl.load(vectors_ptr + place * (VECTORS * CHUNK) + (TOTAL * CHUNK + CHUNK - 1))
         dlog_decay += tl.exp(last_total) * tl.sum(state_dots)
         # The decay of a token whose g was below the limit has underflowed. A product, because NaN must remain NaN.
         g = tl.load(vectors + LOG_DECAY * CHUNK)
         dlog_decay = tl.where(g > MIN_LOG_DECAY, dlog_decay, 0.0 * dlog_decay)
         tl.store(dg_ptr + (first + index) * heads + head, dlog_decay, index < end - first)
-        dbeta = sum_dbeta(dbeta_parts_ptr, place, BLOCKS)
+        dbeta = sum_parts(parts_ptr, place, BLOCKS, 0)
         tl.store(dbeta_ptr + (first + index) * heads + head, dbeta, index < end - first)
     k = load_tile(k_ptr, first, end, stride_k, KEY_SIZE, key_cols)
-    dk = normalise_gradient(dk, k, k_factor, dots, NORMALISES)
+    dk = normalise_gradient(dk, k, k_factor, NORMALISES)
     store_tile(dk_ptr + key_head * KEY_SIZE, dk, first, end, KEY_HEADS * KEY_SIZE, KEY_SIZE, key_cols)

@@ -32,9 +32,9 @@ from tigon.runtime.compat.triton import tl, triton
 #   WRITE       exp(G_L - G) / |k|, which multiplies the rows of U in the next state
 #   QUERY       scale exp(G) / |q|, which multiplies the rows of q S
 #   Q_FACTOR    1 / |q|, or 1 if q is not normalised
-#   K_FACTOR    1 / |k|
-#   PAIR_PART   the part of the gradient of G that comes from pairs of tokens of the chunk
-#   QUERY_PART  the part that comes from what the queries read from the state
+#   K_FACTOR    1 / |k|, or 1 if k is not normalised
+#   PAIR_PART   the part of dg that comes from pairs of tokens of the chunk
+#   QUERY_PART  the dot products of q and what multiplies it in the gradient of o, S do
 TOTAL, LOG_DECAY, BETA, REST, READ, WRITE, QUERY, Q_FACTOR, K_FACTOR, PAIR_PART, QUERY_PART = (
     tl.constexpr(i) for i in range(11)
 )

@@ -256,7 +256,7 @@ def launch_backward(
     errors, dx = (torch.empty_like(inputs.v, memory_format=torch.contiguous_format) for _ in range(2))
     run.scan_forward(pairs, inputs.initial_state, states=states, errors=errors)
     initial = results.dinitial_state
-    dbeta_parts = run.like.new_empty((run.total_chunks, run.heads, run.backward_blocks, CHUNK), dtype=torch.float32)
+    parts = run.like.new_empty((run.total_chunks, run.heads, run.backward_blocks, 2, CHUNK), dtype=torch.float32)
     dinitial = initial if initial is None or initial.dtype == torch.float32 else run.states(torch.float32)
     launch(
         backward_scan_kernel, run.samples * run.heads * run.backward_blocks,
@@ -264,7 +264,7 @@ def launch_backward(
             **(run.arguments("q", "k", "do") | pairs), bounds_ptr=run.bounds, starts_ptr=run.starts,
             dlast_ptr=None if dlast_state is None else dlast_state.float().contiguous(),
             errors_ptr=errors, dx_ptr=dx, dv_ptr=results.dv, dstates_ptr=dstates, dinitial_ptr=dinitial,
-            dbeta_parts_ptr=dbeta_parts,
+            parts_ptr=parts,
         ),
         **run.scan_constants(run.config.backward_block_v),
     )  # fmt: skip
@@ -272,7 +272,7 @@ def launch_backward(
         initial.copy_(dinitial)
     tensors = {
         "states_ptr": states, "dstates_ptr": dstates, "errors_ptr": errors, "dx_ptr": dx,
-        "dbeta_parts_ptr": dbeta_parts,
+        "parts_ptr": parts,
     }  # fmt: skip
     if needs.others and run.has_feature_decay:
         run.compute_feature_gradients(results, pairs, **tensors)

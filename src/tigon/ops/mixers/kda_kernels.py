@@ -12,7 +12,7 @@ would move the masked matrices of all levels out of the loop over features, and 
 Shapes: H heads of v, Hk heads of q and k, C = 64 tokens of a chunk, M chunks in total.
 """
 
-from tigon.ops.mixers.delta_rule_gradient_kernels import load_state, sum_dbeta
+from tigon.ops.mixers.delta_rule_gradient_kernels import load_state, sum_parts
 from tigon.ops.mixers.delta_rule_kernels import (
     BETA,
     CHUNK,
@@ -66,7 +66,7 @@ def _are_pairs(level):
 @triton.jit(do_not_specialize=["T", "chunks"])
 def kda_pairs_kernel(
     q_ptr, k_ptr, g_ptr, beta_ptr, chunks_ptr,  # rows, rows, rows, rows, [M, 3] or None
-    couplings_ptr, scores_ptr, vectors_ptr,  # [M, H, C, C], [M, H, C, C], [M, H, 9, C]
+    couplings_ptr, scores_ptr, vectors_ptr,  # [M, H, C, C], [M, H, C, C], [M, H, 11, C]
     totals_ptr, queries_ptr, reads_ptr, writes_ptr,  # [M, H, C, Dk] fp32, and rows [H, Dk]
     T, chunks, groups, stride_q, stride_k, stride_g, stride_beta, scale,
     HEADS: tl.constexpr, KEY_SIZE: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -233,7 +233,7 @@ def _store_gradient(
 @triton.jit(do_not_specialize=["T", "chunks"])
 def kda_gradients_kernel(
     q_ptr, k_ptr, g_ptr, do_ptr, vectors_ptr, totals_ptr, states_ptr, dstates_ptr, errors_ptr, dx_ptr,
-    chunks_ptr, dbeta_parts_ptr, dq_sums_ptr, dk_sums_ptr,  # [M, 3] or None, [M, H, BLOCKS, C] fp32, rows in fp32 twice
+    chunks_ptr, parts_ptr, dq_sums_ptr, dk_sums_ptr,  # [M, 3] or None, [M, H, BLOCKS, 2, C] fp32, rows in fp32 twice
     dq_ptr, dk_ptr, dg_ptr, dbeta_ptr,  # rows
     T, chunks, groups, width, stride_q, stride_k, stride_g, stride_do, scale,
     KEY_HEADS: tl.constexpr, KEY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr,
@@ -299,7 +299,7 @@ def kda_gradients_kernel(
             store_tile(dg_ptr + head * KEY_SIZE, dlog_decay, first, end, heads * KEY_SIZE, KEY_SIZE, cols)
             _add_tile(dq_sums_ptr, dq, first, end, key_stride, KEY_SIZE, cols, i == 0)
             _add_tile(dk_sums_ptr, dk, first, end, key_stride, KEY_SIZE, cols, i == 0)
-        tl.store(dbeta_ptr + rows * heads + head, sum_dbeta(dbeta_parts_ptr, place, BLOCKS), rows < end)
+        tl.store(dbeta_ptr + rows * heads + head, sum_parts(parts_ptr, place, BLOCKS, 0), rows < end)
         # All threads have stored their sums before others load them.
         tl.debug_barrier()
     _store_gradient(
