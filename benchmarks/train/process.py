@@ -154,6 +154,7 @@ def answer(work: Work) -> int:
     if job["ranks"] > 1:
         # End at once: exit handlers of libraries could wait for other ranks, and a thread of gloo can abort a process
         # while Python ends (pytorch's issue 190489).
+        sys.stdout.flush()
         sys.stderr.flush()
         os._exit(int(failed))
     return int(failed)

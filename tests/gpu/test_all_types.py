@@ -23,6 +23,8 @@ BUILT = [name for name in TYPES if name not in WITHOUT]
 
 def compute_rule_in_fp64(*tensors, use_qk_l2norm_in_kernel, output_final_state, **options):
     """Compute what transformers' function of this signature computes, with smaller rounding errors."""
+    assert options.get("initial_state") is None
+    assert options.get("cu_seqlens") is None
     wide = [x.double() for x in tensors]
     o, state = gated_delta_rule_reference(
         *wide[:3], *(options[name].double() for name in ("g", "beta")), use_qk_l2norm=use_qk_l2norm_in_kernel,
@@ -32,10 +34,10 @@ def compute_rule_in_fp64(*tensors, use_qk_l2norm_in_kernel, output_final_state, 
 
 
 def second_step(stock: nn.Module, batch: dict) -> Step:
-    """Repeat a stock step, in which some sums have no fixed order, with recurrences in fp64.
+    """Repeat a stock step with recurrences in fp64, which shows the rounding errors of two kinds of stock gradients.
 
-    The gradient of the decay of a recurrence is a difference of sums. If the decay is strong, few of its digits are
-    left in fp32.
+    Some sums have no fixed order, so their results differ from run to run. The gradient of the decay of a recurrence is
+    a difference of sums, of which few digits are left in fp32 if the decay is strong.
     """
     with pytest.MonkeyPatch.context() as patch:
         for module in {sys.modules[type(module).__module__] for module in stock.modules()}:

@@ -99,7 +99,9 @@ def backward_scan_kernel(
         tl.store(dstates + state_offsets, rounded_dstate, state_mask)
         dupdates = write[:, None] * tl.dot(writes, rounded_dstate, input_precision="ieee")
         parts = parts_ptr + (place * blocks + block) * (2 * CHUNK) + index
-        tl.store(parts + CHUNK, beta * tl.sum(dupdates * errors, 1))
+        # Kimi Delta Attention computes dg for each feature, without this part.
+        if totals_ptr is None:
+            tl.store(parts + CHUNK, beta * tl.sum(dupdates * errors, 1))
         dupdates = tl.dot(tl.trans(scores), do, dupdates, input_precision="ieee")
         derrors = (beta[:, None] * dupdates).to(dtype)
         dx = dupdates - tl.dot(tl.trans(coupling), derrors, input_precision="ieee")
@@ -152,7 +154,7 @@ def pair_gradients_kernel(
     KEY_HEADS: tl.constexpr, KEY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of the products of all pairs of tokens of a chunk, for one head, and the part of dg.
+    """Compute the gradients of the products of all pairs of tokens of a chunk, for one head, and their part of dg.
 
     The gradients of the products q k^T, times the inverse norms of k, replace the scores. Times the inverse norms of q,
     they replace Z, which is not read any more. `systems` [M, H, C, C] gets the gradients of the products k k^T.
@@ -180,7 +182,7 @@ def pair_gradients_kernel(
     is_later = index[:, None] > index[None, :]
     dscores *= beta[None, :]
     products = tl.where(is_later, dscores * tl.load(scores_ptr + square), 0.0)
-    # Other threads may store the scores that a thread loads.
+    # All threads have loaded their scores before others store gradients in their place.
     tl.debug_barrier()
     decays = pair_decays(total)
     dscores *= scale * decays
@@ -286,7 +288,8 @@ def key_gradients_kernel(
         dk = tl.dot(tl.trans(tl.load(couplings_ptr + square)), q, dk, input_precision="ieee")
         reads = tl.load(vectors + QUERY_PART * CHUNK) + read * k_factor * read_part
         writes = sum_parts(parts_ptr, place, BLOCKS, 1)
-        # A sum of the writes before token t that contained that of token t would have lost the digits of small ones.
+        # The sum of the writes before token t must not contain the write of token t, which may be so much larger that
+        # the sum would lose their digits.
         writes = tl.where(index > 0, tl.gather(writes, tl.maximum(index - 1, 0), 0), 0.0)
         dlog_decay = tl.cumsum(reads, 0, reverse=True) + tl.cumsum(writes, 0) + tl.load(vectors + PAIR_PART * CHUNK)
         last_total = tl.load(vectors_ptr + place * (VECTORS * CHUNK) + (TOTAL * CHUNK + CHUNK - 1))

@@ -167,13 +167,12 @@ class _Launch:
             "BLOCK_K": self.block_k, "BLOCK_V": config.gradient_block_v, "STAGES": config.gradient_stages,
             "num_warps": config.gradient_warps,
         }  # fmt: skip
-        rows = {name: tensors[name] for name in ("errors_ptr", "dx_ptr")}
-        matrices = {name: pairs[name] for name in ("couplings_ptr", "scores_ptr")}
         systems = torch.empty_like(pairs["couplings_ptr"])
         launch(
             pair_gradients_kernel, self.total_chunks * self.heads,
             *in_order(pair_gradients_kernel)(
-                **self.arguments("k", "do"), **shared, **rows, **matrices, systems_ptr=systems,
+                **self.arguments("k", "do"), **shared, errors_ptr=tensors["errors_ptr"], dx_ptr=tensors["dx_ptr"],
+                couplings_ptr=pairs["couplings_ptr"], scores_ptr=pairs["scores_ptr"], systems_ptr=systems,
                 scale=self.options.scale,
             ),
             **constants,
