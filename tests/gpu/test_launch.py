@@ -2,7 +2,7 @@
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, library
 
 import tigon
 from tigon.ops.adapters.low_rank import empty_hidden, project
@@ -58,7 +58,7 @@ def test_launches_with_other_tensors_absent_share_no_variant():
             torch.testing.assert_close(gradient, expected)
 
 
-@torch.library.custom_op("tigon_tests::low_rank_product", mutates_args=())
+@library.custom_op("tigon_tests::low_rank_product", mutates_args=())
 def _low_rank_product(x: Tensor, a: Tensor) -> Tensor:
     """Run a kernel that counts its programs and finds a maximum, in an operator that the compiler does not trace."""
     maximum = FusedPass(counters.zero_number(x))

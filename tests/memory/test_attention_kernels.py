@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch._dynamo.testing
 import torch.nn.functional as F
+from torch import library
 
 import tigon
 from memory.steps import assert_same_bits, paged
@@ -80,11 +81,11 @@ PACKAGES = {
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_kernels_of_packages_are_recognised(package):
-    library = torch.library.Library(package, "DEF")
+    registry = library.Library(package, "DEF")
     name, arguments = PACKAGES[package]
-    library.define(f"{name}({arguments}) -> Tensor[]")
+    registry.define(f"{name}({arguments}) -> Tensor[]")
     for other in ("bwd", "fwd_kvcache", "layer_norm_fwd", "_flash_attn_backward"):
-        library.define(f"{other}({arguments}) -> Tensor[]")
+        registry.define(f"{other}({arguments}) -> Tensor[]")
     operators, q = getattr(torch.ops, package), torch.ones(1)
     kernel = find_kernel(getattr(operators, name).default)
     assert kernel.find_obstacle((q, q, q), {}) is None

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import library
 from torch._subclasses import FakeTensorMode
 
 import tigon
@@ -52,7 +53,7 @@ def test_a_fake_tensor_has_a_fake_result():
 
 
 def test_the_operator_is_registered_correctly():
-    torch.library.opcheck(torch.ops.tigon.check_later.default, (torch.tensor(True), "ValueError", "the rule"))
+    library.opcheck(torch.ops.tigon.check_later.default, (torch.tensor(True), "ValueError", "the rule"))
 
 
 def test_a_failed_check_raises_once_its_value_has_reached_the_host(pending):

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, library
 
 from tigon.runtime.launch import launcher
 
@@ -103,7 +103,7 @@ def test_compiled_call_returns_what_the_eager_call_returns(options, weight):
 @pytest.mark.parametrize(("options", "weight"), CASES.values(), ids=CASES)
 def test_operator_passes_the_checks_of_torch(options, weight):
     flat = (torch.randn(2, 3), options.scale, options.bias, *options.range, options.name, weight)
-    torch.library.opcheck(torch.ops.tigon.launcher_test_scaled.default, flat)
+    library.opcheck(torch.ops.tigon.launcher_test_scaled.default, flat)
 
 
 def test_plain_tuples_of_results_stay_plain():

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import library
 
 from op_cases import DEVICE
 from tigon.ops.experts import choice_order
@@ -66,4 +67,4 @@ def test_route_gives_the_same_with_kernels_and_with_torch(monkeypatch):
 @pytest.mark.thorough_in_interpreter
 def test_a_compiled_graph_may_have_the_kernels():
     index = torch.tensor([[2, 0], [3, 2], [-1, 5]], device=DEVICE)
-    torch.library.opcheck(torch.ops.tigon.order_choices.default, (index, 4))
+    library.opcheck(torch.ops.tigon.order_choices.default, (index, 4))
