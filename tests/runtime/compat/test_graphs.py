@@ -1,11 +1,14 @@
 """The private names of torch about graphs give known answers, and Tigon works, or refuses clearly, without them."""
 
+import subprocess
 import sys
+import textwrap
 import weakref
 
 import pytest
 import torch
 import torch._dynamo.testing
+from torch import nn
 
 from runtime.compat.layers import Layer
 from tigon.runtime.compat import graphs
@@ -46,6 +49,61 @@ def test_a_mode_sees_operators_on_symbolic_sizes():
     before = len(environment.guards)
     assert x.shape[0] > 4
     assert len(environment.guards) == before + 1
+
+
+def _decides_in_generated_code(x):
+    exec("if x.shape[0] > 4: x = x + 1")
+    return x
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda x: x + 1 if x.shape[0] > 4096 and x.shape[1] < 100 else x,
+        lambda x: x.view(-1, 41).reshape(37, -1),
+        lambda x: sum(x.chunk(2, dim=0)[0].split(3)),
+        lambda x: nn.functional.layer_norm(x @ x.T, (37,)),
+        lambda x: nn.functional.pad(x.squeeze(1), (0, 64 - x.shape[1])).view(37, 64),
+        lambda x: torch.nonzero(x) if x.numel() > 1000 else x.new_zeros(41) + x,
+        lambda x: x[: x.shape[0] // 2].expand(2, -1, -1).sum() + bool(x.shape[1] % 2),
+        _decides_in_generated_code,
+    ],
+)
+def test_guards_and_their_places_are_those_of_the_class_of_torch(run):
+    """The subclass names the same lines of code without the imports of ShapeEnv. Its base class remains as it is."""
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    tools, records = graphs.symbolic_tools(), []
+    assert issubclass(tools.ShapeEnv, ShapeEnv)
+    assert tools.ShapeEnv is graphs.symbolic_tools().ShapeEnv
+    for environment_class in (ShapeEnv, tools.ShapeEnv):
+        environment = environment_class(duck_shape=False)
+        mode = tools.FakeTensorMode(shape_env=environment, allow_non_fake_inputs=True)
+        mode.cache_enabled = False
+        context = tools.StatelessSymbolicContext(dynamic_sizes=[tools.DimDynamic.DYNAMIC] * 2)
+        x = mode.from_tensor(torch.empty(37, 41), symbolic_context=context)
+        with tools.enable_python_dispatcher(), mode:
+            try:
+                error = run(x) is None
+            except Exception as exception:
+                error = type(exception)
+        places = [guard.sloc.framework_loc for guard in environment.guards]
+        places = [(place.filename, place.lineno, place.name) for place in places]
+        records.append((error, [str(guard.expr) for guard in environment.guards], places))
+    assert records[0] == records[1]
+    assert records[0][1]
+
+
+def test_symbolic_sizes_do_not_import_the_compiler():
+    code = """
+        import sys, torch
+        from tigon.recognition.probing.symbolic import find_size_use
+        inputs = (torch.zeros(2, 3, 4),)
+        decision = find_size_use(lambda x: x + 1 if x.shape[1] > 40 else x, lambda x: x + 1, inputs, any_width=False)
+        assert "size(1) > 40" in decision, decision
+        assert not {"networkx", "torch.export._trace", "torch._inductor.codecache"} & sys.modules.keys()
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)
 
 
 class _Guarded:

@@ -2,6 +2,7 @@
 
 import functools
 import sys
+import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -71,7 +72,40 @@ def symbolic_tools() -> SymbolicTools:
         raise RuntimeError(f"torch {torch.__version__} has no torch.utils._python_dispatch.TorchDispatchMode")
     if schema_of(torch.ops.aten.add.Tensor) is None:
         raise RuntimeError(f"the operators of torch {torch.__version__} have no _schema")
-    return SymbolicTools(ShapeEnv, FakeTensorMode, StatelessSymbolicContext, DimDynamic, enable_python_dispatcher)
+    environment = _with_quick_frames(ShapeEnv)
+    return SymbolicTools(environment, FakeTensorMode, StatelessSymbolicContext, DimDynamic, enable_python_dispatcher)
+
+
+# The modules of torch that record a guard. The code that decides by a size is in the first frame outside of them.
+RECORDERS_OF_GUARDS = {
+    "torch",
+    "torch._subclasses.fake_tensor",
+    "torch._subclasses.meta_utils",
+    "torch.fx.experimental.recording",
+    "torch.fx.experimental.sym_node",
+    "torch.fx.experimental.symbolic_shapes",
+}
+
+
+@functools.cache
+def _with_quick_frames(shape_env: type) -> type:
+    """Return a subclass of ShapeEnv that records the same guards, and finds their places in the code without imports.
+
+    At the first guard, ShapeEnv itself imports Inductor, torch.export and networkx, which takes 0.7 s, only to list the
+    files that are no places of guards. The private method was seen in 2.13. Without it, the imports take place.
+    """
+
+    class QuickShapeEnv(shape_env):
+        def _get_user_frame(self) -> types.FrameType | None:
+            frame: types.FrameType | None = sys._getframe(1)
+            while frame is not None:
+                is_generated = frame.f_code.co_filename == "<string>"
+                if not is_generated and frame.f_globals.get("__name__") not in RECORDERS_OF_GUARDS:
+                    break
+                frame = frame.f_back
+            return frame
+
+    return QuickShapeEnv
 
 
 # --- graphs of CUDA --------------------------------------------------------------------------------
