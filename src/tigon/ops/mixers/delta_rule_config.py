@@ -41,6 +41,7 @@ class DeltaConfig(LaunchConfig):
     # The kernel that computes Z and the scores: its warps, and how it multiplies fp32 blocks of an inverse in bf16
     # ("ieee" or "tf32"). In fp16, the errors of TF32 would be larger than those of rounding.
     pairs_warps: int
+    couplings_warps: int
     inverse_precision: str
     # The kernels of Kimi Delta Attention compute these features of a head at a time, with these warps.
     feature_block: int
@@ -68,6 +69,7 @@ class DeltaConfig(LaunchConfig):
         has_room = device.shared_memory >= 160 * 1024
         return DeltaConfig(
             pairs_warps=4 if problem.key_size <= 128 else 8,
+            couplings_warps=4 if problem.key_size <= 128 else 8,
             inverse_precision="tf32" if device.arch.startswith("sm_") else "ieee",
             feature_block=min(32, max(16, next_power_of_2(problem.key_size))),
             feature_warps=min(8, 256 // device.warp_size),

@@ -238,12 +238,11 @@ def couple(pairs, beta, PRECISION: tl.constexpr):
 @triton.jit(do_not_specialize=["T", "chunks"])
 def chunk_pairs_kernel(
     q_ptr, k_ptr, g_ptr, beta_ptr, chunks_ptr,  # rows, rows, rows, rows, [M, 3] or None
-    couplings_ptr, scores_ptr, vectors_ptr,  # [M, H, C, C], [M, H, C, C], [M, H, 11, C]
+    scores_ptr, vectors_ptr,  # [M, H, C, C], [M, H, 11, C]
     T, chunks, groups, stride_q, stride_k, stride_g, stride_beta, scale,
-    KEY_HEADS: tl.constexpr, KEY_SIZE: tl.constexpr, BLOCK_K: tl.constexpr,
-    NORMALISES: tl.constexpr, PRECISION: tl.constexpr,
+    KEY_HEADS: tl.constexpr, KEY_SIZE: tl.constexpr, BLOCK_K: tl.constexpr, NORMALISES: tl.constexpr,
 ):  # fmt: skip
-    """Compute Z, the scores and the vectors of one chunk, for all heads that share a head of q and k."""
+    """Compute the scores and the vectors of one chunk, for all heads that share a head of q and k."""
     chunk, key_head = tl.program_id(0) // KEY_HEADS, tl.program_id(0) % KEY_HEADS
     sample, first, end = rows_of_chunk(chunks_ptr, chunk, T, chunks)
     if sample < 0:
@@ -275,17 +274,32 @@ def chunk_pairs_kernel(
         tl.store(vectors + QUERY * CHUNK, decay * scale * q_factor)
         tl.store(vectors + Q_FACTOR * CHUNK, q_factor)
         tl.store(vectors + K_FACTOR * CHUNK, k_factor)
-    # A second loop, because the registers do not hold both products and the blocks of an inverse.
+
+
+@triton.jit(do_not_specialize=["T", "chunks"])
+def couplings_kernel(
+    k_ptr, g_ptr, beta_ptr, chunks_ptr, couplings_ptr,  # rows, rows, rows, [M, 3] or None, [M, H, C, C]
+    T, chunks, groups, stride_k, stride_g, stride_beta,
+    KEY_HEADS: tl.constexpr, KEY_SIZE: tl.constexpr, BLOCK_K: tl.constexpr,
+    NORMALISES: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Compute Z of one chunk, for one head of v."""
+    heads = KEY_HEADS * groups
+    chunk, head = tl.program_id(0) // heads, tl.program_id(0) % heads
+    sample, first, end = rows_of_chunk(chunks_ptr, chunk, T, chunks)
+    if sample < 0:
+        return
+    index, cols = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K)
+    rows = first + index
+    k = load_tile(k_ptr + head // groups * KEY_SIZE, first, end, stride_k, KEY_SIZE, cols)
+    k_factor = norm_factor(k, NORMALISES)
+    g = _load_log_decay(g_ptr + rows * stride_g + head, rows < end)
+    beta = tl.load(beta_ptr + rows * stride_beta + head, rows < end, 0.0).to(tl.float32)
     keys = tl.dot(k, tl.trans(k), input_precision="ieee") * k_factor[:, None] * k_factor[None, :]
-    keys = tl.where(index[:, None] > index[None, :], keys, 0.0)
-    for i in range(groups):
-        head = key_head * groups + i
-        g = _load_log_decay(g_ptr + rows * stride_g + head, rows < end)
-        beta = tl.load(beta_ptr + rows * stride_beta + head, rows < end, 0.0).to(tl.float32)
-        coupling = couple(keys * pair_decays(tl.cumsum(g, 0)), beta, PRECISION)
-        tl.store(
-            couplings_ptr + (first_place + i) * (CHUNK * CHUNK) + square_offsets(), saturate(coupling, couplings_ptr)
-        )
+    keys = tl.where(index[:, None] > index[None, :], keys * pair_decays(tl.cumsum(g, 0)), 0.0)
+    coupling = couple(keys, beta, PRECISION)
+    place = (chunk.to(tl.int64) * heads + head) * (CHUNK * CHUNK)
+    tl.store(couplings_ptr + place + square_offsets(), saturate(coupling, couplings_ptr))
 
 
 # --- the sequence of chunks ----------------------------------------------------------------------

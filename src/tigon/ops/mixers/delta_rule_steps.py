@@ -20,7 +20,13 @@ from tigon.ops.mixers.delta_rule_gradient_kernels import (
     pair_gradients_kernel,
     query_gradients_kernel,
 )
-from tigon.ops.mixers.delta_rule_kernels import VECTORS, chunk_list_kernel, chunk_pairs_kernel, forward_scan_kernel
+from tigon.ops.mixers.delta_rule_kernels import (
+    VECTORS,
+    chunk_list_kernel,
+    chunk_pairs_kernel,
+    couplings_kernel,
+    forward_scan_kernel,
+)
 from tigon.ops.mixers.kda_kernels import kda_gradients_kernel, kda_pairs_kernel
 from tigon.runtime.device import cdiv, next_power_of_2
 from tigon.runtime.launch import in_order, launch
@@ -109,14 +115,23 @@ class _Launch:
         }
         if self.has_feature_decay:
             return pairs | self.compute_feature_pairs(pairs)
+        constants = {"KEY_HEADS": self.key_heads, "KEY_SIZE": self.key_size, "BLOCK_K": self.block_k}
+        constants |= {"NORMALISES": self.options.normalises}
         launch(
             chunk_pairs_kernel, self.total_chunks * self.key_heads,
             *in_order(chunk_pairs_kernel)(
-                **self.arguments("q", "k", "g", "beta"), **pairs, chunks_ptr=self.list, groups=self.groups,
-                scale=self.options.scale,
+                **self.arguments("q", "k", "g", "beta"), scores_ptr=pairs["scores_ptr"],
+                vectors_ptr=pairs["vectors_ptr"], chunks_ptr=self.list, groups=self.groups, scale=self.options.scale,
             ),
-            KEY_HEADS=self.key_heads, KEY_SIZE=self.key_size, BLOCK_K=self.block_k, NORMALISES=self.options.normalises,
-            PRECISION=self.inverse_precision, num_warps=self.config.pairs_warps,
+            **constants, num_warps=self.config.pairs_warps,
+        )  # fmt: skip
+        launch(
+            couplings_kernel, self.total_chunks * self.heads,
+            *in_order(couplings_kernel)(
+                **self.arguments("k", "g", "beta"), couplings_ptr=pairs["couplings_ptr"], chunks_ptr=self.list,
+                groups=self.groups,
+            ),
+            **constants, PRECISION=self.inverse_precision, num_warps=self.config.couplings_warps,
         )  # fmt: skip
         return pairs | {"totals_ptr": None, "writes_ptr": None}
 
