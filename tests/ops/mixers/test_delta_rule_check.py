@@ -38,10 +38,10 @@ def test_the_self_check_finds_a_wrong_kernel(variant, is_broken, monkeypatch):
     if is_broken:
         launch = delta_rule_steps.launch
 
-        def launch_twice_the_scores(kernel, *arguments, **constants):
-            launch(kernel, *arguments, **constants)
+        def launch_twice_the_scores(kernel, grid, *arguments, **constants):
+            launch(kernel, grid, *arguments, **constants)
             if kernel in (delta_rule_steps.chunk_pairs_kernel, delta_rule_steps.kda_pairs_kernel):
-                arguments[7].mul_(2)
+                arguments[kernel.arg_names.index("scores_ptr")].mul_(2)
 
         monkeypatch.setattr(delta_rule_steps, "launch", launch_twice_the_scores)
     with torch.device("meta"):

@@ -110,16 +110,21 @@ def test_extreme_gates(name, value, dtype, rule):
         assert_small_errors(rule, results_of(rule.op, inputs), inputs, KERNEL_LIMIT)
 
 
+@every_rule
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
-@pytest.mark.parametrize(("strong", "decay"), [("head", -10.0), ("tokens", -8.0)])
-def test_a_strong_decay_beside_weak_ones_keeps_the_digits_of_its_gradient(strong, decay, dtype):
-    """The heads of a group share sums, and so do the tokens of a chunk."""
-    inputs = make_inputs(tokens=130, heads=(1, 2), dtype=dtype)
+@pytest.mark.parametrize(
+    ("strong", "decay"),
+    [((slice(None), slice(None), 1), -10.0), ((slice(None), [10, 40, 90]), -8.0), ((..., slice(None, None, 3)), -10.0)],
+    ids=["a head", "some tokens", "each third head or feature"],
+)
+def test_a_strong_decay_beside_weak_ones_keeps_the_digits_of_its_gradient(strong, decay, dtype, rule):
+    """The heads of a group share sums, and so do the tokens of a chunk and the features of a head."""
+    inputs = make_inputs(rule, tokens=130, heads=(1, 2), dtype=dtype)
     decays = torch.full(inputs["g"].shape, -0.01)
     is_strong = torch.zeros_like(decays, dtype=torch.bool)
-    is_strong[:, slice(None) if strong == "head" else [10, 40, 90], int(strong == "head") :] = True
+    is_strong[strong] = True
     inputs["g"] = decays.masked_fill(is_strong, decay).to(DEVICE).requires_grad_()
-    actual, exact = results_of(tigon.gated_delta_rule, inputs)["g"], results_of(GATED.reference, widen(inputs))["g"]
+    actual, exact = results_of(rule.op, inputs)["g"], results_of(rule.reference, widen(inputs))["g"]
     error, size = (x[is_strong.to(DEVICE)].square().mean().sqrt().item() for x in (actual - exact, exact))
     assert error <= KERNEL_LIMIT * size
 
@@ -287,8 +292,9 @@ def test_bad_arguments_are_refused(rule):
     }
     on_cpu |= {r"cu_seqlens must ascend from 0 to T = 6, got \[0, 5\]": {"cu_seqlens": bounds(0, 5)}}
     assert_refused(rule.op, packed, changes | (on_cpu if DEVICE == "cpu" else {}))
+    on_cpu = {name: tensor.detach().cpu() for name, tensor in inputs.items()}
     with pytest.raises(ValueError, match=f"{rule.op.__name__}: g must not be above 0"):
-        rule.reference(**inputs | {"g": g.abs()})
+        rule.reference(**on_cpu | {"g": g.abs().cpu()})
 
 
 @every_rule

@@ -38,14 +38,16 @@ HOPPER = ((128, (WIDE_BLOCK, 32, 4, 3, 32, 4, 3)), (256, (32, 32, 8, 1, 32, 8, 1
 class DeltaConfig(LaunchConfig):
     """Launch parameters of the kernels."""
 
-    # The kernel that computes Z and the scores: its warps, and how it multiplies fp32 blocks of an inverse in bf16
-    # ("ieee" or "tf32"). In fp16, the errors of TF32 would be larger than those of rounding.
+    # The warps of the kernels that compute the scores and Z, and how the second one multiplies fp32 blocks of an
+    # inverse in bf16 ("ieee" or "tf32"). In fp16, the errors of TF32 would be larger than those of rounding.
     pairs_warps: int
     couplings_warps: int
     inverse_precision: str
-    # The kernels of Kimi Delta Attention compute these features of a head at a time, with these warps.
+    # The kernels of Kimi Delta Attention compute these features of a head at a time, with these warps. Stages of the
+    # pipeline of the products of pairs.
     feature_block: int
     feature_warps: int
+    feature_stages: int
     # The scans over the chunks: columns of the state in forward and in backward, warps, and stages of the pipeline.
     scan_block_v: int
     backward_block_v: int
@@ -69,10 +71,11 @@ class DeltaConfig(LaunchConfig):
         has_room = device.shared_memory >= 160 * 1024
         return DeltaConfig(
             pairs_warps=4 if problem.key_size <= 128 else 8,
-            couplings_warps=4 if problem.key_size <= 128 else 8,
+            couplings_warps=4 if problem.key_size > 128 or device.arch == "sm_100" else 1,
             inverse_precision="tf32" if device.arch.startswith("sm_") else "ieee",
             feature_block=min(32, max(16, next_power_of_2(problem.key_size))),
             feature_warps=min(8, 256 // device.warp_size),
+            feature_stages=2 if has_room else 1,
             scan_block_v=min(scan_block, most_columns),
             backward_block_v=min(backward_block, most_columns),
             scan_warps=min(scan_warps, 256 // device.warp_size),

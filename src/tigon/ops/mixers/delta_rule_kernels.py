@@ -1,15 +1,14 @@
 r"""The forward kernels of the gated delta rule. The docstring of `delta_rule_chunks` has the formulas.
 
-`chunk_pairs_kernel` computes, for all chunks in parallel, what does not depend on the state: Z, the scores
-(scale q k^T * D) and some vectors. `forward_scan_kernel` then walks through the chunks of a sequence, with a block of
-columns of the state in registers. The update of a token is U = beta E. The errors E = v - k S take S with the updates
-of all tokens before. A scan computes them from the errors Y that take the state before the chunk:
+`chunk_pairs_kernel` computes, for all chunks in parallel, the scores (scale q k^T * D) and some vectors, and
+`couplings_kernel` computes Z. None of them depends on the state. `forward_scan_kernel` then walks through the chunks of
+a sequence, with a block of columns of the state in registers. The update of a token is U = beta E. The errors
+E = v - k S take S with the updates of all tokens before. A scan computes them from the errors Y that take the state
+before the chunk:
 
     E = Y - Z (beta Y)    for Z = (I + K beta)^-1 K, where beta K = A, the system of a chunk
 
-This formula has no division by beta, so Z is finite for beta = 0. The kernel computes Z as (I - (I + A)^-1) / beta,
-where the magnitude of beta is at least `MIN_BETA`. Y itself is not rounded: only the product that is subtracted from it
-has rounded factors.
+Y itself is not rounded: only the product that is subtracted from it has rounded factors.
 
 A chunk is a chain of three products, k S, Z (beta Y) and k^T U, so the latency of this chain bounds the kernel. Z costs
 8 KiB of memory for a chunk of a head in bf16. The usual matrices W = (I + A)^-1 (beta exp(G) k) and (I + A)^-1 (beta v)
@@ -44,8 +43,6 @@ EPS = tl.constexpr(1e-6)
 # The limit of g, whose exponential is 4e-44, almost the smallest number in fp32. Below this limit, the sum of g in a
 # chunk would lose digits of the other tokens, and a difference of two sums would be NaN for g = -inf.
 MIN_LOG_DECAY = tl.constexpr(-100.0)
-# The smallest magnitude of beta in `couple`, which divides by it. Smaller ones give the same Z.
-MIN_BETA = tl.constexpr(1e-20)
 
 
 @triton.jit(do_not_specialize=["N", "T"])
@@ -155,7 +152,7 @@ def norm_factor(x, NORMALISES: tl.constexpr):
 
 
 @triton.jit
-def _load_log_decay(ptr, mask):
+def load_log_decay(ptr, mask):
     """Return g of the rows of a chunk in fp32, at least `MIN_LOG_DECAY`, or NaN where it is NaN."""
     g = tl.load(ptr, mask, 0.0).to(tl.float32)
     return tl.where(g < MIN_LOG_DECAY, MIN_LOG_DECAY, g)
@@ -167,69 +164,6 @@ def pair_decays(total):
     index = tl.arange(0, CHUNK)
     between = total[:, None] - total[None, :]
     return tl.exp(tl.where(index[:, None] >= index[None, :], between, float("-inf")))
-
-
-# --- the inverse and Z ---------------------------------------------------------------------------
-
-
-@triton.jit
-def _invert_diagonal(a):
-    """Return the inverses of the diagonal blocks [16, 16] of I + a, by forward substitution, which is stable.
-
-    All blocks are computed at once, [4, 16, 16], because each step waits for the one before it.
-    """
-    index, block = tl.arange(0, 16), tl.arange(0, 4)
-    blocks = tl.permute(tl.reshape(a, [4, 16, 4, 16]), [0, 2, 1, 3])
-    is_diagonal = block[:, None, None, None] == block[None, :, None, None]
-    a = tl.sum(tl.where(is_diagonal, blocks, 0.0), 1)
-    x = tl.where(index[None, :, None] == index[None, None, :], 1.0, tl.zeros_like(a))
-    for j in range(15):
-        column = tl.sum(tl.where(index[None, None, :] == j, a, 0.0), 2)
-        row = tl.sum(tl.where(index[None, :, None] == j, x, 0.0), 1)
-        x -= column[:, :, None] * row[:, None, :]
-    return x
-
-
-@triton.jit
-def _quarters(a, SIZE: tl.constexpr):
-    """Return the blocks (1, 1), (2, 1) and (2, 2) of a matrix of 2 x 2 blocks."""
-    blocks = tl.permute(tl.reshape(a, [2, SIZE, 2, SIZE]), [1, 3, 0, 2])
-    left, right = tl.split(blocks)
-    a11, a21 = tl.split(left)
-    _, a22 = tl.split(right)
-    return a11, a21, a22
-
-
-@triton.jit
-def _join_inverse(x11, a21, x22, SIZE: tl.constexpr, PRECISION: tl.constexpr):
-    """Return the inverse of a block triangular matrix, given the inverses of its diagonal blocks."""
-    x21 = -tl.dot(tl.dot(x22, a21, input_precision=PRECISION), x11, input_precision=PRECISION)
-    blocks = tl.join(tl.join(x11, x21), tl.join(tl.zeros_like(x11), x22))
-    return tl.reshape(tl.permute(blocks, [2, 0, 3, 1]), [2 * SIZE, 2 * SIZE])
-
-
-@triton.jit
-def invert_64(a, PRECISION: tl.constexpr):
-    """Return (I + a)^-1 for a strictly lower triangular matrix [64, 64] in fp32."""
-    inverses = tl.permute(tl.reshape(_invert_diagonal(a), [2, 2, 16, 16]), [2, 3, 0, 1])
-    left, right = tl.split(inverses)
-    x1, x3 = tl.split(left)
-    x2, x4 = tl.split(right)
-    a11, a21, a22 = _quarters(a, 32)
-    _, b21, _ = _quarters(a11, 16)
-    _, b43, _ = _quarters(a22, 16)
-    x11, x22 = _join_inverse(x1, b21, x2, 16, PRECISION), _join_inverse(x3, b43, x4, 16, PRECISION)
-    return _join_inverse(x11, a21, x22, 32, PRECISION)
-
-
-@triton.jit
-def couple(pairs, beta, PRECISION: tl.constexpr):
-    """Return Z [C, C] for K, which is strictly lower triangular, and beta [C]."""
-    index = tl.arange(0, CHUNK)
-    beta = tl.where(tl.abs(beta) < MIN_BETA, MIN_BETA, beta)
-    # (I + beta K)^-1 = I - beta Z.
-    inverse = invert_64(beta[:, None] * pairs, PRECISION)
-    return tl.where(index[:, None] > index[None, :], inverse * (-1.0 / beta)[:, None], 0.0)
 
 
 # --- chunks in parallel --------------------------------------------------------------------------
@@ -256,7 +190,7 @@ def chunk_pairs_kernel(
     queries = tl.dot(q, tl.trans(k), input_precision="ieee") * (scale * q_factor)[:, None] * k_factor[None, :]
     for i in range(groups):
         head = key_head * groups + i
-        g = _load_log_decay(g_ptr + rows * stride_g + head, rows < end)
+        g = load_log_decay(g_ptr + rows * stride_g + head, rows < end)
         beta = tl.load(beta_ptr + rows * stride_beta + head, rows < end, 0.0).to(tl.float32)
         total = tl.cumsum(g, 0)
         pairs = pair_decays(total)
@@ -274,32 +208,6 @@ def chunk_pairs_kernel(
         tl.store(vectors + QUERY * CHUNK, decay * scale * q_factor)
         tl.store(vectors + Q_FACTOR * CHUNK, q_factor)
         tl.store(vectors + K_FACTOR * CHUNK, k_factor)
-
-
-@triton.jit(do_not_specialize=["T", "chunks"])
-def couplings_kernel(
-    k_ptr, g_ptr, beta_ptr, chunks_ptr, couplings_ptr,  # rows, rows, rows, [M, 3] or None, [M, H, C, C]
-    T, chunks, groups, stride_k, stride_g, stride_beta,
-    KEY_HEADS: tl.constexpr, KEY_SIZE: tl.constexpr, BLOCK_K: tl.constexpr,
-    NORMALISES: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Compute Z of one chunk, for one head of v."""
-    heads = KEY_HEADS * groups
-    chunk, head = tl.program_id(0) // heads, tl.program_id(0) % heads
-    sample, first, end = rows_of_chunk(chunks_ptr, chunk, T, chunks)
-    if sample < 0:
-        return
-    index, cols = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K)
-    rows = first + index
-    k = load_tile(k_ptr + head // groups * KEY_SIZE, first, end, stride_k, KEY_SIZE, cols)
-    k_factor = norm_factor(k, NORMALISES)
-    g = _load_log_decay(g_ptr + rows * stride_g + head, rows < end)
-    beta = tl.load(beta_ptr + rows * stride_beta + head, rows < end, 0.0).to(tl.float32)
-    keys = tl.dot(k, tl.trans(k), input_precision="ieee") * k_factor[:, None] * k_factor[None, :]
-    keys = tl.where(index[:, None] > index[None, :], keys * pair_decays(tl.cumsum(g, 0)), 0.0)
-    coupling = couple(keys, beta, PRECISION)
-    place = (chunk.to(tl.int64) * heads + head) * (CHUNK * CHUNK)
-    tl.store(couplings_ptr + place + square_offsets(), saturate(coupling, couplings_ptr))
 
 
 # --- the sequence of chunks ----------------------------------------------------------------------

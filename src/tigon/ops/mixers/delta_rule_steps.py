@@ -14,20 +14,20 @@ from tigon.ops.mixers.delta_rule_chunks import (
     count_samples,
 )
 from tigon.ops.mixers.delta_rule_config import DeltaConfig
+from tigon.ops.mixers.delta_rule_couplings import couplings_kernel
 from tigon.ops.mixers.delta_rule_gradient_kernels import (
     backward_scan_kernel,
     key_gradients_kernel,
     pair_gradients_kernel,
     query_gradients_kernel,
 )
-from tigon.ops.mixers.delta_rule_kernels import (
-    VECTORS,
-    chunk_list_kernel,
-    chunk_pairs_kernel,
-    couplings_kernel,
-    forward_scan_kernel,
+from tigon.ops.mixers.delta_rule_kernels import VECTORS, chunk_list_kernel, chunk_pairs_kernel, forward_scan_kernel
+from tigon.ops.mixers.kda_gradient_kernels import (
+    kda_gradients_kernel,
+    kda_norm_gradients_kernel,
+    kda_pair_gradients_kernel,
 )
-from tigon.ops.mixers.kda_kernels import kda_gradients_kernel, kda_pairs_kernel
+from tigon.ops.mixers.kda_kernels import kda_pairs_kernel, kda_rows_kernel
 from tigon.runtime.device import cdiv, next_power_of_2
 from tigon.runtime.launch import in_order, launch
 from tigon.runtime.rows import dense_rows
@@ -113,63 +113,99 @@ class _Launch:
             "scores_ptr": self.like.new_empty((*places, CHUNK, CHUNK)),
             "vectors_ptr": self.like.new_empty((*places, VECTORS.value, CHUNK), dtype=torch.float32),
         }
-        if self.has_feature_decay:
-            return pairs | self.compute_feature_pairs(pairs)
-        constants = {"KEY_HEADS": self.key_heads, "KEY_SIZE": self.key_size, "BLOCK_K": self.block_k}
-        constants |= {"NORMALISES": self.options.normalises}
+        keys, others = self.compute_feature_pairs(pairs) if self.has_feature_decay else self.compute_scores(pairs)
+        launch(
+            couplings_kernel, self.total_chunks * self.heads,
+            *in_order(couplings_kernel)(
+                **self.arguments("k", "g", "beta"), keys_ptr=keys, couplings_ptr=pairs["couplings_ptr"],
+                chunks_ptr=self.list, groups=self.groups,
+            ),
+            KEY_HEADS=self.key_heads, KEY_SIZE=self.key_size, BLOCK_K=self.block_k, NORMALISES=self.options.normalises,
+            PRECISION=self.inverse_precision, num_warps=self.config.couplings_warps,
+        )  # fmt: skip
+        return pairs | others
+
+    def compute_scores(self, pairs: dict[str, Tensor]) -> tuple[None, dict[str, Any]]:
+        """Compute the scores and the vectors of the gated delta rule. `couplings_kernel` computes K itself."""
         launch(
             chunk_pairs_kernel, self.total_chunks * self.key_heads,
             *in_order(chunk_pairs_kernel)(
                 **self.arguments("q", "k", "g", "beta"), scores_ptr=pairs["scores_ptr"],
                 vectors_ptr=pairs["vectors_ptr"], chunks_ptr=self.list, groups=self.groups, scale=self.options.scale,
             ),
-            **constants, num_warps=self.config.pairs_warps,
+            KEY_HEADS=self.key_heads, KEY_SIZE=self.key_size, BLOCK_K=self.block_k, NORMALISES=self.options.normalises,
+            num_warps=self.config.pairs_warps,
         )  # fmt: skip
-        launch(
-            couplings_kernel, self.total_chunks * self.heads,
-            *in_order(couplings_kernel)(
-                **self.arguments("k", "g", "beta"), couplings_ptr=pairs["couplings_ptr"], chunks_ptr=self.list,
-                groups=self.groups,
-            ),
-            **constants, PRECISION=self.inverse_precision, num_warps=self.config.couplings_warps,
-        )  # fmt: skip
-        return pairs | {"totals_ptr": None, "writes_ptr": None}
+        return None, {"totals_ptr": None, "writes_ptr": None}
 
-    def compute_feature_pairs(self, pairs: dict[str, Tensor]) -> dict[str, Any]:
-        """Compute the pairs of Kimi Delta Attention, and return G and the rows with its decays."""
+    @property
+    def feature_constants(self) -> dict[str, Any]:
+        """The constants of the kernels of Kimi Delta Attention."""
+        return {
+            "KEY_SIZE": self.key_size, "BLOCK_K": self.config.feature_block, "num_warps": self.config.feature_warps
+        }  # fmt: skip
+
+    def compute_feature_pairs(self, pairs: dict[str, Tensor]) -> tuple[Tensor, dict[str, Any]]:
+        """Compute the scores of Kimi Delta Attention. Return K, and G and the rows with its decays."""
         rows = lambda: self.like.new_empty((*self.like.shape[:2], self.heads, self.key_size))
         queries, reads, writes = rows(), rows(), rows()
-        shape = self.total_chunks, self.heads, CHUNK, self.key_size
-        totals = self.like.new_empty(shape, dtype=torch.float32)
+        places = self.total_chunks, self.heads, CHUNK
+        totals, keys = (self.like.new_empty((*places, n), dtype=torch.float32) for n in (self.key_size, CHUNK))
+        shared = {"vectors_ptr": pairs["vectors_ptr"], "totals_ptr": totals, "chunks_ptr": self.list}
+        shared |= {"groups": self.groups, "scale": self.options.scale}
+        launch(
+            kda_rows_kernel, self.total_chunks * self.heads,
+            *in_order(kda_rows_kernel)(
+                **self.arguments("q", "k", "g", "beta"), **shared, queries_ptr=queries, reads_ptr=reads,
+                writes_ptr=writes,
+            ),
+            HEADS=self.heads, NORMALISES=self.options.normalises, **self.feature_constants,
+        )  # fmt: skip
         launch(
             kda_pairs_kernel, self.total_chunks * self.heads,
             *in_order(kda_pairs_kernel)(
-                **self.arguments("q", "k", "g", "beta"), **pairs, chunks_ptr=self.list, groups=self.groups,
-                scale=self.options.scale, totals_ptr=totals, queries_ptr=queries, reads_ptr=reads, writes_ptr=writes,
+                **self.arguments("q", "k"), **shared, keys_ptr=keys, scores_ptr=pairs["scores_ptr"]
             ),
-            HEADS=self.heads, KEY_SIZE=self.key_size, BLOCK_K=self.config.feature_block,
-            NORMALISES=self.options.normalises, PRECISION=self.inverse_precision,
-            num_warps=self.config.feature_warps,
+            HEADS=self.heads, STAGES=self.config.feature_stages, **self.feature_constants,
         )  # fmt: skip
         stride = self.heads * self.key_size
         scanned = {"q_ptr": queries, "stride_q": stride, "k_ptr": reads, "stride_k": stride}
-        return scanned | {"totals_ptr": totals, "writes_ptr": writes}
+        return keys, scanned | {"totals_ptr": totals, "writes_ptr": writes}
 
     def compute_feature_gradients(self, results: DeltaGradients, pairs: dict[str, Any], **tensors: Tensor) -> None:
         """Write dq, dk, dg and dbeta of Kimi Delta Attention."""
         shape = *self.like.shape[:2], self.key_heads, self.key_size
-        dq_sums, dk_sums = (self.like.new_empty(shape, dtype=torch.float32) for _ in range(2))
+        dq_rows, dk_rows = (self.like.new_empty(shape, dtype=torch.float32) for _ in range(2))
+        parts = tensors.pop("parts_ptr")
+        shared = {"vectors_ptr": pairs["vectors_ptr"], "chunks_ptr": self.list}
+        products = {"couplings_ptr": pairs["couplings_ptr"], "scores_ptr": pairs["scores_ptr"]}
+        features = self.feature_constants
         launch(
-            kda_gradients_kernel, self.total_chunks * self.key_heads,
-            *in_order(kda_gradients_kernel)(
-                **self.arguments("q", "k", "g", "do"), **tensors, vectors_ptr=pairs["vectors_ptr"],
-                totals_ptr=pairs["totals_ptr"], chunks_ptr=self.list, groups=self.groups, width=self.value_size,
-                scale=self.options.scale, dq_sums_ptr=dq_sums, dk_sums_ptr=dk_sums,
-                dq_ptr=results.dq, dk_ptr=results.dk, dg_ptr=results.dg, dbeta_ptr=results.dbeta,
+            kda_pair_gradients_kernel, self.total_chunks * self.heads,
+            *in_order(kda_pair_gradients_kernel)(
+                **self.arguments("do"), **shared, **products, errors_ptr=tensors["errors_ptr"],
+                dx_ptr=tensors["dx_ptr"], parts_ptr=parts, dbeta_ptr=results.dbeta, width=self.value_size,
             ),
-            KEY_HEADS=self.key_heads, KEY_SIZE=self.key_size, VALUE_SIZE=self.value_size,
-            BLOCK_K=self.config.feature_block, BLOCK_V=self.config.feature_block, BLOCKS=self.backward_blocks,
-            NORMALISES=self.options.normalises, num_warps=self.config.feature_warps,
+            HEADS=self.heads, VALUE_SIZE=self.value_size, BLOCK_V=self.config.gradient_block_v,
+            BLOCKS=self.backward_blocks, STAGES=self.config.gradient_stages, num_warps=self.config.gradient_warps,
+        )  # fmt: skip
+        launch(
+            kda_gradients_kernel, self.total_chunks * self.key_heads * cdiv(self.key_size, features["BLOCK_K"]),
+            *in_order(kda_gradients_kernel)(
+                **self.arguments("q", "k", "g", "do"), **shared, **products, **tensors, totals_ptr=pairs["totals_ptr"],
+                groups=self.groups, width=self.value_size, scale=self.options.scale, dq_rows_ptr=dq_rows,
+                dk_rows_ptr=dk_rows, dg_ptr=results.dg,
+            ),
+            KEY_HEADS=self.key_heads, VALUE_SIZE=self.value_size, BLOCK_V=self.config.gradient_block_v,
+            PRECISION=self.config.inverse_precision, **features,
+        )  # fmt: skip
+        launch(
+            kda_norm_gradients_kernel, self.total_chunks * self.key_heads,
+            *in_order(kda_norm_gradients_kernel)(
+                **self.arguments("q", "k"), **shared, groups=self.groups, scale=self.options.scale,
+                dq_rows_ptr=dq_rows, dk_rows_ptr=dk_rows, dq_ptr=results.dq, dk_ptr=results.dk,
+            ),
+            KEY_HEADS=self.key_heads, NORMALISES=self.options.normalises, **(features | {"BLOCK_K": self.block_k}),
         )  # fmt: skip
 
     def compute_gradients(self, results: DeltaGradients, pairs: dict[str, Any], **tensors: Tensor) -> None:

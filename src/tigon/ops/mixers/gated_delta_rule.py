@@ -58,7 +58,7 @@ def gated_delta_rule_reference(
     use_qk_l2norm: bool = False,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute `gated_delta_rule` token by token in eager torch, for tests. A g above 0 is refused."""
+    """Compute `gated_delta_rule` token by token in eager torch, for tests. On the CPU, a g above 0 is refused."""
     inputs = DeltaInputs(q, k, v, g, beta, initial_state, cu_seqlens)
     return compute_by_token(_OP, inputs, scale, output_final_state, use_qk_l2norm)
 

@@ -1,0 +1,189 @@
+r"""The gradients of Kimi Delta Attention, after the backward scan. `kda_kernels` explains the levels of pairs.
+
+`kda_pair_gradients_kernel` computes the gradients of the products of all pairs of tokens, times beta.
+`kda_gradients_kernel` computes dg and, for a few features at a time, the gradients of the rows of q and k that are
+divided by their norms. `kda_norm_gradients_kernel` then computes dq and dk, because the norm of a row needs all
+features.
+
+No part of dg is a difference of sums, which would be noise where the decay is strong. The decay of token t multiplies
+the terms of these tokens, which are summed from the side that excludes all others: what the tokens from t on read from
+the state before the chunk, what the tokens before t write to the state after it, and the pairs (i, j) with j < t <= i.
+Such a pair is in one level, where t is in the second half of a block as i is, or in the first half as j is.
+
+Shapes: H heads of v, Hk heads of q and k, C = 64 tokens of a chunk, M chunks in total.
+"""
+
+from tigon.ops.mixers.delta_rule_gradient_kernels import load_state, normalise_gradient, sum_parts
+from tigon.ops.mixers.delta_rule_kernels import (
+    BETA,
+    CHUNK,
+    K_FACTOR,
+    MIN_LOG_DECAY,
+    Q_FACTOR,
+    VECTORS,
+    load_tile,
+    rows_of_chunk,
+    square_offsets,
+    store_tile,
+)
+from tigon.ops.mixers.kda_kernels import LEVELS, SAME, are_pairs, decay_until_border, load_totals
+from tigon.runtime.compat.triton import tl, triton
+
+
+@triton.jit(do_not_specialize=["T", "chunks"])
+def kda_pair_gradients_kernel(
+    do_ptr, errors_ptr, dx_ptr, couplings_ptr, scores_ptr, vectors_ptr, chunks_ptr, parts_ptr, dbeta_ptr,
+    T, chunks, width, stride_do,
+    HEADS: tl.constexpr, VALUE_SIZE: tl.constexpr, BLOCK_V: tl.constexpr, BLOCKS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Compute dbeta and the gradients of the products of all pairs of tokens of a chunk, for one head.
+
+    Those of the products of q and k replace the scores. Those of the products of k and k replace Z, once for each token
+    of a pair. The vector `SAME` gets the gradients of the products of q and k of the same token.
+    """
+    chunk, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
+    sample, first, end = rows_of_chunk(chunks_ptr, chunk, T, chunks)
+    if sample < 0:
+        return
+    place = chunk.to(tl.int64) * HEADS + head
+    square = place * (CHUNK * CHUNK) + square_offsets()
+    index, stride = tl.arange(0, CHUNK), HEADS * VALUE_SIZE
+    dscores, dsystem = tl.zeros([CHUNK, CHUNK], tl.float32), tl.zeros([CHUNK, CHUNK], tl.float32)
+    for start in tl.range(0, width, BLOCK_V, num_stages=STAGES):
+        cols = start + tl.arange(0, BLOCK_V)
+        do = load_tile(do_ptr + head * VALUE_SIZE, first, end, stride_do, VALUE_SIZE, cols)
+        errors = load_tile(errors_ptr + head * VALUE_SIZE, first, end, stride, VALUE_SIZE, cols)
+        dx = load_tile(dx_ptr + head * VALUE_SIZE, first, end, stride, VALUE_SIZE, cols)
+        dscores = tl.dot(do, tl.trans(errors), dscores, input_precision="ieee")
+        dsystem = tl.dot(dx, tl.trans(errors), dsystem, input_precision="ieee")
+    vectors = vectors_ptr + place * (VECTORS * CHUNK) + index
+    beta = tl.load(vectors + BETA * CHUNK)
+    dscores *= beta[None, :]
+    tl.store(scores_ptr + square, dscores)
+    tl.store(vectors + SAME * CHUNK, tl.sum(tl.where(index[:, None] == index[None, :], dscores, 0.0), 1))
+    dsystem = tl.where(index[:, None] > index[None, :], -dsystem * beta[:, None] * beta[None, :], 0.0)
+    tl.store(couplings_ptr + square, dsystem + tl.trans(dsystem))
+    rows = first + index
+    tl.store(dbeta_ptr + rows * HEADS + head, sum_parts(parts_ptr, place, BLOCKS, 0), rows < end)
+
+
+@triton.jit
+def _sum_between(terms, level, PRECISION: tl.constexpr):
+    """Sum the terms [C, features] of a level, for each token, over the tokens whose pairs have it between them.
+
+    A token of a second half needs the sum from it on in this half, and one of a first half the sum before it.
+    """
+    token = tl.arange(0, CHUNK)
+    half = token >> level
+    is_second = half & 1 == 1
+    start, end = tl.where(is_second, token, half << level), tl.where(is_second, (half + 1) << level, token)
+    is_between = (token[None, :] >= start[:, None]) & (token[None, :] < end[:, None])
+    return tl.dot(is_between.to(tl.float32), terms, input_precision=PRECISION)
+
+
+@triton.jit(do_not_specialize=["T", "chunks"])
+def kda_gradients_kernel(
+    q_ptr, k_ptr, g_ptr, do_ptr, vectors_ptr, totals_ptr, states_ptr, dstates_ptr, errors_ptr, dx_ptr,
+    couplings_ptr, scores_ptr, chunks_ptr,  # the gradients of pairs, [M, 3] or None
+    dq_rows_ptr, dk_rows_ptr, dg_ptr,  # rows [Hk, Dk] in fp32 twice, rows
+    T, chunks, groups, width, stride_q, stride_k, stride_g, stride_do, scale,
+    KEY_HEADS: tl.constexpr, KEY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Compute dg, and the gradients of normalised q and k, of some features, for all heads that share q and k."""
+    BLOCKS: tl.constexpr = (KEY_SIZE + BLOCK_K - 1) // BLOCK_K
+    program = tl.program_id(0) // BLOCKS
+    chunk, key_head = program // KEY_HEADS, program % KEY_HEADS
+    sample, first, end = rows_of_chunk(chunks_ptr, chunk, T, chunks)
+    if sample < 0:
+        return
+    heads = KEY_HEADS * groups
+    stride = heads * VALUE_SIZE
+    index, cols = tl.arange(0, CHUNK), tl.program_id(0) % BLOCKS * BLOCK_K + tl.arange(0, BLOCK_K)
+    dtype: tl.constexpr = k_ptr.dtype.element_ty
+    vectors = vectors_ptr + (chunk.to(tl.int64) * heads + key_head * groups) * (VECTORS * CHUNK) + index
+    q = load_tile(q_ptr + key_head * KEY_SIZE, first, end, stride_q, KEY_SIZE, cols)
+    k = load_tile(k_ptr + key_head * KEY_SIZE, first, end, stride_k, KEY_SIZE, cols)
+    q = q * (scale * tl.load(vectors + Q_FACTOR * CHUNK))[:, None]
+    k = k * tl.load(vectors + K_FACTOR * CHUNK)[:, None]
+    dq, dk = tl.zeros([CHUNK, BLOCK_K], tl.float32), tl.zeros([CHUNK, BLOCK_K], tl.float32)
+    for i in range(groups):
+        head = key_head * groups + i
+        place = chunk.to(tl.int64) * heads + head
+        do, dx, errors = do_ptr + head * VALUE_SIZE, dx_ptr + head * VALUE_SIZE, errors_ptr + head * VALUE_SIZE
+        totals = totals_ptr + place * (CHUNK * KEY_SIZE)
+        state, dstate = states_ptr + place * (KEY_SIZE * VALUE_SIZE), dstates_ptr + place * (KEY_SIZE * VALUE_SIZE)
+        queries, reads = tl.zeros([CHUNK, BLOCK_K], tl.float32), tl.zeros([CHUNK, BLOCK_K], tl.float32)
+        writes = tl.zeros([CHUNK, BLOCK_K], tl.float32)
+        dots = tl.zeros([BLOCK_V, BLOCK_K], tl.float32)
+        for start in tl.range(0, width, BLOCK_V, num_stages=1):
+            value_cols = start + tl.arange(0, BLOCK_V)
+            a = load_state(state, KEY_SIZE, VALUE_SIZE, cols, value_cols)
+            b = load_state(dstate, KEY_SIZE, VALUE_SIZE, cols, value_cols)
+            dots += a.to(tl.float32) * b.to(tl.float32)
+            x = load_tile(do, first, end, stride_do, VALUE_SIZE, value_cols)
+            queries = tl.dot(x, a, queries, input_precision="ieee")
+            x = load_tile(dx, first, end, stride, VALUE_SIZE, value_cols)
+            reads = tl.dot(x, a, reads, input_precision="ieee")
+            x = load_tile(errors, first, end, stride, VALUE_SIZE, value_cols)
+            writes = tl.dot(x, b, writes, input_precision="ieee")
+        total = load_totals(totals, index, cols, KEY_SIZE)
+        last = tl.load(totals + (CHUNK - 1) * KEY_SIZE + cols, cols < KEY_SIZE, 0.0)
+        beta = tl.load(vectors + i * (VECTORS * CHUNK) + BETA * CHUNK)[:, None]
+        dsame = tl.load(vectors + i * (VECTORS * CHUNK) + SAME * CHUNK)[:, None]
+        decay = tl.exp(total)
+        queries *= decay
+        reads *= -beta * decay
+        writes *= beta * tl.exp(last[None, :] - total)
+        terms = k * writes
+        dg = tl.cumsum(q * queries + k * reads, 0, reverse=True) + (tl.cumsum(terms, 0) - terms)
+        dg += (tl.exp(last) * tl.sum(dots, 0))[None, :]
+        dq += queries + dsame * k
+        dk += reads + writes + dsame * q
+        scores, systems = scores_ptr + place * (CHUNK * CHUNK), couplings_ptr + place * (CHUNK * CHUNK)
+        # Two loops, because the registers do not hold all terms of both gradients.
+        for level in tl.range(0, LEVELS, num_stages=1):
+            near = decay_until_border(total, totals, cols, level, KEY_SIZE)
+            dpairs = tl.where(are_pairs(level), tl.load(scores + square_offsets()), 0.0)
+            product = near * tl.dot(dpairs, (k * near).to(dtype), input_precision="ieee")
+            dg += _sum_between(q * product, level, PRECISION)
+            dq += product
+        for level in tl.range(0, LEVELS, num_stages=1):
+            near = decay_until_border(total, totals, cols, level, KEY_SIZE)
+            half = index >> level
+            dpairs = tl.where((half ^ 1)[:, None] == half[None, :], tl.load(systems + square_offsets()), 0.0)
+            product = tl.dot(dpairs, (k * near).to(dtype), input_precision="ieee")
+            dpairs = tl.where(are_pairs(level), tl.load(scores + square_offsets()), 0.0)
+            product = near * tl.dot(tl.trans(dpairs), (q * near).to(dtype), product, input_precision="ieee")
+            dg += _sum_between(k * product, level, PRECISION)
+            dk += product
+        # The decay of a token whose g was below the limit has underflowed. A product, because NaN must remain NaN.
+        g = load_tile(g_ptr + head * KEY_SIZE, first, end, stride_g, KEY_SIZE, cols)
+        dg = tl.where(g < MIN_LOG_DECAY, 0.0 * dg, dg)
+        store_tile(dg_ptr + head * KEY_SIZE, dg, first, end, heads * KEY_SIZE, KEY_SIZE, cols)
+    store_tile(dq_rows_ptr + key_head * KEY_SIZE, dq, first, end, KEY_HEADS * KEY_SIZE, KEY_SIZE, cols)
+    store_tile(dk_rows_ptr + key_head * KEY_SIZE, dk, first, end, KEY_HEADS * KEY_SIZE, KEY_SIZE, cols)
+
+
+@triton.jit(do_not_specialize=["T", "chunks"])
+def kda_norm_gradients_kernel(
+    q_ptr, k_ptr, vectors_ptr, chunks_ptr, dq_rows_ptr, dk_rows_ptr, dq_ptr, dk_ptr,
+    T, chunks, groups, stride_q, stride_k, scale,
+    KEY_HEADS: tl.constexpr, KEY_SIZE: tl.constexpr, BLOCK_K: tl.constexpr, NORMALISES: tl.constexpr,
+):  # fmt: skip
+    """Compute dq and dk of one chunk of a head of q and k, given the gradients of normalised rows."""
+    chunk, head = tl.program_id(0) // KEY_HEADS, tl.program_id(0) % KEY_HEADS
+    sample, first, end = rows_of_chunk(chunks_ptr, chunk, T, chunks)
+    if sample < 0:
+        return
+    vectors = vectors_ptr + (chunk.to(tl.int64) * KEY_HEADS + head) * groups * (VECTORS * CHUNK) + tl.arange(0, CHUNK)
+    cols, stride = tl.arange(0, BLOCK_K), KEY_HEADS * KEY_SIZE
+    place = head * KEY_SIZE
+    factor = tl.load(vectors + Q_FACTOR * CHUNK)
+    q = load_tile(q_ptr + place, first, end, stride_q, KEY_SIZE, cols)
+    dq = scale * load_tile(dq_rows_ptr + place, first, end, stride, KEY_SIZE, cols)
+    store_tile(dq_ptr + place, normalise_gradient(dq, q, factor, NORMALISES), first, end, stride, KEY_SIZE, cols)
+    k = load_tile(k_ptr + place, first, end, stride_k, KEY_SIZE, cols)
+    dk = load_tile(dk_rows_ptr + place, first, end, stride, KEY_SIZE, cols)
+    factor = tl.load(vectors + K_FACTOR * CHUNK)
+    store_tile(dk_ptr + place, normalise_gradient(dk, k, factor, NORMALISES), first, end, stride, KEY_SIZE, cols)
