@@ -43,11 +43,9 @@ class DeltaConfig(LaunchConfig):
     pairs_warps: int
     couplings_warps: int
     inverse_precision: str
-    # The kernels of Kimi Delta Attention compute these features of a head at a time, with these warps. Stages of the
-    # pipeline of the products of pairs.
+    # The kernels of Kimi Delta Attention compute these features of a head at a time, with these warps.
     feature_block: int
     feature_warps: int
-    feature_stages: int
     # The scans over the chunks: columns of the state in forward and in backward, warps, and stages of the pipeline.
     scan_block_v: int
     backward_block_v: int
@@ -67,15 +65,21 @@ class DeltaConfig(LaunchConfig):
         if problem.has_feature_decay or not problem.allows_wide_blocks:
             # The scans of Kimi Delta Attention read more rows, and shared memory does not hold these and wider blocks.
             scan_block = min(scan_block, backward_block)
+        if problem.has_feature_decay and problem.key_size <= 128:
+            gradient_block = 2 * gradient_block
+        # Few warps, because more matrices then fit into a multiprocessor, and the steps of an inversion wait for each
+        # other. One warp has too few registers for larger keys, and for matrices that it loads.
+        couplings_warps = 4 if problem.key_size > 128 or device.arch == "sm_100" else 1
+        if problem.has_feature_decay:
+            couplings_warps = max(2, couplings_warps)
         most_columns = max(16, next_power_of_2(problem.value_size))
         has_room = device.shared_memory >= 160 * 1024
         return DeltaConfig(
             pairs_warps=4 if problem.key_size <= 128 else 8,
-            couplings_warps=4 if problem.key_size > 128 or device.arch == "sm_100" else 1,
+            couplings_warps=couplings_warps,
             inverse_precision="tf32" if device.arch.startswith("sm_") else "ieee",
             feature_block=min(32, max(16, next_power_of_2(problem.key_size))),
-            feature_warps=min(8, 256 // device.warp_size),
-            feature_stages=2 if has_room else 1,
+            feature_warps=4,
             scan_block_v=min(scan_block, most_columns),
             backward_block_v=min(backward_block, most_columns),
             scan_warps=min(scan_warps, 256 // device.warp_size),

@@ -1,8 +1,7 @@
 r"""The kernel of Z, which solves the system of each chunk, in parallel. `delta_rule_kernels` says what Z is.
 
 Z = (I + K beta)^-1 K has no division by beta, so it is finite for beta = 0. The kernel computes it as
-(I - (I + beta K)^-1) / beta, where the magnitude of beta is at least `MIN_BETA`. One warp inverts a matrix, because the
-steps of an inversion wait for each other, and more matrices then fit into a multiprocessor.
+(I - (I + beta K)^-1) / beta, where the magnitude of beta is at least `MIN_BETA`.
 """
 
 from tigon.ops.mixers.delta_rule_kernels import (

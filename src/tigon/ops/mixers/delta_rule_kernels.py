@@ -96,12 +96,12 @@ def rows_of_chunk(chunks_ptr, chunk, T, chunks):
 
 
 @triton.jit
-def _tile(first, end, stride, SIZE: tl.constexpr, cols):
-    """Return the offsets of 64 rows from their first element, and the mask of rows before `end` and columns below SIZE.
+def _tile(first, end, stride, SIZE: tl.constexpr, cols, ROWS: tl.constexpr):
+    """Return the offsets of rows from their first element, and the mask of rows before `end` and columns below SIZE.
 
     The offsets within a tile take 32 bits, because offsets of 64 bits would take too many registers.
     """
-    index = tl.arange(0, CHUNK)[:, None]
+    index = tl.arange(0, ROWS)[:, None]
     mask = index < (end - first).to(tl.int32)
     # The number of columns is a power of 2. A constant mask would take registers.
     if ((cols.shape[0] - 1) & SIZE) != 0:
@@ -110,15 +110,15 @@ def _tile(first, end, stride, SIZE: tl.constexpr, cols):
 
 
 @triton.jit
-def load_tile(ptr, first, end, stride, SIZE: tl.constexpr, cols):
-    """Return the rows from `first` to `end`, at most 64, with zeros in other rows and in columns from SIZE on."""
-    offsets, mask = _tile(first, end, stride, SIZE, cols)
+def load_tile(ptr, first, end, stride, SIZE: tl.constexpr, cols, ROWS: tl.constexpr = CHUNK):
+    """Return the rows from `first` to `end`, at most ROWS, with zeros in other rows and in columns from SIZE on."""
+    offsets, mask = _tile(first, end, stride, SIZE, cols, ROWS)
     return tl.load(ptr + first * stride + offsets, mask, 0.0)
 
 
 @triton.jit
-def store_tile(ptr, value, first, end, stride, SIZE: tl.constexpr, cols):
-    offsets, mask = _tile(first, end, stride, SIZE, cols)
+def store_tile(ptr, value, first, end, stride, SIZE: tl.constexpr, cols, ROWS: tl.constexpr = CHUNK):
+    offsets, mask = _tile(first, end, stride, SIZE, cols, ROWS)
     tl.store(ptr + first * stride + offsets, value, mask)
 
 

@@ -23,9 +23,10 @@ from tigon.ops.mixers.delta_rule_gradient_kernels import (
 )
 from tigon.ops.mixers.delta_rule_kernels import VECTORS, chunk_list_kernel, chunk_pairs_kernel, forward_scan_kernel
 from tigon.ops.mixers.kda_gradient_kernels import (
-    kda_gradients_kernel,
+    kda_level_gradients_kernel,
     kda_norm_gradients_kernel,
     kda_pair_gradients_kernel,
+    kda_state_gradients_kernel,
 )
 from tigon.ops.mixers.kda_kernels import kda_pairs_kernel, kda_rows_kernel
 from tigon.runtime.device import cdiv, next_power_of_2
@@ -34,6 +35,8 @@ from tigon.runtime.rows import dense_rows
 
 # The offsets of 64 rows take 32 bits. Rows that are further apart are copied.
 MAX_STRIDE = 2**24
+# `kda_level_gradients_kernel` computes these features at a time. Its registers do not hold more.
+LEVEL_BLOCK = 16
 
 
 class _Launch:
@@ -145,6 +148,12 @@ class _Launch:
             "KEY_SIZE": self.key_size, "BLOCK_K": self.config.feature_block, "num_warps": self.config.feature_warps
         }  # fmt: skip
 
+    @property
+    def feature_levels(self) -> tuple[dict[str, int], ...]:
+        """The constants of the two launches of the kernels whose programs compute the pairs of some levels."""
+        near = {"TOKENS": 16, "FIRST_LEVEL": 0, "END_LEVEL": 4, "num_warps": 1}
+        return {"TOKENS": CHUNK, "FIRST_LEVEL": 4, "END_LEVEL": 6}, near
+
     def compute_feature_pairs(self, pairs: dict[str, Tensor]) -> tuple[Tensor, dict[str, Any]]:
         """Compute the scores of Kimi Delta Attention. Return K, and G and the rows with its decays."""
         rows = lambda: self.like.new_empty((*self.like.shape[:2], self.heads, self.key_size))
@@ -161,13 +170,14 @@ class _Launch:
             ),
             HEADS=self.heads, NORMALISES=self.options.normalises, **self.feature_constants,
         )  # fmt: skip
-        launch(
-            kda_pairs_kernel, self.total_chunks * self.heads,
-            *in_order(kda_pairs_kernel)(
-                **self.arguments("q", "k"), **shared, keys_ptr=keys, scores_ptr=pairs["scores_ptr"]
-            ),
-            HEADS=self.heads, STAGES=self.config.feature_stages, **self.feature_constants,
-        )  # fmt: skip
+        for levels in self.feature_levels:
+            launch(
+                kda_pairs_kernel, self.total_chunks * self.heads * (CHUNK // levels["TOKENS"]),
+                *in_order(kda_pairs_kernel)(
+                    **self.arguments("q", "k"), **shared, keys_ptr=keys, scores_ptr=pairs["scores_ptr"]
+                ),
+                HEADS=self.heads, **self.feature_constants | levels,
+            )  # fmt: skip
         stride = self.heads * self.key_size
         scanned = {"q_ptr": queries, "stride_q": stride, "k_ptr": reads, "stride_k": stride}
         return keys, scanned | {"totals_ptr": totals, "writes_ptr": writes}
@@ -176,6 +186,7 @@ class _Launch:
         """Write dq, dk, dg and dbeta of Kimi Delta Attention."""
         shape = *self.like.shape[:2], self.key_heads, self.key_size
         dq_rows, dk_rows = (self.like.new_empty(shape, dtype=torch.float32) for _ in range(2))
+        dg_rows = results.dg if results.dg.dtype == torch.float32 else torch.empty_like(results.dg, dtype=torch.float32)
         parts = tensors.pop("parts_ptr")
         shared = {"vectors_ptr": pairs["vectors_ptr"], "chunks_ptr": self.list}
         products = {"couplings_ptr": pairs["couplings_ptr"], "scores_ptr": pairs["scores_ptr"]}
@@ -189,18 +200,29 @@ class _Launch:
             HEADS=self.heads, VALUE_SIZE=self.value_size, BLOCK_V=self.config.gradient_block_v,
             BLOCKS=self.backward_blocks, STAGES=self.config.gradient_stages, num_warps=self.config.gradient_warps,
         )  # fmt: skip
+        key_places = self.total_chunks * self.key_heads
+        gradients = {"dq_rows_ptr": dq_rows, "dk_rows_ptr": dk_rows, "dg_rows_ptr": dg_rows}
         launch(
-            kda_gradients_kernel, self.total_chunks * self.key_heads * cdiv(self.key_size, features["BLOCK_K"]),
-            *in_order(kda_gradients_kernel)(
-                **self.arguments("q", "k", "g", "do"), **shared, **products, **tensors, totals_ptr=pairs["totals_ptr"],
-                groups=self.groups, width=self.value_size, scale=self.options.scale, dq_rows_ptr=dq_rows,
-                dk_rows_ptr=dk_rows, dg_ptr=results.dg,
+            kda_state_gradients_kernel, key_places * cdiv(self.key_size, features["BLOCK_K"]),
+            *in_order(kda_state_gradients_kernel)(
+                **self.arguments("q", "k", "do"), **shared, **tensors, **gradients, totals_ptr=pairs["totals_ptr"],
+                groups=self.groups, width=self.value_size, scale=self.options.scale,
             ),
-            KEY_HEADS=self.key_heads, VALUE_SIZE=self.value_size, BLOCK_V=self.config.gradient_block_v,
-            PRECISION=self.config.inverse_precision, **features,
+            KEY_HEADS=self.key_heads, VALUE_SIZE=self.value_size, BLOCK_V=self.config.gradient_block_v, **features,
         )  # fmt: skip
+        for levels, dg in zip(self.feature_levels, (None, results.dg), strict=True):
+            launch(
+                kda_level_gradients_kernel,
+                key_places * cdiv(self.key_size, LEVEL_BLOCK) * (CHUNK // levels["TOKENS"]),
+                *in_order(kda_level_gradients_kernel)(
+                    **self.arguments("q", "k", "g"), **shared, **products, **gradients, dg_ptr=dg,
+                    totals_ptr=pairs["totals_ptr"], groups=self.groups, scale=self.options.scale,
+                ),
+                KEY_HEADS=self.key_heads, PRECISION=self.config.inverse_precision,
+                **features | levels | {"BLOCK_K": LEVEL_BLOCK},
+            )  # fmt: skip
         launch(
-            kda_norm_gradients_kernel, self.total_chunks * self.key_heads,
+            kda_norm_gradients_kernel, key_places,
             *in_order(kda_norm_gradients_kernel)(
                 **self.arguments("q", "k"), **shared, groups=self.groups, scale=self.options.scale,
                 dq_rows_ptr=dq_rows, dk_rows_ptr=dk_rows, dq_ptr=results.dq, dk_ptr=results.dk,

@@ -1,9 +1,9 @@
 r"""The gradients of Kimi Delta Attention, after the backward scan. `kda_kernels` explains the levels of pairs.
 
 `kda_pair_gradients_kernel` computes the gradients of the products of all pairs of tokens, times beta.
-`kda_gradients_kernel` computes dg and, for a few features at a time, the gradients of the rows of q and k that are
-divided by their norms. `kda_norm_gradients_kernel` then computes dq and dk, because the norm of a row needs all
-features.
+For a few features at a time, `kda_state_gradients_kernel` computes parts of dg and of the gradients of the rows of q
+and k that are divided by their norms, and `kda_level_gradients_kernel` adds those of pairs. At last,
+`kda_norm_gradients_kernel` computes dq and dk, because the norm of a row needs all features.
 
 No part of dg is a difference of sums, which would be noise where the decay is strong. The decay of token t multiplies
 the terms of these tokens, which are summed from the side that excludes all others: what the tokens from t on read from
@@ -26,7 +26,7 @@ from tigon.ops.mixers.delta_rule_kernels import (
     square_offsets,
     store_tile,
 )
-from tigon.ops.mixers.kda_kernels import LEVELS, SAME, are_pairs, decay_until_border, load_totals
+from tigon.ops.mixers.kda_kernels import SAME, are_pairs, decay_until_border, load_totals
 from tigon.runtime.compat.triton import tl, triton
 
 
@@ -67,30 +67,15 @@ def kda_pair_gradients_kernel(
     tl.store(dbeta_ptr + rows * HEADS + head, sum_parts(parts_ptr, place, BLOCKS, 0), rows < end)
 
 
-@triton.jit
-def _sum_between(terms, level, PRECISION: tl.constexpr):
-    """Sum the terms [C, features] of a level, for each token, over the tokens whose pairs have it between them.
-
-    A token of a second half needs the sum from it on in this half, and one of a first half the sum before it.
-    """
-    token = tl.arange(0, CHUNK)
-    half = token >> level
-    is_second = half & 1 == 1
-    start, end = tl.where(is_second, token, half << level), tl.where(is_second, (half + 1) << level, token)
-    is_between = (token[None, :] >= start[:, None]) & (token[None, :] < end[:, None])
-    return tl.dot(is_between.to(tl.float32), terms, input_precision=PRECISION)
-
-
 @triton.jit(do_not_specialize=["T", "chunks"])
-def kda_gradients_kernel(
-    q_ptr, k_ptr, g_ptr, do_ptr, vectors_ptr, totals_ptr, states_ptr, dstates_ptr, errors_ptr, dx_ptr,
-    couplings_ptr, scores_ptr, chunks_ptr,  # the gradients of pairs, [M, 3] or None
-    dq_rows_ptr, dk_rows_ptr, dg_ptr,  # rows [Hk, Dk] in fp32 twice, rows
-    T, chunks, groups, width, stride_q, stride_k, stride_g, stride_do, scale,
+def kda_state_gradients_kernel(
+    q_ptr, k_ptr, do_ptr, vectors_ptr, totals_ptr, states_ptr, dstates_ptr, errors_ptr, dx_ptr,
+    chunks_ptr, dq_rows_ptr, dk_rows_ptr, dg_rows_ptr,  # [M, 3] or None, rows [Hk, Dk] twice and [H, Dk], in fp32
+    T, chunks, groups, width, stride_q, stride_k, stride_do, scale,
     KEY_HEADS: tl.constexpr, KEY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Compute dg, and the gradients of normalised q and k, of some features, for all heads that share q and k."""
+    """Compute the gradients of some features that come from states and from products of a token with itself."""
     BLOCKS: tl.constexpr = (KEY_SIZE + BLOCK_K - 1) // BLOCK_K
     program = tl.program_id(0) // BLOCKS
     chunk, key_head = program // KEY_HEADS, program % KEY_HEADS
@@ -100,7 +85,6 @@ def kda_gradients_kernel(
     heads = KEY_HEADS * groups
     stride = heads * VALUE_SIZE
     index, cols = tl.arange(0, CHUNK), tl.program_id(0) % BLOCKS * BLOCK_K + tl.arange(0, BLOCK_K)
-    dtype: tl.constexpr = k_ptr.dtype.element_ty
     vectors = vectors_ptr + (chunk.to(tl.int64) * heads + key_head * groups) * (VECTORS * CHUNK) + index
     q = load_tile(q_ptr + key_head * KEY_SIZE, first, end, stride_q, KEY_SIZE, cols)
     k = load_tile(k_ptr + key_head * KEY_SIZE, first, end, stride_k, KEY_SIZE, cols)
@@ -138,31 +122,95 @@ def kda_gradients_kernel(
         terms = k * writes
         dg = tl.cumsum(q * queries + k * reads, 0, reverse=True) + (tl.cumsum(terms, 0) - terms)
         dg += (tl.exp(last) * tl.sum(dots, 0))[None, :]
+        store_tile(dg_rows_ptr + head * KEY_SIZE, dg, first, end, heads * KEY_SIZE, KEY_SIZE, cols)
         dq += queries + dsame * k
         dk += reads + writes + dsame * q
-        scores, systems = scores_ptr + place * (CHUNK * CHUNK), couplings_ptr + place * (CHUNK * CHUNK)
-        # Two loops, because the registers do not hold all terms of both gradients.
-        for level in tl.range(0, LEVELS, num_stages=1):
-            near = decay_until_border(total, totals, cols, level, KEY_SIZE)
-            dpairs = tl.where(are_pairs(level), tl.load(scores + square_offsets()), 0.0)
-            product = near * tl.dot(dpairs, (k * near).to(dtype), input_precision="ieee")
-            dg += _sum_between(q * product, level, PRECISION)
-            dq += product
-        for level in tl.range(0, LEVELS, num_stages=1):
-            near = decay_until_border(total, totals, cols, level, KEY_SIZE)
-            half = index >> level
-            dpairs = tl.where((half ^ 1)[:, None] == half[None, :], tl.load(systems + square_offsets()), 0.0)
-            product = tl.dot(dpairs, (k * near).to(dtype), input_precision="ieee")
-            dpairs = tl.where(are_pairs(level), tl.load(scores + square_offsets()), 0.0)
-            product = near * tl.dot(tl.trans(dpairs), (q * near).to(dtype), product, input_precision="ieee")
-            dg += _sum_between(k * product, level, PRECISION)
-            dk += product
-        # The decay of a token whose g was below the limit has underflowed. A product, because NaN must remain NaN.
-        g = load_tile(g_ptr + head * KEY_SIZE, first, end, stride_g, KEY_SIZE, cols)
-        dg = tl.where(g < MIN_LOG_DECAY, 0.0 * dg, dg)
-        store_tile(dg_ptr + head * KEY_SIZE, dg, first, end, heads * KEY_SIZE, KEY_SIZE, cols)
     store_tile(dq_rows_ptr + key_head * KEY_SIZE, dq, first, end, KEY_HEADS * KEY_SIZE, KEY_SIZE, cols)
     store_tile(dk_rows_ptr + key_head * KEY_SIZE, dk, first, end, KEY_HEADS * KEY_SIZE, KEY_SIZE, cols)
+
+
+@triton.jit
+def _sum_between(terms, tokens, level, PRECISION: tl.constexpr):
+    """Sum the terms [tokens, features] of a level, for each token, over the tokens whose pairs have it between them.
+
+    A token of a second half needs the sum from it on in this half, and one of a first half the sum before it.
+    """
+    half = tokens >> level
+    is_second = half & 1 == 1
+    start, end = tl.where(is_second, tokens, half << level), tl.where(is_second, (half + 1) << level, tokens)
+    is_between = (tokens[None, :] >= start[:, None]) & (tokens[None, :] < end[:, None])
+    return tl.dot(is_between.to(tl.float32), terms, input_precision=PRECISION)
+
+
+@triton.jit(do_not_specialize=["T", "chunks"])
+def kda_level_gradients_kernel(
+    q_ptr, k_ptr, g_ptr, vectors_ptr, totals_ptr, couplings_ptr, scores_ptr,  # of pairs, instead of Z and the scores
+    chunks_ptr, dq_rows_ptr, dk_rows_ptr, dg_rows_ptr, dg_ptr,  # [M, 3] or None, fp32 rows of gradients, rows or None
+    T, chunks, groups, stride_q, stride_k, stride_g, scale,
+    KEY_HEADS: tl.constexpr, KEY_SIZE: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+    TOKENS: tl.constexpr, FIRST_LEVEL: tl.constexpr, END_LEVEL: tl.constexpr,
+):  # fmt: skip
+    """Add the gradients that come from the pairs of some levels, for some tokens and features.
+
+    The last launch gets `dg` and stores the sum for g there.
+    """
+    BLOCKS: tl.constexpr = (KEY_SIZE + BLOCK_K - 1) // BLOCK_K
+    program = tl.program_id(0) // BLOCKS
+    cols = tl.program_id(0) % BLOCKS * BLOCK_K + tl.arange(0, BLOCK_K)
+    start = program % (CHUNK // TOKENS) * TOKENS
+    program = program // (CHUNK // TOKENS)
+    chunk, key_head = program // KEY_HEADS, program % KEY_HEADS
+    sample, first, end = rows_of_chunk(chunks_ptr, chunk, T, chunks)
+    if sample < 0:
+        return
+    first += start
+    tokens = start + tl.arange(0, TOKENS)
+    square = tokens[:, None] * CHUNK + tokens[None, :]
+    heads = KEY_HEADS * groups
+    dtype: tl.constexpr = k_ptr.dtype.element_ty
+    vectors = vectors_ptr + (chunk.to(tl.int64) * heads + key_head * groups) * (VECTORS * CHUNK) + tokens
+    key_place, key_stride = key_head * KEY_SIZE, KEY_HEADS * KEY_SIZE
+    for i in range(groups):
+        q = load_tile(q_ptr + key_place, first, end, stride_q, KEY_SIZE, cols, TOKENS)
+        k = load_tile(k_ptr + key_place, first, end, stride_k, KEY_SIZE, cols, TOKENS)
+        q = q * (scale * tl.load(vectors + Q_FACTOR * CHUNK))[:, None]
+        k = k * tl.load(vectors + K_FACTOR * CHUNK)[:, None]
+        head = key_head * groups + i
+        place = chunk.to(tl.int64) * heads + head
+        totals = totals_ptr + place * (CHUNK * KEY_SIZE)
+        total = load_totals(totals, tokens, cols, KEY_SIZE)
+        scores, systems = scores_ptr + place * (CHUNK * CHUNK), couplings_ptr + place * (CHUNK * CHUNK)
+        stride = heads * KEY_SIZE
+        dg = load_tile(dg_rows_ptr + head * KEY_SIZE, first, end, stride, KEY_SIZE, cols, TOKENS)
+        # Two loops, because the registers do not hold both gradients.
+        dq = load_tile(dq_rows_ptr + key_place, first, end, key_stride, KEY_SIZE, cols, TOKENS)
+        for level in tl.range(FIRST_LEVEL, END_LEVEL, num_stages=1):
+            near = decay_until_border(total, totals, tokens, cols, level, KEY_SIZE)
+            dpairs = tl.where(are_pairs(tokens, level), tl.load(scores + square), 0.0)
+            product = near * tl.dot(dpairs, (k * near).to(dtype), input_precision="ieee")
+            dg += _sum_between(q * product, tokens, level, PRECISION)
+            dq += product
+        store_tile(dq_rows_ptr + key_place, dq, first, end, key_stride, KEY_SIZE, cols, TOKENS)
+        dk = load_tile(dk_rows_ptr + key_place, first, end, key_stride, KEY_SIZE, cols, TOKENS)
+        for level in tl.range(FIRST_LEVEL, END_LEVEL, num_stages=1):
+            near = decay_until_border(total, totals, tokens, cols, level, KEY_SIZE)
+            half = tokens >> level
+            dpairs = tl.where((half ^ 1)[:, None] == half[None, :], tl.load(systems + square), 0.0)
+            product = tl.dot(dpairs, (k * near).to(dtype), input_precision="ieee")
+            dpairs = tl.where(are_pairs(tokens, level), tl.load(scores + square), 0.0)
+            product = near * tl.dot(tl.trans(dpairs), (q * near).to(dtype), product, input_precision="ieee")
+            dg += _sum_between(k * product, tokens, level, PRECISION)
+            dk += product
+        store_tile(dk_rows_ptr + key_place, dk, first, end, key_stride, KEY_SIZE, cols, TOKENS)
+        if dg_ptr is None:
+            store_tile(dg_rows_ptr + head * KEY_SIZE, dg, first, end, stride, KEY_SIZE, cols, TOKENS)
+        else:
+            # The decay of a token whose g was below the limit has underflowed. A product, because NaN must remain NaN.
+            g = load_tile(g_ptr + head * KEY_SIZE, first, end, stride_g, KEY_SIZE, cols, TOKENS)
+            dg = tl.where(g < MIN_LOG_DECAY, 0.0 * dg, dg)
+            store_tile(dg_ptr + head * KEY_SIZE, dg, first, end, stride, KEY_SIZE, cols, TOKENS)
+        # All threads have stored their sums before others load them for the next head.
+        tl.debug_barrier()
 
 
 @triton.jit(do_not_specialize=["T", "chunks"])

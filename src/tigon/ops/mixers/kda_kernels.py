@@ -4,7 +4,8 @@ The decay between two tokens i > j differs between features, so it must multiply
 a product. No exponent may be above 0, so the two factors of a pair meet at a border between the tokens. Level 0 to
 5 has the pairs whose tokens are in the two halves of the same block of 2, 4, ... 64 tokens; G at the last token of the
 first half is the border. Thus each level is one product of k exp(-|G - border|) with itself, and one with q, in which
-other pairs are masked, and the levels have each pair once.
+other pairs are masked, and the levels have each pair once. A program computes the pairs of levels 0 to 3 in 16 tokens,
+or those of levels 4 and 5 in 64.
 
 `kda_rows_kernel` computes G, the inverse norms and the rows that the scans multiply: scale exp(G) q, exp(G) k and
 exp(G_L - G) k. `kda_pairs_kernel` computes the scores and K, and then `couplings_kernel` computes Z.
@@ -26,36 +27,33 @@ from tigon.ops.mixers.delta_rule_kernels import (
     WRITE,
     load_tile,
     rows_of_chunk,
-    square_offsets,
     store_tile,
 )
 from tigon.runtime.compat.triton import tl, triton
 
-# The border of level h is in the middle of a block of 2 ** (h + 1) tokens.
-LEVELS = tl.constexpr(6)
 # The vector of the products of each token with itself: scale q_i . k_i, and in backward its gradient. The gated delta
 # rule stores G there.
 SAME = TOTAL
 
 
 @triton.jit
-def decay_until_border(total, totals, cols, level, SIZE: tl.constexpr):
-    """Return exp(-|G - border|) of 64 tokens, for G [C, columns] and the pointer to G [C, Dk] of the chunk."""
-    borders = (tl.arange(0, CHUNK) >> (level + 1) << (level + 1)) + (1 << level) - 1
+def load_totals(totals, tokens, cols, SIZE: tl.constexpr):
+    """Load G of these tokens and features of a chunk, given the pointer to G [C, Dk]."""
+    return tl.load(totals + tokens[:, None] * SIZE + cols[None, :], cols[None, :] < SIZE, 0.0)
+
+
+@triton.jit
+def decay_until_border(total, totals, tokens, cols, level, SIZE: tl.constexpr):
+    """Return exp(-|G - border|), given G of these tokens. Each block of 2 ** (level + 1) tokens has a border."""
+    borders = (tokens >> (level + 1) << (level + 1)) + (1 << level) - 1
     return tl.exp(-tl.abs(total - load_totals(totals, borders, cols, SIZE)))
 
 
 @triton.jit
-def are_pairs(level):
-    """Return True for the pairs [C, C] of a token in the second half of a block and one in the first half."""
-    half = tl.arange(0, CHUNK) >> level
+def are_pairs(tokens, level):
+    """Return True for the pairs of a token in the second half of a block and one in the first half."""
+    half = tokens >> level
     return tl.where(half & 1 == 1, half, -1)[:, None] == tl.where(half & 1 == 0, half + 1, -2)[None, :]
-
-
-@triton.jit
-def load_totals(totals, tokens, cols, SIZE: tl.constexpr):
-    """Load G of these tokens and features."""
-    return tl.load(totals + tokens[:, None] * SIZE + cols[None, :], cols[None, :] < SIZE, 0.0)
 
 
 @triton.jit(do_not_specialize=["T", "chunks"])
@@ -116,35 +114,45 @@ def kda_pairs_kernel(
     q_ptr, k_ptr, chunks_ptr, vectors_ptr, totals_ptr,  # rows, rows, [M, 3] or None, [M, H, 11, C], [M, H, C, Dk]
     keys_ptr, scores_ptr,  # [M, H, C, C] fp32, [M, H, C, C]
     T, chunks, groups, stride_q, stride_k, scale,
-    HEADS: tl.constexpr, KEY_SIZE: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    HEADS: tl.constexpr, KEY_SIZE: tl.constexpr, BLOCK_K: tl.constexpr,
+    TOKENS: tl.constexpr, FIRST_LEVEL: tl.constexpr, END_LEVEL: tl.constexpr,
 ):  # fmt: skip
-    """Compute K and the scores of one chunk of a head."""
-    chunk, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
+    """Compute the elements of K and of the scores of some levels, for some tokens of one chunk of a head."""
+    BLOCKS: tl.constexpr = CHUNK // TOKENS
+    place = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    chunk, head = (place // HEADS).to(tl.int32), (place % HEADS).to(tl.int32)
     sample, first, end = rows_of_chunk(chunks_ptr, chunk, T, chunks)
     if sample < 0:
         return
-    index = tl.arange(0, CHUNK)
-    place = chunk.to(tl.int64) * HEADS + head
+    tokens = tl.program_id(0) % BLOCKS * TOKENS + tl.arange(0, TOKENS)
+    first += tl.program_id(0) % BLOCKS * TOKENS
     q_ptr, k_ptr = q_ptr + head // groups * KEY_SIZE, k_ptr + head // groups * KEY_SIZE
     totals = totals_ptr + place * (CHUNK * KEY_SIZE)
     dtype: tl.constexpr = k_ptr.dtype.element_ty
-    vectors = vectors_ptr + place * (VECTORS * CHUNK) + index
+    vectors = vectors_ptr + place * (VECTORS * CHUNK) + tokens
     q_factor, k_factor = scale * tl.load(vectors + Q_FACTOR * CHUNK), tl.load(vectors + K_FACTOR * CHUNK)
-    queries = tl.where(index[:, None] == index[None, :], tl.load(vectors + SAME * CHUNK)[:, None], 0.0)
-    keys = tl.zeros([CHUNK, CHUNK], tl.float32)
-    for level in tl.range(0, LEVELS, num_stages=1):
-        far_keys, far_queries = tl.zeros([CHUNK, CHUNK], tl.float32), tl.zeros([CHUNK, CHUNK], tl.float32)
-        for start in tl.range(0, KEY_SIZE, BLOCK_K, num_stages=STAGES):
+    keys, queries = tl.zeros([TOKENS, TOKENS], tl.float32), tl.zeros([TOKENS, TOKENS], tl.float32)
+    for level in tl.range(FIRST_LEVEL, END_LEVEL, num_stages=1):
+        far_keys, far_queries = tl.zeros([TOKENS, TOKENS], tl.float32), tl.zeros([TOKENS, TOKENS], tl.float32)
+        for start in tl.range(0, KEY_SIZE, BLOCK_K, num_stages=1):
             cols = start + tl.arange(0, BLOCK_K)
-            q = load_tile(q_ptr, first, end, stride_q, KEY_SIZE, cols) * q_factor[:, None]
-            k = load_tile(k_ptr, first, end, stride_k, KEY_SIZE, cols) * k_factor[:, None]
-            near = decay_until_border(load_totals(totals, index, cols, KEY_SIZE), totals, cols, level, KEY_SIZE)
+            q = load_tile(q_ptr, first, end, stride_q, KEY_SIZE, cols, TOKENS) * q_factor[:, None]
+            k = load_tile(k_ptr, first, end, stride_k, KEY_SIZE, cols, TOKENS) * k_factor[:, None]
+            total = load_totals(totals, tokens, cols, KEY_SIZE)
+            near = decay_until_border(total, totals, tokens, cols, level, KEY_SIZE)
             far_k, far_q = (k * near).to(dtype), (q * near).to(dtype)
             far_keys = tl.dot(far_k, tl.trans(far_k), far_keys, input_precision="ieee")
             far_queries = tl.dot(far_q, tl.trans(far_k), far_queries, input_precision="ieee")
-        is_pair = are_pairs(level)
+        is_pair = are_pairs(tokens, level)
         keys += tl.where(is_pair, far_keys, 0.0)
         queries += tl.where(is_pair, far_queries, 0.0)
-    square = place * (CHUNK * CHUNK) + square_offsets()
-    tl.store(scores_ptr + square, queries)
-    tl.store(keys_ptr + square, keys)
+    square = place * (CHUNK * CHUNK) + tokens[:, None] * CHUNK + tokens[None, :]
+    block = tokens >> FIRST_LEVEL
+    if FIRST_LEVEL == 0:
+        queries += tl.where(block[:, None] == block[None, :], tl.load(vectors + SAME * CHUNK)[:, None], 0.0)
+        tl.store(scores_ptr + square, queries)
+        tl.store(keys_ptr + square, keys)
+    else:
+        # Levels below the first one have the pairs of the same block.
+        tl.store(scores_ptr + square, queries, block[:, None] != block[None, :])
+        tl.store(keys_ptr + square, keys, block[:, None] != block[None, :])
