@@ -97,6 +97,13 @@ def make_table(columns: Sequence[Column], rows: Iterable[Any]) -> Table:
     return [columns[i][0] for i in used], [[line[i] for i in used] for line in lines], LEFT
 
 
+def markdown_table(titles: Sequence[str], lines: Iterable[Sequence[str]], left: Sequence[str]) -> list[str]:
+    """Return the lines of a Markdown table. The columns in `left` are aligned to the left, the others to the right."""
+    rule = "|".join("---" if title in left else "---:" for title in titles)
+    rows = [" | ".join(cell.replace("|", "\\|") for cell in line) for line in lines]
+    return [f"| {' | '.join(titles)} |", f"|{rule}|", *(f"| {row} |" for row in rows)]
+
+
 def make_folder(out: Path | None, prefix: str) -> Path:
     """Create the folder for results, `out` or a new one with the name `runs/<prefix><time>`, and return it."""
     stem = prefix + time.strftime("%Y-%m-%d_%H-%M-%S")

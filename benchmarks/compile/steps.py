@@ -166,7 +166,6 @@ _OTHER_STEPS: dict[str, Callable[[], Any]] = {
     "fp8_linear experts 7168, gelu": lambda: _fp8_experts(7168, 64, 8, activation="gelu"),
     "fp8_linear experts 2880, gelu_tanh": lambda: _fp8_experts(2880, 2880, 4, activation="gelu_tanh"),
     "fp8_linear experts 1024 without gate": lambda: _fp8_experts(1024, 1856, 6, activation="relu2"),
-    "fp8_linear experts 5120, weighted inputs": lambda: _fp8_experts(5120, 64, 1, weight_inputs=True),
     "rms_norm 4096, maxima": lambda: _norm_maxima(4096),
     "rms_norm 5120, maxima": lambda: _norm_maxima(5120),
     "lora_linear q, k and v": lambda: _lora_linears(4096, 1024, 1024),

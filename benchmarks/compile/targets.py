@@ -9,6 +9,7 @@ signature, constants and launch parameters of the op.
     resources(launches[0], h100)      # {'kernel': '_forward_kernel', 'registers': 48, 'spilled': 0, ...}
 """
 
+import importlib
 import re
 import subprocess
 import tempfile
@@ -16,18 +17,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, NamedTuple, TypedDict
 from unittest.mock import patch
 
 import torch
 
 from tigon.runtime import device
 from tigon.runtime.compat.triton import (
-    CompilerTools,
     JITFunction,
     TensorDescriptor,
     TileDescriptor,
-    compiler_tools,
     gluon,
     triton,
 )
@@ -124,6 +123,39 @@ def recorded(chip: Chip) -> Iterator[list[Launch]]:
         patch.object(device, "EMULATED", chip.device),
     ):
         yield launches
+
+
+class CompilerTools(NamedTuple):
+    """The private names of Triton that compile kernels for other chips."""
+
+    GPUTarget: Any
+    ASTSource: Any
+    # The source of a Gluon kernel; None in a Triton without Gluon, in which no such kernel is launched.
+    GluonASTSource: Any
+    # The program of CUDA that prints the registers and the stack of a compiled kernel.
+    cuobjdump: Path
+
+
+def compiler_tools() -> CompilerTools:
+    """Import the names of Triton's compiler. Seen in 3.4 to 3.9.
+
+    Raises:
+        RuntimeError: This Triton lacks one of the names.
+    """
+    try:
+        compiler = importlib.import_module("triton.backends.compiler")
+        backend = importlib.import_module("triton.backends.nvidia")
+        source = importlib.import_module("triton.compiler").ASTSource
+        gluon_source = None
+        if gluon is not None:
+            gluon_source = importlib.import_module("triton.experimental.gluon._runtime").GluonASTSource
+        cuobjdump = Path(str(backend.__file__)).parent / "bin" / "cuobjdump"
+        return CompilerTools(compiler.GPUTarget, source, gluon_source, cuobjdump)
+    except (ImportError, AttributeError) as error:
+        raise RuntimeError(
+            f"triton {triton.__version__} has another compiler than Tigon needs here ({error}); docs/compatibility.md "
+            "lists the versions that work"
+        ) from error
 
 
 def _source(launch: Launch, tools: CompilerTools) -> Any:

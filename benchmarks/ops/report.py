@@ -15,8 +15,8 @@ from benchmarks.figures import Panel, SweepLine, draw_panels, sweep_lines
 from benchmarks.ops.cases import OPS
 from benchmarks.ops.measure import Roofline
 from benchmarks.ops.runner import BenchRow
-from benchmarks.report import Column, Table, make_table, page_head, write
-from tigon.cli.output import console_table, format_number, markdown_table
+from benchmarks.report import Column, Table, make_table, markdown_table, page_head, write
+from tigon.cli.output import console_table, format_number
 
 _LEGEND = (
     "Forward + backward, medians. Kernel ms: on the GPU, queued ahead; host ms: until the call returns; wall ms: "

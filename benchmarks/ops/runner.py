@@ -4,6 +4,7 @@ import contextlib
 import gc
 import math
 import random
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -15,7 +16,6 @@ from benchmarks.ops.cases import OPS, halve_rows, make_inputs
 from benchmarks.ops.measure import Meter, Roofline, Samples
 from benchmarks.ops.providers import Provider, Run, Unsupported
 from benchmarks.workloads import Case, Inputs
-from tigon.runtime.compat.graphs import reset_compiler
 
 Result = TypeVar("Result")
 
@@ -80,6 +80,15 @@ class BenchRow:
         self.status, self.note = status, note
 
 
+def _reset_compiler() -> None:
+    """Forget all graphs that `torch.compile` has made: they hold memory, and count toward the limit of recompilations.
+
+    `torch.compiler.reset` would import Dynamo, which takes seconds, so it is called only if Dynamo is imported already.
+    """
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
+
+
 def run_case(
     case: Case, providers: Iterable[Provider], meter: Meter, roofline: Roofline, rounds: int
 ) -> list[BenchRow]:
@@ -87,8 +96,7 @@ def run_case(
 
     If the provider "tigon" is wrong, it is not measured. A wrong peer is measured, and its row says that it is wrong.
     """
-    # Graphs that were compiled for an earlier case hold memory, and count toward the limit of recompilations.
-    reset_compiler()
+    _reset_compiler()
     run = _CaseRun(case, providers, meter)
     try:
         run.check()

@@ -14,7 +14,7 @@ from typing import Any
 from rich import table as rich_table
 
 from benchmarks import figures
-from benchmarks.report import Column, Table, make_table, page_head, write
+from benchmarks.report import Column, Table, make_table, markdown_table, page_head, write
 from benchmarks.train.measurement import (
     NOISE_FACTOR,
     REFERENCES,
@@ -25,7 +25,7 @@ from benchmarks.train.measurement import (
     compare_with_stock,
     loss_differences,
 )
-from tigon.cli.output import console_table, format_number, markdown_table
+from tigon.cli.output import console_table, format_number
 
 # --- tables --------------------------------------------------------------------------------------
 

@@ -18,12 +18,13 @@ from typing import Any
 import torch
 from measure import GIB, MedusaJob
 
-from tigon.cli.output import markdown_table, write_json
+from tigon.cli.output import write_json
 from tigon.memory.levels import MEMORY
 
 # `benchmarks` is a folder of the repository, and not a part of the installed package.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from benchmarks.report import markdown_table
 from benchmarks.train.process import run_process
 
 VARIANTS = ("stock", "stock:checkpoint", "tigon", *(f"tigon:{level}" for level in MEMORY))

@@ -9,7 +9,6 @@ import tigon
 from tigon.cli.inspect.build import NotInspected, default_config
 from tigon.cli.inspect.inspection import GROUPS, OCCASIONAL, inspect_config
 from tigon.hf.report import Entry
-from tigon.hf.transformers_private import causal_lm_types
 
 INTRODUCTION = """\
 # What `tigon.patch` replaces, by model type
@@ -142,6 +141,13 @@ def table(rows: list[TypeRow]) -> str:
 def _plain(text: str) -> str:
     """Return a name or a message in which no character is Markdown."""
     return re.sub(r"([_*<`])", r"\\\1", text)
+
+
+def causal_lm_types() -> list[str]:
+    """Return every model type that has a causal language model, sorted."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
 def models_page() -> str:

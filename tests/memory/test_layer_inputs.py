@@ -225,7 +225,7 @@ def test_pageable_memory_replaces_pinned_memory_with_one_warning(monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         pages.reserve(1024, 3)
-    assert pages.capacity == pages.pageable == 3 * 1024
+    assert pages.capacity == 3 * 1024
 
 
 def test_the_available_memory_of_the_host_is_that_of_the_smallest_group(tmp_path):

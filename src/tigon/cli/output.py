@@ -1,4 +1,4 @@
-"""Write reports: tables of text cells for Markdown and for the terminal, numbers in them, and JSON."""
+"""Write reports: tables of text cells for the terminal, numbers in them, and JSON."""
 
 import json
 import math
@@ -24,15 +24,8 @@ def format_number(value: float | None) -> str:
     return f"{value:,.0f}"
 
 
-def markdown_table(titles: Sequence[str], lines: Iterable[Sequence[str]], left: Sequence[str]) -> list[str]:
-    """Return the lines of a Markdown table. The columns in `left` are aligned to the left, the others to the right."""
-    rule = "|".join("---" if title in left else "---:" for title in titles)
-    rows = [" | ".join(cell.replace("|", "\\|") for cell in line) for line in lines]
-    return [f"| {' | '.join(titles)} |", f"|{rule}|", *(f"| {row} |" for row in rows)]
-
-
 def console_table(titles: Sequence[str], lines: Iterable[Sequence[str]], left: Sequence[str], title: str) -> "Table":
-    """Return the same table for the terminal, which breaks long cells."""
+    """Return a table for the terminal, which breaks long cells. The columns in `left` are aligned to the left."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -56,8 +49,8 @@ def _without_nan(value: Any) -> Any:
     return value
 
 
-def write_json(path: Path, report: dict[str, Any], indent: int = 1) -> None:
+def write_json(path: Path, report: dict[str, Any]) -> None:
     """Write a report. The file is complete at any moment, because it is renamed into its place."""
     unfinished = path.with_suffix(".new")
-    unfinished.write_text(json.dumps(_without_nan(report), indent=indent, default=str) + "\n", encoding="utf-8")
+    unfinished.write_text(json.dumps(_without_nan(report), indent=1, default=str) + "\n", encoding="utf-8")
     unfinished.replace(path)

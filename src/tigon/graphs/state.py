@@ -18,6 +18,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from tigon.recognition.replacement import Replacement
+from tigon.runtime.autograd import version_of
 
 _CONTAINERS = (dict, OrderedDict, list, tuple, set)
 _CODE = (FunctionType, BuiltinFunctionType, type)
@@ -105,7 +106,7 @@ class ModelState:
 
     def tensor_versions(self) -> list[int]:
         """Return how often each tensor of the model was changed in place."""
-        return [0 if x.is_inference() else x._version for x in self.tensors]
+        return [version_of(x) for x in self.tensors]
 
     def changed_tensor(self) -> str | None:
         """Return what has changed about the tensors of the model, or None. A replay reads and writes their memory."""
@@ -178,4 +179,4 @@ def _version(x: Tensor) -> int:
 
     The optimizer changes trained weights, and buffers may change in every step. Their values are read at each replay.
     """
-    return x._version if isinstance(x, nn.Parameter) and not x.is_inference() else 0
+    return version_of(x) if isinstance(x, nn.Parameter) else 0

@@ -317,21 +317,6 @@ def auto_class_has(auto_class: str, config: type) -> bool:
     return config in mapping
 
 
-def causal_lm_types() -> list[str]:
-    """Return every model type that has a causal language model, sorted.
-
-    The undocumented table `MODEL_FOR_CAUSAL_LM_MAPPING_NAMES` has them as its keys. Without it, the types are read from
-    the config classes of the public table, which takes longer.
-    """
-    try:
-        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    except ImportError:
-        from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
-
-        return sorted({config.model_type for config in MODEL_FOR_CAUSAL_LM_MAPPING})
-    return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-
-
 def attention_of(model: Any) -> str:
     """Return the name of a model's attention, such as "sdpa".
 

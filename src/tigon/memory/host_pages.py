@@ -93,8 +93,8 @@ class HostPages:
     def __init__(self, page: int, is_pinned: bool = True) -> None:
         self.page, self.is_pinned = page, is_pinned
         self.free_pages: list[Tensor] = []
-        # The bytes of all slabs, and those of pageable slabs among them.
-        self.capacity = self.pageable = 0
+        # The bytes of all slabs.
+        self.capacity = 0
         self.lock = threading.RLock()
 
     def round_up(self, nbytes: int) -> int:
@@ -131,7 +131,6 @@ class HostPages:
             )
             slab = _allocate(nbytes, False)
         self.capacity += nbytes
-        self.pageable += 0 if self.is_pinned else nbytes
         self.free_pages += slab.split(self.page)
 
     def copy(self, source: Tensor) -> "PagedCopy":

@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from tigon.runtime.autograd import version_of
 from tigon.runtime.compat.modules import MODULE_ATTRIBUTES, any_global_hook
 from tigon.runtime.engines import may_run_twice
 from tigon.runtime.reach.explore import explore
@@ -168,10 +169,6 @@ def _setting_names(cls: type[nn.Module]) -> tuple[frozenset[str], frozenset[str]
     return frozenset(names), frozenset(name for name in names if is_simple(getattr(cls, name, cls)))
 
 
-def _version(x: Tensor) -> int:
-    return -1 if x.is_inference() else x._version
-
-
 def _layout(x: Tensor) -> tuple:
     return x.shape, x.stride(), x.storage_offset()
 
@@ -186,7 +183,7 @@ class _TensorState:
     __slots__ = ("base", "layout", "ref", "version")
 
     def __init__(self, x: Tensor) -> None:
-        self.ref, self.version = weakref.ref(x), _version(x)
+        self.ref, self.version = weakref.ref(x), version_of(x)
         base = None if x.is_inference() else x._base
         self.base = None if base is None else weakref.ref(base)
         self.layout = None if base is None else _layout(x)
@@ -194,7 +191,7 @@ class _TensorState:
     def describe_change(self, x: Any) -> str | None:
         """Return a clause on how the tensor, which is now `x`, has changed; None if its values are the same."""
         if isinstance(x, Tensor) and self.ref() is x:
-            return None if _version(x) == self.version else "was written in place"
+            return None if version_of(x) == self.version else "was written in place"
         # Engines swap a shard for the whole tensor, and replace a tensor on the host by an empty one.
         if any(t is not None and (hasattr(t, "placements") or t.is_meta) for t in (self.ref(), x)):
             return None

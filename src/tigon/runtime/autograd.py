@@ -52,6 +52,11 @@ def may_overwrite_saved(x: Tensor) -> bool:
     return not keeps_graph() and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
+def version_of(x: Tensor) -> int:
+    """Return how often a tensor was written to, or 0 for an inference tensor, which has no counter."""
+    return 0 if x.is_inference() else x._version
+
+
 def without_saved_tensor_hooks() -> contextlib.AbstractContextManager:
     """Return a context in which autograd saves tensors as they are, so that the caller's hooks do not see them.
 

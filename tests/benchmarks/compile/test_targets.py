@@ -1,17 +1,20 @@
 """Every kernel compiles for every chip without spilling registers, and fits into a workgroup."""
 
+import inspect
 import itertools
+import sys
 
 import pytest
 
 import tigon
 from benchmarks.compile.steps import STEPS, launches_kernels
 from op_cases import INTERPRETED
+from tigon.ops.logits import softmax
 
 pytestmark = pytest.mark.no_interpreter("The interpreter replaces the compiler.")
 
 if not INTERPRETED:
-    from benchmarks.compile.targets import CHIPS, Chip, recorded, resources
+    from benchmarks.compile.targets import CHIPS, Chip, compiler_tools, gluon, recorded, resources
 
 
 # `make test` compiles the kernels of every second op for an H100, at the last of their recorded sizes, and those of
@@ -113,3 +116,21 @@ def test_a_spill_is_found():
         STEPS["rms_norm 16384"]()
     launches[0].options["num_warps"] = 1
     assert resources(launches[0], chip)["spilled"] > 0
+
+
+def test_the_compiler_has_the_sources_and_targets_that_resources_are_read_with():
+    tools = compiler_tools()
+    target = tools.GPUTarget("hip", "gfx942", 64)
+    assert (target.backend, target.arch, target.warp_size) == ("hip", "gfx942", 64)
+    assert {"fn", "signature", "constexprs", "attrs"} <= inspect.signature(tools.ASTSource).parameters.keys()
+    assert (tools.GluonASTSource is None) == (gluon is None)
+    assert softmax._forward_kernel.is_gluon() is False
+
+
+@pytest.mark.parametrize(
+    ("module", "name"), [("triton.backends.compiler", "GPUTarget"), ("triton.compiler", "ASTSource")]
+)
+def test_resources_are_refused_by_name_if_the_compiler_differs(monkeypatch, module, name):
+    monkeypatch.delattr(sys.modules[module], name)
+    with pytest.raises(RuntimeError, match=f"triton .* has another compiler than Tigon needs here .*{name}"):
+        compiler_tools()

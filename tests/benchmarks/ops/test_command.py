@@ -8,7 +8,7 @@ import torch.nn.functional as F
 import typer
 from typer.testing import CliRunner
 
-from benchmarks.ops import cases, providers
+from benchmarks.ops import cases, providers, runner
 from benchmarks.ops.providers import Provider
 from benchmarks.ops.session import bench
 from benchmarks.workloads import Case
@@ -152,8 +152,6 @@ def test_an_error_of_tigon_fails_the_run(run, monkeypatch):
 
 
 def test_a_check_that_does_not_fit_uses_fewer_rows(run, monkeypatch):
-    from benchmarks.ops import runner
-
     def fits(case, inputs, exact=runner.exact_results):
         if case.shape[0] > 4:
             raise torch.OutOfMemoryError
@@ -233,3 +231,17 @@ def test_a_provider_that_overwrites_the_shared_inputs_is_refused(run, monkeypatc
     code, _, report = run("--ops", "rms_norm", "--quick")
     assert code == 1
     assert rows_of(report, provider="tigon")[0]["status"] == "wrong"
+
+
+def test_the_compiler_forgets_its_graphs():
+    compiled = []
+
+    @torch.compile(backend=lambda graph, inputs: compiled.append(graph) or graph.forward)
+    def run(x):
+        return x * 3
+
+    for count in (1, 2):
+        run(torch.ones(2))
+        run(torch.ones(2))
+        assert len(compiled) == count
+        runner._reset_compiler()

@@ -11,6 +11,7 @@ from benchmarks.ops.cases import make_inputs
 from benchmarks.ops.measure import CudaMeter, Meter, Roofline, Samples
 from benchmarks.ops.providers import Provider
 from benchmarks.workloads import Case
+from tigon.runtime.compat import names
 
 CPU = torch.device("cpu")
 
@@ -84,6 +85,13 @@ def test_kernel_time_excludes_the_reset_of_inputs_and_the_flush(gpu):
     assert meter._kernel_ms(observed(actions), 0.1) == 7.0
     assert actions == ["reset", "flush", "sleep", "event", "call", "event"]
     assert meter.peak_bytes(observed(actions)) == 250
+
+
+def test_a_gpu_that_cannot_sleep_is_not_measured(monkeypatch):
+    monkeypatch.setattr(names, "missing", {})
+    monkeypatch.delattr(torch.cuda, "_sleep")
+    with pytest.raises(RuntimeError, match=r"has no torch\.cuda\._sleep, which Tigon needs here"):
+        measure.sleep_on_device(1)
 
 
 @pytest.mark.parametrize(("calls", "unmeasured_calls"), [(1, 1), (4, 4), (20, 0)])

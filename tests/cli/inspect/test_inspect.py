@@ -11,12 +11,11 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("typer")
 
 from command_work import run_tigon  # noqa: E402
-from hf.models_page import make_row, models_page, table  # noqa: E402
+from hf.models_page import causal_lm_types, make_row, models_page, table  # noqa: E402
 from hf.tiny import TYPES, WITHOUT  # noqa: E402
 from tigon.cli.inspect.build import build, default_config, find_config  # noqa: E402
 from tigon.cli.inspect.inspection import GROUPS, OCCASIONAL, inspect_config  # noqa: E402
 from tigon.hf.parts import PARTS  # noqa: E402
-from tigon.hf.transformers_private import causal_lm_types  # noqa: E402
 
 PAGE = Path(__file__).parents[3] / "docs" / "models.md"
 

@@ -12,7 +12,8 @@ from fp8_passes import FIND_MAXIMA, WRITE_COPIES, record_passes
 from op_cases import DEVICE
 from tigon.ops.adapters.fp8_weight import Fp8Group, Fp8Operand, Fp8Weight
 from tigon.ops.adapters.lora import lora_linears
-from tigon.ops.adapters.lora_mlp import lora_glu_mlp, runs_as_one_node
+from tigon.ops.adapters.lora_mlp import has_one_node, lora_glu_mlp
+from tigon.ops.adapters.plan import plan_node
 from tigon.ops.adapters.projection import Adapter, Projection
 from tigon.ops.fp8.formats import RECIPES, Fp8Options
 from tigon.ops.fp8.fp8_linear import fp8_projections
@@ -110,7 +111,7 @@ def test_an_output_that_is_not_used_has_no_gradient(recipe, rank):
 def test_a_gated_mlp_is_one_node(recipe, level):
     layers = Layers([(INNER, HIDDEN, 5), (INNER, HIDDEN, 0), (HIDDEN, INNER, 3)], recipe)
     projections = layers.projections()
-    assert runs_as_one_node(layers.x, projections)
+    assert has_one_node(plan_node(layers.x, projections))
     with tigon.lean(mlp=level == "lean+mlp"):
         y = lora_glu_mlp(layers.x, *projections)
     gate, up = fp8_projections(layers.x, layers.weights[:2], [None] * 2, recipe=recipe)

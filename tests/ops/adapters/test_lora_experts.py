@@ -344,8 +344,7 @@ def test_the_activation_of_an_element_is_computed_once():
     """The compiler must not compute it once more, in the layout of the low-rank product that reads its result."""
     import triton
 
-    from benchmarks.compile.targets import CHIPS, _source, recorded
-    from tigon.runtime.compat.triton import compiler_tools
+    from benchmarks.compile.targets import CHIPS, _source, compiler_tools, recorded
 
     chip, tools = next(chip for chip in CHIPS if chip.name == "sm_90"), compiler_tools()
     target = tools.GPUTarget(chip.backend, chip.arch, chip.device.warp_size)

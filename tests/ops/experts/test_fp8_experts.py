@@ -97,7 +97,6 @@ LAYOUTS = {
     "no gate": {"activation": "relu2"},
     "a function, transposed, biases": {"activation": _gate, "transposed": True, "biases": True},
     "a function": {"activation": _gate},
-    "weighted inputs": {"weight_inputs": True},
 }
 every_layout = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 # A function of the user takes another path than an activation with a name.
@@ -124,7 +123,7 @@ def test_it_is_as_accurate_as_eager_code(layout):
     assert max(errors.values()) < 0.13
     # The bias of the last product is added after it.
     assert "down_bias" not in errors or errors["down_bias"] < 2**-7
-    if not callable(layout.get("activation")) and "weight_inputs" not in layout:
+    if not callable(layout.get("activation")):
         eager = _step(_positional(fp8_eager.experts), leaves, index, **options)
         for name, error in _errors(eager, exact).items():
             assert errors[name] < 1.3 * error + 2**-7, name

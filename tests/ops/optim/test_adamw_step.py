@@ -318,8 +318,7 @@ def test_aligned_memory_is_accessed_in_wide_words():
     """A thread accesses 8 elements at once: 16 bytes of bf16, or 8 bytes of codes. Without alignment it cannot."""
     import triton
 
-    from benchmarks.compile.targets import CHIPS, _source, recorded
-    from tigon.runtime.compat.triton import compiler_tools
+    from benchmarks.compile.targets import CHIPS, _source, compiler_tools, recorded
 
     tools, chip, counts = compiler_tools(), CHIPS[1], []
     target = tools.GPUTarget(chip.backend, chip.arch, chip.device.warp_size)

@@ -182,20 +182,6 @@ def test_a_guard_of_a_graph_is_called_before_each_run_and_recompiles_the_graph()
         assert len(traced_graphs) == count
 
 
-def test_the_compiler_forgets_its_graphs():
-    compiled = []
-
-    @torch.compile(backend=lambda graph, inputs: compiled.append(graph) or graph.forward)
-    def run(x):
-        return x * 3
-
-    for count in (1, 2):
-        run(torch.ones(2))
-        run(torch.ones(2))
-        assert len(compiled) == count
-        graphs.reset_compiler()
-
-
 # --- a torch without the names ---------------------------------------------------------------------
 
 

@@ -113,12 +113,6 @@ def test_public_function_replaces_a_missing_one(monkeypatch, import_again, name)
     assert module.function_modes() == (1 if name == MODES[1] else 0)
 
 
-def test_the_bench_refuses_to_measure_a_gpu_that_cannot_sleep(monkeypatch, import_again):
-    monkeypatch.delattr(torch.cuda, "_sleep")
-    with pytest.raises(RuntimeError, match=r"has no torch\.cuda\._sleep, which Tigon needs here"):
-        import_again(operators).sleep_on_device(1)
-
-
 @pytest.mark.thorough
 def test_torch_computes_the_step_if_init_group_differs():
     """`tigon.AdamW` decides at import, so another process changes torch before the import."""

@@ -55,21 +55,6 @@ class FourBitWeight(NamedTuple):
     dtype: torch.dtype
 
 
-# --- reference -----------------------------------------------------------------------------------
-
-
-def dequantise_reference(weight: FourBitWeight) -> Tensor:
-    """Return the dense weight [O, I] by operations of torch."""
-    packed, numel = weight.packed.reshape(-1), weight.shape.numel()
-    codes = torch.stack([packed >> 4, packed & 15], 1).view(-1)[:numel]
-    scales, quantised = weight.scales, weight.quantised_scales
-    if quantised is not None:
-        scales_of_scales = quantised.scales.repeat_interleave(quantised.block)[: len(scales)]
-        scales = quantised.table[scales.int()] * scales_of_scales + quantised.offset
-    values = weight.table[codes.int()] * scales.repeat_interleave(weight.block)[:numel]
-    return values.to(weight.dtype).view(weight.shape)
-
-
 # --- kernel --------------------------------------------------------------------------------------
 
 

@@ -241,5 +241,5 @@ def _split(a: Tensor, out: Tensor, strides: tuple[int, int, int, int], factor: f
             stride_an=a.stride(2), stride_oe=strides[0], stride_or=strides[1], stride_on=strides[2],
             stride_term=strides[3], factor=factor,
         ),
-        RANK=rank, TERMS_=terms, BLOCK_E=SPLIT_BLOCK_E, BLOCK_N=SPLIT_BLOCK_N, num_warps=4,
+        TERMS_=terms, BLOCK_E=SPLIT_BLOCK_E, BLOCK_N=SPLIT_BLOCK_N, num_warps=4,
     )  # fmt: skip

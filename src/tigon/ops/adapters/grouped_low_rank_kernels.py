@@ -13,9 +13,9 @@ from tigon.runtime.compat.triton import tl, triton
 @triton.jit(do_not_specialize=["E", "first"])
 def split_experts_kernel(
     a_ptr, out_ptr, E, N, first, stride_ae, stride_ar, stride_an, stride_oe, stride_or, stride_on, stride_term, factor,
-    RANK: tl.constexpr, TERMS_: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_N: tl.constexpr,
+    TERMS_: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Write the terms of factor * a [E, RANK, N] to the ranks `first`, `first` + 1, ... of out [terms, E, R, N].
+    """Write the terms of factor * a [E, r, N] to the ranks `first`, `first` + 1, ... of out [terms, E, R, N].
 
     If TERMS_ is 0, write the values of `a` to out [E, R, N]. Both tensors have any strides.
     A program writes one rank of a block of experts, because the experts of PEFT's B are adjacent in memory.

@@ -53,15 +53,6 @@ LARGEST_FUSED_RANK = 32
 
 
 @triton.jit
-def _activate(gate, KIND: tl.constexpr):
-    """Return act(gate) and act'(gate) in fp32."""
-    if KIND == "relu2":
-        return tl.where(gate <= 0.0, 0.0, gate * gate), tl.where(gate <= 0.0, 0.0, 2.0 * gate)
-    else:
-        return activation_and_slope(gate, KIND)
-
-
-@triton.jit
 def _separate(x, IS_NVIDIA: tl.constexpr):
     """Return x, in bf16 or fp16, by a copy that keeps the compiler from computing x twice.
 
@@ -110,7 +101,7 @@ def _lora_expert_forward_kernel(
             if halves == 2:
                 b, b2 = load_factor(up_b_ptr, b_rows + N + cols, stride_b_term, b_mask, B_TERMS, B_IS_SPLIT)
                 up = add_expanded(up, p, p2, b, b2, ORDER, B_TERMS)
-        a, _ = _activate(gate, KIND)
+        a, _ = activation_and_slope(gate, KIND)
         if halves == 2:
             a *= up
         a = a.to(a_ptr.dtype.element_ty)
@@ -179,7 +170,7 @@ def _lora_expert_backward_kernel(
             a_mask = (ranks[:, None] < DOWN_R) & (cols < N)
             down_a, down_a2 = load_factor(down_a_ptr, down_rows + cols, stride_a_term, a_mask, A_TERMS, A_IS_SPLIT)
             da = add_expanded(da, dq, dq2, down_a, down_a2, ORDER, A_TERMS)
-        act, slope = _activate(gate, KIND)
+        act, slope = activation_and_slope(gate, KIND)
         a = act * up if halves == 2 else act
         if wa_ptr is not None:
             tl.store(wa_ptr + rows * stride_wa + cols, weights * a, inside)

@@ -189,11 +189,6 @@ def has_one_node(call: NodeCall) -> bool:
     return _plan_glu(plan) is not None and not any(tensors[layer.weight_index].requires_grad for layer in plan.layers)
 
 
-def runs_as_one_node(x: object, layers: Sequence[Projection]) -> bool:
-    """Return whether one node computes the MLP for the input x."""
-    return (call := plan_node(x, layers)) is not None and has_one_node(call)
-
-
 @on_device
 def lora_glu_mlp_node(x: Tensor, call: NodeCall, activation: str) -> Tensor:
     """Return the same as `lora_glu_mlp` by one node, for whose call `has_one_node` is True."""

@@ -115,8 +115,8 @@ def dropout_bits(seeds: Tensor, position: int, tokens: int, features: int, p: fl
     """
     dropout_mask = seeds.new_empty((tokens, cdiv(features, 8)), dtype=torch.uint8)
     launch(
-        dropout_bits_kernel, tokens * cdiv(dropout_mask.shape[1], 256), seeds, dropout_mask, tokens, features,
-        position, dropout_mask.stride(0), p, BLOCK=256, num_warps=2,
+        dropout_bits_kernel, tokens * cdiv(dropout_mask.shape[1], 256), seeds, dropout_mask, features, position,
+        dropout_mask.stride(0), p, BLOCK=256, num_warps=2,
     )  # fmt: skip
     return dropout_mask
 

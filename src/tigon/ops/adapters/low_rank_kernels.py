@@ -60,8 +60,8 @@ def _load_mask(mask_ptr, stride_mask, rows, cols, inside):
     return (bits >> (cols % 8).to(tl.uint8)) & 1
 
 
-@triton.jit(do_not_specialize=["T", "position"])
-def dropout_bits_kernel(seeds_ptr, mask_ptr, T, N, position, stride_mask, p, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["position"])
+def dropout_bits_kernel(seeds_ptr, mask_ptr, N, position, stride_mask, p, BLOCK: tl.constexpr):
     """Draw the bits of a block of columns of one row by Philox. A bit is 1 with a probability of 1 - p."""
     blocks = tl.cdiv(N, 8 * BLOCK)
     row = tl.program_id(0) // blocks

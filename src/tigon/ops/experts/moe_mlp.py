@@ -191,8 +191,7 @@ def moe_mlp(
 
 def moe_mlp_in_fp8(
     x: Tensor, parameters: ExpertParameters, top_k_index: Tensor, top_k_weights: Tensor, *, transposed: bool = False,
-    activation: str | Callable[[Tensor], Tensor] = "silu", weight_inputs: bool = False,
-    cache: WeightCache | None = None,
+    activation: str | Callable[[Tensor], Tensor] = "silu", cache: WeightCache | None = None,
 ) -> Tensor:  # fmt: skip
     """Return `moe_mlp` with its forward products and those of dX in FP8, and the gradients of the weights as they are.
 
@@ -202,7 +201,7 @@ def moe_mlp_in_fp8(
     Args:
         x: See `moe_mlp`.
         parameters: The weights and biases of the experts.
-        top_k_index, top_k_weights, transposed, activation, weight_inputs: See `moe_mlp`.
+        top_k_index, top_k_weights, transposed, activation: See `moe_mlp`.
         cache: The FP8 copies of the weights "up" and "down", which belong to these weights only. Without a cache, each
             product makes its copy and frees it.
 
@@ -210,7 +209,7 @@ def moe_mlp_in_fp8(
         TypeError, ValueError: See `moe_mlp`. A size is no multiple of 16.
     """
     cache = None if torch.compiler.is_compiling() else cache
-    call = _ExpertCall("moe_mlp_in_fp8", activation, transposed, weight_inputs, True, cache)
+    call = _ExpertCall("moe_mlp_in_fp8", activation, transposed, False, True, cache)
     return _run(call, x, parameters, top_k_index, top_k_weights)
 
 

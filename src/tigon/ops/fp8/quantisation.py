@@ -175,7 +175,7 @@ def _is_one_pass(parts: Sequence[_Part], layout: Layout) -> bool:
     return layout.is_rowwise and not layout.needs_transposed and (len(parts) == 1 or not layout.by_columns)
 
 
-def _write_rows(part: _Part, copies: Copies, layout: Layout) -> None:
+def _write_rows(part: _Part, copies: Copies) -> None:
     """Write the copy by rows of a part whose rows have their own scales, in one pass."""
     assert copies.rows is not None
     assert copies.row_scale is not None
@@ -267,7 +267,7 @@ def quantise_parts(
         row, column = (row, column + x.shape[1]) if layout.by_columns else (row + x.shape[0], column)
     if _is_one_pass(parts, layout):
         for part in parts:
-            _write_rows(part, copies, layout)
+            _write_rows(part, copies)
     elif maximum is not None:
         for part in reversed(parts):
             write_part(part, Maxima(maximum, None, None), copies, layout, is_reversed=True)

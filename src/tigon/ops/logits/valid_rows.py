@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tigon.runtime import checks
+from tigon.runtime.autograd import version_of
 from tigon.runtime.compat.triton import tl, triton
 from tigon.runtime.device import runs_kernels
 from tigon.runtime.launch import launch, on_device
@@ -56,11 +57,6 @@ def _find(target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
 # --- public --------------------------------------------------------------------------------------
 
 
-def _version(x: Tensor) -> int:
-    """Return how often a tensor was written to, or 0 for an inference tensor, which has no counter."""
-    return 0 if x.is_inference() else x._version
-
-
 def as_targets(target: Tensor, ignore_index: int) -> Tensor:
     """Return target [...] as contiguous [M], in a dtype that holds `ignore_index`, which would wrap otherwise."""
     fits = target.dtype == torch.int64 or -(2**31) <= ignore_index < 2**31
@@ -96,7 +92,7 @@ class ValidRows:
         if target.is_meta:
             raise ValueError("ValidRows: target must have values, got a tensor on meta")
         ignore_index = checks.ignore_index("ValidRows", -100 if ignore_index is None else ignore_index)
-        self.target, self.ignore_index, self._version = target, ignore_index, _version(target)
+        self.target, self.ignore_index, self._version = target, ignore_index, version_of(target)
         self._rows, count = _find(as_targets(target.detach(), ignore_index), ignore_index)
         self._copy_event: torch.cuda.Event | None = None
         if count.is_cuda:
@@ -132,7 +128,7 @@ class ValidRows:
                 f"{op}: valid_rows must be those of the target, got those of another tensor, of shape "
                 f"{tuple(source.shape)} instead of {tuple(target.shape)}"
             )
-        if _version(target) != self._version:
+        if version_of(target) != self._version:
             raise ValueError(f"{op}: valid_rows must be those of the current target, got those of its earlier values")
         if ignore_index != self.ignore_index:
             raise ValueError(f"{op}: valid_rows must have ignore_index={ignore_index}, got {self.ignore_index}")

@@ -16,7 +16,7 @@ from torch import Tensor
 from tigon.ops.adapters.four_bit import FourBitWeight, QuantisedScales, dequantise
 from tigon.ops.adapters.projection import FrozenWeight, TensorLike, product_dtype
 from tigon.recognition.probing.standin import describe
-from tigon.runtime.autograd import without_saved_tensor_hooks
+from tigon.runtime.autograd import version_of, without_saved_tensor_hooks
 from tigon.runtime.device import PLAIN, runs_kernels
 from tigon.runtime.stock import written_in
 from tigon.runtime.weak_cache import cached_weakly
@@ -44,11 +44,6 @@ def _state_of(layer: Any) -> Any:
     """
     state = getattr(getattr(layer, "weight", None), "quant_state", None)
     return getattr(layer, "quant_state", None) if state is None else state
-
-
-def _version(tensor: Tensor) -> int:
-    """Return a number that changes if the tensor is written in place; 0 for an inference tensor."""
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def _four_bit_weight(weight: Tensor, state: Any) -> FourBitWeight | None:
@@ -83,11 +78,11 @@ def _find_weight(layer: Any, uses_kernel: bool) -> Callable[[], Tensor]:
     from bitsandbytes.functional import dequantize_4bit
 
     weight, state = layer.weight, _state_of(layer)
-    version = _version(weight)
+    version = version_of(weight)
     four_bit_weight = _four_bit_weight(weight, state) if uses_kernel else None
 
     def compute() -> Tensor:
-        if _version(weight) != version:
+        if version_of(weight) != version:
             raise RuntimeError(
                 "tigon: a quantised weight that backward needs was modified in place after the forward pass"
             )

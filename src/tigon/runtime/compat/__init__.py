@@ -19,5 +19,7 @@ Other files use only these private names directly, because torch cannot change t
 or every custom layer: the tables `_parameters`, `_buffers` and `_modules` of a module, its tables of hooks, and
 `_version` and `_base` of a tensor. The same tests check them.
 
+`benchmarks` names the functions that only it needs itself.
+
 The names are bound once, at import, because small models wait for the host.
 """

@@ -156,16 +156,6 @@ disable_dynamo: Callable[[Callable], Callable] = getattr(torch, "_disable_dynamo
 DYNAMO_ERRORS = (AttributeError, ImportError, KeyError, TypeError)
 
 
-def reset_compiler() -> None:
-    """Forget all graphs that `torch.compile` has made in this process.
-
-    `torch.compiler.reset` would import Dynamo, which takes seconds, so it is called only if Dynamo is imported already.
-    If Dynamo has another name, the graphs are kept: they hold memory, and count toward the limit of recompilations.
-    """
-    if "torch._dynamo" in sys.modules:
-        torch.compiler.reset()
-
-
 def _run_nothing(function: Callable[[Any], None]) -> None:
     """Take the place of `comptime` in a torch without it."""
 

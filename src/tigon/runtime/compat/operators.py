@@ -47,11 +47,6 @@ def any_changing_mode() -> bool:
     return any(type(mode).__module__ != _MODULE_OF_DEVICE_MODE for mode in _list_function_modes())
 
 
-# Let the current stream wait for a number of clock cycles of the GPU. `benchmarks.ops` marks its calls in a profile by
-# this kernel, and gives the host time to queue a call. Seen in 2.8 to 2.13. Without it, `benchmarks.ops` refuses to
-# measure a GPU.
-sleep_on_device: Callable[[int], Any] = find("cuda._sleep")
-
 # --- operators -------------------------------------------------------------------------------------
 
 

@@ -14,8 +14,7 @@ import re
 import threading
 import types
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from tigon.runtime.device import HAS_TRITON
 
@@ -163,9 +162,9 @@ with contextlib.suppress(ImportError):
 HOPPER_TESTED = ("3.6", "3.7")
 
 
-def has_hopper_instructions(version: str = triton.__version__) -> bool:
+def has_hopper_instructions() -> bool:
     """Return whether the kernels that use `hopper` were tested in this Triton release."""
-    return _is_one_of(HOPPER_TESTED, version)
+    return _is_one_of(HOPPER_TESTED, triton.__version__)
 
 
 hopper: Any = None
@@ -183,9 +182,9 @@ if gluon is not None and has_hopper_instructions():
 # low-rank term in a kernel of its own.
 
 
-def has_tensor_descriptors(version: str = triton.__version__) -> bool:
+def has_tensor_descriptors() -> bool:
     """Return whether kernels may take tensor descriptors in this Triton release."""
-    match = re.match(r"(\d+)\.(\d+)", version)
+    match = re.match(r"(\d+)\.(\d+)", triton.__version__)
     return match is not None and (int(match[1]), int(match[2])) >= (3, 6)
 
 
@@ -193,39 +192,3 @@ TensorDescriptor: Any = None
 if has_tensor_descriptors():
     with contextlib.suppress(ImportError, AttributeError):
         TensorDescriptor = importlib.import_module("triton.tools.tensor_descriptor").TensorDescriptor
-
-
-# --- the compiler for other chips ------------------------------------------------------------------
-
-
-class CompilerTools(NamedTuple):
-    """The names of Triton with which `benchmarks.compile` compiles kernels for other chips."""
-
-    GPUTarget: Any
-    ASTSource: Any
-    # The source of a Gluon kernel; None in a Triton without Gluon, in which no such kernel is launched.
-    GluonASTSource: Any
-    # The program of CUDA that prints the registers and the stack of a compiled kernel.
-    cuobjdump: Path
-
-
-def compiler_tools() -> CompilerTools:
-    """Import the names of Triton's compiler. Seen in 3.4 to 3.9.
-
-    Raises:
-        RuntimeError: This Triton lacks one of the names. `benchmarks.compile` then compiles nothing.
-    """
-    try:
-        compiler = importlib.import_module("triton.backends.compiler")
-        backend = importlib.import_module("triton.backends.nvidia")
-        source = importlib.import_module("triton.compiler").ASTSource
-        gluon_source = None
-        if gluon is not None:
-            gluon_source = importlib.import_module("triton.experimental.gluon._runtime").GluonASTSource
-        cuobjdump = Path(str(backend.__file__)).parent / "bin" / "cuobjdump"
-        return CompilerTools(compiler.GPUTarget, source, gluon_source, cuobjdump)
-    except (ImportError, AttributeError) as error:
-        raise RuntimeError(
-            f"triton {triton.__version__} has another compiler than Tigon needs here ({error}); docs/compatibility.md "
-            "lists the versions that work"
-        ) from error
