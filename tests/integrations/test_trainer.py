@@ -9,6 +9,7 @@ import torch
 import transformers
 
 import tigon
+from tigon.hf.patch import make_request
 from tigon.integrations import experts
 from tigon.integrations.trainer import TigonCallback, _patch_model
 from tigon.runtime import requirements
@@ -67,6 +68,8 @@ def test_the_trainer_trains_a_patched_model(tmp_path, late):
         (ValueError, {"memory": "small"}, "TigonCallback: memory must be one of .*'lean'.*, got 'small'"),
         (TypeError, {"ropes": False}, "TigonCallback: unknown option 'ropes'"),
         (TypeError, {"rope": 1}, "TigonCallback: rope must be True or False, got 1"),
+        (ValueError, {"fp8": True}, "TigonCallback: fp8 must be one of .*'tensorwise'.* or None, got True"),
+        (TypeError, {"token_scaling": 1}, "TigonCallback: token_scaling must be a bool, got 1"),
     ],
 )
 def test_a_callback_refuses_unknown_options(error, options, message):
@@ -75,7 +78,16 @@ def test_a_callback_refuses_unknown_options(error, options, message):
 
 
 def test_a_callback_takes_a_level_with_a_number_of_layers():
-    assert TigonCallback(memory="lean+mlp:4").memory == "lean+mlp:4"
+    assert TigonCallback(memory="lean+mlp:4").request.memory == tigon.Memory("lean", mlp=4)
+
+
+def test_a_callback_takes_every_option_of_patch():
+    options = {"fp8": "tensorwise", "fp8_dw": False, "acc_dtype": torch.float32, "token_scaling": True}
+    callback, model = TigonCallback(**options), tiny_llama()
+    assert callback.request == make_request("patch", options)
+    callback.on_init_end(None, None, None, model=model)
+    # The layers of this model are too narrow.
+    assert "fp8='tensorwise' has no effect" in str(callback.report)
 
 
 # --- experts ---------------------------------------------------------------------------------------
@@ -114,7 +126,7 @@ def test_forwards_of_another_library_are_named():
     norm = model.model.norm
     norm.forward = types.MethodType(names["forward"], norm)
     with pytest.warns(UserWarning, match="Liger Kernel has replaced the forward of LlamaRMSNorm before tigon.patch"):
-        _patch_model(model, "default", {})
+        _patch_model(model, make_request("TigonCallback", {}))
 
 
 @pytest.mark.parametrize("documented", [TigonCallback, experts.register])
@@ -129,7 +141,7 @@ def test_an_old_transformers_gives_one_warning(monkeypatch):
     monkeypatch.setitem(requirements.FLOORS, "transformers", "99")
     model = tiny_llama()
     with pytest.warns(UserWarning, match=r"trained without Tigon: .* needs transformers 99 or later \("):
-        assert _patch_model(model, "default", {}) is None
+        assert _patch_model(model, make_request("TigonCallback", {})) is None
     assert "forward" not in vars(model.model.norm)
 
 

@@ -39,21 +39,18 @@ from tigon.recognition.replacement import foreign_forward, install
 NARROWEST = 352
 
 
-def check_fp8(fp8: Any, fp8_dw: Any, memory: Memory) -> FP8Settings | None:
+def check_fp8(op: str, fp8: Any, fp8_dw: bool, memory: Memory) -> FP8Settings | None:
     """Return the settings that the options of `patch` request; None if they request no FP8.
 
     At the level "default", which saves what backward reads, the quantised weights are saved for backward too.
 
     Raises:
-        TypeError: `fp8_dw` is not a bool.
-        ValueError: `fp8` is no recipe.
+        ValueError: `fp8` is no recipe. The message begins with `op`.
     """
-    if not isinstance(fp8_dw, bool):
-        raise TypeError(f"patch: fp8_dw must be True or False, got {fp8_dw!r}")
     if fp8 is None:
         return None
     if fp8 not in RECIPES:
-        raise ValueError(f"patch: fp8 must be one of {', '.join(map(repr, RECIPES))} or None, got {fp8!r}")
+        raise ValueError(f"{op}: fp8 must be one of {', '.join(map(repr, RECIPES))} or None, got {fp8!r}")
     return FP8Settings(fp8, fp8_dw, keeps_copies=memory == Memory())
 
 

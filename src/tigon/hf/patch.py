@@ -5,7 +5,7 @@ import functools
 import inspect
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, Never, ParamSpec
 
@@ -29,21 +29,10 @@ from tigon.memory.levels import Memory, MemoryLevel, check_memory
 from tigon.recognition.parts.fp8 import FP8Settings
 from tigon.runtime import checks
 
-OPTIONS = (*PARTS, "memory", "graphs", "pad_to", "fp8", "fp8_dw", *LOSS_OPTIONS)
 # The recipes of FP8.
 FP8Scales = Literal["rowwise", "tensorwise"]
 P = ParamSpec("P")
 Context = contextlib.AbstractContextManager[Report]
-
-
-def _check_options(parts: dict[str, Any], memory: Any, unknown: Iterable[str]) -> Memory:
-    """Refuse unknown options and wrong values, and return the level of memory."""
-    for name in unknown:
-        raise TypeError(f"patch: unknown option {name!r}; choose from {', '.join(OPTIONS)}")
-    for name, value in parts.items():
-        if not isinstance(value, bool):
-            raise TypeError(f"patch: {name} must be True or False, got {value!r}")
-    return check_memory("patch", memory)
 
 
 def patch(
@@ -168,24 +157,14 @@ def patch(
         loss      LlamaForCausalLM  1      linear_cross_entropy in the head
         >>> report.restore()
     """
+    # This is the first statement, so that the only local variables are the arguments.
+    options = {name: value for name, value in locals().items() if name not in ("model", "unknown")}
     if not isinstance(model, (nn.Module, str)):
         raise TypeError(f"patch: model must be a torch.nn.Module or a model type, got {type(model).__name__}")
-    # The order of the values is that of the parts.
-    switches = rms_norm, layer_norm, glu, mlp, experts, relu2, gelu, adapters, rope, mixers, fused_statements, loss
-    options = dict(zip(PARTS, switches, strict=True))
-    if not isinstance(graphs, bool):
-        raise TypeError(f"patch: graphs must be True or False, got {graphs!r}")
-    level = _check_options(options, memory, unknown)
-    loss_options = LossOptions(token_scaling, acc_dtype, return_token_accuracy, return_predicted_tokens)
-    loss_options.check("patch")
-    if pad_to is not None:
-        checks.size("patch", "pad_to", pad_to)
-    fp8_settings = check_fp8(fp8, fp8_dw, level)
-    parts = [part for part in PARTS if options[part]]
-    request = Request(parts, level, fp8_settings, loss_options, graphs, pad_to)
+    request = make_request("patch", options | unknown)
     if isinstance(model, str):
-        return patch_type(model, functools.partial(_patch_instance, request=request))
-    return _patch_instance(model, request, stacklevel=3)
+        return patch_type(model, functools.partial(patch_instance, request=request))
+    return patch_instance(model, request, stacklevel=3)
 
 
 @dataclass(frozen=True)
@@ -200,7 +179,38 @@ class Request:
     pad_to: int | None
 
 
-def _patch_instance(model: nn.Module, request: Request, stacklevel: int = 2) -> Report:
+# The options of `patch` and their defaults.
+OPTIONS = {
+    name: parameter.default
+    for name, parameter in inspect.signature(patch).parameters.items()
+    if parameter.kind is parameter.KEYWORD_ONLY
+}
+
+
+def make_request(op: str, options: dict[str, Any]) -> Request:
+    """Check some options of `patch`; the others have their defaults. The messages of errors begin with `op`.
+
+    Raises:
+        TypeError, ValueError: See `patch`.
+    """
+    for name in options:
+        if name not in OPTIONS:
+            raise TypeError(f"{op}: unknown option {name!r}; choose from {', '.join(OPTIONS)}")
+    values = OPTIONS | options
+    for name in (*PARTS, "graphs", "fp8_dw"):
+        if not isinstance(values[name], bool):
+            raise TypeError(f"{op}: {name} must be True or False, got {values[name]!r}")
+    memory = check_memory(op, values["memory"])
+    loss_options = LossOptions(**{name: values[name] for name in LOSS_OPTIONS})
+    loss_options.check(op)
+    if values["pad_to"] is not None:
+        checks.size(op, "pad_to", values["pad_to"])
+    fp8 = check_fp8(op, values["fp8"], values["fp8_dw"], memory)
+    parts = [part for part in PARTS if values[part]]
+    return Request(parts, memory, fp8, loss_options, values["graphs"], values["pad_to"])
+
+
+def patch_instance(model: nn.Module, request: Request, stacklevel: int = 2) -> Report:
     """Find, decide and apply. Every error that this function raises on purpose comes before the first change."""
     search = Search(model, request.parts)
     search.decide()

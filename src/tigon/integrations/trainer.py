@@ -11,10 +11,9 @@ from typing import Any
 from torch import nn
 from transformers import TrainerCallback
 
-from tigon.hf.patch import OPTIONS, patch
+from tigon.hf.patch import Request, make_request, patch_instance
 from tigon.hf.report import Report
-from tigon.memory.levels import Memory, MemoryLevel, check_memory
-from tigon.runtime import checks
+from tigon.memory.levels import Memory, MemoryLevel
 from tigon.runtime.requirements import require_for
 
 LOGGER = logging.getLogger("tigon")
@@ -34,11 +33,11 @@ class TigonCallback(TrainerCallback):
         memory: The memory level of `tigon.patch`. Set `gradient_checkpointing=False` in the training arguments, because
             a checkpointed layer saves only its input at every level.
         pad_to: The option of `tigon.patch`, for batches of uneven lengths.
-        options: The parts of `tigon.patch` to leave out, such as `rope=False`.
+        options: The other options of `tigon.patch`, such as `rope=False` or `fp8="tensorwise"`.
 
     Raises:
         TypeError: An option is unknown, or of the wrong type.
-        ValueError: `memory` is no level, or `pad_to` is below 1.
+        ValueError: `memory` is no level, `fp8` is no recipe, or `pad_to` is below 1.
 
     Source: `transformers.TrainerCallback` of transformers 5.17.
 
@@ -49,12 +48,9 @@ class TigonCallback(TrainerCallback):
     """
 
     def __init__(
-        self, memory: Memory | MemoryLevel | str = "default", pad_to: int | None = None, **options: bool
+        self, memory: Memory | MemoryLevel | str = "default", pad_to: int | None = None, **options: Any
     ) -> None:
-        _check_options(memory, options)
-        if pad_to is not None:
-            checks.size("TigonCallback", "pad_to", pad_to)
-        self.memory, self.options = memory, {**options, "pad_to": pad_to}
+        self.request = make_request("TigonCallback", {"memory": memory, "pad_to": pad_to, **options})
         # The report of the latest model that was patched.
         self.report: Report | None = None
         # The reference is weak, so that the callback does not keep the model alive.
@@ -73,23 +69,11 @@ class TigonCallback(TrainerCallback):
         # At the start of training, FSDP or a compiler may have wrapped the model that was patched.
         if model is None or (patched_model is not None and any(m is patched_model for m in model.modules())):
             return
-        self.report = _patch_model(model, self.memory, self.options)
+        self.report = _patch_model(model, self.request)
         self._patched_model = weakref.ref(model)
 
 
-def _check_options(memory: Any, options: dict[str, Any]) -> None:
-    """Refuse an unknown memory level, and unknown or wrong options of `tigon.patch`."""
-    check_memory("TigonCallback", memory)
-    others = "memory", "pad_to"
-    parts = [name for name in OPTIONS if name not in others]
-    for name, value in options.items():
-        if name not in parts:
-            raise TypeError(f"TigonCallback: unknown option {name!r}; choose from {', '.join([*parts, *others])}")
-        if not isinstance(value, bool):
-            raise TypeError(f"TigonCallback: {name} must be True or False, got {value!r}")
-
-
-def _patch_model(model: nn.Module, memory: Any, options: dict[str, Any]) -> Report | None:
+def _patch_model(model: nn.Module, request: Request) -> Report | None:
     """Patch a model, log the report, and warn if another kernel library has replaced some of its forwards.
 
     Without the version of transformers that `tigon.patch` needs, the result is None, and a warning names both versions.
@@ -99,7 +83,7 @@ def _patch_model(model: nn.Module, memory: Any, options: dict[str, Any]) -> Repo
     except ImportError as error:
         warnings.warn(f"tigon: the model is trained without Tigon: {error}", stacklevel=4)
         return None
-    report = patch(model, memory=memory, **options)
+    report = patch_instance(model, request)
     LOGGER.info("%s", report)
     for package, name in KERNEL_LIBRARIES.items():
         entries = [entry for entry in report.left_alone if f"already replaced (by {package}" in entry.detail]
