@@ -1,4 +1,4 @@
-"""Imports run one way, from the command line down to the runtime. Few families of ops import another family."""
+"""Imports run one way, few families of ops import another family, and files and functions are small."""
 
 import ast
 import functools
@@ -125,3 +125,39 @@ def test_nothing_below_hf_imports_transformers(layer):
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             assert not any(name.partition(".")[0] == "transformers" for name in names), f"{file}:{node.lineno}"
+
+
+# --- sizes -----------------------------------------------------------------------------------------
+
+ROOT = PACKAGE.parents[1]
+# A kernel may have more parameters, because a launch passes numbers and pointers one by one.
+MOST_LINES, MOST_LINES_OF_FUNCTION, MOST_POSITIONAL_PARAMETERS = 400, 100, 8
+# The parameters for which a caller writes no argument.
+IMPLICIT = "self", "cls", "ctx"
+
+# The functions that are larger, and the reasons.
+LARGER = {
+    ("src/tigon/integrations/liger/rare.py", "__init__"): "the signature is that of a module of Liger Kernel",
+    ("src/tigon/integrations/trl_head.py", "apply"): "the signature is that of a function of TRL",
+    ("src/tigon/ops/logits/distillation.py", "_distillation_kernel"): "one kernel has all divergences and both losses",
+}
+
+
+def _is_too_large(function: ast.FunctionDef) -> bool:
+    first = function.body[0]
+    docstring = 0 if ast.get_docstring(function) is None else first.end_lineno - first.lineno + 1
+    lines = function.end_lineno - function.lineno + 1 - docstring
+    is_kernel = any(ast.unparse(x).startswith(("triton.jit", "gluon.jit")) for x in function.decorator_list)
+    parameters = [x.arg for x in (*function.args.posonlyargs, *function.args.args) if x.arg not in IMPLICIT]
+    has_many = len(parameters) > MOST_POSITIONAL_PARAMETERS and not is_kernel
+    return lines > MOST_LINES_OF_FUNCTION or has_many
+
+
+def test_files_and_functions_are_small():
+    larger = set()
+    for file in (*PACKAGE.rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")):
+        text = file.read_text("utf-8")
+        assert text.count("\n") <= MOST_LINES, file
+        functions = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)]
+        larger |= {(file.relative_to(ROOT).as_posix(), node.name) for node in functions if _is_too_large(node)}
+    assert larger == LARGER.keys()
