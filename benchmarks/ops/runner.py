@@ -115,7 +115,7 @@ def run_case(
 
 
 @dataclass
-class _Entry:
+class _ProviderRun:
     """A provider during the run of a case."""
 
     provider: Provider
@@ -141,11 +141,11 @@ class _CaseRun:
 
     def __init__(self, case: Case, providers: Iterable[Provider], meter: Meter) -> None:
         self.case, self.meter = case, meter
-        self.entries = [_Entry(provider, self._row(provider)) for provider in providers]
+        self.entries = [_ProviderRun(provider, self._row(provider)) for provider in providers]
         for entry in self.entries:
             self._attempt(entry, self._load)
 
-    def active_entries(self) -> list[_Entry]:
+    def active_entries(self) -> list[_ProviderRun]:
         return [entry for entry in self.entries if entry.row.status == "ok"]
 
     def _row(self, provider: Provider) -> BenchRow:
@@ -156,18 +156,18 @@ class _CaseRun:
             bytes=workload.bytes_of(case), flops=workload.flops_of(case),
         )  # fmt: skip
 
-    def _load(self, entry: _Entry) -> None:
+    def _load(self, entry: _ProviderRun) -> None:
         if entry.provider.needs_gpu and self.meter.device.type != "cuda":
             entry.row.end("missing", "needs a GPU")
         else:
             entry.run = entry.provider.load(self.case)
 
-    def _bind(self, entry: _Entry, inputs: Inputs) -> BoundProvider:
+    def _bind(self, entry: _ProviderRun, inputs: Inputs) -> BoundProvider:
         """Bind a provider to inputs. Copies and prepared operands live as long as the result."""
         assert entry.run is not None
         return BoundProvider(entry.provider, entry.run, entry.provider.prepare(self.case, inputs))
 
-    def _attempt(self, entry: _Entry, action: Callable[[_Entry], Result]) -> Result | None:
+    def _attempt(self, entry: _ProviderRun, action: Callable[[_ProviderRun], Result]) -> Result | None:
         """Call `action(entry)`. An error becomes the status of the row, and the result is then None."""
         try:
             return action(entry)
@@ -229,7 +229,7 @@ class _CaseRun:
                 baseline.inputs = Inputs({})
                 baseline.inputs = make_inputs(baseline.case, self.meter.device, seed=1)
 
-    def _judge(self, entry: _Entry, baseline: _Baseline) -> None:
+    def _judge(self, entry: _ProviderRun, baseline: _Baseline) -> None:
         """Compare the results of a provider with the expected ones, and note the verdict in its row."""
         results, row = self._bind(entry, baseline.inputs).results(), entry.row
         # If a kernel has failed, this call raises its error.
@@ -253,13 +253,13 @@ class _CaseRun:
         """Warm up the providers, and measure each of them once a round."""
         inputs = make_inputs(self.case, self.meter.device)
 
-        def warm_up(entry: _Entry) -> None:
+        def warm_up(entry: _ProviderRun) -> None:
             bound = self._bind(entry, inputs)
             entry.calls = self.meter.calls(self.meter.warm_up(bound))
             entry.samples.peak_bytes = self.meter.peak_bytes(bound)
             entry.samples.gradient_bytes = bound.gradient_bytes
 
-        def measure_round(entry: _Entry) -> None:
+        def measure_round(entry: _ProviderRun) -> None:
             # Copies and prepared operands live for this round only, so memory holds those of one provider at a time.
             self.meter.measure_round(self._bind(entry, inputs), entry.calls, entry.samples)
 
@@ -272,7 +272,7 @@ class _CaseRun:
                 self._attempt(entry, measure_round)
 
 
-def _finish(entry: _Entry, roofline: Roofline) -> BenchRow:
+def _finish(entry: _ProviderRun, roofline: Roofline) -> BenchRow:
     """Return the row of a provider with its medians."""
     row, samples = entry.row, entry.samples
     row.floor_ms = roofline.floor_ms(row.bytes, row.flops)

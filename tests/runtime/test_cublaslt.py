@@ -42,7 +42,7 @@ class _Library:
         return [arguments for called, arguments in self.calls if called == name]
 
 
-def _plan(monkeypatch, library: _Library) -> cublaslt.Plan:
+def _plan(monkeypatch, library: _Library) -> cublaslt.ProductPlan:
     monkeypatch.setattr(cublaslt, "_library", lambda: library)
     monkeypatch.setattr(cublaslt, "current_raw_stream", lambda device: 77)
     problem = cublaslt.PlanProblem(
@@ -50,7 +50,7 @@ def _plan(monkeypatch, library: _Library) -> cublaslt.Plan:
         a_layout=cublaslt.MatrixLayout(False, 3), b_layout=cublaslt.MatrixLayout(True, 3), out_stride=4,
         accumulate=True, alignments=(16, 16, 16),
     )  # fmt: skip
-    return cublaslt.Plan(ctypes.c_void_p(1), problem, tuple(cublaslt.PING_PONG_TILES.values()))
+    return cublaslt.ProductPlan(ctypes.c_void_p(1), problem, tuple(cublaslt.PING_PONG_TILES.values()))
 
 
 def test_product_passes_its_addresses_and_sizes(monkeypatch):

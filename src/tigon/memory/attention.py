@@ -174,7 +174,7 @@ class AttentionOutputs:
             save = lambda t: PackedTensor(outer[0](t), outer[1])
         self.save = save
         # One entry for each call of attention in the first run; None for a call whose outputs are not saved.
-        self.entries: list[_Entry | None] = []
+        self.entries: list[_SavedCall | None] = []
         # The number of entries that the second run has used.
         self.position = 0
         # The reason why outputs are not saved, if there were some.
@@ -209,7 +209,7 @@ class AttentionOutputs:
     def _run(self, name: Any, call: Callable[[], Any], may_save: bool) -> Any:
         """Call attention, and save its outputs if `may_save` is True."""
         results = call()
-        self.entries.append(_Entry(name, results, self.save) if may_save else None)
+        self.entries.append(_SavedCall(name, results, self.save) if may_save else None)
         return results
 
     def _repeat(self, name: Any, call: Callable[[], Any], may_save: bool) -> Any:
@@ -221,7 +221,7 @@ class AttentionOutputs:
         return entry.results()
 
 
-class _Entry:
+class _SavedCall:
     """The saved outputs of one call of attention.
 
     Args:

@@ -12,7 +12,7 @@ from tigon.memory.repeating import CallWatch, ReachableStates, RepeatedCall
 from tigon.runtime.compat.autograd import CastBackward, storage_id
 
 
-class _Entry:
+class _LiveTensor:
     """A live tensor, its version, and the source of its values.
 
     The source is a recomputation, of which the tensor is result `index`, or a packed tensor.
@@ -48,9 +48,9 @@ class Block:
         # The snapshots of the state that projections read. Blocks of one model share them.
         self.reachable_states: ReachableStates = weakref.WeakKeyDictionary()
         # The entries by the storage of their tensors.
-        self.by_storage: dict[int, _Entry] = {}
+        self.by_storage: dict[int, _LiveTensor] = {}
         # The entries by the autograd node that computed their tensors. Casts of a tensor are recognised by this node.
-        self.by_node: dict[tuple, _Entry] = {}
+        self.by_node: dict[tuple, _LiveTensor] = {}
 
     def add(self, x: Tensor, source: Recomputation | PackedTensor, index: int = 0) -> None:
         """Record the source from which backward gets the values of `x`."""
@@ -62,7 +62,7 @@ class Block:
 
         if key in self.by_storage:
             forget()
-        self.by_storage[key] = entry = _Entry(x, forget, source, index)
+        self.by_storage[key] = entry = _LiveTensor(x, forget, source, index)
         if type(source) is Recomputation:
             self.by_node[entry.node] = entry
 
@@ -88,7 +88,7 @@ class Block:
             self.register(y, RepeatedCall(module, watch), (x,))
         return y
 
-    def find(self, t: Tensor) -> tuple[_Entry, Tensor] | None:
+    def find(self, t: Tensor) -> tuple[_LiveTensor, Tensor] | None:
         """Return the entry of `t`, or of the tensor that `t` is a view of, and the tensor of that entry."""
         entry = self.by_storage.get(storage_id(t.untyped_storage()))
         if entry is None or (x := entry.find_unchanged(t)) is None:
@@ -100,7 +100,7 @@ class Block:
         match = self.find(t) if type(t) is Tensor else None
         return match is not None and type(match[0].source) is Recomputation
 
-    def find_cast(self, t: Tensor) -> tuple[_Entry, Tensor] | None:
+    def find_cast(self, t: Tensor) -> tuple[_LiveTensor, Tensor] | None:
         """Return the same as `find` if `t`, which autograd computed by a cast, is a cast of a result or a view of one.
 
         The cast then becomes a result that can be recomputed.

@@ -182,7 +182,7 @@ class PlanProblem(NamedTuple):
     alignments: tuple[int, int, int]
 
 
-class Plan:
+class ProductPlan:
     """A product that is ready to run.
 
     `algorithm` is the ping-pong kernel with the first tile of `tiles` that cuBLASLt proposes, or None if it proposes
@@ -282,7 +282,7 @@ class Plan:
             getattr(self.cublaslt, f"{kind}Destroy")(pointer)
 
 
-def plan(device: int, problem: PlanProblem, tiles: tuple[int, ...]) -> Plan | None:
+def plan(device: int, problem: PlanProblem, tiles: tuple[int, ...]) -> ProductPlan | None:
     """Return the plan of a product with one of the tiles, or None if the device or the library has none."""
     # A handle cannot be created while a graph is captured. `_plan` caches its results, so it is not called then.
     return None if _handle(device) is None else _plan(device, problem, tiles)
@@ -291,11 +291,11 @@ def plan(device: int, problem: PlanProblem, tiles: tuple[int, ...]) -> Plan | No
 # The length of the last chunk of a loss depends on the number of valid tokens, so there are many plans, and the cache
 # drops old ones.
 @functools.lru_cache(maxsize=512)
-def _plan(device: int, problem: PlanProblem, tiles: tuple[int, ...]) -> Plan | None:
+def _plan(device: int, problem: PlanProblem, tiles: tuple[int, ...]) -> ProductPlan | None:
     handle = _handle(device)
     assert handle is not None
     try:
-        return Plan(handle, problem, tiles)
+        return ProductPlan(handle, problem, tiles)
     except RuntimeError:
         # This version of the library does not know an attribute or a value.
         return None

@@ -19,7 +19,7 @@ def _check_silu(module: nn.Module, config: Any) -> None:
         raise ValueError(f"{name}: config.hidden_act must be 'silu' or 'swish', got {config.hidden_act!r}")
 
 
-class _GatedMLP(nn.Module):
+class _ConfiguredMLP(nn.Module):
     """`down_proj(gate(gate_proj(x), up_proj(x)))` with three linear layers."""
 
     gate: Callable[[Tensor, Tensor], Tensor] = staticmethod(swiglu)
@@ -38,13 +38,13 @@ class _GatedMLP(nn.Module):
         return down
 
 
-class LigerGEGLUMLP(_GatedMLP):
+class LigerGEGLUMLP(_ConfiguredMLP):
     """`down_proj(gelu_tanh(gate_proj(x)) * up_proj(x))` on `tigon.geglu`."""
 
     gate = staticmethod(liger_geglu)
 
 
-class LigerSwiGLUMLP(_GatedMLP):
+class LigerSwiGLUMLP(_ConfiguredMLP):
     """`down_proj(silu(gate_proj(x)) * up_proj(x))` on `tigon.swiglu`."""
 
     def __init__(self, config: Any, intermediate_size: int | None = None) -> None:
@@ -60,7 +60,7 @@ class LigerHunyuanV1SwiGLUMLP(LigerSwiGLUMLP):
         self.layer_idx = layer_idx
 
 
-class LigerSwiGLUMLPForMuseGlimmer(_GatedMLP):
+class LigerSwiGLUMLPForMuseGlimmer(_ConfiguredMLP):
     """The gated MLP of Muse Glimmer, whose config calls the activation `hidden_activation`."""
 
     def __init__(self, config: Any) -> None:

@@ -37,7 +37,7 @@ from tigon.ops.adapters.lora_products import (
     rows_of,
     write_outputs,
 )
-from tigon.ops.adapters.plan import NodeCall, Plan, plan_gradients, plan_node, plan_part
+from tigon.ops.adapters.plan import NodeCall, NodePlan, plan_gradients, plan_node, plan_part
 from tigon.ops.adapters.projection import Adapter, Projection, dense_weight, saved_tensors, tensors_to_save
 from tigon.runtime import checks
 from tigon.runtime.autograd import keep_none_gradients
@@ -77,7 +77,7 @@ class _LoRALinears(Node):
     """Compute the outputs y_i of layers with the same input x. `plan` and `tensors` are those of a `NodeCall`."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, plan: Plan, records: bool, *tensors: Any) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, x: Tensor, plan: NodePlan, records: bool, *tensors: Any) -> tuple[Tensor, ...]:
         rows, seeds = rows_of(x), draw_seeds(plan, x)
         # In this method gradients are off, and `needs_input_grad` does not depend on them.
         needs = ctx.needs_input_grad
@@ -111,7 +111,7 @@ class _LoRALinears(Node):
 
 
 def _save_for_backward(
-    ctx: Any, x: Tensor, h: Tensor | None, seeds: Tensor | None, plan: Plan, tensors: Sequence[Any]
+    ctx: Any, x: Tensor, h: Tensor | None, seeds: Tensor | None, plan: NodePlan, tensors: Sequence[Any]
 ) -> None:
     """Save what `_node_gradients` reads. The tensors follow three other inputs of the node."""
     gradient_plan = plan_gradients(plan, plan, ctx.needs_input_grad[3:], plan.all_layers)
@@ -150,7 +150,7 @@ class _AddAdapters(Node):
     """Add the outputs of adapters for the input x to y, the output of the layer without adapters."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, y: Tensor, plan: Plan, *tensors: Any) -> Tensor:
+    def forward(ctx: Any, x: Tensor, y: Tensor, plan: NodePlan, *tensors: Any) -> Tensor:
         rows, seeds = rows_of(x), draw_seeds(plan, x)
         h = compute_hidden(rows, plan, tensors, dropout_masks(plan, rows, tensors, seeds))
         # The output is not a view, because a view that a node returns cannot be modified in place.

@@ -35,7 +35,7 @@ from tigon.ops.adapters.lora_products import (
     rows_of,
     write_outputs,
 )
-from tigon.ops.adapters.plan import NodeCall, Plan, plan_gradients, plan_node, plan_part
+from tigon.ops.adapters.plan import NodeCall, NodePlan, plan_gradients, plan_node, plan_part
 from tigon.ops.adapters.projection import Projection, dense_weight, saved_tensors, tensors_to_save
 from tigon.ops.mlps.gated_node import check_version, gradient_buffers, multiply_gate, save_gated, unpack_gated
 from tigon.ops.mlps.glu_mlp import GATES
@@ -51,8 +51,8 @@ LARGEST_RANK = 16
 class _GLUPlan(NamedTuple):
     """The plans of gate and up together, and of down, whose h and dh are tensors of their own."""
 
-    inner: Plan
-    down: Plan
+    inner: NodePlan
+    down: NodePlan
     # The indices of B of gate, B of up and A of down among the tensors of the node, or None without an adapter.
     indices: tuple[int | None, ...]
     gate_scaling: float
@@ -65,7 +65,7 @@ class _GLUPlan(NamedTuple):
 
 
 @functools.lru_cache(1024)
-def _plan_glu(plan: Plan) -> _GLUPlan | None:
+def _plan_glu(plan: NodePlan) -> _GLUPlan | None:
     """Return the plans of the node, or None if it does not support these adapters."""
     entries = {entry.layer: entry for entry in plan.entries}
     is_supported = len(entries) == len(plan.entries) > 0 and not plan.has_dropout
@@ -106,7 +106,7 @@ class _LoRAGLUMLP(Node):
     def forward(
         ctx: Any,
         x: Tensor,
-        plan: Plan,
+        plan: NodePlan,
         kind: str,
         saves_gates: bool,
         is_checkpointed: bool,

@@ -22,7 +22,7 @@ from tigon.ops.adapters.low_rank import (
     project_each,
     token_sums,
 )
-from tigon.ops.adapters.plan import GradientPlan, Plan, gradient_runs, plan_outputs
+from tigon.ops.adapters.plan import GradientPlan, NodePlan, gradient_runs, plan_outputs
 from tigon.ops.adapters.projection import dense_weight
 from tigon.runtime.products import multiply
 
@@ -36,12 +36,12 @@ def rows_of(x: Tensor) -> Tensor:
     return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 
-def draw_seeds(plan: Plan, x: Tensor) -> Tensor | None:
+def draw_seeds(plan: NodePlan, x: Tensor) -> Tensor | None:
     """Draw one seed for each adapter from torch's generator of the device. Return None if no adapter has dropout."""
     return torch.randint(2**62, (len(plan.entries),), device=x.device) if plan.has_dropout else None
 
 
-def dropout_masks(plan: Plan, rows: Tensor, tensors: Sequence[Any], seeds: Tensor | None) -> Masks:
+def dropout_masks(plan: NodePlan, rows: Tensor, tensors: Sequence[Any], seeds: Tensor | None) -> Masks:
     """Return the masks of the dropouts of all adapters. `rows` has one row for each token."""
     if seeds is None:
         return {}
@@ -54,7 +54,7 @@ def dropout_masks(plan: Plan, rows: Tensor, tensors: Sequence[Any], seeds: Tenso
 
 
 def compute_hidden(
-    rows: Tensor, plan: Plan, tensors: Sequence[Any], masks: Masks, operand: Fp8Operand | None = None
+    rows: Tensor, plan: NodePlan, tensors: Sequence[Any], masks: Masks, operand: Fp8Operand | None = None
 ) -> Tensor | None:
     """Return the terms of h [3, T, R] for x [T, I], or None if there is no adapter.
 
@@ -81,7 +81,7 @@ def _total_bias(biases: Sequence[tuple[int, float | None]], tensors: Sequence[An
 
 
 def add_low_rank(
-    ys: Mapping[int, Tensor], plan: Plan, tensors: Sequence[Any], h: Tensor | None, adds: bool = True
+    ys: Mapping[int, Tensor], plan: NodePlan, tensors: Sequence[Any], h: Tensor | None, adds: bool = True
 ) -> frozenset[int]:
     """Add the outputs of the adapters and the biases of layers to y_i [T, O_i]; without `adds`, write them to y_i.
 
@@ -103,7 +103,9 @@ def add_low_rank(
     return outputs.written_layers
 
 
-def write_outputs(ys: Mapping[int, Tensor], rows: Tensor, plan: Plan, tensors: Sequence[Any], h: Tensor | None) -> None:
+def write_outputs(
+    ys: Mapping[int, Tensor], rows: Tensor, plan: NodePlan, tensors: Sequence[Any], h: Tensor | None
+) -> None:
     """Write y_i [T, O_i] of layers, by their indices, from x [T, I] and the terms of h."""
     written = add_low_rank(ys, plan, tensors, h, adds=False)
     for i, y in ys.items():
@@ -115,7 +117,7 @@ def write_outputs(ys: Mapping[int, Tensor], rows: Tensor, plan: Plan, tensors: S
 
 
 def project_gradients(
-    dys: Mapping[int, Tensor], plan: Plan, tensors: Sequence[Any], operand: Fp8Operand | None = None
+    dys: Mapping[int, Tensor], plan: NodePlan, tensors: Sequence[Any], operand: Fp8Operand | None = None
 ) -> Tensor:
     """Return the terms of dh [3, T, R] of the adapters of a plan, from the upstream gradients dy_i [T, O_i].
 
@@ -132,7 +134,7 @@ def project_gradients(
 
 
 def compute_input_gradient(
-    dys: Mapping[int, Tensor], plan: Plan, tensors: Sequence[Any], dh: Tensor | None, masks: Masks,
+    dys: Mapping[int, Tensor], plan: NodePlan, tensors: Sequence[Any], dh: Tensor | None, masks: Masks,
     operand: Fp8Operand | None = None,
 ) -> Tensor | None:  # fmt: skip
     """Return dx [T, I], from dy_i [T, O_i] and the terms of dh, whose columns are those of the plan.

@@ -25,7 +25,7 @@ from tigon.runtime.device import KERNEL_DTYPES, PLAIN, runs_kernels
 DENSE = torch.strided
 
 
-class Entry(NamedTuple):
+class AdapterEntry(NamedTuple):
     """One adapter of a node."""
 
     # The index of the adapter among all adapters of the node, and the index of its layer.
@@ -62,7 +62,7 @@ class Run(NamedTuple):
     b_dtypes: tuple[torch.dtype, ...]
 
     @staticmethod
-    def of(entries: Sequence[Entry]) -> "Run":
+    def of(entries: Sequence[AdapterEntry]) -> "Run":
         """Return the run of these entries."""
         rows = [
             (e.layer, e.a_index, e.stop - e.start, e.scaling, 1.0 / (1.0 - e.dropout), e.a_kind[0], e.b_kind[0])
@@ -83,9 +83,9 @@ class Run(NamedTuple):
         return [tensors[i + 1] for i in self.indices]
 
 
-def _list_runs(entries: Sequence[Entry], kinds: Sequence[object]) -> tuple[Run, ...]:
+def _list_runs(entries: Sequence[AdapterEntry], kinds: Sequence[object]) -> tuple[Run, ...]:
     """Return the entries in runs of at most three, with adjacent columns and equal kinds. None equals no other kind."""
-    runs: list[list[Entry]] = []
+    runs: list[list[AdapterEntry]] = []
     last_kind = None
     for entry, kind in zip(entries, kinds, strict=True):
         if kind is not None and kind == last_kind and len(runs[-1]) < 3 and runs[-1][-1].stop == entry.start:
@@ -107,7 +107,7 @@ class Layer(NamedTuple):
     biases: tuple[tuple[int, float | None], ...]
 
 
-class Plan:
+class NodePlan:
     """The layers and adapters of a node, and the launches that compute their products.
 
     Attributes:
@@ -116,7 +116,7 @@ class Plan:
         present: The indices of those tensors of the node that are neither None nor a `FrozenWeight`.
     """
 
-    def __init__(self, layers: tuple[Layer, ...], entries: tuple[Entry, ...], present: tuple[int, ...]) -> None:
+    def __init__(self, layers: tuple[Layer, ...], entries: tuple[AdapterEntry, ...], present: tuple[int, ...]) -> None:
         self.layers, self.entries, self.present = layers, entries, present
         self.all_layers = tuple(range(len(layers)))
         self.rank = entries[-1].stop if entries else 0
@@ -135,7 +135,7 @@ class NodeCall(NamedTuple):
     A tensor may be None, and the weight may be a `FrozenWeight`.
     """
 
-    plan: Plan
+    plan: NodePlan
     tensors: list[Any]
 
 
@@ -184,7 +184,7 @@ def find_plan(x: Tensor, projections: Sequence[Projection]) -> NodeCall | None:
 @functools.lru_cache(1024)
 def _make_plan(
     dtype: torch.dtype, device: torch.device, properties: tuple, options: tuple[tuple[tuple[float, float], ...], ...]
-) -> Plan | None:
+) -> NodePlan | None:
     """Return the plan for tensors with these properties (`find_plan`), or None if no node supports them.
 
     `options` are the scaling and the dropout of each adapter of each layer.
@@ -195,7 +195,7 @@ def _make_plan(
         if not is_supported or tensor_device != device or tensor_dtype not in KERNEL_DTYPES or not math.prod(shape):
             return None
     layers: list[Layer] = []
-    entries: list[Entry] = []
+    entries: list[AdapterEntry] = []
     index = start = 0
     for i, numbers in enumerate(options):
         weight, bias = properties[index : index + 2]
@@ -213,13 +213,13 @@ def _make_plan(
             stop = start + a_shape[0]
             columns = len(entries), i, index, start, stop, float(scaling), dropout
             kinds = (a_dtype, a_strides, a_shape[0]), (b_dtype, b_strides, a_shape[0])
-            entries.append(Entry(*columns, None if bias is None else bias[3], *kinds))
+            entries.append(AdapterEntry(*columns, None if bias is None else bias[3], *kinds))
             if bias is not None:
                 biases.append((index + 2, scaling))
             start, index = stop, index + 3
         layers.append(Layer(weight_index, torch.Size() if weight is None else weight[4], tuple(biases)))
     present = tuple(i for i, each in enumerate(properties) if each is not None and each[1] is DENSE)
-    return Plan(tuple(layers), tuple(entries), present)
+    return NodePlan(tuple(layers), tuple(entries), present)
 
 
 # --- parts of a plan -------------------------------------------------------------------------------
@@ -228,18 +228,18 @@ def _make_plan(
 
 
 @functools.lru_cache(1024)
-def plan_part(plan: Plan, layers: tuple[int, ...]) -> Plan:
+def plan_part(plan: NodePlan, layers: tuple[int, ...]) -> NodePlan:
     """Return the plan of the adapters of some layers, whose columns then follow one another from 0."""
-    entries: list[Entry] = []
+    entries: list[AdapterEntry] = []
     for entry in plan.entries:
         if entry.layer in layers:
             start = entries[-1].stop if entries else 0
             entries.append(entry._replace(start=start, stop=start + entry.stop - entry.start))
-    return plan if len(entries) == len(plan.entries) else Plan(plan.layers, tuple(entries), plan.present)
+    return plan if len(entries) == len(plan.entries) else NodePlan(plan.layers, tuple(entries), plan.present)
 
 
 @functools.lru_cache(1024)
-def gradient_runs(plan: Plan, layers: tuple[int, ...]) -> tuple[Run, ...]:
+def gradient_runs(plan: NodePlan, layers: tuple[int, ...]) -> tuple[Run, ...]:
     """Return `plan.b_runs`, but with a run of its own for the first adapter of each of these layers."""
     firsts = {entry.layer: entry for entry in reversed(plan.entries) if entry.layer in layers}
     kinds = [None if firsts.get(entry.layer) is entry else entry.b_kind for entry in plan.entries]
@@ -258,9 +258,9 @@ class OutputPlan(NamedTuple):
 
 
 @functools.lru_cache(1024)
-def plan_outputs(plan: Plan, layers: tuple[int, ...]) -> OutputPlan:
+def plan_outputs(plan: NodePlan, layers: tuple[int, ...]) -> OutputPlan:
     """Return how the outputs of the adapters of some layers are computed."""
-    first_entries: dict[int, Entry] = {}
+    first_entries: dict[int, AdapterEntry] = {}
     others = []
     for entry in plan.entries:
         if entry.layer in layers and first_entries.setdefault(entry.layer, entry) is not entry:
@@ -278,7 +278,7 @@ class GradientPlan(NamedTuple):
     weights: tuple[tuple[int, int], ...]
     biases: tuple[tuple[int, int], ...]
     # The adapters with a bias.
-    adapter_biases: tuple[Entry, ...]
+    adapter_biases: tuple[AdapterEntry, ...]
     # The launches that compute the gradients of the A of a run and of the B of another run. One of both may be None.
     sums: tuple[tuple[Run | None, Run | None], ...]
     # These flags are True if the gradient of at least one A, or of at least one B, is needed.
@@ -287,7 +287,9 @@ class GradientPlan(NamedTuple):
 
 
 @functools.lru_cache(1024)
-def plan_gradients(a_plan: Plan, b_plan: Plan, needs: tuple[bool, ...], layers: tuple[int, ...]) -> GradientPlan:
+def plan_gradients(
+    a_plan: NodePlan, b_plan: NodePlan, needs: tuple[bool, ...], layers: tuple[int, ...]
+) -> GradientPlan:
     """Return the gradients that are needed of the tensors of some layers, which have upstream gradients.
 
     `needs` has a flag for each tensor. The A are those of `a_plan`, whose columns are those of dh, and the B and the

@@ -160,7 +160,7 @@ def row_view(x: Tensor) -> Tensor:
     return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
 
 
-class _Part(NamedTuple):
+class _MatrixPart(NamedTuple):
     """A part of a matrix, or act(x) * up if `kind` is not empty, and the place of its first element."""
 
     x: Tensor
@@ -170,12 +170,12 @@ class _Part(NamedTuple):
     column: int
 
 
-def _is_one_pass(parts: Sequence[_Part], layout: Layout) -> bool:
+def _is_one_pass(parts: Sequence[_MatrixPart], layout: Layout) -> bool:
     """Return whether each row has one part, its own scale and only one copy: a program then reads it once."""
     return layout.is_rowwise and not layout.needs_transposed and (len(parts) == 1 or not layout.by_columns)
 
 
-def _write_rows(part: _Part, copies: Copies) -> None:
+def _write_rows(part: _MatrixPart, copies: Copies) -> None:
     """Write the copy by rows of a part whose rows have their own scales, in one pass."""
     assert copies.rows is not None
     assert copies.row_scale is not None
@@ -204,12 +204,12 @@ def _window(values: Tensor | None, row: int, column: int, m: int, k: int) -> Ten
     return values[row : row + m, column : column + k]
 
 
-def _choose_tiles(part: _Part, writes: bool) -> Fp8TileConfig:
+def _choose_tiles(part: _MatrixPart, writes: bool) -> Fp8TileConfig:
     inputs = 1 if part.up is None else 2
     return Fp8TileConfig.choose(Fp8TileProblem(part.x.element_size(), inputs, writes), device_of(part.x))
 
 
-def _find_maxima(part: _Part, maxima: Maxima) -> None:
+def _find_maxima(part: _MatrixPart, maxima: Maxima) -> None:
     m, k = part.x.shape
     config = _choose_tiles(part, False)
     column_blocks = cdiv(k, config.block_k)
@@ -222,7 +222,7 @@ def _find_maxima(part: _Part, maxima: Maxima) -> None:
     )  # fmt: skip
 
 
-def write_part(part: _Part, maxima: Maxima, copies: Copies, layout: Layout, is_reversed: bool = False) -> None:
+def write_part(part: _MatrixPart, maxima: Maxima, copies: Copies, layout: Layout, is_reversed: bool = False) -> None:
     """Write the copies of a part, scaled by the maxima of the whole matrix.
 
     With `is_reversed`, start at the last tile, which the producer of the matrix wrote last.
@@ -263,7 +263,7 @@ def quantise_parts(
     copies = _empty_parts(first, others, layout)
     parts, row, column = [], 0, 0
     for x in (first, *others):
-        parts.append(_Part(row_view(x), up, kind, row, column))
+        parts.append(_MatrixPart(row_view(x), up, kind, row, column))
         row, column = (row, column + x.shape[1]) if layout.by_columns else (row + x.shape[0], column)
     if _is_one_pass(parts, layout):
         for part in parts:

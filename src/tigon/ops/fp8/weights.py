@@ -50,7 +50,7 @@ def _state_of(weight: Tensor, keeps_frozen: bool) -> _WeightState:
     return _WeightState(weight.data_ptr(), weight._version, weight.shape, weight.dtype, step)
 
 
-class _Entry(NamedTuple):
+class _CachedCopies(NamedTuple):
     states: tuple[_WeightState, ...]
     is_rowwise: bool
     copies: Quantised
@@ -74,7 +74,7 @@ class WeightCache:
 
     def __init__(self, keeps_frozen: bool = False) -> None:
         self.keeps_frozen = keeps_frozen
-        self._entries: dict[str, _Entry] = {}
+        self._entries: dict[str, _CachedCopies] = {}
         count_steps()
 
     def clear(self) -> None:
@@ -116,7 +116,7 @@ class WeightCache:
             self._entries.pop(name, None)
             del entry
             copies = make(needs_rows, needs_transposed)
-            self._entries[name] = _Entry(states, is_rowwise, copies)
+            self._entries[name] = _CachedCopies(states, is_rowwise, copies)
             return copies
         copies = entry.copies
         lacks_rows = needs_rows and copies.rows is None

@@ -20,7 +20,7 @@ from tigon.ops.optim.muon_kernels import (
     table_of,
     update_reference,
 )
-from tigon.ops.optim.muon_shards import Shard, orthogonalise_shards, shard_of
+from tigon.ops.optim.muon_shards import RowShard, orthogonalise_shards, shard_of
 from tigon.ops.optim.orthogonalise import Coefficients, orthogonalise
 from tigon.ops.optim.tensor_table import TensorTable, are_addressable
 from tigon.runtime import checks
@@ -38,11 +38,11 @@ _MUON_OPTIONS = ("momentum", "nesterov", "ns_coefficients", "ns_steps", "adjust_
 _TorchMuon: Any = getattr(torch.optim, "Muon", torch.optim.Optimizer)
 
 
-class _Part(NamedTuple):
+class _LocalMatrix(NamedTuple):
     """A matrix of this rank, or its rows of a sharded one."""
 
     matrix: Matrix
-    shard: Shard | None
+    shard: RowShard | None
     # The shape of the whole matrix.
     shape: tuple[int, int]
 
@@ -188,7 +188,7 @@ class Muon(_TorchMuon):
             _coefficients(group), float(group["eps"]), group["adjust_lr_fn"],
         )  # fmt: skip
         params = [p for p in group["params"] if p.grad is not None]
-        buckets: dict[tuple, list[_Part]] = {}
+        buckets: dict[tuple, list[_LocalMatrix]] = {}
         for p in params:
             state = self.state[p]
             if "momentum_buffer" not in state:
@@ -224,7 +224,7 @@ class _StepOptions(NamedTuple):
     adjust_lr_fn: str | None
 
 
-def _parts(p: Any, momentum: Any) -> list[_Part]:
+def _parts(p: Any, momentum: Any) -> list[_LocalMatrix]:
     """Return this rank's matrices of a parameter, or its rows of one."""
     grad = p.grad
     if torch.is_complex(p):
@@ -242,8 +242,10 @@ def _parts(p: Any, momentum: Any) -> list[_Part]:
         return []
     tensors = [local_part(x).detach() for x in (p, grad, momentum)]
     if p.ndim == 2:
-        return [_Part(Matrix(*tensors), shard, shape)]
-    return [_Part(Matrix(*matrices), None, shape) for matrices in zip(*(x.unbind() for x in tensors), strict=True)]
+        return [_LocalMatrix(Matrix(*tensors), shard, shape)]
+    return [
+        _LocalMatrix(Matrix(*matrices), None, shape) for matrices in zip(*(x.unbind() for x in tensors), strict=True)
+    ]
 
 
 def _is_in_kernel_memory(matrix: Matrix) -> bool:
@@ -252,14 +254,14 @@ def _is_in_kernel_memory(matrix: Matrix) -> bool:
     return param.numel() > 0 and param.shape == momentum.shape and are_addressable(param, grad, momentum)
 
 
-def _bucket(part: _Part) -> tuple:
+def _bucket(part: _LocalMatrix) -> tuple:
     """Return what the matrices of one batch have in common. For shards, it must not depend on the rank."""
     (param, grad, momentum), shard, shape = part
     common = shape, param.dtype, grad.dtype, momentum.dtype
     return (*common, param.device, _is_in_kernel_memory(part.matrix)) if shard is None else (*common, shard)
 
 
-def _batches(parts: list[_Part]) -> list[list[_Part]]:
+def _batches(parts: list[_LocalMatrix]) -> list[list[_LocalMatrix]]:
     """Divide matrices of one shape into batches of nearly equal sizes, of which a rank computes BATCH_BYTES at most."""
     (m, n), shard = parts[0].shape, parts[0].shard
     ranks = 1 if shard is None else dist.get_world_size(shard.process_group)
@@ -270,7 +272,7 @@ def _batches(parts: list[_Part]) -> list[list[_Part]]:
 
 @on_device
 def _step_batch(
-    first: Tensor, parts: list[_Part], options: _StepOptions, first_owner: int, table: TensorTable | None
+    first: Tensor, parts: list[_LocalMatrix], options: _StepOptions, first_owner: int, table: TensorTable | None
 ) -> TensorTable | None:
     """Take the step of matrices of one shape, of which `first` is one, and return the table of the kernels."""
     matrices, shard = [x.matrix for x in parts], parts[0].shard

@@ -17,14 +17,14 @@ from tigon.ops.optim.orthogonalise import Coefficients, orthogonalise
 from tigon.runtime.device import cdiv
 
 
-class Shard(NamedTuple):
+class RowShard(NamedTuple):
     """The whole matrix that a rank holds some rows of."""
 
     rows: int
     process_group: Any
 
 
-def shard_of(p: Any) -> Shard | None:
+def shard_of(p: Any) -> RowShard | None:
     """Return the shard of a DTensor [rows, columns], or None if this rank has whole matrices.
 
     Raises:
@@ -35,7 +35,7 @@ def shard_of(p: Any) -> Shard | None:
     dims = [i for i, placement in enumerate(p.placements) if not placement.is_replicate()]
     if not dims:
         return None
-    # `_StridedShard`, a subclass of Shard, has another order of rows.
+    # `_StridedShard`, a subclass of `Shard`, has another order of rows.
     placement = p.placements[dims[0]]
     if len(dims) > 1 or type(placement).__name__ != "Shard" or placement.dim != 0:
         raise ValueError(
@@ -43,7 +43,7 @@ def shard_of(p: Any) -> Shard | None:
             f"placements {tuple(p.placements)}"
         )
     # Experts [E, rows, columns] are sharded as whole matrices.
-    return Shard(p.shape[0], p.device_mesh.get_group(dims[0])) if p.ndim == 2 else None
+    return RowShard(p.shape[0], p.device_mesh.get_group(dims[0])) if p.ndim == 2 else None
 
 
 def _all_to_all(out: Tensor, x: Tensor, out_sizes: list[int], sizes: list[int], process_group: Any) -> None:
@@ -53,7 +53,9 @@ def _all_to_all(out: Tensor, x: Tensor, out_sizes: list[int], sizes: list[int], 
     )
 
 
-def orthogonalise_shards(x: Tensor, shard: Shard, first_owner: int, coefficients: Coefficients, eps: float) -> Tensor:
+def orthogonalise_shards(
+    x: Tensor, shard: RowShard, first_owner: int, coefficients: Coefficients, eps: float
+) -> Tensor:
     """Return this rank's rows of the polar factors, [B, local rows, columns].
 
     All ranks of the group must call this function with the same matrices in the same order.

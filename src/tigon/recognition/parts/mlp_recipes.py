@@ -95,7 +95,7 @@ FORMULAS: dict[str, Formula] = {
 
 
 @dataclass(frozen=True)
-class _Recipe:
+class _TensorRecipe:
     """A recipe that takes one plain tensor. The forward of the module's class runs for any other arguments."""
 
     # Numbers of dimensions of inputs for which the module was compared with the op.
@@ -119,7 +119,7 @@ class _Recipe:
 
 
 @dataclass(frozen=True)
-class ActivationRecipe(_Recipe):
+class ActivationRecipe(_TensorRecipe):
     """Recipe: the op of an activation that is a module. `formula` is a key of `FORMULAS`."""
 
     formula: str
@@ -138,7 +138,7 @@ class ActivationRecipe(_Recipe):
 
 
 @dataclass(frozen=True)
-class GLURecipe(_Recipe):
+class GLURecipe(_TensorRecipe):
     """Recipe: `down(act(gate(x)) * up(x))` through the module's children.
 
     Without `up`, the output of `gate` contains both factors, packed.
@@ -237,7 +237,7 @@ def _run_with_adapters(x: Tensor, layers: Sequence[nn.Module], kind: str) -> Ten
 
 
 @dataclass(frozen=True)
-class MLPRecipe(_Recipe):
+class MLPRecipe(_TensorRecipe):
     """Recipe: `down(act(up(x)))` through the module's children, with dropouts where the module has them."""
 
     # A key of `FORMULAS`.

@@ -50,7 +50,7 @@ def _matches_input(gate: Any, x: Tensor) -> bool:
 
 
 @dataclass(frozen=True)
-class _Recipe:
+class _NormRecipe:
     """The recipe of a norm, which reads its weight and its bias at every call. They are given by their names.
 
     The guard of the recipe fails once epsilon changes.
@@ -112,7 +112,7 @@ NormArguments = tuple[Tensor | None, float, dict[str, Any], bool]
 
 
 @dataclass(frozen=True)
-class RMSNormRecipe(_Recipe):
+class RMSNormRecipe(_NormRecipe):
     """Recipe: `rms_norm`, or `gated_rms_norm`."""
 
     offset: float
@@ -172,7 +172,7 @@ LAYER_NORM_FORMULAS = (layer_norm_reference, _layer_norm_mixed, _layer_norm_in_f
 
 
 @dataclass(frozen=True)
-class LayerNormRecipe(_Recipe):
+class LayerNormRecipe(_NormRecipe):
     """Recipe: `layer_norm`. `formula` is the reference that gives the bits of the module."""
 
     bias: str | None = None

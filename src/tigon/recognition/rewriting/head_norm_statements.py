@@ -62,7 +62,7 @@ def _is_harmless(statement: ast.stmt) -> bool:
     return True
 
 
-class _Rope(NamedTuple):
+class _RopeCall(NamedTuple):
     """The statement `targets = function(*targets, ...)`, where the function rotates the targets."""
 
     function: str
@@ -70,7 +70,7 @@ class _Rope(NamedTuple):
     call: ast.Call
 
 
-def _match_rope(statement: ast.stmt, scope: dict[str, Any]) -> _Rope | None:
+def _match_rope(statement: ast.stmt, scope: dict[str, Any]) -> _RopeCall | None:
     """Return the rotary embedding that a statement computes. `scope` holds the globals of the forward."""
     if not (
         isinstance(statement, ast.Assign) and len(statement.targets) == 1 and isinstance(statement.value, ast.Call)
@@ -92,7 +92,7 @@ def _match_rope(statement: ast.stmt, scope: dict[str, Any]) -> _Rope | None:
     is_plain = not any(isinstance(node, (*UNSUPPORTED, ast.Starred)) for node in ast.walk(call))
     if not rotates_targets or not is_plain or any(_uses(other, name) for other in others for name in names):
         return None
-    return _Rope(call.func.id, names, call)
+    return _RopeCall(call.func.id, names, call)
 
 
 class _Norm(NamedTuple):
@@ -167,7 +167,12 @@ def fuse_head_norms(
 
 
 def _rewrite(
-    block: list[ast.stmt], branch: ast.If | None, rope_statement: ast.stmt, rope: _Rope, norms: list[_Norm], number: int
+    block: list[ast.stmt],
+    branch: ast.If | None,
+    rope_statement: ast.stmt,
+    rope: _RopeCall,
+    norms: list[_Norm],
+    number: int,
 ) -> list[ast.stmt]:
     """Return the block with the norms and the rotary embedding replaced. `branch` contains the latter, or is None."""
     variables = [f"_tigon_norm_{number}_{i}_" for i in range(len(norms))]
