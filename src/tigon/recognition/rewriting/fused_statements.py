@@ -251,6 +251,12 @@ class FusedStatementsRecipe(RewrittenForward):
         return ", ".join(fused + ["q/k norm + rope"] * self.has_head_norms)
 
 
+def _forward_of(module: nn.Module) -> FunctionType | None:
+    """Return the forward of a module; None if its class has none, as `nn.ModuleList`, or one that is no function."""
+    forward = inspect.getattr_static(type(module), "forward", None)
+    return forward if isinstance(forward, FunctionType) and forward is not nn.Module.forward else None
+
+
 def overwritten_children(modules: Iterable[nn.Module]) -> dict[nn.Module, str]:
     """Return the children whose input is written in place after they have run, with the reason to keep their forward.
 
@@ -259,8 +265,7 @@ def overwritten_children(modules: Iterable[nn.Module]) -> dict[nn.Module, str]:
     """
     reasons: dict[nn.Module, str] = {}
     for module in modules:
-        forward = inspect.getattr_static(type(module), "forward", None)
-        if module._modules and isinstance(forward, FunctionType):
+        if module._modules and (forward := _forward_of(module)) is not None:
             for name, line in overwritten_inputs(forward).items():
                 if isinstance(child := getattr(module, name, None), nn.Module):
                     reasons[child] = f"its input is changed in place afterwards ({type(module).__name__}, line {line})"
@@ -272,8 +277,8 @@ def recognise_fused_statements(module: nn.Module) -> FusedStatementsRecipe | str
 
     Return a recipe, the reason why the forward of such a module cannot be rewritten, or None for another module.
     """
-    forward = inspect.getattr_static(type(module), "forward", None)
-    if sum(child is not None for child in module._modules.values()) < 2 or not isinstance(forward, FunctionType):
+    forward = _forward_of(module)
+    if sum(child is not None for child in module._modules.values()) < 2 or forward is None:
         return None
     function = fuse_statements(forward)
     if function is None:

@@ -1,14 +1,15 @@
 """Read the source of a loaded function, and build a function from changed source in its place.
 
-The file of a function may have changed since it was imported. So the whole file is compiled again, and its source is
-used only if the resulting code object equals the loaded one: constants, names, instructions, jumps and lines. This
-module does not depend on particular instructions of the bytecode, so it works with every version of Python.
+The file of a function may have changed since it was imported. So it is compiled again, and the source is used only if
+the resulting code object equals the loaded one: constants, names, instructions, jumps and lines. This module does not
+depend on particular instructions of the bytecode, so it works with every version of Python.
 
 Wrappers (`functools.wraps`) may hide a function: transformers wraps the forward of decoder layers. Then the innermost
 function is read and replaced, and a copy of each wrapper, with the wrapper's code, is built around the new function.
 """
 
 import ast
+import contextlib
 import functools
 import itertools
 import linecache
@@ -132,7 +133,7 @@ def _contents(cell: CellType) -> object:
 
 @functools.lru_cache(maxsize=64)
 def _parse_file(text: str, filename: str) -> tuple[ast.Module, CodeType]:
-    """Return the syntax tree and the code object of a file."""
+    """Return the syntax tree and the code object of a file, or of a part of it."""
     return ast.parse(text), compile(text, filename, "exec", dont_inherit=True)
 
 
@@ -144,11 +145,29 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
             yield from _codes(constant)
 
 
-def _tree_of(text: str, code: CodeType) -> ast.Module | None:
-    """Return the syntax tree of a file if one of its functions compiles to this code object; None otherwise."""
-    tree, module = _parse_file(text, code.co_filename)
-    candidates = (each for each in _codes(module) if each.co_firstlineno == code.co_firstlineno)
-    return tree if any(each == code for each in candidates) else None
+def _texts_with(lines: list[str], line: int) -> Iterator[str]:
+    """Yield the beginning of a file with the one class or function that has this line, and then the whole file.
+
+    The first text is compiled several times faster. The compiler may refuse it, or compile the function to other code
+    than that of the whole file, for example if an import is missing.
+    """
+    starts = [i for i, each in enumerate(lines) if each.startswith(("class ", "def ", "async def ", "@"))]
+    if starts and starts[0] < line:
+        start = max(i for i in starts if i < line)
+        end = min((i for i in starts if i >= line), default=len(lines))
+        yield "".join([*lines[: starts[0]], "\n" * (start - starts[0]), *lines[start:end]])
+    yield "".join(lines)
+
+
+def _tree_of(lines: list[str], code: CodeType) -> ast.Module | None:
+    """Return a syntax tree of a file with a function that compiles to this code object; None if there is none."""
+    for text in _texts_with(lines, code.co_firstlineno):
+        with contextlib.suppress(SyntaxError, ValueError):
+            tree, module = _parse_file(text, code.co_filename)
+            candidates = (each for each in _codes(module) if each.co_firstlineno == code.co_firstlineno)
+            if any(each == code for each in candidates):
+                return tree
+    return None
 
 
 def definition_of(function: FunctionType) -> ast.FunctionDef:
@@ -162,14 +181,10 @@ def definition_of(function: FunctionType) -> ast.FunctionDef:
     if inner is function and any(isinstance(_contents(cell), FunctionType) for cell in inner.__closure__ or ()):
         raise NotReadable("is behind a decorator that does not name the function that it wraps")
     linecache.checkcache(code.co_filename)
-    text = "".join(linecache.getlines(code.co_filename, inner.__globals__))
-    if not text:
+    lines = linecache.getlines(code.co_filename, inner.__globals__)
+    if not lines:
         raise NotReadable("has no source that can be read")
-    try:
-        tree = _tree_of(text, code)
-    except (SyntaxError, ValueError):
-        tree = None
-    if tree is None:
+    if (tree := _tree_of(lines, code)) is None:
         raise NotReadable("was changed in its file since it was imported, or its source compiles to other code")
     for node in ast.walk(tree):
         if not isinstance(node, ast.FunctionDef) or node.name != code.co_name:
