@@ -186,7 +186,9 @@ def _measure(model: nn.Module, head: str, vocabulary: int) -> tuple[float | None
         scale = one if softcap is None else slope * 2.0**30
         scale = 1.0 if abs(scale - 1.0) < 1e-6 else scale
         expected = logits * scale if softcap is None else softcap * torch.tanh(logits * scale / softcap)
-        if scale <= 0 or not torch.allclose(logits_at_loss.double(), expected, rtol=1e-6, atol=0):
+        # Most models do nothing to the logits, and the comparison of equal tensors takes a thirtieth of the time.
+        is_equal = torch.equal(logits_at_loss, expected)
+        if scale <= 0 or not (is_equal or torch.allclose(logits_at_loss.double(), expected, rtol=1e-6, atol=0)):
             raise NotUnderstood("its forward does more to the logits than a scale and a soft cap")
         results.append((softcap, scale, forwarded_options))
     if results[0] != results[1]:
@@ -232,7 +234,9 @@ def _verify(model: nn.Module, head: nn.Module, spec: Spec) -> None:
     labels, shifted_labels = _labels(vocabulary, 5), _labels(vocabulary, 6)
     cases: list[dict[str, Any]] = [{}, {"num_items_in_batch": 3}, {"num_items_in_batch": torch.tensor(3)}]
     cases += [{"shift_labels": shifted_labels}, {"ignore_index": int(labels[0, 1])}]
-    weight = normal(7, vocabulary, FEATURES) * 20
+    # Nearly all logits at the loss are within 87 of the largest one. The exponentials of others are subnormal numbers,
+    # which take ten times as long to compute.
+    weight = normal(7, vocabulary, FEATURES) * (4.0 / spec.logit_scale)
     tensors = {"weight": weight} | ({} if head.bias is None else {"bias": normal(8, vocabulary)})
     for case in cases:
         if not case.keys() <= spec.forwarded_options:
