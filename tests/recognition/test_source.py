@@ -91,8 +91,13 @@ def test_a_file_that_was_edited_after_its_import_changes_nothing(write, old, new
     assert entry.detail.startswith("its forward was changed in its file since it was imported")
 
 
-def test_a_file_that_was_not_edited_is_used(write):
-    module, _ = write(FILE)
+# The call of a module that is imported compiles to other code than the call of another global.
+IMPORT_BETWEEN_CLASSES = FILE.replace("class Layer", "import math\n\nclass Layer").replace("* 0.5", "* math.sqrt(0.25)")
+
+
+@pytest.mark.parametrize("source", [FILE, IMPORT_BETWEEN_CLASSES], ids=["imports at the top", "an import in between"])
+def test_a_file_that_was_not_edited_is_used(write, source):
+    module, _ = write(source)
     ours = module.Layer()
     stock, x = copy.deepcopy(ours), torch.randn(3, 16)
     assert {entry.part for entry in tigon.patch(ours).replaced} == {"rms_norm", "fused_statements"}

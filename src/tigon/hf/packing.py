@@ -194,6 +194,8 @@ def add_notes(model: nn.Module, notes: list[str]) -> Callable[[], None]:
             f"(weights of the checkpoint that match {', '.join(heads)})"
         )
     layers = recurrent_layers(modules, facts)
+    if not layers:
+        return lambda: None
     bodies = [module for module in modules if _is_body(module) and layers.keys() <= set(module.modules())][-1:]
     separated = separated_layers(bodies[0], layers) if any(map(_takes_keywords, bodies)) else {}
     handles = []

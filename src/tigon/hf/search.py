@@ -36,7 +36,7 @@ NOT_FUSIBLE = (
 JOINABLE_RECIPES = RopeRecipe, MixerRecipe, FusedStatementsRecipe
 
 
-@dataclass
+@dataclass(slots=True)
 class Finding:
     """The result of recognition for one module and one part, and the decision about it."""
 
