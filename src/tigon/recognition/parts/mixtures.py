@@ -104,8 +104,10 @@ def _find_roles(module: nn.Module) -> tuple[Roles, Sizes] | None:
     children = {name: child for name, child in module._modules.items() if child is not None}
     for name, child in children.items():
         shapes = [(key, full_shape(t)) for key, t in own_tensors(child).items() if t is not None]
+        if [len(shape) for _, shape in shapes] != [3, 3]:
+            continue
         others = {key: other for key, other in children.items() if key != name and not has_no_tensors(other)}
-        if [len(shape) for _, shape in shapes] != [3, 3] or len(others) != 2:
+        if len(others) != 2:
             continue
         (up, (count, hidden, inner)), (down, down_shape) = shapes
         if inner % 2 or down_shape != (count, inner // 2, hidden) or not all(map(has_no_tensors, child.children())):
