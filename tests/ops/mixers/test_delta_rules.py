@@ -129,6 +129,24 @@ def test_a_strong_decay_beside_weak_ones_keeps_the_digits_of_its_gradient(strong
     assert error <= KERNEL_LIMIT * size
 
 
+@every_rule
+@pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
+def test_a_reset_keeps_the_digits_of_its_gradient_beside_its_own_write(dtype, rule):
+    """What the token writes to the last state is 1e7 times what remains of the tokens before it."""
+    inputs = make_inputs(rule, tokens=64, dtype=dtype)
+    decays = torch.full_like(inputs["g"], -0.01, dtype=torch.float32)
+    decays[:, 40] = -16.0
+    inputs["g"] = decays.requires_grad_()
+
+    def gradient(function, tensors):
+        state = function(**tensors, output_final_state=True, use_qk_l2norm=True)[1]
+        weights = torch.linspace(-1, 1, state.numel(), dtype=state.dtype, device=DEVICE).view_as(state)
+        return torch.autograd.grad((state * weights).sum(), tensors["g"])[0][:, 40].double()
+
+    actual, exact = gradient(rule.op, inputs), gradient(rule.reference, widen(inputs))
+    assert (actual - exact).norm() <= KERNEL_LIMIT * exact.norm()
+
+
 # Samples that end in, at and after the end of a chunk, and one that is empty.
 BOUNDS = (0, 5, 69, 69, 133, 150)
 

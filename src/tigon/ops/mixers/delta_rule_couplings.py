@@ -16,7 +16,7 @@ from tigon.ops.mixers.delta_rule_kernels import (
 )
 from tigon.runtime.compat.triton import tl, triton
 
-# The smallest magnitude of beta in `_couple`, which divides by it. Smaller ones give the same Z.
+# `_couple` divides by beta and replaces smaller magnitudes by this one, which does not change Z.
 MIN_BETA = tl.constexpr(1e-20)
 
 
@@ -72,7 +72,7 @@ def _invert_64(a, PRECISION: tl.constexpr):
 
 @triton.jit
 def _couple(pairs, beta, PRECISION: tl.constexpr):
-    """Return Z [C, C] for the pairs below the diagonal of K, and beta [C]."""
+    """Return Z [C, C], given K, of which only the part below the diagonal is read, and beta [C]."""
     index = tl.arange(0, CHUNK)
     pairs = tl.where(index[:, None] > index[None, :], pairs, 0.0)
     beta = tl.where(tl.abs(beta) < MIN_BETA, MIN_BETA, beta)

@@ -121,7 +121,7 @@ def backward_scan_kernel(
 def load_state(ptr, KEY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, key_cols, cols):
     """Return a block of columns of a state, transposed: [columns, Dk]."""
     state = ptr + key_cols[None, :] * VALUE_SIZE + cols[:, None]
-    if key_cols.shape[0] == KEY_SIZE and ((cols.shape[0] - 1) & VALUE_SIZE) == 0:
+    if ((key_cols.shape[0] - 1) & KEY_SIZE) == 0 and ((cols.shape[0] - 1) & VALUE_SIZE) == 0:
         tile = tl.load(state)
     else:
         tile = tl.load(state, (key_cols[None, :] < KEY_SIZE) & (cols[:, None] < VALUE_SIZE), 0.0)

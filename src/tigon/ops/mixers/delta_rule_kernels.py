@@ -1,8 +1,8 @@
 r"""The forward kernels of the gated delta rule. The docstring of `delta_rule_chunks` has the formulas.
 
 `chunk_pairs_kernel` computes, for all chunks in parallel, the scores (scale q k^T * D) and some vectors, and
-`couplings_kernel` computes Z. None of them depends on the state. `forward_scan_kernel` then walks through the chunks of
-a sequence, with a block of columns of the state in registers. The update of a token is U = beta E. The errors
+`couplings_kernel` computes Z. None of these results depends on the state. `forward_scan_kernel` then walks through the
+chunks of a sequence, with a block of columns of the state in registers. The update of a token is U = beta E. The errors
 E = v - k S take S with the updates of all tokens before. A scan computes them from the errors Y that take the state
 before the chunk:
 
@@ -194,7 +194,9 @@ def chunk_pairs_kernel(
         beta = tl.load(beta_ptr + rows * stride_beta + head, rows < end, 0.0).to(tl.float32)
         total = tl.cumsum(g, 0)
         pairs = pair_decays(total)
-        tl.store(scores_ptr + (first_place + i) * (CHUNK * CHUNK) + square_offsets(), queries * pairs)
+        tl.store(
+            scores_ptr + (first_place + i) * (CHUNK * CHUNK) + square_offsets(), saturate(queries * pairs, scores_ptr)
+        )
         vectors = vectors_ptr + (first_place + i) * (VECTORS * CHUNK) + index
         decay = tl.exp(total)
         # The last row of D is exp(G_L - G).

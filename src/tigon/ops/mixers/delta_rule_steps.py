@@ -150,7 +150,7 @@ class _Launch:
 
     @property
     def feature_levels(self) -> tuple[dict[str, int], ...]:
-        """The constants of the two launches of the kernels whose programs compute the pairs of some levels."""
+        """The constants of the two launches of `kda_pairs_kernel` and of `kda_level_gradients_kernel`."""
         near = {"TOKENS": 16, "FIRST_LEVEL": 0, "END_LEVEL": 4, "num_warps": 1}
         return {"TOKENS": CHUNK, "FIRST_LEVEL": 4, "END_LEVEL": 6}, near
 
@@ -186,7 +186,9 @@ class _Launch:
         """Write dq, dk, dg and dbeta of Kimi Delta Attention."""
         shape = *self.like.shape[:2], self.key_heads, self.key_size
         dq_rows, dk_rows = (self.like.new_empty(shape, dtype=torch.float32) for _ in range(2))
-        dg_rows = results.dg if results.dg.dtype == torch.float32 else torch.empty_like(results.dg, dtype=torch.float32)
+        dg_rows = results.dg
+        if dg_rows is None or dg_rows.dtype != torch.float32:
+            dg_rows = self.like.new_empty((*shape[:2], self.heads, self.key_size), dtype=torch.float32)
         parts = tensors.pop("parts_ptr")
         shared = {"vectors_ptr": pairs["vectors_ptr"], "chunks_ptr": self.list}
         products = {"couplings_ptr": pairs["couplings_ptr"], "scores_ptr": pairs["scores_ptr"]}
@@ -208,7 +210,8 @@ class _Launch:
                 **self.arguments("q", "k", "do"), **shared, **tensors, **gradients, totals_ptr=pairs["totals_ptr"],
                 groups=self.groups, width=self.value_size, scale=self.options.scale,
             ),
-            KEY_HEADS=self.key_heads, VALUE_SIZE=self.value_size, BLOCK_V=self.config.gradient_block_v, **features,
+            KEY_HEADS=self.key_heads, VALUE_SIZE=self.value_size, BLOCK_V=self.config.gradient_block_v,
+            PRECISION=self.config.sum_precision, **features,
         )  # fmt: skip
         for levels, dg in zip(self.feature_levels, (None, results.dg), strict=True):
             launch(
@@ -218,7 +221,7 @@ class _Launch:
                     **self.arguments("q", "k", "g"), **shared, **products, **gradients, dg_ptr=dg,
                     totals_ptr=pairs["totals_ptr"], groups=self.groups, scale=self.options.scale,
                 ),
-                KEY_HEADS=self.key_heads, PRECISION=self.config.inverse_precision,
+                KEY_HEADS=self.key_heads, PRECISION=self.config.sum_precision,
                 **features | levels | {"BLOCK_K": LEVEL_BLOCK},
             )  # fmt: skip
         launch(
@@ -347,6 +350,9 @@ def launch_backward(
         "parts_ptr": parts,
     }  # fmt: skip
     if needs.others and run.has_feature_decay:
+        # Only the scans read these rows, which take as much memory as v.
+        for name in ("q_ptr", "k_ptr", "writes_ptr"):
+            del pairs[name]
         run.compute_feature_gradients(results, pairs, **tensors)
     elif needs.others:
         run.compute_gradients(results, pairs, **tensors)

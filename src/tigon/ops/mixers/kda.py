@@ -52,8 +52,7 @@ def kda(
         k: [B, T, Hk, Dk].
         v: [B, T, Hv, Dv], where Hk divides Hv. Head h of v reads head h // (Hv / Hk) of q and k.
         g: [B, T, Hv, Dk], the logarithm of the decay of each feature. No element may be above 0. This is checked on the
-            CPU only, because reading g on a GPU would wait for it; there, a g above 0 lets the state grow and may
-            overflow.
+            CPU only, because reading g on a GPU would wait for it; there, a g above 0 makes the results wrong.
         beta: [B, T, Hv], how far each token overwrites what the state predicts, usually in [0, 1].
         scale: The factor of q, by default Dk ** -0.5.
         initial_state: [B, Hv, Dk, Dv], or [N, Hv, Dk, Dv] for packed samples: the states before the first tokens. None

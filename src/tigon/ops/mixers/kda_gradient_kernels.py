@@ -1,14 +1,14 @@
 r"""The gradients of Kimi Delta Attention, after the backward scan. `kda_kernels` explains the levels of pairs.
 
 `kda_pair_gradients_kernel` computes the gradients of the products of all pairs of tokens, times beta.
-For a few features at a time, `kda_state_gradients_kernel` computes parts of dg and of the gradients of the rows of q
-and k that are divided by their norms, and `kda_level_gradients_kernel` adds those of pairs. At last,
+`kda_state_gradients_kernel` computes the parts of dq, dk and dg that come from states, a block of features at a time,
+and `kda_level_gradients_kernel` adds those of pairs. This dq and dk are the gradients of the normalised rows. At last,
 `kda_norm_gradients_kernel` computes dq and dk, because the norm of a row needs all features.
 
-No part of dg is a difference of sums, which would be noise where the decay is strong. The decay of token t multiplies
-the terms of these tokens, which are summed from the side that excludes all others: what the tokens from t on read from
-the state before the chunk, what the tokens before t write to the state after it, and the pairs (i, j) with j < t <= i.
-Such a pair is in one level, where t is in the second half of a block as i is, or in the first half as j is.
+No part of dg is a difference of sums, which would be noise where the decay is strong. The gradient of g_t sums only the
+terms that exp(g_t) multiplies: the reads of the state before the chunk by tokens i >= t, the writes of tokens j < t to
+the state after it, and the pairs (i, j) with j < t <= i. The matrices that choose the tokens of such a sum have zeros
+and ones, so TF32 rounds each term once.
 
 Shapes: H heads of v, Hk heads of q and k, C = 64 tokens of a chunk, M chunks in total.
 """
@@ -38,8 +38,8 @@ def kda_pair_gradients_kernel(
 ):  # fmt: skip
     """Compute dbeta and the gradients of the products of all pairs of tokens of a chunk, for one head.
 
-    Those of the products of q and k replace the scores. Those of the products of k and k replace Z, once for each token
-    of a pair. The vector `SAME` gets the gradients of the products of q and k of the same token.
+    The gradients of q k^T replace the scores. The gradient of k k^T plus its transpose replaces Z, because each pair is
+    a product of two rows of k. The vector `SAME` gets the gradients of the products of q and k of the same token.
     """
     chunk, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
     sample, first, end = rows_of_chunk(chunks_ptr, chunk, T, chunks)
@@ -73,7 +73,7 @@ def kda_state_gradients_kernel(
     chunks_ptr, dq_rows_ptr, dk_rows_ptr, dg_rows_ptr,  # [M, 3] or None, rows [Hk, Dk] twice and [H, Dk], in fp32
     T, chunks, groups, width, stride_q, stride_k, stride_do, scale,
     KEY_HEADS: tl.constexpr, KEY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of some features that come from states and from products of a token with itself."""
     BLOCKS: tl.constexpr = (KEY_SIZE + BLOCK_K - 1) // BLOCK_K
@@ -119,8 +119,10 @@ def kda_state_gradients_kernel(
         queries *= decay
         reads *= -beta * decay
         writes *= beta * tl.exp(last[None, :] - total)
-        terms = k * writes
-        dg = tl.cumsum(q * queries + k * reads, 0, reverse=True) + (tl.cumsum(terms, 0) - terms)
+        # The sum of the tokens before each token is not that of all until it minus its own term, which may be larger.
+        is_earlier = (index[None, :] < index[:, None]).to(tl.float32)
+        dg = tl.cumsum(q * queries + k * reads, 0, reverse=True)
+        dg += tl.dot(is_earlier, k * writes, input_precision=PRECISION)
         dg += (tl.exp(last) * tl.sum(dots, 0))[None, :]
         store_tile(dg_rows_ptr + head * KEY_SIZE, dg, first, end, heads * KEY_SIZE, KEY_SIZE, cols)
         dq += queries + dsame * k
@@ -131,9 +133,10 @@ def kda_state_gradients_kernel(
 
 @triton.jit
 def _sum_between(terms, tokens, level, PRECISION: tl.constexpr):
-    """Sum the terms [tokens, features] of a level, for each token, over the tokens whose pairs have it between them.
+    """For each token t, sum the terms [tokens, features] of those pairs of a level that have t between them.
 
-    A token of a second half needs the sum from it on in this half, and one of a first half the sum before it.
+    If t is in a second half, these are the terms from t to the end of this half. In a first half, they are those from
+    its start to the token before t.
     """
     half = tokens >> level
     is_second = half & 1 == 1
@@ -144,7 +147,7 @@ def _sum_between(terms, tokens, level, PRECISION: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "chunks"])
 def kda_level_gradients_kernel(
-    q_ptr, k_ptr, g_ptr, vectors_ptr, totals_ptr, couplings_ptr, scores_ptr,  # of pairs, instead of Z and the scores
+    q_ptr, k_ptr, g_ptr, vectors_ptr, totals_ptr, couplings_ptr, scores_ptr,  # both have the gradients of pairs
     chunks_ptr, dq_rows_ptr, dk_rows_ptr, dg_rows_ptr, dg_ptr,  # [M, 3] or None, fp32 rows of gradients, rows or None
     T, chunks, groups, stride_q, stride_k, stride_g, scale,
     KEY_HEADS: tl.constexpr, KEY_SIZE: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
@@ -152,7 +155,7 @@ def kda_level_gradients_kernel(
 ):  # fmt: skip
     """Add the gradients that come from the pairs of some levels, for some tokens and features.
 
-    The last launch gets `dg` and stores the sum for g there.
+    The last launch stores the finished gradient of g in `dg`. In the other launch, `dg` is None.
     """
     BLOCKS: tl.constexpr = (KEY_SIZE + BLOCK_K - 1) // BLOCK_K
     program = tl.program_id(0) // BLOCKS

@@ -1,11 +1,12 @@
 r"""The forward kernels of Kimi Delta Attention that compute chunks in parallel. The scans are those of the gated rule.
 
 The decay between two tokens i > j differs between features, so it must multiply the features of q_i, k_i and k_j before
-a product. No exponent may be above 0, so the two factors of a pair meet at a border between the tokens. Level 0 to
-5 has the pairs whose tokens are in the two halves of the same block of 2, 4, ... 64 tokens; G at the last token of the
-first half is the border. Thus each level is one product of k exp(-|G - border|) with itself, and one with q, in which
-other pairs are masked, and the levels have each pair once. A program computes the pairs of levels 0 to 3 in 16 tokens,
-or those of levels 4 and 5 in 64.
+a product. No exponent may be above 0, so the two factors of a pair meet at a border between the tokens. Level l, from 0
+to 5, has the pairs with one token in each half of a block of 2 ** (l + 1) tokens. The border is G at the last token of
+the first half. Thus each level is one product of k exp(-|G - border|) with itself, and one with q, in which
+other pairs are masked, and the levels have each pair once. One launch
+computes levels 0 to 3, with 16 tokens per program, so that fewer pairs are masked. The other computes levels 4 and 5,
+with 64.
 
 `kda_rows_kernel` computes G, the inverse norms and the rows that the scans multiply: scale exp(G) q, exp(G) k and
 exp(G_L - G) k. `kda_pairs_kernel` computes the scores and K, and then `couplings_kernel` computes Z.
@@ -27,6 +28,7 @@ from tigon.ops.mixers.delta_rule_kernels import (
     WRITE,
     load_tile,
     rows_of_chunk,
+    saturate,
     store_tile,
 )
 from tigon.runtime.compat.triton import tl, triton
@@ -51,7 +53,7 @@ def decay_until_border(total, totals, tokens, cols, level, SIZE: tl.constexpr):
 
 @triton.jit
 def are_pairs(tokens, level):
-    """Return True for the pairs of a token in the second half of a block and one in the first half."""
+    """Return a mask [tokens, tokens]: True if the row is in the second half of a block and the column in its first."""
     half = tokens >> level
     return tl.where(half & 1 == 1, half, -1)[:, None] == tl.where(half & 1 == 0, half + 1, -2)[None, :]
 
@@ -150,9 +152,9 @@ def kda_pairs_kernel(
     block = tokens >> FIRST_LEVEL
     if FIRST_LEVEL == 0:
         queries += tl.where(block[:, None] == block[None, :], tl.load(vectors + SAME * CHUNK)[:, None], 0.0)
-        tl.store(scores_ptr + square, queries)
+        tl.store(scores_ptr + square, saturate(queries, scores_ptr))
         tl.store(keys_ptr + square, keys)
     else:
-        # Levels below the first one have the pairs of the same block.
-        tl.store(scores_ptr + square, queries, block[:, None] != block[None, :])
+        # The other launch stores the pairs within a block of 2 ** FIRST_LEVEL tokens.
+        tl.store(scores_ptr + square, saturate(queries, scores_ptr), block[:, None] != block[None, :])
         tl.store(keys_ptr + square, keys, block[:, None] != block[None, :])
