@@ -132,7 +132,7 @@ def test_a_strong_decay_beside_weak_ones_keeps_the_digits_of_its_gradient(strong
 @every_rule
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
 def test_a_reset_keeps_the_digits_of_its_gradient_beside_its_own_write(dtype, rule):
-    """What the token writes to the last state is 1e7 times what remains of the tokens before it."""
+    """The token writes 1e7 times as much to the last state as remains there of the tokens before it."""
     inputs = make_inputs(rule, tokens=64, dtype=dtype)
     decays = torch.full_like(inputs["g"], -0.01, dtype=torch.float32)
     decays[:, 40] = -16.0

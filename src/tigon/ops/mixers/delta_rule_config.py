@@ -38,13 +38,12 @@ HOPPER = ((128, (WIDE_BLOCK, 32, 4, 3, 32, 4, 3)), (256, (32, 32, 8, 1, 32, 8, 1
 class DeltaConfig(LaunchConfig):
     """Launch parameters of the kernels."""
 
-    # The warps of the kernels that compute the scores and Z, and how the second one multiplies fp32 blocks of an
-    # inverse in bf16 ("ieee" or "tf32"). In fp16, the errors of TF32 would be larger than those of rounding.
+    # The warps of the kernels that compute the scores and Z.
     pairs_warps: int
     couplings_warps: int
-    inverse_precision: str
-    # How kernels multiply fp32 terms by matrices of zeros and ones, to sum some of them ("ieee" or "tf32").
-    sum_precision: str
+    # How kernels multiply matrices in fp32 ("ieee" or "tf32"). For tensors in fp16, an inverse is always computed in
+    # "ieee", because the errors of TF32 would be larger than those of rounding.
+    precision: str
     # Features at a time and warps of the kernels of Kimi Delta Attention that compute rows, scores and the gradients of
     # states. Its other kernels take only the warps, or neither.
     feature_block: int
@@ -78,13 +77,11 @@ class DeltaConfig(LaunchConfig):
         else:
             couplings_warps = 4 if problem.key_size > 128 or device.arch == "sm_100" else 1
         most_columns = max(16, next_power_of_2(problem.value_size))
-        precision = "tf32" if device.arch.startswith("sm_") else "ieee"
         has_room = device.shared_memory >= 160 * 1024
         return DeltaConfig(
             pairs_warps=4 if problem.key_size <= 128 else 8,
             couplings_warps=couplings_warps,
-            inverse_precision=precision,
-            sum_precision=precision,
+            precision="tf32" if device.arch.startswith("sm_") else "ieee",
             feature_block=min(32, max(16, next_power_of_2(problem.key_size))),
             feature_warps=4,
             scan_block_v=min(scan_block, most_columns),

@@ -138,6 +138,23 @@ def sum_parts(parts_ptr, place, BLOCKS: tl.constexpr, PART: tl.constexpr):
 
 
 @triton.jit
+def products_of_errors(
+    do_ptr, dx_ptr, errors_ptr, first, end, stride_do, stride, width,
+    VALUE_SIZE: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Return do E^T and dX E^T, both [C, C], for the rows of a chunk of one head."""
+    do_products, dx_products = tl.zeros([CHUNK, CHUNK], tl.float32), tl.zeros([CHUNK, CHUNK], tl.float32)
+    for start in tl.range(0, width, BLOCK_V, num_stages=STAGES):
+        cols = start + tl.arange(0, BLOCK_V)
+        do = load_tile(do_ptr, first, end, stride_do, VALUE_SIZE, cols)
+        errors = load_tile(errors_ptr, first, end, stride, VALUE_SIZE, cols)
+        dx = load_tile(dx_ptr, first, end, stride, VALUE_SIZE, cols)
+        do_products = tl.dot(do, tl.trans(errors), do_products, input_precision="ieee")
+        dx_products = tl.dot(dx, tl.trans(errors), dx_products, input_precision="ieee")
+    return do_products, dx_products
+
+
+@triton.jit
 def normalise_gradient(dx_hat, x, factor, NORMALISES: tl.constexpr):
     """Return dx, given dx_hat for x_hat = factor * x."""
     if NORMALISES:
@@ -168,14 +185,11 @@ def pair_gradients_kernel(
     square = place * (CHUNK * CHUNK) + square_offsets()
     stride = heads * VALUE_SIZE
     index, key_cols = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K)
-    dscores, dsystem = tl.zeros([CHUNK, CHUNK], tl.float32), tl.zeros([CHUNK, CHUNK], tl.float32)
-    for start in tl.range(0, width, BLOCK_V, num_stages=STAGES):
-        cols = start + tl.arange(0, BLOCK_V)
-        do = load_tile(do_ptr + head * VALUE_SIZE, first, end, stride_do, VALUE_SIZE, cols)
-        errors = load_tile(errors_ptr + head * VALUE_SIZE, first, end, stride, VALUE_SIZE, cols)
-        dx = load_tile(dx_ptr + head * VALUE_SIZE, first, end, stride, VALUE_SIZE, cols)
-        dscores = tl.dot(do, tl.trans(errors), dscores, input_precision="ieee")
-        dsystem = tl.dot(dx, tl.trans(errors), dsystem, input_precision="ieee")
+    start = head * VALUE_SIZE
+    dscores, dsystem = products_of_errors(
+        do_ptr + start, dx_ptr + start, errors_ptr + start, first, end, stride_do, stride, width,
+        VALUE_SIZE, BLOCK_V, STAGES,
+    )  # fmt: skip
     vectors = vectors_ptr + place * (VECTORS * CHUNK) + index
     total, beta = tl.load(vectors + TOTAL * CHUNK), tl.load(vectors + BETA * CHUNK)
     q_factor, k_factor = tl.load(vectors + Q_FACTOR * CHUNK), tl.load(vectors + K_FACTOR * CHUNK)

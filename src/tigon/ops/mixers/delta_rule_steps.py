@@ -84,7 +84,7 @@ class _Launch:
 
     @property
     def inverse_precision(self) -> str:
-        return "ieee" if self.like.dtype == torch.float16 else self.config.inverse_precision
+        return "ieee" if self.like.dtype == torch.float16 else self.config.precision
 
     def states(self, dtype: torch.dtype) -> Tensor:
         """Allocate one state of each sequence and head."""
@@ -211,7 +211,7 @@ class _Launch:
                 groups=self.groups, width=self.value_size, scale=self.options.scale,
             ),
             KEY_HEADS=self.key_heads, VALUE_SIZE=self.value_size, BLOCK_V=self.config.gradient_block_v,
-            PRECISION=self.config.sum_precision, **features,
+            PRECISION=self.config.precision, **features,
         )  # fmt: skip
         for levels, dg in zip(self.feature_levels, (None, results.dg), strict=True):
             launch(
@@ -221,7 +221,7 @@ class _Launch:
                     **self.arguments("q", "k", "g"), **shared, **products, **gradients, dg_ptr=dg,
                     totals_ptr=pairs["totals_ptr"], groups=self.groups, scale=self.options.scale,
                 ),
-                KEY_HEADS=self.key_heads, PRECISION=self.config.sum_precision,
+                KEY_HEADS=self.key_heads, PRECISION=self.config.precision,
                 **features | levels | {"BLOCK_K": LEVEL_BLOCK},
             )  # fmt: skip
         launch(

@@ -13,7 +13,12 @@ and ones, so TF32 rounds each term once.
 Shapes: H heads of v, Hk heads of q and k, C = 64 tokens of a chunk, M chunks in total.
 """
 
-from tigon.ops.mixers.delta_rule_gradient_kernels import load_state, normalise_gradient, sum_parts
+from tigon.ops.mixers.delta_rule_gradient_kernels import (
+    load_state,
+    normalise_gradient,
+    products_of_errors,
+    sum_parts,
+)
 from tigon.ops.mixers.delta_rule_kernels import (
     BETA,
     CHUNK,
@@ -48,14 +53,11 @@ def kda_pair_gradients_kernel(
     place = chunk.to(tl.int64) * HEADS + head
     square = place * (CHUNK * CHUNK) + square_offsets()
     index, stride = tl.arange(0, CHUNK), HEADS * VALUE_SIZE
-    dscores, dsystem = tl.zeros([CHUNK, CHUNK], tl.float32), tl.zeros([CHUNK, CHUNK], tl.float32)
-    for start in tl.range(0, width, BLOCK_V, num_stages=STAGES):
-        cols = start + tl.arange(0, BLOCK_V)
-        do = load_tile(do_ptr + head * VALUE_SIZE, first, end, stride_do, VALUE_SIZE, cols)
-        errors = load_tile(errors_ptr + head * VALUE_SIZE, first, end, stride, VALUE_SIZE, cols)
-        dx = load_tile(dx_ptr + head * VALUE_SIZE, first, end, stride, VALUE_SIZE, cols)
-        dscores = tl.dot(do, tl.trans(errors), dscores, input_precision="ieee")
-        dsystem = tl.dot(dx, tl.trans(errors), dsystem, input_precision="ieee")
+    start = head * VALUE_SIZE
+    dscores, dsystem = products_of_errors(
+        do_ptr + start, dx_ptr + start, errors_ptr + start, first, end, stride_do, stride, width,
+        VALUE_SIZE, BLOCK_V, STAGES,
+    )  # fmt: skip
     vectors = vectors_ptr + place * (VECTORS * CHUNK) + index
     beta = tl.load(vectors + BETA * CHUNK)
     dscores *= beta[None, :]
