@@ -106,13 +106,9 @@ def _draw_curves(axes: Axes, curves: Iterable[Curve], ylabel: str) -> None:
 
 
 def draw_losses(
-    path: Path,
-    title: str,
-    subtitle: str,
-    losses: Sequence[Curve],
-    differences: Sequence[Curve] = (),
+    path: Path, title: str, subtitle: str, losses: Sequence[Curve], differences: Sequence[Curve] = (),
     differences_label: str = "difference",
-) -> None:
+) -> None:  # fmt: skip
     """Draw the losses of all runs over each other, and below them their differences.
 
     Differences have a logarithmic scale above `RESOLUTION` and a linear one below it, which has a place for zero.

@@ -132,8 +132,7 @@ class CompilerTools(NamedTuple):
     ASTSource: Any
     # The source of a Gluon kernel; None in a Triton without Gluon, in which no such kernel is launched.
     GluonASTSource: Any
-    # The program of CUDA that prints the registers and the stack of a compiled kernel.
-    cuobjdump: Path
+    cuobjdump: Path  # The program of CUDA that prints the registers and the stack of a compiled kernel
 
 
 def compiler_tools() -> CompilerTools:

@@ -31,8 +31,7 @@ class Variant:
     sizes: tuple[int, ...]
     options: Mapping[str, Any] = field(default_factory=dict)
     form: Mapping[str, Any] = field(default_factory=dict)
-    # The compiler compiles for this dtype; the tests try several.
-    dtype: torch.dtype = torch.bfloat16
+    dtype: torch.dtype = torch.bfloat16  # The compiler compiles for this dtype; the tests try several
     # The gradients of this variant are differences of terms of this size. The tests allow an error in units of the last
     # place of this size.
     term_size: float = 0.0
@@ -87,13 +86,11 @@ class Workload:
     # Without `call`, the op is called with the tensors and the options. `call` takes the function, the tensors and the
     # options, for modules, whose constructor takes the options.
     call: Callable[..., Any] | None = None
-    # The reference is the definition in torch, with the signature of the op.
-    reference: Callable[..., Any]
+    reference: Callable[..., Any]  # The reference is the definition in torch, with the signature of the op.
     # This function makes the inputs from sizes. `legend` names the sizes, as in "T x I".
     inputs: Callable[[InputMaker], Inputs]
     legend: str
-    # This is the index of the size that can be halved or zero: rows, tokens or the sequence.
-    rows_axis: int = 0
+    rows_axis: int = 0  # This is the index of the size that can be halved or zero: rows, tokens or the sequence.
 
     # The contract tests run these. The tolerance of a loss is in units of the last place of 1, or of larger values.
     # An op that `has_cpu_code` does not run its reference on a CPU.
@@ -103,8 +100,7 @@ class Workload:
     any_shape: tuple[str, ...] = ()
     has_cpu_code: bool = False
 
-    # The compiler compiles these.
-    compile_variants: tuple[Variant, ...] = ()
+    compile_variants: tuple[Variant, ...] = ()  # The compiler compiles these
 
     # The benchmark measures these. Ops of one `family` share a picture. One of `elements` and `flops` gives the floor:
     # the elements that memory must move once, forward and backward, or the operations that matrix products must do.
@@ -128,15 +124,9 @@ class Workload:
         return getattr(package, self.function or self.name, None)
 
     def make_inputs(
-        self,
-        sizes: tuple[int, ...],
-        dtype: torch.dtype,
-        device: torch.device,
-        *,
-        seed: int | None = 0,
-        options: Mapping[str, Any] | None = None,
-        form: Mapping[str, Any] | None = None,
-    ) -> Inputs:
+        self, sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device, *, seed: int | None = 0,
+        options: Mapping[str, Any] | None = None, form: Mapping[str, Any] | None = None,
+    ) -> Inputs:  # fmt: skip
         """Make the inputs for these sizes: the same for the same seed, zeros for a seed of None."""
         generator = None if seed is None else torch.Generator(device).manual_seed(seed)
         inputs = self.inputs(InputMaker(sizes, dtype, device, generator, options or {}, form or {}))

@@ -41,10 +41,8 @@ class HeadLoss(nn.Module):
 
     # A function of log-probabilities, of `mask` and of further tensors by name.
     function: Callable[..., tuple[Tensor, Metrics]]
-    # The units over which the loss is a sum.
-    group: Literal["sequence", "pair"] = "sequence"
-    # The tensors that a call may pass by position after the targets.
-    positional: tuple[str, ...] = ()
+    group: Literal["sequence", "pair"] = "sequence"  # The units over which the loss is a sum.
+    positional: tuple[str, ...] = ()  # The tensors that a call may pass by position after the targets.
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
@@ -74,16 +72,9 @@ class HeadLoss(nn.Module):
         return bool(self.options.get("entropy_coef"))
 
     def forward(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        targets: Tensor,
-        *args: Tensor | None,
-        mask: Tensor | None = None,
-        bias: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        **tensors: Any,
-    ) -> tuple[Tensor, Metrics]:
+        self, hidden: Tensor, weight: Tensor, targets: Tensor, *args: Tensor | None, mask: Tensor | None = None,
+        bias: Tensor | None = None, cu_seqlens: Tensor | None = None, **tensors: Any,
+    ) -> tuple[Tensor, Metrics]:  # fmt: skip
         """Return the loss and its metrics.
 
         Args:

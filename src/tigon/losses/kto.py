@@ -50,20 +50,11 @@ def kto_kl(
 
 
 def kto_loss(
-    log_probs: Tensor,
-    mask: Tensor,
-    is_desirable: Tensor,
-    ref_log_probs: Tensor | None = None,
-    kl: Tensor | None = None,
-    *,
-    beta: float = 0.1,
-    loss_type: str = "kto",
-    desirable_weight: float = 1.0,
-    undesirable_weight: float = 1.0,
-    ref_sequence_log_probs: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
+    log_probs: Tensor, mask: Tensor, is_desirable: Tensor, ref_log_probs: Tensor | None = None,
+    kl: Tensor | None = None, *, beta: float = 0.1, loss_type: str = "kto", desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0, ref_sequence_log_probs: Tensor | None = None, cu_seqlens: Tensor | None = None,
     part_of: BatchCounts | None = None,
-) -> tuple[Tensor, Metrics]:
+) -> tuple[Tensor, Metrics]:  # fmt: skip
     """Return the loss of KTO (Kahneman-Tversky optimisation), and its metrics.
 
     It is the mean over the completions of

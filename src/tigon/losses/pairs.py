@@ -26,14 +26,9 @@ def pair_metrics(rewards: Tensor, log_probs: Tensor) -> Metrics:
 
 
 def preference_token_metrics(
-    mask: Tensor,
-    *,
-    entropy: Tensor | None = None,
-    mean_logits: Tensor | None = None,
-    is_top1: Tensor | None = None,
-    is_chosen: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-) -> Metrics:
+    mask: Tensor, *, entropy: Tensor | None = None, mean_logits: Tensor | None = None, is_top1: Tensor | None = None,
+    is_chosen: Tensor | None = None, cu_seqlens: Tensor | None = None,
+) -> Metrics:  # fmt: skip
     """Return the metrics of tokens that TRL reports in addition to those of a preference loss.
 
     Args:

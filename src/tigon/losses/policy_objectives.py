@@ -99,8 +99,7 @@ class PolicyTokens(NamedTuple):
     # These are [N], or values of tokens.
     advantages: Tensor
     advantages_per_sequence: bool
-    # The importance ratios of the sampling engine, as values of tokens.
-    sampling_ratio: Tensor | None
+    sampling_ratio: Tensor | None  # The importance ratios of the sampling engine, as values of tokens
 
     @staticmethod
     def of(
@@ -124,8 +123,7 @@ class TokenLosses(NamedTuple):
     """The losses of tokens, and values for the metrics. Those of masked tokens are finite, but have no meaning."""
 
     losses: Tensor
-    # The KL divergence of each token, not multiplied by beta. It is None if beta is 0.
-    divergence: Tensor | None
+    divergence: Tensor | None  # The KL divergence of each token, not multiplied by beta. It is None if beta is 0.
     # True where a bound removes the gradient: values of tokens or of sequences. It is None for types without clipping.
     is_clipped: Tensor | None
     metrics: Metrics

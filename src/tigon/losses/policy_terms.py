@@ -116,14 +116,9 @@ def entropy_threshold(entropy: Tensor, mask: Tensor, quantile: float) -> Tensor:
 
 
 def off_policy_mask(
-    log_probs: Tensor,
-    sampling_log_probs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    threshold: float,
-    *,
+    log_probs: Tensor, sampling_log_probs: Tensor, advantages: Tensor, mask: Tensor, threshold: float, *,
     cu_seqlens: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Return which tokens or sequences stay in the loss: those that the policy may still learn from.
 
     A sequence leaves the loss if its advantage is negative and the mean over its tokens of
@@ -171,15 +166,9 @@ def on_policy(
 
 
 def importance_sampling_ratio(
-    log_probs: Tensor,
-    sampling_log_probs: Tensor,
-    mask: Tensor,
-    *,
-    mode: str = "sequence_mask",
-    clip_min: float | None = None,
-    clip_max: float | None = 3.0,
-    cu_seqlens: Tensor | None = None,
-) -> tuple[Tensor, Metrics]:
+    log_probs: Tensor, sampling_log_probs: Tensor, mask: Tensor, *, mode: str = "sequence_mask",
+    clip_min: float | None = None, clip_max: float | None = 3.0, cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Metrics]:  # fmt: skip
     """Return the importance ratios that correct for an engine which sampled with other log-probabilities.
 
     The ratio of a token is exp(log p - log p_sampling), and that of a sequence is the product over its tokens.

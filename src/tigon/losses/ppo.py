@@ -14,19 +14,10 @@ from tigon.runtime import checks
 
 
 def rloo_loss(
-    log_probs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    old_log_probs: Tensor | None = None,
-    *,
-    epsilon: float = 0.2,
-    epsilon_high: float | None = None,
-    delta: float | None = None,
-    entropy: Tensor | None = None,
-    entropy_coef: float = 0.0,
-    cu_seqlens: Tensor | None = None,
-    part_of: BatchCounts | None = None,
-) -> tuple[Tensor, Metrics]:
+    log_probs: Tensor, advantages: Tensor, mask: Tensor, old_log_probs: Tensor | None = None, *, epsilon: float = 0.2,
+    epsilon_high: float | None = None, delta: float | None = None, entropy: Tensor | None = None,
+    entropy_coef: float = 0.0, cu_seqlens: Tensor | None = None, part_of: BatchCounts | None = None,
+) -> tuple[Tensor, Metrics]:  # fmt: skip
     """Return the loss of RLOO (REINFORCE leave-one-out), and its metrics.
 
     It is the mean over the sequences of -min(min(r, delta) A, clip(r) A), where r = exp(log p - log p_old) is the ratio
@@ -81,19 +72,10 @@ def rloo_loss(
 
 
 def ppo_loss(
-    log_probs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    old_log_probs: Tensor | None = None,
-    *,
-    epsilon: float = 0.2,
-    epsilon_high: float | None = None,
-    delta: float | None = None,
-    entropy: Tensor | None = None,
-    entropy_coef: float = 0.0,
-    cu_seqlens: Tensor | None = None,
-    part_of: BatchCounts | None = None,
-) -> tuple[Tensor, Metrics]:
+    log_probs: Tensor, advantages: Tensor, mask: Tensor, old_log_probs: Tensor | None = None, *, epsilon: float = 0.2,
+    epsilon_high: float | None = None, delta: float | None = None, entropy: Tensor | None = None,
+    entropy_coef: float = 0.0, cu_seqlens: Tensor | None = None, part_of: BatchCounts | None = None,
+) -> tuple[Tensor, Metrics]:  # fmt: skip
     """Return the clipped objective of PPO (proximal policy optimisation) as a loss, and its metrics.
 
     It is the mean over the tokens of -min(min(r, delta) A, clip(r) A), where r = p / p_old is the ratio of a token.
@@ -140,14 +122,9 @@ def ppo_loss(
 
 
 def ppo_value_loss(
-    values: Tensor,
-    returns: Tensor,
-    mask: Tensor,
-    old_values: Tensor | None = None,
-    *,
-    epsilon: float = 0.2,
+    values: Tensor, returns: Tensor, mask: Tensor, old_values: Tensor | None = None, *, epsilon: float = 0.2,
     cu_seqlens: Tensor | None = None,
-) -> tuple[Tensor, Metrics]:
+) -> tuple[Tensor, Metrics]:  # fmt: skip
     """Return the clipped loss of PPO's value function, and its metrics.
 
     It is the mean over the tokens of max((v - R)^2, (v_clip - R)^2) / 2, where v_clip is v, limited to

@@ -212,24 +212,13 @@ def _limited(sequences: Sequences, values: Tensor, ld_alpha: float | None) -> Te
 
 
 def dpo_loss(
-    log_probs: Tensor,
-    mask: Tensor,
-    ref_log_probs: Tensor | None = None,
-    *,
-    beta: float = 0.1,
-    loss_type: str | Sequence[str] = "sigmoid",
-    loss_weights: Sequence[float] | None = None,
-    label_smoothing: float = 0.0,
-    f_divergence_type: str = "reverse_kl",
-    f_alpha_divergence_coef: float = 0.5,
-    discopop_tau: float = 0.05,
-    ld_alpha: float | None = None,
-    use_weighting: bool = False,
-    log_sum_sq_probs: Tensor | None = None,
-    ref_sequence_log_probs: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    part_of: BatchCounts | None = None,
-) -> tuple[Tensor, Metrics]:
+    log_probs: Tensor, mask: Tensor, ref_log_probs: Tensor | None = None, *, beta: float = 0.1,
+    loss_type: str | Sequence[str] = "sigmoid", loss_weights: Sequence[float] | None = None,
+    label_smoothing: float = 0.0, f_divergence_type: str = "reverse_kl", f_alpha_divergence_coef: float = 0.5,
+    discopop_tau: float = 0.05, ld_alpha: float | None = None, use_weighting: bool = False,
+    log_sum_sq_probs: Tensor | None = None, ref_sequence_log_probs: Tensor | None = None,
+    cu_seqlens: Tensor | None = None, part_of: BatchCounts | None = None,
+) -> tuple[Tensor, Metrics]:  # fmt: skip
     """Return the loss of DPO (direct preference optimisation) or of one of its variants, and its metrics.
 
     For `loss_type="sigmoid"` it is the mean over the pairs of

@@ -51,14 +51,9 @@ def _log_odds(average: Tensor) -> Tensor:
 
 
 def orpo_loss(
-    log_probs: Tensor,
-    mask: Tensor,
-    *,
-    beta: float = 0.1,
-    nll_mask: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    part_of: BatchCounts | None = None,
-) -> tuple[Tensor, Metrics]:
+    log_probs: Tensor, mask: Tensor, *, beta: float = 0.1, nll_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None, part_of: BatchCounts | None = None,
+) -> tuple[Tensor, Metrics]:  # fmt: skip
     """Return the loss of ORPO (odds ratio preference optimisation), and its metrics.
 
     It is nll - beta mean(log sigmoid(log odds(a_w) - log odds(a_l))), with a the mean of log p over the tokens of a
@@ -117,18 +112,10 @@ def orpo_loss(
 
 
 def cpo_loss(
-    log_probs: Tensor,
-    mask: Tensor,
-    *,
-    beta: float = 0.1,
-    loss_type: str = "sigmoid",
-    cpo_alpha: float = 1.0,
-    label_smoothing: float = 0.0,
-    simpo_gamma: float = 0.5,
-    alpha: float = 0.0,
-    cu_seqlens: Tensor | None = None,
+    log_probs: Tensor, mask: Tensor, *, beta: float = 0.1, loss_type: str = "sigmoid", cpo_alpha: float = 1.0,
+    label_smoothing: float = 0.0, simpo_gamma: float = 0.5, alpha: float = 0.0, cu_seqlens: Tensor | None = None,
     part_of: BatchCounts | None = None,
-) -> tuple[Tensor, Metrics]:
+) -> tuple[Tensor, Metrics]:  # fmt: skip
     """Return the loss of CPO (contrastive preference optimisation) or of a variant, and its metrics.
 
     It is mean(l) + cpo_alpha nll, with d the difference of the rewards of the chosen and of the rejected completion:
@@ -179,15 +166,9 @@ def cpo_loss(
 
 
 def simpo_loss(
-    log_probs: Tensor,
-    mask: Tensor,
-    *,
-    beta: float = 2.0,
-    gamma: float = 1.0,
-    label_smoothing: float = 0.0,
-    cu_seqlens: Tensor | None = None,
-    part_of: BatchCounts | None = None,
-) -> tuple[Tensor, Metrics]:
+    log_probs: Tensor, mask: Tensor, *, beta: float = 2.0, gamma: float = 1.0, label_smoothing: float = 0.0,
+    cu_seqlens: Tensor | None = None, part_of: BatchCounts | None = None,
+) -> tuple[Tensor, Metrics]:  # fmt: skip
     """Return the loss of SimPO (simple preference optimisation), and its metrics.
 
     It is the mean over the pairs of -log sigmoid(beta (a_w - a_l) - gamma), with a the mean of log p over the tokens of

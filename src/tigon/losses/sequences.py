@@ -43,12 +43,9 @@ def half(values: Tensor) -> tuple[Tensor, Tensor]:
 class BatchCounts(NamedTuple):
     """The sequences and the tokens of a batch, by which the losses divide. `batch_counts` returns them."""
 
-    # N, or its sum over the parts of a batch
-    sequences: int
-    # [], int64: the tokens that count
-    tokens: Tensor
-    # [], int64: those of the first half of the sequences, which are the chosen ones
-    chosen_tokens: Tensor
+    sequences: int  # N, or its sum over the parts of a batch
+    tokens: Tensor  # [], int64: the tokens that count
+    chosen_tokens: Tensor  # [], int64: those of the first half of the sequences, which are the chosen ones
 
 
 class Sequences:

@@ -56,10 +56,8 @@ _READ_ARGUMENTS = frozenset({"q", "k", "v", "query", "key", "value"})
 class AttentionKernel(NamedTuple):
     """The positions and the names of some arguments of an attention kernel, from its schema."""
 
-    # The probability of dropout.
-    dropout: tuple[tuple[int, str], ...]
-    # The tensors that the caller may pass for the results.
-    results: tuple[tuple[int, str], ...]
+    dropout: tuple[tuple[int, str], ...]  # The probability of dropout
+    results: tuple[tuple[int, str], ...]  # The tensors that the caller may pass for the results.
 
     def find_obstacle(self, args: tuple, kwargs: dict) -> str | None:
         """Return why the outputs of a call must not be saved; None if they may."""

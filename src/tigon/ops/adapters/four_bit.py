@@ -27,32 +27,23 @@ from tigon.runtime.launch import launch, on_device
 class QuantisedScales(NamedTuple):
     """What double quantisation replaces the scales with, except their codes."""
 
-    # [256] fp32: the values of the codes
-    table: Tensor
-    # [ceil(O I / (B B'))] fp32
-    scales: Tensor
-    # [] fp32
-    offset: Tensor
-    # B'
-    block: int
+    table: Tensor  # [256] fp32: the values of the codes
+    scales: Tensor  # [ceil(O I / (B B'))] fp32
+    offset: Tensor  # [] fp32
+    block: int  # B'
 
 
 class FourBitWeight(NamedTuple):
     """A weight [O, I] in 4 bits."""
 
-    # ceil(O I / 2) bytes, uint8
-    packed: Tensor
-    # [16] fp32: the values of the codes
-    table: Tensor
-    # [ceil(O I / B)]: the scales in fp32, or with double quantisation their codes in uint8
-    scales: Tensor
-    # B, a power of two
-    block: int
+    packed: Tensor  # ceil(O I / 2) bytes, uint8
+    table: Tensor  # [16] fp32: the values of the codes
+    scales: Tensor  # [ceil(O I / B)]: the scales in fp32, or with double quantisation their codes in uint8
+    block: int  # B, a power of two
     # None without double quantisation
     quantised_scales: QuantisedScales | None
     shape: torch.Size
-    # of the dense weight
-    dtype: torch.dtype
+    dtype: torch.dtype  # of the dense weight
 
 
 # --- kernel --------------------------------------------------------------------------------------

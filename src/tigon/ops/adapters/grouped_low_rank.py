@@ -48,8 +48,7 @@ class GroupedLowRankProblem(NamedTuple):
     # "project", "expand", "sums", or "activation" for the kernels of `lora_expert_activation`.
     product: str
     rank: int
-    # The number of bf16 terms of an element of the large operand: 1 in bf16, and 2 in fp16.
-    terms: int
+    terms: int  # The number of bf16 terms of an element of the large operand: 1 in bf16, and 2 in fp16
 
 
 @dataclass(frozen=True)

@@ -217,16 +217,9 @@ def add_adapters(x: Tensor, y: Tensor, adapters: Sequence[Adapter]) -> Tensor:
 
 
 def lora_linear(
-    x: Tensor,
-    weight: Tensor,
-    a: Tensor,
-    b: Tensor,
-    scaling: float = 1.0,
-    *,
-    bias: Tensor | None = None,
-    lora_bias: Tensor | None = None,
-    dropout: float = 0.0,
-) -> Tensor:
+    x: Tensor, weight: Tensor, a: Tensor, b: Tensor, scaling: float = 1.0, *, bias: Tensor | None = None,
+    lora_bias: Tensor | None = None, dropout: float = 0.0,
+) -> Tensor:  # fmt: skip
     """Return x W^T + bias + scaling * (dropout(x) A^T B^T + lora_bias), a linear layer with a low-rank adapter.
 
     All tensors get gradients. Backward computes no product for a frozen weight. If an adapter of a bf16 model is in

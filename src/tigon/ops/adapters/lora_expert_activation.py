@@ -205,8 +205,7 @@ class ActivationAdapters(NamedTuple):
     # The terms of p [S, 2, R_u], or None if h contains p B_u already; and the factor s B_u^T [E, R_u, 2 I].
     p: Tensor | None
     up_b: Tensor | None
-    # The factor A_d [E, R_d, I].
-    down_a: Tensor | None
+    down_a: Tensor | None  # The factor A_d [E, R_d, I]
 
 
 def _constants(h: Tensor, adapters: ActivationAdapters, kind: str, ends: Tensor) -> dict[str, Any]:

@@ -71,10 +71,8 @@ class ExpertAdapter(NamedTuple):
 class _Factors(NamedTuple):
     """The factors of all adapters of one product, stacked by ranks, in the form that the kernels read."""
 
-    # A, [E, R, in] or its terms.
-    a: Tensor
-    # The terms of s B^T, [terms, E, R, out].
-    b: Tensor
+    a: Tensor  # A, [E, R, in] or its terms
+    b: Tensor  # The terms of s B^T, [terms, E, R, out]
 
 
 def _split(adapters: Sequence[ExpertAdapter], terms_of_b: int = 2) -> _Factors | None:
@@ -96,12 +94,9 @@ def _is_fused(up: _Factors | None, down: _Factors | None) -> bool:
 class _FirstProduct(NamedTuple):
     """The results of the first product."""
 
-    # [S, 2 I] or [S, I].
-    h: Tensor
-    # True if h contains its adapter.
-    is_complete: bool
-    # The terms of p [S, 2, R], or None without an adapter.
-    p: Tensor | None
+    h: Tensor  # [S, 2 I] or [S, I]
+    is_complete: bool  # True if h contains its adapter
+    p: Tensor | None  # The terms of p [S, 2, R], or None without an adapter
 
 
 def _first_product(
@@ -120,8 +115,7 @@ def _first_product(
 class _Operand(NamedTuple):
     """The factors of a sum over the rows of each expert."""
 
-    # [S, N], or [T, N] if `gathers` is True.
-    z: Tensor | None
+    z: Tensor | None  # [S, N], or [T, N] if `gathers` is True.
     # The terms of the low-rank products, [S, 2, R].
     h: Tensor | None
     gathers: bool = False

@@ -110,17 +110,10 @@ def _takes_node(x: Tensor, tensors: Sequence[Tensor], parameters: ExpertParamete
 
 
 def adapted_moe_mlp(
-    x: Tensor,
-    parameters: ExpertParameters,
-    top_k_index: Tensor,
-    top_k_weights: Tensor,
-    up_adapters: Sequence[ExpertAdapter],
-    down_adapters: Sequence[ExpertAdapter],
-    activation: str | Callable[[Tensor], Tensor],
-    transposed: bool,
-    *,
-    op: str = "moe_mlp",
-) -> Tensor:
+    x: Tensor, parameters: ExpertParameters, top_k_index: Tensor, top_k_weights: Tensor,
+    up_adapters: Sequence[ExpertAdapter], down_adapters: Sequence[ExpertAdapter],
+    activation: str | Callable[[Tensor], Tensor], transposed: bool, *, op: str = "moe_mlp",
+) -> Tensor:  # fmt: skip
     """Return `moe_mlp` with any number of adapters on each product.
 
     The arguments are not checked, except for the result of an activation that is a function. The error names `op`.
@@ -154,21 +147,10 @@ def adapted_moe_mlp(
 
 
 def lora_moe_mlp(
-    x: Tensor,
-    up_proj: Tensor,
-    down_proj: Tensor,
-    top_k_index: Tensor,
-    top_k_weights: Tensor,
-    *,
-    up_a: Tensor,
-    up_b: Tensor,
-    down_a: Tensor,
-    down_b: Tensor,
-    up_scaling: float = 1.0,
-    down_scaling: float = 1.0,
-    transposed: bool = False,
-    activation: str | Callable[[Tensor], Tensor] = "silu",
-) -> Tensor:
+    x: Tensor, up_proj: Tensor, down_proj: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *, up_a: Tensor,
+    up_b: Tensor, down_a: Tensor, down_b: Tensor, up_scaling: float = 1.0, down_scaling: float = 1.0,
+    transposed: bool = False, activation: str | Callable[[Tensor], Tensor] = "silu",
+) -> Tensor:  # fmt: skip
     """Return `moe_mlp` with a low-rank adapter on each of the two products of every expert.
 
     All tensors but the indices get gradients. If the weights of the experts are frozen, backward computes no gradient

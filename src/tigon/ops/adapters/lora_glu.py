@@ -267,8 +267,7 @@ def _lora_glu_backward_kernel(
 class GLUAdapters(NamedTuple):
     """The tensors of the adapters that the kernels read. The tensors of a projection without an adapter are None."""
 
-    # [3, T, R] bf16, the columns of gate and then those of up.
-    h: Tensor | None
+    h: Tensor | None  # [3, T, R] bf16, the columns of gate and then those of up
     # [I, r], contiguous.
     gate_b: Tensor | None
     up_b: Tensor | None

@@ -104,15 +104,9 @@ class _LoRAGLUMLP(Node):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        plan: NodePlan,
-        kind: str,
-        saves_gates: bool,
-        is_checkpointed: bool,
-        records: bool,
+        ctx: Any, x: Tensor, plan: NodePlan, kind: str, saves_gates: bool, is_checkpointed: bool, records: bool,
         *tensors: Any,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         rows, glu = rows_of(x), _plan_glu(plan)
         assert glu is not None
         weights = [tensors[layer.weight_index] for layer in plan.layers]

@@ -320,8 +320,7 @@ class TokenSums(NamedTuple):
     h: Tensor | None
     rank: int
     factors: tuple[float, ...]
-    # The dtypes of the G_i.
-    dtypes: Sequence[torch.dtype]
+    dtypes: Sequence[torch.dtype]  # The dtypes of the G_i
 
 
 def token_sums(

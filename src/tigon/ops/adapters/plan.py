@@ -31,15 +31,13 @@ class AdapterEntry(NamedTuple):
     # The index of the adapter among all adapters of the node, and the index of its layer.
     position: int
     layer: int
-    # The index of A among the tensors of the node. B and the bias follow.
-    a_index: int
+    a_index: int  # The index of A among the tensors of the node. B and the bias follow.
     # The columns of the adapter in h or in dh.
     start: int
     stop: int
     scaling: float
     dropout: float
-    # The dtype of the bias, or None if there is none.
-    bias_dtype: torch.dtype | None
+    bias_dtype: torch.dtype | None  # The dtype of the bias, or None if there is none.
     # The properties that the A, or the B, of one launch share: the dtype, the strides and the rank.
     a_kind: tuple
     b_kind: tuple
@@ -99,10 +97,8 @@ def _list_runs(entries: Sequence[AdapterEntry], kinds: Sequence[object]) -> tupl
 class Layer(NamedTuple):
     """One layer of a node."""
 
-    # The index of the weight among the tensors of the node. The bias follows.
-    weight_index: int
-    # [O, I]. It has no dimension if the caller computes the product with the weight.
-    shape: torch.Size
+    weight_index: int  # The index of the weight among the tensors of the node. The bias follows.
+    shape: torch.Size  # [O, I]. It has no dimension if the caller computes the product with the weight.
     # The indices of all biases of the layer, and the scalings of their adapters. The layer's own bias has None.
     biases: tuple[tuple[int, float | None], ...]
 
@@ -277,8 +273,7 @@ class GradientPlan(NamedTuple):
     # The layers and the tensors of weights and of biases.
     weights: tuple[tuple[int, int], ...]
     biases: tuple[tuple[int, int], ...]
-    # The adapters with a bias.
-    adapter_biases: tuple[AdapterEntry, ...]
+    adapter_biases: tuple[AdapterEntry, ...]  # The adapters with a bias
     # The launches that compute the gradients of the A of a run and of the B of another run. One of both may be None.
     sums: tuple[tuple[Run | None, Run | None], ...]
     # These flags are True if the gradient of at least one A, or of at least one B, is needed.

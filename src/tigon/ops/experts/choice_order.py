@@ -32,14 +32,10 @@ PART, TILE = 32, 128
 class Routing(NamedTuple):
     """The rows of each token, as `route` computes them."""
 
-    # [T, K] int64: the row of each choice.
-    slot: Tensor
-    # [S] int64: the choice (t K + k) of each row.
-    order: Tensor
-    # [S]: the expert of each row, in ascending order.
-    expert: Tensor
-    # [E] int32: one past the last row of each expert.
-    ends: Tensor
+    slot: Tensor  # [T, K] int64: the row of each choice
+    order: Tensor  # [S] int64: the choice (t K + k) of each row
+    expert: Tensor  # [S]: the expert of each row, in ascending order
+    ends: Tensor  # [E] int32: one past the last row of each expert
 
     @property
     def absent(self) -> Tensor:

@@ -134,18 +134,10 @@ class _MoEMLP(Node):
 
 
 def moe_mlp(
-    x: Tensor,
-    up_proj: Tensor,
-    down_proj: Tensor,
-    top_k_index: Tensor,
-    top_k_weights: Tensor,
-    *,
-    up_bias: Tensor | None = None,
-    down_bias: Tensor | None = None,
-    transposed: bool = False,
-    activation: str | Callable[[Tensor], Tensor] = "silu",
-    weight_inputs: bool = False,
-) -> Tensor:
+    x: Tensor, up_proj: Tensor, down_proj: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *,
+    up_bias: Tensor | None = None, down_bias: Tensor | None = None, transposed: bool = False,
+    activation: str | Callable[[Tensor], Tensor] = "silu", weight_inputs: bool = False,
+) -> Tensor:  # fmt: skip
     """Return the weighted sum of the MLPs of K experts for each token. All tensors but the indices get gradients.
 
     The op saves only `x` and the result of the first product, [T K, 2 I], for backward. In `tigon.lean(mlp=True)` it

@@ -32,8 +32,7 @@ MULTIPLE = 16
 class Fp8Options(NamedTuple):
     """The options of an FP8 op."""
 
-    # The recipe is one of `RECIPES`.
-    recipe: str = "tensorwise"
+    recipe: str = "tensorwise"  # The recipe is one of `RECIPES`.
     # If True, the gradients of weights are FP8 products too. Otherwise they are products in the dtype of the input.
     fp8_dw: bool = True
 

@@ -165,16 +165,9 @@ class _Fp8GLUMLP(Node):
 
 
 def fp8_glu_mlp(
-    x: Tensor,
-    gate: Tensor,
-    up: Tensor,
-    down: Tensor,
-    *,
-    activation: str = "silu",
-    recipe: str = "tensorwise",
-    fp8_dw: bool = True,
-    caches: WeightCache | None = None,
-) -> Tensor:
+    x: Tensor, gate: Tensor, up: Tensor, down: Tensor, *, activation: str = "silu", recipe: str = "tensorwise",
+    fp8_dw: bool = True, caches: WeightCache | None = None,
+) -> Tensor:  # fmt: skip
     """Return (act(x G^T) * (x U^T)) D^T, a gated MLP of three weights whose nine products run in FP8.
 
     Args:

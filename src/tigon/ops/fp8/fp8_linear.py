@@ -210,14 +210,9 @@ def _check(op: str, x: Tensor, weights: dict[str, Tensor], biases: dict[str, Ten
 
 
 def fp8_projections(
-    x: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor | None],
-    *,
-    recipe: str = "tensorwise",
-    fp8_dw: bool = True,
-    caches: WeightCache | None = None,
-) -> tuple[Tensor, ...]:
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], *, recipe: str = "tensorwise",
+    fp8_dw: bool = True, caches: WeightCache | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """Return x W_i^T + b_i for several layers of one input, as one node whose products run in FP8.
 
     The layers share the scales of weights and of upstream gradients, as one layer with all outputs would.

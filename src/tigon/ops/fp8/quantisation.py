@@ -54,8 +54,7 @@ class Layout(NamedTuple):
     is_rowwise: bool
     needs_rows: bool
     needs_transposed: bool
-    # True if parts are side by side, and False if they are one below the other.
-    by_columns: bool = False
+    by_columns: bool = False  # True if parts are side by side, and False if they are one below the other.
 
     @property
     def maxima(self) -> MaximaNeeds:

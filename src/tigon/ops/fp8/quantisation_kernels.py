@@ -34,12 +34,9 @@ _SMALLEST_BITS = tl.constexpr((127 - 100) << 23)
 class Fp8TileProblem(NamedTuple):
     """The properties that the tiles of a pass depend on."""
 
-    # The bytes of an input value.
-    itemsize: int
-    # The number of input matrices: 1, 2 for act(gate) * up, 3 for its backward.
-    inputs: int
-    # True for the pass that writes FP8 copies.
-    writes: bool
+    itemsize: int  # The bytes of an input value
+    inputs: int  # The number of input matrices: 1, 2 for act(gate) * up, 3 for its backward
+    writes: bool  # True for the pass that writes FP8 copies
 
 
 @dataclass(frozen=True)
@@ -68,8 +65,7 @@ class Fp8TileConfig(LaunchConfig):
 class Fp8RowProblem(NamedTuple):
     """The property that the launch parameters of a pass over rows depend on."""
 
-    # The columns.
-    width: int
+    width: int  # The columns
 
 
 @dataclass(frozen=True)

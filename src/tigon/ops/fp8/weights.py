@@ -41,8 +41,7 @@ class _WeightState(NamedTuple):
     version: int
     shape: torch.Size
     dtype: torch.dtype
-    # The number of optimizer steps; -1 for a frozen weight that does not depend on it.
-    step: int
+    step: int  # The number of optimizer steps; -1 for a frozen weight that does not depend on it.
 
 
 def _state_of(weight: Tensor, keeps_frozen: bool) -> _WeightState:

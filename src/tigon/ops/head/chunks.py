@@ -36,18 +36,15 @@ from tigon.runtime.tuning import LaunchConfig
 class ChunkProblem(NamedTuple):
     """The properties that the length of a chunk depends on."""
 
-    # "cuda", "cpu" and so on
-    device_type: str
-    # whether the logits of a teacher take a part of the bytes
-    has_teacher: bool = False
+    device_type: str  # "cuda", "cpu" and so on
+    has_teacher: bool = False  # whether the logits of a teacher take a part of the bytes
 
 
 @dataclass(frozen=True)
 class ChunkConfig(LaunchConfig):
     """Parameters of the division of tokens into chunks."""
 
-    # MiB that the logits of a chunk may take, unless the caller passes another cap
-    budget_mib: float
+    budget_mib: float  # MiB that the logits of a chunk may take, unless the caller passes another cap
     # whether chunks may be longer than the budget allows, so that there are no more than `max_chunks`
     may_exceed_budget: bool
     # MiB that the logits of one sequence, or of a pair, may take: of what `linear_loss` cannot divide
@@ -57,8 +54,7 @@ class ChunkConfig(LaunchConfig):
     max_chunks: int
     # The length of a chunk is a multiple of `tile` tokens, the tile of the products, if the budget allows it.
     tile: int
-    # tokens of a chunk, whatever the budget is; None derives them from the budget
-    tokens: int | None = None
+    tokens: int | None = None  # tokens of a chunk, whatever the budget is; None derives them from the budget
 
     @staticmethod
     def heuristic(problem: ChunkProblem, device: Device) -> "ChunkConfig":
@@ -129,18 +125,12 @@ class ChunkConfig(LaunchConfig):
 class Head(NamedTuple):
     """A head and the tokens of its loss."""
 
-    # [T, H]
-    x: Tensor
-    # [V, H]
-    weight: Tensor
-    # [V] or None
-    bias: Tensor | None
-    # [T]
-    target: Tensor
-    # the indices of the tokens to compute; None for all tokens
-    rows: Tensor | None = None
-    # the number of these tokens, or -1 in compiled code, where the operator finds them when it runs
-    computed: int = -1
+    x: Tensor  # [T, H]
+    weight: Tensor  # [V, H]
+    bias: Tensor | None  # [V] or None
+    target: Tensor  # [T]
+    rows: Tensor | None = None  # the indices of the tokens to compute; None for all tokens
+    computed: int = -1  # the number of these tokens, or -1 in compiled code, where the operator finds them when it runs
 
     def get_device(self) -> int:
         """Return the number of the device, on which launchers run their function."""
@@ -151,8 +141,7 @@ class HeadSettings(NamedTuple):
     """Everything that a call requests of the engine, as plain values."""
 
     needs: Needs
-    # whether a half-precision dW is summed in fp32 and rounded once
-    sums_in_fp32: bool
+    sums_in_fp32: bool  # whether a half-precision dW is summed in fp32 and rounded once
     # the caller's cap in MiB on the logits of a chunk, or None
     max_logits_mib: float | None
     ignore_index: int
@@ -181,12 +170,9 @@ def with_rows(head: Head, settings: HeadSettings) -> Head:
 class ChunkPlan(NamedTuple):
     """The division of the computed tokens into chunks."""
 
-    # the rows of each chunk
-    parts: list[Rows]
-    # whether dW is summed in fp32
-    sums_in_fp32: bool
-    # whether ignored tokens are computed too
-    has_all_rows: bool
+    parts: list[Rows]  # the rows of each chunk
+    sums_in_fp32: bool  # whether dW is summed in fp32
+    has_all_rows: bool  # whether ignored tokens are computed too
 
 
 def bytes_of_logit(x: Tensor, in_fp32: bool = False) -> int:
@@ -214,12 +200,9 @@ class Chunk(NamedTuple):
     """One chunk of tokens."""
 
     rows: Rows
-    # [C, H]
-    x: Tensor
-    # [C]
-    target: Tensor
-    # [C, V], in a buffer that the next chunk overwrites
-    logits: Tensor
+    x: Tensor  # [C, H]
+    target: Tensor  # [C]
+    logits: Tensor  # [C, V], in a buffer that the next chunk overwrites
 
 
 def head_product(x: Tensor, weight: Tensor, bias: Tensor | None, logits: Tensor) -> None:

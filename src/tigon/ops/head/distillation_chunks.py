@@ -41,8 +41,7 @@ class Teacher(NamedTuple):
     bias: Tensor | None = None
     # "logits" (which may be log-probabilities) or "probs": [T, W]. "top_k": [T, K] log-probabilities
     values: Tensor | None = None
-    # "top_k": [T, K] indices of the vocabulary
-    indices: Tensor | None = None
+    indices: Tensor | None = None  # "top_k": [T, K] indices of the vocabulary
 
 
 class DistillationSettings(NamedTuple):
@@ -51,8 +50,7 @@ class DistillationSettings(NamedTuple):
     # "hidden", "logits", "probs" or "top_k"
     form: str
     head: HeadSettings
-    # whether the logits of half-precision hidden states are kept in fp32
-    fp32_logits: bool
+    fp32_logits: bool  # whether the logits of half-precision hidden states are kept in fp32
     # whether the losses of all tokens are summed
     is_reduced: bool
     options: DistillationOptions

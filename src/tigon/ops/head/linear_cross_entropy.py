@@ -163,33 +163,15 @@ def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
 
 
 def linear_cross_entropy(
-    input: Tensor,
-    linear_weight: Tensor,
-    target: Tensor,
-    *,
-    linear_bias: Tensor | None = None,
-    low_rank: tuple[Tensor, Tensor] | None = None,
-    weight: Tensor | None = None,
-    reduction: Reduction = "mean",
-    ignore_index: int | None = -100,
-    label_smoothing: float = 0.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    z_loss: float = 0.0,
-    token_scaling: bool = False,
-    num_items: Tensor | float | None = None,
-    max_logits_mib: float | None = None,
-    acc_dtype: torch.dtype | None = None,
-    accumulate_grad: bool = False,
-    valid_rows: ValidRows | Literal[False] | None = None,
-    process_group: "torch.distributed.ProcessGroup | None" = None,
-    vocab_size: int | None = None,
-    return_z_loss: bool = False,
-    return_token_accuracy: bool = False,
-    return_predicted_tokens: bool = False,
-    return_log_probs: bool = False,
-    return_entropy: bool = False,
-) -> Tensor | LossOutput:
+    input: Tensor, linear_weight: Tensor, target: Tensor, *, linear_bias: Tensor | None = None,
+    low_rank: tuple[Tensor, Tensor] | None = None, weight: Tensor | None = None, reduction: Reduction = "mean",
+    ignore_index: int | None = -100, label_smoothing: float = 0.0, softcap: float | None = None,
+    logit_scale: float = 1.0, z_loss: float = 0.0, token_scaling: bool = False, num_items: Tensor | float | None = None,
+    max_logits_mib: float | None = None, acc_dtype: torch.dtype | None = None, accumulate_grad: bool = False,
+    valid_rows: ValidRows | Literal[False] | None = None, process_group: "torch.distributed.ProcessGroup | None" = None,
+    vocab_size: int | None = None, return_z_loss: bool = False, return_token_accuracy: bool = False,
+    return_predicted_tokens: bool = False, return_log_probs: bool = False, return_entropy: bool = False,
+) -> Tensor | LossOutput:  # fmt: skip
     """Return the cross entropy of a linear layer's outputs, `cross_entropy(linear(input, linear_weight), target)`.
 
     Only the logits of one chunk of tokens exist at a time, on every device. Ignored tokens are not computed, and each
@@ -345,15 +327,10 @@ class LinearCrossEntropyLoss(nn.Module):
         self.options = options
 
     def forward(
-        self,
-        input: Tensor,
-        linear_weight: Tensor,
-        target: Tensor,
-        linear_bias: Tensor | None = None,
-        num_items: Tensor | float | None = None,
-        valid_rows: ValidRows | None = None,
+        self, input: Tensor, linear_weight: Tensor, target: Tensor, linear_bias: Tensor | None = None,
+        num_items: Tensor | float | None = None, valid_rows: ValidRows | None = None,
         low_rank: tuple[Tensor, Tensor] | None = None,
-    ) -> Tensor | LossOutput:
+    ) -> Tensor | LossOutput:  # fmt: skip
         """Return `linear_cross_entropy` of input [..., H], linear_weight [V, H] and target [...]."""
         return linear_cross_entropy(
             input, linear_weight, target,

@@ -203,37 +203,16 @@ class _LinearDistillation(Node):
 
 
 def linear_distillation(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor | None = None,
-    *,
-    bias: Tensor | None = None,
-    teacher_hidden: Tensor | None = None,
-    teacher_weight: Tensor | None = None,
-    teacher_bias: Tensor | None = None,
-    teacher_logits: Tensor | None = None,
-    teacher_probs: Tensor | None = None,
-    teacher_log_probs: Tensor | None = None,
-    teacher_indices: Tensor | None = None,
-    divergence: Divergence = "jsd",
-    beta: float = 0.5,
-    temperature: float = 1.0,
-    soft_weight: float = 1.0,
-    hard_weight: float = 0.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    teacher_softcap: float | None = None,
-    teacher_logit_scale: float = 1.0,
-    ignore_index: int = -100,
-    reduction: DistillationReduction = "mean",
-    num_items: Tensor | float | None = None,
-    return_parts: bool = False,
-    return_entropy: bool = False,
-    fp32_logits: bool = False,
-    max_logits_mib: float | None = None,
-    acc_dtype: torch.dtype | None = None,
-    valid_rows: ValidRows | Literal[False] | None = None,
-) -> Tensor | DistillationOutput:
+    hidden: Tensor, weight: Tensor, targets: Tensor | None = None, *, bias: Tensor | None = None,
+    teacher_hidden: Tensor | None = None, teacher_weight: Tensor | None = None, teacher_bias: Tensor | None = None,
+    teacher_logits: Tensor | None = None, teacher_probs: Tensor | None = None, teacher_log_probs: Tensor | None = None,
+    teacher_indices: Tensor | None = None, divergence: Divergence = "jsd", beta: float = 0.5, temperature: float = 1.0,
+    soft_weight: float = 1.0, hard_weight: float = 0.0, softcap: float | None = None, logit_scale: float = 1.0,
+    teacher_softcap: float | None = None, teacher_logit_scale: float = 1.0, ignore_index: int = -100,
+    reduction: DistillationReduction = "mean", num_items: Tensor | float | None = None, return_parts: bool = False,
+    return_entropy: bool = False, fp32_logits: bool = False, max_logits_mib: float | None = None,
+    acc_dtype: torch.dtype | None = None, valid_rows: ValidRows | Literal[False] | None = None,
+) -> Tensor | DistillationOutput:  # fmt: skip
     """Return the divergence of a student's head from its teacher's, with an optional cross entropy of labels, in fp32.
 
     Only the logits of one chunk of tokens exist at a time, on every device. Ignored tokens are not computed, and the

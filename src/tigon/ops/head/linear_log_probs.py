@@ -47,18 +47,13 @@ class LogProbOutput(NamedTuple):
     `log_probs`, `entropy` and `extra_log_probs` are differentiable. All results are 0 (False) for ignored targets.
     """
 
-    # [...] fp32
-    log_probs: Tensor
-    # [...] fp32, in nats
-    entropy: Tensor | None = None
-    # [...] bool: whether the target is the first of the largest logits
-    is_top1: Tensor | None = None
+    log_probs: Tensor  # [...] fp32
+    entropy: Tensor | None = None  # [...] fp32, in nats
+    is_top1: Tensor | None = None  # [...] bool: whether the target is the first of the largest logits
     # [...] fp32: the mean over the vocabulary of the logits after scale, soft cap and temperature
     mean_logits: Tensor | None = None
-    # [...] fp32: log sum_j p_j^2
-    log_sum_sq_probs: Tensor | None = None
-    # [..., K] fp32: the log-probabilities of the extra targets
-    extra_log_probs: Tensor | None = None
+    log_sum_sq_probs: Tensor | None = None  # [...] fp32: log sum_j p_j^2
+    extra_log_probs: Tensor | None = None  # [..., K] fp32: the log-probabilities of the extra targets
 
 
 # --- reference -----------------------------------------------------------------------------------
@@ -132,26 +127,13 @@ class _LinearLogProbs(Node):
 
 
 def linear_log_probs(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    *,
-    bias: Tensor | None = None,
-    temperature: float = 1.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    ignore_index: int = -100,
-    return_entropy: bool = False,
-    return_top1: bool = False,
-    return_mean_logits: bool = False,
-    return_sum_sq_probs: bool = False,
-    extra_targets: Tensor | None = None,
-    fp32_products: bool = False,
-    acc_dtype: torch.dtype | None = torch.float32,
-    valid_rows: ValidRows | Literal[False] | None = None,
-    process_group: "torch.distributed.ProcessGroup | None" = None,
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, bias: Tensor | None = None, temperature: float = 1.0,
+    softcap: float | None = None, logit_scale: float = 1.0, ignore_index: int = -100, return_entropy: bool = False,
+    return_top1: bool = False, return_mean_logits: bool = False, return_sum_sq_probs: bool = False,
+    extra_targets: Tensor | None = None, fp32_products: bool = False, acc_dtype: torch.dtype | None = torch.float32,
+    valid_rows: ValidRows | Literal[False] | None = None, process_group: "torch.distributed.ProcessGroup | None" = None,
     vocab_size: int | None = None,
-) -> Tensor | LogProbOutput:
+) -> Tensor | LogProbOutput:  # fmt: skip
     """Return the log-probabilities of tokens, `log_softmax(linear(hidden, weight))` at the targets, in fp32.
 
     The result is differentiable with any upstream gradient, so a loss of preference or policy optimization is a few

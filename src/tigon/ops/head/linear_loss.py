@@ -80,26 +80,13 @@ def _values_of(result: Tensor | LogProbOutput) -> list[Tensor]:
 
 
 def linear_loss(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    loss_fn: LossFunction,
-    *args: Any,
-    group: Group = "batch",
-    bias: Tensor | None = None,
-    temperature: float = 1.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    ignore_index: int = -100,
-    with_entropy: bool = False,
-    with_sum_sq_probs: bool = False,
-    cu_seqlens: Tensor | None = None,
-    max_logits_mib: float | None = None,
-    acc_dtype: torch.dtype | None = None,
-    valid_rows: ValidRows | Literal[False] | None = None,
-    process_group: "torch.distributed.ProcessGroup | None" = None,
+    hidden: Tensor, weight: Tensor, targets: Tensor, loss_fn: LossFunction, *args: Any, group: Group = "batch",
+    bias: Tensor | None = None, temperature: float = 1.0, softcap: float | None = None, logit_scale: float = 1.0,
+    ignore_index: int = -100, with_entropy: bool = False, with_sum_sq_probs: bool = False,
+    cu_seqlens: Tensor | None = None, max_logits_mib: float | None = None, acc_dtype: torch.dtype | None = None,
+    valid_rows: ValidRows | Literal[False] | None = None, process_group: "torch.distributed.ProcessGroup | None" = None,
     vocab_size: int | None = None,
-) -> Any:
+) -> Any:  # fmt: skip
     """Return `loss_fn(log_probs, *args)` for the log-probabilities of `targets` under a language model's head.
 
     `loss_fn` is a function in plain torch. With `group`, you promise that the loss of the batch is a sum over its

@@ -24,8 +24,7 @@ class _Units(NamedTuple):
     """The units of a batch, and how many tokens of each are computed."""
 
     group: Group
-    # The number of computed tokens of each unit.
-    sizes: list[int]
+    sizes: list[int]  # The number of computed tokens of each unit
     # The first computed token of each block or sequence among those of the batch, and the end of the last one.
     offsets: list[int]
 

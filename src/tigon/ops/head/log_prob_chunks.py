@@ -70,28 +70,20 @@ class SlabProblem(NamedTuple):
     """The sizes that the division of the backward pass depends on."""
 
     hidden: int
-    # rows of the head on the largest rank
-    vocabulary: int
-    # bytes that one logit takes
-    logit_bytes: int
-    # bytes that one column of a slab takes in addition to its logits
-    column_bytes: int
-    # MiB of `ChunkConfig`
-    budget_mib: float
+    vocabulary: int  # rows of the head on the largest rank
+    logit_bytes: int  # bytes that one logit takes
+    column_bytes: int  # bytes that one column of a slab takes in addition to its logits
+    budget_mib: float  # MiB of `ChunkConfig`
 
 
 @dataclass(frozen=True)
 class SlabConfig(LaunchConfig):
     """Parameters of the division of the backward pass into blocks of tokens and slabs of the vocabulary."""
 
-    # the largest number of tokens of a block
-    block_tokens: int
-    # bytes for the logits of a slab and the fp32 sum of dx
-    budget_bytes: int
-    # The number of columns of a slab is a multiple of `tile`, the tile of the products.
-    tile: int
-    # columns of a slab, whatever the budget is; None derives them from the budget
-    columns: int | None = None
+    block_tokens: int  # the largest number of tokens of a block
+    budget_bytes: int  # bytes for the logits of a slab and the fp32 sum of dx
+    tile: int  # The number of columns of a slab is a multiple of `tile`, the tile of the products.
+    columns: int | None = None  # columns of a slab, whatever the budget is; None derives them from the budget
 
     @staticmethod
     def heuristic(problem: SlabProblem, device: Device) -> "SlabConfig":
@@ -129,8 +121,7 @@ class LogProbSettings(NamedTuple):
     head: HeadSettings
     wants: Wants
     options: Options
-    # True if the logits are fp32, whatever the dtypes of their factors are.
-    fp32_products: bool
+    fp32_products: bool  # True if the logits are fp32, whatever the dtypes of their factors are.
 
 
 @launcher(fake=lambda head, settings: empty_statistics(head.x, settings.options, settings.wants))

@@ -55,19 +55,10 @@ def _transform_reference(logits: Tensor, softcap: float | None, logit_scale: flo
 
 
 def cross_entropy_reference(
-    input: Tensor,
-    target: Tensor,
-    weight: Tensor | None = None,
-    *,
-    ignore_index: int = -100,
-    reduction: Reduction = "mean",
-    label_smoothing: float = 0.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    z_loss: float = 0.0,
-    token_scaling: bool = False,
-    num_items: Tensor | float | None = None,
-) -> Tensor:
+    input: Tensor, target: Tensor, weight: Tensor | None = None, *, ignore_index: int = -100,
+    reduction: Reduction = "mean", label_smoothing: float = 0.0, softcap: float | None = None, logit_scale: float = 1.0,
+    z_loss: float = 0.0, token_scaling: bool = False, num_items: Tensor | float | None = None,
+) -> Tensor:  # fmt: skip
     """Compute `cross_entropy` by its eager definition, the ground truth of the tests. Autograd differentiates it."""
     x = _transform_reference(input, softcap, logit_scale)
     v = x.shape[-1]
@@ -188,27 +179,13 @@ class _CrossEntropy(Node):
 
 
 def cross_entropy(
-    input: Tensor,
-    target: Tensor,
-    weight: Tensor | None = None,
-    *,
-    ignore_index: int | None = -100,
-    reduction: Reduction = "mean",
-    label_smoothing: float = 0.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    z_loss: float = 0.0,
-    token_scaling: bool = False,
-    num_items: Tensor | float | None = None,
-    inplace: bool = False,
-    return_z_loss: bool = False,
-    return_token_accuracy: bool = False,
-    return_predicted_tokens: bool = False,
-    return_log_probs: bool = False,
-    return_entropy: bool = False,
-    process_group: "torch.distributed.ProcessGroup | None" = None,
-    vocab_size: int | None = None,
-) -> Tensor | LossOutput:
+    input: Tensor, target: Tensor, weight: Tensor | None = None, *, ignore_index: int | None = -100,
+    reduction: Reduction = "mean", label_smoothing: float = 0.0, softcap: float | None = None, logit_scale: float = 1.0,
+    z_loss: float = 0.0, token_scaling: bool = False, num_items: Tensor | float | None = None, inplace: bool = False,
+    return_z_loss: bool = False, return_token_accuracy: bool = False, return_predicted_tokens: bool = False,
+    return_log_probs: bool = False, return_entropy: bool = False,
+    process_group: "torch.distributed.ProcessGroup | None" = None, vocab_size: int | None = None,
+) -> Tensor | LossOutput:  # fmt: skip
     """Return the cross entropy of logits and class indices, in fp32 for every dtype of the logits.
 
     Args:
@@ -334,14 +311,9 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
     """
 
     def __init__(
-        self,
-        weight: Tensor | None = None,
-        *,
-        ignore_index: int = -100,
-        reduction: Reduction = "mean",
-        label_smoothing: float = 0.0,
-        **options: Any,
-    ) -> None:
+        self, weight: Tensor | None = None, *, ignore_index: int = -100, reduction: Reduction = "mean",
+        label_smoothing: float = 0.0, **options: Any,
+    ) -> None:  # fmt: skip
         checks.floating("CrossEntropyLoss", weight=weight)
         super().__init__(weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing)
         for name in options:

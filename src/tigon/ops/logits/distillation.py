@@ -50,10 +50,8 @@ class DistillationProblem(NamedTuple):
     """The properties that the launch parameters of `_distillation_kernel` depend on."""
 
     vocabulary: int
-    # bytes of a logit of the student
-    itemsize: int
-    # whether a soft cap or the cross entropy of labels takes more registers
-    is_complex: bool
+    itemsize: int  # bytes of a logit of the student
+    is_complex: bool  # whether a soft cap or the cross entropy of labels takes more registers
 
 
 @dataclass(frozen=True)

@@ -54,8 +54,7 @@ class DivergenceProblem(NamedTuple):
     """The properties that the launch parameters of a divergence depend on."""
 
     vocabulary: int
-    # "kl", "reverse_kl", "jsd" or "tvd"
-    kind: str
+    kind: str  # "kl", "reverse_kl", "jsd" or "tvd"
 
 
 @dataclass(frozen=True)
@@ -212,8 +211,7 @@ def _divergence_kernel(
 class DivergenceOptions(NamedTuple):
     """The options of a divergence."""
 
-    # "kl", "reverse_kl", "jsd" or "tvd"
-    kind: str
+    kind: str  # "kl", "reverse_kl", "jsd" or "tvd"
     # whether the target (for tvd also the input) holds logarithms or logits
     is_log: bool
     from_logits: bool

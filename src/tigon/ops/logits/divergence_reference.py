@@ -135,8 +135,7 @@ class RowLosses(NamedTuple):
     # the divergence and the cross entropy, without their weights; None unless they are requested
     soft: Tensor | None = None
     hard: Tensor | None = None
-    # the entropy of the student at the temperature in nats, or None
-    entropy: Tensor | None = None
+    entropy: Tensor | None = None  # the entropy of the student at the temperature in nats, or None
 
 
 def apply_to_logits(logits: Tensor, logit_scale: float, softcap: float | None) -> Tensor:

@@ -126,16 +126,9 @@ def _divergence(
 
 
 def kl_div(
-    input: Tensor,
-    target: Tensor,
-    *,
-    log_target: bool = False,
-    reduction: DivergenceReduction = "mean",
-    from_logits: bool = False,
-    temperature: float = 1.0,
-    ignore_index: int = -100,
-    labels: Tensor | None = None,
-) -> Tensor:
+    input: Tensor, target: Tensor, *, log_target: bool = False, reduction: DivergenceReduction = "mean",
+    from_logits: bool = False, temperature: float = 1.0, ignore_index: int = -100, labels: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Return `torch.nn.functional.kl_div` of distributions over the last dimension, KL(target || input), in fp32.
 
     Args:
@@ -177,16 +170,9 @@ def kl_div(
 
 
 def jsd(
-    input: Tensor,
-    target: Tensor,
-    *,
-    beta: float = 0.5,
-    temperature: float = 1.0,
-    labels: Tensor | None = None,
-    ignore_index: int = -100,
-    from_logits: bool = False,
-    reduction: DivergenceReduction = "batchmean",
-) -> Tensor:
+    input: Tensor, target: Tensor, *, beta: float = 0.5, temperature: float = 1.0, labels: Tensor | None = None,
+    ignore_index: int = -100, from_logits: bool = False, reduction: DivergenceReduction = "batchmean",
+) -> Tensor:  # fmt: skip
     """Return the generalised Jensen-Shannon divergence of distributions over the last dimension, in fp32.
 
     Args:
@@ -219,15 +205,9 @@ def jsd(
 
 
 def tvd(
-    input: Tensor,
-    target: Tensor,
-    *,
-    reduction: DivergenceReduction = "batchmean",
-    labels: Tensor | None = None,
-    ignore_index: int = -100,
-    from_logits: bool = False,
-    temperature: float = 1.0,
-) -> Tensor:
+    input: Tensor, target: Tensor, *, reduction: DivergenceReduction = "batchmean", labels: Tensor | None = None,
+    ignore_index: int = -100, from_logits: bool = False, temperature: float = 1.0,
+) -> Tensor:  # fmt: skip
     """Return the total variation distance of distributions over the last dimension, in fp32.
 
     Args:

@@ -24,14 +24,12 @@ class LossOutput(NamedTuple):
     """
 
     loss: Tensor
-    # the part of `loss` that is the z-loss, reduced like the loss
-    z_loss: Tensor | None = None
+    z_loss: Tensor | None = None  # the part of `loss` that is the z-loss, reduced like the loss
     # fp32 scalar: the share of valid tokens whose largest logit is that of the target
     token_accuracy: Tensor | None = None
     # int64, shaped as the target: the argmax of the logits, -1 for ignored targets
     predicted_tokens: Tensor | None = None
-    # fp32, shaped as the target: log p(target), 0 for ignored targets
-    log_probs: Tensor | None = None
+    log_probs: Tensor | None = None  # fp32, shaped as the target: log p(target), 0 for ignored targets
     # fp32, shaped as the target: the entropy of the probabilities in nats, 0 for ignored targets
     entropy: Tensor | None = None
 

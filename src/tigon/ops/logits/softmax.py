@@ -43,8 +43,7 @@ def softmax_reference(x: Tensor, dim: int = -1) -> Tensor:
 class SoftmaxProblem(NamedTuple):
     """The property that the launch parameters of `softmax` depend on."""
 
-    # N
-    features: int
+    features: int  # N
 
 
 # In each pair, the first number is the largest number of features of a row that is read at once, and the second one is

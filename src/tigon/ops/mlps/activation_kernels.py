@@ -38,8 +38,7 @@ class GateOptions(NamedTuple):
     limit: float = math.inf
     alpha: float = 1.0
     offset: float = 0.0
-    # True if gate and up alternate in a packed tensor.
-    is_interleaved: bool = False
+    is_interleaved: bool = False  # True if gate and up alternate in a packed tensor
 
 
 PLAIN_GATE = GateOptions()

@@ -83,8 +83,7 @@ class ClampedGate:
     # None means 1, computed as `F.silu` in the reference.
     alpha: float | None = None
     offset: float = 0.0
-    # True if gate and up alternate in h.
-    is_interleaved: bool = False
+    is_interleaved: bool = False  # True if gate and up alternate in h
 
     def __call__(self, h: Tensor) -> Tensor:
         alpha = 1.0 if self.alpha is None else float(self.alpha)

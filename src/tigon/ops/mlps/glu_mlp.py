@@ -87,15 +87,9 @@ class _GLUMLP(Node):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        gate_weight: Tensor,
-        up_weight: Tensor,
-        down_weight: Tensor,
-        activation: tuple[str, GateOptions],
-        saves_gates: bool,
-        is_checkpointed: bool,
-    ) -> Tensor:
+        ctx: Any, x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor,
+        activation: tuple[str, GateOptions], saves_gates: bool, is_checkpointed: bool,
+    ) -> Tensor:  # fmt: skip
         rows = x.flatten(0, -2)
         gate, up = multiply_gates(rows, gate_weight, up_weight)
         saves_x = not saves_gates or any(ctx.needs_input_grad[1:3])
@@ -141,16 +135,9 @@ def plain_weights(layers: Sequence[nn.Module]) -> list[Tensor] | None:
 
 
 def glu_mlp(
-    x: Tensor,
-    gate_weight: Tensor,
-    up_weight: Tensor,
-    down_weight: Tensor,
-    activation: str = "silu",
-    *,
-    gate_scale: float = 1.0,
-    output_scale: float = 1.0,
-    limit: float | None = None,
-) -> Tensor:
+    x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor, activation: str = "silu", *,
+    gate_scale: float = 1.0, output_scale: float = 1.0, limit: float | None = None,
+) -> Tensor:  # fmt: skip
     """Return (act(x G^T) * (x U^T)) D^T, a gated MLP of three weights. All tensors get gradients.
 
     Backward recomputes act(gate) * up instead of saving it. In `tigon.lean(mlp=True)` it also recomputes gate and up.
@@ -287,13 +274,9 @@ class GEGLUMLP(_GatedMLP):
     """
 
     def __init__(
-        self,
-        hidden_size: int,
-        intermediate_size: int,
-        bias: bool = False,
-        approximate: Literal["none", "tanh"] = "tanh",
-        **factory: Any,
-    ) -> None:
+        self, hidden_size: int, intermediate_size: int, bias: bool = False,
+        approximate: Literal["none", "tanh"] = "tanh", **factory: Any,
+    ) -> None:  # fmt: skip
         checks.choice("GEGLUMLP", "approximate", approximate, ("none", "tanh"))
         super().__init__(hidden_size, intermediate_size, bias, **factory)
         self.activation = "gelu_tanh" if approximate == "tanh" else "gelu"

@@ -44,13 +44,9 @@ ACTIVATIONS = (*APPROXIMATIONS, "relu2")
 
 
 def mlp_reference(
-    x: Tensor,
-    up_weight: Tensor,
-    down_weight: Tensor,
-    up_bias: Tensor | None = None,
-    down_bias: Tensor | None = None,
+    x: Tensor, up_weight: Tensor, down_weight: Tensor, up_bias: Tensor | None = None, down_bias: Tensor | None = None,
     activation: str = "gelu",
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Compute `mlp` in eager torch, for tests."""
     h = F.linear(x, up_weight, up_bias)
     a = relu2_reference(h) if activation == "relu2" else gelu_reference(h, APPROXIMATIONS[activation])
@@ -82,14 +78,9 @@ class _MLP(Node):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        up_weight: Tensor,
-        down_weight: Tensor,
-        up_bias: Tensor | None,
-        down_bias: Tensor | None,
+        ctx: Any, x: Tensor, up_weight: Tensor, down_weight: Tensor, up_bias: Tensor | None, down_bias: Tensor | None,
         options: tuple[str, bool, bool],
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         kind, saves_hidden, is_checkpointed = options
         h = linear(x.flatten(0, -2), up_weight, up_bias)
         saves_x = not saves_hidden or ctx.needs_input_grad[1]
@@ -138,13 +129,9 @@ class _MLP(Node):
 
 
 def mlp(
-    x: Tensor,
-    up_weight: Tensor,
-    down_weight: Tensor,
-    up_bias: Tensor | None = None,
-    down_bias: Tensor | None = None,
+    x: Tensor, up_weight: Tensor, down_weight: Tensor, up_bias: Tensor | None = None, down_bias: Tensor | None = None,
     activation: MLPActivation = "gelu",
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Return act(x U^T + b) D^T + c, an MLP of two linear layers. All tensors get gradients.
 
     Backward recomputes act(h) instead of saving it. In `tigon.lean(mlp=True)` it also recomputes h = x U^T + b.
@@ -193,13 +180,9 @@ def mlp(
 
 
 def mlp_by_kernels(
-    x: Tensor,
-    up_weight: Tensor,
-    down_weight: Tensor,
-    up_bias: Tensor | None,
-    down_bias: Tensor | None,
+    x: Tensor, up_weight: Tensor, down_weight: Tensor, up_bias: Tensor | None, down_bias: Tensor | None,
     activation: str,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Return `mlp` of checked arguments for which `supports_products` is True."""
     is_checkpointed = in_checkpoint() and torch.is_grad_enabled()
     options = activation, not recomputes_mlp(), is_checkpointed

@@ -75,15 +75,9 @@ class _TiledGLUMLP(Node):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        gate_weight: Tensor,
-        up_weight: Tensor,
-        down_weight: Tensor,
-        activation: tuple[str, GateOptions],
-        tile: int,
-        is_checkpointed: bool,
-    ) -> Tensor:
+        ctx: Any, x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor,
+        activation: tuple[str, GateOptions], tile: int, is_checkpointed: bool,
+    ) -> Tensor:  # fmt: skip
         # The second run of a checkpointed layer ends here, before it computes any product.
         save_gated(ctx, x, False, is_checkpointed, x, gate_weight, up_weight, down_weight)
         ctx.activation, ctx.tile, ctx.shape = activation, tile, x.shape

@@ -40,17 +40,9 @@ GateActivation = Literal["silu", "sigmoid"]
 
 
 def gated_rms_norm_reference(
-    x: Tensor,
-    gate: Tensor,
-    weight: Tensor | None,
-    eps: float = 1e-6,
-    *,
-    activation: GateActivation = "silu",
-    gate_first: bool = False,
-    group_size: int | None = None,
-    offset: float = 0.0,
-    rounding: Rounding = "before_weight",
-) -> Tensor:
+    x: Tensor, gate: Tensor, weight: Tensor | None, eps: float = 1e-6, *, activation: GateActivation = "silu",
+    gate_first: bool = False, group_size: int | None = None, offset: float = 0.0, rounding: Rounding = "before_weight",
+) -> Tensor:  # fmt: skip
     """Compute `gated_rms_norm` in eager torch, for tests and for devices without Triton."""
     fp32 = torch.float64 if x.dtype == torch.float64 else torch.float32
     factor = (F.silu if activation == "silu" else torch.sigmoid)(gate.to(fp32))
@@ -86,17 +78,9 @@ class _GatedRMSNorm(Node):
 
 
 def gated_rms_norm(
-    x: Tensor,
-    gate: Tensor,
-    weight: Tensor | None,
-    eps: float = 1e-6,
-    *,
-    activation: GateActivation = "silu",
-    gate_first: bool = False,
-    group_size: int | None = None,
-    offset: float = 0.0,
-    rounding: Rounding = "before_weight",
-) -> Tensor:
+    x: Tensor, gate: Tensor, weight: Tensor | None, eps: float = 1e-6, *, activation: GateActivation = "silu",
+    gate_first: bool = False, group_size: int | None = None, offset: float = 0.0, rounding: Rounding = "before_weight",
+) -> Tensor:  # fmt: skip
     """Normalise the last dimension by its root mean square, and multiply by `act(gate)`, before or after the norm.
 
     `x`, `gate` and `weight` get gradients.

@@ -26,10 +26,8 @@ MAX_GROUP_SIZE = 8192
 class GatedNormProblem(NamedTuple):
     """The sizes that the launch parameters of a gated norm depend on."""
 
-    # The number of features that are normalised together, G.
-    group_size: int
-    # Bytes of an element of x.
-    itemsize: int
+    group_size: int  # The number of features that are normalised together, G.
+    itemsize: int  # Bytes of an element of x
 
 
 # The first number is the largest size of a group of a rung. The others are the elements of a tile and the warps of the
@@ -47,20 +45,16 @@ LADDER = (
 class GatedNormConfig(LaunchConfig):
     """Launch parameters of the forward and the backward."""
 
-    # Features of a tile.
-    block_n: int
+    block_n: int  # Features of a tile
     # Rows of a tile of the forward, and warps of its program.
     block_m: int
     num_warps: int
     # Rows of a tile of the backward, and warps of its program.
     backward_block_m: int
     backward_warps: int
-    # Pipeline stages of the backward's loop over rows.
-    num_stages: int
-    # The largest number of programs of the backward. Each program computes one partial dw of one group.
-    programs: int
-    # True if w stays in registers during the backward's loop. Otherwise it is loaded for every tile.
-    keeps_w: bool
+    num_stages: int  # Pipeline stages of the backward's loop over rows
+    programs: int  # The largest number of programs of the backward. Each program computes one partial dw of one group.
+    keeps_w: bool  # True if w stays in registers during the backward's loop. Otherwise it is loaded for every tile.
 
     @staticmethod
     def heuristic(problem: GatedNormProblem, device: Device) -> "GatedNormConfig":
@@ -212,12 +206,9 @@ class GatedNormOptions(NamedTuple):
     group_size: int
     eps: float
     offset: float
-    # True for SiLU, and False for the logistic function.
-    is_silu: bool
-    # True if the gate multiplies x before the norm.
-    gate_first: bool
-    # True if the normalised value is rounded to the dtype of x before the weight multiplies it.
-    round_first: bool
+    is_silu: bool  # True for SiLU, and False for the logistic function
+    gate_first: bool  # True if the gate multiplies x before the norm
+    round_first: bool  # True if the normalised value is rounded to the dtype of x before the weight multiplies it.
 
 
 class NeededGatedNormGradients(NamedTuple):

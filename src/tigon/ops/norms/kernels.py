@@ -275,15 +275,9 @@ def _plan_backward(config: NormConfig, centred: bool, programs: int, numbers: tu
 
 @launcher(fake=_empty_backward)
 def norm_backward(
-    dy: Tensor,
-    dtotal: Tensor | None,
-    z: Tensor,
-    weight: Tensor | None,
-    statistics: Tensor,
-    offset: float,
-    needs: NeededNormGradients,
-    maximum: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    dy: Tensor, dtotal: Tensor | None, z: Tensor, weight: Tensor | None, statistics: Tensor, offset: float,
+    needs: NeededNormGradients, maximum: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return dz [..., N], dw [N] and db [N] from dy, dtotal and z [..., N] and the statistics of the forward.
 
     A gradient that is not needed is None. `maximum` [1] is raised to the bits of the largest |dz|, if it is not None.

@@ -124,13 +124,9 @@ class LayerNorm(nn.LayerNorm):
     """
 
     def __init__(
-        self,
-        normalized_shape: int | Sequence[int],
-        eps: float = 1e-5,
-        elementwise_affine: bool = True,
-        bias: bool = True,
-        **factory: Any,
-    ) -> None:
+        self, normalized_shape: int | Sequence[int], eps: float = 1e-5, elementwise_affine: bool = True,
+        bias: bool = True, **factory: Any,
+    ) -> None:  # fmt: skip
         checks.number("LayerNorm", "eps", eps, 0.0)
         checks.norm_module("LayerNorm", normalized_shape, factory, elementwise_affine=elementwise_affine, bias=bias)
         super().__init__(normalized_shape, eps, elementwise_affine, bias, **factory)

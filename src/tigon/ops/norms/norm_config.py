@@ -15,14 +15,10 @@ REGISTER_BYTES = 2**18
 class NormProblem(NamedTuple):
     """The sizes that the launch parameters of a norm depend on."""
 
-    # The number of features, N.
-    features: int
-    # Bytes of an element of z.
-    itemsize: int
-    # The number of tensors [M, N] that the backward reads: dy, z and perhaps dtotal.
-    loads: int = 2
-    # The number of sums over rows that the backward computes, among dw and db.
-    sums: int = 1
+    features: int  # The number of features, N
+    itemsize: int  # Bytes of an element of z
+    loads: int = 2  # The number of tensors [M, N] that the backward reads: dy, z and perhaps dtotal.
+    sums: int = 1  # The number of sums over rows that the backward computes, among dw and db
 
 
 # The first number is the largest number of features of a rung. The others are the warps of the forward, the warps of
@@ -40,16 +36,11 @@ LADDER = (
 class NormConfig(LaunchConfig):
     """Launch parameters of the forward and the backward of all norms."""
 
-    # Rows of a tile.
-    block_m: int
-    # Features of a tile.
-    block_n: int
-    # Warps of a program of the forward.
-    num_warps: int
-    # Warps of a program of the backward.
-    backward_warps: int
-    # Pipeline stages of the backward's loop over rows.
-    num_stages: int
+    block_m: int  # Rows of a tile
+    block_n: int  # Features of a tile
+    num_warps: int  # Warps of a program of the forward
+    backward_warps: int  # Warps of a program of the backward
+    num_stages: int  # Pipeline stages of the backward's loop over rows
     # The largest number of programs of the backward. Each program computes one partial dw and one partial db.
     programs: int
     # True if w stays in registers during the backward's loop. A wide row leaves no registers for w, so w is loaded for
@@ -58,10 +49,8 @@ class NormConfig(LaunchConfig):
     # True if dy and z stay in registers while the backward sums over features. Otherwise they are loaded twice, the
     # second time from the L1 cache.
     keeps_row: bool
-    # True if a second launch sums dw and db, in blocks of columns.
-    splits: bool
-    # Columns of a block of the second launch.
-    columns: int = 4096
+    splits: bool  # True if a second launch sums dw and db, in blocks of columns
+    columns: int = 4096  # Columns of a block of the second launch
 
     @staticmethod
     def heuristic(problem: NormProblem, device: Device) -> "NormConfig":

@@ -36,14 +36,9 @@ Rounding = Literal["before_weight", "after_weight"]
 
 
 def rms_norm_reference(
-    x: Tensor,
-    weight: Tensor | None,
-    eps: float = 1e-6,
-    *,
-    offset: float = 0.0,
-    rounding: Rounding = "before_weight",
+    x: Tensor, weight: Tensor | None, eps: float = 1e-6, *, offset: float = 0.0, rounding: Rounding = "before_weight",
     dtype: torch.dtype | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Compute `rms_norm` in eager torch, for tests and for devices without Triton.
 
     The normalised value is rounded to `dtype`, by default that of x.
@@ -63,14 +58,9 @@ def rms_norm_reference(
 
 
 def add_rms_norm_reference(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor | None,
-    eps: float = 1e-6,
-    *,
-    offset: float = 0.0,
+    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float = 1e-6, *, offset: float = 0.0,
     rounding: Rounding = "before_weight",
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute `add_rms_norm` in eager torch, for tests and for devices without Triton."""
     total = x + residual
     return rms_norm_reference(total, weight, eps, offset=offset, rounding=rounding), total
@@ -217,14 +207,9 @@ def rms_norm_with_input(
 
 
 def add_rms_norm(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor | None,
-    eps: float = 1e-6,
-    *,
-    offset: float = 0.0,
+    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float = 1e-6, *, offset: float = 0.0,
     rounding: Rounding = "before_weight",
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Normalise `x + residual` by its root mean square, and return that sum too.
 
     `x`, `residual` and `weight` get gradients.

@@ -69,20 +69,11 @@ class AdamW(torch.optim.AdamW):
     """
 
     def __init__(
-        self,
-        params: Any,
-        lr: float | Tensor = 1e-3,
-        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 1e-2,
-        amsgrad: bool = False,
-        *,
-        state: str | None = None,
-        master: str | None = None,
-        stochastic_rounding: bool = False,
-        max_grad_norm: float | None = None,
+        self, params: Any, lr: float | Tensor = 1e-3, betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8, weight_decay: float = 1e-2, amsgrad: bool = False, *, state: str | None = None,
+        master: str | None = None, stochastic_rounding: bool = False, max_grad_norm: float | None = None,
         **options: Any,
-    ) -> None:
+    ) -> None:  # fmt: skip
         for name in options:
             checks.choice("AdamW", "an option", name, (*_FLAGS, *_CHOICES))
         options |= {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad}

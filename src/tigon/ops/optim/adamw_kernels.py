@@ -272,12 +272,10 @@ class _LaunchKind(NamedTuple):
     grad_dtype: torch.dtype
     exp_avg_dtype: torch.dtype
     exp_avg_sq_dtype: torch.dtype
-    # None without a master weight.
-    master_dtype: torch.dtype | None
+    master_dtype: torch.dtype | None  # None without a master weight
     # True if all addresses are multiples of 16 bytes and, with compact states, all N are multiples of 16.
     is_aligned: bool
-    # The number of the step, or None if it is in memory.
-    step: float | None
+    step: float | None  # The number of the step, or None if it is in memory.
 
 
 def adamw_step(

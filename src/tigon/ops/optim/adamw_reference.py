@@ -19,8 +19,7 @@ class AdamWTensors(NamedTuple):
     exp_avg_sq: Tensor
     exp_avg_scale: Tensor | None
     exp_avg_sq_scale: Tensor | None
-    # An fp32 master weight, the int8 correction of a bf16 parameter, or None.
-    master: Tensor | None
+    master: Tensor | None  # An fp32 master weight, the int8 correction of a bf16 parameter, or None
     # The key of the random numbers of this parameter.
     key: int
     step: Tensor | float
@@ -34,25 +33,14 @@ class AdamWOptions(NamedTuple):
     eps: float
     weight_decay: float
     maximize: bool = False
-    # [] fp32, a factor of all gradients.
-    factor: Tensor | None = None
-    # True if bf16 parameters without a master weight are rounded stochastically.
-    is_stochastic: bool = False
+    factor: Tensor | None = None  # [] fp32, a factor of all gradients
+    is_stochastic: bool = False  # True if bf16 parameters without a master weight are rounded stochastically.
 
 
 def adamw_reference(
-    param: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    step: float,
-    *,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    maximize: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
+    param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: float, *, lr: float,
+    betas: tuple[float, float], eps: float, weight_decay: float, maximize: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return p, m and v after step number `step`, in fp32, or in fp64 if p is in fp64. Tests compare with it."""
     wide_dtype = torch.promote_types(param.dtype, torch.float32)
     p, g, m, v = (x.to(wide_dtype) for x in (param, grad, exp_avg, exp_avg_sq))

@@ -43,8 +43,7 @@ class _LocalMatrix(NamedTuple):
 
     matrix: Matrix
     shard: RowShard | None
-    # The shape of the whole matrix.
-    shape: tuple[int, int]
+    shape: tuple[int, int]  # The shape of the whole matrix
 
 
 class Muon(_TorchMuon):
@@ -93,18 +92,10 @@ class Muon(_TorchMuon):
     """
 
     def __init__(
-        self,
-        params: Any,
-        lr: float | Tensor = 1e-3,
-        weight_decay: float = 0.1,
-        momentum: float = 0.95,
-        nesterov: bool = True,
-        ns_coefficients: Sequence[float] | Coefficients = (3.4445, -4.7750, 2.0315),
-        eps: float = 1e-7,
-        ns_steps: int = 5,
-        *,
-        adjust_lr_fn: str | None = None,
-    ) -> None:
+        self, params: Any, lr: float | Tensor = 1e-3, weight_decay: float = 0.1, momentum: float = 0.95,
+        nesterov: bool = True, ns_coefficients: Sequence[float] | Coefficients = (3.4445, -4.7750, 2.0315),
+        eps: float = 1e-7, ns_steps: int = 5, *, adjust_lr_fn: str | None = None,
+    ) -> None:  # fmt: skip
         defaults = {
             "lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov,
             "ns_coefficients": ns_coefficients, "eps": eps, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn,

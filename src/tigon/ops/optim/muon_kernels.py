@@ -171,14 +171,9 @@ def compute_momentum(
 
 
 def apply_update(
-    matrices: Sequence[Matrix],
-    o: Tensor,
-    scales: Tensor | None,
-    lr: Tensor | float,
-    ratio: float,
-    weight_decay: float,
+    matrices: Sequence[Matrix], o: Tensor, scales: Tensor | None, lr: Tensor | float, ratio: float, weight_decay: float,
     table: TensorTable,
-) -> None:
+) -> None:  # fmt: skip
     """Update p in place, from o [B, rows, columns] and s [B]. `lr` may be a tensor of one element on the device."""
     lr_ptr, lr_number = (lr, 0.0) if isinstance(lr, Tensor) else (None, lr)
     launch(

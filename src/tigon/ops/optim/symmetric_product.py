@@ -35,10 +35,8 @@ class Epilogue(NamedTuple):
 
     alpha: float = 1.0
     beta: float = 0.0
-    # The term D.
-    addend: Tensor | None = None
-    # The scales s.
-    scales: Tensor | None = None
+    addend: Tensor | None = None  # The term D
+    scales: Tensor | None = None  # The scales s
     # gamma, if Q is computed too.
     diagonal: float | None = None
     dtype: torch.dtype = torch.float16
@@ -68,12 +66,9 @@ def symmetric_product_reference(a: Tensor, b: Tensor, epilogue: Epilogue) -> tup
 class SymmetricProblem(NamedTuple):
     """The properties that the launch parameters depend on."""
 
-    # Rows of the result.
-    m: int
-    # Terms of each sum.
-    k: int
-    # True if the TMA can copy tiles of both factors.
-    is_aligned: bool
+    m: int  # Rows of the result
+    k: int  # Terms of each sum
+    is_aligned: bool  # True if the TMA can copy tiles of both factors.
 
 
 @dataclass(frozen=True)
@@ -89,10 +84,8 @@ class SymmetricConfig(LaunchConfig):
     num_warps: int
     num_stages: int
     programs_per_multiprocessor: int
-    # This many rows of tiles are computed together, column by column.
-    group: int
-    # True if the tensor memory accelerator copies tiles, where strides and addresses allow it.
-    uses_tma: bool
+    group: int  # This many rows of tiles are computed together, column by column.
+    uses_tma: bool  # True if the tensor memory accelerator copies tiles, where strides and addresses allow it
 
     @staticmethod
     def heuristic(problem: SymmetricProblem, device: Device) -> "SymmetricConfig":

@@ -59,8 +59,7 @@ class TensorTable:
     key: TableKey
     # [tensors, columns] int64, as the kernel reads them: the addresses, N, the first span and the number of spans.
     rows: Tensor
-    # [spans] int32: the index of the tensor of each span.
-    tensor_of_span: Tensor
+    tensor_of_span: Tensor  # [spans] int32: the index of the tensor of each span
 
 
 def update_table(

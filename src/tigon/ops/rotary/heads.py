@@ -120,8 +120,7 @@ class HeadOptions(NamedTuple):
     table: str
     eps: float = 0.0
     offset: float = 0.0
-    # True if all heads of a token are normalised together.
-    together: bool = False
+    together: bool = False  # True if all heads of a token are normalised together.
 
 
 class HeadInputs(NamedTuple):

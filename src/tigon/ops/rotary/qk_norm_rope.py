@@ -72,16 +72,9 @@ def _result_dtype(x: Tensor, weight: Tensor | None, table: Tensor, round_first: 
 class _QKNormRope(Node):
     @staticmethod
     def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor | None,
-        q_weight: Tensor | None,
-        k_weight: Tensor | None,
-        cos: Tensor,
-        sin: Tensor,
-        round_first: bool,
-        options: HeadOptions,
-    ) -> tuple[Tensor, Tensor | None]:
+        ctx: Any, q: Tensor, k: Tensor | None, q_weight: Tensor | None, k_weight: Tensor | None, cos: Tensor,
+        sin: Tensor, round_first: bool, options: HeadOptions,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         cos, sin = with_equal_strides(cos, sin)
         q_weight, k_weight = (w if w is None else w.contiguous() for w in (q_weight, k_weight))
         q_dtype = _result_dtype(q, q_weight, cos, round_first)

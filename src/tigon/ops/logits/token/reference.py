@@ -16,14 +16,9 @@ LOWEST = -1e4
 
 
 def gradient_scales_torch(
-    target: Tensor,
-    weight: Tensor | None,
-    num_items: Tensor | None,
-    vocabulary: int,
-    ignore_index: int,
-    is_mean: bool,
+    target: Tensor, weight: Tensor | None, num_items: Tensor | None, vocabulary: int, ignore_index: int, is_mean: bool,
     scales: Tensor,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Compute `gradient_scales` in torch, into `scales`."""
     valid = target != ignore_index
     count = valid.sum() if num_items is None else num_items
@@ -71,22 +66,14 @@ def _target_weight_torch(target: Tensor, weight: Tensor | None, v: int, options:
 class Sums(NamedTuple):
     """Sums over the exponentials of each row, relative to its largest logit."""
 
-    # [M]: max x, or 0 if all logits are -inf
-    top: Tensor
-    # [M]: sum exp(x - top)
-    total: Tensor
-    # [M]: x_t - top
-    x_t: Tensor
-    # [M]: sum w (x - top), for label smoothing
-    weighted: Tensor | None
-    # [M]: sum exp(x - top) (x - top), for the entropy
-    moment: Tensor | None
-    # [M] int64: argmax, for predictions
-    argmax: Tensor | None
-    # [M]: sum exp(x - top)^2, for the sum of squared probabilities
-    squares: Tensor | None = None
-    # [M, K]: x_k - top of the extra targets
-    extra_x: Tensor | None = None
+    top: Tensor  # [M]: max x, or 0 if all logits are -inf
+    total: Tensor  # [M]: sum exp(x - top)
+    x_t: Tensor  # [M]: x_t - top
+    weighted: Tensor | None  # [M]: sum w (x - top), for label smoothing
+    moment: Tensor | None  # [M]: sum exp(x - top) (x - top), for the entropy
+    argmax: Tensor | None  # [M] int64: argmax, for predictions
+    squares: Tensor | None = None  # [M]: sum exp(x - top)^2, for the sum of squared probabilities
+    extra_x: Tensor | None = None  # [M, K]: x_k - top of the extra targets
 
 
 def extra_logits_torch(logits: Tensor, columns: Tensor, options: Options) -> Tensor:

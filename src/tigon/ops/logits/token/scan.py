@@ -27,10 +27,8 @@ LOWEST = tl.constexpr(reference.LOWEST)
 class ScanProblem(NamedTuple):
     """The sizes that the launch parameters of a pass over logits depend on."""
 
-    # columns of the logits, which are those of one shard if the vocabulary is sharded
-    vocabulary: int
-    # bytes of a logit
-    itemsize: int
+    vocabulary: int  # columns of the logits, which are those of one shard if the vocabulary is sharded
+    itemsize: int  # bytes of a logit
 
 
 @dataclass(frozen=True)

@@ -29,8 +29,7 @@ class Wants(NamedTuple):
     entropy: bool = False
     mean_logits: bool = False
     sum_sq_probs: bool = False
-    # K, the number of extra targets of each token
-    extra_targets: int = 0
+    extra_targets: int = 0  # K, the number of extra targets of each token
 
 
 LOSS_ALONE = Wants()
@@ -39,23 +38,16 @@ LOSS_ALONE = Wants()
 class Statistics(NamedTuple):
     """The results of one pass over the logits. A result that is not requested is an empty tensor, or None."""
 
-    # [M] fp32, scaled
-    loss: Tensor
+    loss: Tensor  # [M] fp32, scaled
     # [M, 2] fp32: max x and sum exp(x - max x). lse = max + log sum is stored as these two numbers, because a single
     # number would add the rounding of this sum.
     lse: Tensor
-    # [M] fp32: the part of `loss` that is the z-loss
-    z_loss: Tensor
-    # [M] int64: argmax, -1 for ignored tokens
-    predicted: Tensor
-    # [M] fp32: x_t - lse, 0 for ignored tokens; computed for token scaling too
-    log_probs: Tensor
-    # [M] fp32: lse - sum_j p_j x_j, 0 for ignored tokens
-    entropy: Tensor
-    # [M] fp32: the mean of x over the vocabulary, 0 for ignored tokens
-    mean_logits: Tensor | None = None
-    # [M] fp32: log sum_j p_j^2, 0 for ignored tokens
-    log_sum_sq_probs: Tensor | None = None
+    z_loss: Tensor  # [M] fp32: the part of `loss` that is the z-loss
+    predicted: Tensor  # [M] int64: argmax, -1 for ignored tokens
+    log_probs: Tensor  # [M] fp32: x_t - lse, 0 for ignored tokens; computed for token scaling too
+    entropy: Tensor  # [M] fp32: lse - sum_j p_j x_j, 0 for ignored tokens
+    mean_logits: Tensor | None = None  # [M] fp32: the mean of x over the vocabulary, 0 for ignored tokens
+    log_sum_sq_probs: Tensor | None = None  # [M] fp32: log sum_j p_j^2, 0 for ignored tokens
     # [M, K] fp32: x_k - lse of the extra targets, 0 for ignored tokens and ignored extra targets
     extra_log_probs: Tensor | None = None
 
