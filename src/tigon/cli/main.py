@@ -28,9 +28,7 @@ INTERRUPTED, USER_MISTAKE = 130, 2
 
 class _Command(NamedTuple):
     """A command: the function of its name in `tigon.cli.<name>.command`. The extra that it needs has its name too.
-
-    `needs` are the packages that it needs besides torch, and its own `--help` shows the `examples`.
-    """
+    `needs` are the packages that it needs besides torch, and its own `--help` shows the `examples`."""
 
     name: str
     help: str
@@ -61,11 +59,9 @@ _COMMANDS = (
 
 @contextlib.contextmanager
 def sigterm_interrupts() -> Iterator[None]:
-    """Raise KeyboardInterrupt, as Ctrl-C does, at the first signal to terminate in a block.
-
-    `timeout` and batch systems send this signal. Commands then end their children and keep their results. A thread
-    other than the main one gets no signals.
-    """
+    """Raise KeyboardInterrupt, as Ctrl-C does, at the first signal to terminate in a block. `timeout` and batch systems
+    send this signal. Commands then end their children and keep their results. A thread other than the main one gets no
+    signals."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -183,10 +179,7 @@ def make_console() -> "Console":
 
 @contextlib.contextmanager
 def show_progress(text: str) -> Iterator[Callable[[str], None]]:
-    """Show the progress of a block on standard error, and yield a function that shows the text of the next stage.
-
-    A terminal shows the current stage until the block ends. A file or a pipe gets a line for each stage.
-    """
+    """Show the progress of a block on standard error, and yield a function that shows the text of the next stage."""
     if not sys.stderr.isatty():
         say = lambda stage: print(f"{stage} ...", file=sys.stderr, flush=True)
         say(text)
@@ -200,10 +193,7 @@ def show_progress(text: str) -> Iterator[Callable[[str], None]]:
 
 
 def pick_device(name: str, others: tuple[str, ...] = ()) -> str:
-    """Return the device `name`. "auto" stands for CUDA if torch sees a GPU, and else for the CPU.
-
-    `others` may hold "mps", the GPU of a Mac: the command then accepts it, and "auto" prefers it to the CPU.
-    """
+    """Return the device `name`. "auto" stands for CUDA if torch sees a GPU, and else for the CPU."""
     import torch
     import typer
 

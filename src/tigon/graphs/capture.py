@@ -79,10 +79,8 @@ class GraphMemory:
         return any(storage_users(given.storage) > given.is_grad() for given in self._given)
 
     def keep_gradients(self, before_forward: bool = False) -> None:
-        """Give every `.grad` that the next backward, or the next forward, overwrites memory of its own.
-
-        It stays the same tensor, because the caller may hold it too.
-        """
+        """Give every `.grad` that the next backward, or the next forward, overwrites memory of its own. It stays the
+        same tensor, because the caller may hold it too."""
         for given in self._given:
             place = given.place
             if (place.is_of_forward or not before_forward) and not given.storage.expired() and given.is_grad():
@@ -126,11 +124,7 @@ class _Given(NamedTuple):
 
 
 class GradientPlace:
-    """The place of a gradient in the memory of a graph. It does not keep the memory from being used by other graphs.
-
-    `torch.as_tensor` reads the attribute `__cuda_array_interface__`, and makes a tensor of the bytes without a copy.
-    The tensor keeps this object alive, and therefore the owners of the memory.
-    """
+    """The place of a gradient in the memory of a graph. It does not keep the memory from being used by other graphs."""
 
     def __init__(self, gradient: Tensor, owners: Any, is_of_forward: bool) -> None:
         self.owners = owners
@@ -247,11 +241,7 @@ def _capturing(graph: torch.cuda.CUDAGraph, pool: Any, device: torch.device) -> 
 
 
 def _end_capture(graph: torch.cuda.CUDAGraph, pool: Any, device: torch.device) -> None:
-    """End the capture on the current stream.
-
-    Raises:
-        RuntimeError: The capture has failed. Tensors are allocated and random numbers are drawn as before it.
-    """
+    """End the capture on the current stream."""
     try:
         graph.capture_end()
     except RuntimeError:
@@ -269,17 +259,8 @@ def capture(
     replace: Callable[[Sequence[nn.Parameter]], AbstractContextManager], memory: GraphMemory,
     inputs: dict[str, Tensor | float], parameters: Sequence[Tensor], *, warms_up: bool,
 ) -> Pair:  # fmt: skip
-    """Capture a call as a pair of graphs.
-
-    Args:
-        compute: It takes static inputs and aliases of the parameters, and returns the outputs of the call, and the one
-            of them that has a gradient.
-        replace: It takes aliases of the parameters, which the model has in the block that it returns.
-        memory: The memory of the pairs of the model.
-        inputs: The values of the inputs. A number becomes a tensor without dimensions.
-        parameters: The parameters that get gradients, before the inputs that need a gradient.
-        warms_up: Whether `compute` and its backward run once before, so that libraries allocate what they keep.
-    """
+    """Capture a call as a pair of graphs. `compute` returns the outputs of static inputs, and the one with a
+    gradient."""
     begin = time.perf_counter()
     static = {name: _static_input(value, memory.device) for name, value in inputs.items()}
     # Nodes of autograd that a living loss of an earlier step refers to belong to another stream. Aliases have new ones.
@@ -311,10 +292,8 @@ def capture(
 
 
 def differentiate(output: Tensor, leaves: Sequence[Tensor], upstream: Tensor) -> list[Tensor | None]:
-    """Return the gradients of leaves, no two of which have the same memory.
-
-    The backward of a training step runs outside of autocast, which its forward may run in.
-    """
+    """Return the gradients of leaves, no two of which have the same memory. The backward of a training step runs
+    outside of autocast, which its forward may run in."""
     with torch.autocast(output.device.type, enabled=False):
         gradients = torch.autograd.grad(output, leaves, upstream, allow_unused=True)
     addresses: set[int] = set()
@@ -352,11 +331,7 @@ def release_cached_memory(device: torch.device) -> None:
 
 
 def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
-    """Return a copy of an output, such as a tuple or a dict of tensors, with `function` applied to every tensor.
-
-    Raises:
-        NotCaptured: The output has an object with attributes, which may be tensors that the next replay overwrites.
-    """
+    """Return a copy of an output, such as a tuple or a dict of tensors, with `function` applied to every tensor."""
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, dict):

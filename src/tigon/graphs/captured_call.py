@@ -16,11 +16,7 @@ from tigon.runtime.compat.autograd import AccumulateGrad
 
 @contextmanager
 def restored(model: nn.Module) -> Iterator[None]:
-    """Run a capture, which computes a call once, without changes of buffers and of random numbers on the host.
-
-    Raises:
-        NotCaptured: The block draws random numbers on the host, where each replay would have the same ones.
-    """
+    """Run a capture, which computes a call once, without changes of buffers and of random numbers on the host."""
     # A buffer that each forward writes to has been written to before.
     buffers = [(x, x.clone()) for x in model.buffers() if not x.is_inference() and x._version]
     numbers = host_random_state()
@@ -69,11 +65,7 @@ def compute_call(
     constants: dict[str, Any], further_leaves: list[weakref.ref[Tensor]], inputs: dict[str, Tensor],
     parameters: Sequence[nn.Parameter],
 ) -> tuple[Any, Tensor]:  # fmt: skip
-    """Run a forward; return its outputs, and the one that has a gradient.
-
-    `further_leaves` gets references to the leaves that are neither parameters nor inputs. A hook may let the output of
-    the embeddings need a gradient.
-    """
+    """Run a forward; return its outputs, and the one that has a gradient."""
     # Autocast would take the casts of the warm-up, and a replay would not cast again.
     torch.clear_autocast_cache()
     with context():

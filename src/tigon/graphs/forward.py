@@ -83,11 +83,7 @@ class Preparation(NamedTuple):
 
 
 class GraphedForward:
-    """Recipe that runs a forward, or another recipe, as a pair of graphs where this is possible.
-
-    `prepare` returns the call with arguments for which few signatures exist, or raises `NotCaptured`. `check` raises it
-    if no call of the model can be captured as it is now.
-    """
+    """Recipe that runs a forward, or another recipe, as a pair of graphs where this is possible."""
 
     def __init__(
         self, inner: Callable | None, record: GraphRecord,
@@ -144,11 +140,7 @@ class GraphedForward:
         )
 
     def compute(self, model: nn.Module, run: Callable, arguments: dict[str, Any]) -> Any:
-        """Return the output of a call from a pair of graphs.
-
-        Raises:
-            NotCaptured: The call has to run eagerly.
-        """
+        """Return the output of a call from a pair of graphs."""
         if not model.training or not torch.is_grad_enabled():
             raise NotCaptured("it does not train")
         if self.obstacle is not None and not self.pairs:
@@ -165,14 +157,9 @@ class GraphedForward:
         return output
 
     def replay(self, call: Call, pair: Pair) -> Any:
-        """Return the output of a replay.
-
-        The host compares the attributes of the model with those of the capture while the device computes. If one has
-        changed, the result is discarded, and the random numbers of the device are drawn again.
-
-        Raises:
-            NotCaptured: The model has changed.
-        """
+        """Return the output of a replay. The host compares the attributes of the model with those of the capture while
+        the device computes. If one has changed, the result is discarded, and the random numbers of the device are drawn
+        again."""
         assert self.state is not None
         tensors = [*self.state.trained, *call.differentiated()]
         if pair.writes_to_model and (change := self.state.change()) is not None:
@@ -185,11 +172,7 @@ class GraphedForward:
         return output
 
     def find_pair(self, model: nn.Module, run: Callable, call: Call, preparation: Preparation) -> Pair:
-        """Return the pair of graphs of a call, which this call may capture.
-
-        Raises:
-            NotCaptured: No graph can compute the call, or its signature was used too rarely.
-        """
+        """Return the pair of graphs of a call, which this call may capture."""
         # A graph without a mask, for one sample in a row, must not compute packed samples.
         key = (*call.signature(), preparation.context)
         if (reason := self.refused.get(key, self.obstacle)) is not None and key not in self.pairs:
@@ -263,11 +246,9 @@ class GraphedForward:
         return pair
 
     def _capture(self, compute: Callable, replace: Callable, call: Call) -> Pair:
-        """Capture a call. If the memory does not suffice, the pair that was used least makes room.
-
-        The first capture has a warm-up. A later one has it only if a library cannot prepare a new length during a
-        capture, because a warm-up takes as much memory as an eager step.
-        """
+        """Capture a call. If the memory does not suffice, the pair that was used least makes room. The first capture
+        has a warm-up. A later one has it only if a library cannot prepare a new length during a capture, because a
+        warm-up takes as much memory as an eager step."""
         assert self.memory is not None
         assert self.state is not None
         make = functools.partial(capturing.capture, compute, replace, self.memory, call.inputs, self.state.trained)

@@ -26,11 +26,7 @@ def parameters_of(forward: Callable) -> dict[str, Any]:
 
 
 def bind(forward: Callable, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a forward by name, without those that are None by default.
-
-    Raises:
-        NotCaptured: The arguments do not fit, or have no names.
-    """
+    """Return the arguments of a forward by name, without those that are None by default."""
     defaults = parameters_of(forward)
     positional = [*defaults][: len(args)]
     if len(positional) < len(args) or not kwargs.keys().isdisjoint(positional):
@@ -66,10 +62,8 @@ def check_model(model: nn.Module) -> None:
 
 
 def find_python_hook(model: nn.Module) -> str | None:
-    """Return the Python module that defines a hook which must run at each call; None if there is none.
-
-    Hooks of transformers and of Tigon only look at a call.
-    """
+    """Return the Python module that defines a hook which must run at each call; None if there is none. Hooks of
+    transformers and of Tigon only look at a call."""
     for module in model.modules():
         for table in HOOK_TABLES:
             for hook in getattr(module, table).values():

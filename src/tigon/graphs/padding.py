@@ -46,10 +46,8 @@ def bucket_length(length: int, multiple: int) -> int:
 
 
 def ladder_length(length: int) -> int:
-    """Return the smallest of the lengths 64, 128, 256, ..., 1024, 1280, ..., 2048, 2560, ... not below `length`.
-
-    Two of these lengths above 128 differ by a quarter of a power of two, and at least by 128, so there are few of them.
-    """
+    """Return the smallest of the lengths 64, 128, 256, ..., 1024, 1280, ..., 2048, 2560, ... not below `length`. Two of
+    these lengths above 128 differ by a quarter of a power of two, and at least by 128, so there are few of them."""
     return 64 if length <= 64 else bucket_length(length, max(128, 1 << ((length - 1).bit_length() - 3)))
 
 
@@ -125,19 +123,7 @@ class PaddedCall:
 
 
 def pad_call(arguments: dict[str, Any], length: int, rules: PaddingRules | None = None) -> PaddedCall | str:
-    """Pad the sequences of a call on the right to `length`.
-
-    Args:
-        arguments: The arguments of the model's forward by name. They are not changed.
-        length: The padded length. With the length of the sequences itself, only a mask without effect is left out.
-        rules: The facts about the model.
-
-    Returns:
-        The padded call, or the reason why the call cannot be padded exactly.
-
-    Raises:
-        ValueError: `length` is below the length of the sequences.
-    """
+    """Return a call padded on the right to `length`, or the reason why it cannot be padded exactly."""
     rules = rules or PaddingRules()
     tokens, embeds = arguments.get("input_ids"), arguments.get("inputs_embeds")
     x: Any = embeds if tokens is None else tokens
@@ -213,10 +199,7 @@ def _tensors(arguments: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
 
 
 def _find_mask(arguments: dict[str, Any], x: Tensor, missing: int, rules: PaddingRules) -> Tensor | str | None:
-    """Return the mask of a padded call, None if it needs none, or the reason why it cannot have one.
-
-    `x` holds the tokens [B, S, ...].
-    """
+    """Return the mask of a padded call, None if it needs none, or the reason why it cannot have one."""
     mask = arguments.get("attention_mask")
     if mask is None:
         if not missing or not rules.needs_mask(arguments):
@@ -255,10 +238,7 @@ def _reads_left_padding(mask: Tensor, arguments: dict[str, Any]) -> bool:
 
 
 def has_useless_mask(arguments: dict[str, Any], rules: PaddingRules) -> bool:
-    """Return whether a call gives the same results without its mask [B, S]; False if it has none.
-
-    The host waits for the result. transformers would wait too, because it looks for zeros in a mask.
-    """
+    """Return whether a call gives the same results without its mask [B, S]; False if it has none."""
     mask = arguments.get("attention_mask")
     has_positions = any(arguments.get(name) is not None for name in _POSITIONS)
     if not isinstance(mask, Tensor) or mask.dim() != 2 or has_positions or rules.needs_mask(arguments):
@@ -295,12 +275,10 @@ def _pad_tokens(arguments: dict[str, Any], missing: int, rules: PaddingRules) ->
 
 
 def _pad_positions(arguments: dict[str, Any], true_length: int, missing: int, rules: PaddingRules) -> dict[str, Any]:
-    """Return the padded positions and boundaries of samples.
-
-    Positions continue those of the last token, because transformers would take positions that begin again for a further
-    sample, and attention to samples is slower. Attention is causal, so the last sample does not change. If boundaries
-    are given, or if the positions could exceed a limit, the positions begin again.
-    """
+    """Return the padded positions and boundaries of samples. Positions continue those of the last token, because
+    transformers would take positions that begin again for a further sample, and attention to samples is slower.
+    Attention is causal, so the last sample does not change. If boundaries are given, or if the positions could exceed a
+    limit, the positions begin again."""
     padded: dict[str, Any] = {}
     begins_again = any(arguments.get(name) is not None for name in _BOUNDARIES)
     begins_again |= any(limit < true_length + missing for limit in rules.position_limits)
@@ -323,16 +301,7 @@ def _pad_positions(arguments: dict[str, Any], true_length: int, missing: int, ru
 
 
 def cut_output(output: Any, length: int, padded: int) -> Any:
-    """Cut the tensors in the output of a model from the padded length to the true length.
-
-    Args:
-        output: An object or a dict, which is changed in place, or a tuple or a tensor.
-        length: The true length.
-        padded: The padded length.
-
-    Returns:
-        The output.
-    """
+    """Cut the tensors in an output, an object or a dict in place, from the padded length to the true length."""
     if length == padded:
         return output
     if isinstance(output, tuple):

@@ -64,11 +64,7 @@ def _matmul_precision() -> str:
 
 
 def divide_arguments(arguments: dict[str, Any], device: torch.device) -> Call:
-    """Divide the arguments of a call, by name, into inputs and constants.
-
-    Raises:
-        NotCaptured: A graph cannot take one of the arguments.
-    """
+    """Divide the arguments of a call, by name, into inputs and constants."""
     inputs: dict[str, Tensor | float] = {}
     constants: dict[str, Any] = {}
     for name, x in arguments.items():

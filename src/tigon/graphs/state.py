@@ -25,11 +25,9 @@ _CODE = (FunctionType, BuiltinFunctionType, type)
 
 
 def _copy(x: Any, empty: list[Any]) -> Any:
-    """Return a copy of a container, and of the containers in it. Other objects are returned themselves.
-
-    Empty containers are returned themselves and added to `empty`: most tables of a module are empty, and a comparison
-    of an object with itself takes no time.
-    """
+    """Return a copy of a container, and of the containers in it. Other objects are returned themselves. Empty
+    containers are returned themselves and added to `empty`: most tables of a module are empty, and a comparison of an
+    object with itself takes no time."""
     if type(x) not in _CONTAINERS:
         return x
     if not x:
@@ -53,11 +51,8 @@ class _WeakCopy:
 
 
 class ModelState:
-    """The recorded state of a model.
-
-    The attributes of each module are compared with a copy, in C: an attribute is unchanged if it is the same object, or
-    if it is equal, as numbers and containers may be.
-    """
+    """The recorded state of a model. The attributes of each module are compared with a copy, in C: an attribute is
+    unchanged if it is the same object, or if it is equal, as numbers and containers may be."""
 
     def __init__(self, model: nn.Module) -> None:
         self.trained = [p for p in model.parameters() if p.requires_grad]
@@ -175,8 +170,6 @@ def _is_configuration(name: str, x: Any) -> bool:
 
 
 def _version(x: Tensor) -> int:
-    """Return how often a frozen weight was changed in place, because Tigon may hold a copy of it in another format.
-
-    The optimizer changes trained weights, and buffers may change in every step. Their values are read at each replay.
-    """
+    """Return how often a frozen weight was changed in place, because Tigon may hold a copy of it in another format. The
+    optimizer changes trained weights, and buffers may change in every step. Their values are read at each replay."""
     return version_of(x) if isinstance(x, nn.Parameter) else 0

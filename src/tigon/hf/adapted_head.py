@@ -44,10 +44,8 @@ class AdaptedHeadForward(AdapterRecipe):
 
 
 def low_rank_factors(x: Tensor, adapters: Sequence[Adapter]) -> tuple[Tensor, Tensor]:
-    """Return the factors h [..., R] and B [V, R] of sum_j s_j (dropout(x) A_j^T B_j^T + bias_j), for x [..., H].
-
-    A bias is one more column of B. The value of h in this column is the scaling s_j.
-    """
+    """Return the factors h [..., R] and B [V, R] of sum_j s_j (dropout(x) A_j^T B_j^T + bias_j), for x [..., H]. A bias
+    is one more column of B. The value of h in this column is the scaling s_j."""
     dtype = torch.float32 if x.dtype != torch.float64 else x.dtype
     h, columns = [], []
     for adapter in adapters:

@@ -48,10 +48,7 @@ LOGGER = logging.getLogger("tigon")
 
 
 def describe_bypass(what: str, model: nn.Module, origin: str) -> str:
-    """Return the sentence that says what replaced a part of a patched model, what is off, and what to call.
-
-    `what` is the part, such as "the forward". `origin` is the Python module with the new code; "" is the model's class.
-    """
+    """Return the sentence that says what replaced a part of a patched model, what is off, and what to call."""
     if origin.partition(".")[0] == "trl":
         advice = "call tigon.integrations.trl.enable() before the trainer is built"
     else:
@@ -88,10 +85,8 @@ class LossWatch:
 
 
 class AdapterWatch:
-    """Installs recipes on new layers that have adapters.
-
-    The references to the report and to modules are weak, so removed adapters and deleted models are freed.
-    """
+    """Installs recipes on new layers that have adapters. The references to the report and to modules are weak, so
+    removed adapters and deleted models are freed."""
 
     def __init__(self, parents: Mapping[nn.Module, str], report: Report) -> None:
         # The modules with linear layers or experts, by name, with the ids of their children at the last comparison.
@@ -149,10 +144,7 @@ class AdapterWatch:
 
 
 class WatchedBody:
-    """Recipe for the body of a model: it makes the checks, then runs the body's earlier forward.
-
-    `inner` is the recipe that the body had before, or None for the forward of its class.
-    """
+    """Recipe for the body of a model: it makes the checks, then runs the body's earlier forward."""
 
     def __init__(
         self, inner: Callable | None, loss: LossWatch | None = None, adapters: AdapterWatch | None = None
@@ -185,10 +177,7 @@ class WatchedBody:
 def watch_body(
     model: nn.Module, options: LossOptions | None, names: Mapping[nn.Module, str] | None, report: Report
 ) -> Callable[[], None]:
-    """Set the options of a loss in the head, and let the body of its model make the checks. Return the undoing.
-
-    `options` is None without a loss in the head, and `names` is None to look for no adapters.
-    """
+    """Set the options of a loss in the head, and let the body of its model make the checks. Return the undoing."""
     loss: LossWatch | None = None
     if options is not None and (replacement := find_replacement(model)) is not None:
         forward: Any = replacement.recipe
@@ -217,11 +206,9 @@ def watch_body(
 
 
 def _parents(body: nn.Module, names: Mapping[nn.Module, str]) -> dict[nn.Module, str]:
-    """Return the modules of a body that a library may give layers with adapters, with their names.
-
-    Linear layers with adapters and their submodules are left out. A further adapter only adds plain linear layers
-    inside such a layer, and these need no recipe.
-    """
+    """Return the modules of a body that a library may give layers with adapters, with their names. Linear layers with
+    adapters and their submodules are left out. A further adapter only adds plain linear layers inside such a layer, and
+    these need no recipe."""
     adapted_layers = [module for module in body.modules() if isinstance(installed_recipe(module), AdapterRecipe)]
     left_out = {part for layer in adapted_layers for part in layer.modules()}
     modules = [module for module in body.modules() if module not in left_out and module in names]

@@ -24,12 +24,7 @@ NOTE = "models of this type are patched when they are built, until restore(); mo
 
 
 def config_class(model_type: str, rule: str, hint: str = "") -> Any:
-    """Return the config class of a model type.
-
-    Raises:
-        ImportError: transformers is missing or too old.
-        ValueError: transformers has no such type. The message consists of `rule`, the nearest names and `hint`.
-    """
+    """Return the config class of a model type."""
     require(f"the model type {model_type!r}", "transformers", extra="hf")
     from transformers import CONFIG_MAPPING, __version__
 
@@ -94,13 +89,8 @@ class ConstructorPatch:
 
 
 def patch_type(model_type: str, patch: Callable[[nn.Module], Report]) -> Report:
-    """Run `patch` on every new model of the type, until `restore()` of the report. The report describes the last model.
-
-    Raises:
-        ImportError: transformers is missing or too old.
-        RuntimeError: transformers lacks a private name that this function needs.
-        ValueError: transformers has no such type, or builds it only as a part of other models.
-    """
+    """Run `patch` on every new model of the type, until `restore()` of the report. The report describes the last
+    model."""
     config, report = config_class(model_type, "patch: model must be a model type"), Report(f"every new {model_type}")
     if model_type in ACTIVE:
         report.notes.append(

@@ -91,12 +91,10 @@ def explain_no_checkpoint(model: nn.Module) -> str | None:
 
 
 def _last_layer(owner: Any) -> nn.Module | None:
-    """Return the last layer if it should run only once and save its activations for backward; None otherwise.
-
-    The model, or its decoder, must have exactly one stack of layers. The backward of the last layer comes first, so
+    """Return the last layer if it should run only once and save its activations for backward; None otherwise. The
+    model, or its decoder, must have exactly one stack of layers. The backward of the last layer comes first, so
     recomputing it would take the same memory a moment later, after the head and its loss. The head and its loss take
-    less memory than the backward of a layer, unless the vocabulary is large and the layers are small.
-    """
+    less memory than the backward of a layer, unless the vocabulary is large and the layers are small."""
     if explain_no_lean_block():
         return None
     stacks = [m for m in _decoder(owner).modules() if isinstance(m, nn.ModuleList) and any(map(is_checkpoint_layer, m))]
@@ -173,12 +171,10 @@ def is_innermost(module: nn.Module) -> bool:
 
 
 def _find_places(owner: nn.Module, memory: Memory, last: nn.Module | None) -> dict[nn.Module, StackPlace]:
-    """Return the place of each module of a model in the stack of decoder layers.
-
-    `last` is the layer that is not checkpointed, if there is one. The level moves the inputs of the layers in the stack
-    to the host, or saves the outputs of their attention. Layers outside of the stack save the outputs of attention too,
-    unless the level limits this to a number of layers.
-    """
+    """Return the place of each module of a model in the stack of decoder layers. `last` is the layer that is not
+    checkpointed, if there is one. The level moves the inputs of the layers in the stack to the host, or saves the
+    outputs of their attention. Layers outside of the stack save the outputs of attention too, unless the level limits
+    this to a number of layers."""
     layers = decoder_layers(owner)
     checkpointed = len(layers) - (last in layers)
     inputs = attention = None
@@ -229,22 +225,16 @@ def _is_body(module: nn.Module) -> bool:
 @dataclass(eq=False)
 class CheckpointedBody:
     """Recipe for a body with checkpointed layers: it has no cache, but computes the same values as with a cache.
-
     transformers drops the cache of checkpointed layers. If a call has neither a cache nor a mask, transformers treats
     positions that begin again within a row as the start of another document, so the attention mask would depend on the
-    memory level. If the stock model has a cache in such a call, this recipe passes a mask of ones.
-    """
+    memory level. If the stock model has a cache in such a call, this recipe passes a mask of ones."""
 
     # The names of the positional arguments.
     names: tuple[str, ...]
     inner: Callable | None = None
 
     def __call__(self, body: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Call the body.
-
-        Raises:
-            ValueError: The cache of the call holds tokens, which the layers would ignore.
-        """
+        """Call the body."""
         call = checkpoint_function(body)
         if isinstance(call, LayerCall) and is_switched_on(body) and body.training and torch.is_grad_enabled():
             args, kwargs = self._without_cache(body, args, kwargs, call.place.memory)

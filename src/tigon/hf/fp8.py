@@ -40,13 +40,8 @@ NARROWEST = 352
 
 
 def check_fp8(op: str, fp8: Any, fp8_dw: bool, memory: Memory) -> FP8Settings | None:
-    """Return the settings that the options of `patch` request; None if they request no FP8.
-
-    At the level "default", which saves what backward reads, the quantised weights are saved for backward too.
-
-    Raises:
-        ValueError: `fp8` is no recipe. The message begins with `op`.
-    """
+    """Return the settings that the options of `patch` request; None if they request no FP8. At the level "default",
+    which saves what backward reads, the quantised weights are saved for backward too."""
     if fp8 is None:
         return None
     if fp8 not in RECIPES:
@@ -66,12 +61,10 @@ def _size(layers: Collection[nn.Module]) -> int:
 
 
 def _decoder_layers(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """Return the repeated layers among modules: the elements of the list of modules with the largest linear layers.
-
-    If the model has lists of layers that transformers can checkpoint, it is one of these. Otherwise it is a list of
+    """Return the repeated layers among modules: the elements of the list of modules with the largest linear layers. If
+    the model has lists of layers that transformers can checkpoint, it is one of these. Otherwise it is a list of
     modules of one class. Each of them has several linear layers, and the lists in them, such as those of experts, are
-    smaller.
-    """
+    smaller."""
     lists = [[*m] for m in modules if isinstance(m, (nn.ModuleList, nn.Sequential)) and len(m)]
     of_transformers = [layers for layers in lists if all(map(is_checkpoint_layer, layers))]
     of_one_class = [
@@ -203,13 +196,7 @@ def _describe_module(settings: FP8Settings, module: Any) -> str:
 
 
 def plan_fp8(names: Mapping[nn.Module, str], settings: FP8Settings | None, recipes: Mapping[nn.Module, Any]) -> FP8Plan:
-    """Choose the linear layers and the experts that run in FP8.
-
-    `recipes` holds the recipes of all modules, those of this patch included.
-
-    Raises:
-        ValueError: A layer that would run in FP8 is on a device without FP8 products.
-    """
+    """Choose the linear layers and the experts that run in FP8."""
     plan = FP8Plan(settings)
     if settings is None:
         return plan
@@ -255,10 +242,8 @@ def plan_fp8(names: Mapping[nn.Module, str], settings: FP8Settings | None, recip
 
 
 def _norms_behind(widths: Collection[int], recipes: Mapping[nn.Module, Any]) -> dict[nn.Module, RMSNormRecipe]:
-    """Return new recipes for those norms whose gradients layers in FP8 with these widths may read.
-
-    Their backward then finds the maxima of the gradients. The widths exclude the norms of each head.
-    """
+    """Return new recipes for those norms whose gradients layers in FP8 with these widths may read. Their backward then
+    finds the maxima of the gradients. The widths exclude the norms of each head."""
     return {
         norm: replace(recipe, finds_maximum=True)
         for norm, recipe in recipes.items()

@@ -23,13 +23,8 @@ _FURTHER_OUTPUTS = ("output_hidden_states", "output_attentions", "output_router_
 
 
 def prepare_call(model: nn.Module, arguments: dict[str, Any]) -> Preparation:
-    """Return a call that a graph can compute, and that gives the same results.
-
-    If a mask is missing, and positions could show that the batch is packed, the host waits for the device once.
-
-    Raises:
-        NotCaptured: No graph can compute the call.
-    """
+    """Return a call that a graph can compute, and that gives the same results. If a mask is missing, and positions
+    could show that the batch is packed, the host waits for the device once."""
     config: Any = getattr(model, "config", None)
     for name in _FURTHER_OUTPUTS:
         value = arguments.get(name)
@@ -97,11 +92,9 @@ def check_call_model(model: nn.Module) -> None:
 
 
 def install_graphs(model: nn.Module, report: Report) -> list[Callable[[], None]]:
-    """Let the models of transformers in a module, and their bodies, run their training calls as graphs.
-
-    A trainer may call the body alone. Inside a call of the model, the body is a part of the graphs of the model. The
-    report shares the record of an earlier patch.
-    """
+    """Let the models of transformers in a module, and their bodies, run their training calls as graphs. A trainer may
+    call the body alone. Inside a call of the model, the body is a part of the graphs of the model. The report shares
+    the record of an earlier patch."""
     undo: list[Callable[[], None]] = []
     owners = [*transformers_models(model)] or [model]
     places = [place for owner in owners for place in (owner, getattr(owner, "base_model", None))]

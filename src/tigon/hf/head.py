@@ -105,10 +105,8 @@ class LossCall:
 
 @dataclass(eq=False)
 class FusedLoss(threading.local):
-    """State that the three replacements share.
-
-    It holds no module, so that a copy of the head stays small and a deleted model frees its memory.
-    """
+    """State that the three replacements share. It holds no module, so that a copy of the head stays small and a deleted
+    model frees its memory."""
 
     spec: Spec
     # The fused call of this thread.
@@ -139,11 +137,7 @@ class FusedLoss(threading.local):
         return linears_are_stock() and replacement.holds()
 
     def changed_setting(self, model: nn.Module, head: Any, vocabulary: int) -> str | None:
-        """Return the first setting that has changed, or None.
-
-        A setting has changed if it differs from its recorded value. The size of the vocabulary among the settings has
-        changed if it differs from the size of the head.
-        """
+        """Return the first setting that has changed, or None."""
         # The weight may be a shard, whose logits a hook gathers. If no setting holds the size of the vocabulary, only
         # this comparison detects the shard.
         if not self.spec.vocabulary_settings and head.out_features != vocabulary:
@@ -152,10 +146,7 @@ class FusedLoss(threading.local):
         return changed_setting(model, (*self.spec.settings, *sizes))
 
     def find_head(self, child: nn.Module) -> tuple[Any, Any]:
-        """Return the linear layer that computes the logits, and the layer with adapters around it.
-
-        The second value is None if there are no adapters. The first one is None if no such linear layer is found.
-        """
+        """Return the linear layer that computes the logits, and the layer with adapters around it."""
         head = called_head(child, self.is_head)
         if head is None and not torch.compiler.is_compiling() and adopt_heads(child, HeadForward(self)):
             head = called_head(child, self.is_head)
@@ -215,9 +206,7 @@ class FusedLoss(threading.local):
 @dataclass(eq=False)
 class CausalLMForward:
     """Recipe for the model's forward. After a fused call, `SKIPPED_LOGITS` take the place of the logits in the output.
-
-    The output is an object with the attribute `logits`, a dict or a tuple.
-    """
+    The output is an object with the attribute `logits`, a dict or a tuple."""
 
     fused: FusedLoss
     options: LossOptions = field(default_factory=LossOptions)
@@ -268,10 +257,7 @@ class CausalLMForward:
 
 
 def find_resized_heads(recipes: Mapping[nn.Module, Any]) -> None:
-    """Replace the forward of each head that was resized since its model was patched.
-
-    A compiled call of the model cannot do this.
-    """
+    """Replace the forward of each head that was resized since its model was patched."""
     for module, recipe in recipes.items():
         if isinstance(recipe, CausalLMForward):
             recipe.fused.find_head(getattr(module, recipe.fused.spec.head))
@@ -293,10 +279,7 @@ class HeadForward:
         return type(head).forward(head, hidden) if output is None else output
 
     def compute_loss(self, head: Any, hidden: Tensor, low_rank: tuple[Tensor, Tensor] | None = None) -> Tensor | None:
-        """Compute the loss of the current call, and return its placeholder; None if the call needs logits.
-
-        `low_rank` holds the factors [B, S, R] and [V, R] of a product that is added to the logits.
-        """
+        """Compute the loss of the current call, and return its placeholder; None if the call needs logits."""
         call, spec, weight = self.fused.call, self.fused.spec, head.weight
         is_sharded = is_sharded_by_rows(hidden, weight, head.bias)
         if (

@@ -35,10 +35,8 @@ class StackPlace(NamedTuple):
 
 
 class LayerCall:
-    """A function that calls a layer once, in a block of `lean`, and replaces the function that checkpoints the layer.
-
-    `place` is the place of the layer in its stack.
-    """
+    """A function that calls a layer once, in a block of `lean`, and replaces the function that checkpoints the
+    layer."""
 
     def __init__(self, layer: nn.Module | None, place: StackPlace | None = None) -> None:
         # The reference is weak, so that a deleted model frees its memory at once.
@@ -70,11 +68,9 @@ class LayerCall:
 
 
 class LayerCheckpoint(LayerCall):
-    """A function that checkpoints a layer, or calls it once if a second run might differ.
-
-    It takes the place of the function that the layer's switch calls. The layer may change after the patch, so each call
-    compares the state that the judgement depends on.
-    """
+    """A function that checkpoints a layer, or calls it once if a second run might differ. It takes the place of the
+    function that the layer's switch calls. The layer may change after the patch, so each call compares the state that
+    the judgement depends on."""
 
     def __init__(self, layer: nn.Module | None, place: StackPlace | None = None) -> None:
         super().__init__(layer, place)
@@ -82,11 +78,7 @@ class LayerCheckpoint(LayerCall):
         self.judgement: LayerJudgement | None = None
 
     def __call__(self, function: Callable, *args: Any) -> Any:
-        """Checkpoint the layer, or call it once.
-
-        Raises:
-            RuntimeError: The host has too little memory for the inputs of the layers.
-        """
+        """Checkpoint the layer, or call it once."""
         if torch.compiler.is_compiling():
             if self.place.inputs is not None:
                 raise RuntimeError(_NOT_COMPILED)

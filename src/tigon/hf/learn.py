@@ -70,10 +70,8 @@ class _BodyOutputs(tuple):
 
 class _Stub:
     """A stand-in for a child of the model. It returns its first floating-point argument, or `outputs` if it has none.
-
     Its attributes are those of the child. Its children are stubs. Its tensors are on meta, so that a loss that depends
-    on their values raises an error and stays stock.
-    """
+    on their values raises an error and stays stock."""
 
     def __init__(self, child: nn.Module, outputs: _BodyOutputs) -> None:
         self._child, self._outputs = child, outputs
@@ -92,10 +90,7 @@ class _Stub:
 
 
 def _twin(model: nn.Module, head: str, new_head: Callable, seed: int, hidden: Tensor | None = None) -> nn.Module:
-    """Return a stand-in of the model. Its head is `new_head`. Stubs replace all other children that have parameters.
-
-    Tensors of the model itself, not of a child, are random.
-    """
+    """Return a stand-in of the model. Its head is `new_head`. Stubs replace all other children that have parameters."""
     outputs = _BodyOutputs((normal(seed, BATCH, LENGTH, FEATURES) if hidden is None else hidden,))
     stub = lambda child: child if child is None or has_no_tensors(child) else _Stub(child, outputs)
     children = {name: stub(child) for name, child in model._modules.items()}
@@ -109,10 +104,7 @@ def _twin(model: nn.Module, head: str, new_head: Callable, seed: int, hidden: Te
 
 
 def _run(twin: nn.Module, **kwargs: Any) -> Any:
-    """Run a stand-in of the model on a batch of tokens.
-
-    If the forward takes a mask, the last two tokens of the first sequence are padding.
-    """
+    """Run a stand-in of the model on a batch of tokens."""
     parameters = inspect.signature(type(twin).forward).parameters
     # The model's own code computes auxiliary outputs (a router's loss) from values that only the real body has.
     inputs: dict[str, Any] = {name: False for name in parameters if name.startswith("output_")}
@@ -226,10 +218,7 @@ def _run_loss(twin: nn.Module, results: list[Any], **kwargs: Any) -> Tensor:
 
 
 def _verify(model: nn.Module, head: nn.Module, spec: Spec) -> None:
-    """Raise NotUnderstood if the fused loss of a stand-in of the model differs from its stock loss in one case.
-
-    One case is a call with labels alone. Each other case adds one of the options that the model passes to its loss.
-    """
+    """Raise NotUnderstood if the fused loss of a stand-in of the model differs from its stock loss in one case."""
     vocabulary, _ = head_size(head)
     labels, shifted_labels = _labels(vocabulary, 5), _labels(vocabulary, 6)
     cases: list[dict[str, Any]] = [{}, {"num_items_in_batch": 3}, {"num_items_in_batch": torch.tensor(3)}]
@@ -289,9 +278,7 @@ def _names_loaded_by_forward(cls: type[nn.Module]) -> set[str]:
 
 def _settings(model: nn.Module, places: list[Place]) -> Settings:
     """Return the numbers that a model's own forward reads from the model and its config. None counts as a number.
-
-    Before each fused call, the host compares these numbers exactly, so it notices a changed scale or soft cap.
-    """
+    Before each fused call, the host compares these numbers exactly, so it notices a changed scale or soft cap."""
     names = _names_loaded_by_forward(type(model))
     settings: dict[tuple[str, ...], Any] = {}
     for place in places:

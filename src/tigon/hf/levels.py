@@ -61,13 +61,8 @@ def _explain_no_offload() -> str | None:
 
 
 def plan_level(model: nn.Module, memory: Memory) -> Callable[[], list[Callable[[], None]]]:
-    """Return the function that applies a level to a model, in place of an earlier level, and returns its undoing.
-
-    The default level leaves an earlier one in place.
-
-    Raises:
-        ValueError: The model cannot have this level. The message names the levels that it can have.
-    """
+    """Return the function that applies a level to a model, in place of an earlier level, and returns its undoing. The
+    default level leaves an earlier one in place."""
     if memory == Memory():
         return list
     if (reason := _find_obstacle(model, memory)) is not None:
@@ -91,12 +86,7 @@ def _apply_level(model: nn.Module, memory: Memory) -> list[Callable[[], None]]:
 
 
 def describe_level(reference: Callable[[], nn.Module | None], requested: Memory) -> str | None:
-    """Return the note of a report that says what the layers of a model save now.
-
-    It is None if the model has the default level and nothing checkpoints its layers, or if the model was deleted.
-
-    If another level than `requested` is in force, the note says so.
-    """
+    """Return the note of a report that says what the layers of a model save now."""
     if (model := reference()) is None:
         return None
     installed = {module: call for module, call in layer_calls(model).items() if is_innermost(module)}
@@ -140,10 +130,7 @@ def _describe_checkpoints(model: nn.Module, memory: Memory, calls: list[LayerCal
 
 @dataclass(eq=False)
 class LeanForward:
-    """Recipe that runs the forward of the module's class, or another recipe, in a block of `lean`.
-
-    If a later patch has set a level without `lean`, it runs without this block.
-    """
+    """Recipe that runs the forward of the module's class, or another recipe, in a block of `lean`."""
 
     inner: Callable | None
     memory: Memory
@@ -167,10 +154,8 @@ class LeanForward:
 
 def _lean_places(model: nn.Module) -> list[nn.Module]:
     """Return the modules whose forward runs in a block of `lean`: the model, and the bodies of language models in it.
-
     Trainers replace the forward of a language model by one that calls its body, as TRL does. A call of the model enters
-    one block, because a block inside another block only adds its options.
-    """
+    one block, because a block inside another block only adds its options."""
     bodies = [getattr(owner, "base_model", None) for owner in transformers_models(model)]
     places = [model, *(body for body in bodies if isinstance(body, nn.Module) and body is not model)]
     return [place for place in places if find_replacement(place) or not foreign_forward(place)]
@@ -182,11 +167,8 @@ def _explain_no_lean(model: nn.Module) -> str | None:
 
 
 def _make_lean(model: nn.Module, memory: Memory) -> list[Callable[[], None]]:
-    """Let the forwards of the model and its bodies, which may be replacements already, run in a block of `lean`.
-
-    If the level does not use `lean`, the blocks of an earlier patch are switched off. Return the functions that undo
-    this.
-    """
+    """Let the forwards of the model and its bodies, which may be replacements already, run in a block of `lean`. If the
+    level does not use `lean`, the blocks of an earlier patch are switched off. Return the functions that undo this."""
     is_lean, in_all = memory.level == "lean", memory.mlp is True
     undo = [_make_place_lean(place, memory, in_all) for place in _lean_places(model) if is_lean or _has_block(place)]
     # The block of a layer adds its options to the block of the model. The first layers are chosen, because backward
@@ -242,11 +224,7 @@ def warn_of_useless_level(model: nn.Module, stacklevel: int) -> None:
 
 
 class LevelSwitch:
-    """Replaces the method by which transformers sets the switches of a model, for a model with a memory level.
-
-    If the level checkpoints layers, its own checkpoints are switched on or off. If the level uses `lean`, transformers
-    checkpoints the layers, and a warning says that the level has no effect in them.
-    """
+    """Replaces the method by which transformers sets the switches of a model, for a model with a memory level."""
 
     def __init__(self, model: nn.Module | None) -> None:
         # The reference is weak, so that a deleted model frees its memory at once.

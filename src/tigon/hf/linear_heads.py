@@ -35,12 +35,10 @@ LOGGER = logging.getLogger("tigon")
 
 
 def head_size(head: Any) -> tuple[int, int]:
-    """Return the size of the vocabulary and the hidden size.
-
-    They are the sizes of the head's weight. If it has no such shape, because it is quantised or an engine has flattened
-    it, they are `out_features` and `in_features` of the layer. Otherwise these attributes may be wrong: PEFT swaps them
-    in a head whose weight it ties to a trained embedding.
-    """
+    """Return the size of the vocabulary and the hidden size. They are the sizes of the head's weight. If it has no such
+    shape, because it is quantised or an engine has flattened it, they are `out_features` and `in_features` of the
+    layer. Otherwise these attributes may be wrong: PEFT swaps them in a head whose weight it ties to a trained
+    embedding."""
     # `head.weight` would make ZeRO-3 gather the weight.
     weight = head._parameters.get("weight")
     shape = () if weight is None else full_shape(weight)
@@ -83,10 +81,8 @@ def computes_linear(head: nn.Module) -> bool:
 
 
 def adopt_heads(head: nn.Module, recipe: Any) -> bool:
-    """Install the recipe on linear layers that replace the recognised head; return whether there was such a layer.
-
-    Only layers of the class `nn.Linear` are accepted. transformers and PEFT create such layers.
-    """
+    """Install the recipe on linear layers that replace the recognised head; return whether there was such a layer. Only
+    layers of the class `nn.Linear` are accepted. transformers and PEFT create such layers."""
     layers = [m for m in linear_heads(head) if type(m) is nn.Linear and find_replacement(m) is None]
     layers = [m for m in layers if not foreign_forward(m)]
     for layer in layers:
@@ -102,11 +98,9 @@ class _HeadCall:
 
 
 def called_head(module: nn.Module, is_head: Callable[[nn.Module], bool]) -> nn.Module | None:
-    """Return the head if a call of `module` only calls this head; None if it does more.
-
-    The head may be `module` itself. It may also be inside a wrapper of an adapter library, which chooses in every call
-    between the head and its copies. This choice is read from a run of the wrapper's forward on a stand-in argument.
-    """
+    """Return the head if a call of `module` only calls this head; None if it does more. The head may be `module`
+    itself. It may also be inside a wrapper of an adapter library, which chooses in every call between the head and its
+    copies. This choice is read from a run of the wrapper's forward on a stand-in argument."""
     if is_head(module):
         return module
     if not module._modules or torch.compiler.is_compiling():

@@ -17,10 +17,8 @@ PLACEHOLDER_SHAPE = (1, 1, 3)
 
 
 class LogitsSkippedError(AttributeError, RuntimeError):
-    """A computation used logits that do not exist.
-
-    The error is also an AttributeError, because engines call `hasattr(x, "to")` on every output of a model.
-    """
+    """A computation used logits that do not exist. The error is also an AttributeError, because engines call
+    `hasattr(x, "to")` on every output of a model."""
 
 
 def refuse(use: str) -> NoReturn:
@@ -33,10 +31,8 @@ def refuse(use: str) -> NoReturn:
 
 
 class SkippedLogits:
-    """A stand-in for logits that were not computed: any use raises an error that says how to compute them.
-
-    It is in the output of a model whose loss was computed inside its head. The only instance is `SKIPPED_LOGITS`.
-    """
+    """A stand-in for logits that were not computed: any use raises an error that says how to compute them. It is in the
+    output of a model whose loss was computed inside its head. The only instance is `SKIPPED_LOGITS`."""
 
     def __repr__(self) -> str:
         return "<tigon: logits that were never computed; skip_logits=False computes them>"
@@ -98,11 +94,7 @@ CASTS = frozenset(("to", "type", "type_as", "bfloat16", "half"))
 
 
 class Placeholder(Tensor):
-    """A tensor of three elements that the head returns in place of its logits.
-
-    `is_exact` is True if every operation so far had an fp32 result, so that the value has only rounding errors of fp32.
-    `logits_shape` is the shape of the logits that the placeholder represents. Its `shape` and `size()` return it.
-    """
+    """A tensor of three elements that the head returns in place of its logits."""
 
     is_exact = False
     logits_shape: torch.Size | None = None

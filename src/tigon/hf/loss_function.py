@@ -48,10 +48,8 @@ class _WithoutSlot:
 
 class LossFunction:
     """The replacement of `model.loss_function`. It returns the loss of the head in a fused call, else the stock loss.
-
     The stock function is the one that was assigned to the model before the patch. If none was assigned, it is the one
-    that the model's class chooses now, by its property, its `loss_type` and transformers' table of losses.
-    """
+    that the model's class chooses now, by its property, its `loss_type` and transformers' table of losses."""
 
     def __init__(
         self,
@@ -84,10 +82,7 @@ class LossFunction:
         return static.__get__(model, type(model)) if hasattr(static, "__get__") else static
 
     def stock_function(self) -> Callable:
-        """Return the loss function that the model would use without this one.
-
-        If the model was deleted, return the one that it used last.
-        """
+        """Return the loss function that the model would use without this one."""
         model = self.model()
         if model is not None and not torch.compiler.is_compiling():
             return self.choose(model)

@@ -62,9 +62,7 @@ _recorded: "weakref.WeakKeyDictionary[nn.Module, LossOptions]" = weakref.WeakKey
 
 def record_options(modules: Iterable[nn.Module], options: LossOptions) -> Callable[[], None]:
     """Record the options of all language models among modules, and return the function that restores earlier records.
-
-    The defaults replace no earlier record, because `tigon.patch` may be called again for another reason.
-    """
+    The defaults replace no earlier record, because `tigon.patch` may be called again for another reason."""
     models = [module for module in modules if hasattr(module, "get_output_embeddings")]
     earlier = [(weakref.ref(module), _recorded.get(module)) for module in models]
     for module in models:
@@ -97,11 +95,9 @@ _MARK = "_is_made_by_tigon"
 
 
 def _class_with_predictions(cls: type) -> type:
-    """Return the subclass of an output class of transformers that has `token_accuracy` and `predicted_tokens`.
-
-    Engines take outputs apart and build them again from their fields, so a plain attribute would be lost. transformers
-    registers each class of outputs in `torch.utils._pytree` and never removes it, so all models share one subclass.
-    """
+    """Return the subclass of an output class of transformers that has `token_accuracy` and `predicted_tokens`. Engines
+    take outputs apart and build them again from their fields, so a plain attribute would be lost. transformers
+    registers each class of outputs in `torch.utils._pytree` and never removes it, so all models share one subclass."""
     subclasses: list[type] = cls.__subclasses__()
     if (known := next((each for each in subclasses if _MARK in vars(each)), None)) is not None:
         return known
@@ -112,10 +108,8 @@ def _class_with_predictions(cls: type) -> type:
 
 
 def with_predictions(outputs: Any, predictions: dict[str, Tensor]) -> Any:
-    """Add `token_accuracy` and `predicted_tokens` to the output of a model, which is changed in place, and return it.
-
-    A tuple stays as it is, because its length has a meaning for callers.
-    """
+    """Add `token_accuracy` and `predicted_tokens` to the output of a model, which is changed in place, and return it. A
+    tuple stays as it is, because its length has a meaning for callers."""
     if isinstance(outputs, tuple) or not predictions:
         return outputs
     if dataclasses.is_dataclass(type(outputs)) and isinstance(outputs, dict):

@@ -42,12 +42,9 @@ def is_short_convolution(module: nn.Module) -> bool:
 
 
 def recurrent_layers(modules: Sequence[nn.Module], facts: ModelFacts) -> dict[nn.Module, str]:
-    """Return the modules that carry a state from token to token, with the names of their classes.
-
-    These are the modules inside the model's layers that have a short convolution as a child. If there are none, they
-    are the layers that `config.layer_types` names as recurrent, or all layers if transformers marks the model as
-    stateful.
-    """
+    """Return the modules that carry a state from token to token, with the names of their classes. These are the modules
+    inside the model's layers that have a short convolution as a child. If there are none, they are the layers that
+    `config.layer_types` names as recurrent, or all layers if transformers marks the model as stateful."""
     layers = [module for module in modules if type(module).__name__ in facts.layer_classes]
     parts = [part for layer in layers for part in layer.modules()]
     mixers = [part for part in parts if any(map(is_short_convolution, part.children()))]
@@ -59,11 +56,9 @@ def recurrent_layers(modules: Sequence[nn.Module], facts: ModelFacts) -> dict[nn
 
 
 def _begins(positions: Tensor) -> Tensor:
-    """Return, as a tensor [B, T - 1], bool, which tokens after the first begin a sample, as transformers decides it.
-
-    Of 4 axes, the first holds the positions of the text. 3 axes are those of M-RoPE: the positions of the first axis
-    stay the same within an image, and decrease only where a sample begins.
-    """
+    """Return, as a tensor [B, T - 1], bool, which tokens after the first begin a sample, as transformers decides it. Of
+    4 axes, the first holds the positions of the text. 3 axes are those of M-RoPE: the positions of the first axis stay
+    the same within an image, and decrease only where a sample begins."""
     is_mrope = positions.dim() == 3 and positions.shape[0] == 3
     steps = (positions if positions.dim() == 2 else positions[0]).diff()
     return steps < 0 if is_mrope else steps != 1
@@ -106,14 +101,8 @@ def _positions(kwargs: dict[str, Any]) -> Tensor | None:
 def add_boundaries(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Compute the boundaries of packed samples from their positions, in a forward pre-hook.
-
-    As in transformers, a call with a mask or a cache is not packed. The host waits for a GPU here, as transformers does
-    for the mask of such a batch.
-
-    Raises:
-        RuntimeError: A CUDA graph is captured, and the call passes positions in place of boundaries.
-    """
+    """Compute the boundaries of packed samples from their positions, in a forward pre-hook. The host waits for a
+    GPU."""
     arguments = {**dict(zip(FIRST_PARAMETERS, args, strict=False)), **kwargs}
     is_given = lambda name: arguments.get(name) is not None
     if boundaries_in(arguments) is not None or is_given("attention_mask") or any(map(is_given, CACHES)):
@@ -144,11 +133,9 @@ def add_boundaries(
 
 
 class PackingWarning:
-    """A forward pre-hook that warns once, at the first packed batch of training.
-
-    No call waits for a GPU: positions there are checked in one call, and a later call reads the result. The hook is an
-    object and not a closure, because a model is pickled together with its hooks.
-    """
+    """A forward pre-hook that warns once, at the first packed batch of training. No call waits for a GPU: positions
+    there are checked in one call, and a later call reads the result. The hook is an object and not a closure, because a
+    model is pickled together with its hooks."""
 
     def __init__(self, text: str) -> None:
         self.text: str | None = text
@@ -179,14 +166,8 @@ class PackingWarning:
 
 
 def add_notes(model: nn.Module, notes: list[str]) -> Callable[[], None]:
-    """Add notes about recurrent layers and heads that are not loaded to a report.
-
-    The body of the model gets a hook that computes boundaries of samples for layers that restart at them, and one that
-    warns at the first packed batch of training if there are other recurrent layers.
-
-    Returns:
-        The function that removes the hooks.
-    """
+    """Add notes about recurrent layers and heads that are not loaded, and hooks for packed samples; return the
+    undoing."""
     facts, modules = model_facts(model), [*model.modules()]
     if heads := facts.dropped_heads:
         notes.append(

@@ -217,12 +217,7 @@ def _find_obstacle(model: Any, arguments: dict[str, Any]) -> str | None:
 
 
 def leave_out_mask(body: nn.Module, arguments: dict[str, Any], targets: torch.Tensor) -> dict[str, Any]:
-    """Return the arguments of a call of a body, without a mask that has no effect.
-
-    The body of a padded model cannot see that a loss ignores the masked tokens, so the caller of the body says it.
-
-    `targets` [B, S] are the tokens that the positions predict. The results of ignored positions are not used.
-    """
+    """Return the arguments of a call of a body, without a mask that has no effect."""
     recipe = find_recipe(body, PaddedForward)
     if recipe is None or recipe.buckets is None or torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return arguments
@@ -250,10 +245,7 @@ def _pad_place(place: nn.Module, recipe: PaddedForward) -> Callable[[], None]:
 
 
 def pad_calls(model: nn.Module, buckets: Buckets, notes: list[str]) -> list[Callable[[], None]]:
-    """Let the causal language models in a module pad their calls in training, and return the functions to undo this.
-
-    A note says what is padded.
-    """
+    """Let the causal language models in a module pad their calls in training, and return the functions to undo this."""
     head = lambda owner: getattr(owner, "get_output_embeddings", lambda: None)()
     owners = [owner for owner in transformers_models(model) if head(owner) is not None]
     undo: list[Callable[[], None]] = []

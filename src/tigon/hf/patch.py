@@ -188,11 +188,7 @@ OPTIONS = {
 
 
 def make_request(op: str, options: dict[str, Any]) -> Request:
-    """Check some options of `patch`; the others have their defaults. The messages of errors begin with `op`.
-
-    Raises:
-        TypeError, ValueError: See `patch`.
-    """
+    """Check some options of `patch`; the others have their defaults. The messages of errors begin with `op`."""
     for name in options:
         if name not in OPTIONS:
             raise TypeError(f"{op}: unknown option {name!r}; choose from {', '.join(OPTIONS)}")

@@ -69,15 +69,7 @@ class Finding:
 
 
 class Search:
-    """The modules of a model that the requested parts can replace. Nothing of the model is changed.
-
-    Args:
-        model: The model.
-        parts: Names of parts, in the order of `PARTS`.
-
-    Raises:
-        ImportError: The model comes from a transformers that is too old.
-    """
+    """The modules of a model that the requested parts, in the order of `PARTS`, can replace. It changes nothing."""
 
     def __init__(self, model: nn.Module, parts: Iterable[str]) -> None:
         self.names = {module: name for name, module in model.named_modules()}
@@ -117,10 +109,7 @@ class Search:
         return findings
 
     def decide(self) -> None:
-        """Decide for each finding whether its module is replaced.
-
-        If it is, set the recipe of the finding. If it is not, but the module resembles the part, set the reason.
-        """
+        """Decide for each finding whether its module is replaced."""
         activations = {child for module, recipe in self.recipes.items() for child in _activations_of(module, recipe)}
         # The first part of each recogniser. One function may recognise several parts.
         first_parts: dict[Callable, str] = {}
@@ -134,10 +123,7 @@ class Search:
                 activations.update(_activations_of(finding.module, finding.recipe))
 
     def _explain_other_part(self, finding: Finding, first_part: str) -> str:
-        """Return why a module is not of the part of a finding, or "" if it may be.
-
-        `first_part` is the first of the parts that its recogniser recognises.
-        """
+        """Return why a module is not of the part of a finding, or "" if it may be."""
         result, earlier_recipe = finding.result, self.recipes[finding.module]
         if result is None and first_part == finding.part:
             note = finding.trials.note
@@ -194,10 +180,7 @@ class Search:
 
 
 def _activations_of(module: nn.Module, recipe: Any) -> list[nn.Module]:
-    """Return the children whose work the recipe of a module does: those without parameters.
-
-    The guard of the recipe watches them, so it would no longer hold if one of them got another forward.
-    """
+    """Return the children whose work the recipe of a module does: those without parameters."""
     if isinstance(recipe, MixtureRecipe):
         module = getattr(module, recipe.roles.experts)
     elif not isinstance(recipe, (GLURecipe, MLPRecipe, ExpertsRecipe)):
@@ -218,10 +201,8 @@ class _Unreadable(str):
 
 
 def _read(recognise: Callable[[nn.Module], Any], module: nn.Module) -> Any:
-    """Return what a recogniser returns, or the error that a module raises when it is read, as a reason.
-
-    Attributes of a module may be objects of any class, and these may raise anything.
-    """
+    """Return what a recogniser returns, or the error that a module raises when it is read, as a reason. Attributes of a
+    module may be objects of any class, and these may raise anything."""
     try:
         return recognise(module)
     except Exception as error:

@@ -30,13 +30,8 @@ def _activation_of(module: Any) -> Any:
 
 
 def compute_experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Return the sum of the experts [T, H] of a module that transformers marks with its layout, by `tigon.moe_mlp`.
-
-    An index [T, K] of at least the number of experts stands for an expert of another rank.
-
-    Raises:
-        ValueError: The module normalises the result of each expert, as some do in transformers 5.23.
-    """
+    """Return the sum of the experts [T, H] of a module that transformers marks with its layout, by `tigon.moe_mlp`. An
+    index [T, K] of at least the number of experts stands for an expert of another rank."""
     if getattr(module, "has_post_expert_norm", False):
         raise ValueError(
             f"experts_implementation='tigon' does not compute {type(module).__name__}, which has a norm after each "

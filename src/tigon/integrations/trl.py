@@ -186,10 +186,7 @@ def _modules_with(name: str, value: Any) -> list[Any]:
 
 
 def _replace_everywhere(owner: Any, name: str, wrap: Callable[[Callable], Callable]) -> Callable[[], None]:
-    """Replace a function of TRL in all modules that have imported it, and return the function that undoes this.
-
-    A module that imports the name while it is replaced gets the original back too.
-    """
+    """Replace a function of TRL in all modules that have imported it, and return the function that undoes this."""
     original = vars(owner)[name]
     value = wrap(original)
     for module in _modules_with(name, original):

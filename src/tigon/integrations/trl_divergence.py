@@ -38,10 +38,8 @@ def chunked_divergence_loss(
     temperature: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the loss, the sum of the student's entropies, and the number of tokens: TRL's `_chunked_divergence_loss`.
-
     `completion_mask` [B, K] is not zero at the positions that count, and `num_items_in_batch` divides the sum of the
-    divergences; None divides by the number of tokens.
-    """
+    divergences; None divides by the number of tokens."""
     valid = completion_mask != 0
     head, teacher_head = (
         Head(student_lm_head_weight, student_lm_head_bias), Head(teacher_lm_head_weight, teacher_lm_head_bias),

@@ -73,10 +73,8 @@ _trainer_loss = _TrainerLoss()
 
 @contextlib.contextmanager
 def loss_is_sum(kind: SummedLoss | None) -> Iterator[None]:
-    """Declare that the caller's loss is proportional to the sum of the log-probabilities, weighted as `kind` says.
-
-    None declares nothing: the log-probabilities of calls in the block have any upstream gradient.
-    """
+    """Declare that the caller's loss is proportional to the sum of the log-probabilities, weighted as `kind` says. None
+    declares nothing: the log-probabilities of calls in the block have any upstream gradient."""
     outer_kind, _trainer_loss.kind = _trainer_loss.kind, kind
     try:
         yield
@@ -85,13 +83,7 @@ def loss_is_sum(kind: SummedLoss | None) -> Iterator[None]:
 
 
 class _SumOfLogProbs(torch.autograd.Function):
-    """Return log-probabilities whose upstream gradient reaches the loss that they belong to, and their entropy.
-
-    The loss of N valid tokens is L = - 1/N sum_t w_t log p_t. The upstream gradient must be c w_t for each token, so
-    dL = - c N. The mean in place of a sum keeps the gradients of fp16 models in the range of fp16.
-
-    The entropy is no part of L. In TRL it is differentiable, so backward refuses its upstream gradient.
-    """
+    """Return log-probabilities whose upstream gradient reaches the loss that they belong to, and their entropy."""
 
     @staticmethod
     def forward(
@@ -187,10 +179,8 @@ class LogitOptions(NamedTuple):
 
 
 def _products_context(hidden: Tensor, weight: Tensor) -> tuple[AbstractContextManager, bool]:
-    """Return the context in which the products have the dtype of the hidden states, and whether it is fp32.
-
-    Without autocast, TRL casts the weight to the dtype of the hidden states.
-    """
+    """Return the context in which the products have the dtype of the hidden states, and whether it is fp32. Without
+    autocast, TRL casts the weight to the dtype of the hidden states."""
     if hidden.dtype == weight.dtype or torch.is_autocast_enabled(hidden.device.type):
         return contextlib.nullcontext(), False
     if hidden.dtype in (torch.bfloat16, torch.float16):
@@ -220,12 +210,7 @@ def _summed_log_probs(
     hidden: Tensor, head: Head, targets: Tensor, options: LogitOptions, kind: SummedLoss, is_shifted: bool,
     valid_rows: ValidRows | None, acc_dtype: torch.dtype | None,
 ) -> dict[str, Tensor | None]:  # fmt: skip
-    """Compute TRL's outputs for a loss that is a sum of log-probabilities, with three products.
-
-    Only the log-probabilities are differentiable, and backward raises an error for an upstream gradient of the entropy.
-    Without `is_shifted` the last position of each sequence predicts nothing and is left out of the outputs.
-    `acc_dtype` is that of `linear_cross_entropy`.
-    """
+    """Compute TRL's outputs for a loss that is a sum of log-probabilities, with three products."""
     if not torch.compiler.is_compiling():
         raise_earlier()
     scale, softcap, temperature = options
@@ -260,11 +245,7 @@ class ChunkedLogProbs:
         final_logit_softcapping: float | None = None, logit_scale: float = 1.0,
         outputs: tuple[str, ...] = ("log_probs", "entropy"),
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
-        """Return log-probabilities, entropy, log sum of squared probabilities, mean logits and top-1 hits.
-
-        None of the tokens [N] is ignored. Results that `outputs` does not name are None. `chunk_size`, the width of
-        TRL's slabs of the vocabulary, has no effect.
-        """
+        """Return log-probabilities, entropy, log sum of squared probabilities, mean logits and top-1 hits."""
         options = LogitOptions(logit_scale, final_logit_softcapping, temperature)
         head = Head(weight, bias)
         with gathered(head):
@@ -321,11 +302,9 @@ def has_tigon_forward(module: nn.Module) -> bool:
 
 
 def install_forward(model: Any, is_enabled: Callable[[], bool]) -> None:
-    """Replace the forward that TRL has just given a model.
-
-    A call runs TRL's forward while `is_enabled()` is false, without `fused_lm_head=True`, and for the load-balancing
-    loss of a mixture. The last one still calls `ChunkedLogProbs`.
-    """
+    """Replace the forward that TRL has just given a model. A call runs TRL's forward while `is_enabled()` is false,
+    without `fused_lm_head=True`, and for the load-balancing loss of a mixture. The last one still calls
+    `ChunkedLogProbs`."""
     trl_forward = TrlForward.read(model.forward)
 
     # The signature is that of the model's class, because `generate` compares its arguments with it.

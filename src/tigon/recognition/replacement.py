@@ -22,15 +22,11 @@ from tigon.runtime.stock import has_stock_call, origin_of, written_in
 
 
 class Replacement:
-    """The forward that computes `recipe(module, *args, **kwargs)`.
-
-    This object behaves like a bound method. A call always runs for the module that it is bound to, also if the first
-    argument is another module. To bind the forward to another module, use `__func__`, as with any method.
-
-    `copy.deepcopy` and `pickle` of the module treat this object as a part of the module's state, so the forward of a
-    copy reads the parameters of the copy. A real bound method could not be pickled. The reference to the module is
-    weak, so that the memory of a deleted model is freed at once.
-    """
+    """The forward that computes `recipe(module, *args, **kwargs)`. This object behaves like a bound method. A call
+    always runs for the module that it is bound to, also if the first argument is another module. To bind the forward to
+    another module, use `__func__`, as with any method. `copy.deepcopy` and `pickle` of the module treat this object as
+    a part of the module's state, so the forward of a copy reads the parameters of the copy. A real bound method could
+    not be pickled. The reference to the module is weak, so that the memory of a deleted model is freed at once."""
 
     def __init__(self, module: nn.Module, recipe: Callable | None, guard: Any = None) -> None:
         self.module = weakref.ref(module)
@@ -43,11 +39,9 @@ class Replacement:
         return _restore_replacement, (self.__self__, self.recipe, self.guard)
 
     def __eq__(self, other: object) -> bool:
-        """Return True for this object, and for any function that `__func__` of a replacement returns.
-
-        accelerate stores the forward of a model at `prepare`, and `unwrap_model` unwraps the later forward until it
-        finds a function that equals the stored one.
-        """
+        """Return True for this object, and for any function that `__func__` of a replacement returns. accelerate stores
+        the forward of a model at `prepare`, and `unwrap_model` unwraps the later forward until it finds a function that
+        equals the stored one."""
         return self is other or _is_unbound(other)
 
     __hash__ = object.__hash__
@@ -68,10 +62,8 @@ class Replacement:
         return self.run(self.__self__ if module is None else module, args, kwargs)
 
     def replicate(self) -> nn.Module:
-        """Return a replica of the module for `nn.DataParallel`, which copies the attributes of the module.
-
-        This method is the attribute `REPLICATE` of the module, where it takes the place of torch's method.
-        """
+        """Return a replica of the module for `nn.DataParallel`, which copies the attributes of the module. This method
+        is the attribute `REPLICATE` of the module, where it takes the place of torch's method."""
         replica: Any = getattr(type(self.__self__), REPLICATE)(self.__self__)
         del vars(replica)[REPLICATE]
         if vars(replica).get("forward") is self:
@@ -122,10 +114,8 @@ class Replacement:
 
 def _unbound_forward(cls: type[nn.Module]) -> Callable:
     """Return `forward(module, ...)`, which runs the replacement of the module, or the forward of its class without one.
-
     A library may wrap this function. A deep copy of the module has the same wrapper, but its own replacement, and a
-    restored module has none. Each call therefore looks the replacement up on the module.
-    """
+    restored module has none. Each call therefore looks the replacement up on the module."""
 
     def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         replacement = getattr(vars(module).get(REPLICATE), "__self__", None)
@@ -147,11 +137,9 @@ def _is_unbound(function: object) -> bool:
 
 
 def _restore_replacement(module: nn.Module, *state: Any) -> Replacement:
-    """Return the replacement of a copied module, and assign it if the attributes of the copy are not set yet.
-
-    pickle stores a bound method by its name. accelerate binds forwards, and pickle looks the name "forward" up on the
-    copy before it sets the attributes of the copy.
-    """
+    """Return the replacement of a copied module, and assign it if the attributes of the copy are not set yet. pickle
+    stores a bound method by its name. accelerate binds forwards, and pickle looks the name "forward" up on the copy
+    before it sets the attributes of the copy."""
     replacement = Replacement(module, *state)
     if replacement.recipe is not None:
         # The order is that of `install`, for a copy of the copy.
@@ -164,10 +152,8 @@ def _restore_replacement(module: nn.Module, *state: Any) -> Replacement:
 
 
 def wrapped_functions(function: Any) -> Iterator[Any]:
-    """Yield a forward, and then, one after the other, the functions inside methods, partials and wrappers.
-
-    If Tigon has replaced the forward, the last one is a replacement, or the `__func__` of a replacement.
-    """
+    """Yield a forward, and then, one after the other, the functions inside methods, partials and wrappers. If Tigon has
+    replaced the forward, the last one is a replacement, or the `__func__` of a replacement."""
     for _ in range(16):
         yield function
         if function is None or isinstance(function, Replacement) or _is_unbound(function):
@@ -182,11 +168,8 @@ def leads_to_replacement(function: Any) -> bool:
 
 
 def wrapped_forward(module: nn.Module) -> CellType | None:
-    """Return the cell in which a function that was assigned as forward holds the forward that it calls.
-
-    The tensor parallelism of transformers assigns such a function. The forward of the class then receives tensors of
-    this rank.
-    """
+    """Return the cell in which a function that was assigned as forward holds the forward that it calls. The tensor
+    parallelism of transformers assigns such a function. The forward of the class then receives tensors of this rank."""
     assigned = vars(module).get("forward")
     is_forward = lambda f: isinstance(f, Replacement) or getattr(f, "__func__", None) is type(module).forward
     cells = (isinstance(assigned, FunctionType) and assigned.__closure__) or ()
@@ -229,10 +212,8 @@ def find_replacement(module: nn.Module) -> Replacement | None:
 
 
 def installed_recipe(module: Any) -> Any:
-    """Return the recipe that is installed on a module; None without one, and if a wrapper has taken its place.
-
-    `module` may be any object that a forward calls. A builtin function has no `__dict__`.
-    """
+    """Return the recipe that is installed on a module, or any object; None without one, or if a wrapper has its
+    place."""
     forward = getattr(module, "__dict__", {}).get("forward")
     # The type is compared, because a wrapper of accelerate has all attributes of a replacement.
     return forward.recipe if type(forward) is Replacement else None
@@ -256,21 +237,17 @@ def _assigned_forward(module: nn.Module) -> Callable | None:
 
 
 def is_changed(module: nn.Module) -> bool:
-    """Return True if a call of the module runs any code besides the forward of its class.
-
-    Hooks of DeepSpeed do not count. They are on every module, and move its parameters.
-    """
+    """Return True if a call of the module runs any code besides the forward of its class. Hooks of DeepSpeed do not
+    count. They are on every module, and move its parameters."""
     hooks = (hook for name in HOOK_TABLES for hook in getattr(module, name).values())
     has_hook = has_hooks(module) and not all(map(is_hook_of_deepspeed, hooks))
     return has_hook or _assigned_forward(module) is not None or not has_stock_call(module)
 
 
 def find_changing_hook(module: nn.Module) -> str | None:
-    """Return the Python module that defines a hook which may change outputs or gradients; None without such a hook.
-
-    The hooks of the descendants count too. Hooks before the forward do not count, because the forward receives their
-    results. Hooks of engines that shard models do not count, because they change no values.
-    """
+    """Return the Python module that defines a hook which may change outputs or gradients; None without such a hook. The
+    hooks of the descendants count too. Hooks before the forward do not count, because the forward receives their
+    results. Hooks of engines that shard models do not count, because they change no values."""
     for each in module.modules():
         for group in (each._forward_hooks, each._backward_hooks, each._backward_pre_hooks):
             for hook in group.values():
@@ -280,20 +257,15 @@ def find_changing_hook(module: nn.Module) -> str | None:
 
 
 def _is_wrapped_by_transformers(module: nn.Module) -> bool:
-    """Return True if the assigned forward is a function of transformers that calls the forward of the class.
-
-    `install` then lets this function call the replacement.
-    """
+    """Return True if the assigned forward is a function of transformers that calls the forward of the class."""
     return wrapped_forward(module) is not None and written_in(module.forward).startswith("transformers.")
 
 
 def foreign_forward(module: nn.Module, *, may_be_wrapped: bool = False) -> str | None:
-    """Return a clause that says which code replaced the forward that the class was written with; None if none did.
-
-    An integration of Tigon gives the clause itself, as the attribute `reason_to_keep` of the forward that it assigns.
-    With `may_be_wrapped`, a function of transformers that calls the forward of the class does not count. A wrapper
-    of accelerate for mixed precision never counts, and neither does a wrapper around an uninstalled replacement.
-    """
+    """Return a clause that says which code replaced the forward that the class was written with; None if none did. An
+    integration of Tigon gives the clause itself, as the attribute `reason_to_keep` of the forward that it assigns. With
+    `may_be_wrapped`, a function of transformers that calls the forward of the class does not count. A wrapper of
+    accelerate for mixed precision never counts, and neither does a wrapper around an uninstalled replacement."""
     current = _assigned_forward(module)
     is_restored = not isinstance(current, Replacement) and leads_to_replacement(current)
     if is_restored or _mixed_precision_wrapper(module) is not None:
@@ -323,11 +295,7 @@ def _undecorated_forward(cls: Any) -> Any:
 
 
 def install(module: nn.Module, recipe: Callable, guard: Any = None) -> Callable[[], None]:
-    """Give a module the forward `recipe`, as long as its guard holds.
-
-    Returns:
-        A function that uninstalls the recipe, also if hooks have moved the replacement in the meantime.
-    """
+    """Give a module the forward `recipe`, as long as its guard holds."""
     if (installed := find_replacement(module)) is not None:
         return exchange(installed, recipe)
     replacement, attributes, slot = Replacement(module, recipe, guard), vars(module), forward_slot(module)

@@ -12,13 +12,10 @@ from tigon.runtime.compat.autograd import is_any_autocast_enabled, keeps_graph, 
 
 
 def without_autocast(function: Callable) -> Callable:
-    """Decorate a function of tensors, such as the backward of an autograd function: autocast is off while it runs.
-
-    The first tensor among its arguments, or in a tuple among them, says on which device.
-
-    Its operations then compute in the dtypes of its tensors. This matters if the caller runs the backward pass in a
-    block of autocast, and for operators such as `torch.cat`, which refuse fp16 tensors under autocast to bf16.
-    """
+    """Decorate a function of tensors, such as the backward of an autograd function: autocast is off while it runs. The
+    first tensor among its arguments, or in a tuple among them, says on which device. Its operations then compute in the
+    dtypes of its tensors. This matters if the caller runs the backward pass in a block of autocast, and for operators
+    such as `torch.cat`, which refuse fp16 tensors under autocast to bf16."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -36,19 +33,15 @@ def without_autocast(function: Callable) -> Callable:
 
 def halves(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return the two halves of x along its last dimension. Use this in place of `chunk` in eager code with gradients.
-
-    The backward of `chunk` joins the gradients by `torch.cat`, which refuses fp16 tensors under autocast to bf16.
-    """
+    The backward of `chunk` joins the gradients by `torch.cat`, which refuses fp16 tensors under autocast to bf16."""
     middle = x.shape[-1] // 2
     return x[..., :middle], x[..., middle:]
 
 
 def may_overwrite_saved(x: Tensor) -> bool:
     """Return whether a backward pass may overwrite the tensors that its forward saved, which are on the device of `x`.
-
     It may not if autograd retains its graph. It may not while a CUDA graph is captured either, because the captured
-    backward may be replayed without its forward.
-    """
+    backward may be replayed without its forward."""
     return not keeps_graph() and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
@@ -58,10 +51,8 @@ def version_of(x: Tensor) -> int:
 
 
 def without_saved_tensor_hooks() -> contextlib.AbstractContextManager:
-    """Return a context in which autograd saves tensors as they are, so that the caller's hooks do not see them.
-
-    Hooks of checkpoints count the tensors of a forward, and those of offloading copy them to the host.
-    """
+    """Return a context in which autograd saves tensors as they are, so that the caller's hooks do not see them. Hooks
+    of checkpoints count the tensors of a forward, and those of offloading copy them to the host."""
     if torch.compiler.is_compiling() or saved_tensor_hooks(True) is None:
         return contextlib.nullcontext()
     return torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
@@ -76,9 +67,7 @@ def modified_in_place(x: Tensor, version: int) -> RuntimeError:
 
 
 def keep_none_gradients(ctx: Any) -> None:
-    """Let backward receive None, not zeros, for an output that has no upstream gradient. Call this in a forward.
-
-    Not every version of `torch.compile` supports `set_materialize_grads`, so backward receives zeros in compiled code.
-    """
+    """Let backward receive None, not zeros, for an output that has no upstream gradient. Call this in a forward. Not
+    every version of `torch.compile` supports `set_materialize_grads`, so backward receives zeros in compiled code."""
     if not torch.compiler.is_dynamo_compiling():
         ctx.set_materialize_grads(False)

@@ -42,10 +42,7 @@ _captured: _Shared | None = None
 
 @contextlib.contextmanager
 def shared_in_capture() -> Iterator[None]:
-    """Let the launches of one CUDA graph, which the block captures on one stream, share memory of the graph's pool.
-
-    The graph sets it to zero at the start of each replay.
-    """
+    """Let the launches of one CUDA graph, which the block captures on one stream, share memory of the graph's pool."""
     global _captured
     _captured = _Shared()
     try:
@@ -55,12 +52,10 @@ def shared_in_capture() -> Iterator[None]:
 
 
 def _find_shared(x: Tensor) -> _Shared | None:
-    """Return the memory that the next launch on the device of x may share; None if there is none.
-
-    A CUDA graph may run on any stream, and has a memory pool of its own. Before torch captures the graph of a function
-    that was compiled with `mode="reduce-overhead"`, it runs the function on a side stream, in the pool of the graph. It
-    raises an error if a tensor in this pool outlives the run. Therefore only memory of the default stream is kept.
-    """
+    """Return the memory that the next launch on the device of x may share; None if there is none. A CUDA graph may run
+    on any stream, and has a memory pool of its own. Before torch captures the graph of a function that was compiled
+    with `mode="reduce-overhead"`, it runs the function on a side stream, in the pool of the graph. It raises an error
+    if a tensor in this pool outlives the run. Therefore only memory of the default stream is kept."""
     index = x.get_device()
     if index < 0 or dispatch_modes():
         return None
@@ -76,11 +71,9 @@ def _find_shared(x: Tensor) -> _Shared | None:
 
 def scratch(x: Tensor, counters: int, floats: int) -> tuple[Tensor, Tensor]:
     """Return memory on the device of x that one launch may use: zero counters int32, and fp32 memory of any content.
-
     Both may be longer than `counters` and `floats`. The kernel that gets them has to leave the counters at zero. The
     same memory is returned for launches that run one after another, as those of the default stream do. A launch that
-    needs more than `LARGEST_SCRATCH` has its own.
-    """
+    needs more than `LARGEST_SCRATCH` has its own."""
     shared = None if floats > LARGEST_SCRATCH else _find_shared(x)
     if shared is None:
         return x.new_zeros(counters, dtype=torch.int32), x.new_empty(floats, dtype=torch.float32)
@@ -98,10 +91,8 @@ def scratch(x: Tensor, counters: int, floats: int) -> tuple[Tensor, Tensor]:
 
 
 def zero_number(x: Tensor) -> Tensor:
-    """Return a zero [1] int32 on the device of x, which no other call returns.
-
-    The compiler may trace a caller of this function. It does not trace the launchers, which alone call `scratch`.
-    """
+    """Return a zero [1] int32 on the device of x, which no other call returns. The compiler may trace a caller of this
+    function. It does not trace the launchers, which alone call `scratch`."""
     shared = None if torch.compiler.is_compiling() else _find_shared(x)
     if shared is None:
         return x.new_zeros(1, dtype=torch.int32)

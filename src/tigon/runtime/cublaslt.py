@@ -93,11 +93,7 @@ SIGNATURES = {
 
 
 def declare(library: ctypes.CDLL) -> ctypes.CDLL:
-    """Declare the parameters and the result of every function that is called.
-
-    Raises:
-        AttributeError: The library lacks one of the functions.
-    """
+    """Declare the parameters and the result of every function that is called."""
     for name, parameters in SIGNATURES.items():
         function = getattr(library, name)
         function.argtypes, function.restype = parameters, ctypes.c_int
@@ -112,10 +108,8 @@ def is_enabled() -> bool:
 @functools.cache
 def _library() -> ctypes.CDLL | None:
     """Return the cuBLASLt that torch has loaded, or None if torch has none under the name that NVIDIA gives it.
-
     `RTLD_NOLOAD` finds a library that the process has loaded and loads none: a second copy would have its own handles
-    and its own memory on the device.
-    """
+    and its own memory on the device."""
     if HIP or torch.version.cuda is None or not is_enabled() or not hasattr(os, "RTLD_NOLOAD"):
         return None
     name = f"libcublasLt.so.{torch.version.cuda.split('.')[0]}"
@@ -183,13 +177,9 @@ class PlanProblem(NamedTuple):
 
 
 class ProductPlan:
-    """A product that is ready to run.
-
-    `algorithm` is the ping-pong kernel with the first tile of `tiles` that cuBLASLt proposes, or None if it proposes
-    none.
-
-    cuBLAS stores matrices by columns. A row-major out [M, N] is therefore out^T for cuBLAS, the product of b^T and a^T.
-    """
+    """A product that is ready to run. `algorithm` is the ping-pong kernel with the first tile of `tiles` that cuBLASLt
+    proposes, or None if it proposes none. cuBLAS stores matrices by columns. A row-major out [M, N] is therefore out^T
+    for cuBLAS, the product of b^T and a^T."""
 
     def __init__(self, handle: ctypes.c_void_p, problem: PlanProblem, tiles: tuple[int, ...]) -> None:
         self.cublaslt: Any = _library()

@@ -94,11 +94,9 @@ def device_kind(x: Tensor) -> str:
 
 def runs_kernels(x: Tensor, *others: Tensor | None) -> bool:
     """Return whether Triton kernels run on the tensors: on a CUDA or ROCm device, or on the CPU in the interpreter.
-
     Kernels do not run on DTensors and other wrappers without memory of their own. The references compute these by torch
     operations, which are correct for every placement. For the result of a collective that is still running, the answer
-    is True, because `launcher` waits for it.
-    """
+    is True, because `launcher` waits for it."""
     if not (
         (x.is_cuda and HAS_TRITON)
         or (INTERPRETED and x.device.type == "cpu")

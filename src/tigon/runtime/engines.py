@@ -74,10 +74,8 @@ def may_run_twice(hook: Callable) -> bool:
 
 
 def forward_slot(module: nn.Module) -> str:
-    """Return the name of the attribute that holds the forward that the author of the module wrote.
-
-    Hooks of accelerate move this forward to `_old_forward`.
-    """
+    """Return the name of the attribute that holds the forward that the author of the module wrote. Hooks of accelerate
+    move this forward to `_old_forward`."""
     # torch.compile can trace this expression.
     is_wrapped = WRAPPER_HOOK in module.__dict__ and WRAPPED_FORWARD in module.__dict__
     return WRAPPED_FORWARD if is_wrapped else "forward"
@@ -85,10 +83,8 @@ def forward_slot(module: nn.Module) -> str:
 
 def full_shape(x: Tensor) -> tuple[int, ...]:
     """Return the shape of a tensor, or of the whole parameter if DeepSpeed's ZeRO-3 has left an empty tensor here.
-
     ZeRO-3 keeps the whole shape in `ds_shape`, seen in DeepSpeed 0.19. Without it, the shape is that of the empty
-    tensor, and recognition tries likely widths, as it does for the empty shards of FSDP1.
-    """
+    tensor, and recognition tries likely widths, as it does for the empty shards of FSDP1."""
     return tuple(getattr(x, "ds_shape", x.shape))
 
 
@@ -98,13 +94,11 @@ def is_hook_of_deepspeed(hook: Callable) -> bool:
 
 
 def keeps_versions(parameter: Tensor) -> bool:
-    """Return True if a new version of a parameter is known to follow whenever an engine writes to it.
-
-    FSDP2 gathers values into the same memory again and again, and restores the version each time. It changes the class
-    of the modules that it shards. Nothing tells to which parameters that applies, so one such class makes the answer
-    False for all of them. During a forward of FSDP1, the attribute of the module is not the parameter itself. ZeRO-3
-    exchanges the memory of a parameter, and gives the parameter an id.
-    """
+    """Return True if a new version of a parameter is known to follow whenever an engine writes to it. FSDP2 gathers
+    values into the same memory again and again, and restores the version each time. It changes the class of the modules
+    that it shards. Nothing tells to which parameters that applies, so one such class makes the answer False for all of
+    them. During a forward of FSDP1, the attribute of the module is not the parameter itself. ZeRO-3 exchanges the
+    memory of a parameter, and gives the parameter an id."""
     if type(parameter) is not nn.Parameter or parameter.is_inference() or hasattr(parameter, "ds_id"):
         return False
     # An engine that was never imported has sharded nothing.

@@ -56,12 +56,10 @@ _lock = threading.Lock()
 
 @launcher(fake=lambda holds: holds.new_empty((), dtype=torch.float32))
 def check_later(holds: Tensor, error: str, message: str) -> Tensor:
-    """Return 1.0 if `holds` [], bool, is true, and NaN if it is false, in fp32.
-
-    If it is false, a call on a CPU raises the built-in exception of the name `error`. On a GPU, a later call of a
-    function of this module raises it, the first one for which the value has reached the host. While a CUDA graph is
-    captured, and on other devices, the only sign of a failed check is NaN.
-    """
+    """Return 1.0 if `holds` [], bool, is true, and NaN if it is false, in fp32. If it is false, a call on a CPU raises
+    the built-in exception of the name `error`. On a GPU, a later call of a function of this module raises it, the first
+    one for which the value has reached the host. While a CUDA graph is captured, and on other devices, the only sign of
+    a failed check is NaN."""
     raise_earlier()
     # A fake tensor has no value.
     if type(holds) is Tensor and holds.device.type == "cpu" and not holds:

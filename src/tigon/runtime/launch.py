@@ -128,10 +128,8 @@ def launch(kernel: JITFunction, programs: int, *arguments: Any, **constants: Any
 
 
 class Plan:
-    """A launch of a kernel with known numbers and constexprs, for which only tensors are missing.
-
-    Launchers cache plans, which saves a third of the host's time in `launch`, and the search for the numbers.
-    """
+    """A launch of a kernel with known numbers and constexprs, for which only tensors are missing. Launchers cache
+    plans, which saves a third of the host's time in `launch`, and the search for the numbers."""
 
     def __init__(self, kernel: JITFunction, programs: int, *numbers: float, **constants: Any) -> None:
         self.kernel, self.programs, self.numbers, self.constants = kernel, programs, numbers, constants
@@ -178,12 +176,9 @@ def _launch_and_store(key: tuple, kernel: JITFunction, programs: int, arguments:
 
 def in_order(kernel: JITFunction) -> Callable[..., tuple]:
     """Return a function from the arguments of a kernel, given by name, to a tuple in the order of its parameters.
-
     Kernels with many parameters are launched as `launch(kernel, programs, *in_order(kernel)(x_ptr=x, ...), ...)`.
     Strides of one tensor, which are parameters such as `stride_x_b, stride_x_s`, are given as one tuple, `strides_x`.
-
-    The function raises a TypeError if a parameter has no argument, or an argument has no parameter.
-    """
+    The function raises a TypeError if a parameter has no argument, or an argument has no parameter."""
     return _order_function(kernel.fn)
 
 
@@ -202,11 +197,9 @@ def _order_function(kernel: Callable) -> Callable[..., tuple]:
 
 
 def _launches_directly(device: int) -> bool:
-    """Return whether kernels may be launched directly on the device.
-
-    For each device, the first call at which the host may wait runs the self-check. This function is called only after a
-    launch through Triton, so it costs direct launches no time.
-    """
+    """Return whether kernels may be launched directly on the device. For each device, the first call at which the host
+    may wait runs the self-check. This function is called only after a launch through Triton, so it costs direct
+    launches no time."""
     verdict = _verdicts.get(device)
     if verdict is None:
         if not may_wait():
@@ -221,10 +214,7 @@ def self_check_verdict(device: int) -> bool | None:
 
 
 def launch_method(runs_self_checks: bool = False) -> str:
-    """Return a text for `tigon env` that says how kernels are launched after the first time.
-
-    `runs_self_checks` runs the self-check on each device where it has not run.
-    """
+    """Return a text for `tigon env` that says how kernels are launched after the first time."""
     if runs_self_checks and HAS_TRITON and torch.cuda.is_available():
         for device in range(torch.cuda.device_count()):
             if device not in _verdicts:

@@ -28,14 +28,11 @@ from tigon.runtime.compat.autograd import apply_without_transforms, is_any_autoc
 
 
 class Node(torch.autograd.Function):
-    """The base class of the autograd functions of ops. It has no second derivative.
-
-    `backward` returns the gradients of the first inputs, as a tuple. This class replaces those that are not needed by
-    None, so a launcher may return an empty tensor for them, and it adds None for the other inputs, such as options.
-    Autocast is off while `backward` runs, and `create_graph=True` is refused: torch's `once_differentiable` raises only
-    if the upstream gradient itself needs a gradient, so a penalty on the gradient of a plain loss would silently be a
-    constant.
-    """
+    """The base class of the autograd functions of ops. It has no second derivative. `backward` returns the gradients of
+    the first inputs, as a tuple. This class replaces those that are not needed by None, so a launcher may return an
+    empty tensor for them, and it adds None for the other inputs, such as options. Autocast is off while `backward`
+    runs, and `create_graph=True` is refused: torch's `once_differentiable` raises only if the upstream gradient itself
+    needs a gradient, so a penalty on the gradient of a plain loss would silently be a constant."""
 
     @classmethod
     def apply(cls, *args: Any) -> Any:

@@ -29,10 +29,8 @@ def count_steps() -> None:
 
 def count_step_in_backward() -> None:
     """Count the step that one parameter takes inside the running backward pass, which calls no hooks of the optimizer.
-
     All steps of a backward pass count as one step, which is counted after the pass. The pass may therefore go on using
-    copies of its weights: a parameter steps only when this pass no longer needs its old value.
-    """
+    copies of its weights: a parameter steps only when this pass no longer needs its old value."""
     global _stepping_backward
     step_count()
     _stepping_backward = backward_id()

@@ -91,11 +91,9 @@ def _config(a: Tensor) -> ProductConfig | None:
 
 @on_device
 def _run_ping_pong(a: Tensor, b: Tensor, out: Tensor, accumulate: bool, config: ProductConfig) -> bool:
-    """Compute the product by a ping-pong kernel, and return whether there was one.
-
-    While a dispatch mode is active, no ping-pong kernel runs, because such modes count, cache or simulate the operators
-    of torch, and do not see cuBLASLt.
-    """
+    """Compute the product by a ping-pong kernel, and return whether there was one. While a dispatch mode is active, no
+    ping-pong kernel runs, because such modes count, cache or simulate the operators of torch, and do not see
+    cuBLASLt."""
     if min(*a.shape, *b.shape) < config.min_side:
         return False
     a_layout, b_layout, out_layout = _layout(a), _layout(b), _layout(out)
@@ -130,11 +128,9 @@ def multiply(
     a: Tensor, b: Tensor, total: Tensor | None = None, min_multiplications: int = MIN_MULTIPLICATIONS,
     out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return a b, write it to `out`, or add a b to `total` and return it. At most one of these is given.
-
-    torch computes products with fewer than `min_multiplications` multiplications, and every product for which cuBLASLt
-    proposes no ping-pong kernel.
-    """
+    """Return a b, write it to `out`, or add a b to `total` and return it. At most one of these is given. torch computes
+    products with fewer than `min_multiplications` multiplications, and every product for which cuBLASLt proposes no
+    ping-pong kernel."""
     m, k = a.shape
     if m * k * b.shape[1] >= min_multiplications and (config := _config(a)) is not None:
         existing = out if total is None else total
@@ -148,9 +144,7 @@ def multiply(
 
 def multiply_by_weight(x: Tensor, weight: Tensor, min_multiplications: int = MIN_MULTIPLICATIONS) -> Tensor:
     """Return x W^T [..., O] for x [..., H] and W [O, H], as a tensor that is not a view. The limit is as in `multiply`.
-
-    A view that a node returns cannot be modified in place.
-    """
+    A view that a node returns cannot be modified in place."""
     outputs = weight.shape[0]
     if x.numel() * outputs < min_multiplications and x.is_contiguous() and native_linear is not None:
         # torch multiplies as below, in one call.

@@ -102,28 +102,19 @@ def unmet(*packages: str, extra: str | None = None) -> str:
 
 
 def needs_triton() -> bool:
-    """Return True on Linux, where the kernels need Triton, and wherever Triton is installed.
-
-    macOS and Windows have no Triton. Without it, every op runs its reference in torch.
-    """
+    """Return True on Linux, where the kernels need Triton, and wherever Triton is installed. macOS and Windows have no
+    Triton. Without it, every op runs its reference in torch."""
     return sys.platform == "linux" or _installed_version("triton") is not None
 
 
 def require(user: str, *packages: str, extra: str | None = None) -> None:
-    """Check that packages are installed in versions that Tigon works with.
-
-    Raises:
-        ImportError: The user, which is the subject of the message, and what `unmet` returns.
-    """
+    """Check that packages are installed in versions that Tigon works with."""
     if message := unmet(*packages, extra=extra):
         raise ImportError(f"{user} {message}")
 
 
 def require_for(modules: "Collection[nn.Module]") -> None:
-    """Check the version of transformers if a class of these modules of a model comes from there. Nothing is imported.
-
-    Raises:
-        ImportError: transformers is too old; the message is that of `require`.
-    """
+    """Check the version of transformers if a class of these modules of a model comes from there. Nothing is
+    imported."""
     if any(cls.__module__.partition(".")[0] == "transformers" for m in modules for cls in type(m).__mro__):
         require(f"tigon.patch({type(next(iter(modules))).__name__})", "transformers", extra="hf")

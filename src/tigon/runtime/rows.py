@@ -14,10 +14,8 @@ from tigon.runtime.launch import Plan
 
 
 def dense_rows(x: Tensor) -> tuple[Tensor, int]:
-    """Return a tensor with the rows of x [..., N] and a dense last dimension, and the stride of its rows.
-
-    The tensor is a view of x if its strides allow one. A contiguous x is returned itself, in its shape.
-    """
+    """Return a tensor with the rows of x [..., N] and a dense last dimension, and the stride of its rows. The tensor is
+    a view of x if its strides allow one. A contiguous x is returned itself, in its shape."""
     n = x.shape[-1]
     if x.is_contiguous():
         return x, n
@@ -27,11 +25,8 @@ def dense_rows(x: Tensor) -> tuple[Tensor, int]:
 
 
 def in_memory_order(y: Tensor, *inputs: Tensor) -> list[Tensor]:
-    """Return the inputs and y, all of one shape, with their dimensions in the order of the memory of y.
-
-    An elementwise kernel writes y, which must have no gaps, in any order of its dimensions. In this order it writes
-    long rows.
-    """
+    """Return the inputs and y, all of one shape, with their dimensions in the order of the memory of y. An elementwise
+    kernel writes y, which must have no gaps, in any order of its dimensions. In this order it writes long rows."""
     tensors = [*inputs, y]
     if y.is_contiguous():
         return tensors
@@ -51,13 +46,7 @@ def block_of_row(width, blocks, BLOCK: tl.constexpr):
 def plan_blocks(
     kernel: JITFunction, m: int, width: int, strides: tuple[int, ...], block: int, *numbers: float, **constants: Any
 ) -> Plan:
-    """Return the launch of `kernel(*tensors, *strides, *numbers, width, blocks, ...)` over tensors with m rows.
-
-    `strides` holds the row stride of each tensor. `numbers` are options of the op, such as a scale. They are not
-    constexprs, so a new value does not compile the kernel again.
-
-    If no tensor has gaps, all rows are one long row, so that no block ends early at the end of a row.
-    """
+    """Return the launch of `kernel(*tensors, *strides, *numbers, width, blocks, ...)` over tensors with m rows."""
     # With an odd width, the length of the long row would be divisible by 16 for some batches only, and Triton would
     # compile the kernel twice.
     if width % 16 == 0 and strides.count(width) == len(strides):

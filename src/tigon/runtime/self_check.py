@@ -42,11 +42,9 @@ def _make_check_tensors(device: int) -> tuple[Tensor, Tensor]:
 
 
 def direct_launches_agree(device: int) -> bool:
-    """Launch a small kernel through Triton and then directly, and return whether both write the same values.
-
-    Triton must also choose one variant for all arguments that have the same key. No launcher is called in a form in
-    which Triton has not called it.
-    """
+    """Launch a small kernel through Triton and then directly, and return whether both write the same values. Triton
+    must also choose one variant for all arguments that have the same key. No launcher is called in a form in which
+    Triton has not called it."""
     constexprs: dict[str, Any] = {"BLOCK": 128, "SHIFT": 3, "KIND": "plain", "AXES": None}
     options = {**constexprs, "num_warps": 1, "enable_fp_fusion": True}
     first, second = _CHECK_ARGUMENTS
@@ -79,11 +77,9 @@ def direct_launches_agree(device: int) -> bool:
 
 
 def may_wait() -> bool:
-    """Return whether the host may wait for the device, and new tensors are ordinary tensors.
-
-    Waiting would end the capture of a CUDA graph, and raises in torch's synchronisation debug mode. A dispatch mode
-    counts or fakes the tensors that it sees.
-    """
+    """Return whether the host may wait for the device, and new tensors are ordinary tensors. Waiting would end the
+    capture of a CUDA graph, and raises in torch's synchronisation debug mode. A dispatch mode counts or fakes the
+    tensors that it sees."""
     if torch.cuda.is_current_stream_capturing() or torch.cuda.get_sync_debug_mode():
         return False
     return not dispatch_modes()

@@ -25,10 +25,8 @@ def origin_of(function: Callable) -> str:
 
 
 def written_in(function: Callable) -> str:
-    """Return the name of the Python module that contains the code of a function.
-
-    The name in `__module__` may be another one, because `functools.wraps` copies it from the wrapped function.
-    """
+    """Return the name of the Python module that contains the code of a function. The name in `__module__` may be
+    another one, because `functools.wraps` copies it from the wrapped function."""
     return getattr(function, "__globals__", {}).get("__name__") or origin_of(function)
 
 
@@ -52,11 +50,10 @@ _IDENTITY_FORWARD = _stock_or_none(nn.Identity.forward, "torch/nn/modules/linear
 
 
 def is_linear_of_zero(function: Callable) -> bool:
-    """Return True for the function that `deepspeed.zero.Init` assigns to `F.linear` for the rest of the process.
-
-    It computes the same product and the same gradients as torch's, and backward gathers a sharded weight again. Seen in
-    DeepSpeed 0.19. Under another name it counts as unknown code, so heads, adapters and fused projections stay stock.
-    """
+    """Return True for the function that `deepspeed.zero.Init` assigns to `F.linear` for the rest of the process. It
+    computes the same product and the same gradients as torch's, and backward gathers a sharded weight again. Seen in
+    DeepSpeed 0.19. Under another name it counts as unknown code, so heads, adapters and fused projections stay
+    stock."""
     return (written_in(function), getattr(function, "__name__", "")) == (
         "deepspeed.runtime.zero.linear",
         "zero3_linear_wrap",
@@ -76,22 +73,18 @@ def dropouts_are_stock() -> bool:
 
 
 def has_stock_call(module: nn.Module) -> bool:
-    """Return True if a call of the module runs its hooks and its forward, and nothing else.
-
-    This is False if `__call__` or `_call_impl` of its class is not that of torch, or if one of `INSTANCE_CALLS` of
-    `compat.modules` was assigned to the module.
-    """
+    """Return True if a call of the module runs its hooks and its forward, and nothing else. This is False if `__call__`
+    or `_call_impl` of its class is not that of torch, or if one of `INSTANCE_CALLS` of `compat.modules` was assigned to
+    the module."""
     cls, attributes = type(module), module.__dict__
     is_stock = cls.__call__ is _CALL and getattr(cls, CALL_IMPL, None) is _CALL_IMPL
     return is_stock and CALL_IMPL not in attributes and COMPILED_CALL_IMPL not in attributes
 
 
 def does_more_than_forward(module: nn.Module) -> bool:
-    """Return whether a call of the module does more than its forward.
-
-    It does if the module has a hook, if a hook is registered for all modules, or if the call itself was replaced. This
-    is one function without further calls, because a patched model asks it about most of its layers at every call.
-    """
+    """Return whether a call of the module does more than its forward. It does if the module has a hook, if a hook is
+    registered for all modules, or if the call itself was replaced. This is one function without further calls, because
+    a patched model asks it about most of its layers at every call."""
     cls, attributes = type(module), module.__dict__
     return bool(
         attributes["_forward_hooks"]

@@ -33,11 +33,9 @@ class LaunchConfig:
 
     @staticmethod
     def heuristic(problem: Any, device: Device) -> Any:
-        """Return the launch parameters for a problem on a device. This must be a pure function.
-
-        None means that the kernel cannot run there, or that another kernel is faster. Launchers of such a kernel call
-        `find` instead of `choose`.
-        """
+        """Return the launch parameters for a problem on a device. This must be a pure function. None means that the
+        kernel cannot run there, or that another kernel is faster. Launchers of such a kernel call `find` instead of
+        `choose`."""
         raise NotImplementedError
 
     @classmethod

@@ -22,11 +22,9 @@ def weak_key(value: Any) -> Any:
 
 
 def cached_weakly(compute: Cached) -> Cached:
-    """Cache the results of a function until its first argument, a class, a function or a code object, is freed.
-
-    A result must not refer to that object, because it would then never be freed. The attribute `cache_clear` of the
-    decorated function empties the cache.
-    """
+    """Cache the results of a function until its first argument, a class, a function or a code object, is freed. A
+    result must not refer to that object, because it would then never be freed. The attribute `cache_clear` of the
+    decorated function empties the cache."""
     results: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
 
     @functools.wraps(compute)

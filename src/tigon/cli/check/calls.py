@@ -93,12 +93,10 @@ def _linear_distillation(draw: Draw, t: int, h: int, v: int) -> Tensors:
 
 @dataclass(frozen=True)
 class OpCall:
-    """An op, the function that makes its tensors by name from sizes, its sizes, and options to try.
-
-    The tensors in `constants` get no gradient. A `small` call has odd sizes, and a `large` one is timed; `rows_axis` is
-    the size that an accuracy check of the large call reduces. A loss, and a gradient that is a difference of terms of
-    `term_size`, have a tolerance in units in the last place of larger numbers than their own.
-    """
+    """An op, the function that makes its tensors by name from sizes, its sizes, and options to try. The tensors in
+    `constants` get no gradient. A `small` call has odd sizes, and a `large` one is timed; `rows_axis` is the size that
+    an accuracy check of the large call reduces. A loss, and a gradient that is a difference of terms of `term_size`,
+    have a tolerance in units in the last place of larger numbers than their own."""
 
     op: str
     make: Callable[..., Tensors]

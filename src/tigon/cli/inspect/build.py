@@ -36,11 +36,8 @@ def one_line(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:
-    """Silence warnings in a block, and run torch on one thread there.
-
-    transformers warns about defaults and about missing weights. The computations are small, and on a busy machine
-    several threads would wait for each other.
-    """
+    """Silence warnings in a block, and run torch on one thread there. transformers warns about defaults and about
+    missing weights. The computations are small, and on a busy machine several threads would wait for each other."""
     logger = logging.getLogger("transformers")
     level, threads = logger.level, torch.get_num_threads()
     logger.setLevel(logging.CRITICAL)
@@ -56,9 +53,7 @@ def quietly() -> Iterator[None]:
 
 def default_config(model_type: str) -> Any:
     """Return a config of the type with the defaults of its class. The error of an unknown type names the nearest ones.
-
-    If the defaults do not set the number of key and value heads or the size of a head, the usual values are used.
-    """
+    If the defaults do not set the number of key and value heads or the size of a head, the usual values are used."""
     presets = {name.lower(): name for name in PRESETS}
     nearest = [presets[name] for name in difflib.get_close_matches(model_type.lower(), presets)]
     cls = config_class(model_type, MODEL_RULE, f"; nearest presets: {', '.join(nearest)}" if nearest else "")
@@ -115,10 +110,8 @@ def find_config(model: str, *, trust_remote_code: bool = False) -> Any:
 
 
 def build(config: Any, *, trust_remote_code: bool = False, attention: str | None = "eager") -> tuple[nn.Module, str]:
-    """Return the model of a config on the meta device, and the name of the auto class that builds it.
-
-    `attention` is its implementation of attention; None lets the model choose.
-    """
+    """Return the model of a config on the meta device, and the name of the auto class that builds it. `attention` is
+    its implementation of attention; None lets the model choose."""
     import transformers
 
     remote = (getattr(config, "auto_map", None) or {}) if trust_remote_code else {}

@@ -15,10 +15,8 @@ WEIGHTS_PER_SCALE, SCALES_PER_SCALE = 64, 256
 
 def add_adapters(model: nn.Module, rank: int, dtype: torch.dtype, is_quantised: bool) -> None:
     """Add adapters to all linear layers but the head of a model on meta, in place, and freeze all other parameters.
-
     With `is_quantised`, the weights of the layers that get adapters take 4 bits. A model to which PEFT adds no adapters
-    raises the ValueError of PEFT.
-    """
+    raises the ValueError of PEFT."""
     require("A plan with adapters", "peft")
     from peft import LoraConfig, get_peft_model
     from peft.tuners.lora import LoraLayer
@@ -37,10 +35,7 @@ def add_adapters(model: nn.Module, rank: int, dtype: torch.dtype, is_quantised: 
 
 
 class FourBitLinear(nn.Module):
-    """A linear layer on meta that takes the memory of `bitsandbytes.nn.Linear4bit`: nf4 with double quantisation.
-
-    The weight is frozen, and `dtype` is that of its dense form. FSDP shards it, but not the scales, which are buffers.
-    """
+    """A linear layer on meta that takes the memory of `bitsandbytes.nn.Linear4bit`: nf4 with double quantisation."""
 
     def __init__(self, in_features: int, out_features: int, bias: nn.Parameter | None, dtype: torch.dtype) -> None:
         super().__init__()
@@ -65,10 +60,8 @@ class FourBitLinear(nn.Module):
 
 
 class _FourBitProduct(torch.autograd.Function):
-    """Multiply by the weight of a `FourBitLinear`. Forward and backward each dequantise it, and free it at their end.
-
-    Like the node of bitsandbytes, this node holds only the packed weight for backward.
-    """
+    """Multiply by the weight of a `FourBitLinear`. Forward and backward each dequantise it, and free it at their
+    end."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: FourBitLinear) -> Tensor:

@@ -89,19 +89,14 @@ class _Unit:
 
 
 class Sharded:
-    """FSDP2 with the units of accelerate: each layer, the embedding, and the last norm with the head.
-
-    A unit is gathered when an operation reads one of its parameters, and freed when another unit is gathered, except
-    the unit of the head and that of the parameters outside of all other units. The gradients of a unit are whole until
-    all are computed; then they are reduced and scattered.
-    """
+    """FSDP2 with the units of accelerate: each layer, the embedding, and the last norm with the head. A unit is
+    gathered when an operation reads one of its parameters, and freed when another unit is gathered, except the unit of
+    the head and that of the parameters outside of all other units. The gradients of a unit are whole until all are
+    computed; then they are reduced and scattered."""
 
     def __init__(self, model: nn.Module, gpus: int, dtype: torch.dtype) -> None:
-        """Divide the model into units. The model has the dtype of its arithmetic.
-
-        `dtype` is that of the shards. Parameters of a wider dtype, such as fp32 adapters of a bf16 model, and weights
-        of 4 bits keep their dtype.
-        """
+        """Divide the model into units. The model has the dtype of its arithmetic. `dtype` is that of the shards.
+        Parameters of a wider dtype, such as fp32 adapters of a bf16 model, and weights of 4 bits keep their dtype."""
         self.gpus, self.dtype = gpus, dtype
         # Each parameter belongs to the first unit that contains it.
         assigned_ids: set[int] = set()

@@ -85,11 +85,7 @@ class Work:
 
 
 class Ledger(DispatchMode):
-    """A block in which meta tensors are counted as if they were on a GPU.
-
-    `live` and `peak` are the bytes that are alive now, and the most that were alive; `host` those of pinned memory.
-    `shards` GPUs share the parameters and their gradients.
-    """
+    """A block in which meta tensors are counted as if they were on a GPU."""
 
     def __init__(self) -> None:
         super().__init__()

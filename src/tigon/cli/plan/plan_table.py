@@ -68,10 +68,7 @@ def _columns(settings: PlanSettings) -> tuple[list[_Column], list[_Column]]:
 
 
 def _table(rows: list[LevelPlan], columns: list[_Column], best: LevelPlan | None, of_largest: bool) -> "Table":
-    """Return a table with a row for each level at the batch of the settings or at the largest one.
-
-    The recommended level is bold. A row without a step has no cells.
-    """
+    """Return a table with a row for each level at the batch of the settings or at the largest one."""
     from rich import box
     from rich.table import Table
 

@@ -64,11 +64,9 @@ class Rates:
 
 @dataclass(frozen=True)
 class PlanSettings:
-    """The settings of a plan. `batch`, `seq` and the memories, in GiB, are those of one GPU.
-
-    `reserve` is the part of `gpu_memory` that tensors do not get. `lora` is the rank of the adapters if only
-    adapters are trained. With `qlora`, the weights of the layers with adapters take 4 bits.
-    """
+    """The settings of a plan. `batch`, `seq` and the memories, in GiB, are those of one GPU. `reserve` is the part of
+    `gpu_memory` that tensors do not get. `lora` is the rank of the adapters if only adapters are trained. With `qlora`,
+    the weights of the layers with adapters take 4 bits."""
 
     seq: int
     batch: int = 1
@@ -197,10 +195,7 @@ def _largest(count: Callable[[int], Step], first: int, settings: PlanSettings) -
 
 
 def _crossing(a: Step, b: Step, settings: PlanSettings) -> int:
-    """Return the largest batch that fits if the memory of each stage is a line through two steps.
-
-    Each stage has its own line, because the peak of a small batch is in the optimizer's step, which does not grow.
-    """
+    """Return the largest batch that fits if the memory of each stage is a line through two steps."""
     batch = float(MAX_BATCH)
     lines = [(*peaks, settings.budget) for peaks in zip(a.peaks, b.peaks, strict=True)]
     for at_a, at_b, limit in (*lines, (a.host, b.host, settings.host_budget)):
@@ -263,15 +258,9 @@ def plan(
     search: bool = True,
     show: Callable[[str], None] = lambda stage: None,
 ) -> Iterator[LevelPlan]:
-    """Yield the plan of each of the `levels`. The model is built on meta, without weights and without a GPU.
-
-    A step is also counted at each of `lengths` that the model has positions for. With `search`, the largest batch is
-    searched. `show` is called with a text about each stage before the stage begins.
-
-    Raises:
-        TooLong: The model has a table of positions that ends before the sequence does.
-        NotPlanned: The model cannot be built or trained on meta, or PEFT cannot add adapters to it.
-    """
+    """Yield the plan of each of the `levels`. The model is built on meta, without weights and without a GPU. A step is
+    also counted at each of `lengths` that the model has positions for. With `search`, the largest batch is searched.
+    `show` is called with a text about each stage before the stage begins."""
     model, auto, lengths = _build(config, settings, trust_remote_code, lengths)
     engine, optimizer = _costs(model, settings)
 
@@ -331,10 +320,7 @@ def plan(
 
 
 def recommend(plans: list[LevelPlan], settings: PlanSettings, has_batch: bool) -> LevelPlan | None:
-    """Return the plan of the fastest level that fits; None if none fits.
-
-    If the user has named no batch, each level is judged at its largest one.
-    """
+    """Return the plan of the fastest level that fits; None if none fits."""
     plans = [level_plan for level_plan in plans if level_plan.level != STOCK]
     if has_batch:
         fitting = [level_plan for level_plan in plans if level_plan.fits(settings)]

@@ -34,13 +34,11 @@ def configured_positions(config: Any) -> int | None:
 
 
 def find_position_table(model: nn.Module, seq: int) -> PositionTable | None:
-    """Return the table of a model on meta that is too short for `seq` tokens; None if there is none.
-
-    A table has as many rows as the config has positions, and up to `MAX_EXTRA_ROWS` more. An embedding counts only if a
-    forward pass of `seq` tokens reads it. A buffer counts only if the pass leaves it too short, because some models
-    lengthen their sinusoids when they need to. If the pass fails with `seq` tokens, but not with as many tokens as the
-    config has positions, the config is the limit.
-    """
+    """Return the table of a model on meta that is too short for `seq` tokens; None if there is none. A table has as
+    many rows as the config has positions, and up to `MAX_EXTRA_ROWS` more. An embedding counts only if a forward pass
+    of `seq` tokens reads it. A buffer counts only if the pass leaves it too short, because some models lengthen their
+    sinusoids when they need to. If the pass fails with `seq` tokens, but not with as many tokens as the config has
+    positions, the config is the limit."""
     positions = configured_positions(model.config)
     if positions is None or seq <= positions - MAX_EXTRA_ROWS:
         return None

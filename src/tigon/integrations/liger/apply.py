@@ -152,10 +152,7 @@ def _known_options(function: Callable[..., None], options: dict[str, Any]) -> di
 
 
 def _apply_liger_kernel(model_type: str, **kwargs: Any) -> None:
-    """Patch every model of the type that is built from now on. Options that its function lacks are ignored.
-
-    As in Liger, a type that neither the map of types nor transformers knows is only logged.
-    """
+    """Patch every model of the type that is built from now on. Options that its function lacks are ignored."""
     if not model_type:
         return
     if model_type not in MODEL_TYPE_TO_APPLY_LIGER_FN:

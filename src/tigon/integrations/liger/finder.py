@@ -17,11 +17,9 @@ _IMPORT_FROM = dis.opmap["IMPORT_FROM"]
 
 
 def _missing_name(module: str, attribute: str) -> Exception:
-    """Return the error of a name that is not served. Its message says what to use.
-
-    Python replaces an AttributeError in `from module import name` by a sentence of its own, but not an ImportError.
-    `hasattr`, which needs an AttributeError, never runs that instruction.
-    """
+    """Return the error of a name that is not served. Its message says what to use. Python replaces an AttributeError in
+    `from module import name` by a sentence of its own, but not an ImportError. `hasattr`, which needs an
+    AttributeError, never runs that instruction."""
     default = (
         f"the served names of Liger Kernel {LIGER_VERSION} are tigon.integrations.liger.names.MODULES[{module!r}]; use "
         "the op of tigon that computes it"

@@ -60,12 +60,7 @@ def _check_targets(target: Tensor, ignore_index: int, v: int) -> None:
 def cross_entropy(
     input: Tensor, target: Tensor, weight: Tensor | None, *, lse_square_scale: float, ignore_index: int, **options: Any
 ) -> Any:
-    """Return `tigon.cross_entropy` of logits [T, V] in their dtype, or a `CrossEntropyOutput` if more was requested.
-
-    Raises:
-        AssertionError: A target is neither a class nor `ignore_index`. As in Liger, the check waits for the device.
-            Inside a CUDA graph and in compiled code there is none, and the loss of that target is NaN.
-    """
+    """Return `tigon.cross_entropy` of logits [T, V] in their dtype, or a `CrossEntropyOutput` if more was requested."""
     result = logits_loss.cross_entropy(
         input, target, weight, ignore_index=ignore_index, z_loss=lse_square_scale, **options
     )
@@ -85,10 +80,7 @@ def fused_linear_cross_entropy(
     input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, ce_weight: Tensor | None, *,
     lse_square_scale: float, accum_dtype: torch.dtype | None, use_token_scaling: bool, **options: Any,
 ) -> Any:  # fmt: skip
-    """Return `tigon.linear_cross_entropy` of hidden states [T, H] and a head [V, H], in fp32.
-
-    The result is a `CrossEntropyOutput` if more than the loss was requested.
-    """
+    """Return `tigon.linear_cross_entropy` of hidden states [T, H] and a head [V, H], in fp32."""
     result = linear_cross_entropy(
         input, weight, target, linear_bias=bias, weight=ce_weight, z_loss=lse_square_scale, acc_dtype=accum_dtype,
         token_scaling=use_token_scaling, **options,
@@ -109,10 +101,8 @@ def scaled_cross_entropy(
     hidden: Tensor, weight: Tensor, target: Tensor, *, selected_token_ids: Tensor | None = None, group: Any = None,
     **options: Any,
 ) -> Any:  # fmt: skip
-    """Return -log p(target) [T], and on request the entropy [T] and the log-probabilities of K tokens [T, K], in fp32.
-
-    With a group, `weight` has the rows of this rank, and every rank has equally many.
-    """
+    """Return -log p(target) [T], and on request the entropy [T] and the log-probabilities of K tokens [T, K], in
+    fp32."""
     ranks = 1 if group is None else group.size()
     sharding: dict[str, Any] = {"process_group": group, "vocab_size": ranks * weight.shape[0]} if ranks > 1 else {}
     extra_targets = None if selected_token_ids is None else selected_token_ids.expand(target.numel(), -1)
@@ -128,9 +118,7 @@ def liger_fused_linear_scaled_cross_entropy_tp(
     tiles_per_reduce: int = 1, return_entropy: bool = False,
 ) -> Any:  # fmt: skip
     """Return -log p(target) [T], and the entropy on request, for a head whose rows are sharded over the group.
-
-    `tigon.linear_log_probs` computes them. None as the group means all ranks. `tiles_per_reduce` has no effect.
-    """
+    `tigon.linear_log_probs` computes them. None as the group means all ranks. `tiles_per_reduce` has no effect."""
     if tp_group is None and torch.distributed.is_available() and torch.distributed.is_initialized():
         tp_group = torch.distributed.group.WORLD
     return scaled_cross_entropy(
@@ -151,11 +139,9 @@ def vocab_parallel_cross_entropy(
     vocab_parallel_logits: Tensor, target: Tensor, tp_group: Any, ignore_index: int, label_smoothing: float,
     label_smoothing_formula: str, label_smoothing_mode: str,
 ) -> Tensor:  # fmt: skip
-    """Return `tigon.cross_entropy` [S, B] in fp32 of logits [S, B, V_p] whose columns are sharded over a group.
-
-    The targets [S, B] are indices of the whole vocabulary. "megatron" spreads the smoothed share over the V - 1 other
-    classes, "pytorch" over all V.
-    """
+    """Return `tigon.cross_entropy` [S, B] in fp32 of logits [S, B, V_p] whose columns are sharded over a group. The
+    targets [S, B] are indices of the whole vocabulary. "megatron" spreads the smoothed share over the V - 1 other
+    classes, "pytorch" over all V."""
     name = "LigerVocabParallelCEFunction"
     check_smoothing(name, label_smoothing_formula, label_smoothing_mode)
     if vocab_parallel_logits.dim() != 3:
@@ -199,10 +185,7 @@ def fused_linear_jsd(
     student_input: Tensor, student_weight: Tensor, teacher_input: Tensor, teacher_weight: Tensor,
     shift_labels: Tensor | None, *, jsd_beta: float, temperature: float, ignore_index: int, accum_dtype: Any = None,
 ) -> Tensor:  # fmt: skip
-    """Return the generalised Jensen-Shannon divergence of two heads, by `tigon.linear_distillation`.
-
-    It is the mean over the tokens, for hidden states [N, H] and heads [V, H], with fp32 logits.
-    """
+    """Return the generalised Jensen-Shannon divergence of two heads, by `tigon.linear_distillation`."""
     check_temperature("LigerFusedLinearJSD", temperature)
     loss = linear_distillation(
         student_input, student_weight, shift_labels, teacher_hidden=teacher_input, teacher_weight=teacher_weight,
@@ -329,10 +312,7 @@ def liger_modulated_rms_norm(
     X: Tensor, W: Tensor | None, scale: Tensor, shift: Tensor | None = None, eps: float = 1e-6, offset: float = 0.0,
     casting_mode: str = "llama", in_place: bool = True,
 ) -> Tensor:  # fmt: skip
-    """Return (1 + scale) * norm(X) + shift in the dtype of X, as in diffusion transformers (arXiv:2212.09748).
-
-    `scale` and `shift` are [H], one row for each sequence [B, H], or [..., H].
-    """
+    """Return (1 + scale) * norm(X) + shift in the dtype of X, as in diffusion transformers (arXiv:2212.09748)."""
     y = liger_rms_norm(X, W, eps, offset, casting_mode)
     z = y * (1 + _broadcast("scale", scale, y))
     return (z if shift is None else z + _broadcast("shift", shift, y)).to(y.dtype)

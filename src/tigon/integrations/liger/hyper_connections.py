@@ -21,9 +21,7 @@ def liger_mhc_coeffs(
     post_mult: float = 2.0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return pre, post and res in fp32, for projections phi [S H, M] of the norm of all streams and a bias b [M].
-
-    Raises an AssertionError for x in fp32 unless `allow_fp32` is True, as Liger does.
-    """
+    Raises an AssertionError for x in fp32 unless `allow_fp32` is True, as Liger does."""
     if x.dtype not in (torch.float16, torch.bfloat16) and not (allow_fp32 and x.dtype == torch.float32):
         raise AssertionError(f"liger_mhc_coeffs: x must be fp16 or bf16 (fp32 with allow_fp32=True), got {x.dtype}")
     streams = x.shape[-2]

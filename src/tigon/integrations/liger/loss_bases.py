@@ -75,10 +75,7 @@ def _signature(parameters: str) -> inspect.Signature:
 def _differentiate(
     tensors: Tensors, compute: Callable[..., tuple[Tensor, Any]], rows: slice = slice(None)
 ) -> tuple[Any, list[Tensor | None]]:
-    """Return the loss and the further outputs of `compute(*tensors)`, and the gradients of the tensors.
-
-    `rows` selects a part of the first tensor, the hidden states.
-    """
+    """Return the loss and the further outputs of `compute(*tensors)`, and the gradients of the tensors."""
     parts = (rows, slice(None), slice(None))
     with torch.enable_grad():
         leaves = [
@@ -122,10 +119,7 @@ def _reference(name: str, a: SimpleNamespace) -> Tensor | None:
 
 
 class LigerFusedLinearPreferenceBase(_LossBase):
-    """The base of losses of pairs: a subclass defines `preference_loss_fn`.
-
-    Its forward returns the loss, and the log-probabilities, mean logits, NLL and further values.
-    """
+    """The base of losses of pairs: a subclass defines `preference_loss_fn`."""
 
     loss_function = "preference_loss_fn"
     signature = _signature(
@@ -165,10 +159,8 @@ class LigerFusedLinearPreferenceBase(_LossBase):
 
 
 class LigerFusedLinearPPOBase(_LossBase):
-    """The base of losses of policies: a subclass defines `ppo_loss_fn`, which gets all options by name.
-
-    Its forward returns the loss and the metrics of `ppo_loss_fn`.
-    """
+    """Give a module the forward `recipe`, as long as its guard holds. Return a function that undoes it, also behind
+    hooks."""
 
     loss_function = "ppo_loss_fn"
     signature = _signature(
@@ -241,11 +233,9 @@ class LigerFusedLinearPPOBase(_LossBase):
 
 
 class LigerFusedLinearDistillationBase(_LossBase):
-    """The base of losses of student's and teacher's logits: a subclass defines `distillation_loss_fn`.
-
-    The function returns the sum over the tokens of the loss of student's and teacher's logits [T, V]. The forward
-    returns the loss, or the loss, the divergence and the cross entropy, each a mean over the valid tokens.
-    """
+    """The base of losses of student's and teacher's logits: a subclass defines `distillation_loss_fn`. The function
+    returns the sum over the tokens of the loss of student's and teacher's logits [T, V]. The forward returns the loss,
+    or the loss, the divergence and the cross entropy, each a mean over the valid tokens."""
 
     loss_function = "distillation_loss_fn"
     differentiable = ("student_input", "student_weight", "student_bias")

@@ -32,10 +32,8 @@ def cpo(
     alpha: float, label_smoothing: float, compute_nll_loss: bool, average_log_prob: bool = False,
     name: str = "LigerFusedLinearCPOLoss", gamma: float = 0.0,
 ) -> tuple:  # fmt: skip
-    """CPO: -log sigmoid(beta (log p_chosen - log p_rejected)). Source: Xu et al., arXiv:2401.08417.
-
-    The results are the loss, and the log-probabilities, mean logits, NLL and rewards of both halves.
-    """
+    """CPO: -log sigmoid(beta (log p_chosen - log p_rejected)). Source: Xu et al., arXiv:2401.08417. The results are the
+    loss, and the log-probabilities, mean logits, NLL and rewards of both halves."""
     mask = target != ignore_index
 
     def loss(log_probs: Tensor) -> tuple[Tensor]:
@@ -53,10 +51,8 @@ def cpo(
 
 
 def simpo(**arguments: Any) -> tuple:
-    """SimPO: CPO on average log-probabilities, with the margin gamma. Source: Meng et al., arXiv:2405.14734.
-
-    The results are the loss, and the log-probabilities, mean logits, NLL and rewards of both halves.
-    """
+    """SimPO: CPO on average log-probabilities, with the margin gamma. Source: Meng et al., arXiv:2405.14734. The
+    results are the loss, and the log-probabilities, mean logits, NLL and rewards of both halves."""
     return cpo(average_log_prob=True, name="LigerFusedLinearSimPOLoss", **arguments)
 
 
@@ -64,11 +60,9 @@ def orpo(
     hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, *, ignore_index: int, beta: float,
     compute_nll_loss: bool, nll_target: Tensor | None = None,
 ) -> tuple:  # fmt: skip
-    """ORPO: -beta log sigmoid of the log-ratio of the odds p / (1 - p). Source: Hong et al., arXiv:2403.07691.
-
-    The results are the loss and the metrics of CPO; then the means of the log-ratio's log sigmoid and of the log-ratio.
-    The negative log-likelihood is that of `nll_target`, if it is given, over the chosen sequences.
-    """
+    """ORPO: -beta log sigmoid of the log-ratio of the odds p / (1 - p). Source: Hong et al., arXiv:2403.07691. The
+    results are the loss and the metrics of CPO; then the means of the log-ratio's log sigmoid and of the log-ratio. The
+    negative log-likelihood is that of `nll_target`, if it is given, over the chosen sequences."""
     mask = target != ignore_index
 
     def loss(log_probs: Tensor) -> tuple[Tensor, ...]:
@@ -102,10 +96,8 @@ def dpo(
     compute_nll_loss: bool, use_ref_model: bool, average_log_prob: bool, loss_type: Any, label_smoothing: float,
     discopop_tau: float,
 ) -> tuple:  # fmt: skip
-    """DPO with ten types of loss. `tigon.DPOLoss` has more. Source: Rafailov et al., arXiv:2305.18290.
-
-    The results are the loss, and the log-probabilities, mean logits, NLL and rewards of both halves.
-    """
+    """DPO with ten types of loss. `tigon.DPOLoss` has more. Source: Rafailov et al., arXiv:2305.18290. The results are
+    the loss, and the log-probabilities, mean logits, NLL and rewards of both halves."""
     check_dpo(loss_type, label_smoothing)
     name, reference, mask = "LigerFusedLinearDPOLoss", None, target != ignore_index
     if use_ref_model:
@@ -130,11 +122,9 @@ def kto(
     ref_input: Tensor | None, ref_weight: Tensor | None, ref_bias: Tensor | None, kl: Tensor | None,
     ignore_index: int, beta: float, use_ref_model: bool, average_log_prob: bool,
 ) -> tuple:  # fmt: skip
-    """KTO: 1 - sigmoid(+-beta (log-ratio - kl)) for desirable (+) and undesirable (-) sequences.
-
-    The results are the loss, and the sums of log-probabilities, logits and rewards of both kinds of sequences.
-    Source: Ethayarajh et al., arXiv:2402.01306.
-    """
+    """KTO: 1 - sigmoid(+-beta (log-ratio - kl)) for desirable (+) and undesirable (-) sequences. The results are the
+    loss, and the sums of log-probabilities, logits and rewards of both kinds of sequences. Source: Ethayarajh et al.,
+    arXiv:2402.01306."""
     name = "LigerFusedLinearKTOLoss"
     if preference_labels is None:
         raise ValueError(f"{name}: preference_labels must be a tensor [N] of bools, got None")
@@ -170,11 +160,9 @@ def jsd(
     beta: float, temperature: float, ignore_index: int, return_soft_hard_loss: bool,
     divergence: Any = "jsd", factor: float = 1.0, name: str = "LigerFusedLinearJSDLoss",
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The generalised Jensen-Shannon divergence from a teacher, plus a cross entropy. Source: arXiv:2306.13649.
-
-    The result is the loss, or the loss, the divergence and the cross entropy. The tokens that only a larger padded
-    vocabulary of the teacher has count as impossible for the student. Liger gives them a logit of zero.
-    """
+    """The generalised Jensen-Shannon divergence from a teacher, plus a cross entropy. Source: arXiv:2306.13649. The
+    result is the loss, or the loss, the divergence and the cross entropy. The tokens that only a larger padded
+    vocabulary of the teacher has count as impossible for the student. Liger gives them a logit of zero."""
     check_temperature(name, temperature)
     output = linear_distillation(
         student_input.flatten(0, -2), student_weight, true_labels.flatten(), bias=student_bias,
@@ -190,9 +178,6 @@ def jsd(
 
 
 def cosine(*, beta: float, **arguments: Any) -> Tensor | tuple[Tensor, Tensor, Tensor]:
-    """Return beta (1 - the cosine of the angle between the logits of student and teacher), plus a cross entropy.
-
-    The result is the loss, or the loss, the divergence and the cross entropy.
-    """
+    """Return beta (1 - the cosine of the angle between the logits of student and teacher), plus a cross entropy."""
     name = "LigerFusedLinearCosineSimilarityLoss"
     return jsd(beta=beta, divergence="cosine", factor=beta, name=name, **arguments)

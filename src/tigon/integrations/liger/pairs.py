@@ -58,13 +58,11 @@ def pair_loss(
     ignore_index: int, averages: bool, beta: float, reference: Tensor | None = None, nll_target: Tensor | None = None,
     alpha: float = 0.0, with_nll: bool = False, adds_up: bool = True,
 ) -> tuple[Tensor, tuple[Any, ...]]:  # fmt: skip
-    """Return a loss of pairs plus `alpha` times the likelihood's, and Liger's metrics.
-
-    The log-probability of a sequence is the sum over its tokens, or with `averages` the average. `reference` [N] are
-    those of the reference model, and `beta` is the factor of the rewards. With `with_nll`, the negative log-likelihood
-    of the chosen sequences is computed, for `nll_target` [N, L] if its targets differ from `target`. `adds_up` says
-    that the loss of the batch is the sum of the losses of its pairs.
-    """
+    """Return a loss of pairs plus `alpha` times the likelihood's, and Liger's metrics. The log-probability of a
+    sequence is the sum over its tokens, or with `averages` the average. `reference` [N] are those of the reference
+    model, and `beta` is the factor of the rewards. With `with_nll`, the negative log-likelihood of the chosen sequences
+    is computed, for `nll_target` [N, L] if its targets differ from `target`. `adds_up` says that the loss of the batch
+    is the sum of the losses of its pairs."""
     pairs, length = len(target) // 2, target.shape[1]
     if len(target) % 2:
         raise ValueError(f"{name}: the number of sequences must be even, got {len(target)}")
@@ -94,11 +92,9 @@ def pair_loss(
 def _add_targets(
     hidden: Tensor, target: Tensor, nll_target: Tensor, ignore_index: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return hidden states and targets of 2L tokens, the mask of the pairs, and that of the likelihood.
-
-    A position has one target. Where the two targets of a position differ, its hidden state is there a second time with
-    the target of the likelihood. Only the chosen sequences have a likelihood.
-    """
+    """Return hidden states and targets of 2L tokens, the mask of the pairs, and that of the likelihood. A position has
+    one target. Where the two targets of a position differ, its hidden state is there a second time with the target of
+    the likelihood. Only the chosen sequences have a likelihood."""
     mask, nll_mask = target != ignore_index, nll_target != ignore_index
     nll_mask[len(target) // 2 :] = False
     differs = mask & nll_mask & (target != nll_target)

@@ -59,10 +59,8 @@ def grpo(
     num_items_in_batch: Tensor | float | None, use_ref_model: bool, loss_type: str, importance_sampling_level: str,
     beta: float, temperature: float, **options: Any,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
-    """GRPO and its variants. Source: Shao et al., arXiv:2402.03300, and the papers of `tigon.losses.grpo_loss`.
-
-    The results are the loss; and the mean KL divergence, unless beta is 0, and the share of clipped tokens.
-    """
+    """GRPO and its variants. Source: Shao et al., arXiv:2402.03300, and the papers of `tigon.losses.grpo_loss`. The
+    results are the loss; and the mean KL divergence, unless beta is 0, and the share of clipped tokens."""
     name, mask = "LigerFusedLinearGRPOLoss", attention_mask != 0
     _check_level(name, loss_type, importance_sampling_level)
     targets = torch.where(mask, selected_token_ids, IGNORED)
@@ -101,11 +99,9 @@ def grpo_of_logits(
     importance_sampling_level: str, max_completion_length: int | None, vllm_is_ratio: Tensor | None,
     num_items_in_batch: Tensor | float | None, **options: Any,
 ) -> tuple:  # fmt: skip
-    """Return GRPO of logits [N, L + 1, V], whose last row of each sequence predicts no token.
-
-    With `reduce` the result is the loss and Liger's metrics; otherwise the losses, the KL divergences (None if beta is
-    0) and which ratios are clipped, [N, L] each, with zeros at masked tokens. `inplace` has no effect.
-    """
+    """Return GRPO of logits [N, L + 1, V], whose last row of each sequence predicts no token. With `reduce` the result
+    is the loss and Liger's metrics; otherwise the losses, the KL divergences (None if beta is 0) and which ratios are
+    clipped, [N, L] each, with zeros at masked tokens. `inplace` has no effect."""
     op = "triton_grpo_loss"
     _check_loss_type(op, loss_type)
     _check_level(op, loss_type, importance_sampling_level)

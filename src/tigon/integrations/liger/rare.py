@@ -37,10 +37,8 @@ class LigerDyT(nn.Module):
 
 
 def liger_poly_norm(X: Tensor, W: Tensor, B: Tensor, eps: float = 1e-6, in_place: bool = True) -> Tensor:
-    """Return W0 n(X^3) + W1 n(X^2) + W2 n(X) + B with n(u) = u / rms(u), computed in fp32, in the dtype of X.
-
-    Source: Zhuo et al., arXiv:2411.03884.
-    """
+    """Return W0 n(X^3) + W1 n(X^2) + W2 n(X) + B with n(u) = u / rms(u), computed in fp32, in the dtype of X. Source:
+    Zhuo et al., arXiv:2411.03884."""
     z, weights = X.float(), W.float()
     normalise = lambda u: u * torch.rsqrt(u.square().mean(-1, keepdim=True) + eps)
     total = weights[0] * normalise(z**3) + weights[1] * normalise(z**2) + weights[2] * normalise(z)
@@ -65,10 +63,8 @@ class LigerPolyNorm(nn.Module):
 
 
 def liger_sparsemax(input: Tensor, dim: int = -1) -> Tensor:
-    """Return max(x - tau, 0), whose sum over `dim` is one: the nearest point of the probability simplex.
-
-    Source: Martins and Astudillo, arXiv:1602.02068.
-    """
+    """Return max(x - tau, 0), whose sum over `dim` is one: the nearest point of the probability simplex. Source:
+    Martins and Astudillo, arXiv:1602.02068."""
     z = input.float()
     ordered = z.sort(dim=dim, descending=True).values
     shape = [1] * z.dim()
@@ -85,10 +81,8 @@ def liger_multi_token_attention(
     scores: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1,
     groups: int = 1, sparse: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Return the convolution of the causal softmax or sparsemax of scores [B, C, L, L], zero for later tokens.
-
-    Source: arXiv:2504.00927.
-    """
+    """Return the convolution of the causal softmax or sparsemax of scores [B, C, L, L], zero for later tokens. Source:
+    arXiv:2504.00927."""
     later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
     masked = scores.masked_fill(later, -1e9)
     weights = liger_sparsemax(masked) if sparse else masked.float().softmax(-1).to(scores.dtype)
@@ -119,10 +113,8 @@ class LigerMultiTokenAttention(nn.Module):
 def liger_fused_neighborhood_attention(
     query: Tensor, key: Tensor, value: Tensor, kernel_size: int = 7, dilation: int = 1, scale: float | None = None
 ) -> Tensor:
-    """Return attention [B, heads, L, D] to the kernel_size // 2 tokens on each side at multiples of the dilation.
-
-    The neighbourhood of a token near the ends is smaller, as in Liger. Source: arXiv:2504.16922, in one dimension.
-    """
+    """Return attention [B, heads, L, D] to the kernel_size // 2 tokens on each side at multiples of the dilation. The
+    neighbourhood of a token near the ends is smaller, as in Liger. Source: arXiv:2504.16922, in one dimension."""
     if kernel_size < 1 or kernel_size % 2 == 0 or dilation < 1:
         raise ValueError(
             "liger_fused_neighborhood_attention: kernel_size must be odd and positive, and dilation positive, got "
@@ -135,10 +127,8 @@ def liger_fused_neighborhood_attention(
 
 
 def liger_attn_res(V: Tensor | Sequence[Tensor], w_query: Tensor, w_norm: Tensor, eps: float = 1e-6) -> Tensor:
-    """Return the outputs V [N, B, T, D] of N blocks, summed with the weights of an attention over the blocks.
-
-    The scores are `rms_norm(V, w_norm) @ w_query`, and the weights their softmax over N. Source: arXiv:2603.15031.
-    """
+    """Return the outputs V [N, B, T, D] of N blocks, summed with the weights of an attention over the blocks. The
+    scores are `rms_norm(V, w_norm) @ w_query`, and the weights their softmax over N. Source: arXiv:2603.15031."""
     blocks = V if isinstance(V, Tensor) else torch.stack(list(V))
     scores = (rms_norm(blocks, w_norm, eps=eps).float() * w_query.float()).sum(-1)  # [N, B, T]
     return (scores.softmax(0)[..., None] * blocks.float()).sum(0).to(blocks.dtype)

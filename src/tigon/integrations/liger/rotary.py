@@ -9,10 +9,8 @@ from tigon.ops.rotary.rope import rope
 
 
 def _halve(table: Tensor, half: int, unsqueeze_dim: int) -> Tensor:
-    """Return the first `half` columns of a table of cosines or sines in the shape [B | 1, L, half].
-
-    Tables are [L, R], [B | 1, L, R], or have a dimension of size one for the heads too.
-    """
+    """Return the first `half` columns of a table of cosines or sines in the shape [B | 1, L, half]. Tables are [L, R],
+    [B | 1, L, R], or have a dimension of size one for the heads too."""
     if table.dim() == 4:
         table = table.squeeze(unsqueeze_dim if table.shape[unsqueeze_dim] == 1 else 1)
     return (table[None] if table.dim() == 2 else table)[..., :half]
@@ -22,11 +20,9 @@ def liger_rope(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None, unsqueeze_dim: int = 1,
     rotary_dim: int | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return `tigon.rope` of q and k [B, heads, L, D], each in its dtype. `position_ids` has no effect.
-
-    The first `rotary_dim` features are rotated: as many as `cos` has columns by default. Liger reads the first half of
-    the columns, and feature i is rotated with feature i + rotary_dim // 2. A last feature without a partner is copied.
-    """
+    """Return `tigon.rope` of q and k [B, heads, L, D], each in its dtype. `position_ids` has no effect. The first
+    `rotary_dim` features are rotated: as many as `cos` has columns by default. Liger reads the first half of the
+    columns, and feature i is rotated with feature i + rotary_dim // 2. A last feature without a partner is copied."""
     size, columns = q.shape[-1], cos.shape[-1]
     if rotary_dim is None:
         rotary_dim = min(columns, size)
@@ -60,11 +56,9 @@ def liger_rotary_pos_emb_vision(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) 
 def liger_qwen2vl_mrope(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, mrope_section: Sequence[int], unsqueeze_dim: int = 1
 ) -> tuple[Tensor, Tensor]:
-    """Return q and k [B, heads, L, D] rotated by the positions of three axes, by `tigon.rope`.
-
-    `cos` and `sin` [3, B, L, D] belong to time, height and width. Of the D / 2 frequencies, `mrope_section` says how
-    many each axis has. Source: Qwen2-VL, arXiv:2409.12191, section 2.1.
-    """
+    """Return q and k [B, heads, L, D] rotated by the positions of three axes, by `tigon.rope`. `cos` and `sin` [3, B,
+    L, D] belong to time, height and width. Of the D / 2 frequencies, `mrope_section` says how many each axis has.
+    Source: Qwen2-VL, arXiv:2409.12191, section 2.1."""
     sections, half = [int(size) for size in mrope_section], cos.shape[-1] // 2
     if len(sections) != 3 or sum(sections) != half:
         raise ValueError(f"liger_qwen2vl_mrope: mrope_section must be three sizes with the sum {half}, got {sections}")

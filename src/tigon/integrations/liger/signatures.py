@@ -69,11 +69,9 @@ def module(
     renamed: dict[str, str] | None = None, check: Callable[[Any], None] | None = None,
 ) -> Any:  # fmt: skip
     """Return a class of modules that stores its options as attributes and calls `function` in its forward.
-
     `constructor` has the parameters of the constructor, which are the options, and `tensors` those of the forward.
     `renamed` is as in `serve`, and `check` refuses wrong options of a new module. `place` is the Python module to which
-    the class belongs, for pickle.
-    """
+    the class belongs, for pickle."""
     option_names = _names(constructor)
 
     def initialise(self: Any, values: dict[str, Any]) -> None:

@@ -21,20 +21,16 @@ def has_conditions(reach: Reach) -> bool:
 
 
 def explain_identity(reach: Reach) -> str | None:
-    """Return why code that compares objects by `is` cannot be compared with an op, or None.
-
-    `(n > 4) is True` is False for a symbol n, and leaves no guard in a run with symbolic sizes.
-    """
+    """Return why code that compares objects by `is` cannot be compared with an op, or None. `(n > 4) is True` is False
+    for a symbol n, and leaves no guard in a run with symbolic sizes."""
     tests_identity = any(code_facts(code).tests_identity for code in reach.codes)
     return "decides by its input (it compares objects by `is`)" if tests_identity else None
 
 
 def symbolic_modes(reach: Reach) -> tuple[bool, ...]:
-    """Return the modes in which code must run with symbolic sizes: without and with gradients.
-
-    Code without conditions computes the same for sizes that small probes do not have, unless it contains a number that
-    is larger than these sizes or calls a builtin function such as `max`.
-    """
+    """Return the modes in which code must run with symbolic sizes: without and with gradients. Code without conditions
+    computes the same for sizes that small probes do not have, unless it contains a number that is larger than these
+    sizes or calls a builtin function such as `max`."""
     builtin_names = vars(builtins).keys() - {"float"}
     numbers = [*(c for code in reach.codes for c in code.co_consts), *(place.value for place in reach.places)]
     has_floats = any(type(number) is float for number in numbers)
@@ -45,31 +41,24 @@ def symbolic_modes(reach: Reach) -> tuple[bool, ...]:
 
 
 def may_see_sizes(reach: Reach, module: nn.Module) -> bool:
-    """Return True unless the names in the code show that it cannot learn the size of a tensor.
-
-    If the result is False, the forward needs no run with symbolic sizes.
-    """
+    """Return True unless the names in the code show that it cannot learn the size of a tensor."""
     facts = map(code_facts, reach.codes)
     return not _uses_only(WITHOUT_SIZES, reach, module) or any(fact.may_see_sizes for fact in facts)
 
 
 def reads_sizes_only_by_torch(reach: Reach, module: nn.Module) -> bool:
-    """Return True if the names in the code show that it can learn a size only from a function of torch.
-
-    A `TorchFunctionMode` sees each call of such a function, also those for an index, a loop or a comparison of a
-    tensor.
-    """
+    """Return True if the names in the code show that it can learn a size only from a function of torch. A
+    `TorchFunctionMode` sees each call of such a function, also those for an index, a loop or a comparison of a
+    tensor."""
     imports = any(code_facts(code).imports for code in reach.codes)
     return not imports and _uses_only(WITHOUT_SIZES | OF_PYTHON, reach, module)
 
 
 def _uses_only(names: frozenset[str], reach: Reach, module: nn.Module) -> bool:
-    """Return True if the code uses only these names and names of its author.
-
-    Names of attributes, functions and tables of the model's author are harmless, because `explore` has read the code of
-    these functions too. A name that torch or Python also uses is not harmless, and neither is an attribute or an entry
-    of a table that holds a function or a class of torch or Python.
-    """
+    """Return True if the code uses only these names and names of its author. Names of attributes, functions and tables
+    of the model's author are harmless, because `explore` has read the code of these functions too. A name that torch or
+    Python also uses is not harmless, and neither is an attribute or an entry of a table that holds a function or a
+    class of torch or Python."""
     if not all(_is_harmless(place, names, reach) for place in reach.places):
         return False
     names_of_author = {code.co_name for code in reach.codes}

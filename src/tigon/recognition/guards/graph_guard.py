@@ -41,10 +41,8 @@ def _last_decision() -> bool:
 
 
 def _add_guard_of_frame(context: Any) -> None:
-    """Compare the state while Dynamo traces, and add the guard to the graph if the state is unchanged.
-
-    The traced frame calls `guard_holds`, whose caller has the guard as `self` and the module as `module`.
-    """
+    """Compare the state while Dynamo traces, and add the guard to the graph if the state is unchanged. The traced frame
+    calls `guard_holds`, whose caller has the guard as `self` and the module as `module`."""
     _decision.holds = False
     try:
         frame, (guard, module) = locals_of_caller(context, "self", "module")
@@ -57,19 +55,15 @@ def _add_guard_of_frame(context: Any) -> None:
 
 
 def _is_mutated(frame: Any, owners: Iterator[int]) -> bool:
-    """Return True if the traced code has changed an object that the forward reads, or any global.
-
-    Dynamo delays such changes until the graph has run, so the real object, which a guard compares, is unchanged.
-    """
+    """Return True if the traced code has changed an object that the forward reads, or any global. Dynamo delays such
+    changes until the graph has run, so the real object, which a guard compares, is unchanged."""
     ids, writes_global = changed_objects(frame)
     return bool(ids) and (writes_global or not ids.isdisjoint(owners))
 
 
 def add_guard_of_object(guard: Any) -> bool:
-    """Add the guard of a function to the graph that Dynamo traces now; return False if that is impossible.
-
-    No module has this guard as an attribute, so the graph reaches it through a global.
-    """
+    """Add the guard of a function to the graph that Dynamo traces now; return False if that is impossible. No module
+    has this guard as an attribute, so the graph reaches it through a global."""
     try:
         # The graph lives as long as the code that was compiled, so it must not keep a model alive.
         source = global_source("__tigon_guard", weakref.ref(guard))

@@ -21,12 +21,10 @@ from tigon.runtime.reach.explore import explore
 
 
 class Guard:
-    """Checks that everything that a module's forward reads is as it was when the guard was constructed.
-
-    `live`, `searched` and `texts` are arguments of `explore`: attributes that the recipe itself reads in every call,
-    children with tensors that the recipe reads instead of calling them, and strings that calls pass. A copied or
-    unpickled guard compares by value at its first call.
-    """
+    """Checks that everything that a module's forward reads is as it was when the guard was constructed. `live`,
+    `searched` and `texts` are arguments of `explore`: attributes that the recipe itself reads in every call, children
+    with tensors that the recipe reads instead of calling them, and strings that calls pass. A copied or unpickled guard
+    compares by value at its first call."""
 
     def __init__(
         self,
@@ -40,10 +38,7 @@ class Guard:
         self.is_unchanged = True
 
     def _read_state(self, subject: Any) -> tuple | None:
-        """Read the current state, use it for later comparisons by identity, and return its fingerprint.
-
-        The result is None if the state of a module cannot be watched. Functions have a fingerprint in any case.
-        """
+        """Read the current state, use it for later comparisons by identity, and return its fingerprint."""
         reach = explore(subject, self.live, self.searched, self.texts)
         self.check, self.places = reach.check(), reach.places
         self.subject: Callable[[], Any] = weakref.ref(subject)
@@ -68,10 +63,8 @@ class Guard:
         return guard_holds() if torch.compiler.is_dynamo_compiling() else self.is_same(module)
 
     def holds_for_graph(self, subject: Any, fingerprint: tuple) -> bool:
-        """Return True if a graph that was traced for `fingerprint` may run.
-
-        torch.compile calls this while it traces the module, and without the module before every run of the graph.
-        """
+        """Return True if a graph that was traced for `fingerprint` may run. torch.compile calls this while it traces
+        the module, and without the module before every run of the graph."""
         subject = self.subject() if subject is None else subject
         is_same = self.fingerprint is fingerprint or self.fingerprint == fingerprint
         return subject is not None and is_same and self.is_same(subject)
@@ -88,11 +81,9 @@ class Guard:
 
 
 class FunctionGuard(Guard):
-    """Compares a function, and the state that it reads, with those that were recognised.
-
-    The guard of an unpickled model also accepts the same function in another process. It does not accept a function
-    that was replaced before the model was copied.
-    """
+    """Compares a function, and the state that it reads, with those that were recognised. The guard of an unpickled
+    model also accepts the same function in another process. It does not accept a function that was replaced before the
+    model was copied."""
 
     function: Any = None
 
@@ -108,10 +99,7 @@ class FunctionGuard(Guard):
 
 
 def install_guarded(module: nn.Module, recipe: Any) -> Callable[[], None]:
-    """Install a recipe that replaces the forward as long as its guard holds. Return a function that uninstalls it.
-
-    The recipe may have the attributes `live` and `searched`, which are arguments of `Guard`.
-    """
+    """Install a recipe that replaces the forward as long as its guard holds. Return a function that uninstalls it."""
     return install(module, recipe, Guard(module, getattr(recipe, "live", ()), getattr(recipe, "searched", ())))
 
 

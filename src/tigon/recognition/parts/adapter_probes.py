@@ -86,10 +86,7 @@ _LOCK = threading.RLock()
 
 
 def code_of(cls: type, read: Read) -> ForwardCode:
-    """Return the code of the forward of a class of PEFT. Its `reason` says whether a layer keeps its forward.
-
-    `read` is compared with the forward, once for each class and code.
-    """
+    """Return the code of the forward of a class of PEFT. Its `reason` says whether a layer keeps its forward."""
     with _LOCK:
         known_codes = _known_codes(cls)
         if not known_codes or not known_codes[0].is_that_of_class(cls):

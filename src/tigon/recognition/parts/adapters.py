@@ -48,27 +48,19 @@ class AdaptedCall(NamedTuple):
 
 
 def output_dtype(layer: Projection, x: Tensor | TensorLike) -> torch.dtype:
-    """Return the dtype of the output of a layer for the input x.
-
-    Under autocast, the product of an `nn.Linear` has the dtype of autocast. A quantised layer returns the dtype of x.
-    """
+    """Return the dtype of the output of a layer for the input x. Under autocast, the product of an `nn.Linear` has the
+    dtype of autocast. A quantised layer returns the dtype of x."""
     is_linear_product = isinstance(layer.weight, Fp8Weight) or not isinstance(layer.weight, FrozenWeight)
     return product_dtype(x) if is_linear_product else x.dtype
 
 
 def cast_for_products(x: Tensor) -> Tensor:
-    """Return x in the dtype in which products with x are computed: under autocast, that of autocast.
-
-    This is x itself if it has that dtype, and then the outputs of all layers for x have it too.
-    """
+    """Return x in the dtype in which products with x are computed: under autocast, that of autocast."""
     return x.to(product_dtype(x))
 
 
 def compute_layers(x: Tensor, layers: Sequence[Projection]) -> tuple[Tensor, ...] | None:
-    """Return the outputs of linear layers with adapters and with the same input, or None if no op computes them.
-
-    The caller knows that `_may_compute(x)` is True.
-    """
+    """Return the outputs of linear layers with adapters and with the same input, or None if no op computes them."""
     operand = cast_for_products(x)
     if (call := find_plan(operand, layers)) is None:
         return None
@@ -82,10 +74,8 @@ def compute_layers(x: Tensor, layers: Sequence[Projection]) -> tuple[Tensor, ...
 
 
 def _tensors(layer: nn.Module) -> tuple[Any, Any]:
-    """Return the weight and the bias of an `nn.Linear`. FSDP1 stores them as plain attributes.
-
-    `nn.Module.__getattr__` takes four times as long.
-    """
+    """Return the weight and the bias of an `nn.Linear`. FSDP1 stores them as plain attributes. `nn.Module.__getattr__`
+    takes four times as long."""
     parameters = layer._parameters
     try:
         return parameters["weight"], parameters["bias"]
@@ -179,11 +169,9 @@ def read_layer(layer: nn.Module, x: Tensor | TensorLike) -> Projection | Adapted
 
 
 class AdapterRecipe:
-    """Recipe: read the adapters of a layer of PEFT at every call, and compute its products by an op.
-
-    A copy of the recipe in another process compares the class `cls` of the layer again, before the first call. If the
-    code of the class is another one there, each call runs it.
-    """
+    """Recipe: read the adapters of a layer of PEFT at every call, and compute its products by an op. A copy of the
+    recipe in another process compares the class `cls` of the layer again, before the first call. If the code of the
+    class is another one there, each call runs it."""
 
     part = "adapters"
 
@@ -252,10 +240,7 @@ def may_have_adapters(x: Any, layers: Sequence[nn.Module]) -> bool:
 
 
 def read_projections(x: Tensor, layers: Sequence[nn.Module]) -> list[Projection] | None:
-    """Return the linear layers with adapters that the calls `layer(x)` compute.
-
-    The result is None if one of the layers has to be called, or if none has an adapter.
-    """
+    """Return the linear layers with adapters that the calls `layer(x)` compute."""
     if not may_have_adapters(x, layers):
         return None
     projections = []
@@ -270,11 +255,7 @@ def read_projections(x: Tensor, layers: Sequence[nn.Module]) -> list[Projection]
 
 
 def recognise_adapters(module: nn.Module) -> AdapterRecipe | ExpertAdapterRecipe | str | None:
-    """Recognise a linear layer with low-rank adapters of PEFT.
-
-    Return a recipe, the reason why such a layer keeps its forward, or None for another module. A wrapper of experts has
-    a recipe of its own (`parts.expert_adapters`).
-    """
+    """Recognise a linear layer with low-rank adapters of PEFT, or a wrapper of experts (`parts.expert_adapters`)."""
     if (expert_result := recognise_expert_adapters(module)) is not None:
         return expert_result
     children: Any = [module._modules.get(name) for name in CHILDREN]
@@ -299,10 +280,8 @@ def recognise_adapters(module: nn.Module) -> AdapterRecipe | ExpertAdapterRecipe
 
 
 def replaced_modules(layer: nn.Module, recipe: AdapterRecipe | ExpertAdapterRecipe) -> list[nn.Module]:
-    """Return the modules that get the recipe of a layer.
-
-    Experts have one wrapper for each weight with adapters. All wrappers get the recipe of the outermost one.
-    """
+    """Return the modules that get the recipe of a layer. Experts have one wrapper for each weight with adapters. All
+    wrappers get the recipe of the outermost one."""
     return wrappers_of(layer)[0] if isinstance(recipe, ExpertAdapterRecipe) else [layer]
 
 

@@ -48,10 +48,8 @@ Result = TypeVar("Result")
 
 
 def run_probes(compute: Callable[[], Result], module: nn.Module, reach: Reach | None = None) -> Result | str:
-    """Return what `compute` returns, or the reason why the module must keep its forward.
-
-    With `reach`, everything that the forward reads is restored and compared afterwards.
-    """
+    """Return what `compute` returns, or the reason why the module must keep its forward. With `reach`, everything that
+    the forward reads is restored and compared afterwards."""
     try:
         with contextlib.nullcontext() if reach is None else reach.preserved(), probing():
             result = compute()
@@ -64,11 +62,8 @@ def run_probes(compute: Callable[[], Result], module: nn.Module, reach: Reach | 
 
 
 def select(subject: Subject, candidates: Sequence[Candidate]) -> tuple[list[Candidate], frozenset[int]]:
-    """Return the candidates with the outputs and the gradients of a module, and the numbers of dimensions it accepts.
-
-    Raises:
-        WritesTensor: The forward writes to its input or to a parameter, or draws random numbers.
-    """
+    """Return the candidates with the outputs and the gradients of a module, and the numbers of dimensions it
+    accepts."""
     selected = list(candidates)
     for twin, inputs in subject.cases():
         if not selected:
@@ -112,11 +107,8 @@ def explain_difference(
     pairs: Sequence[Pair] = EQUAL_DTYPES,
     different: str,
 ) -> str | None:
-    """Compare a candidate with a module in all other circumstances.
-
-    Return the reason why the candidate does not hold, or None. `different` is the reason if a comparison fails, and
-    `pairs` are the dtypes that the module accepts.
-    """
+    """Compare a candidate with a module in all other circumstances. Return the reason why the candidate does not hold,
+    or None. `different` is the reason if a comparison fails, and `pairs` are the dtypes that the module accepts."""
     if reason := explain_limits(recipe, subject, reach, pairs, dims):
         return reason
     if not agrees_in_circumstances(recipe, subject):
@@ -140,10 +132,8 @@ def if_similar(find: Callable[[], Result | str], candidates: Sequence[Callable])
 
 
 def is_as_exact(stock: Tensor, ours: Tensor, exact: Tensor, ours_in_fp32: Tensor) -> bool:
-    """Return True if a candidate is as near to the exact output as the module is, in bf16.
-
-    In fp32 only the order of sums may differ.
-    """
+    """Return True if a candidate is as near to the exact output as the module is, in bf16. In fp32 only the order of
+    sums may differ."""
     if not stock.shape == ours.shape == exact.shape == ours_in_fp32.shape:
         return False
     exact = exact.double()

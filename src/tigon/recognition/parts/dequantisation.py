@@ -38,19 +38,15 @@ LARGEST_DIFFERENCE = 2**-8
 
 
 def _state_of(layer: Any) -> Any:
-    """Return the quantisation state of a layer of bitsandbytes in 4 bits; None for any other layer.
-
-    Engines that shard parameters may lose the attributes of a parameter. The layer then still has the state.
-    """
+    """Return the quantisation state of a layer of bitsandbytes in 4 bits; None for any other layer. Engines that shard
+    parameters may lose the attributes of a parameter. The layer then still has the state."""
     state = getattr(getattr(layer, "weight", None), "quant_state", None)
     return getattr(layer, "quant_state", None) if state is None else state
 
 
 def _four_bit_weight(weight: Tensor, state: Any) -> FourBitWeight | None:
-    """Return a weight of bitsandbytes in 4 bits for Tigon's kernel; None if the kernel cannot read it.
-
-    `state` is the quantisation state. The kernel reads dense tensors on one device, and whole bytes.
-    """
+    """Return a weight of bitsandbytes in 4 bits for Tigon's kernel; None if the kernel cannot read it. `state` is the
+    quantisation state. The kernel reads dense tensors on one device, and whole bytes."""
     stored, nested = weight.data, state.state2 if state.nested else None
     quantised_scales = None
     if nested is not None:
@@ -70,11 +66,9 @@ def _four_bit_weight(weight: Tensor, state: Any) -> FourBitWeight | None:
 
 
 def _find_weight(layer: Any, uses_kernel: bool) -> Callable[[], Tensor]:
-    """Return a function that computes the dense weight [O, I] of a layer in 4 bits.
-
-    The function belongs to the weight that the layer has now, and not to one that replaces it later. With
-    `uses_kernel`, Tigon's kernel computes the weight, if it can read the stored one.
-    """
+    """Return a function that computes the dense weight [O, I] of a layer in 4 bits. The function belongs to the weight
+    that the layer has now, and not to one that replaces it later. With `uses_kernel`, Tigon's kernel computes the
+    weight, if it can read the stored one."""
     from bitsandbytes.functional import dequantize_4bit
 
     weight, state = layer.weight, _state_of(layer)
@@ -101,9 +95,7 @@ def _example_input(features: int, dtype: torch.dtype, weight: Tensor) -> Tensor:
 
 def _computes_product(layer: Any, weight: Tensor, dtype: torch.dtype) -> bool:
     """Return whether a layer multiplies an input of this dtype by its dense weight, adds its bias, and nothing else.
-
-    Under autocast, the product must have the dtype of autocast, and the output must have the dtype of the input.
-    """
+    Under autocast, the product must have the dtype of autocast, and the output must have the dtype of the input."""
     x = _example_input(layer.in_features, dtype, weight)
     is_weight = type(weight) in PLAIN and weight.shape == (layer.out_features, layer.in_features)
     if not is_weight or weight.dtype != product_dtype(x):
@@ -133,19 +125,15 @@ class _Result(NamedTuple):
 @cached_weakly
 def _known_results(layer: Any) -> list[tuple[Any, dict[tuple[Any, ...], _Result]]]:
     """Return the list that holds the quantisation state that was compared, and the results by dtypes and device.
-
-    Threads share them, so both are replaced in one assignment.
-    """
+    Threads share them, so both are replaced in one assignment."""
     return [(None, {})]
 
 
 def read_weight(layer: Any, x: Tensor | TensorLike) -> FrozenWeight | None:
-    """Return the weight of a layer in 4 bits if an op may multiply x by it, and None if the layer has to be called.
-
-    The layer's own forward is compared with the product of the weight, and again if the weight, its device, the dtype
-    of the product, that of the input or that of autocast changes. On the meta device there are no values to compare:
-    `tigon plan` stands for such layers there by others that have a method `dequantize`.
-    """
+    """Return the weight of a layer in 4 bits if an op may multiply x by it, and None if the layer has to be called. The
+    layer's own forward is compared with the product of the weight, and again if the weight, its device, the dtype of
+    the product, that of the input or that of autocast changes. On the meta device there are no values to compare:
+    `tigon plan` stands for such layers there by others that have a method `dequantize`."""
     state, weight = _state_of(layer), layer._parameters.get("weight")
     is_simulated = weight is not None and weight.is_meta and hasattr(layer, "dequantize")
     if weight is None or weight.requires_grad or not (is_simulated or (state is not None and _is_known(layer))):

@@ -60,10 +60,7 @@ SMALL_RANK = 3
 
 
 def wrappers_of(module: nn.Module) -> tuple[list[Any], Any]:
-    """Return the wrappers from a module inwards, and the module that the innermost one wraps.
-
-    The list is empty if the module is not a wrapper.
-    """
+    """Return the wrappers from a module inwards, and the module that the innermost one wraps."""
     wrappers: list[Any] = []
     attributes = ("parameter_name", "lora_A", "lora_B", "scaling", "active_adapters", "merged", "disable_adapters")
     while "base_layer" in module._modules and all(hasattr(module, name) for name in attributes):
@@ -168,10 +165,7 @@ def _code_of(cls: type) -> ForwardCode:
 
 
 def recognise_expert_adapters(module: nn.Module) -> ExpertAdapterRecipe | str | None:
-    """Recognise a wrapper of experts.
-
-    Return a recipe, the reason why such a wrapper keeps its forward, or None for another module.
-    """
+    """Recognise a wrapper of experts."""
     wrappers, experts = wrappers_of(module)
     if not wrappers:
         return None

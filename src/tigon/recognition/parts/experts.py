@@ -82,11 +82,8 @@ def with_adapters(weights: AdaptedWeights) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class ExpertsRecipe:
-    """Recipe: `moe_mlp` on the module's parameters.
-
-    `activation` is the name of an activation of the op, or a clamped gate. If it is None, the op calls the module's own
-    activation.
-    """
+    """Recipe: `moe_mlp` on the module's parameters. `activation` is the name of an activation of the op, or a clamped
+    gate. If it is None, the op calls the module's own activation."""
 
     activation: str | ClampedGate | None
     # The implementations for which the recipe replaces the forward, because they compute the same.
@@ -194,10 +191,7 @@ def is_experts(module: Any) -> bool:
 
 
 def recognise_experts(module: Any) -> ExpertsRecipe | str | None:
-    """Recognise experts in the layout that transformers marks.
-
-    Return a recipe, the reason why such a module keeps its forward, or None for another module.
-    """
+    """Recognise experts in the layout that transformers marks."""
     if not is_experts(module):
         return None
     children = [child for child in module._modules.values() if child is not None]

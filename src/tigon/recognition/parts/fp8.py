@@ -52,13 +52,10 @@ class FP8Settings:
 
 
 class FP8Recipe:
-    """Recipe of an `nn.Linear`: the same product, with its factors rounded to FP8.
-
-    A copy of a layer starts without a quantised weight.
-
-    `is_base` is True if the layer is, or was, the base of a layer with adapters. A merge of the adapters changes the
-    weight without a new version, so only an op that adds the adapters uses a cache. Any other call quantises.
-    """
+    """Recipe of an `nn.Linear`: the same product, with its factors rounded to FP8. A copy of a layer starts without a
+    quantised weight. `is_base` is True if the layer is, or was, the base of a layer with adapters. A merge of the
+    adapters changes the weight without a new version, so only an op that adds the adapters uses a cache. Any other call
+    quantises."""
 
     def __init__(self, settings: FP8Settings, is_base: bool = False) -> None:
         self.settings = settings
@@ -82,10 +79,7 @@ class FP8Recipe:
         return type(layer).forward(layer, *args, **kwargs)
 
     def frozen_weight(self, layer: Any, x: Tensor | TensorLike, has_adapters: bool) -> Fp8Weight | None:
-        """Return the weight for an op that adds adapters to products of x; None if the layer has to be called.
-
-        With `has_adapters`, the op adds adapters of this layer, which are therefore not merged into its weight.
-        """
+        """Return the weight for an op that adds adapters to products of x; None if the layer has to be called."""
         self.free_moved_copies(layer)
         is_cacheable = has_adapters or not self.is_base
         if layer.weight.requires_grad or not _fits(layer, x, is_cacheable):
@@ -94,10 +88,7 @@ class FP8Recipe:
         return Fp8Weight(layer.weight, self.options, find_cache, self.merges if self.is_base else None)
 
     def find_cache(self, weights: Sequence[Tensor], merges: Sequence[int | None]) -> WeightCache | None:
-        """Return the cache for a group of weights, of which the first one is that of this layer.
-
-        `merges` holds the attributes `merges` of recipes whose layers are bases of adapters, and None for others.
-        """
+        """Return the cache for a group of weights, of which the first one is that of this layer."""
         if torch.compiler.is_compiling():
             return None
         self.device = weights[0].device
@@ -142,10 +133,8 @@ def _takes(x: Any) -> bool:
 
 
 def _fits(layer: Any, x: Any, has_copies: bool) -> bool:
-    """Return whether FP8 products may replace `F.linear(x, layer.weight, layer.bias)`.
-
-    `has_copies` is True if the copies of a frozen weight are those of an earlier call.
-    """
+    """Return whether FP8 products may replace `F.linear(x, layer.weight, layer.bias)`. `has_copies` is True if the
+    copies of a frozen weight are those of an earlier call."""
     if not linears_are_stock() or type(layer).forward is not nn.Linear.forward or has_active_transform():
         return False
     weight, bias = layer.weight, layer.bias

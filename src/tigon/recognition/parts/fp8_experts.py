@@ -51,14 +51,11 @@ def _has_products(weight: Tensor) -> bool:
 
 
 class FP8Experts:
-    """Decides for each call of one module of experts whether its products run in FP8, and keeps the weights' copies.
-
-    A copy of the module starts without quantised weights.
-
-    Experts have scales by rows with every recipe, because torch has no other grouped products, and the gradients of
-    their weights are never products in FP8. Experts that are, or were, the base of adapters (`is_base`) keep no copies,
-    because a merge of the adapters changes the weights without a new version.
-    """
+    """Decides for each call of one module of experts whether its products run in FP8, and keeps the weights' copies. A
+    copy of the module starts without quantised weights. Experts have scales by rows with every recipe, because torch
+    has no other grouped products, and the gradients of their weights are never products in FP8. Experts that are, or
+    were, the base of adapters (`is_base`) keep no copies, because a merge of the adapters changes the weights without a
+    new version."""
 
     def __init__(self, settings: FP8Settings, is_base: bool = False) -> None:
         self.settings = settings
@@ -103,10 +100,8 @@ class FP8Experts:
 
     def _count_calls(self, cache: WeightCache | None, up: Tensor, down: Tensor) -> int:
         """Return how many calls are sure to share the copies: two in a step of several backwards, otherwise one.
-
         Trained experts have a cache only in such a step. In a checkpoint, both runs of a call must decide alike, and a
-        second forward before the backward takes the cache away, so a checkpointed call counts alone.
-        """
+        second forward before the backward takes the cache away, so a checkpointed call counts alone."""
         is_trained = up.requires_grad or down.requires_grad
         return 2 if cache is not None and is_trained and not in_checkpoint() else 1
 

@@ -27,12 +27,9 @@ from tigon.runtime.engines import keeps_versions
 
 
 class StepCache:
-    """The cache of a group of weights, which `find` returns where it is known to be correct.
-
-    With `keeps_copies`, backward uses the copies that the forward has made, except in checkpointed layers. Otherwise a
-    step makes them again in backward, and only a step of several backwards fills the cache, because it uses the copies
-    more than once.
-    """
+    """The cache of a group of weights, which `find` returns where it is known to be correct. With `keeps_copies`,
+    backward uses the copies that the forward has made, except in checkpointed layers. Otherwise a step makes them again
+    in backward, and only a step of several backwards fills the cache, because it uses the copies more than once."""
 
     def __init__(self, keeps_copies: bool) -> None:
         self.keeps_copies = keeps_copies
@@ -46,10 +43,7 @@ class StepCache:
         self.merges: tuple[int | None, ...] = ()
 
     def find(self, weights: Sequence[Tensor], merges: Sequence[int | None]) -> WeightCache | None:
-        """Return the cache for a call with these weights; None if the call must quantise them.
-
-        `merges` holds a number for each weight with adapters, which is different after a merge into it.
-        """
+        """Return the cache for a call with these weights; None if the call must quantise them."""
         trained_weights = [weight for weight in weights if weight.requires_grad]
         if is_capturing(weights[0]) or not all(map(keeps_versions, weights)):
             self.cache = None

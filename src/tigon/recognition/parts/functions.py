@@ -24,10 +24,7 @@ _DISPATCHER = "transformers.integrations.hub_kernels"
 
 
 def computed_function(function: types.FunctionType) -> types.FunctionType:
-    """Return the function that a dispatcher of transformers wraps, or the function itself.
-
-    The function of a package, such as that of flash-linear-attention, computes what the wrapped function computes.
-    """
+    """Return the function that a dispatcher of transformers wraps, or the function itself."""
     return innermost(function) if function.__globals__.get("__name__") == _DISPATCHER else function
 
 
@@ -69,10 +66,7 @@ class FusedFunction:
 
 
 class FunctionsRecipe(RewrittenForward):
-    """The stock forward of a class, with ops in place of functions, and perhaps with fused statements.
-
-    `forms` holds the name of each function among the globals of the file, and the form in which an op computes it.
-    """
+    """The stock forward of a class, with ops in place of functions, and perhaps with fused statements."""
 
     # True for a linear recurrence: its ops take heads that the forward repeats for them, and one op computes its decay.
     is_recurrent = False

@@ -192,10 +192,7 @@ def _op_for(form: RuleForm, sizes: tuple[int, ...]) -> Callable[..., tuple]:
 def _rule_calls(
     function: Callable, rule: Callable, norm: bool, scale: float | None = None, state: Tensor | None = None
 ) -> tuple[Callable[..., tuple], Callable[..., tuple]]:
-    """Return the function and the op with these options, as functions of q, k, v, g and beta.
-
-    With an initial state, both return the final state too.
-    """
+    """Return the function and the op with these options, as functions of q, k, v, g and beta."""
     options: dict[str, Any] = {"initial_state": state, "output_final_state": state is not None}
     options |= {} if scale is None else {"scale": scale}
     stock = lambda q, k, v, g, beta: function(q, k, v, g=g, beta=beta, **options, use_qk_l2norm_in_kernel=norm)

@@ -277,10 +277,8 @@ def _globals_of(forward: types.FunctionType) -> Iterator[tuple[str, types.Functi
 
 
 def passes_boundaries(forward: types.FunctionType, names: set[str]) -> bool:
-    """Return True if a forward calls functions or children with these names, and always passes boundaries on.
-
-    If a name is that of a list, the forward calls its items, for example in a loop.
-    """
+    """Return True if a forward calls functions or children with these names, and always passes boundaries on. If a name
+    is that of a list, the forward calls its items, for example in a loop."""
     try:
         nodes = list(ast.walk(definition_of(forward)))
     except NotReadable:
@@ -304,11 +302,7 @@ def _names_in(node: ast.AST) -> set[str]:
 
 
 def recognise_mixer(module: nn.Module) -> MixerRecipe | str | None:
-    """Recognise a module whose forward calls a function that computes a delta rule.
-
-    Return a recipe, the reason why such a module keeps its forward, or None for another module. A convolution is
-    replaced only together with a rule, because both must restart at the same boundaries of samples.
-    """
+    """Recognise a module whose forward calls a delta rule. A convolution is replaced only together with a rule."""
     stock = inspect.getattr_static(type(module), "forward", None)
     if not isinstance(stock, types.FunctionType):
         return None

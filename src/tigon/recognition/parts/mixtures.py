@@ -176,10 +176,7 @@ def _reproduces(recipe: MixtureRecipe, make: Callable[[int, torch.dtype], nn.Mod
 
 
 def recognise_mixture(module: nn.Module) -> MixtureRecipe | str | None:
-    """Recognise a mixture that runs every expert on every token.
-
-    Return a recipe, the reason why such a module keeps its forward, or None for another module.
-    """
+    """Recognise a mixture that runs every expert on every token."""
     if (found := _find_roles(module)) is None:
         return None
     roles, sizes = found

@@ -139,10 +139,8 @@ class ActivationRecipe(_TensorRecipe):
 
 @dataclass(frozen=True)
 class GLURecipe(_TensorRecipe):
-    """Recipe: `down(act(gate(x)) * up(x))` through the module's children.
-
-    Without `up`, the output of `gate` contains both factors, packed.
-    """
+    """Recipe: `down(act(gate(x)) * up(x))` through the module's children. Without `up`, the output of `gate` contains
+    both factors, packed."""
 
     kind: str
     gate: str

@@ -87,11 +87,9 @@ class _Projection(nn.Linear):
 
 
 class _VisibleDropout(nn.Dropout):
-    """A dropout of a stand-in that changes its input in a known way, so that its place in the forward shows.
-
-    In training mode it draws no random numbers. In evaluation mode it returns its input, as the real one does. Each
-    dropout of a stand-in has another shift, so that two of them cannot be confused.
-    """
+    """A dropout of a stand-in that changes its input in a known way, so that its place in the forward shows. In
+    training mode it draws no random numbers. In evaluation mode it returns its input, as the real one does. Each
+    dropout of a stand-in has another shift, so that two of them cannot be confused."""
 
     shift: float
 
@@ -152,11 +150,9 @@ class _MLPSubject(Subject):
         return stand_in(self.module, {}, children, training=training, **small_sizes)
 
     def with_size_names(self) -> Self:
-        """Return a subject that knows which attributes hold a size.
-
-        Another setting may have the value of a size by chance, and must keep it in stand-ins. An attribute counts as a
-        size if the forward of a stand-in raises an error when only this attribute keeps its original value.
-        """
+        """Return a subject that knows which attributes hold a size. Another setting may have the value of a size by
+        chance, and must keep it in stand-ins. An attribute counts as a size if the forward of a stand-in raises an
+        error when only this attribute keeps its original value."""
         names = {name for name, value in vars(self.module).items() if type(value) is int}
         without = {name: replace(self, size_names=frozenset(names - {name})) for name in names}
         return replace(self, size_names=frozenset(name for name in names if without[name].call_order() is None))
@@ -186,11 +182,9 @@ class _MLPSubject(Subject):
             yield self.with_weights(FP32, lambda name, values: values.mul_(100.0), training), self.inputs(FP32, 2, 16)
 
     def special_cases(self, recipe: Any, reach: Reach) -> Iterator[SpecialCase]:
-        """Yield weights of zeros, ones and one sign, mixed dtypes, and widths beyond a number in the code.
-
-        With weights of one sign, outputs overflow to infinity. The code may treat features beyond an index that it
-        contains in another way.
-        """
+        """Yield weights of zeros, ones and one sign, mixed dtypes, and widths beyond a number in the code. With weights
+        of one sign, outputs overflow to infinity. The code may treat features beyond an index that it contains in
+        another way."""
 
         def align(name: str, values: Tensor) -> None:
             values.abs_()
@@ -251,11 +245,7 @@ def _wirings(projections: Mapping[str, Any]) -> Iterator[Wiring]:
 
 
 def recognise_glu(module: nn.Module) -> GLURecipe | str | None:
-    """Recognise a gated MLP.
-
-    It is a module with two (packed) or three linear children of fitting sizes, and no other parameters. Return a
-    recipe, the reason why such a module keeps its forward, or None for another module.
-    """
+    """Recognise a gated MLP: two (packed) or three linear children of fitting sizes, and no other parameters."""
     projections: dict[str, Any] = {name: child for name, child in module._modules.items() if is_linear(child)}
     if len(projections) not in (2, 3) or not accepts_inputs(module, 1):
         return None
@@ -326,12 +316,7 @@ def _multiplies_transposed(forward: Any, cls: Any) -> bool:
 
 
 def recognise_mlp(module: nn.Module) -> MLPRecipe | str | None:
-    """Recognise an MLP of two linear layers.
-
-    It is a module with two linear children of fitting sizes, and no other parameters. Return a recipe, the reason why
-    such a module keeps its forward, or None for another module. A reason is returned only for a module that computes
-    such an MLP for some inputs. Other modules with two linear layers, such as routers, are not of this kind.
-    """
+    """Recognise an MLP of two linear layers. A module that computes no such MLP, such as a router, needs no reason."""
     if not accepts_inputs(module, 1):
         return None
     children: dict[str, Any] = {name: child for name, child in module._modules.items() if child is not None}

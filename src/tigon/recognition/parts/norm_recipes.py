@@ -51,10 +51,7 @@ def _matches_input(gate: Any, x: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class _NormRecipe:
-    """The recipe of a norm, which reads its weight and its bias at every call. They are given by their names.
-
-    The guard of the recipe fails once epsilon changes.
-    """
+    """The recipe of a norm, which reads its weight and its bias at every call. They are given by their names."""
 
     eps: float
     weight: str | None

@@ -58,10 +58,8 @@ DIFFERENT = "computes something else than rms_norm or layer_norm"
 
 @dataclass(frozen=True)
 class _NormSubject(Subject):
-    """Builds stand-ins of a norm and inputs for them.
-
-    `names` are the names of the parameters. A gated norm takes a second input.
-    """
+    """Builds stand-ins of a norm and inputs for them. `names` are the names of the parameters. A gated norm takes a
+    second input."""
 
     module: nn.Module
     names: tuple[str, ...]
@@ -116,10 +114,8 @@ _ACTIVATIONS: tuple[GateActivation, ...] = ("silu", "sigmoid")
 
 
 def _gates(module: nn.Module, width: int) -> Iterator[Gate]:
-    """Yield the ways in which a norm of this width may use a gate. An attribute may hold the size or number of groups.
-
-    The guard of the recipe fails once such an attribute changes.
-    """
+    """Yield the ways in which a norm of this width may use a gate. An attribute may hold the size or number of
+    groups."""
     numbers = {value for value in vars(module).values() if type(value) is int and 1 < value < width}
     divisors = [value for value in sorted(numbers) if width % value == 0]
     sizes = dict.fromkeys([None, *divisors, *(width // value for value in divisors)])
@@ -169,11 +165,7 @@ def _confirm(recipe: NormRecipe, subject: _NormSubject, dims: frozenset[int], re
 
 
 def recognise_norm(module: nn.Module) -> NormRecipe | str | None:
-    """Recognise a norm.
-
-    It is a module without children, with at most two parameters (1-D, of one size), and with an epsilon or "norm" in
-    the name of its class. Return a recipe, the reason why such a module keeps its forward, or None for another module.
-    """
+    """Recognise a norm: no children, at most two 1-D parameters of one size, and an epsilon or "norm" in its class."""
     tensors = {name: t for name, t in own_tensors(module).items() if t is not None}
     epsilons = [name for name, value in vars(module).items() if type(value) is float and 0.0 < value <= 0.1]
     # Without an epsilon or such a name, the module may be a dropout or an activation.
@@ -212,11 +204,8 @@ def recognise_norm(module: nn.Module) -> NormRecipe | str | None:
 
 
 def _likely_widths(module: nn.Module, reach: Reach) -> list[int]:
-    """Return widths to try for a norm without a weight.
-
-    Such a norm may compare its input's width with an attribute, or normalise parts of the input that have this width.
-    The last width is larger than every number in its code.
-    """
+    """Return widths to try for a norm without a weight. Such a norm may compare its input's width with an attribute, or
+    normalise parts of the input that have this width. The last width is larger than every number in its code."""
     values = [v[0] if isinstance(v, tuple) and len(v) == 1 else v for v in vars(module).values()]
     likely_widths = [size for size in values if type(size) is int and 1 < size <= 65536] + [96]
     largest = largest_number(reach)

@@ -59,9 +59,7 @@ class FusedRope(FusedFunction):
         self, weights: list[Tensor | None], options: dict[str, Any], args: tuple, kwargs: dict[str, Any]
     ) -> Any:
         """Normalise each head of the inputs and rotate it, in one kernel; None if `qk_norm_rope` cannot compute this.
-
-        `weights` are the weights of the norms, and `options` are their other options, as in `qk_norm_rope`.
-        """
+        `weights` are the weights of the norms, and `options` are their other options, as in `qk_norm_rope`."""
         named = self.read(args, kwargs)
         arguments = None if named is None else self._select(named)
         if arguments is None or len(arguments.inputs) != len(weights) or not arguments.has_batch:
@@ -148,19 +146,14 @@ class RopeRecipe(FunctionsRecipe):
     def describe_statements(
         self, module: nn.Module, recipe: FusedStatementsRecipe, recipes: Mapping[nn.Module, Any]
     ) -> FusedStatementsRecipe:
-        """Return the recipe of the fused statements, whose name says whether the norms of queries and keys are fused.
-
-        `recipes` holds the recipes of all modules of the model.
-        """
+        """Return the recipe of the fused statements, whose name says whether the norms of queries and keys are
+        fused."""
         is_supported = all(isinstance(form, Form) and form.table == "halves" for _, form in self.forms)
         return recipe.with_head_norms(module, recipes) if is_supported else recipe
 
 
 def _form_of(value: object, module_name: str) -> Form | ComplexForm | str | None:
-    """Return the form of a global that a forward names, a reason, or None if it is no rope function.
-
-    `module_name` is the name of the Python module that contains the forward.
-    """
+    """Return the form of a global that a forward names, a reason, or None if it is no rope function."""
     if not isinstance(value, types.FunctionType):
         return None
     if not {"cos", "sin"} <= inspect.signature(value).parameters.keys() and not takes_complex_table(value):
@@ -172,10 +165,7 @@ def _form_of(value: object, module_name: str) -> Form | ComplexForm | str | None
 
 
 def recognise_rope(module: nn.Module) -> RopeRecipe | str | None:
-    """Recognise a module whose forward calls a function of `cos` and `sin` that computes what `rope` computes.
-
-    Return a recipe, the reason why such a module keeps its forward, or None for another module.
-    """
+    """Recognise a module whose forward calls a function of `cos` and `sin` that computes what `rope` computes."""
     stock = inspect.getattr_static(type(module), "forward", None)
     if not isinstance(stock, types.FunctionType):
         return None

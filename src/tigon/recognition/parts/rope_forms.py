@@ -302,10 +302,7 @@ def _explain_limits(function: types.FunctionType, form: Any, modes: tuple[bool, 
 def _recognise(
     function: types.FunctionType, state: tuple, modes: tuple[bool, ...]
 ) -> tuple[Form | ComplexForm | str | None, Trials]:
-    """Return the form of a function and the comparisons that found it.
-
-    `state` is the fingerprint of its reach. `modes` are its `symbolic_modes`.
-    """
+    """Return the form of a function and the comparisons that found it."""
     with recording() as trials, probing():
         call = RopeCall.of(function)
         if takes_complex_table(function):
@@ -318,11 +315,9 @@ def _recognise(
 
 
 def recognise_function(function: types.FunctionType) -> Form | ComplexForm | str | None:
-    """Return the form that computes what a function computes, or the reason why there is none.
-
-    The result is None if the function does not have the arguments of a rotary embedding. The comparisons use heads of
-    16 features. They also try tables for a part of the head.
-    """
+    """Return the form that computes what a function computes, or the reason why there is none. The result is None if
+    the function does not have the arguments of a rotary embedding. The comparisons use heads of 16 features. They also
+    try tables for a part of the head."""
     # A function is compared once for all layers, and again if anything that it reads has been replaced.
     reach = explore(function)
     modes = symbolic_modes(reach)

@@ -16,10 +16,8 @@ LOGGER = logging.getLogger("tigon")
 
 
 def kinds_of(modules: Iterable[nn.Module]) -> dict[nn.Module, Any]:
-    """Return a number for each module, which modules of one kind share.
-
-    A module whose state cannot be read is its own kind.
-    """
+    """Return a number for each module, which modules of one kind share. A module whose state cannot be read is its own
+    kind."""
     numbers: dict[tuple, int] = {}
     kinds: dict[nn.Module, Any] = {}
 
@@ -49,11 +47,8 @@ def kind_of(module: nn.Module, kind_of_child: Callable[[nn.Module], Any] | None 
 
 
 def _without_name(arguments: Any) -> Any:
-    """Return the arguments of the constructor of a layer of PEFT without the name of the layer.
-
-    PEFT stores these arguments in the layer. Its forward does not read the name, which would make each layer a kind of
-    its own.
-    """
+    """Return the arguments of the constructor of a layer of PEFT without the name of the layer. PEFT stores these
+    arguments in the layer. Its forward does not read the name, which would make each layer a kind of its own."""
     if type(arguments) is not dict:
         return arguments
     return {key: value for key, value in arguments.items() if key != "target_name"}
@@ -61,9 +56,7 @@ def _without_name(arguments: Any) -> Any:
 
 def _describe(value: Any) -> tuple:
     """Return the type of a value, and the value itself if it is simple or a container of simple values, else its id.
-
-    The type is included, because 1 and True are equal.
-    """
+    The type is included, because 1 and True are equal."""
     if isinstance(value, (int, float, str, bool, type(None), torch.device, torch.dtype)):
         return type(value), value
     if type(value) in (list, tuple):

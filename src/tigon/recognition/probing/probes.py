@@ -82,12 +82,10 @@ def agrees(
     must_run: bool = False,
 ) -> bool | None:
     """Return True if a candidate computes what the forward computes, and None if the forward raises an exception.
-
     `make` returns a fresh stand-in. The forward and the candidate get one each. With `needs_grad`, gradients are
     compared too. With `has_special_upstream`, the upstream gradient holds NaN and infinities. Without
     `compares_values`, only the type, dtype, shape and layout of the output are compared. With `must_run`, the record of
-    comparisons counts an exception of the forward as a mismatch.
-    """
+    comparisons counts an exception of the forward as a mismatch."""
     words = ["special"] * has_special_upstream + ["gradients"] * needs_grad
     mode = " ".join(words + ["properties of the output"] * (not compares_values))
     stock, copy = make(), make()
@@ -216,10 +214,7 @@ def extends_torch(module: nn.Module) -> bool:
 
 
 def modes_of(subject: Subject, reach: Reach) -> tuple[bool, ...]:
-    """Return the values of `training` to try. A forward that never loads this name computes the same in both modes.
-
-    A child may be a module of torch, too.
-    """
+    """Return the values of `training` to try. A forward that never loads this name computes the same in both modes."""
     reads_mode = "training" in reach.names or subject.module._modules or extends_torch(subject.module)
     return (True, False) if reads_mode else (True,)
 
@@ -230,10 +225,8 @@ def agrees_in_all_combinations(
     modes: Iterable[bool],
     pairs: Sequence[tuple[torch.dtype, torch.dtype | None]],
 ) -> bool:
-    """Compare in every combination of mode, dtypes, small and other shapes, and gradients.
-
-    A condition in the forward may depend on several of them at once.
-    """
+    """Compare in every combination of mode, dtypes, small and other shapes, and gradients. A condition in the forward
+    may depend on several of them at once."""
     shapes = dict.fromkeys(SHAPES + SMALL_SHAPES)
     for training, (dtype, weight_dtype), shape in itertools.product(modes, pairs, shapes):
         make, x = functools.partial(subject, weight_dtype, training), subject.inputs(dtype, *shape)
@@ -243,10 +236,8 @@ def agrees_in_all_combinations(
 
 
 def runs_without_contiguity(candidate: Callable, subject: Subject) -> bool:
-    """Return True if the candidate reproduces a forward for an input that is not contiguous.
-
-    A forward may refuse such an input, as `view` does, or copy it first, which changes the order of sums.
-    """
+    """Return True if the candidate reproduces a forward for an input that is not contiguous. A forward may refuse such
+    an input, as `view` does, or copy it first, which changes the order of sums."""
     x = [t.transpose(0, 1) for t in subject.inputs(FP32, 3, 4)]
     stock = subject(FP32)
     try:
@@ -264,14 +255,12 @@ def explain_limits(
     pairs: Sequence[tuple[torch.dtype, torch.dtype | None]],
     dims: Iterable[int],
 ) -> str | None:
-    """Return why a forward may compute something else for other tensors or other batch sizes, or None.
-
-    `reach` is the code that the forward may run. The run with symbolic sizes is in training mode, in fp32, with three
-    dimensions. If the code has conditions, it runs with every combination of modes, `pairs` (the dtypes of the
-    input and of the weights) and `dims` (numbers of dimensions). If the code reads `requires_grad`, it also runs with
-    inputs that require gradients. If `reads_no_size` holds for a combination, its run with symbolic sizes is skipped,
-    because it takes 40 ms.
-    """
+    """Return why a forward may compute something else for other tensors or other batch sizes, or None. `reach` is the
+    code that the forward may run. The run with symbolic sizes is in training mode, in fp32, with three dimensions. If
+    the code has conditions, it runs with every combination of modes, `pairs` (the dtypes of the input and of the
+    weights) and `dims` (numbers of dimensions). If the code reads `requires_grad`, it also runs with inputs that
+    require gradients. If `reads_no_size` holds for a combination, its run with symbolic sizes is skipped, because it
+    takes 40 ms."""
     if not may_see_sizes(reach, subject.module):
         return None
     modes = modes_of(subject, reach)

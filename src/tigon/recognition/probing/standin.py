@@ -36,10 +36,7 @@ Candidate = TypeVar("Candidate", bound=Callable)
 
 @contextlib.contextmanager
 def probing() -> Iterator[None]:
-    """Compute eagerly on the CPU, independent of the caller's modes. Restore the global random state afterwards.
-
-    A probe may run in a call of a model, for adapters that were added after the patch.
-    """
+    """Compute eagerly on the CPU, independent of the caller's modes. Restore the global random state afterwards."""
     threads, dtype = torch.get_num_threads(), torch.get_default_dtype()
     random_state, numpy_random = random.getstate(), sys.modules.get("numpy.random")
     numpy_state = None if numpy_random is None else numpy_random.get_state()
@@ -82,11 +79,9 @@ def stand_in(
     children: Mapping[str, nn.Module | None] | None = None,
     **attributes: Any,
 ) -> ModuleType:
-    """Return a shallow copy with these parameters, children and attributes, and without hooks.
-
-    All other parameters are None. All other attributes are those of the module, and so are the children if `children`
-    is None. Constructors and `register_parameter` are not called, because loaders replace them to build on meta.
-    """
+    """Return a shallow copy with these parameters, children and attributes, and without hooks. All other parameters are
+    None. All other attributes are those of the module, and so are the children if `children` is None. Constructors and
+    `register_parameter` are not called, because loaders replace them to build on meta."""
     twin = object.__new__(type(module))
     state = twin.__dict__
     state.update(module.__dict__)
@@ -121,10 +116,8 @@ def copy_in_mode(module: ModuleType, training: bool) -> ModuleType:
 
 
 def own_tensors(module: nn.Module) -> dict[str, Tensor | None]:
-    """Return a module's parameters and buffers, and its tensors that are plain attributes.
-
-    FSDP1 leaves views of its flat parameters as plain attributes.
-    """
+    """Return a module's parameters and buffers, and its tensors that are plain attributes. FSDP1 leaves views of its
+    flat parameters as plain attributes."""
     # `|` is not used: ZeRO-3's dict of parameters does not support copying.
     plain_tensors = ((name, value) for name, value in vars(module).items() if isinstance(value, Tensor))
     return dict([*module._parameters.items(), *module._buffers.items(), *plain_tensors])
@@ -162,11 +155,7 @@ class WritesTensor(Exception):
 
 
 def run_forward(twin: nn.Module, *inputs: Tensor) -> Any:
-    """Run the forward of the stand-in's class on copies of the inputs.
-
-    Raises:
-        WritesTensor: The forward writes to an input or to the module, or draws random numbers.
-    """
+    """Run the forward of the stand-in's class on copies of the inputs."""
     copies = [x.clone() for x in inputs]
     tensors = [*copies, *(t for m in twin.modules() for t in own_tensors(m).values() if t is not None)]
     before = [(t, t._version, t.detach().clone()) for t in tensors]

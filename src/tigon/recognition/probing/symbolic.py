@@ -55,9 +55,7 @@ class _SizeWatch(TorchFunctionMode):
 
 def reads_no_size(run: Callable, inputs: tuple[Tensor, ...]) -> bool:
     """Return True if a forward gets nothing but tensors and dtypes from torch, by functions whose results hide sizes.
-
-    Its code must have no other way to learn a size, see `reads_sizes_only_by_torch`.
-    """
+    Its code must have no other way to learn a size, see `reads_sizes_only_by_torch`."""
     watch = _SizeWatch()
     try:
         with watch:
@@ -105,11 +103,9 @@ def _size_as_value(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 
 def find_size_use(run: Callable, reference: Callable, inputs: tuple[Tensor, ...], *, any_width: bool) -> str | None:
-    """Return why a forward may compute something else for inputs of other sizes, or None.
-
-    `reference` computes what the recipe computes. A guard that a run of the reference also records comes from torch's
-    operators, not from a decision of the forward. With `any_width`, the last size is a symbol too.
-    """
+    """Return why a forward may compute something else for inputs of other sizes, or None. `reference` computes what the
+    recipe computes. A guard that a run of the reference also records comes from torch's operators, not from a decision
+    of the forward. With `any_width`, the last size is a symbol too."""
     reason, guards = _run(run, inputs, any_width)
     if reason is None and guards:
         _, guards_of_reference = _run(reference, inputs, any_width)
@@ -119,10 +115,8 @@ def find_size_use(run: Callable, reference: Callable, inputs: tuple[Tensor, ...]
 
 
 def _run(run: Callable, inputs: tuple[Tensor, ...], any_width: bool) -> tuple[str | None, dict[str, str]]:
-    """Run a function on tensors without values, whose sizes are symbols.
-
-    Return why the function cannot be replaced, or None, and the texts of the guards with their places in the code.
-    """
+    """Run a function on tensors without values, whose sizes are symbols. Return why the function cannot be replaced, or
+    None, and the texts of the guards with their places in the code."""
     tools = symbolic_tools()
     environment = tools.ShapeEnv(duck_shape=False)
     mode = tools.FakeTensorMode(shape_env=environment, allow_non_fake_inputs=True)
@@ -162,10 +156,7 @@ def _describe_place(frame: traceback.FrameSummary, text: str) -> str:
 
 
 def _without_values(tools: SymbolicTools, mode: Any, inputs: tuple[Tensor, ...], any_width: bool) -> list[Tensor]:
-    """Return tensors without values like the inputs. All their sizes but the last are symbols, shared by them.
-
-    With `any_width`, the last one is a symbol too.
-    """
+    """Return tensors without values like the inputs. All their sizes but the last are symbols, shared by them."""
     *batch, width = inputs[0].shape
     sizes, width = SIZES[: len(batch)], SIZES[len(batch)] if any_width else width
     real = torch.empty(*sizes, width, dtype=inputs[0].dtype)

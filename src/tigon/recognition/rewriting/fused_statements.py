@@ -34,11 +34,8 @@ from tigon.runtime.stock import does_more_than_forward
 
 
 def _arguments(norm: Any, x: Tensor) -> NormArguments | None:
-    """Return the arguments for the op of a patched norm; None if the op cannot compute the norm of x.
-
-    A norm with hooks is not computed by the op. `norm` may also be a method or a function, because the forward may call
-    any attribute.
-    """
+    """Return the arguments for the op of a patched norm; None if the op cannot compute the norm of x. A norm with hooks
+    is not computed by the op. `norm` may also be a method or a function, because the forward may call any attribute."""
     forward = getattr(norm, "__dict__", {}).get("forward")
     # The type is compared, because a wrapper of accelerate has all attributes of a replacement.
     if type(forward) is not Replacement or type(recipe := forward.recipe) is not RMSNormRecipe:
@@ -96,9 +93,7 @@ class _StartedNorm:
 
 def start_norm(rope: Any, norm: nn.Module, x: Any) -> tuple[Any, _StartedNorm | None]:
     """Return x and its norm, if `norm_rope` may compute the norm together with `rope`, and norm(x) and None otherwise.
-
-    In graphs, the norm is computed at once, because the compiler fuses it.
-    """
+    In graphs, the norm is computed at once, because the compiler fuses it."""
     if torch.compiler.is_compiling() or not hasattr(rope, "rotate_normalised"):
         return norm(x), None
     if isinstance(x, Tensor) and x.dim() == 4 and (arguments := _arguments(norm, x)) is not None:
@@ -115,11 +110,9 @@ def norm_rope(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Compute the norms that `start_norm` has started, then `rope(*args, **kwargs)`, if possible in one kernel.
-
-    `rope` is None if nothing is to be rotated. `transposed` says for each tensor whether dimensions 1 and 2 were
-    exchanged since its norm was started.
-    """
+    """Compute the norms that `start_norm` has started, then `rope(*args, **kwargs)`, if possible in one kernel. `rope`
+    is None if nothing is to be rotated. `transposed` says for each tensor whether dimensions 1 and 2 were exchanged
+    since its norm was started."""
     norms = [norm for norm in started_norms if norm is not None]
     if rope is not None and len(norms) == len(started_norms) and norms[0].options == norms[-1].options:
         weights = [norm.weight for norm in norms]
@@ -149,11 +142,9 @@ def rewrite_forward(
     fuses_statements: bool = False,
     is_recurrent: bool = False,
 ) -> FunctionType | str | None:
-    """Return a forward that calls other functions in place of globals, and whose statements may be fused.
-
-    With `is_recurrent`, the other functions take results of `repeat_heads` too. Return None if nothing of the forward
-    is replaced, or the reason why it cannot be rewritten.
-    """
+    """Return a forward that calls other functions in place of globals, and whose statements may be fused. With
+    `is_recurrent`, the other functions take results of `repeat_heads` too. Return None if nothing of the forward is
+    replaced, or the reason why it cannot be rewritten."""
     result = _rewrite(function, fuses_statements, is_recurrent, *exchanged)
     return result.build(function, exchanged) if isinstance(result, Rewritten) else result
 
@@ -177,10 +168,8 @@ class RewrittenForward:
 
     def forward_for(self, forward: Any) -> FunctionType | None:
         """Return the rewritten form of `forward`, if it is the stock forward, or the stock forward in more wrappers.
-
         FSDP2 gives a layer a subclass of its class, whose forward transformers wraps once more. The result is None for
-        any other forward. It is None too if the model was unpickled where the class has another source.
-        """
+        any other forward. It is None too if the model was unpickled where the class has another source."""
         if forward not in self.forwards:
             are_functions = isinstance(forward, FunctionType) and isinstance(self.stock, FunctionType)
             is_stock = are_functions and innermost(forward) is innermost(self.stock)
@@ -221,10 +210,7 @@ class FusedStatementsRecipe(RewrittenForward):
         return FusedStatementsRecipe, (self.cls, self.has_head_norms)
 
     def with_head_norms(self, module: nn.Module, recipes: Mapping[nn.Module, Any]) -> "FusedStatementsRecipe":
-        """Return the recipe for a module whose rotary embedding is an op, which may compute norms too.
-
-        `recipes` holds the recipes of all modules of the model.
-        """
+        """Return the recipe for a module whose rotary embedding is an op, which may compute norms too."""
         # A layer that reads the keys of another layer has no norm of keys.
         norms = [norm for name in self.head_norms if (norm := getattr(module, name, None)) is not None]
         has_recipes = (isinstance(norm, nn.Module) and isinstance(recipes.get(norm), RMSNormRecipe) for norm in norms)
@@ -258,11 +244,9 @@ def _forward_of(module: nn.Module) -> FunctionType | None:
 
 
 def overwritten_children(modules: Iterable[nn.Module]) -> dict[nn.Module, str]:
-    """Return the children whose input is written in place after they have run, with the reason to keep their forward.
-
-    A norm in half precision and an fp32 adapter save an fp32 copy of their input for backward. Their ops save the input
-    itself, which must not change until then.
-    """
+    """Return the children whose input is written in place after they have run, with the reason to keep their forward. A
+    norm in half precision and an fp32 adapter save an fp32 copy of their input for backward. Their ops save the input
+    itself, which must not change until then."""
     reasons: dict[nn.Module, str] = {}
     for module in modules:
         if module._modules and (forward := _forward_of(module)) is not None:
@@ -273,10 +257,8 @@ def overwritten_children(modules: Iterable[nn.Module]) -> dict[nn.Module, str]:
 
 
 def recognise_fused_statements(module: nn.Module) -> FusedStatementsRecipe | str | None:
-    """Recognise a module that adds to a residual before it calls a norm, or calls several linear layers with one input.
-
-    Return a recipe, the reason why the forward of such a module cannot be rewritten, or None for another module.
-    """
+    """Recognise a module that adds to a residual before it calls a norm, or calls several linear layers with one
+    input."""
     forward = _forward_of(module)
     if sum(child is not None for child in module._modules.values()) < 2 or forward is None:
         return None
@@ -287,9 +269,6 @@ def recognise_fused_statements(module: nn.Module) -> FusedStatementsRecipe | str
 
 
 def has_fusible_child(module: nn.Module, recipes: Mapping[nn.Module, Any]) -> bool:
-    """Return True if a module has an RMS norm that an op computes, or several linear layers.
-
-    `recipes` holds the recipes of all modules of the model.
-    """
+    """Return True if a module has an RMS norm that an op computes, or several linear layers."""
     children = [child for child in module._modules.values() if child is not None]
     return sum(map(is_linear, children)) > 1 or any(isinstance(recipes.get(c), RMSNormRecipe) for c in children)

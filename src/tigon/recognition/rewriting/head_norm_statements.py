@@ -142,12 +142,8 @@ def _find_norm(block: list[ast.stmt], end: int, name: str, outer: ast.stmt | Non
 def fuse_head_norms(
     block: list[ast.stmt], scope: dict[str, Any], number: int
 ) -> tuple[list[ast.stmt], list[str]] | None:
-    """Replace the first norms with a rotary embedding in a block. Return the new block and the names of the norms.
-
-    The result is None if the block has none.
-
-    `scope` holds the globals of the forward. `number` makes the names of the new variables unique.
-    """
+    """Replace the first norms with a rotary embedding in a block. Return the new block and the norms' names, or
+    None."""
     for position, statement in enumerate(block):
         branch = statement if isinstance(statement, ast.If) and not statement.orelse else None
         for inner_position, inner in enumerate(branch.body if branch else [statement]):

@@ -15,10 +15,8 @@ from tigon.recognition.rewriting.statements import child_call
 
 
 class _AliasTracker:
-    """Tracks which variables hold the same tensor, and which tensors are written in place after a child read them.
-
-    Each tensor has a number. After a branch, a variable may hold one of several tensors.
-    """
+    """Tracks which variables hold the same tensor, and which tensors are written in place after a child read them. Each
+    tensor has a number. After a branch, a variable may hold one of several tensors."""
 
     def __init__(self) -> None:
         self.numbers: dict[str, frozenset[int]] = {}

@@ -75,10 +75,7 @@ _RESIDUAL_AND_NORM = re.compile(
 
 
 def _match_norm(statements: list[ast.stmt], variables: frozenset[str]) -> _Match | None:
-    """Return the match of a sum or a residual, followed by its norm; None if the first statements do not match.
-
-    `variables` are the local variables of the function.
-    """
+    """Return the match of a sum or a residual, followed by its norm; None if the first statements do not match."""
     assignments = itertools.takewhile(lambda statement: isinstance(statement, ast.Assign), statements[:3])
     text = "".join(f"{ast.unparse(statement)}\n" for statement in assignments)
     match = _SUM_AND_NORM.match(text) or _RESIDUAL_AND_NORM.match(text)
@@ -126,10 +123,8 @@ DESCRIPTIVE = "shape", "size", "dim", "ndim", "dtype", "device"
 
 
 def _only_call(statement: ast.stmt) -> ChildCall | None:
-    """Return the call of a child if a statement calls one child, and certainly calls it once; None otherwise.
-
-    Apart from that call, the statement must use the argument only to read attributes in `DESCRIPTIVE`.
-    """
+    """Return the call of a child if a statement calls one child, and certainly calls it once; None otherwise. Apart
+    from that call, the statement must use the argument only to read attributes in `DESCRIPTIVE`."""
     nodes = list(ast.walk(statement))
     calls = [call for call in map(child_call, nodes) if call is not None]
     if len(calls) != 1 or any(isinstance(node, UNCERTAIN) for node in nodes):
@@ -144,10 +139,7 @@ def _only_call(statement: ast.stmt) -> ChildCall | None:
 
 
 def _match_products(statements: list[ast.stmt], number: int) -> _Match | None:
-    """Return the match of consecutive assignments that each call one child with the same input, or None.
-
-    `number` makes the name of the variable that holds the products unique.
-    """
+    """Return the match of consecutive assignments that each call one child with the same input, or None."""
     argument, count = "", 0
     children: set[str] = set()
     for statement in statements:
@@ -241,11 +233,9 @@ def _parents(definition: ast.FunctionDef) -> dict[ast.AST, ast.AST]:
 def _other_use(
     definition: ast.FunctionDef, name: str, norm: str, visited_names: frozenset[str] = frozenset()
 ) -> str | None:
-    """Describe a use of a variable that may depend on more than the values of its tensor; None if there is none.
-
-    After rewriting, the residual and the input of the norm are two tensors with the same values. A hook on the residual
-    would then receive only a part of the gradient, and a write in place would not reach the input of the norm.
-    """
+    """Describe a use of a variable that may depend on more than the values of its tensor; None if there is none. After
+    rewriting, the residual and the input of the norm are two tensors with the same values. A hook on the residual would
+    then receive only a part of the gradient, and a write in place would not reach the input of the norm."""
     parents = _parents(definition)
     for node in ast.walk(definition):
         if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name) and node.target.id == name:
@@ -290,18 +280,7 @@ FRAME_READERS = frozenset(("locals", "vars", "eval", "exec", "dir", "_getframe",
 def rewrite(
     function: FunctionType, helpers: Sequence[Callable], exchanged: Sequence[str], is_recurrent: bool = False
 ) -> Rewritten | str | None:
-    """Return the code of the function with its statements rewritten; None if there is nothing to rewrite.
-
-    A string is the reason why the function cannot be rewritten, or why statements that resemble a pattern stay as they
-    are.
-
-    Args:
-        function: The function.
-        helpers: The functions that the rewritten statements call, in the order of `NAMES`. Without them, all statements
-            stay as they are.
-        exchanged: The names of globals in whose place the function calls other functions.
-        is_recurrent: True if the other functions take the results of `repeat_heads`, and one op computes a decay.
-    """
+    """Return the code of the function with its statements rewritten; None or a reason if it stays as it is."""
     try:
         definition = definition_of(function)
         inner = innermost(function)

@@ -65,11 +65,9 @@ def is_unchanged(state: CodeState) -> bool:
 
 
 def cached_by_code(compute: Cached) -> Cached:
-    """Cache the results of a function of a function, until its first argument has other code or is freed.
-
-    A result must not refer to this argument; it may be a `Rewritten`. Further arguments are hashable. The attribute
-    `cache_clear` of the decorated function empties the cache.
-    """
+    """Cache the results of a function of a function, until its first argument has other code or is freed. A result must
+    not refer to this argument; it may be a `Rewritten`. Further arguments are hashable. The attribute `cache_clear` of
+    the decorated function empties the cache."""
     results: WeakKeyDictionary[FunctionType, tuple[tuple[CodeType, ...], dict[tuple, Any]]] = WeakKeyDictionary()
 
     @functools.wraps(compute)
@@ -95,12 +93,7 @@ def _copy_with(function: FunctionType, code: CodeType, scope: dict, closure: tup
 
 
 def rebuild_wrappers(function: FunctionType, inner: FunctionType) -> FunctionType:
-    """Return copies of the wrappers of `function` around `inner`, which takes the place of the innermost function.
-
-    Raises:
-        NotReadable: A wrapper does not hold the function that it wraps in its closure, so another function cannot take
-            its place.
-    """
+    """Return copies of the wrappers of `function` around `inner`, which takes the place of the innermost function."""
     result = inner
     for wrapped, wrapper in _pairs(function):
         cells = wrapper.__closure__ or ()
@@ -146,11 +139,9 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
 
 
 def _texts_with(lines: list[str], line: int) -> Iterator[str]:
-    """Yield the beginning of a file with the one class or function that has this line, and then the whole file.
-
-    The first text is compiled several times faster. The compiler may refuse it, or compile the function to other code
-    than that of the whole file, for example if an import is missing.
-    """
+    """Yield the beginning of a file with the one class or function that has this line, and then the whole file. The
+    first text is compiled several times faster. The compiler may refuse it, or compile the function to other code than
+    that of the whole file, for example if an import is missing."""
     starts = [i for i, each in enumerate(lines) if each.startswith(("class ", "def ", "async def ", "@"))]
     if starts and starts[0] < line:
         start = max(i for i in starts if i < line)
@@ -171,11 +162,7 @@ def _tree_of(lines: list[str], code: CodeType) -> ast.Module | None:
 
 
 def definition_of(function: FunctionType) -> ast.FunctionDef:
-    """Return a fresh copy of the definition of the innermost function.
-
-    Raises:
-        NotReadable: There is no source, or the loaded code was not compiled from it.
-    """
+    """Return a fresh copy of the definition of the innermost function."""
     inner = innermost(function)
     code = inner.__code__
     if inner is function and any(isinstance(_contents(cell), FunctionType) for cell in inner.__closure__ or ()):
@@ -215,13 +202,7 @@ class Rewritten:
     attributes: dict[str, Any] = field(default_factory=dict)
 
     def build(self, function: FunctionType, exchanged: Mapping[str, Callable]) -> FunctionType:
-        """Return `function` with this code in its innermost function; globals, closure and defaults stay the same.
-
-        `exchanged` holds the functions that the code calls in place of globals, by the names of these globals.
-
-        Raises:
-            NotReadable: A wrapper of the function does not hold the function that it wraps.
-        """
+        """Return `function` with this code in its innermost function; globals, closure and defaults stay the same."""
         inner = innermost(function)
         cells = dict(zip(inner.__code__.co_freevars, inner.__closure__ or (), strict=True))
         cells |= {name: CellType(helper) for name, helper in self.helpers.items()}
@@ -239,14 +220,7 @@ def exchanged_name(name: str) -> str:
 def compile_definition(
     definition: ast.FunctionDef, function: FunctionType, helpers: dict[str, Callable], exchanged: Sequence[str]
 ) -> Rewritten:
-    """Return the code of this definition, which replaces the innermost function of `function`.
-
-    `helpers` holds the additional functions that the definition calls, by name. They become part of its closure, and so
-    do the functions that it calls in place of the globals with the names in `exchanged`.
-
-    Raises:
-        NotReadable: The function assigns to one of these names.
-    """
+    """Return the code of this definition, which replaces the innermost function of `function`."""
     for node in ast.walk(definition):
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id in exchanged:
             node.id = exchanged_name(node.id)

@@ -42,11 +42,9 @@ _exclude_key: Callable[[Any, bool], Any] = find("_C._SetExcludeDispatchKeyGuard"
 
 
 def shared_versions() -> Any:
-    """Return a block in which `x.detach()` shares the version of `x`, also in the handler of a dispatch mode.
-
-    A handler runs without the dispatch key that gives a view the version counter of its base. Torch's checkpoint does
-    the same where it saves the results of operators. Seen in 2.8 to 2.13. Without it: a RuntimeError.
-    """
+    """Return a block in which `x.detach()` shares the version of `x`, also in the handler of a dispatch mode. A handler
+    runs without the dispatch key that gives a view the version counter of its base. Torch's checkpoint does the same
+    where it saves the results of operators. Seen in 2.8 to 2.13. Without it: a RuntimeError."""
     return _exclude_key(torch._C.DispatchKey.ADInplaceOrView, False)
 
 
@@ -81,11 +79,7 @@ def is_checkpoint_hook(pack: Callable) -> bool:
 
 
 def is_recompute_hook(pack: Callable) -> bool:
-    """Return whether a pack hook belongs to the recomputation of a non-reentrant checkpoint.
-
-    Raises:
-        RuntimeError: The hook is one of `torch.utils.checkpoint` that is neither of the two known ones.
-    """
+    """Return whether a pack hook belongs to the recomputation of a non-reentrant checkpoint."""
     if not is_checkpoint_hook(pack):
         return False
     name = getattr(pack, "__qualname__", "")
@@ -116,11 +110,9 @@ engine_run_backward: Callable[..., Any] = find("autograd.graph._engine_run_backw
 
 
 def has_gradient_hooks(x: Tensor) -> bool:
-    """Return whether autograd calls hooks with the gradient of x, or after it has accumulated the gradient.
-
-    torch keeps them in two private attributes, seen in 2.8 to 2.13. If one of them is missing the answer is True, so
-    the caller refuses to bypass autograd.
-    """
+    """Return whether autograd calls hooks with the gradient of x, or after it has accumulated the gradient. torch keeps
+    them in two private attributes, seen in 2.8 to 2.13. If one of them is missing the answer is True, so the caller
+    refuses to bypass autograd."""
     return any(getattr(x, name, True) for name in ("_backward_hooks", "_post_accumulate_grad_hooks"))
 
 
@@ -141,12 +133,9 @@ transforms_are_active: Callable[[], bool] = find("_C._are_functorch_transforms_a
 
 
 def apply_without_transforms(cls: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """Return `cls.apply` for calls outside of the transforms of `torch.func`.
-
-    The class above `Function` has this `apply`. That of `Function` looks for transforms, and unwraps each argument that
-    a transform has returned, which takes a third of the time of a call. Seen in 2.8 to 2.13. Without it: that of
-    `Function`.
-    """
+    """Return `cls.apply` for calls outside of the transforms of `torch.func`. The class above `Function` has this
+    `apply`. That of `Function` looks for transforms, and unwraps each argument that a transform has returned, which
+    takes a third of the time of a call. Seen in 2.8 to 2.13. Without it: that of `Function`."""
     missing = functools.partial(torch.autograd.Function.apply.__func__, cls)  # type: ignore[attr-defined]
     return getattr(super(torch.autograd.Function, cls), "apply", missing)
 
@@ -156,11 +145,9 @@ find("autograd.forward_ad._current_level", -1)
 
 
 def has_active_transform() -> bool:
-    """Return whether a transform of `torch.func` or a level of forward-mode derivatives is active.
-
-    These work only on torch's own operators, so the loss in the head is stock then. Seen in 2.8 to 2.13. Without one of
-    the two names, the loss stays stock, and the report of `tigon.patch` names what is missing.
-    """
+    """Return whether a transform of `torch.func` or a level of forward-mode derivatives is active. These work only on
+    torch's own operators, so the loss in the head is stock then. Seen in 2.8 to 2.13. Without one of the two names, the
+    loss stays stock, and the report of `tigon.patch` names what is missing."""
     return transforms_are_active() or torch.autograd.forward_ad._current_level >= 0
 
 

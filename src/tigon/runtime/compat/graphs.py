@@ -26,11 +26,9 @@ CALLER_OF_GRAPHS = "torch._functorch._aot_autograd."
 
 
 class TransparentMode(DispatchMode):
-    """A mode that sees every operator, and in which torch.compile goes on to compile functions.
-
-    In other modes, torch.compile runs functions without compiling them. Torch asks the first method for this from 2.9
-    on, and the second one before. Higher-order operators reach the mode; torch 2.8 refuses them in any mode.
-    """
+    """A mode that sees every operator, and in which torch.compile goes on to compile functions. In other modes,
+    torch.compile runs functions without compiling them. Torch asks the first method for this from 2.9 on, and the
+    second one before. Higher-order operators reach the mode; torch 2.8 refuses them in any mode."""
 
     supports_higher_order_operators = True
 
@@ -55,13 +53,8 @@ class SymbolicTools(NamedTuple):
 
 def symbolic_tools() -> SymbolicTools:
     """Import the names for runs with symbolic sizes. They take a second to import, so they are imported when needed.
-
     Seen in 2.8 to 2.13. Without them, a module whose code can read the size of a tensor stays stock, and the report
-    shows this error.
-
-    Raises:
-        RuntimeError: This torch lacks one of the names.
-    """
+    shows this error."""
     try:
         from torch._dispatch.python import enable_python_dispatcher
         from torch._subclasses.fake_tensor import FakeTensorMode
@@ -90,10 +83,8 @@ RECORDERS_OF_GUARDS = {
 @functools.cache
 def _with_quick_frames(shape_env: type) -> type:
     """Return a subclass of ShapeEnv that records the same guards, and finds their places in the code without imports.
-
     At the first guard, ShapeEnv itself imports Inductor, torch.export and networkx, which takes 0.7 s, only to list the
-    files that are no places of guards. The private method was seen in 2.13. Without it, the imports take place.
-    """
+    files that are no places of guards. The private method was seen in 2.13. Without it, the imports take place."""
 
     class QuickShapeEnv(shape_env):
         def _get_user_frame(self) -> types.FrameType | None:
@@ -112,10 +103,8 @@ def _with_quick_frames(shape_env: type) -> type:
 
 
 def storage_users(storage: StorageWeakRef) -> int:
-    """Return how many tensors and other objects refer to a storage, for a `StorageWeakRef` of it.
-
-    The private function was seen in 2.8 to 2.13. Without it, the answer is 2: something else may refer to the storage.
-    """
+    """Return how many tensors and other objects refer to a storage, for a `StorageWeakRef` of it. The private function
+    was seen in 2.8 to 2.13. Without it, the answer is 2: something else may refer to the storage."""
     count = getattr(torch._C, "_storage_Use_Count", None)
     return 2 if count is None else count(storage.cdata) - _references_of_count()
 
@@ -133,10 +122,7 @@ def has_storage(tensor: Tensor, storage: StorageWeakRef) -> bool:
 
 
 def end_allocation(device: torch.device, pool: Any) -> None:
-    """Let new tensors lie outside of a pool again, after a capture that failed.
-
-    The private function was seen in 2.8 to 2.13. Without it, the allocator caches less memory from then on.
-    """
+    """Let new tensors lie outside of a pool again, after a capture that failed."""
     end = getattr(torch._C, "_cuda_endAllocateToPool", None)
     if end is not None:
         end(device.index, pool)
@@ -161,10 +147,7 @@ def _run_nothing(function: Callable[[Any], None]) -> None:
 
 
 def load_comptime() -> Callable[[Callable[[Any], None]], None]:
-    """Return Dynamo's `comptime`: a call of it in traced code runs a function while Dynamo traces.
-
-    This imports Dynamo, which takes seconds.
-    """
+    """Return Dynamo's `comptime`: a call of it in traced code runs a function while Dynamo traces."""
     try:
         from torch._dynamo.comptime import comptime
     except ImportError:
@@ -179,10 +162,8 @@ except ImportError:
 
 
 def is_tracing() -> bool:
-    """Return True in Python code that Dynamo runs, instead of tracing it, while it traces a graph.
-
-    Without the private class, the answer is that of the public `torch.compiler.is_compiling`.
-    """
+    """Return True in Python code that Dynamo runs, instead of tracing it, while it traces a graph. Without the private
+    class, the answer is that of the public `torch.compiler.is_compiling`."""
     if _TracingContext is None:
         return torch.compiler.is_compiling()
     return _TracingContext.try_get() is not None
@@ -190,18 +171,13 @@ def is_tracing() -> bool:
 
 def locals_of_caller(context: Any, *names: str) -> tuple[Any, list[Any]]:
     """Return the traced frame that called the function with the `comptime` call, and Dynamo's variables of these names.
-
-    The attribute `value` of a variable is the real object, and `source` says how the graph reaches this object.
-    """
+    The attribute `value` of a variable is the real object, and `source` says how the graph reaches this object."""
     frame = context._i_will_not_complain_if_bc_breaks_InstructionTranslator().parent
     return frame, [frame.symbolic_locals[name].realize() for name in names]
 
 
 def changed_objects(frame: Any) -> tuple[set[int], bool]:
-    """Return the ids of the objects that the traced code has changed so far, and whether it has changed a global.
-
-    Dynamo keeps objects that exist already under their ids, and assignments to globals under ids of its own.
-    """
+    """Return the ids of the objects that the traced code has changed so far, and whether it has changed a global."""
     effects = frame.output.side_effects
     changed = {key: variable for key, variable in effects.id_to_variable.items() if effects.is_modified(variable)}
     return set(changed), any(type(variable).__name__ == "NewGlobalVariable" for variable in changed.values())

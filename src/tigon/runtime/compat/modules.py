@@ -25,10 +25,8 @@ call_impl: Any = getattr(nn.Module, CALL_IMPL, None)
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Return whether a call of a module runs a hook of this module.
-
-    This is checked at every call. A loop over `HOOK_TABLES` would take four times as long.
-    """
+    """Return whether a call of a module runs a hook of this module. This is checked at every call. A loop over
+    `HOOK_TABLES` would take four times as long."""
     tables = module.__dict__
     forward_hooks = tables["_forward_hooks"] or tables["_forward_pre_hooks"]
     return bool(forward_hooks or tables["_backward_hooks"] or tables["_backward_pre_hooks"])
@@ -58,8 +56,6 @@ REPLICATE = "_replicate_for_data_parallel"
 
 
 def is_replica(module: nn.Module) -> bool:
-    """Return whether a module is a copy that `nn.DataParallel` made for one call on another device.
-
-    Seen in 2.8 to 2.13. Without the attribute, `nn.DataParallel` raises TypeError when it gathers skipped logits.
-    """
+    """Return whether a module is a copy that `nn.DataParallel` made for one call on another device. Seen in 2.8 to
+    2.13. Without the attribute, `nn.DataParallel` raises TypeError when it gathers skipped logits."""
     return getattr(module, "_is_replica", False)

@@ -20,9 +20,7 @@ def _refusal(name: str) -> Callable[..., NoReturn]:
 
 def find(path: str, default: Any = None) -> Any:
     """Return `torch.<path>`. If this torch has none, record its name for `require_names` and return the default.
-
-    Without a default, the result is a function that raises a RuntimeError which names the missing function.
-    """
+    Without a default, the result is a function that raises a RuntimeError which names the missing function."""
     value: Any = torch
     for part in path.split("."):
         value = getattr(value, part, None)
@@ -47,11 +45,7 @@ NAMES_FOR_PLAN = "_C.DisableTorchFunction", "autograd.graph._engine_run_backward
 
 
 def require_names(user: str, *paths: str) -> None:
-    """Refuse a feature, before it computes anything, if this torch lacks one of the names that the feature needs.
-
-    Raises:
-        RuntimeError: One of `torch.<path>` is missing. The message names the feature and the missing name.
-    """
+    """Refuse a feature, before it computes anything, if this torch lacks one of the names that the feature needs."""
     for path in paths:
         if path in missing:
             raise RuntimeError(f"{user}: {missing[path]}")

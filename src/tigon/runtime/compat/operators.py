@@ -52,18 +52,13 @@ def any_changing_mode() -> bool:
 
 def schema_of(operator: Any) -> Any:
     """Return the schema of an operator of torch, which names its arguments and their types; None if it has none.
-
     Higher-order operators have none. The attribute `_schema` was seen in 2.8 to 2.13. Without it, `symbolic_tools`
-    refuses to run, and `tigon plan` counts more traffic.
-    """
+    refuses to run, and `tigon plan` counts more traffic."""
     return getattr(operator, "_schema", None)
 
 
 def is_in_place(operator: Any) -> bool:
-    """Return whether an operator of torch, such as `torch.ops.aten.add_.Tensor`, writes to one of its arguments.
-
-    An operator without a schema counts as one that writes.
-    """
+    """Return whether an operator of torch, such as `torch.ops.aten.add_.Tensor`, writes to one of its arguments."""
     return getattr(schema_of(operator), "is_mutable", True)
 
 
@@ -100,10 +95,7 @@ increment: Callable[[list[Tensor], float], Any] = getattr(torch, "_foreach_add_"
 
 
 def process_group_of(name: str) -> Any:
-    """Return the process group with a name. Operators take the name, because a group cannot be their argument.
-
-    Seen in 2.8 to 2.13. Without it, a loss whose vocabulary is sharded refuses to run.
-    """
+    """Return the process group with a name. Operators take the name, because a group cannot be their argument."""
     return _resolve(name)
 
 

@@ -32,11 +32,9 @@ def multiply_scaled(
 def multiply_scaled_groups(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, ends: Tensor, is_fast: bool
 ) -> Tensor:
-    """Return the products [S, N] in bf16 of groups of rows with their matrices, both in FP8.
-
-    The rows are those of a [S, K], the columns those of b [E, K, N], and `ends` [E] int32 is one past the last row of
-    each group. Rows behind the last group are not written. With `is_fast` the units accumulate fewer bits.
-    """
+    """Return the products [S, N] in bf16 of groups of rows with their matrices, both in FP8. The rows are those of a
+    [S, K], the columns those of b [E, K, N], and `ends` [E] int32 is one past the last row of each group. Rows behind
+    the last group are not written. With `is_fast` the units accumulate fewer bits."""
     if _public_grouped_mm is None:
         return _scaled_grouped_mm(
             a, b, scale_a, scale_b, offs=ends, out_dtype=torch.bfloat16, use_fast_accum=is_fast

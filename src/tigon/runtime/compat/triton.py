@@ -74,11 +74,7 @@ _recording = threading.Lock()
 
 @contextlib.contextmanager
 def recorded_launches() -> Iterator[list[tuple]]:
-    """Record `(run, *arguments)` of each launch of this thread by Triton in the block.
-
-    Meanwhile, a function replaces the call of the class of `run`. It calls the original, also for other threads.
-    Nothing is recorded if Triton has no such class in Python.
-    """
+    """Record `(run, *arguments)` of each launch of this thread by Triton in the block."""
     records: list[tuple] = []
     thread = threading.get_ident()
     launcher_class: Any = getattr(triton.runtime.driver.active, "launcher_cls", object)
@@ -105,11 +101,7 @@ def _are_identical(values: Sequence, others: Sequence) -> bool:
 
 
 def direct_launch(record: tuple, programs: int, stream: int, values: tuple) -> tuple[Callable, tuple, bool] | None:
-    """Return `(call, middle, is_packed)` with which a recorded launch is repeated, or None if it has another form.
-
-    `call(programs, 1, 1, stream, *middle, *values)` launches the kernel; if `is_packed` is True, the last argument is
-    the tuple of the values. `values` are the arguments and the constexprs of the recorded launch.
-    """
+    """Return `(call, middle, is_packed)` with which a recorded launch is repeated, or None if it has another form."""
     run, *arguments = record
     if arguments[:4] != [programs, 1, 1, stream] or not _are_identical(arguments[9:], values):
         return None

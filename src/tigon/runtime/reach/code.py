@@ -113,10 +113,8 @@ def code_facts(code: types.CodeType) -> CodeFacts:
 
 
 def _getters(code: types.CodeType) -> Iterator[tuple[bool, bool]]:
-    """Yield, for each use of a function such as `getattr`, whether it may compute the name, and may find no attribute.
-
-    If the name is a constant, it is the second value that an instruction loads between the function and its call.
-    """
+    """Yield, for each use of a function such as `getattr`, whether it may compute the name, and may find no
+    attribute."""
     steps = [s for s in dis.get_instructions(code) if s.opname not in ("CACHE", "PRECALL", "PUSH_NULL", "LOAD_ATTR")]
     for i, step in enumerate(steps):
         if step.opname in ("LOAD_GLOBAL", "LOAD_NAME") and step.argval in GETTERS:

@@ -186,15 +186,12 @@ def explore(
     searched: tuple[str, ...] = (),
     texts: tuple[str, ...] = (),
 ) -> Reach:
-    """Return the state that the forward of a module, or a function, can reach.
-
-    `live` names attributes that the caller reads at every call; they are not watched. For a function, `live` names
-    functions of transformers, which answer questions whose answer the caller knows at every call.
-
-    Children that hold tensors are not searched: the recipe that replaces the forward calls them as the forward does.
-    `searched` names the exceptions: children whose parameters or settings the recipe reads. `texts` are the strings
-    that calls of a function pass to it, such as the name of an activation, which may select entries of tables.
-    """
+    """Return the state that the forward of a module, or a function, can reach. `live` names attributes that the caller
+    reads at every call; they are not watched. For a function, `live` names functions of transformers, which answer
+    questions whose answer the caller knows at every call. Children that hold tensors are not searched: the recipe that
+    replaces the forward calls them as the forward does. `searched` names the exceptions: children whose parameters or
+    settings the recipe reads. `texts` are the strings that calls of a function pass to it, such as the name of an
+    activation, which may select entries of tables."""
     walk = _Walk(module, ("training", *live), searched)
     walk.names |= {f"'{text}" for text in texts}
     try:

@@ -65,13 +65,10 @@ def _has_flag(module: types.ModuleType, name: str) -> bool:
 
 
 class FunctionWalk:
-    """The results of one walk.
-
-    `describe(value, path)` returns the part of the fingerprint that stands for the value, and visits the value once.
-    `path` says how the code reaches the value, as "self.config.scale". An object with attributes becomes a holder. When
-    the walk finds a new name, every holder visits its attribute of this name. A name with the prefix "'" is a string in
-    the code.
-    """
+    """The results of one walk. `describe(value, path)` returns the part of the fingerprint that stands for the value,
+    and visits the value once. `path` says how the code reaches the value, as "self.config.scale". An object with
+    attributes becomes a holder. When the walk finds a new name, every holder visits its attribute of this name. A name
+    with the prefix "'" is a string in the code."""
 
     def __init__(self, root: Any, live: tuple[str, ...], searched: tuple[str, ...]) -> None:
         self.root, self.live = root, frozenset(live)
@@ -215,10 +212,8 @@ class FunctionWalk:
                 self.reach.unprobed_reads.append(f"decides by its input {place}")
 
     def add_item_writes(self) -> None:
-        """Add `x.append(y)` and `x[i] = y` as writes if the code can reach a container that has such a method.
-
-        `x[i] = y` and `x += y` usually write to a local tensor, so the function must also name the container.
-        """
+        """Add `x.append(y)` and `x[i] = y` as writes if the code can reach a container that has such a method. `x[i] =
+        y` and `x += y` usually write to a local tensor, so the function must also name the container."""
         containers = [(path, path.rpartition(".")[2].partition("[")[0], each) for each, path in self.reach.containers]
         uses_dict = any(TABLES & (facts.attributes | facts.global_names) for facts, _ in self.functions)
         for facts, function in self.functions:
@@ -234,10 +229,7 @@ class FunctionWalk:
                         break
 
     def visit_trusted_function(self, function: types.FunctionType, path: str) -> None:
-        """Visit the user's functions that a function of torch wraps, as a `torch.no_grad()` decorator does.
-
-        They are in its closure, its defaults or its attributes.
-        """
+        """Visit the user's functions that a function of torch wraps, as a `torch.no_grad()` decorator does."""
         self.refuse_impure_torch(function.__name__, path)
         values: list[Any] = [*(function.__defaults__ or ()), *vars(function).values()]
         for cell in function.__closure__ or ():

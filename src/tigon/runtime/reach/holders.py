@@ -96,10 +96,7 @@ class HolderWalk(FunctionWalk):
         self.entries.append((path, "class", f"{kind.__module__}.{kind.__qualname__}"))
 
     def watch_registered(self, attributes: dict[str, Any], path: str, owner: nn.Module | None) -> None:
-        """Watch that parameters and buffers that are None stay None.
-
-        The other tensors are watched too, except those of the module itself and of searched children.
-        """
+        """Watch that parameters and buffers that are None stay None."""
         has_fixed_tensors = owner is not None and not any(owner is each for each in self.searched)
         for table in REGISTERED[:2]:
             for name, tensor in attributes[table].items():
@@ -130,10 +127,8 @@ class HolderWalk(FunctionWalk):
                 self.describe(child, child_path)
 
     def visit_child_with_tensors(self, child: nn.Module, child_name: str, path: str) -> None:
-        """Refuse code that reads attributes of a child with weights, or its type.
-
-        The probes replace this child by a plain linear layer, so they do not cover these reads.
-        """
+        """Refuse code that reads attributes of a child with weights, or its type. The probes replace this child by a
+        plain linear layer, so they do not cover these reads."""
         attributes, ignored = vars(child), {*MODULE_STATE, "in_features", "out_features"}
         defined = defined_names(type(child), bases_of_torch(type(child)))
         self.children_with_tensors.append((child_name, path))

@@ -33,19 +33,15 @@ def is_evasion(cls: type) -> bool:
 
 
 def is_trusted_function(function: types.FunctionType) -> bool:
-    """Return True if a function was written in a package whose functions depend on their arguments alone.
-
-    DeepSpeed's product for ZeRO-3 is trusted too. Its code reads and sets a global, the accelerator of the process.
-    """
+    """Return True if a function was written in a package whose functions depend on their arguments alone. DeepSpeed's
+    product for ZeRO-3 is trusted too. Its code reads and sets a global, the accelerator of the process."""
     # `__module__` would mislead: functools.wraps gives a wrapper the module of the function that it wraps.
     return package_of(function.__globals__.get("__name__")) in TRUSTED or is_linear_of_zero(function)
 
 
 def wrapped_function(value: Any) -> Any:
-    """Return the function that an object wraps, such as a function of `functools.cache`, or None.
-
-    Wrappers of transformers do not count, because they only check the versions of packages.
-    """
+    """Return the function that an object wraps, such as a function of `functools.cache`, or None. Wrappers of
+    transformers do not count, because they only check the versions of packages."""
     # The `__getattr__` of a user's object does not run.
     wrapped = inspect.getattr_static(value, "__wrapped__", None)
     is_own = isinstance(wrapped, types.FunctionType) and package_of(wrapped.__module__) not in TRUSTED | {
@@ -90,11 +86,9 @@ def slots_of(cls: type) -> set[str]:
 
 
 def special_methods(cls: type) -> set[str]:
-    """Return the special methods that a user's class defines: operators, contexts, calls, descriptors.
-
-    Methods that the module `dataclasses` generates do not count, because they read every field. `HolderWalk` visits
-    them if the code compares objects or makes text of them.
-    """
+    """Return the special methods that a user's class defines: operators, contexts, calls, descriptors. Methods that the
+    module `dataclasses` generates do not count, because they read every field. `HolderWalk` visits them if the code
+    compares objects or makes text of them."""
     # Configs of transformers look attributes up with special methods, which return the stored values.
     bases = [base for base in cls.__mro__ if package_of(base.__module__) not in TRUSTED | {"transformers"}]
     definitions = ((name, getattr(value, "__func__", value)) for base in bases for name, value in vars(base).items())

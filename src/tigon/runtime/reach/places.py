@@ -111,11 +111,7 @@ class Reach:
         return {place.name for place in self.places if place.owner is None and place.how == "item"}
 
     def check(self) -> Callable[[dict[str, Any], type], bool]:
-        """Return a function of the module's `__dict__` and class, which returns True if every place is unchanged.
-
-        The arguments are `{}` and `type(None)` for the reach of a Python function. The function compares by identity.
-        It raises KeyError, IndexError or AttributeError if a place no longer exists.
-        """
+        """Return a function of the module's `__dict__` and class, which returns True if every place is unchanged."""
         return build_check(self.places)
 
     @contextlib.contextmanager
@@ -162,10 +158,7 @@ def _items(container: Any) -> list:
 
 
 def _same_elements(container: Any, before: list) -> bool:
-    """Return True if a container holds the same objects as before.
-
-    Identity is compared, because `==` of tensors gives a tensor.
-    """
+    """Return True if a container holds the same objects as before."""
     now = _items(container)
     pairs = zip(now, before, strict=False)
     is_dict = isinstance(container, dict)
@@ -179,10 +172,7 @@ def compile_expression(source: str) -> Callable:
 
 
 def _condition_source(place: Place, number: int) -> str:
-    """Return the source of a condition that is True as long as a place holds its recorded value.
-
-    `attributes` and `cls` are those of the module, o<n> is the owner, v<n> the recorded value, n<n> the name.
-    """
+    """Return the source of a condition that is True as long as a place holds its recorded value."""
     holder = "attributes" if place.owner is None else f"o{number}"
     value = f"v{number}"
     if place.how == "length" and place.value == 0 and type(place.owner) in (dict, list, collections.OrderedDict):
