@@ -134,20 +134,17 @@ def kda_pairs_kernel(
     vectors = vectors_ptr + place * (VECTORS * CHUNK) + tokens
     q_factor, k_factor = scale * tl.load(vectors + Q_FACTOR * CHUNK), tl.load(vectors + K_FACTOR * CHUNK)
     keys, queries = tl.zeros([TOKENS, TOKENS], tl.float32), tl.zeros([TOKENS, TOKENS], tl.float32)
-    for level in tl.range(FIRST_LEVEL, END_LEVEL, num_stages=1):
-        far_keys, far_queries = tl.zeros([TOKENS, TOKENS], tl.float32), tl.zeros([TOKENS, TOKENS], tl.float32)
-        for start in tl.range(0, KEY_SIZE, BLOCK_K, num_stages=1):
-            cols = start + tl.arange(0, BLOCK_K)
-            q = load_tile(q_ptr, first, end, stride_q, KEY_SIZE, cols, TOKENS) * q_factor[:, None]
-            k = load_tile(k_ptr, first, end, stride_k, KEY_SIZE, cols, TOKENS) * k_factor[:, None]
-            total = load_totals(totals, tokens, cols, KEY_SIZE)
+    for start in tl.range(0, KEY_SIZE, BLOCK_K, num_stages=1):
+        cols = start + tl.arange(0, BLOCK_K)
+        q = load_tile(q_ptr, first, end, stride_q, KEY_SIZE, cols, TOKENS) * q_factor[:, None]
+        k = load_tile(k_ptr, first, end, stride_k, KEY_SIZE, cols, TOKENS) * k_factor[:, None]
+        total = load_totals(totals, tokens, cols, KEY_SIZE)
+        for level in tl.range(FIRST_LEVEL, END_LEVEL, num_stages=1):
             near = decay_until_border(total, totals, tokens, cols, level, KEY_SIZE)
             far_k, far_q = (k * near).to(dtype), (q * near).to(dtype)
-            far_keys = tl.dot(far_k, tl.trans(far_k), far_keys, input_precision="ieee")
-            far_queries = tl.dot(far_q, tl.trans(far_k), far_queries, input_precision="ieee")
-        is_pair = are_pairs(tokens, level)
-        keys += tl.where(is_pair, far_keys, 0.0)
-        queries += tl.where(is_pair, far_queries, 0.0)
+            is_pair = are_pairs(tokens, level)
+            keys += tl.where(is_pair, tl.dot(far_k, tl.trans(far_k), input_precision="ieee"), 0.0)
+            queries += tl.where(is_pair, tl.dot(far_q, tl.trans(far_k), input_precision="ieee"), 0.0)
     square = place * (CHUNK * CHUNK) + tokens[:, None] * CHUNK + tokens[None, :]
     block = tokens >> FIRST_LEVEL
     if FIRST_LEVEL == 0:
